@@ -16,10 +16,12 @@ OPERATIONS = (
     *("leaves-12", "leaves-3", "record"),
     *("gae", "gae-vectorized", "ppo"),
 )
+SAMPLERS = ("uniform", "proportional", "rank")
+_SHOWN = "(default: %(default)s)"  # argparse fills in the default
 
 
 def _number(low: int, high: int = 10**15) -> Callable[[str], int]:
-    """Return a parser of whole numbers from ``low`` to ``high``, written as ``1000`` or ``1e3``."""
+    """Return a function that converts text such as ``1000`` or ``1e3`` to an int from ``low`` to ``high``."""
 
     def convert(text: str) -> int:
         try:
@@ -45,42 +47,27 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_demo(demo: argparse.ArgumentParser) -> None:
-    algos, samplers = ("dqn", "ppo", "apex"), ("uniform", "proportional", "rank")
+    algos, small = ("dqn", "ppo", "apex"), _number(1, 64)
     demo.add_argument("--algo", default="dqn", choices=algos, help="dqn (default), ppo, or apex (dqn on Ray)")
-    demo.add_argument("--env", default="CartPole-v1", help="a Gymnasium environment (default: %(default)s)")
-    demo.add_argument(
-        "--sampler", default="proportional", choices=samplers, help="how dqn samples (default: %(default)s)"
-    )
-    demo.add_argument(
-        "--shards", type=_number(1, 64), default=2, help="number of shards, for apex (default: %(default)s)"
-    )
-    demo.add_argument(
-        "--collectors", type=_number(1, 64), default=2, help="number of actors, for apex (default: %(default)s)"
-    )
+    demo.add_argument("--env", default="CartPole-v1", help=f"a Gymnasium environment {_SHOWN}")
+    demo.add_argument("--sampler", default="proportional", choices=SAMPLERS, help=f"the sampler of dqn {_SHOWN}")
+    demo.add_argument("--shards", type=small, default=2, help=f"number of shards, for apex {_SHOWN}")
+    demo.add_argument("--collectors", type=small, default=2, help=f"number of collectors, for apex {_SHOWN}")
     demo.add_argument("--steps", type=_number(1), help="most environment steps (default: depends on the algorithm)")
-    demo.add_argument("--seed", type=_number(0, 2**31), default=0, help="random seed (default: %(default)s)")
-    demo.add_argument("--device", default="cpu", help="device of the network and the buffer (default: %(default)s)")
+    demo.add_argument("--seed", type=_number(0, 2**31), default=0, help=f"random seed {_SHOWN}")
+    demo.add_argument("--device", default="cpu", help=f"device of the network and the buffer {_SHOWN}")
     demo.add_argument("--out", type=Path, help="folder for the picture and the policy (default: a new one in runs/)")
 
 
 def _add_bench(bench: argparse.ArgumentParser) -> None:
-    device, rows = "cuda: time the operations on the GPU instead", [10**4, 10**5, 10**6, 10**7]
-    operations = (
-        f"some of {', '.join(OPERATIONS)} (default: all); cycle: sample and update, leaves-N: a Dict of N leaves"
-    )
-    bench.add_argument("--device", default="cpu", help=f"{device} (default: %(default)s)")
-    bench.add_argument(
-        "--rows",
-        type=_number(1),
-        nargs="+",
-        default=rows,
-        help="numbers of stored rows (default: 1e4 1e5 1e6 1e7; 1e7 needs 18 GB)",
-    )
-    bench.add_argument(
-        "--images", type=_number(0), default=5_000, help="number of stored images, 0 for none (default: %(default)s)"
-    )
-    bench.add_argument("--batch", type=_number(1), default=256, help="rows per batch (default: %(default)s)")
-    bench.add_argument("--rounds", type=_number(1), default=15, help="timed blocks of 16 calls (default: %(default)s)")
+    sizes, rows = "numbers of stored rows (default: 1e4 1e5 1e6 1e7; 1e7 needs 18 GB)", [10**4, 10**5, 10**6, 10**7]
+    meaning = "cycle: sample and update, leaves-N: a Dict of N leaves"
+    operations = f"some of {', '.join(OPERATIONS)} (default: all); {meaning}"
+    bench.add_argument("--device", default="cpu", help=f"cuda: time operations on the GPU instead {_SHOWN}")
+    bench.add_argument("--rows", type=_number(1), nargs="+", default=rows, help=sizes)
+    bench.add_argument("--images", type=_number(0), default=5_000, help=f"number of image rows, 0 for none {_SHOWN}")
+    bench.add_argument("--batch", type=_number(1), default=256, help=f"rows per batch {_SHOWN}")
+    bench.add_argument("--rounds", type=_number(1), default=15, help=f"timed blocks of 16 calls {_SHOWN}")
     bench.add_argument("--only", nargs="*", choices=OPERATIONS, metavar="OPERATION", help=operations)
     bench.add_argument("--picture", type=Path, metavar="FILE", help="also draw the ratios: a .png or .svg")
 
@@ -90,20 +77,16 @@ def _add_train(train: argparse.ArgumentParser) -> None:
     names = f"some of {', '.join(scripts)} (default: all)"
     train.add_argument("--only", nargs="+", default=scripts, choices=scripts, metavar="SCRIPT", help=names)
     train.add_argument("--steps", type=_number(1), help="environment steps per run (default: depends on the script)")
-    train.add_argument("--rounds", type=_number(1), default=3, help="runs per script and buffer (default: %(default)s)")
+    train.add_argument("--rounds", type=_number(1), default=3, help=f"runs per script and buffer {_SHOWN}")
 
 
 def _add_plan(plan: argparse.ArgumentParser) -> None:
-    samplers = ("uniform", "proportional", "rank")
+    rows = "number of environments: rows are [T, E] (default: one, rows are [T])"
     plan.add_argument("--env", required=True, help="a Gymnasium environment")
     plan.add_argument("--capacity", type=_number(1), required=True, help="number of transitions")
-    plan.add_argument(
-        "--num-envs", type=_number(1), help="number of environments: rows are [T, E] (default: one, rows are [T])"
-    )
-    plan.add_argument(
-        "--sampler", default="uniform", choices=samplers, help="the buffer's sampler (default: %(default)s)"
-    )
-    plan.add_argument("--device", default="cpu", help="device of the rows (default: %(default)s)")
+    plan.add_argument("--num-envs", type=_number(1), help=rows)
+    plan.add_argument("--sampler", default="uniform", choices=SAMPLERS, help=f"the buffer's sampler {_SHOWN}")
+    plan.add_argument("--device", default="cpu", help=f"device of the rows {_SHOWN}")
     plan.add_argument("--scratch-dir", type=Path, help="folder of a memory-mapped file for the rows")
     plan.add_argument("--shared", action="store_true", help="rows in shared memory")
     plan.add_argument("--offload", action="store_true", help="rows in RAM, priorities on the CUDA device")
@@ -111,11 +94,11 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
 
 def _add_doctor(doctor: argparse.ArgumentParser) -> None:
     doctor.add_argument("path", type=Path, help="the folder that the buffer's dumps(path) wrote")
-    doctor.add_argument("--env", help="a Gymnasium environment, to check observations against its bounds")
+    doctor.add_argument("--env", help="a Gymnasium environment, whose bounds the observations must respect")
     doctor.add_argument("--ignore", nargs="*", default=(), metavar="CODE", help="codes to omit (default: none)")
 
 
-# For each command: its purpose, the arguments of an example, and the function that adds its arguments.
+# For each command: the purpose, the arguments of an example, and the function that adds its arguments.
 COMMANDS = {
     "demo": ("train an agent from replay or rollouts, and draw its learning curve", "--algo ppo", _add_demo),
     "bench": ("time each call of these buffers and of other libraries", "--rows 1e5 --only uniform update", _add_bench),
@@ -126,7 +109,6 @@ COMMANDS = {
 
 
 def _module_of(options: argparse.Namespace) -> str:
-    """Return the module whose ``main`` runs the command; others are not imported: they may lack dependencies."""
     if options.command == "demo":
         return f"cli.demos.{options.algo}"
     if options.command == "bench" and options.device != "cpu":

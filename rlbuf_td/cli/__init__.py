@@ -1,14 +1,14 @@
-"""The commands of ``python -m rlbuf_td``: scripts to run and to read.
+"""The scripts behind the commands of ``python -m rlbuf_td``.
 
-``demos/`` trains DQN, PPO and Ape-X agents with this package's buffers, and ``bench/`` times the buffers beside
-those of other libraries. ``plan`` and ``doctor`` are the ``main`` functions of :mod:`rlbuf_td.diagnostics`.
+``demos/`` trains DQN, PPO and Ape-X agents with this package's buffers. ``bench/`` compares the speed of the buffers
+with that of other libraries. The commands ``plan`` and ``doctor`` are in :mod:`rlbuf_td.diagnostics`.
 """
 
 from __future__ import annotations
 
 
 class UsageError(Exception):
-    """An invalid command line; the command prints the message and exits with status 2."""
+    """An invalid command line; ``python -m rlbuf_td`` prints the message and exits with status 2."""
 
 
 def refuse_missing_device(name: str) -> None:

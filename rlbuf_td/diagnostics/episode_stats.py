@@ -1,4 +1,4 @@
-"""Statistics of episodes, updated with every write."""
+"""Statistics of episodes, updated at every write."""
 
 from __future__ import annotations
 
@@ -28,43 +28,41 @@ _STATE = ("_records", "_ends", "_counters", "_lane_slot", "_keys", "_lengths", "
 
 
 class Steps(NamedTuple):
-    """The columns of the steps of one write."""
+    """The steps of one write, as columns."""
 
-    shape: tuple[int, int]  # time steps, lanes
-    strides: tuple[int, int]  # in rows, along time and lanes
+    shape: tuple[int, int]  # number of time steps, number of lanes
+    strides: tuple[int, int]  # rows between time steps, and between lanes
     columns: list[torch.Tensor | None]  # trajectory ids, done, metrics, reasons: contiguous, one number per row
-    ready: Any  # the CUDA event after which the columns are on the host; None: already there
+    ready: Any  # the CUDA event after which the columns are on the host; None: they are there
 
 
 class EpisodeStats:
-    """Returns, lengths and other metrics of the last episodes, from writes of any size.
+    """Returns, lengths and other metrics of the last episodes.
 
-    Attach it to a buffer (``ReplayBuffer(..., stats=EpisodeStats())``), which then passes every write to it before any
-    transform, or call :meth:`update` yourself. An episode may span any number of writes. Its return is the undiscounted
-    sum of the rewards seen.
+    A buffer made with ``ReplayBuffer(..., stats=EpisodeStats())`` counts the steps of every write, before any
+    transform. Without a buffer, call :meth:`update`. An episode may span several writes. Returns are undiscounted.
 
-    **Which steps form an episode.** With trajectory ids (TorchRL's collectors store them under ``("collector",
-    "traj_ids")``): the steps with the same id, even in flattened data and in batches of alternating workers. An open
-    episode without a step for 1,000 writes may be dropped. Without ids: the steps of a lane up to the next ``done``.
+    If the data has trajectory ids, the steps with the same id form an episode. Otherwise, the steps of a lane up to the
+    next ``done`` form an episode. An unfinished episode without a step in the last 1,000 writes may be dropped.
 
     Args:
-        keys: further metrics, one number per step, and how to reduce the steps of an episode: ``"sum"``, ``"mean"`` or
-            ``"last"``, as in ``{("next", "speed"): "mean"}``. For a sequence of keys, each is summed.
-        window: the number of episodes in :meth:`summary`.
+        keys: further metrics with one number per step, as a dict from keys to ``"sum"``, ``"mean"`` or ``"last"``, such
+            as ``{("next", "speed"): "mean"}``. The metrics of a sequence of keys are summed over the episode.
+        window: the number of episodes that :meth:`summary` covers.
         prefix: the prefix of the names in :meth:`summary`.
-        reasons: keys of further flags, one per step, read at the end of an episode: ``[("next", "success")]``.
-        history: the number of episodes kept for plots and :meth:`history`; at least ``window``.
-        reward_key: the key of rewards. One of the next three flags suffices; missing flags are derived.
-        done_key: the key of ``done``.
+        reasons: keys of further flags to read at the end of an episode, such as ``[("next", "success")]``.
+        history: the number of episodes to keep for plots and :meth:`history`; raised to ``window`` if smaller.
+        reward_key: the key of the rewards.
+        done_key: the key of ``done``. A missing flag is derived from ``done``, ``terminated`` or ``truncated``.
         terminated_key: the key of ``terminated``.
         truncated_key: the key of ``truncated``.
-        trajectory_key: the key of trajectory ids, if there are any; -1 marks padding.
+        trajectory_key: the key of the trajectory ids, if present. Steps with id -1 are padding and are ignored.
 
     Raises:
-        ValueError: an argument is out of range, or two metrics have the same name.
+        ValueError: an argument is out of range, or two metrics or two reasons have the same name.
 
-    Cost: O(rows) per write. Numbers on CUDA are copied to the host without waiting, and counted when they arrive. If a
-    collector's worker extends the buffer, only the worker's own copy of the statistics counts the steps.
+    Cost: O(steps) per write. Data on a GPU is copied to the host asynchronously, and counted after the copy. If a
+    worker process of a collector writes to the buffer, only the statistics in that process count the steps.
 
     Example:
         >>> from tensordict import TensorDict
@@ -110,7 +108,7 @@ class EpisodeStats:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all episodes, finished and open."""
+        """Forget all episodes, finished or not."""
         self._pending: deque[Steps] = deque()
         metrics, reasons = len(self._reduction), len(self.reasons)
         self._is_double = np.zeros(metrics, np.bool_)
@@ -122,7 +120,7 @@ class EpisodeStats:
         self._sums = np.zeros((0, metrics))
 
     def forget_open(self) -> None:
-        """Forget the open episodes that have trajectory ids; after a load, a new collector reuses the ids."""
+        """Drop unfinished episodes with trajectory ids, because new collectors reuse the ids after a load."""
         self._count_pending()
         self._keys[self._keys >= 0] = _FREE
 
@@ -130,17 +128,17 @@ class EpisodeStats:
         """Count the steps of a write.
 
         Args:
-            data: the steps, with batch size ``[T]``, ``[E, T]`` as from collectors, or with more lane dims.
-            time_dim: the batch dim of time; ``None``: the data is one step, and all its batch dims are lanes.
+            data: the steps, with batch size ``[T]``, ``[E, T]`` (as collectors return them), or more lane dims.
+            time_dim: the batch dim of time. With ``None``, ``data`` is one time step, and all batch dims are lanes.
 
         Raises:
-            KeyError: rewards, ends or metrics are missing; nothing has been counted.
-            ValueError: a key lacks one number per step, or ``time_dim`` is no batch dim; nothing has been counted.
+            KeyError: ``data`` lacks rewards, a metric, or all end flags; no step is counted.
+            ValueError: a key does not hold one number per step, or ``time_dim`` is not a batch dim; no step is counted.
         """
         self.record(self.read(data, time_dim=time_dim))
 
     def read(self, data: TensorDictBase, *, time_dim: int | None = -1) -> Steps:
-        """Read steps without counting them: the first half of :meth:`update`."""
+        """Read the steps of a write for :meth:`record`: the first half of :meth:`update`."""
         size = data.batch_size
         if time_dim is None:
             shape, strides = (1, prod(size)), (0, 1)
@@ -156,7 +154,7 @@ class EpisodeStats:
         done = columns[1]
         if done is not None and done.is_cuda:
             return Steps(shape, strides, *_to_host(columns, done.device))
-        return Steps(shape, strides, [x if x is None or x.is_contiguous() else x.contiguous() for x in columns], None)
+        return Steps(shape, strides, [x if x is None else x.contiguous() for x in columns], None)
 
     def _column(self, data: TensorDictBase, key: Key, kind: torch.dtype, rows: int) -> torch.Tensor | None:
         x = leaf_of(data, key)
@@ -172,7 +170,7 @@ class EpisodeStats:
         return x.to(kind)
 
     def _implied(self, data: TensorDictBase, key: Key) -> torch.Tensor:
-        """Return a missing flag, derived from the other flags."""
+        """Derive a missing flag from the other flags."""
         done, terminated, truncated = (None if (x := leaf_of(data, k)) is None else x.bool() for k in self._flags)
         known = [x for x in (done, terminated, truncated) if x is not None]
         if key not in self._flags or not known:
@@ -186,14 +184,14 @@ class EpisodeStats:
         return ended if key == self._flags[1] else torch.zeros_like(ended)  # with done alone, all ends are terminations
 
     def record(self, steps: Steps) -> None:
-        """Count steps returned by :meth:`read`: the second half of :meth:`update`."""
+        """Count the steps that :meth:`read` returned: the second half of :meth:`update`."""
         if steps.ready is None and not self._pending:
             return self._count(steps)
         self._pending.append(steps)
         self._count_pending(wait=False)
 
     def _count_pending(self, *, wait: bool = True) -> None:
-        """Count pending steps that are on the host; ``wait``: wait for all of them."""
+        """Count pending steps; with ``wait=False``, only those whose copy to the host is complete."""
         while self._pending:
             ready = self._pending[0].ready
             if ready is not None and wait:
@@ -220,7 +218,7 @@ class EpisodeStats:
             done = count_steps(max(done, 0), shape, strides, self._inputs, *how, *slots, *out, self._counters)
 
     def _make_room(self, lanes: int) -> None:
-        """Drop open episodes without recent steps; if there are none, double the capacity for open episodes."""
+        """Drop unfinished episodes without recent steps; without such episodes, double the capacity."""
         stale = (self._keys != _FREE) & (self._touched < self._counters[_WRITES] - _FORGET_AFTER)
         self._keys[stale] = _FREE
         if stale.any():
@@ -243,11 +241,12 @@ class EpisodeStats:
         return int(self._counters[_STEPS])
 
     def summary(self) -> dict[str, float]:
-        """Return the statistics of the last ``window`` episodes, a flat dict of floats; empty before the first end.
+        """Return statistics of the last ``window`` episodes by name; an empty dict before an episode has ended.
 
-        ``{prefix}/{metric}_{mean,std,min,max}`` for ``return``, ``length`` and each of ``keys`` (the name omits
-        ``"next"`` and joins its parts by dots; population std); ``{prefix}/done_{reason}_rate``, the share of episodes
-        with this reason; ``{prefix}/episodes`` and ``{prefix}/steps``, the totals so far.
+        - ``{prefix}/{metric}_{mean,std,min,max}``: for ``return``, ``length`` and each key in ``keys``. The key
+          ``("next", "a", "b")`` has the name ``a.b``.
+        - ``{prefix}/done_{reason}_rate``: the share of episodes that ended for this reason.
+        - ``{prefix}/episodes``, ``{prefix}/steps``: the number of all episodes and of all steps counted.
         """
         numbers, ends = self._latest(self.window)
         if not len(numbers):
@@ -259,10 +258,9 @@ class EpisodeStats:
         return {f"{self.prefix}/{name}": float(value) for name, value in values.items()}
 
     def history(self) -> dict[str, torch.Tensor]:
-        """Return the stored episodes in the order of their ends: one tensor ``[n]`` per metric.
+        """Return one tensor ``[n]`` per metric, with an element per episode, in the order in which episodes ended.
 
-        ``"step"`` (the number of steps counted at the episode's end), ``"length"``, ``"return"`` and further metrics:
-        float64; ``"done_{reason}"``: bool.
+        Metrics are float64, and ``"done_{reason}"`` is bool. ``"step"`` is the number of steps counted at the end.
         """
         numbers, ends = self._latest(self._rows)
         columns = dict(zip(("step", *self.metrics), torch.from_numpy(numbers).T, strict=True))
@@ -270,13 +268,13 @@ class EpisodeStats:
         return columns | {f"done_{name}": flag for name, flag in zip(self.reasons, flags, strict=True)}
 
     def _latest(self, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return copies of the newest records, oldest first."""
+        """Return copies of the newest ``count`` records and of their reasons, oldest first."""
         last = self.episodes
         at = np.arange(max(0, last - min(count, self._rows)), last) % self._rows
         return self._records[at], self._ends[at]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return copies of all counts, including open episodes, as tensors."""
+        """Return a copy of the state as tensors, including unfinished episodes."""
         self._count_pending()
         return {name: torch.from_numpy(getattr(self, name).copy()) for name in _STATE}
 
@@ -284,7 +282,7 @@ class EpisodeStats:
         """Restore a result of :meth:`state_dict`.
 
         Raises:
-            ValueError: the state has other metrics, reasons or length of history; nothing has changed.
+            ValueError: the state has another number of metrics, reasons or kept episodes; nothing is changed.
         """
         arrays = {name: state_dict[name].numpy().copy() for name in _STATE}
         lengths = dict.fromkeys(("_keys", "_lengths", "_touched", "_sums"), len(arrays["_keys"]))
@@ -315,7 +313,7 @@ def _name(path: tuple[str, ...]) -> str:
 
 
 def _to_host(columns: list[torch.Tensor | None], device: torch.device) -> tuple[list[torch.Tensor | None], Any]:
-    """Start copying tensors from a GPU to the host; return the copies, and the event of their completion."""
+    """Start copying tensors from a GPU to the host; return the copies and a CUDA event to wait for."""
     copies = [
         None if x is None else torch.empty_like(x, device="cpu", pin_memory=True).copy_(x, non_blocking=True)
         for x in columns

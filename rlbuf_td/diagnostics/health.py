@@ -1,18 +1,18 @@
-"""Health of a buffer in numbers, and the count of how often each row is drawn.
+"""The health of a buffer in numbers, as ``rb.health()`` returns them.
 
-``rb.health()`` returns the numbers of :func:`health`. Numbers that do not apply to a buffer are omitted:
+Numbers that do not apply to a buffer are omitted:
 
-- ``rows``: the number of stored rows; ``fill``: their share of the capacity.
-- ``age_p10``, ``age_p50``, ``age_p90``, ``age_max``: ages of the last batch's rows at the draw: how many time
-  steps had been written after each; 0 for the newest row.
-- ``effective_sample_size``: ``(sum w)^2 / sum w^2`` of the last batch's importance weights ``w``; ``effective_share``:
-  this number divided by the batch size. ``weight_max_over_median``: the largest weight divided by the median.
-- ``top_mass``: the probability of the 1 % most probable rows; 0.01 if all rows are equally probable.
-- ``priority_p10``, ``priority_p50``, ``priority_p90``, ``priority_max``: the magnitudes of the rows' TD errors.
-- ``refused_priorities``: the number of NaN or infinite TD errors that a prioritized sampler on CUDA has ignored (to
-  raise an error, the host would have to wait for the GPU); the affected rows keep their priorities.
-- With ``count_replays=True``: ``replays_mean`` and ``replays_max``: how often a stored row has been drawn since it was
-  written; ``never_sampled``: the share of rows that have never been drawn.
+- ``rows``: the number of stored rows. ``fill``: the number of stored rows divided by the capacity.
+- ``age_p10``, ``age_p50``, ``age_p90``, ``age_max``: quantiles of the ages of the last batch's rows. The age of a
+  row is the number of time steps that were written after the row, before the draw.
+- ``effective_sample_size``: ``(sum w)^2 / sum w^2`` of the last batch's importance weights ``w``.
+- ``effective_share``: ``effective_sample_size`` divided by the batch size.
+- ``weight_max_over_median``: the largest importance weight of the last batch divided by the median weight.
+- ``top_mass``: the total probability of the 1 % most probable rows; 0.01 if all rows are equally probable.
+- ``priority_p10``, ``priority_p50``, ``priority_p90``, ``priority_max``: quantiles of the absolute TD errors.
+- ``refused_priorities``: the number of NaN or infinite TD errors that a prioritized sampler on CUDA has ignored.
+- ``replays_mean``, ``replays_max``: how often a stored row has been drawn, with ``count_replays=True``.
+- ``never_sampled``: the share of stored rows that have never been drawn, with ``count_replays=True``.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ _QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9, "max": 1.0}
 
 
 class ReplayCount:
-    """How often each row of a storage has been drawn since it was written; attached to the storage, 4 bytes per row."""
+    """Counts the draws of each row since the row was written, in 4 bytes per row."""
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
         self._counts = torch.zeros(0, dtype=torch.int32, device="cpu")
 
     def counts(self) -> torch.Tensor:
-        """Return the counts of all rows, ``[max_size]`` int32, on the storage's device, without a copy."""
+        """Return the count of each row, ``[max_size]`` int32 on the storage's device, without a copy."""
         rows, device = self.storage.max_size, device_of(self.storage)
         if len(self._counts) < rows or self._counts.device != device:  # the first write may round the size up
             with outside_inference_mode():
@@ -58,17 +58,16 @@ class ReplayCount:
         counts.index_add_(0, flat, torch.ones((), dtype=torch.int32, device=flat.device).expand(flat.shape))
 
     def restore(self, counts: torch.Tensor | None) -> None:
-        """Restore saved counts; start at 0 if they are ``None`` or of another shape."""
+        """Restore saved counts; set all counts to 0 if ``counts`` is ``None`` or has another shape or dtype."""
         mine = self.counts()
         is_like = counts is not None and (counts.shape, counts.dtype) == (mine.shape, mine.dtype)
         mine.copy_(counts if is_like else torch.zeros_like(mine))
 
     def mark_range(self, start: int, count: int) -> None:
-        """Reset the counts of flat rows ``start, start + 1, ...``, which were just written."""
+        """Reset the counts of ``count`` newly written rows, beginning with flat row ``start``."""
         self.counts()[start : start + count] = 0
 
     def mark_update(self, index: Any) -> None:
-        """Reset the counts of rows that were just written."""
         self.counts().index_fill_(0, rows_of(index, self.storage), 0)
 
 
@@ -81,7 +80,7 @@ def rows_of(index: Any, storage: Storage) -> torch.Tensor:
 def health(
     storage: Storage, sampler: Sampler, writer: Writer, last_draw: LastDraw | None, replays: ReplayCount | None
 ) -> dict[str, float]:
-    """Return the numbers listed in this module's docstring; O(N log N) with priorities, else O(N)."""
+    """Return the numbers that this module's docstring explains; O(N log N) with priorities, else O(N)."""
     rows = len(storage)
     report = {"rows": float(rows), "fill": rows / storage.max_size}
     if last_draw is not None:
@@ -115,7 +114,7 @@ def _quantiles(name: str, x: torch.Tensor | None) -> dict[str, float]:
 
 
 def ages(storage: Storage, writer: Writer, last_draw: LastDraw) -> torch.Tensor | None:
-    """Return how many time steps were written between each row and the draw, ``[B]``; ``None`` without a ring."""
+    """Return the ages of the drawn rows, ``[B]`` time steps; ``None`` if the writer does not write in time order."""
     if not isinstance(writer, RoundRobinWriter) or not len(storage):
         return None
     index, _, cursor = last_draw
@@ -125,7 +124,7 @@ def ages(storage: Storage, writer: Writer, last_draw: LastDraw) -> torch.Tensor 
 
 
 def probabilities(storage: Storage, sampler: Sampler) -> torch.Tensor | None:
-    """Return the probabilities of all stored rows, ``[N]`` float64; ``None`` for an unknown sampler."""
+    """Return the probability of each stored row, ``[N]`` float64; ``None`` for samplers of unknown classes."""
     sampler, rows = unwrapped(sampler), len(storage)
     index = torch.arange(rows, device=device_of(storage))
     if isinstance(sampler, Prioritized | RecencySampler):
@@ -139,7 +138,7 @@ def probabilities(storage: Storage, sampler: Sampler) -> torch.Tensor | None:
 
 
 def priorities(storage: Storage, sampler: Sampler) -> torch.Tensor | None:
-    """Return the magnitudes of all stored TD errors, float64; ``None`` if the sampler has no priorities."""
+    """Return the absolute TD errors of the stored rows, float64; ``None`` if the sampler has no priorities."""
     sampler = unwrapped(sampler)
     if not isinstance(sampler, Prioritized):
         return None

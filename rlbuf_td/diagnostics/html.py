@@ -1,6 +1,6 @@
-"""HTML of a buffer for Jupyter: a fill bar, a table of its keys, and its parts.
+"""The HTML with which Jupyter shows a buffer: a fill bar, a table of keys, and the buffer's components.
 
-Colours are inherited or translucent, so that light and dark themes are readable.
+Colours are inherited or translucent, so that the view suits light and dark themes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The memory that a buffer will need, key by key, and whether it is available."""
+"""Compute the memory that a buffer will need, and whether it fits into the free memory."""
 
 from __future__ import annotations
 
@@ -31,32 +31,32 @@ SAMPLERS: dict[str, type] = {"uniform": UniformSampler, "proportional": Proporti
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The bytes that a full buffer needs, and the free memory; returned by :func:`plan`."""
+    """The bytes that a full buffer needs, and the free memory: the result of :func:`plan`."""
 
     capacity: int  # rows, rounded up to whole time steps of all lanes
     leaves: tuple[Leaf, ...]  # the keys, dtypes and shapes of a row, the largest first
     row_bytes: int  # bytes of a row, with padding
     priorities: int  # bytes of the sampler's state
     trajectories: int  # bytes of the trajectory index, which is created at its first use
-    places: tuple[Room, ...]  # possible places of the rows with their free memory; the requested place first
-    memory: Room  # the place of priorities and index, with its free memory
+    places: tuple[Room, ...]  # where rows can be, each with its free memory; the requested place first
+    memory: Room  # where priorities and trajectory index are, with the free memory
     dedup: DedupLayout | None = None  # which keys are deduplicated, if any
 
     @property
     def keys(self) -> dict[str, int]:
-        """Bytes of each key in all rows, the largest first."""
+        """Bytes of each key over all rows, in descending order."""
         return {leaf.name: leaf.nbytes * self.capacity for leaf in self.leaves}
 
     @property
     def rows(self) -> int:
-        """Bytes of all rows, padding included, deduplicated as far as possible."""
+        """Bytes of all rows with padding, after the best possible deduplication."""
         if self.dedup is None:
             return self.capacity * self.row_bytes
         return self.capacity * (self.dedup.stored.row_bytes + sum(group.nbytes for group in self.dedup.groups))
 
     @property
     def saved(self) -> dict[str, int]:
-        """Bytes that deduplication saves, by key at the root."""
+        """Bytes that deduplication saves, by key."""
         if self.dedup is None:
             return {}
         saved = self.dedup.saved_bytes(self.capacity, [self.capacity] * len(self.dedup.groups))
@@ -72,19 +72,19 @@ class MemoryPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether everything fits into the free memory; a place of unknown size counts as large enough."""
+        """Whether the buffer fits into the free memory; true if the free memory is unknown."""
         return self._fits_in(self.places[0])
 
     @property
     def most_rows(self) -> int | None:
-        """Approximately the largest capacity that fits into the free memory; ``None`` if unknown."""
+        """The approximate capacity that fits into the free memory; ``None`` if the free memory is unknown."""
         needs = self._needs(self.places[0])
         limits = [int(room.free / need * self.capacity) for room, need in needs if need and room.free is not None]
         return min(limits, default=None)
 
     @property
     def remedy(self) -> str:
-        """Suggestions, one per line, if the plan does not fit; empty if it fits."""
+        """Suggestions for a buffer that does not fit, one per line; empty if the buffer fits."""
         if self.fits:
             return ""
         on_gpu, largest = self.memory.place.startswith("cuda"), self.leaves[0]
@@ -99,7 +99,7 @@ class MemoryPlan:
         return "\n".join(ways)
 
     def _needs(self, place: Room) -> list[tuple[Room, int]]:
-        """Return the places that the buffer uses if its rows are in ``place``, each with the bytes it takes there."""
+        """Return where the buffer needs memory, and how many bytes, if the rows are in ``place``."""
         if place.place == self.memory.place:
             return [(place, self.total)]
         return [(place, self.rows), (self.memory, self.priorities + self.trajectories)]
@@ -142,29 +142,28 @@ def plan(
 ) -> MemoryPlan:
     """Return the bytes that a buffer of ``capacity`` transitions needs, and whether they fit into the free memory.
 
-    Nothing is allocated. :class:`PackedStorage` and the samplers of this package allocate exactly these bytes.
+    The function allocates nothing.
 
     Args:
-        source: an environment (TorchRL's, or Gymnasium's, single or vectorised), a TensorDict with one transition
-            (``[]``, or ``[E]`` for a time step of ``E`` lanes), or a storage or buffer that has been written to.
+        source: a TorchRL or Gymnasium environment, a TensorDict with one transition ``[]`` or one time step ``[E]``,
+            or a storage or buffer that has been written to.
         capacity: the number of transitions; default: the capacity of the storage.
-        sampler: ``"uniform"``, ``"proportional"``, ``"rank"``, a sampler class or a sampler; default: the buffer's,
-            else uniform.
-        device: the device of the rows; default: that of the storage, else ``"cpu"``.
-        scratch_dir: a folder, for rows in a memory-mapped file.
-        shared: rows in shared memory.
-        offload: rows in RAM that the CUDA device reads, priorities and trajectory index on the device.
-        share_next: as for :class:`PackedStorage`. The plan assumes that every row shares its next observation
-            (``"auto"``: all keys that may be shared), and omits the additional observation of each trajectory.
-        frames: as for :class:`PackedStorage`.
+        sampler: ``"uniform"``, ``"proportional"``, ``"rank"``, a sampler class or a sampler; default: the sampler of
+            the buffer, or ``"uniform"``.
+        device: the device of the rows; default: the device of the storage, or ``"cpu"``.
+        scratch_dir: the folder of a memory-mapped file for the rows; default: no file.
+        shared: whether the rows are in shared memory.
+        offload: whether the rows are in RAM, and the priorities and the trajectory index on the CUDA device.
+        share_next: the argument of :class:`PackedStorage`. The plan assumes that every next observation is shared,
+            although the final observation of a trajectory is stored separately.
+        frames: the argument of :class:`PackedStorage`.
 
     Returns:
-        A :class:`MemoryPlan`: ``keys`` (bytes of each key in all rows), ``rows``, ``priorities``, ``fits`` ...;
-        ``print`` it.
+        A :class:`MemoryPlan`, for example with ``rows`` (bytes of all rows), ``priorities`` (bytes) and ``fits``.
 
     Raises:
-        ValueError: the capacity is missing or below 1; or other arguments exclude ``offload``.
-        TypeError: the source has no keys, dtypes and shapes; or ``sampler`` is not a sampler.
+        ValueError: the capacity is missing or below 1, or ``offload`` contradicts another argument.
+        TypeError: ``source`` has no keys, dtypes and shapes, or ``sampler`` is not a sampler.
         SchemaError: a key has no fixed size in bytes.
 
     Cost: O(keys), and one query of the free memory. TorchRL has no such function.
@@ -258,7 +257,7 @@ def _places(
 
 
 def _argument(room: Room, on_gpu: bool) -> str:
-    """Return the argument that selects a place for the rows; ``on_gpu``: priorities and index are on a GPU."""
+    """Return the argument that puts the rows into ``room``; ``on_gpu``: priorities and index are on a GPU."""
     if room.place.startswith("disk"):
         return "device='cpu', " * on_gpu + "scratch_dir=... keeps them in a file"
     if room.place == "RAM" and on_gpu:
@@ -267,7 +266,7 @@ def _argument(room: Room, on_gpu: bool) -> str:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Print the plan for a Gymnasium environment; return 0 if it fits, 1 if not, 2 for an unknown environment."""
+    """Print the plan for a Gymnasium environment; return 0 if the buffer fits, 1 if not, 2 after an error."""
     import gymnasium
 
     settings = {name: getattr(options, name) for name in ("sampler", "device", "scratch_dir", "shared", "offload")}

@@ -29,40 +29,40 @@ _FAR_AHEAD = 1_024
 
 
 class GymnasiumRecorder:
-    """Step a Gymnasium environment through this object to store its transitions in a buffer.
+    """Steps a Gymnasium environment, and stores the transitions in a buffer.
 
-    ``reset`` and ``step`` return exactly the environment's results. In every autoreset mode ``("next", ...)`` is the
-    true next observation (in same-step autoreset, ``final_obs`` at an end). Next-step autoreset begins an episode with
-    a step that only resets; it is not stored. ``done`` is ``terminated | truncated``.
+    :meth:`reset` and :meth:`step` return the environment's results unchanged. With same-step autoreset, the stored next
+    observation at the end of an episode is ``final_obs`` from the infos. With next-step autoreset, the steps that only
+    reset the environment are not stored. ``done`` is ``terminated | truncated``.
 
-    ``("collector", "traj_ids")`` numbers the episodes, so that an episode that ``reset`` interrupts does not continue
-    in the next one. Recorders of one buffer never reuse a number. Loading a checkpoint into the buffer interrupts the
-    episodes and drops the :attr:`pending` transitions.
+    Each episode has a unique number, stored under ``trajectory_key``. The number separates an episode that ``reset``
+    interrupts from the next episode. Loading a checkpoint into the buffer interrupts all episodes and drops the
+    :attr:`pending` transitions.
 
-    **Lanes.** In a buffer ``[T, E]``, environment ``e`` is lane ``e``. A time step is written as soon as every lane
-    has its transition. This is immediate except in next-step mode: a lane that began a new episode is one step behind,
-    and the newest transitions of the other lanes wait (:attr:`pending`). Consecutive rows of a lane are
-    therefore consecutive transitions of its environment, as sequences, n-step returns and hindsight require. If the
-    episodes of one lane end much more often than those of others, the queues grow and a warning is issued: use
-    same-step mode or a flat buffer in this case. A flat buffer ``[T]`` stores transitions of a single environment
-    immediately. With several environments, it stores the transitions of a lane together: when its episode ends, or
-    when ``stretch`` of them wait. :meth:`flush` stores the rest.
+    In a buffer ``[T, E]``, environment ``e`` is lane ``e``. A time step is written when every lane has a transition.
+    With next-step autoreset, a lane that begins an episode falls one step behind, and the transitions of the other
+    lanes wait in memory. If a lane falls 1,024 steps behind, a warning recommends same-step autoreset or
+    a buffer ``[T]``.
+
+    A buffer ``[T]`` stores the transitions of a single environment immediately. With several environments, it stores
+    the transitions of a lane together: at the end of an episode, or when ``stretch`` transitions wait. :meth:`flush`
+    stores all waiting transitions.
 
     Args:
         buffer: a :class:`ReplayBuffer` or :class:`RolloutBuffer`, for example from ``from_env(env, ...)``.
         env: a Gymnasium environment, or a vector environment.
-        infos: names of infos to store under ``"next"`` (``("episode", "r")`` for a nested one); every step must have
-            them. Or a dict of names with default values, which replace missing infos and fix their dtypes.
-        trajectory_key: the key of the episode numbers; ``None``: not stored, and ``reset`` cannot interrupt episodes.
-        stretch: the number of waiting transitions of a lane at which a flat buffer stores them.
-        autoreset_mode: the mode of a vector environment; default: from its metadata, else next-step. A single one is
-            next-step under Gymnasium's ``Autoreset`` wrapper, else disabled.
+        infos: names of infos to store under ``"next"``, such as ``"score"`` or the nested ``("episode", "r")``. Every
+            step must return each info, unless ``infos`` is a dict from names to default values.
+        trajectory_key: the key of the episode numbers. With ``None``, no numbers are stored, and ``reset`` refuses to
+            interrupt an episode.
+        stretch: the number of waiting transitions at which a buffer ``[T]`` stores the transitions of a lane.
+        autoreset_mode: the autoreset mode of a vector environment; default: the mode in its metadata, or next-step.
 
     Raises:
         TypeError: ``buffer``, ``env`` or ``infos`` has the wrong type.
-        ValueError: ``stretch`` is below 1, or a flat RolloutBuffer is to record several environments.
+        ValueError: ``stretch`` is below 1, or a RolloutBuffer ``[T]`` is combined with several environments.
         SchemaError: the environment's transitions do not fit the buffer's rows or lanes.
-        RuntimeError: there is no trajectory key, and the buffer's newest rows end within an episode.
+        RuntimeError: ``trajectory_key`` is ``None``, and the newest rows of the buffer do not end an episode.
 
     Cost: about 0.3 ms per step of 16 environments, between learner steps (``python -m rlbuf_td bench --only record``).
     TorchRL has no recorder: its collectors step TorchRL's environments.
@@ -121,7 +121,7 @@ class GymnasiumRecorder:
         self._refuse_open_end()
 
     def _fitted(self, schema: TensorDict) -> TensorDict:
-        """Return the schema ``[E]`` with the trajectory key and the buffer's reward dtype; reserve rows for it."""
+        """Reserve the buffer's rows; return the schema ``[E]`` with the trajectory key and the stored reward dtype."""
         if self._trajectory_key is not None:
             schema.set(self._trajectory_key, torch.empty(schema.shape, dtype=torch.int64, device="meta"))
         storage = self.buffer.storage
@@ -148,10 +148,10 @@ class GymnasiumRecorder:
         return schema
 
     def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Reset the environment, or some lanes with ``options={"reset_mask": ...}``, and return its result.
+        """Reset the environment and return the result; ``options={"reset_mask": mask}`` resets only some lanes.
 
         Raises:
-            RuntimeError: the reset interrupts an episode, and there is no trajectory key to mark its end.
+            RuntimeError: the reset interrupts an episode, and ``trajectory_key`` is ``None``.
         """
         mask = (options or {}).get("reset_mask")
         lanes = np.ones(self._lanes, bool) if mask is None else np.array(mask, bool)
@@ -174,12 +174,12 @@ class GymnasiumRecorder:
 
         Args:
             action: the action.
-            **extras: more entries of the transitions, with equal keys in every step, such as a policy's ``state_value``
-                of shape ``[E, 1]``: arrays, tensors, or nested dicts of them.
+            **extras: further entries of the transitions, such as a policy's ``state_value`` of shape ``[E, 1]``. Every
+                step must have the same extras. Extras are arrays, tensors, or nested dicts of arrays and tensors.
 
         Raises:
-            RuntimeError: there was no reset, or (with autoreset disabled) an episode has ended and was not reset.
-            SchemaError: an entry has another dtype or shape than its space, or than in the first step.
+            RuntimeError: the environment must be reset before this step.
+            SchemaError: the dtype or shape of an entry differs from its space or from the first step.
         """
         if self._obs is None:
             when = "before its first step(), and after a step that failed"
@@ -221,12 +221,12 @@ class GymnasiumRecorder:
         return 0 if self._queues is None else self._queues.pending
 
     def flush(self) -> None:
-        """Write all waiting transitions to a flat buffer; with lanes, incomplete time steps stay pending."""
+        """Write all pending transitions to a buffer ``[T]``; a buffer ``[T, E]`` cannot store incomplete time steps."""
         self._notice_load()
         self._write_stretches(np.ones(self._lanes, bool))
 
     def _notice_load(self) -> None:
-        """After a load of the buffer, begin a new trajectory in each lane: none may continue a loaded one."""
+        """If a checkpoint was loaded into the buffer, begin a new trajectory in each lane."""
         if self._loads != self._numbers.loads:
             self._refuse_open_end()
             self._loads = self._numbers.loads
@@ -235,7 +235,7 @@ class GymnasiumRecorder:
             self._begin(np.ones(self._lanes, bool))
 
     def _refuse_open_end(self) -> None:
-        """Raise a RuntimeError if the next rows would seem to continue the stored ones, whose end nothing marks."""
+        """Raise a RuntimeError if the next rows would seem to continue the newest stored episode."""
         if self._trajectory_key is None and len(self.buffer) and not bool(self.buffer.last(1)[_DONE].all()):
             remedy = "store trajectory numbers, or set ('next', 'truncated') and ('next', 'done') there"
             fault = "the buffer's newest rows do not end an episode and would run into the next"
@@ -251,7 +251,7 @@ class GymnasiumRecorder:
             self._queues.columns[self._trajectory_key][...] = self._trajectories
 
     def _make_queues(self, extras: Mapping[str, Any], info: Mapping[str, Any]) -> LaneQueues:
-        """Return queues for rows with the schema's keys, and the extras and infos of the first step."""
+        """Return queues for rows with the keys of the schema, and of the extras and infos of the first step."""
         more = {key: torch.as_tensor(to_array(value), device="cpu") for key, value in walk(extras)}
         if self._single:
             more = {key: value.unsqueeze(0) for key, value in more.items()}
@@ -289,7 +289,7 @@ class GymnasiumRecorder:
                 fill_(columns[key], value, key)
 
     def _fill_after(self, result: Any, info: Mapping[str, Any], lanes: np.ndarray | None) -> np.ndarray:
-        """Copy the results of a step into the rows; return the lanes whose episode has ended, ``[E]``."""
+        """Copy the results of a step into the rows; return which lanes have ended an episode, ``[E]`` bool."""
         obs, reward, terminated, truncated, _ = result
         for flag, value, name in zip(self._flags, (reward, terminated, truncated), _GIVEN, strict=True):
             fill_(flag, value, name)
@@ -304,7 +304,6 @@ class GymnasiumRecorder:
         return done
 
     def _store(self, queues: LaneQueues, lanes: np.ndarray | None, done: np.ndarray) -> None:
-        """Write or queue the rows of this step; ``lanes``: a mask, or ``None`` for all."""
         if self._single and self._flat:
             if lanes is None:
                 self._write(self._single_now)

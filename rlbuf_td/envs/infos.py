@@ -1,4 +1,4 @@
-"""Copy the values of a Gymnasium step into columns of rows, by pure functions over arrays."""
+"""Pure functions that copy the results of a Gymnasium step into the columns of rows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def to_array(value: Any) -> np.ndarray:
 
 
 def fill_(column: np.ndarray, value: Any, key: Key) -> None:
-    """Copy a value into a column of the same shape, cast as NumPy's "same_kind" allows (float64 to float32)."""
+    """Copy a value into a column of the same shape; allow casts of the "same_kind", such as float64 to float32."""
     array = value if type(value) is np.ndarray else to_array(value)
     if array.shape != column.shape:
         raise SchemaError(f"{show_key(key)} came with shape {array.shape}, expected {column.shape}")
@@ -35,7 +35,7 @@ def fill_(column: np.ndarray, value: Any, key: Key) -> None:
 
 
 def fill_final_(columns: Mapping[Key, np.ndarray], paths: list[tuple[Key, Key]], info: Any, done: np.ndarray) -> None:
-    """Replace the first observations of new episodes by the final ones of the episodes that just ended."""
+    """In lanes flagged in ``done``, replace the next observation by ``final_obs`` of the infos."""
     final = info.get("final_obs")
     if final is None:
         raise RuntimeError("an episode ended without 'final_obs' in the infos: set the environment's autoreset_mode")
@@ -47,7 +47,7 @@ def fill_final_(columns: Mapping[Key, np.ndarray], paths: list[tuple[Key, Key]],
 
 
 def look_up(info: Mapping[str, Any], path: Key) -> tuple[Any, Any]:
-    """Return an info and the mask of the lanes that have it (Gymnasium's ``_x`` for ``x``), else ``(None, False)``."""
+    """Return an info ``x`` and the mask ``_x`` of lanes with a value; ``(None, False)`` if the info is missing."""
     present: Any = True
     value: Any = info
     for part in path:
@@ -61,7 +61,7 @@ def look_up(info: Mapping[str, Any], path: Key) -> tuple[Any, Any]:
 
 
 def joined(infos: list[Mapping[str, Any]]) -> dict[str, Any]:
-    """Convert infos from one dict per lane (Gymnasium's ``DictInfoToList``) to the form of a vector environment."""
+    """Convert one info dict per lane (Gymnasium's ``DictInfoToList``) to the dict of a vector environment."""
     result: dict[str, Any] = {}
     for name in dict.fromkeys(name for info in infos for name in info):
         parts = [info.get(name) for info in infos]
@@ -76,10 +76,7 @@ def joined(infos: list[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def fill_infos_(column: np.ndarray, path: Key, default: Any, info: Mapping[str, Any], ended: Mask, lanes: Mask) -> None:
-    """Copy an info, or its default, to the given lanes (``None``: all) of its column ``[E, ...]``.
-
-    ``ended``: lanes that were reset in this step; their values are in ``final_info``.
-    """
+    """Copy an info or its default to the lanes of a column; lanes flagged in ``ended`` use ``final_info``."""
     missing = np.ones(len(column), bool) if lanes is None else lanes.copy()
     sources: list[tuple[Any, Any]] = [] if ended is None else [(info.get("final_info") or {}, ended)]
     for source, wanted in (*sources, (info, True)):
@@ -97,12 +94,13 @@ def fill_infos_(column: np.ndarray, path: Key, default: Any, info: Mapping[str, 
 
 
 def info_example(path: Key, default: Any, info: Mapping[str, Any], lanes: int) -> torch.Tensor:
-    value, present = (tensors_of(default, *path), True) if default is not None else look_up(info, path)
-    if value is not None and default is None:
-        found = to_array(value)[np.broadcast_to(present, lanes)]
-        value = _stacked(found)[0] if len(found) else None
+    value = default if default is None else tensors_of(default, *path)
     if value is None:
-        raise _missing_info(path)
+        value, present = look_up(info, path)
+        found = np.empty(0) if value is None else to_array(value)[np.broadcast_to(present, lanes)]
+        if not len(found):
+            raise _missing_info(path)
+        value = _stacked(found)[0]
     value = torch.as_tensor(to_array(value), device="cpu")
     return value.expand(lanes, *value.shape)
 
@@ -117,7 +115,7 @@ def _stacked(values: np.ndarray) -> np.ndarray:
 
 
 def _converted(value: Any, dtype: np.dtype) -> np.ndarray:
-    """Convert numbers to another dtype if no value changes (1.0 to True), otherwise return them unchanged."""
+    """Convert numbers to ``dtype`` if no value changes (1.0 to True); otherwise return the numbers unchanged."""
     array = to_array(value)
     if array.dtype.kind not in "biuf" or np.can_cast(array.dtype, dtype, "same_kind"):
         return array

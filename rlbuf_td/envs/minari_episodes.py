@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
@@ -18,7 +17,7 @@ TRAJECTORY = ("collector", "traj_ids")
 
 
 def open_dataset(dataset: Any) -> Any:
-    """Return a Minari data set; a string is the name of a data set on this machine."""
+    """Return a Minari data set; a string is the name of a local data set."""
     if isinstance(dataset, str):
         return minari().load_dataset(dataset)
     if not hasattr(dataset, "iterate_episodes"):
@@ -35,7 +34,7 @@ def minari() -> Any:
 
 
 def transitions_of(episode: Any, *, infos: bool, reward_dtype: torch.dtype | None) -> TensorDict:
-    """Return the n transitions of an episode, which stores n + 1 observations: the last is only a next observation."""
+    """Return the ``n`` transitions of an episode, which has ``n + 1`` observations."""
     steps = len(episode)
     before, after = (_part(episode.observations, rows) for rows in (slice(0, steps), slice(1, steps + 1)))
     reward = tensors_of(episode.rewards, "rewards").to(reward_dtype)
@@ -64,16 +63,9 @@ def _infos(infos: dict[str, Any], steps: int) -> dict[str, Any]:
 
 
 def episode_of(rows: TensorDictBase, spaces: tuple[Any, Any]) -> dict[str, Any]:
-    """Return the transitions ``[n]`` of an episode as the arguments of Minari's ``EpisodeBuffer``.
+    """Return an episode's transitions ``[n]``, oldest first, as the arguments of Minari's ``EpisodeBuffer``.
 
-    Args:
-        rows: the transitions, oldest first.
-        spaces: the Gymnasium spaces of observations and actions, which restore nested dicts and tuples.
-
-    Raises:
-        SchemaError: the rows lack a part of an observation or action.
-        ValueError: a next observation differs from the observation of the following row; Minari stores each
-            observation once, so it cannot hold both.
+    The Gymnasium ``spaces`` of observations and actions determine the nested dicts and tuples of the result.
     """
     observation_space, action_space = spaces
     is_dict = type(observation_space).__name__ == "Dict"
@@ -86,14 +78,15 @@ def episode_of(rows: TensorDictBase, spaces: tuple[Any, Any]) -> dict[str, Any]:
     for name, key in (("rewards", "reward"), ("terminations", "terminated"), ("truncations", "truncated")):
         if key not in after.keys():
             raise SchemaError(f"the rows have no {show_key(('next', key))}, which a Minari episode holds")
-        result[name] = _squeezed(after[key])
+        column = after[key]
+        result[name] = (column[:, 0] if column.shape[1:] == (1,) else column).numpy()
     infos = after.get(INFO, None)
     result["infos"] = {} if infos is None else _info_values(rows.get(INFO, None), infos)
     return result
 
 
 def _values(space: Any, before: Any, after: Any, path: tuple[str, ...]) -> Any:
-    """Return the arrays of a space: ``[n, ...]``, or ``[n + 1, ...]`` with the values ``after`` each step."""
+    """Return nested arrays ``[n, ...]`` for a space, or ``[n + 1, ...]`` with the values ``after`` each step."""
     if before is None:
         raise SchemaError(f"the rows have no {show_key(path)}, which is in the given space: pass the rows' own spaces")
     kind = type(space).__name__
@@ -104,12 +97,10 @@ def _values(space: Any, before: Any, after: Any, path: tuple[str, ...]) -> Any:
             for key, part in parts.items()
         }
         return found if kind == "Dict" else tuple(found.values())
-    return before.numpy() if after is None else _chained(before, after, path)
-
-
-def _chained(before: torch.Tensor, after: torch.Tensor, path: tuple[str, ...]) -> np.ndarray:
-    """Return the ``n + 1`` values of a chain from the values before and after each of n steps."""
-    if not _same_bytes(before[1:], after[:-1]):
+    if after is None:
+        return before.numpy()
+    both = (x.contiguous().view(torch.uint8) for x in (before[1:], after[:-1]))  # as bytes, NaN equals itself
+    if before.dtype is not after.dtype or not torch.equal(*both):
         raise ValueError(
             f"a next {show_key(path)} differs from that of the row that follows it in its trajectory, and a Minari "
             "episode holds one value for both: give each trajectory its own number under ('collector', 'traj_ids')"
@@ -117,12 +108,8 @@ def _chained(before: torch.Tensor, after: torch.Tensor, path: tuple[str, ...]) -
     return torch.cat((before, after[-1:])).numpy()
 
 
-def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.dtype is other.dtype and torch.equal(*(x.contiguous().view(torch.uint8) for x in (one, other)))
-
-
 def _info_values(before: Any, after: Any) -> dict[str, Any]:
-    """Return infos in Minari's form: n + 1 values if the rows hold those before a step, else n."""
+    """Return nested arrays of infos: n + 1 values if the rows also hold the infos before each step, else n."""
     result = {}
     for key, value in after.items():
         first = None if before is None else before.get(key, None)
@@ -131,8 +118,3 @@ def _info_values(before: Any, after: Any) -> dict[str, Any]:
         else:
             result[key] = value.numpy() if first is None else torch.cat((first[:1], value)).numpy()
     return result
-
-
-def _squeezed(column: torch.Tensor) -> np.ndarray:
-    """Return a column ``[n, 1]`` as ``[n]``."""
-    return (column[:, 0] if column.shape[1:] == (1,) else column).numpy()

@@ -1,7 +1,7 @@
-"""Schemas of Gymnasium spaces, TorchRL specs and environments: the keys, dtypes and shapes of one transition.
+"""Schemas of Gymnasium spaces, TorchRL specs and environments: the keys, dtypes and shapes of a transition.
 
-A schema is a TensorDict on the ``"meta"`` device, which uses no memory. Its batch size is ``[]``, or ``[E]`` for ``E``
-environments. This module does not import Gymnasium: a caller who passes a Gymnasium object has imported it.
+A schema is a TensorDict on the ``"meta"`` device, which uses no memory. Schemas have batch size ``[]``, or ``[E]`` for
+``E`` environments. This module does not import Gymnasium, because callers with Gymnasium objects have imported it.
 """
 
 from __future__ import annotations
@@ -26,27 +26,23 @@ _RAGGED = "has no fixed size in bytes: encode it as a Box or MultiDiscrete of fi
 
 
 def schema_of(source: Any, *, extras: Any = None) -> TensorDict:
-    """Return the schema of an environment, a space or a spec.
+    """Return the keys, dtypes and shapes of a transition as a TensorDict of meta tensors.
 
     Args:
-        source: one of
-
-            - a TorchRL environment: a transition with the keys of its specs and the environment's batch size;
-            - a Gymnasium environment, single (``[]``) or vectorised (``[E]``): see :func:`transition_schema`;
-            - a Gymnasium space or a TorchRL spec of observations: the observation alone, ``[]``;
-            - a TensorDict: an example of a transition.
-        extras: more entries, such as a policy's outputs: a TensorDict or (nested) dict of examples with the same
-            leading dims. They replace entries of the same key.
+        source: a TorchRL environment; a Gymnasium environment, single or vectorised; a TensorDict with an example of a
+            transition; or the observation space alone, as a Gymnasium space or a TorchRL spec.
+        extras: examples of further entries, such as a policy's outputs, in a TensorDict or a nested dict. An extra
+            replaces an entry with the same key.
 
     Returns:
-        a TensorDict of meta tensors. Gymnasium's ``Discrete`` becomes an index ``[]``; ``MultiDiscrete``,
-        ``MultiBinary`` and ``Box`` keep their shapes and dtypes; ``Dict`` and ``Tuple`` are nested, with keys ``"0"``,
-        ``"1"``, ... for a tuple. A Dict observation is at the root; any other one has the key ``"observation"``.
+        The schema, with batch size ``[]``, or ``[E]`` for ``E`` environments. A Dict observation has its keys at the
+        root; any other observation has the key ``"observation"``. The items of a tuple have the keys ``"0"``, ``"1"``
+        and so on. Gymnasium's ``Discrete`` values are scalars.
 
     Raises:
-        SchemaError: a part has no fixed size in bytes (``Text``, ``Graph``, ``Sequence``, ``OneOf``), or an extra lacks
-            the leading dims.
-        TypeError: ``source`` is none of the above.
+        SchemaError: a space has no fixed size in bytes (``Text``, ``Graph``, ``Sequence``, ``OneOf``), or the leading
+            dims of an extra are not the batch size.
+        TypeError: ``source`` has an unsupported type.
 
     Cost: O(keys). Environments are not reset or stepped.
 
@@ -65,7 +61,7 @@ def schema_of(source: Any, *, extras: Any = None) -> TensorDict:
         schema = transition_schema(source.observation_space, source.action_space)
     elif gymnasium is not None and isinstance(source, gymnasium.vector.VectorEnv):
         schema = transition_schema(source.single_observation_space, source.single_action_space, source.num_envs)
-    elif _is_space(source):
+    elif is_space(source):
         schema = TensorDict(_observation(source, ()), [])
     else:
         raise TypeError(
@@ -85,17 +81,16 @@ def schema_of(source: Any, *, extras: Any = None) -> TensorDict:
 
 
 def transition_schema(observation_space: Any, action_space: Any, num_envs: int | None = None) -> TensorDict:
-    """Return the schema of a transition from the spaces of observations and actions of one environment.
+    """Return the schema of a transition with TorchRL's keys; the batch size is ``[]`` or ``[num_envs]``.
 
-    It has the observation, ``"action"``, and under ``"next"`` the observation, ``"reward"`` (float32, ``[1]``),
-    ``"done"``, ``"terminated"`` and ``"truncated"`` (bool, ``[1]``), as in TorchRL. Spaces are Gymnasium's, or TorchRL
-    specs. The batch size is ``[num_envs]``, or ``[]``.
+    The spaces are Gymnasium spaces or TorchRL specs of a single environment. Rewards are float32 and flags are bool,
+    both of shape ``[1]``.
     """
     if num_envs is not None and num_envs < 1:
         raise ValueError(f"num_envs must be at least 1, or None for a single environment, got {num_envs}")
     lanes = () if num_envs is None else (num_envs,)
     for role, space in (("observation", observation_space), ("action", action_space)):
-        if not _is_space(space):
+        if not is_space(space):
             kind = type(space).__name__
             raise TypeError(f"the {role} space must be a Gymnasium space or a TorchRL spec, got a {kind}")
     observation = _observation(observation_space, lanes)
@@ -109,7 +104,7 @@ def transition_schema(observation_space: Any, action_space: Any, num_envs: int |
 
 
 def refuse_taken(keys: Any) -> None:
-    """Raise a :class:`SchemaError` if an observation has a key that is reserved for the transition."""
+    """Raise a :class:`SchemaError` if an observation has a key that a transition needs."""
     for key in _TAKEN.intersection(keys):
         raise SchemaError(f"the observation has a key {key!r}, which is reserved for the transition: rename it")
 
@@ -126,7 +121,7 @@ def entries(value: Any) -> dict[str, Any] | None:
 
 
 def tensors_of(value: Any, name: str, *path: str) -> Any:
-    """Convert nested dicts and tuples of arrays and numbers to nested dicts of tensors, without a copy if possible."""
+    """Convert nested dicts and tuples of arrays and numbers to nested dicts of tensors, if possible without copies."""
     parts = entries(value)
     if parts is not None:
         return {key: tensors_of(part, name, *path, key) for key, part in parts.items()}
@@ -145,7 +140,6 @@ def tensors_of(value: Any, name: str, *path: str) -> Any:
 
 
 def autoreset_mode_of(env: Any, given: Any, single: bool) -> str:
-    """Return ``"NextStep"``, ``"SameStep"`` or ``"Disabled"``."""
     if single:
         while hasattr(env, "env"):
             if type(env).__name__ == "Autoreset":
@@ -160,7 +154,7 @@ def autoreset_mode_of(env: Any, given: Any, single: bool) -> str:
 
 
 def paths_of(env: Any, schema: TensorDict, single: bool) -> tuple[list[tuple[Key, Key]], list[tuple[Key, Key]]]:
-    """Return the keys of the observation and of the action, each with its path in Gymnasium's nested values."""
+    """Return the keys of observations and of actions, each with the path of its value in Gymnasium's results."""
     space = env.observation_space if single else env.single_observation_space
     whole = not isinstance(space, sys.modules["gymnasium"].spaces.Dict)
     after = [key[1:] for key, _ in walk(schema) if key[0] == "next" and key not in _RESULTS]
@@ -168,13 +162,13 @@ def paths_of(env: Any, schema: TensorDict, single: bool) -> tuple[list[tuple[Key
     return [(key, key[whole:]) for key in after], [(key, key[1:]) for key in actions]
 
 
-def _is_space(source: Any) -> bool:
+def is_space(source: Any) -> bool:
     gymnasium = sys.modules.get("gymnasium")
     return isinstance(source, TensorSpec) or (gymnasium is not None and isinstance(source, gymnasium.Space))
 
 
 def _observation(space: Any, lanes: tuple[int, ...]) -> dict[str, Any]:
-    """Return the entries of an observation: those of a Dict, or a single ``"observation"``."""
+    """Return the entries of an observation: the entries of a Dict space, or a single ``"observation"``."""
     value = _value(space, lanes, (OBSERVATION,))
     is_dict = isinstance(value, TensorDictBase) and type(space).__name__ != "Tuple"
     observation = dict(value.items()) if is_dict else {OBSERVATION: value}

@@ -1,4 +1,4 @@
-"""Unique trajectory numbers within a storage."""
+"""Unique numbers for the trajectories in a storage."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ _NEXT, _HAS_READ, _LOADS = range(3)
 
 
 class TrajectoryNumbers:
-    """Gives unique trajectory numbers to all recorders that write to a storage; attached to the storage.
-
-    Once the storage is shared, the numbers are unique across its processes.
-    """
+    """Gives unique trajectory numbers to all recorders of a storage, in all processes that share the storage."""
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
@@ -26,11 +23,11 @@ class TrajectoryNumbers:
 
     @property
     def loads(self) -> int:
-        """How often a load has replaced the rows; no trajectory continues across a load."""
+        """How often a checkpoint has replaced the rows."""
         return self._numbers.values[_LOADS]
 
     def take(self, count: int, key: tuple[str, ...] | None) -> np.ndarray:
-        """Return ``count`` new numbers, larger than any under ``key``; O(rows) at first or after a load, else O(1)."""
+        """Return ``count`` new numbers, larger than all stored under ``key``; O(rows) at first and after each load."""
         with getattr(self.storage, "lock", nullcontext()):
             first, numbers = self._numbers[_NEXT], self._numbers
             rows = None if numbers[_HAS_READ] else stored_rows(self.storage)
@@ -42,12 +39,10 @@ class TrajectoryNumbers:
         return np.arange(first, first + count)
 
     def mark_update(self, index: Any) -> None:
-        """Do nothing: the rows of a recorder need no check."""
+        """Do nothing; a storage calls this method after every write."""
 
     def mark_load(self) -> None:
-        """Record that a checkpoint has replaced the rows."""
         self._numbers[_LOADS], self._numbers[_HAS_READ] = self.loads + 1, 0
 
     def share_memory_(self) -> None:
-        """Share the numbers with processes that use the storage."""
         self._numbers.share_memory_()

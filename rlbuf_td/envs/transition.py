@@ -1,4 +1,4 @@
-"""Converts the results of a plain Gymnasium loop to TensorDicts."""
+"""Conversion of a Gymnasium step to a TensorDict."""
 
 from __future__ import annotations
 
@@ -16,27 +16,26 @@ def make_transition(
 ) -> TensorDict:
     """Return one step of a Gymnasium environment as a TensorDict with TorchRL's keys.
 
-    Observations, actions and extras are arrays, numbers or tensors, or nested dicts and tuples of these (a tuple has
-    the keys ``"0"``, ``"1"``, ...). They keep their dtypes and share the arrays' memory. A dict observation has its
-    entries at the root; any other observation has the key ``"observation"``.
+    Observations, actions and extras are arrays, numbers or tensors, or nested dicts and tuples of these. The items of a
+    tuple have the keys ``"0"``, ``"1"`` and so on. The result keeps dtypes and shares memory with the arguments. A dict
+    observation has its entries at the root; any other observation has the key ``"observation"``.
 
     Args:
         obs: the observation before the step.
         action: the action.
-        reward: a number, ``[E]`` for E environments, or with further dims for several rewards. NumPy and Python numbers
-            become float32, TorchRL's dtype for rewards; a floating tensor keeps its dtype.
-        next_obs: the true next observation; at an autoreset ``final_obs``, not the next episode's first observation.
-        terminated: a bool, or bools of shape ``[E]``. This shape is the batch size of the result.
-        truncated: as ``terminated``, of the same shape.
+        reward: a number, or an array ``[E]`` for ``E`` environments, with further dims for several rewards. Rewards
+            become float32, except that floating tensors keep their dtype.
+        next_obs: the observation after the step. If the environment resets itself, pass ``final_obs`` at an end.
+        terminated: a bool, or bools of shape ``[E]``. The shape is the batch size of the result.
+        truncated: a bool, or bools of the same shape as ``terminated``.
         **extras: more entries for the root, such as a policy's outputs; a dict ``next`` adds entries to ``"next"``.
 
     Returns:
-        a TensorDict of batch size ``[]`` or ``[E]``, for :meth:`ReplayBuffer.add`, with ``("next", "reward")``,
-        ``("next", "terminated")``, ``("next", "truncated")`` and ``("next", "done")`` of ``[1]`` or ``[E, 1]``.
+        A TensorDict of batch size ``[]`` or ``[E]``, for :meth:`ReplayBuffer.add`. The flags and a single reward have
+        shape ``[1]`` or ``[E, 1]``; ``("next", "done")`` is ``terminated | truncated``.
 
     Raises:
-        SchemaError: an entry (named in the message) does not consist of numbers, lacks the leading dim E, or has the
-            key of another entry.
+        SchemaError: an entry does not consist of numbers, lacks the leading dim ``E``, or has the key of another entry.
 
     Cost: O(entries), about 20 us; only flags and rewards are copied.
 
@@ -91,7 +90,7 @@ def _reward(value: Any, lanes: torch.Size) -> torch.Tensor:
 
 
 def _batch(parts: dict[str, Any], lanes: torch.Size, *path: str) -> TensorDict:
-    """Return nested dicts of tensors as a TensorDict; refuse tensors without the leading dims ``lanes``."""
+    """Convert nested dicts of tensors to a TensorDict; refuse tensors without the leading dims ``lanes``."""
     for key, value in parts.items():
         if not isinstance(value, dict) and value.shape[: len(lanes)] != lanes:
             shapes = f"shape {tuple(value.shape)}, expected the leading dims {tuple(lanes)} of 'terminated'"

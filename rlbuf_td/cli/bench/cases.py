@@ -1,8 +1,9 @@
-"""Benchmark cases other than replay: Dicts of many leaves, the recording of Gymnasium steps, on-policy work."""
+"""Benchmark cases other than replay: Dicts of many leaves, recorded Gymnasium steps, GAE and PPO."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import cycle
 from typing import Any
 
@@ -16,6 +17,7 @@ from torchrl.objectives.value import GAE
 from torchrl.objectives.value.functional import generalized_advantage_estimate, vec_generalized_advantage_estimate
 
 from rlbuf_td import GymnasiumRecorder, PackedStorage, ReplayBuffer, RolloutBuffer, functional
+from rlbuf_td.cli.bench.contenders import small_rows
 
 Calls = dict[str, Callable[[], object]]
 
@@ -36,7 +38,7 @@ OPERATIONS = {
 
 
 def dict_rows(count: int, parts: int) -> TensorDict:
-    """Return nested observations of 3 x ``parts`` leaves, uint8, float32 and int64, 336 bytes per row."""
+    """Return ``count`` nested observations, each with 3 x ``parts`` leaves and 336 bytes."""
     camera = torch.randint(256, (count, 48), dtype=torch.uint8)
     joints, counts = torch.randn(count, 40), torch.randint(9, (count, 16))
 
@@ -56,7 +58,7 @@ def leaves(parts: int, batch: int) -> Calls:
 
 
 class Replayed(VectorEnv):
-    """Environments with HalfCheetah's shapes in next-step mode, which return precomputed steps."""
+    """A vector environment with HalfCheetah's shapes and next-step autoreset; it returns precomputed steps."""
 
     def __init__(self, steps: int = 1_000, ends: float = 0.01) -> None:
         self.num_envs, self.metadata = LANES, {"autoreset_mode": AutoresetMode.NEXT_STEP}
@@ -78,7 +80,7 @@ class Replayed(VectorEnv):
 
 
 def record() -> Calls:
-    """Return a call per side that steps and stores; TorchRL's stores hand-made flat rows, reset steps included."""
+    """Return a call per library that takes an environment step and stores the transitions."""
     env, action = Replayed(), np.zeros((LANES, 6), np.float32)
     recorder = GymnasiumRecorder(ReplayBuffer.from_env(env, RECORDED_ROWS), env)
     recorder.reset()
@@ -100,47 +102,28 @@ def record() -> Calls:
 
 
 def rollout_of(lanes: int, steps: int, p: float = 0.005) -> TensorDict:
-    """Return a rollout like HalfCheetah's, ``[E, T]``, with all values; about half of its ends are truncations."""
-    shape = (lanes, steps)
-    done = torch.rand(*shape, 1) < p
-    terminated = done & (torch.rand(*shape, 1) < 0.5)
-    following = {
-        "observation": torch.randn(*shape, 17),
-        "state_value": torch.randn(*shape, 1),
-        "reward": torch.randn(*shape, 1),
-        "done": done,
-        "terminated": terminated,
-        "truncated": done & ~terminated,
-    }
-    present = {
-        "observation": torch.randn(*shape, 17),
-        "action": torch.randn(*shape, 6),
-        "action_log_prob": torch.randn(*shape),
-        "state_value": torch.randn(*shape, 1),
-    }
-    return TensorDict(present | {"next": following}, shape)
+    """Return a random rollout ``[E, T]`` with HalfCheetah's shapes; about half of the ends are truncations."""
+    rows = small_rows(lanes * steps)
+    after, shape = rows["next"], (lanes * steps, 1)
+    done, is_termination = torch.rand(shape) < p, torch.rand(shape) < 0.5
+    after.update({"done": done, "terminated": done & is_termination, "truncated": done & ~is_termination})
+    rows["state_value"], after["state_value"] = torch.randn(shape), torch.randn(shape)
+    rows["action_log_prob"] = torch.randn(lanes * steps)
+    return rows.reshape(lanes, steps)
 
 
 def gae(lanes: int, steps: int) -> dict[str, Calls]:
-    """Return, for each form of TorchRL's GAE, calls of it and of ours on the same tensors."""
+    """Return, for each GAE function of TorchRL, a call of that function and a call of this package's GAE."""
     data = rollout_of(lanes, steps)
     after = data["next"]
     values = (data["state_value"], after["state_value"], after["reward"], after["done"], after["terminated"])
-
-    def ours() -> object:
-        return functional.generalized_advantage_estimate(GAMMA, LMBDA, *values)
-
-    return {
-        "gae": {"rlbuf_td": ours, "TorchRL": lambda: generalized_advantage_estimate(GAMMA, LMBDA, *values)},
-        "gae-vectorized": {
-            "rlbuf_td": ours,
-            "TorchRL": lambda: vec_generalized_advantage_estimate(GAMMA, LMBDA, *values),
-        },
-    }
+    forms = {"gae": generalized_advantage_estimate, "gae-vectorized": vec_generalized_advantage_estimate}
+    ours = partial(functional.generalized_advantage_estimate, GAMMA, LMBDA, *values)
+    return {name: {"rlbuf_td": ours, "TorchRL": partial(form, GAMMA, LMBDA, *values)} for name, form in forms.items()}
 
 
 def ppo(lanes: int, steps: int, batch: int) -> Calls:
-    """Return a call per side for PPO's data step with precomputed values: no network runs, nothing is learned."""
+    """Return a call per library that writes a rollout, computes advantages and draws PPO's minibatches."""
     data = rollout_of(lanes, steps)
     ours = RolloutBuffer(steps, lanes, batch_size=batch, epochs=EPOCHS, gamma=GAMMA, lmbda=LMBDA)
     advantages = GAE(gamma=GAMMA, lmbda=LMBDA, value_network=None)
@@ -166,7 +149,7 @@ def ppo(lanes: int, steps: int, batch: int) -> Calls:
 
 
 def on_policy(operations: Sequence[str], batch: int) -> Iterator[tuple[str, int, str, Calls]]:
-    """Yield each on-policy case: the operation, its number of rows, their shape as text, and a call per side."""
+    """Yield on-policy cases: the operation, the number of rows, the shape as text, and a call per library."""
     for lanes, steps in SHAPES:
         for operation, calls in gae(lanes, steps).items():
             if operation in operations:

@@ -1,7 +1,7 @@
-"""``python -m rlbuf_td bench``: time every operation of several libraries in turns, and print a table.
+"""``python -m rlbuf_td bench``: time the operations of several libraries, and print a table.
 
-Calls are timed as in training: after a learner's step (forward, backward and Adam of an MLP), which fills the
-processor's caches with the learner's data. The last column is the time of the same call in a tight loop.
+As in training, each call follows a learner's step (forward, backward and Adam of an MLP), which fills the processor's
+caches with the learner's data. The last column is the time of the call in a tight loop.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ import gc
 import os
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 
 import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-from tensordict import TensorDict
 
 from rlbuf_td.cli.bench import cases
 from rlbuf_td.cli.bench.contenders import Ours, TorchRL, image_rows, small_rows
@@ -47,7 +46,7 @@ def run(rows: Sequence[int], images: int, batch: int, rounds: int, operations: S
         for count, kind, make_rows in [(n, "small", small_rows) for n in rows] + [(images, "image", image_rows)]:
             if not count or not operations:
                 continue
-            if _needed(count, make_rows) > _available():
+            if (2 * len(available()) + 1) * count * (make_rows(1).bytes() + 24) > _available():
                 print(f"skipped: {count:,} {kind} rows need more memory than is free", file=sys.stderr)
                 continue
             contenders = [contender(count, batch, make_rows) for contender in available()]
@@ -56,10 +55,6 @@ def run(rows: Sequence[int], images: int, batch: int, rounds: int, operations: S
                 yield measure(operation, count, kind, calls, rounds, batch)
             del contenders, calls
             gc.collect()
-
-
-def _needed(rows: int, make_rows: Callable[[int], TensorDict]) -> int:
-    return (2 * len(available()) + 1) * rows * (make_rows(1).bytes() + 24)
 
 
 def _available() -> int:
@@ -94,7 +89,7 @@ def table(timings: Sequence[Timing], names: Sequence[str]) -> Table:
                 cells.append(f"{timing.median(name):.1f}")
             else:
                 cells.append(f"{timing.median(name):.1f} ({timing.ratio(name):.1f}x)")
-        theirs = f" (TorchRL {timing.tight_ratio(TorchRL.name):.1f}x)" if TorchRL.name in timing.tight else ""
+        theirs = f" (TorchRL {timing.ratio(TorchRL.name, tight=True):.1f}x)" if TorchRL.name in timing.tight else ""
         result.add_row(*cells, f"{statistics.median(timing.tight[Ours.name]):.1f}{theirs}")
     return result
 
@@ -119,8 +114,9 @@ def main(options: argparse.Namespace) -> int:
         markup=False,
     )
     if options.picture is not None:
-        from rlbuf_td.cli.bench.picture import save  # only pictures need matplotlib
+        from rlbuf_td.cli.bench.picture import draw  # only pictures need matplotlib
 
-        save(options.picture, timings, options.batch)
+        options.picture.parent.mkdir(parents=True, exist_ok=True)
+        draw(timings, options.batch).savefig(options.picture, dpi=180)
         console.print(f"saved {options.picture}", markup=False)
     return 0

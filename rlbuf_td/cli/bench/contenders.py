@@ -1,8 +1,6 @@
-"""The compared buffers: classes with the same methods, filled with the same transitions.
+"""The buffers that the benchmark compares.
 
-A contender implements some of ``uniform``, ``proportional``, ``update``, ``cycle`` (prioritized sample, then update),
-``rank``, ``rank_update``, ``extend``, ``add``, ``extend_proportional`` and ``add_proportional``, as methods without
-arguments. A contender lacks the methods that its library does not support.
+Each timed operation is a method without arguments; a class lacks the operations that its library does not support.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from rlbuf_td.cli.bench.timing import OURS
 
 ALPHA, BETA, EPS = 0.6, 0.4, 1e-6
 CHUNK_BYTES = 1 << 26
-SAMPLED, ERRORS = 64, 3  # batches that updates cycle through, and sets of TD errors for each
+SAMPLED, ERRORS = 64, 3  # numbers of batches and of TD error tensors that updates cycle through
 
 
 def small_rows(count: int) -> TensorDict:
@@ -55,7 +53,7 @@ def image_rows(count: int) -> TensorDict:
 
 
 class Contender(ABC):
-    """A library's buffers, uniform and prioritized, both full."""
+    """Two full buffers of a library: a uniform one and a prioritized one."""
 
     name: str
     sampled: Iterator[Any]
@@ -66,8 +64,7 @@ class Contender(ABC):
         self.new_rows, self.new_row = make_rows(batch), make_rows(1)
         self.single = self.new_row[0]
         self.build()
-        example = make_rows(1)
-        chunk = max(1, CHUNK_BYTES // example.bytes())
+        chunk = max(1, CHUNK_BYTES // self.new_row.bytes())
         for start in range(0, rows, chunk):
             self.fill(make_rows(min(chunk, rows - start)))
         self.prioritize(torch.rand(rows))
@@ -76,20 +73,19 @@ class Contender(ABC):
     def build(self) -> None: ...
 
     @abstractmethod
-    def fill(self, data: TensorDict) -> None:
-        """Write transitions to both buffers."""
+    def fill(self, data: TensorDict) -> None: ...
 
     def prioritize(self, td_error: torch.Tensor) -> None:  # noqa: B027  uniform buffers have no priorities
         """Set the TD error of every row."""
 
     def take_turns(self, batches: Sequence[Any], errors: Sequence[Any]) -> None:
-        """Let updates cycle through batches: as in training, rows are not in the caches and TD errors are new."""
+        """Let updates cycle through many batches, so that their rows are not in the processor's caches."""
         self.sampled = in_turn([(batch, error) for error in errors for batch in batches])
         self.td_errors = in_turn(errors)
 
 
 class _TorchRLStyle(Contender):
-    """The calls that every ``TensorDictReplayBuffer`` supports."""
+    """The operations of a ``TensorDictReplayBuffer``."""
 
     plain: TensorDictReplayBuffer
     prioritized: TensorDictReplayBuffer
@@ -102,7 +98,7 @@ class _TorchRLStyle(Contender):
         self.prioritized.update_priority(torch.arange(self.rows), td_error)
         errors = [torch.rand(self.batch) for _ in range(ERRORS)]
         report = [self.prioritized.sample().select("index", "sampled_at", strict=False) for _ in range(SAMPLED)]
-        self.take_turns(report, errors)
+        self.td_errors = in_turn(errors)
         self.sampled = in_turn([batch.copy().set("td_error", error) for error in errors for batch in report])
 
     def uniform(self) -> Any:
@@ -138,11 +134,10 @@ class Ours(_TorchRLStyle):
     name = OURS
 
     def build(self) -> None:
-        self.plain = ReplayBuffer(storage=PackedStorage(self.rows), batch_size=self.batch)
-        sampler = ProportionalSampler(self.rows, ALPHA, BETA, EPS)
-        self.prioritized = ReplayBuffer(storage=PackedStorage(self.rows), sampler=sampler, batch_size=self.batch)
-        sampler = RankSampler(self.rows)
-        self.ranked = ReplayBuffer(storage=PackedStorage(self.rows), sampler=sampler, batch_size=self.batch)
+        samplers = UniformSampler(), ProportionalSampler(self.rows, ALPHA, BETA, EPS), RankSampler(self.rows)
+        self.plain, self.prioritized, self.ranked = (
+            ReplayBuffer(storage=PackedStorage(self.rows), sampler=each, batch_size=self.batch) for each in samplers
+        )
 
     def fill(self, data: TensorDict) -> None:
         super().fill(data)
@@ -160,7 +155,7 @@ class Ours(_TorchRLStyle):
 
 
 class TorchRL(_TorchRLStyle):
-    """TorchRL's own parts, prioritized by its C++ trees."""
+    """TorchRL's own storages and samplers; its prioritized sampler uses C++ trees."""
 
     name = "TorchRL"
 
@@ -176,7 +171,7 @@ class TorchRL(_TorchRLStyle):
 
 
 class Mixed(_TorchRLStyle):
-    """TorchRL's buffer class with the parts of this package."""
+    """TorchRL's buffer class with the storages, samplers and writers of this package."""
 
     name = "TorchRL + our parts"
 
@@ -188,7 +183,7 @@ class Mixed(_TorchRLStyle):
 
 
 class BareGather(Contender):
-    """The minimal cost of a uniform sample in torch: random numbers and one gather of rows of bytes."""
+    """The least that a uniform sample needs in torch: random indices, and one gather of rows of bytes."""
 
     name = "bare gather"
 

@@ -1,4 +1,4 @@
-"""``python -m rlbuf_td bench --device cuda``: time operations on a CUDA device; ``pytest -m cuda`` tests them."""
+"""``python -m rlbuf_td bench --device cuda``: time operations on a CUDA device."""
 
 from __future__ import annotations
 
@@ -30,13 +30,12 @@ def filled(rb: Any, rows: int, make_rows: Callable[[int], TensorDict] = small_ro
 
 
 def buffer(rows: int, sampler: Any, device: torch.device, batch: int = BATCH, offload: bool = False) -> ReplayBuffer:
-    """Return a full buffer of small rows; with ``offload`` its rows are in RAM and its priorities on the device."""
+    """Return a full buffer of small rows; with ``offload``, the rows are in RAM and the priorities on the GPU."""
     storage = PackedStorage(rows, device=device, offload=offload and device.type == "cuda")
     return filled(ReplayBuffer(storage=storage, sampler=sampler, batch_size=batch), rows)
 
 
 def cycle(rb: Any, td_error: torch.Tensor, device: torch.device | None = None) -> Callable[[], object]:
-    """Return a call that samples, moves the batch to ``device`` if given, and updates priorities."""
 
     def call() -> None:
         batch = rb.sample() if device is None else rb.sample().to(device)
@@ -47,7 +46,6 @@ def cycle(rb: Any, td_error: torch.Tensor, device: torch.device | None = None) -
 
 
 def with_errors(td_error: torch.Tensor, batch: TensorDictBase) -> TensorDictBase:
-    """Write TD errors into a batch, as a learner does."""
     return batch.set("td_error", td_error)
 
 
@@ -67,7 +65,6 @@ def samples(device: torch.device, rows: int, seconds: float) -> Timed:
 
 
 def from_host(device: torch.device, rows: int, seconds: float) -> Timed:
-    """Time batches from rows in RAM, copied by the host or read by the device."""
     td_error, what = torch.rand(BATCH, device=device), "rows in RAM: proportional, sample + update"
     rb = buffer(rows, ProportionalSampler(rows), torch.device("cpu"))
     yield f"{what}, rb.sample().to(device)", wall(cycle(rb, td_error, device), seconds), "us"

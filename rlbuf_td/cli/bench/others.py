@@ -1,4 +1,4 @@
-"""Buffers of libraries that are not based on TorchRL."""
+"""The compared buffers of libraries that do not build on TorchRL."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from rlbuf_td.cli.bench.contenders import ALPHA, BETA, EPS, ERRORS, SAMPLED, Bar
 
 
 def arrays_of(data: TensorDict) -> dict[str, np.ndarray]:
-    """Return the columns under the names that other libraries use."""
     return {
         "observation": data["observation"].numpy(),
         "action": data["action"].numpy(),
@@ -40,7 +39,8 @@ class StableBaselines3(Contender):
         observation = Box(low, high, shape, dtype.type)
         action = Box(-1.0, 1.0, self.new_rows["action"].shape[1:], np.float32)
         self.buffer = Buffer(self.rows, observation, action, device="cpu")
-        self.row = arrays_of(self.new_row)
+        row, names = arrays_of(self.new_row), ("observation", "next_observation", "action")
+        self.step: list[Any] = [*(row[name] for name in names), row["reward"][0], row["done"][0], [{}]]
 
     def fill(self, data: TensorDict) -> None:
         # As ``add``, but without its loop over single transitions.
@@ -57,10 +57,7 @@ class StableBaselines3(Contender):
         return self.buffer.sample(self.batch)
 
     def add(self) -> None:
-        row = self.row
-        self.buffer.add(
-            row["observation"], row["next_observation"], row["action"], row["reward"][0], row["done"][0], [{}]
-        )
+        self.buffer.add(*self.step)
 
 
 class Cpprb(Contender):
@@ -71,13 +68,10 @@ class Cpprb(Contender):
     def build(self) -> None:
         import cpprb
 
-        fields = {
-            name: {"shape": column.shape[1:], "dtype": column.dtype}
-            for name, column in arrays_of(self.new_rows).items()
-        }
+        self.batch_columns, self.row = arrays_of(self.new_rows), arrays_of(self.new_row)
+        fields = {name: {"shape": x.shape[1:], "dtype": x.dtype} for name, x in self.batch_columns.items()}
         self.plain = cpprb.ReplayBuffer(self.rows, fields)
         self.prioritized = cpprb.PrioritizedReplayBuffer(self.rows, fields, alpha=ALPHA, eps=EPS)
-        self.batch_columns, self.row = arrays_of(self.new_rows), arrays_of(self.new_row)
 
     def fill(self, data: TensorDict) -> None:
         columns = arrays_of(data)
@@ -116,7 +110,7 @@ class Cpprb(Contender):
 
 
 class Flashbax(Contender):
-    """Flashbax's item buffers, uniform and prioritized, compiled by JAX; each write donates their state."""
+    """Flashbax: uniform and prioritized item buffers, compiled by JAX; writes reuse the memory of the buffer."""
 
     name = "Flashbax"
 
@@ -124,7 +118,7 @@ class Flashbax(Contender):
         os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1")
         import jax
 
-        self.jax = jax
+        self.jax, self._done = jax, jax.block_until_ready
         with jax.default_device(jax.devices("cpu")[0]):
             super().__init__(rows, batch, make_rows)
 
@@ -169,9 +163,6 @@ class Flashbax(Contender):
 
     def _on_device(self, data: TensorDict) -> dict[str, Any]:
         return {name: self.jax.numpy.asarray(column) for name, column in arrays_of(data).items()}
-
-    def _done(self, result: Any) -> Any:
-        return self.jax.block_until_ready(result)
 
     def uniform(self) -> Any:
         self.key, batch = self._draw_uniform(self.plain, self.key)

@@ -1,9 +1,8 @@
-"""The benchmark's table as a picture: relative times of the libraries, one line per operation."""
+"""The benchmark's results as a picture: relative times of the libraries, one line per operation."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -25,6 +24,7 @@ _LOOKS: dict[str, dict[str, Any]] = {
     "Flashbax": {"marker": "v", "color": "#6b4c9a", "fillstyle": "none", "label": "Flashbax (JAX)"},
     "bare gather": {"marker": "|", "color": "0.1", "label": "bare randint + index_select"},
 }
+_MARK: dict[str, Any] = {"markersize": 3.6, "markeredgewidth": 0.8, "linestyle": "", "zorder": 2}
 WORDS = {
     **{"uniform": "sample, uniform", "proportional": "sample, proportional", "update": "update priorities"},
     **{"cycle": "sample and update", "rank": "sample, by rank *", "rank_update": "update, by rank *"},
@@ -39,15 +39,7 @@ _LINE, _HEAD, _SIZE = 0.145, 0.26, 6.5  # inches per line and per heading, point
 
 
 def draw(timings: Sequence[Timing], batch: int) -> Figure:
-    """Return a figure of the width of a paper's column: one line per operation, one mark per library, on a log axis.
-
-    Args:
-        timings: the results to draw; of those for small rows, only the results of the largest buffers are drawn.
-        batch: rows per batch, for the axis label.
-
-    Raises:
-        ValueError: there are no timings.
-    """
+    """Return a figure with a line per operation and a mark per library; small rows: the largest buffers only."""
     groups = _groups(timings)
     if not groups:
         raise ValueError("there is nothing to plot: no operation has been timed")
@@ -68,13 +60,11 @@ def draw(timings: Sequence[Timing], batch: int) -> Figure:
     words = f"time after a learner's step / rlbuf_td's, at the right (batch of {batch})"
     figure.text(0.5, 0.16 / height, words, fontsize=_SIZE, ha="center")
     figure.text(0.5, 0.04 / height, "* TorchRL: proportional, it has no ranks", fontsize=_SIZE - 1, ha="center")
-    _draw_legend(figure, {name for timing in timings for name in timing.blocks})
+    found = {name for timing in timings for name in timing.blocks}
+    marks = [axes.plot([], [], **_MARK | _LOOKS[name])[0] for name in _LOOKS if name in found]
+    layout = {"loc": "upper left", "ncols": 2, "handletextpad": 0.1, "columnspacing": 1.2}
+    figure.legend(handles=marks, fontsize=_SIZE, frameon=False, **layout)
     return figure
-
-
-def save(path: Path, timings: Sequence[Timing], batch: int) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draw(timings, batch).savefig(path, dpi=180)
 
 
 def _groups(timings: Sequence[Timing]) -> dict[str, list[Timing]]:
@@ -97,7 +87,7 @@ def _draw_group(axes: Axes, timings: Sequence[Timing]) -> None:
         ratios = {name: timing.ratio(name) for name in _LOOKS if name in timing.blocks}
         axes.plot([1, max(ratios.values(), default=1)], [line, line], color="0.8", linewidth=0.7, zorder=0)
         for name, ratio in ratios.items():
-            axes.plot([ratio], [line], **_look(name))
+            axes.plot([ratio], [line], **_MARK | _LOOKS[name])
         own = timing.median(OURS)
         time = f"{own:,.0f} µs" if own < 1e3 else f"{own / 1e3:,.1f} ms"
         axes.text(1.02, line, time, transform=axes.get_yaxis_transform(), fontsize=_SIZE, va="center_baseline")
@@ -111,14 +101,3 @@ def _draw_group(axes: Axes, timings: Sequence[Timing]) -> None:
     axes.grid(axis="x", color="0.88", linewidth=0.5)
     axes.set_axisbelow(True)
     axes.spines[:].set_visible(False)
-
-
-def _draw_legend(figure: Figure, found: set[str]) -> None:
-    marks = [figure.axes[0].plot([], [], **_look(name))[0] for name in _LOOKS if name in found]
-    figure.legend(
-        handles=marks, loc="upper left", ncols=2, fontsize=_SIZE, frameon=False, handletextpad=0.1, columnspacing=1.2
-    )
-
-
-def _look(name: str) -> dict[str, Any]:
-    return {"markersize": 3.6, "markeredgewidth": 0.8, "linestyle": "", "zorder": 2, **_LOOKS[name]}

@@ -1,4 +1,4 @@
-"""Timers: after a learner's step and in a tight loop on the CPU, by wall clock on a CUDA device."""
+"""Functions that time calls, after a learner's steps and in a tight loop."""
 
 from __future__ import annotations
 
@@ -17,35 +17,25 @@ CALLS = 16  # per block, each after a learner's step
 
 @dataclass(frozen=True)
 class Timing:
-    """Microseconds per call for each contender, one number per block; the contenders' blocks alternate.
-
-    ``blocks``: each call follows a learner's step. ``tight``: calls follow each other directly.
-    """
+    """Microseconds per call by library, one number per block of calls; the blocks of the libraries alternate."""
 
     operation: str
     rows: int
     kind: str
-    blocks: dict[str, list[float]]
-    tight: dict[str, list[float]]
+    blocks: dict[str, list[float]]  # each call follows a learner's step
+    tight: dict[str, list[float]]  # calls follow each other directly
 
     def median(self, name: str) -> float:
         return statistics.median(self.blocks[name])
 
-    def ratio(self, name: str) -> float:
-        """Return the median ratio of the times of ``name`` and this package after a learner's step, over blocks."""
-        return _ratio(self.blocks, name)
-
-    def tight_ratio(self, name: str) -> float:
-        """Return the median ratio of the times of ``name`` and this package in a tight loop, over blocks."""
-        return _ratio(self.tight, name)
-
-
-def _ratio(blocks: dict[str, list[float]], name: str) -> float:
-    return statistics.median(theirs / ours for theirs, ours in zip(blocks[name], blocks[OURS], strict=True))
+    def ratio(self, name: str, *, tight: bool = False) -> float:
+        """Return a library's time divided by this package's time, as the median over blocks."""
+        blocks = self.tight if tight else self.blocks
+        return statistics.median(theirs / ours for theirs, ours in zip(blocks[name], blocks[OURS], strict=True))
 
 
 class Learner:
-    """A learner whose step evicts a buffer's rows and code from the processor's caches, as in training."""
+    """An MLP with Adam, whose step evicts a buffer's data and code from the processor's caches."""
 
     def __init__(self, batch: int) -> None:
         layers = (torch.nn.Linear(17, 256), torch.nn.ReLU(), torch.nn.Linear(256, 256), torch.nn.ReLU())
@@ -62,17 +52,12 @@ class Learner:
 def measure(
     operation: str, rows: int, kind: str, calls: dict[str, Callable[[], object]], rounds: int, batch: int = 256
 ) -> Timing:
-    """Return the times of interleaved calls, after a learner's step and in a tight loop."""
     gc.collect()
     return Timing(operation, rows, kind, in_loop(calls, rounds, Learner(batch).step), interleave(calls, rounds))
 
 
 def in_loop(calls: dict[str, Callable[[], object]], rounds: int, learn: Callable[[], object]) -> dict[str, list[float]]:
-    """Return microseconds per call: the mean of each of ``rounds`` blocks, with ``learn`` before each call.
-
-    Blocks of the calls alternate; the first call of a block is not timed. The mean counts calls that prepare work for
-    the next ones; a median would ignore them.
-    """
+    """Return microseconds per call for each of ``rounds`` blocks; ``learn`` runs before each timed call."""
     blocks: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
@@ -82,26 +67,33 @@ def in_loop(calls: dict[str, Callable[[], object]], rounds: int, learn: Callable
                 start = time.perf_counter()
                 call()
                 times.append(time.perf_counter() - start)
+            # The first call of a block does not count. Unlike a median, the mean counts rare slow calls.
             blocks[name].append(statistics.fmean(times[1:]) * 1e6)
     return blocks
 
 
-def interleave(calls: dict[str, Callable[[], object]], rounds: int, seconds: float = 0.01) -> dict[str, list[float]]:
-    """Return microseconds per call in a tight loop: ``rounds`` blocks for each call, about ``seconds`` long."""
-    sizes = {}
-    for name, call in calls.items():
-        call()
+def interleave(
+    calls: dict[str, Callable[[], object]],
+    rounds: int,
+    seconds: float = 0.01,
+    finish: Callable[[], object] = lambda: None,
+) -> dict[str, list[float]]:
+    """Return microseconds per call in a tight loop, for each of ``rounds`` blocks; a block ends with ``finish``."""
+
+    def time_of(call: Callable[[], object], count: int) -> float:
         start = time.perf_counter()
-        for _ in range(5):
+        for _ in range(count):
             call()
-        sizes[name] = max(3, int(seconds / ((time.perf_counter() - start) / 5)))
+        finish()
+        return (time.perf_counter() - start) / count
+
+    for call in calls.values():
+        call()
+    sizes = {name: max(3, int(seconds / time_of(call, 5))) for name, call in calls.items()}
     blocks: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
-            start = time.perf_counter()
-            for _ in range(sizes[name]):
-                call()
-            blocks[name].append((time.perf_counter() - start) / sizes[name] * 1e6)
+            blocks[name].append(time_of(call, sizes[name]) * 1e6)
     return blocks
 
 
@@ -116,19 +108,8 @@ def one_thread() -> Iterator[None]:
 
 
 def wall(call: Callable[[], object], seconds: float, rounds: int = 5) -> float:
-    """Return microseconds per call: the median over blocks of about ``seconds`` that end with a synchronization."""
+    """Return microseconds per call on a CUDA device, the median of blocks that take about ``seconds`` each."""
     for _ in range(3):
         call()
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(5):
-        call()
-    torch.cuda.synchronize()
-    count, blocks = max(5, int(seconds / ((time.perf_counter() - start) / 5))), []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        for _ in range(count):
-            call()
-        torch.cuda.synchronize()
-        blocks.append((time.perf_counter() - start) / count * 1e6)
+    (blocks,) = interleave({"": call}, rounds, seconds, torch.cuda.synchronize).values()
     return statistics.median(blocks)

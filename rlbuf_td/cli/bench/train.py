@@ -1,8 +1,8 @@
-"""``python -m rlbuf_td train``: time whole training scripts with TorchRL's buffers and with this package's.
+"""``python -m rlbuf_td train``: time training scripts with TorchRL's buffers and with this package's buffers.
 
-Both sides run the same script from the same seed, one after the other; only the buffer differs. DQN uses prioritized
-replay; ``small-dqn`` has a smaller network, so that replay is a larger share of the work. SAC uses uniform replay: both
-sides draw the same rows and end with bitwise equal weights. PPO runs epochs over rollouts with GAE.
+The two runs of a script have the same seed and differ only in the buffer. DQN uses prioritized replay. In
+``small-dqn``, the network is smaller, so that replay takes a larger share of the time. SAC uses uniform replay: both
+buffers draw the same rows, and the final weights are bitwise equal. PPO runs epochs over rollouts with GAE.
 """
 
 from __future__ import annotations
@@ -53,7 +53,6 @@ def replay(side: str, batch: int, *, prioritized: bool) -> TensorDictReplayBuffe
 def learn_by_replay(
     clock: Clock, rb: Any, collector: Collector, learn: Callable[[TensorDictBase], object], updates: int
 ) -> None:
-    """Write each collected batch; after each write, learn from ``updates`` sampled batches."""
     prioritized = isinstance(rb.sampler, PrioritizedSampler)
     for data in collector:
         with clock.in_buffer():
@@ -81,7 +80,6 @@ def train_dqn(side: str, clock: Clock, steps: int, cells: int = 256, batch: int 
 
 
 def make_sac(env: EnvBase) -> tuple[ProbabilisticActor, Callable[[TensorDictBase], None]]:
-    """Return SAC's policy, and a function that learns from a batch; the networks are those of TorchRL's recipe."""
     observations, actions = env.observation_spec["observation"].shape[-1], env.action_spec.shape[-1]
     head = torch.nn.Sequential(MLP(observations, 2 * actions, num_cells=[256, 256]), NormalParamExtractor())
     actor = ProbabilisticActor(
@@ -115,7 +113,6 @@ def train_sac(side: str, clock: Clock, steps: int) -> torch.nn.Module:
 
 
 def train_ppo(side: str, clock: Clock, steps: int) -> torch.nn.Module:
-    """Train the demo's PPO on CartPole: 8 environments, rollouts of 128 steps, 10 epochs of batches of 256."""
     settings, frames = ppo.SETTINGS["CartPole-v1"], ppo.LANES * 128
     env = SerialEnv(ppo.LANES, partial(ppo.make_env, "CartPole-v1"))
     env.set_seed(0)
@@ -143,7 +140,7 @@ def train_ppo(side: str, clock: Clock, steps: int) -> torch.nn.Module:
 
 
 def collect(env: EnvBase, policy: Any, frames: int, steps: int) -> Collector:
-    """Return TorchRL's collector of ``steps`` steps, rounded up to a multiple of ``frames``."""
+    """Return a TorchRL collector; the number of ``steps`` is rounded up to a multiple of ``frames``."""
     total = -(-steps // frames) * frames
     return Collector(env, policy, frames_per_batch=frames, total_frames=total, auto_register_policy_transforms=False)
 

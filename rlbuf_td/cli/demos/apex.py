@@ -1,6 +1,6 @@
-"""Train a DQN like Ape-X: collectors in separate processes, shards on Ray, one learner.
+"""Train DQN as Ape-X does: collectors and shards of the buffer on Ray, and one learner.
 
-Run it with ``python -m rlbuf_td demo --algo apex``. :func:`train` is the example to read.
+Run this script with ``python -m rlbuf_td demo --algo apex``. The example to read is :func:`train`.
 
 Source: Horgan et al., Distributed Prioritized Experience Replay, ICLR 2018.
 """
@@ -43,7 +43,7 @@ def make_buffer() -> ReplayBuffer:
 
 
 class Actor:
-    """Collects with its own exploration rate, and writes to a shard."""
+    """A collector with its own exploration rate, which writes to a shard."""
 
     def __init__(self, env_name: str, buffer: Any, seed: int, epsilon: float) -> None:
         torch.manual_seed(seed)
@@ -59,7 +59,7 @@ class Actor:
         self.buffer, self.steps = buffer, iter(collector)
 
     def collect(self, weights: dict[str, torch.Tensor]) -> TensorDict:
-        """Write some steps, which may wait for the learner; return their done flags and episode rewards."""
+        """Write a batch of steps, which may wait for the learner; return done flags and episode returns."""
         self.policy.load_state_dict(weights)
         data = next(self.steps)
         self.buffer.extend(data.exclude(*LEFT_OUT))

@@ -1,6 +1,6 @@
-"""Train a DQN from prioritized replay, with TorchRL's environment, collector and loss, and this package's buffer.
+"""Train DQN with TorchRL's environment, collector and loss, and with prioritized replay of this package.
 
-Run it with ``python -m rlbuf_td demo``. :func:`train` is the example to read.
+Run this script with ``python -m rlbuf_td demo``. The example to read is :func:`train`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SAMPLERS: dict[str, Callable[[], Sampler]] = {
 
 
 def make_policy(env: EnvBase, device: torch.device, cells: int = 256) -> tuple[TensorDictSequential, EGreedyModule]:
-    """Return a greedy policy, and its exploration module with decaying epsilon."""
+    """Return a greedy policy, and an epsilon-greedy exploration module with decaying epsilon."""
     spec = env.action_spec
     if not hasattr(spec.space, "n"):
         raise UsageError("DQN needs an environment with discrete actions; for continuous ones try --algo ppo")
@@ -60,7 +60,7 @@ class Learner:
         self.schedule = torch.optim.lr_scheduler.LinearLR(self.optimizer, 1.0, 0.1, total_iters=steps // FRAMES)
 
     def learn(self, batch: TensorDictBase) -> None:
-        """Take an optimizer step. The loss reads "priority_weight" and writes "td_error" to the batch."""
+        """Take an optimizer step. The loss reads "priority_weight" from the batch, and writes "td_error"."""
         loss = self.loss_module(batch)["loss"]
         self.optimizer.zero_grad()
         loss.backward()
@@ -75,14 +75,8 @@ def train(env_name: str, sampler: str, steps: int, seed: int, device: torch.devi
     env.set_seed(seed)
     policy, explore = make_policy(env, device)
     learner, acting = Learner(policy, env, steps), TensorDictSequential(policy, explore)
-    collector = Collector(
-        env,
-        acting,
-        frames_per_batch=FRAMES,
-        total_frames=steps,
-        policy_device=device,
-        auto_register_policy_transforms=False,
-    )
+    frames = {"frames_per_batch": FRAMES, "total_frames": steps}
+    collector = Collector(env, acting, **frames, policy_device=device, auto_register_policy_transforms=False)
     n_step = NStepSampler(SAMPLERS[sampler](), n_steps=N_STEPS, gamma=GAMMA)
     buffer = ReplayBuffer.from_env(env, CAPACITY, device=device, sampler=n_step, batch_size=128)
 

@@ -1,7 +1,7 @@
-"""Train PPO from rollouts, with TorchRL's environments, collector and loss, and this package's buffer.
+"""Train PPO with TorchRL's environments, collector and loss, and with this package's rollout buffer.
 
-Run it with ``python -m rlbuf_td demo --algo ppo``. :func:`train` is the example to read: the buffer adds advantages to
-the collected data, and a loop over the buffer runs the epochs.
+Run this script with ``python -m rlbuf_td demo --algo ppo``. The example to read is :func:`train`. The buffer adds
+advantages to the collected data, and a loop over the buffer runs the epochs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LANES = 8
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings that depend on the environment."""
+    """The settings for an environment."""
 
     steps: int = 100_000
     rollout_steps: int = 128

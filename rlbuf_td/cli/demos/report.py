@@ -1,15 +1,16 @@
-"""Shared parts of the demos: progress, evaluation, and a picture of the learning curve."""
+"""Progress, evaluation and learning curves of the demos."""
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
 import gymnasium
+import numpy as np
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -20,20 +21,20 @@ from torchrl.envs.utils import ExplorationType, set_exploration_type
 from tqdm import tqdm
 
 from rlbuf_td.cli import UsageError, refuse_missing_device
+from rlbuf_td.diagnostics.plots.episodes import running
 
 T = TypeVar("T")
 WINDOW = 20  # episodes
 
 
 class Clock:
-    """Measures the time of a run and the share of it spent in the buffer."""
+    """Measures the time of a run, and the share of the time spent in the buffer."""
 
     def __init__(self) -> None:
         self._start, self._in_buffer = time.perf_counter(), 0.0
 
     @contextmanager
     def in_buffer(self) -> Iterator[None]:
-        """Count the time inside the ``with`` block as spent in the buffer."""
         begin = time.perf_counter()
         try:
             yield
@@ -41,7 +42,7 @@ class Clock:
             self._in_buffer += time.perf_counter() - begin
 
     def batches(self, items: Iterable[T]) -> Iterator[T]:
-        """Iterate over ``items``; count the time until each item is ready as spent in the buffer."""
+        """Iterate over ``items``; count the time to the next item as time in the buffer."""
         iterator = iter(items)
         while True:
             with self.in_buffer():
@@ -61,14 +62,10 @@ class Clock:
 
 
 class Run(Clock):
-    """A training run: its progress bar, its episodes, and the final policy.
+    """A training run of at most ``steps`` environment steps: the progress bar, the episodes, and the final policy.
 
-    Args:
-        make_env: creates an environment for evaluation.
-        out: folder of the policy and the picture.
-        seed: seed of the evaluation.
-        steps: maximum number of environment steps, for the progress bar.
-        threshold: mean return of the last 20 training episodes at which the environment counts as solved.
+    The run is solved when the mean return of the last 20 training episodes reaches ``threshold``. The folder
+    ``out`` receives the policy and a picture; ``make_env`` and ``seed`` are for the evaluation.
     """
 
     def __init__(self, make_env: Callable[[], EnvBase], out: Path, seed: int, steps: int, threshold: float) -> None:
@@ -97,7 +94,6 @@ class Run(Clock):
 
     @torch.no_grad()
     def evaluate(self, policy: TensorDictModuleBase, episodes: int = 10) -> float:
-        """Return the mean return of the policy over whole episodes without exploration."""
         env = self.make_env()
         env.set_seed(10_000 + self.seed)
         with set_exploration_type(ExplorationType.DETERMINISTIC):
@@ -108,7 +104,20 @@ class Run(Clock):
         self._bar.close()
         self.final = self.evaluate(policy)
         torch.save(policy.state_dict(), self.out / "policy.pt")
-        save_learning_curve(self.out / "learning_curve.png", title, self.episodes, self.threshold)
+        figure = Figure(figsize=(6.4, 3.8), layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.subplots()
+        if self.episodes:
+            steps, returns = np.array(self.episodes).T
+            axes.plot(steps, returns, ".", markersize=3, color="0.75", label="training episode")
+            axes.plot(steps, running(returns, WINDOW)[0], color="C0", linewidth=2, label=f"mean of the last {WINDOW}")
+        if self.threshold < float("inf"):
+            axes.axhline(self.threshold, color="0.4", linestyle="--", linewidth=1, label="solved")
+        axes.set(title=title, xlabel="environment steps", ylabel="return")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.3)
+        axes.legend(frameon=False)
+        figure.savefig(self.out / "learning_curve.png", dpi=150)
 
 
 def tell(run: Run, following: str) -> None:
@@ -119,11 +128,7 @@ def tell(run: Run, following: str) -> None:
 
 
 def prepare(options: argparse.Namespace, name: str) -> Path:
-    """Create the folder of a run and return it; limit torch to one thread, since more are no faster here.
-
-    Raises:
-        UsageError: there is no such device or environment, or the folder cannot be created.
-    """
+    """Check the device and the environment, limit torch to one thread, and return a folder for the results."""
     refuse_missing_device(options.device)
     try:
         gymnasium.make(options.env).close()
@@ -134,33 +139,5 @@ def prepare(options: argparse.Namespace, name: str) -> Path:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"--out {out}: {error.strerror}") from None
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # the networks are too small for more
     return out
-
-
-def running_mean(episodes: Sequence[tuple[int, float]], window: int = WINDOW) -> list[tuple[int, float]]:
-    """Return ``(step, mean of the last `window` values)`` for each ``(step, value)``.
-
-    Example:
-        >>> running_mean([(10, 1.0), (20, 3.0), (30, 5.0)], window=2)
-        [(10, 1.0), (20, 2.0), (30, 4.0)]
-    """
-    recent = (episodes[max(0, end - window) : end] for end in range(1, len(episodes) + 1))
-    return [(some[-1][0], sum(value for _, value in some) / len(some)) for some in recent]
-
-
-def save_learning_curve(path: Path, title: str, episodes: Sequence[tuple[int, float]], threshold: float) -> None:
-    figure = Figure(figsize=(6.4, 3.8), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    if episodes:
-        axes.plot(*zip(*episodes, strict=True), ".", markersize=3, color="0.75", label="training episode")
-        mean = zip(*running_mean(episodes), strict=True)
-        axes.plot(*mean, color="C0", linewidth=2, label=f"mean of the last {WINDOW}")
-    if threshold < float("inf"):
-        axes.axhline(threshold, color="0.4", linestyle="--", linewidth=1, label="solved")
-    axes.set(title=title, xlabel="environment steps", ylabel="return")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
-    figure.savefig(path, dpi=150)

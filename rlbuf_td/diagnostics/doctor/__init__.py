@@ -1,4 +1,4 @@
-"""Checks the data of a buffer for faults: :func:`check`, and ``python -m rlbuf_td doctor PATH``."""
+"""Checks of stored rows: :func:`check`, and ``python -m rlbuf_td doctor PATH``."""
 
 from __future__ import annotations
 
@@ -22,25 +22,24 @@ CODES = {code: fault.summary for code, fault in FAULTS.items()}
 def check(source: Any, *, space: Any = None, ignore: str | Sequence[str] = ()) -> Report:
     """Read all rows of a buffer and report faults, each with example rows and a remedy.
 
-    Nothing is changed. A row's next observation must be the following row's observation, unless the trajectory ends
-    there. If this rule fails, or holds across an end, the report gives the probable reason. Rows are read in blocks.
+    The main fault is a next observation that, within a trajectory, differs from the following row's observation. The
+    check does not change the buffer.
 
     Args:
         source: a buffer of this package or of TorchRL; a storage of TensorDicts; a TensorDict of rows ``[T]`` or
             ``[T, E]`` in time order; or the path of a saved buffer.
-        space: the space of the observations, to find values outside it: a Gymnasium space, a TorchRL spec, or an
-            environment.
-        ignore: codes of findings to omit (``rlbuf_td.diagnostics.doctor.CODES`` lists them).
+        space: the observation space, whose bounds are checked: a Gymnasium space, a TorchRL spec, or an environment.
+        ignore: codes of findings to omit; ``rlbuf_td.diagnostics.doctor.CODES`` lists all codes.
 
     Returns:
-        The findings, the most serious first; ``report.healthy`` if there are none. ``print`` it.
+        A report of the findings, the most serious first. ``report.healthy`` is true if there are no findings.
 
     Raises:
-        TypeError: ``source`` or ``space`` is none of the above.
+        TypeError: ``source`` or ``space`` has an unsupported type.
         ValueError: the buffer is empty, ``ignore`` contains an unknown code, or the saved buffer cannot be read.
         FileNotFoundError: no buffer is saved at the path.
 
-    Cost: two or three passes over the rows: about a second for a million rows of 167 bytes. 10 bytes of memory per row.
+    Cost: two or three passes over the rows, about a second for a million rows of 167 bytes; 10 bytes per row.
 
     Example:
         >>> import torch
@@ -69,7 +68,7 @@ def check(source: Any, *, space: Any = None, ignore: str | Sequence[str] = ()) -
 
 
 def main(options: argparse.Namespace) -> int:
-    """Print the report of a saved buffer; return 0 without findings, 1 with findings, 2 if it is unreadable."""
+    """Print the report of a saved buffer; return 0 without findings, 1 with findings, 2 after an error."""
     try:
         space = _space(options.env) if options.env else None
         report = check(options.path, space=space, ignore=options.ignore)

@@ -1,4 +1,4 @@
-"""The doctor's view of the rows: columns, their order in time, and the ends of trajectories."""
+"""Stored rows as the doctor reads them: columns in time order, and the ends of trajectories."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rlbuf_td.storages.trajectory_index import TRAJ_KEY, TrajectoryIndex
 Key: TypeAlias = tuple[str, ...]
 # Keys that may be stored at the root and under "next" although they are not observations.
 _NOT_OBSERVED = {"reward", "done", "terminated", "truncated", "state_value", "index"}
-_BLOCK_BYTES = 4 << 20  # a block fits into a cache
+_BLOCK_BYTES = 4 << 20  # a block of time steps fits into a cache
 _RELATIVE, _ABSOLUTE = 1e-5, 1e-6  # tolerances: floats this close count as equal
 _HASHED = 256  # the most elements of a value that its hash includes
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -31,7 +31,7 @@ NAMED = 5  # a finding names at most this many rows
 
 
 class SharedColumn:
-    """A deduplicated column ``[T, E, ...]`` of the ``steps`` written time steps, read only where it is indexed."""
+    """A deduplicated column ``[T, E, ...]`` that reads only the rows that are indexed."""
 
     def __init__(self, rows: Rows, leaf: Leaf, steps: int) -> None:
         self._rows, self._key = rows, leaf.key
@@ -46,7 +46,7 @@ class SharedColumn:
 
 
 class Record:
-    """The rows of a storage of TensorDicts as columns ``[T, E, ...]``; all lane dims are flattened."""
+    """The rows of a storage as columns ``[T, E, ...]``, with all lane dims flattened into one."""
 
     def __init__(self, storage: Storage, writer: Writer | None) -> None:
         if not len(storage):
@@ -103,12 +103,12 @@ class Record:
         self.knows_ends = True
 
     def _flags(self, *names: str) -> list[Key]:
-        """Return the keys under "next" with one of these names, in the order of the names, then by depth."""
+        """Return the keys under "next" that end with one of ``names``, in the order of ``names`` and then of depth."""
         found = [key for key in self.columns if key[0] == "next" and key[-1] in names]
         return sorted(found, key=lambda key: (names.index(key[-1]), len(key)))
 
     def flag(self, name: str) -> torch.Tensor | None:
-        """Return a flag under "next", ``[T, E]`` bool on the CPU: whether any of a row's values is true."""
+        """Return an end flag, ``[T, E]`` bool on the CPU; ``None`` if no bool flag has this name."""
         keys = self._flags(name)
         if not keys or self.columns[keys[0]].dtype is not torch.bool:
             return None
@@ -116,7 +116,7 @@ class Record:
 
     @property
     def observed(self) -> list[Key]:
-        """The keys of observations: stored both at the root and under "next", with equal dtype and shape."""
+        """The keys that are stored at the root and under "next" with equal dtype and shape: the observations."""
         return [
             key
             for key, column in self.columns.items()
@@ -129,28 +129,27 @@ class Record:
 
     @property
     def main(self) -> list[Key]:
-        """The observed keys with several numbers per row, so no counters and flags; if there are none, all observed."""
+        """The keys of observations with several numbers per row, or the keys of all observations without these."""
         return [key for key in self.observed if self.columns[key].shape[2:].numel() > 1] or self.observed
 
     def at(self, key: Key, flat: torch.Tensor) -> torch.Tensor:
         return self.columns[key][flat // self.lanes, flat % self.lanes]
 
     def blocks(self) -> Iterator[slice]:
-        """Yield slices of time steps that fit into a cache."""
         row = sum(column.shape[1:].numel() * column.dtype.itemsize for column in self.columns.values())
         size = max(1, _BLOCK_BYTES // max(1, row))
         for start in range(0, self.steps, size):
             yield slice(start, min(start + size, self.steps))
 
     def after(self, key: Key, block: slice) -> torch.Tensor:
-        """Return a column one step after the rows of a block; the ring's first step follows its last."""
+        """Return the values of a column one time step after a block; the first time step follows the last."""
         column = self.columns[key]
         if block.stop < self.steps:
             return column[block.start + 1 : block.stop + 1]
         return torch.cat([column[block.start + 1 :], column[:1]])
 
     def finding(self, code: str, where: torch.Tensor | None, of: int, key: Key | None = None, **words: Any) -> Finding:
-        """Return a finding about the rows flagged in ``where``, ``[T, E]``; ``None``: all rows, no examples."""
+        """Return a finding about the rows flagged in ``where``, ``[T, E]``; ``None`` stands for all rows."""
         first = [] if where is None else where.view(self.shape).nonzero()[:NAMED].tolist()
         rows = tuple(tuple(place) if len(place) > 1 else place[0] for place in first)
         count = of if where is None else int(where.sum())
@@ -167,7 +166,7 @@ def _bits(values: torch.Tensor) -> torch.Tensor:
 
 
 def differ(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Return which rows of two blocks ``[B, E, ...]`` differ, ``[B, E]`` bool; NaN and infinity equal any value."""
+    """Return which rows of two blocks ``[B, E, ...]`` differ, ``[B, E]`` bool; NaN and infinity match any value."""
     unequal = (_bits(left) != _bits(right)).flatten(2).any(2)
     if (left.is_floating_point() or left.is_complex()) and bool(unequal.any()):
         wide = torch.complex128 if left.is_complex() else torch.float64
@@ -178,7 +177,7 @@ def differ(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 def hashes(record: Record, keys: list[Key], rows: torch.Tensor | None = None) -> torch.Tensor:
-    """Return a hash of each row's values, ``[n]`` int64 on the CPU, for all rows or the flat ``rows``, ``[n]``."""
+    """Return a hash per row, ``[n]`` int64 on the CPU, for all rows or for the row numbers ``rows``, ``[n]``."""
     generator = torch.Generator().manual_seed(0)
     result = torch.zeros(record.rows if rows is None else len(rows), dtype=torch.int64, device="cpu")
     for key in keys:
@@ -209,7 +208,7 @@ def open_source(source: Any) -> tuple[Storage, Sampler | None, Writer | None]:
 
 
 def _open_saved(path: Path) -> Storage:
-    """Return the rows saved by ``dumps(path)`` of a buffer or storage; those of TorchRL are memory-mapped."""
+    """Return the rows that ``dumps(path)`` of a buffer or storage has saved; TorchRL's files are memory-mapped."""
     if (path / "manifest.json").is_file():  # saved by this package
         found = open_checkpoint(path)
         if found.storage is not None:
@@ -233,7 +232,7 @@ def _open_saved(path: Path) -> Storage:
 
 
 def _storage_of(rows: TensorDictBase, length: int, cursor: int | None = None) -> Storage:
-    """Return a storage of rows ``[T, *lanes]``, ``length`` of them written; ``cursor``: the ring's next step."""
+    """Return a storage of rows ``[T, *lanes]``; ``length``: how many are written; ``cursor``: the next time step."""
     storage = TensorStorage(rows, ndim=max(1, rows.ndim))
     storage._len = length  # TorchRL counts time steps until the storage is first used
     if cursor is not None:

@@ -1,6 +1,6 @@
-"""Findings and reports of the doctor, with a title, an explanation and a remedy for each code.
+"""Findings and reports of the doctor, and the texts for each kind of fault.
 
-Explanations and remedies have fields in braces, which the check that finds the fault fills in.
+Texts have fields in braces, such as ``{key}``; the check that finds a fault fills in the values.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Row: TypeAlias = int | tuple[int, ...]
 
 @dataclass(frozen=True)
 class Finding:
-    """One kind of fault."""
+    """A kind of fault and the rows that have it."""
 
     code: str  # one of `rlbuf_td.diagnostics.doctor.CODES`
     key: tuple[str, ...] | None  # the affected key, if it is a single one
@@ -44,7 +44,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Report:
-    """The findings of :func:`~rlbuf_td.diagnostics.doctor.check`, the most serious first; an empty report is false."""
+    """The findings of :func:`~rlbuf_td.diagnostics.doctor.check`, the most serious first."""
 
     findings: tuple[Finding, ...]
     rows: int  # the number of rows read
@@ -78,7 +78,7 @@ class Report:
 
 
 class Fault(NamedTuple):
-    """The title, explanation and remedy of a finding."""
+    """The texts for a kind of fault."""
 
     summary: str
     explanation: str

@@ -1,7 +1,7 @@
 """Findings about the order of rows, and about the flags that end trajectories.
 
-A row's next observation must be the following row's observation, unless the trajectory ends there. If this rule fails,
-or holds across an end, the positions and distances of observations identify the fault.
+Within a trajectory, the next observation of a row must equal the observation of the following row. The last next
+observation of a trajectory must differ from the first observation of the next trajectory.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _STACK = "store lanes as a dim of their own: PackedStorage(..., ndim=2), and ext
 
 @dataclass
 class Flow:
-    """Whether rows continue each other, as flags ``[T, E]`` bool on the CPU."""
+    """How each row relates to the following row: flags ``[T, E]`` bool on the CPU."""
 
     broken: torch.Tensor  # the next observation is not the following row's, though the trajectory continues
-    unbroken: torch.Tensor  # the trajectory ends, yet the next observation is the following row's (and not this row's)
+    unbroken: torch.Tensor  # the trajectory ends, yet the next observation is the following row's, not this row's
     apart: torch.Tensor  # the next observation is not the following row's, with or without an end
     inside: torch.Tensor  # the trajectory continues with the following row
     ends: torch.Tensor  # the trajectory ends, and another follows
@@ -59,7 +59,7 @@ def sequence_findings(record: Record) -> Iterator[Finding]:
 
 
 def _ends(record: Record, flow: Flow | None, ended: torch.Tensor) -> Iterator[Finding]:
-    """Yield the faults at the ends of trajectories; ``ended``: rows with any end flag."""
+    """Yield the faults at the ends of trajectories; ``ended``: which rows have an end flag, ``[T, E]``."""
     if bool(ended.all()) and record.rows >= _FEW:
         yield record.finding("done-always", ended, record.rows)
         return
@@ -100,15 +100,13 @@ def _flow(record: Record) -> Flow:
 
 
 def _spread(where: torch.Tensor) -> torch.Tensor:
-    """Return up to 256 of the flagged rows, evenly spaced, as flat rows."""
+    """Return the numbers of up to 256 evenly spaced rows that are flagged in ``where``, ``[T, E]``."""
     rows = where.flatten().nonzero()[:, 0]
-    if not len(rows):
-        return rows
     return rows[torch.linspace(0, len(rows) - 1, min(len(rows), _SAMPLED), dtype=torch.float64, device="cpu").long()]
 
 
 def _broken(record: Record, where: torch.Tensor, flow: Flow, *, mostly: bool = False, never: bool = False) -> Finding:
-    """Return the finding about broken rows; ``mostly``: most rows are broken; ``never``: no flag is ever set."""
+    """Return the finding about rows whose next observation differs from the following row's observation."""
     of = int(flow.inside.sum())
     found = _found_elsewhere(record, _spread(where), mostly)
     if found is not None:
@@ -120,7 +118,7 @@ def _broken(record: Record, where: torch.Tensor, flow: Flow, *, mostly: bool = F
 
 
 def _found_elsewhere(record: Record, sample: torch.Tensor, mostly: bool) -> tuple[str, str] | None:
-    """Search for the next observations of sampled rows among all observations; explain where they are found."""
+    """Search all rows for the next observations of sampled rows; return an explanation and a remedy."""
     here = hashes(record, [("next", *key) for key in record.observed], sample)
     ordered, order = hashes(record, record.observed).sort()
     low, high = torch.searchsorted(ordered, here), torch.searchsorted(ordered, here, right=True)
@@ -152,8 +150,7 @@ def _found_elsewhere(record: Record, sample: torch.Tensor, mostly: bool) -> tupl
             return place, f"{_STACK}."
     found = matches[matches > 0]
     if len(found) >= max(1, len(sample) // 2) and int(found.median()) <= 3:
-        unordered = "rows are not in time order"
-        pieces = unordered if mostly else "parts of several trajectories follow each other"
+        pieces = "rows are not in time order" if mostly else "parts of several trajectories follow each other"
         return (
             f"It is the observation of another row: {pieces}.",
             f"{_STACK}; or store ('collector', 'traj_ids'), which separates the parts.",
@@ -162,7 +159,7 @@ def _found_elsewhere(record: Record, sample: torch.Tensor, mostly: bool) -> tupl
 
 
 def _shifted(record: Record, flow: Flow, done: torch.Tensor) -> Finding | None:
-    """Return a finding if done flags are one step away from the breaks."""
+    """Return a finding if done flags are one step before or after the jumps of observations."""
     for step, late, before in ((1, "late", "before"), (-1, "early", "after")):
         beside = flow.apart & ~done & flow.unbroken.roll(-step, 0)
         count = int(beside.sum())
@@ -173,10 +170,7 @@ def _shifted(record: Record, flow: Flow, done: torch.Tensor) -> Finding | None:
 
 
 def _ids_show_ends(record: Record, flow: Flow) -> bool:
-    """Whether changes of the trajectory id mark ends, not the borders between pieces of several lanes.
-
-    The id of a finished trajectory never appears again, and the trajectories rarely all have the same length.
-    """
+    """Whether changes of the trajectory id are ends: no id appears again later, and lengths of trajectories vary."""
     cuts = (flow.ends & flow.apart).T.flatten().nonzero()[:, 0]
     ids = record.columns.get(TRAJ_KEY)
     if ids is None or len(cuts) < _SOME_ENDS:
@@ -186,7 +180,7 @@ def _ids_show_ends(record: Record, flow: Flow) -> bool:
 
 
 def _is_no_chance(record: Record, flow: Flow) -> bool:
-    """Whether ends without a break are no coincidence: most ends have none, or observations rarely repeat."""
+    """Whether ``flow.unbroken`` is no coincidence: it flags half of the ends, or observations rarely repeat."""
     if 2 * int(flow.unbroken.sum()) >= int(flow.ends.sum()):
         return True
     values = hashes(record, record.main)
@@ -194,7 +188,7 @@ def _is_no_chance(record: Record, flow: Flow) -> bool:
 
 
 def _unbroken(record: Record, flow: Flow, one_step: torch.Tensor) -> Finding:
-    """Return the finding about ends without a break, chosen by the jumps of observations at and after them."""
+    """Return the finding about ends whose next observation equals the following row's observation."""
     where, of = flow.unbroken, int(flow.ends.sum())
     here, after = _jumps(record, where, flow.inside)
     if not max(here, after):
@@ -207,10 +201,9 @@ def _unbroken(record: Record, flow: Flow, one_step: torch.Tensor) -> Finding:
 
 
 def _jumps(record: Record, where: torch.Tensor, inside: torch.Tensor) -> tuple[float, float]:
-    """Return the median distance to the next observation of flagged rows, and of the rows after them.
+    """Return two medians of the distance to the next observation: of flagged rows, and of the rows that follow.
 
-    The unit is the mean distance within trajectories. A median up to the 0.9 quantile of these distances (0.99 for
-    fewer than 4 flagged rows) counts as 0.
+    The unit is the mean distance within trajectories. Distances that are common within trajectories count as 0.
     """
     usual, rows = _spread(inside), _spread(where)
     if not len(usual):
@@ -234,8 +227,8 @@ def _jumps(record: Record, where: torch.Tensor, inside: torch.Tensor) -> tuple[f
 
 
 def _one_step_rows(record: Record, ended: torch.Tensor) -> torch.Tensor:
-    """Return which rows are trajectories of one step, ``[T, E]``; without ids, the oldest row is never one."""
-    alone = ended & ended.roll(1, 0) & record.paired.roll(1, 0)
+    """Return which rows are trajectories of one step, ``[T, E]`` bool."""
+    alone = ended & ended.roll(1, 0) & record.paired.roll(1, 0)  # false for the oldest row
     ids = record.columns.get(TRAJ_KEY)
     if ids is not None:  # rows of several lanes may alternate: count all rows with the id
         _, inverse, counts = ids[..., 0].cpu().unique(return_inverse=True, return_counts=True)

@@ -1,19 +1,18 @@
-"""Findings about the values of columns, and about draws and priorities; also the bounds of observations."""
+"""Findings about the values of columns, and about the use of draws and priorities."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torchrl.data import Composite, TensorSpec, Unbounded
+from torchrl.data import Composite, Unbounded
 from torchrl.data.replay_buffers import Sampler, Storage
 
 from rlbuf_td.diagnostics.doctor.record import NAMED, Key, Record
 from rlbuf_td.diagnostics.doctor.report import Finding
 from rlbuf_td.diagnostics.health import ReplayCount, unwrapped
-from rlbuf_td.envs.specs import OBSERVATION, entries
+from rlbuf_td.envs.specs import OBSERVATION, entries, is_space
 from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.storages.indexing import attached
 
@@ -25,11 +24,15 @@ _DRAWS, _ROWS = 2.0, 100  # fewer draws per row, or fewer rows, are not signific
 
 
 def value_findings(record: Record, bounds: Mapping[Key, Interval]) -> Iterator[Finding]:
-    columns = record.columns
-    checks = [("not-finite", key) for key in columns if _must_be_finite(record, key)]
-    checks += [("out-of-bounds", key) for key in columns if _is_bounded(record, key, bounds)]
+    columns, obs = record.columns, record.observed
+    floats = [key for key, x in columns.items() if x.dtype.is_floating_point or x.dtype.is_complex]
+    sizes, named = {key: x.shape[2:].numel() for key, x in columns.items()}, ("reward", "action")
+    checks = [("not-finite", key) for key in floats if key[-1] in named or _root(key) in obs or "observation" in key]
+    boxed = [key for key in columns if _root(key) in bounds and sizes[key] == bounds[_root(key)][0].numel()]
+    checks += [("out-of-bounds", key) for key in boxed]
+    vectors = [key for key in floats if sizes[key] and columns[key].ndim < 4 and (key[-1] == "action" or key in obs)]
+    varies = {key: torch.zeros(1, dtype=torch.bool, device="cpu") for key in vectors}
     flagged = {check: torch.zeros_like(record.cut) for check in checks}
-    varies = {key: torch.zeros(1, dtype=torch.bool, device="cpu") for key in columns if _may_be_constant(record, key)}
     for block in record.blocks():
         for (code, key), where in flagged.items():
             values = columns[key][block]
@@ -62,35 +65,14 @@ def _root(key: Key) -> Key:
     return key[1:] if key[0] == "next" else key
 
 
-def _is_float(record: Record, key: Key) -> bool:
-    dtype = record.columns[key].dtype
-    return dtype.is_floating_point or dtype.is_complex
-
-
-def _must_be_finite(record: Record, key: Key) -> bool:
-    is_given = key[-1] in ("reward", "action") or _root(key) in record.observed or "observation" in key
-    return is_given and _is_float(record, key)
-
-
-def _is_bounded(record: Record, key: Key, bounds: Mapping[Key, Interval]) -> bool:
-    found = bounds.get(_root(key))
-    return found is not None and record.columns[key].shape[2:].numel() == found[0].numel()
-
-
-def _may_be_constant(record: Record, key: Key) -> bool:
-    column = record.columns[key]
-    is_vector = column.ndim < 4 and column.shape[2:].numel() > 0
-    return is_vector and _is_float(record, key) and (key[-1] == "action" or key in record.observed)
-
-
 def _is_one_hot(record: Record, key: Key) -> bool:
-    """Whether a column holds only zeros and ones: an element that is rarely 1 may be constant by chance."""
+    """Whether a column holds only zeros and ones, so that an element may be constant by chance."""
     sample = record.columns[key][:: max(1, record.steps // _SAMPLED)]
     return bool(((sample == 0) | (sample == 1)).all())
 
 
 def _is_image(record: Record, key: Key) -> bool:
-    """Whether a float column looks like images: two spatial dims, and values in [0, 1] or integers up to 255."""
+    """Whether a column looks like float images: two large dims, and values in [0, 1] or integers up to 255."""
     column = record.columns[key]
     sides = [size for size in column.shape[2:] if size >= _SIDE]
     if not column.dtype.is_floating_point or column.ndim < 5 or len(sides) < 2:
@@ -102,7 +84,6 @@ def _is_image(record: Record, key: Key) -> bool:
 
 
 def usage_findings(record: Record, source: Any, storage: Storage, sampler: Sampler | None) -> Iterator[Finding]:
-    """Yield rows that are never drawn, if the buffer counts draws, and priorities that are never updated."""
     replays, drawn = attached(storage, ReplayCount), None
     if replays is not None:
         counts = replays.counts()[: record.rows].view(record.steps, record.lanes).cpu()
@@ -132,13 +113,12 @@ def _stale(record: Record, source: Any, sampler: Prioritized, drawn: torch.Tenso
 
 
 def bounds_of(source: Any) -> dict[Key, Interval]:
-    """Return the lowest and the highest value of each bounded key; ``source`` is the ``space`` of ``check``."""
+    """Return the lowest and the highest values of each bounded key; ``source``: the ``space`` given to ``check``."""
     for name in ("observation_spec_unbatched", "single_observation_space", "observation_space"):
         if hasattr(type(source), name) or name in getattr(source, "__dict__", {}):
             source = getattr(source, name)
             break
-    gymnasium = sys.modules.get("gymnasium")
-    if not isinstance(source, TensorSpec) and not (gymnasium and isinstance(source, gymnasium.Space)):
+    if not is_space(source):
         accepted = "a Gymnasium space, a TorchRL spec of observations, or an environment of either"
         raise TypeError(f"space must be {accepted}, got {type(source).__name__}")
     has_keys = isinstance(source, Composite) or isinstance(getattr(source, "spaces", None), Mapping)
@@ -153,13 +133,9 @@ def _intervals(space: Any, path: Key) -> Iterator[tuple[Key, Interval]]:
         for name, part in parts.items():
             yield from _intervals(part, (*path, name))
     elif hasattr(box, "low") and not isinstance(space, Unbounded):
-        yield path, (_on_host(box.low), _on_host(box.high))
+        yield path, (torch.as_tensor(box.low, device="cpu"), torch.as_tensor(box.high, device="cpu"))
     elif count is not None and not getattr(space.dtype, "is_floating_point", False):
-        low, count = _on_host(getattr(space, "start", 0)), _on_host(count)
+        low, count = (torch.as_tensor(x, device="cpu") for x in (getattr(space, "start", 0), count))
         # A discrete value is at most count - 1; a one-hot or binary space holds flags, at most 1.
         are_flags = space.shape and not hasattr(box, "nvec") and (count.ndim or space.shape[-1] == int(count))
         yield path, (low.expand(space.shape), (low + (1 if are_flags else count - 1)).expand(space.shape))
-
-
-def _on_host(value: Any) -> torch.Tensor:
-    return torch.as_tensor(value, device="cpu")

@@ -1,8 +1,7 @@
 """Plots of buffers, episodes and rollouts, as matplotlib figures.
 
-Each function returns a ``matplotlib.figure.Figure`` of the width of a paper's column (3.4 in). Jupyter shows it as the
-result of a cell; elsewhere call ``figure.savefig``. Lines and shades also differ in greyscale. Pyplot's global
-state stays unchanged. To install matplotlib: ``pip install 'rlbuf_td[demo]'``.
+Each function returns a figure that is 3.4 inches wide, like a column of a paper. Jupyter shows the figure as the result
+of a cell; elsewhere, call ``figure.savefig``. ``pip install 'rlbuf_td[demo]'`` installs matplotlib.
 """
 
 from rlbuf_td.diagnostics.plots.episodes import plot_advantages, plot_episodes, plot_trajectory

@@ -23,16 +23,16 @@ from rlbuf_td.writers import RolloutWriter
 
 
 def plot_episodes(stats: EpisodeStats) -> Figure:
-    """Plot each metric of the recorded episodes over the steps, and how often episodes end for each reason.
+    """Plot the metrics of recorded episodes, and the share of each end reason, over environment steps.
 
-    Each dot is an episode; the line is the mean of the last ``stats.window`` episodes, and the band is
-    their standard deviation.
+    A dot is an episode, the line is the mean of the last ``stats.window`` episodes, and the band shows their standard
+    deviation.
 
     Args:
         stats: statistics of episodes, such as ``rb.episode_stats``.
 
     Returns:
-        A figure with one panel per metric, and one for the share of each reason.
+        A figure with one panel per metric, and one panel for the end reasons.
 
     Raises:
         RuntimeError: no episode has ended.
@@ -40,9 +40,7 @@ def plot_episodes(stats: EpisodeStats) -> Figure:
     Cost: O(episodes in the history).
 
     Example:
-        >>> import torch
         >>> from rlbuf_td import EpisodeStats
-        >>> from rlbuf_td.diagnostics.plots import plot_episodes
         >>> from tensordict import TensorDict
         >>> stats = EpisodeStats()
         >>> done = torch.arange(1, 31) % 10 == 0
@@ -59,14 +57,14 @@ def plot_episodes(stats: EpisodeStats) -> Figure:
         words["return"] = "return =\nlength in steps"
     figure, axes = style.panels(len(metrics) + 1, 1, 1.15, sharex=True)
     for name, each in zip(metrics, axes, strict=False):
-        mean, deviation = _running(history[name], stats.window)
+        mean, deviation = running(history[name], stats.window)
         each.plot(history["step"], history[name], ".", color="0.6", markersize=2, zorder=1)
         band = mean - deviation, mean + deviation
         each.fill_between(history["step"], *band, color=style.SHADE, alpha=0.6, linewidth=0)
         each.plot(history["step"], mean, color=style.INK, linewidth=1.3)
         style.dress(each, "", "", words.get(name, name))
     for line, name in zip(style.LINES, stats.reasons, strict=False):
-        rate, _ = _running(history[f"done_{name}"].astype(float), stats.window)
+        rate, _ = running(history[f"done_{name}"].astype(float), stats.window)
         axes[-1].plot(history["step"], rate, label=name, **line)
     axes[-1].set_ylim(-0.04, 1.04)
     style.in_percent(axes[-1])
@@ -77,8 +75,8 @@ def plot_episodes(stats: EpisodeStats) -> Figure:
     return figure
 
 
-def _running(values: np.ndarray, window: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return, for each value, the mean and population deviation of the last ``window`` values up to it."""
+def running(values: np.ndarray, window: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the running mean and the running standard deviation over ``window`` values, ``[n]`` each."""
     shift = values.mean()  # for accuracy: the deviation is a difference of squares
     total, squares = (np.concatenate([[0.0], np.cumsum(x)]) for x in (values - shift, (values - shift) ** 2))
     end = np.arange(1, len(values) + 1)
@@ -89,7 +87,7 @@ def _running(values: np.ndarray, window: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def plot_advantages(rollout: ReplayBuffer) -> Figure:
-    """Plot a rollout: values, targets and ends of one lane; the advantages; and values against their targets.
+    """Plot the values and value targets of a rollout's first lane, all advantages, and values against targets.
 
     Args:
         rollout: a :class:`~rlbuf_td.RolloutBuffer` whose rollout is complete.
@@ -98,14 +96,12 @@ def plot_advantages(rollout: ReplayBuffer) -> Figure:
         A figure with three panels.
 
     Raises:
-        RuntimeError: the rollout is not complete.
+        RuntimeError: the rollout is not complete, or ``rollout`` is not a rollout buffer.
 
     Cost: O(rows of the rollout).
 
     Example:
-        >>> import torch
         >>> from rlbuf_td import RolloutBuffer
-        >>> from rlbuf_td.diagnostics.plots import plot_advantages
         >>> from tensordict import TensorDict
         >>> rollout, done = RolloutBuffer(30, 2), (torch.arange(30) % 10 == 9).expand(2, 30).unsqueeze(-1)
         >>> step = {"reward": torch.ones(2, 30, 1), "done": done, "terminated": done}
@@ -145,22 +141,21 @@ def plot_trajectory(rb: ReplayBuffer, row: Any, *, keys: Sequence[NestedKey] | N
     """Plot the stored part of the trajectory that a row belongs to, and mark the row.
 
     Args:
-        rb: a buffer over a storage of TensorDicts with ``("next", "done")`` or trajectory ids.
-        row: a flat row, or its coordinates ``(t, e)``.
+        rb: a buffer whose rows have ``("next", "done")`` or trajectory ids.
+        row: the number of a row, or its coordinates ``(t, e)``.
         keys: the keys to plot; default: reward, action, and the first observation with at most 64 numbers.
 
     Returns:
-        A figure with one panel per key; its time axis counts steps from the row.
+        A figure with one panel per key. The time axis counts steps from the given row.
 
     Raises:
-        IndexError: there is no row at this position.
-        KeyError: there is no such key, or neither ends nor trajectory ids are stored.
+        IndexError: the storage has no such row.
+        KeyError: a key is not stored, or the rows have neither end flags nor trajectory ids.
 
     Cost: O(rows of the trajectory).
 
     Example:
         >>> from rlbuf_td import PackedStorage, ReplayBuffer
-        >>> from rlbuf_td.diagnostics.plots import plot_trajectory
         >>> from tensordict import TensorDict
         >>> rb = ReplayBuffer(storage=PackedStorage(100))
         >>> outcome = {"reward": torch.randn(20), "done": torch.arange(20) == 14}

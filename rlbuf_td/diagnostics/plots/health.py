@@ -17,9 +17,9 @@ from rlbuf_td.storages.indexing import attached, lanes_of
 
 
 def plot_health(rb: ReplayBuffer) -> Figure:
-    """Plot :meth:`ReplayBuffer.health`: ages and weights of the last batch, probabilities and draws of all rows.
+    """Plot the ages and weights of the last batch, and the probabilities and draw counts of all rows.
 
-    A panel is omitted if the buffer lacks its numbers: ages need a ring, weights need priorities, and draws need
+    A panel without data is omitted: ages need a ring writer, weights need a prioritized sampler, and draw counts need
     ``count_replays=True``.
 
     Args:
@@ -29,14 +29,13 @@ def plot_health(rb: ReplayBuffer) -> Figure:
         A figure with one to four panels.
 
     Raises:
-        RuntimeError: nothing has been sampled yet.
+        RuntimeError: no batch has been sampled, or no panel has data.
 
     Cost: O(N log N).
 
     Example:
         >>> import torch
         >>> from rlbuf_td import PackedStorage, ProportionalSampler, ReplayBuffer
-        >>> from rlbuf_td.diagnostics.plots import plot_health
         >>> from tensordict import TensorDict
         >>> rb = ReplayBuffer(storage=PackedStorage(100), sampler=ProportionalSampler(100), batch_size=32)
         >>> _, _ = rb.extend(TensorDict({"x": torch.zeros(90)}, [90])), rb.sample()
@@ -61,9 +60,7 @@ def plot_health(rb: ReplayBuffer) -> Figure:
         counts = style.numbers_of(replays.counts()[: len(storage)])
         draws.append(lambda axes: _draw_replays(axes, counts, report["never_sampled"]))
     if not draws:
-        raise RuntimeError(
-            "there is no health to plot: the writer keeps no order of time, and the sampler no priorities"
-        )
+        raise RuntimeError("there is no health to plot: the writer keeps no time order, the sampler no priorities")
     figure, axes = style.panels(-(-len(draws) // 2), min(2, len(draws)), 1.6)
     for draw, each in zip([*draws, Axes.remove], axes, strict=False):
         draw(each)
@@ -85,7 +82,7 @@ def _draw_weights(axes: Axes, weight: np.ndarray, share: float) -> None:
 
 
 def _some_ranks(rows: int) -> np.ndarray:
-    """Return up to 200 ranks from 0 to ``rows - 1``, evenly spaced on a logarithmic axis."""
+    """Return up to 200 ranks from 0 to ``rows - 1``, evenly spaced on a logarithmic scale."""
     return np.unique(np.geomspace(1, rows, 200).astype(int)) - 1
 
 
@@ -116,13 +113,13 @@ def _draw_replays(axes: Axes, counts: np.ndarray, never: float) -> None:
 
 
 def plot_priorities(rb: ReplayBuffer) -> Figure:
-    """Plot the magnitudes of all TD errors, and the probabilities of the rows.
+    """Plot the absolute TD errors and the probabilities of all rows.
 
     Args:
-        rb: a buffer with a prioritized sampler, wrapped or not.
+        rb: a buffer with a prioritized sampler, which may be wrapped.
 
     Returns:
-        A figure with two panels: a histogram of magnitudes, and the probabilities in descending order.
+        A figure with two panels: a histogram of absolute TD errors, and the probabilities in descending order.
 
     Raises:
         TypeError: the buffer's sampler has no priorities.
@@ -133,7 +130,6 @@ def plot_priorities(rb: ReplayBuffer) -> Figure:
     Example:
         >>> import torch
         >>> from rlbuf_td import PackedStorage, RankSampler, ReplayBuffer
-        >>> from rlbuf_td.diagnostics.plots import plot_priorities
         >>> from tensordict import TensorDict
         >>> rb = ReplayBuffer(storage=PackedStorage(100), sampler=RankSampler(100))
         >>> index = rb.extend(TensorDict({"x": torch.zeros(90)}, [90]))
