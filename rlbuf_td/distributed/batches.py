@@ -1,4 +1,4 @@
-"""Batches assembled from the answers of shards: rows, handles and importance weights."""
+"""Assembles batches from the answers of the shards."""
 
 from __future__ import annotations
 
@@ -15,18 +15,15 @@ from rlbuf_td.distributed.spec import Spec
 from rlbuf_td.kernels.batch import gather_leaves
 from rlbuf_td.storages.layout import RowLayout
 
-SHARD, INCARNATION, ROW, WRITTEN_AT = range(4)  # the columns of a handle
+SHARD, INCARNATION, ROW, WRITTEN_AT = range(4)  # the columns of a batch's "index"
 
 
 class Batches:
-    """The batches from one request to each shard.
+    """The batches of one request to each shard.
 
-    Args:
-        spec: the properties of the buffers.
-        layout: the layout of the rows.
-        answers: the answers of the shards with draws, in the order of the shards.
-        known: for each shard, the report whose mass determined the draws; ``None``: a lost shard.
-        rank: ``[batches, draws]`` int64: for each draw of a batch, its place among all draws, sorted by shard.
+    ``answers`` is sorted by shard and has only answers with drawn rows. ``known`` holds, for each shard, the report
+    that determined its number of draws, or ``None`` if the shard is lost. ``rank``, ``[batches, draws]`` int64, holds
+    for each draw its position in the concatenated answers.
     """
 
     def __init__(
@@ -48,7 +45,7 @@ class Batches:
         return len(self.rank) - self.next
 
     def take(self, beta: float) -> TensorDict:
-        """Return the next batch, ``[B]``, in fresh memory."""
+        """Return the next batch, ``[B]``, in newly allocated memory."""
         rank, window = self.rank[self.next], self.spec.window_rows
         self.next += 1
         cells = rank if window == 1 else (rank[:, None] * window + torch.arange(window, device="cpu")).flatten()
@@ -64,21 +61,14 @@ class Batches:
 
 
 def _handles(answers: dict[int, Answer], flat: dict[int, np.ndarray]) -> Tensor:
-    """Return the handles of the flat rows of each shard, in the order of the shards: ``[n, 4]`` int64."""
-    parts = []
-    for place, rows in flat.items():
-        handles = np.empty((len(rows), 4), np.int64)
-        handles[:] = place, answers[place].before.incarnation, 0, answers[place].stamp
-        handles[:, ROW] = rows
-        parts.append(handles)
-    return torch.from_numpy(np.concatenate(parts))
+    """Return the ``"index"`` of the given row numbers in each shard, ``[n, 4]`` int64."""
+    columns = [(place, answers[place].before.incarnation, rows, answers[place].stamp) for place, rows in flat.items()]
+    return torch.from_numpy(np.concatenate([np.stack(np.broadcast_arrays(*each), 1) for each in columns]))
 
 
 def probabilities(answers: dict[int, Answer], known: list[Report | None]) -> tuple[Tensor, float, int]:
-    """Return P of each drawn row (sorted by shard), the smallest P of all rows, and the number of rows.
-
-    The client chooses a shard by its last reported mass; the shard chooses a row by its current mass.
-    """
+    """Return the probability P of each drawn row, the smallest P of all rows, and the number of rows."""
+    # The client chooses a shard by the masses in ``known``; the shard chooses a row by its mass at the draw.
     total = sum(report.mass for report in known if report is not None)
     rows, least, parts = 0, inf, []
     for place, report in enumerate(known):

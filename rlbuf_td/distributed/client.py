@@ -1,4 +1,4 @@
-"""The client of a learner or a collector: it draws batches from all shards, with one request per shard."""
+"""The client through which a learner samples from all shards, and a collector writes to one of them."""
 
 from __future__ import annotations
 
@@ -27,34 +27,35 @@ from rlbuf_td.storages.indexing import one_a_row
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.notebooks import PRIORITIES
 
-_REFRESH = 0.1  # seconds after which a shard that no batch has touched is asked for its mass
+_REFRESH = 0.1  # seconds without a report after which the client asks a shard for its mass
 _NO_HANDLES, _NO_ERRORS = np.empty((0, 4), np.int64), np.empty(0, np.float64)
 
 
 class Draw(NamedTuple):
-    """Batches that have been requested."""
+    """Requests for one or more batches, whose answers have not been received yet."""
 
-    size: int
+    size: int  # rows per batch
     batches: int
     split: Split
     known: list[Report | None]  # the reports whose masses determined the draws; None: a lost shard
-    calls: dict[int, Any]
+    calls: dict[int, Any]  # shard -> Ray's reference to its answer
 
 
 class Client:
-    """The access of a learner or a collector to the shards. It can be sent to other processes that use Ray.
+    """Samples from all shards and writes to one of them. A client can be pickled for other processes that use Ray.
 
     Args:
-        connect: returns the handles of the shards' actors, the handle of the flow control or ``None``, and Ray.
-        spec: the common properties of the buffers in the shards.
-        batch_size: the rows of a batch; ``None``: the batch size of the shards' buffers.
-        prefetch: batches per request; the next request is sent while these are used. 0: one batch, when it is needed.
-        on_loss: ``"continue"``: go on without a lost shard; ``"raise"``: raise a :class:`ShardLost`.
-        home: the shard that this client writes to unless it is lost; ``None``: a random one.
+        connect: a function that returns the handles of the shards and of flow control (or ``None``), and Ray.
+        spec: the properties that the buffers of all shards share.
+        batch_size: number of rows in a batch; ``None``: the batch size of the shards' buffers.
+        prefetch: number of batches per request. The next request is sent as soon as these batches arrive. 0: one batch
+            per request, sent when the batch is needed.
+        on_loss: ``"continue"``: work without lost shards; ``"raise"``: raise :class:`ShardLost`.
+        home: number of the shard to write to, as long as it is not lost; ``None``: a random shard.
     """
 
     service_backend = "ray"
-    _storage = None  # TorchRL's collectors with several workers check whether they must initialize it
+    _storage = None  # TorchRL's collectors with several workers read this attribute
 
     def __init__(
         self,
@@ -71,10 +72,10 @@ class Client:
         self.generator: torch.Generator | None = None
         handles, self._flow, engine = connect()
         self.links = Links(handles, engine, on_loss)
-        self.links.greet()
+        self.links.ask("report", range(len(handles)), RECOVERY)
         self._home = home
-        self._writer = random.SystemRandom().getrandbits(62)  # each copy of a client is a different writer
-        self._layout: tuple[RowLayout, bytes] | None = None  # of this client's writes
+        self._writer = random.SystemRandom().getrandbits(62)  # a copy of a client is another writer
+        self._layout: tuple[RowLayout, bytes] | None = None  # of the rows that this client writes
         self._rows: tuple[RowLayout, bytes, int] | None = None  # of the rows in batches
         self._errors: list[tuple[np.ndarray, np.ndarray]] = []  # handles and TD errors for the next requests
         self._ready: Batches | None = None
@@ -89,24 +90,23 @@ class Client:
         Client.__init__(self, *state["given"])
         self.beta = state["beta"]
 
-    # -- sampling
-
     def sample(
         self, batch_size: int | None = None, *, wait: bool = False, timeout: float | None = None
     ) -> TensorDictBase:
-        """Return a batch of rows from all shards, ``[B]``, in fresh memory.
+        """Sample a batch, ``[B]``, from all shards, in newly allocated memory.
 
-        Its ``"index"``, ``[B, 4]`` int64, holds shard, incarnation, flat row and the shard's clock; with prioritized
-        buffers, ``"priority_weight"``, ``[B]`` float32, holds the importance weights.
+        The batch has an ``"index"``, ``[B, 4]`` int64: number of the shard, start time of the shard in ns, number of
+        the row in the shard, and time steps written to the shard before the draw. With prioritized buffers, the batch
+        also has importance weights, ``"priority_weight"``, ``[B]`` float32.
 
         Args:
-            batch_size: the rows of the batch; default: :attr:`batch_size`.
-            wait: wait until there are rows and flow control admits the batch.
-            timeout: the longest wait in seconds.
+            batch_size: number of rows in the batch; default: :attr:`batch_size`.
+            wait: wait until a shard has rows and flow control admits the batch.
+            timeout: the longest wait in seconds; ``None``: no limit.
 
         Raises:
-            RuntimeError: there is no batch size; or, with ``wait=False``, all shards are empty or flow control refuses.
-            TimeoutError: no batch was ready in time.
+            RuntimeError: there is no batch size; or ``wait=False``, and the shards are empty or flow control refuses.
+            TimeoutError: no batch was ready within ``timeout`` seconds.
             ShardLost: a shard is lost and ``on_loss="raise"``, or all shards are lost.
         """
         size = self.batch_size if batch_size is None else batch_size
@@ -128,7 +128,7 @@ class Client:
 
     @contextmanager
     def _taken_back(self, **rows: int) -> Iterator[None]:
-        """Uncount rows that flow control has admitted, if the ``with`` block fails."""
+        """If the ``with`` block fails, subtract its rows from the counters of flow control."""
         try:
             yield
         except BaseException:
@@ -137,10 +137,7 @@ class Client:
             raise
 
     def _fetch(self, size: int) -> bool:
-        """Receive the batches requested ahead, or request new ones; return whether any shard has rows.
-
-        With ``prefetch``, the next request follows at once: the masses that the answers report are then still current.
-        """
+        """Receive the next batches; return False if all shards are empty."""
         draw, self._ahead = self._ahead, None
         if draw is None or draw.size != size:
             draw = self._send(size)
@@ -150,11 +147,11 @@ class Client:
         if self._ready is None:
             self.retries += 1
         elif self.prefetch:
-            self._ahead = self._send(size)
+            self._ahead = self._send(size)  # now, while the reported masses are current
         return True
 
     def _send(self, size: int) -> Draw | None:
-        """Request batches from the shards; ``None`` if no shard has a row."""
+        """Request batches from the shards; return ``None`` if all shards are empty."""
         links = self.links
         links.require_one()
         draws, batches = self.spec.draws_of(size), max(1, self.prefetch)
@@ -171,16 +168,10 @@ class Client:
         counts, now = parts.counts.tolist(), time.monotonic()
         fractions = np.split(parts.fractions.numpy(), np.cumsum(counts)[:-1])
         places = [place for place in links.live if counts[place] or now - links.heard[place] > _REFRESH]
-        return Draw(
-            size,
-            batches,
-            parts,
-            known,
-            self._request(dict(zip(places, (fractions[each] for each in places), strict=True))),
-        )
+        return Draw(size, batches, parts, known, self._request({place: fractions[place] for place in places}))
 
     def _request(self, fractions: dict[int, np.ndarray]) -> dict[int, Any]:
-        """Send shards their draws, as fractions of their masses, with the queued TD errors; return the calls."""
+        """Send each shard its draws (fractions of its mass) and its queued TD errors; return Ray's references."""
         known = self.links.known
         largest = max((report.largest for report in known if report is not None), default=-1.0)
         layout = 0 if self._rows is None else self._rows[2]
@@ -203,18 +194,18 @@ class Client:
         return self.links.request(requests)
 
     def _pieces(self, draws: int) -> int:
-        """Return in how many pieces a shard returns its answer; 0: as one object in Ray's store."""
+        """Return the number of pieces for an answer with ``draws`` drawn rows or windows; see :func:`pieces_of`."""
         if draws and self._rows is None:
             return 0
         row_bytes = 0 if self._rows is None else self._rows[0].row_bytes
         return pieces_of(1_000 + draws * (16 + self.spec.window_rows * (row_bytes + 8)))
 
     def _exchange(self, places: Iterable[int]) -> None:
-        """Send the queued TD errors to shards, let each shard write its waiting rows, and update the known masses."""
+        """Send requests without draws: shards apply TD errors, store the rows that wait, and report their masses."""
         self.links.receive(self._request(dict.fromkeys(places, _NO_ERRORS)))
 
     def _receive(self, draw: Draw) -> Batches | None:
-        """Return batches from the answers; ``None`` (draw again) if a shard was lost or emptied meanwhile."""
+        """Return the requested batches; ``None`` if a shard has been lost or emptied since the request."""
         answers = self.links.receive(draw.calls)
         touched = [place for place, count in enumerate(draw.split.counts.tolist()) if count]
         drawn = {place: answers[place] for place in touched if place in answers and answers[place].drawn is not None}
@@ -224,12 +215,12 @@ class Client:
         return Batches(self.spec, layouts[0], drawn, draw.known, draw.split.rank.view(draw.batches, -1))
 
     def _forget(self) -> None:
-        """Drop batches requested ahead and queued TD errors: all rows have been replaced."""
+        """Drop prefetched batches and queued TD errors, whose rows no longer exist."""
         self._ready = self._ahead = None
         self._errors.clear()
 
     def _layout_of(self, place: int, answer: Answer) -> RowLayout:
-        """Return the layout of the rows of an answer; a shard sends it only to clients that do not know it."""
+        """Return the row layout of an answer; shards send the layout only to clients that do not know it yet."""
         name = None if answer.drawn is None else answer.drawn.layout
         if self._rows is None and name is not None:
             self._rows = layout_named(name), name, crc32(name)
@@ -237,19 +228,17 @@ class Client:
             raise SchemaError(f"shard {place} holds rows of another layout than the others: see the first write to it")
         return self._rows[0]
 
-    # -- priorities
-
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
-        """Queue the TD errors of a batch; the next request to each shard brings those of its rows.
+        """Queue the TD errors of a batch; the next request to each shard sends the errors of its rows.
 
-        TD errors of replaced rows, and of rows in shards that have restarted, are skipped and counted.
+        TD errors of replaced rows, and of rows in restarted shards, are skipped and counted.
 
         Args:
-            data: a batch of :meth:`sample`, or a part of one, with the buffers' ``priority_key`` set.
+            data: a batch from :meth:`sample`, or a part of one, with TD errors under the buffers' ``priority_key``.
 
         Raises:
-            KeyError: the batch has no TD errors, or no index.
-            ValueError: a TD error is NaN or infinite; nothing has been sent.
+            KeyError: ``data`` has no TD errors, or no ``"index"``.
+            ValueError: a TD error is NaN or infinite; nothing has been queued.
         """
         spec = self.spec
         if not spec.is_prioritized:
@@ -265,35 +254,31 @@ class Client:
         self._errors.append((index.numpy(), td_error.to(torch.float32).numpy()))
 
     def synchronize(self) -> None:
-        """Send the queued TD errors, and wait until the shards have received all writes."""
+        """Send the queued TD errors, and wait until the shards have received all rows that this client wrote."""
         for place in self.links.live:
             self.links.collect(place, RECOVERY, until=0)
         self._exchange(())
 
-    # -- writing
-
     def extend(self, data: TensorDictBase) -> None:
-        """Send transitions, ``[n]`` or ``[E, T]`` as for the buffers, to the shard of this client.
+        """Send transitions, ``[n]`` (or ``[E, T]`` if the buffers have ``ndim=2``), to the shard of this client.
 
-        The call does not wait for the shard, unless flow control holds the write back or the shard does not keep up.
-        If the shard is lost, another one takes its place.
+        The first write waits until the shard has received the rows. A later write waits only for flow control, and up
+        to 1 s for a shard that does not keep up. The client changes to another shard if its own is lost or too slow.
 
         Raises:
-            SchemaError: the data does not match this client's earlier rows, or those of other clients. In the second
-                case, a later write may raise this error.
-            ValueError: the data has no rows, or a TD error in it is NaN or infinite.
+            SchemaError: the data does not match earlier rows of this client or of the shard. A mismatch with the
+                shard's rows may be raised by a later write.
+            ValueError: the data has no rows, has too few batch dims, or has a TD error that is NaN or infinite.
             ShardLost: a shard is lost and ``on_loss="raise"``, or all shards are lost.
         """
         spec = self.spec
         lead = data.batch_size[: spec.ndim]
         if len(lead) < spec.ndim or not lead.numel():
             raise ValueError(f"extend needs transitions of {spec.ndim} or more batch dims, got {tuple(data.shape)}")
+        is_first = self._layout is None
         if self._layout is None:
             layout = RowLayout(data.exclude("index"), spec.ndim)
             self._layout = layout, named(layout)
-            is_first = True
-        else:
-            is_first = False
         rows = pack(self._layout[0], data, lead)
         if data.get(spec.priority_key, None) is not None:
             refuse_errors(data.get(spec.priority_key))
@@ -307,11 +292,10 @@ class Client:
             self.links.collect(place, RECOVERY, until=0)
 
     def add(self, data: TensorDictBase) -> None:
-        """Send one transition, ``[]``, or one time step of all lanes, ``[E]``; raises as :meth:`extend`."""
+        """Send one time step, ``[]`` (or ``[E]`` if the buffers have ``ndim=2``), as :meth:`extend` does."""
         self.extend(data.unsqueeze(self.spec.ndim - 1))
 
     def _shard_to_write(self) -> int:
-        """Return the shard of this client; another one if it is lost."""
         links = self.links
         links.require_one()
         if self._home is None:
@@ -321,15 +305,13 @@ class Client:
             self._home = (self._home + 1) % len(links.handles)
         return self._home
 
-    # -- contents
-
     def __len__(self) -> int:
-        """Return the number of rows in all shards, without those that are not yet written."""
+        """Return the number of rows stored in all shards; received rows that wait to be stored do not count."""
         self.links.require_one()
         return sum(report.rows for report in self.links.ask("report").values())
 
     @property
     def write_count(self) -> int:
-        """The number of rows that the shards have received, including those that are not yet written."""
+        """The number of rows that the shards have received, stored or not yet stored."""
         self.links.require_one()
         return sum(report.written for report in self.links.ask("report").values())

@@ -1,11 +1,11 @@
-r"""The probabilities of a batch over all shards, as functions of the masses that the client knows.
+r"""The probabilities of rows over all shards.
 
-Shard s has the mass :math:`M_s = \sum_{i \in s} p_i^\alpha`; with a uniform sampler, its number of rows. A position in
-the total mass :math:`\sum_s M_s` determines a shard, and a fraction of the shard's mass, at which it draws a row. Thus
+The mass of shard s is :math:`M_s = \sum_{i \in s} p_i^\alpha` or, with a uniform sampler, the number of its rows. A
+client chooses shard s with probability :math:`M_s / \sum_t M_t`; the shard then draws row i by its own priorities:
 
 .. math:: P(i) = \frac{M_s}{\sum_t M_t} \cdot \frac{p_i^\alpha}{M_s} = p_i^\alpha \Big/ \sum_j p_j^\alpha
 
-If another client has meanwhile changed the mass of a shard to :math:`M'_s`, the row is drawn with probability
+If the mass of the shard is :math:`M'_s` at the draw, because another client has changed it, row i has the probability
 :math:`M_s / \sum_t M_t \cdot p_i^\alpha / M'_s`. Importance weights use this probability, so they remain correct.
 """
 
@@ -21,20 +21,15 @@ _BELOW_ONE = 1.0 - 2.0**-53
 
 
 class Split(NamedTuple):
-    """The draws of a batch, in the order of the shards."""
+    """The draws of a batch, sorted by shard."""
 
-    rank: Tensor  # ``[B]`` int64: for each row of the batch, the place of its draw among all draws, sorted by shard
-    counts: Tensor  # ``[shards]`` int64: the number of draws from each shard
-    fractions: Tensor  # ``[B]`` float64 in [0, 1), sorted by shard: each draw's position in the mass of its shard
+    rank: Tensor  # ``[B]`` int64: for each row of the batch, the position of its draw among the sorted draws
+    counts: Tensor  # ``[shards]`` int64: number of draws from each shard
+    fractions: Tensor  # ``[B]`` float64 in [0, 1), sorted: position of each draw, as a fraction of its shard's mass
 
 
 def split(positions: Tensor, masses: Tensor) -> Split:
-    """Split positions in the total mass into draws from shards, each at a fraction of the shard's mass.
-
-    Args:
-        positions: ``[B]`` float64, from 0 to the sum of the masses.
-        masses: ``[shards]`` float64, at least one positive; a shard of mass 0 gets no draw.
-    """
+    """Convert positions in the total mass, ``[B]`` float64, to draws from shards of given masses, ``[shards]``."""
     ends, last = masses.cumsum(0), int(masses.nonzero()[-1])  # rounding can put a position at the total mass
     place = torch.searchsorted(ends, positions, right=True).clamp_(max=last)
     order = torch.from_numpy(np.argsort(place.numpy().astype(np.uint16), kind="stable"))  # a radix sort
@@ -45,14 +40,14 @@ def split(positions: Tensor, masses: Tensor) -> Split:
 
 
 def importance_weights(probability: Tensor, least: float, rows: int, beta: float, norm: str | None) -> Tensor:
-    """Return ``(N P) ** -beta``, ``[B]`` float32, divided by the largest weight of all rows or of the batch, or by 1.
+    """Return importance weights ``(N P) ** -beta``, ``[B]`` float32, divided by the largest weight.
 
     Args:
-        probability: P of the drawn rows, ``[B]`` float64.
-        least: the smallest P of all rows in all shards.
+        probability: probability P of each drawn row, ``[B]`` float64.
+        least: the smallest P of a row in any shard.
         rows: N, the number of rows in all shards.
         beta: exponent, not negative.
-        norm: ``"buffer"``, ``"batch"`` or ``None``, as for :class:`~rlbuf_td.ProportionalSampler`.
+        norm: the largest weight of all rows (``"buffer"``) or of the batch (``"batch"``); ``None``: do not divide.
     """
     unit = {"buffer": least, "batch": float(probability.min()), None: 1.0 / rows}[norm]
     return (probability / unit).pow(-beta).to(torch.float32)

@@ -1,4 +1,4 @@
-"""Flow control over all shards: an actor that counts rows and makes calls wait. It holds no rows."""
+"""Flow control over all shards, in a separate actor."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ _POLL = 0.002
 
 
 class Limiter:
-    """A Ray actor that clients call before each batch and each write; waiting calls do not block others."""
+    """The Ray actor that admits each batch and each write of the clients. Calls that wait do not block other calls."""
 
     def __init__(self, flow: FlowControl) -> None:
         self.flow = flow
 
     async def sample(self, rows: int, wait: bool, timeout: float | None) -> None:
-        """Wait until a batch is admitted; without ``wait``, raise a RuntimeError if it is not admitted now."""
-        if not wait and not self.flow.admit_sample(rows):
-            raise RuntimeError(f"flow control does not admit a batch of {rows} rows now: {NOT_YET}")
+        """Wait until a batch of ``rows`` rows is admitted; with ``wait=False``, raise RuntimeError instead."""
         if wait:
             await self._until(lambda: self.flow.admit_sample(rows), timeout, of_sample=True)
+        elif not self.flow.admit_sample(rows):
+            raise RuntimeError(f"flow control does not admit a batch of {rows} rows now: {NOT_YET}")
 
-    async def insert(self, rows: int, timeout: float | None = None) -> None:
-        """Wait until a write is admitted; raise a TimeoutError after ``timeout`` seconds."""
-        await self._until(lambda: self.flow.admit_insert(rows), timeout, of_sample=False)
+    async def insert(self, rows: int) -> None:
+        """Wait until a write of ``rows`` rows is admitted."""
+        await self._until(lambda: self.flow.admit_insert(rows), None, of_sample=False)
 
     async def _until(self, admit: Callable[[], bool], timeout: float | None, *, of_sample: bool) -> None:
         deadline = inf if timeout is None else time.monotonic() + timeout
@@ -40,12 +40,12 @@ class Limiter:
             await asyncio.sleep(_POLL)
 
     async def take_back(self, sampled: int = 0, inserted: int = 0) -> None:
-        """Uncount a batch or a write that has failed."""
+        """Subtract a failed batch or write from the counters."""
         self.flow.take_back(sampled=sampled, inserted=inserted)
 
     async def report(self) -> dict[str, float]:
         return self.flow.report()
 
     async def shutdown(self) -> None:
-        """Make all waiting calls raise a RuntimeError."""
+        """Make all calls that wait raise a RuntimeError."""
         self.flow.shutdown()

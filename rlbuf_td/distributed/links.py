@@ -1,4 +1,4 @@
-"""The connections of a client to the shards: calls, last reports, and lost shards."""
+"""A client's connections to the shards: sends requests, stores the last reports, and detects lost shards."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ OnLoss = Literal["continue", "raise"]
 
 PATIENCE = 3.0  # seconds after which a shard that does not answer counts as lost; doubled if it answers later
 RECOVERY = 60.0  # seconds to wait for a shard if all are lost
-_PROBE_EVERY = 0.2  # seconds between requests to a lost shard
+_PROBE_EVERY = 0.2  # seconds between two requests to a lost shard
 _PROBES = 15  # the most unanswered requests to a lost shard
 _IN_FLIGHT = 4  # the most unconfirmed writes to a shard
-_SLOW = 1.0  # seconds that a write waits for a shard that does not keep up, before its client changes to another
+_SLOW = 1.0  # seconds that a write waits for a slow shard, before the client changes to another shard
 
 
 class ShardLost(RuntimeError):
@@ -36,28 +36,21 @@ class ShardLost(RuntimeError):
 
 
 class Links:
-    """Calls to shards. A lost shard has mass 0 until it answers again.
-
-    Args:
-        handles: the handles of the shards' actors.
-        engine: Ray, or an object with its functions ``get`` and ``wait``.
-        on_loss: ``"raise"``: raise a :class:`ShardLost` when a shard is lost; ``"continue"``: go on without it.
-    """
+    """Calls methods of shards; ``engine`` is the ``ray`` module, or an object with Ray's ``get`` and ``wait``."""
 
     def __init__(self, handles: list[Any], engine: Any, on_loss: OnLoss = "continue") -> None:
         self.handles, self.engine, self.on_loss = handles, engine, on_loss
         self.patience = PATIENCE
         self.known: list[Report | None] = [None] * len(handles)  # None: lost, or no report yet
-        self.heard = [0.0] * len(handles)  # the time of each shard's last report
+        self.heard = [0.0] * len(handles)  # time of each shard's last report
         self.lost_rows = [0] * len(handles)  # rows lost by restarts, and by writes that never arrived
         self.losses = 0
-        self._last: list[Report | None] = [None] * len(handles)  # last reports, also of lost shards
-        self._probes: dict[int, tuple[float, list[Any]]] = {}  # lost shards: time of the last request, open ones
+        self._last: list[Report | None] = [None] * len(handles)  # the last reports, including those of lost shards
+        self._probes: dict[int, tuple[float, list[Any]]] = {}  # lost shards: last request's time, unanswered requests
         self._flights: dict[int, deque[tuple[Any, int]]] = {place: deque() for place in range(len(handles))}
 
     @property
     def live(self) -> list[int]:
-        """The shards that are not lost."""
         return [place for place, report in enumerate(self.known) if report is not None]
 
     def hear(self, place: int, report: Report) -> None:
@@ -68,7 +61,7 @@ class Links:
         self.heard[place] = time.monotonic()
 
     def lose(self, place: int) -> None:
-        """Mark a shard as lost; from now on, :meth:`revive` asks whether it is back."""
+        """Mark a shard as lost, so that :meth:`revive` sends it requests until it answers."""
         if place not in self._probes:
             self.losses += 1
             self._probes[place] = -inf, []
@@ -77,7 +70,7 @@ class Links:
             raise ShardLost(f"shard {place} of {len(self.handles)} is lost")
 
     def revive(self, timeout: float = 0.0) -> None:
-        """Use lost shards again if they answer; if all are lost, wait up to ``timeout`` seconds for one."""
+        """Use lost shards again if they answer. If all are lost, wait up to ``timeout`` seconds for an answer."""
         deadline = time.monotonic() + timeout
         while self._probes:
             for place in list(self._probes):
@@ -86,22 +79,14 @@ class Links:
                 return
             time.sleep(0.01)
 
-    def greet(self) -> None:
-        """Ask all shards for their first report."""
-        reports = self.finish(self.start("report", dict.fromkeys(range(len(self.handles)), ())), RECOVERY)
-        for place, report in reports.items():
-            self.hear(place, report)
-
     def require_one(self) -> None:
-        """Use lost shards again if they answer; raise ShardLost if none answers within ``RECOVERY`` seconds."""
-        self.revive()
-        if not self.live:
-            self.revive(RECOVERY)
+        """Raise ShardLost if all shards are lost and none answers within ``RECOVERY`` seconds."""
+        self.revive(RECOVERY)
         if not self.live:
             raise ShardLost(f"none of {len(self.handles)} shards has answered for {RECOVERY:.0f} seconds")
 
     def _probe(self, place: int) -> None:
-        """Send requests to a lost shard without waiting: Ray takes 2 s to refuse one while the shard restarts."""
+        """Ask a lost shard for a report without waiting: while a shard restarts, Ray takes 2 s to refuse a request."""
         asked, probes = self._probes[place]
         if time.monotonic() - asked > _PROBE_EVERY:
             asked = time.monotonic()
@@ -118,11 +103,11 @@ class Links:
                 return
 
     def start(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
-        """Call a method of some shards; return the calls, for :meth:`finish`."""
+        """Call a method of some shards (shard -> arguments); return Ray's references for :meth:`finish`."""
         return {place: getattr(self.handles[place], method).remote(*given) for place, given in arguments.items()}
 
     def finish(self, calls: Mapping[int, Any], patience: float | None = None) -> dict[int, Any]:
-        """Return the answers; a shard that does not answer in time counts as lost."""
+        """Wait for the answers; mark a shard as lost if it does not answer within ``patience`` seconds."""
         answers, deadline = {}, time.monotonic() + (self.patience if patience is None else patience)
         for place, call in calls.items():
             try:
@@ -132,40 +117,40 @@ class Links:
         return answers
 
     def request(self, requests: Mapping[int, tuple[Request, int]]) -> dict[int, Any]:
-        """Send requests, each with the number of pieces for its answer; return the calls, for :meth:`receive`."""
+        """Send requests (shard -> request, pieces of its answer); return Ray's references for :meth:`receive`."""
         return {
             place: self.handles[place].answer.options(num_returns=pieces or 1).remote(pickle.dumps(request, 5), pieces)
             for place, (request, pieces) in requests.items()
         }
 
     def receive(self, calls: Mapping[int, Any]) -> dict[int, Answer]:
-        """Return the answers to requests for draws, and keep the reports in them."""
+        """Return the answers to :meth:`request`, and store the reports that they contain."""
         answers = {place: join(answer) for place, answer in self.finish(calls).items()}
         for place, answer in answers.items():
             self.hear(place, answer.after)
         return answers
 
-    def ask(self, method: str, *given: Any, places: Iterable[int] | None = None) -> dict:
-        """Call a method of some shards (default: those that are not lost) with equal arguments; return the answers."""
-        self.revive()
-        places = self.live if places is None else places
-        return self.finish(self.start(method, dict.fromkeys(places, given)))
-
-    def refresh(self) -> None:
-        for place, report in self.ask("report").items():
+    def reports(self, calls: Mapping[int, Any], patience: float | None = None) -> dict[int, Report]:
+        """Wait for calls that return reports; store and return the reports."""
+        reports = self.finish(calls, patience)
+        for place, report in reports.items():
             self.hear(place, report)
+        return reports
 
-    # -- writes, for which clients do not wait
+    def ask(self, method: str, places: Iterable[int] | None = None, patience: float | None = None) -> dict[int, Report]:
+        """Call ``method`` on all shards that are not lost, or on ``places``; store and return their reports."""
+        self.revive()
+        return self.reports(self.start(method, dict.fromkeys(self.live if places is None else places, ())), patience)
 
     def write(self, place: int, writer: int, layout: bytes, rows: np.ndarray, lead: torch.Size) -> bool:
-        """Send rows to a shard; return whether it keeps up, or raise the error of an earlier write."""
+        """Send rows to a shard, or raise the error of an earlier write; return whether the shard is fast enough."""
         flight = self._flights[place]
         self.collect(place, 0.0)
         flight.append((self.handles[place].write.remote(writer, layout, rows, lead), lead.numel()))
         return len(flight) < _IN_FLIGHT or self.collect(place, _SLOW)
 
     def collect(self, place: int, timeout: float, until: int = _IN_FLIGHT - 1) -> bool:
-        """Wait up to ``timeout`` seconds until at most ``until`` writes are unconfirmed; return whether they are."""
+        """Wait until at most ``until`` writes are unconfirmed; return False after ``timeout`` seconds."""
         flight, deadline = self._flights[place], time.monotonic() + timeout
         while flight:
             wanted = timeout > 0 and len(flight) > until

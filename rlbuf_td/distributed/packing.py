@@ -1,4 +1,4 @@
-"""Packs transitions into one block of bytes, and cuts answers into pieces that Ray sends fast."""
+"""Packs transitions into bytes, and cuts large answers into pieces that Ray sends fast."""
 
 from __future__ import annotations
 
@@ -8,29 +8,24 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 
 from rlbuf_td.storages.layout import RowLayout
 
-_PIECE = 90_000  # bytes: Ray sends up to 100 kB with its reply; more takes 2 ms through its object store
-_MOST = 6  # pieces: larger answers come from the object store, without a copy
+_PIECE = 90_000  # bytes: Ray replies directly with up to 100 kB; more takes 2 ms through Ray's object store
+_MOST = 6  # pieces: larger answers use the object store, without a copy
 
 
 def pack(layout: RowLayout, data: TensorDictBase, lead: torch.Size) -> np.ndarray:
-    """Return ``data``, ``[*lead, ...]``, as rows, ``[n, row_bytes]`` uint8; SchemaError if it does not fit."""
+    """Pack ``data``, with batch dims ``lead``, into ``[n, row_bytes]`` uint8; SchemaError if the layout differs."""
     leaves = layout.collect(data, lead)
     rows = torch.empty((*lead, layout.row_bytes), dtype=torch.uint8, device="cpu")
     torch._foreach_copy_(layout.columns(rows), leaves)
     return rows.view(-1, layout.row_bytes).numpy()
 
 
-def unpack(layout: RowLayout, rows: np.ndarray, lead: torch.Size) -> TensorDict:
-    """Return packed rows as a TensorDict of views, ``[*lead, ...]``."""
-    return layout.unpack(torch.from_numpy(rows).view(*lead, layout.row_bytes))
-
-
 def named(layout: RowLayout) -> bytes:
-    """Return a layout as bytes to send; equal layouts give equal bytes."""
+    """Serialize a layout; equal layouts give equal bytes."""
     return pickle.dumps(layout.state())
 
 
@@ -40,13 +35,13 @@ def layout_named(name: bytes) -> RowLayout:
 
 
 def pieces_of(nbytes: int) -> int:
-    """Return the number of pieces for an answer of ``nbytes`` bytes; 0: one object in Ray's object store."""
+    """Return the number of pieces for an answer of ``nbytes`` bytes; 0 means one object in Ray's object store."""
     pieces = 1 + nbytes // _PIECE
     return pieces if pieces <= _MOST else 0
 
 
 def cut(answer: Any, pieces: int) -> Any:
-    """Return an answer as bytes, or a list of bytes if there are several pieces; with 0 pieces, unchanged."""
+    """Pickle an answer and cut it into ``pieces`` parts. With 0 pieces, return the answer unchanged."""
     if not pieces:
         return answer
     whole = pickle.dumps(answer, protocol=5)
@@ -55,7 +50,7 @@ def cut(answer: Any, pieces: int) -> Any:
 
 
 def join(answer: Any) -> Any:
-    """Return the original answer from what :func:`cut` returned."""
+    """Undo :func:`cut`."""
     if isinstance(answer, list):
         answer = b"".join(answer)
     return pickle.loads(answer) if isinstance(answer, bytes) else answer

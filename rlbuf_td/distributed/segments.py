@@ -4,35 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
+from rlbuf_td.buffers.replay import ReplayBuffer
 from rlbuf_td.checkpoint import open_checkpoint
+from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 
-if TYPE_CHECKING:
-    from rlbuf_td.buffers.replay import ReplayBuffer
-
 Segment: TypeAlias = tuple[str, int, int | None]
-"""Part of a dump: its folder, the first time step (0 is the oldest), the number of time steps (``None``: all)."""
+"""Time steps of a dump: folder of the dump, first time step (0 is the oldest), number of time steps (None: all)."""
 
 
 def deal(steps: Sequence[int], shards: int) -> list[list[tuple[int, int, int]]]:
-    """Distribute the time steps of several dumps over a number of shards, evenly and in order.
-
-    Args:
-        steps: the number of time steps of each dump.
-        shards: the number of shards.
+    """Distribute the time steps of several dumps evenly over shards; ``steps`` is the number of time steps per dump.
 
     Returns:
-        For each shard its segments: the number of the dump, the first time step, and the number of time steps.
+        For each shard, a list of segments: number of the dump, first time step, number of time steps.
 
     Example:
         >>> deal([4, 2], 3)
         [[(0, 0, 2)], [(0, 2, 2)], [(1, 0, 2)]]
     """
-    total, dealt, begin = sum(steps), [], 0
+    total, dealt = sum(steps), []
     bounds = [round(place * total / shards) for place in range(shards + 1)]
     for first, last in pairwise(bounds):
         segments, begin = [], 0
@@ -45,8 +40,15 @@ def deal(steps: Sequence[int], shards: int) -> list[list[tuple[int, int, int]]]:
     return dealt
 
 
+def end_trajectories(storage: PackedStorage) -> None:
+    """End all open trajectories, so that the rows written next do not continue them."""
+    for each in storage._attached_entities:
+        if isinstance(each, TrajectoryIndex):
+            each.part()
+
+
 def load_segments(buffer: ReplayBuffer, segments: Sequence[Segment]) -> None:
-    """Fill a new buffer with parts of dumps and their priorities; no trajectory continues from part to part."""
+    """Fill a new buffer with the rows and priorities of dump segments; no trajectory spans two segments."""
     if len(segments) == 1 and segments[0][1:] == (0, None):
         return buffer.loads(segments[0][0], progress=False)
     for folder, first, count in segments:
@@ -59,9 +61,7 @@ def load_segments(buffer: ReplayBuffer, segments: Sequence[Segment]) -> None:
         steps, capacity = found.rows.batch_size[0], found.shape[0]
         oldest = found.writer["_cursor"] if steps == capacity else 0
         chosen = (torch.arange(first, steps if count is None else first + count, device="cpu") + oldest) % steps
-        for each in buffer.storage._attached_entities:
-            if isinstance(each, TrajectoryIndex):
-                each.part()
+        end_trajectories(buffer.storage)
         rows = found.rows[chosen]
         index = buffer.extend(rows if buffer.storage.ndim == 1 else rows.transpose(0, 1), update_priority=False)
         prioritized = buffer._parts.prioritized

@@ -1,10 +1,11 @@
-"""The properties that the buffers of all shards share, and a check that a buffer can be sharded exactly."""
+"""The common properties of the shards' buffers, and the check that a buffer can be sharded."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
 from rlbuf_td.buffers.replay import ReplayBuffer
+from rlbuf_td.diagnostics.health import unwrapped
 from rlbuf_td.samplers import FreshRowsSampler, ProportionalSampler, SequenceSampler, UniformSampler
 from rlbuf_td.samplers.wrapper import SamplerWrapper
 from rlbuf_td.storages.notebooks import PROCESSES
@@ -12,7 +13,7 @@ from rlbuf_td.writers import RingWriter
 
 
 class Spec(NamedTuple):
-    """The properties of the buffers that clients need."""
+    """The properties of the shards' buffers that clients need."""
 
     ndim: int
     capacity: int  # rows per shard
@@ -23,29 +24,21 @@ class Spec(NamedTuple):
     norm: str | None
     stratified: bool
     reduction: Any
-    windows: SequenceSampler | None  # a sampler with the settings of the shards' samplers; it draws nothing
+    windows: SequenceSampler | None  # a sampler with the settings of the shards' SequenceSamplers; it never draws
 
     @property
     def window_rows(self) -> int:
-        """The number of rows that a draw adds to a batch: the length of a window, or 1."""
+        """Number of rows per draw: the length of a sequence with its burn-in, or 1 for single rows."""
         return 1 if self.windows is None else self.windows.window
 
     def draws_of(self, batch_size: int) -> int:
-        """Return the number of draws for a batch; ValueError if ``batch_size`` is not a multiple of the window."""
+        """Return the number of draws for a batch; ValueError if ``batch_size`` is not a multiple of `window_rows`."""
         return batch_size if self.windows is None else self.windows._windows_of(batch_size)
 
     @classmethod
     def of(cls, buffer: ReplayBuffer) -> Spec:
-        """Return the spec of a buffer.
-
-        Raises:
-            TypeError: ``buffer`` is not a ReplayBuffer of this package over a PackedStorage.
-            ValueError: the buffer cannot be sharded exactly; the message names the part.
-        """
-        refuse(buffer)
-        outer = buffer.sampler
-        inner = outer.innermost if isinstance(outer, SamplerWrapper) else outer
-        windows = None
+        """Return the properties of a buffer; TypeError or ValueError if the buffer cannot be sharded exactly."""
+        inner, outer, windows = checked_sampler(buffer), buffer.sampler, None
         if isinstance(outer, SequenceSampler):
             settings = {"burn_in": outer.burn_in, "boundary": outer.boundary, "priority": outer.priority_rule}
             windows = SequenceSampler(UniformSampler(), outer.length, eta=outer.eta, **settings)
@@ -56,19 +49,15 @@ class Spec(NamedTuple):
 
 
 def _draws_fresh(sampler: Any) -> bool:
-    while isinstance(sampler, SamplerWrapper):
-        if isinstance(sampler, FreshRowsSampler):
-            return True
-        sampler = sampler.sampler
-    return False
+    is_fresh = isinstance(sampler, FreshRowsSampler)
+    return is_fresh or (isinstance(sampler, SamplerWrapper) and _draws_fresh(sampler.sampler))
 
 
-def refuse(buffer: Any) -> None:
-    """Refuse a buffer that cannot be sharded; raises as :meth:`Spec.of`."""
+def checked_sampler(buffer: Any) -> Any:
+    """Return the innermost sampler; TypeError or ValueError if the buffer cannot be sharded exactly."""
     if not isinstance(buffer, ReplayBuffer) or not buffer._initialize().is_packed:
         raise TypeError(f"make_buffer must return a ReplayBuffer of this package with a PackedStorage, got {buffer!r}")
-    sampler = buffer.sampler
-    inner = sampler.innermost if isinstance(sampler, SamplerWrapper) else sampler
+    sampler, inner = buffer.sampler, unwrapped(buffer.sampler)
     for is_there, what, remedy in (
         (type(inner) not in (UniformSampler, ProportionalSampler), type(inner).__name__, "a ProportionalSampler"),
         (_draws_fresh(sampler), "FreshRowsSampler", "the wrapped sampler, without fresh rows"),
@@ -83,3 +72,4 @@ def refuse(buffer: Any) -> None:
     ):
         if is_there:
             raise ValueError(f"{what} has no exact form over shards: use {remedy}{PROCESSES}")
+    return inner

@@ -1,4 +1,4 @@
-"""Shared parts of writers that write along time."""
+"""The base class of the writers that write time steps in order, and functions for writers."""
 
 from __future__ import annotations
 
@@ -15,14 +15,11 @@ from rlbuf_td.storages.interrupts import held_back
 from rlbuf_td.storages.schema import reshaped
 from rlbuf_td.storages.shared.memory import SharedNumbers
 
-_GENERATIONS = "_slot_generations"  # the storage's attribute in which TorchRL's writers store generations
+_GENERATIONS = "_slot_generations"  # attribute of the storage in which TorchRL's writers count writes
 
 
 class TimeWriter(RoundRobinWriter):
-    """Abstract base of the writers that write along time.
-
-    They write whole time steps one after the other, and continue at position 0 once the storage is full.
-    """
+    """Abstract base of the writers that write time steps in order, and continue at position 0 after the last one."""
 
     def __init__(self, *, track_generations: bool = False) -> None:
         self.numbers = SharedNumbers("q", [0, 0])
@@ -32,11 +29,11 @@ class TimeWriter(RoundRobinWriter):
 
     @property
     def counts_generations(self) -> bool:
-        """Whether writes count how often each slot was written, for this writer or another one of the storage."""
-        return self._track_generations or _GENERATIONS in self._storage.__dict__  # short, as every write evaluates it
+        """Whether this writer, or another writer of the storage, counts the writes to each position."""
+        return self._track_generations or _GENERATIONS in self._storage.__dict__  # fast, because every write needs it
 
     def register_storage(self, storage: Storage) -> None:
-        """Write into ``storage`` from now on; ValueError if the writer belongs to another storage."""
+        """Set the storage to write to; ValueError if the writer already has another storage."""
         if self._storage not in (None, storage):
             raise ValueError("this writer writes to the storage of another buffer: use one writer per buffer")
         super().register_storage(storage)
@@ -44,16 +41,12 @@ class TimeWriter(RoundRobinWriter):
             self.share_memory_()
 
     def share_memory_(self) -> None:
-        """Share the cursor and the write count with processes that are later forked, or spawned with this writer."""
+        """Share the counters with processes that are forked later, or spawned with this writer as an argument."""
         self.numbers.share_memory_()
 
     @held_back
     def add(self, data: Any) -> int | torch.Tensor:
-        """Write one time step (``[]``, or ``[*lanes]`` when ``ndim > 1``), and return its index.
-
-        Raises:
-            SchemaError: the data does not match the rows; nothing has changed.
-        """
+        """Write one time step, ``[]`` or, if ``ndim > 1``, ``[*lanes]``; return its index. Errors: :meth:`extend`."""
         storage = self._storage
         steps = storage._max_size_along_dim0(single_data=data)
         cursor = self._cursor_value.value % steps
@@ -72,11 +65,11 @@ class TimeWriter(RoundRobinWriter):
     def extend(self, data: Any) -> torch.Tensor:
         """Write ``[n, *lanes]`` transitions in order, and return their index, ``[n]`` or ``[n * lanes, ndim]``.
 
-        If the write is longer than the storage, several of its rows share an index; the last of them is stored.
+        If ``n`` exceeds the capacity, only the last transitions are stored.
 
         Raises:
-            ValueError: there is nothing to write.
-            SchemaError: the data does not match the rows; nothing has changed.
+            ValueError: ``data`` is empty.
+            SchemaError: the data does not match the stored rows; nothing has changed.
         """
         storage = self._storage
         if isinstance(data, list) and isinstance(storage, PackedStorage) and all(map(is_tensor_collection, data)):
@@ -95,7 +88,7 @@ class TimeWriter(RoundRobinWriter):
             storage.write(start, data if kept == count else reshaped(data, lambda rows: rows[count - kept :]))
         else:
             data = without_index(data)
-            for first in range(0, count, steps):  # in parts without repeated positions, whose order is undefined
+            for first in range(0, count, steps):  # a set with a repeated position would have no defined order
                 last = first + steps
                 storage.set(index[first:last], data if count <= steps else part_of(data, first, last))
         self._cursor_value.value = (cursor + count) % steps
@@ -107,7 +100,7 @@ class TimeWriter(RoundRobinWriter):
         return index
 
     def _step_index(self, cursor: int) -> torch.Tensor:
-        """Return the index of all lanes of a time step, ``[lanes, ndim]``, 20 times as fast as TorchRL's code."""
+        """Do what ``_replicate_index(cursor)`` does, 20 times as fast; return ``[lanes, ndim]``."""
         lanes = lanes_of(self._storage)
         if self._first_index is None or self._first_index[0] != lanes:
             first = self._replicate_index(torch.zeros(1, dtype=torch.long, device="cpu"))
@@ -119,7 +112,7 @@ class TimeWriter(RoundRobinWriter):
 
     @held_back
     def write_at(self, index: int | torch.Tensor, data: Any) -> int | torch.Tensor:
-        """Write to the time steps ``index`` without moving the cursor; return their index in TorchRL's form."""
+        """Write to the time steps ``index`` without moving the cursor; return the index of the written rows."""
         count = self._write_count_value.value
         try:
             return super().write_at(index, without_index(data))
@@ -128,7 +121,7 @@ class TimeWriter(RoundRobinWriter):
             raise
 
     def _announce(self, start: int, count: int, steps: int, index: int | torch.Tensor) -> None:
-        """Report flat rows to attached objects with ``mark_range``, and the index to others, as TorchRL does."""
+        """Report the written rows to each attached object, by ``mark_range`` or by TorchRL's ``mark_update``."""
         shared_rows = getattr(self._storage, "shared_rows", None)
         if shared_rows is not None:
             shared_rows.journal.written()
@@ -181,7 +174,7 @@ def without_index(data: Any) -> Any:
 
 
 def _is_one(data: Any) -> bool:
-    """Whether ``data`` itself has a length and slices; TorchRL also accepts pytrees of tensors, which have not."""
+    """Whether ``data`` supports ``len`` and slices; pytrees of tensors, which TorchRL accepts, do not."""
     return is_tensor_collection(data) or isinstance(data, torch.Tensor | list)
 
 

@@ -1,4 +1,4 @@
-"""Values, advantages and value targets of a rollout."""
+"""Computes values, advantages and value targets of a rollout."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlbuf_td.storages.notebooks import ROLLOUTS
 
 
 class Estimates(NamedTuple):
-    """Tensors ``[T, *lanes, *F]``, and the number of rows on which the value network was called."""
+    """Estimates, ``[T, *lanes, *F]`` each, and the number of rows on which the value network was called."""
 
     value: Tensor
     advantage: Tensor
@@ -27,7 +27,7 @@ class Estimates(NamedTuple):
 
 @dataclass
 class RolloutEstimator:
-    """GAE over a TensorDict; :class:`~rlbuf_td.writers.RolloutWriter` documents the fields, which are its arguments."""
+    """GAE of a TensorDict. The fields are arguments of :class:`~rlbuf_td.writers.RolloutWriter`."""
 
     gamma: float
     lmbda: float
@@ -40,9 +40,9 @@ class RolloutEstimator:
     trajectory_key: NestedKey
 
     def estimate(self, rows: TensorDictBase, ndim: int, *, has_values: bool = True) -> Estimates:
-        """Return the estimates of a rollout ``rows``, ``[T, *lanes]``, where ``ndim`` counts time and lane dims.
+        """Return the estimates of the rollout ``rows``, ``[T, *lanes]`` with ``ndim`` dims.
 
-        With ``has_values=False``, the entry ``value_key`` is only a placeholder, and the network computes the values.
+        If ``has_values=False``, the network computes the values, and ``value_key`` in ``rows`` is ignored.
         """
         lead = rows.batch_size[:ndim]
         reward = entry(rows, self.reward_key)
@@ -60,14 +60,14 @@ class RolloutEstimator:
         return Estimates(value, advantage, target, asked + more)
 
     def dtype(self, like: Tensor, *, has_values: bool) -> torch.dtype:
-        """Return the dtype of estimates: the network's if values are missing and one exists, else that of ``like``."""
+        """Return the dtype of estimates: the network's if it computes the values, else the dtype of ``like``."""
         if not has_values and self.value_network is not None:
             like = next(self.value_network.parameters(), like)
         return like.dtype if like.is_floating_point() else torch.get_default_dtype()
 
     def _ends(self, rows: TensorDictBase, value: Tensor, ndim: int) -> tuple[Tensor, Tensor]:
-        """Return two bool tensors of the values' shape: the step ends a trajectory; the step ends an episode."""
-        # ``done`` has precedence over ``truncated``, which TorchRL's PPOTrainer sets on every step that it writes.
+        """Return whether each step ends a trajectory, and whether it terminates an episode, in the values' shape."""
+        # ``done`` has precedence over ``truncated``, because TorchRL's PPOTrainer sets ``truncated`` on every step.
         keys = self.done_key, self.terminated_key, self.truncated_key
         done, terminated, truncated = (self._flags(rows, key, value, ndim) for key in keys)
         if done is None:
@@ -85,7 +85,7 @@ class RolloutEstimator:
         return ends, terminated
 
     def _flags(self, rows: TensorDictBase, key: NestedKey, value: Tensor, ndim: int) -> Tensor | None:
-        """Return bool flags in the shape of the values, from flags of that shape or from one flag per step."""
+        """Return bool flags, ``None`` if they are missing; expand one flag per step to the shape of the values."""
         flags = rows.get(key, None)
         if flags is None or flags.shape == value.shape:
             return flags
@@ -98,7 +98,7 @@ class RolloutEstimator:
     def _next_values(
         self, rows: TensorDictBase, value: Tensor, ends: Tensor, terminated: Tensor, ndim: int
     ) -> tuple[Tensor, int]:
-        """Return the value of each next state, and the number of rows on which the network was called for them."""
+        """Return the value of each next state, and the number of rows on which the network was called."""
         next_value = torch.cat((value[1:], torch.zeros_like(value[:1])))
         breaks = ends & ~terminated
         breaks[-1] = ~terminated[-1]
@@ -121,16 +121,14 @@ class RolloutEstimator:
     def _network_values(
         self, data: TensorDictBase, shape: torch.Size, index: tuple[Tensor, ...] | None = None
     ) -> Tensor:
-        """Return the network's values, ``[*shape, *F]``, for all of ``data``, or only for its rows at ``index``."""
+        """Call the network on ``data``, or on the rows ``data[index]``; return values ``[*shape, *F]``."""
         network = self.value_network
         if network is None:
             why = f"there is no {self.value_key!r} in the data" if index is None else "their trajectories break off"
             remedy = "Pass value_network=, a TensorDict module that writes it"
             raise ValueError(f"{shape.numel()} rows need a value: {why}. {remedy}{ROLLOUTS}")
         entries = {key: entry(data, key) for key in network.in_keys}
-        inputs = TensorDict(batch_size=shape)
-        for key, x in entries.items():
-            inputs.set(key, x if index is None else x[index])
+        inputs = TensorDict({key: x if index is None else x[index] for key, x in entries.items()}, shape)
         parameter = next(network.parameters(), None)
         out = network(inputs if parameter is None else inputs.to(parameter.device)).get(self.value_key, None)
         if out is None:
@@ -140,13 +138,12 @@ class RolloutEstimator:
     def _scan(
         self, value: Tensor, next_value: Tensor, reward: Tensor, ends: Tensor, terminated: Tensor, ndim: int
     ) -> tuple[Tensor, Tensor]:
-        """GAE along dim 0. Does not copy data that a collector stores lane by lane."""
+        """Compute GAE along dim 0, without a copy of data whose memory is ordered lane by lane."""
         by_lane = ndim == 2 and not value.is_contiguous() and value.transpose(0, 1).is_contiguous()
         inputs = value, next_value, reward, ends, terminated
         tensors = ((x.transpose(0, 1) if by_lane else x).contiguous() for x in inputs)
-        estimates = generalized_advantage_estimate(self.gamma, self.lmbda, *tensors, time_dim=int(by_lane))
-        advantage, target = (x.transpose(0, 1) for x in estimates) if by_lane else estimates
-        return advantage, target
+        advantage, target = generalized_advantage_estimate(self.gamma, self.lmbda, *tensors, time_dim=int(by_lane))
+        return (advantage.transpose(0, 1), target.transpose(0, 1)) if by_lane else (advantage, target)
 
 
 def entry(data: TensorDictBase, key: NestedKey) -> Any:

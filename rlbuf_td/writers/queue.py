@@ -1,4 +1,4 @@
-"""A writer whose rows wait in a ring until a sampler takes them."""
+"""The writer of a first-in-first-out queue."""
 
 from __future__ import annotations
 
@@ -17,18 +17,17 @@ _FILE = "queue.json"
 
 
 class QueueWriter(TimeWriter):
-    """Writes rows that wait until a :class:`QueueSampler` takes them; a full queue refuses more.
+    """Writes the rows of a queue, and never replaces a row before a :class:`QueueSampler` takes it.
 
-    The capacity of the storage ``[T]`` limits the number of waiting rows. :class:`ExperienceQueue` is a buffer with
-    this writer and sampler, whose writes wait for free space.
+    The capacity of the storage ``[T]`` limits the number of rows that have not been taken. In an
+    :class:`ExperienceQueue`, a write waits for free space instead of raising ``queue.Full``.
 
     Raises:
         queue.Full: (on writing) there is too little free space; nothing has changed.
-        ValueError: (on writing) there is nothing to write, or there are more rows than the capacity; (in a buffer) the
-            storage has lanes.
-        SchemaError: (on writing) the data does not match the rows; nothing has changed.
+        ValueError: (on writing) the data is empty, or longer than the capacity; (in a buffer) ``storage.ndim > 1``.
+        SchemaError: (on writing) the data does not match the stored rows; nothing has changed.
 
-    Cost: as :class:`RingWriter`.
+    Cost: the same as for :class:`RingWriter`.
 
     Example:
         >>> from rlbuf_td import PackedStorage, QueueSampler, ReplayBuffer
@@ -46,7 +45,7 @@ class QueueWriter(TimeWriter):
         self._cursor_value, self._write_count_value, self._taken_value, self._closed_value = self.numbers.counters()
 
     def register_storage(self, storage: Storage) -> None:
-        """Write into ``storage`` from now on; rows that it already holds do not count as waiting."""
+        """Set the storage to write to; rows that are already in the storage count as taken."""
         if storage.ndim > 1:
             raise ValueError(f"a queue holds rows [T], the storage has ndim={storage.ndim}: write a row per trajectory")
         super().register_storage(storage)
@@ -57,7 +56,7 @@ class QueueWriter(TimeWriter):
         return bool(self.numbers[3])
 
     def close(self) -> None:
-        """Shut the queue down, for all processes."""
+        """Shut down the queue in all processes."""
         self._closed_value.value = 1
 
     @property
@@ -66,19 +65,19 @@ class QueueWriter(TimeWriter):
         return min(self.numbers[1] - self.numbers[2], len(self._storage))
 
     def take(self, count: int) -> torch.Tensor:
-        """Mark the oldest ``count`` rows as taken and return them, ``[count]`` int64; the caller holds the lock."""
+        """Mark the oldest ``count`` rows as taken; return their numbers, ``[count]``. The caller holds the lock."""
         steps = self._storage._max_size_along_dim0()
         start = self.numbers[0] - self.waiting
         self._taken_value.value = self.numbers[1] - self.waiting + count  # atomic: all rows are taken, or none
         return torch.arange(start, start + count, device=self._storage.device) % steps
 
     def add(self, data: Any) -> int | torch.Tensor:
-        """Write one row; return its index. The class documents the errors."""
+        """Write one row and return its index; raise the errors that the class documents."""
         self._refuse_more_than_fits(1, self._storage._max_size_along_dim0(single_data=data))
         return super().add(data)
 
     def extend(self, data: Any) -> torch.Tensor:
-        """Write ``[n]`` rows in order, all or none; return their index. The class documents the errors."""
+        """Write ``[n]`` rows in order and return their index; raise the errors that the class documents."""
         self._refuse_more_than_fits(length_of(data), self._storage._max_size_along_dim0(batched_data=data))
         return super().extend(data)
 
@@ -93,21 +92,21 @@ class QueueWriter(TimeWriter):
         self._taken_value.value = self._write_count_value.value
 
     def state_dict(self) -> dict[str, Any]:
-        """Return cursor and counters."""
+        """Return the cursor and the counters."""
         return super().state_dict() | {"taken": self.numbers[2]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a result of :meth:`state_dict`."""
+        """Restore a state that :meth:`state_dict` returned."""
         taken = int(state_dict["taken"])
         super().load_state_dict(state_dict)
         self._taken_value.value = taken
 
     def dumps(self, path: str | Path) -> None:
-        """Save the state in the folder ``path``."""
+        """Save the counters in the folder ``path``."""
         super().dumps(path)
         (Path(path) / _FILE).write_text(json.dumps({"taken": self.numbers[2]}))
 
     def loads(self, path: str | Path) -> None:
-        """Load the state from the folder ``path``."""
+        """Load the counters from the folder ``path``."""
         super().loads(path)
         self._taken_value.value = json.loads((Path(path) / _FILE).read_text())["taken"]

@@ -20,40 +20,43 @@ from rlbuf_td.storages.shared.memory import SharedNumbers
 from rlbuf_td.writers.common import length_of, part_of, without_index
 
 _FILE = "reservoir.json"
+_STATE = "_write_count", "following", "threshold"
 _LEAST, _MOST = 2.0**-54, 1 << 62  # least uniform number u, so that log(1 - u) < 0; most skipped time steps
 
 
 class Choice(NamedTuple):
-    """The time steps of a write that are kept, and the state of the algorithm after the write."""
+    """The time steps of a write that are stored, and the state of the algorithm after the write."""
 
-    filled: int  # number of time steps at the beginning of the write that fill free slots
-    slots: dict[int, int]  # slot -> position in the write, for later time steps, which replace stored ones
-    kept: list[tuple[int, int]]  # (position, slot) of later time steps, also of those that a still later one replaces
-    following: int  # the next time step to keep, counted from the first time step ever written
+    filled: int  # number of time steps, from the start of the write, that fill free slots
+    slots: dict[int, int]  # position in the storage -> position in the write, for time steps that replace others
+    kept: list[
+        tuple[int, int]
+    ]  # (position in the write, in the storage), including steps that this write itself replaces
+    following: int  # the next time step to store, counted from the first time step ever written
     log_threshold: float
 
 
 class ReservoirWriter(Writer):
     r"""Keeps a uniform sample of all time steps ever written: each is in the buffer with the same probability.
 
-    The first T time steps fill the buffer. Once N have been written in total, each of them is stored with probability
-    ``T / N``, and every set of T of them is equally likely. With ``ndim=2`` a time step is stored or dropped with all
-    its lanes. Rows are not in time order: :class:`HindsightSampler`, :class:`NStepSampler`, :class:`SequenceSampler`
-    and ``rb.last`` need a :class:`RingWriter`. A transition must store its own ``"next"`` if it is needed.
+    The first T time steps fill the buffer. After N time steps in total, each one is stored with probability ``T / N``,
+    and every set of T time steps is equally likely. With ``ndim=2``, all lanes of a time step are stored or dropped
+    together. The stored rows are not in time order: :class:`HindsightSampler`, :class:`NStepSampler`,
+    :class:`SequenceSampler` and ``rb.last`` need a :class:`RingWriter`. Store ``"next"`` with each transition.
 
     ``add`` and ``extend`` return the index -1 for dropped time steps; priority updates skip this index.
-    :attr:`ReplayBuffer.write_count` counts all time steps, stored or not.
+    :attr:`ReplayBuffer.write_count` also counts dropped time steps.
 
     Raises:
-        SchemaError: (on writing) the data does not match the rows, even if it would be dropped; nothing has changed.
-        ValueError: (on writing) there is nothing to write; (in a buffer) the sampler needs rows in time order.
+        SchemaError: (on writing) the data does not match the stored rows; nothing has changed.
+        ValueError: (on writing) the data is empty; (in a buffer) the sampler needs rows in time order.
 
-    Cost: O(1 + stored rows) per write. In total, O(T log(N / T)) of N time steps are stored. Random numbers are drawn
-    for stored time steps only, from the buffer's generator, else torch's default one.
+    Cost: O(1 + stored rows) per write. Of N time steps, O(T log(N / T)) are written to the storage. Random numbers are
+    drawn for these time steps only, from the buffer's generator or torch's default one.
 
     Source: Vitter: Random Sampling with a Reservoir, 1985; algorithm L: Li, Reservoir-Sampling Algorithms of Time
     Complexity O(n(1 + log(N/n))), 1994. Used for average policies (NFSP, Heinrich and Silver 2016) and distillation.
-    TorchRL has no such writer.
+    TorchRL has no reservoir writer.
 
     Example:
         >>> from rlbuf_td import PackedStorage, ReplayBuffer
@@ -68,7 +71,7 @@ class ReservoirWriter(Writer):
 
     def __init__(self) -> None:
         super().__init__(compilable=False)
-        # The number of time steps written, the next one to keep, and the bits of the float64 ``log_threshold``.
+        # Number of time steps written, the next time step to store, and the bits of the float64 ``log_threshold``.
         self.numbers = SharedNumbers("q", [0, 0, 0])
         self._write_count_value, self._following_value, self._threshold_value = self.numbers.counters()
 
@@ -81,10 +84,9 @@ class ReservoirWriter(Writer):
         self._write_count_value.value = count
 
     def register_storage(self, storage: Storage) -> None:
-        """Write into ``storage`` from now on; the write count begins with the time steps that it already holds.
+        """Set the storage to write to; ValueError if the writer already has another storage.
 
-        Raises:
-            ValueError: the writer belongs to another storage.
+        The write count starts with the number of time steps in the storage.
         """
         if self._storage not in (None, storage):
             raise ValueError("this writer writes to the storage of another buffer: use one writer per buffer")
@@ -93,19 +95,17 @@ class ReservoirWriter(Writer):
             self._write_count = len(storage) // lanes_of(storage).numel()
 
     def share_memory_(self) -> None:
-        """Share the counters with processes that are later forked, or spawned with this writer."""
+        """Share the counters with processes that are forked later, or spawned with this writer as an argument."""
         self.numbers.share_memory_()
 
-    # -- the choice of time steps
-
     def choose(self, count: int, steps: int) -> Choice:
-        """Decide which of the next ``count`` time steps a reservoir of ``steps`` keeps, without changing its state."""
+        """Choose which of the next ``count`` time steps to store in a storage of ``steps`` time steps."""
         written, following, bits = self.numbers
         (log_threshold,) = unpack("d", pack("q", bits))
         filled = max(0, min(steps - written, count))
         kept: list[tuple[int, int]] = []
         end = written + count
-        if end >= steps and not log_threshold:  # this write fills the reservoir: draw the first threshold
+        if end >= steps and not log_threshold:  # this write fills the storage: draw the first threshold
             log_threshold, following, _ = self._skip(steps, 0.0, max(steps, written) - 1)
         while end >= steps and following < end:
             at = following
@@ -114,10 +114,10 @@ class ReservoirWriter(Writer):
         return Choice(filled, {slot: at for at, slot in kept}, kept, following, log_threshold)
 
     def _skip(self, steps: int, log_threshold: float, at: int) -> tuple[float, int, int]:
-        """Draw the next log threshold, the next time step after ``at`` to keep, and the slot of time step ``at``.
+        """Draw the log threshold, the next time step to store after ``at``, and a position in the storage for ``at``.
 
-        Imagine a uniform random number for every time step. The threshold is the largest of the ``steps`` smallest
-        numbers so far; a new time step is kept if its number is below the threshold.
+        Algorithm L gives every time step a uniform random number and stores the ``steps`` time steps with the smallest
+        numbers. The threshold is the largest number among the stored time steps.
         """
         source = "cpu" if self._rng is None else self._rng.device
         shrink, ahead, place = torch.rand(3, dtype=torch.float64, generator=self._rng, device=source).tolist()
@@ -126,19 +126,11 @@ class ReservoirWriter(Writer):
         return log_threshold, at + 1 + int(min(skipped, _MOST)), min(int(place * steps), steps - 1)
 
     def note(self, written: int, choice: Choice) -> None:
-        """Update the state after the write of a choice; ``written``: the number of time steps written in total."""
-        (bits,) = unpack("q", pack("d", choice.log_threshold))
-        for place, value in enumerate((written, choice.following, bits)):
-            self.numbers[place] = value
-
-    # -- writes
+        """Update the state after a write; ``written`` is the total number of time steps written."""
+        self.numbers.values[:] = written, choice.following, *unpack("q", pack("d", choice.log_threshold))
 
     def add(self, data: Any) -> int | torch.Tensor:
-        """Write one time step (``[]``, or ``[*lanes]`` when ``ndim > 1``); return its index, -1 if it is not stored.
-
-        Raises:
-            SchemaError: the data does not match the rows; nothing has changed.
-        """
+        """Write one time step, ``[]`` or, if ``ndim > 1``, ``[*lanes]``; return its index, -1 if it is dropped."""
         index = self.extend(data.unsqueeze(0))
         return int(index) if self._storage.ndim == 1 else index
 
@@ -146,26 +138,26 @@ class ReservoirWriter(Writer):
     def extend(self, data: Any) -> torch.Tensor:
         """Write ``[n, *lanes]`` time steps; return their index, ``[n]`` or ``[n * lanes, ndim]``.
 
-        The index is -1 for dropped time steps. If several time steps get the same slot, the last one is stored.
-
-        Raises:
-            ValueError: there is nothing to write.
-            SchemaError: the data does not match the rows; nothing has changed.
+        The index is -1 for dropped time steps. If several time steps have the same index, the last one is stored.
         """
-        storage = self._storage
-        if isinstance(data, list) and isinstance(storage, PackedStorage) and all(map(is_tensor_collection, data)):
+        storage, is_packed = self._storage, isinstance(self._storage, PackedStorage)
+        if isinstance(data, list) and is_packed and all(map(is_tensor_collection, data)):
             data = torch.stack(data) if data else data
         count = length_of(data)
         if count == 0:
             raise ValueError("extend needs at least one transition, got none")
-        if isinstance(storage, PackedStorage) and storage.rows is not None and not storage.is_reserved:
-            storage.rows.layout.collect(data, data.batch_size[:1] + storage.rows.lanes)  # refuses what does not fit
+        if is_packed and storage.rows is not None and not storage.is_reserved:
+            storage.rows.layout.collect(data, data.batch_size[:1] + storage.rows.lanes)  # raises SchemaError
         choice = self.choose(count, storage._max_size_along_dim0(batched_data=data))
         written = self._write_count
         index = torch.full((count,), -1, dtype=torch.int64, device=getattr(data, "device", None) or "cpu")
         if choice.filled:
-            index[: choice.filled] = torch.arange(written, written + choice.filled, device=index.device)
-            self._write(written, data, choice.filled)
+            index[: choice.filled] = filled = torch.arange(written, written + choice.filled, device="cpu")
+            part = part_of(data, 0, choice.filled)
+            if is_packed:
+                storage.write(written, part)
+            else:
+                storage.set(filled, without_index(part))
         if choice.slots:
             slots, rows = torch.tensor([[*choice.slots], [*choice.slots.values()]], device="cpu")
             storage.set(slots, self._rows(without_index(data), rows))
@@ -173,23 +165,15 @@ class ReservoirWriter(Writer):
                 index[position] = slot
         self.note(written + count, choice)
         self._announce(written, choice)
-        return index if storage.ndim == 1 else self._replicate(index)
-
-    def _write(self, start: int, data: Any, count: int) -> None:
-        storage, part = self._storage, part_of(data, 0, count)
-        if isinstance(storage, PackedStorage):
-            storage.write(start, part)
-        else:
-            storage.set(torch.arange(start, start + count, device="cpu"), without_index(part))
+        if storage.ndim > 1:
+            index = self._replicate_index(index)
+            index = torch.where(index[:, :1] < 0, -1, index)
+        return index
 
     def _rows(self, data: Any, rows: torch.Tensor) -> Any:
         if isinstance(self._storage, PackedStorage):
             return reshaped(data, lambda each: each[rows.to(each.device)])
         return [data[row] for row in rows.tolist()] if isinstance(data, list) else data[rows]
-
-    def _replicate(self, index: torch.Tensor) -> torch.Tensor:
-        every = self._replicate_index(index)
-        return torch.where(every[:, :1] < 0, -1, every)
 
     def _announce(self, written: int, choice: Choice) -> None:
         shared_rows = getattr(self._storage, "shared_rows", None)
@@ -202,26 +186,20 @@ class ReservoirWriter(Writer):
             for listener in self._storage._attached_entities:
                 listener.mark_update(index)
 
-    # -- state
-
     def _empty(self, empty_write_count: bool = True) -> None:
-        """Restart the sample and the write count, for either value of ``empty_write_count``."""
-        for place in range(len(self.numbers)):
-            self.numbers[place] = 0
+        self.numbers.values[:] = 0, 0, 0  # even without ``empty_write_count``, because a new sample starts
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counters; the buffer saves the generator."""
-        count, following, threshold = self.numbers
-        return {"_write_count": count, "following": following, "threshold": threshold}
+        return dict(zip(_STATE, self.numbers, strict=True))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a result of :meth:`state_dict`; ValueError for any other state."""
-        values = [state_dict[name] for name in ("_write_count", "following", "threshold")]
+        """Restore a state that :meth:`state_dict` returned; ValueError if the state is not valid."""
+        values = [state_dict[name] for name in _STATE]
         are_whole = all(type(value) is int and abs(value) < 1 << 63 for value in values)
         if not are_whole or not unpack("d", pack("q", values[2]))[0] <= 0:
             raise ValueError(f"the state is not that of a ReservoirWriter: {state_dict}")
-        for place, value in enumerate(values):
-            self.numbers[place] = value
+        self.numbers.values[:] = values
 
     def dumps(self, path: str | Path) -> None:
         """Save the counters in the folder ``path``."""

@@ -1,4 +1,4 @@
-"""The ring writer: new transitions replace the oldest."""
+"""The default writer, a ring: new transitions replace the oldest."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from rlbuf_td.writers.common import TimeWriter
 
 
 class RingWriter(TimeWriter):
-    """Writes along time; once the storage is full, new rows replace the oldest ones.
+    """Writes transitions in order; once the storage is full, new rows replace the oldest ones.
 
-    A write may be longer than the storage: its newest rows are kept. Unlike TorchRL's writers, it does not store an
-    ``"index"`` in the data, and has 64-bit counters, which a refused write leaves unchanged. The storage may be a
-    :class:`PackedStorage` or one of TorchRL's.
+    The storage may be a :class:`PackedStorage` or one of TorchRL's. If a write is longer than the storage, its last
+    rows are stored. Unlike TorchRL's writers, this writer does not store an ``"index"`` with the data, has 64-bit
+    counters, and does not move its cursor if a write fails.
 
     Args:
-        compilable: accepted for compatibility: writes break the graph of ``torch.compile`` in any case.
-        track_generations: count how often each slot was written, as TorchRL's ``update_if_present`` needs.
+        compilable: has no effect; accepted for compatibility with TorchRL.
+        track_generations: count the writes to each position, which TorchRL's ``update_if_present`` needs.
 
-    Cost: proportional to the rows written.
+    Cost: proportional to the number of rows written.
 
     Example:
         >>> import torch

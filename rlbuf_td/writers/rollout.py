@@ -1,4 +1,4 @@
-"""A writer of rollouts: T steps of all lanes, with their advantages."""
+"""The writer of rollouts, which computes their advantages."""
 
 from __future__ import annotations
 
@@ -24,47 +24,49 @@ _FILE = "rollout.json"
 
 
 class RolloutWriter(TimeWriter):
-    r"""Writes rollouts of T steps, ``[T]`` or ``[T, E]``, and adds advantages and value targets to each.
+    r"""Writes rollouts of T steps, ``[T]`` or ``[T, E]``, and adds advantages and value targets.
 
-    T is the storage's capacity along time. Steps are written one by one (``add``), or in parts or all at once
-    (``extend``). The last step makes the rollout *complete*: it then also holds ``advantage`` and ``value_target``
-    (:func:`~rlbuf_td.functional.generalized_advantage_estimate`), and ``state_value`` if the data had none. Until then,
-    advantage and target are NaN. The next step begins a new rollout, which replaces the old one.
+    T is the storage's capacity along time. ``add`` writes one step, ``extend`` several. When the last step of a rollout
+    arrives, the writer stores ``advantage`` and ``value_target`` of all steps
+    (:func:`~rlbuf_td.functional.generalized_advantage_estimate`), and ``state_value`` if the data had none. Before,
+    ``advantage`` and ``value_target`` are NaN. The next step begins a new rollout, which replaces the old one.
 
-    **Values.** :math:`V(s_t)` is the ``state_value`` that the policy stored; without it, ``value_network`` is called
-    once on all steps. Within a trajectory, :math:`V(s'_t)` is :math:`V(s_{t+1})`. Where a trajectory is interrupted
-    (truncated, or at the end of the rollout), the network is called on the true next observation, unless ``"next"``
-    holds a value: at most E + (number of truncations) rows. A trajectory ends at a step that is ``done``, or where the
-    collector's ``("collector", "traj_ids")`` change. It may span rollouts. Estimates have the dtype of stored
-    values, or of the network's parameters if no values are stored.
+    **Values.** :math:`V(s_t)` is the ``state_value`` in the data; if it is missing, ``value_network`` is called once on
+    all steps. Within a trajectory, :math:`V(s'_t)` is :math:`V(s_{t+1})`. At a truncation and at the end of the
+    rollout, :math:`V(s'_t)` is the ``("next", "state_value")`` in the data; if it is missing, the network is called on
+    the next observations of these steps, at most E + (number of truncations) rows. A trajectory ends at a step that is
+    ``done``, or where the ``("collector", "traj_ids")`` change. Estimates have the dtype of the values in the data or,
+    if there are none, of the network's parameters.
 
     Args:
         gamma: discount, in [0, 1].
         lmbda: decay of the trace, in [0, 1].
-        value_network: a TensorDict module that reads an observation and writes ``value_key``; it is called without
-            gradients. Not needed if all values are stored: ``value_key``, and for trajectories that do not terminate
-            within the rollout also ``("next", value_key)``.
+        value_network: a TensorDict module that reads an observation and writes ``value_key``. It is called without
+            gradients. Not needed if the data has ``value_key`` and, unless each trajectory terminates within the
+            rollout, ``("next", value_key)``.
         normalize_advantage: scale the stored advantages to mean 0 and standard deviation 1 over the rollout. Value
             targets use the unscaled advantages.
-        value_key: the key of values ``[T, *lanes, *F]``, floating point.
-        advantage_key, value_target_key: the keys under which the estimates are stored.
-        reward_key: the key of rewards, of the values' shape.
-        done_key: the key of ends of trajectories, bool, of the values' shape or one per step. If it is missing:
+        value_key: key of the values, ``[T, *lanes, *F]``, floating point.
+        advantage_key, value_target_key: keys under which the estimates are stored.
+        reward_key: key of the rewards, of the values' shape.
+        done_key: key of the done flags, bool, of the values' shape or one per step. If they are missing:
             ``terminated | truncated``.
-        terminated_key: the key of ends of episodes, with the same shapes. If it is missing: ``done & ~truncated``.
-        truncated_key: the key of truncations, with the same shapes; used only if one of the other two is missing.
-        trajectory_key: the key of integer trajectory ids, one per step; may be missing.
+        terminated_key: key of the terminated flags, of the same shapes. If they are missing: ``done & ~truncated``.
+        truncated_key: key of the truncated flags, of the same shapes; used only if done or terminated is missing.
+        trajectory_key: key of integer trajectory ids, one per step; may be missing.
 
     Attributes:
-        value_rows: the number of rows on which the network was called for the last rollout.
+        value_rows: number of rows on which the network was called for the last rollout.
 
-    Cost: O(T * E) per rollout, and the network's calls; on CUDA, the host waits for the ends of trajectories.
+    Cost: O(T * E) per rollout, and the network's calls. On CUDA, the host waits for the ends of trajectories.
 
     Raises:
-        ValueError: ``gamma`` or ``lmbda`` is out of range; (on writing) values are missing and there is no network.
-        SchemaError: (on writing) the data does not match the rows, or lacks an entry that the estimates need.
+        ValueError: ``gamma`` or ``lmbda`` is out of range; (on writing, nothing has changed) the data is empty or has
+            too many steps for the rollout, or values are missing and there is no network.
+        SchemaError: (on writing, nothing has changed) the data does not match the stored rows, or lacks an entry that
+            the estimates need.
 
-    In contrast, TorchRL's ``GAE`` by default calls its network on all observations and on all next observations.
+    TorchRL's ``GAE``, by default, calls its network on all observations and on all next observations.
 
     Example:
         >>> from rlbuf_td import PackedStorage, ReplayBuffer
@@ -103,7 +105,7 @@ class RolloutWriter(TimeWriter):
         self._has_values = True
 
     def register_storage(self, storage: Storage) -> None:
-        """Write into ``storage`` from now on; TypeError if it does not hold tensors."""
+        """Set the storage to write to; TypeError if ``storage`` does not hold tensors."""
         if not isinstance(storage, TensorStorage):
             name = type(storage).__name__
             raise TypeError(f"a RolloutWriter needs a storage of tensors, such as PackedStorage, got {name}")
@@ -111,21 +113,21 @@ class RolloutWriter(TimeWriter):
 
     @property
     def steps(self) -> int:
-        """Number of written steps of the current rollout, ``0 .. T``."""
+        """Number of written steps of the current rollout, from 0 to T."""
         return len(self._storage) // lanes_of(self._storage).numel() if len(self._storage) else 0
 
     @property
     def is_complete(self) -> bool:
-        """Whether the storage holds a complete rollout, with its advantages."""
+        """Whether the storage holds all T steps of a rollout, with their advantages."""
         return self._cursor == 0 and 0 < len(self._storage) >= self._storage.max_size
 
     @property
     def is_estimated(self) -> bool:
-        """Whether every written step has its advantage: the rollout is complete, or :meth:`estimate` was called."""
+        """Whether all written steps have advantages: T steps are written, or :meth:`estimate` was called."""
         return self.is_complete or 0 < self._estimated_steps == self.steps
 
     def add(self, data: TensorDictBase) -> int | Tensor:
-        """Write one step (``[]``, or ``[*lanes]`` when ``ndim > 1``); return its index; errors: see :meth:`extend`."""
+        """Write one step, ``[]`` or, if ``ndim > 1``, ``[*lanes]``; return its index. Errors: see the class."""
         steps = self._storage._max_size_along_dim0(single_data=data)
         if steps == 1:  # the step is a complete rollout, which is estimated before the write
             index = self.extend(data.unsqueeze(0))
@@ -133,13 +135,7 @@ class RolloutWriter(TimeWriter):
         return self._write_part(super().add, data, 1, steps)
 
     def extend(self, data: Any) -> Tensor:
-        """Write ``[n, *lanes]`` steps in order, and return their index, ``[n]`` or ``[n * lanes, ndim]``.
-
-        Raises:
-            SchemaError: the data does not match the rows, or lacks an entry for the estimates; nothing has changed.
-            ValueError: there are no steps, or more than fit into the rollout; or values are missing and there is no
-                network; nothing has changed.
-        """
+        """Write ``[n, *lanes]`` steps; return their index, ``[n]`` or ``[n * lanes, ndim]``. Errors: see the class."""
         if isinstance(data, list) and data and all(map(is_tensor_collection, data)):
             data = torch.stack(data)
         count = len(data)
@@ -158,7 +154,7 @@ class RolloutWriter(TimeWriter):
         return index
 
     def _write_part(self, write: Any, data: TensorDictBase, count: int, steps: int) -> Any:
-        """Write some steps of a rollout without estimates; with the last ones, estimate all steps."""
+        """Write steps of a rollout with NaN as estimates; after the last step, estimate all steps."""
         storage, cursor = self._storage, self._cursor
         has_values = data.get(self.value_key, None) is not None
         if cursor and has_values != self._has_values:
@@ -167,7 +163,7 @@ class RolloutWriter(TimeWriter):
         index = write(self._with_placeholders(data, has_values))
         self._has_values = has_values
         lanes = lanes_of(storage).numel()
-        if not cursor:  # the first steps of a new rollout: the old one is gone
+        if not cursor:  # a new rollout replaces the old one
             storage._len = count * lanes
         if cursor + count == steps:
             try:
@@ -189,7 +185,7 @@ class RolloutWriter(TimeWriter):
         return rows
 
     def estimate(self) -> None:
-        """Estimate the rollout as if it ended with the last written step; RuntimeError if no step is written."""
+        """Compute estimates as if the rollout ended with the last written step; RuntimeError if no step is written."""
         if not self.steps:
             raise RuntimeError("there is nothing to estimate: no step has been written")
         if not self.is_estimated:
@@ -213,12 +209,12 @@ class RolloutWriter(TimeWriter):
         self._estimated_steps = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the cursor, the counters, and the number of steps of the current rollout that are estimated."""
+        """Return the cursor, the counters, and the number of steps with estimates."""
         progress = {"estimated_steps": self._estimated_steps, "has_values": self._has_values}
         return super().state_dict() | progress | {"value_rows": self.value_rows}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a result of :meth:`state_dict`."""
+        """Restore a state that :meth:`state_dict` returned."""
         progress = [int(state_dict[name]) for name in ("estimated_steps", "has_values", "value_rows")]
         super().load_state_dict(state_dict)
         self._estimated_steps, self._has_values, self.value_rows = progress[0], bool(progress[1]), progress[2]
