@@ -45,7 +45,7 @@ def refuse(max_size: Any, ndim: int, device: Any, scratch_dir: Any, shared: bool
 
 def refuse_init(shared_init: bool, cleanup_memmap: bool, compilable: bool, shared: bool, device: Any) -> None:
     if shared_init and not cleanup_memmap:
-        raise ValueError("cleanup_memmap=False keeps temporary files, but shared_init=True makes none")
+        raise ValueError("cleanup_memmap=False keeps temporary files; shared_init=True makes none: pass scratch_dir")
     if compilable and (shared or shared_init):
         raise RuntimeError("a storage with compilable=True cannot be shared by processes: leave out compilable")
     if shared_init and torch.device("cpu" if device == "auto" else device).type != "cpu":

@@ -232,7 +232,8 @@ class TrajectoryIndex:
         if columns is None:
             raise RuntimeError("cannot find trajectories in a storage without rows: write to it, or load it first")
         if not isinstance(columns, TensorDictBase):
-            raise TypeError(f"trajectories need a storage of TensorDicts, got a {type(storage).__name__}")
+            kind = type(storage).__name__
+            raise TypeError(f"trajectories need a storage of TensorDicts, such as a PackedStorage, got a {kind}")
         flags, self._name = self._find(columns, storage.ndim)
         steps, lanes = flags[0].shape[:2]
         device = flags[0].device
