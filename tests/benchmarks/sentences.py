@@ -32,11 +32,16 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0, help="seed of the draw (default 0)")
     parser.add_argument("--count", type=int, default=60, help="number of sentences (default 60)")
+    parser.add_argument("--list", nargs="+", metavar="FOLDER", help="print all sentences of these folders instead")
     arguments = parser.parse_args()
     found = []
     for path in sorted(PACKAGE.rglob("*.py")):
         for node in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, DOCUMENTED)):
             where = f"{path.relative_to(PACKAGE)}: {getattr(node, 'name', 'module')}"
             found += [f"{where}\n    {sentence}" for sentence in sentences_of(ast.get_docstring(node) or "")]
-    for number, sentence in enumerate(random.Random(arguments.seed).sample(found, arguments.count), 1):
+    if arguments.list:
+        chosen = [sentence for sentence in found if sentence.startswith(tuple(arguments.list))]
+    else:
+        chosen = random.Random(arguments.seed).sample(found, arguments.count)
+    for number, sentence in enumerate(chosen, 1):
         print(f"{number}. {sentence}")
