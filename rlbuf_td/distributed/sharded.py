@@ -114,6 +114,7 @@ class ShardedReplayBuffer(Client):
     ) -> None:
         num_shards, prefetch = whole(1)("num_shards", num_shards), whole(0)("prefetch", prefetch)
         one_of("continue", "raise")("on_loss", on_loss)
+        one_of("SPREAD", "PACK")("placement_strategy", placement_strategy)
         spec = Spec.of(make_buffer())
         has_flow = samples_per_insert is not None or tolerance is not None or min_size != 0
         flow = FlowControl(samples_per_insert, min_size, tolerance) if has_flow else None
@@ -121,9 +122,8 @@ class ShardedReplayBuffer(Client):
             ray.init(log_to_driver=False, logging_level="error")
         self.dump_dir, self._next_home = None if dump_dir is None else Path(dump_dir).absolute(), 0
         name, context = f"rlbuf_td-{uuid.uuid4().hex[:12]}", ray.get_runtime_context()
-        options = {"num_cpus": 0, "max_restarts": -1, "scheduling_strategy": placement_strategy} | actor_options
-        if placement_strategy == "PACK":
-            options["scheduling_strategy"] = "DEFAULT"  # Ray's default packs
+        strategy = "DEFAULT" if placement_strategy == "PACK" else "SPREAD"  # Ray's default packs
+        options = {"num_cpus": 0, "max_restarts": -1, "scheduling_strategy": strategy} | actor_options
         actor = ray.remote(Shard)
         self._actors = [
             actor.options(name=f"{name}-{place}", **options).remote(make_buffer, _dump_of(self.dump_dir, place))
