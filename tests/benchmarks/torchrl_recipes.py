@@ -4,7 +4,8 @@
 
 ``CHECKOUT`` is a clone of github.com/pytorch/rl at the installed version. Each script of its ``sota-implementations/``
 runs in a process of its own, short and on one thread, as it is and with the imports of parts followed by imports of
-ours. Without ``--prefetch`` recipes that prefetch do not, because threads draw in no fixed order.
+ours. Without ``--prefetch`` recipes that prefetch do not, because threads draw in no fixed order. Besides the extra
+``tests``, the multi-agent recipes need ``vmas``, and IMPALA ``ale-py`` and ``torchvision``.
 """
 
 from __future__ import annotations
@@ -37,6 +38,14 @@ NAMES = {
     "PrioritizedSampler": "ProportionalSampler",
     "SamplerWithoutReplacement": "MinibatchSampler",
 }
+EDITS = {
+    r"(prefetch(?:: int)?\s*=\s*)(?:\d+|cfg\.buffer\.prefetch)": r"\g<1>{prefetch}",
+    # Recipes call the wrong method where they replay by priority, and fail with TorchRL's buffers, too.
+    r"\.update_priority\(sampled_": ".update_tensordict_priority(sampled_",
+    # IMPALA collects in processes of their own, which run ahead of it by no fixed number of steps.
+    r'backend="process",\s*num_collectors=num_workers,\s*sync=False,': "",
+    r"update_at_each_batch=True,": "",
+}
 SHORT = ["logger.backend=", "network.device=cpu", "env.library=gymnasium", "collector.init_random_frames=200"]
 SHORT += ["collector.total_frames=400", "collector.frames_per_batch=100", "logger.eval_iter=1000000"]
 CHEETAH = ["env.name=HalfCheetah-v5", *SHORT, "collector.env_per_collector=1"]
@@ -66,6 +75,15 @@ REDQ = [
     "optim.steps_per_batch=16",
     "collector.async_collection=0",
     "buffer.size=5000",
+    "logger.record_frames=20",  # pictures of 10,000 fill the memory
+]
+IMPALA = [
+    "logger.backend=",
+    "device=cpu",
+    "collector.frames_per_batch=160",
+    "collector.total_frames=8000",
+    "collector.num_workers=1",
+    "loss.batch_size=4",
 ]
 RECIPES: dict[str, tuple[str, list[str]]] = {
     "dqn": (
@@ -79,7 +97,9 @@ RECIPES: dict[str, tuple[str, list[str]]] = {
     "crossq": ("crossq/crossq.py", [*CHEETAH, "network.critic_hidden_sizes=[256,256]"]),
     "ppo": ("ppo/ppo_mujoco.py", [*ON_POLICY, "optim.device=cpu", "loss.ppo_epochs=5"]),
     "a2c": ("a2c/a2c_mujoco.py", [*ON_POLICY, "loss.device=cpu"]),
-    "redq": ("redq/redq.py", REDQ),
+    "redq": ("redq/redq.py", [*REDQ, "buffer.prb=0"]),
+    "redq, prioritized": ("redq/redq.py", [*REDQ, "buffer.prb=1"]),
+    "impala": ("impala/impala_single_node.py", IMPALA),
     **{name: (f"multiagent/{name}.py", AGENTS) for name in ("iql", "qmix_vdn", "maddpg_iddpg", "mappo_ippo")},
     "multi-agent sac": ("multiagent/sac.py", AGENTS),
 }
@@ -137,14 +157,13 @@ class Meter:
 
 def run_here(script: str, output: str) -> None:
     """Run a recipe in this process, from fixed seeds, and write what was measured."""
-    import gymnasium.utils.seeding as seeding
     import numpy as np
     import torch
 
     torch.manual_seed(0)
     np.random.seed(0)  # noqa: NPY002
-    from_seed = seeding.np_random
-    seeding.np_random = lambda seed=None: from_seed(0 if seed is None else seed)
+    sequence = np.random.SeedSequence  # environments that are given no seed take theirs from it
+    np.random.SeedSequence = lambda seed=None: sequence(0 if seed is None else seed)  # type: ignore
     meter = Meter()
     meter.watch()
     sys.path.insert(0, str(Path(script).parent))
@@ -161,9 +180,10 @@ def run(checkout: Path, recipe: str, side: str, prefetch: int) -> dict[str, Any]
         folder, name = Path(temporary, "recipe"), Path(script).name
         shutil.copytree((checkout / "sota-implementations" / script).parent, folder)
         for path in folder.rglob("*.py"):
-            source = re.sub(r"(prefetch(?:: int)?\s*=\s*)\d+", rf"\g<1>{prefetch}", path.read_text())
-            # The recipes call the wrong method where they replay by priority, and fail with TorchRL's buffers, too.
-            path.write_text(source.replace(".update_priority(sampled_", ".update_tensordict_priority(sampled_"))
+            source = path.read_text()
+            for pattern, replacement in EDITS.items():
+                source = re.sub(pattern, replacement.format(prefetch=prefetch), source)
+            path.write_text(source)
             if side == "ours":
                 swap(path, NAMES)
         output = Path(temporary, "measured")
