@@ -64,6 +64,16 @@ def test_free_memory_is_given_out_again():
     assert len(addresses) == 2
 
 
+def test_memory_of_a_whole_rollout_of_images_is_given_out_again():
+    memory = LeafMemory([(torch.float32, torch.Size([640, 4, 84, 84]))])
+    first = memory.allocate()[0]
+    first[-1, -1, -1, -1] = 7  # the system would give zeros
+    held = memory.allocate()[0]
+    del first
+    assert memory.allocate()[0][-1, -1, -1, -1] == 7
+    assert held.numel() == 640 * 4 * 84 * 84
+
+
 def test_a_graph_keeps_its_values():
     weight = torch.ones(1, requires_grad=True)
     batch = images().fill_(3)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 Entry: TypeAlias = tuple[torch.dtype, torch.Size]
 
-_LARGE, _MOST = 1 << 20, 32 << 20  # range of sizes, in bytes, of the tensors whose memory is reused
+_LARGE, _MOST = 1 << 20, 128 << 20  # range of sizes, in bytes, of the tensors whose memory is reused
 _KEPT = 2  # tensors per leaf: one in use while the next batch is drawn, and one free
 
 _CPU = torch.device("cpu")
