@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 
 from rlbuf_td.cli import UsageError
@@ -108,21 +107,33 @@ COMMANDS = {
 }
 
 
-def _module_of(options: argparse.Namespace) -> str:
-    if options.command == "demo":
-        return f"cli.demos.{options.algo}"
-    if options.command == "bench" and options.device != "cpu":
-        return "cli.bench.device"
-    if options.command == "bench" and options.picture is not None:
-        import_module("matplotlib.figure")  # report a missing matplotlib before the work, not after it
-    modules = {"bench": "cli.bench.compare", "train": "cli.bench.train", "plan": "diagnostics.memory_plan"}
-    return modules.get(options.command, "diagnostics.doctor")
+def _imported(options: argparse.Namespace) -> Callable[[argparse.Namespace], int]:
+    """Return the function that runs a command; each needs other libraries, and may take seconds to import."""
+    if options.command == "train":
+        from rlbuf_td.cli.bench.train import main
+    elif options.command == "plan":
+        from rlbuf_td.diagnostics.memory_plan import main
+    elif options.command == "doctor":
+        from rlbuf_td.diagnostics.doctor import main
+    elif options.command == "bench" and options.device != "cpu":
+        from rlbuf_td.cli.bench.device import main
+    elif options.command == "bench":
+        if options.picture is not None:
+            import matplotlib.figure  # noqa: F401  report a missing matplotlib before the work, not after it
+        from rlbuf_td.cli.bench.compare import main
+    elif options.algo == "apex":
+        from rlbuf_td.cli.demos.apex import main
+    elif options.algo == "ppo":
+        from rlbuf_td.cli.demos.ppo import main
+    else:
+        from rlbuf_td.cli.demos.dqn import main
+    return main
 
 
 def main(argv: list[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     try:
-        return int(import_module(f"rlbuf_td.{_module_of(options)}").main(options))
+        return _imported(options)(options)
     except UsageError as error:
         print(f"python -m rlbuf_td {options.command}: {error}", file=sys.stderr)
         return 2

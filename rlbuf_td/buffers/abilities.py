@@ -285,7 +285,8 @@ def loads(
         CheckpointError: a file is missing or damaged, or the dump does not fit this buffer. The buffer is unchanged.
     """
     connect = partial(rb._connect, default_priorities=rows_only)
-    load_buffer(rb, path, connect, rows_only=rows_only, default_generator=default_generator, progress=progress)
+    how: Any = {"rows_only": rows_only, "default_generator": default_generator, "progress": progress}
+    load_buffer(rb, path, connect, rb._emptied_of_prefetched(), **how)
 
 
 def refuse_hook(rb: Any, hook: Any) -> NoReturn:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from rlbuf_td.buffers.plan import Blank, RecencyPlan, UniformPlan, can_plan
 from rlbuf_td.kernels.batch import Gather
-from rlbuf_td.kernels.dispatch import loops
 from rlbuf_td.samplers import RecencySampler, UniformSampler
 
 _CPU = torch.device("cpu")
@@ -23,7 +22,9 @@ class MixturePlan:
     """Samples batches from members that have uniform or recency samplers, and equal row layouts and ``ndim``."""
 
     def __init__(self, members: Sequence[Any], size: int) -> None:
-        self.members, self.size, self.kernel = members, size, loops("batch.cpu").sample_part
+        from rlbuf_td.kernels.batch import cpu
+
+        self.members, self.size, self.kernel = members, size, cpu.sample_part
         self.member_parts = [member._parts for member in members]  # rebuilt if a part is replaced
         self.plans = [_PLANS[type(each.sampler)](each.storage, each.sampler, size) for each in members]
         self.batch_size = torch.Size([size])

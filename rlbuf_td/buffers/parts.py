@@ -68,6 +68,11 @@ class Parts(NamedTuple):
         return flat, info, gather(flat)
 
 
+def parts_of(rb: Any) -> Parts:
+    """Return the components of a buffer, which is first initialized if this was delayed."""
+    return rb._initialize()
+
+
 def _method_to_draw(sampler: type[Sampler]) -> str:
     """Return the name of a sampler's draw method; "" if it has none, or a subclass overrides ``sample``."""
     for each in sampler.__mro__:

@@ -16,7 +16,7 @@ from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor
 
 from rlbuf_td.kernels.batch import Gather
-from rlbuf_td.kernels.dispatch import backend_of, loops
+from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.kernels.rank_order import ChunkedOrder
 from rlbuf_td.kernels.strata import NORMS, step_of
 from rlbuf_td.kernels.sum_tree import REFUSED
@@ -76,7 +76,9 @@ class Plan(Planned):
     kept: tuple[Any, ...] = ()  # objects that are kept alive because the kernel reads their memory
 
     def __init__(self, storage: PackedStorage, sampler: Any, size: int, gathers: bool = True) -> None:
-        self.storage, self.sampler, self.size, self.kernels = storage, sampler, size, loops("batch.cpu")
+        from rlbuf_td.kernels.batch import cpu
+
+        self.storage, self.sampler, self.size, self.kernels = storage, sampler, size, cpu
         self.rows, self.generator = storage.all_rows(), sampler._rng
         self.lanes = self.rows.cells // self.rows.steps if storage.ndim > 1 else 0
         index = (torch.int64, torch.Size([storage.ndim] if self.lanes else []))
@@ -156,7 +158,7 @@ class MinibatchPlan(Plan):
         self.drawn = self.gather.record["flat"]  # the address at which the kernel reads the epoch's order
 
     def draw(self, written: int, slot: int) -> bool:
-        if written - self.sampler._position < self.size:
+        if written - self.sampler.position < self.size:
             return False
         order, start, _ = self.sampler.advance(self.storage, written, self.size)
         self.drawn[0] = order.data_ptr() + start * order.itemsize

@@ -220,6 +220,11 @@ def _sent(leaf: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.empty_like(leaf, pin_memory=True).copy_(leaf).to(device, non_blocking=True)
 
 
+def draws_ahead(rb: Any) -> bool:
+    """Whether a buffer was made with ``prefetch`` or ``device``."""
+    return rb._prefetcher is not None
+
+
 def iterate(rb: Any) -> Iterator[TensorDictBase]:
     """Yield batches until the sampler has run out of rows (at the end of its epochs, for example)."""
     ahead = rb._prefetcher

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from rlbuf_td.buffers.plan import PLANS, Blank, Planned, can_plan
 from rlbuf_td.kernels.batch import Gather
-from rlbuf_td.kernels.dispatch import loops
 from rlbuf_td.kernels.episodes import BitBoundaries
 from rlbuf_td.samplers import (
     FreshRowsSampler,
@@ -46,7 +45,9 @@ class WrappedPlan(Planned):
     def __init__(
         self, storage: PackedStorage, wrapper: Any, size: int, drawn: int, more: Sequence[Any], *columns: Sequence[int]
     ) -> None:
-        self.storage, self.wrapper, self.drawn = storage, wrapper, drawn
+        from rlbuf_td.kernels.batch import wrapped_cpu
+
+        self.storage, self.wrapper, self.drawn, self.kernels = storage, wrapper, drawn, wrapped_cpu
         self.inner = PLANS[type(wrapper.sampler)](storage, wrapper.sampler, drawn, gathers=False)
         self.trajectories = TrajectoryIndex.of(storage, done_key=wrapper.done_key, traj_key=wrapper.traj_key)
         self.layout = self.inner.rows.layout
@@ -105,7 +106,9 @@ class NStepPlan(WrappedPlan):
     """Gathers n-step transitions."""
 
     def __init__(self, storage: PackedStorage, wrapper: NStepSampler, size: int) -> None:
-        kernels, reward, leaves = loops("batch.wrapped_cpu"), wrapper.reward_key, storage.all_rows().layout.leaves
+        from rlbuf_td.kernels.batch import wrapped_cpu as kernels
+
+        reward, leaves = wrapper.reward_key, storage.all_rows().layout.leaves
         kinds = [
             kernels.REWARD if leaf.key == reward else kernels.NEXT if leaf.key[0] == "next" else kernels.ROOT
             for leaf in leaves
@@ -118,7 +121,7 @@ class NStepPlan(WrappedPlan):
         return drawn | {"steps_to_next_obs": tensors[-1].view(self.shape)}
 
     def revise(self, given: tuple[Any, ...], written: int, blank: Blank) -> None:
-        loops("batch.wrapped_cpu").n_step(*given, self.wrapper.n_steps, self.wrapper.gamma)
+        self.kernels.n_step(*given, self.wrapper.n_steps, self.wrapper.gamma)
 
 
 class HindsightPlan(WrappedPlan):
@@ -136,7 +139,7 @@ class HindsightPlan(WrappedPlan):
 
     def revise(self, given: tuple[Any, ...], written: int, blank: Blank) -> None:
         self.uniform.uniform_(generator=self.inner.generator)
-        loops("batch.wrapped_cpu").hindsight(*given, *self.wrapper.law, written, self.outcome, self.goals)
+        self.kernels.hindsight(*given, *self.wrapper.law, written, self.outcome, self.goals)
         relabeled = blank.tensors[-1]
         self.wrapper.recompute_(blank.batch, relabeled, blank.tensors[self.reward])
         set_entries_(blank.batch, {"relabeled": relabeled, **blank.report})
@@ -159,7 +162,7 @@ class SequencePlan(WrappedPlan):
         return dict(zip(names, tensors[-len(names) :], strict=True))
 
     def revise(self, given: tuple[Any, ...], written: int, blank: Blank) -> None:
-        loops("batch.wrapped_cpu").windows(*given, *self.law, self.widths, self.flags)
+        self.kernels.windows(*given, *self.law, self.widths, self.flags)
 
     def update(self, batch: TensorDictBase, priority_key: NestedKey) -> int | None:
         """Return None, because only the general path combines the TD errors of a window."""

@@ -22,7 +22,6 @@ from rlbuf_td.buffers.parts import Parts
 from rlbuf_td.buffers.plan import is_plain
 from rlbuf_td.envs.trajectory_numbers import TrajectoryNumbers
 from rlbuf_td.kernels.batch import RING
-from rlbuf_td.kernels.dispatch import loops
 from rlbuf_td.kernels.episodes import BitBoundaries
 from rlbuf_td.kernels.rank_order import ChunkedOrder
 from rlbuf_td.samplers import MinibatchSampler, ProportionalSampler, RankSampler, RecencySampler, UniformSampler
@@ -39,6 +38,8 @@ class WritePlan:
     """Writes rows ``[T]`` or ``[T, E]`` in host memory with one compiled call; :func:`make_write_plan` creates it."""
 
     def __init__(self, buffer: Any, parts: Parts, sampler: Any, boundaries: _Numbers | None) -> None:
+        from rlbuf_td.kernels.batch import cpu as kernels
+
         self.buffer, self.storage, self.sampler = buffer, parts.storage, sampler
         self.time_dim, self.priority_key = buffer.dim_extend, buffer.priority_key
         self.epochs = sampler if type(sampler) is MinibatchSampler else None
@@ -59,7 +60,6 @@ class WritePlan:
         self.ring = np.zeros(1, RING)
         for name, number in self._numbers(parts).items():
             self.ring[name] = number
-        kernels = loops("batch.cpu")
         self.address, self.kernel = self.ring.ctypes.data, kernels.write_ring
         if self.priorities is not None:
             self.kernel = kernels.write_ring_rank if type(sampler) is RankSampler else kernels.write_ring_proportional

@@ -18,7 +18,6 @@ from rlbuf_td.checkpoint.folder import explained, progress_bar, reading, write_s
 from rlbuf_td.checkpoint.manifest import CheckpointError, decode
 from rlbuf_td.checkpoint.rows import SavedRows, split_rows
 from rlbuf_td.storages import PackedStorage
-from rlbuf_td.writers import RolloutWriter
 
 KIND = "buffer"
 _COUNTERS = "_cursor", "_write_count"
@@ -32,9 +31,16 @@ def dump_buffer(rb: Any, path: str | Path, progress: bool | None = None, *, sync
 
 
 def load_buffer(
-    rb: Any, path: str | Path, connect: Hook, *, rows_only: bool, default_generator: bool, progress: bool | None
+    rb: Any,
+    path: str | Path,
+    connect: Hook,
+    alone: Any,
+    *,
+    rows_only: bool,
+    default_generator: bool,
+    progress: bool | None,
 ) -> None:
-    """Load a buffer, and call ``connect`` after its storage, sampler and writer are loaded."""
+    """Load a buffer in the context ``alone``, and call ``connect`` after storage, sampler and writer are loaded."""
     with reading(path, KIND) as reader:
         with explained(reader):
             load = _Load(rb, reader, rows_only)
@@ -42,7 +48,7 @@ def load_buffer(
             if load.rows:
                 load.rows.verify(report)
             rb.synchronize()
-            with rb._emptied_of_prefetched(), explained(reader):
+            with alone, explained(reader):
                 load.apply(report, connect)
         if default_generator:
             parts.restore_default_generators(load.saved["default_generator"])
@@ -87,7 +93,7 @@ class _Load:
 
     def _resize(self, rows: SavedRows) -> None:
         fit, saved, lanes, capacity = rows.fit, self.saved, prod(rows.lanes), rows.capacity
-        is_tied = isinstance(self.rb.writer, RolloutWriter) or "_generation" in saved["writer"]["state"]
+        is_tied = getattr(self.rb.writer, "needs_capacity", False) or "_generation" in saved["writer"]["state"]
         if is_tied and not fit.is_same:
             sizes = f"the dump has {saved['storage']['shape'][0]} time steps, this buffer {capacity}"
             raise CheckpointError(f"{sizes}: rollouts and tracked generations need the same capacity")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from math import prod
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -12,7 +12,6 @@ import torch
 from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 
-from rlbuf_td.kernels.dispatch import loops
 from rlbuf_td.storages.schema import show_key
 from rlbuf_td.storages.tensordict_fast import leaf_of
 from rlbuf_td.storages.trajectory_index import as_tuple
@@ -201,6 +200,8 @@ class EpisodeStats:
             self._count(self._pending.popleft())
 
     def _count(self, steps: Steps) -> None:
+        from rlbuf_td.kernels.episodes.statistics import count_steps
+
         shape, strides, columns, _ = steps
         metrics = columns[2 : 2 + len(self._is_double)]
         self._inputs[:] = [0 if x is None else x.data_ptr() for x in columns]
@@ -208,7 +209,6 @@ class EpisodeStats:
         if len(self._lane_slot) < shape[1]:
             self._lane_slot = np.arange(shape[1])
         self._counters[_WRITES] += 1
-        count_steps: Callable[..., int] = loops("episodes.statistics").count_steps
         how, out = (self._is_double, self._reduction), (self._records, self._ends)
         done = -1
         while done < shape[0] * shape[1]:

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from rlbuf_td.buffers.parts import parts_of
 from rlbuf_td.buffers.replay import ReplayBuffer
 from rlbuf_td.checkpoint import open_checkpoint
 from rlbuf_td.storages import PackedStorage
@@ -64,7 +65,7 @@ def load_segments(buffer: ReplayBuffer, segments: Sequence[Segment]) -> None:
         end_trajectories(buffer.storage)
         rows = found.rows[chosen]
         index = buffer.extend(rows if buffer.storage.ndim == 1 else rows.transpose(0, 1), update_priority=False)
-        prioritized = buffer._parts.prioritized
+        prioritized = parts_of(buffer).prioritized
         if prioritized is not None:
             lanes = rows.shape[1:].numel() if buffer.storage.ndim > 1 else 1
             magnitude = state["priorities"]["magnitude"][: steps * lanes].view(steps, lanes)[chosen].flatten()

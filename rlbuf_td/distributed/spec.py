@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from rlbuf_td.buffers.parts import parts_of
+from rlbuf_td.buffers.prefetch import draws_ahead
 from rlbuf_td.buffers.replay import ReplayBuffer
 from rlbuf_td.diagnostics.health import unwrapped
 from rlbuf_td.samplers import FreshRowsSampler, ProportionalSampler, SequenceSampler, UniformSampler
@@ -33,7 +35,7 @@ class Spec(NamedTuple):
 
     def draws_of(self, batch_size: int) -> int:
         """Return the number of draws for a batch; ValueError if ``batch_size`` is not a multiple of `window_rows`."""
-        return batch_size if self.windows is None else self.windows._windows_of(batch_size)
+        return batch_size if self.windows is None else self.windows.windows_of(batch_size)
 
     @classmethod
     def of(cls, buffer: ReplayBuffer) -> Spec:
@@ -55,9 +57,9 @@ def _draws_fresh(sampler: Any) -> bool:
 
 def checked_sampler(buffer: Any) -> Any:
     """Return the innermost sampler; TypeError or ValueError if the buffer cannot be sharded exactly."""
-    if not isinstance(buffer, ReplayBuffer) or not buffer._initialize().is_packed:
+    if not isinstance(buffer, ReplayBuffer) or not parts_of(buffer).is_packed:
         raise TypeError(f"make_buffer must return a ReplayBuffer of this package with a PackedStorage, got {buffer!r}")
-    sampler, inner = buffer.sampler, unwrapped(buffer.sampler)
+    sampler, inner, parts = buffer.sampler, unwrapped(buffer.sampler), parts_of(buffer)
     for is_there, what, remedy in (
         (type(inner) not in (UniformSampler, ProportionalSampler), type(inner).__name__, "a ProportionalSampler"),
         (_draws_fresh(sampler), "FreshRowsSampler", "the wrapped sampler, without fresh rows"),
@@ -65,9 +67,9 @@ def checked_sampler(buffer: Any) -> Any:
         (getattr(inner, "max_priority_within_buffer", False), "max_priority_within_buffer", "the largest ever seen"),
         (getattr(sampler, "boundary", "") == "strict", "boundary='strict'", "'pad' or 'shift'"),
         (type(buffer.writer) is not RingWriter, type(buffer.writer).__name__, "a RingWriter"),
-        (len(buffer._parts.transforms), "a transform", "transforms in the learner"),
-        (buffer._prefetcher is not None, "prefetch or device", "those of the ShardedReplayBuffer and the learner"),
-        (buffer._parts.has_units, "a sample unit", "a SequenceSampler"),
+        (len(parts.transforms), "a transform", "transforms in the learner"),
+        (draws_ahead(buffer), "prefetch or device", "those of the ShardedReplayBuffer and the learner"),
+        (parts.has_units, "a sample unit", "a SequenceSampler"),
         (buffer.storage.device.type != "cpu", f"rows on {buffer.storage.device}", "rows in RAM"),
     ):
         if is_there:

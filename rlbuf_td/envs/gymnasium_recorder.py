@@ -96,7 +96,7 @@ class GymnasiumRecorder:
             raise ValueError(f"stretch must be at least 1, got {stretch}")
         if isinstance(infos, str):
             raise TypeError(f"infos must be a sequence of names or a dict with defaults, got the string {infos!r}")
-        buffer._initialize()
+        len(buffer)  # initializes the buffer, if this was delayed
         schema = schema_of(env)
         self.buffer, self.env, self.stretch = buffer, env, stretch
         self._single = not schema.ndim

@@ -7,7 +7,8 @@
 ============== =====================================================================================================
 
 The backends ``"triton"`` and ``"torch"`` never wait for the device: they skip invalid TD errors, while ``"numba"``
-refuses the batch. To disable Triton, set the environment variable ``RLBUF_TD_TRITON=0`` or call :func:`enable_triton`.
+refuses the batch. Modules of compiled loops are imported where they are first called, because importing numba or Triton
+takes seconds. To disable Triton, set the environment variable ``RLBUF_TD_TRITON=0`` or call :func:`enable_triton`.
 """
 
 from __future__ import annotations
@@ -17,9 +18,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from importlib import import_module
 from importlib.util import find_spec
-from types import ModuleType
 from typing import Literal, TypeAlias
 
 import torch
@@ -72,12 +71,6 @@ def agrees_with_reference(operation: str, device: torch.device, compare: Callabl
                 stacklevel=2,
             )
     return _agrees[key]
-
-
-@cache
-def loops(name: str) -> ModuleType:
-    """Import a module of this folder when it is first used, because importing numba or Triton takes seconds."""
-    return import_module(f"rlbuf_td.kernels.{name}")
 
 
 def launching_on(memory: Tensor) -> AbstractContextManager[object]:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torchrl.data.replay_buffers import Sampler, Storage
 
-from rlbuf_td.kernels.dispatch import loops
 from rlbuf_td.kernels.recency import QUEUE
 from rlbuf_td.samplers.common import OneStorage, setting, whole
 from rlbuf_td.samplers.wrapper import SamplerWrapper
@@ -68,12 +67,16 @@ class FreshQueue:
         """Make the rows fresh that were written since the last call of this method or :meth:`take`."""
         numbers = self.follow(storage)
         if self.rows is not None:
-            loops("recency.fresh_cpu").look(self.address, *numbers)
+            from rlbuf_td.kernels.recency import fresh_cpu
+
+            fresh_cpu.look(self.address, *numbers)
 
     def take(self, storage: Any, most: int) -> np.ndarray:
         """Remove up to ``most`` fresh rows from the record, newest first; return them as flat rows."""
         found = np.empty(most, np.int64)
-        count = loops("recency.fresh_cpu").take(self.address, *self.follow(storage), most, found.ctypes.data)
+        from rlbuf_td.kernels.recency import fresh_cpu
+
+        count = fresh_cpu.take(self.address, *self.follow(storage), most, found.ctypes.data)
         return found[:count]
 
     def ages(self) -> list[Interval]:

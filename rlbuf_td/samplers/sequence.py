@@ -113,7 +113,7 @@ class SequenceSampler(SamplerWrapper):
 
     def draw_batch(self, storage: Storage, batch_size: int) -> Drawn:
         """Draw and revise a batch of windows."""
-        return self._expanded(storage, *self._anchors(storage, self._windows_of(batch_size)))
+        return self._expanded(storage, *self._anchors(storage, self.windows_of(batch_size)))
 
     def batch_of(self, storage: Storage, flat: Tensor, info: dict[Any, Any]) -> Drawn:
         """Expand the anchors ``flat`` to windows; ``boundary="strict"`` replaces no anchors here."""
@@ -135,7 +135,8 @@ class SequenceSampler(SamplerWrapper):
         info["anchor_index"] = index.repeat_interleave(window, 0)
         return flat, info, batch
 
-    def _windows_of(self, batch_size: int) -> int:
+    def windows_of(self, batch_size: int) -> int:
+        """Return the number of windows in a batch; ValueError if the batch size is not a multiple of their length."""
         if batch_size % self.window:
             window = f"burn_in + length = {self.burn_in} + {self.length} = {self.window}"
             remedy = f"for 32 sequences use {32 * self.window}"
@@ -197,7 +198,7 @@ class SequenceSampler(SamplerWrapper):
 
     def prepare_graph(self, storage: Storage, batch_size: int) -> Any:
         """See :class:`~rlbuf_td.samplers.common.GraphCapturable`."""
-        inner = super().prepare_graph(storage, self._windows_of(batch_size))
+        inner = super().prepare_graph(storage, self.windows_of(batch_size))
         # The trajectory index now reads rows that no writer has reported; a graph could not do this.
         self._trajectories(storage).boundaries()
         return inner, self.length, self.burn_in, self.boundary, self.priority_rule, self.eta

@@ -79,6 +79,8 @@ class RolloutWriter(TimeWriter):
         [1.75, 1.5, 1.0]
     """
 
+    needs_capacity = True  # a dump loads into the same capacity only
+
     def __init__(
         self,
         gamma: float = 0.99,

@@ -13,8 +13,8 @@ import torch
 from tensordict import TensorDict
 
 from rlbuf_td import HindsightSampler, PackedStorage, ReplayBuffer, UniformSampler
-from rlbuf_td.kernels.dispatch import loops
 from rlbuf_td.kernels.huge_pages import advise
+from rlbuf_td.kernels.rows import cpu
 from rlbuf_td.kernels.rows.read_ahead import IS_KNOWN
 from rlbuf_td.storages.allocate import find_rows
 from tests.catalogue import assert_same
@@ -48,7 +48,7 @@ def test_what_is_read_ahead_is_what_is_read(how, ndim, tmp_path: Path, monkeypat
         asked.append(arguments)
         return True
 
-    monkeypatch.setattr(loops("rows.cpu"), "is_absent", is_absent)
+    monkeypatch.setattr(cpu, "is_absent", is_absent)
     plain, mapped = PackedStorage(400, ndim=ndim), PackedStorage(400, ndim=ndim, scratch_dir=tmp_path, **HOW[how])
     data = Lanes(2, 0).steps(200, 0.1) if ndim > 1 else Lanes(1, 0).steps(300, 0.1)[:, 0]
     for storage in (plain, mapped):

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from rlbuf_td.kernels.batch.memory import Entry, LeafMemory
 from rlbuf_td.kernels.batch.ring import BATCH, RING
-from rlbuf_td.kernels.dispatch import loops
 from rlbuf_td.kernels.huge_pages import advise_huge_pages
 from rlbuf_td.kernels.rows import refuse_rows
 
@@ -76,5 +75,7 @@ def gather_leaves(matrix: Tensor, index: Tensor, extents: np.ndarray, out: Seque
     targets = np.fromiter(map(Tensor.data_ptr, out), np.int64, len(out))
     row_bytes, live = matrix.stride(0) * matrix.element_size(), len(matrix)
     given = index.data_ptr(), index.numel(), extents, targets
-    if not loops("batch.cpu").gather_within(matrix.data_ptr(), row_bytes, live, *given):
+    from rlbuf_td.kernels.batch import cpu
+
+    if not cpu.gather_within(matrix.data_ptr(), row_bytes, live, *given):
         refuse_rows(index, live)

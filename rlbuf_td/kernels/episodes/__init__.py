@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from rlbuf_td.kernels.device_scalars import DeviceScalars, is_capturing, outside_inference_mode
-from rlbuf_td.kernels.dispatch import agrees_with_reference, backend_of, loops
+from rlbuf_td.kernels.dispatch import agrees_with_reference, backend_of
 
 WORD = 64
 
@@ -91,7 +91,9 @@ class FlagBoundaries(BoundariesBase):
 
     def reach(self, cells: Tensor, within: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
         if backend_of(cells) == "triton" and agrees_with_reference("reach of trajectories", cells.device, _compare):
-            return loops("episodes.cuda").reach(self, cells, within)
+            from rlbuf_td.kernels.episodes import cuda
+
+            return cuda.reach(self, cells, within)
         return self.scan(cells, within)
 
     def scan(self, cells: Tensor, within: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -147,7 +149,9 @@ class BitBoundaries(BoundariesBase):
         return *addresses, len(self.starts) - 1, self.steps, self.lanes
 
     def write(self, start: int, count: int, end: Tensor, name: Tensor | None) -> None:
-        loops("episodes.cpu").write(self.numbers(end, name), start, count)
+        from rlbuf_td.kernels.episodes import cpu
+
+        cpu.write(self.numbers(end, name), start, count)
 
     def numbers(self, end: Tensor, name: Tensor | None) -> np.ndarray:
         """Return the arguments of the loop of :meth:`write`; zeros stand for ``name`` if it is None."""
@@ -158,7 +162,9 @@ class BitBoundaries(BoundariesBase):
         rows = len(cells)
         back, ahead, over = np.empty(rows, np.int64), np.empty(rows, np.int64), np.empty(rows, np.bool_)
         most = self.steps if within is None else min(self.steps, within)
-        loops("episodes.cpu").reach(self.bitmap, cells.numpy(), most, back, ahead, over)
+        from rlbuf_td.kernels.episodes import cpu
+
+        cpu.reach(self.bitmap, cells.numpy(), most, back, ahead, over)
         return torch.from_numpy(back), torch.from_numpy(ahead), torch.from_numpy(over)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -193,5 +199,7 @@ def _compare(device: torch.device) -> None:
     boundaries.write(0, 500, end.to(device), None)
     cells = torch.randint(1_500, (64,), generator=generator, device="cpu").to(device)
     for within in (None, 20):
-        found, expected = loops("episodes.cuda").reach(boundaries, cells, within), boundaries.scan(cells, within)
+        from rlbuf_td.kernels.episodes import cuda
+
+        found, expected = cuda.reach(boundaries, cells, within), boundaries.scan(cells, within)
         torch.testing.assert_close(found, expected)

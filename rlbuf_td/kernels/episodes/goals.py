@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlbuf_td.kernels.dispatch import loops
 from rlbuf_td.kernels.episodes import BitBoundaries, Boundaries, FlagBoundaries
 
 #: The strategies, in the order of their thresholds.
@@ -46,7 +45,9 @@ def choose_goals(boundaries: Boundaries, cells: Tensor, uniform: Tensor, law: La
     if isinstance(boundaries, BitBoundaries):
         rows, mask = np.empty(len(cells), np.int64), np.empty(len(cells), np.bool_)
         given = boundaries.bitmap, *law, live, cells.numpy(), uniform.numpy()
-        loops("episodes.batches_cpu").choose_goals(*given, rows, mask)
+        from rlbuf_td.kernels.episodes import batches_cpu
+
+        batches_cpu.choose_goals(*given, rows, mask)
         return torch.from_numpy(rows), torch.from_numpy(mask)
     steps, lanes = boundaries.cut.shape
     back, ahead, over = boundaries.reach(cells)

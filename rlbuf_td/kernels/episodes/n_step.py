@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlbuf_td.kernels.dispatch import loops
 from rlbuf_td.kernels.episodes import BitBoundaries, Boundaries, FlagBoundaries
 
 _GAMMA = 6  # index of gamma in ``FlagBoundaries.numbers``; 0 to 5, and 7, hold a law of goals
@@ -52,7 +51,9 @@ def sums_ahead(
         taken, last, width = torch.empty_like(rows), torch.empty_like(rows), reward.element_size()
         column = reward.data_ptr(), reward.stride(0) * width, reward.shape[1:].numel(), width == 8
         given = len(rows), rows.data_ptr(), n, gamma, total.data_ptr(), taken.data_ptr(), last.data_ptr()
-        loops("episodes.batches_cpu").sums_ahead(boundaries.bitmap, *column, *given)
+        from rlbuf_td.kernels.episodes import batches_cpu
+
+        batches_cpu.sums_ahead(boundaries.bitmap, *column, *given)
         return total, taken, last
     window, ahead = windows(boundaries, rows, n, boundaries.lanes, len(reward))
     end = torch.zeros_like(window, dtype=torch.bool)

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlbuf_td.kernels.dispatch import loops
 from rlbuf_td.kernels.rank_order.chunks import GROUPS, ROWS, Chunks, addresses, allocate
 from rlbuf_td.kernels.rank_order.law import RankLaw
 from rlbuf_td.kernels.rank_order.reference import LARGEST, as_float32
@@ -44,7 +43,9 @@ class ChunkedOrder:
         if len(rows):
             keys = (0x7FFFFFFF - self.chunks.bits[rows].astype(np.int64)) << 32 | rows  # as cpu.key_of
             keys.sort()
-            loops("rank_order.cpu_update").arrange(self.addresses, keys)
+            from rlbuf_td.kernels.rank_order import cpu_update
+
+            cpu_update.arrange(self.addresses, keys)
 
     def assign_(self, magnitude: Tensor) -> None:
         with self.lock:
@@ -62,13 +63,17 @@ class ChunkedOrder:
     def update_(self, index: Tensor, td_error: Tensor, rows: int, counts: bool = True) -> float | Tensor:
         given = index.numpy(), as_float32(td_error).numpy(), rows
         with self.lock:
-            return loops("rank_order.cpu_update").update(self.addresses, *given)
+            from rlbuf_td.kernels.rank_order import cpu_update
+
+            return cpu_update.update(self.addresses, *given)
 
     def fill_(self, start: int, count: int, magnitude: float | Tensor) -> None:
         if count > 0:
             bits = int(np.float32(min(float(magnitude), LARGEST)).view(np.int32))
             with self.lock:
-                loops("rank_order.cpu_update").fill(self.addresses, np.arange(start, start + count), bits)
+                from rlbuf_td.kernels.rank_order import cpu_update
+
+                cpu_update.fill(self.addresses, np.arange(start, start + count), bits)
 
     def draw(
         self, law: RankLaw, uniform: Tensor, *, stratified: bool, beta: float, norm: str | None
@@ -77,13 +82,17 @@ class ChunkedOrder:
         index, weight = np.empty(batch, np.int64), np.empty(batch, np.float32)
         given = law.head.numpy(), law.alpha, law.shift, uniform.numpy(), step_of(batch, stratified), beta, NORMS[norm]
         with self.lock:
-            drawn = loops("rank_order.cpu").draw(self.addresses, *given, index, weight)
+            from rlbuf_td.kernels.rank_order import cpu
+
+            drawn = cpu.draw(self.addresses, *given, index, weight)
         return (torch.from_numpy(index), torch.from_numpy(weight)) if drawn else None
 
     def ranks_of(self, index: Tensor) -> Tensor:
         ranks = np.empty(index.shape[0], np.int64)
         with self.lock:
-            inside = loops("rank_order.cpu").ranks_of(self.addresses, index.numpy(), ranks)
+            from rlbuf_td.kernels.rank_order import cpu
+
+            inside = cpu.ranks_of(self.addresses, index.numpy(), ranks)
         if not inside:
             low, high, last = int(index.min()), int(index.max()), len(self.magnitude) - 1
             raise IndexError(f"row {low if low < 0 else high} is out of range: rows are 0 to {last}")

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlbuf_td.kernels.dispatch import backend_of, loops
+from rlbuf_td.kernels.dispatch import backend_of
 
 __all__ = ["QUEUE", "recent_rows"]
 _FIELDS = "began", "clock", "count", "newest", "fresh", "steps", "lanes", "intervals", "capacity", "head", "length"
@@ -40,7 +40,9 @@ def recent_rows(
     if backend_of(uniform) == "numba":
         rows = torch.empty(uniform.shape, dtype=torch.int64, device="cpu")
         given = uniform.data_ptr(), rows.data_ptr(), len(uniform)
-        loops("recency.cpu").recent_rows(*given, newest, span, steps, lanes, log_decay)
+        from rlbuf_td.kernels.recency import cpu
+
+        cpu.recent_rows(*given, newest, span, steps, lanes, log_decay)
         return rows
     decay = torch.as_tensor(log_decay, dtype=torch.float64, device=uniform.device)
     negative = torch.where(decay < 0, decay, -1.0)

@@ -10,7 +10,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from rlbuf_td.kernels.dispatch import backend_of, loops
+from rlbuf_td.kernels.dispatch import backend_of
 
 
 def put_values_(target: Tensor, values: Tensor, mask: Tensor) -> int:
@@ -22,7 +22,9 @@ def put_values_(target: Tensor, values: Tensor, mask: Tensor) -> int:
     dtype, rows, is_on_host = target.dtype, target.shape[0], backend_of(target) == "numba"
     if (dtype is torch.float32 or dtype is torch.float64) and target.numel() == rows and is_on_host:
         columns = target.data_ptr(), target.stride(0), values.data_ptr(), values.stride(0)
-        return loops("rows.cpu").put_values(*columns, dtype.itemsize, rows, mask.data_ptr())
+        from rlbuf_td.kernels.rows import cpu
+
+        return cpu.put_values(*columns, dtype.itemsize, rows, mask.data_ptr())
     where = mask.view(-1, *[1] * (target.ndim - 1))
     if is_on_host and target.is_floating_point():
         bad = (where & values.isnan()).nonzero()
@@ -37,7 +39,9 @@ def put_rows_(target: Tensor, column: Tensor, rows: Tensor, mask: Tensor) -> Non
     if backend_of(target) == "numba" and target.is_contiguous() and column[:1].is_contiguous():
         width, step = target.nbytes // max(1, len(target)), column.stride(0) * column.itemsize
         given = target.data_ptr(), column.data_ptr(), step, width, rows.data_ptr(), mask.data_ptr(), len(rows)
-        loops("rows.cpu").put_rows(*given)
+        from rlbuf_td.kernels.rows import cpu
+
+        cpu.put_rows(*given)
     else:
         where = mask.view(-1, *[1] * (target.ndim - 1))
         target.copy_(torch.where(where, column.index_select(0, rows), target))
@@ -65,7 +69,9 @@ def skip_ring(
     """
     if backend_of(index) == "numba":
         others = index.data_ptr(), stamp.data_ptr(), index.shape[0], clock, last, steps, lanes
-        skip = loops("rows.cpu").skip_ring
+        from rlbuf_td.kernels.rows import cpu
+
+        skip = cpu.skip_ring
         count = skip(0, *others)  # stale rows are rare
         if not count:
             return index, 0

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from rlbuf_td.kernels.device_scalars import outside_inference_mode
-from rlbuf_td.kernels.dispatch import backend_of, loops
+from rlbuf_td.kernels.dispatch import backend_of
 
 _CHUNK = 1 << 18  # rows whose names are read at once
 
@@ -107,7 +107,9 @@ def read_(table: Table, cells: Tensor, live: int, leaves: Sequence[Tensor | None
     own, where, count = table.rows, 0 if order is None else order.data_ptr(), cells.numel()
     targets = np.array([0 if leaf is None else leaf.data_ptr() for leaf in leaves], np.int64)
     given = targets, own.data_ptr(), own.shape[1], live, cells.data_ptr(), where, count
-    return loops("rows.pool_cpu").read(*table.arrays, table.runs, *given)
+    from rlbuf_td.kernels.rows import pool_cpu
+
+    return pool_cpu.read(*table.arrays, table.runs, *given)
 
 
 def write_(
@@ -123,7 +125,9 @@ def write_(
     """
     rows, (where, start) = table.rows, (0, cells) if isinstance(cells, int) else (cells.data_ptr(), 0)
     given = sources, rows.data_ptr(), rows.shape[1], len(rows), table.lanes, where, start, count, lanes, deferred
-    loops("rows.pool_cpu").write(*table.arrays, *given)
+    from rlbuf_td.kernels.rows import pool_cpu
+
+    pool_cpu.write(*table.arrays, *given)
 
 
 def grow_(table: Table, g: int, most: int) -> None:

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlbuf_td.kernels.dispatch import loops
 from rlbuf_td.kernels.huge_pages import advise
 from rlbuf_td.kernels.rows.pool import Table
 
@@ -28,7 +27,9 @@ def ask_for_rows(rows: Tensor, cells: Tensor) -> Tensor | None:
         return None
     cells = cells.contiguous()
     base, stride = rows.data_ptr(), rows.stride(0) * rows.element_size()
-    if not loops("rows.cpu").is_absent(base, stride, cells.data_ptr(), len(cells)):
+    from rlbuf_td.kernels.rows import cpu
+
+    if not cpu.is_absent(base, stride, cells.data_ptr(), len(cells)):
         return None
     cells, order = cells.sort()
     _ask(base + stride * _inside(cells, len(rows)), stride)

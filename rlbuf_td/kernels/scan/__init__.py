@@ -14,7 +14,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from rlbuf_td.kernels.dispatch import backend_of, loops
+from rlbuf_td.kernels.dispatch import backend_of
 
 #: State value, next state value, reward, done and terminated.
 Columns: TypeAlias = Sequence[Tensor]
@@ -77,7 +77,9 @@ def gae_contiguous(
     value = columns[0]
     advantage, target = _empty_like(value), _empty_like(value)
     addresses = map(Tensor.data_ptr, (*columns, advantage, target))
-    loops("scan.cpu").gae(value.dtype is torch.float64, gamma, gamma * lmbda, *addresses, lanes, steps, features)
+    from rlbuf_td.kernels.scan import cpu
+
+    cpu.gae(value.dtype is torch.float64, gamma, gamma * lmbda, *addresses, lanes, steps, features)
     return advantage, target
 
 
@@ -87,7 +89,9 @@ def reverse_scan(a: Tensor, b: Tensor) -> Tensor:
         return reverse_scan_doubling(a, b)
     a, b = a.contiguous(), b.expand_as(a).contiguous()
     x = torch.empty_like(a)
-    loops("scan.cpu").scan(a.dtype is torch.float64, a.data_ptr(), b.data_ptr(), x.data_ptr(), *a.shape)
+    from rlbuf_td.kernels.scan import cpu
+
+    cpu.scan(a.dtype is torch.float64, a.data_ptr(), b.data_ptr(), x.data_ptr(), *a.shape)
     return x
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlbuf_td.kernels.dispatch import agrees_with_reference, backend_of, loops
+from rlbuf_td.kernels.dispatch import agrees_with_reference, backend_of
 from rlbuf_td.kernels.strata import NORMS, step_of
 from rlbuf_td.kernels.sum_tree import reference
 from rlbuf_td.kernels.sum_tree.reference import weight_of
@@ -47,7 +47,9 @@ def update_(
     """
     if backend_of(tree.weight) == "numba":
         numbers = int(rows), float(alpha), float(eps)
-        return loops("sum_tree.cpu").update(tree.addresses, index.numpy(), td_error.numpy(), *numbers)
+        from rlbuf_td.kernels.sum_tree import cpu
+
+        return cpu.update(tree.addresses, index.numpy(), td_error.numpy(), *numbers)
     state, kernels = tree.device_state, _device_kernels(tree)
     alpha, eps, rows = state.put(alpha=alpha, eps=eps, named=rows)
     changed, among_these, refused = reference.assign(tree, index, td_error, rows, alpha, eps)
@@ -58,7 +60,9 @@ def update_(
 def fill_(tree: SumTree, start: int, count: int, magnitude: Number, alpha: Number, eps: Number) -> None:
     """Set the magnitude of ``count`` rows from ``start`` on. O(count + log N)."""
     if backend_of(tree.weight) == "numba":
-        return loops("sum_tree.cpu").fill(tree.addresses, start, count, float(magnitude), float(alpha), float(eps))
+        from rlbuf_td.kernels.sum_tree import cpu
+
+        return cpu.fill(tree.addresses, start, count, float(magnitude), float(alpha), float(eps))
     kernels = _device_kernels(tree)
     alpha, eps, entry = tree.device_state.put(alpha=alpha, eps=eps, entry=magnitude)
     part = slice(start, start + count)
@@ -70,7 +74,9 @@ def fill_(tree: SumTree, start: int, count: int, magnitude: Number, alpha: Numbe
 def rebuild_(tree: SumTree) -> None:
     """Recompute all nodes above the weights. O(N)."""
     if backend_of(tree.weight) == "numba":
-        loops("sum_tree.cpu").repair_range(tree.addresses, 0, tree.weight.shape[0])
+        from rlbuf_td.kernels.sum_tree import cpu
+
+        cpu.repair_range(tree.addresses, 0, tree.weight.shape[0])
     else:
         _device_kernels(tree).repair_range(tree, 0, tree.weight.shape[0])
 
@@ -104,7 +110,9 @@ def draw(
     batch = uniform.shape[0]
     index, weight = np.empty(batch, np.int64), np.empty(batch, np.float32)  # 4 us less than with torch.empty
     law = step_of(batch, stratified), int(rows), float(beta), NORMS[norm]
-    if not loops("sum_tree.cpu").draw(tree.addresses, uniform.numpy(), *law, index, weight):
+    from rlbuf_td.kernels.sum_tree import cpu
+
+    if not cpu.draw(tree.addresses, uniform.numpy(), *law, index, weight):
         return None
     return torch.from_numpy(index), torch.from_numpy(weight)
 
@@ -113,7 +121,9 @@ def weigh_beside_(tree: SumTree, index: Tensor, drawn: Tensor, beta: float, weig
     """Implement :meth:`rlbuf_td.samplers.priorities.Law.weigh_beside_` and return True; False except on the CPU."""
     if backend_of(tree.weight) != "numba":
         return False
-    loops("sum_tree.cpu").weigh_beside(tree.addresses, index.numpy(), int(drawn), float(beta), weight.numpy())
+    from rlbuf_td.kernels.sum_tree import cpu
+
+    cpu.weigh_beside(tree.addresses, index.numpy(), int(drawn), float(beta), weight.numpy())
     return True
 
 
@@ -128,7 +138,9 @@ def prepare_capture(tree: SumTree, alpha: float, eps: float, beta: float, rows: 
 def _device_kernels(tree: SumTree) -> ModuleType:
     memory = tree.weight
     if backend_of(memory) == "triton" and agrees_with_reference("sum tree", memory.device, _compare):
-        return loops("sum_tree.cuda")
+        from rlbuf_td.kernels.sum_tree import cuda
+
+        return cuda
     return reference
 
 
@@ -140,7 +152,9 @@ def _compare(device: torch.device) -> None:
     uniform = torch.rand(64, dtype=torch.float64, generator=generator, device="cpu").to(device)
     number = torch.full((), 0.5, dtype=torch.float64, device=device)
     found: list[tuple[Tensor, ...]] = []
-    for kernels in (reference, loops("sum_tree.cuda")):
+    from rlbuf_td.kernels.sum_tree import cuda
+
+    for kernels in (reference, cuda):
         tree = SumTree.empty(rows, device)
         tree.weight.copy_(weight[0])
         kernels.repair_range(tree, 0, rows)
