@@ -1,4 +1,4 @@
-"""Dumps and loads whole buffers, and reads a dump without a buffer. A failed load leaves the buffer unchanged."""
+"""Dumps and loads whole buffers, and reads a dump without a buffer. A refused dump leaves the buffer unchanged."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def open_checkpoint(path: str | Path, *, progress: bool | None = None) -> Checkp
         A :class:`Checkpoint` with the rows, the class names, the capacity, and the states of sampler and writer.
 
     Raises:
-        CheckpointError: a file is missing, damaged, truncated, foreign or of another version.
+        CheckpointError: the folder holds no dump, a file is missing or damaged, or the dump is of another version.
 
     Cost: reads all files and compares them with their checksums; the rows take as much RAM as in the buffer.
 

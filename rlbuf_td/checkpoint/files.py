@@ -28,7 +28,7 @@ Job = tuple[Chunk, int, torch.Tensor | None]
 
 
 class DumpWriter:
-    """Writes a dump beside the previous one, and with ``sync`` waits for the disk. The caller locks the folder."""
+    """Writes a dump beside the previous one; with ``sync``, waits for the disk. The caller locks the folder."""
 
     def __init__(self, path: Path, about: dict[str, Any], *, sync: bool = True) -> None:
         self.path, self.sync = path, sync
@@ -45,7 +45,7 @@ class DumpWriter:
         self._known = {(each.nbytes, each.checksum): each for each in chunks if sizes.get(each.file) == each.nbytes}
 
     def store(self, tensors: Sequence[torch.Tensor], report: Report) -> tuple[Stored, ...]:
-        """Write tensors of any device; skip chunks that the previous dump holds."""
+        """Write tensors of any device in chunks; a chunk that the previous dump holds is not written again."""
         self.nbytes = sum(tensor.nbytes for tensor in tensors)
         parts = [[part for part in flat_bytes(tensor).split(CHUNK_BYTES) if len(part)] for tensor in tensors]
         wait_for_gpus(tensors)
@@ -87,7 +87,7 @@ class DumpWriter:
             _sync(self.path)
 
     def clean(self) -> None:
-        """Remove all dump files that the manifest does not name, such as those of a killed dump."""
+        """Remove all dump files that the manifest does not name, such as those of an interrupted dump."""
         manifest = Manifest.previous(self.path)
         named = {chunk.file for stored in manifest.tensors for chunk in stored.chunks} if manifest else ()
         for file in (self.path / DATA).iterdir():
@@ -98,7 +98,7 @@ class DumpWriter:
 
 
 class DumpReader:
-    """Reads tensors, and compares each file with the manifest. The caller locks the folder."""
+    """Reads tensors; a file that is read whole is compared with its checksum. The caller locks the folder."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -123,7 +123,7 @@ class DumpReader:
         self._read([(chunk, 0, None) for stored in tensors for chunk in stored.chunks], report)
 
     def read_into(self, stored: Stored, start: int, target: torch.Tensor, report: Report) -> None:
-        """Fill ``target`` (uint8) with bytes of ``stored`` from ``start`` on; only whole chunks are checked."""
+        """Fill ``target`` (uint8) from byte ``start`` of ``stored`` on; chunks that are read whole are checked."""
         wait_for_gpus([target])
         jobs: list[Job] = []
         at = 0
@@ -156,7 +156,7 @@ class DumpReader:
         return nbytes
 
     def _require(self, chunk: Chunk) -> Path:
-        """Return the file of a chunk; refuse a missing file, or one whose length differs from the manifest's."""
+        """Return the file of a chunk; refuse a missing file, or one that does not have ``chunk.nbytes`` bytes."""
         file = self.path / DATA / chunk.file
         try:
             status = file.lstat()
@@ -177,7 +177,7 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def wait_for_gpus(tensors: Sequence[torch.Tensor]) -> None:
-    """Wait for pending GPU work, because the threads of a dump or load copy tensors on other streams."""
+    """Wait for the current streams of the tensors' GPUs, because dumps and loads copy on other streams."""
     for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
 

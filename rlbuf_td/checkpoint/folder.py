@@ -1,4 +1,4 @@
-"""Saves and loads a state in a folder, with a lock against other dumps and a progress bar."""
+"""Saves and loads a state in a folder; locks the folder against other dumps, and shows a progress bar."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def load_state(path: str | Path, kind: str) -> dict[str, Any]:
 
 @contextmanager
 def writing(path: str | Path, kind: str, *, sync: bool = True) -> Iterator[DumpWriter]:
-    """Create and lock the folder ``path``, and yield a writer; at the end, remove files not in the manifest."""
+    """Create and lock the folder ``path``, and yield a writer; at the end, remove unused dump files."""
     folder = Path(path).absolute()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -91,7 +91,7 @@ def explained(reader: DumpReader) -> Iterator[None]:
 
 @contextmanager
 def progress_bar(what: str, nbytes: int, progress: bool | None) -> Iterator[Report]:
-    """Yield a function that adds bytes to a progress bar (``None``: shown on a terminal, from 1 GiB on)."""
+    """Yield a function that adds bytes to the bar; ``progress=None`` shows the bar on a terminal, from 1 GiB on."""
     is_shown = nbytes >= _LARGE and sys.stderr.isatty() if progress is None else progress
     try:
         from tqdm import tqdm
@@ -108,7 +108,7 @@ def progress_bar(what: str, nbytes: int, progress: bool | None) -> Iterator[Repo
 
 @contextmanager
 def _locked(path: Path, *, for_reading: bool = False) -> Iterator[None]:
-    """Lock a folder against other dumps; the system releases the lock if its process dies."""
+    """Lock a folder against other dumps and loads; the system releases the lock if this process dies."""
     from filelock import FileLock, Timeout
 
     with ExitStack() as stack:

@@ -1,10 +1,10 @@
-"""The manifest: the files, sizes and checksums that make up a dump. Replacing the manifest makes a new dump valid.
+"""The manifest of a dump: its state, and its files with checksums. Replacing the manifest makes a new dump valid.
 
-``manifest.json`` is one JSON object. ``tensors`` lists the dtype, shape and chunks ``[file, bytes, checksum]`` of each
-tensor; ``state`` is everything else; the last entry is the checksum of all the text before it.
+``manifest.json`` is one JSON object. ``tensors`` lists the dtype, shape and chunks ``[file, length, checksum]`` of
+each tensor. ``state`` holds the other saved values. The last entry is the checksum of all the text before it.
 
-A state consists of numbers, strings, lists, dicts and tensors, and is never pickled. A value that JSON lacks becomes an
-object with one key that begins with ``$``:
+A state consists of numbers, strings, lists, dicts and tensors, and is never pickled. A value that JSON cannot express
+becomes an object with one key, which begins with ``$``:
 
 - ``{"$tensor": 3}``: the tensor at this index of ``tensors``.
 - ``{"$float": "nan"}``, ``{"$tuple": [...]}``, ``{"$size": [2, 3]}``, ``{"$dtype": "float32"}``, ``{"$device": "cpu"}``
@@ -42,7 +42,7 @@ _SUFFIX_BYTES = len(_SUFFIX.format("0" * 24))
 
 
 class CheckpointError(ValueError):
-    """A dump cannot be written or read; the message names the file and the problem, and nothing has changed.
+    """A dump cannot be written or read; the message says why.
 
     Example:
         >>> import tempfile
@@ -91,7 +91,7 @@ class Stored:
 
     @classmethod
     def from_json(cls, entry: Any) -> Stored:
-        """Parse an entry of the manifest; refuse contradictions, and files outside the dump."""
+        """Parse an entry of the manifest; refuse sizes that contradict each other, and files outside the dump."""
         try:
             dtype, shape = dtype_of(entry["dtype"]), entry["shape"]
             chunks = tuple(Chunk(*chunk) for chunk in entry["chunks"])
@@ -110,7 +110,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of a dump: ``{"$tensor": j}`` in ``state`` refers to ``tensors[j]``."""
+    """The parsed manifest of a dump; ``{"$tensor": j}`` in ``state`` refers to ``tensors[j]``."""
 
     generation: int  # number of earlier dumps into the folder
     state: dict[str, Any]
@@ -129,7 +129,7 @@ class Manifest:
 
     @classmethod
     def read(cls, path: Path) -> Manifest:
-        """Read the manifest in the folder ``path``; refuse a damaged or foreign manifest, or another version."""
+        """Read the manifest in the folder ``path``; refuse one that is damaged, or of another format or version."""
         file = path / MANIFEST
         try:
             data = file.read_bytes()
@@ -149,7 +149,7 @@ class Manifest:
 
     @classmethod
     def previous(cls, path: Path) -> Manifest | None:
-        """Return the manifest that a dump may replace, or None; raise an error for a foreign or newer manifest."""
+        """Return the manifest to replace, or None if missing, damaged or older; refuse a newer or another format."""
         try:
             return cls.read(path)
         except CheckpointError as error:
@@ -186,7 +186,7 @@ def _instead(path: Path) -> str:
 
 
 def encode(value: Any, tensors: list[torch.Tensor], where: str) -> Any:
-    """Convert ``value`` to JSON, and append its tensors to ``tensors``; errors call the value ``where``."""
+    """Convert ``value`` to JSON, and append its tensors to ``tensors``; ``where`` names the value in errors."""
     if isinstance(value, np.integer | np.floating):
         value = value.item()
     if value is None or isinstance(value, bool | str | int):
@@ -226,7 +226,7 @@ def encode(value: Any, tensors: list[torch.Tensor], where: str) -> Any:
 
 
 def decode(value: Any, tensor: Callable[[int], Any]) -> Any:
-    """Invert :func:`encode`; ``tensor(j)`` returns the j-th tensor. Malformed JSON raises one of ``MALFORMED``."""
+    """Invert :func:`encode`; ``tensor(j)`` returns tensor ``j``. A malformed value raises an error of ``MALFORMED``."""
     if isinstance(value, list):
         return [decode(item, tensor) for item in value]
     if not isinstance(value, dict):

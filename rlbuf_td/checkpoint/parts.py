@@ -25,7 +25,7 @@ def at_rest(rb: Any) -> Iterator[dict[str, Any]]:
 
 
 def capture(rb: Any, prefetched: dict[str, Any]) -> dict[str, Any]:
-    """Return all state that determines the behaviour of a buffer, without copying tensors."""
+    """Return all state that determines the behaviour of a buffer, without copying the rows."""
     storage, generator = rb.storage, rb._rng
     return {
         "buffer": {
@@ -54,7 +54,7 @@ def capture(rb: Any, prefetched: dict[str, Any]) -> dict[str, Any]:
 
 
 def restore_buffer(rb: Any, saved: dict[str, Any], generator: dict[str, Any] | None) -> None:
-    """Restore the entries "buffer" and "generator" of :func:`capture`; the caller holds the buffer's locks."""
+    """Restore the sampling options, generator and prefetch queue of a buffer; the caller holds the buffer's locks."""
     rb._batch_size = saved["batch_size"]
     rb._consume_after_n_samples = saved["consume_after_n_samples"]
     restore_generator(rb, generator)
@@ -96,7 +96,7 @@ def _refuse_other_content(own: Any, saved: Any, where: str) -> None:
 
 
 def refuse_malformed(rb: Any, saved: dict[str, Any]) -> None:
-    """Refuse values of a forged dump that the storage, sampler and writer do not check."""
+    """Refuse malformed values that the storage, sampler and writer do not check themselves."""
     buffer, writer = saved["buffer"], saved["writer"]["state"]
     counts = [buffer["batch_size"], buffer["consume_after_n_samples"], *map(writer.get, ("_cursor", "_write_count"))]
     if not all(count is None or (type(count) is int and 0 <= count < 1 << 63) for count in counts):
@@ -117,10 +117,10 @@ def refuse_malformed(rb: Any, saved: dict[str, Any]) -> None:
 
 
 def resized_state(sampler: Any, state: dict[str, Any], rows: torch.Tensor | None, capacity: int, moved: bool) -> Any:
-    """Convert a sampler's saved state to a storage of ``capacity`` rows.
+    """Convert a sampler's saved state for a storage of ``capacity`` rows.
 
-    ``rows`` is the saved row of each new row, ``[n]`` int64, or ``None`` if the capacity is the same. ``moved`` tells
-    whether any row has a new position or is dropped.
+    ``rows``, ``[n]`` int64, is the flat index in the dump of each loaded row; None if the capacity is the same.
+    ``moved`` tells whether any row has a new position or is dropped.
     """
     if hasattr(sampler, "resized_state"):
         return sampler.resized_state(state, rows, capacity, moved)
@@ -139,7 +139,7 @@ def trajectories_of(storage: Storage) -> list[dict[str, Any]]:
 
 
 def load_trajectories(rb: Any, saved: list[dict[str, Any]]) -> None:
-    """Restore the saved trajectory indices; an index that was not saved reads the rows again."""
+    """Restore the trajectory indices (unsaved ones read the rows again); end unfinished trajectories that have ids."""
     storage = rb.storage
     for each in storage._attached_entities:
         if isinstance(each, TrajectoryIndex):
@@ -193,7 +193,7 @@ def _is_here(device: torch.device) -> bool:
 
 
 class Rollback(ExitStack):
-    """Loads states, and restores old ones after an error. A sampler with ``snapshot`` is not restored: load it last."""
+    """Loads states; after an error, restores the old ones, except of samplers with ``snapshot()``: load these last."""
 
     def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> bool | None:
         if kind is None:

@@ -34,16 +34,16 @@ class Fit:
         return not self.is_same and (self.ranges != ((0, self.steps),) or self.dropped > 0)
 
     def rows(self, lanes: int) -> torch.Tensor:
-        """Return the saved flat index of each row in the storage, ``[steps * lanes]`` int64."""
+        """Return the flat index in the dump of each loaded row, ``[steps * lanes]`` int64."""
         parts = [torch.arange(first * lanes, (first + count) * lanes, device="cpu") for first, count in self.ranges]
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 def fit(saved: int, capacity: int, live: int, cursor: int | None) -> Fit:
-    """Choose the newest of the ``live`` written steps, in a ring of ``saved`` steps, that fit into ``capacity`` steps.
+    """Choose the newest steps of a dump that fit into ``capacity`` steps; ``live`` of its ``saved`` steps are written.
 
-    ``cursor`` is the next position of the saved ring, or ``None`` if the writer does not write in order of age.
-    If the steps do not keep their positions, the oldest comes first.
+    ``cursor`` is the step at which the saved ring would continue, or ``None`` if its writer does not write in order.
+    Steps that do not keep their positions are ordered by age, with the oldest at step 0.
     """
     if saved == capacity or (live < saved and live <= capacity):
         return Fit(((0, live),) if live else (), live, saved == capacity, 0)
@@ -101,12 +101,12 @@ class SavedRows:
         return (1 if self._is_read_once else 2) * sum(stored.nbytes for stored in (self.matrix, *self.entries))
 
     def verify(self, report: Report) -> None:
-        """Check the files against their checksums, unless the load reads them only once, into new memory."""
+        """Check the files against their checksums; files that the load reads only once are checked in that read."""
         if not self._is_read_once:
             self.reader.verify([self.matrix, *self.entries], report)
 
     def allocated(self, report: Report) -> Rows | None:
-        """Return new rows with the saved content, or None if the storage has matching rows."""
+        """Return new rows with the saved content, or None if the storage already has rows of this layout."""
         if not self.is_fresh:
             return None
         storage = self.storage
@@ -127,7 +127,7 @@ class SavedRows:
         return rows
 
     def put(self, allocated: Rows | None, report: Report) -> None:
-        """Install the ``allocated`` rows in the storage; without them, read into the storage's own rows."""
+        """Install the ``allocated`` rows in the storage; if None, read the saved rows into the storage's own rows."""
         storage = self.storage
         if allocated is not None:
             storage.adopt(allocated)
@@ -144,7 +144,7 @@ class SavedRows:
             at += count
 
     def _read_shared(self, rows: Rows, report: Report) -> None:
-        """Read into ``rows`` if they or the saved rows are deduplicated."""
+        """Read the saved rows into ``rows``; at least one of the two is deduplicated."""
         matrix = self.reader.read_stored(self.matrix, report)
         if self.dedup is not None:
             refuse_foreign(self.dedup, matrix, self.entries)

@@ -1,8 +1,8 @@
 """Performance-critical operations on plain tensors.
 
 Most operations have a reference implementation in torch operations, which runs on any device and defines the results.
-On the CPU, loops compiled by numba replace the reference. The sum tree and the search for trajectory ends also have
-Triton kernels. Tests compare all implementations. :mod:`~rlbuf_td.kernels.dispatch` selects the backend.
+On the CPU, loops compiled by numba replace the reference. The sum tree and the search for trajectory boundaries also
+have Triton kernels. Tests compare all implementations. :mod:`~rlbuf_td.kernels.dispatch` selects the backend.
 
 ``sum_tree/`` samples by priority, ``rank_order/`` by rank and ``recency/`` by age. ``episodes/`` finds trajectory
 boundaries, ``rows/`` copies and deduplicates rows, ``batch/`` samples or writes a batch in one call, and ``scan/``

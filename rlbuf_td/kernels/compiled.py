@@ -1,6 +1,7 @@
 """Helpers of the numba loops: decorators, and access to memory by address.
 
-Unboxing an array takes longer than many loops. Loops therefore take addresses of memory, which callers keep alive.
+Numba often takes longer to unbox an array argument than to run a whole loop. Loops therefore take addresses of memory,
+which callers keep alive.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ _is_capturing: ContextVar[bool] = ContextVar("is_capturing", default=False)
 
 @contextmanager
 def capturing() -> Iterator[None]:
-    """Mark this thread as capturing a CUDA graph: operations read settings from the device and ignore caches."""
+    """Mark this thread as capturing a CUDA graph; operations then read settings from the device and ignore caches."""
     token = _is_capturing.set(True)
     try:
         yield
@@ -32,7 +32,7 @@ def is_capturing() -> bool:
 
 
 def outside_inference_mode() -> AbstractContextManager[object]:
-    """Disable inference mode, because torch cannot modify tensors created in it later."""
+    """Disable inference mode, because tensors that are created in inference mode cannot be modified outside it."""
     return torch.inference_mode(False)
 
 
@@ -97,9 +97,10 @@ class PriorityState:
 def write_magnitudes(
     memory: Tensor, index: Tensor, magnitude: Tensor, rows: float | Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Write finite magnitudes to the rows ``index`` that are in ``[0, rows)``; a duplicate row keeps the last one.
+    """Write finite magnitudes to those rows of ``index`` in ``[0, rows)``; a duplicate row keeps its last magnitude.
 
-    Returns the written rows, ``[B]`` int64; the largest finite magnitude, -1 if none; the number of non-finite ones.
+    Returns the written rows, ``[B]`` int64 (row 0 if there are none), the largest finite magnitude of rows in
+    ``[0, rows)`` (-1 if there is none), and the number of magnitudes of these rows that are not finite.
     """
     named = (index >= 0) & (index < rows)
     valid = named & magnitude.isfinite()

@@ -7,8 +7,8 @@
 ============== =====================================================================================================
 
 The backends ``"triton"`` and ``"torch"`` never wait for the device: they skip invalid TD errors, while ``"numba"``
-refuses the batch. Modules of compiled loops are imported where they are first called, because importing numba or Triton
-takes seconds. To disable Triton, set the environment variable ``RLBUF_TD_TRITON=0`` or call :func:`enable_triton`.
+refuses a batch that contains one. To disable Triton, set the environment variable ``RLBUF_TD_TRITON=0`` or call
+``enable_triton(False)``. Importing numba or Triton takes seconds, so compiled modules are imported where they are called.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _has_triton() -> bool:
 
 
 def agrees_with_reference(operation: str, device: torch.device, compare: Callable[[torch.device], None]) -> bool:
-    """Whether ``compare(device)``, called once per operation and device, raises no error; warn if it does."""
+    """Whether ``compare(device)``, called once per operation and device, raises no error; warn if it raises one."""
     key = operation, device
     if key not in _agrees:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():

@@ -1,8 +1,8 @@
 """Stratified sampling: one draw from each of ``B`` equal segments of the total mass, the sum of all weights.
 
 A draw at position ``x`` selects the row at which the cumulative sum of weights exceeds ``x``. The segment of the first
-draw is random, and each following draw is about 0.618 ``B`` segments further. Every part of a batch, such as a
-minibatch, therefore has draws from the whole buffer.
+draw is random, and the segment of each later draw lies about 0.618 ``B`` segments after that of the draw before it,
+modulo ``B``. Every part of a batch, such as a minibatch, therefore has draws from the whole buffer.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Storages hold transitions in memory, each as one row of bytes.
 
-A transition of seven entries, such as HalfCheetah's, is a row of 168 bytes (one is padding)::
+A transition of seven entries, such as HalfCheetah's in float32, is a row of 168 bytes (one is padding)::
 
     byte  0        24            92            96                 164    165    166    167
           +--------+-------------+-------------+------------------+------+------+------+-+
@@ -10,24 +10,24 @@ A transition of seven entries, such as HalfCheetah's, is a row of 168 bytes (one
 **Rows.** :class:`PackedStorage` keeps its rows in one byte matrix ``[T, *lanes, row_bytes]``. The first write fixes
 keys, dtypes and shapes; a later write with other ones raises a :class:`SchemaError`. Leaves (the tensors of a
 transition) are ordered by item size, largest first, so that each leaf is aligned. ``storage[key]`` is a strided view of
-one column. A sampled batch is a copy; on the CPU, each leaf of a batch is a contiguous tensor. Read ``layout.py``, then
-``packed.py``.
+one column (a copy if deduplicated). A sampled batch is a copy; on the CPU, each leaf of a batch is a contiguous tensor.
+Read ``layout.py``, then ``packed.py``.
 
 **Time and lanes.** Dim 0 of a storage is time, the other dims are lanes (environments). Row ``(t, e)`` has the flat
 index ``t * E + e``. :class:`~rlbuf_td.TrajectoryIndex` finds how far a row's trajectory extends in its lane.
 
 **Deduplicated observations.** The next observation of a step is usually the observation of the following step, and
 consecutive frame stacks differ in one frame. With ``share_next`` or ``frames``, a pool holds the observations, and a
-row stores ids of pool entries. Neighbouring rows with equal observations store equal ids. Read ``dedup.py``, ``rows/``
-and :mod:`rlbuf_td.kernels.rows.pool`.
+row stores ids of pool entries. Neighbouring rows that hold the same observation or frame store the same id. Read
+``dedup.py``, ``rows/`` and :mod:`rlbuf_td.kernels.rows.pool`.
 
 **Stale rows.** The storage counts the time steps written, and a prioritized batch stores this count as
 ``"sampled_at"``. A ring is written in order, so the count shows which rows of a batch have been overwritten since
 sampling. Priority updates skip overwritten rows. Read ``write_clock.py``.
 
-**Processes.** Shared rows lie in shared memory. One lock protects them, and the system releases the lock if its holder
-dies. A journal, also in shared memory, saves the rows that a write replaces, so that the next holder of the lock can
-undo an unfinished write. Read ``shared/``.
+**Processes.** Rows that processes share lie in shared memory or in a file. One lock protects them, and the system
+releases the lock if its holder dies. A journal in shared memory saves the rows that a write replaces, so that the next
+holder of the lock can undo an unfinished write. Read ``shared/``.
 """
 
 from rlbuf_td.storages.packed import PackedStorage

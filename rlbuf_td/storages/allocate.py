@@ -58,7 +58,7 @@ def reserve(storage: Any, schema: TensorDictBase) -> None:
     The first write may have more keys, such as a policy's outputs; it then allocates the rows again.
 
     Args:
-        schema: one time step, ``[*lanes]``: an example, or the result of :func:`~rlbuf_td.envs.specs.schema_of`.
+        schema: an example of one time step, ``[*lanes]``, or the result of :func:`~rlbuf_td.envs.specs.schema_of`.
 
     Raises:
         RuntimeError: the rows are already allocated.
@@ -127,7 +127,7 @@ def rows_in(storage: Any, block: torch.Tensor, layout: RowLayout, shape: torch.S
 
 
 def find_rows(storage: Any, layout: RowLayout, shape: torch.Size, dedup: DedupLayout | None) -> Rows:
-    """Map rows in the file of ``scratch_dir`` or in shared memory, which another process may have written."""
+    """Map rows that another process may have allocated, in the file of ``scratch_dir`` or in shared memory."""
     nbytes = prod(shape) * layout.row_bytes if dedup is None else Sections.of(dedup, prod(shape)).total
     in_file = storage.scratch_dir is not None
     memory = map_bytes(storage.scratch_dir, nbytes) if in_file else storage.shared_rows.file.map(nbytes)
@@ -163,7 +163,7 @@ def allocate_bytes(
     """Return ``[nbytes]`` uint8 on a device, in a file, in shared memory, or in page-locked RAM.
 
     The bytes are uninitialised, or zero with ``sparse=(likely, at_once)``, which RAM and files support. ``likely`` is
-    the number of bytes that will probably be used. Only ``at_once`` bytes of a file are reserved on the disk.
+    the number of bytes that will probably be used. Only the first ``at_once`` bytes of a file are reserved.
     """
     place = torch.device("cpu") if offload else device
     lazily = scratch_dir is None and not shared and not offload

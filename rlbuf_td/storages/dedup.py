@@ -40,7 +40,7 @@ class DedupGroup:
 
 @dataclass(frozen=True)
 class DedupOptions:
-    """The arguments ``share_next`` and ``frames`` of :class:`~rlbuf_td.PackedStorage`, checked."""
+    """The validated arguments ``share_next`` and ``frames`` of :class:`~rlbuf_td.PackedStorage`."""
 
     share_next: bool | str | tuple[Key, ...]
     frames: tuple[tuple[Key, int, int], ...]  # (key, number of frames, dim of the frames) of each stack
@@ -82,7 +82,7 @@ def _count_and_dim(key: Any, how: Any) -> tuple[int, int]:
 
 
 def choose(options: DedupOptions, leaves: Mapping[Key, Leaf], data: TensorDictBase | None) -> tuple[DedupGroup, ...]:
-    """Choose the keys to deduplicate; ``data`` is the first write, ``[T, *lanes, ...]``, if it has a time dim."""
+    """Choose the keys to deduplicate; ``data`` is the first write, ``[T, *lanes, ...]``, or None if unknown."""
     groups = [frames_group(leaves, *stack) for stack in options.frames]
     taken = {key for group in groups for key in group.keys}
     asked = options.share_next
@@ -135,7 +135,7 @@ def frames_group(leaves: Mapping[Key, Leaf], key: Key, count: int, dim: int) -> 
 
 
 def _repeats(data: TensorDictBase, leaf: Leaf) -> bool:
-    """Whether in at least half of the rows the next observation equals the observation of the following row."""
+    """Whether the next observation equals the following row's observation in at least half of ``data``'s first rows."""
     count = min(len(data) - 1, _LOOK)
     following, now = leaf_of(data, ("next", *leaf.key))[:count], leaf_of(data, leaf.key)[1 : count + 1]
     same = (now == following) | ((now != now) & (following != following))

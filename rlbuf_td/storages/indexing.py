@@ -1,7 +1,7 @@
-"""Conversion of row indices, and of entries of a batch, such as TD errors, to one value per row.
+"""Converts row indices to flat indices, and entries of a batch (such as TD errors) to one value per row.
 
-A *flat row* is the flat index of a row: ``t`` for ``ndim=1``, ``t * E + e`` for ``ndim=2``. The *row dims* of a batch
-index rows. If each row is a batch itself, such as a trajectory, *inner dims* follow the row dims.
+A *flat row* is the flat index of a row: ``t`` for ``ndim=1``, ``t * E + e`` for ``ndim=2``. The *row dims* of a
+batch, its first dims, index rows. If each row is itself a batch, such as a trajectory, *inner dims* follow them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def attached_or_new(storage: Storage, kind: type[Listener]) -> Listener:
 
 
 def stored_rows(storage: Storage) -> TensorDictBase | None:
-    """Return all rows as views, ``[T, *lanes]``; None before the first write, or if the rows are not a TensorDict."""
+    """Return all rows as views, ``[T, *lanes]``, without deduplicated keys; None if the storage holds no TensorDict."""
     rows = getattr(storage, "_storage", None)
     return rows if isinstance(rows, TensorDictBase) else None
 
@@ -110,7 +110,7 @@ def flat_rows(index: Any, storage: Storage | None, device: torch.device) -> torc
 
 
 def inner_dims(storage: Storage, dims: int) -> int:
-    """Return how many of the ``dims`` batch dims lie within a row of ``storage``."""
+    """Return how many of a batch's ``dims`` batch dims are inner dims, within a row of ``storage``."""
     rows = stored_rows(storage) if dims > 1 else None
     return 0 if rows is None else rows.ndim - storage.ndim
 
@@ -148,7 +148,7 @@ def by_row(
 
 
 def first_of_row(entry: torch.Tensor, dims: int, inner: int) -> torch.Tensor:
-    """Return an entry's first value in each row, ``[B, ...]``; ``inner`` of ``dims`` batch dims lie within a row."""
+    """Return an entry's first value in each row, ``[B, ...]``; the last ``inner`` of ``dims`` dims are inner dims."""
     if dims == 1:
         return entry
     if dims == 0:

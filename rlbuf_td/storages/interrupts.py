@@ -9,7 +9,7 @@ from typing import Any
 
 
 class _HeldBack(ContextDecorator):
-    """A context manager and decorator; Python cannot interrupt a single kernel, which therefore needs no block."""
+    """Delays Ctrl-C in a block or function. A single kernel call needs no block: Python cannot interrupt it."""
 
     def __init__(self) -> None:
         self._depth = 0

@@ -114,17 +114,17 @@ class RowLayout:
     def wrap(
         self, columns: Sequence[torch.Tensor], lead: torch.Size, device: torch.device, more: Mapping[str, torch.Tensor]
     ) -> TensorDict:
-        """Return a TensorDict of ``columns``, ``[*lead, ...]`` each; entries of ``more`` replace equal keys."""
+        """Return a TensorDict of ``columns``, ``[*lead, ...]`` each, and ``more``; on equal keys, ``more`` prevails."""
         return _build(self.root, columns, lead, device, more)
 
     def find(self, data: TensorDictBase) -> tuple[list[Any], bool]:
-        """Return the value of each leaf in ``data``, and whether ``data`` has other entries."""
+        """Return the value of each leaf in ``data``, and whether ``data`` has entries beyond these and ``"index"``."""
         leaves: list[Any] = [_NO_VALUE] * len(self.leaves)
         unknown = _collect(self.root, data, leaves, reserved=self._reserved)
         return leaves, unknown
 
     def collect(self, data: TensorDictBase, lead: torch.Size) -> list[torch.Tensor]:
-        """Check the leaves of ``data``, ``[*lead, ...]``, and return them detached; ignore an unknown ``"index"``."""
+        """Check the leaves of ``data``, ``[*lead, ...]``, and return them detached; ``data`` may hold ``"index"``."""
         leaves, unknown = self.find(data)
         if lead != self._expected[0]:
             self._expected = lead, [lead + leaf.shape for leaf in self.leaves]
@@ -162,7 +162,7 @@ class RowLayout:
 
 
 def _place(leaf: Leaf) -> tuple[int, str, bool, bool, tuple[str, ...]]:
-    """Sort key; within a dtype, ``"next"`` is last, its reward first: n-step samplers read one range of bytes."""
+    """Sort key: in a dtype, ``"next"`` is last and begins with the reward, so n-step samplers read adjacent bytes."""
     key = leaf.key
     return -leaf.dtype.itemsize, str(leaf.dtype), key[0] == "next", key[-1] != "reward", key
 

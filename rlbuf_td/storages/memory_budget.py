@@ -1,7 +1,7 @@
 """Free memory in RAM, in shared memory, on a disk or on a CUDA device, and errors for allocations that do not fit.
 
-Allocations of 1 MiB or more are checked. Memory limits of control groups (containers, job schedulers) count as limits
-of the machine. If the system does not report a number, the number is ``None`` and no allocation is refused.
+Allocations of 1 MiB or more are checked, except on CUDA devices. Memory limits of control groups (containers, job
+schedulers) count as limits of the machine. Sizes that the system does not report are ``None`` and limit nothing.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def ram() -> Room:
 
 
 def shared_memory() -> Room:
-    """Return the smaller of RAM and the file system that limits shared memory."""
+    """Return the free and total shared memory, which RAM and a file system both limit."""
     both = ram(), _file_system(_SHARED, "")
     free = min((room.free for room in both if room.free is not None), default=None)
     return Room("shared memory", free, min((room.total for room in both if room.total is not None), default=None))
@@ -124,7 +124,7 @@ def require_room(
     shared: bool = False,
     lazily: bool = False,
 ) -> None:
-    """Refuse an allocation that does not fit; with ``lazily``, one above the free memory only warns."""
+    """Refuse an allocation above the free memory; if ``lazily``, warn, and refuse only one above the total memory."""
     if nbytes < _WORTH_A_LOOK or device.type == "cuda":
         return
     room = room_for(device, scratch_dir=scratch_dir, shared=shared)

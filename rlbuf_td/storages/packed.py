@@ -29,8 +29,8 @@ from rlbuf_td.storages.writes import as_index, as_tensordict, is_index, is_key, 
 class PackedStorage(LazyTensorStorage):
     """A TensorDict storage that keeps each transition as one row of bytes.
 
-    The first write fixes the schema (keys, dtypes, shapes, nesting) and allocates the rows. Sampling copies rows; as in
-    TorchRL, an ``int`` or a ``slice`` gives a view instead.
+    The first write fixes the schema (keys, dtypes, shapes, nesting) and allocates the rows. Sampling copies rows. As
+    in TorchRL, ``storage[i]`` and ``storage[i:j]`` are views.
 
     Args:
         max_size: capacity in transitions. With ``ndim > 1``, the capacity is rounded up to whole time steps.
@@ -44,16 +44,16 @@ class PackedStorage(LazyTensorStorage):
         share_next: store an observation once if the next observation of a row and the observation of the following row
             in the same lane have equal bytes. ``True`` deduplicates all keys at the root that also exist under
             ``"next"``; a list names the keys. ``"auto"`` deduplicates the keys that repeat in at least half of the
-            first write's rows. If the first write is one time step, ``"auto"`` deduplicates all keys of 16 bytes or
-            more. Keys of less than 8 bytes, done flags, rewards and trajectory ids are never deduplicated. Reading a
-            column, a slice or one time step copies deduplicated keys. To edit deduplicated keys, use the methods of
-            :class:`ReplayBuffer`; TorchRL's own buffers would change only the copy.
+            first write's rows (at most 257 time steps are compared). If the first write is one time step, ``"auto"``
+            deduplicates all keys of 16 bytes or more. Keys of less than 8 bytes, done flags, rewards and trajectory ids
+            are never deduplicated. Reading a column, a slice or one time step copies deduplicated keys. To edit these
+            keys, use the methods of :class:`ReplayBuffer`; TorchRL's own buffers would change only the copy.
         frames: a dict from a key to the number of frames in its stack, ``{"pixels": 4}``, or to this number and the dim
             of the frames, ``{"pixels": (4, -1)}`` (default dim: 0). The newest frame is last. A row stores only its
-            newest frame if its other frames equal the last frames of the previous row; otherwise it stores the stack.
+            newest frame if its other frames equal the last frames of the previous row; otherwise it stores all frames.
         existsok: replace an existing file of rows in ``scratch_dir``; without this option, such a file is an error.
         auto_cleanup: delete the file, and its folder if empty, when the storage is deleted or the process ends.
-            TorchRL's ``LazyMemmapStorage(n)`` is ``PackedStorage(n, scratch_dir=mkdtemp(), auto_cleanup=True)``.
+            ``PackedStorage(n, scratch_dir=mkdtemp(), auto_cleanup=True)`` replaces TorchRL's ``LazyMemmapStorage(n)``.
         shared_init: call :meth:`share_memory_` in the constructor; the first process that writes allocates the rows.
         cleanup_memmap: ``False`` with ``shared_init`` raises a ``ValueError``; otherwise this argument has no effect.
         compilable: ``True`` with ``shared`` or ``shared_init`` raises a ``RuntimeError``, as in TorchRL; otherwise this
@@ -73,7 +73,8 @@ class PackedStorage(LazyTensorStorage):
     Warns:
         MemoryWarning: (on the first write) a full buffer will exceed the free RAM.
 
-    Cost: a gather of ``B`` rows is O(B * row_bytes), one kernel on CUDA; a write of ``n`` rows is O(n * row_bytes).
+    Cost: a gather of ``B`` rows is O(B * row_bytes), a write of ``n`` rows O(n * row_bytes). On CUDA, a gather is one
+    kernel, or several with deduplicated keys.
     ``python tests/benchmarks/memory.py`` measures the savings and the cost of deduplicated observations.
 
     Unlike ``LazyTensorStorage``, this class accepts only TensorDicts of tensors; a missing or unknown key is an error.
@@ -165,17 +166,17 @@ class PackedStorage(LazyTensorStorage):
 
     @property
     def layout(self) -> RowLayout | None:
-        """The layout of a row; ``None`` before the first write."""
+        """The layout of a row; ``None`` until rows are allocated."""
         return None if self.rows is None else self.rows.layout
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a whole row in a batch, padding included; 0 before the first write."""
+        """Bytes of a whole row in a batch, padding included; 0 until rows are allocated."""
         return 0 if self.rows is None else self.rows.layout.row_bytes
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all rows and of the deduplicated observations; 0 before the first write."""
+        """Bytes of all rows and of the deduplicated observations; 0 until rows are allocated."""
         return 0 if self.rows is None else self.rows.nbytes
 
     @property
@@ -199,7 +200,7 @@ class PackedStorage(LazyTensorStorage):
         return torch.Size([]) if self.rows is None else self.rows.lanes
 
     def all_rows(self) -> Rows:
-        """Return all allocated rows; raise a RuntimeError before the first write."""
+        """Return all allocated rows; raise a RuntimeError if there are none."""
         if self.rows is None:
             raise RuntimeError("cannot read from a PackedStorage before the first write: its rows have no keys yet")
         return self.rows
@@ -216,12 +217,13 @@ class PackedStorage(LazyTensorStorage):
         """Return the transitions at ``index``, or one key of all transitions.
 
         Args:
-            index: a key, an ``int`` or a ``slice`` along time returns a view. A boolean mask, a tuple of one index
-                tensor per dim, or integers of any shape (tensor, list, ``range`` or array) return a copy.
+            index: a key, an ``int`` or a ``slice`` along time returns a view (of deduplicated keys: a copy). A boolean
+                mask, a tuple of one index tensor per dim, or integers of any shape (tensor, list, ``range`` or array)
+                return a copy.
 
         Raises:
             RuntimeError: nothing has been written yet.
-            IndexError: an index is outside the written rows.
+            IndexError: an index is outside the written rows. (On CUDA, index tensors and lists are not checked.)
             KeyError: the key is not stored.
         """
         rows = self.written_rows()
@@ -263,8 +265,9 @@ class PackedStorage(LazyTensorStorage):
         Args:
             cursor: time steps: an ``int``, ``slice``, ``range``, list, or integer tensor or array. A boolean mask or a
                 tuple of one index per dim replaces written transitions. If an index is repeated, its last row is kept.
-            data: one transition per index; a list of TensorDicts is stacked.
-            set_cursor: whether rows at new time steps count as written; the new steps must then leave no gap.
+            data: ``[n, *lanes]`` for ``n`` time steps, ``[*lanes]`` for an ``int``; for a mask or tuple, one transition
+                per selected row. A list of TensorDicts is stacked.
+            set_cursor: whether new time steps count as written; if so, they must follow the written ones without a gap.
 
         Raises:
             SchemaError: ``data`` does not match the rows; nothing has been written.

@@ -33,12 +33,12 @@ def refuse_offload(device: torch.device | str, *, scratch_dir: Any, shared: bool
 
 
 def page_locked(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Return ``[nbytes]`` uint8 zeros in page-locked RAM, as a tensor of a CUDA device (also for CUDA graphs).
+    """Return ``[nbytes]`` uint8 zeros in page-locked RAM, as a CUDA tensor, which CUDA graphs can use too.
 
     The pages are committed and locked at once. They are freed when the last tensor that uses them is deleted.
 
-    Source: unified virtual addressing, CUDA C++ Programming Guide: on 64-bit Linux, registered memory has the same
-    address on the device. PyTorch-Direct (Min et al. 2021) feeds graph neural networks from RAM this way.
+    Source: CUDA C++ Programming Guide, unified virtual addressing. On 64-bit Linux, registered memory has the same
+    address on the device. PyTorch-Direct (Min and others, 2021) feeds graph neural networks from RAM this way.
     """
     runtime = torch.cuda.cudart()  # first: without a GPU this raises before memory is allocated
     _unlock_waiting()
@@ -62,7 +62,7 @@ def page_locked(nbytes: int, device: torch.device) -> torch.Tensor:
 
 
 class _Locked:
-    """Owns page-locked memory, which it unlocks when it is deleted; the tensor over the memory keeps it alive."""
+    """Unlocks page-locked memory when this object is deleted. The tensor over the memory keeps this object alive."""
 
     def __init__(self, memory: torch.Tensor, index: int, runtime: Any) -> None:
         place = {"data": (memory.data_ptr(), False), "shape": tuple(memory.shape), "typestr": "|u1"}

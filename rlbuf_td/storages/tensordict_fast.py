@@ -33,7 +33,7 @@ new_tensordict = _assemble if _HAS_DICT else TensorDict
 
 
 def entries_of(data: TensorDictBase) -> Mapping[str, Any]:
-    """Return the entries of one level of ``data`` as a read-only mapping."""
+    """Return the entries of one level of ``data`` as a mapping, which callers must not change."""
     if type(data) is TensorDict and _HAS_DICT:
         return data._tensordict
     return dict(data.items())

@@ -36,7 +36,7 @@ class TrajectoryIndex:
     Args:
         storage: a storage of TensorDicts: :class:`PackedStorage`, ``LazyTensorStorage`` or ``LazyMemmapStorage``.
         done_key: key of the done flags, bool, one or more per row. A trajectory ends with a row in which a flag is set.
-            If the key is not stored, the index combines the ``"terminated"`` and ``"truncated"`` flags beside it.
+            If the key is not stored, the index combines ``"terminated"`` and ``"truncated"`` of the same level.
         traj_key: key of the trajectory ids, one integer per row; ignored if not stored. Batches flattened to
             ``[E * T]`` need ids, because rows of different environments follow each other.
 
@@ -47,8 +47,10 @@ class TrajectoryIndex:
         TypeError: (on the first look-up) the storage holds no TensorDicts, flags are not bool, or ids are not integers.
         RuntimeError: (on a look-up) the storage is empty.
 
-    Cost: O(1) per row for look-ups and writes; 0.3 bytes per row. On CUDA, 2 bytes per row; a look-up reads the row's
-    trajectory or, without Triton, the first look-up after a write reads all rows. TorchRL has no such index.
+    Cost: look-ups and writes are O(1) per row; the index takes 0.3 bytes per row. On CUDA, it takes 2 bytes per row; a
+    look-up reads the row's trajectory; without Triton, the first look-up after a write reads all rows.
+
+    TorchRL has no such index.
 
     Example:
         >>> from rlbuf_td import PackedStorage, ReplayBuffer
@@ -146,7 +148,7 @@ class TrajectoryIndex:
             self._take_in(boundaries, start, count)
 
     def mark_update(self, index: Any) -> None:
-        """Record a write of rows in the order of ``index``: an int, ``[n]``, or ``[n * E, ndim]``.
+        """Record a write of time steps in the order of ``index``: an int, ``[n]``, or coordinates ``[n * E, ndim]``.
 
         An index of -1 stands for a skipped row. The row after a skipped row continues no trajectory.
         """
@@ -163,7 +165,7 @@ class TrajectoryIndex:
                 self._take_in(boundaries, int(run[0]), len(run))
 
     def numbers(self) -> tuple[BitBoundaries, np.ndarray, Any] | None:
-        """Return the boundaries, their addresses and the revision for kernels that write rows; None if they cannot."""
+        """Return the boundaries, their addresses and the revision; None if kernels cannot update this index."""
         boundaries = self._boundaries
         if not isinstance(boundaries, BitBoundaries) or self._flags or self._columns is not self.storage._storage:
             return None
@@ -171,7 +173,7 @@ class TrajectoryIndex:
         return boundaries, boundaries.numbers(self._end, self._name), self._seen.values
 
     def rebuild(self) -> Boundaries:
-        """Read all rows again, in ring order; O(T)."""
+        """Read all rows again, in ring order; O(T * E)."""
         boundaries = self._bind()
         boundaries.clear()
         storage, (steps, lanes) = self.storage, self._end.shape

@@ -46,8 +46,8 @@ class WriteClock:
     """Counts the time steps written to a storage, and finds rows that were rewritten since they were sampled.
 
     While a ring is written in order, the count alone gives the age of each row. From the first write out of order on,
-    the clock stores the write time of each row (8 bytes per row). The count has 64 bits and never decreases;
-    differences stay correct when the count overflows.
+    the clock stores the write time of each row (8 bytes per row). The count has 64 bits and is never set back;
+    differences stay correct after an overflow.
     """
 
     def __init__(self) -> None:
@@ -145,7 +145,7 @@ class WriteClock:
 
 
 class Tally:
-    """A count shared by all processes; numbers added on a device stay there until :meth:`total` is called."""
+    """A count that processes can share; tensors are summed on their device, for which only :meth:`total` waits."""
 
     def __init__(self) -> None:
         self._numbers = SharedNumbers("q", [0])

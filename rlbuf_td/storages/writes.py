@@ -1,4 +1,4 @@
-"""Writes to a storage: checks of indices and data, and the steps of a write. ``storage`` is a PackedStorage."""
+"""Checks indices and data, and writes rows. The argument ``storage`` is a :class:`~rlbuf_td.PackedStorage`."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def as_tensordict(data: Any) -> TensorDictBase:
 
 
 def begin(storage: Any, start: int = 0, count: int = 0, *, cells: torch.Tensor | None = None) -> None:
-    """Announce a write to the journal: of flat rows ``cells``, or of ``count`` time steps from ``start`` (0: all)."""
+    """Announce a write to the journal: flat rows ``cells``, or ``count`` steps from ``start`` on (``count=0``: all)."""
     rows, lanes = storage.rows, prod(storage.rows.lanes)
     if storage.shared_rows is None:
         if rows.is_mapped and storage.process != os.getpid():

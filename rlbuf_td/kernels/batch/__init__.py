@@ -23,9 +23,9 @@ _AHEAD, _MOST = 8, 1 << 19  # largest number of batches, and of bytes, per alloc
 
 
 class Gather:
-    """Gathers rows of bytes into one contiguous tensor per leaf.
+    """Allocates one contiguous tensor per leaf of a batch; its ``BATCH`` record tells compiled functions what to copy.
 
-    The tensors are not views of one block, because changing one view in place would break autograd for the other views.
+    The tensors are not views of one tensor, because changing a view in place would break autograd for the other views.
     Callers allocate ``len(slots)`` batches at a time, which takes a third of the time of separate allocations.
 
     Args:

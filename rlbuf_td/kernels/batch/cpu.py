@@ -1,8 +1,8 @@
 """Compiled functions that sample a batch, update priorities or write rows on the CPU.
 
 Arrays are passed by address, because numba takes longer to unbox an array than to read an integer. ``address`` points
-to a ``BATCH`` record, and ``targets`` to the addresses of the output tensors, one of ``Gather.slots``. The caller keeps
-all memory alive and holds the buffer's lock.
+to a ``BATCH`` record, and ``targets``, one of ``Gather.slots``, to the addresses of the output tensors. The caller
+keeps all memory alive and holds the buffer's lock.
 """
 
 import numpy as np
@@ -76,7 +76,7 @@ def gather_batch(batch, index, targets):
 
 @kernel
 def sample_uniform(address, targets):
-    """Gather the rows listed at ``batch.flat``, and write their index. Fresh rows, if any, replace the first rows."""
+    """Replace the first rows listed at ``batch.flat`` by fresh rows, if any. Gather all rows, and write their index."""
     batch = batch_at(address)
     index, out = carray(pointer(batch.flat), batch.count, np.int64), load(targets + 8 * batch.leaves, np.int64)
     _put_fresh(batch, batch.flat)
@@ -89,7 +89,7 @@ def sample_uniform(address, targets):
 
 @kernel
 def sample_part(address, targets, begin, count, member):
-    """Gather rows of buffer ``member`` of a mixture into ``count`` positions of a batch, from ``begin`` on."""
+    """Gather rows of buffer ``member`` of a mixture into ``count`` positions of a batch, from position ``begin`` on."""
     batch = batch_at(address)
     leaves = carray(pointer(batch.extents), (batch.leaves, 2), np.int64)
     places = np.empty(batch.leaves, np.int64)
@@ -180,7 +180,7 @@ def _gather_drawn(batch, targets, index, now):
 
 @inlined
 def _fresh_rows(batch, index, td_error, stamp, now, newest):
-    """Return the number of stale rows, all row indices (-1 for a stale row), and the TD errors.
+    """Return the number of stale rows (rewritten after they were sampled), all row indices (-1 if stale) and TD errors.
 
     ``index`` holds pairs (time step, lane) if there are lanes; the first result is -1 if a lane is out of range. If
     ``stamp`` is 0, no row is stale.
@@ -201,7 +201,7 @@ def _fresh_rows(batch, index, td_error, stamp, now, newest):
 
 @kernel
 def update_proportional(address, index, td_error, stamp, written, now, newest, alpha, eps):
-    """Set the priorities of rows that are not stale; return the largest magnitude and the number of stale rows."""
+    """Set the priorities of rows that are not stale; return the result of ``update`` and the number of stale rows."""
     batch = batch_at(address)
     stale, row, error = _fresh_rows(batch, index, td_error, stamp, now, newest)
     if stale < 0:
@@ -223,8 +223,8 @@ def write_ring(address, count, lanes_first, index):
     """Write ``count`` time steps at the cursor of a ring buffer, which the ``RING`` record at ``address`` describes.
 
     If ``lanes_first``, leaves are ``[E, count, ...]`` instead of ``[count, E, ...]``. ``index`` is the address of the
-    index to fill, ``[count]`` int64, or ``[count * E, 2]`` with lanes; 0 for none. Returns the cursor before the write,
-    or -1, without changes, if ``_is_usual`` is False.
+    index to fill, ``[count]`` int64, or ``[count * E, 2]`` with lanes; 0 for none. Returns the cursor before the write.
+    If ``_is_usual`` is False, changes nothing and returns -1.
     """
     ring = carray(pointer(address), 1, RING)[0]
     cursor, revision = load(ring.cursor, np.int64), load(ring.revision, np.int64)
@@ -284,7 +284,7 @@ def write_ring_rank(address, count, lanes_first, index):
 
 @inlined
 def _runs(ring, cursor, count):
-    """Return the first row of a write, its number of rows before the ring wraps, and its number of rows after."""
+    """Return the first row that a write fills, and how many rows it fills before and after the ring wraps around."""
     kept, lanes = min(count, ring.steps), max(ring.lanes, 1)
     start = (cursor + count - kept) % ring.steps
     head = min(kept, ring.steps - start)
@@ -299,7 +299,7 @@ def _entry(ring):
 
 @kernel
 def _is_usual(ring, cursor, start, kept, revision):
-    """Whether a write continues the last one, its source lies outside the storage, and alpha is unchanged."""
+    """Whether :func:`write_ring` can do a write; not, for example, out of ring order or after a change of alpha."""
     steps, last, lanes = ring.steps, load(ring.clock_last, np.int64), max(ring.lanes, 1)
     in_order = start == last + 1 or (start == 0 and last == steps - 1) or kept == steps
     usual = in_order and 0 <= cursor < steps and load(ring.clock_by_row, np.int64) == 0
@@ -315,7 +315,7 @@ def _is_usual(ring, cursor, start, kept, revision):
 
 @kernel
 def _scatter(ring, start, kept, count, lanes_first):
-    """Copy the last ``kept`` of ``count`` time steps to the ring, from time step ``start`` on."""
+    """Copy the last ``kept`` of ``count`` time steps to the ring, the first of them to position ``start``."""
     lanes = max(ring.lanes, 1)
     extents = carray(pointer(ring.extents), (ring.leaves, 2), np.int64)
     sources = carray(pointer(ring.sources), ring.leaves, np.int64)

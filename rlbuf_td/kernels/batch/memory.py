@@ -1,4 +1,4 @@
-"""Allocates the tensors of batches; reuses the memory of large ones."""
+"""Allocates the tensors of batches; reuses the memory of large tensors."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _recycled(kept: deque[Tensor], example: Tensor) -> Tensor:
 
 
 def _unused(kept: deque[Tensor]) -> Tensor | None:
-    """Remove and return a tensor whose memory nothing else uses, or None."""
+    """Remove from ``kept`` and return a tensor whose memory nothing else uses; return None if there is none."""
     for _ in range(len(kept)):
         with suppress(IndexError):  # another thread has taken the last one
             memory = kept.popleft()  # no other thread can take it now
@@ -77,7 +77,7 @@ def is_unused(memory: Tensor) -> bool:
 
 
 def _holders(memory: Tensor) -> tuple[int, int]:
-    """Return how many tensors and how many Python objects use the memory of a tensor, including this function's."""
+    """Return how many tensors and how many Python references, including this function's, use a tensor's memory."""
     storage = memory.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
 

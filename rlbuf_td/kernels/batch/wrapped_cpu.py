@@ -65,10 +65,10 @@ def n_step(bitmap, address, slot, drawn, count, n, gamma):
 
 @kernel
 def hindsight(bitmap, address, slot, drawn, count, thresholds, only_finished, log_gamma, live, outcome, goals):
-    """Gather rows, replace the goals of some rows by achieved goals of other rows, and mark the changed rows.
+    """Gather rows, replace the desired goals of some rows by achieved goals, and mark these rows in the last tensor.
 
     ``thresholds``, ``only_finished`` and ``log_gamma`` are those of :class:`rlbuf_td.kernels.episodes.goals.Law`.
-    Leaf number ``outcome`` holds achieved goals, and the leaves ``goals`` hold desired goals.
+    ``outcome`` is the number of the leaf of achieved goals, and ``goals`` are those of the leaves of desired goals.
     """
     batch, index = batch_at(address), load(drawn, np.int64)
     rows, row_bytes, targets = batch.rows, batch.row_bytes, carray(pointer(slot), batch.leaves + 1, np.int64)
@@ -94,9 +94,10 @@ def hindsight(bitmap, address, slot, drawn, count, thresholds, only_finished, lo
 def windows(bitmap, address, slot, drawn, count, length, burn_in, shifts, reports, flags):
     """Gather a window per drawn row (its anchor): ``burn_in`` rows before the anchor, and ``length`` rows from it on.
 
-    With ``shifts``, a window begins earlier if its trajectory ends too soon. The tensors after the leaves are the
-    index, the anchors' info, the mask, the burn-in mask and the anchors' indices. ``reports`` holds the bytes per row
-    of the info. ``flags`` are the numbers of the leaves ``is_init``, truncated and done, -1 for a missing leaf.
+    With ``shifts``, a window begins earlier if its trajectory has fewer than ``length`` rows from the anchor on. The
+    tensors after the leaves are the index, the anchors' info, the mask, the burn-in mask and the anchors' indices.
+    ``reports`` holds the bytes per row of each info tensor. ``flags`` are the numbers of the leaves ``is_init``,
+    truncated and done, -1 for a missing leaf.
     """
     batch, index = batch_at(address), load(drawn, np.int64)
     window, across, lanes, last = burn_in + length, bitmap[5], batch.lanes, batch.leaves

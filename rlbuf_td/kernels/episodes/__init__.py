@@ -1,10 +1,11 @@
 """Finds the boundaries of trajectories: how many stored steps of a trajectory precede and follow each row.
 
 Rows are ``[T, E]`` (time, lanes), and each lane is a ring. A step is *cut* if the next step of its lane does not
-continue its trajectory: the trajectory has ended, or the write head is there. A step is *over* if its trajectory has
-ended with it. Only cuts separate trajectories, so overwriting the first rows of a trajectory changes no other bit.
+continue its trajectory: the trajectory has ended, or the write head is between the two steps. A step is *over* if its
+trajectory has ended with it. The first step of a trajectory has no mark of its own, so overwriting the first rows of a
+trajectory changes no mark of its later rows.
 
-:class:`FlagBoundaries` is the reference, in torch operations on any device: the first look-up after a write scans all
+:class:`FlagBoundaries` is the reference, in torch operations on any device; its first look-up after a write scans all
 rows. A Triton kernel for its look-ups reads only the trajectories of the given rows. :class:`BitBoundaries`, on the
 CPU, is a bitmap with levels of summary bits, so a look-up reads only a few words.
 
@@ -39,7 +40,7 @@ class BoundariesBase(ABC):
         """Record a write of ``count`` time steps from ``start`` on, which does not wrap around.
 
         A trajectory ends where ``end``, ``[T, E]`` bool, is True, and where ``name``, ``[T, E]`` integer trajectory
-        ids, changes. A trajectory continues across writes if ``start`` is the step after the previous write.
+        ids, changes. An unfinished trajectory continues if ``start`` is the step after the last written one.
         """
 
     @abstractmethod
@@ -47,7 +48,7 @@ class BoundariesBase(ABC):
         """Return how many steps of its trajectory precede each row, how many follow, and whether the last step is over.
 
         ``cells``, ``[B]`` int64, are indices of the flattened ``[T * E]`` rows. Both counts are at most ``within``. The
-        third result describes the last counted step.
+        third result is for the last of the counted following steps, or for the row itself if there are none.
         """
 
     @abstractmethod
@@ -113,7 +114,7 @@ class FlagBoundaries(BoundariesBase):
         return DeviceScalars(8, self.cut.device)
 
     def _scan(self) -> tuple[Tensor, Tensor]:
-        """Return how many steps of its trajectory precede and follow each row, both ``[T, E]``."""
+        """Return how many steps of its trajectory precede each row, and how many follow it, both ``[T, E]``."""
         steps = len(self.cut)
         twice = torch.cat((self.cut, self.cut))  # the ring, unrolled
         at = torch.arange(2 * steps, device=twice.device)[:, None].expand(twice.shape)
@@ -154,7 +155,7 @@ class BitBoundaries(BoundariesBase):
         cpu.write(self.numbers(end, name), start, count)
 
     def numbers(self, end: Tensor, name: Tensor | None) -> np.ndarray:
-        """Return the arguments of the loop of :meth:`write`; zeros stand for ``name`` if it is None."""
+        """Return the addresses and sizes for the loop of :meth:`write`; zeros stand for ``name`` if it is None."""
         names = (0, 0, 0, 0) if name is None else (*_column(name), name.element_size())
         return np.array([*self.bitmap, self.head.data_ptr(), *_column(end), *names], np.int64)
 

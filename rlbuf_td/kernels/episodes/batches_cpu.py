@@ -10,7 +10,7 @@ _SOON = 16  # how many rows ahead the bits and rewards of a row are prefetched
 
 @inlined
 def steps_to_goal(share, ahead, log_gamma):
-    """Return how many steps ahead the goal is, 0 to ``ahead``, from the uniform random number ``share``."""
+    """Return how many steps ahead the goal is, 0 to ``ahead``; ``share`` is a uniform random number."""
     if log_gamma < 0:
         return min(np.int64(np.log1p(share * np.expm1((ahead + 1) * log_gamma)) / log_gamma), ahead)
     return min(np.int64(share * (ahead + 1)), ahead)

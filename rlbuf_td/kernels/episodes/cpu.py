@@ -1,8 +1,8 @@
 """Look-ups and writes in the bitmap of :class:`rlbuf_td.kernels.episodes.BitBoundaries`.
 
 The words ``bits[e]``, ``[E, words]`` int64, describe lane ``e``. Bit ``t`` of level 0 is set if step ``t`` is cut. Bit
-``w`` of the next level is set if any bit of word ``w`` below is set. Level ``k`` begins at word ``starts[k]``. From
-word ``starts[-1]`` on, bit ``t`` is set if step ``t`` is over.
+``w`` of each higher level is set if any bit of word ``w`` of the level below is set. Level ``k`` begins at word
+``starts[k]``. From word ``starts[-1]`` on, bit ``t`` is set if step ``t`` is over.
 
 ``bitmap`` is a tuple: address of the bits, words per lane, address of ``starts``, number of levels, T, E. If look-ups
 took arrays, numba would count references at each call, which takes longer than the look-up.
@@ -42,7 +42,7 @@ def expect(bitmap, cell):
 
 @kernel
 def _descend(bitmap, lane, level, position, first):
-    """Return the first (or last) cut that the set bit ``position`` of a level summarises."""
+    """Return the first cut (last if not ``first``) that bit ``position`` of a level summarises; this bit is set."""
     while level > 0:
         level -= 1
         word = _word(bitmap, lane, _start(bitmap, level) + position)
@@ -94,7 +94,7 @@ def _next_around(bitmap, lane, t):
 
 @inlined
 def steps_ahead(bitmap, lane, t):
-    """Return the number of steps from step ``t`` of a lane to the next cut, the last step of the trajectory."""
+    """Return the number of steps from step ``t`` of a lane to the last step of its trajectory, 0 if ``t`` is cut."""
     position, bit = np.uint64(t) >> _SIX, np.uint64(t) & _63
     window = _word(bitmap, lane, position) >> bit  # the next 64 steps, which hold a cut more often than one word
     if position + _ONE < _start(bitmap, 1):
@@ -138,7 +138,7 @@ def reach(bitmap, cells, within, back, ahead, ended):
 
 @inlined
 def _put(bits, lane, first, t, value):
-    """Set or clear bit ``t`` of the level that begins at word ``first``; return the bit's word before and after."""
+    """Set or clear bit ``t`` of the level that begins at word ``first``; return the old and the new word."""
     word, bit = first + (t >> _SIX), _ONE << (t & _63)
     old = bits[lane, word]
     new = old | bit if value else old & ~bit

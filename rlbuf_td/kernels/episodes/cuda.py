@@ -1,6 +1,6 @@
 """Triton kernel of look-ups in :class:`rlbuf_td.kernels.episodes.FlagBoundaries`.
 
-Each program looks up one row: it reads flags, block by block, until it finds a cut or reaches the limit.
+Each program looks up one row: it reads flags, block by block, until it finds a cut or has read ``most`` flags.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ OPTIONS = {"enable_fp_fusion": True, "num_warps": 2}
 
 @triton.jit
 def steps_to_cut(cut, steps, lanes, t, lane, most, DIRECTION: tl.constexpr, STRETCH: tl.constexpr):
-    """Return the steps from ``t`` to the next cut (DIRECTION 1) or the trajectory's first step (-1), up to ``most``."""
+    """Count steps from ``t`` to the next cut (DIRECTION 1) or to the trajectory's first step (-1), up to ``most``."""
     offset = tl.arange(0, STRETCH)
     found = tl.zeros([], tl.int64) + most  # which is at most ``steps``
     begun = tl.zeros([], tl.int64)

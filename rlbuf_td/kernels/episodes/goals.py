@@ -18,9 +18,9 @@ _LOG_GAMMA = 7  # index of log_gamma in ``FlagBoundaries.numbers``, after the di
 class Law(NamedTuple):
     """The distribution of hindsight goals.
 
-    Each strategy has a threshold of at most 1, in ascending order. The first threshold above a row's uniform random
-    number selects the strategy; if no threshold is above the number, the row keeps its goal. The position of the number
-    between two thresholds selects the row that provides the goal.
+    Each of ``STRATEGIES`` has a threshold; the thresholds ascend to at most 1. The first threshold above a row's
+    uniform random number selects the strategy; if no threshold is above the number, the row keeps its goal. The
+    position of the number between two thresholds selects the row that provides the goal.
     """
 
     thresholds: tuple[float, ...]

@@ -24,7 +24,7 @@ def n_step_sums(reward: Tensor, end: Tensor, ahead: Tensor, gamma: float | Tenso
     """Return discounted sums of rewards, ``[B, ...]``, and the number of rewards in each sum, ``[B]`` int64.
 
     ``reward`` is ``[B, n, ...]``. A sum ends with the first step where ``end``, ``[B, n]`` bool, is True, and contains
-    at most ``1 + ahead`` rewards, ``[B]`` int64.
+    at most ``1 + ahead`` rewards; ``ahead`` is ``[B]`` int64.
     """
     steps = torch.arange(reward.shape[1], device=reward.device)
     ended_before = end.cumsum(1) - end.long() > 0
@@ -66,7 +66,7 @@ def put_gamma(boundaries: FlagBoundaries, gamma: float) -> None:
 
 
 def discount_of(boundaries: Boundaries, gamma: float) -> float | Tensor:
-    """Return the discount factor; on a GPU as a tensor, which captured graphs read."""
+    """Return the discount factor; on devices other than the CPU, as a tensor that captured graphs read."""
     if isinstance(boundaries, BitBoundaries) or torch.compiler.is_compiling():
         return gamma
     put_gamma(boundaries, gamma)

@@ -45,13 +45,13 @@ def count_steps(
     start, shape, strides, inputs, is_double, reduction,
     keys, lengths, touched, sums, lane_slot, records, ends, counters,
 ):  # fmt: skip
-    """Count the steps of one write from step ``start`` on; return T * E, or the first step that finds no unused slot.
+    """Count the steps ``start`` to ``T * E - 1`` of one write; return T * E, or the first step without an unused slot.
 
     ``strides``: rows between time steps, and between lanes. ``inputs``: addresses of contiguous arrays: trajectory ids
     (int64; address 0: use lanes instead), ends (one byte), M metrics, R end reasons (one byte). ``keys``, ``lengths``,
     ``touched`` (the last write that added a step) and ``sums`` (``[S, M]``) describe the open episodes in S slots.
-    ``lane_slot``: the last slot of each lane. ``records``, ``[H, 2 + M]``, and ``ends``, ``[H, R]``: a ring of finished
-    episodes.
+    ``lane_slot``: the slot that each lane used last. ``records``, ``[H, 2 + M]``, and ``ends``, ``[H, R]``: rings of
+    finished episodes.
     """
     steps, lanes = shape
     metrics = is_double.shape[0]

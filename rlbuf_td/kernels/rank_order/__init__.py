@@ -6,7 +6,7 @@ Two classes have the same methods and give the same ranks:
 - :class:`~rlbuf_td.kernels.rank_order.chunked.ChunkedOrder`, on the CPU, keeps the rows sorted in short chunks, and
   counts the rows before each chunk. It finds the row of a rank in O(log N).
 
-Magnitudes are float32: errors that are equal as float32 are a tie, and larger errors count as the largest float32.
+Magnitudes are float32: errors that are equal as float32 are a tie, and errors above the largest float32 are set to it.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ from rlbuf_td.kernels.strata import NORMS, step_of
 class ChunkedOrder:
     """Rows in the order of their magnitudes, with the methods of ``SortedOrder``.
 
-    Cost: O(B log N) for a draw; O(B (128 + log N)) for an update, plus O(N) at most once per N / 3 changes; 15 to 27
-    bytes per row.
+    Cost: O(B log N) for a draw; O(B (128 + log N)) for an update, plus O(N) at most once per N / 3 changed rows; 15 to
+    27 bytes per row.
     """
 
     refused = 0

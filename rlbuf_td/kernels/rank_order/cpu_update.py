@@ -1,6 +1,7 @@
 """Updates of the chunked order on the CPU.
 
-Each changed row costs a search, and changes up to ``WIDTH`` keys of one chunk and ``WIDTH`` counts of one group.
+To change the magnitude of a row, one key is deleted and one inserted. Either costs a search, and changes up to
+``WIDTH`` keys of one chunk and ``WIDTH`` counts of one group.
 """
 
 import numpy as np
@@ -180,8 +181,8 @@ def _insert(st, keys, pos, slot):
 def _insert_run(st, p, s, key, count):
     """Insert up to ``count`` consecutive keys, from ``key`` on, into one chunk; return the number of inserted keys.
 
-    If the chunk is full, insert nothing, but split a full group, or else the chunk if an unused chunk is left. A split
-    invalidates earlier results of :func:`find_places`.
+    If the chunk is full, insert nothing. Split its group if that is full, otherwise the chunk if an unused one is left.
+    A split invalidates earlier results of :func:`find_places`.
     """
     c, n = chunk_at(st, p, s)
     if n == WIDTH:
@@ -201,7 +202,7 @@ def _insert_run(st, p, s, key, count):
 
 @bare
 def _split_chunk(st, p, s, key, count):
-    """Move the upper keys of a full chunk to a new chunk after it; ``count`` keys from ``key`` on will be inserted."""
+    """Move the upper keys of a full chunk to a new chunk after it, to make room for ``count`` keys from ``key`` on."""
     g = st.top_group[p]
     c, d = st.child[g, s], st.head[CHUNKS]
     st.head[CHUNKS] += 1

@@ -69,7 +69,7 @@ def _primitive(alpha: float | Tensor, x: Tensor) -> Tensor:
 
 
 def _unless(bend: float | Tensor, straight: Tensor, bent: Tensor) -> Tensor:
-    """Return ``bent``, or ``straight`` if alpha is 1 (``bend`` is 0)."""
+    """Return ``bent``, or ``straight`` if ``bend``, which is ``1 - alpha``, is 0."""
     if isinstance(bend, Tensor):
         return torch.where(bend == 0.0, straight, bent)
     return bent if bend else straight

@@ -20,10 +20,10 @@ def as_float32(td_error: Tensor) -> Tensor:
 
 
 class SortedOrder:
-    """Rows in the order of their magnitudes, sorted at the first look-up after a change, in O(N log N).
+    """Rows in the order of their magnitudes. A look-up after magnitudes change sorts all rows, in O(N log N).
 
     Args:
-        magnitude: ``[capacity]`` float32, -1 for rows without a magnitude; this object uses the tensor in place.
+        magnitude: ``[capacity]`` float32, -1 for rows without a magnitude; this object changes the tensor in place.
         stale_updates: how many updates may pass before the next sort; with 0, ranks are always exact.
     """
 
@@ -45,7 +45,7 @@ class SortedOrder:
         return self.device_state.refused
 
     def share_memory_(self) -> None:
-        """Raise ValueError: the sorted order is cached in one process."""
+        """Raise ValueError, because each process would cache a sorted order of its own."""
         raise ValueError("an order on a device cannot be shared by several processes")
 
     def assign_(self, magnitude: Tensor) -> None:

@@ -1,10 +1,11 @@
-"""The *fresh* rows of a storage: rows that no batch has begun with yet.
+"""The *fresh* rows of a storage: rows that :func:`take` has not yet given to a batch.
 
 Rows are numbered in the order of writing. Half-open intervals hold the numbers of the fresh rows, the newest last.
 
-``queue`` is the address of a ``QUEUE`` record. If ``began`` is 0, rows have no numbers yet, and intervals hold ages.
-``clock`` and ``newest`` are the storage's clock and newest time step at the last call of :func:`look`. ``count`` is the
-number of the next row, and ``fresh`` the largest number of fresh rows per batch.
+``queue`` is the address of a ``QUEUE`` record. If ``began`` is 0, rows have no numbers yet, and intervals hold ages
+instead (1 for the newest row, 2 for the row written before it). ``clock`` and ``newest`` are the storage's clock and
+newest time step at the last call of :func:`look`. The next row to be written gets the number ``count``. A batch begins
+with at most ``fresh`` fresh rows.
 """
 
 import numpy as np
@@ -47,7 +48,7 @@ def look(queue, live, newest, now):
 
 @kernel
 def take(queue, live, newest, now, most, out):
-    """Remove up to ``most`` of the newest fresh rows from the queue; write them to ``out``, and return their number."""
+    """Remove the newest fresh rows, at most ``most``, from the queue; write them to ``out`` and return their number."""
     look(queue, live, newest, now)
     state = carray(pointer(queue), 1, QUEUE)[0]
     intervals = carray(pointer(state.intervals), (state.capacity, 2), np.int64)

@@ -16,8 +16,8 @@ from rlbuf_td.kernels.dispatch import backend_of
 def put_values_(target: Tensor, values: Tensor, mask: Tensor) -> int:
     """Set ``target[i] = values[i]`` for every ``i`` with ``mask[i]``; ``target`` and ``values`` are ``[B, ...]``.
 
-    ``mask``, ``[B]`` bool, is contiguous. Returns the first such ``i`` whose value is NaN, without any change, or -1.
-    On CUDA, NaN is copied like other values, because a check would make the host wait.
+    ``mask``, ``[B]`` bool, is contiguous. If any of these values is NaN, changes nothing and returns the first such
+    ``i``; otherwise returns -1. On CUDA, NaN is copied like other values, because a check would make the host wait.
     """
     dtype, rows, is_on_host = target.dtype, target.shape[0], backend_of(target) == "numba"
     if (dtype is torch.float32 or dtype is torch.float64) and target.numel() == rows and is_on_host:
@@ -63,7 +63,7 @@ def skip_ring(
     """Return ``index`` with -1 for rows that a ring has rewritten, and the number of these rows (on CUDA a tensor).
 
     A row that is ``a`` time steps older than the newest row has been rewritten if more than ``a`` time steps have been
-    written since the batch was sampled. ``index``, ``[B]`` int64, contains row indices, or -1 for none; ``stamp``,
+    written since it was sampled. ``index``, ``[B]`` int64, contains row indices, or -1 for none; ``stamp``,
     ``[B]`` int64, is the clock when each row was sampled; both are contiguous. ``last`` is the position of the time
     step written last, in ``[0, steps)``; ``lanes`` is the number of rows per time step.
     """

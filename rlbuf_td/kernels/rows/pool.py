@@ -58,8 +58,9 @@ class Group:
     def reach(self) -> int:
         """The largest distance, in time steps, between rows that refer to the same entry.
 
-        Frame p of the stack at step t was taken at step t + p, and frame p of the next stack at step t + p + 1. Rows
-        that share a frame are therefore at most ``pieces`` steps apart, or twice as far if a new stack repeats a frame.
+        A row's own stack at step t has the frames of steps ``t + 1 - pieces`` to t; its next stack begins and ends one
+        step later. Rows that share a frame are therefore at most ``pieces`` steps apart. If stacks repeat a frame, as
+        at the start of an episode, the distance is at most ``2 * pieces`` steps.
         """
         return 1 if self.pieces == 1 else 2 * self.pieces
 
@@ -142,7 +143,7 @@ def grow_(table: Table, g: int, most: int) -> None:
 
 
 def rebuild_(table: Table, *, used: Sequence[int] | None = None) -> None:
-    """Find the entries to which no row refers, in O(rows); ``used`` is the largest name in each group, if known."""
+    """Free all names that no row uses, in O(rows); ``used`` is the largest name in each group, if known."""
     for g, (stack, counters) in enumerate(zip(table.stacks, table.counters, strict=True)):
         ids = table.ids(g)
         most = max(int(counters[1]), int(ids.max())) if used is None else used[g]

@@ -231,7 +231,7 @@ def _fresh(group, parts, sources, side, t, lane, row):
 
 @inlined
 def _fill_root(group, parts, sources, row, before, t, lane):
-    """Store the names of a row's own observation: those of the previous row if the bytes are equal, else new names."""
+    """Store the names of a row's own observation; reuse names of the previous row if the bytes are equal."""
     pieces, side = group[PIECES], np.int64(0)
     others = before + 4 * (pieces if group[SIDES] == 2 else 1)
     common = pieces if group[SIDES] == 2 else pieces - 1
@@ -248,7 +248,7 @@ def _fill_root(group, parts, sources, row, before, t, lane):
 
 @inlined
 def _fill_next(group, parts, sources, row, after, t, lane):
-    """Store the names of a row's next observation: its own stack, shifted by one frame, and the newest frame."""
+    """Store the names of a row's next observation; reuse own names, shifted by one frame, if bytes are equal."""
     pieces, newest, side = group[PIECES], group[PIECES] - 1, np.int64(1)
     for piece in range(newest - 1, -1, -1):
         if not _is_entry(group, parts, sources, load(row + 4 * (piece + 1), np.int32), piece, side, t, lane):
@@ -283,7 +283,8 @@ def _expect_old(group, rows, cells, start, count, i):
 
 @inlined
 def _write_pair(group, parts, sources, row, before, after, t, lane, freed, kept):
-    """Release and fill a row without stacks, in half the time: only the two adjacent rows can share its entries."""
+    """Do ``_release``, ``_fill_root`` and ``_fill_next`` for a row without stacks, in half their time."""
+    # Of all other rows, only the two adjacent rows can refer to the same entries.
     shared, newer = load(before + 4, np.int32), load(after, np.int32)
     for name, other in ((load(row, np.int32), shared), (load(row + 4, np.int32), newer)):
         if name != 0 and name != other:

@@ -1,8 +1,8 @@
 """Requests the pages of a batch from a memory-mapped file before the batch is read.
 
 Reading a page that is not in memory waits for the disk, and also loads about thirty neighbouring pages, which random
-rows do not need. Requests in file order load only the needed pages, in parallel. For a batch in memory, a check of 16
-to 31 rows takes about 6 us. Pages are only requested on Linux with 4 KiB pages.
+rows do not need. Requests in file order load only the needed pages, in parallel. For a batch that is already in memory,
+the only cost is a check of at most 31 rows, about 6 us. Pages are only requested on Linux with 4 KiB pages.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FEWEST = 2  # rows
 
 
 def ask_for_rows(rows: Tensor, cells: Tensor) -> Tensor | None:
-    """Request the rows ``cells``, ``[B]`` int64; return their order in the file, or None if no request is needed."""
+    """Request the rows ``cells``, ``[B]`` int64; return their order in the file, or None if nothing was requested."""
     if not IS_KNOWN or len(cells) < _FEWEST or not len(rows):
         return None
     cells = cells.contiguous()

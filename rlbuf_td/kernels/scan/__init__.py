@@ -24,8 +24,8 @@ _is_compiling, _empty_like = torch.compiler.is_compiling, torch.empty_like  # sa
 def reverse_scan_doubling(a: Tensor, b: Tensor) -> Tensor:
     """Implement :func:`reverse_scan` in ``ceil(log2 T)`` rounds; after round k, each ``x[t]`` sums up ``2**k`` steps.
 
-    The operation ``(a, b) . (a', b') = (a + b a', b b')`` is associative, so each round can combine pairs of steps
-    (Hillis and Steele, 1986). O(T log T) work without host synchronisation.
+    The operation that maps ``(a, b)`` and ``(a', b')`` to ``(a + b a', b b')`` is associative, so each round can
+    combine pairs of steps (Hillis and Steele, 1986). O(T log T) work without host synchronisation.
     """
     steps = a.shape[1]
     x, carry, reach = a, b.expand_as(a), 1
@@ -68,9 +68,9 @@ def gae(gamma: float | Tensor, lmbda: float | Tensor, columns: Columns) -> tuple
 def gae_contiguous(
     gamma: float, lmbda: float, columns: Columns, lanes: int, steps: int, features: int
 ) -> tuple[Tensor, Tensor] | None:
-    """Implement :func:`gae` by numba, for contiguous float32 or float64 tensors of ``L * T * F`` elements, unchecked.
+    """Implement :func:`gae` by numba, for contiguous columns of ``L * T * F`` elements: float32, float64 or bool flags.
 
-    Returns None under ``torch.compile``, because compiled graphs cannot contain numba's loops.
+    Arguments are not checked. Returns None under ``torch.compile``, as compiled graphs cannot contain numba's loops.
     """
     if _is_compiling():
         return None

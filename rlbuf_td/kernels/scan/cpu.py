@@ -1,6 +1,6 @@
 """The CPU loops of :mod:`rlbuf_td.kernels.scan`; contiguous tensors are passed by address.
 
-With one feature (``[E, T, 1]``), each step of a lane waits for the next step, so four lanes are processed side by side.
+With one feature (``[E, T, 1]``), each step of a lane waits for the next step, so GAE takes four lanes side by side.
 With more features (time-major rollouts), the compiler vectorises over features. Unsigned indices avoid numba's check
 for negative indices.
 """
@@ -112,7 +112,7 @@ def _scan_at(a, b, x, shape, dtype):
 
 @_contracted
 def gae(double, gamma, decay, value, next_value, reward, done, terminated, advantage, target, lanes, steps, features):
-    """Write advantages and value targets; arrays are float64 if ``double``, else float32. Decay is gamma * lmbda."""
+    """Write advantages and value targets: float64 arrays if ``double``, else float32. ``decay`` is gamma * lmbda."""
     blocks = (value, next_value, reward), (done, terminated), (advantage, target), (lanes, steps, features)
     if double:
         _gae_at(gamma, decay, *blocks, np.float64)

@@ -2,8 +2,8 @@
 
 Every row has a *magnitude* ``|td_error|`` (-1 if not set) and a *weight* ``(magnitude + eps) ** alpha`` (0 if not set).
 Eight weights form a block, eight blocks form a group, and eight groups form a group of the next level, up to the root.
-A group stores the sums of its members, the sum *before* each member, and the smallest positive weight below each
-member, each in one cache line. A draw reads one cache line of sums per level.
+A group stores the sum of each member, the sum of all members *before* each member, and the smallest positive weight
+below each member: three arrays of one cache line each. A draw reads one cache line per level.
 
 Invariants (``tests/kernels/invariants.py`` checks them): a parent is *recomputed* from its children, never adjusted by
 a difference, so rounding errors do not accumulate and equal weights give equal trees. ``before`` is infinite after a
@@ -42,7 +42,7 @@ def update_(
     ``rows`` is the number of written rows. ``rows``, ``alpha`` and ``eps`` may be 0-dim tensors. With ``counts=False``,
     the errors do not affect the largest magnitude seen; the CPU ignores this argument.
 
-    Returns the largest magnitude set, -1 if none, or :data:`REFUSED`. On other devices, returns the largest magnitude
+    On the CPU, returns the largest magnitude set, -1 if none, or :data:`REFUSED`. Elsewhere, returns the largest one
     since the tree was cleared, a 0-dim tensor that later updates change.
     """
     if backend_of(tree.weight) == "numba":
@@ -94,7 +94,7 @@ def draw(
 
     Args:
         tree: the sum tree.
-        uniform: ``[B]`` float64 in ``[0, 1)``; overwritten.
+        uniform: ``[B]`` float64 in ``[0, 1)``; the call may overwrite this tensor.
         stratified: draw one row from each of ``B`` segments of equal mass; see :mod:`rlbuf_td.kernels.strata`.
         rows: ``N`` in the importance weight ``(N P)^-beta``; ``rows`` and ``beta`` may be 0-dim tensors.
         beta: exponent of the importance weight, not negative.
@@ -118,7 +118,7 @@ def draw(
 
 
 def weigh_beside_(tree: SumTree, index: Tensor, drawn: Tensor, beta: float, weight: Tensor) -> bool:
-    """Implement :meth:`rlbuf_td.samplers.priorities.Law.weigh_beside_` and return True; False except on the CPU."""
+    """On the CPU, do :meth:`rlbuf_td.samplers.priorities.Law.weigh_beside_` and return True; else return False."""
     if backend_of(tree.weight) != "numba":
         return False
     from rlbuf_td.kernels.sum_tree import cpu

@@ -228,7 +228,7 @@ def _importance(weight, row, smallest, beta, importance):
 
 @kernel
 def weigh_beside(tree, index, first, beta, importance):
-    """Set the importance weights of the rows ``index``; on entry, ``importance[0]`` is the weight of row ``first``."""
+    """Set the importance weights of the rows ``index``; on entry, ``importance[0]`` is that of row ``first``."""
     weight, scale = _arrays(tree)[2], importance[0]
     for j in range(index.shape[0]):
         ratio = max(weight[index[j]] / weight[first], LEAST_RATIO) if weight[index[j]] > 0.0 else 1.0

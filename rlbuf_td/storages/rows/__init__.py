@@ -23,8 +23,9 @@ class Rows(ABC):
     """Rows of shape ``[T, *lanes]``: an interface that does not depend on the memory layout.
 
     A row has a flat index (``t * E + e``), a time step, and coordinates; negative time steps and coordinates count from
-    the end. Methods that read return copies, except :meth:`view`, :meth:`at_region` and :meth:`column`. On the CPU, an
-    index out of range raises an ``IndexError``. Methods that write do not check the leaves.
+    the end. Methods that read return copies; :meth:`view`, :meth:`at_region`, :meth:`column`, :meth:`chunks` and
+    :meth:`entries` may return views. On the CPU, an index out of range raises an ``IndexError``. Methods that write do
+    not check the leaves.
     """
 
     dedup: DedupLayout | None = None  # the layout of deduplicated rows; None for other rows
@@ -92,7 +93,7 @@ class Rows(ABC):
         """Return all rows as a TensorDict of strided views, without deduplicated keys."""
 
     def at_region(self, index: Any) -> TensorDict:
-        """Index the rows like a tensor ``[T, *lanes]``; the result has views, and copies of deduplicated keys."""
+        """Index the rows like a tensor ``[T, *lanes]``; slices give views, except of deduplicated keys."""
         return self.view()[index]
 
     def column(self, path: tuple[str, ...]) -> Any:
@@ -104,7 +105,7 @@ class Rows(ABC):
         return leaf_of(self.view(), key).flatten(0, len(self.lanes))[cells]
 
     def chunks(self, first: int, count: int) -> Iterator[tuple[int, list[torch.Tensor]]]:
-        """Yield ``count`` time steps from ``first`` on, in pieces of limited size: (number of steps, leaves)."""
+        """Yield ``count`` steps from ``first`` on in parts (number of steps, leaves); by default one part, of views."""
         yield count, self.layout.columns(self.matrix.narrow(0, first, count))
 
     @abstractmethod

@@ -25,9 +25,9 @@ MakeRoom: TypeAlias = Callable[[int, int], None]
 class DedupRows(Rows):
     """Rows of shape ``[T, *lanes]`` that refer to entries of a pool.
 
-    On the CPU, ``block`` has :attr:`Sections.total` bytes, initially zero. On other devices, ``block`` has the first
-    :attr:`Sections.fixed` bytes, and the entries have their own memory, which grows by copies.
-    ``make_room(offset, nbytes)`` reserves the first bytes of the section at ``offset`` on the disk.
+    On the CPU, ``block`` has :attr:`Sections.total` bytes, initially zero. On other devices, ``block`` has only
+    :attr:`Sections.fixed` bytes, without stacks and entries: these are separate tensors, replaced by larger ones when
+    full. ``make_room(offset, nbytes)`` reserves disk space for the first ``nbytes`` bytes of the section at ``offset``.
     """
 
     dedup: DedupLayout
@@ -58,7 +58,7 @@ class DedupRows(Rows):
 
     @property
     def used(self) -> list[int]:
-        """Number of entries per group, free entries included."""
+        """Number of entries per group that have been used so far, including those that are free again."""
         return [int(counters[1]) for counters in self.table.counters]
 
     @property
@@ -92,7 +92,7 @@ class DedupRows(Rows):
         return self.layout.wrap(leaves, cells.shape, self.matrix.device, {})
 
     def read_(self, cells: torch.Tensor, leaves: Sequence[torch.Tensor | None]) -> None:
-        """Copy the rows at flat indices to ``leaves``, contiguous tensors; a leaf that is None is skipped."""
+        """Copy the rows at flat indices ``cells`` to ``leaves``, contiguous tensors; a leaf that is None is skipped."""
         cells, order = cells.contiguous(), None
         if self.is_mapped:
             flat = cells.view(-1)
@@ -255,7 +255,7 @@ class DedupRows(Rows):
 
 
 def grows(device: torch.device) -> bool:
-    """Whether a device commits memory at allocation, so that pool entries start small and grow by copies."""
+    """Whether a device commits memory at allocation; a pool on it starts small, and is copied when it must grow."""
     return device.type != "cpu"
 
 

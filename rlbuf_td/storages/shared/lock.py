@@ -28,7 +28,7 @@ class ProcessLock:
 
     The lock combines ``thread_lock`` (default: an ``RLock``) with a POSIX record lock on a nameless file. Forked
     processes, and spawned ones that receive the lock, share the file. If the holder dies, the system releases the
-    record lock, and the next holder calls ``guarded.recover``. Cost: two system calls, about 2 us.
+    record lock, and the next holder calls ``guarded.recover``. Cost per use: two system calls, about 2 us.
     """
 
     def __init__(self, guarded: Guarded, thread_lock: Any = None) -> None:

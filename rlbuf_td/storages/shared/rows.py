@@ -29,9 +29,9 @@ class Journal:
 
     The journal saves the counters when a process takes the lock, and rows before a write replaces them. If a process
     dies before the new rows and counters are complete, :meth:`undo` restores the old rows and counters. If a process
-    dies later, the write counts as done, and :meth:`SharedRows.recover` repeats the work that follows a write.
+    dies later, the write counts as done, and :meth:`SharedRows.recover` notifies the listeners again.
 
-    Invariant: each method stores the phase last, so that a new phase proves that all earlier stores are complete.
+    Invariant: a method that saves rows stores the phase last, so the phase ``WRITING`` proves that they are saved.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Journal:
             raise ValueError(f"a storage can be shared by buffers with {_MOST_COUNTERS} counters at most")
 
     def keep_in(self, rows: torch.Tensor, aside: torch.Tensor, cells: torch.Tensor) -> None:
-        """Set the memory of the rows, ``[N, width]``, of copies of replaced rows, and of their flat indices."""
+        """Set the rows, ``[N, width]``, and memory for copies of replaced rows (``aside``) and their flat indices."""
         self._rows, self._aside, self._cells = rows, aside, cells
 
     def entered(self) -> None:
@@ -56,7 +56,7 @@ class Journal:
             words[position] = counter.value
 
     def begin(self, start: int, count: int, live: int) -> None:
-        """Save the rows that a write of ``count`` rows from ``start`` on replaces, of ``live`` written rows."""
+        """Save those of the first ``live`` rows that a write of ``count`` rows from ``start`` on replaces."""
         rows, words = self._rows, self._words
         head = min(count, len(rows) - start)
         for first, rows_here, to in ((start, head, 0), (0, count - head, head)):
