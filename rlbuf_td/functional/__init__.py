@@ -10,7 +10,8 @@ The following holds for every estimate of an advantage or return:
 * Results have no gradient: inputs are detached. A ``gamma`` or ``lmbda`` that requires a gradient raises a ValueError.
 * ``gamma`` and ``lmbda`` are floats in [0, 1], or tensors that broadcast to the inputs' shape (values not checked).
 * NaN after ``terminated`` or ``done`` has no effect: ignored values are masked, not multiplied by zero.
-* Cost: O(elements) on the CPU; on CUDA O(log T) kernel launches without host synchronisation.
+* Cost: O(elements) on the CPU; on CUDA O(log T) kernel launches without host synchronisation. With
+  ``rolling_gamma=False``: O(elements * T), on CUDA with O(T) kernel launches.
 * ``ValueError``: shapes or devices differ, inputs are empty, coefficients are out of range, or ``time_dim`` is invalid.
 * ``TypeError``: a flag is not bool, or a value is not floating.
 """

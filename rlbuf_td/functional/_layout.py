@@ -31,8 +31,8 @@ class TimeLayout:
     ) -> tuple[TimeLayout, list[Tensor]]:
         """Check the inputs; return their layout, and each input as a detached ``[L, T, F]`` tensor.
 
-        ``others`` are reward, done and terminated (``None``: use done). The dtype of ``values`` is the ``out_dtype``;
-        returned tensors have the ``compute_dtype``, except for the bool flags.
+        ``others`` are reward, done and terminated; if terminated is None, done replaces it. The dtype of ``values`` is
+        the ``out_dtype``; returned tensors have the ``compute_dtype``, except for the bool flags.
         """
         reward, done, terminated = others
         inputs = values | {"reward": reward, "done": done, "terminated": done if terminated is None else terminated}

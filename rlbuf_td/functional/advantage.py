@@ -35,7 +35,7 @@ def generalized_advantage_estimate(
         next_state_value: :math:`V(s'_t)`, same shape: the value of the next observation before any reset.
         reward: :math:`r_t`, same shape, any real dtype.
         done: bool, same shape: whether the trajectory ends with this step.
-        terminated: bool, same shape: whether the next state is terminal: its value is ignored. Default: ``done``.
+        terminated: bool, same shape: whether the next state is terminal (its value is then ignored). Default: ``done``.
         time_dim: the dimension of time.
 
     Returns:
@@ -46,8 +46,8 @@ def generalized_advantage_estimate(
 
     Cost: one pass over the data; about 5 µs plus 1 ns per element on a CPU.
     Source: Schulman et al., 2016, "High-dimensional continuous control using generalized advantage estimation", eq. 16.
-    In contrast to TorchRL's ``generalized_advantage_estimate`` and ``vec_generalized_advantage_estimate``, results have
-    no gradient, sums are not truncated, and gamma is not rounded to float32.
+    In contrast to TorchRL's ``generalized_advantage_estimate``, results have no gradient, and gamma is not rounded to
+    float32. TorchRL's ``vec_generalized_advantage_estimate`` also drops powers of ``gamma * lmbda`` below 1e-7.
 
     Example:
         >>> reward = torch.ones(1, 3, 1)
@@ -122,7 +122,7 @@ def vtrace_advantage_estimate(
         next_state_value: :math:`V(s'_t)`, same shape: the value of the next observation before any reset.
         reward: :math:`r_t`, same shape, any real dtype.
         done: bool, same shape: whether the trajectory ends with this step.
-        terminated: bool, same shape: whether the next state is terminal: its value is ignored. Default: ``done``.
+        terminated: bool, same shape: whether the next state is terminal (its value is then ignored). Default: ``done``.
         rho_thresh: :math:`\bar\rho \ge 0`, the upper bound of :math:`\rho_t`, a float or a tensor.
         c_thresh: :math:`\bar c \ge 0`, the upper bound of :math:`c_t`, a float or a tensor.
         time_dim: the dimension of time.
@@ -135,7 +135,7 @@ def vtrace_advantage_estimate(
 
     Cost: O(elements) on the CPU.
     Source: Espeholt et al., 2018, "IMPALA", section 4.1. TorchRL's ``vtrace_advantage_estimate`` gives the same result,
-    but swaps the names of the two policies, and needs transposed inputs if ``time_dim`` is not -2.
+    but its documentation swaps the two policies, and ``time_dim`` must be a keyword argument.
 
     Example:
         >>> one, zero = torch.ones(2, 1), torch.zeros(2, 1)

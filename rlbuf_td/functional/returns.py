@@ -34,9 +34,10 @@ def td_lambda_return_estimate(
         next_state_value: :math:`V(s'_t)`, ``[*batch, T, *F]``, floating.
         reward: :math:`r_t`, same shape, any real dtype.
         done: bool, same shape: whether the trajectory ends with this step.
-        terminated: bool, same shape: whether the next state is terminal: its value is ignored. Default: ``done``.
+        terminated: bool, same shape: whether the next state is terminal (its value is then ignored). Default: ``done``.
         rolling_gamma: if False, the return of a step uses the gamma and lmbda of that step for all later rewards. By
-            default, each reward uses the gamma and lmbda of its own step. False needs one gamma or lmbda per step.
+            default, each reward uses the gamma and lmbda of its own step. False needs a gamma or lmbda of the inputs'
+            shape.
         time_dim: the dimension of time.
 
     Returns:
@@ -80,7 +81,7 @@ def td1_return_estimate(
         next_state_value: :math:`V(s'_t)`, ``[*batch, T, *F]``, floating.
         reward: :math:`r_t`, same shape, any real dtype.
         done: bool, same shape: whether the trajectory ends with this step.
-        terminated: bool, same shape: whether the next state is terminal: its value is ignored. Default: ``done``.
+        terminated: bool, same shape: whether the next state is terminal (its value is then ignored). Default: ``done``.
         rolling_gamma: as for :func:`td_lambda_return_estimate`.
         time_dim: the dimension of time.
 

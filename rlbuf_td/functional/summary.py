@@ -53,8 +53,8 @@ def normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
     Raises:
         ValueError: ``x`` is empty, or ``eps`` is not positive.
 
-    Cost: O(elements), without host synchronisation. TorchRL divides by the sample deviation (n - 1), which is undefined
-    for one element; this function divides by the population deviation (n).
+    Cost: O(elements), without host synchronisation. TorchRL's ``average_gae`` uses the sample standard deviation
+    (divisor n - 1), which is undefined for one element; this function uses the divisor n.
 
     Example:
         >>> normalize(torch.tensor([1.0, 3.0])).tolist()

@@ -1,13 +1,13 @@
 """Samplers, which choose the rows of a batch.
 
 A sampler's ``draw(storage, batch_size)`` returns flat rows, ``[B]`` int64, and a *report*: a dict of further batch
-entries, such as ``"priority_weight"``. All random numbers come from one ``torch.Generator``, the sampler's ``_rng`` or
-torch's default generator, so a seed determines the batches.
+entries, such as ``"priority_weight"``. All random numbers come from one ``torch.Generator`` (the sampler's ``_rng``,
+or torch's default generator), so a seed determines the batches.
 
-**Prioritized samplers** have a *law* that converts TD errors to probabilities. :class:`ProportionalSampler` uses powers
-of the TD errors, stored in a sum tree (:mod:`rlbuf_td.kernels.sum_tree`). :class:`RankSampler` uses the ranks of the TD
-errors (:mod:`rlbuf_td.kernels.rank_order`). A new row gets the largest ``|td_error|`` seen so far. Draws are stratified
-by default: one row is drawn from each of ``B`` segments of equal probability. To read the code, begin with
+**Prioritized samplers** have a *law* that converts TD errors to probabilities. :class:`ProportionalSampler` stores
+powers of the TD errors in a sum tree (:mod:`rlbuf_td.kernels.sum_tree`). :class:`RankSampler` uses the ranks of the TD
+errors (:mod:`rlbuf_td.kernels.rank_order`). By default, a new row gets the largest ``|td_error|`` seen so far, and
+draws are stratified: one row is drawn from each of ``B`` segments of equal probability. To read the code, begin with
 ``priorities.py``, ``proportional.py`` and :mod:`rlbuf_td.kernels.strata`.
 
 **Wrappers** revise the batch of another sampler. :class:`HindsightSampler`, :class:`NStepSampler` and

@@ -68,7 +68,7 @@ class StatefulSampler(Sampler):
 
     @contextmanager
     def _set(self, settings: dict[str, Any]) -> Iterator[None]:
-        """Change settings, and restore the old ones if the block raises an exception."""
+        """Change settings, and restore the old ones if the ``with`` block raises an exception."""
         before = self._settings()
         try:
             for name, value in settings.items():
@@ -88,7 +88,7 @@ class StatefulSampler(Sampler):
         return tree_map_only(Tensor, Tensor.clone, self.snapshot())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a result of :meth:`state_dict`; ValueError, without a change, if a setting is out of range."""
+        """Restore a :meth:`state_dict`. Raises ValueError, and changes nothing, if a setting is out of range."""
         with self._set({name: state_dict[name] for name in self._setting_names}):
             pass
 
@@ -101,7 +101,7 @@ class StatefulSampler(Sampler):
         save_state(path, type(self).__name__, self.snapshot())
 
     def loads(self, path: str | Path) -> None:
-        """Restore a state that :meth:`dumps` saved; CheckpointError, without a change, if the files do not fit."""
+        """Restore the dump in ``path``. If it is no dump of this class, raises CheckpointError and changes nothing."""
         self.load_state_dict(load_state(path, type(self).__name__))
 
     def add(self, index: Any) -> None:
@@ -148,7 +148,7 @@ class OneStorage:
         self.__dict__.clear()
 
     def claim(self, storage: Storage) -> None:
-        """Refer to ``storage`` from now on; ValueError if this object refers to another storage that still exists."""
+        """Refer to ``storage`` from now on. Raises ValueError if another storage is referred to and still exists."""
         if self._storage() is storage:
             return
         if self._storage() is not None:
@@ -205,7 +205,7 @@ def fraction(name: str, value: Any) -> float:
 
 
 def whole(least: int) -> Callable[[str, Any], int]:
-    """Return a check for whole numbers of at least ``least``; NumPy floats pass, because schedulers set them."""
+    """Return a check for whole numbers of at least ``least``; floats such as 3.0 pass, because schedulers set them."""
 
     def check(name: str, value: Any) -> int:
         number = float("nan") if isinstance(value, bool) else float(value)

@@ -34,7 +34,7 @@ class FreshQueue:
         self.begin(_ALL)
 
     def begin(self, ages: Sequence[Interval]) -> None:
-        """Make only the rows of these ages fresh; ``ages`` holds half-open intervals, the oldest first."""
+        """Make only these rows fresh: each ``(a, b)``, oldest first, means the newest a rows without the newest b."""
         self.state["began"] = 0
         self._keep(ages)
 
@@ -52,7 +52,7 @@ class FreshQueue:
         return [(int(old), int(new)) for old, new in self._intervals[(head + np.arange(length)) % capacity]]
 
     def follow(self, storage: Any) -> tuple[int, int, int]:
-        """Use this storage from now on; return its number of rows, its newest time step and its clock."""
+        """Use this storage from now on; return its number of rows, the index of its newest time step, and its clock."""
         rows = storage.rows
         if rows is not self.rows or self.storage() is not storage:
             self.serves.claim(storage)
@@ -72,7 +72,7 @@ class FreshQueue:
             fresh_cpu.look(self.address, *numbers)
 
     def take(self, storage: Any, most: int) -> np.ndarray:
-        """Remove up to ``most`` fresh rows from the record, newest first; return them as flat rows."""
+        """Remove the newest fresh rows, at most ``most`` and ``fresh``; return them as flat rows, newest first."""
         found = np.empty(most, np.int64)
         from rlbuf_td.kernels.recency import fresh_cpu
 
@@ -80,7 +80,7 @@ class FreshQueue:
         return found[:count]
 
     def ages(self) -> list[Interval]:
-        """Return the ages of the fresh rows, which remain valid if the rows are loaded into another capacity."""
+        """Return the ages of the fresh rows, as for :meth:`begin`; they stay valid in a buffer of another capacity."""
         storage, count = self.storage(), int(self.state["count"])
         if storage is not None:
             self.look(storage)
@@ -103,23 +103,23 @@ def _nothing() -> None:
 
 
 class FreshRowsSampler(SamplerWrapper):
-    """Begins each batch with *fresh* rows, with which no earlier batch has begun; the wrapped sampler draws the rest.
+    """Begins each batch with *fresh* rows, which no earlier batch began with; the wrapped sampler draws the rest.
 
-    If at most ``fresh`` rows are written between two batches, the second batch begins with all of them. With
-    ``fresh=1`` and one update per step, this sampler is combined experience replay. Inside a :class:`SequenceSampler`
-    with ``boundary="shift"``, this sampler is the online queue of DreamerV3.
+    If the number of rows written between two batches is at most ``fresh`` and the batch size, the second batch begins
+    with all of them. With ``fresh=1`` and one update per step, this sampler is combined experience replay. Inside a
+    :class:`SequenceSampler` with ``boundary="shift"``, this sampler is the online queue of DreamerV3.
 
     **Distribution.** A batch of B rows begins with the newest f fresh rows, where f is the smallest of ``fresh``, B and
-    the number of fresh rows. The wrapped sampler draws the other B - f rows. Every row has the importance weight that
-    the wrapped sampler gives it; by design, the weights do not correct for the fresh rows at the beginning.
+    the number of fresh rows. The wrapped sampler draws B rows, of which only the last B - f are used. Every row has the
+    importance weight that the wrapped sampler gives it; by design, the weights do not correct for the fresh rows.
 
     Args:
-        sampler: draws the other rows, and handles priorities, writes and state. A wrapped :class:`MinibatchSampler`
-            does not draw the rows again that fresh rows have replaced in a batch.
+        sampler: draws the other rows, and handles priorities, writes and state. If it is a :class:`MinibatchSampler`,
+            the rows that fresh rows replace are not drawn again in the same epoch.
         fresh: the largest number of fresh rows at the beginning of a batch, at least 1; may be set at any time.
 
-    All rows become fresh again after many edits of rows between two batches (at least one per stored time step). If
-    processes share a buffer, each process has its own fresh rows.
+    All rows become fresh again if, between two batches, at least as many time steps are written, or replaced with
+    ``storage.set``, as the storage can hold. If processes share a buffer, each process has its own fresh rows.
 
     Raises:
         ValueError: ``fresh`` is not a positive whole number; (in a buffer) the writer does not write in time order.
@@ -159,7 +159,7 @@ class FreshRowsSampler(SamplerWrapper):
         raise TypeError("cannot capture a FreshRowsSampler: the host chooses the fresh rows; sample outside of a graph")
 
     def watch(self, storage: Storage) -> None:
-        """Record the rows that the storage already holds, for example after a load."""
+        """Bring the record of fresh rows up to date with the storage, for example after a load."""
         if isinstance(storage, PackedStorage):
             self.queue.look(storage)
 
@@ -189,7 +189,7 @@ class FreshRowsSampler(SamplerWrapper):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a result of :meth:`state_dict`. Load the storage before the next draw or write.
+        """Restore a result of :meth:`state_dict`. The storage must be loaded before the next draw or write.
 
         Raises:
             ValueError: the state is of another sampler; this sampler is unchanged.

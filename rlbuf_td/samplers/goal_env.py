@@ -1,4 +1,4 @@
-"""Rewards and terminations of hindsight, computed by Gymnasium's goal environments."""
+"""Rewards and terminations for hindsight relabelling, computed by Gymnasium's goal environments."""
 
 from __future__ import annotations
 

@@ -52,9 +52,9 @@ class HindsightSampler(SamplerWrapper):
             function must not change the batch. For a Gymnasium goal environment, use :func:`gymnasium_reward_fn`.
         her_ratio: the probability that a row is relabelled, 0 to 1. The paper's k new goals per transition correspond
             to ``k / (k + 1)``, so the default 0.8 corresponds to k = 4.
-        strategy: the rows that may provide the goal; each has the same probability. ``"future"``: the row itself and
-            all later rows of its trajectory; ``"final"``: the last stored row of its trajectory; ``"episode"``: all
-            rows of its trajectory; ``"random"``: all rows of the buffer. A dict such as
+        strategy: the rows that may provide the goal; by default, each has the same probability. ``"future"``: the row
+            itself and all later rows of its trajectory; ``"final"``: the last stored row of its trajectory;
+            ``"episode"``: all rows of its trajectory; ``"random"``: all rows of the buffer. A dict such as
             ``{"future": 0.75, "random": 0.25}`` mixes strategies.
         future_gamma: 0 to 1. With ``"future"``, the row k steps ahead has a probability proportional to
             ``future_gamma**k``. In contrastive RL, ``future_gamma`` is the discount factor of the return.
@@ -76,8 +76,8 @@ class HindsightSampler(SamplerWrapper):
     Cost: O(B), in addition to the wrapped draw.
     Source: Andrychowicz et al., Hindsight Experience Replay, NeurIPS 2017, sections 3 and 4.5; for ``future_gamma``:
     Eysenbach et al., Contrastive Learning as Goal-Conditioned RL, NeurIPS 2022.
-    In contrast to TorchRL's ``HERReplayBuffer``, goals are read from ``"next"``, never come from another lane (except
-    with ``"random"``), and are chosen independently for each row, even in unfinished trajectories.
+    In contrast, TorchRL's ``HERReplayBuffer`` reads achieved goals from the root instead of ``"next"``, always relabels
+    the first rows of a batch, and supports neither lanes nor trajectories that wrap around the end of the ring.
 
     Example:
         >>> from rlbuf_td import PackedStorage, ReplayBuffer, UniformSampler
@@ -146,7 +146,7 @@ class HindsightSampler(SamplerWrapper):
     def _relabelled(
         self, storage: Storage, drawn: Tensor, uniform: Tensor, flat: Tensor, owner: Tensor | None
     ) -> TensorDictBase:
-        """Read the rows ``flat`` and relabel them; the numbers ``uniform``, ``[B]``, select the goals of ``drawn``."""
+        """Read the rows ``flat`` and relabel them; random numbers, ``uniform``, select the goals of rows ``drawn``."""
         bound, batch = self._bound_to(storage), rows_at(storage, flat)
         rows, mask = choose_goals(bound.trajectories.boundaries(), drawn, uniform, self.law, len(storage))
         if owner is not None:

@@ -17,11 +17,13 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
     """Draws every row exactly once per epoch, for a number of epochs, in minibatches.
 
     ``for batch in rb`` ends after the last batch of the last epoch. A write restarts the epochs. TorchRL's
-    ``SamplerWithoutReplacement`` draws the same rows for the same seed, but continues its epoch after a write.
+    ``SamplerWithoutReplacement`` draws the same rows for the same seed, but restarts only if the number of rows has
+    changed.
 
     Args:
         epochs: how often each row is drawn, at least 1; may be set at any time.
-        shuffle: whether each epoch has a new random order. If False, rows are ordered by time step, then by lane.
+        shuffle: whether each epoch has a new random order. If False, rows are drawn in storage order, which in a full
+            ring does not begin with the oldest row.
         drop_last: whether to drop the last rows of an epoch if they do not fill a batch.
 
     Raises:
@@ -59,7 +61,7 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
     position = property(attrgetter("_position"), doc="How many rows of this epoch have been drawn.")
 
     def restart(self) -> None:
-        """Restart with the first epoch, in a new random order."""
+        """Restart with the first epoch, in a new random order if ``shuffle`` is set."""
         self.begun = object()  # invalidates batches drawn ahead
         if self._position:
             self._order, self._position = None, 0
@@ -140,7 +142,7 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
         self._in_pass = False
 
     def rewind(self, place: dict[str, Any]) -> None:
-        """Return to a :meth:`snapshot` of the same ``for`` loop, whose later batches are then drawn again."""
+        """Return to a :meth:`snapshot` of this ``for`` loop; the batches drawn since then will be drawn again."""
         self._order, self._position, self._epoch = place["order"], place["position"], place["epoch"]
         self.ran_out = place["ran_out"]
 
@@ -150,7 +152,7 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
         return {name: getattr(self, name) for name in names} | {"order": self._order, "in_pass": self._in_pass}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a result of :meth:`state_dict`; ValueError, without a change, if its order or position is invalid."""
+        """Restore a :meth:`state_dict`. Raises ValueError, and changes nothing, if its order or position is invalid."""
         order, rows = state_dict["order"], int(state_dict["len_storage"])
         epochs, epoch, position = (int(state_dict[name]) for name in ("epochs", "epoch", "position"))
         if order is not None and not _is_order(order, rows):
@@ -165,7 +167,7 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
         self._resumes = bool(state_dict.get("in_pass", False))
 
     def resized_state(self, state: dict[str, Any], rows: Tensor | None, capacity: int, moved: bool) -> dict[str, Any]:
-        """Return a state with which the epochs restart if any row ``moved``, else the saved state."""
+        """Return the saved state; if rows have ``moved``, change it so that the epochs restart."""
         return state | {"order": None, "position": 0, "epoch": 0, "in_pass": False} if moved else state
 
 

@@ -38,7 +38,7 @@ class Law(ABC):
 
     @abstractmethod
     def draw(self, uniform: Tensor, rows: int, stratified: bool, norm: str | None) -> tuple[Tensor, Tensor]:
-        """Return one row and its importance weight per number; RuntimeError (on the CPU) if no row can be drawn."""
+        """Return rows and importance weights, both ``[B]``. Raises RuntimeError (on the CPU) if no row can be drawn."""
 
     @abstractmethod
     def probability(self, flat: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ class Law(ABC):
     def weigh_beside_(self, flat: Tensor, drawn: Tensor, weight: Tensor) -> None:
         """Overwrite ``weight[:len(flat)]`` with the importance weights of the rows ``flat``.
 
-        Before the call, ``weight[0]`` is the weight of the row ``drawn``, which rows of probability 0 also get.
+        Before the call, ``weight[0]`` is the weight of the row ``drawn``; rows of probability 0 get this weight, too.
         """
         probability = self.probability(torch.cat((flat, drawn)))
         ratio = (probability[:-1] / probability[-1]).clamp(min=LEAST_RATIO)
@@ -68,17 +68,17 @@ class Law(ABC):
 
     @abstractmethod
     def restore_(self, tensors: dict[str, Tensor]) -> None:
-        """Copy saved tensors, which ``blank`` names, into the table. Saved weights must fit the current alpha."""
+        """Copy saved tensors, which ``blank`` names, into the table. Saved weights must belong to the current alpha."""
 
     @abstractmethod
     def prepare_graph(self, rows: int) -> tuple[Tensor | None, Any]:
-        """Copy settings for CUDA graphs; return the largest magnitude (None on the CPU) and the fixed settings."""
+        """Copy settings to the device; return the largest magnitude (None on the CPU) and settings fixed in a graph."""
 
 
 class Priorities:
-    """The priorities of the rows of one storage; ``capacity`` grows to the storage's number of rows.
+    """The priorities of the rows of one storage; ``capacity`` grows to the storage's ``max_size``.
 
-    ``device`` is the device that the user requests, which must be that of the rows. If ``within_buffer`` is True, new
+    ``device`` is the device that the user requests, which must be the rows' device. If ``within_buffer`` is True, new
     rows get the largest magnitude now stored instead of the largest ever seen.
     """
 
@@ -94,7 +94,7 @@ class Priorities:
 
     @property
     def largest(self) -> Any:
-        """The largest magnitude seen, -1 before any; on CUDA a 0-dim tensor that later updates change."""
+        """The largest magnitude seen, -1 before the first; on CUDA a 0-dim tensor that later updates change."""
         return self.settings[LARGEST] if self._largest_on_device is None else self._largest_on_device
 
     @largest.setter
@@ -117,7 +117,7 @@ class Priorities:
         return self.law.first if largest < 0 else largest
 
     def _find_largest(self) -> None:
-        """Set ``largest`` to the largest magnitude now stored. O(1) if the last row found has not changed."""
+        """Set ``largest`` to the largest magnitude now stored. O(N); on the CPU O(1) if the largest has not changed."""
         magnitude = self.law.table.magnitude
         if backend_of(magnitude) != "numba":
             self._largest_on_device = magnitude.max()
@@ -126,7 +126,7 @@ class Priorities:
             self.largest = float(magnitude[self._largest_row])
 
     def rows(self, index: Any, storage: Storage | None) -> Tensor:
-        """Convert an index to flat rows; IndexError (on the CPU) if a row is out of range."""
+        """Convert an index to flat rows. Raises IndexError (on the CPU) if a row is out of range."""
         flat = flat_rows(index, storage, self.device)
         is_on_host = backend_of(flat) == "numba"
         if is_on_host and flat.numel() and not 0 <= int(flat.min()) <= int(flat.max()) < self.capacity:
@@ -134,7 +134,7 @@ class Priorities:
         return flat
 
     def assign(self, index: Any, priority: Any, rows: int | None, storage: Storage | None, *, counts: bool) -> None:
-        """Set the priorities of rows below ``rows`` (None: the capacity), and refuse other rows.
+        """Set the priorities of the rows ``index``, which must be below ``rows`` (None: below the capacity).
 
         ``counts``: whether these priorities raise ``largest``, the magnitude of new rows.
         """
@@ -209,7 +209,7 @@ class Priorities:
         self.law.restore_({name: old.new_full((), self.law.blank[name]).expand_as(old) for name, old in saved})
 
     def load(self, alpha: float, beta: float, largest: float, tensors: dict[str, Tensor], capacity: int) -> None:
-        """Restore a saved state; ValueError, without a change, if it is of another law, smaller, or not finite."""
+        """Restore a state. Raises ValueError, and changes nothing, if it is invalid, too small or of another law."""
         if capacity < self.capacity:
             raise ValueError(f"the saved sampler has max_capacity={capacity}, this one {self.capacity}")
         if not largest < float("inf"):

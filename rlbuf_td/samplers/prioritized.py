@@ -96,22 +96,23 @@ class Prioritized(RowSampler, GraphCapturable, PrioritizedSampler):
             storage: the storage of the rows, needed unless rows are flat; if given, unwritten rows are refused.
 
         Raises:
-            ValueError: the shapes differ, or a TD error is NaN or infinite (on CUDA, it is skipped and counted).
+            ValueError: the shapes differ, or a TD error is NaN or infinite (on CUDA, it is skipped, and
+                ``rb.health()`` counts it).
             IndexError: a row is out of range (on CUDA, it is skipped).
             TypeError: the index does not hold integers.
         """
         self.priorities.assign(index, priority, None if storage is None else len(storage), storage, counts=True)
 
     def mark_update(self, index: Any, *, storage: Storage | None = None) -> None:
-        """Set the magnitude of new rows to :attr:`default_priority`."""
+        """Set the magnitude of the newly written rows ``index`` to :attr:`default_priority`."""
         self.priorities.enter(index, storage)
 
     def priority(self, index: Any, *, storage: Storage | None = None) -> Tensor:
-        """Return the last ``|td_error|`` of each row, ``[B]`` float64; -1 for a row without a priority."""
+        """Return the stored ``|td_error|`` of each row, ``[B]`` float64; -1 for a row without a priority."""
         return self.law.table.magnitude[self.priorities.rows(index, storage)].to(torch.float64)
 
     def probability(self, index: Any, *, storage: Storage | None = None) -> Tensor:
-        """Return each row's probability in a draw, ``[B]`` float64; IndexError if a row is out of range."""
+        """Return each row's probability, ``[B]`` float64. Raises IndexError (on the CPU) if a row is out of range."""
         self.law.weigh()
         return self.law.probability(self.priorities.rows(index, storage))
 
@@ -138,7 +139,7 @@ class Prioritized(RowSampler, GraphCapturable, PrioritizedSampler):
         return self._settings() | seen | {"priorities": self.priorities.tensors()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a result of :meth:`state_dict`; ValueError, without a change, if it does not fit this sampler."""
+        """Restore a :meth:`state_dict`. Raises ValueError, and changes nothing, if it does not fit this sampler."""
         settings = {name: state_dict.get(name, value) for name, value in self._settings().items()}
         largest, capacity = float(state_dict["largest"]), int(state_dict["max_capacity"])
         with self._set(settings):

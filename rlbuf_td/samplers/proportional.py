@@ -81,37 +81,38 @@ class ProportionalSampler(Prioritized):
     Args:
         max_capacity: the number of rows that can have a priority, at least 1; it grows to the storage's ``max_size``.
         alpha: exponent of the priorities, at least 0; 0 draws uniformly.
-        beta: exponent of the importance weights, at least 0; 1 corrects fully.
+        beta: exponent of the importance weights, at least 0; 1 fully corrects the bias of the draws.
         eps: added to every magnitude, so that a row with a TD error of 0 can be drawn; the default is TorchRL's.
-        dtype: float32 or float64, accepted for compatibility only: weights are always float64.
-        stratified: whether to draw one row from each of ``B`` segments of equal probability, which has a lower variance
-            than independent draws. Consecutive rows come from distant segments, so a part of a batch is balanced, too.
+        dtype: float32 or float64, accepted for compatibility and ignored: the sum tree is always float64.
+        stratified: whether to draw one row from each of ``B`` segments of equal probability. Stratified draws have a
+            lower variance than independent draws. Consecutive rows of a batch come from distant segments, so that each
+            part of a batch, such as a minibatch, has rows from all parts of the distribution.
         weight_norm: the divisor of the importance weights: the largest weight in the ``"buffer"`` (as in TorchRL), the
             largest weight in the ``"batch"``, or ``None`` for no division.
         reduction: how several TD errors of a row become one: ``"max"``, ``"min"``, ``"mean"`` or ``"median"``.
         device: the device of the rows; priorities are always stored there.
         max_priority_within_buffer: whether new rows get the largest ``|td_error|`` now stored instead of the largest
-            ever seen. If the row with the largest ``|td_error|`` changes, the next largest is found in O(N).
-        min_priority: the lower bound of ``|td_error|``, at least 0, also for new rows.
+            ever seen. To find the largest takes O(N) per write; on the CPU only if it has changed.
+        min_priority: at least 0; a smaller ``|td_error|`` counts as ``min_priority``, also for new rows.
 
     ``alpha`` and ``beta`` may be set at any time, also by TorchRL's ``ParameterScheduler``. The sign of a TD error does
     not matter. A new row gets the largest ``|td_error|`` seen so far, or 1.0 before the first TD error.
 
     For *loss-adjusted prioritized replay* (LAP), use ``alpha=0.4, beta=0.0, eps=0.0, min_priority=1.0`` with a Huber
-    loss. Its expected gradient is that of the PAL loss with uniform draws.
+    loss. The expected gradient of LAP equals that of the PAL loss with uniform draws.
 
     Raises:
         ValueError: an argument is out of range; (in a buffer) the sampler serves another buffer, or the rows are not on
             ``device``; (on an update, on the CPU) a TD error is NaN or infinite, and no priority has changed.
-        RuntimeError: (when sampling) the buffer is empty, or no row has a positive priority.
+        RuntimeError: (when sampling) the buffer is empty, or (on the CPU) no row has a positive priority.
         MemoryError: the priorities do not fit into memory.
 
     Cost: O(B log N) to draw and to update; O(N) to change alpha; 20 bytes per row.
     Source: Schaul, Quan, Antonoglou, Silver: Prioritized Experience Replay, ICLR 2016, section 3.3; for
     ``min_priority``: Fujimoto, Meger, Precup: An Equivalence between Loss Functions and Non-Uniform Sampling in
     Experience Replay, NeurIPS 2020.
-    In contrast to TorchRL's ``PrioritizedSampler``, TD errors may be negative, sums are float64 and do not drift, rows
-    of weight 0 are never drawn, draws are stratified by default, and ``torch.manual_seed`` determines the draws.
+    In contrast to TorchRL's ``PrioritizedSampler``, TD errors may be negative, sums are always float64, rows may have
+    weight 0 and are then never drawn, draws are stratified by default, and ``torch.manual_seed`` determines the draws.
 
     Example:
         >>> from rlbuf_td import PackedStorage, ReplayBuffer

@@ -69,7 +69,7 @@ class LawOfRanks(Law):
 
 @final
 class RankSampler(Prioritized):
-    r"""Draws rows by the rank of their TD error, so that outliers do not change the distribution of ranks.
+    r"""Draws rows with probabilities that depend only on the rank of their TD error, not on its size.
 
     .. math:: P(i) = r_i^{-\alpha} / \sum_{r=1}^N r^{-\alpha}, \quad w_i = (N P(i))^{-\beta} / \max_j w_j
 
@@ -79,7 +79,8 @@ class RankSampler(Prioritized):
         alpha: exponent of the ranks, at least 0; 0 draws uniformly.
         max_capacity, beta, stratified, weight_norm, reduction: as for :class:`ProportionalSampler`.
         stale_updates: the number of updates of priorities that may pass on a GPU before all rows are sorted again, at
-            least 0. By default, and always on the CPU, ranks are exact. New rows are ranked immediately.
+            least 0. By default, and always on the CPU, ranks are exact. Rows that are written in order are ranked
+            immediately.
 
     TD errors may have either sign: the sampler stores ``|td_error|`` as float32. A new row gets the largest
     ``|td_error|`` seen so far, or 1.0 before the first TD error.
@@ -87,7 +88,8 @@ class RankSampler(Prioritized):
     Raises: the errors of :class:`ProportionalSampler`, but a TD error of 0 does not exclude a row from draws.
 
     Cost: O(B log N) to draw; O(B (128 + log N)) to update, plus O(N) at most once per N / 3 updated rows; O(1) to
-    change alpha; 15 to 27 bytes per row. On a GPU: a sort of all rows after a change; O(B) to draw; 20 bytes per row.
+    change alpha; 15 to 27 bytes per row. On a GPU: O(B) to draw and 20 bytes per row; the first draw after a write, or
+    after more than ``stale_updates`` updates of priorities, also sorts all rows.
     Source: Schaul, Quan, Antonoglou, Silver: Prioritized Experience Replay, ICLR 2016, section 3.3. In the paper, rows
     are sorted only from time to time, and segments are rounded to whole ranks. TorchRL has no such sampler.
 

@@ -24,7 +24,7 @@ _BLIND_ROUNDS = 8  # boundary="strict" on CUDA: the number of repeated draws, wi
 
 
 class SequenceSampler(SamplerWrapper):
-    """Expands each drawn row, the *anchor*, to a window of ``burn_in`` rows before and ``length`` rows from the anchor.
+    """Expands each drawn row, the *anchor*, to a window: ``burn_in`` rows before it and ``length`` rows from it on.
 
     A window never crosses the beginning or end of a trajectory. A batch of B windows has the shape ``[B * L]``, where
     ``L = burn_in + length`` is the length of a window. Each batch has three additional entries:
@@ -42,11 +42,13 @@ class SequenceSampler(SamplerWrapper):
         sampler: draws the anchors: a sampler of rows, a :class:`HindsightSampler` or an :class:`NStepSampler`.
         length: the number of rows from the anchor on, at least 1.
         burn_in: the number of rows before the anchor, at least 0.
-        boundary: what happens if the trajectory ends within ``length`` rows. ``"pad"`` appends copies of the
-            trajectory's last row. ``"shift"`` moves the window to earlier rows of the trajectory, and pads only if the
-            trajectory is too short. ``"strict"`` draws other anchors until every window fits, burn-in included.
-        priority: how the TD errors of a window give the anchor's priority, without padding and burn-in. ``"max"`` takes
-            the largest magnitude; ``"mix"`` takes ``eta * max + (1 - eta) * mean`` of the magnitudes, as in R2D2.
+        boundary: what happens if the trajectory has fewer than ``length`` rows from the anchor on. ``"pad"`` appends
+            copies of its last row. ``"shift"`` moves the window to earlier rows, and appends copies only if the whole
+            trajectory has fewer than ``length`` rows. ``"strict"`` draws other anchors until every window fits, burn-in
+            included.
+        priority: how the anchor's priority results from the window's TD errors, except those of padding and burn-in.
+            ``"max"`` takes the largest magnitude; ``"mix"`` takes ``eta * max + (1 - eta) * mean`` of the magnitudes,
+            as in R2D2.
         eta: the weight of the largest magnitude in ``"mix"``, 0 to 1; may be set at any time.
         init_key: the key of the flag that marks the first row of a trajectory.
         done_key, traj_key: the keys of the done flag and the trajectory id, as for :class:`TrajectoryIndex`.
@@ -61,8 +63,8 @@ class SequenceSampler(SamplerWrapper):
     Source: Kapturowski et al., Recurrent Experience Replay in Distributed RL (R2D2), ICLR 2019, section 2.3.
 
     **Priorities.** In this package's buffer, ``update_tensordict_priority`` takes a whole batch and updates the
-    priorities of the anchors. TorchRL's buffers update the first row after burn-in, which is the anchor unless
-    ``boundary="shift"``.
+    priorities of the anchors. TorchRL's buffers update the priority of each window's first row after burn-in, which is
+    the anchor unless ``boundary="shift"``.
 
     **Arguments of TorchRL's** ``SliceSampler``. ``slice_len`` is ``length``, ``end_key`` is ``done_key``, and
     ``num_slices`` is ``batch_size / L``. ``boundary`` replaces ``strict_length``, ``pad_output`` and ``span``; their
@@ -144,7 +146,7 @@ class SequenceSampler(SamplerWrapper):
         return batch_size // self.window
 
     def _anchors(self, storage: Storage, count: int) -> tuple[Tensor, dict[Any, Any], Tensor, Tensor]:
-        """Draw anchors; return the anchors, the report, and the numbers of earlier and later rows of the trajectory."""
+        """Draw anchors; return them, the report, and how many rows of its trajectory precede and follow each anchor."""
         boundaries = self._trajectories(storage).boundaries()
         anchors, info = self._draw(storage, count)
         back, ahead, _ = boundaries.reach(anchors, self.window)
@@ -204,7 +206,7 @@ class SequenceSampler(SamplerWrapper):
         return inner, self.length, self.burn_in, self.boundary, self.priority_rule, self.eta
 
     def anchored(self, batch: TensorDictBase, index: Tensor, td_error: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a batch's anchors and one priority per anchor; ValueError if there are no whole windows."""
+        """Return a batch's anchors and one priority per anchor. Raises ValueError if a window is incomplete."""
         entries = [batch.get(key, None) for key in ("mask", "burn_in_mask", "anchor_index")]
         if any(entry is None for entry in entries):
             needed = "'mask', 'burn_in_mask' and 'anchor_index'"
@@ -217,7 +219,7 @@ class SequenceSampler(SamplerWrapper):
         return anchors, self._summary(td_error, (mask & ~burn_in).reshape(-1))
 
     def update_priority(self, index: Any, priority: Any, *, storage: Storage | None = None) -> None:
-        """Set the priorities of the windows' first rows after burn-in, or of all rows if they are no whole windows."""
+        """Set priorities of the windows' first rows after burn-in, or of all rows if ``index`` is not whole windows."""
         if not self._is_prioritized:
             return
         if storage is not None and isinstance(priority, Tensor) and priority.numel() > 1:

@@ -16,7 +16,7 @@ from rlbuf_td.storages.indexing import device_of
 
 
 class Replaceable(type(Sampler)):  # type: ignore[misc]
-    """Metaclass: with ``replacement=False``, a call creates a ``without_replacement``, as in TorchRL."""
+    """Metaclass: ``cls(replacement=False)`` creates an instance of ``cls.without_replacement``, as in TorchRL."""
 
     def __call__(cls, *args: Any, replacement: bool = True, **kwargs: Any) -> Any:
         return super().__call__(*args, **kwargs) if replacement else cls.without_replacement(*args, **kwargs)
@@ -34,7 +34,7 @@ class UniformSampler(RowSampler, GraphCapturable, metaclass=Replaceable):
         RuntimeError: (when sampling) the buffer is empty.
         ValueError: (when sampling) ``unique`` is set and the buffer has fewer rows than a batch.
 
-    Cost: O(B); with ``unique=True`` on CUDA O(B log B).
+    Cost: O(B); with ``unique=True`` O(B log B).
 
     Example:
         >>> from rlbuf_td import PackedStorage, ReplayBuffer
@@ -100,7 +100,7 @@ class UniformSampler(RowSampler, GraphCapturable, metaclass=Replaceable):
         self.unique = bool(state_dict.get("unique", self.unique))
 
     def dumps(self, path: str | Path) -> None:
-        """Write nothing: ``unique`` is a constructor argument."""
+        """Write or read nothing, because ``unique`` is a constructor argument."""
 
     loads = dumps
 

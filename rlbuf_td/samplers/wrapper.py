@@ -48,8 +48,8 @@ class SamplerWrapper(StatefulSampler, GraphCapturable, PrioritizedSampler):
     of the sampler's report, which is merged into the batch after the transforms.
 
     The wrapped sampler handles random numbers, writes and priorities. Users may set the wrapped sampler's settings on
-    the wrapper. TorchRL's buffers pass priorities only to a ``PrioritizedSampler``, so every sampler of this package
-    that handles priorities is one, but creates no C++ trees.
+    the wrapper. TorchRL's buffers pass priorities only to a ``PrioritizedSampler``, so all wrappers and prioritized
+    samplers of this package inherit from that class, but do not create its C++ trees.
     """
 
     needs_order = True
@@ -71,7 +71,7 @@ class SamplerWrapper(StatefulSampler, GraphCapturable, PrioritizedSampler):
         self._is_prioritized = isinstance(self.innermost, PrioritizedSampler)
 
     def _reader(self, storage: Storage, drawn: Tensor) -> Read | None:
-        """Return a function that reads and revises the ``drawn`` flat rows, ``[B]``; None if nothing is revised."""
+        """Return a ``Read`` function for the flat rows ``drawn``, ``[B]``; None if this sampler revises nothing."""
         return None if self._inner is None else self._inner._reader(storage, drawn)
 
     def _revised_keys(self) -> Iterator[NestedKey]:
@@ -152,7 +152,7 @@ class SamplerWrapper(StatefulSampler, GraphCapturable, PrioritizedSampler):
         return getattr(self.sampler, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute on the sampler whose class defines it: schedulers only know the outermost sampler."""
+        """Set an attribute on the sampler whose class defines it, because schedulers know only the outermost one."""
         part: Any = self
         while part is not None and not hasattr(type(part), name):
             part = part.__dict__.get("sampler")
@@ -169,7 +169,7 @@ class SamplerWrapper(StatefulSampler, GraphCapturable, PrioritizedSampler):
         return {"sampler": inner(), "settings": self._settings()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a result of :meth:`state_dict`; ValueError, without a change, if the state is invalid."""
+        """Restore a :meth:`state_dict`. Raises ValueError, and changes nothing, if the state is invalid."""
         before, settings = self._settings(), state_dict["settings"]
         if not settings.keys() <= before.keys():  # an older version may have fewer settings
             raise ValueError(f"the saved settings are {sorted(settings)}, a {type(self).__name__} has {sorted(before)}")
@@ -213,7 +213,7 @@ def columns_of(storage: Storage) -> TensorDictBase:
 
 
 def column_of(storage: Storage, key: tuple[str, ...]) -> Tensor | None:
-    """Return a view of one column, ``[T * E, ...]``; None if the key is not stored.
+    """Return a view of one column, ``[T * lanes, ...]``; None if the key is not stored.
 
     A deduplicated key gives a tensor on the device "meta", which has no values.
     """
