@@ -82,14 +82,15 @@ def from_spaces(
     extras: Any = None,
     **kwargs: Any,
 ) -> Any:
-    """Return a buffer for the transitions of an environment, given by its Gymnasium spaces or TorchRL specs.
+    """Return a buffer for the transitions of an environment with these Gymnasium spaces or TorchRL specs.
 
     Args:
         observation_space: the space or spec of one environment's observation.
         action_space: the space or spec of one environment's action.
         capacity: the number of transitions, see :meth:`from_env`.
         num_envs: E, the number of environments, for rows ``[T, E]``; ``None`` gives rows ``[T]``.
-        extras: further entries, see :meth:`from_env`. ``{"next": {"reward": numpy.zeros(1)}}`` stores float64 rewards.
+        extras: further entries, see :meth:`from_env`. Without ``num_envs``, ``{"next": {"reward": numpy.zeros(1)}}``
+            stores float64 rewards.
         **kwargs: keywords of :meth:`from_schema`.
 
     Raises:
@@ -216,7 +217,7 @@ def set_(rb: Buffer, key: NestedKey, value: Any) -> Buffer:
 
 
 def set_item(rb: Any, index: Any, value: Any) -> None:
-    """Set the rows at ``index``; if ``index`` is a key, set this entry of all rows, shaped as ``rb[index]``."""
+    """Set the rows at ``index`` or, if it is a key, that entry of all rows; ``value`` is shaped like ``rb[index]``."""
     if is_key(index) and isinstance(rb.storage, PackedStorage):
         rb.storage.edit(lambda data: rb._transpose(data).set_(index, value))
     else:  # TorchRL's code would change a temporary TensorDict
@@ -234,7 +235,7 @@ def update_(rb: Buffer, input_dict_or_td: Any, clone: bool = False, *, keys_to_u
 def health(rb: Any) -> dict[str, float]:
     """Return statistics of the buffer and its batches as a flat dict; :mod:`rlbuf_td.diagnostics.health` explains them.
 
-    Cost: O(N log N) with priorities, where N is the number of rows.
+    Cost: O(N log N) with priorities, otherwise O(N), where N is the number of rows.
     """
     storage, sampler, writer = rb.storage, rb.sampler, rb.writer
     with rb._locked():
@@ -246,19 +247,20 @@ def health(rb: Any) -> dict[str, float]:
 def dumps(rb: Any, path: str | Path, *, progress: bool | None = None, sync: bool = True) -> None:
     """Save rows, priorities, counters, trajectories and random generators in the folder ``path``.
 
-    If the process is killed, the previous dump or the new one is intact. Unchanged content is not written again.
-    TorchRL's buffers cannot load a dump; ``theirs.extend(rb.chronological())`` copies the rows to a TorchRL buffer.
+    If the process is killed during the call, the previous dump or the new one is intact. Data that has not changed
+    since the previous dump is not written again. TorchRL's buffers cannot load a dump;
+    ``theirs.extend(rb.chronological())`` copies the rows to a TorchRL buffer.
 
     Args:
         path: the folder, created if missing. A folder that belongs to another program is never overwritten.
-        progress: show a progress bar (needs tqdm), default: on a terminal, for at least 1 GiB of data.
-        sync: wait until all data is on the disk. ``False`` takes half the time, but a crash of the machine may then
-            damage the previous and the new dump; :meth:`loads` detects the damage.
+        progress: whether to show a progress bar (needs tqdm); by default, only on a terminal for 1 GiB of data or more.
+        sync: wait until all data is on the disk. ``False`` takes about half as long as ``True``, but a crash of the
+            machine may then damage the previous and the new dump; :meth:`loads` detects the damage.
 
     Raises:
         CheckpointError: a component cannot be saved without pickle, or the folder holds something other than a dump.
         OSError: writing has failed, because the disk is full, for example. The previous dump is intact.
-        NotImplementedError: the storage has a TorchRL checkpointer.
+        NotImplementedError: the storage has a checkpointer that is not its default.
     """
     if type(rb.storage.checkpointer) is not rb.storage._default_checkpointer:
         raise NotImplementedError(NO_CHECKPOINTERS)
@@ -268,18 +270,20 @@ def dumps(rb: Any, path: str | Path, *, progress: bool | None = None, sync: bool
 def loads(
     rb: Any, path: str | Path, *, rows_only: bool = False, default_generator: bool = False, progress: bool | None = None
 ) -> None:
-    """Replace the rows and the state of this buffer by a dump of :meth:`dumps`.
+    """Load a dump of :meth:`dumps`, which replaces the rows and the state of this buffer.
 
-    The loaded buffer draws the batches that the saved buffer would have drawn next. Checksums of all files are verified
-    first, and no code from the dump is executed. Storage, sampler and writer must have the same classes as in the saved
-    buffer. A buffer of another capacity keeps the newest rows that fit, and raises a warning. Unfinished trajectories
-    with ids (``("collector", "traj_ids")``) end at the load, because new collectors reuse the ids.
+    The buffer then draws the batches that the saved buffer would have drawn next. This needs the same capacity, and
+    either a generator of the saved buffer or ``default_generator=True``. Checksums of all files are verified first, and
+    no code from the dump is executed. The storage (without ``rows_only`` also the sampler and the writer) must have the
+    same class as in the saved buffer. A :class:`PackedStorage` may have another capacity than the saved one, except in
+    a :class:`RolloutBuffer`. If the rows do not fit, the oldest ones are dropped, with a warning. Unfinished
+    trajectories with ids (``("collector", "traj_ids")``) end at the load, because new collectors reuse the ids.
 
     Args:
         path: the folder of the dump.
         rows_only: load only the rows; the sampler treats them as newly written.
         default_generator: also restore torch's default generator, which buffers without a generator use.
-        progress: show a progress bar (needs tqdm), default: on a terminal, for at least 1 GiB of data.
+        progress: whether to show a progress bar (needs tqdm); by default, only on a terminal for 1 GiB of data or more.
 
     Raises:
         CheckpointError: a file is missing or damaged, or the dump does not fit this buffer. The buffer is unchanged.
@@ -295,7 +299,7 @@ def refuse_hook(rb: Any, hook: Any) -> NoReturn:
 
 
 def full(rb: Any) -> bool:
-    """Whether the next write replaces the oldest rows."""
+    """Whether the number of stored rows has reached the capacity."""
     return rb.storage._is_full
 
 
@@ -326,7 +330,7 @@ def load_state_dict(rb: Any, state_dict: dict[str, Any]) -> None:
     """Restore the state that :meth:`state_dict` has returned.
 
     Raises:
-        ValueError: the state is of a buffer with another storage, sampler or writer, or its rows do not fit.
+        ValueError: the state belongs to another class of storage, sampler or writer, or its rows do not fit here.
         RuntimeError: the state was saved with another ``prefetch``.
 
         After an error, the buffer is unchanged.
@@ -352,13 +356,14 @@ def share(rb: Buffer, shared: bool = True) -> Buffer:
     Rows, counters and priorities move to shared memory. Every process may write, sample and update priorities; a lock
     runs these calls one at a time. If a process is killed during a write, the write is undone and the lock released.
     Each process has its own epoch position and random generator. The storage, sampler and writer of a shared buffer
-    cannot be replaced. TorchRL's collectors with several workers call this method. A TorchRL storage is shared by
-    TorchRL's ``share``.
+    cannot be replaced. TorchRL's collectors with several workers call this method. If the storage is one of
+    TorchRL's, only TorchRL's own ``share`` is called.
 
     Args:
         shared: ``False`` does nothing, because sharing cannot be undone.
 
-    Cost: about 5 us per call; a write also copies the rows that it replaces. The death of a process costs O(N).
+    Cost: about 5 us per later write, sample or update; a write also copies the rows that it replaces. If a process dies
+    while it holds the lock, the next call takes O(N).
 
     Raises:
         ValueError: the rows are on a CUDA device.

@@ -23,7 +23,7 @@ Result = TypeVar("Result")
 class ExperienceQueue(ReplayBuffer):
     """A first-in-first-out queue for asynchronous actors (IMPALA, APPO): each row is sampled once.
 
-    A row is a transition, or a trajectory of L steps, with entries ``[L, ...]``. Writes wait while the queue is full;
+    A row is a transition, or a trajectory of L steps, with entries ``[L, ...]``. A write waits until its rows fit;
     :meth:`sample` waits until there are B rows. A write is stored completely or not at all, and the rows of one writer
     keep their order. Threads, and after :meth:`share` also processes, may use the same queue. If a process dies, its
     unfinished write is undone, and the rows of its unfinished sample stay in the queue. If a transform raises an error,
@@ -37,7 +37,7 @@ class ExperienceQueue(ReplayBuffer):
     Raises:
         TimeoutError: a write or a sample had to wait for longer than ``timeout``; nothing has changed.
         ValueError: ``sampler``, ``writer``, ``samples_per_insert``, ``min_size`` or ``prefetch`` is given. A write of
-            no rows raises it, and so does a write or a batch of more rows than the capacity.
+            no rows also raises a ValueError, and so does a write or a batch of more rows than the capacity.
         RuntimeError: a process has shut down the queue.
 
     Cost: that of a uniform sample and of a write; a waiting call polls every millisecond.
@@ -76,11 +76,11 @@ class ExperienceQueue(ReplayBuffer):
         return self._initialize().writer.waiting
 
     def add(self, data: TensorDictBase) -> int | torch.Tensor:
-        """Write one row once there is free space; return its index. Raises the errors that the class lists."""
+        """Wait for free space, write one row, and return its index. Raises the errors that the class lists."""
         return self._once_possible(partial(super().add, data), self.timeout)
 
     def extend(self, tensordicts: TensorDictBase, *, update_priority: bool | None = None) -> torch.Tensor:
-        """Write ``[n]`` rows in order once there is space for all; ``update_priority`` has no effect."""
+        """Wait until all ``[n]`` rows fit, then write them in order; ``update_priority`` has no effect."""
         return self._once_possible(partial(super().extend, tensordicts, update_priority=update_priority), self.timeout)
 
     def sample(
@@ -105,7 +105,7 @@ class ExperienceQueue(ReplayBuffer):
         super().shutdown(timeout)
 
     def _once_possible(self, call: Callable[[], Result], timeout: float | None) -> Result:
-        """Repeat ``call`` while it raises Full or Empty, then return its result; hold no lock in between."""
+        """Repeat ``call`` until it raises neither Full nor Empty; return its result. Hold no lock between the calls."""
         deadline = inf if timeout is None else time.monotonic() + timeout
         while True:
             if self._initialize().writer.is_closed:

@@ -1,4 +1,4 @@
-"""Flow control: the ratio of sampled to written rows stays within a tolerance."""
+"""Flow control: keeps the ratio of sampled to written rows near a target."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _POLL = 0.001  # polling interval in seconds; unlike a notification, polling sti
 
 
 class FlowControl:
-    r"""Admits batches and writes while the ratio of sampled to written rows stays within a tolerance.
+    r"""Admits a batch or a write only if the ratio of sampled to written rows stays near a target.
 
     .. math:: |\text{samples} - \sigma \, (\text{inserts} - \text{min\_size})| \le \text{tolerance}
 
@@ -28,15 +28,15 @@ class FlowControl:
     Args:
         samples_per_insert: target ratio of sampled to written rows; ``None``: only ``min_size`` is enforced.
         min_size: number of rows that must be written before the first batch.
-        tolerance: largest deviation, in sampled rows. It must be at least the batch size, and at least
-            ``samples_per_insert`` times the rows of a write; otherwise, batches and writes could wait for each other
-            forever. ``None``: the smallest tolerance that the largest batch and write so far allow.
+        tolerance: the right side of the inequality above, in sampled rows. It must be at least the batch size, and at
+            least ``samples_per_insert`` times the rows of a write; otherwise, batches and writes could wait for each
+            other forever. ``None``: the smallest tolerance that fulfils this for the largest batch and write so far.
 
     Raises:
-        ValueError: an argument is out of range. A call raises it if a batch or a write is too large for the tolerance.
+        ValueError: an argument is out of range; (when sampling or writing) the tolerance is too small for the rows.
 
-    Source: Cassirer et al., Reverb, 2021, section 3.4. The names are those of TorchRL's ``RateLimitedReplayBuffer``,
-    which limits sampling only.
+    Source: Cassirer et al., Reverb, 2021, section 3.4. TorchRL's ``RateLimitedReplayBuffer`` (not in version 0.14)
+    limits only sampling.
     """
 
     def __init__(

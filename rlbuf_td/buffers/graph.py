@@ -187,14 +187,14 @@ def capture(
             optimizers with ``capturable=True``. With ``None``, calls return the batch and update no priorities.
         batch_size: the number of rows per batch, default: the ``batch_size`` of the buffer.
         ring: the number of outputs that are valid at the same time, at least 2. Each output has its own graph.
-        warmup: the number of steps that run before the capture, at least 1. These steps also change weights.
+        warmup: the number of steps that run before each capture, at least 1. These steps also update the network.
 
     Raises:
-        ValueError: an argument is out of range, or there is no batch size. A call raises it if the buffer's generator
-            is not on the device of the rows, or the sampler cannot draw this batch; nothing has changed.
-        TypeError: ``step`` is not callable. A call raises it if the storage is not a :class:`PackedStorage`, or the
-            sampler cannot be captured (:class:`MinibatchSampler`, TorchRL's samplers).
-        RuntimeError: the buffer is empty when the function is called.
+        ValueError: an argument is out of range, or there is no batch size; (when the returned function is called) the
+            buffer's generator is not on the device of the rows, or the sampler cannot draw this batch.
+        TypeError: ``step`` is not callable; (when the returned function is called) the storage is not a
+            :class:`PackedStorage`, or the sampler cannot be captured (:class:`MinibatchSampler`, TorchRL's samplers).
+        RuntimeError: (when the returned function is called) the buffer is empty.
     """
     size = rb.batch_size if batch_size is None else batch_size
     if size is None:

@@ -38,16 +38,16 @@ def from_minari(
     """Return a buffer ``[T]`` with all transitions of a Minari data set (needs the extra ``minari``).
 
     Episodes are read one by one, so that with ``scratch_dir`` a data set may exceed RAM. The keys of a Dict
-    observation are at the root; a Tuple observation has the keys ``"0"``, ``"1"``, ... The last row of an episode holds
-    the final observation in ``"next"``. ``("collector", "traj_ids")`` is the episode's id. Entries keep the dtypes of
-    the data set, where rewards are usually float64.
+    observation are at the root; the first item of a Tuple observation is at ``("observation", "0")``. The last row of
+    an episode holds the final observation in ``"next"``. ``("collector", "traj_ids")`` is the episode's id. Entries
+    keep the dtypes of the data set, where rewards are usually float64.
 
     Args:
         dataset: a ``MinariDataset``, or the name of a data set on this machine.
         capacity: the largest number of transitions, default: the size of the data set.
-        infos: store numeric infos before a step at ``"info"``, and after the step at ``("next", "info")``.
-        reward_dtype: the dtype of rewards, default: unchanged. :class:`GymnasiumRecorder` stores float32.
-        progress: show a progress bar (needs tqdm), default: on a terminal, for at least 1 GiB of data.
+        infos: store numeric infos at ``("next", "info")``, and the infos before a step, if any, at ``"info"``.
+        reward_dtype: the dtype of rewards, default: unchanged. :class:`GymnasiumRecorder` stores float32 by default.
+        progress: whether to show a progress bar (needs tqdm); by default, only on a terminal for 1 GiB of data or more.
         **kwargs: keywords of :meth:`from_schema`: ``scratch_dir``, ``share_next``, ``sampler``, ``batch_size``, ...
 
     Raises:
@@ -89,7 +89,7 @@ def from_minari(
 
 
 def _fit_reward_(rows: Any, dtype: torch.dtype) -> None:
-    """Cast rewards without loss: an environment may return integers in some episodes, and floats in others."""
+    """Cast rewards to ``dtype``, that of the first episode; raise a SchemaError if their own dtype is wider."""
     reward = rows["next", "reward"]
     if torch.promote_types(reward.dtype, dtype) is not dtype:
         episode = int(rows[TRAJECTORY][0])
@@ -121,9 +121,9 @@ def to_minari(
         env: the Gymnasium environment, its name or its spec; the data set stores the spec.
         observation_space: the Gymnasium space of observations, default: that of ``env``.
         action_space: the Gymnasium space of actions, default: that of ``env``.
-        progress: show a progress bar (needs tqdm), default: on a terminal, for at least 1 GiB of data.
-        **kwargs: keywords of Minari's ``create_dataset_from_buffers``, except that ``jpeg_encoding`` is ``False`` by
-            default: images keep their bytes.
+        progress: whether to show a progress bar (needs tqdm); by default, only on a terminal for 1 GiB of data or more.
+        **kwargs: keywords of Minari's ``create_dataset_from_buffers``. Here ``jpeg_encoding`` is ``False`` unless it is
+            given, so that images are stored without loss.
 
     Returns:
         the ``MinariDataset``.
@@ -131,8 +131,8 @@ def to_minari(
     Raises:
         ImportError: Minari is not installed.
         ValueError: neither ``env`` nor both spaces are given, a data set of this name exists, or a next observation
-            differs from the observation of the following row, which Minari cannot store.
-        SchemaError: the rows lack an entry of an observation or action.
+            differs from the observation of the episode's following row, which Minari cannot store.
+        SchemaError: the rows lack an entry that the data set needs.
         RuntimeError: the buffer is empty.
 
         After an error, there is no new data set.
@@ -201,7 +201,7 @@ def _first_rows(storage: Storage, flat: torch.Tensor) -> torch.Tensor:
 
 
 def _together(episodes: Iterator[tuple[dict[str, Any], int]]) -> Iterator[tuple[list[dict[str, Any]], int]]:
-    """Yield lists of episodes to write at once, each with its size in bytes."""
+    """Yield lists of episodes that are written at once, and the size of each list in bytes."""
     waiting: list[dict[str, Any]] = []
     total = 0
     for episode, nbytes in episodes:

@@ -46,19 +46,20 @@ class ReplayBufferMixture:
     r"""Samples from several replay buffers (members), for example half demonstrations and half online data (RLPD).
 
     A batch holds the rows of the first member, then the rows of the second member, and so on; ``"source"``, ``[B]``
-    int64, is the position of a row's member in :attr:`names`. A member with share s provides
-    :math:`\lfloor B s \rfloor` or :math:`\lceil B s \rceil` rows, on average :math:`B s`. Members with a
-    :class:`SequenceSampler` provide whole windows. A :class:`MinibatchSampler` may provide fewer rows at the end of an
-    epoch.
+    int64, is the position of a row's member in :attr:`names`. With ``exact=True``, a member with share s provides
+    :math:`\lfloor B s \rfloor` or :math:`\lceil B s \rceil` rows, on average :math:`B s`. If a member has a
+    :class:`SequenceSampler`, all members instead provide multiples of its window length. A member with a
+    :class:`MinibatchSampler` may provide fewer rows at the end of an epoch.
 
     **Importance weights** correct for the samplers of the members, but not for the shares. A row of a prioritized
     member with N rows has the weight :math:`(N P)^{-\beta}`, where P is the probability that its sampler draws the
-    row. Rows of other members have the weight 1. All weights of a batch are divided by the largest weight that a
-    member in the batch can give, unless a member has ``weight_norm=None``.
+    row. Rows of other members have the weight 1. All weights of a batch are divided by one number: the largest of the
+    divisors that the samplers of the batch's members use (see their ``weight_norm``), and at least 1 if any member of
+    the mixture is not prioritized. If any member has ``weight_norm=None``, no weight is divided.
 
     Args:
         members: a :class:`ReplayBuffer` for each name, all with equal keys, dtypes and shapes. Members may have
-            different samplers, transforms and devices, and can be used without the mixture.
+            different samplers and transforms, but their batches must be on one device. They can also be used alone.
         shares: the expected fraction of a batch that each member provides, at least 0, scaled to add up to 1.
             ``mixture.sampler.name = x`` or ``LinearScheduler(mixture.sampler, "name", ...)`` changes a share.
         batch_size: B, the default for :meth:`sample`.
@@ -71,12 +72,13 @@ class ReplayBufferMixture:
     several buffers, but stacks their batches and does not support priorities.
 
     Raises:
-        TypeError: a member is not a :class:`ReplayBuffer`, or is an :class:`ExperienceQueue`.
-        ValueError: members and shares differ in names, or shares are out of range.
+        TypeError: a member is not a :class:`ReplayBuffer`, is an :class:`ExperienceQueue`, or has TorchRL's
+            ``PrioritizedSampler``.
+        ValueError: members and shares differ in names, ``writes_to`` is not a member, or shares are out of range.
         SchemaError: members hold different keys, dtypes or shapes.
 
-    Cost: one compiled call per member, if all members have uniform or recency samplers over rows in RAM. Otherwise, the
-    members are sampled one after the other, and their batches concatenated.
+    Cost: one compiled call per member, if all members have uniform or recency samplers, rows in RAM, and no transforms.
+    Otherwise, the members are sampled one after the other, and their batches concatenated.
 
     Source: Ball, Smith, Kostrikov, Levine: Efficient Online Reinforcement Learning with Offline Data, ICML 2023.
 
@@ -136,7 +138,7 @@ class ReplayBufferMixture:
 
     @property
     def write_count(self) -> int:
-        """The number of rows written to all members."""
+        """The sum of the members' :attr:`write_count`."""
         return sum(member.write_count for member in self.members.values())
 
     def _refuse_other_schemas(self) -> None:
@@ -213,7 +215,7 @@ class ReplayBufferMixture:
         """Return a batch in fresh memory, ``[B]``.
 
         Raises:
-            RuntimeError: there is no batch size, or a member that provides rows for this batch is empty.
+            RuntimeError: there is no batch size, or a member of this batch is empty or held back by its flow control.
             ValueError: the batch size is not positive, or not a multiple of a member's window length.
             SchemaError: the batches of members differ in keys, dtypes or shapes.
         """
@@ -294,7 +296,8 @@ class ReplayBufferMixture:
     def write_back(self, batch: TensorDictBase, keys: Any, *, sampled_at: Mapping[str, int] | None = None) -> int:
         """Write entries of a batch to the rows of all members; see :meth:`ReplayBuffer.write_back`.
 
-        ``sampled_at``: by name, each member's ``storage.clock.now`` before sampling; needed without priorities.
+        ``sampled_at``: a dict from names to the members' ``storage.clock.now`` before sampling, needed if no member is
+        prioritized.
         """
         flat, written, times = batch.reshape(-1), 0, sampled_at or {}
         for name, is_own in self._members_of(flat):
@@ -356,8 +359,8 @@ class ReplayBufferMixture:
         """Load a dump of :meth:`dumps`.
 
         Raises:
-            CheckpointError: a folder is missing, damaged or not a dump. Some members may have been loaded.
-            ValueError: the dump belongs to other members; nothing has changed.
+            CheckpointError: the dump belongs to other members (nothing has changed), or a folder is missing, damaged or
+                not a dump (some members may have been loaded).
         """
         with reading(Path(path) / _FOLDER, type(self).__name__) as reader, explained(reader):
             state = decode(reader.manifest.state, reader.read)

@@ -71,7 +71,7 @@ def part_of(member: ReplayBuffer, count: int) -> Part:
 
 
 def window_of(sampler: Sampler) -> int:
-    """Return the number of rows of which a batch must be a multiple, for whole windows or slices."""
+    """Return the number that must divide a batch size, so that all windows or slices are complete."""
     if isinstance(sampler, SequenceSampler):
         return sampler.window
     return (sampler.slice_len or sampler.num_slices) if isinstance(sampler, SliceSampler) else 1

@@ -46,7 +46,7 @@ class MixturePlan:
         return all(member._parts is parts for member, parts in zip(self.members, self.member_parts, strict=True))
 
     def sample(self, counts: Sequence[int]) -> TensorDict | None:
-        """Return a batch with ``counts`` rows of the members, or None if the general path must sample."""
+        """Return a batch with ``counts[i]`` rows of member ``i``, or None if the general path must sample."""
         for member, plan, count in zip(self.members, self.plans, counts, strict=True):
             if count and not (is_usual(member) and plan.holds()):
                 return None

@@ -110,7 +110,7 @@ def share_parts(storage: PackedStorage, sampler: Sampler, writer: Writer) -> Non
 
 
 def set_storage(rb: Any, storage: Storage, collate_fn: Any = None) -> Storage:
-    """Replace the storage with all its rows; return the old storage.
+    """Replace the old storage and its rows by ``storage`` and its rows; return the old storage.
 
     Unlike in TorchRL, the writer continues after the newest row of the new storage, and priorities are reset.
     """

@@ -46,7 +46,7 @@ class Planned(ABC):
     _blanks: list[Any]
 
     def blank(self) -> Any:
-        """Return a batch of uninitialised tensors, one per leaf."""
+        """Return the next uninitialised batch; allocate more batches if none is left."""
         if not self._blanks:
             with torch.inference_mode(False):  # a batch may outlive inference mode
                 self._blanks = self.make_blanks()
@@ -61,7 +61,7 @@ class Planned(ABC):
         """Return a batch, or None if the general path must sample; the caller holds the buffer's locks."""
 
     def update(self, batch: TensorDictBase, priority_key: NestedKey) -> int | None:
-        """Update priorities; return the number of rows replaced since the draw, or None to use the general path."""
+        """Update priorities; return how many rows were replaced since the draw, or None to use the general path."""
         return None
 
 
@@ -189,7 +189,7 @@ class PrioritizedPlan(Plan, ABC):
             return self.draws(self.gather.address, slot, *self.fixed, *law, self.clock[NOW])
 
     def update(self, batch: TensorDictBase, priority_key: NestedKey) -> int | None:
-        """See :meth:`Planned.update`; the batch must have its sampled size, and one float32 TD error per row."""
+        """See :meth:`Planned.update`; returns None unless the batch has B rows and one float32 TD error per row."""
         if type(batch) is not TensorDict or type(priority_key) is not str or batch.batch_size != self.batch_size:
             return None
         entries = entries_of(batch)
@@ -284,7 +284,7 @@ def is_plain(storage: Any) -> bool:
 
 
 def can_plan(storage: Any, sampler: Any) -> bool:
-    """Whether a plan exists for this storage and sampler; ``sampler`` is not a wrapper."""
+    """Whether a plan can be made for this storage and sampler, which must not be a wrapper."""
     return (
         type(sampler) in PLANS
         and is_plain(storage)

@@ -67,7 +67,7 @@ class Prefetcher:
         return type(self), (self._buffer, self.device, self.ahead)
 
     def copies_from(self, storage: Any) -> bool:
-        """Whether batches must be moved to ``device``: not if it is None, or the GPU that holds the rows."""
+        """Whether batches must be moved to ``device``; False if ``device`` is None or the GPU that holds the rows."""
         if self.device is None:
             return False
         rows = device_of(storage)

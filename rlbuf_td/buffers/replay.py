@@ -52,19 +52,19 @@ class ReplayBuffer(TensorDictReplayBuffer):
             batches are copied ahead asynchronously, and priorities are updated up to k updates late. Saving the buffer
             applies pending updates, and drops the batches copied ahead.
         prefetch: k, the number of batches that are drawn and transformed ahead. Transforms that take more than 1 ms run
-            in threads. Without transforms, batches are drawn on request, because a thread would cost more time. Equal
+            in threads. Without transforms, batches are drawn on request, because threads would only add time. Equal
             seeds give equal batches, except with random transforms in threads, or with TorchRL's samplers.
             :meth:`empty`, a load, or a change of storage, sampler or transform drops the batches drawn ahead.
-        samples_per_insert: target ratio of sampled rows to written rows. A write that would deviate by more than
-            ``tolerance`` waits. Such a batch waits with ``wait=True``; otherwise, it raises a RuntimeError.
+        samples_per_insert: target ratio of sampled rows to written rows. A write or a batch that would exceed the
+            ``tolerance`` waits; without ``wait=True``, :meth:`sample` raises a RuntimeError instead.
         min_size: number of rows that must be written before the first batch.
-        tolerance: largest deviation, in sampled rows; see :class:`~rlbuf_td.buffers.flow.FlowControl`.
+        tolerance: largest deviation from the target, in sampled rows; see :class:`~rlbuf_td.buffers.flow.FlowControl`.
         **kwargs: other keywords of ``TensorDictReplayBuffer``: ``batch_size``, ``transform``, ``pin_memory``,
             ``generator``, ``dim_extend``, ``sample_unit``, ``collate_fn``, ``shared``, ...
 
     Differs from TorchRL: transforms see the sampler's report in the batch, and cannot remove it. If a row has
-    several TD errors, their magnitudes are reduced to one, instead of the signed errors. Updating priorities from a
-    batch without TD errors raises a KeyError; TorchRL would set the default priority.
+    several TD errors, their magnitudes are reduced to one; TorchRL reduces the signed errors. Updating priorities from
+    a batch without TD errors raises a KeyError; TorchRL sets the default priority.
 
     Cost: that of the storage, sampler and writer; ``python -m rlbuf_td bench`` measures them.
 
@@ -181,7 +181,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
         super()._get_collate_fn(collate_fn)
 
     def _connect(self, *, default_priorities: bool = False) -> Parts:
-        """Update ``_parts`` after a change; optionally give the default priority to rows that have none."""
+        """Update ``_parts`` after a component has changed; optionally give default priorities to rows without one."""
         self._plan = self._write_plan = self._rows_without_plan = None
         transforms, has_units = getattr(self._transform, "transforms", ()), self._sample_unit is not None
         parts = Parts.of(self._storage, self._sampler, self._writer, transforms, has_units, self._has_collate_fn)
@@ -323,7 +323,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
             self.replay_count.count_(index)
 
     def _transformed(self, batch: TensorDictBase, report: Iterable[NestedKey] = ()) -> TensorDictBase:
-        """Transform a batch; restore its entries ``report`` if a transform has removed them."""
+        """Transform a batch; put back the entries with the keys ``report`` if a transform has removed them."""
         if not len(self._parts.transforms):
             return batch
         known = {key: batch.get(key) for key in report}
@@ -351,7 +351,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
 
     @property
     def _replay_lock(self) -> Any:
-        """The lock of the storage, shared by all buffers over it; without one, a lock of this buffer."""
+        """The storage's lock, which all buffers over it share; if it has none, a lock of this buffer."""
         lock = getattr(self.__dict__.get("_storage"), "lock", None)
         return self._own_lock if lock is None else lock
 
@@ -361,7 +361,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
 
     @property
     def _copies_batches(self) -> bool:
-        """Whether batches must be copied to ``device``: not if it is None, or the GPU that holds the rows."""
+        """Whether batches must be copied to ``device``; False if ``device`` is None or the GPU that holds the rows."""
         return self._prefetcher is not None and self._prefetcher.copies_from(self._storage)
 
     _capture_prefetch_state = prefetch.capture_prefetched

@@ -50,9 +50,9 @@ class RolloutBuffer(ReplayBuffer):
         drop_last: drop the last batch of an epoch if it is short, default ``False``.
         device: the device of batches and, without ``storing_device``, of rows.
         storing_device: the device of rows.
-        storage: replaces the :class:`PackedStorage`; its capacity must be T * E rows.
-        sampler: replaces the :class:`MinibatchSampler` with ``epochs``, ``shuffle`` and ``drop_last``.
-        writer: replaces the :class:`RolloutWriter` with ``gamma``, ``lmbda`` and ``value_network``.
+        storage: used instead of a new :class:`PackedStorage`; its capacity must be T * E rows.
+        sampler: used instead of a :class:`MinibatchSampler` made from ``epochs``, ``shuffle`` and ``drop_last``.
+        writer: used instead of a :class:`RolloutWriter` made from ``gamma``, ``lmbda`` and ``value_network``.
         **kwargs: keywords of :class:`ReplayBuffer`: ``transform``, ``generator``, ``prefetch``, ...
 
     Raises:
@@ -159,7 +159,7 @@ class RolloutBuffer(ReplayBuffer):
         return self._writer.is_complete
 
     def __iter__(self) -> Iterator[TensorDictBase]:
-        """Yield the minibatches of all epochs, or the remaining minibatches after loading a state saved in such a loop.
+        """Yield the minibatches of all epochs, or only the remaining ones if a loaded state was saved while iterating.
 
         Raises a RuntimeError if there is no batch size, or if the rollout is incomplete and ``partial`` is False.
         """
@@ -243,7 +243,7 @@ class RolloutBuffer(ReplayBuffer):
 
 
 def _part(name: str, given: Any, make: Any, **settings: Any) -> Any:
-    """Return the component ``given``, or ``make`` one with the settings that are not ``None``."""
+    """Return ``given``, or call ``make`` with the settings that are not ``None``; raise a ValueError if both exist."""
     settings = {setting: value for setting, value in settings.items() if value is not None}
     if given is not None and settings:
         ignored = ", ".join(map("{}=".format, settings))

@@ -33,19 +33,20 @@ def from_torchrl(
 ) -> Any:
     """Return a buffer with the rows of a TorchRL buffer (a data set of ``torchrl.data.datasets``, for example).
 
-    The rows are copied oldest first, without transforms. With ``scratch_dir``, they may exceed RAM.
+    The rows are copied without transforms, and oldest first if the writer of ``rb`` is a ring. With ``scratch_dir``,
+    they may exceed RAM.
 
     TorchRL's ``LeRobotExperienceReplay`` reads LeRobot data sets (needs ``torchrl[vla]``). Exclude the instructions,
     which are strings, and the videos: ``exclude=["language_instruction", ("observation", "image", "camera")]``.
 
     Args:
-        rb: a replay buffer of TorchRL whose rows are TensorDicts; it is not changed.
+        rb: a replay buffer of TorchRL whose rows are TensorDicts; the import does not change its rows.
         capacity: the largest number of transitions, default: the capacity of ``rb``.
         copy: ``False`` uses the storage of ``rb`` without a copy; each buffer then sees the writes of the other one.
         exclude: keys to omit, such as the keys of strings.
         trajectory_key: the key of episode numbers in ``rb``, which are stored as ``("collector", "traj_ids")`` unless
             the rows already have this entry.
-        progress: show a progress bar (needs tqdm), default: on a terminal, for at least 1 GiB of data.
+        progress: whether to show a progress bar (needs tqdm); by default, only on a terminal for 1 GiB of data or more.
         **kwargs: keywords of :meth:`from_schema`, or with ``copy=False`` of the buffer's class: ``sampler``,
             ``batch_size`` (default: that of ``rb``), ...
 

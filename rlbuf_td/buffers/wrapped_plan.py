@@ -39,7 +39,7 @@ class WrappedPlan(Planned):
     """Abstract base of the plans for sampler wrappers.
 
     ``drawn``: the number of rows that the wrapped sampler draws for a batch. ``more``: dtype and shape of each batch
-    entry that is not a leaf. ``columns``: further columns of the kernel's table of leaves, with one number per leaf.
+    entry that the rows do not store. ``columns``: columns that are appended to the ``extents`` of :class:`Gather`.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class WrappedPlan(Planned):
 
     @abstractmethod
     def report(self, tensors: list[Tensor], drawn: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the entries that a batch has besides its leaves; ``drawn``: the report of the wrapped sampler."""
+        """Return the batch entries that the rows do not store; ``drawn``: the report of the wrapped sampler."""
 
     def sample(self) -> Blank | None:
         inner, written = self.inner, self.storage.numbers.values[0]

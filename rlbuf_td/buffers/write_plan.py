@@ -1,8 +1,8 @@
 """Fast writes: ``add`` and ``extend`` as one compiled call each.
 
-A write on the general path (see :mod:`rlbuf_td.buffers`) makes a plan for later writes with equal results. A plan
-returns None if the buffer has changed, or if the data is not a TensorDict of plain tensors that fit the rows. The
-buffer then takes the general path, which raises an error if the data is wrong.
+A write on the general path (see :mod:`rlbuf_td.buffers`) makes a plan for later writes. A planned write has the same
+result as one on the general path. A plan returns None if the buffer has changed, or if the data is not a TensorDict of
+plain tensors that fit the rows. The buffer then takes the general path, which raises an error if the data is wrong.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class WritePlan:
         return None if cursor < 0 else cursor if index is None else index
 
     def collect(self, data: TensorDict, lead: torch.Size) -> list[Tensor] | None:
-        """Return the contiguous leaves, whose addresses are stored for the kernel; None if they do not fit the rows."""
+        """Return contiguous leaves, and store their addresses for the kernel; None if they do not fit the rows."""
         if lead != self.lead:
             self.lead = lead
             self.expected = [(leaf.dtype, lead + leaf.shape) for leaf in self.rows.layout.leaves]

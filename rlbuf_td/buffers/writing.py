@@ -79,7 +79,7 @@ def write_back(rb: Any, batch: TensorDictBase, keys: Any, *, sampled_at: int | N
         KeyError: the batch has no index, or its sampling time is unknown; nothing has changed.
         TypeError: the storage is not a :class:`PackedStorage`.
 
-    Cost: O(B) times the bytes of the entries (of whole rows if these are deduplicated); on CUDA, a synchronisation.
+    Cost: O(B * bytes of the entries), or O(B * row_bytes) if an entry is deduplicated; on CUDA, also a synchronisation.
 
     Example:
         >>> from rlbuf_td import ReplayBuffer
@@ -124,7 +124,7 @@ def write_back(rb: Any, batch: TensorDictBase, keys: Any, *, sampled_at: int | N
 
 
 def _entry_by_row(storage: Any, batch: TensorDictBase, key: tuple[str, ...], inner: int) -> torch.Tensor:
-    """Return an entry of a batch as ``[B, ...]`` on the storage's device; SchemaError if it cannot be stored."""
+    """Return an entry of a batch, ``[B, ...]``, on the storage's device; raise a SchemaError if rows cannot hold it."""
     layout, value = storage.layout, batch.get(key, None)
     leaf = None if layout is None or key not in layout.places else layout.leaves[layout.places[key]]
     if leaf is None or not isinstance(value, torch.Tensor):

@@ -65,7 +65,7 @@ class GymnasiumRecorder:
         RuntimeError: ``trajectory_key`` is ``None``, and the newest rows of the buffer do not end an episode.
 
     Cost: about 0.3 ms per step of 16 environments, between learner steps (``python -m rlbuf_td bench --only record``).
-    TorchRL has no recorder: its collectors step TorchRL's environments.
+    TorchRL has no recorder for Gymnasium environments; its collectors step TorchRL environments.
 
     Example:
         >>> import gymnasium

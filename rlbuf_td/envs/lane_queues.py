@@ -12,7 +12,7 @@ _FIRST_STEPS = 16
 
 
 class LaneQueues:
-    """A row to fill and a queue of filled rows for each lane; ``example``: transitions ``[E]`` with the row keys.
+    """A row to fill and a queue of filled rows for each lane; ``example``: one transition per lane, ``[E]``.
 
     An instance supports either :meth:`take_step` or :meth:`take_stretch`, not both.
     """

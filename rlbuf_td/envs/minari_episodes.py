@@ -86,7 +86,7 @@ def episode_of(rows: TensorDictBase, spaces: tuple[Any, Any]) -> dict[str, Any]:
 
 
 def _values(space: Any, before: Any, after: Any, path: tuple[str, ...]) -> Any:
-    """Return nested arrays ``[n, ...]`` for a space, or ``[n + 1, ...]`` with the values ``after`` each step."""
+    """Return the values ``before`` as nested arrays, with the last value of ``after`` appended if it is given."""
     if before is None:
         raise SchemaError(f"the rows have no {show_key(path)}, which is in the given space: pass the rows' own spaces")
     kind = type(space).__name__

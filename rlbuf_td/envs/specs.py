@@ -104,7 +104,7 @@ def transition_schema(observation_space: Any, action_space: Any, num_envs: int |
 
 
 def refuse_taken(keys: Any) -> None:
-    """Raise a :class:`SchemaError` if an observation has a key that a transition needs."""
+    """Raise a :class:`SchemaError` if an observation has a key that a transition needs for another entry."""
     for key in _TAKEN.intersection(keys):
         raise SchemaError(f"the observation has a key {key!r}, which is reserved for the transition: rename it")
 

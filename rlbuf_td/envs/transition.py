@@ -17,16 +17,17 @@ def make_transition(
     """Return one step of a Gymnasium environment as a TensorDict with TorchRL's keys.
 
     Observations, actions and extras are arrays, numbers or tensors, or nested dicts and tuples of these. The items of a
-    tuple have the keys ``"0"``, ``"1"`` and so on. The result keeps dtypes and shares memory with the arguments. A dict
-    observation has its entries at the root; any other observation has the key ``"observation"``.
+    tuple have the keys ``"0"``, ``"1"`` and so on. The result keeps dtypes (except of rewards) and shares memory with
+    tensors and writable arrays. A dict observation has its entries at the root; any other observation has the key
+    ``"observation"``.
 
     Args:
         obs: the observation before the step.
         action: the action.
         reward: a number, or an array ``[E]`` for ``E`` environments, with further dims for several rewards. Rewards
             become float32, except that floating tensors keep their dtype.
-        next_obs: the observation after the step. If the environment resets itself, pass ``final_obs`` at an end.
-        terminated: a bool, or bools of shape ``[E]``. The shape is the batch size of the result.
+        next_obs: the observation after the step. With same-step autoreset, pass ``final_obs`` when an episode ends.
+        terminated: a bool, or bools of shape ``[E]``. This shape is the batch size of the result.
         truncated: a bool, or bools of the same shape as ``terminated``.
         **extras: more entries for the root, such as a policy's outputs; a dict ``next`` adds entries to ``"next"``.
 
@@ -37,7 +38,7 @@ def make_transition(
     Raises:
         SchemaError: an entry does not consist of numbers, lacks the leading dim ``E``, or has the key of another entry.
 
-    Cost: O(entries), about 20 us; only flags and rewards are copied.
+    Cost: O(entries), about 20 us; only rewards, and arrays that torch cannot share (read-only ones), are copied.
 
     Example:
         >>> import numpy as np
