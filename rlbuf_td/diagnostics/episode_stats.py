@@ -41,18 +41,18 @@ class EpisodeStats:
     A buffer made with ``ReplayBuffer(..., stats=EpisodeStats())`` counts the steps of every write, before any
     transform. Without a buffer, call :meth:`update`. An episode may span several writes. Returns are undiscounted.
 
-    If the data has trajectory ids, the steps with the same id form an episode. Otherwise, the steps of a lane up to the
-    next ``done`` form an episode. An unfinished episode without a step in the last 1,000 writes may be dropped.
+    An episode consists of the steps up to the next ``done`` that have the same trajectory id or, if the data has no
+    ids, are in the same lane. An unfinished episode without a step in the last 1,000 writes may be dropped.
 
     Args:
         keys: further metrics with one number per step, as a dict from keys to ``"sum"``, ``"mean"`` or ``"last"``, such
-            as ``{("next", "speed"): "mean"}``. The metrics of a sequence of keys are summed over the episode.
+            as ``{("next", "speed"): "mean"}``. If ``keys`` is a sequence, its metrics are summed over the episode.
         window: the number of episodes that :meth:`summary` covers.
         prefix: the prefix of the names in :meth:`summary`.
         reasons: keys of further flags to read at the end of an episode, such as ``[("next", "success")]``.
         history: the number of episodes to keep for plots and :meth:`history`; raised to ``window`` if smaller.
         reward_key: the key of the rewards.
-        done_key: the key of ``done``. A missing flag is derived from ``done``, ``terminated`` or ``truncated``.
+        done_key: the key of ``done``. Missing end flags are derived from the end flags in the data.
         terminated_key: the key of ``terminated``.
         truncated_key: the key of ``truncated``.
         trajectory_key: the key of the trajectory ids, if present. Steps with id -1 are padding and are ignored.
@@ -131,7 +131,7 @@ class EpisodeStats:
             time_dim: the batch dim of time. With ``None``, ``data`` is one time step, and all batch dims are lanes.
 
         Raises:
-            KeyError: ``data`` lacks rewards, a metric, or all end flags; no step is counted.
+            KeyError: ``data`` lacks rewards, a metric, a reason, or all end flags; no step is counted.
             ValueError: a key does not hold one number per step, or ``time_dim`` is not a batch dim; no step is counted.
         """
         self.record(self.read(data, time_dim=time_dim))
@@ -218,7 +218,7 @@ class EpisodeStats:
             done = count_steps(max(done, 0), shape, strides, self._inputs, *how, *slots, *out, self._counters)
 
     def _make_room(self, lanes: int) -> None:
-        """Drop unfinished episodes without recent steps; without such episodes, double the capacity."""
+        """Drop unfinished episodes without recent steps; if there are none, at least double the number of slots."""
         stale = (self._keys != _FREE) & (self._touched < self._counters[_WRITES] - _FORGET_AFTER)
         self._keys[stale] = _FREE
         if stale.any():
@@ -260,7 +260,7 @@ class EpisodeStats:
     def history(self) -> dict[str, torch.Tensor]:
         """Return one tensor ``[n]`` per metric, with an element per episode, in the order in which episodes ended.
 
-        Metrics are float64, and ``"done_{reason}"`` is bool. ``"step"`` is the number of steps counted at the end.
+        Metrics are float64, and ``"done_{reason}"`` is bool. ``"step"`` is the step count at the episode's end.
         """
         numbers, ends = self._latest(self._rows)
         columns = dict(zip(("step", *self.metrics), torch.from_numpy(numbers).T, strict=True))
@@ -282,7 +282,7 @@ class EpisodeStats:
         """Restore a result of :meth:`state_dict`.
 
         Raises:
-            ValueError: the state has another number of metrics, reasons or kept episodes; nothing is changed.
+            ValueError: numbers of metrics, reasons or kept episodes differ, or counts are negative; nothing changes.
         """
         arrays = {name: state_dict[name].numpy().copy() for name in _STATE}
         lengths = dict.fromkeys(("_keys", "_lengths", "_touched", "_sums"), len(arrays["_keys"]))

@@ -1,6 +1,6 @@
 """The health of a buffer in numbers, as ``rb.health()`` returns them.
 
-Numbers that do not apply to a buffer are omitted:
+The numbers are as follows; those that do not apply to a buffer are omitted:
 
 - ``rows``: the number of stored rows. ``fill``: the number of stored rows divided by the capacity.
 - ``age_p10``, ``age_p50``, ``age_p90``, ``age_max``: quantiles of the ages of the last batch's rows. The age of a

@@ -77,7 +77,7 @@ class MemoryPlan:
 
     @property
     def most_rows(self) -> int | None:
-        """The approximate capacity that fits into the free memory; ``None`` if the free memory is unknown."""
+        """Approximately the largest capacity that fits into the free memory; ``None`` if the free memory is unknown."""
         needs = self._needs(self.places[0])
         limits = [int(room.free / need * self.capacity) for room, need in needs if need and room.free is not None]
         return min(limits, default=None)
@@ -257,7 +257,7 @@ def _places(
 
 
 def _argument(room: Room, on_gpu: bool) -> str:
-    """Return the argument that puts the rows into ``room``; ``on_gpu``: priorities and index are on a GPU."""
+    """Return the argument that puts the rows into ``room``; ``on_gpu``: whether priorities and index are on a GPU."""
     if room.place.startswith("disk"):
         return "device='cpu', " * on_gpu + "scratch_dir=... keeps them in a file"
     if room.place == "RAM" and on_gpu:

@@ -1,4 +1,4 @@
-"""Replay over many machines: a prioritized buffer in shards on Ray. Needs Ray: ``pip install 'rlbuf_td[ray]'``.
+"""Replay over many machines: a buffer that is divided into shards, on Ray. Needs Ray: ``pip install 'rlbuf_td[ray]'``.
 
 :class:`ShardedReplayBuffer` starts the shards; each learner and each collector holds a :class:`Client`. Use shards if
 the rows do not fit into one machine, or if collectors run on several machines. On one machine, a
@@ -7,11 +7,11 @@ the rows do not fit into one machine, or if collectors run on several machines. 
 How it works
 ------------
 
-A shard is a ReplayBuffer in its own process (a Ray actor). With each answer, a shard reports its *mass*: the sum of its
-rows' ``p^alpha``. To sample a batch, a client draws positions in the total mass of all shards, and sends each position
-to its shard. So each row has the same probability as in one large buffer. A request also sends the TD errors of earlier
-batches; the answer contains the drawn rows, packed into one block of bytes. To read the code, begin with ``law.py``,
-``shard.py`` and ``client.py``.
+A shard is a ReplayBuffer in its own process (a Ray actor). With each answer, a shard reports its *mass*: the sum of
+``p^alpha`` over the priorities ``p`` of its rows. To sample a batch, a client draws positions in the total mass of all
+shards, and sends each position to its shard. So each row has the same probability as in one large buffer. A request
+also sends the TD errors of earlier batches; the answer contains the drawn rows, packed into one block of bytes. To read
+the code, begin with ``law.py``, ``shard.py`` and ``client.py``.
 
 How many shards
 ---------------
@@ -24,11 +24,11 @@ How many shards
   almost all of this time; ``prefetch=k`` divides Ray's time per batch by k. ``python -m tests.benchmarks.sharded --fit
   FILE.png`` measures these times; without ``--fit``, it compares this buffer with TorchRL's ``RayReplayBuffer``.
 - **Writes.** A write takes Ray about a millisecond: let collectors write some hundred rows at a time.
-- **Network.** A batch takes its packed rows and 16 bytes per row (sequences: 8 per row and 16 per sequence). Each TD
-  error that is sent back takes 24 bytes. 1,000 batches of 256 rows (168 bytes each) per second take 47 MB/s. Rows of
-  Atari would take 14 GB/s, more than most networks carry.
+- **Network.** A batch transfers its packed rows and 16 bytes per row (with sequences: 8 bytes per row and 16 per
+  sequence). Each TD error that is sent back takes 24 bytes. 1,000 batches of 256 rows (168 bytes each) per second take
+  47 MB/s. Rows of Atari would take 14 GB/s, more than most networks carry.
 
-One or two shards per machine are enough: a shard uses one core. ``placement_strategy="SPREAD"`` starts the shards on
+One or two shards per machine are enough. Each shard uses one core. ``placement_strategy="SPREAD"`` starts the shards on
 different machines; ``num_cpus=1`` reserves a core for each shard.
 
 When a shard is lost
@@ -40,9 +40,10 @@ the lost shard change to another one. Ray restarts the shard, which is then empt
 2 s. A shard that does not answer within 3 s counts as lost. Clients send a lost shard up to five requests per second
 until it answers.
 
-A restart imports torch and TorchRL again: about 4 s of a core and 0.5 GB. If all shards are lost, clients wait up to a
-minute for the first answer. Ray starts its processes with low priority (``RAY_worker_niceness=15``), so restarts take
-longer on a busy machine; start Ray with ``RAY_worker_niceness=0`` to avoid this.
+A restart imports torch and TorchRL again, which takes about 4 s of a core and 0.5 GB of memory. If all shards are
+lost, clients wait up to a minute for the first answer. Ray starts its processes with low priority
+(``RAY_worker_niceness=15``), so restarts take longer on a busy machine; start Ray with ``RAY_worker_niceness=0`` to
+avoid this.
 ``python -m tests.benchmarks.shard_losses`` kills shards and reports the pauses.
 """
 

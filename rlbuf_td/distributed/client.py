@@ -45,13 +45,13 @@ class Client:
     """Samples from all shards and writes to one of them. A client can be pickled for other processes that use Ray.
 
     Args:
-        connect: a function that returns the handles of the shards and of flow control (or ``None``), and Ray.
+        connect: a function that returns handles of the shards and of flow control (or ``None``), and module ``ray``.
         spec: the properties that the buffers of all shards share.
         batch_size: number of rows in a batch; ``None``: the batch size of the shards' buffers.
-        prefetch: number of batches per request. The next request is sent as soon as these batches arrive. 0: one batch
-            per request, sent when the batch is needed.
+        prefetch: number of batches per request. The next request is sent as soon as these batches arrive. 0: a
+            request draws one batch, and is sent when the batch is needed.
         on_loss: ``"continue"``: work without lost shards; ``"raise"``: raise :class:`ShardLost`.
-        home: number of the shard to write to, as long as it is not lost; ``None``: a random shard.
+        home: number of the shard to write to, until it is lost or too slow; ``None``: a random shard.
     """
 
     service_backend = "ray"
@@ -128,7 +128,7 @@ class Client:
 
     @contextmanager
     def _taken_back(self, **rows: int) -> Iterator[None]:
-        """If the ``with`` block fails, subtract its rows from the counters of flow control."""
+        """If the ``with`` block fails, subtract ``rows`` from the counters of flow control."""
         try:
             yield
         except BaseException:

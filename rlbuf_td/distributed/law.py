@@ -40,14 +40,14 @@ def split(positions: Tensor, masses: Tensor) -> Split:
 
 
 def importance_weights(probability: Tensor, least: float, rows: int, beta: float, norm: str | None) -> Tensor:
-    """Return importance weights ``(N P) ** -beta``, ``[B]`` float32, divided by the largest weight.
+    """Return importance weights ``(N P) ** -beta``, ``[B]`` float32, divided by the weight that ``norm`` selects.
 
     Args:
         probability: probability P of each drawn row, ``[B]`` float64.
         least: the smallest P of a row in any shard.
         rows: N, the number of rows in all shards.
         beta: exponent, not negative.
-        norm: the largest weight of all rows (``"buffer"``) or of the batch (``"batch"``); ``None``: do not divide.
+        norm: ``"buffer"``: the largest weight of all rows; ``"batch"``: the largest weight of the batch; ``None``: 1.
     """
     unit = {"buffer": least, "batch": float(probability.min()), None: 1.0 / rows}[norm]
     return (probability / unit).pow(-beta).to(torch.float32)

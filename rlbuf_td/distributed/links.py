@@ -86,7 +86,7 @@ class Links:
             raise ShardLost(f"none of {len(self.handles)} shards has answered for {RECOVERY:.0f} seconds")
 
     def _probe(self, place: int) -> None:
-        """Ask a lost shard for a report without waiting: while a shard restarts, Ray takes 2 s to refuse a request."""
+        """Ask a lost shard for a report without waiting: Ray refuses requests to a restarting shard only after 2 s."""
         asked, probes = self._probes[place]
         if time.monotonic() - asked > _PROBE_EVERY:
             asked = time.monotonic()
@@ -117,7 +117,7 @@ class Links:
         return answers
 
     def request(self, requests: Mapping[int, tuple[Request, int]]) -> dict[int, Any]:
-        """Send requests (shard -> request, pieces of its answer); return Ray's references for :meth:`receive`."""
+        """Send requests (shard -> request, number of answer pieces); return Ray's references for :meth:`receive`."""
         return {
             place: self.handles[place].answer.options(num_returns=pieces or 1).remote(pickle.dumps(request, 5), pieces)
             for place, (request, pieces) in requests.items()

@@ -77,12 +77,12 @@ class Answer(NamedTuple):
 
 
 class Shard:
-    """A buffer in a separate process, which stores rows that clients write only after the next draw.
+    """A buffer in a separate process. Rows that clients send are stored only after the next draw.
 
-    A draw thus uses exactly the mass that the last answer reported. After the draw, the shard applies TD errors, stores
-    the rows that wait, and reports the new mass. The shard does not wait for a draw if it is empty, if it got no
-    request for 10 s, or if rows for a quarter of its capacity wait. A restarted shard loads the dump in the folder
-    ``dump``, if one exists. ``restarted=None``: ask Ray whether the shard has been restarted.
+    So a draw uses exactly the mass that the last answer reported. After the draw, the shard applies TD errors, stores
+    the rows that wait, and reports the new mass. The shard stores received rows at once if it is empty, if it got no
+    request for 10 s, or if more rows than a quarter of its capacity wait. A restarted shard loads the dump in the
+    folder ``dump``, if one exists. ``restarted=None``: ask Ray whether the shard has been restarted.
     """
 
     def __init__(

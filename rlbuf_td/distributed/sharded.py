@@ -27,7 +27,7 @@ _LONG = 3_600.0  # longest time for a dump or a load, in seconds
 
 
 def connect(name: str, shards: int, has_flow: bool, address: str, namespace: str) -> tuple[list[Any], Any, Any]:
-    """Connect to Ray; return the handles of the shards and of the flow control, and Ray."""
+    """Connect to Ray; return handles of the shards and of flow control (or ``None``), and the ``ray`` module."""
     if not ray.is_initialized():
         ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level="error")
     handles = [ray.get_actor(f"{name}-{place}", namespace) for place in range(shards)]
@@ -43,9 +43,10 @@ class ShardedReplayBuffer(Client):
 
     Rows are drawn from all shards as from one large buffer: ``P(i) = p_i^alpha / sum_j p_j^alpha``. Importance weights
     use ``P(i)`` and the number of rows in all shards. With one learner, the probabilities are exact even while
-    collectors write: a shard first draws, and then applies TD errors and stores new rows. With several learners, the
-    priorities of a shard may change after a learner has computed its draws. The importance weights correct for such
-    changes, and :meth:`health` counts the affected rows as ``drifted``. Each client has its own ``beta``.
+    collectors write: a shard first draws, and then applies TD errors and stores new rows. With several learners, or if
+    more rows than a quarter of a shard's capacity wait for a draw, the mass of a shard may change after a learner
+    has computed its draws. The importance weights correct for these changes, and :meth:`health` counts the affected
+    rows as ``drifted``. Each client has its own ``beta``.
 
     A client writes all its rows to one shard, because n-step returns, sequences and hindsight goals need whole
     trajectories in a shard. If two clients write to the same shard, a write by one client ends the open trajectories
@@ -67,7 +68,7 @@ class ShardedReplayBuffer(Client):
         tolerance: allowed deviation from the ratio, in sampled rows (:class:`~rlbuf_td.buffers.flow.FlowControl`);
             ``None``: the smallest possible.
         prefetch: k, the number of batches that one request draws. A TD error takes effect after k to 2k batches. Ray's
-            time per batch is divided by k. 0: one batch per request, sent when the batch is needed.
+            time per batch is divided by k. 0: a request draws one batch, and is sent when the batch is needed.
         dump_dir: default folder of :meth:`dumps`. A restarted shard loads its rows from this folder.
         placement_strategy: ``"SPREAD"``: start the shards on different machines; ``"PACK"``: on few machines.
         on_loss: ``"continue"``: work without lost shards; ``"raise"``: raise ``ShardLost``.
@@ -156,11 +157,11 @@ class ShardedReplayBuffer(Client):
         """Return the state of the shards and of flow control.
 
         Returns:
-            ``"shards"``: a list of one dict per shard, with ``alive``, ``rows`` (stored), ``waiting`` (rows received
-            but not yet stored), ``mass`` (the sum of ``p^alpha``), ``inserts`` (rows received), ``lost_rows``,
-            ``stale_updates`` (TD errors of replaced rows), ``drifted`` and ``requests``; ``"lost_shards"``: how often
-            this object has lost a shard; ``"retries"``: number of repeated draws; ``"stale_updates"``: number of
-            skipped TD errors; ``"flow"``: the counters of flow control, if it is used.
+            ``"shards"``: a list of one dict per shard, with ``alive`` and ``lost_rows``; the dict of a live shard also
+            has ``rows`` (stored), ``waiting`` (rows received but not yet stored), ``mass`` (the sum of ``p^alpha``),
+            ``inserts`` (rows received), ``stale_updates`` (TD errors it skipped), ``drifted`` and ``requests``.
+            ``"lost_shards"``: how often this object has lost a shard. ``"retries"``: number of repeated draws.
+            ``"stale_updates"``: number of all skipped TD errors. ``"flow"``: counters of flow control, if it is used.
         """
         reports = self.links.ask("report")
         shards = []
@@ -223,7 +224,7 @@ class ShardedReplayBuffer(Client):
 
         Raises:
             CheckpointError: the folder holds no complete dump, or a shard was lost during the load.
-            ValueError: there is no folder, or the capacity of a shard is too small; nothing has changed.
+            ValueError: no folder is given, or the capacity of a shard is too small; nothing has changed.
         """
         path, count = self._folder(path), len(self.links.handles)
         try:

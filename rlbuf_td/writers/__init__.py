@@ -3,7 +3,7 @@
 A writer stores a time step of all lanes at one position along the time dim. :class:`RingWriter` replaces the oldest
 rows once the storage is full. :class:`QueueWriter` does not replace rows that no sampler has taken yet.
 :class:`RolloutWriter` fills the storage once per rollout, and computes advantages when the last step arrives.
-:class:`ReservoirWriter` stores a time step at a random position, or drops it.
+:class:`ReservoirWriter` drops time steps, or stores them at random positions, once the storage is full.
 
 After a write, the writer reports the written rows to every object attached to the storage, such as the trajectory index
 and the sampler. To read the code, begin with ``common.py`` and ``ring.py``.

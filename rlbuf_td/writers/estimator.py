@@ -27,7 +27,7 @@ class Estimates(NamedTuple):
 
 @dataclass
 class RolloutEstimator:
-    """GAE of a TensorDict. The fields are arguments of :class:`~rlbuf_td.writers.RolloutWriter`."""
+    """Computes the GAE of a rollout. The fields are arguments of :class:`~rlbuf_td.writers.RolloutWriter`."""
 
     gamma: float
     lmbda: float

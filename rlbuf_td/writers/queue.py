@@ -24,7 +24,8 @@ class QueueWriter(TimeWriter):
 
     Raises:
         queue.Full: (on writing) there is too little free space; nothing has changed.
-        ValueError: (on writing) the data is empty, or longer than the capacity; (in a buffer) ``storage.ndim > 1``.
+        ValueError: (on writing) the data is empty, or longer than the capacity; (when a buffer is made)
+            ``storage.ndim > 1``.
         SchemaError: (on writing) the data does not match the stored rows; nothing has changed.
 
     Cost: the same as for :class:`RingWriter`.

@@ -42,17 +42,19 @@ class ReservoirWriter(Writer):
     The first T time steps fill the buffer. After N time steps in total, each one is stored with probability ``T / N``,
     and every set of T time steps is equally likely. With ``ndim=2``, all lanes of a time step are stored or dropped
     together. The stored rows are not in time order: :class:`HindsightSampler`, :class:`NStepSampler`,
-    :class:`SequenceSampler` and ``rb.last`` need a :class:`RingWriter`. Store ``"next"`` with each transition.
+    :class:`SequenceSampler` and ``rb.last`` need a :class:`RingWriter`. Store ``"next"`` with each transition,
+    because the following row is not the following time step.
 
     ``add`` and ``extend`` return the index -1 for dropped time steps; priority updates skip this index.
     :attr:`ReplayBuffer.write_count` also counts dropped time steps.
 
     Raises:
         SchemaError: (on writing) the data does not match the stored rows; nothing has changed.
-        ValueError: (on writing) the data is empty; (in a buffer) the sampler needs rows in time order.
+        ValueError: (on writing) the data is empty; (when a buffer is made) the sampler needs rows in time order.
 
-    Cost: O(1 + stored rows) per write. Of N time steps, O(T log(N / T)) are written to the storage. Random numbers are
-    drawn for these time steps only, from the buffer's generator or torch's default one.
+    Cost per write of n time steps: O(n) for the index, and a copy of those that are stored. Of N time steps, an
+    expected O(T (1 + log(N / T))) are written to the storage. Random numbers are drawn only for time steps
+    that replace others, from the buffer's generator or torch's default one.
 
     Source: Vitter: Random Sampling with a Reservoir, 1985; algorithm L: Li, Reservoir-Sampling Algorithms of Time
     Complexity O(n(1 + log(N/n))), 1994. Used for average policies (NFSP, Heinrich and Silver 2016) and distillation.

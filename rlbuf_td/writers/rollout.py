@@ -28,7 +28,7 @@ class RolloutWriter(TimeWriter):
 
     T is the storage's capacity along time. ``add`` writes one step, ``extend`` several. When the last step of a rollout
     arrives, the writer stores ``advantage`` and ``value_target`` of all steps
-    (:func:`~rlbuf_td.functional.generalized_advantage_estimate`), and ``state_value`` if the data had none. Before,
+    (:func:`~rlbuf_td.functional.generalized_advantage_estimate`), and ``state_value`` if the data had none. Until then,
     ``advantage`` and ``value_target`` are NaN. The next step begins a new rollout, which replaces the old one.
 
     **Values.** :math:`V(s_t)` is the ``state_value`` in the data; if it is missing, ``value_network`` is called once on
@@ -40,31 +40,31 @@ class RolloutWriter(TimeWriter):
 
     Args:
         gamma: discount, in [0, 1].
-        lmbda: decay of the trace, in [0, 1].
+        lmbda: GAE's lambda, in [0, 1].
         value_network: a TensorDict module that reads an observation and writes ``value_key``. It is called without
-            gradients. Not needed if the data has ``value_key`` and, unless each trajectory terminates within the
-            rollout, ``("next", value_key)``.
+            gradients. Not needed if the data has ``value_key`` and ``("next", value_key)``; if each trajectory
+            terminates within the rollout, ``value_key`` is enough.
         normalize_advantage: scale the stored advantages to mean 0 and standard deviation 1 over the rollout. Value
             targets use the unscaled advantages.
         value_key: key of the values, ``[T, *lanes, *F]``, floating point.
         advantage_key, value_target_key: keys under which the estimates are stored.
-        reward_key: key of the rewards, of the values' shape.
-        done_key: key of the done flags, bool, of the values' shape or one per step. If they are missing:
+        reward_key: key of the rewards, in the values' shape.
+        done_key: key of the bool done flags, in the values' shape or one per step. If they are missing, they are
             ``terminated | truncated``.
-        terminated_key: key of the terminated flags, of the same shapes. If they are missing: ``done & ~truncated``.
-        truncated_key: key of the truncated flags, of the same shapes; used only if done or terminated is missing.
+        terminated_key: key of the bool terminated flags, shaped like done flags. If they are missing, they are
+            ``done & ~truncated``, or ``done`` if the truncated flags are missing too.
+        truncated_key: key of the truncated flags, shaped like done flags; used only if done or terminated is missing.
         trajectory_key: key of integer trajectory ids, one per step; may be missing.
 
     Attributes:
         value_rows: number of rows on which the network was called for the last rollout.
 
-    Cost: O(T * E) per rollout, and the network's calls. On CUDA, the host waits for the ends of trajectories.
+    Cost: O(T * E) per rollout, and the network's calls. On CUDA, the host waits for the GPU to find trajectory ends.
 
     Raises:
-        ValueError: ``gamma`` or ``lmbda`` is out of range; (on writing, nothing has changed) the data is empty or has
-            too many steps for the rollout, or values are missing and there is no network.
-        SchemaError: (on writing, nothing has changed) the data does not match the stored rows, or lacks an entry that
-            the estimates need.
+        ValueError: ``gamma`` or ``lmbda`` is out of range; (on writing) the data is empty or has too many steps for
+            the rollout, or values are missing and there is no network. A failed write changes nothing.
+        SchemaError: (on writing) the data does not match the stored rows, or lacks an entry that the estimates need.
 
     TorchRL's ``GAE``, by default, calls its network on all observations and on all next observations.
 

@@ -1,11 +1,11 @@
 """Compares the speed of this package with that of other libraries: ``python -m rlbuf_td bench``.
 
 The table shows one run (``--rows 1e6``, two cores of a shared machine, one thread, batch 256, torch 2.15, torchrl
-0.14.1). Each call is timed after a learner's step. ``us`` is the median of this package in microseconds; the other
-columns say how many times as long another library takes. *Mixed* is TorchRL's buffer with our parts, *bare* is
-one ``torch.randint`` and one ``index_select``, and *tight* is TorchRL relative to us without a learner's step. Rows
-have 7 leaves and 167 bytes; image rows have two stacks of four 84 x 84 frames. Ratios vary by up to a factor of two
-between runs::
+0.14.1). Each call is timed after a learner's step. ``us`` is this package's median time in microseconds; the columns
+after it hold the times of the others, divided by ours. *Mixed* is TorchRL's buffer class with this package's
+parts, *bare* is one ``torch.randint`` and one ``index_select``, and *tight* is TorchRL's ratio without learner's steps.
+Rows have 7 leaves and 167 bytes; image rows have two stacks of four 84 x 84 frames. Ratios vary by up to a factor of
+two between runs::
 
     operation                              rows      us  TorchRL  Mixed  bare  SB3  cpprb  Flashbax  tight
     sample, uniform                   1,000,000     142      4.6    2.1   0.8  2.9    1.8       3.6    7.4
@@ -39,6 +39,6 @@ between runs::
     GAE, vectorized form               [1, 128]      54       12                                        37
     PPO: extend, GAE, 4 epochs        [8, 2048]  11,752      5.9                                       5.3
 
-``*``: TorchRL has no sampler by rank; this is the time of its proportional one. TorchRL does not record Gymnasium
-loops: the time is that of a hand-made TensorDict. TorchRL's GAE has two forms, and ours is compared with both.
+``*``: TorchRL has no sampler by rank; the ratios are those of its proportional sampler. For *record a step*,
+TorchRL writes a hand-made TensorDict, because it does not record Gymnasium loops. TorchRL's GAE has two forms.
 """

@@ -53,7 +53,7 @@ def image_rows(count: int) -> TensorDict:
 
 
 class Contender(ABC):
-    """Two full buffers of a library: a uniform one and a prioritized one."""
+    """Full buffers of a library: a uniform one and, if the library has it, a prioritized one."""
 
     name: str
     sampled: Iterator[Any]
@@ -79,7 +79,7 @@ class Contender(ABC):
         """Set the TD error of every row."""
 
     def take_turns(self, batches: Sequence[Any], errors: Sequence[Any]) -> None:
-        """Let updates cycle through many batches, so that their rows are not in the processor's caches."""
+        """Let updates cycle through many batches, so that the rows to update are not in the processor's caches."""
         self.sampled = in_turn([(batch, error) for error in errors for batch in batches])
         self.td_errors = in_turn(errors)
 

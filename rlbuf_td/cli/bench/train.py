@@ -1,8 +1,8 @@
 """``python -m rlbuf_td train``: time training scripts with TorchRL's buffers and with this package's buffers.
 
 The two runs of a script have the same seed and differ only in the buffer. DQN uses prioritized replay. In
-``small-dqn``, the network is smaller, so that replay takes a larger share of the time. SAC uses uniform replay: both
-buffers draw the same rows, and the final weights are bitwise equal. PPO runs epochs over rollouts with GAE.
+``small-dqn``, network and batch are smaller, so that replay takes a larger share of the time. SAC uses uniform replay:
+both buffers draw the same rows, and the final weights are bitwise equal. PPO runs epochs over rollouts with GAE.
 """
 
 from __future__ import annotations

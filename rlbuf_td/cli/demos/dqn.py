@@ -1,4 +1,4 @@
-"""Train DQN with TorchRL's environment, collector and loss, and with prioritized replay of this package.
+"""Train DQN with TorchRL's environment, collector and loss, and with this package's replay buffer.
 
 Run this script with ``python -m rlbuf_td demo``. The example to read is :func:`train`.
 """

@@ -28,7 +28,7 @@ def check(source: Any, *, space: Any = None, ignore: str | Sequence[str] = ()) -
     Args:
         source: a buffer of this package or of TorchRL; a storage of TensorDicts; a TensorDict of rows ``[T]`` or
             ``[T, E]`` in time order; or the path of a saved buffer.
-        space: the observation space, whose bounds are checked: a Gymnasium space, a TorchRL spec, or an environment.
+        space: a Gymnasium space, a TorchRL spec or an environment; observations outside its bounds are reported.
         ignore: codes of findings to omit; ``rlbuf_td.diagnostics.doctor.CODES`` lists all codes.
 
     Returns:
@@ -39,7 +39,7 @@ def check(source: Any, *, space: Any = None, ignore: str | Sequence[str] = ()) -
         ValueError: the buffer is empty, ``ignore`` contains an unknown code, or the saved buffer cannot be read.
         FileNotFoundError: no buffer is saved at the path.
 
-    Cost: two or three passes over the rows, about a second for a million rows of 167 bytes; 10 bytes per row.
+    Cost: two or three passes over the rows, about a second for a million rows of 167 bytes. Memory: 10 bytes per row.
 
     Example:
         >>> import torch

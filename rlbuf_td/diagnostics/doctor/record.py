@@ -116,7 +116,7 @@ class Record:
 
     @property
     def observed(self) -> list[Key]:
-        """The keys that are stored at the root and under "next" with equal dtype and shape: the observations."""
+        """The observations: the keys at the root and under "next" with equal dtype and shape, not in _NOT_OBSERVED."""
         return [
             key
             for key, column in self.columns.items()
@@ -129,7 +129,7 @@ class Record:
 
     @property
     def main(self) -> list[Key]:
-        """The keys of observations with several numbers per row, or the keys of all observations without these."""
+        """The keys of observations with several numbers per row; if there are none, of all observations."""
         return [key for key in self.observed if self.columns[key].shape[2:].numel() > 1] or self.observed
 
     def at(self, key: Key, flat: torch.Tensor) -> torch.Tensor:
@@ -142,7 +142,7 @@ class Record:
             yield slice(start, min(start + size, self.steps))
 
     def after(self, key: Key, block: slice) -> torch.Tensor:
-        """Return the values of a column one time step after a block; the first time step follows the last."""
+        """Return a column's value one time step after each step of a block (the first step follows the last)."""
         column = self.columns[key]
         if block.stop < self.steps:
             return column[block.start + 1 : block.stop + 1]
@@ -232,7 +232,7 @@ def _open_saved(path: Path) -> Storage:
 
 
 def _storage_of(rows: TensorDictBase, length: int, cursor: int | None = None) -> Storage:
-    """Return a storage of rows ``[T, *lanes]``; ``length``: how many are written; ``cursor``: the next time step."""
+    """Return a storage of rows ``[T, *lanes]``: ``length`` rows are written; time step ``cursor`` is written next."""
     storage = TensorStorage(rows, ndim=max(1, rows.ndim))
     storage._len = length  # TorchRL counts time steps until the storage is first used
     if cursor is not None:

@@ -118,7 +118,7 @@ def _broken(record: Record, where: torch.Tensor, flow: Flow, *, mostly: bool = F
 
 
 def _found_elsewhere(record: Record, sample: torch.Tensor, mostly: bool) -> tuple[str, str] | None:
-    """Search all rows for the next observations of sampled rows; return an explanation and a remedy."""
+    """Search all rows for the next observations of ``sample``; return explanation and remedy, or ``None``."""
     here = hashes(record, [("next", *key) for key in record.observed], sample)
     ordered, order = hashes(record, record.observed).sort()
     low, high = torch.searchsorted(ordered, here), torch.searchsorted(ordered, here, right=True)
@@ -170,7 +170,7 @@ def _shifted(record: Record, flow: Flow, done: torch.Tensor) -> Finding | None:
 
 
 def _ids_show_ends(record: Record, flow: Flow) -> bool:
-    """Whether changes of the trajectory id are ends: no id appears again later, and lengths of trajectories vary."""
+    """Whether changes of the trajectory id seem to be ends: no id appears again later, and trajectory lengths vary."""
     cuts = (flow.ends & flow.apart).T.flatten().nonzero()[:, 0]
     ids = record.columns.get(TRAJ_KEY)
     if ids is None or len(cuts) < _SOME_ENDS:
@@ -180,7 +180,7 @@ def _ids_show_ends(record: Record, flow: Flow) -> bool:
 
 
 def _is_no_chance(record: Record, flow: Flow) -> bool:
-    """Whether ``flow.unbroken`` is no coincidence: it flags half of the ends, or observations rarely repeat."""
+    """Whether ``flow.unbroken`` is no coincidence: it flags half of the ends or more, or observations rarely repeat."""
     if 2 * int(flow.unbroken.sum()) >= int(flow.ends.sum()):
         return True
     values = hashes(record, record.main)
@@ -203,7 +203,7 @@ def _unbroken(record: Record, flow: Flow, one_step: torch.Tensor) -> Finding:
 def _jumps(record: Record, where: torch.Tensor, inside: torch.Tensor) -> tuple[float, float]:
     """Return two medians of the distance to the next observation: of flagged rows, and of the rows that follow.
 
-    The unit is the mean distance within trajectories. Distances that are common within trajectories count as 0.
+    The unit is the mean distance within trajectories. A median that is common within trajectories counts as 0.
     """
     usual, rows = _spread(inside), _spread(where)
     if not len(usual):

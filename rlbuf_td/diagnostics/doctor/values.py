@@ -1,4 +1,4 @@
-"""Findings about the values of columns, and about the use of draws and priorities."""
+"""Findings about the values of columns, and about draws and priorities."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def plot_episodes(stats: EpisodeStats) -> Figure:
         stats: statistics of episodes, such as ``rb.episode_stats``.
 
     Returns:
-        A figure with one panel per metric, and one panel for the end reasons.
+        A figure with one panel per metric (one for returns and lengths if they are equal), and one for end reasons.
 
     Raises:
         RuntimeError: no episode has ended.
@@ -90,13 +90,13 @@ def plot_advantages(rollout: ReplayBuffer) -> Figure:
     """Plot the values and value targets of a rollout's first lane, all advantages, and values against targets.
 
     Args:
-        rollout: a :class:`~rlbuf_td.RolloutBuffer` whose rollout is complete.
+        rollout: a :class:`~rlbuf_td.RolloutBuffer` whose written steps all have advantages.
 
     Returns:
         A figure with three panels.
 
     Raises:
-        RuntimeError: the rollout is not complete, or ``rollout`` is not a rollout buffer.
+        RuntimeError: a step has no advantage, or ``rollout`` is not a rollout buffer.
 
     Cost: O(rows of the rollout).
 

@@ -19,8 +19,8 @@ from rlbuf_td.storages.indexing import attached, lanes_of
 def plot_health(rb: ReplayBuffer) -> Figure:
     """Plot the ages and weights of the last batch, and the probabilities and draw counts of all rows.
 
-    A panel without data is omitted: ages need a ring writer, weights need a prioritized sampler, and draw counts need
-    ``count_replays=True``.
+    A panel without data is omitted: ages need a writer that keeps the time order, weights need a prioritized sampler,
+    and draw counts need ``count_replays=True``.
 
     Args:
         rb: a buffer that has been sampled.
