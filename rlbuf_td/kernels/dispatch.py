@@ -8,7 +8,7 @@
 
 The backends ``"triton"`` and ``"torch"`` never wait for the device: they skip invalid TD errors, while ``"numba"``
 refuses a batch that contains one. To disable Triton, set the environment variable ``RLBUF_TD_TRITON=0`` or call
-``enable_triton(False)``. Importing numba or Triton takes seconds, so compiled modules are imported where they are called.
+``enable_triton(False)``. Compiled modules are imported where they are called: importing numba or Triton takes seconds.
 """
 
 from __future__ import annotations
