@@ -149,16 +149,11 @@ def test_transforms_see_the_index_and_may_drop_rows_and_cast():
     assert list(rb.sample().keys()) == ["observation"]  # no index of others
 
 
-def test_a_transform_on_the_way_in_changes_what_is_stored():
+def test_a_transform_on_the_way_in_changes_what_is_stored_on_the_short_path(monkeypatch):
     norm = ObservationNorm(loc=0.0, scale=2.0, in_keys=["observation"], in_keys_inv=["observation"])
     rb = filled(4, transform=Compose(norm))
     assert torch.equal(rb.storage["observation"], transitions(4)["observation"] / 2)
     assert torch.equal(rb.sample()["observation"].sort(0).values % 1, torch.zeros(8, 3))
-
-
-def test_writes_through_transforms_take_the_short_path(monkeypatch):
-    norm = ObservationNorm(loc=0.0, scale=2.0, in_keys=["observation"], in_keys_inv=["observation"])
-    rb = filled(4, transform=Compose(norm))
     monkeypatch.setattr(RingWriter, "extend", None)
     monkeypatch.setattr(RingWriter, "add", None)
     data = transitions(6)
@@ -440,8 +435,6 @@ def test_consumed_items_are_left_to_torchrls_sampler():
     assert {row for _ in range(5) for row in rb.sample()["index"].tolist()} == {*range(20)}
     assert len(rb) == 0
 
-
-# -- our parts and TorchRL's, mixed
 
 MIXED: dict[str, Any] = {
     "ours": partial(ProportionalSampler, 60),

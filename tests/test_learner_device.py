@@ -291,9 +291,6 @@ def test_no_lock_of_the_buffer_is_held_while_a_copy_is_waited_for(monkeypatch):
     assert waited == [True]
 
 
-# -- state
-
-
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize(("name", "ndim", "ahead"), [("proportional", 1, 2), ("windows", 2, 2), ("windows", 2, 0)])
 def test_a_saved_buffer_and_a_loaded_one_draw_the_same_batches(device, name, ndim, ahead, how, tmp_path):
@@ -355,9 +352,6 @@ def test_dumps_of_buffers_with_and_without_device_load_into_each_other(device, t
         source.shutdown(), target.shutdown()
 
 
-# -- where rows live
-
-
 def test_buffers_for_environments_name_both_devices(device):
     schema = data(1)[0]
     rb = ReplayBuffer.from_schema(schema, STEPS, device=device, storing_device="cpu", batch_size=4)
@@ -398,9 +392,6 @@ def test_parts_that_need_torchrls_own_way_are_refused():
     rb.shutdown()
     with pytest.raises(RuntimeError, match="shut down"):
         rb.sample(4)
-
-
-# -- processes
 
 
 def test_a_forked_process_samples_the_shared_rows_by_itself():

@@ -266,9 +266,9 @@ def test_schedulers_change_shares():
     assert mixed.sampler.by_name == {"demos": 0.0, "online": 1.0}
     mixed.sampler.online = 0.5
     assert mixed.sampler.demos == 0.5
-    for name, value, error in (("demos", 1.5, ValueError), ("demos", float("nan"), ValueError)):
-        with pytest.raises(error, match="demos must be between 0 and 1"):
-            setattr(mixed.sampler, name, value)
+    for value in (1.5, float("nan")):
+        with pytest.raises(ValueError, match="demos must be between 0 and 1"):
+            mixed.sampler.demos = value
     with pytest.raises(AttributeError, match="a mixture of demos, online has no share 'other'"):
         _ = mixed.sampler.other
 
@@ -287,7 +287,8 @@ def test_a_saved_mixture_goes_on_as_the_original(how, tmp_path: Path):
         other = copy.deepcopy(mixed)
     batches = []
     for each in (mixed, other):
-        each._rng = torch.Generator().manual_seed(5)
+        if how != "deepcopy":  # which copies the generator
+            each._rng = torch.Generator().manual_seed(5)
         torch.manual_seed(1)
         batches.append(each.sample())
     for key in ("number", "source", "priority_weight", "index"):
@@ -323,11 +324,8 @@ def test_trainers_use_it_as_a_buffer():
     assert len(next(iter(mixed))) == 64
 
 
-def test_health_and_repr_name_the_members():
+def test_repr_names_the_members():
     mixed = mixture("uniform", "proportional")
-    mixed.sample()
-    health = mixed.health()
-    assert (health["demos/share"], health["demos/rows"], health["online/rows"]) == (0.5, 25, 21)
     assert "demos (0.5): ReplayBuffer(" in repr(mixed)
     assert repr(mixed.sampler) == "Shares(demos=0.5, online=0.5)"
     mixed.empty()
@@ -387,16 +385,17 @@ def test_a_dump_that_is_not_finished_leaves_the_old_one_whole(when, tmp_path: Pa
     assert len(list(tmp_path.glob("members-*"))) == 1
 
 
+def alone(rb: Any) -> dict[str, Any]:
+    return {"members": {"a": rb}}
+
+
 REFUSALS: list[Any] = [
-    (
-        {"members": {"a": TensorDictReplayBuffer(storage=LazyTensorStorage(3))}},
-        TypeError,
-        "member 'a' must be a ReplayB",
-    ),
+    (alone(TensorDictReplayBuffer(storage=LazyTensorStorage(3))), TypeError, "member 'a' must be a ReplayB"),
+    (alone(ReplayBuffer(sampler=PrioritizedSampler(10, 1.0, 1.0))), TypeError, "use a ProportionalSampler"),
+    (alone(ExperienceQueue(storage=PackedStorage(4))), TypeError, "'a' is an ExperienceQueue, which gives each row"),
     ({"shares": {"b": 1.0}}, ValueError, r"same names: members are \['a'\], shares are of \['b'\]"),
     ({"shares": {"a": 0.0}}, ValueError, "shares must be at least 0 and finite, one of them positive"),
     ({"writes_to": "b"}, ValueError, "writes_to='b'"),
-    ({"members": {"_rng": ReplayBuffer()}, "shares": {"_rng": 1}}, ValueError, "'_rng' cannot be the name of a member"),
     (
         {"members": {"a": member("uniform", 0, 3), "b": other_schema()}, "shares": {"a": 1, "b": 1}},
         SchemaError,
@@ -424,9 +423,10 @@ def test_what_cannot_be_sampled_or_written_is_refused():
     mixed.extend(rows(0, 3).exclude("observation"), "b")
     with pytest.raises(SchemaError, match=r"'observation' is float32 of shape \(3,\) in 'a', missing in 'b'"):
         mixed.sample(4)
-
-
-# -- uses that once went wrong
+    mixed["a"].set_storage(PackedStorage(10))
+    mixed.extend(rows(0, 3).set("source", torch.zeros(3)), "a")
+    with pytest.raises(SchemaError, match="member 'a' stores the key 'source'"):
+        mixed.sample(4)
 
 
 def numbered(first: int, count: int = 10, **kwargs: Any) -> ReplayBuffer:
@@ -448,14 +448,6 @@ def test_threads_that_sample_get_batches_of_their_own():
 
     with ThreadPoolExecutor(3) as pool:
         assert all(future.result() for future in [pool.submit(draw) for _ in range(3)])
-
-
-def test_rows_with_a_source_of_their_own_are_refused():
-    rb = ReplayBuffer(storage=PackedStorage(10))
-    mixed = ReplayBufferMixture({"one": rb}, {"one": 1.0}, batch_size=4)
-    rb.extend(TensorDict({"source": torch.zeros(3)}, [3]))
-    with pytest.raises(SchemaError, match="member 'one' stores the key 'source'"):
-        mixed.sample()
 
 
 def test_shares_are_loaded_by_name():
@@ -493,7 +485,9 @@ def test_health_is_of_the_last_batch():
     mixed.sample()
     mixed.extend(TensorDict({"number": torch.arange(90)}, [90]))
     mixed.sample()
-    assert mixed.health()["one/age_max"] > 60
+    health = mixed.health()
+    assert health["one/age_max"] > 60
+    assert (health["one/share"], health["one/rows"], health["other/rows"]) == (0.5, 100, 10)
     last: Any = mixed["one"].last_draw
     assert last[0].shape == (32,)
 
@@ -512,29 +506,31 @@ def test_entries_are_written_back_to_their_members():
         assert (stored["observation"][~written] < 1).all()
 
 
-def test_members_of_equal_windows_give_whole_windows_at_any_share():
-    def windows() -> ReplayBuffer:
-        rb = ReplayBuffer(storage=PackedStorage(30), sampler=SequenceSampler(UniformSampler(), 4))
-        rb.extend(rows(0, 30))
-        return rb
+def windows(length: int, lanes: int) -> ReplayBuffer:
+    storage = PackedStorage(60, ndim=2 if lanes else 1)
+    rb = ReplayBuffer(storage=storage, sampler=SequenceSampler(ProportionalSampler(60), length))
+    rb.extend(rows(0, 20, lanes))
+    return rb
 
-    mixed = ReplayBufferMixture({"one": windows(), "other": windows()}, {"one": 0.6, "other": 0.4}, batch_size=16)
+
+def test_members_of_equal_windows_give_whole_windows_at_any_share():
+    members = {"one": windows(4, 0), "other": windows(4, 0)}
+    mixed = ReplayBufferMixture(members, {"one": 0.6, "other": 0.4}, batch_size=16)
     counts = torch.stack([mixed.sample()["source"].bincount(minlength=2) for _ in range(200)])
     assert set(counts[:, 0].tolist()) == {8, 12}
     assert abs(float(counts[:, 0].float().mean()) - 0.6 * 16) < 0.5
 
 
-def test_fresh_rows_of_probability_zero_leave_weights_finite():
-    sampler = FreshRowsSampler(ProportionalSampler(10, eps=0.0), 2)
-    one = ReplayBuffer(storage=PackedStorage(10), sampler=sampler)
-    one.extend(TensorDict({"number": torch.arange(4), "td_error": torch.tensor([1.0, 2.0, 0.0, 0.0])}, [4]))
-    other = ReplayBuffer(storage=PackedStorage(10))
-    other.extend(one.storage[:])
-    batch = ReplayBufferMixture({"one": one, "other": other}, HALF, batch_size=8).sample()
-    assert ((batch["priority_weight"] > 0) & (batch["priority_weight"] <= 1)).all()
+@pytest.mark.parametrize("size", [4, 8])  # fresh rows alone, and with others
+def test_fresh_rows_of_probability_zero_leave_weights_finite(size):
+    one = numbered(0, sampler=FreshRowsSampler(ProportionalSampler(100, alpha=1.0, beta=1.0, eps=0.0), 2))
+    one.update_priority(torch.arange(10), torch.tensor([1.0, 2, 3, 4, 5, 6, 7, 8, 0, 0]))
+    mixed = ReplayBufferMixture({"one": one, "other": numbered(0)}, HALF, batch_size=size)
+    weight = mixed.sample()["priority_weight"]
+    assert ((weight > 0) & (weight <= 1)).all()
 
 
-@pytest.mark.parametrize("name", ["", "../one", "a/b", ".lock", "_storage", "sample", "two\nlines"])
+@pytest.mark.parametrize("name", ["", "_rng", "../one", "a/b", ".lock", "_storage", "sample", "two\nlines"])
 def test_names_that_are_no_folders_or_attributes_are_refused(name):
     with pytest.raises(ValueError, match="cannot be the name of a member"):
         ReplayBufferMixture({name: numbered(0)}, {name: 1.0})
@@ -546,8 +542,6 @@ def test_what_a_mixture_cannot_do_is_refused_by_name():
         mixed.sample(0)
     with pytest.raises(AttributeError, match="a mixture of one has no share 'two'"):
         mixed.sampler.two = 0.5
-    with pytest.raises(TypeError, match="'queue' is an ExperienceQueue, which gives each row once"):
-        ReplayBufferMixture({"queue": ExperienceQueue(storage=PackedStorage(4))}, {"queue": 1.0})
     batch = ReplayBufferMixture({"one": member("proportional", 0, 9)}, {"one": 1.0}, batch_size=4).sample()
     with pytest.raises(KeyError, match="no 'source'"):
         mixed.write_back(batch.exclude("source"), ["number"])
@@ -624,12 +618,6 @@ def test_members_with_slices_give_whole_slices(sizes):
 
 
 def test_sequences_of_other_lengths_and_lanes_are_mixed():
-    def windows(length: int, lanes: int) -> ReplayBuffer:
-        storage = PackedStorage(60, ndim=2 if lanes else 1)
-        rb = ReplayBuffer(storage=storage, sampler=SequenceSampler(ProportionalSampler(60), length))
-        rb.extend(rows(0, 20, lanes))
-        return rb
-
     members = {"one": windows(2, 0), "other": windows(4, 3)}
     mixed = ReplayBufferMixture(members, HALF, batch_size=16, exact=False)
     for _ in range(20):
@@ -654,10 +642,7 @@ def test_uniform_members_write_back_by_their_clocks():
     assert (mixed["other"].storage["number"] == -2).any()
 
 
-def test_torchrls_prioritized_sampler_and_states_of_other_members_are_refused():
-    theirs = ReplayBuffer(storage=PackedStorage(10), sampler=PrioritizedSampler(10, 1.0, 1.0))
-    with pytest.raises(TypeError, match="use a ProportionalSampler"):
-        ReplayBufferMixture({"one": theirs}, {"one": 1.0})
+def test_states_of_other_members_are_refused():
     mixed = ReplayBufferMixture({"one": numbered(0), "other": numbered(0)}, HALF)
     state = mixed.state_dict()
     state["shares"] = {"one": 0.9, "other": 0.1}
@@ -665,14 +650,6 @@ def test_torchrls_prioritized_sampler_and_states_of_other_members_are_refused():
     with pytest.raises(ValueError, match="the state is of members"):
         mixed.load_state_dict(state)
     assert mixed.sampler.by_name == HALF
-
-
-def test_a_copy_of_a_mixture_has_its_generator():
-    generator = torch.Generator().manual_seed(5)
-    members = {"one": numbered(0), "other": numbered(0)}
-    mixed = ReplayBufferMixture(members, HALF, batch_size=7, generator=generator)
-    again = copy.deepcopy(mixed)
-    assert [again.counts(7) for _ in range(20)] == [mixed.counts(7) for _ in range(20)]
 
 
 class Locked(Transform):
@@ -701,12 +678,3 @@ def test_members_are_transformed_without_their_locks():
     for thread in (writer, reader):
         thread.join(60)
         assert not thread.is_alive()
-
-
-def test_a_part_of_rows_that_are_never_drawn_otherwise_has_finite_weights():
-    sampler = FreshRowsSampler(ProportionalSampler(100, alpha=1.0, beta=1.0, eps=0.0), 2)
-    one = numbered(0, sampler=sampler)
-    one.update_priority(torch.arange(10), torch.tensor([1.0, 2, 3, 4, 5, 6, 7, 8, 0, 0]))
-    mixed = ReplayBufferMixture({"one": one, "other": numbered(0)}, HALF, batch_size=4)
-    weight = mixed.sample()["priority_weight"]
-    assert ((weight > 0) & (weight <= 1)).all()

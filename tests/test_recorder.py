@@ -286,9 +286,6 @@ def test_what_waits_when_the_buffer_is_loaded_is_dropped(flat):
         assert_neighbours_follow(lane)
 
 
-# -- infos and extras
-
-
 # (With autoreset disabled, Gymnasium 1.4's wrapper counts all lanes anew when one is reset.)
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
 def test_episode_statistics_of_gymnasiums_wrapper_can_be_stored(mode):
@@ -388,9 +385,6 @@ def test_rollouts_are_filled_one_after_the_other(mode):
     assert complete >= 3
 
 
-# -- what is refused
-
-
 def test_without_trajectory_numbers_no_reset_breaks_off_an_episode():
     env = Walk("box", 50)
     extras = {"next": {"reward": np.zeros(1)}}
@@ -468,9 +462,6 @@ def test_a_lane_far_behind_gives_a_warning(monkeypatch):
         run(GymnasiumRecorder(rb, env), env, 100)
     for rows, history in zip(rb.chronological().unbind(1), histories(env), strict=True):
         assert_equal(rows, history[: len(rows)])
-
-
-# -- in company
 
 
 def test_transforms_see_what_is_recorded():

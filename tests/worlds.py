@@ -151,9 +151,6 @@ class World:
         return cell
 
 
-# -- the task's reward and end, for tensors and by definition
-
-
 def reward_fn(batch: TensorDictBase) -> torch.Tensor:
     """Return minus the distance, the more the greater the action, ``[B]``."""
     distance = (batch["next", "achieved_goal"] - batch["desired_goal"]).abs().sum(-1)
@@ -178,9 +175,6 @@ def relabelled(fields: Fields, goal: list[float] | None) -> Fields:
         TERMINATED: [terminated],
         DONE: [terminated or fields[TRUNCATED][0]],
     }
-
-
-# -- what a batch must hold
 
 
 @dataclass(frozen=True)

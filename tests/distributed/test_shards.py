@@ -251,9 +251,6 @@ def test_what_is_no_buffer_of_this_package_is_refused():
         Spec.of("buffer")  # type: ignore[arg-type]
 
 
-# -- trajectories
-
-
 def episode(first: int, count: int, ends: bool = True) -> TensorDict:
     number = torch.arange(first, first + count)
     done = torch.zeros(count, 1, dtype=torch.bool)
@@ -356,9 +353,6 @@ def test_one_row_can_be_added():
     client.add(rows(3, 1)[0])
     assert (len(client), client.write_count) == (1, 1)
     assert world.client().sample(4)["id"].tolist() == [3] * 4
-
-
-# -- dumps
 
 
 def test_time_steps_are_dealt_out_in_order():

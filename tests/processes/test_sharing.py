@@ -135,7 +135,6 @@ def test_a_wrapped_sampler_and_its_trajectories_are_shared(monkeypatch):
     assert rb.health()["stale_updates"] == 4  # of four windows of two rows, the anchors
 
 
-@pytest.mark.slow
 def record(rb: ReplayBuffer, steps: int = 5) -> None:
     env = gymnasium.make("CartPole-v1")
     recorder = GymnasiumRecorder(rb, env)

@@ -144,18 +144,12 @@ def test_what_is_shared_is_shown() -> None:
     assert "next.observation" in html
 
 
-# -- trajectories
-
-
 def test_a_key_by_which_trajectories_are_found_must_not_be_shared() -> None:
     storage = PackedStorage(10, share_next=True)
     flags = torch.zeros(4, 16, dtype=torch.bool)
     storage.set(range(4), TensorDict({"over": flags, "next": {"over": flags}}, [4]))
     with pytest.raises(KeyError, match="leave it out of share_next"):
         TrajectoryIndex(storage, done_key=("next", "over"), traj_key=None).boundaries()
-
-
-# -- processes
 
 
 def _write(rb: ReplayBuffer, seed: int) -> None:
@@ -232,12 +226,6 @@ def test_a_process_that_is_killed_has_written_nothing(point, ndim, steps, monkey
         plain.extend(data)
     assert_same(rb.last(40), plain.last(40))
     check(rb)
-
-
-# -- what is recorded
-
-
-# -- rollouts
 
 
 @pytest.mark.parametrize("kind", ["once", "both"])

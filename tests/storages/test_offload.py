@@ -95,9 +95,6 @@ def offloaded(capacity: int = 5, *, steps: int = 3, **settings: Any) -> PackedSt
     return storage
 
 
-# -- pages
-
-
 def test_pages_are_locked_for_the_device_and_the_tensor_lies_in_them(driver: Driver) -> None:
     tensor = page_locked.page_locked(10_000, GPU)
     assert driver.log == [("register", tensor.data_ptr(), 10_000, 3, 1)]
@@ -151,9 +148,6 @@ def _in_child(tensors: list[torch.Tensor], driver: Driver) -> None:
     assert not tensors[0].any()
     tensors.clear()
     assert len(driver.log) == 1
-
-
-# -- storages
 
 
 @pytest.mark.parametrize("ndim", [1, 2])
@@ -228,9 +222,6 @@ def test_it_cannot_be_sent_to_another_process(driver: Driver) -> None:
     assert len(driver.locked) == 1
 
 
-# -- room
-
-
 BIG = TensorDict({"pixels": torch.zeros(2, 3, 64, 64, dtype=torch.uint8)}, [2])
 
 
@@ -282,9 +273,6 @@ def test_rows_that_are_too_many_for_a_gpu_are_told_of_the_ram(driver: Driver, mo
         storage.set(range(2), BIG)
 
 
-# -- refusals
-
-
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "cpu": ({"device": "cpu"}, r"RAM, where the device reads them: it needs device='cuda', got device='cpu'"),
     "auto": ({"device": "auto"}, "needs device='cuda', got device='auto'"),
@@ -307,9 +295,6 @@ def test_systems_that_map_locked_pages_elsewhere_are_refused(monkeypatch: pytest
         PackedStorage(10, device="cuda", offload=True)
 
 
-# -- plans
-
-
 def test_rows_are_planned_in_the_ram_and_priorities_on_the_gpu(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     rooms = {"cpu": Room("RAM", 20 << 20, 40 << 20), "cuda": Room("cuda:0", 1 << 20, 2 << 20)}
     monkeypatch.setattr("rlbuf_td.diagnostics.memory_plan.room_for", lambda device, **_: rooms[device.type])
@@ -330,9 +315,6 @@ def test_rows_are_planned_in_the_ram_and_priorities_on_the_gpu(driver: Driver, m
     assert plan(storage).places[0].place == "RAM"
     with pytest.raises(ValueError, match="needs device='cuda', got device='cpu'"):
         plan(BIG[0], 1_000, offload=True)
-
-
-# -- on a device
 
 
 @pytest.mark.cuda
