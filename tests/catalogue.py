@@ -1,6 +1,7 @@
-"""The kinds of transition that every part of the package must carry: one catalogue for all tests.
+"""The kinds of transition that every part of the package must carry, and samplers: one catalogue for all tests.
 
-``SCHEMAS`` maps a name to a :class:`Schema`; ``transitions(schema, n, lanes)`` makes random data of it;
+``SAMPLERS`` maps a name to what makes a sampler for a number of rows. ``SCHEMAS`` maps a name to a :class:`Schema`;
+``transitions(schema, n, lanes)`` makes random data of it;
 ``assert_same(left, right)`` compares two TensorDicts byte for byte. To run a test over all of them::
 
     @pytest.mark.parametrize("schema", SCHEMAS.values(), ids=str)
@@ -8,12 +9,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
+
+from rlbuf_td import (
+    HindsightSampler,
+    MinibatchSampler,
+    NStepSampler,
+    ProportionalSampler,
+    RankSampler,
+    RecencySampler,
+    SequenceSampler,
+    UniformSampler,
+)
 
 Key = tuple[str, ...]
 Fields = Mapping[str, Any]  # a leaf is (dtype, *shape), a node another mapping
@@ -90,6 +103,35 @@ _SCHEMAS = (
     ),
 )
 SCHEMAS: dict[str, Schema] = {schema.name: schema for schema in _SCHEMAS}
+
+
+def reward_fn(batch: TensorDictBase) -> torch.Tensor:
+    return -(batch["next", "achieved_goal"] - batch["desired_goal"]).abs().sum(-1)
+
+
+def _windows(rows: int) -> SequenceSampler:
+    inner = NStepSampler(HindsightSampler(ProportionalSampler(rows), reward_fn), 2, 0.9)
+    return SequenceSampler(inner, 3, burn_in=1, boundary="shift", priority="mix")
+
+
+SAMPLERS: dict[str, Callable[[int], Any]] = {
+    "uniform": lambda rows: UniformSampler(),
+    "unique": lambda rows: UniformSampler(unique=True),
+    "minibatch": lambda rows: MinibatchSampler(2),
+    "recency": lambda rows: RecencySampler(half_life=5.0, window=17),
+    "proportional": ProportionalSampler,
+    "independent": partial(ProportionalSampler, stratified=False, weight_norm="batch"),
+    "highest now": partial(ProportionalSampler, max_priority_within_buffer=True, weight_norm="batch"),
+    "no norm": partial(ProportionalSampler, weight_norm=None),
+    "rank": RankSampler,
+    "rank, independent": partial(RankSampler, stratified=False, weight_norm="batch"),
+    "hindsight": lambda rows: HindsightSampler(ProportionalSampler(rows), reward_fn),
+    "n-step": lambda rows: NStepSampler(ProportionalSampler(rows), 3, 0.9),
+    "n-step over hindsight": lambda rows: NStepSampler(HindsightSampler(RankSampler(rows), reward_fn), 3, 0.9),
+    "sequence": lambda rows: SequenceSampler(ProportionalSampler(rows), 3, burn_in=1),
+    "strict": lambda rows: SequenceSampler(UniformSampler(), 4, boundary="strict"),
+    "windows": _windows,
+}
 
 
 def transitions(

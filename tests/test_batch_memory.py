@@ -9,16 +9,17 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from rlbuf_td import PackedStorage, ProportionalSampler, ReplayBuffer, RolloutBuffer
-from tests.capture.rows import SAMPLERS
+from tests.catalogue import SAMPLERS
 
 CAPACITY, BATCH = 100, 16
 
 
 def rows(count: int) -> TensorDict:
     flags = {"done": torch.zeros(count, 1, dtype=torch.bool)}
-    after = {"observation": torch.rand(count, 3), "reward": torch.rand(count, 1), **flags}
+    after = {"observation": torch.rand(count, 3), "reward": torch.rand(count, 1), "achieved_goal": torch.rand(count, 2)}
     image = torch.randint(256, (count, 2, 84, 84), dtype=torch.uint8)
-    return TensorDict({"observation": torch.rand(count, 3), "image": image, "next": after}, [count])
+    now = {"observation": torch.rand(count, 3), "desired_goal": torch.rand(count, 2), "image": image}
+    return TensorDict(now | {"next": after | flags}, [count])
 
 
 @pytest.fixture(params=["plain", "shared memory", "observations once", "a file"])
@@ -36,7 +37,7 @@ def assert_own_memory(data: TensorDictBase) -> None:
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_each_leaf_of_a_batch_has_its_own_memory(storage, sampler):
-    rb = ReplayBuffer(storage=storage, sampler=SAMPLERS[sampler](), batch_size=BATCH)
+    rb = ReplayBuffer(storage=storage, sampler=SAMPLERS[sampler](CAPACITY), batch_size=BATCH)
     rb.extend(rows(60))
     for _ in range(3):  # the general path, then the plan
         batch = rb.sample()
@@ -79,7 +80,7 @@ def test_each_leaf_of_a_minibatch_has_its_own_memory(share_next, scale):
 
 @pytest.mark.parametrize("sampler", ["uniform", "unique"])
 def test_leaves_of_a_batch_of_one_row_can_be_viewed_as_bytes(sampler):
-    rb = ReplayBuffer(storage=PackedStorage(CAPACITY), sampler=SAMPLERS[sampler](), batch_size=1)
+    rb = ReplayBuffer(storage=PackedStorage(CAPACITY), sampler=SAMPLERS[sampler](CAPACITY), batch_size=1)
     rb.extend(rows(60))
     for batch in (rb.sample(), rb.sample()):
         assert batch["next", "reward"].view(torch.uint8).shape == (1, 4)

@@ -33,14 +33,7 @@ from rlbuf_td import (
     UniformSampler,
 )
 from tests import catalogue
-
-SAMPLERS: dict[str, Any] = {
-    "uniform": UniformSampler,
-    "unique": partial(UniformSampler, unique=True),
-    "proportional": partial(ProportionalSampler, 60),
-    "independent": partial(ProportionalSampler, 60, stratified=False, weight_norm="batch"),
-    "rank": partial(RankSampler, 60),
-}
+from tests.catalogue import SAMPLERS
 
 
 def transitions(count: int, *, lanes: int = 0, start: int = 0) -> TensorDict:
@@ -60,7 +53,7 @@ def transitions(count: int, *, lanes: int = 0, start: int = 0) -> TensorDict:
 def make(cls, sampler: str, *, lanes: int = 0, seed: int = 0, **kwargs) -> TensorDictReplayBuffer:
     return cls(
         storage=PackedStorage(60, ndim=2 if lanes else 1),
-        sampler=SAMPLERS[sampler](),
+        sampler=SAMPLERS[sampler](60),
         writer=RingWriter(),
         batch_size=8,
         generator=torch.Generator().manual_seed(seed),
@@ -79,7 +72,7 @@ def assert_same(first: TensorDict, second: TensorDict) -> None:
 
 
 @pytest.mark.parametrize("lanes", [0, 3])
-@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("sampler", ["uniform", "unique", "proportional", "independent", "rank"])
 def test_direct_and_general_path_give_equal_batches_through_a_whole_life(sampler, lanes):
     direct, general = (make(cls, sampler, lanes=lanes) for cls in (ReplayBuffer, TensorDictReplayBuffer))
     assert direct._parts.draws

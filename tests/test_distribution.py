@@ -52,10 +52,11 @@ import sys
 from pathlib import Path
 import torch
 from rlbuf_td.__main__ import main
-from tests.test_learner_device import SAMPLERS, buffer, data
+from tests.catalogue import SAMPLERS
+from tests.test_learner_device import NAMES, buffer, data
 
-for name, sampler in SAMPLERS.items():
-    rb = buffer(sampler())
+for name in NAMES:
+    rb = buffer(SAMPLERS[name](200))
     for step in range(3):
         rb.extend(data(20, 20 * step))
         batch = rb.sample()

@@ -12,9 +12,9 @@ from torchrl.data.replay_buffers import RandomSampler
 
 from rlbuf_td import MinibatchSampler, PackedStorage, ProportionalSampler, ReplayBuffer, RolloutBuffer, UniformSampler
 from rlbuf_td.buffers import prefetch
-from tests.catalogue import assert_same
+from tests.catalogue import SAMPLERS, assert_same
 from tests.restoring import HOW, restored
-from tests.test_learner_device import SAMPLERS, SIZE, STEPS, Reference, buffer, data, learn, run, write
+from tests.test_learner_device import SIZE, STEPS, Reference, buffer, data, learn, run, write
 
 
 def doubled(batch: Any, seen: set[str] | None = None) -> Any:
@@ -31,11 +31,11 @@ def who(request, monkeypatch) -> str:
     return request.param
 
 
-@pytest.mark.parametrize(("name", "ndim"), [("uniform", 1), ("proportional", 2), ("windows", 1), ("n steps", 2)])
+@pytest.mark.parametrize(("name", "ndim"), [("uniform", 1), ("proportional", 2), ("windows", 1), ("n-step", 2)])
 def test_a_transformed_batch_is_drawn_ahead_alike_for_equal_seeds(who, name, ndim):
     seen: set[str] = set()
-    rb = buffer(SAMPLERS[name](), ndim, prefetch=3, transform=partial(doubled, seen=seen))
-    plain = Reference(buffer(SAMPLERS[name](), ndim, transform=doubled), 3)
+    rb = buffer(SAMPLERS[name](200), ndim, prefetch=3, transform=partial(doubled, seen=seen))
+    plain = Reference(buffer(SAMPLERS[name](200), ndim, transform=doubled), 3)
     for each in (rb, plain.rb):
         write(each, STEPS - 3, 0)
     for step in range(9):
@@ -54,7 +54,7 @@ def test_a_transformed_batch_is_drawn_ahead_alike_for_equal_seeds(who, name, ndi
 
 @pytest.mark.parametrize(("name", "ndim"), [("uniform", 2), ("rank", 1), ("sequence", 1), ("minibatch", 1)])
 def test_without_transforms_batches_are_those_of_a_buffer_without_prefetch(name, ndim):
-    buffers = [buffer(SAMPLERS[name](), ndim, prefetch=ahead) for ahead in (0, 3)]
+    buffers = [buffer(SAMPLERS[name](200), ndim, prefetch=ahead) for ahead in (0, 3)]
     for rb in buffers:
         write(rb, STEPS, 0)
     for batch, expected in zip(*(run(rb, 0, 9) for rb in buffers), strict=True):

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.catalogue import assert_same
-from tests.test_learner_device import SAMPLERS, SIZE, buffer, data
+from tests.catalogue import SAMPLERS, assert_same
+from tests.test_learner_device import NAMES, SIZE, buffer, data
 
 
 def life(name: str, ndim: int, path: Path) -> list[Any]:
     """Return what a buffer gives while it fills, wraps, is saved and loaded."""
     device = "cpu" if ndim == 2 else None  # with one, batches are prefetched
-    rb, loaded = (buffer(SAMPLERS[name](), ndim, device=device) for _ in range(2))
+    rb, loaded = (buffer(SAMPLERS[name](200), ndim, device=device) for _ in range(2))
     given: list[Any] = []
     for first in (0, 30, 60):
         given.append(rb.extend(TRANSITIONS[ndim][..., first : first + 30]))
@@ -35,7 +35,7 @@ ERRORS = torch.linspace(-2, 3, SIZE)
 
 
 @pytest.mark.parametrize("ndim", [1, 2])
-@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize("name", NAMES)
 def test_torchs_defaults_change_nothing(name, ndim, tmp_path):
     expected = life(name, ndim, tmp_path / "a")
     dtype = torch.get_default_dtype()

@@ -8,15 +8,9 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer, SequenceSampler, UniformSampler
+from rlbuf_td import PackedStorage, ReplayBuffer
 
-SAMPLERS: dict[str, Any] = {
-    "uniform": UniformSampler,
-    "unique": lambda: UniformSampler(unique=True),
-    "proportional": lambda: ProportionalSampler(20),
-    "rank": lambda: RankSampler(20),
-    "sequences": lambda: SequenceSampler(UniformSampler(), 4, boundary="strict"),
-}
+NAMES = ["uniform", "unique", "proportional", "rank", "strict"]
 
 
 def data(n: int, first: int = 0) -> TensorDict:

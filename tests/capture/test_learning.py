@@ -12,7 +12,8 @@ from tensordict import TensorDictBase
 from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer, UniformSampler
 from rlbuf_td.diagnostics.health import ReplayCount
 from rlbuf_td.storages.indexing import attached_or_new
-from tests.capture.rows import SAMPLERS, buffer, data
+from tests.capture.rows import buffer, data
+from tests.catalogue import SAMPLERS
 from tests.graphs import RecordedGraph
 
 
@@ -68,7 +69,7 @@ def test_a_batch_without_a_step_may_update_priorities_later(device):
 
 @pytest.mark.parametrize("name", ["uniform", "unique", "proportional", "rank"])
 def test_replays_are_counted_and_health_looks_at_the_last_one(device, captures, name):
-    rb = buffer(SAMPLERS[name](), device, batch_size=16, count_replays=True)
+    rb = buffer(SAMPLERS[name](20), device, batch_size=16, count_replays=True)
     captured = rb.capture(warmup=2)
     first = captured()["x"].clone()
     counts = attached_or_new(rb.storage, ReplayCount).counts()

@@ -34,7 +34,7 @@ from rlbuf_td import (
 from rlbuf_td.checkpoint import open_checkpoint
 from tests.catalogue import SCHEMAS, assert_same
 from tests.catalogue import transitions as catalogue_transitions
-from tests.checkpoint.worlds import SAMPLERS, WRAPPERS, make, step, transitions
+from tests.checkpoint.worlds import NAMES, make, step, transitions
 
 
 @pytest.mark.parametrize("lanes", [0, 2])
@@ -58,7 +58,7 @@ def test_rows_of_every_kind_come_back_byte_for_byte(schema, lanes, tmp_path):
 
 
 @pytest.mark.parametrize(("lanes", "written", "into"), [(0, 2, "new"), (0, 9, "used"), (3, 2, "used"), (3, 9, "new")])
-@pytest.mark.parametrize("sampler", SAMPLERS | WRAPPERS)
+@pytest.mark.parametrize("sampler", NAMES)
 def test_a_loaded_buffer_goes_on_bit_for_bit(sampler, lanes, written, into, tmp_path):
     rb = make(sampler, lanes=lanes)
     index = TrajectoryIndex.of(rb.storage)

@@ -2,42 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from rlbuf_td import (
-    HindsightSampler,
-    NStepSampler,
-    PackedStorage,
-    ProportionalSampler,
-    RankSampler,
-    ReplayBuffer,
-    SequenceSampler,
-    UniformSampler,
-)
+from rlbuf_td import PackedStorage, ReplayBuffer
+from tests.catalogue import SAMPLERS
 
-SAMPLERS: dict[str, Callable[[int], Any]] = {
-    "uniform": lambda rows: UniformSampler(),
-    "unique": lambda rows: UniformSampler(unique=True),
-    "proportional": lambda rows: ProportionalSampler(rows),
-    "within buffer": lambda rows: ProportionalSampler(rows, max_priority_within_buffer=True, weight_norm="batch"),
-    "rank": lambda rows: RankSampler(rows),
-}
-
-#: Samplers that wrap one.
-WRAPPERS: dict[str, Callable[[int], Any]] = {
-    "hindsight": lambda rows: HindsightSampler(ProportionalSampler(rows), reward_fn),
-    "n-step": lambda rows: NStepSampler(UniformSampler(), 3, 0.9),
-    "n-step over hindsight": lambda rows: NStepSampler(HindsightSampler(RankSampler(rows), reward_fn), 3, 0.9),
-    "sequence": lambda rows: SequenceSampler(ProportionalSampler(rows), 3, burn_in=1),
-}
-
-
-def reward_fn(batch: TensorDictBase) -> torch.Tensor:
-    return -(batch["next", "achieved_goal"] - batch["desired_goal"]).abs().sum(-1)
+NAMES = ["uniform", "unique", "proportional", "highest now", "rank"]
+NAMES += ["hindsight", "n-step", "n-step over hindsight", "sequence"]
 
 
 def make(
@@ -54,7 +28,7 @@ def make(
     generator = None if seed is None else torch.Generator().manual_seed(seed)
     if storage is None:
         storage = PackedStorage(rows, ndim=1 + bool(lanes))
-    made = (SAMPLERS | WRAPPERS)[sampler](rows)
+    made = SAMPLERS[sampler](rows)
     return ReplayBuffer(storage=storage, sampler=made, batch_size=8, generator=generator, **kwargs)
 
 

@@ -22,14 +22,11 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
-from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer, UniformSampler
+from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer
+from tests import catalogue
 from tests.kernels.invariants import check_order, check_tree
 
-SAMPLERS: dict[str, Any] = {
-    "proportional": ProportionalSampler,
-    "rank": RankSampler,
-    "uniform": lambda capacity: UniformSampler(),
-}
+SAMPLERS = {name: catalogue.SAMPLERS[name] for name in ("proportional", "rank", "uniform")}
 _FACTORS = torch.tensor([(2 * j + 3) * 0x9E3779B97F4A7C15 % 2**63 for j in range(12)])
 
 
