@@ -20,35 +20,36 @@ from tensordict import TensorDict
 import rlbuf_td
 from rlbuf_td import (
     FreshRowsSampler,
-    MinibatchSampler,
+    HindsightSampler,
+    NStepSampler,
     PackedStorage,
     ProportionalSampler,
     RankSampler,
-    RecencySampler,
     ReplayBuffer,
     RingWriter,
     UniformSampler,
 )
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
-from tests.catalogue import assert_same
+from tests import catalogue
+from tests.catalogue import assert_same, reward_fn
 
 CAPACITY, LANES, BATCH = 24, 3, 8
-SAMPLERS = {
-    "uniform": UniformSampler,
-    "uniform, in a file": UniformSampler,
-    "minibatch": lambda: MinibatchSampler(2),
-    "recency": lambda: RecencySampler(half_life=5.0, window=17),
-    "fresh": lambda: FreshRowsSampler(UniformSampler(), 3),
-    "fresh, recency": lambda: FreshRowsSampler(RecencySampler(half_life=3.0), 20),
-    "fresh, proportional": lambda: FreshRowsSampler(ProportionalSampler(CAPACITY * LANES), 3),
-    "fresh, batch-norm": lambda: FreshRowsSampler(ProportionalSampler(CAPACITY * LANES, weight_norm="batch"), 3),
-    "fresh, rank": lambda: FreshRowsSampler(RankSampler(CAPACITY * LANES), 3),
-    "fresh, minibatch": lambda: FreshRowsSampler(MinibatchSampler(2), 3),
-    "proportional": lambda: ProportionalSampler(CAPACITY * LANES),
-    "batch-norm": lambda: ProportionalSampler(CAPACITY * LANES, weight_norm="batch", stratified=False),
-    "rank": lambda: RankSampler(CAPACITY * LANES),
-    "no-norm": lambda: ProportionalSampler(CAPACITY * LANES, weight_norm=None, alpha=1.3),
+FRESH = ["uniform", "recency", "proportional", "independent", "rank", "minibatch"]
+MIXED: Any = {"future": 0.5, "episode": 0.3, "random": 0.2}
+SAMPLERS: dict[str, Any] = catalogue.SAMPLERS | {
+    "uniform, in a file": lambda rows: UniformSampler(),
+    "goals of every kind": lambda rows: HindsightSampler(RankSampler(rows), reward_fn, strategy=MIXED),
+    "goals that end": lambda rows: HindsightSampler(UniformSampler(), reward_fn, terminated_fn=terminated_fn),
+    "several rewards": lambda rows: NStepSampler(RankSampler(rows), 3, 0.9, reward_key=("next", "rewards")),
+    **{
+        f"fresh, {name}": partial(lambda name, rows: FreshRowsSampler(catalogue.SAMPLERS[name](rows), 3), name)
+        for name in FRESH
+    },
 }
+
+
+def terminated_fn(batch: TensorDict) -> torch.Tensor:
+    return (batch["next", "achieved_goal"] < batch["desired_goal"]).all(-1)
 
 
 class GeneralBuffer(ReplayBuffer):
@@ -66,8 +67,9 @@ def steps(count: int, lanes: int | None, seed: int) -> TensorDict:
         return (100 * torch.rand(*lead, *shape, generator=generator)).to(dtype)
 
     following = {"reward": rand(1), "done": rand(1) > 90, "observation": {"pixels": rand(2, 3, dtype=torch.uint8)}}
+    following |= {"terminated": rand(1) > 95, "rewards": rand(2, 2, dtype=torch.float64), "achieved_goal": rand(3)}
     data = {"observation": rand(17), "id": rand(dtype=torch.int64), "half": rand(3, dtype=torch.float16)}
-    return TensorDict(data | {"none": rand(0), "next": following}, lead)
+    return TensorDict(data | {"none": rand(0), "desired_goal": rand(3), "next": following}, lead)
 
 
 def buffers(sampler: str, lanes: int | None):
@@ -75,7 +77,7 @@ def buffers(sampler: str, lanes: int | None):
         folder = tempfile.mkdtemp() if sampler.endswith("file") else None
         storage = PackedStorage(CAPACITY * (lanes or 1), ndim=1 if lanes is None else 2, scratch_dir=folder)
         generator = torch.Generator().manual_seed(3)
-        yield cls(storage=storage, sampler=SAMPLERS[sampler](), batch_size=BATCH, generator=generator)
+        yield cls(storage=storage, sampler=SAMPLERS[sampler](CAPACITY * LANES), batch_size=BATCH, generator=generator)
 
 
 def set_alpha(rb: ReplayBuffer, value: int) -> None:
@@ -86,6 +88,13 @@ def set_alpha(rb: ReplayBuffer, value: int) -> None:
 def set_beta(rb: ReplayBuffer, value: int) -> None:
     if hasattr(rb.sampler, "alpha"):
         rb.sampler.beta, rb.sampler.stratified = 0.3 * (value % 4), bool(value % 2)
+
+
+def set_wrapper(rb: ReplayBuffer, value: int) -> None:
+    if isinstance(rb.sampler, HindsightSampler):
+        rb.sampler.her_ratio, rb.sampler.only_finished = (value % 5) / 4, value % 2 == 0
+    elif isinstance(rb.sampler, NStepSampler):
+        rb.sampler.n_steps, rb.sampler.gamma = 1 + value % 7, (value % 3) / 2
 
 
 def reload(rb: ReplayBuffer, value: int) -> None:
@@ -111,6 +120,7 @@ CHANGES = {
     "drop": lambda rb, value: rb._connect(),
     "alpha": set_alpha,
     "beta": set_beta,
+    "wrapper": set_wrapper,
     "empty": lambda rb, value: rb.empty(),
     "reload": reload,
     "generator": set_generator,
@@ -176,7 +186,7 @@ def assert_equal(mine: Any, theirs: Any) -> None:
 
 @pytest.mark.parametrize("lanes", [None, LANES])
 @pytest.mark.parametrize("sampler", SAMPLERS)
-@settings(max_examples=25)
+@settings(max_examples=20)
 @given(attached=st.booleans(), history=st.lists(st.tuples(STEPS, st.integers(0, 1 << 20)), min_size=20, max_size=60))
 def test_plan_and_general_path_agree_over_any_history(sampler, lanes, attached, history):
     pair = list(buffers(sampler, lanes))
@@ -190,7 +200,10 @@ def test_plan_and_general_path_agree_over_any_history(sampler, lanes, attached, 
             elif step == "ask" and len(rb):
                 answers.append(ask(rb))
             elif step == "sample" and len(rb):
-                batches.append(rb.sample())
+                try:
+                    batches.append(rb.sample())
+                except (RuntimeError, ValueError) as error:  # too few rows
+                    answers.append(str(error))
             elif step in ("update", "late") and batches:
                 batch = batches[-1 if step == "update" else value % len(batches)].clone()
                 error = torch.randn(len(batch), generator=torch.Generator().manual_seed(value))
@@ -373,3 +386,36 @@ def test_unique_set_later_draws_no_row_twice():
     assert rb.sample()["index"].sort().values.tolist() == list(range(BATCH))
     rb.sampler.unique = False
     assert any(len(rb.sample()["index"].unique()) < BATCH for _ in range(10))
+
+
+@pytest.mark.parametrize("wrapper", ["hindsight", "n-step", "sequence"])
+def test_wrappers_take_the_short_path(wrapper):
+    rb = next(buffers(wrapper, None))
+    rb.extend(steps(20, None, 0))
+    rb.sample()
+    plan = rb._plan
+    assert plan is not None
+    rb.extend(steps(20, None, 1))
+    rb.sample()
+    assert rb._plan is plan
+
+
+def test_goals_with_a_reward_of_nan_are_refused_as_on_the_general_path():
+    rb = next(buffers("hindsight", None))
+    rb.extend(steps(20, None, 0))
+    rb.sample()
+    rb.sampler.reward_fn = lambda batch: torch.full((BATCH, 1), torch.nan)
+    rb.sampler.her_ratio = 1.0
+    with pytest.raises(ValueError, match="reward_fn returned NaN for relabelled rows, the first of them row 0"):
+        rb.sample()
+
+
+@pytest.mark.parametrize("rows", [slice(BATCH // 4), slice(1, None, 4)], ids=["rows", "a row of each window"])
+def test_td_errors_of_part_of_a_window_are_refused(rows):
+    rb = next(buffers("sequence", None))
+    rb.extend(steps(20, None, 0))
+    rb.sample()
+    batch = rb.sample()[rows].set("td_error", torch.full((BATCH // 4,), 9.0))
+    with pytest.raises(ValueError, match="not whole windows of 4 rows"):
+        rb.update_tensordict_priority(batch)
+    assert (rb.sampler.priority(torch.arange(20)) == 1).all()
