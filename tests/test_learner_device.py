@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import threading
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -17,6 +16,7 @@ from torchrl.envs.transforms import Compose, DoubleToFloat, ObservationNorm
 
 from rlbuf_td import MinibatchSampler, PackedStorage, ProportionalSampler, ReplayBuffer, RolloutBuffer
 from tests.catalogue import SAMPLERS, SCHEMAS, assert_same, transitions
+from tests.processes.test_sharing import elsewhere
 from tests.restoring import HOW, restored
 
 STEPS, SIZE = 40, 12
@@ -373,10 +373,7 @@ def test_a_forked_process_samples_the_shared_rows_by_itself():
         rb.update_tensordict_priority(rb.sample().set("td_error", torch.full((SIZE,), 6.0)))
         rb.synchronize()
 
-    child = multiprocessing.get_context("fork").Process(target=work)
-    child.start()
-    child.join(180)
-    assert child.exitcode == 0
+    elsewhere(work)
     assert (priorities(rb) == 6).any()
     for _ in range(3):
         batch = rb.sample()

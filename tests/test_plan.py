@@ -202,8 +202,8 @@ def test_plan_and_general_path_agree_over_any_history(sampler, lanes, attached, 
             elif step == "sample" and len(rb):
                 try:
                     batches.append(rb.sample())
-                except (RuntimeError, ValueError) as error:  # too few rows
-                    answers.append(str(error))
+                except (RuntimeError, ValueError) as refused:  # too few rows
+                    answers.append(str(refused))
             elif step in ("update", "late") and batches:
                 batch = batches[-1 if step == "update" else value % len(batches)].clone()
                 error = torch.randn(len(batch), generator=torch.Generator().manual_seed(value))

@@ -15,6 +15,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torchrl.data.replay_buffers import TensorDictReplayBuffer
 
+from rlbuf_td import PackedStorage, ReplayBuffer
 from tests.histories import History
 
 Key = tuple[str, ...]
@@ -52,6 +53,17 @@ class World:
         self.fresh, self.ids = [True] * lanes, list(range(lanes))
         self.outcomes: dict[tuple[float, ...], Cell] = {}
         self.reached = [[-1.0, float(lane)] for lane in range(lanes)]
+
+    @classmethod
+    def of(
+        cls, sampler: Any, steps: int, lanes: int, fill: float, buffer: Any = ReplayBuffer, seed: int = 0, **parts: Any
+    ) -> World:
+        """Return the world of a new buffer in which ``fill * steps`` time steps have been written."""
+        often = {"often": parts.pop("often")} if "often" in parts else {}
+        storage = parts.pop("storage", PackedStorage)(steps * lanes, ndim=2 if lanes > 1 else 1)
+        made = cls(buffer(storage=storage, sampler=sampler, **parts), steps, lanes, seed, **often)
+        made.fill(max(2, round(fill * steps)))
+        return made
 
     def _row(self, lane: int) -> Fields:
         rng = self.rng

@@ -96,17 +96,11 @@ def make(kind: str, recipe: Recipe, ndim: int, fill: str, buffer: str, seed: int
     steps, lanes = (59, 1) if ndim == 1 else (21, 3)
     cls, storage, writer = BUFFERS[buffer]
     sampler = innermost(kind, steps * lanes)
-    rb = cls(
-        storage=storage(steps * lanes, ndim=ndim),
-        sampler=wrapped(sampler, recipe),
-        writer=writer(),
-        batch_size=ANCHORS * recipe.window,
-    )
-    world = World(rb, steps, lanes, seed)
-    world.fill(round(FILLS[fill] * steps))
+    parts = {"storage": storage, "writer": writer(), "batch_size": ANCHORS * recipe.window}
+    world = World.of(wrapped(sampler, recipe), steps, lanes, FILLS[fill], cls, seed, **parts)
     if kind in PRIORITIZED:
-        rows = torch.arange(len(rb.storage))
-        sampler.update_priority(rows, error_of(rows), storage=rb.storage)
+        rows = torch.arange(len(world.rb.storage))
+        sampler.update_priority(rows, error_of(rows), storage=world.rb.storage)
     return world, getattr(sampler, "innermost", sampler)
 
 

@@ -7,7 +7,7 @@ import multiprocessing as mp
 import os
 import pickle
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import gymnasium
@@ -37,11 +37,18 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
 def elsewhere(work: Callable[..., object], *args: object, method: str = "fork") -> None:
     """Do something in another process, which must end well."""
+    all_elsewhere(work, [args], method)
+
+
+def all_elsewhere(work: Callable[..., object], calls: Iterable[tuple[object, ...]], method: str = "fork") -> None:
+    """Do something at the same time in a process for each tuple of arguments."""
     context: Any = mp.get_context(method)
-    process = context.Process(target=_alone, args=(work, *args))
-    process.start()
-    process.join(180)
-    assert process.exitcode == 0
+    processes = [context.Process(target=_alone, args=(work, *args)) for args in calls]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(180)
+        assert process.exitcode == 0
 
 
 def _alone(work: Callable[..., object], *args: object) -> None:

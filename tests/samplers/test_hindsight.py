@@ -17,11 +17,8 @@ from tests.statistics import assert_follows, power
 from tests.worlds import World, reward_fn, terminated_fn
 
 
-def world(sampler: Any, *, steps: int = 12, lanes: int = 2, fill: float = 1.6, seed: int = 0, **kwargs: Any) -> World:
-    storage = PackedStorage(steps * lanes, ndim=2 if lanes > 1 else 1)
-    made = World(ReplayBuffer(storage=storage, sampler=sampler), steps, lanes, seed, **kwargs)
-    made.fill(round(fill * steps))
-    return made
+def world(sampler: Any, lanes: int = 2, **often: Any) -> World:
+    return World.of(sampler, 12, lanes, 1.6, **often)
 
 
 def chosen(made: World, draws: int) -> np.ndarray:

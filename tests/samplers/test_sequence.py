@@ -16,20 +16,8 @@ from tests.statistics import assert_follows
 from tests.worlds import World
 
 
-def world(
-    sampler: Any,
-    *,
-    steps: int = 20,
-    lanes: int = 2,
-    fill: float = 1.7,
-    seed: int = 0,
-    cls: Any = ReplayBuffer,
-    **kwargs: Any,
-) -> World:
-    storage = PackedStorage(steps * lanes, ndim=2 if lanes > 1 else 1)
-    made = World(cls(storage=storage, sampler=sampler), steps, lanes, seed, **kwargs)
-    made.fill(max(2, round(fill * steps)))
-    return made
+def world(sampler: Any, cls: Any = ReplayBuffer, steps: int = 20, lanes: int = 2, **often: Any) -> World:
+    return World.of(sampler, steps, lanes, 1.7, cls, **often)
 
 
 @pytest.mark.usefixtures("boundaries")

@@ -14,7 +14,7 @@ from torchrl.data.replay_buffers import (
     TensorDictReplayBuffer,
 )
 
-from rlbuf_td import PackedStorage, ProportionalSampler, ReplayBuffer, UniformSampler
+from rlbuf_td import ProportionalSampler, ReplayBuffer, UniformSampler
 from tests.worlds import World
 
 END = ("next", "done")
@@ -24,10 +24,7 @@ PLACES = [(ReplayBuffer, 1, 2.4), (ReplayBuffer, 2, 0.6), (TensorDictReplayBuffe
 
 def world(sampler: Any, cls: Any, ndim: int, fill: float, **kwargs: Any) -> World:
     steps, lanes = (60, 1) if ndim == 1 else (30, 2)
-    rb = cls(storage=PackedStorage(steps * lanes, ndim=ndim), sampler=sampler, batch_size=24, **kwargs)
-    made = World(rb, steps, lanes, seed=1, often=(0.05, 0.03, 0.0))
-    made.fill(round(fill * steps))
-    return made
+    return World.of(sampler, steps, lanes, fill, cls, 1, batch_size=24, often=(0.05, 0.03, 0.0), **kwargs)
 
 
 def assert_slices(made: World, batch: Any, length: int) -> None:

@@ -38,10 +38,7 @@ both = pytest.mark.parametrize("cls", BUFFERS)
 
 
 def world(sampler: Any, cls: Any = ReplayBuffer, batch_size: int = 24, **kwargs: Any) -> World:
-    rb = cls(storage=PackedStorage(40, ndim=2), sampler=sampler, batch_size=batch_size, **kwargs)
-    made = World(rb, 20, 2, seed=0)
-    made.fill(30)
-    return made
+    return World.of(sampler, 20, 2, 1.5, cls, batch_size=batch_size, **kwargs)
 
 
 @wrapped

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import signal
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -22,6 +20,8 @@ from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 from rlbuf_td.storages.write_clock import WriteClock
 from tests.catalogue import assert_same, copied
 from tests.kernels.invariants import check_pool
+from tests.processes.test_kill import die, killed
+from tests.processes.test_sharing import all_elsewhere
 from tests.storages.observations import FRAMES, Lanes
 
 POOLED = partial(PackedStorage, share_next=True, frames={"pixels": FRAMES})
@@ -163,13 +163,7 @@ def test_several_processes_write_to_the_same_entries(start, first) -> None:
     rb = ReplayBuffer(storage=POOLED(50, shared=first), batch_size=4)  # sending it shares it
     if first:
         rb.extend(Lanes(1, 9).steps(8, 0.2)[:, 0])
-    context: Any = multiprocessing.get_context(start)
-    workers = [context.Process(target=_write, args=(rb, seed)) for seed in (1, 2)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(180)
-        assert worker.exitcode == 0
+    all_elsewhere(_write, [(rb, seed) for seed in (1, 2)], start)
     rb.extend(Lanes(1, 3).steps(8, 0.2)[:, 0])
     assert len(rb) == 50
     check(rb)
@@ -179,10 +173,6 @@ def test_several_processes_write_to_the_same_entries(start, first) -> None:
 
 def _all_pixels(seed: int) -> torch.Tensor:
     return Lanes(1, seed).steps(8, 0.2)[:, 0]["next", "pixels"].flatten(1)
-
-
-def die(*_: object, **__: object) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def name_half_then_die(rows: Any, leaves: Any, lane_dims: int, cells: Any, count: int) -> None:
@@ -212,10 +202,7 @@ def test_a_process_that_is_killed_has_written_nothing(point, ndim, steps, monkey
     with monkeypatch.context() as patched:
         patched.setattr(*KILLED[point])
         work = rb.empty if "emptied" in point else partial(rb.extend, data)
-        process = multiprocessing.get_context("fork").Process(target=work)
-        process.start()
-        process.join(180)
-        assert process.exitcode == -signal.SIGKILL
+        killed(work)
     rb.sample()
     assert_same(rb[:], before)
     check(rb)

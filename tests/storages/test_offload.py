@@ -24,6 +24,7 @@ from rlbuf_td.storages import memory_budget as _room
 from rlbuf_td.storages import pinned as page_locked
 from rlbuf_td.storages.memory_budget import Room
 from tests.catalogue import SCHEMAS, assert_same, transitions
+from tests.processes.test_sharing import elsewhere
 
 NESTED = SCHEMAS["nested"]
 GPU = torch.device("cuda", 1)
@@ -137,17 +138,14 @@ def test_pages_given_up_during_a_capture_are_unlocked_later(driver: Driver) -> N
 
 def test_a_forked_process_gets_no_copy_and_unlocks_nothing(driver: Driver) -> None:
     tensors = [page_locked.page_locked(10_000, GPU).fill_(7)]
-    process = get_context("fork").Process(target=_in_child, args=(tensors, driver))
-    process.start()
-    process.join()
-    assert process.exitcode == 0
+
+    def look() -> None:
+        assert not tensors[0].any()
+        tensors.clear()
+        assert len(driver.log) == 1
+
+    elsewhere(look)
     assert tensors[0].sum() == 70_000
-
-
-def _in_child(tensors: list[torch.Tensor], driver: Driver) -> None:
-    assert not tensors[0].any()
-    tensors.clear()
-    assert len(driver.log) == 1
 
 
 @pytest.mark.parametrize("ndim", [1, 2])

@@ -17,6 +17,7 @@ from torch import multiprocessing
 from rlbuf_td import PackedStorage, ProportionalSampler, ReplayBuffer, SchemaError
 from rlbuf_td.storages.allocate import ROWS_FILE, allocate_bytes
 from tests.catalogue import SCHEMAS, Schema, assert_same, copied, transitions
+from tests.processes.test_sharing import elsewhere
 from tests.storages.test_packed_refusals import assert_refused
 
 over_schemas = pytest.mark.parametrize("schema", SCHEMAS.values(), ids=str)
@@ -123,14 +124,9 @@ def _change(storage: PackedStorage, done: Any) -> None:
 def test_what_a_spawned_process_writes_is_seen_here(place: str, tmp_path: Path) -> None:
     storage = stored(place, tmp_path)
     before, revision = copied(storage[:]), storage._mutation_revision
-    context = multiprocessing.get_context("spawn")
-    done = context.Queue()
-    child = context.Process(target=_change, args=(storage, done))
-    child.start()
-    seen = done.get(timeout=180)
-    child.join(180)
-    assert child.exitcode == 0
-    assert seen == (4, 3, float(before["first"][0].sum()))
+    done = multiprocessing.get_context("spawn").SimpleQueue()
+    elsewhere(_change, storage, done, method="spawn")
+    assert done.get() == (4, 3, float(before["first"][0].sum()))
     assert (len(storage), storage._last_cursor_index, storage._mutation_revision) == (4, 3, revision + 2)
     changed = [transitions(NESTED, 1, seed=seed) for seed in (7, 8)]
     assert_same(storage[:], torch.cat([before[:1], changed[0], before[2:], changed[1]]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import multiprocessing
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from rlbuf_td import (
     SequenceSampler,
     UniformSampler,
 )
+from tests.processes.test_sharing import all_elsewhere
 from tests.statistics import assert_follows, power
 
 
@@ -212,13 +212,7 @@ def test_processes_fill_one_reservoir():
     rb = buffer(200)
     rb.extend(numbered(0, 10))
     rb.share()
-    context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=_write, args=(rb, seed)) for seed in (1, 2, 3)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-        assert process.exitcode == 0
+    all_elsewhere(_write, [(rb, seed) for seed in (1, 2, 3)])
     assert (rb.write_count, len(rb)) == (3_010, 200)
     step = rb.storage["step"]
     assert len(step.unique()) == 200
