@@ -40,19 +40,12 @@ DTYPES = tuple(getattr(torch, name) for name in _NAMES if hasattr(torch, name))
 
 @dataclass(frozen=True, eq=False)
 class Schema:
-    """What a transition holds.
+    """What a transition holds."""
 
-    Args:
-        name: for test ids.
-        fields: the leaves of one transition, nested as they are.
-        element: batch dims of the TensorDict behind those that index transitions; leaves get them in front.
-        node_dims: further batch dims of the nested TensorDict at a key, beyond ``element``.
-    """
-
-    name: str
-    fields: Fields
-    element: tuple[int, ...] = ()
-    node_dims: Mapping[Key, tuple[int, ...]] = field(default_factory=dict)
+    name: str  # for test ids
+    fields: Fields  # the leaves of one transition, nested as they are
+    element: tuple[int, ...] = ()  # batch dims of the TensorDict behind those that index transitions
+    node_dims: Mapping[Key, tuple[int, ...]] = field(default_factory=dict)  # more of the nested TensorDict at a key
 
     def __str__(self) -> str:
         return self.name

@@ -60,6 +60,19 @@ def gpu() -> torch.device:
     return torch.device("cpu")
 
 
+#: The slow tests that take longest, longest first: where workers share them out, these must not begin last.
+LONGEST = ["test_pretended_cuda.py", "test_demos.py", "11_demonstrations", "test_ray.py", "7_saving", "4_hindsight"]
+LONGEST += ["test_bench.py", "1_quick", "8_coming", "test_distribution.py", "test_kill.py", "test_compile.py"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    def place(item: pytest.Item) -> int:
+        names = LONGEST if item.get_closest_marker("slow") else []
+        return next((at for at, name in enumerate(names) if name in item.nodeid), len(LONGEST))
+
+    items.sort(key=place)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call() -> Iterator[None]:
     """Skip tests of TorchRL's prioritized sampler where its extension does not load: it was built for another torch."""

@@ -14,21 +14,13 @@ from typing import Any
 
 @dataclass(eq=False)
 class Row:
-    """One transition.
+    """One transition."""
 
-    Args:
-        done: the trajectory ends with it.
-        name: the id of its trajectory; None where ids are not stored.
-        before: the row that it follows in its trajectory, which may have been overwritten since.
-        ended: the trajectory is known to have ended with it: it is done, or a row of another id has come right after.
-        values: what else a test wants to know about it.
-    """
-
-    done: bool
-    name: int | None
-    before: Row | None
-    ended: bool
-    values: Mapping[Any, Any]
+    done: bool  # the trajectory ends with it
+    name: int | None  # the id of its trajectory; None where ids are not stored
+    before: Row | None  # the row that it follows in its trajectory, which may have been overwritten since
+    ended: bool  # the trajectory is known to have ended: it is done, or a row of another id has come right after
+    values: Mapping[Any, Any]  # what else a test wants to know about it
     serial: int = -1
 
 
@@ -84,8 +76,6 @@ class History:
                 row.ended = row.done
                 row.before = None if previous is None else self.at(previous, lane)
                 _link(row)
-
-    # -- questions
 
     def at(self, slot: int, lane: int) -> Row:
         row = self.slots[slot][lane]

@@ -58,11 +58,7 @@ def why_not() -> str | None:
 
 
 class CudaTensor(torch.Tensor):
-    """A tensor that says ``cuda:0``.
-
-    Args:
-        real: what it holds, on the CPU.
-    """
+    """A tensor that says ``cuda:0``, and holds another one, on the CPU."""
 
     on_cpu: torch.Tensor
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -366,12 +362,8 @@ def _device() -> Iterator[None]:
     """Let there be a device; tensors are made there while :class:`_Mode` is on."""
     from triton.runtime.interpreter import InterpretedFunction
 
-    to, as_subclass, run_kernel, run_thread = (
-        torch.Tensor.to,
-        torch.Tensor.as_subclass,
-        InterpretedFunction.run,
-        threading.Thread.run,
-    )
+    to, as_subclass = torch.Tensor.to, torch.Tensor.as_subclass
+    run_kernel, run_thread = InterpretedFunction.run, threading.Thread.run
 
     def moved(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Name the device by its number, which torch asks the driver for."""

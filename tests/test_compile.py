@@ -142,9 +142,8 @@ def test_writes_and_batches_compile_no_more_once_the_ring_is_full():
 
 @pytest.mark.parametrize("sampler", [UniformSampler, partial(UniformSampler, unique=True)])
 def test_torchrls_buffer_with_our_sampler_is_compiled_once_while_it_fills(sampler):
-    rb = TorchRLReplayBuffer(
-        storage=LazyTensorStorage(100, compilable=True), sampler=sampler(), batch_size=8, compilable=True
-    )
+    storage = LazyTensorStorage(100, compilable=True)
+    rb = TorchRLReplayBuffer(storage=storage, sampler=sampler(), batch_size=8, compilable=True)
 
     @torch.compile(backend="eager")
     def extend_and_sample(data: Tensor) -> Any:

@@ -166,9 +166,7 @@ FUNCTIONS = {
     "gae": lambda c, **kw: F.generalized_advantage_estimate(0.9, 0.8, **c, **kw),
     "td_lambda": lambda c, **kw: F.td_lambda_return_estimate(0.9, 0.8, **without_value(c), **kw),
     "td1": lambda c, **kw: F.td1_return_estimate(0.9, **without_value(c), **kw),
-    "vtrace": lambda c, **kw: F.vtrace_advantage_estimate(
-        0.9, log_pi=0.1 * c["reward"], log_mu=-0.1 * c["reward"], **c, **kw
-    ),
+    "vtrace": lambda c, **kw: F.vtrace_advantage_estimate(0.9, 0.1 * c["reward"], -0.1 * c["reward"], **c, **kw),
 }
 
 
@@ -210,7 +208,7 @@ def test_rewards_may_be_integers_and_done_may_stand_for_terminated(function):
     c["reward"] = (3 * c["reward"]).round()
     expected = outputs(function(c))
     c["reward"] = c["reward"].to(torch.int64)
-    if "log_pi" not in str(function.__code__.co_consts):
+    if "vtrace_advantage_estimate" not in function.__code__.co_names:
         del c["terminated"]
     for actual, want in zip(outputs(function(c)), expected, strict=True):
         torch.testing.assert_close(actual, want)
@@ -247,12 +245,7 @@ def test_bad_inputs_are_refused_by_name(function):
         (ValueError, r"all inputs must share one shape.*'done': \(2, 9\)", {"done": done[..., 0]}, {}),
         (TypeError, r"done must be a bool tensor, got torch.int64. Pass done.bool\(\)", {"done": done.long()}, {}),
         (TypeError, "terminated must be a bool tensor", {"terminated": terminated.float()}, {}),
-        (
-            TypeError,
-            r"next_state_value must be of a floating dtype, got torch\.int64",
-            {"next_state_value": value.long()},
-            {},
-        ),
+        (TypeError, "next_state_value must be of a floating dtype, got", {"next_state_value": value.long()}, {}),
         (ValueError, r"the inputs are empty \(shape \(2, 0, 1\)\)", {k: v[:, :0] for k, v in good.items()}, {}),
         (ValueError, r"time_dim=3 does not exist in inputs of shape \(2, 9, 1\)", {}, {"time_dim": 3}),
         (ValueError, "time_dim=-2 does not exist .* pass time_dim=-1", {k: v[0, :, 0] for k, v in good.items()}, {}),

@@ -82,9 +82,8 @@ def test_in_lockstep_with_lists_of_what_was_written_and_drawn(sampler, lanes, st
         assert (health["replays_mean"], health["replays_max"]) == (sum(stored) / len(stored), max(stored))
         assert all(type(value) is float and math.isfinite(value) for value in health.values())
         if ages and draws:
-            assert [health[f"age_{q}"] for q in ("p10", "p50", "p90", "max")] == [
-                quantile(ages, q) for q in (0.1, 0.5, 0.9, 1.0)
-            ]
+            found = [health[f"age_{q}"] for q in ("p10", "p50", "p90", "max")]
+            assert found == [quantile(ages, q) for q in (0.1, 0.5, 0.9, 1.0)]
 
 
 @pytest.mark.parametrize("make", [ProportionalSampler, RankSampler])

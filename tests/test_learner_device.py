@@ -33,9 +33,8 @@ def data(n: int, first: int = 0, lanes: tuple[int, ...] = ()) -> TensorDict:
     done = (time % 7 == 6).unsqueeze(-1)
 
     def seen(x: torch.Tensor) -> TensorDict:
-        return TensorDict(
-            {"camera": (x % 251).to(torch.uint8).repeat_interleave(3, -1), "speed": x.double()}, x.shape[:-1]
-        )
+        camera = (x % 251).to(torch.uint8).repeat_interleave(3, -1)
+        return TensorDict({"camera": camera, "speed": x.double()}, x.shape[:-1])
 
     after = {"observation": seen(x + 1), "achieved_goal": x.float() / 4, "reward": x.float(), "done": done}
     leaves = {"observation": seen(x), "desired_goal": -x.float(), "action": x[..., 0].clone(), "is_init": time % 7 == 0}

@@ -116,10 +116,8 @@ def test_no_malformed_write_changes_anything(ndim, prioritized, reserved):
         single, key = bool(generator.integers(2)), PATHS[generator.integers(len(PATHS))]
         lanes, steps = (LANES,) * (ndim - 1), () if single else (int(generator.integers(1, 2 * STEPS)),)
         mutate, culprit = MUTATIONS[name]
-        bad, write = (
-            mutate(data_of((*lanes, *steps)), key, int(generator.integers(1000))),
-            rb.add if single else rb.extend,
-        )
+        bad = mutate(data_of((*lanes, *steps)), key, int(generator.integers(1000)))
+        write = rb.add if single else rb.extend
         with pytest.raises((SchemaError, ValueError, TypeError), match=culprit or key[-1]) as caught:
             write(bad)
         refused[name] += 1

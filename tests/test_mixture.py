@@ -336,10 +336,9 @@ def test_a_recorder_may_extend_the_schema_of_a_member():
     record(online, env, 9)
     for _ in range(2):
         assert ("collector", "traj_ids") in mixed.sample().keys(include_nested=True)
+    other = ReplayBuffer.from_env(gymnasium.make("Acrobot-v1"), 40)
     with pytest.raises(SchemaError, match=r"'observation'\) is float32 of shape \(4,\) in 'a'"):
-        ReplayBufferMixture(
-            {"a": demos, "b": ReplayBuffer.from_env(gymnasium.make("Acrobot-v1"), 40)}, {"a": 1, "b": 1}
-        )
+        ReplayBufferMixture({"a": demos, "b": other}, {"a": 1, "b": 1})
 
 
 def record(rb: ReplayBuffer, env: Any, count: int) -> None:
@@ -357,12 +356,10 @@ def test_a_dump_that_is_not_finished_leaves_the_old_one_whole(when, tmp_path: Pa
     for name in mixed.names:
         mixed.extend(rows(7_000, 5), name)
     with monkeypatch.context() as patched:
-        where = (
-            (mixed["online"], "dumps")
-            if when == "before the last member"
-            else ("rlbuf_td.buffers.mixture.write_state",)
-        )
-        patched.setattr(*where, lambda *_: 1 / 0)
+        if when == "before the last member":
+            patched.setattr(mixed["online"], "dumps", lambda *_: 1 / 0)
+        else:
+            patched.setattr("rlbuf_td.buffers.mixture.write_state", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             mixed.dumps(tmp_path)
     other.loads(tmp_path)
@@ -450,9 +447,8 @@ def test_shares_are_loaded_by_name():
 
 
 def test_flow_control_of_a_member_counts_its_rows():
-    mixed = ReplayBufferMixture(
-        {"one": numbered(0, 4, samples_per_insert=1.0, min_size=4), "other": numbered(0)}, HALF, batch_size=4
-    )
+    members = {"one": numbered(0, 4, samples_per_insert=1.0, min_size=4), "other": numbered(0)}
+    mixed = ReplayBufferMixture(members, HALF, batch_size=4)
     for _ in range(3):
         mixed.sample()
         mixed.extend(TensorDict({"number": torch.arange(2)}, [2]), "one")

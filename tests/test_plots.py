@@ -117,10 +117,8 @@ def test_episodes_show_every_episode_and_the_running_mean():
 def test_returns_that_equal_lengths_share_their_panel():
     stats, one = EpisodeStats(), torch.ones(4, 1)
     stats.update(TensorDict({"next": {"reward": one, "done": one.bool()}}, [4]))
-    assert [axes.get_ylabel() for axes in plot_episodes(stats).axes] == [
-        "return =\nlength in steps",
-        "share of\nepisodes",
-    ]
+    labels = [axes.get_ylabel() for axes in plot_episodes(stats).axes]
+    assert labels == ["return =\nlength in steps", "share of\nepisodes"]
 
 
 @pytest.mark.parametrize("storage", [PackedStorage, LazyTensorStorage])

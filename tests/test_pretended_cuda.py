@@ -106,12 +106,15 @@ def test_a_replay_repeats_what_was_captured_with_the_same_host_numbers(cuda):
     assert z.tolist() == [9.0] * 4
 
 
-#: What each process runs.
+#: What each process runs, of all files that may have tests of a device.
+ROOT = Path(__file__).parents[1]
+FILES = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests").rglob("test_*.py"))]
+OF_DEVICES = {path for path in FILES if re.search(r"\b(device|cuda)\b", (ROOT / path).read_text())}
 PARTS = {
-    "storages": ["tests/storages"],
-    "learners": ["tests/capture", "tests/checkpoint", "tests/test_learner_device.py"],
+    "storages": {path for path in OF_DEVICES if "/storages/" in path},
+    "learners": {path for path in OF_DEVICES if re.search("/capture/|/checkpoint/|/test_learner_device", path)},
 }
-PARTS["the others"] = ["tests", *(f"--ignore={path}" for part in PARTS.values() for path in part)]
+PARTS["the others"] = OF_DEVICES.difference(*PARTS.values())
 
 
 @pytest.mark.slow
@@ -121,8 +124,8 @@ def test_tests_of_a_cuda_device_pass_on_a_pretended_one(part):
         pytest.skip(reason)
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
     options = ["-p", "tests.pretended_cuda", "-p", "no:cacheprovider", "--tb=short", "-m", "cuda and not slow"]
-    command = [sys.executable, "-m", "pytest", *options, *PARTS[part]]
-    run = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1], env=environment)
+    command = [sys.executable, "-m", "pytest", *options, *sorted(PARTS[part])]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
     passed = re.search(r"(\d+) passed", run.stdout)
     assert run.returncode == 0, run.stdout[-10_000:] + run.stderr[-2_000:]
     assert passed is not None

@@ -21,6 +21,7 @@ from tests.histories import History
 Key = tuple[str, ...]
 Cell = tuple[int, int]  # slot and lane
 Fields = dict[Key, Any]  # of one row: numbers, or lists of numbers
+Often = tuple[float, float, float]
 
 GOAL, NEXT_GOAL, OUTCOME = ("desired_goal",), ("next", "desired_goal"), ("next", "achieved_goal")
 REWARD = ("next", "reward")
@@ -31,21 +32,11 @@ INIT = ("is_init",)
 class World:
     """Lanes of transitions: what is written is random, unique, and remembered.
 
-    Args:
-        rb: the buffer.
-        steps: its capacity in time steps.
-        lanes: 1 for a storage of one dim.
-        seed: of everything.
-        often: how likely a trajectory is to terminate, to be truncated, and to be cut by another id, with each row.
+    ``often``: how likely a trajectory is to terminate, to be truncated, and to be cut by another id, with each row.
     """
 
     def __init__(
-        self,
-        rb: TensorDictReplayBuffer,
-        steps: int,
-        lanes: int,
-        seed: int,
-        often: tuple[float, float, float] = (0.08, 0.05, 0.03),
+        self, rb: TensorDictReplayBuffer, steps: int, lanes: int, seed: int, often: Often = (0.08, 0.05, 0.03)
     ) -> None:
         self.rb, self.lanes, self.rng, self.often = rb, lanes, random.Random(seed), often
         self.history = History(steps, lanes)
@@ -101,9 +92,8 @@ class World:
             rows.append([self._row(lane) for lane in range(self.lanes)])
             self.time += 1
         lead = [steps, self.lanes]
-        data = TensorDict(
-            {key: torch.tensor([[row[key] for row in step] for step in rows]) for key in rows[0][0]}, lead
-        )
+        columns = {key: torch.tensor([[row[key] for row in step] for step in rows]) for key in rows[0][0]}
+        data = TensorDict(columns, lead)
         for step in range(steps):  # as the buffer sees the numbers, in float32
             seen = [{key: data[key][step, lane].tolist() for key in rows[0][0]} for lane in range(self.lanes)]
             done = [row[DONE][0] for row in seen]
@@ -124,8 +114,6 @@ class World:
             left = steps - self.time
             part = min(left, self.rng.randint(2, 9))
             self.write(left if left - part < 2 else part)
-
-    # -- names of rows
 
     def cell(self, index: Any) -> Cell:
         """Return a row that a batch's index names, as slot and lane."""

@@ -51,7 +51,7 @@ def go_on(rb: ReplayBuffer, other: ReplayBuffer, lanes: int) -> None:
 @pytest.mark.parametrize(
     ("source", "target", "lanes"), [("cpu", "cuda", 0), ("cpu", "cuda", 3), ("cuda", "cpu", 0), ("cuda", "cuda", 3)]
 )
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("hindsight", "n-step")])  # one over the other
 def test_a_state_goes_on_on_another_device(name, source, target, lanes, tmp_path):
     rb = trained(name, source, lanes)
     others = [trained(name, target, lanes), buffer(name, target, lanes)]
@@ -65,7 +65,7 @@ def test_a_state_goes_on_on_another_device(name, source, target, lanes, tmp_path
     step(others[0], 9, lanes)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["unique", "highest now", "rank", "n-step over hindsight"])
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda rb: pickle.loads(pickle.dumps(rb))], ids=["copy", "pickle"])
 def test_copies_have_memory_of_their_own_on_the_device(name, copied):
     rb = trained(name, "cuda", 0)

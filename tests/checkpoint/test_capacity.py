@@ -49,9 +49,8 @@ def test_rows_and_priorities_move_together(sampler, lanes, written, capacity, tm
     assert_same(again.chronological(), rb.last(kept))
     assert again.write_count == rb.write_count
     if sampler != "uniform":
-        priorities = [
-            each.sampler.priority(torch.arange(len(each))).view(len(each) // max(1, lanes), -1) for each in (rb, again)
-        ]
+        found = (each.sampler.priority(torch.arange(len(each))) for each in (rb, again))
+        priorities = [each.view(-1, max(1, lanes)) for each in found]
         start = rb.writer._cursor if rb.full else 0
         assert torch.equal(priorities[1], priorities[0].roll(-start, 0)[-kept:])
         assert (again.sampler.priority(torch.arange(len(again), again.storage.max_size)) == -1).all()

@@ -38,9 +38,8 @@ class Lockstep(RuleBasedStateMachine):
     )
     def make(self, kind, recipe, buffer, steps, lanes, often, strategy, n, length, burn_in, boundary, seed) -> None:
         self.kind = kind
-        self.recipe = replace(
-            RECIPES[recipe], strategy=strategy, n=n, length=length, burn_in=burn_in, boundary=boundary
-        )
+        given = {"strategy": strategy, "n": n, "length": length, "burn_in": burn_in, "boundary": boundary}
+        self.recipe = replace(RECIPES[recipe], **given)
         cls, storage, writer = BUFFERS[buffer]
 
         def build() -> Any:
@@ -103,6 +102,4 @@ class Lockstep(RuleBasedStateMachine):
 
 
 TestLockstep = Lockstep.TestCase
-TestLockstep.settings = settings(
-    max_examples=40, stateful_step_count=15, deadline=None, derandomize=True, database=None
-)
+TestLockstep.settings = settings(max_examples=40, stateful_step_count=15, derandomize=True, database=None)

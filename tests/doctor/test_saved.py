@@ -8,16 +8,14 @@ from typing import Any
 import pytest
 from torchrl.data.replay_buffers import LazyMemmapStorage, LazyTensorStorage, TensorDictReplayBuffer
 
-from rlbuf_td import PackedStorage, ProportionalSampler, ReplayBuffer
+from rlbuf_td import PackedStorage, ReplayBuffer
 from rlbuf_td.__main__ import main
 from rlbuf_td.diagnostics.doctor import check
 from tests.doctor.faults import FAULTS
 from tests.doctor.world import walk
 
 KINDS: dict[str, Any] = {
-    "packed": lambda size, ndim: ReplayBuffer(
-        storage=PackedStorage(size, ndim=ndim), sampler=ProportionalSampler(size), dim_extend=0
-    ),
+    "packed": lambda size, ndim: ReplayBuffer(storage=PackedStorage(size, ndim=ndim), dim_extend=0),
     "lazy": lambda size, ndim: TensorDictReplayBuffer(storage=LazyTensorStorage(size, ndim=ndim), dim_extend=0),
     "memmap": lambda size, ndim: TensorDictReplayBuffer(storage=LazyMemmapStorage(size, ndim=ndim), dim_extend=0),
 }

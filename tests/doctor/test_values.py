@@ -69,9 +69,7 @@ BOX = Box(np.array([-9.0, -9.0, -np.inf], np.float32), np.array([9.0, 9.0, np.in
 SPEC = Composite(observation=Bounded(torch.tensor([-9.0, -9.0, -99.0]), torch.tensor([9.0, 9.0, 99.0])))
 
 
-@pytest.mark.parametrize(
-    "space", [BOX, Dict(observation=BOX), SPEC, SPEC["observation"]], ids=["Box", "Dict", "C", "B"]
-)
+@pytest.mark.parametrize("space", [BOX, Dict(observation=BOX), SPEC, SPEC["observation"]], ids=["Box", "Dict", "C", ""])
 def test_an_observation_out_of_its_bounds_is_found(rows: TensorDict, space: Any) -> None:
     assert check(rows, space=space).codes == []
     rows["observation"][33, 1] = 9.5
@@ -98,9 +96,8 @@ def test_bounds_of_a_nested_space_are_those_of_its_parts() -> None:
 def test_bounds_of_every_kind_of_space() -> None:
     assert bounds_of(MultiDiscrete([3, 5], start=[1, 0]))["observation",][1].tolist() == [3, 4]
     assert bounds_of(MultiBinary(3))["observation",][1].tolist() == [1, 1, 1]
-    assert {
-        key: high.tolist() for key, (_, high) in bounds_of(Composite(a=Categorical(4), b=Unbounded(2))).items()
-    } == {("a",): 3}
+    (found,) = bounds_of(Composite(a=Categorical(4), b=Unbounded(2))).items()
+    assert (found[0], found[1][1].tolist()) == (("a",), 3)
     assert set(bounds_of(Composite(a=Composite(b=Bounded(0, 1, (2,)))))) == {("a", "b")}
     env = gymnasium.make_vec("CartPole-v1", 2)
     single = gymnasium.make("CartPole-v1")

@@ -47,9 +47,8 @@ def assert_same(tree: SumTree, expected: SumTree) -> None:
 @pytest.mark.parametrize(("alpha", "eps"), [(0.6, 1e-6), (0.0, 0.0)])
 def test_updates_fills_and_rebuilds_leave_what_the_reference_leaves(gpu, capacity, alpha, eps):
     tree, expected = SumTree.empty(capacity, gpu), SumTree.empty(capacity, gpu)
-    changes: list[Any] = [
-        (sum_tree.update_, index.to(gpu), error.to(gpu), capacity) for index, error in batches(capacity)
-    ]
+    updates = batches(capacity)
+    changes: list[Any] = [(sum_tree.update_, index.to(gpu), error.to(gpu), capacity) for index, error in updates]
     changes += [(sum_tree.fill_, capacity // 3, capacity // 2 or 1, 3.0), (sum_tree.fill_, capacity - 1, 1, 0.0)]
     for change, *given in changes:
         found = []

@@ -199,9 +199,8 @@ def test_work_that_was_not_finished_leaves_all_as_it_was(what, writer):
 @pytest.mark.parametrize("how", ["a state", "a dump"])
 def test_a_load_that_was_not_finished_was_not_made(how, share_next, monkeypatch, tmp_path):
     def buffer(first: int) -> ReplayBuffer:
-        rb = ReplayBuffer(
-            storage=PackedStorage(CAPACITY, share_next=share_next), sampler=ProportionalSampler(CAPACITY), batch_size=8
-        )
+        storage = PackedStorage(CAPACITY, share_next=share_next)
+        rb = ReplayBuffer(storage=storage, sampler=ProportionalSampler(CAPACITY), batch_size=8)
         number = torch.arange(first, first + 31).repeat_interleave(4).view(31, 4)
         rb.extend(TensorDict({"x": number[:-1], "next": {"x": number[1:], "done": number[1:, :1] < 0}}, [30]))
         return rb

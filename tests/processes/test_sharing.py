@@ -57,9 +57,8 @@ def _alone(work: Callable[..., object], *args: object) -> None:
 
 
 def make(sampler=ProportionalSampler, capacity: int = 30, **kwargs) -> ReplayBuffer:
-    return ReplayBuffer(
-        storage=PackedStorage(capacity, **kwargs), sampler=sampler(capacity), batch_size=8, priority_key="error"
-    )
+    storage = PackedStorage(capacity, **kwargs)
+    return ReplayBuffer(storage=storage, sampler=sampler(capacity), batch_size=8, priority_key="error")
 
 
 @pytest.mark.parametrize("place", ["shared=True", "share()", "in a file"])
@@ -122,9 +121,8 @@ def test_updates_of_rows_that_another_process_has_replaced_are_left_out():
 
 
 def test_a_wrapped_sampler_and_its_trajectories_are_shared(monkeypatch):
-    rb = ReplayBuffer(
-        storage=PackedStorage(30), sampler=SequenceSampler(ProportionalSampler(30), length=2), batch_size=8
-    )
+    sampler = SequenceSampler(ProportionalSampler(30), length=2)
+    rb = ReplayBuffer(storage=PackedStorage(30), sampler=sampler, batch_size=8)
     rb.extend(rows(0, 4))
     rb.share()
     rb.sample()

@@ -263,9 +263,8 @@ def test_a_restored_buffer_continues_the_epoch_and_the_rollout(make_world, how, 
 
 def test_a_writer_of_ones_own_sets_the_keys(make_world):
     world = make_world(3)
-    writer = RolloutWriter(
-        0.9, 0.8, value_network=world.module(), advantage_key="adv", value_target_key=("targets", "v")
-    )
+    network = world.module()
+    writer = RolloutWriter(0.9, 0.8, value_network=network, advantage_key="adv", value_target_key=("targets", "v"))
     rollout, data = filled(world, writer=writer, gamma=None, lmbda=None, value_network=None)
     for batch in rollout:
         t, e = batch["index"].unbind(-1)

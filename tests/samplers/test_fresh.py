@@ -140,9 +140,8 @@ def test_rows_stay_fresh_across_a_dump_also_into_another_capacity(capacity, tmp_
     made.write(2)
     made.rb.dumps(tmp_path)
     other = Numbered("uniform", 1)
-    other.rb = ReplayBuffer(
-        storage=PackedStorage(capacity), sampler=FreshRowsSampler(UniformSampler()), batch_size=BATCH
-    )
+    sampler = FreshRowsSampler(UniformSampler())
+    other.rb = ReplayBuffer(storage=PackedStorage(capacity), sampler=sampler, batch_size=BATCH)
     if capacity < 9:
         with pytest.warns(UserWarning, match="oldest time steps"):
             other.rb.loads(tmp_path)
@@ -214,10 +213,8 @@ def test_the_storage_of_fresh_rows_can_be_replaced():
 
 
 def test_a_sampler_that_is_refused_leaves_the_buffer_as_it_was():
-    one, other = (
-        ReplayBuffer(storage=PackedStorage(10), sampler=FreshRowsSampler(UniformSampler()), batch_size=2)
-        for _ in range(2)
-    )
+    samplers = [FreshRowsSampler(UniformSampler()) for _ in range(2)]
+    one, other = (ReplayBuffer(storage=PackedStorage(10), sampler=each, batch_size=2) for each in samplers)
     one.extend(rows(0, 5))
     other.extend(rows(5, 5))
     before = other.sampler

@@ -245,11 +245,7 @@ REFUSALS = [
     ({"goal": torch.zeros(6, 3)}, ValueError, r"shape \(3,\), but .*shape \(2,\): goals and outcomes must have equal"),
     ({"desired_goal": torch.zeros(6)}, ValueError, r"goals and outcomes must have equal"),
     ({"goal": torch.zeros(6, 2).double()}, ValueError, r"float64.*float32.*must have equal"),
-    (
-        {"of": lambda batch: torch.zeros(3)},
-        ValueError,
-        r"one reward per row, of shape \(20, 1\) or \[20\], got shape \(3,\)",
-    ),
+    ({"of": lambda batch: torch.zeros(3)}, ValueError, r"one reward per row, of shape \(20, 1\) or \[20\], got shape"),
     ({"of": lambda batch: torch.zeros(len(batch), 2)}, ValueError, r"got shape \(20, 2\)"),
     ({"of": lambda batch: 1.0}, ValueError, r"got shape \(\)"),
     ({"of": lambda batch: torch.zeros(20, 1, device="meta")}, NotImplementedError, "meta tensor"),

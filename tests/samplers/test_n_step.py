@@ -104,13 +104,8 @@ def test_a_sum_stops_where_the_new_goal_is_reached(flags):
         terminated_fn=(lambda batch: reached(batch) == 1) if ends else None,
     )
     batch = buffer(NStepSampler(sampler, 5, 1.0), data).sample(300)
-    for x, goal, taken, reward, following in zip(
-        *(
-            batch[key].flatten().tolist()
-            for key in ("x", "goal", "steps_to_next_obs", ("next", "reward"), ("next", "x"))
-        ),
-        strict=True,
-    ):
+    keys = "x", "goal", "steps_to_next_obs", ("next", "reward"), ("next", "x")
+    for x, goal, taken, reward, following in zip(*(batch[key].flatten().tolist() for key in keys), strict=True):
         steps = min(5, 12 - x, goal - x if ends else 99)
         assert taken == steps
         assert following == x + steps
@@ -166,11 +161,7 @@ def test_bad_arguments_are_refused(args, kwargs, error, words):
     [
         (lambda data: data["next"].del_("reward"), KeyError, "n-step returns need .*reward.*, which is not stored"),
         (lambda data: data["next"].del_("done"), KeyError, "no row marks the end of a trajectory"),
-        (
-            lambda data: data.set(("next", "reward"), torch.zeros(9, 1).long()),
-            TypeError,
-            "floating point numbers, got torch.int64",
-        ),
+        (lambda data: data.set(("next", "reward"), torch.zeros(9, 1).long()), TypeError, "numbers, got torch.int64"),
         (lambda data: data.set(("next", "done"), torch.zeros(9, 1)), TypeError, "must be bool, got float32"),
     ],
 )

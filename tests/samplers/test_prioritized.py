@@ -114,9 +114,8 @@ def test_alpha_re_weights_what_is_stored_and_may_go_to_zero_and_back():
     rb.update_priority(torch.arange(10), td_error)
     for alpha in (0.0, 1.0, np.float64(0.3), torch.tensor(0.9)):
         rb.sampler.alpha = alpha
-        torch.testing.assert_close(
-            rb.sampler.probability(torch.arange(10)), law(td_error, float(alpha), rb.sampler.eps)
-        )
+        expected = law(td_error, float(alpha), rb.sampler.eps)
+        torch.testing.assert_close(rb.sampler.probability(torch.arange(10)), expected)
         check(rb)
 
 

@@ -152,9 +152,7 @@ def test_policy_age_needs_no_order_but_one_number_per_row():
     rb.extend(versions)
     assert (rb.sample()["policy_version"] == rb.storage[:]["policy_version"].max()).all()
     rb.set_sampler(RecencySampler(age_key="x"))
-    with pytest.raises(
-        SchemaError, match=r"age_key='x' must name one number per row, .*: torch.float32 of shape \(2,\)"
-    ):
+    with pytest.raises(SchemaError, match=r"age_key='x' must name one number per row, .*: torch.float32 of shape \(2"):
         rb.sample()
     rb.set_sampler(RecencySampler(age_key=("collector", "policy_version")))
     with pytest.raises(SchemaError, match="must name one number per row, stored in the row: no such entry"):

@@ -72,9 +72,7 @@ def test_strict_windows_carry_the_weights_of_their_own_anchors():
 
 def test_windows_that_do_not_fit_anywhere_are_refused():
     made = world(SequenceSampler(UniformSampler(), 30, boundary="strict"))
-    with pytest.raises(
-        RuntimeError, match=r"hardly any anchor had a window of 30 rows within its trajectory: use shorter"
-    ):
+    with pytest.raises(RuntimeError, match=r"hardly any anchor had a window of 30 rows within its trajectory: use"):
         made.rb.sample(60)
 
 
@@ -213,7 +211,5 @@ def test_bad_arguments_are_refused(kwargs, words):
 @pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
 def test_a_batch_of_other_than_whole_windows_is_refused(cls):
     made = world(SequenceSampler(UniformSampler(), 4, burn_in=1), cls=cls)
-    with pytest.raises(
-        ValueError, match=r"a multiple of burn_in \+ length = 1 \+ 4 = 5, got 12; for 32 sequences use 160"
-    ):
+    with pytest.raises(ValueError, match=r"of burn_in \+ length = 1 \+ 4 = 5, got 12; for 32 sequences use 160"):
         made.rb.sample(12)

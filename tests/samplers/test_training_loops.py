@@ -50,10 +50,9 @@ def test_a_training_loop_never_waits(name):
 @pytest.mark.parametrize("name", ["unique", "proportional", "n-step over hindsight", "windows"])
 def test_a_training_loop_never_waits_for_a_cuda_device(name, offload):
     cuda = torch.device("cuda")
-    rb = ReplayBuffer(
-        storage=PackedStorage(60, device=cuda, offload=offload), sampler=SAMPLERS[name](60), batch_size=32
-    )
-    rows, td_error = [data(35, 35 * k).to(cuda) for k in range(4)], torch.rand(32, device=cuda)
+    storage = PackedStorage(60, device=cuda, offload=offload)
+    rb = ReplayBuffer(storage=storage, sampler=SAMPLERS[name](60), batch_size=8)
+    rows, td_error = [data(35, 35 * k).to(cuda) for k in range(4)], torch.rand(8, device=cuda)
     loop(rb, rows, td_error)
     with waiting_is_an_error(cuda):
         loop(rb, rows, td_error)

@@ -20,9 +20,7 @@ def filled(rows: int, capacity: int, *, lanes: int = 0) -> PackedStorage:
     return storage
 
 
-@pytest.mark.parametrize(
-    ("unique", "rows", "batch"), [(False, 50, 1_000), (True, 50, 10), (True, 50, 25), (True, 5, 5)]
-)
+@pytest.mark.parametrize(("unique", "rows", "batch"), [(False, 50, 1000), (True, 50, 10), (True, 50, 25), (True, 5, 5)])
 def test_every_written_row_is_as_likely_as_every_other(unique, rows, batch):
     storage, sampler = filled(rows, 300), UniformSampler(unique=unique)
     sampler._rng = torch.Generator().manual_seed(0)

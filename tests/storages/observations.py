@@ -14,11 +14,6 @@ class Lanes:
     """Environments whose observations follow each other, but for breaks that nothing announces.
 
     Values are of a small alphabet, so that what does not follow is sometimes the same all the same.
-
-    Args:
-        lanes: how many.
-        seed: of all that is random.
-        alphabet: how many values an observation may have.
     """
 
     def __init__(self, lanes: int, seed: int, alphabet: int = 3) -> None:

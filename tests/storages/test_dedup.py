@@ -86,9 +86,8 @@ def test_auto_leaves_out_what_does_not_repeat() -> None:
 def test_auto_shares_keys_one_by_one_where_it_cannot_look() -> None:
     seen, noise = torch.rand(101, 8), torch.rand(2, 100, 8)
     following = {"observation": seen[1:], "noise": noise[1], "small": torch.zeros(100, 2)}
-    data = TensorDict(
-        {"observation": seen[:-1], "noise": noise[0], "small": torch.zeros(100, 2), "next": following}, [100]
-    )
+    now = {"observation": seen[:-1], "noise": noise[0], "small": torch.zeros(100, 2)}
+    data = TensorDict(now | {"next": following}, [100])
     storage = PackedStorage(100, share_next="auto")
     for step in range(100):
         storage.set(step, data[step])

@@ -24,11 +24,8 @@ from tests.storages.observations import FRAMES, Lanes
 from tests.storages.test_dedup import chain, pooled
 from tests.worlds import World, reward_fn
 
-HOW: dict[str, Any] = {
-    "plain": {},
-    "once": {"share_next": True},
-    "frames": {"share_next": True, "frames": {"pixels": FRAMES}},
-}
+ONCE: dict[str, Any] = {"share_next": True}
+HOW = {"plain": {}, "once": ONCE, "frames": ONCE | {"frames": {"pixels": FRAMES}}}
 
 
 def drop_from_memory(folder: Path) -> None:

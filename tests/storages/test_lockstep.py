@@ -70,11 +70,8 @@ class Lockstep(RuleBasedStateMachine):
         self.lanes = torch.Size(self.shape).numel()
         self.world, self.ranks = Lanes(self.lanes, seed, alphabet), torch.Generator().manual_seed(seed)
         self.seed = seed
-        self.patches = [
-            patch(f"rlbuf_td.storages.{name}.grows", lambda device: True)
-            for name in ("rows.dedup", "allocate")
-            if grows
-        ]
+        names = ("rows.dedup", "allocate") if grows else ()
+        self.patches = [patch(f"rlbuf_td.storages.{name}.grows", lambda device: True) for name in names]
         for each in self.patches:
             each.start()
         self.plain = PackedStorage(steps * self.lanes, ndim=ndim)
@@ -142,8 +139,6 @@ class Lockstep(RuleBasedStateMachine):
     @property
     def live(self) -> int:
         return len(self.plain) // self.lanes
-
-    # -- writes
 
     @rule(count=st.integers(1, 25), form=st.sampled_from(["as it is", "transposed", "list"]))
     def extend(self, count: int, form: str) -> None:
@@ -261,8 +256,6 @@ class Lockstep(RuleBasedStateMachine):
             self.writers[1]._storage = None  # a writer belongs to one storage
             self.writers[1].register_storage(self.dedup)
 
-    # -- reads
-
     @rule(
         picks=st.lists(st.integers(-100, 100), max_size=9), how=st.sampled_from(["tensor", "list", "cells", "two dims"])
     )
@@ -310,8 +303,6 @@ class Lockstep(RuleBasedStateMachine):
                 with pytest.raises((IndexError, RuntimeError)):
                     storage.get(index)
 
-    # -- what must always hold
-
     @invariant()
     def rows_and_counters_agree(self) -> None:
         if not getattr(self, "rows", None):
@@ -335,6 +326,4 @@ class Lockstep(RuleBasedStateMachine):
 
 
 TestLockstep = Lockstep.TestCase
-TestLockstep.settings = settings(
-    max_examples=70, stateful_step_count=30, deadline=None, derandomize=True, database=None
-)
+TestLockstep.settings = settings(max_examples=70, stateful_step_count=30, derandomize=True, database=None)

@@ -222,9 +222,7 @@ def test_the_repr_tells_rows_bytes_place_and_columns() -> None:
 def test_an_empty_batch_of_shared_observations_is_read_on_every_path(device: torch.device, monkeypatch) -> None:
     monkeypatch.setattr("rlbuf_td.storages.rows.dedup.grows", lambda device: True)  # as on other devices than the CPU
     monkeypatch.setattr("rlbuf_td.storages.allocate.grows", lambda device: True)
-    data, storage = (
-        transitions(SCHEMAS["halfcheetah"], 5, device=device),
-        PackedStorage(9, share_next=True, device=device),
-    )
+    data = transitions(SCHEMAS["halfcheetah"], 5, device=device)
+    storage = PackedStorage(9, share_next=True, device=device)
     storage.set(range(5), data)
     assert_same(storage[torch.zeros(0, dtype=torch.int64)], data[:0])

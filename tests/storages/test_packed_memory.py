@@ -25,17 +25,11 @@ NESTED = SCHEMAS["nested"]
 PLACES = ["RAM", "shared", "file"]
 
 
-def stored(
-    place: str, folder: Path, *, ndim: int = 1, steps: int = 3, capacity: int = 5, schema: Schema = NESTED
-) -> Any:
-    lanes = (2,) * (ndim - 1)
-    settings: dict[str, Any] = {
-        "shared": place == "shared",
-        "scratch_dir": folder / "rows" if place == "file" else None,
-    }
-    storage = PackedStorage(capacity * torch.Size(lanes).numel(), ndim=ndim, **settings)
+def stored(place: str, folder: Path, *, ndim: int = 1, steps: int = 3) -> Any:
+    scratch_dir = folder / "rows" if place == "file" else None
+    storage = PackedStorage(5 * ndim, ndim=ndim, shared=place == "shared", scratch_dir=scratch_dir)
     if steps:
-        storage.set(range(steps), transitions(schema, steps, lanes))
+        storage.set(range(steps), transitions(NESTED, steps, (2,) * (ndim - 1)))
     return storage
 
 

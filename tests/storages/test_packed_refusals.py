@@ -44,6 +44,10 @@ def jagged() -> torch.Tensor:
     return torch.nested.nested_tensor([torch.zeros(2), torch.zeros(1), torch.zeros(2)], layout=torch.jagged)
 
 
+def one(**entries: Any) -> TensorDict:
+    return TensorDict(entries)
+
+
 def snapshot(storage: PackedStorage) -> Any:
     rows = None if storage.rows is None else as_bytes(storage.rows.matrix)
     counters = (len(storage), storage._last_cursor_index, storage._mutation_revision, storage.max_size)
@@ -77,17 +81,11 @@ MISFITS = {
     "extra batch dims": (lambda: good().unsqueeze(1), r"key 'x' came as float32 of shape \(3, 1, 2\)"),
     "a leaf for a node": (lambda: changed(next=torch.zeros(3, 1)), r"unknown key 'next'"),
     "a node for a leaf": (lambda: changed(x=TensorDict({"z": torch.zeros(3)}, [3])), r"unknown key \('x', 'z'\)"),
-    "an empty node more": (
-        lambda: changed(void=TensorDict({}, [3])),
-        r"the nesting of \['next', 'void', 'x'\] differs",
-    ),
+    "an empty node more": (lambda: changed(void=TensorDict({}, [3])), r"nesting of \['next', 'void', 'x'\] differs"),
     "sparse": (lambda: changed(x=torch.ones(3, 2).to_sparse()), r"key 'x' is a nested, sparse or quantized tensor"),
     "jagged": (lambda: changed(x=jagged()), r"key 'x' is a nested, sparse or quantized tensor"),
     "string": (lambda: changed(x=NonTensorData("a", batch_size=[3])), r"key 'x' holds non-tensor data"),
-    "ragged": (
-        lambda: lazy_stack([good(1)[0], good(1)[0].exclude(("next", "y")), good(1)[0]]),
-        r"\('next', 'y'\) is ragged",
-    ),
+    "ragged": (lambda: lazy_stack([good()[0], good()[0].exclude(("next", "y")), good()[0]]), r"'y'\) is ragged"),
 }
 
 
@@ -181,15 +179,9 @@ UNPACKABLE: dict[str, tuple[Callable[[], Any], str, type]] = {
     ),
     "jagged": (lambda: TensorDict({"x": jagged()}, [3]), "'x'", ListStorage),
     "sparse": (lambda: TensorDict({"n": {"x": torch.ones(3, 2).to_sparse()}}, [3]), r"\('n', 'x'\)", ListStorage),
-    "ragged shapes": (
-        lambda: lazy_stack([TensorDict({"x": torch.zeros(j + 1)}) for j in range(3)]),
-        "'x'",
-        LazyStackStorage,
-    ),
+    "ragged shapes": (lambda: lazy_stack([one(x=torch.ones(j)) for j in (1, 2, 3)]), "'x'", LazyStackStorage),
     "ragged keys below the root": (
-        lambda: TensorDict(
-            {"n": lazy_stack([TensorDict({"x": torch.ones(1), str(j): torch.ones(1)}) for j in range(3)])}
-        ),
+        lambda: one(n=lazy_stack([one(x=torch.ones(1), **{f"{j}": torch.ones(1)}) for j in range(3)])),
         r"\('n', '[01]'\)",
         LazyStackStorage,
     ),

@@ -101,8 +101,6 @@ class Lockstep(RuleBasedStateMachine):
     def index(self) -> TrajectoryIndex:
         return TrajectoryIndex.of(self.rb.storage, done_key=self.done_key)
 
-    # -- data
-
     def data(self, n: int, seed: int) -> TensorDict:
         """Return ``[n, *lanes]`` random transitions, and put them aside for :meth:`put`."""
         rng = random.Random(seed)
@@ -150,8 +148,6 @@ class Lockstep(RuleBasedStateMachine):
         self.live = max(self.live, min(self.steps, max(slots) + 1))
         self.put(slots)
 
-    # -- writes that are told of
-
     @rule(n=st.one_of(st.integers(1, 4), st.integers(1, 150)), seed=st.integers(0, 999))
     def extend(self, n: int, seed: int) -> None:
         n = min(n, 2 * self.steps + 3)
@@ -179,8 +175,6 @@ class Lockstep(RuleBasedStateMachine):
         self.rb.writer.write_at(slot, self.data(1, seed)[0])
         self.put([slot])
 
-    # -- what it is not told of
-
     @precondition(lambda self: self.live)
     @rule(start=st.integers(0, 999), n=st.integers(1, 9), counted=st.booleans(), seed=st.integers(0, 999))
     def set_directly(self, start: int, n: int, counted: bool, seed: int) -> None:
@@ -202,8 +196,6 @@ class Lockstep(RuleBasedStateMachine):
         self.live = self.cursor = 0
         self.untold = True
 
-    # -- copies
-
     @precondition(lambda self: self.live)
     @rule(how=st.sampled_from(["deepcopy", "pickle"]))
     def go_on_with_a_copy(self, how: str) -> None:
@@ -218,8 +210,6 @@ class Lockstep(RuleBasedStateMachine):
         saved, index = self.rb.state_dict(), self.index().state_dict()
         self.rb.load_state_dict(saved)
         self.index().load_state_dict(index)
-
-    # -- questions
 
     @rule()
     def ask_all(self) -> None:
