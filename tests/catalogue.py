@@ -21,9 +21,11 @@ from rlbuf_td import (
     HindsightSampler,
     MinibatchSampler,
     NStepSampler,
+    PackedStorage,
     ProportionalSampler,
     RankSampler,
     RecencySampler,
+    ReplayBuffer,
     SequenceSampler,
     UniformSampler,
 )
@@ -98,6 +100,15 @@ _SCHEMAS = (
 SCHEMAS: dict[str, Schema] = {schema.name: schema for schema in _SCHEMAS}
 
 
+def buffer_of(
+    steps: int, sampler: Any, lanes: int = 0, storage: Any = PackedStorage, cls: Any = ReplayBuffer, **parts: Any
+) -> Any:
+    """Return a buffer of some time steps, which draws from a generator of its own."""
+    place = storage(steps * max(lanes, 1), ndim=2 if lanes else 1)
+    generator = torch.Generator().manual_seed(parts.pop("seed", 0))
+    return cls(storage=place, sampler=sampler, generator=generator, **parts)
+
+
 def reward_fn(batch: TensorDictBase) -> torch.Tensor:
     return -(batch["next", "achieved_goal"] - batch["desired_goal"]).abs().sum(-1)
 
@@ -116,6 +127,7 @@ SAMPLERS: dict[str, Callable[[int], Any]] = {
     "independent": partial(ProportionalSampler, stratified=False, weight_norm="batch"),
     "highest now": partial(ProportionalSampler, max_priority_within_buffer=True, weight_norm="batch"),
     "no norm": partial(ProportionalSampler, weight_norm=None),
+    "floored": partial(ProportionalSampler, min_priority=1.0),
     "rank": RankSampler,
     "rank, independent": partial(RankSampler, stratified=False, weight_norm="batch"),
     "hindsight": lambda rows: HindsightSampler(ProportionalSampler(rows), reward_fn),

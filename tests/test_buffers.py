@@ -33,7 +33,7 @@ from rlbuf_td import (
     UniformSampler,
 )
 from tests import catalogue
-from tests.catalogue import SAMPLERS
+from tests.catalogue import SAMPLERS, buffer_of
 
 
 def transitions(count: int, *, lanes: int = 0, start: int = 0) -> TensorDict:
@@ -51,14 +51,8 @@ def transitions(count: int, *, lanes: int = 0, start: int = 0) -> TensorDict:
 
 
 def make(cls, sampler: str, *, lanes: int = 0, seed: int = 0, **kwargs) -> TensorDictReplayBuffer:
-    return cls(
-        storage=PackedStorage(60, ndim=2 if lanes else 1),
-        sampler=SAMPLERS[sampler](60),
-        writer=RingWriter(),
-        batch_size=8,
-        generator=torch.Generator().manual_seed(seed),
-        **kwargs,
-    )
+    parts = {"cls": cls, "seed": seed, "writer": RingWriter(), "batch_size": 8} | kwargs
+    return buffer_of(60 // max(lanes, 1), SAMPLERS[sampler](60), lanes, **parts)
 
 
 def filled(count: int, sampler: str = "uniform", *, lanes: int = 0, **kwargs) -> ReplayBuffer:

@@ -15,6 +15,7 @@ from torchrl.data.replay_buffers import LazyTensorStorage
 
 from rlbuf_td import PackedStorage, ProportionalSampler, ReplayBuffer, SchemaError, SequenceSampler, UniformSampler
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
+from tests.catalogue import buffer_of
 
 CAPACITY = 12
 STORAGES: dict[str, Any] = {
@@ -30,12 +31,7 @@ class Numbered:
     def __init__(self, lanes: int = 0, storage: Any = PackedStorage, sampler: Any = None, batch: int = 20) -> None:
         cells = CAPACITY * max(lanes, 1)
         self.lanes, self.next = lanes, 1
-        self.rb = ReplayBuffer(
-            storage=storage(cells, ndim=2 if lanes else 1),
-            sampler=sampler or ProportionalSampler(cells),
-            batch_size=batch,
-            generator=torch.Generator().manual_seed(0),
-        )
+        self.rb = buffer_of(CAPACITY, sampler or ProportionalSampler(cells), lanes, storage, batch_size=batch)
 
     def rows(self, count: int) -> TensorDict:
         lead = [self.lanes, count] if self.lanes else [count]

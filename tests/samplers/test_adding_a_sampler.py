@@ -14,6 +14,7 @@ from torchrl.data.replay_buffers import LazyTensorStorage, Sampler, Storage, Ten
 from rlbuf_td import NStepSampler, PackedStorage, ReplayBuffer, RingWriter
 from rlbuf_td.checkpoint import load_state, save_state
 from rlbuf_td.storages.indexing import Index, coordinates, device_of, lanes_of
+from tests.catalogue import buffer_of
 from tests.statistics import assert_follows, power
 
 
@@ -76,14 +77,7 @@ def steps_of(first: int, count: int, lanes: int) -> TensorDict:
 
 def buffer(kind: str, lanes: int, written: int, sampler: Sampler, batch: int = 50) -> Any:
     cls, storage = BUFFERS[kind]
-    ndim = 2 if lanes else 1
-    rb = cls(
-        storage=storage(20 * max(1, lanes), ndim=ndim),
-        sampler=sampler,
-        writer=RingWriter(),
-        batch_size=batch,
-        generator=torch.Generator().manual_seed(0),
-    )
+    rb = buffer_of(20, sampler, lanes, storage, cls, writer=RingWriter(), batch_size=batch)
     for first in range(0, written, 4):
         rb.extend(steps_of(first, min(4, written - first), lanes))
     return rb

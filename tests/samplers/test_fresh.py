@@ -17,25 +17,18 @@ from torchrl.data.replay_buffers import LazyTensorStorage, PrioritizedSampler
 from rlbuf_td import (
     FreshRowsSampler,
     HindsightSampler,
-    MinibatchSampler,
     PackedStorage,
     ProportionalSampler,
     RankSampler,
-    RecencySampler,
     ReplayBuffer,
     ReservoirWriter,
     UniformSampler,
 )
+from tests.catalogue import SAMPLERS, buffer_of
 from tests.statistics import assert_follows, power
 
 STEPS, BATCH = 15, 8
-INNER: dict[str, Any] = {
-    "uniform": UniformSampler,
-    "proportional": lambda: ProportionalSampler(4 * STEPS),
-    "rank": lambda: RankSampler(4 * STEPS),
-    "minibatch": lambda: MinibatchSampler(drop_last=True),
-    "recency": lambda: RecencySampler(5.0),
-}
+INNER = ["uniform", "proportional", "rank", "minibatch", "recency"]
 
 
 def rows(first: int, count: int) -> TensorDict:
@@ -48,13 +41,8 @@ class Numbered:
     def __init__(self, inner: str, fresh: int, lanes: int = 0, **parts: Any) -> None:
         self.lanes, self.written = lanes, 0
         self.undrawn: list[int] = []
-        self.rb = ReplayBuffer(
-            storage=PackedStorage(STEPS * max(1, lanes), ndim=2 if lanes else 1),
-            sampler=FreshRowsSampler(INNER[inner](), fresh),
-            batch_size=BATCH,
-            generator=torch.Generator().manual_seed(0),
-            **parts,
-        )
+        sampler = FreshRowsSampler(SAMPLERS[inner](4 * STEPS), fresh)
+        self.rb = buffer_of(STEPS, sampler, lanes, batch_size=BATCH, **parts)
 
     def write(self, count: int) -> None:
         lanes = max(1, self.lanes)

@@ -12,6 +12,7 @@ from torchrl.data.replay_buffers import PrioritizedSampler, TensorDictReplayBuff
 from torchrl.data.replay_buffers.scheduler import LinearScheduler
 
 from rlbuf_td import MinibatchSampler, PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer
+from tests.catalogue import buffer_of
 from tests.kernels.invariants import check_tree
 from tests.statistics import assert_follows, power
 
@@ -19,13 +20,7 @@ both = pytest.mark.parametrize("cls", [ProportionalSampler, RankSampler])
 
 
 def buffer(capacity: int, rows: int, *, lanes: int = 0, cls=ProportionalSampler, **settings) -> ReplayBuffer:
-    cells = capacity * max(lanes, 1)
-    rb = ReplayBuffer(
-        storage=PackedStorage(cells, ndim=2 if lanes else 1),
-        sampler=cls(cells, **settings),
-        generator=torch.Generator().manual_seed(0),
-        batch_size=64,
-    )
+    rb = buffer_of(capacity, cls(capacity * max(lanes, 1), **settings), lanes, batch_size=64)
     shape = [lanes, rows] if lanes else [rows]
     if rows:
         rb.extend(TensorDict({"x": torch.zeros(shape)}, shape))

@@ -14,21 +14,14 @@ from torchrl.data.replay_buffers.scheduler import LinearScheduler
 
 from rlbuf_td import PackedStorage, RecencySampler, ReplayBuffer, ReservoirWriter, RingWriter, SchemaError
 from tests.backends import forced
+from tests.catalogue import buffer_of
 from tests.statistics import assert_follows, power
 
 STEPS = 20
 
 
-def buffer(
-    sampler: Any, lanes: int, written: int, batch: int = 8_000, storage: Any = PackedStorage, cls: Any = None
-) -> Any:
-    rb = (cls or ReplayBuffer)(
-        storage=storage(STEPS * max(1, lanes), ndim=2 if lanes else 1),
-        sampler=sampler,
-        writer=RingWriter(),
-        batch_size=batch,
-        generator=torch.Generator().manual_seed(0),
-    )
+def buffer(sampler: Any, lanes: int, written: int, batch: int = 8_000, **kinds: Any) -> Any:
+    rb = buffer_of(STEPS, sampler, lanes, writer=RingWriter(), batch_size=batch, **kinds)
     for first in range(0, written, 3):
         count = min(3, written - first)
         time = torch.arange(first, first + count)
@@ -66,18 +59,21 @@ def test_draws_follow_the_law_of_their_age(half_life, window, lanes, written, pa
     torch.testing.assert_close(by_row, wanted[age * cells + lane])
 
 
-@pytest.mark.parametrize(("storage", "cls"), [(LazyTensorStorage, None), (PackedStorage, TensorDictReplayBuffer)])
+@pytest.mark.parametrize(
+    ("storage", "cls"), [(LazyTensorStorage, ReplayBuffer), (PackedStorage, TensorDictReplayBuffer)]
+)
 def test_in_torchrls_buffer_and_over_its_storage(storage, cls):
-    rb = buffer(RecencySampler(window=4), 0, 33, 500, storage, cls)
+    rb = buffer(RecencySampler(window=4), 0, 33, 500, storage=storage, cls=cls)
     assert set(rb.sample()["time"].tolist()) == {29, 30, 31, 32}
 
 
 def test_settings_change_by_schedulers_and_are_saved(tmp_path: Path):
     rb, other = buffer(RecencySampler(8.0, 20), 0, 33), buffer(RecencySampler(), 0, 5)
-    schedulers = [LinearScheduler(rb, "window", 2, 9), LinearScheduler(rb, "half_life", 1.0, 7)]
-    for _ in range(9):
+    schedulers = [LinearScheduler(rb, "window", 2.5, 9), LinearScheduler(rb, "half_life", 1.0, 7)]
+    for k in range(9):
         for scheduler in schedulers:
             scheduler.step()
+        assert rb.sampler.window == 18 - 2 * k  # fractions are rounded down
     assert set(rb.sample()["time"].tolist()) == {31, 32}
     rb.dumps(tmp_path)
     other.loads(tmp_path)
@@ -124,15 +120,6 @@ def test_draws_follow_the_law_of_policy_age_whatever_the_order_of_rows(half_life
     assert power(law[law > 0].numpy(), 50 * 8_000, bias=0.02) > 0.97
     assert_follows(torch.bincount(flat, minlength=len(law)), law)
     torch.testing.assert_close(rb.sampler.probability(torch.arange(len(rb)), storage=rb.storage), law)
-
-
-def test_fractions_of_a_window_are_rounded_down():
-    rb = buffer(RecencySampler(window=30), 0, 33)
-    scheduler = LinearScheduler(rb, "window", 3, 4)
-    for _ in range(3):
-        scheduler.step()
-    assert rb.sampler.window == 9  # 30 - 3 * 6.75 = 9.75
-    assert set(rb.sample()["time"].tolist()) <= set(range(24, 33))
 
 
 def test_policy_ages_that_are_written_back_count():

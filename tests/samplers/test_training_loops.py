@@ -111,6 +111,7 @@ def test_rows_written_out_of_order_in_inference_mode_are_known_outside() -> None
         rb.extend(data(10))
         rb.storage.set(torch.tensor([3]), data(1, 10), set_cursor=False)
     batch = rb.sample()
+    rb.storage["x"][0] += 1
     rb.storage.set(torch.arange(10), data(10, 11), set_cursor=False)
     batch["td_error"] = torch.full((8,), 5.0)
     rb.update_tensordict_priority(batch)

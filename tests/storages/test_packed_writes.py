@@ -216,22 +216,6 @@ def test_data_that_requires_grad_is_stored_without_its_history(cursor: Any) -> N
     assert not storage._storage.requires_grad
 
 
-def test_rows_first_written_in_inference_mode_can_be_changed_outside_it() -> None:
-    storage = PackedStorage(5)
-    with torch.inference_mode():
-        storage.set(range(3), transitions(NESTED, 3))
-    data = transitions(NESTED, 3, seed=4)
-    storage.set(range(3), data)
-    storage.write(3, data[:1])
-    with torch.inference_mode():
-        assert_same(storage[torch.tensor([0, 1])].clone(), data[:2])
-    batch = storage[torch.tensor([0])]
-    batch["first"].add_(1)
-    storage["first"][0] += 1
-    assert_same(batch["first"], storage["first"][:1])
-    assert_same(storage[1:], torch.cat([data[1:], data[:1]]))
-
-
 def test_an_index_in_the_data_is_stored_only_if_the_first_write_set_it() -> None:
     data = transitions(NESTED, 3)
     marked = copied(data).set("index", torch.arange(3))

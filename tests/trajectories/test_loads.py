@@ -75,32 +75,6 @@ def test_no_trajectory_goes_on_after_a_load(how, kind, wrapper, tmp_path: Path):
     assert rb.episode_stats.history()["length"].tolist() == [10]
 
 
-@pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
-@pytest.mark.parametrize("how", ["dump", "state"])
-@pytest.mark.parametrize("early", [True, False], ids=["index before", "index after"])
-@pytest.mark.parametrize("used", [0, 2, 7, 8])
-def test_a_full_ring_with_ids_is_parted_at_its_newest_row(used, early, how, cls, tmp_path):
-    """Also where TorchRL's buffer loads the storage before the writer, which knows where the ring goes on."""
-
-    def buffer(count: int, indexed: bool) -> TensorDictReplayBuffer:
-        rb = cls(storage=PackedStorage(5), batch_size=1)
-        if indexed:
-            TrajectoryIndex.of(rb.storage)
-        for k in range(count):
-            rb.add(rows(0, done=False)[k])
-        return rb
-
-    saved, rb = buffer(8, True), buffer(used, early)
-    if how == "state":
-        rb.load_state_dict(saved.state_dict())
-    else:
-        saved.dumps(tmp_path)
-        rb.loads(tmp_path)
-    rb.add(rows(100, done=False)[0])  # in place of the oldest, row 3
-    back = TrajectoryIndex.of(rb.storage).steps_back(torch.arange(5))
-    assert back.tolist() == [1, 2, 3, 0, 0]
-
-
 def test_a_torchrl_dump_is_read_in_ring_order(tmp_path):
     saved = TensorDictReplayBuffer(storage=LazyTensorStorage(5), batch_size=1)
     rb = TensorDictReplayBuffer(storage=PackedStorage(5), batch_size=1)

@@ -24,6 +24,7 @@ from rlbuf_td import (
     SequenceSampler,
     UniformSampler,
 )
+from tests.catalogue import buffer_of
 from tests.processes.test_sharing import all_elsewhere
 from tests.statistics import assert_follows, power
 
@@ -38,13 +39,8 @@ def numbered(first: int, count: int, lanes: int = 0) -> TensorDict:
 
 
 def buffer(capacity: int, lanes: int = 0, storage: Any = PackedStorage, cls: Any = ReplayBuffer, **parts: Any) -> Any:
-    return cls(
-        storage=storage(capacity * max(lanes, 1), ndim=2 if lanes else 1),
-        writer=ReservoirWriter(),
-        batch_size=8,
-        generator=torch.Generator().manual_seed(0),
-        **parts,
-    )
+    sampler = parts.pop("sampler", None)
+    return buffer_of(capacity, sampler, lanes, storage, cls, writer=ReservoirWriter(), batch_size=8, **parts)
 
 
 @pytest.mark.parametrize(("steps", "parts"), [(2, (1, 2, 1, 2)), (1, (4, 1))])
