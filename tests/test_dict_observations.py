@@ -92,8 +92,6 @@ def test_batches_of_a_nested_dict_are_numpy_arrays_on_demand(lanes):
 
 
 class Goals(gymnasium.ObservationWrapper):
-    """The nested observation with goals: where the cart is, and where it should be."""
-
     def __init__(self, env: gymnasium.Env) -> None:
         super().__init__(env)
         place = gymnasium.spaces.Box(-np.inf, np.inf, (1,), np.float32)

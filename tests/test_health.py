@@ -31,7 +31,6 @@ NAMES = ["uniform", "unique", "no norm", "rank", "minibatch"]
 
 
 def numbered(start: int, count: int, lanes: int = 1) -> TensorDict:
-    """Return ``[E, T]`` rows that know when they were written."""
     step = torch.arange(start, start + count).expand(lanes, count).clone()
     return TensorDict({"step": step}, [lanes, count])
 

@@ -19,8 +19,6 @@ DATA = TensorDict(
 
 
 class Balanced(HTMLParser):
-    """Collects the text, and fails where a tag is left open."""
-
     def __init__(self, html: str) -> None:
         super().__init__()
         self.open: list[str] = []

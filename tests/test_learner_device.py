@@ -27,7 +27,6 @@ NAMES += ["sequence", "strict", "windows"]
 
 
 def data(n: int, first: int = 0, lanes: tuple[int, ...] = ()) -> TensorDict:
-    """Return transitions of a Dict observation, lanes first, trajectories of 7 steps."""
     time = torch.arange(first, first + n).expand(*lanes, n)
     x = (time * 10 + (torch.arange(lanes[0])[:, None] if lanes else 0)).unsqueeze(-1)
     done = (time % 7 == 6).unsqueeze(-1)

@@ -64,7 +64,6 @@ def mixture(one: str, other: str, lanes: int = 0, **kwargs: Any) -> ReplayBuffer
 
 
 def check(mixed: ReplayBufferMixture, batch: TensorDict) -> None:
-    """Compare rows with what their members hold at their index."""
     for place, rb in enumerate(mixed.members.values()):
         mine = batch[batch["source"] == place]
         index = mine["index"]
@@ -91,8 +90,6 @@ def test_batches_hold_the_rows_that_their_index_names(one, other, lanes):
 
 
 class GeneralMixture(ReplayBufferMixture):
-    """Never takes the short path."""
-
     _plan = property(lambda mixture: None, lambda mixture, plan: None)
 
 
@@ -639,8 +636,6 @@ def test_states_of_other_members_are_refused():
 
 
 class Locked(Transform):
-    """Needs a lock that a writer holds, too."""
-
     lock = Lock()
 
     def forward(self, data: Any) -> Any:

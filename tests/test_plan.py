@@ -34,6 +34,12 @@ from tests import catalogue
 from tests.catalogue import assert_same, reward_fn
 
 CAPACITY, LANES, BATCH = 24, 3, 8
+
+
+def fresh(name: str, rows: int) -> FreshRowsSampler:
+    return FreshRowsSampler(catalogue.SAMPLERS[name](rows), 3)
+
+
 FRESH = ["uniform", "recency", "proportional", "independent", "rank", "minibatch"]
 MIXED: Any = {"future": 0.5, "episode": 0.3, "random": 0.2}
 SAMPLERS: dict[str, Any] = catalogue.SAMPLERS | {
@@ -41,10 +47,7 @@ SAMPLERS: dict[str, Any] = catalogue.SAMPLERS | {
     "goals of every kind": lambda rows: HindsightSampler(RankSampler(rows), reward_fn, strategy=MIXED),
     "goals that end": lambda rows: HindsightSampler(UniformSampler(), reward_fn, terminated_fn=terminated_fn),
     "several rewards": lambda rows: NStepSampler(RankSampler(rows), 3, 0.9, reward_key=("next", "rewards")),
-    **{
-        f"fresh, {name}": partial(lambda name, rows: FreshRowsSampler(catalogue.SAMPLERS[name](rows), 3), name)
-        for name in FRESH
-    },
+    **{f"fresh, {name}": partial(fresh, name) for name in FRESH},
 }
 
 
@@ -53,8 +56,6 @@ def terminated_fn(batch: TensorDict) -> torch.Tensor:
 
 
 class GeneralBuffer(ReplayBuffer):
-    """Never takes the short path."""
-
     _plan = _write_plan = property(lambda rb: None, lambda rb, plan: None)
 
 
@@ -160,19 +161,16 @@ def write(rb: ReplayBuffer, step: str, lanes: int | None, value: int) -> object:
 
 
 def ask(rb: ReplayBuffer) -> object:
-    """Return how far trajectories reach, from an index that is attached now if there is none."""
     return torch.stack([part.long() for part in TrajectoryIndex.of(rb.storage).reach(torch.arange(len(rb)))])
 
 
 def state(rb: ReplayBuffer) -> dict[str, object]:
-    """Return the whole state; the rows as columns, without the bytes between them."""
     found = rb.state_dict() | {"trajectories": TrajectoryIndex.of(rb.storage).state_dict()}
     found["_storage"]["rows"] = rb.storage[:]
     return found
 
 
 def assert_equal(mine: Any, theirs: Any) -> None:
-    """Compare nested states, bit for bit."""
     assert type(mine) is type(theirs)
     if isinstance(mine, dict | list | tuple):
         assert len(mine) == len(theirs)

@@ -39,7 +39,6 @@ def taken(tensors: Any) -> int:
 
 
 def state_of(sampler: Any) -> int:
-    """Return the bytes of the tensors that a sampler really has."""
     if isinstance(sampler, ProportionalSampler):
         return taken(sampler.tree.tensors().values())
     if isinstance(sampler, RankSampler):

@@ -18,7 +18,6 @@ from tests.test_learner_device import SIZE, STEPS, Reference, buffer, data, lear
 
 
 def doubled(batch: Any, seen: set[str] | None = None) -> Any:
-    """Change a batch, and note the thread that does it."""
     if seen is not None:
         seen.add(threading.current_thread().name.partition("-")[0])
     return batch.set("twice", batch["action"] * 2)

@@ -39,7 +39,6 @@ def vector(mode: AutoresetMode, kind: str = "box", how: str = "sync", **kwargs: 
 
 
 def started(env: Any, capacity: int = 100, **settings: Any) -> GymnasiumRecorder:
-    """Return a recorder that has been reset, with a buffer for its environment."""
     recorder = GymnasiumRecorder(ReplayBuffer.from_env(env, capacity), env, **settings)
     recorder.reset(seed=1)
     return recorder
@@ -57,7 +56,6 @@ def run(recorder: GymnasiumRecorder, env: Any, steps: int, seed: int = 0) -> Non
 
 
 def histories(env: Any) -> list[TensorDict]:
-    """Return what each environment has kept, one by one, as transitions ``[n]``."""
     kept = env.get_attr("history") if hasattr(env, "num_envs") else [env.unwrapped.history]
     return [torch.stack([make_transition(*step[:6]) for step in history]) for history in kept]
 

@@ -171,7 +171,6 @@ def step(n: int = 2) -> TensorDict:
 
 @pytest.fixture
 def crowded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All places have 10 MiB free, of 20."""
     monkeypatch.setattr(_room, "room_for", lambda device, **_: Room(device.type, 10 << 20, 20 << 20))
 
 

@@ -27,8 +27,6 @@ REASONS = [("next", "success")]
 
 
 class Oracle:
-    """Every step of every trajectory in a list."""
-
     def __init__(self, window: int) -> None:
         self.window, self.steps = window, 0
         self.open: dict[Any, list[dict[str, float]]] = defaultdict(list)
@@ -99,7 +97,6 @@ def tell(oracle: Oracle, row: TensorDict, trajectory: Any) -> None:
 
 
 def tell_all(oracle: Oracle, data: TensorDict) -> None:
-    """Tell ``[E, T]`` steps in the order of time; a trajectory is its id, or its lane."""
     for t in range(data.shape[1]):
         for lane, row in enumerate(data[:, t]):
             tell(oracle, row, int(row["collector", "traj_ids"]) if "collector" in row.keys() else lane)

@@ -73,7 +73,6 @@ def make(sampler: str, **kwargs) -> ReplayBuffer:
 
 
 def usual(rb: ReplayBuffer, may_be_empty: bool = False) -> tuple[Crowd, list[int]]:
-    """One writer, four samplers, and one thread that updates priorities."""
     crowd, written = Crowd(), [64]
     batches: list[Any] = []
 

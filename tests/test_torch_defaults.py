@@ -13,7 +13,6 @@ from tests.test_learner_device import NAMES, SIZE, buffer, data
 
 
 def life(name: str, ndim: int, path: Path) -> list[Any]:
-    """Return what a buffer gives while it fills, wraps, is saved and loaded."""
     device = "cpu" if ndim == 2 else None  # with one, batches are prefetched
     rb, loaded = (buffer(SAMPLERS[name](200), ndim, device=device) for _ in range(2))
     given: list[Any] = []

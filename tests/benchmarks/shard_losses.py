@@ -38,7 +38,6 @@ def rows(first: int, count: int) -> TensorDict:
 
 
 def wrong(batch: TensorDict) -> int:
-    """Return how many rows are not as they were written."""
     is_right = batch["next", "check"] == batch["id"] * FACTOR
     return int((~(is_right & (batch["next", "wide"] == batch["id"][:, None].float()).all(1))).sum())
 
@@ -58,8 +57,6 @@ def timed(seconds: float, step: Callable[[], None]) -> tuple[int, list[float]]:
 
 
 class Writer:
-    """A collector in a process of its own."""
-
     def __init__(self, client: Any, first: int) -> None:
         torch.set_num_threads(1)
         self.client, self.next = client, first
@@ -97,7 +94,6 @@ def watch(rb: ShardedReplayBuffer, every: float, stop: threading.Event, kills: l
 
 
 def longest_without(alive: list[int]) -> float:
-    """Return for how many seconds no shard was alive."""
     longest = current = 0
     for count in alive:
         current = 0 if count else current + 1

@@ -28,7 +28,6 @@ def buffer(sampler: Any, device: torch.device, rows: int = 20, **kwargs: Any) ->
 
 
 def counted(captured: Any, rows: int, calls: int) -> np.ndarray:
-    """Return how often each ``x`` comes."""
     counts = torch.zeros(rows, dtype=torch.int64)
     for _ in range(calls):
         counts += captured()["x"].cpu().bincount(minlength=rows)

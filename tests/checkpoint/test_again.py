@@ -31,7 +31,6 @@ def extend(rb, n, value):
 
 
 def sizes(path: Path) -> dict[str, tuple[int, int]]:
-    """Return the inode and the length of each file of a dump."""
     return {file.name: (file.stat().st_ino, file.stat().st_size) for file in path.glob("data/*.bin")}
 
 
@@ -41,7 +40,6 @@ def written(before, after):
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    """Let files be of 16 KiB, so that a megabyte has many."""
     monkeypatch.setattr(files, "CHUNK_BYTES", 1 << 14)
 
 

@@ -29,7 +29,6 @@ def extend(rb: ReplayBuffer, generation: int, rows: int) -> None:
 
 
 def expected(generation: int, rows: int) -> torch.Tensor:
-    """Return the number in each row after ``generation``, ``[rows]`` int64."""
     numbers = torch.zeros(rows, dtype=torch.int64)
     for g in range(max(1, generation - 5), generation + 1):
         numbers[((g - 1) * (rows // 4) + torch.arange(rows // 4)) % rows] = g

@@ -155,7 +155,6 @@ def test_an_epoch_that_was_given_up_is_not_resumed(tmp_path):
 
 
 def two(kind, **parts):
-    """Return two buffers of the same parts and other generators."""
     generators = (torch.Generator().manual_seed(seed) for seed in range(2))
     return [kind(**{name: make() for name, make in parts.items()}, batch_size=4, generator=g) for g in generators]
 

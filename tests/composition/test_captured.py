@@ -21,7 +21,6 @@ WRITES = (0, 3, 30, 60)  # time steps between calls; with the third the buffer i
 
 
 def assert_priorities(world: World, batch: TensorDictBase, recipe: Recipe, sampler: Any) -> None:
-    """Compare the priorities of the anchors with the errors of the rows that they stand for."""
     wanted, errors = {}, batch["td_error"].abs().view(-1, recipe.window)
     for anchor, error in zip(decided(world, batch, recipe)[0], errors.tolist(), strict=True):
         real = window(world, anchor, recipe)[1] if recipe.sequence else [True]

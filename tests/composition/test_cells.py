@@ -105,7 +105,6 @@ def make(kind: str, recipe: Recipe, ndim: int, fill: str, buffer: str, seed: int
 
 
 def error_of(rows: torch.Tensor) -> torch.Tensor:
-    """Return a TD error for each row, all different in magnitude."""
     return torch.where(rows % 2 == 0, 1.0, -1.0) * (0.1 + ((rows * 37) % 101) / 50.0)
 
 
@@ -163,7 +162,6 @@ def decided(world: World, batch: TensorDictBase, recipe: Recipe) -> tuple[list[C
 
 
 def weights(kind: str, world: World, anchors: list[Cell]) -> list[float]:
-    """Return importance weights, by definition: beta 0.5, relative to the largest of the buffer."""
     probability = law(kind, len(world.history.written()))
     weight = probability**-0.5
     return [float(weight[world.flat(anchor)] / weight.max()) for anchor in anchors]

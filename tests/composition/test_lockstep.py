@@ -20,8 +20,6 @@ OFTEN = [(0.0, 0.0, 0.0), (0.1, 0.05, 0.05), (0.5, 0.2, 0.2), (1.0, 0.0, 0.0)]
 
 
 class Lockstep(RuleBasedStateMachine):
-    """After any writes, a batch holds what the definitions say of the rows that it names."""
-
     @initialize(
         kind=st.sampled_from(SAMPLERS),
         recipe=st.sampled_from([*RECIPES]),

@@ -20,7 +20,6 @@ STEPS = 24
 
 
 def episodes() -> TensorDict:
-    """Return episodes of six steps, whose rewards and observations are the number of the step."""
     step = torch.arange(STEPS, dtype=torch.float32)
     done = (torch.arange(STEPS) % 6 == 5).unsqueeze(-1)
     outcome = {"observation": step + 1, "achieved_goal": step.unsqueeze(-1) + 1, "reward": step.unsqueeze(-1)}

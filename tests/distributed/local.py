@@ -41,8 +41,6 @@ class Method:
 
 
 class LocalHandle:
-    """A shard, and the calls that have reached it."""
-
     def __init__(self, make_buffer: Callable[[], ReplayBuffer]) -> None:
         self.make_buffer, self.is_lost = make_buffer, False
         self.calls: list[str] = []
@@ -51,7 +49,6 @@ class LocalHandle:
             setattr(self, name, Method(self, name))
 
     def restart(self, dump: str | None = None) -> None:
-        """Lose everything, and begin anew, perhaps from a dump."""
         self.shard, self.is_lost = Shard(self.make_buffer, dump, True), False
 
 
@@ -74,8 +71,6 @@ def connect(handles: list[LocalHandle]) -> tuple[list[LocalHandle], None, LocalE
 
 
 class World:
-    """Some shards, and clients of them."""
-
     def __init__(self, shards: int, make_buffer: Callable[[], ReplayBuffer], **options: Any) -> None:
         self.handles = [LocalHandle(make_buffer) for _ in range(shards)]
         self.spec, self.options = Spec.of(make_buffer()), options

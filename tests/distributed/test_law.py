@@ -46,7 +46,6 @@ def fill(world: World, count: int) -> int:
 
 
 def magnitudes(world: World, count: int) -> torch.Tensor:
-    """Return the magnitude of each row by its id, 0 where it is not stored."""
     found = torch.zeros(count, dtype=torch.float64)
     for shard in world.shards:
         stored = shard.storage[:]["id"].flatten()

@@ -42,7 +42,6 @@ def process_of(rb: ShardedReplayBuffer, place: int) -> int:
 
 
 def learn(rb: Any, seconds: float) -> int:
-    """Sample and update; return the number of batches."""
     end, batches = time.monotonic() + seconds, 0
     while time.monotonic() < end:
         batch = rb.sample(wait=True, timeout=120.0)
@@ -54,13 +53,10 @@ def learn(rb: Any, seconds: float) -> int:
 
 
 class Writer:
-    """A collector in a process of its own."""
-
     def __init__(self, client: Any, first: int) -> None:
         self.client, self.next = client, first
 
     def write(self, seconds: float, count: int = 50) -> int:
-        """Write for some time; return how many rows."""
         end, written = time.monotonic() + seconds, 0
         while time.monotonic() < end:
             self.client.extend(rows(self.next, count))

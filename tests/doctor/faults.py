@@ -60,7 +60,6 @@ def done_twice(rows: TensorDict) -> TensorDict:
 
 
 def done_within(rows: TensorDict) -> TensorDict:
-    """Set done in the middle of a long trajectory."""
     done = rows["next", "done"][:, 0, 0]
     alone = [t for t in range(5, len(done) - 5) if not done[t - 5 : t + 5].any()]
     rows["next", "done"][alone[-1], 0] = True

@@ -74,10 +74,8 @@ def test_an_observation_out_of_its_bounds_is_found(rows: TensorDict, space: Any)
     assert check(rows, space=space).codes == []
     rows["observation"][33, 1] = 9.5
     rows["next", "observation"][32, 1] = 9.5
-    assert [(each.key, each.rows) for each in check(rows, space=space)] == [
-        (("observation",), (33,)),
-        (("next", "observation"), (32,)),
-    ]
+    found = {each.key: each.rows for each in check(rows, space=space)}
+    assert found == {("observation",): (33,), ("next", "observation"): (32,)}
     assert check(rows, space=space).codes == ["out-of-bounds"] * 2
 
 

@@ -11,12 +11,10 @@ Observe = Callable[[torch.Tensor], dict]
 
 
 def vector(state: torch.Tensor) -> dict:
-    """Show the state itself: ``[E, 3]`` float32."""
     return {"observation": state.clone()}
 
 
 def nested(state: torch.Tensor) -> dict:
-    """Show the state as a Dict of an image, a vector, an integer and a mask."""
     image = (state.repeat(1, 48)[:, :144].view(-1, 1, 12, 12) * 40).round().clamp(-128, 127) + 128
     return {
         "camera": {"pixels": image.to(torch.uint8)},

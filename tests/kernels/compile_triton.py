@@ -30,8 +30,6 @@ DRIVER = SimpleNamespace(
 
 
 def _compile(self: Any, grid: Any) -> Any:
-    """Take the place of a launch."""
-
     def run(*args: Any, **kwargs: Any) -> None:
         kernel = self.run(*args, grid=grid, warmup=True, **kwargs)
         if "cubin" not in kernel.asm:
@@ -42,7 +40,6 @@ def _compile(self: Any, grid: Any) -> Any:
 
 
 def main() -> None:
-    """Compile what trees and boundaries of several sizes launch."""
     driver.set_active(DRIVER)
     JITFunction.__getitem__ = _compile
     cpu = torch.device("cpu")

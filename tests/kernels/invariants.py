@@ -14,7 +14,6 @@ from rlbuf_td.kernels.sum_tree import SumTree, reference, weight_of
 
 
 def check_order(order: Any) -> None:
-    """Raise AssertionError unless a chunked order keeps the invariants of ``kernels.rank_order.chunks``."""
     st: Chunks = order.chunks
     groups = int(st.head[GROUPS])
     keys: list[np.ndarray] = []
@@ -60,7 +59,6 @@ def _must(holds: bool, invariant: str) -> None:
 
 
 def flags(bits: BitBoundaries) -> FlagBoundaries:
-    """Return the same boundaries as flags."""
     flagged = FlagBoundaries(bits.steps, bits.lanes)
     position = torch.arange(bits.steps)
     for flag, first in ((flagged.cut, 0), (flagged.over, int(bits.starts[-1]))):
@@ -70,7 +68,6 @@ def flags(bits: BitBoundaries) -> FlagBoundaries:
 
 
 def check_boundaries(bits: BitBoundaries) -> None:
-    """Raise AssertionError unless a bitmap keeps the invariants of ``kernels.episodes``."""
     flagged = flags(bits)
     _must(not (flagged.over & ~flagged.cut).any(), "a step that is over is cut")
     _must(int(bits.head) < 0 or bool(flagged.cut.any(0).all()), "each lane has a cut")
@@ -103,7 +100,6 @@ def check_pool(table: Table) -> None:
 
 
 def check_tree(tree: SumTree, alpha: float, eps: float) -> None:
-    """Raise AssertionError unless a sum tree keeps the invariants of ``kernels.sum_tree``."""
     given = tree.magnitude >= 0
     expected = torch.where(given, weight_of(tree.magnitude, alpha, eps), 0.0)
     torch.testing.assert_close(tree.weight, expected, rtol=1e-12, atol=0.0)

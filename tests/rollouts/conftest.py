@@ -76,7 +76,6 @@ class World:
         return generalized_advantage_estimate(gamma, lmbda, *values, after["reward"], *ends, time_dim=1)
 
     def rows_to_ask(self, data: TensorDict) -> int:
-        """Count the rows at which a trajectory breaks off."""
         after = data["next"]
         breaks = after["truncated"].clone()
         breaks[:, -1] = ~after["terminated"][:, -1]

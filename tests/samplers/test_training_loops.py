@@ -22,7 +22,6 @@ from tests.waiting import waiting_is_an_error
 
 
 def loop(rb: ReplayBuffer, rows: list[TensorDict], td_error: torch.Tensor) -> None:
-    """Do what a training loop does, around the ring."""
     for part in rows:
         rb.extend(part)
         rb.add(part[0])

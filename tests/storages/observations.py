@@ -51,7 +51,6 @@ class Lanes:
         return data
 
     def steps(self, count: int, often: float) -> TensorDict:
-        """Return ``[count, lanes]``."""
         chance = torch.rand(count, self.lanes, generator=self.generator) < often
         return torch.stack([self.step(broken) for broken in chance]).contiguous()
 

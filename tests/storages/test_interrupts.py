@@ -51,7 +51,6 @@ class Interrupter:
 
 
 def state_of(rb: ReplayBuffer) -> dict[str, Any]:
-    """Return all that a write changes, as plain numbers."""
     state: dict[str, Any] = {"len": len(rb), "count": rb.write_count, "cursor": rb.writer._cursor}
     state["clock"] = list(rb.storage.clock.numbers)
     if len(rb):

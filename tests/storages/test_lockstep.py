@@ -49,8 +49,6 @@ def rows_of(data: TensorDictBase, lead_dims: int) -> list[Row]:
 
 
 class Lockstep(RuleBasedStateMachine):
-    """Random writes and reads; after each, every byte and every counter is compared."""
-
     @initialize(
         how=st.sampled_from([*HOW, *KINDS]),
         ndim=st.sampled_from([1, 1, 2, 3]),
@@ -111,7 +109,6 @@ class Lockstep(RuleBasedStateMachine):
         return data
 
     def as_stored(self, data: TensorDict) -> TensorDict:
-        """Add the index that writers of TorchRL store."""
         if "index" in self.plain._storage.keys():
             like = self.plain._storage["index"]
             data["index"] = torch.zeros((*data.batch_size, *like.shape[data.ndim :]), dtype=like.dtype)

@@ -62,8 +62,6 @@ class Driver:
 
 
 class AsArray:
-    """What a device reads, as the CPU does."""
-
     def __init__(self, locked: Any) -> None:
         self.locked, self.__array_interface__ = locked, locked.__cuda_array_interface__
 

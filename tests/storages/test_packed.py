@@ -19,7 +19,6 @@ LANES = {1: (), 2: (3,), 3: (3, 2)}
 
 
 def filled(ndim: int, full: bool, schema: Schema, device: Any = "cpu") -> tuple[PackedStorage, LazyTensorStorage]:
-    """Return both storages with the same ``STEPS`` time steps, at capacity or below it."""
     lanes = LANES[ndim]
     capacity = (STEPS if full else STEPS + 3) * torch.Size(lanes).numel()
     data = transitions(schema, STEPS, lanes, device=device)

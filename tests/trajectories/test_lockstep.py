@@ -47,11 +47,7 @@ FLAGS: dict[str, dict[str, tuple[int, ...]]] = {
     "bare parts": {"terminated": (), "truncated": ()},
     "none": {},
 }
-IDS: dict[str, tuple[torch.dtype, tuple[int, ...]] | None] = {
-    "no ids": None,
-    "ids": (torch.int64, ()),
-    "short ids": (torch.int32, (1,)),
-}
+IDS: dict[str, Any] = {"no ids": None, "ids": (torch.int64, ()), "short ids": (torch.int32, (1,))}
 KEYS = {"next": ("next", "done"), "group": ("next", "group", "done"), "root": "done"}
 
 
@@ -81,7 +77,7 @@ class Lockstep(RuleBasedStateMachine):
             storage=STORAGES[storage](steps * self.lanes, ndim=ndim), writer=ring(), dim_extend=0
         )
         self.history = History(steps, self.lanes)
-        self.cursor = self.live = 0
+        self.cursor = self.live = self.newest = 0
         self.current = [0] * self.lanes
         self.untold = False  # whether something has come that the index was not told of
         self.patch = mock.patch("rlbuf_td.storages.trajectory_index.make_boundaries", self.make_boundaries)
@@ -136,7 +132,6 @@ class Lockstep(RuleBasedStateMachine):
         return data
 
     def put(self, slots: list[int]) -> None:
-        """Tell the histories of the data made last."""
         for slot, (done, names), values in zip(slots, self.pending, self.values, strict=True):
             self.history.put(slot, done, names, values)
         if self.attached and len(set(slots)) == self.live:
@@ -145,7 +140,7 @@ class Lockstep(RuleBasedStateMachine):
     def advance(self, n: int) -> None:
         slots = [(self.cursor + j) % self.steps for j in range(n)]
         self.cursor = (self.cursor + n) % self.steps
-        self.live = max(self.live, min(self.steps, max(slots) + 1))
+        self.live, self.newest = max(self.live, min(self.steps, max(slots) + 1)), slots[-1]
         self.put(slots)
 
     @rule(n=st.one_of(st.integers(1, 4), st.integers(1, 150)), seed=st.integers(0, 999))
@@ -185,6 +180,7 @@ class Lockstep(RuleBasedStateMachine):
             data["index"] = data["x"]
         counted &= isinstance(self.rb.storage, PackedStorage)  # TorchRL's count rows twice
         self.rb.storage.set(slice(slots[0], slots[-1] + 1), data, set_cursor=counted)
+        self.newest = slots[-1] if counted else self.newest  # as the storage has it, whatever the writer's cursor
         self.put(slots)
         self.untold = True
 
@@ -216,7 +212,7 @@ class Lockstep(RuleBasedStateMachine):
         if not self.live:
             return
         if self.untold:
-            self.history.read_as_ring(self.live, (self.cursor - 1) % self.steps)
+            self.history.read_as_ring(self.live, self.newest)
             self.untold = False
         self.attached = True
         cells = self.history.written()
@@ -234,8 +230,6 @@ class Lockstep(RuleBasedStateMachine):
 
 
 class LockstepWithFlags(Lockstep):
-    """The same with the boundaries that other devices have."""
-
     make_boundaries = staticmethod(FlagBoundaries)
 
 

@@ -30,7 +30,6 @@ from tests.statistics import assert_follows, power
 
 
 def numbered(first: int, count: int, lanes: int = 0) -> TensorDict:
-    """Return time steps that know their number, ``[count]`` or ``[lanes, count]``."""
     step = torch.arange(first, first + count)
     if not lanes:
         return TensorDict({"step": step, "lane": step * 0}, [count])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,7 @@ from torchrl.data.replay_buffers import RoundRobinWriter, Storage, TensorDictRou
 from rlbuf_td import PackedStorage, ReplayBuffer, RingWriter, SchemaError
 from tests.catalogue import assert_same, copied
 
-STORAGES: dict[str, Callable[..., Storage]] = {
-    "packed": PackedStorage,
-    "lazy tensor": LazyTensorStorage,
-    "memmap": LazyMemmapStorage,
-}
+STORAGES: dict[str, Any] = {"packed": PackedStorage, "lazy tensor": LazyTensorStorage, "memmap": LazyMemmapStorage}
 
 
 def ring(storage: Storage, **settings: Any) -> RingWriter:
@@ -43,8 +38,6 @@ def write(writer: RingWriter, how: str, data: TensorDict) -> Any:
 
 
 class Listener:
-    """Remembers every index that it is told."""
-
     def __init__(self) -> None:
         self.heard: list[Any] = []
 
@@ -53,8 +46,6 @@ class Listener:
 
 
 class RangeListener(Listener):
-    """Prefers ranges, as the samplers of this package do."""
-
     def mark_range(self, start: int, count: int) -> None:
         self.heard.append((start, count))
 
