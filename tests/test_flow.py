@@ -57,6 +57,14 @@ def test_without_a_tolerance_the_least_possible_one_is_taken():
     assert flow.tolerance == 32
 
 
+def waited(rb: ReplayBuffer) -> TensorDict:
+    writer = threading.Timer(0.05, rb.extend, (rows(5),))
+    writer.start()
+    batch = rb.sample(wait=True, timeout=10)
+    writer.join()
+    return batch
+
+
 def test_a_batch_waits_for_rows_and_for_permission():
     rb = buffer(samples_per_insert=1.0, min_size=10, tolerance=20)
     with pytest.raises(RuntimeError, match="does not admit a batch of 8 rows"):
@@ -64,10 +72,7 @@ def test_a_batch_waits_for_rows_and_for_permission():
     rb.extend(rows(9))
     with pytest.raises(TimeoutError, match="flow control admitted nothing"):
         rb.sample(wait=True, timeout=0.01)
-    writer = threading.Timer(0.05, rb.extend, (rows(5),))
-    writer.start()
-    assert rb.sample(wait=True, timeout=10).shape == (8,)
-    writer.join()
+    assert waited(rb).shape == (8,)
     health = rb.health()
     assert (health["inserts"], health["samples"], health["sample_waits"]) == (14, 8, 2)
 
@@ -76,10 +81,7 @@ def test_a_buffer_without_flow_control_waits_for_its_first_row():
     rb = buffer()
     with pytest.raises(TimeoutError, match="no row"):
         rb.sample(wait=True, timeout=0.01)
-    writer = threading.Timer(0.05, rb.extend, (rows(5),))
-    writer.start()
-    assert rb.sample(wait=True, timeout=10).shape == (8,)
-    writer.join()
+    assert waited(rb).shape == (8,)
     assert "inserts" not in rb.health()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -150,26 +151,20 @@ def test_another_storage_and_an_empty_buffer_are_refused():
 
 
 def test_threads_write_back_while_others_write():
-    made, stop, errors = Numbered(batch=8), threading.Event(), []
+    made, stop = Numbered(batch=8), threading.Event()
     made.write(CAPACITY)
 
     def learn() -> None:
-        try:
-            while not stop.is_set():
-                batch = made.rb.sample()
-                batch["state"] = batch["x"].float()[:, None].expand(-1, 3).clone()
-                made.rb.write_back(batch, ["state"])
-        except Exception as error:  # noqa: BLE001  what the test is about
-            errors.append(error)
+        while not stop.is_set():
+            batch = made.rb.sample()
+            batch["state"] = batch["x"].float()[:, None].expand(-1, 3).clone()
+            made.rb.write_back(batch, ["state"])
 
-    threads = [threading.Thread(target=learn) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for count in (1, 5, 12, 3) * 60:
-        made.write(count)
-    stop.set()
-    for thread in threads:
-        thread.join()
-    assert not errors
+    with ThreadPoolExecutor(3) as threads:
+        learners = [threads.submit(learn) for _ in range(3)]
+        for count in (1, 5, 12, 3) * 60:
+            made.write(count)
+        stop.set()
+    assert [learner.result() for learner in learners] == [None] * 3
     for x, state in made.states().items():
         assert state in ([x] * 3, [0.0] * 3)

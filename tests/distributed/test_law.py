@@ -45,6 +45,12 @@ def fill(world: World, count: int) -> int:
     return first
 
 
+def begun(shards: int, count: int, **options: Any) -> tuple[World, Any]:
+    world = World(shards, proportional, **options)
+    fill(world, count)
+    return world, world.client()
+
+
 def magnitudes(world: World, count: int) -> torch.Tensor:
     found = torch.zeros(count, dtype=torch.float64)
     for shard in world.shards:
@@ -159,9 +165,8 @@ def test_a_batch_is_stratified_over_all_shards():
 
 
 def test_new_rows_enter_with_the_largest_error_that_any_shard_has_seen():
-    world = World(2, proportional)
-    fill(world, 30)
-    learner, writer = world.client(), world.client(home=0)
+    world, learner = begun(2, 30)
+    writer = world.client(home=0)
     batch = learner.sample()
     batch["td_error"] = torch.where(batch["index"][:, 0] == 1, 9.0, 0.1)
     learner.update_tensordict_priority(batch)
@@ -175,9 +180,7 @@ def test_new_rows_enter_with_the_largest_error_that_any_shard_has_seen():
 
 
 def test_td_errors_travel_with_the_next_request_one_to_each_shard():
-    world = World(4, proportional)
-    fill(world, 200)
-    learner = world.client()
+    world, learner = begun(4, 200)
     learner.sample()
     for handle in world.handles:
         handle.calls.clear()

@@ -33,7 +33,7 @@ from rlbuf_td.distributed.shard import Request
 from rlbuf_td.distributed.spec import Spec
 from rlbuf_td.storages.layout import RowLayout
 from tests.distributed.local import World
-from tests.distributed.test_law import fill, magnitudes, proportional, rows, uniform
+from tests.distributed.test_law import begun, fill, magnitudes, proportional, rows, uniform
 
 
 def updated(client, batch, error=7.0):
@@ -70,9 +70,8 @@ def test_updates_reach_their_rows():
 
 
 def test_updates_of_replaced_rows_are_skipped_and_counted():
-    world = World(2, proportional)
-    fill(world, 60)
-    learner, writer = world.client(), world.client(home=0)
+    world, learner = begun(2, 60)
+    writer = world.client(home=0)
     batch = learner.sample()
     writer.extend(rows(1_000, 400))
     learner.synchronize()
@@ -95,9 +94,7 @@ def test_updates_for_a_restarted_shard_are_skipped_and_counted():
 
 
 def test_a_lost_shard_costs_its_rows_and_one_retry():
-    world = World(3, proportional)
-    fill(world, 90)
-    learner = world.client()
+    world, learner = begun(3, 90)
     learner.sample()
     world.handles[2].is_lost = True
     batch = learner.sample()
@@ -117,9 +114,7 @@ def test_a_lost_shard_costs_its_rows_and_one_retry():
 
 
 def test_a_shard_that_has_only_been_slow_is_given_more_time():
-    world = World(2, proportional)
-    fill(world, 60)
-    learner = world.client()
+    _, learner = begun(2, 60)
     learner.links.lose(1)
     learner.sample()
     assert (learner.links.live, learner.links.patience) == ([0, 1], 2 * PATIENCE)
@@ -127,9 +122,7 @@ def test_a_shard_that_has_only_been_slow_is_given_more_time():
 
 
 def test_a_loss_is_raised_where_that_is_wanted():
-    world = World(2, proportional, on_loss="raise")
-    fill(world, 60)
-    learner = world.client()
+    world, learner = begun(2, 60, on_loss="raise")
     learner.sample()
     world.handles[0].is_lost = True
     with pytest.raises(ShardLost, match="shard 0 of 2 is lost"):
@@ -137,9 +130,7 @@ def test_a_loss_is_raised_where_that_is_wanted():
 
 
 def test_flow_control_does_not_count_what_failed():
-    world = World(1, proportional, on_loss="raise")
-    fill(world, 60)
-    learner = world.client()
+    world, learner = begun(1, 60, on_loss="raise")
     flow = learner._flow = mock.Mock(**{"sample.remote.return_value": None, "insert.remote.return_value": None})
     learner.sample(8)
     assert not flow.take_back.remote.called
@@ -147,16 +138,14 @@ def test_flow_control_does_not_count_what_failed():
     with pytest.raises(ShardLost):
         learner.sample(8)
     flow.take_back.remote.assert_called_once_with(sampled=8)
-    learner.links.require_one = mock.Mock(side_effect=ShardLost("none of 1 shards"))  # type: ignore[method-assign]
+    learner.links.require_one = mock.Mock(side_effect=ShardLost("none of 1 shards"))
     with pytest.raises(ShardLost):
         learner.extend(rows(0, 5))
     flow.take_back.remote.assert_called_with(inserted=5)
 
 
 def test_a_shard_that_was_emptied_meanwhile_is_drawn_from_no_more():
-    world = World(2, proportional)
-    fill(world, 60)
-    learner = world.client()
+    world, learner = begun(2, 60)
     learner.sample()
     world.shards[1].empty()
     assert set(learner.sample()["index"][:, 0].tolist()) == {0}
@@ -214,9 +203,7 @@ def test_an_unfit_write_is_refused_at_once():
 
 
 def test_updates_without_errors_or_with_bad_ones_are_refused():
-    world = World(2, proportional)
-    fill(world, 60)
-    learner = world.client()
+    _, learner = begun(2, 60)
     batch = learner.sample()
     with pytest.raises(KeyError, match="no 'td_error'"):
         learner.update_tensordict_priority(batch)

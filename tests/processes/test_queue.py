@@ -6,8 +6,8 @@ import multiprocessing as mp
 import os
 import pickle
 import signal
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from queue import Empty, Full
 from typing import Any
@@ -133,12 +133,10 @@ def write(queue: ExperienceQueue, writer: int, count: int) -> None:
 def test_threads_take_each_row_once():
     queue = make()
     streams: list[list[tuple[int, int]]] = [[], []]
-    threads = [threading.Thread(target=write, args=(queue, writer, 96)) for writer in range(3)]
-    threads += [threading.Thread(target=read, args=(queue, stream, 36)) for stream in streams]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(5) as threads:
+        calls = [threads.submit(write, queue, writer, 96) for writer in range(3)]
+        calls += [threads.submit(read, queue, stream, 36) for stream in streams]
+    assert [call.result() for call in calls] == [None] * 5
     check_streams(streams, 3, 96)
 
 

@@ -28,6 +28,14 @@ def chain(count: int, width: int = 8, length: int | None = None) -> TensorDict:
     return TensorDict({"observation": seen[:-1].clone(), "next": {"observation": following}}, [count])
 
 
+def assert_refilled(storage: PackedStorage, data: TensorDict) -> None:
+    storage._empty()
+    for start in (0, 3):
+        storage.set(range(start, 10), data[start:])
+    assert_same(storage[:], data)
+    check_pool(pooled(storage).table)
+
+
 def test_rows_of_one_trajectory_take_one_observation_each() -> None:
     storage = PackedStorage(100, share_next=True)
     storage.set(range(100), chain(100))
@@ -243,11 +251,7 @@ def test_rows_beyond_those_that_were_loaded_hold_nothing(shared) -> None:
     assert_same(storage[:], plain[:])
     assert pooled(storage).in_use == [6]
     check_pool(pooled(storage).table)
-    storage._empty()
-    for start in (0, 3):
-        storage.set(range(start, 10), data[start:])
-    assert_same(storage[:], data)
-    check_pool(pooled(storage).table)
+    assert_refilled(storage, data)
 
 
 def test_a_load_in_several_parts_leaves_entries_that_a_dead_process_needs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,11 +278,7 @@ def test_a_write_that_was_cut_short_does_not_outlive_the_rows(monkeypatch: pytes
         patched.setattr(storage, "count_written", dies)
         with pytest.raises(KeyboardInterrupt):
             storage.set(range(4, 9), data[4:9])
-    storage._empty()
-    for start in (0, 3):
-        storage.set(range(start, 10), data[start:])
-    assert_same(storage[:], data)
-    check_pool(pooled(storage).table)
+    assert_refilled(storage, data)
 
 
 @pytest.mark.parametrize("index", [True, False])
