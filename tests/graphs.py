@@ -83,7 +83,6 @@ class Recorder(RefuseWaiting):
         self.calls.append(call)
 
     def keep(self, values: Any) -> None:
-        """Remember what memory holds that is about to be changed."""
         for value in values:
             if isinstance(value, torch.Tensor) and _address(value) not in self.before:
                 storage = value.untyped_storage()
@@ -121,7 +120,6 @@ class RecordedGraph:
                 call()
 
     def listening(self, recorder: Recorder) -> AbstractContextManager[object]:
-        """Let the recorder see every operation."""
         return recorder
 
     @contextmanager

@@ -9,7 +9,6 @@ import torch
 
 @cache
 def why_not() -> str | None:
-    """Return what keeps it from working, if anything does."""
     try:
         import triton
         from triton.runtime.interpreter import InterpretedFunction

@@ -37,7 +37,6 @@ from tests.catalogue import SAMPLERS, buffer_of
 
 
 def transitions(count: int, *, lanes: int = 0, start: int = 0) -> TensorDict:
-    """Return transitions that count: ``[count]``, or ``[lanes, count]`` as collectors give them."""
     shape = [lanes, count] if lanes else [count]
     number = torch.arange(start, start + count * max(lanes, 1)).view(shape)
     return TensorDict(

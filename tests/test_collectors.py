@@ -36,7 +36,6 @@ def learn(rb: Any) -> None:
 
 
 def check_trajectories(rb: Any) -> None:
-    """Rows that the index joins are one worker's, one trajectory's, and follow each other."""
     rows, lanes = rb.storage[:], rb.storage.shape[1:].numel() if rb.storage.ndim > 1 else 1
     flat = TensorDict({key: rows[key].flatten(0, rb.storage.ndim - 1) for key in KEYS}, [len(rb)])
     cells = torch.arange(len(rb))

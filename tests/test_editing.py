@@ -27,7 +27,6 @@ def transitions(n: int) -> TensorDict:
 
 
 def pair(storage: Any, lanes: int = 1) -> tuple[ReplayBuffer, TensorDictReplayBuffer]:
-    """Return a buffer and TorchRL's, with the same 12 rows."""
     ndim, buffers = 1 + (lanes > 1), []
     for cls, place in ((ReplayBuffer, storage), (TensorDictReplayBuffer, LazyTensorStorage)):
         buffers.append(cls(storage=place(20, ndim=ndim)))

@@ -37,8 +37,6 @@ SPACES: dict[str, tuple[Any, Any]] = {
 
 
 class World(gymnasium.Env):
-    """Random values of given spaces; every third episode is truncated, the others terminate sooner."""
-
     def __init__(self, name: str) -> None:
         self.observation_space, self.action_space = SPACES[name]
         self.episode = self.step_count = 0

@@ -37,7 +37,6 @@ def test_importing_it_brings_in_no_compiler_no_plots_and_no_environments():
 
 
 def functions_of(module: ModuleType) -> list[str]:
-    """Return the names of the public functions that a module, or the package behind it, has itself."""
     own = inspect.getmembers(module, inspect.isfunction)
     return [name for name, thing in own if not name.startswith("_") and thing.__module__.startswith(module.__name__)]
 

@@ -32,7 +32,6 @@ def test_its_python_runs(block, capsys):
 
 
 def commands() -> list[list[str]]:
-    """Return the arguments of every ``python -m rlbuf_td`` that the README names."""
     found = re.findall(r"python -m rlbuf_td (?!\{)([^`#\n]*)", README)
     return [shlex.split(arguments.split(";")[0]) for arguments in found]
 

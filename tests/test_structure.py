@@ -13,7 +13,6 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 
 def code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Return the number of lines of a function, without its docstring."""
     first = function.body[0]
     docstring = first.end_lineno - first.lineno + 1 if ast.get_docstring(function) and first.end_lineno else 0
     return (function.end_lineno or function.lineno) - function.lineno + 1 - docstring

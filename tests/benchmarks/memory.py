@@ -48,7 +48,6 @@ def image_rows(count: int, episode: int = 200) -> TensorDict:
 
 
 def in_turn(calls: Sequence[Callable[[], object]], rounds: int, clock: Callable[[], float]) -> list[float]:
-    """Return the median seconds of calls that take turns."""
     times: list[list[float]] = [[] for _ in calls]
     for _ in range(rounds):
         for call, taken in zip(calls, times, strict=True):

@@ -24,7 +24,6 @@ from rlbuf_td import ReplayBuffer
 
 
 def record(name: str, rows: int, episode: int) -> minari.MinariDataset:
-    """Return a set of ``rows`` random transitions, in episodes of one length."""
     random = np.random.default_rng(0)
     spaces = {"observation_space": Box(-9, 9, (17,), np.float64), "action_space": Box(-1, 1, (6,), np.float32)}
     last = np.arange(episode) == episode - 1
@@ -45,7 +44,6 @@ def record(name: str, rows: int, episode: int) -> minari.MinariDataset:
 
 
 def read_all(path: Path) -> int:
-    """Read every array of a file with h5py; return their bytes."""
     nbytes = 0
 
     def read(_: str, node: h5py.Group | h5py.Dataset) -> None:
@@ -59,7 +57,6 @@ def read_all(path: Path) -> int:
 
 
 def now() -> np.ndarray:
-    """Return the seconds on the clock and on the processor."""
     return np.array([time.perf_counter(), time.process_time()])
 
 

@@ -36,7 +36,6 @@ LIMITS: dict[tuple[str, str], str] = {
 
 
 def buffers(rows: int, batch: int) -> dict[str, Any]:
-    """Return what is compared, by name."""
     data = small_rows(rows)
 
     def filled(sampler: Any) -> ReplayBuffer:

@@ -29,7 +29,6 @@ BATCHES = 256, 4_096
 
 
 def rows(count: int) -> TensorDict:
-    """Return transitions of HalfCheetah's sizes."""
     seen = torch.rand(count + 1, 17)
     outcome = {"observation": seen[1:], "reward": torch.rand(count, 1), "done": torch.zeros(count, 1).bool()}
     return TensorDict({"observation": seen[:-1], "action": torch.rand(count, 6), "next": outcome}, [count])
@@ -63,7 +62,6 @@ def torchrls(stored: int) -> RayReplayBuffer:
 
 
 def step(rb: Any, size: int) -> None:
-    """Sample a batch and update its priorities."""
     batch = rb.sample(size)
     batch["td_error"] = torch.rand(size)
     rb.update_tensordict_priority(batch)
@@ -140,7 +138,6 @@ def fit(picture: Path, rounds: int, numbers: Sequence[int]) -> None:
 
 
 def start_ray() -> None:
-    """Start Ray on this machine, with this repository for its processes."""
     os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 lets any other process of the machine go first
     paths = {"PYTHONPATH": os.pathsep.join((os.getcwd(), os.environ.get("PYTHONPATH", "")))}
     ray.init(

@@ -56,7 +56,6 @@ class SwapImports(ast.NodeTransformer):
 
 
 def swap(path: Path, names: Mapping[str, str]) -> None:
-    """Rewrite a file with our parts in place of TorchRL's."""
     tree = SwapImports(names).visit(ast.parse(path.read_text()))
     path.write_text(ast.unparse(ast.fix_missing_locations(tree)))
 
@@ -95,7 +94,6 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
 
 
 def pytest_runtest_logreport(report: Any) -> None:
-    """Write an outcome to a file."""
     if hasattr(report, "node"):  # from a worker, to the process that started the workers
         error = str(report.longrepr).splitlines()[-1] if report.failed else ""
         with open(os.environ["SUITE_LOG"], "a") as log:

@@ -31,7 +31,6 @@ def uniform() -> ReplayBuffer:
 
 
 def fill(world: World, count: int) -> int:
-    """Write rows, of each shard some more than of the one before, and give them priorities of their own."""
     first = 0
     shares = torch.arange(1, len(world.handles) + 1)
     for place, share in enumerate(shares.tolist()):

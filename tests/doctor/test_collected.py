@@ -32,7 +32,6 @@ def normalised_pendulum() -> EnvBase:
 
 @cache
 def collected(make: Callable[[], EnvBase], lanes: int, frames: int = 900, **settings: Any) -> tuple[TensorDict, ...]:
-    """Return the batches of a collector, ``[n]`` or ``[E, n]``."""
     torch.manual_seed(0)
     env = SerialEnv(lanes, make) if lanes else make()
     env.set_seed(0)

@@ -15,8 +15,6 @@ Write = tuple[int, int]  # the first step, how many
 
 
 class Rows:
-    """The columns of a storage: what a write reads."""
-
     def __init__(self, steps: int, lanes: int, named: bool, often: float, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
         self.often, self.lanes = often, lanes

@@ -23,13 +23,10 @@ from tests.kernels.invariants import check_order
 
 
 def empty(capacity: int) -> torch.Tensor:
-    """Return the magnitudes of rows that have none."""
     return torch.full((capacity,), -1.0)
 
 
 class Pair:
-    """A chunked order and its reference, changed in the same way."""
-
     def __init__(self, magnitude: torch.Tensor) -> None:
         self.order, self.reference = ChunkedOrder(magnitude), SortedOrder(magnitude.clone())
         self.every = torch.arange(len(magnitude))

@@ -21,7 +21,6 @@ def reference_update(tree: SumTree, index: torch.Tensor, td_error: torch.Tensor,
 
 
 def naive_weights(history: list[tuple[torch.Tensor, torch.Tensor]], alpha: float, eps: float) -> dict[int, float]:
-    """Apply updates one row after the other, in Python."""
     weights: dict[int, float] = {}
     for index, td_error in history:
         for row, error in zip(index.tolist(), td_error.tolist(), strict=True):

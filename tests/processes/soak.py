@@ -37,7 +37,6 @@ def checksums(rows: TensorDict) -> torch.Tensor:
 
 
 def make_rows(worker: int, first: int, count: int) -> TensorDict:
-    """Return rows ``first, first + 1, ...`` of a worker."""
     rows = TensorDict(
         {
             "worker": torch.full((count,), worker),
@@ -52,7 +51,6 @@ def make_rows(worker: int, first: int, count: int) -> TensorDict:
 
 
 def write(rb: ReplayBuffer, worker: int, intended: Any, told: Any, stop: Any) -> None:
-    """Be a worker: write until told to stop."""
     torch.set_num_threads(1)
     torch.manual_seed(worker)
     draw = random.Random(worker)
@@ -70,8 +68,6 @@ def write(rb: ReplayBuffer, worker: int, intended: Any, told: Any, stop: Any) ->
 
 @dataclass
 class Report:
-    """What the learner has seen."""
-
     sampled: int = 0
     read: int = 0
     torn: int = 0

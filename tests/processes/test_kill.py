@@ -26,7 +26,6 @@ CAPACITY = 24
 
 
 def rows(first: int, count: int, lanes: int = 0) -> TensorDict:
-    """Return rows that count: ``[count]``, or ``[lanes, count]``; each fourth ends a trajectory."""
     number = torch.arange(first, first + count)
     if lanes:
         number = number + 1000 * torch.arange(lanes)[:, None]

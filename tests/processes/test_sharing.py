@@ -245,8 +245,6 @@ def test_a_state_is_loaded_into_what_is_shared():
 
 
 class Note:
-    """What a lock guards, noting what it is told."""
-
     def __init__(self) -> None:
         self.told: list[str] = []
 

@@ -39,7 +39,6 @@ def buffer(
 
 
 def by_row(rb: Any) -> TensorDictBase:
-    """Return all rows once, in their order."""
     batch = rb.sample(len(rb))
     return batch[batch["index"].argsort()]
 

@@ -28,7 +28,6 @@ def world(sampler: Any, cls: Any, ndim: int, fill: float, **kwargs: Any) -> Worl
 
 
 def assert_slices(made: World, batch: Any, length: int) -> None:
-    """Every slice is a stretch of one trajectory, with the contents of its rows."""
     index = batch["index"]
     if isinstance(index, tuple):
         index = torch.stack(index, -1)

@@ -21,7 +21,6 @@ def bytes_layout(nbytes: int) -> RowLayout:
 
 
 def offsets(layout: RowLayout) -> list[int]:
-    """Return where each leaf begins, measured on memory."""
     rows = torch.zeros(2, layout.row_bytes, dtype=torch.uint8)
     return [column[1].data_ptr() - rows[1].data_ptr() for column in layout.columns(rows)]
 

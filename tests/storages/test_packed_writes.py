@@ -163,7 +163,6 @@ def test_the_capacity_is_rounded_up_to_whole_time_steps(ndim, max_size, lanes, s
 
 
 def forms(data: TensorDict) -> dict[str, Any]:
-    """Return the same three transitions in every form that a write takes."""
     wide = TensorDict({"all": data.expand(2, 3).transpose(0, 1).contiguous()}, [3])["all"]
     strided = data.apply(lambda leaf: torch.stack([leaf, leaf], -1)[..., 0])
     named = copied(data)
