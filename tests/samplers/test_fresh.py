@@ -181,16 +181,6 @@ def test_a_copy_has_the_same_fresh_rows(again):
         assert each.sampler.queue.ages() == []
 
 
-def test_two_buffers_and_captured_steps_are_refused():
-    sampler = FreshRowsSampler(UniformSampler())
-    one = ReplayBuffer(storage=PackedStorage(10), sampler=sampler, batch_size=2)
-    with pytest.raises(ValueError, match="one sampler per buffer"):
-        ReplayBuffer(storage=PackedStorage(10), sampler=sampler, batch_size=2)
-    one.extend(rows(0, 5))
-    with pytest.raises(TypeError, match="cannot capture a FreshRowsSampler"):
-        sampler.prepare_graph(one.storage, 2)
-
-
 def test_the_storage_of_fresh_rows_can_be_replaced():
     rb = ReplayBuffer(storage=PackedStorage(10), sampler=FreshRowsSampler(UniformSampler(), 2), batch_size=2)
     rb.extend(rows(0, 5))
@@ -208,6 +198,10 @@ def test_a_sampler_that_is_refused_leaves_the_buffer_as_it_was():
     before = other.sampler
     with pytest.raises(ValueError, match="one sampler per buffer"):
         other.set_sampler(one.sampler)
+    with pytest.raises(ValueError, match="one sampler per buffer"):
+        ReplayBuffer(storage=PackedStorage(10), sampler=one.sampler, batch_size=2)
+    with pytest.raises(TypeError, match="cannot capture a FreshRowsSampler"):
+        one.sampler.prepare_graph(one.storage, 2)
     assert other.sampler is before
     assert set(other.sample()["number"].tolist()) <= set(range(5, 10))
     with pytest.raises(TypeError, match="cannot wrap TorchRL's PrioritizedSampler"):

@@ -37,9 +37,7 @@ def test_golden_values_of_seven_rows_and_three_segments() -> None:
     # A third of 4.018 is 1.339, in the mass of rank 2; two thirds are 2.679, in that of rank 4.
     assert sampler.segments(3).tolist() == [[1, 2], [2, 4], [4, 7]]
     assert sampler.segments(1).tolist() == [[1, 7]]
-
-
-def test_a_segment_that_ends_where_a_rank_ends_does_not_reach_the_next() -> None:
+    # A segment that ends where a rank ends does not reach the next one.
     assert sampler_of(torch.ones(4), alpha=0.0).segments(2).tolist() == [[1, 2], [3, 4]]
 
 

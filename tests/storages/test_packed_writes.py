@@ -228,17 +228,6 @@ def test_an_index_in_the_data_is_stored_only_if_the_first_write_set_it() -> None
     assert_same(keeping["index"], torch.tensor([0, 1, 2, 0, 1]))
 
 
-def test_the_data_written_is_left_as_it_was() -> None:
-    data = transitions(NESTED, 3).set("index", torch.arange(3))
-    before = copied(data)
-    storage = PackedStorage(5)
-    storage.write(0, data)
-    storage.set([2, 1, 0], data)
-    assert_same(data, before)
-    data["first"].zero_()
-    assert storage["first"].all()
-
-
 @pytest.mark.parametrize("start", range(6))
 @pytest.mark.parametrize("source", [slice(0, 4), slice(1, 5), slice(2, 3), slice(0, 6)])
 @pytest.mark.parametrize("ndim", [1, 2])
