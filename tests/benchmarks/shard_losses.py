@@ -61,12 +61,12 @@ class Writer:
         torch.set_num_threads(1)
         self.client, self.next = client, first
 
-    def write(self, seconds: float) -> tuple[int, list[float]]:
-        """Write 50 rows, wait 10 ms, and so on."""
+    def write(self, seconds: float, count: int = 50) -> tuple[int, list[float]]:
+        """Write some rows, wait 10 ms, and so on."""
 
         def step() -> None:
-            self.client.extend(rows(self.next, 50))
-            self.next += 50
+            self.client.extend(rows(self.next, count))
+            self.next += count
             time.sleep(0.01)
 
         return timed(seconds, step)
