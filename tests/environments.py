@@ -11,15 +11,12 @@ from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, Tuple
 
 
 class Walk(gymnasium.Env):
-    """Short episodes that end in both ways; every observation occurs once.
-
-    ``history`` holds ``(obs, action, reward, next_obs, terminated, truncated, info)`` of every step that was taken.
-    """
+    """Short episodes that end in both ways; every observation occurs once."""
 
     def __init__(self, kind: str = "box", longest: int = 6) -> None:
         self.kind, self.longest = kind, longest
         self.observation_space, self.action_space = SPACES[kind], Discrete(3)
-        self.history: list[tuple[Any, ...]] = []
+        self.history: list[tuple[Any, ...]] = []  # (obs, action, reward, next_obs, terminated, truncated, info)
         self._episode = self._step = self._last = 0
 
     def _observe(self) -> Any:

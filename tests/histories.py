@@ -44,7 +44,6 @@ class History:
         names: Sequence[int] | None = None,
         values: Sequence[Mapping[Any, Any]] | None = None,
     ) -> None:
-        """Write one time step, a row per lane."""
         written: list[Row | None] = []
         for lane in range(self.lanes):
             name = None if names is None else int(names[lane])
@@ -83,7 +82,6 @@ class History:
         return row
 
     def written(self) -> list[tuple[int, int]]:
-        """Return all stored rows as slot and lane, in the order of flat rows."""
         return [(slot, lane) for slot in range(self.steps) for lane in range(self.lanes) if self.slots[slot][lane]]
 
     def earlier(self, slot: int, lane: int) -> Iterator[int]:
@@ -109,11 +107,9 @@ class History:
             row = neighbour
 
     def trajectory(self, slot: int, lane: int) -> list[int]:
-        """Return the slots of a row's whole trajectory, oldest first."""
         return [*reversed(list(self.earlier(slot, lane))), slot, *self.later(slot, lane)]
 
     def reach(self, slot: int, lane: int) -> tuple[int, int, bool]:
-        """Return steps back, steps ahead, and whether the trajectory has ended."""
         later = list(self.later(slot, lane))
         last = later[-1] if later else slot
         return len(list(self.earlier(slot, lane))), len(later), self.at(last, lane).ended

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -257,20 +259,24 @@ def test_no_lock_of_the_buffer_is_held_while_a_copy_is_waited_for(monkeypatch):
     assert waited == [True]
 
 
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize(("name", "ndim", "ahead"), [("proportional", 1, 2), ("windows", 2, 2), ("windows", 2, 0)])
-def test_a_saved_buffer_and_a_loaded_one_draw_the_same_batches(device, name, ndim, ahead, how, tmp_path):
-    def made(seed: int = 3) -> Any:
-        return buffer(SAMPLERS[name](200), ndim, seed, device=device, prefetch=ahead)
-
-    rb, never_saved = made(), made()
+def saved_in_use(made: Callable[[int], Any], how: str, folder: Path) -> tuple[Any, Any, Any]:
+    """Return a buffer that has been saved, one that was in use and has loaded it, and one that was never saved."""
+    rb, never_saved, again = made(3), made(3), made(8)
     for each in (rb, never_saved):
         write(each, STEPS - 5, 0)
         run(each, 0, 7)
-    again = made(8)
     write(again, 9, 500)
-    run(again, 0, 3)  # in use: what it has drawn ahead is dropped
-    again = restored(rb, again, how, tmp_path)
+    run(again, 0, 3)  # what it has drawn ahead is dropped
+    return rb, restored(rb, again, how, folder), never_saved
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize(("name", "ndim", "ahead"), [("proportional", 1, 2), ("windows", 2, 2), ("windows", 2, 0)])
+def test_a_saved_buffer_and_a_loaded_one_draw_the_same_batches(device, name, ndim, ahead, how, tmp_path):
+    def made(seed: int) -> Any:
+        return buffer(SAMPLERS[name](200), ndim, seed, device=device, prefetch=ahead)
+
+    rb, again, never_saved = saved_in_use(made, how, tmp_path)
     assert not again._prefetcher.has_batches
     assert not rb._prefetcher.has_batches
     assert torch.equal(priorities(again), priorities(rb))

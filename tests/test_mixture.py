@@ -93,13 +93,14 @@ class GeneralMixture(ReplayBufferMixture):
     _plan = property(lambda mixture: None, lambda mixture, plan: None)
 
 
+def write(mixed: ReplayBufferMixture, name: str, first: int, count: int) -> object:
+    return mixed.extend(rows(first, count, 2 * (mixed["a"].storage.ndim - 1)), name)
+
+
 CHANGES: dict[str, Any] = {
-    "extend": lambda mixed, value: mixed.extend(rows(value, 1 + value % 9, 2 * (mixed["a"].storage.ndim - 1)), "a"),
+    "extend": lambda mixed, value: write(mixed, "a", value, 1 + value % 9),
     "share": lambda mixed, value: setattr(mixed.sampler, "a", value % 5 / 4),
-    "empty": lambda mixed, value: (
-        mixed["b"].empty(),
-        mixed.extend(rows(0, 2, 2 * (mixed["a"].storage.ndim - 1)), "b"),
-    ),
+    "empty": lambda mixed, value: (mixed["b"].empty(), write(mixed, "b", 0, 2)),
     "sampler": lambda mixed, value: mixed["b"].set_sampler(SAMPLERS[("uniform", "recency")[value % 2]](CAPACITY)),
     "reload": lambda mixed, value: mixed.load_state_dict(mixed.state_dict()),
     "drawn": lambda mixed, value: setattr(mixed, "exact", value % 2 == 0),

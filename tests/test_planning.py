@@ -148,9 +148,8 @@ def planned(
     monkeypatch.setattr(planning, "ram", lambda: rooms["RAM"])
     monkeypatch.setattr(planning, "disk", lambda _: rooms["disk"])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(
-        planning, "room_for", lambda device, scratch_dir=None, shared=False: rooms["disk" if scratch_dir else "RAM"]
-    )
+    room = lambda _, scratch_dir=None, **__: rooms["disk" if scratch_dir else "RAM"]  # noqa: E731
+    monkeypatch.setattr(planning, "room_for", room)
     example = TensorDict({"small": torch.zeros(1), "pixels": torch.zeros(3, 32, 32)})
     return plan(example, capacity, **settings)
 

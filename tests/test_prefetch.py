@@ -13,8 +13,8 @@ from torchrl.data.replay_buffers import RandomSampler
 from rlbuf_td import MinibatchSampler, PackedStorage, ProportionalSampler, ReplayBuffer, RolloutBuffer, UniformSampler
 from rlbuf_td.buffers import prefetch
 from tests.catalogue import SAMPLERS, assert_same
-from tests.restoring import HOW, restored
-from tests.test_learner_device import SIZE, STEPS, Reference, buffer, data, learn, run, write
+from tests.restoring import HOW
+from tests.test_learner_device import SIZE, STEPS, Reference, buffer, data, learn, run, saved_in_use, write
 
 
 def doubled(batch: Any, seen: set[str] | None = None) -> Any:
@@ -103,14 +103,7 @@ def test_batches_drawn_ahead_are_saved(who, how, tmp_path):
     def made(seed: int) -> Any:
         return buffer(ProportionalSampler(STEPS), seed=seed, prefetch=3, transform=partial(doubled, seen=set()))
 
-    rb, never_saved = made(1), made(1)
-    for each in (rb, never_saved):
-        write(each, STEPS - 5, 0)
-        run(each, 0, 7)
-    again = made(8)
-    write(again, 9, 500)
-    run(again, 0, 3)
-    again = restored(rb, again, how, tmp_path)
+    rb, again, never_saved = saved_in_use(made, how, tmp_path)
     for mine, other, expected in zip(*(run(each, 7, 14) for each in (again, rb, never_saved)), strict=True):
         assert_same(mine.exclude("sampled_at"), expected.exclude("sampled_at"))
         assert_same(other, expected)

@@ -50,9 +50,8 @@ DOCUMENTS = [ROOT / "README.md", *(ROOT / ".github").glob("*.md"), *sorted((ROOT
 def test_every_file_and_section_that_a_document_links_to_is_there(path):
     text = path.read_text()
     if path.suffix == ".ipynb":
-        text = "\n".join(
-            "".join(cell["source"]) for cell in json.loads(text)["cells"] if cell["cell_type"] == "markdown"
-        )
+        cells = json.loads(text)["cells"]
+        text = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
     titles = re.findall(r"^#+ (.*)", text, re.MULTILINE)
     for target in re.findall(r"\]\((?!http)([^)]*)\)", text):
         if target.startswith("#"):

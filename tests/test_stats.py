@@ -112,9 +112,8 @@ def agree(stats: EpisodeStats, oracle: Oracle) -> None:
     assert (stats.episodes, stats.steps) == (len(oracle.ended), oracle.steps)
     history = stats.history()
     last = oracle.ended[-len(history["step"]) :] if oracle.ended else []
-    assert {name: column.tolist() for name, column in history.items()} == {
-        name: [each[name] for each in last] for name in history
-    }
+    for name, column in history.items():
+        assert column.tolist() == [each[name] for each in last], name
 
 
 @settings(max_examples=40, deadline=None)

@@ -86,7 +86,6 @@ class World:
         return fields
 
     def write(self, steps: int) -> None:
-        """Extend the buffer by so many time steps of all lanes."""
         rows = []
         for _ in range(steps):
             rows.append([self._row(lane) for lane in range(self.lanes)])
@@ -109,7 +108,6 @@ class World:
         self.begun = self.time
 
     def fill(self, steps: int) -> None:
-        """Write in parts, until so many time steps have been written."""
         while self.time < steps:
             left = steps - self.time
             part = min(left, self.rng.randint(2, 9))
@@ -127,7 +125,6 @@ class World:
         return dict(self.history.at(*cell).values)
 
     def later(self, cell: Cell) -> Iterator[Cell]:
-        """Yield the row and those after it in its trajectory."""
         yield cell
         for slot in self.history.later(*cell):
             yield slot, cell[1]
@@ -136,7 +133,6 @@ class World:
         return [(slot, cell[1]) for slot in self.history.trajectory(*cell)]
 
     def allowed(self, cell: Cell, strategy: str) -> list[Cell]:
-        """Return the rows whose outcomes a strategy may take as goals for a row."""
         if strategy == "future":
             return list(self.later(cell))
         if strategy == "final":

@@ -102,7 +102,6 @@ def longest_without(alive: list[int]) -> float:
 
 
 def soak(rb: ShardedReplayBuffer, writers: list[Any], seconds: float, every: float) -> None:
-    """Train while shards are killed, and print what happened."""
     bad = 0
 
     def learn() -> None:

@@ -83,7 +83,6 @@ def seconds(contenders: Sequence[Callable[[], None]], rounds: int, calls: int = 
 
 
 def compare(stored: int, rounds: int) -> None:
-    """Print rows per second of both, and the ratio."""
     buffers = {"RayReplayBuffer": torchrls(stored), "4 shards": sharded(4, stored)}
     buffers["4 shards, prefetch=8"] = sharded(4, stored, prefetch=8)
     for size in BATCHES:
@@ -101,7 +100,6 @@ def first_shards(rb: ShardedReplayBuffer, shards: int, home: int | None = None) 
 
 
 def times_of(rb: ShardedReplayBuffer, shards: int, stored: int, rounds: int) -> list[tuple[int, int, int, float]]:
-    """Store rows in the first shards, and time batches of several sizes."""
     rb.empty()
     for home in range(shards):
         client = first_shards(rb, shards, home)

@@ -102,7 +102,6 @@ def pytest_runtest_logreport(report: Any) -> None:
 
 
 def compare(options: argparse.Namespace, part: str) -> None:
-    """Print how many tests pass, and which ones pass with TorchRL's part alone."""
     ours = run(options, part)
     failed = [place for place, (_, outcome, _) in ours.items() if outcome == "failed"]
     theirs = run(options, "", failed) if failed else {}

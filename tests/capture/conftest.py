@@ -12,10 +12,7 @@ from tests.graphs import graphs_by
 
 @pytest.fixture(params=["cpu", "torch", pytest.param("cuda", marks=pytest.mark.cuda)])
 def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
-    """Run the test on the CPU without graphs, on the CPU with recorded ones, and on CUDA.
-
-    "torch" and "triton" name the backend of recorded graphs.
-    """
+    """Run the test on the CPU without graphs, on the CPU with graphs that a backend records, and on CUDA."""
     torch.manual_seed(0)
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")

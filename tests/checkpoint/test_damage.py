@@ -242,7 +242,6 @@ def test_odd_files_in_a_dump_are_refused(tmp_path):
 
 
 def resign(path, change) -> None:
-    """Change the manifest's document, and give it a right checksum."""
     file = path / "manifest.json"
     document = json.loads(file.read_text())
     del document["checksum"]
@@ -264,7 +263,6 @@ def test_a_manifest_cannot_name_files_outside_its_folder(name, tmp_path):
 
 
 def _places(node: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Return the path of every entry of a JSON document."""
     if isinstance(node, dict):
         return [place for key in node for place in [(*path, key), *_places(node[key], (*path, key))]]
     if isinstance(node, list):

@@ -23,9 +23,7 @@ def torchrls(sampler: Any = None) -> TensorDictReplayBuffer:
     return rb
 
 
-@pytest.mark.parametrize(
-    "kind", ["rank", "uniform", "sequence", "transform", "rows", "capacity", "prefetch", "TorchRL's"]
-)
+@pytest.mark.parametrize("kind", ["rank", "uniform", "sequence", "transform", "rows", "capacity", "prefetch", "other"])
 def test_a_state_that_does_not_fit_changes_nothing(kind):
     foreign: Any
     if kind == "rows":
@@ -36,7 +34,7 @@ def test_a_state_that_does_not_fit_changes_nothing(kind):
         foreign.extend(transitions(40))
     elif kind == "prefetch":
         foreign = make("proportional", prefetch=2)
-    elif kind == "TorchRL's":
+    elif kind == "other":
         foreign = torchrls(PrioritizedSampler(20, 0.6, 0.4))
     else:
         foreign = make("proportional" if kind == "transform" else kind)

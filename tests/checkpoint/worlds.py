@@ -33,7 +33,6 @@ def make(
 
 
 def transitions(n: int, lanes: int = 0, first: int = 0) -> TensorDict:
-    """Return ``n`` steps whose numbers go up from ``first``: ``[n]``, or as collectors give them, ``[lanes, n]``."""
     lead = [lanes, n] if lanes else [n]
     number = torch.arange(first, first + n).expand(lead).clone()
     value, done = number.unsqueeze(-1).float(), (number % 7 == 6).unsqueeze(-1)

@@ -109,7 +109,6 @@ def error_of(rows: torch.Tensor) -> torch.Tensor:
 
 
 def law(kind: str, rows: int, world: World | None = None) -> np.ndarray:
-    """Return the probability of each row, by definition."""
     if kind == "recency" and world is not None:
         age = (world.time - 1 - np.arange(rows) // world.lanes) % (world.history.steps)
         weight = np.where(age < 40, 0.5 ** (age / 15.0), 0.0)
@@ -141,9 +140,8 @@ def assert_rows(batch: TensorDictBase, rows: list[Fields]) -> None:
         if key in (("index",), ("anchor_index",)) and found.ndim == 1:
             wanted = wanted[:, 0]
         assert found.shape == wanted.shape, key
-        torch.testing.assert_close(
-            found.double(), wanted.double(), rtol=1e-5, atol=1e-5, msg=lambda m, key=key: f"{key}: {m}"
-        )
+        close: Any = {"rtol": 1e-5, "atol": 1e-5, "msg": lambda m, key=key: f"{key}: {m}"}
+        torch.testing.assert_close(found.double(), wanted.double(), **close)
 
 
 def decided(world: World, batch: TensorDictBase, recipe: Recipe) -> tuple[list[Cell], list[list[float] | None]]:

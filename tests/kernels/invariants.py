@@ -80,7 +80,6 @@ def check_boundaries(bits: BitBoundaries) -> None:
 
 
 def check_pool(table: Table) -> None:
-    """Refuse entries that are lost, or both free and held, or held by rows that are not near each other."""
     for g, group in enumerate(table.groups):
         free, used = table.counters[g].tolist()
         stack, ids = table.stacks[g][:free].tolist(), table.ids(g).cpu().numpy()

@@ -70,12 +70,11 @@ def test_what_it_refuses_changes_nothing():
         queue.extend(rows(5, 2).set("y", torch.zeros(2)))
     with pytest.raises(ValueError, match="a queue of 16 rows never holds a batch of 17"):
         queue.sample(17)
-    with pytest.raises(ValueError, match="an ExperienceQueue has no min_size of its own choice"):
-        ExperienceQueue(storage=PackedStorage(16), min_size=3)
     with pytest.raises(ValueError, match="a queue holds rows"):
         ExperienceQueue(storage=PackedStorage(8, ndim=2))
-    with pytest.raises(ValueError, match="an ExperienceQueue has no prefetch of its own choice"):
-        ExperienceQueue(prefetch=2)
+    for name in ("min_size", "prefetch"):
+        with pytest.raises(ValueError, match=f"an ExperienceQueue has no {name} of its own choice"):
+            ExperienceQueue(storage=PackedStorage(16), **{name: 2})
     writer = QueueWriter()
     parts = ReplayBuffer(storage=PackedStorage(2), sampler=QueueSampler(writer), writer=writer, batch_size=2)
     with pytest.raises(Empty, match="a batch has 2 rows, and 0 wait"):

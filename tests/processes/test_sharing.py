@@ -36,7 +36,6 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
 
 def elsewhere(work: Callable[..., object], *args: object, method: str = "fork") -> None:
-    """Do something in another process, which must end well."""
     all_elsewhere(work, [args], method)
 
 

@@ -105,9 +105,8 @@ def test_the_preference_for_near_rows_may_change_and_is_saved(tmp_path):
 def test_every_allowed_row_is_chosen_with_its_probability(mixture, her_ratio, only_finished):
     """Over lanes that have wrapped, with trajectories whose beginning is lost and some that are unfinished."""
     strategy = next(iter(mixture)) if len(mixture) == 1 else mixture
-    sampler = HindsightSampler(
-        UniformSampler(), reward_fn, her_ratio=her_ratio, strategy=strategy, only_finished=only_finished
-    )
+    given: Any = {"her_ratio": her_ratio, "strategy": strategy, "only_finished": only_finished}
+    sampler = HindsightSampler(UniformSampler(), reward_fn, **given)
     made = world(sampler)
     torch.manual_seed(0)
     counts, probability = chosen(made, 50_000), law(made, mixture, her_ratio, only_finished)

@@ -208,9 +208,8 @@ def test_a_row_or_lane_that_is_not_there_is_refused():
 
 
 def test_priorities_grow_with_a_capacity_rounded_to_whole_time_steps():
-    rb, other = (
-        ReplayBuffer(storage=PackedStorage(10, ndim=2), sampler=ProportionalSampler(10), batch_size=4) for _ in range(2)
-    )
+    storages = [PackedStorage(10, ndim=2) for _ in range(2)]
+    rb, other = (ReplayBuffer(storage=each, sampler=ProportionalSampler(10), batch_size=4) for each in storages)
     rb.extend(TensorDict({"x": torch.arange(12).view(3, 4)}, [3, 4]))
     assert rb.storage.max_size == 12
     assert rb.sample()["x"].shape == (4,)

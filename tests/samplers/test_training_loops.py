@@ -1,7 +1,4 @@
-"""Training loops ask no device for a value, and may begin in inference mode.
-
-Whether they wait is seen on the CPU, by refusing every operation that would wait for a device.
-"""
+"""Training loops ask no device for a value (on the CPU, such operations are refused); inference mode is no matter."""
 
 from __future__ import annotations
 

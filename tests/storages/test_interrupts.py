@@ -34,8 +34,6 @@ def steps(first: int, count: int) -> TensorDict:
 
 
 class Interrupter:
-    """Sends SIGINT at the n-th line that the main thread runs in the package."""
-
     def __init__(self, line: int) -> None:
         self.left = line
 

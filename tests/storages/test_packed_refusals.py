@@ -128,11 +128,8 @@ def test_another_number_of_transitions_than_positions_is_refused(n: int, cursor:
     assert_refused(storage, lambda: storage.set((torch.arange(3),), good(n)), SchemaError, "expected .* of shape")
 
 
-HOLE, EMPTY, NO_POSITIONS = (
-    "leave rows after 2 unwritten|out of range",
-    "empty set of positions",
-    "cannot write at a cursor",
-)
+HOLE, EMPTY = "leave rows after 2 unwritten|out of range", "empty set of positions"
+NO_POSITIONS = "cannot write at a cursor"
 CURSORS: list[tuple[Any, int, str]] = [
     *((cursor, 1, HOLE) for cursor in (4, -1)),
     *((cursor, 2, HOLE) for cursor in (range(4, 6), slice(4, 6), torch.tensor([0, 4]), [3, 5], [9, 10])),

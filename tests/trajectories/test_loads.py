@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -85,12 +83,3 @@ def test_a_torchrl_dump_is_read_in_ring_order(tmp_path):
     saved.dumps(tmp_path)
     rb.loads(tmp_path)
     assert TrajectoryIndex.of(rb.storage).steps_back(torch.arange(5)).tolist() == [2, 3, 4, 0, 1]
-
-
-def test_a_copy_goes_on_with_open_trajectories():
-    rb = TensorDictReplayBuffer(storage=PackedStorage(6), batch_size=1)
-    rb.extend(rows(0, done=False)[:2])
-    assert TrajectoryIndex.of(rb.storage).length(torch.arange(2)).tolist() == [2, 2]
-    for each in (copy.deepcopy(rb), pickle.loads(pickle.dumps(rb)), rb):
-        each.extend(rows(2, done=False)[:2])
-        assert TrajectoryIndex.of(each.storage).length(torch.arange(4)).tolist() == [4] * 4
