@@ -135,7 +135,7 @@ def test_transforms_see_the_index_and_may_drop_rows_and_cast():
     assert list(rb.sample().keys()) == ["observation"]  # no index of others
 
 
-def test_a_transform_on_the_way_in_changes_what_is_stored_on_the_short_path(monkeypatch):
+def test_a_transform_on_the_way_in_changes_what_the_short_path_stores(monkeypatch):
     norm = ObservationNorm(loc=0.0, scale=2.0, in_keys=["observation"], in_keys_inv=["observation"])
     rb = filled(4, transform=Compose(norm))
     assert torch.equal(rb.storage["observation"], transitions(4)["observation"] / 2)
