@@ -601,6 +601,33 @@ def test_members_with_slices_give_whole_slices(sizes):
         assert (index.diff() == 1).all()
 
 
+def test_rows_with_further_batch_dims_are_refused():
+    members = {name: ReplayBuffer(storage=PackedStorage(20)) for name in ("one", "other")}
+    for rb in members.values():
+        rb.extend(TensorDict({"x": torch.zeros(12, 5)}, [12, 5]))
+    with pytest.raises(ValueError, match="members must store single transitions"):
+        ReplayBufferMixture(members, HALF, batch_size=8).sample()
+
+
+def test_a_state_also_restores_the_generator():
+    mixed = mixture("uniform", "uniform", exact=False)
+    state = mixed.state_dict()
+    counts = [mixed.counts(64) for _ in range(5)]
+    mixed.load_state_dict(state)
+    assert [mixed.counts(64) for _ in range(5)] == counts
+
+
+def test_a_dump_leaves_other_folders_alone(tmp_path):
+    other = tmp_path / "members-of-the-club"
+    other.mkdir()
+    (tmp_path / "members-notes.txt").write_text("mine")
+    mixed = mixture("uniform", "uniform")
+    for _ in range(3):
+        mixed.dumps(tmp_path)
+    assert other.is_dir()
+    assert (tmp_path / "members-notes.txt").read_text() == "mine"
+
+
 def test_sequences_of_other_lengths_and_lanes_are_mixed():
     members = {"one": windows(2, 0), "other": windows(4, 3)}
     mixed = ReplayBufferMixture(members, HALF, batch_size=16, exact=False)

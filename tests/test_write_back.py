@@ -14,7 +14,15 @@ import torch
 from tensordict import TensorDict
 from torchrl.data.replay_buffers import LazyTensorStorage
 
-from rlbuf_td import PackedStorage, ProportionalSampler, ReplayBuffer, SchemaError, SequenceSampler, UniformSampler
+from rlbuf_td import (
+    NStepSampler,
+    PackedStorage,
+    ProportionalSampler,
+    ReplayBuffer,
+    SchemaError,
+    SequenceSampler,
+    UniformSampler,
+)
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 from tests.catalogue import buffer_of
 
@@ -138,6 +146,21 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(keys, entries, error, 
     with pytest.raises(error, match=words):
         made.rb.write_back(batch, keys)
     assert (made.rb.storage[:] == before).all()
+
+
+@pytest.mark.parametrize("outer", [None, lambda inner: SequenceSampler(inner, 2)])
+def test_next_entries_of_joined_steps_are_refused(outer):
+    inner = NStepSampler(ProportionalSampler(CAPACITY), 3, 0.9, reward_key=("next", "reward"))
+    rb = ReplayBuffer(storage=PackedStorage(CAPACITY), sampler=outer(inner) if outer else inner, batch_size=4)
+    following = {"state": torch.arange(9.0), "reward": torch.zeros(9), "done": torch.zeros(9, dtype=torch.bool)}
+    rb.extend(TensorDict({"state": torch.arange(9.0), "next": following}, [9]))
+    batch = rb.sample()
+    with pytest.raises(ValueError, match="cannot write back 'next' entries of n-step transitions"):
+        rb.write_back(batch, ["state", ("next", "state")])
+    assert rb.write_back(batch, ["state"])
+    inner.n_steps = 1
+    assert rb.write_back(rb.sample(), [("next", "state")])
+    assert rb.storage["next", "state"].tolist() == list(range(9))
 
 
 def test_another_storage_and_an_empty_buffer_are_refused():

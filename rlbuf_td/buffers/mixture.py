@@ -317,9 +317,10 @@ class ReplayBufferMixture:
     # -- state, health
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of the state of all members, the shares and ``exact``."""
+        """Return a copy of the state of all members, of the shares, ``exact`` and ``generator``."""
         members = {name: member.state_dict() for name, member in self.members.items()}
-        return {"members": members, "shares": self.sampler.state_dict(), "exact": self.exact}
+        rng = None if self._rng is None else self._rng.get_state()
+        return {"members": members, "shares": self.sampler.state_dict(), "exact": self.exact, "generator": rng}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a :meth:`state_dict`; for a state of other members, raise a ValueError and change nothing."""
@@ -327,6 +328,8 @@ class ReplayBufferMixture:
             raise ValueError(f"the state is of members {[*state_dict['members']]}, the mixture has {self.names}")
         self.sampler.load_state_dict(state_dict["shares"])
         self.exact = bool(state_dict["exact"])
+        if self._rng is not None and state_dict.get("generator") is not None:
+            self._rng.set_state(state_dict["generator"])
         for name, member in self.members.items():
             member.load_state_dict(state_dict["members"][name])
 
@@ -336,7 +339,7 @@ class ReplayBufferMixture:
         Unchanged data is hard-linked to the previous dump, if the file system supports hard links.
         """
         with writing(Path(path) / _FOLDER, type(self).__name__) as writer:
-            folders = [*Path(path).glob(f"{_MEMBERS}*")]
+            folders = [each for each in Path(path).glob(f"{_MEMBERS}*") if each.name[len(_MEMBERS) :].isdigit()]
             folder = Path(path) / f"{_MEMBERS}{writer.generation}"
             shutil.rmtree(folder, ignore_errors=True)  # of a dump that was not finished
             before = Path(path) / f"{_MEMBERS}{writer.generation - 1}"

@@ -15,6 +15,7 @@ from rlbuf_td.buffers.replay import ReplayBuffer
 from rlbuf_td.samplers import SequenceSampler
 from rlbuf_td.storages import SchemaError
 from rlbuf_td.storages.indexing import flat_rows, merge_
+from rlbuf_td.storages.notebooks import MIXTURES
 from rlbuf_td.storages.schema import kind, show_key
 from rlbuf_td.storages.trajectory_index import as_tuple
 
@@ -63,6 +64,11 @@ def part_of(member: ReplayBuffer, count: int) -> Part:
         scale = None if drawn is None else largest_weight(member, drawn[1])
     if drawn is not None:
         finished = member._finish(*drawn) if prefetcher is None or sent is None else prefetcher.receive(sent)
+        if finished[0].ndim != 1:
+            inner = [*finished[0].shape[1:]]
+            raise ValueError(
+                f"members must store single transitions, these rows have further batch dims, {inner}{MIXTURES}"
+            )
         return Part(finished[0], scale, now)
     rows, info = member._sample(count)  # TorchRL's general path, which adds the report later
     if "index" not in rows.keys():

@@ -374,7 +374,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
             self.share()
         state = super().__getstate__()
         state.pop("_own_lock")
-        return state | {"_plan": None, "_write_plan": None}  # plans hold addresses
+        return state | {"_plan": None, "_write_plan": None, "_rows_without_plan": None}  # plans hold addresses
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._own_lock = RLock()

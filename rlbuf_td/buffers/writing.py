@@ -13,6 +13,7 @@ from rlbuf_td.buffers.parts import Parts
 from rlbuf_td.buffers.write_plan import make_write_plan
 from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.samplers.common import refuse_errors
+from rlbuf_td.samplers.n_step import joins_steps
 from rlbuf_td.storages import SchemaError
 from rlbuf_td.storages.indexing import coordinates, first_of_row, flat_rows, inner_dims, one_a_row
 from rlbuf_td.storages.interrupts import held_back
@@ -77,6 +78,7 @@ def write_back(rb: Any, batch: TensorDictBase, keys: Any, *, sampled_at: int | N
     Raises:
         SchemaError: a key is missing in the rows or in the batch, or its dtypes or shapes differ; nothing has changed.
         KeyError: the batch has no index, or its sampling time is unknown; nothing has changed.
+        ValueError: a key is in ``"next"``, and an :class:`NStepSampler` has joined several steps; nothing has changed.
         TypeError: the storage is not a :class:`PackedStorage`.
 
     Cost: O(B * bytes of the entries), or O(B * row_bytes) if an entry is deduplicated; on CUDA, also a synchronisation.
@@ -104,6 +106,8 @@ def write_back(rb: Any, batch: TensorDictBase, keys: Any, *, sampled_at: int | N
         remedy = "" if index is None else ": read rb.storage.clock.now before, and pass it as sampled_at="
         raise KeyError(f"the batch has no {'index' if index is None else SAMPLED_AT!r}: {reason}{remedy}")
     names = [as_tuple(key) for key in ([keys] if is_key(keys) else keys)]
+    if parts.wrapper is not None and any(key[0] == "next" for key in names) and joins_steps(parts.wrapper):
+        raise ValueError("cannot write back 'next' entries of n-step transitions: they belong to later rows")
     with storage.lock:
         values = {key: _entry_by_row(storage, batch, key, inner) for key in names}
         flat = flat_rows(first_of_row(index, dims, inner), storage, storage.device)

@@ -148,6 +148,8 @@ class FreshRowsSampler(SamplerWrapper):
         super().__init__(sampler, DONE_KEY, None)
         if self._is_prioritized and not hasattr(sampler, "law"):
             raise TypeError("FreshRowsSampler cannot wrap TorchRL's PrioritizedSampler: use a ProportionalSampler")
+        if getattr(sampler, "draws_once", False):
+            raise TypeError("FreshRowsSampler cannot wrap a QueueSampler, which gives each row once")
         self.queue = FreshQueue()
         self.fresh = fresh
 
@@ -172,7 +174,12 @@ class FreshRowsSampler(SamplerWrapper):
             rows, weight = torch.from_numpy(found).to(flat.device), info.get("priority_weight")
             if weight is not None:
                 self.innermost.law.weigh_beside_(rows, flat[:1], weight)
-            flat = torch.cat((rows, flat[len(rows) :]))
+                if self.innermost.weight_norm == "batch":
+                    weight.div_(weight.max())
+            kept = flat[len(rows) :]
+            if getattr(self.innermost, "unique", False):
+                kept = flat[~torch.isin(flat, rows)][: len(kept)]
+            flat = torch.cat((rows, kept))
         return flat, info
 
     def _empty(self) -> None:

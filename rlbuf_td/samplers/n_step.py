@@ -28,6 +28,13 @@ class _Bound(NamedTuple):
     ends: list[tuple[str, ...]]  # the keys of the flags; if any of them is set, the trajectory ends
 
 
+def joins_steps(wrapper: SamplerWrapper | None) -> bool:
+    """Whether a wrapper, or one that it wraps, joins several steps to one transition."""
+    while wrapper is not None and not (isinstance(wrapper, NStepSampler) and wrapper.n_steps > 1):
+        wrapper = wrapper.sampler if isinstance(wrapper.sampler, SamplerWrapper) else None
+    return wrapper is not None
+
+
 class NStepSampler(SamplerWrapper):
     r"""Converts drawn transitions to n-step transitions.
 

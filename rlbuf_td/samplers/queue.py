@@ -46,12 +46,16 @@ class QueueSampler(RowSampler):
         _queue.Empty: a batch has 2 rows, and 1 waits
     """
 
+    draws_once = True  # a drawn row must be in a batch, because no other batch will have it
+
     def __init__(self, writer: Queue) -> None:
         self.writer = writer
 
     def draw(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
         """See :class:`~rlbuf_td.samplers.common.RowSampler`."""
         waiting, steps = self.writer.waiting, storage.max_size
+        if batch_size < 1:
+            raise ValueError(f"a batch must have at least one row, got batch_size={batch_size}")
         if batch_size > steps:
             raise ValueError(f"a queue of {steps} rows never holds a batch of {batch_size}: enlarge it")
         if waiting < batch_size:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import prod
+from multiprocessing.context import get_spawning_popen
 from typing import Any
 
 import torch
@@ -71,6 +72,11 @@ class WriteClock:
         """Whether ``stamps`` are the newest stamps and no write has followed them."""
         newest, then = self._newest
         return stamps is newest and self.now == then
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__ | {"_newest": (None, 0)}  # stamps are compared by identity
+        # A spawned process maps the shared memory itself; pickling a view would move it out of this process's map.
+        return state if get_spawning_popen() is None else state | {"_written": None}
 
     def advance(self, start: int, count: int, shape: torch.Size, device: torch.device | None = None) -> None:
         """Record a write of ``count`` time steps from ``start`` on, in rows of ``shape`` ``[T, *lanes]``."""

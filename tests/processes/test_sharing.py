@@ -119,6 +119,27 @@ def test_updates_of_rows_that_another_process_has_replaced_are_left_out():
     assert rb.health()["stale_updates"] == 16
 
 
+def write_out_of_order(rb: ReplayBuffer) -> None:
+    rb.storage.set(torch.arange(30), rows(60, 30), set_cursor=False)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_memory_stays_shared_after_a_batch(method):
+    rb = make()
+    rb.extend(rows(0, 30))
+    rb.share()
+    for _ in range(2):  # the first batch makes a plan, or finds that there is none
+        late = rb.sample().set("error", torch.full((8,), 9.0))
+    where = [memory.data_ptr() for memory in (rb.storage.rows.flat, rb.storage.clock._written)]
+    elsewhere(rb.extend, rows(30, 30), method=method)
+    assert rb.storage["x"].tolist() == list(range(30, 60))
+    elsewhere(write_out_of_order, rb, method=method)
+    assert rb.storage["x"].tolist() == list(range(60, 90))
+    rb.update_tensordict_priority(late)
+    assert rb.health()["stale_updates"] == 8
+    assert [memory.data_ptr() for memory in (rb.storage.rows.flat, rb.storage.clock._written)] == where
+
+
 def test_a_wrapped_sampler_and_its_trajectories_are_shared(monkeypatch):
     sampler = SequenceSampler(ProportionalSampler(30), length=2)
     rb = ReplayBuffer(storage=PackedStorage(30), sampler=sampler, batch_size=8)

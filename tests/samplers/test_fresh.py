@@ -19,6 +19,8 @@ from rlbuf_td import (
     HindsightSampler,
     PackedStorage,
     ProportionalSampler,
+    QueueSampler,
+    QueueWriter,
     RankSampler,
     ReplayBuffer,
     ReservoirWriter,
@@ -109,11 +111,11 @@ def test_fresh_rows_have_the_weights_of_the_wrapped_law(cls, norm):
     inner = cls(STEPS, alpha=0.7, beta=0.5, weight_norm=norm)
     rb = ReplayBuffer(storage=PackedStorage(STEPS), sampler=FreshRowsSampler(inner, 5), batch_size=BATCH)
     rb.extend(TensorDict({"x": torch.arange(STEPS)}, [STEPS]))
-    rb.update_priority(torch.arange(STEPS), torch.linspace(0.1, 4, STEPS))
+    rb.update_priority(torch.arange(STEPS), torch.linspace(4, 0.1, STEPS))  # fresh rows have the largest weights
     batch = rb.sample()
     every = (STEPS * inner.probability(torch.arange(STEPS))) ** -0.5
-    drawn = batch["priority_weight"][5:].double() / every[batch["index"][5:]]
-    scale = {"buffer": 1 / every.max(), "batch": drawn[0], None: torch.tensor(1.0)}[norm].double()
+    largest = {"buffer": every.max(), "batch": every[batch["index"]].max(), None: torch.tensor(1.0)}
+    scale = 1 / largest[norm].double()
     torch.testing.assert_close(batch["priority_weight"].double(), every[batch["index"]] * scale, rtol=1e-5, atol=0)
     batch["td_error"] = torch.full((BATCH,), 7.0)
     rb.update_tensordict_priority(batch)
@@ -142,6 +144,15 @@ def test_rows_stay_fresh_across_a_dump_also_into_another_capacity(capacity, tmp_
     assert not other.undrawn
 
 
+def test_fresh_rows_beside_unique_rows_are_not_repeated():
+    sampler = FreshRowsSampler(UniformSampler(unique=True), 5)
+    rb = ReplayBuffer(storage=PackedStorage(STEPS), sampler=sampler, batch_size=STEPS - 2)
+    for first in range(0, 5 * STEPS, 5):
+        rb.extend(rows(first, 5))
+        if len(rb) == STEPS:
+            assert len(set(rb.sample()["index"].tolist())) == STEPS - 2
+
+
 def test_replaced_rows_are_not_fresh_again():
     made = Numbered("uniform", 2)
     made.write(STEPS)
@@ -162,6 +173,8 @@ def test_what_it_does_not_serve_is_refused():
         FreshRowsSampler(UniformSampler(), 0)
     with pytest.raises(TypeError, match=r"cannot wrap a HindsightSampler: .*HindsightSampler\(FreshRowsSampler"):
         FreshRowsSampler(HindsightSampler(UniformSampler(), lambda batch: batch["x"]))
+    with pytest.raises(TypeError, match="cannot wrap a QueueSampler, which gives each row once"):
+        FreshRowsSampler(QueueSampler(QueueWriter()))
     with pytest.raises(ValueError, match="a FreshRowsSampler needs rows in time order"):
         ReplayBuffer(sampler=FreshRowsSampler(UniformSampler()), writer=ReservoirWriter())
 
