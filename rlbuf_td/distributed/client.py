@@ -48,7 +48,7 @@ class Client:
         connect: a function that returns handles of the shards and of flow control (or ``None``), and module ``ray``.
         spec: the properties that the buffers of all shards share.
         batch_size: number of rows in a batch; ``None``: the batch size of the shards' buffers.
-        prefetch: number of batches per request. The next request is sent as soon as these batches arrive. 0: a
+        prefetch: number of batches per request. The next request is sent when :meth:`sample` receives them. 0: a
             request draws one batch, and is sent when the batch is needed.
         on_loss: ``"continue"``: work without lost shards; ``"raise"``: raise :class:`ShardLost`.
         home: number of the shard to write to, until it is lost or too slow; ``None``: a random shard.

@@ -33,7 +33,7 @@ class SequenceSampler(SamplerWrapper):
     - ``"burn_in_mask"``, ``[B * L]`` bool: True for each window's first ``burn_in`` rows, which a loss should ignore.
     - ``"anchor_index"``, ``[B * L]`` or, if ``ndim > 1``, ``[B * L, ndim]``: the index of the window's anchor.
 
-    If the rows have the flags ``"is_init"``, ``truncated`` and ``done``, the sampler sets these flags so that TorchRL's
+    The sampler sets those of the flags ``"is_init"``, ``truncated`` and ``done`` that the rows have, so that TorchRL's
     modules treat each window separately. ``"is_init"`` becomes True at the first row and at the first unpadded row of
     each window; ``truncated`` and ``done`` become True at the last unpadded row. All rows of a window have the anchor's
     ``"priority_weight"`` and hindsight goal.
@@ -184,7 +184,7 @@ class SequenceSampler(SamplerWrapper):
         return ((anchors[:, None] + offset * lanes) % size.numel()).flatten(), real
 
     def _mark_(self, batch: TensorDictBase, real: Tensor) -> None:
-        """Set the stored flags that separate windows; ``real``, ``[B, L]`` bool, is False for padding."""
+        """Set the flags of a batch that separate its windows; ``real``, ``[B, L]`` bool, is False for padding."""
         first, last = real.clone(), real.clone()
         first[:, 1:] &= ~real[:, :-1]
         last[:, :-1] &= ~real[:, 1:]

@@ -95,7 +95,7 @@ class TrajectoryIndex:
         return index
 
     def reach(self, index: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return steps back (int64), steps ahead (int64) and whether the trajectory has ended (bool), ``[B]`` each."""
+        """Return :meth:`steps_back`, :meth:`steps_ahead` and whether the trajectory has ended (bool), ``[B]`` each."""
         return self.boundaries().reach(flat_rows(index, self.storage, device_of(self.storage)))
 
     def steps_back(self, index: Any) -> torch.Tensor:

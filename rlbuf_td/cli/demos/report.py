@@ -62,7 +62,7 @@ class Clock:
 
 
 class Run(Clock):
-    """A training run of at most ``steps`` environment steps: the progress bar, the episodes, and the final policy.
+    """Shows the progress of a training run, records its episodes, and evaluates and saves the final policy.
 
     The run is solved when the mean return of the last 20 training episodes reaches ``threshold``. The folder
     ``out`` receives the policy and a picture; ``make_env`` and ``seed`` are for the evaluation.

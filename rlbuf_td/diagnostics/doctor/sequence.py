@@ -180,7 +180,7 @@ def _ids_show_ends(record: Record, flow: Flow) -> bool:
 
 
 def _is_no_chance(record: Record, flow: Flow) -> bool:
-    """Whether ``flow.unbroken`` is no coincidence: it flags half of the ends or more, or observations rarely repeat."""
+    """Whether ``flow.unbroken`` is unlikely by chance: it has half of the ends, or observations rarely repeat."""
     if 2 * int(flow.unbroken.sum()) >= int(flow.ends.sum()):
         return True
     values = hashes(record, record.main)

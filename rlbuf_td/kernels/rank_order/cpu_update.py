@@ -1,7 +1,7 @@
 """Updates of the chunked order on the CPU.
 
-To change the magnitude of a row, one key is deleted and one inserted. Either costs a search, and changes up to
-``WIDTH`` keys of one chunk and ``WIDTH`` counts of one group.
+To change the magnitude of a row, one key is deleted and one inserted. The deletion and the insertion
+each take one search, and change up to ``WIDTH`` keys and ``WIDTH`` counts, more if a full chunk is split.
 """
 
 import numpy as np

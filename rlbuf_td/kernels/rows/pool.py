@@ -121,8 +121,8 @@ def write_(
     ``sources`` is ``[P, 2, 3]`` int64: for each of the P parts of all groups, and for own and next observations, the
     address of the written tensor and its strides in bytes along time and lanes. The elements of a row are contiguous.
     ``cells`` is ``[count]`` int64, contiguous: different rows in time order; or an int: the first of ``count``
-    consecutive rows, which may wrap around. ``lanes`` is E, or 1 if the rows are not whole time steps. A ``deferred``
-    write does not reuse the entries that it frees, so that restoring the old rows undoes the write.
+    consecutive rows, which may wrap around. ``lanes`` is the number of lanes if ``cells`` are whole time steps, else 1.
+    A ``deferred`` write does not reuse the entries that it frees, so that restoring the old rows undoes the write.
     """
     rows, (where, start) = table.rows, (0, cells) if isinstance(cells, int) else (cells.data_ptr(), 0)
     given = sources, rows.data_ptr(), rows.shape[1], len(rows), table.lanes, where, start, count, lanes, deferred

@@ -86,7 +86,7 @@ class _Step:
         return name.to(torch.int32)
 
     def are(self, names: Tensor, raw: Tensor) -> Tensor:
-        """Whether all entries ``names`` of each row equal the bytes ``raw``, ``[B, pieces, bytes]``; ``[B]`` bool."""
+        """Return for each row whether the entries named by ``names`` equal ``raw``, ``[B, pieces, bytes]``."""
         return ((self.entries[names.long() - 1] == raw).flatten(1).all(1)) & (names != 0).all(1)
 
     def fresh(self, where: Tensor, raw: Tensor) -> Tensor:
