@@ -52,7 +52,7 @@ class ReservoirWriter(Writer):
         SchemaError: (on writing) the data does not match the stored rows; nothing has changed.
         ValueError: (on writing) the data is empty; (when a buffer is made) the sampler needs rows in time order.
 
-    Cost per write of n time steps: O(n) for the index, and a copy of those that are stored. Of N time steps, an
+    Cost: for n time steps, O(n) for the index, and a copy of those that are stored. Of N time steps, an
     expected O(T (1 + log(N / T))) are written to the storage. Random numbers are drawn only for time steps
     that replace others, from the buffer's generator or torch's default one.
 
