@@ -233,6 +233,8 @@ def test_what_minari_cannot_hold_leaves_no_set_behind(monkeypatch):
         rb.to_minari("toy/spaces-v0", action_space=Discrete(4))
     with pytest.raises(SchemaError, match=r"the rows have no \('observation', 'camera'\), which is in the given space"):
         rb.to_minari("toy/other-v0", observation_space=SPACES["a dict"][0], action_space=Discrete(4))
+    with pytest.raises(SchemaError, match=r"the shape of 'observation' is \[3\] in the rows, \[2\] in the given space"):
+        rb.to_minari("toy/other-v0", observation_space=Box(-1, 1, (2,)), action_space=Discrete(4))
     for missing, message in ((("next", "terminated"), "no .*'terminated'"), (("next", "done"), "neither .* nor")):
         short = ReplayBuffer(storage=PackedStorage(9))
         short.extend(rb.storage[:3].exclude(missing, ("collector", "traj_ids")))

@@ -17,6 +17,7 @@ from rlbuf_td import (
     ProportionalSampler,
     RankSampler,
     ReplayBuffer,
+    ReplayBufferMixture,
     RolloutBuffer,
     UniformSampler,
 )
@@ -157,6 +158,7 @@ def test_refusals_give_the_reason():
     empty = ReplayBuffer(storage=PackedStorage(10), sampler=ProportionalSampler(10))
     for plot, error, message in (
         (lambda: plot_health(empty), RuntimeError, "before the first batch"),
+        (lambda: plot_health(ReplayBufferMixture({"a": empty}, {"a": 1.0})), TypeError, "plot a member, mixture"),
         (lambda: plot_priorities(empty), RuntimeError, "the buffer is empty"),
         (lambda: plot_priorities(buffer(UniformSampler())), TypeError, "a UniformSampler keeps no priorities"),
         (lambda: plot_episodes(EpisodeStats()), RuntimeError, "no episode has ended"),

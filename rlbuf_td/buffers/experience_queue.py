@@ -27,7 +27,8 @@ class ExperienceQueue(ReplayBuffer):
     :meth:`sample` waits until there are B rows. A write is stored completely or not at all, and the rows of one writer
     keep their order. Threads, and after :meth:`share` also processes, may use the same queue. If a process dies, its
     unfinished write is undone, and the rows of its unfinished sample stay in the queue. If a transform raises an error,
-    the rows of the batch are lost.
+    the rows of the batch are lost. Waiting calls have no order: a call with many rows can wait as long as calls with
+    fewer rows go on, so use similar sizes.
 
     Args:
         timeout: longest wait in seconds; ``None`` waits forever.
@@ -36,8 +37,8 @@ class ExperienceQueue(ReplayBuffer):
 
     Raises:
         TimeoutError: a write or a sample had to wait for longer than ``timeout``; nothing has changed.
-        ValueError: ``sampler``, ``writer``, ``samples_per_insert``, ``min_size`` or ``prefetch`` is given. A write of
-            no rows also raises a ValueError, and so does a write or a batch of more rows than the capacity.
+        ValueError: ``sampler``, ``writer``, ``samples_per_insert``, ``min_size`` or ``prefetch`` is given. A negative
+            ``timeout``, a write of no rows, and a write or a batch of more rows than the capacity also raise it.
         RuntimeError: a process has shut down the queue.
 
     Cost: that of a uniform sample and of a write; a waiting call polls every millisecond.
@@ -66,9 +67,11 @@ class ExperienceQueue(ReplayBuffer):
         if given:
             reason = "it writes in order, takes each row once, on request, and its capacity controls the flow"
             raise ValueError(f"an ExperienceQueue has no {' and no '.join(given)} of its own choice: {reason}")
+        if timeout is not None and not timeout >= 0:
+            raise ValueError(f"timeout must be at least 0 seconds, or None, got {timeout}")
         self.timeout = timeout
         writer = QueueWriter()
-        super().__init__(writer=writer, sampler=QueueSampler(writer), **kwargs)
+        super().__init__(**kwargs | {"writer": writer, "sampler": QueueSampler(writer)})
 
     @property
     def waiting(self) -> int:

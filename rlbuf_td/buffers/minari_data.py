@@ -132,7 +132,7 @@ def to_minari(
         ImportError: Minari is not installed.
         ValueError: neither ``env`` nor both spaces are given, a data set of this name exists, or a next observation
             differs from the observation of the episode's following row, which Minari cannot store.
-        SchemaError: the rows lack an entry that the data set needs.
+        SchemaError: the rows lack an entry that the data set needs, or its shape is not that of the space.
         RuntimeError: the buffer is empty.
 
         After an error, there is no new data set.

@@ -131,6 +131,8 @@ class ReplayBufferMixture:
         return (self.members[self.writes_to] if self.writes_to else next(iter(self.members.values()))).storage
 
     def __getitem__(self, name: str) -> ReplayBuffer:
+        if self._plan is not None:
+            self._plan.note_draws()  # for health, plots and html of the member
         return self.members[name]
 
     def __len__(self) -> int:
@@ -382,10 +384,8 @@ class ReplayBufferMixture:
 
     def health(self) -> dict[str, float]:
         """Return the share and :meth:`ReplayBuffer.health` of each member, with keys ``"name/entry"``."""
-        if self._plan is not None:
-            self._plan.note_draws()
         shares = {f"{name}/share": share for name, share in self.sampler.by_name.items()}
-        found = {name: member.health() for name, member in self.members.items()}
+        found = {name: self[name].health() for name in self.members}
         return shares | {f"{name}/{key}": value for name, report in found.items() for key, value in report.items()}
 
     def __getstate__(self) -> dict[str, Any]:

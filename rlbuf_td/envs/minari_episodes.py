@@ -97,6 +97,10 @@ def _values(space: Any, before: Any, after: Any, path: tuple[str, ...]) -> Any:
             for key, part in parts.items()
         }
         return found if kind == "Dict" else tuple(found.values())
+    expected = getattr(space, "shape", None)  # None: a space of values that are no arrays
+    if expected is not None and before.shape[1:] != expected:
+        shapes = f"{[*before.shape[1:]]} in the rows, {[*expected]} in the given space"
+        raise SchemaError(f"the shape of {show_key(path)} is {shapes}: pass the rows' own spaces")
     if after is None:
         return before.numpy()
     both = (x.contiguous().view(torch.uint8) for x in (before[1:], after[:-1]))  # as bytes, NaN equals itself

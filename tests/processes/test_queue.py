@@ -77,6 +77,10 @@ def test_what_it_refuses_changes_nothing():
     for name in ("min_size", "prefetch"):
         with pytest.raises(ValueError, match=f"an ExperienceQueue has no {name} of its own choice"):
             ExperienceQueue(storage=PackedStorage(16), **{name: 2})
+    for timeout in (-1.0, float("nan")):
+        with pytest.raises(ValueError, match="timeout must be at least 0 seconds, or None"):
+            ExperienceQueue(storage=PackedStorage(16), timeout=timeout)
+    assert ExperienceQueue(storage=PackedStorage(16), sampler=None, writer=None).waiting == 0
     writer = QueueWriter()
     parts = ReplayBuffer(storage=PackedStorage(2), sampler=QueueSampler(writer), writer=writer, batch_size=2)
     with pytest.raises(Empty, match="a batch has 2 rows, and 0 wait"):

@@ -30,6 +30,7 @@ def plot_health(rb: ReplayBuffer) -> Figure:
 
     Raises:
         RuntimeError: no batch has been sampled, or no panel has data.
+        TypeError: ``rb`` is a mixture.
 
     Cost: O(N log N).
 
@@ -42,6 +43,8 @@ def plot_health(rb: ReplayBuffer) -> Figure:
         >>> len(plot_health(rb).axes)  # ages, weights, mass
         3
     """
+    if hasattr(rb, "members"):
+        raise TypeError("a mixture has no plot of its own: plot a member, mixture['name']")
     last, storage = getattr(rb, "last_draw", None), rb.storage
     if last is None:
         raise RuntimeError("there is no health to plot before the first batch: sample one")
