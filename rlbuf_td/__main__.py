@@ -108,7 +108,7 @@ COMMANDS = {
 
 
 def _imported(options: argparse.Namespace) -> Callable[[argparse.Namespace], int]:
-    """Return the function that runs a command; each needs other libraries, and may take seconds to import."""
+    """Import only the module that the command needs, and return its ``main`` function."""
     if options.command == "train":
         from rlbuf_td.cli.bench.train import main
     elif options.command == "plan":

@@ -1,4 +1,4 @@
-"""Methods of :class:`~rlbuf_td.ReplayBuffer` other than writing, sampling and priorities."""
+"""Methods of :class:`~rlbuf_td.ReplayBuffer` that create, read, edit, save, load or share a buffer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Buffer = TypeVar("Buffer", bound=TensorDictReplayBuffer)
 if TYPE_CHECKING:
 
     class constructor(Generic[Arguments]):
-        """A typed ``classmethod`` that returns an instance of the class on which it is called."""
+        """A ``classmethod`` whose return type is the class on which the method is called."""
 
         def __init__(self, function: Callable[Concatenate[Any, Arguments], Any]) -> None: ...
         def __get__(self, instance: object, owner: type[Buffer]) -> Callable[Arguments, Buffer]: ...
@@ -46,15 +46,15 @@ NO_CHECKPOINTERS = (
 def from_env(cls: Any, /, env: Any, capacity: int, *, extras: Any = None, **kwargs: Any) -> Any:
     """Return a buffer for the transitions of an environment.
 
-    Writes must have the environment's keys, dtypes and shapes; the first write may add keys (a policy's outputs, for
-    example). Physical memory is used only as rows are written.
+    Written data must have the environment's keys, dtypes and shapes. The first write may add keys, such as those of a
+    policy's outputs. In RAM, rows take physical memory only after they are written.
 
     Args:
         env: a TorchRL or Gymnasium environment, single or vectorised.
-        capacity: the number of transitions, rounded up to whole time steps. For a :class:`RolloutBuffer`, the number of
-            time steps.
-        extras: further entries of a transition, see :func:`~rlbuf_td.envs.specs.schema_of`. The first write cannot add
-            entries to rows that processes share.
+        capacity: the number of transitions, rounded up to a multiple of the number of environments. A
+            :class:`RolloutBuffer` instead takes the number of time steps.
+        extras: further entries of a transition, see :func:`~rlbuf_td.envs.specs.schema_of`. If the rows are in shared
+            memory, ``extras`` must contain all further entries, because the first write cannot add entries.
         **kwargs: keywords of :meth:`from_schema`.
 
     Raises:
@@ -89,8 +89,8 @@ def from_spaces(
         action_space: the space or spec of one environment's action.
         capacity: the number of transitions, see :meth:`from_env`.
         num_envs: E, the number of environments, for rows ``[T, E]``; ``None`` gives rows ``[T]``.
-        extras: further entries, see :meth:`from_env`. Without ``num_envs``, ``{"next": {"reward": numpy.zeros(1)}}``
-            stores float64 rewards.
+        extras: further entries, see :meth:`from_env`. For example, ``extras={"next": {"reward": numpy.zeros(1)}}``
+            stores float64 rewards (for ``num_envs=None``).
         **kwargs: keywords of :meth:`from_schema`.
 
     Raises:
@@ -128,16 +128,16 @@ def from_schema(
     """Return a buffer for transitions with the keys, dtypes and shapes of an example.
 
     Args:
-        schema: an example of a time step, ``[]`` or ``[*lanes]``; :func:`~rlbuf_td.envs.specs.schema_of` returns one.
+        schema: an example of a step, ``[]`` or ``[*lanes]`` (environments); see :func:`~rlbuf_td.envs.specs.schema_of`.
         capacity: the number of transitions, see :meth:`from_env`.
         flat: store rows ``[T]`` without a lane dimension, even if ``schema`` has lanes.
-        device: the device of the batches and, without ``storing_device``, of the rows.
+        device: the device of the batches, and also of the rows unless ``storing_device`` is given.
         storing_device: the device of the rows.
         scratch_dir, shared, offload, share_next, frames: keywords of :class:`PackedStorage`.
         **kwargs: keywords of the buffer's class: ``sampler``, ``batch_size``, ``transform``, ...
 
     Raises:
-        SchemaError: the schema has an entry that cannot be packed.
+        SchemaError: an entry of the schema has no fixed size in bytes.
 
     Example:
         >>> from tensordict import TensorDict
@@ -158,7 +158,7 @@ def from_schema(
 
 
 def chronological(rb: Any, *, flat: bool = False) -> TensorDictBase:
-    """Return all rows, oldest first and transformed, in fresh memory: ``[n]``, or ``[T, E]`` when ``ndim=2``.
+    """Return a copy of all rows, transformed and oldest first: ``[T]``, or ``[T, E]`` if ``ndim=2``.
 
     Args:
         flat: return ``[T * E]``, in time order, instead of ``[T, E]``.
@@ -171,7 +171,7 @@ def chronological(rb: Any, *, flat: bool = False) -> TensorDictBase:
 
 
 def last(rb: Any, n: int | None, *, flat: bool = False) -> TensorDictBase:
-    """Return the newest ``n`` time steps, oldest first and transformed: ``[n]``, or ``[n, E]`` when ``ndim=2``.
+    """Return a copy of the newest ``n`` time steps, transformed and oldest first: ``[n]``, or ``[n, E]`` if ``ndim=2``.
 
     Args:
         n: the number of time steps, at least 1; ``None`` returns all.
@@ -191,7 +191,7 @@ def last(rb: Any, n: int | None, *, flat: bool = False) -> TensorDictBase:
 
 
 def set_at_(rb: Buffer, key: NestedKey, value: Any, index: Any) -> Buffer:
-    """Set the entry ``key`` of the rows at ``index``, an index into ``[T, *lanes]``; return the buffer.
+    """Set the entry ``key`` of the rows at ``index``, which indexes the shape ``[T, *lanes]``; return the buffer.
 
     Raises:
         KeyError: the rows have no entry ``key``.
@@ -217,7 +217,7 @@ def set_(rb: Buffer, key: NestedKey, value: Any) -> Buffer:
 
 
 def set_item(rb: Any, index: Any, value: Any) -> None:
-    """Set the rows at ``index`` or, if it is a key, that entry of all rows; ``value`` is shaped like ``rb[index]``."""
+    """Set the rows at ``index`` or, for a key, this entry of all rows; ``value`` has the shape of ``rb[index]``."""
     if is_key(index) and isinstance(rb.storage, PackedStorage):
         rb.storage.edit(lambda data: rb._transpose(data).set_(index, value))
     else:  # TorchRL's code would change a temporary TensorDict
@@ -235,7 +235,7 @@ def update_(rb: Buffer, input_dict_or_td: Any, clone: bool = False, *, keys_to_u
 def health(rb: Any) -> dict[str, float]:
     """Return statistics of the buffer and its batches as a flat dict; :mod:`rlbuf_td.diagnostics.health` explains them.
 
-    Cost: O(N log N) with priorities, otherwise O(N), where N is the number of rows.
+    Cost: O(N log N) for N rows with a prioritized sampler, otherwise O(N).
     """
     storage, sampler, writer = rb.storage, rb.sampler, rb.writer
     with rb._locked():
@@ -247,20 +247,20 @@ def health(rb: Any) -> dict[str, float]:
 def dumps(rb: Any, path: str | Path, *, progress: bool | None = None, sync: bool = True) -> None:
     """Save rows, priorities, counters, trajectories and random generators in the folder ``path``.
 
-    If the process is killed during the call, the previous dump or the new one is intact. Data that has not changed
-    since the previous dump is not written again. TorchRL's buffers cannot load a dump;
+    If the process is killed during the call, either the previous dump or the new dump is intact. Data that has not
+    changed since the previous dump is not written again. TorchRL's buffers cannot load a dump;
     ``theirs.extend(rb.chronological())`` copies the rows to a TorchRL buffer.
 
     Args:
         path: the folder, created if missing. A folder that belongs to another program is never overwritten.
         progress: whether to show a progress bar (needs tqdm); by default, only on a terminal for 1 GiB of data or more.
-        sync: wait until all data is on the disk. ``False`` takes about half as long as ``True``, but a crash of the
-            machine may then damage the previous and the new dump; :meth:`loads` detects the damage.
+        sync: whether to wait until all data is on the disk. ``sync=False`` takes about half as long, but a crash of the
+            machine may then damage both the previous and the new dump; :meth:`loads` detects the damage.
 
     Raises:
         CheckpointError: a component cannot be saved without pickle, or the folder holds something other than a dump.
-        OSError: writing has failed, because the disk is full, for example. The previous dump is intact.
-        NotImplementedError: the storage has a checkpointer that is not its default.
+        OSError: a file cannot be written (the disk is full, for example); the previous dump is intact.
+        NotImplementedError: the storage's default checkpointer has been replaced.
     """
     if type(rb.storage.checkpointer) is not rb.storage._default_checkpointer:
         raise NotImplementedError(NO_CHECKPOINTERS)
@@ -270,23 +270,23 @@ def dumps(rb: Any, path: str | Path, *, progress: bool | None = None, sync: bool
 def loads(
     rb: Any, path: str | Path, *, rows_only: bool = False, default_generator: bool = False, progress: bool | None = None
 ) -> None:
-    """Load a dump of :meth:`dumps`, which replaces the rows and the state of this buffer.
+    """Replace the rows and the state of this buffer by those of a dump that :meth:`dumps` has written.
 
-    The buffer then draws the batches that the saved buffer would have drawn next. This needs the same capacity, and
-    either a generator of the saved buffer or ``default_generator=True``. Checksums of all files are verified first, and
-    no code from the dump is executed. The storage (without ``rows_only`` also the sampler and the writer) must have the
-    same class as in the saved buffer. A :class:`PackedStorage` may have another capacity than the saved one, except in
-    a :class:`RolloutBuffer`. If the rows do not fit, the oldest ones are dropped, with a warning. Unfinished
-    trajectories with ids (``("collector", "traj_ids")``) end at the load, because new collectors reuse the ids.
+    With equal capacities, this buffer then draws the batches that the saved buffer would have drawn next. If the saved
+    buffer had no ``generator``, equal batches also need ``default_generator=True``. Checksums of all files are verified
+    first, and no code from the dump is executed. The storage must have the class of the saved storage; without
+    ``rows_only``, this also holds for sampler and writer. A :class:`PackedStorage` may have another capacity than the
+    saved one, except in a :class:`RolloutBuffer`. If the saved rows exceed the capacity, the oldest are dropped, with a
+    warning. A load ends unfinished trajectories with ids (``("collector", "traj_ids")``): new collectors reuse the ids.
 
     Args:
         path: the folder of the dump.
-        rows_only: load only the rows; the sampler treats them as newly written.
-        default_generator: also restore torch's default generator, which buffers without a generator use.
+        rows_only: load only the rows; the sampler treats these rows as newly written.
+        default_generator: also restore torch's default generator, which a buffer without ``generator`` uses.
         progress: whether to show a progress bar (needs tqdm); by default, only on a terminal for 1 GiB of data or more.
 
     Raises:
-        CheckpointError: a file is missing or damaged, or the dump does not fit this buffer. The buffer is unchanged.
+        CheckpointError: a file is missing or damaged, or the dump does not fit; the buffer is unchanged.
     """
     connect = partial(rb._connect, default_priorities=rows_only)
     how: Any = {"rows_only": rows_only, "default_generator": default_generator, "progress": progress}
@@ -304,7 +304,6 @@ def full(rb: Any) -> bool:
 
 
 def describe(rb: Any) -> str:
-    """Return the ``repr`` of a buffer."""
     if not rb.initialized:
         return f"{type(rb).__name__}(not initialized)"
     named = [("storage", rb.storage), ("sampler", rb.sampler), ("writer", rb.writer)]
@@ -316,13 +315,13 @@ def describe(rb: Any) -> str:
 
 
 def repair(rb: Any) -> None:
-    """Make priorities consistent after the death of a process that held the lock."""
+    """Make the priorities consistent after a process died while it held the buffer's lock."""
     if rb._parts is not None and rb._parts.prioritized is not None:
         rb._parts.prioritized.priorities.repair(rb._parts.storage)
 
 
 def state_dict(rb: Any) -> dict[str, Any]:
-    """Return a copy of all state that determines behaviour, as tensors and plain values."""
+    """Return a copy of the rows and of the state of all components, as tensors and plain Python values."""
     return TensorDictReplayBuffer.state_dict(rb) | {"_trajectories": trajectories_of(rb.storage)}
 
 
@@ -330,8 +329,8 @@ def load_state_dict(rb: Any, state_dict: dict[str, Any]) -> None:
     """Restore the state that :meth:`state_dict` has returned.
 
     Raises:
-        ValueError: the state belongs to another class of storage, sampler or writer, or its rows do not fit here.
-        RuntimeError: the state was saved with another ``prefetch``.
+        ValueError: the state belongs to another class of storage, sampler or writer, or its rows do not fit.
+        RuntimeError: the state was saved from a buffer with another value of ``prefetch``.
 
         After an error, the buffer is unchanged.
     """
@@ -355,15 +354,15 @@ def share(rb: Buffer, shared: bool = True) -> Buffer:
 
     Rows, counters and priorities move to shared memory. Every process may write, sample and update priorities; a lock
     runs these calls one at a time. If a process is killed during a write, the write is undone and the lock released.
-    Each process has its own epoch position and random generator. The storage, sampler and writer of a shared buffer
-    cannot be replaced. TorchRL's collectors with several workers call this method. If the storage is one of
-    TorchRL's, only TorchRL's own ``share`` is called.
+    Each process has its own random generator, and its own position in an epoch. The storage, sampler and writer of a
+    shared buffer cannot be replaced. TorchRL's collectors with several workers call this method. For a buffer with a
+    storage of TorchRL, this method only calls TorchRL's ``share``.
 
     Args:
         shared: ``False`` does nothing, because sharing cannot be undone.
 
-    Cost: about 5 us per later write, sample or update; a write also copies the rows that it replaces. If a process dies
-    while it holds the lock, the next call takes O(N).
+    Cost: about 5 us more per write, sample or update; a write also copies the rows that it replaces. If a process dies
+    while it holds the lock, the next call takes O(N) for N rows.
 
     Raises:
         ValueError: the rows are on a CUDA device.

@@ -23,25 +23,25 @@ Result = TypeVar("Result")
 class ExperienceQueue(ReplayBuffer):
     """A first-in-first-out queue for asynchronous actors (IMPALA, APPO): each row is sampled once.
 
-    A row is a transition, or a trajectory of L steps, with entries ``[L, ...]``. A write waits until its rows fit;
-    :meth:`sample` waits until there are B rows. A write is stored completely or not at all, and the rows of one writer
-    keep their order. Threads, and after :meth:`share` also processes, may use the same queue. If a process dies, its
-    unfinished write is undone, and the rows of its unfinished sample stay in the queue. If a transform raises an error,
-    the rows of the batch are lost. Waiting calls have no order: a call with many rows can wait as long as calls with
-    fewer rows go on, so use similar sizes.
+    A row is a transition, or a trajectory of L steps with entries ``[L, ...]``. A write waits until its rows fit into
+    the queue; :meth:`sample` waits until the queue has ``batch_size`` rows. A write is stored completely or not at all,
+    and rows from the same thread keep their order. Several threads, and after :meth:`share` several processes, may
+    use a queue. If a process dies, its unfinished write is undone, and the rows of its unfinished sample stay in the
+    queue. If a transform raises an error, the rows of the batch are lost. Waiting calls are not served in order: calls
+    with few rows can delay a call with many rows for any length of time, so use similar sizes.
 
     Args:
         timeout: longest wait in seconds; ``None`` waits forever.
-        **kwargs: keywords of :class:`ReplayBuffer`. ``storage`` must be a :class:`PackedStorage` ``[T]``, whose
-            capacity limits the number of waiting rows (default: 1,000).
+        **kwargs: keywords of :class:`ReplayBuffer`. ``storage`` must be a :class:`PackedStorage` with ``ndim=1``;
+            its capacity (default: 1,000) limits the number of waiting rows.
 
     Raises:
-        TimeoutError: a write or a sample had to wait for longer than ``timeout``; nothing has changed.
+        TimeoutError: a write or a sample has waited for ``timeout`` seconds; nothing has changed.
         ValueError: ``sampler``, ``writer``, ``samples_per_insert``, ``min_size`` or ``prefetch`` is given. A negative
-            ``timeout``, a write of no rows, and a write or a batch of more rows than the capacity also raise it.
-        RuntimeError: a process has shut down the queue.
+            ``timeout``, an empty write, and a write or a batch of more rows than the capacity also raise a ValueError.
+        RuntimeError: the queue has been shut down, in any process.
 
-    Cost: that of a uniform sample and of a write; a waiting call polls every millisecond.
+    Cost: as for a uniform sample and a write in a :class:`ReplayBuffer`; a waiting call polls every millisecond.
 
     Example: a learner that corrects for the lag of its actors with V-trace
 
@@ -79,7 +79,7 @@ class ExperienceQueue(ReplayBuffer):
         return self._initialize().writer.waiting
 
     def add(self, data: TensorDictBase) -> int | torch.Tensor:
-        """Wait for free space, write one row, and return its index. Raises the errors that the class lists."""
+        """Wait for free space, write one row, and return its index. For errors, see :class:`ExperienceQueue`."""
         return self._once_possible(partial(super().add, data), self.timeout)
 
     def extend(self, tensordicts: TensorDictBase, *, update_priority: bool | None = None) -> torch.Tensor:
@@ -108,7 +108,7 @@ class ExperienceQueue(ReplayBuffer):
         super().shutdown(timeout)
 
     def _once_possible(self, call: Callable[[], Result], timeout: float | None) -> Result:
-        """Repeat ``call`` until it raises neither Full nor Empty; return its result. Hold no lock between the calls."""
+        """Repeat ``call`` while it raises Full or Empty; return its result. No lock is held between the calls."""
         deadline = inf if timeout is None else time.monotonic() + timeout
         while True:
             if self._initialize().writer.is_closed:

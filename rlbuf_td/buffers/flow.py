@@ -28,12 +28,12 @@ class FlowControl:
     Args:
         samples_per_insert: target ratio of sampled to written rows; ``None``: only ``min_size`` is enforced.
         min_size: number of rows that must be written before the first batch.
-        tolerance: the right side of the inequality above, in sampled rows. It must be at least the batch size, and at
-            least ``samples_per_insert`` times the rows of a write; otherwise, batches and writes could wait for each
-            other forever. ``None``: the smallest tolerance that fulfils this for the largest batch and write so far.
+        tolerance: the right side of the inequality above, in sampled rows. A tolerance below the batch size, or below
+            ``samples_per_insert`` times the rows of a write, could make batches and writes wait for each other forever.
+            ``None`` chooses a tolerance that is just enough for the largest batch and the largest write so far.
 
     Raises:
-        ValueError: an argument is out of range; (when sampling or writing) the tolerance is too small for the rows.
+        ValueError: an argument is out of range, or the tolerance is too small for a batch or a write.
 
     Source: Cassirer et al., Reverb, 2021, section 3.4. TorchRL's ``RateLimitedReplayBuffer`` (not in version 0.14)
     limits only sampling.
@@ -61,7 +61,7 @@ class FlowControl:
         return max(1.0, self._numbers[_BATCH], (self.samples_per_insert or 0.0) * self._numbers[_WRITE])
 
     def admit_sample(self, rows: int) -> bool:
-        """Count a batch if it is admitted; return whether it is. The caller holds the lock."""
+        """Return whether a batch is admitted; if it is, count its rows. The caller holds the buffer's lock."""
         self._note(_BATCH, rows, rows, "a batch")
         numbers = self._numbers
         inserted = numbers[_INSERTED]
@@ -71,7 +71,7 @@ class FlowControl:
         return True
 
     def admit_insert(self, rows: int) -> bool:
-        """Count a write if it is admitted; return whether it is. The caller holds the lock."""
+        """Return whether a write is admitted; if it is, count its rows. The caller holds the buffer's lock."""
         self._note(_WRITE, rows, rows * (self.samples_per_insert or 0.0), "a write")
         numbers = self._numbers
         inserted = numbers[_INSERTED] + rows
@@ -86,7 +86,7 @@ class FlowControl:
         return sampled - self.samples_per_insert * (inserted - self.min_size)
 
     def _note(self, which: int, rows: int, weight: float, what: str) -> None:
-        """Record the largest batch and write; raise a ValueError for a size that the tolerance never admits."""
+        """Record the largest size of a batch or write; raise a ValueError for a size above the given tolerance."""
         if self._numbers[_CLOSED]:
             raise RuntimeError("the buffer has been shut down")
         if self.given_tolerance is not None and weight > self.given_tolerance:
@@ -96,14 +96,14 @@ class FlowControl:
             self._numbers[which] = rows
 
     def count_imported(self, rows: int) -> None:
-        """Count imported rows towards ``min_size``, so that neither batches nor writes wait because of them."""
+        """Count imported rows towards ``min_size``, so that neither batches nor writes wait because of these rows."""
         numbers = self._numbers
         numbers[_INSERTED] += rows
         surplus = (self.samples_per_insert or 0.0) * (numbers[_INSERTED] - self.min_size)
         numbers[_SAMPLED] = max(numbers[_SAMPLED], int(surplus))
 
     def take_back(self, *, sampled: int = 0, inserted: int = 0) -> None:
-        """Subtract a failed batch or write from the counters; the caller holds the lock."""
+        """Subtract the rows of a failed batch or write from the counters; the caller holds the buffer's lock."""
         self._numbers[_SAMPLED] -= sampled
         self._numbers[_INSERTED] -= inserted
 
@@ -119,14 +119,14 @@ class FlowControl:
         self._numbers.share_memory_()
 
     def report(self) -> dict[str, float]:
-        """Return the counters for :meth:`ReplayBuffer.health`."""
+        """Return the counters as entries of :meth:`ReplayBuffer.health`."""
         inserted, sampled, _, _, sample_waits, insert_waits, _ = map(float, self._numbers)
         counts = {"inserts": inserted, "samples": sampled, "samples_per_insert": sampled / max(1.0, inserted)}
         return counts | {"sample_waits": sample_waits, "insert_waits": insert_waits}
 
     @contextmanager
     def inserting(self, rows: int, lock: AbstractContextManager[Any]) -> Iterator[None]:
-        """Wait until a write is admitted and count it; subtract it if the ``with`` block raises an error."""
+        """Wait until a write is admitted, and count its rows; undo the count if the ``with`` block raises an error."""
         wait_until(partial(self.admit_insert, rows), lock, None, partial(self.count_wait, of_sample=False))
         try:
             yield
@@ -139,7 +139,7 @@ class FlowControl:
     def sampling(
         self, rows: int, ready: Callable[[], bool], lock: AbstractContextManager[Any], wait: bool, timeout: float | None
     ) -> Iterator[None]:
-        """Wait until a batch is admitted and count it; subtract it if the ``with`` block raises an error."""
+        """Wait until a batch is admitted, and count its rows; undo the count if the ``with`` block raises an error."""
 
         def admit() -> bool:
             return ready() and self.admit_sample(rows)
@@ -167,7 +167,7 @@ def wait_until(
     timeout: float | None,
     count_wait: Callable[[], None] | None = None,
 ) -> None:
-    """Call ``admit`` with the lock held until it returns True; raise a TimeoutError after ``timeout`` seconds."""
+    """Call ``admit``, each time under the lock, until it returns True; raise TimeoutError after ``timeout`` seconds."""
     deadline = inf if timeout is None else time.monotonic() + timeout
     while True:
         with lock:
@@ -184,7 +184,7 @@ def wait_until(
 def make_flow(
     samples_per_insert: float | None, min_size: int, tolerance: float | None, prefetch: int
 ) -> FlowControl | None:
-    """Return the flow control for the arguments of a buffer, or None if all have their defaults."""
+    """Return the flow control for these arguments of a buffer, or None if all arguments have their defaults."""
     if samples_per_insert is None and tolerance is None and min_size == 0:
         return None
     if prefetch:
@@ -193,7 +193,7 @@ def make_flow(
 
 
 def count_imported(rb: Any, flow: FlowControl | None) -> None:
-    """Set the flow control of a buffer, and count the rows that the buffer has imported."""
+    """Set the flow control of a buffer, and count the imported rows as written rows."""
     rb.flow = flow
     if flow is not None:
         flow.count_imported(len(rb))

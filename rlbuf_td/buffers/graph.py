@@ -21,7 +21,7 @@ Step: TypeAlias = Callable[[TensorDictBase], Any]
 
 
 class _Graph(NamedTuple):
-    """A recorded step."""
+    """A recorded CUDA graph, and the tensors that a launch fills."""
 
     graph: torch.cuda.CUDAGraph
     output: Any
@@ -32,8 +32,8 @@ class CapturedStep:
     """Samples, calls ``step`` and updates priorities, on CUDA as one graph; see :meth:`ReplayBuffer.capture`.
 
     Numbers that may change between calls (number of rows, alpha, beta, gamma, ``her_ratio``) are copied to device
-    memory before a launch. If other settings, the sampler, generator, transforms or memory have changed, the graphs are
-    recorded again.
+    memory before each launch. After a change of another setting, or of the sampler, generator, transforms or memory,
+    the graphs are recorded again.
     """
 
     def __init__(self, buffer: Any, step: Step | None, batch_size: int, ring: int, warmup: int) -> None:
@@ -55,7 +55,7 @@ class CapturedStep:
         return bool(self._graphs)
 
     def __call__(self) -> Any:
-        """Sample, call the step and update priorities; return the output, which is valid for ``ring`` calls."""
+        """Sample, call the step and update priorities; return the output, which later calls overwrite on CUDA."""
         buffer = self._buffer
         if device_of(self._capturable_storage()).type != "cuda":
             return self._learn(buffer._sample(self._batch_size)[0], buffer.update_tensordict_priority)
@@ -77,7 +77,7 @@ class CapturedStep:
         return storage
 
     def _learn(self, batch: TensorDictBase, update: Callable[[TensorDictBase], None]) -> Any:
-        """Call the step and return its output; call ``update`` if the batch then has TD errors."""
+        """Call the step; if the batch then has TD errors, call ``update``. Return the step's output."""
         if self._step is None:  # TD errors in the batch would be a stored entry
             return batch
         output = self._step(batch)
@@ -110,7 +110,7 @@ class CapturedStep:
         return recorded.output
 
     def _record_all(self, storage: PackedStorage) -> None:
-        """Record ``ring`` graphs; raise a ValueError if the generator is on another device."""
+        """Record ``ring`` graphs; raise a ValueError if the generator is not on the device of the rows."""
         sampler, last_draw = self._buffer.sampler, self._buffer.last_draw
         generator, device = sampler._rng, device_of(storage)
         if generator is not None and generator.device.type != device.type:
@@ -175,26 +175,26 @@ def capture(
 ) -> CapturedStep:
     """Return a function that samples, calls ``step(batch)`` and updates priorities, on CUDA as one graph.
 
-    Each call draws new rows. The graph stays valid while rows are written, and while alpha and beta change. Write
-    between calls, on the same CUDA stream; other threads wait while a graph is launched. On the CPU, there is no graph,
-    and other threads may write during a step.
+    Each call draws new rows. The graph stays valid after writes, and after changes of alpha and beta. Write between
+    calls, on the same CUDA stream; writes of other threads wait while a graph is launched. On the CPU, there is no
+    graph, and other threads may write during a step.
 
     **Aliasing:** call ``k + ring`` reuses the memory of the output of call ``k``.
 
     Args:
-        step: a function that takes a batch, and may return tensors. TD errors that it writes to ``priority_key`` become
-            the priorities of the rows. CUDA graphs must be able to capture the step: no host synchronisation, and
-            optimizers with ``capturable=True``. With ``None``, calls return the batch and update no priorities.
+        step: a function that takes a batch, and may return tensors. If ``step`` writes TD errors to ``priority_key`` of
+            the batch, the priorities of the rows are updated. On CUDA, the step must not synchronise with the host, and
+            its optimizers need ``capturable=True``. If ``step`` is ``None``, calls only return the batch.
         batch_size: the number of rows per batch, default: the ``batch_size`` of the buffer.
         ring: the number of outputs that are valid at the same time, at least 2. Each output has its own graph.
-        warmup: the number of steps that run before each capture, at least 1. These steps also update the network.
+        warmup: the number of steps that run before each capture, at least 1. Warm-up steps also update the network.
 
     Raises:
-        ValueError: an argument is out of range, or there is no batch size; (when the returned function is called) the
-            buffer's generator is not on the device of the rows, or the sampler cannot draw this batch.
-        TypeError: ``step`` is not callable; (when the returned function is called) the storage is not a
-            :class:`PackedStorage`, or the sampler cannot be captured (:class:`MinibatchSampler`, TorchRL's samplers).
-        RuntimeError: (when the returned function is called) the buffer is empty.
+        ValueError: an argument is out of range, or there is no batch size. The returned function raises a ValueError if
+            the buffer's generator is not on the device of the rows, or if the sampler cannot draw this batch.
+        TypeError: ``step`` is not callable. The returned function raises a TypeError if the storage is not a
+            :class:`PackedStorage`, or if the sampler cannot be captured (a :class:`MinibatchSampler`, for example).
+        RuntimeError: the returned function is called while the buffer is empty.
     """
     size = rb.batch_size if batch_size is None else batch_size
     if size is None:

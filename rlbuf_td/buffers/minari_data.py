@@ -37,28 +37,28 @@ def from_minari(
 ) -> Any:
     """Return a buffer ``[T]`` with all transitions of a Minari data set (needs the extra ``minari``).
 
-    Episodes are read one by one, so that with ``scratch_dir`` a data set may exceed RAM. The keys of a Dict
-    observation are at the root; the first item of a Tuple observation is at ``("observation", "0")``. The last row of
-    an episode holds the final observation in ``"next"``. ``("collector", "traj_ids")`` is the episode's id. Entries
-    keep the dtypes of the data set, where rewards are usually float64.
+    Episodes are read one by one; with ``scratch_dir``, the data set may exceed RAM. The keys of a Dict observation
+    become keys of the row; the first item of a Tuple observation is at ``("observation", "0")``. The last row of an
+    episode holds the final observation in ``"next"``. ``("collector", "traj_ids")`` is the episode's id. Entries keep
+    the dtypes of the data set, in which rewards are usually float64.
 
     Args:
         dataset: a ``MinariDataset``, or the name of a data set on this machine.
-        capacity: the largest number of transitions, default: the size of the data set.
-        infos: store numeric infos at ``("next", "info")``, and the infos before a step, if any, at ``"info"``.
-        reward_dtype: the dtype of rewards, default: unchanged. :class:`GymnasiumRecorder` stores float32 by default.
+        capacity: the capacity of the buffer in transitions, default: the size of the data set.
+        infos: store numeric infos of next observations at ``("next", "info")``, of observations (if any) at ``"info"``.
+        reward_dtype: the dtype of rewards, default: unchanged. :class:`GymnasiumRecorder` defaults to float32 rewards.
         progress: whether to show a progress bar (needs tqdm); by default, only on a terminal for 1 GiB of data or more.
         **kwargs: keywords of :meth:`from_schema`: ``scratch_dir``, ``share_next``, ``sampler``, ``batch_size``, ...
 
     Raises:
         ImportError: Minari is not installed.
-        ValueError: the data set has no transitions, or more than ``capacity``.
+        ValueError: the data set has no transitions, or more transitions than ``capacity``.
         SchemaError: an observation, action or info does not consist of numbers (as in ``Text`` spaces), or
             episodes differ in dtypes or shapes.
         MemoryError: the rows are larger than RAM.
         OSError: the disk of ``scratch_dir`` has too little free space.
 
-    Cost: about 1.5 times the time of reading with Minari (``python tests/benchmarks/minari_speed.py``).
+    Cost: about 1.5 times as long as only reading with Minari (``python tests/benchmarks/minari_speed.py``).
 
     Example:
         >>> from rlbuf_td import ReplayBuffer
@@ -89,7 +89,7 @@ def from_minari(
 
 
 def _fit_reward_(rows: Any, dtype: torch.dtype) -> None:
-    """Cast rewards to ``dtype``, that of the first episode; raise a SchemaError if their own dtype is wider."""
+    """Cast rewards to ``dtype``, the reward dtype of the first episode; a wider dtype raises a SchemaError."""
     reward = rows["next", "reward"]
     if torch.promote_types(reward.dtype, dtype) is not dtype:
         episode = int(rows[TRAJECTORY][0])
@@ -111,10 +111,10 @@ def to_minari(
 ) -> Any:
     """Write all rows, oldest first, as a new Minari data set on this machine (needs the extra ``minari``).
 
-    Episodes of an environment are consecutive rows with equal ``("collector", "traj_ids")``; without these ids, an
-    episode ends at a row that is ``done``. Environments are written one after the other. Observations, actions,
-    rewards, ``terminated``, ``truncated`` and infos are written, without transforms. Other entries, such as a policy's
-    outputs, are omitted.
+    Consecutive rows of an environment with equal ``("collector", "traj_ids")`` form an episode; without these ids, an
+    episode ends at a ``done`` row. Episodes of the first environment are written first, and so on. Observations,
+    actions, rewards, ``terminated``, ``truncated`` and infos are written without transforms. Other entries, such as a
+    policy's outputs, are omitted.
 
     Args:
         dataset_id: the name of the data set, ``"namespace/name-v0"``.
@@ -122,20 +122,20 @@ def to_minari(
         observation_space: the Gymnasium space of observations, default: that of ``env``.
         action_space: the Gymnasium space of actions, default: that of ``env``.
         progress: whether to show a progress bar (needs tqdm); by default, only on a terminal for 1 GiB of data or more.
-        **kwargs: keywords of Minari's ``create_dataset_from_buffers``. Here ``jpeg_encoding`` is ``False`` unless it is
-            given, so that images are stored without loss.
+        **kwargs: keywords of Minari's ``create_dataset_from_buffers``. The default of ``jpeg_encoding`` is ``False``
+            here, so that images are stored without loss.
 
     Returns:
         the ``MinariDataset``.
 
     Raises:
         ImportError: Minari is not installed.
-        ValueError: neither ``env`` nor both spaces are given, a data set of this name exists, or a next observation
-            differs from the observation of the episode's following row, which Minari cannot store.
-        SchemaError: the rows lack an entry that the data set needs, or its shape is not that of the space.
+        ValueError: neither ``env`` nor both spaces are given; a data set of this name exists; or a next observation
+            differs from the observation in the following row of the episode (Minari stores only one of them).
+        SchemaError: the rows lack an entry that the data set needs, or an entry has another shape than its space.
         RuntimeError: the buffer is empty.
 
-        After an error, there is no new data set.
+        After an error, no new data set is left behind.
 
     Example:
         >>> import gymnasium
@@ -187,7 +187,7 @@ def _episodes(storage: Storage, steps: torch.Tensor, spaces: tuple[Any, Any]) ->
 
 
 def _first_rows(storage: Storage, flat: torch.Tensor) -> torch.Tensor:
-    """Return the positions in ``flat``, except 0, at which episodes begin; ``flat``: rows of a lane, oldest first."""
+    """Return where episodes begin in ``flat``, the rows of one environment, oldest first; position 0 is omitted."""
     columns: Any = stored_rows(storage)
     numbers = columns.get(TRAJECTORY, None)
     if numbers is None and columns.get(("next", "done"), None) is None:
@@ -201,7 +201,7 @@ def _first_rows(storage: Storage, flat: torch.Tensor) -> torch.Tensor:
 
 
 def _together(episodes: Iterator[tuple[dict[str, Any], int]]) -> Iterator[tuple[list[dict[str, Any]], int]]:
-    """Yield lists of episodes that are written at once, and the size of each list in bytes."""
+    """Group episodes into one list per write; yield each list and its size in bytes."""
     waiting: list[dict[str, Any]] = []
     total = 0
     for episode, nbytes in episodes:

@@ -1,4 +1,4 @@
-"""A mixture of replay buffers: each batch has rows of several buffers, in given shares."""
+"""A mixture of replay buffers: each batch has rows of several buffers, in given proportions."""
 
 from __future__ import annotations
 
@@ -45,28 +45,28 @@ _FOLDER, _MEMBERS = "mixture", "members-"  # folders of a dump: for the mixture'
 class ReplayBufferMixture:
     r"""Samples from several replay buffers (members), for example half demonstrations and half online data (RLPD).
 
-    A batch holds the rows of the first member, then the rows of the second member, and so on; ``"source"``, ``[B]``
+    A batch holds the rows of the first member, then the rows of the second member, and so on. ``"source"``, ``[B]``
     int64, is the position of a row's member in :attr:`names`. With ``exact=True``, a member with share s provides
     :math:`\lfloor B s \rfloor` or :math:`\lceil B s \rceil` rows, on average :math:`B s`. If a member has a
-    :class:`SequenceSampler`, all members instead provide multiples of its window length. A member with a
+    :class:`SequenceSampler`, each member provides a multiple of the sampler's window length. A member with a
     :class:`MinibatchSampler` may provide fewer rows at the end of an epoch.
 
     **Importance weights** correct for the samplers of the members, but not for the shares. A row of a prioritized
     member with N rows has the weight :math:`(N P)^{-\beta}`, where P is the probability that its sampler draws the
-    row. Rows of other members have the weight 1. All weights of a batch are divided by one number: the largest of the
-    divisors that the samplers of the batch's members use (see their ``weight_norm``), and at least 1 if any member of
-    the mixture is not prioritized. If any member has ``weight_norm=None``, no weight is divided.
+    row. Rows of other members have the weight 1. A prioritized sampler divides weights by a number that depends on its
+    ``weight_norm``; a mixture divides all weights of a batch by the largest of these numbers. This divisor is at least
+    1 if any member is not prioritized. If any member has ``weight_norm=None``, weights are not divided.
 
     Args:
-        members: a :class:`ReplayBuffer` for each name, all with equal keys, dtypes and shapes. Members may have
-            different samplers and transforms, but their batches must be on one device. They can also be used alone.
-        shares: the expected fraction of a batch that each member provides, at least 0, scaled to add up to 1.
-            ``mixture.sampler.name = x`` or ``LinearScheduler(mixture.sampler, "name", ...)`` changes a share.
+        members: a dict from names to :class:`ReplayBuffer` objects with equal keys, dtypes and shapes. Members may have
+            different samplers and transforms, but all batches must be on one device. A member can also be used alone.
+        shares: the expected fraction of a batch that each member provides, at least 0, scaled to add up to 1. For a
+            member "a", ``mixture.sampler.a = x`` or ``LinearScheduler(mixture.sampler, "a", ...)`` changes the share.
         batch_size: B, the default for :meth:`sample`.
-        exact: ``True``: the number of rows from each member is fixed up to rounding; ``False``: the member of each row
-            is drawn at random.
+        exact: if ``True``, the number of rows from each member is fixed up to rounding; if ``False``, the member of
+            each row is drawn at random.
         writes_to: the member to which :meth:`extend` and :meth:`add` write by default; TorchRL's trainers need it.
-        generator: used to choose the number of rows from each member, default: torch's default generator.
+        generator: draws the number of rows from each member, default: torch's default generator.
 
     TorchRL's trainers accept a mixture as their ``replay_buffer``. TorchRL's ``ReplayBufferEnsemble`` also samples from
     several buffers, but stacks their batches and does not support priorities.
@@ -184,7 +184,7 @@ class ReplayBufferMixture:
     # -- samples
 
     def counts(self, batch_size: int) -> list[int]:
-        """Return the number of rows that each member provides for a batch; the numbers may be random."""
+        """Return the number of rows that each member provides for a batch; each call may round differently."""
         shares, window = [*self.sampler.by_name.values()], self._window
         if batch_size % window:
             raise ValueError(f"batch_size={batch_size} must be a multiple of {window}, the windows of the members")
@@ -217,8 +217,8 @@ class ReplayBufferMixture:
         """Return a batch in fresh memory, ``[B]``.
 
         Raises:
-            RuntimeError: there is no batch size, or a member of this batch is empty or held back by its flow control.
-            ValueError: the batch size is not positive, or not a multiple of a member's window length.
+            RuntimeError: there is no batch size, a needed member is empty, or its flow control admits no batch.
+            ValueError: the batch size is not positive, or not a multiple of the members' window lengths.
             SchemaError: the batches of members differ in keys, dtypes or shapes.
         """
         size = self.batch_size if batch_size is None else batch_size
@@ -298,8 +298,8 @@ class ReplayBufferMixture:
     def write_back(self, batch: TensorDictBase, keys: Any, *, sampled_at: Mapping[str, int] | None = None) -> int:
         """Write entries of a batch to the rows of all members; see :meth:`ReplayBuffer.write_back`.
 
-        ``sampled_at``: a dict from names to the members' ``storage.clock.now`` before sampling, needed if no member is
-        prioritized.
+        ``sampled_at`` maps the name of each member to the member's ``storage.clock.now`` before sampling. If no
+        member is prioritized, ``sampled_at`` is required.
         """
         flat, written, times = batch.reshape(-1), 0, sampled_at or {}
         for name, is_own in self._members_of(flat):
@@ -325,7 +325,7 @@ class ReplayBufferMixture:
         return {"members": members, "shares": self.sampler.state_dict(), "exact": self.exact, "generator": rng}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a :meth:`state_dict`; for a state of other members, raise a ValueError and change nothing."""
+        """Restore a :meth:`state_dict`. A state with other member names raises a ValueError and changes nothing."""
         if state_dict["members"].keys() != self.members.keys():
             raise ValueError(f"the state is of members {[*state_dict['members']]}, the mixture has {self.names}")
         self.sampler.load_state_dict(state_dict["shares"])
@@ -361,11 +361,11 @@ class ReplayBufferMixture:
                     shutil.rmtree(other)
 
     def loads(self, path: str | Path) -> None:
-        """Load a dump of :meth:`dumps`.
+        """Load a dump that :meth:`dumps` has written.
 
         Raises:
-            CheckpointError: the dump belongs to other members (nothing has changed), or a folder is missing, damaged or
-                not a dump (some members may have been loaded).
+            CheckpointError: the dump has other member names (nothing has changed), or the dump of a member is missing
+                or damaged (some members may have been loaded).
         """
         with reading(Path(path) / _FOLDER, type(self).__name__) as reader, explained(reader):
             state = decode(reader.manifest.state, reader.read)
@@ -377,7 +377,7 @@ class ReplayBufferMixture:
                 member.loads(Path(path) / state["members"] / name)
 
     def share(self) -> ReplayBufferMixture:
-        """Share the members with other processes, see :meth:`ReplayBuffer.share`; each process has its own shares."""
+        """Share the members with other processes (:meth:`ReplayBuffer.share`); each process sets its own ``shares``."""
         for member in self.members.values():
             member.share()
         return self

@@ -1,4 +1,4 @@
-"""The batches of the members of a mixture."""
+"""Functions that draw, check and convert the rows of a mixture's members."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Part(NamedTuple):
 
 
 def part_of(member: ReplayBuffer, count: int) -> Part:
-    """Draw rows from a member, and transform them without holding its lock."""
+    """Draw ``count`` rows from a member; transform these rows without holding the member's lock."""
     prefetcher = member._prefetcher if member._copies_batches else None
     with member._futures_lock, member._locked():  # priorities must not change before the scale is known
         now = member.storage.clock.now if hasattr(member.storage, "clock") else 0
@@ -87,7 +87,7 @@ INDICES = "index", "anchor_index"
 
 
 def with_lane(rows: TensorDictBase) -> dict[str, Tensor]:
-    """Return the indices of rows ``[T]`` as indices of rows ``[T, 1]``."""
+    """Return the row indices ``[B]`` of a batch as indices ``[B, 2]`` of time step and environment 0."""
     flat = {key: rows[key] for key in INDICES if key in rows.keys() and rows[key].ndim == 1}
     return {key: torch.stack((index, torch.zeros_like(index)), -1) for key, index in flat.items()}
 
@@ -101,7 +101,7 @@ def without_lane(member: ReplayBuffer, rows: TensorDictBase) -> TensorDictBase:
 
 
 def settled_rows(storage: Any) -> Any:
-    """Return the rows of a storage, or None before the first write, which may add keys."""
+    """Return the rows of a storage, or None if its first write may still add keys."""
     return None if getattr(storage, "is_reserved", False) else getattr(storage, "rows", None)
 
 
@@ -111,7 +111,7 @@ def kinds(data: TensorDictBase) -> dict[tuple[str, ...], Any]:
 
 
 def refuse_difference(members: dict[str, dict[tuple[str, ...], Any]], reserved: Collection[str] = ()) -> None:
-    """Raise a SchemaError if a member has other entries than the first member.
+    """Raise a SchemaError if a member's keys, dtypes or shapes differ from those of the first member.
 
     Members in ``reserved`` may lack entries, because their first write can still add them.
     """

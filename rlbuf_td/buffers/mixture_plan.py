@@ -90,7 +90,7 @@ class MixturePlan:
 
 
 def is_usual(member: Any) -> bool:
-    """Whether a member returns batches as drawn: without transforms, prefetching or counting of draws."""
+    """Whether a member adds the sampler's report to batches, and has no transforms, prefetching or replay counts."""
     return member._is_plain and member.replay_count is None and member._prefetcher is None and member._include_info
 
 

@@ -1,4 +1,4 @@
-"""The components of a buffer (storage, sampler and writer): their replacement, and sharing between processes."""
+"""The components of a buffer (storage, sampler and writer): how to replace and share them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Parts(NamedTuple):
     def of(
         cls, storage: Storage, sampler: Sampler, writer: Writer, transforms: Any, has_units: bool, collates: bool
     ) -> Parts:
-        """Return the components of a buffer; ``collates``: whether the user has passed a ``collate_fn``."""
+        """Return the components of a buffer; ``collates`` tells whether the user has passed a ``collate_fn``."""
         wrapper = sampler if isinstance(sampler, SamplerWrapper) else None
         innermost = sampler if wrapper is None else wrapper.innermost
         refuse_unordered(sampler, writer)
@@ -69,12 +69,12 @@ class Parts(NamedTuple):
 
 
 def parts_of(rb: Any) -> Parts:
-    """Return the components of a buffer, which is first initialized if this was delayed."""
+    """Return the components of a buffer; if its initialization was delayed, initialize it first."""
     return rb._initialize()
 
 
 def _method_to_draw(sampler: type[Sampler]) -> str:
-    """Return the name of a sampler's draw method; "" if it has none, or a subclass overrides ``sample``."""
+    """Return the name of a sampler's draw method, or "" if it has none or if a subclass overrides ``sample``."""
     for each in sampler.__mro__:
         for name in ("draw_batch", "draw"):
             if name in each.__dict__:
@@ -110,7 +110,7 @@ def share_parts(storage: PackedStorage, sampler: Sampler, writer: Writer) -> Non
 
 
 def set_storage(rb: Any, storage: Storage, collate_fn: Any = None) -> Storage:
-    """Replace the old storage and its rows by ``storage`` and its rows; return the old storage.
+    """Replace the storage, together with its rows; return the old storage.
 
     Unlike in TorchRL, the writer continues after the newest row of the new storage, and priorities are reset.
     """

@@ -1,8 +1,8 @@
 """Fast sampling and priority updates: one compiled call each.
 
-A plan holds the memory addresses and the kernels for one storage, sampler, schema and batch size. From the same random
-generator state, a plan gives the same batches and priorities as the general path (see :mod:`rlbuf_td.buffers`). A plan
-whose buffer has changed returns None: the buffer then takes the general path, and makes a new plan.
+A plan holds the memory addresses and the kernels for one storage, sampler, schema and batch size. With equal states of
+the random generator, a plan and the general path (see :mod:`rlbuf_td.buffers`) give equal batches and priorities. If
+the buffer has changed, the plan returns None; the buffer then takes the general path, and makes a new plan.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CPU = torch.device("cpu")
 
 
 class Blank(NamedTuple):
-    """A batch of uninitialised tensors."""
+    """A batch of uninitialised tensors, which a kernel fills."""
 
     slot: int  # address of an array with the addresses of the tensors
     tensors: list[Tensor]
@@ -132,7 +132,7 @@ class UniformPlan(Plan):
         return True
 
     def draw_part(self, written: int, flat: Tensor) -> None:
-        """Draw positions of rows into ``flat``, ``[n]`` int64."""
+        """Fill ``flat``, ``[n]`` int64, with the positions of drawn rows."""
         flat.random_(0, written, generator=self.generator)
 
 
@@ -151,7 +151,7 @@ class RecencyPlan(Plan):
 
 
 class MinibatchPlan(Plan):
-    """Draws the next rows of an epoch; a short last batch takes the general path."""
+    """Draws the next rows of an epoch; for a short last batch, the general path is used."""
 
     def __init__(self, storage: PackedStorage, sampler: MinibatchSampler, size: int, gathers: bool = True) -> None:
         super().__init__(storage, sampler, size, gathers)
@@ -284,7 +284,7 @@ def is_plain(storage: Any) -> bool:
 
 
 def can_plan(storage: Any, sampler: Any) -> bool:
-    """Whether a plan can be made for this storage and sampler, which must not be a wrapper."""
+    """Whether a plan can be made for this storage and sampler; always False for a sampler wrapper."""
     return (
         type(sampler) in PLANS
         and is_plain(storage)

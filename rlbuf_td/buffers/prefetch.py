@@ -41,13 +41,13 @@ class _Batch(NamedTuple):
 class Prefetcher:
     """Draws ``ahead`` batches of a buffer before they are requested.
 
-    The requesting thread draws the batches, so that equal seeds give equal batches. Without ``device``, transforms run
-    ahead, in threads if they are slow. With a CUDA ``device``, batches are copied from page-locked memory on a separate
-    stream, and transforms run on the device when a batch is taken. TD errors are copied back asynchronously.
+    The requesting thread draws the batches, so that equal seeds give equal batches. Without ``device``, drawn batches
+    are transformed ahead, in threads if transforms are slow. With a CUDA ``device``, batches are copied from
+    page-locked memory on a separate stream, and transforms run on the device when a batch is taken. TD errors are
+    copied to the host asynchronously. Locks of the buffer are held during a draw, but not during a wait.
 
-    A batch drawn ahead is dropped after a change of sampler, storage, generator or transform, after a load, and when
-    the buffer is emptied, epochs restart (with a new rollout, for example), or all rows have been rewritten. The
-    buffer's locks are held during a draw, but not while waiting for a thread or a copy.
+    Batches drawn ahead are dropped if the sampler, storage, generator or a transform is replaced, a state is loaded,
+    the buffer is emptied, epochs restart (with a new rollout, for example), or all rows have been rewritten.
     """
 
     def __init__(self, buffer: Any, device: torch.device | None, ahead: int) -> None:
@@ -84,7 +84,7 @@ class Prefetcher:
             )
 
     def take(self, batch_size: int, prefetch: bool) -> Sample:
-        """Return a batch in fresh memory, and the sampler's report; without ``prefetch``, draw the batch now."""
+        """Return a batch and the sampler's report; with ``prefetch``, return the oldest batch that was drawn ahead."""
         with self._buffer._futures_lock:
             self._drop_outdated()
             if not prefetch:
@@ -159,9 +159,9 @@ class Prefetcher:
     def return_errors(
         self, index: torch.Tensor, td_error: torch.Tensor, sampled_at: torch.Tensor | None, dims: int
     ) -> bool:
-        """Queue a priority update if its TD errors are on the device; return whether it was queued.
+        """Queue a priority update if its TD errors are on the device; return whether the update was queued.
 
-        Then apply the oldest queued updates: all but ``ahead`` of them, or all if this update was not queued.
+        Then apply queued updates, oldest first: until ``ahead`` updates remain, or all if this update was not queued.
         """
         with self._buffer._futures_lock:
             is_queued = self.device is not None and index.device.type == self.device.type
@@ -185,7 +185,7 @@ class Prefetcher:
     # -- state; the caller holds the buffer's ``_futures_lock``
 
     def settle(self) -> list[Sample]:
-        """Apply all queued priority updates; return the batches drawn ahead, or drop them if ``device`` is set.
+        """Apply all queued priority updates; return the batches drawn ahead. With ``device``, drop these batches.
 
         A sampler with epochs draws the rows of dropped batches again.
         """
@@ -205,7 +205,7 @@ class Prefetcher:
 
 
 def restamped(samples: Iterable[Sample], parts: Parts, sign: int) -> tuple[Sample, ...]:
-    """Make ``sampled_at`` relative to the write clock for saving (``sign=-1``), or absolute again (``sign=1``)."""
+    """Make ``sampled_at`` relative to the write clock, for saving (``sign=-1``), or absolute again (``sign=1``)."""
     if not parts.is_stamped:
         return tuple(samples)
     return tuple(_restamped(*sample, sign * parts.storage.clock.now) for sample in samples)
@@ -262,7 +262,7 @@ def clear_prefetched(rb: Any) -> None:
 
 
 def validate_prefetched(rb: Any, prefetch_state: Any) -> None:
-    """Raise TorchRL's error if saved batches do not fit the buffer."""
+    """Raise TorchRL's error if the saved batches do not fit the settings of the buffer."""
     if rb._prefetcher is not None and isinstance(prefetch_state, dict) and not rb._prefetch:
         prefetch_state = prefetch_state | {"queue": ()}  # saved without ``device``: batches are drawn again
     TensorDictReplayBuffer._validate_prefetch_state(rb, prefetch_state)

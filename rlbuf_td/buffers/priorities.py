@@ -23,7 +23,7 @@ def update_priority(rb: Any, index: Any, priority: Any) -> None:
         priority: one TD error per row, in the order of ``index``, or one TD error for all rows.
 
     Raises:
-        ValueError: the number of TD errors is wrong, or one is NaN or infinite; all priorities are unchanged.
+        ValueError: the number of TD errors is wrong, or a TD error is NaN or infinite; all priorities are unchanged.
         IndexError: a row is out of range; all priorities are unchanged.
 
         On CUDA, rows that are out of range, or have a NaN or infinite TD error, are skipped instead.
@@ -43,8 +43,8 @@ def update_priority(rb: Any, index: Any, priority: Any) -> None:
 def update_tensordict_priority(rb: Any, data: TensorDictBase) -> None:
     """Set the priorities of the rows of a batch from its TD errors; without a prioritized sampler, do nothing.
 
-    Rows that have been replaced since the batch was sampled keep their priorities, and :meth:`health` counts them. A
-    batch without the entry ``"sampled_at"`` updates all its rows.
+    Rows that have been replaced since the batch was sampled keep their priorities, and :meth:`health` counts them. If a
+    batch has no entry ``"sampled_at"``, the priorities of all its rows are set.
 
     Args:
         data: a batch of this buffer, ``[B]`` or ``[B, ...]``, with its ``"index"`` and with TD errors at
@@ -52,7 +52,7 @@ def update_tensordict_priority(rb: Any, data: TensorDictBase) -> None:
 
     Raises:
         KeyError: the batch has no TD errors, or no index.
-        ValueError: a TD error is NaN or infinite; all priorities are unchanged. On CUDA, its row is skipped instead.
+        ValueError: a TD error is NaN or infinite; all priorities are unchanged. On CUDA, the row is skipped instead.
     """
     parts = rb._parts or rb._initialize()
     if parts.prioritized is None or parts.has_units:

@@ -16,10 +16,10 @@ from rlbuf_td.storages import PackedStorage
 class PrioritizedReplayBuffer(ReplayBuffer):
     """A :class:`ReplayBuffer` with a :class:`ProportionalSampler`, for code that uses TorchRL's prioritized buffers.
 
-    Takes the keywords of TorchRL's ``TensorDictPrioritizedReplayBuffer``, with its defaults.
+    Takes the keywords of TorchRL's ``TensorDictPrioritizedReplayBuffer``, with the same defaults.
 
     Args:
-        alpha: exponent of the priorities, at least 0; 0 draws uniformly.
+        alpha: exponent of the priorities, at least 0; with 0, sampling is uniform.
         beta: exponent of the importance weights, at least 0.
         eps: added to the magnitude of each TD error, default 1e-8.
         reduction: reduces several TD errors of a row to one: ``"max"``, ``"min"``, ``"mean"`` or ``"median"``.
@@ -31,7 +31,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
     Raises:
         NotImplementedError: ``sync`` is ``False``, or a ``sampler_device`` is given.
 
-    Cost: that of :class:`ReplayBuffer` and :class:`ProportionalSampler`.
+    Cost: see :class:`ReplayBuffer` and :class:`ProportionalSampler`.
 
     Example:
         >>> rb = PrioritizedReplayBuffer(alpha=0.7, beta=0.5, storage=PackedStorage(100), batch_size=8)

@@ -41,19 +41,19 @@ class ReplayBuffer(TensorDictReplayBuffer):
     storages or samplers, ``collate_fn``, ``sample_unit`` or generation tracking, TorchRL's own code draws the batches.
 
     Args:
-        storage: keeps the transitions, default ``PackedStorage(1_000)``. New rows are written after existing ones.
+        storage: keeps the transitions, default ``PackedStorage(1_000)``. New rows are written after existing rows.
         sampler: chooses the rows of a batch, default :class:`UniformSampler`.
         writer: chooses where new transitions are stored, default :class:`RingWriter`.
         priority_key: the key of TD errors in a batch, default ``"td_error"``.
         stats: an :class:`EpisodeStats` that records every write, before any transform.
-        count_replays: count how often each row is sampled, for :meth:`health`. Costs 4 bytes per row.
+        count_replays: count how often each row is sampled, for :meth:`health`; this takes 4 bytes per row.
         include_info: whether batches contain the sampler's report (index, weights, ...), default ``True``.
-        device: the device of batches, for rows in host memory; transforms run on this device. With ``prefetch=k``, k
-            batches are copied ahead asynchronously, and priorities are updated up to k updates late. Saving the buffer
-            applies pending updates, and drops the batches copied ahead.
+        device: the device to which batches are copied from host memory; transforms run on this device. With
+            ``prefetch=k``, k batches are copied ahead asynchronously, and priorities are updated up to k updates late.
+            Saving the buffer applies delayed priority updates, and drops the batches copied ahead.
         prefetch: k, the number of batches that are drawn and transformed ahead. Transforms that take more than 1 ms run
-            in threads. Without transforms, batches are drawn on request, because threads would only add time. Equal
-            seeds give equal batches, except with random transforms in threads, or with TorchRL's samplers.
+            in threads. Without transforms, ``pin_memory`` or ``device``, batches are drawn on request. Equal seeds
+            give equal batches, except with random transforms in threads, or with TorchRL's samplers.
             :meth:`empty`, a load, or a change of storage, sampler or transform drops the batches drawn ahead.
         samples_per_insert: target ratio of sampled rows to written rows. A write or a batch that would exceed the
             ``tolerance`` waits; without ``wait=True``, :meth:`sample` raises a RuntimeError instead.
@@ -66,7 +66,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
     several TD errors, their magnitudes are reduced to one; TorchRL reduces the signed errors. Updating priorities from
     a batch without TD errors raises a KeyError; TorchRL sets the default priority.
 
-    Cost: that of the storage, sampler and writer; ``python -m rlbuf_td bench`` measures them.
+    Cost: see the storage, sampler and writer; ``python -m rlbuf_td bench`` measures whole calls.
 
     Example:
         >>> from tensordict import TensorDict
@@ -171,7 +171,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
             self.share()
 
     def _initialize(self) -> Parts:
-        """Initialize the buffer, if this has not happened yet; return its components."""
+        """Return the components of the buffer; initialize the buffer if this has not happened yet."""
         if not self._initialized:
             self._init()
         return self._parts or self._connect()
@@ -181,7 +181,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
         super()._get_collate_fn(collate_fn)
 
     def _connect(self, *, default_priorities: bool = False) -> Parts:
-        """Update ``_parts`` after a component has changed; optionally give default priorities to rows without one."""
+        """Update ``_parts`` after a component has changed; optionally set missing priorities to the default."""
         self._plan = self._write_plan = self._rows_without_plan = None
         transforms, has_units = getattr(self._transform, "transforms", ()), self._sample_unit is not None
         parts = Parts.of(self._storage, self._sampler, self._writer, transforms, has_units, self._has_collate_fn)
@@ -212,8 +212,8 @@ class ReplayBuffer(TensorDictReplayBuffer):
             timeout: longest wait in seconds; ``None`` waits forever.
 
         Raises:
-            RuntimeError: no batch size is given. Without ``wait``: the buffer is empty, or flow control does not admit
-                the batch.
+            RuntimeError: no batch size is given; or ``wait`` is False, and the batch would have to wait for rows or for
+                flow control.
             TimeoutError: the wait took longer than ``timeout``.
         """
         include_info = self._include_info if include_info is None else include_info
@@ -229,7 +229,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
         return self._sample_unplanned(batch_size, return_info, include_info)
 
     def _sample_unplanned(self, batch_size: int | None, return_info: bool, include_info: bool) -> Any:
-        """Sample on the general path, and make a plan for the next call."""
+        """Sample on the general path (see :mod:`rlbuf_td.buffers`), and make a plan for the next call."""
         if not (self._parts or self._initialize()).draws:
             generally = super().sample if include_info else super(TensorDictReplayBuffer, self).sample
             return generally(batch_size, return_info)
@@ -351,7 +351,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
 
     @property
     def _replay_lock(self) -> Any:
-        """The storage's lock, which all buffers over it share; if it has none, a lock of this buffer."""
+        """The lock of the storage, which all its buffers share; a lock of this buffer if the storage has no lock."""
         lock = getattr(self.__dict__.get("_storage"), "lock", None)
         return self._own_lock if lock is None else lock
 

@@ -45,11 +45,11 @@ class RolloutBuffer(ReplayBuffer):
         normalize_advantage: scale advantages to mean 0 and standard deviation 1: over the whole rollout
             (``"rollout"``), over each batch (``"minibatch"``), or not at all (``None``). Value targets and
             :meth:`summary` use unscaled advantages. TorchRL's losses can also scale advantages; scale only once.
-        partial: allow reading an incomplete rollout; advantages are computed as if it ended with the newest step.
+        partial: allow reading an incomplete rollout; advantages are computed as if the newest step were the last.
         shuffle: draw rows in a new random order in each epoch, default ``True``.
         drop_last: drop the last batch of an epoch if it is short, default ``False``.
-        device: the device of batches and, without ``storing_device``, of rows.
-        storing_device: the device of rows.
+        device: the device of the batches, and also of the rows unless ``storing_device`` is given.
+        storing_device: the device of the rows.
         storage: used instead of a new :class:`PackedStorage`; its capacity must be T * E rows.
         sampler: used instead of a :class:`MinibatchSampler` made from ``epochs``, ``shuffle`` and ``drop_last``.
         writer: used instead of a :class:`RolloutWriter` made from ``gamma``, ``lmbda`` and ``value_network``.
@@ -60,7 +60,7 @@ class RolloutBuffer(ReplayBuffer):
             ``sampler``, for example).
         TypeError: ``writer`` is not a :class:`RolloutWriter`.
 
-    Cost: a copy of the rollout, one pass for the estimates, and a gather per minibatch.
+    Cost: a copy of the rollout, one pass over it for the advantages, and a gather per minibatch.
 
     Example:
         >>> from tensordict import TensorDict
@@ -114,7 +114,7 @@ class RolloutBuffer(ReplayBuffer):
     def from_schema(cls, schema: TensorDictBase, capacity: int, *, flat: bool = False, **kwargs: Any) -> Self:
         """Return a rollout buffer of ``capacity`` time steps; see :meth:`ReplayBuffer.from_schema`.
 
-        Raises a SchemaError if ``schema`` has several lane dimensions, or an entry that cannot be packed.
+        Raises a SchemaError if ``schema`` has several batch dimensions, or an entry without a fixed size in bytes.
         """
         schema = schema.flatten()[0] if flat and schema.ndim else schema
         if schema.ndim > 1:
@@ -124,12 +124,12 @@ class RolloutBuffer(ReplayBuffer):
         return rollout
 
     def add(self, data: TensorDictBase) -> int | torch.Tensor:
-        """Write one time step ``[E]`` (or ``[]`` without lanes); return its index. See :meth:`extend` for errors."""
+        """Write a time step ``[E]`` of E environments (or ``[]``); return its index. See :meth:`extend` for errors."""
         self._refuse_shape("add", data, () if self.num_envs is None else (self.num_envs,))
         return super().add(data)
 
     def extend(self, tensordicts: TensorDictBase, *, update_priority: bool | None = None) -> torch.Tensor:
-        """Write n time steps ``[E, n]``, as collectors return them (or ``[n]`` without lanes); return their index.
+        """Write n time steps of E environments, ``[E, n]`` as in collectors' batches (or ``[n]``); return their index.
 
         The last step of the rollout triggers the computation of advantages. ``update_priority`` has no effect.
 
@@ -159,7 +159,7 @@ class RolloutBuffer(ReplayBuffer):
         return self._writer.is_complete
 
     def __iter__(self) -> Iterator[TensorDictBase]:
-        """Yield the minibatches of all epochs, or only the remaining ones if a loaded state was saved while iterating.
+        """Yield the minibatches of all epochs; after loading a state saved during an iteration, yield only the rest.
 
         Raises a RuntimeError if there is no batch size, or if the rollout is incomplete and ``partial`` is False.
         """

@@ -17,7 +17,7 @@ _BAD_NAME = re.compile(r"$|[._]|by_name$|.*[/\\]").match  # members are folders 
 class Shares(Sampler):
     """The fractions of a batch that the members provide, as attributes that TorchRL's schedulers can set.
 
-    The shares add up to 1: after one is set, the others are scaled. If all others are 0, they become equal.
+    The shares add up to 1: setting one share scales the others. If the others are all 0, they become equal.
     """
 
     by_name: dict[str, float]

@@ -33,21 +33,21 @@ def from_torchrl(
 ) -> Any:
     """Return a buffer with the rows of a TorchRL buffer (a data set of ``torchrl.data.datasets``, for example).
 
-    The rows are copied without transforms, and oldest first if the writer of ``rb`` is a ring. With ``scratch_dir``,
-    they may exceed RAM.
+    The rows are copied without transforms, oldest first if ``rb`` has a round-robin writer. With ``scratch_dir``, the
+    rows may exceed RAM.
 
-    TorchRL's ``LeRobotExperienceReplay`` reads LeRobot data sets (needs ``torchrl[vla]``). Exclude the instructions,
-    which are strings, and the videos: ``exclude=["language_instruction", ("observation", "image", "camera")]``.
+    TorchRL's ``LeRobotExperienceReplay`` reads LeRobot data sets (needs ``torchrl[vla]``). In LeRobot data, exclude
+    instructions (strings) and videos: ``exclude=["language_instruction", ("observation", "image", "camera")]``.
 
     Args:
         rb: a replay buffer of TorchRL whose rows are TensorDicts; the import does not change its rows.
-        capacity: the largest number of transitions, default: the capacity of ``rb``.
-        copy: ``False`` uses the storage of ``rb`` without a copy; each buffer then sees the writes of the other one.
+        capacity: the capacity of the new buffer in transitions, default: the capacity of ``rb``.
+        copy: ``False`` uses the storage of ``rb`` without a copy; each buffer then sees the other buffer's writes.
         exclude: keys to omit, such as the keys of strings.
-        trajectory_key: the key of episode numbers in ``rb``, which are stored as ``("collector", "traj_ids")`` unless
-            the rows already have this entry.
+        trajectory_key: the key of episode numbers in ``rb``. The import renames this key to
+            ``("collector", "traj_ids")``, unless the rows already have that entry.
         progress: whether to show a progress bar (needs tqdm); by default, only on a terminal for 1 GiB of data or more.
-        **kwargs: keywords of :meth:`from_schema`, or with ``copy=False`` of the buffer's class: ``sampler``,
+        **kwargs: keywords of :meth:`from_schema` or, if ``copy=False``, of the buffer's class: ``sampler``,
             ``batch_size`` (default: that of ``rb``), ...
 
     Raises:
@@ -93,14 +93,14 @@ def from_torchrl(
 
 
 def _restore_cursor(writer: Writer, storage: Any) -> None:
-    """Set the write position of a full TorchRL storage, because TorchRL's ``loads`` restores only the writer's."""
+    """Set the write position of a full TorchRL storage; TorchRL's ``loads`` restores only the writer's position."""
     is_ring = isinstance(writer, RoundRobinWriter) and writer._write_count and storage._is_full
     if is_ring and not isinstance(storage, PackedStorage):
         storage._set_last_cursor((writer._cursor - 1) % (len(storage) // lanes_of(storage).numel()))
 
 
 def _steps(writer: Writer, storage: Storage) -> torch.Tensor:
-    """Return the indices of the written time steps, oldest first if the writer is a ring."""
+    """Return the indices of the written time steps, oldest first if the writer is a round-robin writer."""
     if not len(storage):
         raise RuntimeError("the buffer is empty: there is nothing to import")
     if isinstance(writer, RoundRobinWriter):

@@ -1,4 +1,4 @@
-"""Fast sampling through wrappers: one compiled call draws rows, a second one gathers and revises them.
+"""Fast sampling with sampler wrappers: one compiled call draws rows, a second call gathers and changes these rows.
 
 The plan of the wrapped sampler draws the rows, see :mod:`rlbuf_td.buffers.plan`. Nested wrappers use the general path.
 """
@@ -38,8 +38,8 @@ _WHOLE = torch.Size([])
 class WrappedPlan(Planned):
     """Abstract base of the plans for sampler wrappers.
 
-    ``drawn``: the number of rows that the wrapped sampler draws for a batch. ``more``: dtype and shape of each batch
-    entry that the rows do not store. ``columns``: columns that are appended to the ``extents`` of :class:`Gather`.
+    ``drawn`` is the number of rows that the wrapped sampler draws for a batch. ``more`` has the dtype and shape of each
+    batch entry that the rows do not store. ``columns`` are appended to the ``extents`` of :class:`Gather`.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class WrappedPlan(Planned):
 
     @abstractmethod
     def report(self, tensors: list[Tensor], drawn: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the batch entries that the rows do not store; ``drawn``: the report of the wrapped sampler."""
+        """Return the batch entries that the rows do not store; ``drawn`` is the wrapped sampler's report."""
 
     def sample(self) -> Blank | None:
         inner, written = self.inner, self.storage.numbers.values[0]
@@ -85,14 +85,14 @@ class WrappedPlan(Planned):
 
     @abstractmethod
     def revise(self, given: tuple[Any, ...], written: int, blank: Blank) -> None:
-        """Fill a batch from the drawn rows; ``given``: the first arguments of the kernel."""
+        """Fill a batch from the drawn rows; ``given`` holds the first arguments of the kernel."""
 
     def update(self, batch: TensorDictBase, priority_key: NestedKey) -> int | None:
         return self.inner.update(batch, priority_key)
 
 
 def fresh_plan(storage: PackedStorage, wrapper: FreshRowsSampler, size: int) -> Planned:
-    """Return the plan of the wrapped sampler, changed so that its kernel replaces the first rows by fresh rows."""
+    """Return the wrapped sampler's plan; its kernel then replaces a batch's first rows by newly written rows."""
     plan = PLANS[type(wrapper.sampler)](storage, wrapper.sampler, size)
     wrapper.queue.follow(storage)
     plan.kept = wrapper, storage.numbers.values, storage.clock.numbers.values

@@ -1,7 +1,7 @@
 """Fast writes: ``add`` and ``extend`` as one compiled call each.
 
 A write on the general path (see :mod:`rlbuf_td.buffers`) makes a plan for later writes. A planned write has the same
-result as one on the general path. A plan returns None if the buffer has changed, or if the data is not a TensorDict of
+result as a general write. A plan returns None if the buffer has changed, or if the data is not a TensorDict of
 plain tensors that fit the rows. The buffer then takes the general path, which raises an error if the data is wrong.
 """
 
@@ -124,7 +124,7 @@ class WritePlan:
         return None if cursor < 0 else cursor if index is None else index
 
     def collect(self, data: TensorDict, lead: torch.Size) -> list[Tensor] | None:
-        """Return contiguous leaves, and store their addresses for the kernel; None if they do not fit the rows."""
+        """Return contiguous leaves after storing their addresses for the kernel; None if the leaves do not fit."""
         if lead != self.lead:
             self.lead = lead
             self.expected = [(leaf.dtype, lead + leaf.shape) for leaf in self.rows.layout.leaves]
@@ -147,7 +147,7 @@ class WritePlan:
 
 
 def make_write_plan(buffer: Any, parts: Parts) -> WritePlan | None:
-    """Return a plan for a buffer that has allocated rows, or None if its writes need the general path."""
+    """Return a plan for a buffer with allocated rows, or None if writes to this buffer need the general path."""
     storage, sampler = parts.storage, parts.sampler
     if type(parts.writer) is not RingWriter or parts.writer.counts_generations or not is_plain(storage):
         return None

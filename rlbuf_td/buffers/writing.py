@@ -24,7 +24,7 @@ from rlbuf_td.storages.writes import edit_entries, is_key
 
 
 def add(rb: Any, data: TensorDictBase) -> int | torch.Tensor:
-    """Write one transition, or with ``ndim > 1`` one time step of all lanes; return its index.
+    """Write one transition, or with ``ndim > 1`` one time step of all environments; return its index.
 
     Raises:
         SchemaError: the data does not match the rows; nothing has changed.
@@ -53,7 +53,7 @@ def extend(rb: Any, tensordicts: TensorDictBase, *, update_priority: bool | None
 
 
 def _write_in_turn(rb: Any, data: TensorDictBase, how: str, update_priority: bool) -> Any:
-    """Wait until flow control admits the write, then write."""
+    """Write the data as soon as flow control, if any, admits the write."""
     write = _write if rb.episode_stats is None else _write_and_count
     if rb.flow is None:
         return write(rb, data, how, update_priority)
@@ -72,8 +72,8 @@ def write_back(rb: Any, batch: TensorDictBase, keys: Any, *, sampled_at: int | N
     Args:
         batch: a batch of this buffer, ``[B]`` or ``[B, ...]``, with its ``"index"``.
         keys: the keys of the entries, or one key. Rows and batch must have these keys with equal dtypes and shapes.
-        sampled_at: the value of ``rb.storage.clock.now`` before the batch was sampled. Not needed for batches of
-            prioritized samplers, which have an entry ``"sampled_at"``.
+        sampled_at: the value of ``rb.storage.clock.now`` before the batch was sampled. Batches of prioritized
+            samplers do not need this argument, because they have an entry ``"sampled_at"``.
 
     Raises:
         SchemaError: a key is missing in the rows or in the batch, or its dtypes or shapes differ; nothing has changed.
@@ -81,7 +81,7 @@ def write_back(rb: Any, batch: TensorDictBase, keys: Any, *, sampled_at: int | N
         ValueError: a key is in ``"next"``, and an :class:`NStepSampler` has joined several steps; nothing has changed.
         TypeError: the storage is not a :class:`PackedStorage`.
 
-    Cost: O(B * bytes of the entries), or O(B * row_bytes) if an entry is deduplicated; on CUDA, also a synchronisation.
+    Cost: O(B * bytes of the entries), or O(B * row_bytes) with deduplicated entries; on CUDA, also a synchronisation.
 
     Example:
         >>> from rlbuf_td import ReplayBuffer
@@ -142,7 +142,7 @@ def _entry_by_row(storage: Any, batch: TensorDictBase, key: tuple[str, ...], inn
 
 
 def _write_and_count(rb: Any, data: TensorDictBase, how: str, update_priority: bool) -> Any:
-    """Write, and pass the data to the episode statistics before any transform."""
+    """Write the data, and record the untransformed data in the episode statistics."""
     dims = rb.storage.ndim - (how == "add")
     if not isinstance(data, TensorDictBase) or data.ndim < dims:
         return _write(rb, data, how, update_priority)

@@ -1,10 +1,10 @@
-"""Crash-safe dumps: :meth:`ReplayBuffer.dumps <rlbuf_td.ReplayBuffer.dumps>` and its readers.
+"""Crash-safe saving of buffers with :meth:`ReplayBuffer.dumps <rlbuf_td.ReplayBuffer.dumps>`, and loading.
 
 A dump is a folder of data files and a manifest. The manifest lists the files with their checksums, and holds all other
 state as JSON. A new dump writes new files beside those of the old dump and then replaces the manifest atomically. If
-the process is killed, the folder therefore holds the old or the new dump. A load checks all files before it changes the
-buffer, undoes its changes if a state is refused, and unpickles nothing. Read ``manifest.py``, then ``files.py``
-and ``buffer.py``.
+the process is killed, the folder therefore holds either the old or the new dump. A load checks all files before it
+changes the buffer. If a component refuses its saved state, the load undoes all changes. A load never unpickles data.
+Reading order of the files: ``manifest.py``, ``files.py``, ``buffer.py``.
 """
 
 from rlbuf_td.checkpoint.buffer import Checkpoint, open_checkpoint

@@ -1,4 +1,4 @@
-"""Dumps and loads whole buffers, and reads a dump without a buffer. A refused dump leaves the buffer unchanged."""
+"""Saves and loads whole buffers, and reads a dump without a buffer. A failed load leaves the buffer unchanged."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def load_buffer(
     default_generator: bool,
     progress: bool | None,
 ) -> None:
-    """Load a buffer in the context ``alone``, and call ``connect`` after storage, sampler and writer are loaded."""
+    """Load a dump into ``rb`` under the context manager ``alone``, which locks ``rb``; at the end, call ``connect``."""
     with reading(path, KIND) as reader:
         with explained(reader):
             load = _Load(rb, reader, rows_only)
@@ -116,7 +116,7 @@ class _Load:
             saved["buffer"] |= {"prefetched": ()}
 
     def apply(self, report: Report, connect: Hook) -> None:
-        """Load all states into the buffer; if one state is refused, undo all changes."""
+        """Load all states into the buffer; if a component refuses its state, undo all changes."""
         rb, storage, saved = self.rb, self.rb.storage, self.saved
         allocated = self.rows.allocated(report) if self.rows is not None else None
         with parts.Rollback() as rollback:
@@ -171,7 +171,7 @@ def open_checkpoint(path: str | Path, *, progress: bool | None = None) -> Checkp
         A :class:`Checkpoint` with the rows, the class names, the capacity, and the states of sampler and writer.
 
     Raises:
-        CheckpointError: the folder holds no dump, a file is missing or damaged, or the dump is of another version.
+        CheckpointError: the folder holds no dump, a file is missing or damaged, or the dump has another format version.
 
     Cost: reads all files and compares them with their checksums; the rows take as much RAM as in the buffer.
 

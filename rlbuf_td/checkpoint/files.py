@@ -1,4 +1,4 @@
-"""Writes and reads the data files of a dump, each of which is written once and never changes."""
+"""Writes and reads the data files of a dump. A data file never changes after it is written."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Job = tuple[Chunk, int, torch.Tensor | None]
 
 
 class DumpWriter:
-    """Writes a dump beside the previous one; with ``sync``, waits for the disk. The caller locks the folder."""
+    """Writes a dump beside the previous dump; with ``sync``, waits for the disk. The caller must lock the folder."""
 
     def __init__(self, path: Path, about: dict[str, Any], *, sync: bool = True) -> None:
         self.path, self.sync = path, sync
@@ -45,7 +45,7 @@ class DumpWriter:
         self._known = {(each.nbytes, each.checksum): each for each in chunks if sizes.get(each.file) == each.nbytes}
 
     def store(self, tensors: Sequence[torch.Tensor], report: Report) -> tuple[Stored, ...]:
-        """Write tensors of any device in chunks; a chunk that the previous dump holds is not written again."""
+        """Write tensors of any device in chunks; a chunk that is in the previous dump is not written again."""
         self.nbytes = sum(tensor.nbytes for tensor in tensors)
         parts = [[part for part in flat_bytes(tensor).split(CHUNK_BYTES) if len(part)] for tensor in tensors]
         wait_for_gpus(tensors)
@@ -98,7 +98,7 @@ class DumpWriter:
 
 
 class DumpReader:
-    """Reads tensors; a file that is read whole is compared with its checksum. The caller locks the folder."""
+    """Reads the tensors of a dump; verifies checksums of files that are read whole. The caller must lock the folder."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -123,7 +123,7 @@ class DumpReader:
         self._read([(chunk, 0, None) for stored in tensors for chunk in stored.chunks], report)
 
     def read_into(self, stored: Stored, start: int, target: torch.Tensor, report: Report) -> None:
-        """Fill ``target`` (uint8) from byte ``start`` of ``stored`` on; chunks that are read whole are checked."""
+        """Fill ``target`` (uint8) with the bytes of ``stored`` from ``start`` on; verify chunks that are read whole."""
         wait_for_gpus([target])
         jobs: list[Job] = []
         at = 0
@@ -156,7 +156,7 @@ class DumpReader:
         return nbytes
 
     def _require(self, chunk: Chunk) -> Path:
-        """Return the file of a chunk; refuse a missing file, or one that does not have ``chunk.nbytes`` bytes."""
+        """Return the file of a chunk; raise a CheckpointError if the file is missing or has the wrong size."""
         file = self.path / DATA / chunk.file
         try:
             status = file.lstat()

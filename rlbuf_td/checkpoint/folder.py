@@ -1,4 +1,4 @@
-"""Saves and loads a state in a folder; locks the folder against other dumps, and shows a progress bar."""
+"""Saves and loads a state in a folder; locks the folder during a dump or load, and shows a progress bar."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def write_state(writer: DumpWriter, state: dict[str, Any], tensors: list[torch.T
 
 @contextmanager
 def reading(path: str | Path, kind: str) -> Iterator[DumpReader]:
-    """Lock the folder ``path``, and yield a reader of its dump; refuse a dump of another kind."""
+    """Lock the folder ``path``, and yield a reader of its dump; refuse a dump that is not of this ``kind``."""
     folder = Path(path).absolute()
     if not folder.is_dir():
         DumpReader(folder)  # raises

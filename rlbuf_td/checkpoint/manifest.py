@@ -1,4 +1,4 @@
-"""The manifest of a dump: its state, and its files with checksums. Replacing the manifest makes a new dump valid.
+"""The manifest of a dump: the state, and the files with checksums. A new manifest makes a new dump valid.
 
 ``manifest.json`` is one JSON object. ``tensors`` lists the dtype, shape and chunks ``[file, length, checksum]`` of
 each tensor. ``state`` holds the other saved values. The last entry is the checksum of all the text before it.
@@ -6,11 +6,11 @@ each tensor. ``state`` holds the other saved values. The last entry is the check
 A state consists of numbers, strings, lists, dicts and tensors, and is never pickled. A value that JSON cannot express
 becomes an object with one key, which begins with ``$``:
 
-- ``{"$tensor": 3}``: the tensor at this index of ``tensors``.
+- ``{"$tensor": 3}``: the tensor ``tensors[3]``.
 - ``{"$float": "nan"}``, ``{"$tuple": [...]}``, ``{"$size": [2, 3]}``, ``{"$dtype": "float32"}``, ``{"$device": "cpu"}``
   and ``{"$tensordict": ...}``: a value of the named type.
 - ``{"$dict": [[key, value], ...]}``: a dict with a key that is not a string or that begins with ``$``.
-- ``{"$ordered": ...}``: a module's state dict, with the ``_metadata`` that torch attaches.
+- ``{"$ordered": ...}``: the state dict of a module, with the ``_metadata`` that torch attaches.
 - ``{"$tree": ["SumSegmentTreeFp32", ...]}``: the class name and leaf values of a C++ tree of a TorchRL sampler.
 """
 
@@ -70,7 +70,7 @@ def checksum(data: np.ndarray | bytes) -> str:
 
 
 class Chunk(NamedTuple):
-    """A file that holds a range of a tensor's bytes, with its length and checksum."""
+    """A file with a range of a tensor's bytes: the file's name, length and checksum."""
 
     file: str
     nbytes: int
@@ -79,7 +79,7 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor whose bytes are the concatenation of chunks."""
+    """A saved tensor: the contents of its chunks, one after the other, are the bytes of the tensor."""
 
     dtype: torch.dtype
     shape: torch.Size
@@ -91,7 +91,7 @@ class Stored:
 
     @classmethod
     def from_json(cls, entry: Any) -> Stored:
-        """Parse an entry of the manifest; refuse sizes that contradict each other, and files outside the dump."""
+        """Parse the manifest's entry of a tensor; refuse contradictory sizes and invalid file names."""
         try:
             dtype, shape = dtype_of(entry["dtype"]), entry["shape"]
             chunks = tuple(Chunk(*chunk) for chunk in entry["chunks"])
@@ -129,7 +129,7 @@ class Manifest:
 
     @classmethod
     def read(cls, path: Path) -> Manifest:
-        """Read the manifest in the folder ``path``; refuse one that is damaged, or of another format or version."""
+        """Read the manifest in the folder ``path``; refuse a damaged file, and another format or version."""
         file = path / MANIFEST
         try:
             data = file.read_bytes()
@@ -149,7 +149,7 @@ class Manifest:
 
     @classmethod
     def previous(cls, path: Path) -> Manifest | None:
-        """Return the manifest to replace, or None if missing, damaged or older; refuse a newer or another format."""
+        """Return the manifest to replace, or None if it is missing, damaged or old; refuse a newer or foreign file."""
         try:
             return cls.read(path)
         except CheckpointError as error:
@@ -226,7 +226,7 @@ def encode(value: Any, tensors: list[torch.Tensor], where: str) -> Any:
 
 
 def decode(value: Any, tensor: Callable[[int], Any]) -> Any:
-    """Invert :func:`encode`; ``tensor(j)`` returns tensor ``j``. A malformed value raises an error of ``MALFORMED``."""
+    """Undo :func:`encode`; ``tensor(j)`` returns tensor ``j``. Malformed values raise one of ``MALFORMED``."""
     if isinstance(value, list):
         return [decode(item, tensor) for item in value]
     if not isinstance(value, dict):

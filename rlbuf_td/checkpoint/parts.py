@@ -1,4 +1,4 @@
-"""The state of a buffer's storage, sampler and writer, and how to load all of it or nothing."""
+"""The state of a buffer's storage, sampler and writer: how to save it, and how to load all of it or nothing."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _prefetch_state(rb: Any, saved: dict[str, Any]) -> dict[str, Any]:
 
 
 def name_of(part: Any) -> str:
-    """Return the class name of a part, with that of a wrapped sampler: ``"NStepSampler(UniformSampler)"``."""
+    """Return the class name of a part; a sampler wrapper gives, for example, ``"NStepSampler(UniformSampler)"``."""
     inner = getattr(part, "sampler", None)
     return type(part).__name__ + ("" if inner is None else f"({name_of(inner)})")
 
@@ -119,7 +119,7 @@ def refuse_malformed(rb: Any, saved: dict[str, Any]) -> None:
 def resized_state(sampler: Any, state: dict[str, Any], rows: torch.Tensor | None, capacity: int, moved: bool) -> Any:
     """Convert a sampler's saved state for a storage of ``capacity`` rows.
 
-    ``rows``, ``[n]`` int64, is the flat index in the dump of each loaded row; None if the capacity is the same.
+    ``rows``, ``[n]`` int64, holds for each loaded row its flat index in the dump; None if the capacity is the same.
     ``moved`` tells whether any row has a new position or is dropped.
     """
     if hasattr(sampler, "resized_state"):
@@ -139,7 +139,7 @@ def trajectories_of(storage: Storage) -> list[dict[str, Any]]:
 
 
 def load_trajectories(rb: Any, saved: list[dict[str, Any]]) -> None:
-    """Restore the trajectory indices (unsaved ones read the rows again); end unfinished trajectories that have ids."""
+    """Restore or rebuild the trajectory indices of the storage; end unfinished trajectories that have ids."""
     storage = rb.storage
     for each in storage._attached_entities:
         if isinstance(each, TrajectoryIndex):
@@ -186,14 +186,14 @@ def restore_generator(rb: Any, saved: dict[str, Any] | None) -> None:
 
 
 def _is_here(device: torch.device) -> bool:
-    """Whether this machine has the device: a dump may come from a machine with more GPUs."""
+    """Whether this machine has the device; a dump may come from a machine with more GPUs."""
     if device.type != "cuda":
         return device.type == "cpu"
     return torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count()
 
 
 class Rollback(ExitStack):
-    """Loads states; after an error, restores the old ones, except of samplers with ``snapshot()``: load these last."""
+    """Loads states; after an error, restores all but those of samplers with ``snapshot()``: load these last."""
 
     def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> bool | None:
         if kind is None:
@@ -221,7 +221,7 @@ class Rollback(ExitStack):
 
 
 def load_or_restore(parts: dict[str, Any], states: dict[str, Any]) -> None:
-    """Load a state into each of several parts; if one state is refused (ValueError), restore all parts."""
+    """Load a state into each of several parts; if a part refuses its state (ValueError), restore all parts."""
     with Rollback() as rollback:
         for name, part in parts.items():
             try:

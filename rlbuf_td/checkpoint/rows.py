@@ -34,16 +34,16 @@ class Fit:
         return not self.is_same and (self.ranges != ((0, self.steps),) or self.dropped > 0)
 
     def rows(self, lanes: int) -> torch.Tensor:
-        """Return the flat index in the dump of each loaded row, ``[steps * lanes]`` int64."""
+        """Return, for each loaded row, its flat index in the dump: ``[steps * lanes]`` int64."""
         parts = [torch.arange(first * lanes, (first + count) * lanes, device="cpu") for first, count in self.ranges]
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 def fit(saved: int, capacity: int, live: int, cursor: int | None) -> Fit:
-    """Choose the newest steps of a dump that fit into ``capacity`` steps; ``live`` of its ``saved`` steps are written.
+    """Choose the newest time steps of a dump that fit into ``capacity``; ``live`` of its ``saved`` steps are written.
 
-    ``cursor`` is the step at which the saved ring would continue, or ``None`` if its writer does not write in order.
-    Steps that do not keep their positions are ordered by age, with the oldest at step 0.
+    ``cursor`` is the step that the saved writer would write next, or ``None`` if it does not write in time order.
+    If the steps cannot keep their positions, they are ordered by age, with the oldest at step 0.
     """
     if saved == capacity or (live < saved and live <= capacity):
         return Fit(((0, live),) if live else (), live, saved == capacity, 0)
@@ -71,7 +71,7 @@ def split_rows(saved: dict[str, Any]) -> list[torch.Tensor]:
 
 
 class SavedRows:
-    """Saved rows, which the constructor checks against a storage. For ``cursor`` see :func:`fit`."""
+    """The rows of a dump; the constructor checks whether they fit a storage. For ``cursor``, see :func:`fit`."""
 
     def __init__(self, reader: DumpReader, saved: dict[str, Any], storage: PackedStorage, cursor: int | None) -> None:
         self.reader, self.storage = reader, storage
@@ -101,7 +101,7 @@ class SavedRows:
         return (1 if self._is_read_once else 2) * sum(stored.nbytes for stored in (self.matrix, *self.entries))
 
     def verify(self, report: Report) -> None:
-        """Check the files against their checksums; files that the load reads only once are checked in that read."""
+        """Verify the checksums of the files; files that the load reads only once are verified during that read."""
         if not self._is_read_once:
             self.reader.verify([self.matrix, *self.entries], report)
 

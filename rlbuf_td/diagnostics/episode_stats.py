@@ -41,8 +41,8 @@ class EpisodeStats:
     A buffer made with ``ReplayBuffer(..., stats=EpisodeStats())`` counts the steps of every write, before any
     transform. Without a buffer, call :meth:`update`. An episode may span several writes. Returns are undiscounted.
 
-    An episode consists of the steps up to the next ``done`` that have the same trajectory id or, if the data has no
-    ids, are in the same lane. An unfinished episode without a step in the last 1,000 writes may be dropped.
+    An episode consists of the steps with the same trajectory id (without ids, in the same lane) up to a ``done``. An
+    unfinished episode without a step in the last 1,000 writes may be dropped.
 
     Args:
         keys: further metrics with one number per step, as a dict from keys to ``"sum"``, ``"mean"`` or ``"last"``, such
@@ -52,7 +52,7 @@ class EpisodeStats:
         reasons: keys of further flags to read at the end of an episode, such as ``[("next", "success")]``.
         history: the number of episodes to keep for plots and :meth:`history`; raised to ``window`` if smaller.
         reward_key: the key of the rewards.
-        done_key: the key of ``done``. Missing end flags are derived from the end flags in the data.
+        done_key: the key of ``done``. If an end flag is missing, it is derived from the other end flags.
         terminated_key: the key of ``terminated``.
         truncated_key: the key of ``truncated``.
         trajectory_key: the key of the trajectory ids, if present. Steps with id -1 are padding and are ignored.
@@ -137,7 +137,7 @@ class EpisodeStats:
         self.record(self.read(data, time_dim=time_dim))
 
     def read(self, data: TensorDictBase, *, time_dim: int | None = -1) -> Steps:
-        """Read the steps of a write for :meth:`record`: the first half of :meth:`update`."""
+        """Convert the steps of a write for :meth:`record`; this is the first half of :meth:`update`."""
         size = data.batch_size
         if time_dim is None:
             shape, strides = (1, prod(size)), (0, 1)
@@ -183,7 +183,7 @@ class EpisodeStats:
         return ended if key == self._flags[1] else torch.zeros_like(ended)  # with done alone, all ends are terminations
 
     def record(self, steps: Steps) -> None:
-        """Count the steps that :meth:`read` returned: the second half of :meth:`update`."""
+        """Count the steps that :meth:`read` returned; this is the second half of :meth:`update`."""
         if steps.ready is None and not self._pending:
             return self._count(steps)
         self._pending.append(steps)
@@ -218,7 +218,7 @@ class EpisodeStats:
             done = count_steps(max(done, 0), shape, strides, self._inputs, *how, *slots, *out, self._counters)
 
     def _make_room(self, lanes: int) -> None:
-        """Drop unfinished episodes without recent steps; if there are none, at least double the number of slots."""
+        """Drop unfinished episodes without recent steps; if no episode is dropped, allocate space for more episodes."""
         stale = (self._keys != _FREE) & (self._touched < self._counters[_WRITES] - _FORGET_AFTER)
         self._keys[stale] = _FREE
         if stale.any():
@@ -268,7 +268,7 @@ class EpisodeStats:
         return columns | {f"done_{name}": flag for name, flag in zip(self.reasons, flags, strict=True)}
 
     def _latest(self, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return copies of the newest ``count`` records and of their reasons, oldest first."""
+        """Return copies of the newest ``count`` records and of their end reasons, oldest first."""
         last = self.episodes
         at = np.arange(max(0, last - min(count, self._rows)), last) % self._rows
         return self._records[at], self._ends[at]
@@ -282,7 +282,7 @@ class EpisodeStats:
         """Restore a result of :meth:`state_dict`.
 
         Raises:
-            ValueError: numbers of metrics, reasons or kept episodes differ, or counts are negative; nothing changes.
+            ValueError: numbers of metrics, reasons or kept episodes differ, or a count is negative; nothing changes.
         """
         arrays = {name: state_dict[name].numpy().copy() for name in _STATE}
         lengths = dict.fromkeys(("_keys", "_lengths", "_touched", "_sums"), len(arrays["_keys"]))

@@ -44,7 +44,7 @@ class ReplayCount:
         self._counts = torch.zeros(0, dtype=torch.int32, device="cpu")
 
     def counts(self) -> torch.Tensor:
-        """Return the count of each row, ``[max_size]`` int32 on the storage's device, without a copy."""
+        """Return how often each row was drawn, ``[max_size]`` int32 on the storage's device, without a copy."""
         rows, device = self.storage.max_size, device_of(self.storage)
         if len(self._counts) < rows or self._counts.device != device:  # the first write may round the size up
             with outside_inference_mode():

@@ -31,7 +31,7 @@ SAMPLERS: dict[str, type] = {"uniform": UniformSampler, "proportional": Proporti
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The bytes that a full buffer needs, and the free memory: the result of :func:`plan`."""
+    """The result of :func:`plan`: the bytes that a full buffer needs, and the free memory."""
 
     capacity: int  # rows, rounded up to whole time steps of all lanes
     leaves: tuple[Leaf, ...]  # the keys, dtypes and shapes of a row, the largest first
@@ -99,7 +99,7 @@ class MemoryPlan:
         return "\n".join(ways)
 
     def _needs(self, place: Room) -> list[tuple[Room, int]]:
-        """Return where the buffer needs memory, and how many bytes, if the rows are in ``place``."""
+        """Return the places where the buffer needs memory, and the bytes in each, if the rows are in ``place``."""
         if place.place == self.memory.place:
             return [(place, self.total)]
         return [(place, self.rows), (self.memory, self.priorities + self.trajectories)]
@@ -154,8 +154,8 @@ def plan(
         scratch_dir: the folder of a memory-mapped file for the rows; default: no file.
         shared: whether the rows are in shared memory.
         offload: whether the rows are in RAM, and the priorities and the trajectory index on the CUDA device.
-        share_next: the argument of :class:`PackedStorage`. The plan assumes that every next observation is shared,
-            although the final observation of a trajectory is stored separately.
+        share_next: the argument of :class:`PackedStorage`. The plan assumes that next observations take no
+            memory, although the final observation of each trajectory is stored separately.
         frames: the argument of :class:`PackedStorage`.
 
     Returns:
@@ -257,7 +257,7 @@ def _places(
 
 
 def _argument(room: Room, on_gpu: bool) -> str:
-    """Return the argument that puts the rows into ``room``; ``on_gpu``: whether priorities and index are on a GPU."""
+    """Return the argument that puts the rows into ``room``; ``on_gpu``: whether the priorities are on a GPU."""
     if room.place.startswith("disk"):
         return "device='cpu', " * on_gpu + "scratch_dir=... keeps them in a file"
     if room.place == "RAM" and on_gpu:

@@ -9,18 +9,18 @@ How it works
 
 A shard is a ReplayBuffer in its own process (a Ray actor). With each answer, a shard reports its *mass*: the sum of
 ``p^alpha`` over the priorities ``p`` of its rows. To sample a batch, a client draws positions in the total mass of all
-shards, and sends each position to its shard. So each row has the same probability as in one large buffer. A request
+shards, and sends each position to its shard. Thus each row has the same probability as in one large buffer. A request
 also sends the TD errors of earlier batches; the answer contains the drawn rows, packed into one block of bytes. To read
 the code, begin with ``law.py``, ``shard.py`` and ``client.py``.
 
 How many shards
 ---------------
 
-- **Memory.** A row takes its packed bytes (``python -m rlbuf_td plan`` shows them) and, with priorities, 20 more. 1e9
+- **Memory.** A row takes its packed bytes (see ``python -m rlbuf_td plan``) and, with priorities, 20 bytes more. 1e9
   rows of HalfCheetah (168 bytes) take 188 GB: 4 machines with 64 GB each. 1e9 rows of Atari (two stacks of four frames,
   56 kB) take 56 TB, or a few TB with ``share_next`` and ``frames``, in files (``scratch_dir``).
-- **Draws.** A batch costs one Ray request per shard with drawn rows. On two cores, sample and update took 0.8 ms +
-  2.1 ms per shard + 1.5 us per row of the batch, with 10,000 and with 1,000,000 stored rows (R^2 0.98). Ray takes
+- **Draws.** A batch costs one Ray request per shard with drawn rows. On two cores, sampling and updating a
+  batch took 0.8 ms + 2.1 ms per shard + 1.5 us per row of the batch, whether 1e4 or 1e6 rows were stored. Ray takes
   almost all of this time; ``prefetch=k`` divides Ray's time per batch by k. ``python -m tests.benchmarks.sharded --fit
   FILE.png`` measures these times; without ``--fit``, it compares this buffer with TorchRL's ``RayReplayBuffer``.
 - **Writes.** A write takes Ray about a millisecond: let collectors write some hundred rows at a time.
@@ -34,7 +34,7 @@ different machines; ``num_cpus=1`` reserves a core for each shard.
 When a shard is lost
 --------------------
 
-If the process of a shard dies, clients draw the batch in progress again from the other shards. Clients that wrote to
+If the process of a shard dies, clients repeat the current draw without this shard. Clients that wrote to
 the lost shard change to another one. Ray restarts the shard, which is then empty or holds the rows of the last
 ``dumps()`` into ``dump_dir``, a folder that all machines must be able to read. Ray notices a dead process within 1 to
 2 s. A shard that does not answer within 3 s counts as lost. Clients send a lost shard up to five requests per second

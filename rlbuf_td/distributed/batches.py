@@ -19,7 +19,7 @@ SHARD, INCARNATION, ROW, WRITTEN_AT = range(4)  # the columns of a batch's "inde
 
 
 class Batches:
-    """The batches of one request to each shard.
+    """The batches that one request to each shard has returned.
 
     ``answers`` is sorted by shard and has only answers with drawn rows. ``known`` holds, for each shard, the report
     that determined its number of draws, or ``None`` if the shard is lost. ``rank``, ``[batches, draws]`` int64, holds
@@ -61,7 +61,7 @@ class Batches:
 
 
 def _handles(answers: dict[int, Answer], flat: dict[int, np.ndarray]) -> Tensor:
-    """Return the ``"index"`` of the given row numbers in each shard, ``[n, 4]`` int64."""
+    """Return the batch entry ``"index"``, ``[n, 4]`` int64, for the row numbers ``flat`` of each shard."""
     columns = [(place, answers[place].before.incarnation, rows, answers[place].stamp) for place, rows in flat.items()]
     return torch.from_numpy(np.concatenate([np.stack(np.broadcast_arrays(*each), 1) for each in columns]))
 

@@ -48,10 +48,10 @@ class Client:
         connect: a function that returns handles of the shards and of flow control (or ``None``), and module ``ray``.
         spec: the properties that the buffers of all shards share.
         batch_size: number of rows in a batch; ``None``: the batch size of the shards' buffers.
-        prefetch: number of batches per request. The next request is sent when :meth:`sample` receives them. 0: a
-            request draws one batch, and is sent when the batch is needed.
+        prefetch: number of batches per request. When :meth:`sample` receives these batches, it sends the next request.
+            With 0, each request draws one batch, and is sent when the batch is needed.
         on_loss: ``"continue"``: work without lost shards; ``"raise"``: raise :class:`ShardLost`.
-        home: number of the shard to write to, until it is lost or too slow; ``None``: a random shard.
+        home: number of the shard to write to, until this shard is lost or too slow; ``None``: a random shard.
     """
 
     service_backend = "ray"
@@ -95,9 +95,9 @@ class Client:
     ) -> TensorDictBase:
         """Sample a batch, ``[B]``, from all shards, in newly allocated memory.
 
-        The batch has an ``"index"``, ``[B, 4]`` int64: number of the shard, start time of the shard in ns, number of
-        the row in the shard, and time steps written to the shard before the draw. With prioritized buffers, the batch
-        also has importance weights, ``"priority_weight"``, ``[B]`` float32.
+        The batch has an ``"index"``, ``[B, 4]`` int64, with four numbers per row: the shard, the shard's start time in
+        ns, the row in the shard, and the number of time steps written to the shard before the draw. With prioritized
+        buffers, the batch also has importance weights, ``"priority_weight"``, ``[B]`` float32.
 
         Args:
             batch_size: number of rows in the batch; default: :attr:`batch_size`.
@@ -105,7 +105,7 @@ class Client:
             timeout: the longest wait in seconds; ``None``: no limit.
 
         Raises:
-            RuntimeError: there is no batch size; or ``wait=False``, and the shards are empty or flow control refuses.
+            RuntimeError: no batch size is set; or, with ``wait=False``, the shards are empty or flow control refuses.
             TimeoutError: no batch was ready within ``timeout`` seconds.
             ShardLost: a shard is lost and ``on_loss="raise"``, or all shards are lost.
         """
@@ -201,7 +201,7 @@ class Client:
         return pieces_of(1_000 + draws * (16 + self.spec.window_rows * (row_bytes + 8)))
 
     def _exchange(self, places: Iterable[int]) -> None:
-        """Send requests without draws: shards apply TD errors, store the rows that wait, and report their masses."""
+        """Send requests without draws, so that shards apply TD errors, store waiting rows, and report their masses."""
         self.links.receive(self._request(dict.fromkeys(places, _NO_ERRORS)))
 
     def _receive(self, draw: Draw) -> Batches | None:
@@ -220,7 +220,7 @@ class Client:
         self._errors.clear()
 
     def _layout_of(self, place: int, answer: Answer) -> RowLayout:
-        """Return the row layout of an answer; shards send the layout only to clients that do not know it yet."""
+        """Return the row layout of an answer. A shard sends the layout only to clients that do not know the layout."""
         name = None if answer.drawn is None else answer.drawn.layout
         if self._rows is None and name is not None:
             self._rows = layout_named(name), name, crc32(name)
@@ -229,12 +229,12 @@ class Client:
         return self._rows[0]
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
-        """Queue the TD errors of a batch; the next request to each shard sends the errors of its rows.
+        """Queue the TD errors of a batch. The next request to a shard sends the TD errors of that shard's rows.
 
-        TD errors of replaced rows, and of rows in restarted shards, are skipped and counted.
+        TD errors of rows that have been replaced, or whose shard has restarted, are skipped and counted.
 
         Args:
-            data: a batch from :meth:`sample`, or a part of one, with TD errors under the buffers' ``priority_key``.
+            data: a batch from :meth:`sample`, or a part of a batch, with TD errors under the buffers' ``priority_key``.
 
         Raises:
             KeyError: ``data`` has no TD errors, or no ``"index"``.
@@ -306,12 +306,12 @@ class Client:
         return self._home
 
     def __len__(self) -> int:
-        """Return the number of rows stored in all shards; received rows that wait to be stored do not count."""
+        """Return the number of rows stored in all shards, without rows that shards have received but not stored."""
         self.links.require_one()
         return sum(report.rows for report in self.links.ask("report").values())
 
     @property
     def write_count(self) -> int:
-        """The number of rows that the shards have received, stored or not yet stored."""
+        """The number of rows that the shards have received so far."""
         self.links.require_one()
         return sum(report.written for report in self.links.ask("report").values())

@@ -1,6 +1,6 @@
-r"""The probabilities of rows over all shards.
+r"""The probability of each row if rows are drawn from several shards.
 
-The mass of shard s is :math:`M_s = \sum_{i \in s} p_i^\alpha` or, with a uniform sampler, the number of its rows. A
+The *mass* of shard s is :math:`M_s = \sum_{i \in s} p_i^\alpha` or, with a uniform sampler, the number of its rows. A
 client chooses shard s with probability :math:`M_s / \sum_t M_t`; the shard then draws row i by its own priorities:
 
 .. math:: P(i) = \frac{M_s}{\sum_t M_t} \cdot \frac{p_i^\alpha}{M_s} = p_i^\alpha \Big/ \sum_j p_j^\alpha
@@ -29,7 +29,7 @@ class Split(NamedTuple):
 
 
 def split(positions: Tensor, masses: Tensor) -> Split:
-    """Convert positions in the total mass, ``[B]`` float64, to draws from shards of given masses, ``[shards]``."""
+    """Convert positions in the total mass, ``[B]`` float64, to draws from shards; ``masses``: the mass of each."""
     ends, last = masses.cumsum(0), int(masses.nonzero()[-1])  # rounding can put a position at the total mass
     place = torch.searchsorted(ends, positions, right=True).clamp_(max=last)
     order = torch.from_numpy(np.argsort(place.numpy().astype(np.uint16), kind="stable"))  # a radix sort
@@ -40,7 +40,7 @@ def split(positions: Tensor, masses: Tensor) -> Split:
 
 
 def importance_weights(probability: Tensor, least: float, rows: int, beta: float, norm: str | None) -> Tensor:
-    """Return importance weights ``(N P) ** -beta``, ``[B]`` float32, divided by the weight that ``norm`` selects.
+    """Return importance weights ``(N P) ** -beta``, ``[B]`` float32, divided by the value that ``norm`` selects.
 
     Args:
         probability: probability P of each drawn row, ``[B]`` float64.

@@ -13,7 +13,7 @@ _POLL = 0.002
 
 
 class Limiter:
-    """The Ray actor that admits each batch and each write of the clients. Calls that wait do not block other calls."""
+    """The Ray actor that admits the clients' batches and writes. A call that waits does not block other calls."""
 
     def __init__(self, flow: FlowControl) -> None:
         self.flow = flow
@@ -40,12 +40,12 @@ class Limiter:
             await asyncio.sleep(_POLL)
 
     async def take_back(self, sampled: int = 0, inserted: int = 0) -> None:
-        """Subtract a failed batch or write from the counters."""
+        """Subtract the rows of a failed batch or write from the counters."""
         self.flow.take_back(sampled=sampled, inserted=inserted)
 
     async def report(self) -> dict[str, float]:
         return self.flow.report()
 
     async def shutdown(self) -> None:
-        """Make all calls that wait raise a RuntimeError."""
+        """Make all waiting calls raise a RuntimeError."""
         self.flow.shutdown()

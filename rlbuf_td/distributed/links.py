@@ -29,14 +29,14 @@ _SLOW = 1.0  # seconds that a write waits for a slow shard, before the client ch
 
 
 class ShardLost(RuntimeError):
-    """A shard is lost and ``on_loss="raise"``, or all shards are lost."""
+    """Raised if a shard is lost and ``on_loss="raise"``, or if all shards are lost."""
 
     def __str__(self) -> str:
         return super().__str__() + PROCESSES
 
 
 class Links:
-    """Calls methods of shards; ``engine`` is the ``ray`` module, or an object with Ray's ``get`` and ``wait``."""
+    """Sends requests to shards. ``engine`` is the ``ray`` module, or an object with Ray's ``get`` and ``wait``."""
 
     def __init__(self, handles: list[Any], engine: Any, on_loss: OnLoss = "continue") -> None:
         self.handles, self.engine, self.on_loss = handles, engine, on_loss
@@ -103,11 +103,11 @@ class Links:
                 return
 
     def start(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
-        """Call a method of some shards (shard -> arguments); return Ray's references for :meth:`finish`."""
+        """Call ``method`` of each shard in ``arguments``; return Ray's references to the answers for :meth:`finish`."""
         return {place: getattr(self.handles[place], method).remote(*given) for place, given in arguments.items()}
 
     def finish(self, calls: Mapping[int, Any], patience: float | None = None) -> dict[int, Any]:
-        """Wait for the answers; mark a shard as lost if it does not answer within ``patience`` seconds."""
+        """Wait for the answers. A shard that does not answer within ``patience`` seconds is marked as lost."""
         answers, deadline = {}, time.monotonic() + (self.patience if patience is None else patience)
         for place, call in calls.items():
             try:
@@ -117,7 +117,7 @@ class Links:
         return answers
 
     def request(self, requests: Mapping[int, tuple[Request, int]]) -> dict[int, Any]:
-        """Send requests (shard -> request, number of answer pieces); return Ray's references for :meth:`receive`."""
+        """Send each shard its request and number of answer pieces; return Ray's references for :meth:`receive`."""
         return {
             place: self.handles[place].answer.options(num_returns=pieces or 1).remote(pickle.dumps(request, 5), pieces)
             for place, (request, pieces) in requests.items()
@@ -138,19 +138,19 @@ class Links:
         return reports
 
     def ask(self, method: str, places: Iterable[int] | None = None, patience: float | None = None) -> dict[int, Report]:
-        """Call ``method`` on all shards that are not lost, or on ``places``; store and return their reports."""
+        """Call ``method`` on the shards ``places`` (default: all that are not lost); store and return their reports."""
         self.revive()
         return self.reports(self.start(method, dict.fromkeys(self.live if places is None else places, ())), patience)
 
     def write(self, place: int, writer: int, layout: bytes, rows: np.ndarray, lead: torch.Size) -> bool:
-        """Send rows to a shard, or raise the error of an earlier write; return whether the shard is fast enough."""
+        """Send rows to a shard; return False if the shard is too slow. Raises errors of earlier writes to the shard."""
         flight = self._flights[place]
         self.collect(place, 0.0)
         flight.append((self.handles[place].write.remote(writer, layout, rows, lead), lead.numel()))
         return len(flight) < _IN_FLIGHT or self.collect(place, _SLOW)
 
     def collect(self, place: int, timeout: float, until: int = _IN_FLIGHT - 1) -> bool:
-        """Wait until at most ``until`` writes are unconfirmed; return False after ``timeout`` seconds."""
+        """Wait until at most ``until`` writes to a shard are unconfirmed; return False after ``timeout`` seconds."""
         flight, deadline = self._flights[place], time.monotonic() + timeout
         while flight:
             wanted = timeout > 0 and len(flight) > until

@@ -1,4 +1,4 @@
-"""Packs transitions into bytes, and cuts large answers into pieces that Ray sends fast."""
+"""Packs transitions into bytes, and cuts large answers into pieces, because Ray sends small pieces faster."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def layout_named(name: bytes) -> RowLayout:
 
 
 def pieces_of(nbytes: int) -> int:
-    """Return the number of pieces for an answer of ``nbytes`` bytes; 0 means one object in Ray's object store."""
+    """Return the number of pieces for an answer of ``nbytes`` bytes; 0: do not cut, but use Ray's object store."""
     pieces = 1 + nbytes // _PIECE
     return pieces if pieces <= _MOST else 0
 

@@ -19,10 +19,10 @@ Segment: TypeAlias = tuple[str, int, int | None]
 
 
 def deal(steps: Sequence[int], shards: int) -> list[list[tuple[int, int, int]]]:
-    """Distribute the time steps of several dumps evenly over shards; ``steps`` is the number of time steps per dump.
+    """Distribute the time steps of several dumps evenly over shards; ``steps`` holds each dump's number of time steps.
 
     Returns:
-        For each shard, a list of segments: number of the dump, first time step, number of time steps.
+        For each shard, a list of segments: ``(number of the dump, first time step, number of time steps)``.
 
     Example:
         >>> deal([4, 2], 3)

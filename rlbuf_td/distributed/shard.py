@@ -79,10 +79,10 @@ class Answer(NamedTuple):
 class Shard:
     """A buffer in a separate process. Rows that clients send are stored only after the next draw.
 
-    So a draw uses exactly the mass that the last answer reported. After the draw, the shard applies TD errors, stores
-    the rows that wait, and reports the new mass. The shard stores received rows at once if it is empty, if it got no
-    request for 10 s, or if more rows than a quarter of its capacity wait. A restarted shard loads the dump in the
-    folder ``dump``, if one exists. ``restarted=None``: ask Ray whether the shard has been restarted.
+    A draw thus uses exactly the mass (the sum of ``p ** alpha``) that the last answer reported. After a draw, the shard
+    applies TD errors, stores waiting rows, and reports the new mass. Received rows are stored at once if the shard is
+    empty, got no request for 10 s, or has waiting rows for more than a quarter of its capacity. A restarted shard loads
+    the dump in the folder ``dump``, if that folder exists. ``restarted=None``: ask Ray whether the shard was restarted.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Shard:
         return cut(self.draw(pickle.loads(request)), pieces)
 
     def draw(self, request: Request) -> Answer:
-        """Draw rows, then apply the TD errors, store the rows that wait, and report the new mass."""
+        """Draw rows, apply the request's TD errors, store waiting rows, and report the new mass, in this order."""
         self._requests, self._last_draw = self._requests + 1, time.monotonic()
         before, stamp, drawn = self.report(), self.storage.clock.now, None
         if len(request.fractions) and before.mass > 0:
@@ -137,7 +137,7 @@ class Shard:
         return Answer(drawn, stamp, before, self.report())
 
     def write(self, writer: int, layout: bytes, rows: np.ndarray, lead: torch.Size) -> None:
-        """Receive packed transitions with batch dims ``lead``; SchemaError if they do not match the stored rows."""
+        """Receive packed transitions with batch dims ``lead``; SchemaError if the stored rows differ in layout."""
         given = layout_named(layout)
         packed = torch.from_numpy(rows.copy())  # Ray's memory is read-only, and not freed while it is in use
         data = given.unpack(packed.view(*lead, given.row_bytes))
@@ -158,7 +158,7 @@ class Shard:
         return self.report()
 
     def dump(self, path: str) -> tuple[int, int]:
-        """Store the rows that wait, and save the buffer; return its numbers of time steps and lanes."""
+        """Store waiting rows and save the buffer; return the buffer's numbers of time steps and lanes."""
         self._enter()
         self.buffer.dumps(path, progress=False)
         lanes = self.storage.lanes.numel()
@@ -174,7 +174,7 @@ class Shard:
         return self.report()
 
     def _drawn_at(self, fractions: np.ndarray, known: int) -> Drawn:
-        """Draw at ``fractions`` of the mass; ``known`` is the checksum of the row layout that the client knows."""
+        """Draw the rows at ``fractions`` of the mass; ``known`` is the checksum of the row layout the client knows."""
         rows, where = len(self.storage), torch.from_numpy(fractions.copy())
         if self._prioritized is None:
             flat, weight = (where * rows).to(torch.int64), torch.ones_like(where)
@@ -189,7 +189,7 @@ class Shard:
         return Drawn(packed, flat.numpy(), weight.numpy(), cells, unknown)
 
     def _packed(self, flat: torch.Tensor) -> tuple[np.ndarray | None, np.ndarray, RowLayout]:
-        """Return the row numbers of sequences (``None`` for single rows), the packed rows, and their layout."""
+        """Return the row numbers of all sequences (``None`` without sequences), the packed rows, and their layout."""
         if self._wrapper is None:
             stored = self.storage.written_rows()
             out = torch.empty((len(flat), stored.layout.row_bytes), dtype=torch.uint8, device="cpu")
@@ -202,7 +202,7 @@ class Shard:
         return cells.numpy() if is_windowed else None, pack(layout, batch, batch.batch_size), layout
 
     def _learn(self, request: Request) -> None:
-        """Apply the TD errors of a request. New rows get the largest magnitude of a TD error in any shard."""
+        """Apply the TD errors of a request, and update the largest ``|td_error|`` of all shards, which new rows get."""
         if self._prioritized is None:
             return
         priorities = self._prioritized.priorities

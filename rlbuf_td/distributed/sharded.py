@@ -44,7 +44,7 @@ class ShardedReplayBuffer(Client):
     Rows are drawn from all shards as from one large buffer: ``P(i) = p_i^alpha / sum_j p_j^alpha``. Importance weights
     use ``P(i)`` and the number of rows in all shards. With one learner, the probabilities are exact even while
     collectors write: a shard first draws, and then applies TD errors and stores new rows. With several learners, or if
-    more rows than a quarter of a shard's capacity wait for a draw, the mass of a shard may change after a learner
+    more rows than a quarter of a shard's capacity wait for a draw, a shard's priorities may change after a learner
     has computed its draws. The importance weights correct for these changes, and :meth:`health` counts the affected
     rows as ``drifted``. Each client has its own ``beta``.
 
@@ -61,16 +61,16 @@ class ShardedReplayBuffer(Client):
     Args:
         num_shards: number of shards to start.
         make_buffer: a function that returns a :class:`~rlbuf_td.ReplayBuffer` with rows in RAM and a uniform or
-            proportional sampler, which may be wrapped. It is called in every shard, and once in this process.
+            proportional sampler, which may be wrapped. The function is called in each shard, and once here.
         batch_size: number of rows in a batch; default: the batch size of the buffers.
         samples_per_insert: number of rows sampled per row written. Batches and writes wait to keep this ratio.
         min_size: number of rows that must have been written before the first batch.
         tolerance: allowed deviation from the ratio, in sampled rows (:class:`~rlbuf_td.buffers.flow.FlowControl`);
             ``None``: the smallest possible.
         prefetch: k, the number of batches that one request draws. A TD error takes effect after k to 2k batches. Ray's
-            time per batch is divided by k. 0: a request draws one batch, and is sent when the batch is needed.
+            time per batch is divided by k. With 0, a request draws one batch, and is sent when the batch is needed.
         dump_dir: default folder of :meth:`dumps`. A restarted shard loads its rows from this folder.
-        placement_strategy: ``"SPREAD"``: start the shards on different machines; ``"PACK"``: on few machines.
+        placement_strategy: ``"SPREAD"``: start shards on different machines; ``"PACK"``: start shards on few machines.
         on_loss: ``"continue"``: work without lost shards; ``"raise"``: raise ``ShardLost``.
         **actor_options: options of Ray's actors, such as ``num_cpus`` (default 0) and ``max_restarts`` (default -1: no
             limit).
@@ -159,7 +159,7 @@ class ShardedReplayBuffer(Client):
         Returns:
             ``"shards"``: a list of one dict per shard, with ``alive`` and ``lost_rows``; the dict of a live shard also
             has ``rows`` (stored), ``waiting`` (rows received but not yet stored), ``mass`` (the sum of ``p^alpha``),
-            ``inserts`` (rows received), ``stale_updates`` (TD errors it skipped), ``drifted`` and ``requests``.
+            ``inserts`` (rows received), ``stale_updates`` (skipped TD errors), ``drifted`` and ``requests``.
             ``"lost_shards"``: how often this object has lost a shard. ``"retries"``: number of repeated draws.
             ``"stale_updates"``: number of all skipped TD errors. ``"flow"``: counters of flow control, if it is used.
         """

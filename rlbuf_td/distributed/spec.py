@@ -30,7 +30,7 @@ class Spec(NamedTuple):
 
     @property
     def window_rows(self) -> int:
-        """Number of rows per draw: the length of a sequence with its burn-in, or 1 for single rows."""
+        """Number of rows per draw: the length of a sequence, including burn-in, or 1 without sequences."""
         return 1 if self.windows is None else self.windows.window
 
     def draws_of(self, batch_size: int) -> int:

@@ -44,17 +44,17 @@ class GymnasiumRecorder:
     lanes wait in memory. If a lane falls 1,024 steps behind, a warning recommends same-step autoreset or
     a buffer ``[T]``.
 
-    A buffer ``[T]`` stores the transitions of a single environment immediately. With several environments, it stores
-    the transitions of a lane together: at the end of an episode, or when ``stretch`` transitions wait. :meth:`flush`
-    stores all waiting transitions.
+    A buffer ``[T]`` stores the transitions of a single environment immediately. With several environments, the
+    transitions of a lane wait in memory until the episode ends or ``stretch`` transitions wait; then all of them are
+    stored. :meth:`flush` stores all waiting transitions.
 
     Args:
         buffer: a :class:`ReplayBuffer` or :class:`RolloutBuffer`, for example from ``from_env(env, ...)``.
         env: a Gymnasium environment, or a vector environment.
         infos: names of infos to store under ``"next"``, such as ``"score"`` or the nested ``("episode", "r")``. Every
             step must return each info, unless ``infos`` is a dict from names to default values.
-        trajectory_key: the key of the episode numbers. With ``None``, no numbers are stored, and ``reset`` refuses to
-            interrupt an episode.
+        trajectory_key: the key of the episode numbers. With ``None``, no numbers are stored, and a ``reset`` that would
+            interrupt an episode raises an error.
         stretch: the number of waiting transitions at which a buffer ``[T]`` stores the transitions of a lane.
         autoreset_mode: the autoreset mode of a vector environment; default: the mode in its metadata, or next-step.
 
@@ -121,7 +121,7 @@ class GymnasiumRecorder:
         self._refuse_open_end()
 
     def _fitted(self, schema: TensorDict) -> TensorDict:
-        """Reserve the buffer's rows; return the schema ``[E]`` with the trajectory key and the stored reward dtype."""
+        """Reserve the buffer's rows. Return the schema ``[E]``, with trajectory key and the rewards' stored dtype."""
         if self._trajectory_key is not None:
             schema.set(self._trajectory_key, torch.empty(schema.shape, dtype=torch.int64, device="meta"))
         storage = self.buffer.storage
@@ -251,7 +251,7 @@ class GymnasiumRecorder:
             self._queues.columns[self._trajectory_key][...] = self._trajectories
 
     def _make_queues(self, extras: Mapping[str, Any], info: Mapping[str, Any]) -> LaneQueues:
-        """Return queues for rows with the keys of the schema, and of the extras and infos of the first step."""
+        """Return queues whose rows have the keys of the schema and of the first step's extras and infos."""
         more = {key: torch.as_tensor(to_array(value), device="cpu") for key, value in walk(extras)}
         if self._single:
             more = {key: value.unsqueeze(0) for key, value in more.items()}
@@ -289,7 +289,7 @@ class GymnasiumRecorder:
                 fill_(columns[key], value, key)
 
     def _fill_after(self, result: Any, info: Mapping[str, Any], lanes: np.ndarray | None) -> np.ndarray:
-        """Copy the results of a step into the rows; return which lanes have ended an episode, ``[E]`` bool."""
+        """Copy the results of a step into the rows; return whether each lane has ended an episode, ``[E]`` bool."""
         obs, reward, terminated, truncated, _ = result
         for flag, value, name in zip(self._flags, (reward, terminated, truncated), _GIVEN, strict=True):
             fill_(flag, value, name)

@@ -25,7 +25,7 @@ def to_array(value: Any) -> np.ndarray:
 
 
 def fill_(column: np.ndarray, value: Any, key: Key) -> None:
-    """Copy a value into a column of the same shape; allow casts of the "same_kind", such as float64 to float32."""
+    """Copy a value into a column of equal shape. NumPy's "same_kind" casts (float64 to float32) are allowed."""
     array = value if type(value) is np.ndarray else to_array(value)
     if array.shape != column.shape:
         raise SchemaError(f"{show_key(key)} came with shape {array.shape}, expected {column.shape}")
@@ -35,7 +35,7 @@ def fill_(column: np.ndarray, value: Any, key: Key) -> None:
 
 
 def fill_final_(columns: Mapping[Key, np.ndarray], paths: list[tuple[Key, Key]], info: Any, done: np.ndarray) -> None:
-    """In lanes flagged in ``done``, replace the next observation by ``final_obs`` of the infos."""
+    """In lanes where ``done`` is True, replace the next observation by ``final_obs`` from the infos."""
     final = info.get("final_obs")
     if final is None:
         raise RuntimeError("an episode ended without 'final_obs' in the infos: set the environment's autoreset_mode")
@@ -47,7 +47,7 @@ def fill_final_(columns: Mapping[Key, np.ndarray], paths: list[tuple[Key, Key]],
 
 
 def look_up(info: Mapping[str, Any], path: Key) -> tuple[Any, Any]:
-    """Return an info ``x`` and the mask ``_x`` of lanes with a value; ``(None, False)`` if the info is missing."""
+    """Return the info at ``path`` and the mask of lanes that have a value; ``(None, False)`` if it is missing."""
     present: Any = True
     value: Any = info
     for part in path:
@@ -61,7 +61,7 @@ def look_up(info: Mapping[str, Any], path: Key) -> tuple[Any, Any]:
 
 
 def joined(infos: list[Mapping[str, Any]]) -> dict[str, Any]:
-    """Convert one info dict per lane (Gymnasium's ``DictInfoToList``) to the dict of a vector environment."""
+    """Convert one info dict per lane, from Gymnasium's ``DictInfoToList``, to a vector environment's info dict."""
     result: dict[str, Any] = {}
     for name in dict.fromkeys(name for info in infos for name in info):
         parts = [info.get(name) for info in infos]
@@ -76,7 +76,7 @@ def joined(infos: list[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def fill_infos_(column: np.ndarray, path: Key, default: Any, info: Mapping[str, Any], ended: Mask, lanes: Mask) -> None:
-    """Copy an info or its default to the lanes of a column; lanes flagged in ``ended`` use ``final_info``."""
+    """Copy an info or its default to the lanes of a column, from ``final_info`` in lanes where ``ended`` is True."""
     missing = np.ones(len(column), bool) if lanes is None else lanes.copy()
     sources: list[tuple[Any, Any]] = [] if ended is None else [(info.get("final_info") or {}, ended)]
     for source, wanted in (*sources, (info, True)):
@@ -115,7 +115,7 @@ def _stacked(values: np.ndarray) -> np.ndarray:
 
 
 def _converted(value: Any, dtype: np.dtype) -> np.ndarray:
-    """Convert numbers to ``dtype`` if no value changes (1.0 to True); otherwise return the numbers unchanged."""
+    """Convert numbers to ``dtype`` if all values stay equal (1.0 and True are equal); else return them unchanged."""
     array = to_array(value)
     if array.dtype.kind not in "biuf" or np.can_cast(array.dtype, dtype, "same_kind"):
         return array

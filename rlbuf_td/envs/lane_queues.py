@@ -1,4 +1,4 @@
-"""Queues of rows that wait to be written, as time steps of all lanes or as all rows of one lane."""
+"""One queue per lane (environment) for rows that wait to be written to a buffer."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _FIRST_STEPS = 16
 
 
 class LaneQueues:
-    """A row to fill and a queue of filled rows for each lane; ``example``: one transition per lane, ``[E]``.
+    """For each of E lanes, a row to fill and a queue of filled rows. ``example`` has one transition per lane, ``[E]``.
 
-    An instance supports either :meth:`take_step` or :meth:`take_stretch`, not both.
+    Each instance supports only one of the two ways to remove rows, :meth:`take_step` and :meth:`take_stretch`.
     """
 
     def __init__(self, example: TensorDict) -> None:
@@ -34,7 +34,7 @@ class LaneQueues:
         self.pending = 0  # number of rows in all queues
 
     def _block(self, rows: int) -> tuple[torch.Tensor, np.ndarray]:
-        """Return ``rows`` zeroed rows as a tensor for the layout, and as an array of 8-byte words."""
+        """Return new zeroed memory for ``rows`` rows, as a tensor for the layout and as an array of 8-byte words."""
         words = np.zeros((rows, self.layout.row_bytes // 8), np.int64)
         return torch.from_numpy(words.view(np.uint8)).view(self.layout.carrier), words
 
@@ -48,7 +48,7 @@ class LaneQueues:
         return len(self._ring)
 
     def push(self, lanes: np.ndarray | None = None) -> None:
-        """Append the filled rows to their queues; ``lanes``: a mask, or ``None`` for all lanes."""
+        """Append the filled rows to their queues. ``lanes`` is a mask, ``[E]`` bool, or ``None`` for all lanes."""
         where = self._every_lane if lanes is None else lanes.nonzero()[0]
         tails = self._tails[where]
         if not len(tails):
@@ -73,7 +73,7 @@ class LaneQueues:
         self._ring = ring
 
     def take_step(self) -> bool:
-        """Move the oldest row of every lane to :attr:`step`; return False if a lane has no row."""
+        """Move the oldest row of every lane to :attr:`step`. If a lane has no row, do nothing and return False."""
         if self.pending < self.lanes or int(self._tails.min()) <= self._head:
             return False
         self._step[...] = self._ring[self._head % len(self._ring)]
@@ -82,7 +82,7 @@ class LaneQueues:
         return True
 
     def take_stretch(self, lane: int) -> TensorDict:
-        """Remove and return all rows of a lane, ``[n]``, in new memory."""
+        """Remove all rows from the queue of a lane; return a copy, ``[n]``."""
         count = int(self._tails[lane])  # without take_step, the head is always 0
         rows, words = self._block(count)
         words[...] = self._ring[:count, lane]

@@ -17,7 +17,7 @@ TRAJECTORY = ("collector", "traj_ids")
 
 
 def open_dataset(dataset: Any) -> Any:
-    """Return a Minari data set; a string is the name of a local data set."""
+    """Return ``dataset``, or load it if ``dataset`` is the name of a local Minari data set."""
     if isinstance(dataset, str):
         return minari().load_dataset(dataset)
     if not hasattr(dataset, "iterate_episodes"):
@@ -63,7 +63,7 @@ def _infos(infos: dict[str, Any], steps: int) -> dict[str, Any]:
 
 
 def episode_of(rows: TensorDictBase, spaces: tuple[Any, Any]) -> dict[str, Any]:
-    """Return an episode's transitions ``[n]``, oldest first, as the arguments of Minari's ``EpisodeBuffer``.
+    """Convert an episode's transitions ``[n]``, oldest first, to the arguments of Minari's ``EpisodeBuffer``.
 
     The Gymnasium ``spaces`` of observations and actions determine the nested dicts and tuples of the result.
     """
@@ -86,7 +86,7 @@ def episode_of(rows: TensorDictBase, spaces: tuple[Any, Any]) -> dict[str, Any]:
 
 
 def _values(space: Any, before: Any, after: Any, path: tuple[str, ...]) -> Any:
-    """Return the values ``before`` as nested arrays, with the last value of ``after`` appended if it is given."""
+    """Convert the values ``before`` to nested arrays. If ``after`` is given, append the last value of ``after``."""
     if before is None:
         raise SchemaError(f"the rows have no {show_key(path)}, which is in the given space: pass the rows' own spaces")
     kind = type(space).__name__
@@ -113,7 +113,7 @@ def _values(space: Any, before: Any, after: Any, path: tuple[str, ...]) -> Any:
 
 
 def _info_values(before: Any, after: Any) -> dict[str, Any]:
-    """Return nested arrays of infos: n + 1 values if the rows also hold the infos before each step, else n."""
+    """Convert infos to nested arrays of n values, or n + 1 if the rows also hold the infos before each step."""
     result = {}
     for key, value in after.items():
         first = None if before is None else before.get(key, None)

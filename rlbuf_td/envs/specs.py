@@ -30,7 +30,7 @@ def schema_of(source: Any, *, extras: Any = None) -> TensorDict:
 
     Args:
         source: a TorchRL environment; a Gymnasium environment, single or vectorised; a TensorDict with an example of a
-            transition; or the observation space alone, as a Gymnasium space or a TorchRL spec.
+            transition; or only an observation space: a Gymnasium space or a TorchRL spec.
         extras: examples of further entries, such as a policy's outputs, in a TensorDict or a nested dict. An extra
             replaces an entry with the same key.
 
@@ -121,7 +121,7 @@ def entries(value: Any) -> dict[str, Any] | None:
 
 
 def tensors_of(value: Any, name: str, *path: str) -> Any:
-    """Convert nested dicts and tuples of arrays and numbers to nested dicts of tensors, if possible without copies."""
+    """Convert nested dicts and tuples of arrays and numbers to nested dicts of tensors, without copies if possible."""
     parts = entries(value)
     if parts is not None:
         return {key: tensors_of(part, name, *path, key) for key, part in parts.items()}
@@ -154,7 +154,7 @@ def autoreset_mode_of(env: Any, given: Any, single: bool) -> str:
 
 
 def paths_of(env: Any, schema: TensorDict, single: bool) -> tuple[list[tuple[Key, Key]], list[tuple[Key, Key]]]:
-    """Return the keys of observations and of actions, each with the path of its value in Gymnasium's results."""
+    """Return ``(key, path)`` pairs of observations and of actions; ``path`` leads to the value in Gymnasium's data."""
     space = env.observation_space if single else env.single_observation_space
     whole = not isinstance(space, sys.modules["gymnasium"].spaces.Dict)
     after = [key[1:] for key, _ in walk(schema) if key[0] == "next" and key not in _RESULTS]

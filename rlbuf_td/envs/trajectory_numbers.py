@@ -23,11 +23,11 @@ class TrajectoryNumbers:
 
     @property
     def loads(self) -> int:
-        """How often a checkpoint has replaced the rows."""
+        """How many times a checkpoint was loaded into the storage."""
         return self._numbers.values[_LOADS]
 
     def take(self, count: int, key: tuple[str, ...] | None) -> np.ndarray:
-        """Return ``count`` new numbers, larger than all under ``key``; O(N) in the first call and after each load."""
+        """Return ``count`` new numbers, larger than all stored at ``key``. O(N) in the first call and after a load."""
         with getattr(self.storage, "lock", nullcontext()):
             first, numbers = self._numbers[_NEXT], self._numbers
             rows = None if numbers[_HAS_READ] else stored_rows(self.storage)

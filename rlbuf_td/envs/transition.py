@@ -25,11 +25,11 @@ def make_transition(
         obs: the observation before the step.
         action: the action.
         reward: a number, or an array ``[E]`` for ``E`` environments, with further dims for several rewards. Rewards
-            become float32, except that floating tensors keep their dtype.
+            are converted to float32, except floating-point tensors, which keep their dtype.
         next_obs: the observation after the step. With same-step autoreset, pass ``final_obs`` when an episode ends.
         terminated: a bool, or bools of shape ``[E]``. This shape is the batch size of the result.
         truncated: a bool, or bools of the same shape as ``terminated``.
-        **extras: more entries for the root, such as a policy's outputs; a dict ``next`` adds entries to ``"next"``.
+        **extras: more entries for the root, such as a policy's outputs; entries of a dict ``next`` go to ``"next"``.
 
     Returns:
         A TensorDict of batch size ``[]`` or ``[E]``, for :meth:`ReplayBuffer.add`. The flags and a single reward have
@@ -38,7 +38,7 @@ def make_transition(
     Raises:
         SchemaError: an entry does not consist of numbers, lacks the leading dim ``E``, or has the key of another entry.
 
-    Cost: O(entries), about 20 us; only rewards, and arrays that torch cannot share (read-only ones), are copied.
+    Cost: O(entries), about 20 us. Only rewards, and arrays that torch cannot share (read-only arrays), are copied.
 
     Example:
         >>> import numpy as np
@@ -91,7 +91,7 @@ def _reward(value: Any, lanes: torch.Size) -> torch.Tensor:
 
 
 def _batch(parts: dict[str, Any], lanes: torch.Size, *path: str) -> TensorDict:
-    """Convert nested dicts of tensors to a TensorDict; refuse tensors without the leading dims ``lanes``."""
+    """Convert nested dicts to a TensorDict. SchemaError if a tensor does not have the leading dims ``lanes``."""
     for key, value in parts.items():
         if not isinstance(value, dict) and value.shape[: len(lanes)] != lanes:
             shapes = f"shape {tuple(value.shape)}, expected the leading dims {tuple(lanes)} of 'terminated'"

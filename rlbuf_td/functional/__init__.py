@@ -8,12 +8,12 @@ The following holds for every estimate of an advantage or return:
 
 * Any floating dtype works. bfloat16 and float16 are computed in float32; results have the dtype of the values.
 * Results have no gradient: inputs are detached. A ``gamma`` or ``lmbda`` that requires a gradient raises a ValueError.
-* ``gamma`` and ``lmbda`` are floats in [0, 1], or tensors that broadcast to the inputs' shape (values not checked).
+* ``gamma`` and ``lmbda`` are floats in [0, 1], or unchecked tensors that broadcast to the inputs' shape.
 * NaN after ``terminated`` or ``done`` has no effect: ignored values are masked, not multiplied by zero.
-* Cost: O(elements) on the CPU; on CUDA O(log T) kernel launches without host synchronisation. With
-  ``rolling_gamma=False``: O(elements * T), on CUDA with O(T) kernel launches.
+* Cost: O(elements) on the CPU; on CUDA, O(log T) kernel launches without host synchronisation. With
+  ``rolling_gamma=False``, the cost is O(elements * T), on CUDA with O(T) kernel launches.
 * ``ValueError``: shapes or devices differ, inputs are empty, coefficients are out of range, or ``time_dim`` is invalid.
-* ``TypeError``: a flag is not bool, or a value is not floating.
+* ``TypeError``: ``done`` or ``terminated`` is not bool, or a state value or log-probability is not floating.
 """
 
 from rlbuf_td.functional.advantage import generalized_advantage_estimate, vtrace_advantage_estimate

@@ -1,4 +1,4 @@
-"""Checks of inputs, and reshaping from TorchRL's ``[*batch, T, *F]`` to the kernels' ``[L, T, F]``."""
+"""Checks of inputs, and reshaping from TorchRL's ``[*batch, T, *F]`` to the kernels' 3-D shape ``[L, T, F]``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FLAGS = ("done", "terminated")
 
 @dataclass(frozen=True)
 class TimeLayout:
-    """The shape, device and dtypes of the inputs of one call."""
+    """The shape, device and dtypes of the inputs of one call; L, T, F: the sizes before, along and after time."""
 
     function: str
     shape: torch.Size
@@ -31,8 +31,8 @@ class TimeLayout:
     ) -> tuple[TimeLayout, list[Tensor]]:
         """Check the inputs; return their layout, and each input as a detached ``[L, T, F]`` tensor.
 
-        ``others`` are reward, done and terminated; if terminated is None, done replaces it. The dtype of ``values`` is
-        the ``out_dtype``; returned tensors have the ``compute_dtype``, except for the bool flags.
+        ``others`` are reward, done and terminated; done replaces a missing terminated. The dtype of ``values`` becomes
+        ``out_dtype``; returned tensors have the ``compute_dtype``, except for the bool flags.
         """
         reward, done, terminated = others
         inputs = values | {"reward": reward, "done": done, "terminated": done if terminated is None else terminated}

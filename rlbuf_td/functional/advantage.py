@@ -45,9 +45,10 @@ def generalized_advantage_estimate(
         ValueError, TypeError: the inputs are invalid; see :mod:`rlbuf_td.functional`.
 
     Cost: one pass over the data; about 5 µs plus 1 ns per element on a CPU.
-    Source: Schulman et al., 2016, "High-dimensional continuous control using generalized advantage estimation", eq. 16.
-    In contrast to TorchRL's ``generalized_advantage_estimate``, results have no gradient, and gamma is not rounded to
-    float32. TorchRL's ``vec_generalized_advantage_estimate`` also drops powers of ``gamma * lmbda`` below 1e-7.
+    Source: Schulman et al., 2016, equation 16: "High-dimensional continuous control using generalized advantage
+    estimation". Unlike in TorchRL's ``generalized_advantage_estimate``, results have no gradient, and gamma is not
+    rounded to float32. TorchRL's ``vec_generalized_advantage_estimate`` also drops powers of ``gamma * lmbda`` below
+    1e-7.
 
     Example:
         >>> reward = torch.ones(1, 3, 1)
@@ -74,7 +75,7 @@ def generalized_advantage_estimate(
 def _plain_sizes(
     value: Tensor, next_value: Tensor, reward: Tensor, done: Tensor, terminated: Tensor, time_dim: int
 ) -> tuple[int, int, int] | None:
-    """Return ``(L, T, F)``, or None if the inputs need the checks of :class:`TimeLayout`, which are slower."""
+    """Return the sizes before, along and after time, or None if the inputs need the slower :class:`TimeLayout`."""
     try:
         dtype, shape = value.dtype, value.shape
         for x in (next_value, reward, done) if terminated is done else (next_value, reward, done, terminated):

@@ -27,7 +27,7 @@ def random_shift(images: Tensor, pad: int = 4, *, generator: torch.Generator | N
         ValueError: ``images`` has fewer than three dims, or ``pad`` is negative.
 
     Cost: one gather of the images, without host synchronisation.
-    Source: Yarats et al., Mastering Visual Continuous Control, 2021. TorchRL has no such transform.
+    Source: Yarats et al., Mastering Visual Continuous Control, 2021. TorchRL has no random shift.
 
     Example:
         >>> images = torch.arange(16, dtype=torch.uint8).view(1, 1, 4, 4)

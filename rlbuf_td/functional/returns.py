@@ -36,8 +36,8 @@ def td_lambda_return_estimate(
         done: bool, same shape: whether the trajectory ends with this step.
         terminated: bool, same shape: whether the next state is terminal (its value is then ignored). Default: ``done``.
         rolling_gamma: if False, the return of a step uses the gamma and lmbda of that step for all later rewards. By
-            default, each reward uses the gamma and lmbda of its own step. False needs a gamma or lmbda of the inputs'
-            shape.
+            default, each reward uses the gamma and lmbda of its own step. ``rolling_gamma=False`` needs a gamma or a
+            lmbda with the shape of the inputs.
         time_dim: the dimension of time.
 
     Returns:
@@ -93,7 +93,7 @@ def td1_return_estimate(
 
     Cost: as for :func:`td_lambda_return_estimate`.
     Source: Sutton and Barto, 2018, section 12.1 (lambda = 1). TorchRL's ``td1_return_estimate`` gives the same result,
-    except that it does not bootstrap after the last step if ``rolling_gamma=False``.
+    except with ``rolling_gamma=False``: TorchRL then does not bootstrap after the last step.
 
     Example:
         >>> one = torch.ones(2, 1)
@@ -136,7 +136,7 @@ def _estimate(
 def _returns_of_fixed_discount(
     gamma: float | Tensor, lmbda: float | Tensor, bootstrap: Tensor, reward: Tensor, ends: Tensor
 ) -> Tensor:
-    """Compute TD(lambda) returns, each with the gamma and lmbda of its first step. O(T²)."""
+    """Return TD(lambda) returns, each computed with the gamma and lmbda of its first step; O(T²)."""
     gamma, lmbda = scan.spread(gamma, reward), scan.spread(lmbda, reward)
     returns = bootstrap[:, -1:].expand_as(reward).clone()
     for t in reversed(range(reward.shape[1])):

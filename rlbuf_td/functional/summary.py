@@ -9,7 +9,7 @@ from torch import Tensor
 def explained_variance(state_value: Tensor, value_target: Tensor) -> Tensor:
     r"""Share of the targets' variance that the values explain: :math:`1 - \mathrm{Var}[R - V] / \mathrm{Var}[R]`.
 
-    1 means a perfect prediction; 0 means that the values predict no better than a constant.
+    1 means that values and targets differ by a constant; 0 means that the values predict no better than a constant.
 
     Args:
         state_value: the predictions :math:`V`, any shape, floating.
@@ -22,7 +22,7 @@ def explained_variance(state_value: Tensor, value_target: Tensor) -> Tensor:
         ValueError: the shapes differ, or the tensors are empty.
 
     Cost: O(elements), without host synchronisation.
-    Source: OpenAI Baselines. TorchRL has no such function.
+    Source: OpenAI Baselines. TorchRL has no function for this.
 
     Example:
         >>> target = torch.tensor([1.0, 2.0, 3.0])
@@ -41,7 +41,7 @@ def explained_variance(state_value: Tensor, value_target: Tensor) -> Tensor:
 
 
 def normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
-    r"""Shift to mean 0 and scale to standard deviation 1: :math:`(x - \bar x) / \max(\sigma_x, \epsilon)`.
+    r"""Shift ``x`` to mean 0 and scale it to standard deviation 1: :math:`(x - \bar x) / \max(\sigma_x, \epsilon)`.
 
     Args:
         x: values, any shape, floating.
@@ -70,5 +70,4 @@ def normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
 
 
 def _wide(x: Tensor) -> Tensor:
-    """Detach, and convert to at least float32."""
     return x.detach().to(torch.promote_types(x.dtype, torch.float32))

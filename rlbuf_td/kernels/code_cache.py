@@ -1,14 +1,14 @@
 """Stores compiled loops for later processes, in one folder per version of the kernels' sources.
 
-Compilation takes from a second to half a minute per operation, once per installation. A log message announces it;
-``logging.getLogger("rlbuf_td").setLevel("ERROR")`` silences the message. Numba's own cache only notices changes in a
-function's own file, so a digest of all sources in ``kernels/`` names the folder. Creating the folder deletes the
-folders of other versions. The folder is in the first writable place of this list:
+Compilation takes from a second to half a minute per operation, once per installation. A log message announces the
+compilation; ``logging.getLogger("rlbuf_td").setLevel("ERROR")`` silences the message. Numba's own cache only notices
+changes in a function's own file, so the folder is named by a digest of all sources in ``kernels/``. When the folder is
+created, the folders of other versions are deleted. The folder is in the first writable place of this list:
 
-1. the folder that the environment variable ``NUMBA_CACHE_DIR`` names;
-2. the package's own ``kernels/__pycache__``;
-3. ``rlbuf_td`` in ``$XDG_CACHE_HOME``, by default ``~/.cache``;
-4. ``rlbuf_td_<user id>`` in the folder for temporary files, if no other user can write to it.
+- The folder that the environment variable ``NUMBA_CACHE_DIR`` names.
+- The package's own folder ``kernels/__pycache__``.
+- The folder ``rlbuf_td`` in ``$XDG_CACHE_HOME``, by default ``~/.cache``.
+- The folder ``rlbuf_td_<user id>`` for temporary files, if no other user can write to it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if config.DISABLE_JIT:
 
 
 def cached_njit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Return ``numba.njit`` with a cache in :func:`folder`."""
+    """Return a decorator like ``numba.njit`` that caches compiled code in :func:`folder`."""
 
     def decorate(function: Callable[..., Any]) -> Any:
         dispatcher = njit(**options)(function)
@@ -79,7 +79,7 @@ def _say_that_it_compiles() -> None:
 
 @cache
 def folder() -> Path | None:
-    """Return the folder for this version of the sources, or None with a warning if no place is writable."""
+    """Return the cache folder for this version of the sources, or None with a warning if no place is writable."""
     sources = sorted(_ROOM.rglob("*.py"))
     version = sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
     for place in _places() if sources else ():  # without sources, versions cannot be distinguished
@@ -110,7 +110,6 @@ def _places() -> Iterator[Path]:
 
 
 def _prepare(place: Path, version: str) -> Path:
-    """Create and return the folder of a version; raise ``OSError`` if the folder is not writable."""
     chosen = place / version
     if not chosen.exists():
         chosen.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
 """Helpers of the numba loops: decorators, and access to memory by address.
 
-Numba often takes longer to unbox an array argument than to run a whole loop. Loops therefore take addresses of memory,
-which callers keep alive.
+Numba often takes longer to convert an array argument than to run a whole loop. Loops therefore take addresses of
+memory, which callers keep alive.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ compiled = cached_njit(nogil=True)
 
 
 def bare(function: Callable[..., Any]) -> Any:
-    """Decorate a helper that creates no array. It runs without reference counting, which would double its time."""
+    """Decorate a helper that creates no array; without reference counting, the helper takes half the time."""
     try:
         return cached_njit(nogil=True, _nrt=False)(function)
     except KeyError:  # this numba version lacks the option: same results, but slower
@@ -114,7 +114,7 @@ def prefetch_row(address, width):
 
 @kernel
 def masses(uniform, total, step, out):
-    """Write the result of ``strata.masses`` to ``out``, which may be ``uniform``; ``strata.step_of`` gives ``step``."""
+    """Write ``strata.masses`` to ``out``, which may be ``uniform``; ``step`` is the result of ``strata.step_of``."""
     batch = uniform.shape[0]
     if step == 0:
         for j in range(batch):
@@ -140,7 +140,7 @@ def acceptable(index, td_error, rows):
 
 @inlined
 def copy_few(target, source, nbytes):
-    """Copy bytes from one address to another, without a call of ``memcpy`` for 1, 4 or 8 bytes."""
+    """Copy ``nbytes`` bytes from one address to another; for 1, 4 or 8 bytes, without calling ``memcpy``."""
     if nbytes == 4:
         store(target, load(source, np.int32), np.int32)
     elif nbytes == 1:

@@ -1,7 +1,7 @@
 """Stores host-side settings on the device for CUDA graphs.
 
-A CUDA graph repeats its captured launches with the same arguments. Numbers that change between launches (rows written,
-alpha, beta) are therefore in device memory, which the host changes before a launch.
+A CUDA graph repeats its captured kernel launches with the same arguments. Numbers that change between launches (rows
+written, alpha, beta) are therefore kept in device memory, which the host changes before a launch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def is_capturing() -> bool:
 
 
 def outside_inference_mode() -> AbstractContextManager[object]:
-    """Disable inference mode, because tensors that are created in inference mode cannot be modified outside it."""
+    """Disable inference mode, because normal code cannot modify tensors that were created in inference mode."""
     return torch.inference_mode(False)
 
 
@@ -45,7 +45,7 @@ class DeviceScalars:
         self._known: list[float | None] = [0.0] * count
 
     def set_(self, at: int, value: float | Tensor) -> None:
-        """Set number ``at`` to a float or a 0-dim tensor on the device. An unchanged float launches no kernel."""
+        """Set number ``at`` to a float or a 0-dim device tensor; setting an unchanged float launches no kernel."""
         if isinstance(value, Tensor):
             self.tensor[at].copy_(value)
             self._known[at] = None
@@ -58,10 +58,10 @@ class DeviceScalars:
 
 
 class PriorityState:
-    """Device memory that captured draws and priority updates read and change.
+    """Settings and counters in device memory, which captured CUDA graphs read and change.
 
-    It holds the settings ``names``, the largest magnitude seen (``largest``, 0-dim float64, -1 if none), and the number
-    of skipped NaN or infinite TD errors (``refused``, 0-dim int64).
+    The memory holds the settings ``names``, the largest magnitude ``|td_error|`` so far (``largest``, 0-dim float64, -1
+    if none), and the number of skipped NaN or infinite TD errors (``refused``, 0-dim int64).
     """
 
     def __init__(self, names: tuple[str, ...], device: torch.device) -> None:
@@ -84,7 +84,7 @@ class PriorityState:
         return tuple(self[name] for name in values)
 
     def note(self, largest: Tensor, refused: Tensor, counts: bool) -> Tensor:
-        """Record the largest magnitude and the number of refused errors of an update; return the largest so far.
+        """Record an update's largest magnitude and number of refused TD errors; return the largest magnitude so far.
 
         Updates with ``counts=False`` have a separate maximum, which does not affect the priority of new rows.
         """
@@ -97,10 +97,10 @@ class PriorityState:
 def write_magnitudes(
     memory: Tensor, index: Tensor, magnitude: Tensor, rows: float | Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Write finite magnitudes to those rows of ``index`` in ``[0, rows)``; a duplicate row keeps its last magnitude.
+    """Write finite magnitudes to rows ``index`` within ``[0, rows)``; a duplicate row keeps its last magnitude.
 
-    Returns the written rows, ``[B]`` int64 (row 0 if there are none), the largest finite magnitude of rows in
-    ``[0, rows)`` (-1 if there is none), and the number of magnitudes of these rows that are not finite.
+    Returns the written rows (``[B]`` int64, row 0 if there are none), the largest finite magnitude (-1 if there is
+    none), and the number of NaN or infinite magnitudes. The last two results ignore rows outside ``[0, rows)``.
     """
     named = (index >= 0) & (index < rows)
     valid = named & magnitude.isfinite()

@@ -1,14 +1,13 @@
 """Selects the backend of each operation.
 
-============== =====================================================================================================
-``"numba"``    compiled loops, for memory on the CPU
-``"triton"``   GPU kernels of the sum tree and of trajectory boundaries, for memory on a CUDA device with Triton
-``"torch"``    the reference, for other operations on CUDA devices, for other devices and under ``torch.compile``
-============== =====================================================================================================
+- ``"numba"``: compiled loops, for memory on the CPU.
+- ``"triton"``: GPU kernels of the sum tree and of trajectory boundaries, for memory on a CUDA device with Triton.
+- ``"torch"``: the reference implementation, for everything else, and under ``torch.compile``.
 
-The backends ``"triton"`` and ``"torch"`` never wait for the device: they skip invalid TD errors, while ``"numba"``
-refuses a batch that contains one. To disable Triton, set the environment variable ``RLBUF_TD_TRITON=0`` or call
-``enable_triton(False)``. Compiled modules are imported where they are called: importing numba or Triton takes seconds.
+The backends ``"triton"`` and ``"torch"`` skip invalid TD errors, because a check would wait for the device. The backend
+``"numba"`` refuses a batch with an invalid TD error. To disable Triton, set the environment variable
+``RLBUF_TD_TRITON=0`` or call ``enable_triton(False)``. Importing numba or Triton takes seconds, so compiled modules are
+imported only when they are needed.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ def _has_triton() -> bool:
 
 
 def agrees_with_reference(operation: str, device: torch.device, compare: Callable[[torch.device], None]) -> bool:
-    """Whether ``compare(device)``, called once per operation and device, raises no error; warn if it raises one."""
+    """Whether ``compare(device)``, called once per operation and device, raises no error; warn about an error."""
     key = operation, device
     if key not in _agrees:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -74,7 +73,7 @@ def agrees_with_reference(operation: str, device: torch.device, compare: Callabl
 
 
 def launching_on(memory: Tensor) -> AbstractContextManager[object]:
-    """Make the device of ``memory`` current, since Triton launches on the current device."""
+    """Make the device of ``memory`` current, because Triton launches kernels on the current device."""
     if not memory.is_cuda or memory.device.index == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(memory.device)

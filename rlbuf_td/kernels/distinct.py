@@ -9,8 +9,8 @@ from torch import Tensor
 def distinct_rows(uniform: Tensor, rows: int | Tensor) -> Tensor:
     """Return ``B`` different row indices below ``rows``, in random order; every ordered selection is equally likely.
 
-    The function computes the first ``B`` steps of a Fisher-Yates shuffle: step ``k`` takes the row at a random place
-    in ``k .. rows - 1``, and moves the row at place ``k`` there. Pointer doubling follows chains of moves in parallel.
+    The function computes the first ``B`` steps of a Fisher-Yates shuffle: step ``k`` takes the row at a random place in
+    ``k .. rows - 1``, and moves the row at place ``k`` there. Pointer doubling follows chains of moves in parallel.
 
     ``uniform``, ``[B]`` float64 in ``[0, 1)``, holds one random number per step. ``rows``, at least ``B``, is an int,
     or a 0-dim float64 tensor whose value may change between launches of a CUDA graph.

@@ -1,7 +1,7 @@
 """Stratified sampling: one draw from each of ``B`` equal segments of the total mass, the sum of all weights.
 
-A draw at position ``x`` selects the row at which the cumulative sum of weights exceeds ``x``. The segment of the first
-draw is random, and the segment of each later draw lies about 0.618 ``B`` segments after that of the draw before it,
+A draw at position ``x`` selects the first row at which the cumulative sum of weights exceeds ``x``. The first draw
+comes from a random segment. Each later draw comes from the segment about 0.618 ``B`` segments after the previous one,
 modulo ``B``. Every part of a batch, such as a minibatch, therefore has draws from the whole buffer.
 """
 
@@ -33,7 +33,7 @@ def step_of(batch: int, stratified: bool) -> int:
 
 
 def masses(uniform: Tensor, total: Tensor, stratified: bool) -> Tensor:
-    """Return the position of each draw, ``[B]`` float64 in ``[0, total)``, from uniform numbers in ``[0, 1)``."""
+    """Return the positions of ``B`` draws, float64 in ``[0, total)``, from ``[B]`` uniform numbers in ``[0, 1)``."""
     batch = uniform.shape[0]
     step = step_of(batch, stratified)
     if not step:

@@ -1,8 +1,8 @@
 """Samplers, which choose the rows of a batch.
 
-A sampler's ``draw(storage, batch_size)`` returns flat rows, ``[B]`` int64, and a *report*: a dict of further batch
-entries, such as ``"priority_weight"``. All random numbers come from one ``torch.Generator`` (the sampler's ``_rng``,
-or torch's default generator), so a seed determines the batches.
+A sampler's ``draw(storage, batch_size)`` returns *flat rows* (indices of the flattened storage, ``[B]`` int64), and an
+info dict of further batch entries, such as ``"priority_weight"``. All random numbers come from one ``torch.Generator``
+(the sampler's ``_rng``, or torch's default generator), so a seed determines the batches.
 
 **Prioritized samplers** have a *law* that converts TD errors to probabilities. :class:`ProportionalSampler` stores
 powers of the TD errors in a sum tree (:mod:`rlbuf_td.kernels.sum_tree`). :class:`RankSampler` uses the ranks of the TD
@@ -10,9 +10,9 @@ errors (:mod:`rlbuf_td.kernels.rank_order`). By default, a new row gets the larg
 draws are stratified: one row is drawn from each of ``B`` segments of equal probability. To read the code, begin with
 ``priorities.py``, ``proportional.py`` and :mod:`rlbuf_td.kernels.strata`.
 
-**Wrappers** revise the batch of another sampler. :class:`HindsightSampler`, :class:`NStepSampler` and
+**Wrappers** change the batch of another sampler. :class:`HindsightSampler`, :class:`NStepSampler` and
 :class:`SequenceSampler` replace or add entries; :class:`FreshRowsSampler` replaces drawn rows. The innermost sampler
-draws rows; then each wrapper, from the inside out, revises the batch. To read the code, begin with ``wrapper.py`` and
+draws rows; then each wrapper, from the inside out, changes the batch. To read the code, begin with ``wrapper.py`` and
 ``n_step.py``.
 """
 

@@ -33,7 +33,7 @@ class OwnSignature:
 
 
 class Setting:
-    """Descriptor of an attribute: ``check(name, value)`` validates and converts each value that is set."""
+    """Descriptor of a sampler's setting: ``check(name, value)`` validates and converts each assigned value."""
 
     def __init__(self, check: Callable[[str, Any], Any], is_fixed: bool) -> None:
         self._check, self._is_fixed = check, is_fixed
@@ -101,11 +101,11 @@ class StatefulSampler(Sampler):
         save_state(path, type(self).__name__, self.snapshot())
 
     def loads(self, path: str | Path) -> None:
-        """Restore the dump in ``path``. If it is no dump of this class, raises CheckpointError and changes nothing."""
+        """Restore the dump in ``path``. Raises CheckpointError, and changes nothing, if the class differs."""
         self.load_state_dict(load_state(path, type(self).__name__))
 
     def add(self, index: Any) -> None:
-        """Ignore a write."""
+        """Do nothing when a row is written."""
 
     extend = add
 
@@ -122,7 +122,7 @@ class RowSampler(StatefulSampler):
 
     @abstractmethod
     def draw(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
-        """Draw ``batch_size`` flat rows, ``[B]`` int64 on the storage's device; return the rows and the report."""
+        """Draw rows; return their flat indices, ``[B]`` int64 on the storage's device, and further batch entries."""
 
     @torch.compiler.disable(reason="compiled code would depend on the number of rows, which each write changes")
     def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
@@ -148,7 +148,7 @@ class OneStorage:
         self.__dict__.clear()
 
     def claim(self, storage: Storage) -> None:
-        """Refer to ``storage`` from now on. Raises ValueError if another storage is referred to and still exists."""
+        """Serve only ``storage`` from now on. ValueError if the sampler serves another storage that still exists."""
         if self._storage() is storage:
             return
         if self._storage() is not None:
@@ -169,8 +169,8 @@ class GraphCapturable(ABC):
     def prepare_graph(self, storage: Storage, batch_size: int) -> Any:
         """Copy settings and the number of rows to the device memory that a recorded draw of ``batch_size`` rows reads.
 
-        The buffer calls this method before each launch of the graph, while it holds its lock. The method returns the
-        settings that are fixed in a graph. If these settings have changed, the buffer records a new graph.
+        The buffer calls this method, with its lock held, before each launch of the graph. The method returns the
+        settings that a recorded graph cannot change. If these settings have changed, the buffer records a new graph.
         """
 
     def forget_order(self) -> None:  # noqa: B027

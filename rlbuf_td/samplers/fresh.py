@@ -23,7 +23,7 @@ _ALL = [(1 << 62, 0)]  # an interval that contains the ages of all rows, for any
 
 
 class FreshQueue:
-    """Records the fresh rows of :class:`FreshRowsSampler`; see :mod:`rlbuf_td.kernels.recency.fresh_cpu`."""
+    """Keeps track of the fresh rows of a :class:`FreshRowsSampler`; see :mod:`rlbuf_td.kernels.recency.fresh_cpu`."""
 
     def __init__(self) -> None:
         record = np.zeros(1, QUEUE)
@@ -34,12 +34,12 @@ class FreshQueue:
         self.begin(_ALL)
 
     def begin(self, ages: Sequence[Interval]) -> None:
-        """Make only these rows fresh: each ``(a, b)``, oldest first, means the newest a rows without the newest b."""
+        """Make only these rows fresh: each pair (a, b), oldest first, means the newest a rows except the newest b."""
         self.state["began"] = 0
         self._keep(ages)
 
     def _keep(self, intervals: Sequence[Interval]) -> None:
-        """Store the intervals in an array that is large enough for any later number of intervals."""
+        """Store the intervals in an array that has enough space for all later intervals, too."""
         state = self.state
         capacity = int(state["steps"] * state["lanes"]) // 2 + 2 + len(intervals)
         self._intervals = np.empty((capacity, 2), np.int64)  # pages that are never written take no memory
@@ -52,7 +52,7 @@ class FreshQueue:
         return [(int(old), int(new)) for old, new in self._intervals[(head + np.arange(length)) % capacity]]
 
     def follow(self, storage: Any) -> tuple[int, int, int]:
-        """Use this storage from now on; return its number of rows, the index of its newest time step, and its clock."""
+        """Switch to this storage; return its number of rows, the index of its newest time step, and its write clock."""
         rows = storage.rows
         if rows is not self.rows or self.storage() is not storage:
             self.serves.claim(storage)
@@ -64,7 +64,7 @@ class FreshQueue:
         return live, newest, storage.clock.numbers.values[NOW]
 
     def look(self, storage: Any) -> None:
-        """Make the rows fresh that were written since the last call of this method or :meth:`take`."""
+        """Mark as fresh the rows that were written since the last call of this method or :meth:`take`."""
         numbers = self.follow(storage)
         if self.rows is not None:
             from rlbuf_td.kernels.recency import fresh_cpu
@@ -72,7 +72,7 @@ class FreshQueue:
             fresh_cpu.look(self.address, *numbers)
 
     def take(self, storage: Any, most: int) -> np.ndarray:
-        """Remove the newest fresh rows, at most ``most`` and ``fresh``; return them as flat rows, newest first."""
+        """Remove up to ``min(most, fresh)`` of the newest fresh rows; return their flat indices, newest first."""
         found = np.empty(most, np.int64)
         from rlbuf_td.kernels.recency import fresh_cpu
 
@@ -80,7 +80,7 @@ class FreshQueue:
         return found[:count]
 
     def ages(self) -> list[Interval]:
-        """Return the ages of the fresh rows, as for :meth:`begin`; they stay valid in a buffer of another capacity."""
+        """Return the ages of the fresh rows, as :meth:`begin` takes them; ages do not depend on the capacity."""
         storage, count = self.storage(), int(self.state["count"])
         if storage is not None:
             self.look(storage)
@@ -105,21 +105,21 @@ def _nothing() -> None:
 class FreshRowsSampler(SamplerWrapper):
     """Begins each batch with *fresh* rows, which no earlier batch began with; the wrapped sampler draws the rest.
 
-    If the number of rows written between two batches is at most ``fresh`` and the batch size, the second batch begins
-    with all of them. With ``fresh=1`` and one update per step, this sampler is combined experience replay. Inside a
+    If at most ``min(fresh, batch_size)`` rows are written between two batches, the second batch begins with all these
+    rows. With ``fresh=1`` and one update per step, this sampler is combined experience replay. Inside a
     :class:`SequenceSampler` with ``boundary="shift"``, this sampler is the online queue of DreamerV3.
 
     **Distribution.** A batch of B rows begins with the newest f fresh rows, where f is the smallest of ``fresh``, B and
-    the number of fresh rows. The wrapped sampler draws B rows, of which only the last B - f are used. Every row has the
-    importance weight that the wrapped sampler gives it; by design, the weights do not correct for the fresh rows.
+    the number of fresh rows. The wrapped sampler draws B rows, of which only B - f are used. All importance
+    weights are those of the wrapped sampler; by design, they do not correct for the higher share of fresh rows.
 
     Args:
-        sampler: draws the other rows, and handles priorities, writes and state. If it is a :class:`MinibatchSampler`,
-            the rows that fresh rows replace are not drawn again in the same epoch.
+        sampler: draws the other rows, and handles priorities, writes and state. If ``sampler`` is a
+            :class:`MinibatchSampler`, drawn rows that fresh rows replace are not drawn again in the same epoch.
         fresh: the largest number of fresh rows at the beginning of a batch, at least 1; may be set at any time.
 
-    All rows become fresh again if, between two batches, at least as many time steps are written, or replaced with
-    ``storage.set``, as the storage can hold. If processes share a buffer, each process has its own fresh rows.
+    If T or more time steps are written (or replaced with ``storage.set``) between two batches, where T is the capacity,
+    all rows become fresh again. If processes share a buffer, each process has its own fresh rows.
 
     Raises:
         ValueError: ``fresh`` is not a positive whole number; (in a buffer) the writer does not write in time order.
@@ -161,7 +161,7 @@ class FreshRowsSampler(SamplerWrapper):
         raise TypeError("cannot capture a FreshRowsSampler: the host chooses the fresh rows; sample outside of a graph")
 
     def watch(self, storage: Storage) -> None:
-        """Bring the record of fresh rows up to date with the storage, for example after a load."""
+        """Mark as fresh the rows written since the last draw, for example after a load."""
         if isinstance(storage, PackedStorage):
             self.queue.look(storage)
 

@@ -29,8 +29,8 @@ def gymnasium_reward_fn(
             ``compute_reward(achieved_goal, desired_goal, info)``, as in gymnasium-robotics.
         goal_key: the key of the desired goal in the batch.
         achieved_goal_key: the key of the achieved goal in the batch's ``"next"``.
-        info_keys: maps each name in ``info`` to the key of the batch entry that provides its value; default: no names.
-        vectorized: whether ``compute_reward`` takes a batch of goals; if False, ``compute_reward`` is called per row.
+        info_keys: maps each name in ``info`` to the batch key of its value; by default, ``info`` is an empty dict.
+        vectorized: whether ``compute_reward`` takes a batch of goals; if False, the method is called per row.
 
     Returns:
         A function that takes a batch ``[B]`` and returns rewards, ``[B]``, of the dtype of ``compute_reward``.
@@ -69,7 +69,7 @@ def gymnasium_terminated_fn(
         goal_key: the key of the desired goal in the batch.
         achieved_goal_key: the key of the achieved goal in the batch's ``"next"``.
         info_keys: as for :func:`gymnasium_reward_fn`.
-        vectorized: whether ``compute_terminated`` takes a batch of goals; if False, it is called once per row.
+        vectorized: whether ``compute_terminated`` takes a batch of goals; if False, the method is called per row.
 
     Returns:
         A function that takes a batch ``[B]`` and returns flags, ``[B]`` bool.

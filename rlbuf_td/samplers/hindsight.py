@@ -42,23 +42,23 @@ class _Bound(NamedTuple):
 class HindsightSampler(SamplerWrapper):
     """Hindsight relabelling: replaces the goals of some drawn rows by goals that the agent achieved.
 
-    The new goal is the ``("next", achieved_goal_key)`` of a row that ``strategy`` selects. Then the reward is computed
-    again, and with ``terminated_fn`` also ``terminated`` and ``done``. The batch entry ``"relabeled"``, ``[B]`` bool,
-    marks the relabelled rows. ``her_ratio``, ``only_finished`` and ``future_gamma`` may be set at any time.
+    The new goal is the ``("next", achieved_goal_key)`` of a row that ``strategy`` selects. The reward is recomputed for
+    the new goal, as are ``terminated`` and ``done`` if ``terminated_fn`` is given. The entry ``"relabeled"``, ``[B]``
+    bool, marks the relabelled rows. ``her_ratio``, ``only_finished`` and ``future_gamma`` may be set at any time.
 
     Args:
         sampler: draws the rows, and handles priorities, writes and state.
         reward_fn: takes the batch ``[B]`` with the new goals, and returns the rewards, ``[B]`` or ``[B, 1]``. The
             function must not change the batch. For a Gymnasium goal environment, use :func:`gymnasium_reward_fn`.
-        her_ratio: the probability that a row is relabelled, 0 to 1. The paper's k new goals per transition correspond
-            to ``k / (k + 1)``, so the default 0.8 corresponds to k = 4.
-        strategy: the rows that may provide the goal; by default, each has the same probability. ``"future"``: the row
+        her_ratio: the probability that a row is relabelled, 0 to 1. The k new goals per transition in the
+            paper correspond to ``her_ratio = k / (k + 1)``; the default 0.8 corresponds to k = 4.
+        strategy: which rows may provide the new goal, by default with equal probabilities. ``"future"``: the row
             itself and all later rows of its trajectory; ``"final"``: the last stored row of its trajectory;
             ``"episode"``: all rows of its trajectory; ``"random"``: all rows of the buffer. A dict such as
             ``{"future": 0.75, "random": 0.25}`` mixes strategies.
-        future_gamma: 0 to 1. With ``"future"``, the row k steps ahead has a probability proportional to
+        future_gamma: a discount from 0 to 1: with ``"future"``, the row k steps ahead has a probability proportional to
             ``future_gamma**k``. In contrastive RL, ``future_gamma`` is the discount factor of the return.
-        goal_key: the key of the desired goal, of any shape. If ``"next"`` has this key, too, both goals are replaced.
+        goal_key: the key of the desired goal, of any shape. If ``"next"`` also has this key, both goals are replaced.
         achieved_goal_key: the key of the achieved goal in ``"next"``, of the desired goal's dtype and shape.
         reward_key: the key of the reward. New rewards are converted to the stored dtype and shape.
         terminated_fn: takes the same batch as ``reward_fn``, and returns whether each transition reaches a terminal
@@ -146,7 +146,7 @@ class HindsightSampler(SamplerWrapper):
     def _relabelled(
         self, storage: Storage, drawn: Tensor, uniform: Tensor, flat: Tensor, owner: Tensor | None
     ) -> TensorDictBase:
-        """Read the rows ``flat`` and relabel them; random numbers, ``uniform``, select the goals of rows ``drawn``."""
+        """Read and relabel the rows ``flat``. The random numbers ``uniform`` select a goal for each drawn row."""
         bound, batch = self._bound_to(storage), rows_at(storage, flat)
         rows, mask = choose_goals(bound.trajectories.boundaries(), drawn, uniform, self.law, len(storage))
         if owner is not None:
@@ -228,7 +228,7 @@ def _cumulative(strategy: str | Mapping[Any, float]) -> list[float]:
 
 
 def _fitted(values: Any, like: Tensor, source: str, name: str) -> Tensor:
-    """Convert the results of a user's function, one per row, to the stored shape and dtype."""
+    """Convert the output of a user's function, one value per row, to the shape and dtype of the tensor ``like``."""
     if not isinstance(values, Tensor):
         values = torch.as_tensor(values, device=like.device)
     if values.shape != like.shape:

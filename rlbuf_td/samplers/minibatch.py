@@ -21,7 +21,7 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
     changed.
 
     Args:
-        epochs: how often each row is drawn, at least 1; may be set at any time.
+        epochs: the number of passes over all rows, at least 1; may be set at any time.
         shuffle: whether each epoch has a new random order. If False, rows are drawn in storage order, which in a full
             ring does not begin with the oldest row.
         drop_last: whether to drop the last rows of an epoch if they do not fill a batch.
@@ -81,7 +81,7 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
         return order[start:stop].clone(), {}
 
     def advance(self, storage: Storage, rows: int, batch_size: int) -> tuple[Tensor, int, int]:
-        """Advance by one batch; return the order of the epoch's ``rows`` rows, and the batch's start and end in it."""
+        """Advance by one batch; return the epoch's order of rows, and the positions where the batch starts and ends."""
         order = self._order
         if order is None or rows != self.len_storage or not order.is_cpu:
             order = self.order(storage)
@@ -131,7 +131,7 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
         self._order, self.len_storage = None, 0
 
     def begin_pass(self) -> bool:
-        """Begin a ``for`` loop over all epochs, or continue a loaded loop; return whether a batch is left to draw."""
+        """Begin a ``for`` loop over all epochs, or continue a restored one; return whether a batch is left to draw."""
         resumes, self._resumes, self._in_pass = self._resumes, False, True
         if not resumes:
             self.restart()
@@ -142,7 +142,7 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
         self._in_pass = False
 
     def rewind(self, place: dict[str, Any]) -> None:
-        """Return to a :meth:`snapshot` of this ``for`` loop; the batches drawn since then will be drawn again."""
+        """Go back to an earlier :meth:`snapshot` of this ``for`` loop; the batches since then will be drawn again."""
         self._order, self._position, self._epoch = place["order"], place["position"], place["epoch"]
         self.ran_out = place["ran_out"]
 
@@ -152,7 +152,7 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
         return {name: getattr(self, name) for name in names} | {"order": self._order, "in_pass": self._in_pass}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a :meth:`state_dict`. Raises ValueError, and changes nothing, if its order or position is invalid."""
+        """Restore a :meth:`state_dict`. ValueError if the saved order or position is invalid; nothing changes then."""
         order, rows = state_dict["order"], int(state_dict["len_storage"])
         epochs, epoch, position = (int(state_dict[name]) for name in ("epochs", "epoch", "position"))
         if order is not None and not _is_order(order, rows):
@@ -167,7 +167,7 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
         self._resumes = bool(state_dict.get("in_pass", False))
 
     def resized_state(self, state: dict[str, Any], rows: Tensor | None, capacity: int, moved: bool) -> dict[str, Any]:
-        """Return the saved state; if rows have ``moved``, change it so that the epochs restart."""
+        """Return the saved state or, if rows have ``moved``, a state that restarts the epochs."""
         return state | {"order": None, "position": 0, "epoch": 0, "in_pass": False} if moved else state
 
 

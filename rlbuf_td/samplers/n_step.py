@@ -29,7 +29,7 @@ class _Bound(NamedTuple):
 
 
 def joins_steps(wrapper: SamplerWrapper | None) -> bool:
-    """Whether a wrapper, or one that it wraps, joins several steps to one transition."""
+    """Whether a wrapper or one of its wrapped samplers is an NStepSampler with more than one step."""
     while wrapper is not None and not (isinstance(wrapper, NStepSampler) and wrapper.n_steps > 1):
         wrapper = wrapper.sampler if isinstance(wrapper.sampler, SamplerWrapper) else None
     return wrapper is not None

@@ -22,7 +22,7 @@ ALPHA, BETA, LARGEST, WEIGHED = range(4)  # indices of the shared settings; WEIG
 
 
 class Law(ABC):
-    """Abstract conversion of TD errors to probabilities; the methods take flat rows, ``[B]`` int64."""
+    """Abstract conversion of TD errors to probabilities; ``flat`` are indices of the flattened rows, ``[B]`` int64."""
 
     table: Any  # the data structure of all rows; its ``magnitude`` is ``|td_error|``, -1 for rows without a priority
     blank: ClassVar[dict[str, float]]  # the table's tensors in checkpoints, and their values without a priority
@@ -34,11 +34,11 @@ class Law(ABC):
 
     @abstractmethod
     def make(self, capacity: int, device: torch.device | str) -> Any:
-        """Make a table in which no row has a priority."""
+        """Create an empty table for the priorities of ``capacity`` rows."""
 
     @abstractmethod
     def draw(self, uniform: Tensor, rows: int, stratified: bool, norm: str | None) -> tuple[Tensor, Tensor]:
-        """Return rows and importance weights, both ``[B]``. Raises RuntimeError (on the CPU) if no row can be drawn."""
+        """Return drawn rows and importance weights, both ``[B]``; RuntimeError (on the CPU) if no row can be drawn."""
 
     @abstractmethod
     def probability(self, flat: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ class Law(ABC):
     def weigh_beside_(self, flat: Tensor, drawn: Tensor, weight: Tensor) -> None:
         """Overwrite ``weight[:len(flat)]`` with the importance weights of the rows ``flat``.
 
-        Before the call, ``weight[0]`` is the weight of the row ``drawn``; rows of probability 0 get this weight, too.
+        Before the call, ``weight[0]`` is the weight of the row ``drawn``; rows of probability 0 get the same weight.
         """
         probability = self.probability(torch.cat((flat, drawn)))
         ratio = (probability[:-1] / probability[-1]).clamp(min=LEAST_RATIO)
@@ -60,7 +60,7 @@ class Law(ABC):
 
     @abstractmethod
     def fill_(self, start: int, count: int, magnitude: float | Tensor) -> None:
-        """Set the magnitude of ``count`` consecutive rows, of which ``start`` is the first."""
+        """Set the magnitude, ``|td_error|``, of the rows ``start`` to ``start + count - 1``."""
 
     @abstractmethod
     def weigh(self, anew: bool = False) -> None:
@@ -68,18 +68,18 @@ class Law(ABC):
 
     @abstractmethod
     def restore_(self, tensors: dict[str, Tensor]) -> None:
-        """Copy saved tensors, which ``blank`` names, into the table. Saved weights must belong to the current alpha."""
+        """Copy the saved tensors that ``blank`` names into the table; saved weights must be for the current alpha."""
 
     @abstractmethod
     def prepare_graph(self, rows: int) -> tuple[Tensor | None, Any]:
-        """Copy settings to the device; return the largest magnitude (None on the CPU) and settings fixed in a graph."""
+        """Copy settings to the device; return largest magnitude (None on the CPU) and settings graphs cannot change."""
 
 
 class Priorities:
     """The priorities of the rows of one storage; ``capacity`` grows to the storage's ``max_size``.
 
-    ``device`` is the device that the user requests, which must be the rows' device. If ``within_buffer`` is True, new
-    rows get the largest magnitude now stored instead of the largest ever seen.
+    ``device`` must be the rows' device or None. A row's *magnitude* is its ``|td_error|``. If ``within_buffer`` is
+    True, new rows get the largest magnitude now stored instead of the largest ever seen.
     """
 
     def __init__(self, law: Law, capacity: int, device: Any, within_buffer: bool) -> None:
@@ -94,7 +94,7 @@ class Priorities:
 
     @property
     def largest(self) -> Any:
-        """The largest magnitude seen, -1 before the first; on CUDA a 0-dim tensor that later updates change."""
+        """The largest magnitude seen, -1 before the first. On CUDA, a 0-dim tensor that updates change in place."""
         return self.settings[LARGEST] if self._largest_on_device is None else self._largest_on_device
 
     @largest.setter
@@ -117,7 +117,7 @@ class Priorities:
         return self.law.first if largest < 0 else largest
 
     def _find_largest(self) -> None:
-        """Set ``largest`` to the largest magnitude now stored. O(N); on the CPU O(1) if the largest has not changed."""
+        """Set ``largest`` to the largest magnitude now stored. O(N), or O(1) on the CPU if ``largest`` is unchanged."""
         magnitude = self.law.table.magnitude
         if backend_of(magnitude) != "numba":
             self._largest_on_device = magnitude.max()
@@ -134,9 +134,9 @@ class Priorities:
         return flat
 
     def assign(self, index: Any, priority: Any, rows: int | None, storage: Storage | None, *, counts: bool) -> None:
-        """Set the priorities of the rows ``index``, which must be below ``rows`` (None: below the capacity).
+        """Set the priorities of the rows ``index``, whose numbers must be below ``rows`` (None: the capacity).
 
-        ``counts``: whether these priorities raise ``largest``, the magnitude of new rows.
+        If ``counts`` is True, large TD errors also increase ``largest``, the magnitude that new rows get.
         """
         if storage is not None:
             self.follow(storage)
@@ -157,24 +157,24 @@ class Priorities:
         self.assign(index, entry, None, storage, counts=False)
 
     def enter_range(self, start: int, count: int, storage: Storage) -> None:
-        """Give ``entry``, the magnitude of new rows, to ``count`` flat rows from ``start`` on."""
+        """Set the magnitude of ``count`` flat rows from ``start`` on to ``entry``, the magnitude of new rows."""
         self.follow(storage)
         self.law.weigh()
         self.law.fill_(start, count, self.entry)
 
     def admit(self, storage: Storage) -> None:
-        """Give ``entry``, the magnitude of new rows, to stored rows without a priority."""
+        """Set the magnitude of stored rows without a priority to ``entry``, the magnitude of new rows."""
         absent = (self.law.table.magnitude[: len(storage)] < 0).nonzero().squeeze(1)
         if len(absent):
             self.enter(absent, storage)
 
     def repair(self, storage: Storage) -> None:
-        """Repair the priorities after a process died while it changed them. O(N)."""
+        """Make the priorities consistent after a process died during an update. O(N)."""
         self.law.weigh(anew=True)
         self.admit(storage)
 
     def follow(self, storage: Storage) -> None:
-        """Move the priorities to the storage's device, and enlarge their capacity to the storage's."""
+        """Move the priorities to the storage's device, and increase ``capacity`` to the storage's ``max_size``."""
         self.serves.claim(storage)
         device, capacity = device_of(storage), max(self.capacity, storage.max_size)
         if self._wanted not in (None, device, torch.device(device.type)):
@@ -209,7 +209,7 @@ class Priorities:
         self.law.restore_({name: old.new_full((), self.law.blank[name]).expand_as(old) for name, old in saved})
 
     def load(self, alpha: float, beta: float, largest: float, tensors: dict[str, Tensor], capacity: int) -> None:
-        """Restore a state. Raises ValueError, and changes nothing, if it is invalid, too small or of another law."""
+        """Restore a state. Raises ValueError, and changes nothing, if the state is invalid or of another sampler."""
         if capacity < self.capacity:
             raise ValueError(f"the saved sampler has max_capacity={capacity}, this one {self.capacity}")
         if not largest < float("inf"):

@@ -91,14 +91,14 @@ class Prioritized(RowSampler, GraphCapturable, PrioritizedSampler):
         """Set the priorities of rows from TD errors; an exception leaves all priorities unchanged.
 
         Args:
-            index: the rows: ``[B]`` flat rows, a tuple of ``ndim`` tensors, ``[B, ndim]``, or an int; -1 means "skip".
-            priority: TD errors of either sign, ``[B]`` or one for all rows; the sampler applies eps and alpha.
-            storage: the storage of the rows, needed unless rows are flat; if given, unwritten rows are refused.
+            index: ``[B]`` flat rows, a tuple of ``ndim`` tensors, ``[B, ndim]``, or an int. The index -1 is skipped.
+            priority: TD errors of any sign, ``[B]`` or one for all rows; the sampler applies eps and alpha.
+            storage: the storage of the rows, which makes unwritten rows out of range; may be omitted for flat rows.
 
         Raises:
-            ValueError: the shapes differ, or a TD error is NaN or infinite (on CUDA, it is skipped, and
-                ``rb.health()`` counts it).
-            IndexError: a row is out of range (on CUDA, it is skipped).
+            ValueError: the shapes differ, or a TD error is NaN or infinite (on CUDA, such TD errors are skipped, and
+                ``rb.health()`` counts them).
+            IndexError: a row is out of range (on CUDA, such rows are skipped).
             TypeError: the index does not hold integers.
         """
         self.priorities.assign(index, priority, None if storage is None else len(storage), storage, counts=True)
@@ -139,7 +139,7 @@ class Prioritized(RowSampler, GraphCapturable, PrioritizedSampler):
         return self._settings() | seen | {"priorities": self.priorities.tensors()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a :meth:`state_dict`. Raises ValueError, and changes nothing, if it does not fit this sampler."""
+        """Restore a :meth:`state_dict`. Raises ValueError, and changes nothing, if the state does not fit."""
         settings = {name: state_dict.get(name, value) for name, value in self._settings().items()}
         largest, capacity = float(state_dict["largest"]), int(state_dict["max_capacity"])
         with self._set(settings):

@@ -43,7 +43,7 @@ class ProportionalLaw(Law):
             super().weigh_beside_(flat, drawn, weight)
 
     def floored(self, td_error: Tensor) -> Tensor:
-        """Raise magnitudes to at least ``min_priority``; if ``min_priority`` is 0, return the TD errors unchanged."""
+        """Clamp ``|td_error|`` to at least ``min_priority``; if ``min_priority`` is 0, return the errors unchanged."""
         return td_error.abs().clamp_(min=self.min_priority) if self.min_priority else td_error
 
     def update_(self, flat: Tensor, td_error: Tensor, rows: int, counts: bool) -> float | Tensor:
@@ -89,11 +89,11 @@ class ProportionalSampler(Prioritized):
             part of a batch, such as a minibatch, has rows from all parts of the distribution.
         weight_norm: the divisor of the importance weights: the largest weight in the ``"buffer"`` (as in TorchRL), the
             largest weight in the ``"batch"``, or ``None`` for no division.
-        reduction: how several TD errors of a row become one: ``"max"``, ``"min"``, ``"mean"`` or ``"median"``.
-        device: the device of the rows; priorities are always stored there.
+        reduction: how to combine several TD errors of a row: ``"max"``, ``"min"``, ``"mean"`` or ``"median"``.
+        device: the device of the rows, on which priorities are always stored.
         max_priority_within_buffer: whether new rows get the largest ``|td_error|`` now stored instead of the largest
-            ever seen. To find the largest takes O(N) per write; on the CPU only if it has changed.
-        min_priority: at least 0; a smaller ``|td_error|`` counts as ``min_priority``, also for new rows.
+            ever seen. Finding the largest takes O(N) per write (on the CPU, only if the largest has changed).
+        min_priority: the smallest ``|td_error|`` of any row, at least 0. Smaller magnitudes count as ``min_priority``.
 
     ``alpha`` and ``beta`` may be set at any time, also by TorchRL's ``ParameterScheduler``. The sign of a TD error does
     not matter. A new row gets the largest ``|td_error|`` seen so far, or 1.0 before the first TD error.
@@ -103,7 +103,7 @@ class ProportionalSampler(Prioritized):
 
     Raises:
         ValueError: an argument is out of range; (in a buffer) the sampler serves another buffer, or the rows are not on
-            ``device``; (on an update, on the CPU) a TD error is NaN or infinite, and no priority has changed.
+            ``device``; (when updating on the CPU) a TD error is NaN or infinite; no priority changes.
         RuntimeError: (when sampling) the buffer is empty, or (on the CPU) no row has a positive priority.
         MemoryError: the priorities do not fit into memory.
 
@@ -185,7 +185,7 @@ class ProportionalSampler(Prioritized):
         self.priorities.within_buffer = bool(within_buffer)
 
     def _from_torchrl(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Compute magnitudes from TorchRL's weights; if alpha is 0, every row gets the largest magnitude seen."""
+        """Convert a state of TorchRL's sampler. If alpha is 0, every row gets the largest ``|td_error|`` seen."""
         tree, alpha, eps = state["_sum_tree"], float(state["_alpha"]), float(state["_eps"])
         capacity = max(len(tree), self.priorities.capacity)
         weight = torch.as_tensor(tree[torch.arange(len(tree), device="cpu")], dtype=torch.float64, device="cpu")

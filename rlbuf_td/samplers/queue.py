@@ -26,12 +26,12 @@ class QueueSampler(RowSampler):
         writer: the :class:`QueueWriter` of the same buffer.
 
     Raises:
-        queue.Empty: (when sampling) fewer rows wait than a batch has; all of them keep waiting.
+        queue.Empty: (when sampling) fewer rows are waiting than a batch has; all rows keep waiting.
         ValueError: (when sampling) a batch has more rows than the storage can hold.
 
     Cost: O(B).
 
-    In contrast, TorchRL's ``ConsumingSampler`` draws waiting rows in random order, and writes may replace waiting rows.
+    With TorchRL's ``ConsumingSampler``, waiting rows are drawn in random order, and writes may replace waiting rows.
 
     Example:
         >>> from rlbuf_td import PackedStorage, QueueWriter, ReplayBuffer

@@ -20,7 +20,7 @@ _NO_ROWS = "no row has a priority: extend the buffer with this sampler in place,
 
 
 class LawOfRanks(Law):
-    """Gives each row the weight ``rank ** -alpha``; ``ranks`` holds the probabilities of the ranks for this alpha."""
+    """Gives each row the weight ``rank ** -alpha``; ``ranks`` is the distribution of ranks for the current alpha."""
 
     table: rank_order.RankOrder
     blank: ClassVar = {"magnitude": -1.0}
@@ -78,9 +78,9 @@ class RankSampler(Prioritized):
     Args:
         alpha: exponent of the ranks, at least 0; 0 draws uniformly.
         max_capacity, beta, stratified, weight_norm, reduction: as for :class:`ProportionalSampler`.
-        stale_updates: the number of updates of priorities that may pass on a GPU before all rows are sorted again, at
-            least 0. By default, and always on the CPU, ranks are exact. Rows that are written in order are ranked
-            immediately.
+        stale_updates: on a GPU, how many priority updates may follow a sort before the rows are sorted again, at least
+            0. With 0, the default, ranks are always exact. On the CPU, this setting has no effect. New rows from a
+            writer that keeps time order are ranked at the next draw.
 
     TD errors may have either sign: the sampler stores ``|td_error|`` as float32. A new row gets the largest
     ``|td_error|`` seen so far, or 1.0 before the first TD error.
@@ -126,7 +126,7 @@ class RankSampler(Prioritized):
     order = property(attrgetter("law.table"), doc="The rows in the order of their magnitudes.")
 
     def rank(self, index: Any, *, storage: Any | None = None) -> Tensor:
-        """Return the rank of each row, ``[B]`` int64: 1 is the largest ``|td_error|``, 0 means "no priority"."""
+        """Return the rank of each row, ``[B]`` int64: 1 for the largest ``|td_error|``, 0 without a priority."""
         return self.law.table.ranks_of(self.priorities.rows(index, storage))
 
     def cumulative(self, n: int) -> Tensor:
@@ -141,7 +141,7 @@ class RankSampler(Prioritized):
     def segments(self, k: int) -> Tensor:
         """Return the first and the last rank of each of ``k`` segments of equal probability, ``[k, 2]`` int64. O(k).
 
-        A rank on the boundary between two segments belongs to both. If no row has a priority, a RuntimeError is raised.
+        A rank on the boundary of two segments belongs to both segments. Raises RuntimeError if no row has a priority.
 
         Example:
             >>> sampler = RankSampler(7, alpha=0.5)
@@ -164,7 +164,7 @@ class RankSampler(Prioritized):
 
     @classmethod
     def nbytes_for(cls, capacity: int, device: torch.device | str = "cpu") -> int:
-        """Return the size of the priorities of ``capacity`` rows in bytes. On CUDA, sorts take temporary memory, too.
+        """Return the size of the priorities of ``capacity`` rows in bytes. On CUDA, sorting needs additional memory.
 
         Example:
             >>> RankSampler.nbytes_for(1_000_000)

@@ -44,7 +44,7 @@ class RecencySampler(RowSampler, GraphCapturable):
         P(k) = 2^{-k/h} / \sum_{j=0}^{n-1} 2^{-j/h}, \quad 0 \le k < n
 
     Here :math:`P(k)` is the probability that a drawn row is :math:`k` time steps old (0: the newest), :math:`h` is
-    ``half_life``, and :math:`n` is the number of time steps in the window. All lanes are equally likely.
+    ``half_life``, and :math:`n` is the number of time steps in the window. All lanes (environments) are equally likely.
 
     Args:
         half_life: the age in time steps at which a row is half as likely as the newest row, positive. By default
@@ -59,7 +59,7 @@ class RecencySampler(RowSampler, GraphCapturable):
     N is the number of stored time steps, ``eta`` is slightly below 1, and ``least`` is the smallest window.
 
     Raises:
-        ValueError: a setting is out of range; (in a buffer, without ``age_key``) the writer ignores time order.
+        ValueError: a setting is out of range; (in a buffer, without ``age_key``) the writer does not keep time order.
         RuntimeError: (when sampling) the buffer is empty.
         SchemaError: (when sampling) rows do not have one finite number at ``age_key``.
         TypeError: (when a CUDA graph is captured) ``age_key`` is set.
@@ -115,7 +115,7 @@ class RecencySampler(RowSampler, GraphCapturable):
         return recent_rows(uniform, newest, span, steps, lanes, log_decay), {}
 
     def _weight_by_age(self, storage: Storage) -> Tensor:
-        """Return the unnormalized probabilities of all rows by ``age_key``, ``[N]`` float64."""
+        """Return the unnormalized probability of each row, computed from the values of ``age_key``, ``[N]`` float64."""
         rows, column = len(storage), column_of(storage, as_tuple(self.age_key))
         if column is None or column.is_meta or column.dtype in _NO_NUMBERS or column[:1].numel() != 1:
             found = "no such entry" if column is None else f"{column.dtype} of shape {tuple(column.shape[1:])}"
@@ -153,7 +153,7 @@ class RecencySampler(RowSampler, GraphCapturable):
         return self._on_device(device_of(storage), self._law(storage, len(storage) // lanes_of(storage).numel()))
 
     def probability(self, index: Any, *, storage: Storage) -> Tensor:
-        """Return the probability of each row in a draw, ``[B]`` float64."""
+        """Return each row's probability of being drawn, ``[B]`` float64."""
         flat, lanes = flat_rows(index, storage, device_of(storage)), lanes_of(storage).numel()
         if self.age_key is not None:
             return self._weight_by_age(storage)[flat] / self._mass_by_age(storage)[-1]

@@ -24,7 +24,7 @@ _BLIND_ROUNDS = 8  # boundary="strict" on CUDA: the number of repeated draws, wi
 
 
 class SequenceSampler(SamplerWrapper):
-    """Expands each drawn row, the *anchor*, to a window: ``burn_in`` rows before it and ``length`` rows from it on.
+    """Expands each drawn row, the *anchor*, to a window: ``burn_in`` rows, then ``length`` rows from the anchor on.
 
     A window never crosses the beginning or end of a trajectory. A batch of B windows has the shape ``[B * L]``, where
     ``L = burn_in + length`` is the length of a window. Each batch has three additional entries:
@@ -33,22 +33,22 @@ class SequenceSampler(SamplerWrapper):
     - ``"burn_in_mask"``, ``[B * L]`` bool: True for each window's first ``burn_in`` rows, which a loss should ignore.
     - ``"anchor_index"``, ``[B * L]`` or, if ``ndim > 1``, ``[B * L, ndim]``: the index of the window's anchor.
 
-    The sampler sets those of the flags ``"is_init"``, ``truncated`` and ``done`` that the rows have, so that TorchRL's
+    If rows have the flags ``"is_init"``, ``truncated`` or ``done``, the sampler changes these flags so that TorchRL's
     modules treat each window separately. ``"is_init"`` becomes True at the first row and at the first unpadded row of
     each window; ``truncated`` and ``done`` become True at the last unpadded row. All rows of a window have the anchor's
     ``"priority_weight"`` and hindsight goal.
 
     Args:
         sampler: draws the anchors: a sampler of rows, a :class:`HindsightSampler` or an :class:`NStepSampler`.
-        length: the number of rows from the anchor on, at least 1.
+        length: the number of rows from the anchor on, including the anchor, at least 1.
         burn_in: the number of rows before the anchor, at least 0.
-        boundary: what happens if the trajectory has fewer than ``length`` rows from the anchor on. ``"pad"`` appends
-            copies of its last row. ``"shift"`` moves the window to earlier rows, and appends copies only if the whole
-            trajectory has fewer than ``length`` rows. ``"strict"`` draws other anchors until every window fits, burn-in
-            included.
-        priority: how the anchor's priority results from the window's TD errors, except those of padding and burn-in.
-            ``"max"`` takes the largest magnitude; ``"mix"`` takes ``eta * max + (1 - eta) * mean`` of the magnitudes,
-            as in R2D2.
+        boundary: what happens if the trajectory has fewer than ``length`` rows from the anchor on. ``"pad"`` repeats
+            the trajectory's last row. ``"shift"`` moves the window to earlier rows, and pads only if the trajectory has
+            fewer than ``length`` rows. ``"strict"`` draws other anchors until every window fits into its
+            trajectory, including its burn-in.
+        priority: how to compute the anchor's priority from the magnitudes of the window's TD errors, without padding
+            and burn-in. ``"max"`` takes the largest magnitude; ``"mix"`` takes ``eta * max + (1 - eta) * mean``, as in
+            R2D2.
         eta: the weight of the largest magnitude in ``"mix"``, 0 to 1; may be set at any time.
         init_key: the key of the flag that marks the first row of a trajectory.
         done_key, traj_key: the keys of the done flag and the trajectory id, as for :class:`TrajectoryIndex`.
@@ -56,8 +56,8 @@ class SequenceSampler(SamplerWrapper):
     Raises:
         ValueError: an argument is out of range; (when sampling) ``batch_size`` is not a multiple of ``L``.
         KeyError: (at the first draw) neither done flags nor trajectory ids are stored.
-        RuntimeError: (when sampling with ``"strict"`` on the CPU) hardly any window fits. On CUDA, the rows of windows
-            that do not fit have a ``"mask"`` of False instead.
+        RuntimeError: (when sampling with ``"strict"`` on the CPU) hardly any window fits. On CUDA, there is no error:
+            the ``"mask"`` is False for all rows of a window that does not fit.
 
     Cost: O(B * L).
     Source: Kapturowski et al., Recurrent Experience Replay in Distributed RL (R2D2), ICLR 2019, section 2.3.
@@ -67,7 +67,7 @@ class SequenceSampler(SamplerWrapper):
     the anchor unless ``boundary="shift"``.
 
     **Arguments of TorchRL's** ``SliceSampler``. ``slice_len`` is ``length``, ``end_key`` is ``done_key``, and
-    ``num_slices`` is ``batch_size / L``. ``boundary`` replaces ``strict_length``, ``pad_output`` and ``span``; their
+    ``num_slices`` is ``batch_size / L``. ``boundary`` replaces ``strict_length``, ``pad_output`` and ``span``, whose
     defaults correspond to ``"strict"``. The trajectory index makes ``end_keys``, ``truncated_key``, ``step_key``,
     ``ends``, ``trajectories``, ``fragmented``, ``cache_values``, ``compile`` and ``use_gpu`` unnecessary.
 
@@ -118,7 +118,7 @@ class SequenceSampler(SamplerWrapper):
         return self._expanded(storage, *self._anchors(storage, self.windows_of(batch_size)))
 
     def batch_of(self, storage: Storage, flat: Tensor, info: dict[Any, Any]) -> Drawn:
-        """Expand the anchors ``flat`` to windows; ``boundary="strict"`` replaces no anchors here."""
+        """Expand the anchors ``flat`` to windows. Even with ``boundary="strict"``, no anchor is replaced."""
         back, ahead, _ = self._trajectories(storage).boundaries().reach(flat, self.window)
         return self._expanded(storage, flat, info, back, ahead)
 
@@ -138,7 +138,7 @@ class SequenceSampler(SamplerWrapper):
         return flat, info, batch
 
     def windows_of(self, batch_size: int) -> int:
-        """Return the number of windows in a batch; ValueError if the batch size is not a multiple of their length."""
+        """Return the number of windows in a batch; ValueError if the batch size is not a multiple of the length."""
         if batch_size % self.window:
             window = f"burn_in + length = {self.burn_in} + {self.length} = {self.window}"
             remedy = f"for 32 sequences use {32 * self.window}"
@@ -146,7 +146,7 @@ class SequenceSampler(SamplerWrapper):
         return batch_size // self.window
 
     def _anchors(self, storage: Storage, count: int) -> tuple[Tensor, dict[Any, Any], Tensor, Tensor]:
-        """Draw anchors; return them, the report, and how many rows of its trajectory precede and follow each anchor."""
+        """Draw anchors; return anchors, info dict, and the numbers of trajectory rows before and after each anchor."""
         boundaries = self._trajectories(storage).boundaries()
         anchors, info = self._draw(storage, count)
         back, ahead, _ = boundaries.reach(anchors, self.window)
@@ -184,7 +184,7 @@ class SequenceSampler(SamplerWrapper):
         return ((anchors[:, None] + offset * lanes) % size.numel()).flatten(), real
 
     def _mark_(self, batch: TensorDictBase, real: Tensor) -> None:
-        """Set the flags of a batch that separate its windows; ``real``, ``[B, L]`` bool, is False for padding."""
+        """Set the flags at the ends of each window of a batch; ``real``, ``[B, L]`` bool, is False for padding."""
         first, last = real.clone(), real.clone()
         first[:, 1:] &= ~real[:, :-1]
         last[:, :-1] &= ~real[:, 1:]
@@ -219,7 +219,7 @@ class SequenceSampler(SamplerWrapper):
         return anchors, self._summary(td_error, (mask & ~burn_in).reshape(-1))
 
     def update_priority(self, index: Any, priority: Any, *, storage: Storage | None = None) -> None:
-        """Set priorities of the windows' first rows after burn-in, or of all rows if ``index`` is not whole windows."""
+        """Set the priority of each window's first row after burn-in, or of all rows if there are no whole windows."""
         if not self._is_prioritized:
             return
         if storage is not None and isinstance(priority, Tensor) and priority.numel() > 1:
@@ -236,7 +236,7 @@ class SequenceSampler(SamplerWrapper):
         super().update_priority(index, priority, storage=storage)
 
     def _summary(self, td_error: Tensor, learned: Tensor) -> Tensor:
-        """Return one priority per window, ``[B]``, from the TD errors, ``[B * L]``, where ``learned`` is True."""
+        """Return one priority per window, ``[B]``, from the TD errors, ``[B * L]``, for which ``learned`` is True."""
         magnitude = torch.where(learned, td_error.abs(), 0).view(-1, self.window)
         largest = magnitude.amax(1)
         if self.priority_rule == "max":

@@ -26,7 +26,7 @@ class UniformSampler(RowSampler, GraphCapturable, metaclass=Replaceable):
     """Draws every written row with equal probability.
 
     Args:
-        unique: draw no row twice within a batch. To draw no row twice in an epoch, use :class:`MinibatchSampler`.
+        unique: whether a batch's rows are distinct. To draw no row twice in an epoch, use :class:`MinibatchSampler`.
         replacement: if ``False``, create a :class:`MinibatchSampler` from the other arguments. TorchRL's
             ``RandomSampler`` similarly creates a ``SamplerWithoutReplacement``.
 
@@ -96,11 +96,11 @@ class UniformSampler(RowSampler, GraphCapturable, metaclass=Replaceable):
         return self.unique, self._rows_in_graph
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore ``unique``; the state of TorchRL's ``RandomSampler`` changes nothing."""
+        """Restore ``unique``. A state of TorchRL's ``RandomSampler`` is accepted, and changes nothing."""
         self.unique = bool(state_dict.get("unique", self.unique))
 
     def dumps(self, path: str | Path) -> None:
-        """Write or read nothing, because ``unique`` is a constructor argument."""
+        """Do nothing: the only setting, ``unique``, is a constructor argument."""
 
     loads = dumps
 

@@ -19,9 +19,9 @@ from rlbuf_td.storages.tensordict_fast import leaf_of
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex, as_tuple
 
 Read: TypeAlias = Callable[[Tensor, Tensor | None], TensorDictBase]
-"""``read(flat, owner)`` reads the flat rows, and revises each row as decided for one of the drawn rows.
+"""``read(flat, owner)`` reads the flat rows, and revises each row with the random choices for one drawn row.
 
-``owner[i]`` is the position of that drawn row for row ``i``. If ``owner`` is None, ``flat`` holds the drawn rows.
+For row ``i``, this is the drawn row at position ``owner[i]``. If ``owner`` is None, ``flat`` holds the drawn rows.
 """
 
 
@@ -34,18 +34,18 @@ def _of_inner(name: str) -> Any:
 
 
 Drawn: TypeAlias = tuple[Tensor, dict[Any, Any], TensorDictBase]
-"""Drawn flat rows, ``[B]`` int64; the sampler's report; and the revised batch, in new memory."""
+"""Drawn flat rows, ``[B]`` int64; the sampler's info dict; and the revised batch, in new memory."""
 
 
 class SamplerWrapper(StatefulSampler, GraphCapturable, PrioritizedSampler):
     """Abstract base of the samplers that wrap another sampler.
 
     The innermost sampler draws rows. Then each wrapper, from the inside out, *revises* the batch: the wrapper changes
-    or adds entries. A decision for a drawn row, such as its hindsight goal, applies to all rows of its n-step sum and
-    sequence window. A subclass implements :meth:`_reader`.
+    or adds entries. A random choice for a drawn row, such as a hindsight goal, applies to all rows of its n-step sum
+    and of its sequence window. A subclass implements :meth:`_reader`.
 
-    This package's buffer revises a batch before its transforms run. In TorchRL's buffers, the revised entries are part
-    of the sampler's report, which is merged into the batch after the transforms.
+    In this package's buffers, a batch is revised before the buffer's transforms run. In TorchRL's buffers, the revised
+    entries are part of the sampler's info dict, which is merged into the batch after the transforms.
 
     The wrapped sampler handles random numbers, writes and priorities. Users may set the wrapped sampler's settings on
     the wrapper. TorchRL's buffers pass priorities only to a ``PrioritizedSampler``, so all wrappers and prioritized
@@ -71,11 +71,11 @@ class SamplerWrapper(StatefulSampler, GraphCapturable, PrioritizedSampler):
         self._is_prioritized = isinstance(self.innermost, PrioritizedSampler)
 
     def _reader(self, storage: Storage, drawn: Tensor) -> Read | None:
-        """Return a ``Read`` function for the flat rows ``drawn``, ``[B]``; None if this sampler revises nothing."""
+        """Return a function that reads and revises rows for the drawn rows, ``[B]``; None if nothing is revised."""
         return None if self._inner is None else self._inner._reader(storage, drawn)
 
     def _revised_keys(self) -> Iterator[NestedKey]:
-        """Yield the keys of the entries that this wrapper and the wrapped ones may change or add."""
+        """Yield the keys of the entries that this wrapper and wrapped wrappers may change or add."""
         if self._inner is not None:
             yield from self._inner._revised_keys()
 
@@ -84,12 +84,12 @@ class SamplerWrapper(StatefulSampler, GraphCapturable, PrioritizedSampler):
         return self.batch_of(storage, *self._draw(storage, batch_size))
 
     def _draw(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[Any, Any]]:
-        """Return drawn flat rows, ``[B]``, and the sampler's report."""
+        """Return drawn flat rows, ``[B]``, and the sampler's info dict."""
         inner = self._inner
         return draw_from(self.sampler, storage, batch_size) if inner is None else inner._draw(storage, batch_size)
 
     def batch_of(self, storage: Storage, flat: Tensor, info: dict[Any, Any]) -> Drawn:
-        """Return the result of :meth:`draw_batch` for given flat rows, ``[B]``, and their report."""
+        """Return the result of :meth:`draw_batch` for given flat rows, ``[B]``, and their info dict."""
         read = self._reader(storage, flat)
         return flat, info, rows_at(storage, flat) if read is None else read(flat, None)
 
@@ -106,13 +106,13 @@ class SamplerWrapper(StatefulSampler, GraphCapturable, PrioritizedSampler):
         return TrajectoryIndex.of(storage, done_key=self.done_key, traj_key=self.traj_key)
 
     def watch(self, storage: Storage) -> None:
-        """Create the storage's trajectory indices for this wrapper and all wrapped ones."""
+        """Create the trajectory indices that this wrapper and all wrapped wrappers need for the storage."""
         self._trajectories(storage)
         if self._inner is not None:
             self._inner.watch(storage)
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[Any, Any]]:
-        """Draw rows; return the index, and the report with all revised entries, ``{key: [B, ...]}``."""
+        """Draw rows; return their index, and a dict of all changed and added entries, ``{key: [B, ...]}``."""
         flat, info, batch = self.draw_batch(storage, batch_size)
         for key in self._revised_keys():
             value = batch.get(key, None)
@@ -152,14 +152,14 @@ class SamplerWrapper(StatefulSampler, GraphCapturable, PrioritizedSampler):
         return getattr(self.sampler, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute on the sampler whose class defines it, because schedulers know only the outermost one."""
+        """Set an attribute on the sampler whose class defines it, because schedulers know only the wrapper."""
         part: Any = self
         while part is not None and not hasattr(type(part), name):
             part = part.__dict__.get("sampler")
         object.__setattr__(self if part is None else part, name, value)
 
     def update_priority(self, index: Any, priority: Any, *, storage: Storage | None = None) -> Any:
-        """Pass priorities to the wrapped sampler; do nothing if it has none."""
+        """Pass priorities to the wrapped sampler, if that sampler is prioritized."""
         if self._is_prioritized:
             self.sampler.update_priority(index, priority, storage=storage)
 

@@ -8,7 +8,7 @@ A transition of seven entries, such as HalfCheetah's in float32, is a row of 168
           +--------+-------------+-------------+------------------+------+------+------+-+
 
 **Rows.** :class:`PackedStorage` keeps its rows in one byte matrix ``[T, *lanes, row_bytes]``. The first write fixes
-keys, dtypes and shapes; a later write with other ones raises a :class:`SchemaError`. Leaves (the tensors of a
+keys, dtypes and shapes; a later write that differs raises a :class:`SchemaError`. Leaves (the tensors of a
 transition) are ordered by item size, largest first, so that each leaf is aligned. ``storage[key]`` is a strided view of
 one column (a copy if deduplicated). A sampled batch is a copy; on the CPU, each leaf of a batch is a contiguous tensor.
 Read ``layout.py``, then ``packed.py``.
@@ -25,9 +25,9 @@ row stores ids of pool entries. Neighbouring rows that hold the same observation
 ``"sampled_at"``. A ring is written in order, so the count shows which rows of a batch have been overwritten since
 sampling. Priority updates skip overwritten rows. Read ``write_clock.py``.
 
-**Processes.** Rows that processes share lie in shared memory or in a file. One lock protects them, and the system
-releases the lock if its holder dies. A journal in shared memory saves the rows that a write replaces, so that the next
-holder of the lock can undo an unfinished write. Read ``shared/``.
+**Processes.** Rows that processes share lie in shared memory or in a file. One lock protects these rows, and the
+system releases the lock if its holder dies. A journal in shared memory saves the rows that a write replaces, so that
+the next holder of the lock can undo an unfinished write. Read ``shared/``.
 """
 
 from rlbuf_td.storages.packed import PackedStorage

@@ -55,7 +55,7 @@ def refuse_init(shared_init: bool, cleanup_memmap: bool, compilable: bool, share
 def reserve(storage: Any, schema: TensorDictBase) -> None:
     """Allocate the rows before the first write, for transitions that hold at least the keys of ``schema``.
 
-    The first write may have more keys, such as a policy's outputs; it then allocates the rows again.
+    If the first write has more keys, such as a policy's outputs, the rows are allocated again.
 
     Args:
         schema: an example of one time step, ``[*lanes]``, or the result of :func:`~rlbuf_td.envs.specs.schema_of`.
@@ -162,7 +162,7 @@ def allocate_bytes(
 ) -> torch.Tensor:
     """Return ``[nbytes]`` uint8 on a device, in a file, in shared memory, or in page-locked RAM.
 
-    The bytes are uninitialised, or zero with ``sparse=(likely, at_once)``, which RAM and files support. ``likely`` is
+    The bytes are zero with ``sparse=(likely, at_once)``, which RAM and files support, else uninitialised. ``likely`` is
     the number of bytes that will probably be used. Only the first ``at_once`` bytes of a file are reserved.
     """
     place = torch.device("cpu") if offload else device
@@ -196,7 +196,7 @@ def _zeros_not_reserved(nbytes: int) -> torch.Tensor:
 
 
 class FileRoom:
-    """Reserves disk space before sections of a file are written, because a full disk would crash the process."""
+    """Reserves disk space before sections of a mapped file are written, because a full disk would crash the process."""
 
     def __init__(self, scratch_dir: Path, nbytes: int) -> None:
         self._file, self._nbytes = scratch_dir / ROWS_FILE, nbytes

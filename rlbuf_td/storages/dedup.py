@@ -40,7 +40,7 @@ class DedupGroup:
 
 @dataclass(frozen=True)
 class DedupOptions:
-    """The validated arguments ``share_next`` and ``frames`` of :class:`~rlbuf_td.PackedStorage`."""
+    """The arguments ``share_next`` and ``frames`` of :class:`~rlbuf_td.PackedStorage` after validation."""
 
     share_next: bool | str | tuple[Key, ...]
     frames: tuple[tuple[Key, int, int], ...]  # (key, number of frames, dim of the frames) of each stack
@@ -135,7 +135,7 @@ def frames_group(leaves: Mapping[Key, Leaf], key: Key, count: int, dim: int) -> 
 
 
 def _repeats(data: TensorDictBase, leaf: Leaf) -> bool:
-    """Whether the next observation equals the following row's observation in at least half of ``data``'s first rows."""
+    """Whether the next observation equals the following row's observation in at least half of the first rows."""
     count = min(len(data) - 1, _LOOK)
     following, now = leaf_of(data, ("next", *leaf.key))[:count], leaf_of(data, leaf.key)[1 : count + 1]
     same = (now == following) | ((now != now) & (following != following))
@@ -144,7 +144,7 @@ def _repeats(data: TensorDictBase, leaf: Leaf) -> bool:
 
 
 class DedupLayout:
-    """The layout of *stored rows*, which hold ids of pool entries instead of the deduplicated keys."""
+    """The layout of *stored rows*, in which ids of pool entries replace the deduplicated keys."""
 
     def __init__(self, layout: RowLayout, chosen: tuple[DedupGroup, ...]) -> None:
         self.layout, self.chosen = layout, chosen  # the layout of whole rows, as in batches; one or more groups
@@ -237,8 +237,8 @@ def saved_dedup(layout: RowLayout, state: dict[str, Any]) -> DedupLayout | None:
 class Sections:
     """Page-aligned byte offsets of the sections in the memory of deduplicated rows.
 
-    The sections are the rows, the counters, and for each group the stack of free ids and the entries. Each group has
-    room for two entries per id in the rows, because a write may need new entries before it frees old ones.
+    The sections are the rows, the counters, and for each group of keys the stack of free ids and the entries. Each
+    group has room for two entries per id in the rows, because a write may need new entries before it frees old entries.
     """
 
     counters: int

@@ -1,7 +1,8 @@
 """Converts row indices to flat indices, and entries of a batch (such as TD errors) to one value per row.
 
-A *flat row* is the flat index of a row: ``t`` for ``ndim=1``, ``t * E + e`` for ``ndim=2``. The *row dims* of a
-batch, its first dims, index rows. If each row is itself a batch, such as a trajectory, *inner dims* follow them.
+A *flat row* is the flat index of a row: ``t`` for ``ndim=1``, ``t * E + e`` for ``ndim=2`` (step t, lane e). The first
+dims of a batch, the *row dims*, index rows. If a row is itself a batch, such as a trajectory, its dims (*inner dims*)
+follow.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def lanes_of(storage: Storage) -> torch.Size:
 
 
 def coordinates(flat: torch.Tensor, storage: Storage) -> Index:
-    """Convert flat rows to TorchRL's index: unchanged for ``ndim=1``, else a tuple of one tensor per dim."""
+    """Convert flat indices to TorchRL's index: unchanged for ``ndim=1``, else a tuple of one tensor per dim."""
     if storage.ndim == 1:
         return flat
     parts = []
@@ -78,9 +79,9 @@ def moved(value: Any, device: torch.device) -> torch.Tensor:
 
 
 def flat_rows(index: Any, storage: Storage | None, device: torch.device) -> torch.Tensor:
-    """Convert an index (an int, flat rows, a tuple of one tensor per dim, or their stack ``[B, ndim]``) to flat rows.
+    """Convert an index (an int, flat indices, a tuple of one tensor per dim, or ``[B, ndim]``) to flat indices.
 
-    The result is contiguous, ``[B]`` int64; a row of -1 ("skip") stays -1.
+    The result is contiguous, ``[B]`` int64. An index of -1, which marks a row to skip, stays -1.
     """
     if type(index) is torch.Tensor and index.ndim == 1 and index.dtype is torch.int64 and index.device == device:
         return index if index.is_contiguous() else index.contiguous()
@@ -110,13 +111,13 @@ def flat_rows(index: Any, storage: Storage | None, device: torch.device) -> torc
 
 
 def inner_dims(storage: Storage, dims: int) -> int:
-    """Return how many of a batch's ``dims`` batch dims are inner dims, within a row of ``storage``."""
+    """Return how many of ``dims`` batch dims lie within a row of ``storage`` (such as a trajectory's time dim)."""
     rows = stored_rows(storage) if dims > 1 else None
     return 0 if rows is None else rows.ndim - storage.ndim
 
 
 def merge_(batch: TensorDict, info: dict[Any, Any]) -> None:
-    """Add the sampler's entries ``info`` to a new batch with one row dim."""
+    """Add the sampler's ``info`` to a new batch, whose first batch dim indexes rows."""
     plain = batch.ndim == 1
     for key, value in info.items():
         plain = plain and type(key) is str and type(value) is torch.Tensor
@@ -130,7 +131,7 @@ def merge_(batch: TensorDict, info: dict[Any, Any]) -> None:
 
 
 def put_back_(batch: TensorDictBase, known: dict[Any, torch.Tensor]) -> None:
-    """Add the ``known`` entries that a transform has removed from a batch, unless the batch size has changed."""
+    """Restore the ``known`` entries that a transform has removed from a batch, unless the batch size has changed."""
     for key, value in known.items():
         if key not in batch.keys(include_nested=True) and value.shape[: batch.ndim] == batch.shape:
             batch.set(key, value)
@@ -148,7 +149,7 @@ def by_row(
 
 
 def first_of_row(entry: torch.Tensor, dims: int, inner: int) -> torch.Tensor:
-    """Return an entry's first value in each row, ``[B, ...]``; the last ``inner`` of ``dims`` dims are inner dims."""
+    """Return an entry's first value in each row; the last ``inner`` of its ``dims`` batch dims lie within a row."""
     if dims == 1:
         return entry
     if dims == 0:
@@ -158,7 +159,7 @@ def first_of_row(entry: torch.Tensor, dims: int, inner: int) -> torch.Tensor:
 
 
 def one_a_row(td_error: torch.Tensor, row_dims: int, reduction: str) -> torch.Tensor:
-    """Return one detached TD error per row, ``[B]``; the first ``row_dims`` dims of ``td_error`` index rows."""
+    """Reduce TD errors to one detached value per row, ``[B]``; the first ``row_dims`` dims index rows."""
     if not isinstance(td_error, torch.Tensor) or td_error.is_complex():
         raise TypeError(f"TD errors must be a tensor of real numbers, got {getattr(td_error, 'dtype', type(td_error))}")
     if td_error.requires_grad:

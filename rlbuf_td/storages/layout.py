@@ -36,7 +36,7 @@ class _Group:
 
 @dataclass(frozen=True)
 class _Node:
-    """One nesting level: its key, its leaves as (name, leaf index), its nested levels, and its own batch dims."""
+    """One nesting level of a TensorDict: key, leaves as (name, leaf index), nested levels, and own batch dims."""
 
     path: tuple[str, ...]
     leaves: tuple[tuple[str, int], ...]
@@ -45,7 +45,7 @@ class _Node:
 
 
 class RowLayout:
-    """The byte range of every leaf in a row; the first ``lead_dims`` batch dims of the example ``data`` index rows."""
+    """The byte range of every leaf in a row; ``data`` is an example whose first ``lead_dims`` batch dims index rows."""
 
     def __init__(self, data: TensorDictBase, lead_dims: int) -> None:
         refuse_ragged(data)
@@ -114,17 +114,17 @@ class RowLayout:
     def wrap(
         self, columns: Sequence[torch.Tensor], lead: torch.Size, device: torch.device, more: Mapping[str, torch.Tensor]
     ) -> TensorDict:
-        """Return a TensorDict of ``columns``, ``[*lead, ...]`` each, and ``more``; on equal keys, ``more`` prevails."""
+        """Return a TensorDict of ``columns``, ``[*lead, ...]`` each, and ``more``, which wins if keys are equal."""
         return _build(self.root, columns, lead, device, more)
 
     def find(self, data: TensorDictBase) -> tuple[list[Any], bool]:
-        """Return the value of each leaf in ``data``, and whether ``data`` has entries beyond these and ``"index"``."""
+        """Return the value of each leaf in ``data``, and whether ``data`` has other entries (except ``"index"``)."""
         leaves: list[Any] = [_NO_VALUE] * len(self.leaves)
         unknown = _collect(self.root, data, leaves, reserved=self._reserved)
         return leaves, unknown
 
     def collect(self, data: TensorDictBase, lead: torch.Size) -> list[torch.Tensor]:
-        """Check the leaves of ``data``, ``[*lead, ...]``, and return them detached; ``data`` may hold ``"index"``."""
+        """Check the leaves of ``data``, ``[*lead, ...]``, and return them detached; an entry ``"index"`` is ignored."""
         leaves, unknown = self.find(data)
         if lead != self._expected[0]:
             self._expected = lead, [lead + leaf.shape for leaf in self.leaves]
@@ -162,7 +162,7 @@ class RowLayout:
 
 
 def _place(leaf: Leaf) -> tuple[int, str, bool, bool, tuple[str, ...]]:
-    """Sort key: in a dtype, ``"next"`` is last and begins with the reward, so n-step samplers read adjacent bytes."""
+    """Return a leaf's sort key: per dtype, ``"next"`` leaves come last, reward first (n-step samplers read both)."""
     key = leaf.key
     return -leaf.dtype.itemsize, str(leaf.dtype), key[0] == "next", key[-1] != "reward", key
 
@@ -191,7 +191,7 @@ def _build(
 
 
 def _collect(node: _Node, data: Any, leaves: list[torch.Tensor], reserved: str | None = None) -> bool:
-    """Fill ``leaves`` from ``data``; return whether ``data`` has entries other than these and ``reserved``."""
+    """Fill ``leaves`` from ``data``; return whether ``data`` has entries other than the leaves and ``reserved``."""
     if type(data) is not TensorDict:
         if not isinstance(data, TensorDictBase):
             return True

@@ -1,4 +1,4 @@
-"""Free memory in RAM, in shared memory, on a disk or on a CUDA device, and errors for allocations that do not fit.
+"""Measures the free memory in RAM, in shared memory, on a disk or on a CUDA device, and refuses larger allocations.
 
 Allocations of 1 MiB or more are checked, except on CUDA devices. Memory limits of control groups (containers, job
 schedulers) count as limits of the machine. Sizes that the system does not report are ``None`` and limit nothing.
@@ -31,7 +31,7 @@ _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 class MemoryWarning(UserWarning):
     """A full buffer will exceed the free memory.
 
-    The warning comes when rows or priorities are allocated. A size above the total memory raises a ``MemoryError``.
+    The warning is issued when rows or priorities are allocated. A size above the total memory raises a ``MemoryError``.
 
     Example:
         >>> import warnings
@@ -108,7 +108,7 @@ def cuda(device: torch.device) -> Room:
 
 
 class Purpose(NamedTuple):
-    """The words about an allocation in warnings and errors."""
+    """How warnings and errors describe an allocation."""
 
     what: str = "The rows take"  # the beginning of messages: "1,000 rows of 8 bytes take"
     remedy: str = ""
@@ -124,7 +124,7 @@ def require_room(
     shared: bool = False,
     lazily: bool = False,
 ) -> None:
-    """Refuse an allocation above the free memory; if ``lazily``, warn, and refuse only one above the total memory."""
+    """Raise an error for more than the free memory; if ``lazily``, warn, and raise for more than the total memory."""
     if nbytes < _WORTH_A_LOOK or device.type == "cuda":
         return
     room = room_for(device, scratch_dir=scratch_dir, shared=shared)

@@ -39,19 +39,19 @@ class PackedStorage(LazyTensorStorage):
         scratch_dir: folder for a memory-mapped file of the rows (CPU only).
         shared: put the rows into shared memory (CPU only), see :meth:`ReplayBuffer.share`.
         offload: keep the rows in page-locked RAM, which the CUDA ``device`` reads and writes over the bus, so that the
-            buffer may exceed the device's memory. The RAM is committed at the first write. (Linux only; not with
-            ``share_next`` or ``frames``.)
+            buffer may exceed the device's memory. The RAM is committed at the first write. This option needs Linux, and
+            excludes ``share_next`` and ``frames``.
         share_next: store an observation once if the next observation of a row and the observation of the following row
             in the same lane have equal bytes. ``True`` deduplicates all keys at the root that also exist under
             ``"next"``; a list names the keys. ``"auto"`` deduplicates the keys that repeat in at least half of the
-            first write's rows (at most 257 time steps are compared). If the first write is one time step, ``"auto"``
+            first write's rows (it compares at most 257 time steps). If the first write is one time step, ``"auto"``
             deduplicates all keys of 16 bytes or more. Keys of less than 8 bytes, done flags, rewards and trajectory ids
             are never deduplicated. Reading a column, a slice or one time step copies deduplicated keys. To edit these
             keys, use the methods of :class:`ReplayBuffer`; TorchRL's own buffers would change only the copy.
         frames: a dict from a key to the number of frames in its stack, ``{"pixels": 4}``, or to this number and the dim
             of the frames, ``{"pixels": (4, -1)}`` (default dim: 0). The newest frame is last. A row stores only its
-            newest frame if its other frames equal the last frames of the previous row; otherwise it stores all frames.
-        existsok: replace an existing file of rows in ``scratch_dir``; without this option, such a file is an error.
+            newest frame if its other frames equal the last frames of the previous row; otherwise all frames are stored.
+        existsok: replace an existing file of rows in ``scratch_dir``; by default, an existing file is an error.
         auto_cleanup: delete the file, and its folder if empty, when the storage is deleted or the process ends.
             ``PackedStorage(n, scratch_dir=mkdtemp(), auto_cleanup=True)`` replaces TorchRL's ``LazyMemmapStorage(n)``.
         shared_init: call :meth:`share_memory_` in the constructor; the first process that writes allocates the rows.
@@ -181,7 +181,7 @@ class PackedStorage(LazyTensorStorage):
 
     @property
     def saved_bytes(self) -> dict[tuple[str, ...], int]:
-        """Bytes that deduplication has saved so far, by key at the root."""
+        """Bytes that deduplication has saved so far, by key of the observation."""
         return {} if self.rows is None else self.written_rows().saved_bytes()
 
     @property
@@ -217,7 +217,7 @@ class PackedStorage(LazyTensorStorage):
         """Return the transitions at ``index``, or one key of all transitions.
 
         Args:
-            index: a key, an ``int`` or a ``slice`` along time returns a view (of deduplicated keys: a copy). A boolean
+            index: a key, an ``int`` or a ``slice`` along time returns a view (a copy for deduplicated keys). A boolean
                 mask, a tuple of one index tensor per dim, or integers of any shape (tensor, list, ``range`` or array)
                 return a copy.
 
@@ -264,10 +264,10 @@ class PackedStorage(LazyTensorStorage):
 
         Args:
             cursor: time steps: an ``int``, ``slice``, ``range``, list, or integer tensor or array. A boolean mask or a
-                tuple of one index per dim replaces written transitions. If an index is repeated, its last row is kept.
+                tuple of one index per dim replaces written transitions. For a repeated index, the last row is kept.
             data: ``[n, *lanes]`` for ``n`` time steps, ``[*lanes]`` for an ``int``; for a mask or tuple, one transition
                 per selected row. A list of TensorDicts is stacked.
-            set_cursor: whether new time steps count as written; if so, they must follow the written ones without a gap.
+            set_cursor: whether new time steps count as written; if so, they must follow the written steps without gaps.
 
         Raises:
             SchemaError: ``data`` does not match the rows; nothing has been written.
@@ -334,12 +334,12 @@ class PackedStorage(LazyTensorStorage):
     share_memory_ = share
 
     def _make_init_directory(self) -> None:
-        """Do nothing: TorchRL's collectors call this to let one worker write first; shared rows do not need that."""
+        """Do nothing: with this method, TorchRL's collectors let one worker write first; shared rows do not need it."""
 
     state_dict = state.state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Replace the content by a result of :meth:`state_dict`.
+        """Replace the content of this storage by a result of :meth:`state_dict`.
 
         A load ends unfinished trajectories that have ids, because new collectors reuse the ids.
 

@@ -35,7 +35,7 @@ def refuse_offload(device: torch.device | str, *, scratch_dir: Any, shared: bool
 def page_locked(nbytes: int, device: torch.device) -> torch.Tensor:
     """Return ``[nbytes]`` uint8 zeros in page-locked RAM, as a CUDA tensor, which CUDA graphs can use too.
 
-    The pages are committed and locked at once. They are freed when the last tensor that uses them is deleted.
+    The pages are committed and locked at once. The pages are freed with the last tensor that uses them.
 
     Source: CUDA C++ Programming Guide, unified virtual addressing. On 64-bit Linux, registered memory has the same
     address on the device. PyTorch-Direct (Min and others, 2021) feeds graph neural networks from RAM this way.

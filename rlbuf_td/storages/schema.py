@@ -91,7 +91,7 @@ def reshaped(data: Any, reshape: Callable[[Any], Any]) -> Any:
 
 
 def refuse_ragged(data: TensorDictBase, path: tuple[str, ...] = ()) -> None:
-    """Refuse lazy stacks, also nested ones, whose members differ in keys or shapes; ``path`` is the key of ``data``."""
+    """Raise a SchemaError for lazy stacks, also nested ones, whose members differ in keys or shapes."""
     if is_non_tensor(data):
         return
     if not isinstance(data, LazyStackedTensorDict):
@@ -118,7 +118,7 @@ def refuse(data: TensorDictBase, leaves: Sequence[Leaf], lead: torch.Size) -> No
 
 
 def refuse_unfit(data: TensorDictBase, leaves: Sequence[Leaf], lead: torch.Size, *, more: bool) -> None:
-    """Refuse data, ``[*lead, ...]``, that does not fit the rows; ``more`` allows unknown keys."""
+    """Raise a SchemaError if data, ``[*lead, ...]``, does not fit the rows; ``more`` allows unknown keys."""
     known = {leaf.key: leaf for leaf in leaves}
     given = dict(walk(data))
     for key, value in given.items():

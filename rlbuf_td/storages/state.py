@@ -1,4 +1,4 @@
-"""The state of a :class:`~rlbuf_td.PackedStorage` (argument ``storage``): pickling, copies, ``state_dict``."""
+"""Pickling, copies and ``state_dict`` of a :class:`~rlbuf_td.PackedStorage` (argument ``storage``)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _NOT_COPIED = frozenset((*_COUNTERS, "rows", "_live", "_storage", "_total_shape_
 
 
 def pickled(storage: Any) -> dict[str, Any]:
-    """Return the state to pickle: the content for a copy, the shared memory for a spawned process."""
+    """Return the state to pickle: for a copy, the content; for a spawned process, the shared memory."""
     if get_spawning_popen() is not None:
         storage.share_memory_()
         return vars(storage) | {"_rng": None, "_storage": None, "_live": None, "rows": None, "lock": None}
@@ -73,7 +73,7 @@ def snapshot(storage: Any) -> dict[str, Any]:
 
 
 def state_dict(storage: Any) -> dict[str, Any]:
-    """Return the layout, the counters, and a copy of the rows on their device (offloaded rows: in RAM)."""
+    """Return the layout, the counters, and a copy of the rows, on the same device (with ``offload``: in RAM)."""
     state, rows = snapshot(storage), storage.rows
     if rows is not None:  # the device may lack the memory for a copy of page-locked rows
         device = torch.device("cpu") if storage.offload else rows.matrix.device
@@ -110,7 +110,7 @@ def save_cursor(storage: Any, path: str | Path) -> None:
 
 
 def load_cursor(storage: Any, path: str | Path) -> None:
-    """Restore the newest time step; without a file of :func:`save_cursor`, set -1 (unknown)."""
+    """Restore the newest time step; without a file of :func:`save_cursor`, set -1, which means unknown."""
     file = Path(path, _CURSOR_FILE)
     last = json.loads(file.read_text())["last_cursor"] if file.exists() else -1
     storage._last_cursor_index_value.value = last
@@ -147,7 +147,7 @@ def examine(storage: Any, state: dict[str, Any]) -> tuple[RowLayout, torch.Size,
 
 
 def dedup_for(storage: Any, layout: RowLayout, saved: DedupLayout | None) -> DedupLayout | None:
-    """Return the saved deduplication if the storage deduplicates, else the deduplication that its options choose."""
+    """Return the deduplicated layout of new rows: ``saved`` if the options allow it, else what the options choose."""
     return (saved if storage.dedup_options else None) or DedupLayout.chosen_for(layout, storage.dedup_options)
 
 
@@ -170,7 +170,7 @@ def admit_state(storage: Any, state: dict[str, Any], lanes: torch.Size) -> tuple
 
 
 def restore_counters(storage: Any, state: dict[str, Any]) -> None:
-    """Restore the counters after a load; if the capacity differs, the write clock treats all rows as rewritten."""
+    """Restore the counters after a load; if the capacity differs, all rows count as rewritten since sampling."""
     storage.is_reserved = state.get("reserved", False)
     clock, rows = state.get("clock"), storage.all_rows()
     if clock is not None and clock["capacity"] == rows.cells:
@@ -202,7 +202,7 @@ def describe(storage: Any) -> str:
 
 
 def refuse_foreign(dedup: DedupLayout, matrix: torch.Tensor, entries: Sequence[Any]) -> None:
-    """Refuse saved rows that refer to missing pool entries, and entries of the wrong size."""
+    """Raise a SchemaError if saved rows refer to missing pool entries, or entries have the wrong size."""
     names = matrix.reshape(-1, matrix.shape[-1]).view(torch.uint8)
     groups = dedup.groups
     fits = len(entries) == len(groups) and names.shape[1] == dedup.stored.row_bytes

@@ -47,8 +47,8 @@ class TrajectoryIndex:
         TypeError: (on the first look-up) the storage holds no TensorDicts, flags are not bool, or ids are not integers.
         RuntimeError: (on a look-up) the storage is empty.
 
-    Cost: look-ups and writes are O(1) per row; the index takes 0.3 bytes per row. On CUDA, it takes 2 bytes per row; a
-    look-up reads the row's trajectory; without Triton, the first look-up after a write reads all rows.
+    Cost: look-ups and writes are O(1) per row; the index takes 0.3 bytes per row. On CUDA, the index takes 2 bytes per
+    row, a look-up reads the row's trajectory, and without Triton the first look-up after a write reads all rows.
 
     TorchRL has no such index.
 
@@ -150,7 +150,7 @@ class TrajectoryIndex:
     def mark_update(self, index: Any) -> None:
         """Record a write of time steps in the order of ``index``: an int, ``[n]``, or coordinates ``[n * E, ndim]``.
 
-        An index of -1 stands for a skipped row. The row after a skipped row continues no trajectory.
+        An index of -1 stands for a skipped row. The row after a skipped row begins a new trajectory.
         """
         rows = torch.as_tensor(index, device="cpu").numpy()
         steps = rows[:: lanes_of(self.storage).numel(), 0] if rows.ndim == 2 else rows.reshape(-1)
@@ -165,7 +165,7 @@ class TrajectoryIndex:
                 self._take_in(boundaries, int(run[0]), len(run))
 
     def numbers(self) -> tuple[BitBoundaries, np.ndarray, Any] | None:
-        """Return the boundaries, their addresses and the revision; None if kernels cannot update this index."""
+        """Return boundaries, addresses and recorded revision for kernels; None if kernels cannot update this index."""
         boundaries = self._boundaries
         if not isinstance(boundaries, BitBoundaries) or self._flags or self._columns is not self.storage._storage:
             return None
@@ -173,7 +173,7 @@ class TrajectoryIndex:
         return boundaries, boundaries.numbers(self._end, self._name), self._seen.values
 
     def rebuild(self) -> Boundaries:
-        """Read all rows again, in ring order; O(T * E)."""
+        """Read all rows again, in the order of writing; O(T * E)."""
         boundaries = self._bind()
         boundaries.clear()
         storage, (steps, lanes) = self.storage, self._end.shape
@@ -284,7 +284,7 @@ class TrajectoryIndex:
         return [torch.zeros(1, 1, dtype=torch.bool, device=name.device).expand(name.shape)], name
 
     def share_memory_(self) -> None:
-        """Share the boundaries with other processes that use the storage, if it has rows."""
+        """Share the boundaries with other processes that use the storage, if rows are allocated."""
         if getattr(self.storage, "_storage", None) is not None:
             boundaries = self._bind()
             if isinstance(boundaries, BitBoundaries):
@@ -316,7 +316,7 @@ class TrajectoryIndex:
                 self.boundaries().head.fill_(-1)
 
     def load_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:
-        """Restore :meth:`state_dict` for the same rows; after an empty state, the next look-up reads the rows.
+        """Restore a :meth:`state_dict` for the same rows; if the state is empty, the next look-up reads the rows.
 
         Raises:
             ValueError: the state has another size; this index is unchanged.

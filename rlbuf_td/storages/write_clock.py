@@ -1,4 +1,4 @@
-"""Detects stale priorities by comparing when a row was sampled and when it was last written."""
+"""Detects stale priorities: compares when a row was sampled and when the row was last written."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NOW, LAST, BY_ROW = range(3)
 def skip_stale(index: Any, stamp: torch.Tensor, dims: int, storage: Any) -> tuple[torch.Tensor, int | torch.Tensor]:
     """Return the rows of a batch, with -1 for each row rewritten since sampling, and the number of rewritten rows.
 
-    ``index`` is ``[B]`` or ``[B, ndim]``, ``stamp`` the entry :data:`SAMPLED_AT`, ``dims`` the number of batch dims.
+    ``index`` is ``[B]`` or ``[B, ndim]``, ``stamp`` the entry ``"sampled_at"``, ``dims`` the number of batch dims.
     """
     clock, device = storage.clock, storage.device
     if clock.stands_at(stamp):
@@ -47,8 +47,8 @@ class WriteClock:
     """Counts the time steps written to a storage, and finds rows that were rewritten since they were sampled.
 
     While a ring is written in order, the count alone gives the age of each row. From the first write out of order on,
-    the clock stores the write time of each row (8 bytes per row). The count has 64 bits and is never set back;
-    differences stay correct after an overflow.
+    the clock stores the write time of each row (8 bytes per row). The count has 64 bits and is never reset; differences
+    of counts stay correct after an overflow.
     """
 
     def __init__(self) -> None:
@@ -97,13 +97,13 @@ class WriteClock:
         written[cells] = self.numbers[NOW]
 
     def forget(self, steps: int, last: int = -1) -> None:
-        """Treat all rows of ``steps`` time steps as rewritten, and step ``last`` as the last written one."""
+        """Treat all rows as rewritten; the storage has ``steps`` time steps, and step ``last`` was written last."""
         self.numbers[NOW] += steps
         self.numbers[LAST] = last
         self.numbers[BY_ROW] = 0
 
     def keep_in(self, written: torch.Tensor) -> None:
-        """Store write times in ``written``, shared memory ``[N]`` int64."""
+        """Keep the write times in ``written``, shared memory ``[N]`` int64."""
         if self._written is not None:
             written.copy_(self._written)
         self._written = written
@@ -124,7 +124,7 @@ class WriteClock:
     def skip_rewritten(
         self, flat: torch.Tensor, stamp: torch.Tensor, shape: torch.Size
     ) -> tuple[torch.Tensor, int | torch.Tensor]:
-        """Return flat rows, ``[B]``, with -1 for rewritten rows, and the number of rewritten rows."""
+        """Return ``flat``, with -1 for each row rewritten since its ``stamp``, and the number of rewritten rows."""
         now, last, by_row = self.numbers
         if by_row and self._written is not None:
             return row_kernels.skip_newer(flat, stamp, now, self._written)
@@ -151,7 +151,7 @@ class WriteClock:
 
 
 class Tally:
-    """A count that processes can share; tensors are summed on their device, for which only :meth:`total` waits."""
+    """A count that processes can share. Tensors are added on their device without waiting; only :meth:`total` waits."""
 
     def __init__(self) -> None:
         self._numbers = SharedNumbers("q", [0])

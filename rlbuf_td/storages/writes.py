@@ -78,7 +78,7 @@ def as_tensordict(data: Any) -> TensorDictBase:
 
 
 def begin(storage: Any, start: int = 0, count: int = 0, *, cells: torch.Tensor | None = None) -> None:
-    """Announce a write to the journal: flat rows ``cells``, or ``count`` steps from ``start`` on (``count=0``: all)."""
+    """Record a write in the journal: flat rows ``cells``, or ``count`` steps from ``start`` on (0: all steps)."""
     rows, lanes = storage.rows, prod(storage.rows.lanes)
     if storage.shared_rows is None:
         if rows.is_mapped and storage.process != os.getpid():
@@ -184,7 +184,7 @@ def edit(storage: Any, change: Callable[[TensorDictBase], Any], region: Any = No
 
 
 def edit_entries(storage: Any, cells: torch.Tensor, values: Mapping[tuple[str, ...], torch.Tensor]) -> None:
-    """Set entries, ``[B, ...]`` by key, of the flat rows ``cells``; the caller updates the trajectory index."""
+    """Set the entries ``values``, ``[B, ...]`` each, of the flat rows ``cells``; the trajectory index is unchanged."""
     with storage.lock, held_back:
         rows = storage.written_rows()
         numbers = cells.cpu().numpy()

@@ -1,7 +1,7 @@
 """Writers, which choose where in the storage the next transition is written.
 
-A writer stores a time step of all lanes at one position along the time dim. :class:`RingWriter` replaces the oldest
-rows once the storage is full. :class:`QueueWriter` does not replace rows that no sampler has taken yet.
+A writer stores a time step of all lanes (environments) at one position along the time dim. Once the storage is full,
+:class:`RingWriter` replaces the oldest rows. :class:`QueueWriter` keeps each row until a sampler has taken the row.
 :class:`RolloutWriter` fills the storage once per rollout, and computes advantages when the last step arrives.
 :class:`ReservoirWriter` drops time steps, or stores them at random positions, once the storage is full.
 

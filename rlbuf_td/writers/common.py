@@ -1,4 +1,4 @@
-"""The base class of the writers that write time steps in order, and functions for writers."""
+"""The base class of the writers that write time steps in order, and helper functions for all writers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _GENERATIONS = "_slot_generations"  # attribute of the storage in which TorchRL'
 
 
 class TimeWriter(RoundRobinWriter):
-    """Abstract base of the writers that write time steps in order, and go from the last position back to 0."""
+    """Abstract base of the writers that write time steps in order, and return from the last position to 0."""
 
     def __init__(self, *, track_generations: bool = False) -> None:
         self.numbers = SharedNumbers("q", [0, 0])
@@ -46,7 +46,7 @@ class TimeWriter(RoundRobinWriter):
 
     @held_back
     def add(self, data: Any) -> int | torch.Tensor:
-        """Write one time step, ``[]`` or, if ``ndim > 1``, ``[*lanes]``; return its index. Errors: :meth:`extend`."""
+        """Write one time step, ``[]`` (``[*lanes]`` if ``ndim > 1``); return its index. Errors: see :meth:`extend`."""
         storage = self._storage
         steps = storage._max_size_along_dim0(single_data=data)
         cursor = self._cursor_value.value % steps
@@ -63,9 +63,9 @@ class TimeWriter(RoundRobinWriter):
 
     @held_back
     def extend(self, data: Any) -> torch.Tensor:
-        """Write ``[n, *lanes]`` transitions in order, and return their index, ``[n]`` or ``[n * lanes, ndim]``.
+        """Write ``[n, *lanes]`` transitions; return their index, ``[n]`` or, if ``ndim > 1``, ``[n * lanes, ndim]``.
 
-        If ``n`` exceeds the capacity, only the last transitions are stored.
+        Transitions are written in order. If ``n`` exceeds the capacity, only the last transitions are stored.
 
         Raises:
             ValueError: ``data`` is empty.
@@ -100,7 +100,7 @@ class TimeWriter(RoundRobinWriter):
         return index
 
     def _step_index(self, cursor: int) -> torch.Tensor:
-        """Do what ``_replicate_index(cursor)`` does, 20 times as fast; return ``[lanes, ndim]``."""
+        """Compute the result of TorchRL's ``_replicate_index(cursor)``, ``[lanes, ndim]``, 20 times as fast."""
         lanes = lanes_of(self._storage)
         if self._first_index is None or self._first_index[0] != lanes:
             first = self._replicate_index(torch.zeros(1, dtype=torch.long, device="cpu"))
@@ -121,7 +121,7 @@ class TimeWriter(RoundRobinWriter):
             raise
 
     def _announce(self, start: int, count: int, steps: int, index: int | torch.Tensor) -> None:
-        """Report the written rows to each attached object, by ``mark_range`` or by TorchRL's ``mark_update``."""
+        """Call ``mark_range``, or TorchRL's ``mark_update``, of each attached object to report the written rows."""
         shared_rows = getattr(self._storage, "shared_rows", None)
         if shared_rows is not None:
             shared_rows.journal.written()

@@ -17,7 +17,7 @@ from rlbuf_td.storages.notebooks import ROLLOUTS
 
 
 class Estimates(NamedTuple):
-    """Estimates, ``[T, *lanes, *F]`` each, and the number of rows on which the value network was called."""
+    """Estimates, each of the values' shape, and the number of rows on which the value network was called."""
 
     value: Tensor
     advantage: Tensor
@@ -40,7 +40,7 @@ class RolloutEstimator:
     trajectory_key: NestedKey
 
     def estimate(self, rows: TensorDictBase, ndim: int, *, has_values: bool = True) -> Estimates:
-        """Return the estimates of the rollout ``rows``, ``[T, *lanes]`` with ``ndim`` dims.
+        """Return the estimates for the rollout ``rows``, ``[T, *lanes]``; ``ndim`` is the number of these dims.
 
         If ``has_values=False``, the network computes the values, and ``value_key`` in ``rows`` is ignored.
         """
@@ -60,13 +60,13 @@ class RolloutEstimator:
         return Estimates(value, advantage, target, asked + more)
 
     def dtype(self, like: Tensor, *, has_values: bool) -> torch.dtype:
-        """Return the dtype of estimates: the network's if it computes the values, else the dtype of ``like``."""
+        """Return the dtype of estimates: that of the network, if the network computes values, else that of ``like``."""
         if not has_values and self.value_network is not None:
             like = next(self.value_network.parameters(), like)
         return like.dtype if like.is_floating_point() else torch.get_default_dtype()
 
     def _ends(self, rows: TensorDictBase, value: Tensor, ndim: int) -> tuple[Tensor, Tensor]:
-        """Return whether each step ends a trajectory, and whether it terminates an episode, in the values' shape."""
+        """Return flags in the values' shape: whether each step ends a trajectory, and whether it is terminated."""
         # ``done`` has precedence over ``truncated``, because TorchRL's PPOTrainer sets ``truncated`` on every step.
         keys = self.done_key, self.terminated_key, self.truncated_key
         done, terminated, truncated = (self._flags(rows, key, value, ndim) for key in keys)
@@ -85,7 +85,7 @@ class RolloutEstimator:
         return ends, terminated
 
     def _flags(self, rows: TensorDictBase, key: NestedKey, value: Tensor, ndim: int) -> Tensor | None:
-        """Return bool flags, ``None`` if they are missing; expand one flag per step to the shape of the values."""
+        """Return the bool flags of ``key`` in the shape of the values; ``None`` if the flags are missing."""
         flags = rows.get(key, None)
         if flags is None or flags.shape == value.shape:
             return flags
@@ -138,7 +138,7 @@ class RolloutEstimator:
     def _scan(
         self, value: Tensor, next_value: Tensor, reward: Tensor, ends: Tensor, terminated: Tensor, ndim: int
     ) -> tuple[Tensor, Tensor]:
-        """Compute GAE along dim 0, without a copy of data whose memory is ordered lane by lane."""
+        """Compute GAE along dim 0. Data that is stored lane by lane in memory is not copied."""
         by_lane = ndim == 2 and not value.is_contiguous() and value.transpose(0, 1).is_contiguous()
         inputs = value, next_value, reward, ends, terminated
         tensors = ((x.transpose(0, 1) if by_lane else x).contiguous() for x in inputs)

@@ -17,10 +17,10 @@ _FILE = "queue.json"
 
 
 class QueueWriter(TimeWriter):
-    """Writes the rows of a queue, and never replaces a row before a :class:`QueueSampler` takes it.
+    """Writes the rows of a queue: no row is replaced before a :class:`QueueSampler` has taken the row.
 
-    The capacity of the storage ``[T]`` limits the number of rows that have not been taken. In an
-    :class:`ExperienceQueue`, a write waits for free space instead of raising ``queue.Full``.
+    The storage's capacity limits the number of rows not yet taken. In an :class:`ExperienceQueue`, a write waits for
+    free space instead of raising ``queue.Full``.
 
     Raises:
         queue.Full: (on writing) there is too little free space; nothing has changed.
@@ -66,7 +66,7 @@ class QueueWriter(TimeWriter):
         return min(self.numbers[1] - self.numbers[2], len(self._storage))
 
     def take(self, count: int) -> torch.Tensor:
-        """Mark the oldest ``count`` rows as taken; return their numbers, ``[count]``. The caller holds the lock."""
+        """Mark the oldest ``count`` waiting rows as taken; return their index. The caller must hold the lock."""
         steps = self._storage._max_size_along_dim0()
         start = self.numbers[0] - self.waiting
         self._taken_value.value = self.numbers[1] - self.waiting + count  # atomic: all rows are taken, or none

@@ -25,7 +25,7 @@ _LEAST, _MOST = 2.0**-54, 1 << 62  # least uniform number u, so that log(1 - u) 
 
 
 class Choice(NamedTuple):
-    """The time steps of a write that are stored, and the state of the algorithm after the write."""
+    """Which time steps of a write are stored, and the state of the algorithm after the write."""
 
     filled: int  # number of time steps, from the start of the write, that fill free slots
     slots: dict[int, int]  # position in the storage -> position in the write, for time steps that replace others
@@ -52,8 +52,8 @@ class ReservoirWriter(Writer):
         SchemaError: (on writing) the data does not match the stored rows; nothing has changed.
         ValueError: (on writing) the data is empty; (when a buffer is made) the sampler needs rows in time order.
 
-    Cost: for n time steps, O(n) for the index, and a copy of those that are stored. Of N time steps, an
-    expected O(T (1 + log(N / T))) are written to the storage. Random numbers are drawn only for time steps
+    Cost: to write n time steps, O(n) for the index, and a copy of the stored time steps. Of N time steps in total,
+    an expected O(T (1 + log(N / T))) are written to the storage. Random numbers are drawn only for time steps
     that replace others, from the buffer's generator or torch's default one.
 
     Source: Vitter: Random Sampling with a Reservoir, 1985; algorithm L: Li, Reservoir-Sampling Algorithms of Time
@@ -116,7 +116,7 @@ class ReservoirWriter(Writer):
         return Choice(filled, {slot: at for at, slot in kept}, kept, following, log_threshold)
 
     def _skip(self, steps: int, log_threshold: float, at: int) -> tuple[float, int, int]:
-        """Draw the log threshold, the next time step to store after ``at``, and a position in the storage for ``at``.
+        """Draw a new log threshold, the time step to store after ``at``, and the storage position of time step ``at``.
 
         Algorithm L gives every time step a uniform random number and stores the ``steps`` time steps with the smallest
         numbers. The threshold is the largest number among the stored time steps.

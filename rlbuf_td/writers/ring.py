@@ -14,7 +14,7 @@ class RingWriter(TimeWriter):
 
     Args:
         compilable: has no effect; accepted for compatibility with TorchRL.
-        track_generations: count the writes to each position, which TorchRL's ``update_if_present`` needs.
+        track_generations: whether to count the writes to each position, which TorchRL's ``update_if_present`` needs.
 
     Cost: proportional to the number of rows written.
 

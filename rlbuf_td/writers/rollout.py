@@ -32,29 +32,29 @@ class RolloutWriter(TimeWriter):
     ``advantage`` and ``value_target`` are NaN. The next step begins a new rollout, which replaces the old one.
 
     **Values.** :math:`V(s_t)` is the ``state_value`` in the data; if it is missing, ``value_network`` is called once on
-    all steps. Within a trajectory, :math:`V(s'_t)` is :math:`V(s_{t+1})`. At a truncation and at the end of the
-    rollout, :math:`V(s'_t)` is the ``("next", "state_value")`` in the data; if it is missing, the network is called on
-    the next observations of these steps, at most E + (number of truncations) rows. A trajectory ends at a step that is
-    ``done``, or where the ``("collector", "traj_ids")`` change. Estimates have the dtype of the values in the data or,
-    if there are none, of the network's parameters.
+    all steps. The next state's value :math:`V(s'_t)` is :math:`V(s_{t+1})` within a trajectory. At truncations and at
+    the rollout's end, :math:`V(s'_t)` is the ``("next", "state_value")`` in the data; if it is missing, the network
+    is called on the next observations of these steps, at most E + (number of truncations). A trajectory ends at a step
+    that is ``done``, or where the ``("collector", "traj_ids")`` change. Estimates have the dtype of the values in the
+    data or, if there are none, of the network's parameters.
 
     Args:
         gamma: discount, in [0, 1].
         lmbda: GAE's lambda, in [0, 1].
-        value_network: a TensorDict module that reads an observation and writes ``value_key``. It is called without
-            gradients. Not needed if the data has ``value_key`` and ``("next", value_key)``; if each trajectory
+        value_network: a TensorDict module that reads an observation and writes ``value_key``, called without gradients.
+            No network is needed if the data has ``value_key`` and ``("next", value_key)``. If each trajectory
             terminates within the rollout, ``value_key`` is enough.
-        normalize_advantage: scale the stored advantages to mean 0 and standard deviation 1 over the rollout. Value
-            targets use the unscaled advantages.
+        normalize_advantage: whether to normalize the stored advantages to mean 0 and standard deviation 1 over the
+            rollout. Value targets use the advantages before normalization.
         value_key: key of the values, ``[T, *lanes, *F]``, floating point.
         advantage_key, value_target_key: keys under which the estimates are stored.
         reward_key: key of the rewards, in the values' shape.
-        done_key: key of the bool done flags, in the values' shape or one per step. If they are missing, they are
-            ``terminated | truncated``.
-        terminated_key: key of the bool terminated flags, shaped like done flags. If they are missing, they are
-            ``done & ~truncated``, or ``done`` if the truncated flags are missing too.
+        done_key: key of the bool done flags, in the values' shape or one per step. Missing flags are
+            computed as ``terminated | truncated``.
+        terminated_key: key of the bool terminated flags, shaped like done flags. Missing flags are computed as
+            ``done & ~truncated``, or as ``done`` without truncated flags.
         truncated_key: key of the truncated flags, shaped like done flags; used only if done or terminated is missing.
-        trajectory_key: key of integer trajectory ids, one per step; may be missing.
+        trajectory_key: key of integer trajectory ids, one per step, if the data has them.
 
     Attributes:
         value_rows: number of rows on which the network was called for the last rollout.
@@ -66,7 +66,7 @@ class RolloutWriter(TimeWriter):
             the rollout, or values are missing and there is no network. A failed write changes nothing.
         SchemaError: (on writing) the data does not match the stored rows, or lacks an entry that the estimates need.
 
-    TorchRL's ``GAE``, by default, calls its network on all observations and on all next observations.
+    In contrast, TorchRL's ``GAE`` by default calls its network on all observations and all next observations.
 
     Example:
         >>> from rlbuf_td import PackedStorage, ReplayBuffer
@@ -156,7 +156,7 @@ class RolloutWriter(TimeWriter):
         return index
 
     def _write_part(self, write: Any, data: TensorDictBase, count: int, steps: int) -> Any:
-        """Write steps of a rollout with NaN as estimates; after the last step, estimate all steps."""
+        """Write steps with NaN as estimates; if the rollout is then complete, compute the estimates of all steps."""
         storage, cursor = self._storage, self._cursor
         has_values = data.get(self.value_key, None) is not None
         if cursor and has_values != self._has_values:
@@ -187,7 +187,7 @@ class RolloutWriter(TimeWriter):
         return rows
 
     def estimate(self) -> None:
-        """Compute estimates as if the rollout ended with the last written step; RuntimeError if no step is written."""
+        """Compute estimates as if the rollout ended at the last written step. RuntimeError if no step is written."""
         if not self.steps:
             raise RuntimeError("there is nothing to estimate: no step has been written")
         if not self.is_estimated:

@@ -2,7 +2,7 @@
 
 The table shows one run (``--rows 1e6``, two cores of a shared machine, one thread, batch 256, torch 2.15, torchrl
 0.14.1). Each call is timed after a learner's step. ``us`` is this package's median time in microseconds; the columns
-after it hold the times of the others, divided by ours. *Mixed* is TorchRL's buffer class with this package's
+after it are ratios: the times of the others, divided by ours. *Mixed* is TorchRL's buffer class with this package's
 parts, *bare* is one ``torch.randint`` and one ``index_select``, and *tight* is TorchRL's ratio without learner's steps.
 Rows have 7 leaves and 167 bytes; image rows have two stacks of four 84 x 84 frames. Ratios vary by up to a factor of
 two between runs::
@@ -40,5 +40,5 @@ two between runs::
     PPO: extend, GAE, 4 epochs        [8, 2048]  11,752      5.9                                       5.3
 
 ``*``: TorchRL has no sampler by rank; the ratios are those of its proportional sampler. For *record a step*,
-TorchRL writes a hand-made TensorDict, because it does not record Gymnasium loops. TorchRL's GAE has two forms.
+TorchRL writes a hand-made TensorDict, because it has no recorder for Gymnasium. TorchRL's GAE has two forms.
 """

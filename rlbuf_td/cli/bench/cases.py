@@ -80,7 +80,7 @@ class Replayed(VectorEnv):
 
 
 def record() -> Calls:
-    """Return a call per library that takes an environment step and stores the transitions."""
+    """Return, for each library, a function that takes an environment step and stores the transitions."""
     env, action = Replayed(), np.zeros((LANES, 6), np.float32)
     recorder = GymnasiumRecorder(ReplayBuffer.from_env(env, RECORDED_ROWS), env)
     recorder.reset()
@@ -102,7 +102,7 @@ def record() -> Calls:
 
 
 def rollout_of(lanes: int, steps: int, p: float = 0.005) -> TensorDict:
-    """Return a random rollout ``[E, T]`` with HalfCheetah's shapes; about half of the ends are truncations."""
+    """Return a random rollout ``[E, T]`` with HalfCheetah's shapes; about half of the episode ends are truncations."""
     rows = small_rows(lanes * steps)
     after, shape = rows["next"], (lanes * steps, 1)
     done, is_termination = torch.rand(shape) < p, torch.rand(shape) < 0.5
@@ -113,7 +113,7 @@ def rollout_of(lanes: int, steps: int, p: float = 0.005) -> TensorDict:
 
 
 def gae(lanes: int, steps: int) -> dict[str, Calls]:
-    """Return, for each GAE function of TorchRL, a call of that function and a call of this package's GAE."""
+    """Return, for each GAE function of TorchRL, a call of this function and a call of this package's GAE."""
     data = rollout_of(lanes, steps)
     after = data["next"]
     values = (data["state_value"], after["state_value"], after["reward"], after["done"], after["terminated"])
@@ -123,7 +123,7 @@ def gae(lanes: int, steps: int) -> dict[str, Calls]:
 
 
 def ppo(lanes: int, steps: int, batch: int) -> Calls:
-    """Return a call per library that writes a rollout, computes advantages and draws PPO's minibatches."""
+    """Return, for each library, a function that writes a rollout, computes advantages and draws PPO's minibatches."""
     data = rollout_of(lanes, steps)
     ours = RolloutBuffer(steps, lanes, batch_size=batch, epochs=EPOCHS, gamma=GAMMA, lmbda=LMBDA)
     advantages = GAE(gamma=GAMMA, lmbda=LMBDA, value_network=None)
@@ -149,7 +149,7 @@ def ppo(lanes: int, steps: int, batch: int) -> Calls:
 
 
 def on_policy(operations: Sequence[str], batch: int) -> Iterator[tuple[str, int, str, Calls]]:
-    """Yield on-policy cases: the operation, the number of rows, the shape as text, and a call per library."""
+    """Yield on-policy cases: the operation, the number of rows, the shape as text, and a function per library."""
     for lanes, steps in SHAPES:
         for operation, calls in gae(lanes, steps).items():
             if operation in operations:

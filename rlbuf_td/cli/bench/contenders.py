@@ -85,7 +85,7 @@ class Contender(ABC):
 
 
 class _TorchRLStyle(Contender):
-    """The operations of a ``TensorDictReplayBuffer``."""
+    """The timed operations for buffers with the interface of ``TensorDictReplayBuffer``."""
 
     plain: TensorDictReplayBuffer
     prioritized: TensorDictReplayBuffer
@@ -183,7 +183,7 @@ class Mixed(_TorchRLStyle):
 
 
 class BareGather(Contender):
-    """The least that a uniform sample needs in torch: random indices, and one gather of rows of bytes."""
+    """A lower bound for uniform sampling in torch: random indices, and one gather of rows of bytes."""
 
     name = "bare gather"
 

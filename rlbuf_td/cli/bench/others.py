@@ -1,4 +1,4 @@
-"""The compared buffers of libraries that do not build on TorchRL."""
+"""Benchmarked buffers of libraries that are not based on TorchRL."""
 
 from __future__ import annotations
 

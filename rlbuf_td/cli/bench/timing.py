@@ -1,4 +1,4 @@
-"""Functions that time calls, after a learner's steps and in a tight loop."""
+"""Functions that time calls, either after a learner's step or in a tight loop."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CALLS = 16  # per block, each after a learner's step
 
 @dataclass(frozen=True)
 class Timing:
-    """Microseconds per call by library, one number per block of calls; the blocks of the libraries alternate."""
+    """Microseconds per call: a list per library, with a number per block of calls. Blocks of libraries alternate."""
 
     operation: str
     rows: int
@@ -57,7 +57,7 @@ def measure(
 
 
 def in_loop(calls: dict[str, Callable[[], object]], rounds: int, learn: Callable[[], object]) -> dict[str, list[float]]:
-    """Return microseconds per call for each of ``rounds`` blocks; ``learn`` runs before each timed call."""
+    """Return, by library, microseconds per call in each of ``rounds`` blocks; ``learn`` runs before each timed call."""
     blocks: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
@@ -78,7 +78,7 @@ def interleave(
     seconds: float = 0.01,
     finish: Callable[[], object] = lambda: None,
 ) -> dict[str, list[float]]:
-    """Return microseconds per call in a tight loop, for each of ``rounds`` blocks; a block ends with ``finish``."""
+    """Return, by library, microseconds per call in each of ``rounds`` tight loops; ``finish`` ends each loop."""
 
     def time_of(call: Callable[[], object], count: int) -> float:
         start = time.perf_counter()
@@ -108,7 +108,7 @@ def one_thread() -> Iterator[None]:
 
 
 def wall(call: Callable[[], object], seconds: float, rounds: int = 5) -> float:
-    """Return microseconds per call on a CUDA device, the median of blocks that take about ``seconds`` each."""
+    """Return microseconds per call on a CUDA device: the median of ``rounds`` blocks of about ``seconds`` each."""
     for _ in range(3):
         call()
     (blocks,) = interleave({"": call}, rounds, seconds, torch.cuda.synchronize).values()

@@ -1,6 +1,6 @@
 """Train DQN as Ape-X does: collectors and shards of the buffer on Ray, and one learner.
 
-Run this script with ``python -m rlbuf_td demo --algo apex``. The example to read is :func:`train`.
+Run this script with ``python -m rlbuf_td demo --algo apex``. The main part is :func:`train`.
 
 Source: Horgan et al., Distributed Prioritized Experience Replay, ICLR 2018.
 """

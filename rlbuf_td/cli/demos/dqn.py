@@ -1,6 +1,6 @@
 """Train DQN with TorchRL's environment, collector and loss, and with this package's replay buffer.
 
-Run this script with ``python -m rlbuf_td demo``. The example to read is :func:`train`.
+Run this script with ``python -m rlbuf_td demo``. The main part is :func:`train`.
 """
 
 from __future__ import annotations

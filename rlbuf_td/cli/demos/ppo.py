@@ -1,6 +1,6 @@
 """Train PPO with TorchRL's environments, collector and loss, and with this package's rollout buffer.
 
-Run this script with ``python -m rlbuf_td demo --algo ppo``. The example to read is :func:`train`. The buffer adds
+Run this script with ``python -m rlbuf_td demo --algo ppo``. The main part is :func:`train`. The buffer adds
 advantages to the collected data, and a loop over the buffer runs the epochs.
 """
 
@@ -27,7 +27,7 @@ LANES = 8
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings for an environment."""
+    """The training settings for an environment."""
 
     steps: int = 100_000
     rollout_steps: int = 128

@@ -22,13 +22,13 @@ CODES = {code: fault.summary for code, fault in FAULTS.items()}
 def check(source: Any, *, space: Any = None, ignore: str | Sequence[str] = ()) -> Report:
     """Read all rows of a buffer and report faults, each with example rows and a remedy.
 
-    The main fault is a next observation that, within a trajectory, differs from the following row's observation. The
-    check does not change the buffer.
+    The most important fault: within a trajectory, a row's next observation differs from the following row's
+    observation. The check does not change the buffer.
 
     Args:
         source: a buffer of this package or of TorchRL; a storage of TensorDicts; a TensorDict of rows ``[T]`` or
             ``[T, E]`` in time order; or the path of a saved buffer.
-        space: a Gymnasium space, a TorchRL spec or an environment; observations outside its bounds are reported.
+        space: a Gymnasium space, a TorchRL spec or an environment. Observations outside the bounds are reported.
         ignore: codes of findings to omit; ``rlbuf_td.diagnostics.doctor.CODES`` lists all codes.
 
     Returns:

@@ -31,7 +31,7 @@ NAMED = 5  # a finding names at most this many rows
 
 
 class SharedColumn:
-    """A deduplicated column ``[T, E, ...]`` that reads only the rows that are indexed."""
+    """A deduplicated column ``[T, E, ...]``. Indexing reads only the indexed rows."""
 
     def __init__(self, rows: Rows, leaf: Leaf, steps: int) -> None:
         self._rows, self._key = rows, leaf.key
@@ -103,7 +103,7 @@ class Record:
         self.knows_ends = True
 
     def _flags(self, *names: str) -> list[Key]:
-        """Return the keys under "next" that end with one of ``names``, in the order of ``names`` and then of depth."""
+        """Return the keys under "next" whose last part is in ``names``, sorted as in ``names`` and then by depth."""
         found = [key for key in self.columns if key[0] == "next" and key[-1] in names]
         return sorted(found, key=lambda key: (names.index(key[-1]), len(key)))
 
@@ -116,7 +116,7 @@ class Record:
 
     @property
     def observed(self) -> list[Key]:
-        """The observations: the keys at the root and under "next" with equal dtype and shape, not in _NOT_OBSERVED."""
+        """Keys of observations: same dtype and shape at the root and under "next", and not in _NOT_OBSERVED."""
         return [
             key
             for key, column in self.columns.items()
@@ -129,7 +129,7 @@ class Record:
 
     @property
     def main(self) -> list[Key]:
-        """The keys of observations with several numbers per row; if there are none, of all observations."""
+        """The keys of observations with several numbers per row; if there are none, the keys of all observations."""
         return [key for key in self.observed if self.columns[key].shape[2:].numel() > 1] or self.observed
 
     def at(self, key: Key, flat: torch.Tensor) -> torch.Tensor:
@@ -142,14 +142,14 @@ class Record:
             yield slice(start, min(start + size, self.steps))
 
     def after(self, key: Key, block: slice) -> torch.Tensor:
-        """Return a column's value one time step after each step of a block (the first step follows the last)."""
+        """Return a column's values for the steps after those of a block; the first step follows the last one."""
         column = self.columns[key]
         if block.stop < self.steps:
             return column[block.start + 1 : block.stop + 1]
         return torch.cat([column[block.start + 1 :], column[:1]])
 
     def finding(self, code: str, where: torch.Tensor | None, of: int, key: Key | None = None, **words: Any) -> Finding:
-        """Return a finding about the rows flagged in ``where``, ``[T, E]``; ``None`` stands for all rows."""
+        """Return a finding about the rows where ``where``, ``[T, E]``, is True; ``None`` stands for all rows."""
         first = [] if where is None else where.view(self.shape).nonzero()[:NAMED].tolist()
         rows = tuple(tuple(place) if len(place) > 1 else place[0] for place in first)
         count = of if where is None else int(where.sum())
@@ -208,7 +208,7 @@ def open_source(source: Any) -> tuple[Storage, Sampler | None, Writer | None]:
 
 
 def _open_saved(path: Path) -> Storage:
-    """Return the rows that ``dumps(path)`` of a buffer or storage has saved; TorchRL's files are memory-mapped."""
+    """Return a storage with the rows that ``dumps(path)`` has saved; files of TorchRL are memory-mapped."""
     if (path / "manifest.json").is_file():  # saved by this package
         found = open_checkpoint(path)
         if found.storage is not None:
@@ -232,7 +232,7 @@ def _open_saved(path: Path) -> Storage:
 
 
 def _storage_of(rows: TensorDictBase, length: int, cursor: int | None = None) -> Storage:
-    """Return a storage of rows ``[T, *lanes]``: ``length`` rows are written; time step ``cursor`` is written next."""
+    """Return a storage of ``rows``, ``[T, *lanes]``, of which ``length`` are written; ``cursor`` is written next."""
     storage = TensorStorage(rows, ndim=max(1, rows.ndim))
     storage._len = length  # TorchRL counts time steps until the storage is first used
     if cursor is not None:

@@ -1,7 +1,7 @@
 """Findings about the order of rows, and about the flags that end trajectories.
 
-Within a trajectory, the next observation of a row must equal the observation of the following row. The last next
-observation of a trajectory must differ from the first observation of the next trajectory.
+Within a trajectory, the next observation of a row must equal the observation of the following row. The next
+observation in a trajectory's last row must differ from the first observation of the following trajectory.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def sequence_findings(record: Record) -> Iterator[Finding]:
 
 
 def _ends(record: Record, flow: Flow | None, ended: torch.Tensor) -> Iterator[Finding]:
-    """Yield the faults at the ends of trajectories; ``ended``: which rows have an end flag, ``[T, E]``."""
+    """Yield the faults at the ends of trajectories; ``ended``, ``[T, E]`` bool, is True for rows with an end flag."""
     if bool(ended.all()) and record.rows >= _FEW:
         yield record.finding("done-always", ended, record.rows)
         return
@@ -100,7 +100,7 @@ def _flow(record: Record) -> Flow:
 
 
 def _spread(where: torch.Tensor) -> torch.Tensor:
-    """Return the numbers of up to 256 evenly spaced rows that are flagged in ``where``, ``[T, E]``."""
+    """Return the numbers of up to 256 evenly spaced rows for which ``where``, ``[T, E]``, is True."""
     rows = where.flatten().nonzero()[:, 0]
     return rows[torch.linspace(0, len(rows) - 1, min(len(rows), _SAMPLED), dtype=torch.float64, device="cpu").long()]
 
@@ -118,7 +118,7 @@ def _broken(record: Record, where: torch.Tensor, flow: Flow, *, mostly: bool = F
 
 
 def _found_elsewhere(record: Record, sample: torch.Tensor, mostly: bool) -> tuple[str, str] | None:
-    """Search all rows for the next observations of ``sample``; return explanation and remedy, or ``None``."""
+    """Search all rows for the next observations of the rows ``sample``; return explanation and remedy, or None."""
     here = hashes(record, [("next", *key) for key in record.observed], sample)
     ordered, order = hashes(record, record.observed).sort()
     low, high = torch.searchsorted(ordered, here), torch.searchsorted(ordered, here, right=True)
@@ -159,7 +159,7 @@ def _found_elsewhere(record: Record, sample: torch.Tensor, mostly: bool) -> tupl
 
 
 def _shifted(record: Record, flow: Flow, done: torch.Tensor) -> Finding | None:
-    """Return a finding if done flags are one step before or after the jumps of observations."""
+    """Return a finding if done flags are one step before or after the breaks in the sequence of observations."""
     for step, late, before in ((1, "late", "before"), (-1, "early", "after")):
         beside = flow.apart & ~done & flow.unbroken.roll(-step, 0)
         count = int(beside.sum())
@@ -170,7 +170,7 @@ def _shifted(record: Record, flow: Flow, done: torch.Tensor) -> Finding | None:
 
 
 def _ids_show_ends(record: Record, flow: Flow) -> bool:
-    """Whether changes of the trajectory id seem to be ends: no id appears again later, and trajectory lengths vary."""
+    """Whether changes of the trajectory id look like ends: no id appears again later, and trajectory lengths vary."""
     cuts = (flow.ends & flow.apart).T.flatten().nonzero()[:, 0]
     ids = record.columns.get(TRAJ_KEY)
     if ids is None or len(cuts) < _SOME_ENDS:
@@ -180,7 +180,7 @@ def _ids_show_ends(record: Record, flow: Flow) -> bool:
 
 
 def _is_no_chance(record: Record, flow: Flow) -> bool:
-    """Whether ``flow.unbroken`` is unlikely by chance: it has half of the ends, or observations rarely repeat."""
+    """Whether ``flow.unbroken`` is not due to chance: it has half of all ends, or observations rarely repeat."""
     if 2 * int(flow.unbroken.sum()) >= int(flow.ends.sum()):
         return True
     values = hashes(record, record.main)
@@ -188,7 +188,7 @@ def _is_no_chance(record: Record, flow: Flow) -> bool:
 
 
 def _unbroken(record: Record, flow: Flow, one_step: torch.Tensor) -> Finding:
-    """Return the finding about ends whose next observation equals the following row's observation."""
+    """Return the finding about trajectory ends whose next observation equals the following row's observation."""
     where, of = flow.unbroken, int(flow.ends.sum())
     here, after = _jumps(record, where, flow.inside)
     if not max(here, after):
@@ -201,9 +201,9 @@ def _unbroken(record: Record, flow: Flow, one_step: torch.Tensor) -> Finding:
 
 
 def _jumps(record: Record, where: torch.Tensor, inside: torch.Tensor) -> tuple[float, float]:
-    """Return two medians of the distance to the next observation: of flagged rows, and of the rows that follow.
+    """Return the median distance from observation to next observation, for the rows ``where`` and for the next rows.
 
-    The unit is the mean distance within trajectories. A median that is common within trajectories counts as 0.
+    The unit is the mean distance within trajectories. A median that is not unusually large is replaced by 0.
     """
     usual, rows = _spread(inside), _spread(where)
     if not len(usual):
@@ -227,7 +227,7 @@ def _jumps(record: Record, where: torch.Tensor, inside: torch.Tensor) -> tuple[f
 
 
 def _one_step_rows(record: Record, ended: torch.Tensor) -> torch.Tensor:
-    """Return which rows are trajectories of one step, ``[T, E]`` bool."""
+    """Return whether each row is a trajectory of one step, ``[T, E]`` bool."""
     alone = ended & ended.roll(1, 0) & record.paired.roll(1, 0)  # false for the oldest row
     ids = record.columns.get(TRAJ_KEY)
     if ids is not None:  # rows of several lanes may alternate: count all rows with the id

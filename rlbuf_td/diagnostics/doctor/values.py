@@ -72,7 +72,7 @@ def _is_one_hot(record: Record, key: Key) -> bool:
 
 
 def _is_image(record: Record, key: Key) -> bool:
-    """Whether a column looks like float images: two large dims, and values in [0, 1] or integers up to 255."""
+    """Whether a column seems to hold images as floats: two large dims, and values in [0, 1] or integers to 255."""
     column = record.columns[key]
     sides = [size for size in column.shape[2:] if size >= _SIDE]
     if not column.dtype.is_floating_point or column.ndim < 5 or len(sides) < 2:
@@ -113,7 +113,7 @@ def _stale(record: Record, source: Any, sampler: Prioritized, drawn: torch.Tenso
 
 
 def bounds_of(source: Any) -> dict[Key, Interval]:
-    """Return the lowest and the highest values of each bounded key; ``source``: the ``space`` given to ``check``."""
+    """Return the lowest and highest values of each bounded key; ``source`` is the argument ``space`` of ``check``."""
     for name in ("observation_spec_unbatched", "single_observation_space", "observation_space"):
         if hasattr(type(source), name) or name in getattr(source, "__dict__", {}):
             source = getattr(source, name)

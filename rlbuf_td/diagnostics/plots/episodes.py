@@ -23,7 +23,7 @@ from rlbuf_td.writers import RolloutWriter
 
 
 def plot_episodes(stats: EpisodeStats) -> Figure:
-    """Plot the metrics of recorded episodes, and the share of each end reason, over environment steps.
+    """Plot the metrics of recorded episodes, and how often each reason ended an episode, over environment steps.
 
     A dot is an episode, the line is the mean of the last ``stats.window`` episodes, and the band shows their standard
     deviation.
@@ -32,7 +32,7 @@ def plot_episodes(stats: EpisodeStats) -> Figure:
         stats: statistics of episodes, such as ``rb.episode_stats``.
 
     Returns:
-        A figure with one panel per metric (one for returns and lengths if they are equal), and one for end reasons.
+        A figure with a panel per metric (one for returns and lengths if both are equal), and one for end reasons.
 
     Raises:
         RuntimeError: no episode has ended.
@@ -87,7 +87,7 @@ def running(values: np.ndarray, window: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def plot_advantages(rollout: ReplayBuffer) -> Figure:
-    """Plot the values and value targets of a rollout's first lane, all advantages, and values against targets.
+    """Plot a rollout: values and value targets of the first lane, all advantages, and values against targets.
 
     Args:
         rollout: a :class:`~rlbuf_td.RolloutBuffer` whose written steps all have advantages.
@@ -142,7 +142,7 @@ def plot_trajectory(rb: ReplayBuffer, row: Any, *, keys: Sequence[NestedKey] | N
 
     Args:
         rb: a buffer whose rows have ``("next", "done")`` or trajectory ids.
-        row: the number of a row, or its coordinates ``(t, e)``.
+        row: the number of a row, or its time step and lane, ``(t, e)``.
         keys: the keys to plot; default: reward, action, and the first observation with at most 64 numbers.
 
     Returns:

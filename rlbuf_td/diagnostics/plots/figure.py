@@ -1,4 +1,4 @@
-"""The common style of all plots: one column of a paper wide, small type, lines that differ in greyscale."""
+"""The common style of all plots: the width of a paper's column, small type, lines that differ in greyscale."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def empty_figure(height: float) -> Picture:
 
 
 def panels(rows: int, columns: int, height: float, *, sharex: bool = False) -> tuple[Picture, list[Axes]]:
-    """Return a figure and its panels, row by row; ``height`` is in inches per row."""
+    """Return a figure and its panels, row by row; ``height`` is the height of a row in inches."""
     figure = empty_figure(rows * height + 0.35)
     return figure, list(figure.subplots(rows, columns, squeeze=False, sharex=sharex).flat)
 

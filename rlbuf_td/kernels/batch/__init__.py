@@ -1,6 +1,6 @@
 """Samples or writes a whole batch on the CPU in one compiled call.
 
-Python calls are slow between learner steps, because each learner step evicts Python's code from the processor's caches.
+Several Python calls would be slow, because each learner step evicts Python's code from the processor's caches.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ _AHEAD, _MOST = 8, 1 << 19  # largest number of batches, and of bytes, per alloc
 
 
 class Gather:
-    """Allocates one contiguous tensor per leaf of a batch; its ``BATCH`` record tells compiled functions what to copy.
+    """Allocates one contiguous tensor per leaf of a batch, and describes the stored rows to compiled functions.
 
     The tensors are not views of one tensor, because changing a view in place would break autograd for the other views.
     Callers allocate ``len(slots)`` batches at a time, which takes a third of the time of separate allocations.
 
     Args:
-        matrix: the stored rows on the CPU, ``[N, row_bytes]`` uint8, contiguous.
-        extents: ``[leaves, 2]`` int64: offset and size of each leaf in a row, in bytes. Some kernels use more columns.
-        entries: dtype and shape per row of each tensor of a batch: the leaves, the index, the sampler's info.
+        matrix: the stored rows on the CPU, ``[N, width]``, contiguous.
+        extents: ``[leaves, 2]`` int64: offset and size of each leaf in a row, in bytes; some kernels add columns.
+        entries: dtype and shape per row of all tensors of a batch: the leaves, the index, and the sampler's info.
         count: rows per batch.
-        record: values of other fields of ``BATCH``, by name; the default of each field is 0.
+        record: other fields of the ``BATCH`` record, which describes the rows, by name; fields are 0 by default.
     """
 
     __slots__ = ("_kept", "_memory", "_set_targets", "_targets", "address", "addresses", "record", "slots")
@@ -68,7 +68,7 @@ class Gather:
 
 
 def gather_leaves(matrix: Tensor, index: Tensor, extents: np.ndarray, out: Sequence[Tensor]) -> None:
-    """Copy each leaf of the rows at ``index``, int64 of any shape, to its tensor in ``out``, ``[*index.shape, ...]``.
+    """Copy the rows at ``index`` (int64, any shape) to ``out``, one tensor ``[*index.shape, ...]`` per leaf.
 
     All tensors are contiguous and on the CPU. Raises IndexError before any copy if an index is out of range.
     """

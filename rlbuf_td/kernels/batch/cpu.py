@@ -1,8 +1,8 @@
 """Compiled functions that sample a batch, update priorities or write rows on the CPU.
 
-Arrays are passed by address, because numba takes longer to unbox an array than to read an integer. ``address`` points
-to a ``BATCH`` record, and ``targets``, one of ``Gather.slots``, to the addresses of the output tensors. The caller
-keeps all memory alive and holds the buffer's lock.
+Arrays are passed by address, because numba converts an array argument more slowly than an integer. ``address`` points
+to a ``BATCH`` or ``RING`` record. ``targets``, an element of ``Gather.slots``, points to an array with the addresses of
+the output tensors. The caller keeps all memory alive and holds the buffer's lock.
 """
 
 import numpy as np
@@ -56,7 +56,7 @@ def gather(rows, row_bytes, index, leaves, targets):
 
 @kernel
 def gather_within(rows, row_bytes, live, flat, count, leaves, targets):
-    """Gather the rows whose indices are at address ``flat``. Return False if an index is not in ``[0, live)``."""
+    """Gather the rows whose indices are at address ``flat``; return False if an index is not in ``[0, live)``."""
     index = carray(pointer(flat), count, np.int64)
     for i in range(count):
         if index[i] < 0 or index[i] >= live:
@@ -78,7 +78,7 @@ def gather_batch(batch, index, targets):
 
 @kernel
 def sample_uniform(address, targets):
-    """Replace the first rows listed at ``batch.flat`` by fresh rows, if any. Gather all rows, and write their index."""
+    """Gather rows whose indices were drawn before; queued new rows, if any, replace the first of these rows."""
     batch = batch_at(address)
     index, out = carray(pointer(batch.flat), batch.count, np.int64), load(targets + 8 * batch.leaves, np.int64)
     _put_fresh(batch, batch.flat)
@@ -91,7 +91,7 @@ def sample_uniform(address, targets):
 
 @kernel
 def sample_part(address, targets, begin, count, member):
-    """Gather rows of buffer ``member`` of a mixture into ``count`` positions of a batch, from position ``begin`` on."""
+    """Gather ``count`` rows of one buffer of a mixture, number ``member``, into a batch, from position ``begin`` on."""
     batch = batch_at(address)
     leaves = carray(pointer(batch.extents), (batch.leaves, 2), np.int64)
     places = np.empty(batch.leaves, np.int64)
@@ -135,7 +135,7 @@ def sample_proportional(address, targets, step, written, beta, mode, now):
 
 @kernel
 def sample_rank(address, targets, law, alpha, shift, step, written, beta, mode, now):
-    """Draw rows by rank and gather them; return False if no row has a rank or a drawn row is unwritten."""
+    """Draw rows by priority rank and gather them; return False if no row has a rank or a drawn row is unwritten."""
     batch = batch_at(address)
     index, importance, mass, _ = _drawn(batch, targets)
     order, head = carray(pointer(batch.table), ORDER, np.int64), carray(pointer(law), HEAD, np.float64)
@@ -148,7 +148,7 @@ def sample_rank(address, targets, law, alpha, shift, step, written, beta, mode, 
 
 @inlined
 def _put_fresh(batch, place):
-    """Overwrite the first row indices at address ``place`` with those of fresh rows; return their number."""
+    """Replace the first row indices at address ``place`` by those of queued new rows; return how many are replaced."""
     if not batch.queue:
         return 0
     live, newest, now = load(batch.numbers, np.int64), load(batch.numbers + 16, np.int64), load(batch.clock, np.int64)
@@ -184,10 +184,10 @@ def _gather_drawn(batch, targets, index, now):
 
 @inlined
 def _fresh_rows(batch, index, td_error, stamp, now, newest):
-    """Return the number of stale rows (rewritten after they were sampled), all row indices (-1 if stale) and TD errors.
+    """Return the number of stale rows (rewritten since sampling), all row indices (-1 if stale) and the TD errors.
 
-    ``index`` holds pairs (time step, lane) if there are lanes; the first result is -1 if a lane is out of range. If
-    ``stamp`` is 0, no row is stale.
+    With lanes, ``index`` holds pairs (time step, lane), and the returned number is -1 if a lane is out of range. If
+    ``stamp``, the address of the sampling times, is 0, no row counts as stale.
     """
     count, lanes, stale = batch.count, batch.lanes, 0
     row, error = carray(pointer(batch.flat), count, np.int64), carray(pointer(td_error), count, np.float32)
@@ -205,7 +205,7 @@ def _fresh_rows(batch, index, td_error, stamp, now, newest):
 
 @kernel
 def update_proportional(address, index, td_error, stamp, written, now, newest, alpha, eps):
-    """Set the priorities of rows that are not stale; return the result of ``update`` and the number of stale rows."""
+    """Set priorities, except of rows rewritten since sampling; return ``update``'s result and the number of these."""
     batch = batch_at(address)
     stale, row, error = _fresh_rows(batch, index, td_error, stamp, now, newest)
     if stale < 0:
@@ -226,9 +226,9 @@ def update_rank(address, index, td_error, stamp, written, now, newest):
 def write_ring(address, count, lanes_first, index):
     """Write ``count`` time steps at the cursor of a ring buffer, which the ``RING`` record at ``address`` describes.
 
-    If ``lanes_first``, leaves are ``[E, count, ...]`` instead of ``[count, E, ...]``. ``index`` is the address of the
-    index to fill, ``[count]`` int64, or ``[count * E, 2]`` with lanes; 0 for none. Returns the cursor before the write.
-    If ``_is_usual`` is False, changes nothing and returns -1.
+    With ``lanes_first``, the new data is ``[lanes, count, ...]`` instead of ``[count, lanes, ...]``. The index of the
+    new rows is written to address ``index`` (0: not written), int64 ``[count]``, or ``[count * lanes, 2]`` with lanes.
+    Returns the cursor before the write. If ``_is_usual`` returns False, changes nothing and returns -1.
     """
     ring = carray(pointer(address), 1, RING)[0]
     cursor, revision = load(ring.cursor, np.int64), load(ring.revision, np.int64)
@@ -260,7 +260,7 @@ def write_ring(address, count, lanes_first, index):
 
 @kernel
 def write_ring_proportional(address, count, lanes_first, index):
-    """Call :func:`write_ring`, and give the new rows the largest magnitude seen so far (1 if none) in a sum tree."""
+    """Call :func:`write_ring`, and give the new rows the largest priority so far (1 if there is none) in a sum tree."""
     cursor = write_ring(address, count, lanes_first, index)
     if cursor >= 0:
         ring = carray(pointer(address), 1, RING)[0]
@@ -288,7 +288,7 @@ def write_ring_rank(address, count, lanes_first, index):
 
 @inlined
 def _runs(ring, cursor, count):
-    """Return the first row that a write fills, and how many rows it fills before and after the ring wraps around."""
+    """Return the first row of a write, and the numbers of rows before and after the write wraps around the ring."""
     kept, lanes = min(count, ring.steps), max(ring.lanes, 1)
     start = (cursor + count - kept) % ring.steps
     head = min(kept, ring.steps - start)
@@ -303,7 +303,7 @@ def _entry(ring):
 
 @kernel
 def _is_usual(ring, cursor, start, kept, revision):
-    """Whether :func:`write_ring` can do a write; not, for example, out of ring order or after a change of alpha."""
+    """Whether :func:`write_ring` supports this write: it must be in ring order, with unchanged alpha, for example."""
     steps, last, lanes = ring.steps, load(ring.clock_last, np.int64), max(ring.lanes, 1)
     in_order = start == last + 1 or (start == 0 and last == steps - 1) or kept == steps
     usual = in_order and 0 <= cursor < steps and load(ring.clock_by_row, np.int64) == 0
@@ -319,7 +319,7 @@ def _is_usual(ring, cursor, start, kept, revision):
 
 @kernel
 def _scatter(ring, start, kept, count, lanes_first):
-    """Copy the last ``kept`` of ``count`` time steps to the ring, the first of them to position ``start``."""
+    """Copy the last ``kept`` of ``count`` time steps to the ring, from position ``start`` on."""
     lanes = max(ring.lanes, 1)
     extents = carray(pointer(ring.extents), (ring.leaves, 2), np.int64)
     sources = carray(pointer(ring.sources), ring.leaves, np.int64)
@@ -351,7 +351,7 @@ def _write_index(ring, cursor, count, index):
 
 @inlined
 def _coordinates(flat, lanes, target):
-    """Write the time step and the lane of each row to ``[B, 2]`` int64 at address ``target``."""
+    """Write the time step and the lane of each row in ``flat`` to ``[B, 2]`` int64 at address ``target``."""
     pair = carray(pointer(target), (len(flat), 2), np.int64)
     for i in range(len(flat)):
         pair[i, 0] = flat[i] // lanes

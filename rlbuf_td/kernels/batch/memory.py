@@ -1,4 +1,4 @@
-"""Allocates the tensors of batches; reuses the memory of large tensors."""
+"""Allocates the tensors of batches, and reuses the memory of large tensors."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class LeafMemory:
     """Allocates uninitialised tensors with given dtypes and shapes.
 
     The operating system zeroes new memory, which takes longer than copying images to it. On the CPU, a large tensor
-    therefore gets the memory of an earlier tensor, if no tensor, array, autograd graph or other process still uses it.
-    Each leaf keeps at most ``_KEPT`` tensors for reuse, none larger than ``_MOST`` bytes.
+    therefore reuses the memory of an earlier tensor that no tensor, array, autograd graph or other process still uses.
+    For each leaf, at most ``_KEPT`` tensors are kept for reuse, none larger than ``_MOST`` bytes.
     """
 
     __slots__ = ("_kept", "_large", "_small")
@@ -62,7 +62,7 @@ def _recycled(kept: deque[Tensor], example: Tensor) -> Tensor:
 
 
 def _unused(kept: deque[Tensor]) -> Tensor | None:
-    """Remove from ``kept`` and return a tensor whose memory nothing else uses; return None if there is none."""
+    """Remove a tensor whose memory nothing else uses from ``kept``, and return it; return None if there is none."""
     for _ in range(len(kept)):
         with suppress(IndexError):  # another thread has taken the last one
             memory = kept.popleft()  # no other thread can take it now

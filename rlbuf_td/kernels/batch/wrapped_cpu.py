@@ -1,8 +1,8 @@
 """Compiled functions that build the batches of n-step, hindsight and sequence samplers on the CPU.
 
 ``bitmap`` is :attr:`rlbuf_td.kernels.episodes.BitBoundaries.bitmap`, ``address`` points to a ``BATCH`` record, and
-``slot`` is one of ``Gather.slots``. ``drawn`` points to a list of addresses: first that of the indices of ``count``
-drawn rows (pairs of time step and lane if there are lanes), then those of the tensors of the sampler's info.
+``slot`` is an element of ``Gather.slots``. ``drawn`` points to an array of addresses. The first address points to the
+indices of ``count`` drawn rows (pairs of time step and lane if there are lanes), the others to the sampler's info.
 """
 
 import numpy as np
@@ -28,9 +28,9 @@ def _row(index, lanes, i):
 
 @kernel
 def n_step(bitmap, address, slot, drawn, count, n, gamma):
-    """Gather n-step transitions, and write the number of steps of each transition to the last tensor.
+    """Gather n-step transitions, and write the number of steps of each transition to the last output tensor.
 
-    The extents have two more columns: the kind of each leaf (``ROOT``, ``NEXT``, ``REWARD``) and its bytes per element.
+    ``BATCH.extents`` has two more columns: the kind of each leaf (``ROOT``, ``NEXT``, ``REWARD``) and its element size.
     """
     batch, index = batch_at(address), load(drawn, np.int64)
     rows, row_bytes, lanes, last = batch.rows, batch.row_bytes, batch.lanes, batch.leaves
@@ -65,10 +65,10 @@ def n_step(bitmap, address, slot, drawn, count, n, gamma):
 
 @kernel
 def hindsight(bitmap, address, slot, drawn, count, thresholds, only_finished, log_gamma, live, outcome, goals):
-    """Gather rows, replace the desired goals of some rows by achieved goals, and mark these rows in the last tensor.
+    """Gather rows, replace the desired goals of some rows by achieved goals, and write a mask of these rows.
 
     ``thresholds``, ``only_finished`` and ``log_gamma`` are those of :class:`rlbuf_td.kernels.episodes.goals.Law`.
-    ``outcome`` is the number of the leaf of achieved goals, and ``goals`` are those of the leaves of desired goals.
+    ``outcome`` is the leaf index of the achieved goals, and ``goals`` holds the leaf indices of the desired goals.
     """
     batch, index = batch_at(address), load(drawn, np.int64)
     rows, row_bytes, targets = batch.rows, batch.row_bytes, carray(pointer(slot), batch.leaves + 1, np.int64)
@@ -92,12 +92,12 @@ def hindsight(bitmap, address, slot, drawn, count, thresholds, only_finished, lo
 
 @kernel
 def windows(bitmap, address, slot, drawn, count, length, burn_in, shifts, reports, flags):
-    """Gather a window per drawn row (its anchor): ``burn_in`` rows before the anchor, and ``length`` rows from it on.
+    """Gather a window for each drawn row (the anchor): ``burn_in`` rows, then ``length`` rows from the anchor on.
 
     With ``shifts``, a window begins earlier if its trajectory has fewer than ``length`` rows from the anchor on. The
-    tensors after the leaves are the index, the anchors' info, the mask, the burn-in mask and the anchors' indices.
-    ``reports`` holds the bytes per row of each info tensor. ``flags`` are the numbers of the leaves ``is_init``,
-    truncated and done, -1 for a missing leaf.
+    output tensors are the leaves, the index, the anchors' info, the mask, the burn-in mask and the anchors' indices.
+    ``reports`` holds the bytes per row of each info tensor. ``flags`` holds the leaf indices of ``is_init``, truncated
+    and done, -1 for a missing leaf.
     """
     batch, index = batch_at(address), load(drawn, np.int64)
     window, across, lanes, last = burn_in + length, bitmap[5], batch.lanes, batch.leaves

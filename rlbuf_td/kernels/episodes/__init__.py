@@ -1,16 +1,16 @@
 """Finds the boundaries of trajectories: how many stored steps of a trajectory precede and follow each row.
 
-Rows are ``[T, E]`` (time, lanes), and each lane is a ring. A step is *cut* if the next step of its lane does not
-continue its trajectory: the trajectory has ended, or the write head is between the two steps. A step is *over* if its
-trajectory has ended with it. The first step of a trajectory has no mark of its own, so overwriting the first rows of a
-trajectory changes no mark of its later rows.
+Rows are ``[T, E]`` (time, lanes); a lane is one environment, and its rows are a ring. The flag *cut* of a step is set
+if the next step of the lane does not continue the trajectory: the trajectory has ended, or the write position is
+between the two steps. The flag *over* is set if the trajectory has ended with this step. No flag marks the first step
+of a trajectory, so overwriting the oldest rows of a trajectory does not change the flags of its later rows.
 
-:class:`FlagBoundaries` is the reference, in torch operations on any device; its first look-up after a write scans all
-rows. A Triton kernel for its look-ups reads only the trajectories of the given rows. :class:`BitBoundaries`, on the
-CPU, is a bitmap with levels of summary bits, so a look-up reads only a few words.
+:class:`FlagBoundaries` is the reference implementation in torch operations, for any device; the first look-up after a
+write scans all rows. With Triton, a look-up reads only the trajectories of the given rows. :class:`BitBoundaries` is
+the CPU implementation, a bitmap with levels of summary bits, so a look-up reads only a few words.
 
-Invariants (``tests/kernels/invariants.py`` checks them): a written lane has at least one cut; while the ring fills,
-step ``T - 1`` of each lane is cut; a step that is over is also cut.
+Invariants (``tests/kernels/invariants.py`` checks them): each written lane has at least one ``cut`` flag; until the
+ring is full, ``cut`` is set at step ``T - 1`` of each lane; where ``over`` is set, ``cut`` is set too.
 """
 
 from __future__ import annotations
@@ -30,30 +30,32 @@ WORD = 64
 
 
 class BoundariesBase(ABC):
-    """Abstract base of the two implementations."""
+    """The interface of both implementations of trajectory boundaries."""
 
     lanes: int
     head: Tensor  # ``[1]`` int64 on the host, the last written step, -1 before the first write
 
     @abstractmethod
     def write(self, start: int, count: int, end: Tensor, name: Tensor | None) -> None:
-        """Record a write of ``count`` time steps from ``start`` on, which does not wrap around.
+        """Record a write of ``count`` time steps from ``start`` on, which must not wrap around.
 
-        A trajectory ends where ``end``, ``[T, E]`` bool, is True, and where ``name``, ``[T, E]`` integer trajectory
-        ids, changes. An unfinished trajectory continues if ``start`` is the step after the last written one.
+        A trajectory ends at each step where ``end`` (bool) is True, and at each step after which the trajectory id
+        ``name`` changes; both are ``[T, E]``. An unfinished trajectory continues if ``start`` follows the last written
+        step.
         """
 
     @abstractmethod
     def reach(self, cells: Tensor, within: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return how many steps of its trajectory precede each row, how many follow, and whether the last step is over.
+        """Return the number of steps before and after each row in its trajectory, and whether the trajectory has ended.
 
-        ``cells``, ``[B]`` int64, are indices of the flattened ``[T * E]`` rows. Both counts are at most ``within``. The
-        third result is for the last of the counted following steps, or for the row itself if there are none.
+        ``cells``, ``[B]`` int64, are indices of the flattened ``[T * E]`` rows. Both numbers are at most ``within``.
+        The third result tells whether the trajectory ended with the last counted step (the row itself if no step
+        follows).
         """
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
-        """Return the state by name, without copies."""
+        """Return the tensors of the state by name, without copies."""
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
         for name, mine in self.tensors().items():
@@ -65,7 +67,7 @@ class BoundariesBase(ABC):
 
 
 class FlagBoundaries(BoundariesBase):
-    """The reference implementation: two flags per row, ``cut`` and ``over``, both ``[T, E]`` bool."""
+    """Reference implementation of trajectory boundaries: the flags ``cut`` and ``over``, both ``[T, E]`` bool."""
 
     def __init__(self, steps: int, lanes: int, device: torch.device | str = "cpu") -> None:
         self.lanes = lanes
@@ -110,11 +112,11 @@ class FlagBoundaries(BoundariesBase):
 
     @cached_property
     def numbers(self) -> DeviceScalars:
-        """Parameters that captured CUDA graphs read: the law of hindsight goals and the discount factor."""
+        """Settings that captured CUDA graphs read: the distribution of hindsight goals and the discount factor."""
         return DeviceScalars(8, self.cut.device)
 
     def _scan(self) -> tuple[Tensor, Tensor]:
-        """Return how many steps of its trajectory precede each row, and how many follow it, both ``[T, E]``."""
+        """Return how many steps of the same trajectory precede and follow each row, both ``[T, E]``."""
         steps = len(self.cut)
         twice = torch.cat((self.cut, self.cut))  # the ring, unrolled
         at = torch.arange(2 * steps, device=twice.device)[:, None].expand(twice.shape)
@@ -131,7 +133,7 @@ class FlagBoundaries(BoundariesBase):
 
 
 class BitBoundaries(BoundariesBase):
-    """The implementation on the CPU: a bitmap; :mod:`rlbuf_td.kernels.episodes.cpu` describes its layout."""
+    """CPU implementation of trajectory boundaries: a bitmap (layout: :mod:`rlbuf_td.kernels.episodes.cpu`)."""
 
     def __init__(self, steps: int, lanes: int, device: torch.device | str = "cpu") -> None:
         self.steps, self.lanes = steps, lanes
@@ -145,7 +147,7 @@ class BitBoundaries(BoundariesBase):
 
     @cached_property
     def bitmap(self) -> tuple[int, int, int, int, int, int]:
-        """Arguments of the CPU loops; valid until this object is deleted or moved to shared memory."""
+        """Arguments of the CPU loops, valid until this object is deleted or moved to shared memory."""
         addresses = self.bits.data_ptr(), self.bits.shape[1], self.starts.ctypes.data
         return *addresses, len(self.starts) - 1, self.steps, self.lanes
 
@@ -155,7 +157,7 @@ class BitBoundaries(BoundariesBase):
         cpu.write(self.numbers(end, name), start, count)
 
     def numbers(self, end: Tensor, name: Tensor | None) -> np.ndarray:
-        """Return the addresses and sizes for the loop of :meth:`write`; zeros stand for ``name`` if it is None."""
+        """Return the addresses and sizes for the loop of :meth:`write`; if ``name`` is None, its numbers are 0."""
         names = (0, 0, 0, 0) if name is None else (*_column(name), name.element_size())
         return np.array([*self.bitmap, self.head.data_ptr(), *_column(end), *names], np.int64)
 

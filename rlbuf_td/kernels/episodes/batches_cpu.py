@@ -10,7 +10,7 @@ _SOON = 16  # how many rows ahead the bits and rewards of a row are prefetched
 
 @inlined
 def steps_to_goal(share, ahead, log_gamma):
-    """Return how many steps ahead the goal is, 0 to ``ahead``; ``share`` is a uniform random number."""
+    """Return how many steps after a row its new goal is, 0 to ``ahead``; ``share`` is uniform in ``[0, 1)``."""
     if log_gamma < 0:
         return min(np.int64(np.log1p(share * np.expm1((ahead + 1) * log_gamma)) / log_gamma), ahead)
     return min(np.int64(share * (ahead + 1)), ahead)
@@ -18,7 +18,7 @@ def steps_to_goal(share, ahead, log_gamma):
 
 @inlined
 def choose(bitmap, thresholds, only_finished, log_gamma, live, cell, pick):
-    """Return the row that provides a new goal for row ``cell``, or -1 for none; ``pick`` is a uniform random number."""
+    """Return the row whose achieved goal becomes row ``cell``'s goal, or -1; ``pick`` is uniform in ``[0, 1)``."""
     future, final, episode, random = thresholds[0], thresholds[1], thresholds[2], thresholds[3]
     if pick >= episode:
         return min(np.int64((pick - episode) / (random - episode) * live), live - 1) if pick < random else np.int64(-1)
@@ -52,7 +52,7 @@ def _reward_at(address, double):
 
 @inlined
 def walk(bitmap, cell, n):
-    """Return the number of rows from ``cell`` to its trajectory's end, at most ``n``, and the last of these rows."""
+    """Count the rows from ``cell`` to the end of its trajectory, at most ``n``; return the count and the last row."""
     steps, lanes = bitmap[4], bitmap[5]
     t, lane = split(cell, lanes)
     k = 1
@@ -64,7 +64,7 @@ def walk(bitmap, cell, n):
 
 @inlined
 def put_sum(target, rewards, row_bytes, cell, lanes, cells, k, gamma, double):
-    """Write the discounted sum of the ``k`` rewards that begin at row ``cell``."""
+    """Write the discounted sum of ``k`` rewards, from row ``cell`` on, to address ``target``."""
     total, discount = _reward_at(rewards + cell * row_bytes, double), 1.0
     for _ in range(1, k):
         cell = cell + lanes if cell + lanes < cells else cell + lanes - cells
@@ -78,7 +78,7 @@ def put_sum(target, rewards, row_bytes, cell, lanes, cells, k, gamma, double):
 
 @kernel
 def sums_ahead(bitmap, reward, row_bytes, features, double, count, rows, n, gamma, total, taken, last):
-    """Implement :func:`rlbuf_td.kernels.episodes.n_step.sums_ahead`, with results ``total``, ``taken`` and ``last``."""
+    """Implement :func:`rlbuf_td.kernels.episodes.n_step.sums_ahead`; write to ``total``, ``taken`` and ``last``."""
     lanes, cells, width = bitmap[5], bitmap[4] * bitmap[5], 8 if double else 4
     for i in range(count):
         if i + _SOON < count:

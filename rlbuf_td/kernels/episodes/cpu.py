@@ -1,11 +1,12 @@
 """Look-ups and writes in the bitmap of :class:`rlbuf_td.kernels.episodes.BitBoundaries`.
 
-The words ``bits[e]``, ``[E, words]`` int64, describe lane ``e``. Bit ``t`` of level 0 is set if step ``t`` is cut. Bit
-``w`` of each higher level is set if any bit of word ``w`` of the level below is set. Level ``k`` begins at word
-``starts[k]``. From word ``starts[-1]`` on, bit ``t`` is set if step ``t`` is over.
+The words ``bits[e]``, ``[E, words]`` int64, describe lane ``e``. Bit ``t`` of level 0 is set if step ``t`` is a
+*boundary*: its trajectory does not continue at step ``t + 1``. Bit ``w`` of a higher level is set if any bit of word
+``w`` of the level below is set. Level ``k`` begins at word ``starts[k]``. From word ``starts[-1]`` on, bit ``t`` is set
+if the trajectory ended with step ``t``.
 
-``bitmap`` is a tuple: address of the bits, words per lane, address of ``starts``, number of levels, T, E. If look-ups
-took arrays, numba would count references at each call, which takes longer than the look-up.
+``bitmap`` is a tuple: address of ``bits``, words per lane, address of ``starts``, number of levels, time steps, lanes.
+With arrays as arguments, numba's reference counting would take longer than the look-up.
 """
 
 import numpy as np
@@ -19,7 +20,7 @@ _ALL, _ONE, _SIX, _63 = np.uint64(2**64 - 1), np.uint64(1), np.uint64(6), np.uin
 
 @inlined
 def _start(bitmap, level):
-    """Return the first word of a level; the level after the last one has the bits of steps that are over."""
+    """Return the first word of a level; the level after the last one marks the steps at which trajectories ended."""
     return np.uint64(load(bitmap[2] + 8 * level, np.int64))
 
 
@@ -35,14 +36,14 @@ def _bit(bitmap, lane, start, t):
 
 @inlined
 def expect(bitmap, cell):
-    """Prefetch the word that contains the cut bit of a row."""
+    """Prefetch the word that contains the boundary bit of a row."""
     t, lane = split(cell, bitmap[5])
     prefetch(bitmap[0] + 8 * (lane * bitmap[1] + (t >> 6)))
 
 
 @kernel
 def _descend(bitmap, lane, level, position, first):
-    """Return the first cut (last if not ``first``) that bit ``position`` of a level summarises; this bit is set."""
+    """Return the first boundary (the last if not ``first``) below bit ``position`` of a level; this bit must be set."""
     while level > 0:
         level -= 1
         word = _word(bitmap, lane, _start(bitmap, level) + position)
@@ -53,7 +54,7 @@ def _descend(bitmap, lane, level, position, first):
 
 @kernel
 def _next(bitmap, lane, t):
-    """Return the first cut at step ``t`` or later, -1 if there is none."""
+    """Return the first trajectory boundary at step ``t`` or later, -1 if there is none."""
     position = np.uint64(t)
     for level in range(bitmap[3]):
         at = _start(bitmap, level) + (position >> _SIX)
@@ -69,7 +70,7 @@ def _next(bitmap, lane, t):
 
 @kernel
 def _previous(bitmap, lane, t):
-    """Return the last cut at step ``t`` or earlier, -1 if there is none."""
+    """Return the last trajectory boundary at step ``t`` or earlier, -1 if there is none."""
     if t < 0:
         return np.int64(-1)
     position = np.uint64(t)
@@ -87,14 +88,14 @@ def _previous(bitmap, lane, t):
 
 @kernel
 def _next_around(bitmap, lane, t):
-    """Return the first cut at step ``t`` or later; if the search wraps around, the result is that step plus T."""
+    """Return the first boundary at step ``t`` or later; add the ring's length if the search wraps around."""
     following = _next(bitmap, lane, t)
     return following if following >= 0 else _next(bitmap, lane, np.int64(0)) + bitmap[4]
 
 
 @inlined
 def steps_ahead(bitmap, lane, t):
-    """Return the number of steps from step ``t`` of a lane to the last step of its trajectory, 0 if ``t`` is cut."""
+    """Return the number of steps from step ``t`` of a lane to the last stored step of its trajectory."""
     position, bit = np.uint64(t) >> _SIX, np.uint64(t) & _63
     window = _word(bitmap, lane, position) >> bit  # the next 64 steps, which hold a cut more often than one word
     if position + _ONE < _start(bitmap, 1):
@@ -104,7 +105,7 @@ def steps_ahead(bitmap, lane, t):
 
 @kernel
 def steps_back(bitmap, lane, t):
-    """Return the number of steps from the first step of the trajectory to step ``t`` of a lane."""
+    """Return the number of steps from the first stored step of the trajectory to step ``t`` of a lane."""
     before, steps = _previous(bitmap, lane, t - 1), bitmap[4]
     return t - before - 1 if before >= 0 else t + steps - _previous(bitmap, lane, steps - 1) - 1
 
@@ -148,7 +149,7 @@ def _put(bits, lane, first, t, value):
 
 @kernel
 def _put_cut(bits, lane, starts, t, value):
-    """Set or clear a cut, and update the levels above."""
+    """Set or clear the boundary bit of step ``t``, and update the levels above."""
     t = np.uint64(t)
     for level in range(len(starts) - 1):
         old, new = _put(bits, lane, np.uint64(starts[level]), t, value)

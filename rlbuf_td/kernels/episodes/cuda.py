@@ -1,6 +1,6 @@
-"""Triton kernel of look-ups in :class:`rlbuf_td.kernels.episodes.FlagBoundaries`.
+"""Triton kernel for look-ups in :class:`rlbuf_td.kernels.episodes.FlagBoundaries`.
 
-Each program looks up one row: it reads flags, block by block, until it finds a cut or has read ``most`` flags.
+Each program looks up one row: it reads ``cut`` flags, block by block, until a flag is set or ``most`` flags are read.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ OPTIONS = {"enable_fp_fusion": True, "num_warps": 2}
 
 @triton.jit
 def steps_to_cut(cut, steps, lanes, t, lane, most, DIRECTION: tl.constexpr, STRETCH: tl.constexpr):
-    """Count steps from ``t`` to the next cut (DIRECTION 1) or to the trajectory's first step (-1), up to ``most``."""
+    """Count the steps from ``t`` to its trajectory's last step (DIRECTION 1) or first step (-1), up to ``most``."""
     offset = tl.arange(0, STRETCH)
     found = tl.zeros([], tl.int64) + most  # which is at most ``steps``
     begun = tl.zeros([], tl.int64)

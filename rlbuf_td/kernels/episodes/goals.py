@@ -1,4 +1,4 @@
-"""Hindsight: chooses the rows whose achieved goals become the goals of a batch."""
+"""Hindsight experience replay: chooses the rows whose achieved goals become the desired goals of a batch."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _LOG_GAMMA = 7  # index of log_gamma in ``FlagBoundaries.numbers``, after the di
 class Law(NamedTuple):
     """The distribution of hindsight goals.
 
-    Each of ``STRATEGIES`` has a threshold; the thresholds ascend to at most 1. The first threshold above a row's
-    uniform random number selects the strategy; if no threshold is above the number, the row keeps its goal. The
-    position of the number between two thresholds selects the row that provides the goal.
+    Each of ``STRATEGIES`` has a threshold; the thresholds ascend to at most 1. For each row, a uniform random number
+    selects the strategy: that of the first threshold above the number. If no threshold is above the number, the row
+    keeps its goal. The position of the number between two thresholds selects the row that provides the goal.
     """
 
     thresholds: tuple[float, ...]
@@ -29,7 +29,7 @@ class Law(NamedTuple):
 
 
 def put_law(boundaries: FlagBoundaries, law: Law, live: int) -> None:
-    """Copy a law and the number of written rows to the device, where captured graphs read them."""
+    """Copy the distribution of goals and the number of rows to device memory that captured CUDA graphs read."""
     for place, value in enumerate((*law.thresholds, live, float(law.only_finished))):
         boundaries.numbers.set_(place, value)
     boundaries.numbers.set_(_LOG_GAMMA, law.log_gamma)
@@ -40,7 +40,7 @@ def choose_goals(boundaries: Boundaries, cells: Tensor, uniform: Tensor, law: La
 
     ``cells``, ``[B]`` int64, are the batch's indices of the flattened rows; ``uniform``, ``[B]`` float64 in ``[0, 1)``,
     are random numbers; both are contiguous. ``live`` is the number of written rows. Returns the chosen rows, ``[B]``
-    int64 (a row that keeps its goal is its own choice), and which rows get a new goal, ``[B]`` bool.
+    int64, and a mask of the rows that get a new goal, ``[B]`` bool. Where the mask is False, the row itself is chosen.
     """
     if isinstance(boundaries, BitBoundaries):
         rows, mask = np.empty(len(cells), np.int64), np.empty(len(cells), np.bool_)
@@ -67,7 +67,7 @@ def choose_goals(boundaries: Boundaries, cells: Tensor, uniform: Tensor, law: La
 
 
 def _law_of(boundaries: FlagBoundaries, law: Law, live: int) -> tuple[Tensor, int | Tensor, Tensor, Tensor]:
-    """Return the thresholds with 0 before and 1 after them, the number of rows, and the other fields of the law."""
+    """Return ``[0, *thresholds, 1]``, the number of written rows, ``only_finished`` and ``log_gamma``."""
     if torch.compiler.is_compiling():
         device = boundaries.cut.device
         edges = torch.tensor([0.0, *law.thresholds, 1.0], dtype=torch.float64, device=device)

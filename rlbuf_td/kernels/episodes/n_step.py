@@ -11,9 +11,9 @@ _GAMMA = 6  # index of gamma in ``FlagBoundaries.numbers``; 0 to 5, and 7, hold 
 
 
 def windows(boundaries: Boundaries, rows: Tensor, n: int, lanes: int, cells: int) -> tuple[Tensor, Tensor]:
-    """Return a window of ``n`` rows from each row on, ``[B, n]``, and the number of steps to the trajectory's end.
+    """Return windows of ``n`` rows from each row on, ``[B, n]``, and the number of steps to the trajectory's end.
 
-    The number is at most ``n``. After the end, a window repeats the last row of the trajectory.
+    The number of steps is at most ``n``. After the end, a window repeats the last row of the trajectory.
     """
     ahead = boundaries.reach(rows, n)[1]
     offset = torch.arange(n, device=rows.device).minimum(ahead[:, None])
@@ -23,8 +23,8 @@ def windows(boundaries: Boundaries, rows: Tensor, n: int, lanes: int, cells: int
 def n_step_sums(reward: Tensor, end: Tensor, ahead: Tensor, gamma: float | Tensor) -> tuple[Tensor, Tensor]:
     """Return discounted sums of rewards, ``[B, ...]``, and the number of rewards in each sum, ``[B]`` int64.
 
-    ``reward`` is ``[B, n, ...]``. A sum ends with the first step where ``end``, ``[B, n]`` bool, is True, and contains
-    at most ``1 + ahead`` rewards; ``ahead`` is ``[B]`` int64.
+    ``reward`` is ``[B, n, ...]``. A sum ends with the first step where ``end``, ``[B, n]`` bool, is True, and has at
+    most ``1 + ahead`` rewards, where ``ahead`` is ``[B]`` int64.
     """
     steps = torch.arange(reward.shape[1], device=reward.device)
     ended_before = end.cumsum(1) - end.long() > 0
@@ -40,7 +40,7 @@ def n_step_sums(reward: Tensor, end: Tensor, ahead: Tensor, gamma: float | Tenso
 def sums_ahead(
     boundaries: Boundaries, rows: Tensor, reward: Tensor, n: int, gamma: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the discounted sum of each row's next ``n`` rewards; a sum ends with the row's trajectory.
+    """Return the discounted sum of ``n`` rewards from each row on; a sum ends with the row's trajectory.
 
     ``reward`` is ``[T * E, ...]``. Returns the sums, ``[B, ...]``; the number of rewards in each sum, ``[B]`` int64;
     and the row of the last reward in each sum, ``[B]`` int64.
@@ -66,7 +66,7 @@ def put_gamma(boundaries: FlagBoundaries, gamma: float) -> None:
 
 
 def discount_of(boundaries: Boundaries, gamma: float) -> float | Tensor:
-    """Return the discount factor; on devices other than the CPU, as a tensor that captured graphs read."""
+    """Return the discount factor; on devices other than the CPU, as a tensor that captured CUDA graphs read."""
     if isinstance(boundaries, BitBoundaries) or torch.compiler.is_compiling():
         return gamma
     put_gamma(boundaries, gamma)

@@ -1,6 +1,6 @@
 """Computes episode statistics on the CPU; ``tests/test_stats.py`` has a reference implementation.
 
-Time steps are processed in order, all lanes of a step together, so episodes are recorded in the order of their ends.
+Time steps are processed in order, for all lanes together, so episodes are recorded in the order in which they end.
 """
 
 import numpy as np
@@ -15,7 +15,7 @@ STEPS, EPISODES, WRITES = 0, 1, 2  # indices into ``counters``
 
 @compiled
 def _slot(keys, key, hint):
-    """Return the slot of the open episode ``key``, else an unused slot, else -1; the search begins at slot ``hint``."""
+    """Return the slot of the open episode ``key``, or a free slot, or -1 if none is free; start at ``hint``."""
     slots, free = keys.shape[0], -1
     for k in range(slots):
         slot = (hint + k) % slots  # the hint may exceed the present number of slots
@@ -28,7 +28,7 @@ def _slot(keys, key, hint):
 
 @compiled
 def _finish(slot, row, reasons, reduction, keys, lengths, sums, records, ends, counters):
-    """Record the time, length, metrics and end reasons of an episode, and remove it from the open episodes."""
+    """Record the time, length, metrics and end reasons of an episode, and remove the episode from the open episodes."""
     at = counters[EPISODES] % records.shape[0]
     records[at, 0] = counters[STEPS]
     records[at, 1] = lengths[slot]
@@ -45,13 +45,13 @@ def count_steps(
     start, shape, strides, inputs, is_double, reduction,
     keys, lengths, touched, sums, lane_slot, records, ends, counters,
 ):  # fmt: skip
-    """Count the steps ``start`` to ``T * E - 1`` of one write; return T * E, or the first step without an unused slot.
+    """Count the steps ``start`` to ``T * E - 1`` of one write; return T * E, or the first step that finds no free slot.
 
-    ``strides``: rows between time steps, and between lanes. ``inputs``: addresses of contiguous arrays: trajectory ids
-    (int64; address 0: use lanes instead), ends (one byte), M metrics, R end reasons (one byte). ``keys``, ``lengths``,
-    ``touched`` (the last write that added a step) and ``sums`` (``[S, M]``) describe the open episodes in S slots.
-    ``lane_slot``: the slot that each lane used last. ``records``, ``[H, 2 + M]``, and ``ends``, ``[H, R]``: rings of
-    finished episodes.
+    ``strides`` holds the distances in rows between time steps and between lanes. ``inputs`` holds addresses of
+    contiguous arrays: trajectory ids (int64; address 0: one id per lane), ends (one byte), M metrics, R end reasons
+    (one byte). ``keys``, ``lengths``, ``touched`` (the last write that added a step) and ``sums`` (``[S, M]``) describe
+    the open episodes in S slots. ``lane_slot`` holds the slot that each lane used last. ``records``, ``[H, 2 + M]``,
+    and ``ends``, ``[H, R]``, are rings of finished episodes.
     """
     steps, lanes = shape
     metrics = is_double.shape[0]

@@ -4,9 +4,9 @@ Two classes have the same methods and give the same ranks:
 
 - :class:`~rlbuf_td.kernels.rank_order.reference.SortedOrder` sorts all rows when ranks are needed, on any device.
 - :class:`~rlbuf_td.kernels.rank_order.chunked.ChunkedOrder`, on the CPU, keeps the rows sorted in short chunks, and
-  counts the rows before each chunk. It finds the row of a rank in O(log N).
+  counts the rows before each chunk. Finding the row of a rank takes O(log N).
 
-Magnitudes are float32: errors that are equal as float32 are a tie, and errors above the largest float32 are set to it.
+Magnitudes are float32: errors that are equal as float32 are a tie, and errors above the largest float32 are clamped.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ RankOrder: TypeAlias = SortedOrder | ChunkedOrder
 
 
 def make_order(magnitude: Tensor, stale_updates: int = 0) -> RankOrder:
-    """Return an order for the device of ``magnitude``; ``stale_updates`` applies to :class:`SortedOrder` only."""
+    """Return a rank order for the device of ``magnitude``; only :class:`SortedOrder` uses ``stale_updates``."""
     return ChunkedOrder(magnitude) if backend_of(magnitude) == "numba" else SortedOrder(magnitude, stale_updates)
 
 

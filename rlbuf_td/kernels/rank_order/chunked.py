@@ -1,4 +1,4 @@
-"""The rank order on the CPU, which is always sorted."""
+"""The rank order on the CPU, which updates keep sorted."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from rlbuf_td.kernels.strata import NORMS, step_of
 
 
 class ChunkedOrder:
-    """Rows in the order of their magnitudes, with the methods of ``SortedOrder``.
+    """Rows sorted by magnitude ``|td_error|``, with the methods of ``SortedOrder``.
 
-    Cost: O(B log N) for a draw; O(B (128 + log N)) for an update, plus O(N) at most once per N / 3 changed rows; 15 to
-    27 bytes per row.
+    Cost: a draw takes O(B log N), an update O(B (128 + log N)), plus O(N) at most once per N / 3 changed rows. The
+    memory is 15 to 27 bytes per row.
     """
 
     refused = 0
@@ -55,10 +55,10 @@ class ChunkedOrder:
         self._adopt({name: tensor.clone().share_memory_() for name, tensor in self._tensors.items()})
 
     def prepare_capture(self, law: RankLaw, beta: float, rows: int) -> None:
-        """Do nothing: the CPU has no graph capture."""
+        """Do nothing, because CUDA graphs do not read this order."""
 
     def forget_order(self) -> None:
-        """Do nothing: CUDA graphs never change this order."""
+        """Do nothing, because CUDA graphs never change this order."""
 
     def update_(self, index: Tensor, td_error: Tensor, rows: int, counts: bool = True) -> float | Tensor:
         given = index.numpy(), as_float32(td_error).numpy(), rows

@@ -1,18 +1,18 @@
 """The memory of ``ChunkedOrder``: rows sorted by magnitude, in three levels of tensors.
 
 - A **chunk** holds up to ``WIDTH`` keys (magnitude and row, see ``cpu.key_of``) in ascending order: ``keys[c, :n]``.
-- A **group** holds up to ``WIDTH`` chunks in order. ``child[g, s]`` is the chunk in slot ``s``, and ``first[g, s]`` a
-  lower bound of its keys, greater than all keys of earlier chunks. ``before[g, s]`` counts the keys in earlier slots,
-  and ``before[g, size[g]]`` all keys of the group.
+- A **group** holds up to ``WIDTH`` chunks in order. In slot ``s`` of group ``g``, ``child[g, s]`` is the chunk, and
+  ``first[g, s]`` is a lower bound of its keys, greater than all keys of earlier chunks. ``before[g, s]`` counts the
+  keys in earlier slots of the group, and ``before[g, size[g]]`` all keys of the group.
 - The **top** lists the groups in order: ``top_group[p]`` is a group, ``top_first[p]`` its lower bound, ``top_count[p]``
   its number of keys, and ``top_before[p]`` the number of keys in earlier groups.
 
 A full chunk or group is split; chunks and groups are never merged. When no unused chunk is left, all keys move to
-chunks that are three quarters full. This takes O(N), at most once per N / 3 changed rows.
+chunks that are three quarters full. This move takes O(N), at most once per N / 3 changed rows.
 
-Invariants (``tests/kernels/invariants.py`` checks them): ``first[top_group[p], 0] == top_first[p]``, 0 for the
-first group; elements past the end are ``NO_KEY`` or ``FULL``, so that a branchless search of fixed length never enters
-them. An order without groups has no rows, and the rest of its memory is undefined.
+Invariants (``tests/kernels/invariants.py`` checks them): ``first[top_group[p], 0] == top_first[p]``, 0 for the first
+group; array elements past the end are ``NO_KEY`` or ``FULL``, so a branchless search of fixed length never selects
+them. A rank order without groups has no rows, and the rest of its memory is undefined.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Chunks = namedtuple("Chunks", "head bits keys first child before size top_first 
 
 
 def allocate(capacity: int, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
-    """Return the tensors of an empty order. Pages that are never written take no physical memory."""
+    """Return the tensors of an empty rank order. Pages that are never written take no physical memory."""
     chunks = capacity // 47 + 8
     groups = chunks // (WIDTH // 2) + 2  # a split group leaves two half-full ones
     top = 1 << groups.bit_length()
@@ -65,6 +65,6 @@ def allocate(capacity: int, device: torch.device | str = "cpu") -> dict[str, tor
 
 
 def addresses(st: Chunks) -> np.ndarray:
-    """Return the capacities for rows, chunks, groups and the top, then the addresses of all arrays, as int64."""
+    """Return the capacities for rows, chunks, groups and the top level, then the addresses of all arrays, as int64."""
     sizes = len(st.bits), len(st.keys), len(st.size), len(st.top_first)
     return np.array([*sizes, *(array.ctypes.data for array in st)], np.int64)

@@ -1,6 +1,6 @@
-"""Look-ups in the chunked order on the CPU: draws rows by rank, and finds the ranks of rows.
+"""Look-ups in the chunked rank order on the CPU: draws rows by rank, and finds the ranks of rows.
 
-The searches of a batch descend together, level by level and without branches, so that their cache misses overlap.
+All searches of a batch descend together, level by level and without branches, so that their cache misses overlap.
 ``order`` is the result of :func:`rlbuf_td.kernels.rank_order.chunks.addresses`.
 """
 
@@ -47,7 +47,7 @@ def key_of(bits, row):
 
 @bare
 def _search_top(bounds, groups, wanted, pos):
-    """For each wanted value, write the position of the last group whose bound is at most this value."""
+    """For each wanted value, write to ``pos`` the position of the last group whose bound is at most this value."""
     pos[:] = 0
     step = 1
     while step < groups:
@@ -62,7 +62,7 @@ def _search_top(bounds, groups, wanted, pos):
 
 @bare
 def _search_groups(bounds, top_group, wanted, pos, slot):
-    """For each wanted value, write the last slot of the group at ``pos`` whose bound is at most this value."""
+    """For each wanted value, write the last slot whose bound is at most this value, in the group at ``pos``."""
     slot[:] = 0
     step = WIDTH // 2
     while step > 0:
@@ -111,7 +111,7 @@ def count_below(keys, c, n, key):
 
 @compiled
 def ranks_of(order, rows, ranks):
-    """Write the rank of each row (0 without a magnitude) to ``ranks``; return False if a row is out of range."""
+    """Write the rank of each row (0: no magnitude) to ``ranks``; return False if a row is out of range."""
     st = chunks_at(order)
     ranks[:] = 0
     inside = True
@@ -166,7 +166,7 @@ def _rank_of_mass(mass, rows, law, alpha, shift):
 
 @bare
 def _find_rows(st, rest, pos, rows):
-    """Write the row of each rank ``rest + 1`` to ``rows``; ``rest`` and ``pos`` are overwritten."""
+    """Write the rows of ranks ``rest + 1`` to ``rows``; ``rest`` and ``pos`` are overwritten."""
     slot = rows
     _search_top(st.top_before, st.head[GROUPS], rest, pos)
     for j in range(len(rows)):
@@ -182,7 +182,7 @@ def _find_rows(st, rest, pos, rows):
 
 @compiled
 def draw(order, law, alpha, shift, uniform, step, beta, mode, index, weight):
-    """Write drawn rows and their importance weights; return False if there are no rows. ``uniform`` is overwritten."""
+    """Draw rows by rank, and compute importance weights; return False if no row has a rank. Overwrites ``uniform``."""
     st = chunks_at(order)
     rows = st.head[ROWS]
     if rows == 0:

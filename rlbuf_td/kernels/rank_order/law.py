@@ -1,13 +1,15 @@
 r"""The distribution of ranks: ``P(r) = r^-alpha / H_N`` with ``H_n = 1 + 2^-alpha + ... + n^-alpha``.
 
-The first :data:`HEAD` values of ``H`` are a table. For larger ranks, the Euler-Maclaurin formula, anchored at the end
-of the table, has float64 accuracy:
+The first :data:`HEAD` values of ``H`` are stored in a table. For larger ranks, the Euler-Maclaurin formula, fitted to
+the end of the table, has float64 accuracy:
 
-.. math:: H_n = C + \frac{x^{1-\alpha} - 1}{1-\alpha} + \frac{\alpha}{24} x^{-\alpha-1} + O(x^{-\alpha-3}),
-          \quad x = n + \tfrac12
+.. math::
 
-(for ``alpha = 1`` the fraction is ``log x``). The formula has an inverse in closed form, so the cost of a draw does not
-depend on ``N``. No function waits for the device; ``cpu.py`` has compiled versions.
+    H_n = C + \frac{x^{1-\alpha} - 1}{1-\alpha} + \frac{\alpha}{24} x^{-\alpha-1} + O(x^{-\alpha-3}), \quad
+    x = n + \tfrac12
+
+For ``alpha = 1``, the first fraction becomes ``log x``. The formula has an inverse in closed form, so the cost of a
+draw does not depend on ``N``. No function waits for the device; ``cpu.py`` has compiled versions of the functions.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ HEAD = 1024
 
 @dataclass(frozen=True)
 class RankLaw:
-    """The distribution for one ``alpha``; in captured graphs, alpha and shift are 0-dim float64 tensors."""
+    """The distribution of ranks for one ``alpha``; for captured CUDA graphs, alpha and shift are 0-dim tensors."""
 
     alpha: float | Tensor  # not negative; 0 is uniform
     head: Tensor  # ``[HEAD]`` float64, ``H_1, H_2, ...``
@@ -31,7 +33,6 @@ class RankLaw:
 
 
 def rank_law(alpha: float, device: torch.device | str = "cpu") -> RankLaw:
-    """Return the distribution for ``alpha``. O(1)."""
     head = cumulative(alpha, HEAD)
     x = torch.tensor(HEAD + 0.5, dtype=torch.float64, device="cpu")
     # An asynchronous copy is safe: the driver reads this memory before the call returns, see storages.indexing.moved.
@@ -39,12 +40,12 @@ def rank_law(alpha: float, device: torch.device | str = "cpu") -> RankLaw:
 
 
 def cumulative(alpha: float, n: int) -> Tensor:
-    """Return ``H_1 .. H_n``, ``[n]`` float64, by direct summation. O(n)."""
+    """Return the cumulative masses ``H_1 .. H_n``, ``[n]`` float64, by direct summation. O(n)."""
     return torch.arange(1, n + 1, dtype=torch.float64, device="cpu").pow(-alpha).cumsum(0)
 
 
 def mass(law: RankLaw, ranks: Tensor) -> Tensor:
-    """Return the cumulative mass ``H_r`` of each rank ``r`` of at least 1, float64."""
+    """Return the cumulative mass ``H_r = 1 + 2^-alpha + ... + r^-alpha`` of each rank ``r >= 1``, float64."""
     in_head = ranks <= HEAD
     table = torch.take(law.head, torch.where(in_head, ranks, 1) - 1)  # indexing by a 0-dim tensor would synchronise
     x = torch.where(in_head, HEAD, ranks).to(torch.float64) + 0.5
@@ -52,7 +53,7 @@ def mass(law: RankLaw, ranks: Tensor) -> Tensor:
 
 
 def ranks_of_mass(law: RankLaw, value: Tensor, rows: Tensor) -> Tensor:
-    """Return for each value the rank ``r <= rows`` with ``H_(r-1) <= value < H_r``, int64."""
+    """Return for each ``value`` the rank ``r <= rows`` with ``H_(r-1) <= value < H_r``, int64; :func:`mass` gives H."""
     in_head = torch.searchsorted(law.head, value, right=True) + 1
     y, bend = (value - law.shift).clamp(min=0.0), 1.0 - law.alpha
     y = _unless(bend, y, torch.log1p((bend * y).clamp(min=-1.0)) / bend)
@@ -69,7 +70,7 @@ def _primitive(alpha: float | Tensor, x: Tensor) -> Tensor:
 
 
 def _unless(bend: float | Tensor, straight: Tensor, bent: Tensor) -> Tensor:
-    """Return ``bent``, or ``straight`` if ``bend``, which is ``1 - alpha``, is 0."""
+    """Return ``straight`` if ``bend``, which is ``1 - alpha``, is 0; otherwise return ``bent``."""
     if isinstance(bend, Tensor):
         return torch.where(bend == 0.0, straight, bent)
     return bent if bend else straight

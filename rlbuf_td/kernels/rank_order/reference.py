@@ -20,7 +20,7 @@ def as_float32(td_error: Tensor) -> Tensor:
 
 
 class SortedOrder:
-    """Rows in the order of their magnitudes. A look-up after magnitudes change sorts all rows, in O(N log N).
+    """Rows sorted by magnitude ``|td_error|``. The first look-up after magnitudes change sorts all rows, in O(N log N).
 
     Args:
         magnitude: ``[capacity]`` float32, -1 for rows without a magnitude; this object changes the tensor in place.
@@ -41,7 +41,7 @@ class SortedOrder:
 
     @property
     def refused(self) -> Tensor:
-        """Number of NaN or infinite errors that were skipped."""
+        """Number of NaN or infinite TD errors that were skipped."""
         return self.device_state.refused
 
     def share_memory_(self) -> None:
@@ -54,7 +54,7 @@ class SortedOrder:
         self.forget_order()
 
     def prepare_capture(self, law: RankLaw, beta: float, rows: int) -> Tensor:
-        """Copy settings to device memory for captured graphs; return the largest magnitude seen, a 0-dim tensor."""
+        """Copy settings to device memory for captured CUDA graphs; return the largest magnitude so far (0-dim)."""
         state = self.device_state
         if law is not self._copied_law:
             self._copied_law = law
@@ -64,7 +64,7 @@ class SortedOrder:
         return state.largest
 
     def forget_order(self) -> None:
-        """Sort at the next look-up, for example because a captured graph has changed magnitudes."""
+        """Sort at the next look-up, for example because a captured CUDA graph has changed magnitudes."""
         self._behind = -1
 
     def update_(self, index: Tensor, td_error: Tensor, rows: int, counts: bool = True) -> Tensor:

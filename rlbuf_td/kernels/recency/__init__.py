@@ -1,4 +1,4 @@
-"""Draws recent rows: ages follow a truncated geometric distribution."""
+"""Draws rows, preferably recent ones: ages follow a truncated geometric distribution."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ def recent_rows(
     lanes: int,
     log_decay: float | Tensor,
 ) -> Tensor:
-    """Draw rows: an age of ``k`` time steps has a probability proportional to ``exp(k * log_decay)``. O(B).
+    """Draw rows; the probability of an age of ``k`` time steps is proportional to ``exp(k * log_decay)``. O(B).
 
     Args:
         uniform: ``[B]`` float64 in ``[0, 1)``.
         newest: position of the time step that was written last.
         span: number of possible ages, ``0 .. span - 1``; at least 1.
         steps: number of stored time steps.
-        lanes: E, number of lanes, which are equally likely.
+        lanes: number of lanes (rows per time step); all lanes are equally likely.
         log_decay: logarithm of the decay per time step, at most 0; with 0 all ages are equally likely.
 
-    ``newest``, ``span``, ``steps`` and ``log_decay`` may be 0-dim float64 tensors, whose changes captured graphs see.
+    ``newest``, ``span``, ``steps`` and ``log_decay`` may be 0-dim float64 tensors, which captured CUDA graphs read.
     Returns ``[B]`` int64 indices of the flattened ``[T * E]`` rows.
     """
     if backend_of(uniform) == "numba":

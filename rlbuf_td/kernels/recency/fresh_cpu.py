@@ -1,11 +1,10 @@
-"""The *fresh* rows of a storage: rows that :func:`take` has not yet given to a batch.
+"""The queue of *fresh* rows of a storage: rows that :func:`take` has not yet given to a batch.
 
-Rows are numbered in the order of writing. Half-open intervals hold the numbers of the fresh rows, the newest last.
-
-``queue`` is the address of a ``QUEUE`` record. If ``began`` is 0, rows have no numbers yet, and intervals hold ages
-instead (1 for the newest row, 2 for the row written before it). ``clock`` and ``newest`` are the storage's clock and
-newest time step at the last call of :func:`look`. The next row to be written gets the number ``count``. A batch begins
-with at most ``fresh`` fresh rows.
+Rows are numbered in the order of writing. The queue holds the numbers of fresh rows as half-open intervals, the newest
+last. ``queue`` is the address of a ``QUEUE`` record. If the record's field ``began`` is 0, rows have no numbers yet,
+and intervals hold ages instead (1 for the newest row, 2 for the row written before it). The fields ``clock`` and
+``newest`` are the storage's write count and newest time step at the last call of :func:`look`. The next written row
+gets the number ``count``. A batch takes at most ``fresh`` fresh rows.
 """
 
 import numpy as np
@@ -17,7 +16,7 @@ from rlbuf_td.kernels.recency import QUEUE
 
 @kernel
 def look(queue, live, newest, now):
-    """Add rows written since the last call to the fresh rows; ``newest`` is the last time step, ``now`` the clock."""
+    """Queue the rows written since the last call; ``newest`` is the newest time step, ``now`` the write count."""
     state = carray(pointer(queue), 1, QUEUE)[0]
     if state.began and now == state.clock:
         return
@@ -48,7 +47,7 @@ def look(queue, live, newest, now):
 
 @kernel
 def take(queue, live, newest, now, most, out):
-    """Remove the newest fresh rows, at most ``most``, from the queue; write them to ``out`` and return their number."""
+    """Remove the newest rows, at most ``most``, from the queue; write them to ``out``; return their number."""
     look(queue, live, newest, now)
     state = carray(pointer(queue), 1, QUEUE)[0]
     intervals = carray(pointer(state.intervals), (state.capacity, 2), np.int64)

@@ -16,8 +16,8 @@ from rlbuf_td.kernels.dispatch import backend_of
 def put_values_(target: Tensor, values: Tensor, mask: Tensor) -> int:
     """Set ``target[i] = values[i]`` for every ``i`` with ``mask[i]``; ``target`` and ``values`` are ``[B, ...]``.
 
-    ``mask``, ``[B]`` bool, is contiguous. If any of these values is NaN, changes nothing and returns the first such
-    ``i``; otherwise returns -1. On CUDA, NaN is copied like other values, because a check would make the host wait.
+    ``mask``, ``[B]`` bool, is contiguous. If a value to copy is NaN, changes nothing and returns the first ``i`` with a
+    NaN; otherwise returns -1. On CUDA, NaN is copied like other values, because a check would make the host wait.
     """
     dtype, rows, is_on_host = target.dtype, target.shape[0], backend_of(target) == "numba"
     if (dtype is torch.float32 or dtype is torch.float64) and target.numel() == rows and is_on_host:
@@ -60,12 +60,12 @@ def refuse_rows(rows: Tensor, live: int) -> NoReturn:
 def skip_ring(
     index: Tensor, stamp: Tensor, clock: int, last: int, steps: int, lanes: int
 ) -> tuple[Tensor, int | Tensor]:
-    """Return ``index`` with -1 for rows that a ring has rewritten, and the number of these rows (on CUDA a tensor).
+    """Return ``index`` with -1 for each row rewritten since sampling, and the number of these rows (on CUDA a tensor).
 
     A row that is ``a`` time steps older than the newest row has been rewritten if more than ``a`` time steps have been
-    written since it was sampled. ``index``, ``[B]`` int64, contains row indices, or -1 for none; ``stamp``,
-    ``[B]`` int64, is the clock when each row was sampled; both are contiguous. ``last`` is the position of the time
-    step written last, in ``[0, steps)``; ``lanes`` is the number of rows per time step.
+    written since the row was sampled. ``index``, ``[B]`` int64, holds row indices, -1 for no row. ``stamp``, ``[B]``
+    int64, holds the value of ``clock``, the count of written time steps, when each row was sampled. Both tensors are
+    contiguous. ``last`` is the position of the last written time step; ``lanes`` is the number of rows per time step.
     """
     if backend_of(index) == "numba":
         others = index.data_ptr(), stamp.data_ptr(), index.shape[0], clock, last, steps, lanes
@@ -83,7 +83,7 @@ def skip_ring(
 
 
 def skip_newer(index: Tensor, stamp: Tensor, clock: int, written: Tensor) -> tuple[Tensor, int | Tensor]:
-    """Implement :func:`skip_ring` for rows in any order; ``written[i]`` is the clock after the last write of row i."""
+    """Implement :func:`skip_ring` for writes in any order; ``written[i]`` is the clock after row i's last write."""
     inside = (index >= 0) & (index < len(written))
     newer = (written[index.clamp(0, len(written) - 1)] - stamp > 0) | (clock - stamp < 0)
     return _skipped(index, inside & newer)

@@ -36,7 +36,7 @@ def _difference(a, b):
 
 @kernel
 def skip_ring(kept, index, stamp, rows, clock, last, steps, lanes):
-    """Write the rows, -1 for rewritten rows, to address ``kept`` (0: nowhere); return the number of rewritten rows."""
+    """Return the number of rewritten rows; unless address ``kept`` is 0, write all rows there (-1 if rewritten)."""
     given, stamps = carray(pointer(index), rows, np.int64), carray(pointer(stamp), rows, np.int64)
     left = carray(pointer(kept), rows if kept else 0, np.int64)
     count = 0
@@ -60,7 +60,7 @@ _mincore = types.ExternalFunction("mincore", types.int64(types.int64, types.int6
 
 @kernel
 def is_absent(base, stride, cells, count):
-    """Whether a row of a batch is not in memory; checks only 16 to 31 rows of a large batch."""
+    """Whether a row of a batch must be read from disk; of a large batch, only 16 to 31 rows are checked."""
     found = np.zeros(1, np.uint8)
     step = max(1, count // _SAMPLED)
     for i in range(0, count, step):

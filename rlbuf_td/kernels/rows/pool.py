@@ -1,9 +1,10 @@
 """Deduplicated rows: each observation is stored once, in a pool of entries that rows share.
 
-An *entry* is a fixed number of bytes: an observation, or one frame of a stack. Rows refer to entries by *names*, int32
-numbers from 1 on; 0 means none. If a row's next observation equals the observation of the following row in its lane,
-both rows store the same name. Rows that share an entry are therefore close together, so no reference counts are needed:
-when a row is overwritten, its entries become free unless a row within ``reach`` time steps refers to them.
+An *entry* is a fixed number of bytes: an observation, or one frame of a stack. Rows refer to entries by *names*: int32
+numbers from 1 on, 0 for no entry. If a row's next observation equals the observation of the following row in its lane,
+both rows store the same name. Rows that share an entry are therefore at most ``reach`` time steps apart, so no
+reference counts are needed. When a row is overwritten, its entries become free unless a row within ``reach`` time steps
+refers to them.
 
 On the CPU, numba processes row by row, O(1) per row. On other devices, torch operations process all lanes of a time
 step at once, with about fifty kernels and without host synchronisation.
@@ -39,7 +40,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Group:
-    """The layout of entries of one size, and of the keys that they store."""
+    """The memory layout of a group of keys that are stored together, in entries of one size."""
 
     ids: int  # offset of the names in a row: ``pieces`` for its own observation, then ``pieces`` for the next one
     pieces: int  # entries per observation, oldest first
@@ -58,9 +59,9 @@ class Group:
     def reach(self) -> int:
         """The largest distance, in time steps, between rows that refer to the same entry.
 
-        A row's own stack at step t has the frames of steps ``t + 1 - pieces`` to t; its next stack begins and ends one
-        step later. Rows that share a frame are therefore at most ``pieces`` steps apart. If stacks repeat a frame, as
-        at the start of an episode, the distance is at most ``2 * pieces`` steps.
+        A row's observation at step t stacks the frames of steps ``t + 1 - pieces`` to t; its next observation begins
+        and ends one step later. Rows that share a frame are therefore at most ``pieces`` steps apart. If stacks repeat
+        a frame, as at the start of an episode, the distance is at most ``2 * pieces`` steps.
         """
         return 1 if self.pieces == 1 else 2 * self.pieces
 
@@ -79,7 +80,7 @@ class Table:
     is_compiled: bool = True
 
     def ids(self, g: int) -> Tensor:
-        """Return a view of the names of group ``g`` in all rows, ``[N, names]`` int32."""
+        """Return a view of the entry names of group ``g`` in all rows, ``[N, names]`` int32."""
         group = self.groups[g]
         return self.rows.narrow(1, group.ids, 4 * group.names).view(torch.int32)
 
@@ -97,7 +98,7 @@ class Table:
 
 
 def read_(table: Table, cells: Tensor, live: int, leaves: Sequence[Tensor | None], order: Tensor | None = None) -> bool:
-    """Copy each leaf of the rows ``cells``, int64 of any shape, to its tensor in ``leaves``, ``[*cells.shape, ...]``.
+    """Copy the rows ``cells`` (int64 indices of any shape) to ``leaves``, one tensor ``[*cells.shape, ...]`` per leaf.
 
     A leaf that is None is skipped; all tensors are contiguous. ``order``, ``[B]`` int64, is the order in which to read
     the elements of ``cells``. Returns False, with incomplete ``leaves``, if a row is not in ``[0, live)``. On a GPU the
@@ -116,13 +117,13 @@ def read_(table: Table, cells: Tensor, live: int, leaves: Sequence[Tensor | None
 def write_(
     table: Table, sources: np.ndarray, cells: Tensor | int, count: int, lanes: int, *, deferred: bool = False
 ) -> None:
-    """Store written observations as entries, and their names in rows, on the CPU.
+    """On the CPU, store the observations of a write as entries, and the names of the entries in the written rows.
 
-    ``sources`` is ``[P, 2, 3]`` int64: for each of the P parts of all groups, and for own and next observations, the
-    address of the written tensor and its strides in bytes along time and lanes. The elements of a row are contiguous.
-    ``cells`` is ``[count]`` int64, contiguous: different rows in time order; or an int: the first of ``count``
-    consecutive rows, which may wrap around. ``lanes`` is the number of lanes if ``cells`` are whole time steps, else 1.
-    A ``deferred`` write does not reuse the entries that it frees, so that restoring the old rows undoes the write.
+    ``sources``, ``[P, 2, 3]`` int64, holds the address and the strides in bytes along time and lanes of each of P
+    deduplicated keys, for the observation and the next observation. In each row, the elements of a key are contiguous.
+    ``cells`` is ``[count]`` int64, contiguous, with different rows in time order, or an int, the first of ``count``
+    consecutive rows, which may wrap around. ``lanes`` is the number of lanes if whole time steps are written, else 1. A
+    ``deferred`` write does not reuse the entries that it frees, so that restoring the old rows undoes the write.
     """
     rows, (where, start) = table.rows, (0, cells) if isinstance(cells, int) else (cells.data_ptr(), 0)
     given = sources, rows.data_ptr(), rows.shape[1], len(rows), table.lanes, where, start, count, lanes, deferred
@@ -143,7 +144,7 @@ def grow_(table: Table, g: int, most: int) -> None:
 
 
 def rebuild_(table: Table, *, used: Sequence[int] | None = None) -> None:
-    """Free all names that no row uses, in O(rows); ``used`` is the largest name in each group, if known."""
+    """Free all entries to which no row refers, in O(rows); ``used`` is the largest name in each group, if known."""
     for g, (stack, counters) in enumerate(zip(table.stacks, table.counters, strict=True)):
         ids = table.ids(g)
         most = max(int(counters[1]), int(ids.max())) if used is None else used[g]

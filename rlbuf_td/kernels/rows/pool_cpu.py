@@ -1,4 +1,4 @@
-"""The CPU loops of :mod:`rlbuf_td.kernels.rows.pool`; rows, entries and written observations are addresses."""
+"""The CPU loops of :mod:`rlbuf_td.kernels.rows.pool`; rows, entries and observations are passed by address."""
 
 import numpy as np
 
@@ -38,7 +38,7 @@ def _numbers(groups, g):
 
 @inlined
 def _row(group, rows, cell):
-    """Return the address of a row's names; ``cell``, the index of the row, is in ``[-total, 2 * total)``."""
+    """Return the address of a row's entry names; ``cell``, the index of the row, is in ``[-total, 2 * total)``."""
     return rows[OWN] + _wrapped(cell, rows[TOTAL]) * rows[OWN_BYTES] + group[IDS]
 
 
@@ -52,7 +52,7 @@ def _entry(group, name):
 
 @inlined
 def _sides(parts, targets):
-    """Return the range of observations to read: 0 is a row's own observation, 1 its next observation."""
+    """Return the half-open range of sides to read: side 0 is the observation, side 1 the next observation."""
     low, high = np.int64(1), np.int64(1)
     for p in range(len(parts)):
         low = min(low, np.int64(not targets[parts[p, ROOT]]))
@@ -72,7 +72,7 @@ def _expect_entries(group, row, sides):
 
 @inlined
 def _copy_piece(group, parts, name, piece, side, targets, i):
-    """Copy one entry to its position in row ``i`` of the leaves at ``targets``."""
+    """Copy an entry (an observation or a frame) to row ``i`` of a batch's tensors, whose addresses are ``targets``."""
     at = _entry(group, name)
     for p in range(group[FIRST], group[LAST]):
         inner, outer = parts[p, INNER], parts[p, OUTER]
@@ -144,7 +144,7 @@ def _give(group, name):
 
 @inlined
 def _set_free(group, name, freed, kept):
-    """Free a name, or append the name to ``freed`` in a deferred write; return the number of names in ``freed``."""
+    """Free an entry, or append its name to ``freed`` in a deferred write; return the number of names in ``freed``."""
     if not len(freed):
         _give(group, name)
         return kept
@@ -154,7 +154,7 @@ def _set_free(group, name, freed, kept):
 
 @inlined
 def _is_held(group, rows, cell, name):
-    """Whether another row of the lane, within reach of row ``cell``, refers to an entry."""
+    """Whether another row of the lane, near enough to row ``cell`` to share entries, refers to the entry ``name``."""
     for d in range(1, group[REACH] + 1):
         away = d * rows[LANES]
         if away >= rows[TOTAL]:
@@ -169,7 +169,7 @@ def _is_held(group, rows, cell, name):
 
 @inlined
 def _release(group, rows, cell, freed, kept):
-    """Clear the names of a row; free the entries to which no other row refers."""
+    """Clear the entry names in a row; free the entries to which no other row refers."""
     row = _row(group, rows, cell)
     for j in range(group[NAMES]):
         name = load(row + 4 * j, np.int32)
@@ -208,7 +208,7 @@ def _is_entry(group, parts, sources, name, piece, side, t, lane):
 
 @inlined
 def _new_entry(group, parts, sources, piece, side, t, lane):
-    """Copy one piece of a written observation to a new entry; return the name of the entry."""
+    """Copy one piece (a frame) of a written observation to a new entry; return the name of the entry."""
     name = _take(group)
     at = _entry(group, name)
     for p in range(group[FIRST], group[LAST]):
@@ -221,7 +221,7 @@ def _new_entry(group, parts, sources, piece, side, t, lane):
 
 @inlined
 def _fresh(group, parts, sources, side, t, lane, row):
-    """Store a stack in new entries, and their names in the row; equal consecutive frames share one entry."""
+    """Store a frame stack in new entries, and their names in the row; equal consecutive frames share an entry."""
     name = np.int32(0)
     for piece in range(group[PIECES]):
         if piece == 0 or not _is_entry(group, parts, sources, name, piece, side, t, lane):
@@ -231,7 +231,7 @@ def _fresh(group, parts, sources, side, t, lane, row):
 
 @inlined
 def _fill_root(group, parts, sources, row, before, t, lane):
-    """Store the names of a row's own observation; reuse names of the previous row if the bytes are equal."""
+    """Store the entry names of a row's observation; reuse entries of the previous row if their bytes are equal."""
     pieces, side = group[PIECES], np.int64(0)
     others = before + 4 * (pieces if group[SIDES] == 2 else 1)
     common = pieces if group[SIDES] == 2 else pieces - 1
@@ -248,7 +248,7 @@ def _fill_root(group, parts, sources, row, before, t, lane):
 
 @inlined
 def _fill_next(group, parts, sources, row, after, t, lane):
-    """Store the names of a row's next observation; reuse own names, shifted by one frame, if bytes are equal."""
+    """Store the entry names of a row's next observation; reuse the observation's later frames if bytes are equal."""
     pieces, newest, side = group[PIECES], group[PIECES] - 1, np.int64(1)
     for piece in range(newest - 1, -1, -1):
         if not _is_entry(group, parts, sources, load(row + 4 * (piece + 1), np.int32), piece, side, t, lane):
@@ -283,7 +283,7 @@ def _expect_old(group, rows, cells, start, count, i):
 
 @inlined
 def _write_pair(group, parts, sources, row, before, after, t, lane, freed, kept):
-    """Do ``_release``, ``_fill_root`` and ``_fill_next`` for a row without stacks, in half their time."""
+    """Do what ``_release``, ``_fill_root`` and ``_fill_next`` do, for a row without frame stacks, twice as fast."""
     # Of all other rows, only the two adjacent rows can refer to the same entries.
     shared, newer = load(before + 4, np.int32), load(after, np.int32)
     for name, other in ((load(row, np.int32), shared), (load(row + 4, np.int32), newer)):

@@ -15,8 +15,8 @@ def write_by_steps_(
 ) -> None:
     """Implement :func:`rlbuf_td.kernels.rows.pool.write_` on any device.
 
-    ``given`` has one tuple per deduplicated key, in the order of the groups and their parts: the values of this key in
-    the rows' own observations and, if stored, in the next observations, both ``[T, E, ...]``.
+    ``given`` has one tuple per deduplicated key, in the order of the groups and their parts. The tuple holds the key's
+    values in the observations and, if stored, in the next observations, both ``[T, E, ...]``.
     """
     steps, lanes = given[0][0].shape[:2]
     first = 0
@@ -47,7 +47,7 @@ def _raw(group: Group, values: Sequence[Tensor]) -> Tensor:
 
 
 class _Step:
-    """Writes rows of one time step, which share no entries with each other."""
+    """Writes the rows of one time step; rows of different lanes share no entries."""
 
     def __init__(self, table: Table, g: int, rows: Tensor) -> None:
         self.table, self.group, self.rows = table, table.groups[g], rows
@@ -55,11 +55,11 @@ class _Step:
         self.stack, self.counters = table.stacks[g], table.counters[g]
 
     def near(self, steps: int) -> Tensor:
-        """Return the names in the rows ``steps`` time steps later."""
+        """Return the entry names in the rows that are ``steps`` time steps later."""
         return self.ids[(self.rows + steps * self.table.lanes) % len(self.ids)]
 
     def release(self) -> tuple[Tensor, Tensor]:
-        """Clear the names of the rows; return the old names, and a mask of the names that became free."""
+        """Clear the entry names in the rows; return the old names, and a mask of the names that became free."""
         names, total = self.ids[self.rows], len(self.ids) // self.table.lanes
         held = (names[:, :, None] == names[:, None, :]).tril(-1).any(2) | (names == 0)
         for d in range(1, min(self.group.reach, total - 1) + 1):
@@ -90,7 +90,7 @@ class _Step:
         return ((self.entries[names.long() - 1] == raw).flatten(1).all(1)) & (names != 0).all(1)
 
     def fresh(self, where: Tensor, raw: Tensor) -> Tensor:
-        """Store stacks in new entries, and return their names, ``[B, pieces]``; 0 where ``where`` is False."""
+        """Store frame stacks in new entries, and return their names, ``[B, pieces]``; 0 where ``where`` is False."""
         name, names = torch.zeros_like(self.rows, dtype=torch.int32), []
         for piece in range(raw.shape[1]):
             is_new = where if not piece else where & (raw[:, piece] != raw[:, piece - 1]).any(1)
@@ -99,7 +99,7 @@ class _Step:
         return torch.stack(names, 1)
 
     def fill(self, root: Tensor, following: Tensor | None = None) -> None:
-        """Store own and, if given, next observations, ``[B, pieces, bytes]``, and their names in the rows."""
+        """Store observations and, if given, next observations, ``[B, pieces, bytes]``; put entry names in the rows."""
         pieces = self.group.pieces
         everywhere = torch.ones_like(self.rows, dtype=torch.bool)
         others = self.near(-1)[:, pieces:] if following is not None else self.near(-1)[:, 1:]

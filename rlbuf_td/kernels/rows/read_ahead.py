@@ -22,7 +22,7 @@ _FEWEST = 2  # rows
 
 
 def ask_for_rows(rows: Tensor, cells: Tensor) -> Tensor | None:
-    """Request the rows ``cells``, ``[B]`` int64; return their order in the file, or None if nothing was requested."""
+    """Request the pages of rows ``cells``, ``[B]`` int64; return the rows' order in the file (None: no request)."""
     if not IS_KNOWN or len(cells) < _FEWEST or not len(rows):
         return None
     cells = cells.contiguous()
@@ -37,7 +37,7 @@ def ask_for_rows(rows: Tensor, cells: Tensor) -> Tensor | None:
 
 
 def ask_for_entries(table: Table, cells: Tensor) -> None:
-    """Request the entries to which the rows ``cells``, ``[B]`` int64, refer."""
+    """Request the pages of the pool entries to which the rows ``cells``, ``[B]`` int64, refer."""
     known = torch.from_numpy(_inside(cells, len(table.rows)))
     for g, entries in enumerate(table.entries):
         names = np.unique(table.ids(g)[known]).astype(np.int64)

@@ -22,10 +22,10 @@ _is_compiling, _empty_like = torch.compiler.is_compiling, torch.empty_like  # sa
 
 
 def reverse_scan_doubling(a: Tensor, b: Tensor) -> Tensor:
-    """Implement :func:`reverse_scan` in ``ceil(log2 T)`` rounds; after round k, each ``x[t]`` sums up ``2**k`` steps.
+    """Implement :func:`reverse_scan` in ``ceil(log2 T)`` rounds; after round k, each ``x[t]`` covers ``2**k`` steps.
 
-    The operation that maps ``(a, b)`` and ``(a', b')`` to ``(a + b a', b b')`` is associative, so each round can
-    combine pairs of steps (Hillis and Steele, 1986). O(T log T) work without host synchronisation.
+    Combining ``(a, b)`` and ``(a', b')`` to ``(a + b a', b b')`` is an associative operation, so each round can combine
+    pairs of steps (Hillis and Steele, 1986). O(T log T) work without host synchronisation.
     """
     steps = a.shape[1]
     x, carry, reach = a, b.expand_as(a), 1
@@ -55,7 +55,7 @@ def spread(x: float | Tensor, like: Tensor) -> Tensor:
 
 
 def gae(gamma: float | Tensor, lmbda: float | Tensor, columns: Columns) -> tuple[Tensor, Tensor]:
-    """Return advantages and value targets; all columns are ``[L, T, F]``, of one floating dtype or bool (flags)."""
+    """Return GAE advantages and value targets; the columns are ``[L, T, F]``, of one floating dtype (flags: bool)."""
     if isinstance(gamma, float) and isinstance(lmbda, float) and _is_for_numba(*columns):
         out = gae_contiguous(gamma, lmbda, tuple(x.contiguous() for x in columns), *columns[0].shape)
         if out is not None:
@@ -68,7 +68,7 @@ def gae(gamma: float | Tensor, lmbda: float | Tensor, columns: Columns) -> tuple
 def gae_contiguous(
     gamma: float, lmbda: float, columns: Columns, lanes: int, steps: int, features: int
 ) -> tuple[Tensor, Tensor] | None:
-    """Implement :func:`gae` by numba, for contiguous columns of ``L * T * F`` elements: float32, float64 or bool flags.
+    """Implement :func:`gae` by numba loops, for contiguous columns of ``L * T * F`` float32, float64 or bool elements.
 
     Arguments are not checked. Returns None under ``torch.compile``, as compiled graphs cannot contain numba's loops.
     """
@@ -96,5 +96,4 @@ def reverse_scan(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _is_for_numba(*tensors: Tensor) -> bool:
-    """Whether numba can run: all tensors are on the CPU, and the dtype is supported."""
     return tensors[0].dtype in (torch.float32, torch.float64) and all(backend_of(x) == "numba" for x in tensors)

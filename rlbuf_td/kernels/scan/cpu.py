@@ -1,6 +1,6 @@
 """The CPU loops of :mod:`rlbuf_td.kernels.scan`; contiguous tensors are passed by address.
 
-With one feature (``[E, T, 1]``), each step of a lane waits for the next step, so GAE takes four lanes side by side.
+With one feature (``[L, T, 1]``), each step of a lane depends on the next step, so GAE processes four lanes at once.
 With more features (time-major rollouts), the compiler vectorises over features. Unsigned indices avoid numba's check
 for negative indices.
 """
@@ -16,7 +16,7 @@ _contracted = cached_njit(nogil=True, fastmath={"contract"})
 
 @_contracted
 def _gae_lanes(gamma, decay, value, next_value, reward, done, terminated, advantage, target):
-    """GAE of ``[L, T]`` arrays: four lanes side by side, then the remaining lanes one by one."""
+    """Compute GAE of ``[L, T]`` arrays: four lanes at once, then the remaining lanes one by one."""
     lanes, steps = advantage.shape
     zero = advantage.dtype.type(0)
     for first in range(0, lanes, 4):

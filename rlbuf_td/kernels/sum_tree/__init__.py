@@ -6,8 +6,8 @@ A group stores the sum of each member, the sum of all members *before* each memb
 below each member: three arrays of one cache line each. A draw reads one cache line per level.
 
 Invariants (``tests/kernels/invariants.py`` checks them): a parent is *recomputed* from its children, never adjusted by
-a difference, so rounding errors do not accumulate and equal weights give equal trees. ``before`` is infinite after a
-group's last member with a positive sum, so a draw never returns a row of weight 0.
+a difference, so rounding errors do not accumulate and equal weights give equal trees. In a group, ``before`` is
+infinite after the last member with a positive sum, so a draw never returns a row of weight 0.
 
 Source: Schaul et al., Prioritized Experience Replay, ICLR 2016, appendix B.2.1. Costs are for ``B`` rows out of ``N``.
 """
@@ -33,17 +33,17 @@ __all__ += ["update_", "weigh_beside_", "weight_of"]
 def update_(
     tree: SumTree, index: Tensor, td_error: Tensor, rows: Number, alpha: Number, eps: Number, counts: bool = True
 ) -> float | Tensor:
-    """Set the priorities of rows; a duplicate row keeps its last error. O(B log N).
+    """Set the priorities of rows from TD errors; a duplicate row keeps its last error. O(B log N).
 
     On the CPU, the whole batch is refused, before any change, if a row is not in ``[-1, rows)`` or an error is NaN or
     infinite. Other devices skip invalid rows and errors, because a check would wait for the device.
 
-    Row -1 of ``index``, ``[B]`` int64, is skipped. The sign of ``td_error``, ``[B]`` float32 or float64, is ignored.
-    ``rows`` is the number of written rows. ``rows``, ``alpha`` and ``eps`` may be 0-dim tensors. With ``counts=False``,
-    the errors do not affect the largest magnitude seen; the CPU ignores this argument.
+    Elements of -1 in ``index``, ``[B]`` int64, are skipped. The sign of ``td_error``, ``[B]`` float32 or float64, is
+    ignored. ``rows`` is the number of written rows. ``rows``, ``alpha`` and ``eps`` may be 0-dim tensors. With
+    ``counts=False``, the errors do not affect the largest magnitude so far; the CPU ignores this argument.
 
-    On the CPU, returns the largest magnitude set, -1 if none, or :data:`REFUSED`. Elsewhere, returns the largest one
-    since the tree was cleared, a 0-dim tensor that later updates change.
+    On the CPU, returns the largest magnitude of this update, -1 if none, or :data:`REFUSED`. On other devices, returns
+    the largest magnitude since the tree was cleared, a 0-dim tensor that later updates change.
     """
     if backend_of(tree.weight) == "numba":
         numbers = int(rows), float(alpha), float(eps)
@@ -72,7 +72,7 @@ def fill_(tree: SumTree, start: int, count: int, magnitude: Number, alpha: Numbe
 
 
 def rebuild_(tree: SumTree) -> None:
-    """Recompute all nodes above the weights. O(N)."""
+    """Recompute all nodes of the tree from the weights. O(N)."""
     if backend_of(tree.weight) == "numba":
         from rlbuf_td.kernels.sum_tree import cpu
 
@@ -98,7 +98,7 @@ def draw(
         stratified: draw one row from each of ``B`` segments of equal mass; see :mod:`rlbuf_td.kernels.strata`.
         rows: ``N`` in the importance weight ``(N P)^-beta``; ``rows`` and ``beta`` may be 0-dim tensors.
         beta: exponent of the importance weight, not negative.
-        norm: divide importance weights by the largest in the ``"buffer"`` or the ``"batch"``; ``None``: do not divide.
+        norm: ``"buffer"`` or ``"batch"``: divide importance weights by the largest one there; ``None``: do not divide.
 
     Returns:
         ``[B]`` int64 rows and ``[B]`` float32 importance weights; on the CPU ``None`` if no weight is positive.
@@ -118,7 +118,7 @@ def draw(
 
 
 def weigh_beside_(tree: SumTree, index: Tensor, drawn: Tensor, beta: float, weight: Tensor) -> bool:
-    """On the CPU, do :meth:`rlbuf_td.samplers.priorities.Law.weigh_beside_` and return True; else return False."""
+    """Implement :meth:`rlbuf_td.samplers.priorities.Law.weigh_beside_` on the CPU; elsewhere, only return False."""
     if backend_of(tree.weight) != "numba":
         return False
     from rlbuf_td.kernels.sum_tree import cpu
@@ -128,7 +128,7 @@ def weigh_beside_(tree: SumTree, index: Tensor, drawn: Tensor, beta: float, weig
 
 
 def prepare_capture(tree: SumTree, alpha: float, eps: float, beta: float, rows: int) -> Tensor | None:
-    """Copy settings to device memory for captured graphs; return the largest magnitude seen, or None on the CPU."""
+    """Copy settings to device memory for captured CUDA graphs; return the largest magnitude (None on the CPU)."""
     if backend_of(tree.weight) == "numba":
         return None
     tree.device_state.put(alpha=alpha, eps=eps, beta=beta, drawn=rows, named=rows)

@@ -38,7 +38,7 @@ def _weight(magnitude, alpha, eps):
 
 @kernel
 def _set_block(weight, sums, minima, block):
-    """Recompute one block; return whether its minimum changed."""
+    """Recompute the sum and the minimum of one block of weights; return whether the minimum changed."""
     row = block << _SHIFT
     half = (weight[row] + weight[row + _ONE]) + (weight[row + _TWO] + weight[row + _THREE])
     row += _FOUR
@@ -77,7 +77,7 @@ def _smallest_of(minima, first):
 
 @kernel
 def _raise_minimum(starts, minima, node):
-    """Recompute the minima above a block, up to the first minimum that does not change."""
+    """Recompute the minima above the block ``node``; stop at the first minimum that does not change."""
     for k in range(starts.shape[0] - 1):
         node >>= _SHIFT
         smallest = _smallest_of(minima, starts[k] + (node << _SHIFT))
@@ -174,7 +174,7 @@ def _descend(tree, starts, before, mass, node):
 
 @kernel
 def _draw_in_blocks(weight, mass, node):
-    """Descend from each block in ``node`` to one of its rows, in three halvings."""
+    """Replace each block in ``node`` by the drawn row of the block, found in three halvings."""
     for j in range(node.shape[0]):
         row = node[j] << _SHIFT
         four = row | _FOUR
@@ -228,7 +228,7 @@ def _importance(weight, row, smallest, beta, importance):
 
 @kernel
 def weigh_beside(tree, index, first, beta, importance):
-    """Set the importance weights of the rows ``index``; on entry, ``importance[0]`` is that of row ``first``."""
+    """Set the importance weights of the rows ``index``; on entry, ``importance[0]`` is the weight of row ``first``."""
     weight, scale = _arrays(tree)[2], importance[0]
     for j in range(index.shape[0]):
         ratio = max(weight[index[j]] / weight[first], LEAST_RATIO) if weight[index[j]] > 0.0 else 1.0

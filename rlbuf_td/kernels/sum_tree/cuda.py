@@ -1,8 +1,8 @@
 """Triton kernels of :mod:`rlbuf_td.kernels.sum_tree`.
 
-A repair takes two launches, because only a new launch synchronises all programs: in the first launch, every program
-recomputes a subtree of 512 rows; in the second, one program recomputes all nodes above. Sums are added in the same
-order as in the reference, so that both give the same bits.
+A repair recomputes nodes in two launches, because only a new launch synchronises all programs. In the first launch,
+every program recomputes a subtree of 512 rows; in the second, one program recomputes all nodes above. Sums are added in
+the same order as in the reference, so that both give the same bits.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ def _set_groups(sums, before, minima, start, above, group, inside):
 def _repair(
     rows, first, weight, sums, before, minima, blocks, starts, BY_ROW: tl.constexpr, LEVELS: tl.constexpr
 ):  # fmt: skip
-    """Recompute one subtree of 512 rows: that of a row in ``rows`` if ``BY_ROW``, else number ``first`` + program id.
+    """Recompute the 512-row subtree of one of the ``rows`` if ``BY_ROW``, else subtree ``first`` + program id.
 
-    Several programs may safely recompute one subtree: all write the same values, and each reads after its own writes.
+    Several programs may recompute the same subtree: all write the same values, and each reads after its own writes.
     """
     subtree = first + tl.program_id(0).to(tl.int64)
     if BY_ROW:
@@ -127,7 +127,7 @@ def _draw(
     uniform, rows, beta, weight, sums, before, minima, starts, index, importance, count, step, levels,
     STRATIFIED: tl.constexpr, NORM: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Draw rows. NORM 0 divides importance weights by the buffer's largest, 2 does not; 1 writes the rows' weights."""
+    """Draw rows; write importance weights (NORM 0: divided by the buffer's largest; 2: not) or tree weights (1)."""
     at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     inside = at < count
     root = tl.load(starts + levels)

@@ -61,7 +61,7 @@ def _set_groups(tree: SumTree, start: int, above: int, group: Tensor) -> None:
 
 
 def _block_levels(weight: Tensor) -> list[Tensor]:
-    """Return the sums of 8, 4, 2 and 1 neighbours in ``[N, 8]`` weights, added in the order of the other backends."""
+    """Return sums of 8, 4, 2 and 1 adjacent elements of ``[N, 8]`` weights, added in the same order as elsewhere."""
     levels = [weight]
     for _ in range(3):
         levels.insert(0, levels[0][:, 0::2] + levels[0][:, 1::2])

@@ -38,7 +38,7 @@ class SumTree:
 
     @classmethod
     def empty(cls, capacity: int, device: torch.device | str = "cpu") -> SumTree:
-        """Return a tree for ``capacity`` rows without priorities; it takes about 20 bytes per row."""
+        """Return a tree for ``capacity`` rows without priorities, which takes about 20 bytes per row."""
         rows = -(-capacity // BLOCK) * BLOCK
         nodes = _starts(rows)[-1] + BLOCK
         tree = cls(*(_memory(size, device) for size in (rows, rows, nodes, nodes, nodes)))
@@ -57,7 +57,7 @@ class SumTree:
 
     @property
     def starts(self) -> list[int]:
-        """Where each level begins in ``sums``, ``before`` and ``minima``."""
+        """The index at which each level begins in ``sums``, ``before`` and ``minima``."""
         return _starts(self.weight.shape[0])
 
     @property
@@ -71,7 +71,7 @@ class SumTree:
 
     @property
     def device_state(self) -> PriorityState:
-        """State for device backends and captured graphs, created at first use."""
+        """Settings and counters for the GPU backends and captured CUDA graphs, created at first use."""
         found = self.__dict__.get("_device_state")  # attribute access would make torch.compile compile twice
         if found is None:
             names = "alpha", "eps", "beta", "drawn", "named", "entry"
@@ -80,13 +80,12 @@ class SumTree:
 
     @cached_property
     def starts_on_device(self) -> Tensor:
-        """Where each level begins, int64, on the device of the tree."""
         with outside_inference_mode():
             return torch.tensor(self.starts, device=self.weight.device)
 
     @property
     def refused(self) -> Tensor | int:
-        """Number of NaN or infinite errors that were skipped; 0 on the CPU, which refuses the whole batch."""
+        """Number of NaN or infinite TD errors that were skipped; 0 on the CPU, which refuses the whole batch."""
         return 0 if self._device_state is None else self._device_state.refused
 
     def share_memory_(self) -> None:

@@ -22,10 +22,10 @@ from rlbuf_td.storages.tensordict_fast import leaf_of, set_entries_
 class Rows(ABC):
     """Rows of shape ``[T, *lanes]``: an interface that does not depend on the memory layout.
 
-    A row has a flat index (``t * E + e``), a time step, and coordinates; negative time steps and coordinates count from
-    the end. Methods that read return copies; :meth:`view`, :meth:`at_region`, :meth:`column`, :meth:`chunks` and
-    :meth:`entries` may return views. On the CPU, an index out of range raises an ``IndexError``. Methods that write do
-    not check the leaves.
+    A row has a flat index (``t * E + e`` for step t and lane e of E), a time step, and coordinates. Negative time steps
+    and coordinates count from the end. Methods that read return copies; :meth:`view`, :meth:`at_region`,
+    :meth:`column`, :meth:`chunks` and :meth:`entries` may return views. On the CPU, an index out of range raises an
+    ``IndexError``. Methods that write do not check the leaves.
     """
 
     dedup: DedupLayout | None = None  # the layout of deduplicated rows; None for other rows
@@ -37,7 +37,7 @@ class Rows(ABC):
         self._use(matrix)
 
     def _use(self, matrix: torch.Tensor) -> None:
-        """Set the stored rows, ``[T, *lanes, width]`` in the layout's ``carrier`` dtype."""
+        """Set the matrix of stored rows, ``[T, *lanes, width]``, in the layout's ``carrier`` dtype."""
         self.matrix, self.flat = matrix, matrix.view(-1, matrix.shape[-1])
         self.shape = matrix.shape[:-1]
         self.steps = self.shape[0]
@@ -105,7 +105,7 @@ class Rows(ABC):
         return leaf_of(self.view(), key).flatten(0, len(self.lanes))[cells]
 
     def chunks(self, first: int, count: int) -> Iterator[tuple[int, list[torch.Tensor]]]:
-        """Yield ``count`` steps from ``first`` on in parts (number of steps, leaves); by default one part, of views."""
+        """Yield ``count`` steps from ``first`` on as pairs (number of steps, leaves); by default, one pair of views."""
         yield count, self.layout.columns(self.matrix.narrow(0, first, count))
 
     @abstractmethod
@@ -156,11 +156,11 @@ class Rows(ABC):
         self.rebuild(used)
 
     def room_for(self, used: Sequence[int]) -> list[torch.Tensor]:
-        """Clear all entry ids; return memory for ``used`` entries per group, to fill before :meth:`rebuild`."""
+        """Clear all entry ids; return memory for ``used`` entries per group, to be filled before :meth:`rebuild`."""
         return []
 
     def copy_steps_(self, source: Rows, ranges: Iterable[tuple[int, int]]) -> None:
-        """Copy (first, count) ranges of time steps of ``source`` to these rows, one after another from step 0 on."""
+        """Copy time steps of ``source``, in ``ranges`` (first step, count), to these rows, from step 0 on."""
         at = 0
         for first, total in ranges:
             for count, leaves in source.chunks(first, total):
@@ -171,7 +171,7 @@ class Rows(ABC):
         """Clear all entry ids, and free all pool entries."""
 
     def rebuild(self, used: Sequence[int] | None = None) -> None:
-        """Free all pool entries to which no row refers; ``used``: number of entries per group, if known."""
+        """Free all pool entries to which no row refers; ``used`` is the number of entries per group, if known."""
 
 
 class PlainRows(Rows):

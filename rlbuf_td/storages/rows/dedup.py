@@ -26,8 +26,8 @@ class DedupRows(Rows):
     """Rows of shape ``[T, *lanes]`` that refer to entries of a pool.
 
     On the CPU, ``block`` has :attr:`Sections.total` bytes, initially zero. On other devices, ``block`` has only
-    :attr:`Sections.fixed` bytes, without stacks and entries: these are separate tensors, replaced by larger ones when
-    full. ``make_room(offset, nbytes)`` reserves disk space for the first ``nbytes`` bytes of the section at ``offset``.
+    :attr:`Sections.fixed` bytes; entries and stacks are separate tensors, replaced by larger ones when full.
+    ``make_room(offset, nbytes)`` reserves disk space for the first ``nbytes`` bytes of the section at ``offset``.
     """
 
     dedup: DedupLayout
@@ -162,7 +162,7 @@ class DedupRows(Rows):
         return columns
 
     def _write_entries(self, leaves: list[torch.Tensor], lane_dims: int, cells: torch.Tensor | int, count: int) -> None:
-        """Store observations as pool entries and set the rows' ids; leaves without a time dim are one time step."""
+        """Store observations as pool entries, and entry ids in the rows; leaves without a time dim are one step."""
         table, device, deferred = self.table, self.matrix.device, self.is_deferred
         if table.is_compiled:
             lanes = leaves[0].ndim - len(self.layout.leaves[0].shape) - lane_dims
@@ -197,7 +197,7 @@ class DedupRows(Rows):
         self._write_entries([leaf[:, None] for leaf in leaves], 1, where, len(rows))
 
     def _ensure(self, rows: int) -> None:
-        """Reserve memory for the entries that a write of ``rows`` rows may need; an OSError means a full disk."""
+        """Reserve memory for all entries that ``rows`` new rows may need; raise an OSError if the disk is full."""
         if self._make_room is None and not grows(self.matrix.device):
             return
         for g, (free, used) in enumerate(counters.tolist() for counters in self.table.counters):
@@ -255,7 +255,7 @@ class DedupRows(Rows):
 
 
 def grows(device: torch.device) -> bool:
-    """Whether a device commits memory at allocation; a pool on it starts small, and is copied when it must grow."""
+    """Whether a device commits memory at allocation; a pool there starts small, and grows by copying."""
     return device.type != "cpu"
 
 

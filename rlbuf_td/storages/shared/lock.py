@@ -27,8 +27,8 @@ class ProcessLock:
     """A reentrant lock that only one thread of one process holds at a time.
 
     The lock combines ``thread_lock`` (default: an ``RLock``) with a POSIX record lock on a nameless file. Forked
-    processes, and spawned ones that receive the lock, share the file. If the holder dies, the system releases the
-    record lock, and the next holder calls ``guarded.recover``. Cost per use: two system calls, about 2 us.
+    processes share the file, and so do spawned processes that receive the lock. If the holder dies, the system releases
+    the record lock, and the next holder calls ``guarded.recover``. Cost per use: two system calls, about 2 us.
     """
 
     def __init__(self, guarded: Guarded, thread_lock: Any = None) -> None:

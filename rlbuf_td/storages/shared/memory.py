@@ -18,7 +18,7 @@ _TYPES: dict[str, Any] = {"q": c_longlong, "d": c_double}
 
 
 class NamelessFile:
-    """A file in memory without a name, accessible to forked processes and to spawned ones that receive it."""
+    """A file in memory without a name. Forked processes, and spawned ones that receive this object, share the file."""
 
     def __init__(self) -> None:
         if hasattr(os, "memfd_create"):
@@ -48,10 +48,10 @@ class NamelessFile:
 
 
 class SharedNumbers:
-    """64-bit numbers that forked processes, and spawned ones that receive them, share after :meth:`share_memory_`.
+    """64-bit numbers that processes share after :meth:`share_memory_`, if forked later or spawned with this object.
 
-    ``kind`` is ``"q"`` (integers, which wrap at 2**63) or ``"d"`` (floats). No lock protects the numbers. A copy has
-    numbers of its own. Hot paths use the array ``values`` directly; :meth:`share_memory_` replaces this array.
+    ``kind`` is ``"q"`` (integers, which wrap at 2**63) or ``"d"`` (floats). No lock protects the numbers. A copy of
+    this object does not share its numbers. Hot paths use the array ``values``, which :meth:`share_memory_` replaces.
     """
 
     __slots__ = ("_is_shared", "_kind", "values")
@@ -95,7 +95,7 @@ class SharedNumbers:
 
 
 class NumberOf:
-    """One of several shared numbers, as the attribute ``value``."""
+    """One number of a :class:`SharedNumbers`, which callers read and set as ``value``."""
 
     __slots__ = ("_numbers", "_position")
 

@@ -31,7 +31,7 @@ class Journal:
     dies before the new rows and counters are complete, :meth:`undo` restores the old rows and counters. If a process
     dies later, the write counts as done, and :meth:`SharedRows.recover` notifies the listeners again.
 
-    Invariant: a method that saves rows stores the phase last, so the phase ``WRITING`` proves that they are saved.
+    Invariant: a method that saves rows stores the phase last, so ``WRITING`` proves that the rows are saved.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class Journal:
         self._rows = self._aside = self._cells = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def watch(self, *counters: NumberOf) -> None:
-        """Let :meth:`undo` also restore these counters."""
+        """Add counters that :meth:`undo` restores."""
         self._counters += [counter for counter in counters if all(counter is not known for known in self._counters)]
         if len(self._counters) > _MOST_COUNTERS:
             raise ValueError(f"a storage can be shared by buffers with {_MOST_COUNTERS} counters at most")
@@ -56,7 +56,7 @@ class Journal:
             words[position] = counter.value
 
     def begin(self, start: int, count: int, live: int) -> None:
-        """Save those of the first ``live`` rows that a write of ``count`` rows from ``start`` on replaces."""
+        """Save the rows that a write of ``count`` rows from ``start`` on replaces; rows from ``live`` on are empty."""
         rows, words = self._rows, self._words
         head = min(count, len(rows) - start)
         for first, rows_here, to in ((start, head, 0), (0, count - head, head)):
@@ -120,7 +120,7 @@ class SharedRows:
             storage.adopt(find_rows(storage, layout, torch.Size(found["shape"]), saved_dedup(layout, found)))
 
     def place(self, made: Rows) -> torch.Tensor:
-        """Describe the rows for other processes; return shared memory for write times, ``[N]`` int64."""
+        """Store a description of the rows for other processes; return shared memory for write times, ``[N]`` int64."""
         flat, description = made.flat, {"layout": made.layout.state(), "shape": list(made.shape)}
         if made.dedup is not None:
             description["pooled"] = made.dedup.state()
