@@ -14,8 +14,7 @@ from torchrl.data.replay_buffers import Sampler, Storage
 from rlbuf_td.kernels.recency import QUEUE
 from rlbuf_td.samplers.common import OneStorage, setting, whole
 from rlbuf_td.samplers.wrapper import SamplerWrapper
-from rlbuf_td.storages import PackedStorage
-from rlbuf_td.storages.torchrl_parts import empty_part
+from rlbuf_td.storages import PackedStorage, torchrl_parts
 from rlbuf_td.storages.trajectory_index import DONE_KEY
 from rlbuf_td.storages.write_clock import NOW
 
@@ -187,7 +186,7 @@ class FreshRowsSampler(SamplerWrapper):
     def _empty(self) -> None:
         self.queue.serves.release()
         self.queue.begin(_ALL)
-        empty_part(self.sampler)
+        torchrl_parts.empty_part(self.sampler)
 
     # -- state
 

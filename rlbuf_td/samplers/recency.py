@@ -17,9 +17,8 @@ from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.kernels.recency import recent_rows
 from rlbuf_td.samplers.common import EMPTY, GraphCapturable, RowSampler, setting, uniform_numbers, whole
 from rlbuf_td.samplers.wrapper import column_of
-from rlbuf_td.storages import SchemaError
+from rlbuf_td.storages import SchemaError, torchrl_parts
 from rlbuf_td.storages.indexing import device_of, flat_rows, lanes_of
-from rlbuf_td.storages.torchrl_parts import newest_step_of, revision_of
 from rlbuf_td.storages.trajectory_index import as_tuple
 
 _NO_NUMBERS = torch.bool, torch.complex64, torch.complex128
@@ -129,7 +128,7 @@ class RecencySampler(RowSampler, GraphCapturable):
 
     def _mass_by_age(self, storage: Storage) -> Tensor:
         """Return the cumulative sums of :meth:`_weight_by_age`, cached until rows or settings change."""
-        state = ref(storage), len(storage), revision_of(storage), self.log_decay, self.window
+        state = ref(storage), len(storage), torchrl_parts.revision_of(storage), self.log_decay, self.window
         known, mass = self._mass
         if mass is None or known != state:
             mass = self._weight_by_age(storage).cumsum(0)
@@ -139,7 +138,7 @@ class RecencySampler(RowSampler, GraphCapturable):
         return mass
 
     def _law(self, storage: Storage, steps: int) -> tuple[int, int, int, float]:
-        return int(newest_step_of(storage)), self.span(steps), steps, self.log_decay
+        return int(torchrl_parts.newest_step_of(storage)), self.span(steps), steps, self.log_decay
 
     def _on_device(self, device: torch.device, law: tuple[float, ...] | None) -> DeviceScalars:
         if self._numbers is None or self._numbers.tensor.device != device:
@@ -162,7 +161,7 @@ class RecencySampler(RowSampler, GraphCapturable):
         steps = len(storage) // lanes
         ages = torch.arange(steps, dtype=torch.float64, device=flat.device)
         weight = torch.where(ages < self.span(steps), torch.exp(ages * self.log_decay), 0.0)
-        age = (newest_step_of(storage) - flat // lanes) % steps
+        age = (torchrl_parts.newest_step_of(storage) - flat // lanes) % steps
         return weight[age] / (weight.sum() * lanes)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torchrl.data.replay_buffers import RoundRobinWriter
 
-generator_of = attrgetter("_rng")  # the generator of a storage, sampler or writer; None: torch's default generator
+generator_of = attrgetter("_rng")  # the generator of a buffer or a part; None: torch's default generator
 listeners_of = attrgetter("_attached_entities")  # the objects that a storage informs of each write
 revision_of = attrgetter("_mutation_revision")  # the number of changes of a storage's content
 newest_step_of = attrgetter("_last_cursor_index")  # the last written time step of a storage; None: unknown
@@ -22,8 +22,7 @@ empty_part = methodcaller("_empty")  # removes the rows of a storage, or what a 
 
 
 def columns_or_none(storage: Any) -> Any:
-    """Return :func:`columns_of` a storage; None for a storage without one container of entries."""
-    return getattr(storage, "_storage", None)
+    return getattr(storage, "_storage", None)  # an ensemble of storages has no entries of its own
 
 
 def capacity_in_steps(storage: Any, **data: Any) -> int:

@@ -16,14 +16,7 @@ from rlbuf_td.storages.indexing import device_of, flat_rows, lanes_of
 from rlbuf_td.storages.notebooks import TRANSITIONS
 from rlbuf_td.storages.schema import kind
 from rlbuf_td.storages.shared.memory import SharedNumbers
-from rlbuf_td.storages.torchrl_parts import (
-    columns_of,
-    columns_or_none,
-    last_of_ring,
-    listeners_of,
-    newest_step_of,
-    revision_of,
-)
+from rlbuf_td.storages.torchrl_parts import columns_of, last_of_ring, listeners_of, newest_step_of, revision_of
 
 DONE_KEY = ("next", "done")
 TRAJ_KEY = ("collector", "traj_ids")
@@ -237,7 +230,7 @@ class TrajectoryIndex:
 
     def _bind(self) -> Boundaries:
         storage = self.storage
-        columns = columns_or_none(storage)
+        columns = columns_of(storage)
         if columns is None:
             raise RuntimeError("cannot find trajectories in a storage without rows: write to it, or load it first")
         if not isinstance(columns, TensorDictBase):
@@ -292,7 +285,7 @@ class TrajectoryIndex:
 
     def share_memory_(self) -> None:
         """Share the boundaries with other processes that use the storage, if it has rows."""
-        if columns_or_none(self.storage) is not None:
+        if columns_of(self.storage) is not None:
             boundaries = self._bind()
             if isinstance(boundaries, BitBoundaries):
                 boundaries.share_memory_()

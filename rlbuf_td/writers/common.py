@@ -9,12 +9,11 @@ from tensordict import TensorDictBase, is_tensor_collection
 from torch.utils._pytree import tree_leaves, tree_map
 from torchrl.data.replay_buffers import RoundRobinWriter, Storage, Writer
 
-from rlbuf_td.storages import PackedStorage
+from rlbuf_td.storages import PackedStorage, torchrl_parts
 from rlbuf_td.storages.indexing import lanes_of
 from rlbuf_td.storages.interrupts import held_back
 from rlbuf_td.storages.schema import reshaped
 from rlbuf_td.storages.shared.memory import SharedNumbers
-from rlbuf_td.storages.torchrl_parts import capacity_in_steps, is_full, listeners_of, newest_step_of
 
 _GENERATIONS = "_slot_generations"  # attribute of the storage in which TorchRL's writers count writes
 
@@ -49,7 +48,7 @@ class TimeWriter(RoundRobinWriter):
     def add(self, data: Any) -> int | torch.Tensor:
         """Write one time step, ``[]`` or, if ``ndim > 1``, ``[*lanes]``; return its index. Errors: :meth:`extend`."""
         storage = self._storage
-        steps = capacity_in_steps(storage, single_data=data)
+        steps = torchrl_parts.capacity_in_steps(storage, single_data=data)
         cursor = self._cursor_value.value % steps
         if isinstance(storage, PackedStorage):
             storage.write(cursor, data, single=True)
@@ -78,7 +77,7 @@ class TimeWriter(RoundRobinWriter):
         count = length_of(data)
         if count == 0:
             raise ValueError("extend needs at least one transition, got none")
-        steps = capacity_in_steps(storage, batched_data=data)
+        steps = torchrl_parts.capacity_in_steps(storage, batched_data=data)
         cursor = self._cursor_value.value
         kept = min(count, steps)
         start = (cursor + count - kept) % steps
@@ -126,7 +125,7 @@ class TimeWriter(RoundRobinWriter):
         shared_rows = getattr(self._storage, "shared_rows", None)
         if shared_rows is not None:
             shared_rows.journal.written()
-        for listener in listeners_of(self._storage):
+        for listener in torchrl_parts.listeners_of(self._storage):
             mark_range = getattr(listener, "mark_range", None)
             if mark_range is None:
                 listener.mark_update(index)
@@ -148,10 +147,10 @@ class TimeWriter(RoundRobinWriter):
 
 
 def next_step(storage: Storage) -> int:
-    last = newest_step_of(storage)
+    last = torchrl_parts.newest_step_of(storage)
     if last is None or not len(storage):
         return 0
-    return (last + 1) % capacity_in_steps(storage) if is_full(storage) else last + 1
+    return (last + 1) % torchrl_parts.capacity_in_steps(storage) if torchrl_parts.is_full(storage) else last + 1
 
 
 def steps_by_age(writer: Writer, storage: Storage, n: int | None) -> torch.Tensor:
