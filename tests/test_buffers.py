@@ -68,7 +68,7 @@ def assert_same(first: TensorDict, second: TensorDict) -> None:
 @pytest.mark.parametrize("sampler", ["uniform", "unique", "proportional", "independent", "rank"])
 def test_direct_and_general_path_give_equal_batches_through_a_whole_life(sampler, lanes):
     direct, general = (make(cls, sampler, lanes=lanes) for cls in (ReplayBuffer, TensorDictReplayBuffer))
-    assert direct._parts.draws
+    assert direct.parts.draws
     generator = torch.Generator().manual_seed(1)
     for round_ in range(12):  # 12 rounds of up to 9 time steps wrap both
         count = int(torch.randint(2 if lanes else 1, 10, (), generator=generator))  # TorchRL fails on [E, 1]

@@ -91,7 +91,7 @@ def run(rb: Any, first: int, last: int, writes: bool = True) -> list[Any]:
 
 
 def priorities(rb: Any) -> torch.Tensor:
-    return rb._parts.prioritized.priority(torch.arange(len(rb.storage)))
+    return rb.parts.prioritized.priority(torch.arange(len(rb.storage)))
 
 
 @pytest.mark.parametrize(
@@ -119,11 +119,11 @@ def test_batches_and_priorities_equal_those_without_device(device, name, ndim, a
         learn(expected)
         rb.update_tensordict_priority(batch)
         plain.update(expected)
-        assert rb._parts.prioritized is None or torch.equal(priorities(rb), priorities(plain.rb))
+        assert rb.parts.prioritized is None or torch.equal(priorities(rb), priorities(plain.rb))
     assert all(torch.equal(leaf, copied) for leaf, copied in before)  # later batches are in other memory
     rb.synchronize()
     plain.finish()
-    if rb._parts.prioritized is not None:
+    if rb.parts.prioritized is not None:
         assert torch.equal(priorities(rb), priorities(plain.rb))
         stale = rb.health()["stale_updates"]
         assert stale == plain.rb.health()["stale_updates"]
@@ -250,7 +250,7 @@ def test_no_lock_of_the_buffer_is_held_while_a_copy_is_waited_for(monkeypatch):
             writer.join(180)
             waited.append(not writer.is_alive())
 
-    queue = rb._prefetcher._errors
+    queue = rb.prefetcher._errors
     learn(batch)
     rb.update_tensordict_priority(batch)
     queue.append((queue.pop()[0], Event()))
@@ -277,8 +277,8 @@ def test_a_saved_buffer_and_a_loaded_one_draw_the_same_batches(device, name, ndi
         return buffer(SAMPLERS[name](200), ndim, seed, device=device, prefetch=ahead)
 
     rb, again, never_saved = saved_in_use(made, how, tmp_path)
-    assert not again._prefetcher.has_batches
-    assert not rb._prefetcher.has_batches
+    assert not again.prefetcher.has_batches
+    assert not rb.prefetcher.has_batches
     assert torch.equal(priorities(again), priorities(rb))
     never_saved.synchronize()
     assert torch.equal(priorities(rb), priorities(never_saved))  # of all updates, those on their way included
@@ -287,7 +287,7 @@ def test_a_saved_buffer_and_a_loaded_one_draw_the_same_batches(device, name, ndi
         assert_same(mine.exclude("sampled_at"), other_batch.exclude("sampled_at"))
         if not ahead:
             assert_same(other_batch, unsaved)
-    assert again._prefetcher.has_batches == (ahead > 0)
+    assert again.prefetcher.has_batches == (ahead > 0)
 
 
 def test_a_dump_within_an_epoch_loses_no_row(device, tmp_path):
@@ -317,7 +317,7 @@ def test_dumps_of_buffers_with_and_without_device_load_into_each_other(device, t
         source.synchronize()
         source.dumps(tmp_path / name)
         target.loads(tmp_path / name)
-        assert target._prefetcher is None or not target._prefetcher.has_batches
+        assert target.prefetcher is None or not target.prefetcher.has_batches
         assert not target._prefetch_queue
         batch = target.sample()
         assert (batch["index"] * 10 == batch["action"]).all()
@@ -330,11 +330,11 @@ def test_buffers_for_environments_name_both_devices(device):
     assert rb.storage.device.type == "cpu"
     write(rb, STEPS, 0)
     assert rb.sample().device.type == device.type
-    assert rb._copies_batches
+    assert rb.copies_batches
     there = ReplayBuffer.from_schema(schema, STEPS, device=device, batch_size=4, prefetch=2)
     there.extend(data(STEPS).to(device))
     assert there.storage.device.type == there.sample().device.type == device.type
-    assert not there._copies_batches
+    assert not there.copies_batches
     if device.type == "cuda":
         with pytest.raises(TypeError, match="on the CPU"):
             ReplayBuffer(storage=there.storage, device="cpu")

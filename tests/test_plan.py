@@ -56,7 +56,7 @@ def terminated_fn(batch: TensorDict) -> torch.Tensor:
 
 
 class GeneralBuffer(ReplayBuffer):
-    _plan = _write_plan = property(lambda rb: None, lambda rb, plan: None)
+    sample_plan = write_plan = property(lambda rb: None, lambda rb, plan: None)
 
 
 def steps(count: int, lanes: int | None, seed: int) -> TensorDict:
@@ -118,7 +118,7 @@ def put_cursor(rb: ReplayBuffer, value: int) -> None:
 
 CHANGES = {
     "cursor": put_cursor,
-    "drop": lambda rb, value: rb._connect(),
+    "drop": lambda rb, value: rb.connect(),
     "alpha": set_alpha,
     "beta": set_beta,
     "wrapper": set_wrapper,
@@ -391,11 +391,11 @@ def test_wrappers_take_the_short_path(wrapper):
     rb = next(buffers(wrapper, None))
     rb.extend(steps(20, None, 0))
     rb.sample()
-    plan = rb._plan
+    plan = rb.sample_plan
     assert plan is not None
     rb.extend(steps(20, None, 1))
     rb.sample()
-    assert rb._plan is plan
+    assert rb.sample_plan is plan
 
 
 def test_goals_with_a_reward_of_nan_are_refused_as_on_the_general_path():

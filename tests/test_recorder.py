@@ -165,7 +165,7 @@ def test_reset_and_step_return_what_the_environment_returns(mode):
                 seen.append(env.reset(options={"reset_mask": ended}))
     for theirs, ours in zip(*results, strict=True):
         assert data_equivalence(theirs, ours)
-    plan = recorder.buffer._write_plan  # writes take the short path
+    plan = recorder.buffer.write_plan  # writes take the short path
     assert plan is not None
     assert plan.holds()
 

@@ -56,3 +56,63 @@ def missing_keywords(call: ast.Call) -> set[str]:
 def test_torchs_default_device_and_dtype_are_not_relied_on(path):
     calls = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
     assert not {(call.lineno, ast.unparse(call)) for call in calls if missing_keywords(call)}
+
+
+#: The files that read or set private attributes of objects other than ``self``, and the names of these attributes.
+PRIVATE_NAMES = {
+    # TorchRL's classes
+    "storages/torchrl_parts.py": (
+        "_attached_entities _bump_mutation_revision _cursor _empty _is_full _last_cursor_index _len "
+        "_max_size_along_dim0 _mutation_revision _rng _set_last_cursor _storage _write_count _writer"
+    ),
+    "buffers/parts.py": "_batch_size _consume_after_n_samples",
+    "buffers/abilities.py": "_default_checkpointer _write_lock",
+    "buffers/prefetch.py": (
+        "_capture_prefetch_state _clear_prefetch_queue_locked _clone_prefetch_result _prefetch _prefetch_cap "
+        "_prefetch_executor _restore_prefetch_queue_locked _validate_prefetch_state"
+    ),
+    "checkpoint/parts.py": "_total_shape",
+    "diagnostics/doctor/__init__.py": "_replay_lock _write_lock",  # of any buffer
+    "diagnostics/health.py": "_sum_tree",
+    "samplers/goal_env.py": "_env",
+    # torch, TensorDict, numba and Python
+    "checkpoint/manifest.py": "_metadata",
+    "distributed/packing.py": "_foreach_copy_",
+    "kernels/batch/cpu.py": "_fields",
+    "kernels/batch/memory.py": "_C _cdata _storage_Use_Count",
+    "kernels/code_cache.py": "_cache _data_name_pattern",
+    "storages/allocate.py": "_new_shared",
+    "storages/rows/__init__.py": "_foreach_copy_",
+    "storages/rows/dedup.py": "_foreach_copy_",
+    "storages/tensordict_fast.py": "_batch_size _device _td_dim_names _tensordict",
+    # the base class, or another object of the same class
+    "samplers/proportional.py": "_shown",
+    "samplers/wrapper.py": "_draw _level _reader _revised_keys",
+}
+OWN = {"self", "cls", "super()"}
+
+
+def private_names(node: ast.AST, in_class: bool = False) -> Iterator[str]:
+    """Yield the names of private attributes of other objects; a string counts in ``getattr`` and its relatives."""
+    if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in OWN:
+        yield node.attr
+    if isinstance(node, ast.Call):
+        function, *given = map(ast.unparse, [node.func, *node.args])
+        if function == "partial" and given:
+            function, *given = given
+        by_object = function in ("getattr", "hasattr", "setattr", "delattr") and given[0] not in OWN
+        if by_object or (function in ("attrgetter", "methodcaller") and not in_class):
+            strings = (each.value for each in node.args if isinstance(each, ast.Constant))
+            yield from (part for each in strings if isinstance(each, str) for part in each.split("."))
+    for child in ast.iter_child_nodes(node):
+        yield from private_names(child, in_class or isinstance(node, ast.ClassDef))
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_private_attributes_are_named_in_their_one_place(path):
+    allowed = PRIVATE_NAMES.get(str(path.relative_to(PACKAGE)), "").split()
+    assert {*filter(is_private, private_names(ast.parse(path.read_text())))} == {*allowed}

@@ -183,11 +183,11 @@ def last(rb: Any, n: int | None, *, flat: bool = False) -> TensorDictBase:
         TypeError: the writer does not write in time order.
     """
     storage, writer = rb.storage, rb.writer
-    with rb._locked():
+    with rb.locked():
         data = storage.get(steps_by_age(writer, storage, n))
     if flat and data.ndim > 1:
         data = data.flatten(0, storage.ndim - 1)
-    return rb._transformed(data)
+    return rb.transformed(data)
 
 
 def set_at_(rb: Buffer, key: NestedKey, value: Any, index: Any) -> Buffer:
@@ -219,7 +219,7 @@ def set_(rb: Buffer, key: NestedKey, value: Any) -> Buffer:
 def set_item(rb: Any, index: Any, value: Any) -> None:
     """Set the rows at ``index`` or, for a key, this entry of all rows; ``value`` has the shape of ``rb[index]``."""
     if is_key(index) and isinstance(rb.storage, PackedStorage):
-        rb.storage.edit(lambda data: rb._transpose(data).set_(index, value))
+        rb.storage.edit(lambda data: data.transpose(rb.dim_extend, 0).set_(index, value))
     else:  # TorchRL's code would change a temporary TensorDict
         TensorDictReplayBuffer.__setitem__(rb, index, value)
 
@@ -238,7 +238,7 @@ def health(rb: Any) -> dict[str, float]:
     Cost: O(N log N) for N rows with a prioritized sampler, otherwise O(N).
     """
     storage, sampler, writer = rb.storage, rb.sampler, rb.writer
-    with rb._locked():
+    with rb.locked():
         report = health_of_parts(storage, sampler, writer, rb.last_draw, rb.replay_count)
     report["stale_updates"] = float(rb.stale_updates.total())
     return report if rb.flow is None else report | rb.flow.report()
@@ -288,9 +288,9 @@ def loads(
     Raises:
         CheckpointError: a file is missing or damaged, or the dump does not fit; the buffer is unchanged.
     """
-    connect = partial(rb._connect, default_priorities=rows_only)
+    connect = partial(rb.connect, default_priorities=rows_only)
     how: Any = {"rows_only": rows_only, "default_generator": default_generator, "progress": progress}
-    load_buffer(rb, path, connect, rb._emptied_of_prefetched(), **how)
+    load_buffer(rb, path, connect, rb.fully_locked(), **how)
 
 
 def refuse_hook(rb: Any, hook: Any) -> NoReturn:
@@ -298,16 +298,11 @@ def refuse_hook(rb: Any, hook: Any) -> NoReturn:
     raise NotImplementedError(NO_CHECKPOINTERS)
 
 
-def full(rb: Any) -> bool:
-    """Whether the number of stored rows has reached the capacity."""
-    return rb.storage._is_full
-
-
 def describe(rb: Any) -> str:
     if not rb.initialized:
         return f"{type(rb).__name__}(not initialized)"
     named = [("storage", rb.storage), ("sampler", rb.sampler), ("writer", rb.writer)]
-    if len(rb._parts.transforms):
+    if len(rb.parts.transforms):
         named.append(("transform", rb.transform))
     lines = [f"{name}={part!r},".replace("\n", "\n    ") for name, part in named]
     lines.append(f"batch_size={rb.batch_size}, fill={len(rb.storage) / rb.storage.max_size:.1%}")
@@ -316,8 +311,8 @@ def describe(rb: Any) -> str:
 
 def repair(rb: Any) -> None:
     """Make the priorities consistent after a process died while it held the buffer's lock."""
-    if rb._parts is not None and rb._parts.prioritized is not None:
-        rb._parts.prioritized.priorities.repair(rb._parts.storage)
+    if rb.parts is not None and rb.parts.prioritized is not None:
+        rb.parts.prioritized.priorities.repair(rb.parts.storage)
 
 
 def state_dict(rb: Any) -> dict[str, Any]:
@@ -334,19 +329,19 @@ def load_state_dict(rb: Any, state_dict: dict[str, Any]) -> None:
 
         After an error, the buffer is unchanged.
     """
-    rb._initialize()
-    rb._validate_prefetch_state(state_dict.get("_prefetch_state"))  # as TorchRL does, before any change
-    with rb._futures_lock:
+    rb.initialize()
+    rb.validate_prefetched(state_dict.get("_prefetch_state"))  # as TorchRL does, before any change
+    with rb.futures_lock:
         rb.synchronize()  # before the other locks are taken: prefetching threads need them
-        with rb._locked():  # no thread sees a mixture of two states
+        with rb.locked():  # no thread sees a mixture of two states
             if isinstance(rb.storage, PackedStorage):
                 examine(rb.storage, state_dict["_storage"])
             parts = {"_transforms": rb.transform, "_writer": rb.writer, "_sampler": rb.sampler}
             load_or_restore(parts, state_dict)
             TensorDictReplayBuffer.load_state_dict(rb, state_dict)
             load_trajectories(rb, state_dict.get("_trajectories", []))
-            if rb._parts.wrapper is not None:
-                rb._parts.wrapper.watch(rb.storage)
+            if rb.parts.wrapper is not None:
+                rb.parts.wrapper.watch(rb.storage)
 
 
 def share(rb: Buffer, shared: bool = True) -> Buffer:

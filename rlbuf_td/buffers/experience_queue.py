@@ -76,7 +76,7 @@ class ExperienceQueue(ReplayBuffer):
     @property
     def waiting(self) -> int:
         """The number of rows that have not been sampled yet."""
-        return self._initialize().writer.waiting
+        return self.initialize().writer.waiting
 
     def add(self, data: TensorDictBase) -> int | torch.Tensor:
         """Wait for free space, write one row, and return its index. For errors, see :class:`ExperienceQueue`."""
@@ -104,14 +104,14 @@ class ExperienceQueue(ReplayBuffer):
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Stop the threads of the queue within ``timeout`` seconds; waiting calls raise a RuntimeError."""
-        self._initialize().writer.close()
+        self.initialize().writer.close()
         super().shutdown(timeout)
 
     def _once_possible(self, call: Callable[[], Result], timeout: float | None) -> Result:
         """Repeat ``call`` while it raises Full or Empty; return its result. No lock is held between the calls."""
         deadline = inf if timeout is None else time.monotonic() + timeout
         while True:
-            if self._initialize().writer.is_closed:
+            if self.initialize().writer.is_closed:
                 raise RuntimeError("the queue has been shut down")
             try:
                 return call()

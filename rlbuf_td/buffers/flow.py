@@ -197,7 +197,7 @@ def count_imported(rb: Any, flow: FlowControl | None) -> None:
     rb.flow = flow
     if flow is not None:
         flow.count_imported(len(rb))
-        rb._connect()  # drops a write plan, which would bypass flow control
+        rb.connect()  # drops a write plan, which would bypass flow control
 
 
 @contextmanager
@@ -205,15 +205,15 @@ def permission(rb: Any, rows: int | None, wait: bool, timeout: float | None) -> 
     """Wait until a buffer has rows and its flow control, if any, admits a batch; see :meth:`FlowControl.sampling`."""
 
     def ready() -> bool:
-        if rb._service_shutdown:
+        if rb.is_shut_down:
             raise RuntimeError("the buffer has been shut down")
         return len(rb) > 0
 
     if rb.flow is not None and rows is not None:
-        with rb.flow.sampling(rows, ready, rb._replay_lock, wait, timeout):
+        with rb.flow.sampling(rows, ready, rb.replay_lock, wait, timeout):
             yield
     else:
-        wait_until(ready, rb._replay_lock, timeout)
+        wait_until(ready, rb.replay_lock, timeout)
         yield
 
 

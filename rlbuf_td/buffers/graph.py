@@ -12,7 +12,7 @@ from tensordict import TensorDictBase
 from rlbuf_td.buffers.priorities import errors_of
 from rlbuf_td.kernels.device_scalars import DeviceScalars, capturing
 from rlbuf_td.samplers.common import EMPTY, GraphCapturable
-from rlbuf_td.storages import PackedStorage
+from rlbuf_td.storages import PackedStorage, torchrl_parts
 from rlbuf_td.storages.indexing import device_of
 from rlbuf_td.storages.notebooks import GPU
 from rlbuf_td.storages.write_clock import SAMPLED_AT
@@ -58,14 +58,14 @@ class CapturedStep:
         """Sample, call the step and update priorities; return the output, which later calls overwrite on CUDA."""
         buffer = self._buffer
         if device_of(self._capturable_storage()).type != "cuda":
-            return self._learn(buffer._sample(self._batch_size)[0], buffer.update_tensordict_priority)
-        with buffer._locked():
+            return self._learn(buffer.sample_and_report(self._batch_size)[0], buffer.update_tensordict_priority)
+        with buffer.locked():
             return self._replay(self._capturable_storage())
 
     def _capturable_storage(self) -> PackedStorage:
         """Return the storage; raise an error if the buffer cannot be captured or is empty."""
         storage, sampler = self._buffer.storage, self._buffer.sampler
-        if not self._buffer._parts.draws or not isinstance(getattr(sampler, "innermost", sampler), GraphCapturable):
+        if not self._buffer.parts.draws or not isinstance(getattr(sampler, "innermost", sampler), GraphCapturable):
             raise TypeError(
                 f"cannot capture a buffer with {type(storage).__name__} and {type(sampler).__name__}: this needs "
                 "PackedStorage, and UniformSampler, ProportionalSampler or RankSampler, or HindsightSampler, "
@@ -81,7 +81,7 @@ class CapturedStep:
         if self._step is None:  # TD errors in the batch would be a stored entry
             return batch
         output = self._step(batch)
-        if self._buffer._parts.prioritized is not None and batch.get(self._buffer.priority_key, None) is not None:
+        if self._buffer.parts.prioritized is not None and batch.get(self._buffer.priority_key, None) is not None:
             update(batch)
         return output
 
@@ -95,7 +95,7 @@ class CapturedStep:
         self._write_clock.set_(0, storage.clock.now)
         counts = None if buffer.replay_count is None else buffer.replay_count.counts()
         memory = storage.rows, *storage.all_rows().sources(), self._write_clock, counts
-        objects = sampler, sampler._rng, *memory, *buffer._parts.transforms
+        objects = sampler, torchrl_parts.generator_of(sampler), *memory, *buffer.parts.transforms
         # Keep the objects of the last recording alive, so that no new object gets the address of an old one.
         before, settings_before = self._recorded_with
         is_same = len(before) == len(objects) and all(map(is_, before, objects)) and settings_before == settings
@@ -105,14 +105,14 @@ class CapturedStep:
         recorded = self._graphs[self._next]
         self._next = (self._next + 1) % self._ring
         recorded.graph.replay()
-        buffer.last_draw = (*recorded.drawn, getattr(buffer.writer, "_cursor", 0))
+        buffer.last_draw = (*recorded.drawn, buffer.parts.cursor())
         sampler.forget_order()
         return recorded.output
 
     def _record_all(self, storage: PackedStorage) -> None:
         """Record ``ring`` graphs; raise a ValueError if the generator is not on the device of the rows."""
         sampler, last_draw = self._buffer.sampler, self._buffer.last_draw
-        generator, device = sampler._rng, device_of(storage)
+        generator, device = torchrl_parts.generator_of(sampler), device_of(storage)
         if generator is not None and generator.device.type != device.type:
             raise ValueError(
                 f"the buffer's generator is on {generator.device}: a graph needs one on {device}, or "
@@ -156,7 +156,7 @@ class CapturedStep:
 
     def _run(self, storage: PackedStorage) -> tuple[Any, tuple[Any, torch.Tensor | None]]:
         """Run one step; return its output, and the index and weights of the batch."""
-        buffer, parts = self._buffer, self._buffer._parts
+        buffer, parts = self._buffer, self._buffer.parts
         sampler: Any = parts.prioritized
 
         def update(batch: TensorDictBase) -> None:  # no row is stale: nothing was written since the draw
@@ -165,7 +165,7 @@ class CapturedStep:
         flat, info, batch = parts.draw(self._batch_size, storage.gather)
         if sampler is not None:
             info[SAMPLED_AT] = self._write_clock.tensor.long().expand(flat.shape[0])
-        batch, _ = buffer._finish(buffer._assemble(flat, info, batch), info)
+        batch, _ = buffer.finish(buffer.assemble(flat, info, batch), info)
         drawn = info["index"], info.get("priority_weight")
         return self._learn(batch, update), drawn
 

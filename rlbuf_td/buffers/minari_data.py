@@ -148,7 +148,7 @@ def to_minari(
     library, dataset = minari(), None
     folder = library.storage.get_dataset_path(dataset_id)
     is_new = not folder.exists()
-    with rb._locked():
+    with rb.locked():
         steps = steps_by_age(rb.writer, rb.storage, None)
         try:
             with progress_bar(f"writing {dataset_id}", rb.storage.nbytes, progress) as report:

@@ -195,7 +195,7 @@ class ReplayBufferMixture:
         """The least common multiple of the members' window lengths."""
         if self._plan is not None:
             return 1  # members with a plan draw no windows
-        return lcm(*(window_of(member._sampler) for member in self.members.values()))
+        return lcm(*(window_of(member.sampler) for member in self.members.values()))
 
     def _parts_of(self, batch_size: int, shares: list[float]) -> list[int]:
         if not self.exact:
@@ -247,7 +247,7 @@ class ReplayBufferMixture:
         return batch
 
     def _joined(self, parts: dict[str, Part]) -> TensorDictBase:
-        prioritized = [member._initialize().prioritized for member in self.members.values()]
+        prioritized = [member.initialize().prioritized for member in self.members.values()]
         samplers = [sampler for sampler in prioritized if sampler is not None]
         has_lanes = any(member.storage.ndim > 1 for member in self.members.values())
         largest = max([1.0] * (None in prioritized) + [part.scale or 1.0 for part in parts.values()])
@@ -281,7 +281,7 @@ class ReplayBufferMixture:
         """
         flat, updates = data.reshape(-1), []
         for name, is_own in self._members_of(flat):
-            member, parts = self.members[name], self.members[name]._initialize()
+            member, parts = self.members[name], self.members[name].initialize()
             if parts.prioritized is None:
                 continue
             keys = [as_tuple(key) for key in ("index", SAMPLED_AT, member.priority_key)]

@@ -22,7 +22,7 @@ from rlbuf_td.storages.trajectory_index import as_tuple
 
 def largest_weight(member: ReplayBuffer, report: Mapping[Any, Any]) -> float | None:
     """Return the number by which a member's importance weights were divided, or None if they were not divided."""
-    sampler, storage = member._parts.prioritized, member.storage
+    sampler, storage = member.parts.prioritized, member.storage
     if sampler is None or sampler.weight_norm is None or "priority_weight" not in report:
         return None
     rows = flat_rows(report.get("anchor_index", report["index"]), storage, sampler.device)
@@ -42,7 +42,7 @@ def refuse_member(name: Any, member: Any) -> None:
     if isinstance(member, ExperienceQueue):
         raise TypeError(f"member {name!r} is an ExperienceQueue, which gives each row once: sample it apart")
     sampler = getattr(member.sampler, "innermost", member.sampler)
-    if isinstance(sampler, PrioritizedSampler) and member._initialize().prioritized is None:
+    if isinstance(sampler, PrioritizedSampler) and member.initialize().prioritized is None:
         raise TypeError(f"member {name!r} has TorchRL's PrioritizedSampler: use a ProportionalSampler")
 
 
@@ -56,21 +56,21 @@ class Part(NamedTuple):
 
 def part_of(member: ReplayBuffer, count: int) -> Part:
     """Draw ``count`` rows from a member; transform these rows without holding the member's lock."""
-    prefetcher = member._prefetcher if member._copies_batches else None
-    with member._futures_lock, member._locked():  # priorities must not change before the scale is known
+    prefetcher = member.prefetcher if member.copies_batches else None
+    with member.futures_lock, member.locked():  # priorities must not change before the scale is known
         now = member.storage.clock.now if hasattr(member.storage, "clock") else 0
         sent = None if prefetcher is None else prefetcher.send(count)
-        drawn = member._draw(count) if sent is None else sent.result()
+        drawn = member.draw(count) if sent is None else sent.result()
         scale = None if drawn is None else largest_weight(member, drawn[1])
     if drawn is not None:
-        finished = member._finish(*drawn) if prefetcher is None or sent is None else prefetcher.receive(sent)
+        finished = member.finish(*drawn) if prefetcher is None or sent is None else prefetcher.receive(sent)
         if finished[0].ndim != 1:
             inner = [*finished[0].shape[1:]]
             raise ValueError(
                 f"members must store single transitions, these rows have further batch dims, {inner}{MIXTURES}"
             )
         return Part(finished[0], scale, now)
-    rows, info = member._sample(count)  # TorchRL's general path, which adds the report later
+    rows, info = member.sample_and_report(count)  # TorchRL's general path, which adds the report later
     if "index" not in rows.keys():
         merge_(rows, info)
     return Part(without_lane(member, rows), largest_weight(member, info), now)  # TorchRL's slices have an index [B, 1]

@@ -25,7 +25,7 @@ class MixturePlan:
         from rlbuf_td.kernels.batch import cpu
 
         self.members, self.size, self.kernel = members, size, cpu.sample_part
-        self.member_parts = [member._parts for member in members]  # rebuilt if a part is replaced
+        self.member_parts = [member.parts for member in members]  # rebuilt if a part is replaced
         self.plans = [_PLANS[type(each.sampler)](each.storage, each.sampler, size) for each in members]
         self.batch_size = torch.Size([size])
         first = self.plans[0]
@@ -43,7 +43,7 @@ class MixturePlan:
 
     def has_all_parts(self) -> bool:
         """Whether all members have the storage, sampler and writer that they had when the plan was made."""
-        return all(member._parts is parts for member, parts in zip(self.members, self.member_parts, strict=True))
+        return all(member.parts is parts for member, parts in zip(self.members, self.member_parts, strict=True))
 
     def sample(self, counts: Sequence[int]) -> TensorDict | None:
         """Return a batch with ``counts[i]`` rows of member ``i``, or None if the general path must sample."""
@@ -78,7 +78,7 @@ class MixturePlan:
             return
         for member, index in zip(self.members, self.drawn[0].split(self.drawn[1]), strict=True):
             if len(index):
-                member.last_draw = index, None, getattr(member._writer, "_cursor", 0)
+                member.last_draw = index, None, member.parts.cursor()
 
     def make_blanks(self) -> list[Blank]:
         blanks = []
@@ -91,14 +91,14 @@ class MixturePlan:
 
 def is_usual(member: Any) -> bool:
     """Whether a member adds the sampler's report to batches, and has no transforms, prefetching or replay counts."""
-    return member._is_plain and member.replay_count is None and member._prefetcher is None and member._include_info
+    return member.returns_as_drawn and member.replay_count is None and member.prefetcher is None and member.include_info
 
 
 def make_mixture_plan(members: Sequence[Any], size: int) -> MixturePlan | None:
     """Return a plan for these members, or None if a member needs the general path."""
     for member in members:
-        kinds = type(member._sampler) in _PLANS and can_plan(member._storage, member._sampler)
-        if not kinds or not is_usual(member) or member.flow is not None or not member._parts.draws:
+        kinds = type(member.sampler) in _PLANS and can_plan(member.storage, member.sampler)
+        if not kinds or not is_usual(member) or member.flow is not None or not member.parts.draws:
             return None
     layouts = [(member.storage.layout, member.storage.ndim) for member in members]
     if any(each != layouts[0] for each in layouts):

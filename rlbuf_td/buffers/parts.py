@@ -19,7 +19,7 @@ from torchrl.data.replay_buffers import (
 from rlbuf_td.envs.trajectory_numbers import TrajectoryNumbers
 from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.wrapper import SamplerWrapper
-from rlbuf_td.storages import PackedStorage
+from rlbuf_td.storages import PackedStorage, torchrl_parts
 from rlbuf_td.storages.indexing import attached_or_new
 from rlbuf_td.storages.notebooks import PROCESSES
 from rlbuf_td.writers.common import next_step
@@ -39,6 +39,7 @@ class Parts(NamedTuple):
     is_stamped: bool  # batches have an entry "sampled_at"
     draws: str  # the sampler's method that draws: "draw_batch" or "draw"; "": TorchRL's code draws
     writes_generally: bool  # TorchRL's code writes
+    cursor: Callable[[], int]  # returns the next time step of the writer; 0 for writers without a cursor
 
     @classmethod
     def of(
@@ -58,7 +59,7 @@ class Parts(NamedTuple):
         is_theirs = isinstance(innermost, PrioritizedSampler) and prioritized is None
         generally = is_theirs or isinstance(innermost, ConsumingSampler)
         given = storage, sampler, writer, wrapper, prioritized, transforms
-        return cls(*given, is_packed, has_units, is_stamped, draws, generally)
+        return cls(*given, is_packed, has_units, is_stamped, draws, generally, torchrl_parts.cursor_reader(writer))
 
     def draw(self, batch_size: int, gather: Callable[[torch.Tensor], Any]) -> tuple[torch.Tensor, dict[Any, Any], Any]:
         """Return the positions of drawn rows, the sampler's report and the transitions; the caller holds the lock."""
@@ -66,11 +67,6 @@ class Parts(NamedTuple):
             return self.sampler.draw_batch(self.storage, batch_size)
         flat, info = self.sampler.draw(self.storage, batch_size)
         return flat, info, gather(flat)
-
-
-def parts_of(rb: Any) -> Parts:
-    """Return the components of a buffer; if its initialization was delayed, initialize it first."""
-    return rb._initialize()
 
 
 def _method_to_draw(sampler: type[Sampler]) -> str:
@@ -103,7 +99,7 @@ def share_parts(storage: PackedStorage, sampler: Sampler, writer: Writer) -> Non
     samplers = [sampler]
     while isinstance(inner := getattr(samplers[-1], "sampler", None), Sampler):
         samplers.append(inner)
-    for part in (*samplers, writer, *storage._attached_entities):
+    for part in (*samplers, writer, *torchrl_parts.listeners_of(storage)):
         share = getattr(part, "share_memory_", None)
         if share is not None:
             share()
@@ -115,16 +111,16 @@ def set_storage(rb: Any, storage: Storage, collate_fn: Any = None) -> Storage:
     Unlike in TorchRL, the writer continues after the newest row of the new storage, and priorities are reset.
     """
     _refuse_if_shared(rb, "storage")
-    with rb._emptied_of_prefetched():
+    with rb.fully_locked():
         previous = TensorDictReplayBuffer.set_storage(rb, storage, collate_fn)
         storage.attach(rb)
-        storage._rng = rb._rng
-        rb._writer._storage = None  # detach the old storage
-        rb._writer.register_storage(storage)
-        if isinstance(rb._writer, RoundRobinWriter):
-            rb._writer._cursor = next_step(storage)
-        rb._sampler._empty()
-        rb._connect(default_priorities=True)
+        torchrl_parts.set_generator(storage, torchrl_parts.generator_of(rb))
+        torchrl_parts.detach_writer(rb.writer)
+        rb.writer.register_storage(storage)
+        if isinstance(rb.writer, RoundRobinWriter):
+            torchrl_parts.set_cursor(rb.writer, next_step(storage))
+        torchrl_parts.empty_part(rb.sampler)
+        rb.connect(default_priorities=True)
     return previous
 
 
@@ -134,16 +130,16 @@ def set_sampler(rb: Any, sampler: Sampler) -> Sampler:
     Unlike in TorchRL, rows without a priority in the new sampler get the default priority.
     """
     _refuse_if_shared(rb, "sampler")
-    refuse_unordered(sampler, rb._writer)
-    with rb._emptied_of_prefetched():
-        previous, rng = TensorDictReplayBuffer.set_sampler(rb, sampler), sampler._rng
-        sampler._rng = rb._rng
+    refuse_unordered(sampler, rb.writer)
+    with rb.fully_locked():
+        previous, rng = TensorDictReplayBuffer.set_sampler(rb, sampler), torchrl_parts.generator_of(sampler)
+        torchrl_parts.set_generator(sampler, torchrl_parts.generator_of(rb))
         try:
-            rb._connect(default_priorities=True)
+            rb.connect(default_priorities=True)
         except Exception:
             TensorDictReplayBuffer.set_sampler(rb, previous)
-            sampler._rng = rng
-            rb._connect()
+            torchrl_parts.set_generator(sampler, rng)
+            rb.connect()
             raise
     return previous
 
@@ -151,14 +147,19 @@ def set_sampler(rb: Any, sampler: Sampler) -> Sampler:
 def set_writer(rb: Any, writer: Writer) -> Writer:
     """Replace the writer; return the old one."""
     _refuse_if_shared(rb, "writer")
-    refuse_unordered(rb._sampler, writer)
-    with rb._replay_lock:
+    refuse_unordered(rb.sampler, writer)
+    with rb.replay_lock:
         previous = TensorDictReplayBuffer.set_writer(rb, writer)
-        rb._connect()
+        rb.connect()
         return previous
 
 
+def restore_options(rb: Any, batch_size: int | None, consume_after_n_samples: int | None) -> None:
+    """Set the sampling options that a dump has saved."""
+    rb._batch_size, rb._consume_after_n_samples = batch_size, consume_after_n_samples
+
+
 def _refuse_if_shared(rb: Any, part: str) -> None:
-    if getattr(rb._storage, "shared_rows", None) is not None:
+    if getattr(rb.storage, "shared_rows", None) is not None:
         reason = "other processes would keep the old one. Set it before you share the buffer"
         raise RuntimeError(f"cannot set the {part} of a shared buffer: {reason}{PROCESSES}")

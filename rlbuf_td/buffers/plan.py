@@ -25,6 +25,7 @@ from rlbuf_td.samplers.priorities import ALPHA, BETA, LARGEST, WEIGHED
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.rows import PlainRows
 from rlbuf_td.storages.tensordict_fast import entries_of
+from rlbuf_td.storages.torchrl_parts import generator_of
 from rlbuf_td.storages.write_clock import BY_ROW, LAST, NOW, SAMPLED_AT
 
 _CPU = torch.device("cpu")
@@ -79,7 +80,7 @@ class Plan(Planned):
         from rlbuf_td.kernels.batch import cpu
 
         self.storage, self.sampler, self.size, self.kernels = storage, sampler, size, cpu
-        self.rows, self.generator = storage.all_rows(), sampler._rng
+        self.rows, self.generator = storage.all_rows(), generator_of(sampler)
         self.lanes = self.rows.cells // self.rows.steps if storage.ndim > 1 else 0
         index = (torch.int64, torch.Size([storage.ndim] if self.lanes else []))
         more = [index, *((dtype, torch.Size([])) for _, dtype in self.reports)]
@@ -96,7 +97,7 @@ class Plan(Planned):
 
     def holds(self) -> bool:
         """Whether storage and sampler are unchanged since the plan was made."""
-        return self.storage.rows is self.rows and self.sampler._rng is self.generator
+        return self.storage.rows is self.rows and generator_of(self.sampler) is self.generator
 
     def make_blanks(self) -> list[Blank]:
         blanks, batch = [], cast(TensorDict, None)
@@ -124,7 +125,8 @@ class UniformPlan(Plan):
     """Draws every row with equal probability, with replacement."""
 
     def holds(self) -> bool:
-        return self.storage.rows is self.rows and self.sampler._rng is self.generator and not self.sampler.unique
+        sampler = self.sampler
+        return self.storage.rows is self.rows and generator_of(sampler) is self.generator and not sampler.unique
 
     def draw(self, written: int, slot: int) -> bool:
         self.flat.random_(0, written, generator=self.generator)
@@ -230,7 +232,7 @@ class ProportionalPlan(PrioritizedPlan):
     def holds(self) -> bool:
         return (  # a load or sharing replaces the memory of the sum tree, and a new alpha changes its weights
             self.storage.rows is self.rows
-            and self.sampler._rng is self.generator
+            and generator_of(self.sampler) is self.generator
             and self.law.table.addresses is self.priorities
             and self.settings[ALPHA] == self.settings[WEIGHED]
         )
@@ -251,7 +253,7 @@ class RankPlan(PrioritizedPlan):
     def holds(self) -> bool:
         return (  # a load or sharing replaces the memory of the order, and a new alpha changes the probabilities
             self.storage.rows is self.rows
-            and self.sampler._rng is self.generator
+            and generator_of(self.sampler) is self.generator
             and self.law.table.addresses is self.priorities
             and self.settings[ALPHA] == self.ranks.alpha
         )
@@ -289,7 +291,7 @@ def can_plan(storage: Any, sampler: Any) -> bool:
         type(sampler) in PLANS
         and is_plain(storage)
         and not storage.rows.is_mapped
-        and (sampler._rng is None or sampler._rng.device.type == "cpu")
+        and getattr(generator_of(sampler), "device", _CPU).type == "cpu"
         and not getattr(sampler, "unique", False)
         and getattr(sampler, "age_key", None) is None
     )

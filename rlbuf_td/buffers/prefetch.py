@@ -19,6 +19,7 @@ from rlbuf_td.buffers.parts import Parts
 from rlbuf_td.buffers.priorities import write_priorities
 from rlbuf_td.storages.indexing import device_of
 from rlbuf_td.storages.notebooks import GPU
+from rlbuf_td.storages.torchrl_parts import generator_of
 from rlbuf_td.storages.write_clock import SAMPLED_AT
 
 Sample: TypeAlias = tuple[TensorDictBase, dict[Any, Any]]  # a batch and the sampler's report
@@ -85,7 +86,7 @@ class Prefetcher:
 
     def take(self, batch_size: int, prefetch: bool) -> Sample:
         """Return a batch and the sampler's report; with ``prefetch``, return the oldest batch that was drawn ahead."""
-        with self._buffer._futures_lock:
+        with self._buffer.futures_lock:
             self._drop_outdated()
             if not prefetch:
                 return self.receive(self.send(batch_size))
@@ -95,7 +96,7 @@ class Prefetcher:
 
     @property
     def has_batches(self) -> bool:
-        with self._buffer._futures_lock:
+        with self._buffer.futures_lock:
             self._drop_outdated()
             return bool(self._batches)
 
@@ -105,8 +106,8 @@ class Prefetcher:
 
     def _drop_outdated(self) -> None:
         storage, sampler = self._buffer.storage, self._buffer.sampler
-        transforms = self._buffer._parts.transforms
-        now = storage, storage.rows, sampler, sampler._rng, getattr(sampler, "begun", None), *transforms
+        transforms = self._buffer.parts.transforms
+        now = storage, storage.rows, sampler, generator_of(sampler), getattr(sampler, "begun", None), *transforms
         if len(now) != len(self._drawn_from) or not all(map(is_, now, self._drawn_from)):
             self._batches.clear()
             self._drawn_from = now
@@ -114,13 +115,13 @@ class Prefetcher:
             self._batches.popleft()
 
     def send(self, batch_size: int) -> _Batch:
-        """Draw a batch, and start to move or transform it; the caller holds the buffer's ``_futures_lock``."""
+        """Draw a batch, and start to move or transform it; the caller holds the buffer's ``futures_lock``."""
         buffer, device = self._buffer, self.device
         place = None if getattr(buffer.sampler, "begun", None) is None else buffer.sampler.snapshot()
-        with buffer._locked():
-            self.refuse_other_parts(buffer._parts)
+        with buffer.locked():
+            self.refuse_other_parts(buffer.parts)
             drawn_at = buffer.storage.clock.now
-            batch, report = buffer._draw(batch_size)
+            batch, report = buffer.draw(batch_size)
             self._drop_outdated()  # a draw may start new epochs
         if device is None:
             work = partial(self._timed, batch, report)
@@ -135,7 +136,7 @@ class Prefetcher:
 
     def _timed(self, batch: TensorDictBase, report: dict[Any, Any]) -> Sample:
         start = perf_counter()
-        sample = self._buffer._finish(batch, report)
+        sample = self._buffer.finish(batch, report)
         before, self._seconds = self._seconds, perf_counter() - start
         self._is_slow = min(before, self._seconds) > _SLOW
         return sample
@@ -154,7 +155,7 @@ class Prefetcher:
             report = {key: batch.get(key) for key in report}
             if by_coordinates:
                 report["index"] = report["index"].unbind(-1)
-        return self._buffer._finish(batch, report)
+        return self._buffer.finish(batch, report)
 
     def return_errors(
         self, index: torch.Tensor, td_error: torch.Tensor, sampled_at: torch.Tensor | None, dims: int
@@ -163,7 +164,7 @@ class Prefetcher:
 
         Then apply queued updates, oldest first: until ``ahead`` updates remain, or all if this update was not queued.
         """
-        with self._buffer._futures_lock:
+        with self._buffer.futures_lock:
             is_queued = self.device is not None and index.device.type == self.device.type
             if is_queued:
                 given = index, td_error, sampled_at  # copied from a GPU to page-locked memory
@@ -175,14 +176,14 @@ class Prefetcher:
 
     def flush(self, left: int = 0) -> None:
         """Apply queued priority updates, oldest first, until ``left`` updates remain."""
-        with self._buffer._futures_lock:
+        with self._buffer.futures_lock:
             while len(self._errors) > left:
                 update, arrived = self._errors.popleft()
                 if arrived is not None:
                     arrived.synchronize()
                 write_priorities(self._buffer, *update)
 
-    # -- state; the caller holds the buffer's ``_futures_lock``
+    # -- state; the caller holds the buffer's ``futures_lock``
 
     def settle(self) -> list[Sample]:
         """Apply all queued priority updates; return the batches drawn ahead. With ``device``, drop these batches.
@@ -220,60 +221,61 @@ def _sent(leaf: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.empty_like(leaf, pin_memory=True).copy_(leaf).to(device, non_blocking=True)
 
 
-def draws_ahead(rb: Any) -> bool:
-    """Whether a buffer was made with ``prefetch`` or ``device``."""
-    return rb._prefetcher is not None
-
-
 def iterate(rb: Any) -> Iterator[TensorDictBase]:
     """Yield batches until the sampler has run out of rows (at the end of its epochs, for example)."""
-    ahead = rb._prefetcher
-    if ahead is None or not rb._initialize().draws or rb._batch_size is None:
+    ahead = rb.prefetcher
+    if ahead is None or not rb.initialize().draws or rb.batch_size is None:
         yield from TensorDictReplayBuffer.__iter__(rb)
         return
-    if rb._sampler.ran_out and not ahead.has_batches:
-        rb._sampler.ran_out = False
-    while not rb._sampler.ran_out or ahead.has_batches:
+    if rb.sampler.ran_out and not ahead.has_batches:
+        rb.sampler.ran_out = False
+    while not rb.sampler.ran_out or ahead.has_batches:
         yield rb.sample()
 
 
 def synchronize(rb: Any) -> None:
     """Wait for asynchronous writes and priority updates."""
     TensorDictReplayBuffer.synchronize(rb)
-    if rb._prefetcher is not None:
-        rb._prefetcher.flush()
+    if rb.prefetcher is not None:
+        rb.prefetcher.flush()
+
+
+def prefetch_state(rb: Any, queue: Iterable[Sample]) -> dict[str, Any]:
+    """Return the state for :func:`validate_prefetched` and :func:`restore_prefetched` of batches drawn ahead."""
+    return {"version": 1, "capacity": rb._prefetch_cap, "queue": queue}
 
 
 @contextmanager
 def capture_prefetched(rb: Any, *, clone_queue: bool = True) -> Iterator[dict[str, Any]]:
     """Suspend sampling in a ``with`` block, and yield the state to save, which contains the batches drawn ahead."""
-    with rb._futures_lock:
-        ahead = [] if rb._prefetcher is None or not rb._parts.draws else rb._prefetcher.settle()
+    with rb.futures_lock:
+        ahead = [] if rb.prefetcher is None or not rb.parts.draws else rb.prefetcher.settle()
         with TensorDictReplayBuffer._capture_prefetch_state(rb, clone_queue=clone_queue) as state:
             copied = map(rb._clone_prefetch_result, ahead) if clone_queue else ahead
-            yield state | {"queue": restamped((*state["queue"], *copied), rb._parts, -1)}
+            yield state | {"queue": restamped((*state["queue"], *copied), rb.parts, -1)}
 
 
 def clear_prefetched(rb: Any) -> None:
     """Drop the batches drawn ahead."""
     TensorDictReplayBuffer._clear_prefetch_queue_locked(rb)
-    if rb._prefetcher is not None:
-        rb._prefetcher.drop()
+    if rb.prefetcher is not None:
+        rb.prefetcher.drop()
 
 
 def validate_prefetched(rb: Any, prefetch_state: Any) -> None:
     """Raise TorchRL's error if the saved batches do not fit the settings of the buffer."""
-    if rb._prefetcher is not None and isinstance(prefetch_state, dict) and not rb._prefetch:
+    if rb.prefetcher is not None and isinstance(prefetch_state, dict) and not rb._prefetch:
         prefetch_state = prefetch_state | {"queue": ()}  # saved without ``device``: batches are drawn again
     TensorDictReplayBuffer._validate_prefetch_state(rb, prefetch_state)
 
 
 def restore_prefetched(rb: Any, prefetch_state: Any, *, clone_queue: bool = True) -> None:
+    """Restore batches drawn ahead; a buffer with ``device`` draws them again instead."""
     if prefetch_state is None:
         return
-    queue, parts = restamped(prefetch_state["queue"], rb._parts, 1), rb._parts
-    if rb._prefetcher is None or not parts.draws:
+    queue, parts = restamped(prefetch_state["queue"], rb.parts, 1), rb.parts
+    if rb.prefetcher is None or not parts.draws:
         state = prefetch_state | {"queue": queue}
         TensorDictReplayBuffer._restore_prefetch_queue_locked(rb, state, clone_queue=clone_queue)
     elif rb._prefetch:
-        rb._prefetcher.restore(map(rb._clone_prefetch_result, queue) if clone_queue else queue)
+        rb.prefetcher.restore(map(rb._clone_prefetch_result, queue) if clone_queue else queue)

@@ -28,15 +28,15 @@ def update_priority(rb: Any, index: Any, priority: Any) -> None:
 
         On CUDA, rows that are out of range, or have a NaN or infinite TD error, are skipped instead.
     """
-    parts = rb._parts or rb._initialize()
+    parts = rb.parts or rb.initialize()
     if parts.prioritized is None:
         return TensorDictReplayBuffer.update_priority(rb, index, priority)
-    if rb._prefetcher is not None:
-        rb._prefetcher.flush()
+    if rb.prefetcher is not None:
+        rb.prefetcher.flush()
     by_coordinates = parts.storage.ndim > 1
     if isinstance(index, torch.Tensor) and index.ndim > 1 + by_coordinates:
         index = index.flatten(0, -2) if by_coordinates else index.flatten()
-    with rb._locked():
+    with rb.locked():
         parts.prioritized.update_priority(index, priority, storage=parts.storage)
 
 
@@ -54,20 +54,20 @@ def update_tensordict_priority(rb: Any, data: TensorDictBase) -> None:
         KeyError: the batch has no TD errors, or no index.
         ValueError: a TD error is NaN or infinite; all priorities are unchanged. On CUDA, the row is skipped instead.
     """
-    parts = rb._parts or rb._initialize()
+    parts = rb.parts or rb.initialize()
     if parts.prioritized is None or parts.has_units:
         return TensorDictReplayBuffer.update_tensordict_priority(rb, data)
-    plan = rb._plan
-    if plan is not None and not rb._copies_batches:
+    plan = rb.sample_plan
+    if plan is not None and not rb.copies_batches:
         with parts.storage.lock:
-            stale = plan.update(data, rb.priority_key) if rb._plan is plan else None
+            stale = plan.update(data, rb.priority_key) if rb.sample_plan is plan else None
         if stale is not None:
             rb.stale_updates.add(stale)
             return None
     entries = entries_of(data)
     index, td_error = errors_of(parts, data, rb.priority_key)
     update = index, td_error, entries.get(SAMPLED_AT), data.ndim
-    if not rb._copies_batches or not rb._prefetcher.return_errors(*update):
+    if not rb.copies_batches or not rb.prefetcher.return_errors(*update):
         write_priorities(rb, *update)
 
 
@@ -76,8 +76,8 @@ def write_priorities(
 ) -> None:
     """Update priorities of rows that were not replaced since ``sampled_at``; ``dims``: the ``ndim`` of the batch."""
     stale: int | torch.Tensor = 0
-    with rb._parts.storage.lock if rb._parts.is_packed else rb._locked():
-        parts = rb._parts
+    with rb.parts.storage.lock if rb.parts.is_packed else rb.locked():
+        parts = rb.parts
         if parts.prioritized is None:  # the sampler was replaced since the TD errors were queued
             return
         if sampled_at is not None and parts.is_packed:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing.context import get_spawning_popen
+from operator import attrgetter
 from threading import RLock
 from typing import Any
 
@@ -26,7 +27,7 @@ from rlbuf_td.diagnostics.health import LastDraw, ReplayCount
 from rlbuf_td.diagnostics.html import html_of
 from rlbuf_td.samplers import UniformSampler
 from rlbuf_td.samplers.common import OwnSignature
-from rlbuf_td.storages import PackedStorage
+from rlbuf_td.storages import PackedStorage, torchrl_parts
 from rlbuf_td.storages.indexing import attached_or_new, coordinates, merge_, put_back_
 from rlbuf_td.storages.write_clock import SAMPLED_AT, Tally
 from rlbuf_td.writers import RingWriter
@@ -99,19 +100,19 @@ class ReplayBuffer(TensorDictReplayBuffer):
     ) -> None:
         if kwargs.get("checkpointer") is not None:
             raise NotImplementedError(abilities.NO_CHECKPOINTERS)
-        self._parts: Parts = None  # type: ignore[assignment]  # until initialized
+        self.parts: Parts = None  # type: ignore[assignment]  # until initialized
         self.episode_stats = stats  # the name ``stats`` is a method of TorchRL's buffers
         self.last_draw: LastDraw | None = None
         self.replay_count: ReplayCount | None = None
         self.stale_updates = Tally()
-        self._count_replays, self._include_info = count_replays, include_info
-        self._plan: Planned | None = None
-        self._write_plan: WritePlan | None = None
+        self._count_replays, self.include_info = count_replays, include_info
+        self.sample_plan: Planned | None = None
+        self.write_plan: WritePlan | None = None
         self._rows_without_plan: Any = None
         ahead = kwargs.get("prefetch") or 0
         self.flow = flow.make_flow(samples_per_insert, min_size, tolerance, ahead)
         device = None if device is None else torch.device(device)
-        self._prefetcher = Prefetcher(self, device, ahead) if ahead or device is not None else None
+        self.prefetcher = Prefetcher(self, device, ahead) if ahead or device is not None else None
         defaults = {"storage": partial(PackedStorage, 1_000), "sampler": UniformSampler, "writer": RingWriter}
         if kwargs.get("consume_after_n_samples") is not None:
             del defaults["sampler"]  # TorchRL uses its default
@@ -138,7 +139,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
     empty = writing.empty
     update_priority = priorities.update_priority
     update_tensordict_priority = priorities.update_tensordict_priority
-    full = property(abilities.full)
+    full = property(lambda rb: torchrl_parts.is_full(rb.storage), doc="Whether there are as many rows as the capacity.")
     chronological = abilities.chronological
     last = abilities.last
     set_at_ = abilities.set_at_
@@ -162,30 +163,30 @@ class ReplayBuffer(TensorDictReplayBuffer):
 
     def _init(self) -> None:
         super()._init()
-        self._connect()
+        self.connect()
         if type(self._writer) is RingWriter and not self.write_count:
-            self._writer._cursor = next_step(self._storage)
-        if self._prefetcher is not None:
-            self._prefetcher.refuse_other_parts(self._parts)
+            torchrl_parts.set_cursor(self._writer, next_step(self._storage))
+        if self.prefetcher is not None:
+            self.prefetcher.refuse_other_parts(self.parts)
         if self.shared or getattr(self._storage, "shared", False):
             self.share()
 
-    def _initialize(self) -> Parts:
+    def initialize(self) -> Parts:
         """Return the components of the buffer; initialize the buffer if this has not happened yet."""
         if not self._initialized:
             self._init()
-        return self._parts or self._connect()
+        return self.parts or self.connect()
 
     def _get_collate_fn(self, collate_fn: Any) -> None:
         self._has_collate_fn = collate_fn is not None
         super()._get_collate_fn(collate_fn)
 
-    def _connect(self, *, default_priorities: bool = False) -> Parts:
-        """Update ``_parts`` after a component has changed; optionally set missing priorities to the default."""
-        self._plan = self._write_plan = self._rows_without_plan = None
+    def connect(self, *, default_priorities: bool = False) -> Parts:
+        """Update ``parts`` after a component has changed; optionally set missing priorities to the default."""
+        self.sample_plan = self.write_plan = self._rows_without_plan = None
         transforms, has_units = getattr(self._transform, "transforms", ()), self._sample_unit is not None
         parts = Parts.of(self._storage, self._sampler, self._writer, transforms, has_units, self._has_collate_fn)
-        self._parts = parts
+        self.parts = parts
         if parts.prioritized is not None:
             parts.prioritized.priorities.follow(parts.storage)
             if default_priorities:
@@ -216,10 +217,10 @@ class ReplayBuffer(TensorDictReplayBuffer):
                 flow control.
             TimeoutError: the wait took longer than ``timeout``.
         """
-        include_info = self._include_info if include_info is None else include_info
-        plan = self._plan
+        include_info = self.include_info if include_info is None else include_info
+        plan = self.sample_plan
         is_usual = batch_size in (None, self._batch_size) and include_info and not return_info
-        if plan is not None and is_usual and self._is_plain:
+        if plan is not None and is_usual and self.returns_as_drawn:
             planned = self._sample_by(plan)
             if planned is not None:
                 return planned[0]
@@ -230,79 +231,84 @@ class ReplayBuffer(TensorDictReplayBuffer):
 
     def _sample_unplanned(self, batch_size: int | None, return_info: bool, include_info: bool) -> Any:
         """Sample on the general path (see :mod:`rlbuf_td.buffers`), and make a plan for the next call."""
-        if not (self._parts or self._initialize()).draws:
+        if not (self.parts or self.initialize()).draws:
             generally = super().sample if include_info else super(TensorDictReplayBuffer, self).sample
             return generally(batch_size, return_info)
         size = self._batch_size if batch_size is None else batch_size
-        is_other = size != self._batch_size is not None and self._prefetcher is None
+        is_other = size != self._batch_size is not None and self.prefetcher is None
         if self._service_shutdown or size is None or is_other:  # TorchRL raises an error or warns
             batch, info = super(TensorDictReplayBuffer, self).sample(batch_size, return_info=True)
         else:
             batch, info = self._sample(size)
-            if self._plan is None:
+            if self.sample_plan is None:
                 self._make_plan()
         if not include_info:
             batch = batch.exclude(*info)
         return (batch, info) if return_info else batch
 
     @property
-    def _is_plain(self) -> bool:
+    def returns_as_drawn(self) -> bool:
         """Whether batches are returned as drawn: not transformed, not page-locked, not copied to a device."""
-        return not (len(self._parts.transforms) or self._pin_memory or self._service_shutdown or self._copies_batches)
+        return not (len(self.parts.transforms) or self._pin_memory or self._service_shutdown or self.copies_batches)
 
     def _sample_by(self, plan: Planned) -> Sample | None:
         """Return a batch that the plan draws, or None if the plan is outdated."""
-        parts = self._parts
+        parts = self.parts
         with parts.storage.lock:
-            drawn = plan.sample() if self._plan is plan else None
+            drawn = plan.sample() if self.sample_plan is plan else None
         if drawn is None:
-            self._plan = None
+            self.sample_plan = None
             return None
         batch, info = drawn.batch, drawn.report
-        self.last_draw = info["index"], info.get("priority_weight"), getattr(parts.writer, "_cursor", 0)
+        self.last_draw = info["index"], info.get("priority_weight"), parts.cursor()
         return batch, info
 
     def _make_plan(self) -> None:
         rows = getattr(self._storage, "rows", None)
         if rows is self._rows_without_plan or self.replay_count is not None or self.flow is not None:
             return
-        with self._locked():
-            self._plan = make_plan(self._storage, self._sampler, self._batch_size)
-        self._rows_without_plan = rows if self._plan is None else None
+        with self.locked():
+            self.sample_plan = make_plan(self._storage, self._sampler, self._batch_size)
+        self._rows_without_plan = rows if self.sample_plan is None else None
 
     def _sample(self, batch_size: int) -> Sample:
-        if self._prefetcher is not None and (self._parts.draws or self._copies_batches):  # not in TorchRL's threads
+        if self.prefetcher is not None and (self.parts.draws or self.copies_batches):  # not in TorchRL's threads
             with self._futures_lock:
-                if self._copies_batches or (self._prefetch and self._parts.draws and not self._is_plain):
-                    return self._prefetcher.take(batch_size, prefetch=batch_size == self._batch_size)
-        drawn = self._draw(batch_size)
-        return self._sample_generally(batch_size) if drawn is None else self._finish(*drawn)
+                if self.copies_batches or (self._prefetch and self.parts.draws and not self.returns_as_drawn):
+                    return self.prefetcher.take(batch_size, prefetch=batch_size == self._batch_size)
+        drawn = self.draw(batch_size)
+        return self._sample_generally(batch_size) if drawn is None else self.finish(*drawn)
 
-    def _draw(self, batch_size: int) -> Sample | None:
+    def sample_and_report(self, batch_size: int) -> Sample:
+        """Return a batch and the sampler's report; flow control does not count the batch."""
+        return self._sample(batch_size)
+
+    def draw(self, batch_size: int) -> Sample | None:
         """Return an untransformed batch and the sampler's report, or None if TorchRL's code must draw."""
-        storage, plan = self._storage, self._plan
+        storage, plan = self._storage, self.sample_plan
         planned = self._sample_by(plan) if plan is not None and batch_size == self._batch_size else None
         if planned is not None and storage.ndim > 1:
             planned[1]["index"] = planned[1]["index"].unbind(-1)
-        if planned is not None or not self._parts.is_packed:
+        if planned is not None or not self.parts.is_packed:
             return planned
         with storage.lock:
-            parts = self._parts  # under the lock: another thread may replace the sampler
+            parts = self.parts  # under the lock: another thread may replace the sampler
             if not parts.draws:
                 return None
             flat, info, batch = parts.draw(batch_size, storage.gather)
             if parts.is_stamped:
                 info[SAMPLED_AT] = storage.clock.stamp(storage.clock.now, flat.shape[0], flat.device)
-        return self._assemble(flat, info, batch), info
+        return self.assemble(flat, info, batch), info
 
-    def _finish(self, batch: Any, info: dict[Any, Any]) -> Sample:
-        batch = self._transformed(batch, info)
+    def finish(self, batch: Any, info: dict[Any, Any]) -> Sample:
+        """Transform a batch, and move it to page-locked memory if the buffer was made with ``pin_memory``."""
+        batch = self.transformed(batch, info)
         if self._pin_memory and batch.device is not None and batch.device.type == "cpu":
             batch = batch.pin_memory()
         return batch, info
 
     def _sample_generally(self, batch_size: int) -> Sample:
-        now = self._storage.clock.now if self._parts.is_stamped else None
+        now = self._storage.clock.now if self.parts.is_stamped else None
         batch, info = super()._sample(batch_size)
         self._note_draw(info["index"], info)
         if now is not None:
@@ -310,7 +316,8 @@ class ReplayBuffer(TensorDictReplayBuffer):
             info[SAMPLED_AT] = self._storage.clock.stamp(now, first.shape[0], first.device)
         return batch, info
 
-    def _assemble(self, flat: torch.Tensor, info: dict[Any, Any], batch: Any) -> TensorDictBase:
+    def assemble(self, flat: torch.Tensor, info: dict[Any, Any], batch: Any) -> TensorDictBase:
+        """Add the sampler's report to a batch of the flat rows ``flat``."""
         info["index"] = index = flat if self._storage.ndim == 1 else coordinates(flat, self._storage)
         self._note_draw(index, info)
         merge_(batch, info)
@@ -318,13 +325,13 @@ class ReplayBuffer(TensorDictReplayBuffer):
 
     def _note_draw(self, index: Any, info: dict[str, Any]) -> None:
         """Record the rows and weights of a batch, and the write position, for :meth:`health`."""
-        self.last_draw = index, info.get("priority_weight"), getattr(self._writer, "_cursor", 0)
+        self.last_draw = index, info.get("priority_weight"), self.parts.cursor()
         if self.replay_count is not None:
             self.replay_count.count_(index)
 
-    def _transformed(self, batch: TensorDictBase, report: Iterable[NestedKey] = ()) -> TensorDictBase:
+    def transformed(self, batch: TensorDictBase, report: Iterable[NestedKey] = ()) -> TensorDictBase:
         """Transform a batch; put back the entries with the keys ``report`` if a transform has removed them."""
-        if not len(self._parts.transforms):
+        if not len(self.parts.transforms):
             return batch
         known = {key: batch.get(key) for key in report}
         with _set_dispatch_td_nn_modules(True):
@@ -334,7 +341,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
         return batch
 
     @contextmanager
-    def _locked(self) -> Iterator[None]:
+    def locked(self) -> Iterator[None]:
         """Hold the locks under which writes, draws and priority updates run one at a time."""
         if not self._initialized:
             self._init()
@@ -342,11 +349,11 @@ class ReplayBuffer(TensorDictReplayBuffer):
             yield
 
     @contextmanager
-    def _emptied_of_prefetched(self) -> Iterator[None]:
+    def fully_locked(self) -> Iterator[None]:
         """Drop the batches drawn ahead, and hold all locks of the buffer."""
         with self._futures_lock:
             self._clear_prefetch_queue_locked()  # waits for threads that need the other locks
-            with self._locked():
+            with self.locked():
                 yield
 
     @property
@@ -360,24 +367,30 @@ class ReplayBuffer(TensorDictReplayBuffer):
         self._own_lock = lock  # TorchRL's lock, for storages without one
 
     @property
-    def _copies_batches(self) -> bool:
+    def copies_batches(self) -> bool:
         """Whether batches must be copied to ``device``; False if ``device`` is None or the GPU that holds the rows."""
-        return self._prefetcher is not None and self._prefetcher.copies_from(self._storage)
+        return self.prefetcher is not None and self.prefetcher.copies_from(self._storage)
 
-    _capture_prefetch_state = prefetch.capture_prefetched
+    futures_lock = property(attrgetter("_futures_lock"), doc="TorchRL's lock of the batches drawn ahead.")
+    replay_lock = property(attrgetter("_replay_lock"), doc="The lock of rows and priorities.")
+    is_shut_down = property(attrgetter("_service_shutdown"), doc="Whether :meth:`shutdown` has been called.")
+    consume_after_n_samples = property(attrgetter("_consume_after_n_samples"), doc="TorchRL's keyword of this name.")
+    restore_options = parts.restore_options
+    prefetch_state = prefetch.prefetch_state
+    capture_prefetched = _capture_prefetch_state = prefetch.capture_prefetched
     _clear_prefetch_queue_locked = prefetch.clear_prefetched
-    _validate_prefetch_state = prefetch.validate_prefetched
-    _restore_prefetch_queue_locked = prefetch.restore_prefetched
+    validate_prefetched = _validate_prefetch_state = prefetch.validate_prefetched
+    restore_prefetched = _restore_prefetch_queue_locked = prefetch.restore_prefetched
 
     def __getstate__(self) -> dict[str, Any]:
-        if get_spawning_popen() is not None and self._parts is not None and self._parts.is_packed:
+        if get_spawning_popen() is not None and self.parts is not None and self.parts.is_packed:
             self.share()
         state = super().__getstate__()
         state.pop("_own_lock")
-        return state | {"_plan": None, "_write_plan": None, "_rows_without_plan": None}  # plans hold addresses
+        return state | {"sample_plan": None, "write_plan": None, "_rows_without_plan": None}  # plans hold addresses
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._own_lock = RLock()
         super().__setstate__(state)
-        if self._parts is not None and self._parts.wrapper is not None:
-            self._parts.wrapper.watch(self._storage)
+        if self.parts is not None and self.parts.wrapper is not None:
+            self.parts.wrapper.watch(self._storage)

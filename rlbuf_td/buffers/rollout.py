@@ -13,7 +13,7 @@ from rlbuf_td.buffers.prefetch import Sample
 from rlbuf_td.buffers.replay import ReplayBuffer
 from rlbuf_td.functional import explained_variance, normalize
 from rlbuf_td.samplers.minibatch import MinibatchSampler
-from rlbuf_td.storages import PackedStorage, SchemaError
+from rlbuf_td.storages import PackedStorage, SchemaError, torchrl_parts
 from rlbuf_td.storages.notebooks import ROLLOUTS
 from rlbuf_td.writers.rollout import RolloutWriter
 
@@ -163,7 +163,7 @@ class RolloutBuffer(ReplayBuffer):
 
         Raises a RuntimeError if there is no batch size, or if the rollout is incomplete and ``partial`` is False.
         """
-        self._initialize()
+        self.initialize()
         sampler = self._sampler
         self._require_estimates()
         if not isinstance(sampler, MinibatchSampler):
@@ -171,14 +171,15 @@ class RolloutBuffer(ReplayBuffer):
             return
         more = sampler.begin_pass()
         try:
-            if more or (self._prefetcher is not None and self._prefetcher.has_batches):
+            if more or (self.prefetcher is not None and self.prefetcher.has_batches):
                 yield from super().__iter__()
         finally:
             sampler.end_pass()
 
     @property
-    def _is_plain(self) -> bool:
-        return self.normalize_advantage != "minibatch" and super()._is_plain
+    def returns_as_drawn(self) -> bool:
+        """See :class:`ReplayBuffer`; False if advantages are normalized in each batch."""
+        return self.normalize_advantage != "minibatch" and super().returns_as_drawn
 
     def _sample_by(self, plan: Any) -> Sample | None:
         self._require_estimates()
@@ -188,8 +189,9 @@ class RolloutBuffer(ReplayBuffer):
         self._require_estimates()
         return super()._sample(batch_size)
 
-    def _finish(self, batch: Any, info: dict[Any, Any]) -> Sample:
-        return self._normalized(*super()._finish(batch, info))
+    def finish(self, batch: Any, info: dict[Any, Any]) -> Sample:
+        """See :class:`ReplayBuffer`; also normalizes the advantages of a minibatch."""
+        return self._normalized(*super().finish(batch, info))
 
     def _sample_generally(self, batch_size: int) -> Sample:
         return self._normalized(*super()._sample_generally(batch_size))
@@ -229,7 +231,7 @@ class RolloutBuffer(ReplayBuffer):
         Raises a RuntimeError if the rollout is incomplete and ``partial`` is False.
         """
         self._require_estimates()
-        revision = self._storage._mutation_revision
+        revision = torchrl_parts.revision_of(self._storage)
         if self._summary is None or self._summary[0] != revision:
             writer, data = self._writer, self._storage.get(slice(None))
             value, target = data.get(writer.value_key).float(), data.get(writer.value_target_key).float()

@@ -12,7 +12,7 @@ from torchrl.data.replay_buffers import RoundRobinWriter, Storage, Writer
 from rlbuf_td.buffers.flow import count_imported
 from rlbuf_td.checkpoint.folder import progress_bar
 from rlbuf_td.envs.minari_episodes import TRAJECTORY
-from rlbuf_td.storages import PackedStorage
+from rlbuf_td.storages import PackedStorage, torchrl_parts
 from rlbuf_td.storages.indexing import lanes_of
 from rlbuf_td.writers.common import steps_by_age
 
@@ -71,7 +71,7 @@ def from_torchrl(
     """
     storage: Any = rb.storage
     kwargs.setdefault("batch_size", rb.batch_size)
-    _restore_cursor(rb.writer, storage)
+    _restore_cursor(rb, storage)
     if not copy:
         if capacity is not None or exclude:
             raise ValueError("copy=False uses a storage as it is: omit capacity and exclude, or copy")
@@ -92,11 +92,11 @@ def from_torchrl(
     return new
 
 
-def _restore_cursor(writer: Writer, storage: Any) -> None:
+def _restore_cursor(rb: Any, storage: Any) -> None:
     """Set the write position of a full TorchRL storage; TorchRL's ``loads`` restores only the writer's position."""
-    is_ring = isinstance(writer, RoundRobinWriter) and writer._write_count and storage._is_full
-    if is_ring and not isinstance(storage, PackedStorage):
-        storage._set_last_cursor((writer._cursor - 1) % (len(storage) // lanes_of(storage).numel()))
+    last = torchrl_parts.last_of_ring(rb) if torchrl_parts.is_full(storage) else None
+    if last is not None and not isinstance(storage, PackedStorage):
+        torchrl_parts.set_newest_step(storage, last % (len(storage) // lanes_of(storage).numel()))
 
 
 def _steps(writer: Writer, storage: Storage) -> torch.Tensor:

@@ -27,7 +27,7 @@ from rlbuf_td.kernels.rank_order import ChunkedOrder
 from rlbuf_td.samplers import MinibatchSampler, ProportionalSampler, RankSampler, RecencySampler, UniformSampler
 from rlbuf_td.samplers.priorities import ALPHA, LARGEST, WEIGHED
 from rlbuf_td.samplers.wrapper import SamplerWrapper
-from rlbuf_td.storages import SchemaError
+from rlbuf_td.storages import SchemaError, torchrl_parts
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 from rlbuf_td.writers import RingWriter
 
@@ -44,7 +44,7 @@ class WritePlan:
         self.time_dim, self.priority_key = buffer.dim_extend, buffer.priority_key
         self.epochs = sampler if type(sampler) is MinibatchSampler else None
         self.transforms, self.writer, self.eps = parts.transforms, parts.writer, getattr(sampler, "eps", 0.0)
-        self.rows, self.listeners = self.storage.rows, self.storage._attached_entities
+        self.rows, self.listeners = self.storage.rows, torchrl_parts.listeners_of(self.storage)
         self.counters = parts.writer.numbers.values  # replaced when the buffer is shared
         self.listening = len(self.listeners)
         self.lanes = self.rows.lanes.numel()
@@ -89,7 +89,7 @@ class WritePlan:
     def holds(self) -> bool:
         """Whether the buffer is unchanged since the plan was made."""
         return (
-            self.buffer._write_plan is self  # under the lock: another thread may have replaced a part
+            self.buffer.write_plan is self  # under the lock: another thread may have replaced a part
             and self.buffer.episode_stats is None
             and self.storage.rows is self.rows
             and (not self.rows.is_mapped or self.storage.process == getpid())  # a fork must not write the file
@@ -153,7 +153,7 @@ def make_write_plan(buffer: Any, parts: Parts) -> WritePlan | None:
         return None
     while isinstance(sampler, SamplerWrapper) and type(sampler).add is SamplerWrapper.add:
         sampler = sampler.sampler
-    attached = [each for each in storage._attached_entities if each is not buffer]
+    attached = [each for each in torchrl_parts.listeners_of(storage) if each is not buffer]
     listeners = [each for each in attached if type(each) is not TrajectoryNumbers]  # TrajectoryNumbers ignore writes
     if (
         type(sampler) not in (MinibatchSampler, UniformSampler, RecencySampler, ProportionalSampler, RankSampler)

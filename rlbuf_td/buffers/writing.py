@@ -14,7 +14,7 @@ from rlbuf_td.buffers.write_plan import make_write_plan
 from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.samplers.common import refuse_errors
 from rlbuf_td.samplers.n_step import joins_steps
-from rlbuf_td.storages import SchemaError
+from rlbuf_td.storages import SchemaError, torchrl_parts
 from rlbuf_td.storages.indexing import coordinates, first_of_row, flat_rows, inner_dims, one_a_row
 from rlbuf_td.storages.interrupts import held_back
 from rlbuf_td.storages.schema import kind, reshaped, show_key
@@ -31,7 +31,7 @@ def add(rb: Any, data: TensorDictBase) -> int | torch.Tensor:
         ValueError: a TD error in the data is NaN or infinite, or flow control can never admit the write.
         RuntimeError: a buffer with flow control has been shut down.
     """
-    plan = rb._write_plan
+    plan = rb.write_plan
     index = None if plan is None else plan.write(data, True)
     return _write_in_turn(rb, data, "add", True) if index is None else index
 
@@ -47,7 +47,7 @@ def extend(rb: Any, tensordicts: TensorDictBase, *, update_priority: bool | None
         SchemaError: the data does not match the rows; nothing has changed.
         ValueError: there are no transitions, or a TD error is NaN or infinite; nothing has changed.
     """
-    plan = rb._write_plan
+    plan = rb.write_plan
     index = None if plan is None else plan.write(tensordicts, False)
     return _write_in_turn(rb, tensordicts, "extend", update_priority is not False) if index is None else index
 
@@ -58,7 +58,7 @@ def _write_in_turn(rb: Any, data: TensorDictBase, how: str, update_priority: boo
     if rb.flow is None:
         return write(rb, data, how, update_priority)
     rows = _transitions(data, how).batch_size[: rb.storage.ndim - (how == "add")].numel()
-    with rb.flow.inserting(rows, rb._replay_lock):
+    with rb.flow.inserting(rows, rb.replay_lock):
         return write(rb, data, how, update_priority)
 
 
@@ -93,7 +93,7 @@ def write_back(rb: Any, batch: TensorDictBase, keys: Any, *, sampled_at: int | N
         >>> rb.write_back(batch, ["state"], sampled_at=now), rb.storage["state"]
         (2, tensor([1.]))
     """
-    parts = rb._parts or rb._initialize()
+    parts = rb.parts or rb.initialize()
     if not parts.is_packed:
         raise TypeError(f"write_back needs the clock of a PackedStorage, got a {type(rb.storage).__name__}")
     storage, dims = parts.storage, batch.ndim
@@ -119,11 +119,11 @@ def write_back(rb: Any, batch: TensorDictBase, keys: Any, *, sampled_at: int | N
         edit_entries(storage, flat, {key: value[kept] for key, value in values.items()})
         age_key = getattr(getattr(parts.sampler, "innermost", parts.sampler), "age_key", None)
         watched: set[Any] = set() if age_key is None else {as_tuple(age_key)}
-        for each in storage._attached_entities:
+        for each in torchrl_parts.listeners_of(storage):
             if isinstance(each, TrajectoryIndex):
                 watched |= {*each.end_keys(), each.traj_key}
         if watched & {*names}:
-            storage._bump_mutation_revision()  # data derived from these entries is then computed again
+            torchrl_parts.count_change(storage)  # data derived from these entries is then computed again
     return len(flat)
 
 
@@ -148,14 +148,14 @@ def _write_and_count(rb: Any, data: TensorDictBase, how: str, update_priority: b
         return _write(rb, data, how, update_priority)
     time_dim = -1 if data.ndim > dims else None if how == "add" else rb.dim_extend
     steps = rb.episode_stats.read(data, time_dim=time_dim)  # refuses malformed data before the write
-    with rb._locked(), held_back:
+    with rb.locked(), held_back:
         index = _write(rb, data, how, update_priority)
         rb.episode_stats.record(steps)
     return index
 
 
 def _write(rb: Any, data: TensorDictBase, how: str, update_priority: bool) -> Any:
-    parts = rb._parts or rb._initialize()
+    parts = rb.parts or rb.initialize()
     data = _transitions(data, how)
     if parts.writes_generally:
         general = {} if how == "add" else {"update_priority": update_priority}
@@ -165,7 +165,7 @@ def _write(rb: Any, data: TensorDictBase, how: str, update_priority: bool) -> An
             data = rb.transform.inv(data)
         if data is None:  # a transform may hold back data
             return torch.zeros((0, parts.storage.ndim), dtype=torch.long, device="cpu")
-        plan = rb._write_plan
+        plan = rb.write_plan
         index = None if plan is None else plan.write(data, how == "add", transformed=True)
         if index is not None:
             return index
@@ -186,8 +186,8 @@ def _write_rows(rb: Any, parts: Parts, data: TensorDictBase, how: str, update_pr
             td_error = one_a_row(td_error, parts.storage.ndim - (how == "add"), parts.prioritized.reduction)
             if backend_of(td_error) == "numba":
                 refuse_errors(td_error)
-    with parts.storage.lock if parts.is_packed else rb._locked(), held_back:
-        parts = rb._parts  # under the lock: another thread may have replaced the sampler
+    with parts.storage.lock if parts.is_packed else rb.locked(), held_back:
+        parts = rb.parts  # under the lock: another thread may have replaced the sampler
         try:
             index = getattr(parts.writer, how)(rows)
         except SchemaError as error:
@@ -197,8 +197,8 @@ def _write_rows(rb: Any, parts: Parts, data: TensorDictBase, how: str, update_pr
         getattr(parts.sampler, how)(index)
         if td_error is not None and parts.prioritized is not None:
             parts.prioritized.update_priority(index, td_error, storage=parts.storage)
-        if rb._write_plan is None or not rb._write_plan.holds():
-            rb._write_plan = make_write_plan(rb, parts)
+        if rb.write_plan is None or not rb.write_plan.holds():
+            rb.write_plan = make_write_plan(rb, parts)
     return index
 
 
@@ -214,13 +214,13 @@ def _transitions(data: Any, how: str) -> TensorDictBase:
 
 def mark_update(rb: Any, index: Any) -> None:
     """Tell the sampler that the rows at ``index`` were written; writers call this method."""
-    with rb._locked():
+    with rb.locked():
         TensorDictReplayBuffer.mark_update(rb, index)
 
 
 def mark_range(rb: Any, start: int, count: int) -> None:
     """Tell the sampler that the rows ``start`` to ``start + count - 1`` were written; writers call this method."""
-    parts = rb._parts or rb._initialize()
+    parts = rb.parts or rb.initialize()
     if parts.prioritized is not None:
         parts.prioritized.priorities.enter_range(start, count, parts.storage)
     elif type(parts.sampler).mark_update is not Sampler.mark_update:
@@ -234,5 +234,5 @@ def empty(rb: Any, empty_write_count: bool = True) -> None:
     Args:
         empty_write_count: also set :attr:`write_count` to 0, default ``True``.
     """
-    with rb._emptied_of_prefetched(), held_back:
+    with rb.fully_locked(), held_back:
         TensorDictReplayBuffer.empty(rb, empty_write_count)

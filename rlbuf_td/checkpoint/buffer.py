@@ -17,7 +17,7 @@ from rlbuf_td.checkpoint.files import DumpReader, Report
 from rlbuf_td.checkpoint.folder import explained, progress_bar, reading, write_state, writing
 from rlbuf_td.checkpoint.manifest import CheckpointError, decode
 from rlbuf_td.checkpoint.rows import SavedRows, split_rows
-from rlbuf_td.storages import PackedStorage
+from rlbuf_td.storages import PackedStorage, torchrl_parts
 
 KIND = "buffer"
 _COUNTERS = "_cursor", "_write_count"
@@ -133,11 +133,11 @@ class _Load:
                 self.rows.put(allocated, report)
                 storage.restore_counters(saved["storage"]["state"])
             elif isinstance(storage, PackedStorage):
-                storage._empty()
+                torchrl_parts.empty_part(storage)
         # The code below cannot fail.
         if self.rows_only:
-            rb.sampler._empty()
-            rb.writer._cursor, rb.writer._write_count = (saved["writer"]["state"].get(name, 0) for name in _COUNTERS)
+            torchrl_parts.empty_part(rb.sampler)
+            torchrl_parts.set_cursor(rb.writer, *(saved["writer"]["state"].get(name, 0) for name in _COUNTERS))
         else:
             parts.restore_buffer(rb, saved["buffer"], saved["generator"])
         parts.load_trajectories(rb, saved["trajectories"])

@@ -14,24 +14,25 @@ from torchrl.data.replay_buffers import RandomSampler, Storage
 
 from rlbuf_td.checkpoint.manifest import CheckpointError
 from rlbuf_td.storages.state import end_trajectories
+from rlbuf_td.storages.torchrl_parts import generator_of, listeners_of, newest_step_of, set_newest_step
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 
 
 @contextmanager
 def at_rest(rb: Any) -> Iterator[dict[str, Any]]:
     """Hold all locks of a buffer, and yield the state of its prefetch queue."""
-    with rb._capture_prefetch_state(clone_queue=False) as prefetched, rb._write_lock:
+    with rb.capture_prefetched(clone_queue=False) as prefetched, rb.locked():
         yield prefetched
 
 
 def capture(rb: Any, prefetched: dict[str, Any]) -> dict[str, Any]:
     """Return all state that determines the behaviour of a buffer, without copying the rows."""
-    storage, generator = rb.storage, rb._rng
+    storage, generator = rb.storage, generator_of(rb)
     return {
         "buffer": {
             "class": type(rb).__name__,
             "batch_size": rb.batch_size,
-            "consume_after_n_samples": rb._consume_after_n_samples,
+            "consume_after_n_samples": rb.consume_after_n_samples,
             "prefetched": tuple(prefetched["queue"]),
             "stats": None if rb.episode_stats is None else rb.episode_stats.state_dict(),
             "replays": None if rb.replay_count is None else rb.replay_count.counts(),
@@ -41,7 +42,7 @@ def capture(rb: Any, prefetched: dict[str, Any]) -> dict[str, Any]:
             "max_size": storage.max_size,
             "ndim": storage.ndim,
             "shape": list(getattr(storage, "_total_shape", None) or ()),
-            "last_cursor": storage._last_cursor_index,
+            "last_cursor": newest_step_of(storage),
             "state": _state_of(storage),
         },
         "sampler": {"class": name_of(rb.sampler), "state": _state_of(rb.sampler)},
@@ -55,14 +56,9 @@ def capture(rb: Any, prefetched: dict[str, Any]) -> dict[str, Any]:
 
 def restore_buffer(rb: Any, saved: dict[str, Any], generator: dict[str, Any] | None) -> None:
     """Restore the sampling options, generator and prefetch queue of a buffer; the caller holds the buffer's locks."""
-    rb._batch_size = saved["batch_size"]
-    rb._consume_after_n_samples = saved["consume_after_n_samples"]
+    rb.restore_options(saved["batch_size"], saved["consume_after_n_samples"])
     restore_generator(rb, generator)
-    rb._restore_prefetch_queue_locked(_prefetch_state(rb, saved), clone_queue=False)
-
-
-def _prefetch_state(rb: Any, saved: dict[str, Any]) -> dict[str, Any]:
-    return {"version": 1, "capacity": rb._prefetch_cap, "queue": saved["prefetched"]}
+    rb.restore_prefetched(rb.prefetch_state(saved["prefetched"]), clone_queue=False)
 
 
 def name_of(part: Any) -> str:
@@ -101,7 +97,7 @@ def refuse_malformed(rb: Any, saved: dict[str, Any]) -> None:
     counts = [buffer["batch_size"], buffer["consume_after_n_samples"], *map(writer.get, ("_cursor", "_write_count"))]
     if not all(count is None or (type(count) is int and 0 <= count < 1 << 63) for count in counts):
         raise ValueError(f"batch size, cursor and write count must be whole numbers of 63 bits, got {counts}")
-    rb._validate_prefetch_state(_prefetch_state(rb, buffer))
+    rb.validate_prefetched(rb.prefetch_state(buffer["prefetched"]))
     if not all(isinstance(batch, TensorDictBase) and isinstance(info, dict) for batch, info in buffer["prefetched"]):
         raise TypeError("a prefetched batch must be a TensorDict and a dict")
     for each in saved["trajectories"]:
@@ -133,7 +129,7 @@ def resized_state(sampler: Any, state: dict[str, Any], rows: torch.Tensor | None
 def trajectories_of(storage: Storage) -> list[dict[str, Any]]:
     return [
         {"done_key": [*each.done_key], "traj_key": each.traj_key and [*each.traj_key], "state": each.state_dict()}
-        for each in storage._attached_entities
+        for each in listeners_of(storage)
         if isinstance(each, TrajectoryIndex)
     ]
 
@@ -141,7 +137,7 @@ def trajectories_of(storage: Storage) -> list[dict[str, Any]]:
 def load_trajectories(rb: Any, saved: list[dict[str, Any]]) -> None:
     """Restore or rebuild the trajectory indices of the storage; end unfinished trajectories that have ids."""
     storage = rb.storage
-    for each in storage._attached_entities:
+    for each in listeners_of(storage):
         if isinstance(each, TrajectoryIndex):
             each.load_state_dict({})
     for each in saved:
@@ -175,8 +171,9 @@ def restore_generator(rb: Any, saved: dict[str, Any] | None) -> None:
     if saved is None:
         return
     device = torch.device(saved["device"])
-    if rb._rng is not None and rb._rng.device == device:
-        rb._rng.set_state(saved["state"])  # the same object: others may share it
+    generator = generator_of(rb)
+    if generator is not None and generator.device == device:
+        generator.set_state(saved["state"])  # the same object: others may share it
     elif _is_here(device):
         generator = torch.Generator(device)
         generator.set_state(saved["state"])
@@ -217,7 +214,7 @@ class Rollback(ExitStack):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Loading the storage on an uninitialized TensorDict")
             storage.load_state_dict(saved["state"])
-        storage._set_last_cursor(saved["last_cursor"])
+        set_newest_step(storage, saved["last_cursor"])
 
 
 def load_or_restore(parts: dict[str, Any], states: dict[str, Any]) -> None:

@@ -8,10 +8,9 @@ from typing import Any, TypeAlias
 
 import torch
 
-from rlbuf_td.buffers.parts import parts_of
 from rlbuf_td.buffers.replay import ReplayBuffer
 from rlbuf_td.checkpoint import open_checkpoint
-from rlbuf_td.storages import PackedStorage
+from rlbuf_td.storages import PackedStorage, torchrl_parts
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 
 Segment: TypeAlias = tuple[str, int, int | None]
@@ -43,7 +42,7 @@ def deal(steps: Sequence[int], shards: int) -> list[list[tuple[int, int, int]]]:
 
 def end_trajectories(storage: PackedStorage) -> None:
     """End all open trajectories, so that the rows written next do not continue them."""
-    for each in storage._attached_entities:
+    for each in torchrl_parts.listeners_of(storage):
         if isinstance(each, TrajectoryIndex):
             each.part()
 
@@ -65,7 +64,7 @@ def load_segments(buffer: ReplayBuffer, segments: Sequence[Segment]) -> None:
         end_trajectories(buffer.storage)
         rows = found.rows[chosen]
         index = buffer.extend(rows if buffer.storage.ndim == 1 else rows.transpose(0, 1), update_priority=False)
-        prioritized = parts_of(buffer).prioritized
+        prioritized = buffer.initialize().prioritized
         if prioritized is not None:
             lanes = rows.shape[1:].numel() if buffer.storage.ndim > 1 else 1
             magnitude = state["priorities"]["magnitude"][: steps * lanes].view(steps, lanes)[chosen].flatten()

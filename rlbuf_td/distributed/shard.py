@@ -17,7 +17,6 @@ import ray
 import torch
 from tensordict import TensorDictBase
 
-from rlbuf_td.buffers.parts import parts_of
 from rlbuf_td.buffers.priorities import write_priorities
 from rlbuf_td.buffers.replay import ReplayBuffer
 from rlbuf_td.distributed.packing import cut, layout_named, named, pack
@@ -100,7 +99,7 @@ class Shard:
 
     def _set(self, buffer: ReplayBuffer) -> None:
         self.buffer, self.storage = buffer, buffer.storage
-        self._prioritized, self._wrapper = parts_of(buffer).prioritized, parts_of(buffer).wrapper
+        self._prioritized, self._wrapper = buffer.initialize().prioritized, buffer.initialize().wrapper
 
     def report(self) -> Report:
         rows, mass, smallest, largest = len(self.storage), 0.0, inf, -1.0

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from rlbuf_td.buffers.parts import parts_of
-from rlbuf_td.buffers.prefetch import draws_ahead
 from rlbuf_td.buffers.replay import ReplayBuffer
 from rlbuf_td.diagnostics.health import unwrapped
 from rlbuf_td.samplers import FreshRowsSampler, ProportionalSampler, SequenceSampler, UniformSampler
@@ -44,7 +42,7 @@ class Spec(NamedTuple):
         if isinstance(outer, SequenceSampler):
             settings = {"burn_in": outer.burn_in, "boundary": outer.boundary, "priority": outer.priority_rule}
             windows = SequenceSampler(UniformSampler(), outer.length, eta=outer.eta, **settings)
-        common = buffer.storage.ndim, buffer.storage.max_size, buffer._batch_size, buffer.priority_key
+        common = buffer.storage.ndim, buffer.storage.max_size, buffer.batch_size, buffer.priority_key
         if not isinstance(inner, ProportionalSampler):
             return cls(*common, False, 0.0, None, True, "max", windows)
         return cls(*common, True, inner.beta, inner.weight_norm, inner.stratified, inner.reduction, windows)
@@ -57,9 +55,9 @@ def _draws_fresh(sampler: Any) -> bool:
 
 def checked_sampler(buffer: Any) -> Any:
     """Return the innermost sampler; TypeError or ValueError if the buffer cannot be sharded exactly."""
-    if not isinstance(buffer, ReplayBuffer) or not parts_of(buffer).is_packed:
+    if not isinstance(buffer, ReplayBuffer) or not buffer.initialize().is_packed:
         raise TypeError(f"make_buffer must return a ReplayBuffer of this package with a PackedStorage, got {buffer!r}")
-    sampler, inner, parts = buffer.sampler, unwrapped(buffer.sampler), parts_of(buffer)
+    sampler, inner, parts = buffer.sampler, unwrapped(buffer.sampler), buffer.initialize()
     for is_there, what, remedy in (
         (type(inner) not in (UniformSampler, ProportionalSampler), type(inner).__name__, "a ProportionalSampler"),
         (_draws_fresh(sampler), "FreshRowsSampler", "the wrapped sampler, without fresh rows"),
@@ -68,7 +66,7 @@ def checked_sampler(buffer: Any) -> Any:
         (getattr(sampler, "boundary", "") == "strict", "boundary='strict'", "'pad' or 'shift'"),
         (type(buffer.writer) is not RingWriter, type(buffer.writer).__name__, "a RingWriter"),
         (len(parts.transforms), "a transform", "transforms in the learner"),
-        (draws_ahead(buffer), "prefetch or device", "those of the ShardedReplayBuffer and the learner"),
+        (buffer.prefetcher is not None, "prefetch or device", "those of the ShardedReplayBuffer and the learner"),
         (parts.has_units, "a sample unit", "a SequenceSampler"),
         (buffer.storage.device.type != "cpu", f"rows on {buffer.storage.device}", "rows in RAM"),
     ):

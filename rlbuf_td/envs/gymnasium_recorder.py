@@ -328,4 +328,4 @@ class GymnasiumRecorder:
             self.buffer.extend(self._queues.take_stretch(int(lane)))
 
     def _write(self, step: TensorDict) -> None:
-        self.buffer.add(step.clone() if len(self.buffer._transform) else step)  # a transform may modify it
+        self.buffer.add(step.clone() if len(self.buffer.transform) else step)  # a transform may modify it

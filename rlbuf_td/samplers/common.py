@@ -45,7 +45,7 @@ class Setting:
         if self._is_fixed and self._name in part.__dict__:
             raise AttributeError(f"{self._name} is fixed when a {type(part).__name__} is created: create another one")
         part.__dict__[self._name] = self._check(self._name, value)
-        part._changed()
+        part.settings_changed()
 
 
 def setting(check: Callable[[str, Any], Any], *, is_fixed: bool = False) -> Any:
@@ -60,8 +60,8 @@ class StatefulSampler(Sampler):
     _setting_names: ClassVar[tuple[str, ...]] = ()  # the attributes that may be set at any time; saved in the state
     needs_order: bool = False  # whether the sampler needs a writer that stores rows in time order
 
-    def _changed(self) -> None:
-        """Update derived values after a change of a setting."""
+    def settings_changed(self) -> None:
+        """Update the values that depend on settings; each change of a setting calls this method."""
 
     def _settings(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self._setting_names}

@@ -14,7 +14,7 @@ from torchrl.data.replay_buffers import Sampler, Storage
 from rlbuf_td.kernels.recency import QUEUE
 from rlbuf_td.samplers.common import OneStorage, setting, whole
 from rlbuf_td.samplers.wrapper import SamplerWrapper
-from rlbuf_td.storages import PackedStorage
+from rlbuf_td.storages import PackedStorage, torchrl_parts
 from rlbuf_td.storages.trajectory_index import DONE_KEY
 from rlbuf_td.storages.write_clock import NOW
 
@@ -153,7 +153,8 @@ class FreshRowsSampler(SamplerWrapper):
         self.queue = FreshQueue()
         self.fresh = fresh
 
-    def _changed(self) -> None:
+    def settings_changed(self) -> None:
+        """See :class:`~rlbuf_td.samplers.common.StatefulSampler`."""
         self.queue.state["fresh"] = self.fresh
 
     def prepare_graph(self, storage: Storage, batch_size: int) -> Any:
@@ -185,7 +186,7 @@ class FreshRowsSampler(SamplerWrapper):
     def _empty(self) -> None:
         self.queue.serves.release()
         self.queue.begin(_ALL)
-        self.sampler._empty()
+        torchrl_parts.empty_part(self.sampler)
 
     # -- state
 

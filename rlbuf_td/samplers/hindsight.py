@@ -127,7 +127,8 @@ class HindsightSampler(SamplerWrapper):
         self.goal_key, self.achieved_goal_key = as_tuple(goal_key), as_tuple(achieved_goal_key)
         self.reward_key = as_tuple(reward_key)
 
-    def _changed(self) -> None:
+    def settings_changed(self) -> None:
+        """See :class:`~rlbuf_td.samplers.common.StatefulSampler`."""
         if "her_ratio" in self.__dict__:  # the last setting of the constructor
             thresholds = tuple(self.her_ratio * share for share in self._shares)
             log_gamma = log(max(self.future_gamma, _LEAST_GAMMA))

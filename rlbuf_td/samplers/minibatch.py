@@ -115,7 +115,8 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
         rows, device = len(storage), device_of(storage)
         return permutation(rows, self._rng, device) if self.shuffle else torch.arange(rows, device=device)
 
-    def _changed(self) -> None:
+    def settings_changed(self) -> None:
+        """See :class:`~rlbuf_td.samplers.common.StatefulSampler`."""
         if not self._position:  # no row of the order has been drawn, and ``shuffle`` may have changed
             self._order = None
 

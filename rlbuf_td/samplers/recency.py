@@ -17,7 +17,7 @@ from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.kernels.recency import recent_rows
 from rlbuf_td.samplers.common import EMPTY, GraphCapturable, RowSampler, setting, uniform_numbers, whole
 from rlbuf_td.samplers.wrapper import column_of
-from rlbuf_td.storages import SchemaError
+from rlbuf_td.storages import SchemaError, torchrl_parts
 from rlbuf_td.storages.indexing import device_of, flat_rows, lanes_of
 from rlbuf_td.storages.trajectory_index import as_tuple
 
@@ -91,7 +91,8 @@ class RecencySampler(RowSampler, GraphCapturable):
         self._mass: tuple[Any, Tensor | None] = (None, None)  # with age_key: the buffer's state, cumulative weights
         self._numbers: DeviceScalars | None = None  # a result of _law, which CUDA graphs read
 
-    def _changed(self) -> None:
+    def settings_changed(self) -> None:
+        """See :class:`~rlbuf_td.samplers.common.StatefulSampler`."""
         self.log_decay = -log(2.0) / self.half_life
 
     def span(self, steps: int) -> int:
@@ -127,7 +128,7 @@ class RecencySampler(RowSampler, GraphCapturable):
 
     def _mass_by_age(self, storage: Storage) -> Tensor:
         """Return the cumulative sums of :meth:`_weight_by_age`, cached until rows or settings change."""
-        state = ref(storage), len(storage), storage._mutation_revision, self.log_decay, self.window
+        state = ref(storage), len(storage), torchrl_parts.revision_of(storage), self.log_decay, self.window
         known, mass = self._mass
         if mass is None or known != state:
             mass = self._weight_by_age(storage).cumsum(0)
@@ -137,7 +138,7 @@ class RecencySampler(RowSampler, GraphCapturable):
         return mass
 
     def _law(self, storage: Storage, steps: int) -> tuple[int, int, int, float]:
-        return int(storage._last_cursor_index), self.span(steps), steps, self.log_decay
+        return int(torchrl_parts.newest_step_of(storage)), self.span(steps), steps, self.log_decay
 
     def _on_device(self, device: torch.device, law: tuple[float, ...] | None) -> DeviceScalars:
         if self._numbers is None or self._numbers.tensor.device != device:
@@ -160,7 +161,7 @@ class RecencySampler(RowSampler, GraphCapturable):
         steps = len(storage) // lanes
         ages = torch.arange(steps, dtype=torch.float64, device=flat.device)
         weight = torch.where(ages < self.span(steps), torch.exp(ages * self.log_decay), 0.0)
-        age = (storage._last_cursor_index - flat // lanes) % steps
+        age = (torchrl_parts.newest_step_of(storage) - flat // lanes) % steps
         return weight[age] / (weight.sum() * lanes)
 
     def __getstate__(self) -> dict[str, Any]:

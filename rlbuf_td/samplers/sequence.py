@@ -12,10 +12,11 @@ from torchrl.data.replay_buffers import Sampler, Storage
 
 from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.samplers.common import fraction, one_of, permutation, setting, whole
-from rlbuf_td.samplers.wrapper import Drawn, SamplerWrapper, columns_of, draw_from, rows_at
+from rlbuf_td.samplers.wrapper import Drawn, SamplerWrapper, draw_from, rows_at
 from rlbuf_td.storages.indexing import coordinates, device_of, flat_rows
 from rlbuf_td.storages.notebooks import SEQUENCES
 from rlbuf_td.storages.tensordict_fast import leaf_of
+from rlbuf_td.storages.torchrl_parts import columns_of
 from rlbuf_td.storages.trajectory_index import DONE_KEY, TRAJ_KEY, as_tuple
 
 Boundary: TypeAlias = Literal["pad", "shift", "strict"]

@@ -16,6 +16,7 @@ from rlbuf_td.samplers.common import GraphCapturable, StatefulSampler
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.indexing import Index, coordinates, device_of, flat_rows
 from rlbuf_td.storages.tensordict_fast import leaf_of
+from rlbuf_td.storages.torchrl_parts import columns_of
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex, as_tuple
 
 Read: TypeAlias = Callable[[Tensor, Tensor | None], TensorDictBase]
@@ -205,11 +206,6 @@ def joined_at(storage: Storage, flat: Tensor, last: Tensor) -> TensorDictBase:
     if isinstance(storage, PackedStorage):
         return storage.written_rows().joined_at(flat, last)
     return rows_at(storage, flat).set("next", rows_at(storage, last).get("next"))
-
-
-def columns_of(storage: Storage) -> TensorDictBase:
-    """Return the columns of a storage of TensorDicts, ``[T, *lanes]``, as views."""
-    return storage._storage
 
 
 def column_of(storage: Storage, key: tuple[str, ...]) -> Tensor | None:

@@ -66,7 +66,7 @@ def reserve(storage: Any, schema: TensorDictBase) -> None:
     """
     if storage.rows is not None:
         raise RuntimeError("the rows of this storage are already allocated: reserve them before the first write")
-    storage._init(schema)
+    storage.allocate_for(schema)
     storage.is_reserved = True
 
 
@@ -74,7 +74,7 @@ def release(storage: Any) -> None:
     """Free reserved rows; raise a RuntimeError if rows have been written."""
     if len(storage):
         raise RuntimeError("rows that have been written cannot be released: empty the buffer instead")
-    storage.rows = storage._live = storage._storage = None
+    storage.forget_rows()
     if storage.scratch_dir is not None:
         (storage.scratch_dir / ROWS_FILE).unlink()
 

@@ -16,13 +16,14 @@ from torchrl.data.replay_buffers import Storage
 
 from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.storages.tensordict_fast import set_entries_
+from rlbuf_td.storages.torchrl_parts import columns_or_none, listeners_of
 
 Index: TypeAlias = torch.Tensor | tuple[torch.Tensor, ...]
 Listener = TypeVar("Listener")
 
 
 def attached(storage: Storage, kind: type[Listener]) -> Listener | None:
-    return next((each for each in storage._attached_entities if isinstance(each, kind)), None)
+    return next((each for each in listeners_of(storage) if isinstance(each, kind)), None)
 
 
 def attached_or_new(storage: Storage, kind: type[Listener]) -> Listener:
@@ -35,7 +36,7 @@ def attached_or_new(storage: Storage, kind: type[Listener]) -> Listener:
 
 def stored_rows(storage: Storage) -> TensorDictBase | None:
     """Return all rows as views, ``[T, *lanes]``, without deduplicated keys; None if the storage holds no TensorDict."""
-    rows = getattr(storage, "_storage", None)
+    rows = columns_or_none(storage)
     return rows if isinstance(rows, TensorDictBase) else None
 
 

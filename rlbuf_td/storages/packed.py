@@ -123,7 +123,7 @@ class PackedStorage(LazyTensorStorage):
         self.existsok, self.auto_cleanup = existsok, bool(auto_cleanup)
         self.shared, self.offload = shared, offload
         self.rows: Rows | None = None  # from the first write on
-        self._live: Rows | None = None  # the written rows, cached by the last read
+        self.live: Rows | None = None  # the written rows, cached by the last read
         self.is_reserved = False  # whether the rows were allocated by `reserve`; the first write may add keys
         self.shared_rows: SharedRows | None = None
         self.clock = WriteClock()
@@ -207,10 +207,10 @@ class PackedStorage(LazyTensorStorage):
 
     def written_rows(self) -> Rows:
         """Return the rows written so far, as a view."""
-        cells, rows, live = self.numbers.values[0], self.rows, self._live
+        cells, rows, live = self.numbers.values[0], self.rows, self.live
         if live is None or live.cells != cells:
             rows = self.all_rows()
-            live = self._live = rows.first(cells // prod(rows.lanes))
+            live = self.live = rows.first(cells // prod(rows.lanes))
         return live
 
     def get(self, index: Any) -> Any:
@@ -294,13 +294,15 @@ class PackedStorage(LazyTensorStorage):
 
     reserve = allocate.reserve
 
-    def _init(self, data: TensorDictBase) -> None:
-        """Allocate rows for ``data``, one time step without a time dim; TorchRL's checkpointers call this method."""
+    def allocate_for(self, data: TensorDictBase) -> None:
+        """Allocate rows for ``data``, one time step without a time dim."""
         writes.fix_rows(self, data, self.ndim - 1)
+
+    _init = allocate_for  # TorchRL's checkpointers call it
 
     def adopt(self, rows: Rows) -> None:
         """Make ``rows`` the rows of this storage, and set the attributes that TorchRL reads."""
-        self.rows, self._live = rows, None
+        self.rows, self.live = rows, None
         self.device = rows.matrix.device
         self._storage = rows.view()
         self.max_size = rows.cells
@@ -308,6 +310,10 @@ class PackedStorage(LazyTensorStorage):
         self.initialized = True
         if self.shared_rows is not None:
             self.clock.keep_in(self.shared_rows.place(rows))
+
+    def forget_rows(self) -> None:
+        """Have no rows, as before the first write."""
+        self.rows = self.live = self._storage = None
 
     release = allocate.release
 

@@ -20,22 +20,24 @@ from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.rows import PlainRows, Rows
 from rlbuf_td.storages.rows.dedup import DedupRows
 from rlbuf_td.storages.schema import SchemaError
+from rlbuf_td.storages.torchrl_parts import count_change, empty_part, is_full, listeners_of, revision_of
 from rlbuf_td.storages.trajectory_index import TRAJ_KEY, TrajectoryIndex
 from rlbuf_td.storages.write_clock import WriteClock
 from rlbuf_td.storages.writes import begin
 
+LENGTH, REVISION, NEWEST = range(3)  # positions in the storage's `numbers`
 _CURSOR_FILE = "last_cursor.json"
 _COUNTERS = ("numbers", "_len_value", "_mutation_revision_value", "_last_cursor_index_value", "clock")
-_NOT_COPIED = frozenset((*_COUNTERS, "rows", "_live", "_storage", "_total_shape_value", "shared_rows", "lock"))
+_NOT_COPIED = frozenset((*_COUNTERS, "rows", "live", "_storage", "_total_shape_value", "shared_rows", "lock"))
 
 
 def pickled(storage: Any) -> dict[str, Any]:
     """Return the state to pickle: for a copy, the content; for a spawned process, the shared memory."""
     if get_spawning_popen() is not None:
         storage.share_memory_()
-        return vars(storage) | {"_rng": None, "_storage": None, "_live": None, "rows": None, "lock": None}
+        return vars(storage) | {"_rng": None, "_storage": None, "live": None, "rows": None, "lock": None}
     kept = {name: value for name, value in vars(storage).items() if name not in _NOT_COPIED}
-    saved = storage._mutation_revision, storage.state_dict()
+    saved = revision_of(storage), storage.state_dict()
     return kept | {"_rng": None, "scratch_dir": None, "initialized": False, "_saved": saved}
 
 
@@ -45,14 +47,15 @@ def unpickle(storage: Any, state: dict[str, Any]) -> None:
     if saved is None:  # in a spawned process: map the same rows
         storage.lock = storage.shared_rows.lock
         return storage.shared_rows.find()
-    storage.rows = storage._live = storage._storage = storage.shared_rows = None
+    storage.forget_rows()
+    storage.shared_rows = None
     storage.lock, storage.clock, storage.process = RLock(), WriteClock(), os.getpid()
     storage.make_counters()
     if storage.dedup_options and storage.shared:
         storage.share_memory_()
     revision, content = saved
     load(storage, content)  # a copy continues open trajectories
-    storage._mutation_revision_value.value = revision  # what was cached for the original is valid for the copy
+    storage.numbers[REVISION] = revision  # what was cached for the original is valid for the copy
 
 
 def snapshot(storage: Any) -> dict[str, Any]:
@@ -63,9 +66,9 @@ def snapshot(storage: Any) -> dict[str, Any]:
     shared = {} if rows.dedup is None else {"pooled": rows.dedup.state(), "entries": rows.entries()}
     return shared | {
         "_len": len(storage),
-        "full": storage._is_full,
+        "full": is_full(storage),
         "reserved": storage.is_reserved,
-        "last_cursor": storage._last_cursor_index_value.value,
+        "last_cursor": storage.numbers[NEWEST],
         "layout": rows.layout.state(),
         "rows": storage.written_rows().matrix,
         "clock": storage.clock.state_dict() | {"capacity": rows.cells},
@@ -86,7 +89,7 @@ def state_dict(storage: Any) -> dict[str, Any]:
 def load(storage: Any, state: dict[str, Any]) -> None:
     admitted = examine(storage, state)
     if admitted is None:
-        return storage._empty()
+        return empty_part(storage)
     layout, lanes, dedup = admitted
     matrix, entries, rows = state["rows"], state.get("entries", []), storage.rows
     if rows is not None and matrix.data_ptr() == rows.matrix.data_ptr():  # a snapshot of this storage
@@ -106,14 +109,14 @@ def load(storage: Any, state: dict[str, Any]) -> None:
 
 def save_cursor(storage: Any, path: str | Path) -> None:
     """Save the newest time step, which TorchRL's checkpointer omits."""
-    Path(path, _CURSOR_FILE).write_text(json.dumps({"last_cursor": storage._last_cursor_index_value.value}))
+    Path(path, _CURSOR_FILE).write_text(json.dumps({"last_cursor": storage.numbers[NEWEST]}))
 
 
 def load_cursor(storage: Any, path: str | Path) -> None:
     """Restore the newest time step; without a file of :func:`save_cursor`, set -1, which means unknown."""
     file = Path(path, _CURSOR_FILE)
     last = json.loads(file.read_text())["last_cursor"] if file.exists() else -1
-    storage._last_cursor_index_value.value = last
+    storage.numbers[NEWEST] = last
     storage.clock.forget(storage.all_rows().steps, last)
 
 
@@ -122,7 +125,7 @@ def end_trajectories(storage: Any) -> None:
     rows = stored_rows(storage)
     if rows is not None and rows.get(TRAJ_KEY, None) is not None:
         TrajectoryIndex.of(storage)  # an index attached later would not know these ends
-    for each in storage._attached_entities:
+    for each in listeners_of(storage):
         if hasattr(each, "mark_load"):
             each.mark_load()
 
@@ -177,9 +180,9 @@ def restore_counters(storage: Any, state: dict[str, Any]) -> None:
         storage.clock.load_state_dict(clock, rows.steps, state["last_cursor"], rows.matrix.device)
     else:
         storage.clock.forget(rows.steps, state["last_cursor"])
-    storage._len_value.value = state["_len"]
-    storage._last_cursor_index_value.value = state["last_cursor"]
-    storage._bump_mutation_revision()
+    storage.numbers[LENGTH] = state["_len"]
+    storage.numbers[NEWEST] = state["last_cursor"]
+    count_change(storage)
 
 
 def describe(storage: Any) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
-from torchrl.data.replay_buffers import RoundRobinWriter, Storage
+from torchrl.data.replay_buffers import Storage
 
 from rlbuf_td.kernels.device_scalars import outside_inference_mode
 from rlbuf_td.kernels.episodes import BitBoundaries, Boundaries, make_boundaries
@@ -16,6 +16,7 @@ from rlbuf_td.storages.indexing import device_of, flat_rows, lanes_of
 from rlbuf_td.storages.notebooks import TRANSITIONS
 from rlbuf_td.storages.schema import kind
 from rlbuf_td.storages.shared.memory import SharedNumbers
+from rlbuf_td.storages.torchrl_parts import columns_of, last_of_ring, listeners_of, newest_step_of, revision_of
 
 DONE_KEY = ("next", "done")
 TRAJ_KEY = ("collector", "traj_ids")
@@ -87,7 +88,7 @@ class TrajectoryIndex:
     ) -> TrajectoryIndex:
         """Return the index attached to ``storage`` with these keys; attach a new one if there is none."""
         keys = as_tuple(done_key), None if traj_key is None else as_tuple(traj_key)
-        for listener in storage._attached_entities:
+        for listener in listeners_of(storage):
             if isinstance(listener, cls) and (listener.done_key, listener.traj_key) == keys:
                 return listener
         index = cls(storage, done_key=done_key, traj_key=traj_key)
@@ -120,10 +121,10 @@ class TrajectoryIndex:
         storage = self.storage
         if not len(storage):
             raise RuntimeError("cannot look up trajectories of an empty storage: extend the buffer first")
-        if self._columns is not storage._storage:
+        if self._columns is not columns_of(storage):
             self._bind()
         boundaries = self._boundaries
-        if boundaries is None or storage._mutation_revision != self._seen.values[0]:
+        if boundaries is None or revision_of(storage) != self._seen.values[0]:
             boundaries = self.rebuild()
         return boundaries
 
@@ -135,7 +136,7 @@ class TrajectoryIndex:
 
     def end_keys(self) -> list[tuple[str, ...]]:
         """Return the keys of the stored flags that end a trajectory."""
-        stored, beside = self.storage._storage, self.done_key[:-1]
+        stored, beside = columns_of(self.storage), self.done_key[:-1]
         parts = [key for key in ((*beside, "terminated"), (*beside, "truncated")) if stored.get(key, None) is not None]
         return parts if stored.get(self.done_key, None) is None else [self.done_key]
 
@@ -167,7 +168,7 @@ class TrajectoryIndex:
     def numbers(self) -> tuple[BitBoundaries, np.ndarray, Any] | None:
         """Return boundaries, addresses and recorded revision for kernels; None if kernels cannot update this index."""
         boundaries = self._boundaries
-        if not isinstance(boundaries, BitBoundaries) or self._flags or self._columns is not self.storage._storage:
+        if not isinstance(boundaries, BitBoundaries) or self._flags or self._columns is not columns_of(self.storage):
             return None
         # The addresses are valid while `boundaries.bitmap` is the same tensor.
         return boundaries, boundaries.numbers(self._end, self._name), self._seen.values
@@ -184,27 +185,26 @@ class TrajectoryIndex:
             self._take_in(boundaries, 0, head + 1)
         elif live:
             self._take_in(boundaries, 0, live)
-        self._seen[0] = int(storage._mutation_revision)
+        self._seen[0] = int(revision_of(storage))
         return boundaries
 
     def _newest(self, steps: int) -> int:
         """Return the last written step of a full ring, which the storage or its writer has recorded."""
-        cursor = self.storage._last_cursor_index
+        cursor = newest_step_of(self.storage)
         if hasattr(self.storage, "clock") and cursor is not None:
             return cursor
-        for listener in self.storage._attached_entities:
-            writer = getattr(listener, "_writer", None)
-            if isinstance(writer, RoundRobinWriter) and writer._write_count:
-                return (writer._cursor - 1) % steps
+        for last in map(last_of_ring, listeners_of(self.storage)):
+            if last is not None:
+                return last % steps
         return steps - 1 if cursor is None or int(cursor) < 0 else int(cursor)
 
     def _followed(self) -> Boundaries | None:
         """Return the boundaries, or None if the storage's revision shows a change that no writer has reported."""
         storage = self.storage
-        revision = int(storage._mutation_revision)
+        revision = int(revision_of(storage))
         if self._boundaries is None or not self._seen[0] <= revision <= self._seen[0] + 1:
             return None
-        if self._columns is not storage._storage:
+        if self._columns is not columns_of(storage):
             self._bind()
         self._seen[0] = revision
         return self._boundaries
@@ -212,14 +212,14 @@ class TrajectoryIndex:
     def _begun(self, start: int, count: int) -> Boundaries | None:
         storage = self.storage
         live = len(storage) // lanes_of(storage).numel()
-        if count != live and (start + count, storage._last_cursor_index) != (live, start - 1):
+        if count != live and (start + count, newest_step_of(storage)) != (live, start - 1):
             return None
         try:
             boundaries = self._bind()
         except (KeyError, TypeError):  # the rows are already written: the next look-up raises the error
             return None
         boundaries.clear()
-        self._seen[0] = int(storage._mutation_revision)
+        self._seen[0] = int(revision_of(storage))
         return boundaries
 
     def _take_in(self, boundaries: Boundaries, start: int, count: int) -> None:
@@ -230,7 +230,7 @@ class TrajectoryIndex:
 
     def _bind(self) -> Boundaries:
         storage = self.storage
-        columns = getattr(storage, "_storage", None)
+        columns = columns_of(storage)
         if columns is None:
             raise RuntimeError("cannot find trajectories in a storage without rows: write to it, or load it first")
         if not isinstance(columns, TensorDictBase):
@@ -285,7 +285,7 @@ class TrajectoryIndex:
 
     def share_memory_(self) -> None:
         """Share the boundaries with other processes that use the storage, if rows are allocated."""
-        if getattr(self.storage, "_storage", None) is not None:
+        if columns_of(self.storage) is not None:
             boundaries = self._bind()
             if isinstance(boundaries, BitBoundaries):
                 boundaries.share_memory_()
@@ -311,7 +311,7 @@ class TrajectoryIndex:
         """End unfinished trajectories that have ids, because a new collector starts its ids at 0 again."""
         with suppress(KeyError, TypeError, RuntimeError):  # the next look-up raises the error
             self._bind()
-            knows_newest = not hasattr(self.storage, "clock") or self.storage._last_cursor_index is not None
+            knows_newest = not hasattr(self.storage, "clock") or newest_step_of(self.storage) is not None
             if self._name is not None and knows_newest:
                 self.boundaries().head.fill_(-1)
 
@@ -329,7 +329,7 @@ class TrajectoryIndex:
         if shapes != {name: tensor.shape for name, tensor in state_dict.items()} or (state_dict["size"] != size).any():
             raise ValueError("the saved trajectory index is of a storage of another size, or of another device")
         boundaries.restore(state_dict)
-        self._seen[0] = int(self.storage._mutation_revision)
+        self._seen[0] = int(revision_of(self.storage))
 
     def __getstate__(self) -> dict[str, Any]:
         views = ("_columns", "_end", "_name", "_flags")  # of the storage, which is pickled itself

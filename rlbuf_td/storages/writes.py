@@ -17,6 +17,7 @@ from rlbuf_td.storages.interrupts import held_back
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.rows import Rows, last_of_each
 from rlbuf_td.storages.schema import SchemaError, refuse_unfit
+from rlbuf_td.storages.torchrl_parts import capacity_in_steps, count_change
 
 _INDEX_DTYPES = frozenset((torch.int64, torch.int32, torch.int16, torch.int8))
 
@@ -129,7 +130,7 @@ def fix_rows(storage: Any, data: TensorDictBase, lead_dims: int) -> None:
 
 def set_steps(storage: Any, cursor: Any, data: TensorDictBase, set_cursor: bool) -> None:
     single = isinstance(cursor, int | np.integer) or (isinstance(cursor, torch.Tensor) and not cursor.ndim)
-    total = storage._max_size_along_dim0(**{"single_data" if single else "batched_data": data})
+    total = capacity_in_steps(storage, **{"single_data" if single else "batched_data": data})
     live = 0 if storage.rows is None else storage.written_rows().steps
     steps = _as_steps(cursor, total, live, set_cursor)
     if not single and data.batch_size[:1] != steps.shape:
@@ -180,7 +181,7 @@ def edit(storage: Any, change: Callable[[TensorDictBase], Any], region: Any = No
             change(rows.view())
         else:
             rows.replace_(cells, leaves)
-        storage._bump_mutation_revision()
+        count_change(storage)
 
 
 def edit_entries(storage: Any, cells: torch.Tensor, values: Mapping[tuple[str, ...], torch.Tensor]) -> None:

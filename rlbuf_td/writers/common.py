@@ -9,7 +9,7 @@ from tensordict import TensorDictBase, is_tensor_collection
 from torch.utils._pytree import tree_leaves, tree_map
 from torchrl.data.replay_buffers import RoundRobinWriter, Storage, Writer
 
-from rlbuf_td.storages import PackedStorage
+from rlbuf_td.storages import PackedStorage, torchrl_parts
 from rlbuf_td.storages.indexing import lanes_of
 from rlbuf_td.storages.interrupts import held_back
 from rlbuf_td.storages.schema import reshaped
@@ -48,7 +48,7 @@ class TimeWriter(RoundRobinWriter):
     def add(self, data: Any) -> int | torch.Tensor:
         """Write one time step, ``[]`` (``[*lanes]`` if ``ndim > 1``); return its index. Errors: see :meth:`extend`."""
         storage = self._storage
-        steps = storage._max_size_along_dim0(single_data=data)
+        steps = torchrl_parts.capacity_in_steps(storage, single_data=data)
         cursor = self._cursor_value.value % steps
         if isinstance(storage, PackedStorage):
             storage.write(cursor, data, single=True)
@@ -77,7 +77,7 @@ class TimeWriter(RoundRobinWriter):
         count = length_of(data)
         if count == 0:
             raise ValueError("extend needs at least one transition, got none")
-        steps = storage._max_size_along_dim0(batched_data=data)
+        steps = torchrl_parts.capacity_in_steps(storage, batched_data=data)
         cursor = self._cursor_value.value
         kept = min(count, steps)
         start = (cursor + count - kept) % steps
@@ -125,7 +125,7 @@ class TimeWriter(RoundRobinWriter):
         shared_rows = getattr(self._storage, "shared_rows", None)
         if shared_rows is not None:
             shared_rows.journal.written()
-        for listener in self._storage._attached_entities:
+        for listener in torchrl_parts.listeners_of(self._storage):
             mark_range = getattr(listener, "mark_range", None)
             if mark_range is None:
                 listener.mark_update(index)
@@ -147,10 +147,10 @@ class TimeWriter(RoundRobinWriter):
 
 
 def next_step(storage: Storage) -> int:
-    last = storage._last_cursor_index
+    last = torchrl_parts.newest_step_of(storage)
     if last is None or not len(storage):
         return 0
-    return (last + 1) % storage._max_size_along_dim0() if storage._is_full else last + 1
+    return (last + 1) % torchrl_parts.capacity_in_steps(storage) if torchrl_parts.is_full(storage) else last + 1
 
 
 def steps_by_age(writer: Writer, storage: Storage, n: int | None) -> torch.Tensor:

@@ -11,6 +11,7 @@ import torch
 from torchrl.data.replay_buffers import Storage
 
 from rlbuf_td.storages.shared.memory import SharedNumbers
+from rlbuf_td.storages.torchrl_parts import capacity_in_steps
 from rlbuf_td.writers.common import TimeWriter, length_of
 
 _FILE = "queue.json"
@@ -67,19 +68,19 @@ class QueueWriter(TimeWriter):
 
     def take(self, count: int) -> torch.Tensor:
         """Mark the oldest ``count`` waiting rows as taken; return their index. The caller must hold the lock."""
-        steps = self._storage._max_size_along_dim0()
+        steps = capacity_in_steps(self._storage)
         start = self.numbers[0] - self.waiting
         self._taken_value.value = self.numbers[1] - self.waiting + count  # atomic: all rows are taken, or none
         return torch.arange(start, start + count, device=self._storage.device) % steps
 
     def add(self, data: Any) -> int | torch.Tensor:
         """Write one row and return its index; raise the errors that the class documents."""
-        self._refuse_more_than_fits(1, self._storage._max_size_along_dim0(single_data=data))
+        self._refuse_more_than_fits(1, capacity_in_steps(self._storage, single_data=data))
         return super().add(data)
 
     def extend(self, data: Any) -> torch.Tensor:
         """Write ``[n]`` rows in order and return their index; raise the errors that the class documents."""
-        self._refuse_more_than_fits(length_of(data), self._storage._max_size_along_dim0(batched_data=data))
+        self._refuse_more_than_fits(length_of(data), capacity_in_steps(self._storage, batched_data=data))
         return super().extend(data)
 
     def _refuse_more_than_fits(self, count: int, steps: int) -> None:

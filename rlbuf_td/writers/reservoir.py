@@ -12,7 +12,7 @@ import torch
 from tensordict import is_tensor_collection
 from torchrl.data.replay_buffers import Storage, Writer
 
-from rlbuf_td.storages import PackedStorage
+from rlbuf_td.storages import PackedStorage, torchrl_parts
 from rlbuf_td.storages.indexing import lanes_of
 from rlbuf_td.storages.interrupts import held_back
 from rlbuf_td.storages.schema import reshaped
@@ -150,7 +150,7 @@ class ReservoirWriter(Writer):
             raise ValueError("extend needs at least one transition, got none")
         if is_packed and storage.rows is not None and not storage.is_reserved:
             storage.rows.layout.collect(data, data.batch_size[:1] + storage.rows.lanes)  # raises SchemaError
-        choice = self.choose(count, storage._max_size_along_dim0(batched_data=data))
+        choice = self.choose(count, torchrl_parts.capacity_in_steps(storage, batched_data=data))
         written = self._write_count
         index = torch.full((count,), -1, dtype=torch.int64, device=getattr(data, "device", None) or "cpu")
         if choice.filled:
@@ -185,7 +185,7 @@ class ReservoirWriter(Writer):
         slots = torch.cat((filled, torch.tensor([*choice.slots], dtype=torch.int64, device="cpu")))
         if len(slots):
             index = self._replicate_index(slots)
-            for listener in self._storage._attached_entities:
+            for listener in torchrl_parts.listeners_of(self._storage):
                 listener.mark_update(index)
 
     def _empty(self, empty_write_count: bool = True) -> None:

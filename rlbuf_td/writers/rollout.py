@@ -17,6 +17,7 @@ from rlbuf_td.functional import normalize
 from rlbuf_td.functional._layout import coefficient
 from rlbuf_td.storages.indexing import lanes_of
 from rlbuf_td.storages.notebooks import ROLLOUTS
+from rlbuf_td.storages.torchrl_parts import capacity_in_steps, count_change, set_length
 from rlbuf_td.writers.common import TimeWriter
 from rlbuf_td.writers.estimator import Estimates, RolloutEstimator, entry
 
@@ -130,7 +131,7 @@ class RolloutWriter(TimeWriter):
 
     def add(self, data: TensorDictBase) -> int | Tensor:
         """Write one step, ``[]`` or, if ``ndim > 1``, ``[*lanes]``; return its index. Errors: see the class."""
-        steps = self._storage._max_size_along_dim0(single_data=data)
+        steps = capacity_in_steps(self._storage, single_data=data)
         if steps == 1:  # the step is a complete rollout, which is estimated before the write
             index = self.extend(data.unsqueeze(0))
             return 0 if self._storage.ndim == 1 else index
@@ -143,7 +144,7 @@ class RolloutWriter(TimeWriter):
         count = len(data)
         if not count:
             raise ValueError("extend needs at least one step, got none")
-        steps = self._storage._max_size_along_dim0(batched_data=data)
+        steps = capacity_in_steps(self._storage, batched_data=data)
         if count > steps - self._cursor:
             room = f"a rollout takes {steps} steps and {self._cursor} are written: {count} more do not fit"
             remedy = "Write the rest of it first, or make the storage as long as a collector's batch"
@@ -166,14 +167,14 @@ class RolloutWriter(TimeWriter):
         self._has_values = has_values
         lanes = lanes_of(storage).numel()
         if not cursor:  # a new rollout replaces the old one
-            storage._len = count * lanes
+            set_length(storage, count * lanes)
         if cursor + count == steps:
             try:
                 self._estimate_stored(steps)
             except BaseException:
                 self._cursor_value.value = cursor
                 self._write_count_value.value -= count
-                storage._len = cursor * lanes
+                set_length(storage, cursor * lanes)
                 raise
         return index
 
@@ -198,7 +199,7 @@ class RolloutWriter(TimeWriter):
         estimates = self.estimator.estimate(rows, self._storage.ndim, has_values=self._has_values)
         for key, x in self._columns(estimates).items():
             rows.get(key).copy_(x)
-        self._storage._bump_mutation_revision()
+        count_change(self._storage)
         self.value_rows, self._estimated_steps = estimates.rows_asked, steps
 
     def _columns(self, estimates: Estimates) -> dict[NestedKey, Tensor]:

@@ -31,7 +31,7 @@ def trained(name: str, device: str, lanes: int) -> ReplayBuffer:
 
 def assert_alike(ours: ReplayBuffer, theirs: ReplayBuffer) -> None:
     assert_close(ours.storage[:].cpu().to_dict(), theirs.storage[:].cpu().to_dict(), rtol=0, atol=0)
-    mine, other = ours._parts.prioritized, theirs._parts.prioritized
+    mine, other = ours.parts.prioritized, theirs.parts.prioritized
     if mine is not None and other is not None:
         every = torch.arange(len(ours))
         assert_close(mine.priority(every).cpu(), other.priority(every).cpu())
@@ -42,8 +42,8 @@ def go_on(rb: ReplayBuffer, other: ReplayBuffer, lanes: int) -> None:
     index, data = torch.arange(0, len(rb), 3), transitions(3, lanes, 28)
     for one in (rb, other):
         one.extend(data.to(one.storage.device))
-        if one._parts.prioritized is not None:
-            one._parts.prioritized.update_priority(index.to(one.storage.device), (index + 0.5).to(one.storage.device))
+        if one.parts.prioritized is not None:
+            one.parts.prioritized.update_priority(index.to(one.storage.device), (index + 0.5).to(one.storage.device))
     assert_alike(rb, other)
     assert step(other, 9, lanes).device in (None, other.storage.device)
 

@@ -182,7 +182,7 @@ def _count_missing(report: Report, rb: ReplayBuffer, intended: Any, told: Any, k
 
 def check_priorities(rb: ReplayBuffer) -> None:
     """Raise AssertionError unless the priorities are consistent, and every row has one."""
-    sampler = rb._parts.prioritized
+    sampler = rb.parts.prioritized
     if isinstance(sampler, ProportionalSampler):
         check_tree(sampler.tree, sampler.alpha, sampler.eps)
     elif isinstance(sampler, RankSampler):

@@ -56,7 +56,7 @@ def test_all_ways_to_draw_give_the_same_batches(make_world, batch_size, transfor
             scaling = RewardScaling(1.0, 2.0, in_keys=[("next", "reward")])
             rollout.append_transform(Compose(scaling, SelectTransform("observation", "advantage", ("next", "reward"))))
         if way == "general":
-            rollout._parts = rollout._parts._replace(draws="")
+            rollout.parts = rollout.parts._replace(draws="")
         count = -(-24 // batch_size) * 3
         batches.append(list(rollout) if way == "iterate" else [rollout.sample() for _ in range(count)])
         assert rollout.sampler.ran_out

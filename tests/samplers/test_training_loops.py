@@ -25,7 +25,7 @@ def loop(rb: ReplayBuffer, rows: list[TensorDict], td_error: torch.Tensor) -> No
         batch = rb.sample()
         batch["td_error"] = td_error
         rb.update_tensordict_priority(batch)
-        if rb._parts.prioritized is not None:
+        if rb.parts.prioritized is not None:
             rb.update_priority(batch["index"], td_error)
 
 

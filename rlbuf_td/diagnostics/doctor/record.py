@@ -14,7 +14,7 @@ from torchrl.data.replay_buffers import ReplayBuffer, RoundRobinWriter, Sampler,
 
 from rlbuf_td.checkpoint import open_checkpoint
 from rlbuf_td.diagnostics.doctor.report import FAULTS, Finding
-from rlbuf_td.storages import PackedStorage
+from rlbuf_td.storages import PackedStorage, torchrl_parts
 from rlbuf_td.storages.indexing import attached, stored_rows
 from rlbuf_td.storages.rows import Rows
 from rlbuf_td.storages.schema import Leaf, show_key, walk
@@ -68,7 +68,7 @@ class Record:
             for key, leaf in storage.deduplicated.items():
                 self.columns[key] = SharedColumn(storage.all_rows(), leaf, self.steps)
         self.skipped: list[str] = []  # omitted checks, and the reasons
-        cursor = storage._last_cursor_index  # None: the storage does not know
+        cursor = torchrl_parts.newest_step_of(storage)  # None: the storage does not know
         is_ring = self.steps == len(rows) and cursor is not None and 0 <= cursor < self.steps
         newest = int(cursor) if is_ring else self.steps - 1
         #: Whether the rows are in time order, with flags or ids that mark the ends of trajectories.
@@ -234,7 +234,7 @@ def _open_saved(path: Path) -> Storage:
 def _storage_of(rows: TensorDictBase, length: int, cursor: int | None = None) -> Storage:
     """Return a storage of ``rows``, ``[T, *lanes]``, of which ``length`` are written; ``cursor`` is written next."""
     storage = TensorStorage(rows, ndim=max(1, rows.ndim))
-    storage._len = length  # TorchRL counts time steps until the storage is first used
+    torchrl_parts.set_length(storage, length)  # TorchRL counts time steps until the storage is first used
     if cursor is not None:
-        storage._set_last_cursor((cursor - 1) % len(rows))
+        torchrl_parts.set_newest_step(storage, (cursor - 1) % len(rows))
     return storage

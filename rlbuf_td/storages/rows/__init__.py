@@ -34,9 +34,9 @@ class Rows(ABC):
 
     def __init__(self, layout: RowLayout, matrix: torch.Tensor) -> None:
         self.layout = layout  # layout of whole rows, as in batches
-        self._use(matrix)
+        self.use(matrix)
 
-    def _use(self, matrix: torch.Tensor) -> None:
+    def use(self, matrix: torch.Tensor) -> None:
         """Set the matrix of stored rows, ``[T, *lanes, width]``, in the layout's ``carrier`` dtype."""
         self.matrix, self.flat = matrix, matrix.view(-1, matrix.shape[-1])
         self.shape = matrix.shape[:-1]
@@ -57,7 +57,7 @@ class Rows(ABC):
     def first(self, steps: int) -> Rows:
         rows = object.__new__(type(self))
         vars(rows).update(vars(self))  # three times as fast as copy.copy
-        rows._use(self.matrix.narrow(0, 0, steps))
+        rows.use(self.matrix.narrow(0, 0, steps))
         if backend_of(self.flat) != "numba":
             rows.flat = self.flat  # so that captured graphs read rows that are written later
         return rows

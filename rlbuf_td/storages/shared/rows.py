@@ -15,6 +15,7 @@ from rlbuf_td.storages.notebooks import PROCESSES
 from rlbuf_td.storages.rows import Rows
 from rlbuf_td.storages.shared.lock import ProcessLock
 from rlbuf_td.storages.shared.memory import NamelessFile, NumberOf, SharedNumbers
+from rlbuf_td.storages.torchrl_parts import count_change, listeners_of
 
 _PAGE = 4096
 #: Phases: no write; rows and counters are being written; both are written, but listeners may not be notified yet.
@@ -150,13 +151,13 @@ class SharedRows:
             journal.undo()
         if storage.rows is not None:
             storage.rows.rebuild()
-        for listener in storage._attached_entities:
+        for listener in listeners_of(storage):
             if hasattr(listener, "repair"):
                 listener.repair()
-        storage._bump_mutation_revision()
+        count_change(storage)
         if journal.phase == WRITTEN:  # the process may have died before it notified the listeners
             index = coordinates(journal.cells, storage)
-            for listener in storage._attached_entities:
+            for listener in listeners_of(storage):
                 listener.mark_update(torch.stack(index, -1) if isinstance(index, tuple) else index)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -184,9 +185,9 @@ def share(storage: Any) -> Any:
     with storage.lock:
         storage.device = torch.device("cpu")
         storage.shared_rows = shared = SharedRows(storage)
-        storage.numbers.share_memory_()
+        length, _, newest = storage.numbers.share_memory_().counters()
         clock = storage.clock.numbers.share_memory_().counters()
-        shared.journal.watch(storage._len_value, storage._last_cursor_index_value, *clock)
+        shared.journal.watch(length, newest, *clock)
         storage.is_reserved, rows = False, storage.rows  # reserved rows can no longer be replaced
         if rows is not None and storage.scratch_dir is None:
             moved = find_rows(storage, rows.layout, rows.shape, rows.dedup)
@@ -196,5 +197,5 @@ def share(storage: Any) -> Any:
             rows.is_deferred = True
             storage.clock.keep_in(shared.place(rows))
         storage.shared = storage.scratch_dir is None
-        storage.lock, storage._live = shared.lock, None
+        storage.lock, storage.live = shared.lock, None
     return storage

@@ -1,0 +1,63 @@
+"""The private attributes of TorchRL's storages, samplers and writers that this package reads or sets.
+
+Other files name these attributes only in classes that inherit them. The getters run without a Python frame.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from operator import attrgetter, methodcaller
+from typing import Any
+
+from torchrl.data.replay_buffers import RoundRobinWriter
+
+generator_of = attrgetter("_rng")  # the generator of a buffer or a part; None: torch's default generator
+listeners_of = attrgetter("_attached_entities")  # the objects that a storage informs of each write
+revision_of = attrgetter("_mutation_revision")  # the number of changes of a storage's content
+newest_step_of = attrgetter("_last_cursor_index")  # the last written time step of a storage; None: unknown
+columns_of = attrgetter("_storage")  # the entries of all rows, a TensorDict or another container; None: no rows yet
+is_full = attrgetter("_is_full")  # whether a storage has as many rows as its capacity
+count_change = methodcaller("_bump_mutation_revision")  # data derived from the storage is then computed again
+empty_part = methodcaller("_empty")  # removes the rows of a storage, or what a sampler knows about them
+
+
+def columns_or_none(storage: Any) -> Any:
+    return getattr(storage, "_storage", None)  # an ensemble of storages has no entries of its own
+
+
+def capacity_in_steps(storage: Any, **data: Any) -> int:
+    """Return the capacity along time; before the first write, ``single_data`` or ``batched_data`` gives the lanes."""
+    return storage._max_size_along_dim0(**data)
+
+
+def set_newest_step(storage: Any, step: Any) -> None:
+    storage._set_last_cursor(step)
+
+
+def set_length(storage: Any, length: int) -> None:
+    storage._len = length
+
+
+def set_generator(part: Any, generator: Any) -> None:
+    part._rng = generator
+
+
+def detach_writer(writer: Any) -> None:
+    writer._storage = None
+
+
+def cursor_reader(writer: Any) -> Any:
+    """Return a function that returns the time step which a writer writes next; 0 for writers without a cursor."""
+    return partial(getattr, writer, "_cursor", 0)
+
+
+def set_cursor(writer: Any, cursor: int, write_count: int | None = None) -> None:
+    writer._cursor = cursor
+    if write_count is not None:
+        writer._write_count = write_count
+
+
+def last_of_ring(buffer: Any) -> int | None:
+    """Return the last time step that a buffer's ring writer has written; None if there is none, -1 for the last row."""
+    writer = getattr(buffer, "_writer", None)
+    return writer._cursor - 1 if isinstance(writer, RoundRobinWriter) and writer._write_count else None
