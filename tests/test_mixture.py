@@ -515,6 +515,14 @@ def test_fresh_rows_of_probability_zero_leave_weights_finite(size):
     assert ((weight > 0) & (weight <= 1)).all()
 
 
+def test_weights_that_underflow_stay_finite():
+    one = numbered(0, sampler=ProportionalSampler(100, alpha=1.0, beta=2.0))
+    one.update_priority(torch.arange(10), torch.tensor([1e20] * 9 + [0.0]))
+    weight = ReplayBufferMixture({"one": one, "other": numbered(0)}, HALF, batch_size=8).sample()["priority_weight"]
+    assert ((weight >= 0) & (weight <= 1)).all()
+    assert (weight[4:] > 0).all()
+
+
 @pytest.mark.parametrize("name", ["", "_rng", "../one", "a/b", ".lock", "_storage", "sample", "two\nlines"])
 def test_names_that_are_no_folders_or_attributes_are_refused(name):
     with pytest.raises(ValueError, match="cannot be the name of a member"):

@@ -12,6 +12,7 @@ from torchrl.data.replay_buffers import PrioritizedSampler, Sampler, SliceSample
 
 from rlbuf_td.buffers.experience_queue import ExperienceQueue
 from rlbuf_td.buffers.replay import ReplayBuffer
+from rlbuf_td.kernels.strata import LEAST_RATIO
 from rlbuf_td.samplers import SequenceSampler
 from rlbuf_td.storages import SchemaError
 from rlbuf_td.storages.indexing import flat_rows, merge_
@@ -31,7 +32,7 @@ def largest_weight(member: ReplayBuffer, report: Mapping[Any, Any]) -> float | N
     if not probability[likeliest] > 0.0:  # all rows are fresh, and are never drawn otherwise
         return 1.0
     weight = (len(storage) * probability[likeliest]) ** -sampler.beta
-    return float(weight / report["priority_weight"][likeliest])
+    return float(weight / report["priority_weight"][likeliest].clamp(min=LEAST_RATIO))  # which may have underflowed
 
 
 def refuse_member(name: Any, member: Any) -> None:
