@@ -18,10 +18,13 @@ from rlbuf_td.buffers.flow import permission
 from rlbuf_td.buffers.mixture_parts import (
     Part,
     kinds,
+    members_of,
     part_of,
     refuse_difference,
     refuse_member,
+    refuse_unknown_times,
     settled_rows,
+    try_states,
     window_of,
     with_lane,
     without_lane,
@@ -32,7 +35,7 @@ from rlbuf_td.buffers.shares import Shares
 from rlbuf_td.checkpoint.folder import explained, reading, write_state, writing
 from rlbuf_td.checkpoint.manifest import decode
 from rlbuf_td.kernels.dispatch import backend_of
-from rlbuf_td.samplers.common import OwnSignature, refuse_errors
+from rlbuf_td.samplers.common import OwnSignature, refuse_errors, whole
 from rlbuf_td.storages import SchemaError
 from rlbuf_td.storages.notebooks import MIXTURES, PRIORITIES
 from rlbuf_td.storages.tensordict_fast import set_entries_
@@ -224,6 +227,8 @@ class ReplayBufferMixture:
         size = self.batch_size if batch_size is None else batch_size
         if size is None:
             raise RuntimeError("batch_size not specified: pass it to the mixture or to sample")
+        if type(size) is not int:
+            size = whole(1)("batch_size", size)
         if size < 1:
             raise ValueError(f"a batch must have at least one row, got batch_size={size}")
         if self._plan is not None and not self._plan.has_all_parts():
@@ -277,10 +282,11 @@ class ReplayBufferMixture:
 
         Raises:
             KeyError: the batch has no ``"source"``, no index, or no TD errors.
+            IndexError: an entry ``"source"`` is not the position of a member; all priorities are unchanged.
             ValueError: a TD error is NaN or infinite; all priorities are unchanged.
         """
         flat, updates = data.reshape(-1), []
-        for name, is_own in self._members_of(flat):
+        for name, is_own in members_of(flat, self.names).items():
             member, parts = self.members[name], self.members[name]._initialize()
             if parts.prioritized is None:
                 continue
@@ -301,20 +307,11 @@ class ReplayBufferMixture:
         ``sampled_at``: a dict from names to the members' ``storage.clock.now`` before sampling, needed if no member is
         prioritized.
         """
-        flat, written, times = batch.reshape(-1), 0, sampled_at or {}
-        for name, is_own in self._members_of(flat):
-            member = self.members[name]
-            written += member.write_back(without_lane(member, flat[is_own]), keys, sampled_at=times.get(name))
-        return written
-
-    def _members_of(self, flat: TensorDictBase) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the name of each member that has rows in a batch, with a mask ``[B]`` of its rows."""
-        if "source" not in flat.keys():
-            raise KeyError(f"the batch has no 'source', the member of each row: pass a batch of this mixture{MIXTURES}")
-        for place, name in enumerate(self.members):
-            is_own = flat["source"] == place
-            if is_own.any():
-                yield name, is_own
+        flat, times = batch.reshape(-1), {} if sampled_at is None else sampled_at
+        masks = members_of(flat, self.names)
+        refuse_unknown_times(flat, times, masks.keys())
+        parts = {name: without_lane(self.members[name], flat[is_own]) for name, is_own in masks.items()}
+        return sum(self.members[name].write_back(parts[name], keys, sampled_at=times.get(name)) for name in parts)
 
     # -- state, health
 
@@ -325,9 +322,8 @@ class ReplayBufferMixture:
         return {"members": members, "shares": self.sampler.state_dict(), "exact": self.exact, "generator": rng}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a :meth:`state_dict`; for a state of other members, raise a ValueError and change nothing."""
-        if state_dict["members"].keys() != self.members.keys():
-            raise ValueError(f"the state is of members {[*state_dict['members']]}, the mixture has {self.names}")
+        """Restore a :meth:`state_dict`; if the state of a member is refused, raise its error and change nothing."""
+        try_states(self.members, state_dict.get("members", {}))
         self.sampler.load_state_dict(state_dict["shares"])
         self.exact = bool(state_dict["exact"])
         if self._rng is not None and state_dict.get("generator") is not None:

@@ -92,7 +92,7 @@ class RecencySampler(RowSampler, GraphCapturable):
         self._numbers: DeviceScalars | None = None  # a result of _law, which CUDA graphs read
 
     def _changed(self) -> None:
-        self.log_decay = -log(2.0) / self.half_life
+        self.log_decay = max(-log(2.0) / self.half_life, -1e300)  # not infinite, because 0 * infinity is NaN
 
     def span(self, steps: int) -> int:
         """Return how many of ``steps`` stored time steps may be drawn."""

@@ -38,6 +38,16 @@ def law(half_life: float, window: int | None, steps: int, lanes: int) -> torch.T
 
 
 @pytest.mark.parametrize("path", ["numba", "torch"])
+@pytest.mark.parametrize("age_key", [None, "time"])
+def test_the_shortest_half_life_draws_the_newest_step(age_key, path):
+    with forced(path):
+        rb = buffer(RecencySampler(5e-324, age_key=age_key), 2, 14, batch=8)
+        assert (rb.sample()["time"] == 13).all()
+        law = rb.sampler.probability(torch.arange(28), storage=rb.storage)
+    assert law.tolist() == [0.0] * 26 + [0.5] * 2
+
+
+@pytest.mark.parametrize("path", ["numba", "torch"])
 @pytest.mark.parametrize(
     ("half_life", "window", "lanes", "written"),
     [(4.0, None, 3, 41), (inf, 6, 0, 57), (30.0, 13, 2, 14), (inf, None, 2, 20)],
