@@ -534,10 +534,11 @@ def test_what_a_mixture_cannot_do_is_refused_by_name():
     mixed = ReplayBufferMixture({"one": numbered(0)}, {"one": torch.tensor(0.5)})
     with pytest.raises(ValueError, match="at least one row, got batch_size=0"):
         mixed.sample(0)
-    for size in (2.5, True, torch.tensor(0)):
+    sizes: list[Any] = [2.5, True, torch.tensor(0), 4.0]
+    for size in sizes[:3]:
         with pytest.raises(ValueError, match="batch_size must be a whole number, at least 1, got"):
             mixed.sample(size)
-    assert len(mixed.sample(4.0)) == 4
+    assert len(mixed.sample(sizes[3])) == 4
     with pytest.raises(AttributeError, match="a mixture of one has no share 'two'"):
         mixed.sampler.two = 0.5
     batch = ReplayBufferMixture({"one": member("proportional", 0, 9)}, {"one": 1.0}, batch_size=4).sample()
@@ -667,7 +668,8 @@ def test_uniform_members_write_back_by_their_clocks():
     times = {name: rb.storage.clock.now for name, rb in mixed.members.items()}
     batch = mixed.sample()
     batch["number"] = -1 - batch["source"]
-    for known in (None, 3, {"one": times["one"]}):
+    incomplete: list[Any] = [None, 3, {"one": times["one"]}]
+    for known in incomplete:
         with pytest.raises(KeyError, match=r"no 'sampled_at', and sampled_at=.* lacks one of \['one', 'other'\]: read"):
             mixed.write_back(batch, ["number"], sampled_at=known)
     assert (mixed["one"].storage["number"] >= 0).all()

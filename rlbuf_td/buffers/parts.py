@@ -116,11 +116,15 @@ def set_storage(rb: Any, storage: Storage, collate_fn: Any = None) -> Storage:
     """
     _refuse_if_shared(rb, "storage")
     with rb._emptied_of_prefetched():
+        before, rb._writer._storage = rb._writer._storage, None  # detach the old storage
+        try:
+            rb._writer.register_storage(storage)
+        except Exception:
+            rb._writer._storage = before
+            raise
         previous = TensorDictReplayBuffer.set_storage(rb, storage, collate_fn)
         storage.attach(rb)
         storage._rng = rb._rng
-        rb._writer._storage = None  # detach the old storage
-        rb._writer.register_storage(storage)
         if isinstance(rb._writer, RoundRobinWriter):
             rb._writer._cursor = next_step(storage)
         rb._sampler._empty()
