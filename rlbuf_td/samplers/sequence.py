@@ -149,6 +149,7 @@ class SequenceSampler(SamplerWrapper):
         """Draw anchors; return them, the report, and how many rows of its trajectory precede and follow each anchor."""
         boundaries = self._trajectories(storage).boundaries()
         anchors, info = self._draw(storage, count)
+        count = len(anchors)  # less at the end of an epoch
         back, ahead, _ = boundaries.reach(anchors, self.window)
         if self.boundary != "strict":
             return anchors, info, back, ahead
@@ -160,6 +161,7 @@ class SequenceSampler(SamplerWrapper):
             others, other_info = draw_from(self.innermost, storage, count)
             # A stratified draw fills a position from one segment, where perhaps no window fits: shuffle the positions.
             order = permutation(count, self._rng, anchors.device)
+            order = order if len(others) == count else order % len(others)
             anchors = torch.where(fits, anchors, others[order])
             for key, value in info.items():
                 info[key] = torch.where(fits.view(-1, *[1] * (value.ndim - 1)), value, other_info[key][order])
