@@ -22,6 +22,7 @@ from rlbuf_td.samplers.wrapper import SamplerWrapper
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.indexing import attached_or_new
 from rlbuf_td.storages.notebooks import PROCESSES
+from rlbuf_td.writers import RingWriter
 from rlbuf_td.writers.common import next_step
 
 
@@ -153,11 +154,14 @@ def set_sampler(rb: Any, sampler: Sampler) -> Sampler:
 
 
 def set_writer(rb: Any, writer: Writer) -> Writer:
-    """Replace the writer; return the old one."""
+    """Replace the writer; return the old one. A new writer in time order continues after the newest row."""
     _refuse_if_shared(rb, "writer")
     refuse_unordered(rb._sampler, writer)
     with rb._replay_lock:
+        writer.register_storage(rb._storage)  # refuses before the old writer is replaced
         previous = TensorDictReplayBuffer.set_writer(rb, writer)
+        if type(writer) is RingWriter and not writer._write_count:
+            writer._cursor = next_step(rb._storage)
         rb._connect()
         return previous
 
