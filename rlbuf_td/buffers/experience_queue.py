@@ -77,13 +77,11 @@ class ExperienceQueue(ReplayBuffer):
         writer = QueueWriter()
         super().__init__(**kwargs | {"writer": writer, "sampler": QueueSampler(writer)})
 
-    def set_sampler(self, sampler: Any) -> Any:
-        """Raise a ValueError, because a queue takes each row once."""
-        _refuse("sampler")
+    def set_sampler(self, part: Any) -> Any:
+        """Raise a ValueError, because a queue has a sampler and a writer of its own."""
+        _refuse("sampler", "writer")
 
-    def set_writer(self, writer: Any) -> Any:
-        """Raise a ValueError, because a queue writes in order."""
-        _refuse("writer")
+    set_writer: Any = set_sampler
 
     @property
     def waiting(self) -> int:

@@ -22,7 +22,6 @@ from rlbuf_td.buffers.mixture_parts import (
     part_of,
     refuse_difference,
     refuse_member,
-    refuse_unknown_times,
     settled_rows,
     try_states,
     window_of,
@@ -227,8 +226,7 @@ class ReplayBufferMixture:
         size = self.batch_size if batch_size is None else batch_size
         if size is None:
             raise RuntimeError("batch_size not specified: pass it to the mixture or to sample")
-        if type(size) is not int:
-            size = whole(1)("batch_size", size)
+        size = size if type(size) is int else whole(1)("batch_size", size)
         if size < 1:
             raise ValueError(f"a batch must have at least one row, got batch_size={size}")
         if self._plan is not None and not self._plan.has_all_parts():
@@ -309,7 +307,9 @@ class ReplayBufferMixture:
         """
         flat, times = batch.reshape(-1), {} if sampled_at is None else sampled_at
         masks = members_of(flat, self.names)
-        refuse_unknown_times(flat, times, masks.keys())
+        if not isinstance(times, Mapping) or (SAMPLED_AT not in flat.keys() and not masks.keys() <= times.keys()):
+            lacks = f"the batch has no 'sampled_at', and sampled_at={times!r} lacks one of {[*masks]}"
+            raise KeyError(f"{lacks}: read each member's storage.clock.now before sampling, and pass a dict of them")
         parts = {name: without_lane(self.members[name], flat[is_own]) for name, is_own in masks.items()}
         return sum(self.members[name].write_back(parts[name], keys, sampled_at=times.get(name)) for name in parts)
 

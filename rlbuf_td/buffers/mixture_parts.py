@@ -22,7 +22,6 @@ from rlbuf_td.storages.notebooks import MIXTURES
 from rlbuf_td.storages.schema import kind, show_key
 from rlbuf_td.storages.state import examine
 from rlbuf_td.storages.trajectory_index import as_tuple
-from rlbuf_td.storages.write_clock import SAMPLED_AT
 
 
 def largest_weight(member: ReplayBuffer, report: Mapping[Any, Any]) -> float | None:
@@ -115,13 +114,6 @@ def members_of(batch: TensorDictBase, names: Sequence[str]) -> dict[str, Tensor]
         raise IndexError(f"'source' must hold one position in {[*names]} per row, [B] int64, got {found}")
     masks = {name: source == place for place, name in enumerate(names)}
     return {name: is_own for name, is_own in masks.items() if is_own.any()}
-
-
-def refuse_unknown_times(batch: TensorDictBase, times: Any, names: Collection[str]) -> None:
-    """Raise a KeyError if a batch has no sampling times, and ``times`` lacks that of a member in ``names``."""
-    if not isinstance(times, Mapping) or (SAMPLED_AT not in batch.keys() and not times.keys() >= {*names}):
-        remedy = "read each member's storage.clock.now before sampling, and pass a dict of them as sampled_at="
-        raise KeyError(f"the batch has no {SAMPLED_AT!r}, and sampled_at={times!r} lacks one of {[*names]}: {remedy}")
 
 
 def try_states(members: Mapping[str, ReplayBuffer], states: Mapping[str, Any]) -> None:

@@ -85,11 +85,9 @@ def episode_of(rows: TensorDictBase, spaces: tuple[Any, Any]) -> dict[str, Any]:
         column = after[key]
         result[name] = (column[:, 0] if column.shape[1:] == (1,) else column).numpy()
     infos, first = after.get(INFO, None), rows.get(INFO, None)
-    if isinstance(infos, TensorDictBase) and not (is_dict and INFO in observation_space.spaces):
-        result["infos"] = _info_values(first if isinstance(first, TensorDictBase) else None, infos)
-    else:  # an entry of the observation
-        result["infos"] = {}
-    return result
+    is_observed = not isinstance(infos, TensorDictBase) or (is_dict and INFO in observation_space.spaces)
+    first = first if isinstance(first, TensorDictBase) else None
+    return result | {"infos": {} if is_observed else _info_values(first, infos)}
 
 
 def _values(space: Any, before: Any, after: Any, path: tuple[str, ...]) -> Any:

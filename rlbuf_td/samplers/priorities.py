@@ -52,8 +52,7 @@ class Law(ABC):
         probability = self.probability(torch.cat((flat, drawn)))
         ratio = (probability[:-1] / probability[-1]).clamp(min=LEAST_RATIO)
         ratio = torch.where(probability[:-1] > 0.0, ratio, 1.0)
-        ratio = ratio.pow(-self.settings[BETA]).clamp(max=MOST_RATIO)
-        weight[: len(flat)] = weight[0] * ratio.to(weight.dtype)
+        weight[: len(flat)] = weight[0] * ratio.pow(-self.settings[BETA]).clamp(max=MOST_RATIO).to(weight.dtype)
 
     @abstractmethod
     def update_(self, flat: Tensor, td_error: Tensor, rows: int, counts: bool) -> float | Tensor:

@@ -160,8 +160,7 @@ class SequenceSampler(SamplerWrapper):
                 return anchors, info, back, ahead
             others, other_info = draw_from(self.innermost, storage, count)
             # A stratified draw fills a position from one segment, where perhaps no window fits: shuffle the positions.
-            order = permutation(count, self._rng, anchors.device)
-            order = order if len(others) == count else order % len(others)
+            order = permutation(count, self._rng, anchors.device) % len(others)
             anchors = torch.where(fits, anchors, others[order])
             for key, value in info.items():
                 info[key] = torch.where(fits.view(-1, *[1] * (value.ndim - 1)), value, other_info[key][order])

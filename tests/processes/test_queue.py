@@ -106,7 +106,7 @@ def test_its_sampler_and_writer_stay_and_a_new_storage_has_no_waiting_rows():
     queue.extend(rows(0, 6))
     queue.sample(3)
     for set_part, part in ((queue.set_sampler, UniformSampler()), (queue.set_writer, RingWriter())):
-        with pytest.raises(ValueError, match=r"ExperienceQueue has no (sampler|writer) of its own choice: it writes"):
+        with pytest.raises(ValueError, match="an ExperienceQueue has no sampler and no writer of its own choice"):
             set_part(part)
     with pytest.raises(ValueError, match=r"a queue holds rows .*, the storage has ndim=2"):
         queue.set_storage(PackedStorage(8, ndim=2))

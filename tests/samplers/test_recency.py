@@ -143,7 +143,9 @@ def test_policy_ages_that_are_written_back_count():
 
 
 def test_policy_age_needs_no_order_but_one_number_per_row():
-    versions = TensorDict({"policy_version": torch.arange(30), "x": torch.zeros(30, 2)}, [30])
+    versions = TensorDict(
+        {"policy_version": torch.arange(30), "x": torch.zeros(30, 2), "next": {"x": torch.zeros(30, 2)}}, [30]
+    )
     rb = buffer(RecencySampler(window=1, age_key="policy_version"), 0, 0, 8)
     rb.set_writer(ReservoirWriter())
     rb.extend(versions)
@@ -151,9 +153,10 @@ def test_policy_age_needs_no_order_but_one_number_per_row():
     rb.set_sampler(RecencySampler(age_key="x"))
     with pytest.raises(SchemaError, match=r"age_key='x' must name one number per row, .*: torch.float32 of shape \(2"):
         rb.sample()
-    rb.set_sampler(RecencySampler(age_key=("collector", "policy_version")))
-    with pytest.raises(SchemaError, match="must name one number per row, stored in the row: no such entry"):
-        rb.sample()
+    for key in (("collector", "policy_version"), "next"):
+        rb.set_sampler(RecencySampler(age_key=key))
+        with pytest.raises(SchemaError, match="must name one number per row, stored in the row: no such entry"):
+            rb.sample()
     with pytest.raises(TypeError, match="draws by age_key cannot be captured in a graph"):
         rb.sampler.prepare_graph(rb.storage, 8)
 
