@@ -94,8 +94,10 @@ def test_an_adopted_storage_serves_both_buffers():
     rb.extend(rows(2, first=7))
     assert their.storage["x"][:9].tolist() == list(range(9))
     assert rb.sample().shape == (6,)
-    with pytest.raises(ValueError, match="uses a storage as it is: omit capacity and exclude"):
-        ReplayBuffer.from_torchrl(their, 30, copy=False)
+    more: list[dict[str, Any]] = [{"capacity": 30}, {"exclude": "x"}, {"storage": PackedStorage(9)}]
+    for given in more:
+        with pytest.raises(ValueError, match="uses a storage as it is: omit capacity, exclude and storage"):
+            ReplayBuffer.from_torchrl(their, copy=False, **given)
 
 
 def test_what_cannot_be_taken_over_is_named():
@@ -108,6 +110,15 @@ def test_what_cannot_be_taken_over_is_named():
     with pytest.raises(SchemaError, match="key 'said' holds non-tensor data"):
         ReplayBuffer.from_torchrl(data_set)
     assert len(ReplayBuffer.from_torchrl(data_set, exclude=["said"])) == 4
+    assert len(ReplayBuffer.from_torchrl(data_set, exclude="said")) == 4
+    assert ("next", "done") not in ReplayBuffer.from_torchrl(theirs(7), exclude=("next", "done")).storage[:].keys(True)
+    for wrong in ([3], ["said", "sad"], ("said", "x")):
+        with pytest.raises(KeyError, match=r"cannot exclude \[.*\]: exclude takes a list of keys of the rows, \['"):
+            ReplayBuffer.from_torchrl(data_set, exclude=wrong)
+    with pytest.raises(ValueError, match=r"the storage is made for the transitions, got storage=PackedStorage\(.*pass"):
+        ReplayBuffer.from_torchrl(theirs(7), storage=PackedStorage(9))
+    with pytest.raises(TypeError, match="imports a replay buffer with a storage and a writer, got a PackedStorage"):
+        ReplayBuffer.from_torchrl(PackedStorage(9))
     listed = TorchRLReplayBuffer(storage=ListStorage(5))
     listed.extend([1, 2])
     with pytest.raises(TypeError, match="rows that are TensorDicts, this buffer holds a list"):

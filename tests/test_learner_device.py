@@ -16,7 +16,7 @@ from tensordict import TensorDict
 from torchrl.data.replay_buffers import LazyTensorStorage, RandomSampler
 from torchrl.envs.transforms import Compose, DoubleToFloat, ObservationNorm
 
-from rlbuf_td import MinibatchSampler, PackedStorage, ProportionalSampler, ReplayBuffer, RolloutBuffer
+from rlbuf_td import MinibatchSampler, NStepSampler, PackedStorage, ProportionalSampler, ReplayBuffer, RolloutBuffer
 from tests.catalogue import SAMPLERS, SCHEMAS, assert_same, transitions
 from tests.processes.test_sharing import elsewhere
 from tests.restoring import HOW, restored
@@ -290,10 +290,12 @@ def test_a_saved_buffer_and_a_loaded_one_draw_the_same_batches(device, name, ndi
     assert again.prefetcher.has_batches == (ahead > 0)
 
 
-def test_a_dump_within_an_epoch_loses_no_row(device, tmp_path):
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_dump_within_an_epoch_loses_no_row(wrapped, device, tmp_path):
     def made() -> ReplayBuffer:
         sampler, storage = MinibatchSampler(2), PackedStorage(STEPS)
-        return ReplayBuffer(storage=storage, sampler=sampler, batch_size=7, device=device, prefetch=3)
+        wrapper: Any = NStepSampler(sampler, 1, 0.9) if wrapped else sampler
+        return ReplayBuffer(storage=storage, sampler=wrapper, batch_size=7, device=device, prefetch=3)
 
     rb, again = made(), made()
     write(rb, STEPS, 0)

@@ -162,6 +162,12 @@ def test_what_cannot_be_loaded_is_named(monkeypatch):
         ReplayBuffer.from_minari(dataset.filter_episodes(lambda episode: False))
     with pytest.raises(TypeError, match="must be the name of a Minari data set or a MinariDataset, got 3"):
         ReplayBuffer.from_minari(3)
+    with pytest.raises(FileNotFoundError, match="no Minari data set 'toy/none-v0': run `minari download toy"):
+        ReplayBuffer.from_minari("toy/none-v0")
+    with pytest.raises(TypeError, match=r"reward_dtype must be a dtype of torch, such as torch.float32, got 'float32'"):
+        ReplayBuffer.from_minari(dataset, reward_dtype="float32")
+    with pytest.raises(ValueError, match="the storage is made for the transitions, got storage=PackedStorage"):
+        ReplayBuffer.from_minari(dataset, storage=PackedStorage(9))
     monkeypatch.setitem(SPACES, "words", (Dict(said=Text(3, min_length=3)), Discrete(2)))
     with pytest.raises(SchemaError, match=r"'said'.*which no tensor can hold"):
         ReplayBuffer.from_minari(recorded("words"))
@@ -220,6 +226,21 @@ def test_rows_without_numbers_are_parted_where_they_are_done():
     assert dataset[1].observations.flatten().tolist() == [3, 4, 5]
 
 
+@pytest.mark.parametrize("in_space", [True, False])
+def test_an_observation_with_the_key_info_is_no_info(in_space):
+    number, flag = torch.arange(4.0)[:, None], torch.zeros(3, 1, dtype=torch.bool)
+    after = {"info": number[1:], "x": number[1:], "reward": number[1:], "done": flag}
+    after |= {"terminated": flag, "truncated": flag}
+    rb = ReplayBuffer(storage=PackedStorage(9))
+    rb.extend(TensorDict({"info": number[:3], "x": number[:3], "action": number[:3], "next": after}, [3]))
+    box = Box(0, 9, (1,), np.float32)
+    space = Dict(info=box, x=box) if in_space else Dict(x=box)
+    episode = rb.to_minari("toy/info-v0", observation_space=space, action_space=box)[0]
+    assert episode.observations.keys() == space.spaces.keys()
+    assert all(value[:, 0].tolist() == [0, 1, 2, 3] for value in episode.observations.values())
+    assert not episode.infos
+
+
 def test_what_minari_cannot_hold_leaves_no_set_behind(monkeypatch):
     monkeypatch.setattr("rlbuf_td.buffers.minari_data._WRITTEN_AT_ONCE", 0)  # an episode at a time
     dataset = recorded()
@@ -235,6 +256,10 @@ def test_what_minari_cannot_hold_leaves_no_set_behind(monkeypatch):
         rb.to_minari("toy/other-v0", observation_space=SPACES["a dict"][0], action_space=Discrete(4))
     with pytest.raises(SchemaError, match=r"the shape of 'observation' is \[3\] in the rows, \[2\] in the given space"):
         rb.to_minari("toy/other-v0", observation_space=Box(-1, 1, (2,)), action_space=Discrete(4))
+    names: list[Any] = [None, "", "toy/other"]
+    for name in names:
+        with pytest.raises(ValueError, match=r"a data set needs a name with a version, such as .*, got"):
+            rb.to_minari(name, **spaces_of(dataset))
     for missing, message in ((("next", "terminated"), "no .*'terminated'"), (("next", "done"), "neither .* nor")):
         short = ReplayBuffer(storage=PackedStorage(9))
         short.extend(rb.storage[:3].exclude(missing, ("collector", "traj_ids")))

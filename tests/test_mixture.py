@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from threading import Lock, Thread
 from typing import Any
@@ -515,6 +516,14 @@ def test_fresh_rows_of_probability_zero_leave_weights_finite(size):
     assert ((weight > 0) & (weight <= 1)).all()
 
 
+def test_weights_that_underflow_stay_finite():
+    one = numbered(0, sampler=ProportionalSampler(100, alpha=1.0, beta=2.0))
+    one.update_priority(torch.arange(10), torch.tensor([1e20] * 9 + [0.0]))
+    weight = ReplayBufferMixture({"one": one, "other": numbered(0)}, HALF, batch_size=8).sample()["priority_weight"]
+    assert ((weight >= 0) & (weight <= 1)).all()
+    assert (weight[4:] > 0).all()
+
+
 @pytest.mark.parametrize("name", ["", "_rng", "../one", "a/b", ".lock", "_storage", "sample", "two\nlines"])
 def test_names_that_are_no_folders_or_attributes_are_refused(name):
     with pytest.raises(ValueError, match="cannot be the name of a member"):
@@ -525,11 +534,23 @@ def test_what_a_mixture_cannot_do_is_refused_by_name():
     mixed = ReplayBufferMixture({"one": numbered(0)}, {"one": torch.tensor(0.5)})
     with pytest.raises(ValueError, match="at least one row, got batch_size=0"):
         mixed.sample(0)
+    sizes: list[Any] = [2.5, True, torch.tensor(0), 4.0]
+    for size in sizes[:3]:
+        with pytest.raises(ValueError, match="batch_size must be a whole number, at least 1, got"):
+            mixed.sample(size)
+    assert len(mixed.sample(sizes[3])) == 4
     with pytest.raises(AttributeError, match="a mixture of one has no share 'two'"):
         mixed.sampler.two = 0.5
     batch = ReplayBufferMixture({"one": member("proportional", 0, 9)}, {"one": 1.0}, batch_size=4).sample()
     with pytest.raises(KeyError, match="no 'source'"):
         mixed.write_back(batch.exclude("source"), ["number"])
+    before = mixed["one"].storage[:].clone()
+    for source in (torch.tensor([0, 0, 0, 7]), torch.tensor([0, 0, 0, -1]), torch.zeros(4, 1), torch.zeros(4)):
+        batch["source"], batch["number"], batch["td_error"] = source, torch.full((4,), 77), torch.ones(4)
+        for call in (mixed.update_tensordict_priority, partial(mixed.write_back, keys="number", sampled_at={"one": 0})):
+            with pytest.raises(IndexError, match=r"'source' must hold one position in \['one'\] per row, .* got torch"):
+                call(batch)
+    assert (mixed["one"].storage[:] == before).all()
 
 
 def test_a_member_that_has_left_is_not_in_later_dumps(tmp_path):
@@ -647,8 +668,11 @@ def test_uniform_members_write_back_by_their_clocks():
     times = {name: rb.storage.clock.now for name, rb in mixed.members.items()}
     batch = mixed.sample()
     batch["number"] = -1 - batch["source"]
-    with pytest.raises(KeyError, match="sampled_at"):
-        mixed.write_back(batch, ["number"])
+    incomplete: list[Any] = [None, 3, {"one": times["one"]}]
+    for known in incomplete:
+        with pytest.raises(KeyError, match=r"no 'sampled_at', and sampled_at=.* lacks one of \['one', 'other'\]: read"):
+            mixed.write_back(batch, ["number"], sampled_at=known)
+    assert (mixed["one"].storage["number"] >= 0).all()
     assert mixed.write_back(batch, ["number"], sampled_at=times) == 8
     assert (mixed["one"].storage["number"] == -1).any()
     assert (mixed["other"].storage["number"] == -2).any()
@@ -662,6 +686,37 @@ def test_states_of_other_members_are_refused():
     with pytest.raises(ValueError, match="the state is of members"):
         mixed.load_state_dict(state)
     assert mixed.sampler.by_name == HALF
+    with pytest.raises(ValueError, match=r"the state is of members \[\]"):
+        mixed.load_state_dict({})
+
+
+@pytest.mark.parametrize("part", ["_storage", "_sampler", "_transforms"])
+def test_a_state_that_one_member_refuses_changes_no_member(part):
+    def make(first: int) -> ReplayBufferMixture:
+        members = {name: numbered(first, sampler=ProportionalSampler(100)) for name in HALF}
+        for rb in members.values():
+            rb.append_transform(Counted(first))
+        return ReplayBufferMixture(members, HALF, batch_size=8)
+
+    mixed, state = make(0), make(50).state_dict()
+    mixed.sample()
+    state["shares"] = {"one": 0.9, "other": 0.1}
+    last = state["members"]["other"]
+    if part == "_storage":
+        last[part] = numbered(0, 10, sampler=UniformSampler()).state_dict()[part] | {"_len": 200}
+    else:
+        last[part] = {"bad": 1}
+    before = mixed.state_dict()
+    with pytest.raises((ValueError, RuntimeError)):
+        mixed.load_state_dict(state)
+    assert str(mixed.state_dict()) == str(before)
+    assert [int(rb.transform.transforms[0].first) for rb in mixed.members.values()] == [0, 0]
+
+
+class Counted(Transform):
+    def __init__(self, first: int) -> None:
+        super().__init__([], [])
+        self.register_buffer("first", torch.tensor(first))
 
 
 class Locked(Transform):

@@ -138,6 +138,7 @@ def from_schema(
 
     Raises:
         SchemaError: an entry of the schema has no fixed size in bytes.
+        ValueError: ``storage`` is given.
 
     Example:
         >>> from tensordict import TensorDict
@@ -146,6 +147,9 @@ def from_schema(
         >>> ReplayBuffer.from_schema(transition, 100).storage.is_reserved
         True
     """
+    if "storage" in kwargs:
+        remedy = "pass device, scratch_dir, shared, ... instead, or make the buffer with its storage and extend it"
+        raise ValueError(f"the storage is made for the transitions, got storage={kwargs['storage']!r}: {remedy}")
     if flat and schema.ndim:
         schema = schema.flatten()[0]
     if storing_device is not None:

@@ -20,6 +20,13 @@ _POLL = 0.001  # polling interval in seconds; unlike a notification, polling sti
 Result = TypeVar("Result")
 
 
+def _refuse(*names: str) -> None:
+    """Raise a ValueError if keywords or parts are given that a queue chooses itself."""
+    if names:
+        reason = "it writes in order, takes each row once, on request, and its capacity controls the flow"
+        raise ValueError(f"an ExperienceQueue has no {' and no '.join(names)} of its own choice: {reason}")
+
+
 class ExperienceQueue(ReplayBuffer):
     """A first-in-first-out queue for asynchronous actors (IMPALA, APPO): each row is sampled once.
 
@@ -63,15 +70,18 @@ class ExperienceQueue(ReplayBuffer):
 
     def __init__(self, *, timeout: float | None = None, **kwargs: Any) -> None:
         refused = "min_size", "prefetch", "sampler", "samples_per_insert", "writer"
-        given = [name for name in refused if kwargs.get(name)]
-        if given:
-            reason = "it writes in order, takes each row once, on request, and its capacity controls the flow"
-            raise ValueError(f"an ExperienceQueue has no {' and no '.join(given)} of its own choice: {reason}")
+        _refuse(*(name for name in refused if kwargs.get(name)))
         if timeout is not None and not timeout >= 0:
             raise ValueError(f"timeout must be at least 0 seconds, or None, got {timeout}")
         self.timeout = timeout
         writer = QueueWriter()
         super().__init__(**kwargs | {"writer": writer, "sampler": QueueSampler(writer)})
+
+    def set_sampler(self, part: Any) -> Any:
+        """Raise a ValueError, because a queue has a sampler and a writer of its own."""
+        _refuse("sampler", "writer")
+
+    set_writer: Any = set_sampler
 
     @property
     def waiting(self) -> int:

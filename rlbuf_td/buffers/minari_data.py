@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -52,6 +53,8 @@ def from_minari(
 
     Raises:
         ImportError: Minari is not installed.
+        FileNotFoundError: there is no data set of this name on this machine.
+        TypeError: ``dataset`` is not a data set, or ``reward_dtype`` is not a dtype of torch.
         ValueError: the data set has no transitions, or more transitions than ``capacity``.
         SchemaError: an observation, action or info does not consist of numbers (as in ``Text`` spaces), or
             episodes differ in dtypes or shapes.
@@ -64,6 +67,8 @@ def from_minari(
         >>> from rlbuf_td import ReplayBuffer
         >>> rb = ReplayBuffer.from_minari("D4RL/door/human-v2", batch_size=256)  # doctest: +SKIP
     """
+    if reward_dtype is not None and not isinstance(reward_dtype, torch.dtype):
+        raise TypeError(f"reward_dtype must be a dtype of torch, such as torch.float32, got {reward_dtype!r}")
     dataset = open_dataset(dataset)
     steps = int(dataset.total_steps)
     if capacity is not None and capacity < steps:
@@ -130,8 +135,9 @@ def to_minari(
 
     Raises:
         ImportError: Minari is not installed.
-        ValueError: neither ``env`` nor both spaces are given; a data set of this name exists; or a next observation
-            differs from the observation in the following row of the episode (Minari stores only one of them).
+        ValueError: neither ``env`` nor both spaces are given; a data set of this name exists; the name has no version;
+            or a next observation differs from the observation in the following row of the episode (Minari stores only
+            one of them).
         SchemaError: the rows lack an entry that the data set needs, or an entry has another shape than its space.
         RuntimeError: the buffer is empty.
 
@@ -143,6 +149,8 @@ def to_minari(
         >>> rb = ReplayBuffer.from_env(gymnasium.make("CartPole-v1"), 1_000)
         >>> dataset = rb.to_minari("cartpole/random-v0", env="CartPole-v1")  # doctest: +SKIP
     """
+    if not isinstance(dataset_id, str) or not re.fullmatch(r".+-v\d+", dataset_id):
+        raise ValueError(f"a data set needs a name with a version, such as 'namespace/name-v0', got {dataset_id!r}")
     spaces = _spaces(env, observation_space, action_space)
     about = {"env": env, "observation_space": spaces[0], "action_space": spaces[1], "jpeg_encoding": False} | kwargs
     library, dataset = minari(), None

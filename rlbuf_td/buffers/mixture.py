@@ -18,10 +18,12 @@ from rlbuf_td.buffers.flow import permission
 from rlbuf_td.buffers.mixture_parts import (
     Part,
     kinds,
+    members_of,
     part_of,
     refuse_difference,
     refuse_member,
     settled_rows,
+    try_states,
     window_of,
     with_lane,
     without_lane,
@@ -32,7 +34,7 @@ from rlbuf_td.buffers.shares import Shares
 from rlbuf_td.checkpoint.folder import explained, reading, write_state, writing
 from rlbuf_td.checkpoint.manifest import decode
 from rlbuf_td.kernels.dispatch import backend_of
-from rlbuf_td.samplers.common import OwnSignature, refuse_errors
+from rlbuf_td.samplers.common import OwnSignature, refuse_errors, whole
 from rlbuf_td.storages import SchemaError
 from rlbuf_td.storages.notebooks import MIXTURES, PRIORITIES
 from rlbuf_td.storages.tensordict_fast import set_entries_
@@ -224,6 +226,7 @@ class ReplayBufferMixture:
         size = self.batch_size if batch_size is None else batch_size
         if size is None:
             raise RuntimeError("batch_size not specified: pass it to the mixture or to sample")
+        size = size if type(size) is int else whole(1)("batch_size", size)
         if size < 1:
             raise ValueError(f"a batch must have at least one row, got batch_size={size}")
         if self._plan is not None and not self._plan.has_all_parts():
@@ -277,10 +280,11 @@ class ReplayBufferMixture:
 
         Raises:
             KeyError: the batch has no ``"source"``, no index, or no TD errors.
+            IndexError: an entry ``"source"`` is not the position of a member; all priorities are unchanged.
             ValueError: a TD error is NaN or infinite; all priorities are unchanged.
         """
         flat, updates = data.reshape(-1), []
-        for name, is_own in self._members_of(flat):
+        for name, is_own in members_of(flat, self.names).items():
             member, parts = self.members[name], self.members[name].initialize()
             if parts.prioritized is None:
                 continue
@@ -301,20 +305,13 @@ class ReplayBufferMixture:
         ``sampled_at`` maps the name of each member to the member's ``storage.clock.now`` before sampling. If no
         member is prioritized, ``sampled_at`` is required.
         """
-        flat, written, times = batch.reshape(-1), 0, sampled_at or {}
-        for name, is_own in self._members_of(flat):
-            member = self.members[name]
-            written += member.write_back(without_lane(member, flat[is_own]), keys, sampled_at=times.get(name))
-        return written
-
-    def _members_of(self, flat: TensorDictBase) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the name of each member that has rows in a batch, with a mask ``[B]`` of its rows."""
-        if "source" not in flat.keys():
-            raise KeyError(f"the batch has no 'source', the member of each row: pass a batch of this mixture{MIXTURES}")
-        for place, name in enumerate(self.members):
-            is_own = flat["source"] == place
-            if is_own.any():
-                yield name, is_own
+        flat, times = batch.reshape(-1), {} if sampled_at is None else sampled_at
+        masks = members_of(flat, self.names)
+        if not isinstance(times, Mapping) or (SAMPLED_AT not in flat.keys() and not masks.keys() <= times.keys()):
+            lacks = f"the batch has no 'sampled_at', and sampled_at={times!r} lacks one of {[*masks]}"
+            raise KeyError(f"{lacks}: read each member's storage.clock.now before sampling, and pass a dict of them")
+        parts = {name: without_lane(self.members[name], flat[is_own]) for name, is_own in masks.items()}
+        return sum(self.members[name].write_back(parts[name], keys, sampled_at=times.get(name)) for name in parts)
 
     # -- state, health
 
@@ -325,9 +322,8 @@ class ReplayBufferMixture:
         return {"members": members, "shares": self.sampler.state_dict(), "exact": self.exact, "generator": rng}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a :meth:`state_dict`. A state with other member names raises a ValueError and changes nothing."""
-        if state_dict["members"].keys() != self.members.keys():
-            raise ValueError(f"the state is of members {[*state_dict['members']]}, the mixture has {self.names}")
+        """Restore a :meth:`state_dict`. If a member refuses its state, raise its error and change nothing."""
+        try_states(self.members, state_dict.get("members", {}))
         self.sampler.load_state_dict(state_dict["shares"])
         self.exact = bool(state_dict["exact"])
         if self._rng is not None and state_dict.get("generator") is not None:

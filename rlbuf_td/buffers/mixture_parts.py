@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import copy
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,11 +13,14 @@ from torchrl.data.replay_buffers import PrioritizedSampler, Sampler, SliceSample
 
 from rlbuf_td.buffers.experience_queue import ExperienceQueue
 from rlbuf_td.buffers.replay import ReplayBuffer
+from rlbuf_td.checkpoint.parts import load_or_restore
+from rlbuf_td.kernels.strata import LEAST_RATIO
 from rlbuf_td.samplers import SequenceSampler
-from rlbuf_td.storages import SchemaError
+from rlbuf_td.storages import PackedStorage, SchemaError
 from rlbuf_td.storages.indexing import flat_rows, merge_
 from rlbuf_td.storages.notebooks import MIXTURES
 from rlbuf_td.storages.schema import kind, show_key
+from rlbuf_td.storages.state import examine
 from rlbuf_td.storages.trajectory_index import as_tuple
 
 
@@ -31,7 +35,7 @@ def largest_weight(member: ReplayBuffer, report: Mapping[Any, Any]) -> float | N
     if not probability[likeliest] > 0.0:  # all rows are fresh, and are never drawn otherwise
         return 1.0
     weight = (len(storage) * probability[likeliest]) ** -sampler.beta
-    return float(weight / report["priority_weight"][likeliest])
+    return float(weight / report["priority_weight"][likeliest].clamp(min=LEAST_RATIO))  # which may have underflowed
 
 
 def refuse_member(name: Any, member: Any) -> None:
@@ -98,6 +102,35 @@ def without_lane(member: ReplayBuffer, rows: TensorDictBase) -> TensorDictBase:
         if member.storage.ndim == 1 and key in rows.keys() and rows[key].ndim > 1:
             rows[key] = rows[key][:, 0]
     return rows
+
+
+def members_of(batch: TensorDictBase, names: Sequence[str]) -> dict[str, Tensor]:
+    """Return a mask ``[B]`` of the rows of each member that has rows in a batch ``[B]``."""
+    source = batch.get("source", None)
+    if source is None:
+        raise KeyError(f"the batch has no 'source', the member of each row: pass a batch of this mixture{MIXTURES}")
+    if source.ndim != 1 or source.is_floating_point() or ((source < 0) | (source >= len(names))).any():
+        found = f"{source.dtype} {source.unique().tolist()} of shape {[*source.shape]}"
+        raise IndexError(f"'source' must hold one position in {[*names]} per row, [B] int64, got {found}")
+    masks = {name: source == place for place, name in enumerate(names)}
+    return {name: is_own for name, is_own in masks.items() if is_own.any()}
+
+
+def try_states(members: Mapping[str, ReplayBuffer], states: Mapping[str, Any]) -> None:
+    """Raise the error of :meth:`ReplayBuffer.load_state_dict` if a member refuses its state; change nothing."""
+    if states.keys() != members.keys():
+        raise ValueError(f"the state is of members {[*states]}, the mixture has {[*members]}")
+    for name, member in members.items():
+        state = states[name]
+        member.initialize()
+        member.validate_prefetched(state.get("_prefetch_state"))
+        with member.locked():
+            if isinstance(member.storage, PackedStorage):
+                examine(member.storage, state["_storage"])
+            parts = {"_transforms": member.transform, "_writer": member.writer, "_sampler": member.sampler}
+            before = {key: copy.deepcopy(part.state_dict()) for key, part in parts.items()}
+            load_or_restore(parts, state)
+            load_or_restore(parts, before)
 
 
 def settled_rows(storage: Any) -> Any:

@@ -22,6 +22,7 @@ from rlbuf_td.samplers.wrapper import SamplerWrapper
 from rlbuf_td.storages import PackedStorage, torchrl_parts
 from rlbuf_td.storages.indexing import attached_or_new
 from rlbuf_td.storages.notebooks import PROCESSES
+from rlbuf_td.writers import RingWriter
 from rlbuf_td.writers.common import next_step
 
 
@@ -112,11 +113,10 @@ def set_storage(rb: Any, storage: Storage, collate_fn: Any = None) -> Storage:
     """
     _refuse_if_shared(rb, "storage")
     with rb.fully_locked():
+        torchrl_parts.replace_storage(rb.writer, storage)
         previous = TensorDictReplayBuffer.set_storage(rb, storage, collate_fn)
         storage.attach(rb)
         torchrl_parts.set_generator(storage, torchrl_parts.generator_of(rb))
-        torchrl_parts.detach_writer(rb.writer)
-        rb.writer.register_storage(storage)
         if isinstance(rb.writer, RoundRobinWriter):
             torchrl_parts.set_cursor(rb.writer, next_step(storage))
         torchrl_parts.empty_part(rb.sampler)
@@ -145,11 +145,14 @@ def set_sampler(rb: Any, sampler: Sampler) -> Sampler:
 
 
 def set_writer(rb: Any, writer: Writer) -> Writer:
-    """Replace the writer; return the old one."""
+    """Replace the writer; return the old one. A new writer in time order continues after the newest row."""
     _refuse_if_shared(rb, "writer")
     refuse_unordered(rb.sampler, writer)
     with rb.replay_lock:
+        writer.register_storage(rb.storage)  # refuses before the old writer is replaced
         previous = TensorDictReplayBuffer.set_writer(rb, writer)
+        if type(writer) is RingWriter and not torchrl_parts.write_count_of(writer):
+            torchrl_parts.set_cursor(writer, next_step(rb.storage))
         rb.connect()
         return previous
 

@@ -117,7 +117,8 @@ class Prefetcher:
     def send(self, batch_size: int) -> _Batch:
         """Draw a batch, and start to move or transform it; the caller holds the buffer's ``futures_lock``."""
         buffer, device = self._buffer, self.device
-        place = None if getattr(buffer.sampler, "begun", None) is None else buffer.sampler.snapshot()
+        innermost = getattr(buffer.sampler, "innermost", buffer.sampler)
+        place = None if getattr(innermost, "begun", None) is None else innermost.snapshot()
         with buffer.locked():
             self.refuse_other_parts(buffer.parts)
             drawn_at = buffer.storage.clock.now

@@ -14,6 +14,7 @@ from rlbuf_td.checkpoint.folder import progress_bar
 from rlbuf_td.envs.minari_episodes import TRAJECTORY
 from rlbuf_td.storages import PackedStorage, torchrl_parts
 from rlbuf_td.storages.indexing import lanes_of
+from rlbuf_td.storages.writes import is_key
 from rlbuf_td.writers.common import steps_by_age
 
 _READ_AT_ONCE = 1 << 26  # bytes
@@ -26,7 +27,7 @@ def from_torchrl(
     capacity: int | None = None,
     *,
     copy: bool = True,
-    exclude: Sequence[NestedKey] = (),
+    exclude: NestedKey | Sequence[NestedKey] = (),
     trajectory_key: NestedKey | None = "episode",
     progress: bool | None = None,
     **kwargs: Any,
@@ -43,7 +44,7 @@ def from_torchrl(
         rb: a replay buffer of TorchRL whose rows are TensorDicts; the import does not change its rows.
         capacity: the capacity of the new buffer in transitions, default: the capacity of ``rb``.
         copy: ``False`` uses the storage of ``rb`` without a copy; each buffer then sees the other buffer's writes.
-        exclude: keys to omit, such as the keys of strings.
+        exclude: a list of keys to omit, such as the keys of strings, or one key.
         trajectory_key: the key of episode numbers in ``rb``. The import renames this key to
             ``("collector", "traj_ids")``, unless the rows already have that entry.
         progress: whether to show a progress bar (needs tqdm); by default, only on a terminal for 1 GiB of data or more.
@@ -52,8 +53,10 @@ def from_torchrl(
 
     Raises:
         RuntimeError: ``rb`` is empty.
-        TypeError: the rows of ``rb`` are not TensorDicts.
-        ValueError: ``rb`` has more rows than ``capacity``, or ``capacity`` or ``exclude`` is given with ``copy=False``.
+        TypeError: ``rb`` is not a replay buffer, or its rows are not TensorDicts.
+        KeyError: the rows have no entry at a key in ``exclude``.
+        ValueError: ``rb`` has more rows than ``capacity``, ``storage`` is given, or ``copy=False`` comes with
+            ``capacity`` or ``exclude``.
         SchemaError: an entry does not consist of numbers, and is not excluded.
         MemoryError: the rows are larger than RAM.
 
@@ -69,12 +72,15 @@ def from_torchrl(
         >>> rb.storage["x"], rb.batch_size
         (tensor([2, 3, 4, 5]), 2)
     """
+    if not hasattr(rb, "storage") or not hasattr(rb, "writer"):
+        raise TypeError(f"from_torchrl imports a replay buffer with a storage and a writer, got a {type(rb).__name__}")
     storage: Any = rb.storage
+    exclude = [exclude] if is_key(exclude) else exclude
     kwargs.setdefault("batch_size", rb.batch_size)
     _restore_cursor(rb, storage)
     if not copy:
-        if capacity is not None or exclude:
-            raise ValueError("copy=False uses a storage as it is: omit capacity and exclude, or copy")
+        if capacity is not None or exclude or "storage" in kwargs:
+            raise ValueError("copy=False uses a storage as it is: omit capacity, exclude and storage, or copy")
         new = cls(storage=storage, **kwargs)
         count_imported(new, new.flow)
         return new
@@ -108,10 +114,13 @@ def _steps(writer: Writer, storage: Storage) -> torch.Tensor:
     return torch.arange(len(storage) // lanes_of(storage).numel(), device="cpu")
 
 
-def _chosen(rows: Any, exclude: Sequence[NestedKey], trajectory_key: NestedKey | None) -> TensorDictBase:
+def _chosen(rows: Any, exclude: Any, trajectory_key: NestedKey | None) -> TensorDictBase:
     """Return rows without the keys ``exclude``; move episode numbers to ``("collector", "traj_ids")``."""
     if not isinstance(rows, TensorDictBase):
         raise TypeError(f"from_torchrl imports rows that are TensorDicts, this buffer holds a {type(rows).__name__}")
+    keys = rows.keys(include_nested=True)
+    if missing := [key for key in exclude if not is_key(key) or key not in keys]:
+        raise KeyError(f"cannot exclude {missing}: exclude takes a list of keys of the rows, {[*rows.keys()]}")
     rows = rows.exclude("index", *exclude)
     if trajectory_key is None or rows.get(TRAJECTORY, None) is not None or rows.get(trajectory_key, None) is None:
         return rows

@@ -19,7 +19,11 @@ TRAJECTORY = ("collector", "traj_ids")
 def open_dataset(dataset: Any) -> Any:
     """Return ``dataset``, or load it if ``dataset`` is the name of a local Minari data set."""
     if isinstance(dataset, str):
-        return minari().load_dataset(dataset)
+        try:
+            return minari().load_dataset(dataset)
+        except FileNotFoundError:
+            remedy = f"run `minari download {dataset}`, or name one that minari.list_local_datasets() lists"
+            raise FileNotFoundError(f"this machine has no Minari data set {dataset!r}: {remedy}") from None
     if not hasattr(dataset, "iterate_episodes"):
         raise TypeError(f"dataset must be the name of a Minari data set or a MinariDataset, got {dataset!r}")
     return dataset
@@ -80,9 +84,10 @@ def episode_of(rows: TensorDictBase, spaces: tuple[Any, Any]) -> dict[str, Any]:
             raise SchemaError(f"the rows have no {show_key(('next', key))}, which a Minari episode holds")
         column = after[key]
         result[name] = (column[:, 0] if column.shape[1:] == (1,) else column).numpy()
-    infos = after.get(INFO, None)
-    result["infos"] = {} if infos is None else _info_values(rows.get(INFO, None), infos)
-    return result
+    infos, first = after.get(INFO, None), rows.get(INFO, None)
+    is_observed = not isinstance(infos, TensorDictBase) or (is_dict and INFO in observation_space.spaces)
+    first = first if isinstance(first, TensorDictBase) else None
+    return result | {"infos": {} if is_observed else _info_values(first, infos)}
 
 
 def _values(space: Any, before: Any, after: Any, path: tuple[str, ...]) -> Any:

@@ -17,8 +17,8 @@ from torch import Tensor
 FIRST = 2.0**48
 #: Codes of ``weight_norm`` in compiled loops: the buffer's or the batch's largest importance weight is 1, or neither.
 NORMS = {"buffer": 0, "batch": 1, None: 2}
-#: Lower bound of the ratio of two rows' probabilities; smaller ratios are raised to it.
-LEAST_RATIO = 2.0**-126
+#: Lower bound of the ratio of two rows' probabilities, and upper bound of the ratio of their importance weights.
+LEAST_RATIO, MOST_RATIO = 2.0**-126, 2.0**126
 _GOLDEN = 0.6180339887498949
 
 

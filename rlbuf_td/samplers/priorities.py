@@ -11,7 +11,7 @@ from torch import Tensor
 from torchrl.data.replay_buffers import Storage
 
 from rlbuf_td.kernels.dispatch import backend_of
-from rlbuf_td.kernels.strata import LEAST_RATIO
+from rlbuf_td.kernels.strata import LEAST_RATIO, MOST_RATIO
 from rlbuf_td.kernels.sum_tree import REFUSED
 from rlbuf_td.samplers.common import OneStorage, as_errors, refuse_priorities
 from rlbuf_td.storages.indexing import device_of, flat_rows
@@ -52,7 +52,7 @@ class Law(ABC):
         probability = self.probability(torch.cat((flat, drawn)))
         ratio = (probability[:-1] / probability[-1]).clamp(min=LEAST_RATIO)
         ratio = torch.where(probability[:-1] > 0.0, ratio, 1.0)
-        weight[: len(flat)] = weight[0] * ratio.pow(-self.settings[BETA]).to(weight.dtype)
+        weight[: len(flat)] = weight[0] * ratio.pow(-self.settings[BETA]).clamp(max=MOST_RATIO).to(weight.dtype)
 
     @abstractmethod
     def update_(self, flat: Tensor, td_error: Tensor, rows: int, counts: bool) -> float | Tensor:

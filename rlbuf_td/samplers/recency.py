@@ -93,7 +93,7 @@ class RecencySampler(RowSampler, GraphCapturable):
 
     def settings_changed(self) -> None:
         """See :class:`~rlbuf_td.samplers.common.StatefulSampler`."""
-        self.log_decay = -log(2.0) / self.half_life
+        self.log_decay = max(-log(2.0) / self.half_life, -1e300)  # not infinite, because 0 * infinity is NaN
 
     def span(self, steps: int) -> int:
         """Return how many of ``steps`` stored time steps may be drawn."""
@@ -118,8 +118,10 @@ class RecencySampler(RowSampler, GraphCapturable):
     def _weight_by_age(self, storage: Storage) -> Tensor:
         """Return the unnormalized probability of each row, computed from the values of ``age_key``, ``[N]`` float64."""
         rows, column = len(storage), column_of(storage, as_tuple(self.age_key))
-        if column is None or column.is_meta or column.dtype in _NO_NUMBERS or column[:1].numel() != 1:
-            found = "no such entry" if column is None else f"{column.dtype} of shape {tuple(column.shape[1:])}"
+        if not isinstance(column, Tensor) or column.is_meta or column.dtype in _NO_NUMBERS or column[:1].numel() != 1:
+            found = (
+                f"{column.dtype} of shape {tuple(column.shape[1:])}" if isinstance(column, Tensor) else "no such entry"
+            )
             raise SchemaError(f"age_key={self.age_key!r} must name one number per row, stored in the row: {found}")
         number = column[:rows].reshape(-1)
         age = (number.max() - number).to(torch.float64)

@@ -150,6 +150,7 @@ class SequenceSampler(SamplerWrapper):
         """Draw anchors; return anchors, info dict, and the numbers of trajectory rows before and after each anchor."""
         boundaries = self._trajectories(storage).boundaries()
         anchors, info = self._draw(storage, count)
+        count = len(anchors)  # less at the end of an epoch
         back, ahead, _ = boundaries.reach(anchors, self.window)
         if self.boundary != "strict":
             return anchors, info, back, ahead
@@ -160,7 +161,7 @@ class SequenceSampler(SamplerWrapper):
                 return anchors, info, back, ahead
             others, other_info = draw_from(self.innermost, storage, count)
             # A stratified draw fills a position from one segment, where perhaps no window fits: shuffle the positions.
-            order = permutation(count, self._rng, anchors.device)
+            order = permutation(count, self._rng, anchors.device) % len(others)
             anchors = torch.where(fits, anchors, others[order])
             for key, value in info.items():
                 info[key] = torch.where(fits.view(-1, *[1] * (value.ndim - 1)), value, other_info[key][order])

@@ -268,6 +268,7 @@ class PackedStorage(LazyTensorStorage):
             data: ``[n, *lanes]`` for ``n`` time steps, ``[*lanes]`` for an ``int``; for a mask or tuple, one transition
                 per selected row. A list of TensorDicts is stacked.
             set_cursor: whether new time steps count as written; if so, they must follow the written steps without gaps.
+                As in TorchRL, the last one is then the newest step, even inside a full ring: pass ``False`` to edit it.
 
         Raises:
             SchemaError: ``data`` does not match the rows; nothing has been written.

@@ -15,6 +15,7 @@ generator_of = attrgetter("_rng")  # the generator of a buffer or a part; None: 
 listeners_of = attrgetter("_attached_entities")  # the objects that a storage informs of each write
 revision_of = attrgetter("_mutation_revision")  # the number of changes of a storage's content
 newest_step_of = attrgetter("_last_cursor_index")  # the last written time step of a storage; None: unknown
+write_count_of = attrgetter("_write_count")  # the number of time steps that a writer has written
 columns_of = attrgetter("_storage")  # the entries of all rows, a TensorDict or another container; None: no rows yet
 is_full = attrgetter("_is_full")  # whether a storage has as many rows as its capacity
 count_change = methodcaller("_bump_mutation_revision")  # data derived from the storage is then computed again
@@ -42,8 +43,14 @@ def set_generator(part: Any, generator: Any) -> None:
     part._rng = generator
 
 
-def detach_writer(writer: Any) -> None:
-    writer._storage = None
+def replace_storage(writer: Any, storage: Any) -> None:
+    """Register a new storage with a writer; if the writer refuses, keep the old storage."""
+    before, writer._storage = writer._storage, None
+    try:
+        writer.register_storage(storage)
+    except Exception:
+        writer._storage = before
+        raise
 
 
 def cursor_reader(writer: Any) -> Any:

@@ -51,6 +51,7 @@ class QueueWriter(TimeWriter):
         if storage.ndim > 1:
             raise ValueError(f"a queue holds rows [T], the storage has ndim={storage.ndim}: write a row per trajectory")
         super().register_storage(storage)
+        self._taken_value.value = self._write_count_value.value
 
     @property
     def is_closed(self) -> bool:

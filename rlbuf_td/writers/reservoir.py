@@ -88,13 +88,14 @@ class ReservoirWriter(Writer):
     def register_storage(self, storage: Storage) -> None:
         """Set the storage to write to; ValueError if the writer already has another storage.
 
-        The write count starts with the number of time steps in the storage.
+        A write count that does not fit the storage becomes the number of time steps in the storage.
         """
         if self._storage not in (None, storage):
             raise ValueError("this writer writes to the storage of another buffer: use one writer per buffer")
         super().register_storage(storage)
-        if not self._write_count and len(storage):
-            self._write_count = len(storage) // lanes_of(storage).numel()
+        steps = len(storage) // lanes_of(storage).numel() if len(storage) else 0
+        if self._write_count < steps or (self._write_count > steps and not torchrl_parts.is_full(storage)):
+            self.numbers.values[:] = steps, 0, 0
 
     def share_memory_(self) -> None:
         """Share the counters with processes that are forked later, or spawned with this writer as an argument."""

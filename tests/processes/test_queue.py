@@ -16,7 +16,16 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from rlbuf_td import ExperienceQueue, PackedStorage, QueueSampler, QueueWriter, ReplayBuffer, SchemaError
+from rlbuf_td import (
+    ExperienceQueue,
+    PackedStorage,
+    QueueSampler,
+    QueueWriter,
+    ReplayBuffer,
+    RingWriter,
+    SchemaError,
+    UniformSampler,
+)
 from rlbuf_td.storages.rows import PlainRows
 from tests.processes.test_kill import die, half_then_die, killed
 from tests.processes.test_sharing import elsewhere
@@ -90,6 +99,24 @@ def test_what_it_refuses_changes_nothing():
         parts.add(rows(2, 1)[0])
     assert parts.sample()["x"].tolist() == [0, 1]
     assert queue.sample(5)["x"].tolist() == list(range(5))
+
+
+def test_its_sampler_and_writer_stay_and_a_new_storage_has_no_waiting_rows():
+    queue = make(timeout=0.05)
+    queue.extend(rows(0, 6))
+    queue.sample(3)
+    for set_part, part in ((queue.set_sampler, UniformSampler()), (queue.set_writer, RingWriter())):
+        with pytest.raises(ValueError, match="an ExperienceQueue has no sampler and no writer of its own choice"):
+            set_part(part)
+    with pytest.raises(ValueError, match=r"a queue holds rows .*, the storage has ndim=2"):
+        queue.set_storage(PackedStorage(8, ndim=2))
+    assert (queue.sample(2)["x"].tolist(), queue.waiting) == ([3, 4], 1)
+    other = PackedStorage(8)
+    other.set(range(5), rows(50, 5))
+    queue.set_storage(other)
+    assert (len(queue), queue.waiting) == (5, 0)
+    queue.extend(rows(9, 4))
+    assert queue.sample()["x"].tolist() == [9, 10, 11, 12]
 
 
 @pytest.mark.parametrize("how", ["a dump", "a state", "a copy"])

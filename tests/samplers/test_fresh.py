@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from rlbuf_td import (
     ReservoirWriter,
     UniformSampler,
 )
+from rlbuf_td.samplers.priorities import Law
 from tests.catalogue import SAMPLERS, buffer_of
 from tests.statistics import assert_follows, power
 
@@ -121,6 +123,22 @@ def test_fresh_rows_have_the_weights_of_the_wrapped_law(cls, norm):
     batch["td_error"] = torch.full((BATCH,), 7.0)
     rb.update_tensordict_priority(batch)
     assert (inner.priority(batch["index"]) == 7).all()
+
+
+@pytest.mark.parametrize("norm", ["buffer", "batch", None])
+def test_weights_stay_finite_if_a_fresh_row_is_almost_never_drawn(norm):
+    inner = ProportionalSampler(4, alpha=1.0, beta=2.0, weight_norm=norm)
+    rb = ReplayBuffer(storage=PackedStorage(4), sampler=FreshRowsSampler(inner, 1), batch_size=BATCH)
+    index = rb.extend(TensorDict({"x": torch.arange(4)}, [4]))
+    rb.update_priority(index, torch.tensor([1e30, 1e30, 1e30, 0.0]))
+    assert rb.sample()["priority_weight"].isfinite().all()
+    compiled, reference = torch.zeros(2), torch.zeros(2)
+    for weigh_, weight in ((inner.law.weigh_beside_, compiled), (partial(Law.weigh_beside_, inner.law), reference)):
+        for scale in (0.0, 0.25):
+            weight[0] = scale
+            weigh_(index[3:], index[:1], weight)
+            assert weight.isfinite().all()
+    assert torch.equal(compiled, reference)
 
 
 @pytest.mark.parametrize("capacity", [STEPS, 6, 40])

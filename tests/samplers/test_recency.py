@@ -38,6 +38,16 @@ def law(half_life: float, window: int | None, steps: int, lanes: int) -> torch.T
 
 
 @pytest.mark.parametrize("path", ["numba", "torch"])
+@pytest.mark.parametrize("age_key", [None, "time"])
+def test_the_shortest_half_life_draws_the_newest_step(age_key, path):
+    with forced(path):
+        rb = buffer(RecencySampler(5e-324, age_key=age_key), 2, 14, batch=8)
+        assert (rb.sample()["time"] == 13).all()
+        law = rb.sampler.probability(torch.arange(28), storage=rb.storage)
+    assert law.tolist() == [0.0] * 26 + [0.5] * 2
+
+
+@pytest.mark.parametrize("path", ["numba", "torch"])
 @pytest.mark.parametrize(
     ("half_life", "window", "lanes", "written"),
     [(4.0, None, 3, 41), (inf, 6, 0, 57), (30.0, 13, 2, 14), (inf, None, 2, 20)],
@@ -133,7 +143,9 @@ def test_policy_ages_that_are_written_back_count():
 
 
 def test_policy_age_needs_no_order_but_one_number_per_row():
-    versions = TensorDict({"policy_version": torch.arange(30), "x": torch.zeros(30, 2)}, [30])
+    versions = TensorDict(
+        {"policy_version": torch.arange(30), "x": torch.zeros(30, 2), "next": {"x": torch.zeros(30, 2)}}, [30]
+    )
     rb = buffer(RecencySampler(window=1, age_key="policy_version"), 0, 0, 8)
     rb.set_writer(ReservoirWriter())
     rb.extend(versions)
@@ -141,9 +153,10 @@ def test_policy_age_needs_no_order_but_one_number_per_row():
     rb.set_sampler(RecencySampler(age_key="x"))
     with pytest.raises(SchemaError, match=r"age_key='x' must name one number per row, .*: torch.float32 of shape \(2"):
         rb.sample()
-    rb.set_sampler(RecencySampler(age_key=("collector", "policy_version")))
-    with pytest.raises(SchemaError, match="must name one number per row, stored in the row: no such entry"):
-        rb.sample()
+    for key in (("collector", "policy_version"), "next"):
+        rb.set_sampler(RecencySampler(age_key=key))
+        with pytest.raises(SchemaError, match="must name one number per row, stored in the row: no such entry"):
+            rb.sample()
     with pytest.raises(TypeError, match="draws by age_key cannot be captured in a graph"):
         rb.sampler.prepare_graph(rb.storage, 8)
 

@@ -11,7 +11,15 @@ from tensordict import TensorDict, TensorDictBase
 from torchrl.data.replay_buffers import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.modules import GRUModule, LSTMModule, set_recurrent_mode
 
-from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer, SequenceSampler, UniformSampler
+from rlbuf_td import (
+    MinibatchSampler,
+    PackedStorage,
+    ProportionalSampler,
+    RankSampler,
+    ReplayBuffer,
+    SequenceSampler,
+    UniformSampler,
+)
 from tests.statistics import assert_follows
 from tests.worlds import World
 
@@ -68,6 +76,13 @@ def test_strict_windows_carry_the_weights_of_their_own_anchors():
     probability = inner.probability(rows)
     wanted = (probability[flat] / probability.min()) ** -0.5
     torch.testing.assert_close(batch["priority_weight"], wanted.float())
+
+
+def test_strict_windows_at_the_end_of_an_epoch_are_whole():
+    made = world(SequenceSampler(MinibatchSampler(), 3, boundary="strict"), steps=25, often=(0.2, 0.0, 0.0))
+    batches = [made.rb.sample(3 * 7) for _ in range(20)]
+    assert all(len(batch) % 3 == 0 for batch in batches)
+    assert all(batch["mask"].all() for batch in batches)
 
 
 def test_windows_that_do_not_fit_anywhere_are_refused():

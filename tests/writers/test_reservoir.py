@@ -173,6 +173,19 @@ def test_a_dump_of_another_capacity_and_a_malformed_state_are_refused(tmp_path: 
     assert rb.write_count == 77
 
 
+@pytest.mark.parametrize("lanes", [0, 2])
+@pytest.mark.parametrize("brought", [0, 3])
+def test_a_new_storage_begins_a_new_sample(brought, lanes):
+    rb, other = buffer(5, lanes), buffer(5, lanes)
+    rb.extend(numbered(0, 40, lanes))
+    if brought:
+        other.extend(numbered(0, brought, lanes))
+    rb.set_storage(other.storage)
+    assert rb.write_count == brought
+    rb.extend(numbered(50, 2, lanes))
+    assert (len(rb), rb.write_count) == ((brought + 2) * max(1, lanes), brought + 2)
+
+
 def test_rows_that_a_storage_brings_along_count_as_written():
     storage = PackedStorage(50)
     storage.set(range(50), numbered(0, 50))

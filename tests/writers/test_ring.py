@@ -167,6 +167,18 @@ def test_a_writer_belongs_to_one_storage() -> None:
     assert (len(storage), writer._cursor) == (4, 0)
     rb.set_storage(PackedStorage(5))
     assert rb.extend(numbered(0, 2)).tolist() == [0, 1]
+    other = ReplayBuffer(storage=PackedStorage(4))
+    with pytest.raises(ValueError, match="writes to the storage of another buffer: use one writer per buffer"):
+        rb.set_writer(other.writer)
+    assert (rb.writer, rb.extend(numbered(0, 1)).tolist(), len(other)) == (writer, [2], 0)
+
+
+def test_a_new_writer_continues_after_the_newest_row() -> None:
+    rb = ReplayBuffer(storage=PackedStorage(5))
+    rb.extend(numbered(0, 3))
+    rb.set_writer(RingWriter())
+    assert rb.extend(numbered(3, 1)).tolist() == [3]
+    assert rb.chronological()["x"].tolist() == [0, 1, 2, 3]
 
 
 def test_a_cursor_at_the_end_of_a_smaller_storage_goes_on_at_its_beginning() -> None:

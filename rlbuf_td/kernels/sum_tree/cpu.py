@@ -8,7 +8,7 @@ import numpy as np
 from numba import carray, uint64
 
 from rlbuf_td.kernels.compiled import acceptable, inlined, kernel, masses, pointer, prefetch
-from rlbuf_td.kernels.strata import LEAST_RATIO
+from rlbuf_td.kernels.strata import LEAST_RATIO, MOST_RATIO
 from rlbuf_td.kernels.sum_tree.tree import BLOCK, LARGEST, REFUSED, SMALLEST
 
 _ONE, _TWO, _THREE, _FOUR, _SEVEN = (np.uint64(k) for k in (1, 2, 3, 4, 7))
@@ -232,4 +232,4 @@ def weigh_beside(tree, index, first, beta, importance):
     weight, scale = _arrays(tree)[2], importance[0]
     for j in range(index.shape[0]):
         ratio = max(weight[index[j]] / weight[first], LEAST_RATIO) if weight[index[j]] > 0.0 else 1.0
-        importance[j] = scale * np.float32(ratio**-beta)
+        importance[j] = scale * np.float32(min(ratio**-beta, MOST_RATIO))
