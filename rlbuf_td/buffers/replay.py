@@ -229,7 +229,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
         return self._sample_unplanned(batch_size, return_info, include_info)
 
     def _sample_unplanned(self, batch_size: int | None, return_info: bool, include_info: bool) -> Any:
-        """Sample on the general path (see :mod:`rlbuf_td.buffers`), and make a plan for the next call."""
+        """Sample without a plan, and make a plan for the next call."""
         if not (self._parts or self._initialize()).draws:
             generally = super().sample if include_info else super(TensorDictReplayBuffer, self).sample
             return generally(batch_size, return_info)
@@ -251,7 +251,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
         return not (len(self._parts.transforms) or self._pin_memory or self._service_shutdown or self._copies_batches)
 
     def _sample_by(self, plan: Planned) -> Sample | None:
-        """Return a batch that the plan draws, or None if the plan is outdated."""
+        """Return a batch and the sampler's report from the plan, or None if the plan cannot be used."""
         parts = self._parts
         with parts.storage.lock:
             drawn = plan.sample() if self._plan is plan else None
@@ -361,7 +361,6 @@ class ReplayBuffer(TensorDictReplayBuffer):
 
     @property
     def _copies_batches(self) -> bool:
-        """Whether batches must be copied to ``device``; False if ``device`` is None or the GPU that holds the rows."""
         return self._prefetcher is not None and self._prefetcher.copies_from(self._storage)
 
     _capture_prefetch_state = prefetch.capture_prefetched

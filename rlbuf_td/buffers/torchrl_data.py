@@ -93,7 +93,7 @@ def from_torchrl(
 
 
 def _restore_cursor(writer: Writer, storage: Any) -> None:
-    """Set the write position of a full TorchRL storage; TorchRL's ``loads`` restores only the writer's position."""
+    """Set the cursor of a full TorchRL storage from its writer, because TorchRL's ``loads`` does not."""
     is_ring = isinstance(writer, RoundRobinWriter) and writer._write_count and storage._is_full
     if is_ring and not isinstance(storage, PackedStorage):
         storage._set_last_cursor((writer._cursor - 1) % (len(storage) // lanes_of(storage).numel()))
@@ -109,7 +109,7 @@ def _steps(writer: Writer, storage: Storage) -> torch.Tensor:
 
 
 def _chosen(rows: Any, exclude: Sequence[NestedKey], trajectory_key: NestedKey | None) -> TensorDictBase:
-    """Return rows without the keys ``exclude``; move episode numbers to ``("collector", "traj_ids")``."""
+    """Remove the keys ``exclude``, and rename the key of episode numbers to ``("collector", "traj_ids")``."""
     if not isinstance(rows, TensorDictBase):
         raise TypeError(f"from_torchrl imports rows that are TensorDicts, this buffer holds a {type(rows).__name__}")
     rows = rows.exclude("index", *exclude)
