@@ -5,7 +5,7 @@
 - The **general path** calls sampler, storage, writer and transforms one after the other, as TorchRL does. This path
   supports every buffer, and raises the errors for invalid arguments.
 - The **fast path** uses a *plan*: an object that passes stored memory addresses to a compiled kernel. A plan avoids
-  Python calls: they are slow after a learner's step, which evicts Python's code from the processor's caches.
+  Python calls, which are slow after a learner's step: the step evicts Python's code from the processor's caches.
 
 The general path makes a plan only if the rows are in host memory, not shared between processes and not deduplicated.
 Each call on the fast path first checks whether the buffer has changed since the plan was made. If the buffer has

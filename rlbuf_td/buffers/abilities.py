@@ -221,7 +221,7 @@ def set_(rb: Buffer, key: NestedKey, value: Any) -> Buffer:
 
 
 def set_item(rb: Any, index: Any, value: Any) -> None:
-    """Set the rows at ``index`` or, for a key, this entry of all rows; ``value`` has the shape of ``rb[index]``."""
+    """Set the rows at ``index`` or, if ``index`` is a key, this entry of all rows."""
     if is_key(index) and isinstance(rb.storage, PackedStorage):
         rb.storage.edit(lambda data: data.transpose(rb.dim_extend, 0).set_(index, value))
     else:  # TorchRL's code would change a temporary TensorDict

@@ -118,7 +118,7 @@ class ExperienceQueue(ReplayBuffer):
         super().shutdown(timeout)
 
     def _once_possible(self, call: Callable[[], Result], timeout: float | None) -> Result:
-        """Repeat ``call`` while it raises Full or Empty; return its result. No lock is held between the calls."""
+        """Repeat ``call`` while it raises Full or Empty, for up to ``timeout`` seconds; return its result."""
         deadline = inf if timeout is None else time.monotonic() + timeout
         while True:
             if self.initialize().writer.is_closed:

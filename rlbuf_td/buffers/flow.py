@@ -22,8 +22,8 @@ class FlowControl:
 
     .. math:: |\text{samples} - \sigma \, (\text{inserts} - \text{min\_size})| \le \text{tolerance}
 
-    Here :math:`\sigma` is ``samples_per_insert``, and samples and inserts are the numbers of rows sampled and written
-    so far. Until ``min_size`` rows are written, all writes and no batches are admitted.
+    Here :math:`\sigma` is ``samples_per_insert``; samples and inserts are the numbers of rows sampled and written,
+    including this batch or write. Until ``min_size`` rows are written, all writes and no batches are admitted.
 
     Args:
         samples_per_insert: target ratio of sampled to written rows; ``None``: only ``min_size`` is enforced.
@@ -55,13 +55,14 @@ class FlowControl:
 
     @property
     def tolerance(self) -> float:
-        """The current tolerance, in sampled rows."""
         if self.given_tolerance is not None:
             return float(self.given_tolerance)
         return max(1.0, self._numbers[_BATCH], (self.samples_per_insert or 0.0) * self._numbers[_WRITE])
 
+    # In a buffer, callers of ``admit_sample``, ``admit_insert`` and ``take_back`` hold the buffer's lock.
+
     def admit_sample(self, rows: int) -> bool:
-        """Return whether a batch is admitted; if it is, count its rows. The caller holds the buffer's lock."""
+        """Return whether a batch is admitted; if it is, count its rows."""
         self._note(_BATCH, rows, rows, "a batch")
         numbers = self._numbers
         inserted = numbers[_INSERTED]
@@ -71,7 +72,7 @@ class FlowControl:
         return True
 
     def admit_insert(self, rows: int) -> bool:
-        """Return whether a write is admitted; if it is, count its rows. The caller holds the buffer's lock."""
+        """Return whether a write is admitted; if it is, count its rows."""
         self._note(_WRITE, rows, rows * (self.samples_per_insert or 0.0), "a write")
         numbers = self._numbers
         inserted = numbers[_INSERTED] + rows
@@ -86,7 +87,7 @@ class FlowControl:
         return sampled - self.samples_per_insert * (inserted - self.min_size)
 
     def _note(self, which: int, rows: int, weight: float, what: str) -> None:
-        """Record the largest size of a batch or write; raise a ValueError for a size above the given tolerance."""
+        """Record the size of a batch or write; refuse a size that the given tolerance never admits."""
         if self._numbers[_CLOSED]:
             raise RuntimeError("the buffer has been shut down")
         if self.given_tolerance is not None and weight > self.given_tolerance:
@@ -96,14 +97,14 @@ class FlowControl:
             self._numbers[which] = rows
 
     def count_imported(self, rows: int) -> None:
-        """Count imported rows towards ``min_size``, so that neither batches nor writes wait because of these rows."""
+        """Count imported rows as written and, beyond ``min_size``, as sampled at the target ratio."""
         numbers = self._numbers
         numbers[_INSERTED] += rows
         surplus = (self.samples_per_insert or 0.0) * (numbers[_INSERTED] - self.min_size)
         numbers[_SAMPLED] = max(numbers[_SAMPLED], int(surplus))
 
     def take_back(self, *, sampled: int = 0, inserted: int = 0) -> None:
-        """Subtract the rows of a failed batch or write from the counters; the caller holds the buffer's lock."""
+        """Subtract the rows of a failed batch or write from the counters."""
         self._numbers[_SAMPLED] -= sampled
         self._numbers[_INSERTED] -= inserted
 
@@ -111,15 +112,13 @@ class FlowControl:
         self._numbers[_SAMPLE_WAITS if of_sample else _INSERT_WAITS] += 1
 
     def shutdown(self) -> None:
-        """Make all waiting calls raise a RuntimeError."""
+        """Make waiting and later calls raise a RuntimeError."""
         self._numbers[_CLOSED] = 1
 
     def share_memory_(self) -> None:
-        """Share the counters with processes that are later forked, or spawned with this object as an argument."""
         self._numbers.share_memory_()
 
     def report(self) -> dict[str, float]:
-        """Return the counters as entries of :meth:`ReplayBuffer.health`."""
         inserted, sampled, _, _, sample_waits, insert_waits, _ = map(float, self._numbers)
         counts = {"inserts": inserted, "samples": sampled, "samples_per_insert": sampled / max(1.0, inserted)}
         return counts | {"sample_waits": sample_waits, "insert_waits": insert_waits}
@@ -139,7 +138,10 @@ class FlowControl:
     def sampling(
         self, rows: int, ready: Callable[[], bool], lock: AbstractContextManager[Any], wait: bool, timeout: float | None
     ) -> Iterator[None]:
-        """Wait until a batch is admitted, and count its rows; undo the count if the ``with`` block raises an error."""
+        """Count the rows of a batch once it is admitted; undo the count if the ``with`` block raises an error.
+
+        With ``wait=False``, raise a RuntimeError instead of waiting.
+        """
 
         def admit() -> bool:
             return ready() and self.admit_sample(rows)
@@ -167,7 +169,7 @@ def wait_until(
     timeout: float | None,
     count_wait: Callable[[], None] | None = None,
 ) -> None:
-    """Call ``admit``, each time under the lock, until it returns True; raise TimeoutError after ``timeout`` seconds."""
+    """Poll ``admit`` under the lock until it returns True; raise a TimeoutError after ``timeout`` seconds."""
     deadline = inf if timeout is None else time.monotonic() + timeout
     while True:
         with lock:
@@ -184,7 +186,7 @@ def wait_until(
 def make_flow(
     samples_per_insert: float | None, min_size: int, tolerance: float | None, prefetch: int
 ) -> FlowControl | None:
-    """Return the flow control for these arguments of a buffer, or None if all arguments have their defaults."""
+    """Return the flow control that these arguments of a buffer ask for, if any."""
     if samples_per_insert is None and tolerance is None and min_size == 0:
         return None
     if prefetch:
@@ -202,7 +204,7 @@ def count_imported(rb: Any, flow: FlowControl | None) -> None:
 
 @contextmanager
 def permission(rb: Any, rows: int | None, wait: bool, timeout: float | None) -> Iterator[None]:
-    """Wait until a buffer has rows and its flow control, if any, admits a batch; see :meth:`FlowControl.sampling`."""
+    """Enter the ``with`` block once the buffer has rows and its flow control, if any, admits a batch."""
 
     def ready() -> bool:
         if rb.is_shut_down:

@@ -21,8 +21,6 @@ Step: TypeAlias = Callable[[TensorDictBase], Any]
 
 
 class _Graph(NamedTuple):
-    """A recorded CUDA graph, and the tensors that a launch fills."""
-
     graph: torch.cuda.CUDAGraph
     output: Any
     drawn: tuple[Any, torch.Tensor | None]  # index and weights of the batch
@@ -31,9 +29,9 @@ class _Graph(NamedTuple):
 class CapturedStep:
     """Samples, calls ``step`` and updates priorities, on CUDA as one graph; see :meth:`ReplayBuffer.capture`.
 
-    Numbers that may change between calls (number of rows, alpha, beta, gamma, ``her_ratio``) are copied to device
-    memory before each launch. After a change of another setting, or of the sampler, generator, transforms or memory,
-    the graphs are recorded again.
+    Before each launch, the number of rows and settings such as alpha and beta are copied to device memory. The graphs
+    are recorded again if another setting, the sampler, the generator, a transform or the memory of the rows has
+    changed.
     """
 
     def __init__(self, buffer: Any, step: Step | None, batch_size: int, ring: int, warmup: int) -> None:
@@ -63,7 +61,6 @@ class CapturedStep:
             return self._replay(self._capturable_storage())
 
     def _capturable_storage(self) -> PackedStorage:
-        """Return the storage; raise an error if the buffer cannot be captured or is empty."""
         storage, sampler = self._buffer.storage, self._buffer.sampler
         if not self._buffer.parts.draws or not isinstance(getattr(sampler, "innermost", sampler), GraphCapturable):
             raise TypeError(
@@ -110,7 +107,6 @@ class CapturedStep:
         return recorded.output
 
     def _record_all(self, storage: PackedStorage) -> None:
-        """Record ``ring`` graphs; raise a ValueError if the generator is not on the device of the rows."""
         sampler, last_draw = self._buffer.sampler, self._buffer.last_draw
         generator, device = torchrl_parts.generator_of(sampler), device_of(storage)
         if generator is not None and generator.device.type != device.type:

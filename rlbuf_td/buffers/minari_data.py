@@ -94,7 +94,7 @@ def from_minari(
 
 
 def _fit_reward_(rows: Any, dtype: torch.dtype) -> None:
-    """Cast rewards to ``dtype``, the reward dtype of the first episode; a wider dtype raises a SchemaError."""
+    """Cast rewards to ``dtype``, that of the first episode; raise a SchemaError if their dtype is wider."""
     reward = rows["next", "reward"]
     if torch.promote_types(reward.dtype, dtype) is not dtype:
         episode = int(rows[TRAJECTORY][0])

@@ -146,7 +146,6 @@ class ReplayBufferMixture:
         return sum(member.write_count for member in self.members.values())
 
     def _refuse_other_schemas(self) -> None:
-        """Raise a SchemaError if members differ in keys, dtypes or shapes."""
         rows = [settled_rows(member.storage) for member in self.members.values()]
         if len(rows) == len(self._checked) and all(map(lambda a, b: a is b, rows, self._checked)):
             return

@@ -39,7 +39,6 @@ def largest_weight(member: ReplayBuffer, report: Mapping[Any, Any]) -> float | N
 
 
 def refuse_member(name: Any, member: Any) -> None:
-    """Raise a TypeError if ``member`` cannot be a member of a mixture."""
     if not isinstance(member, ReplayBuffer):
         remedy = "put its storage into a rlbuf_td.ReplayBuffer"
         raise TypeError(f"member {name!r} must be a ReplayBuffer, got {type(member).__name__}: {remedy}")
@@ -59,7 +58,7 @@ class Part(NamedTuple):
 
 
 def part_of(member: ReplayBuffer, count: int) -> Part:
-    """Draw ``count`` rows from a member; transform these rows without holding the member's lock."""
+    """Draw ``count`` rows from a member, and transform them."""
     prefetcher = member.prefetcher if member.copies_batches else None
     with member.futures_lock, member.locked():  # priorities must not change before the scale is known
         now = member.storage.clock.now if hasattr(member.storage, "clock") else 0
@@ -81,7 +80,7 @@ def part_of(member: ReplayBuffer, count: int) -> Part:
 
 
 def window_of(sampler: Sampler) -> int:
-    """Return the number that must divide a batch size, so that all windows or slices are complete."""
+    """Return the number of which a batch size must be a multiple, so that all windows or slices are complete."""
     if isinstance(sampler, SequenceSampler):
         return sampler.window
     return (sampler.slice_len or sampler.num_slices) if isinstance(sampler, SliceSampler) else 1
@@ -91,13 +90,13 @@ INDICES = "index", "anchor_index"
 
 
 def with_lane(rows: TensorDictBase) -> dict[str, Tensor]:
-    """Return the row indices ``[B]`` of a batch as indices ``[B, 2]`` of time step and environment 0."""
+    """Convert the indices of a member with ``ndim=1``, ``[B]``, to ``[B, 2]``: time step and environment 0."""
     flat = {key: rows[key] for key in INDICES if key in rows.keys() and rows[key].ndim == 1}
     return {key: torch.stack((index, torch.zeros_like(index)), -1) for key, index in flat.items()}
 
 
 def without_lane(member: ReplayBuffer, rows: TensorDictBase) -> TensorDictBase:
-    """Undo :func:`with_lane` for the rows of a member with ``ndim=1``."""
+    """Undo :func:`with_lane` if the member has ``ndim=1``."""
     for key in INDICES:
         if member.storage.ndim == 1 and key in rows.keys() and rows[key].ndim > 1:
             rows[key] = rows[key][:, 0]
@@ -146,7 +145,7 @@ def kinds(data: TensorDictBase) -> dict[tuple[str, ...], Any]:
 def refuse_difference(members: dict[str, dict[tuple[str, ...], Any]], reserved: Collection[str] = ()) -> None:
     """Raise a SchemaError if a member's keys, dtypes or shapes differ from those of the first member.
 
-    Members in ``reserved`` may lack entries, because their first write can still add them.
+    Members in ``reserved`` may lack keys, because their first write can still add them.
     """
     if not members:
         return

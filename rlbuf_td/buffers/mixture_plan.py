@@ -19,7 +19,7 @@ _PLANS: dict[type, Any] = {UniformSampler: UniformPlan, RecencySampler: RecencyP
 
 
 class MixturePlan:
-    """Samples batches from members that have uniform or recency samplers, and equal row layouts and ``ndim``."""
+    """Samples from members that have uniform or recency samplers, and equal row layouts and ``ndim``."""
 
     def __init__(self, members: Sequence[Any], size: int) -> None:
         from rlbuf_td.kernels.batch import cpu
@@ -46,7 +46,7 @@ class MixturePlan:
         return all(member.parts is parts for member, parts in zip(self.members, self.member_parts, strict=True))
 
     def sample(self, counts: Sequence[int]) -> TensorDict | None:
-        """Return a batch with ``counts[i]`` rows of member ``i``, or None if the general path must sample."""
+        """Return a batch with ``counts[i]`` rows of member ``i``, or None if the plan cannot be used."""
         for member, plan, count in zip(self.members, self.plans, counts, strict=True):
             if count and not (is_usual(member) and plan.holds()):
                 return None
@@ -73,7 +73,6 @@ class MixturePlan:
         return batch
 
     def note_draws(self) -> None:
-        """Record in each member the rows of the last batch, for :meth:`ReplayBuffer.health`."""
         if self.drawn is None:
             return
         for member, index in zip(self.members, self.drawn[0].split(self.drawn[1]), strict=True):
@@ -95,7 +94,7 @@ def is_usual(member: Any) -> bool:
 
 
 def make_mixture_plan(members: Sequence[Any], size: int) -> MixturePlan | None:
-    """Return a plan for these members, or None if a member needs the general path."""
+    """Return a plan for these members, or None if one of them does not support plans."""
     for member in members:
         kinds = type(member.sampler) in _PLANS and can_plan(member.storage, member.sampler)
         if not kinds or not is_usual(member) or member.flow is not None or not member.parts.draws:

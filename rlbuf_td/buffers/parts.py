@@ -46,7 +46,7 @@ class Parts(NamedTuple):
     def of(
         cls, storage: Storage, sampler: Sampler, writer: Writer, transforms: Any, has_units: bool, collates: bool
     ) -> Parts:
-        """Return the components of a buffer; ``collates`` tells whether the user has passed a ``collate_fn``."""
+        """Return the components of a buffer; ``collates`` tells whether its user has passed a ``collate_fn``."""
         wrapper = sampler if isinstance(sampler, SamplerWrapper) else None
         innermost = sampler if wrapper is None else wrapper.innermost
         refuse_unordered(sampler, writer)
@@ -63,15 +63,15 @@ class Parts(NamedTuple):
         return cls(*given, is_packed, has_units, is_stamped, draws, generally, torchrl_parts.cursor_reader(writer))
 
     def draw(self, batch_size: int, gather: Callable[[torch.Tensor], Any]) -> tuple[torch.Tensor, dict[Any, Any], Any]:
-        """Return the positions of drawn rows, the sampler's report and the transitions; the caller holds the lock."""
-        if self.draws == "draw_batch":
+        """Draw rows; return their positions, the sampler's report and the transitions."""
+        if self.draws == "draw_batch":  # the caller holds the buffer's lock
             return self.sampler.draw_batch(self.storage, batch_size)
         flat, info = self.sampler.draw(self.storage, batch_size)
         return flat, info, gather(flat)
 
 
 def _method_to_draw(sampler: type[Sampler]) -> str:
-    """Return the name of a sampler's draw method, or "" if it has none or if a subclass overrides ``sample``."""
+    """Return the name of a sampler's draw method, or "" if TorchRL's code must draw."""
     for each in sampler.__mro__:
         for name in ("draw_batch", "draw"):
             if name in each.__dict__:
@@ -82,7 +82,6 @@ def _method_to_draw(sampler: type[Sampler]) -> str:
 
 
 def refuse_unordered(sampler: Sampler, writer: Writer) -> None:
-    """Raise a ValueError if the sampler needs rows in time order, but the writer does not write them in time order."""
     if getattr(sampler, "needs_order", False) and not getattr(writer, "keeps_order", True):
         kinds = type(sampler).__name__, type(writer).__name__
         raise ValueError("a {} needs rows in time order, a {} keeps none: use a RingWriter".format(*kinds))

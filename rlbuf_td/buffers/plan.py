@@ -1,8 +1,9 @@
 """Fast sampling and priority updates: one compiled call each.
 
-A plan holds the memory addresses and the kernels for one storage, sampler, schema and batch size. With equal states of
-the random generator, a plan and the general path (see :mod:`rlbuf_td.buffers`) give equal batches and priorities. If
-the buffer has changed, the plan returns None; the buffer then takes the general path, and makes a new plan.
+A plan stores the memory addresses that a compiled kernel needs to draw batches of one size from one buffer. With equal
+states of the random generator, a plan and the general path (see :mod:`rlbuf_td.buffers`) give equal batches and
+priorities. If the buffer has changed, the plan returns None. The buffer then takes the general path, which makes a new
+plan.
 """
 
 from __future__ import annotations
@@ -41,13 +42,12 @@ class Blank(NamedTuple):
 
 
 class Planned(ABC):
-    """Abstract base of all plans for sampling rows in host memory; subclasses allocate the batches."""
+    """Abstract base of all plans."""
 
     gather: Gather
     _blanks: list[Any]
 
     def blank(self) -> Any:
-        """Return the next uninitialised batch; allocate more batches if none is left."""
         if not self._blanks:
             with torch.inference_mode(False):  # a batch may outlive inference mode
                 self._blanks = self.make_blanks()
@@ -55,21 +55,21 @@ class Planned(ABC):
 
     @abstractmethod
     def make_blanks(self) -> list[Any]:
-        """Return uninitialised batches, one for each address array of :attr:`gather`."""
+        """Allocate uninitialised batches."""
 
     @abstractmethod
-    def sample(self) -> Blank | None:
-        """Return a batch, or None if the general path must sample; the caller holds the buffer's locks."""
+    def sample(self) -> Blank | None:  # the caller holds the storage's lock
+        """Return a batch, or None if the plan cannot be used."""
 
     def update(self, batch: TensorDictBase, priority_key: NestedKey) -> int | None:
-        """Update priorities; return how many rows were replaced since the draw, or None to use the general path."""
+        """Update priorities; return how many rows were replaced since the draw, or None if the plan cannot be used."""
         return None
 
 
 class Plan(Planned):
-    """Abstract base of the plans that draw rows; subclasses define the distribution of the rows.
+    """Abstract base of the plans that draw rows; subclasses define the probability of each row.
 
-    With ``gathers=False``, a batch has only the index of its rows and the sampler's report.
+    With ``gathers=False``, a plan draws rows, but does not read their entries.
     """
 
     reports: tuple[tuple[str, torch.dtype], ...] = ()  # the sampler's report: the name and dtype of each entry
@@ -118,7 +118,10 @@ class Plan(Planned):
 
     @abstractmethod
     def draw(self, written: int, slot: int) -> bool:
-        """Draw a batch from the first ``written`` rows; return False if the general path must draw."""
+        """Draw rows from the first ``written`` rows into the batch whose :attr:`Blank.slot` is ``slot``.
+
+        Return False if the plan cannot be used.
+        """
 
 
 class UniformPlan(Plan):
@@ -153,7 +156,7 @@ class RecencyPlan(Plan):
 
 
 class MinibatchPlan(Plan):
-    """Draws the next rows of an epoch; for a short last batch, the general path is used."""
+    """Draws the next rows of an epoch; cannot be used for a short last batch."""
 
     def __init__(self, storage: PackedStorage, sampler: MinibatchSampler, size: int, gathers: bool = True) -> None:
         super().__init__(storage, sampler, size, gathers)
@@ -191,7 +194,6 @@ class PrioritizedPlan(Plan, ABC):
             return self.draws(self.gather.address, slot, *self.fixed, *law, self.clock[NOW])
 
     def update(self, batch: TensorDictBase, priority_key: NestedKey) -> int | None:
-        """See :meth:`Planned.update`; returns None unless the batch has B rows and one float32 TD error per row."""
         if type(batch) is not TensorDict or type(priority_key) is not str or batch.batch_size != self.batch_size:
             return None
         entries = entries_of(batch)
@@ -286,7 +288,7 @@ def is_plain(storage: Any) -> bool:
 
 
 def can_plan(storage: Any, sampler: Any) -> bool:
-    """Whether a plan can be made for this storage and sampler; always False for a sampler wrapper."""
+    """Whether a plan can be made for this storage and sampler."""
     return (
         type(sampler) in PLANS
         and is_plain(storage)

@@ -45,7 +45,7 @@ class Prefetcher:
     The requesting thread draws the batches, so that equal seeds give equal batches. Without ``device``, drawn batches
     are transformed ahead, in threads if transforms are slow. With a CUDA ``device``, batches are copied from
     page-locked memory on a separate stream, and transforms run on the device when a batch is taken. TD errors are
-    copied to the host asynchronously. Locks of the buffer are held during a draw, but not during a wait.
+    copied to the host asynchronously.
 
     Batches drawn ahead are dropped if the sampler, storage, generator or a transform is replaced, a state is loaded,
     the buffer is emptied, epochs restart (with a new rollout, for example), or all rows have been rewritten.
@@ -68,7 +68,7 @@ class Prefetcher:
         return type(self), (self._buffer, self.device, self.ahead)
 
     def copies_from(self, storage: Any) -> bool:
-        """Whether batches must be moved to ``device``; False if ``device`` is None or the GPU that holds the rows."""
+        """Whether batches are copied to ``device``; False without ``device``, or if it is the GPU of the rows."""
         if self.device is None:
             return False
         rows = device_of(storage)
@@ -76,7 +76,7 @@ class Prefetcher:
         return self.device.type == "cpu" or not is_there
 
     def refuse_other_parts(self, parts: Parts) -> None:
-        """Raise a TypeError if batches of this storage and sampler cannot be copied to the device."""
+        """Raise a TypeError if batches of these components cannot be copied to the device."""
         if self.copies_from(parts.storage) and not (parts.draws and device_of(parts.storage).type == "cpu"):
             raise TypeError(
                 "device= needs a PackedStorage on the CPU and a sampler of this package or one with draw(), got "
@@ -101,7 +101,6 @@ class Prefetcher:
             return bool(self._batches)
 
     def drop(self) -> None:
-        """Invalidate the batches drawn ahead."""
         self._drawn_from = ()
 
     def _drop_outdated(self) -> None:
@@ -114,8 +113,8 @@ class Prefetcher:
         while self._batches and storage.clock.since(self._batches[0].drawn_at) >= storage.all_rows().steps:
             self._batches.popleft()
 
-    def send(self, batch_size: int) -> _Batch:
-        """Draw a batch, and start to move or transform it; the caller holds the buffer's ``futures_lock``."""
+    def send(self, batch_size: int) -> _Batch:  # the caller holds the buffer's ``futures_lock``
+        """Draw a batch, and start to copy or transform it."""
         buffer, device = self._buffer, self.device
         innermost = getattr(buffer.sampler, "innermost", buffer.sampler)
         place = None if getattr(innermost, "begun", None) is None else innermost.snapshot()
@@ -161,9 +160,9 @@ class Prefetcher:
     def return_errors(
         self, index: torch.Tensor, td_error: torch.Tensor, sampled_at: torch.Tensor | None, dims: int
     ) -> bool:
-        """Queue a priority update if its TD errors are on the device; return whether the update was queued.
+        """Queue a priority update if its TD errors are on ``device``; return whether the update was queued.
 
-        Then apply queued updates, oldest first: until ``ahead`` updates remain, or all if this update was not queued.
+        Then apply the oldest queued updates until ``ahead`` are left, or all if this update was not queued.
         """
         with self._buffer.futures_lock:
             is_queued = self.device is not None and index.device.type == self.device.type
@@ -187,9 +186,9 @@ class Prefetcher:
     # -- state; the caller holds the buffer's ``futures_lock``
 
     def settle(self) -> list[Sample]:
-        """Apply all queued priority updates; return the batches drawn ahead. With ``device``, drop these batches.
+        """Apply all queued priority updates; return the batches drawn ahead.
 
-        A sampler with epochs draws the rows of dropped batches again.
+        With ``device``, these batches are dropped instead, and a sampler with epochs draws their rows again.
         """
         self.flush()
         self._drop_outdated()
@@ -207,7 +206,7 @@ class Prefetcher:
 
 
 def restamped(samples: Iterable[Sample], parts: Parts, sign: int) -> tuple[Sample, ...]:
-    """Make ``sampled_at`` relative to the write clock, for saving (``sign=-1``), or absolute again (``sign=1``)."""
+    """Make ``"sampled_at"`` relative to the write clock (``sign=-1``, for saving), or absolute again (``sign=1``)."""
     if not parts.is_stamped:
         return tuple(samples)
     return tuple(_restamped(*sample, sign * parts.storage.clock.now) for sample in samples)
@@ -257,7 +256,6 @@ def capture_prefetched(rb: Any, *, clone_queue: bool = True) -> Iterator[dict[st
 
 
 def clear_prefetched(rb: Any) -> None:
-    """Drop the batches drawn ahead."""
     TensorDictReplayBuffer._clear_prefetch_queue_locked(rb)
     if rb.prefetcher is not None:
         rb.prefetcher.drop()

@@ -74,7 +74,7 @@ def update_tensordict_priority(rb: Any, data: TensorDictBase) -> None:
 def write_priorities(
     rb: Any, index: torch.Tensor, td_error: torch.Tensor, sampled_at: torch.Tensor | None, dims: int
 ) -> None:
-    """Update priorities of rows that were not replaced since ``sampled_at``; ``dims``: the ``ndim`` of the batch."""
+    """Update the priorities of a batch's rows, except rows that were replaced since the batch was sampled."""
     stale: int | torch.Tensor = 0
     with rb.parts.storage.lock if rb.parts.is_packed else rb.locked():
         parts = rb.parts

@@ -230,7 +230,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
         return self._sample_unplanned(batch_size, return_info, include_info)
 
     def _sample_unplanned(self, batch_size: int | None, return_info: bool, include_info: bool) -> Any:
-        """Sample on the general path (see :mod:`rlbuf_td.buffers`), and make a plan for the next call."""
+        """Sample without a plan, and make a plan for the next call."""
         if not (self.parts or self.initialize()).draws:
             generally = super().sample if include_info else super(TensorDictReplayBuffer, self).sample
             return generally(batch_size, return_info)
@@ -252,7 +252,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
         return not (len(self.parts.transforms) or self._pin_memory or self._service_shutdown or self.copies_batches)
 
     def _sample_by(self, plan: Planned) -> Sample | None:
-        """Return a batch that the plan draws, or None if the plan is outdated."""
+        """Return a batch and the sampler's report from the plan, or None if the plan cannot be used."""
         parts = self.parts
         with parts.storage.lock:
             drawn = plan.sample() if self.sample_plan is plan else None

@@ -245,7 +245,7 @@ class RolloutBuffer(ReplayBuffer):
 
 
 def _part(name: str, given: Any, make: Any, **settings: Any) -> Any:
-    """Return ``given``, or call ``make`` with the settings that are not ``None``; raise a ValueError if both exist."""
+    """Return ``given``, or the result of ``make``; raise a ValueError if ``given`` comes with settings."""
     settings = {setting: value for setting, value in settings.items() if value is not None}
     if given is not None and settings:
         ignored = ", ".join(map("{}=".format, settings))

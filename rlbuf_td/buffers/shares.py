@@ -53,7 +53,6 @@ class Shares(Sampler):
         self.__dict__["by_name"] = scaled | {name: share}
 
     def sample(self, storage: Any, batch_size: int) -> Any:
-        """Raise a NotImplementedError, because only the members sample rows."""
         raise NotImplementedError("the shares of a mixture cannot draw rows: sample the mixture or a member")
 
     def _empty(self) -> None:
@@ -63,7 +62,6 @@ class Shares(Sampler):
         return dict(self.by_name)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore shares; raise a ValueError if they belong to other members."""
         if state_dict.keys() != self.by_name.keys():
             raise ValueError(f"the saved shares belong to {', '.join(state_dict)}, these to {', '.join(self.by_name)}")
         self.__dict__["by_name"] = Shares({name: state_dict[name] for name in self.by_name}).by_name

@@ -99,7 +99,7 @@ def from_torchrl(
 
 
 def _restore_cursor(rb: Any, storage: Any) -> None:
-    """Set the write position of a full TorchRL storage; TorchRL's ``loads`` restores only the writer's position."""
+    """Set the cursor of a full TorchRL storage from its writer, because TorchRL's ``loads`` does not."""
     last = torchrl_parts.last_of_ring(rb) if torchrl_parts.is_full(storage) else None
     if last is not None and not isinstance(storage, PackedStorage):
         torchrl_parts.set_newest_step(storage, last % (len(storage) // lanes_of(storage).numel()))
@@ -115,7 +115,7 @@ def _steps(writer: Writer, storage: Storage) -> torch.Tensor:
 
 
 def _chosen(rows: Any, exclude: Any, trajectory_key: NestedKey | None) -> TensorDictBase:
-    """Return rows without the keys ``exclude``; move episode numbers to ``("collector", "traj_ids")``."""
+    """Remove the keys ``exclude``, and rename the key of episode numbers to ``("collector", "traj_ids")``."""
     if not isinstance(rows, TensorDictBase):
         raise TypeError(f"from_torchrl imports rows that are TensorDicts, this buffer holds a {type(rows).__name__}")
     keys = rows.keys(include_nested=True)

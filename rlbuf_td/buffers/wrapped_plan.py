@@ -1,6 +1,7 @@
 """Fast sampling with sampler wrappers: one compiled call draws rows, a second call gathers and changes these rows.
 
-The plan of the wrapped sampler draws the rows, see :mod:`rlbuf_td.buffers.plan`. Nested wrappers use the general path.
+The plan of the wrapped sampler draws the rows, see :mod:`rlbuf_td.buffers.plan`. With a FreshRowsSampler, one call does
+everything. Nested wrappers have no plan.
 """
 
 from __future__ import annotations
@@ -36,17 +37,15 @@ _WHOLE = torch.Size([])
 
 
 class WrappedPlan(Planned):
-    """Abstract base of the plans for sampler wrappers.
-
-    ``drawn`` is the number of rows that the wrapped sampler draws for a batch. ``more`` has the dtype and shape of each
-    batch entry that the rows do not store. ``columns`` are appended to the ``extents`` of :class:`Gather`.
-    """
+    """Abstract base of the plans for sampler wrappers."""
 
     def __init__(
         self, storage: PackedStorage, wrapper: Any, size: int, drawn: int, more: Sequence[Any], *columns: Sequence[int]
     ) -> None:
         from rlbuf_td.kernels.batch import wrapped_cpu
 
+        # drawn: the number of rows that the wrapped sampler draws; more: dtype and shape of entries that rows lack;
+        # columns: further columns of the kernel's ``extents``.
         self.storage, self.wrapper, self.drawn, self.kernels = storage, wrapper, drawn, wrapped_cpu
         self.inner = PLANS[type(wrapper.sampler)](storage, wrapper.sampler, drawn, gathers=False)
         self.trajectories = TrajectoryIndex.of(storage, done_key=wrapper.done_key, traj_key=wrapper.traj_key)
@@ -59,7 +58,7 @@ class WrappedPlan(Planned):
         self.batch_size, self._blanks = torch.Size([size]), []
 
     def make_blanks(self) -> list[tuple[Blank, Blank]]:
-        """Return pairs of uninitialised batches: the result, and the wrapped sampler's index and report."""
+        """Allocate pairs of batches: one for the result, one for the wrapped sampler's index and report."""
         blanks = []
         for slot, drawn in zip(self.gather.slots, self.inner.make_blanks(), strict=False):
             tensors = self.gather.allocate(slot)
@@ -70,7 +69,7 @@ class WrappedPlan(Planned):
 
     @abstractmethod
     def report(self, tensors: list[Tensor], drawn: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the batch entries that the rows do not store; ``drawn`` is the wrapped sampler's report."""
+        """Return the entries of a batch that the rows do not store; ``drawn`` is the wrapped sampler's report."""
 
     def sample(self) -> Blank | None:
         inner, written = self.inner, self.storage.numbers.values[0]
@@ -85,14 +84,14 @@ class WrappedPlan(Planned):
 
     @abstractmethod
     def revise(self, given: tuple[Any, ...], written: int, blank: Blank) -> None:
-        """Fill a batch from the drawn rows; ``given`` holds the first arguments of the kernel."""
+        """Fill the batch ``blank`` from the drawn rows; ``given`` holds the first arguments of the kernel."""
 
     def update(self, batch: TensorDictBase, priority_key: NestedKey) -> int | None:
         return self.inner.update(batch, priority_key)
 
 
 def fresh_plan(storage: PackedStorage, wrapper: FreshRowsSampler, size: int) -> Planned:
-    """Return the wrapped sampler's plan; its kernel then replaces a batch's first rows by newly written rows."""
+    """Return the wrapped sampler's plan, and let its kernel begin each batch with newly written rows."""
     plan = PLANS[type(wrapper.sampler)](storage, wrapper.sampler, size)
     wrapper.queue.follow(storage)
     plan.kept = wrapper, storage.numbers.values, storage.clock.numbers.values
@@ -146,7 +145,7 @@ class HindsightPlan(WrappedPlan):
 
 
 class SequencePlan(WrappedPlan):
-    """Gathers the window of rows around each drawn row."""
+    """Gathers the window of rows around each drawn row; does not update priorities."""
 
     def __init__(self, storage: PackedStorage, wrapper: SequenceSampler, size: int) -> None:
         index = torch.int64, torch.Size([2] if storage.ndim > 1 else [])
@@ -165,12 +164,11 @@ class SequencePlan(WrappedPlan):
         self.kernels.windows(*given, *self.law, self.widths, self.flags)
 
     def update(self, batch: TensorDictBase, priority_key: NestedKey) -> int | None:
-        """Return None, because only the general path combines the TD errors of a window."""
         return None
 
 
 def make_plan(storage: Any, sampler: Any, size: int | None) -> Planned | None:
-    """Return a plan for this storage and sampler, or None if they need the general path."""
+    """Return a plan for this storage and sampler, or None if they do not support plans."""
     wraps = type(sampler) in _PLANS
     if (
         not size

@@ -1,8 +1,8 @@
 """Fast writes: ``add`` and ``extend`` as one compiled call each.
 
-A write on the general path (see :mod:`rlbuf_td.buffers`) makes a plan for later writes. A planned write has the same
-result as a general write. A plan returns None if the buffer has changed, or if the data is not a TensorDict of
-plain tensors that fit the rows. The buffer then takes the general path, which raises an error if the data is wrong.
+A write on the general path (see :mod:`rlbuf_td.buffers`) makes a plan for later writes. Planned writes have the same
+result. A plan returns None if the buffer has changed, or if the data is not a TensorDict of plain tensors that fit the
+rows. The buffer then takes the general path, which raises an error if the data is wrong.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _Numbers: TypeAlias = tuple[BitBoundaries, np.ndarray, Any]
 
 
 class WritePlan:
-    """Writes rows ``[T]`` or ``[T, E]`` in host memory with one compiled call; :func:`make_write_plan` creates it."""
+    """Writes rows in host memory with one compiled call."""
 
     def __init__(self, buffer: Any, parts: Parts, sampler: Any, boundaries: _Numbers | None) -> None:
         from rlbuf_td.kernels.batch import cpu as kernels
@@ -65,7 +65,6 @@ class WritePlan:
             self.kernel = kernels.write_ring_rank if type(sampler) is RankSampler else kernels.write_ring_proportional
 
     def _numbers(self, parts: Parts) -> dict[str, float]:
-        """Return the fields of the kernel's ``RING`` record; the plan keeps alive the memory to which they point."""
         rows, storage = self.rows, self.storage
         numbers: dict[str, Any] = {}
         for names, shared in (
@@ -103,7 +102,7 @@ class WritePlan:
         )
 
     def write(self, data: TensorDict, single: bool, transformed: bool = False) -> int | Tensor | None:
-        """Write one time step (``single``) or several; return their index, or None if the general path must write."""
+        """Write one time step (``single``) or several; return their index, or None if the plan cannot be used."""
         if type(data) is not TensorDict or (len(self.transforms) and not transformed):
             return None
         lanes, dim = self.rows.lanes, self.time_dim
@@ -124,7 +123,7 @@ class WritePlan:
         return None if cursor < 0 else cursor if index is None else index
 
     def collect(self, data: TensorDict, lead: torch.Size) -> list[Tensor] | None:
-        """Return contiguous leaves after storing their addresses for the kernel; None if the leaves do not fit."""
+        """Store the addresses of the data's tensors for the kernel; return the tensors, or None if they do not fit."""
         if lead != self.lead:
             self.lead = lead
             self.expected = [(leaf.dtype, lead + leaf.shape) for leaf in self.rows.layout.leaves]
@@ -147,7 +146,7 @@ class WritePlan:
 
 
 def make_write_plan(buffer: Any, parts: Parts) -> WritePlan | None:
-    """Return a plan for a buffer with allocated rows, or None if writes to this buffer need the general path."""
+    """Return a plan for writes to a buffer with allocated rows, or None if the buffer does not support plans."""
     storage, sampler = parts.storage, parts.sampler
     if type(parts.writer) is not RingWriter or parts.writer.counts_generations or not is_plain(storage):
         return None

@@ -128,7 +128,7 @@ def write_back(rb: Any, batch: TensorDictBase, keys: Any, *, sampled_at: int | N
 
 
 def _entry_by_row(storage: Any, batch: TensorDictBase, key: tuple[str, ...], inner: int) -> torch.Tensor:
-    """Return an entry of a batch, ``[B, ...]``, on the storage's device; raise a SchemaError if rows cannot hold it."""
+    """Return an entry of a batch, ``[B, ...]``, on the storage's device; raise a SchemaError if it does not fit."""
     layout, value = storage.layout, batch.get(key, None)
     leaf = None if layout is None or key not in layout.places else layout.leaves[layout.places[key]]
     if leaf is None or not isinstance(value, torch.Tensor):
@@ -203,7 +203,7 @@ def _write_rows(rb: Any, parts: Parts, data: TensorDictBase, how: str, update_pr
 
 
 def _transitions(data: Any, how: str) -> TensorDictBase:
-    """Return ``data`` without the entries that a prioritized sampler adds to batches."""
+    """Check ``data``, and remove the entries that a prioritized sampler adds to batches."""
     if type(data) is not TensorDict and not isinstance(data, TensorDictBase):
         raise TypeError(f"{how} takes a TensorDict, got {type(data).__name__}")
     if how == "extend" and not data.ndim:

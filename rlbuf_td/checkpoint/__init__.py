@@ -1,4 +1,4 @@
-"""Crash-safe saving of buffers with :meth:`ReplayBuffer.dumps <rlbuf_td.ReplayBuffer.dumps>`, and loading.
+"""Saves buffers with :meth:`ReplayBuffer.dumps <rlbuf_td.ReplayBuffer.dumps>`, and loads them.
 
 A dump is a folder of data files and a manifest. The manifest lists the files with their checksums, and holds all other
 state as JSON. A new dump writes new files beside those of the old dump and then replaces the manifest atomically. If

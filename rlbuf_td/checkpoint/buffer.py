@@ -40,7 +40,7 @@ def load_buffer(
     default_generator: bool,
     progress: bool | None,
 ) -> None:
-    """Load a dump into ``rb`` under the context manager ``alone``, which locks ``rb``; at the end, call ``connect``."""
+    """Load a dump into ``rb``; the context manager ``alone`` locks ``rb``, and ``connect`` is called at the end."""
     with reading(path, KIND) as reader:
         with explained(reader):
             load = _Load(rb, reader, rows_only)
@@ -173,7 +173,7 @@ def open_checkpoint(path: str | Path, *, progress: bool | None = None) -> Checkp
     Raises:
         CheckpointError: the folder holds no dump, a file is missing or damaged, or the dump has another format version.
 
-    Cost: reads all files and compares them with their checksums; the rows take as much RAM as in the buffer.
+    Cost: reads all files and verifies their checksums. The rows need as much RAM as they took memory in the buffer.
 
     Example:
         >>> import tempfile

@@ -28,7 +28,7 @@ Job = tuple[Chunk, int, torch.Tensor | None]
 
 
 class DumpWriter:
-    """Writes a dump beside the previous dump; with ``sync``, waits for the disk. The caller must lock the folder."""
+    """Writes a dump beside the previous dump. With ``sync``, waits for the disk. The caller must lock the folder."""
 
     def __init__(self, path: Path, about: dict[str, Any], *, sync: bool = True) -> None:
         self.path, self.sync = path, sync
@@ -87,7 +87,7 @@ class DumpWriter:
             _sync(self.path)
 
     def clean(self) -> None:
-        """Remove all dump files that the manifest does not name, such as those of an interrupted dump."""
+        """Delete the dump files that the manifest does not list, such as those of an interrupted dump."""
         manifest = Manifest.previous(self.path)
         named = {chunk.file for stored in manifest.tensors for chunk in stored.chunks} if manifest else ()
         for file in (self.path / DATA).iterdir():
@@ -98,7 +98,7 @@ class DumpWriter:
 
 
 class DumpReader:
-    """Reads the tensors of a dump; verifies checksums of files that are read whole. The caller must lock the folder."""
+    """Reads the tensors of a dump. The caller must lock the folder."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -123,7 +123,7 @@ class DumpReader:
         self._read([(chunk, 0, None) for stored in tensors for chunk in stored.chunks], report)
 
     def read_into(self, stored: Stored, start: int, target: torch.Tensor, report: Report) -> None:
-        """Fill ``target`` (uint8) with the bytes of ``stored`` from ``start`` on; verify chunks that are read whole."""
+        """Fill ``target``, uint8, with the bytes of ``stored`` from ``start`` on; verify chunks that are read whole."""
         wait_for_gpus([target])
         jobs: list[Job] = []
         at = 0

@@ -1,4 +1,4 @@
-"""Saves and loads a state in a folder; locks the folder during a dump or load, and shows a progress bar."""
+"""Saves a state in a folder, and loads it; a lock on the folder keeps other dumps and loads out."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def load_state(path: str | Path, kind: str) -> dict[str, Any]:
 
 @contextmanager
 def writing(path: str | Path, kind: str, *, sync: bool = True) -> Iterator[DumpWriter]:
-    """Create and lock the folder ``path``, and yield a writer; at the end, remove unused dump files."""
+    """Create and lock the folder ``path``, and yield a writer; at the end, delete dump files that are not in use."""
     folder = Path(path).absolute()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -91,7 +91,7 @@ def explained(reader: DumpReader) -> Iterator[None]:
 
 @contextmanager
 def progress_bar(what: str, nbytes: int, progress: bool | None) -> Iterator[Report]:
-    """Yield a function that adds bytes to the bar; ``progress=None`` shows the bar on a terminal, from 1 GiB on."""
+    """Yield a function that advances a bar; ``progress=None`` shows the bar on a terminal for 1 GiB or more."""
     is_shown = nbytes >= _LARGE and sys.stderr.isatty() if progress is None else progress
     try:
         from tqdm import tqdm

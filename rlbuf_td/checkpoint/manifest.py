@@ -1,4 +1,4 @@
-"""The manifest of a dump: the state, and the files with checksums. A new manifest makes a new dump valid.
+"""The manifest of a dump, which lists the state and the files with their checksums.
 
 ``manifest.json`` is one JSON object. ``tensors`` lists the dtype, shape and chunks ``[file, length, checksum]`` of
 each tensor. ``state`` holds the other saved values. The last entry is the checksum of all the text before it.
@@ -149,7 +149,7 @@ class Manifest:
 
     @classmethod
     def previous(cls, path: Path) -> Manifest | None:
-        """Return the manifest to replace, or None if it is missing, damaged or old; refuse a newer or foreign file."""
+        """Return the manifest, or None if it is missing, damaged or of an older version; refuse a newer one."""
         try:
             return cls.read(path)
         except CheckpointError as error:
@@ -226,7 +226,7 @@ def encode(value: Any, tensors: list[torch.Tensor], where: str) -> Any:
 
 
 def decode(value: Any, tensor: Callable[[int], Any]) -> Any:
-    """Undo :func:`encode`; ``tensor(j)`` returns tensor ``j``. Malformed values raise one of ``MALFORMED``."""
+    """Undo :func:`encode`; ``tensor(j)`` returns tensor ``j``."""
     if isinstance(value, list):
         return [decode(item, tensor) for item in value]
     if not isinstance(value, dict):

@@ -167,7 +167,7 @@ def restore_default_generators(states: dict[str, Any]) -> None:
 
 
 def restore_generator(rb: Any, saved: dict[str, Any] | None) -> None:
-    """Restore the buffer's generator; give the buffer a new one if it has none on the saved device."""
+    """Restore the buffer's generator; create a generator if the buffer has none on the saved device."""
     if saved is None:
         return
     device = torch.device(saved["device"])
@@ -190,7 +190,7 @@ def _is_here(device: torch.device) -> bool:
 
 
 class Rollback(ExitStack):
-    """Loads states; after an error, restores all but those of samplers with ``snapshot()``: load these last."""
+    """Loads states, and restores earlier states after an error; samplers with ``snapshot()`` must be loaded last."""
 
     def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> bool | None:
         if kind is None:

@@ -40,10 +40,11 @@ class Fit:
 
 
 def fit(saved: int, capacity: int, live: int, cursor: int | None) -> Fit:
-    """Choose the newest time steps of a dump that fit into ``capacity``; ``live`` of its ``saved`` steps are written.
+    """Choose the newest time steps of a dump that fit into ``capacity``; all numbers are time steps.
 
-    ``cursor`` is the step that the saved writer would write next, or ``None`` if it does not write in time order.
-    If the steps cannot keep their positions, they are ordered by age, with the oldest at step 0.
+    ``saved`` is the capacity of the dump, and ``live`` its number of written steps. ``cursor`` is the step that the
+    saved writer would write next, or ``None`` if it does not write in time order. If the steps cannot keep their
+    positions, they are ordered by age, with the oldest at step 0.
     """
     if saved == capacity or (live < saved and live <= capacity):
         return Fit(((0, live),) if live else (), live, saved == capacity, 0)
@@ -71,7 +72,7 @@ def split_rows(saved: dict[str, Any]) -> list[torch.Tensor]:
 
 
 class SavedRows:
-    """The rows of a dump; the constructor checks whether they fit a storage. For ``cursor``, see :func:`fit`."""
+    """The rows of a dump; the constructor refuses rows that do not fit the storage. ``cursor`` is as in :func:`fit`."""
 
     def __init__(self, reader: DumpReader, saved: dict[str, Any], storage: PackedStorage, cursor: int | None) -> None:
         self.reader, self.storage = reader, storage
@@ -101,7 +102,6 @@ class SavedRows:
         return (1 if self._is_read_once else 2) * sum(stored.nbytes for stored in (self.matrix, *self.entries))
 
     def verify(self, report: Report) -> None:
-        """Verify the checksums of the files; files that the load reads only once are verified during that read."""
         if not self._is_read_once:
             self.reader.verify([self.matrix, *self.entries], report)
 

@@ -12,7 +12,6 @@ class UsageError(Exception):
 
 
 def refuse_missing_device(name: str) -> None:
-    """Raise a :class:`UsageError` if torch cannot use the device."""
     import torch
 
     try:

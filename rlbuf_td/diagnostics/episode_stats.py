@@ -27,7 +27,7 @@ _STATE = ("_records", "_ends", "_counters", "_lane_slot", "_keys", "_lengths", "
 
 
 class Steps(NamedTuple):
-    """The steps of one write, as columns."""
+    """The steps of one write."""
 
     shape: tuple[int, int]  # number of time steps, number of lanes
     strides: tuple[int, int]  # rows between time steps, and between lanes
@@ -169,7 +169,6 @@ class EpisodeStats:
         return x.to(kind)
 
     def _implied(self, data: TensorDictBase, key: Key) -> torch.Tensor:
-        """Derive a missing flag from the other flags."""
         done, terminated, truncated = (None if (x := leaf_of(data, k)) is None else x.bool() for k in self._flags)
         known = [x for x in (done, terminated, truncated) if x is not None]
         if key not in self._flags or not known:

@@ -44,7 +44,7 @@ class ReplayCount:
         self._counts = torch.zeros(0, dtype=torch.int32, device="cpu")
 
     def counts(self) -> torch.Tensor:
-        """Return how often each row was drawn, ``[max_size]`` int32 on the storage's device, without a copy."""
+        """Return how often each row was drawn, ``[max_size]`` int32 on the storage's device."""
         rows, device = self.storage.max_size, device_of(self.storage)
         if len(self._counts) < rows or self._counts.device != device:  # the first write may round the size up
             with outside_inference_mode():
@@ -80,7 +80,7 @@ def rows_of(index: Any, storage: Storage) -> torch.Tensor:
 def health(
     storage: Storage, sampler: Sampler, writer: Writer, last_draw: LastDraw | None, replays: ReplayCount | None
 ) -> dict[str, float]:
-    """Return the numbers that this module's docstring explains; O(N log N) with priorities, else O(N)."""
+    """Return the numbers that this module's docstring explains."""
     rows = len(storage)
     report = {"rows": float(rows), "fill": rows / storage.max_size}
     if last_draw is not None:

@@ -99,7 +99,7 @@ class MemoryPlan:
         return "\n".join(ways)
 
     def _needs(self, place: Room) -> list[tuple[Room, int]]:
-        """Return the places where the buffer needs memory, and the bytes in each, if the rows are in ``place``."""
+        """Return the places that need memory, each with the number of bytes, if the rows are in ``place``."""
         if place.place == self.memory.place:
             return [(place, self.total)]
         return [(place, self.rows), (self.memory, self.priorities + self.trajectories)]
@@ -257,7 +257,6 @@ def _places(
 
 
 def _argument(room: Room, on_gpu: bool) -> str:
-    """Return the argument that puts the rows into ``room``; ``on_gpu``: whether the priorities are on a GPU."""
     if room.place.startswith("disk"):
         return "device='cpu', " * on_gpu + "scratch_dir=... keeps them in a file"
     if room.place == "RAM" and on_gpu:

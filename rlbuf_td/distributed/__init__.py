@@ -4,17 +4,14 @@
 the rows do not fit into one machine, or if collectors run on several machines. On one machine, a
 :class:`~rlbuf_td.ReplayBuffer` that processes share is much faster: a batch takes about 0.2 ms.
 
-How it works
-------------
+**How it works.** A shard is a ReplayBuffer in its own process (a Ray actor). With each answer, a shard reports its
+*mass*: the sum of ``p^alpha`` over the priorities ``p`` of its rows. To sample a batch, a client draws positions in the
+total mass of all shards, and sends each position to its shard. Thus each row has the same probability as in one large
+buffer. A request also sends the TD errors of earlier batches; the answer contains the drawn rows, packed into one block
+of bytes. To read the code, begin with ``law.py``, ``shard.py`` and ``client.py``.
 
-A shard is a ReplayBuffer in its own process (a Ray actor). With each answer, a shard reports its *mass*: the sum of
-``p^alpha`` over the priorities ``p`` of its rows. To sample a batch, a client draws positions in the total mass of all
-shards, and sends each position to its shard. Thus each row has the same probability as in one large buffer. A request
-also sends the TD errors of earlier batches; the answer contains the drawn rows, packed into one block of bytes. To read
-the code, begin with ``law.py``, ``shard.py`` and ``client.py``.
-
-How many shards
----------------
+**How many shards.** One or two shards per machine are enough. Each shard uses one core.
+``placement_strategy="SPREAD"`` starts the shards on different machines; ``num_cpus=1`` reserves a core for each shard.
 
 - **Memory.** A row takes its packed bytes (see ``python -m rlbuf_td plan``) and, with priorities, 20 bytes more. 1e9
   rows of HalfCheetah (168 bytes) take 188 GB: 4 machines with 64 GB each. 1e9 rows of Atari (two stacks of four frames,
@@ -25,26 +22,19 @@ How many shards
   FILE.png`` measures these times; without ``--fit``, it compares this buffer with TorchRL's ``RayReplayBuffer``.
 - **Writes.** A write takes Ray about a millisecond: let collectors write some hundred rows at a time.
 - **Network.** A batch transfers its packed rows and 16 bytes per row (with sequences: 8 bytes per row and 16 per
-  sequence). Each TD error that is sent back takes 24 bytes. 1,000 batches of 256 rows (168 bytes each) per second take
-  47 MB/s. Rows of Atari would take 14 GB/s, more than most networks carry.
+  sequence). Each TD error that is sent back takes 24 bytes. To sample 1,000 batches of 256 rows (168 bytes each) per
+  second takes 47 MB/s. Rows of Atari would take 14 GB/s, more than most networks carry.
 
-One or two shards per machine are enough. Each shard uses one core. ``placement_strategy="SPREAD"`` starts the shards on
-different machines; ``num_cpus=1`` reserves a core for each shard.
-
-When a shard is lost
---------------------
-
-If the process of a shard dies, clients repeat the current draw without this shard. Clients that wrote to
-the lost shard change to another one. Ray restarts the shard, which is then empty or holds the rows of the last
-``dumps()`` into ``dump_dir``, a folder that all machines must be able to read. Ray notices a dead process within 1 to
-2 s. A shard that does not answer within 3 s counts as lost. Clients send a lost shard up to five requests per second
-until it answers.
+**When a shard is lost.** If the process of a shard dies, clients repeat the current draw without this shard (unless
+``on_loss="raise"``). Clients that wrote to the lost shard change to another one. Ray restarts the shard, which is then
+empty or holds the rows of the last ``dumps()`` into ``dump_dir``, a folder that all machines must be able to read. Ray
+notices a dead process within 1 to 2 s. A shard that does not answer within 3 s counts as lost. Clients send a lost
+shard up to five requests per second until it answers.
 
 A restart imports torch and TorchRL again, which takes about 4 s of a core and 0.5 GB of memory. If all shards are
 lost, clients wait up to a minute for the first answer. Ray starts its processes with low priority
 (``RAY_worker_niceness=15``), so restarts take longer on a busy machine; start Ray with ``RAY_worker_niceness=0`` to
-avoid this.
-``python -m tests.benchmarks.shard_losses`` kills shards and reports the pauses.
+avoid this. ``python -m tests.benchmarks.shard_losses`` kills shards and reports the pauses.
 """
 
 try:

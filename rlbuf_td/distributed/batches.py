@@ -19,16 +19,13 @@ SHARD, INCARNATION, ROW, WRITTEN_AT = range(4)  # the columns of a batch's "inde
 
 
 class Batches:
-    """The batches that one request to each shard has returned.
-
-    ``answers`` is sorted by shard and has only answers with drawn rows. ``known`` holds, for each shard, the report
-    that determined its number of draws, or ``None`` if the shard is lost. ``rank``, ``[batches, draws]`` int64, holds
-    for each draw its position in the concatenated answers.
-    """
+    """The batches that one request to each shard has returned."""
 
     def __init__(
         self, spec: Spec, layout: RowLayout, answers: dict[int, Answer], known: list[Report | None], rank: Tensor
     ) -> None:
+        # answers: sorted by shard, each with drawn rows; known: per shard, the report that determined its draws (None:
+        # lost); rank, [batches, draws] int64: each draw's position in the concatenated answers.
         self.spec, self.layout, self.rank = spec, layout, rank
         drawn = {place: answer.drawn for place, answer in answers.items() if answer.drawn is not None}
         self.rows = torch.from_numpy(np.concatenate([each.rows for each in drawn.values()]))

@@ -32,7 +32,7 @@ _NO_HANDLES, _NO_ERRORS = np.empty((0, 4), np.int64), np.empty(0, np.float64)
 
 
 class Draw(NamedTuple):
-    """Requests for one or more batches, whose answers have not been received yet."""
+    """Requests for batches, whose answers have not been received yet."""
 
     size: int  # rows per batch
     batches: int
@@ -171,7 +171,7 @@ class Client:
         return Draw(size, batches, parts, known, self._request({place: fractions[place] for place in places}))
 
     def _request(self, fractions: dict[int, np.ndarray]) -> dict[int, Any]:
-        """Send each shard its draws (fractions of its mass) and its queued TD errors; return Ray's references."""
+        """Send each shard its draws and its queued TD errors; return Ray's references to the answers."""
         known = self.links.known
         largest = max((report.largest for report in known if report is not None), default=-1.0)
         layout = 0 if self._rows is None else self._rows[2]
@@ -194,7 +194,7 @@ class Client:
         return self.links.request(requests)
 
     def _pieces(self, draws: int) -> int:
-        """Return the number of pieces for an answer with ``draws`` drawn rows or windows; see :func:`pieces_of`."""
+        """Return the number of pieces for an answer with ``draws`` draws; see :func:`pieces_of`."""
         if draws and self._rows is None:
             return 0
         row_bytes = 0 if self._rows is None else self._rows[0].row_bytes

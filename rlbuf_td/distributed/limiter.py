@@ -26,7 +26,6 @@ class Limiter:
             raise RuntimeError(f"flow control does not admit a batch of {rows} rows now: {NOT_YET}")
 
     async def insert(self, rows: int) -> None:
-        """Wait until a write of ``rows`` rows is admitted."""
         await self._until(lambda: self.flow.admit_insert(rows), None, of_sample=False)
 
     async def _until(self, admit: Callable[[], bool], timeout: float | None, *, of_sample: bool) -> None:
@@ -40,12 +39,10 @@ class Limiter:
             await asyncio.sleep(_POLL)
 
     async def take_back(self, sampled: int = 0, inserted: int = 0) -> None:
-        """Subtract the rows of a failed batch or write from the counters."""
         self.flow.take_back(sampled=sampled, inserted=inserted)
 
     async def report(self) -> dict[str, float]:
         return self.flow.report()
 
     async def shutdown(self) -> None:
-        """Make all waiting calls raise a RuntimeError."""
         self.flow.shutdown()

@@ -86,7 +86,7 @@ class Links:
             raise ShardLost(f"none of {len(self.handles)} shards has answered for {RECOVERY:.0f} seconds")
 
     def _probe(self, place: int) -> None:
-        """Ask a lost shard for a report without waiting: Ray refuses requests to a restarting shard only after 2 s."""
+        """Ask a lost shard for a report, without waiting for the answer."""
         asked, probes = self._probes[place]
         if time.monotonic() - asked > _PROBE_EVERY:
             asked = time.monotonic()
@@ -103,7 +103,7 @@ class Links:
                 return
 
     def start(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
-        """Call ``method`` of each shard in ``arguments``; return Ray's references to the answers for :meth:`finish`."""
+        """Call ``method`` of each shard in ``arguments``; return Ray's references to the answers."""
         return {place: getattr(self.handles[place], method).remote(*given) for place, given in arguments.items()}
 
     def finish(self, calls: Mapping[int, Any], patience: float | None = None) -> dict[int, Any]:

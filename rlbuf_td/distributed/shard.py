@@ -30,7 +30,7 @@ _NOTHING = np.empty(0, np.float64)
 
 
 class Report(NamedTuple):
-    """The state of a shard, which every answer contains."""
+    """The state of a shard, which each answer contains."""
 
     incarnation: int  # start time of the shard's process in ns, which differs after every restart
     version: int  # increases whenever the mass may have changed
@@ -46,7 +46,7 @@ class Report(NamedTuple):
 
 
 class Request(NamedTuple):
-    """A request for k draws, with the TD errors of earlier batches."""
+    """A request for k draws, with TD errors of earlier batches."""
 
     fractions: np.ndarray = _NOTHING  # [k] float64 in [0, 1): positions of the draws, as fractions of the shard's mass
     version: int = -1  # version of the mass that the client knows
@@ -76,12 +76,13 @@ class Answer(NamedTuple):
 
 
 class Shard:
-    """A buffer in a separate process. Rows that clients send are stored only after the next draw.
+    """A buffer in a separate process.
 
-    A draw thus uses exactly the mass (the sum of ``p ** alpha``) that the last answer reported. After a draw, the shard
-    applies TD errors, stores waiting rows, and reports the new mass. Received rows are stored at once if the shard is
-    empty, got no request for 10 s, or has waiting rows for more than a quarter of its capacity. A restarted shard loads
-    the dump in the folder ``dump``, if that folder exists. ``restarted=None``: ask Ray whether the shard was restarted.
+    Rows that clients send usually wait until the next draw is done, so that this draw uses exactly the mass (see
+    :class:`Report`) that the last answer reported. After a draw, the shard applies TD errors, stores the waiting rows,
+    and reports the new mass. Rows are stored at once if the shard is empty, got no request for 10 s, or has waiting
+    rows for more than a quarter of its capacity. A restarted shard loads the dump in the folder ``dump``, if that
+    folder exists.
     """
 
     def __init__(
@@ -188,7 +189,7 @@ class Shard:
         return Drawn(packed, flat.numpy(), weight.numpy(), cells, unknown)
 
     def _packed(self, flat: torch.Tensor) -> tuple[np.ndarray | None, np.ndarray, RowLayout]:
-        """Return the row numbers of all sequences (``None`` without sequences), the packed rows, and their layout."""
+        """Return the numbers of all rows in sequences (None without sequences), the packed rows, and their layout."""
         if self._wrapper is None:
             stored = self.storage.written_rows()
             out = torch.empty((len(flat), stored.layout.row_bytes), dtype=torch.uint8, device="cpu")
@@ -201,7 +202,7 @@ class Shard:
         return cells.numpy() if is_windowed else None, pack(layout, batch, batch.batch_size), layout
 
     def _learn(self, request: Request) -> None:
-        """Apply the TD errors of a request, and update the largest ``|td_error|`` of all shards, which new rows get."""
+        """Apply the TD errors of a request, and update the largest TD error of all shards, which new rows get."""
         if self._prioritized is None:
             return
         priorities = self._prioritized.priorities

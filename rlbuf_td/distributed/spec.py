@@ -32,7 +32,7 @@ class Spec(NamedTuple):
         return 1 if self.windows is None else self.windows.window
 
     def draws_of(self, batch_size: int) -> int:
-        """Return the number of draws for a batch; ValueError if ``batch_size`` is not a multiple of `window_rows`."""
+        """Return the number of draws for a batch; ValueError if the batch size is no multiple of ``window_rows``."""
         return batch_size if self.windows is None else self.windows.windows_of(batch_size)
 
     @classmethod

@@ -121,7 +121,7 @@ class GymnasiumRecorder:
         self._refuse_open_end()
 
     def _fitted(self, schema: TensorDict) -> TensorDict:
-        """Reserve the buffer's rows. Return the schema ``[E]``, with trajectory key and the rewards' stored dtype."""
+        """Reserve the buffer's rows, or check them; return the schema ``[E]`` of the rows to write."""
         if self._trajectory_key is not None:
             schema.set(self._trajectory_key, torch.empty(schema.shape, dtype=torch.int64, device="meta"))
         storage = self.buffer.storage

@@ -1,4 +1,4 @@
-"""Pure functions that copy the results of a Gymnasium step into the columns of rows."""
+"""Functions that copy the results of a Gymnasium step into the columns of rows."""
 
 from __future__ import annotations
 
@@ -76,7 +76,10 @@ def joined(infos: list[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def fill_infos_(column: np.ndarray, path: Key, default: Any, info: Mapping[str, Any], ended: Mask, lanes: Mask) -> None:
-    """Copy an info or its default to the lanes of a column, from ``final_info`` in lanes where ``ended`` is True."""
+    """Copy an info to the ``lanes`` of a column; lanes without the info get the default.
+
+    In lanes where ``ended`` is True, the info in ``"final_info"`` has precedence.
+    """
     missing = np.ones(len(column), bool) if lanes is None else lanes.copy()
     sources: list[tuple[Any, Any]] = [] if ended is None else [(info.get("final_info") or {}, ended)]
     for source, wanted in (*sources, (info, True)):
@@ -115,7 +118,7 @@ def _stacked(values: np.ndarray) -> np.ndarray:
 
 
 def _converted(value: Any, dtype: np.dtype) -> np.ndarray:
-    """Convert numbers to ``dtype`` if all values stay equal (1.0 and True are equal); else return them unchanged."""
+    """Convert numbers to a ``dtype`` of another kind, for example 1.0 to True, if this changes no value."""
     array = to_array(value)
     if array.dtype.kind not in "biuf" or np.can_cast(array.dtype, dtype, "same_kind"):
         return array

@@ -14,7 +14,7 @@ _FIRST_STEPS = 16
 class LaneQueues:
     """For each of E lanes, a row to fill and a queue of filled rows. ``example`` has one transition per lane, ``[E]``.
 
-    Each instance supports only one of the two ways to remove rows, :meth:`take_step` and :meth:`take_stretch`.
+    Use either :meth:`take_step` or :meth:`take_stretch` to remove rows, not both.
     """
 
     def __init__(self, example: TensorDict) -> None:
@@ -34,7 +34,7 @@ class LaneQueues:
         self.pending = 0  # number of rows in all queues
 
     def _block(self, rows: int) -> tuple[torch.Tensor, np.ndarray]:
-        """Return new zeroed memory for ``rows`` rows, as a tensor for the layout and as an array of 8-byte words."""
+        """Return zeroed memory for ``rows`` rows, as a tensor for the layout and as an array of 8-byte words."""
         words = np.zeros((rows, self.layout.row_bytes // 8), np.int64)
         return torch.from_numpy(words.view(np.uint8)).view(self.layout.carrier), words
 

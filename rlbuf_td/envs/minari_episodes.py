@@ -17,7 +17,6 @@ TRAJECTORY = ("collector", "traj_ids")
 
 
 def open_dataset(dataset: Any) -> Any:
-    """Return ``dataset``, or load it if ``dataset`` is the name of a local Minari data set."""
     if isinstance(dataset, str):
         try:
             return minari().load_dataset(dataset)
@@ -69,7 +68,7 @@ def _infos(infos: dict[str, Any], steps: int) -> dict[str, Any]:
 def episode_of(rows: TensorDictBase, spaces: tuple[Any, Any]) -> dict[str, Any]:
     """Convert an episode's transitions ``[n]``, oldest first, to the arguments of Minari's ``EpisodeBuffer``.
 
-    The Gymnasium ``spaces`` of observations and actions determine the nested dicts and tuples of the result.
+    ``spaces`` are the Gymnasium spaces of observations and actions, which determine nested dicts and tuples.
     """
     observation_space, action_space = spaces
     is_dict = type(observation_space).__name__ == "Dict"

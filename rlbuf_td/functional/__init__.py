@@ -9,7 +9,7 @@ The following holds for every estimate of an advantage or return:
 * Any floating dtype works. bfloat16 and float16 are computed in float32; results have the dtype of the values.
 * Results have no gradient: inputs are detached. A ``gamma`` or ``lmbda`` that requires a gradient raises a ValueError.
 * ``gamma`` and ``lmbda`` are floats in [0, 1], or unchecked tensors that broadcast to the inputs' shape.
-* NaN after ``terminated`` or ``done`` has no effect: ignored values are masked, not multiplied by zero.
+* A NaN in a value that ``terminated`` or ``done`` excludes has no effect: it is masked, not multiplied by zero.
 * Cost: O(elements) on the CPU; on CUDA, O(log T) kernel launches without host synchronisation. With
   ``rolling_gamma=False``, the cost is O(elements * T), on CUDA with O(T) kernel launches.
 * ``ValueError``: shapes or devices differ, inputs are empty, coefficients are out of range, or ``time_dim`` is invalid.

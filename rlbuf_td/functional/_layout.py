@@ -15,7 +15,7 @@ _FLAGS = ("done", "terminated")
 
 @dataclass(frozen=True)
 class TimeLayout:
-    """The shape, device and dtypes of the inputs of one call; L, T, F: the sizes before, along and after time."""
+    """The shape, device and dtypes of the inputs of one call."""
 
     function: str
     shape: torch.Size
@@ -31,8 +31,8 @@ class TimeLayout:
     ) -> tuple[TimeLayout, list[Tensor]]:
         """Check the inputs; return their layout, and each input as a detached ``[L, T, F]`` tensor.
 
-        ``others`` are reward, done and terminated; done replaces a missing terminated. The dtype of ``values`` becomes
-        ``out_dtype``; returned tensors have the ``compute_dtype``, except for the bool flags.
+        L, T and F are the sizes before, along and after time. ``others`` are reward, done and terminated; done replaces
+        a missing terminated. Returned tensors have the ``compute_dtype``, except for the bool flags.
         """
         reward, done, terminated = others
         inputs = values | {"reward": reward, "done": done, "terminated": done if terminated is None else terminated}
@@ -67,7 +67,7 @@ class TimeLayout:
         return x.reshape(self.shape).to(self.out_dtype)
 
     def coefficient(self, name: str, x: float | Tensor) -> float | Tensor:
-        """Check gamma or lmbda; return a float unchanged and a tensor as ``[L, T, F]``."""
+        """Check gamma or lmbda; return a float unchanged, and a tensor in the shape of the checked inputs."""
         if not isinstance(x, Tensor):
             return coefficient(self.function, name, x)
         if x.requires_grad:

@@ -1,14 +1,15 @@
 """Stores compiled loops for later processes, in one folder per version of the kernels' sources.
 
 Compilation takes from a second to half a minute per operation, once per installation. A log message announces the
-compilation; ``logging.getLogger("rlbuf_td").setLevel("ERROR")`` silences the message. Numba's own cache only notices
-changes in a function's own file, so the folder is named by a digest of all sources in ``kernels/``. When the folder is
-created, the folders of other versions are deleted. The folder is in the first writable place of this list:
+compilation; ``logging.getLogger("rlbuf_td").setLevel("ERROR")`` silences the message. Numba's own cache does not
+notice changes in functions that a loop imports from other files. The folder's name is therefore a digest of all sources
+in ``kernels/``. When the folder is created, the folders of other versions are deleted. The folder lies in the first of
+these folders that is writable:
 
-- The folder that the environment variable ``NUMBA_CACHE_DIR`` names.
-- The package's own folder ``kernels/__pycache__``.
-- The folder ``rlbuf_td`` in ``$XDG_CACHE_HOME``, by default ``~/.cache``.
-- The folder ``rlbuf_td_<user id>`` for temporary files, if no other user can write to it.
+- The folder ``$NUMBA_CACHE_DIR``, if this environment variable is set.
+- The package's own folder ``kernels/__pycache__/rlbuf_td``.
+- The folder ``$XDG_CACHE_HOME/rlbuf_td``, by default ``~/.cache/rlbuf_td``.
+- The folder ``rlbuf_td_<user id>`` in the system's folder for temporary files, if no other user can write to it.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ if config.DISABLE_JIT:
 
 
 def cached_njit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Return a decorator like ``numba.njit`` that caches compiled code in :func:`folder`."""
+    """Return a decorator like ``numba.njit`` that stores the compiled code in the cache folder."""
 
     def decorate(function: Callable[..., Any]) -> Any:
         dispatcher = njit(**options)(function)
@@ -79,7 +80,7 @@ def _say_that_it_compiles() -> None:
 
 @cache
 def folder() -> Path | None:
-    """Return the cache folder for this version of the sources, or None with a warning if no place is writable."""
+    """Return the cache folder. If there is no writable place for it, warn and return None."""
     sources = sorted(_ROOM.rglob("*.py"))
     version = sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
     for place in _places() if sources else ():  # without sources, versions cannot be distinguished

@@ -1,7 +1,7 @@
 """Helpers of the numba loops: decorators, and access to memory by address.
 
-Numba often takes longer to convert an array argument than to run a whole loop. Loops therefore take addresses of
-memory, which callers keep alive.
+Numba often takes longer to convert an array argument than to run a whole loop. Loops therefore take memory
+addresses; the caller must keep the memory alive.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ compiled = cached_njit(nogil=True)
 
 
 def bare(function: Callable[..., Any]) -> Any:
-    """Decorate a helper that creates no array; without reference counting, the helper takes half the time."""
+    """Compile a function that creates no arrays, without numba's reference counting, which doubles its time."""
     try:
         return cached_njit(nogil=True, _nrt=False)(function)
     except KeyError:  # this numba version lacks the option: same results, but slower
@@ -114,7 +114,7 @@ def prefetch_row(address, width):
 
 @kernel
 def masses(uniform, total, step, out):
-    """Write ``strata.masses`` to ``out``, which may be ``uniform``; ``step`` is the result of ``strata.step_of``."""
+    # As strata.masses: step is the result of strata.step_of, and out may be uniform.
     batch = uniform.shape[0]
     if step == 0:
         for j in range(batch):
@@ -140,8 +140,7 @@ def acceptable(index, td_error, rows):
 
 @inlined
 def copy_few(target, source, nbytes):
-    """Copy ``nbytes`` bytes from one address to another; for 1, 4 or 8 bytes, without calling ``memcpy``."""
-    if nbytes == 4:
+    if nbytes == 4:  # the most frequent sizes, without a call of memcpy
         store(target, load(source, np.int32), np.int32)
     elif nbytes == 1:
         store(target, load(source, np.uint8), np.uint8)

@@ -1,7 +1,7 @@
 """Stores host-side settings on the device for CUDA graphs.
 
-A CUDA graph repeats its captured kernel launches with the same arguments. Numbers that change between launches (rows
-written, alpha, beta) are therefore kept in device memory, which the host changes before a launch.
+A CUDA graph repeats the captured kernels with the same arguments. Settings that may change later, such as alpha, are
+therefore kept in device memory, and the host updates them before it launches the graph.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _is_capturing: ContextVar[bool] = ContextVar("is_capturing", default=False)
 
 @contextmanager
 def capturing() -> Iterator[None]:
-    """Mark this thread as capturing a CUDA graph; operations then read settings from the device and ignore caches."""
+    """Mark this thread as capturing a CUDA graph: operations then read their settings from device memory."""
     token = _is_capturing.set(True)
     try:
         yield
@@ -32,7 +32,7 @@ def is_capturing() -> bool:
 
 
 def outside_inference_mode() -> AbstractContextManager[object]:
-    """Disable inference mode, because normal code cannot modify tensors that were created in inference mode."""
+    """Disable inference mode in a block, so that tensors created there can be modified in place later."""
     return torch.inference_mode(False)
 
 
@@ -45,11 +45,10 @@ class DeviceScalars:
         self._known: list[float | None] = [0.0] * count
 
     def set_(self, at: int, value: float | Tensor) -> None:
-        """Set number ``at`` to a float or a 0-dim device tensor; setting an unchanged float launches no kernel."""
         if isinstance(value, Tensor):
             self.tensor[at].copy_(value)
             self._known[at] = None
-        elif value != self._known[at]:
+        elif value != self._known[at]:  # setting the same float again launches no kernel
             self.tensor[at].fill_(value)
             self._known[at] = value
 
@@ -58,16 +57,12 @@ class DeviceScalars:
 
 
 class PriorityState:
-    """Settings and counters in device memory, which captured CUDA graphs read and change.
-
-    The memory holds the settings ``names``, the largest magnitude ``|td_error|`` so far (``largest``, 0-dim float64, -1
-    if none), and the number of skipped NaN or infinite TD errors (``refused``, 0-dim int64).
-    """
+    """Named settings and counters in device memory, which captured CUDA graphs read and change."""
 
     def __init__(self, names: tuple[str, ...], device: torch.device) -> None:
         self._places = {name: place for place, name in enumerate(names)}
         self._numbers = DeviceScalars(len(names), device)
-        with outside_inference_mode():
+        with outside_inference_mode():  # the largest |td_error| (-1: none), and the number of NaN or infinite errors
             self.largest = torch.full((), -1.0, dtype=torch.float64, device=device)
             self._unseen = self.largest.clone()
             self.refused = torch.zeros((), dtype=torch.int64, device=device)
@@ -76,7 +71,7 @@ class PriorityState:
         return self._numbers[self._places[name]]
 
     def put(self, **values: float | Tensor) -> tuple[float | Tensor, ...]:
-        """Copy settings to device memory and return them as 0-dim tensors; under ``torch.compile`` only return them."""
+        """Copy settings to device memory, and return the 0-dim tensors that hold them."""
         if torch.compiler.is_compiling():
             return tuple(values.values())
         for name, value in values.items():
@@ -84,10 +79,8 @@ class PriorityState:
         return tuple(self[name] for name in values)
 
     def note(self, largest: Tensor, refused: Tensor, counts: bool) -> Tensor:
-        """Record an update's largest magnitude and number of refused TD errors; return the largest magnitude so far.
-
-        Updates with ``counts=False`` have a separate maximum, which does not affect the priority of new rows.
-        """
+        """Add the results of an update to the counters; return the largest ``|td_error|`` so far."""
+        # Updates with counts=False have a maximum of their own, which does not affect the priority of new rows.
         kept = self.largest if counts else self._unseen
         kept.copy_(torch.maximum(kept, largest))
         self.refused.add_(refused)
@@ -97,10 +90,13 @@ class PriorityState:
 def write_magnitudes(
     memory: Tensor, index: Tensor, magnitude: Tensor, rows: float | Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Write finite magnitudes to rows ``index`` within ``[0, rows)``; a duplicate row keeps its last magnitude.
+    """Set ``memory[index] = magnitude`` where the magnitude is finite and ``0 <= index < rows``.
 
-    Returns the written rows (``[B]`` int64, row 0 if there are none), the largest finite magnitude (-1 if there is
-    none), and the number of NaN or infinite magnitudes. The last two results ignore rows outside ``[0, rows)``.
+    If an index is repeated, its last finite magnitude is written. Returns three tensors:
+
+    - All written indices, padded with repetitions to ``[B]``, or ``B`` zeros if nothing was written.
+    - The largest finite magnitude at indices in ``[0, rows)``, or -1 if there is none.
+    - The number of NaN or infinite magnitudes at indices in ``[0, rows)``.
     """
     named = (index >= 0) & (index < rows)
     valid = named & magnitude.isfinite()

@@ -1,13 +1,12 @@
 """Selects the backend of each operation.
 
 - ``"numba"``: compiled loops, for memory on the CPU.
-- ``"triton"``: GPU kernels of the sum tree and of trajectory boundaries, for memory on a CUDA device with Triton.
-- ``"torch"``: the reference implementation, for everything else, and under ``torch.compile``.
+- ``"triton"``: GPU kernels of the sum tree and of trajectory boundaries, for CUDA memory if Triton is installed. All
+  other operations use the reference implementation on CUDA.
+- ``"torch"``: the reference implementation, for all other memory, and under ``torch.compile``.
 
-The backends ``"triton"`` and ``"torch"`` skip invalid TD errors, because a check would wait for the device. The backend
-``"numba"`` refuses a batch with an invalid TD error. To disable Triton, set the environment variable
-``RLBUF_TD_TRITON=0`` or call ``enable_triton(False)``. Importing numba or Triton takes seconds, so compiled modules are
-imported only when they are needed.
+To disable Triton, set the environment variable ``RLBUF_TD_TRITON=0`` or call ``enable_triton(False)``. Importing numba
+or Triton takes seconds, so compiled modules are imported only when they are needed.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ _is_compiling = torch.compiler.is_compiling
 
 
 def backend_of(memory: Tensor) -> Backend:
-    """Return the backend for this memory; operations without a Triton kernel treat ``"triton"`` as ``"torch"``."""
     if _forced is not None:
         return _forced
     if _is_compiling():
@@ -53,7 +51,7 @@ def _has_triton() -> bool:
 
 
 def agrees_with_reference(operation: str, device: torch.device, compare: Callable[[torch.device], None]) -> bool:
-    """Whether ``compare(device)``, called once per operation and device, raises no error; warn about an error."""
+    """Run ``compare(device)`` once per operation and device; return False and warn if it raises an error."""
     key = operation, device
     if key not in _agrees:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -73,7 +71,7 @@ def agrees_with_reference(operation: str, device: torch.device, compare: Callabl
 
 
 def launching_on(memory: Tensor) -> AbstractContextManager[object]:
-    """Make the device of ``memory`` current, because Triton launches kernels on the current device."""
+    """Make the device of ``memory`` current in a block, because Triton launches kernels on the current device."""
     if not memory.is_cuda or memory.device.index == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(memory.device)

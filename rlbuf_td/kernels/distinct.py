@@ -7,13 +7,13 @@ from torch import Tensor
 
 
 def distinct_rows(uniform: Tensor, rows: int | Tensor) -> Tensor:
-    """Return ``B`` different row indices below ``rows``, in random order; every ordered selection is equally likely.
+    """Return ``B`` different indices of ``0 .. rows - 1``; all sequences of ``B`` indices are equally likely.
 
-    The function computes the first ``B`` steps of a Fisher-Yates shuffle: step ``k`` takes the row at a random place in
-    ``k .. rows - 1``, and moves the row at place ``k`` there. Pointer doubling follows chains of moves in parallel.
+    The function computes the first ``B`` steps of a Fisher-Yates shuffle of the indices: step ``k`` swaps the index at
+    place ``k`` with the index at a random place in ``k .. rows - 1``.
 
-    ``uniform``, ``[B]`` float64 in ``[0, 1)``, holds one random number per step. ``rows``, at least ``B``, is an int,
-    or a 0-dim float64 tensor whose value may change between launches of a CUDA graph.
+    ``uniform``, ``[B]`` float64 in ``[0, 1)``, holds one random number per step. ``rows`` is an int or a 0-dim float64
+    tensor, and at least ``B``.
 
     Cost: O(B log B), independent of ``rows``, without host synchronisation.
     Source: Knuth, The Art of Computer Programming, volume 2, section 3.4.2, algorithm P.
@@ -29,6 +29,6 @@ def distinct_rows(uniform: Tensor, rows: int | Tensor) -> Tensor:
     # earlier steps, and end at a place from which no earlier step took a row.
     last = (torch.searchsorted(ordered, step, right=True) - 1).clamp(min=0)
     away = torch.where(ordered[last] == step, order[last], step)
-    for _ in range((batch - 1).bit_length()):
+    for _ in range((batch - 1).bit_length()):  # pointer doubling: follows all chains in parallel
         away = away[away]
     return torch.where(before < 0, place, away[before.clamp(min=0)])

@@ -1,8 +1,8 @@
-"""Stratified sampling: one draw from each of ``B`` equal segments of the total mass, the sum of all weights.
+"""Stratified sampling: the sum of all weights is divided into ``B`` equal segments, with one draw in each.
 
-A draw at position ``x`` selects the first row at which the cumulative sum of weights exceeds ``x``. The first draw
-comes from a random segment. Each later draw comes from the segment about 0.618 ``B`` segments after the previous one,
-modulo ``B``. Every part of a batch, such as a minibatch, therefore has draws from the whole buffer.
+A draw at position ``x`` selects the first row at which the cumulative sum of weights exceeds ``x``. The first draw is
+in a random segment. Each later draw is about ``0.618 * B`` segments further, modulo ``B``. Every part of a batch, such
+as a minibatch, therefore has draws from the whole buffer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _GOLDEN = 0.6180339887498949
 
 
 def step_of(batch: int, stratified: bool) -> int:
-    """Return the number of segments between consecutive draws, coprime to the batch size; 0 if not stratified."""
+    """Return how many segments further each draw is: coprime to ``batch``, or 0 if draws are not stratified."""
     if not (batch and stratified):
         return 0
     step = max(1, round(_GOLDEN * batch))

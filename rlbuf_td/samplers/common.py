@@ -24,7 +24,7 @@ EMPTY = "Cannot sample from an empty storage: extend the buffer first"
 
 
 class OwnSignature:
-    """Descriptor for ``__signature__`` that shows the arguments of ``__init__``, which TorchRL's metaclasses hide."""
+    """Descriptor for ``__signature__``: shows the arguments of ``__init__``, which TorchRL's metaclasses hide."""
 
     def __get__(self, instance: Any, owner: type) -> inspect.Signature:
         signature = inspect.signature(owner.__init__)  # type: ignore[misc]
@@ -53,7 +53,7 @@ def setting(check: Callable[[str, Any], Any], *, is_fixed: bool = False) -> Any:
 
 
 class StatefulSampler(Sampler):
-    """Abstract base of this package's samplers, which saves and restores their settings."""
+    """Abstract base of this package's samplers; saves and restores their settings."""
 
     __signature__ = OwnSignature()
     _shown: ClassVar[tuple[str, ...]] = ()  # the attributes that ``repr`` shows
@@ -80,11 +80,11 @@ class StatefulSampler(Sampler):
             raise
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the state without copying its tensors; by default, the state consists of the settings."""
+        """Return the state without copying its tensors; by default, the settings."""
         return self._settings()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of the state, which excludes the random generator."""
+        """Return a copy of the state, without the random generator."""
         return tree_map_only(Tensor, Tensor.clone, self.snapshot())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -101,7 +101,7 @@ class StatefulSampler(Sampler):
         save_state(path, type(self).__name__, self.snapshot())
 
     def loads(self, path: str | Path) -> None:
-        """Restore the dump in ``path``. Raises CheckpointError, and changes nothing, if the class differs."""
+        """Restore the dump in ``path``. Raises CheckpointError, and changes nothing, if another class saved it."""
         self.load_state_dict(load_state(path, type(self).__name__))
 
     def add(self, index: Any) -> None:
@@ -118,11 +118,11 @@ class StatefulSampler(Sampler):
 
 
 class RowSampler(StatefulSampler):
-    """Abstract base of the samplers that draw rows; a subclass implements :meth:`draw`."""
+    """Abstract base of the samplers that draw rows."""
 
     @abstractmethod
     def draw(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
-        """Draw rows; return their flat indices, ``[B]`` int64 on the storage's device, and further batch entries."""
+        """Draw rows; return their indices in the flattened storage, ``[B]`` int64, and further batch entries."""
 
     @torch.compiler.disable(reason="compiled code would depend on the number of rows, which each write changes")
     def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
@@ -148,7 +148,7 @@ class OneStorage:
         self.__dict__.clear()
 
     def claim(self, storage: Storage) -> None:
-        """Serve only ``storage`` from now on. ValueError if the sampler serves another storage that still exists."""
+        """Serve only ``storage`` from now on; raise a ValueError if another storage is served and still exists."""
         if self._storage() is storage:
             return
         if self._storage() is not None:
@@ -167,10 +167,10 @@ class GraphCapturable(ABC):
 
     @abstractmethod
     def prepare_graph(self, storage: Storage, batch_size: int) -> Any:
-        """Copy settings and the number of rows to the device memory that a recorded draw of ``batch_size`` rows reads.
+        """Copy settings and the number of rows to device memory, where a recorded draw reads them.
 
-        The buffer calls this method, with its lock held, before each launch of the graph. The method returns the
-        settings that a recorded graph cannot change. If these settings have changed, the buffer records a new graph.
+        The buffer calls this method before each launch of the graph. The returned settings are constants of a graph:
+        if one of them has changed, the buffer records a new graph.
         """
 
     def forget_order(self) -> None:  # noqa: B027
@@ -254,7 +254,7 @@ def refuse_errors(td_error: Tensor) -> None:
 
 
 def refuse_priorities(flat: Tensor, td_error: Tensor, rows: int) -> NoReturn:
-    """Raise a ValueError if a TD error is NaN or infinite; else, raise an IndexError that names a row out of range."""
+    """Raise a ValueError if a TD error is NaN or infinite; otherwise, an IndexError for a row out of range."""
     refuse_errors(td_error)
     low, high = int(flat.min()), int(flat.max())
     bad = high if high >= rows else low

@@ -34,12 +34,11 @@ class FreshQueue:
         self.begin(_ALL)
 
     def begin(self, ages: Sequence[Interval]) -> None:
-        """Make only these rows fresh: each pair (a, b), oldest first, means the newest a rows except the newest b."""
+        """Make exactly these rows fresh: for each pair ``(a, b)``, the newest ``a`` rows without the newest ``b``."""
         self.state["began"] = 0
         self._keep(ages)
 
     def _keep(self, intervals: Sequence[Interval]) -> None:
-        """Store the intervals in an array that has enough space for all later intervals, too."""
         state = self.state
         capacity = int(state["steps"] * state["lanes"]) // 2 + 2 + len(intervals)
         self._intervals = np.empty((capacity, 2), np.int64)  # pages that are never written take no memory
@@ -72,7 +71,7 @@ class FreshQueue:
             fresh_cpu.look(self.address, *numbers)
 
     def take(self, storage: Any, most: int) -> np.ndarray:
-        """Remove up to ``min(most, fresh)`` of the newest fresh rows; return their flat indices, newest first."""
+        """Return the flat indices of the newest fresh rows, at most ``most``; these rows are then no longer fresh."""
         found = np.empty(most, np.int64)
         from rlbuf_td.kernels.recency import fresh_cpu
 
@@ -80,7 +79,7 @@ class FreshQueue:
         return found[:count]
 
     def ages(self) -> list[Interval]:
-        """Return the ages of the fresh rows, as :meth:`begin` takes them; ages do not depend on the capacity."""
+        """Return the ages of the fresh rows, in the form that :meth:`begin` takes."""
         storage, count = self.storage(), int(self.state["count"])
         if storage is not None:
             self.look(storage)

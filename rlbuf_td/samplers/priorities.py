@@ -22,7 +22,10 @@ ALPHA, BETA, LARGEST, WEIGHED = range(4)  # indices of the shared settings; WEIG
 
 
 class Law(ABC):
-    """Abstract conversion of TD errors to probabilities; ``flat`` are indices of the flattened rows, ``[B]`` int64."""
+    """Abstract conversion of TD errors to probabilities.
+
+    Methods take rows as ``flat``, ``[B]`` int64: indices of the flattened storage.
+    """
 
     table: Any  # the data structure of all rows; its ``magnitude`` is ``|td_error|``, -1 for rows without a priority
     blank: ClassVar[dict[str, float]]  # the table's tensors in checkpoints, and their values without a priority
@@ -47,7 +50,7 @@ class Law(ABC):
     def weigh_beside_(self, flat: Tensor, drawn: Tensor, weight: Tensor) -> None:
         """Overwrite ``weight[:len(flat)]`` with the importance weights of the rows ``flat``.
 
-        Before the call, ``weight[0]`` is the weight of the row ``drawn``; rows of probability 0 get the same weight.
+        Before the call, ``weight[0]`` is the weight of the row ``drawn``; a row of probability 0 gets this weight, too.
         """
         probability = self.probability(torch.cat((flat, drawn)))
         ratio = (probability[:-1] / probability[-1]).clamp(min=LEAST_RATIO)
@@ -63,23 +66,26 @@ class Law(ABC):
         """Set the magnitude, ``|td_error|``, of the rows ``start`` to ``start + count - 1``."""
 
     @abstractmethod
-    def weigh(self, anew: bool = False) -> None:
-        """Recompute all weights if alpha has changed or ``anew`` is True. The caller holds the buffer's lock."""
+    def weigh(self, anew: bool = False) -> None:  # the caller holds the buffer's lock
+        """Recompute all weights if alpha has changed or ``anew`` is True."""
 
     @abstractmethod
-    def restore_(self, tensors: dict[str, Tensor]) -> None:
-        """Copy the saved tensors that ``blank`` names into the table; saved weights must be for the current alpha."""
+    def restore_(self, tensors: dict[str, Tensor]) -> None:  # saved weights must be for the current alpha
+        """Copy saved tensors into the table; :attr:`blank` names them."""
 
     @abstractmethod
     def prepare_graph(self, rows: int) -> tuple[Tensor | None, Any]:
-        """Copy settings to the device; return largest magnitude (None on the CPU) and settings graphs cannot change."""
+        """Copy settings to device memory, where CUDA graphs read them.
+
+        Returns the largest magnitude (None on the CPU), and the settings that are constants of a graph.
+        """
 
 
 class Priorities:
-    """The priorities of the rows of one storage; ``capacity`` grows to the storage's ``max_size``.
+    """The priorities of the rows of one storage.
 
-    ``device`` must be the rows' device or None. A row's *magnitude* is its ``|td_error|``. If ``within_buffer`` is
-    True, new rows get the largest magnitude now stored instead of the largest ever seen.
+    A row's *magnitude* is its ``|td_error|``. New rows get the largest magnitude seen so far or, if ``within_buffer``
+    is True, the largest magnitude now stored.
     """
 
     def __init__(self, law: Law, capacity: int, device: Any, within_buffer: bool) -> None:
@@ -116,8 +122,7 @@ class Priorities:
             return torch.where(largest < 0, self.law.first, largest)
         return self.law.first if largest < 0 else largest
 
-    def _find_largest(self) -> None:
-        """Set ``largest`` to the largest magnitude now stored. O(N), or O(1) on the CPU if ``largest`` is unchanged."""
+    def _find_largest(self) -> None:  # O(N), or O(1) on the CPU if ``largest`` is still stored
         magnitude = self.law.table.magnitude
         if backend_of(magnitude) != "numba":
             self._largest_on_device = magnitude.max()
@@ -134,9 +139,10 @@ class Priorities:
         return flat
 
     def assign(self, index: Any, priority: Any, rows: int | None, storage: Storage | None, *, counts: bool) -> None:
-        """Set the priorities of the rows ``index``, whose numbers must be below ``rows`` (None: the capacity).
+        """Set the priorities of the rows ``index`` from TD errors.
 
-        If ``counts`` is True, large TD errors also increase ``largest``, the magnitude that new rows get.
+        Row numbers must be below ``rows`` (None: the capacity). If ``counts`` is True, TD errors can increase
+        ``largest``.
         """
         if storage is not None:
             self.follow(storage)
@@ -157,19 +163,19 @@ class Priorities:
         self.assign(index, entry, None, storage, counts=False)
 
     def enter_range(self, start: int, count: int, storage: Storage) -> None:
-        """Set the magnitude of ``count`` flat rows from ``start`` on to ``entry``, the magnitude of new rows."""
+        """Set the magnitude of ``count`` flat rows from ``start`` on to that of new rows."""
         self.follow(storage)
         self.law.weigh()
         self.law.fill_(start, count, self.entry)
 
     def admit(self, storage: Storage) -> None:
-        """Set the magnitude of stored rows without a priority to ``entry``, the magnitude of new rows."""
+        """Give stored rows without a priority the magnitude of new rows."""
         absent = (self.law.table.magnitude[: len(storage)] < 0).nonzero().squeeze(1)
         if len(absent):
             self.enter(absent, storage)
 
     def repair(self, storage: Storage) -> None:
-        """Make the priorities consistent after a process died during an update. O(N)."""
+        """Make the priorities consistent after a process died during an update."""
         self.law.weigh(anew=True)
         self.admit(storage)
 
@@ -222,7 +228,6 @@ class Priorities:
         self.law.restore_({name: tensor.to(self.device) for name, tensor in tensors.items()})
 
     def share_memory_(self) -> None:
-        """Move the priorities to shared memory, which processes started later can use."""
         if not self._is_shared:
             self._is_shared = True
             self.law.table.share_memory_()

@@ -185,7 +185,6 @@ class ProportionalSampler(Prioritized):
         self.priorities.within_buffer = bool(within_buffer)
 
     def _from_torchrl(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Convert a state of TorchRL's sampler. If alpha is 0, every row gets the largest ``|td_error|`` seen."""
         tree, alpha, eps = state["_sum_tree"], float(state["_alpha"]), float(state["_eps"])
         capacity = max(len(tree), self.priorities.capacity)
         weight = torch.as_tensor(tree[torch.arange(len(tree), device="cpu")], dtype=torch.float64, device="cpu")

@@ -20,7 +20,7 @@ _NO_ROWS = "no row has a priority: extend the buffer with this sampler in place,
 
 
 class LawOfRanks(Law):
-    """Gives each row the weight ``rank ** -alpha``; ``ranks`` is the distribution of ranks for the current alpha."""
+    """Gives each row the weight ``rank ** -alpha``."""
 
     table: rank_order.RankOrder
     blank: ClassVar = {"magnitude": -1.0}

@@ -115,7 +115,7 @@ class SequenceSampler(SamplerWrapper):
     window = property(lambda self: self.burn_in + self.length, doc="The number of rows in a window.")
 
     def draw_batch(self, storage: Storage, batch_size: int) -> Drawn:
-        """Draw and revise a batch of windows."""
+        """Draw anchors, and return their windows as a batch."""
         return self._expanded(storage, *self._anchors(storage, self.windows_of(batch_size)))
 
     def batch_of(self, storage: Storage, flat: Tensor, info: dict[Any, Any]) -> Drawn:
@@ -139,7 +139,7 @@ class SequenceSampler(SamplerWrapper):
         return flat, info, batch
 
     def windows_of(self, batch_size: int) -> int:
-        """Return the number of windows in a batch; ValueError if the batch size is not a multiple of the length."""
+        """Return the number of windows in a batch; ValueError if the batch size is not a multiple of ``window``."""
         if batch_size % self.window:
             window = f"burn_in + length = {self.burn_in} + {self.length} = {self.window}"
             remedy = f"for 32 sequences use {32 * self.window}"

@@ -53,7 +53,7 @@ def refuse_init(shared_init: bool, cleanup_memmap: bool, compilable: bool, share
 
 
 def reserve(storage: Any, schema: TensorDictBase) -> None:
-    """Allocate the rows before the first write, for transitions that hold at least the keys of ``schema``.
+    """Allocate the rows before the first write, for transitions with the keys of ``schema``.
 
     If the first write has more keys, such as a policy's outputs, the rows are allocated again.
 
@@ -127,7 +127,7 @@ def rows_in(storage: Any, block: torch.Tensor, layout: RowLayout, shape: torch.S
 
 
 def find_rows(storage: Any, layout: RowLayout, shape: torch.Size, dedup: DedupLayout | None) -> Rows:
-    """Map rows that another process may have allocated, in the file of ``scratch_dir`` or in shared memory."""
+    """Map the rows that lie in the file of ``scratch_dir`` or in shared memory."""
     nbytes = prod(shape) * layout.row_bytes if dedup is None else Sections.of(dedup, prod(shape)).total
     in_file = storage.scratch_dir is not None
     memory = map_bytes(storage.scratch_dir, nbytes) if in_file else storage.shared_rows.file.map(nbytes)
@@ -162,8 +162,8 @@ def allocate_bytes(
 ) -> torch.Tensor:
     """Return ``[nbytes]`` uint8 on a device, in a file, in shared memory, or in page-locked RAM.
 
-    The bytes are zero with ``sparse=(likely, at_once)``, which RAM and files support, else uninitialised. ``likely`` is
-    the number of bytes that will probably be used. Only the first ``at_once`` bytes of a file are reserved.
+    With ``sparse=(likely, at_once)``, the bytes are zero, and ``likely`` of them will probably be used. Of a file, only
+    the first ``at_once`` bytes are reserved on the disk. Without ``sparse``, the bytes may be uninitialised.
     """
     place = torch.device("cpu") if offload else device
     lazily = scratch_dir is None and not shared and not offload
@@ -196,14 +196,14 @@ def _zeros_not_reserved(nbytes: int) -> torch.Tensor:
 
 
 class FileRoom:
-    """Reserves disk space before sections of a mapped file are written, because a full disk would crash the process."""
+    """Reserves disk space for a mapped file, because a write to the file crashes the process if the disk is full."""
 
     def __init__(self, scratch_dir: Path, nbytes: int) -> None:
         self._file, self._nbytes = scratch_dir / ROWS_FILE, nbytes
         self._filled: dict[int, int] = {}  # start of a section -> bytes reserved in it
 
     def __call__(self, section: int, nbytes: int) -> None:
-        """Reserve the first ``nbytes`` of the section at offset ``section``; raise an OSError if the disk is full."""
+        """Reserve ``nbytes`` bytes of the file from offset ``section`` on; raise an OSError if the disk is full."""
         filled = self._filled.get(section, 0)
         if nbytes <= filled or not hasattr(os, "posix_fallocate"):
             return

@@ -135,7 +135,7 @@ def frames_group(leaves: Mapping[Key, Leaf], key: Key, count: int, dim: int) -> 
 
 
 def _repeats(data: TensorDictBase, leaf: Leaf) -> bool:
-    """Whether the next observation equals the following row's observation in at least half of the first rows."""
+    """Whether, in at least half of the first rows, the next observation equals the following row's observation."""
     count = min(len(data) - 1, _LOOK)
     following, now = leaf_of(data, ("next", *leaf.key))[:count], leaf_of(data, leaf.key)[1 : count + 1]
     same = (now == following) | ((now != now) & (following != following))
@@ -172,7 +172,7 @@ class DedupLayout:
 
     @cached_property
     def runs(self) -> np.ndarray:
-        """Byte ranges to copy from a stored row, ``[R, 3]``: offset in the row, index of the leaf, number of bytes."""
+        """The leaves to copy from a stored row, ``[R, 3]``: offset in the row, index of the leaf, number of bytes."""
         leaves = [leaf for leaf in self.stored.leaves if leaf.key != (ENTRY_IDS,) and leaf.nbytes]
         runs = [[self.stored.offsets[leaf.key], self.layout.places[leaf.key], leaf.nbytes] for leaf in leaves]
         return np.array(runs, np.int64).reshape(-1, 3)

@@ -1,8 +1,8 @@
 """Converts row indices to flat indices, and entries of a batch (such as TD errors) to one value per row.
 
-A *flat row* is the flat index of a row: ``t`` for ``ndim=1``, ``t * E + e`` for ``ndim=2`` (step t, lane e). The first
-dims of a batch, the *row dims*, index rows. If a row is itself a batch, such as a trajectory, its dims (*inner dims*)
-follow.
+The flat index of a row is ``t`` for ``ndim=1``, and ``t * E + e`` for ``ndim=2`` (step ``t``, lane ``e`` of ``E``). The
+first dims of a batch, the *row dims*, index rows. If a stored row is itself a batch, such as a trajectory, the row's
+own dims (*inner dims*) follow.
 """
 
 from __future__ import annotations
@@ -67,11 +67,9 @@ def coordinates(flat: torch.Tensor, storage: Storage) -> Index:
 
 
 def moved(value: Any, device: torch.device) -> torch.Tensor:
-    """Return a value as a tensor on a device; a copy of pageable memory does not wait for the GPU.
-
-    The driver reads pageable memory before the call returns (CUDA Runtime API, "API synchronization behavior"), but
-    page-locked memory later, when its owner may have changed it. A copy of page-locked memory therefore waits.
-    """
+    """Return a value as a tensor on a device."""
+    # The driver reads pageable memory before the call returns (CUDA Runtime API, "API synchronization behavior"), but
+    # page-locked memory later, when its owner may have changed it. Only a copy of page-locked memory therefore waits.
     value = value if isinstance(value, torch.Tensor) else torch.as_tensor(value, device="cpu")
     if value.device == device:
         return value
@@ -112,13 +110,13 @@ def flat_rows(index: Any, storage: Storage | None, device: torch.device) -> torc
 
 
 def inner_dims(storage: Storage, dims: int) -> int:
-    """Return how many of ``dims`` batch dims lie within a row of ``storage`` (such as a trajectory's time dim)."""
+    """Return how many of a batch's ``dims`` batch dims lie within a row, such as the time dim of a trajectory."""
     rows = stored_rows(storage) if dims > 1 else None
     return 0 if rows is None else rows.ndim - storage.ndim
 
 
 def merge_(batch: TensorDict, info: dict[Any, Any]) -> None:
-    """Add the sampler's ``info`` to a new batch, whose first batch dim indexes rows."""
+    """Add the entries of ``info``, which a sampler has returned, to a batch whose first dim indexes rows."""
     plain = batch.ndim == 1
     for key, value in info.items():
         plain = plain and type(key) is str and type(value) is torch.Tensor
@@ -141,7 +139,7 @@ def put_back_(batch: TensorDictBase, known: dict[Any, torch.Tensor]) -> None:
 def by_row(
     td_error: torch.Tensor, index: torch.Tensor, dims: int, storage: Storage, reduction: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return one TD error per row, ``[B]``, and the index of the rows, ``[B]`` or ``[B, ndim]``."""
+    """Return one TD error per row of a batch with ``dims`` batch dims, and the index of these rows."""
     inner = inner_dims(storage, dims)
     index = first_of_row(index, dims, inner)
     if index.ndim != 1 + (storage.ndim > 1):
@@ -150,7 +148,7 @@ def by_row(
 
 
 def first_of_row(entry: torch.Tensor, dims: int, inner: int) -> torch.Tensor:
-    """Return an entry's first value in each row; the last ``inner`` of its ``dims`` batch dims lie within a row."""
+    """Return an entry's first value in each row. Of its ``dims`` batch dims, the last ``inner`` lie within a row."""
     if dims == 1:
         return entry
     if dims == 0:

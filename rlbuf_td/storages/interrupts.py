@@ -9,7 +9,7 @@ from typing import Any
 
 
 class _HeldBack(ContextDecorator):
-    """Delays Ctrl-C in a block or function; not needed for a single kernel call, which Python cannot interrupt."""
+    # Not needed for a single kernel call, which Python cannot interrupt.
 
     def __init__(self) -> None:
         self._depth = 0

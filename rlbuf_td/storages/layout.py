@@ -1,7 +1,7 @@
 """The layout of a transition as one row of bytes.
 
-Leaves are ordered by item size, largest first, which aligns each leaf. Leaves of one dtype are neighbours, so that one
-``view`` and one ``split`` per dtype turn a block of rows into a TensorDict.
+A leaf is one tensor of a transition. Leaves are ordered by item size, largest first, which aligns each leaf. Leaves of
+one dtype are neighbours, so that one ``view`` and one ``split`` per dtype turn a block of rows into a TensorDict.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ _NO_VALUE: Any = object()
 
 @dataclass(frozen=True)
 class _Group:
-    """Neighbouring leaves of one dtype: the sizes into which a row is split, and which pieces are leaves."""
+    """Neighbouring leaves of one dtype, and how a row is split into them."""
 
     dtype: torch.dtype
-    sizes: tuple[int, ...]
+    sizes: tuple[int, ...]  # of all pieces of a row, in elements
     parts: tuple[tuple[int, int, torch.Size | None], ...]  # (piece index, leaf index, leaf shape or None if 1-D)
 
 
 @dataclass(frozen=True)
 class _Node:
-    """One nesting level of a TensorDict: key, leaves as (name, leaf index), nested levels, and own batch dims."""
+    """One nesting level of a TensorDict."""
 
     path: tuple[str, ...]
-    leaves: tuple[tuple[str, int], ...]
+    leaves: tuple[tuple[str, int], ...]  # (name, leaf index)
     nodes: tuple[tuple[str, _Node], ...]
     batch_size: torch.Size
 
 
 class RowLayout:
-    """The byte range of every leaf in a row; ``data`` is an example whose first ``lead_dims`` batch dims index rows."""
+    """The byte range of every leaf in a row. The first ``lead_dims`` dims of ``data``, an example, index rows."""
 
     def __init__(self, data: TensorDictBase, lead_dims: int) -> None:
         refuse_ragged(data)
@@ -108,13 +108,13 @@ class RowLayout:
         return self._blank[1].allocate()
 
     def unpack(self, rows: torch.Tensor) -> TensorDict:
-        """Return a TensorDict of batch size ``[*lead, ...]`` whose leaves are views of ``rows``."""
+        """Return a TensorDict whose leaves are views of ``rows``, ``[*lead, row_bytes]``."""
         return _build(self.root, self.columns(rows), rows.shape[:-1], rows.device, {})
 
     def wrap(
         self, columns: Sequence[torch.Tensor], lead: torch.Size, device: torch.device, more: Mapping[str, torch.Tensor]
     ) -> TensorDict:
-        """Return a TensorDict of ``columns``, ``[*lead, ...]`` each, and ``more``, which wins if keys are equal."""
+        """Return a TensorDict of ``columns``, ``[*lead, ...]`` each, and of ``more``, which overrides equal keys."""
         return _build(self.root, columns, lead, device, more)
 
     def find(self, data: TensorDictBase) -> tuple[list[Any], bool]:
@@ -162,7 +162,7 @@ class RowLayout:
 
 
 def _place(leaf: Leaf) -> tuple[int, str, bool, bool, tuple[str, ...]]:
-    """Return a leaf's sort key: per dtype, ``"next"`` leaves come last, reward first (n-step samplers read both)."""
+    # Among leaves of one dtype, those under "next" come last, with the reward first: n-step samplers read all of them.
     key = leaf.key
     return -leaf.dtype.itemsize, str(leaf.dtype), key[0] == "next", key[-1] != "reward", key
 

@@ -30,7 +30,7 @@ class PackedStorage(LazyTensorStorage):
     """A TensorDict storage that keeps each transition as one row of bytes.
 
     The first write fixes the schema (keys, dtypes, shapes, nesting) and allocates the rows. Sampling copies rows. As
-    in TorchRL, ``storage[i]`` and ``storage[i:j]`` are views.
+    in TorchRL, ``storage[i]`` and ``storage[i:j]`` are views, except of deduplicated keys.
 
     Args:
         max_size: capacity in transitions. With ``ndim > 1``, the capacity is rounded up to whole time steps.
@@ -39,8 +39,8 @@ class PackedStorage(LazyTensorStorage):
         scratch_dir: folder for a memory-mapped file of the rows (CPU only).
         shared: put the rows into shared memory (CPU only), see :meth:`ReplayBuffer.share`.
         offload: keep the rows in page-locked RAM, which the CUDA ``device`` reads and writes over the bus, so that the
-            buffer may exceed the device's memory. The RAM is committed at the first write. This option needs Linux, and
-            excludes ``share_next`` and ``frames``.
+            buffer may exceed the device's memory. The first write allocates all of the RAM. This option needs Linux,
+            and excludes ``scratch_dir``, ``shared``, ``share_next`` and ``frames``.
         share_next: store an observation once if the next observation of a row and the observation of the following row
             in the same lane have equal bytes. ``True`` deduplicates all keys at the root that also exist under
             ``"next"``; a list names the keys. ``"auto"`` deduplicates the keys that repeat in at least half of the
@@ -66,8 +66,8 @@ class PackedStorage(LazyTensorStorage):
     Raises:
         ValueError: an argument is out of range, or two arguments exclude each other.
         SchemaError: (on writing) the data does not match the rows; nothing is written.
-        MemoryError: (on the first write) the rows exceed the total memory (with ``shared`` or ``offload``, the
-            free memory), or RAM cannot be locked.
+        MemoryError: (on the first write) the rows exceed the total RAM, or the free memory with ``shared``,
+            ``offload`` or a CUDA device; or the system refuses to lock the RAM of ``offload``.
         OSError: (on the first write) the disk of ``scratch_dir`` has too little room.
 
     Warns:
@@ -77,7 +77,7 @@ class PackedStorage(LazyTensorStorage):
     kernel, or several with deduplicated keys.
     ``python tests/benchmarks/memory.py`` measures the savings and the cost of deduplicated observations.
 
-    Unlike ``LazyTensorStorage``, this class accepts only TensorDicts of tensors; a missing or unknown key is an error.
+    Unlike ``LazyTensorStorage``, this class accepts only TensorDicts of tensors, and refuses missing and unknown keys.
 
     Example:
         >>> from tensordict import TensorDict
@@ -222,7 +222,7 @@ class PackedStorage(LazyTensorStorage):
                 return a copy.
 
         Raises:
-            RuntimeError: nothing has been written yet.
+            RuntimeError: no rows have been allocated yet.
             IndexError: an index is outside the written rows. (On CUDA, index tensors and lists are not checked.)
             KeyError: the key is not stored.
         """
@@ -264,7 +264,7 @@ class PackedStorage(LazyTensorStorage):
 
         Args:
             cursor: time steps: an ``int``, ``slice``, ``range``, list, or integer tensor or array. A boolean mask or a
-                tuple of one index per dim replaces written transitions. For a repeated index, the last row is kept.
+                tuple of one index per dim replaces written transitions. If an index is repeated, its last row is kept.
             data: ``[n, *lanes]`` for ``n`` time steps, ``[*lanes]`` for an ``int``; for a mask or tuple, one transition
                 per selected row. A list of TensorDicts is stacked.
             set_cursor: whether new time steps count as written; if so, they must follow the written steps without gaps.
@@ -341,7 +341,7 @@ class PackedStorage(LazyTensorStorage):
     share_memory_ = share
 
     def _make_init_directory(self) -> None:
-        """Do nothing: with this method, TorchRL's collectors let one worker write first; shared rows do not need it."""
+        """Do nothing. TorchRL's collectors require this method before they let workers initialize the storage."""
 
     state_dict = state.state_dict
 

@@ -33,12 +33,12 @@ def refuse_offload(device: torch.device | str, *, scratch_dir: Any, shared: bool
 
 
 def page_locked(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Return ``[nbytes]`` uint8 zeros in page-locked RAM, as a CUDA tensor, which CUDA graphs can use too.
+    """Return ``[nbytes]`` uint8 zeros in page-locked RAM, as a CUDA tensor.
 
-    The pages are committed and locked at once. The pages are freed with the last tensor that uses them.
+    All pages are allocated and locked now, and are freed when no tensor uses them any more.
 
-    Source: CUDA C++ Programming Guide, unified virtual addressing. On 64-bit Linux, registered memory has the same
-    address on the device. PyTorch-Direct (Min and others, 2021) feeds graph neural networks from RAM this way.
+    Source: CUDA C++ Programming Guide, unified virtual addressing: on 64-bit Linux, page-locked RAM has the same
+    address on the device. PyTorch-Direct (Min et al., 2021) feeds graph neural networks from RAM in this way.
     """
     runtime = torch.cuda.cudart()  # first: without a GPU this raises before memory is allocated
     _unlock_waiting()

@@ -118,7 +118,7 @@ def refuse(data: TensorDictBase, leaves: Sequence[Leaf], lead: torch.Size) -> No
 
 
 def refuse_unfit(data: TensorDictBase, leaves: Sequence[Leaf], lead: torch.Size, *, more: bool) -> None:
-    """Raise a SchemaError if data, ``[*lead, ...]``, does not fit the rows; ``more`` allows unknown keys."""
+    """Raise a SchemaError if ``data``, ``[*lead, ...]``, does not fit the rows; ``more`` allows unknown keys."""
     known = {leaf.key: leaf for leaf in leaves}
     given = dict(walk(data))
     for key, value in given.items():

@@ -150,7 +150,7 @@ def examine(storage: Any, state: dict[str, Any]) -> tuple[RowLayout, torch.Size,
 
 
 def dedup_for(storage: Any, layout: RowLayout, saved: DedupLayout | None) -> DedupLayout | None:
-    """Return the deduplicated layout of new rows: ``saved`` if the options allow it, else what the options choose."""
+    """Return the layout of deduplicated rows: ``saved`` if the storage deduplicates, else what its options choose."""
     return (saved if storage.dedup_options else None) or DedupLayout.chosen_for(layout, storage.dedup_options)
 
 

@@ -1,4 +1,4 @@
-"""The only module that uses TensorDict's private attributes; the fallback, the public API, is 10 times as slow."""
+"""The only module that uses TensorDict's private attributes, which are 10 times as fast as the public API."""
 
 from __future__ import annotations
 

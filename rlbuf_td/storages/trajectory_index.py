@@ -49,7 +49,7 @@ class TrajectoryIndex:
         RuntimeError: (on a look-up) the storage is empty.
 
     Cost: look-ups and writes are O(1) per row; the index takes 0.3 bytes per row. On CUDA, the index takes 2 bytes per
-    row, a look-up reads the row's trajectory, and without Triton the first look-up after a write reads all rows.
+    row, and a look-up reads the whole trajectory. Without Triton, the first look-up after a write reads all rows.
 
     TorchRL has no such index.
 
@@ -96,7 +96,7 @@ class TrajectoryIndex:
         return index
 
     def reach(self, index: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return :meth:`steps_back`, :meth:`steps_ahead` and whether the trajectory has ended (bool), ``[B]`` each."""
+        """Return :meth:`steps_back`, :meth:`steps_ahead` and :meth:`ended` of the rows, ``[B]`` each."""
         return self.boundaries().reach(flat_rows(index, self.storage, device_of(self.storage)))
 
     def steps_back(self, index: Any) -> torch.Tensor:
@@ -166,7 +166,7 @@ class TrajectoryIndex:
                 self._take_in(boundaries, int(run[0]), len(run))
 
     def numbers(self) -> tuple[BitBoundaries, np.ndarray, Any] | None:
-        """Return boundaries, addresses and recorded revision for kernels; None if kernels cannot update this index."""
+        """Return the data with which compiled loops update this index, or None if they cannot update it."""
         boundaries = self._boundaries
         if not isinstance(boundaries, BitBoundaries) or self._flags or self._columns is not columns_of(self.storage):
             return None
@@ -292,11 +292,11 @@ class TrajectoryIndex:
                 self._seen.share_memory_()
 
     def repair(self) -> None:
-        """Rebuild the index at the next look-up, because a process has died during a write."""
+        """Make the next look-up read all rows again, for example after a process has died during a write."""
         self._seen[0] = _NEVER
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return a copy of the boundaries, because the rows do not show which writes were out of order."""
+        """Return a copy of the boundaries. The rows alone would not show which writes were out of order."""
         if self._boundaries is None or not len(self.storage):
             return {}
         state = {name: tensor.clone() for name, tensor in self.boundaries().tensors().items()}

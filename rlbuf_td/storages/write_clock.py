@@ -1,4 +1,4 @@
-"""Detects stale priorities: compares when a row was sampled and when the row was last written."""
+"""Detects stale priorities, those of rows that were rewritten after they were sampled."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NOW, LAST, BY_ROW = range(3)
 def skip_stale(index: Any, stamp: torch.Tensor, dims: int, storage: Any) -> tuple[torch.Tensor, int | torch.Tensor]:
     """Return the rows of a batch, with -1 for each row rewritten since sampling, and the number of rewritten rows.
 
-    ``index`` is ``[B]`` or ``[B, ndim]``, ``stamp`` the entry ``"sampled_at"``, ``dims`` the number of batch dims.
+    ``index`` is ``[B]`` or ``[B, ndim]``. ``stamp`` is the entry ``"sampled_at"`` of a batch with ``dims`` batch dims.
     """
     clock, device = storage.clock, storage.device
     if clock.stands_at(stamp):
@@ -46,9 +46,9 @@ def skip_stale(index: Any, stamp: torch.Tensor, dims: int, storage: Any) -> tupl
 class WriteClock:
     """Counts the time steps written to a storage, and finds rows that were rewritten since they were sampled.
 
-    While a ring is written in order, the count alone gives the age of each row. From the first write out of order on,
-    the clock stores the write time of each row (8 bytes per row). The count has 64 bits and is never reset; differences
-    of counts stay correct after an overflow.
+    While a ring is written in order, the age of a row follows from its position. From the first write out of order on,
+    the clock stores the write time of each row (8 bytes per row). The count has 64 bits; differences of counts
+    stay correct after an overflow.
     """
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class WriteClock:
         return stamps
 
     def stands_at(self, stamps: torch.Tensor) -> bool:
-        """Whether ``stamps`` are the newest stamps and no write has followed them."""
+        """Whether ``stamps`` are those of the newest batch, and nothing has been written since."""
         newest, then = self._newest
         return stamps is newest and self.now == then
 
@@ -91,7 +91,7 @@ class WriteClock:
         numbers[LAST] = (start + count - 1) % steps
 
     def note(self, cells: torch.Tensor, count: int, shape: torch.Size) -> None:
-        """Record a write of the flat rows ``cells`` in any order, and advance the count by ``count``."""
+        """Record a write of the rows at flat indices ``cells``, and add ``count`` to the count of time steps."""
         written = self._by_row(shape, cells.device)
         self.numbers[NOW] += count
         written[cells] = self.numbers[NOW]
@@ -103,7 +103,7 @@ class WriteClock:
         self.numbers[BY_ROW] = 0
 
     def keep_in(self, written: torch.Tensor) -> None:
-        """Keep the write times in ``written``, shared memory ``[N]`` int64."""
+        """Move the write times of the rows to ``written``, shared memory, ``[N]`` int64."""
         if self._written is not None:
             written.copy_(self._written)
         self._written = written
@@ -124,7 +124,7 @@ class WriteClock:
     def skip_rewritten(
         self, flat: torch.Tensor, stamp: torch.Tensor, shape: torch.Size
     ) -> tuple[torch.Tensor, int | torch.Tensor]:
-        """Return ``flat``, with -1 for each row rewritten since its ``stamp``, and the number of rewritten rows."""
+        """Return ``flat`` with -1 for each row that was rewritten after its ``stamp``, and the number of these rows."""
         now, last, by_row = self.numbers
         if by_row and self._written is not None:
             return row_kernels.skip_newer(flat, stamp, now, self._written)
@@ -151,7 +151,7 @@ class WriteClock:
 
 
 class Tally:
-    """A count that processes can share. Tensors are added on their device without waiting; only :meth:`total` waits."""
+    """A count that processes can share."""
 
     def __init__(self) -> None:
         self._numbers = SharedNumbers("q", [0])
@@ -168,5 +168,5 @@ class Tally:
         self._numbers.share_memory_()
 
     def total(self) -> int:
-        """Return the count, after waiting for the device."""
+        """Return the count; this call waits for the device, while :meth:`add` does not."""
         return self._numbers[0] + (0 if self._on_device is None else int(self._on_device))

@@ -32,7 +32,7 @@ def is_mask(index: Any) -> bool:
 
 
 def is_index(index: Any) -> bool:
-    """Whether ``index`` is a tensor of indices; a 0-dim tensor counts as an ``int``, a uint8 tensor as a mask."""
+    """Whether ``index`` is an integer tensor with at least one dim; uint8 tensors are masks."""
     return isinstance(index, torch.Tensor) and index.ndim > 0 and index.dtype in _INDEX_DTYPES
 
 
@@ -44,7 +44,7 @@ def as_index(index: Any) -> torch.Tensor:
 
 
 def _as_steps(cursor: Any, total: int, live: int, append: bool) -> np.ndarray:
-    """Convert a cursor to int64 steps below ``total``; if ``append``, refuse gaps after the ``live`` written steps."""
+    """Convert a cursor to int64 steps below ``total``. If ``append``, refuse gaps after the ``live`` written steps."""
     if isinstance(cursor, slice):
         cursor = range(*cursor.indices(total if append else live))
     if isinstance(cursor, torch.Tensor):
@@ -79,7 +79,7 @@ def as_tensordict(data: Any) -> TensorDictBase:
 
 
 def begin(storage: Any, start: int = 0, count: int = 0, *, cells: torch.Tensor | None = None) -> None:
-    """Record a write in the journal: flat rows ``cells``, or ``count`` steps from ``start`` on (0: all steps)."""
+    """Prepare a write to the rows at flat indices ``cells``, or to ``count`` steps from ``start`` on (0: all steps)."""
     rows, lanes = storage.rows, prod(storage.rows.lanes)
     if storage.shared_rows is None:
         if rows.is_mapped and storage.process != os.getpid():
@@ -160,7 +160,7 @@ def replace(storage: Any, cursor: Any, data: TensorDictBase) -> None:
 
 
 def edit(storage: Any, change: Callable[[TensorDictBase], Any], region: Any = None) -> None:
-    """Call ``change`` with a TensorDict of rows, which ``change`` edits in place.
+    """Edit rows: ``change`` receives a TensorDict of rows and modifies it in place.
 
     ``region`` selects the rows like an index of a tensor ``[T, *lanes]``; ``None`` selects all written rows.
 
@@ -185,7 +185,8 @@ def edit(storage: Any, change: Callable[[TensorDictBase], Any], region: Any = No
 
 
 def edit_entries(storage: Any, cells: torch.Tensor, values: Mapping[tuple[str, ...], torch.Tensor]) -> None:
-    """Set the entries ``values``, ``[B, ...]`` each, of the flat rows ``cells``; the trajectory index is unchanged."""
+    """Set the entries ``values``, ``[B, ...]`` each, of the rows at flat indices ``cells``."""
+    # The revision stays the same, so that a trajectory index does not read all rows again.
     with storage.lock, held_back:
         rows = storage.written_rows()
         numbers = cells.cpu().numpy()

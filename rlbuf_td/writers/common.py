@@ -19,7 +19,7 @@ _GENERATIONS = "_slot_generations"  # attribute of the storage in which TorchRL'
 
 
 class TimeWriter(RoundRobinWriter):
-    """Abstract base of the writers that write time steps in order, and return from the last position to 0."""
+    """Abstract base of the writers that write time steps in order, and continue at position 0 after the last one."""
 
     def __init__(self, *, track_generations: bool = False) -> None:
         self.numbers = SharedNumbers("q", [0, 0])
@@ -100,7 +100,7 @@ class TimeWriter(RoundRobinWriter):
         return index
 
     def _step_index(self, cursor: int) -> torch.Tensor:
-        """Compute the result of TorchRL's ``_replicate_index(cursor)``, ``[lanes, ndim]``, 20 times as fast."""
+        """Return the index of one time step, ``[lanes, ndim]``, like TorchRL's slower ``_replicate_index``."""
         lanes = lanes_of(self._storage)
         if self._first_index is None or self._first_index[0] != lanes:
             first = self._replicate_index(torch.zeros(1, dtype=torch.long, device="cpu"))
@@ -174,7 +174,7 @@ def without_index(data: Any) -> Any:
 
 
 def _is_one(data: Any) -> bool:
-    """Whether ``data`` supports ``len`` and slices; pytrees of tensors, which TorchRL accepts, do not."""
+    """Whether ``data`` supports ``len`` and slices, which pytrees of tensors do not."""
     return is_tensor_collection(data) or isinstance(data, torch.Tensor | list)
 
 

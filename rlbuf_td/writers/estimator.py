@@ -17,7 +17,7 @@ from rlbuf_td.storages.notebooks import ROLLOUTS
 
 
 class Estimates(NamedTuple):
-    """Estimates, each of the values' shape, and the number of rows on which the value network was called."""
+    """Estimates for a rollout, and the number of rows on which the value network was called."""
 
     value: Tensor
     advantage: Tensor
@@ -60,7 +60,7 @@ class RolloutEstimator:
         return Estimates(value, advantage, target, asked + more)
 
     def dtype(self, like: Tensor, *, has_values: bool) -> torch.dtype:
-        """Return the dtype of estimates: that of the network, if the network computes values, else that of ``like``."""
+        """Return the floating dtype of estimates: that of the network if it computes values, else that of ``like``."""
         if not has_values and self.value_network is not None:
             like = next(self.value_network.parameters(), like)
         return like.dtype if like.is_floating_point() else torch.get_default_dtype()
@@ -138,7 +138,7 @@ class RolloutEstimator:
     def _scan(
         self, value: Tensor, next_value: Tensor, reward: Tensor, ends: Tensor, terminated: Tensor, ndim: int
     ) -> tuple[Tensor, Tensor]:
-        """Compute GAE along dim 0. Data that is stored lane by lane in memory is not copied."""
+        """Return advantages and value targets; time is dim 0."""
         by_lane = ndim == 2 and not value.is_contiguous() and value.transpose(0, 1).is_contiguous()
         inputs = value, next_value, reward, ends, terminated
         tensors = ((x.transpose(0, 1) if by_lane else x).contiguous() for x in inputs)

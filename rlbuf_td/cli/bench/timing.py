@@ -17,7 +17,7 @@ CALLS = 16  # per block, each after a learner's step
 
 @dataclass(frozen=True)
 class Timing:
-    """Microseconds per call: a list per library, with a number per block of calls. Blocks of libraries alternate."""
+    """Microseconds per call: for each library, one number per block of calls. Blocks of libraries alternate."""
 
     operation: str
     rows: int

@@ -1,4 +1,4 @@
-"""Stored rows as the doctor reads them: columns in time order, and the ends of trajectories."""
+"""Stored rows as the doctor reads them: one column per key, and the ends of trajectories."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NAMED = 5  # a finding names at most this many rows
 
 
 class SharedColumn:
-    """A deduplicated column ``[T, E, ...]``. Indexing reads only the indexed rows."""
+    """A deduplicated column ``[T, E, ...]``; indexing reads only the indexed rows."""
 
     def __init__(self, rows: Rows, leaf: Leaf, steps: int) -> None:
         self._rows, self._key = rows, leaf.key
@@ -103,7 +103,7 @@ class Record:
         self.knows_ends = True
 
     def _flags(self, *names: str) -> list[Key]:
-        """Return the keys under "next" whose last part is in ``names``, sorted as in ``names`` and then by depth."""
+        """Return the keys under "next" whose last part is in ``names``, in the order of ``names``."""
         found = [key for key in self.columns if key[0] == "next" and key[-1] in names]
         return sorted(found, key=lambda key: (names.index(key[-1]), len(key)))
 
@@ -116,7 +116,7 @@ class Record:
 
     @property
     def observed(self) -> list[Key]:
-        """Keys of observations: same dtype and shape at the root and under "next", and not in _NOT_OBSERVED."""
+        """Keys with equal dtype and shape at the root and under "next", except rewards, end flags and state values."""
         return [
             key
             for key, column in self.columns.items()
@@ -129,7 +129,7 @@ class Record:
 
     @property
     def main(self) -> list[Key]:
-        """The keys of observations with several numbers per row; if there are none, the keys of all observations."""
+        """The observed keys with several numbers per row; if there are none, all observed keys."""
         return [key for key in self.observed if self.columns[key].shape[2:].numel() > 1] or self.observed
 
     def at(self, key: Key, flat: torch.Tensor) -> torch.Tensor:
@@ -232,7 +232,7 @@ def _open_saved(path: Path) -> Storage:
 
 
 def _storage_of(rows: TensorDictBase, length: int, cursor: int | None = None) -> Storage:
-    """Return a storage of ``rows``, ``[T, *lanes]``, of which ``length`` are written; ``cursor`` is written next."""
+    """Return a storage of ``rows``, of which ``length`` are written; ``cursor`` is the next write position."""
     storage = TensorStorage(rows, ndim=max(1, rows.ndim))
     torchrl_parts.set_length(storage, length)  # TorchRL counts time steps until the storage is first used
     if cursor is not None:

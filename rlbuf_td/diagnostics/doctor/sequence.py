@@ -180,7 +180,7 @@ def _ids_show_ends(record: Record, flow: Flow) -> bool:
 
 
 def _is_no_chance(record: Record, flow: Flow) -> bool:
-    """Whether ``flow.unbroken`` is not due to chance: it has half of all ends, or observations rarely repeat."""
+    """Whether ``flow.unbroken`` is not due to chance: half of the ends have it, or observations rarely repeat."""
     if 2 * int(flow.unbroken.sum()) >= int(flow.ends.sum()):
         return True
     values = hashes(record, record.main)
@@ -201,7 +201,7 @@ def _unbroken(record: Record, flow: Flow, one_step: torch.Tensor) -> Finding:
 
 
 def _jumps(record: Record, where: torch.Tensor, inside: torch.Tensor) -> tuple[float, float]:
-    """Return the median distance from observation to next observation, for the rows ``where`` and for the next rows.
+    """Return median distances from observation to next observation: of the rows ``where``, and of the rows after them.
 
     The unit is the mean distance within trajectories. A median that is not unusually large is replaced by 0.
     """

@@ -113,7 +113,7 @@ def _stale(record: Record, source: Any, sampler: Prioritized, drawn: torch.Tenso
 
 
 def bounds_of(source: Any) -> dict[Key, Interval]:
-    """Return the lowest and highest values of each bounded key; ``source`` is the argument ``space`` of ``check``."""
+    """Return the lowest and highest values of each bounded key of a space, a spec or an environment."""
     for name in ("observation_spec_unbatched", "single_observation_space", "observation_space"):
         if hasattr(type(source), name) or name in getattr(source, "__dict__", {}):
             source = getattr(source, name)

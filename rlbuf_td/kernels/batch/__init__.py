@@ -1,7 +1,6 @@
-"""Samples or writes a whole batch on the CPU in one compiled call.
+"""Samples or writes a whole batch on the CPU in one compiled call."""
 
-Several Python calls would be slow, because each learner step evicts Python's code from the processor's caches.
-"""
+# Several Python calls would be slow, because each learner step evicts Python's code from the processor's caches.
 
 from __future__ import annotations
 
@@ -23,17 +22,14 @@ _AHEAD, _MOST = 8, 1 << 19  # largest number of batches, and of bytes, per alloc
 
 
 class Gather:
-    """Allocates one contiguous tensor per leaf of a batch, and describes the stored rows to compiled functions.
-
-    The tensors are not views of one tensor, because changing a view in place would break autograd for the other views.
-    Callers allocate ``len(slots)`` batches at a time, which takes a third of the time of separate allocations.
+    """Describes the stored rows to compiled functions, and allocates the tensors of batches.
 
     Args:
-        matrix: the stored rows on the CPU, ``[N, width]``, contiguous.
-        extents: ``[leaves, 2]`` int64: offset and size of each leaf in a row, in bytes; some kernels add columns.
-        entries: dtype and shape per row of all tensors of a batch: the leaves, the index, and the sampler's info.
+        matrix: the stored rows, ``[N, width]``, contiguous, on the CPU.
+        extents: ``[leaves, 2]`` int64: offset and size of each leaf in a row, in bytes. Some kernels need more columns.
+        entries: dtype and shape per row of each tensor of a batch: the leaves, the index, and the sampler's outputs.
         count: rows per batch.
-        record: other fields of the ``BATCH`` record, which describes the rows, by name; fields are 0 by default.
+        record: values of the ``BATCH`` fields that the other arguments do not determine, 0 by default.
     """
 
     __slots__ = ("_kept", "_memory", "_set_targets", "_targets", "address", "addresses", "record", "slots")
@@ -54,23 +50,26 @@ class Gather:
         self._memory = LeafMemory([(dtype, torch.Size([count, *shape])) for dtype, shape in entries])
         nbytes = sum(dtype.itemsize * prod(shape) for dtype, shape in entries) * count
         targets = np.empty((max(1, min(_AHEAD, _MOST // max(1, nbytes))), len(entries)), np.int64)
-        #: For each batch of one allocation: the address of an array with the addresses of the batch's tensors.
+        #: Addresses of arrays; each array is for the addresses of one batch's tensors. One allocation fills all slots.
         self.slots = [targets.ctypes.data + place * targets.strides[0] for place in range(len(targets))]
         self._targets, self._kept = targets.data, extents
         self.record, self.addresses = fields, targets
         self._set_targets = Struct(f"{len(entries)}q").pack_into
 
     def allocate(self, slot: int) -> list[Tensor]:
-        """Return uninitialised tensors for a batch, and store their addresses at ``slot``, an element of ``slots``."""
+        """Return uninitialised tensors for a batch, and write their addresses to the array at address ``slot``."""
+        # Not views of one tensor: changing a view in place would break autograd for the other views.
         tensors = self._memory.allocate()
         self._set_targets(self._targets, slot - self.slots[0], *map(Tensor.data_ptr, tensors))
         return tensors
 
 
 def gather_leaves(matrix: Tensor, index: Tensor, extents: np.ndarray, out: Sequence[Tensor]) -> None:
-    """Copy the rows at ``index`` (int64, any shape) to ``out``, one tensor ``[*index.shape, ...]`` per leaf.
+    """Copy the rows of ``matrix`` with the indices ``index`` to the tensors ``out``, one tensor for each leaf.
 
-    All tensors are contiguous and on the CPU. Raises IndexError before any copy if an index is out of range.
+    ``index`` is int64 of any shape, and each tensor of ``out`` is ``[*index.shape, ...]``. ``extents``, ``[leaves, 2]``
+    int64, holds the offset and the size of each leaf in a row, in bytes. All tensors must be contiguous and on the CPU.
+    If an index is out of range, an IndexError is raised before anything is copied.
     """
     targets = np.fromiter(map(Tensor.data_ptr, out), np.int64, len(out))
     row_bytes, live = matrix.stride(0) * matrix.element_size(), len(matrix)

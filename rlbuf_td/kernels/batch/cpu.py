@@ -1,8 +1,14 @@
 """Compiled functions that sample a batch, update priorities or write rows on the CPU.
 
-Arrays are passed by address, because numba converts an array argument more slowly than an integer. ``address`` points
-to a ``BATCH`` or ``RING`` record. ``targets``, an element of ``Gather.slots``, points to an array with the addresses of
-the output tensors. The caller keeps all memory alive and holds the buffer's lock.
+Most arguments are addresses, because numba converts an array argument more slowly than an integer.
+
+Args:
+    address: address of a ``BATCH`` record; in functions that write rows, of a ``RING`` record.
+    targets: address of an array with the addresses of the output tensors: the leaves, the index, the sampler's outputs.
+    written: number of rows that have been written.
+    now: number of time steps written so far.
+    newest: position of the time step that was written last.
+    stamp: address of the values that ``now`` had when the rows were sampled; 0 if unknown.
 """
 
 import numpy as np
@@ -35,7 +41,7 @@ _LARGE = 1_024  # bytes; the hardware prefetches larger rows equally well
 
 @kernel
 def gather(rows, row_bytes, index, leaves, targets):
-    """Copy each leaf of the rows at ``index``, ``[B]``; ``leaves`` holds the offset and size of each leaf in bytes."""
+    """Copy leaf ``k`` of the rows ``index`` to address ``targets[k]``; ``leaves[k]`` is the leaf's offset and size."""
     count, small = index.shape[0], row_bytes < _LARGE
     for begin in range(-_BLOCK, count, _BLOCK):
         end = min(begin + _BLOCK, count)
@@ -56,7 +62,7 @@ def gather(rows, row_bytes, index, leaves, targets):
 
 @kernel
 def gather_within(rows, row_bytes, live, flat, count, leaves, targets):
-    """Gather the rows whose indices are at address ``flat``; return False if an index is not in ``[0, live)``."""
+    """Gather the rows with the indices at address ``flat``; return False if an index is not in ``[0, live)``."""
     index = carray(pointer(flat), count, np.int64)
     for i in range(count):
         if index[i] < 0 or index[i] >= live:
@@ -78,7 +84,7 @@ def gather_batch(batch, index, targets):
 
 @kernel
 def sample_uniform(address, targets):
-    """Gather rows whose indices were drawn before; queued new rows, if any, replace the first of these rows."""
+    """Gather the rows whose indices the caller has written to ``BATCH.flat``."""
     batch = batch_at(address)
     index, out = carray(pointer(batch.flat), batch.count, np.int64), load(targets + 8 * batch.leaves, np.int64)
     _put_fresh(batch, batch.flat)
@@ -91,7 +97,7 @@ def sample_uniform(address, targets):
 
 @kernel
 def sample_part(address, targets, begin, count, member):
-    """Gather ``count`` rows of one buffer of a mixture, number ``member``, into a batch, from position ``begin`` on."""
+    """Gather ``count`` rows of one member of a mixture, and write them to the batch from position ``begin`` on."""
     batch = batch_at(address)
     leaves = carray(pointer(batch.extents), (batch.leaves, 2), np.int64)
     places = np.empty(batch.leaves, np.int64)
@@ -117,7 +123,7 @@ def sample_recent(address, targets, newest, span, steps, log_decay):
 
 @kernel
 def sample_proportional(address, targets, step, written, beta, mode, now):
-    """Draw rows from a sum tree and gather them; return False if no weight is positive or a drawn row is unwritten."""
+    """Sample rows from a sum tree; return False if all weights are 0 or a drawn row has not been written."""
     batch = batch_at(address)
     index, importance, mass, place = _drawn(batch, targets)
     tree = carray(pointer(batch.table), TREE, np.int64)
@@ -135,7 +141,7 @@ def sample_proportional(address, targets, step, written, beta, mode, now):
 
 @kernel
 def sample_rank(address, targets, law, alpha, shift, step, written, beta, mode, now):
-    """Draw rows by priority rank and gather them; return False if no row has a rank or a drawn row is unwritten."""
+    """Sample rows by priority rank; return False if no row has a priority or a drawn row has not been written."""
     batch = batch_at(address)
     index, importance, mass, _ = _drawn(batch, targets)
     order, head = carray(pointer(batch.table), ORDER, np.int64), carray(pointer(law), HEAD, np.float64)
@@ -148,7 +154,7 @@ def sample_rank(address, targets, law, alpha, shift, step, written, beta, mode, 
 
 @inlined
 def _put_fresh(batch, place):
-    """Replace the first row indices at address ``place`` by those of queued new rows; return how many are replaced."""
+    """Replace the first row indices at address ``place`` by those of newly written rows; return their number."""
     if not batch.queue:
         return 0
     live, newest, now = load(batch.numbers, np.int64), load(batch.numbers + 16, np.int64), load(batch.clock, np.int64)
@@ -157,7 +163,6 @@ def _put_fresh(batch, place):
 
 @inlined
 def _drawn(batch, targets):
-    """Return the arrays of row indices, importance weights and uniform numbers, and the address of the row indices."""
     index, importance = load(targets + 8 * batch.leaves, np.int64), load(targets + 8 * batch.leaves + 8, np.int64)
     place = batch.flat if batch.lanes else index
     return (
@@ -184,19 +189,15 @@ def _gather_drawn(batch, targets, index, now):
 
 @inlined
 def _fresh_rows(batch, index, td_error, stamp, now, newest):
-    """Return the number of stale rows (rewritten since sampling), all row indices (-1 if stale) and the TD errors.
-
-    With lanes, ``index`` holds pairs (time step, lane), and the returned number is -1 if a lane is out of range. If
-    ``stamp``, the address of the sampling times, is 0, no row counts as stale.
-    """
+    """Return the number of rows rewritten since sampling, all row indices (-1 for these rows), and the TD errors."""
     count, lanes, stale = batch.count, batch.lanes, 0
     row, error = carray(pointer(batch.flat), count, np.int64), carray(pointer(td_error), count, np.float32)
     pair = carray(pointer(index), (count, 2), np.int64)
     for i in range(count if lanes else 0):
         if pair[i, 0] >= 0 and (pair[i, 1] < 0 or pair[i, 1] >= lanes):
-            return -1, row, error
+            return -1, row, error  # the lane is out of range
         row[i] = pair[i, 0] * lanes + pair[i, 1] if pair[i, 0] >= 0 else -1
-    if stamp:
+    if stamp:  # otherwise, no row counts as rewritten
         stale = skip_ring(batch.flat, batch.flat if lanes else index, stamp, count, now, newest, batch.steps, lanes)
     elif not lanes:
         copy_bytes(batch.flat, index, 8 * count)
@@ -205,7 +206,7 @@ def _fresh_rows(batch, index, td_error, stamp, now, newest):
 
 @kernel
 def update_proportional(address, index, td_error, stamp, written, now, newest, alpha, eps):
-    """Set priorities, except of rows rewritten since sampling; return ``update``'s result and the number of these."""
+    """Set priorities, except of the rows rewritten since sampling; the number of these rows is the second result."""
     batch = batch_at(address)
     stale, row, error = _fresh_rows(batch, index, td_error, stamp, now, newest)
     if stale < 0:
@@ -224,11 +225,11 @@ def update_rank(address, index, td_error, stamp, written, now, newest):
 
 @kernel
 def write_ring(address, count, lanes_first, index):
-    """Write ``count`` time steps at the cursor of a ring buffer, which the ``RING`` record at ``address`` describes.
+    """Write ``count`` time steps at the cursor of a ring buffer, and return the cursor before the write.
 
-    With ``lanes_first``, the new data is ``[lanes, count, ...]`` instead of ``[count, lanes, ...]``. The index of the
-    new rows is written to address ``index`` (0: not written), int64 ``[count]``, or ``[count * lanes, 2]`` with lanes.
-    Returns the cursor before the write. If ``_is_usual`` returns False, changes nothing and returns -1.
+    The new data is ``[lanes, count, ...]`` if ``lanes_first`` is True, else ``[count, lanes, ...]``. If the address
+    ``index`` is not 0, the index of the new rows (with lanes: pairs of time step and lane) is written there. If this
+    function does not support the write, it changes nothing and returns -1.
     """
     ring = carray(pointer(address), 1, RING)[0]
     cursor, revision = load(ring.cursor, np.int64), load(ring.revision, np.int64)
@@ -260,7 +261,7 @@ def write_ring(address, count, lanes_first, index):
 
 @kernel
 def write_ring_proportional(address, count, lanes_first, index):
-    """Call :func:`write_ring`, and give the new rows the largest priority so far (1 if there is none) in a sum tree."""
+    """Call :func:`write_ring`, and set the priorities of the new rows in a sum tree."""
     cursor = write_ring(address, count, lanes_first, index)
     if cursor >= 0:
         ring = carray(pointer(address), 1, RING)[0]
@@ -288,11 +289,10 @@ def write_ring_rank(address, count, lanes_first, index):
 
 @inlined
 def _runs(ring, cursor, count):
-    """Return the first row of a write, and the numbers of rows before and after the write wraps around the ring."""
     kept, lanes = min(count, ring.steps), max(ring.lanes, 1)
     start = (cursor + count - kept) % ring.steps
     head = min(kept, ring.steps - start)
-    return start * lanes, head * lanes, (kept - head) * lanes
+    return start * lanes, head * lanes, (kept - head) * lanes  # first row, rows up to the ring's end, rows from 0 on
 
 
 @inlined
@@ -303,7 +303,7 @@ def _entry(ring):
 
 @kernel
 def _is_usual(ring, cursor, start, kept, revision):
-    """Whether :func:`write_ring` supports this write: it must be in ring order, with unchanged alpha, for example."""
+    """Whether :func:`write_ring` supports this write."""
     steps, last, lanes = ring.steps, load(ring.clock_last, np.int64), max(ring.lanes, 1)
     in_order = start == last + 1 or (start == 0 and last == steps - 1) or kept == steps
     usual = in_order and 0 <= cursor < steps and load(ring.clock_by_row, np.int64) == 0
@@ -351,7 +351,7 @@ def _write_index(ring, cursor, count, index):
 
 @inlined
 def _coordinates(flat, lanes, target):
-    """Write the time step and the lane of each row in ``flat`` to ``[B, 2]`` int64 at address ``target``."""
+    """Write the time step and the lane of each row index in ``flat`` to address ``target``."""
     pair = carray(pointer(target), (len(flat), 2), np.int64)
     for i in range(len(flat)):
         pair[i, 0] = flat[i] // lanes

@@ -20,11 +20,11 @@ _CPU = torch.device("cpu")
 
 
 class LeafMemory:
-    """Allocates uninitialised tensors with given dtypes and shapes.
+    """Allocates uninitialised tensors, one for each pair of dtype and shape in ``entries``.
 
-    The operating system zeroes new memory, which takes longer than copying images to it. On the CPU, a large tensor
-    therefore reuses the memory of an earlier tensor that no tensor, array, autograd graph or other process still uses.
-    For each leaf, at most ``_KEPT`` tensors are kept for reuse, none larger than ``_MOST`` bytes.
+    The operating system zeroes new memory, which takes longer than copying images to it. On the CPU, tensors of 1 to
+    128 MiB therefore reuse the memory of earlier tensors. Memory is reused only if no tensor, array, autograd graph or
+    other process still uses it.
     """
 
     __slots__ = ("_kept", "_large", "_small")
@@ -62,7 +62,7 @@ def _recycled(kept: deque[Tensor], example: Tensor) -> Tensor:
 
 
 def _unused(kept: deque[Tensor]) -> Tensor | None:
-    """Remove a tensor whose memory nothing else uses from ``kept``, and return it; return None if there is none."""
+    """Remove and return a tensor of ``kept`` whose memory nothing else uses; return None if all are in use."""
     for _ in range(len(kept)):
         with suppress(IndexError):  # another thread has taken the last one
             memory = kept.popleft()  # no other thread can take it now
@@ -77,7 +77,6 @@ def is_unused(memory: Tensor) -> bool:
 
 
 def _holders(memory: Tensor) -> tuple[int, int]:
-    """Return how many tensors and how many Python references, including this function's, use a tensor's memory."""
     storage = memory.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
 

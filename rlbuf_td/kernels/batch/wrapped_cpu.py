@@ -1,8 +1,11 @@
 """Compiled functions that build the batches of n-step, hindsight and sequence samplers on the CPU.
 
-``bitmap`` is :attr:`rlbuf_td.kernels.episodes.BitBoundaries.bitmap`, ``address`` points to a ``BATCH`` record, and
-``slot`` is an element of ``Gather.slots``. ``drawn`` points to an array of addresses. The first address points to the
-indices of ``count`` drawn rows (pairs of time step and lane if there are lanes), the others to the sampler's info.
+Args:
+    bitmap: boundaries of the stored trajectories, :attr:`rlbuf_td.kernels.episodes.BitBoundaries.bitmap`.
+    address: address of a ``BATCH`` record.
+    slot: address of an array with the addresses of the output tensors: the leaves, followed by other tensors.
+    drawn: address of an array with the addresses of the drawn row indices and of the wrapped sampler's other outputs.
+    count: number of drawn rows.
 """
 
 import numpy as np
@@ -28,9 +31,9 @@ def _row(index, lanes, i):
 
 @kernel
 def n_step(bitmap, address, slot, drawn, count, n, gamma):
-    """Gather n-step transitions, and write the number of steps of each transition to the last output tensor.
+    """Gather ``n``-step transitions, and write the number of steps of each transition to the last output tensor.
 
-    ``BATCH.extents`` has two more columns: the kind of each leaf (``ROOT``, ``NEXT``, ``REWARD``) and its element size.
+    ``BATCH.extents`` needs two more columns: each leaf's kind (``ROOT``, ``NEXT`` or ``REWARD``) and element size.
     """
     batch, index = batch_at(address), load(drawn, np.int64)
     rows, row_bytes, lanes, last = batch.rows, batch.row_bytes, batch.lanes, batch.leaves
@@ -65,10 +68,11 @@ def n_step(bitmap, address, slot, drawn, count, n, gamma):
 
 @kernel
 def hindsight(bitmap, address, slot, drawn, count, thresholds, only_finished, log_gamma, live, outcome, goals):
-    """Gather rows, replace the desired goals of some rows by achieved goals, and write a mask of these rows.
+    """Gather rows, and replace the desired goals of some rows by achieved goals.
 
-    ``thresholds``, ``only_finished`` and ``log_gamma`` are those of :class:`rlbuf_td.kernels.episodes.goals.Law`.
-    ``outcome`` is the leaf index of the achieved goals, and ``goals`` holds the leaf indices of the desired goals.
+    A mask of these rows is written to the last output tensor. ``thresholds``, ``only_finished`` and ``log_gamma`` are
+    the fields of :class:`rlbuf_td.kernels.episodes.goals.Law`, and ``live`` is the number of written rows. Leaf number
+    ``outcome`` holds the achieved goals, and the leaves with the numbers ``goals`` hold desired goals.
     """
     batch, index = batch_at(address), load(drawn, np.int64)
     rows, row_bytes, targets = batch.rows, batch.row_bytes, carray(pointer(slot), batch.leaves + 1, np.int64)
@@ -92,12 +96,12 @@ def hindsight(bitmap, address, slot, drawn, count, thresholds, only_finished, lo
 
 @kernel
 def windows(bitmap, address, slot, drawn, count, length, burn_in, shifts, reports, flags):
-    """Gather a window for each drawn row (the anchor): ``burn_in`` rows, then ``length`` rows from the anchor on.
+    """Gather a window for each drawn row: ``burn_in`` rows before this row (the anchor), ``length`` rows from it on.
 
     With ``shifts``, a window begins earlier if its trajectory has fewer than ``length`` rows from the anchor on. The
-    output tensors are the leaves, the index, the anchors' info, the mask, the burn-in mask and the anchors' indices.
-    ``reports`` holds the bytes per row of each info tensor. ``flags`` holds the leaf indices of ``is_init``, truncated
-    and done, -1 for a missing leaf.
+    output tensors are the leaves, the index, the wrapped sampler's other outputs, the mask of valid rows, the mask of
+    burn-in rows, and the anchors' indices. ``reports`` holds the bytes per row of each of the wrapped sampler's
+    outputs. ``flags`` holds the leaf numbers of ``is_init``, truncated and done, -1 for a missing leaf.
     """
     batch, index = batch_at(address), load(drawn, np.int64)
     window, across, lanes, last = burn_in + length, bitmap[5], batch.lanes, batch.leaves

@@ -1,16 +1,11 @@
 """Finds the boundaries of trajectories: how many stored steps of a trajectory precede and follow each row.
 
-Rows are ``[T, E]`` (time, lanes); a lane is one environment, and its rows are a ring. The flag *cut* of a step is set
-if the next step of the lane does not continue the trajectory: the trajectory has ended, or the write position is
-between the two steps. The flag *over* is set if the trajectory has ended with this step. No flag marks the first step
-of a trajectory, so overwriting the oldest rows of a trajectory does not change the flags of its later rows.
+Rows are ``[T, E]``: T time steps and E lanes. A lane is one environment, and its rows are a ring. Each row has two
+flags. *Cut* is True if the next step of the lane does not continue the trajectory: the trajectory has ended, or the
+next step was not written directly after this step. *Over* is True if the trajectory has ended with this step.
 
-:class:`FlagBoundaries` is the reference implementation in torch operations, for any device; the first look-up after a
-write scans all rows. With Triton, a look-up reads only the trajectories of the given rows. :class:`BitBoundaries` is
-the CPU implementation, a bitmap with levels of summary bits, so a look-up reads only a few words.
-
-Invariants (``tests/kernels/invariants.py`` checks them): each written lane has at least one ``cut`` flag; until the
-ring is full, ``cut`` is set at step ``T - 1`` of each lane; where ``over`` is set, ``cut`` is set too.
+:class:`FlagBoundaries` is the reference implementation, for any device. :class:`BitBoundaries` is the CPU
+implementation.
 """
 
 from __future__ import annotations
@@ -27,35 +22,37 @@ from rlbuf_td.kernels.device_scalars import DeviceScalars, is_capturing, outside
 from rlbuf_td.kernels.dispatch import agrees_with_reference, backend_of
 
 WORD = 64
+# Invariants: each written lane has at least one `cut` flag; until the ring is full, `cut` is set at step T - 1 of each
+# lane; where `over` is set, `cut` is set too.
 
 
 class BoundariesBase(ABC):
-    """The interface of both implementations of trajectory boundaries."""
+    """Abstract base of both implementations of trajectory boundaries."""
 
     lanes: int
     head: Tensor  # ``[1]`` int64 on the host, the last written step, -1 before the first write
 
     @abstractmethod
     def write(self, start: int, count: int, end: Tensor, name: Tensor | None) -> None:
-        """Record a write of ``count`` time steps from ``start`` on, which must not wrap around.
+        """Record a write of ``count`` time steps from step ``start`` on; the write must not wrap around.
 
-        A trajectory ends at each step where ``end`` (bool) is True, and at each step after which the trajectory id
-        ``name`` changes; both are ``[T, E]``. An unfinished trajectory continues if ``start`` follows the last written
-        step.
+        ``end``, bool, and ``name``, trajectory ids, are columns ``[T, E]`` of all stored rows. A trajectory ends where
+        ``end`` is True, and where the next step has another id. If step ``start`` follows the last written step, it
+        continues an unfinished trajectory with the same id.
         """
 
     @abstractmethod
     def reach(self, cells: Tensor, within: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the number of steps before and after each row in its trajectory, and whether the trajectory has ended.
+        """Return the number of steps before each row in its trajectory, the number of steps after it, and a mask.
 
-        ``cells``, ``[B]`` int64, are indices of the flattened ``[T * E]`` rows. Both numbers are at most ``within``.
-        The third result tells whether the trajectory ended with the last counted step (the row itself if no step
-        follows).
+        ``cells``, ``[B]`` int64, holds indices of the flattened ``[T * E]`` rows. Both numbers are limited to
+        ``within``. If the second number is ``k``, the mask tells whether the trajectory has ended with the step that
+        is ``k`` steps after the row.
         """
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors of the state by name, without copies."""
+        """Return the state as a dict of tensors, without copying them."""
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
         for name, mine in self.tensors().items():
@@ -116,7 +113,7 @@ class FlagBoundaries(BoundariesBase):
         return DeviceScalars(8, self.cut.device)
 
     def _scan(self) -> tuple[Tensor, Tensor]:
-        """Return how many steps of the same trajectory precede and follow each row, both ``[T, E]``."""
+        """Return how many steps precede and follow each row in its trajectory, both ``[T, E]``."""
         steps = len(self.cut)
         twice = torch.cat((self.cut, self.cut))  # the ring, unrolled
         at = torch.arange(2 * steps, device=twice.device)[:, None].expand(twice.shape)
@@ -133,7 +130,7 @@ class FlagBoundaries(BoundariesBase):
 
 
 class BitBoundaries(BoundariesBase):
-    """CPU implementation of trajectory boundaries: a bitmap (layout: :mod:`rlbuf_td.kernels.episodes.cpu`)."""
+    """CPU implementation of trajectory boundaries: the bitmap that :mod:`rlbuf_td.kernels.episodes.cpu` describes."""
 
     def __init__(self, steps: int, lanes: int, device: torch.device | str = "cpu") -> None:
         self.steps, self.lanes = steps, lanes
@@ -147,7 +144,7 @@ class BitBoundaries(BoundariesBase):
 
     @cached_property
     def bitmap(self) -> tuple[int, int, int, int, int, int]:
-        """Arguments of the CPU loops, valid until this object is deleted or moved to shared memory."""
+        """The argument ``bitmap`` of the CPU loops, valid until this object is deleted or moved to shared memory."""
         addresses = self.bits.data_ptr(), self.bits.shape[1], self.starts.ctypes.data
         return *addresses, len(self.starts) - 1, self.steps, self.lanes
 
@@ -157,7 +154,7 @@ class BitBoundaries(BoundariesBase):
         cpu.write(self.numbers(end, name), start, count)
 
     def numbers(self, end: Tensor, name: Tensor | None) -> np.ndarray:
-        """Return the addresses and sizes for the loop of :meth:`write`; if ``name`` is None, its numbers are 0."""
+        """Return the argument ``numbers`` of the CPU loop that implements :meth:`write`."""
         names = (0, 0, 0, 0) if name is None else (*_column(name), name.element_size())
         return np.array([*self.bitmap, self.head.data_ptr(), *_column(end), *names], np.int64)
 

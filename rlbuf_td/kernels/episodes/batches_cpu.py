@@ -1,4 +1,4 @@
-"""Loops for hindsight goals and n-step sums on the CPU; tensors are passed by address."""
+"""CPU loops for hindsight goals and n-step sums; ``bitmap`` is described in :mod:`rlbuf_td.kernels.episodes.cpu`."""
 
 import numpy as np
 
@@ -10,7 +10,7 @@ _SOON = 16  # how many rows ahead the bits and rewards of a row are prefetched
 
 @inlined
 def steps_to_goal(share, ahead, log_gamma):
-    """Return how many steps after a row its new goal is, 0 to ``ahead``; ``share`` is uniform in ``[0, 1)``."""
+    """Return the number of steps from a row to its new goal, 0 to ``ahead``; ``share`` is uniform in ``[0, 1)``."""
     if log_gamma < 0:
         return min(np.int64(np.log1p(share * np.expm1((ahead + 1) * log_gamma)) / log_gamma), ahead)
     return min(np.int64(share * (ahead + 1)), ahead)
@@ -18,7 +18,7 @@ def steps_to_goal(share, ahead, log_gamma):
 
 @inlined
 def choose(bitmap, thresholds, only_finished, log_gamma, live, cell, pick):
-    """Return the row whose achieved goal becomes row ``cell``'s goal, or -1; ``pick`` is uniform in ``[0, 1)``."""
+    """Return the row that provides a new goal for row ``cell``, -1 for none; ``pick`` is uniform in ``[0, 1)``."""
     future, final, episode, random = thresholds[0], thresholds[1], thresholds[2], thresholds[3]
     if pick >= episode:
         return min(np.int64((pick - episode) / (random - episode) * live), live - 1) if pick < random else np.int64(-1)
@@ -78,7 +78,7 @@ def put_sum(target, rewards, row_bytes, cell, lanes, cells, k, gamma, double):
 
 @kernel
 def sums_ahead(bitmap, reward, row_bytes, features, double, count, rows, n, gamma, total, taken, last):
-    """Implement :func:`rlbuf_td.kernels.episodes.n_step.sums_ahead`; write to ``total``, ``taken`` and ``last``."""
+    """Implement :func:`rlbuf_td.kernels.episodes.n_step.sums_ahead`; tensors are passed by address."""
     lanes, cells, width = bitmap[5], bitmap[4] * bitmap[5], 8 if double else 4
     for i in range(count):
         if i + _SOON < count:

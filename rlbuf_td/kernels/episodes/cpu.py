@@ -1,12 +1,12 @@
 """Look-ups and writes in the bitmap of :class:`rlbuf_td.kernels.episodes.BitBoundaries`.
 
-The words ``bits[e]``, ``[E, words]`` int64, describe lane ``e``. Bit ``t`` of level 0 is set if step ``t`` is a
-*boundary*: its trajectory does not continue at step ``t + 1``. Bit ``w`` of a higher level is set if any bit of word
-``w`` of the level below is set. Level ``k`` begins at word ``starts[k]``. From word ``starts[-1]`` on, bit ``t`` is set
-if the trajectory ended with step ``t``.
+Step ``t`` of a lane is a *boundary* if its trajectory does not continue at step ``t + 1``. The 64-bit words ``bits[e]``
+describe lane ``e`` in several levels, and level ``k`` begins at word ``starts[k]``. In level 0, bit ``t`` is set if
+step ``t`` is a boundary. In each higher level, bit ``w`` is set if word ``w`` of the level below is not 0. After the
+last level, from word ``starts[-1]`` on, bit ``t`` is set if a trajectory has ended with step ``t``.
 
-``bitmap`` is a tuple: address of ``bits``, words per lane, address of ``starts``, number of levels, time steps, lanes.
-With arrays as arguments, numba's reference counting would take longer than the look-up.
+The argument ``bitmap`` is a tuple: address of ``bits``, words per lane, address of ``starts``, number of levels, number
+of time steps, number of lanes. It has no arrays, because numba's reference counting would take longer than a look-up.
 """
 
 import numpy as np
@@ -20,7 +20,6 @@ _ALL, _ONE, _SIX, _63 = np.uint64(2**64 - 1), np.uint64(1), np.uint64(6), np.uin
 
 @inlined
 def _start(bitmap, level):
-    """Return the first word of a level; the level after the last one marks the steps at which trajectories ended."""
     return np.uint64(load(bitmap[2] + 8 * level, np.int64))
 
 
@@ -43,7 +42,7 @@ def expect(bitmap, cell):
 
 @kernel
 def _descend(bitmap, lane, level, position, first):
-    """Return the first boundary (the last if not ``first``) below bit ``position`` of a level; this bit must be set."""
+    """Return the first boundary of those that bit ``position`` of a level summarises, or the last if not ``first``."""
     while level > 0:
         level -= 1
         word = _word(bitmap, lane, _start(bitmap, level) + position)
@@ -88,7 +87,7 @@ def _previous(bitmap, lane, t):
 
 @kernel
 def _next_around(bitmap, lane, t):
-    """Return the first boundary at step ``t`` or later; add the ring's length if the search wraps around."""
+    """Return the first boundary at step ``t`` or later; if the search wraps around, add the number of time steps."""
     following = _next(bitmap, lane, t)
     return following if following >= 0 else _next(bitmap, lane, np.int64(0)) + bitmap[4]
 

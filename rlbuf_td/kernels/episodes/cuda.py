@@ -1,6 +1,7 @@
 """Triton kernel for look-ups in :class:`rlbuf_td.kernels.episodes.FlagBoundaries`.
 
-Each program looks up one row: it reads ``cut`` flags, block by block, until a flag is set or ``most`` flags are read.
+Each program looks up one row: it reads blocks of ``cut`` flags until it finds a True flag or reaches the limit
+``within`` of the look-up.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ OPTIONS = {"enable_fp_fusion": True, "num_warps": 2}
 
 @triton.jit
 def steps_to_cut(cut, steps, lanes, t, lane, most, DIRECTION: tl.constexpr, STRETCH: tl.constexpr):
-    """Count the steps from ``t`` to its trajectory's last step (DIRECTION 1) or first step (-1), up to ``most``."""
+    """Count the steps from ``t`` to the last (DIRECTION 1) or first (-1) step of its trajectory, up to ``most``."""
     offset = tl.arange(0, STRETCH)
     found = tl.zeros([], tl.int64) + most  # which is at most ``steps``
     begun = tl.zeros([], tl.int64)

@@ -18,9 +18,9 @@ _LOG_GAMMA = 7  # index of log_gamma in ``FlagBoundaries.numbers``, after the di
 class Law(NamedTuple):
     """The distribution of hindsight goals.
 
-    Each of ``STRATEGIES`` has a threshold; the thresholds ascend to at most 1. For each row, a uniform random number
-    selects the strategy: that of the first threshold above the number. If no threshold is above the number, the row
-    keeps its goal. The position of the number between two thresholds selects the row that provides the goal.
+    There is one threshold for each of ``STRATEGIES``, in ascending order. For each row of a batch, a uniform random
+    number in ``[0, 1)`` selects the strategy with the first threshold above the number. If no threshold is above the
+    number, the row keeps its goal. The same random number also selects the row that provides the goal.
     """
 
     thresholds: tuple[float, ...]
@@ -29,7 +29,7 @@ class Law(NamedTuple):
 
 
 def put_law(boundaries: FlagBoundaries, law: Law, live: int) -> None:
-    """Copy the distribution of goals and the number of rows to device memory that captured CUDA graphs read."""
+    """Copy the distribution and the number of written rows, ``live``, to the device memory that CUDA graphs read."""
     for place, value in enumerate((*law.thresholds, live, float(law.only_finished))):
         boundaries.numbers.set_(place, value)
     boundaries.numbers.set_(_LOG_GAMMA, law.log_gamma)
@@ -38,9 +38,9 @@ def put_law(boundaries: FlagBoundaries, law: Law, live: int) -> None:
 def choose_goals(boundaries: Boundaries, cells: Tensor, uniform: Tensor, law: Law, live: int) -> tuple[Tensor, Tensor]:
     """For each row of a batch, choose the row whose achieved goal becomes the new goal.
 
-    ``cells``, ``[B]`` int64, are the batch's indices of the flattened rows; ``uniform``, ``[B]`` float64 in ``[0, 1)``,
-    are random numbers; both are contiguous. ``live`` is the number of written rows. Returns the chosen rows, ``[B]``
-    int64, and a mask of the rows that get a new goal, ``[B]`` bool. Where the mask is False, the row itself is chosen.
+    ``cells``, ``[B]`` int64, holds the flat indices of the batch's rows. ``uniform``, ``[B]`` float64, holds random
+    numbers in ``[0, 1)``. ``live`` is the number of written rows. Returns the chosen rows, ``[B]`` int64, and a mask of
+    the rows that get a new goal, ``[B]`` bool. For a row that keeps its goal, the chosen row is the row itself.
     """
     if isinstance(boundaries, BitBoundaries):
         rows, mask = np.empty(len(cells), np.int64), np.empty(len(cells), np.bool_)

@@ -11,9 +11,10 @@ _GAMMA = 6  # index of gamma in ``FlagBoundaries.numbers``; 0 to 5, and 7, hold 
 
 
 def windows(boundaries: Boundaries, rows: Tensor, n: int, lanes: int, cells: int) -> tuple[Tensor, Tensor]:
-    """Return windows of ``n`` rows from each row on, ``[B, n]``, and the number of steps to the trajectory's end.
+    """Return the window of ``n`` rows from each row on, ``[B, n]``, and the number of steps after each row, ``[B]``.
 
-    The number of steps is at most ``n``. After the end, a window repeats the last row of the trajectory.
+    Up to ``n`` steps of the same trajectory are counted. After the end of the trajectory, the window repeats its last
+    row. ``cells`` is the number of stored rows, ``lanes`` the number of rows per time step.
     """
     ahead = boundaries.reach(rows, n)[1]
     offset = torch.arange(n, device=rows.device).minimum(ahead[:, None])
@@ -23,8 +24,8 @@ def windows(boundaries: Boundaries, rows: Tensor, n: int, lanes: int, cells: int
 def n_step_sums(reward: Tensor, end: Tensor, ahead: Tensor, gamma: float | Tensor) -> tuple[Tensor, Tensor]:
     """Return discounted sums of rewards, ``[B, ...]``, and the number of rewards in each sum, ``[B]`` int64.
 
-    ``reward`` is ``[B, n, ...]``. A sum ends with the first step where ``end``, ``[B, n]`` bool, is True, and has at
-    most ``1 + ahead`` rewards, where ``ahead`` is ``[B]`` int64.
+    ``reward`` is ``[B, n, ...]``, ``end`` is ``[B, n]`` bool, and ``ahead`` is ``[B]`` int64. Sum ``i`` ends with the
+    first step where ``end[i]`` is True, and has at most ``1 + ahead[i]`` rewards.
     """
     steps = torch.arange(reward.shape[1], device=reward.device)
     ended_before = end.cumsum(1) - end.long() > 0
@@ -40,10 +41,10 @@ def n_step_sums(reward: Tensor, end: Tensor, ahead: Tensor, gamma: float | Tenso
 def sums_ahead(
     boundaries: Boundaries, rows: Tensor, reward: Tensor, n: int, gamma: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the discounted sum of ``n`` rewards from each row on; a sum ends with the row's trajectory.
+    """Return the discounted sum of up to ``n`` rewards from each row on; a sum ends with the row's trajectory.
 
-    ``reward`` is ``[T * E, ...]``. Returns the sums, ``[B, ...]``; the number of rewards in each sum, ``[B]`` int64;
-    and the row of the last reward in each sum, ``[B]`` int64.
+    ``rows``, ``[B]`` int64, holds row indices, and ``reward`` holds the rewards of all stored rows. Returns the sums,
+    ``[B, ...]``, and for each sum the number of rewards and the row of the last reward, both ``[B]`` int64.
     """
     is_plain = reward.dtype in (torch.float32, torch.float64) and reward[:1].is_contiguous()
     if isinstance(boundaries, BitBoundaries) and is_plain:
@@ -66,7 +67,7 @@ def put_gamma(boundaries: FlagBoundaries, gamma: float) -> None:
 
 
 def discount_of(boundaries: Boundaries, gamma: float) -> float | Tensor:
-    """Return the discount factor; on devices other than the CPU, as a tensor that captured CUDA graphs read."""
+    """Return the discount factor: ``gamma`` itself, or a device tensor that captured CUDA graphs read."""
     if isinstance(boundaries, BitBoundaries) or torch.compiler.is_compiling():
         return gamma
     put_gamma(boundaries, gamma)

@@ -1,7 +1,4 @@
-"""Computes episode statistics on the CPU; ``tests/test_stats.py`` has a reference implementation.
-
-Time steps are processed in order, for all lanes together, so episodes are recorded in the order in which they end.
-"""
+"""Computes episode statistics on the CPU; episodes are recorded in the order in which they end."""
 
 import numpy as np
 
@@ -15,7 +12,7 @@ STEPS, EPISODES, WRITES = 0, 1, 2  # indices into ``counters``
 
 @compiled
 def _slot(keys, key, hint):
-    """Return the slot of the open episode ``key``, or a free slot, or -1 if none is free; start at ``hint``."""
+    """Return the slot of the open episode ``key``, else a free slot, else -1; the search begins at slot ``hint``."""
     slots, free = keys.shape[0], -1
     for k in range(slots):
         slot = (hint + k) % slots  # the hint may exceed the present number of slots
@@ -28,7 +25,7 @@ def _slot(keys, key, hint):
 
 @compiled
 def _finish(slot, row, reasons, reduction, keys, lengths, sums, records, ends, counters):
-    """Record the time, length, metrics and end reasons of an episode, and remove the episode from the open episodes."""
+    """Record an episode that has ended, and free its slot."""
     at = counters[EPISODES] % records.shape[0]
     records[at, 0] = counters[STEPS]
     records[at, 1] = lengths[slot]
@@ -45,13 +42,14 @@ def count_steps(
     start, shape, strides, inputs, is_double, reduction,
     keys, lengths, touched, sums, lane_slot, records, ends, counters,
 ):  # fmt: skip
-    """Count the steps ``start`` to ``T * E - 1`` of one write; return T * E, or the first step that finds no free slot.
+    """Count the steps of one write from step ``start`` on; return ``T * E``, or the first step that finds no free slot.
 
-    ``strides`` holds the distances in rows between time steps and between lanes. ``inputs`` holds addresses of
-    contiguous arrays: trajectory ids (int64; address 0: one id per lane), ends (one byte), M metrics, R end reasons
-    (one byte). ``keys``, ``lengths``, ``touched`` (the last write that added a step) and ``sums`` (``[S, M]``) describe
-    the open episodes in S slots. ``lane_slot`` holds the slot that each lane used last. ``records``, ``[H, 2 + M]``,
-    and ``ends``, ``[H, R]``, are rings of finished episodes.
+    Steps are numbered in time order, with E steps at each of T times; ``shape`` is (T, E). ``inputs`` holds the
+    addresses of contiguous arrays: trajectory ids (int64, or address 0 for none), ends (one byte), M metrics, and R end
+    reasons (one byte). In these arrays, ``strides`` are the distances between time steps and between lanes. The open
+    episodes are stored in S slots: ``keys`` holds their ids, ``sums``, ``[S, M]``, their metrics, and ``touched`` the
+    number of the last write that added a step. For each lane, ``lane_slot`` holds the slot used last. ``records``,
+    ``[H, 2 + M]``, and ``ends``, ``[H, R]``, are rings of finished episodes.
     """
     steps, lanes = shape
     metrics = is_double.shape[0]

@@ -1,6 +1,6 @@
 """Keeps rows in the order of their magnitudes ``|td_error|``: rank 1 is the largest, and ties are ordered by row.
 
-Two classes have the same methods and give the same ranks:
+Two classes have the same methods:
 
 - :class:`~rlbuf_td.kernels.rank_order.reference.SortedOrder` sorts all rows when ranks are needed, on any device.
 - :class:`~rlbuf_td.kernels.rank_order.chunked.ChunkedOrder`, on the CPU, keeps the rows sorted in short chunks, and
@@ -29,7 +29,10 @@ RankOrder: TypeAlias = SortedOrder | ChunkedOrder
 
 
 def make_order(magnitude: Tensor, stale_updates: int = 0) -> RankOrder:
-    """Return a rank order for the device of ``magnitude``; only :class:`SortedOrder` uses ``stale_updates``."""
+    """Return the rank order of rows with the given magnitudes, ``[capacity]`` float32; -1 marks a row without one.
+
+    On the CPU, ranks are always exact; elsewhere, a look-up may ignore the last ``stale_updates`` updates.
+    """
     return ChunkedOrder(magnitude) if backend_of(magnitude) == "numba" else SortedOrder(magnitude, stale_updates)
 
 

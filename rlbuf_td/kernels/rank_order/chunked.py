@@ -1,4 +1,4 @@
-"""The rank order on the CPU, which updates keep sorted."""
+"""The rank order on the CPU; every update keeps the rows sorted."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from rlbuf_td.kernels.strata import NORMS, step_of
 class ChunkedOrder:
     """Rows sorted by magnitude ``|td_error|``, with the methods of ``SortedOrder``.
 
-    Cost: a draw takes O(B log N), an update O(B (128 + log N)), plus O(N) at most once per N / 3 changed rows. The
-    memory is 15 to 27 bytes per row.
+    Cost: a draw takes O(B log N). An update takes O(B (128 + log N)). At most once per N / 3 changed rows, an update
+    also rearranges all rows, in O(N). The memory is 15 to 27 bytes per row.
     """
 
     refused = 0

@@ -1,6 +1,6 @@
 """The memory of ``ChunkedOrder``: rows sorted by magnitude, in three levels of tensors.
 
-- A **chunk** holds up to ``WIDTH`` keys (magnitude and row, see ``cpu.key_of``) in ascending order: ``keys[c, :n]``.
+- A **chunk** ``c`` holds ``n <= WIDTH`` keys in ascending order: ``keys[c, :n]``. A key combines magnitude and row.
 - A **group** holds up to ``WIDTH`` chunks in order. In slot ``s`` of group ``g``, ``child[g, s]`` is the chunk, and
   ``first[g, s]`` is a lower bound of its keys, greater than all keys of earlier chunks. ``before[g, s]`` counts the
   keys in earlier slots of the group, and ``before[g, size[g]]`` all keys of the group.
@@ -8,11 +8,11 @@
   its number of keys, and ``top_before[p]`` the number of keys in earlier groups.
 
 A full chunk or group is split; chunks and groups are never merged. When no unused chunk is left, all keys move to
-chunks that are three quarters full. This move takes O(N), at most once per N / 3 changed rows.
+chunks that are three quarters full. This takes O(N), and happens at most once per N / 3 changed rows.
 
-Invariants (``tests/kernels/invariants.py`` checks them): ``first[top_group[p], 0] == top_first[p]``, 0 for the first
-group; array elements past the end are ``NO_KEY`` or ``FULL``, so a branchless search of fixed length never selects
-them. A rank order without groups has no rows, and the rest of its memory is undefined.
+Invariants: ``first[top_group[p], 0] == top_first[p]``, which is 0 for ``p = 0``. Array elements past the end are
+``NO_KEY`` or ``FULL``, so that a search never selects them. A rank order without groups has no rows, and the rest of
+its memory is undefined. ``tests/kernels/invariants.py`` checks the invariants.
 """
 
 from __future__ import annotations
@@ -65,6 +65,6 @@ def allocate(capacity: int, device: torch.device | str = "cpu") -> dict[str, tor
 
 
 def addresses(st: Chunks) -> np.ndarray:
-    """Return the capacities for rows, chunks, groups and the top level, then the addresses of all arrays, as int64."""
+    """For compiled loops, return the numbers of rows, chunks, groups and top elements, and the arrays' addresses."""
     sizes = len(st.bits), len(st.keys), len(st.size), len(st.top_first)
     return np.array([*sizes, *(array.ctypes.data for array in st)], np.int64)

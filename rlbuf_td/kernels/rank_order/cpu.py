@@ -1,7 +1,7 @@
 """Look-ups in the chunked rank order on the CPU: draws rows by rank, and finds the ranks of rows.
 
 All searches of a batch descend together, level by level and without branches, so that their cache misses overlap.
-``order`` is the result of :func:`rlbuf_td.kernels.rank_order.chunks.addresses`.
+The argument ``order`` is the result of :func:`rlbuf_td.kernels.rank_order.chunks.addresses`.
 """
 
 import math
@@ -41,7 +41,7 @@ def chunks_at(order):
 
 @bare
 def key_of(bits, row):
-    """Return the sort key of a row with the float32 magnitude ``bits``: larger magnitudes have smaller keys."""
+    """Return the sort key of a row: larger magnitudes (``bits``, a float32 read as int32) have smaller keys."""
     return ((TOP_BIT - np.int64(bits)) << 32) | np.int64(row)
 
 
@@ -62,7 +62,7 @@ def _search_top(bounds, groups, wanted, pos):
 
 @bare
 def _search_groups(bounds, top_group, wanted, pos, slot):
-    """For each wanted value, write the last slot whose bound is at most this value, in the group at ``pos``."""
+    """For each wanted value, write to ``slot`` the last slot in its group whose bound is at most this value."""
     slot[:] = 0
     step = WIDTH // 2
     while step > 0:
@@ -166,7 +166,7 @@ def _rank_of_mass(mass, rows, law, alpha, shift):
 
 @bare
 def _find_rows(st, rest, pos, rows):
-    """Write the rows of ranks ``rest + 1`` to ``rows``; ``rest`` and ``pos`` are overwritten."""
+    """Write the rows that have the ranks ``rest + 1`` to ``rows``; overwrites ``rest`` and ``pos``."""
     slot = rows
     _search_top(st.top_before, st.head[GROUPS], rest, pos)
     for j in range(len(rows)):

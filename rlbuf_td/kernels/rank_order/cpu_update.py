@@ -1,7 +1,7 @@
 """Updates of the chunked rank order on the CPU.
 
-To change the magnitude of a row, its old key is deleted and a new key is inserted. Each of these steps takes one
-search, and changes up to ``WIDTH`` keys and ``WIDTH`` counts, or more if a full chunk is split.
+To change the magnitude of a row, the row's old key is deleted and a new key is inserted. A deletion or insertion takes
+one search, and moves up to ``WIDTH`` keys of one chunk. Before an insertion into a full chunk, the chunk is split.
 """
 
 import numpy as np
@@ -28,7 +28,7 @@ _ONE = np.int64(1)  # numba would compile the callee again for a literal
 
 @compiled
 def update(order, index, td_error, rows):
-    """Set magnitudes to ``|td_error|``, except at index -1; return the largest (-1 if none), or ``REFUSED``."""
+    """Set magnitudes to ``|td_error|``, except at index -1; return the largest, -1 if none, or ``REFUSED``."""
     if not acceptable(index, td_error, rows):
         return REFUSED
     st = _started(order)
@@ -57,7 +57,7 @@ def update(order, index, td_error, rows):
 
 @compiled
 def fill(order, index, bits):
-    """Set the magnitude of the consecutive rows ``index``; ``bits`` is the float32 magnitude as an int32."""
+    """Set one magnitude for the consecutive rows ``index``; ``bits`` is this float32 magnitude, read as an int32."""
     st = _started(order)
     keys, pos, slot = np.empty(BLOCK, np.int64), np.empty(BLOCK, np.int64), np.empty(BLOCK, np.int64)
     for start in range(0, len(index), BLOCK):
@@ -77,7 +77,7 @@ def fill(order, index, bits):
 
 @compiled
 def arrange(order, keys):
-    """Replace all keys of the rank order by ``keys``, which are in ascending order."""
+    """Replace all keys of the rank order by ``keys``, which must be in ascending order."""
     st = chunks_at(order)
     st.first[:] = NO_KEY
     st.before[:] = FULL
@@ -161,7 +161,7 @@ def _delete(st, index, keys, pos, slot):
 
 @bare
 def _insert(st, keys, pos, slot):
-    """Insert keys, and stop if no unused chunk is left for a split; return the number of inserted keys."""
+    """Insert keys until a split finds no unused chunk; return the number of inserted keys."""
     find_places(st, keys, pos, slot)
     have_moved = False
     for i in range(len(keys)):
@@ -181,8 +181,8 @@ def _insert(st, keys, pos, slot):
 def _insert_run(st, p, s, key, count):
     """Insert up to ``count`` consecutive keys, from ``key`` on, into one chunk; return the number of inserted keys.
 
-    If the chunk is full, no key is inserted. Instead, if its group is full, the group is split; otherwise the chunk is
-    split if an unused chunk is left. A split invalidates earlier results of :func:`find_places`.
+    If the chunk is full, the function returns 0 and splits the group (if it is full too) or the chunk (if an unused one
+    is left). A split invalidates earlier results of :func:`find_places`.
     """
     c, n = chunk_at(st, p, s)
     if n == WIDTH:

@@ -1,15 +1,15 @@
 r"""The distribution of ranks: ``P(r) = r^-alpha / H_N`` with ``H_n = 1 + 2^-alpha + ... + n^-alpha``.
 
-The first :data:`HEAD` values of ``H`` are stored in a table. For larger ranks, the Euler-Maclaurin formula, fitted to
-the end of the table, has float64 accuracy:
+The first :data:`HEAD` values of ``H`` are stored in a table. For larger ``n``, the Euler-Maclaurin formula has float64
+accuracy; its constant ``C`` is chosen so that the formula is exact at the end of the table:
 
 .. math::
 
     H_n = C + \frac{x^{1-\alpha} - 1}{1-\alpha} + \frac{\alpha}{24} x^{-\alpha-1} + O(x^{-\alpha-3}), \quad
     x = n + \tfrac12
 
-For ``alpha = 1``, the first fraction becomes ``log x``. The formula has an inverse in closed form, so the cost of a
-draw does not depend on ``N``. No function waits for the device; ``cpu.py`` has compiled versions of the functions.
+For ``alpha = 1``, the first fraction becomes ``log x``. The formula is inverted without a search, so that the time
+to draw a rank does not depend on ``N``. No function waits for the device.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ HEAD = 1024
 
 @dataclass(frozen=True)
 class RankLaw:
-    """The distribution of ranks for one ``alpha``; for captured CUDA graphs, alpha and shift are 0-dim tensors."""
+    """The distribution of ranks for one ``alpha``."""
 
-    alpha: float | Tensor  # not negative; 0 is uniform
+    alpha: float | Tensor  # not negative; 0 is uniform. For captured CUDA graphs, alpha and shift are 0-dim tensors
     head: Tensor  # ``[HEAD]`` float64, ``H_1, H_2, ...``
     shift: float | Tensor  # the constant ``C``
 
@@ -53,7 +53,7 @@ def mass(law: RankLaw, ranks: Tensor) -> Tensor:
 
 
 def ranks_of_mass(law: RankLaw, value: Tensor, rows: Tensor) -> Tensor:
-    """Return for each ``value`` the rank ``r <= rows`` with ``H_(r-1) <= value < H_r``, int64; :func:`mass` gives H."""
+    """Return for each ``value`` the rank ``r`` with ``H_(r-1) <= value < H_r`` (int64, at most ``rows``)."""
     in_head = torch.searchsorted(law.head, value, right=True) + 1
     y, bend = (value - law.shift).clamp(min=0.0), 1.0 - law.alpha
     y = _unless(bend, y, torch.log1p((bend * y).clamp(min=-1.0)) / bend)

@@ -20,11 +20,13 @@ def as_float32(td_error: Tensor) -> Tensor:
 
 
 class SortedOrder:
-    """Rows sorted by magnitude ``|td_error|``. The first look-up after magnitudes change sorts all rows, in O(N log N).
+    """Rows sorted by magnitude ``|td_error|``. After a change of magnitudes, a look-up sorts all rows, in O(N log N).
+
+    The arguments of :meth:`update_` and :meth:`draw` are as in :mod:`rlbuf_td.kernels.sum_tree`.
 
     Args:
         magnitude: ``[capacity]`` float32, -1 for rows without a magnitude; this object changes the tensor in place.
-        stale_updates: how many updates may pass before the next sort; with 0, ranks are always exact.
+        stale_updates: how many updates a look-up may ignore instead of sorting again; with 0, ranks are always exact.
     """
 
     def __init__(self, magnitude: Tensor, stale_updates: int = 0) -> None:
@@ -64,11 +66,10 @@ class SortedOrder:
         return state.largest
 
     def forget_order(self) -> None:
-        """Sort at the next look-up, for example because a captured CUDA graph has changed magnitudes."""
+        """Make the next look-up sort, for example after a captured CUDA graph has changed magnitudes."""
         self._behind = -1
 
     def update_(self, index: Tensor, td_error: Tensor, rows: int, counts: bool = True) -> Tensor:
-        """Set magnitudes to ``|td_error|``; ``sum_tree.update_`` documents the arguments and the result."""
         state = self.device_state
         named = state["named"] if is_capturing() else rows
         _, largest, refused = write_magnitudes(self.magnitude, index, as_float32(td_error).abs(), named)
@@ -92,7 +93,6 @@ class SortedOrder:
     def draw(
         self, law: RankLaw, uniform: Tensor, *, stratified: bool, beta: float, norm: str | None
     ) -> tuple[Tensor, Tensor]:
-        """Draw rows by rank; ``sum_tree.draw`` documents the other arguments and the results. O(B) after the sort."""
         self._refresh()
         exponent: float | Tensor = beta
         if is_capturing():
@@ -107,7 +107,7 @@ class SortedOrder:
         return self._by_rank[ranks - 1], weight.to(torch.float32)
 
     def ranks_of(self, index: Tensor) -> Tensor:
-        """Return the ranks of rows, int64; 0 for a row without a magnitude. O(B) after the sort."""
+        """Return the ranks of rows, int64; 0 for a row without a magnitude."""
         self._refresh()
         if self._by_row is None:
             self._by_row = torch.empty_like(self._by_rank)

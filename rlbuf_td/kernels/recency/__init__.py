@@ -27,15 +27,15 @@ def recent_rows(
     """Draw rows; the probability of an age of ``k`` time steps is proportional to ``exp(k * log_decay)``. O(B).
 
     Args:
-        uniform: ``[B]`` float64 in ``[0, 1)``.
+        uniform: random numbers in ``[0, 1)``, ``[B]`` float64, contiguous.
         newest: position of the time step that was written last.
         span: number of possible ages, ``0 .. span - 1``; at least 1.
         steps: number of stored time steps.
         lanes: number of lanes (rows per time step); all lanes are equally likely.
         log_decay: logarithm of the decay per time step, at most 0; with 0 all ages are equally likely.
 
-    ``newest``, ``span``, ``steps`` and ``log_decay`` may be 0-dim float64 tensors, which captured CUDA graphs read.
-    Returns ``[B]`` int64 indices of the flattened ``[T * E]`` rows.
+    On a GPU, ``newest``, ``span``, ``steps`` and ``log_decay`` may be 0-dim float64 tensors, which captured CUDA graphs
+    read. Returns row indices, ``[B]`` int64.
     """
     if backend_of(uniform) == "numba":
         rows = torch.empty(uniform.shape, dtype=torch.int64, device="cpu")

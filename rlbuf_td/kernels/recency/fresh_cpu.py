@@ -1,10 +1,10 @@
 """The queue of *fresh* rows of a storage: rows that :func:`take` has not yet given to a batch.
 
-Rows are numbered in the order of writing. The queue holds the numbers of fresh rows as half-open intervals, the newest
-last. ``queue`` is the address of a ``QUEUE`` record. If the record's field ``began`` is 0, rows have no numbers yet,
-and intervals hold ages instead (1 for the newest row, 2 for the row written before it). The fields ``clock`` and
-``newest`` are the storage's write count and newest time step at the last call of :func:`look`. The next written row
-gets the number ``count``. A batch takes at most ``fresh`` fresh rows.
+Rows are numbered in the order of writing. The queue is a list of half-open intervals of these numbers, the newest last.
+``queue`` is the address of a ``QUEUE`` record. If its field ``began`` is 0, rows have no numbers yet, and an interval
+(a, b) means the newest a rows except the newest b. The next written row gets the number ``count``. A batch takes at
+most ``fresh`` fresh rows. The argument ``live`` is the number of written rows, ``newest`` the newest time step, and
+``now`` the number of time steps written so far.
 """
 
 import numpy as np
@@ -16,7 +16,7 @@ from rlbuf_td.kernels.recency import QUEUE
 
 @kernel
 def look(queue, live, newest, now):
-    """Queue the rows written since the last call; ``newest`` is the newest time step, ``now`` the write count."""
+    """Add the rows written since the last call to the queue."""
     state = carray(pointer(queue), 1, QUEUE)[0]
     if state.began and now == state.clock:
         return
@@ -47,7 +47,7 @@ def look(queue, live, newest, now):
 
 @kernel
 def take(queue, live, newest, now, most, out):
-    """Remove the newest rows, at most ``most``, from the queue; write them to ``out``; return their number."""
+    """Move the newest fresh rows, at most ``most``, from the queue to address ``out``; return their number."""
     look(queue, live, newest, now)
     state = carray(pointer(queue), 1, QUEUE)[0]
     intervals = carray(pointer(state.intervals), (state.capacity, 2), np.int64)

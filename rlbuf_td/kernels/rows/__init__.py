@@ -1,7 +1,4 @@
-"""Copies values of rows, and detects rows that were rewritten since they were sampled.
-
-A column, the values of one key in all rows, is a strided view. On a GPU, no operation waits for the device.
-"""
+"""Copies values of rows, and detects rows that were rewritten since they were sampled."""
 
 from __future__ import annotations
 
@@ -14,10 +11,10 @@ from rlbuf_td.kernels.dispatch import backend_of
 
 
 def put_values_(target: Tensor, values: Tensor, mask: Tensor) -> int:
-    """Set ``target[i] = values[i]`` for every ``i`` with ``mask[i]``; ``target`` and ``values`` are ``[B, ...]``.
+    """Copy ``values[i]`` to ``target[i]`` wherever ``mask[i]`` is True, and return -1.
 
-    ``mask``, ``[B]`` bool, is contiguous. If a value to copy is NaN, changes nothing and returns the first ``i`` with a
-    NaN; otherwise returns -1. On CUDA, NaN is copied like other values, because a check would make the host wait.
+    ``target`` and ``values`` are ``[B, ...]``; ``mask``, ``[B]`` bool, must be contiguous. On the CPU, if a value to
+    copy is NaN, nothing is copied, and the first ``i`` with a NaN is returned. On a GPU, NaN is copied, too.
     """
     dtype, rows, is_on_host = target.dtype, target.shape[0], backend_of(target) == "numba"
     if (dtype is torch.float32 or dtype is torch.float64) and target.numel() == rows and is_on_host:
@@ -35,7 +32,7 @@ def put_values_(target: Tensor, values: Tensor, mask: Tensor) -> int:
 
 
 def put_rows_(target: Tensor, column: Tensor, rows: Tensor, mask: Tensor) -> None:
-    """Set ``target[i] = column[rows[i]]`` wherever ``mask[i]``; ``rows`` (int64) and ``mask`` are contiguous."""
+    """Copy ``column[rows[i]]`` to ``target[i]`` wherever ``mask[i]``; ``rows`` and ``mask`` must be contiguous."""
     if backend_of(target) == "numba" and target.is_contiguous() and column[:1].is_contiguous():
         width, step = target.nbytes // max(1, len(target)), column.stride(0) * column.itemsize
         given = target.data_ptr(), column.data_ptr(), step, width, rows.data_ptr(), mask.data_ptr(), len(rows)
@@ -48,7 +45,7 @@ def put_rows_(target: Tensor, column: Tensor, rows: Tensor, mask: Tensor) -> Non
 
 
 def refuse_rows(rows: Tensor, live: int) -> NoReturn:
-    """Raise an IndexError that names a drawn row outside ``[0, live)``."""
+    """Raise an IndexError that names an index in ``rows`` outside ``[0, live)``."""
     low, high = int(rows.min()), int(rows.max())
     raise IndexError(f"row {high if high >= live else low} was drawn, but only rows 0 to {live - 1} have been written")
 
@@ -60,12 +57,12 @@ def refuse_rows(rows: Tensor, live: int) -> NoReturn:
 def skip_ring(
     index: Tensor, stamp: Tensor, clock: int, last: int, steps: int, lanes: int
 ) -> tuple[Tensor, int | Tensor]:
-    """Return ``index`` with -1 for each row rewritten since sampling, and the number of these rows (on CUDA a tensor).
+    """Return ``index`` with -1 in place of each row rewritten since it was sampled, and the number of these rows.
 
-    A row that is ``a`` time steps older than the newest row has been rewritten if more than ``a`` time steps have been
-    written since the row was sampled. ``index``, ``[B]`` int64, holds row indices, -1 for no row. ``stamp``, ``[B]``
-    int64, holds the value of ``clock``, the count of written time steps, when each row was sampled. Both tensors are
-    contiguous. ``last`` is the position of the last written time step; ``lanes`` is the number of rows per time step.
+    ``index`` holds row indices; an index of -1 means no row. ``clock`` is the number of time steps written so far, and
+    ``stamp`` holds the clock at which each row was sampled. Both ``index`` and ``stamp`` must be contiguous ``[B]``
+    int64. The rows are a ring of ``steps`` time steps with ``lanes`` rows each, and time step ``last`` was written
+    last. On a GPU, the number of rewritten rows is a tensor.
     """
     if backend_of(index) == "numba":
         others = index.data_ptr(), stamp.data_ptr(), index.shape[0], clock, last, steps, lanes
@@ -77,13 +74,13 @@ def skip_ring(
             return index, 0
         kept = torch.empty_like(index)
         return kept, skip(kept.data_ptr(), *others)
-    since = clock - stamp
+    since = clock - stamp  # time steps written since sampling
     age = (last - index // lanes) % steps
     return _skipped(index, (index >= 0) & ((since < 0) | (age < since)))
 
 
 def skip_newer(index: Tensor, stamp: Tensor, clock: int, written: Tensor) -> tuple[Tensor, int | Tensor]:
-    """Implement :func:`skip_ring` for writes in any order; ``written[i]`` is the clock after row i's last write."""
+    """Implement :func:`skip_ring` for any order of writes; ``written[i]`` is the clock after row i's last write."""
     inside = (index >= 0) & (index < len(written))
     newer = (written[index.clamp(0, len(written) - 1)] - stamp > 0) | (clock - stamp < 0)
     return _skipped(index, inside & newer)

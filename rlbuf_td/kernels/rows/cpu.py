@@ -30,13 +30,12 @@ def put_rows(target, column, step, width, rows, mask, count):
 
 @kernel
 def _difference(a, b):
-    """Subtract with wrap-around; for signed numbers, the compiler would assume that no overflow occurs."""
-    return np.int64(np.uint64(a) - np.uint64(b))
+    return np.int64(np.uint64(a) - np.uint64(b))  # wraps around; the overflow of signed numbers would be undefined
 
 
 @kernel
 def skip_ring(kept, index, stamp, rows, clock, last, steps, lanes):
-    """Return the number of rewritten rows; unless address ``kept`` is 0, write all rows there (-1 if rewritten)."""
+    """Implement :func:`rlbuf_td.kernels.rows.skip_ring`; if the address ``kept`` is 0, only count rewritten rows."""
     given, stamps = carray(pointer(index), rows, np.int64), carray(pointer(stamp), rows, np.int64)
     left = carray(pointer(kept), rows if kept else 0, np.int64)
     count = 0
@@ -60,7 +59,7 @@ _mincore = types.ExternalFunction("mincore", types.int64(types.int64, types.int6
 
 @kernel
 def is_absent(base, stride, cells, count):
-    """Whether a row of a batch must be read from disk; of a large batch, only 16 to 31 rows are checked."""
+    """Whether a row must be read from disk; checks at most 31 of the rows ``cells``."""
     found = np.zeros(1, np.uint8)
     step = max(1, count // _SAMPLED)
     for i in range(0, count, step):

@@ -1,13 +1,11 @@
 """Deduplicated rows: each observation is stored once, in a pool of entries that rows share.
 
-An *entry* is a fixed number of bytes: an observation, or one frame of a stack. Rows refer to entries by *names*: int32
-numbers from 1 on, 0 for no entry. If a row's next observation equals the observation of the following row in its lane,
-both rows store the same name. Rows that share an entry are therefore at most ``reach`` time steps apart, so no
-reference counts are needed. When a row is overwritten, its entries become free unless a row within ``reach`` time steps
-refers to them.
+An *entry* is a fixed number of bytes: an observation, or one frame of a frame stack. Rows refer to entries by *names*:
+int32 numbers from 1 on; 0 means no entry. If a row's next observation equals the observation of the following row in
+its lane, both rows store the same names. Only nearby rows of a lane share entries, so no reference counts are needed.
+When a row is overwritten, each of its entries becomes free unless a nearby row refers to it.
 
-On the CPU, numba processes row by row, O(1) per row. On other devices, torch operations process all lanes of a time
-step at once, with about fifty kernels and without host synchronisation.
+On the CPU, numba processes one row after another. On a GPU, torch operations process all lanes of a time step at once.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Group:
-    """The memory layout of a group of keys that are stored together, in entries of one size."""
+    """A group of deduplicated keys; one entry holds the values of all keys of the group."""
 
     ids: int  # offset of the names in a row: ``pieces`` for its own observation, then ``pieces`` for the next one
     pieces: int  # entries per observation, oldest first
@@ -57,12 +55,9 @@ class Group:
 
     @property
     def reach(self) -> int:
-        """The largest distance, in time steps, between rows that refer to the same entry.
-
-        A row's observation at step t stacks the frames of steps ``t + 1 - pieces`` to t; its next observation begins
-        and ends one step later. Rows that share a frame are therefore at most ``pieces`` steps apart. If stacks repeat
-        a frame, as at the start of an episode, the distance is at most ``2 * pieces`` steps.
-        """
+        """An upper bound of the distance, in time steps, between rows that refer to the same entry."""
+        # A row at step t stacks the frames of steps t + 1 - pieces to t; its next observation ends one step later. Rows
+        # that share a frame are thus at most `pieces` steps apart, twice as many if stacks repeat a frame.
         return 1 if self.pieces == 1 else 2 * self.pieces
 
 
@@ -80,7 +75,7 @@ class Table:
     is_compiled: bool = True
 
     def ids(self, g: int) -> Tensor:
-        """Return a view of the entry names of group ``g`` in all rows, ``[N, names]`` int32."""
+        """Return a view of the int32 entry names that the rows store for group number ``g``."""
         group = self.groups[g]
         return self.rows.narrow(1, group.ids, 4 * group.names).view(torch.int32)
 
@@ -98,11 +93,11 @@ class Table:
 
 
 def read_(table: Table, cells: Tensor, live: int, leaves: Sequence[Tensor | None], order: Tensor | None = None) -> bool:
-    """Copy the rows ``cells`` (int64 indices of any shape) to ``leaves``, one tensor ``[*cells.shape, ...]`` per leaf.
+    """Copy the rows ``cells`` to the tensors ``leaves``; return False if a row index is not in ``[0, live)``.
 
-    A leaf that is None is skipped; all tensors are contiguous. ``order``, ``[B]`` int64, is the order in which to read
-    the elements of ``cells``. Returns False, with incomplete ``leaves``, if a row is not in ``[0, live)``. On a GPU the
-    result is always True, because a check would make the host wait.
+    ``cells`` holds int64 indices of any shape. ``leaves`` has one tensor ``[*cells.shape, ...]`` per key, or None to
+    skip the key. These tensors must be contiguous. If the result is False, their contents are undefined. ``order``
+    lists the positions in ``cells`` in the order in which the CPU reads them. On a GPU, indices are not checked.
     """
     if not table.is_compiled:
         return _read(table, cells, live, leaves)
@@ -119,11 +114,15 @@ def write_(
 ) -> None:
     """On the CPU, store the observations of a write as entries, and the names of the entries in the written rows.
 
-    ``sources``, ``[P, 2, 3]`` int64, holds the address and the strides in bytes along time and lanes of each of P
-    deduplicated keys, for the observation and the next observation. In each row, the elements of a key are contiguous.
-    ``cells`` is ``[count]`` int64, contiguous, with different rows in time order, or an int, the first of ``count``
-    consecutive rows, which may wrap around. ``lanes`` is the number of lanes if whole time steps are written, else 1. A
-    ``deferred`` write does not reuse the entries that it frees, so that restoring the old rows undoes the write.
+    Args:
+        table: the rows and the pools of entries.
+        sources: ``[P, 2, 3]`` int64, for P deduplicated keys: address, and strides in bytes along time and along lanes.
+            ``sources[:, 0]`` is for observations, ``sources[:, 1]`` for next observations.
+        cells: either the indices of the written rows, ``[count]`` int64, contiguous and unique, or an int: the first of
+            consecutive rows, which may wrap around.
+        count: number of written rows.
+        lanes: number of lanes if whole time steps are written, else 1.
+        deferred: whether only later writes may reuse the entries that this write frees.
     """
     rows, (where, start) = table.rows, (0, cells) if isinstance(cells, int) else (cells.data_ptr(), 0)
     given = sources, rows.data_ptr(), rows.shape[1], len(rows), table.lanes, where, start, count, lanes, deferred
@@ -133,7 +132,7 @@ def write_(
 
 
 def grow_(table: Table, g: int, most: int) -> None:
-    """Enlarge the pool of group ``g`` to ``most`` entries, and copy the existing entries."""
+    """Enlarge the pool of group number ``g`` to ``most`` entries; existing entries keep their names."""
     entries, stack = table.entries[g], table.stacks[g]
     with outside_inference_mode():
         table.entries[g] = entries.new_empty((most + 1, entries.shape[1]))
@@ -144,7 +143,7 @@ def grow_(table: Table, g: int, most: int) -> None:
 
 
 def rebuild_(table: Table, *, used: Sequence[int] | None = None) -> None:
-    """Free all entries to which no row refers, in O(rows); ``used`` is the largest name in each group, if known."""
+    """Free all entries to which no row refers; ``used`` holds the largest name in each group, if known."""
     for g, (stack, counters) in enumerate(zip(table.stacks, table.counters, strict=True)):
         ids = table.ids(g)
         most = max(int(counters[1]), int(ids.max())) if used is None else used[g]

@@ -1,4 +1,8 @@
-"""The CPU loops of :mod:`rlbuf_td.kernels.rows.pool`; rows, entries and observations are passed by address."""
+"""The CPU loops of :mod:`rlbuf_td.kernels.rows.pool`; rows, entries and observations are passed by address.
+
+A *piece* is one frame of a frame stack, or a whole observation. Side 0 of a row is its observation, side 1 its next
+observation.
+"""
 
 import numpy as np
 
@@ -31,14 +35,14 @@ def _wrapped(cell, total):
 
 @inlined
 def _numbers(groups, g):
-    """Return a group as a tuple, which stays in registers; array elements would be reloaded after each write."""
+    # A tuple stays in registers; array elements would be reloaded after each write.
     first = groups[g, 0], groups[g, 1], groups[g, 2], groups[g, 3], groups[g, 4], groups[g, 5]
     return (*first, groups[g, 6], groups[g, 7], groups[g, 8], groups[g, 9], groups[g, 10])
 
 
 @inlined
 def _row(group, rows, cell):
-    """Return the address of a row's entry names; ``cell``, the index of the row, is in ``[-total, 2 * total)``."""
+    """Return the address of the entry names of row ``cell``."""
     return rows[OWN] + _wrapped(cell, rows[TOTAL]) * rows[OWN_BYTES] + group[IDS]
 
 
@@ -52,7 +56,7 @@ def _entry(group, name):
 
 @inlined
 def _sides(parts, targets):
-    """Return the half-open range of sides to read: side 0 is the observation, side 1 the next observation."""
+    """Return the first side to read, and the last side plus 1."""
     low, high = np.int64(1), np.int64(1)
     for p in range(len(parts)):
         low = min(low, np.int64(not targets[parts[p, ROOT]]))
@@ -72,7 +76,7 @@ def _expect_entries(group, row, sides):
 
 @inlined
 def _copy_piece(group, parts, name, piece, side, targets, i):
-    """Copy an entry (an observation or a frame) to row ``i`` of a batch's tensors, whose addresses are ``targets``."""
+    """Copy an entry to row ``i`` of a batch; ``targets`` holds the addresses of the batch's tensors."""
     at = _entry(group, name)
     for p in range(group[FIRST], group[LAST]):
         inner, outer = parts[p, INNER], parts[p, OUTER]
@@ -86,7 +90,7 @@ def _copy_piece(group, parts, name, piece, side, targets, i):
 
 @kernel
 def read(groups, parts, runs, targets, own, own_bytes, live, cells, order, count):
-    """Implement :func:`rlbuf_td.kernels.rows.pool.read_`; ``targets`` are the addresses of the leaves, 0 for None."""
+    """Implement :func:`rlbuf_td.kernels.rows.pool.read_`; ``targets`` holds the addresses of the leaves, 0 for None."""
     sides = _sides(parts, targets)
     for begun in range(count + _ROWS):
         if begun < count:
@@ -144,8 +148,7 @@ def _give(group, name):
 
 @inlined
 def _set_free(group, name, freed, kept):
-    """Free an entry, or append its name to ``freed`` in a deferred write; return the number of names in ``freed``."""
-    if not len(freed):
+    if not len(freed):  # the write is not deferred; otherwise, `freed` collects `kept` names for later
         _give(group, name)
         return kept
     freed[kept] = name
@@ -154,7 +157,7 @@ def _set_free(group, name, freed, kept):
 
 @inlined
 def _is_held(group, rows, cell, name):
-    """Whether another row of the lane, near enough to row ``cell`` to share entries, refers to the entry ``name``."""
+    """Whether a nearby row in the lane of row ``cell`` refers to the entry ``name``."""
     for d in range(1, group[REACH] + 1):
         away = d * rows[LANES]
         if away >= rows[TOTAL]:
@@ -190,7 +193,6 @@ def _release(group, rows, cell, freed, kept):
 
 @inlined
 def _given(parts, sources, p, piece, side, t, lane):
-    """Return the address of one piece (a frame) of a written observation."""
     return sources[p, side, 0] + t * sources[p, side, 1] + lane * sources[p, side, 2] + piece * parts[p, INNER]
 
 
@@ -208,7 +210,7 @@ def _is_entry(group, parts, sources, name, piece, side, t, lane):
 
 @inlined
 def _new_entry(group, parts, sources, piece, side, t, lane):
-    """Copy one piece (a frame) of a written observation to a new entry; return the name of the entry."""
+    """Copy one piece of a written observation to a new entry; return the name of the entry."""
     name = _take(group)
     at = _entry(group, name)
     for p in range(group[FIRST], group[LAST]):
@@ -221,7 +223,7 @@ def _new_entry(group, parts, sources, piece, side, t, lane):
 
 @inlined
 def _fresh(group, parts, sources, side, t, lane, row):
-    """Store a frame stack in new entries, and their names in the row; equal consecutive frames share an entry."""
+    """Store an observation in new entries; equal consecutive frames share an entry."""
     name = np.int32(0)
     for piece in range(group[PIECES]):
         if piece == 0 or not _is_entry(group, parts, sources, name, piece, side, t, lane):
@@ -231,7 +233,7 @@ def _fresh(group, parts, sources, side, t, lane, row):
 
 @inlined
 def _fill_root(group, parts, sources, row, before, t, lane):
-    """Store the entry names of a row's observation; reuse entries of the previous row if their bytes are equal."""
+    """Store a row's observation; reuse entries of the previous row if their bytes are equal."""
     pieces, side = group[PIECES], np.int64(0)
     others = before + 4 * (pieces if group[SIDES] == 2 else 1)
     common = pieces if group[SIDES] == 2 else pieces - 1
@@ -248,7 +250,7 @@ def _fill_root(group, parts, sources, row, before, t, lane):
 
 @inlined
 def _fill_next(group, parts, sources, row, after, t, lane):
-    """Store the entry names of a row's next observation; reuse the observation's later frames if bytes are equal."""
+    """Store a row's next observation; reuse entries of this row and of the following row if their bytes are equal."""
     pieces, newest, side = group[PIECES], group[PIECES] - 1, np.int64(1)
     for piece in range(newest - 1, -1, -1):
         if not _is_entry(group, parts, sources, load(row + 4 * (piece + 1), np.int32), piece, side, t, lane):
@@ -269,7 +271,7 @@ def _cell(rows, cells, start, i):
 
 @inlined
 def _expect_old(group, rows, cells, start, count, i):
-    """Prefetch rows that will soon be overwritten, and their newest entries, which will be reused."""
+    """Prefetch rows that will soon be overwritten, and one entry of each row."""
     if i + _ROWS < count:
         prefetch(_row(group, rows, _cell(rows, cells, start, i + _ROWS)))
     if i + _ENTRIES < count:
@@ -283,7 +285,7 @@ def _expect_old(group, rows, cells, start, count, i):
 
 @inlined
 def _write_pair(group, parts, sources, row, before, after, t, lane, freed, kept):
-    """Do what ``_release``, ``_fill_root`` and ``_fill_next`` do, for a row without frame stacks, twice as fast."""
+    """Write a row without frame stacks, twice as fast as ``_release``, ``_fill_root`` and ``_fill_next``."""
     # Of all other rows, only the two adjacent rows can refer to the same entries.
     shared, newer = load(before + 4, np.int32), load(after, np.int32)
     for name, other in ((load(row, np.int32), shared), (load(row + 4, np.int32), newer)):
@@ -298,7 +300,7 @@ def _write_pair(group, parts, sources, row, before, after, t, lane, freed, kept)
 
 @kernel
 def write(groups, parts, sources, own, own_bytes, total, lanes, cells, start, count, given_lanes, deferred):
-    """Implement :func:`rlbuf_td.kernels.rows.pool.write_`, row by row."""
+    """Implement :func:`rlbuf_td.kernels.rows.pool.write_`."""
     rows = own, own_bytes, total, lanes
     for g in range(len(groups)):
         group = _numbers(groups, g)

@@ -1,4 +1,4 @@
-"""Writes deduplicated rows in torch operations: all lanes of a time step at once."""
+"""Writes deduplicated rows with torch operations: all lanes of a time step at once."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def write_by_steps_(
 ) -> None:
     """Implement :func:`rlbuf_td.kernels.rows.pool.write_` on any device.
 
-    ``given`` has one tuple per deduplicated key, in the order of the groups and their parts. The tuple holds the key's
-    values in the observations and, if stored, in the next observations, both ``[T, E, ...]``.
+    ``given`` has one tuple per deduplicated key: the observations to write and, if the rows store them, the next
+    observations, both ``[T, E, ...]``. ``cells``, ``[T * E]`` int64, holds the indices of the written rows.
     """
     steps, lanes = given[0][0].shape[:2]
     first = 0
@@ -37,7 +37,7 @@ def write_by_steps_(
 
 
 def _raw(group: Group, values: Sequence[Tensor]) -> Tensor:
-    """Return the values of a group's keys, ``[B, ...]`` each, as the bytes of their entries, ``[B, pieces, bytes]``."""
+    """Convert the values of a group's keys, ``[B, ...]`` each, to bytes of entries, ``[B, pieces, bytes]``."""
     found = []
     for value, part in zip(values, group.parts, strict=True):
         flat = value.reshape(len(value), value.shape[1:].numel())
@@ -47,7 +47,7 @@ def _raw(group: Group, values: Sequence[Tensor]) -> Tensor:
 
 
 class _Step:
-    """Writes the rows of one time step; rows of different lanes share no entries."""
+    """Writes the rows of one time step at once, because rows of different lanes share no entries."""
 
     def __init__(self, table: Table, g: int, rows: Tensor) -> None:
         self.table, self.group, self.rows = table, table.groups[g], rows
@@ -74,7 +74,7 @@ class _Step:
         self.counters[0] += are_free.sum()
 
     def new(self, where: Tensor, raw: Tensor) -> Tensor:
-        """Store ``raw`` in new entries, and return their names, ``[B]``; 0 where ``where`` is False."""
+        """Store the bytes ``raw[i]`` in a new entry wherever ``where[i]`` is True; return the names, 0 elsewhere."""
         rank, free, used = where.cumsum(0) - 1, self.counters[0].clone(), self.counters[1].clone()
         on_stack = rank < free
         name = torch.where(on_stack, self.stack[(free - 1 - rank).clamp(min=0)].long(), used + 1 + rank - free)
@@ -86,11 +86,11 @@ class _Step:
         return name.to(torch.int32)
 
     def are(self, names: Tensor, raw: Tensor) -> Tensor:
-        """Return for each row whether the entries named by ``names`` equal ``raw``, ``[B, pieces, bytes]``."""
+        """Return for each row whether the entries with these names hold the bytes ``raw``, ``[B, pieces, bytes]``."""
         return ((self.entries[names.long() - 1] == raw).flatten(1).all(1)) & (names != 0).all(1)
 
     def fresh(self, where: Tensor, raw: Tensor) -> Tensor:
-        """Store frame stacks in new entries, and return their names, ``[B, pieces]``; 0 where ``where`` is False."""
+        """Store the stack ``raw[i]`` in new entries wherever ``where[i]`` is True; return the names, 0 elsewhere."""
         name, names = torch.zeros_like(self.rows, dtype=torch.int32), []
         for piece in range(raw.shape[1]):
             is_new = where if not piece else where & (raw[:, piece] != raw[:, piece - 1]).any(1)
@@ -99,7 +99,7 @@ class _Step:
         return torch.stack(names, 1)
 
     def fill(self, root: Tensor, following: Tensor | None = None) -> None:
-        """Store observations and, if given, next observations, ``[B, pieces, bytes]``; put entry names in the rows."""
+        """Store the observations ``root`` and the next observations ``following``, both ``[B, pieces, bytes]``."""
         pieces = self.group.pieces
         everywhere = torch.ones_like(self.rows, dtype=torch.bool)
         others = self.near(-1)[:, pieces:] if following is not None else self.near(-1)[:, 1:]

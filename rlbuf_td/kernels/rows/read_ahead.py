@@ -1,8 +1,8 @@
 """Requests the pages of a batch from a memory-mapped file before the batch is read.
 
-Reading a page that is not in memory waits for the disk, and also loads about thirty neighbouring pages, which random
-rows do not need. Requests in file order load only the needed pages, in parallel. For a batch that is already in memory,
-the only cost is a check of at most 31 rows, about 6 us. Pages are only requested on Linux with 4 KiB pages.
+Without a request, reading a page that is not in memory waits for the disk and also loads about thirty neighbouring
+pages. Requests in file order load only the needed pages, in parallel. Before a request, at most 31 rows of the batch
+are checked; if these rows are in memory, nothing is requested. Pages are only requested on Linux with 4 KiB pages.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FEWEST = 2  # rows
 
 
 def ask_for_rows(rows: Tensor, cells: Tensor) -> Tensor | None:
-    """Request the pages of rows ``cells``, ``[B]`` int64; return the rows' order in the file (None: no request)."""
+    """Request the pages of the rows ``cells``; return the order that sorts ``cells``, or None without a request."""
     if not IS_KNOWN or len(cells) < _FEWEST or not len(rows):
         return None
     cells = cells.contiguous()
@@ -37,7 +37,7 @@ def ask_for_rows(rows: Tensor, cells: Tensor) -> Tensor | None:
 
 
 def ask_for_entries(table: Table, cells: Tensor) -> None:
-    """Request the pages of the pool entries to which the rows ``cells``, ``[B]`` int64, refer."""
+    """Request the pages of the pool entries to which the rows ``cells`` refer."""
     known = torch.from_numpy(_inside(cells, len(table.rows)))
     for g, entries in enumerate(table.entries):
         names = np.unique(table.ids(g)[known]).astype(np.int64)
@@ -49,7 +49,7 @@ def _inside(cells: Tensor, live: int) -> np.ndarray:
 
 
 def _ask(first: np.ndarray, width: int) -> None:
-    """Request the pages of ``width`` bytes at each address in ``first``, which is ascending; merge adjacent ranges."""
+    """Request the pages of ``width`` bytes at each address in ``first``; the addresses must ascend."""
     if not len(first):
         return
     first, last = first // mmap.PAGESIZE * mmap.PAGESIZE, -(-(first + width) // mmap.PAGESIZE) * mmap.PAGESIZE

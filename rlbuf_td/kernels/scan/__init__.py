@@ -1,9 +1,8 @@
 """Computes advantages and returns for :mod:`rlbuf_td.functional` by a linear recurrence, backwards in time.
 
-The recurrence is ``x[t] = a[t] + b[t] * x[t + 1]`` with ``x[T] = 0``. Where a trajectory ends, ``b[t]`` is 0, and
-``x[t + 1]`` is ignored instead of multiplied by 0, so NaN and infinity do not spread to the preceding trajectory. All
-tensors are ``[L, T, F]``: lanes, time, features (a time-major ``[T, E]`` rollout is ``[1, T, E]``). Numba's loops run
-on the CPU, :func:`reverse_scan_doubling` on other devices.
+The recurrence is ``x[t] = a[t] + b[t] * x[t + 1]`` with ``x[T] = 0``. Where ``b[t]`` is 0, at the end of a trajectory,
+``x[t + 1]`` is ignored, even if it is NaN or infinite. All tensors are ``[L, T, F]``: L lanes, T time steps, F
+features. On the CPU, numba computes the recurrence; on other devices, and under ``torch.compile``, torch operations do.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ _is_compiling, _empty_like = torch.compiler.is_compiling, torch.empty_like  # sa
 
 
 def reverse_scan_doubling(a: Tensor, b: Tensor) -> Tensor:
-    """Implement :func:`reverse_scan` in ``ceil(log2 T)`` rounds; after round k, each ``x[t]`` covers ``2**k`` steps.
+    """Implement :func:`reverse_scan` in ``ceil(log2 T)`` rounds of torch operations (Hillis and Steele, 1986).
 
-    Combining ``(a, b)`` and ``(a', b')`` to ``(a + b a', b b')`` is an associative operation, so each round can combine
-    pairs of steps (Hillis and Steele, 1986). O(T log T) work without host synchronisation.
+    Consecutive steps ``(a, b)`` and ``(a', b')`` are combined to ``(a + b a', b b')``. Because this operation is
+    associative, each round can double the number of combined steps.
     """
     steps = a.shape[1]
     x, carry, reach = a, b.expand_as(a), 1
@@ -41,21 +40,20 @@ def reverse_scan_doubling(a: Tensor, b: Tensor) -> Tensor:
 
 
 def gae_terms(gamma: float | Tensor, lmbda: float | Tensor, columns: Columns) -> tuple[Tensor, Tensor]:
-    """Return GAE's TD errors ``delta[t]`` and its coefficients ``gamma * lmbda * (1 - done[t])``."""
+    """Return the TD errors of GAE, and the coefficients ``gamma * lmbda * (1 - done[t])`` of its recurrence."""
     state_value, next_state_value, reward, done, terminated = columns
     delta = reward + gamma * next_state_value.masked_fill(terminated, 0) - state_value
     return delta, spread(gamma * lmbda, delta).masked_fill(done, 0)
 
 
 def spread(x: float | Tensor, like: Tensor) -> Tensor:
-    """Expand ``x`` to the shape of ``like``, without host synchronisation."""
     if not isinstance(x, Tensor):
         x = torch.full((), x, dtype=like.dtype, device=like.device)
     return x.expand_as(like)
 
 
 def gae(gamma: float | Tensor, lmbda: float | Tensor, columns: Columns) -> tuple[Tensor, Tensor]:
-    """Return GAE advantages and value targets; the columns are ``[L, T, F]``, of one floating dtype (flags: bool)."""
+    """Return GAE advantages and value targets; done and terminated are bool, the other columns are floating point."""
     if isinstance(gamma, float) and isinstance(lmbda, float) and _is_for_numba(*columns):
         out = gae_contiguous(gamma, lmbda, tuple(x.contiguous() for x in columns), *columns[0].shape)
         if out is not None:
@@ -68,9 +66,9 @@ def gae(gamma: float | Tensor, lmbda: float | Tensor, columns: Columns) -> tuple
 def gae_contiguous(
     gamma: float, lmbda: float, columns: Columns, lanes: int, steps: int, features: int
 ) -> tuple[Tensor, Tensor] | None:
-    """Implement :func:`gae` by numba loops, for contiguous columns of ``L * T * F`` float32, float64 or bool elements.
+    """Implement :func:`gae` with numba, without checks, for contiguous columns on the CPU.
 
-    Arguments are not checked. Returns None under ``torch.compile``, as compiled graphs cannot contain numba's loops.
+    Returns None under ``torch.compile``, because compiled graphs cannot contain numba's loops.
     """
     if _is_compiling():
         return None
@@ -84,7 +82,7 @@ def gae_contiguous(
 
 
 def reverse_scan(a: Tensor, b: Tensor) -> Tensor:
-    """Return ``x[t] = a[t] + b[t] * x[t + 1]`` over dim 1 of ``[L, T, F]`` tensors of one floating dtype."""
+    """Return ``x`` with ``x[t] = a[t] + b[t] * x[t + 1]`` in dim 1 of ``[L, T, F]`` tensors of one floating dtype."""
     if not _is_for_numba(a, b):
         return reverse_scan_doubling(a, b)
     a, b = a.contiguous(), b.expand_as(a).contiguous()

@@ -1,8 +1,7 @@
 """The CPU loops of :mod:`rlbuf_td.kernels.scan`; contiguous tensors are passed by address.
 
-With one feature (``[L, T, 1]``), each step of a lane depends on the next step, so GAE processes four lanes at once.
-With more features (time-major rollouts), the compiler vectorises over features. Unsigned indices avoid numba's check
-for negative indices.
+With one feature, GAE processes four lanes at once, because the steps of one lane depend on each other. With more
+features, the compiler vectorises over features. Unsigned indices avoid numba's check for negative indices.
 """
 
 import numpy as np
@@ -112,7 +111,7 @@ def _scan_at(a, b, x, shape, dtype):
 
 @_contracted
 def gae(double, gamma, decay, value, next_value, reward, done, terminated, advantage, target, lanes, steps, features):
-    """Write advantages and value targets: float64 arrays if ``double``, else float32. ``decay`` is gamma * lmbda."""
+    """Implement :func:`rlbuf_td.kernels.scan.gae_contiguous`; the dtype is float64 if ``double``, else float32."""
     blocks = (value, next_value, reward), (done, terminated), (advantage, target), (lanes, steps, features)
     if double:
         _gae_at(gamma, decay, *blocks, np.float64)
@@ -122,7 +121,7 @@ def gae(double, gamma, decay, value, next_value, reward, done, terminated, advan
 
 @_contracted
 def scan(double, a, b, x, lanes, steps, features):
-    """Implement :func:`rlbuf_td.kernels.scan.reverse_scan`; arrays are float64 if ``double``, else float32."""
+    """Implement :func:`rlbuf_td.kernels.scan.reverse_scan`; the dtype is float64 if ``double``, else float32."""
     if double:
         _scan_at(a, b, x, (lanes, steps, features), np.float64)
     else:

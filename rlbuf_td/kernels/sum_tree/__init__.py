@@ -1,13 +1,13 @@
-"""A sum tree over priorities: draws rows in proportion to their weights, and changes weights.
+"""A sum tree over priorities, which draws rows with probabilities proportional to their weights.
 
 Every row has a *magnitude* ``|td_error|`` (-1 if not set) and a *weight* ``(magnitude + eps) ** alpha`` (0 if not set).
 Eight weights form a block, eight blocks form a group, and eight groups form a group of the next level, up to the root.
-A group stores the sum of each member, the sum of all members *before* each member, and the smallest positive weight
-below each member: three arrays of one cache line each. A draw reads one cache line per level.
+For each of its eight members, a group stores the member's sum, the sum of all members *before* it, and the smallest
+positive weight below it: three arrays of one cache line each. A draw reads one cache line per level.
 
-Invariants (``tests/kernels/invariants.py`` checks them): a parent is *recomputed* from its children, never adjusted by
-a difference, so rounding errors do not accumulate and equal weights give equal trees. In a group, ``before`` is
-infinite after the last member with a positive sum, so a draw never returns a row of weight 0.
+An update *recomputes* a parent from its children, and never adjusts it by a difference. Rounding errors therefore do
+not accumulate. In a group, ``before`` is infinite after the last member with a positive sum, so that a draw never
+returns a row of weight 0. ``tests/kernels/invariants.py`` checks both invariants.
 
 Source: Schaul et al., Prioritized Experience Replay, ICLR 2016, appendix B.2.1. Costs are for ``B`` rows out of ``N``.
 """
@@ -33,17 +33,17 @@ __all__ += ["update_", "weigh_beside_", "weight_of"]
 def update_(
     tree: SumTree, index: Tensor, td_error: Tensor, rows: Number, alpha: Number, eps: Number, counts: bool = True
 ) -> float | Tensor:
-    """Set the priorities of rows from TD errors; a duplicate row keeps its last error. O(B log N).
+    """Set the weights of the rows ``index`` to ``(|td_error| + eps) ** alpha``. O(B log N).
 
-    On the CPU, the whole batch is refused, before any change, if a row is not in ``[-1, rows)`` or an error is NaN or
-    infinite. Other devices skip invalid rows and errors, because a check would wait for the device.
+    ``index`` is ``[B]`` int64; elements of -1 are skipped. ``td_error`` is ``[B]``, float32 or float64; the sign is
+    ignored. If a row is repeated, its last TD error is used. ``rows`` is the number of written rows.
 
-    Elements of -1 in ``index``, ``[B]`` int64, are skipped. The sign of ``td_error``, ``[B]`` float32 or float64, is
-    ignored. ``rows`` is the number of written rows. ``rows``, ``alpha`` and ``eps`` may be 0-dim tensors. With
-    ``counts=False``, the errors do not affect the largest magnitude so far; the CPU ignores this argument.
+    A row outside ``[-1, rows)`` and a NaN or infinite TD error are invalid. On the CPU, a batch with an invalid element
+    changes nothing, and the function returns :data:`REFUSED`. Other devices skip invalid elements.
 
-    On the CPU, returns the largest magnitude of this update, -1 if none, or :data:`REFUSED`. On other devices, returns
-    the largest magnitude since the tree was cleared, a 0-dim tensor that later updates change.
+    On the CPU, returns the largest ``|td_error|`` of this batch, or -1 if all elements are skipped. On other devices,
+    returns the largest ``|td_error|`` so far, as a 0-dim tensor. There, updates with ``counts=False`` have a maximum of
+    their own; the CPU ignores this argument.
     """
     if backend_of(tree.weight) == "numba":
         numbers = int(rows), float(alpha), float(eps)
@@ -58,7 +58,7 @@ def update_(
 
 
 def fill_(tree: SumTree, start: int, count: int, magnitude: Number, alpha: Number, eps: Number) -> None:
-    """Set the magnitude of ``count`` rows from ``start`` on. O(count + log N)."""
+    """Set the magnitude of the ``count`` rows from row ``start`` on. O(count + log N)."""
     if backend_of(tree.weight) == "numba":
         from rlbuf_td.kernels.sum_tree import cpu
 
@@ -82,7 +82,7 @@ def rebuild_(tree: SumTree) -> None:
 
 
 def reweigh_(tree: SumTree, alpha: Number, eps: Number) -> None:
-    """Recompute every weight from its magnitude (after a change of alpha). O(N)."""
+    """Recompute all weights from the magnitudes, after a change of ``alpha`` or ``eps``. O(N)."""
     tree.weight.copy_(torch.where(tree.magnitude < 0, 0.0, weight_of(tree.magnitude, alpha, eps)))
     rebuild_(tree)
 
@@ -95,10 +95,10 @@ def draw(
     Args:
         tree: the sum tree.
         uniform: ``[B]`` float64 in ``[0, 1)``; the call may overwrite this tensor.
-        stratified: draw one row from each of ``B`` segments of equal mass; see :mod:`rlbuf_td.kernels.strata`.
-        rows: ``N`` in the importance weight ``(N P)^-beta``; ``rows`` and ``beta`` may be 0-dim tensors.
+        stratified: divide the sum of all weights into ``B`` equal segments, and draw one row in each.
+        rows: the number ``N`` in the importance weight ``(N * P)^-beta`` of a row drawn with probability ``P``.
         beta: exponent of the importance weight, not negative.
-        norm: ``"buffer"`` or ``"batch"``: divide importance weights by the largest one there; ``None``: do not divide.
+        norm: ``"buffer"`` or ``"batch"`` divides the weights by the largest one there; ``None`` does not divide them.
 
     Returns:
         ``[B]`` int64 rows and ``[B]`` float32 importance weights; on the CPU ``None`` if no weight is positive.
@@ -118,7 +118,8 @@ def draw(
 
 
 def weigh_beside_(tree: SumTree, index: Tensor, drawn: Tensor, beta: float, weight: Tensor) -> bool:
-    """Implement :meth:`rlbuf_td.samplers.priorities.Law.weigh_beside_` on the CPU; elsewhere, only return False."""
+    """On the CPU, write the importance weights of the rows ``index`` to ``weight``; return whether this was done."""
+    # As Law.weigh_beside_ in samplers/priorities.py: before the call, weight[0] is that of the row drawn.
     if backend_of(tree.weight) != "numba":
         return False
     from rlbuf_td.kernels.sum_tree import cpu
@@ -128,7 +129,7 @@ def weigh_beside_(tree: SumTree, index: Tensor, drawn: Tensor, beta: float, weig
 
 
 def prepare_capture(tree: SumTree, alpha: float, eps: float, beta: float, rows: int) -> Tensor | None:
-    """Copy settings to device memory for captured CUDA graphs; return the largest magnitude (None on the CPU)."""
+    """Copy settings to device memory for captured CUDA graphs; return the largest ``|td_error|`` (None on the CPU)."""
     if backend_of(tree.weight) == "numba":
         return None
     tree.device_state.put(alpha=alpha, eps=eps, beta=beta, drawn=rows, named=rows)

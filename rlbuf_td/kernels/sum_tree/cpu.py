@@ -1,4 +1,4 @@
-"""The CPU loops of :mod:`rlbuf_td.kernels.sum_tree`; ``tree`` is ``SumTree.addresses``.
+"""The CPU loops of :mod:`rlbuf_td.kernels.sum_tree`; their argument ``tree`` is ``SumTree.addresses``.
 
 Outer loops go over levels and inner loops over the batch, so that the cache misses of a level overlap. Unsigned indices
 avoid numba's check for negative indices.
@@ -55,7 +55,7 @@ def _set_block(weight, sums, minima, block):
 
 @kernel
 def _set_group(sums, before, first, above):
-    """Recompute the group whose members begin at ``first``; write its sum to node ``above``."""
+    """Recompute the group whose first member is node ``first``, and write its sum to node ``above``."""
     total = 0.0
     for k in range(BLOCK):
         before[first + uint64(k)] = total
@@ -122,7 +122,7 @@ def update(tree, index, td_error, rows, alpha, eps):
 
 @kernel
 def _sum_upwards(starts, sums, before, node, count):
-    """Recompute the groups above the first ``count`` blocks in ``node``, which is overwritten."""
+    """Recompute all groups above the blocks ``node[:count]``; overwrites ``node``."""
     for k in range(starts.shape[0] - 1):
         start, above = starts[k], starts[k + 1]
         if (above - start) >> _SHIFT <= uint64(count):  # no more groups than blocks: recompute all groups
@@ -145,7 +145,7 @@ def fill(tree, start, count, value, alpha, eps):
 
 @kernel
 def repair_range(tree, start, count):
-    """Recompute the blocks of ``count`` rows from ``start`` on, and all nodes above."""
+    """Recompute the blocks that hold the ``count`` rows from row ``start`` on, and all nodes above these blocks."""
     first, last = uint64(start) >> _SHIFT, uint64(start + count - 1) >> _SHIFT
     starts, _, weight, sums, before, minima = _arrays(tree)
     for block in range(first, last + _ONE):
@@ -174,7 +174,7 @@ def _descend(tree, starts, before, mass, node):
 
 @kernel
 def _draw_in_blocks(weight, mass, node):
-    """Replace each block in ``node`` by the drawn row of the block, found in three halvings."""
+    """Replace each block in ``node`` by the row drawn from it, after three binary choices."""
     for j in range(node.shape[0]):
         row = node[j] << _SHIFT
         four = row | _FOUR
@@ -196,7 +196,7 @@ def _draw_in_blocks(weight, mass, node):
 
 @kernel
 def draw(tree, uniform, step, rows, beta, mode, index, importance):
-    """Implement ``sum_tree.draw``; ``strata.step_of`` gives ``step``, and ``strata.NORMS`` gives ``mode``."""
+    # As sum_tree.draw: step is the result of strata.step_of, and mode a value of strata.NORMS.
     starts, _, weight, sums, before, minima = _arrays(tree)
     root = starts[starts.shape[0] - 1]
     total = sums[root]
@@ -228,7 +228,7 @@ def _importance(weight, row, smallest, beta, importance):
 
 @kernel
 def weigh_beside(tree, index, first, beta, importance):
-    """Set the importance weights of the rows ``index``; on entry, ``importance[0]`` is the weight of row ``first``."""
+    """Write the importance weights of the rows ``index``; on entry, ``importance[0]`` is that of the row ``first``."""
     weight, scale = _arrays(tree)[2], importance[0]
     for j in range(index.shape[0]):
         ratio = max(weight[index[j]] / weight[first], LEAST_RATIO) if weight[index[j]] > 0.0 else 1.0

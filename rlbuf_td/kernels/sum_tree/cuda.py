@@ -1,8 +1,8 @@
 """Triton kernels of :mod:`rlbuf_td.kernels.sum_tree`.
 
-A repair recomputes nodes in two launches, because only a new launch synchronises all programs. In the first launch,
-every program recomputes a subtree of 512 rows; in the second, one program recomputes all nodes above. Sums are added in
-the same order as in the reference, so that both give the same bits.
+After a change of weights, two launches recompute the nodes above, because only a new launch synchronises all programs.
+In the first launch, every program recomputes a subtree of 512 rows. In the second, one program recomputes all nodes
+above the subtrees. Sums are added in the same order as in the reference, so that both give the same bits.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _leaf(weight, block, member, inside, smallest):
 
 @triton.jit
 def _set_groups(sums, before, minima, start, above, group, inside):
-    """Recompute groups of the level that begins at ``start``, and their sums and minima in the level at ``above``."""
+    """Recompute groups of the level at ``start``; write their sums and minima to the next level, at ``above``."""
     line = start + group * WIDTH
     smallest = tl.load(minima + line, mask=inside, other=0.0)
     last = tl.zeros_like(group)  # the last member with a positive sum
@@ -65,10 +65,8 @@ def _set_groups(sums, before, minima, start, above, group, inside):
 def _repair(
     rows, first, weight, sums, before, minima, blocks, starts, BY_ROW: tl.constexpr, LEVELS: tl.constexpr
 ):  # fmt: skip
-    """Recompute the 512-row subtree of one of the ``rows`` if ``BY_ROW``, else subtree ``first`` + program id.
-
-    Several programs may recompute the same subtree: all write the same values, and each reads after its own writes.
-    """
+    """Recompute one subtree (512 rows): that of ``rows[program]`` if ``BY_ROW``, else subtree ``first + program``."""
+    # Several programs may recompute the same subtree: all write the same values, and each reads after its own writes.
     subtree = first + tl.program_id(0).to(tl.int64)
     if BY_ROW:
         subtree = tl.load(rows + tl.program_id(0)) // SUBTREE
@@ -87,7 +85,7 @@ def _repair(
 
 @triton.jit
 def _finish(sums, before, minima, starts, levels, nodes, SIZE: tl.constexpr):
-    """Recompute all nodes above ``nodes`` subtrees, up to the root, in one program."""
+    """Recompute all nodes above the ``nodes`` subtrees, up to the root."""
     for at in range(2, levels):
         groups = (nodes + 7) // 8
         start, above = tl.load(starts + at), tl.load(starts + at + 1)
@@ -106,7 +104,7 @@ def _go(mass, left, right):
 
 @triton.jit
 def _draw_in_blocks(weight, mass, node, inside):
-    """Find the drawn row in each block, in three halvings; return the rows and their weights."""
+    """Draw a row from each block ``node`` in three binary choices; return the rows and their weights."""
     leaf = weight + node * WIDTH
     w0, w1 = tl.load(leaf, mask=inside, other=1.0), tl.load(leaf + 1, mask=inside, other=1.0)
     w2, w3 = tl.load(leaf + 2, mask=inside, other=1.0), tl.load(leaf + 3, mask=inside, other=1.0)
@@ -127,7 +125,7 @@ def _draw(
     uniform, rows, beta, weight, sums, before, minima, starts, index, importance, count, step, levels,
     STRATIFIED: tl.constexpr, NORM: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Draw rows; write importance weights (NORM 0: divided by the buffer's largest; 2: not) or tree weights (1)."""
+    """Draw rows, and write their importance weights; if ``NORM`` is 1, write their weights in the tree instead."""
     at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     inside = at < count
     root = tl.load(starts + levels)
@@ -175,7 +173,7 @@ def repair_range(tree: SumTree, start: int, count: int) -> None:
 
 
 def _recompute(tree: SumTree, rows: Tensor | None, first: int, programs: int) -> None:
-    """Recompute the subtrees of ``rows``, or ``programs`` subtrees from ``first`` on, and all nodes above."""
+    """Recompute the subtrees of ``rows`` (None: ``programs`` subtrees from number ``first`` on) and all nodes above."""
     starts, blocks = tree.starts_on_device, tree.weight.shape[0] // WIDTH.value
     levels, nodes = starts.shape[0] - 1, triton.cdiv(blocks, 64)
     above = tree.sums, tree.before, tree.minima
@@ -191,7 +189,6 @@ def _recompute(tree: SumTree, rows: Tensor | None, first: int, programs: int) ->
 def draw(
     tree: SumTree, uniform: Tensor, stratified: bool, rows: Tensor, beta: Tensor, norm: str | None
 ) -> tuple[Tensor, Tensor]:
-    """Implement :func:`rlbuf_td.kernels.sum_tree.reference.draw`, in one launch unless ``norm`` is ``"batch"``."""
     count, starts, by_batch = uniform.shape[0], tree.starts_on_device, norm == "batch"
     index = torch.empty(count, dtype=torch.int64, device=uniform.device)
     importance = torch.empty(count, dtype=torch.float64 if by_batch else torch.float32, device=uniform.device)

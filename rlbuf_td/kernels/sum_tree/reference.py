@@ -22,7 +22,7 @@ def weight_of(magnitude: Tensor, alpha: Number, eps: Number) -> Tensor:
 def assign(
     tree: SumTree, index: Tensor, td_error: Tensor, rows: Number, alpha: Number, eps: Number
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Set magnitudes and weights of rows, but not the nodes above; return the result of ``write_magnitudes``."""
+    """Set the magnitudes and weights of rows, but not the nodes above; return the results of ``write_magnitudes``."""
     row, largest, refused = write_magnitudes(tree.magnitude, index, td_error.to(torch.float64).abs(), rows)
     magnitude = tree.magnitude[row]
     tree.weight[row] = torch.where(magnitude < 0, 0.0, weight_of(magnitude, alpha, eps))
@@ -47,7 +47,7 @@ def _repair_blocks(tree: SumTree, block: Tensor) -> None:
 
 
 def _set_groups(tree: SumTree, start: int, above: int, group: Tensor) -> None:
-    """Recompute groups of the level that begins at ``start``, and their sums and minima in the level at ``above``."""
+    """Recompute groups of the level at ``start``; write their sums and minima to the next level, at ``above``."""
     sums = tree.sums[start:above].view(-1, BLOCK)[group]
     before, total = [], torch.zeros_like(sums[:, 0])
     for member in sums.unbind(1):
@@ -61,9 +61,9 @@ def _set_groups(tree: SumTree, start: int, above: int, group: Tensor) -> None:
 
 
 def _block_levels(weight: Tensor) -> list[Tensor]:
-    """Return sums of 8, 4, 2 and 1 adjacent elements of ``[N, 8]`` weights, added in the same order as elsewhere."""
+    """Return the sums of 8, 4, 2 and 1 adjacent elements of ``weight``, ``[N, 8]``."""
     levels = [weight]
-    for _ in range(3):
+    for _ in range(3):  # added in the same order as on the CPU and in Triton
         levels.insert(0, levels[0][:, 0::2] + levels[0][:, 1::2])
     return levels
 

@@ -25,7 +25,7 @@ REFUSED = -2.0
 
 @dataclass
 class SumTree:
-    """The tensors of a sum tree, which can be shared, saved and moved."""
+    """The tensors of a sum tree."""
 
     magnitude: Tensor  # ``[8 * blocks]`` float64, ``|td_error|`` of each row, -1 if not set
     weight: Tensor  # ``[8 * blocks]`` float64, 0 if not set
@@ -38,7 +38,7 @@ class SumTree:
 
     @classmethod
     def empty(cls, capacity: int, device: torch.device | str = "cpu") -> SumTree:
-        """Return a tree for ``capacity`` rows without priorities, which takes about 20 bytes per row."""
+        """Return a tree for ``capacity`` rows, all without a priority; the tree takes about 20 bytes per row."""
         rows = -(-capacity // BLOCK) * BLOCK
         nodes = _starts(rows)[-1] + BLOCK
         tree = cls(*(_memory(size, device) for size in (rows, rows, nodes, nodes, nodes)))
@@ -71,7 +71,7 @@ class SumTree:
 
     @property
     def device_state(self) -> PriorityState:
-        """Settings and counters for the GPU backends and captured CUDA graphs, created at first use."""
+        """Settings and counters in device memory, created at first use."""
         found = self.__dict__.get("_device_state")  # attribute access would make torch.compile compile twice
         if found is None:
             names = "alpha", "eps", "beta", "drawn", "named", "entry"
@@ -85,7 +85,7 @@ class SumTree:
 
     @property
     def refused(self) -> Tensor | int:
-        """Number of NaN or infinite TD errors that were skipped; 0 on the CPU, which refuses the whole batch."""
+        """Number of skipped NaN or infinite TD errors; 0 on the CPU, where a batch with such an error is refused."""
         return 0 if self._device_state is None else self._device_state.refused
 
     def share_memory_(self) -> None:
@@ -97,7 +97,7 @@ class SumTree:
 
     @cached_property
     def addresses(self) -> np.ndarray:
-        """The numbers of levels, rows and nodes, then the addresses of ``starts_on_device`` and the state tensors."""
+        """For compiled loops, int64: the numbers of levels, rows and nodes, then the addresses of all tensors."""
         arrays = self.starts_on_device, *self.tensors().values()
         sizes = len(arrays[0]), len(self.weight), len(self.sums)
         return np.array([*sizes, *(array.data_ptr() for array in arrays)], np.int64)

@@ -22,10 +22,10 @@ from rlbuf_td.storages.tensordict_fast import leaf_of, set_entries_
 class Rows(ABC):
     """Rows of shape ``[T, *lanes]``: an interface that does not depend on the memory layout.
 
-    A row has a flat index (``t * E + e`` for step t and lane e of E), a time step, and coordinates. Negative time steps
-    and coordinates count from the end. Methods that read return copies; :meth:`view`, :meth:`at_region`,
-    :meth:`column`, :meth:`chunks` and :meth:`entries` may return views. On the CPU, an index out of range raises an
-    ``IndexError``. Methods that write do not check the leaves.
+    The flat index of a row is ``t * E + e`` for step ``t`` and lane ``e`` of ``E``. Negative time steps and coordinates
+    count from the end. Methods that read return copies; only :meth:`view`, :meth:`at_region`, :meth:`column`,
+    :meth:`chunks` and :meth:`entries` may return views. A read at an index out of range raises an ``IndexError`` on the
+    CPU. Methods that write do not check the leaves.
     """
 
     dedup: DedupLayout | None = None  # the layout of deduplicated rows; None for other rows
@@ -105,12 +105,12 @@ class Rows(ABC):
         return leaf_of(self.view(), key).flatten(0, len(self.lanes))[cells]
 
     def chunks(self, first: int, count: int) -> Iterator[tuple[int, list[torch.Tensor]]]:
-        """Yield ``count`` steps from ``first`` on as pairs (number of steps, leaves); by default, one pair of views."""
+        """Yield ``count`` time steps from ``first`` on in blocks: pairs of the number of steps and the leaves."""
         yield count, self.layout.columns(self.matrix.narrow(0, first, count))
 
     @abstractmethod
     def copy_(self, start: int, count: int, leaves: list[torch.Tensor]) -> None:
-        """Write ``count`` time steps from ``start`` on, with wrap-around; ``leaves`` may be views of these rows."""
+        """Write ``count`` time steps from ``start`` on, and after the last step from step 0 on."""
 
     def replace_(self, cells: torch.Tensor, leaves: list[torch.Tensor]) -> None:
         """Write rows at flat indices of any shape; if an index is repeated, its last row is kept."""
@@ -145,7 +145,7 @@ class Rows(ABC):
         return []
 
     def takes(self, dedup: DedupLayout | None, used: Sequence[int]) -> bool:
-        """Whether saved rows, with ``used`` pool entries per group, can be copied without conversion."""
+        """Whether saved rows, which need ``used`` pool entries per group, can be copied without conversion."""
         return dedup is None
 
     def restore_(self, matrix: torch.Tensor, entries: Sequence[torch.Tensor]) -> None:
@@ -156,7 +156,7 @@ class Rows(ABC):
         self.rebuild(used)
 
     def room_for(self, used: Sequence[int]) -> list[torch.Tensor]:
-        """Clear all entry ids; return memory for ``used`` entries per group, to be filled before :meth:`rebuild`."""
+        """Free all pool entries; return memory for ``used`` entries per group, to be filled before :meth:`rebuild`."""
         return []
 
     def copy_steps_(self, source: Rows, ranges: Iterable[tuple[int, int]]) -> None:
@@ -229,7 +229,7 @@ def from_start(index: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def last_of_each(steps: np.ndarray, leaves: list[torch.Tensor]) -> tuple[np.ndarray, list[torch.Tensor]]:
-    """Return the sorted unique indices and, for each index, its last row."""
+    """Return the sorted unique indices, and for each of them the last of its rows in ``leaves``."""
     unique, last = np.unique(steps[::-1], return_index=True)
     keep = torch.from_numpy(len(steps) - 1 - last)
     return unique, [leaf[keep.to(leaf.device)] for leaf in leaves]

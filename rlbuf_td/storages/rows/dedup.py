@@ -25,8 +25,8 @@ MakeRoom: TypeAlias = Callable[[int, int], None]
 class DedupRows(Rows):
     """Rows of shape ``[T, *lanes]`` that refer to entries of a pool.
 
-    On the CPU, ``block`` has :attr:`Sections.total` bytes, initially zero. On other devices, ``block`` has only
-    :attr:`Sections.fixed` bytes; entries and stacks are separate tensors, replaced by larger ones when full.
+    On the CPU, ``block`` must have :attr:`Sections.total` bytes, all zero. On other devices, it has only
+    :attr:`Sections.fixed` bytes; the pools are separate tensors, which are replaced by larger ones when full.
     ``make_room(offset, nbytes)`` reserves disk space for the first ``nbytes`` bytes of the section at ``offset``.
     """
 
@@ -92,7 +92,7 @@ class DedupRows(Rows):
         return self.layout.wrap(leaves, cells.shape, self.matrix.device, {})
 
     def read_(self, cells: torch.Tensor, leaves: Sequence[torch.Tensor | None]) -> None:
-        """Copy the rows at flat indices ``cells`` to ``leaves``, contiguous tensors; a leaf that is None is skipped."""
+        """Copy the rows at flat indices ``cells`` to ``leaves``: contiguous tensors, or None for leaves to skip."""
         cells, order = cells.contiguous(), None
         if self.is_mapped:
             flat = cells.view(-1)
@@ -162,7 +162,7 @@ class DedupRows(Rows):
         return columns
 
     def _write_entries(self, leaves: list[torch.Tensor], lane_dims: int, cells: torch.Tensor | int, count: int) -> None:
-        """Store observations as pool entries, and entry ids in the rows; leaves without a time dim are one step."""
+        """Store the observations in ``leaves`` as pool entries, and the ids of these entries in the rows ``cells``."""
         table, device, deferred = self.table, self.matrix.device, self.is_deferred
         if table.is_compiled:
             lanes = leaves[0].ndim - len(self.layout.leaves[0].shape) - lane_dims
@@ -255,7 +255,7 @@ class DedupRows(Rows):
 
 
 def grows(device: torch.device) -> bool:
-    """Whether a device commits memory at allocation; a pool there starts small, and grows by copying."""
+    """Whether pools on this device start small and grow, because the device commits memory at allocation."""
     return device.type != "cpu"
 
 

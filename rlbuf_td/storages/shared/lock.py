@@ -16,10 +16,10 @@ except ImportError:  # not on Windows
 
 
 class Guarded(Protocol):
-    """The object that a :class:`ProcessLock` protects; the lock calls these hooks when a process enters or leaves."""
+    """The object that a :class:`ProcessLock` protects; the lock calls these methods."""
 
-    def entered(self) -> None: ...
-    def leaving(self, failed: bool) -> bool: ...  # returns whether the work is finished
+    def entered(self) -> None: ...  # a process has taken the lock
+    def leaving(self, failed: bool) -> bool: ...  # a process releases the lock; returns whether the work is finished
     def recover(self) -> None: ...  # a process died with the lock, or left a write unfinished
 
 

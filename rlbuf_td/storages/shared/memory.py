@@ -48,10 +48,11 @@ class NamelessFile:
 
 
 class SharedNumbers:
-    """64-bit numbers that processes share after :meth:`share_memory_`, if forked later or spawned with this object.
+    """64-bit numbers that processes can share.
 
-    ``kind`` is ``"q"`` (integers, which wrap at 2**63) or ``"d"`` (floats). No lock protects the numbers. A copy of
-    this object does not share its numbers. Hot paths use the array ``values``, which :meth:`share_memory_` replaces.
+    After :meth:`share_memory_`, forked processes, and spawned ones that receive this object, share the numbers; a copy
+    of this object does not. ``kind`` is ``"q"`` (integers, which wrap at 2**63) or ``"d"`` (floats). No lock protects
+    the numbers. Hot paths use the array ``values``, which :meth:`share_memory_` replaces.
     """
 
     __slots__ = ("_is_shared", "_kind", "values")

@@ -47,7 +47,7 @@ class Journal:
             raise ValueError(f"a storage can be shared by buffers with {_MOST_COUNTERS} counters at most")
 
     def keep_in(self, rows: torch.Tensor, aside: torch.Tensor, cells: torch.Tensor) -> None:
-        """Set the rows, ``[N, width]``, and memory for copies of replaced rows (``aside``) and their flat indices."""
+        """Set the rows, ``[N, width]``, and the memory for copies of replaced rows and for their flat indices."""
         self._rows, self._aside, self._cells = rows, aside, cells
 
     def entered(self) -> None:
@@ -172,7 +172,7 @@ def share(storage: Any) -> Any:
     Cost: one copy of all rows in RAM; later, each write also copies the rows that it replaces.
 
     Raises:
-        ValueError: the rows are on a CUDA device.
+        ValueError: the rows are on a CUDA device or in page-locked RAM.
     """
     if storage.shared_rows is not None:
         return storage
