@@ -476,6 +476,12 @@ def test_health_is_of_the_last_batch():
     batch = mixed.sample()
     last: Any = mixed["one"].last_draw
     assert torch.equal(last[0], batch["index"][:32])
+    mixed.extend(TensorDict({"number": torch.arange(900)}, [900]))
+    assert mixed.health()["one/age_max"] < 100  # the age at the draw
+    own = mixed["one"].sample(5)
+    mixed.health()
+    last = mixed["one"].last_draw
+    assert torch.equal(last[0], own["index"])
 
 
 def test_entries_are_written_back_to_their_members():
@@ -661,6 +667,14 @@ def test_sequences_of_other_lengths_and_lanes_are_mixed():
     assert float(members["one"].sampler.sampler.priorities.largest) == 5.0
     with pytest.raises(ValueError, match="batch_size=10 must be a multiple of 4, the windows of the members"):
         mixed.sample(10)
+
+
+def test_counts_follow_a_new_sampler_of_a_member():
+    mixed = mixture("uniform", "uniform")
+    mixed.sample()
+    mixed[mixed.names[0]].set_sampler(SequenceSampler(UniformSampler(), 4))
+    with pytest.raises(ValueError, match="batch_size=6 must be a multiple of 4, the windows of the members"):
+        mixed.counts(6)
 
 
 def test_uniform_members_write_back_by_their_clocks():

@@ -133,8 +133,6 @@ class ReplayBufferMixture:
         return (self.members[self.writes_to] if self.writes_to else next(iter(self.members.values()))).storage
 
     def __getitem__(self, name: str) -> ReplayBuffer:
-        if self._plan is not None:
-            self._plan.note_draws()  # for health, plots and html of the member
         return self.members[name]
 
     def __len__(self) -> int:
@@ -194,6 +192,8 @@ class ReplayBufferMixture:
     @property
     def _window(self) -> int:
         """The least common multiple of the members' window lengths."""
+        if self._plan is not None and not self._plan.has_all_parts():
+            self._plan = None
         if self._plan is not None:
             return 1  # members with a plan draw no windows
         return lcm(*(window_of(member.sampler) for member in self.members.values()))
@@ -228,8 +228,6 @@ class ReplayBufferMixture:
         size = size if type(size) is int else whole(1)("batch_size", size)
         if size < 1:
             raise ValueError(f"a batch must have at least one row, got batch_size={size}")
-        if self._plan is not None and not self._plan.has_all_parts():
-            self._plan = None
         counts, plan = self.counts(size), self._plan
         batch = plan.sample(counts) if plan is not None and plan.size == size else None
         if batch is not None:
@@ -380,7 +378,7 @@ class ReplayBufferMixture:
     def health(self) -> dict[str, float]:
         """Return the share and :meth:`ReplayBuffer.health` of each member, with keys ``"name/entry"``."""
         shares = {f"{name}/share": share for name, share in self.sampler.by_name.items()}
-        found = {name: self[name].health() for name in self.members}
+        found = {name: member.health() for name, member in self.members.items()}
         return shares | {f"{name}/{key}": value for name, report in found.items() for key, value in report.items()}
 
     def __getstate__(self) -> dict[str, Any]:

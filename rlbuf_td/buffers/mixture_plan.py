@@ -37,7 +37,6 @@ class MixturePlan:
         )
         #: For each member and number of rows n: the first n elements of the member's scratch memory.
         self.firsts: list[dict[int, Tensor]] = [{} for _ in members]
-        self.drawn: tuple[Tensor, Any] | None = None  # the last batch's index, and the members' counts
         self.blanks: list[Blank] = []
         self.lock = Lock()  # each address array serves one batch at a time
 
@@ -69,15 +68,12 @@ class MixturePlan:
                     plan.draw_part(written, firsts[count])
                     self.kernel(plan.gather.address, slot, begin, count, number)
                 begin += count
-        self.drawn = report["index"], counts
+        for member, parts, index, count in zip(
+            self.members, self.member_parts, report["index"].split(counts), counts, strict=True
+        ):
+            if count:
+                member.last_draw = index, None, parts.cursor()
         return batch
-
-    def note_draws(self) -> None:
-        if self.drawn is None:
-            return
-        for member, index in zip(self.members, self.drawn[0].split(self.drawn[1]), strict=True):
-            if len(index):
-                member.last_draw = index, None, member.parts.cursor()
 
     def make_blanks(self) -> list[Blank]:
         blanks = []

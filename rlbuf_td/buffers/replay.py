@@ -343,8 +343,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Hold the locks under which writes, draws and priority updates run one at a time."""
-        if not self._initialized:
-            self._init()
+        self.initialize()
         with self._replay_lock, self._write_lock:
             yield
 
@@ -392,5 +391,10 @@ class ReplayBuffer(TensorDictReplayBuffer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._own_lock = RLock()
         super().__setstate__(state)
-        if self.parts is not None and self.parts.wrapper is not None:
-            self.parts.wrapper.watch(self._storage)
+        self.rows_restored()
+
+    def rows_restored(self) -> None:
+        """Tell the sampler to look at restored rows; a copy restores the buffer and its storage in either order."""
+        wrapper = getattr(vars(self).get("parts"), "wrapper", None)
+        if wrapper is not None and "rows" in vars(self._storage):
+            wrapper.watch(self._storage)

@@ -46,14 +46,20 @@ def unpickle(storage: Any, state: dict[str, Any]) -> None:
     vars(storage).update(state)
     if saved is None:  # in a spawned process: map the same rows
         storage.lock = storage.shared_rows.lock
-        return storage.shared_rows.find()
+        storage.shared_rows.find()
+    else:
+        _fill_copy(storage, *saved)
+    for each in listeners_of(storage):
+        getattr(each, "rows_restored", bool)()
+
+
+def _fill_copy(storage: Any, revision: int, content: dict[str, Any]) -> None:
     storage.forget_rows()
     storage.shared_rows = None
     storage.lock, storage.clock, storage.process = RLock(), WriteClock(), os.getpid()
     storage.make_counters()
     if storage.dedup_options and storage.shared:
         storage.share_memory_()
-    revision, content = saved
     load(storage, content)  # a copy continues open trajectories
     storage.numbers[REVISION] = revision  # what was cached for the original is valid for the copy
 

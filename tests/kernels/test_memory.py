@@ -65,6 +65,11 @@ def test_free_memory_is_given_out_again():
     assert len(addresses) == 2
 
 
+def test_memory_that_the_user_has_freed_is_not_given_out():
+    images().untyped_storage().resize_(0)
+    assert all(images().untyped_storage().nbytes() > 0 for _ in range(5))
+
+
 def test_memory_of_a_whole_rollout_of_images_is_given_out_again():
     memory = LeafMemory([(torch.float32, torch.Size([640, 4, 84, 84]))])
     first = memory.allocate()[0]

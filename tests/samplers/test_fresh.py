@@ -28,6 +28,7 @@ from rlbuf_td import (
     UniformSampler,
 )
 from rlbuf_td.samplers.priorities import Law
+from rlbuf_td.storages.torchrl_parts import listeners_of
 from tests.catalogue import SAMPLERS, buffer_of
 from tests.statistics import assert_follows, power
 
@@ -211,6 +212,16 @@ def test_a_copy_has_the_same_fresh_rows(again):
     for each in (rb, other, loaded):
         assert each.sample()["number"][:3].tolist() == [7, 6, 5]
         assert each.sampler.queue.ages() == []
+
+
+def test_a_copy_may_reach_the_storage_before_its_buffer():
+    rb = ReplayBuffer(storage=PackedStorage(10), sampler=FreshRowsSampler(UniformSampler(), 2), batch_size=4)
+    rb.extend(rows(0, 9))
+    pickle.loads(pickle.dumps(rb.writer))
+    storage = copy.deepcopy(rb.storage)
+    other = next(each for each in listeners_of(storage) if isinstance(each, ReplayBuffer))
+    assert other is not rb
+    assert other.sample()["number"][:2].tolist() == [8, 7]
 
 
 def test_the_storage_of_fresh_rows_can_be_replaced():

@@ -73,7 +73,8 @@ def _unused(kept: deque[Tensor]) -> Tensor | None:
 
 
 def is_unused(memory: Tensor) -> bool:
-    return _holders(memory) == _ALONE and not memory.is_shared()
+    has_memory = memory.untyped_storage().nbytes() >= memory.nbytes  # False after a user's ``resize_(0)``
+    return has_memory and _holders(memory) == _ALONE and not memory.is_shared()
 
 
 def _holders(memory: Tensor) -> tuple[int, int]:
