@@ -151,9 +151,10 @@ def plan(
         sampler: ``"uniform"``, ``"proportional"``, ``"rank"``, a sampler class or a sampler; default: the sampler of
             the buffer, or ``"uniform"``.
         device: the device of the rows; default: the device of the storage, or ``"cpu"``.
-        scratch_dir: the folder of a memory-mapped file for the rows; default: no file.
-        shared: whether the rows are in shared memory.
-        offload: whether the rows are in RAM, and the priorities and the trajectory index on the CUDA device.
+        scratch_dir: the folder of a memory-mapped file for the rows; default: the folder of the storage, or no file.
+        shared: whether the rows are in shared memory; always true if those of the storage are.
+        offload: whether rows are in RAM, and priorities and trajectory index on the CUDA device; default: as in the
+            storage.
         share_next: the argument of :class:`PackedStorage`. The plan assumes that next observations take no
             memory, although the final observation of each trajectory is stored separately.
         frames: the argument of :class:`PackedStorage`.

@@ -189,7 +189,10 @@ class Shard:
         return Drawn(packed, flat.numpy(), weight.numpy(), cells, unknown)
 
     def _packed(self, flat: torch.Tensor) -> tuple[np.ndarray | None, np.ndarray, RowLayout]:
-        """Return the numbers of all rows in sequences (None without sequences), the packed rows, and their layout."""
+        """Pack the drawn rows, or their windows with a sequence sampler.
+
+        Returns the flat indices of all rows in the windows (None without windows), the packed rows, and their layout.
+        """
         if self._wrapper is None:
             stored = self.storage.written_rows()
             out = torch.empty((len(flat), stored.layout.row_bytes), dtype=torch.uint8, device="cpu")

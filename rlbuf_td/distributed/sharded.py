@@ -43,10 +43,10 @@ class ShardedReplayBuffer(Client):
 
     Rows are drawn from all shards as from one large buffer: ``P(i) = p_i^alpha / sum_j p_j^alpha``. Importance weights
     use ``P(i)`` and the number of rows in all shards. With one learner, the probabilities are exact even while
-    collectors write: a shard first draws, and then applies TD errors and stores new rows. With several learners, or if
-    more rows than a quarter of a shard's capacity wait for a draw, a shard's priorities may change after a learner
-    has computed its draws. The importance weights correct for these changes, and :meth:`health` counts the affected
-    rows as ``drifted``. Each client has its own ``beta``.
+    collectors write, because a shard stores received rows only after its next draw. It stores them at once if they fill
+    more than a quarter of its capacity, or if it got no request for 10 s. In these cases, and with several learners,
+    priorities may have changed since the shard's last report to a learner. The importance weights correct for this, and
+    :meth:`health` counts the affected rows as ``drifted``. Each client has its own ``beta``.
 
     A client writes all its rows to one shard, because n-step returns, sequences and hindsight goals need whole
     trajectories in a shard. If two clients write to the same shard, a write by one client ends the open trajectories
@@ -60,8 +60,9 @@ class ShardedReplayBuffer(Client):
 
     Args:
         num_shards: number of shards to start.
-        make_buffer: a function that returns a :class:`~rlbuf_td.ReplayBuffer` with rows in RAM and a uniform or
-            proportional sampler, which may be wrapped. The function is called in each shard, and once here.
+        make_buffer: a function that returns a :class:`~rlbuf_td.ReplayBuffer` with rows on the CPU and a uniform or
+            proportional sampler, alone or in n-step, sequence and hindsight samplers. The function is called in each
+            shard, and once in this process.
         batch_size: number of rows in a batch; default: the batch size of the buffers.
         samples_per_insert: number of rows sampled per row written. Batches and writes wait to keep this ratio.
         min_size: number of rows that must have been written before the first batch.
@@ -80,7 +81,8 @@ class ShardedReplayBuffer(Client):
         ValueError: an argument is out of range, or the buffer cannot be sharded exactly (because of a ``RankSampler``
             or a transform, for example).
 
-    Cost: about 0.5 ms of a core in Ray per request, and O(B log N) in the shard; see :mod:`rlbuf_td.distributed`.
+    Cost: one Ray request per shard with drawn rows, and O(B log N) in the shard to draw B of N rows. The page
+    :mod:`rlbuf_td.distributed` has measured times.
 
     Example:
         >>> from tensordict import TensorDict
@@ -216,8 +218,8 @@ class ShardedReplayBuffer(Client):
     def loads(self, path: str | Path | None = None) -> None:
         """Replace all rows and priorities by those of a dump.
 
-        If the dump has a different number of shards, its rows are redistributed evenly in time order. This cuts at
-        most one trajectory per lane and shard.
+        If the dump has a different number of shards, its shards are joined one after another, each in time order, and
+        cut into equal parts, one for each shard of this buffer. A cut divides at most one trajectory per lane.
 
         Args:
             path: the folder of the dump; default: ``dump_dir``.

@@ -68,7 +68,7 @@ def checked_sampler(buffer: Any) -> Any:
         (len(parts.transforms), "a transform", "transforms in the learner"),
         (buffer.prefetcher is not None, "prefetch or device", "those of the ShardedReplayBuffer and the learner"),
         (parts.has_units, "a sample unit", "a SequenceSampler"),
-        (buffer.storage.device.type != "cpu", f"rows on {buffer.storage.device}", "rows in RAM"),
+        (buffer.storage.device.type != "cpu", f"rows on {buffer.storage.device}", "rows on the CPU"),
     ):
         if is_there:
             raise ValueError(f"{what} has no exact form over shards: use {remedy}{PROCESSES}")

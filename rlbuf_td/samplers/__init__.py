@@ -10,10 +10,10 @@ errors (:mod:`rlbuf_td.kernels.rank_order`). By default, a new row gets the larg
 draws are stratified: one row is drawn from each of ``B`` segments of equal probability. To read the code, begin with
 ``priorities.py``, ``proportional.py`` and :mod:`rlbuf_td.kernels.strata`.
 
-**Wrappers** change the batch of another sampler. :class:`HindsightSampler`, :class:`NStepSampler` and
-:class:`SequenceSampler` replace or add entries; :class:`FreshRowsSampler` replaces drawn rows. The innermost sampler
-draws rows; then each wrapper, from the inside out, changes the batch. To read the code, begin with ``wrapper.py`` and
-``n_step.py``.
+**Wrappers** change the batch of another sampler. :class:`HindsightSampler` and :class:`NStepSampler` replace
+or add entries, :class:`SequenceSampler` expands each drawn row to a window of rows, and :class:`FreshRowsSampler`
+replaces some drawn rows by newly written rows. The innermost sampler draws rows; then each wrapper, from the inside
+out, changes the batch. To read the code, begin with ``wrapper.py`` and ``n_step.py``.
 """
 
 from rlbuf_td.samplers.fresh import FreshRowsSampler

@@ -93,7 +93,8 @@ class Prioritized(RowSampler, GraphCapturable, PrioritizedSampler):
         Args:
             index: ``[B]`` flat rows, a tuple of ``ndim`` tensors, ``[B, ndim]``, or an int. The index -1 is skipped.
             priority: TD errors of any sign, ``[B]`` or one for all rows; the sampler applies eps and alpha.
-            storage: the storage of the rows, which makes unwritten rows out of range; may be omitted for flat rows.
+            storage: the storage of the rows. If given, rows that are not yet written are out of range. May be omitted
+                if ``index`` holds flat rows.
 
         Raises:
             ValueError: the shapes differ, or a TD error is NaN or infinite (on CUDA, such TD errors are skipped, and

@@ -156,7 +156,7 @@ def examine(storage: Any, state: dict[str, Any]) -> tuple[RowLayout, torch.Size,
 
 
 def dedup_for(storage: Any, layout: RowLayout, saved: DedupLayout | None) -> DedupLayout | None:
-    """Return the layout of deduplicated rows: ``saved`` if the storage deduplicates, else what its options choose."""
+    """Return the saved layout of deduplicated rows, or choose one; None if the storage does not deduplicate."""
     return (saved if storage.dedup_options else None) or DedupLayout.chosen_for(layout, storage.dedup_options)
 
 

@@ -65,6 +65,9 @@ def set_cursor(writer: Any, cursor: int, write_count: int | None = None) -> None
 
 
 def last_of_ring(buffer: Any) -> int | None:
-    """Return the last time step that a buffer's ring writer has written; None if there is none, -1 for the last row."""
+    """Return the time step that a buffer's ring writer wrote last, -1 for the last step of the storage.
+
+    Returns None without a ring writer, or before the first write.
+    """
     writer = getattr(buffer, "_writer", None)
     return writer._cursor - 1 if isinstance(writer, RoundRobinWriter) and writer._write_count else None

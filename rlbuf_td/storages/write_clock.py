@@ -97,7 +97,7 @@ class WriteClock:
         written[cells] = self.numbers[NOW]
 
     def forget(self, steps: int, last: int = -1) -> None:
-        """Treat all rows as rewritten; the storage has ``steps`` time steps, and step ``last`` was written last."""
+        """Treat all rows as rewritten; ``steps``: the storage's capacity; ``last``: its newest step, -1 if unknown."""
         self.numbers[NOW] += steps
         self.numbers[LAST] = last
         self.numbers[BY_ROW] = 0

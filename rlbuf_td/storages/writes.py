@@ -79,7 +79,10 @@ def as_tensordict(data: Any) -> TensorDictBase:
 
 
 def begin(storage: Any, start: int = 0, count: int = 0, *, cells: torch.Tensor | None = None) -> None:
-    """Prepare a write to the rows at flat indices ``cells``, or to ``count`` steps from ``start`` on (0: all steps)."""
+    """Announce a write, to the flat indices ``cells`` or else to the time steps from ``start`` on, before it happens.
+
+    ``count`` is the number of time steps; 0 means all steps of the storage.
+    """
     rows, lanes = storage.rows, prod(storage.rows.lanes)
     if storage.shared_rows is None:
         if rows.is_mapped and storage.process != os.getpid():

@@ -59,7 +59,7 @@ class QueueWriter(TimeWriter):
         return bool(self.numbers[3])
 
     def close(self) -> None:
-        """Shut down the queue in all processes."""
+        """Mark the queue as shut down in all processes: calls of an :class:`ExperienceQueue` then raise an error."""
         self._closed_value.value = 1
 
     @property

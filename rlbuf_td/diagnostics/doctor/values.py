@@ -72,7 +72,10 @@ def _is_one_hot(record: Record, key: Key) -> bool:
 
 
 def _is_image(record: Record, key: Key) -> bool:
-    """Whether a column seems to hold images as floats: two large dims, and values in [0, 1] or integers to 255."""
+    """Whether a column seems to hold images as floats: values in [0, 1] or whole numbers from 0 to 255.
+
+    At least three dims per row are needed, two of them of 8 or more.
+    """
     column = record.columns[key]
     sides = [size for size in column.shape[2:] if size >= _SIDE]
     if not column.dtype.is_floating_point or column.ndim < 5 or len(sides) < 2:

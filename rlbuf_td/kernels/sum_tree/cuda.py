@@ -46,7 +46,10 @@ def _leaf(weight, block, member, inside, smallest):
 
 @triton.jit
 def _set_groups(sums, before, minima, start, above, group, inside):
-    """Recompute groups of the level at ``start``; write their sums and minima to the next level, at ``above``."""
+    """Recompute ``before`` in the groups numbered ``group`` of the level that begins at index ``start``.
+
+    Write the sums and minima of these groups to the next level, which begins at index ``above``.
+    """
     line = start + group * WIDTH
     smallest = tl.load(minima + line, mask=inside, other=0.0)
     last = tl.zeros_like(group)  # the last member with a positive sum

@@ -47,7 +47,10 @@ def _repair_blocks(tree: SumTree, block: Tensor) -> None:
 
 
 def _set_groups(tree: SumTree, start: int, above: int, group: Tensor) -> None:
-    """Recompute groups of the level at ``start``; write their sums and minima to the next level, at ``above``."""
+    """Recompute ``before`` in the groups numbered ``group`` of the level that begins at index ``start``.
+
+    Write the sums and minima of these groups to the next level, which begins at index ``above``.
+    """
     sums = tree.sums[start:above].view(-1, BLOCK)[group]
     before, total = [], torch.zeros_like(sums[:, 0])
     for member in sums.unbind(1):

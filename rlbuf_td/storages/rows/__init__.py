@@ -110,7 +110,7 @@ class Rows(ABC):
 
     @abstractmethod
     def copy_(self, start: int, count: int, leaves: list[torch.Tensor]) -> None:
-        """Write ``count`` time steps from ``start`` on, and after the last step from step 0 on."""
+        """Write ``count`` time steps from ``start`` on; after the last step of the storage, continue at step 0."""
 
     def replace_(self, cells: torch.Tensor, leaves: list[torch.Tensor]) -> None:
         """Write rows at flat indices of any shape; if an index is repeated, its last row is kept."""
