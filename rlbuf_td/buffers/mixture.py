@@ -116,7 +116,8 @@ class ReplayBufferMixture:
         self.members, self.sampler = dict(members), Shares({name: shares[name] for name in members})
         self.batch_size, self.exact, self.writes_to, self._rng = batch_size, bool(exact), writes_to, generator
         self._plan: MixturePlan | None = None
-        self._split: tuple[int, list[float], list[float]] = (0, [], [])  # a batch size, shares, bounds of the parts
+        # A batch size, shares, bounds of the parts in a batch of this size, and whether all bounds are whole numbers.
+        self._split: tuple[int, dict[str, float], list[float], bool] = 0, {}, [], True
         self._checked: list[Any] = []
         self._refuse_other_schemas()
 
@@ -184,10 +185,10 @@ class ReplayBufferMixture:
 
     def counts(self, batch_size: int) -> list[int]:
         """Return the number of rows that each member provides for a batch; each call may round differently."""
-        shares, window = [*self.sampler.by_name.values()], self._window
+        window = self._window
         if batch_size % window:
             raise ValueError(f"batch_size={batch_size} must be a multiple of {window}, the windows of the members")
-        return [count * window for count in self._parts_of(batch_size // window, shares)]
+        return [count * window for count in self._parts_of(batch_size // window)]
 
     @property
     def _window(self) -> int:
@@ -198,18 +199,20 @@ class ReplayBufferMixture:
             return 1  # members with a plan draw no windows
         return lcm(*(window_of(member.sampler) for member in self.members.values()))
 
-    def _parts_of(self, batch_size: int, shares: list[float]) -> list[int]:
+    def _parts_of(self, batch_size: int) -> list[int]:
+        by_name = self.sampler.by_name  # replaced when a share changes
         if not self.exact:
-            law = torch.tensor(shares, dtype=torch.float64, device="cpu")
+            law = torch.tensor([*by_name.values()], dtype=torch.float64, device="cpu")
             drawn = torch.multinomial(law, batch_size, replacement=True, generator=self._rng)
-            return torch.bincount(drawn, minlength=len(shares)).tolist()
-        if self._split[:2] != (batch_size, shares):
-            totals = accumulate(share * batch_size for share in shares[:-1])
-            self._split = batch_size, shares, [round(total, 9) for total in totals]
-        bounds = self._split[2]
+            return torch.bincount(drawn, minlength=len(by_name)).tolist()
+        if self._split[0] != batch_size or self._split[1] is not by_name:
+            totals = accumulate(share * batch_size for share in [*by_name.values()][:-1])
+            bounds = [round(total, 9) for total in totals]
+            self._split = batch_size, by_name, bounds, all(map(float.is_integer, bounds))
+        _, _, bounds, is_whole = self._split
         # One random offset for all bounds gives each count the right mean; the counts sum to B.
         offset = 0.0
-        if not all(map(float.is_integer, bounds)):
+        if not is_whole:
             offset = torch.rand((), dtype=torch.float64, generator=self._rng, device="cpu").item()
         ends = [*(int(bound + offset) for bound in bounds), batch_size]
         return [end - begin for begin, end in pairwise([0, *ends])]

@@ -13,6 +13,7 @@ from torch import Tensor
 from rlbuf_td.buffers.plan import Blank, RecencyPlan, UniformPlan, can_plan
 from rlbuf_td.kernels.batch import Gather
 from rlbuf_td.samplers import RecencySampler, UniformSampler
+from rlbuf_td.storages.state import LENGTH, NEWEST
 
 _CPU = torch.device("cpu")
 _PLANS: dict[type, Any] = {UniformSampler: UniformPlan, RecencySampler: RecencyPlan}
@@ -62,17 +63,15 @@ class MixturePlan:
                 if count not in firsts:
                     firsts[count] = plan.flat[:count]
                 with plan.storage.lock:
-                    written = plan.storage.numbers.values[0]
+                    numbers = plan.storage.numbers.values
+                    written = numbers[LENGTH]
                     if not written or not plan.holds():
                         return None
                     plan.draw_part(written, firsts[count])
                     self.kernel(plan.gather.address, slot, begin, count, number)
+                    last_draw = report["index"], None, numbers[NEWEST] + 1, slice(begin, begin + count)
+                self.members[number].last_draw = last_draw
                 begin += count
-        for member, parts, index, count in zip(
-            self.members, self.member_parts, report["index"].split(counts), counts, strict=True
-        ):
-            if count:
-                member.last_draw = index, None, parts.cursor()
         return batch
 
     def make_blanks(self) -> list[Blank]:

@@ -30,8 +30,9 @@ from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.wrapper import SamplerWrapper
 from rlbuf_td.storages.indexing import device_of, flat_rows, lanes_of
 
-#: The index of a batch, its importance weights, and the writer's cursor when it was drawn.
-LastDraw: TypeAlias = tuple[Any, torch.Tensor | None, int]
+#: The index of a batch, its importance weights, and the writer's cursor at the draw; in a mixture also the slice of the
+#: batch that is of this buffer.
+LastDraw: TypeAlias = tuple[Any, torch.Tensor | None, int] | tuple[Any, None, int, slice]
 
 _QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9, "max": 1.0}
 
@@ -117,7 +118,8 @@ def ages(storage: Storage, writer: Writer, last_draw: LastDraw) -> torch.Tensor 
     """Return the ages of the drawn rows, ``[B]`` time steps; ``None`` if the writer does not write in time order."""
     if not isinstance(writer, RoundRobinWriter) or not len(storage):
         return None
-    index, _, cursor = last_draw
+    index, _, cursor, *own = last_draw
+    index = index[own[0]] if own else index
     lanes = lanes_of(storage).numel()
     steps = storage.max_size // lanes
     return (cursor - 1 - rows_of(index, storage) // lanes) % steps
