@@ -16,16 +16,28 @@ from tensordict import TensorDict
 from torchrl.data.replay_buffers import LazyTensorStorage, RandomSampler
 from torchrl.envs.transforms import Compose, DoubleToFloat, ObservationNorm
 
-from rlbuf_td import MinibatchSampler, NStepSampler, PackedStorage, ProportionalSampler, ReplayBuffer, RolloutBuffer
-from tests.catalogue import SAMPLERS, SCHEMAS, assert_same, transitions
+from rlbuf_td import (
+    HindsightSampler,
+    MinibatchSampler,
+    NStepSampler,
+    PackedStorage,
+    ProportionalSampler,
+    RankSampler,
+    ReplayBuffer,
+    RolloutBuffer,
+)
+from tests import catalogue
+from tests.catalogue import SCHEMAS, assert_same, reward_fn, transitions
 from tests.processes.test_sharing import elsewhere
 from tests.restoring import HOW, restored
 
 STEPS, SIZE = 40, 12
 
-
+SAMPLERS: dict[str, Any] = catalogue.SAMPLERS | {
+    "final": lambda rows: HindsightSampler(RankSampler(rows), reward_fn, strategy="final")
+}
 NAMES = ["uniform", "unique", "proportional", "rank", "minibatch", "hindsight", "n-step over hindsight", "n-step"]
-NAMES += ["sequence", "strict", "windows"]
+NAMES += ["sequence", "strict", "windows", "final"]
 
 
 def data(n: int, first: int = 0, lanes: tuple[int, ...] = ()) -> TensorDict:

@@ -282,6 +282,7 @@ def test_a_saved_mixture_goes_on_as_the_original(how, tmp_path: Path):
         batches.append(each.sample())
     for key in ("number", "source", "priority_weight", "index"):
         assert torch.equal(batches[0][key], batches[1][key])
+    assert [mixed.counts(64) for _ in range(20)] == [other.counts(64) for _ in range(20)]
     with pytest.raises(ValueError, match="the saved shares belong to a, these to demos, online"):
         other.load_state_dict(mixed.state_dict() | {"shares": {"a": 1.0}})
 

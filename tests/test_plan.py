@@ -27,6 +27,7 @@ from rlbuf_td import (
     RankSampler,
     ReplayBuffer,
     RingWriter,
+    SequenceSampler,
     UniformSampler,
 )
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
@@ -47,6 +48,7 @@ SAMPLERS: dict[str, Any] = catalogue.SAMPLERS | {
     "goals of every kind": lambda rows: HindsightSampler(RankSampler(rows), reward_fn, strategy=MIXED),
     "goals that end": lambda rows: HindsightSampler(UniformSampler(), reward_fn, terminated_fn=terminated_fn),
     "several rewards": lambda rows: NStepSampler(RankSampler(rows), 3, 0.9, reward_key=("next", "rewards")),
+    "shift": lambda rows: SequenceSampler(ProportionalSampler(rows), 3, burn_in=1, boundary="shift"),
     **{f"fresh, {name}": partial(fresh, name) for name in FRESH},
 }
 
@@ -366,6 +368,20 @@ def test_trajectories_are_not_read_anew_after_a_write(rb):
             index.reach(torch.arange(20))
 
 
+def test_trajectories_in_shared_memory_are_kept_up_to_date(rb):
+    index = TrajectoryIndex.of(rb.storage)
+    for seed in range(3):
+        index.reach(torch.arange(20))
+        rb.extend(steps(3, None, seed))
+    assert rb.write_plan.holds()
+    index.share_memory_()
+    assert not rb.write_plan.holds()  # it would write to freed memory
+    rb.extend(steps(9, None, 5))
+    reach = index.reach(torch.arange(CAPACITY))
+    index.rebuild()
+    assert_equal(reach, index.reach(torch.arange(CAPACITY)))
+
+
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs MKL-DNN")
 def test_leaf_without_an_address_is_refused_by_name(rb):
     data = steps(5, None, 0)
@@ -384,6 +400,17 @@ def test_unique_set_later_draws_no_row_twice():
     assert rb.sample()["index"].sort().values.tolist() == list(range(BATCH))
     rb.sampler.unique = False
     assert any(len(rb.sample()["index"].unique()) < BATCH for _ in range(10))
+
+
+def test_planned_writes_follow_counters_that_are_shared():
+    rb = ReplayBuffer(storage=PackedStorage(20), batch_size=2)
+    for first in range(0, 16, 4):
+        if first == 12:
+            assert rb.write_plan is not None
+            rb.writer.share_memory_()
+        rb.extend(TensorDict({"x": torch.arange(first, first + 4)}, [4]))
+    assert (rb.write_count, rb.writer._cursor) == (16, 16)
+    assert rb.storage["x"][:16].tolist() == list(range(16))
 
 
 @pytest.mark.parametrize("wrapper", ["hindsight", "n-step", "sequence"])

@@ -18,6 +18,7 @@ from torchrl.data.replay_buffers import LazyTensorStorage, PrioritizedSampler
 from rlbuf_td import (
     FreshRowsSampler,
     HindsightSampler,
+    MinibatchSampler,
     PackedStorage,
     ProportionalSampler,
     QueueSampler,
@@ -33,7 +34,8 @@ from tests.catalogue import SAMPLERS, buffer_of
 from tests.statistics import assert_follows, power
 
 STEPS, BATCH = 15, 8
-INNER = ["uniform", "proportional", "rank", "minibatch", "recency"]
+INNER = {name: SAMPLERS[name] for name in ("uniform", "proportional", "rank", "minibatch", "recency")}
+INNER["whole minibatches"] = lambda rows: MinibatchSampler(drop_last=True)
 
 
 def rows(first: int, count: int) -> TensorDict:
@@ -46,7 +48,7 @@ class Numbered:
     def __init__(self, inner: str, fresh: int, lanes: int = 0, **parts: Any) -> None:
         self.lanes, self.written = lanes, 0
         self.undrawn: list[int] = []
-        sampler = FreshRowsSampler(SAMPLERS[inner](4 * STEPS), fresh)
+        sampler = FreshRowsSampler(INNER[inner](4 * STEPS), fresh)
         self.rb = buffer_of(STEPS, sampler, lanes, batch_size=BATCH, **parts)
 
     def write(self, count: int) -> None:

@@ -68,6 +68,21 @@ def test_draws_follow_the_floored_law_without_importance_weights(path):
     assert_follows(counts, law / law.sum())
 
 
+def test_planned_updates_and_writes_have_the_floor():
+    rb = lap()
+    for _ in range(4):
+        batch = rb.sample()
+        batch["td_error"] = 0.01 * torch.randn(1_000)
+        rb.update_tensordict_priority(batch)
+        rb.extend(TensorDict({"x": torch.arange(3)}, [3]))
+        assert (rb.sampler.priority(torch.arange(ROWS)) == 1).all()
+    assert rb.sample_plan is not None
+    assert rb.write_plan is not None
+    batch["td_error"] = torch.full((1_000,), float("nan"))
+    with pytest.raises(ValueError, match="NaN or infinite"):
+        rb.update_tensordict_priority(batch)
+
+
 def test_rows_enter_with_a_floor_above_one():
     rb = lap(min_priority=2.5)
     for _ in range(3):

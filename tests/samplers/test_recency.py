@@ -79,7 +79,7 @@ def test_in_torchrls_buffer_and_over_its_storage(storage, cls):
 
 def test_settings_change_by_schedulers_and_are_saved(tmp_path: Path):
     rb, other = buffer(RecencySampler(8.0, 20), 0, 33), buffer(RecencySampler(), 0, 5)
-    schedulers = [LinearScheduler(rb, "window", 2.5, 9), LinearScheduler(rb, "half_life", 1.0, 7)]
+    schedulers = [LinearScheduler(rb, "window", 2.9, 9), LinearScheduler(rb, "half_life", 1.0, 7)]
     for k in range(9):
         for scheduler in schedulers:
             scheduler.step()

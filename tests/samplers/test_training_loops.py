@@ -9,11 +9,11 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from rlbuf_td import PackedStorage, ProportionalSampler, ReplayBuffer, functional
+from rlbuf_td import HindsightSampler, PackedStorage, ProportionalSampler, ReplayBuffer, functional
 from rlbuf_td.storages.indexing import moved
 from tests.backends import forced
 from tests.capture.rows import data
-from tests.catalogue import SAMPLERS
+from tests.catalogue import SAMPLERS, reward_fn
 from tests.graphs import RefuseWaiting
 from tests.waiting import waiting_is_an_error
 
@@ -29,10 +29,17 @@ def loop(rb: ReplayBuffer, rows: list[TensorDict], td_error: torch.Tensor) -> No
             rb.update_priority(batch["index"], td_error)
 
 
-@pytest.mark.parametrize("name", [name for name in SAMPLERS if name != "minibatch"])
-def test_a_training_loop_never_waits(name):
+def goals_that_end(rows: int) -> HindsightSampler:
+    return HindsightSampler(ProportionalSampler(rows), reward_fn, terminated_fn=lambda batch: reward_fn(batch) == 0)
+
+
+NEVER_WAIT = {name: made for name, made in SAMPLERS.items() if name != "minibatch"} | {"goals that end": goals_that_end}
+
+
+@pytest.mark.parametrize("sampler", NEVER_WAIT.values(), ids=NEVER_WAIT)
+def test_a_training_loop_never_waits(sampler):
     with forced("torch"):
-        rb = ReplayBuffer(storage=PackedStorage(60), sampler=SAMPLERS[name](60), batch_size=32)
+        rb = ReplayBuffer(storage=PackedStorage(60), sampler=sampler(60), batch_size=32)
         rows, td_error = [data(35, 35 * k) for k in range(4)], torch.rand(32)
         loop(rb, rows, td_error)  # what is bound to the rows at first is looked at once
         with RefuseWaiting():
