@@ -104,7 +104,7 @@ def without_lane(member: ReplayBuffer, rows: TensorDictBase) -> TensorDictBase:
 
 
 def members_of(batch: TensorDictBase, names: Sequence[str]) -> dict[str, Tensor]:
-    """Return a mask ``[B]`` of the rows of each member that has rows in a batch ``[B]``."""
+    """Return a dict from the names of the members with rows in a batch, ``[B]``, to bool masks of their rows."""
     source = batch.get("source", None)
     if source is None:
         raise KeyError(f"the batch has no 'source', the member of each row: pass a batch of this mixture{MIXTURES}")

@@ -38,8 +38,8 @@ class ReplayBuffer(TensorDictReplayBuffer):
     """A replay buffer for TorchRL: stores transitions and samples batches.
 
     Takes the keywords of TorchRL's ``TensorDictReplayBuffer``, except ``checkpointer``. Sampling is fast with a
-    :class:`PackedStorage` and a sampler of this package, or another sampler with a ``draw`` method. With TorchRL's
-    storages or samplers, ``collate_fn``, ``sample_unit`` or generation tracking, TorchRL's own code draws the batches.
+    :class:`PackedStorage` and a sampler of this package, or another sampler with a ``draw`` method. TorchRL's slower code
+    samples if the storage or sampler is TorchRL's, or with ``collate_fn``, ``sample_unit`` or ``track_generations``.
 
     Args:
         storage: keeps the transitions, default ``PackedStorage(1_000)``. New rows are written after existing rows.

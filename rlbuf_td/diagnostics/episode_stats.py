@@ -131,7 +131,8 @@ class EpisodeStats:
             time_dim: the batch dim of time. With ``None``, ``data`` is one time step, and all batch dims are lanes.
 
         Raises:
-            KeyError: ``data`` lacks rewards, a metric, a reason, or all end flags; no step is counted.
+            KeyError: ``data`` lacks the rewards or a key of ``keys`` or ``reasons``, or has no end flag (done,
+                terminated or truncated); no step is counted.
             ValueError: a key does not hold one number per step, or ``time_dim`` is not a batch dim; no step is counted.
         """
         self.record(self.read(data, time_dim=time_dim))

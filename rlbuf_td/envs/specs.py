@@ -154,7 +154,10 @@ def autoreset_mode_of(env: Any, given: Any, single: bool) -> str:
 
 
 def paths_of(env: Any, schema: TensorDict, single: bool) -> tuple[list[tuple[Key, Key]], list[tuple[Key, Key]]]:
-    """Return ``(key, path)`` pairs of observations and of actions; ``path`` leads to the value in Gymnasium's data."""
+    """Return two lists of pairs ``(key, path)``: one for the parts of the observation, one for those of the action.
+
+    ``key`` is the key in the buffer; ``path`` leads to the part in Gymnasium's (nested) observation or action.
+    """
     space = env.observation_space if single else env.single_observation_space
     whole = not isinstance(space, sys.modules["gymnasium"].spaces.Dict)
     after = [key[1:] for key, _ in walk(schema) if key[0] == "next" and key not in _RESULTS]

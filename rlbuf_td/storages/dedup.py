@@ -238,7 +238,8 @@ class Sections:
     """Page-aligned byte offsets of the sections in the memory of deduplicated rows.
 
     The sections are the rows, the counters, and for each group of keys the stack of free ids and the entries. Each
-    group has room for two entries per id in the rows, because a write may need new entries before it frees old entries.
+    group has room for twice as many entries as all rows refer to, because a write may need its new entries before it
+    frees the old ones.
     """
 
     counters: int

@@ -49,7 +49,7 @@ def _inside(cells: Tensor, live: int) -> np.ndarray:
 
 
 def _ask(first: np.ndarray, width: int) -> None:
-    """Request the pages of ``width`` bytes at each address in ``first``; the addresses must ascend."""
+    """Request the pages that contain the ``width`` bytes from each address in ``first`` on; addresses must ascend."""
     if not len(first):
         return
     first, last = first // mmap.PAGESIZE * mmap.PAGESIZE, -(-(first + width) // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -229,7 +229,10 @@ def from_start(index: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def last_of_each(steps: np.ndarray, leaves: list[torch.Tensor]) -> tuple[np.ndarray, list[torch.Tensor]]:
-    """Return the sorted unique indices, and for each of them the last of its rows in ``leaves``."""
+    """Return the unique values of ``steps``, sorted, and leaves with only the last row for each of these steps.
+
+    Row ``i`` of each leaf is to be written to step ``steps[i]``.
+    """
     unique, last = np.unique(steps[::-1], return_index=True)
     keep = torch.from_numpy(len(steps) - 1 - last)
     return unique, [leaf[keep.to(leaf.device)] for leaf in leaves]
