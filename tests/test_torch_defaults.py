@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.catalogue import SAMPLERS, assert_same
-from tests.test_learner_device import NAMES, SIZE, buffer, data
+from tests.catalogue import assert_same
+from tests.test_learner_device import NAMES, SAMPLERS, SIZE, buffer, data
 
 
 def life(name: str, ndim: int, path: Path) -> list[Any]:

@@ -38,7 +38,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
     """A replay buffer for TorchRL: stores transitions and samples batches.
 
     Takes the keywords of TorchRL's ``TensorDictReplayBuffer``, except ``checkpointer``. Sampling is fast with a
-    :class:`PackedStorage` and a sampler of this package, or another sampler with a ``draw`` method. TorchRL's slower code
+    :class:`PackedStorage` and a sampler of this package, or another sampler with a ``draw`` method. Slower code of TorchRL
     samples if the storage or sampler is TorchRL's, or with ``collate_fn``, ``sample_unit`` or ``track_generations``.
 
     Args:
