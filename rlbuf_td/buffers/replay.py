@@ -38,8 +38,8 @@ class ReplayBuffer(TensorDictReplayBuffer):
     """A replay buffer for TorchRL: stores transitions and samples batches.
 
     Takes the keywords of TorchRL's ``TensorDictReplayBuffer``, except ``checkpointer``. Sampling is fast with a
-    :class:`PackedStorage` and a sampler of this package, or another sampler with a ``draw`` method. Slower code of TorchRL
-    samples if the storage or sampler is TorchRL's, or with ``collate_fn``, ``sample_unit`` or ``track_generations``.
+    :class:`PackedStorage` and a sampler of this package, or another sampler with a ``draw`` method. With TorchRL's
+    storages and samplers, ``collate_fn``, ``sample_unit`` or ``track_generations``, TorchRL's slower code samples.
 
     Args:
         storage: keeps the transitions, default ``PackedStorage(1_000)``. New rows are written after existing rows.
