@@ -373,7 +373,7 @@ class ReplayBufferMixture:
                 member.loads(Path(path) / state["members"] / name)
 
     def share(self) -> ReplayBufferMixture:
-        """Share the members with other processes (:meth:`ReplayBuffer.share`); each process sets its own ``shares``."""
+        """Share the members with other processes (:meth:`ReplayBuffer.share`); each process has its own ``shares``."""
         for member in self.members.values():
             member.share()
         return self

@@ -99,7 +99,7 @@ class MemoryPlan:
         return "\n".join(ways)
 
     def _needs(self, place: Room) -> list[tuple[Room, int]]:
-        """Return the places that need memory, each with the number of bytes, if the rows are in ``place``."""
+        """Return pairs of a place and the bytes needed there, if the rows are in ``place``."""
         if place.place == self.memory.place:
             return [(place, self.total)]
         return [(place, self.rows), (self.memory, self.priorities + self.trajectories)]
