@@ -281,7 +281,7 @@ def loads(
     first, and no code from the dump is executed. The storage must have the class of the saved storage; without
     ``rows_only``, this also holds for sampler and writer. A :class:`PackedStorage` may have another capacity than the
     saved one, except in a :class:`RolloutBuffer`. If the saved rows exceed the capacity, the oldest are dropped, with a
-    warning. A load ends unfinished trajectories with ids (``("collector", "traj_ids")``): new collectors reuse the ids.
+    warning. A load ends unfinished trajectories with ``("collector", "traj_ids")``: later collectors reuse these ids.
 
     Args:
         path: the folder of the dump.

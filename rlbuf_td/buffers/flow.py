@@ -97,7 +97,7 @@ class FlowControl:
             self._numbers[which] = rows
 
     def count_imported(self, rows: int) -> None:
-        """Count imported rows as written and, beyond ``min_size``, as sampled at the target ratio."""
+        """Count imported rows as written; raise the number of sampled rows to meet the target ratio."""
         numbers = self._numbers
         numbers[_INSERTED] += rows
         surplus = (self.samples_per_insert or 0.0) * (numbers[_INSERTED] - self.min_size)
@@ -138,9 +138,9 @@ class FlowControl:
     def sampling(
         self, rows: int, ready: Callable[[], bool], lock: AbstractContextManager[Any], wait: bool, timeout: float | None
     ) -> Iterator[None]:
-        """Count the rows of a batch once it is admitted; undo the count if the ``with`` block raises an error.
+        """Wait until a batch is admitted, and count its rows; undo the count if the ``with`` block raises an error.
 
-        With ``wait=False``, raise a RuntimeError instead of waiting.
+        With ``wait=False``, raise a RuntimeError instead.
         """
 
         def admit() -> bool:

@@ -29,9 +29,8 @@ class _Graph(NamedTuple):
 class CapturedStep:
     """Samples, calls ``step`` and updates priorities, on CUDA as one graph; see :meth:`ReplayBuffer.capture`.
 
-    Before each launch, the number of rows and settings such as alpha and beta are copied to device memory. The graphs
-    are recorded again if another setting, the sampler, the generator, a transform or the memory of the rows has
-    changed.
+    Before each launch, the number of rows and settings such as alpha and beta are copied to device memory. The graph is
+    recorded again if another setting, the sampler, the generator, a transform or the memory of the rows has changed.
     """
 
     def __init__(self, buffer: Any, step: Step | None, batch_size: int, ring: int, warmup: int) -> None:

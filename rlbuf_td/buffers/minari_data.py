@@ -195,7 +195,7 @@ def _episodes(storage: Storage, steps: torch.Tensor, spaces: tuple[Any, Any]) ->
 
 
 def _first_rows(storage: Storage, flat: torch.Tensor) -> torch.Tensor:
-    """Return where episodes begin in ``flat``, the rows of one environment, oldest first; position 0 is omitted."""
+    """Return where the second and later episodes begin in ``flat``: one environment's rows, oldest first."""
     columns: Any = stored_rows(storage)
     numbers = columns.get(TRAJECTORY, None)
     if numbers is None and columns.get(("next", "done"), None) is None:

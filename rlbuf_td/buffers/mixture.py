@@ -80,7 +80,7 @@ class ReplayBufferMixture:
         SchemaError: members hold different keys, dtypes or shapes.
 
     Cost: one compiled call per member, if all members have uniform or recency samplers, rows in RAM, and no transforms.
-    Otherwise, the members are sampled one after the other, and their batches concatenated.
+    Otherwise, each member makes a batch of its own, and these batches are copied into one.
 
     Source: Ball, Smith, Kostrikov, Levine: Efficient Online Reinforcement Learning with Offline Data, ICML 2023.
 
@@ -373,7 +373,7 @@ class ReplayBufferMixture:
                 member.loads(Path(path) / state["members"] / name)
 
     def share(self) -> ReplayBufferMixture:
-        """Share the members with other processes (:meth:`ReplayBuffer.share`); each process sets its own ``shares``."""
+        """Share the members with other processes (:meth:`ReplayBuffer.share`); each process has its own ``shares``."""
         for member in self.members.values():
             member.share()
         return self

@@ -90,7 +90,7 @@ INDICES = "index", "anchor_index"
 
 
 def with_lane(rows: TensorDictBase) -> dict[str, Tensor]:
-    """Convert the indices of a member with ``ndim=1``, ``[B]``, to ``[B, 2]``: time step and environment 0."""
+    """Return the index entries of shape ``[B]`` as ``[B, 2]``: each row's time step, and environment 0."""
     flat = {key: rows[key] for key in INDICES if key in rows.keys() and rows[key].ndim == 1}
     return {key: torch.stack((index, torch.zeros_like(index)), -1) for key, index in flat.items()}
 
@@ -104,7 +104,7 @@ def without_lane(member: ReplayBuffer, rows: TensorDictBase) -> TensorDictBase:
 
 
 def members_of(batch: TensorDictBase, names: Sequence[str]) -> dict[str, Tensor]:
-    """Return a dict from the names of the members with rows in a batch, ``[B]``, to bool masks of their rows."""
+    """Map each member's name to a bool mask of its rows in a batch ``[B]``; omit members without rows."""
     source = batch.get("source", None)
     if source is None:
         raise KeyError(f"the batch has no 'source', the member of each row: pass a batch of this mixture{MIXTURES}")

@@ -144,7 +144,7 @@ def set_sampler(rb: Any, sampler: Sampler) -> Sampler:
 
 
 def set_writer(rb: Any, writer: Writer) -> Writer:
-    """Replace the writer; return the old one. A new writer in time order continues after the newest row."""
+    """Replace the writer; return the old one. A new :class:`RingWriter` continues after the newest row."""
     _refuse_if_shared(rb, "writer")
     refuse_unordered(rb.sampler, writer)
     with rb.replay_lock:

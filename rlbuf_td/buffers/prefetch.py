@@ -162,7 +162,7 @@ class Prefetcher:
     ) -> bool:
         """Queue a priority update if its TD errors are on ``device``; return whether the update was queued.
 
-        Then apply the oldest queued updates until ``ahead`` are left, or all if this update was not queued.
+        Also apply the oldest queued updates until ``ahead`` are left, or all if this one was not queued.
         """
         with self._buffer.futures_lock:
             is_queued = self.device is not None and index.device.type == self.device.type
@@ -241,7 +241,7 @@ def synchronize(rb: Any) -> None:
 
 
 def prefetch_state(rb: Any, queue: Iterable[Sample]) -> dict[str, Any]:
-    """Return the state for :func:`validate_prefetched` and :func:`restore_prefetched` of batches drawn ahead."""
+    """Return the batches drawn ahead as a state for :func:`restore_prefetched`."""
     return {"version": 1, "capacity": rb._prefetch_cap, "queue": queue}
 
 

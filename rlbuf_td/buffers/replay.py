@@ -38,8 +38,8 @@ class ReplayBuffer(TensorDictReplayBuffer):
     """A replay buffer for TorchRL: stores transitions and samples batches.
 
     Takes the keywords of TorchRL's ``TensorDictReplayBuffer``, except ``checkpointer``. Sampling is fast with a
-    :class:`PackedStorage` and a sampler of this package, or another sampler with a ``draw`` method. With TorchRL's
-    storages and samplers, ``collate_fn``, ``sample_unit`` or ``track_generations``, TorchRL's slower code samples.
+    :class:`PackedStorage` and a sampler of this package, or another one with a ``draw`` method. TorchRL's slower code
+    samples if the storage or sampler is TorchRL's, or with ``collate_fn``, ``sample_unit`` or ``track_generations``.
 
     Args:
         storage: keeps the transitions, default ``PackedStorage(1_000)``. New rows are written after existing rows.
@@ -317,7 +317,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
         return batch, info
 
     def assemble(self, flat: torch.Tensor, info: dict[Any, Any], batch: Any) -> TensorDictBase:
-        """Add the sampler's report to a batch of the flat rows ``flat``."""
+        """Add the sampler's report ``info`` and the index of the rows to a batch."""
         info["index"] = index = flat if self._storage.ndim == 1 else coordinates(flat, self._storage)
         self._note_draw(index, info)
         merge_(batch, info)
@@ -394,7 +394,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
         self.rows_restored()
 
     def rows_restored(self) -> None:
-        """Tell the sampler to look at restored rows; a copy restores the buffer and its storage in either order."""
+        """If a copied or unpickled buffer has its rows already, let its sampler wrapper index trajectories."""
         wrapper = getattr(vars(self).get("parts"), "wrapper", None)
         if wrapper is not None and "rows" in vars(self._storage):
             wrapper.watch(self._storage)

@@ -28,7 +28,7 @@ Job = tuple[Chunk, int, torch.Tensor | None]
 
 
 class DumpWriter:
-    """Writes a dump beside the previous dump. With ``sync``, waits for the disk. The caller must lock the folder."""
+    """Writes a dump beside the previous dump. With ``sync``, writes wait for the disk. The caller locks the folder."""
 
     def __init__(self, path: Path, about: dict[str, Any], *, sync: bool = True) -> None:
         self.path, self.sync = path, sync
@@ -123,7 +123,7 @@ class DumpReader:
         self._read([(chunk, 0, None) for stored in tensors for chunk in stored.chunks], report)
 
     def read_into(self, stored: Stored, start: int, target: torch.Tensor, report: Report) -> None:
-        """Fill ``target``, uint8, with the bytes of ``stored`` from ``start`` on; verify chunks that are read whole."""
+        """Fill the uint8 tensor ``target`` with the bytes of ``stored`` from byte ``start`` on."""
         wait_for_gpus([target])
         jobs: list[Job] = []
         at = 0
@@ -149,7 +149,7 @@ class DumpReader:
             opened.seek(offset)
             if opened.readinto(data) != nbytes:  # type: ignore[arg-type]
                 raise CheckpointError(f"{file} became shorter while it was read")
-        if nbytes == chunk.nbytes and checksum(data) != chunk.checksum:
+        if nbytes == chunk.nbytes and checksum(data) != chunk.checksum:  # a part of a chunk has no checksum
             raise CheckpointError(f"{file} is damaged: its checksum does not match the manifest's")
         if target is not None and not target.is_cpu:
             target.copy_(torch.from_numpy(data))

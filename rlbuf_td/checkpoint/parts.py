@@ -135,7 +135,7 @@ def trajectories_of(storage: Storage) -> list[dict[str, Any]]:
 
 
 def load_trajectories(rb: Any, saved: list[dict[str, Any]]) -> None:
-    """Restore or rebuild the trajectory indices of the storage; end unfinished trajectories that have ids."""
+    """Restore the trajectory indices of the storage, and end unfinished trajectories that have ids."""
     storage = rb.storage
     for each in listeners_of(storage):
         if isinstance(each, TrajectoryIndex):
@@ -190,7 +190,7 @@ def _is_here(device: torch.device) -> bool:
 
 
 class Rollback(ExitStack):
-    """Loads states, and restores earlier states after an error; samplers with ``snapshot()`` must be loaded last."""
+    """Loads states of parts, and restores their earlier states after an error. Load this package's samplers last."""
 
     def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> bool | None:
         if kind is None:
@@ -201,7 +201,7 @@ class Rollback(ExitStack):
         innermost = part
         while hasattr(innermost, "sampler"):
             innermost = innermost.sampler
-        if not hasattr(innermost, "snapshot"):
+        if not hasattr(innermost, "snapshot"):  # this package's samplers, if they refuse a state, are unchanged
             before = copy.deepcopy(part.state_dict())
             self.callback(part.load_state_dict, before)
         part.load_state_dict(state)

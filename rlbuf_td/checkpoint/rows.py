@@ -60,12 +60,12 @@ def fit(saved: int, capacity: int, live: int, cursor: int | None) -> Fit:
 
 
 def split_rows(saved: dict[str, Any]) -> list[torch.Tensor]:
-    """Remove the rows from a storage's state, and return them as the first tensors of a dump."""
+    """Remove the rows from a storage's state, and return their tensors, which must come first in the dump."""
     state = saved["state"]
     if "rows" not in state:
         return []
     tensors = [state.pop("rows"), *state.pop("entries", [])]
-    saved["rows"] = 0
+    saved["rows"] = 0  # the number of the tensor in the dump
     if len(tensors) > 1:
         saved["entries"] = [*range(1, len(tensors))]
     return tensors
@@ -144,7 +144,7 @@ class SavedRows:
             at += count
 
     def _read_shared(self, rows: Rows, report: Report) -> None:
-        """Read the saved rows into ``rows``; at least one of the two is deduplicated."""
+        """Read deduplicated saved rows, or read any saved rows into deduplicated ``rows``."""
         matrix = self.reader.read_stored(self.matrix, report)
         if self.dedup is not None:
             refuse_foreign(self.dedup, matrix, self.entries)

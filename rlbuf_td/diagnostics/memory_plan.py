@@ -99,7 +99,7 @@ class MemoryPlan:
         return "\n".join(ways)
 
     def _needs(self, place: Room) -> list[tuple[Room, int]]:
-        """Return the places that need memory, each with the number of bytes, if the rows are in ``place``."""
+        """Return pairs of a place and the bytes needed there, if the rows are in ``place``."""
         if place.place == self.memory.place:
             return [(place, self.total)]
         return [(place, self.rows), (self.memory, self.priorities + self.trajectories)]
@@ -152,7 +152,7 @@ def plan(
             the buffer, or ``"uniform"``.
         device: the device of the rows; default: the device of the storage, or ``"cpu"``.
         scratch_dir: the folder of a memory-mapped file for the rows; default: the folder of the storage, or no file.
-        shared: whether the rows are in shared memory; always true if those of the storage are.
+        shared: whether the rows are in shared memory; default: as in the storage.
         offload: whether rows are in RAM, and priorities and trajectory index on the CUDA device; default: as in the
             storage.
         share_next: the argument of :class:`PackedStorage`. The plan assumes that next observations take no

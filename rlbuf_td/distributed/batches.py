@@ -19,7 +19,7 @@ SHARD, INCARNATION, ROW, WRITTEN_AT = range(4)  # the columns of a batch's "inde
 
 
 class Batches:
-    """The batches that one request to each shard has returned."""
+    """The batches that the answers of the shards contain."""
 
     def __init__(
         self, spec: Spec, layout: RowLayout, answers: dict[int, Answer], known: list[Report | None], rank: Tensor
@@ -58,13 +58,13 @@ class Batches:
 
 
 def _handles(answers: dict[int, Answer], flat: dict[int, np.ndarray]) -> Tensor:
-    """Return the batch entry ``"index"``, ``[n, 4]`` int64, for the row numbers ``flat`` of each shard."""
+    """Return the ``"index"`` of rows, ``[n, 4]`` int64; ``flat`` maps each shard to its row numbers."""
     columns = [(place, answers[place].before.incarnation, rows, answers[place].stamp) for place, rows in flat.items()]
     return torch.from_numpy(np.concatenate([np.stack(np.broadcast_arrays(*each), 1) for each in columns]))
 
 
 def probabilities(answers: dict[int, Answer], known: list[Report | None]) -> tuple[Tensor, float, int]:
-    """Return the probability P of each drawn row, the smallest P of all rows, and the number of rows."""
+    """Return each drawn row's probability, the smallest probability in any shard, and the number of all rows."""
     # The client chooses a shard by the masses in ``known``; the shard chooses a row by its mass at the draw.
     total = sum(report.mass for report in known if report is not None)
     rows, least, parts = 0, inf, []

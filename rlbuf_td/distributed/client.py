@@ -128,7 +128,7 @@ class Client:
 
     @contextmanager
     def _taken_back(self, **rows: int) -> Iterator[None]:
-        """If the ``with`` block fails, subtract ``rows`` from the counters of flow control."""
+        """If the ``with`` block fails, subtract numbers such as ``sampled=256`` from flow control's counts."""
         try:
             yield
         except BaseException:
@@ -194,7 +194,7 @@ class Client:
         return self.links.request(requests)
 
     def _pieces(self, draws: int) -> int:
-        """Return the number of pieces for an answer with ``draws`` draws; see :func:`pieces_of`."""
+        """Return into how many pieces to cut an answer with ``draws`` draws; 0: do not cut."""
         if draws and self._rows is None:
             return 0
         row_bytes = 0 if self._rows is None else self._rows[0].row_bytes
@@ -215,12 +215,12 @@ class Client:
         return Batches(self.spec, layouts[0], drawn, draw.known, draw.split.rank.view(draw.batches, -1))
 
     def _forget(self) -> None:
-        """Drop prefetched batches and queued TD errors, whose rows no longer exist."""
+        """Drop prefetched batches and queued TD errors when all rows are removed."""
         self._ready = self._ahead = None
         self._errors.clear()
 
     def _layout_of(self, place: int, answer: Answer) -> RowLayout:
-        """Return the row layout of an answer. A shard sends the layout only to clients that do not know the layout."""
+        """Return the row layout of an answer. A shard sends the layout only to clients that lack it."""
         name = None if answer.drawn is None else answer.drawn.layout
         if self._rows is None and name is not None:
             self._rows = layout_named(name), name, crc32(name)

@@ -117,14 +117,14 @@ class Links:
         return answers
 
     def request(self, requests: Mapping[int, tuple[Request, int]]) -> dict[int, Any]:
-        """Send each shard its request and number of answer pieces; return Ray's references for :meth:`receive`."""
+        """Send each shard a request and the number of pieces for its answer; return references for :meth:`receive`."""
         return {
             place: self.handles[place].answer.options(num_returns=pieces or 1).remote(pickle.dumps(request, 5), pieces)
             for place, (request, pieces) in requests.items()
         }
 
     def receive(self, calls: Mapping[int, Any]) -> dict[int, Answer]:
-        """Return the answers to :meth:`request`, and store the reports that they contain."""
+        """Wait for the answers to :meth:`request`; return them, and store their reports."""
         answers = {place: join(answer) for place, answer in self.finish(calls).items()}
         for place, answer in answers.items():
             self.hear(place, answer.after)
@@ -143,7 +143,7 @@ class Links:
         return self.reports(self.start(method, dict.fromkeys(self.live if places is None else places, ())), patience)
 
     def write(self, place: int, writer: int, layout: bytes, rows: np.ndarray, lead: torch.Size) -> bool:
-        """Send rows to a shard; return False if the shard is too slow. Raises errors of earlier writes to the shard."""
+        """Send rows to a shard; return False if the shard is too slow. Errors of earlier writes are raised here."""
         flight = self._flights[place]
         self.collect(place, 0.0)
         flight.append((self.handles[place].write.remote(writer, layout, rows, lead), lead.numel()))

@@ -17,7 +17,7 @@ _MOST = 6  # pieces: larger answers use the object store, without a copy
 
 
 def pack(layout: RowLayout, data: TensorDictBase, lead: torch.Size) -> np.ndarray:
-    """Pack ``data``, with batch dims ``lead``, into ``[n, row_bytes]`` uint8; SchemaError if the layout differs."""
+    """Pack ``data`` (batch dims ``lead``) into ``[n, row_bytes]`` uint8; SchemaError if ``data`` does not fit."""
     leaves = layout.collect(data, lead)
     rows = torch.empty((*lead, layout.row_bytes), dtype=torch.uint8, device="cpu")
     torch._foreach_copy_(layout.columns(rows), leaves)

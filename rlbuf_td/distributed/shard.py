@@ -120,7 +120,7 @@ class Shard:
         return os.getpid()
 
     def answer(self, request: bytes, pieces: int) -> Any:
-        """Unpickle a request, call :meth:`draw`, and return the answer as :func:`cut` returns it."""
+        """Unpickle a request, call :meth:`draw`, and return the answer, cut by :func:`cut`."""
         # Ray sends one bytes object faster than a Request.
         return cut(self.draw(pickle.loads(request)), pieces)
 
@@ -165,7 +165,7 @@ class Shard:
         return len(self.storage) // lanes, lanes
 
     def load(self, segments: Sequence[Segment]) -> Report:
-        """Replace all rows by the rows of dump segments, in order."""
+        """Replace all rows by the rows of ``segments``, in order."""
         buffer = self.make_buffer()
         load_segments(buffer, segments)
         self._set(buffer)
@@ -189,9 +189,9 @@ class Shard:
         return Drawn(packed, flat.numpy(), weight.numpy(), cells, unknown)
 
     def _packed(self, flat: torch.Tensor) -> tuple[np.ndarray | None, np.ndarray, RowLayout]:
-        """Pack the drawn rows, or their windows with a sequence sampler.
+        """Pack the drawn rows or, with a sequence sampler, their sequences.
 
-        Returns the flat indices of all rows in the windows (None without windows), the packed rows, and their layout.
+        Returns the row numbers of all rows in sequences (``None`` without sequences), the packed rows and their layout.
         """
         if self._wrapper is None:
             stored = self.storage.written_rows()

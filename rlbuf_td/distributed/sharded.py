@@ -27,7 +27,7 @@ _LONG = 3_600.0  # longest time for a dump or a load, in seconds
 
 
 def connect(name: str, shards: int, has_flow: bool, address: str, namespace: str) -> tuple[list[Any], Any, Any]:
-    """Connect to Ray; return handles of the shards and of flow control (or ``None``), and the ``ray`` module."""
+    """Connect to Ray; return the shards' handles, flow control's handle or ``None``, and the ``ray`` module."""
     if not ray.is_initialized():
         ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level="error")
     handles = [ray.get_actor(f"{name}-{place}", namespace) for place in range(shards)]

@@ -37,7 +37,7 @@ class Spec(NamedTuple):
 
     @classmethod
     def of(cls, buffer: ReplayBuffer) -> Spec:
-        """Return the properties of a buffer; TypeError or ValueError if the buffer cannot be sharded exactly."""
+        """Return the properties of a buffer; TypeError or ValueError if the buffer cannot be sharded."""
         inner, outer, windows = checked_sampler(buffer), buffer.sampler, None
         if isinstance(outer, SequenceSampler):
             settings = {"burn_in": outer.burn_in, "boundary": outer.boundary, "priority": outer.priority_rule}
@@ -54,7 +54,7 @@ def _draws_fresh(sampler: Any) -> bool:
 
 
 def checked_sampler(buffer: Any) -> Any:
-    """Return the innermost sampler; TypeError or ValueError if the buffer cannot be sharded exactly."""
+    """Return the innermost sampler; TypeError or ValueError if the buffer cannot be sharded."""
     if not isinstance(buffer, ReplayBuffer) or not buffer.initialize().is_packed:
         raise TypeError(f"make_buffer must return a ReplayBuffer of this package with a PackedStorage, got {buffer!r}")
     sampler, inner, parts = buffer.sampler, unwrapped(buffer.sampler), buffer.initialize()

@@ -121,7 +121,7 @@ class GymnasiumRecorder:
         self._refuse_open_end()
 
     def _fitted(self, schema: TensorDict) -> TensorDict:
-        """Reserve the buffer's rows, or check them; return the schema ``[E]`` of the rows to write."""
+        """Reserve the buffer's rows, or check that they fit; return their schema ``[E]``."""
         if self._trajectory_key is not None:
             schema.set(self._trajectory_key, torch.empty(schema.shape, dtype=torch.int64, device="meta"))
         storage = self.buffer.storage

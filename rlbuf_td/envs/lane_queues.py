@@ -34,7 +34,7 @@ class LaneQueues:
         self.pending = 0  # number of rows in all queues
 
     def _block(self, rows: int) -> tuple[torch.Tensor, np.ndarray]:
-        """Return zeroed memory for ``rows`` rows, as a tensor for the layout and as an array of 8-byte words."""
+        """Return zeroed memory for ``rows`` rows, seen as a tensor of rows and as an array of 8-byte words."""
         words = np.zeros((rows, self.layout.row_bytes // 8), np.int64)
         return torch.from_numpy(words.view(np.uint8)).view(self.layout.carrier), words
 

@@ -68,7 +68,7 @@ def _infos(infos: dict[str, Any], steps: int) -> dict[str, Any]:
 def episode_of(rows: TensorDictBase, spaces: tuple[Any, Any]) -> dict[str, Any]:
     """Convert an episode's transitions ``[n]``, oldest first, to the arguments of Minari's ``EpisodeBuffer``.
 
-    ``spaces`` are the Gymnasium spaces of observations and actions, which determine nested dicts and tuples.
+    ``spaces`` are the Gymnasium spaces of observations and actions; they define how values are nested.
     """
     observation_space, action_space = spaces
     is_dict = type(observation_space).__name__ == "Dict"
@@ -90,7 +90,7 @@ def episode_of(rows: TensorDictBase, spaces: tuple[Any, Any]) -> dict[str, Any]:
 
 
 def _values(space: Any, before: Any, after: Any, path: tuple[str, ...]) -> Any:
-    """Convert the values ``before`` to nested arrays. If ``after`` is given, append the last value of ``after``."""
+    """Convert the values ``before`` each step to nested arrays. If ``after`` is given, append its last value."""
     if before is None:
         raise SchemaError(f"the rows have no {show_key(path)}, which is in the given space: pass the rows' own spaces")
     kind = type(space).__name__

@@ -67,7 +67,7 @@ class TimeLayout:
         return x.reshape(self.shape).to(self.out_dtype)
 
     def coefficient(self, name: str, x: float | Tensor) -> float | Tensor:
-        """Check gamma or lmbda; return a float unchanged, and a tensor in the shape of the checked inputs."""
+        """Check gamma or lmbda; return a float unchanged, and a tensor expanded to ``[L, T, F]``."""
         if not isinstance(x, Tensor):
             return coefficient(self.function, name, x)
         if x.requires_grad:

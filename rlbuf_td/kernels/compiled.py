@@ -27,7 +27,7 @@ compiled = cached_njit(nogil=True)
 
 
 def bare(function: Callable[..., Any]) -> Any:
-    """Compile a function that creates no arrays, without numba's reference counting, which doubles its time."""
+    """Compile a function that creates no arrays, without numba's reference counting: it would double the run time."""
     try:
         return cached_njit(nogil=True, _nrt=False)(function)
     except KeyError:  # this numba version lacks the option: same results, but slower

@@ -1,4 +1,4 @@
-"""Stores host-side settings on the device for CUDA graphs.
+"""Keeps settings in device memory, where CUDA graphs read them.
 
 A CUDA graph repeats the captured kernels with the same arguments. Settings that may change later, such as alpha, are
 therefore kept in device memory, and the host updates them before it launches the graph.
@@ -32,7 +32,7 @@ def is_capturing() -> bool:
 
 
 def outside_inference_mode() -> AbstractContextManager[object]:
-    """Disable inference mode in a block, so that tensors created there can be modified in place later."""
+    """Disable inference mode in a ``with`` block, so that tensors created in it can be modified in place later."""
     return torch.inference_mode(False)
 
 
@@ -79,7 +79,7 @@ class PriorityState:
         return tuple(self[name] for name in values)
 
     def note(self, largest: Tensor, refused: Tensor, counts: bool) -> Tensor:
-        """Add the results of an update to the counters; return the largest ``|td_error|`` so far."""
+        """Record the results of an update; return the largest ``|td_error|`` so far."""
         # Updates with counts=False have a maximum of their own, which does not affect the priority of new rows.
         kept = self.largest if counts else self._unseen
         kept.copy_(torch.maximum(kept, largest))
@@ -94,7 +94,7 @@ def write_magnitudes(
 
     If an index is repeated, its last finite magnitude is written. Returns three tensors:
 
-    - All written indices, padded with repetitions to ``[B]``, or ``B`` zeros if nothing was written.
+    - All written indices, padded with repetitions to the length of ``index``; only zeros if nothing was written.
     - The largest finite magnitude at indices in ``[0, rows)``, or -1 if there is none.
     - The number of NaN or infinite magnitudes at indices in ``[0, rows)``.
     """

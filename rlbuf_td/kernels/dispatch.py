@@ -71,7 +71,7 @@ def agrees_with_reference(operation: str, device: torch.device, compare: Callabl
 
 
 def launching_on(memory: Tensor) -> AbstractContextManager[object]:
-    """Make the device of ``memory`` current in a block, because Triton launches kernels on the current device."""
+    """Make the device of ``memory`` current in a ``with`` block: Triton launches kernels on the current device."""
     if not memory.is_cuda or memory.device.index == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(memory.device)

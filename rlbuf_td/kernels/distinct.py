@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def distinct_rows(uniform: Tensor, rows: int | Tensor) -> Tensor:
-    """Return ``B`` different indices of ``0 .. rows - 1``; all sequences of ``B`` indices are equally likely.
+    """Return ``B`` different row indices below ``rows``; all sequences of ``B`` different indices are equally likely.
 
     The function computes the first ``B`` steps of a Fisher-Yates shuffle of the indices: step ``k`` swaps the index at
     place ``k`` with the index at a random place in ``k .. rows - 1``.

@@ -25,7 +25,7 @@ def advise_huge_pages(memory: torch.Tensor) -> None:
 
 
 def take_pages(memory: torch.Tensor) -> None:
-    """Allocate all pages of ``memory`` now, in several threads; does nothing without Linux 5.14 or later."""
+    """Allocate physical memory for all pages of ``memory`` now; without Linux 5.14 or later, do nothing."""
     if sys.platform != "linux" or memory.device.type != "cpu":
         return
     first, end = memory.data_ptr(), memory.data_ptr() + memory.nbytes

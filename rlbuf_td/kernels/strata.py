@@ -23,11 +23,11 @@ _GOLDEN = 0.6180339887498949
 
 
 def step_of(batch: int, stratified: bool) -> int:
-    """Return how many segments further each draw is: coprime to ``batch``, or 0 if draws are not stratified."""
+    """Return the distance from one draw to the next, in segments; 0 if draws are not stratified."""
     if not (batch and stratified):
         return 0
     step = max(1, round(_GOLDEN * batch))
-    while gcd(step, batch) > 1:
+    while gcd(step, batch) > 1:  # coprime, so that each segment has one draw
         step += 1
     return step
 

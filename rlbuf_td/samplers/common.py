@@ -169,12 +169,12 @@ class GraphCapturable(ABC):
     def prepare_graph(self, storage: Storage, batch_size: int) -> Any:
         """Copy settings and the number of rows to device memory, where a recorded draw reads them.
 
-        The buffer calls this method before each launch of the graph. The returned settings are constants of a graph:
-        if one of them has changed, the buffer records a new graph.
+        The buffer calls this method before each launch of the graph. The method returns the settings that are fixed
+        in a graph: if one has changed, the buffer records a new graph.
         """
 
     def forget_order(self) -> None:  # noqa: B027
-        """Drop the cached order of rows, because a graph has changed priorities. Does nothing by default."""
+        """Drop the cached order of rows, if there is one; called after a graph has changed priorities."""
 
 
 def uniform_numbers(count: int, generator: torch.Generator | None, device: torch.device) -> Tensor:

@@ -34,7 +34,7 @@ class FreshQueue:
         self.begin(_ALL)
 
     def begin(self, ages: Sequence[Interval]) -> None:
-        """Make exactly these rows fresh: for each pair ``(a, b)``, the newest ``a`` rows without the newest ``b``."""
+        """Make only these rows fresh: for each ``(a, b)`` in ``ages``, the newest ``a`` rows minus the newest ``b``."""
         self.state["began"] = 0
         self._keep(ages)
 
@@ -51,7 +51,7 @@ class FreshQueue:
         return [(int(old), int(new)) for old, new in self._intervals[(head + np.arange(length)) % capacity]]
 
     def follow(self, storage: Any) -> tuple[int, int, int]:
-        """Switch to this storage; return its number of rows, the index of its newest time step, and its write clock."""
+        """Switch to ``storage``; return ``(rows stored, index of the newest time step, time steps ever written)``."""
         rows = storage.rows
         if rows is not self.rows or self.storage() is not storage:
             self.serves.claim(storage)
@@ -79,7 +79,7 @@ class FreshQueue:
         return found[:count]
 
     def ages(self) -> list[Interval]:
-        """Return the ages of the fresh rows, in the form that :meth:`begin` takes."""
+        """Return the ages of the fresh rows, as the pairs that :meth:`begin` takes."""
         storage, count = self.storage(), int(self.state["count"])
         if storage is not None:
             self.look(storage)
@@ -161,7 +161,7 @@ class FreshRowsSampler(SamplerWrapper):
         raise TypeError("cannot capture a FreshRowsSampler: the host chooses the fresh rows; sample outside of a graph")
 
     def watch(self, storage: Storage) -> None:
-        """Mark as fresh the rows written since the last draw, for example after a load."""
+        """Mark as fresh the rows that were written since the last draw."""
         if isinstance(storage, PackedStorage):
             self.queue.look(storage)
 

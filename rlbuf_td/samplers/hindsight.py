@@ -147,7 +147,7 @@ class HindsightSampler(SamplerWrapper):
     def _relabelled(
         self, storage: Storage, drawn: Tensor, uniform: Tensor, flat: Tensor, owner: Tensor | None
     ) -> TensorDictBase:
-        """Read and relabel the rows ``flat``; the random numbers ``uniform`` select a goal for each drawn row."""
+        """Read and relabel the rows ``flat``; ``uniform``, one random number per drawn row, selects goals."""
         bound, batch = self._bound_to(storage), rows_at(storage, flat)
         rows, mask = choose_goals(bound.trajectories.boundaries(), drawn, uniform, self.law, len(storage))
         if owner is not None:
@@ -217,7 +217,7 @@ def _needed(storage: Storage, key: tuple[str, ...], remedy: str) -> Tensor:
 
 
 def _cumulative(strategy: str | Mapping[Any, float]) -> list[float]:
-    """Check ``strategy``; return the cumulative probabilities of the strategies."""
+    """Check ``strategy``; return its cumulative probabilities in the order of ``STRATEGIES``."""
     mixture = {strategy: 1.0} if isinstance(strategy, str) else dict(strategy)
     unknown = [name for name in mixture if name not in STRATEGIES]
     if unknown:

@@ -81,7 +81,7 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
         return order[start:stop].clone(), {}
 
     def advance(self, storage: Storage, rows: int, batch_size: int) -> tuple[Tensor, int, int]:
-        """Advance by one batch; return the epoch's order of rows, and the positions where the batch starts and ends."""
+        """Advance by one batch; return the epoch's order of rows, and where in this order the batch starts and ends."""
         order = self._order
         if order is None or rows != self.len_storage or not order.is_cpu:
             order = self.order(storage)

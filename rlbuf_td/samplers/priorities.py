@@ -50,7 +50,7 @@ class Law(ABC):
     def weigh_beside_(self, flat: Tensor, drawn: Tensor, weight: Tensor) -> None:
         """Overwrite ``weight[:len(flat)]`` with the importance weights of the rows ``flat``.
 
-        Before the call, ``weight[0]`` is the weight of the row ``drawn``; a row of probability 0 gets this weight, too.
+        Before the call, ``weight[0]`` is the weight of the row ``drawn``. Rows of probability 0 get this weight.
         """
         probability = self.probability(torch.cat((flat, drawn)))
         ratio = (probability[:-1] / probability[-1]).clamp(min=LEAST_RATIO)
@@ -71,13 +71,13 @@ class Law(ABC):
 
     @abstractmethod
     def restore_(self, tensors: dict[str, Tensor]) -> None:  # saved weights must be for the current alpha
-        """Copy saved tensors into the table; :attr:`blank` names them."""
+        """Copy saved tensors into the table; :attr:`blank` has the same keys."""
 
     @abstractmethod
     def prepare_graph(self, rows: int) -> tuple[Tensor | None, Any]:
         """Copy settings to device memory, where CUDA graphs read them.
 
-        Returns the largest magnitude (None on the CPU), and the settings that are constants of a graph.
+        Returns the largest magnitude (None on the CPU), and the settings that are fixed in a graph.
         """
 
 
@@ -100,7 +100,7 @@ class Priorities:
 
     @property
     def largest(self) -> Any:
-        """The largest magnitude seen, -1 before the first. On CUDA, a 0-dim tensor that updates change in place."""
+        """The largest magnitude so far, -1 if there is none. On CUDA, a 0-dim tensor that updates change in place."""
         return self.settings[LARGEST] if self._largest_on_device is None else self._largest_on_device
 
     @largest.setter
@@ -139,10 +139,10 @@ class Priorities:
         return flat
 
     def assign(self, index: Any, priority: Any, rows: int | None, storage: Storage | None, *, counts: bool) -> None:
-        """Set the priorities of the rows ``index`` from TD errors.
+        """Set the priorities of the rows ``index`` from the TD errors ``priority``.
 
         Row numbers must be below ``rows`` (None: the capacity). If ``counts`` is True, TD errors can increase
-        ``largest``.
+        :attr:`largest`.
         """
         if storage is not None:
             self.follow(storage)
@@ -163,7 +163,7 @@ class Priorities:
         self.assign(index, entry, None, storage, counts=False)
 
     def enter_range(self, start: int, count: int, storage: Storage) -> None:
-        """Set the magnitude of ``count`` flat rows from ``start`` on to that of new rows."""
+        """Give the flat rows ``start`` to ``start + count - 1`` the magnitude of new rows."""
         self.follow(storage)
         self.law.weigh()
         self.law.fill_(start, count, self.entry)
@@ -200,7 +200,7 @@ class Priorities:
         return {name: getattr(self.law.table if table is None else table, name) for name in self.law.blank}
 
     def resized(self, tensors: dict[str, Tensor], rows: Tensor | None, capacity: int) -> dict[str, Tensor]:
-        """Select ``rows`` of saved tensors (None: all), and append rows without a priority up to ``capacity``."""
+        """Return the ``rows`` (None: all) of saved tensors, extended to ``capacity`` by rows without a priority."""
         found = {}
         for name, like in self.tensors(self.law.make(capacity, "meta")).items():
             kept = tensors[name].cpu() if rows is None else tensors[name].cpu()[rows]

@@ -140,14 +140,14 @@ class Prioritized(RowSampler, GraphCapturable, PrioritizedSampler):
         return self._settings() | seen | {"priorities": self.priorities.tensors()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a :meth:`state_dict`. Raises ValueError, and changes nothing, if the state does not fit."""
+        """Restore a :meth:`state_dict`. Raises ValueError, and changes nothing, if the state is invalid."""
         settings = {name: state_dict.get(name, value) for name, value in self._settings().items()}
         largest, capacity = float(state_dict["largest"]), int(state_dict["max_capacity"])
         with self._set(settings):
             self.priorities.load(self.alpha, self.beta, largest, state_dict["priorities"], capacity)
 
     def resized_state(self, state: dict[str, Any], rows: Tensor | None, capacity: int, moved: bool) -> dict[str, Any]:
-        """See :class:`~rlbuf_td.samplers.common.StatefulSampler`."""
+        """See :func:`rlbuf_td.checkpoint.parts.resized_state`."""
         capacity, saved = max(capacity, self.priorities.capacity), int(state["max_capacity"])
         if rows is None and saved >= capacity:
             return state

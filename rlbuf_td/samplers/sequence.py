@@ -147,7 +147,7 @@ class SequenceSampler(SamplerWrapper):
         return batch_size // self.window
 
     def _anchors(self, storage: Storage, count: int) -> tuple[Tensor, dict[Any, Any], Tensor, Tensor]:
-        """Draw anchors; return anchors, info dict, and the numbers of trajectory rows before and after each anchor."""
+        """Draw ``(anchors, info, back, ahead)``: a trajectory has ``back`` rows before its anchor, ``ahead`` after."""
         boundaries = self._trajectories(storage).boundaries()
         anchors, info = self._draw(storage, count)
         count = len(anchors)  # less at the end of an epoch

@@ -72,7 +72,7 @@ class SamplerWrapper(StatefulSampler, GraphCapturable, PrioritizedSampler):
         self._is_prioritized = isinstance(self.innermost, PrioritizedSampler)
 
     def _reader(self, storage: Storage, drawn: Tensor) -> Read | None:
-        """Return a function that reads and revises rows for the drawn rows, ``[B]``; None if nothing is revised."""
+        """Return a :data:`Read` function for the drawn rows, ``[B]``, or None if no entry is revised."""
         return None if self._inner is None else self._inner._reader(storage, drawn)
 
     def _revised_keys(self) -> Iterator[NestedKey]:

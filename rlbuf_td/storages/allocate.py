@@ -162,8 +162,8 @@ def allocate_bytes(
 ) -> torch.Tensor:
     """Return ``[nbytes]`` uint8 on a device, in a file, in shared memory, or in page-locked RAM.
 
-    With ``sparse=(likely, at_once)``, the bytes are zero, and ``likely`` of them will probably be used. Of a file, only
-    the first ``at_once`` bytes are reserved on the disk. Without ``sparse``, the bytes may be uninitialised.
+    With ``sparse=(likely, at_once)``, the bytes are zero. The free memory must hold only ``likely`` bytes, and a file
+    gets disk space only for its first ``at_once`` bytes. Without ``sparse``, the bytes may be uninitialised.
     """
     place = torch.device("cpu") if offload else device
     lazily = scratch_dir is None and not shared and not offload

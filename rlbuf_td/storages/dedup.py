@@ -172,7 +172,7 @@ class DedupLayout:
 
     @cached_property
     def runs(self) -> np.ndarray:
-        """The leaves to copy from a stored row, ``[R, 3]``: offset in the row, index of the leaf, number of bytes."""
+        """For each leaf that is not deduplicated: its offset in a stored row, leaf index, and bytes, ``[n, 3]``."""
         leaves = [leaf for leaf in self.stored.leaves if leaf.key != (ENTRY_IDS,) and leaf.nbytes]
         runs = [[self.stored.offsets[leaf.key], self.layout.places[leaf.key], leaf.nbytes] for leaf in leaves]
         return np.array(runs, np.int64).reshape(-1, 3)
@@ -238,8 +238,8 @@ class Sections:
     """Page-aligned byte offsets of the sections in the memory of deduplicated rows.
 
     The sections are the rows, the counters, and for each group of keys the stack of free ids and the entries. Each
-    group has room for twice as many entries as all rows refer to, because a write may need its new entries before it
-    frees the old ones.
+    group has room for twice as many entries as all rows can refer to, because a write may need its new entries before
+    it frees the old ones.
     """
 
     counters: int

@@ -45,7 +45,7 @@ class _Node:
 
 
 class RowLayout:
-    """The byte range of every leaf in a row. The first ``lead_dims`` dims of ``data``, an example, index rows."""
+    """The byte range of every leaf in a row. ``data`` is an example; its first ``lead_dims`` dims number the rows."""
 
     def __init__(self, data: TensorDictBase, lead_dims: int) -> None:
         refuse_ragged(data)
@@ -191,7 +191,7 @@ def _build(
 
 
 def _collect(node: _Node, data: Any, leaves: list[torch.Tensor], reserved: str | None = None) -> bool:
-    """Fill ``leaves`` from ``data``; return whether ``data`` has entries other than the leaves and ``reserved``."""
+    """Fill ``leaves`` from ``data``; return whether ``data`` has other entries (except the key ``reserved``)."""
     if type(data) is not TensorDict:
         if not isinstance(data, TensorDictBase):
             return True

@@ -1,7 +1,7 @@
 """Measures the free memory in RAM, in shared memory, on a disk or on a CUDA device.
 
 Allocations of 1 MiB or more are compared with the free memory, except on CUDA devices. Memory limits of control groups
-(containers, job schedulers) count as limits of the machine. Sizes that the system does not report limit nothing.
+(containers, job schedulers) count as limits of the machine. A limit that the system does not report is ignored.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def require_room(
     shared: bool = False,
     lazily: bool = False,
 ) -> None:
-    """Raise an error above the free memory. If ``lazily``, warn instead, and raise an error above the total memory."""
+    """Raise an error if less than ``nbytes`` is free. If ``lazily``, only warn if the total memory is large enough."""
     if nbytes < _WORTH_A_LOOK or device.type == "cuda":
         return
     room = room_for(device, scratch_dir=scratch_dir, shared=shared)

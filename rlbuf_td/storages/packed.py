@@ -245,7 +245,7 @@ class PackedStorage(LazyTensorStorage):
 
     @held_back
     def write(self, start: int, data: TensorDictBase, *, single: bool = False) -> None:
-        """Write transitions from time step ``start`` on, continuing at step 0 after the last step.
+        """Write transitions from time step ``start`` on; after the last step of the storage, continue at step 0.
 
         ``data`` is ``[n, *lanes]`` with ``1 <= n <= T``, or ``[*lanes]`` if ``single``. All steps before ``start`` must
         have been written. The entry ``"index"`` is not stored.
@@ -313,7 +313,7 @@ class PackedStorage(LazyTensorStorage):
             self.clock.keep_in(self.shared_rows.place(rows))
 
     def forget_rows(self) -> None:
-        """Have no rows, as before the first write."""
+        """Drop the rows without changing the counters."""
         self.rows = self.live = self._storage = None
 
     release = allocate.release
@@ -348,7 +348,7 @@ class PackedStorage(LazyTensorStorage):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Replace the content of this storage by a result of :meth:`state_dict`.
 
-        A load ends unfinished trajectories that have ids, because new collectors reuse the ids.
+        A load ends unfinished trajectories that have ids, because collectors made after the load reuse the ids.
 
         Raises:
             SchemaError: the saved rows have other keys, dtypes or shapes; nothing has changed.

@@ -127,7 +127,7 @@ def load_cursor(storage: Any, path: str | Path) -> None:
 
 
 def end_trajectories(storage: Any) -> None:
-    """End unfinished trajectories that have ids, because new collectors and recorders reuse the ids."""
+    """After a load, end unfinished trajectories that have ids, because new collectors and recorders reuse the ids."""
     rows = stored_rows(storage)
     if rows is not None and rows.get(TRAJ_KEY, None) is not None:
         TrajectoryIndex.of(storage)  # an index attached later would not know these ends

@@ -19,7 +19,7 @@ from rlbuf_td.storages.rows import Rows, last_of_each
 from rlbuf_td.storages.schema import SchemaError, refuse_unfit
 from rlbuf_td.storages.torchrl_parts import capacity_in_steps, count_change
 
-_INDEX_DTYPES = frozenset((torch.int64, torch.int32, torch.int16, torch.int8))
+_INDEX_DTYPES = frozenset((torch.int64, torch.int32, torch.int16, torch.int8))  # torch takes uint8 for a mask
 
 
 def is_key(index: Any) -> bool:
@@ -32,7 +32,7 @@ def is_mask(index: Any) -> bool:
 
 
 def is_index(index: Any) -> bool:
-    """Whether ``index`` is an integer tensor with at least one dim; uint8 tensors are masks."""
+    """Whether ``index`` is a tensor of signed integers with at least one dim."""
     return isinstance(index, torch.Tensor) and index.ndim > 0 and index.dtype in _INDEX_DTYPES
 
 
@@ -79,9 +79,9 @@ def as_tensordict(data: Any) -> TensorDictBase:
 
 
 def begin(storage: Any, start: int = 0, count: int = 0, *, cells: torch.Tensor | None = None) -> None:
-    """Announce a write, to the flat indices ``cells`` or else to the time steps from ``start`` on, before it happens.
+    """Announce a write before it happens: to flat indices ``cells``, or else to ``count`` time steps from ``start`` on.
 
-    ``count`` is the number of time steps; 0 means all steps of the storage.
+    ``count=0`` means all steps of the storage.
     """
     rows, lanes = storage.rows, prod(storage.rows.lanes)
     if storage.shared_rows is None:

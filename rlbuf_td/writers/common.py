@@ -19,7 +19,7 @@ _GENERATIONS = "_slot_generations"  # attribute of the storage in which TorchRL'
 
 
 class TimeWriter(RoundRobinWriter):
-    """Abstract base of the writers that write time steps in order, and continue at position 0 after the last one."""
+    """Abstract base of the writers that write time steps in order; position 0 follows the storage's last one."""
 
     def __init__(self, *, track_generations: bool = False) -> None:
         self.numbers = SharedNumbers("q", [0, 0])

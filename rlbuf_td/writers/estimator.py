@@ -66,7 +66,7 @@ class RolloutEstimator:
         return like.dtype if like.is_floating_point() else torch.get_default_dtype()
 
     def _ends(self, rows: TensorDictBase, value: Tensor, ndim: int) -> tuple[Tensor, Tensor]:
-        """Return flags in the values' shape: whether each step ends a trajectory, and whether it is terminated."""
+        """Return tensors shaped like ``value``: whether each step ends a trajectory, and whether it is terminated."""
         # ``done`` has precedence over ``truncated``, because TorchRL's PPOTrainer sets ``truncated`` on every step.
         keys = self.done_key, self.terminated_key, self.truncated_key
         done, terminated, truncated = (self._flags(rows, key, value, ndim) for key in keys)

@@ -29,9 +29,7 @@ class Choice(NamedTuple):
 
     filled: int  # number of time steps, from the start of the write, that fill free slots
     slots: dict[int, int]  # position in the storage -> position in the write, for time steps that replace others
-    kept: list[
-        tuple[int, int]
-    ]  # (position in the write, in the storage), including steps that this write itself replaces
+    kept: list[tuple[int, int]]  # (position in the write, in the storage); also of steps that the write itself replaces
     following: int  # the next time step to store, counted from the first time step ever written
     log_threshold: float
 
@@ -88,7 +86,7 @@ class ReservoirWriter(Writer):
     def register_storage(self, storage: Storage) -> None:
         """Set the storage to write to; ValueError if the writer already has another storage.
 
-        A write count that does not fit the storage becomes the number of time steps in the storage.
+        If the write count contradicts the number of stored time steps, that number becomes the write count.
         """
         if self._storage not in (None, storage):
             raise ValueError("this writer writes to the storage of another buffer: use one writer per buffer")
@@ -117,10 +115,10 @@ class ReservoirWriter(Writer):
         return Choice(filled, {slot: at for at, slot in kept}, kept, following, log_threshold)
 
     def _skip(self, steps: int, log_threshold: float, at: int) -> tuple[float, int, int]:
-        """Draw a new log threshold, the time step to store after ``at``, and the storage position of time step ``at``.
+        """Draw the storage position (``slot``) of time step ``at``, and the next time step to store (``following``).
 
-        Algorithm L gives every time step a uniform random number and stores the ``steps`` time steps with the smallest
-        numbers. The threshold is the largest number among the stored time steps.
+        Returns ``(log_threshold, following, slot)``. Algorithm L gives every time step a uniform random number and
+        stores the ``steps`` time steps with the smallest numbers. The threshold is the largest of these numbers.
         """
         source = "cpu" if self._rng is None else self._rng.device
         shrink, ahead, place = torch.rand(3, dtype=torch.float64, generator=self._rng, device=source).tolist()

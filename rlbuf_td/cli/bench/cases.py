@@ -113,7 +113,7 @@ def rollout_of(lanes: int, steps: int, p: float = 0.005) -> TensorDict:
 
 
 def gae(lanes: int, steps: int) -> dict[str, Calls]:
-    """Return, for each GAE function of TorchRL, a call of this function and a call of this package's GAE."""
+    """Return, for each GAE function of TorchRL, two functions to time: TorchRL's and this package's."""
     data = rollout_of(lanes, steps)
     after = data["next"]
     values = (data["state_value"], after["state_value"], after["reward"], after["done"], after["terminated"])

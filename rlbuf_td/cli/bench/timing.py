@@ -17,7 +17,7 @@ CALLS = 16  # per block, each after a learner's step
 
 @dataclass(frozen=True)
 class Timing:
-    """Microseconds per call: for each library, one number per block of calls. Blocks of libraries alternate."""
+    """Microseconds per call: for each library, one number per block of calls."""
 
     operation: str
     rows: int
@@ -78,7 +78,7 @@ def interleave(
     seconds: float = 0.01,
     finish: Callable[[], object] = lambda: None,
 ) -> dict[str, list[float]]:
-    """Return, by library, microseconds per call in each of ``rounds`` tight loops; ``finish`` ends each loop."""
+    """Return, by library, microseconds per call in each of ``rounds`` tight loops, timed until ``finish()`` returns."""
 
     def time_of(call: Callable[[], object], count: int) -> float:
         start = time.perf_counter()

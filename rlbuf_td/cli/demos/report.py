@@ -42,7 +42,7 @@ class Clock:
             self._in_buffer += time.perf_counter() - begin
 
     def batches(self, items: Iterable[T]) -> Iterator[T]:
-        """Iterate over ``items``; count the time to the next item as time in the buffer."""
+        """Yield the items; count the time to get each item as time in the buffer."""
         iterator = iter(items)
         while True:
             with self.in_buffer():

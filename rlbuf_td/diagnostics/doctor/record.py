@@ -142,7 +142,7 @@ class Record:
             yield slice(start, min(start + size, self.steps))
 
     def after(self, key: Key, block: slice) -> torch.Tensor:
-        """Return a column's values for the steps after those of a block; the first step follows the last one."""
+        """Return a column's values one step after each step of a block; after the last step comes the first."""
         column = self.columns[key]
         if block.stop < self.steps:
             return column[block.start + 1 : block.stop + 1]
@@ -166,7 +166,7 @@ def _bits(values: torch.Tensor) -> torch.Tensor:
 
 
 def differ(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Return which rows of two blocks ``[B, E, ...]`` differ, ``[B, E]`` bool; NaN and infinity match any value."""
+    """Return where two blocks ``[T, E, ...]`` differ, ``[T, E]`` bool; NaN and infinity match any value."""
     unequal = (_bits(left) != _bits(right)).flatten(2).any(2)
     if (left.is_floating_point() or left.is_complex()) and bool(unequal.any()):
         wide = torch.complex128 if left.is_complex() else torch.float64
@@ -177,7 +177,7 @@ def differ(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 def hashes(record: Record, keys: list[Key], rows: torch.Tensor | None = None) -> torch.Tensor:
-    """Return a hash per row, ``[n]`` int64 on the CPU, for all rows or for the row numbers ``rows``, ``[n]``."""
+    """Return a hash per row, ``[n]`` int64 on the CPU; ``rows`` are row numbers, or ``None`` for all rows."""
     generator = torch.Generator().manual_seed(0)
     result = torch.zeros(record.rows if rows is None else len(rows), dtype=torch.int64, device="cpu")
     for key in keys:

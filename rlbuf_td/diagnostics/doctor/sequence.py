@@ -59,7 +59,7 @@ def sequence_findings(record: Record) -> Iterator[Finding]:
 
 
 def _ends(record: Record, flow: Flow | None, ended: torch.Tensor) -> Iterator[Finding]:
-    """Yield the faults at the ends of trajectories; ``ended``, ``[T, E]`` bool, is True for rows with an end flag."""
+    """Yield the faults at the ends of trajectories; ``ended``, ``[T, E]`` bool, is True where an end flag is set."""
     if bool(ended.all()) and record.rows >= _FEW:
         yield record.finding("done-always", ended, record.rows)
         return
@@ -100,7 +100,7 @@ def _flow(record: Record) -> Flow:
 
 
 def _spread(where: torch.Tensor) -> torch.Tensor:
-    """Return the numbers of up to 256 evenly spaced rows for which ``where``, ``[T, E]``, is True."""
+    """Return up to 256 row numbers, evenly spaced among the rows where ``where``, ``[T, E]``, is True."""
     rows = where.flatten().nonzero()[:, 0]
     return rows[torch.linspace(0, len(rows) - 1, min(len(rows), _SAMPLED), dtype=torch.float64, device="cpu").long()]
 
@@ -118,7 +118,7 @@ def _broken(record: Record, where: torch.Tensor, flow: Flow, *, mostly: bool = F
 
 
 def _found_elsewhere(record: Record, sample: torch.Tensor, mostly: bool) -> tuple[str, str] | None:
-    """Search all rows for the next observations of the rows ``sample``; return explanation and remedy, or None."""
+    """Search all rows for the next observations of the rows ``sample``; return explanation and remedy, or ``None``."""
     here = hashes(record, [("next", *key) for key in record.observed], sample)
     ordered, order = hashes(record, record.observed).sort()
     low, high = torch.searchsorted(ordered, here), torch.searchsorted(ordered, here, right=True)
@@ -180,7 +180,7 @@ def _ids_show_ends(record: Record, flow: Flow) -> bool:
 
 
 def _is_no_chance(record: Record, flow: Flow) -> bool:
-    """Whether ``flow.unbroken`` is not due to chance: half of the ends have it, or observations rarely repeat."""
+    """Whether the ends in ``flow.unbroken`` are a fault. A few may be chance if observations often repeat."""
     if 2 * int(flow.unbroken.sum()) >= int(flow.ends.sum()):
         return True
     values = hashes(record, record.main)
@@ -201,9 +201,9 @@ def _unbroken(record: Record, flow: Flow, one_step: torch.Tensor) -> Finding:
 
 
 def _jumps(record: Record, where: torch.Tensor, inside: torch.Tensor) -> tuple[float, float]:
-    """Return median distances from observation to next observation: of the rows ``where``, and of the rows after them.
+    """Return two median distances from observation to next observation: of the rows ``where``, and of the next rows.
 
-    The unit is the mean distance within trajectories. A median that is not unusually large is replaced by 0.
+    The unit is the mean distance within trajectories. Unless a median is unusually large, 0 replaces it.
     """
     usual, rows = _spread(inside), _spread(where)
     if not len(usual):

@@ -66,7 +66,7 @@ def _root(key: Key) -> Key:
 
 
 def _is_one_hot(record: Record, key: Key) -> bool:
-    """Whether a column holds only zeros and ones, so that an element may be constant by chance."""
+    """Whether a column holds only zeros and ones. Its elements may be constant by chance."""
     sample = record.columns[key][:: max(1, record.steps // _SAMPLED)]
     return bool(((sample == 0) | (sample == 1)).all())
 
@@ -74,7 +74,7 @@ def _is_one_hot(record: Record, key: Key) -> bool:
 def _is_image(record: Record, key: Key) -> bool:
     """Whether a column seems to hold images as floats: values in [0, 1] or whole numbers from 0 to 255.
 
-    At least three dims per row are needed, two of them of 8 or more.
+    Images have at least three dims, two of them of size 8 or more.
     """
     column = record.columns[key]
     sides = [size for size in column.shape[2:] if size >= _SIDE]
@@ -116,7 +116,7 @@ def _stale(record: Record, source: Any, sampler: Prioritized, drawn: torch.Tenso
 
 
 def bounds_of(source: Any) -> dict[Key, Interval]:
-    """Return the lowest and highest values of each bounded key of a space, a spec or an environment."""
+    """Return the bounds of each key that has bounds; ``source`` is a space, spec or environment."""
     for name in ("observation_spec_unbatched", "single_observation_space", "observation_space"):
         if hasattr(type(source), name) or name in getattr(source, "__dict__", {}):
             source = getattr(source, name)

@@ -41,7 +41,7 @@ _LARGE = 1_024  # bytes; the hardware prefetches larger rows equally well
 
 @kernel
 def gather(rows, row_bytes, index, leaves, targets):
-    """Copy leaf ``k`` of the rows ``index`` to address ``targets[k]``; ``leaves[k]`` is the leaf's offset and size."""
+    """Copy each leaf ``k`` of the rows ``index`` to address ``targets[k]``; ``leaves[k]`` holds its offset and size."""
     count, small = index.shape[0], row_bytes < _LARGE
     for begin in range(-_BLOCK, count, _BLOCK):
         end = min(begin + _BLOCK, count)
@@ -62,7 +62,7 @@ def gather(rows, row_bytes, index, leaves, targets):
 
 @kernel
 def gather_within(rows, row_bytes, live, flat, count, leaves, targets):
-    """Gather the rows with the indices at address ``flat``; return False if an index is not in ``[0, live)``."""
+    """Gather the rows with the indices at address ``flat``, or return False if an index is not in ``[0, live)``."""
     index = carray(pointer(flat), count, np.int64)
     for i in range(count):
         if index[i] < 0 or index[i] >= live:
@@ -84,7 +84,7 @@ def gather_batch(batch, index, targets):
 
 @kernel
 def sample_uniform(address, targets):
-    """Gather the rows whose indices the caller has written to ``BATCH.flat``."""
+    """Gather the rows whose indices the caller has written to the address ``BATCH.flat``."""
     batch = batch_at(address)
     index, out = carray(pointer(batch.flat), batch.count, np.int64), load(targets + 8 * batch.leaves, np.int64)
     _put_fresh(batch, batch.flat)
@@ -154,7 +154,7 @@ def sample_rank(address, targets, law, alpha, shift, step, written, beta, mode, 
 
 @inlined
 def _put_fresh(batch, place):
-    """Replace the first row indices at address ``place`` by those of newly written rows; return their number."""
+    """Replace the first indices at address ``place`` by those of newly written rows; return how many."""
     if not batch.queue:
         return 0
     live, newest, now = load(batch.numbers, np.int64), load(batch.numbers + 16, np.int64), load(batch.clock, np.int64)
@@ -189,7 +189,7 @@ def _gather_drawn(batch, targets, index, now):
 
 @inlined
 def _fresh_rows(batch, index, td_error, stamp, now, newest):
-    """Return the number of rows rewritten since sampling, all row indices (-1 for these rows), and the TD errors."""
+    """Return ``(stale, row, error)``: number of rows rewritten since sampling, indices (-1 for these), TD errors."""
     count, lanes, stale = batch.count, batch.lanes, 0
     row, error = carray(pointer(batch.flat), count, np.int64), carray(pointer(td_error), count, np.float32)
     pair = carray(pointer(index), (count, 2), np.int64)
@@ -206,7 +206,7 @@ def _fresh_rows(batch, index, td_error, stamp, now, newest):
 
 @kernel
 def update_proportional(address, index, td_error, stamp, written, now, newest, alpha, eps):
-    """Set priorities, except of the rows rewritten since sampling; the number of these rows is the second result."""
+    """Set priorities, except of rows rewritten since sampling; return ``update``'s result and the number of these."""
     batch = batch_at(address)
     stale, row, error = _fresh_rows(batch, index, td_error, stamp, now, newest)
     if stale < 0:

@@ -96,7 +96,7 @@ def hindsight(bitmap, address, slot, drawn, count, thresholds, only_finished, lo
 
 @kernel
 def windows(bitmap, address, slot, drawn, count, length, burn_in, shifts, reports, flags):
-    """Gather a window for each drawn row: ``burn_in`` rows before this row (the anchor), ``length`` rows from it on.
+    """Gather a window for each drawn row: ``burn_in`` rows before this row (the anchor) and ``length`` rows from it on.
 
     With ``shifts``, a window begins earlier if its trajectory has fewer than ``length`` rows from the anchor on. The
     output tensors are the leaves, the index, the wrapped sampler's other outputs, the mask of valid rows, the mask of

@@ -1,6 +1,6 @@
 """Finds the boundaries of trajectories: how many stored steps of a trajectory precede and follow each row.
 
-Rows are ``[T, E]``: T time steps and E lanes. A lane is one environment, and its rows are a ring. Each row has two
+Rows are ``[T, E]``: T time steps and E lanes. A lane is one environment, and its rows form a ring. Each row has two
 flags. *Cut* is True if the next step of the lane does not continue the trajectory: the trajectory has ended, or the
 next step was not written directly after this step. *Over* is True if the trajectory has ended with this step.
 
@@ -36,18 +36,17 @@ class BoundariesBase(ABC):
     def write(self, start: int, count: int, end: Tensor, name: Tensor | None) -> None:
         """Record a write of ``count`` time steps from step ``start`` on; the write must not wrap around.
 
-        ``end``, bool, and ``name``, trajectory ids, are columns ``[T, E]`` of all stored rows. A trajectory ends where
+        ``end`` (bool) and ``name`` (trajectory ids) are ``[T, E]`` and cover all stored rows. A trajectory ends where
         ``end`` is True, and where the next step has another id. If step ``start`` follows the last written step, it
         continues an unfinished trajectory with the same id.
         """
 
     @abstractmethod
     def reach(self, cells: Tensor, within: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the number of steps before each row in its trajectory, the number of steps after it, and a mask.
+        """Return ``(back, ahead, over)``, each ``[B]``, for the rows with the flat indices ``cells``, ``[B]`` int64.
 
-        ``cells``, ``[B]`` int64, holds indices of the flattened ``[T * E]`` rows. Both numbers are limited to
-        ``within``. If the second number is ``k``, the mask tells whether the trajectory has ended with the step that
-        is ``k`` steps after the row.
+        ``back`` and ``ahead`` are the numbers of steps before and after each row in its trajectory, at most ``within``.
+        ``over`` tells whether the trajectory has ended with the step that is ``ahead`` steps after the row.
         """
 
     @abstractmethod
@@ -154,7 +153,7 @@ class BitBoundaries(BoundariesBase):
         cpu.write(self.numbers(end, name), start, count)
 
     def numbers(self, end: Tensor, name: Tensor | None) -> np.ndarray:
-        """Return the argument ``numbers`` of the CPU loop that implements :meth:`write`."""
+        """Return the addresses, sizes and strides that the CPU loop of :meth:`write` needs."""
         names = (0, 0, 0, 0) if name is None else (*_column(name), name.element_size())
         return np.array([*self.bitmap, self.head.data_ptr(), *_column(end), *names], np.int64)
 

@@ -42,7 +42,7 @@ def expect(bitmap, cell):
 
 @kernel
 def _descend(bitmap, lane, level, position, first):
-    """Return the first boundary of those that bit ``position`` of a level summarises, or the last if not ``first``."""
+    """Return the first boundary among the steps that bit ``position`` of a level covers; if not ``first``, the last."""
     while level > 0:
         level -= 1
         word = _word(bitmap, lane, _start(bitmap, level) + position)

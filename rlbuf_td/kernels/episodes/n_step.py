@@ -11,10 +11,10 @@ _GAMMA = 6  # index of gamma in ``FlagBoundaries.numbers``; 0 to 5, and 7, hold 
 
 
 def windows(boundaries: Boundaries, rows: Tensor, n: int, lanes: int, cells: int) -> tuple[Tensor, Tensor]:
-    """Return the window of ``n`` rows from each row on, ``[B, n]``, and the number of steps after each row, ``[B]``.
+    """Return a window of ``n`` row indices from each row on, ``[B, n]``, and ``ahead``, ``[B]``.
 
-    Up to ``n`` steps of the same trajectory are counted. After the end of the trajectory, the window repeats its last
-    row. ``cells`` is the number of stored rows, ``lanes`` the number of rows per time step.
+    After the end of the trajectory, a window repeats its last row. ``ahead`` is the number of steps after each row in
+    its trajectory, at most ``n``. ``cells`` is the number of stored rows, ``lanes`` the number of rows per time step.
     """
     ahead = boundaries.reach(rows, n)[1]
     offset = torch.arange(n, device=rows.device).minimum(ahead[:, None])

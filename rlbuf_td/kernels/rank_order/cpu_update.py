@@ -28,7 +28,7 @@ _ONE = np.int64(1)  # numba would compile the callee again for a literal
 
 @compiled
 def update(order, index, td_error, rows):
-    """Set magnitudes to ``|td_error|``, except at index -1; return the largest, -1 if none, or ``REFUSED``."""
+    """Set magnitudes; arguments and result are as in :func:`rlbuf_td.kernels.sum_tree.update_` on the CPU."""
     if not acceptable(index, td_error, rows):
         return REFUSED
     st = _started(order)

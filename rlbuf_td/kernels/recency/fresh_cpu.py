@@ -2,9 +2,9 @@
 
 Rows are numbered in the order of writing. The queue is a list of half-open intervals of these numbers, the newest last.
 ``queue`` is the address of a ``QUEUE`` record. If its field ``began`` is 0, rows have no numbers yet, and an interval
-(a, b) means the newest a rows except the newest b. The next written row gets the number ``count``. A batch takes at
-most ``fresh`` fresh rows. The argument ``live`` is the number of written rows, ``newest`` the newest time step, and
-``now`` the number of time steps written so far.
+(a, b) means the newest a rows except the newest b. The field ``count`` is the number of the next written row. A
+batch takes at most ``fresh`` fresh rows. The argument ``live`` is the number of written rows, ``newest`` the newest
+time step, and ``now`` the number of time steps written so far.
 """
 
 import numpy as np
@@ -16,7 +16,7 @@ from rlbuf_td.kernels.recency import QUEUE
 
 @kernel
 def look(queue, live, newest, now):
-    """Add the rows written since the last call to the queue."""
+    """Add to the queue the rows written since the last call."""
     state = carray(pointer(queue), 1, QUEUE)[0]
     if state.began and now == state.clock:
         return
@@ -47,7 +47,7 @@ def look(queue, live, newest, now):
 
 @kernel
 def take(queue, live, newest, now, most, out):
-    """Move the newest fresh rows, at most ``most``, from the queue to address ``out``; return their number."""
+    """Move the newest fresh rows, at most ``most``, from the queue to address ``out``; return how many were moved."""
     look(queue, live, newest, now)
     state = carray(pointer(queue), 1, QUEUE)[0]
     intervals = carray(pointer(state.intervals), (state.capacity, 2), np.int64)

@@ -32,7 +32,7 @@ def put_values_(target: Tensor, values: Tensor, mask: Tensor) -> int:
 
 
 def put_rows_(target: Tensor, column: Tensor, rows: Tensor, mask: Tensor) -> None:
-    """Copy ``column[rows[i]]`` to ``target[i]`` wherever ``mask[i]``; ``rows`` and ``mask`` must be contiguous."""
+    """Copy ``column[rows[i]]`` to ``target[i]`` where ``mask[i]`` is True; ``rows`` and ``mask`` must be contiguous."""
     if backend_of(target) == "numba" and target.is_contiguous() and column[:1].is_contiguous():
         width, step = target.nbytes // max(1, len(target)), column.stride(0) * column.itemsize
         given = target.data_ptr(), column.data_ptr(), step, width, rows.data_ptr(), mask.data_ptr(), len(rows)
@@ -45,7 +45,7 @@ def put_rows_(target: Tensor, column: Tensor, rows: Tensor, mask: Tensor) -> Non
 
 
 def refuse_rows(rows: Tensor, live: int) -> NoReturn:
-    """Raise an IndexError that names an index in ``rows`` outside ``[0, live)``."""
+    """Raise an IndexError that names an element of ``rows`` outside ``[0, live)``."""
     low, high = int(rows.min()), int(rows.max())
     raise IndexError(f"row {high if high >= live else low} was drawn, but only rows 0 to {live - 1} have been written")
 
@@ -80,7 +80,7 @@ def skip_ring(
 
 
 def skip_newer(index: Tensor, stamp: Tensor, clock: int, written: Tensor) -> tuple[Tensor, int | Tensor]:
-    """Implement :func:`skip_ring` for any order of writes; ``written[i]`` is the clock after row i's last write."""
+    """As :func:`skip_ring`, for rows written in any order; ``written[i]`` is the clock after row i was last written."""
     inside = (index >= 0) & (index < len(written))
     newer = (written[index.clamp(0, len(written) - 1)] - stamp > 0) | (clock - stamp < 0)
     return _skipped(index, inside & newer)

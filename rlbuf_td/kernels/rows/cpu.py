@@ -1,4 +1,4 @@
-"""The CPU loops of :mod:`rlbuf_td.kernels.rows`; tensors are passed by address."""
+"""The CPU loops of :mod:`rlbuf_td.kernels.rows`; they take the memory address of each tensor."""
 
 import numpy as np
 from numba import carray, types
@@ -34,8 +34,8 @@ def _difference(a, b):
 
 
 @kernel
-def skip_ring(kept, index, stamp, rows, clock, last, steps, lanes):
-    """Implement :func:`rlbuf_td.kernels.rows.skip_ring`; if the address ``kept`` is 0, only count rewritten rows."""
+def skip_ring(kept, index, stamp, rows, clock, last, steps, lanes):  # see rows.skip_ring for the arguments
+    """Count the rewritten rows; unless address ``kept`` is 0, write ``index`` there, with -1 in place of these rows."""
     given, stamps = carray(pointer(index), rows, np.int64), carray(pointer(stamp), rows, np.int64)
     left = carray(pointer(kept), rows if kept else 0, np.int64)
     count = 0
@@ -59,7 +59,7 @@ _mincore = types.ExternalFunction("mincore", types.int64(types.int64, types.int6
 
 @kernel
 def is_absent(base, stride, cells, count):
-    """Whether a row must be read from disk; checks at most 31 of the rows ``cells``."""
+    """Whether one of the rows ``cells`` must be read from disk; at most 31 of them are checked."""
     found = np.zeros(1, np.uint8)
     step = max(1, count // _SAMPLED)
     for i in range(0, count, step):

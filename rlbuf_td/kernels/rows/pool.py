@@ -26,7 +26,7 @@ _CHUNK = 1 << 18  # rows whose names are read at once
 
 @dataclass(frozen=True)
 class Part:
-    """The layout of one deduplicated key."""
+    """Where the bytes of one deduplicated key are in an entry, in a row and in a batch."""
 
     into: int  # offset of its bytes in an entry
     inner: int  # bytes per contiguous run of the key in a row
@@ -96,8 +96,8 @@ def read_(table: Table, cells: Tensor, live: int, leaves: Sequence[Tensor | None
     """Copy the rows ``cells`` to the tensors ``leaves``; return False if a row index is not in ``[0, live)``.
 
     ``cells`` holds int64 indices of any shape. ``leaves`` has one tensor ``[*cells.shape, ...]`` per key, or None to
-    skip the key. These tensors must be contiguous. If the result is False, their contents are undefined. ``order``
-    lists the positions in ``cells`` in the order in which the CPU reads them. On a GPU, indices are not checked.
+    skip the key. These tensors must be contiguous. If the result is False, their contents are undefined. ``order`` is
+    a permutation of the positions in ``cells``: the CPU reads rows in this order. On a GPU, indices are not checked.
     """
     if not table.is_compiled:
         return _read(table, cells, live, leaves)
@@ -132,7 +132,7 @@ def write_(
 
 
 def grow_(table: Table, g: int, most: int) -> None:
-    """Enlarge the pool of group number ``g`` to ``most`` entries; existing entries keep their names."""
+    """Enlarge the pool of group number ``g`` to a capacity of ``most`` entries; existing entries keep their names."""
     entries, stack = table.entries[g], table.stacks[g]
     with outside_inference_mode():
         table.entries[g] = entries.new_empty((most + 1, entries.shape[1]))

@@ -1,4 +1,4 @@
-"""The CPU loops of :mod:`rlbuf_td.kernels.rows.pool`; rows, entries and observations are passed by address.
+"""The CPU loops of :mod:`rlbuf_td.kernels.rows.pool`; they take the addresses of rows, entries and observations.
 
 A *piece* is one frame of a frame stack, or a whole observation. Side 0 of a row is its observation, side 1 its next
 observation.
@@ -157,7 +157,7 @@ def _set_free(group, name, freed, kept):
 
 @inlined
 def _is_held(group, rows, cell, name):
-    """Whether a nearby row in the lane of row ``cell`` refers to the entry ``name``."""
+    """Whether a nearby row in the lane of row ``cell`` refers to entry ``name``."""
     for d in range(1, group[REACH] + 1):
         away = d * rows[LANES]
         if away >= rows[TOTAL]:
@@ -210,7 +210,7 @@ def _is_entry(group, parts, sources, name, piece, side, t, lane):
 
 @inlined
 def _new_entry(group, parts, sources, piece, side, t, lane):
-    """Copy one piece of a written observation to a new entry; return the name of the entry."""
+    """Copy one piece of an observation to a new entry; return the name of the entry."""
     name = _take(group)
     at = _entry(group, name)
     for p in range(group[FIRST], group[LAST]):
@@ -285,7 +285,7 @@ def _expect_old(group, rows, cells, start, count, i):
 
 @inlined
 def _write_pair(group, parts, sources, row, before, after, t, lane, freed, kept):
-    """Write a row without frame stacks, twice as fast as ``_release``, ``_fill_root`` and ``_fill_next``."""
+    """Do what ``_release``, ``_fill_root`` and ``_fill_next`` do, for a row without frame stacks, in half the time."""
     # Of all other rows, only the two adjacent rows can refer to the same entries.
     shared, newer = load(before + 4, np.int32), load(after, np.int32)
     for name, other in ((load(row, np.int32), shared), (load(row + 4, np.int32), newer)):

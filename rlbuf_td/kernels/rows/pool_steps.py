@@ -47,7 +47,7 @@ def _raw(group: Group, values: Sequence[Tensor]) -> Tensor:
 
 
 class _Step:
-    """Writes the rows of one time step at once, because rows of different lanes share no entries."""
+    """Writes the rows of one time step at once, which is possible because rows of different lanes share no entries."""
 
     def __init__(self, table: Table, g: int, rows: Tensor) -> None:
         self.table, self.group, self.rows = table, table.groups[g], rows
@@ -55,7 +55,7 @@ class _Step:
         self.stack, self.counters = table.stacks[g], table.counters[g]
 
     def near(self, steps: int) -> Tensor:
-        """Return the entry names in the rows that are ``steps`` time steps later."""
+        """Return the entry names in the rows ``steps`` time steps after these rows (if negative: before them)."""
         return self.ids[(self.rows + steps * self.table.lanes) % len(self.ids)]
 
     def release(self) -> tuple[Tensor, Tensor]:

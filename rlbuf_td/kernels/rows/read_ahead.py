@@ -22,7 +22,7 @@ _FEWEST = 2  # rows
 
 
 def ask_for_rows(rows: Tensor, cells: Tensor) -> Tensor | None:
-    """Request the pages of the rows ``cells``; return the order that sorts ``cells``, or None without a request."""
+    """Request the pages of the rows ``cells``; return the order that sorts ``cells``, or None if it requests none."""
     if not IS_KNOWN or len(cells) < _FEWEST or not len(rows):
         return None
     cells = cells.contiguous()
@@ -49,7 +49,7 @@ def _inside(cells: Tensor, live: int) -> np.ndarray:
 
 
 def _ask(first: np.ndarray, width: int) -> None:
-    """Request the pages that contain the ``width`` bytes from each address in ``first`` on; addresses must ascend."""
+    """Request the pages of the ``width`` bytes that begin at each address in ``first``; these addresses must ascend."""
     if not len(first):
         return
     first, last = first // mmap.PAGESIZE * mmap.PAGESIZE, -(-(first + width) // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -1,4 +1,4 @@
-"""The CPU loops of :mod:`rlbuf_td.kernels.scan`; contiguous tensors are passed by address.
+"""The CPU loops of :mod:`rlbuf_td.kernels.scan`; :func:`gae` and :func:`scan` take addresses of contiguous tensors.
 
 With one feature, GAE processes four lanes at once, because the steps of one lane depend on each other. With more
 features, the compiler vectorises over features. Unsigned indices avoid numba's check for negative indices.
@@ -15,7 +15,6 @@ _contracted = cached_njit(nogil=True, fastmath={"contract"})
 
 @_contracted
 def _gae_lanes(gamma, decay, value, next_value, reward, done, terminated, advantage, target):
-    """Compute GAE of ``[L, T]`` arrays: four lanes at once, then the remaining lanes one by one."""
     lanes, steps = advantage.shape
     zero = advantage.dtype.type(0)
     for first in range(0, lanes, 4):

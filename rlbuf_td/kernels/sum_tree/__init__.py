@@ -7,7 +7,7 @@ positive weight below it: three arrays of one cache line each. A draw reads one 
 
 An update *recomputes* a parent from its children, and never adjusts it by a difference. Rounding errors therefore do
 not accumulate. In a group, ``before`` is infinite after the last member with a positive sum, so that a draw never
-returns a row of weight 0. ``tests/kernels/invariants.py`` checks both invariants.
+returns a row of weight 0. ``tests/kernels/invariants.py`` checks all nodes.
 
 Source: Schaul et al., Prioritized Experience Replay, ICLR 2016, appendix B.2.1. Costs are for ``B`` rows out of ``N``.
 """
@@ -118,7 +118,7 @@ def draw(
 
 
 def weigh_beside_(tree: SumTree, index: Tensor, drawn: Tensor, beta: float, weight: Tensor) -> bool:
-    """On the CPU, write the importance weights of the rows ``index`` to ``weight``; return whether this was done."""
+    """On the CPU, write the importance weights of the rows ``index`` to ``weight``; elsewhere, return False."""
     # As Law.weigh_beside_ in samplers/priorities.py: before the call, weight[0] is that of the row drawn.
     if backend_of(tree.weight) != "numba":
         return False

@@ -55,7 +55,7 @@ def _set_block(weight, sums, minima, block):
 
 @kernel
 def _set_group(sums, before, first, above):
-    """Recompute the group whose first member is node ``first``, and write its sum to node ``above``."""
+    """Recompute the sums before the members of the group that begins at ``first``; write its sum to node ``above``."""
     total = 0.0
     for k in range(BLOCK):
         before[first + uint64(k)] = total
@@ -77,7 +77,7 @@ def _smallest_of(minima, first):
 
 @kernel
 def _raise_minimum(starts, minima, node):
-    """Recompute the minima above the block ``node``; stop at the first minimum that does not change."""
+    """Recompute the minima of the nodes above block ``node``; stop at the first minimum that does not change."""
     for k in range(starts.shape[0] - 1):
         node >>= _SHIFT
         smallest = _smallest_of(minima, starts[k] + (node << _SHIFT))
@@ -228,7 +228,7 @@ def _importance(weight, row, smallest, beta, importance):
 
 @kernel
 def weigh_beside(tree, index, first, beta, importance):
-    """Write the importance weights of the rows ``index``; on entry, ``importance[0]`` is that of the row ``first``."""
+    """Write the importance weights of the rows ``index``; ``importance[0]`` must hold that of row ``first``."""
     weight, scale = _arrays(tree)[2], importance[0]
     for j in range(index.shape[0]):
         ratio = max(weight[index[j]] / weight[first], LEAST_RATIO) if weight[index[j]] > 0.0 else 1.0

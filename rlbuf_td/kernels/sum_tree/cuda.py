@@ -46,9 +46,9 @@ def _leaf(weight, block, member, inside, smallest):
 
 @triton.jit
 def _set_groups(sums, before, minima, start, above, group, inside):
-    """Recompute ``before`` in the groups numbered ``group`` of the level that begins at index ``start``.
+    """Recompute some groups of a level: the sum before each member, and each group's sum and minimum.
 
-    Write the sums and minima of these groups to the next level, which begins at index ``above``.
+    ``group`` holds the groups' numbers. The level begins at index ``start`` of each array, the next level at ``above``.
     """
     line = start + group * WIDTH
     smallest = tl.load(minima + line, mask=inside, other=0.0)
@@ -68,7 +68,7 @@ def _set_groups(sums, before, minima, start, above, group, inside):
 def _repair(
     rows, first, weight, sums, before, minima, blocks, starts, BY_ROW: tl.constexpr, LEVELS: tl.constexpr
 ):  # fmt: skip
-    """Recompute one subtree (512 rows): that of ``rows[program]`` if ``BY_ROW``, else subtree ``first + program``."""
+    """Recompute one subtree in program ``p``: that with row ``rows[p]`` if ``BY_ROW``, else number ``first + p``."""
     # Several programs may recompute the same subtree: all write the same values, and each reads after its own writes.
     subtree = first + tl.program_id(0).to(tl.int64)
     if BY_ROW:
@@ -88,7 +88,7 @@ def _repair(
 
 @triton.jit
 def _finish(sums, before, minima, starts, levels, nodes, SIZE: tl.constexpr):
-    """Recompute all nodes above the ``nodes`` subtrees, up to the root."""
+    """Recompute all nodes above the subtrees, up to the root; ``nodes`` is the number of subtrees."""
     for at in range(2, levels):
         groups = (nodes + 7) // 8
         start, above = tl.load(starts + at), tl.load(starts + at + 1)
@@ -107,7 +107,7 @@ def _go(mass, left, right):
 
 @triton.jit
 def _draw_in_blocks(weight, mass, node, inside):
-    """Draw a row from each block ``node`` in three binary choices; return the rows and their weights."""
+    """Draw a row from each block in ``node``, by three binary choices; return the rows and their weights."""
     leaf = weight + node * WIDTH
     w0, w1 = tl.load(leaf, mask=inside, other=1.0), tl.load(leaf + 1, mask=inside, other=1.0)
     w2, w3 = tl.load(leaf + 2, mask=inside, other=1.0), tl.load(leaf + 3, mask=inside, other=1.0)
@@ -176,7 +176,7 @@ def repair_range(tree: SumTree, start: int, count: int) -> None:
 
 
 def _recompute(tree: SumTree, rows: Tensor | None, first: int, programs: int) -> None:
-    """Recompute the subtrees of ``rows`` (None: ``programs`` subtrees from number ``first`` on) and all nodes above."""
+    """Recompute the subtrees of ``rows``, or ``programs`` subtrees from number ``first`` on, and all nodes above."""
     starts, blocks = tree.starts_on_device, tree.weight.shape[0] // WIDTH.value
     levels, nodes = starts.shape[0] - 1, triton.cdiv(blocks, 64)
     above = tree.sums, tree.before, tree.minima

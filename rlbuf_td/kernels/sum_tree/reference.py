@@ -47,9 +47,9 @@ def _repair_blocks(tree: SumTree, block: Tensor) -> None:
 
 
 def _set_groups(tree: SumTree, start: int, above: int, group: Tensor) -> None:
-    """Recompute ``before`` in the groups numbered ``group`` of the level that begins at index ``start``.
+    """Recompute some groups of a level: the sum before each member, and each group's sum and minimum.
 
-    Write the sums and minima of these groups to the next level, which begins at index ``above``.
+    ``group`` holds the groups' numbers. The level begins at index ``start`` of each array, the next level at ``above``.
     """
     sums = tree.sums[start:above].view(-1, BLOCK)[group]
     before, total = [], torch.zeros_like(sums[:, 0])

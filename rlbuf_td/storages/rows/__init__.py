@@ -37,7 +37,7 @@ class Rows(ABC):
         self.use(matrix)
 
     def use(self, matrix: torch.Tensor) -> None:
-        """Set the matrix of stored rows, ``[T, *lanes, width]``, in the layout's ``carrier`` dtype."""
+        """Use ``matrix``, ``[T, *lanes, width]`` uint8 or float32, as the memory of the rows."""
         self.matrix, self.flat = matrix, matrix.view(-1, matrix.shape[-1])
         self.shape = matrix.shape[:-1]
         self.steps = self.shape[0]
@@ -73,7 +73,7 @@ class Rows(ABC):
         return self.layout.wrap(self.leaves_at(cells), cells.shape, self.matrix.device, {})
 
     def joined_at(self, cells: torch.Tensor, last: torch.Tensor) -> TensorDict:
-        """Return the rows ``cells`` with the ``"next"`` entry of the rows ``last``; both are flat indices, ``[B]``."""
+        """Return the rows ``cells``, with ``"next"`` entries from the rows ``last``: flat indices, ``[B]`` each."""
         batch = self.at_cells(cells)
         set_entries_(batch, {"next": self.at_cells(last).get("next")})
         return batch
@@ -105,7 +105,7 @@ class Rows(ABC):
         return leaf_of(self.view(), key).flatten(0, len(self.lanes))[cells]
 
     def chunks(self, first: int, count: int) -> Iterator[tuple[int, list[torch.Tensor]]]:
-        """Yield ``count`` time steps from ``first`` on in blocks: pairs of the number of steps and the leaves."""
+        """Yield ``count`` time steps from ``first`` on in blocks, each as a pair (number of steps, leaves)."""
         yield count, self.layout.columns(self.matrix.narrow(0, first, count))
 
     @abstractmethod

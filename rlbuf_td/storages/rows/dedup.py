@@ -219,10 +219,10 @@ class DedupRows(Rows):
             counters.zero_()
 
     def _clear_ids(self, g: int) -> None:
-        """Clear all entry ids of a group; rows without ids are only read, so that their memory stays uncommitted."""
+        """Clear all entry ids of group ``g``."""
         ids = self.table.ids(g)
         for part in [ids] if grows(ids.device) else ids.split(_LOOK):
-            if grows(ids.device) or part.any():
+            if grows(ids.device) or part.any():  # memory that is only read stays uncommitted
                 part.zero_()
 
     def rebuild(self, used: Sequence[int] | None = None) -> None:
@@ -255,8 +255,8 @@ class DedupRows(Rows):
 
 
 def grows(device: torch.device) -> bool:
-    """Whether pools on this device start small and grow, because the device commits memory at allocation."""
-    return device.type != "cpu"
+    """Whether pools on this device start small and grow."""
+    return device.type != "cpu"  # other devices commit memory at allocation, not at the first use
 
 
 def _dense(leaf: torch.Tensor, lane_dims: int, shape_dims: int) -> torch.Tensor:

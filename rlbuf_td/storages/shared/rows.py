@@ -31,8 +31,6 @@ class Journal:
     The journal saves the counters when a process takes the lock, and rows before a write replaces them. If a process
     dies before the new rows and counters are complete, :meth:`undo` restores the old rows and counters. If a process
     dies later, the write counts as done, and :meth:`SharedRows.recover` notifies the listeners again.
-
-    Invariant: a method that saves rows stores the phase last, so ``WRITING`` proves that the rows are saved.
     """
 
     def __init__(self) -> None:
@@ -47,7 +45,7 @@ class Journal:
             raise ValueError(f"a storage can be shared by buffers with {_MOST_COUNTERS} counters at most")
 
     def keep_in(self, rows: torch.Tensor, aside: torch.Tensor, cells: torch.Tensor) -> None:
-        """Set the rows, ``[N, width]``, and the memory for copies of replaced rows and for their flat indices."""
+        """Set the rows, ``[N, width]``, and memory for replaced rows (``aside``) and their flat indices (``cells``)."""
         self._rows, self._aside, self._cells = rows, aside, cells
 
     def entered(self) -> None:
@@ -65,7 +63,7 @@ class Journal:
             if kept > 0:
                 self._aside[to : to + kept] = rows[first : first + kept]
         words[_START], words[_COUNT] = start, count
-        words[_PHASE] = WRITING
+        words[_PHASE] = WRITING  # last, because this phase says that the rows are saved
 
     def begin_at(self, cells: torch.Tensor) -> None:
         """Save the rows at flat indices ``cells``, which a write replaces."""
@@ -74,7 +72,7 @@ class Journal:
         self._cells[:count] = cells
         self._aside[:count] = self._rows[cells]
         self._words[_START], self._words[_COUNT] = _SCATTERED, count
-        self._words[_PHASE] = WRITING
+        self._words[_PHASE] = WRITING  # last, as in `begin`
 
     def written(self) -> None:
         if self._words[_PHASE] == WRITING:
