@@ -114,10 +114,10 @@ def to_minari(
     progress: bool | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Write all rows, oldest first, as a new Minari data set on this machine (needs the extra ``minari``).
+    """Write all rows as a new Minari data set on this machine (needs the extra ``minari``).
 
     Consecutive rows of an environment with equal ``("collector", "traj_ids")`` form an episode; without these ids, an
-    episode ends at a ``done`` row. Episodes of the first environment are written first, and so on. Observations,
+    episode ends at a ``done`` row. Episodes of the first environment are written first, oldest first. Observations,
     actions, rewards, ``terminated``, ``truncated`` and infos are written without transforms. Other entries, such as a
     policy's outputs, are omitted.
 

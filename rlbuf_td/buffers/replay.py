@@ -38,8 +38,8 @@ class ReplayBuffer(TensorDictReplayBuffer):
     """A replay buffer for TorchRL: stores transitions and samples batches.
 
     Takes the keywords of TorchRL's ``TensorDictReplayBuffer``, except ``checkpointer``. Sampling is fast with a
-    :class:`PackedStorage` and a sampler of this package, or another one with a ``draw`` method. TorchRL's slower code
-    samples if the storage or sampler is TorchRL's, or with ``collate_fn``, ``sample_unit`` or ``track_generations``.
+    :class:`PackedStorage` and a sampler that has a ``draw`` method, as those of this package. Otherwise, and also with
+    ``collate_fn``, ``sample_unit`` or a writer's ``track_generations``, TorchRL's slower code draws the batches.
 
     Args:
         storage: keeps the transitions, default ``PackedStorage(1_000)``. New rows are written after existing rows.
@@ -394,7 +394,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
         self.rows_restored()
 
     def rows_restored(self) -> None:
-        """If a copied or unpickled buffer has its rows already, let its sampler wrapper index trajectories."""
+        """After a copy or unpickling of the buffer or of its storage: show a sampler wrapper the stored rows."""
         wrapper = getattr(vars(self).get("parts"), "wrapper", None)
-        if wrapper is not None and "rows" in vars(self._storage):
+        if wrapper is not None and "rows" in vars(self._storage):  # else the storage calls this method later
             wrapper.watch(self._storage)

@@ -29,7 +29,7 @@ class Split(NamedTuple):
 
 
 def split(positions: Tensor, masses: Tensor) -> Split:
-    """Find the shard of each position. Positions, ``[B]`` float64, go from 0 to the sum of ``masses``."""
+    """Sort the draws of a batch by shard; ``positions``, ``[B]`` float64, are from 0 to the sum of ``masses``."""
     ends, last = masses.cumsum(0), int(masses.nonzero()[-1])  # rounding can put a position at the total mass
     place = torch.searchsorted(ends, positions, right=True).clamp_(max=last)
     order = torch.from_numpy(np.argsort(place.numpy().astype(np.uint16), kind="stable"))  # a radix sort

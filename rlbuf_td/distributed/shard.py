@@ -80,9 +80,9 @@ class Shard:
 
     Rows that clients send usually wait until the next draw is done, so that this draw uses exactly the mass (see
     :class:`Report`) that the last answer reported. After a draw, the shard applies TD errors, stores the waiting rows,
-    and reports the new mass. Rows are stored at once if the shard is empty, got no request for 10 s, or has waiting
-    rows for more than a quarter of its capacity. A restarted shard loads the dump in the folder ``dump``, if that
-    folder exists.
+    and reports the new mass. Rows do not wait if the shard is empty, if it got no request for 10 s, or if the waiting
+    rows would fill more than a quarter of its capacity. A restarted shard loads the dump in the folder ``dump``, if
+    that folder exists.
     """
 
     def __init__(

@@ -118,8 +118,8 @@ def write_(
         table: the rows and the pools of entries.
         sources: ``[P, 2, 3]`` int64, for P deduplicated keys: address, and strides in bytes along time and along lanes.
             ``sources[:, 0]`` is for observations, ``sources[:, 1]`` for next observations.
-        cells: either the indices of the written rows, ``[count]`` int64, contiguous and unique, or an int: the first of
-            consecutive rows, which may wrap around.
+        cells: the indices of the written rows without repetitions, a contiguous tensor, ``[count]`` int64; or an int:
+            the first of ``count`` consecutive rows, which continue at row 0 after the last row.
         count: number of written rows.
         lanes: number of lanes if whole time steps are written, else 1.
         deferred: whether only later writes may reuse the entries that this write frees.

@@ -1,4 +1,4 @@
-"""A lock for threads and processes that is released when its holder dies."""
+"""A lock for threads and processes that is released when the process that holds it dies."""
 
 from __future__ import annotations
 
