@@ -190,7 +190,7 @@ class RolloutBuffer(ReplayBuffer):
         return super()._sample(batch_size)
 
     def finish(self, batch: Any, info: dict[Any, Any]) -> Sample:
-        """See :class:`ReplayBuffer`; also normalizes the advantages of a minibatch."""
+        """Call :meth:`ReplayBuffer.finish`; with ``normalize_advantage="minibatch"``, also normalize the advantages."""
         return self._normalized(*super().finish(batch, info))
 
     def _sample_generally(self, batch_size: int) -> Sample:

@@ -174,7 +174,7 @@ class Shard:
         return self.report()
 
     def _drawn_at(self, fractions: np.ndarray, known: int) -> Drawn:
-        """Draw the rows at ``fractions`` of the mass; ``known`` is the checksum of the row layout the client knows."""
+        """Draw a row for each of :attr:`Request.fractions`; ``known``: checksum of the row layout the client knows."""
         rows, where = len(self.storage), torch.from_numpy(fractions.copy())
         if self._prioritized is None:
             flat, weight = (where * rows).to(torch.int64), torch.ones_like(where)

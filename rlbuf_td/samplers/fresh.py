@@ -102,8 +102,9 @@ def _nothing() -> None:
 
 
 class FreshRowsSampler(SamplerWrapper):
-    """Begins each batch with *fresh* rows, which no earlier batch began with; the wrapped sampler draws the rest.
+    """Begins each batch with *fresh* rows; the wrapped sampler draws the rest.
 
+    A row is fresh from when it is written until a batch has begun with it.
     If at most ``min(fresh, batch_size)`` rows are written between two batches, the second batch begins with all these
     rows. With ``fresh=1`` and one update per step, this sampler is combined experience replay. Inside a
     :class:`SequenceSampler` with ``boundary="shift"``, this sampler is the online queue of DreamerV3.
@@ -118,7 +119,7 @@ class FreshRowsSampler(SamplerWrapper):
         fresh: the largest number of fresh rows at the beginning of a batch, at least 1; may be set at any time.
 
     If T or more time steps are written (or replaced with ``storage.set``) between two batches, where T is the capacity,
-    all rows become fresh again. If processes share a buffer, each process has its own fresh rows.
+    all rows become fresh again. If processes share a buffer, every new row is fresh once in each process.
 
     Raises:
         ValueError: ``fresh`` is not a positive whole number; (in a buffer) the writer does not write in time order.

@@ -67,11 +67,11 @@ class Law(ABC):
 
     @abstractmethod
     def weigh(self, anew: bool = False) -> None:  # the caller holds the buffer's lock
-        """Recompute all weights if alpha has changed or ``anew`` is True."""
+        """If alpha has changed or ``anew`` is True, recompute what draws need, such as ``p ** alpha`` of each row."""
 
     @abstractmethod
     def restore_(self, tensors: dict[str, Tensor]) -> None:  # saved weights must be for the current alpha
-        """Copy saved tensors into the table; :attr:`blank` has the same keys."""
+        """Copy the saved ``tensors``, a dict with the keys of :attr:`blank`, into the table."""
 
     @abstractmethod
     def prepare_graph(self, rows: int) -> tuple[Tensor | None, Any]:

@@ -103,7 +103,7 @@ class ProportionalSampler(Prioritized):
 
     Raises:
         ValueError: an argument is out of range; (in a buffer) the sampler serves another buffer, or the rows are not on
-            ``device``; (when updating on the CPU) a TD error is NaN or infinite; no priority changes.
+            ``device``; (when updating on the CPU) a TD error is NaN or infinite (then no priority changes).
         RuntimeError: (when sampling) the buffer is empty, or (on the CPU) no row has a positive priority.
         MemoryError: the priorities do not fit into memory.
 

@@ -59,7 +59,7 @@ class _Step:
         return self.ids[(self.rows + steps * self.table.lanes) % len(self.ids)]
 
     def release(self) -> tuple[Tensor, Tensor]:
-        """Clear the entry names in the rows; return the old names, and a mask of the names that became free."""
+        """Set the rows' names of pool entries to 0; return the old names, and a mask of those that no row uses now."""
         names, total = self.ids[self.rows], len(self.ids) // self.table.lanes
         held = (names[:, :, None] == names[:, None, :]).tril(-1).any(2) | (names == 0)
         for d in range(1, min(self.group.reach, total - 1) + 1):

@@ -171,7 +171,7 @@ class Rows(ABC):
         """Clear all entry ids, and free all pool entries."""
 
     def rebuild(self, used: Sequence[int] | None = None) -> None:
-        """Free all pool entries to which no row refers; ``used`` is the number of entries per group, if known."""
+        """Free all pool entries to which no row refers; ``used``: how many entries each group has in use, if known."""
 
 
 class PlainRows(Rows):
