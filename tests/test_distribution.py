@@ -52,8 +52,7 @@ import sys
 from pathlib import Path
 import torch
 from rlbuf_td.__main__ import main
-from tests.catalogue import SAMPLERS
-from tests.test_learner_device import NAMES, buffer, data
+from tests.test_learner_device import NAMES, SAMPLERS, buffer, data
 
 for name in NAMES:
     rb = buffer(SAMPLERS[name](200))
