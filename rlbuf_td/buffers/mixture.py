@@ -185,19 +185,13 @@ class ReplayBufferMixture:
 
     def counts(self, batch_size: int) -> list[int]:
         """Return the number of rows that each member provides for a batch; each call may round differently."""
-        window = self._window
+        if self._plan is not None and not self._plan.has_all_parts():
+            self._plan = None
+        # Members with a plan draw no windows.
+        window = lcm(*(window_of(each.sampler) for each in self.members.values())) if self._plan is None else 1
         if batch_size % window:
             raise ValueError(f"batch_size={batch_size} must be a multiple of {window}, the windows of the members")
         return [count * window for count in self._parts_of(batch_size // window)]
-
-    @property
-    def _window(self) -> int:
-        """The least common multiple of the members' window lengths."""
-        if self._plan is not None and not self._plan.has_all_parts():
-            self._plan = None
-        if self._plan is not None:
-            return 1  # members with a plan draw no windows
-        return lcm(*(window_of(member.sampler) for member in self.members.values()))
 
     def _parts_of(self, batch_size: int) -> list[int]:
         by_name = self.sampler.by_name  # replaced when a share changes

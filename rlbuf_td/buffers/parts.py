@@ -150,10 +150,15 @@ def set_writer(rb: Any, writer: Writer) -> Writer:
     with rb.replay_lock:
         writer.register_storage(rb.storage)  # refuses before the old writer is replaced
         previous = TensorDictReplayBuffer.set_writer(rb, writer)
-        if type(writer) is RingWriter and not torchrl_parts.write_count_of(writer):
-            torchrl_parts.set_cursor(writer, next_step(rb.storage))
+        continue_ring(writer, rb.storage)
         rb.connect()
         return previous
+
+
+def continue_ring(writer: Writer, storage: Storage) -> None:
+    """Let a ring writer that has not written yet continue after the newest row of the storage."""
+    if type(writer) is RingWriter and not torchrl_parts.write_count_of(writer):
+        torchrl_parts.set_cursor(writer, next_step(storage))
 
 
 def restore_options(rb: Any, batch_size: int | None, consume_after_n_samples: int | None) -> None:

@@ -31,7 +31,6 @@ from rlbuf_td.storages import PackedStorage, torchrl_parts
 from rlbuf_td.storages.indexing import attached_or_new, coordinates, merge_, put_back_
 from rlbuf_td.storages.write_clock import SAMPLED_AT, Tally
 from rlbuf_td.writers import RingWriter
-from rlbuf_td.writers.common import next_step
 
 
 class ReplayBuffer(TensorDictReplayBuffer):
@@ -164,8 +163,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
     def _init(self) -> None:
         super()._init()
         self.connect()
-        if type(self._writer) is RingWriter and not self.write_count:
-            torchrl_parts.set_cursor(self._writer, next_step(self._storage))
+        parts.continue_ring(self._writer, self._storage)
         if self.prefetcher is not None:
             self.prefetcher.refuse_other_parts(self.parts)
         if self.shared or getattr(self._storage, "shared", False):

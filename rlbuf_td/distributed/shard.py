@@ -99,8 +99,9 @@ class Shard:
             self.load([(dump, 0, None)])
 
     def _set(self, buffer: ReplayBuffer) -> None:
+        parts = buffer.initialize()
         self.buffer, self.storage = buffer, buffer.storage
-        self._prioritized, self._wrapper = buffer.initialize().prioritized, buffer.initialize().wrapper
+        self._prioritized, self._wrapper = parts.prioritized, parts.wrapper
 
     def report(self) -> Report:
         rows, mass, smallest, largest = len(self.storage), 0.0, inf, -1.0
