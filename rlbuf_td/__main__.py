@@ -20,7 +20,7 @@ _SHOWN = "(default: %(default)s)"  # argparse fills in the default
 
 
 def _number(low: int, high: int = 10**15) -> Callable[[str], int]:
-    """Return a function that converts text such as ``1000`` or ``1e3`` to an int from ``low`` to ``high``."""
+    """Return an argparse type for whole numbers from ``low`` to ``high``, written as ``1000`` or ``1e3``."""
 
     def convert(text: str) -> int:
         try:

@@ -58,7 +58,7 @@ def from_env(cls: Any, /, env: Any, capacity: int, *, extras: Any = None, **kwar
         **kwargs: keywords of :meth:`from_schema`.
 
     Raises:
-        SchemaError: a value of the environment has no fixed size in bytes.
+        SchemaError: an observation or action has no fixed size in bytes, as in Gymnasium's ``Text`` space.
         TypeError: ``env`` is not an environment.
 
     Example:
@@ -90,11 +90,11 @@ def from_spaces(
         capacity: the number of transitions, see :meth:`from_env`.
         num_envs: E, the number of environments, for rows ``[T, E]``; ``None`` gives rows ``[T]``.
         extras: further entries, see :meth:`from_env`. For example, ``extras={"next": {"reward": numpy.zeros(1)}}``
-            stores float64 rewards (for ``num_envs=None``).
+            stores float64 rewards of a single environment; for E environments, the array has the shape ``(E, 1)``.
         **kwargs: keywords of :meth:`from_schema`.
 
     Raises:
-        SchemaError: a value of a space has no fixed size in bytes.
+        SchemaError: values of a space have no fixed size in bytes, as in Gymnasium's ``Text`` space.
         TypeError: an argument is neither a space nor a spec.
 
     Example:
@@ -128,9 +128,10 @@ def from_schema(
     """Return a buffer for transitions with the keys, dtypes and shapes of an example.
 
     Args:
-        schema: an example of a step, ``[]`` or ``[*lanes]`` (environments); see :func:`~rlbuf_td.envs.specs.schema_of`.
+        schema: an example of a step, with batch size ``[]``, or ``[E]`` for E environments; see
+            :func:`~rlbuf_td.envs.specs.schema_of`.
         capacity: the number of transitions, see :meth:`from_env`.
-        flat: store rows ``[T]`` without a lane dimension, even if ``schema`` has lanes.
+        flat: store rows ``[T]`` instead of ``[T, E]``. Each row is then one transition of one environment.
         device: the device of the batches, and also of the rows unless ``storing_device`` is given.
         storing_device: the device of the rows.
         scratch_dir, shared, offload, share_next, frames: keywords of :class:`PackedStorage`.
@@ -195,7 +196,9 @@ def last(rb: Any, n: int | None, *, flat: bool = False) -> TensorDictBase:
 
 
 def set_at_(rb: Buffer, key: NestedKey, value: Any, index: Any) -> Buffer:
-    """Set the entry ``key`` of the rows at ``index``, which indexes the shape ``[T, *lanes]``; return the buffer.
+    """Set the entry ``key`` of the rows at ``index``; return the buffer.
+
+    The rows are indexed like a tensor of shape ``[T]``, or ``[T, E]`` if ``ndim=2``.
 
     Raises:
         KeyError: the rows have no entry ``key``.
@@ -212,7 +215,7 @@ def set_(rb: Buffer, key: NestedKey, value: Any) -> Buffer:
 
     Raises:
         KeyError: the rows have no entry ``key``.
-        RuntimeError: the shape of ``value`` is not ``[T, *lanes, ...]``.
+        RuntimeError: the shape of ``value`` is not ``[T, ...]``, or ``[T, E, ...]`` if ``ndim=2``.
     """
     if not isinstance(rb.storage, PackedStorage):
         return TensorDictReplayBuffer.set_(rb, key, value)
@@ -221,7 +224,7 @@ def set_(rb: Buffer, key: NestedKey, value: Any) -> Buffer:
 
 
 def set_item(rb: Any, index: Any, value: Any) -> None:
-    """Set the rows at ``index`` or, if ``index`` is a key, this entry of all rows."""
+    """Set the rows at ``index``. If ``index`` is a key, set the entry with this key in all rows."""
     if is_key(index) and isinstance(rb.storage, PackedStorage):
         rb.storage.edit(lambda data: data.transpose(rb.dim_extend, 0).set_(index, value))
     else:  # TorchRL's code would change a temporary TensorDict
@@ -256,13 +259,14 @@ def dumps(rb: Any, path: str | Path, *, progress: bool | None = None, sync: bool
     ``theirs.extend(rb.chronological())`` copies the rows to a TorchRL buffer.
 
     Args:
-        path: the folder, created if missing. A folder that belongs to another program is never overwritten.
+        path: the folder, created if missing. Other files in the folder are kept.
         progress: whether to show a progress bar (needs tqdm); by default, only on a terminal for 1 GiB of data or more.
         sync: whether to wait until all data is on the disk. ``sync=False`` takes about half as long, but a crash of the
             machine may then damage both the previous and the new dump; :meth:`loads` detects the damage.
 
     Raises:
-        CheckpointError: a component cannot be saved without pickle, or the folder holds something other than a dump.
+        CheckpointError: a component cannot be saved without pickle, ``path`` is a file, or the folder has a
+            ``manifest.json`` of another program or of a newer version of this package.
         OSError: a file cannot be written (the disk is full, for example); the previous dump is intact.
         NotImplementedError: the storage's default checkpointer has been replaced.
     """
@@ -278,14 +282,18 @@ def loads(
 
     With equal capacities, this buffer then draws the batches that the saved buffer would have drawn next. If the saved
     buffer had no ``generator``, equal batches also need ``default_generator=True``. Checksums of all files are verified
-    first, and no code from the dump is executed. The storage must have the class of the saved storage; without
-    ``rows_only``, this also holds for sampler and writer. A :class:`PackedStorage` may have another capacity than the
-    saved one, except in a :class:`RolloutBuffer`. If the saved rows exceed the capacity, the oldest are dropped, with a
-    warning. A load ends unfinished trajectories with ``("collector", "traj_ids")``: later collectors reuse these ids.
+    first, and no code from the dump is executed.
+
+    Storage, sampler and writer must have the same classes as in the saved buffer. A :class:`PackedStorage` may have
+    another capacity than the saved one, except in a :class:`RolloutBuffer` and with ``track_generations=True``. If the
+    saved rows exceed the capacity, the oldest are dropped, with a warning. If rows have trajectory ids at
+    ``("collector", "traj_ids")``, rows written after the load never continue a loaded trajectory, because collectors
+    may reuse its id.
 
     Args:
         path: the folder of the dump.
-        rows_only: load only the rows; the sampler treats these rows as newly written.
+        rows_only: load only the rows; the sampler treats these rows as newly written. The sampler may then have any
+            class, and the writer may be any ``RoundRobinWriter``.
         default_generator: also restore torch's default generator, which a buffer without ``generator`` uses.
         progress: whether to show a progress bar (needs tqdm); by default, only on a terminal for 1 GiB of data or more.
 

@@ -21,7 +21,6 @@ Result = TypeVar("Result")
 
 
 def _refuse(*names: str) -> None:
-    """Raise a ValueError if keywords or parts are given that a queue chooses itself."""
     if names:
         reason = "it writes in order, takes each row once, on request, and its capacity controls the flow"
         raise ValueError(f"an ExperienceQueue has no {' and no '.join(names)} of its own choice: {reason}")
@@ -34,8 +33,8 @@ class ExperienceQueue(ReplayBuffer):
     the queue; :meth:`sample` waits until the queue has ``batch_size`` rows. A write is stored completely or not at all,
     and rows from the same thread keep their order. Several threads, and after :meth:`share` several processes, may
     use a queue. If a process dies, its unfinished write is undone, and the rows of its unfinished sample stay in the
-    queue. If a transform raises an error, the rows of the batch are lost. Waiting calls are not served in order: calls
-    with few rows can delay a call with many rows for any length of time, so use similar sizes.
+    queue. If a transform raises an error, the rows of the batch are lost. Waiting calls are not served in order.
+    Calls with few rows can delay a call with many rows indefinitely, so use batches and writes of similar sizes.
 
     Args:
         timeout: longest wait in seconds; ``None`` waits forever.
@@ -44,8 +43,9 @@ class ExperienceQueue(ReplayBuffer):
 
     Raises:
         TimeoutError: a write or a sample has waited for ``timeout`` seconds; nothing has changed.
-        ValueError: ``sampler``, ``writer``, ``samples_per_insert``, ``min_size`` or ``prefetch`` is given. A negative
-            ``timeout``, an empty write, and a write or a batch of more rows than the capacity also raise a ValueError.
+        ValueError: ``sampler``, ``writer``, ``samples_per_insert``, ``min_size`` or ``prefetch`` is given, or
+            ``timeout`` is negative. A write of no rows raises a ValueError, and so does a write or a batch that is
+            larger than the capacity.
         RuntimeError: the queue has been shut down, in any process.
 
     Cost: as for a uniform sample and a write in a :class:`ReplayBuffer`; a waiting call polls every millisecond.

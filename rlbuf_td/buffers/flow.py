@@ -97,7 +97,10 @@ class FlowControl:
             self._numbers[which] = rows
 
     def count_imported(self, rows: int) -> None:
-        """Count imported rows as written; raise the number of sampled rows to meet the target ratio."""
+        """Count imported rows as written.
+
+        If fewer rows have been sampled than the target ratio asks for, set the count of sampled rows to this number.
+        """
         numbers = self._numbers
         numbers[_INSERTED] += rows
         surplus = (self.samples_per_insert or 0.0) * (numbers[_INSERTED] - self.min_size)
@@ -140,7 +143,7 @@ class FlowControl:
     ) -> Iterator[None]:
         """Wait until a batch is admitted, and count its rows; undo the count if the ``with`` block raises an error.
 
-        With ``wait=False``, raise a RuntimeError instead.
+        With ``wait=False``, raise a RuntimeError instead of waiting.
         """
 
         def admit() -> bool:
@@ -195,7 +198,7 @@ def make_flow(
 
 
 def count_imported(rb: Any, flow: FlowControl | None) -> None:
-    """Set the flow control of a buffer, and count the imported rows as written rows."""
+    """Set the flow control of a buffer after an import; all rows of the buffer count as written."""
     rb.flow = flow
     if flow is not None:
         flow.count_imported(len(rb))

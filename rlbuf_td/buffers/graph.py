@@ -170,9 +170,9 @@ def capture(
 ) -> CapturedStep:
     """Return a function that samples, calls ``step(batch)`` and updates priorities, on CUDA as one graph.
 
-    Each call draws new rows. The graph stays valid after writes, and after changes of alpha and beta. Write between
-    calls, on the same CUDA stream; writes of other threads wait while a graph is launched. On the CPU, there is no
-    graph, and other threads may write during a step.
+    Each call draws new rows. The graph stays valid after writes, and after changes of alpha and beta. Write to the
+    buffer between calls, on the CUDA stream of these calls. A thread that writes during a call waits until the graph
+    has been launched. On the CPU, there is no graph, and other threads may write during a step.
 
     **Aliasing:** call ``k + ring`` reuses the memory of the output of call ``k``.
 
@@ -181,7 +181,8 @@ def capture(
             the batch, the priorities of the rows are updated. On CUDA, the step must not synchronise with the host, and
             its optimizers need ``capturable=True``. If ``step`` is ``None``, calls only return the batch.
         batch_size: the number of rows per batch, default: the ``batch_size`` of the buffer.
-        ring: the number of outputs that are valid at the same time, at least 2. Each output has its own graph.
+        ring: the number of graphs, at least 2. Calls launch the graphs in turn, and each graph has its own memory for
+            the output.
         warmup: the number of steps that run before each capture, at least 1. Warm-up steps also update the network.
 
     Raises:

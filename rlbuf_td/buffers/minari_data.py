@@ -46,7 +46,8 @@ def from_minari(
     Args:
         dataset: a ``MinariDataset``, or the name of a data set on this machine.
         capacity: the capacity of the buffer in transitions, default: the size of the data set.
-        infos: store numeric infos of next observations at ``("next", "info")``, of observations (if any) at ``"info"``.
+        infos: whether to store the infos of next observations, at ``("next", "info")``. If the data set also has the
+            infos of resets, the infos of observations are stored at ``"info"``. All infos must be numeric.
         reward_dtype: the dtype of rewards, default: unchanged. :class:`GymnasiumRecorder` defaults to float32 rewards.
         progress: whether to show a progress bar (needs tqdm); by default, only on a terminal for 1 GiB of data or more.
         **kwargs: keywords of :meth:`from_schema`: ``scratch_dir``, ``share_next``, ``sampler``, ``batch_size``, ...
@@ -94,7 +95,7 @@ def from_minari(
 
 
 def _fit_reward_(rows: Any, dtype: torch.dtype) -> None:
-    """Cast rewards to ``dtype``, that of the first episode; raise a SchemaError if their dtype is wider."""
+    """Cast the rewards of an episode to ``dtype``; raise a SchemaError if the rewards have a wider dtype."""
     reward = rows["next", "reward"]
     if torch.promote_types(reward.dtype, dtype) is not dtype:
         episode = int(rows[TRAJECTORY][0])
@@ -117,9 +118,9 @@ def to_minari(
     """Write all rows as a new Minari data set on this machine (needs the extra ``minari``).
 
     Consecutive rows of an environment with equal ``("collector", "traj_ids")`` form an episode; without these ids, an
-    episode ends at a ``done`` row. Episodes of the first environment are written first, oldest first. Observations,
-    actions, rewards, ``terminated``, ``truncated`` and infos are written without transforms. Other entries, such as a
-    policy's outputs, are omitted.
+    episode ends at a ``done`` row. Environments are written one after the other, each from its oldest to its newest
+    episode. Observations, actions, rewards, ``terminated``, ``truncated`` and infos are written without transforms.
+    Other entries, such as a policy's outputs, are omitted.
 
     Args:
         dataset_id: the name of the data set, ``"namespace/name-v0"``.
@@ -135,9 +136,9 @@ def to_minari(
 
     Raises:
         ImportError: Minari is not installed.
-        ValueError: neither ``env`` nor both spaces are given; a data set of this name exists; the name has no version;
-            or a next observation differs from the observation in the following row of the episode (Minari stores only
-            one of them).
+        ValueError: neither ``env`` nor both spaces are given, the name has no version, or a data set of this name
+            exists. A ValueError is also raised if a next observation differs from the observation in the following row
+            of the episode, because Minari stores only one of them.
         SchemaError: the rows lack an entry that the data set needs, or an entry has another shape than its space.
         RuntimeError: the buffer is empty.
 
@@ -195,7 +196,10 @@ def _episodes(storage: Storage, steps: torch.Tensor, spaces: tuple[Any, Any]) ->
 
 
 def _first_rows(storage: Storage, flat: torch.Tensor) -> torch.Tensor:
-    """Return where the second and later episodes begin in ``flat``: one environment's rows, oldest first."""
+    """Return the positions in ``flat`` at which episodes begin, except the first position.
+
+    ``flat`` holds the flat indices of one environment's rows, oldest first.
+    """
     columns: Any = stored_rows(storage)
     numbers = columns.get(TRAJECTORY, None)
     if numbers is None and columns.get(("next", "done"), None) is None:

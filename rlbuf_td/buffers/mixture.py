@@ -55,9 +55,10 @@ class ReplayBufferMixture:
 
     **Importance weights** correct for the samplers of the members, but not for the shares. A row of a prioritized
     member with N rows has the weight :math:`(N P)^{-\beta}`, where P is the probability that its sampler draws the
-    row. Rows of other members have the weight 1. A prioritized sampler divides weights by a number that depends on its
-    ``weight_norm``; a mixture divides all weights of a batch by the largest of these numbers. This divisor is at least
-    1 if any member is not prioritized. If any member has ``weight_norm=None``, weights are not divided.
+    row. Rows of other members have the weight 1. Used alone, a prioritized member divides its weights by a
+    divisor that depends on its ``weight_norm``. A mixture divides all weights of a batch by the largest divisor of its
+    members. The divisor of a member that is not prioritized is 1. If any member has ``weight_norm=None``, weights are
+    not divided.
 
     Args:
         members: a dict from names to :class:`ReplayBuffer` objects with equal keys, dtypes and shapes. Members may have
@@ -67,7 +68,7 @@ class ReplayBufferMixture:
         batch_size: B, the default for :meth:`sample`.
         exact: if ``True``, the number of rows from each member is fixed up to rounding; if ``False``, the member of
             each row is drawn at random.
-        writes_to: the member to which :meth:`extend` and :meth:`add` write by default; TorchRL's trainers need it.
+        writes_to: the member to which :meth:`extend` and :meth:`add` write by default. Required for TorchRL's trainers.
         generator: draws the number of rows from each member, default: torch's default generator.
 
     TorchRL's trainers accept a mixture as their ``replay_buffer``. TorchRL's ``ReplayBufferEnsemble`` also samples from
@@ -125,7 +126,7 @@ class ReplayBufferMixture:
 
     @property
     def names(self) -> list[str]:
-        """The names of the members, in the order of ``"source"``."""
+        """The names of the members; ``"source"`` holds positions in this list."""
         return [*self.members]
 
     @property
@@ -296,8 +297,9 @@ class ReplayBufferMixture:
     def write_back(self, batch: TensorDictBase, keys: Any, *, sampled_at: Mapping[str, int] | None = None) -> int:
         """Write entries of a batch to the rows of all members; see :meth:`ReplayBuffer.write_back`.
 
-        ``sampled_at`` maps the name of each member to the member's ``storage.clock.now`` before sampling. If no
-        member is prioritized, ``sampled_at`` is required.
+        ``sampled_at`` maps the name of each member to the value that the member's ``storage.clock.now`` had before the
+        batch was sampled. If no member is prioritized, the batch has no entry ``"sampled_at"``, and this argument is
+        required.
         """
         flat, times = batch.reshape(-1), {} if sampled_at is None else sampled_at
         masks = members_of(flat, self.names)
@@ -316,7 +318,10 @@ class ReplayBufferMixture:
         return {"members": members, "shares": self.sampler.state_dict(), "exact": self.exact, "generator": rng}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a :meth:`state_dict`. If a member refuses its state, raise its error and change nothing."""
+        """Restore the result of :meth:`state_dict`.
+
+        If a member cannot load its state, an error is raised before any change.
+        """
         try_states(self.members, state_dict.get("members", {}))
         self.sampler.load_state_dict(state_dict["shares"])
         self.exact = bool(state_dict["exact"])
@@ -354,8 +359,8 @@ class ReplayBufferMixture:
         """Load a dump that :meth:`dumps` has written.
 
         Raises:
-            CheckpointError: the dump has other member names (nothing has changed), or the dump of a member is missing
-                or damaged (some members may have been loaded).
+            CheckpointError: the dump has other member names, or the dump of a member is missing or damaged. With other
+                names, nothing has changed. With a damaged dump, some members may have been loaded.
         """
         with reading(Path(path) / _FOLDER, type(self).__name__) as reader, explained(reader):
             state = decode(reader.manifest.state, reader.read)

@@ -80,7 +80,7 @@ def part_of(member: ReplayBuffer, count: int) -> Part:
 
 
 def window_of(sampler: Sampler) -> int:
-    """Return the number of which a batch size must be a multiple, so that all windows or slices are complete."""
+    """Return a number that must divide the batch size: the length of windows or slices, the number of slices, or 1."""
     if isinstance(sampler, SequenceSampler):
         return sampler.window
     return (sampler.slice_len or sampler.num_slices) if isinstance(sampler, SliceSampler) else 1
@@ -90,7 +90,7 @@ INDICES = "index", "anchor_index"
 
 
 def with_lane(rows: TensorDictBase) -> dict[str, Tensor]:
-    """Return the index entries of shape ``[B]`` as ``[B, 2]``: each row's time step, and environment 0."""
+    """Return the index entries ``[B]`` as in buffers with ``ndim=2``: ``[B, 2]``, a time step and environment 0."""
     flat = {key: rows[key] for key in INDICES if key in rows.keys() and rows[key].ndim == 1}
     return {key: torch.stack((index, torch.zeros_like(index)), -1) for key, index in flat.items()}
 
@@ -116,7 +116,7 @@ def members_of(batch: TensorDictBase, names: Sequence[str]) -> dict[str, Tensor]
 
 
 def try_states(members: Mapping[str, ReplayBuffer], states: Mapping[str, Any]) -> None:
-    """Raise the error of :meth:`ReplayBuffer.load_state_dict` if a member refuses its state; change nothing."""
+    """Raise an error if a member cannot load its state; leave all members unchanged."""
     if states.keys() != members.keys():
         raise ValueError(f"the state is of members {[*states]}, the mixture has {[*members]}")
     for name, member in members.items():

@@ -20,7 +20,10 @@ _PLANS: dict[type, Any] = {UniformSampler: UniformPlan, RecencySampler: RecencyP
 
 
 class MixturePlan:
-    """Samples from members that have uniform or recency samplers, and equal row layouts and ``ndim``."""
+    """Samples from the members of a mixture.
+
+    The members must have uniform or recency samplers, the same row layout and the same ``ndim``.
+    """
 
     def __init__(self, members: Sequence[Any], size: int) -> None:
         from rlbuf_td.kernels.batch import cpu
@@ -84,7 +87,10 @@ class MixturePlan:
 
 
 def is_usual(member: Any) -> bool:
-    """Whether a member adds the sampler's report to batches, and has no transforms, prefetching or replay counts."""
+    """Whether a plan supports the options of a member.
+
+    It supports no transforms, ``pin_memory``, ``prefetch``, ``device``, ``count_replays`` or ``include_info=False``.
+    """
     return member.returns_as_drawn and member.replay_count is None and member.prefetcher is None and member.include_info
 
 

@@ -27,7 +27,10 @@ from rlbuf_td.writers.common import next_step
 
 
 class Parts(NamedTuple):
-    """The components of a buffer, with properties derived from them; rebuilt when a component is replaced."""
+    """The components of a buffer, and properties derived from them.
+
+    After a component has been replaced, :meth:`ReplayBuffer.connect` makes a new object.
+    """
 
     storage: Any
     sampler: Any
@@ -46,7 +49,10 @@ class Parts(NamedTuple):
     def of(
         cls, storage: Storage, sampler: Sampler, writer: Writer, transforms: Any, has_units: bool, collates: bool
     ) -> Parts:
-        """Return the components of a buffer; ``collates`` tells whether its user has passed a ``collate_fn``."""
+        """Return the components of a buffer, and the properties derived from them.
+
+        ``has_units`` and ``collates`` tell whether the buffer has a ``sample_unit`` and a ``collate_fn``.
+        """
         wrapper = sampler if isinstance(sampler, SamplerWrapper) else None
         innermost = sampler if wrapper is None else wrapper.innermost
         refuse_unordered(sampler, writer)
@@ -71,7 +77,10 @@ class Parts(NamedTuple):
 
 
 def _method_to_draw(sampler: type[Sampler]) -> str:
-    """Return the name of a sampler's draw method, or "" if TorchRL's code must draw."""
+    """Return "draw_batch" or "draw" if the sampler has this method.
+
+    Return "" if it has neither, or if a subclass overrides only ``sample``.
+    """
     for each in sampler.__mro__:
         for name in ("draw_batch", "draw"):
             if name in each.__dict__:
@@ -108,7 +117,8 @@ def share_parts(storage: PackedStorage, sampler: Sampler, writer: Writer) -> Non
 def set_storage(rb: Any, storage: Storage, collate_fn: Any = None) -> Storage:
     """Replace the storage, together with its rows; return the old storage.
 
-    Unlike in TorchRL, the writer continues after the newest row of the new storage, and priorities are reset.
+    Unlike in TorchRL, a ring writer continues after the newest row of the new storage, and all rows get the default
+    priority.
     """
     _refuse_if_shared(rb, "storage")
     with rb.fully_locked():
@@ -162,7 +172,7 @@ def continue_ring(writer: Writer, storage: Storage) -> None:
 
 
 def restore_options(rb: Any, batch_size: int | None, consume_after_n_samples: int | None) -> None:
-    """Set the sampling options that a dump has saved."""
+    """Set the options ``batch_size`` and ``consume_after_n_samples`` while a saved buffer is loaded."""
     rb._batch_size, rb._consume_after_n_samples = batch_size, consume_after_n_samples
 
 

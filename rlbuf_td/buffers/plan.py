@@ -1,9 +1,9 @@
 """Fast sampling and priority updates: one compiled call each.
 
-A plan stores the memory addresses that a compiled kernel needs to draw batches of one size from one buffer. With equal
-states of the random generator, a plan and the general path (see :mod:`rlbuf_td.buffers`) give equal batches and
-priorities. If the buffer has changed, the plan returns None. The buffer then takes the general path, which makes a new
-plan.
+A plan stores the memory addresses that a compiled kernel needs to draw batches of one size from one buffer. From the
+same state of the random generator, a plan and the general path (see :mod:`rlbuf_td.buffers`) give the same batches.
+They also set the same priorities. If the buffer has changed, the plan returns None. The buffer then takes the general
+path, which makes a new plan.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Plan(Planned):
 
     @abstractmethod
     def draw(self, written: int, slot: int) -> bool:
-        """Draw rows from the first ``written`` rows into the batch whose :attr:`Blank.slot` is ``slot``.
+        """Draw from the first ``written`` rows, and fill the batch of the :class:`Blank` with this ``slot``.
 
         Return False if the plan cannot be used.
         """

@@ -47,8 +47,9 @@ class Prefetcher:
     page-locked memory on a separate stream, and transforms run on the device when a batch is taken. TD errors are
     copied to the host asynchronously.
 
-    Batches drawn ahead are dropped if the sampler, storage, generator or a transform is replaced, a state is loaded,
-    the buffer is emptied, epochs restart (with a new rollout, for example), or all rows have been rewritten.
+    Batches drawn ahead are dropped when the buffer is emptied or loaded, when its sampler, storage, generator or
+    transforms change, and when new epochs begin. A batch is also dropped when all rows have been rewritten since its
+    draw.
     """
 
     def __init__(self, buffer: Any, device: torch.device | None, ahead: int) -> None:
@@ -68,7 +69,7 @@ class Prefetcher:
         return type(self), (self._buffer, self.device, self.ahead)
 
     def copies_from(self, storage: Any) -> bool:
-        """Whether batches are copied to ``device``; False without ``device``, or if it is the GPU of the rows."""
+        """Whether batches are copied to ``device``: not if ``device`` is None, or is the GPU that holds the rows."""
         if self.device is None:
             return False
         rows = device_of(storage)
@@ -76,7 +77,7 @@ class Prefetcher:
         return self.device.type == "cpu" or not is_there
 
     def refuse_other_parts(self, parts: Parts) -> None:
-        """Raise a TypeError if batches of these components cannot be copied to the device."""
+        """Raise a TypeError if batches must be copied to ``device``, and these components do not support this."""
         if self.copies_from(parts.storage) and not (parts.draws and device_of(parts.storage).type == "cpu"):
             raise TypeError(
                 "device= needs a PackedStorage on the CPU and a sampler of this package or one with draw(), got "
@@ -162,7 +163,7 @@ class Prefetcher:
     ) -> bool:
         """Queue a priority update if its TD errors are on ``device``; return whether the update was queued.
 
-        Also apply the oldest queued updates until ``ahead`` are left, or all if this one was not queued.
+        Then apply queued updates, oldest first: all of them if this update was not queued, else until ``ahead`` remain.
         """
         with self._buffer.futures_lock:
             is_queued = self.device is not None and index.device.type == self.device.type
@@ -188,7 +189,7 @@ class Prefetcher:
     def settle(self) -> list[Sample]:
         """Apply all queued priority updates; return the batches drawn ahead.
 
-        With ``device``, these batches are dropped instead, and a sampler with epochs draws their rows again.
+        With ``device``, drop these batches and return none; a sampler with epochs then draws the same rows again.
         """
         self.flush()
         self._drop_outdated()
@@ -206,7 +207,11 @@ class Prefetcher:
 
 
 def restamped(samples: Iterable[Sample], parts: Parts, sign: int) -> tuple[Sample, ...]:
-    """Make ``"sampled_at"`` relative to the write clock (``sign=-1``, for saving), or absolute again (``sign=1``)."""
+    """Add ``sign`` times the current time of the write clock to the batches' entries ``"sampled_at"``.
+
+    With ``sign=-1``, before saving, the entries become relative to the current time; ``sign=1``, after loading, makes
+    them absolute again.
+    """
     if not parts.is_stamped:
         return tuple(samples)
     return tuple(_restamped(*sample, sign * parts.storage.clock.now) for sample in samples)
@@ -262,7 +267,7 @@ def clear_prefetched(rb: Any) -> None:
 
 
 def validate_prefetched(rb: Any, prefetch_state: Any) -> None:
-    """Raise TorchRL's error if the saved batches do not fit the settings of the buffer."""
+    """Raise an error if the state is malformed, or was saved with another value of ``prefetch``."""
     if rb.prefetcher is not None and isinstance(prefetch_state, dict) and not rb._prefetch:
         prefetch_state = prefetch_state | {"queue": ()}  # saved without ``device``: batches are drawn again
     TensorDictReplayBuffer._validate_prefetch_state(rb, prefetch_state)

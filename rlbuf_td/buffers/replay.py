@@ -37,8 +37,8 @@ class ReplayBuffer(TensorDictReplayBuffer):
     """A replay buffer for TorchRL: stores transitions and samples batches.
 
     Takes the keywords of TorchRL's ``TensorDictReplayBuffer``, except ``checkpointer``. Sampling is fast with a
-    :class:`PackedStorage` and a sampler that has a ``draw`` method, as those of this package. Otherwise, and also with
-    ``collate_fn``, ``sample_unit`` or a writer's ``track_generations``, TorchRL's slower code draws the batches.
+    :class:`PackedStorage` and a sampler of this package, or another sampler with a ``draw`` method. TorchRL's slower
+    code draws in other cases, and with ``collate_fn``, ``sample_unit`` or a writer with ``track_generations=True``.
 
     Args:
         storage: keeps the transitions, default ``PackedStorage(1_000)``. New rows are written after existing rows.
@@ -49,22 +49,22 @@ class ReplayBuffer(TensorDictReplayBuffer):
         count_replays: count how often each row is sampled, for :meth:`health`; this takes 4 bytes per row.
         include_info: whether batches contain the sampler's report (index, weights, ...), default ``True``.
         device: the device to which batches are copied from host memory; transforms run on this device. With
-            ``prefetch=k``, k batches are copied ahead asynchronously, and priorities are updated up to k updates late.
-            Saving the buffer applies delayed priority updates, and drops the batches copied ahead.
+            ``prefetch=k``, k batches are copied ahead asynchronously, and up to k priority updates wait in a queue.
+            Saving the buffer applies the queued updates, and drops the batches copied ahead.
         prefetch: k, the number of batches that are drawn and transformed ahead. Transforms that take more than 1 ms run
-            in threads. Without transforms, ``pin_memory`` or ``device``, batches are drawn on request. Equal seeds
-            give equal batches, except with random transforms in threads, or with TorchRL's samplers.
+            in threads. Without transforms, ``pin_memory`` or ``device``, only TorchRL's code draws batches ahead. Equal
+            seeds give equal batches, except with random transforms in threads, or with TorchRL's samplers.
             :meth:`empty`, a load, or a change of storage, sampler or transform drops the batches drawn ahead.
-        samples_per_insert: target ratio of sampled rows to written rows. A write or a batch that would exceed the
-            ``tolerance`` waits; without ``wait=True``, :meth:`sample` raises a RuntimeError instead.
+        samples_per_insert: target ratio of sampled rows to written rows. A write that would exceed the
+            ``tolerance`` waits. For a batch, :meth:`sample` raises a RuntimeError, or waits with ``wait=True``.
         min_size: number of rows that must be written before the first batch.
         tolerance: largest deviation from the target, in sampled rows; see :class:`~rlbuf_td.buffers.flow.FlowControl`.
         **kwargs: other keywords of ``TensorDictReplayBuffer``: ``batch_size``, ``transform``, ``pin_memory``,
             ``generator``, ``dim_extend``, ``sample_unit``, ``collate_fn``, ``shared``, ...
 
-    Differs from TorchRL: transforms see the sampler's report in the batch, and cannot remove it. If a row has
-    several TD errors, their magnitudes are reduced to one; TorchRL reduces the signed errors. Updating priorities from
-    a batch without TD errors raises a KeyError; TorchRL sets the default priority.
+    Differs from TorchRL: transforms receive the sampler's report in the batch; if they remove it, it is put back. If a
+    row has several TD errors, their magnitudes are reduced to one; TorchRL reduces the signed errors. Updating
+    priorities from a batch without TD errors raises a KeyError; TorchRL sets the default priority.
 
     Cost: see the storage, sampler and writer; ``python -m rlbuf_td bench`` measures whole calls.
 
@@ -211,8 +211,8 @@ class ReplayBuffer(TensorDictReplayBuffer):
             timeout: longest wait in seconds; ``None`` waits forever.
 
         Raises:
-            RuntimeError: no batch size is given; or ``wait`` is False, and the batch would have to wait for rows or for
-                flow control.
+            RuntimeError: no batch size is given. Without ``wait``, also: the buffer is empty, or flow control does not
+                admit the batch.
             TimeoutError: the wait took longer than ``timeout``.
         """
         include_info = self.include_info if include_info is None else include_info
@@ -355,7 +355,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
 
     @property
     def _replay_lock(self) -> Any:
-        """The lock of the storage, which all its buffers share; a lock of this buffer if the storage has no lock."""
+        """The lock of the storage, or a lock of this buffer if the storage has none."""
         lock = getattr(self.__dict__.get("_storage"), "lock", None)
         return self._own_lock if lock is None else lock
 
@@ -365,7 +365,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
 
     @property
     def copies_batches(self) -> bool:
-        """Whether batches must be copied to ``device``; False if ``device`` is None or the GPU that holds the rows."""
+        """Whether batches are copied to ``device``: not if ``device`` is None, or is the GPU that holds the rows."""
         return self.prefetcher is not None and self.prefetcher.copies_from(self._storage)
 
     futures_lock = property(attrgetter("_futures_lock"), doc="TorchRL's lock of the batches drawn ahead.")
@@ -392,7 +392,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
         self.rows_restored()
 
     def rows_restored(self) -> None:
-        """After a copy or unpickling of the buffer or of its storage: show a sampler wrapper the stored rows."""
+        """Let a sampler wrapper read the trajectories and fresh rows of the storage after a copy or unpickling."""
         wrapper = getattr(vars(self).get("parts"), "wrapper", None)
         if wrapper is not None and "rows" in vars(self._storage):  # else the storage calls this method later
             wrapper.watch(self._storage)

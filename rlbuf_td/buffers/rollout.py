@@ -178,7 +178,7 @@ class RolloutBuffer(ReplayBuffer):
 
     @property
     def returns_as_drawn(self) -> bool:
-        """See :class:`ReplayBuffer`; False if advantages are normalized in each batch."""
+        """Like :attr:`ReplayBuffer.returns_as_drawn`, but False with ``normalize_advantage="minibatch"``."""
         return self.normalize_advantage != "minibatch" and super().returns_as_drawn
 
     def _sample_by(self, plan: Any) -> Sample | None:
@@ -245,7 +245,10 @@ class RolloutBuffer(ReplayBuffer):
 
 
 def _part(name: str, given: Any, make: Any, **settings: Any) -> Any:
-    """Return ``given``, or the result of ``make``; raise a ValueError if ``given`` comes with settings."""
+    """Return ``given``, or ``make(**settings)`` if ``given`` is None.
+
+    Raises a ValueError if ``given`` is not None, and one of the settings is not None either.
+    """
     settings = {setting: value for setting, value in settings.items() if value is not None}
     if given is not None and settings:
         ignored = ", ".join(map("{}=".format, settings))

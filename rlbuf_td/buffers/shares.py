@@ -17,7 +17,8 @@ _BAD_NAME = re.compile(r"$|[._]|by_name$|.*[/\\]").match  # members are folders 
 class Shares(Sampler):
     """The fractions of a batch that the members provide, as attributes that TorchRL's schedulers can set.
 
-    The shares add up to 1: setting one share scales the others. If the others are all 0, they become equal.
+    The shares add up to 1: setting one share scales all other shares. If all other shares are 0, they get equal parts
+    of the rest.
     """
 
     by_name: dict[str, float]

@@ -99,7 +99,7 @@ def from_torchrl(
 
 
 def _restore_cursor(rb: Any, storage: Any) -> None:
-    """Tell a full TorchRL storage its newest time step, which TorchRL's ``loads`` does not restore."""
+    """Set the newest time step of a full TorchRL storage, because TorchRL's ``loads`` does not restore it."""
     last = torchrl_parts.last_of_ring(rb) if torchrl_parts.is_full(storage) else None
     if last is not None and not isinstance(storage, PackedStorage):
         torchrl_parts.set_newest_step(storage, last % (len(storage) // lanes_of(storage).numel()))

@@ -69,7 +69,7 @@ class WrappedPlan(Planned):
 
     @abstractmethod
     def report(self, tensors: list[Tensor], drawn: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the entries of a batch that the rows do not store; ``drawn`` is the wrapped sampler's report."""
+        """Return the wrapper's report, given the tensors of a batch and the wrapped sampler's report ``drawn``."""
 
     def sample(self) -> Blank | None:
         inner, written = self.inner, self.storage.numbers.values[0]
@@ -84,14 +84,14 @@ class WrappedPlan(Planned):
 
     @abstractmethod
     def revise(self, given: tuple[Any, ...], written: int, blank: Blank) -> None:
-        """Fill the batch ``blank`` from the drawn rows; ``given`` holds the first arguments of the kernel."""
+        """Call the wrapper's kernel, which fills ``blank`` from the drawn rows; its first arguments are ``given``."""
 
     def update(self, batch: TensorDictBase, priority_key: NestedKey) -> int | None:
         return self.inner.update(batch, priority_key)
 
 
 def fresh_plan(storage: PackedStorage, wrapper: FreshRowsSampler, size: int) -> Planned:
-    """Return the wrapped sampler's plan, and let its kernel begin each batch with newly written rows."""
+    """Return a plan of the wrapped sampler whose batches begin with newly written rows."""
     plan = PLANS[type(wrapper.sampler)](storage, wrapper.sampler, size)
     wrapper.queue.follow(storage)
     plan.kept = wrapper, storage.numbers.values, storage.clock.numbers.values

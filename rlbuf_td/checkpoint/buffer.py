@@ -40,7 +40,10 @@ def load_buffer(
     default_generator: bool,
     progress: bool | None,
 ) -> None:
-    """Load a dump into ``rb``; the context manager ``alone`` locks ``rb``, and ``connect`` is called at the end."""
+    """Load a dump into ``rb``.
+
+    The context manager ``alone`` holds all locks of ``rb``. ``connect`` updates ``rb`` after its components changed.
+    """
     with reading(path, KIND) as reader:
         with explained(reader):
             load = _Load(rb, reader, rows_only)
@@ -173,7 +176,7 @@ def open_checkpoint(path: str | Path, *, progress: bool | None = None) -> Checkp
     Raises:
         CheckpointError: the folder holds no dump, a file is missing or damaged, or the dump has another format version.
 
-    Cost: reads all files and verifies their checksums. The rows need as much RAM as they took memory in the buffer.
+    Cost: reads all files and verifies their checksums. The rows take as many bytes of RAM as in the buffer.
 
     Example:
         >>> import tempfile

@@ -1,4 +1,4 @@
-"""Saves a state in a folder, and loads it; a lock on the folder keeps other dumps and loads out."""
+"""Saves a state in a folder, and loads it. Each dump and each load locks the folder."""
 
 from __future__ import annotations
 

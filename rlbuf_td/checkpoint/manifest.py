@@ -9,7 +9,8 @@ becomes an object with one key, which begins with ``$``:
 - ``{"$tensor": 3}``: the tensor ``tensors[3]``.
 - ``{"$float": "nan"}``, ``{"$tuple": [...]}``, ``{"$size": [2, 3]}``, ``{"$dtype": "float32"}``, ``{"$device": "cpu"}``
   and ``{"$tensordict": ...}``: a value of the named type.
-- ``{"$dict": [[key, value], ...]}``: a dict with a key that is not a string or that begins with ``$``.
+- ``{"$dict": [[key, value], ...]}``: a dict with a key that is not a string, or with a key that begins
+  with ``$``.
 - ``{"$ordered": ...}``: the state dict of a module, with the ``_metadata`` that torch attaches.
 - ``{"$tree": ["SumSegmentTreeFp32", ...]}``: the class name and leaf values of a C++ tree of a TorchRL sampler.
 """

@@ -62,7 +62,7 @@ def restore_buffer(rb: Any, saved: dict[str, Any], generator: dict[str, Any] | N
 
 
 def name_of(part: Any) -> str:
-    """Return the class name of a part; a sampler wrapper gives, for example, ``"NStepSampler(UniformSampler)"``."""
+    """Return the class name of a part, with that of a wrapped sampler: ``"NStepSampler(UniformSampler)"``."""
     inner = getattr(part, "sampler", None)
     return type(part).__name__ + ("" if inner is None else f"({name_of(inner)})")
 
@@ -135,7 +135,10 @@ def trajectories_of(storage: Storage) -> list[dict[str, Any]]:
 
 
 def load_trajectories(rb: Any, saved: list[dict[str, Any]]) -> None:
-    """Restore the trajectory indices of the storage, and end unfinished trajectories that have ids."""
+    """Restore the trajectory indices of the storage.
+
+    Unfinished trajectories that have ids end here, because new collectors use the same ids again.
+    """
     storage = rb.storage
     for each in listeners_of(storage):
         if isinstance(each, TrajectoryIndex):
@@ -190,7 +193,10 @@ def _is_here(device: torch.device) -> bool:
 
 
 class Rollback(ExitStack):
-    """Loads states of parts, and restores their earlier states after an error. Load this package's samplers last."""
+    """Loads states of parts, and restores their earlier states after an error.
+
+    The samplers of this package are not restored: load them last.
+    """
 
     def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> bool | None:
         if kind is None:

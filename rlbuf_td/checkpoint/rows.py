@@ -40,11 +40,11 @@ class Fit:
 
 
 def fit(saved: int, capacity: int, live: int, cursor: int | None) -> Fit:
-    """Choose the newest time steps of a dump that fit into ``capacity``; all numbers are time steps.
+    """Choose the newest time steps of a dump that fit into ``capacity``.
 
-    ``saved`` is the capacity of the dump, and ``live`` its number of written steps. ``cursor`` is the step that the
-    saved writer would write next, or ``None`` if it does not write in time order. If the steps cannot keep their
-    positions, they are ordered by age, with the oldest at step 0.
+    All arguments are in time steps, not in rows. ``saved`` is the capacity of the dump, and ``live`` its number of
+    written steps. ``cursor`` is the step that the saved writer would write next, or ``None`` if the writer does not
+    write in time order. If the steps cannot keep their positions, they are ordered by age, with the oldest at step 0.
     """
     if saved == capacity or (live < saved and live <= capacity):
         return Fit(((0, live),) if live else (), live, saved == capacity, 0)
@@ -60,7 +60,7 @@ def fit(saved: int, capacity: int, live: int, cursor: int | None) -> Fit:
 
 
 def split_rows(saved: dict[str, Any]) -> list[torch.Tensor]:
-    """Remove the rows from a storage's state, and return their tensors, which must come first in the dump."""
+    """Remove the rows from a storage's state, and return their tensors, to be stored first in the dump."""
     state = saved["state"]
     if "rows" not in state:
         return []
@@ -127,7 +127,7 @@ class SavedRows:
         return rows
 
     def put(self, allocated: Rows | None, report: Report) -> None:
-        """Install the ``allocated`` rows in the storage; if None, read the saved rows into the storage's own rows."""
+        """Replace the storage's rows with ``allocated``; if None, read the saved rows into the storage's rows."""
         storage = self.storage
         if allocated is not None:
             storage.adopt(allocated)
@@ -144,7 +144,7 @@ class SavedRows:
             at += count
 
     def _read_shared(self, rows: Rows, report: Report) -> None:
-        """Read deduplicated saved rows, or read any saved rows into deduplicated ``rows``."""
+        """Read the saved rows into ``rows``; the saved rows, ``rows`` or both are deduplicated."""
         matrix = self.reader.read_stored(self.matrix, report)
         if self.dedup is not None:
             refuse_foreign(self.dedup, matrix, self.entries)

@@ -4,7 +4,7 @@ The numbers are as follows; those that do not apply to a buffer are omitted:
 
 - ``rows``: the number of stored rows. ``fill``: the number of stored rows divided by the capacity.
 - ``age_p10``, ``age_p50``, ``age_p90``, ``age_max``: quantiles of the ages of the last batch's rows. The age of a
-  row is the number of time steps that were written after the row, before the draw.
+  row is the number of time steps written between the row and the draw.
 - ``effective_sample_size``: ``(sum w)^2 / sum w^2`` of the last batch's importance weights ``w``.
 - ``effective_share``: ``effective_sample_size`` divided by the batch size.
 - ``weight_max_over_median``: the largest importance weight of the last batch divided by the median weight.

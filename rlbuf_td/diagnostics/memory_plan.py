@@ -49,7 +49,7 @@ class MemoryPlan:
 
     @property
     def rows(self) -> int:
-        """Bytes of all rows with padding, after the best possible deduplication."""
+        """Bytes of all rows, with padding; a lower bound if keys are deduplicated."""
         if self.dedup is None:
             return self.capacity * self.row_bytes
         return self.capacity * (self.dedup.stored.row_bytes + sum(group.nbytes for group in self.dedup.groups))
@@ -99,7 +99,7 @@ class MemoryPlan:
         return "\n".join(ways)
 
     def _needs(self, place: Room) -> list[tuple[Room, int]]:
-        """Return pairs of a place and the bytes needed there, if the rows are in ``place``."""
+        """Return each memory that the buffer uses if its rows are in ``place``, and the bytes needed there."""
         if place.place == self.memory.place:
             return [(place, self.total)]
         return [(place, self.rows), (self.memory, self.priorities + self.trajectories)]
@@ -153,10 +153,10 @@ def plan(
         device: the device of the rows; default: the device of the storage, or ``"cpu"``.
         scratch_dir: the folder of a memory-mapped file for the rows; default: the folder of the storage, or no file.
         shared: whether the rows are in shared memory; default: as in the storage.
-        offload: whether rows are in RAM, and priorities and trajectory index on the CUDA device; default: as in the
-            storage.
-        share_next: the argument of :class:`PackedStorage`. The plan assumes that next observations take no
-            memory, although the final observation of each trajectory is stored separately.
+        offload: whether the rows are in RAM, while priorities and trajectory index are on the CUDA ``device``; default:
+            as in the storage.
+        share_next: the argument of :class:`PackedStorage`. The plan omits the final observations of trajectories,
+            which are stored separately.
         frames: the argument of :class:`PackedStorage`.
 
     Returns:

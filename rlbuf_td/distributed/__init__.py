@@ -1,21 +1,23 @@
 """Replay over many machines: a buffer that is divided into shards, on Ray. Needs Ray: ``pip install 'rlbuf_td[ray]'``.
 
 :class:`ShardedReplayBuffer` starts the shards; each learner and each collector holds a :class:`Client`. Use shards if
-the rows do not fit into one machine, or if collectors run on several machines. On one machine, a
-:class:`~rlbuf_td.ReplayBuffer` that processes share is much faster: a batch takes about 0.2 ms.
+the rows do not fit into one machine, or if collectors run on several machines. On one machine, a single
+:class:`~rlbuf_td.ReplayBuffer` in shared memory is much faster: a batch takes about 0.2 ms.
 
 **How it works.** A shard is a ReplayBuffer in its own process (a Ray actor). With each answer, a shard reports its
-*mass*: the sum of ``p^alpha`` over the priorities ``p`` of its rows. To sample a batch, a client draws positions in the
-total mass of all shards, and sends each position to its shard. Thus each row has the same probability as in one large
-buffer. A request also sends the TD errors of earlier batches; the answer contains the drawn rows, packed into one block
-of bytes. To read the code, begin with ``law.py``, ``shard.py`` and ``client.py``.
+*mass*: the sum of ``p^alpha`` over the priorities ``p`` of its rows. To sample a batch, a client chooses a shard for
+each row, with a probability proportional to the shard's mass. The shard then draws the row by priority. Thus each row
+has the same probability as in one large buffer. A request to a shard also contains the TD errors of earlier batches;
+the answer contains the drawn rows, packed into one block of bytes. To read the code, begin with ``law.py``,
+``shard.py`` and ``client.py``.
 
 **How many shards.** One or two shards per machine are enough. Each shard uses one core.
 ``placement_strategy="SPREAD"`` starts the shards on different machines; ``num_cpus=1`` reserves a core for each shard.
 
 - **Memory.** A row takes its packed bytes (see ``python -m rlbuf_td plan``) and, with priorities, 20 bytes more. 1e9
   rows of HalfCheetah (168 bytes) take 188 GB: 4 machines with 64 GB each. 1e9 rows of Atari (two stacks of four frames,
-  56 kB) take 56 TB, or a few TB with ``share_next`` and ``frames``, in files (``scratch_dir``).
+  56 kB) take 56 TB. With ``PackedStorage(share_next=True, frames=...)``, which stores repeated frames once, they take a
+  few TB; ``scratch_dir`` puts these rows into files.
 - **Draws.** A batch costs one Ray request per shard with drawn rows. On two cores, sampling and updating a
   batch took 0.8 ms + 2.1 ms per shard + 1.5 us per row of the batch, whether 1e4 or 1e6 rows were stored. Ray takes
   almost all of this time; ``prefetch=k`` divides Ray's time per batch by k. ``python -m tests.benchmarks.sharded --fit
@@ -31,7 +33,7 @@ empty or holds the rows of the last ``dumps()`` into ``dump_dir``, a folder that
 notices a dead process within 1 to 2 s. A shard that does not answer within 3 s counts as lost. Clients send a lost
 shard up to five requests per second until it answers.
 
-A restart imports torch and TorchRL again, which takes about 4 s of a core and 0.5 GB of memory. If all shards are
+A restart imports torch and TorchRL again, which takes about 4 s of CPU time and 0.5 GB of memory. If all shards are
 lost, clients wait up to a minute for the first answer. Ray starts its processes with low priority
 (``RAY_worker_niceness=15``), so restarts take longer on a busy machine; start Ray with ``RAY_worker_niceness=0`` to
 avoid this. ``python -m tests.benchmarks.shard_losses`` kills shards and reports the pauses.

@@ -64,7 +64,7 @@ def _handles(answers: dict[int, Answer], flat: dict[int, np.ndarray]) -> Tensor:
 
 
 def probabilities(answers: dict[int, Answer], known: list[Report | None]) -> tuple[Tensor, float, int]:
-    """Return each drawn row's probability, the smallest probability in any shard, and the number of all rows."""
+    """Return each drawn row's probability, the smallest probability of all rows, and the number of all rows."""
     # The client chooses a shard by the masses in ``known``; the shard chooses a row by its mass at the draw.
     total = sum(report.mass for report in known if report is not None)
     rows, least, parts = 0, inf, []

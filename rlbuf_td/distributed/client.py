@@ -45,7 +45,8 @@ class Client:
     """Samples from all shards and writes to one of them. A client can be pickled for other processes that use Ray.
 
     Args:
-        connect: a function that returns handles of the shards and of flow control (or ``None``), and module ``ray``.
+        connect: a function that returns a tuple: the shards' Ray handles, flow control's handle or ``None``, and the
+            module ``ray``.
         spec: the properties that the buffers of all shards share.
         batch_size: number of rows in a batch; ``None``: the batch size of the shards' buffers.
         prefetch: number of batches per request. When :meth:`sample` receives these batches, it sends the next request.
@@ -101,11 +102,12 @@ class Client:
 
         Args:
             batch_size: number of rows in the batch; default: :attr:`batch_size`.
-            wait: wait until a shard has rows and flow control admits the batch.
+            wait: wait until a shard has rows and flow control (``samples_per_insert``, ``min_size``) admits the batch.
             timeout: the longest wait in seconds; ``None``: no limit.
 
         Raises:
-            RuntimeError: no batch size is set; or, with ``wait=False``, the shards are empty or flow control refuses.
+            RuntimeError: no batch size is set. With ``wait=False``, also if all shards are empty, or if flow control
+                does not admit the batch.
             TimeoutError: no batch was ready within ``timeout`` seconds.
             ShardLost: a shard is lost and ``on_loss="raise"``, or all shards are lost.
         """
@@ -128,7 +130,7 @@ class Client:
 
     @contextmanager
     def _taken_back(self, **rows: int) -> Iterator[None]:
-        """If the ``with`` block fails, subtract numbers such as ``sampled=256`` from flow control's counts."""
+        """Subtract ``rows`` from flow control's counters if the ``with`` block raises an error."""
         try:
             yield
         except BaseException:
@@ -194,7 +196,7 @@ class Client:
         return self.links.request(requests)
 
     def _pieces(self, draws: int) -> int:
-        """Return into how many pieces to cut an answer with ``draws`` draws; 0: do not cut."""
+        """Return the number of pieces for an answer with ``draws`` draws; 0: do not cut the answer."""
         if draws and self._rows is None:
             return 0
         row_bytes = 0 if self._rows is None else self._rows[0].row_bytes
@@ -266,8 +268,8 @@ class Client:
         to 1 s for a shard that does not keep up. The client changes to another shard if its own is lost or too slow.
 
         Raises:
-            SchemaError: the data does not match earlier rows of this client or of the shard. A mismatch with the
-                shard's rows may be raised by a later write.
+            SchemaError: the data does not match earlier rows of this client or of the shard. If only the shard's rows
+                differ, a later write may raise this error.
             ValueError: the data has no rows, has too few batch dims, or has a TD error that is NaN or infinite.
             ShardLost: a shard is lost and ``on_loss="raise"``, or all shards are lost.
         """

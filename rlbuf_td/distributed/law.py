@@ -5,8 +5,8 @@ client chooses shard s with probability :math:`M_s / \sum_t M_t`; the shard then
 
 .. math:: P(i) = \frac{M_s}{\sum_t M_t} \cdot \frac{p_i^\alpha}{M_s} = p_i^\alpha \Big/ \sum_j p_j^\alpha
 
-If the mass of the shard is :math:`M'_s` at the draw, because another client has changed it, row i has the probability
-:math:`M_s / \sum_t M_t \cdot p_i^\alpha / M'_s`. Importance weights use this probability, so they remain correct.
+If another client has changed the mass to :math:`M'_s` before the draw, the probability is
+:math:`(M_s / \sum_t M_t) \cdot p_i^\alpha / M'_s`. Importance weights use this probability, so they remain correct.
 """
 
 from __future__ import annotations
@@ -29,7 +29,11 @@ class Split(NamedTuple):
 
 
 def split(positions: Tensor, masses: Tensor) -> Split:
-    """Sort the draws of a batch by shard; ``positions``, ``[B]`` float64, are from 0 to the sum of ``masses``."""
+    """Assign each draw of a batch to a shard, and sort the draws by shard.
+
+    A draw at position ``x`` goes to the first shard at which the cumulative sum of ``masses`` exceeds ``x``.
+    ``positions``, ``[B]`` float64, are numbers from 0 to the sum of ``masses``.
+    """
     ends, last = masses.cumsum(0), int(masses.nonzero()[-1])  # rounding can put a position at the total mass
     place = torch.searchsorted(ends, positions, right=True).clamp_(max=last)
     order = torch.from_numpy(np.argsort(place.numpy().astype(np.uint16), kind="stable"))  # a radix sort
@@ -44,7 +48,7 @@ def importance_weights(probability: Tensor, least: float, rows: int, beta: float
 
     Args:
         probability: probability P of each drawn row, ``[B]`` float64.
-        least: the smallest P of a row in any shard.
+        least: the smallest P of all rows.
         rows: N, the number of rows in all shards.
         beta: exponent, not negative.
         norm: ``"buffer"``: the largest weight of all rows; ``"batch"``: the largest weight of the batch; ``None``: 1.

@@ -1,4 +1,4 @@
-"""A client's connections to the shards: sends requests, stores the last reports, and detects lost shards."""
+"""Sends a client's requests to the shards, stores the last report of each shard, and detects lost shards."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Links:
                 return
 
     def start(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
-        """Call ``method`` of each shard in ``arguments``; return Ray's references to the answers."""
+        """Call ``method`` of each shard with its ``arguments``; return Ray's references to the answers."""
         return {place: getattr(self.handles[place], method).remote(*given) for place, given in arguments.items()}
 
     def finish(self, calls: Mapping[int, Any], patience: float | None = None) -> dict[int, Any]:
@@ -117,7 +117,7 @@ class Links:
         return answers
 
     def request(self, requests: Mapping[int, tuple[Request, int]]) -> dict[int, Any]:
-        """Send each shard a request and the number of pieces for its answer; return references for :meth:`receive`."""
+        """Send each shard its request; return Ray's references, which :meth:`receive` takes."""
         return {
             place: self.handles[place].answer.options(num_returns=pieces or 1).remote(pickle.dumps(request, 5), pieces)
             for place, (request, pieces) in requests.items()
@@ -150,7 +150,7 @@ class Links:
         return len(flight) < _IN_FLIGHT or self.collect(place, _SLOW)
 
     def collect(self, place: int, timeout: float, until: int = _IN_FLIGHT - 1) -> bool:
-        """Wait until at most ``until`` writes to a shard are unconfirmed; return False after ``timeout`` seconds."""
+        """Wait until a shard has confirmed all but ``until`` writes; return False after ``timeout`` seconds."""
         flight, deadline = self._flights[place], time.monotonic() + timeout
         while flight:
             wanted = timeout > 0 and len(flight) > until

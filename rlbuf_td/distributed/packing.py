@@ -1,4 +1,4 @@
-"""Packs transitions into bytes, and cuts large answers into pieces, because Ray sends small pieces faster."""
+"""Packs transitions into bytes, and cuts answers into pieces that are small enough to bypass Ray's object store."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def layout_named(name: bytes) -> RowLayout:
 
 
 def pieces_of(nbytes: int) -> int:
-    """Return the number of pieces for an answer of ``nbytes`` bytes; 0: do not cut, but use Ray's object store."""
+    """Return the number of pieces for an answer of ``nbytes`` bytes; 0 if the answer is too large to cut."""
     pieces = 1 + nbytes // _PIECE
     return pieces if pieces <= _MOST else 0
 

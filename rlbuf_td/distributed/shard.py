@@ -78,11 +78,11 @@ class Answer(NamedTuple):
 class Shard:
     """A buffer in a separate process.
 
-    Rows that clients send usually wait until the next draw is done, so that this draw uses exactly the mass (see
-    :class:`Report`) that the last answer reported. After a draw, the shard applies TD errors, stores the waiting rows,
-    and reports the new mass. Rows do not wait if the shard is empty, if it got no request for 10 s, or if the waiting
-    rows would fill more than a quarter of its capacity. A restarted shard loads the dump in the folder ``dump``, if
-    that folder exists.
+    Rows that clients send usually wait until the next draw is done, because they would change the mass (see
+    :class:`Report`) that clients know. After a draw, the shard applies TD errors, stores the waiting rows, and reports
+    the new mass. Rows do not wait if the shard is empty, if it got no request for 10 s, or if the waiting rows would
+    fill more than a quarter of its capacity. A restarted shard loads the dump in the folder ``dump``, if that folder
+    exists.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class Shard:
         return self.report()
 
     def _drawn_at(self, fractions: np.ndarray, known: int) -> Drawn:
-        """Draw a row for each of :attr:`Request.fractions`; ``known``: checksum of the row layout the client knows."""
+        """Draw a row for each of :attr:`Request.fractions`; ``known`` is :attr:`Request.layout`."""
         rows, where = len(self.storage), torch.from_numpy(fractions.copy())
         if self._prioritized is None:
             flat, weight = (where * rows).to(torch.int64), torch.ones_like(where)
@@ -206,7 +206,7 @@ class Shard:
         return cells.numpy() if is_windowed else None, pack(layout, batch, batch.batch_size), layout
 
     def _learn(self, request: Request) -> None:
-        """Apply the TD errors of a request, and update the largest TD error of all shards, which new rows get."""
+        """Apply the TD errors of a request, and update the largest TD error, which sets the priority of new rows."""
         if self._prioritized is None:
             return
         priorities = self._prioritized.priorities

@@ -60,14 +60,14 @@ class ShardedReplayBuffer(Client):
 
     Args:
         num_shards: number of shards to start.
-        make_buffer: a function that returns a :class:`~rlbuf_td.ReplayBuffer` with rows on the CPU and a uniform or
-            proportional sampler, alone or in n-step, sequence and hindsight samplers. The function is called in each
-            shard, and once in this process.
+        make_buffer: a function that returns a :class:`~rlbuf_td.ReplayBuffer` with rows on the CPU. The buffer needs a
+            uniform or proportional sampler, which n-step, sequence and hindsight samplers may wrap. The function is
+            called in each shard, and once in this process.
         batch_size: number of rows in a batch; default: the batch size of the buffers.
         samples_per_insert: number of rows sampled per row written. Batches and writes wait to keep this ratio.
         min_size: number of rows that must have been written before the first batch.
-        tolerance: allowed deviation from the ratio, in sampled rows (:class:`~rlbuf_td.buffers.flow.FlowControl`);
-            ``None``: the smallest possible.
+        tolerance: allowed deviation from this ratio, in sampled rows, see :class:`~rlbuf_td.buffers.flow.FlowControl`;
+            ``None``: just enough for the largest batch and the largest write so far.
         prefetch: k, the number of batches that one request draws. A TD error takes effect after k to 2k batches. Ray's
             time per batch is divided by k. With 0, a request draws one batch, and is sent when the batch is needed.
         dump_dir: default folder of :meth:`dumps`. A restarted shard loads its rows from this folder.
@@ -218,8 +218,8 @@ class ShardedReplayBuffer(Client):
     def loads(self, path: str | Path | None = None) -> None:
         """Replace all rows and priorities by those of a dump.
 
-        If the dump has a different number of shards, its shards are joined one after another, each in time order, and
-        cut into equal parts, one for each shard of this buffer. A cut divides at most one trajectory per lane.
+        If the dump has a different number of shards, its time steps are joined, shard after shard, and cut into equal
+        parts, one for each shard of this buffer. A cut divides at most one trajectory per lane.
 
         Args:
             path: the folder of the dump; default: ``dump_dir``.

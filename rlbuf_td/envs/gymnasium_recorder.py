@@ -35,18 +35,18 @@ class GymnasiumRecorder:
     observation at the end of an episode is ``final_obs`` from the infos. With next-step autoreset, the steps that only
     reset the environment are not stored. ``done`` is ``terminated | truncated``.
 
-    Each episode has a unique number, stored under ``trajectory_key``. The number separates an episode that ``reset``
-    interrupts from the next episode. Loading a checkpoint into the buffer interrupts all episodes and drops the
-    :attr:`pending` transitions.
+    Each episode has a unique number, stored under ``trajectory_key``. If ``reset`` interrupts an episode, its last
+    transition keeps ``done=False``, and the next episode has a new number. Loading a checkpoint into the buffer
+    interrupts all episodes and drops the :attr:`pending` transitions.
 
-    In a buffer ``[T, E]``, environment ``e`` is lane ``e``. A time step is written when every lane has a transition.
-    With next-step autoreset, a lane that begins an episode falls one step behind, and the transitions of the other
-    lanes wait in memory. If a lane falls 1,024 steps behind, a warning recommends same-step autoreset or
+    In a buffer ``[T, E]``, environment ``e`` is lane ``e``. A time step is written when every lane has its transition
+    for this step. With next-step autoreset, a lane that begins an episode falls one step behind, and the transitions of
+    the other lanes wait in memory. If a lane falls 1,024 steps behind, a warning recommends same-step autoreset or
     a buffer ``[T]``.
 
-    A buffer ``[T]`` stores the transitions of a single environment immediately. With several environments, the
-    transitions of a lane wait in memory until the episode ends or ``stretch`` transitions wait; then all of them are
-    stored. :meth:`flush` stores all waiting transitions.
+    A buffer ``[T]`` stores the transitions of a single environment immediately. With several environments, each lane
+    collects transitions in memory. They are stored together when the lane's episode ends, or when the lane holds
+    ``stretch`` of them. :meth:`flush` stores the transitions of all lanes.
 
     Args:
         buffer: a :class:`ReplayBuffer` or :class:`RolloutBuffer`, for example from ``from_env(env, ...)``.
@@ -55,16 +55,18 @@ class GymnasiumRecorder:
             step must return each info, unless ``infos`` is a dict from names to default values.
         trajectory_key: the key of the episode numbers. With ``None``, no numbers are stored, and a ``reset`` that would
             interrupt an episode raises an error.
-        stretch: the number of waiting transitions at which a buffer ``[T]`` stores the transitions of a lane.
+        stretch: the number of transitions that a lane collects before they are stored, with a buffer ``[T]`` and
+            several environments.
         autoreset_mode: the autoreset mode of a vector environment; default: the mode in its metadata, or next-step.
 
     Raises:
         TypeError: ``buffer``, ``env`` or ``infos`` has the wrong type.
         ValueError: ``stretch`` is below 1, or a RolloutBuffer ``[T]`` is combined with several environments.
         SchemaError: the environment's transitions do not fit the buffer's rows or lanes.
-        RuntimeError: ``trajectory_key`` is ``None``, and the newest rows of the buffer do not end an episode.
+        RuntimeError: ``trajectory_key`` is ``None``, and the newest stored step has ``done=False`` in a lane. The
+            next episode would seem to continue this step.
 
-    Cost: about 0.3 ms per step of 16 environments, between learner steps (``python -m rlbuf_td bench --only record``).
+    Cost: about 0.3 ms per step of 16 environments, after a learner's step (``python -m rlbuf_td bench --only record``).
     TorchRL has no recorder for Gymnasium environments; its collectors step TorchRL environments.
 
     Example:
@@ -121,7 +123,10 @@ class GymnasiumRecorder:
         self._refuse_open_end()
 
     def _fitted(self, schema: TensorDict) -> TensorDict:
-        """Reserve the buffer's rows, or check that they fit; return their schema ``[E]``."""
+        """Reserve the buffer's rows for ``schema``. If they are reserved already, check that they match it.
+
+        Return the schema ``[E]``, with the trajectory key and the buffer's reward dtype.
+        """
         if self._trajectory_key is not None:
             schema.set(self._trajectory_key, torch.empty(schema.shape, dtype=torch.int64, device="meta"))
         storage = self.buffer.storage
@@ -221,7 +226,7 @@ class GymnasiumRecorder:
         return 0 if self._queues is None else self._queues.pending
 
     def flush(self) -> None:
-        """Write all pending transitions to a buffer ``[T]``; a buffer ``[T, E]`` cannot store incomplete time steps."""
+        """Write all pending transitions to a buffer ``[T]``. With a buffer ``[T, E]``, they stay pending."""
         self._notice_load()
         self._write_stretches(np.ones(self._lanes, bool))
 
@@ -289,7 +294,7 @@ class GymnasiumRecorder:
                 fill_(columns[key], value, key)
 
     def _fill_after(self, result: Any, info: Mapping[str, Any], lanes: np.ndarray | None) -> np.ndarray:
-        """Copy the results of a step into the rows; return whether each lane has ended an episode, ``[E]`` bool."""
+        """Copy the results of a step to the columns. Return a mask of the lanes whose episode has ended, ``[E]``."""
         obs, reward, terminated, truncated, _ = result
         for flag, value, name in zip(self._flags, (reward, terminated, truncated), _GIVEN, strict=True):
             fill_(flag, value, name)

@@ -78,7 +78,7 @@ def joined(infos: list[Mapping[str, Any]]) -> dict[str, Any]:
 def fill_infos_(column: np.ndarray, path: Key, default: Any, info: Mapping[str, Any], ended: Mask, lanes: Mask) -> None:
     """Copy an info to the ``lanes`` of a column; lanes without the info get the default.
 
-    In lanes where ``ended`` is True, the info in ``"final_info"`` has precedence.
+    In lanes where ``ended`` is True, an info in ``"final_info"`` replaces the info of the same name at the root.
     """
     missing = np.ones(len(column), bool) if lanes is None else lanes.copy()
     sources: list[tuple[Any, Any]] = [] if ended is None else [(info.get("final_info") or {}, ended)]
@@ -118,7 +118,7 @@ def _stacked(values: np.ndarray) -> np.ndarray:
 
 
 def _converted(value: Any, dtype: np.dtype) -> np.ndarray:
-    """Convert numbers to a ``dtype`` of another kind, for example 1.0 to True, if this changes no value."""
+    """Return an array, cast to a ``dtype`` of another kind only if all numbers stay equal, as from 1.0 to True."""
     array = to_array(value)
     if array.dtype.kind not in "biuf" or np.can_cast(array.dtype, dtype, "same_kind"):
         return array

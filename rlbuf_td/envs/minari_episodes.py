@@ -90,7 +90,7 @@ def episode_of(rows: TensorDictBase, spaces: tuple[Any, Any]) -> dict[str, Any]:
 
 
 def _values(space: Any, before: Any, after: Any, path: tuple[str, ...]) -> Any:
-    """Convert the values ``before`` each step to nested arrays. If ``after`` is given, append its last value."""
+    """Return arrays nested as in ``space``: all values of ``before``, then the last value of ``after`` if given."""
     if before is None:
         raise SchemaError(f"the rows have no {show_key(path)}, which is in the given space: pass the rows' own spaces")
     kind = type(space).__name__
@@ -117,7 +117,7 @@ def _values(space: Any, before: Any, after: Any, path: tuple[str, ...]) -> Any:
 
 
 def _info_values(before: Any, after: Any) -> dict[str, Any]:
-    """Convert infos to nested arrays of n values, or n + 1 if the rows also hold the infos before each step."""
+    """Return arrays nested as in ``after``: the first value of ``before`` if given, then all values of ``after``."""
     result = {}
     for key, value in after.items():
         first = None if before is None else before.get(key, None)

@@ -1,7 +1,7 @@
 """Schemas of Gymnasium spaces, TorchRL specs and environments: the keys, dtypes and shapes of a transition.
 
 A schema is a TensorDict on the ``"meta"`` device, which uses no memory. Schemas have batch size ``[]``, or ``[E]`` for
-``E`` environments. This module does not import Gymnasium, because callers with Gymnasium objects have imported it.
+``E`` environments. Gymnasium is optional: this module never imports it, but looks it up in ``sys.modules``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def schema_of(source: Any, *, extras: Any = None) -> TensorDict:
     Returns:
         The schema, with batch size ``[]``, or ``[E]`` for ``E`` environments. A Dict observation has its keys at the
         root; any other observation has the key ``"observation"``. The items of a tuple have the keys ``"0"``, ``"1"``
-        and so on. Gymnasium's ``Discrete`` values are scalars.
+        and so on. A value of Gymnasium's ``Discrete`` space is one integer, not a one-hot vector.
 
     Raises:
         SchemaError: a space has no fixed size in bytes (``Text``, ``Graph``, ``Sequence``, ``OneOf``), or the leading
@@ -171,7 +171,7 @@ def is_space(source: Any) -> bool:
 
 
 def _observation(space: Any, lanes: tuple[int, ...]) -> dict[str, Any]:
-    """Return the entries of an observation: the entries of a Dict space, or a single ``"observation"``."""
+    """Return an observation as a dict. If the space is not a Dict or Composite, the only key is ``"observation"``."""
     value = _value(space, lanes, (OBSERVATION,))
     is_dict = isinstance(value, TensorDictBase) and type(space).__name__ != "Tuple"
     observation = dict(value.items()) if is_dict else {OBSERVATION: value}

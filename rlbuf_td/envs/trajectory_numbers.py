@@ -39,7 +39,7 @@ class TrajectoryNumbers:
         return np.arange(first, first + count)
 
     def mark_update(self, index: Any) -> None:
-        """Do nothing; a storage calls this method after every write."""
+        """Do nothing. Writers call this method of each object that is attached to the storage."""
 
     def mark_load(self) -> None:
         self._numbers[_LOADS], self._numbers[_HAS_READ] = self.loads + 1, 0

@@ -8,12 +8,14 @@ The following holds for every estimate of an advantage or return:
 
 * Any floating dtype works. bfloat16 and float16 are computed in float32; results have the dtype of the values.
 * Results have no gradient: inputs are detached. A ``gamma`` or ``lmbda`` that requires a gradient raises a ValueError.
-* ``gamma`` and ``lmbda`` are floats in [0, 1], or unchecked tensors that broadcast to the inputs' shape.
-* A NaN in a value that ``terminated`` or ``done`` excludes has no effect: it is masked, not multiplied by zero.
+* ``gamma`` and ``lmbda`` are floats in [0, 1], or tensors that broadcast to the inputs' shape. The range of a
+  tensor's values is not checked.
+* A NaN in the value of a terminal state, or after the end of a trajectory, does not reach the trajectory's estimates.
 * Cost: O(elements) on the CPU; on CUDA, O(log T) kernel launches without host synchronisation. With
   ``rolling_gamma=False``, the cost is O(elements * T), on CUDA with O(T) kernel launches.
 * ``ValueError``: shapes or devices differ, inputs are empty, coefficients are out of range, or ``time_dim`` is invalid.
-* ``TypeError``: ``done`` or ``terminated`` is not bool, or a state value or log-probability is not floating.
+* ``TypeError``: an input is not a tensor, ``done`` or ``terminated`` is not bool, a state value or log-probability is
+  not floating, a reward is complex, or a coefficient is not a number or tensor.
 """
 
 from rlbuf_td.functional.advantage import generalized_advantage_estimate, vtrace_advantage_estimate

@@ -31,8 +31,9 @@ class TimeLayout:
     ) -> tuple[TimeLayout, list[Tensor]]:
         """Check the inputs; return their layout, and each input as a detached ``[L, T, F]`` tensor.
 
-        L, T and F are the sizes before, along and after time. ``others`` are reward, done and terminated; done replaces
-        a missing terminated. Returned tensors have the ``compute_dtype``, except for the bool flags.
+        L is the product of the dims before time, F that of the dims after time. ``others`` are reward, done and
+        terminated; if terminated is None, it equals done. Returned tensors have the ``compute_dtype``, except for the
+        bool flags.
         """
         reward, done, terminated = others
         inputs = values | {"reward": reward, "done": done, "terminated": done if terminated is None else terminated}

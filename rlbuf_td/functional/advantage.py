@@ -75,7 +75,7 @@ def generalized_advantage_estimate(
 def _plain_sizes(
     value: Tensor, next_value: Tensor, reward: Tensor, done: Tensor, terminated: Tensor, time_dim: int
 ) -> tuple[int, int, int] | None:
-    """Return the sizes before, along and after time, or None if the inputs need the slower :class:`TimeLayout`."""
+    """Return the sizes ``(L, T, F)`` if all inputs are contiguous, on the CPU, and need no cast, else None."""
     try:
         dtype, shape = value.dtype, value.shape
         for x in (next_value, reward, done) if terminated is done else (next_value, reward, done, terminated):
@@ -135,8 +135,8 @@ def vtrace_advantage_estimate(
         ValueError, TypeError: the inputs are invalid (see :mod:`rlbuf_td.functional`), or a threshold is negative.
 
     Cost: O(elements) on the CPU.
-    Source: Espeholt et al., 2018, "IMPALA", section 4.1. TorchRL's ``vtrace_advantage_estimate`` gives the same result,
-    but its documentation swaps the two policies, and ``time_dim`` must be a keyword argument.
+    Source: Espeholt et al., 2018, "IMPALA", section 4.1. TorchRL's ``vtrace_advantage_estimate`` gives the same result.
+    TorchRL's documentation swaps the two policies, and TorchRL takes ``time_dim`` only as a keyword argument.
 
     Example:
         >>> one, zero = torch.ones(2, 1), torch.zeros(2, 1)

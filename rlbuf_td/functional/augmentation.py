@@ -26,7 +26,7 @@ def random_shift(images: Tensor, pad: int = 4, *, generator: torch.Generator | N
     Raises:
         ValueError: ``images`` has fewer than three dims, or ``pad`` is negative.
 
-    Cost: one gather of the images, without host synchronisation.
+    Cost: one gather of the images, without host synchronisation if the generator is on the images' device.
     Source: Yarats et al., Mastering Visual Continuous Control, 2021. TorchRL has no random shift.
 
     Example:

@@ -16,7 +16,7 @@ def explained_variance(state_value: Tensor, value_target: Tensor) -> Tensor:
         value_target: the targets :math:`R`, same shape.
 
     Returns:
-        A 0-dim tensor, at least float32; NaN if the targets are constant.
+        A 0-dim tensor: float64 if an input is float64, else float32. NaN if the targets are constant.
 
     Raises:
         ValueError: the shapes differ, or the tensors are empty.

@@ -3,13 +3,13 @@
 Compilation takes from a second to half a minute per operation, once per installation. A log message announces the
 compilation; ``logging.getLogger("rlbuf_td").setLevel("ERROR")`` silences the message. Numba's own cache does not
 notice changes in functions that a loop imports from other files. The folder's name is therefore a digest of all sources
-in ``kernels/``. When the folder is created, the folders of other versions are deleted. The folder lies in the first of
-these folders that is writable:
+in ``kernels/``. When the folder is created, the folders of other versions are deleted. The folder is
+created in the first writable one of these places:
 
 - The folder ``$NUMBA_CACHE_DIR``, if this environment variable is set.
 - The package's own folder ``kernels/__pycache__/rlbuf_td``.
 - The folder ``$XDG_CACHE_HOME/rlbuf_td``, by default ``~/.cache/rlbuf_td``.
-- The folder ``rlbuf_td_<user id>`` in the system's folder for temporary files, if no other user can write to it.
+- The folder ``rlbuf_td_<user id>`` in the system's temporary folder, if only this user can write to it.
 """
 
 from __future__ import annotations

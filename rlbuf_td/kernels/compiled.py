@@ -27,7 +27,7 @@ compiled = cached_njit(nogil=True)
 
 
 def bare(function: Callable[..., Any]) -> Any:
-    """Compile a function that creates no arrays, without numba's reference counting: it would double the run time."""
+    """Compile a function that creates no arrays, without numba's reference counting. This halves the run time."""
     try:
         return cached_njit(nogil=True, _nrt=False)(function)
     except KeyError:  # this numba version lacks the option: same results, but slower
@@ -131,7 +131,7 @@ def masses(uniform, total, step, out):
 
 @kernel
 def acceptable(index, td_error, rows):
-    """Whether every index is in ``[-1, rows)`` and every TD error is finite."""
+    """Whether every index is in ``[-1, rows)`` and every TD error is finite; an index of -1 means no row."""
     good = True
     for j in range(index.shape[0]):
         good &= (index[j] >= -1) & (index[j] < rows) & np.isfinite(td_error[j])

@@ -51,7 +51,10 @@ def _has_triton() -> bool:
 
 
 def agrees_with_reference(operation: str, device: torch.device, compare: Callable[[torch.device], None]) -> bool:
-    """Run ``compare(device)`` once per operation and device; return False and warn if it raises an error."""
+    """Whether the Triton kernel of ``operation`` works: whether ``compare(device)`` raises no error.
+
+    The comparison runs once per operation and device. If the comparison raises an error, a warning is issued.
+    """
     key = operation, device
     if key not in _agrees:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():

@@ -163,18 +163,18 @@ class OneStorage:
 
 
 class GraphCapturable(ABC):
-    """A sampler whose draws :meth:`ReplayBuffer.capture` can record in a CUDA graph, which repeats recorded kernels."""
+    """A sampler whose draws :meth:`ReplayBuffer.capture` can record in a CUDA graph."""
 
     @abstractmethod
     def prepare_graph(self, storage: Storage, batch_size: int) -> Any:
         """Copy settings and the number of rows to device memory, where a recorded draw reads them.
 
-        The buffer calls this method before each launch of the graph. The method returns the settings that are fixed
-        in a graph: if one has changed, the buffer records a new graph.
+        The buffer calls this method before each launch of the graph. The method returns the settings that a recorded
+        draw does not read from device memory. If one of them has changed, the buffer records a new graph.
         """
 
     def forget_order(self) -> None:  # noqa: B027
-        """Drop the cached order of rows, if there is one; called after a graph has changed priorities."""
+        """If the sampler caches the rows sorted by priority, make the next draw sort them again."""
 
 
 def uniform_numbers(count: int, generator: torch.Generator | None, device: torch.device) -> Tensor:
@@ -205,7 +205,7 @@ def fraction(name: str, value: Any) -> float:
 
 
 def whole(least: int) -> Callable[[str, Any], int]:
-    """Return a check for whole numbers of at least ``least``; floats such as 3.0 pass, because schedulers set them."""
+    """Return a ``check`` for :class:`Setting` that accepts whole numbers from ``least`` on, also floats such as 3.0."""
 
     def check(name: str, value: Any) -> int:
         number = float("nan") if isinstance(value, bool) else float(value)
@@ -254,7 +254,7 @@ def refuse_errors(td_error: Tensor) -> None:
 
 
 def refuse_priorities(flat: Tensor, td_error: Tensor, rows: int) -> NoReturn:
-    """Raise a ValueError if a TD error is NaN or infinite; otherwise, an IndexError for a row out of range."""
+    """Raise a ValueError if a TD error is NaN or infinite. Otherwise, raise an IndexError: a row is out of range."""
     refuse_errors(td_error)
     low, high = int(flat.min()), int(flat.max())
     bad = high if high >= rows else low

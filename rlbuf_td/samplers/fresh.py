@@ -34,7 +34,7 @@ class FreshQueue:
         self.begin(_ALL)
 
     def begin(self, ages: Sequence[Interval]) -> None:
-        """Make only these rows fresh: for each ``(a, b)`` in ``ages``, the newest ``a`` rows minus the newest ``b``."""
+        """Replace the fresh rows: a pair ``(a, b)`` in ``ages`` means the newest ``a`` rows except the newest ``b``."""
         self.state["began"] = 0
         self._keep(ages)
 
@@ -98,16 +98,16 @@ class FreshQueue:
 
 
 def _nothing() -> None:
-    """Return None, like a weak reference to a deleted storage."""
+    """Stand in for a weak reference while there is no storage."""
 
 
 class FreshRowsSampler(SamplerWrapper):
     """Begins each batch with *fresh* rows; the wrapped sampler draws the rest.
 
-    A row is fresh from when it is written until a batch has begun with it.
-    If at most ``min(fresh, batch_size)`` rows are written between two batches, the second batch begins with all these
-    rows. With ``fresh=1`` and one update per step, this sampler is combined experience replay. Inside a
-    :class:`SequenceSampler` with ``boundary="shift"``, this sampler is the online queue of DreamerV3.
+    A row is fresh from its write until this sampler puts it at the beginning of a batch. If at most
+    ``min(fresh, batch_size)`` rows are written between two batches, the second batch begins with all these rows. With
+    ``fresh=1`` and one update per step, this sampler is combined experience replay. Inside a :class:`SequenceSampler`
+    with ``boundary="shift"``, this sampler is the online queue of DreamerV3.
 
     **Distribution.** A batch of B rows begins with the newest f fresh rows, where f is the smallest of ``fresh``, B and
     the number of fresh rows. The wrapped sampler draws B rows, of which only B - f are used. All importance
@@ -122,9 +122,9 @@ class FreshRowsSampler(SamplerWrapper):
     all rows become fresh again. If processes share a buffer, every new row is fresh once in each process.
 
     Raises:
-        ValueError: ``fresh`` is not a positive whole number; (in a buffer) the writer does not write in time order.
-        TypeError: the wrapped sampler is a wrapper (use ``HindsightSampler(FreshRowsSampler(...))``) or TorchRL's
-            ``PrioritizedSampler``; (when sampling) the storage is not a :class:`PackedStorage`.
+        ValueError: ``fresh`` is not a positive whole number, or the buffer's writer does not write in time order.
+        TypeError: the wrapped sampler is another wrapper, a :class:`QueueSampler`, or TorchRL's ``PrioritizedSampler``;
+            (when sampling) the storage is not a :class:`PackedStorage`.
 
     Cost: O(f), in addition to the wrapped draw.
     Source: Zhang and Sutton: A Deeper Look at Experience Replay, 2017; Hafner et al.: Mastering Diverse Domains through

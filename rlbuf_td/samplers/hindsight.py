@@ -31,7 +31,7 @@ _LEAST_GAMMA = 1e-300  # practically 0, but with a finite logarithm
 
 
 class _Bound(NamedTuple):
-    """Columns that are looked up once per storage."""
+    """The result of :meth:`HindsightSampler._bind` for one storage."""
 
     trajectories: TrajectoryIndex
     outcomes: Tensor  # the column of achieved goals in "next", [T * E, ...]
@@ -56,8 +56,8 @@ class HindsightSampler(SamplerWrapper):
             itself and all later rows of its trajectory; ``"final"``: the last stored row of its trajectory;
             ``"episode"``: all rows of its trajectory; ``"random"``: all rows of the buffer. A dict such as
             ``{"future": 0.75, "random": 0.25}`` mixes strategies.
-        future_gamma: a discount from 0 to 1: with ``"future"``, the row k steps ahead has a probability proportional to
-            ``future_gamma**k``. In contrastive RL, ``future_gamma`` is the discount factor of the return.
+        future_gamma: a discount from 0 to 1. ``"future"`` selects the row k steps ahead with a probability proportional
+            to ``future_gamma**k``. In contrastive RL, ``future_gamma`` is the discount factor of the return.
         goal_key: the key of the desired goal, of any shape. If ``"next"`` also has this key, both goals are replaced.
         achieved_goal_key: the key of the achieved goal in ``"next"``, of the desired goal's dtype and shape.
         reward_key: the key of the reward. New rewards are converted to the stored dtype and shape.
@@ -76,8 +76,9 @@ class HindsightSampler(SamplerWrapper):
     Cost: O(B), in addition to the wrapped draw.
     Source: Andrychowicz et al., Hindsight Experience Replay, NeurIPS 2017, sections 3 and 4.5; for ``future_gamma``:
     Eysenbach et al., Contrastive Learning as Goal-Conditioned RL, NeurIPS 2022.
-    In contrast, TorchRL's ``HERReplayBuffer`` reads achieved goals from the root instead of ``"next"``, always relabels
-    the first rows of a batch, and supports neither lanes nor trajectories that wrap around the end of the ring.
+    In contrast, TorchRL's ``HERReplayBuffer`` reads ``"achieved_goal"`` instead of ``("next", "achieved_goal")``, and
+    relabels the first rows of each batch. It supports neither ``ndim > 1`` nor trajectories that continue from the last
+    row of a full storage to the first.
 
     Example:
         >>> from rlbuf_td import PackedStorage, ReplayBuffer, UniformSampler
@@ -147,7 +148,7 @@ class HindsightSampler(SamplerWrapper):
     def _relabelled(
         self, storage: Storage, drawn: Tensor, uniform: Tensor, flat: Tensor, owner: Tensor | None
     ) -> TensorDictBase:
-        """Read and relabel the rows ``flat``; ``uniform``, one random number per drawn row, selects goals."""
+        """Read and relabel the rows ``flat``; ``uniform`` has one random number per drawn row."""
         bound, batch = self._bound_to(storage), rows_at(storage, flat)
         rows, mask = choose_goals(bound.trajectories.boundaries(), drawn, uniform, self.law, len(storage))
         if owner is not None:

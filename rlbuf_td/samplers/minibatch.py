@@ -27,8 +27,8 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
         drop_last: whether to drop the last rows of an epoch if they do not fill a batch.
 
     Raises:
-        ValueError: ``epochs`` is not a whole number of at least 1; (when sampling) the sampler serves another buffer,
-            or ``drop_last`` is set and the buffer has fewer rows than a batch.
+        ValueError: ``epochs`` is not a positive whole number; (when sampling) another buffer uses the sampler, or the
+            buffer has fewer rows than a batch and ``drop_last`` is set.
         RuntimeError: (when sampling) the buffer is empty.
 
     Cost: O(B) per batch, and one permutation per epoch.
@@ -168,7 +168,7 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
         self._resumes = bool(state_dict.get("in_pass", False))
 
     def resized_state(self, state: dict[str, Any], rows: Tensor | None, capacity: int, moved: bool) -> dict[str, Any]:
-        """Return the saved state or, if rows have ``moved``, a state that restarts the epochs."""
+        """If rows have moved, restart the epochs; see :func:`rlbuf_td.checkpoint.parts.resized_state`."""
         return state | {"order": None, "position": 0, "epoch": 0, "in_pass": False} if moved else state
 
 

@@ -21,7 +21,7 @@ from rlbuf_td.storages.trajectory_index import DONE_KEY, TRAJ_KEY, TrajectoryInd
 
 
 class _Bound(NamedTuple):
-    """Columns and keys that are looked up once per storage."""
+    """The result of :meth:`NStepSampler._bind` for one storage."""
 
     trajectories: TrajectoryIndex
     reward: Tensor  # the column of rewards, [T * E, ...]
@@ -42,7 +42,8 @@ class NStepSampler(SamplerWrapper):
 
     The sum :math:`r` replaces the reward. All other entries of ``"next"`` are those of the last row in the sum. The new
     entry ``"steps_to_next_obs"`` is :math:`m`, which TorchRL's losses use for discounting. A sum stops at the end of
-    the trajectory or at the newest row, where the loss bootstraps unless the state is terminal.
+    the trajectory or at the newest row, where the loss bootstraps unless the state is terminal. With a prioritized
+    sampler, the TD error of an n-step transition updates the priority of the drawn row.
 
     Args:
         sampler: draws the rows: a sampler of rows, or a :class:`HindsightSampler`. With hindsight, all rewards of a sum
@@ -60,8 +61,7 @@ class NStepSampler(SamplerWrapper):
 
     Cost: O(B * n).
     Source: Sutton and Barto, Reinforcement Learning, 2nd edition, chapter 7. In contrast to TorchRL's ``MultiStep``,
-    the buffer stores one-step transitions, so that n may change during training. A TD error sets the priority of the
-    first row of a sum.
+    the buffer stores one-step transitions, so that n may change during training.
 
     Example:
         >>> from rlbuf_td import PackedStorage, ReplayBuffer, UniformSampler

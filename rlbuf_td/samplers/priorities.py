@@ -50,7 +50,8 @@ class Law(ABC):
     def weigh_beside_(self, flat: Tensor, drawn: Tensor, weight: Tensor) -> None:
         """Overwrite ``weight[:len(flat)]`` with the importance weights of the rows ``flat``.
 
-        Before the call, ``weight[0]`` is the weight of the row ``drawn``. Rows of probability 0 get this weight.
+        Before the call, ``weight[0]`` is the importance weight of ``drawn``, ``[1]``, a batch's first drawn row. In
+        ``flat``, rows of probability 0 get the weight of ``drawn``.
         """
         probability = self.probability(torch.cat((flat, drawn)))
         ratio = (probability[:-1] / probability[-1]).clamp(min=LEAST_RATIO)
@@ -67,7 +68,7 @@ class Law(ABC):
 
     @abstractmethod
     def weigh(self, anew: bool = False) -> None:  # the caller holds the buffer's lock
-        """If alpha has changed or ``anew`` is True, recompute what draws need, such as ``p ** alpha`` of each row."""
+        """Recompute derived values, such as ``p ** alpha`` of each row, if alpha has changed or ``anew`` is True."""
 
     @abstractmethod
     def restore_(self, tensors: dict[str, Tensor]) -> None:  # saved weights must be for the current alpha
@@ -77,7 +78,7 @@ class Law(ABC):
     def prepare_graph(self, rows: int) -> tuple[Tensor | None, Any]:
         """Copy settings to device memory, where CUDA graphs read them.
 
-        Returns the largest magnitude (None on the CPU), and the settings that are fixed in a graph.
+        Returns the largest magnitude (None on the CPU), and the settings that a graph does not read from there.
         """
 
 
@@ -200,7 +201,7 @@ class Priorities:
         return {name: getattr(self.law.table if table is None else table, name) for name in self.law.blank}
 
     def resized(self, tensors: dict[str, Tensor], rows: Tensor | None, capacity: int) -> dict[str, Tensor]:
-        """Return the ``rows`` (None: all) of saved tensors, extended to ``capacity`` by rows without a priority."""
+        """Select ``rows`` (None: all) from saved tensors; pad them to ``capacity`` with rows without a priority."""
         found = {}
         for name, like in self.tensors(self.law.make(capacity, "meta")).items():
             kept = tensors[name].cpu() if rows is None else tensors[name].cpu()[rows]
@@ -242,7 +243,7 @@ class Priorities:
 
 
 def refuse_state(tensors: Any, blank: dict[str, Tensor]) -> None:
-    """Raise a ValueError if saved tensors are not finite, or differ from ``blank`` in names, dtypes or shapes."""
+    """Raise a ValueError unless ``tensors`` are finite and have the names, dtypes and shapes of ``blank``."""
     if not isinstance(tensors, dict) or tensors.keys() != blank.keys():
         raise ValueError(f"the saved state is of another sampler: this one needs {', '.join(blank)}")
     for name, expected in blank.items():

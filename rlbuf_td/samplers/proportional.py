@@ -85,14 +85,14 @@ class ProportionalSampler(Prioritized):
         eps: added to every magnitude, so that a row with a TD error of 0 can be drawn; the default is TorchRL's.
         dtype: float32 or float64, accepted for compatibility and ignored: the sum tree is always float64.
         stratified: whether to draw one row from each of ``B`` segments of equal probability. Stratified draws have a
-            lower variance than independent draws. Consecutive rows of a batch come from distant segments, so that each
-            part of a batch, such as a minibatch, has rows from all parts of the distribution.
+            lower variance than independent draws. Consecutive rows of a batch come from distant segments. A slice of a
+            batch, such as a minibatch, therefore also covers the whole distribution.
         weight_norm: the divisor of the importance weights: the largest weight in the ``"buffer"`` (as in TorchRL), the
             largest weight in the ``"batch"``, or ``None`` for no division.
         reduction: how to combine several TD errors of a row: ``"max"``, ``"min"``, ``"mean"`` or ``"median"``.
         device: the device of the rows, on which priorities are always stored.
         max_priority_within_buffer: whether new rows get the largest ``|td_error|`` now stored instead of the largest
-            ever seen. Finding the largest takes O(N) per write; on the CPU, only if the row that had it has changed.
+            ever seen. A write then takes O(N) to find the largest; on the CPU, only if the largest has changed.
         min_priority: the smallest ``|td_error|`` of any row, at least 0. Smaller magnitudes count as ``min_priority``.
 
     ``alpha`` and ``beta`` may be set at any time, also by TorchRL's ``ParameterScheduler``. The sign of a TD error does
@@ -102,8 +102,8 @@ class ProportionalSampler(Prioritized):
     loss. The expected gradient of LAP equals that of the PAL loss with uniform draws.
 
     Raises:
-        ValueError: an argument is out of range; (in a buffer) the sampler serves another buffer, or the rows are not on
-            ``device``; (when updating on the CPU) a TD error is NaN or infinite (then no priority changes).
+        ValueError: an argument is out of range, another buffer uses the sampler, or the rows are not on ``device``;
+            (when updating on the CPU) a TD error is NaN or infinite; no priority changes.
         RuntimeError: (when sampling) the buffer is empty, or (on the CPU) no row has a positive priority.
         MemoryError: the priorities do not fit into memory.
 

@@ -26,12 +26,12 @@ class QueueSampler(RowSampler):
         writer: the :class:`QueueWriter` of the same buffer.
 
     Raises:
-        queue.Empty: (when sampling) fewer rows are waiting than a batch has; all rows keep waiting.
+        queue.Empty: (when sampling) there are fewer undrawn rows than a batch has; no row is drawn.
         ValueError: (when sampling) a batch has more rows than the storage can hold.
 
     Cost: O(B).
 
-    With TorchRL's ``ConsumingSampler``, waiting rows are drawn in random order, and writes may replace waiting rows.
+    In contrast, TorchRL's ``ConsumingSampler`` draws rows in random order, and writes may replace undrawn rows.
 
     Example:
         >>> from rlbuf_td import PackedStorage, QueueWriter, ReplayBuffer

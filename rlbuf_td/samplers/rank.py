@@ -79,8 +79,9 @@ class RankSampler(Prioritized):
         alpha: exponent of the ranks, at least 0; 0 draws uniformly.
         max_capacity, beta, stratified, weight_norm, reduction: as for :class:`ProportionalSampler`.
         stale_updates: on a GPU, how many priority updates may follow a sort before the rows are sorted again, at least
-            0. With 0, the default, ranks are always exact. On the CPU, this setting has no effect. New rows from a
-            writer that keeps time order are ranked at the next draw.
+            0. With 0, the default, ranks are always exact. On the CPU, this setting has no effect. Writes by a
+            :class:`ReservoirWriter` or in TorchRL's buffers count as updates. After any other write, the next draw
+            sorts the rows.
 
     TD errors may have either sign: the sampler stores ``|td_error|`` as float32. A new row gets the largest
     ``|td_error|`` seen so far, or 1.0 before the first TD error.

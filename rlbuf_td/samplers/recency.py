@@ -59,7 +59,8 @@ class RecencySampler(RowSampler, GraphCapturable):
     N is the number of stored time steps, ``eta`` is slightly below 1, and ``least`` is the smallest window.
 
     Raises:
-        ValueError: a setting is out of range; (in a buffer, without ``age_key``) the writer does not keep time order.
+        ValueError: a setting is out of range, or ``age_key`` is not set and the buffer's writer does not write in time
+            order.
         RuntimeError: (when sampling) the buffer is empty.
         SchemaError: (when sampling) rows do not have one finite number at ``age_key``.
         TypeError: (when a CUDA graph is captured) ``age_key`` is set.

@@ -57,15 +57,15 @@ class SequenceSampler(SamplerWrapper):
     Raises:
         ValueError: an argument is out of range; (when sampling) ``batch_size`` is not a multiple of ``L``.
         KeyError: (at the first draw) neither done flags nor trajectory ids are stored.
-        RuntimeError: (when sampling with ``"strict"`` on the CPU) hardly any window fits. On CUDA, there is no error:
-            the ``"mask"`` is False for all rows of a window that does not fit.
+        RuntimeError: (when sampling with ``"strict"`` on the CPU) repeated draws do not find enough windows that fit.
+            On CUDA, there is no error: the ``"mask"`` is False for all rows of a window that does not fit.
 
     Cost: O(B * L).
     Source: Kapturowski et al., Recurrent Experience Replay in Distributed RL (R2D2), ICLR 2019, section 2.3.
 
     **Priorities.** In this package's buffer, ``update_tensordict_priority`` takes a whole batch and updates the
-    priorities of the anchors. TorchRL's buffers update the priority of each window's first row after burn-in, which is
-    the anchor unless ``boundary="shift"``.
+    priorities of the anchors. TorchRL's buffers update the priority of each window's first row after burn-in. With
+    ``boundary="shift"``, this row may be earlier than the anchor.
 
     **Arguments of TorchRL's** ``SliceSampler``. ``slice_len`` is ``length``, ``end_key`` is ``done_key``, and
     ``num_slices`` is ``batch_size / L``. ``boundary`` replaces ``strict_length``, ``pad_output`` and ``span``, whose
@@ -147,7 +147,11 @@ class SequenceSampler(SamplerWrapper):
         return batch_size // self.window
 
     def _anchors(self, storage: Storage, count: int) -> tuple[Tensor, dict[Any, Any], Tensor, Tensor]:
-        """Draw ``(anchors, info, back, ahead)``: a trajectory has ``back`` rows before its anchor, ``ahead`` after."""
+        """Draw anchors; return ``(anchors, info, back, ahead)``.
+
+        ``back`` and ``ahead``, ``[B]``, are the numbers of rows before and after each anchor in its trajectory, at most
+        ``window``.
+        """
         boundaries = self._trajectories(storage).boundaries()
         anchors, info = self._draw(storage, count)
         count = len(anchors)  # less at the end of an epoch
@@ -221,7 +225,10 @@ class SequenceSampler(SamplerWrapper):
         return anchors, self._summary(td_error, (mask & ~burn_in).reshape(-1))
 
     def update_priority(self, index: Any, priority: Any, *, storage: Storage | None = None) -> None:
-        """Set the priority of each window's first row after burn-in, or of all rows if there are no whole windows."""
+        """Set the priority of each window's first row after burn-in.
+
+        If ``index`` does not consist of whole windows, or ``storage`` is None, set the priority of each row instead.
+        """
         if not self._is_prioritized:
             return
         if storage is not None and isinstance(priority, Tensor) and priority.numel() > 1:

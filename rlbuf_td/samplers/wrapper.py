@@ -49,8 +49,8 @@ class SamplerWrapper(StatefulSampler, GraphCapturable, PrioritizedSampler):
     entries are part of the sampler's info dict, which is merged into the batch after the transforms.
 
     The wrapped sampler handles random numbers, writes and priorities. Users may set the wrapped sampler's settings on
-    the wrapper. TorchRL's buffers pass priorities only to a ``PrioritizedSampler``, so all wrappers and prioritized
-    samplers of this package inherit from that class, but do not create its C++ trees.
+    the wrapper. TorchRL's buffers pass priorities only to a ``PrioritizedSampler``. All wrappers and prioritized
+    samplers of this package therefore inherit from ``PrioritizedSampler``, but do not create its C++ sum trees.
     """
 
     needs_order = True
@@ -76,7 +76,7 @@ class SamplerWrapper(StatefulSampler, GraphCapturable, PrioritizedSampler):
         return None if self._inner is None else self._inner._reader(storage, drawn)
 
     def _revised_keys(self) -> Iterator[NestedKey]:
-        """Yield the keys of the entries that this wrapper and wrapped wrappers may change or add."""
+        """Yield the keys of the entries that this wrapper and the wrappers inside it may change or add."""
         if self._inner is not None:
             yield from self._inner._revised_keys()
 
@@ -107,7 +107,7 @@ class SamplerWrapper(StatefulSampler, GraphCapturable, PrioritizedSampler):
         return TrajectoryIndex.of(storage, done_key=self.done_key, traj_key=self.traj_key)
 
     def watch(self, storage: Storage) -> None:
-        """Create the trajectory indices that this wrapper and all wrapped wrappers need for the storage."""
+        """Create the trajectory indices that this wrapper and the wrappers inside it need for the storage."""
         self._trajectories(storage)
         if self._inner is not None:
             self._inner.watch(storage)
@@ -153,7 +153,7 @@ class SamplerWrapper(StatefulSampler, GraphCapturable, PrioritizedSampler):
         return getattr(self.sampler, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute on the sampler whose class defines it, because schedulers know only the wrapper."""
+        """Set an attribute of the outermost sampler whose class defines ``name``; this may be a wrapped sampler."""
         part: Any = self
         while part is not None and not hasattr(type(part), name):
             part = part.__dict__.get("sampler")

@@ -1,21 +1,21 @@
 """Storages hold transitions in memory, each as one row of bytes.
 
-A transition of seven entries, such as HalfCheetah's in float32, is a row of 168 bytes (one is padding)::
+A HalfCheetah transition has seven entries. In float32, it is a row of 168 bytes, the last of which is padding::
 
     byte  0        24            92            96                 164    165    166    167
           +--------+-------------+-------------+------------------+------+------+------+-+
           | action | observation | next.reward | next.observation | done |term. |trunc.| |
           +--------+-------------+-------------+------------------+------+------+------+-+
 
-**Rows.** :class:`PackedStorage` keeps its rows in one byte matrix ``[T, *lanes, row_bytes]``. The first write fixes
-keys, dtypes and shapes; a later write that differs raises a :class:`SchemaError`. Leaves (the tensors of a
-transition) are ordered by item size, largest first, so that each leaf is aligned. ``storage[key]`` is a strided view of
-this key in all rows (a copy if the key is deduplicated). A sampled batch is a copy; on the CPU, each leaf of a batch is
-a contiguous tensor. Read ``layout.py``, then ``packed.py``.
+**Rows.** :class:`PackedStorage` keeps its rows in one byte matrix. The first write fixes keys, dtypes and shapes; a
+later write that differs raises a :class:`SchemaError`. Leaves (the tensors of a transition) are ordered by item size,
+largest first, so that each leaf is aligned. ``storage[key]`` is a strided view of this key in all rows (a copy if the
+key is deduplicated). A sampled batch is a copy; on the CPU, each leaf of a batch is a contiguous tensor. Read
+``layout.py``, then ``packed.py``.
 
-**Time and lanes.** Dim 0 of a storage is time, the other dims are lanes (environments). With ``E`` lanes, row
-``(t, e)`` has the flat index ``t * E + e``. :class:`~rlbuf_td.TrajectoryIndex` finds how far a row's trajectory extends
-in its lane.
+**Time and lanes.** The byte matrix has the shape ``[T, *lanes, row_bytes]``: dim 0 of a storage is time, the other dims
+are lanes (environments). With ``E`` lanes, row ``(t, e)`` has the flat index ``t * E + e``.
+:class:`~rlbuf_td.TrajectoryIndex` finds how far a row's trajectory extends in its lane.
 
 **Deduplicated observations.** The next observation of a step is usually the observation of the following step, and
 consecutive frame stacks differ in one frame. With ``share_next`` or ``frames``, a pool holds the observations, and a

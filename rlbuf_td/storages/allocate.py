@@ -162,8 +162,9 @@ def allocate_bytes(
 ) -> torch.Tensor:
     """Return ``[nbytes]`` uint8 on a device, in a file, in shared memory, or in page-locked RAM.
 
-    With ``sparse=(likely, at_once)``, the bytes are zero. The free memory must hold only ``likely`` bytes, and a file
-    gets disk space only for its first ``at_once`` bytes. Without ``sparse``, the bytes may be uninitialised.
+    ``sparse=(likely, at_once)`` is for memory that will probably be filled only in part. The bytes are then zero, only
+    ``likely`` bytes must be free, and a file reserves disk space only for its first ``at_once`` bytes. Without
+    ``sparse``, the bytes may be uninitialised.
     """
     place = torch.device("cpu") if offload else device
     lazily = scratch_dir is None and not shared and not offload
@@ -203,7 +204,11 @@ class FileRoom:
         self._filled: dict[int, int] = {}  # start of a section -> bytes reserved in it
 
     def __call__(self, section: int, nbytes: int) -> None:
-        """Reserve ``nbytes`` bytes of the file from offset ``section`` on; raise an OSError if the disk is full."""
+        """Reserve the first ``nbytes`` bytes of the section that starts at byte ``section`` of the file.
+
+        Raises:
+            OSError: the disk is full.
+        """
         filled = self._filled.get(section, 0)
         if nbytes <= filled or not hasattr(os, "posix_fallocate"):
             return

@@ -110,7 +110,7 @@ def flat_rows(index: Any, storage: Storage | None, device: torch.device) -> torc
 
 
 def inner_dims(storage: Storage, dims: int) -> int:
-    """Return how many of a batch's ``dims`` batch dims lie within a row, such as the time dim of a trajectory."""
+    """Return how many of a batch's ``dims`` batch dims are inner dims, such as the time dim of a stored trajectory."""
     rows = stored_rows(storage) if dims > 1 else None
     return 0 if rows is None else rows.ndim - storage.ndim
 
@@ -130,7 +130,7 @@ def merge_(batch: TensorDict, info: dict[Any, Any]) -> None:
 
 
 def put_back_(batch: TensorDictBase, known: dict[Any, torch.Tensor]) -> None:
-    """Restore the ``known`` entries that a transform has removed from a batch, unless the batch size has changed."""
+    """Set the entries of ``known`` that a transform has removed from a batch, if their shapes still fit."""
     for key, value in known.items():
         if key not in batch.keys(include_nested=True) and value.shape[: batch.ndim] == batch.shape:
             batch.set(key, value)
@@ -139,7 +139,7 @@ def put_back_(batch: TensorDictBase, known: dict[Any, torch.Tensor]) -> None:
 def by_row(
     td_error: torch.Tensor, index: torch.Tensor, dims: int, storage: Storage, reduction: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return one TD error per row of a batch with ``dims`` batch dims, and the index of these rows."""
+    """Return one TD error and one index entry for each row of a batch. ``dims`` is the number of batch dims."""
     inner = inner_dims(storage, dims)
     index = first_of_row(index, dims, inner)
     if index.ndim != 1 + (storage.ndim > 1):
@@ -148,7 +148,7 @@ def by_row(
 
 
 def first_of_row(entry: torch.Tensor, dims: int, inner: int) -> torch.Tensor:
-    """Return an entry's first value in each row. Of its ``dims`` batch dims, the last ``inner`` lie within a row."""
+    """Return the first value of ``entry`` in each row. Of the ``dims`` batch dims, the last ``inner`` are inner."""
     if dims == 1:
         return entry
     if dims == 0:

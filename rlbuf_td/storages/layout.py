@@ -114,11 +114,17 @@ class RowLayout:
     def wrap(
         self, columns: Sequence[torch.Tensor], lead: torch.Size, device: torch.device, more: Mapping[str, torch.Tensor]
     ) -> TensorDict:
-        """Return a TensorDict of ``columns``, ``[*lead, ...]`` each, and of ``more``, which overrides equal keys."""
+        """Return a TensorDict of the leaves ``columns``, ``[*lead, ...]`` each, and of the root entries ``more``.
+
+        An entry of ``more`` replaces a leaf with the same key.
+        """
         return _build(self.root, columns, lead, device, more)
 
     def find(self, data: TensorDictBase) -> tuple[list[Any], bool]:
-        """Return the value of each leaf in ``data``, and whether ``data`` has other entries (except ``"index"``)."""
+        """Return the value of each leaf in ``data``, and whether ``data`` has more or fewer entries than the layout.
+
+        An entry ``"index"`` that is not in the layout is not counted.
+        """
         leaves: list[Any] = [_NO_VALUE] * len(self.leaves)
         unknown = _collect(self.root, data, leaves, reserved=self._reserved)
         return leaves, unknown
@@ -191,7 +197,10 @@ def _build(
 
 
 def _collect(node: _Node, data: Any, leaves: list[torch.Tensor], reserved: str | None = None) -> bool:
-    """Fill ``leaves`` from ``data``; return whether ``data`` has other entries (except the key ``reserved``)."""
+    """Fill ``leaves`` from ``data``; return whether ``data`` has more or fewer entries than ``node``.
+
+    The key ``reserved`` is not counted.
+    """
     if type(data) is not TensorDict:
         if not isinstance(data, TensorDictBase):
             return True

@@ -1,7 +1,8 @@
 """Measures the free memory in RAM, in shared memory, on a disk or on a CUDA device.
 
-Allocations of 1 MiB or more are compared with the free memory, except on CUDA devices. Memory limits of control groups
-(containers, job schedulers) count as limits of the machine. A limit that the system does not report is ignored.
+The size of an allocation of 1 MiB or more is first compared with the free memory. Allocations on CUDA devices are not
+checked beforehand. Memory limits of control groups (containers, job schedulers) count as limits of the machine. A limit
+that the system does not report is ignored.
 """
 
 from __future__ import annotations
@@ -124,7 +125,10 @@ def require_room(
     shared: bool = False,
     lazily: bool = False,
 ) -> None:
-    """Raise an error if less than ``nbytes`` is free. If ``lazily``, only warn if the total memory is large enough."""
+    """Raise an error if less than ``nbytes`` is free.
+
+    With ``lazily``, issue a :class:`MemoryWarning` instead, unless the total memory is less than ``nbytes`` as well.
+    """
     if nbytes < _WORTH_A_LOOK or device.type == "cuda":
         return
     room = room_for(device, scratch_dir=scratch_dir, shared=shared)

@@ -38,9 +38,9 @@ class PackedStorage(LazyTensorStorage):
         ndim: number of leading dims that index transitions: 1 for ``[T]``, 2 for ``[T, E]`` (time, lanes).
         scratch_dir: folder for a memory-mapped file of the rows (CPU only).
         shared: put the rows into shared memory (CPU only), see :meth:`ReplayBuffer.share`.
-        offload: keep the rows in page-locked RAM, which the CUDA ``device`` reads and writes over the bus, so that the
-            buffer may exceed the device's memory. The first write allocates all of the RAM. This option needs Linux,
-            and excludes ``scratch_dir``, ``shared``, ``share_next`` and ``frames``.
+        offload: keep the rows in page-locked RAM, which the CUDA ``device`` reads and writes over the bus. The buffer
+            may then exceed the device's memory. The first write allocates the RAM for all ``max_size`` rows. This
+            option needs Linux, and excludes ``scratch_dir``, ``shared``, ``share_next`` and ``frames``.
         share_next: store an observation once if the next observation of a row and the observation of the following row
             in the same lane have equal bytes. ``True`` deduplicates all keys at the root that also exist under
             ``"next"``; a list names the keys. ``"auto"`` deduplicates the keys that repeat in at least half of the
@@ -48,9 +48,9 @@ class PackedStorage(LazyTensorStorage):
             deduplicates all keys of 16 bytes or more. Keys of less than 8 bytes, done flags, rewards and trajectory ids
             are never deduplicated. Reading a column, a slice or one time step copies deduplicated keys. To edit these
             keys, use the methods of :class:`ReplayBuffer`; TorchRL's own buffers would change only the copy.
-        frames: a dict from a key to the number of frames in its stack, ``{"pixels": 4}``, or to this number and the dim
-            of the frames, ``{"pixels": (4, -1)}`` (default dim: 0). The newest frame is last. A row stores only its
-            newest frame if its other frames equal the last frames of the previous row; otherwise all frames are stored.
+        frames: a dict from a key to the number of frames in its stack, ``{"pixels": 4}``. A pair also gives the dim of
+            the frames, ``{"pixels": (4, -1)}`` (default: 0). The newest frame is last. A row stores only its newest
+            frame if its other frames equal the last frames of the previous row; otherwise all frames are stored.
         existsok: replace an existing file of rows in ``scratch_dir``; by default, an existing file is an error.
         auto_cleanup: delete the file, and its folder if empty, when the storage is deleted or the process ends.
             ``PackedStorage(n, scratch_dir=mkdtemp(), auto_cleanup=True)`` replaces TorchRL's ``LazyMemmapStorage(n)``.
@@ -66,8 +66,8 @@ class PackedStorage(LazyTensorStorage):
     Raises:
         ValueError: an argument is out of range, or two arguments exclude each other.
         SchemaError: (on writing) the data does not match the rows; nothing is written.
-        MemoryError: (on the first write) the rows exceed the total RAM, or the free memory with ``shared``,
-            ``offload`` or a CUDA device; or the system refuses to lock the RAM of ``offload``.
+        MemoryError: (on the first write) the rows exceed the total RAM. With ``shared``, ``offload`` or a CUDA device,
+            they exceed the free memory. With ``offload``, the system may also refuse to lock the RAM.
         OSError: (on the first write) the disk of ``scratch_dir`` has too little room.
 
     Warns:
@@ -240,7 +240,11 @@ class PackedStorage(LazyTensorStorage):
         return rows.at_region(index)
 
     def gather(self, flat: torch.Tensor) -> TensorDict:
-        """Return the transitions at flat indices ``t * E + e``: ``[B]`` int64 on this device, not negative."""
+        """Return the transitions at flat indices ``t * E + e``.
+
+        Args:
+            flat: ``[B]`` int64, not negative, on the device of the storage.
+        """
         return self.written_rows().at_cells(flat)
 
     @held_back
@@ -267,8 +271,8 @@ class PackedStorage(LazyTensorStorage):
                 tuple of one index per dim replaces written transitions. If an index is repeated, its last row is kept.
             data: ``[n, *lanes]`` for ``n`` time steps, ``[*lanes]`` for an ``int``; for a mask or tuple, one transition
                 per selected row. A list of TensorDicts is stacked.
-            set_cursor: whether new time steps count as written; if so, they must follow the written steps without gaps.
-                As in TorchRL, the last one is then the newest step, even inside a full ring: pass ``False`` to edit it.
+            set_cursor: ``True`` counts new time steps as written; they must follow the written steps without gaps. The
+                last index of ``cursor`` becomes the newest step, as in TorchRL. Pass ``False`` to edit a full ring.
 
         Raises:
             SchemaError: ``data`` does not match the rows; nothing has been written.

@@ -98,6 +98,6 @@ def _tensor_over(locked: _Locked, index: int) -> torch.Tensor:
 
 
 def _forget_error(index: int) -> None:
-    """Launch a kernel, which reports and clears the error of the previous call."""
+    """Clear CUDA's last error by a kernel launch, which raises the error once."""
     with suppress(RuntimeError):
         torch.ones(1, device=torch.device("cuda", index), dtype=torch.float32)

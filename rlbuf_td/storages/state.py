@@ -114,12 +114,12 @@ def load(storage: Any, state: dict[str, Any]) -> None:
 
 
 def save_cursor(storage: Any, path: str | Path) -> None:
-    """Save the newest time step, which TorchRL's checkpointer omits."""
+    """Save the index of the newest time step, which TorchRL's checkpointer omits."""
     Path(path, _CURSOR_FILE).write_text(json.dumps({"last_cursor": storage.numbers[NEWEST]}))
 
 
 def load_cursor(storage: Any, path: str | Path) -> None:
-    """Restore the newest time step; without a file of :func:`save_cursor`, set -1, which means unknown."""
+    """Restore the index of the newest time step; set -1 (unknown) if :func:`save_cursor` has saved no file."""
     file = Path(path, _CURSOR_FILE)
     last = json.loads(file.read_text())["last_cursor"] if file.exists() else -1
     storage.numbers[NEWEST] = last
@@ -179,7 +179,7 @@ def admit_state(storage: Any, state: dict[str, Any], lanes: torch.Size) -> tuple
 
 
 def restore_counters(storage: Any, state: dict[str, Any]) -> None:
-    """Restore the counters after a load; if the capacity differs, all rows count as rewritten since sampling."""
+    """Restore the counters; if the saved capacity differs, treat all rows as rewritten since sampling."""
     storage.is_reserved = state.get("reserved", False)
     clock, rows = state.get("clock"), storage.all_rows()
     if clock is not None and clock["capacity"] == rows.cells:

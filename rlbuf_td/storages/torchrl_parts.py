@@ -27,7 +27,11 @@ def columns_or_none(storage: Any) -> Any:
 
 
 def capacity_in_steps(storage: Any, **data: Any) -> int:
-    """Return the capacity along time; before the first write, ``single_data`` or ``batched_data`` gives the lanes."""
+    """Return the capacity in time steps.
+
+    Before the first write, the capacity depends on the number of lanes: pass ``single_data`` (one time step) or
+    ``batched_data`` (several time steps), which have the lanes as batch dims.
+    """
     return storage._max_size_along_dim0(**data)
 
 
@@ -65,9 +69,9 @@ def set_cursor(writer: Any, cursor: int, write_count: int | None = None) -> None
 
 
 def last_of_ring(buffer: Any) -> int | None:
-    """Return the time step that a buffer's ring writer wrote last, -1 for the last step of the storage.
+    """Return the time step that a buffer's ring writer wrote last; -1 means the last step of the storage.
 
-    Returns None without a ring writer, or before the first write.
+    Return None before the first write, or if the buffer has no ring writer.
     """
     writer = getattr(buffer, "_writer", None)
     return writer._cursor - 1 if isinstance(writer, RoundRobinWriter) and writer._write_count else None

@@ -149,8 +149,9 @@ class TrajectoryIndex:
             self._take_in(boundaries, start, count)
 
     def mark_update(self, index: Any) -> None:
-        """Record a write of time steps in the order of ``index``: an int, ``[n]``, or coordinates ``[n * E, ndim]``.
+        """Record a write of the time steps ``index``, in this order.
 
+        ``index`` is an int, ``[n]`` time steps, or the coordinates ``[n * E, ndim]`` of all rows of ``n`` time steps.
         An index of -1 stands for a skipped row. The row after a skipped row begins a new trajectory.
         """
         rows = torch.as_tensor(index, device="cpu").numpy()
@@ -166,7 +167,7 @@ class TrajectoryIndex:
                 self._take_in(boundaries, int(run[0]), len(run))
 
     def numbers(self) -> tuple[BitBoundaries, np.ndarray, Any] | None:
-        """Return the data with which compiled loops update this index, or None if they cannot update it."""
+        """Return the arrays with which compiled code updates this index, or None if only Python code can update it."""
         boundaries = self._boundaries
         if not isinstance(boundaries, BitBoundaries) or self._flags or self._columns is not columns_of(self.storage):
             return None
@@ -296,7 +297,7 @@ class TrajectoryIndex:
         self._seen[0] = _NEVER
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return a copy of the boundaries. The rows alone would not show which writes were out of order."""
+        """Return a copy of the boundaries, because the rows do not show which writes were out of order."""
         if self._boundaries is None or not len(self.storage):
             return {}
         state = {name: tensor.clone() for name, tensor in self.boundaries().tensors().items()}

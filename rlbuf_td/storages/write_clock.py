@@ -20,7 +20,7 @@ NOW, LAST, BY_ROW = range(3)
 
 
 def skip_stale(index: Any, stamp: torch.Tensor, dims: int, storage: Any) -> tuple[torch.Tensor, int | torch.Tensor]:
-    """Return the rows of a batch, with -1 for each row rewritten since sampling, and the number of rewritten rows.
+    """Return ``index`` with -1 for each row that was rewritten since sampling, and the number of these rows.
 
     ``index`` is ``[B]`` or ``[B, ndim]``. ``stamp`` is the entry ``"sampled_at"`` of a batch with ``dims`` batch dims.
     """
@@ -46,9 +46,9 @@ def skip_stale(index: Any, stamp: torch.Tensor, dims: int, storage: Any) -> tupl
 class WriteClock:
     """Counts the time steps written to a storage, and finds rows that were rewritten since they were sampled.
 
-    While a ring is written in order, the age of a row follows from its position. From the first write out of order on,
-    the clock stores the write time of each row (8 bytes per row). The count has 64 bits; differences of counts
-    stay correct after an overflow.
+    While a ring is written in order, the clock computes the write time of a row from its position. From the first write
+    out of order on, the clock stores the write time of each row (8 bytes per row). The count has 64 bits. Differences
+    of counts stay correct after an overflow.
     """
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class WriteClock:
         return stamps
 
     def stands_at(self, stamps: torch.Tensor) -> bool:
-        """Whether ``stamps`` are those of the newest batch, and nothing has been written since."""
+        """Whether ``stamps`` is the tensor that :meth:`stamp` returned last, and nothing has been written since."""
         newest, then = self._newest
         return stamps is newest and self.now == then
 

@@ -79,9 +79,13 @@ def as_tensordict(data: Any) -> TensorDictBase:
 
 
 def begin(storage: Any, start: int = 0, count: int = 0, *, cells: torch.Tensor | None = None) -> None:
-    """Announce a write before it happens: to flat indices ``cells``, or else to ``count`` time steps from ``start`` on.
+    """Prepare a write: save the rows that it replaces in the journal, if processes share the rows.
 
+    The write goes to the flat indices ``cells`` or, without ``cells``, to ``count`` time steps from ``start`` on.
     ``count=0`` means all steps of the storage.
+
+    Raises:
+        RuntimeError: this process was forked, and its parent uses the same file of rows.
     """
     rows, lanes = storage.rows, prod(storage.rows.lanes)
     if storage.shared_rows is None:

@@ -19,7 +19,7 @@ _GENERATIONS = "_slot_generations"  # attribute of the storage in which TorchRL'
 
 
 class TimeWriter(RoundRobinWriter):
-    """Abstract base of the writers that write time steps in order; position 0 follows the storage's last one."""
+    """Abstract base of the writers that write time steps in order. Position 0 follows the last position."""
 
     def __init__(self, *, track_generations: bool = False) -> None:
         self.numbers = SharedNumbers("q", [0, 0])
@@ -174,7 +174,7 @@ def without_index(data: Any) -> Any:
 
 
 def _is_one(data: Any) -> bool:
-    """Whether ``data`` supports ``len`` and slices, which pytrees of tensors do not."""
+    """Whether ``data`` can be sliced as a whole; in a pytree of tensors, each leaf is sliced."""
     return is_tensor_collection(data) or isinstance(data, torch.Tensor | list)
 
 

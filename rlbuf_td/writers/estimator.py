@@ -40,7 +40,7 @@ class RolloutEstimator:
     trajectory_key: NestedKey
 
     def estimate(self, rows: TensorDictBase, ndim: int, *, has_values: bool = True) -> Estimates:
-        """Return the estimates for the rollout ``rows``, ``[T, *lanes]``; ``ndim`` is the number of these dims.
+        """Return the estimates for the rollout ``rows``, whose first ``ndim`` dims are ``[T, *lanes]``.
 
         If ``has_values=False``, the network computes the values, and ``value_key`` in ``rows`` is ignored.
         """
@@ -60,7 +60,7 @@ class RolloutEstimator:
         return Estimates(value, advantage, target, asked + more)
 
     def dtype(self, like: Tensor, *, has_values: bool) -> torch.dtype:
-        """Return the floating dtype of estimates: that of the network if it computes values, else that of ``like``."""
+        """Return the dtype of estimates: the network's if the network computes values, else the dtype of ``like``."""
         if not has_values and self.value_network is not None:
             like = next(self.value_network.parameters(), like)
         return like.dtype if like.is_floating_point() else torch.get_default_dtype()

@@ -25,7 +25,7 @@ class QueueWriter(TimeWriter):
 
     Raises:
         queue.Full: (on writing) there is too little free space; nothing has changed.
-        ValueError: (on writing) the data is empty, or longer than the capacity; (when a buffer is made)
+        ValueError: (on writing) the data is empty, or longer than the capacity. Making a buffer raises this error if
             ``storage.ndim > 1``.
         SchemaError: (on writing) the data does not match the stored rows; nothing has changed.
 

@@ -48,11 +48,13 @@ class ReservoirWriter(Writer):
 
     Raises:
         SchemaError: (on writing) the data does not match the stored rows; nothing has changed.
-        ValueError: (on writing) the data is empty; (when a buffer is made) the sampler needs rows in time order.
+        ValueError: (on writing) the data is empty. Making a buffer raises this error if the sampler needs rows in time
+            order.
 
     Cost: to write n time steps, O(n) for the index, and a copy of the stored time steps. Of N time steps in total,
-    an expected O(T (1 + log(N / T))) are written to the storage. Random numbers are drawn only for time steps
-    that replace others, from the buffer's generator or torch's default one.
+    an expected O(T (1 + log(N / T))) are written to the storage. The writer draws random numbers when the storage
+    becomes full, and for each time step that replaces another. The numbers come from the buffer's generator or, without
+    one, from torch's default generator.
 
     Source: Vitter: Random Sampling with a Reservoir, 1985; algorithm L: Li, Reservoir-Sampling Algorithms of Time
     Complexity O(n(1 + log(N/n))), 1994. Used for average policies (NFSP, Heinrich and Silver 2016) and distillation.
@@ -86,7 +88,7 @@ class ReservoirWriter(Writer):
     def register_storage(self, storage: Storage) -> None:
         """Set the storage to write to; ValueError if the writer already has another storage.
 
-        If the write count contradicts the number of stored time steps, that number becomes the write count.
+        If the write count does not fit the stored rows, the number of stored time steps replaces the count.
         """
         if self._storage not in (None, storage):
             raise ValueError("this writer writes to the storage of another buffer: use one writer per buffer")
@@ -115,10 +117,10 @@ class ReservoirWriter(Writer):
         return Choice(filled, {slot: at for at, slot in kept}, kept, following, log_threshold)
 
     def _skip(self, steps: int, log_threshold: float, at: int) -> tuple[float, int, int]:
-        """Draw the storage position (``slot``) of time step ``at``, and the next time step to store (``following``).
+        """Return the log threshold after time step ``at``, the next time step to store, and ``at``'s position.
 
-        Returns ``(log_threshold, following, slot)``. Algorithm L gives every time step a uniform random number and
-        stores the ``steps`` time steps with the smallest numbers. The threshold is the largest of these numbers.
+        Algorithm L gives every time step a uniform random number, and stores the ``steps`` time steps with the smallest
+        numbers. The threshold is the largest of these numbers.
         """
         source = "cpu" if self._rng is None else self._rng.device
         shrink, ahead, place = torch.rand(3, dtype=torch.float64, generator=self._rng, device=source).tolist()
@@ -191,7 +193,7 @@ class ReservoirWriter(Writer):
         self.numbers.values[:] = 0, 0, 0  # even without ``empty_write_count``, because a new sample starts
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counters; the buffer saves the generator."""
+        """Return the counters. The buffer saves the random generator."""
         return dict(zip(_STATE, self.numbers, strict=True))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -14,7 +14,8 @@ class RingWriter(TimeWriter):
 
     Args:
         compilable: has no effect; accepted for compatibility with TorchRL.
-        track_generations: whether to count the writes to each position, which TorchRL's ``update_if_present`` needs.
+        track_generations: whether to count the writes to each position. TorchRL's ``ReplayBuffer.update_if_present``
+            needs these counts.
 
     Cost: proportional to the number of rows written.
 

@@ -35,9 +35,9 @@ class RolloutWriter(TimeWriter):
     **Values.** :math:`V(s_t)` is the ``state_value`` in the data; if it is missing, ``value_network`` is called once on
     all steps. The next state's value :math:`V(s'_t)` is :math:`V(s_{t+1})` within a trajectory. At truncations and at
     the rollout's end, :math:`V(s'_t)` is the ``("next", "state_value")`` in the data; if it is missing, the network
-    is called on the next observations of these steps, at most E + (number of truncations). A trajectory ends at a step
-    that is ``done``, or where the ``("collector", "traj_ids")`` change. Estimates have the dtype of the values in the
-    data or, if there are none, of the network's parameters.
+    is called on the next observations of these steps only. A trajectory ends at a step that is ``done``, or where the
+    ``("collector", "traj_ids")`` change. Estimates have the dtype of the values in the data or, if there are none, of
+    the network's parameters.
 
     Args:
         gamma: discount, in [0, 1].
@@ -50,24 +50,25 @@ class RolloutWriter(TimeWriter):
         value_key: key of the values, ``[T, *lanes, *F]``, floating point.
         advantage_key, value_target_key: keys under which the estimates are stored.
         reward_key: key of the rewards, in the values' shape.
-        done_key: key of the bool done flags, in the values' shape or one per step. Missing flags are
-            computed as ``terminated | truncated``.
+        done_key: key of the bool done flags, with the values' shape or one flag per step. Missing flags are computed as
+            ``terminated | truncated``.
         terminated_key: key of the bool terminated flags, shaped like done flags. Missing flags are computed as
-            ``done & ~truncated``, or as ``done`` without truncated flags.
-        truncated_key: key of the truncated flags, shaped like done flags; used only if done or terminated is missing.
+            ``done & ~truncated`` or, if truncated flags are missing too, as ``done``.
+        truncated_key: key of the truncated flags, shaped like done flags; used only if done or terminated flags are
+            missing.
         trajectory_key: key of integer trajectory ids, one per step, if the data has them.
 
     Attributes:
         value_rows: number of rows on which the network was called for the last rollout.
 
-    Cost: O(T * E) per rollout, and the network's calls. On CUDA, the host waits for the GPU to find trajectory ends.
+    Cost: O(T * E) per rollout, and the network's calls. On CUDA, the CPU waits for the GPU once per rollout, to find
+    where trajectories end. TorchRL's ``GAE`` by default calls its network on all observations and all next
+    observations.
 
     Raises:
         ValueError: ``gamma`` or ``lmbda`` is out of range; (on writing) the data is empty or has too many steps for
             the rollout, or values are missing and there is no network. A failed write changes nothing.
         SchemaError: (on writing) the data does not match the stored rows, or lacks an entry that the estimates need.
-
-    In contrast, TorchRL's ``GAE`` by default calls its network on all observations and all next observations.
 
     Example:
         >>> from rlbuf_td import PackedStorage, ReplayBuffer
@@ -157,7 +158,7 @@ class RolloutWriter(TimeWriter):
         return index
 
     def _write_part(self, write: Any, data: TensorDictBase, count: int, steps: int) -> Any:
-        """Write steps with NaN as estimates; if the rollout is then complete, compute the estimates of all steps."""
+        """Write steps whose estimates are NaN. If they complete the rollout, compute the estimates of all steps."""
         storage, cursor = self._storage, self._cursor
         has_values = data.get(self.value_key, None) is not None
         if cursor and has_values != self._has_values:

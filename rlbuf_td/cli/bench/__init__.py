@@ -1,11 +1,15 @@
 """Compares the speed of this package with that of other libraries: ``python -m rlbuf_td bench``.
 
 The table shows one run (``--rows 1e6``, two cores of a shared machine, one thread, batch 256, torch 2.15, torchrl
-0.14.1). Each call is timed after a learner's step. ``us`` is this package's median time in microseconds; the columns
-after it are ratios: the times of the others, divided by ours. *Mixed* is TorchRL's buffer class with this package's
-parts, *bare* is one ``torch.randint`` and one ``index_select``, and *tight* is TorchRL's ratio without learner's steps.
-Rows have 7 leaves and 167 bytes; image rows have two stacks of four 84 x 84 frames. Ratios vary by up to a factor of
-two between runs::
+0.14.1). Each call is timed after a learner's step. Rows have 7 leaves and 167 bytes; image rows have two stacks of four
+84 x 84 frames. ``us`` is this package's median time in microseconds. The columns after it hold the times of the others,
+divided by this package's time:
+
+- *Mixed*: TorchRL's buffer class with this package's storage, sampler and writer.
+- *bare*: one ``torch.randint`` and one ``index_select``.
+- *tight*: TorchRL's buffer, if calls follow each other without learner's steps.
+
+Ratios vary by up to a factor of two between runs::
 
     operation                              rows      us  TorchRL  Mixed  bare  SB3  cpprb  Flashbax  tight
     sample, uniform                   1,000,000     142      4.6    2.1   0.8  2.9    1.8       3.6    7.4
@@ -40,5 +44,6 @@ two between runs::
     PPO: extend, GAE, 4 epochs        [8, 2048]  11,752      5.9                                       5.3
 
 ``*``: TorchRL has no sampler by rank; the ratios are those of its proportional sampler. For *record a step*,
-TorchRL writes a hand-made TensorDict, because it has no recorder for Gymnasium. TorchRL's GAE has two forms.
+TorchRL writes a hand-made TensorDict, because it has no recorder for Gymnasium. TorchRL has two functions for GAE:
+``generalized_advantage_estimate`` (a loop) and ``vec_generalized_advantage_estimate``.
 """

@@ -79,7 +79,7 @@ class Contender(ABC):
         """Set the TD error of every row."""
 
     def take_turns(self, batches: Sequence[Any], errors: Sequence[Any]) -> None:
-        """Let updates cycle through many batches, so that the rows to update are not in the processor's caches."""
+        """Make updates cycle through many batches: a single batch would stay in the processor's caches."""
         self.sampled = in_turn([(batch, error) for error in errors for batch in batches])
         self.td_errors = in_turn(errors)
 
@@ -183,7 +183,7 @@ class Mixed(_TorchRLStyle):
 
 
 class BareGather(Contender):
-    """A lower bound for uniform sampling in torch: random indices, and one gather of rows of bytes."""
+    """A lower bound for uniform sampling in torch: one ``torch.randint`` and one ``index_select``."""
 
     name = "bare gather"
 

@@ -59,7 +59,7 @@ class Actor:
         self.buffer, self.steps = buffer, iter(collector)
 
     def collect(self, weights: dict[str, torch.Tensor]) -> TensorDict:
-        """Collect and write steps (flow control may delay the write); return done flags and episode returns."""
+        """Collect steps and write them to the shard; return their done flags and episode returns."""
         self.policy.load_state_dict(weights)
         data = next(self.steps)
         self.buffer.extend(data.exclude(*LEFT_OUT))

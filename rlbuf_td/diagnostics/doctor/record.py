@@ -116,7 +116,7 @@ class Record:
 
     @property
     def observed(self) -> list[Key]:
-        """Keys with equal dtype and shape at the root and under "next", except rewards, end flags and state values."""
+        """The keys of observations, which are stored at the root and under "next", with the same dtype and shape."""
         return [
             key
             for key, column in self.columns.items()
@@ -142,14 +142,14 @@ class Record:
             yield slice(start, min(start + size, self.steps))
 
     def after(self, key: Key, block: slice) -> torch.Tensor:
-        """Return a column's values one step after each step of a block; after the last step comes the first."""
+        """Return the values of ``key`` one step later than in ``block``. After the last step comes the first step."""
         column = self.columns[key]
         if block.stop < self.steps:
             return column[block.start + 1 : block.stop + 1]
         return torch.cat([column[block.start + 1 :], column[:1]])
 
     def finding(self, code: str, where: torch.Tensor | None, of: int, key: Key | None = None, **words: Any) -> Finding:
-        """Return a finding about the rows where ``where``, ``[T, E]``, is True; ``None`` stands for all rows."""
+        """Return a finding about the rows of the mask ``where``, ``[T, E]``; ``None`` stands for all rows."""
         first = [] if where is None else where.view(self.shape).nonzero()[:NAMED].tolist()
         rows = tuple(tuple(place) if len(place) > 1 else place[0] for place in first)
         count = of if where is None else int(where.sum())

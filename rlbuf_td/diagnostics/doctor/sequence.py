@@ -100,7 +100,7 @@ def _flow(record: Record) -> Flow:
 
 
 def _spread(where: torch.Tensor) -> torch.Tensor:
-    """Return up to 256 row numbers, evenly spaced among the rows where ``where``, ``[T, E]``, is True."""
+    """Return up to 256 row numbers, evenly spaced among the rows of the mask ``where``, ``[T, E]``."""
     rows = where.flatten().nonzero()[:, 0]
     return rows[torch.linspace(0, len(rows) - 1, min(len(rows), _SAMPLED), dtype=torch.float64, device="cpu").long()]
 
@@ -118,7 +118,10 @@ def _broken(record: Record, where: torch.Tensor, flow: Flow, *, mostly: bool = F
 
 
 def _found_elsewhere(record: Record, sample: torch.Tensor, mostly: bool) -> tuple[str, str] | None:
-    """Search all rows for the next observations of the rows ``sample``; return explanation and remedy, or ``None``."""
+    """Look for the next observations of the rows ``sample`` among the observations of all rows.
+
+    Return a text about where they are, and a remedy; ``None`` if they show no pattern.
+    """
     here = hashes(record, [("next", *key) for key in record.observed], sample)
     ordered, order = hashes(record, record.observed).sort()
     low, high = torch.searchsorted(ordered, here), torch.searchsorted(ordered, here, right=True)
@@ -159,7 +162,7 @@ def _found_elsewhere(record: Record, sample: torch.Tensor, mostly: bool) -> tupl
 
 
 def _shifted(record: Record, flow: Flow, done: torch.Tensor) -> Finding | None:
-    """Return a finding if done flags are one step before or after the breaks in the sequence of observations."""
+    """Return a finding if done flags are set one step too late or one step too early."""
     for step, late, before in ((1, "late", "before"), (-1, "early", "after")):
         beside = flow.apart & ~done & flow.unbroken.roll(-step, 0)
         count = int(beside.sum())
@@ -180,7 +183,10 @@ def _ids_show_ends(record: Record, flow: Flow) -> bool:
 
 
 def _is_no_chance(record: Record, flow: Flow) -> bool:
-    """Whether the ends in ``flow.unbroken`` are a fault. A few may be chance if observations often repeat."""
+    """Whether the rows ``flow.unbroken`` are a fault.
+
+    They are a fault if they make up half of all ends or more, or if observations rarely repeat.
+    """
     if 2 * int(flow.unbroken.sum()) >= int(flow.ends.sum()):
         return True
     values = hashes(record, record.main)
@@ -201,9 +207,9 @@ def _unbroken(record: Record, flow: Flow, one_step: torch.Tensor) -> Finding:
 
 
 def _jumps(record: Record, where: torch.Tensor, inside: torch.Tensor) -> tuple[float, float]:
-    """Return two median distances from observation to next observation: of the rows ``where``, and of the next rows.
+    """Return median distances from observation to next observation: of the rows ``where``, and of the following rows.
 
-    The unit is the mean distance within trajectories. Unless a median is unusually large, 0 replaces it.
+    The unit is the mean distance within trajectories. A median that is not unusually large is returned as 0.
     """
     usual, rows = _spread(inside), _spread(where)
     if not len(usual):

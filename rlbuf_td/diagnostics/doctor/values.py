@@ -66,7 +66,7 @@ def _root(key: Key) -> Key:
 
 
 def _is_one_hot(record: Record, key: Key) -> bool:
-    """Whether a column holds only zeros and ones. Its elements may be constant by chance."""
+    """Whether a column holds only zeros and ones."""
     sample = record.columns[key][:: max(1, record.steps // _SAMPLED)]
     return bool(((sample == 0) | (sample == 1)).all())
 

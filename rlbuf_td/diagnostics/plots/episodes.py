@@ -32,7 +32,8 @@ def plot_episodes(stats: EpisodeStats) -> Figure:
         stats: statistics of episodes, such as ``rb.episode_stats``.
 
     Returns:
-        A figure with a panel per metric (one for returns and lengths if both are equal), and one for end reasons.
+        A figure with a panel per metric, and a panel for end reasons. Returns and lengths share a panel if they are
+        equal.
 
     Raises:
         RuntimeError: no episode has ended.

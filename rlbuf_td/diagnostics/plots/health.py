@@ -30,7 +30,7 @@ def plot_health(rb: ReplayBuffer) -> Figure:
 
     Raises:
         RuntimeError: no batch has been sampled, or no panel has data.
-        TypeError: ``rb`` is a mixture.
+        TypeError: ``rb`` is a :class:`~rlbuf_td.ReplayBufferMixture`; plot one of its members.
 
     Cost: O(N log N).
 

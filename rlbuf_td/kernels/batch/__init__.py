@@ -26,10 +26,11 @@ class Gather:
 
     Args:
         matrix: the stored rows, ``[N, width]``, contiguous, on the CPU.
-        extents: ``[leaves, 2]`` int64: offset and size of each leaf in a row, in bytes. Some kernels need more columns.
+        extents: ``[leaves, 2]`` int64: offset and size of each leaf in a row, in bytes. The kernel of n-step
+            transitions needs two more columns.
         entries: dtype and shape per row of each tensor of a batch: the leaves, the index, and the sampler's outputs.
         count: rows per batch.
-        record: values of the ``BATCH`` fields that the other arguments do not determine, 0 by default.
+        record: further fields of the ``BATCH`` record, for example ``lanes``. Fields without a value are 0.
     """
 
     __slots__ = ("_kept", "_memory", "_set_targets", "_targets", "address", "addresses", "record", "slots")

@@ -3,12 +3,13 @@
 Most arguments are addresses, because numba converts an array argument more slowly than an integer.
 
 Args:
-    address: address of a ``BATCH`` record; in functions that write rows, of a ``RING`` record.
+    address: address of a ``RING`` record in functions that write rows, and of a ``BATCH`` record in all others.
     targets: address of an array with the addresses of the output tensors: the leaves, the index, the sampler's outputs.
-    written: number of rows that have been written.
-    now: number of time steps written so far.
+    written: number of rows that hold data.
+    now: number of time steps written so far, including overwritten ones.
     newest: position of the time step that was written last.
-    stamp: address of the values that ``now`` had when the rows were sampled; 0 if unknown.
+    stamp: address of the batch's ``"sampled_at"``: for each row, the value of ``now`` when the row was sampled. 0 if
+        the batch lacks this entry.
 """
 
 import numpy as np
@@ -84,7 +85,7 @@ def gather_batch(batch, index, targets):
 
 @kernel
 def sample_uniform(address, targets):
-    """Gather the rows whose indices the caller has written to the address ``BATCH.flat``."""
+    """Gather the drawn rows. The caller draws them, and writes their indices to the address ``BATCH.flat``."""
     batch = batch_at(address)
     index, out = carray(pointer(batch.flat), batch.count, np.int64), load(targets + 8 * batch.leaves, np.int64)
     _put_fresh(batch, batch.flat)
@@ -154,7 +155,7 @@ def sample_rank(address, targets, law, alpha, shift, step, written, beta, mode, 
 
 @inlined
 def _put_fresh(batch, place):
-    """Replace the first indices at address ``place`` by those of newly written rows; return how many."""
+    """Overwrite the first indices at address ``place`` with newly written rows; return the number of these rows."""
     if not batch.queue:
         return 0
     live, newest, now = load(batch.numbers, np.int64), load(batch.numbers + 16, np.int64), load(batch.clock, np.int64)
@@ -189,7 +190,10 @@ def _gather_drawn(batch, targets, index, now):
 
 @inlined
 def _fresh_rows(batch, index, td_error, stamp, now, newest):
-    """Return ``(stale, row, error)``: number of rows rewritten since sampling, indices (-1 for these), TD errors."""
+    """Return the number of rows rewritten since sampling, the row indices, and the TD errors.
+
+    The index of a rewritten row becomes -1. If a lane is out of range, -1 is returned as the number of rows.
+    """
     count, lanes, stale = batch.count, batch.lanes, 0
     row, error = carray(pointer(batch.flat), count, np.int64), carray(pointer(td_error), count, np.float32)
     pair = carray(pointer(index), (count, 2), np.int64)
@@ -206,7 +210,10 @@ def _fresh_rows(batch, index, td_error, stamp, now, newest):
 
 @kernel
 def update_proportional(address, index, td_error, stamp, written, now, newest, alpha, eps):
-    """Set priorities, except of rows rewritten since sampling; return ``update``'s result and the number of these."""
+    """Update the priorities of a batch, except those of rows that were rewritten since sampling.
+
+    Return the largest ``|td_error|``, or ``REFUSED`` if an argument is invalid, and the number of rewritten rows.
+    """
     batch = batch_at(address)
     stale, row, error = _fresh_rows(batch, index, td_error, stamp, now, newest)
     if stale < 0:
@@ -228,8 +235,8 @@ def write_ring(address, count, lanes_first, index):
     """Write ``count`` time steps at the cursor of a ring buffer, and return the cursor before the write.
 
     The new data is ``[lanes, count, ...]`` if ``lanes_first`` is True, else ``[count, lanes, ...]``. If the address
-    ``index`` is not 0, the index of the new rows (with lanes: pairs of time step and lane) is written there. If this
-    function does not support the write, it changes nothing and returns -1.
+    ``index`` is not 0, the indices of the new rows are written there. With lanes, an index is a pair of time step and
+    lane. If :func:`_is_usual` returns False, nothing is written and the result is -1.
     """
     ring = carray(pointer(address), 1, RING)[0]
     cursor, revision = load(ring.cursor, np.int64), load(ring.revision, np.int64)
@@ -303,7 +310,12 @@ def _entry(ring):
 
 @kernel
 def _is_usual(ring, cursor, start, kept, revision):
-    """Whether :func:`write_ring` supports this write."""
+    """Whether :func:`write_ring` supports this write.
+
+    The write must begin directly after the newest time step or fill the whole ring. Its data must lie outside the
+    ring's memory. The clock must not store the write time of each row. The weights in the sum tree must be those of the
+    current alpha.
+    """
     steps, last, lanes = ring.steps, load(ring.clock_last, np.int64), max(ring.lanes, 1)
     in_order = start == last + 1 or (start == 0 and last == steps - 1) or kept == steps
     usual = in_order and 0 <= cursor < steps and load(ring.clock_by_row, np.int64) == 0

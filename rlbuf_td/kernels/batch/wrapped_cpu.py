@@ -3,8 +3,8 @@
 Args:
     bitmap: boundaries of the stored trajectories, :attr:`rlbuf_td.kernels.episodes.BitBoundaries.bitmap`.
     address: address of a ``BATCH`` record.
-    slot: address of an array with the addresses of the output tensors: the leaves, followed by other tensors.
-    drawn: address of an array with the addresses of the drawn row indices and of the wrapped sampler's other outputs.
+    slot: address of an array with the addresses of the output tensors. The leaves come first.
+    drawn: address of an array with the addresses of the wrapped sampler's outputs. The drawn row indices come first.
     count: number of drawn rows.
 """
 
@@ -33,7 +33,8 @@ def _row(index, lanes, i):
 def n_step(bitmap, address, slot, drawn, count, n, gamma):
     """Gather ``n``-step transitions, and write the number of steps of each transition to the last output tensor.
 
-    ``BATCH.extents`` needs two more columns: each leaf's kind (``ROOT``, ``NEXT`` or ``REWARD``) and element size.
+    ``BATCH.extents`` needs two more columns: each leaf's kind and element size. A ``ROOT`` leaf is copied from the
+    drawn row, and a ``NEXT`` leaf from the last row of the transition. A ``REWARD`` leaf becomes a discounted sum.
     """
     batch, index = batch_at(address), load(drawn, np.int64)
     rows, row_bytes, lanes, last = batch.rows, batch.row_bytes, batch.lanes, batch.leaves
@@ -96,12 +97,15 @@ def hindsight(bitmap, address, slot, drawn, count, thresholds, only_finished, lo
 
 @kernel
 def windows(bitmap, address, slot, drawn, count, length, burn_in, shifts, reports, flags):
-    """Gather a window for each drawn row: ``burn_in`` rows before this row (the anchor) and ``length`` rows from it on.
+    """Gather a window of rows for each drawn row, the anchor.
 
-    With ``shifts``, a window begins earlier if its trajectory has fewer than ``length`` rows from the anchor on. The
-    output tensors are the leaves, the index, the wrapped sampler's other outputs, the mask of valid rows, the mask of
-    burn-in rows, and the anchors' indices. ``reports`` holds the bytes per row of each of the wrapped sampler's
-    outputs. ``flags`` holds the leaf numbers of ``is_init``, truncated and done, -1 for a missing leaf.
+    A window has ``burn_in`` rows before the anchor, the anchor, and ``length - 1`` rows after the anchor. Places
+    outside the trajectory repeat its first or last row. With ``shifts``, a window begins earlier if its trajectory has
+    fewer than ``length - 1`` rows after the anchor.
+
+    The output tensors are the leaves, the index, the wrapped sampler's other outputs, the mask of valid rows, the mask
+    of burn-in rows, and the anchors' indices. ``reports`` holds the bytes per row of each of the wrapped sampler's
+    other outputs. ``flags`` holds the leaf numbers of ``is_init``, truncated and done, -1 for a missing leaf.
     """
     batch, index = batch_at(address), load(drawn, np.int64)
     window, across, lanes, last = burn_in + length, bitmap[5], batch.lanes, batch.leaves

@@ -46,7 +46,7 @@ class BoundariesBase(ABC):
         """Return ``(back, ahead, over)``, each ``[B]``, for the rows with the flat indices ``cells``, ``[B]`` int64.
 
         ``back`` and ``ahead`` are the numbers of steps before and after each row in its trajectory, at most ``within``.
-        ``over`` tells whether the trajectory has ended with the step that is ``ahead`` steps after the row.
+        ``over`` is the flag *over* of the step that is ``ahead`` steps after the row.
         """
 
     @abstractmethod
@@ -108,7 +108,10 @@ class FlagBoundaries(BoundariesBase):
 
     @cached_property
     def numbers(self) -> DeviceScalars:
-        """Settings that captured CUDA graphs read: the distribution of hindsight goals and the discount factor."""
+        """Settings that captured CUDA graphs read.
+
+        They are the distribution of hindsight goals, the number of written rows, and the discount factor.
+        """
         return DeviceScalars(8, self.cut.device)
 
     def _scan(self) -> tuple[Tensor, Tensor]:

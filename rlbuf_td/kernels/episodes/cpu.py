@@ -6,7 +6,8 @@ step ``t`` is a boundary. In each higher level, bit ``w`` is set if word ``w`` o
 last level, from word ``starts[-1]`` on, bit ``t`` is set if a trajectory has ended with step ``t``.
 
 The argument ``bitmap`` is a tuple: address of ``bits``, words per lane, address of ``starts``, number of levels, number
-of time steps, number of lanes. It has no arrays, because numba's reference counting would take longer than a look-up.
+of time steps, number of lanes. The tuple holds no arrays: numba's reference counting of arrays takes longer than
+a look-up.
 """
 
 import numpy as np
@@ -42,7 +43,7 @@ def expect(bitmap, cell):
 
 @kernel
 def _descend(bitmap, lane, level, position, first):
-    """Return the first boundary among the steps that bit ``position`` of a level covers; if not ``first``, the last."""
+    """Return the first or the last boundary among the steps that bit ``position`` of a level covers."""
     while level > 0:
         level -= 1
         word = _word(bitmap, lane, _start(bitmap, level) + position)
@@ -87,7 +88,10 @@ def _previous(bitmap, lane, t):
 
 @kernel
 def _next_around(bitmap, lane, t):
-    """Return the first boundary at step ``t`` or later; if the search wraps around, add the number of time steps."""
+    """Return the first boundary at step ``t`` or later.
+
+    If there is none, return the lane's first boundary plus the number of time steps.
+    """
     following = _next(bitmap, lane, t)
     return following if following >= 0 else _next(bitmap, lane, np.int64(0)) + bitmap[4]
 

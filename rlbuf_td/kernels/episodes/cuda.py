@@ -1,7 +1,7 @@
 """Triton kernel for look-ups in :class:`rlbuf_td.kernels.episodes.FlagBoundaries`.
 
-Each program looks up one row: it reads blocks of ``cut`` flags until it finds a True flag or reaches the limit
-``within`` of the look-up.
+Each program looks up one row. In both directions, the program reads blocks of ``cut`` flags until it finds a True flag
+or has searched ``within`` steps.
 """
 
 from __future__ import annotations

@@ -11,10 +11,11 @@ _GAMMA = 6  # index of gamma in ``FlagBoundaries.numbers``; 0 to 5, and 7, hold 
 
 
 def windows(boundaries: Boundaries, rows: Tensor, n: int, lanes: int, cells: int) -> tuple[Tensor, Tensor]:
-    """Return a window of ``n`` row indices from each row on, ``[B, n]``, and ``ahead``, ``[B]``.
+    """Return windows of row indices, ``[B, n]``, and ``ahead``, ``[B]``.
 
-    After the end of the trajectory, a window repeats its last row. ``ahead`` is the number of steps after each row in
-    its trajectory, at most ``n``. ``cells`` is the number of stored rows, ``lanes`` the number of rows per time step.
+    Window ``i`` holds the row ``rows[i]`` and the next ``n - 1`` rows of its trajectory. In place of rows after the end
+    of the trajectory, the window repeats the trajectory's last row. ``ahead`` is the number of steps after each row in
+    its trajectory, at most ``n``. ``cells`` is the capacity in rows, and ``lanes`` the number of rows per time step.
     """
     ahead = boundaries.reach(rows, n)[1]
     offset = torch.arange(n, device=rows.device).minimum(ahead[:, None])

@@ -12,7 +12,10 @@ STEPS, EPISODES, WRITES = 0, 1, 2  # indices into ``counters``
 
 @compiled
 def _slot(keys, key, hint):
-    """Return the slot of the open episode ``key``, else a free slot, else -1; the search begins at slot ``hint``."""
+    """Return the slot of the open episode ``key``, or a free slot if there is none, or -1 if no slot is free.
+
+    The search begins at slot ``hint``.
+    """
     slots, free = keys.shape[0], -1
     for k in range(slots):
         slot = (hint + k) % slots  # the hint may exceed the present number of slots
@@ -46,10 +49,13 @@ def count_steps(
 
     Steps are numbered in time order, with E steps at each of T times; ``shape`` is (T, E). ``inputs`` holds the
     addresses of contiguous arrays: trajectory ids (int64, or address 0 for none), ends (one byte), M metrics, and R end
-    reasons (one byte). In these arrays, ``strides`` are the distances between time steps and between lanes. The open
-    episodes are stored in S slots: ``keys`` holds their ids, ``sums``, ``[S, M]``, their metrics, and ``touched`` the
-    number of the last write that added a step. For each lane, ``lane_slot`` holds the slot used last. ``records``,
-    ``[H, 2 + M]``, and ``ends``, ``[H, R]``, are rings of finished episodes.
+    reasons (one byte). ``strides`` holds the distance between time steps and the distance between lanes, in elements.
+    All arrays have the same strides.
+
+    The open episodes are stored in S slots. ``keys`` holds their ids, ``lengths`` their numbers of steps, and ``sums``,
+    ``[S, M]``, their metrics. ``touched`` holds the number of the last write that added a step to the episode. For each
+    lane, ``lane_slot`` holds the slot used last. ``records``, ``[H, 2 + M]``, and ``ends``, ``[H, R]``, are rings of
+    finished episodes.
     """
     steps, lanes = shape
     metrics = is_double.shape[0]

@@ -34,8 +34,8 @@ def recent_rows(
         lanes: number of lanes (rows per time step); all lanes are equally likely.
         log_decay: logarithm of the decay per time step, at most 0; with 0 all ages are equally likely.
 
-    On a GPU, ``newest``, ``span``, ``steps`` and ``log_decay`` may be 0-dim float64 tensors, which captured CUDA graphs
-    read. Returns row indices, ``[B]`` int64.
+    On a GPU, ``newest``, ``span``, ``steps`` and ``log_decay`` may be 0-dim float64 tensors. A captured CUDA graph then
+    reads their current values at each replay. Returns row indices, ``[B]`` int64.
     """
     if backend_of(uniform) == "numba":
         rows = torch.empty(uniform.shape, dtype=torch.int64, device="cpu")

@@ -1,10 +1,15 @@
 """The queue of *fresh* rows of a storage: rows that :func:`take` has not yet given to a batch.
 
 Rows are numbered in the order of writing. The queue is a list of half-open intervals of these numbers, the newest last.
-``queue`` is the address of a ``QUEUE`` record. If its field ``began`` is 0, rows have no numbers yet, and an interval
-(a, b) means the newest a rows except the newest b. The field ``count`` is the number of the next written row. A
-batch takes at most ``fresh`` fresh rows. The argument ``live`` is the number of written rows, ``newest`` the newest
-time step, and ``now`` the number of time steps written so far.
+The argument ``queue`` is the address of a ``QUEUE`` record. Fields of the record:
+
+- ``began`` is 0 in a new queue: an interval (a, b) then means the newest a rows except the newest b. The first call of
+  :func:`look` numbers the rows, and sets ``began`` to 1.
+- ``count`` is the number that the next written row will have.
+- ``fresh`` is the largest number of fresh rows in a batch.
+
+The argument ``live`` is the number of written rows, ``newest`` the position of the newest time step, and ``now`` the
+number of time steps written so far.
 """
 
 import numpy as np
@@ -47,7 +52,7 @@ def look(queue, live, newest, now):
 
 @kernel
 def take(queue, live, newest, now, most, out):
-    """Move the newest fresh rows, at most ``most``, from the queue to address ``out``; return how many were moved."""
+    """Move at most ``most`` fresh rows, the newest first, from the queue to address ``out``; return their number."""
     look(queue, live, newest, now)
     state = carray(pointer(queue), 1, QUEUE)[0]
     intervals = carray(pointer(state.intervals), (state.capacity, 2), np.int64)

@@ -35,7 +35,7 @@ def _difference(a, b):
 
 @kernel
 def skip_ring(kept, index, stamp, rows, clock, last, steps, lanes):  # see rows.skip_ring for the arguments
-    """Count the rewritten rows; unless address ``kept`` is 0, write ``index`` there, with -1 in place of these rows."""
+    """Count the rewritten rows. Copy ``index`` to ``kept`` with -1 in their place; if ``kept`` is 0, only count."""
     given, stamps = carray(pointer(index), rows, np.int64), carray(pointer(stamp), rows, np.int64)
     left = carray(pointer(kept), rows if kept else 0, np.int64)
     count = 0

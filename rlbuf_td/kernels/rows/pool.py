@@ -26,7 +26,7 @@ _CHUNK = 1 << 18  # rows whose names are read at once
 
 @dataclass(frozen=True)
 class Part:
-    """Where the bytes of one deduplicated key are in an entry, in a row and in a batch."""
+    """Where the value of one deduplicated key lies: in an entry, in an observation and in a batch."""
 
     into: int  # offset of its bytes in an entry
     inner: int  # bytes per contiguous run of the key in a row
@@ -112,14 +112,14 @@ def read_(table: Table, cells: Tensor, live: int, leaves: Sequence[Tensor | None
 def write_(
     table: Table, sources: np.ndarray, cells: Tensor | int, count: int, lanes: int, *, deferred: bool = False
 ) -> None:
-    """On the CPU, store the observations of a write as entries, and the names of the entries in the written rows.
+    """Write the observations of rows on the CPU: their bytes to entries, and the names of these entries to the rows.
 
     Args:
         table: the rows and the pools of entries.
         sources: ``[P, 2, 3]`` int64, for P deduplicated keys: address, and strides in bytes along time and along lanes.
             ``sources[:, 0]`` is for observations, ``sources[:, 1]`` for next observations.
-        cells: the indices of the written rows without repetitions, a contiguous tensor, ``[count]`` int64; or an int:
-            the first of ``count`` consecutive rows, which continue at row 0 after the last row.
+        cells: the indices of the written rows, ``[count]`` int64, contiguous, without repetitions. An int instead means
+            consecutive rows from this index on; after the last row of the table comes row 0.
         count: number of written rows.
         lanes: number of lanes if whole time steps are written, else 1.
         deferred: whether only later writes may reuse the entries that this write frees.
@@ -143,7 +143,7 @@ def grow_(table: Table, g: int, most: int) -> None:
 
 
 def rebuild_(table: Table, *, used: Sequence[int] | None = None) -> None:
-    """Free all entries to which no row refers; ``used`` holds the largest name in each group, if known."""
+    """Free all entries to which no row refers; if given, ``used`` is taken as the largest name in each group."""
     for g, (stack, counters) in enumerate(zip(table.stacks, table.counters, strict=True)):
         ids = table.ids(g)
         most = max(int(counters[1]), int(ids.max())) if used is None else used[g]

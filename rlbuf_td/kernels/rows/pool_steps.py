@@ -55,11 +55,11 @@ class _Step:
         self.stack, self.counters = table.stacks[g], table.counters[g]
 
     def near(self, steps: int) -> Tensor:
-        """Return the entry names in the rows ``steps`` time steps after these rows (if negative: before them)."""
+        """Return the entry names in the rows ``steps`` time steps later, or earlier if ``steps`` is negative."""
         return self.ids[(self.rows + steps * self.table.lanes) % len(self.ids)]
 
     def release(self) -> tuple[Tensor, Tensor]:
-        """Set the rows' names of pool entries to 0; return the old names, and a mask of those that no row uses now."""
+        """Clear the entry names in the rows; return the old names, and a mask of the names that become free."""
         names, total = self.ids[self.rows], len(self.ids) // self.table.lanes
         held = (names[:, :, None] == names[:, None, :]).tril(-1).any(2) | (names == 0)
         for d in range(1, min(self.group.reach, total - 1) + 1):

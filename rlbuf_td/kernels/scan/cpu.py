@@ -1,7 +1,8 @@
 """The CPU loops of :mod:`rlbuf_td.kernels.scan`; :func:`gae` and :func:`scan` take addresses of contiguous tensors.
 
-With one feature, GAE processes four lanes at once, because the steps of one lane depend on each other. With more
-features, the compiler vectorises over features. Unsigned indices avoid numba's check for negative indices.
+The steps of one lane must be computed one after another, but lanes are independent. With one feature, GAE therefore
+alternates between four lanes. With more features, the compiler vectorises over features. Unsigned indices avoid
+numba's check for negative indices.
 """
 
 import numpy as np

@@ -2,12 +2,13 @@
 
 Every row has a *magnitude* ``|td_error|`` (-1 if not set) and a *weight* ``(magnitude + eps) ** alpha`` (0 if not set).
 Eight weights form a block, eight blocks form a group, and eight groups form a group of the next level, up to the root.
-For each of its eight members, a group stores the member's sum, the sum of all members *before* it, and the smallest
-positive weight below it: three arrays of one cache line each. A draw reads one cache line per level.
+A group stores three numbers for each of its eight members: the sum of the member's weights, the sum of all members
+*before* it, and the smallest positive weight in the member. The eight numbers of one kind fill a cache line, and a draw
+reads one cache line per level.
 
 An update *recomputes* a parent from its children, and never adjusts it by a difference. Rounding errors therefore do
-not accumulate. In a group, ``before`` is infinite after the last member with a positive sum, so that a draw never
-returns a row of weight 0. ``tests/kernels/invariants.py`` checks all nodes.
+not accumulate. In a group, the members after the last one with a positive sum have an infinite ``before``. A draw
+therefore never returns a row of weight 0. ``tests/kernels/invariants.py`` checks all nodes.
 
 Source: Schaul et al., Prioritized Experience Replay, ICLR 2016, appendix B.2.1. Costs are for ``B`` rows out of ``N``.
 """
@@ -42,8 +43,8 @@ def update_(
     changes nothing, and the function returns :data:`REFUSED`. Other devices skip invalid elements.
 
     On the CPU, returns the largest ``|td_error|`` of this batch, or -1 if all elements are skipped. On other devices,
-    returns the largest ``|td_error|`` so far, as a 0-dim tensor. There, updates with ``counts=False`` have a maximum of
-    their own; the CPU ignores this argument.
+    returns the largest ``|td_error|`` so far, as a 0-dim tensor. Updates with ``counts=False`` keep and return a
+    maximum of their own. The CPU ignores ``counts``.
     """
     if backend_of(tree.weight) == "numba":
         numbers = int(rows), float(alpha), float(eps)
@@ -98,7 +99,7 @@ def draw(
         stratified: divide the sum of all weights into ``B`` equal segments, and draw one row in each.
         rows: the number ``N`` in the importance weight ``(N * P)^-beta`` of a row drawn with probability ``P``.
         beta: exponent of the importance weight, not negative.
-        norm: ``"buffer"`` or ``"batch"`` divides the weights by the largest one there; ``None`` does not divide them.
+        norm: divide the importance weights by the largest of the ``"buffer"`` or ``"batch"``; None: do not divide them.
 
     Returns:
         ``[B]`` int64 rows and ``[B]`` float32 importance weights; on the CPU ``None`` if no weight is positive.
@@ -118,8 +119,11 @@ def draw(
 
 
 def weigh_beside_(tree: SumTree, index: Tensor, drawn: Tensor, beta: float, weight: Tensor) -> bool:
-    """On the CPU, write the importance weights of the rows ``index`` to ``weight``; elsewhere, return False."""
-    # As Law.weigh_beside_ in samplers/priorities.py: before the call, weight[0] is that of the row drawn.
+    """On the CPU, overwrite ``weight[:len(index)]`` with the importance weights of the rows ``index``.
+
+    Before the call, ``weight[0]`` is the importance weight of the row ``drawn``. Rows of weight 0 get this importance
+    weight. On the CPU, returns True; on other devices, changes nothing and returns False.
+    """
     if backend_of(tree.weight) != "numba":
         return False
     from rlbuf_td.kernels.sum_tree import cpu

@@ -55,7 +55,7 @@ def _set_block(weight, sums, minima, block):
 
 @kernel
 def _set_group(sums, before, first, above):
-    """Recompute the sums before the members of the group that begins at ``first``; write its sum to node ``above``."""
+    """Recompute ``before`` in the group that begins at ``first``; write the sum of the group to node ``above``."""
     total = 0.0
     for k in range(BLOCK):
         before[first + uint64(k)] = total
@@ -228,7 +228,7 @@ def _importance(weight, row, smallest, beta, importance):
 
 @kernel
 def weigh_beside(tree, index, first, beta, importance):
-    """Write the importance weights of the rows ``index``; ``importance[0]`` must hold that of row ``first``."""
+    """Implement :func:`rlbuf_td.kernels.sum_tree.weigh_beside_`; ``first`` is the row ``drawn``."""
     weight, scale = _arrays(tree)[2], importance[0]
     for j in range(index.shape[0]):
         ratio = max(weight[index[j]] / weight[first], LEAST_RATIO) if weight[index[j]] > 0.0 else 1.0

@@ -68,7 +68,7 @@ def _set_groups(sums, before, minima, start, above, group, inside):
 def _repair(
     rows, first, weight, sums, before, minima, blocks, starts, BY_ROW: tl.constexpr, LEVELS: tl.constexpr
 ):  # fmt: skip
-    """Recompute one subtree in program ``p``: that with row ``rows[p]`` if ``BY_ROW``, else number ``first + p``."""
+    """In program ``p``, recompute the subtree that holds row ``rows[p]``; without ``BY_ROW``, subtree ``first + p``."""
     # Several programs may recompute the same subtree: all write the same values, and each reads after its own writes.
     subtree = first + tl.program_id(0).to(tl.int64)
     if BY_ROW:
@@ -128,7 +128,7 @@ def _draw(
     uniform, rows, beta, weight, sums, before, minima, starts, index, importance, count, step, levels,
     STRATIFIED: tl.constexpr, NORM: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Draw rows, and write their importance weights; if ``NORM`` is 1, write their weights in the tree instead."""
+    """Draw rows, and write their importance weights to ``importance``, or their tree weights if ``NORM`` is 1."""
     at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     inside = at < count
     root = tl.load(starts + levels)

@@ -1,4 +1,4 @@
-"""Rows in memory, independent of TorchRL: the interface, and rows without deduplication."""
+"""The interface of rows in memory, and rows without deduplication. Nothing here depends on TorchRL."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Rows(ABC):
         self.use(matrix)
 
     def use(self, matrix: torch.Tensor) -> None:
-        """Use ``matrix``, ``[T, *lanes, width]`` uint8 or float32, as the memory of the rows."""
+        """Make ``matrix`` the memory of the rows: ``[T, *lanes, width]`` in the dtype :attr:`RowLayout.carrier`."""
         self.matrix, self.flat = matrix, matrix.view(-1, matrix.shape[-1])
         self.shape = matrix.shape[:-1]
         self.steps = self.shape[0]
@@ -73,7 +73,7 @@ class Rows(ABC):
         return self.layout.wrap(self.leaves_at(cells), cells.shape, self.matrix.device, {})
 
     def joined_at(self, cells: torch.Tensor, last: torch.Tensor) -> TensorDict:
-        """Return the rows ``cells``, with ``"next"`` entries from the rows ``last``: flat indices, ``[B]`` each."""
+        """Return the rows at flat indices ``cells``, ``[B]``, with ``"next"`` entries of the rows ``last``, ``[B]``."""
         batch = self.at_cells(cells)
         set_entries_(batch, {"next": self.at_cells(last).get("next")})
         return batch
@@ -145,7 +145,10 @@ class Rows(ABC):
         return []
 
     def takes(self, dedup: DedupLayout | None, used: Sequence[int]) -> bool:
-        """Whether saved rows, which need ``used`` pool entries per group, can be copied without conversion."""
+        """Whether the bytes of saved rows can be copied as they are.
+
+        ``dedup`` is the layout of the saved rows, ``used`` the number of their pool entries in each group.
+        """
         return dedup is None
 
     def restore_(self, matrix: torch.Tensor, entries: Sequence[torch.Tensor]) -> None:
@@ -156,11 +159,17 @@ class Rows(ABC):
         self.rebuild(used)
 
     def room_for(self, used: Sequence[int]) -> list[torch.Tensor]:
-        """Free all pool entries; return memory for ``used`` entries per group, to be filled before :meth:`rebuild`."""
+        """Free all pool entries, and return memory for ``used`` entries of each group.
+
+        The caller fills this memory, then calls :meth:`rebuild`.
+        """
         return []
 
     def copy_steps_(self, source: Rows, ranges: Iterable[tuple[int, int]]) -> None:
-        """Copy time steps of ``source``, in ``ranges`` (first step, count), to these rows, from step 0 on."""
+        """Copy time steps of ``source`` to the first steps of these rows.
+
+        ``ranges`` selects the time steps by pairs (first step, count).
+        """
         at = 0
         for first, total in ranges:
             for count, leaves in source.chunks(first, total):
@@ -171,7 +180,10 @@ class Rows(ABC):
         """Clear all entry ids, and free all pool entries."""
 
     def rebuild(self, used: Sequence[int] | None = None) -> None:
-        """Free all pool entries to which no row refers; ``used``: how many entries each group has in use, if known."""
+        """Free all pool entries to which no row refers.
+
+        ``used`` is the number of entries of each group that have been filled, if known.
+        """
 
 
 class PlainRows(Rows):

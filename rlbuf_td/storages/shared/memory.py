@@ -52,7 +52,7 @@ class SharedNumbers:
 
     After :meth:`share_memory_`, forked processes, and spawned ones that receive this object, share the numbers; a copy
     of this object does not. ``kind`` is ``"q"`` (integers, which wrap at 2**63) or ``"d"`` (floats). No lock protects
-    the numbers. Hot paths use the array ``values``, which :meth:`share_memory_` replaces.
+    the numbers. For speed, callers may use the array ``values``. :meth:`share_memory_` replaces this array.
     """
 
     __slots__ = ("_is_shared", "_kind", "values")

@@ -30,7 +30,8 @@ class Journal:
 
     The journal saves the counters when a process takes the lock, and rows before a write replaces them. If a process
     dies before the new rows and counters are complete, :meth:`undo` restores the old rows and counters. If a process
-    dies later, the write counts as done, and :meth:`SharedRows.recover` notifies the listeners again.
+    dies later, the write counts as done, and :meth:`SharedRows.recover` reports the write again to the storage's
+    listeners, such as trajectory indices.
     """
 
     def __init__(self) -> None:
@@ -45,7 +46,10 @@ class Journal:
             raise ValueError(f"a storage can be shared by buffers with {_MOST_COUNTERS} counters at most")
 
     def keep_in(self, rows: torch.Tensor, aside: torch.Tensor, cells: torch.Tensor) -> None:
-        """Set the rows, ``[N, width]``, and memory for replaced rows (``aside``) and their flat indices (``cells``)."""
+        """Set the memory of the rows, ``[N, width]``, and of the log.
+
+        A write saves replaced rows in ``aside``, and their flat indices in ``cells``.
+        """
         self._rows, self._aside, self._cells = rows, aside, cells
 
     def entered(self) -> None:
@@ -55,7 +59,10 @@ class Journal:
             words[position] = counter.value
 
     def begin(self, start: int, count: int, live: int) -> None:
-        """Save the rows that a write of ``count`` rows from ``start`` on replaces; rows from ``live`` on are empty."""
+        """Save the rows that a write replaces: ``count`` rows from ``start`` on, and on from row 0 after the last row.
+
+        Rows from ``live`` on hold no data and are not saved.
+        """
         rows, words = self._rows, self._words
         head = min(count, len(rows) - start)
         for first, rows_here, to in ((start, head, 0), (0, count - head, head)):
@@ -119,7 +126,10 @@ class SharedRows:
             storage.adopt(find_rows(storage, layout, torch.Size(found["shape"]), saved_dedup(layout, found)))
 
     def place(self, made: Rows) -> torch.Tensor:
-        """Store a description of the rows for other processes; return shared memory for write times, ``[N]`` int64."""
+        """Describe the rows in shared memory, so that other processes can map them.
+
+        Return shared memory for the rows' write times, ``[N]`` int64.
+        """
         flat, description = made.flat, {"layout": made.layout.state(), "shape": list(made.shape)}
         if made.dedup is not None:
             description["pooled"] = made.dedup.state()
