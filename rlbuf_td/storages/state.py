@@ -165,7 +165,7 @@ def admit_state(storage: Any, state: dict[str, Any], lanes: torch.Size) -> tuple
     layout, rows = RowLayout.from_state(state["layout"]), storage.rows
     may_get_more = rows is not None and storage.is_reserved and set(rows.layout.leaves) <= set(layout.leaves)
     if rows is not None and layout != rows.layout and not may_get_more:
-        raise SchemaError("the saved rows have other keys, dtypes or shapes than this storage")
+        raise SchemaError("the saved rows have other keys, dtypes or shapes than this storage, or another alignment")
     if len(lanes) != storage.ndim - 1 or (rows is not None and lanes != rows.lanes):
         own = tuple(rows.lanes) if rows is not None else f"of a storage with ndim={storage.ndim}"
         raise ValueError(f"saved rows of lanes {tuple(lanes)} do not fit lanes {own}")

@@ -6,6 +6,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from rlbuf_td import PackedStorage, ReplayBuffer
+from rlbuf_td.checkpoint import CheckpointError
 from rlbuf_td.storages.layout import CACHE_LINE, RowLayout
 from tests.catalogue import SCHEMAS, Schema, transitions
 
@@ -20,20 +22,24 @@ def bytes_layout(nbytes: int) -> RowLayout:
     return RowLayout(TensorDict({"x": torch.zeros(1, nbytes, dtype=torch.uint8)}, [1]), lead_dims=1)
 
 
+def padded(nbytes: int) -> int:
+    return -(-nbytes // CACHE_LINE) * CACHE_LINE
+
+
 def offsets(layout: RowLayout) -> list[int]:
     rows = torch.zeros(2, layout.row_bytes, dtype=torch.uint8)
     return [column[1].data_ptr() - rows[1].data_ptr() for column in layout.columns(rows)]
 
 
 @over_schemas
-def test_leaves_lie_aligned_in_descending_item_size_without_gaps(schema: Schema):
+def test_leaves_lie_aligned_in_descending_item_size(schema: Schema):
     layout = layout_of(schema)
     end, sizes = 0, [leaf.dtype.itemsize for leaf in layout.leaves]
     assert sizes == sorted(sizes, reverse=True)
     for leaf, offset in zip(layout.leaves, offsets(layout), strict=True):
         assert offset % leaf.dtype.itemsize == layout.row_bytes % leaf.dtype.itemsize == 0, leaf
-        assert offset == end or not leaf.nbytes, leaf
-        end += leaf.nbytes
+        assert offset == (padded(end) if leaf.nbytes >= 1_024 else end) or not leaf.nbytes, leaf
+        end = offset + leaf.nbytes if leaf.nbytes else end
     assert end == layout.data_bytes <= layout.row_bytes
     assert len(layout.groups) == len({leaf.dtype for leaf in layout.leaves})
     assert sorted(slot for group in layout.groups for _, slot, _ in group.parts) == list(range(len(layout.leaves)))
@@ -77,3 +83,39 @@ def test_an_unknown_dtype_in_a_saved_layout_is_refused() -> None:
     state["leaves"]["done"] = ["float3", [1]]
     with pytest.raises(ValueError, match=r"'done' an unknown dtype 'float3'"):
         RowLayout.from_state(state)
+
+
+def images(count: int) -> TensorDict:
+    stacks = torch.arange(count * 2 * 1_030).remainder(251).to(torch.uint8).view(count, 2, 1_030)
+    done = torch.zeros(count, 1, dtype=torch.bool)
+    after = {"observation": stacks[:, 1], "reward": torch.rand(count, 1), "done": done, "terminated": done}
+    return TensorDict({"observation": stacks[:, 0], "next": after}, [count])
+
+
+def test_large_leaves_begin_at_a_cache_line() -> None:
+    layout = RowLayout(images(2), 1)
+    places = {leaf.key: offset for leaf, offset in zip(layout.leaves, offsets(layout), strict=True)}
+    assert places == layout.offsets
+    assert places[("observation",)] == 64
+    assert places[("next", "observation")] == 64 + 1_088
+    assert layout.row_bytes % CACHE_LINE == 0
+
+
+def test_rows_of_a_dump_without_alignment_are_loaded_as_they_are(tmp_path) -> None:
+    data = images(20)
+    old, new, started = (ReplayBuffer(storage=PackedStorage(20), batch_size=4) for _ in range(3))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rlbuf_td.storages.layout._LARGE", 1 << 30)
+        old.extend(data)
+    assert old.storage.layout.offsets[("observation",)] % CACHE_LINE
+    old.dumps(tmp_path)
+    new.loads(tmp_path)
+    assert new.storage.layout == old.storage.layout
+    assert (new.storage[:] == data).all()
+    new.extend(data[:5])
+    assert (new.storage[:5] == data[:5]).all()
+    started.extend(data)
+    assert started.storage.layout != old.storage.layout
+    with pytest.raises(CheckpointError, match="another alignment"):
+        started.loads(tmp_path)
+    assert (started.storage[:] == data).all()
