@@ -306,7 +306,7 @@ def loads(
 
 
 def refuse_hook(rb: Any, hook: Any) -> NoReturn:
-    """Raise a NotImplementedError, because :meth:`dumps` and :meth:`loads` do not call hooks."""
+    """Raise a NotImplementedError: :meth:`dumps` and :meth:`loads` do not support TorchRL's save and load hooks."""
     raise NotImplementedError(NO_CHECKPOINTERS)
 
 

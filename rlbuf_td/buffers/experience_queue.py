@@ -33,8 +33,9 @@ class ExperienceQueue(ReplayBuffer):
     the queue; :meth:`sample` waits until the queue has ``batch_size`` rows. A write is stored completely or not at all,
     and rows from the same thread keep their order. Several threads, and after :meth:`share` several processes, may
     use a queue. If a process dies, its unfinished write is undone, and the rows of its unfinished sample stay in the
-    queue. If a transform raises an error, the rows of the batch are lost. Waiting calls are not served in order.
-    Calls with few rows can delay a call with many rows indefinitely, so use batches and writes of similar sizes.
+    queue. If a transform raises an error in :meth:`sample`, the rows of the batch are lost. Waiting calls are not
+    served in order. Calls with few rows can delay a call with many rows indefinitely, so use batches and writes of
+    similar sizes.
 
     Args:
         timeout: longest wait in seconds; ``None`` waits forever.

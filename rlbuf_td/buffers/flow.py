@@ -35,8 +35,8 @@ class FlowControl:
     Raises:
         ValueError: an argument is out of range, or the tolerance is too small for a batch or a write.
 
-    Source: Cassirer et al., Reverb, 2021, section 3.4. TorchRL's ``RateLimitedReplayBuffer`` (not in version 0.14)
-    limits only sampling.
+    Source: Cassirer et al., Reverb, 2021, section 3.4. TorchRL's ``RateLimitedReplayBuffer`` (newer than version
+    0.14.1) limits only sampling.
     """
 
     def __init__(
@@ -97,10 +97,7 @@ class FlowControl:
             self._numbers[which] = rows
 
     def count_imported(self, rows: int) -> None:
-        """Count imported rows as written.
-
-        If fewer rows have been sampled than the target ratio asks for, set the count of sampled rows to this number.
-        """
+        """Count imported rows as written; raise the count of sampled rows until it meets the target ratio."""
         numbers = self._numbers
         numbers[_INSERTED] += rows
         surplus = (self.samples_per_insert or 0.0) * (numbers[_INSERTED] - self.min_size)
@@ -172,7 +169,7 @@ def wait_until(
     timeout: float | None,
     count_wait: Callable[[], None] | None = None,
 ) -> None:
-    """Poll ``admit`` under the lock until it returns True; raise a TimeoutError after ``timeout`` seconds."""
+    """Call ``admit``, with ``lock`` held, until it returns True; raise a TimeoutError after ``timeout`` seconds."""
     deadline = inf if timeout is None else time.monotonic() + timeout
     while True:
         with lock:
@@ -189,7 +186,7 @@ def wait_until(
 def make_flow(
     samples_per_insert: float | None, min_size: int, tolerance: float | None, prefetch: int
 ) -> FlowControl | None:
-    """Return the flow control that these arguments of a buffer ask for, if any."""
+    """Return a :class:`FlowControl`, or None if the arguments set no limit."""
     if samples_per_insert is None and tolerance is None and min_size == 0:
         return None
     if prefetch:
@@ -198,7 +195,7 @@ def make_flow(
 
 
 def count_imported(rb: Any, flow: FlowControl | None) -> None:
-    """Set the flow control of a buffer after an import; all rows of the buffer count as written."""
+    """Attach ``flow`` to a buffer of imported rows, and count these rows as written."""
     rb.flow = flow
     if flow is not None:
         flow.count_imported(len(rb))

@@ -73,7 +73,7 @@ class CapturedStep:
         return storage
 
     def _learn(self, batch: TensorDictBase, update: Callable[[TensorDictBase], None]) -> Any:
-        """Call the step; if the batch then has TD errors, call ``update``. Return the step's output."""
+        """Call the step, then ``update(batch)`` if the batch has TD errors; return the step's output."""
         if self._step is None:  # TD errors in the batch would be a stored entry
             return batch
         output = self._step(batch)
@@ -187,7 +187,7 @@ def capture(
 
     Raises:
         ValueError: an argument is out of range, or there is no batch size. The returned function raises a ValueError if
-            the buffer's generator is not on the device of the rows, or if the sampler cannot draw this batch.
+            the buffer's generator is not on the device of the rows, or if the sampler does not accept the batch size.
         TypeError: ``step`` is not callable. The returned function raises a TypeError if the storage is not a
             :class:`PackedStorage`, or if the sampler cannot be captured (a :class:`MinibatchSampler`, for example).
         RuntimeError: the returned function is called while the buffer is empty.

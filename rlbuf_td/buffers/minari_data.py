@@ -48,7 +48,8 @@ def from_minari(
         capacity: the capacity of the buffer in transitions, default: the size of the data set.
         infos: whether to store the infos of next observations, at ``("next", "info")``. If the data set also has the
             infos of resets, the infos of observations are stored at ``"info"``. All infos must be numeric.
-        reward_dtype: the dtype of rewards, default: unchanged. :class:`GymnasiumRecorder` defaults to float32 rewards.
+        reward_dtype: the dtype of rewards, default: unchanged. To mix the data with float32 rewards of a
+            :class:`GymnasiumRecorder`, pass ``torch.float32``.
         progress: whether to show a progress bar (needs tqdm); by default, only on a terminal for 1 GiB of data or more.
         **kwargs: keywords of :meth:`from_schema`: ``scratch_dir``, ``share_next``, ``sampler``, ``batch_size``, ...
 
@@ -95,7 +96,7 @@ def from_minari(
 
 
 def _fit_reward_(rows: Any, dtype: torch.dtype) -> None:
-    """Cast the rewards of an episode to ``dtype``; raise a SchemaError if the rewards have a wider dtype."""
+    """Promote the rewards of an episode to ``dtype``; raise a SchemaError if type promotion does not allow this."""
     reward = rows["next", "reward"]
     if torch.promote_types(reward.dtype, dtype) is not dtype:
         episode = int(rows[TRAJECTORY][0])
@@ -213,7 +214,7 @@ def _first_rows(storage: Storage, flat: torch.Tensor) -> torch.Tensor:
 
 
 def _together(episodes: Iterator[tuple[dict[str, Any], int]]) -> Iterator[tuple[list[dict[str, Any]], int]]:
-    """Group episodes into one list per write; yield each list and its size in bytes."""
+    """Group episodes into lists of about ``_WRITTEN_AT_ONCE`` bytes; yield each list and its size in bytes."""
     waiting: list[dict[str, Any]] = []
     total = 0
     for episode, nbytes in episodes:

@@ -216,7 +216,8 @@ class ReplayBufferMixture:
         """Return a batch in fresh memory, ``[B]``.
 
         Raises:
-            RuntimeError: there is no batch size, a needed member is empty, or its flow control admits no batch.
+            RuntimeError: there is no batch size, a member that provides rows is empty, or a member's flow control does
+                not admit its rows.
             ValueError: the batch size is not positive, or not a multiple of the members' window lengths.
             SchemaError: the batches of members differ in keys, dtypes or shapes.
         """
@@ -359,8 +360,9 @@ class ReplayBufferMixture:
         """Load a dump that :meth:`dumps` has written.
 
         Raises:
-            CheckpointError: the dump has other member names, or the dump of a member is missing or damaged. With other
-                names, nothing has changed. With a damaged dump, some members may have been loaded.
+            CheckpointError: the dump has other member names, or the dump of a member is missing or damaged. If the
+                names differ, nothing is loaded. If a member's dump is missing or damaged, other members may have been
+                loaded.
         """
         with reading(Path(path) / _FOLDER, type(self).__name__) as reader, explained(reader):
             state = decode(reader.manifest.state, reader.read)

@@ -90,7 +90,7 @@ INDICES = "index", "anchor_index"
 
 
 def with_lane(rows: TensorDictBase) -> dict[str, Tensor]:
-    """Return the index entries ``[B]`` as in buffers with ``ndim=2``: ``[B, 2]``, a time step and environment 0."""
+    """Return index entries ``[B]`` as ``[B, 2]``, (time step, lane); the lane is 0."""
     flat = {key: rows[key] for key in INDICES if key in rows.keys() and rows[key].ndim == 1}
     return {key: torch.stack((index, torch.zeros_like(index)), -1) for key, index in flat.items()}
 
@@ -133,7 +133,7 @@ def try_states(members: Mapping[str, ReplayBuffer], states: Mapping[str, Any]) -
 
 
 def settled_rows(storage: Any) -> Any:
-    """Return the rows of a storage, or None if its first write may still add keys."""
+    """Return the rows of a storage; None before the first write, even if the rows are reserved."""
     return None if getattr(storage, "is_reserved", False) else getattr(storage, "rows", None)
 
 
@@ -145,7 +145,7 @@ def kinds(data: TensorDictBase) -> dict[tuple[str, ...], Any]:
 def refuse_difference(members: dict[str, dict[tuple[str, ...], Any]], reserved: Collection[str] = ()) -> None:
     """Raise a SchemaError if a member's keys, dtypes or shapes differ from those of the first member.
 
-    Members in ``reserved`` may lack keys, because their first write can still add them.
+    Members named in ``reserved`` have not been written to; they may lack keys.
     """
     if not members:
         return

@@ -89,7 +89,7 @@ class MixturePlan:
 def is_usual(member: Any) -> bool:
     """Whether a plan supports the options of a member.
 
-    It supports no transforms, ``pin_memory``, ``prefetch``, ``device``, ``count_replays`` or ``include_info=False``.
+    Unsupported are transforms, ``pin_memory``, ``prefetch``, ``device``, ``count_replays`` and ``include_info=False``.
     """
     return member.returns_as_drawn and member.replay_count is None and member.prefetcher is None and member.include_info
 

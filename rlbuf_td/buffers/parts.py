@@ -29,7 +29,7 @@ from rlbuf_td.writers.common import next_step
 class Parts(NamedTuple):
     """The components of a buffer, and properties derived from them.
 
-    After a component has been replaced, :meth:`ReplayBuffer.connect` makes a new object.
+    When a component changes, :meth:`ReplayBuffer.connect` creates a new ``Parts``.
     """
 
     storage: Any
@@ -51,7 +51,7 @@ class Parts(NamedTuple):
     ) -> Parts:
         """Return the components of a buffer, and the properties derived from them.
 
-        ``has_units`` and ``collates`` tell whether the buffer has a ``sample_unit`` and a ``collate_fn``.
+        ``collates`` is True if the buffer has a ``collate_fn``.
         """
         wrapper = sampler if isinstance(sampler, SamplerWrapper) else None
         innermost = sampler if wrapper is None else wrapper.innermost
@@ -69,7 +69,7 @@ class Parts(NamedTuple):
         return cls(*given, is_packed, has_units, is_stamped, draws, generally, torchrl_parts.cursor_reader(writer))
 
     def draw(self, batch_size: int, gather: Callable[[torch.Tensor], Any]) -> tuple[torch.Tensor, dict[Any, Any], Any]:
-        """Draw rows; return their positions, the sampler's report and the transitions."""
+        """Draw rows; return their indices, the sampler's info dict and the transitions."""
         if self.draws == "draw_batch":  # the caller holds the buffer's lock
             return self.sampler.draw_batch(self.storage, batch_size)
         flat, info = self.sampler.draw(self.storage, batch_size)
@@ -77,9 +77,9 @@ class Parts(NamedTuple):
 
 
 def _method_to_draw(sampler: type[Sampler]) -> str:
-    """Return "draw_batch" or "draw" if the sampler has this method.
+    """Return the name of the method that draws: "draw_batch", "draw", or "" for ``sample``.
 
-    Return "" if it has neither, or if a subclass overrides only ``sample``.
+    A class that overrides only ``sample`` gets "".
     """
     for each in sampler.__mro__:
         for name in ("draw_batch", "draw"):

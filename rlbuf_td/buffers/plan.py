@@ -118,7 +118,7 @@ class Plan(Planned):
 
     @abstractmethod
     def draw(self, written: int, slot: int) -> bool:
-        """Draw from the first ``written`` rows, and fill the batch of the :class:`Blank` with this ``slot``.
+        """Fill the tensors of the :class:`Blank` at ``slot`` with a draw from the first ``written`` rows.
 
         Return False if the plan cannot be used.
         """

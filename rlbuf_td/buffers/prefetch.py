@@ -48,8 +48,8 @@ class Prefetcher:
     copied to the host asynchronously.
 
     Batches drawn ahead are dropped when the buffer is emptied or loaded, when its sampler, storage, generator or
-    transforms change, and when new epochs begin. A batch is also dropped when all rows have been rewritten since its
-    draw.
+    transforms change, and when new epochs begin. A batch is also dropped when all rows of the storage have been
+    overwritten since the draw.
     """
 
     def __init__(self, buffer: Any, device: torch.device | None, ahead: int) -> None:
@@ -77,7 +77,7 @@ class Prefetcher:
         return self.device.type == "cpu" or not is_there
 
     def refuse_other_parts(self, parts: Parts) -> None:
-        """Raise a TypeError if batches must be copied to ``device``, and these components do not support this."""
+        """Raise a TypeError if ``parts`` do not support copying batches to ``device``."""
         if self.copies_from(parts.storage) and not (parts.draws and device_of(parts.storage).type == "cpu"):
             raise TypeError(
                 "device= needs a PackedStorage on the CPU and a sampler of this package or one with draw(), got "
@@ -86,7 +86,7 @@ class Prefetcher:
             )
 
     def take(self, batch_size: int, prefetch: bool) -> Sample:
-        """Return a batch and the sampler's report; with ``prefetch``, return the oldest batch that was drawn ahead."""
+        """Return the oldest batch that was drawn ahead; without ``prefetch``, draw a new batch."""
         with self._buffer.futures_lock:
             self._drop_outdated()
             if not prefetch:
@@ -163,7 +163,7 @@ class Prefetcher:
     ) -> bool:
         """Queue a priority update if its TD errors are on ``device``; return whether the update was queued.
 
-        Then apply queued updates, oldest first: all of them if this update was not queued, else until ``ahead`` remain.
+        Then apply the oldest updates in the queue until ``ahead`` remain. If this update was not queued, apply all.
         """
         with self._buffer.futures_lock:
             is_queued = self.device is not None and index.device.type == self.device.type
@@ -189,7 +189,7 @@ class Prefetcher:
     def settle(self) -> list[Sample]:
         """Apply all queued priority updates; return the batches drawn ahead.
 
-        With ``device``, drop these batches and return none; a sampler with epochs then draws the same rows again.
+        With ``device``, drop the batches instead. If the sampler has epochs, rewind it to the first dropped batch.
         """
         self.flush()
         self._drop_outdated()

@@ -38,10 +38,12 @@ class ReplayBuffer(TensorDictReplayBuffer):
 
     Takes the keywords of TorchRL's ``TensorDictReplayBuffer``, except ``checkpointer``. Sampling is fast with a
     :class:`PackedStorage` and a sampler of this package, or another sampler with a ``draw`` method. TorchRL's slower
-    code draws in other cases, and with ``collate_fn``, ``sample_unit`` or a writer with ``track_generations=True``.
+    code is used by all other buffers, and by those with ``collate_fn``, ``sample_unit``, or a writer with
+    ``track_generations=True``.
 
     Args:
-        storage: keeps the transitions, default ``PackedStorage(1_000)``. New rows are written after existing rows.
+        storage: keeps the transitions, default ``PackedStorage(1_000)``. If the storage already holds rows, a
+            :class:`RingWriter` continues after the newest row.
         sampler: chooses the rows of a batch, default :class:`UniformSampler`.
         writer: chooses where new transitions are stored, default :class:`RingWriter`.
         priority_key: the key of TD errors in a batch, default ``"td_error"``.
@@ -52,19 +54,19 @@ class ReplayBuffer(TensorDictReplayBuffer):
             ``prefetch=k``, k batches are copied ahead asynchronously, and up to k priority updates wait in a queue.
             Saving the buffer applies the queued updates, and drops the batches copied ahead.
         prefetch: k, the number of batches that are drawn and transformed ahead. Transforms that take more than 1 ms run
-            in threads. Without transforms, ``pin_memory`` or ``device``, only TorchRL's code draws batches ahead. Equal
-            seeds give equal batches, except with random transforms in threads, or with TorchRL's samplers.
-            :meth:`empty`, a load, or a change of storage, sampler or transform drops the batches drawn ahead.
-        samples_per_insert: target ratio of sampled rows to written rows. A write that would exceed the
-            ``tolerance`` waits. For a batch, :meth:`sample` raises a RuntimeError, or waits with ``wait=True``.
+            in threads. Without transforms, ``pin_memory`` and ``device``, this argument has an effect only if TorchRL's
+            code samples. Equal seeds give equal batches, except with random transforms in threads, or with TorchRL's
+            samplers. :meth:`empty`, a load, or a change of storage, sampler or transform drops the batches drawn ahead.
+        samples_per_insert: target ratio of sampled rows to written rows. A write that would exceed ``tolerance`` waits.
+            If a batch would exceed it, :meth:`sample` raises a RuntimeError, or waits if ``wait=True``.
         min_size: number of rows that must be written before the first batch.
         tolerance: largest deviation from the target, in sampled rows; see :class:`~rlbuf_td.buffers.flow.FlowControl`.
         **kwargs: other keywords of ``TensorDictReplayBuffer``: ``batch_size``, ``transform``, ``pin_memory``,
             ``generator``, ``dim_extend``, ``sample_unit``, ``collate_fn``, ``shared``, ...
 
-    Differs from TorchRL: transforms receive the sampler's report in the batch; if they remove it, it is put back. If a
-    row has several TD errors, their magnitudes are reduced to one; TorchRL reduces the signed errors. Updating
-    priorities from a batch without TD errors raises a KeyError; TorchRL sets the default priority.
+    Differs from TorchRL: transforms receive the sampler's report in the batch; removed entries of the report are put
+    back. If a row has several TD errors, their magnitudes are reduced to one; TorchRL reduces the signed errors.
+    Updating priorities from a batch without TD errors raises a KeyError; TorchRL sets the default priority.
 
     Cost: see the storage, sampler and writer; ``python -m rlbuf_td bench`` measures whole calls.
 
@@ -180,7 +182,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
         super()._get_collate_fn(collate_fn)
 
     def connect(self, *, default_priorities: bool = False) -> Parts:
-        """Update ``parts`` after a component has changed; optionally set missing priorities to the default."""
+        """Update ``parts`` after a component has changed; with ``default_priorities``, set missing priorities."""
         self.sample_plan = self.write_plan = self._rows_without_plan = None
         transforms, has_units = getattr(self._transform, "transforms", ()), self._sample_unit is not None
         parts = Parts.of(self._storage, self._sampler, self._writer, transforms, has_units, self._has_collate_fn)
@@ -328,7 +330,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
             self.replay_count.count_(index)
 
     def transformed(self, batch: TensorDictBase, report: Iterable[NestedKey] = ()) -> TensorDictBase:
-        """Transform a batch; put back the entries with the keys ``report`` if a transform has removed them."""
+        """Transform a batch; put back entries whose keys are in ``report`` if a transform has removed them."""
         if not len(self.parts.transforms):
             return batch
         known = {key: batch.get(key) for key in report}
@@ -392,7 +394,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
         self.rows_restored()
 
     def rows_restored(self) -> None:
-        """Let a sampler wrapper read the trajectories and fresh rows of the storage after a copy or unpickling."""
+        """Connect a sampler wrapper to the restored storage, after a copy or unpickling."""
         wrapper = getattr(vars(self).get("parts"), "wrapper", None)
         if wrapper is not None and "rows" in vars(self._storage):  # else the storage calls this method later
             wrapper.watch(self._storage)

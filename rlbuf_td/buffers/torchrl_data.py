@@ -1,4 +1,4 @@
-"""Import of TorchRL's replay buffers."""
+"""Creates buffers from TorchRL's replay buffers."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def from_torchrl(
         ValueError: ``rb`` has more rows than ``capacity``, ``storage`` is given, or ``copy=False`` comes with
             ``capacity`` or ``exclude``.
         SchemaError: an entry does not consist of numbers, and is not excluded.
-        MemoryError: the rows are larger than RAM.
+        MemoryError: the rows are larger than RAM, and no ``scratch_dir`` is given.
 
     Cost: a read and a write of each row; none with ``copy=False``.
 
@@ -99,7 +99,7 @@ def from_torchrl(
 
 
 def _restore_cursor(rb: Any, storage: Any) -> None:
-    """Set the newest time step of a full TorchRL storage, because TorchRL's ``loads`` does not restore it."""
+    """Tell a full TorchRL storage which time step is the newest; TorchRL's ``loads`` does not restore this."""
     last = torchrl_parts.last_of_ring(rb) if torchrl_parts.is_full(storage) else None
     if last is not None and not isinstance(storage, PackedStorage):
         torchrl_parts.set_newest_step(storage, last % (len(storage) // lanes_of(storage).numel()))
@@ -115,7 +115,7 @@ def _steps(writer: Writer, storage: Storage) -> torch.Tensor:
 
 
 def _chosen(rows: Any, exclude: Any, trajectory_key: NestedKey | None) -> TensorDictBase:
-    """Remove the keys ``exclude``, and rename the key of episode numbers to ``("collector", "traj_ids")``."""
+    """Omit the keys in ``exclude`` from rows, and rename ``trajectory_key`` to ``("collector", "traj_ids")``."""
     if not isinstance(rows, TensorDictBase):
         raise TypeError(f"from_torchrl imports rows that are TensorDicts, this buffer holds a {type(rows).__name__}")
     keys = rows.keys(include_nested=True)

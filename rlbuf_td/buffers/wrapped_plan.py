@@ -84,7 +84,7 @@ class WrappedPlan(Planned):
 
     @abstractmethod
     def revise(self, given: tuple[Any, ...], written: int, blank: Blank) -> None:
-        """Call the wrapper's kernel, which fills ``blank`` from the drawn rows; its first arguments are ``given``."""
+        """Fill ``blank`` from the drawn rows, with the wrapper's kernel; ``given`` are the kernel's first arguments."""
 
     def update(self, batch: TensorDictBase, priority_key: NestedKey) -> int | None:
         return self.inner.update(batch, priority_key)

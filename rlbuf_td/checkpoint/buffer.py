@@ -42,7 +42,8 @@ def load_buffer(
 ) -> None:
     """Load a dump into ``rb``.
 
-    The context manager ``alone`` holds all locks of ``rb``. ``connect`` updates ``rb`` after its components changed.
+    ``alone`` is a context manager that holds all locks of ``rb``. ``connect`` updates ``rb`` after its components have
+    changed.
     """
     with reading(path, KIND) as reader:
         with explained(reader):

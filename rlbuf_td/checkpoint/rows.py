@@ -60,7 +60,7 @@ def fit(saved: int, capacity: int, live: int, cursor: int | None) -> Fit:
 
 
 def split_rows(saved: dict[str, Any]) -> list[torch.Tensor]:
-    """Remove the rows from a storage's state, and return their tensors, to be stored first in the dump."""
+    """Remove the rows from a storage's state, and return their tensors, which must be the first tensors of the dump."""
     state = saved["state"]
     if "rows" not in state:
         return []

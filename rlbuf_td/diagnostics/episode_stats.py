@@ -119,7 +119,7 @@ class EpisodeStats:
         self._sums = np.zeros((0, metrics))
 
     def forget_open(self) -> None:
-        """Drop unfinished episodes that have trajectory ids. Collectors made after a load use the same ids again."""
+        """Drop unfinished episodes that have trajectory ids, because new collectors use the same ids again."""
         self._count_pending()
         self._keys[self._keys >= 0] = _FREE
 

@@ -58,7 +58,7 @@ class Batches:
 
 
 def _handles(answers: dict[int, Answer], flat: dict[int, np.ndarray]) -> Tensor:
-    """Return the ``"index"`` of rows, ``[n, 4]`` int64; ``flat`` maps each shard to its row numbers."""
+    """Return the ``"index"``, ``[n, 4]`` int64, of the rows ``flat[shard]`` of each shard."""
     columns = [(place, answers[place].before.incarnation, rows, answers[place].stamp) for place, rows in flat.items()]
     return torch.from_numpy(np.concatenate([np.stack(np.broadcast_arrays(*each), 1) for each in columns]))
 

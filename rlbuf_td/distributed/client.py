@@ -196,14 +196,14 @@ class Client:
         return self.links.request(requests)
 
     def _pieces(self, draws: int) -> int:
-        """Return the number of pieces for an answer with ``draws`` draws; 0: do not cut the answer."""
+        """Return into how many pieces a shard cuts its answer to ``draws`` draws; 0: the answer is not cut."""
         if draws and self._rows is None:
             return 0
         row_bytes = 0 if self._rows is None else self._rows[0].row_bytes
         return pieces_of(1_000 + draws * (16 + self.spec.window_rows * (row_bytes + 8)))
 
     def _exchange(self, places: Iterable[int]) -> None:
-        """Send requests without draws, so that shards apply TD errors, store waiting rows, and report their masses."""
+        """Send requests without draws: shards apply the TD errors, store waiting rows, and return a new report."""
         self.links.receive(self._request(dict.fromkeys(places, _NO_ERRORS)))
 
     def _receive(self, draw: Draw) -> Batches | None:
@@ -268,8 +268,8 @@ class Client:
         to 1 s for a shard that does not keep up. The client changes to another shard if its own is lost or too slow.
 
         Raises:
-            SchemaError: the data does not match earlier rows of this client or of the shard. If only the shard's rows
-                differ, a later write may raise this error.
+            SchemaError: the data does not match earlier rows of this client or of the shard. For a mismatch with the
+                shard's rows, the error may come from a later write or from :meth:`synchronize`.
             ValueError: the data has no rows, has too few batch dims, or has a TD error that is NaN or infinite.
             ShardLost: a shard is lost and ``on_loss="raise"``, or all shards are lost.
         """

@@ -124,7 +124,7 @@ class Links:
         }
 
     def receive(self, calls: Mapping[int, Any]) -> dict[int, Answer]:
-        """Wait for the answers to :meth:`request`; return them, and store their reports."""
+        """Wait for the answers to :meth:`request`; store the report in each answer, and return the answers."""
         answers = {place: join(answer) for place, answer in self.finish(calls).items()}
         for place, answer in answers.items():
             self.hear(place, answer.after)
@@ -143,14 +143,14 @@ class Links:
         return self.reports(self.start(method, dict.fromkeys(self.live if places is None else places, ())), patience)
 
     def write(self, place: int, writer: int, layout: bytes, rows: np.ndarray, lead: torch.Size) -> bool:
-        """Send rows to a shard; return False if the shard is too slow. Errors of earlier writes are raised here."""
+        """Send rows to a shard; return False if too many writes are unconfirmed. Raises errors of earlier writes."""
         flight = self._flights[place]
         self.collect(place, 0.0)
         flight.append((self.handles[place].write.remote(writer, layout, rows, lead), lead.numel()))
         return len(flight) < _IN_FLIGHT or self.collect(place, _SLOW)
 
     def collect(self, place: int, timeout: float, until: int = _IN_FLIGHT - 1) -> bool:
-        """Wait until a shard has confirmed all but ``until`` writes; return False after ``timeout`` seconds."""
+        """Wait until at most ``until`` writes to a shard are unconfirmed; return False after ``timeout`` seconds."""
         flight, deadline = self._flights[place], time.monotonic() + timeout
         while flight:
             wanted = timeout > 0 and len(flight) > until

@@ -48,7 +48,7 @@ def end_trajectories(storage: PackedStorage) -> None:
 
 
 def load_segments(buffer: ReplayBuffer, segments: Sequence[Segment]) -> None:
-    """Fill a new buffer with the rows and priorities of ``segments``. No trajectory continues in the next segment."""
+    """Fill a new buffer with the rows and priorities of ``segments``. Each segment begins new trajectories."""
     if len(segments) == 1 and segments[0][1:] == (0, None):
         return buffer.loads(segments[0][0], progress=False)
     for folder, first, count in segments:

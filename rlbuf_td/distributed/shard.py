@@ -78,11 +78,11 @@ class Answer(NamedTuple):
 class Shard:
     """A buffer in a separate process.
 
-    Rows that clients send usually wait until the next draw is done, because they would change the mass (see
-    :class:`Report`) that clients know. After a draw, the shard applies TD errors, stores the waiting rows, and reports
-    the new mass. Rows do not wait if the shard is empty, if it got no request for 10 s, or if the waiting rows would
-    fill more than a quarter of its capacity. A restarted shard loads the dump in the folder ``dump``, if that folder
-    exists.
+    Clients draw with the mass in the shard's last :class:`Report`. New rows would change this mass, and therefore
+    usually wait until the next draw is done. After a draw, the shard applies TD errors, stores the waiting rows, and
+    reports the new mass. Rows do not wait if the shard is empty, if it got no request for 10 s, or if the waiting rows
+    would fill more than a quarter of its capacity. A restarted shard loads the dump in the folder ``dump``, if that
+    folder exists.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class Shard:
         return os.getpid()
 
     def answer(self, request: bytes, pieces: int) -> Any:
-        """Unpickle a request, call :meth:`draw`, and return the answer, cut by :func:`cut`."""
+        """Answer a pickled request; :func:`cut` pickles the answer and cuts it into ``pieces`` parts."""
         # Ray sends one bytes object faster than a Request.
         return cut(self.draw(pickle.loads(request)), pieces)
 
@@ -175,7 +175,7 @@ class Shard:
         return self.report()
 
     def _drawn_at(self, fractions: np.ndarray, known: int) -> Drawn:
-        """Draw a row for each of :attr:`Request.fractions`; ``known`` is :attr:`Request.layout`."""
+        """Draw a row for each fraction; ``known`` is the checksum of the row layout that the client knows."""
         rows, where = len(self.storage), torch.from_numpy(fractions.copy())
         if self._prioritized is None:
             flat, weight = (where * rows).to(torch.int64), torch.ones_like(where)
@@ -192,7 +192,8 @@ class Shard:
     def _packed(self, flat: torch.Tensor) -> tuple[np.ndarray | None, np.ndarray, RowLayout]:
         """Pack the drawn rows or, with a sequence sampler, their sequences.
 
-        Returns the row numbers of all rows in sequences (``None`` without sequences), the packed rows and their layout.
+        Returns the row number of each row of the sequences (``None`` for single rows), the packed rows, and their
+        layout.
         """
         if self._wrapper is None:
             stored = self.storage.written_rows()

@@ -43,10 +43,10 @@ class ShardedReplayBuffer(Client):
 
     Rows are drawn from all shards as from one large buffer: ``P(i) = p_i^alpha / sum_j p_j^alpha``. Importance weights
     use ``P(i)`` and the number of rows in all shards. With one learner, the probabilities are exact even while
-    collectors write, because a shard stores received rows only after its next draw. It stores them at once if they fill
-    more than a quarter of its capacity, or if it got no request for 10 s. In these cases, and with several learners,
-    priorities may have changed since the shard's last report to a learner. The importance weights correct for this, and
-    :meth:`health` counts the affected rows as ``drifted``. Each client has its own ``beta``.
+    collectors write, because a shard usually stores new rows after its next draw. A shard stores new rows at once if
+    they would fill more than a quarter of its capacity, or if it got no request for 10 s. In these cases, and with
+    several learners, priorities may have changed since the shard's last report to a learner. The importance weights
+    correct for this, and :meth:`health` counts the affected rows as ``drifted``. Each client has its own ``beta``.
 
     A client writes all its rows to one shard, because n-step returns, sequences and hindsight goals need whole
     trajectories in a shard. If two clients write to the same shard, a write by one client ends the open trajectories
@@ -66,8 +66,9 @@ class ShardedReplayBuffer(Client):
         batch_size: number of rows in a batch; default: the batch size of the buffers.
         samples_per_insert: number of rows sampled per row written. Batches and writes wait to keep this ratio.
         min_size: number of rows that must have been written before the first batch.
-        tolerance: allowed deviation from this ratio, in sampled rows, see :class:`~rlbuf_td.buffers.flow.FlowControl`;
-            ``None``: just enough for the largest batch and the largest write so far.
+        tolerance: allowed deviation from ``samples_per_insert``, in sampled rows; see
+            :class:`~rlbuf_td.buffers.flow.FlowControl`. ``None`` chooses a tolerance that is just enough for the
+            largest batch and the largest write so far.
         prefetch: k, the number of batches that one request draws. A TD error takes effect after k to 2k batches. Ray's
             time per batch is divided by k. With 0, a request draws one batch, and is sent when the batch is needed.
         dump_dir: default folder of :meth:`dumps`. A restarted shard loads its rows from this folder.
@@ -162,8 +163,9 @@ class ShardedReplayBuffer(Client):
             ``"shards"``: a list of one dict per shard, with ``alive`` and ``lost_rows``; the dict of a live shard also
             has ``rows`` (stored), ``waiting`` (rows received but not yet stored), ``mass`` (the sum of ``p^alpha``),
             ``inserts`` (rows received), ``stale_updates`` (skipped TD errors), ``drifted`` and ``requests``.
-            ``"lost_shards"``: how often this object has lost a shard. ``"retries"``: number of repeated draws.
-            ``"stale_updates"``: number of all skipped TD errors. ``"flow"``: counters of flow control, if it is used.
+            ``"lost_shards"``: how often this object has lost a shard. ``"retries"``: how often a draw was repeated
+            because a shard had been lost or emptied. ``"stale_updates"``: number of all skipped TD errors. ``"flow"``:
+            counters of flow control, if it is used.
         """
         reports = self.links.ask("report")
         shards = []

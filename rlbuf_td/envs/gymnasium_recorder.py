@@ -66,7 +66,9 @@ class GymnasiumRecorder:
         RuntimeError: ``trajectory_key`` is ``None``, and the newest stored step has ``done=False`` in a lane. The
             next episode would seem to continue this step.
 
-    Cost: about 0.3 ms per step of 16 environments, after a learner's step (``python -m rlbuf_td bench --only record``).
+    Cost: about 0.3 ms per step of 16 environments in a training loop, without the time of the environments
+    (``python -m rlbuf_td bench --only record``).
+
     TorchRL has no recorder for Gymnasium environments; its collectors step TorchRL environments.
 
     Example:
@@ -123,10 +125,7 @@ class GymnasiumRecorder:
         self._refuse_open_end()
 
     def _fitted(self, schema: TensorDict) -> TensorDict:
-        """Reserve the buffer's rows for ``schema``. If they are reserved already, check that they match it.
-
-        Return the schema ``[E]``, with the trajectory key and the buffer's reward dtype.
-        """
+        """Reserve the buffer's rows, or check that reserved rows match ``schema``; return the completed schema."""
         if self._trajectory_key is not None:
             schema.set(self._trajectory_key, torch.empty(schema.shape, dtype=torch.int64, device="meta"))
         storage = self.buffer.storage
@@ -294,7 +293,7 @@ class GymnasiumRecorder:
                 fill_(columns[key], value, key)
 
     def _fill_after(self, result: Any, info: Mapping[str, Any], lanes: np.ndarray | None) -> np.ndarray:
-        """Copy the results of a step to the columns. Return a mask of the lanes whose episode has ended, ``[E]``."""
+        """Copy the results of a step to the queues; return a mask of the lanes whose episode has ended, ``[E]``."""
         obs, reward, terminated, truncated, _ = result
         for flag, value, name in zip(self._flags, (reward, terminated, truncated), _GIVEN, strict=True):
             fill_(flag, value, name)

@@ -118,7 +118,7 @@ def _stacked(values: np.ndarray) -> np.ndarray:
 
 
 def _converted(value: Any, dtype: np.dtype) -> np.ndarray:
-    """Return an array, cast to a ``dtype`` of another kind only if all numbers stay equal, as from 1.0 to True."""
+    """Convert to an array; cast between bools, ints and floats only if no number changes, as from 1.0 to True."""
     array = to_array(value)
     if array.dtype.kind not in "biuf" or np.can_cast(array.dtype, dtype, "same_kind"):
         return array

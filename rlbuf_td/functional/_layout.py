@@ -32,8 +32,8 @@ class TimeLayout:
         """Check the inputs; return their layout, and each input as a detached ``[L, T, F]`` tensor.
 
         L is the product of the dims before time, F that of the dims after time. ``others`` are reward, done and
-        terminated; if terminated is None, it equals done. Returned tensors have the ``compute_dtype``, except for the
-        bool flags.
+        terminated; if terminated is None, done replaces it. Returned tensors have the ``compute_dtype``, except for
+        the bool flags.
         """
         reward, done, terminated = others
         inputs = values | {"reward": reward, "done": done, "terminated": done if terminated is None else terminated}

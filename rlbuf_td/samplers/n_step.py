@@ -46,8 +46,8 @@ class NStepSampler(SamplerWrapper):
     sampler, the TD error of an n-step transition updates the priority of the drawn row.
 
     Args:
-        sampler: draws the rows: a sampler of rows, or a :class:`HindsightSampler`. With hindsight, all rewards of a sum
-            are for the same goal, and the sum also stops where ``terminated_fn`` returns True.
+        sampler: draws the rows, for example a :class:`UniformSampler` or a :class:`HindsightSampler`. With hindsight,
+            all rewards of a sum are for the same goal, and the sum also stops where ``terminated_fn`` returns True.
         n_steps: n, the largest number of rewards in a sum, at least 1; may be set at any time.
         gamma: the discount factor, 0 to 1; may be set at any time.
         reward_key: the key of the reward, which must be in ``"next"`` and have a floating dtype.

@@ -50,8 +50,8 @@ class Law(ABC):
     def weigh_beside_(self, flat: Tensor, drawn: Tensor, weight: Tensor) -> None:
         """Overwrite ``weight[:len(flat)]`` with the importance weights of the rows ``flat``.
 
-        Before the call, ``weight[0]`` is the importance weight of ``drawn``, ``[1]``, a batch's first drawn row. In
-        ``flat``, rows of probability 0 get the weight of ``drawn``.
+        The new weights are computed from ``weight[0]``, which must be the importance weight of the row ``drawn``,
+        ``[1]``. Rows of probability 0 also get this weight.
         """
         probability = self.probability(torch.cat((flat, drawn)))
         ratio = (probability[:-1] / probability[-1]).clamp(min=LEAST_RATIO)
@@ -78,7 +78,8 @@ class Law(ABC):
     def prepare_graph(self, rows: int) -> tuple[Tensor | None, Any]:
         """Copy settings to device memory, where CUDA graphs read them.
 
-        Returns the largest magnitude (None on the CPU), and the settings that a graph does not read from there.
+        Returns the largest magnitude (None on the CPU), and the settings that are not copied. If one of these settings
+        changes, a new graph must be captured.
         """
 
 
@@ -142,7 +143,7 @@ class Priorities:
     def assign(self, index: Any, priority: Any, rows: int | None, storage: Storage | None, *, counts: bool) -> None:
         """Set the priorities of the rows ``index`` from the TD errors ``priority``.
 
-        Row numbers must be below ``rows`` (None: the capacity). If ``counts`` is True, TD errors can increase
+        Row numbers must be below ``rows`` (None: the capacity). ``counts`` says whether these TD errors can increase
         :attr:`largest`.
         """
         if storage is not None:

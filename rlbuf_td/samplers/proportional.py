@@ -92,7 +92,8 @@ class ProportionalSampler(Prioritized):
         reduction: how to combine several TD errors of a row: ``"max"``, ``"min"``, ``"mean"`` or ``"median"``.
         device: the device of the rows, on which priorities are always stored.
         max_priority_within_buffer: whether new rows get the largest ``|td_error|`` now stored instead of the largest
-            ever seen. A write then takes O(N) to find the largest; on the CPU, only if the largest has changed.
+            ever seen. A write then searches all rows for the largest. On the CPU, a write searches only if the
+            largest has changed.
         min_priority: the smallest ``|td_error|`` of any row, at least 0. Smaller magnitudes count as ``min_priority``.
 
     ``alpha`` and ``beta`` may be set at any time, also by TorchRL's ``ParameterScheduler``. The sign of a TD error does
@@ -102,8 +103,8 @@ class ProportionalSampler(Prioritized):
     loss. The expected gradient of LAP equals that of the PAL loss with uniform draws.
 
     Raises:
-        ValueError: an argument is out of range, another buffer uses the sampler, or the rows are not on ``device``;
-            (when updating on the CPU) a TD error is NaN or infinite; no priority changes.
+        ValueError: an argument is out of range, another buffer uses the sampler, or the rows are not on ``device``.
+            Updates on the CPU also raise a ValueError if a TD error is NaN or infinite, and then change no priority.
         RuntimeError: (when sampling) the buffer is empty, or (on the CPU) no row has a positive priority.
         MemoryError: the priorities do not fit into memory.
 

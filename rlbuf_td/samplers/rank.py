@@ -86,7 +86,7 @@ class RankSampler(Prioritized):
     TD errors may have either sign: the sampler stores ``|td_error|`` as float32. A new row gets the largest
     ``|td_error|`` seen so far, or 1.0 before the first TD error.
 
-    Raises: the errors of :class:`ProportionalSampler`, but a TD error of 0 does not exclude a row from draws.
+    Raises: the errors of :class:`ProportionalSampler`. Rows with a TD error of 0 can be drawn, too.
 
     Cost: O(B log N) to draw; O(B (128 + log N)) to update, plus O(N) at most once per N / 3 updated rows; O(1) to
     change alpha; 15 to 27 bytes per row. On a GPU: O(B) to draw and 20 bytes per row; the first draw after a write, or

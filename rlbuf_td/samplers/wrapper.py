@@ -153,7 +153,7 @@ class SamplerWrapper(StatefulSampler, GraphCapturable, PrioritizedSampler):
         return getattr(self.sampler, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute of the outermost sampler whose class defines ``name``; this may be a wrapped sampler."""
+        """Set an attribute of this wrapper, or of a wrapped sampler if only its class defines ``name``."""
         part: Any = self
         while part is not None and not hasattr(type(part), name):
             part = part.__dict__.get("sampler")

@@ -148,7 +148,7 @@ def by_row(
 
 
 def first_of_row(entry: torch.Tensor, dims: int, inner: int) -> torch.Tensor:
-    """Return the first value of ``entry`` in each row. Of the ``dims`` batch dims, the last ``inner`` are inner."""
+    """Return the first value of ``entry`` in each row; the last ``inner`` of the ``dims`` batch dims are inner dims."""
     if dims == 1:
         return entry
     if dims == 0:

@@ -79,7 +79,7 @@ def ram() -> Room:
 
 
 def shared_memory() -> Room:
-    """Return the free and total shared memory, which RAM and a file system both limit."""
+    """Return the free and total shared memory: for each, the smaller value of RAM and ``/dev/shm``."""
     both = ram(), _file_system(_SHARED, "")
     free = min((room.free for room in both if room.free is not None), default=None)
     return Room("shared memory", free, min((room.total for room in both if room.total is not None), default=None))
@@ -109,7 +109,7 @@ def cuda(device: torch.device) -> Room:
 
 
 class Purpose(NamedTuple):
-    """How warnings and errors describe an allocation."""
+    """The texts of warnings and errors about an allocation."""
 
     what: str = "The rows take"  # the beginning of messages: "1,000 rows of 8 bytes take"
     remedy: str = ""

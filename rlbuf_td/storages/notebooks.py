@@ -1,4 +1,4 @@
-"""References to notebooks, for the ends of error messages."""
+"""Endings of error messages; each points to a notebook."""
 
 PRIORITIES = " (see notebooks/2_prioritized_replay.ipynb)"
 ROLLOUTS = " (see notebooks/3_rollouts_and_ppo.ipynb)"

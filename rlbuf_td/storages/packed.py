@@ -66,8 +66,8 @@ class PackedStorage(LazyTensorStorage):
     Raises:
         ValueError: an argument is out of range, or two arguments exclude each other.
         SchemaError: (on writing) the data does not match the rows; nothing is written.
-        MemoryError: (on the first write) the rows exceed the total RAM. With ``shared``, ``offload`` or a CUDA device,
-            they exceed the free memory. With ``offload``, the system may also refuse to lock the RAM.
+        MemoryError: (on the first write) the rows need more than the total RAM, or, with ``shared``, ``offload`` or a
+            CUDA device, more than the free memory. With ``offload``, the system may also refuse to lock the RAM.
         OSError: (on the first write) the disk of ``scratch_dir`` has too little room.
 
     Warns:
@@ -271,8 +271,9 @@ class PackedStorage(LazyTensorStorage):
                 tuple of one index per dim replaces written transitions. If an index is repeated, its last row is kept.
             data: ``[n, *lanes]`` for ``n`` time steps, ``[*lanes]`` for an ``int``; for a mask or tuple, one transition
                 per selected row. A list of TensorDicts is stacked.
-            set_cursor: ``True`` counts new time steps as written; they must follow the written steps without gaps. The
-                last index of ``cursor`` becomes the newest step, as in TorchRL. Pass ``False`` to edit a full ring.
+            set_cursor: if ``True``, new time steps count as written, and the last index of ``cursor`` becomes the
+                newest step, as in TorchRL. New steps must follow the written steps without gaps. Pass ``False`` to
+                edit stored steps: the newest step then stays the same.
 
         Raises:
             SchemaError: ``data`` does not match the rows; nothing has been written.
@@ -323,7 +324,7 @@ class PackedStorage(LazyTensorStorage):
     release = allocate.release
 
     def _max_size_along_dim0(self, *, single_data: Any = None, batched_data: Any = None) -> int:
-        """Return the capacity in time steps; before the first write, the lanes of the data determine it."""
+        """Return the capacity in time steps; before the first write, the argument gives the number of lanes."""
         if self.rows is not None:
             return self.rows.steps
         if self.ndim == 1:

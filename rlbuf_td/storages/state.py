@@ -32,7 +32,7 @@ _NOT_COPIED = frozenset((*_COUNTERS, "rows", "live", "_storage", "_total_shape_v
 
 
 def pickled(storage: Any) -> dict[str, Any]:
-    """Return the state to pickle: for a copy, the content; for a spawned process, the shared memory."""
+    """Return the state to pickle: shared memory for a spawned process, otherwise a copy of the rows."""
     if get_spawning_popen() is not None:
         storage.share_memory_()
         return vars(storage) | {"_rng": None, "_storage": None, "live": None, "rows": None, "lock": None}
@@ -179,7 +179,7 @@ def admit_state(storage: Any, state: dict[str, Any], lanes: torch.Size) -> tuple
 
 
 def restore_counters(storage: Any, state: dict[str, Any]) -> None:
-    """Restore the counters; if the saved capacity differs, treat all rows as rewritten since sampling."""
+    """Restore the counters. If the saved capacity differs, batches sampled earlier do not update priorities."""
     storage.is_reserved = state.get("reserved", False)
     clock, rows = state.get("clock"), storage.all_rows()
     if clock is not None and clock["capacity"] == rows.cells:
@@ -211,7 +211,7 @@ def describe(storage: Any) -> str:
 
 
 def refuse_foreign(dedup: DedupLayout, matrix: torch.Tensor, entries: Sequence[Any]) -> None:
-    """Raise a SchemaError if saved rows refer to missing pool entries, or entries have the wrong size."""
+    """Raise a SchemaError if the saved rows do not match their deduplicated observations, ``entries``."""
     names = matrix.reshape(-1, matrix.shape[-1]).view(torch.uint8)
     groups = dedup.groups
     fits = len(entries) == len(groups) and names.shape[1] == dedup.stored.row_bytes

@@ -29,8 +29,8 @@ def columns_or_none(storage: Any) -> Any:
 def capacity_in_steps(storage: Any, **data: Any) -> int:
     """Return the capacity in time steps.
 
-    Before the first write, the capacity depends on the number of lanes: pass ``single_data`` (one time step) or
-    ``batched_data`` (several time steps), which have the lanes as batch dims.
+    Before the first write, the capacity depends on the number of lanes in the data. Pass the data as ``single_data`` if
+    it is one time step, and as ``batched_data`` if it has several.
     """
     return storage._max_size_along_dim0(**data)
 

@@ -309,7 +309,7 @@ class TrajectoryIndex:
             self.boundaries().head.fill_(-1)
 
     def mark_load(self) -> None:
-        """After a load, end unfinished trajectories that have ids, because a new collector numbers from 0 again."""
+        """After a load, end unfinished trajectories that have ids, because new collectors reuse the ids."""
         with suppress(KeyError, TypeError, RuntimeError):  # the next look-up raises the error
             self._bind()
             knows_newest = not hasattr(self.storage, "clock") or newest_step_of(self.storage) is not None

@@ -44,7 +44,7 @@ def as_index(index: Any) -> torch.Tensor:
 
 
 def _as_steps(cursor: Any, total: int, live: int, append: bool) -> np.ndarray:
-    """Convert a cursor to int64 steps below ``total``. If ``append``, refuse gaps after the ``live`` written steps."""
+    """Convert a cursor to int64 time steps. If ``append``, refuse a write that leaves unwritten steps before it."""
     if isinstance(cursor, slice):
         cursor = range(*cursor.indices(total if append else live))
     if isinstance(cursor, torch.Tensor):
@@ -79,7 +79,7 @@ def as_tensordict(data: Any) -> TensorDictBase:
 
 
 def begin(storage: Any, start: int = 0, count: int = 0, *, cells: torch.Tensor | None = None) -> None:
-    """Prepare a write: save the rows that it replaces in the journal, if processes share the rows.
+    """Prepare a write: if processes share the rows, the journal saves the old rows.
 
     The write goes to the flat indices ``cells`` or, without ``cells``, to ``count`` time steps from ``start`` on.
     ``count=0`` means all steps of the storage.

@@ -48,8 +48,7 @@ class ReservoirWriter(Writer):
 
     Raises:
         SchemaError: (on writing) the data does not match the stored rows; nothing has changed.
-        ValueError: (on writing) the data is empty. Making a buffer raises this error if the sampler needs rows in time
-            order.
+        ValueError: (on writing) the data is empty; (on making a buffer) the sampler needs rows in time order.
 
     Cost: to write n time steps, O(n) for the index, and a copy of the stored time steps. Of N time steps in total,
     an expected O(T (1 + log(N / T))) are written to the storage. The writer draws random numbers when the storage
@@ -88,7 +87,7 @@ class ReservoirWriter(Writer):
     def register_storage(self, storage: Storage) -> None:
         """Set the storage to write to; ValueError if the writer already has another storage.
 
-        If the write count does not fit the stored rows, the number of stored time steps replaces the count.
+        If the write count contradicts the number of stored time steps, the count is set to this number.
         """
         if self._storage not in (None, storage):
             raise ValueError("this writer writes to the storage of another buffer: use one writer per buffer")
@@ -117,10 +116,10 @@ class ReservoirWriter(Writer):
         return Choice(filled, {slot: at for at, slot in kept}, kept, following, log_threshold)
 
     def _skip(self, steps: int, log_threshold: float, at: int) -> tuple[float, int, int]:
-        """Return the log threshold after time step ``at``, the next time step to store, and ``at``'s position.
+        """Return a new log threshold, the next time step to store after ``at``, and a random position for ``at``.
 
         Algorithm L gives every time step a uniform random number, and stores the ``steps`` time steps with the smallest
-        numbers. The threshold is the largest of these numbers.
+        numbers. The threshold is the largest number of a stored time step.
         """
         source = "cpu" if self._rng is None else self._rng.device
         shrink, ahead, place = torch.rand(3, dtype=torch.float64, generator=self._rng, device=source).tolist()

@@ -158,7 +158,7 @@ class RolloutWriter(TimeWriter):
         return index
 
     def _write_part(self, write: Any, data: TensorDictBase, count: int, steps: int) -> Any:
-        """Write steps whose estimates are NaN. If they complete the rollout, compute the estimates of all steps."""
+        """Write steps with NaN as their estimates. If they complete the rollout, compute the estimates of all steps."""
         storage, cursor = self._storage, self._cursor
         has_values = data.get(self.value_key, None) is not None
         if cursor and has_values != self._has_values:

@@ -110,7 +110,7 @@ class Cpprb(Contender):
 
 
 class Flashbax(Contender):
-    """Flashbax: uniform and prioritized item buffers, compiled by JAX; writes reuse the memory of the buffer."""
+    """Flashbax: uniform and prioritized item buffers, jitted by JAX; writes update the donated state in place."""
 
     name = "Flashbax"
 

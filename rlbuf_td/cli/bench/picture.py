@@ -39,7 +39,7 @@ _LINE, _HEAD, _SIZE = 0.145, 0.26, 6.5  # inches per line and per heading, point
 
 
 def draw(timings: Sequence[Timing], batch: int) -> Figure:
-    """Return a figure: one line per operation, one mark per library. For small rows, only the largest size is shown."""
+    """Return a figure: one line per operation, one mark per library. For small rows, it shows the largest buffer."""
     groups = _groups(timings)
     if not groups:
         raise ValueError("there is nothing to plot: no operation has been timed")

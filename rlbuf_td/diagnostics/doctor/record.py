@@ -142,7 +142,7 @@ class Record:
             yield slice(start, min(start + size, self.steps))
 
     def after(self, key: Key, block: slice) -> torch.Tensor:
-        """Return the values of ``key`` one step later than in ``block``. After the last step comes the first step."""
+        """Return the values of ``key`` one step later than in ``block``; the first step follows the last."""
         column = self.columns[key]
         if block.stop < self.steps:
             return column[block.start + 1 : block.stop + 1]

@@ -26,8 +26,8 @@ class Gather:
 
     Args:
         matrix: the stored rows, ``[N, width]``, contiguous, on the CPU.
-        extents: ``[leaves, 2]`` int64: offset and size of each leaf in a row, in bytes. The kernel of n-step
-            transitions needs two more columns.
+        extents: ``[leaves, 2]`` int64: offset and size of each leaf in a row, in bytes. For n-step transitions,
+            ``[leaves, 4]``: also the kind and the element size of each leaf.
         entries: dtype and shape per row of each tensor of a batch: the leaves, the index, and the sampler's outputs.
         count: rows per batch.
         record: further fields of the ``BATCH`` record, for example ``lanes``. Fields without a value are 0.

@@ -85,7 +85,7 @@ def gather_batch(batch, index, targets):
 
 @kernel
 def sample_uniform(address, targets):
-    """Gather the drawn rows. The caller draws them, and writes their indices to the address ``BATCH.flat``."""
+    """Gather the rows that the caller has drawn; their indices are at the address ``BATCH.flat``."""
     batch = batch_at(address)
     index, out = carray(pointer(batch.flat), batch.count, np.int64), load(targets + 8 * batch.leaves, np.int64)
     _put_fresh(batch, batch.flat)
@@ -155,7 +155,7 @@ def sample_rank(address, targets, law, alpha, shift, step, written, beta, mode, 
 
 @inlined
 def _put_fresh(batch, place):
-    """Overwrite the first indices at address ``place`` with newly written rows; return the number of these rows."""
+    """Replace the first indices at address ``place`` by those of fresh rows; return the number of fresh rows."""
     if not batch.queue:
         return 0
     live, newest, now = load(batch.numbers, np.int64), load(batch.numbers + 16, np.int64), load(batch.clock, np.int64)
@@ -313,8 +313,8 @@ def _is_usual(ring, cursor, start, kept, revision):
     """Whether :func:`write_ring` supports this write.
 
     The write must begin directly after the newest time step or fill the whole ring. Its data must lie outside the
-    ring's memory. The clock must not store the write time of each row. The weights in the sum tree must be those of the
-    current alpha.
+    ring's memory. The flag ``RING.clock_by_row`` must be 0. If the sampler has a sum tree, its alpha must not have
+    changed since the weights were computed.
     """
     steps, last, lanes = ring.steps, load(ring.clock_last, np.int64), max(ring.lanes, 1)
     in_order = start == last + 1 or (start == 0 and last == steps - 1) or kept == steps

@@ -33,7 +33,7 @@ def _row(index, lanes, i):
 def n_step(bitmap, address, slot, drawn, count, n, gamma):
     """Gather ``n``-step transitions, and write the number of steps of each transition to the last output tensor.
 
-    ``BATCH.extents`` needs two more columns: each leaf's kind and element size. A ``ROOT`` leaf is copied from the
+    For each leaf, ``BATCH.extents`` holds the offset, size, kind and element size. A ``ROOT`` leaf is copied from the
     drawn row, and a ``NEXT`` leaf from the last row of the transition. A ``REWARD`` leaf becomes a discounted sum.
     """
     batch, index = batch_at(address), load(drawn, np.int64)

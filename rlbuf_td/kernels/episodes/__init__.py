@@ -46,7 +46,7 @@ class BoundariesBase(ABC):
         """Return ``(back, ahead, over)``, each ``[B]``, for the rows with the flat indices ``cells``, ``[B]`` int64.
 
         ``back`` and ``ahead`` are the numbers of steps before and after each row in its trajectory, at most ``within``.
-        ``over`` is the flag *over* of the step that is ``ahead`` steps after the row.
+        ``over`` is the flag *over* of the row ``ahead`` steps later.
         """
 
     @abstractmethod

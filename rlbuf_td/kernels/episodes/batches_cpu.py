@@ -23,7 +23,7 @@ def steps_to_goal(share, ahead, log_gamma):
 def choose(bitmap, thresholds, only_finished, log_gamma, live, cell, pick):
     """Return the row that provides the new goal of row ``cell``, or -1 if row ``cell`` keeps its goal.
 
-    ``pick`` is the random number of :class:`rlbuf_td.kernels.episodes.goals.Law`.
+    ``pick``, a uniform random number in ``[0, 1)``, selects the strategy and the row.
     """
     future, final, episode, random = thresholds[0], thresholds[1], thresholds[2], thresholds[3]
     if pick >= episode:

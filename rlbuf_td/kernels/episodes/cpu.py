@@ -2,8 +2,10 @@
 
 Step ``t`` of a lane is a *boundary* if its trajectory does not continue at step ``t + 1``. The 64-bit words ``bits[e]``
 describe lane ``e`` in several levels, and level ``k`` begins at word ``starts[k]``. In level 0, bit ``t`` is set if
-step ``t`` is a boundary. In each higher level, bit ``w`` is set if word ``w`` of the level below is not 0. After the
-last level, from word ``starts[-1]`` on, bit ``t`` is set if a trajectory has ended with step ``t``.
+step ``t`` is a boundary. In each higher level, bit ``w`` is set if word ``w`` of the level below is not 0.
+
+The last stored step of an unfinished trajectory is also a boundary. The words from ``starts[-1]`` on mark only the
+steps with which a trajectory has ended.
 
 The argument ``bitmap`` is a tuple: address of ``bits``, words per lane, address of ``starts``, number of levels, number
 of time steps, number of lanes. The tuple holds no arrays: numba's reference counting of arrays takes longer than

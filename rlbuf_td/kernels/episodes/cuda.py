@@ -1,7 +1,7 @@
 """Triton kernel for look-ups in :class:`rlbuf_td.kernels.episodes.FlagBoundaries`.
 
-Each program looks up one row. In both directions, the program reads blocks of ``cut`` flags until it finds a True flag
-or has searched ``within`` steps.
+Each program looks up one row. In both directions, the program reads ``STRETCH`` elements of ``cut`` at a time, until
+one of them is True or ``within`` steps have been searched.
 """
 
 from __future__ import annotations

@@ -48,14 +48,17 @@ def count_steps(
     """Count the steps of one write from step ``start`` on; return ``T * E``, or the first step that finds no free slot.
 
     Steps are numbered in time order, with E steps at each of T times; ``shape`` is (T, E). ``inputs`` holds the
-    addresses of contiguous arrays: trajectory ids (int64, or address 0 for none), ends (one byte), M metrics, and R end
-    reasons (one byte). ``strides`` holds the distance between time steps and the distance between lanes, in elements.
-    All arrays have the same strides.
+    addresses of the steps' trajectory ids, ``done`` flags, M metrics and R end reasons, in this order. Ids are int64;
+    address 0 means no ids. Metrics are float64 if ``is_double``, else float32. Flags and reasons have one byte each.
+    ``strides`` holds the distance between time steps and the distance between lanes, in elements. All arrays have the
+    same strides.
 
     The open episodes are stored in S slots. ``keys`` holds their ids, ``lengths`` their numbers of steps, and ``sums``,
     ``[S, M]``, their metrics. ``touched`` holds the number of the last write that added a step to the episode. For each
-    lane, ``lane_slot`` holds the slot used last. ``records``, ``[H, 2 + M]``, and ``ends``, ``[H, R]``, are rings of
-    finished episodes.
+    lane, ``lane_slot`` holds the slot used last.
+
+    Two rings hold the last H finished episodes. A row of ``records``, ``[H, 2 + M]``, is the number of steps counted so
+    far, the episode's length, and its metrics. A row of ``ends``, ``[H, R]``, is its end reasons.
     """
     steps, lanes = shape
     metrics = is_double.shape[0]

@@ -1,7 +1,8 @@
-"""Look-ups in the chunked rank order on the CPU: draws rows by rank, and finds the ranks of rows.
+"""Draws rows by rank and finds the ranks of rows, on the CPU.
 
-All searches of a batch descend together, level by level and without branches, so that their cache misses overlap.
-The argument ``order`` is the result of :func:`rlbuf_td.kernels.rank_order.chunks.addresses`.
+:mod:`rlbuf_td.kernels.rank_order.chunks` explains chunks, groups and slots. The argument ``order`` is the result of its
+function ``addresses``. All searches of a batch descend together, level by level and without branches, so that their
+cache misses overlap.
 """
 
 import math
@@ -47,7 +48,7 @@ def key_of(bits, row):
 
 @bare
 def _search_top(bounds, groups, wanted, pos):
-    """For each wanted value, write to ``pos`` the position of the last group whose bound is at most this value."""
+    """For each value in ``wanted``, write the last position with ``bounds[position] <= value`` to ``pos``."""
     pos[:] = 0
     step = 1
     while step < groups:
@@ -62,7 +63,7 @@ def _search_top(bounds, groups, wanted, pos):
 
 @bare
 def _search_groups(bounds, top_group, wanted, pos, slot):
-    """For each wanted value, write to ``slot`` the last slot in its group whose bound is at most this value."""
+    """For each value in ``wanted``, write the last slot with bound ``<= value`` in the group at ``pos`` to ``slot``."""
     slot[:] = 0
     step = WIDTH // 2
     while step > 0:
@@ -75,7 +76,7 @@ def _search_groups(bounds, top_group, wanted, pos, slot):
 
 @bare
 def find_places(st, keys, pos, slot):
-    """For each key, write the position of its group to ``pos``, and the slot of its chunk to ``slot``."""
+    """Find the chunk of each key: write its group's position to ``pos``, and its slot to ``slot``."""
     _search_top(st.top_first, st.head[GROUPS], keys, pos)
     _search_groups(st.first, st.top_group, keys, pos, slot)
 
@@ -111,7 +112,7 @@ def count_below(keys, c, n, key):
 
 @compiled
 def ranks_of(order, rows, ranks):
-    """Write the rank of each row (0: no magnitude) to ``ranks``; return False if a row is out of range."""
+    """Write each row's rank to ``ranks``, 0 for rows without a magnitude; return False if a row is out of range."""
     st = chunks_at(order)
     ranks[:] = 0
     inside = True

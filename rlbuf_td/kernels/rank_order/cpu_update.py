@@ -161,7 +161,7 @@ def _delete(st, index, keys, pos, slot):
 
 @bare
 def _insert(st, keys, pos, slot):
-    """Insert keys in the given order; return how many were inserted before the unused chunks ran out."""
+    """Insert ``keys`` in order; stop if a split finds no unused chunk. Return the number of inserted keys."""
     find_places(st, keys, pos, slot)
     have_moved = False
     for i in range(len(keys)):
@@ -181,8 +181,8 @@ def _insert(st, keys, pos, slot):
 def _insert_run(st, p, s, key, count):
     """Insert up to ``count`` consecutive keys, from ``key`` on, into one chunk; return the number of inserted keys.
 
-    Nothing is inserted into a full chunk. If its group is full, too, the group is split. Otherwise the chunk is split,
-    if an unused chunk is left. A split invalidates earlier results of :func:`find_places`.
+    If the chunk is full, nothing is inserted. The chunk is then split, if an unused chunk is left. If the chunk's group
+    is also full, the group is split instead. A split invalidates earlier results of :func:`find_places`.
     """
     c, n = chunk_at(st, p, s)
     if n == WIDTH:

@@ -70,7 +70,6 @@ def _primitive(alpha: float | Tensor, x: Tensor) -> Tensor:
 
 
 def _unless(bend: float | Tensor, straight: Tensor, bent: Tensor) -> Tensor:
-    """Return ``straight`` if ``bend`` is 0, otherwise ``bent``."""
     if isinstance(bend, Tensor):
         return torch.where(bend == 0.0, straight, bent)
     return bent if bend else straight

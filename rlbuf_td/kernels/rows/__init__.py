@@ -11,10 +11,11 @@ from rlbuf_td.kernels.dispatch import backend_of
 
 
 def put_values_(target: Tensor, values: Tensor, mask: Tensor) -> int:
-    """Copy ``values[i]`` to ``target[i]`` wherever ``mask[i]`` is True, and return -1.
+    """Copy ``values[i]`` to ``target[i]`` wherever ``mask[i]`` is True.
 
     ``target`` and ``values`` are ``[B, ...]``; ``mask``, ``[B]`` bool, must be contiguous. On the CPU, if a value to
-    copy is NaN, nothing is copied, and the first ``i`` with a NaN is returned. On a GPU, NaN is copied, too.
+    copy is NaN, the function copies nothing, and returns the first ``i`` with a NaN. Otherwise it returns -1. On a GPU,
+    NaN is copied, too.
     """
     dtype, rows, is_on_host = target.dtype, target.shape[0], backend_of(target) == "numba"
     if (dtype is torch.float32 or dtype is torch.float64) and target.numel() == rows and is_on_host:

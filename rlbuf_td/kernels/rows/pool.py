@@ -143,7 +143,7 @@ def grow_(table: Table, g: int, most: int) -> None:
 
 
 def rebuild_(table: Table, *, used: Sequence[int] | None = None) -> None:
-    """Free all entries to which no row refers; if given, ``used`` is taken as the largest name in each group."""
+    """Free all entries to which no row refers. ``used`` is the largest name in each group, None if unknown."""
     for g, (stack, counters) in enumerate(zip(table.stacks, table.counters, strict=True)):
         ids = table.ids(g)
         most = max(int(counters[1]), int(ids.max())) if used is None else used[g]

@@ -1,4 +1,4 @@
-"""The CPU loops of :mod:`rlbuf_td.kernels.rows.pool`; they take the addresses of rows, entries and observations.
+"""The CPU loops of :mod:`rlbuf_td.kernels.rows.pool`, where *entries* and their *names* are explained.
 
 A *piece* is one frame of a frame stack, or a whole observation. Side 0 of a row is its observation, side 1 its next
 observation.
@@ -42,7 +42,7 @@ def _numbers(groups, g):
 
 @inlined
 def _row(group, rows, cell):
-    """Return the address of the entry names of row ``cell``."""
+    """Return the address at which row ``cell`` stores the names of its entries."""
     return rows[OWN] + _wrapped(cell, rows[TOTAL]) * rows[OWN_BYTES] + group[IDS]
 
 
@@ -90,7 +90,7 @@ def _copy_piece(group, parts, name, piece, side, targets, i):
 
 @kernel
 def read(groups, parts, runs, targets, own, own_bytes, live, cells, order, count):
-    """Implement :func:`rlbuf_td.kernels.rows.pool.read_`; ``targets`` holds the addresses of the leaves, 0 for None."""
+    """Implement :func:`rlbuf_td.kernels.rows.pool.read_`; ``targets``: the address of each leaf, 0 to skip it."""
     sides = _sides(parts, targets)
     for begun in range(count + _ROWS):
         if begun < count:

@@ -37,7 +37,7 @@ def write_by_steps_(
 
 
 def _raw(group: Group, values: Sequence[Tensor]) -> Tensor:
-    """Convert the values of a group's keys, ``[B, ...]`` each, to bytes of entries, ``[B, pieces, bytes]``."""
+    """Convert the values of a group's keys, ``[B, ...]`` each, to bytes of entries, ``[B, group.pieces, bytes]``."""
     found = []
     for value, part in zip(values, group.parts, strict=True):
         flat = value.reshape(len(value), value.shape[1:].numel())

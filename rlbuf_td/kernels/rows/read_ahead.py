@@ -22,7 +22,7 @@ _FEWEST = 2  # rows
 
 
 def ask_for_rows(rows: Tensor, cells: Tensor) -> Tensor | None:
-    """Request the pages of the rows ``cells``; return the order that sorts ``cells``, or None without a request."""
+    """Request the pages of the rows ``cells``; return the order that sorts them, or None if nothing was requested."""
     if not IS_KNOWN or len(cells) < _FEWEST or not len(rows):
         return None
     cells = cells.contiguous()

@@ -43,8 +43,8 @@ def update_(
     changes nothing, and the function returns :data:`REFUSED`. Other devices skip invalid elements.
 
     On the CPU, returns the largest ``|td_error|`` of this batch, or -1 if all elements are skipped. On other devices,
-    returns the largest ``|td_error|`` so far, as a 0-dim tensor. Updates with ``counts=False`` keep and return a
-    maximum of their own. The CPU ignores ``counts``.
+    returns the largest ``|td_error|`` of all updates so far with the same ``counts``, as a 0-dim tensor. The CPU
+    ignores ``counts``.
     """
     if backend_of(tree.weight) == "numba":
         numbers = int(rows), float(alpha), float(eps)
@@ -121,8 +121,9 @@ def draw(
 def weigh_beside_(tree: SumTree, index: Tensor, drawn: Tensor, beta: float, weight: Tensor) -> bool:
     """On the CPU, overwrite ``weight[:len(index)]`` with the importance weights of the rows ``index``.
 
-    Before the call, ``weight[0]`` is the importance weight of the row ``drawn``. Rows of weight 0 get this importance
-    weight. On the CPU, returns True; on other devices, changes nothing and returns False.
+    The caller passes the importance weight of the row ``drawn`` in ``weight[0]``. Rows whose weight in the tree is 0
+    get the importance weight of ``drawn``. On the CPU, returns True; on other devices, changes nothing and returns
+    False.
     """
     if backend_of(tree.weight) != "numba":
         return False
@@ -133,7 +134,10 @@ def weigh_beside_(tree: SumTree, index: Tensor, drawn: Tensor, beta: float, weig
 
 
 def prepare_capture(tree: SumTree, alpha: float, eps: float, beta: float, rows: int) -> Tensor | None:
-    """Copy settings to device memory for captured CUDA graphs; return the largest ``|td_error|`` (None on the CPU)."""
+    """Copy ``alpha``, ``eps``, ``beta`` and ``rows`` to device memory, where captured CUDA graphs read them.
+
+    Returns the largest ``|td_error|`` so far, as a 0-dim tensor. On the CPU, does nothing and returns None.
+    """
     if backend_of(tree.weight) == "numba":
         return None
     tree.device_state.put(alpha=alpha, eps=eps, beta=beta, drawn=rows, named=rows)

@@ -55,7 +55,7 @@ def _set_block(weight, sums, minima, block):
 
 @kernel
 def _set_group(sums, before, first, above):
-    """Recompute ``before`` in the group that begins at ``first``; write the sum of the group to node ``above``."""
+    """Recompute the cumulative sums ``before`` of the group at node ``first``, and its total, ``sums[above]``."""
     total = 0.0
     for k in range(BLOCK):
         before[first + uint64(k)] = total
@@ -122,7 +122,7 @@ def update(tree, index, td_error, rows, alpha, eps):
 
 @kernel
 def _sum_upwards(starts, sums, before, node, count):
-    """Recompute all groups above the blocks ``node[:count]``; overwrites ``node``."""
+    """Recompute the sums of all nodes above the blocks ``node[:count]``; ``node`` is overwritten."""
     for k in range(starts.shape[0] - 1):
         start, above = starts[k], starts[k + 1]
         if (above - start) >> _SHIFT <= uint64(count):  # no more groups than blocks: recompute all groups
@@ -174,7 +174,7 @@ def _descend(tree, starts, before, mass, node):
 
 @kernel
 def _draw_in_blocks(weight, mass, node):
-    """Replace each block in ``node`` by the row drawn from it, after three binary choices."""
+    """Replace each block in ``node`` by the row of this block that ``mass`` selects."""
     for j in range(node.shape[0]):
         row = node[j] << _SHIFT
         four = row | _FOUR
@@ -228,7 +228,7 @@ def _importance(weight, row, smallest, beta, importance):
 
 @kernel
 def weigh_beside(tree, index, first, beta, importance):
-    """Implement :func:`rlbuf_td.kernels.sum_tree.weigh_beside_`; ``first`` is the row ``drawn``."""
+    """Implement :func:`rlbuf_td.kernels.sum_tree.weigh_beside_`; ``first`` is its argument ``drawn``."""
     weight, scale = _arrays(tree)[2], importance[0]
     for j in range(index.shape[0]):
         ratio = max(weight[index[j]] / weight[first], LEAST_RATIO) if weight[index[j]] > 0.0 else 1.0

@@ -46,9 +46,9 @@ def _leaf(weight, block, member, inside, smallest):
 
 @triton.jit
 def _set_groups(sums, before, minima, start, above, group, inside):
-    """Recompute some groups of a level: the sum before each member, and each group's sum and minimum.
+    """Recompute the groups numbered ``group`` of one level from the sums and minima of their members.
 
-    ``group`` holds the groups' numbers. The level begins at index ``start`` of each array, the next level at ``above``.
+    The level begins at index ``start`` of each array, the next level at ``above``.
     """
     line = start + group * WIDTH
     smallest = tl.load(minima + line, mask=inside, other=0.0)
@@ -107,7 +107,7 @@ def _go(mass, left, right):
 
 @triton.jit
 def _draw_in_blocks(weight, mass, node, inside):
-    """Draw a row from each block in ``node``, by three binary choices; return the rows and their weights."""
+    """Draw one row from each of the blocks ``node``; return the rows and their weights."""
     leaf = weight + node * WIDTH
     w0, w1 = tl.load(leaf, mask=inside, other=1.0), tl.load(leaf + 1, mask=inside, other=1.0)
     w2, w3 = tl.load(leaf + 2, mask=inside, other=1.0), tl.load(leaf + 3, mask=inside, other=1.0)

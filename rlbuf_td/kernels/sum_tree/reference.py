@@ -47,9 +47,10 @@ def _repair_blocks(tree: SumTree, block: Tensor) -> None:
 
 
 def _set_groups(tree: SumTree, start: int, above: int, group: Tensor) -> None:
-    """Recompute some groups of a level: the sum before each member, and each group's sum and minimum.
+    """Recompute ``before`` for the members of some groups, and the ``sums`` and ``minima`` of these groups.
 
-    ``group`` holds the groups' numbers. The level begins at index ``start`` of each array, the next level at ``above``.
+    ``group`` holds the numbers of the groups. The level of the members begins at index ``start`` of each tensor, the
+    level of the groups' sums and minima at ``above``.
     """
     sums = tree.sums[start:above].view(-1, BLOCK)[group]
     before, total = [], torch.zeros_like(sums[:, 0])

@@ -97,7 +97,7 @@ class SumTree:
 
     @cached_property
     def addresses(self) -> np.ndarray:
-        """For compiled loops, int64: the numbers of levels, rows and nodes, then the addresses of all tensors."""
+        """The numbers of levels, rows and nodes, and the tensors' addresses, int64; compiled loops take this array."""
         arrays = self.starts_on_device, *self.tensors().values()
         sizes = len(arrays[0]), len(self.weight), len(self.sums)
         return np.array([*sizes, *(array.data_ptr() for array in arrays)], np.int64)

@@ -22,6 +22,8 @@ from rlbuf_td.storages.tensordict_fast import leaf_of, set_entries_
 class Rows(ABC):
     """Rows of shape ``[T, *lanes]``: an interface that does not depend on the memory layout.
 
+    Deduplicated rows hold ids of pool entries instead of observations; there is one pool for each group of keys.
+
     The flat index of a row is ``t * E + e`` for step ``t`` and lane ``e`` of ``E``. Negative time steps and coordinates
     count from the end. Methods that read return copies; only :meth:`view`, :meth:`at_region`, :meth:`column`,
     :meth:`chunks` and :meth:`entries` may return views. A read at an index out of range raises an ``IndexError`` on the
@@ -73,7 +75,7 @@ class Rows(ABC):
         return self.layout.wrap(self.leaves_at(cells), cells.shape, self.matrix.device, {})
 
     def joined_at(self, cells: torch.Tensor, last: torch.Tensor) -> TensorDict:
-        """Return the rows at flat indices ``cells``, ``[B]``, with ``"next"`` entries of the rows ``last``, ``[B]``."""
+        """Return the rows at flat indices ``cells``, with ``"next"`` taken from the rows at flat indices ``last``."""
         batch = self.at_cells(cells)
         set_entries_(batch, {"next": self.at_cells(last).get("next")})
         return batch
@@ -141,7 +143,7 @@ class Rows(ABC):
     # -- state: saved rows are the first time steps of a matrix and, if deduplicated, pool entries
 
     def entries(self) -> list[torch.Tensor]:
-        """Return views of the used pool entries, ``[n, bytes]`` for each group."""
+        """Return views of the used pool entries, one ``[n, bytes]`` per group of keys."""
         return []
 
     def takes(self, dedup: DedupLayout | None, used: Sequence[int]) -> bool:

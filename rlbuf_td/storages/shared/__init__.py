@@ -1,1 +1,1 @@
-"""Sharing of one buffer by several processes: numbers, memory, a lock, and a journal of the current write."""
+"""Parts of a buffer that several processes share: memory, counters, a lock, and a journal of the current write."""

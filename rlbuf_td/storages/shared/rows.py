@@ -28,10 +28,10 @@ _SCATTERED = -1
 class Journal:
     """An undo log of the write in progress, in shared memory; only the holder of the lock uses the log.
 
-    The journal saves the counters when a process takes the lock, and rows before a write replaces them. If a process
-    dies before the new rows and counters are complete, :meth:`undo` restores the old rows and counters. If a process
-    dies later, the write counts as done, and :meth:`SharedRows.recover` reports the write again to the storage's
-    listeners, such as trajectory indices.
+    The journal saves the counters when a process takes the lock, and saves rows before a write replaces them. If a
+    process dies during a write, :meth:`undo` restores the old rows and counters. If a process dies after a write, but
+    before it releases the lock, the write stays. :meth:`SharedRows.recover` then notifies the storage's listeners, such
+    as trajectory indices, once more.
     """
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class Journal:
             words[position] = counter.value
 
     def begin(self, start: int, count: int, live: int) -> None:
-        """Save the rows that a write replaces: ``count`` rows from ``start`` on, and on from row 0 after the last row.
+        """Save the ``count`` rows from ``start`` on, which a write replaces; row 0 follows the last row.
 
         Rows from ``live`` on hold no data and are not saved.
         """
