@@ -112,10 +112,11 @@ class RowLayout:
 
     def blank(self, lead: torch.Size, device: torch.device) -> list[torch.Tensor]:
         """Return an uninitialised tensor ``[*lead, ...]`` for each leaf."""
-        if self._blank[0] != (lead, device):
+        last = self._blank  # read once: another thread may replace it
+        if last[0] != (lead, device):
             memory = LeafMemory([(leaf.dtype, lead + leaf.shape) for leaf in self.leaves], device)
-            self._blank = (lead, device), memory
-        return self._blank[1].allocate()
+            self._blank = last = (lead, device), memory
+        return last[1].allocate()
 
     def unpack(self, rows: torch.Tensor) -> TensorDict:
         """Return a TensorDict whose leaves are views of ``rows``, ``[*lead, row_bytes]``."""
@@ -142,10 +143,11 @@ class RowLayout:
     def collect(self, data: TensorDictBase, lead: torch.Size) -> list[torch.Tensor]:
         """Check the leaves of ``data``, ``[*lead, ...]``, and return them detached; an entry ``"index"`` is ignored."""
         leaves, unknown = self.find(data)
-        if lead != self._expected[0]:
-            self._expected = lead, [lead + leaf.shape for leaf in self.leaves]
+        expected = self._expected
+        if lead != expected[0]:
+            self._expected = expected = lead, [lead + leaf.shape for leaf in self.leaves]
         try:
-            for slot, (leaf, shape) in enumerate(zip(self.leaves, self._expected[1], strict=True)):
+            for slot, (leaf, shape) in enumerate(zip(self.leaves, expected[1], strict=True)):
                 value = leaves[slot]
                 if (
                     not isinstance(value, torch.Tensor)

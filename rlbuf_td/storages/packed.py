@@ -227,14 +227,14 @@ class PackedStorage(LazyTensorStorage):
             KeyError: the key is not stored.
         """
         rows = self.written_rows()
+        if is_index(index):
+            return rows.at_steps(index.to(self.device, torch.int64))
         if is_key(index):
             return rows.column((index,) if isinstance(index, str) else index)
         if isinstance(index, list | range | np.ndarray):
-            index = as_index(index)
+            return self.get(as_index(index))
         if is_mask(index) and index.shape == rows.shape:
             index = index.nonzero(as_tuple=True)
-        if is_index(index):
-            return rows.at_steps(index.to(self.device, torch.int64))
         if isinstance(index, tuple) and len(index) == self.ndim and all(map(is_index, index)):
             return rows.at_coordinates(tuple(part.to(self.device, torch.int64) for part in index))
         return rows.at_region(index)

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
 from struct import Struct
 
 import numpy as np
@@ -17,8 +16,7 @@ from rlbuf_td.kernels.batch.ring import BATCH, RING
 from rlbuf_td.kernels.huge_pages import advise_huge_pages
 from rlbuf_td.kernels.rows import refuse_rows
 
-__all__ = ["RING", "Gather", "LeafMemory", "gather_leaves"]
-_AHEAD, _MOST = 8, 1 << 19  # largest number of batches, and of bytes, per allocation
+__all__ = ["RING", "Gather", "LeafMemory", "gather_leaves", "gather_leaves_within"]
 
 
 class Gather:
@@ -49,8 +47,7 @@ class Gather:
         fields = np.array([tuple(record.get(name, 0) for name in BATCH.names or ())], BATCH)
         self.address = fields.ctypes.data
         self._memory = LeafMemory([(dtype, torch.Size([count, *shape])) for dtype, shape in entries])
-        nbytes = sum(dtype.itemsize * prod(shape) for dtype, shape in entries) * count
-        targets = np.empty((max(1, min(_AHEAD, _MOST // max(1, nbytes))), len(entries)), np.int64)
+        targets = np.empty((self._memory.ahead, len(entries)), np.int64)
         #: Addresses of arrays; each array is for the addresses of one batch's tensors. One allocation fills all slots.
         self.slots = [targets.ctypes.data + place * targets.strides[0] for place in range(len(targets))]
         self._targets, self._kept = targets.data, extents
@@ -73,9 +70,13 @@ def gather_leaves(matrix: Tensor, index: Tensor, extents: np.ndarray, out: Seque
     If an index is out of range, an IndexError is raised before anything is copied.
     """
     targets = np.fromiter(map(Tensor.data_ptr, out), np.int64, len(out))
-    row_bytes, live = matrix.stride(0) * matrix.element_size(), len(matrix)
-    given = index.data_ptr(), index.numel(), extents, targets
+    if not gather_leaves_within(matrix, index, extents, targets, len(matrix)):
+        refuse_rows(index, len(matrix))
+
+
+def gather_leaves_within(matrix: Tensor, index: Tensor, extents: np.ndarray, targets: np.ndarray, live: int) -> bool:
+    """Call :func:`gather_leaves` with the addresses of ``out``; return False if an index is not in ``[0, live)``."""
+    given = matrix.data_ptr(), matrix.stride(0) * matrix.element_size(), live
     from rlbuf_td.kernels.batch import cpu
 
-    if not cpu.gather_within(matrix.data_ptr(), row_bytes, live, *given):
-        refuse_rows(index, live)
+    return cpu.gather_within(*given, index.data_ptr(), index.numel(), extents, targets)

@@ -14,6 +14,7 @@ from torch import Tensor
 Entry: TypeAlias = tuple[torch.dtype, torch.Size]
 
 _LARGE, _MOST = 1 << 20, 128 << 20  # range of sizes, in bytes, of the tensors whose memory is reused
+_AHEAD, _MOST_AHEAD = 8, 1 << 19  # largest number of batches, and of bytes, to allocate at a time
 _KEPT = 2  # tensors per leaf: one in use while the next batch is drawn, and one free
 
 _CPU = torch.device("cpu")
@@ -27,11 +28,13 @@ class LeafMemory:
     other process still uses it.
     """
 
-    __slots__ = ("_kept", "_large", "_small")
+    __slots__ = ("_kept", "_large", "_small", "ahead")
 
     def __init__(self, entries: Sequence[Entry], device: torch.device = _CPU) -> None:
         # ``empty_like`` takes two thirds of the time of ``empty``; each example uses one element of memory.
         self._small = [_example(shape, dtype, device) for dtype, shape in entries]
+        nbytes = sum(example.nbytes for example in self._small)
+        self.ahead = max(1, min(_AHEAD, _MOST_AHEAD // max(1, nbytes)))  # number of batches to allocate at a time
         self._large: list[tuple[int, Tensor]] = []
         self._kept: dict[int, deque[Tensor]] = {}
         for place, example in enumerate(self._small):
@@ -42,7 +45,7 @@ class LeafMemory:
 
     def __getstate__(self) -> tuple[None, dict[str, Any]]:
         kept: dict[int, deque[Tensor]] = {place: deque(maxlen=_KEPT) for place, _ in self._large}
-        return None, {"_small": self._small, "_large": self._large, "_kept": kept}
+        return None, {"_small": self._small, "_large": self._large, "_kept": kept, "ahead": self.ahead}
 
     def allocate(self) -> list[Tensor]:
         tensors = list(map(torch.empty_like, self._small))

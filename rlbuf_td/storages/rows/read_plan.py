@@ -1,0 +1,58 @@
+"""Fast reads of plain rows on the CPU: one compiled call copies a batch to tensors that were allocated ahead."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from rlbuf_td.kernels.batch import LeafMemory, gather_leaves_within
+from rlbuf_td.kernels.dispatch import backend_of
+from rlbuf_td.storages.layout import RowLayout
+
+
+class Blank(NamedTuple):
+    """A batch of uninitialised tensors, and the addresses of its leaves, ``[leaves]`` int64."""
+
+    batch: TensorDict
+    targets: np.ndarray
+
+
+class ReadPlan:
+    """Reads batches from the rows ``matrix``, ``[N, width]``; allocates batches of the last size ahead."""
+
+    def __init__(self, layout: RowLayout, matrix: Tensor) -> None:
+        self._layout, self._matrix = layout, matrix
+        # One attribute, because several threads may read: a thread must not combine two threads' values.
+        self._ready: tuple[int, LeafMemory, list[Blank]] = (-1, LeafMemory([]), [])  # rows per batch, ...
+
+    def read(self, cells: Tensor, live: int) -> TensorDict | None:
+        """Return the rows at the flat indices ``cells``, int64.
+
+        Return None if the general path must read them: if the batch has another size than the last one, or an index
+        is not in ``[0, live)``.
+        """
+        if cells.ndim != 1 or not cells.is_contiguous() or backend_of(cells) != "numba":
+            return None
+        count, memory, blanks = self._ready
+        if cells.shape[0] != count:
+            entries = [(leaf.dtype, cells.shape + leaf.shape) for leaf in self._layout.leaves]
+            self._ready = cells.shape[0], LeafMemory(entries), []
+            return None
+        try:
+            blank = blanks.pop()
+        except IndexError:
+            with torch.inference_mode(False):  # a batch may outlive inference mode
+                made = [self._blank(memory.allocate(), cells) for _ in range(memory.ahead)]
+            blank = made.pop()
+            blanks.extend(made)
+        batch, targets = blank
+        found = gather_leaves_within(self._matrix, cells, self._layout.extents, targets, live)
+        return batch if found else None
+
+    def _blank(self, leaves: list[Tensor], cells: Tensor) -> Blank:
+        targets = np.fromiter(map(Tensor.data_ptr, leaves), np.int64, len(leaves))
+        return Blank(self._layout.wrap(leaves, cells.shape, cells.device, {}), targets)

@@ -1,0 +1,88 @@
+"""Reads of many batches of one size: equal to single reads, independent of each other, and safe in threads."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from rlbuf_td import PackedStorage
+from tests.catalogue import SCHEMAS, Schema, transitions
+
+over_schemas = pytest.mark.parametrize("schema", SCHEMAS.values(), ids=str)
+
+
+def filled(data: TensorDict, capacity: int = 50) -> PackedStorage:
+    storage = PackedStorage(capacity)
+    storage.set(range(len(data)), data)
+    return storage
+
+
+def numbered(count: int) -> TensorDict:
+    numbers = torch.arange(count)
+    return TensorDict({"id": numbers, "next": {"square": (numbers * numbers).float()[:, None]}}, [count])
+
+
+@over_schemas
+def test_reads_of_changing_sizes_give_the_rows_at_the_index(schema: Schema) -> None:
+    torch.manual_seed(0)
+    data = transitions(schema, 40)
+    storage = filled(data)
+    for count in (1, 7, 7, 7, 3, 7, *[7] * 20, 0, 0, 1, 1, 1):
+        index = torch.randint(-40, 40, (count,)) if count % 2 else torch.randint(40, (count,))
+        for dtype in (torch.int64, torch.int32):
+            batch = storage.get(index.to(dtype))
+            assert batch.batch_size == data[index].batch_size
+            assert (batch == data[index]).all()
+            assert all(leaf.is_contiguous() for leaf in batch.values(True, True))
+
+
+def test_batches_share_no_memory() -> None:
+    storage = filled(numbered(40))
+    index = torch.arange(8)
+    batches = [storage.get(index) for _ in range(20)]
+    for batch in batches[::2]:
+        batch["id"].fill_(-1)
+    assert all((batch["id"] == index).all() for batch in batches[1::2])
+    assert len({batch["id"].untyped_storage().data_ptr() for batch in batches}) == 20
+    assert (storage.get(index)["id"] == index).all()
+
+
+def test_reads_follow_writes_and_new_rows() -> None:
+    storage, index = filled(numbered(10)), torch.tensor([3, 9, 0])
+    for _ in range(3):
+        assert storage.get(index)["id"].tolist() == [3, 9, 0]
+    with pytest.raises(IndexError, match=r"index 10 is out of range: 10 have been written"):
+        storage.get(torch.tensor([3, 9, 10]))
+    storage.set(range(10, 40), numbered(40)[10:])
+    storage.set(range(3, 4), numbered(40)[20:21])
+    assert storage.get(torch.tensor([3, 9, 10]))["id"].tolist() == [20, 9, 10]
+    assert storage.get(torch.tensor([3, 9, -1]))["id"].tolist() == [20, 9, 39]
+    with pytest.raises(IndexError, match=r"index -41 is out of range"):
+        storage.get(torch.tensor([3, 9, -41]))
+
+
+def test_a_batch_that_was_read_ahead_in_inference_mode_can_be_changed() -> None:
+    storage, index = filled(numbered(10)), torch.arange(4)
+    for _ in range(3):
+        with torch.inference_mode():
+            batch = storage.get(index)
+        batch["next", "square"].requires_grad_()
+        assert not batch["id"].is_inference()
+
+
+def test_threads_that_read_batches_of_different_sizes_get_their_own_rows() -> None:
+    storage = filled(numbered(1_000), 1_000)
+
+    def read(seed: int) -> int:
+        generator, wrong = torch.Generator().manual_seed(seed), 0
+        for step in range(1_500):
+            index = torch.randint(1_000, (64 if step // 5 % 2 else 16,), generator=generator)
+            batch = storage.get(index)
+            wrong += int((batch["id"] != index).sum() + (batch["next", "square"][:, 0] != index * index).sum())
+        return wrong
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(read, range(4))) == [0] * 4
