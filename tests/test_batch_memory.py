@@ -9,9 +9,12 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from rlbuf_td import PackedStorage, ProportionalSampler, ReplayBuffer, RolloutBuffer
+from rlbuf_td.kernels.batch import LeafMemory
+from rlbuf_td.kernels.batch.memory import _empty
 from tests.catalogue import SAMPLERS
 
 CAPACITY, BATCH = 100, 16
+CPU = torch.device("cpu")
 
 
 def rows(count: int) -> TensorDict:
@@ -33,6 +36,21 @@ def assert_own_memory(data: TensorDictBase) -> None:
     for key, leaf in data.items(True, True):
         assert leaf.is_contiguous(), key
         assert leaf.untyped_storage().nbytes() == leaf.nbytes, key
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (5,), (5, 1), (1, 5), (5, 0, 3), (4, 3, 2), (256, 6_000)], ids=str)
+def test_memory_is_allocated_as_torch_allocates_it(shape, monkeypatch):
+    dtypes = [torch.bool, torch.uint8, torch.bfloat16, torch.int32, torch.float32, torch.complex128]
+    memory = LeafMemory([(dtype, torch.Size(shape)) for dtype in dtypes])
+    fast = memory.allocate()
+    monkeypatch.setattr("rlbuf_td.kernels.batch.memory._empty_on_cpu", _empty)
+    for dtype, *leaves in zip(dtypes, fast, memory.allocate(), strict=True):
+        expected = torch.empty(shape, dtype=dtype)
+        for leaf in leaves:
+            assert (leaf.shape, leaf.stride(), leaf.dtype, leaf.device) == (shape, expected.stride(), dtype, CPU)
+            assert leaf.untyped_storage().nbytes() == expected.untyped_storage().nbytes()
+            assert not leaf.requires_grad
+            leaf.copy_(torch.ones(shape, dtype=dtype))
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)

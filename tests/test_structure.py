@@ -79,7 +79,7 @@ PRIVATE_NAMES = {
     "checkpoint/manifest.py": "_metadata",
     "distributed/packing.py": "_foreach_copy_",
     "kernels/batch/cpu.py": "_fields",
-    "kernels/batch/memory.py": "_C _cdata _storage_Use_Count",
+    "kernels/batch/memory.py": "_C _cdata _dynamo _empty_strided_cpu _storage_Use_Count",
     "kernels/code_cache.py": "_cache _data_name_pattern",
     "storages/allocate.py": "_new_shared",
     "storages/rows/__init__.py": "_foreach_copy_",
