@@ -249,7 +249,8 @@ class ReplayBuffer(TensorDictReplayBuffer):
     @property
     def returns_as_drawn(self) -> bool:
         """Whether batches are returned as drawn: not transformed, not page-locked, not copied to a device."""
-        return not (len(self.parts.transforms) or self._pin_memory or self._service_shutdown or self.copies_batches)
+        copies = self.prefetcher is not None and self.copies_batches
+        return not (copies or len(self.parts.transforms) or self._pin_memory or self._service_shutdown)
 
     def _sample_by(self, plan: Planned) -> Sample | None:
         """Return a batch and the sampler's report from the plan, or None if the plan cannot be used."""
