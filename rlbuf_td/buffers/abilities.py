@@ -285,10 +285,10 @@ def loads(
     first, and no code from the dump is executed.
 
     Storage, sampler and writer must have the same classes as in the saved buffer. A :class:`PackedStorage` may have
-    another capacity than the saved one, except in a :class:`RolloutBuffer` and with ``track_generations=True``. If the
-    saved rows exceed the capacity, the oldest are dropped, with a warning. If rows have trajectory ids at
-    ``("collector", "traj_ids")``, rows written after the load never continue a loaded trajectory, because collectors
-    may reuse its id.
+    another capacity than the saved one, but not in a :class:`RolloutBuffer`, and not with ``track_generations=True``.
+    If the saved rows exceed the capacity, the oldest are dropped, with a warning. New collectors may use the same
+    trajectory ids (``("collector", "traj_ids")``) again. A load therefore ends unfinished trajectories
+    that have ids.
 
     Args:
         path: the folder of the dump.

@@ -27,7 +27,7 @@ class _Graph(NamedTuple):
 
 
 class CapturedStep:
-    """Samples, calls ``step`` and updates priorities, on CUDA as one graph; see :meth:`ReplayBuffer.capture`.
+    """A function that samples, calls ``step`` and updates priorities; see :meth:`ReplayBuffer.capture`.
 
     Before each launch, the number of rows and settings such as alpha and beta are copied to device memory. The graph is
     recorded again if another setting, the sampler, the generator, a transform or the memory of the rows has changed.
@@ -168,7 +168,7 @@ class CapturedStep:
 def capture(
     rb: Any, step: Step | None = None, batch_size: int | None = None, *, ring: int = 2, warmup: int = 3
 ) -> CapturedStep:
-    """Return a function that samples, calls ``step(batch)`` and updates priorities, on CUDA as one graph.
+    """Return a function that samples, calls ``step(batch)`` and updates priorities. On CUDA, it launches one graph.
 
     Each call draws new rows. The graph stays valid after writes, and after changes of alpha and beta. Write to the
     buffer between calls, on the CUDA stream of these calls. A thread that writes during a call waits until the graph

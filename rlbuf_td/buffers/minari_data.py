@@ -46,8 +46,8 @@ def from_minari(
     Args:
         dataset: a ``MinariDataset``, or the name of a data set on this machine.
         capacity: the capacity of the buffer in transitions, default: the size of the data set.
-        infos: whether to store the infos of next observations, at ``("next", "info")``. If the data set also has the
-            infos of resets, the infos of observations are stored at ``"info"``. All infos must be numeric.
+        infos: whether to store the info that each step returned, at ``("next", "info")``. If the data set also has the
+            infos of resets, ``"info"`` holds the info of each row's observation. All infos must be numeric.
         reward_dtype: the dtype of rewards, default: unchanged. To mix the data with float32 rewards of a
             :class:`GymnasiumRecorder`, pass ``torch.float32``.
         progress: whether to show a progress bar (needs tqdm); by default, only on a terminal for 1 GiB of data or more.

@@ -69,7 +69,7 @@ class ReplayBufferMixture:
         exact: if ``True``, the number of rows from each member is fixed up to rounding; if ``False``, the member of
             each row is drawn at random.
         writes_to: the member to which :meth:`extend` and :meth:`add` write by default. Required for TorchRL's trainers.
-        generator: draws the number of rows from each member, default: torch's default generator.
+        generator: the random generator that decides how many rows each member provides, default: torch's own.
 
     TorchRL's trainers accept a mixture as their ``replay_buffer``. TorchRL's ``ReplayBufferEnsemble`` also samples from
     several buffers, but stacks their batches and does not support priorities.
@@ -216,8 +216,8 @@ class ReplayBufferMixture:
         """Return a batch in fresh memory, ``[B]``.
 
         Raises:
-            RuntimeError: there is no batch size, a member that provides rows is empty, or a member's flow control does
-                not admit its rows.
+            RuntimeError: there is no batch size, a member that provides rows is empty, or the ``min_size`` or
+                ``samples_per_insert`` of a member does not allow the batch now.
             ValueError: the batch size is not positive, or not a multiple of the members' window lengths.
             SchemaError: the batches of members differ in keys, dtypes or shapes.
         """

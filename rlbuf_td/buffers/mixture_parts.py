@@ -133,7 +133,7 @@ def try_states(members: Mapping[str, ReplayBuffer], states: Mapping[str, Any]) -
 
 
 def settled_rows(storage: Any) -> Any:
-    """Return the rows of a storage; None before the first write, even if the rows are reserved."""
+    """Return the ``rows`` of a storage, or None before the first write."""
     return None if getattr(storage, "is_reserved", False) else getattr(storage, "rows", None)
 
 

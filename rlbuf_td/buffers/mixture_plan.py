@@ -1,4 +1,4 @@
-"""Fast sampling from mixtures: one compiled call per member copies its rows into the batch."""
+"""Fast sampling from mixtures. One compiled call per member copies the member's rows into the batch."""
 
 from __future__ import annotations
 

@@ -77,10 +77,7 @@ class Parts(NamedTuple):
 
 
 def _method_to_draw(sampler: type[Sampler]) -> str:
-    """Return the name of the method that draws: "draw_batch", "draw", or "" for ``sample``.
-
-    A class that overrides only ``sample`` gets "".
-    """
+    """Return "draw_batch" or "draw"; "" for a class whose own ``sample`` must be called."""
     for each in sampler.__mro__:
         for name in ("draw_batch", "draw"):
             if name in each.__dict__:

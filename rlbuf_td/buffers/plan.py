@@ -2,8 +2,8 @@
 
 A plan stores the memory addresses that a compiled kernel needs to draw batches of one size from one buffer. From the
 same state of the random generator, a plan and the general path (see :mod:`rlbuf_td.buffers`) give the same batches.
-They also set the same priorities. If the buffer has changed, the plan returns None. The buffer then takes the general
-path, which makes a new plan.
+They also set the same priorities. A plan that cannot be used, for example after the storage got new memory, returns
+None. The buffer then takes the general path.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Plan(Planned):
 
     @abstractmethod
     def draw(self, written: int, slot: int) -> bool:
-        """Fill the tensors of the :class:`Blank` at ``slot`` with a draw from the first ``written`` rows.
+        """Draw a batch from the first ``written`` rows into the :class:`Blank` with this ``slot``.
 
         Return False if the plan cannot be used.
         """

@@ -44,8 +44,8 @@ class Prefetcher:
 
     The requesting thread draws the batches, so that equal seeds give equal batches. Without ``device``, drawn batches
     are transformed ahead, in threads if transforms are slow. With a CUDA ``device``, batches are copied from
-    page-locked memory on a separate stream, and transforms run on the device when a batch is taken. TD errors are
-    copied to the host asynchronously.
+    page-locked memory on a separate stream, and transforms run on the device when a batch is taken. Priority updates
+    copy TD errors from this device to the host asynchronously.
 
     Batches drawn ahead are dropped when the buffer is emptied or loaded, when its sampler, storage, generator or
     transforms change, and when new epochs begin. A batch is also dropped when all rows of the storage have been
@@ -77,7 +77,7 @@ class Prefetcher:
         return self.device.type == "cpu" or not is_there
 
     def refuse_other_parts(self, parts: Parts) -> None:
-        """Raise a TypeError if ``parts`` do not support copying batches to ``device``."""
+        """Raise a TypeError if the storage and the sampler do not support copying batches to ``device``."""
         if self.copies_from(parts.storage) and not (parts.draws and device_of(parts.storage).type == "cpu"):
             raise TypeError(
                 "device= needs a PackedStorage on the CPU and a sampler of this package or one with draw(), got "
@@ -163,7 +163,8 @@ class Prefetcher:
     ) -> bool:
         """Queue a priority update if its TD errors are on ``device``; return whether the update was queued.
 
-        Then apply the oldest updates in the queue until ``ahead`` remain. If this update was not queued, apply all.
+        Then apply the oldest queued updates until ``ahead`` remain. If this update was not queued, apply all queued
+        updates. The caller then applies this update.
         """
         with self._buffer.futures_lock:
             is_queued = self.device is not None and index.device.type == self.device.type
@@ -207,10 +208,9 @@ class Prefetcher:
 
 
 def restamped(samples: Iterable[Sample], parts: Parts, sign: int) -> tuple[Sample, ...]:
-    """Add ``sign`` times the current time of the write clock to the batches' entries ``"sampled_at"``.
+    """Add ``sign`` times the storage's count of written time steps to the entries ``"sampled_at"`` of the batches.
 
-    With ``sign=-1``, before saving, the entries become relative to the current time; ``sign=1``, after loading, makes
-    them absolute again.
+    Before saving, ``sign=-1`` makes the entries relative to the count. After loading, ``sign=1`` makes them absolute.
     """
     if not parts.is_stamped:
         return tuple(samples)

@@ -48,7 +48,7 @@ def update_tensordict_priority(rb: Any, data: TensorDictBase) -> None:
 
     Args:
         data: a batch of this buffer, ``[B]`` or ``[B, ...]``, with its ``"index"`` and with TD errors at
-            ``priority_key``. If a row has several TD errors, their magnitudes are reduced to one.
+            ``priority_key``. If a row has several TD errors, the sampler's ``reduction`` combines their magnitudes.
 
     Raises:
         KeyError: the batch has no TD errors, or no index.

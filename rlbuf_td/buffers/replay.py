@@ -37,9 +37,8 @@ class ReplayBuffer(TensorDictReplayBuffer):
     """A replay buffer for TorchRL: stores transitions and samples batches.
 
     Takes the keywords of TorchRL's ``TensorDictReplayBuffer``, except ``checkpointer``. Sampling is fast with a
-    :class:`PackedStorage` and a sampler of this package, or another sampler with a ``draw`` method. TorchRL's slower
-    code is used by all other buffers, and by those with ``collate_fn``, ``sample_unit``, or a writer with
-    ``track_generations=True``.
+    :class:`PackedStorage` and a sampler of this package, or another sampler with a ``draw`` method. Other buffers use
+    TorchRL's slower code, and so do ``collate_fn``, ``sample_unit``, and a writer with ``track_generations=True``.
 
     Args:
         storage: keeps the transitions, default ``PackedStorage(1_000)``. If the storage already holds rows, a
@@ -54,8 +53,8 @@ class ReplayBuffer(TensorDictReplayBuffer):
             ``prefetch=k``, k batches are copied ahead asynchronously, and up to k priority updates wait in a queue.
             Saving the buffer applies the queued updates, and drops the batches copied ahead.
         prefetch: k, the number of batches that are drawn and transformed ahead. Transforms that take more than 1 ms run
-            in threads. Without transforms, ``pin_memory`` and ``device``, this argument has an effect only if TorchRL's
-            code samples. Equal seeds give equal batches, except with random transforms in threads, or with TorchRL's
+            in threads. Without transforms, ``pin_memory`` and ``device``, only buffers that use TorchRL's code draw
+            ahead. Equal seeds give equal batches, except with random transforms in threads, or with TorchRL's
             samplers. :meth:`empty`, a load, or a change of storage, sampler or transform drops the batches drawn ahead.
         samples_per_insert: target ratio of sampled rows to written rows. A write that would exceed ``tolerance`` waits.
             If a batch would exceed it, :meth:`sample` raises a RuntimeError, or waits if ``wait=True``.
@@ -64,9 +63,10 @@ class ReplayBuffer(TensorDictReplayBuffer):
         **kwargs: other keywords of ``TensorDictReplayBuffer``: ``batch_size``, ``transform``, ``pin_memory``,
             ``generator``, ``dim_extend``, ``sample_unit``, ``collate_fn``, ``shared``, ...
 
-    Differs from TorchRL: transforms receive the sampler's report in the batch; removed entries of the report are put
-    back. If a row has several TD errors, their magnitudes are reduced to one; TorchRL reduces the signed errors.
-    Updating priorities from a batch without TD errors raises a KeyError; TorchRL sets the default priority.
+    Differs from TorchRL: transforms receive the sampler's report in the batch. If a transform removes an entry of the
+    report, the buffer puts the entry back. If a row has several TD errors, their magnitudes are reduced to one; TorchRL
+    reduces the signed errors. Updating priorities from a batch without TD errors raises a KeyError; TorchRL sets the
+    default priority.
 
     Cost: see the storage, sampler and writer; ``python -m rlbuf_td bench`` measures whole calls.
 
@@ -182,7 +182,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
         super()._get_collate_fn(collate_fn)
 
     def connect(self, *, default_priorities: bool = False) -> Parts:
-        """Update ``parts`` after a component has changed; with ``default_priorities``, set missing priorities."""
+        """Update ``parts``; with ``default_priorities``, rows without a priority get the priority of new rows."""
         self.sample_plan = self.write_plan = self._rows_without_plan = None
         transforms, has_units = getattr(self._transform, "transforms", ()), self._sample_unit is not None
         parts = Parts.of(self._storage, self._sampler, self._writer, transforms, has_units, self._has_collate_fn)
@@ -230,7 +230,6 @@ class ReplayBuffer(TensorDictReplayBuffer):
         return self._sample_unplanned(batch_size, return_info, include_info)
 
     def _sample_unplanned(self, batch_size: int | None, return_info: bool, include_info: bool) -> Any:
-        """Sample without a plan, and make a plan for the next call."""
         if not (self.parts or self.initialize()).draws:
             generally = super().sample if include_info else super(TensorDictReplayBuffer, self).sample
             return generally(batch_size, return_info)
@@ -253,7 +252,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
         return not (copies or len(self.parts.transforms) or self._pin_memory or self._service_shutdown)
 
     def _sample_by(self, plan: Planned) -> Sample | None:
-        """Return a batch and the sampler's report from the plan, or None if the plan cannot be used."""
+        """Sample in one compiled call, see :mod:`rlbuf_td.buffers.plan`; return None if the plan is outdated."""
         parts = self.parts
         with parts.storage.lock:
             drawn = plan.sample() if self.sample_plan is plan else None

@@ -124,14 +124,19 @@ class RolloutBuffer(ReplayBuffer):
         return rollout
 
     def add(self, data: TensorDictBase) -> int | torch.Tensor:
-        """Write a time step ``[E]`` of E environments (or ``[]``); return its index. See :meth:`extend` for errors."""
+        """Write one time step; return its index. See :meth:`extend` for errors.
+
+        The batch size is ``[E]``, or ``[]`` if ``num_envs`` is ``None``.
+        """
         self._refuse_shape("add", data, () if self.num_envs is None else (self.num_envs,))
         return super().add(data)
 
     def extend(self, tensordicts: TensorDictBase, *, update_priority: bool | None = None) -> torch.Tensor:
-        """Write n time steps of E environments, ``[E, n]`` as in collectors' batches (or ``[n]``); return their index.
+        """Write n time steps; return their index.
 
-        The last step of the rollout triggers the computation of advantages. ``update_priority`` has no effect.
+        The batch size is ``[E, n]`` as in collectors' batches, ``[n, E]`` with ``dim_extend=0``, or ``[n]`` if
+        ``num_envs`` is ``None``. The last step of the rollout triggers the computation of advantages.
+        ``update_priority`` has no effect.
 
         Raises:
             ValueError: the shape is wrong, or fewer than n steps are left in the rollout; nothing has changed.
@@ -247,7 +252,7 @@ class RolloutBuffer(ReplayBuffer):
 def _part(name: str, given: Any, make: Any, **settings: Any) -> Any:
     """Return ``given``, or ``make(**settings)`` if ``given`` is None.
 
-    Raises a ValueError if ``given`` is not None, and one of the settings is not None either.
+    Raises a ValueError if ``given`` and a setting are both not None.
     """
     settings = {setting: value for setting, value in settings.items() if value is not None}
     if given is not None and settings:

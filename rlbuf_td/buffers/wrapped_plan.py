@@ -58,7 +58,7 @@ class WrappedPlan(Planned):
         self.batch_size, self._blanks = torch.Size([size]), []
 
     def make_blanks(self) -> list[tuple[Blank, Blank]]:
-        """Allocate pairs of batches: one for the result, one for the wrapped sampler's index and report."""
+        """Allocate two batches per sample: one to return, and one for the outputs of the wrapped sampler."""
         blanks = []
         for slot, drawn in zip(self.gather.slots, self.inner.make_blanks(), strict=False):
             tensors = self.gather.allocate(slot)
@@ -69,7 +69,7 @@ class WrappedPlan(Planned):
 
     @abstractmethod
     def report(self, tensors: list[Tensor], drawn: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the wrapper's report, given the tensors of a batch and the wrapped sampler's report ``drawn``."""
+        """Return the entries that the wrapper adds to a batch; ``drawn`` holds those of the wrapped sampler."""
 
     def sample(self) -> Blank | None:
         inner, written = self.inner, self.storage.numbers.values[0]
@@ -84,14 +84,14 @@ class WrappedPlan(Planned):
 
     @abstractmethod
     def revise(self, given: tuple[Any, ...], written: int, blank: Blank) -> None:
-        """Fill ``blank`` from the drawn rows, with the wrapper's kernel; ``given`` are the kernel's first arguments."""
+        """Call the wrapper's kernel, whose first arguments are ``given``, to fill the batch ``blank``."""
 
     def update(self, batch: TensorDictBase, priority_key: NestedKey) -> int | None:
         return self.inner.update(batch, priority_key)
 
 
 def fresh_plan(storage: PackedStorage, wrapper: FreshRowsSampler, size: int) -> Planned:
-    """Return a plan of the wrapped sampler whose batches begin with newly written rows."""
+    """Return a plan for the wrapped sampler; its batches begin with newly written rows."""
     plan = PLANS[type(wrapper.sampler)](storage, wrapper.sampler, size)
     wrapper.queue.follow(storage)
     plan.kept = wrapper, storage.numbers.values, storage.clock.numbers.values

@@ -1,8 +1,8 @@
 """Fast writes: ``add`` and ``extend`` as one compiled call each.
 
 A write on the general path (see :mod:`rlbuf_td.buffers`) makes a plan for later writes. Writes with and without a plan
-have the same result. A plan returns None if the buffer has changed, or if the data is not a TensorDict of plain tensors
-that fit the rows. The buffer then takes the general path, which raises an error if the data is wrong.
+have the same result. :meth:`WritePlan.write` returns None if the buffer has changed, or if the data is not a TensorDict
+of plain tensors that fit the rows. The buffer then takes the general path, which raises an error if the data is wrong.
 """
 
 from __future__ import annotations

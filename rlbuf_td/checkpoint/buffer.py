@@ -42,8 +42,8 @@ def load_buffer(
 ) -> None:
     """Load a dump into ``rb``.
 
-    ``alone`` is a context manager that holds all locks of ``rb``. ``connect`` updates ``rb`` after its components have
-    changed.
+    ``alone`` is a context manager that holds all locks of ``rb``. ``connect()`` is called after all components are
+    loaded.
     """
     with reading(path, KIND) as reader:
         with explained(reader):

@@ -137,7 +137,7 @@ def trajectories_of(storage: Storage) -> list[dict[str, Any]]:
 def load_trajectories(rb: Any, saved: list[dict[str, Any]]) -> None:
     """Restore the trajectory indices of the storage.
 
-    Unfinished trajectories that have ids end here, because new collectors use the same ids again.
+    This ends unfinished trajectories that have ids, because new collectors use the same ids again.
     """
     storage = rb.storage
     for each in listeners_of(storage):
@@ -195,7 +195,7 @@ def _is_here(device: torch.device) -> bool:
 class Rollback(ExitStack):
     """Loads states of parts, and restores their earlier states after an error.
 
-    The samplers of this package are not restored: load them last.
+    This does not restore the samplers of this package. Load them last: a sampler that refuses a state is unchanged.
     """
 
     def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> bool | None:

@@ -60,7 +60,7 @@ def fit(saved: int, capacity: int, live: int, cursor: int | None) -> Fit:
 
 
 def split_rows(saved: dict[str, Any]) -> list[torch.Tensor]:
-    """Remove the rows from a storage's state, and return their tensors, which must be the first tensors of the dump."""
+    """Remove the row tensors from a storage's state, and return them. The dump must store these tensors first."""
     state = saved["state"]
     if "rows" not in state:
         return []
@@ -127,7 +127,7 @@ class SavedRows:
         return rows
 
     def put(self, allocated: Rows | None, report: Report) -> None:
-        """Replace the storage's rows with ``allocated``; if None, read the saved rows into the storage's rows."""
+        """Make ``allocated`` the storage's rows; if it is None, read the saved rows into the existing rows."""
         storage = self.storage
         if allocated is not None:
             storage.adopt(allocated)
@@ -144,7 +144,7 @@ class SavedRows:
             at += count
 
     def _read_shared(self, rows: Rows, report: Report) -> None:
-        """Read the saved rows into ``rows``; the saved rows, ``rows`` or both are deduplicated."""
+        """Read the saved rows into ``rows``, with deduplicated rows on one or both sides."""
         matrix = self.reader.read_stored(self.matrix, report)
         if self.dedup is not None:
             refuse_foreign(self.dedup, matrix, self.entries)

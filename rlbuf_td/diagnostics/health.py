@@ -65,7 +65,7 @@ class ReplayCount:
         mine.copy_(counts if is_like else torch.zeros_like(mine))
 
     def mark_range(self, start: int, count: int) -> None:
-        """Reset the counts of ``count`` newly written rows, beginning with flat row ``start``."""
+        """Reset the counts of ``count`` newly written rows, from flat index ``start`` on."""
         self.counts()[start : start + count] = 0
 
     def mark_update(self, index: Any) -> None:

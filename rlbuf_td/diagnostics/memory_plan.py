@@ -49,7 +49,7 @@ class MemoryPlan:
 
     @property
     def rows(self) -> int:
-        """Bytes of all rows, with padding; a lower bound if keys are deduplicated."""
+        """Bytes of all rows, with padding. Deduplicated keys may need more where trajectories begin or end."""
         if self.dedup is None:
             return self.capacity * self.row_bytes
         return self.capacity * (self.dedup.stored.row_bytes + sum(group.nbytes for group in self.dedup.groups))
@@ -99,7 +99,7 @@ class MemoryPlan:
         return "\n".join(ways)
 
     def _needs(self, place: Room) -> list[tuple[Room, int]]:
-        """Return each memory that the buffer uses if its rows are in ``place``, and the bytes needed there."""
+        """Return the bytes that the buffer needs in each memory, if its rows are in ``place``."""
         if place.place == self.memory.place:
             return [(place, self.total)]
         return [(place, self.rows), (self.memory, self.priorities + self.trajectories)]

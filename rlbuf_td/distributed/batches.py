@@ -19,7 +19,7 @@ SHARD, INCARNATION, ROW, WRITTEN_AT = range(4)  # the columns of a batch's "inde
 
 
 class Batches:
-    """The batches that the answers of the shards contain."""
+    """One or more batches, drawn with one request to each shard."""
 
     def __init__(
         self, spec: Spec, layout: RowLayout, answers: dict[int, Answer], known: list[Report | None], rank: Tensor
@@ -58,7 +58,7 @@ class Batches:
 
 
 def _handles(answers: dict[int, Answer], flat: dict[int, np.ndarray]) -> Tensor:
-    """Return the ``"index"``, ``[n, 4]`` int64, of the rows ``flat[shard]`` of each shard."""
+    """Return the entry ``"index"``, ``[n, 4]`` int64, for the flat indices ``flat``, one array per shard."""
     columns = [(place, answers[place].before.incarnation, rows, answers[place].stamp) for place, rows in flat.items()]
     return torch.from_numpy(np.concatenate([np.stack(np.broadcast_arrays(*each), 1) for each in columns]))
 

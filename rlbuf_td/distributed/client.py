@@ -42,7 +42,7 @@ class Draw(NamedTuple):
 
 
 class Client:
-    """Samples from all shards and writes to one of them. A client can be pickled for other processes that use Ray.
+    """Samples from all shards and writes to one. A client can be pickled for other processes of the Ray cluster.
 
     Args:
         connect: a function that returns a tuple: the shards' Ray handles, flow control's handle or ``None``, and the
@@ -196,14 +196,14 @@ class Client:
         return self.links.request(requests)
 
     def _pieces(self, draws: int) -> int:
-        """Return into how many pieces a shard cuts its answer to ``draws`` draws; 0: the answer is not cut."""
+        """Return the number of pieces of a shard's answer to ``draws`` draws; 0 if the answer is not cut."""
         if draws and self._rows is None:
             return 0
         row_bytes = 0 if self._rows is None else self._rows[0].row_bytes
         return pieces_of(1_000 + draws * (16 + self.spec.window_rows * (row_bytes + 8)))
 
     def _exchange(self, places: Iterable[int]) -> None:
-        """Send requests without draws: shards apply the TD errors, store waiting rows, and return a new report."""
+        """Send requests without draws. The shards apply TD errors, store waiting rows, and report their state."""
         self.links.receive(self._request(dict.fromkeys(places, _NO_ERRORS)))
 
     def _receive(self, draw: Draw) -> Batches | None:
@@ -217,7 +217,7 @@ class Client:
         return Batches(self.spec, layouts[0], drawn, draw.known, draw.split.rank.view(draw.batches, -1))
 
     def _forget(self) -> None:
-        """Drop prefetched batches and queued TD errors when all rows are removed."""
+        """Drop prefetched batches and queued TD errors."""
         self._ready = self._ahead = None
         self._errors.clear()
 

@@ -78,9 +78,10 @@ class Answer(NamedTuple):
 class Shard:
     """A buffer in a separate process.
 
-    Clients draw with the mass in the shard's last :class:`Report`. New rows would change this mass, and therefore
-    usually wait until the next draw is done. After a draw, the shard applies TD errors, stores the waiting rows, and
-    reports the new mass. Rows do not wait if the shard is empty, if it got no request for 10 s, or if the waiting rows
+    The *mass* of a shard is the sum of ``p^alpha`` over its rows or, with a uniform sampler, the number of its rows.
+    Clients use the mass in a shard's last :class:`Report` to choose shards. New rows would change this mass, and
+    therefore usually wait until the next draw is done. After a draw, the shard applies TD errors, stores the waiting
+    rows, and reports the new mass. Rows do not wait if the shard is empty, if it got no request for 10 s, or if they
     would fill more than a quarter of its capacity. A restarted shard loads the dump in the folder ``dump``, if that
     folder exists.
     """
@@ -166,7 +167,7 @@ class Shard:
         return len(self.storage) // lanes, lanes
 
     def load(self, segments: Sequence[Segment]) -> Report:
-        """Replace all rows by the rows of ``segments``, in order."""
+        """Replace all rows by the rows of ``segments``, parts of a dump, in this order."""
         buffer = self.make_buffer()
         load_segments(buffer, segments)
         self._set(buffer)
@@ -175,7 +176,7 @@ class Shard:
         return self.report()
 
     def _drawn_at(self, fractions: np.ndarray, known: int) -> Drawn:
-        """Draw a row for each fraction; ``known`` is the checksum of the row layout that the client knows."""
+        """Draw a row at each fraction of the mass; ``known`` is the checksum of the row layout that the client has."""
         rows, where = len(self.storage), torch.from_numpy(fractions.copy())
         if self._prioritized is None:
             flat, weight = (where * rows).to(torch.int64), torch.ones_like(where)

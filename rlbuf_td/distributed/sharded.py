@@ -27,7 +27,7 @@ _LONG = 3_600.0  # longest time for a dump or a load, in seconds
 
 
 def connect(name: str, shards: int, has_flow: bool, address: str, namespace: str) -> tuple[list[Any], Any, Any]:
-    """Connect to Ray; return the shards' handles, flow control's handle or ``None``, and the ``ray`` module."""
+    """Connect to Ray; return the tuple that :class:`Client` expects from its argument ``connect``."""
     if not ray.is_initialized():
         ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level="error")
     handles = [ray.get_actor(f"{name}-{place}", namespace) for place in range(shards)]
@@ -42,11 +42,13 @@ class ShardedReplayBuffer(Client):
     """A replay buffer that is divided into shards; each shard is a ReplayBuffer in a Ray actor.
 
     Rows are drawn from all shards as from one large buffer: ``P(i) = p_i^alpha / sum_j p_j^alpha``. Importance weights
-    use ``P(i)`` and the number of rows in all shards. With one learner, the probabilities are exact even while
-    collectors write, because a shard usually stores new rows after its next draw. A shard stores new rows at once if
-    they would fill more than a quarter of its capacity, or if it got no request for 10 s. In these cases, and with
-    several learners, priorities may have changed since the shard's last report to a learner. The importance weights
-    correct for this, and :meth:`health` counts the affected rows as ``drifted``. Each client has its own ``beta``.
+    use ``P(i)`` and the number of rows in all shards. Each client has its own ``beta``.
+
+    A learner draws with the sums of ``p^alpha`` that the shards last reported. New rows therefore usually wait in a
+    shard until its next draw is done: with one learner, the probabilities are exact even while collectors write. A
+    shard stores new rows at once if they would fill more than a quarter of its capacity, or if it got no request for
+    10 s. In these cases, and with several learners, priorities may have changed since the shard's last report to a
+    learner. The importance weights correct for this, and :meth:`health` counts the affected rows as ``drifted``.
 
     A client writes all its rows to one shard, because n-step returns, sequences and hindsight goals need whole
     trajectories in a shard. If two clients write to the same shard, a write by one client ends the open trajectories

@@ -54,7 +54,7 @@ def _draws_fresh(sampler: Any) -> bool:
 
 
 def checked_sampler(buffer: Any) -> Any:
-    """Return the innermost sampler; TypeError or ValueError if the buffer cannot be sharded."""
+    """Return the buffer's sampler without its wrappers; TypeError or ValueError if the buffer cannot be sharded."""
     if not isinstance(buffer, ReplayBuffer) or not buffer.initialize().is_packed:
         raise TypeError(f"make_buffer must return a ReplayBuffer of this package with a PackedStorage, got {buffer!r}")
     sampler, inner, parts = buffer.sampler, unwrapped(buffer.sampler), buffer.initialize()

@@ -61,7 +61,7 @@ def look_up(info: Mapping[str, Any], path: Key) -> tuple[Any, Any]:
 
 
 def joined(infos: list[Mapping[str, Any]]) -> dict[str, Any]:
-    """Convert one info dict per lane, from Gymnasium's ``DictInfoToList``, to a vector environment's info dict."""
+    """Merge a list of info dicts, one per lane, into one dict in the format of Gymnasium's vector environments."""
     result: dict[str, Any] = {}
     for name in dict.fromkeys(name for info in infos for name in info):
         parts = [info.get(name) for info in infos]

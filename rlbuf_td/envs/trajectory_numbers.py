@@ -39,7 +39,7 @@ class TrajectoryNumbers:
         return np.arange(first, first + count)
 
     def mark_update(self, index: Any) -> None:
-        """Do nothing; writers report the written rows with this call."""
+        """Do nothing; writers call this method after each write."""
 
     def mark_load(self) -> None:
         self._numbers[_LOADS], self._numbers[_HAS_READ] = self.loads + 1, 0

@@ -36,8 +36,8 @@ def td_lambda_return_estimate(
         done: bool, same shape: whether the trajectory ends with this step.
         terminated: bool, same shape: whether the next state is terminal (its value is then ignored). Default: ``done``.
         rolling_gamma: if False, the return of a step uses the gamma and lmbda of that step for all later rewards. By
-            default, each reward uses the gamma and lmbda of its own step. ``rolling_gamma=False`` needs a gamma or a
-            lmbda with the shape of the inputs.
+            default, each step of the recursion uses its own gamma and lmbda. ``rolling_gamma=False`` needs a gamma or
+            a lmbda with the shape of the inputs.
         time_dim: the dimension of time.
 
     Returns:
@@ -46,7 +46,8 @@ def td_lambda_return_estimate(
     Raises:
         ValueError, TypeError: the inputs are invalid; see :mod:`rlbuf_td.functional`.
 
-    Cost: O(elements) on the CPU; O(elements * T) with ``rolling_gamma=False``.
+    Cost: O(elements) on the CPU, O(elements * T) with ``rolling_gamma=False``; for CUDA, see
+    :mod:`rlbuf_td.functional`.
     Source: Sutton and Barto, 2018, section 12.1. TorchRL's ``td_lambda_return_estimate`` gives the same result.
 
     Example:

@@ -27,7 +27,7 @@ compiled = cached_njit(nogil=True)
 
 
 def bare(function: Callable[..., Any]) -> Any:
-    """Compile a function that creates no arrays, without numba's reference counting. This halves the run time."""
+    """Compile without numba's reference counting: twice as fast, but the function must not create arrays."""
     try:
         return cached_njit(nogil=True, _nrt=False)(function)
     except KeyError:  # this numba version lacks the option: same results, but slower

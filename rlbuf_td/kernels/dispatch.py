@@ -51,9 +51,9 @@ def _has_triton() -> bool:
 
 
 def agrees_with_reference(operation: str, device: torch.device, compare: Callable[[torch.device], None]) -> bool:
-    """Whether the Triton kernel of ``operation`` works: whether ``compare(device)`` raises no error.
+    """Return whether ``compare(device)``, which checks the Triton kernel of ``operation``, raises no error.
 
-    The comparison runs once per operation and device. If the comparison raises an error, a warning is issued.
+    The comparison runs once per operation and device. A warning is issued if it raises an error.
     """
     key = operation, device
     if key not in _agrees:

@@ -254,7 +254,7 @@ def refuse_errors(td_error: Tensor) -> None:
 
 
 def refuse_priorities(flat: Tensor, td_error: Tensor, rows: int) -> NoReturn:
-    """Raise a ValueError if a TD error is NaN or infinite, else an IndexError for the row that is out of range."""
+    """Raise a ValueError for NaN or infinite TD errors, otherwise an IndexError for a row out of range."""
     refuse_errors(td_error)
     low, high = int(flat.min()), int(flat.max())
     bad = high if high >= rows else low

@@ -110,16 +110,17 @@ class FreshRowsSampler(SamplerWrapper):
     with ``boundary="shift"``, this sampler is the online queue of DreamerV3.
 
     **Distribution.** A batch of B rows begins with the newest f fresh rows, where f is the smallest of ``fresh``, B and
-    the number of fresh rows. The wrapped sampler draws B rows, of which only B - f are used. A
-    :class:`MinibatchSampler` does not draw the other f rows again in the same epoch. All importance weights are those
-    of the wrapped sampler; by design, they do not correct for the higher share of fresh rows.
+    the number of fresh rows. The wrapped sampler draws B rows, of which only B - f are used. If the wrapped
+    sampler is a :class:`MinibatchSampler`, the f unused rows are not drawn again in the same epoch. All importance
+    weights are those of the wrapped sampler; by design, they do not correct for the higher share of fresh rows.
 
     Args:
         sampler: draws the other rows, and handles priorities, writes and state.
         fresh: the largest number of fresh rows at the beginning of a batch, at least 1; may be set at any time.
 
-    If T or more time steps are written or replaced with ``storage.set`` between two batches, all rows become fresh
-    again. T is the capacity in time steps. If processes share a buffer, every new row is fresh once in each process.
+    All rows become fresh again if T or more time steps are written between two batches. T is the capacity in time
+    steps; calls of ``storage.set`` count as writes. If processes share a buffer, every new row is fresh once in each
+    process.
 
     Raises:
         ValueError: ``fresh`` is not a positive whole number, or the buffer's writer does not write in time order.

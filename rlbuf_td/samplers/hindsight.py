@@ -148,7 +148,7 @@ class HindsightSampler(SamplerWrapper):
     def _relabelled(
         self, storage: Storage, drawn: Tensor, uniform: Tensor, flat: Tensor, owner: Tensor | None
     ) -> TensorDictBase:
-        """Read the rows ``flat``, and relabel some of them; ``uniform`` has one random number per row of ``drawn``."""
+        """Read the rows ``flat``, and relabel some of them, as ``uniform``, a random number per drawn row, decides."""
         bound, batch = self._bound_to(storage), rows_at(storage, flat)
         rows, mask = choose_goals(bound.trajectories.boundaries(), drawn, uniform, self.law, len(storage))
         if owner is not None:

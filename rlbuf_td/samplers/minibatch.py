@@ -168,7 +168,7 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
         self._resumes = bool(state_dict.get("in_pass", False))
 
     def resized_state(self, state: dict[str, Any], rows: Tensor | None, capacity: int, moved: bool) -> dict[str, Any]:
-        """If rows have moved, restart the epochs; see :func:`rlbuf_td.checkpoint.parts.resized_state`."""
+        """Restart the epochs if ``moved``; see :func:`rlbuf_td.checkpoint.parts.resized_state`."""
         return state | {"order": None, "position": 0, "epoch": 0, "in_pass": False} if moved else state
 
 

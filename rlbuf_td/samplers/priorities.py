@@ -48,10 +48,10 @@ class Law(ABC):
         """Return the probability of each row, ``[B]`` float64."""
 
     def weigh_beside_(self, flat: Tensor, drawn: Tensor, weight: Tensor) -> None:
-        """Overwrite ``weight[:len(flat)]`` with the importance weights of the rows ``flat``.
+        """Compute the importance weights of the rows ``flat``, and store them in ``weight[:len(flat)]``.
 
-        The new weights are computed from ``weight[0]``, which must be the importance weight of the row ``drawn``,
-        ``[1]``. Rows of probability 0 also get this weight.
+        Before the call, ``weight[0]`` must hold the importance weight of the row ``drawn``, ``[1]``. Rows of
+        probability 0 get the weight of the row ``drawn``.
         """
         probability = self.probability(torch.cat((flat, drawn)))
         ratio = (probability[:-1] / probability[-1]).clamp(min=LEAST_RATIO)
@@ -244,7 +244,7 @@ class Priorities:
 
 
 def refuse_state(tensors: Any, blank: dict[str, Tensor]) -> None:
-    """Raise a ValueError unless ``tensors`` are finite and have the names, dtypes and shapes of ``blank``."""
+    """Raise a ValueError unless ``tensors`` are finite and match the table, ``blank``, in names, dtypes and shapes."""
     if not isinstance(tensors, dict) or tensors.keys() != blank.keys():
         raise ValueError(f"the saved state is of another sampler: this one needs {', '.join(blank)}")
     for name, expected in blank.items():

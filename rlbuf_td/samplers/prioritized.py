@@ -37,7 +37,7 @@ def _exponent(name: str, place: int, doc: str) -> Any:
 
 
 class Prioritized(RowSampler, GraphCapturable, PrioritizedSampler):
-    """Abstract base of the prioritized samplers; a subclass chooses the :class:`Law`."""
+    """Abstract base of the prioritized samplers; subclasses choose how TD errors determine probabilities."""
 
     stratified: bool = setting(one_of(True, False))
     weight_norm: WeightNorm = setting(one_of("buffer", "batch", None))

@@ -92,8 +92,8 @@ class ProportionalSampler(Prioritized):
         reduction: how to combine several TD errors of a row: ``"max"``, ``"min"``, ``"mean"`` or ``"median"``.
         device: the device of the rows, on which priorities are always stored.
         max_priority_within_buffer: whether new rows get the largest ``|td_error|`` now stored instead of the largest
-            ever seen. A write then searches all rows for the largest. On the CPU, a write searches only if the
-            largest has changed.
+            ever seen. Each write then searches all rows for the largest. On the CPU, a write skips the search if the
+            largest has not changed.
         min_priority: the smallest ``|td_error|`` of any row, at least 0. Smaller magnitudes count as ``min_priority``.
 
     ``alpha`` and ``beta`` may be set at any time, also by TorchRL's ``ParameterScheduler``. The sign of a TD error does

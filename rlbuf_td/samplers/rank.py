@@ -78,8 +78,8 @@ class RankSampler(Prioritized):
     Args:
         alpha: exponent of the ranks, at least 0; 0 draws uniformly.
         max_capacity, beta, stratified, weight_norm, reduction: as for :class:`ProportionalSampler`.
-        stale_updates: on a GPU, how many priority updates may follow a sort before the rows are sorted again, at least
-            0. With 0, the default, ranks are always exact. On the CPU, this setting has no effect. Writes by a
+        stale_updates: on a GPU, the number of priority updates that draws may ignore before the rows are sorted again,
+            at least 0. With 0, the default, ranks are always exact. On the CPU, this setting has no effect. Writes by a
             :class:`ReservoirWriter` or in TorchRL's buffers count as updates. After any other write, the next draw
             sorts the rows.
 

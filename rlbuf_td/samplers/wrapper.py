@@ -42,8 +42,8 @@ class SamplerWrapper(StatefulSampler, GraphCapturable, PrioritizedSampler):
     """Abstract base of the samplers that wrap another sampler.
 
     The innermost sampler draws rows. Then each wrapper, from the inside out, *revises* the batch: the wrapper changes
-    or adds entries. A random choice for a drawn row, such as a hindsight goal, applies to all rows of its n-step sum
-    and of its sequence window. A subclass implements :meth:`_reader`.
+    or adds entries. All rows of a sequence window or of an n-step sum share one random choice, such as a hindsight
+    goal. A subclass implements :meth:`_reader`.
 
     In this package's buffers, a batch is revised before the buffer's transforms run. In TorchRL's buffers, the revised
     entries are part of the sampler's info dict, which is merged into the batch after the transforms.
@@ -153,7 +153,7 @@ class SamplerWrapper(StatefulSampler, GraphCapturable, PrioritizedSampler):
         return getattr(self.sampler, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute of this wrapper, or of a wrapped sampler if only its class defines ``name``."""
+        """Set ``name`` on the outermost sampler whose class defines ``name``, or else on this wrapper."""
         part: Any = self
         while part is not None and not hasattr(type(part), name):
             part = part.__dict__.get("sampler")

@@ -110,7 +110,7 @@ def flat_rows(index: Any, storage: Storage | None, device: torch.device) -> torc
 
 
 def inner_dims(storage: Storage, dims: int) -> int:
-    """Return how many of a batch's ``dims`` batch dims are inner dims, such as the time dim of a stored trajectory."""
+    """Return the number of inner dims of a batch with ``dims`` batch dims, such as 1 for stored trajectories."""
     rows = stored_rows(storage) if dims > 1 else None
     return 0 if rows is None else rows.ndim - storage.ndim
 
@@ -130,7 +130,7 @@ def merge_(batch: TensorDict, info: dict[Any, Any]) -> None:
 
 
 def put_back_(batch: TensorDictBase, known: dict[Any, torch.Tensor]) -> None:
-    """Set the entries of ``known`` that a transform has removed from a batch, if their shapes still fit."""
+    """Set the entries of ``known`` that a transform has removed, unless it has changed the shape of the batch."""
     for key, value in known.items():
         if key not in batch.keys(include_nested=True) and value.shape[: batch.ndim] == batch.shape:
             batch.set(key, value)
@@ -148,7 +148,7 @@ def by_row(
 
 
 def first_of_row(entry: torch.Tensor, dims: int, inner: int) -> torch.Tensor:
-    """Return the first value of ``entry`` in each row; the last ``inner`` of the ``dims`` batch dims are inner dims."""
+    """Return the first value of ``entry`` in each row; ``inner`` of the ``dims`` batch dims are inner dims."""
     if dims == 1:
         return entry
     if dims == 0:

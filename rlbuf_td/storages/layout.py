@@ -125,7 +125,7 @@ class RowLayout:
     def wrap(
         self, columns: Sequence[torch.Tensor], lead: torch.Size, device: torch.device, more: Mapping[str, torch.Tensor]
     ) -> TensorDict:
-        """Return a TensorDict of the leaves ``columns``, ``[*lead, ...]`` each, and of the root entries ``more``.
+        """Return a TensorDict of the leaves ``columns``, each ``[*lead, ...]``; add the entries ``more`` at the root.
 
         An entry of ``more`` replaces a leaf with the same key.
         """

@@ -44,7 +44,7 @@ class MemoryWarning(UserWarning):
 
 @dataclass(frozen=True)
 class Room:
-    """The free and total memory of one place."""
+    """The free and total memory of RAM, shared memory, a disk or a CUDA device."""
 
     place: str  # "RAM", "shared memory", "disk (/path)", "cuda:0"
     free: int | None  # free bytes; None: not known

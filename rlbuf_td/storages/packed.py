@@ -29,8 +29,8 @@ from rlbuf_td.storages.writes import as_index, as_tensordict, is_index, is_key, 
 class PackedStorage(LazyTensorStorage):
     """A TensorDict storage that keeps each transition as one row of bytes.
 
-    The first write fixes the schema (keys, dtypes, shapes, nesting) and allocates the rows. Sampling copies rows. As
-    in TorchRL, ``storage[i]`` and ``storage[i:j]`` are views, except of deduplicated keys.
+    The first write fixes the schema (keys, dtypes, shapes, nesting) and allocates the rows. Sampled batches are
+    copies. As in TorchRL, ``storage[i]`` and ``storage[i:j]`` are views, except of deduplicated keys.
 
     Args:
         max_size: capacity in transitions. With ``ndim > 1``, the capacity is rounded up to whole time steps.
@@ -324,7 +324,7 @@ class PackedStorage(LazyTensorStorage):
     release = allocate.release
 
     def _max_size_along_dim0(self, *, single_data: Any = None, batched_data: Any = None) -> int:
-        """Return the capacity in time steps; before the first write, the argument gives the number of lanes."""
+        """Return the capacity in time steps; before the first write, compute it from the lanes of the given data."""
         if self.rows is not None:
             return self.rows.steps
         if self.ndim == 1:

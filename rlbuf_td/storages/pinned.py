@@ -98,6 +98,6 @@ def _tensor_over(locked: _Locked, index: int) -> torch.Tensor:
 
 
 def _forget_error(index: int) -> None:
-    """Launch a kernel to clear CUDA's last error, which the next launch would raise."""
+    """Clear CUDA's last error, which the next kernel launch would raise, by a launch here."""
     with suppress(RuntimeError):
         torch.ones(1, device=torch.device("cuda", index), dtype=torch.float32)

@@ -179,7 +179,7 @@ def admit_state(storage: Any, state: dict[str, Any], lanes: torch.Size) -> tuple
 
 
 def restore_counters(storage: Any, state: dict[str, Any]) -> None:
-    """Restore the counters. If the saved capacity differs, batches sampled earlier do not update priorities."""
+    """Restore the counters. If the saved capacity differs, priority updates skip batches sampled before the load."""
     storage.is_reserved = state.get("reserved", False)
     clock, rows = state.get("clock"), storage.all_rows()
     if clock is not None and clock["capacity"] == rows.cells:
@@ -211,7 +211,7 @@ def describe(storage: Any) -> str:
 
 
 def refuse_foreign(dedup: DedupLayout, matrix: torch.Tensor, entries: Sequence[Any]) -> None:
-    """Raise a SchemaError if the saved rows do not match their deduplicated observations, ``entries``."""
+    """Raise a SchemaError if saved rows and pool ``entries`` differ in layout, or an id in a row has no entry."""
     names = matrix.reshape(-1, matrix.shape[-1]).view(torch.uint8)
     groups = dedup.groups
     fits = len(entries) == len(groups) and names.shape[1] == dedup.stored.row_bytes

@@ -37,7 +37,7 @@ class TrajectoryIndex:
     Args:
         storage: a storage of TensorDicts: :class:`PackedStorage`, ``LazyTensorStorage`` or ``LazyMemmapStorage``.
         done_key: key of the done flags, bool, one or more per row. A trajectory ends with a row in which a flag is set.
-            If the key is not stored, the index combines ``"terminated"`` and ``"truncated"`` of the same level.
+            If the key is not stored, ``"terminated"`` and ``"truncated"`` beside it take its place.
         traj_key: key of the trajectory ids, one integer per row; ignored if not stored. Batches flattened to
             ``[E * T]`` need ids, because rows of different environments follow each other.
 

@@ -97,13 +97,13 @@ class WriteClock:
         written[cells] = self.numbers[NOW]
 
     def forget(self, steps: int, last: int = -1) -> None:
-        """Treat all rows as rewritten; ``steps``: the storage's capacity; ``last``: its newest step, -1 if unknown."""
+        """Treat all rows as rewritten. ``steps`` is the capacity, ``last`` the newest time step, -1 if unknown."""
         self.numbers[NOW] += steps
         self.numbers[LAST] = last
         self.numbers[BY_ROW] = 0
 
     def keep_in(self, written: torch.Tensor) -> None:
-        """Move the write times of the rows to ``written``, shared memory, ``[N]`` int64."""
+        """Move the write times of the rows to ``written``, ``[N]`` int64 in shared memory."""
         if self._written is not None:
             written.copy_(self._written)
         self._written = written

@@ -44,7 +44,7 @@ def as_index(index: Any) -> torch.Tensor:
 
 
 def _as_steps(cursor: Any, total: int, live: int, append: bool) -> np.ndarray:
-    """Convert a cursor to int64 time steps. If ``append``, refuse a write that leaves unwritten steps before it."""
+    """Convert an index of time steps to an int64 array. If ``append``, a gap of unwritten steps is an error."""
     if isinstance(cursor, slice):
         cursor = range(*cursor.indices(total if append else live))
     if isinstance(cursor, torch.Tensor):

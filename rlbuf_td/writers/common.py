@@ -174,7 +174,7 @@ def without_index(data: Any) -> Any:
 
 
 def _is_one(data: Any) -> bool:
-    """Whether ``data`` can be sliced as a whole; in a pytree of tensors, each leaf is sliced."""
+    """Whether ``data`` itself can be sliced; in other pytrees, each leaf is sliced."""
     return is_tensor_collection(data) or isinstance(data, torch.Tensor | list)
 
 

@@ -68,7 +68,7 @@ class QueueWriter(TimeWriter):
         return min(self.numbers[1] - self.numbers[2], len(self._storage))
 
     def take(self, count: int) -> torch.Tensor:
-        """Mark the oldest ``count`` waiting rows as taken; return their index. Requires the buffer's lock."""
+        """Mark the oldest ``count`` waiting rows as taken; return their index. The caller holds the buffer's lock."""
         steps = capacity_in_steps(self._storage)
         start = self.numbers[0] - self.waiting
         self._taken_value.value = self.numbers[1] - self.waiting + count  # atomic: all rows are taken, or none

@@ -87,7 +87,7 @@ class ReservoirWriter(Writer):
     def register_storage(self, storage: Storage) -> None:
         """Set the storage to write to; ValueError if the writer already has another storage.
 
-        If the write count contradicts the number of stored time steps, the count is set to this number.
+        If the write count cannot belong to this storage, it is set to the number of stored time steps.
         """
         if self._storage not in (None, storage):
             raise ValueError("this writer writes to the storage of another buffer: use one writer per buffer")
@@ -119,7 +119,7 @@ class ReservoirWriter(Writer):
         """Return a new log threshold, the next time step to store after ``at``, and a random position for ``at``.
 
         Algorithm L gives every time step a uniform random number, and stores the ``steps`` time steps with the smallest
-        numbers. The threshold is the largest number of a stored time step.
+        numbers. The threshold is the largest of these numbers.
         """
         source = "cpu" if self._rng is None else self._rng.device
         shrink, ahead, place = torch.rand(3, dtype=torch.float64, generator=self._rng, device=source).tolist()

@@ -47,7 +47,7 @@ class RolloutWriter(TimeWriter):
             terminates within the rollout, ``value_key`` is enough.
         normalize_advantage: whether to normalize the stored advantages to mean 0 and standard deviation 1 over the
             rollout. Value targets use the advantages before normalization.
-        value_key: key of the values, ``[T, *lanes, *F]``, floating point.
+        value_key: key of the values, floating point, ``[T, *F]`` or ``[T, E, *F]`` with any feature shape ``F``.
         advantage_key, value_target_key: keys under which the estimates are stored.
         reward_key: key of the rewards, in the values' shape.
         done_key: key of the bool done flags, with the values' shape or one flag per step. Missing flags are computed as
@@ -131,7 +131,7 @@ class RolloutWriter(TimeWriter):
         return self.is_complete or 0 < self._estimated_steps == self.steps
 
     def add(self, data: TensorDictBase) -> int | Tensor:
-        """Write one step, ``[]`` or, if ``ndim > 1``, ``[*lanes]``; return its index. Errors: see the class."""
+        """Write one step, ``[]`` or ``[E]``; return its index. Errors: see the class."""
         steps = capacity_in_steps(self._storage, single_data=data)
         if steps == 1:  # the step is a complete rollout, which is estimated before the write
             index = self.extend(data.unsqueeze(0))
@@ -139,7 +139,7 @@ class RolloutWriter(TimeWriter):
         return self._write_part(super().add, data, 1, steps)
 
     def extend(self, data: Any) -> Tensor:
-        """Write ``[n, *lanes]`` steps; return their index, ``[n]`` or ``[n * lanes, ndim]``. Errors: see the class."""
+        """Write steps, ``[n]`` or ``[n, E]``; return their index, ``[n]`` or ``[n * E, 2]``. Errors: see the class."""
         if isinstance(data, list) and data and all(map(is_tensor_collection, data)):
             data = torch.stack(data)
         count = len(data)

@@ -1,7 +1,7 @@
 """``python -m rlbuf_td bench``: time the operations of several libraries, and print a table.
 
-As in training, each call follows a learner's step (forward, backward and Adam of an MLP), which fills the processor's
-caches with the learner's data. The last column is the time of the call in a tight loop.
+Before each timed call, a learner trains an MLP for one step. As in training, this step evicts the buffer's data from
+the processor's caches. The last column shows this package's time in a tight loop, without the learner.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ def _broken(record: Record, where: torch.Tensor, flow: Flow, *, mostly: bool = F
 def _found_elsewhere(record: Record, sample: torch.Tensor, mostly: bool) -> tuple[str, str] | None:
     """Look for the next observations of the rows ``sample`` among the observations of all rows.
 
-    Return two texts: where these observations are stored, and a remedy. Return None if there is no pattern.
+    Return two texts: where these observations are stored, and a remedy. Return None if the search shows no cause.
     """
     here = hashes(record, [("next", *key) for key in record.observed], sample)
     ordered, order = hashes(record, record.observed).sort()
@@ -183,7 +183,7 @@ def _ids_show_ends(record: Record, flow: Flow) -> bool:
 
 
 def _is_no_chance(record: Record, flow: Flow) -> bool:
-    """Whether the rows ``flow.unbroken`` are no coincidence: half of all ends, or any if observations rarely repeat."""
+    """Whether ``flow.unbroken`` covers half of all ends, or less than 1 % of observations repeat another one."""
     if 2 * int(flow.unbroken.sum()) >= int(flow.ends.sum()):
         return True
     values = hashes(record, record.main)
@@ -206,7 +206,7 @@ def _unbroken(record: Record, flow: Flow, one_step: torch.Tensor) -> Finding:
 def _jumps(record: Record, where: torch.Tensor, inside: torch.Tensor) -> tuple[float, float]:
     """Return the median distance from observation to next observation in the rows ``where``, and in the following rows.
 
-    The unit is the mean distance within trajectories. A median that is usual within trajectories is returned as 0.
+    The unit is the mean distance within trajectories. A median below a high quantile of these distances becomes 0.
     """
     usual, rows = _spread(inside), _spread(where)
     if not len(usual):

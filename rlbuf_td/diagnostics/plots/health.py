@@ -119,7 +119,7 @@ def plot_priorities(rb: ReplayBuffer) -> Figure:
     """Plot the absolute TD errors and the probabilities of all rows.
 
     Args:
-        rb: a buffer with a prioritized sampler, which may be wrapped.
+        rb: a buffer whose sampler is prioritized, or wraps a prioritized sampler.
 
     Returns:
         A figure with two panels: a histogram of absolute TD errors, and the probabilities in descending order.

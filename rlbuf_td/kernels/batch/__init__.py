@@ -25,10 +25,10 @@ class Gather:
     Args:
         matrix: the stored rows, ``[N, width]``, contiguous, on the CPU.
         extents: ``[leaves, 2]`` int64: offset and size of each leaf in a row, in bytes. For n-step transitions,
-            ``[leaves, 4]``: also the kind and the element size of each leaf.
+            ``[leaves, 4]``: also the kind, for example ``wrapped_cpu.REWARD``, and the element size.
         entries: dtype and shape per row of each tensor of a batch: the leaves, the index, and the sampler's outputs.
         count: rows per batch.
-        record: further fields of the ``BATCH`` record, for example ``lanes``. Fields without a value are 0.
+        record: values of other fields of :data:`rlbuf_td.kernels.batch.ring.BATCH`, for example ``lanes``; default 0.
     """
 
     __slots__ = ("_kept", "_memory", "_set_targets", "_targets", "address", "addresses", "record", "slots")

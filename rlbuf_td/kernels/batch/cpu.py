@@ -155,7 +155,7 @@ def sample_rank(address, targets, law, alpha, shift, step, written, beta, mode, 
 
 @inlined
 def _put_fresh(batch, place):
-    """Replace the first indices at address ``place`` by those of fresh rows; return the number of fresh rows."""
+    """Overwrite the first indices at address ``place`` with fresh rows of a FreshRowsSampler; return their number."""
     if not batch.queue:
         return 0
     live, newest, now = load(batch.numbers, np.int64), load(batch.numbers + 16, np.int64), load(batch.clock, np.int64)
@@ -313,8 +313,9 @@ def _is_usual(ring, cursor, start, kept, revision):
     """Whether :func:`write_ring` supports this write.
 
     The write must begin directly after the newest time step or fill the whole ring. Its data must lie outside the
-    ring's memory. The flag ``RING.clock_by_row`` must be 0. If the sampler has a sum tree, its alpha must not have
-    changed since the weights were computed.
+    ring's memory. The storage's clock must not hold a write time per row. If the sampler has a sum tree, its alpha must
+    not have changed since the weights were computed. If the trajectory boundaries are outdated, the write must not
+    replace all rows.
     """
     steps, last, lanes = ring.steps, load(ring.clock_last, np.int64), max(ring.lanes, 1)
     in_order = start == last + 1 or (start == 0 and last == steps - 1) or kept == steps

@@ -2,7 +2,7 @@
 
 Args:
     bitmap: boundaries of the stored trajectories, :attr:`rlbuf_td.kernels.episodes.BitBoundaries.bitmap`.
-    address: address of a ``BATCH`` record.
+    address: address of a record with the dtype :data:`rlbuf_td.kernels.batch.ring.BATCH`.
     slot: address of an array with the addresses of the output tensors. The leaves come first.
     drawn: address of an array with the addresses of the wrapped sampler's outputs. The drawn row indices come first.
     count: number of drawn rows.

@@ -45,7 +45,7 @@ def expect(bitmap, cell):
 
 @kernel
 def _descend(bitmap, lane, level, position, first):
-    """Return the first or the last boundary among the steps that bit ``position`` of a level covers."""
+    """Return the first boundary, or the last if not ``first``, of the steps that bit ``position`` of a level covers."""
     while level > 0:
         level -= 1
         word = _word(bitmap, lane, _start(bitmap, level) + position)

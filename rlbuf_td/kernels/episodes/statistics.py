@@ -45,20 +45,20 @@ def count_steps(
     start, shape, strides, inputs, is_double, reduction,
     keys, lengths, touched, sums, lane_slot, records, ends, counters,
 ):  # fmt: skip
-    """Count the steps of one write from step ``start`` on; return ``T * E``, or the first step that finds no free slot.
+    """Add the steps of one write, from step ``start`` on, to the statistics.
 
-    Steps are numbered in time order, with E steps at each of T times; ``shape`` is (T, E). ``inputs`` holds the
-    addresses of the steps' trajectory ids, ``done`` flags, M metrics and R end reasons, in this order. Ids are int64;
-    address 0 means no ids. Metrics are float64 if ``is_double``, else float32. Flags and reasons have one byte each.
-    ``strides`` holds the distance between time steps and the distance between lanes, in elements. All arrays have the
-    same strides.
+    Return ``T * E``, or the number of the first step that finds no free slot. Steps are numbered in time order, with E
+    steps at each of T times; ``shape`` is (T, E). ``inputs`` holds the addresses of the steps' trajectory ids, ``done``
+    flags, M metrics and R end reasons, in this order. Ids are int64; address 0 means no ids. Metrics are float64 if
+    ``is_double``, else float32. Flags and reasons have one byte each. ``strides`` holds the distance between time steps
+    and the distance between lanes, in elements. All arrays have the same strides.
 
     The open episodes are stored in S slots. ``keys`` holds their ids, ``lengths`` their numbers of steps, and ``sums``,
-    ``[S, M]``, their metrics. ``touched`` holds the number of the last write that added a step to the episode. For each
-    lane, ``lane_slot`` holds the slot used last.
+    ``[S, M]``, their metrics. ``touched`` holds the sequence number of the last write that added a step to the
+    episode. For each lane, ``lane_slot`` holds the slot used last.
 
-    Two rings hold the last H finished episodes. A row of ``records``, ``[H, 2 + M]``, is the number of steps counted so
-    far, the episode's length, and its metrics. A row of ``ends``, ``[H, R]``, is its end reasons.
+    Two rings hold the last H finished episodes. A row of ``records``, ``[H, 2 + M]``, holds the total number of steps
+    when the episode ended, the episode's length, and its metrics. A row of ``ends``, ``[H, R]``, holds its end reasons.
     """
     steps, lanes = shape
     metrics = is_double.shape[0]

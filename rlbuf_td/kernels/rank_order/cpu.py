@@ -1,8 +1,8 @@
 """Draws rows by rank and finds the ranks of rows, on the CPU.
 
-:mod:`rlbuf_td.kernels.rank_order.chunks` explains chunks, groups and slots. The argument ``order`` is the result of its
-function ``addresses``. All searches of a batch descend together, level by level and without branches, so that their
-cache misses overlap.
+:mod:`rlbuf_td.kernels.rank_order.chunks` explains chunks, groups and slots. The argument ``order`` is the result of
+:func:`~rlbuf_td.kernels.rank_order.chunks.addresses`. All searches of a batch descend together, level by level and
+without branches, so that their cache misses overlap.
 """
 
 import math
@@ -63,7 +63,7 @@ def _search_top(bounds, groups, wanted, pos):
 
 @bare
 def _search_groups(bounds, top_group, wanted, pos, slot):
-    """For each value in ``wanted``, write the last slot with bound ``<= value`` in the group at ``pos`` to ``slot``."""
+    """For each value, write the last slot of the group at ``pos`` with ``bounds[group, slot] <= value`` to ``slot``."""
     slot[:] = 0
     step = WIDTH // 2
     while step > 0:
@@ -76,7 +76,7 @@ def _search_groups(bounds, top_group, wanted, pos, slot):
 
 @bare
 def find_places(st, keys, pos, slot):
-    """Find the chunk of each key: write its group's position to ``pos``, and its slot to ``slot``."""
+    """For each key, write the position of its group to ``pos``, and the slot of its chunk in the group to ``slot``."""
     _search_top(st.top_first, st.head[GROUPS], keys, pos)
     _search_groups(st.first, st.top_group, keys, pos, slot)
 

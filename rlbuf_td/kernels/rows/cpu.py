@@ -35,7 +35,7 @@ def _difference(a, b):
 
 @kernel
 def skip_ring(kept, index, stamp, rows, clock, last, steps, lanes):  # see rows.skip_ring for the arguments
-    """Count the rewritten rows. If ``kept`` is not 0, copy ``index`` to ``kept``, with -1 for each rewritten row."""
+    """Count the rows rewritten since sampling. Unless ``kept`` is 0, copy ``index`` there, with -1 for these rows."""
     given, stamps = carray(pointer(index), rows, np.int64), carray(pointer(stamp), rows, np.int64)
     left = carray(pointer(kept), rows if kept else 0, np.int64)
     count = 0

@@ -26,7 +26,7 @@ _CHUNK = 1 << 18  # rows whose names are read at once
 
 @dataclass(frozen=True)
 class Part:
-    """Where the value of one deduplicated key lies: in an entry, in an observation and in a batch."""
+    """Where the bytes of one deduplicated key lie: in an entry, in an observation and in a batch."""
 
     into: int  # offset of its bytes in an entry
     inner: int  # bytes per contiguous run of the key in a row
@@ -116,8 +116,8 @@ def write_(
 
     Args:
         table: the rows and the pools of entries.
-        sources: ``[P, 2, 3]`` int64, for P deduplicated keys: address, and strides in bytes along time and along lanes.
-            ``sources[:, 0]`` is for observations, ``sources[:, 1]`` for next observations.
+        sources: ``[P, 2, 3]`` int64, for P deduplicated keys: the address of the data to write, and the byte strides
+            along time and along lanes. ``sources[:, 0]`` is for observations, ``sources[:, 1]`` for next observations.
         cells: the indices of the written rows, ``[count]`` int64, contiguous, without repetitions. An int instead means
             consecutive rows from this index on; after the last row of the table comes row 0.
         count: number of written rows.

@@ -56,7 +56,7 @@ def _entry(group, name):
 
 @inlined
 def _sides(parts, targets):
-    """Return the first side to read, and the last side plus 1."""
+    """Return the range ``(first, last + 1)`` of the sides for which ``targets`` holds an address."""
     low, high = np.int64(1), np.int64(1)
     for p in range(len(parts)):
         low = min(low, np.int64(not targets[parts[p, ROOT]]))
@@ -271,7 +271,7 @@ def _cell(rows, cells, start, i):
 
 @inlined
 def _expect_old(group, rows, cells, start, count, i):
-    """Prefetch rows that will soon be overwritten, and one entry of each row."""
+    """Prefetch into the CPU cache the next rows to overwrite, and one entry of each row."""
     if i + _ROWS < count:
         prefetch(_row(group, rows, _cell(rows, cells, start, i + _ROWS)))
     if i + _ENTRIES < count:

@@ -1,4 +1,7 @@
-"""Writes deduplicated rows with torch operations: all lanes of a time step at once."""
+"""Writes deduplicated rows with torch operations: all lanes of a time step at once.
+
+The module :mod:`rlbuf_td.kernels.rows.pool` explains entries and their names.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ def write_by_steps_(
 
 
 def _raw(group: Group, values: Sequence[Tensor]) -> Tensor:
-    """Convert the values of a group's keys, ``[B, ...]`` each, to bytes of entries, ``[B, group.pieces, bytes]``."""
+    """Convert observations, one tensor ``[B, ...]`` per key, to the bytes of entries, ``[B, group.pieces, bytes]``."""
     found = []
     for value, part in zip(values, group.parts, strict=True):
         flat = value.reshape(len(value), value.shape[1:].numel())
@@ -55,11 +58,11 @@ class _Step:
         self.stack, self.counters = table.stacks[g], table.counters[g]
 
     def near(self, steps: int) -> Tensor:
-        """Return the entry names in the rows ``steps`` time steps later, or earlier if ``steps`` is negative."""
+        """Return the names in the rows ``steps`` time steps after the written rows, or before if ``steps`` < 0."""
         return self.ids[(self.rows + steps * self.table.lanes) % len(self.ids)]
 
     def release(self) -> tuple[Tensor, Tensor]:
-        """Clear the entry names in the rows; return the old names, and a mask of the names that become free."""
+        """Set the names in the written rows to 0; return the old names, and a mask of the names to free."""
         names, total = self.ids[self.rows], len(self.ids) // self.table.lanes
         held = (names[:, :, None] == names[:, None, :]).tril(-1).any(2) | (names == 0)
         for d in range(1, min(self.group.reach, total - 1) + 1):
@@ -90,7 +93,7 @@ class _Step:
         return ((self.entries[names.long() - 1] == raw).flatten(1).all(1)) & (names != 0).all(1)
 
     def fresh(self, where: Tensor, raw: Tensor) -> Tensor:
-        """Store the stack ``raw[i]`` in new entries wherever ``where[i]`` is True; return the names, 0 elsewhere."""
+        """Store the frames ``raw[i]`` in new entries wherever ``where[i]`` is True; return the names, 0 elsewhere."""
         name, names = torch.zeros_like(self.rows, dtype=torch.int32), []
         for piece in range(raw.shape[1]):
             is_new = where if not piece else where & (raw[:, piece] != raw[:, piece - 1]).any(1)

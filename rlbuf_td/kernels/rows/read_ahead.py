@@ -22,7 +22,7 @@ _FEWEST = 2  # rows
 
 
 def ask_for_rows(rows: Tensor, cells: Tensor) -> Tensor | None:
-    """Request the pages of the rows ``cells``; return the order that sorts them, or None if nothing was requested."""
+    """Request the pages of the rows ``cells``; return ``cells.argsort()``, or None if nothing was requested."""
     if not IS_KNOWN or len(cells) < _FEWEST or not len(rows):
         return None
     cells = cells.contiguous()
@@ -37,7 +37,7 @@ def ask_for_rows(rows: Tensor, cells: Tensor) -> Tensor | None:
 
 
 def ask_for_entries(table: Table, cells: Tensor) -> None:
-    """Request the pages of the pool entries to which the rows ``cells`` refer."""
+    """Request the pages of the deduplicated observations of the rows ``cells``."""
     known = torch.from_numpy(_inside(cells, len(table.rows)))
     for g, entries in enumerate(table.entries):
         names = np.unique(table.ids(g)[known]).astype(np.int64)

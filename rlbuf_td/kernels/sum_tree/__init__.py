@@ -7,8 +7,8 @@ A group stores three numbers for each of its eight members: the sum of the membe
 reads one cache line per level.
 
 An update *recomputes* a parent from its children, and never adjusts it by a difference. Rounding errors therefore do
-not accumulate. In a group, the members after the last one with a positive sum have an infinite ``before``. A draw
-therefore never returns a row of weight 0. ``tests/kernels/invariants.py`` checks all nodes.
+not accumulate. If the last members of a group have sum 0, their ``before`` is infinite. A draw therefore never returns
+a row of weight 0. ``tests/kernels/invariants.py`` checks all nodes.
 
 Source: Schaul et al., Prioritized Experience Replay, ICLR 2016, appendix B.2.1. Costs are for ``B`` rows out of ``N``.
 """
@@ -43,8 +43,8 @@ def update_(
     changes nothing, and the function returns :data:`REFUSED`. Other devices skip invalid elements.
 
     On the CPU, returns the largest ``|td_error|`` of this batch, or -1 if all elements are skipped. On other devices,
-    returns the largest ``|td_error|`` of all updates so far with the same ``counts``, as a 0-dim tensor. The CPU
-    ignores ``counts``.
+    returns the largest ``|td_error|`` of all updates so far, as a 0-dim tensor. There, updates with ``counts=False``
+    have a maximum of their own; the CPU ignores ``counts``.
     """
     if backend_of(tree.weight) == "numba":
         numbers = int(rows), float(alpha), float(eps)

@@ -2,7 +2,7 @@
 
 After a change of weights, two launches recompute the nodes above, because only a new launch synchronises all programs.
 In the first launch, every program recomputes a subtree of 512 rows. In the second, one program recomputes all nodes
-above the subtrees. Sums are added in the same order as in the reference, so that both give the same bits.
+above the subtrees. The order of additions is that of the torch reference, so both give the same bits.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _leaf(weight, block, member, inside, smallest):
 
 @triton.jit
 def _set_groups(sums, before, minima, start, above, group, inside):
-    """Recompute the groups numbered ``group`` of one level from the sums and minima of their members.
+    """Recompute the nodes ``group`` of one level from the sums and minima of their eight children.
 
     The level begins at index ``start`` of each array, the next level at ``above``.
     """
@@ -107,7 +107,7 @@ def _go(mass, left, right):
 
 @triton.jit
 def _draw_in_blocks(weight, mass, node, inside):
-    """Draw one row from each of the blocks ``node``; return the rows and their weights."""
+    """Draw one row below each lowest node in ``node``; return the rows and their weights."""
     leaf = weight + node * WIDTH
     w0, w1 = tl.load(leaf, mask=inside, other=1.0), tl.load(leaf + 1, mask=inside, other=1.0)
     w2, w3 = tl.load(leaf + 2, mask=inside, other=1.0), tl.load(leaf + 3, mask=inside, other=1.0)

@@ -47,10 +47,10 @@ def _repair_blocks(tree: SumTree, block: Tensor) -> None:
 
 
 def _set_groups(tree: SumTree, start: int, above: int, group: Tensor) -> None:
-    """Recompute ``before`` for the members of some groups, and the ``sums`` and ``minima`` of these groups.
+    """Recompute ``tree.before`` of the members of some groups, and ``tree.sums`` and ``tree.minima`` of these groups.
 
-    ``group`` holds the numbers of the groups. The level of the members begins at index ``start`` of each tensor, the
-    level of the groups' sums and minima at ``above``.
+    ``group`` holds the numbers of the groups. In each tensor, the level of the members begins at index ``start``, and
+    the level of the groups begins at index ``above``.
     """
     sums = tree.sums[start:above].view(-1, BLOCK)[group]
     before, total = [], torch.zeros_like(sums[:, 0])

@@ -100,7 +100,7 @@ class Rows(ABC):
         return self.view()[index]
 
     def column(self, path: tuple[str, ...]) -> Any:
-        """Return one key, or the TensorDict of one nested level, of all rows."""
+        """Return the values of one key in all rows, or a TensorDict if ``path`` names a nested level."""
         return self.view()[path]
 
     def column_at(self, key: tuple[str, ...], cells: torch.Tensor) -> torch.Tensor:
@@ -134,7 +134,7 @@ class Rows(ABC):
         return (steps.to(lanes.device)[..., None] * len(lanes) + lanes).view(steps.shape + self.lanes)
 
     def cells_of(self, region: Any) -> torch.Tensor:
-        """Return the flat indices of the rows that ``region``, an index of a tensor ``[T, *lanes]``, selects."""
+        """Return the flat indices of the rows selected by indexing a tensor ``[T, *lanes]`` with ``region``."""
         cells: Any = 0
         for dim, size in enumerate(self.shape):
             coordinate = torch.arange(size, device=self.matrix.device).view(size, *[1] * (len(self.shape) - 1 - dim))

@@ -23,10 +23,10 @@ MakeRoom: TypeAlias = Callable[[int, int], None]
 
 
 class DedupRows(Rows):
-    """Rows of shape ``[T, *lanes]`` that refer to entries of a pool.
+    """Rows of shape ``[T, *lanes]`` that hold ids of pool entries.
 
-    On the CPU, ``block`` must have :attr:`Sections.total` bytes, all zero. On other devices, it has only
-    :attr:`Sections.fixed` bytes; the pools are separate tensors, which are replaced by larger ones when full.
+    On the CPU, ``block`` must have :attr:`Sections.total` bytes, all zero. On other devices, ``block`` has only
+    :attr:`Sections.fixed` bytes. The pools are then separate tensors, and a larger tensor replaces a full pool.
     ``make_room(offset, nbytes)`` reserves disk space for the first ``nbytes`` bytes of the section at ``offset``.
     """
 
@@ -58,7 +58,7 @@ class DedupRows(Rows):
 
     @property
     def used(self) -> list[int]:
-        """Number of entries per group that have been used so far, including those that are free again."""
+        """For each pool, the number of entries used so far, including entries that are free again."""
         return [int(counters[1]) for counters in self.table.counters]
 
     @property
@@ -219,7 +219,7 @@ class DedupRows(Rows):
             counters.zero_()
 
     def _clear_ids(self, g: int) -> None:
-        """Clear all entry ids of group ``g``."""
+        """Set the ids of entries of pool ``g`` to 0 in all rows."""
         ids = self.table.ids(g)
         for part in [ids] if grows(ids.device) else ids.split(_LOOK):
             if grows(ids.device) or part.any():  # memory that is only read stays uncommitted

@@ -22,7 +22,7 @@ class Blank(NamedTuple):
 
 
 class ReadPlan:
-    """Reads batches from the rows ``matrix``, ``[N, width]``; allocates batches of the last size ahead."""
+    """Copies rows of ``matrix``, ``[N, width]``, to batches; allocates batches of the previous batch size ahead."""
 
     def __init__(self, layout: RowLayout, matrix: Tensor) -> None:
         self._layout, self._matrix = layout, matrix
@@ -30,10 +30,10 @@ class ReadPlan:
         self._ready: tuple[int, LeafMemory, list[Blank]] = (-1, LeafMemory([]), [])  # rows per batch, ...
 
     def read(self, cells: Tensor, live: int) -> TensorDict | None:
-        """Return the rows at the flat indices ``cells``, int64.
+        """Return the rows at the flat indices ``cells``, int64, or None if the slower general method must read them.
 
-        Return None if the general path must read them: if the batch has another size than the last one, or an index
-        is not in ``[0, live)``.
+        The result is None if the batch size differs from the previous call, if an index is not in ``[0, live)``, or if
+        ``cells`` is not a contiguous 1-D tensor on the CPU.
         """
         if cells.ndim != 1 or not cells.is_contiguous() or backend_of(cells) != "numba":
             return None

@@ -1,4 +1,4 @@
-"""Memory shared by several processes: a file whose size may be set after a fork, and 64-bit numbers."""
+"""Memory that several processes share: a file without a name, and arrays of 64-bit numbers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ _TYPES: dict[str, Any] = {"q": c_longlong, "d": c_double}
 
 
 class NamelessFile:
-    """A file in memory without a name. Forked processes, and spawned ones that receive this object, share the file."""
+    """A file in memory without a name; :meth:`map` sets its size, also after a fork.
+
+    Forked processes, and spawned ones that receive this object, share the file.
+    """
 
     def __init__(self) -> None:
         if hasattr(os, "memfd_create"):
