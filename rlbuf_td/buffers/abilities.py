@@ -287,8 +287,7 @@ def loads(
     Storage, sampler and writer must have the same classes as in the saved buffer. A :class:`PackedStorage` may have
     another capacity than the saved one, but not in a :class:`RolloutBuffer`, and not with ``track_generations=True``.
     If the saved rows exceed the capacity, the oldest are dropped, with a warning. New collectors may use the same
-    trajectory ids (``("collector", "traj_ids")``) again. A load therefore ends unfinished trajectories
-    that have ids.
+    trajectory ids (``("collector", "traj_ids")``) again. A load therefore ends unfinished trajectories that have ids.
 
     Args:
         path: the folder of the dump.

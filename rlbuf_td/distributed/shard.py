@@ -81,9 +81,9 @@ class Shard:
     The *mass* of a shard is the sum of ``p^alpha`` over its rows or, with a uniform sampler, the number of its rows.
     Clients use the mass in a shard's last :class:`Report` to choose shards. New rows would change this mass, and
     therefore usually wait until the next draw is done. After a draw, the shard applies TD errors, stores the waiting
-    rows, and reports the new mass. Rows do not wait if the shard is empty, if it got no request for 10 s, or if they
-    would fill more than a quarter of its capacity. A restarted shard loads the dump in the folder ``dump``, if that
-    folder exists.
+    rows, and reports the new mass. Rows do not wait if the shard is empty, if it got no request for 10 s, or if the
+    waiting rows would fill more than a quarter of its capacity. A restarted shard loads the dump in the folder
+    ``dump``, if that folder exists.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class Shard:
         return len(self.storage) // lanes, lanes
 
     def load(self, segments: Sequence[Segment]) -> Report:
-        """Replace all rows by the rows of ``segments``, parts of a dump, in this order."""
+        """Replace all rows by the rows of ``segments``, which are parts of dumps, in this order."""
         buffer = self.make_buffer()
         load_segments(buffer, segments)
         self._set(buffer)

@@ -94,7 +94,7 @@ def write_magnitudes(
 
     If an index is repeated, its last finite magnitude is written. Returns three tensors:
 
-    - The written indices, as many as ``index`` has; some are repeated. If nothing was written, all are 0.
+    - The written indices, as many as ``index`` has; some may be repeated. If nothing was written, all are 0.
     - The largest finite magnitude at indices in ``[0, rows)``, or -1 if there is none.
     - The number of NaN or infinite magnitudes at indices in ``[0, rows)``.
     """

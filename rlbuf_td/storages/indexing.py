@@ -148,7 +148,7 @@ def by_row(
 
 
 def first_of_row(entry: torch.Tensor, dims: int, inner: int) -> torch.Tensor:
-    """Return the first value of ``entry`` in each row; ``inner`` of the ``dims`` batch dims are inner dims."""
+    """Return the first value of ``entry`` in each row. Its ``dims`` batch dims end with ``inner`` inner dims."""
     if dims == 1:
         return entry
     if dims == 0:

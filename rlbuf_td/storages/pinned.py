@@ -98,6 +98,6 @@ def _tensor_over(locked: _Locked, index: int) -> torch.Tensor:
 
 
 def _forget_error(index: int) -> None:
-    """Clear CUDA's last error, which the next kernel launch would raise, by a launch here."""
+    """Clear CUDA's last error: launch a kernel, and suppress the error that this launch raises."""
     with suppress(RuntimeError):
         torch.ones(1, device=torch.device("cuda", index), dtype=torch.float32)

@@ -87,7 +87,8 @@ class ReservoirWriter(Writer):
     def register_storage(self, storage: Storage) -> None:
         """Set the storage to write to; ValueError if the writer already has another storage.
 
-        If the write count cannot belong to this storage, it is set to the number of stored time steps.
+        A write count below the number of stored time steps is set to this number. So is a larger count, unless the
+        storage is full.
         """
         if self._storage not in (None, storage):
             raise ValueError("this writer writes to the storage of another buffer: use one writer per buffer")
@@ -116,7 +117,7 @@ class ReservoirWriter(Writer):
         return Choice(filled, {slot: at for at, slot in kept}, kept, following, log_threshold)
 
     def _skip(self, steps: int, log_threshold: float, at: int) -> tuple[float, int, int]:
-        """Return a new log threshold, the next time step to store after ``at``, and a random position for ``at``.
+        """Return a new ``log_threshold``, the next time step to store after ``at``, and a random storage position.
 
         Algorithm L gives every time step a uniform random number, and stores the ``steps`` time steps with the smallest
         numbers. The threshold is the largest of these numbers.

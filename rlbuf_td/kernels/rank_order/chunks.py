@@ -11,8 +11,8 @@ A full chunk or group is split; chunks and groups are never merged. When no unus
 chunks that are three quarters full. This takes O(N), and happens at most once per N / 3 changed rows.
 
 Invariants: ``first[top_group[p], 0] == top_first[p]``, which is 0 for ``p = 0``. Searches also read unused array
-elements. These are ``NO_KEY`` or ``FULL``, which a search never selects. An empty rank order has no groups; its arrays
-may have any content. ``tests/kernels/invariants.py`` checks the invariants.
+elements. These are ``NO_KEY`` or ``FULL``, which a search never selects. A rank order without groups has no rows, and
+only its ``head`` and ``bits`` are defined. ``tests/kernels/invariants.py`` checks the invariants.
 """
 
 from __future__ import annotations

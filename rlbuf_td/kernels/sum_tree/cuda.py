@@ -46,9 +46,9 @@ def _leaf(weight, block, member, inside, smallest):
 
 @triton.jit
 def _set_groups(sums, before, minima, start, above, group, inside):
-    """Recompute the nodes ``group`` of one level from the sums and minima of their eight children.
+    """Recompute the nodes numbered ``group``, each from the sums and minima of its eight children.
 
-    The level begins at index ``start`` of each array, the next level at ``above``.
+    The children's level begins at index ``start`` of each array, the nodes' level at ``above``.
     """
     line = start + group * WIDTH
     smallest = tl.load(minima + line, mask=inside, other=0.0)
