@@ -53,8 +53,10 @@ def measure(
     operation: str, rows: int, kind: str, calls: dict[str, Callable[[], object]], rounds: int, batch: int = 256
 ) -> Timing:
     gc.collect()
-    tight = interleave(calls, rounds)  # first: in virtual machines, the first reads of new memory are slow
-    return Timing(operation, rows, kind, in_loop(calls, rounds, Learner(batch).step), tight)
+    for call in calls.values():
+        for _ in range(rows // batch // 4):  # in virtual machines, the first reads of memory pages are slow
+            call()
+    return Timing(operation, rows, kind, in_loop(calls, rounds, Learner(batch).step), interleave(calls, rounds))
 
 
 def in_loop(calls: dict[str, Callable[[], object]], rounds: int, learn: Callable[[], object]) -> dict[str, list[float]]:
