@@ -8,9 +8,8 @@
   Python calls, which are slow after a learner's step: the step evicts Python's code from the processor's caches.
 
 The general path makes a plan only if the rows are in host memory, not shared between processes and not deduplicated.
-Each call on the fast path first checks whether the buffer has changed since the plan was made. After a change, or
-with an argument that the plan does not support, the call takes the general path. A sample or a write on the general
-path replaces an outdated plan.
+Each call on the fast path first checks whether the plan is still valid. If it is not, or if the plan does not support
+an argument, the call takes the general path. A sample or a write on the general path then makes a new plan.
 
 Reading order of the files: ``plan.py``, ``write_plan.py``, ``replay.py``.
 """

@@ -25,18 +25,11 @@ class FlowControl:
     Here :math:`\sigma` is ``samples_per_insert``; samples and inserts are the numbers of rows sampled and written,
     including this batch or write. Until ``min_size`` rows are written, all writes and no batches are admitted.
 
-    Args:
-        samples_per_insert: target ratio of sampled to written rows; ``None``: only ``min_size`` is enforced.
-        min_size: number of rows that must be written before the first batch.
-        tolerance: the right side of the inequality above, in sampled rows. A tolerance below the batch size, or below
-            ``samples_per_insert`` times the rows of a write, could make batches and writes wait for each other forever.
-            ``None`` chooses a tolerance that is just enough for the largest batch and the largest write so far.
+    The tolerance must be at least the batch size, and at least ``samples_per_insert`` times the rows of a write;
+    otherwise batches and writes could wait for each other forever. ``None`` chooses the smallest such tolerance
+    for the largest batch and the largest write so far.
 
-    Raises:
-        ValueError: an argument is out of range, or the tolerance is too small for a batch or a write.
-
-    Source: Cassirer et al., Reverb, 2021, section 3.4. TorchRL's ``RateLimitedReplayBuffer`` (newer than version
-    0.14.1) limits only sampling.
+    Source: Cassirer et al., Reverb, 2021, section 3.4.
     """
 
     def __init__(
@@ -138,10 +131,7 @@ class FlowControl:
     def sampling(
         self, rows: int, ready: Callable[[], bool], lock: AbstractContextManager[Any], wait: bool, timeout: float | None
     ) -> Iterator[None]:
-        """Wait until a batch is admitted, and count its rows; undo the count if the ``with`` block raises an error.
-
-        With ``wait=False``, raise a RuntimeError instead of waiting.
-        """
+        """Wait until a batch is admitted, and count its rows; undo the count if the ``with`` block raises an error."""
 
         def admit() -> bool:
             return ready() and self.admit_sample(rows)

@@ -27,12 +27,7 @@ class _Graph(NamedTuple):
 
 
 class CapturedStep:
-    """A function that samples, calls ``step`` and updates priorities; see :meth:`ReplayBuffer.capture`.
-
-    On CUDA, a call launches one graph. Before each launch, the number of rows and settings such as alpha and beta are
-    copied to device memory. The graph is recorded again if another setting, the sampler, the generator, a transform or
-    the memory of the rows has changed.
-    """
+    """A function that samples, calls ``step`` and updates priorities; see :meth:`ReplayBuffer.capture`."""
 
     def __init__(self, buffer: Any, step: Step | None, batch_size: int, ring: int, warmup: int) -> None:
         if step is not None and not callable(step):

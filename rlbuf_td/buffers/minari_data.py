@@ -197,10 +197,7 @@ def _episodes(storage: Storage, steps: torch.Tensor, spaces: tuple[Any, Any]) ->
 
 
 def _first_rows(storage: Storage, flat: torch.Tensor) -> torch.Tensor:
-    """Return the positions in ``flat`` at which episodes begin, except the first position.
-
-    ``flat`` holds the flat indices of one environment's rows, oldest first.
-    """
+    """Return the positions in ``flat`` (rows of one environment, oldest first) where episodes begin, except 0."""
     columns: Any = stored_rows(storage)
     numbers = columns.get(TRAJECTORY, None)
     if numbers is None and columns.get(("next", "done"), None) is None:

@@ -55,10 +55,10 @@ class ReplayBufferMixture:
 
     **Importance weights** correct for the samplers of the members, but not for the shares. A row of a prioritized
     member with N rows has the weight :math:`(N P)^{-\beta}`, where P is the probability that its sampler draws the
-    row. Rows of other members have the weight 1. Used alone, a prioritized member divides its weights by a
-    divisor that depends on its ``weight_norm``. A mixture divides all weights of a batch by the largest divisor of its
-    members. The divisor of a member that is not prioritized is 1. If any member has ``weight_norm=None``, weights are
-    not divided.
+    row. Rows of other members have the weight 1. Used alone, a prioritized member divides its weights by a normalizer:
+    the largest weight in the buffer or in the batch, see ``weight_norm``. The normalizer of a member that is not
+    prioritized is 1. A mixture divides all weights of a batch by the largest of its members' normalizers. If any
+    member has ``weight_norm=None``, weights are not divided.
 
     Args:
         members: a dict from names to :class:`ReplayBuffer` objects with equal keys, dtypes and shapes. Members may have

@@ -143,10 +143,7 @@ def kinds(data: TensorDictBase) -> dict[tuple[str, ...], Any]:
 
 
 def refuse_difference(members: dict[str, dict[tuple[str, ...], Any]], reserved: Collection[str] = ()) -> None:
-    """Raise a SchemaError if a member's keys, dtypes or shapes differ from those of the first member.
-
-    Members named in ``reserved`` have not been written to; they may lack keys.
-    """
+    """Raise a SchemaError if members differ in keys, dtypes or shapes; members in ``reserved`` may lack keys."""
     if not members:
         return
     (first, known), *others = members.items()

@@ -20,10 +20,7 @@ _PLANS: dict[type, Any] = {UniformSampler: UniformPlan, RecencySampler: RecencyP
 
 
 class MixturePlan:
-    """Samples from the members of a mixture.
-
-    The members must have uniform or recency samplers, the same row layout and the same ``ndim``.
-    """
+    """Samples from members that have uniform or recency samplers, and equal row layouts and ``ndim``."""
 
     def __init__(self, members: Sequence[Any], size: int) -> None:
         from rlbuf_td.kernels.batch import cpu
@@ -87,10 +84,7 @@ class MixturePlan:
 
 
 def is_usual(member: Any) -> bool:
-    """Whether a plan supports the options of a member.
-
-    Unsupported are transforms, ``pin_memory``, ``prefetch``, ``device``, ``count_replays`` and ``include_info=False``.
-    """
+    """Whether a plan supports the options of a member."""
     return member.returns_as_drawn and member.replay_count is None and member.prefetcher is None and member.include_info
 
 

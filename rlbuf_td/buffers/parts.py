@@ -27,10 +27,7 @@ from rlbuf_td.writers.common import next_step
 
 
 class Parts(NamedTuple):
-    """The components of a buffer, and properties derived from them.
-
-    When a component changes, :meth:`ReplayBuffer.connect` creates a new ``Parts``.
-    """
+    """The components of a buffer, and properties derived from them; a new object is made when a component changes."""
 
     storage: Any
     sampler: Any
@@ -49,10 +46,7 @@ class Parts(NamedTuple):
     def of(
         cls, storage: Storage, sampler: Sampler, writer: Writer, transforms: Any, has_units: bool, collates: bool
     ) -> Parts:
-        """Return the components of a buffer, and the properties derived from them.
-
-        ``collates`` is True if the buffer has a ``collate_fn``.
-        """
+        """Derive the properties from the components; ``collates``: whether the buffer has a ``collate_fn``."""
         wrapper = sampler if isinstance(sampler, SamplerWrapper) else None
         innermost = sampler if wrapper is None else wrapper.innermost
         refuse_unordered(sampler, writer)

@@ -67,10 +67,7 @@ class Planned(ABC):
 
 
 class Plan(Planned):
-    """Abstract base of the plans that draw rows; subclasses define the probability of each row.
-
-    With ``gathers=False``, a plan draws rows, but does not read their entries.
-    """
+    """Abstract base of the plans that draw rows, and read their entries unless ``gathers`` is False."""
 
     reports: tuple[tuple[str, torch.dtype], ...] = ()  # the sampler's report: the name and dtype of each entry
     table = 0  # address of an array with the addresses of the priorities
@@ -118,10 +115,7 @@ class Plan(Planned):
 
     @abstractmethod
     def draw(self, written: int, slot: int) -> bool:
-        """Draw a batch from the first ``written`` rows into the :class:`Blank` with this ``slot``.
-
-        Return False if the plan cannot be used.
-        """
+        """Draw from the first ``written`` rows into the blank with this ``slot``; return False if impossible."""
 
 
 class UniformPlan(Plan):

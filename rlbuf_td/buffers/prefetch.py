@@ -40,17 +40,7 @@ class _Batch(NamedTuple):
 
 
 class Prefetcher:
-    """Draws ``ahead`` batches of a buffer before they are requested.
-
-    The requesting thread draws the batches, so that equal seeds give equal batches. Without ``device``, drawn batches
-    are transformed ahead, in threads if transforms are slow. With a CUDA ``device``, batches are copied from
-    page-locked memory on a separate stream, and transforms run on the device when a batch is taken. Priority updates
-    copy TD errors from this device to the host asynchronously.
-
-    Batches drawn ahead are dropped when the buffer is emptied or loaded, when its sampler, storage, generator or
-    transforms change, and when new epochs begin. A batch is also dropped when all rows of the storage have been
-    overwritten since the draw.
-    """
+    """Draws ``ahead`` batches before they are requested, in the requesting thread: equal seeds give equal batches."""
 
     def __init__(self, buffer: Any, device: torch.device | None, ahead: int) -> None:
         if ahead < 0:
@@ -111,6 +101,7 @@ class Prefetcher:
         if len(now) != len(self._drawn_from) or not all(map(is_, now, self._drawn_from)):
             self._batches.clear()
             self._drawn_from = now
+        # Also drop batches if all rows have been overwritten since their draw.
         while self._batches and storage.clock.since(self._batches[0].drawn_at) >= storage.all_rows().steps:
             self._batches.popleft()
 
@@ -161,11 +152,7 @@ class Prefetcher:
     def return_errors(
         self, index: torch.Tensor, td_error: torch.Tensor, sampled_at: torch.Tensor | None, dims: int
     ) -> bool:
-        """Queue a priority update if its TD errors are on ``device``; return whether the update was queued.
-
-        Then apply the oldest queued updates until ``ahead`` remain. If this update was not queued, apply all queued
-        updates. The caller then applies this update.
-        """
+        """Queue a priority update if its TD errors are on ``device``; return False if the caller must apply it."""
         with self._buffer.futures_lock:
             is_queued = self.device is not None and index.device.type == self.device.type
             if is_queued:
@@ -188,10 +175,7 @@ class Prefetcher:
     # -- state; the caller holds the buffer's ``futures_lock``
 
     def settle(self) -> list[Sample]:
-        """Apply all queued priority updates; return the batches drawn ahead.
-
-        With ``device``, drop the batches instead. If the sampler has epochs, rewind it to the first dropped batch.
-        """
+        """Apply all queued priority updates; return the batches drawn ahead or, with ``device``, drop them."""
         self.flush()
         self._drop_outdated()
         if self.device is not None:
@@ -208,10 +192,7 @@ class Prefetcher:
 
 
 def restamped(samples: Iterable[Sample], parts: Parts, sign: int) -> tuple[Sample, ...]:
-    """Add ``sign`` times the storage's count of written time steps to the entries ``"sampled_at"`` of the batches.
-
-    Before saving, ``sign=-1`` makes the entries relative to the count. After loading, ``sign=1`` makes them absolute.
-    """
+    """Make ``"sampled_at"`` relative to the storage's clock with ``sign=-1``, and absolute again with ``sign=1``."""
     if not parts.is_stamped:
         return tuple(samples)
     return tuple(_restamped(*sample, sign * parts.storage.clock.now) for sample in samples)

@@ -250,10 +250,7 @@ class RolloutBuffer(ReplayBuffer):
 
 
 def _part(name: str, given: Any, make: Any, **settings: Any) -> Any:
-    """Return ``given``, or ``make(**settings)`` if ``given`` is None.
-
-    Raises a ValueError if ``given`` and a setting are both not None.
-    """
+    """Return ``given``, or ``make(**settings)`` if it is None; refuse settings that come with ``given``."""
     settings = {setting: value for setting, value in settings.items() if value is not None}
     if given is not None and settings:
         ignored = ", ".join(map("{}=".format, settings))

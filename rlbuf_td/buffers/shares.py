@@ -15,11 +15,7 @@ _BAD_NAME = re.compile(r"$|[._]|by_name$|.*[/\\]").match  # members are folders 
 
 
 class Shares(Sampler):
-    """The fractions of a batch that the members provide, as attributes that TorchRL's schedulers can set.
-
-    The shares add up to 1: setting one share scales all other shares. If all other shares are 0, they get equal parts
-    of the rest.
-    """
+    """The members' shares as attributes; setting a share scales the other shares, so that the sum stays 1."""
 
     by_name: dict[str, float]
 

@@ -33,18 +33,13 @@ def dump_buffer(rb: Any, path: str | Path, progress: bool | None = None, *, sync
 def load_buffer(
     rb: Any,
     path: str | Path,
-    connect: Hook,
-    alone: Any,
+    connect: Hook,  # called after all components are loaded
+    alone: Any,  # a context manager that holds all locks of rb
     *,
     rows_only: bool,
     default_generator: bool,
     progress: bool | None,
 ) -> None:
-    """Load a dump into ``rb``.
-
-    ``alone`` is a context manager that holds all locks of ``rb``. ``connect()`` is called after all components are
-    loaded.
-    """
     with reading(path, KIND) as reader:
         with explained(reader):
             load = _Load(rb, reader, rows_only)

@@ -28,7 +28,7 @@ Job = tuple[Chunk, int, torch.Tensor | None]
 
 
 class DumpWriter:
-    """Writes a dump beside the previous dump. With ``sync``, writes wait for the disk. The caller locks the folder."""
+    """Writes a dump beside the previous dump; the caller must lock the folder."""
 
     def __init__(self, path: Path, about: dict[str, Any], *, sync: bool = True) -> None:
         self.path, self.sync = path, sync
@@ -98,7 +98,7 @@ class DumpWriter:
 
 
 class DumpReader:
-    """Reads the tensors of a dump. The caller must lock the folder."""
+    """Reads the tensors of a dump; the caller must lock the folder."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -80,7 +80,7 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class Stored:
-    """A saved tensor: the contents of its chunks, one after the other, are the bytes of the tensor."""
+    """A saved tensor; its bytes are those of its chunks, in order."""
 
     dtype: torch.dtype
     shape: torch.Size

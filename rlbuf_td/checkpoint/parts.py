@@ -113,10 +113,9 @@ def refuse_malformed(rb: Any, saved: dict[str, Any]) -> None:
 
 
 def resized_state(sampler: Any, state: dict[str, Any], rows: torch.Tensor | None, capacity: int, moved: bool) -> Any:
-    """Convert a sampler's saved state for a storage of ``capacity`` rows.
+    """Convert a sampler's saved state to ``capacity`` rows.
 
-    ``rows``, ``[n]`` int64, holds for each loaded row its flat index in the dump; None if the capacity is the same.
-    ``moved`` tells whether any row has a new position or is dropped.
+    ``rows``, ``[n]``, are the loaded rows' flat indices in the dump; None if the capacity is the same.
     """
     if hasattr(sampler, "resized_state"):
         return sampler.resized_state(state, rows, capacity, moved)
@@ -135,10 +134,7 @@ def trajectories_of(storage: Storage) -> list[dict[str, Any]]:
 
 
 def load_trajectories(rb: Any, saved: list[dict[str, Any]]) -> None:
-    """Restore the trajectory indices of the storage.
-
-    This ends unfinished trajectories that have ids, because new collectors use the same ids again.
-    """
+    """Restore the trajectory indices of the storage, and end unfinished trajectories that have ids."""
     storage = rb.storage
     for each in listeners_of(storage):
         if isinstance(each, TrajectoryIndex):
@@ -150,7 +146,7 @@ def load_trajectories(rb: Any, saved: list[dict[str, Any]]) -> None:
             index.load_state_dict(each["state"])
         except ValueError:  # the state is of another size or device
             index.load_state_dict({})
-    end_trajectories(storage)
+    end_trajectories(storage)  # new collectors use the same ids again
     if rb.episode_stats is not None:
         rb.episode_stats.forget_open()
 
@@ -193,10 +189,7 @@ def _is_here(device: torch.device) -> bool:
 
 
 class Rollback(ExitStack):
-    """Loads states of parts, and restores their earlier states after an error.
-
-    This does not restore the samplers of this package. Load them last: a sampler that refuses a state is unchanged.
-    """
+    """Loads states of parts; an error restores the old states. Load samplers last: this package's are not restored."""
 
     def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> bool | None:
         if kind is None:

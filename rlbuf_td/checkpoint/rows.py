@@ -40,18 +40,13 @@ class Fit:
 
 
 def fit(saved: int, capacity: int, live: int, cursor: int | None) -> Fit:
-    """Choose the newest time steps of a dump that fit into ``capacity``.
-
-    All arguments are in time steps, not in rows. ``saved`` is the capacity of the dump, and ``live`` its number of
-    written steps. ``cursor`` is the step that the saved writer would write next, or ``None`` if the writer does not
-    write in time order. If the steps cannot keep their positions, they are ordered by age, with the oldest at step 0.
-    """
+    """Choose the newest of ``live`` time steps that fit into ``capacity``; ``saved`` is the capacity of the dump."""
     if saved == capacity or (live < saved and live <= capacity):
         return Fit(((0, live),) if live else (), live, saved == capacity, 0)
     if cursor is None:
         remedy = "its writer keeps no order of age to choose the oldest by: load it into the same capacity"
         raise CheckpointError(f"a dump of {live} time steps does not fit a capacity of {capacity}, and {remedy}")
-    oldest = cursor if live == saved else 0
+    oldest = cursor if live == saved else 0  # a full ring overwrites its oldest step next
     kept = min(live, capacity)
     start = oldest + live - kept
     head = min(kept, max(0, live - start))  # up to the end of the ring
@@ -60,7 +55,7 @@ def fit(saved: int, capacity: int, live: int, cursor: int | None) -> Fit:
 
 
 def split_rows(saved: dict[str, Any]) -> list[torch.Tensor]:
-    """Remove the row tensors from a storage's state, and return them. The dump must store these tensors first."""
+    """Remove the row tensors from a storage's state, and return them; the dump must store these tensors first."""
     state = saved["state"]
     if "rows" not in state:
         return []
@@ -72,7 +67,7 @@ def split_rows(saved: dict[str, Any]) -> list[torch.Tensor]:
 
 
 class SavedRows:
-    """The rows of a dump; the constructor refuses rows that do not fit the storage. ``cursor`` is as in :func:`fit`."""
+    """The rows of a dump; the constructor refuses rows that do not fit the storage."""
 
     def __init__(self, reader: DumpReader, saved: dict[str, Any], storage: PackedStorage, cursor: int | None) -> None:
         self.reader, self.storage = reader, storage

@@ -22,7 +22,7 @@ the answer contains the drawn rows, packed into one block of bytes. To read the 
   batch took 0.8 ms + 2.1 ms per shard + 1.5 us per row of the batch, whether 1e4 or 1e6 rows were stored. Ray takes
   almost all of this time; ``prefetch=k`` divides Ray's time per batch by k. ``python -m tests.benchmarks.sharded --fit
   FILE.png`` measures these times; without ``--fit``, it compares this buffer with TorchRL's ``RayReplayBuffer``.
-- **Writes.** A write takes Ray about a millisecond: let collectors write some hundred rows at a time.
+- **Writes.** Each write costs about 1 ms in Ray, so let collectors write several hundred rows at a time.
 - **Network.** A batch transfers its packed rows and 16 bytes per row (with sequences: 8 bytes per row and 16 per
   sequence). Each TD error that is sent back takes 24 bytes. To sample 1,000 batches of 256 rows (168 bytes each) per
   second takes 47 MB/s. Rows of Atari would take 14 GB/s, more than most networks carry.

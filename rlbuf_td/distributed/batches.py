@@ -58,7 +58,7 @@ class Batches:
 
 
 def _handles(answers: dict[int, Answer], flat: dict[int, np.ndarray]) -> Tensor:
-    """Return the entry ``"index"``, ``[n, 4]`` int64, for the flat indices ``flat``, one array per shard."""
+    """Return the entry ``"index"`` (``[n, 4]`` int64) for the rows in ``flat``, which maps shards to row numbers."""
     columns = [(place, answers[place].before.incarnation, rows, answers[place].stamp) for place, rows in flat.items()]
     return torch.from_numpy(np.concatenate([np.stack(np.broadcast_arrays(*each), 1) for each in columns]))
 

@@ -203,7 +203,7 @@ class Client:
         return pieces_of(1_000 + draws * (16 + self.spec.window_rows * (row_bytes + 8)))
 
     def _exchange(self, places: Iterable[int]) -> None:
-        """Send requests without draws. The shards apply TD errors, store waiting rows, and report their state."""
+        """Send the queued TD errors; make the shards ``places`` store their waiting rows and report their state."""
         self.links.receive(self._request(dict.fromkeys(places, _NO_ERRORS)))
 
     def _receive(self, draw: Draw) -> Batches | None:
@@ -222,7 +222,7 @@ class Client:
         self._errors.clear()
 
     def _layout_of(self, place: int, answer: Answer) -> RowLayout:
-        """Return the row layout of an answer. A shard sends the layout only to clients that lack it."""
+        """Return the layout of the rows in an answer; SchemaError if it differs from that of earlier answers."""
         name = None if answer.drawn is None else answer.drawn.layout
         if self._rows is None and name is not None:
             self._rows = layout_named(name), name, crc32(name)

@@ -29,11 +29,7 @@ class Split(NamedTuple):
 
 
 def split(positions: Tensor, masses: Tensor) -> Split:
-    """Assign each draw of a batch to a shard, and sort the draws by shard.
-
-    A draw at position ``x`` goes to the first shard at which the cumulative sum of ``masses`` exceeds ``x``.
-    ``positions``, ``[B]`` float64, are numbers from 0 to the sum of ``masses``.
-    """
+    """Assign each draw to a shard; ``positions``, ``[B]`` float64, lie between 0 and the sum of ``masses``."""
     ends, last = masses.cumsum(0), int(masses.nonzero()[-1])  # rounding can put a position at the total mass
     place = torch.searchsorted(ends, positions, right=True).clamp_(max=last)
     order = torch.from_numpy(np.argsort(place.numpy().astype(np.uint16), kind="stable"))  # a radix sort
@@ -44,14 +40,10 @@ def split(positions: Tensor, masses: Tensor) -> Split:
 
 
 def importance_weights(probability: Tensor, least: float, rows: int, beta: float, norm: str | None) -> Tensor:
-    """Return importance weights ``(N P) ** -beta``, ``[B]`` float32, divided by the value that ``norm`` selects.
+    """Return importance weights ``(rows * probability) ** -beta``, ``[B]`` float32.
 
-    Args:
-        probability: probability P of each drawn row, ``[B]`` float64.
-        least: the smallest P of all rows.
-        rows: N, the number of rows in all shards.
-        beta: exponent, not negative.
-        norm: ``"buffer"``: the largest weight of all rows; ``"batch"``: the largest weight of the batch; ``None``: 1.
+    With ``norm="batch"``, the largest weight of the batch is scaled to 1; with ``"buffer"``, that of all rows, whose
+    smallest probability is ``least``.
     """
     unit = {"buffer": least, "batch": float(probability.min()), None: 1.0 / rows}[norm]
     return (probability / unit).pow(-beta).to(torch.float32)

@@ -13,7 +13,7 @@ _POLL = 0.002
 
 
 class Limiter:
-    """The Ray actor that admits the clients' batches and writes. A call that waits does not block other calls."""
+    """The Ray actor that decides when clients may sample and write."""
 
     def __init__(self, flow: FlowControl) -> None:
         self.flow = flow

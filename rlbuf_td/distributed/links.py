@@ -36,10 +36,10 @@ class ShardLost(RuntimeError):
 
 
 class Links:
-    """Sends requests to shards. ``engine`` is the ``ray`` module, or an object with Ray's ``get`` and ``wait``."""
+    """Sends a client's requests to the shards, and tracks which shards are lost."""
 
     def __init__(self, handles: list[Any], engine: Any, on_loss: OnLoss = "continue") -> None:
-        self.handles, self.engine, self.on_loss = handles, engine, on_loss
+        self.handles, self.engine, self.on_loss = handles, engine, on_loss  # engine: has get and wait, as ray has
         self.patience = PATIENCE
         self.known: list[Report | None] = [None] * len(handles)  # None: lost, or no report yet
         self.heard = [0.0] * len(handles)  # time of each shard's last report
@@ -70,7 +70,7 @@ class Links:
             raise ShardLost(f"shard {place} of {len(self.handles)} is lost")
 
     def revive(self, timeout: float = 0.0) -> None:
-        """Use lost shards again if they answer. If all are lost, wait up to ``timeout`` seconds for an answer."""
+        """Use lost shards again if they answer; if all are lost, wait up to ``timeout`` seconds for one."""
         deadline = time.monotonic() + timeout
         while self._probes:
             for place in list(self._probes):
@@ -107,7 +107,7 @@ class Links:
         return {place: getattr(self.handles[place], method).remote(*given) for place, given in arguments.items()}
 
     def finish(self, calls: Mapping[int, Any], patience: float | None = None) -> dict[int, Any]:
-        """Wait for the answers. A shard that does not answer within ``patience`` seconds is marked as lost."""
+        """Return each shard's answer; mark shards that crash or do not answer within ``patience`` seconds as lost."""
         answers, deadline = {}, time.monotonic() + (self.patience if patience is None else patience)
         for place, call in calls.items():
             try:
@@ -143,7 +143,7 @@ class Links:
         return self.reports(self.start(method, dict.fromkeys(self.live if places is None else places, ())), patience)
 
     def write(self, place: int, writer: int, layout: bytes, rows: np.ndarray, lead: torch.Size) -> bool:
-        """Send rows to a shard; return False if too many writes are unconfirmed. Raises errors of earlier writes."""
+        """Send rows to a shard, and raise errors of earlier writes; return False if the shard does not keep up."""
         flight = self._flights[place]
         self.collect(place, 0.0)
         flight.append((self.handles[place].write.remote(writer, layout, rows, lead), lead.numel()))

@@ -41,7 +41,7 @@ def pieces_of(nbytes: int) -> int:
 
 
 def cut(answer: Any, pieces: int) -> Any:
-    """Pickle an answer and cut it into ``pieces`` parts. With 0 pieces, return the answer unchanged."""
+    """Pickle an answer and cut the bytes into ``pieces`` parts."""
     if not pieces:
         return answer
     whole = pickle.dumps(answer, protocol=5)

@@ -18,10 +18,7 @@ Segment: TypeAlias = tuple[str, int, int | None]
 
 
 def deal(steps: Sequence[int], shards: int) -> list[list[tuple[int, int, int]]]:
-    """Distribute the time steps of several dumps evenly over shards; ``steps`` holds each dump's number of time steps.
-
-    Returns:
-        For each shard, a list of segments: ``(number of the dump, first time step, number of time steps)``.
+    """Return each shard's segments, ``(number of the dump, first time step, number of time steps)``.
 
     Example:
         >>> deal([4, 2], 3)
@@ -48,7 +45,7 @@ def end_trajectories(storage: PackedStorage) -> None:
 
 
 def load_segments(buffer: ReplayBuffer, segments: Sequence[Segment]) -> None:
-    """Fill a new buffer with the rows and priorities of ``segments``. Each segment begins new trajectories."""
+    """Fill a new buffer with the rows and priorities of ``segments``."""
     if len(segments) == 1 and segments[0][1:] == (0, None):
         return buffer.loads(segments[0][0], progress=False)
     for folder, first, count in segments:

@@ -57,7 +57,7 @@ class Request(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """The rows of k draws. L is the length of a sequence, or 1 if the sampler draws single rows."""
+    """The rows of k draws; a draw is one row (L = 1) or a sequence of L rows."""
 
     rows: np.ndarray  # [k * L, row_bytes] uint8, packed
     flat: np.ndarray  # [k] int64: row numbers of the draws; of sequences, their anchors
@@ -76,14 +76,9 @@ class Answer(NamedTuple):
 
 
 class Shard:
-    """A buffer in a separate process.
+    """A ReplayBuffer in a Ray actor.
 
-    The *mass* of a shard is the sum of ``p^alpha`` over its rows or, with a uniform sampler, the number of its rows.
-    Clients use the mass in a shard's last :class:`Report` to choose shards. New rows would change this mass, and
-    therefore usually wait until the next draw is done. After a draw, the shard applies TD errors, stores the waiting
-    rows, and reports the new mass. Rows do not wait if the shard is empty, if it got no request for 10 s, or if the
-    waiting rows would fill more than a quarter of its capacity. A restarted shard loads the dump in the folder
-    ``dump``, if that folder exists.
+    New rows usually wait until the next draw is done, so that this draw uses the mass that clients know.
     """
 
     def __init__(
@@ -191,11 +186,7 @@ class Shard:
         return Drawn(packed, flat.numpy(), weight.numpy(), cells, unknown)
 
     def _packed(self, flat: torch.Tensor) -> tuple[np.ndarray | None, np.ndarray, RowLayout]:
-        """Pack the drawn rows or, with a sequence sampler, their sequences.
-
-        Returns the row number of each row of the sequences (``None`` for single rows), the packed rows, and their
-        layout.
-        """
+        """Return the row numbers of drawn sequences (``None`` for single rows), the packed rows, and their layout."""
         if self._wrapper is None:
             stored = self.storage.written_rows()
             out = torch.empty((len(flat), stored.layout.row_bytes), dtype=torch.uint8, device="cpu")

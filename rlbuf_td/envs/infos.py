@@ -76,10 +76,7 @@ def joined(infos: list[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def fill_infos_(column: np.ndarray, path: Key, default: Any, info: Mapping[str, Any], ended: Mask, lanes: Mask) -> None:
-    """Copy an info to the ``lanes`` of a column; lanes without the info get the default.
-
-    In lanes where ``ended`` is True, an info in ``"final_info"`` replaces the info of the same name at the root.
-    """
+    """Copy an info to the ``lanes`` of a column; where ``ended`` is True, ``"final_info"`` takes precedence."""
     missing = np.ones(len(column), bool) if lanes is None else lanes.copy()
     sources: list[tuple[Any, Any]] = [] if ended is None else [(info.get("final_info") or {}, ended)]
     for source, wanted in (*sources, (info, True)):

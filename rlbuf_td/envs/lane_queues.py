@@ -12,10 +12,7 @@ _FIRST_STEPS = 16
 
 
 class LaneQueues:
-    """For each of E lanes, a row to fill and a queue of filled rows. ``example`` has one transition per lane, ``[E]``.
-
-    Use either :meth:`take_step` or :meth:`take_stretch` to remove rows, not both.
-    """
+    """For each of E lanes (environments), a row to fill and a queue of filled rows."""
 
     def __init__(self, example: TensorDict) -> None:
         self.layout = RowLayout(example, 1)
@@ -48,7 +45,7 @@ class LaneQueues:
         return len(self._ring)
 
     def push(self, lanes: np.ndarray | None = None) -> None:
-        """Append the filled rows to their queues. ``lanes`` is a mask, ``[E]`` bool, or ``None`` for all lanes."""
+        """Append the rows in :attr:`now` to the queues of ``lanes``, a mask ``[E]`` (``None``: all lanes)."""
         where = self._every_lane if lanes is None else lanes.nonzero()[0]
         tails = self._tails[where]
         if not len(tails):
@@ -73,7 +70,7 @@ class LaneQueues:
         self._ring = ring
 
     def take_step(self) -> bool:
-        """Move the oldest row of every lane to :attr:`step`. If a lane has no row, do nothing and return False."""
+        """Move the oldest row of every lane to :attr:`step`; if a lane has no row, return False and move none."""
         if self.pending < self.lanes or int(self._tails.min()) <= self._head:
             return False
         self._step[...] = self._ring[self._head % len(self._ring)]
@@ -83,7 +80,7 @@ class LaneQueues:
 
     def take_stretch(self, lane: int) -> TensorDict:
         """Remove all rows from the queue of a lane; return a copy, ``[n]``."""
-        count = int(self._tails[lane])  # without take_step, the head is always 0
+        count = int(self._tails[lane])  # the head is 0: do not use take_step and take_stretch on the same queues
         rows, words = self._block(count)
         words[...] = self._ring[:count, lane]
         self._tails[lane] = 0

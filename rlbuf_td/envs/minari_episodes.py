@@ -66,10 +66,7 @@ def _infos(infos: dict[str, Any], steps: int) -> dict[str, Any]:
 
 
 def episode_of(rows: TensorDictBase, spaces: tuple[Any, Any]) -> dict[str, Any]:
-    """Convert an episode's transitions ``[n]``, oldest first, to the arguments of Minari's ``EpisodeBuffer``.
-
-    ``spaces`` are the Gymnasium spaces of observations and actions; they define how values are nested.
-    """
+    """Convert an episode's transitions ``[n]``, oldest first, to the arguments of Minari's ``EpisodeBuffer``."""
     observation_space, action_space = spaces
     is_dict = type(observation_space).__name__ == "Dict"
     before, after = (part if is_dict else part.get(OBSERVATION, None) for part in (rows, rows["next"]))

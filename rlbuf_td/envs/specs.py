@@ -81,11 +81,7 @@ def schema_of(source: Any, *, extras: Any = None) -> TensorDict:
 
 
 def transition_schema(observation_space: Any, action_space: Any, num_envs: int | None = None) -> TensorDict:
-    """Return the schema of a transition with TorchRL's keys; the batch size is ``[]`` or ``[num_envs]``.
-
-    The spaces are Gymnasium spaces or TorchRL specs of a single environment. Rewards are float32 and flags are bool,
-    both of shape ``[1]``.
-    """
+    """Return the schema, ``[]`` or ``[num_envs]``, of transitions; the spaces are those of a single environment."""
     if num_envs is not None and num_envs < 1:
         raise ValueError(f"num_envs must be at least 1, or None for a single environment, got {num_envs}")
     lanes = () if num_envs is None else (num_envs,)
@@ -154,10 +150,7 @@ def autoreset_mode_of(env: Any, given: Any, single: bool) -> str:
 
 
 def paths_of(env: Any, schema: TensorDict, single: bool) -> tuple[list[tuple[Key, Key]], list[tuple[Key, Key]]]:
-    """Return two lists of pairs ``(key, path)``: one for the parts of the observation, one for those of the action.
-
-    ``key`` is the key in the buffer; ``path`` leads to the part in Gymnasium's (nested) observation or action.
-    """
+    """Return pairs ``(key in the buffer, path in Gymnasium's value)`` for the observation and for the action."""
     space = env.observation_space if single else env.single_observation_space
     whole = not isinstance(space, sys.modules["gymnasium"].spaces.Dict)
     after = [key[1:] for key, _ in walk(schema) if key[0] == "next" and key not in _RESULTS]
@@ -171,7 +164,7 @@ def is_space(source: Any) -> bool:
 
 
 def _observation(space: Any, lanes: tuple[int, ...]) -> dict[str, Any]:
-    """Return an observation as a dict. If the space is not a Dict or Composite, the only key is ``"observation"``."""
+    """Return an observation's schema as a dict; a space without keys gets the key ``"observation"``."""
     value = _value(space, lanes, (OBSERVATION,))
     is_dict = isinstance(value, TensorDictBase) and type(space).__name__ != "Tuple"
     observation = dict(value.items()) if is_dict else {OBSERVATION: value}

@@ -27,7 +27,7 @@ class TrajectoryNumbers:
         return self._numbers.values[_LOADS]
 
     def take(self, count: int, key: tuple[str, ...] | None) -> np.ndarray:
-        """Return ``count`` new numbers, larger than all stored at ``key``. O(N) in the first call and after a load."""
+        """Return ``count`` new trajectory numbers, larger than all numbers stored at ``key``."""
         with getattr(self.storage, "lock", nullcontext()):
             first, numbers = self._numbers[_NEXT], self._numbers
             rows = None if numbers[_HAS_READ] else stored_rows(self.storage)

@@ -91,7 +91,7 @@ def _reward(value: Any, lanes: torch.Size) -> torch.Tensor:
 
 
 def _batch(parts: dict[str, Any], lanes: torch.Size, *path: str) -> TensorDict:
-    """Convert nested dicts to a TensorDict. SchemaError if a tensor does not have the leading dims ``lanes``."""
+    """Convert nested dicts to a TensorDict; SchemaError if a tensor lacks the leading dims ``lanes``."""
     for key, value in parts.items():
         if not isinstance(value, dict) and value.shape[: len(lanes)] != lanes:
             shapes = f"shape {tuple(value.shape)}, expected the leading dims {tuple(lanes)} of 'terminated'"

@@ -20,7 +20,7 @@ class TimeLayout:
     function: str
     shape: torch.Size
     time_dim: int
-    sizes: tuple[int, int, int]  # (L, T, F): before, along and after time
+    sizes: tuple[int, int, int]  # (L, T, F): L is the product of the dims before time, F of the dims after time
     device: torch.device
     compute_dtype: torch.dtype
     out_dtype: torch.dtype
@@ -29,12 +29,7 @@ class TimeLayout:
     def of(
         cls, function: str, time_dim: int, values: dict[str, Tensor], *others: Tensor | None
     ) -> tuple[TimeLayout, list[Tensor]]:
-        """Check the inputs; return their layout, and each input as a detached ``[L, T, F]`` tensor.
-
-        L is the product of the dims before time, F that of the dims after time. ``others`` are reward, done and
-        terminated; if terminated is None, done replaces it. Returned tensors have the ``compute_dtype``, except for
-        the bool flags.
-        """
+        """Check ``values`` and ``others`` (reward, done, terminated); return the layout, and each as ``[L, T, F]``."""
         reward, done, terminated = others
         inputs = values | {"reward": reward, "done": done, "terminated": done if terminated is None else terminated}
         for name, x in inputs.items():

@@ -75,7 +75,7 @@ def generalized_advantage_estimate(
 def _plain_sizes(
     value: Tensor, next_value: Tensor, reward: Tensor, done: Tensor, terminated: Tensor, time_dim: int
 ) -> tuple[int, int, int] | None:
-    """Return the sizes before, along and after time; None if an input needs a cast or is not contiguous on the CPU."""
+    """Return the sizes ``(L, T, F)``, or None unless all inputs are contiguous CPU tensors of suitable dtypes."""
     try:
         dtype, shape = value.dtype, value.shape
         for x in (next_value, reward, done) if terminated is done else (next_value, reward, done, terminated):

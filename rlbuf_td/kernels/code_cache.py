@@ -80,7 +80,7 @@ def _say_that_it_compiles() -> None:
 
 @cache
 def folder() -> Path | None:
-    """Return the cache folder. If there is no writable place for it, warn and return None."""
+    """Return the cache folder; if no place for it is writable, warn and return None."""
     sources = sorted(_ROOM.rglob("*.py"))
     version = sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
     for place in _places() if sources else ():  # without sources, versions cannot be distinguished

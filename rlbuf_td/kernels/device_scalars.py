@@ -90,13 +90,10 @@ class PriorityState:
 def write_magnitudes(
     memory: Tensor, index: Tensor, magnitude: Tensor, rows: float | Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Set ``memory[index] = magnitude`` where the magnitude is finite and ``0 <= index < rows``.
+    """Set ``memory[index] = magnitude`` for finite magnitudes and ``0 <= index < rows``; the last duplicate counts.
 
-    If an index is repeated, its last finite magnitude is written. Returns three tensors:
-
-    - The written indices, as many as ``index`` has; some may be repeated. If nothing was written, all are 0.
-    - The largest finite magnitude at indices in ``[0, rows)``, or -1 if there is none.
-    - The number of NaN or infinite magnitudes at indices in ``[0, rows)``.
+    Return the written indices (``[B]``, some repeated; all 0 if nothing was written), the largest valid magnitude (-1:
+    none), and the number of NaN or infinite magnitudes at indices in ``[0, rows)``.
     """
     named = (index >= 0) & (index < rows)
     valid = named & magnitude.isfinite()

@@ -167,11 +167,7 @@ class GraphCapturable(ABC):
 
     @abstractmethod
     def prepare_graph(self, storage: Storage, batch_size: int) -> Any:
-        """Copy settings and the number of rows to device memory, where a recorded draw reads them.
-
-        The buffer calls this method before each launch of the graph. The method returns the settings that a recorded
-        draw does not read from device memory. If one of them has changed, the buffer records a new graph.
-        """
+        """Copy what a recorded draw reads to device memory; return the settings whose change needs a new recording."""
 
     def forget_order(self) -> None:  # noqa: B027
         """If the sampler caches the rows sorted by priority, make the next draw sort them again."""

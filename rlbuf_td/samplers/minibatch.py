@@ -16,9 +16,9 @@ from rlbuf_td.storages.indexing import device_of
 class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
     """Draws every row exactly once per epoch, for a number of epochs, in minibatches.
 
-    ``for batch in rb`` ends after the last batch of the last epoch. A write restarts the epochs. TorchRL's
-    ``SamplerWithoutReplacement`` draws the same rows for the same seed, but restarts only if the number of rows has
-    changed.
+    ``for batch in rb`` ends after the last batch of the last epoch. Any write restarts with the first epoch. TorchRL's
+    ``SamplerWithoutReplacement`` draws the same rows for the same seed, but does not restart after a write to a full
+    buffer, because the number of rows stays the same.
 
     Args:
         epochs: the number of passes over all rows, at least 1; may be set at any time.

@@ -22,10 +22,7 @@ ALPHA, BETA, LARGEST, WEIGHED = range(4)  # indices of the shared settings; WEIG
 
 
 class Law(ABC):
-    """Abstract conversion of TD errors to probabilities.
-
-    Methods take rows as ``flat``, ``[B]`` int64: indices of the flattened storage.
-    """
+    """Abstract conversion of TD errors to probabilities; ``flat``, ``[B]`` int64, are rows of the flattened storage."""
 
     table: Any  # the data structure of all rows; its ``magnitude`` is ``|td_error|``, -1 for rows without a priority
     blank: ClassVar[dict[str, float]]  # the table's tensors in checkpoints, and their values without a priority
@@ -48,10 +45,9 @@ class Law(ABC):
         """Return the probability of each row, ``[B]`` float64."""
 
     def weigh_beside_(self, flat: Tensor, drawn: Tensor, weight: Tensor) -> None:
-        """Compute the importance weights of the rows ``flat``, and store them in ``weight[:len(flat)]``.
+        """Store the importance weights of the rows ``flat`` in ``weight[:len(flat)]``.
 
-        Before the call, ``weight[0]`` must hold the importance weight of the row ``drawn``, ``[1]``. Rows of
-        probability 0 get the weight of the row ``drawn``.
+        Before the call, ``weight[0]`` must be the importance weight of the row ``drawn``, ``[1]``.
         """
         probability = self.probability(torch.cat((flat, drawn)))
         ratio = (probability[:-1] / probability[-1]).clamp(min=LEAST_RATIO)
@@ -76,19 +72,11 @@ class Law(ABC):
 
     @abstractmethod
     def prepare_graph(self, rows: int) -> tuple[Tensor | None, Any]:
-        """Copy settings to device memory, where CUDA graphs read them.
-
-        Returns the largest magnitude (None on the CPU), and the settings that are not copied. If one of these settings
-        changes, a new graph must be captured.
-        """
+        """Copy settings to device memory; return the largest magnitude, and settings whose change needs a new graph."""
 
 
 class Priorities:
-    """The priorities of the rows of one storage.
-
-    A row's *magnitude* is its ``|td_error|``. New rows get the largest magnitude seen so far or, if ``within_buffer``
-    is True, the largest magnitude now stored.
-    """
+    """The priorities of the rows of one storage. A row's *magnitude* is its ``|td_error|``."""
 
     def __init__(self, law: Law, capacity: int, device: Any, within_buffer: bool) -> None:
         self.law, self.settings, self.within_buffer = law, law.settings, within_buffer
@@ -102,7 +90,7 @@ class Priorities:
 
     @property
     def largest(self) -> Any:
-        """The largest magnitude so far, -1 if there is none. On CUDA, a 0-dim tensor that updates change in place."""
+        """The largest magnitude so far, -1 if there is none; on CUDA, a 0-dim tensor that updates change in place."""
         return self.settings[LARGEST] if self._largest_on_device is None else self._largest_on_device
 
     @largest.setter
@@ -133,7 +121,7 @@ class Priorities:
             self.largest = float(magnitude[self._largest_row])
 
     def rows(self, index: Any, storage: Storage | None) -> Tensor:
-        """Convert an index to flat rows. Raises IndexError (on the CPU) if a row is out of range."""
+        """Convert an index to flat rows; on the CPU, raise an IndexError if a row is out of range."""
         flat = flat_rows(index, storage, self.device)
         is_on_host = backend_of(flat) == "numba"
         if is_on_host and flat.numel() and not 0 <= int(flat.min()) <= int(flat.max()) < self.capacity:
@@ -141,11 +129,7 @@ class Priorities:
         return flat
 
     def assign(self, index: Any, priority: Any, rows: int | None, storage: Storage | None, *, counts: bool) -> None:
-        """Set the priorities of the rows ``index`` from the TD errors ``priority``.
-
-        Row numbers must be below ``rows`` (None: the capacity). ``counts`` says whether these TD errors can increase
-        :attr:`largest`.
-        """
+        """Set the priorities of rows below ``rows`` from TD errors; these can increase ``largest`` if ``counts``."""
         if storage is not None:
             self.follow(storage)
         self.law.weigh()
@@ -217,7 +201,7 @@ class Priorities:
         self.law.restore_({name: old.new_full((), self.law.blank[name]).expand_as(old) for name, old in saved})
 
     def load(self, alpha: float, beta: float, largest: float, tensors: dict[str, Tensor], capacity: int) -> None:
-        """Restore a state. Raises ValueError, and changes nothing, if the state is invalid or of another sampler."""
+        """Restore a state; raise a ValueError before any change if it is invalid or of another kind of sampler."""
         if capacity < self.capacity:
             raise ValueError(f"the saved sampler has max_capacity={capacity}, this one {self.capacity}")
         if not largest < float("inf"):

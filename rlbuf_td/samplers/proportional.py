@@ -79,7 +79,8 @@ class ProportionalSampler(Prioritized):
         w_i = (N P(i))^{-\beta} / \max_j w_j
 
     Args:
-        max_capacity: the number of rows that can have a priority, at least 1; it grows to the storage's ``max_size``.
+        max_capacity: the number of rows that can have a priority, at least 1. A buffer increases it to the
+            storage's ``max_size`` if that is larger.
         alpha: exponent of the priorities, at least 0; 0 draws uniformly.
         beta: exponent of the importance weights, at least 0; 1 fully corrects the bias of the draws.
         eps: added to every magnitude, so that a row with a TD error of 0 can be drawn; the default is TorchRL's.

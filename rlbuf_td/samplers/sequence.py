@@ -67,9 +67,9 @@ class SequenceSampler(SamplerWrapper):
     priorities of the anchors. TorchRL's buffers update the priority of each window's first row after burn-in. With
     ``boundary="shift"``, this row may be earlier than the anchor.
 
-    **Arguments of TorchRL's** ``SliceSampler``. ``slice_len`` is ``length``, ``end_key`` is ``done_key``, and
-    ``num_slices`` is ``batch_size / L``. ``boundary`` replaces ``strict_length``, ``pad_output`` and ``span``, whose
-    defaults correspond to ``"strict"``. The trajectory index makes ``end_keys``, ``truncated_key``, ``step_key``,
+    **Arguments of TorchRL's** ``SliceSampler``. Pass ``slice_len`` as ``length`` and ``end_key`` as ``done_key``. The
+    number of slices follows from the batch size. ``boundary`` replaces ``strict_length``, ``pad_output`` and ``span``,
+    whose defaults correspond to ``"strict"``. The trajectory index makes ``end_keys``, ``truncated_key``, ``step_key``,
     ``ends``, ``trajectories``, ``fragmented``, ``cache_values``, ``compile`` and ``use_gpu`` unnecessary.
 
     Example:
@@ -147,11 +147,7 @@ class SequenceSampler(SamplerWrapper):
         return batch_size // self.window
 
     def _anchors(self, storage: Storage, count: int) -> tuple[Tensor, dict[Any, Any], Tensor, Tensor]:
-        """Draw anchors; return ``(anchors, info, back, ahead)``.
-
-        ``back`` and ``ahead``, ``[B]``, are the numbers of rows before and after each anchor in its trajectory, at most
-        ``window``.
-        """
+        """Draw anchors; return them, their info dict, and how many rows of the trajectory are before and after each."""
         boundaries = self._trajectories(storage).boundaries()
         anchors, info = self._draw(storage, count)
         count = len(anchors)  # less at the end of an epoch

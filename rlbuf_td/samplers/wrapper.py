@@ -39,18 +39,10 @@ Drawn: TypeAlias = tuple[Tensor, dict[Any, Any], TensorDictBase]
 
 
 class SamplerWrapper(StatefulSampler, GraphCapturable, PrioritizedSampler):
-    """Abstract base of the samplers that wrap another sampler.
+    """Abstract base of the samplers that wrap another sampler and *revise* its batches: change or add entries.
 
-    The innermost sampler draws rows. Then each wrapper, from the inside out, *revises* the batch: the wrapper changes
-    or adds entries. All rows of a sequence window or of an n-step sum share one random choice, such as a hindsight
-    goal. A subclass implements :meth:`_reader`.
-
-    In this package's buffers, a batch is revised before the buffer's transforms run. In TorchRL's buffers, the revised
-    entries are part of the sampler's info dict, which is merged into the batch after the transforms.
-
-    The wrapped sampler handles random numbers, writes and priorities. Users may set the wrapped sampler's settings on
-    the wrapper. TorchRL's buffers pass priorities only to a ``PrioritizedSampler``. All wrappers and prioritized
-    samplers of this package therefore inherit from ``PrioritizedSampler``, but do not create its C++ sum trees.
+    TorchRL's buffers pass priorities only to a ``PrioritizedSampler``, so every wrapper inherits from that class,
+    but does not call its ``__init__``, which creates C++ sum trees.
     """
 
     needs_order = True
@@ -115,7 +107,7 @@ class SamplerWrapper(StatefulSampler, GraphCapturable, PrioritizedSampler):
     def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[Any, Any]]:
         """Draw rows; return their index, and a dict of all changed and added entries, ``{key: [B, ...]}``."""
         flat, info, batch = self.draw_batch(storage, batch_size)
-        for key in self._revised_keys():
+        for key in self._revised_keys():  # TorchRL's buffers merge these entries into the batch after the transforms
             value = batch.get(key, None)
             if isinstance(value, TensorDictBase):
                 names = value.keys(include_nested=True, leaves_only=True)
@@ -209,10 +201,7 @@ def joined_at(storage: Storage, flat: Tensor, last: Tensor) -> TensorDictBase:
 
 
 def column_of(storage: Storage, key: tuple[str, ...]) -> Tensor | None:
-    """Return a view of one column, ``[T * lanes, ...]``; None if the key is not stored.
-
-    A deduplicated key gives a tensor on the device "meta", which has no values.
-    """
+    """Return a column, ``[T * lanes, ...]``, without values ("meta") if deduplicated; None if it is not stored."""
     leaf = storage.deduplicated.get(key) if isinstance(storage, PackedStorage) else None
     if leaf is not None:
         return torch.empty((storage.all_rows().cells, *leaf.shape), dtype=leaf.dtype, device="meta")

@@ -162,9 +162,8 @@ def allocate_bytes(
 ) -> torch.Tensor:
     """Return ``[nbytes]`` uint8 on a device, in a file, in shared memory, or in page-locked RAM.
 
-    ``sparse=(likely, at_once)`` is for memory that will probably be filled only in part. The call then needs only
-    ``likely`` bytes of free memory or disk space. A file reserves disk space only for its first ``at_once`` bytes. With
-    ``sparse``, all bytes are zero. Without ``sparse``, they may be uninitialised.
+    With ``sparse=(likely, at_once)``, all bytes are zero, only ``likely`` bytes must be free, and a file reserves disk
+    space only for its first ``at_once`` bytes.
     """
     place = torch.device("cpu") if offload else device
     lazily = scratch_dir is None and not shared and not offload
@@ -204,11 +203,7 @@ class FileRoom:
         self._filled: dict[int, int] = {}  # start of a section -> bytes reserved in it
 
     def __call__(self, section: int, nbytes: int) -> None:
-        """Reserve disk space for the ``nbytes`` bytes from offset ``section`` of the file on.
-
-        Raises:
-            OSError: the disk is full.
-        """
+        """Reserve disk space for the first ``nbytes`` bytes of the section at offset ``section`` of the file."""
         filled = self._filled.get(section, 0)
         if nbytes <= filled or not hasattr(os, "posix_fallocate"):
             return

@@ -235,12 +235,7 @@ def saved_dedup(layout: RowLayout, state: dict[str, Any]) -> DedupLayout | None:
 
 @dataclass(frozen=True)
 class Sections:
-    """Page-aligned byte offsets of the sections in the memory of deduplicated rows.
-
-    The sections are the rows, the counters, and for each group of keys the stack of free ids and the entries. Each
-    group has room for twice as many entries as all rows can refer to, because a write may need its new entries before
-    it frees the old ones.
-    """
+    """Page-aligned byte offsets, after the rows, of the counters, and of the free ids and entries of each group."""
 
     counters: int
     stacks: tuple[int, ...]
@@ -252,6 +247,7 @@ class Sections:
 
     @classmethod
     def of(cls, dedup: DedupLayout, cells: int) -> Sections:
+        # Twice as many entries as the rows refer to: a write may need new entries before it frees the old ones.
         most = tuple(2 * cells * group.names for group in dedup.groups)
         if max(most) > _MAX_ENTRIES:
             n = cells * _MAX_ENTRIES // max(most)

@@ -78,9 +78,9 @@ def moved(value: Any, device: torch.device) -> torch.Tensor:
 
 
 def flat_rows(index: Any, storage: Storage | None, device: torch.device) -> torch.Tensor:
-    """Convert an index (an int, flat indices, a tuple of one tensor per dim, or ``[B, ndim]``) to flat indices.
+    """Convert an int, flat indices, a tuple of one tensor per dim, or ``[B, ndim]`` to contiguous flat indices.
 
-    The result is contiguous, ``[B]`` int64. An index of -1, which marks a row to skip, stays -1.
+    An index of -1 marks a row to skip, and stays -1.
     """
     if type(index) is torch.Tensor and index.ndim == 1 and index.dtype is torch.int64 and index.device == device:
         return index if index.is_contiguous() else index.contiguous()
@@ -139,7 +139,7 @@ def put_back_(batch: TensorDictBase, known: dict[Any, torch.Tensor]) -> None:
 def by_row(
     td_error: torch.Tensor, index: torch.Tensor, dims: int, storage: Storage, reduction: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return one TD error and one index entry for each row of a batch. ``dims`` is the number of batch dims."""
+    """Return one TD error and one index entry for each row of a batch with ``dims`` batch dims."""
     inner = inner_dims(storage, dims)
     index = first_of_row(index, dims, inner)
     if index.ndim != 1 + (storage.ndim > 1):
@@ -148,7 +148,7 @@ def by_row(
 
 
 def first_of_row(entry: torch.Tensor, dims: int, inner: int) -> torch.Tensor:
-    """Return the first value of ``entry`` in each row. Its ``dims`` batch dims end with ``inner`` inner dims."""
+    """Return the first value of ``entry`` in each row; the last ``inner`` of its ``dims`` batch dims are inner dims."""
     if dims == 1:
         return entry
     if dims == 0:

@@ -132,7 +132,7 @@ class RowLayout:
         return _build(self.root, columns, lead, device, more)
 
     def find(self, data: TensorDictBase) -> tuple[list[Any], bool]:
-        """Return the value of each leaf in ``data``, and whether ``data`` has more or fewer entries than the layout.
+        """Return the value of each leaf in ``data``, and whether ``data`` has the wrong number of entries.
 
         An entry ``"index"`` that is not in the layout is not counted.
         """
@@ -213,10 +213,7 @@ def _build(
 
 
 def _collect(node: _Node, data: Any, leaves: list[torch.Tensor], reserved: str | None = None) -> bool:
-    """Fill ``leaves`` from ``data``; return whether ``data`` has more or fewer entries than ``node``.
-
-    The key ``reserved`` is not counted.
-    """
+    """Fill ``leaves`` from ``data``; return whether ``data`` has a wrong number of entries besides ``reserved``."""
     if type(data) is not TensorDict:
         if not isinstance(data, TensorDictBase):
             return True

@@ -125,10 +125,7 @@ def require_room(
     shared: bool = False,
     lazily: bool = False,
 ) -> None:
-    """Raise an error if less than ``nbytes`` is free.
-
-    With ``lazily``, issue a :class:`MemoryWarning` instead, unless the total memory is less than ``nbytes`` as well.
-    """
+    """Raise an error if ``nbytes`` are not free; if ``lazily``, warn, and raise only if the total memory is smaller."""
     if nbytes < _WORTH_A_LOOK or device.type == "cuda":
         return
     room = room_for(device, scratch_dir=scratch_dir, shared=shared)

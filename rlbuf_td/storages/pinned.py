@@ -33,13 +33,7 @@ def refuse_offload(device: torch.device | str, *, scratch_dir: Any, shared: bool
 
 
 def page_locked(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Return ``[nbytes]`` uint8 zeros in page-locked RAM, as a CUDA tensor.
-
-    All pages are allocated and locked now, and are freed when no tensor uses them any more.
-
-    Source: CUDA C++ Programming Guide, unified virtual addressing: on 64-bit Linux, page-locked RAM has the same
-    address on the device. PyTorch-Direct (Min et al., 2021) feeds graph neural networks from RAM in this way.
-    """
+    """Return ``[nbytes]`` uint8 zeros in page-locked RAM as a CUDA tensor, as in PyTorch-Direct (Min et al., 2021)."""
     runtime = torch.cuda.cudart()  # first: without a GPU this raises before memory is allocated
     _unlock_waiting()
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -56,13 +50,14 @@ def page_locked(nbytes: int, device: torch.device) -> torch.Tensor:
             del memory, area  # freed even if a debugger keeps this frame
             raise RuntimeError(f"page-locking failed, {runtime.cudaGetErrorString(result)} ({int(result)})")
         tensor = _tensor_over(_Locked(memory, index, runtime), index)
+    # CUDA C++ Programming Guide, unified virtual addressing: on 64-bit Linux, both addresses are the same.
     if tensor.data_ptr() != memory.data_ptr():
         raise RuntimeError("page-locking failed, torch takes the memory for that of another device")
     return tensor
 
 
 class _Locked:
-    """Unlocks page-locked memory when this object is deleted. The tensor over the memory keeps this object alive."""
+    """Unlocks page-locked memory when no tensor uses it any more: the tensors over it keep this object alive."""
 
     def __init__(self, memory: torch.Tensor, index: int, runtime: Any) -> None:
         place = {"data": (memory.data_ptr(), False), "shape": tuple(memory.shape), "typestr": "|u1"}

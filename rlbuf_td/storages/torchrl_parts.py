@@ -27,10 +27,9 @@ def columns_or_none(storage: Any) -> Any:
 
 
 def capacity_in_steps(storage: Any, **data: Any) -> int:
-    """Return the capacity in time steps.
+    """Return the capacity in time steps; before the first write, it depends on the number of lanes in the data.
 
-    Before the first write, the capacity depends on the number of lanes in the data. Pass the data as ``single_data`` if
-    it is one time step, and as ``batched_data`` if it has several.
+    Pass one time step as ``single_data``, or several as ``batched_data``.
     """
     return storage._max_size_along_dim0(**data)
 
@@ -69,9 +68,6 @@ def set_cursor(writer: Any, cursor: int, write_count: int | None = None) -> None
 
 
 def last_of_ring(buffer: Any) -> int | None:
-    """Return the time step that a buffer's ring writer wrote last; -1 means the last step of the storage.
-
-    Return None before the first write, or if the buffer has no ring writer.
-    """
+    """Return the time step that a ring writer wrote last (-1: the storage's last step), or None if there is none."""
     writer = getattr(buffer, "_writer", None)
     return writer._cursor - 1 if isinstance(writer, RoundRobinWriter) and writer._write_count else None

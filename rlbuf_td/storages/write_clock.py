@@ -22,7 +22,7 @@ NOW, LAST, BY_ROW = range(3)
 def skip_stale(index: Any, stamp: torch.Tensor, dims: int, storage: Any) -> tuple[torch.Tensor, int | torch.Tensor]:
     """Return ``index`` with -1 for each row that was rewritten since sampling, and the number of these rows.
 
-    ``index`` is ``[B]`` or ``[B, ndim]``. ``stamp`` is the entry ``"sampled_at"`` of a batch with ``dims`` batch dims.
+    ``stamp`` is the entry ``"sampled_at"`` of a batch with ``dims`` batch dims.
     """
     clock, device = storage.clock, storage.device
     if clock.stands_at(stamp):
@@ -46,9 +46,7 @@ def skip_stale(index: Any, stamp: torch.Tensor, dims: int, storage: Any) -> tupl
 class WriteClock:
     """Counts the time steps written to a storage, and finds rows that were rewritten since they were sampled.
 
-    While a ring is written in order, the clock computes the write time of a row from its position. From the first write
-    out of order on, the clock stores the write time of each row (8 bytes per row). The count has 64 bits. Differences
-    of counts stay correct after an overflow.
+    From the first write out of order on, the clock stores the write time of each row (8 bytes per row).
     """
 
     def __init__(self) -> None:
@@ -97,7 +95,7 @@ class WriteClock:
         written[cells] = self.numbers[NOW]
 
     def forget(self, steps: int, last: int = -1) -> None:
-        """Treat all rows as rewritten. ``steps`` is the capacity, ``last`` the newest time step, -1 if unknown."""
+        """Treat all rows as rewritten; ``steps`` is the capacity, ``last`` the newest time step (-1: unknown)."""
         self.numbers[NOW] += steps
         self.numbers[LAST] = last
         self.numbers[BY_ROW] = 0

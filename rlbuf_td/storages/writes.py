@@ -44,7 +44,7 @@ def as_index(index: Any) -> torch.Tensor:
 
 
 def _as_steps(cursor: Any, total: int, live: int, append: bool) -> np.ndarray:
-    """Convert an index of time steps to an int64 array. If ``append``, a gap of unwritten steps is an error."""
+    """Convert an index of time steps to an int64 array; if ``append``, refuse a gap of unwritten steps."""
     if isinstance(cursor, slice):
         cursor = range(*cursor.indices(total if append else live))
     if isinstance(cursor, torch.Tensor):
@@ -79,14 +79,7 @@ def as_tensordict(data: Any) -> TensorDictBase:
 
 
 def begin(storage: Any, start: int = 0, count: int = 0, *, cells: torch.Tensor | None = None) -> None:
-    """Prepare a write: if processes share the rows, the journal saves the old rows.
-
-    The write goes to the flat indices ``cells`` or, without ``cells``, to ``count`` time steps from ``start`` on.
-    ``count=0`` means all steps of the storage.
-
-    Raises:
-        RuntimeError: this process was forked, and its parent uses the same file of rows.
-    """
+    """Prepare a write to the flat indices ``cells``, or to ``count`` time steps (0: all) from ``start`` on."""
     rows, lanes = storage.rows, prod(storage.rows.lanes)
     if storage.shared_rows is None:
         if rows.is_mapped and storage.process != os.getpid():

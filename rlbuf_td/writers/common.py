@@ -19,7 +19,7 @@ _GENERATIONS = "_slot_generations"  # attribute of the storage in which TorchRL'
 
 
 class TimeWriter(RoundRobinWriter):
-    """Abstract base of the writers that write time steps in order. Position 0 follows the last position."""
+    """Abstract base of the writers that write time steps in order; position 0 follows the last position."""
 
     def __init__(self, *, track_generations: bool = False) -> None:
         self.numbers = SharedNumbers("q", [0, 0])

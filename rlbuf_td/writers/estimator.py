@@ -27,7 +27,7 @@ class Estimates(NamedTuple):
 
 @dataclass
 class RolloutEstimator:
-    """Computes the GAE of a rollout. The fields are arguments of :class:`~rlbuf_td.writers.RolloutWriter`."""
+    """Computes the GAE of rollouts, with the arguments of a :class:`~rlbuf_td.writers.RolloutWriter`."""
 
     gamma: float
     lmbda: float
@@ -40,10 +40,7 @@ class RolloutEstimator:
     trajectory_key: NestedKey
 
     def estimate(self, rows: TensorDictBase, ndim: int, *, has_values: bool = True) -> Estimates:
-        """Return the estimates for the rollout ``rows``, whose first ``ndim`` dims are ``[T, *lanes]``.
-
-        If ``has_values=False``, the network computes the values, and ``value_key`` in ``rows`` is ignored.
-        """
+        """Return the estimates for ``rows``, ``[T, *lanes]``; unless ``has_values``, the network computes values."""
         lead = rows.batch_size[:ndim]
         reward = entry(rows, self.reward_key)
         value = rows.get(self.value_key, None) if has_values else None

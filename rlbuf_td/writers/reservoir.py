@@ -117,11 +117,8 @@ class ReservoirWriter(Writer):
         return Choice(filled, {slot: at for at, slot in kept}, kept, following, log_threshold)
 
     def _skip(self, steps: int, log_threshold: float, at: int) -> tuple[float, int, int]:
-        """Return a new ``log_threshold``, the next time step to store after ``at``, and a random storage position.
-
-        Algorithm L gives every time step a uniform random number, and stores the ``steps`` time steps with the smallest
-        numbers. The threshold is the largest of these numbers.
-        """
+        """Return a new ``log_threshold``, the next time step to store after ``at``, and a random storage position."""
+        # Each time step gets a uniform random number; the smallest are stored; the largest of these is the threshold.
         source = "cpu" if self._rng is None else self._rng.device
         shrink, ahead, place = torch.rand(3, dtype=torch.float64, generator=self._rng, device=source).tolist()
         log_threshold += log1p(-max(shrink, _LEAST)) / steps

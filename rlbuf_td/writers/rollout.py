@@ -49,7 +49,7 @@ class RolloutWriter(TimeWriter):
             rollout. Value targets use the advantages before normalization.
         value_key: key of the values, floating point, ``[T, *F]`` or ``[T, E, *F]`` with any feature shape ``F``.
         advantage_key, value_target_key: keys under which the estimates are stored.
-        reward_key: key of the rewards, in the values' shape.
+        reward_key: key of the rewards, which have the shape of the values.
         done_key: key of the bool done flags, with the values' shape or one flag per step. Missing flags are computed as
             ``terminated | truncated``.
         terminated_key: key of the bool terminated flags, shaped like done flags. Missing flags are computed as
@@ -158,7 +158,7 @@ class RolloutWriter(TimeWriter):
         return index
 
     def _write_part(self, write: Any, data: TensorDictBase, count: int, steps: int) -> Any:
-        """Write steps with NaN as their estimates. If they complete the rollout, compute the estimates of all steps."""
+        """Write steps with NaN as their estimates; compute all estimates if these steps complete the rollout."""
         storage, cursor = self._storage, self._cursor
         has_values = data.get(self.value_key, None) is not None
         if cursor and has_values != self._has_values:
@@ -213,7 +213,7 @@ class RolloutWriter(TimeWriter):
         self._estimated_steps = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the cursor, the counters, and the number of steps with estimates."""
+        """Return the cursor, the counters, and the number of time steps that have advantages."""
         progress = {"estimated_steps": self._estimated_steps, "has_values": self._has_values}
         return super().state_dict() | progress | {"value_rows": self.value_rows}
 

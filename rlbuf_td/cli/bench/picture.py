@@ -39,10 +39,7 @@ _LINE, _HEAD, _SIZE = 0.145, 0.26, 6.5  # inches per line and per heading, point
 
 
 def draw(timings: Sequence[Timing], batch: int) -> Figure:
-    """Return a figure: one line per operation, one mark per library.
-
-    Of the timings with small rows, only those of the largest buffer are shown.
-    """
+    """Return a figure: one line per operation, one mark per library."""
     groups = _groups(timings)
     if not groups:
         raise ValueError("there is nothing to plot: no operation has been timed")

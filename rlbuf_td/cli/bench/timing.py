@@ -60,10 +60,7 @@ def measure(
 
 
 def in_loop(calls: dict[str, Callable[[], object]], rounds: int, learn: Callable[[], object]) -> dict[str, list[float]]:
-    """Return for each library the microseconds per call: one mean for each of ``rounds`` blocks of calls.
-
-    ``learn`` runs before each call, and its time is not counted.
-    """
+    """Return each library's mean microseconds per call in each block; ``learn()`` runs, untimed, before each call."""
     blocks: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
@@ -84,10 +81,7 @@ def interleave(
     seconds: float = 0.01,
     finish: Callable[[], object] = lambda: None,
 ) -> dict[str, list[float]]:
-    """Return for each library the microseconds per call: one mean for each of ``rounds`` tight loops.
-
-    ``finish`` runs at the end of each loop, and its time is counted. For CUDA, pass ``torch.cuda.synchronize``.
-    """
+    """Return each library's mean microseconds per call in each of ``rounds`` loops; a loop ends with ``finish()``."""
 
     def time_of(call: Callable[[], object], count: int) -> float:
         start = time.perf_counter()

@@ -60,7 +60,7 @@ class Learner:
         self.schedule = torch.optim.lr_scheduler.LinearLR(self.optimizer, 1.0, 0.1, total_iters=steps // FRAMES)
 
     def learn(self, batch: TensorDictBase) -> None:
-        """Take an optimizer step. The loss reads "priority_weight" from the batch, and writes "td_error"."""
+        """Take an optimizer step; the loss reads "priority_weight" from the batch and adds "td_error"."""
         loss = self.loss_module(batch)["loss"]
         self.optimizer.zero_grad()
         loss.backward()

@@ -62,11 +62,7 @@ class Clock:
 
 
 class Run(Clock):
-    """Shows the progress of a training run, records its episodes, and evaluates and saves the final policy.
-
-    The run is solved when the mean return of the last 20 training episodes reaches ``threshold``. The policy and
-    the learning curve are saved in the folder ``out``. The evaluation uses ``make_env`` and ``seed``.
-    """
+    """Shows the progress of a training run, records its episodes, and evaluates and saves the final policy."""
 
     def __init__(self, make_env: Callable[[], EnvBase], out: Path, seed: int, steps: int, threshold: float) -> None:
         super().__init__()

@@ -118,10 +118,7 @@ def _broken(record: Record, where: torch.Tensor, flow: Flow, *, mostly: bool = F
 
 
 def _found_elsewhere(record: Record, sample: torch.Tensor, mostly: bool) -> tuple[str, str] | None:
-    """Look for the next observations of the rows ``sample`` among the observations of all rows.
-
-    Return two texts: where these observations are stored, and a remedy. Return None if the search shows no cause.
-    """
+    """Search all observations for the next observations of the rows ``sample``; return where they are, and a remedy."""
     here = hashes(record, [("next", *key) for key in record.observed], sample)
     ordered, order = hashes(record, record.observed).sort()
     low, high = torch.searchsorted(ordered, here), torch.searchsorted(ordered, here, right=True)
@@ -183,7 +180,7 @@ def _ids_show_ends(record: Record, flow: Flow) -> bool:
 
 
 def _is_no_chance(record: Record, flow: Flow) -> bool:
-    """Whether ``flow.unbroken`` covers half of all ends, or less than 1 % of observations repeat another one."""
+    """Whether ``flow.unbroken`` is unlikely to come from observations that are equal by chance."""
     if 2 * int(flow.unbroken.sum()) >= int(flow.ends.sum()):
         return True
     values = hashes(record, record.main)
@@ -204,10 +201,7 @@ def _unbroken(record: Record, flow: Flow, one_step: torch.Tensor) -> Finding:
 
 
 def _jumps(record: Record, where: torch.Tensor, inside: torch.Tensor) -> tuple[float, float]:
-    """Return the median distance from observation to next observation in the rows ``where``, and in the following rows.
-
-    The unit is the mean distance within trajectories. A median below a high quantile of these distances becomes 0.
-    """
+    """Return the median change of the observation in the rows ``where`` and in the rows after them; 0 if usual."""
     usual, rows = _spread(inside), _spread(where)
     if not len(usual):
         return 0.0, 0.0
@@ -219,7 +213,7 @@ def _jumps(record: Record, where: torch.Tensor, inside: torch.Tensor) -> tuple[f
         moved = record.at(("next", *key), every).double() - record.at(key, every).double()
         distance = moved.abs().nan_to_num(0.0, 0.0, 0.0).flatten(1).mean(1).cpu()
         if (scale := distance[: len(usual)].mean()) > 0:
-            total += distance / scale
+            total += distance / scale  # in mean distances within trajectories
     usually, *others = total.split([len(usual), len(rows), len(rows)])
     mean = usually.mean()
     if not float(mean):

@@ -72,10 +72,7 @@ def _is_one_hot(record: Record, key: Key) -> bool:
 
 
 def _is_image(record: Record, key: Key) -> bool:
-    """Whether a column seems to hold images as floats: values in [0, 1] or whole numbers from 0 to 255.
-
-    Images have at least three dims, two of them of size 8 or more.
-    """
+    """Whether a column seems to hold images as floats: values in [0, 1] or whole numbers from 0 to 255."""
     column = record.columns[key]
     sides = [size for size in column.shape[2:] if size >= _SIDE]
     if not column.dtype.is_floating_point or column.ndim < 5 or len(sides) < 2:

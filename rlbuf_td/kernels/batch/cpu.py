@@ -190,10 +190,7 @@ def _gather_drawn(batch, targets, index, now):
 
 @inlined
 def _fresh_rows(batch, index, td_error, stamp, now, newest):
-    """Return the number of rows rewritten since sampling, the row indices, and the TD errors.
-
-    The index of a rewritten row becomes -1. If a lane is out of range, -1 is returned as the number of rows.
-    """
+    """Return how many rows of a batch were rewritten since sampling, all row indices (-1 for those), all TD errors."""
     count, lanes, stale = batch.count, batch.lanes, 0
     row, error = carray(pointer(batch.flat), count, np.int64), carray(pointer(td_error), count, np.float32)
     pair = carray(pointer(index), (count, 2), np.int64)
@@ -210,10 +207,7 @@ def _fresh_rows(batch, index, td_error, stamp, now, newest):
 
 @kernel
 def update_proportional(address, index, td_error, stamp, written, now, newest, alpha, eps):
-    """Update the priorities of a batch, except those of rows that were rewritten since sampling.
-
-    Return the largest ``|td_error|``, or ``REFUSED`` if an argument is invalid, and the number of rewritten rows.
-    """
+    """Update priorities; return the largest ``|td_error|``, or ``REFUSED``, and how many rewritten rows are skipped."""
     batch = batch_at(address)
     stale, row, error = _fresh_rows(batch, index, td_error, stamp, now, newest)
     if stale < 0:
@@ -232,11 +226,10 @@ def update_rank(address, index, td_error, stamp, written, now, newest):
 
 @kernel
 def write_ring(address, count, lanes_first, index):
-    """Write ``count`` time steps at the cursor of a ring buffer, and return the cursor before the write.
+    """Write ``count`` time steps at the ring's cursor; return the old cursor, or -1 if nothing was written.
 
-    The new data is ``[lanes, count, ...]`` if ``lanes_first`` is True, else ``[count, lanes, ...]``. If the address
-    ``index`` is not 0, the indices of the new rows are written there. With lanes, an index is a pair of time step and
-    lane. If :func:`_is_usual` returns False, nothing is written and the result is -1.
+    The data is ``[lanes, count, ...]`` if ``lanes_first``, else ``[count, lanes, ...]``. Unless ``index`` is 0, the
+    indices of the new rows are written to this address.
     """
     ring = carray(pointer(address), 1, RING)[0]
     cursor, revision = load(ring.cursor, np.int64), load(ring.revision, np.int64)
@@ -310,23 +303,17 @@ def _entry(ring):
 
 @kernel
 def _is_usual(ring, cursor, start, kept, revision):
-    """Whether :func:`write_ring` supports this write.
-
-    The write must begin directly after the newest time step or fill the whole ring. Its data must lie outside the
-    ring's memory. The storage's clock must not hold a write time per row. If the sampler has a sum tree, its alpha must
-    not have changed since the weights were computed. If the trajectory boundaries are outdated, the write must not
-    replace all rows.
-    """
+    """Whether :func:`write_ring` supports this write."""
     steps, last, lanes = ring.steps, load(ring.clock_last, np.int64), max(ring.lanes, 1)
     in_order = start == last + 1 or (start == 0 and last == steps - 1) or kept == steps
-    usual = in_order and 0 <= cursor < steps and load(ring.clock_by_row, np.int64) == 0
+    usual = in_order and 0 <= cursor < steps and load(ring.clock_by_row, np.int64) == 0  # no write time per row
     if ring.alpha:
         usual &= load(ring.alpha, np.float64) == load(ring.weighed_alpha, np.float64)
     if ring.boundaries and load(ring.seen, np.int64) != revision:
         usual &= kept * lanes < load(ring.length, np.int64)  # a write of the whole ring may reset the boundaries
     sources, end = carray(pointer(ring.sources), ring.leaves, np.int64), ring.rows + steps * lanes * ring.row_bytes
     for leaf in range(ring.leaves):
-        usual &= sources[leaf] < ring.rows or sources[leaf] >= end
+        usual &= sources[leaf] < ring.rows or sources[leaf] >= end  # the data must lie outside the ring
     return usual
 
 

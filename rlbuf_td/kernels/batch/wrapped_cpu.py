@@ -31,11 +31,7 @@ def _row(index, lanes, i):
 
 @kernel
 def n_step(bitmap, address, slot, drawn, count, n, gamma):
-    """Gather ``n``-step transitions, and write the number of steps of each transition to the last output tensor.
-
-    For each leaf, ``BATCH.extents`` holds the offset, size, kind and element size. A ``ROOT`` leaf is copied from the
-    drawn row, and a ``NEXT`` leaf from the last row of the transition. A ``REWARD`` leaf becomes a discounted sum.
-    """
+    """Gather ``n``-step transitions, and write the number of steps of each transition to the last output tensor."""
     batch, index = batch_at(address), load(drawn, np.int64)
     rows, row_bytes, lanes, last = batch.rows, batch.row_bytes, batch.lanes, batch.leaves
     leaves = carray(pointer(batch.extents), (last, 4), np.int64)
@@ -69,11 +65,9 @@ def n_step(bitmap, address, slot, drawn, count, n, gamma):
 
 @kernel
 def hindsight(bitmap, address, slot, drawn, count, thresholds, only_finished, log_gamma, live, outcome, goals):
-    """Gather rows, and replace the desired goals of some rows by achieved goals.
+    """Gather rows, replace the desired goals of some rows, and write a mask of these rows to the last output tensor.
 
-    A mask of these rows is written to the last output tensor. ``thresholds``, ``only_finished`` and ``log_gamma`` are
-    the fields of :class:`rlbuf_td.kernels.episodes.goals.Law`, and ``live`` is the number of written rows. Leaf number
-    ``outcome`` holds the achieved goals, and the leaves with the numbers ``goals`` hold desired goals.
+    Achieved goals from leaf number ``outcome`` replace the desired goals in the leaves with the numbers ``goals``.
     """
     batch, index = batch_at(address), load(drawn, np.int64)
     rows, row_bytes, targets = batch.rows, batch.row_bytes, carray(pointer(slot), batch.leaves + 1, np.int64)
@@ -97,20 +91,16 @@ def hindsight(bitmap, address, slot, drawn, count, thresholds, only_finished, lo
 
 @kernel
 def windows(bitmap, address, slot, drawn, count, length, burn_in, shifts, reports, flags):
-    """Gather a window of rows for each drawn row, the anchor.
+    """Gather each drawn row (the anchor), the ``burn_in`` rows before it, and the ``length - 1`` rows after it.
 
-    A window has ``burn_in`` rows before the anchor, the anchor, and ``length - 1`` rows after the anchor. Places
-    outside the trajectory repeat its first or last row. With ``shifts``, a window begins earlier if its trajectory has
-    fewer than ``length - 1`` rows after the anchor.
-
-    The output tensors are the leaves, the index, the wrapped sampler's other outputs, the mask of valid rows, the mask
-    of burn-in rows, and the anchors' indices. ``reports`` holds the bytes per row of each of the wrapped sampler's
-    other outputs. ``flags`` holds the leaf numbers of ``is_init``, truncated and done, -1 for a missing leaf.
+    Places outside the trajectory repeat its first or last row; with ``shifts``, a window begins earlier to have fewer.
+    ``reports`` holds the bytes per row of each of the wrapped sampler's outputs, except the index. ``flags`` holds the
+    leaf numbers of ``is_init``, truncated and done, -1 for a missing leaf.
     """
     batch, index = batch_at(address), load(drawn, np.int64)
     window, across, lanes, last = burn_in + length, bitmap[5], batch.lanes, batch.leaves
     entry, mask = 16 if lanes else 8, last + 1 + reports.shape[0]
-    targets = carray(pointer(slot), mask + 3, np.int64)
+    targets = carray(pointer(slot), mask + 3, np.int64)  # leaves, index, reports, valid mask, burn-in mask, anchors
     cells, bounds = np.empty(count * window, np.int64), np.empty((count, 2), np.int64)
     for i in range(min(_SOON, count)):
         expect(bitmap, _row(index, lanes, i))

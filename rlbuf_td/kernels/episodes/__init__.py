@@ -36,16 +36,14 @@ class BoundariesBase(ABC):
     def write(self, start: int, count: int, end: Tensor, name: Tensor | None) -> None:
         """Record a write of ``count`` time steps from step ``start`` on; the write must not wrap around.
 
-        ``end`` (bool) and ``name`` (trajectory ids) are ``[T, E]`` and cover all stored rows. A trajectory ends where
-        ``end`` is True, and where the next step has another id. If step ``start`` follows the last written step, it
-        continues an unfinished trajectory with the same id.
+        ``end`` and ``name`` (trajectory ids) cover all rows, ``[T, E]``. A trajectory ends where ``end`` is True, and
+        where the next step has another id.
         """
 
     @abstractmethod
     def reach(self, cells: Tensor, within: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return ``(back, ahead, over)``, each ``[B]``, for the rows with the flat indices ``cells``, ``[B]`` int64.
+        """Return ``(back, ahead, over)``: the steps before and after each row in its trajectory, at most ``within``.
 
-        ``back`` and ``ahead`` are the numbers of steps before and after each row in its trajectory, at most ``within``.
         ``over`` is the flag *over* of the row ``ahead`` steps later.
         """
 
@@ -108,10 +106,7 @@ class FlagBoundaries(BoundariesBase):
 
     @cached_property
     def numbers(self) -> DeviceScalars:
-        """Settings that captured CUDA graphs read.
-
-        They are the distribution of hindsight goals, the number of written rows, and the discount factor.
-        """
+        """Settings that CUDA graphs read: distribution of hindsight goals, number of written rows, discount factor."""
         return DeviceScalars(8, self.cut.device)
 
     def _scan(self) -> tuple[Tensor, Tensor]:

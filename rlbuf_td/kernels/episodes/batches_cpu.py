@@ -10,10 +10,7 @@ _SOON = 16  # how many rows ahead the bits and rewards of a row are prefetched
 
 @inlined
 def steps_to_goal(share, ahead, log_gamma):
-    """Map ``share``, a uniform random number in ``[0, 1)``, to the number of steps from a row to its new goal.
-
-    The number is ``k``, 0 to ``ahead``, with probability proportional to ``exp(k log_gamma)``.
-    """
+    """Map ``share`` in ``[0, 1)`` to ``k`` in ``0 .. ahead``, with probability proportional to ``exp(k log_gamma)``."""
     if log_gamma < 0:
         return min(np.int64(np.log1p(share * np.expm1((ahead + 1) * log_gamma)) / log_gamma), ahead)
     return min(np.int64(share * (ahead + 1)), ahead)
@@ -21,10 +18,7 @@ def steps_to_goal(share, ahead, log_gamma):
 
 @inlined
 def choose(bitmap, thresholds, only_finished, log_gamma, live, cell, pick):
-    """Return the row that provides the new goal of row ``cell``, or -1 if row ``cell`` keeps its goal.
-
-    ``pick``, a uniform random number in ``[0, 1)``, selects the strategy and the row.
-    """
+    """Return the row that provides the new goal of row ``cell``, or -1: none; ``pick`` is uniform in ``[0, 1)``."""
     future, final, episode, random = thresholds[0], thresholds[1], thresholds[2], thresholds[3]
     if pick >= episode:
         return min(np.int64((pick - episode) / (random - episode) * live), live - 1) if pick < random else np.int64(-1)

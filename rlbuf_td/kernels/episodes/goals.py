@@ -16,14 +16,9 @@ _LOG_GAMMA = 7  # index of log_gamma in ``FlagBoundaries.numbers``, after the di
 
 
 class Law(NamedTuple):
-    """The distribution of hindsight goals.
+    """The distribution of hindsight goals: a random number selects the strategy with the first threshold above it."""
 
-    There is one threshold for each of ``STRATEGIES``, in ascending order. For each row of a batch, a uniform random
-    number in ``[0, 1)`` selects the strategy with the first threshold above the number. If no threshold is above the
-    number, the row keeps its goal. The same random number also selects the row that provides the goal.
-    """
-
-    thresholds: tuple[float, ...]
+    thresholds: tuple[float, ...]  # ascending, one per strategy; above the last one, a row keeps its goal
     only_finished: bool  # relabel no rows of unfinished trajectories, except by ``random``
     log_gamma: float  # ``future`` takes the row k steps ahead with probability proportional to exp(k log_gamma)
 
@@ -36,11 +31,9 @@ def put_law(boundaries: FlagBoundaries, law: Law, live: int) -> None:
 
 
 def choose_goals(boundaries: Boundaries, cells: Tensor, uniform: Tensor, law: Law, live: int) -> tuple[Tensor, Tensor]:
-    """For each row of a batch, choose the row whose achieved goal becomes the new goal.
+    """Return for each of the rows ``cells`` the row that provides its new goal, and a mask of the rows that get one.
 
-    ``cells``, ``[B]`` int64, holds the flat indices of the batch's rows. ``uniform``, ``[B]`` float64, holds random
-    numbers in ``[0, 1)``. ``live`` is the number of written rows. Returns the chosen rows, ``[B]`` int64, and a mask of
-    the rows that get a new goal, ``[B]`` bool. For a row that keeps its goal, the chosen row is the row itself.
+    A row that keeps its goal is returned itself. ``live`` is the number of written rows.
     """
     if isinstance(boundaries, BitBoundaries):
         rows, mask = np.empty(len(cells), np.int64), np.empty(len(cells), np.bool_)

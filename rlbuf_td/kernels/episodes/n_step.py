@@ -11,11 +11,9 @@ _GAMMA = 6  # index of gamma in ``FlagBoundaries.numbers``; 0 to 5, and 7, hold 
 
 
 def windows(boundaries: Boundaries, rows: Tensor, n: int, lanes: int, cells: int) -> tuple[Tensor, Tensor]:
-    """Return windows of row indices, ``[B, n]``, and ``ahead``, ``[B]``.
+    """Return the indices of each row and the next ``n - 1`` rows, ``[B, n]``, and the number of steps after it.
 
-    Window ``i`` holds the row ``rows[i]`` and the next ``n - 1`` rows of its trajectory. In place of rows after the end
-    of the trajectory, the window repeats the trajectory's last row. ``ahead`` is the number of steps after each row in
-    its trajectory, at most ``n``. ``cells`` is the capacity in rows, and ``lanes`` the number of rows per time step.
+    After the end of the trajectory, its last row is repeated. Only steps in the trajectory count, at most ``n``.
     """
     ahead = boundaries.reach(rows, n)[1]
     offset = torch.arange(n, device=rows.device).minimum(ahead[:, None])
@@ -23,10 +21,9 @@ def windows(boundaries: Boundaries, rows: Tensor, n: int, lanes: int, cells: int
 
 
 def n_step_sums(reward: Tensor, end: Tensor, ahead: Tensor, gamma: float | Tensor) -> tuple[Tensor, Tensor]:
-    """Return discounted sums of rewards, ``[B, ...]``, and the number of rewards in each sum, ``[B]`` int64.
+    """Return discounted sums of ``reward``, ``[B, n, ...]``, along the steps, and the number of rewards in each sum.
 
-    ``reward`` is ``[B, n, ...]``, ``end`` is ``[B, n]`` bool, and ``ahead`` is ``[B]`` int64. Sum ``i`` ends with the
-    first step where ``end[i]`` is True, and has at most ``1 + ahead[i]`` rewards.
+    Sum ``i`` ends with the first step where ``end[i]`` is True, and has at most ``1 + ahead[i]`` rewards.
     """
     steps = torch.arange(reward.shape[1], device=reward.device)
     ended_before = end.cumsum(1) - end.long() > 0
@@ -42,10 +39,9 @@ def n_step_sums(reward: Tensor, end: Tensor, ahead: Tensor, gamma: float | Tenso
 def sums_ahead(
     boundaries: Boundaries, rows: Tensor, reward: Tensor, n: int, gamma: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the discounted sum of up to ``n`` rewards from each row on; a sum ends with the row's trajectory.
+    """Return each row's discounted sum of up to ``n`` rewards, their number, and the row of the last reward.
 
-    ``rows``, ``[B]`` int64, holds row indices, and ``reward`` holds the rewards of all stored rows. Returns the sums,
-    ``[B, ...]``, and for each sum the number of rewards and the row of the last reward, both ``[B]`` int64.
+    A sum ends with the row's trajectory. ``reward`` holds the rewards of all stored rows.
     """
     is_plain = reward.dtype in (torch.float32, torch.float64) and reward[:1].is_contiguous()
     if isinstance(boundaries, BitBoundaries) and is_plain:

@@ -12,10 +12,7 @@ STEPS, EPISODES, WRITES = 0, 1, 2  # indices into ``counters``
 
 @compiled
 def _slot(keys, key, hint):
-    """Return the slot of the open episode ``key``, or a free slot if there is none, or -1 if no slot is free.
-
-    The search begins at slot ``hint``.
-    """
+    """Return the slot of the open episode ``key``, or a free slot if there is none, or -1 if no slot is free."""
     slots, free = keys.shape[0], -1
     for k in range(slots):
         slot = (hint + k) % slots  # the hint may exceed the present number of slots
@@ -45,20 +42,23 @@ def count_steps(
     start, shape, strides, inputs, is_double, reduction,
     keys, lengths, touched, sums, lane_slot, records, ends, counters,
 ):  # fmt: skip
-    """Add the steps of one write, from step ``start`` on, to the statistics.
+    """Add the steps of one write to the statistics; return ``T * E``, or the first step that finds no free slot.
 
-    Return ``T * E``, or the number of the first step that finds no free slot. Steps are numbered in time order, with E
-    steps at each of T times; ``shape`` is (T, E). ``inputs`` holds the addresses of the steps' trajectory ids, ``done``
-    flags, M metrics and R end reasons, in this order. Ids are int64; address 0 means no ids. Metrics are float64 if
-    ``is_double``, else float32. Flags and reasons have one byte each. ``strides`` holds the distance between time steps
-    and the distance between lanes, in elements. All arrays have the same strides.
-
-    The open episodes are stored in S slots. ``keys`` holds their ids, ``lengths`` their numbers of steps, and ``sums``,
-    ``[S, M]``, their metrics. ``touched`` holds the sequence number of the last write that added a step to the
-    episode. For each lane, ``lane_slot`` holds the slot used last.
-
-    Two rings hold the last H finished episodes. A row of ``records``, ``[H, 2 + M]``, holds the total number of steps
-    when the episode ended, the episode's length, and its metrics. A row of ``ends``, ``[H, R]``, holds its end reasons.
+    Args:
+        start: number of the first step to add; steps are numbered in time order, with E steps at each of T times.
+        shape: (T, E).
+        strides: elements between time steps, and between lanes, in each input.
+        inputs: addresses of int64 trajectory ids (0: none), bool ``done``, M metrics and R bool end reasons.
+        is_double: for each metric, whether it is float64, else float32.
+        reduction: for each metric, ``SUM``, ``MEAN`` or ``LAST``.
+        keys: for each slot, the id of its open episode, or ``FREE``.
+        lengths: for each slot, the number of steps.
+        touched: for each slot, the number of the last write that added a step.
+        sums: for each slot, the metrics, ``[S, M]``.
+        lane_slot: for each lane, the slot used last.
+        records: ring of finished episodes, ``[H, 2 + M]``: total steps at the end, length, metrics.
+        ends: end reasons of the same episodes, ``[H, R]``.
+        counters: numbers of steps, finished episodes and writes.
     """
     steps, lanes = shape
     metrics = is_double.shape[0]

@@ -167,7 +167,7 @@ def _rank_of_mass(mass, rows, law, alpha, shift):
 
 @bare
 def _find_rows(st, rest, pos, rows):
-    """Write the rows with the ranks ``rest + 1`` to ``rows``. Overwrites ``rest`` and ``pos``."""
+    """Write the rows with the ranks ``rest + 1`` to ``rows``; overwrite ``rest`` and ``pos``."""
     slot = rows
     _search_top(st.top_before, st.head[GROUPS], rest, pos)
     for j in range(len(rows)):

@@ -161,7 +161,7 @@ def _delete(st, index, keys, pos, slot):
 
 @bare
 def _insert(st, keys, pos, slot):
-    """Insert ``keys`` in order; stop if a split finds no unused chunk. Return the number of inserted keys."""
+    """Insert ``keys`` in order, until a chunk is full and no chunk is unused; return the number of inserted keys."""
     find_places(st, keys, pos, slot)
     have_moved = False
     for i in range(len(keys)):
@@ -179,10 +179,9 @@ def _insert(st, keys, pos, slot):
 
 @bare
 def _insert_run(st, p, s, key, count):
-    """Insert up to ``count`` consecutive keys, from ``key`` on, into one chunk; return the number of inserted keys.
+    """Insert up to ``count`` keys ``key, key + 1, ...`` into one chunk; return their number, 0 if the chunk is full.
 
-    If the chunk is full, nothing is inserted. The chunk is then split, if an unused chunk is left. If the chunk's group
-    is also full, the group is split instead. A split invalidates earlier results of :func:`find_places`.
+    A full chunk, or its group, is split; this invalidates earlier results of :func:`find_places`.
     """
     c, n = chunk_at(st, p, s)
     if n == WIDTH:

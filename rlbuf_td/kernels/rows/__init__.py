@@ -11,11 +11,9 @@ from rlbuf_td.kernels.dispatch import backend_of
 
 
 def put_values_(target: Tensor, values: Tensor, mask: Tensor) -> int:
-    """Copy ``values[i]`` to ``target[i]`` wherever ``mask[i]`` is True.
+    """Copy ``values[i]`` to ``target[i]`` where ``mask[i]`` is True; return -1, or the first ``i`` with a NaN to copy.
 
-    ``target`` and ``values`` are ``[B, ...]``; ``mask``, ``[B]`` bool, must be contiguous. On the CPU, if a value to
-    copy is NaN, the function copies nothing, and returns the first ``i`` with a NaN. Otherwise it returns -1. On a GPU,
-    NaN is copied, too.
+    On the CPU, a NaN prevents the whole copy; on a GPU, NaN is copied, too. ``mask`` must be contiguous.
     """
     dtype, rows, is_on_host = target.dtype, target.shape[0], backend_of(target) == "numba"
     if (dtype is torch.float32 or dtype is torch.float64) and target.numel() == rows and is_on_host:
@@ -60,10 +58,8 @@ def skip_ring(
 ) -> tuple[Tensor, int | Tensor]:
     """Return ``index`` with -1 in place of each row rewritten since it was sampled, and the number of these rows.
 
-    ``index`` holds row indices; an index of -1 means no row. ``clock`` is the number of time steps written so far, and
-    ``stamp`` holds the clock at which each row was sampled. Both ``index`` and ``stamp`` must be contiguous ``[B]``
-    int64. The rows are a ring of ``steps`` time steps with ``lanes`` rows each, and time step ``last`` was written
-    last. On a GPU, the number of rewritten rows is a tensor.
+    ``clock`` is the number of time steps written so far, ``stamp`` holds the clock at which each row was sampled, and
+    ``last`` is the newest time step. ``index`` and ``stamp`` must be contiguous ``[B]`` int64.
     """
     if backend_of(index) == "numba":
         others = index.data_ptr(), stamp.data_ptr(), index.shape[0], clock, last, steps, lanes

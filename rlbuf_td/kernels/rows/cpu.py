@@ -35,7 +35,7 @@ def _difference(a, b):
 
 @kernel
 def skip_ring(kept, index, stamp, rows, clock, last, steps, lanes):  # see rows.skip_ring for the arguments
-    """Count the rows rewritten since sampling. Unless ``kept`` is 0, copy ``index`` there, with -1 for these rows."""
+    """Count the rows rewritten since sampling; unless ``kept`` is 0, copy ``index`` there, with -1 for these rows."""
     given, stamps = carray(pointer(index), rows, np.int64), carray(pointer(stamp), rows, np.int64)
     left = carray(pointer(kept), rows if kept else 0, np.int64)
     count = 0
@@ -59,7 +59,7 @@ _mincore = types.ExternalFunction("mincore", types.int64(types.int64, types.int6
 
 @kernel
 def is_absent(base, stride, cells, count):
-    """Whether one of the rows ``cells`` must be read from disk. At most 31 evenly spaced rows are checked."""
+    """Whether one of a sample of the rows ``cells`` must be read from disk."""
     found = np.zeros(1, np.uint8)
     step = max(1, count // _SAMPLED)
     for i in range(0, count, step):

@@ -95,9 +95,8 @@ class Table:
 def read_(table: Table, cells: Tensor, live: int, leaves: Sequence[Tensor | None], order: Tensor | None = None) -> bool:
     """Copy the rows ``cells`` to the tensors ``leaves``; return False if a row index is not in ``[0, live)``.
 
-    ``cells`` holds int64 indices of any shape. ``leaves`` has one tensor ``[*cells.shape, ...]`` per key, or None to
-    skip the key. These tensors must be contiguous. If the result is False, their contents are undefined. ``order`` is
-    a permutation of the positions in ``cells``: the CPU reads rows in this order. On a GPU, indices are not checked.
+    ``leaves`` has one contiguous tensor, or None, per key; after False, their contents are undefined. On a GPU, indices
+    are not checked. The CPU reads the rows in the order of the permutation ``order``.
     """
     if not table.is_compiled:
         return _read(table, cells, live, leaves)
@@ -116,10 +115,9 @@ def write_(
 
     Args:
         table: the rows and the pools of entries.
-        sources: ``[P, 2, 3]`` int64, for P deduplicated keys: the address of the data to write, and the byte strides
-            along time and along lanes. ``sources[:, 0]`` is for observations, ``sources[:, 1]`` for next observations.
-        cells: the indices of the written rows, ``[count]`` int64, contiguous, without repetitions. An int instead means
-            consecutive rows from this index on; after the last row of the table comes row 0.
+        sources: ``[P, 2, 3]`` int64, for P keys, and for observations and next observations: the address, and the byte
+            strides along time and along lanes.
+        cells: row indices, contiguous int64, without repetitions. An int means consecutive rows of the ring from there.
         count: number of written rows.
         lanes: number of lanes if whole time steps are written, else 1.
         deferred: whether only later writes may reuse the entries that this write frees.

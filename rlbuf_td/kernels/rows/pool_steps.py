@@ -18,8 +18,7 @@ def write_by_steps_(
 ) -> None:
     """Implement :func:`rlbuf_td.kernels.rows.pool.write_` on any device.
 
-    ``given`` has one tuple per deduplicated key: the observations to write and, if the rows store them, the next
-    observations, both ``[T, E, ...]``. ``cells``, ``[T * E]`` int64, holds the indices of the written rows.
+    ``given`` has one tuple per key: observations and, if the rows store them, next observations, ``[T, E, ...]``.
     """
     steps, lanes = given[0][0].shape[:2]
     first = 0

@@ -21,11 +21,7 @@ _is_compiling, _empty_like = torch.compiler.is_compiling, torch.empty_like  # sa
 
 
 def reverse_scan_doubling(a: Tensor, b: Tensor) -> Tensor:
-    """Implement :func:`reverse_scan` in ``ceil(log2 T)`` rounds of torch operations (Hillis and Steele, 1986).
-
-    Consecutive steps ``(a, b)`` and ``(a', b')`` are combined to ``(a + b a', b b')``. Because this operation is
-    associative, each round can double the number of combined steps.
-    """
+    """Implement :func:`reverse_scan` in ``ceil(log2 T)`` rounds of torch operations (Hillis and Steele, 1986)."""
     steps = a.shape[1]
     x, carry, reach = a, b.expand_as(a), 1
     while reach < steps:
@@ -66,10 +62,7 @@ def gae(gamma: float | Tensor, lmbda: float | Tensor, columns: Columns) -> tuple
 def gae_contiguous(
     gamma: float, lmbda: float, columns: Columns, lanes: int, steps: int, features: int
 ) -> tuple[Tensor, Tensor] | None:
-    """Implement :func:`gae` with numba, without checks, for contiguous columns on the CPU.
-
-    Returns None under ``torch.compile``, because compiled graphs cannot contain numba's loops.
-    """
+    """Implement :func:`gae` with numba, without checks, for contiguous CPU columns; None under ``torch.compile``."""
     if _is_compiling():
         return None
     value = columns[0]

@@ -36,15 +36,11 @@ def update_(
 ) -> float | Tensor:
     """Set the weights of the rows ``index`` to ``(|td_error| + eps) ** alpha``. O(B log N).
 
-    ``index`` is ``[B]`` int64; elements of -1 are skipped. ``td_error`` is ``[B]``, float32 or float64; the sign is
-    ignored. If a row is repeated, its last TD error is used. ``rows`` is the number of written rows.
+    An index of -1 is skipped, and a repeated row gets its last TD error. An index outside ``[-1, rows)`` or a NaN or
+    infinite TD error is invalid: on the CPU, nothing changes and :data:`REFUSED` is returned; other devices skip it.
 
-    A row outside ``[-1, rows)`` and a NaN or infinite TD error are invalid. On the CPU, a batch with an invalid element
-    changes nothing, and the function returns :data:`REFUSED`. Other devices skip invalid elements.
-
-    On the CPU, returns the largest ``|td_error|`` of this batch, or -1 if all elements are skipped. On other devices,
-    returns the largest ``|td_error|`` of all updates so far, as a 0-dim tensor. There, updates with ``counts=False``
-    have a maximum of their own; the CPU ignores ``counts``.
+    Returns the largest ``|td_error|``: on the CPU, of this batch, -1 if all elements are skipped; on other devices, of
+    all updates with the same ``counts`` so far.
     """
     if backend_of(tree.weight) == "numba":
         numbers = int(rows), float(alpha), float(eps)
@@ -119,11 +115,10 @@ def draw(
 
 
 def weigh_beside_(tree: SumTree, index: Tensor, drawn: Tensor, beta: float, weight: Tensor) -> bool:
-    """On the CPU, overwrite ``weight[:len(index)]`` with the importance weights of the rows ``index``.
+    """On the CPU, set ``weight[:len(index)]`` to the importance weights of the rows ``index``; elsewhere, return False.
 
-    The caller passes the importance weight of the row ``drawn`` in ``weight[0]``. Rows whose weight in the tree is 0
-    get the importance weight of ``drawn``. On the CPU, returns True; on other devices, changes nothing and returns
-    False.
+    Before the call, ``weight[0]`` holds the importance weight of the row ``drawn``. Rows of weight 0 in the tree get
+    the same importance weight.
     """
     if backend_of(tree.weight) != "numba":
         return False

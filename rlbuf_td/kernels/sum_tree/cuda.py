@@ -46,9 +46,9 @@ def _leaf(weight, block, member, inside, smallest):
 
 @triton.jit
 def _set_groups(sums, before, minima, start, above, group, inside):
-    """Recompute the nodes numbered ``group``, each from the sums and minima of its eight children.
+    """Recompute the sums and minima of the groups numbered ``group``, and ``before`` of their members.
 
-    The children's level begins at index ``start`` of each array, the nodes' level at ``above``.
+    The level of the members begins at index ``start``, and the level of the groups at index ``above``.
     """
     line = start + group * WIDTH
     smallest = tl.load(minima + line, mask=inside, other=0.0)

@@ -47,10 +47,9 @@ def _repair_blocks(tree: SumTree, block: Tensor) -> None:
 
 
 def _set_groups(tree: SumTree, start: int, above: int, group: Tensor) -> None:
-    """Recompute ``tree.before`` of the members of some groups, and ``tree.sums`` and ``tree.minima`` of these groups.
+    """Recompute the sums and minima of the groups numbered ``group``, and ``before`` of their members.
 
-    ``group`` holds the numbers of the groups. In each tensor, the level of the members begins at index ``start``, and
-    the level of the groups begins at index ``above``.
+    The level of the members begins at index ``start``, and the level of the groups at index ``above``.
     """
     sums = tree.sums[start:above].view(-1, BLOCK)[group]
     before, total = [], torch.zeros_like(sums[:, 0])

@@ -23,12 +23,8 @@ from rlbuf_td.storages.tensordict_fast import leaf_of, set_entries_
 class Rows(ABC):
     """Rows of shape ``[T, *lanes]``: an interface that does not depend on the memory layout.
 
-    Deduplicated rows hold ids of pool entries instead of observations; there is one pool for each group of keys.
-
-    The flat index of a row is ``t * E + e`` for step ``t`` and lane ``e`` of ``E``. Negative time steps and coordinates
-    count from the end. Methods that read return copies; only :meth:`view`, :meth:`at_region`, :meth:`column`,
-    :meth:`chunks` and :meth:`entries` may return views. A read at an index out of range raises an ``IndexError`` on the
-    CPU. Methods that write do not check the leaves.
+    Only :meth:`view`, :meth:`at_region`, :meth:`column`, :meth:`chunks` and :meth:`entries` may return views. Methods
+    that write do not check the leaves.
     """
 
     dedup: DedupLayout | None = None  # the layout of deduplicated rows; None for other rows
@@ -148,10 +144,7 @@ class Rows(ABC):
         return []
 
     def takes(self, dedup: DedupLayout | None, used: Sequence[int]) -> bool:
-        """Whether the bytes of saved rows can be copied as they are.
-
-        ``dedup`` is the layout of the saved rows, ``used`` the number of their pool entries in each group.
-        """
+        """Whether saved rows of layout ``dedup``, with ``used`` pool entries per group, can be copied byte by byte."""
         return dedup is None
 
     def restore_(self, matrix: torch.Tensor, entries: Sequence[torch.Tensor]) -> None:
@@ -162,17 +155,11 @@ class Rows(ABC):
         self.rebuild(used)
 
     def room_for(self, used: Sequence[int]) -> list[torch.Tensor]:
-        """Free all pool entries, and return memory for ``used`` entries of each group.
-
-        The caller fills this memory, then calls :meth:`rebuild`.
-        """
+        """Free all pool entries; return memory for ``used`` entries per group, to be filled before :meth:`rebuild`."""
         return []
 
     def copy_steps_(self, source: Rows, ranges: Iterable[tuple[int, int]]) -> None:
-        """Copy time steps of ``source`` to the first steps of these rows.
-
-        ``ranges`` selects the time steps by pairs (first step, count).
-        """
+        """Copy the time steps ``ranges`` of ``source``, pairs (first step, count), to the first steps of these rows."""
         at = 0
         for first, total in ranges:
             for count, leaves in source.chunks(first, total):
@@ -183,10 +170,7 @@ class Rows(ABC):
         """Clear all entry ids, and free all pool entries."""
 
     def rebuild(self, used: Sequence[int] | None = None) -> None:
-        """Free all pool entries to which no row refers.
-
-        ``used`` is the number of entries of each group that have been filled, if known.
-        """
+        """Free pool entries to which no row refers; ``used`` is the number of filled entries per group, if known."""
 
 
 class PlainRows(Rows):
@@ -253,10 +237,7 @@ def from_start(index: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def last_of_each(steps: np.ndarray, leaves: list[torch.Tensor]) -> tuple[np.ndarray, list[torch.Tensor]]:
-    """Return the unique values of ``steps``, sorted, and leaves with only the last row for each of these steps.
-
-    Row ``i`` of each leaf is to be written to step ``steps[i]``.
-    """
+    """Return the sorted unique ``steps``, and of each leaf only the last row for each of these steps."""
     unique, last = np.unique(steps[::-1], return_index=True)
     keep = torch.from_numpy(len(steps) - 1 - last)
     return unique, [leaf[keep.to(leaf.device)] for leaf in leaves]

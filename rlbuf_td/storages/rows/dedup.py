@@ -19,15 +19,13 @@ from rlbuf_td.storages.rows import Rows, last_of_each
 
 _CHUNK = 256 << 20  # bytes of whole rows that are assembled at once
 _LOOK = 4096  # rows whose entry ids are checked at once
-MakeRoom: TypeAlias = Callable[[int, int], None]
+MakeRoom: TypeAlias = Callable[[int, int], None]  # (offset of a section, nbytes): reserves disk space
 
 
 class DedupRows(Rows):
     """Rows of shape ``[T, *lanes]`` that hold ids of pool entries.
 
-    On the CPU, ``block`` must have :attr:`Sections.total` bytes, all zero. On other devices, ``block`` has only
-    :attr:`Sections.fixed` bytes. The pools are then separate tensors, and a larger tensor replaces a full pool.
-    ``make_room(offset, nbytes)`` reserves disk space for the first ``nbytes`` bytes of the section at ``offset``.
+    ``block`` has :attr:`Sections.total` zero bytes. On a device other than the CPU, it has :attr:`Sections.fixed`.
     """
 
     dedup: DedupLayout

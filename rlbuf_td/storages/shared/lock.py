@@ -24,11 +24,9 @@ class Guarded(Protocol):
 
 
 class ProcessLock:
-    """A reentrant lock that only one thread of one process holds at a time.
+    """A reentrant lock for the threads of this process, of forked ones, and of spawned ones that receive the lock.
 
-    The lock combines ``thread_lock`` (default: an ``RLock``) with a POSIX record lock on a nameless file. Forked
-    processes share the file, and so do spawned processes that receive the lock. If the holder dies, the system releases
-    the record lock, and the next holder calls ``guarded.recover``. Cost per use: two system calls, about 2 us.
+    If the holder dies, the system releases the lock, and the next holder calls ``guarded.recover``.
     """
 
     def __init__(self, guarded: Guarded, thread_lock: Any = None) -> None:

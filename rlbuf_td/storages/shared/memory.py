@@ -14,14 +14,11 @@ from typing import Any
 
 import torch
 
-_TYPES: dict[str, Any] = {"q": c_longlong, "d": c_double}
+_TYPES: dict[str, Any] = {"q": c_longlong, "d": c_double}  # by kind: integers, which wrap at 2**63, or floats
 
 
 class NamelessFile:
-    """A file in memory without a name; :meth:`map` sets its size, also after a fork.
-
-    Forked processes, and spawned ones that receive this object, share the file.
-    """
+    """A file in memory without a name, shared with forked processes and with spawned ones that receive this object."""
 
     def __init__(self) -> None:
         if hasattr(os, "memfd_create"):
@@ -51,11 +48,9 @@ class NamelessFile:
 
 
 class SharedNumbers:
-    """64-bit numbers that processes can share.
+    """64-bit numbers that forked processes, and spawned ones that get this object, share after :meth:`share_memory_`.
 
-    After :meth:`share_memory_`, forked processes, and spawned ones that receive this object, share the numbers; a copy
-    of this object does not. ``kind`` is ``"q"`` (integers, which wrap at 2**63) or ``"d"`` (floats). No lock protects
-    the numbers. For speed, callers may use the array ``values``. :meth:`share_memory_` replaces this array.
+    No lock protects the numbers. :meth:`share_memory_` replaces the array ``values``.
     """
 
     __slots__ = ("_is_shared", "_kind", "values")

@@ -28,10 +28,7 @@ _SCATTERED = -1
 class Journal:
     """An undo log of the write in progress, in shared memory; only the holder of the lock uses the log.
 
-    The journal saves the counters when a process takes the lock, and saves rows before a write replaces them. If a
-    process dies during a write, :meth:`undo` restores the old rows and counters. If a process dies after a write, but
-    before it releases the lock, the write stays. :meth:`SharedRows.recover` then notifies the storage's listeners, such
-    as trajectory indices, once more.
+    If a process dies during a write, :meth:`undo` restores the old rows and counters.
     """
 
     def __init__(self) -> None:
@@ -46,10 +43,7 @@ class Journal:
             raise ValueError(f"a storage can be shared by buffers with {_MOST_COUNTERS} counters at most")
 
     def keep_in(self, rows: torch.Tensor, aside: torch.Tensor, cells: torch.Tensor) -> None:
-        """Set the memory of the rows, ``[N, width]``, and of the log.
-
-        A write saves replaced rows in ``aside``, and their flat indices in ``cells``.
-        """
+        """Set the memory of the rows, ``[N, width]``, of the rows saved before a write, and of their flat indices."""
         self._rows, self._aside, self._cells = rows, aside, cells
 
     def entered(self) -> None:
@@ -59,10 +53,7 @@ class Journal:
             words[position] = counter.value
 
     def begin(self, start: int, count: int, live: int) -> None:
-        """Save the ``count`` rows from ``start`` on, which a write replaces; row 0 follows the last row.
-
-        Rows from ``live`` on hold no data and are not saved.
-        """
+        """Save the ``count`` rows from ``start`` on in the ring, except those from ``live`` on, which hold no data."""
         rows, words = self._rows, self._words
         head = min(count, len(rows) - start)
         for first, rows_here, to in ((start, head, 0), (0, count - head, head)):
@@ -126,10 +117,7 @@ class SharedRows:
             storage.adopt(find_rows(storage, layout, torch.Size(found["shape"]), saved_dedup(layout, found)))
 
     def place(self, made: Rows) -> torch.Tensor:
-        """Describe the rows in shared memory, so that other processes can map them.
-
-        Return shared memory for the rows' write times, ``[N]`` int64.
-        """
+        """Describe the rows to other processes; return shared memory for the rows' write times, ``[N]`` int64."""
         flat, description = made.flat, {"layout": made.layout.state(), "shape": list(made.shape)}
         if made.dedup is not None:
             description["pooled"] = made.dedup.state()
