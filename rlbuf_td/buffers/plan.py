@@ -115,7 +115,7 @@ class Plan(Planned):
 
     @abstractmethod
     def draw(self, written: int, slot: int) -> bool:
-        """Draw from the first ``written`` rows into the blank with this ``slot``; return False if impossible."""
+        """Draw from the first ``written`` rows, and fill the batch with the addresses at ``slot``; False if refused."""
 
 
 class UniformPlan(Plan):

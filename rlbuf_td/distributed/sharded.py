@@ -223,7 +223,8 @@ class ShardedReplayBuffer(Client):
         """Replace all rows and priorities by those of a dump.
 
         If the dump has a different number of shards, its time steps are joined, shard after shard, and cut into equal
-        parts, one for each shard of this buffer. A cut divides at most one trajectory per lane.
+        parts, one for each shard of this buffer. Where the rows of one shard are divided, at most one trajectory per
+        lane is divided.
 
         Args:
             path: the folder of the dump; default: ``dump_dir``.

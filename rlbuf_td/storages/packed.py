@@ -324,7 +324,7 @@ class PackedStorage(LazyTensorStorage):
     release = allocate.release
 
     def _max_size_along_dim0(self, *, single_data: Any = None, batched_data: Any = None) -> int:
-        """Return the capacity in time steps; before the first write, compute it from the lanes of the given data."""
+        """Return the capacity in time steps; before the first write, the data tells the number of lanes."""
         if self.rows is not None:
             return self.rows.steps
         if self.ndim == 1:

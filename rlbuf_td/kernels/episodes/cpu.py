@@ -90,7 +90,7 @@ def _previous(bitmap, lane, t):
 
 @kernel
 def _next_around(bitmap, lane, t):
-    """Return the first boundary at step ``t`` or later; if none, the lane's first one plus the number of time steps."""
+    """Return the first boundary from step ``t`` on; after the last one, the lane's first boundary plus its length."""
     following = _next(bitmap, lane, t)
     return following if following >= 0 else _next(bitmap, lane, np.int64(0)) + bitmap[4]
 

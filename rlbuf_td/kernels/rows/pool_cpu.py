@@ -42,7 +42,7 @@ def _numbers(groups, g):
 
 @inlined
 def _row(group, rows, cell):
-    """Return the address at which row ``cell`` stores the names of its entries."""
+    """Return the address at which row ``cell`` stores the ids of its observations."""
     return rows[OWN] + _wrapped(cell, rows[TOTAL]) * rows[OWN_BYTES] + group[IDS]
 
 

@@ -46,7 +46,7 @@ def _leaf(weight, block, member, inside, smallest):
 
 @triton.jit
 def _set_groups(sums, before, minima, start, above, group, inside):
-    """Recompute the sums and minima of the groups numbered ``group``, and ``before`` of their members.
+    """Recompute sums and minima of the nodes ``group``, and the array ``before`` of their children.
 
     The level of the members begins at index ``start``, and the level of the groups at index ``above``.
     """
