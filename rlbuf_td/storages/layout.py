@@ -178,6 +178,10 @@ class RowLayout:
     def __hash__(self) -> int:
         return hash(self.leaves)
 
+    def is_like(self, other: RowLayout) -> bool:
+        """Whether keys, dtypes and shapes are equal; the alignment may differ."""
+        return _node_state(self.root, self.leaves) == _node_state(other.root, other.leaves)
+
 
 def _padded(nbytes: int, unit: int) -> int:
     return -(-nbytes // unit) * unit

@@ -184,6 +184,19 @@ def test_answers_are_the_same_in_one_piece_in_several_and_as_one_object():
     assert [pieces_of(nbytes) for nbytes in (0, 89_999, 90_000, 500_000, 600_000)] == [1, 1, 2, 6, 0]
 
 
+def test_a_shard_of_rows_without_alignment_takes_aligned_ones():
+    data = TensorDict({"id": torch.arange(20), "image": torch.ones(20, 1_088, dtype=torch.uint8)}, [20])
+    shard, layout = World(1, proportional).shards[0], RowLayout(data, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rlbuf_td.storages.layout._LARGE", 1 << 30)
+        old = RowLayout(data[:10], 1)
+        shard.buffer.extend(data[:10])
+    assert shard.storage.layout == old != layout
+    shard.write(0, named(layout), pack(layout, data[10:], torch.Size([10])), torch.Size([10]))
+    shard.report()
+    assert len(shard.storage) + shard._waiting == 20
+
+
 def test_an_unfit_write_is_refused_at_once():
     world = World(2, proportional)
     writer = world.client(home=0)

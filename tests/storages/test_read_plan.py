@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -64,9 +65,27 @@ def test_reads_follow_writes_and_new_rows() -> None:
         storage.get(torch.tensor([3, 9, -41]))
 
 
+def test_a_copy_of_the_rows_reads_into_batches_of_its_own() -> None:
+    storage, index = filled(numbered(10)), torch.tensor([1, 2, 3])
+    kept = [storage.get(index) for _ in range(3)]
+    copied = copy.deepcopy(storage.rows)
+    assert copied is not None
+    for _ in range(4):
+        assert copied.at_cells(index)["id"].tolist() == [1, 2, 3]
+    assert all(batch["id"].tolist() == [1, 2, 3] for batch in kept)
+
+
+def test_rows_on_another_device_are_not_read_by_compiled_code() -> None:
+    storage = PackedStorage(10, device="meta")
+    storage.set(range(10), numbered(10))
+    for _ in range(3):
+        assert storage.gather(torch.arange(4)).batch_size == torch.Size([4])
+
+
 def test_a_batch_that_was_read_ahead_in_inference_mode_can_be_changed() -> None:
     storage, index = filled(numbered(10)), torch.arange(4)
-    for _ in range(3):
+    storage.get(index)
+    for _ in range(10):
         with torch.inference_mode():
             batch = storage.get(index)
         batch["next", "square"].requires_grad_()

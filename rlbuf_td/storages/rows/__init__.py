@@ -182,7 +182,10 @@ class PlainRows(Rows):
 
     def at_steps(self, index: torch.Tensor) -> TensorDict:
         batch = None if self.lanes or self.is_mapped else self.plan.read(index, self.steps)
-        return super().at_steps(index) if batch is None else batch
+        if batch is None:
+            steps = from_start(index, self.steps)
+            batch = super().at_cells(self.cells_at(steps) if self.lanes else steps)  # without a second ``plan.read``
+        return batch
 
     def at_cells(self, cells: torch.Tensor) -> TensorDict:
         batch = None if self.is_mapped else self.plan.read(cells, self.cells)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,9 +33,10 @@ class ReadPlan:
         """Return the rows at the flat indices ``cells``, int64, or None if the slower general method must read them.
 
         The result is None if the batch size differs from the previous call, if an index is not in ``[0, live)``, or if
-        ``cells`` is not a contiguous 1-D tensor on the CPU.
+        ``cells`` is not a contiguous 1-D tensor. The rows and ``cells`` must be on the CPU, else the result is None.
         """
-        if cells.ndim != 1 or not cells.is_contiguous() or backend_of(cells) != "numba":
+        is_on_cpu = backend_of(self._matrix) == "numba" and self._matrix.is_cpu and cells.is_cpu
+        if cells.ndim != 1 or not is_on_cpu or not cells.is_contiguous():
             return None
         count, memory, blanks = self._ready
         if cells.shape[0] != count:
@@ -52,6 +53,9 @@ class ReadPlan:
         batch, targets = blank
         found = gather_leaves_within(self._matrix, cells, self._layout.extents, targets, live)
         return batch if found else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_ready": (-1, LeafMemory([]), [])}  # addresses are of this object's batches
 
     def _blank(self, leaves: list[Tensor], cells: Tensor) -> Blank:
         targets = np.fromiter(map(Tensor.data_ptr, leaves), np.int64, len(leaves))
