@@ -68,8 +68,8 @@ class SequenceSampler(SamplerWrapper):
     ``boundary="shift"``, this row may be earlier than the anchor.
 
     **Arguments of TorchRL's** ``SliceSampler``. Pass ``slice_len`` as ``length`` and ``end_key`` as ``done_key``. The
-    number of slices follows from the batch size. ``boundary`` replaces ``strict_length``, ``pad_output`` and ``span``,
-    whose defaults correspond to ``"strict"``. The trajectory index makes ``end_keys``, ``truncated_key``, ``step_key``,
+    batch size determines ``num_slices``. ``boundary`` replaces ``strict_length``, ``pad_output`` and ``span``, whose
+    defaults correspond to ``"strict"``. The trajectory index makes ``end_keys``, ``truncated_key``, ``step_key``,
     ``ends``, ``trajectories``, ``fragmented``, ``cache_values``, ``compile`` and ``use_gpu`` unnecessary.
 
     Example:
