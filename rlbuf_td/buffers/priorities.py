@@ -58,7 +58,7 @@ def update_tensordict_priority(rb: Any, data: TensorDictBase) -> None:
     if parts.prioritized is None or parts.has_units:
         return TensorDictReplayBuffer.update_tensordict_priority(rb, data)
     plan = rb.sample_plan
-    if plan is not None and (rb.prefetcher is None or not rb.copies_batches):
+    if plan is not None and not rb.copies_batches:
         with parts.storage.lock:
             stale = plan.update(data, rb.priority_key) if rb.sample_plan is plan else None
         if stale is not None:

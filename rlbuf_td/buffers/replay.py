@@ -248,8 +248,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
     @property
     def returns_as_drawn(self) -> bool:
         """Whether batches are returned as drawn: not transformed, not page-locked, not copied to a device."""
-        copies = self.prefetcher is not None and self.copies_batches
-        return not (copies or len(self.parts.transforms) or self._pin_memory or self._service_shutdown)
+        return not (len(self.parts.transforms) or self._pin_memory or self._service_shutdown or self.copies_batches)
 
     def _sample_by(self, plan: Planned) -> Sample | None:
         """Sample in one compiled call, see :mod:`rlbuf_td.buffers.plan`; return None if the plan is outdated."""

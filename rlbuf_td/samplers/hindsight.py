@@ -68,7 +68,7 @@ class HindsightSampler(SamplerWrapper):
         done_key, traj_key: the keys of the done flag and the trajectory id, as for :class:`TrajectoryIndex`.
 
     Raises:
-        ValueError: an argument is out of range; (when sampling) the desired and achieved goals differ in dtype or
+        ValueError: an argument is out of range. When sampling: the desired and achieved goals differ in dtype or
             shape, or a new reward has a wrong shape or is NaN.
         KeyError: (at the first draw) a key is not stored.
         TypeError: the wrapped sampler is an n-step, sequence or hindsight sampler.

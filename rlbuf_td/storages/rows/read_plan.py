@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -13,12 +13,7 @@ from rlbuf_td.kernels.batch import LeafMemory, gather_leaves_within
 from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.storages.layout import RowLayout
 
-
-class Blank(NamedTuple):
-    """A batch of uninitialised tensors, and the addresses of its leaves, ``[leaves]`` int64."""
-
-    batch: TensorDict
-    targets: np.ndarray
+Blank: TypeAlias = tuple[TensorDict, np.ndarray]  # a batch of uninitialised tensors, and the addresses of its leaves
 
 
 class ReadPlan:
@@ -32,10 +27,10 @@ class ReadPlan:
     def read(self, cells: Tensor, live: int) -> TensorDict | None:
         """Return the rows at the flat indices ``cells``, int64, or None if the slower general method must read them.
 
-        The result is None if the batch size differs from the previous call, if an index is not in ``[0, live)``, or if
-        ``cells`` is not a contiguous 1-D tensor. The rows and ``cells`` must be on the CPU, else the result is None.
+        The result is None if the batch size differs from the previous call, if an index is not in ``[0, live)``, if
+        ``cells`` is not a contiguous 1-D tensor, or if ``cells`` or the rows are not on the CPU.
         """
-        is_on_cpu = backend_of(self._matrix) == "numba" and self._matrix.is_cpu and cells.is_cpu
+        is_on_cpu = cells.is_cpu and backend_of(self._matrix) == "numba"
         if cells.ndim != 1 or not is_on_cpu or not cells.is_contiguous():
             return None
         count, memory, blanks = self._ready
@@ -59,4 +54,4 @@ class ReadPlan:
 
     def _blank(self, leaves: list[Tensor], cells: Tensor) -> Blank:
         targets = np.fromiter(map(Tensor.data_ptr, leaves), np.int64, len(leaves))
-        return Blank(self._layout.wrap(leaves, cells.shape, cells.device, {}), targets)
+        return self._layout.wrap(leaves, cells.shape, cells.device, {}), targets
