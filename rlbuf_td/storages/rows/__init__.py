@@ -23,8 +23,9 @@ from rlbuf_td.storages.tensordict_fast import leaf_of, set_entries_
 class Rows(ABC):
     """Rows of shape ``[T, *lanes]``: an interface that does not depend on the memory layout.
 
-    Only :meth:`view`, :meth:`at_region`, :meth:`column`, :meth:`chunks` and :meth:`entries` may return views. Methods
-    that write do not check the leaves.
+    The flat index of a row is ``t * E + e`` for step ``t`` and lane ``e`` of ``E``. Negative time steps count from the
+    end. On the CPU, an index out of range raises an IndexError. Only :meth:`view`, :meth:`at_region`, :meth:`column`,
+    :meth:`chunks` and :meth:`entries` may return views. Methods that write do not check the leaves.
     """
 
     dedup: DedupLayout | None = None  # the layout of deduplicated rows; None for other rows
