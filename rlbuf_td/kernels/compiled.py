@@ -61,6 +61,30 @@ def copy_bytes(typing_context: Any, target: Any, source: Any, count: Any) -> Any
     return types.void(types.int64, types.int64, types.int64), generate
 
 
+_LINE = 64  # bytes per cache line
+_VECTOR = ir.VectorType(ir.IntType(64), 4)
+
+
+@intrinsic
+def _stream_half_line(typing_context: Any, target: Any, source: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        to, since = (builder.inttoptr(address, ir.PointerType(_VECTOR)) for address in arguments)
+        written = builder.store(builder.load(since, align=1), to, align=_LINE // 2)
+        written.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+@intrinsic
+def finish_streams(typing_context: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
 @intrinsic
 def prefetch(typing_context: Any, address: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -103,6 +127,18 @@ def same_bytes(first, second, count):
     if count >= 8 and load(first, np.int64) != load(second, np.int64):  # most differences are in the first bytes
         return False
     return count == 8 or count == 0 or _compare_bytes(first, second, count) == 0
+
+
+@inlined
+def stream_bytes(target, source, count):
+    """Copy bytes past the caches; other threads can rely on them only after :func:`finish_streams`."""
+    head = min(-target % _LINE, count)
+    copy_bytes(target, source, head)
+    last = count - (count - head) % _LINE
+    for k in range(head, last, _LINE):
+        _stream_half_line(target + k, source + k)
+        _stream_half_line(target + k + _LINE // 2, source + k + _LINE // 2)
+    copy_bytes(target + last, source + last, count - last)
 
 
 @inlined

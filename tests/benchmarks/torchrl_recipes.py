@@ -77,14 +77,7 @@ REDQ = [
     "buffer.size=5000",
     "logger.record_frames=20",  # pictures of 10,000 fill the memory
 ]
-IMPALA = [
-    "logger.backend=",
-    "device=cpu",
-    "collector.frames_per_batch=160",
-    "collector.total_frames=8000",
-    "collector.num_workers=1",
-    "loss.batch_size=4",
-]
+IMPALA = ["logger.backend=", "device=cpu", "collector.total_frames=25600", "collector.num_workers=1"]
 RECIPES: dict[str, tuple[str, list[str]]] = {
     "dqn": (
         "dqn/dqn_cartpole.py",
