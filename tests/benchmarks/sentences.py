@@ -1,6 +1,6 @@
 """Print sentences of the package's docstrings, drawn at random, for a reader to judge: clear at first sight, or not.
 
-python -m tests.benchmarks.sentences --seed 0 --count 60
+python -m tests.benchmarks.sentences --seed 0 --count 60 --context
 """
 
 from __future__ import annotations
@@ -28,17 +28,36 @@ def sentences_of(docstring: str) -> list[str]:
     return [sentence for sentence in found if len(sentence.split()) >= 3]
 
 
+def heading(node: ast.AST, path: Path) -> str:
+    """Return the line that a reader sees above a docstring: the file, and the signature."""
+    where = path.relative_to(PACKAGE)
+    if isinstance(node, ast.ClassDef):
+        return f"{where}: class {node.name}({', '.join(map(ast.unparse, node.bases))})"
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        result = f" -> {ast.unparse(node.returns)}" if node.returns else ""
+        return f"{where}: def {getattr(node, 'owner', '')}{node.name}({ast.unparse(node.args)}){result}"
+    return f"{where}"
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0, help="seed of the draw (default 0)")
     parser.add_argument("--count", type=int, default=60, help="number of sentences (default 60)")
     parser.add_argument("--list", nargs="+", metavar="FOLDER", help="print all sentences of these folders instead")
+    parser.add_argument("--context", action="store_true", help="also print what precedes a sentence in its docstring")
     arguments = parser.parse_args()
     found = []
     for path in sorted(PACKAGE.rglob("*.py")):
-        for node in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, DOCUMENTED)):
-            where = f"{path.relative_to(PACKAGE)}: {getattr(node, 'name', 'module')}"
-            found += [f"{where}\n    {sentence}" for sentence in sentences_of(ast.get_docstring(node) or "")]
+        tree = ast.parse(path.read_text())
+        for owner in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
+            for member in owner.body:
+                member.owner = f"{owner.name}."  # type: ignore
+        for node in (node for node in ast.walk(tree) if isinstance(node, DOCUMENTED)):
+            before, where = "", heading(node, path)
+            for sentence in sentences_of(ast.get_docstring(node) or ""):
+                found.append(f"{where}\n" + (f"    [{before.strip()}]\n" if arguments.context and before else ""))
+                found[-1] += f"    {sentence}"
+                before = f"{before} {sentence}"
     if arguments.list:
         chosen = [sentence for sentence in found if sentence.startswith(tuple(arguments.list))]
     else:
