@@ -18,6 +18,8 @@ from rlbuf_td.storages.rows import Rows
 from rlbuf_td.storages.state import admit_state, dedup_for, refuse_foreign, rows_of_state
 from rlbuf_td.storages.writes import begin
 
+_BLOCK = 1 << 26  # bytes that are read at a time if rows are converted
+
 
 @dataclass(frozen=True)
 class Fit:
@@ -86,11 +88,13 @@ class SavedRows:
             raise CheckpointError("the layout of the rows does not fit their size")
         self.capacity = steps_for(storage, self.lanes) if storage.rows is None else storage.rows.steps
         self.fit = fit(steps, self.capacity, lead[0], cursor)
-        self.is_fresh = storage.rows is None or storage.rows.layout != self.layout  # whether rows must be allocated
+        self.is_fresh = storage.rows is None or not storage.rows.layout.is_like(self.layout)  # allocates the rows
+        self._own_layout = self.layout.realigned()
         own = storage.scratch_dir
         self._replaces_file = self.is_fresh and own is not None and own.resolve() == reader.path.resolve()
         # Files read into new memory are checked while they are read: if one is damaged, that memory is discarded.
-        self._is_read_once = self.fit.is_same and self.is_fresh and not self._replaces_file
+        is_moved = not self.fit.is_same or self._own_layout is not self.layout
+        self._is_read_once = self.is_fresh and not is_moved and not self._replaces_file
 
     @property
     def nbytes(self) -> int:
@@ -110,7 +114,8 @@ class SavedRows:
             storage.release()
         if storage.scratch_dir is not None and self._replaces_file:  # left by the process that wrote the dump
             (storage.scratch_dir / ROWS_FILE).unlink(missing_ok=True)
-        rows = make_rows(storage, self.layout, self.lanes, None, dedup_for(storage, self.layout, self.dedup))
+        own = self._own_layout
+        rows = make_rows(storage, own, self.lanes, None, dedup_for(storage, own, self.dedup))
         if storage.scratch_dir is None:
             take_pages(rows.first(self.fit.steps).matrix)
         try:
@@ -133,10 +138,24 @@ class SavedRows:
     def _read_into(self, rows: Rows, report: Report) -> None:
         if self.dedup is not None or rows.dedup is not None:
             return self._read_shared(rows, report)
+        if rows.layout != self.layout:
+            return self._read_unaligned(rows, report)
         data, at, step = flat_bytes(rows.matrix), 0, rows.nbytes // rows.steps
         for first, count in self.fit.ranges:
             self.reader.read_into(self.matrix, first * step, data[at * step : (at + count) * step], report)
             at += count
+
+    def _read_unaligned(self, rows: Rows, report: Report) -> None:
+        """Read the rows of an earlier version, which began no leaf at a cache line, block by block."""
+        lead = (*self.lanes, self.layout.row_bytes)
+        at, step = 0, prod(lead)
+        size = max(1, _BLOCK // step)
+        for first, count in self.fit.ranges:
+            for start in range(first, first + count, size):
+                block = torch.empty((min(size, first + count - start), *lead), dtype=torch.uint8, device="cpu")
+                self.reader.read_into(self.matrix, start * step, flat_bytes(block), report)
+                rows.copy_(at, len(block), self.layout.columns(block))
+                at += len(block)
 
     def _read_shared(self, rows: Rows, report: Report) -> None:
         """Read the saved rows into ``rows``, with deduplicated rows on one or both sides."""

@@ -172,6 +172,11 @@ class RowLayout:
     def from_state(cls, state: dict[str, Any]) -> RowLayout:
         return cls(_example(state), 0, aligned=state.get("aligned", False))
 
+    def realigned(self) -> RowLayout:
+        """Return the layout that a storage gives rows of these keys now."""
+        made = RowLayout(_example(_node_state(self.root, self.leaves)), 0)
+        return self if made.aligned == self.aligned else made
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, RowLayout) and self.state() == other.state()
 

@@ -100,13 +100,14 @@ def load(storage: Any, state: dict[str, Any]) -> None:
     matrix, entries, rows = state["rows"], state.get("entries", []), storage.rows
     if rows is not None and matrix.data_ptr() == rows.matrix.data_ptr():  # a snapshot of this storage
         return storage.restore_counters(state)
-    if rows is not None and rows.layout != layout:
+    if rows is not None and not rows.layout.is_like(layout):
         storage.release()
     if storage.rows is None:
-        storage.adopt(make_rows(storage, layout, lanes, matrix.device, dedup_for(storage, layout, dedup)))
+        own = layout.realigned()
+        storage.adopt(make_rows(storage, own, lanes, matrix.device, dedup_for(storage, own, dedup)))
     rows = storage.rows
     begin(storage)
-    if rows.takes(dedup, [len(found) for found in entries]):
+    if rows.layout == layout and rows.takes(dedup, [len(found) for found in entries]):
         rows.restore_(matrix, entries)
     else:
         rows.copy_steps_(rows_of_state(layout, matrix, dedup, entries), [(0, len(matrix))])
@@ -157,15 +158,17 @@ def examine(storage: Any, state: dict[str, Any]) -> tuple[RowLayout, torch.Size,
 
 def dedup_for(storage: Any, layout: RowLayout, saved: DedupLayout | None) -> DedupLayout | None:
     """Return the saved layout of deduplicated rows, or choose one; None if the storage does not deduplicate."""
-    return (saved if storage.dedup_options else None) or DedupLayout.chosen_for(layout, storage.dedup_options)
+    if storage.dedup_options and saved is not None:
+        return DedupLayout(layout, saved.chosen)
+    return DedupLayout.chosen_for(layout, storage.dedup_options)
 
 
 def admit_state(storage: Any, state: dict[str, Any], lanes: torch.Size) -> tuple[RowLayout, torch.Size]:
     """Return layout and lanes of saved rows; refuse rows that do not fit the storage."""
     layout, rows = RowLayout.from_state(state["layout"]), storage.rows
     may_get_more = rows is not None and storage.is_reserved and set(rows.layout.leaves) <= set(layout.leaves)
-    if rows is not None and layout != rows.layout and not may_get_more:
-        raise SchemaError("the saved rows have other keys, dtypes or shapes than this storage, or another alignment")
+    if rows is not None and not layout.is_like(rows.layout) and not may_get_more:
+        raise SchemaError("the saved rows have other keys, dtypes or shapes than this storage")
     if len(lanes) != storage.ndim - 1 or (rows is not None and lanes != rows.lanes):
         own = tuple(rows.lanes) if rows is not None else f"of a storage with ndim={storage.ndim}"
         raise ValueError(f"saved rows of lanes {tuple(lanes)} do not fit lanes {own}")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from tensordict import TensorDict
@@ -101,21 +104,52 @@ def test_large_leaves_begin_at_a_cache_line() -> None:
     assert layout.row_bytes % CACHE_LINE == 0
 
 
-def test_rows_of_a_dump_without_alignment_are_loaded_as_they_are(tmp_path) -> None:
+@pytest.mark.parametrize("options", [{}, {"share_next": True}], ids=["plain", "deduplicated"])
+@pytest.mark.filterwarnings("ignore:the 5 oldest time steps")
+@pytest.mark.parametrize("capacity", [20, 15, 30])
+def test_rows_of_an_earlier_version_are_aligned_by_a_load(tmp_path: Path, capacity: int, options: Any) -> None:
     data = images(20)
-    old, new, started = (ReplayBuffer(storage=PackedStorage(20), batch_size=4) for _ in range(3))
+    old, *others = (ReplayBuffer(storage=PackedStorage(size, **options)) for size in (20, *[capacity] * 3))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rlbuf_td.storages.layout._LARGE", 1 << 30)
         old.extend(data)
-    assert old.storage.layout.offsets[("observation",)] % CACHE_LINE
+        state = old.state_dict()
     old.dumps(tmp_path)
-    new.loads(tmp_path)
-    assert new.storage.layout == old.storage.layout
-    assert (new.storage[:] == data).all()
-    new.extend(data[:5])
-    assert (new.storage[:5] == data[:5]).all()
-    started.extend(data)
-    assert started.storage.layout != old.storage.layout
-    with pytest.raises(CheckpointError, match="another alignment"):
-        started.loads(tmp_path)
-    assert (started.storage[:] == data).all()
+    assert old.storage.layout.offsets[("next", "observation")] % CACHE_LINE
+    _, started, emptied = others
+    started.extend(images(3))
+    emptied.extend(images(3))
+    emptied.empty()
+    kept = data[-capacity:]
+    for new in others:
+        new.loads(tmp_path)
+        assert new.storage.layout == RowLayout(data, 1)
+        assert (new.storage[:] == kept).all()
+    if capacity == 20:
+        for new in (*others, ReplayBuffer(storage=PackedStorage(capacity, **options))):
+            new.empty()
+            new.load_state_dict(state)
+            assert new.storage.layout == RowLayout(data, 1)
+            assert (new.storage[:] == data).all()
+            new.extend(data[:5])
+            assert (new.storage[:5] == data[:5]).all()
+
+
+def test_a_damaged_dump_of_an_earlier_version_changes_nothing(tmp_path: Path) -> None:
+    data, started = images(20), ReplayBuffer(storage=PackedStorage(20))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rlbuf_td.storages.layout._LARGE", 1 << 30)
+        old = ReplayBuffer(storage=PackedStorage(20))
+        old.extend(data)
+    old.dumps(tmp_path)
+    started.extend(data[:7])
+    largest = max((tmp_path / "data").iterdir(), key=lambda file: file.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[100] ^= 1
+    largest.write_bytes(content)
+    for new in (started, ReplayBuffer(storage=PackedStorage(20))):
+        before = len(new)
+        with pytest.raises(CheckpointError, match="damaged"):
+            new.loads(tmp_path)
+        assert len(new) == before
+    assert (started.storage[:] == data[:7]).all()
