@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from threading import Lock, Thread
+from types import SimpleNamespace
 from typing import Any
 
 import gymnasium
@@ -34,6 +35,7 @@ from rlbuf_td import (
     SequenceSampler,
     UniformSampler,
 )
+from rlbuf_td.checkpoint import CheckpointError
 from tests.catalogue import SAMPLERS, assert_same
 from tests.statistics import assert_follows, power
 
@@ -221,6 +223,10 @@ def test_priorities_go_home(lanes):
     batch["td_error"][-1] = torch.nan  # of the last member
     with pytest.raises(ValueError, match=r"1 of .* TD errors are NaN"):
         mixed.update_tensordict_priority(batch)
+    outside = batch.exclude("sampled_at").set("td_error", torch.ones(64))
+    outside["index"].view(64, -1)[-1, 0] += CAPACITY
+    with pytest.raises(IndexError, match="out of range"):
+        mixed.update_tensordict_priority(outside)
     for name, rb in mixed.members.items():
         assert torch.equal(rb.sampler.priority(torch.arange(len(wanted[name]))), wanted[name])
 
@@ -382,6 +388,7 @@ REFUSALS: list[Any] = [
     (alone(ExperienceQueue(storage=PackedStorage(4))), TypeError, "'a' is an ExperienceQueue, which gives each row"),
     ({"shares": {"b": 1.0}}, ValueError, r"same names: members are \['a'\], shares are of \['b'\]"),
     ({"shares": {"a": 0.0}}, ValueError, "shares must be at least 0 and finite, one of them positive"),
+    ({"shares": {"a": None}}, ValueError, "shares must be at least 0 and finite, .* got {'a': None}"),
     ({"writes_to": "b"}, ValueError, "writes_to='b'"),
     (
         {"members": {"a": member("uniform", 0, 3), "b": other_schema()}, "shares": {"a": 1, "b": 1}},
@@ -644,6 +651,20 @@ def test_a_state_also_restores_the_generator():
     counts = [mixed.counts(64) for _ in range(5)]
     mixed.load_state_dict(state)
     assert [mixed.counts(64) for _ in range(5)] == counts
+
+
+def test_a_wrong_generator_in_a_state_or_dump_changes_nothing(tmp_path):
+    mixed, other = (mixture("uniform", "uniform", generator=torch.Generator()) for _ in range(2))
+    state = other.state_dict() | {"generator": torch.zeros(3, dtype=torch.uint8), "exact": False}
+    other.sampler.demos = 0.9
+    before = str(mixed.state_dict())
+    with pytest.raises(RuntimeError, match=r"(?i)state"):
+        mixed.load_state_dict(state | {"shares": other.sampler.state_dict()})
+    other._rng = SimpleNamespace(get_state=lambda: torch.zeros(3, dtype=torch.uint8))
+    other.dumps(tmp_path)
+    with pytest.raises((RuntimeError, CheckpointError), match=r"(?i)state"):
+        mixed.loads(tmp_path)
+    assert str(mixed.state_dict()) == before
 
 
 def test_a_dump_leaves_other_folders_alone(tmp_path):

@@ -134,7 +134,7 @@ def test_an_environment_is_planned_as_the_buffer_made_from_it(library: str, num_
 def test_what_cannot_be_planned_is_refused() -> None:
     with pytest.raises(TypeError, match="has no keys, dtypes and shapes"):
         plan("CartPole-v1", 10)
-    with pytest.raises(ValueError, match=r"capacity must be a number of transitions, at least 1, got None"):
+    with pytest.raises(ValueError, match=r"capacity must be a whole number, at least 1, got None"):
         plan(transitions(SCHEMAS["vector"], None))
     with pytest.raises(SchemaError, match=r"'s' .*non-tensor"):
         plan(TensorDict({"s": "text"}), 10)

@@ -128,6 +128,9 @@ REFUSALS = [
     (["state"], {"index": None}, KeyError, "the batch has no 'index'"),
     (["state"], {"sampled_at": None}, KeyError, "no 'sampled_at': .*pass it as sampled_at="),
     (["state"], {"index": torch.full((20,), 11)}, IndexError, "row 11"),
+    ([3], {}, ValueError, r"keys must be a key or a sequence of keys, .* got \[3\]"),
+    (None, {}, ValueError, "keys must be a key or a sequence of keys, .* got None"),
+    ([], {}, ValueError, r"got \[\]"),
 ]
 
 

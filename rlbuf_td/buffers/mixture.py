@@ -21,7 +21,9 @@ from rlbuf_td.buffers.mixture_parts import (
     members_of,
     part_of,
     refuse_difference,
+    refuse_generator,
     refuse_member,
+    refuse_update,
     settled_rows,
     try_states,
     window_of,
@@ -33,10 +35,10 @@ from rlbuf_td.buffers.replay import ReplayBuffer
 from rlbuf_td.buffers.shares import Shares
 from rlbuf_td.checkpoint.folder import explained, reading, write_state, writing
 from rlbuf_td.checkpoint.manifest import decode
-from rlbuf_td.kernels.dispatch import backend_of
-from rlbuf_td.samplers.common import OwnSignature, refuse_errors, whole
+from rlbuf_td.samplers.common import OwnSignature
 from rlbuf_td.storages import SchemaError
-from rlbuf_td.storages.notebooks import MIXTURES, PRIORITIES
+from rlbuf_td.storages.checks import whole
+from rlbuf_td.storages.notebooks import MIXTURES
 from rlbuf_td.storages.tensordict_fast import set_entries_
 from rlbuf_td.storages.trajectory_index import as_tuple
 from rlbuf_td.storages.write_clock import SAMPLED_AT
@@ -276,8 +278,10 @@ class ReplayBufferMixture:
 
         Raises:
             KeyError: the batch has no ``"source"``, no index, or no TD errors.
-            IndexError: an entry ``"source"`` is not the position of a member; all priorities are unchanged.
-            ValueError: a TD error is NaN or infinite; all priorities are unchanged.
+            IndexError: an entry ``"source"`` is not the position of a member, or a row is out of range.
+            ValueError: a TD error is NaN or infinite.
+
+            After an error, all priorities are unchanged.
         """
         flat, updates = data.reshape(-1), []
         for name, is_own in members_of(flat, self.names).items():
@@ -286,11 +290,8 @@ class ReplayBufferMixture:
                 continue
             keys = [as_tuple(key) for key in ("index", SAMPLED_AT, member.priority_key)]
             part = (flat if parts.wrapper is not None else flat.select(*keys, strict=False))[is_own]
-            part, td_error = without_lane(member, part), part.get(member.priority_key, None)
-            if td_error is None:
-                raise KeyError(f"the batch has no {member.priority_key!r}: set it for the sampled rows{PRIORITIES}")
-            if backend_of(td_error) == "numba":
-                refuse_errors(td_error.reshape(-1))
+            part = without_lane(member, part)
+            refuse_update(member, part)
             updates.append((member, part))
         for member, part in updates:
             member.update_tensordict_priority(part)
@@ -324,6 +325,7 @@ class ReplayBufferMixture:
         If a member cannot load its state, an error is raised before any change.
         """
         try_states(self.members, state_dict.get("members", {}))
+        refuse_generator(self._rng, state_dict.get("generator"))
         self.sampler.load_state_dict(state_dict["shares"])
         self.exact = bool(state_dict["exact"])
         if self._rng is not None and state_dict.get("generator") is not None:
@@ -366,6 +368,7 @@ class ReplayBufferMixture:
         """
         with reading(Path(path) / _FOLDER, type(self).__name__) as reader, explained(reader):
             state = decode(reader.manifest.state, reader.read)
+            refuse_generator(self._rng, state["generator"])
             self.sampler.load_state_dict(state["shares"])
             self.exact = bool(state["exact"])
             if self._rng is not None and state["generator"] is not None:

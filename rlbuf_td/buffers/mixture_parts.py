@@ -12,16 +12,20 @@ from torch import Tensor
 from torchrl.data.replay_buffers import PrioritizedSampler, Sampler, SliceSampler
 
 from rlbuf_td.buffers.experience_queue import ExperienceQueue
+from rlbuf_td.buffers.priorities import errors_of
 from rlbuf_td.buffers.replay import ReplayBuffer
 from rlbuf_td.checkpoint.parts import load_or_restore
+from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.kernels.strata import LEAST_RATIO
 from rlbuf_td.samplers import SequenceSampler
+from rlbuf_td.samplers.common import refuse_errors, refuse_priorities
 from rlbuf_td.storages import PackedStorage, SchemaError
-from rlbuf_td.storages.indexing import flat_rows, merge_
+from rlbuf_td.storages.indexing import device_of, flat_rows, merge_
 from rlbuf_td.storages.notebooks import MIXTURES
 from rlbuf_td.storages.schema import kind, show_key
 from rlbuf_td.storages.state import examine
 from rlbuf_td.storages.trajectory_index import as_tuple
+from rlbuf_td.storages.write_clock import SAMPLED_AT, skip_stale
 
 
 def largest_weight(member: ReplayBuffer, report: Mapping[Any, Any]) -> float | None:
@@ -113,6 +117,26 @@ def members_of(batch: TensorDictBase, names: Sequence[str]) -> dict[str, Tensor]
         raise IndexError(f"'source' must hold one position in {[*names]} per row, [B] int64, got {found}")
     masks = {name: source == place for place, name in enumerate(names)}
     return {name: is_own for name, is_own in masks.items() if is_own.any()}
+
+
+def refuse_update(member: ReplayBuffer, batch: TensorDictBase) -> None:
+    """Raise the error that an update of a prioritized member's priorities would raise."""
+    parts = member.initialize()
+    index, td_error = errors_of(parts, batch, member.priority_key)
+    stamp = batch.get(SAMPLED_AT, None)
+    if stamp is not None and parts.is_packed:
+        index, _ = skip_stale(index, stamp, batch.ndim, member.storage)
+    flat, rows = flat_rows(index, member.storage, device_of(member.storage)), len(member.storage)
+    if backend_of(flat) == "numba" and backend_of(td_error) == "numba" and len(flat):
+        refuse_errors(td_error.reshape(-1))
+        if not -1 <= int(flat.min()) <= int(flat.max()) < rows:
+            refuse_priorities(flat, td_error, rows)
+
+
+def refuse_generator(generator: torch.Generator | None, state: torch.Tensor | None) -> None:
+    """Raise the error that setting this state would raise."""
+    if generator is not None and state is not None:
+        torch.Generator(generator.device).set_state(state)
 
 
 def try_states(members: Mapping[str, ReplayBuffer], states: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from torchrl.data.replay_buffers import Sampler
 
 from rlbuf_td.checkpoint import load_state, save_state
-from rlbuf_td.samplers.common import fraction
+from rlbuf_td.storages.checks import as_number, fraction
 
 _BAD_NAME = re.compile(r"$|[._]|by_name$|.*[/\\]").match  # members are folders of a dump
 
@@ -23,10 +23,11 @@ class Shares(Sampler):
         for name in shares:
             if not isinstance(name, str) or not name.isprintable() or hasattr(Sampler, name) or _BAD_NAME(name):
                 raise ValueError(f"{name!r} cannot be the name of a member: choose another one")
-        total = float(sum(shares.values()))
-        if any(not share >= 0 for share in shares.values()) or not 0 < total < float("inf"):
+        given = {name: as_number(share) for name, share in shares.items()}
+        total = sum(given.values())
+        if any(not share >= 0 for share in given.values()) or not 0 < total < float("inf"):
             raise ValueError(f"shares must be at least 0 and finite, one of them positive, got {dict(shares)}")
-        self.__dict__["by_name"] = {name: float(share) / total for name, share in shares.items()}
+        self.__dict__["by_name"] = {name: share / total for name, share in given.items()}
 
     def __getattr__(self, name: str) -> float:
         found = self.__dict__.get("by_name", {})

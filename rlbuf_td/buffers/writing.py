@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -105,7 +106,7 @@ def write_back(rb: Any, batch: TensorDictBase, keys: Any, *, sampled_at: int | N
         reason = "the rows are not known" if index is None else "rows may have been replaced since it was sampled"
         remedy = "" if index is None else ": read rb.storage.clock.now before, and pass it as sampled_at="
         raise KeyError(f"the batch has no {'index' if index is None else SAMPLED_AT!r}: {reason}{remedy}")
-    names = [as_tuple(key) for key in ([keys] if is_key(keys) else keys)]
+    names = [as_tuple(key) for key in _listed(keys)]
     if parts.wrapper is not None and any(key[0] == "next" for key in names) and joins_steps(parts.wrapper):
         raise ValueError("cannot write back 'next' entries of n-step transitions: they belong to later rows")
     with storage.lock:
@@ -125,6 +126,14 @@ def write_back(rb: Any, batch: TensorDictBase, keys: Any, *, sampled_at: int | N
         if watched & {*names}:
             torchrl_parts.count_change(storage)  # data derived from these entries is then computed again
     return len(flat)
+
+
+def _listed(keys: Any) -> list[Any]:
+    if is_key(keys):
+        return [keys]
+    if isinstance(keys, Iterable) and (found := [*keys]) and all(map(is_key, found)):
+        return found
+    raise ValueError(f"keys must be a key or a sequence of keys, such as ['state', ('next', 'state')], got {keys!r}")
 
 
 def _entry_by_row(storage: Any, batch: TensorDictBase, key: tuple[str, ...], inner: int) -> torch.Tensor:

@@ -18,6 +18,7 @@ from rlbuf_td.kernels.episodes import BitBoundaries, FlagBoundaries
 from rlbuf_td.samplers import ProportionalSampler, RankSampler, UniformSampler
 from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.wrapper import SamplerWrapper
+from rlbuf_td.storages.checks import whole
 from rlbuf_td.storages.dedup import DedupLayout, DedupOptions
 from rlbuf_td.storages.indexing import stored_rows
 from rlbuf_td.storages.layout import RowLayout
@@ -188,8 +189,7 @@ def plan(
         device = getattr(source, "device", None) if device is None else device
         capacity = source.max_size if capacity is None else capacity
         dedup, source = getattr(source, "dedup", None), _time_step(source)
-    if capacity is None or capacity < 1:
-        raise ValueError(f"capacity must be a number of transitions, at least 1, got {capacity}")
+    capacity = whole(1)("capacity", capacity)
     device = torch.device("cpu" if device in (None, "auto") else device)
     schema = schema_of(source)
     layout, lanes = RowLayout(schema, schema.ndim), schema.numel()

@@ -20,7 +20,7 @@ from rlbuf_td.distributed.links import OnLoss
 from rlbuf_td.distributed.segments import deal
 from rlbuf_td.distributed.shard import Shard
 from rlbuf_td.distributed.spec import Spec
-from rlbuf_td.samplers.common import one_of, whole
+from rlbuf_td.storages.checks import one_of, whole
 
 _MANIFEST = "shards.json"
 _LONG = 3_600.0  # longest time for a dump or a load, in seconds

@@ -186,41 +186,6 @@ def permutation(count: int, generator: torch.Generator | None, device: torch.dev
     return torch.randperm(count, generator=generator, device=source).to(device)
 
 
-def exponent(name: str, value: Any) -> float:
-    number = float(value)
-    if not 0.0 <= number < float("inf"):
-        raise ValueError(f"{name} must be a finite number, at least 0, got {value}")
-    return number
-
-
-def fraction(name: str, value: Any) -> float:
-    number = float(value)
-    if not 0.0 <= number <= 1.0:
-        raise ValueError(f"{name} must be between 0 and 1, got {value}")
-    return number
-
-
-def whole(least: int) -> Callable[[str, Any], int]:
-    """Return a ``check`` for :class:`Setting` that accepts whole numbers from ``least`` on, also floats such as 3.0."""
-
-    def check(name: str, value: Any) -> int:
-        number = float("nan") if isinstance(value, bool) else float(value)
-        if not (number >= least and number.is_integer()):
-            raise ValueError(f"{name} must be a whole number, at least {least}, got {value}")
-        return int(number)
-
-    return check
-
-
-def one_of(*choices: Any) -> Callable[[str, Any], Any]:
-    def check(name: str, value: Any) -> Any:
-        if not any(value is choice or (type(value) is str and value == choice) for choice in choices):
-            raise ValueError(f"{name} must be {', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}, got {value!r}")
-        return value
-
-    return check
-
-
 def as_errors(priority: Any, rows: int, device: torch.device) -> Tensor:
     """Convert TD errors (one per row, or one for all rows) to a contiguous ``[rows]`` float tensor on ``device``."""
     td_error = priority if isinstance(priority, Tensor) else torch.as_tensor(priority, device="cpu")

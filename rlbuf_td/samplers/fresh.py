@@ -12,9 +12,10 @@ from torch import Tensor
 from torchrl.data.replay_buffers import Sampler, Storage
 
 from rlbuf_td.kernels.recency import QUEUE
-from rlbuf_td.samplers.common import OneStorage, setting, whole
+from rlbuf_td.samplers.common import OneStorage, setting
 from rlbuf_td.samplers.wrapper import SamplerWrapper
 from rlbuf_td.storages import PackedStorage, torchrl_parts
+from rlbuf_td.storages.checks import whole
 from rlbuf_td.storages.trajectory_index import DONE_KEY
 from rlbuf_td.storages.write_clock import NOW
 

@@ -16,9 +16,10 @@ from torchrl.data.replay_buffers import Sampler, Storage
 from rlbuf_td.kernels.episodes import FlagBoundaries
 from rlbuf_td.kernels.episodes.goals import STRATEGIES, Law, choose_goals, put_law
 from rlbuf_td.kernels.rows import put_rows_, put_values_
-from rlbuf_td.samplers.common import fraction, setting, uniform_numbers
+from rlbuf_td.samplers.common import setting, uniform_numbers
 from rlbuf_td.samplers.goal_env import TransitionFn
 from rlbuf_td.samplers.wrapper import Read, SamplerWrapper, column_of, rows_at
+from rlbuf_td.storages.checks import as_number, fraction
 from rlbuf_td.storages.indexing import device_of
 from rlbuf_td.storages.notebooks import HINDSIGHT
 from rlbuf_td.storages.rows import Rows
@@ -219,13 +220,15 @@ def _needed(storage: Storage, key: tuple[str, ...], remedy: str) -> Tensor:
 
 def _cumulative(strategy: str | Mapping[Any, float]) -> list[float]:
     """Check ``strategy``; return its cumulative probabilities in the order of ``STRATEGIES``."""
-    mixture = {strategy: 1.0} if isinstance(strategy, str) else dict(strategy)
-    unknown = [name for name in mixture if name not in STRATEGIES]
+    names = [*strategy] if isinstance(strategy, Mapping) else [strategy]
+    unknown = [name for name in names if name not in (*STRATEGIES,)]
     if unknown:
         raise ValueError(f"strategy must be one of {', '.join(STRATEGIES)}, got {unknown[0]!r}{HINDSIGHT}")
+    given = strategy if isinstance(strategy, Mapping) else {strategy: 1.0}
+    mixture = {name: as_number(share) for name, share in given.items()}
     total = sum(mixture.values())
     if any(not share >= 0 for share in mixture.values()) or abs(total - 1.0) > 1e-9:
-        raise ValueError(f"the shares of a mixture of strategies must be at least 0 and add up to 1, got {mixture}")
+        raise ValueError(f"the shares of a mixture of strategies must be at least 0 and add up to 1, got {given}")
     return [*accumulate(mixture.get(name, 0.0) / total for name in STRATEGIES[:-1]), 1.0]
 
 

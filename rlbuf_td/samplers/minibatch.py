@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torchrl.data.replay_buffers import SamplerWithoutReplacement, Storage
 
-from rlbuf_td.samplers.common import EMPTY, OneStorage, RowSampler, permutation, setting, whole
+from rlbuf_td.samplers.common import EMPTY, OneStorage, RowSampler, permutation, setting
+from rlbuf_td.storages.checks import whole
 from rlbuf_td.storages.indexing import device_of
 
 

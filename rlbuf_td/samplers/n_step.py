@@ -13,8 +13,9 @@ from torchrl.data.replay_buffers import Sampler, Storage
 
 from rlbuf_td.kernels.episodes import FlagBoundaries
 from rlbuf_td.kernels.episodes.n_step import discount_of, n_step_sums, put_gamma, sums_ahead, windows
-from rlbuf_td.samplers.common import fraction, setting, whole
+from rlbuf_td.samplers.common import setting
 from rlbuf_td.samplers.wrapper import Read, SamplerWrapper, column_of, joined_at
+from rlbuf_td.storages.checks import fraction, whole
 from rlbuf_td.storages.schema import show_key
 from rlbuf_td.storages.tensordict_fast import leaf_of, set_entries_
 from rlbuf_td.storages.trajectory_index import DONE_KEY, TRAJ_KEY, TrajectoryIndex, as_tuple

@@ -11,17 +11,9 @@ import torch
 from torch import Tensor
 from torchrl.data.replay_buffers import PrioritizedSampler, Storage
 
-from rlbuf_td.samplers.common import (
-    EMPTY,
-    GraphCapturable,
-    RowSampler,
-    exponent,
-    one_of,
-    setting,
-    uniform_numbers,
-    whole,
-)
+from rlbuf_td.samplers.common import EMPTY, GraphCapturable, RowSampler, setting, uniform_numbers
 from rlbuf_td.samplers.priorities import ALPHA, BETA, Law, Priorities, refuse_state
+from rlbuf_td.storages.checks import exponent, one_of, whole
 from rlbuf_td.storages.memory_budget import Purpose, require_room
 from rlbuf_td.storages.shared.memory import SharedNumbers
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from rlbuf_td.kernels import sum_tree
-from rlbuf_td.samplers.common import exponent
 from rlbuf_td.samplers.priorities import ALPHA, BETA, WEIGHED, Law
 from rlbuf_td.samplers.prioritized import Prioritized, Reduction, WeightNorm
+from rlbuf_td.storages.checks import exponent
 from rlbuf_td.storages.shared.memory import SharedNumbers
 
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from rlbuf_td.kernels import rank_order
 from rlbuf_td.kernels.device_scalars import outside_inference_mode
-from rlbuf_td.samplers.common import whole
 from rlbuf_td.samplers.priorities import ALPHA, BETA, Law
 from rlbuf_td.samplers.prioritized import Prioritized, Reduction, WeightNorm
+from rlbuf_td.storages.checks import whole
 from rlbuf_td.storages.shared.memory import SharedNumbers
 
 _NO_ROWS = "no row has a priority: extend the buffer with this sampler in place, or set TD errors of rows"

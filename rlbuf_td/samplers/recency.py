@@ -15,9 +15,10 @@ from torchrl.data.replay_buffers import Storage
 from rlbuf_td.kernels.device_scalars import DeviceScalars, is_capturing
 from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.kernels.recency import recent_rows
-from rlbuf_td.samplers.common import EMPTY, GraphCapturable, RowSampler, setting, uniform_numbers, whole
+from rlbuf_td.samplers.common import EMPTY, GraphCapturable, RowSampler, setting, uniform_numbers
 from rlbuf_td.samplers.wrapper import column_of
 from rlbuf_td.storages import SchemaError, torchrl_parts
+from rlbuf_td.storages.checks import as_number, whole
 from rlbuf_td.storages.indexing import device_of, flat_rows, lanes_of
 from rlbuf_td.storages.trajectory_index import as_tuple
 
@@ -25,9 +26,9 @@ _NO_NUMBERS = torch.bool, torch.complex64, torch.complex128
 
 
 def _half_life(name: str, value: Any) -> float:
-    number = float(value)
+    number = as_number(value)
     if not number > 0:
-        raise ValueError(f"{name} must be a positive number of time steps, or infinite, got {value}")
+        raise ValueError(f"{name} must be a positive number of time steps, or infinite, got {value!r}")
     return number
 
 

@@ -11,8 +11,9 @@ from torch import Tensor
 from torchrl.data.replay_buffers import Sampler, Storage
 
 from rlbuf_td.kernels.dispatch import backend_of
-from rlbuf_td.samplers.common import fraction, one_of, permutation, setting, whole
+from rlbuf_td.samplers.common import permutation, setting
 from rlbuf_td.samplers.wrapper import Drawn, SamplerWrapper, draw_from, rows_at
+from rlbuf_td.storages.checks import fraction, one_of, whole
 from rlbuf_td.storages.indexing import coordinates, device_of, flat_rows
 from rlbuf_td.storages.notebooks import SEQUENCES
 from rlbuf_td.storages.tensordict_fast import leaf_of

@@ -30,11 +30,7 @@ _FILL = 256 << 20  # most bytes reserved ahead
 _NORESERVE = 0x4000 if sys.platform == "linux" else 0  # Python defines it from 3.13 on
 
 
-def refuse(max_size: Any, ndim: int, device: Any, scratch_dir: Any, shared: bool, offload: bool, dedup: bool) -> None:
-    if max_size < 1 or max_size != int(max_size):
-        raise ValueError(f"max_size must be a whole number, at least 1, got {max_size}")
-    if ndim < 1:
-        raise ValueError(f"ndim must be at least 1, got {ndim}")
+def refuse(device: Any, scratch_dir: Any, shared: bool, offload: bool, dedup: bool) -> None:
     if offload:
         refuse_offload(device, scratch_dir=scratch_dir, shared=shared, dedup=dedup)
     if scratch_dir is not None and shared:

@@ -15,6 +15,7 @@ from tensordict import NestedKey, TensorDict, TensorDictBase
 from torchrl.data.replay_buffers import LazyTensorStorage
 
 from rlbuf_td.storages import allocate, state, writes
+from rlbuf_td.storages.checks import whole
 from rlbuf_td.storages.dedup import DedupLayout, DedupOptions
 from rlbuf_td.storages.interrupts import held_back
 from rlbuf_td.storages.layout import RowLayout
@@ -116,7 +117,8 @@ class PackedStorage(LazyTensorStorage):
         consolidated: bool = False,
     ) -> None:
         self.dedup_options = DedupOptions.of(share_next, frames)
-        allocate.refuse(max_size, ndim, device, scratch_dir, shared, offload, bool(self.dedup_options))
+        max_size, ndim = whole(1)("max_size", max_size), whole(1)("ndim", ndim)
+        allocate.refuse(device, scratch_dir, shared, offload, bool(self.dedup_options))
         allocate.refuse_init(shared_init, cleanup_memmap, compilable, shared, device)
         super().__init__(max_size, device=device, ndim=ndim)
         self.scratch_dir = None if scratch_dir is None else Path(scratch_dir)

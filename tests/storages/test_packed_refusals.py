@@ -234,7 +234,9 @@ def test_a_first_write_that_is_refused_leaves_the_storage_uninitialised(ndim: in
     ("arguments", "match"),
     [
         ({"max_size": 0}, "max_size must be a whole number, at least 1, got 0"),
-        ({"ndim": 0}, "ndim must be at least 1, got 0"),
+        ({"ndim": 0}, "ndim must be a whole number, at least 1, got 0"),
+        ({"max_size": "ten"}, "max_size must be a whole number, at least 1, got 'ten'"),
+        ({"max_size": None}, "max_size must be a whole number, at least 1, got None"),
         ({"scratch_dir": "x", "shared": True}, "scratch_dir or shared, not both"),
         ({"scratch_dir": "x", "device": "cuda"}, "need device='cpu', got device='cuda'"),
         ({"shared": True, "device": "cuda:0"}, "need device='cpu', got device='cuda:0'"),

@@ -1,0 +1,53 @@
+"""Checks of values that users pass: ``check(name, value)`` converts a value, or raises a ValueError."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+
+def as_number(value: Any) -> float:
+    """Convert a value to a float; return NaN if it is no number."""
+    with suppress(TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor with several elements
+        return float(value)
+    return float("nan")
+
+
+def exponent(name: str, value: Any) -> float:
+    number = as_number(value)
+    if not 0.0 <= number < float("inf"):
+        raise ValueError(f"{name} must be a finite number, at least 0, got {_shown(value)}")
+    return number
+
+
+def fraction(name: str, value: Any) -> float:
+    number = as_number(value)
+    if not 0.0 <= number <= 1.0:
+        raise ValueError(f"{name} must be between 0 and 1, got {_shown(value)}")
+    return number
+
+
+def whole(least: int) -> Callable[[str, Any], int]:
+    """Return a check that accepts whole numbers from ``least`` on, also floats such as 3.0."""
+
+    def check(name: str, value: Any) -> int:
+        number = float("nan") if isinstance(value, bool) else as_number(value)
+        if not (number >= least and number.is_integer()):
+            raise ValueError(f"{name} must be a whole number, at least {least}, got {_shown(value)}")
+        return int(number)
+
+    return check
+
+
+def one_of(*choices: Any) -> Callable[[str, Any], Any]:
+    def check(name: str, value: Any) -> Any:
+        if not any(value is choice or (type(value) is str and value == choice) for choice in choices):
+            raise ValueError(f"{name} must be {', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}, got {value!r}")
+        return value
+
+    return check
+
+
+def _shown(value: Any) -> str:
+    return repr(value) if isinstance(value, str) else str(value)  # NumPy's numbers have a longer repr
