@@ -17,6 +17,7 @@ from torchrl.data.replay_buffers import LazyTensorStorage, RandomSampler
 from torchrl.envs.transforms import Compose, DoubleToFloat, ObservationNorm
 
 from rlbuf_td import (
+    FreshRowsSampler,
     HindsightSampler,
     MinibatchSampler,
     NStepSampler,
@@ -25,6 +26,7 @@ from rlbuf_td import (
     RankSampler,
     ReplayBuffer,
     RolloutBuffer,
+    UniformSampler,
 )
 from tests import catalogue
 from tests.catalogue import SCHEMAS, assert_same, reward_fn, transitions
@@ -318,6 +320,26 @@ def test_a_dump_within_an_epoch_loses_no_row(wrapped, device, tmp_path):
     for rest in (batches, again):
         rows = torch.cat([*seen, *(batch["action"].cpu() for batch in rest)]) // 10
         assert [sorted(part.tolist()) for part in rows.split(STEPS)] == [[*range(STEPS)]] * 2
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_fresh_rows_of_batches_drawn_ahead_stay_fresh_after_a_save(wrapped, device, how, tmp_path):
+    def made(first: int) -> ReplayBuffer:
+        sampler: Any = FreshRowsSampler(UniformSampler(), fresh=2)
+        sampler = NStepSampler(sampler, 1, 0.9) if wrapped else sampler
+        rb = ReplayBuffer(storage=PackedStorage(STEPS), sampler=sampler, batch_size=7, device=device, prefetch=3)
+        write(rb, 10, first)
+        return rb
+
+    rb, again = made(0), made(100)
+    seen = [rb.sample()["index"][:2].tolist()]  # and three more batches are drawn ahead
+    write(rb, 2, 10)  # two more fresh rows
+    again.sample()
+    again = restored(rb, again, how, tmp_path)
+    for each in (rb, again):
+        rows = seen + [each.sample()["index"][:2].tolist() for _ in range(5)]
+        assert rows == [[9, 8], [11, 10], [7, 6], [5, 4], [3, 2], [1, 0]]
 
 
 def test_dumps_of_buffers_with_and_without_device_load_into_each_other(device, tmp_path):

@@ -285,9 +285,10 @@ def loads(
     first, and no code from the dump is executed.
 
     Storage, sampler and writer must have the same classes as in the saved buffer. A :class:`PackedStorage` may have
-    another capacity than the saved one, but not in a :class:`RolloutBuffer`, and not with ``track_generations=True``.
-    If the saved rows exceed the capacity, the oldest are dropped, with a warning. New collectors may use the same
-    trajectory ids (``("collector", "traj_ids")``) again. A load therefore ends unfinished trajectories that have ids.
+    another capacity than the saved one, but not in a :class:`RolloutBuffer`, and not if the saved buffer's writer had
+    ``track_generations=True``. If the saved rows exceed the capacity, the oldest are dropped, with a warning. New
+    collectors may use the same trajectory ids (``("collector", "traj_ids")``) again. A load therefore ends unfinished
+    trajectories that have ids.
 
     Args:
         path: the folder of the dump.

@@ -127,7 +127,7 @@ class UniformPlan(Plan):
 
     def draw(self, written: int, slot: int) -> bool:
         self.flat.random_(0, written, generator=self.generator)
-        self.kernels.sample_uniform(self.gather.address, slot)
+        self.kernels.gather_flat(self.gather.address, slot)
         return True
 
     def draw_part(self, written: int, flat: Tensor) -> None:
@@ -161,7 +161,7 @@ class MinibatchPlan(Plan):
             return False
         order, start, _ = self.sampler.advance(self.storage, written, self.size)
         self.drawn[0] = order.data_ptr() + start * order.itemsize
-        self.kernels.sample_uniform(self.gather.address, slot)
+        self.kernels.gather_flat(self.gather.address, slot)
         return True
 
 

@@ -33,7 +33,7 @@ class _Batch(NamedTuple):
     sample: Sample | Future[Sample]
     arrived: torch.cuda.Event | None  # recorded after the copy to a GPU
     drawn_at: int  # the storage's write clock at the draw
-    place: Any  # the epoch position of the sampler before the draw, if it has epochs
+    place: Any  # with ``device``: where the sampler stood before the draw, if it never draws a row twice
 
     def result(self) -> Sample:
         return self.sample.result() if isinstance(self.sample, Future) else self.sample
@@ -108,9 +108,9 @@ class Prefetcher:
     def send(self, batch_size: int) -> _Batch:  # the caller holds the buffer's ``futures_lock``
         """Draw a batch, and start to copy or transform it."""
         buffer, device = self._buffer, self.device
-        innermost = getattr(buffer.sampler, "innermost", buffer.sampler)
-        place = None if getattr(innermost, "begun", None) is None else innermost.snapshot()
         with buffer.locked():
+            place_of = getattr(buffer.sampler, "place", None)
+            place = None if device is None or place_of is None else place_of(buffer.storage)
             self.refuse_other_parts(buffer.parts)
             drawn_at = buffer.storage.clock.now
             batch, report = buffer.draw(batch_size)

@@ -88,6 +88,17 @@ class FreshQueue:
         found = self.intervals()
         return [(count - begin, count - end) for begin, end in found] if self.state["began"] else found
 
+    def place(self, storage: Any) -> tuple[list[Interval], int]:
+        self.look(storage)
+        return self.intervals(), int(self.state["count"])
+
+    def rewind(self, place: tuple[list[Interval], int]) -> None:
+        """Mark as fresh the rows that were fresh at an earlier :meth:`place`, and all rows written since then."""
+        intervals, count = place
+        if (storage := self.storage()) is not None:
+            self.look(storage)
+            self._keep([*intervals, (count, int(self.state["count"]))])
+
     def __getstate__(self) -> dict[str, Any]:
         return {"state": self.state.tolist(), "intervals": self.intervals()}
 
@@ -191,6 +202,18 @@ class FreshRowsSampler(SamplerWrapper):
         torchrl_parts.empty_part(self.sampler)
 
     # -- state
+
+    def place(self, storage: Storage) -> tuple[Any, Any]:
+        """Return the fresh rows and the place of the wrapped sampler, for :meth:`rewind`."""
+        inner = getattr(self.sampler, "place", None)
+        return None if inner is None else inner(storage), self.queue.place(storage)
+
+    def rewind(self, place: tuple[Any, Any]) -> None:
+        """Go back to an earlier :meth:`place`; rows given to batches since then are fresh again."""
+        inner, fresh = place
+        if inner is not None:
+            self.sampler.rewind(inner)
+        self.queue.rewind(fresh)
 
     def snapshot(self) -> dict[str, Any]:
         """Return the state of the wrapped sampler, the setting ``fresh``, and the ages of the fresh rows."""

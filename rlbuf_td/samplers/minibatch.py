@@ -143,8 +143,12 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
         """End a ``for`` loop over all epochs, whether it was finished or left early."""
         self._in_pass = False
 
+    def place(self, storage: Storage) -> dict[str, Any]:
+        """Return the position in the epochs, for :meth:`rewind`."""
+        return self.snapshot()
+
     def rewind(self, place: dict[str, Any]) -> None:
-        """Go back to an earlier :meth:`snapshot` of this ``for`` loop; the batches since then will be drawn again."""
+        """Go back to an earlier :meth:`place`; the batches since then will be drawn again."""
         self._order, self._position, self._epoch = place["order"], place["position"], place["epoch"]
         self.ran_out = place["ran_out"]
 

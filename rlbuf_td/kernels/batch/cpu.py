@@ -104,7 +104,7 @@ def gather_batch(batch, index, targets):
 
 
 @kernel
-def sample_uniform(address, targets):
+def gather_flat(address, targets):
     """Gather the rows that the caller has drawn; their indices are at the address ``BATCH.flat``."""
     batch = batch_at(address)
     index, out = carray(pointer(batch.flat), batch.count, np.int64), load(targets + 8 * batch.leaves, np.int64)
@@ -139,7 +139,7 @@ def sample_part(address, targets, begin, count, member):
 def sample_recent(address, targets, newest, span, steps, log_decay):
     batch = batch_at(address)
     recent_rows(batch.uniform, batch.flat, batch.count, newest, span, steps, max(batch.lanes, 1), log_decay)
-    sample_uniform(address, targets)
+    gather_flat(address, targets)
 
 
 @kernel
