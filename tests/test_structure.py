@@ -62,7 +62,7 @@ def test_torchs_default_device_and_dtype_are_not_relied_on(path):
 PRIVATE_NAMES = {
     # TorchRL's classes
     "storages/torchrl_parts.py": (
-        "_attached_entities _bump_mutation_revision _cursor _empty _is_full _last_cursor_index _len "
+        "_attached_entities _bump_mutation_revision _cursor _empty _is_full _last_cursor_index _len _modules "
         "_max_size_along_dim0 _mutation_revision _rng _set_last_cursor _storage _write_count _writer"
     ),
     "buffers/parts.py": "_batch_size _consume_after_n_samples",

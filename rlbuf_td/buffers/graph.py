@@ -97,7 +97,7 @@ class CapturedStep:
         recorded = self._graphs[self._next]
         self._next = (self._next + 1) % self._ring
         recorded.graph.replay()
-        buffer.last_draw = (*recorded.drawn, buffer.parts.cursor())
+        buffer.last_draw = (*recorded.drawn, buffer.parts.newest())
         sampler.forget_order()
         return recorded.output
 

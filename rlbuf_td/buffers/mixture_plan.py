@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rlbuf_td.buffers.plan import Blank, RecencyPlan, UniformPlan, can_plan
 from rlbuf_td.kernels.batch import Gather
+from rlbuf_td.kernels.dispatch import machine_code
 from rlbuf_td.samplers import RecencySampler, UniformSampler
 from rlbuf_td.storages.state import LENGTH, NEWEST
 
@@ -25,7 +26,7 @@ class MixturePlan:
     def __init__(self, members: Sequence[Any], size: int) -> None:
         from rlbuf_td.kernels.batch import cpu
 
-        self.members, self.size, self.kernel = members, size, cpu.sample_part
+        self.members, self.size, self.kernel = members, size, machine_code(cpu.sample_part, *[0] * 5)
         self.member_parts = [member.parts for member in members]  # rebuilt if a part is replaced
         self.plans = [_PLANS[type(each.sampler)](each.storage, each.sampler, size) for each in members]
         self.batch_size = torch.Size([size])
@@ -69,7 +70,7 @@ class MixturePlan:
                         return None
                     plan.draw_part(written, firsts[count])
                     self.kernel(plan.gather.address, slot, begin, count, number)
-                    last_draw = report["index"], None, numbers[NEWEST] + 1, slice(begin, begin + count)
+                    last_draw = report["index"], None, numbers[NEWEST], slice(begin, begin + count)
                 self.members[number].last_draw = last_draw
                 begin += count
         return batch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from rlbuf_td.samplers.wrapper import SamplerWrapper
 from rlbuf_td.storages import PackedStorage, torchrl_parts
 from rlbuf_td.storages.indexing import attached_or_new
 from rlbuf_td.storages.notebooks import PROCESSES
+from rlbuf_td.storages.state import NEWEST
 from rlbuf_td.writers import RingWriter
 from rlbuf_td.writers.common import next_step
 
@@ -40,7 +42,7 @@ class Parts(NamedTuple):
     is_stamped: bool  # batches have an entry "sampled_at"
     draws: str  # the sampler's method that draws: "draw_batch" or "draw"; "": TorchRL's code draws
     writes_generally: bool  # TorchRL's code writes
-    cursor: Callable[[], int]  # returns the next time step of the writer; 0 for writers without a cursor
+    newest: Callable[[], int]  # returns the newest time step; -1: unknown, or the last step of the storage
 
     @classmethod
     def of(
@@ -60,7 +62,8 @@ class Parts(NamedTuple):
         is_theirs = isinstance(innermost, PrioritizedSampler) and prioritized is None
         generally = is_theirs or isinstance(innermost, ConsumingSampler)
         given = storage, sampler, writer, wrapper, prioritized, transforms
-        return cls(*given, is_packed, has_units, is_stamped, draws, generally, torchrl_parts.cursor_reader(writer))
+        newest = partial(_newest_step, storage) if is_packed else partial(torchrl_parts.step_before_cursor, writer)
+        return cls(*given, is_packed, has_units, is_stamped, draws, generally, newest)
 
     def draw(self, batch_size: int, gather: Callable[[torch.Tensor], Any]) -> tuple[torch.Tensor, dict[Any, Any], Any]:
         """Draw rows; return their indices, the sampler's info dict and the transitions."""
@@ -68,6 +71,10 @@ class Parts(NamedTuple):
             return self.sampler.draw_batch(self.storage, batch_size)
         flat, info = self.sampler.draw(self.storage, batch_size)
         return flat, info, gather(flat)
+
+
+def _newest_step(storage: PackedStorage) -> int:
+    return storage.numbers.values[NEWEST]
 
 
 def _method_to_draw(sampler: type[Sampler]) -> str:

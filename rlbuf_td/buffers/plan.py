@@ -9,6 +9,7 @@ None. The buffer then takes the general path.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from threading import Lock
 from typing import Any, NamedTuple, TypeGuard, cast
 
@@ -17,7 +18,7 @@ from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor
 
 from rlbuf_td.kernels.batch import Gather
-from rlbuf_td.kernels.dispatch import backend_of
+from rlbuf_td.kernels.dispatch import backend_of, machine_code
 from rlbuf_td.kernels.rank_order import ChunkedOrder
 from rlbuf_td.kernels.strata import NORMS, step_of
 from rlbuf_td.kernels.sum_tree import REFUSED
@@ -45,6 +46,7 @@ class Planned(ABC):
     """Abstract base of all plans."""
 
     gather: Gather
+    newest = -1  # the newest time step at the last draw
     _blanks: list[Any]
 
     def blank(self) -> Any:
@@ -74,9 +76,7 @@ class Plan(Planned):
     kept: tuple[Any, ...] = ()  # objects that are kept alive because the kernel reads their memory
 
     def __init__(self, storage: PackedStorage, sampler: Any, size: int, gathers: bool = True) -> None:
-        from rlbuf_td.kernels.batch import cpu
-
-        self.storage, self.sampler, self.size, self.kernels = storage, sampler, size, cpu
+        self.storage, self.sampler, self.size = storage, sampler, size
         self.rows, self.generator = storage.all_rows(), generator_of(sampler)
         self.lanes = self.rows.cells // self.rows.steps if storage.ndim > 1 else 0
         index = (torch.int64, torch.Size([storage.ndim] if self.lanes else []))
@@ -91,6 +91,7 @@ class Plan(Planned):
         self.names = ("index", *(name for name, _ in self.reports))
         self.batch_size, self.index_shape = torch.Size([size]), torch.Size([size, *index[1]])
         self.gathers, self._blanks = gathers, []
+        self.kernel = self.draw_loop()
 
     def holds(self) -> bool:
         """Whether storage and sampler are unchanged since the plan was made."""
@@ -107,11 +108,17 @@ class Plan(Planned):
         return blanks
 
     def sample(self) -> Blank | None:
-        written = self.storage.numbers.values[0]
+        written, _, self.newest = self.storage.numbers.values[:3]
         if not written or not self.holds():
             return None
         blank = self._blanks.pop() if self._blanks else self.blank()
         return blank if self.draw(written, blank.slot) else None
+
+    def draw_loop(self) -> Callable[..., Any]:
+        """Return the machine code that fills a batch."""
+        from rlbuf_td.kernels.batch import cpu
+
+        return machine_code(cpu.gather_flat, 0, 0)
 
     @abstractmethod
     def draw(self, written: int, slot: int) -> bool:
@@ -127,7 +134,7 @@ class UniformPlan(Plan):
 
     def draw(self, written: int, slot: int) -> bool:
         self.flat.random_(0, written, generator=self.generator)
-        self.kernels.gather_flat(self.gather.address, slot)
+        self.kernel(self.gather.address, slot)
         return True
 
     def draw_part(self, written: int, flat: Tensor) -> None:
@@ -138,11 +145,16 @@ class UniformPlan(Plan):
 class RecencyPlan(Plan):
     """Draws newer rows more often."""
 
+    def draw_loop(self) -> Callable[..., Any]:
+        from rlbuf_td.kernels.batch import cpu
+
+        return machine_code(cpu.sample_recent, 0, 0, 0, 0, 0, 0.0)
+
     def draw(self, written: int, slot: int) -> bool:
         sampler, steps = self.sampler, written // (self.lanes or 1)
         self.uniform.uniform_(generator=self.generator)
         newest, span = self.storage.numbers.values[2], sampler.span(steps)
-        self.kernels.sample_recent(self.gather.address, slot, newest, span, steps, sampler.log_decay)
+        self.kernel(self.gather.address, slot, newest, span, steps, sampler.log_decay)
         return True
 
     def draw_part(self, written: int, flat: Tensor) -> None:
@@ -161,17 +173,16 @@ class MinibatchPlan(Plan):
             return False
         order, start, _ = self.sampler.advance(self.storage, written, self.size)
         self.drawn[0] = order.data_ptr() + start * order.itemsize
-        self.kernels.gather_flat(self.gather.address, slot)
+        self.kernel(self.gather.address, slot)
         return True
 
 
 class PrioritizedPlan(Plan, ABC):
-    """Abstract base of the plans that draw by priority; subclasses choose the kernels."""
+    """Abstract base of the plans that draw by priority."""
 
     reports = (("priority_weight", torch.float32), (SAMPLED_AT, torch.int64))
-    draws: Any  # the kernel that draws
-    assigns: Any  # the kernel that updates priorities
-    fixed: tuple[float, ...] = ()  # further arguments of ``draws``
+    fixed: tuple[float, ...] = ()  # further arguments of the kernel that draws
+    assigns: Callable[..., Any] | None = None  # the machine code that updates priorities, from the first update on
 
     def __init__(self, storage: PackedStorage, sampler: Any, size: int, gathers: bool = True) -> None:
         self.settings, self.clock = sampler.settings.values, storage.clock.numbers.values
@@ -185,7 +196,7 @@ class PrioritizedPlan(Plan, ABC):
         self.uniform.uniform_(generator=self.generator)
         law = self.step if sampler.stratified else 0, written, self.settings[BETA], NORMS[sampler.weight_norm]
         with self.lock:
-            return self.draws(self.gather.address, slot, *self.fixed, *law, self.clock[NOW])
+            return self.kernel(self.gather.address, slot, *self.fixed, *law, self.clock[NOW])
 
     def update(self, batch: TensorDictBase, priority_key: NestedKey) -> int | None:
         if type(batch) is not TensorDict or type(priority_key) is not str or batch.batch_size != self.batch_size:
@@ -207,12 +218,17 @@ class PrioritizedPlan(Plan, ABC):
         where = index.data_ptr(), error.data_ptr(), 0 if stamp is None else stamp.data_ptr()
         with self.lock:
             now = self.storage.numbers.values[0], self.clock[NOW], self.clock[LAST]
+            self.assigns = self.assigns or self.update_loop()
             largest, stale = self.assigns(self.gather.address, *where, *now, *self.scale())
         if largest == REFUSED:  # a row is out of range or an error is not finite; nothing has changed
             return None
         if largest > self.settings[LARGEST]:
             self.settings[LARGEST] = largest
         return stale
+
+    @abstractmethod
+    def update_loop(self) -> Callable[..., Any]:
+        """Return the machine code that updates priorities."""
 
     def scale(self) -> tuple[float, ...]:
         return ()  # further arguments of ``assigns``
@@ -221,9 +237,15 @@ class PrioritizedPlan(Plan, ABC):
 class ProportionalPlan(PrioritizedPlan):
     """Draws rows in proportion to their weights in a sum tree."""
 
-    def __init__(self, storage: PackedStorage, sampler: ProportionalSampler, size: int, gathers: bool = True) -> None:
-        super().__init__(storage, sampler, size, gathers)
-        self.draws, self.assigns = self.kernels.sample_proportional, self.kernels.update_proportional
+    def draw_loop(self) -> Callable[..., Any]:
+        from rlbuf_td.kernels.batch import cpu
+
+        return machine_code(cpu.sample_proportional, 0, 0, 0, 0, 0.0, 0, 0)
+
+    def update_loop(self) -> Callable[..., Any]:
+        from rlbuf_td.kernels.batch import cpu
+
+        return machine_code(cpu.update_proportional, *[0] * 7, 0.0, 0.0)
 
     def holds(self) -> bool:
         return (  # a load or sharing replaces the memory of the sum tree, and a new alpha changes its weights
@@ -242,9 +264,18 @@ class RankPlan(PrioritizedPlan):
 
     def __init__(self, storage: PackedStorage, sampler: RankSampler, size: int, gathers: bool = True) -> None:
         super().__init__(storage, sampler, size, gathers)
-        self.draws, self.assigns = self.kernels.sample_rank, self.kernels.update_rank
         self.ranks, self.lock = sampler.law.ranks, cast(ChunkedOrder, sampler.law.table).lock
         self.fixed = self.ranks.head.data_ptr(), self.ranks.alpha, self.ranks.shift
+
+    def draw_loop(self) -> Callable[..., Any]:
+        from rlbuf_td.kernels.batch import cpu
+
+        return machine_code(cpu.sample_rank, 0, 0, 0, 0.0, 0.0, 0, 0, 0.0, 0, 0)
+
+    def update_loop(self) -> Callable[..., Any]:
+        from rlbuf_td.kernels.batch import cpu
+
+        return machine_code(cpu.update_rank, *[0] * 7)
 
     def holds(self) -> bool:
         return (  # a load or sharing replaces the memory of the order, and a new alpha changes the probabilities

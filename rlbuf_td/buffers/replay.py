@@ -248,19 +248,19 @@ class ReplayBuffer(TensorDictReplayBuffer):
     @property
     def returns_as_drawn(self) -> bool:
         """Whether batches are returned as drawn: not transformed, not page-locked, not copied to a device."""
-        return not (len(self.parts.transforms) or self._pin_memory or self._service_shutdown or self.copies_batches)
+        is_moved = self._pin_memory or (self.prefetcher is not None and self.copies_batches)
+        return not (is_moved or self._service_shutdown or torchrl_parts.modules_of(self.parts.transforms))
 
     def _sample_by(self, plan: Planned) -> Sample | None:
         """Sample in one compiled call, see :mod:`rlbuf_td.buffers.plan`; return None if the plan is outdated."""
-        parts = self.parts
-        with parts.storage.lock:
-            drawn = plan.sample() if self.sample_plan is plan else None
+        with self.parts.storage.lock:
+            drawn, newest = plan.sample() if self.sample_plan is plan else None, plan.newest
         if drawn is None:
             self.sample_plan = None
             return None
-        batch, info = drawn.batch, drawn.report
-        self.last_draw = info["index"], info.get("priority_weight"), parts.cursor()
-        return batch, info
+        report = drawn.report
+        self.last_draw = report["index"], report.get("priority_weight"), newest
+        return drawn.batch, report
 
     def _make_plan(self) -> None:
         rows = getattr(self._storage, "rows", None)
@@ -323,8 +323,8 @@ class ReplayBuffer(TensorDictReplayBuffer):
         return batch
 
     def _note_draw(self, index: Any, info: dict[str, Any]) -> None:
-        """Record the rows and weights of a batch, and the write position, for :meth:`health`."""
-        self.last_draw = index, info.get("priority_weight"), self.parts.cursor()
+        """Record the rows and weights of a batch, and the newest time step, for :meth:`health`."""
+        self.last_draw = index, info.get("priority_weight"), self.parts.newest()
         if self.replay_count is not None:
             self.replay_count.count_(index)
 

@@ -7,7 +7,7 @@ everything. Nested wrappers have no plan.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import addressof
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from rlbuf_td.buffers.plan import PLANS, Blank, Planned, can_plan
 from rlbuf_td.kernels.batch import Gather
+from rlbuf_td.kernels.dispatch import machine_code
 from rlbuf_td.kernels.episodes import BitBoundaries
 from rlbuf_td.samplers import (
     FreshRowsSampler,
@@ -47,6 +48,7 @@ class WrappedPlan(Planned):
         # drawn: the number of rows that the wrapped sampler draws; more: dtype and shape of entries that rows lack;
         # columns: further columns of the kernel's ``extents``.
         self.storage, self.wrapper, self.drawn, self.kernels = storage, wrapper, drawn, wrapped_cpu
+        self.kernel: Callable[..., Any] | None = None  # the machine code of the wrapper's loop, from the first draw on
         self.inner = PLANS[type(wrapper.sampler)](storage, wrapper.sampler, drawn, gathers=False)
         self.trajectories = TrajectoryIndex.of(storage, done_key=wrapper.done_key, traj_key=wrapper.traj_key)
         self.layout = self.inner.rows.layout
@@ -72,7 +74,8 @@ class WrappedPlan(Planned):
         """Return the entries that the wrapper adds to a batch; ``drawn`` holds those of the wrapped sampler."""
 
     def sample(self) -> Blank | None:
-        inner, written = self.inner, self.storage.numbers.values[0]
+        inner = self.inner
+        written, _, self.newest = self.storage.numbers.values[:3]
         if not written or not inner.holds():
             return None
         boundaries: Any = self.trajectories.boundaries()
@@ -120,7 +123,9 @@ class NStepPlan(WrappedPlan):
         return drawn | {"steps_to_next_obs": tensors[-1].view(self.shape)}
 
     def revise(self, given: tuple[Any, ...], written: int, blank: Blank) -> None:
-        self.kernels.n_step(*given, self.wrapper.n_steps, self.wrapper.gamma)
+        arguments = *given, self.wrapper.n_steps, self.wrapper.gamma
+        self.kernel = self.kernel or machine_code(self.kernels.n_step, *arguments)
+        self.kernel(*arguments)
 
 
 class HindsightPlan(WrappedPlan):
@@ -138,7 +143,9 @@ class HindsightPlan(WrappedPlan):
 
     def revise(self, given: tuple[Any, ...], written: int, blank: Blank) -> None:
         self.uniform.uniform_(generator=self.inner.generator)
-        self.kernels.hindsight(*given, *self.wrapper.law, written, self.outcome, self.goals)
+        arguments = *given, *self.wrapper.law, written, self.outcome, self.goals
+        self.kernel = self.kernel or machine_code(self.kernels.hindsight, *arguments)
+        self.kernel(*arguments)
         relabeled = blank.tensors[-1]
         self.wrapper.recompute_(blank.batch, relabeled, blank.tensors[self.reward])
         set_entries_(blank.batch, {"relabeled": relabeled, **blank.report})
@@ -161,7 +168,9 @@ class SequencePlan(WrappedPlan):
         return dict(zip(names, tensors[-len(names) :], strict=True))
 
     def revise(self, given: tuple[Any, ...], written: int, blank: Blank) -> None:
-        self.kernels.windows(*given, *self.law, self.widths, self.flags)
+        arguments = *given, *self.law, self.widths, self.flags
+        self.kernel = self.kernel or machine_code(self.kernels.windows, *arguments)
+        self.kernel(*arguments)
 
     def update(self, batch: TensorDictBase, priority_key: NestedKey) -> int | None:
         return None

@@ -22,6 +22,7 @@ from rlbuf_td.buffers.parts import Parts
 from rlbuf_td.buffers.plan import is_plain
 from rlbuf_td.envs.trajectory_numbers import TrajectoryNumbers
 from rlbuf_td.kernels.batch import RING
+from rlbuf_td.kernels.dispatch import machine_code
 from rlbuf_td.kernels.episodes import BitBoundaries
 from rlbuf_td.kernels.rank_order import ChunkedOrder
 from rlbuf_td.samplers import MinibatchSampler, ProportionalSampler, RankSampler, RecencySampler, UniformSampler
@@ -60,9 +61,10 @@ class WritePlan:
         self.ring = np.zeros(1, RING)
         for name, number in self._numbers(parts).items():
             self.ring[name] = number
-        self.address, self.kernel = self.ring.ctypes.data, kernels.write_ring
+        loop = kernels.write_ring
         if self.priorities is not None:
-            self.kernel = kernels.write_ring_rank if type(sampler) is RankSampler else kernels.write_ring_proportional
+            loop = kernels.write_ring_rank if type(sampler) is RankSampler else kernels.write_ring_proportional
+        self.address, self.kernel = self.ring.ctypes.data, machine_code(loop, 0, 0, True, 0)
 
     def _numbers(self, parts: Parts) -> dict[str, float]:
         rows, storage = self.rows, self.storage

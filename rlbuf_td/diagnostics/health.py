@@ -29,9 +29,10 @@ from rlbuf_td.samplers import RecencySampler, UniformSampler
 from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.wrapper import SamplerWrapper
 from rlbuf_td.storages.indexing import device_of, flat_rows, lanes_of
+from rlbuf_td.storages.torchrl_parts import step_before_cursor
 
-#: The index of a batch, its importance weights, and the writer's cursor at the draw; in a mixture also the slice of the
-#: batch that is of this buffer.
+#: The index of a batch, its importance weights, and the newest time step at the draw (-1: unknown); in a mixture also
+#: the slice of the batch that is of this buffer.
 LastDraw: TypeAlias = tuple[Any, torch.Tensor | None, int] | tuple[Any, None, int, slice]
 
 _QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9, "max": 1.0}
@@ -118,11 +119,13 @@ def ages(storage: Storage, writer: Writer, last_draw: LastDraw) -> torch.Tensor 
     """Return the ages of the drawn rows, ``[B]`` time steps; ``None`` if the writer does not write in time order."""
     if not isinstance(writer, RoundRobinWriter) or not len(storage):
         return None
-    index, _, cursor, *own = last_draw
+    index, _, newest, *own = last_draw
+    if newest < 0 and hasattr(storage, "clock"):  # unknown
+        newest = step_before_cursor(writer)
     index = index[own[0]] if own else index
     lanes = lanes_of(storage).numel()
     steps = storage.max_size // lanes
-    return (cursor - 1 - rows_of(index, storage) // lanes) % steps
+    return (newest - rows_of(index, storage) // lanes) % steps
 
 
 def probabilities(storage: Storage, sampler: Sampler) -> torch.Tensor | None:

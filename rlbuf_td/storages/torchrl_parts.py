@@ -5,7 +5,6 @@ Other files use these attributes only in classes that inherit them.
 
 from __future__ import annotations
 
-from functools import partial
 from operator import attrgetter, methodcaller  # faster than functions: their calls have no Python frame
 from typing import Any
 
@@ -17,6 +16,7 @@ revision_of = attrgetter("_mutation_revision")  # the number of changes of a sto
 newest_step_of = attrgetter("_last_cursor_index")  # the last written time step of a storage; None: unknown
 write_count_of = attrgetter("_write_count")  # the number of time steps that a writer has written
 columns_of = attrgetter("_storage")  # the entries of all rows, a TensorDict or another container; None: no rows yet
+modules_of = attrgetter("_modules")  # a dict; testing whether it is empty is faster than ``len`` of a ModuleList
 is_full = attrgetter("_is_full")  # whether a storage has as many rows as its capacity
 count_change = methodcaller("_bump_mutation_revision")  # data derived from the storage is then computed again
 empty_part = methodcaller("_empty")  # removes the rows of a storage, or what a sampler knows about them
@@ -56,9 +56,9 @@ def replace_storage(writer: Any, storage: Any) -> None:
         raise
 
 
-def cursor_reader(writer: Any) -> Any:
-    """Return a function that returns the time step which a writer writes next; 0 for writers without a cursor."""
-    return partial(getattr, writer, "_cursor", 0)
+def step_before_cursor(writer: Any) -> int:
+    """Return the time step that a ring writer wrote last; -1: the storage's last step, or the writer has no cursor."""
+    return getattr(writer, "_cursor", 0) - 1
 
 
 def set_cursor(writer: Any, cursor: int, write_count: int | None = None) -> None:

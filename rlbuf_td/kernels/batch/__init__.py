@@ -4,7 +4,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from struct import Struct
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from rlbuf_td.kernels.batch.memory import Entry, LeafMemory
 from rlbuf_td.kernels.batch.ring import BATCH, RING
+from rlbuf_td.kernels.dispatch import machine_code
 from rlbuf_td.kernels.huge_pages import advise_huge_pages
 from rlbuf_td.kernels.rows import refuse_rows
 
@@ -76,7 +78,13 @@ def gather_leaves(matrix: Tensor, index: Tensor, extents: np.ndarray, out: Seque
 
 def gather_leaves_within(matrix: Tensor, index: Tensor, extents: np.ndarray, targets: np.ndarray, live: int) -> bool:
     """Call :func:`gather_leaves` with the addresses of ``out``; return False if an index is not in ``[0, live)``."""
-    given = matrix.data_ptr(), matrix.stride(0) * matrix.element_size(), live
+    where = matrix.data_ptr(), matrix.stride(0) * matrix.element_size(), live, index.data_ptr(), index.numel()
+    return _gather_within()(*where, extents, targets)
+
+
+@cache
+def _gather_within() -> Callable[..., bool]:
     from rlbuf_td.kernels.batch import cpu
 
-    return cpu.gather_within(*given, index.data_ptr(), index.numel(), extents, targets)
+    numbers = np.empty(0, np.int64)
+    return machine_code(cpu.gather_within, *[0] * 5, numbers.reshape(0, 2), numbers)
