@@ -258,6 +258,7 @@ def test_calls_enter_few_files_and_functions(rb):
     step, rollout = steps(1, None, 0)[0], steps(3, None, 0)
     for _ in range(2):
         rb.add(step)
+        rb.extend(rollout)
     for call in (lambda: rb.update_tensordict_priority(batch), lambda: rb.add(step), lambda: rb.extend(rollout)):
         files, frames = files_and_frames(call)
         assert len(files) <= 9, sorted(files)

@@ -17,7 +17,7 @@ import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor
 
-from rlbuf_td.kernels.batch import Gather
+from rlbuf_td.kernels.batch import Gather, check_of, never
 from rlbuf_td.kernels.dispatch import backend_of, machine_code
 from rlbuf_td.kernels.rank_order import ChunkedOrder
 from rlbuf_td.kernels.strata import NORMS, step_of
@@ -183,6 +183,7 @@ class PrioritizedPlan(Plan, ABC):
     reports = (("priority_weight", torch.float32), (SAMPLED_AT, torch.int64))
     fixed: tuple[float, ...] = ()  # further arguments of the kernel that draws
     assigns: Callable[..., Any] | None = None  # the machine code that updates priorities, from the first update on
+    are_usual: Callable[..., bool] = staticmethod(never)  # recognises tensors like those of the last update
 
     def __init__(self, storage: PackedStorage, sampler: Any, size: int, gathers: bool = True) -> None:
         self.settings, self.clock = sampler.settings.values, storage.clock.numbers.values
@@ -202,17 +203,10 @@ class PrioritizedPlan(Plan, ABC):
         if type(batch) is not TensorDict or type(priority_key) is not str or batch.batch_size != self.batch_size:
             return None
         entries = entries_of(batch)
-        index, error, stamp = entries.get("index"), entries.get(priority_key), entries.get(SAMPLED_AT)
-        if not (
-            _fits(index, torch.int64)
-            and index.shape == self.index_shape
-            and _fits(error, torch.float32)
-            and error.numel() == self.size
-            and (stamp is None or (_fits(stamp, torch.int64) and stamp.shape == self.batch_size))
-            and not self.clock[BY_ROW]
-            and self.holds()
-        ):
+        given: tuple[Any, ...] = entries.get("index"), entries.get(priority_key), entries.get(SAMPLED_AT)
+        if not (self.are_usual(*given) or self.fit(*given)) or self.clock[BY_ROW] or not self.holds():
             return None
+        index, error, stamp = given
         if self.law.min_priority:
             error = self.law.floored(error)
         where = index.data_ptr(), error.data_ptr(), 0 if stamp is None else stamp.data_ptr()
@@ -225,6 +219,19 @@ class PrioritizedPlan(Plan, ABC):
         if largest > self.settings[LARGEST]:
             self.settings[LARGEST] = largest
         return stale
+
+    def fit(self, index: Any, error: Any, stamp: Any) -> bool:
+        """Whether the kernel can read the tensors of an update; ``stamp`` may be None."""
+        fits = (
+            _fits(index, torch.int64)
+            and index.shape == self.index_shape
+            and _fits(error, torch.float32)
+            and error.numel() == self.size
+            and (stamp is None or (_fits(stamp, torch.int64) and stamp.shape == self.batch_size))
+        )
+        if fits and stamp is not None:
+            self.are_usual = check_of([index, error, stamp])
+        return fits
 
     @abstractmethod
     def update_loop(self) -> Callable[..., Any]:

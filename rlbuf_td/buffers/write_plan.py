@@ -7,6 +7,7 @@ of plain tensors that fit the rows. The buffer then takes the general path, whic
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from ctypes import addressof
 from os import getpid
 from struct import Struct
@@ -21,7 +22,7 @@ from torch import Tensor
 from rlbuf_td.buffers.parts import Parts
 from rlbuf_td.buffers.plan import is_plain
 from rlbuf_td.envs.trajectory_numbers import TrajectoryNumbers
-from rlbuf_td.kernels.batch import RING
+from rlbuf_td.kernels.batch import RING, check_of
 from rlbuf_td.kernels.dispatch import machine_code
 from rlbuf_td.kernels.episodes import BitBoundaries
 from rlbuf_td.kernels.rank_order import ChunkedOrder
@@ -32,6 +33,8 @@ from rlbuf_td.storages import SchemaError, torchrl_parts
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 from rlbuf_td.writers import RingWriter
 
+_MOST_SIZES = 8  # batch sizes whose checks are kept
+_Expected: TypeAlias = tuple[list[tuple[torch.dtype, torch.Size]], Callable[..., bool]]
 _Numbers: TypeAlias = tuple[BitBoundaries, np.ndarray, Any]
 
 
@@ -54,8 +57,8 @@ class WritePlan:
         self.set_sources = Struct(f"{len(self.extents)}q").pack_into
         self.priorities = sampler.law.table.addresses if parts.prioritized is not None else None
         self.lock = cast(ChunkedOrder, sampler.law.table).lock if type(sampler) is RankSampler else Lock()
-        self.lead: torch.Size | None = None  # batch size of the last write
-        self.expected: list[tuple[torch.dtype, torch.Size]] = []
+        #: For each batch size: dtype and shape of each leaf, and a function that recognises plain tensors of these.
+        self.expected: dict[torch.Size, _Expected] = {}
         self.boundaries = boundaries
         self.bitmap = boundaries[0].bitmap if boundaries is not None else None
         self.ring = np.zeros(1, RING)
@@ -105,7 +108,7 @@ class WritePlan:
 
     def write(self, data: TensorDict, single: bool, transformed: bool = False) -> int | Tensor | None:
         """Write one time step (``single``) or several; return their index, or None if the plan cannot be used."""
-        if type(data) is not TensorDict or (len(self.transforms) and not transformed):
+        if type(data) is not TensorDict or (torchrl_parts.modules_of(self.transforms) and not transformed):
             return None
         lanes, dim = self.rows.lanes, self.time_dim
         lead = lanes if single else data.batch_size[: 1 + len(lanes)]
@@ -126,12 +129,12 @@ class WritePlan:
 
     def collect(self, data: TensorDict, lead: torch.Size) -> list[Tensor] | None:
         """Store the addresses of the data's tensors for the kernel; return the tensors, or None if they do not fit."""
-        if lead != self.lead:
-            self.lead = lead
-            self.expected = [(leaf.dtype, lead + leaf.shape) for leaf in self.rows.layout.leaves]
+        expected, are_plain = self.expected.get(lead) or self.expect(lead)
         try:
             leaves, unknown = self.rows.layout.find(data)
-            for slot, (dtype, shape) in enumerate(self.expected):
+            if unknown:
+                return None
+            for slot, (dtype, shape) in enumerate(() if are_plain(*leaves) else expected):
                 leaf = leaves[slot]
                 if type(leaf) is not Tensor or leaf.dtype is not dtype or leaf.shape != shape:
                     return None
@@ -139,12 +142,20 @@ class WritePlan:
                     return None
                 if not leaf.is_contiguous():
                     leaves[slot] = leaf.contiguous()
-            if unknown:
-                return None
             self.set_sources(self.sources.data, 0, *map(Tensor.data_ptr, leaves))
         except (SchemaError, RuntimeError):  # sparse, nested and MKL-DNN tensors lack shape or address
             return None
         return leaves
+
+    def expect(self, lead: torch.Size) -> _Expected:
+        """Note what data with batch size ``lead`` must look like."""
+        if len(self.expected) == _MOST_SIZES:
+            self.expected.clear()
+        expected = [(leaf.dtype, lead + leaf.shape) for leaf in self.rows.layout.leaves]
+        with torch.inference_mode(False):
+            examples = [torch.empty(shape, dtype=dtype, device="cpu") for dtype, shape in expected]
+        self.expected[lead] = found = expected, check_of(examples)
+        return found
 
 
 def make_write_plan(buffer: Any, parts: Parts) -> WritePlan | None:

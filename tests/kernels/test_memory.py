@@ -1,4 +1,4 @@
-"""Memory of large leaves is used again, and only after nothing refers to it."""
+"""Memory of batches: that of large leaves is used again, only after nothing refers to it; checks of tensors."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from tensordict import TensorDict
 
-from rlbuf_td.kernels.batch import LeafMemory
+from rlbuf_td import PackedStorage, ProportionalSampler, ReplayBuffer
+from rlbuf_td.kernels.batch import LeafMemory, check_of
 
 IMAGES = [(torch.uint8, torch.Size([64, 4, 84, 84])), (torch.float32, torch.Size([64, 1]))]
 
@@ -149,3 +151,45 @@ def test_threads_never_get_the_same_memory():
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(work, range(4)))
     assert counts == [4] * 100
+
+
+UNLIKE = {
+    "dtype": lambda: torch.rand(17).double(),
+    "shape": lambda: torch.rand(16),
+    "dims": lambda: torch.rand(17, 1),
+    "device": lambda: torch.rand(17, device="meta"),
+    "strides": lambda: torch.rand(34)[::2],
+    "expanded": lambda: torch.rand(1).expand(17),
+    "negated": lambda: torch._neg_view(torch.rand(17)),
+    "sparse": lambda: torch.rand(17).to_sparse(),
+    "class": lambda: torch.nn.Parameter(torch.rand(17)),
+    "no tensor": lambda: None,
+    "number": lambda: 3.0,
+}
+
+
+@pytest.mark.parametrize("kind", UNLIKE)
+def test_a_check_tells_tensors_from_others(kind: str) -> None:
+    examples = [torch.empty(17), torch.empty(2, dtype=torch.bool)]
+    is_like = check_of(examples)
+    assert is_like(torch.rand(17), torch.ones(2, dtype=torch.bool))
+    assert is_like(torch.rand(40)[3:20], torch.ones(2, dtype=torch.bool))
+    assert not is_like(UNLIKE[kind](), torch.ones(2, dtype=torch.bool))
+
+
+def test_writes_do_without_the_check_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def history() -> tuple[TensorDict, TensorDict]:
+        rb = ReplayBuffer(storage=PackedStorage(50), sampler=ProportionalSampler(50), batch_size=8)
+        for first in range(0, 60, 3):
+            rb.extend(TensorDict({"x": torch.arange(first, first + 3), "y": torch.rand(3, 2)}, [3]))
+            batch = rb.sample()
+            rb.update_tensordict_priority(batch.set("td_error", batch["x"].float()))
+        return rb[:], batch
+
+    torch.manual_seed(0)
+    expected = history()
+    monkeypatch.setattr("rlbuf_td.kernels.batch.memory._guards", None)
+    assert not check_of([torch.empty(3)])(torch.empty(3))
+    torch.manual_seed(0)
+    for found, wanted in zip(history(), expected, strict=True):
+        assert (found == wanted).all()

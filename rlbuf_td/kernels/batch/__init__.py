@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlbuf_td.kernels.batch.memory import Entry, LeafMemory
+from rlbuf_td.kernels.batch.memory import Entry, LeafMemory, check_of, never
 from rlbuf_td.kernels.batch.ring import BATCH, RING
 from rlbuf_td.kernels.dispatch import machine_code
 from rlbuf_td.kernels.huge_pages import advise_huge_pages
 from rlbuf_td.kernels.rows import refuse_rows
 
-__all__ = ["RING", "Gather", "LeafMemory", "gather_leaves", "gather_leaves_within"]
+__all__ = ["RING", "Gather", "LeafMemory", "check_of", "gather_leaves", "gather_leaves_within", "never"]
 
 
 class Gather:
