@@ -384,7 +384,6 @@ def alone(rb: Any) -> dict[str, Any]:
 
 REFUSALS: list[Any] = [
     (alone(TensorDictReplayBuffer(storage=LazyTensorStorage(3))), TypeError, "member 'a' must be a ReplayB"),
-    (alone(ReplayBuffer(sampler=PrioritizedSampler(10, 1.0, 1.0))), TypeError, "use a ProportionalSampler"),
     (alone(ExperienceQueue(storage=PackedStorage(4))), TypeError, "'a' is an ExperienceQueue, which gives each row"),
     ({"shares": {"b": 1.0}}, ValueError, r"same names: members are \['a'\], shares are of \['b'\]"),
     ({"shares": {"a": 0.0}}, ValueError, "shares must be at least 0 and finite, one of them positive"),
@@ -402,6 +401,12 @@ REFUSALS: list[Any] = [
 def test_bad_arguments_are_refused(given, error, words):
     with pytest.raises(error, match=words):
         ReplayBufferMixture(**({"members": {"a": ReplayBuffer()}, "shares": {"a": 1.0}} | given))
+
+
+def test_torchrls_prioritized_sampler_is_refused_in_a_member():
+    rb = ReplayBuffer(sampler=PrioritizedSampler(10, 1.0, 1.0))
+    with pytest.raises(TypeError, match="use a ProportionalSampler"):
+        ReplayBufferMixture(alone(rb)["members"], {"a": 1.0})
 
 
 def test_what_cannot_be_sampled_or_written_is_refused():
