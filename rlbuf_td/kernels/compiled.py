@@ -99,6 +99,18 @@ def prefetch(typing_context: Any, address: Any) -> Any:
 
 
 @intrinsic
+def touch(typing_context: Any, address: Any) -> Any:
+    """Load the byte at an address and discard it: of many prefetches in a row, processors drop some, but no loads."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        place = builder.inttoptr(arguments[0], ir.PointerType(ir.IntType(8)))
+        builder.load_atomic(place, "monotonic", 1)  # the compiler would remove another load
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+@intrinsic
 def load(typing_context: Any, address: Any, kind: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         place = builder.inttoptr(arguments[0], ir.PointerType(context.get_data_type(kind.dtype)))

@@ -7,7 +7,7 @@ avoid numba's check for negative indices.
 import numpy as np
 from numba import carray, uint64
 
-from rlbuf_td.kernels.compiled import acceptable, inlined, kernel, masses, pointer, prefetch
+from rlbuf_td.kernels.compiled import acceptable, inlined, kernel, masses, pointer, prefetch, touch
 from rlbuf_td.kernels.strata import LEAST_RATIO, MOST_RATIO
 from rlbuf_td.kernels.sum_tree.tree import BLOCK, LARGEST, REFUSED, SMALLEST
 
@@ -96,11 +96,11 @@ def update(tree, index, td_error, rows, alpha, eps):
     for j in range(index.shape[0]):
         if index[j] >= 0:  # in a separate loop, so that the cache misses of all rows overlap
             for rows_at in range(4, 6):
-                prefetch(tree[rows_at] + 8 * index[j])
+                touch(tree[rows_at] + 8 * index[j])
             for nodes in range(6, 9):
-                prefetch(tree[nodes] + (index[j] & -8))
+                touch(tree[nodes] + (index[j] & -8))
             for nodes in range(6, 8):
-                prefetch(tree[nodes] + second + ((index[j] >> 3) & -8))
+                touch(tree[nodes] + second + ((index[j] >> 3) & -8))
     node = np.empty(index.shape[0], np.uint64)
     largest = -1.0
     count = 0
