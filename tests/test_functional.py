@@ -227,6 +227,15 @@ def test_results_carry_no_gradient_and_inputs_stay_as_they_were(function):
         assert torch.equal(v, before[k])
 
 
+@pytest.mark.parametrize("time_dim", [-2, 1])
+def test_lazily_negated_inputs_are_negated(function, time_dim):
+    c = case((2, 9, 1), "mixed")
+    expected = outputs(function(c, time_dim=time_dim))
+    lazy = {k: torch._neg_view(-v) if v.is_floating_point() else v for k, v in c.items()}
+    for actual, want in zip(outputs(function(lazy, time_dim=time_dim)), expected, strict=True):
+        assert torch.equal(actual, want)
+
+
 def test_nan_behind_an_end_does_no_harm(function):
     c = case((1, 6, 1), "none")
     c["done"][0, 2] = c["terminated"][0, 2] = True

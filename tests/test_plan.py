@@ -292,6 +292,17 @@ def test_refused_update_changes_nothing(rb, entry):
     assert rb.health()["stale_updates"] == 0
 
 
+@pytest.mark.parametrize("planned", [True, False])
+def test_lazily_negated_td_errors_update_priorities(rb, planned):
+    batch = rb.sample()
+    batch["td_error"] = torch._neg_view(-torch.arange(1.0, BATCH + 1))
+    if not planned:
+        rb.sample_plan = None
+    rb.update_tensordict_priority(batch)
+    last = {int(i): float(k) for k, i in enumerate(batch["index"], start=1)}
+    assert rb.sampler.priority(torch.tensor([*last])).tolist() == [*last.values()]
+
+
 def test_writes_count_the_generations_that_another_writer_begins_to_track(rb):
     rb.add(steps(1, None, 0)[0])
     other = RingWriter(track_generations=True)

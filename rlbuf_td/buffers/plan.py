@@ -295,7 +295,8 @@ class RankPlan(PrioritizedPlan):
 
 def _fits(entry: Any, dtype: torch.dtype) -> TypeGuard[Tensor]:
     """Whether a kernel can read ``entry`` as contiguous host memory of this dtype."""
-    return type(entry) is Tensor and entry.dtype is dtype and entry.is_cpu and entry.is_contiguous()
+    is_plain = type(entry) is Tensor and entry.dtype is dtype and entry.is_cpu
+    return is_plain and entry.is_contiguous() and not entry.is_neg()
 
 
 PLANS: dict[type, type[Plan]] = {

@@ -55,7 +55,7 @@ class TimeLayout:
         compute_dtype = torch.promote_types(out_dtype, inputs["reward"].dtype)
         compute_dtype = torch.float32 if compute_dtype in _HALF else compute_dtype
         sizes = math.prod(shape[:time_dim]), shape[time_dim], math.prod(shape[time_dim + 1 :])
-        flat = {name: x.detach().reshape(sizes) for name, x in inputs.items()}
+        flat = {name: x.detach().resolve_neg().reshape(sizes) for name, x in inputs.items()}
         columns = [x if name in _FLAGS else x.to(compute_dtype) for name, x in flat.items()]
         return cls(function, first.shape, time_dim, sizes, first.device, compute_dtype, out_dtype), columns
 

@@ -193,7 +193,7 @@ def as_errors(priority: Any, rows: int, device: torch.device) -> Tensor:
         raise TypeError(f"TD errors must be real numbers, got {td_error.dtype}")
     if td_error.requires_grad:
         td_error = td_error.detach()
-    td_error = moved(td_error, device)
+    td_error = moved(td_error, device).resolve_neg()
     if td_error.dtype is not torch.float32 and td_error.dtype is not torch.float64:
         td_error = td_error.to(torch.float32 if td_error.is_floating_point() else torch.float64)
     if td_error.numel() == 1 != rows:

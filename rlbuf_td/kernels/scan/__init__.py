@@ -62,8 +62,11 @@ def gae(gamma: float | Tensor, lmbda: float | Tensor, columns: Columns) -> tuple
 def gae_contiguous(
     gamma: float, lmbda: float, columns: Columns, lanes: int, steps: int, features: int
 ) -> tuple[Tensor, Tensor] | None:
-    """Implement :func:`gae` with numba, without checks, for contiguous CPU columns; None under ``torch.compile``."""
-    if _is_compiling():
+    """Implement :func:`gae` with numba, without checks, for contiguous CPU columns.
+
+    Return None under ``torch.compile``, and if a column is lazily negated: its memory has the opposite sign.
+    """
+    if _is_compiling() or any(map(Tensor.is_neg, columns)):
         return None
     value = columns[0]
     advantage, target = _empty_like(value), _empty_like(value)
