@@ -223,7 +223,8 @@ class Priorities:
         is_spawning = get_spawning_popen() is not None
         if is_spawning and not self._is_shared:
             remedy = "Share the buffer first: rb.share(); in TorchRL's buffers, use sync=False"
-            raise RuntimeError(f"a prioritized sampler cannot be sent to other processes unshared. {remedy}{PROCESSES}")
+            reason = "a prioritized sampler in memory of its own cannot be shared between processes"
+            raise RuntimeError(f"{reason}. {remedy}{PROCESSES}")
         return self.__dict__ | {"_is_shared": is_spawning}
 
 

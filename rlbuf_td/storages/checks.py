@@ -17,7 +17,7 @@ def as_number(value: Any) -> float:
 def exponent(name: str, value: Any) -> float:
     number = as_number(value)
     if not 0.0 <= number < float("inf"):
-        raise ValueError(f"{name} must be a finite number, at least 0, got {_shown(value)}")
+        raise ValueError(f"{name} must be greater or equal to 0, and finite, got {_shown(value)}")
     return number
 
 

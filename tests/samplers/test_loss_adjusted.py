@@ -104,5 +104,5 @@ def test_the_floor_is_saved_shown_and_reached_through_wrappers(tmp_path: Path):
 
 @pytest.mark.parametrize("value", [-0.1, float("nan"), float("inf")])
 def test_a_floor_out_of_range_is_refused(value):
-    with pytest.raises(ValueError, match="min_priority must be a finite number, at least 0"):
+    with pytest.raises(ValueError, match="min_priority must be greater or equal to 0, and finite"):
         ProportionalSampler(3, min_priority=value)

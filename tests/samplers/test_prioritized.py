@@ -127,7 +127,7 @@ def test_torchrls_schedulers_set_alpha_and_beta():
 def test_a_bad_exponent_leaves_the_old_one(name):
     sampler = ProportionalSampler(10)
     for bad in (-0.1, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match=f"{name} must be a finite number, at least 0"):
+        with pytest.raises(ValueError, match=f"{name} must be greater or equal to 0, and finite"):
             setattr(sampler, name, bad)
     assert (sampler.alpha, sampler.beta) == (0.6, 0.4)
 
@@ -136,8 +136,8 @@ def test_a_bad_exponent_leaves_the_old_one(name):
     ("cls", "settings", "message"),
     [
         (ProportionalSampler, {"eps": -1.0}, "eps must be"),
-        (ProportionalSampler, {"alpha": float("nan")}, "alpha must be a finite number, at least 0"),
-        (RankSampler, {"beta": -0.1}, "beta must be a finite number, at least 0"),
+        (ProportionalSampler, {"alpha": float("nan")}, "alpha must be greater or equal to 0, and finite"),
+        (RankSampler, {"beta": -0.1}, "beta must be greater or equal to 0, and finite"),
         (ProportionalSampler, {"weight_norm": "rows"}, "weight_norm must be"),
         (ProportionalSampler, {"reduction": "sum"}, "reduction must be"),
         (ProportionalSampler, {"max_capacity": 0}, "max_capacity must be a whole number, at least 1"),
