@@ -174,7 +174,7 @@ def without_index(data: Any) -> Any:
 
 
 def _is_one(data: Any) -> bool:
-    """Whether ``data`` itself can be sliced; in other pytrees, each leaf is sliced."""
+    """Whether ``data`` can be sliced; of other pytrees, only the leaves can."""
     return is_tensor_collection(data) or isinstance(data, torch.Tensor | list)
 
 

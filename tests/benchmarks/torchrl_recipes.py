@@ -49,12 +49,8 @@ EDITS = {
 SHORT = ["logger.backend=", "network.device=cpu", "env.library=gymnasium", "collector.init_random_frames=200"]
 SHORT += ["collector.total_frames=400", "collector.frames_per_batch=100", "logger.eval_iter=1000000"]
 CHEETAH = ["env.name=HalfCheetah-v5", *SHORT, "collector.env_per_collector=1"]
-ON_POLICY = [
-    "logger.backend=",
-    "env.env_name=HalfCheetah-v5",
-    "collector.total_frames=2048",
-    "collector.frames_per_batch=512",
-]
+ON_POLICY = ["logger.backend=", "env.env_name=HalfCheetah-v5", "collector.frames_per_batch=512"]
+PPO = ["optim.device=cpu", "loss.ppo_epochs=5", "collector.total_frames=2048"]
 AGENTS = [  # multi-agent environments of VMAS
     "logger.backend=",
     "collector.frames_per_batch=1000",
@@ -88,8 +84,9 @@ RECIPES: dict[str, tuple[str, list[str]]] = {
     "td3": ("td3/td3.py", CHEETAH),
     "discrete sac": ("discrete_sac/discrete_sac.py", SHORT),
     "crossq": ("crossq/crossq.py", [*CHEETAH, "network.critic_hidden_sizes=[256,256]"]),
-    "ppo": ("ppo/ppo_mujoco.py", [*ON_POLICY, "optim.device=cpu", "loss.ppo_epochs=5"]),
-    "a2c": ("a2c/a2c_mujoco.py", [*ON_POLICY, "loss.device=cpu"]),
+    "ppo": ("ppo/ppo_mujoco.py", [*ON_POLICY, *PPO]),
+    # One pass over each rollout: fewer frames have too few calls to time.
+    "a2c": ("a2c/a2c_mujoco.py", [*ON_POLICY, "loss.device=cpu", "collector.total_frames=20480"]),
     "redq": ("redq/redq.py", [*REDQ, "buffer.prb=0"]),
     "redq, prioritized": ("redq/redq.py", [*REDQ, "buffer.prb=1"]),
     "impala": ("impala/impala_single_node.py", IMPALA),

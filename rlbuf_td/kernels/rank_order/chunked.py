@@ -1,4 +1,4 @@
-"""The rank order on the CPU; every update keeps the rows sorted."""
+"""The rows in the order of their priorities, on the CPU; every update keeps them sorted."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Triton kernels of :mod:`rlbuf_td.kernels.sum_tree`.
 
-After a change of weights, two launches recompute the nodes above, because only a new launch synchronises all programs.
-In the first launch, every program recomputes a subtree of 512 rows. In the second, one program recomputes all nodes
-above the subtrees. The order of additions is that of the torch reference, so both give the same bits.
+After weights have changed, the sums above them are computed in two launches, because a new launch waits until all
+programs of the last one have ended. In the first launch, every program computes the sums of a subtree of 512 rows. In
+the second, one program computes all sums above the subtrees. The order of additions is that of the torch reference, so
+both give the same bits.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ MakeRoom: TypeAlias = Callable[[int, int], None]  # (offset of a section, nbytes
 
 
 class DedupRows(Rows):
-    """Rows of shape ``[T, *lanes]`` that hold ids of pool entries.
+    """Rows ``[T, *lanes]`` that hold ids instead of observations; the observations are in a pool.
 
     ``block`` has :attr:`Sections.total` zero bytes. On a device other than the CPU, it has :attr:`Sections.fixed`.
     """
