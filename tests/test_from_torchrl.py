@@ -14,11 +14,20 @@ from torchrl.data.replay_buffers import (
     ImmutableDatasetWriter,
     LazyMemmapStorage,
     LazyTensorStorage,
+    PrioritizedSampler,
     TensorDictReplayBuffer,
     TensorStorage,
 )
 
-from rlbuf_td import MinibatchSampler, PackedStorage, ReplayBuffer, SchemaError, TrajectoryIndex
+from rlbuf_td import (
+    CheckpointError,
+    MinibatchSampler,
+    PackedStorage,
+    ProportionalSampler,
+    ReplayBuffer,
+    SchemaError,
+    TrajectoryIndex,
+)
 from rlbuf_td.buffers import torchrl_data
 
 CAPACITY = 12
@@ -96,7 +105,9 @@ def test_an_adopted_storage_serves_both_buffers():
     assert rb.sample().shape == (6,)
     more: list[dict[str, Any]] = [{"capacity": 30}, {"exclude": "x"}, {"storage": PackedStorage(9)}]
     for given in more:
-        with pytest.raises(ValueError, match="uses a storage as it is: omit capacity, exclude and storage"):
+        with pytest.raises(
+            ValueError, match="as it is: pass a buffer, and omit capacity, exclude and storage; or copy"
+        ):
             ReplayBuffer.from_torchrl(their, copy=False, **given)
 
 
@@ -156,3 +167,77 @@ def test_a_lerobot_data_set_comes_in_without_its_strings_and_videos():
     assert torch.equal(rb.storage["observation", "state"], columns["observation.state"])
     assert rb.storage["collector", "traj_ids"].tolist() == [0, 0, 0, 1, 1, 1]
     assert rb.storage["next", "done"].shape == (6, 1)
+
+
+@pytest.mark.parametrize("storage", [LazyTensorStorage, LazyMemmapStorage])
+@pytest.mark.parametrize("lanes", [0, 3])
+@pytest.mark.parametrize("written", [7, 12, 33])
+def test_a_folder_of_torchrl_is_read_like_its_buffer(written, lanes, storage, tmp_path):
+    their = theirs(written, lanes, storage)
+    their.dumps(tmp_path)
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+    rb, expected = ReplayBuffer.from_torchrl(tmp_path), ReplayBuffer.from_torchrl(their)
+    assert (rb.chronological() == expected.chronological()).all()
+    assert (rb.storage.max_size, rb.batch_size) == (expected.storage.max_size, 4)
+    rb.extend(rows(3, lanes, 500))
+    assert rb.last(3)["x"].reshape(3, -1)[:, 0].tolist() == [500, 501, 502]
+    assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
+
+
+def test_trajectories_in_a_folder_end_with_its_last_row(tmp_path):
+    data = rows(6).exclude(("next", "done"), ("next", "terminated"))
+    data["collector"] = TensorDict({"traj_ids": torch.zeros(6, dtype=torch.int64)}, [6])
+    their = TensorDictReplayBuffer(storage=LazyTensorStorage(12), batch_size=3)
+    their.extend(data)
+    their.dumps(tmp_path)
+    rb = ReplayBuffer.from_torchrl(str(tmp_path))
+    rb.extend(data)
+    assert TrajectoryIndex.of(rb.storage).reach(torch.arange(12))[1].tolist() == [5, 4, 3, 2, 1, 0] * 2
+
+
+def test_a_folder_without_readable_rows_is_refused(tmp_path):
+    with pytest.raises(
+        CheckpointError, match="holds no TensorDicts that TorchRL's default checkpointer wrote: load it"
+    ):
+        ReplayBuffer.from_torchrl(tmp_path)
+    listed = TorchRLReplayBuffer(storage=LazyTensorStorage(5))
+    listed.extend(torch.arange(4))
+    listed.dumps(tmp_path)
+    with pytest.raises(
+        CheckpointError, match="holds no TensorDicts that TorchRL's default checkpointer wrote: load it"
+    ):
+        ReplayBuffer.from_torchrl(tmp_path)
+    theirs(7).dumps(tmp_path / "rows")
+    with pytest.raises(ValueError, match="uses the storage of a buffer as it is: pass a buffer"):
+        ReplayBuffer.from_torchrl(tmp_path / "rows", copy=False)
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # in TorchRL's sampler
+@pytest.mark.parametrize("source", ["copied buffer", "adopted buffer", "folder"])
+@pytest.mark.parametrize("lanes", [0, 3])
+@pytest.mark.parametrize("written", [7, 17])
+def test_priorities_follow_their_rows(written, lanes, source, tmp_path):
+    try:
+        sampler = PrioritizedSampler(CAPACITY * max(lanes, 1), alpha=0.5, beta=0.4, eps=0.0)
+    except RuntimeError as error:
+        pytest.skip(f"TorchRL's sampler does not run here: {error}")
+    ndim = 2 if lanes else 1
+    their = TensorDictReplayBuffer(storage=LazyTensorStorage(sampler._max_capacity, ndim=ndim), sampler=sampler)
+    for first in range(0, written, 5):
+        their.extend(rows(min(5, written - first), lanes, first))
+    order = torch.arange(len(their))
+    at = (order // lanes, order % lanes) if lanes else order
+    sampler.update_priority(order, (their.storage.get(at)["x"] + 1).float())  # a different one for each row
+    if source == "folder":
+        their.dumps(tmp_path)
+    ours = ProportionalSampler(sampler._max_capacity, alpha=1.0, eps=0.0)
+    source_of_rows: Any = tmp_path if source == "folder" else their
+    rb = ReplayBuffer.from_torchrl(source_of_rows, copy=source != "adopted buffer", sampler=ours, batch_size=4)
+    expected = (rb.storage.get(at)["x"] + 1).float()
+    torch.testing.assert_close(ours.tree.magnitude[: len(order)].float(), expected)
+    assert rb.sample().shape == (4,)
+
+
+def test_rows_without_priorities_get_that_of_new_rows():
+    rb = ReplayBuffer.from_torchrl(theirs(7), sampler=ProportionalSampler(CAPACITY))
+    assert (rb.sample()["priority_weight"] == 1).all()

@@ -1,19 +1,34 @@
-"""Creates buffers from TorchRL's replay buffers."""
+"""Creates buffers from TorchRL's replay buffers, and from the folders that these have written."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
-from tensordict import NestedKey, TensorDictBase
-from torchrl.data.replay_buffers import RoundRobinWriter, Storage, Writer
+from tensordict import MemoryMappedTensor, NestedKey, TensorDict, TensorDictBase
+from torchrl.data.replay_buffers import (
+    ImmutableDatasetWriter,
+    LazyMemmapStorage,
+    PrioritizedSampler,
+    RoundRobinWriter,
+    Storage,
+    TensorDictReplayBuffer,
+    TensorDictRoundRobinWriter,
+    Writer,
+)
 
 from rlbuf_td.buffers.flow import count_imported
+from rlbuf_td.checkpoint import CheckpointError
 from rlbuf_td.checkpoint.folder import progress_bar
 from rlbuf_td.envs.minari_episodes import TRAJECTORY
+from rlbuf_td.samplers.proportional import read_torchrl_priorities
 from rlbuf_td.storages import PackedStorage, torchrl_parts
-from rlbuf_td.storages.indexing import lanes_of
+from rlbuf_td.storages.indexing import coordinates, lanes_of
+from rlbuf_td.storages.state import end_trajectories
 from rlbuf_td.storages.writes import is_key
 from rlbuf_td.writers.common import steps_by_age
 
@@ -35,13 +50,15 @@ def from_torchrl(
     """Return a buffer with the rows of a TorchRL buffer (a data set of ``torchrl.data.datasets``, for example).
 
     The rows are copied without transforms, oldest first if ``rb`` has a round-robin writer. With ``scratch_dir``, the
-    rows may exceed RAM.
+    rows may exceed RAM. If both buffers are prioritized, the rows keep the magnitudes of their TD errors.
 
     TorchRL's ``LeRobotExperienceReplay`` reads LeRobot data sets (needs ``torchrl[vla]``). In LeRobot data, exclude
     instructions (strings) and videos: ``exclude=["language_instruction", ("observation", "image", "camera")]``.
 
     Args:
-        rb: a replay buffer of TorchRL whose rows are TensorDicts; the import does not change its rows.
+        rb: a replay buffer of TorchRL whose rows are TensorDicts, or the folder that its ``dumps`` wrote (with the
+            default checkpointer); the import does not change its rows. As after :meth:`loads`, trajectories from a
+            folder that have ids end with the last row.
         capacity: the capacity of the new buffer in transitions, default: the capacity of ``rb``.
         copy: ``False`` uses the storage of ``rb`` without a copy; each buffer then sees the other buffer's writes.
         exclude: a list of keys to omit, such as the keys of strings, or one key.
@@ -54,9 +71,10 @@ def from_torchrl(
     Raises:
         RuntimeError: ``rb`` is empty.
         TypeError: ``rb`` is not a replay buffer, or its rows are not TensorDicts.
+        CheckpointError: the folder ``rb`` holds no rows that TorchRL's default checkpointer wrote.
         KeyError: the rows have no entry at a key in ``exclude``.
         ValueError: ``rb`` has more rows than ``capacity``, ``storage`` is given, or ``copy=False`` comes with
-            ``capacity`` or ``exclude``.
+            ``capacity`` or ``exclude``, or ``rb`` is a folder.
         SchemaError: an entry does not consist of numbers, and is not excluded.
         MemoryError: the rows are larger than RAM, and no ``scratch_dir`` is given.
 
@@ -72,30 +90,90 @@ def from_torchrl(
         >>> rb.storage["x"], rb.batch_size
         (tensor([2, 3, 4, 5]), 2)
     """
+    is_folder = isinstance(rb, str | Path)
+    rb, priorities = _load(Path(rb)) if is_folder else (rb, _priorities(rb))
     if not hasattr(rb, "storage") or not hasattr(rb, "writer"):
         raise TypeError(f"from_torchrl imports a replay buffer with a storage and a writer, got a {type(rb).__name__}")
     storage: Any = rb.storage
     exclude = [exclude] if is_key(exclude) else exclude
     kwargs.setdefault("batch_size", rb.batch_size)
     _restore_cursor(rb, storage)
-    if not copy:
-        if capacity is not None or exclude or "storage" in kwargs:
-            raise ValueError("copy=False uses a storage as it is: omit capacity, exclude and storage, or copy")
-        new = cls(storage=storage, **kwargs)
-        count_imported(new, new.flow)
-        return new
+    if copy:
+        choose = partial(_chosen, exclude=exclude, trajectory_key=trajectory_key)
+        new, cells = _copy(cls, rb, capacity, choose, progress, kwargs)
+    elif is_folder or capacity is not None or exclude or "storage" in kwargs:
+        remedy = "pass a buffer, and omit capacity, exclude and storage; or copy"
+        raise ValueError(f"copy=False uses the storage of a buffer as it is: {remedy}")
+    else:
+        new, cells = cls(storage=storage, **kwargs), torch.arange(len(storage), device="cpu")
+    _set_priorities(new, cells, priorities)
+    if is_folder:
+        end_trajectories(new.storage)
+    count_imported(new, new.flow)
+    return new
+
+
+def _copy(
+    cls: Any,
+    rb: Any,
+    capacity: int | None,
+    choose: Callable[[Any], TensorDictBase],
+    progress: bool | None,
+    kwargs: dict[str, Any],
+) -> tuple[Any, torch.Tensor]:
+    """Return a buffer with the rows of ``rb``, and the flat index of each row in ``rb``."""
+    storage = rb.storage
     steps, lanes = _steps(rb.writer, storage), lanes_of(storage).numel()
     if capacity is not None and capacity < len(steps) * lanes:
         raise ValueError(f"the buffer holds {len(steps) * lanes:,} transitions, more than the capacity of {capacity:,}")
-    first = _chosen(storage.get(steps[:1]), exclude, trajectory_key)
-    new = cls.from_schema(first[0], capacity or storage.max_size, **kwargs)
+    new = cls.from_schema(choose(storage.get(steps[:1]))[0], capacity or storage.max_size, **kwargs)
     row_bytes = new.storage.row_bytes
     with progress_bar("copying", len(steps) * lanes * row_bytes, progress) as report:
         for part in steps.split(max(1, _READ_AT_ONCE // (row_bytes * lanes))):
-            new.writer.extend(_chosen(storage.get(part), exclude, trajectory_key))
+            new.writer.extend(choose(storage.get(part)))
             report(len(part) * lanes * row_bytes)
-    count_imported(new, new.flow)
-    return new
+    return new, (steps[:, None] * lanes + torch.arange(lanes, device="cpu")).flatten()
+
+
+def _load(folder: Path) -> tuple[TensorDictReplayBuffer, Mapping[str, Any] | None]:
+    """Return a TorchRL buffer whose rows are the memory-mapped files of a folder, and the state of its sampler."""
+    storage_file, writer_file = folder / "storage/storage_metadata.json", folder / "writer/metadata.json"
+    if not storage_file.is_file() or json.loads(storage_file.read_text())["is_pytree"]:
+        remedy = "load it into a buffer of TorchRL, and pass that buffer"
+        raise CheckpointError(f"{folder} holds no TensorDicts that TorchRL's default checkpointer wrote: {remedy}")
+    shape = TensorDict.load_memmap(folder / "storage").batch_size
+    storage = LazyMemmapStorage(shape.numel(), ndim=len(shape), scratch_dir=folder / "storage")  # maps, does not copy
+    storage.loads(folder / "storage")
+    saved = json.loads(writer_file.read_text()) if writer_file.is_file() else {}
+    is_ring = "cursor" in saved and "rank_key" not in saved
+    writer = TensorDictRoundRobinWriter() if is_ring else ImmutableDatasetWriter()
+    batch_size = json.loads((folder / "buffer_metadata.json").read_text())["batch_size"]
+    rb = TensorDictReplayBuffer(storage=storage, writer=writer, batch_size=batch_size)
+    if is_ring:
+        writer.loads(folder / "writer")
+    sampler_file, tree_file = folder / "sampler/sampler_metadata.json", folder / "sampler/sumtree.memmap"
+    if not tree_file.is_file():
+        return rb, None
+    state = json.loads(sampler_file.read_text())
+    size = torch.Size([int(state["_max_capacity"])])
+    return rb, state | {"_sum_tree": MemoryMappedTensor.from_filename(tree_file, torch.float64, size)}
+
+
+def _priorities(rb: Any) -> Mapping[str, Any] | None:
+    sampler = getattr(rb, "sampler", None)
+    return sampler.state_dict() if isinstance(sampler, PrioritizedSampler) else None
+
+
+def _set_priorities(new: Any, cells: torch.Tensor, state: Mapping[str, Any] | None) -> None:
+    """Give each row ``i`` of a new buffer the priority of row ``cells[i]`` in the state of TorchRL's sampler."""
+    parts = new.initialize()
+    if state is None or parts.prioritized is None:
+        return
+    magnitude = read_torchrl_priorities(state)[1][cells]
+    known = (magnitude >= 0).nonzero().flatten()
+    if len(known):
+        index = coordinates(known, parts.storage)
+        parts.prioritized.update_priority(index, magnitude[known], storage=parts.storage)
 
 
 def _restore_cursor(rb: Any, storage: Any) -> None:

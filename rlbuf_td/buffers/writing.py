@@ -202,7 +202,7 @@ def _write_rows(rb: Any, parts: Parts, data: TensorDictBase, how: str, update_pr
         except SchemaError as error:
             if how == "extend" or data.ndim != parts.storage.ndim:
                 raise
-            raise SchemaError(f"{error} If these are several transitions, use extend.") from None
+            raise SchemaError(f"{error.args[0]}. If these are several transitions, use extend") from None
         getattr(parts.sampler, how)(index)
         if td_error is not None and parts.prioritized is not None:
             parts.prioritized.update_priority(index, td_error, storage=parts.storage)

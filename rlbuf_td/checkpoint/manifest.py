@@ -143,7 +143,7 @@ class Manifest:
             document = json.loads(data)
             generation, state, about = document["generation"], document["state"], document["about"]
             if type(generation) is not int or not isinstance(state, dict) or not isinstance(about, dict):
-                raise CheckpointError("a field has the wrong type")
+                raise TypeError("a field has the wrong type")
             return cls(generation, state, tuple(map(Stored.from_json, document["tensors"])), about)
         except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise CheckpointError(f"{file}: {error}") from error
@@ -159,7 +159,8 @@ class Manifest:
             except OSError:
                 return None
             if head and (FORMAT.encode() not in head or "install a newer one" in str(error)):
-                raise CheckpointError(f"{error}. It is not overwritten: choose another folder, or remove it") from error
+                remedy = "It is not overwritten: choose another folder, or remove it"
+                raise CheckpointError(f"{error.args[0]}. {remedy}") from error
             return None
 
 
@@ -182,7 +183,7 @@ def _instead(path: Path) -> str:
     if not path.is_dir():
         return "it is a file; a dump is a folder"
     if (path / "buffer_metadata.json").exists():
-        return "a TorchRL buffer wrote it: load it into such a buffer, and use ReplayBuffer.from_torchrl(buffer)"
+        return "a TorchRL buffer wrote it: use ReplayBuffer.from_torchrl(path)"
     return f"it has no {MANIFEST}"
 
 

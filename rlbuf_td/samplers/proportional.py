@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from operator import attrgetter
 from typing import Any, ClassVar
@@ -187,12 +188,23 @@ class ProportionalSampler(Prioritized):
         self.priorities.within_buffer = bool(within_buffer)
 
     def _from_torchrl(self, state: dict[str, Any]) -> dict[str, Any]:
-        tree, alpha, eps = state["_sum_tree"], float(state["_alpha"]), float(state["_eps"])
-        capacity = max(len(tree), self.priorities.capacity)
-        weight = torch.as_tensor(tree[torch.arange(len(tree), device="cpu")], dtype=torch.float64, device="cpu")
-        seen = state["_max_priority"][0]
-        largest = -1.0 if seen is None else float(seen)
-        magnitude = (weight ** (1 / alpha) - eps).clamp(min=0.0) if alpha else torch.full_like(weight, abs(largest))
-        saved = {"magnitude": torch.where(weight > 0, magnitude, -1.0), "weight": weight}
-        found = {"alpha": alpha, "beta": float(state["_beta"]), "eps": eps, "largest": largest}
+        weight, magnitude, largest = read_torchrl_priorities(state)
+        capacity = max(len(weight), self.priorities.capacity)
+        saved = {"magnitude": magnitude, "weight": weight}
+        found = {name: float(state[f"_{name}"]) for name in ("alpha", "beta", "eps")} | {"largest": largest}
         return found | {"max_capacity": capacity, "priorities": self.priorities.resized(saved, None, capacity)}
+
+
+def read_torchrl_priorities(state: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """Read the state of TorchRL's ``PrioritizedSampler``.
+
+    Returns:
+        ``[N]`` float64 for N rows: the weights and the magnitudes of the TD errors (-1: no priority); and the largest
+        magnitude so far, -1 if there is none.
+    """
+    tree, alpha, eps = state["_sum_tree"], float(state["_alpha"]), float(state["_eps"])
+    weight = torch.as_tensor(tree[torch.arange(len(tree), device="cpu")], dtype=torch.float64, device="cpu")
+    seen = state["_max_priority"][0]
+    largest = -1.0 if seen is None else float(seen)
+    magnitude = (weight ** (1 / alpha) - eps).clamp(min=0.0) if alpha else torch.full_like(weight, abs(largest))
+    return weight, torch.where(weight > 0, magnitude, -1.0), largest

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
-from rlbuf_td import CheckpointError, MinibatchSampler, ReplayBuffer, RolloutBuffer
+from rlbuf_td import CheckpointError, MinibatchSampler, PackedStorage, ReplayBuffer, RolloutBuffer
 from rlbuf_td.checkpoint import load_state, open_checkpoint, save_state
 from rlbuf_td.checkpoint.manifest import checksum
 from tests.catalogue import assert_same
@@ -116,7 +116,7 @@ def test_a_full_disk_is_named_and_leaves_only_the_previous_dump(when, tmp_path, 
         (lambda path: path.mkdir(), "holds no dump: it has no manifest.json"),
         (lambda path: (path.mkdir(), (path / "manifest.json").write_text("{}")), "is not the manifest of a dump of rl"),
         (lambda path: save_state(path, "RankSampler", {"x": 1}), "a dump of a RankSampler, expected one of a buf"),
-        (lambda path: theirs().dumps(path), "a TorchRL buffer wrote it: load it into such"),
+        (lambda path: theirs().dumps(path), "a TorchRL buffer wrote it: use ReplayBuffer.fr"),
     ],
 )
 def test_errors_name_what_lies_where_a_dump_was_expected(prepare, match, tmp_path):
@@ -136,11 +136,9 @@ def theirs(lanes=0):
 def test_a_dump_of_torchrls_is_converted_as_its_error_says(lanes, tmp_path):
     written = theirs(lanes)
     written.dumps(tmp_path)
-    rb, loaded = make("uniform", 5, lanes), theirs(lanes)
-    with pytest.raises(CheckpointError, match=r"use ReplayBuffer\.from_torchrl\(buffer\)"):
-        rb.loads(tmp_path)
-    loaded.loads(tmp_path)
-    rb = ReplayBuffer.from_torchrl(loaded)
+    with pytest.raises(CheckpointError, match=r"use ReplayBuffer\.from_torchrl\(path\)"):
+        make("uniform", 5, lanes).loads(tmp_path)
+    rb = ReplayBuffer.from_torchrl(tmp_path)
     assert_same(rb[:].exclude("index"), written[:].exclude("index"))
 
 
@@ -351,3 +349,14 @@ def test_parts_refuse_what_is_not_theirs(tmp_path):
         order.load_state_dict(broken)
     with pytest.raises(ValueError, match="epoch 5 of 1, position 0 of 0 is not a valid position"):
         order.load_state_dict(order.state_dict() | {"epoch": 5})
+
+
+def test_errors_link_to_a_notebook_once(tmp_path):
+    rb = ReplayBuffer(storage=PackedStorage(4), batch_size=2)
+    rb.extend(TensorDict({"x": torch.zeros(2, 3)}, [2]))
+    (tmp_path / "manifest.json").write_text("hello")
+    data = TensorDict({"x": torch.zeros(2, 3)}, [2])
+    for write in (lambda: rb.dumps(tmp_path), lambda: rb.add(data)):
+        with pytest.raises(ValueError, match=r"\(see notebooks/\w+\.ipynb\)$") as info:
+            write()
+        assert str(info.value).count("notebooks/") == 1
