@@ -75,10 +75,10 @@ class WrappedPlan(Planned):
 
     def sample(self) -> Blank | None:
         inner = self.inner
-        written, _, self.newest = self.storage.numbers.values[:3]
+        written, revision, self.newest = self.storage.numbers.values[:3]
         if not written or not inner.holds():
             return None
-        boundaries: Any = self.trajectories.boundaries()
+        boundaries: Any = self.trajectories.boundaries(revision)
         blank, drawn = self._blanks.pop() if self._blanks else self.blank()
         if not inner.draw(written, drawn.slot):
             return None

@@ -116,15 +116,17 @@ class TrajectoryIndex:
         back, ahead, _ = self.reach(index)
         return back + ahead + 1
 
-    def boundaries(self) -> Boundaries:
-        """Return the up-to-date boundaries of trajectories, for kernels."""
+    def boundaries(self, revision: int | None = None) -> Boundaries:
+        """Return the up-to-date boundaries of trajectories; ``revision`` is that of the storage, which has rows."""
         storage = self.storage
-        if not len(storage):
-            raise RuntimeError("cannot look up trajectories of an empty storage: extend the buffer first")
+        if revision is None:
+            if not len(storage):
+                raise RuntimeError("cannot look up trajectories of an empty storage: extend the buffer first")
+            revision = revision_of(storage)
         if self._columns is not columns_of(storage):
             self._bind()
         boundaries = self._boundaries
-        if boundaries is None or revision_of(storage) != self._seen.values[0]:
+        if boundaries is None or revision != self._seen.values[0]:
             boundaries = self.rebuild()
         return boundaries
 
