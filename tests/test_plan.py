@@ -50,6 +50,9 @@ SAMPLERS: dict[str, Any] = catalogue.SAMPLERS | {
     "several rewards": lambda rows: NStepSampler(RankSampler(rows), 3, 0.9, reward_key=("next", "rewards")),
     "shift": lambda rows: SequenceSampler(ProportionalSampler(rows), 3, burn_in=1, boundary="shift"),
     **{f"fresh, {name}": partial(fresh, name) for name in FRESH},
+    **{f"{name}, deduplicated": catalogue.SAMPLERS[name] for name in ("uniform", "proportional", "rank", "minibatch")},
+    "fresh, deduplicated": partial(fresh, "proportional"),
+    "n-step, deduplicated": lambda rows: NStepSampler(UniformSampler(), 3, 0.9),
 }
 
 
@@ -72,13 +75,19 @@ def steps(count: int, lanes: int | None, seed: int) -> TensorDict:
     following = {"reward": rand(1), "done": rand(1) > 90, "observation": {"pixels": rand(2, 3, dtype=torch.uint8)}}
     following |= {"terminated": rand(1) > 95, "rewards": rand(2, 2, dtype=torch.float64), "achieved_goal": rand(3)}
     data = {"observation": rand(17), "id": rand(dtype=torch.int64), "half": rand(3, dtype=torch.float16)}
+    for place in data, following:  # observations that often equal those of the rows around
+        place |= {"state": (rand(1) > 50).float().expand(*lead, 6).clone(), "flag": (rand(3) > 50).byte()}
+        place["stack"] = (rand(2, 3, 1) > 70).expand(*lead, 2, 3, 9).clone()
     return TensorDict(data | {"none": rand(0), "desired_goal": rand(3), "next": following}, lead)
 
 
 def buffers(sampler: str, lanes: int | None):
     for cls in (ReplayBuffer, GeneralBuffer):
         folder = tempfile.mkdtemp() if sampler.endswith("file") else None
-        storage = PackedStorage(CAPACITY * (lanes or 1), ndim=1 if lanes is None else 2, scratch_dir=folder)
+        once: dict[str, Any] = {}
+        if sampler.endswith("deduplicated"):
+            once = {"share_next": ["state"], "frames": {"stack": (3, 1)}}
+        storage = PackedStorage(CAPACITY * (lanes or 1), ndim=1 if lanes is None else 2, scratch_dir=folder, **once)
         generator = torch.Generator().manual_seed(3)
         yield cls(storage=storage, sampler=SAMPLERS[sampler](CAPACITY * LANES), batch_size=BATCH, generator=generator)
 
@@ -435,6 +444,20 @@ def test_wrappers_take_the_short_path(wrapper):
     rb.extend(steps(20, None, 1))
     rb.sample()
     assert rb.sample_plan is plan
+
+
+def test_deduplicated_rows_take_the_short_path():
+    rb = next(buffers("proportional, deduplicated", LANES))
+    rb.extend(steps(5, LANES, 0))
+    rb.sample()
+    step = steps(1, LANES, 1)[:, 0]
+    for call in (rb.sample, lambda: rb.extend(steps(5, LANES, 2)), lambda: rb.add(step)):
+        call()
+        plans = rb.sample_plan, rb.write_plan
+        call()
+        assert None not in plans
+        assert (rb.sample_plan, rb.write_plan) == plans
+    assert ("state",) in rb.storage.saved_bytes
 
 
 def test_goals_with_a_reward_of_nan_are_refused_as_on_the_general_path():

@@ -14,6 +14,7 @@ from rlbuf_td.buffers.plan import Blank, RecencyPlan, UniformPlan, can_plan
 from rlbuf_td.kernels.batch import Gather
 from rlbuf_td.kernels.dispatch import machine_code
 from rlbuf_td.samplers import RecencySampler, UniformSampler
+from rlbuf_td.storages.rows import PlainRows
 from rlbuf_td.storages.state import LENGTH, NEWEST
 
 _CPU = torch.device("cpu")
@@ -92,11 +93,16 @@ def is_usual(member: Any) -> bool:
 def make_mixture_plan(members: Sequence[Any], size: int) -> MixturePlan | None:
     """Return a plan for these members, or None if one of them does not support plans."""
     for member in members:
-        kinds = type(member.sampler) in _PLANS and can_plan(member.storage, member.sampler)
-        if not kinds or not is_usual(member) or member.flow is not None or not member.parts.draws:
+        if not _is_planned(member) or not is_usual(member) or member.flow is not None or not member.parts.draws:
             return None
     layouts = [(member.storage.layout, member.storage.ndim) for member in members]
     if any(each != layouts[0] for each in layouts):
         return None
     with torch.inference_mode(False):
         return MixturePlan(members, size)
+
+
+def _is_planned(member: Any) -> bool:
+    """Whether the kernel supports the sampler and the rows of a member."""
+    storage, sampler = member.storage, member.sampler
+    return type(sampler) in _PLANS and can_plan(storage, sampler) and type(storage.rows) is PlainRows

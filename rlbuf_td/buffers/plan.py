@@ -26,6 +26,7 @@ from rlbuf_td.samplers import MinibatchSampler, ProportionalSampler, RankSampler
 from rlbuf_td.samplers.priorities import ALPHA, BETA, LARGEST, WEIGHED
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.rows import PlainRows
+from rlbuf_td.storages.rows.dedup import DedupRows
 from rlbuf_td.storages.tensordict_fast import entries_of
 from rlbuf_td.storages.torchrl_parts import generator_of
 from rlbuf_td.storages.write_clock import BY_ROW, LAST, NOW, SAMPLED_AT
@@ -74,6 +75,8 @@ class Plan(Planned):
     reports: tuple[tuple[str, torch.dtype], ...] = ()  # the sampler's report: the name and dtype of each entry
     table = 0  # address of an array with the addresses of the priorities
     kept: tuple[Any, ...] = ()  # objects that are kept alive because the kernel reads their memory
+    read_entries: Callable[..., Any] | None = None  # the machine code that reads deduplicated observations
+    pools: tuple[Any, ...] = ()  # further arguments of ``read_entries``
 
     def __init__(self, storage: PackedStorage, sampler: Any, size: int, gathers: bool = True) -> None:
         self.storage, self.sampler, self.size = storage, sampler, size
@@ -86,12 +89,14 @@ class Plan(Planned):
         self.uniform = torch.empty(size, dtype=torch.float64, device="cpu")
         scratch = {"flat": self.flat.data_ptr(), "uniform": self.uniform.data_ptr()}
         shape = {"steps": self.rows.steps, "lanes": self.lanes, "table": self.table}
-        extents = self.rows.layout.extents[: len(leaves)]
+        extents = self.rows.extents[: len(leaves)]
         self.gather = Gather(self.rows.flat, extents, leaves + more, size, **scratch, **shape)
         self.names = ("index", *(name for name, _ in self.reports))
         self.batch_size, self.index_shape = torch.Size([size]), torch.Size([size, *index[1]])
         self.gathers, self._blanks = gathers, []
         self.kernel = self.draw_loop()
+        if type(self.rows) is DedupRows:
+            self.read_entries, self.pools = _read_entries_loop(), self.rows.table.addresses
 
     def holds(self) -> bool:
         """Whether storage and sampler are unchanged since the plan was made."""
@@ -112,7 +117,11 @@ class Plan(Planned):
         if not written or not self.holds():
             return None
         blank = self._blanks.pop() if self._blanks else self.blank()
-        return blank if self.draw(written, blank.slot) else None
+        if not self.draw(written, blank.slot):
+            return None
+        if self.read_entries is not None:
+            self.read_entries(self.gather.address, blank.slot, *self.pools)
+        return blank
 
     def draw_loop(self) -> Callable[..., Any]:
         """Return the machine code that fills a batch."""
@@ -293,6 +302,12 @@ class RankPlan(PrioritizedPlan):
         )
 
 
+def _read_entries_loop() -> Callable[..., Any]:
+    from rlbuf_td.kernels.batch import dedup_cpu
+
+    return machine_code(dedup_cpu.read_entries, 0, 0, 0, 0, (0, 0))
+
+
 def _fits(entry: Any, dtype: torch.dtype) -> TypeGuard[Tensor]:
     """Whether a kernel can read ``entry`` as contiguous host memory of this dtype."""
     is_plain = type(entry) is Tensor and entry.dtype is dtype and entry.is_cpu
@@ -312,7 +327,8 @@ def is_plain(storage: Any) -> bool:
     """Whether kernels can access the rows of a storage as plain host memory."""
     return (
         type(storage) is PackedStorage
-        and type(storage.rows) is PlainRows
+        and isinstance(storage.rows, PlainRows | DedupRows)
+        and (isinstance(storage.rows, PlainRows) or storage.rows.table.is_compiled)
         and backend_of(storage.rows.flat) == "numba"
         and storage.ndim <= 2
         and not storage.is_reserved

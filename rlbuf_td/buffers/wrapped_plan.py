@@ -30,6 +30,7 @@ from rlbuf_td.samplers import (
     UniformSampler,
 )
 from rlbuf_td.storages import PackedStorage
+from rlbuf_td.storages.rows import PlainRows
 from rlbuf_td.storages.tensordict_fast import set_entries_
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 
@@ -193,6 +194,8 @@ def _fits(storage: Any, wrapper: Any) -> bool:
     """Whether the kernels support the settings of the wrapper, and the keys and dtypes of the rows."""
     if type(wrapper) is FreshRowsSampler:
         return type(wrapper.sampler) in _TAKES_FRESH
+    if type(storage.rows) is not PlainRows:
+        return False
     boundaries = TrajectoryIndex.of(storage, done_key=wrapper.done_key, traj_key=wrapper.traj_key).boundaries()
     dtypes = {leaf.key: leaf.dtype for leaf in storage.rows.layout.leaves}
     if type(wrapper) is NStepSampler and dtypes.get(wrapper.reward_key) not in (torch.float32, torch.float64):

@@ -30,6 +30,8 @@ from rlbuf_td.samplers import MinibatchSampler, ProportionalSampler, RankSampler
 from rlbuf_td.samplers.priorities import ALPHA, LARGEST, WEIGHED
 from rlbuf_td.samplers.wrapper import SamplerWrapper
 from rlbuf_td.storages import SchemaError, torchrl_parts
+from rlbuf_td.storages.interrupts import held_back
+from rlbuf_td.storages.rows.dedup import DedupRows
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 from rlbuf_td.writers import RingWriter
 
@@ -43,6 +45,7 @@ class WritePlan:
 
     def __init__(self, buffer: Any, parts: Parts, sampler: Any, boundaries: _Numbers | None) -> None:
         from rlbuf_td.kernels.batch import cpu as kernels
+        from rlbuf_td.kernels.batch import dedup_cpu
 
         self.buffer, self.storage, self.sampler = buffer, parts.storage, sampler
         self.time_dim, self.priority_key = buffer.dim_extend, buffer.priority_key
@@ -52,7 +55,7 @@ class WritePlan:
         self.counters = parts.writer.numbers.values  # replaced when the buffer is shared
         self.listening = len(self.listeners)
         self.lanes = self.rows.lanes.numel()
-        self.extents = self.rows.layout.extents
+        self.extents = self.rows.extents
         self.sources = np.empty(len(self.extents), np.int64)
         self.set_sources = Struct(f"{len(self.extents)}q").pack_into
         self.priorities = sampler.law.table.addresses if parts.prioritized is not None else None
@@ -68,6 +71,9 @@ class WritePlan:
         if self.priorities is not None:
             loop = kernels.write_ring_rank if type(sampler) is RankSampler else kernels.write_ring_proportional
         self.address, self.kernel = self.ring.ctypes.data, machine_code(loop, 0, 0, True, 0)
+        if type(self.rows) is DedupRows:
+            self.write_rows, self.kernel, self.pools = self.kernel, self.write_deduplicated, self.rows.table.addresses
+            self.write_entries = machine_code(dedup_cpu.write_entries, 0, 0, 0, True, 0, 0, (0, 0))
 
     def _numbers(self, parts: Parts) -> dict[str, float]:
         rows, storage = self.rows, self.storage
@@ -127,6 +133,13 @@ class WritePlan:
                 self.epochs.restart()
         return None if cursor < 0 else cursor if index is None else index
 
+    def write_deduplicated(self, address: int, count: int, lanes_first: bool, index: int) -> int:
+        with held_back:  # an interrupt between the two calls would leave rows with the observations of other rows
+            cursor = self.write_rows(address, count, lanes_first, index)
+            if cursor >= 0:
+                self.write_entries(address, cursor, count, lanes_first, *self.pools)
+        return cursor
+
     def collect(self, data: TensorDict, lead: torch.Size) -> list[Tensor] | None:
         """Store the addresses of the data's tensors for the kernel; return the tensors, or None if they do not fit."""
         expected, are_plain = self.expected.get(lead) or self.expect(lead)
@@ -162,6 +175,8 @@ def make_write_plan(buffer: Any, parts: Parts) -> WritePlan | None:
     """Return a plan for writes to a buffer with allocated rows, or None if the buffer does not support plans."""
     storage, sampler = parts.storage, parts.sampler
     if type(parts.writer) is not RingWriter or parts.writer.counts_generations or not is_plain(storage):
+        return None
+    if type(storage.rows) is DedupRows and storage.rows.is_mapped:  # space on the disk is reserved before each write
         return None
     while isinstance(sampler, SamplerWrapper) and type(sampler).add is SamplerWrapper.add:
         sampler = sampler.sampler

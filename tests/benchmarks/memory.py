@@ -1,14 +1,16 @@
 """Observations once: what rows that share them save, and what that costs (``python tests/benchmarks/memory.py``).
 
-Each figure is a ratio of medians against a plain :class:`PackedStorage`, of calls that take turns.
+Each figure is a ratio to a plain :class:`PackedStorage`. A learner's step runs before each timed call.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import cycle
+from operator import truediv
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from tensordict import TensorDict
 
 from rlbuf_td import PackedStorage, ReplayBuffer
 from rlbuf_td.cli.bench.contenders import small_rows
-from rlbuf_td.cli.bench.timing import one_thread
+from rlbuf_td.cli.bench.timing import Learner, in_loop, one_thread
 
 BATCH, CHUNK = 256, 20_000
 
@@ -47,16 +49,6 @@ def image_rows(count: int, episode: int = 200) -> TensorDict:
     return rows
 
 
-def in_turn(calls: Sequence[Callable[[], object]], rounds: int, clock: Callable[[], float]) -> list[float]:
-    times: list[list[float]] = [[] for _ in calls]
-    for _ in range(rounds):
-        for call, taken in zip(calls, times, strict=True):
-            start = clock()
-            call()
-            taken.append(clock() - start)
-    return [statistics.median(taken) for taken in times]
-
-
 def compare(rows: int, make: Callable[[int], TensorDict], how: dict[str, Any], rounds: int) -> dict[str, float]:
     """Return memory and times of rows that share, relative to plain ones; both are full."""
     plain = ReplayBuffer(storage=PackedStorage(rows), batch_size=BATCH)
@@ -67,14 +59,16 @@ def compare(rows: int, make: Callable[[int], TensorDict], how: dict[str, Any], r
         for rb in (plain, shared):
             rb.extend(data)
     result = {"memory": shared.storage.nbytes / plain.storage.nbytes}
-    several, one = make(BATCH), make(1)[0]
-    for name, calls in (
-        ("sample", [plain.sample, shared.sample]),
-        ("extend", [lambda: plain.extend(several), lambda: shared.extend(several)]),
-        ("add", [lambda: plain.add(one), lambda: shared.add(one)]),
-    ):
-        first, second = in_turn(calls, rounds, time.thread_time)
-        result[name] = second / first
+    fresh = make(4 * BATCH)
+    writes = {"extend": fresh.split(BATCH), "add": fresh.unbind(0)}
+    for name in ("sample", "extend", "add"):
+        calls: dict[str, Callable[[], object]] = {}
+        for kind, rb in (("plain", plain), ("shared", shared)):
+            calls[kind] = getattr(rb, name)
+            if name in writes:
+                calls[kind] = partial(next, map(getattr(rb, name), cycle(writes[name])))
+        blocks = in_loop(calls, rounds, Learner(BATCH).step)
+        result[name] = statistics.median(map(truediv, blocks["shared"], blocks["plain"]))
     return result
 
 
@@ -83,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", type=float, default=1e6, help="HalfCheetah's")
     parser.add_argument("--wide", type=float, default=1e5, help="rows with Humanoid's observations of 376 numbers")
     parser.add_argument("--images", type=float, default=1e4, help="rows with Atari's stacks, 56 KB each while plain")
-    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=12, help="blocks of 16 calls each")
     options = parser.parse_args(arguments)
     once, frames = {"share_next": True}, {"frames": {"observation": 4}}
     cases: list[tuple[str, int, Callable[[int], TensorDict], dict[str, Any]]] = [
@@ -95,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"relative to a plain PackedStorage, batches of {BATCH}:")
         for name, rows, make, how in cases:
             if rows:
-                found = compare(rows, make, how, options.rounds if name != "Atari" else options.rounds // 4)
+                found = compare(rows, make, how, options.rounds)
                 ratios = ", ".join(f"{what} {x:.2f}x" for what, x in found.items())
                 print(f"  {name:<12} {rows:>9,} rows: {ratios}", flush=True)
 

@@ -10,7 +10,7 @@ from tests.benchmarks import memory, mixtures
 
 
 def test_rows_that_share_observations_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    memory.main(["--rows", "20000", "--wide", "2000", "--images", "600", "--rounds", "8"])
+    memory.main(["--rows", "20000", "--wide", "2000", "--images", "600", "--rounds", "2"])
     found = {line.split()[0]: re.findall(r"(\w+) ([\d.]+)x", line) for line in capsys.readouterr().out.splitlines()}
     for case, most in (("HalfCheetah", 0.65), ("Humanoid", 0.53), ("Atari", 0.14)):
         measured = {name: float(ratio) for name, ratio in found[case]}

@@ -144,7 +144,8 @@ def plot_trajectory(rb: ReplayBuffer, row: Any, *, keys: Sequence[NestedKey] | N
     Args:
         rb: a buffer whose rows have ``("next", "done")`` or trajectory ids.
         row: the number of a row, or its time step and lane, ``(t, e)``.
-        keys: the keys to plot; default: reward, action, and the first observation with at most 64 numbers.
+        keys: the keys to plot; default: the reward, the action, and the first observation key with at most 64 numbers
+            per row.
 
     Returns:
         A figure with one panel per key. The time axis counts steps from the given row.

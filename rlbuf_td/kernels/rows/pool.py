@@ -91,6 +91,12 @@ class Table:
             groups.append([group.ids, group.pieces, group.sides, group.names, group.nbytes, *where])
         return np.array(groups, np.int64), np.array(parts, np.int64)
 
+    @property
+    def addresses(self) -> tuple[int, int, tuple[int, int]]:
+        """The addresses of :attr:`arrays`, and their lengths."""
+        groups, parts = self.arrays
+        return groups.ctypes.data, parts.ctypes.data, (len(groups), len(parts))
+
 
 def read_(table: Table, cells: Tensor, live: int, leaves: Sequence[Tensor | None], order: Tensor | None = None) -> bool:
     """Copy the rows ``cells`` to the tensors ``leaves``; return False if a row index is not in ``[0, live)``.

@@ -47,7 +47,7 @@ def _repair_blocks(tree: SumTree, block: Tensor) -> None:
 
 
 def _set_groups(tree: SumTree, start: int, above: int, group: Tensor) -> None:
-    """Recompute the sums and minima of the groups numbered ``group``, and ``before`` of their members.
+    """Recompute the groups with the numbers ``group``: the sum and the minimum of each, and ``before`` of its members.
 
     The level of the members begins at index ``start``, and the level of the groups at index ``above``.
     """

@@ -34,6 +34,7 @@ class Rows(ABC):
 
     def __init__(self, layout: RowLayout, matrix: torch.Tensor) -> None:
         self.layout = layout  # layout of whole rows, as in batches
+        self.extents = layout.extents  # offset and size in bytes of each leaf in a stored row; size 0: not stored there
         self.use(matrix)
 
     def use(self, matrix: torch.Tensor) -> None:

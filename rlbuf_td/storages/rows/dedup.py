@@ -34,6 +34,8 @@ class DedupRows(Rows):
         stored = dedup.stored
         matrix = block[: prod(shape) * stored.row_bytes].view(*shape, stored.row_bytes)
         super().__init__(dedup.layout, matrix.view(stored.carrier))
+        self.extents = np.zeros_like(dedup.layout.extents)
+        self.extents[dedup.runs[:, 1]] = dedup.runs[:, [0, 2]]
         self.dedup, self.block, self._make_room = dedup, block, make_room
         self.is_mapped = make_room is not None
         self._sections = Sections.of(dedup, self.cells)
