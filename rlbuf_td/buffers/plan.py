@@ -131,7 +131,7 @@ class Plan(Planned):
 
     @abstractmethod
     def draw(self, written: int, slot: int) -> bool:
-        """Draw from the first ``written`` rows, and fill the batch with the addresses at ``slot``; False if refused."""
+        """Draw from the first ``written`` rows, and fill the batch at ``slot``; return False if the kernel refuses."""
 
 
 class UniformPlan(Plan):

@@ -161,7 +161,7 @@ class WritePlan:
         return leaves
 
     def expect(self, lead: torch.Size) -> _Expected:
-        """Note what data with batch size ``lead`` must look like."""
+        """Store the dtypes and shapes that data with batch size ``lead`` must have."""
         if len(self.expected) == _MOST_SIZES:
             self.expected.clear()
         expected = [(leaf.dtype, lead + leaf.shape) for leaf in self.rows.layout.leaves]

@@ -189,7 +189,10 @@ def _is_here(device: torch.device) -> bool:
 
 
 class Rollback(ExitStack):
-    """Loads states of parts; an error restores the old states. Load samplers last: this package's are not restored."""
+    """Loads states of parts; an error restores the old states.
+
+    Load samplers last, because the old states of this package's samplers are not restored.
+    """
 
     def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> bool | None:
         if kind is None:

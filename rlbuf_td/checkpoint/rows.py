@@ -146,7 +146,7 @@ class SavedRows:
             at += count
 
     def _read_unaligned(self, rows: Rows, report: Report) -> None:
-        """Read the rows of an earlier version, which began no leaf at a cache line, block by block."""
+        """Read rows block by block from a dump of an earlier version, which did not align leaves to cache lines."""
         lead = (*self.lanes, self.layout.row_bytes)
         at, step = 0, prod(lead)
         size = max(1, _BLOCK // step)

@@ -203,7 +203,7 @@ class Client:
         return pieces_of(1_000 + draws * (16 + self.spec.window_rows * (row_bytes + 8)))
 
     def _exchange(self, places: Iterable[int]) -> None:
-        """Send the queued TD errors; make the shards ``places`` store their waiting rows and report their state."""
+        """Send the queued TD errors; make the shards in ``places`` store their waiting rows and report their state."""
         self.links.receive(self._request(dict.fromkeys(places, _NO_ERRORS)))
 
     def _receive(self, draw: Draw) -> Batches | None:

@@ -42,8 +42,8 @@ def split(positions: Tensor, masses: Tensor) -> Split:
 def importance_weights(probability: Tensor, least: float, rows: int, beta: float, norm: str | None) -> Tensor:
     """Return importance weights ``(rows * probability) ** -beta``, ``[B]`` float32.
 
-    With ``norm="batch"``, the largest weight of the batch is scaled to 1; with ``"buffer"``, that of all rows, whose
-    smallest probability is ``least``.
+    With ``norm="batch"``, weights are divided by the largest weight in the batch. With ``norm="buffer"``, they are
+    divided by the largest weight of all rows, that of a row with the smallest probability, ``least``.
     """
     unit = {"buffer": least, "batch": float(probability.min()), None: 1.0 / rows}[norm]
     return (probability / unit).pow(-beta).to(torch.float32)

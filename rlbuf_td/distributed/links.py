@@ -117,7 +117,7 @@ class Links:
         return answers
 
     def request(self, requests: Mapping[int, tuple[Request, int]]) -> dict[int, Any]:
-        """Send each shard its request; return Ray's references, which :meth:`receive` takes."""
+        """Send each shard its request; return Ray's references to the answers, for :meth:`receive`."""
         return {
             place: self.handles[place].answer.options(num_returns=pieces or 1).remote(pickle.dumps(request, 5), pieces)
             for place, (request, pieces) in requests.items()
@@ -138,7 +138,7 @@ class Links:
         return reports
 
     def ask(self, method: str, places: Iterable[int] | None = None, patience: float | None = None) -> dict[int, Report]:
-        """Call ``method`` on the shards ``places`` (default: all that are not lost); store and return their reports."""
+        """Call ``method`` of the shards in ``places`` (default: all but lost ones); store and return their reports."""
         self.revive()
         return self.reports(self.start(method, dict.fromkeys(self.live if places is None else places, ())), patience)
 

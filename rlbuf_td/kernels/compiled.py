@@ -27,7 +27,7 @@ compiled = cached_njit(nogil=True)
 
 
 def bare(function: Callable[..., Any]) -> Any:
-    """Compile without numba's reference counting: twice as fast, but the function must not create arrays."""
+    """Compile without numba's reference counting. The function becomes twice as fast, but must not create arrays."""
     try:
         return cached_njit(nogil=True, _nrt=False)(function)
     except KeyError:  # this numba version lacks the option: same results, but slower
@@ -100,7 +100,7 @@ def prefetch(typing_context: Any, address: Any) -> Any:
 
 @intrinsic
 def touch(typing_context: Any, address: Any) -> Any:
-    """Load the byte at an address and discard it: of many prefetches in a row, processors drop some, but no loads."""
+    """Load the byte at an address and discard it. Processors drop some of many prefetches, but never a load."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         place = builder.inttoptr(arguments[0], ir.PointerType(ir.IntType(8)))

@@ -90,7 +90,7 @@ class PriorityState:
 def write_magnitudes(
     memory: Tensor, index: Tensor, magnitude: Tensor, rows: float | Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Set ``memory[index] = magnitude`` for finite magnitudes and ``0 <= index < rows``; the last duplicate counts.
+    """Set ``memory[index] = magnitude`` for finite magnitudes and ``0 <= index < rows``, the last one of equal indices.
 
     Return the written indices (``[B]``, some repeated; all 0 if nothing was written), the largest valid magnitude (-1:
     none), and the number of NaN or infinite magnitudes at indices in ``[0, rows)``.

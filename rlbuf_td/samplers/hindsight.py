@@ -149,7 +149,7 @@ class HindsightSampler(SamplerWrapper):
     def _relabelled(
         self, storage: Storage, drawn: Tensor, uniform: Tensor, flat: Tensor, owner: Tensor | None
     ) -> TensorDictBase:
-        """Read the rows ``flat``, and relabel some of them, as ``uniform``, a random number per drawn row, decides."""
+        """Read the rows at flat indices ``flat``, and relabel some; ``uniform`` holds a random number per drawn row."""
         bound, batch = self._bound_to(storage), rows_at(storage, flat)
         rows, mask = choose_goals(bound.trajectories.boundaries(), drawn, uniform, self.law, len(storage))
         if owner is not None:

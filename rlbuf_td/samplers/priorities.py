@@ -22,7 +22,7 @@ ALPHA, BETA, LARGEST, WEIGHED = range(4)  # indices of the shared settings; WEIG
 
 
 class Law(ABC):
-    """Abstract conversion of TD errors to probabilities; ``flat``, ``[B]`` int64, are rows of the flattened storage."""
+    """Abstract conversion of TD errors to probabilities; ``flat``, ``[B]`` int64, holds flat indices of rows."""
 
     table: Any  # the data structure of all rows; its ``magnitude`` is ``|td_error|``, -1 for rows without a priority
     blank: ClassVar[dict[str, float]]  # the table's tensors in checkpoints, and their values without a priority
@@ -45,9 +45,9 @@ class Law(ABC):
         """Return the probability of each row, ``[B]`` float64."""
 
     def weigh_beside_(self, flat: Tensor, drawn: Tensor, weight: Tensor) -> None:
-        """Store the importance weights of the rows ``flat`` in ``weight[:len(flat)]``.
+        """Store the importance weights of the rows in ``flat`` in ``weight[:len(flat)]``.
 
-        Before the call, ``weight[0]`` must be the importance weight of the row ``drawn``, ``[1]``.
+        Before the call, ``weight[0]`` must be the importance weight of the one row in ``drawn`` (shape ``[1]``).
         """
         probability = self.probability(torch.cat((flat, drawn)))
         ratio = (probability[:-1] / probability[-1]).clamp(min=LEAST_RATIO)
@@ -129,7 +129,7 @@ class Priorities:
         return flat
 
     def assign(self, index: Any, priority: Any, rows: int | None, storage: Storage | None, *, counts: bool) -> None:
-        """Set the priorities of rows below ``rows`` from TD errors; these can increase ``largest`` if ``counts``."""
+        """Set the priorities of rows below ``rows`` from TD errors; if ``counts``, these can increase ``largest``."""
         if storage is not None:
             self.follow(storage)
         self.law.weigh()

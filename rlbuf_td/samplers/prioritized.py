@@ -97,7 +97,7 @@ class Prioritized(RowSampler, GraphCapturable, PrioritizedSampler):
         self.priorities.assign(index, priority, None if storage is None else len(storage), storage, counts=True)
 
     def mark_update(self, index: Any, *, storage: Storage | None = None) -> None:
-        """Set the magnitude of the newly written rows ``index`` to :attr:`default_priority`."""
+        """Set the magnitude of the newly written rows at ``index`` to :attr:`default_priority`."""
         self.priorities.enter(index, storage)
 
     def priority(self, index: Any, *, storage: Storage | None = None) -> Tensor:

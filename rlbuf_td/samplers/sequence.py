@@ -120,7 +120,10 @@ class SequenceSampler(SamplerWrapper):
         return self._expanded(storage, *self._anchors(storage, self.windows_of(batch_size)))
 
     def batch_of(self, storage: Storage, flat: Tensor, info: dict[Any, Any]) -> Drawn:
-        """Expand the anchors ``flat`` to windows. Even with ``boundary="strict"``, no anchor is replaced."""
+        """Expand the anchors at flat indices ``flat`` to windows.
+
+        Even with ``boundary="strict"``, no anchor is replaced.
+        """
         back, ahead, _ = self._trajectories(storage).boundaries().reach(flat, self.window)
         return self._expanded(storage, flat, info, back, ahead)
 

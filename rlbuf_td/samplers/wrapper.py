@@ -194,14 +194,14 @@ def rows_at(storage: Storage, flat: Tensor) -> TensorDictBase:
 
 
 def joined_at(storage: Storage, flat: Tensor, last: Tensor) -> TensorDictBase:
-    """Read the rows ``flat``, with ``"next"`` taken from the rows ``last``."""
+    """Read the rows at flat indices ``flat``, with ``"next"`` taken from the rows at flat indices ``last``."""
     if isinstance(storage, PackedStorage):
         return storage.written_rows().joined_at(flat, last)
     return rows_at(storage, flat).set("next", rows_at(storage, last).get("next"))
 
 
 def column_of(storage: Storage, key: tuple[str, ...]) -> Tensor | None:
-    """Return a column, ``[T * lanes, ...]``, without values ("meta") if deduplicated; None if it is not stored."""
+    """Return a column, ``[T * lanes, ...]`` (a meta tensor if it is deduplicated), or None if it is not stored."""
     leaf = storage.deduplicated.get(key) if isinstance(storage, PackedStorage) else None
     if leaf is not None:
         return torch.empty((storage.all_rows().cells, *leaf.shape), dtype=leaf.dtype, device="meta")

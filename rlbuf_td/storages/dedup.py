@@ -135,7 +135,7 @@ def frames_group(leaves: Mapping[Key, Leaf], key: Key, count: int, dim: int) -> 
 
 
 def _repeats(data: TensorDictBase, leaf: Leaf) -> bool:
-    """Whether, in at least half of the first rows, the next observation equals the following row's observation."""
+    """Whether next observations equal the following observations in at least half of the first rows of ``data``."""
     count = min(len(data) - 1, _LOOK)
     following, now = leaf_of(data, ("next", *leaf.key))[:count], leaf_of(data, leaf.key)[1 : count + 1]
     same = (now == following) | ((now != now) & (following != following))
@@ -172,7 +172,7 @@ class DedupLayout:
 
     @cached_property
     def runs(self) -> np.ndarray:
-        """For each leaf that is not deduplicated: its offset in a stored row, leaf index, and bytes, ``[n, 3]``."""
+        """Offset in a stored row, number, and size in bytes of each leaf that is not deduplicated, ``[n, 3]``."""
         leaves = [leaf for leaf in self.stored.leaves if leaf.key != (ENTRY_IDS,) and leaf.nbytes]
         runs = [[self.stored.offsets[leaf.key], self.layout.places[leaf.key], leaf.nbytes] for leaf in leaves]
         return np.array(runs, np.int64).reshape(-1, 3)
@@ -235,7 +235,7 @@ def saved_dedup(layout: RowLayout, state: dict[str, Any]) -> DedupLayout | None:
 
 @dataclass(frozen=True)
 class Sections:
-    """Page-aligned byte offsets, after the rows, of the counters, and of the free ids and entries of each group."""
+    """Byte offsets of the memory after the rows, aligned to pages: counters, free ids and entries of each group."""
 
     counters: int
     stacks: tuple[int, ...]

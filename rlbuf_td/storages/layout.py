@@ -173,7 +173,7 @@ class RowLayout:
         return cls(_example(state), 0, aligned=state.get("aligned", False))
 
     def realigned(self) -> RowLayout:
-        """Return the layout that a storage gives rows of these keys now."""
+        """Return the layout that this version of the package gives to rows with the same keys, dtypes and shapes."""
         made = RowLayout(_example(_node_state(self.root, self.leaves)), 0)
         return self if made.aligned == self.aligned else made
 

@@ -79,7 +79,7 @@ def ram() -> Room:
 
 
 def shared_memory() -> Room:
-    """Return the free and total shared memory: for each, the smaller value of RAM and ``/dev/shm``."""
+    """Return the free and the total shared memory: the smaller ones of the values for RAM and for ``/dev/shm``."""
     both = ram(), _file_system(_SHARED, "")
     free = min((room.free for room in both if room.free is not None), default=None)
     return Room("shared memory", free, min((room.total for room in both if room.total is not None), default=None))
@@ -125,7 +125,7 @@ def require_room(
     shared: bool = False,
     lazily: bool = False,
 ) -> None:
-    """Raise an error if ``nbytes`` are not free; if ``lazily``, warn, and raise only if the total memory is smaller."""
+    """Raise an error if ``nbytes`` are not free; if ``lazily``, raise only if they exceed the total, and else warn."""
     if nbytes < _WORTH_A_LOOK or device.type == "cuda":
         return
     room = room_for(device, scratch_dir=scratch_dir, shared=shared)

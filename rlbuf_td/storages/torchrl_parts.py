@@ -57,7 +57,7 @@ def replace_storage(writer: Any, storage: Any) -> None:
 
 
 def step_before_cursor(writer: Any) -> int:
-    """Return the time step that a ring writer wrote last; -1: the storage's last step, or the writer has no cursor."""
+    """Return the last time step that a ring writer wrote; -1: the storage's last step, or a writer without cursor."""
     return getattr(writer, "_cursor", 0) - 1
 
 

@@ -117,7 +117,7 @@ class TrajectoryIndex:
         return back + ahead + 1
 
     def boundaries(self, revision: int | None = None) -> Boundaries:
-        """Return the up-to-date boundaries of trajectories; ``revision`` is that of the storage, which has rows."""
+        """Return up-to-date boundaries; ``revision`` is the current revision of the storage if the caller knows it."""
         storage = self.storage
         if revision is None:
             if not len(storage):

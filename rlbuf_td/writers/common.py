@@ -174,7 +174,7 @@ def without_index(data: Any) -> Any:
 
 
 def _is_one(data: Any) -> bool:
-    """Whether ``data`` can be sliced; of other pytrees, only the leaves can."""
+    """Whether ``data`` itself can be sliced; in other pytrees, only the leaves can be sliced."""
     return is_tensor_collection(data) or isinstance(data, torch.Tensor | list)
 
 

@@ -118,7 +118,7 @@ def _broken(record: Record, where: torch.Tensor, flow: Flow, *, mostly: bool = F
 
 
 def _found_elsewhere(record: Record, sample: torch.Tensor, mostly: bool) -> tuple[str, str] | None:
-    """Search all observations for the next observations of the rows ``sample``; return where they are, and a remedy."""
+    """Search all observations for the next observations of the rows in ``sample``; return their place, and a remedy."""
     here = hashes(record, [("next", *key) for key in record.observed], sample)
     ordered, order = hashes(record, record.observed).sort()
     low, high = torch.searchsorted(ordered, here), torch.searchsorted(ordered, here, right=True)
@@ -170,7 +170,10 @@ def _shifted(record: Record, flow: Flow, done: torch.Tensor) -> Finding | None:
 
 
 def _ids_show_ends(record: Record, flow: Flow) -> bool:
-    """Whether changes of the trajectory id look like ends: no id appears again later, and trajectory lengths vary."""
+    """Whether changes of the trajectory id seem to mark ends of episodes.
+
+    No id may appear again later, and lengths must vary: equal lengths suggest that the data was cut into pieces.
+    """
     cuts = (flow.ends & flow.apart).T.flatten().nonzero()[:, 0]
     ids = record.columns.get(TRAJ_KEY)
     if ids is None or len(cuts) < _SOME_ENDS:
@@ -201,7 +204,10 @@ def _unbroken(record: Record, flow: Flow, one_step: torch.Tensor) -> Finding:
 
 
 def _jumps(record: Record, where: torch.Tensor, inside: torch.Tensor) -> tuple[float, float]:
-    """Return the median change of the observation in the rows ``where`` and in the rows after them; 0 if usual."""
+    """Return the median change of the observation in the rows of the mask ``where``, and in the rows after them.
+
+    The unit is the mean change within trajectories. A median that is usual within trajectories becomes 0.
+    """
     usual, rows = _spread(inside), _spread(where)
     if not len(usual):
         return 0.0, 0.0

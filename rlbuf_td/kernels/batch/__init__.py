@@ -28,9 +28,11 @@ class Gather:
         matrix: the stored rows, ``[N, width]``, contiguous, on the CPU.
         extents: ``[leaves, 2]`` int64: offset and size of each leaf in a row, in bytes. For n-step transitions,
             ``[leaves, 4]``: also the kind, for example ``wrapped_cpu.REWARD``, and the element size.
-        entries: dtype and shape per row of each tensor of a batch: the leaves, the index, and the sampler's outputs.
+        entries: for each tensor of a batch, its dtype and its shape per row. The tensors are the leaves, the index, and
+            the sampler's outputs.
         count: rows per batch.
-        record: values of other fields of :data:`rlbuf_td.kernels.batch.ring.BATCH`, for example ``lanes``; default 0.
+        record: further fields of a :data:`rlbuf_td.kernels.batch.ring.BATCH` record, for example ``lanes``; a missing
+            field is 0.
     """
 
     __slots__ = ("_kept", "_memory", "_set_targets", "_targets", "address", "addresses", "record", "slots")

@@ -56,7 +56,7 @@ _STREAMED = 16 << 20
 
 @kernel
 def gather(rows, row_bytes, index, leaves, targets):
-    """Copy each leaf ``k`` of the rows ``index`` to address ``targets[k]``; ``leaves[k]`` holds its offset and size."""
+    """Copy leaf ``k`` of the rows in ``index`` to address ``targets[k]``; ``leaves[k]`` holds its offset and size."""
     count, small = index.shape[0], row_bytes < _LARGE
     streams = count * row_bytes > _STREAMED
     for begin in range(-_BLOCK, count, _BLOCK):
@@ -210,7 +210,7 @@ def _gather_drawn(batch, targets, index, now):
 
 @inlined
 def _fresh_rows(batch, index, td_error, stamp, now, newest):
-    """Return how many rows of a batch were rewritten since sampling, all row indices (-1 for those), all TD errors."""
+    """Return the number of rows rewritten since sampling, the row indices (-1 for these rows), and the TD errors."""
     count, lanes, stale = batch.count, batch.lanes, 0
     row, error = carray(pointer(batch.flat), count, np.int64), carray(pointer(td_error), count, np.float32)
     pair = carray(pointer(index), (count, 2), np.int64)
@@ -227,7 +227,7 @@ def _fresh_rows(batch, index, td_error, stamp, now, newest):
 
 @kernel
 def update_proportional(address, index, td_error, stamp, written, now, newest, alpha, eps):
-    """Update priorities; return the largest ``|td_error|``, or ``REFUSED``, and how many rewritten rows are skipped."""
+    """Update priorities; return the largest ``|td_error|`` or ``REFUSED``, and how many rewritten rows are skipped."""
     batch = batch_at(address)
     stale, row, error = _fresh_rows(batch, index, td_error, stamp, now, newest)
     if stale < 0:

@@ -1,7 +1,7 @@
 """Compiled functions that read and write the deduplicated observations of a batch.
 
-Arguments are as in :mod:`rlbuf_td.kernels.batch.cpu`. ``groups`` and ``parts`` are the addresses of the arrays
-``Table.arrays`` of :mod:`rlbuf_td.kernels.rows.pool`, and ``sizes`` holds the lengths of these arrays.
+Arguments are as in :mod:`rlbuf_td.kernels.batch.cpu`. ``groups`` and ``parts`` are the addresses of the two arrays in
+``Table.arrays`` (see :mod:`rlbuf_td.kernels.rows.pool`), and ``sizes`` holds their lengths.
 """
 
 import numpy as np

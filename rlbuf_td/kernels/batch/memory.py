@@ -64,11 +64,12 @@ _empty_on_cpu: Callable[..., Tensor] = getattr(_guards, "_empty_strided_cpu", _e
 
 
 def check_of(examples: Sequence[Tensor]) -> Callable[..., bool]:
-    """Return a function that takes as many objects, and returns True only if they are tensors like ``examples``.
+    """Return a function of ``len(examples)`` arguments that returns True only if each argument is like its example.
 
-    True means: of class ``Tensor`` itself, with equal dtypes, devices, shapes and strides, and not lazily negated or
-    conjugated. The function may return False for such tensors, in inference mode for example. Compiled functions check
-    their arguments in the same way; for eight tensors, one call takes a sixth of the time of Python's comparisons.
+    An argument is like its example if both are of class ``Tensor`` itself, with equal dtypes, devices, shapes and
+    strides, and if it is not lazily negated or conjugated. The function may also return False for such arguments, for
+    example in inference mode. Compiled functions check their arguments in the same way; for eight tensors, one call
+    takes a sixth of the time of Python's comparisons.
     """
     try:
         return _guards.TensorGuards(*examples, dynamic_dims_sizes=None, dynamic_dims_strides=None).check

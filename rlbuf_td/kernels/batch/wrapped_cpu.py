@@ -93,9 +93,9 @@ def hindsight(bitmap, address, slot, drawn, count, thresholds, only_finished, lo
 def windows(bitmap, address, slot, drawn, count, length, burn_in, shifts, reports, flags):
     """Gather each drawn row (the anchor), the ``burn_in`` rows before it, and the ``length - 1`` rows after it.
 
-    Places outside the trajectory repeat its first or last row; with ``shifts``, a window begins earlier to have fewer.
-    ``reports`` holds the bytes per row of each of the wrapped sampler's outputs, except the index. ``flags`` holds the
-    leaf numbers of ``is_init``, truncated and done, -1 for a missing leaf.
+    Places outside the trajectory repeat its first or last row. With ``shifts``, a window that runs past the end of the
+    trajectory begins earlier. ``reports`` holds the bytes per row of each of the wrapped sampler's outputs, except the
+    index. ``flags`` holds the leaf numbers of ``is_init``, truncated and done, -1 for a missing leaf.
     """
     batch, index = batch_at(address), load(drawn, np.int64)
     window, across, lanes, last = burn_in + length, bitmap[5], batch.lanes, batch.leaves

@@ -42,9 +42,9 @@ class BoundariesBase(ABC):
 
     @abstractmethod
     def reach(self, cells: Tensor, within: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return ``(back, ahead, over)``: the steps before and after each row in its trajectory, at most ``within``.
+        """Return how many steps precede and follow each row in its trajectory: ``(back, ahead, over)``.
 
-        ``over`` is the flag *over* of the row ``ahead`` steps later.
+        ``back`` and ``ahead`` are at most ``within``. ``over`` is the flag *over* of the row ``ahead`` steps later.
         """
 
     @abstractmethod

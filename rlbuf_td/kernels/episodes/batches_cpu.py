@@ -18,7 +18,7 @@ def steps_to_goal(share, ahead, log_gamma):
 
 @inlined
 def choose(bitmap, thresholds, only_finished, log_gamma, live, cell, pick):
-    """Return the row that provides the new goal of row ``cell``, or -1: none; ``pick`` is uniform in ``[0, 1)``."""
+    """Return the row that provides the new goal of row ``cell``, or -1 if it keeps its goal; ``pick`` is random."""
     future, final, episode, random = thresholds[0], thresholds[1], thresholds[2], thresholds[3]
     if pick >= episode:
         return min(np.int64((pick - episode) / (random - episode) * live), live - 1) if pick < random else np.int64(-1)

@@ -45,7 +45,7 @@ def expect(bitmap, cell):
 
 @kernel
 def _descend(bitmap, lane, level, position, first):
-    """Return the first boundary, or the last if not ``first``, of the steps that bit ``position`` of a level covers."""
+    """Return the first boundary (the last if not ``first``) among the steps that bit ``position`` of a level covers."""
     while level > 0:
         level -= 1
         word = _word(bitmap, lane, _start(bitmap, level) + position)
@@ -90,7 +90,7 @@ def _previous(bitmap, lane, t):
 
 @kernel
 def _next_around(bitmap, lane, t):
-    """Return the first boundary from step ``t`` on; after the last one, the lane's first boundary plus its length."""
+    """Return the first boundary from step ``t`` on, or else the lane's first boundary plus the lane's length."""
     following = _next(bitmap, lane, t)
     return following if following >= 0 else _next(bitmap, lane, np.int64(0)) + bitmap[4]
 

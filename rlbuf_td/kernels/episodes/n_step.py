@@ -11,9 +11,10 @@ _GAMMA = 6  # index of gamma in ``FlagBoundaries.numbers``; 0 to 5, and 7, hold 
 
 
 def windows(boundaries: Boundaries, rows: Tensor, n: int, lanes: int, cells: int) -> tuple[Tensor, Tensor]:
-    """Return the indices of each row and the next ``n - 1`` rows, ``[B, n]``, and the number of steps after it.
+    """Return the indices of each row and the next ``n - 1`` rows, ``[B, n]``, and the number of steps after each row.
 
-    After the end of the trajectory, its last row is repeated. Only steps in the trajectory count, at most ``n``.
+    After the end of the trajectory, its last row is repeated. The number counts only steps of the trajectory, and is at
+    most ``n``.
     """
     ahead = boundaries.reach(rows, n)[1]
     offset = torch.arange(n, device=rows.device).minimum(ahead[:, None])

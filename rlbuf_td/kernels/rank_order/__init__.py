@@ -29,7 +29,7 @@ RankOrder: TypeAlias = SortedOrder | ChunkedOrder
 
 
 def make_order(magnitude: Tensor, stale_updates: int = 0) -> RankOrder:
-    """Return the rank order of the rows; ``magnitude`` is ``[capacity]`` float32, -1 for rows without a priority.
+    """Return the rank order of rows with the given magnitudes, ``[capacity]`` float32, -1 for rows without a priority.
 
     On the CPU, ranks are always exact; elsewhere, a look-up may ignore the last ``stale_updates`` updates.
     """

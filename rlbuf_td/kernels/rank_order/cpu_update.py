@@ -201,7 +201,7 @@ def _insert_run(st, p, s, key, count):
 
 @bare
 def _split_chunk(st, p, s, key, count):
-    """Move the upper keys of a full chunk to a new chunk after it, to make room for ``count`` keys from ``key`` on."""
+    """Move the upper keys of a full chunk to a new chunk after it, to make room for the keys ``key, key + 1, ...``."""
     g = st.top_group[p]
     c, d = st.child[g, s], st.head[CHUNKS]
     st.head[CHUNKS] += 1

@@ -8,8 +8,8 @@ accuracy; its constant ``C`` is chosen so that the formula is exact at the end o
     H_n = C + \frac{x^{1-\alpha} - 1}{1-\alpha} + \frac{\alpha}{24} x^{-\alpha-1} + O(x^{-\alpha-3}), \quad
     x = n + \tfrac12
 
-For ``alpha = 1``, the first fraction becomes ``log x``. The formula is inverted without a search, so that the time
-to draw a rank does not depend on ``N``. No function waits for the device.
+For ``alpha = 1``, the first fraction becomes ``log x``. The formula is inverted without a search, so that the time to
+draw a rank does not depend on ``N``. None of the functions waits for a GPU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Draws rows, preferably recent ones: ages follow a truncated geometric distribution."""
+"""Draws recent rows more often than old ones: ages follow a truncated geometric distribution."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
 Rows are numbered in the order of writing. The queue is a list of half-open intervals of these numbers, the newest last.
 The argument ``queue`` is the address of a ``QUEUE`` record. Fields of the record:
 
-- ``began`` is 0 in a new queue. There, an interval (a, b) means the newest a rows without the newest b. The first call
-  of :func:`look` converts the intervals to row numbers, and sets ``began`` to 1.
+- ``began`` is 0 in a new queue. While it is 0, an interval (a, b) stands for the newest ``a`` rows except the newest
+  ``b``. The first call of :func:`look` converts the intervals to row numbers, and sets ``began`` to 1.
 - ``count`` is the number that the next written row will have.
 - ``fresh`` limits the number of fresh rows in a batch.
 

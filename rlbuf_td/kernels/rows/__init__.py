@@ -11,7 +11,7 @@ from rlbuf_td.kernels.dispatch import backend_of
 
 
 def put_values_(target: Tensor, values: Tensor, mask: Tensor) -> int:
-    """Copy ``values[i]`` to ``target[i]`` where ``mask[i]`` is True; return -1, or the first ``i`` with a NaN to copy.
+    """Copy ``values[i]`` to ``target[i]`` where ``mask[i]`` is True; return the first such ``i`` with a NaN, or -1.
 
     On the CPU, a NaN prevents the whole copy; on a GPU, NaN is copied, too. ``mask`` must be contiguous.
     """
@@ -58,8 +58,9 @@ def skip_ring(
 ) -> tuple[Tensor, int | Tensor]:
     """Return ``index`` with -1 in place of each row rewritten since it was sampled, and the number of these rows.
 
-    ``clock`` is the number of time steps written so far, ``stamp`` holds the clock at which each row was sampled, and
-    ``last`` is the newest time step. ``index`` and ``stamp`` must be contiguous ``[B]`` int64.
+    ``clock`` is the number of time steps written so far, ``stamp`` holds the value of this number when each row was
+    sampled, and ``last`` is the position of the newest time step. ``index`` and ``stamp`` must be contiguous ``[B]``
+    int64.
     """
     if backend_of(index) == "numba":
         others = index.data_ptr(), stamp.data_ptr(), index.shape[0], clock, last, steps, lanes
@@ -77,7 +78,7 @@ def skip_ring(
 
 
 def skip_newer(index: Tensor, stamp: Tensor, clock: int, written: Tensor) -> tuple[Tensor, int | Tensor]:
-    """As :func:`skip_ring`, for rows written in any order; ``written[i]`` is the clock after row i was last written."""
+    """Implement :func:`skip_ring` for any order of writes; ``written[i]`` is the clock after row i was last written."""
     inside = (index >= 0) & (index < len(written))
     newer = (written[index.clamp(0, len(written) - 1)] - stamp > 0) | (clock - stamp < 0)
     return _skipped(index, inside & newer)

@@ -59,7 +59,7 @@ _mincore = types.ExternalFunction("mincore", types.int64(types.int64, types.int6
 
 @kernel
 def is_absent(base, stride, cells, count):
-    """Whether one of a sample of the rows ``cells`` must be read from disk."""
+    """Whether one of about ``_SAMPLED`` rows in ``cells`` is not in memory and must be read from the disk."""
     found = np.zeros(1, np.uint8)
     step = max(1, count // _SAMPLED)
     for i in range(0, count, step):

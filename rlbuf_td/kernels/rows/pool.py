@@ -26,7 +26,7 @@ _CHUNK = 1 << 18  # rows whose names are read at once
 
 @dataclass(frozen=True)
 class Part:
-    """Where the bytes of one deduplicated key lie: in an entry, in an observation and in a batch."""
+    """The position of one deduplicated key's bytes in an entry, in an observation and in a batch."""
 
     into: int  # offset of its bytes in an entry
     inner: int  # bytes per contiguous run of the key in a row
@@ -99,7 +99,7 @@ class Table:
 
 
 def read_(table: Table, cells: Tensor, live: int, leaves: Sequence[Tensor | None], order: Tensor | None = None) -> bool:
-    """Copy the rows ``cells`` to the tensors ``leaves``; return False if a row index is not in ``[0, live)``.
+    """Copy the rows in ``cells`` to the tensors ``leaves``; return False if a row is not in ``[0, live)``.
 
     ``leaves`` has one contiguous tensor, or None, per key; after False, their contents are undefined. On a GPU, indices
     are not checked. The CPU reads the rows in the order of the permutation ``order``.
@@ -117,13 +117,13 @@ def read_(table: Table, cells: Tensor, live: int, leaves: Sequence[Tensor | None
 def write_(
     table: Table, sources: np.ndarray, cells: Tensor | int, count: int, lanes: int, *, deferred: bool = False
 ) -> None:
-    """Write the observations of rows on the CPU: their bytes to entries, and the names of these entries to the rows.
+    """Write the observations of rows to entries, and the names of these entries to the rows, on the CPU.
 
     Args:
         table: the rows and the pools of entries.
-        sources: ``[P, 2, 3]`` int64, for P keys, and for observations and next observations: the address, and the byte
-            strides along time and along lanes.
-        cells: row indices, contiguous int64, without repetitions. An int means consecutive rows of the ring from there.
+        sources: ``[P, 2, 3]`` int64. For each of P keys, and for observations and next observations, three numbers: the
+            address of the data, its byte stride along time, and its byte stride along lanes.
+        cells: row indices, contiguous int64, without repetitions; or an int, the first of consecutive rows of the ring.
         count: number of written rows.
         lanes: number of lanes if whole time steps are written, else 1.
         deferred: whether only later writes may reuse the entries that this write frees.
@@ -147,7 +147,7 @@ def grow_(table: Table, g: int, most: int) -> None:
 
 
 def rebuild_(table: Table, *, used: Sequence[int] | None = None) -> None:
-    """Free all entries to which no row refers. ``used`` is the largest name in each group, None if unknown."""
+    """Free all entries to which no row refers. ``used`` holds the largest name in each group; None: find it."""
     for g, (stack, counters) in enumerate(zip(table.stacks, table.counters, strict=True)):
         ids = table.ids(g)
         most = max(int(counters[1]), int(ids.max())) if used is None else used[g]

@@ -90,7 +90,7 @@ def _copy_piece(group, parts, name, piece, side, targets, i):
 
 @kernel
 def read(groups, parts, runs, targets, own, own_bytes, live, cells, order, count):
-    """Implement :func:`rlbuf_td.kernels.rows.pool.read_`; ``targets``: the address of each leaf, 0 to skip it."""
+    """Implement :func:`rlbuf_td.kernels.rows.pool.read_`; ``targets`` holds an address per leaf, 0 to skip the leaf."""
     sides = _sides(parts, targets)
     for begun in range(count + _ROWS):
         if begun < count:

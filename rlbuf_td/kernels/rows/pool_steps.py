@@ -39,7 +39,7 @@ def write_by_steps_(
 
 
 def _raw(group: Group, values: Sequence[Tensor]) -> Tensor:
-    """Convert observations, one tensor ``[B, ...]`` per key, to the bytes of entries, ``[B, group.pieces, bytes]``."""
+    """Convert observations, one tensor ``[B, ...]`` per key, to ``[B, group.pieces, bytes]``, as in pool entries."""
     found = []
     for value, part in zip(values, group.parts, strict=True):
         flat = value.reshape(len(value), value.shape[1:].numel())
@@ -57,7 +57,7 @@ class _Step:
         self.stack, self.counters = table.stacks[g], table.counters[g]
 
     def near(self, steps: int) -> Tensor:
-        """Return the names in the rows ``steps`` time steps after the written rows, or before if ``steps`` < 0."""
+        """Return the names in the rows ``steps`` time steps after the written rows; a negative number means before."""
         return self.ids[(self.rows + steps * self.table.lanes) % len(self.ids)]
 
     def release(self) -> tuple[Tensor, Tensor]:
@@ -76,7 +76,7 @@ class _Step:
         self.counters[0] += are_free.sum()
 
     def new(self, where: Tensor, raw: Tensor) -> Tensor:
-        """Store the bytes ``raw[i]`` in a new entry wherever ``where[i]`` is True; return the names, 0 elsewhere."""
+        """Store the bytes ``raw[i]`` in a new entry if ``where[i]``; return the names of the entries, 0 for none."""
         rank, free, used = where.cumsum(0) - 1, self.counters[0].clone(), self.counters[1].clone()
         on_stack = rank < free
         name = torch.where(on_stack, self.stack[(free - 1 - rank).clamp(min=0)].long(), used + 1 + rank - free)
@@ -88,11 +88,11 @@ class _Step:
         return name.to(torch.int32)
 
     def are(self, names: Tensor, raw: Tensor) -> Tensor:
-        """Return for each row whether the entries with these names hold the bytes ``raw``, ``[B, pieces, bytes]``."""
+        """Whether the entries with these names hold the bytes ``raw``, ``[B, pieces, bytes]``; one result per row."""
         return ((self.entries[names.long() - 1] == raw).flatten(1).all(1)) & (names != 0).all(1)
 
     def fresh(self, where: Tensor, raw: Tensor) -> Tensor:
-        """Store the frames ``raw[i]`` in new entries wherever ``where[i]`` is True; return the names, 0 elsewhere."""
+        """Store the frames ``raw[i]`` in new entries if ``where[i]``; return the names of the entries, 0 for none."""
         name, names = torch.zeros_like(self.rows, dtype=torch.int32), []
         for piece in range(raw.shape[1]):
             is_new = where if not piece else where & (raw[:, piece] != raw[:, piece - 1]).any(1)

@@ -1,4 +1,4 @@
-"""Requests the pages of a batch from a memory-mapped file before the batch is read.
+"""Asks the operating system for the pages of a memory-mapped file that a batch needs, before the batch is read.
 
 Without a request, reading a page that is not in memory waits for the disk and also loads about thirty neighbouring
 pages. Requests in file order load only the needed pages, in parallel. Before a request, at most 31 rows of the batch
@@ -22,7 +22,7 @@ _FEWEST = 2  # rows
 
 
 def ask_for_rows(rows: Tensor, cells: Tensor) -> Tensor | None:
-    """Request the pages of the rows ``cells``; return ``cells.argsort()``, or None if nothing was requested."""
+    """Request the memory pages of ``rows[cells]``; return ``cells.argsort()``, or None if nothing was requested."""
     if not IS_KNOWN or len(cells) < _FEWEST or not len(rows):
         return None
     cells = cells.contiguous()
@@ -37,7 +37,7 @@ def ask_for_rows(rows: Tensor, cells: Tensor) -> Tensor | None:
 
 
 def ask_for_entries(table: Table, cells: Tensor) -> None:
-    """Request the pages of the deduplicated observations of the rows ``cells``."""
+    """Request the memory pages of the deduplicated observations of ``table.rows[cells]``."""
     known = torch.from_numpy(_inside(cells, len(table.rows)))
     for g, entries in enumerate(table.entries):
         names = np.unique(table.ids(g)[known]).astype(np.int64)

@@ -34,13 +34,13 @@ __all__ += ["update_", "weigh_beside_", "weight_of"]
 def update_(
     tree: SumTree, index: Tensor, td_error: Tensor, rows: Number, alpha: Number, eps: Number, counts: bool = True
 ) -> float | Tensor:
-    """Set the weights of the rows ``index`` to ``(|td_error| + eps) ** alpha``. O(B log N).
+    """Set the weights of the rows with the indices ``index`` to ``(|td_error| + eps) ** alpha``. O(B log N).
 
     An index of -1 is skipped, and a repeated row gets its last TD error. An index outside ``[-1, rows)`` or a NaN or
     infinite TD error is invalid: on the CPU, nothing changes and :data:`REFUSED` is returned; other devices skip it.
 
-    Returns the largest ``|td_error|``: on the CPU, of this batch, -1 if all elements are skipped; on other devices, of
-    all updates with the same ``counts`` so far.
+    Returns the largest ``|td_error|``. On the CPU, it is the largest of this batch, or -1 if all elements are skipped.
+    On other devices, it is the largest of all updates so far with the same ``counts``.
     """
     if backend_of(tree.weight) == "numba":
         numbers = int(rows), float(alpha), float(eps)
@@ -95,7 +95,8 @@ def draw(
         stratified: divide the sum of all weights into ``B`` equal segments, and draw one row in each.
         rows: the number ``N`` in the importance weight ``(N * P)^-beta`` of a row drawn with probability ``P``.
         beta: exponent of the importance weight, not negative.
-        norm: divide the importance weights by the largest of the ``"buffer"`` or ``"batch"``; None: do not divide them.
+        norm: ``"buffer"`` or ``"batch"``: divide the importance weights by the largest one in the buffer or in the
+            batch; None: do not divide them.
 
     Returns:
         ``[B]`` int64 rows and ``[B]`` float32 importance weights; on the CPU ``None`` if no weight is positive.
@@ -115,10 +116,10 @@ def draw(
 
 
 def weigh_beside_(tree: SumTree, index: Tensor, drawn: Tensor, beta: float, weight: Tensor) -> bool:
-    """On the CPU, set ``weight[:len(index)]`` to the importance weights of the rows ``index``; elsewhere, return False.
+    """Set ``weight[:len(index)]`` to the importance weights of the rows in ``index``; return False except on the CPU.
 
-    Before the call, ``weight[0]`` holds the importance weight of the row ``drawn``. Rows of weight 0 in the tree get
-    the same importance weight.
+    Before the call, ``weight[0]`` must hold the importance weight of the one row in ``drawn`` (shape ``[1]``). Rows
+    whose weight in the tree is 0 get this importance weight, too.
     """
     if backend_of(tree.weight) != "numba":
         return False

@@ -174,7 +174,7 @@ def _descend(tree, starts, before, mass, node):
 
 @kernel
 def _draw_in_blocks(weight, mass, node):
-    """Replace each block in ``node`` by its first row at which the cumulative weight exceeds ``mass``."""
+    """Replace each block in ``node`` by the first of its rows at which the cumulative weight exceeds ``mass``."""
     for j in range(node.shape[0]):
         row = node[j] << _SHIFT
         four = row | _FOUR

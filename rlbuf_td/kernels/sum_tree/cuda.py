@@ -47,7 +47,7 @@ def _leaf(weight, block, member, inside, smallest):
 
 @triton.jit
 def _set_groups(sums, before, minima, start, above, group, inside):
-    """Recompute sums and minima of the nodes ``group``, and the array ``before`` of their children.
+    """Recompute the sums and minima of the groups with the numbers ``group``, and ``before`` of their members.
 
     The level of the members begins at index ``start``, and the level of the groups at index ``above``.
     """
@@ -69,7 +69,7 @@ def _set_groups(sums, before, minima, start, above, group, inside):
 def _repair(
     rows, first, weight, sums, before, minima, blocks, starts, BY_ROW: tl.constexpr, LEVELS: tl.constexpr
 ):  # fmt: skip
-    """In program ``p``, recompute the subtree that holds row ``rows[p]``; without ``BY_ROW``, subtree ``first + p``."""
+    """Recompute one subtree in program ``p``: if ``BY_ROW`` the one of row ``rows[p]``, else number ``first + p``."""
     # Several programs may recompute the same subtree: all write the same values, and each reads after its own writes.
     subtree = first + tl.program_id(0).to(tl.int64)
     if BY_ROW:

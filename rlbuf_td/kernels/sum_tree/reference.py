@@ -22,7 +22,7 @@ def weight_of(magnitude: Tensor, alpha: Number, eps: Number) -> Tensor:
 def assign(
     tree: SumTree, index: Tensor, td_error: Tensor, rows: Number, alpha: Number, eps: Number
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Set the magnitudes and weights of rows, but not the nodes above; return the results of ``write_magnitudes``."""
+    """Set magnitudes and weights of rows, but not the nodes above them; return the results of ``write_magnitudes``."""
     row, largest, refused = write_magnitudes(tree.magnitude, index, td_error.to(torch.float64).abs(), rows)
     magnitude = tree.magnitude[row]
     tree.weight[row] = torch.where(magnitude < 0, 0.0, weight_of(magnitude, alpha, eps))

@@ -161,7 +161,7 @@ class Rows(ABC):
         return []
 
     def copy_steps_(self, source: Rows, ranges: Iterable[tuple[int, int]]) -> None:
-        """Copy the time steps ``ranges`` of ``source``, pairs (first step, count), to the first steps of these rows."""
+        """Copy time steps of ``source``, pairs (first step, count) in ``ranges``, to the first steps of these rows."""
         at = 0
         for first, total in ranges:
             for count, leaves in source.chunks(first, total):

@@ -25,7 +25,7 @@ MakeRoom: TypeAlias = Callable[[int, int], None]  # (offset of a section, nbytes
 class DedupRows(Rows):
     """Rows ``[T, *lanes]`` that hold ids instead of observations; the observations are in a pool.
 
-    ``block`` has :attr:`Sections.total` zero bytes. On a device other than the CPU, it has :attr:`Sections.fixed`.
+    ``block`` holds :attr:`Sections.total` bytes on the CPU and :attr:`Sections.fixed` bytes on other devices, all zero.
     """
 
     dedup: DedupLayout
@@ -162,7 +162,7 @@ class DedupRows(Rows):
         return columns
 
     def _write_entries(self, leaves: list[torch.Tensor], lane_dims: int, cells: torch.Tensor | int, count: int) -> None:
-        """Store the observations in ``leaves`` as pool entries, and the ids of these entries in the rows ``cells``."""
+        """Store the observations in ``leaves`` as pool entries, and their ids in the rows at flat indices ``cells``."""
         table, device, deferred = self.table, self.matrix.device, self.is_deferred
         if table.is_compiled:
             lanes = leaves[0].ndim - len(self.layout.leaves[0].shape) - lane_dims
@@ -219,7 +219,7 @@ class DedupRows(Rows):
             counters.zero_()
 
     def _clear_ids(self, g: int) -> None:
-        """Set the ids of entries of pool ``g`` to 0 in all rows."""
+        """Set the ids of pool ``g`` in all rows to 0."""
         ids = self.table.ids(g)
         for part in [ids] if grows(ids.device) else ids.split(_LOOK):
             if grows(ids.device) or part.any():  # memory that is only read stays uncommitted

@@ -43,7 +43,7 @@ class Journal:
             raise ValueError(f"a storage can be shared by buffers with {_MOST_COUNTERS} counters at most")
 
     def keep_in(self, rows: torch.Tensor, aside: torch.Tensor, cells: torch.Tensor) -> None:
-        """Set the memory of the rows, ``[N, width]``, of the rows saved before a write, and of their flat indices."""
+        """Set the memory of the rows, ``[N, width]``, of copies of the rows that a write replaces, and of indices."""
         self._rows, self._aside, self._cells = rows, aside, cells
 
     def entered(self) -> None:
@@ -53,7 +53,7 @@ class Journal:
             words[position] = counter.value
 
     def begin(self, start: int, count: int, live: int) -> None:
-        """Save the ``count`` rows from ``start`` on in the ring, except those from ``live`` on, which hold no data."""
+        """Save ``count`` rows of the ring from row ``start`` on, except rows from ``live`` on, which hold no data."""
         rows, words = self._rows, self._words
         head = min(count, len(rows) - start)
         for first, rows_here, to in ((start, head, 0), (0, count - head, head)):
@@ -64,7 +64,7 @@ class Journal:
         words[_PHASE] = WRITING  # last, because this phase says that the rows are saved
 
     def begin_at(self, cells: torch.Tensor) -> None:
-        """Save the rows at flat indices ``cells``, which a write replaces."""
+        """Save the rows at flat indices ``cells``, which the write will replace."""
         cells = cells.unique()
         count = len(cells)
         self._cells[:count] = cells
