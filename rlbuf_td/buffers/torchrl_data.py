@@ -73,8 +73,8 @@ def from_torchrl(
         TypeError: ``rb`` is not a replay buffer, or its rows are not TensorDicts.
         CheckpointError: the folder ``rb`` holds no rows that TorchRL's default checkpointer wrote.
         KeyError: the rows have no entry at a key in ``exclude``.
-        ValueError: ``rb`` has more rows than ``capacity``, ``storage`` is given, or ``copy=False`` comes with
-            ``capacity`` or ``exclude``, or ``rb`` is a folder.
+        ValueError: ``rb`` has more rows than ``capacity``, or ``storage`` is given; with ``copy=False``, also if
+            ``capacity`` or ``exclude`` is given, or if ``rb`` is a folder.
         SchemaError: an entry does not consist of numbers, and is not excluded.
         MemoryError: the rows are larger than RAM, and no ``scratch_dir`` is given.
 
