@@ -264,8 +264,9 @@ class Client:
     def extend(self, data: TensorDictBase) -> None:
         """Send transitions, ``[n]`` (or ``[E, T]`` if the buffers have ``ndim=2``), to the shard of this client.
 
-        The first write waits until the shard has received the rows. A later write waits only for flow control, and up
-        to 1 s for a shard that does not keep up. The client changes to another shard if its own is lost or too slow.
+        The first write waits until the shard has received the rows. A later write waits only if flow control requires
+        it, or, for at most 1 s, if the shard has not confirmed the last four writes. The client changes to another
+        shard if its own is lost or too slow.
 
         Raises:
             SchemaError: the data does not match earlier rows of this client or of the shard. For a mismatch with the

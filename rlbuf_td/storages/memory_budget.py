@@ -79,7 +79,7 @@ def ram() -> Room:
 
 
 def shared_memory() -> Room:
-    """Return the free and the total shared memory: the smaller ones of the values for RAM and for ``/dev/shm``."""
+    """Return the free and the total shared memory, each the minimum of the values for RAM and for ``/dev/shm``."""
     both = ram(), _file_system(_SHARED, "")
     free = min((room.free for room in both if room.free is not None), default=None)
     return Room("shared memory", free, min((room.total for room in both if room.total is not None), default=None))

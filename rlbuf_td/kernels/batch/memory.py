@@ -23,9 +23,9 @@ _CPU = torch.device("cpu")
 class LeafMemory:
     """Allocates uninitialised tensors, one for each pair of dtype and shape in ``entries``.
 
-    The operating system zeroes new memory, which takes longer than copying images to it. On the CPU, tensors of 1 to
-    128 MiB therefore reuse the memory of earlier tensors. Memory is reused only if no tensor, array, autograd graph or
-    other process still uses it.
+    On the CPU, tensors of 1 to 128 MiB reuse the memory of earlier tensors, because the operating system zeroes new
+    memory, which takes longer than copying a batch of images to it. Memory is reused only if no tensor, array, autograd
+    graph or other process still uses it.
     """
 
     __slots__ = ("_device", "_kept", "_large", "_small", "ahead")
