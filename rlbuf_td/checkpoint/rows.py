@@ -158,7 +158,7 @@ class SavedRows:
                 at += len(block)
 
     def _read_shared(self, rows: Rows, report: Report) -> None:
-        """Read the saved rows into ``rows``, with deduplicated rows on one or both sides."""
+        """Read the saved rows into ``rows``; the saved rows, ``rows``, or both are deduplicated."""
         matrix = self.reader.read_stored(self.matrix, report)
         if self.dedup is not None:
             refuse_foreign(self.dedup, matrix, self.entries)

@@ -1,4 +1,4 @@
-"""Returns: TD(lambda) and TD(1)."""
+"""The TD(lambda) return and the TD(1) return."""
 
 from __future__ import annotations
 

@@ -83,8 +83,8 @@ def launching_on(memory: Tensor) -> AbstractContextManager[object]:
 def machine_code(loop: Any, *examples: Any) -> Callable[..., Any]:
     """Compile a numba loop for the types of ``examples``, and return the compiled function.
 
-    In a training loop, a call of the numba loop itself takes 5 us longer, because numba first looks at the types of the
-    arguments.
+    In a training loop, a call of the returned function takes 5 us less than a call of ``loop``, which first looks at
+    the types of its arguments.
     """
     from numba import typeof
 

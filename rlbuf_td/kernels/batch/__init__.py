@@ -79,7 +79,7 @@ def gather_leaves(matrix: Tensor, index: Tensor, extents: np.ndarray, out: Seque
 
 
 def gather_leaves_within(matrix: Tensor, index: Tensor, extents: np.ndarray, targets: np.ndarray, live: int) -> bool:
-    """Implement :func:`gather_leaves`, given the output's addresses; return False if an index is not in ``[0, live)``."""
+    """Implement :func:`gather_leaves`, given the output's addresses; return False if an index is out of range."""
     where = matrix.data_ptr(), matrix.stride(0) * matrix.element_size(), live, index.data_ptr(), index.numel()
     return _gather_within()(*where, extents, targets)
 

@@ -1,8 +1,8 @@
 """Draws rows by rank and finds the ranks of rows, on the CPU.
 
 :mod:`rlbuf_td.kernels.rank_order.chunks` explains chunks, groups and slots. The argument ``order`` is the result of
-:func:`~rlbuf_td.kernels.rank_order.chunks.addresses`. All searches of a batch descend together, level by level and
-without branches, so that their cache misses overlap.
+:func:`~rlbuf_td.kernels.rank_order.chunks.addresses`. The searches of a batch advance together through the levels
+(groups, chunks, slots), without branches, so that their cache misses overlap.
 """
 
 import math
