@@ -134,7 +134,7 @@ class Prefetcher:
         return sample
 
     def receive(self, sent: _Batch) -> Sample:
-        """Wait for a batch; with ``device``, transform it on the current stream."""
+        """Wait for a batch; if the buffer has a ``device``, transform the batch on the current CUDA stream."""
         batch, report = sent.result()
         if self.device is None:
             return batch, report

@@ -63,10 +63,10 @@ class ReplayBuffer(TensorDictReplayBuffer):
         **kwargs: other keywords of ``TensorDictReplayBuffer``: ``batch_size``, ``transform``, ``pin_memory``,
             ``generator``, ``dim_extend``, ``sample_unit``, ``collate_fn``, ``shared``, ...
 
-    Differs from TorchRL: transforms receive the sampler's report in the batch. If a transform removes an entry of the
-    report, the buffer puts the entry back. If a row has several TD errors, their magnitudes are reduced to one; TorchRL
-    reduces the signed errors. Updating priorities from a batch without TD errors raises a KeyError; TorchRL sets the
-    default priority.
+    Unlike in TorchRL, the batch that transforms receive already contains the sampler's report. If a transform removes
+    an entry of the report, the buffer puts the entry back. If a row has several TD errors, their magnitudes are reduced
+    to one; TorchRL reduces the signed errors. Updating priorities from a batch without TD errors raises a KeyError;
+    TorchRL sets the default priority.
 
     Cost: see the storage, sampler and writer; ``python -m rlbuf_td bench`` measures whole calls.
 

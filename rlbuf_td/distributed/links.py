@@ -124,7 +124,7 @@ class Links:
         }
 
     def receive(self, calls: Mapping[int, Any]) -> dict[int, Answer]:
-        """Wait for the answers to :meth:`request`; store the report in each answer, and return the answers."""
+        """Wait for the answers to :meth:`request`, and return them; store the shard's report in each answer."""
         answers = {place: join(answer) for place, answer in self.finish(calls).items()}
         for place, answer in answers.items():
             self.hear(place, answer.after)

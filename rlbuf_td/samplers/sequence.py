@@ -41,7 +41,7 @@ class SequenceSampler(SamplerWrapper):
     ``"priority_weight"`` and hindsight goal.
 
     Args:
-        sampler: draws the anchors: a sampler of rows, a :class:`HindsightSampler` or an :class:`NStepSampler`.
+        sampler: draws the anchors; may be a sampler of rows, a :class:`HindsightSampler` or an :class:`NStepSampler`.
         length: the number of rows from the anchor on, including the anchor, at least 1.
         burn_in: the number of rows before the anchor, at least 0.
         boundary: what happens if the trajectory has fewer than ``length`` rows from the anchor on. ``"pad"`` repeats

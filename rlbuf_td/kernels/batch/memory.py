@@ -68,8 +68,8 @@ def check_of(examples: Sequence[Tensor]) -> Callable[..., bool]:
 
     An argument is like its example if both are of class ``Tensor`` itself, with equal dtypes, devices, shapes and
     strides, and if it is not lazily negated or conjugated. The function may also return False for such arguments, for
-    example in inference mode. Compiled functions check their arguments in the same way; for eight tensors, one call
-    takes a sixth of the time of Python's comparisons.
+    example in inference mode. The function is the check that ``torch.compile`` makes of arguments; for eight tensors, a
+    call takes a sixth of the time of the same comparisons in Python.
     """
     try:
         return _guards.TensorGuards(*examples, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
