@@ -171,7 +171,10 @@ class Shard:
         return self.report()
 
     def _drawn_at(self, fractions: np.ndarray, known: int) -> Drawn:
-        """Draw a row at each fraction of the mass; ``known`` is the checksum of the row layout that the client has."""
+        """Draw one row for each element of ``fractions``, a position in [0, 1) in the cumulative weights of the rows.
+
+        ``known`` is the checksum of the row layout that the client has.
+        """
         rows, where = len(self.storage), torch.from_numpy(fractions.copy())
         if self._prioritized is None:
             flat, weight = (where * rows).to(torch.int64), torch.ones_like(where)

@@ -87,8 +87,8 @@ class ReservoirWriter(Writer):
     def register_storage(self, storage: Storage) -> None:
         """Set the storage to write to; ValueError if the writer already has another storage.
 
-        A write count below the number of stored time steps is set to this number. Unless the storage is full, a larger
-        count is set to this number, too.
+        If the writer's write count is lower than the number of time steps in the storage, it is raised to that number.
+        If it is higher and the storage is not full, it is lowered to that number.
         """
         if self._storage not in (None, storage):
             raise ValueError("this writer writes to the storage of another buffer: use one writer per buffer")

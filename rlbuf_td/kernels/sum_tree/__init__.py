@@ -39,8 +39,8 @@ def update_(
     An index of -1 is skipped, and a repeated row gets its last TD error. An index outside ``[-1, rows)`` or a NaN or
     infinite TD error is invalid: on the CPU, nothing changes and :data:`REFUSED` is returned; other devices skip it.
 
-    Returns the largest ``|td_error|``. On the CPU, it is the largest of this batch, or -1 if all elements are skipped.
-    On other devices, it is the largest of all updates so far with the same ``counts``.
+    The result is a largest ``|td_error|``: on the CPU that of this batch (-1 if all elements are skipped), on other
+    devices that of all updates so far with the same ``counts``.
     """
     if backend_of(tree.weight) == "numba":
         numbers = int(rows), float(alpha), float(eps)
