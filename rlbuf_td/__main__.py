@@ -1,4 +1,4 @@
-"""The command line: ``python -m rlbuf_td {demo, bench, train, plan, doctor}``."""
+"""The command line: ``python -m rlbuf_td {demo, bench, train, plan, doctor, notebooks}``."""
 
 from __future__ import annotations
 
@@ -97,6 +97,11 @@ def _add_doctor(doctor: argparse.ArgumentParser) -> None:
     doctor.add_argument("--ignore", nargs="*", default=(), metavar="CODE", help="codes to omit (default: none)")
 
 
+def _add_notebooks(notebooks: argparse.ArgumentParser) -> None:
+    meaning = "copy the notebooks to this folder, which is created if missing (default: only list them)"
+    notebooks.add_argument("folder", type=Path, nargs="?", metavar="DIR", help=meaning)
+
+
 # For each command: the purpose, the arguments of an example, and the function that adds its arguments.
 COMMANDS = {
     "demo": ("train an agent from replay or rollouts, and draw its learning curve", "--algo ppo", _add_demo),
@@ -104,6 +109,7 @@ COMMANDS = {
     "train": ("time whole training scripts with TorchRL's buffers and with ours", "--only dqn", _add_train),
     "plan": ("show how much memory a buffer needs", "--env CartPole-v1 --capacity 1e6", _add_plan),
     "doctor": ("check the data of a saved buffer for faults", "runs/buffer --env CartPole-v1", _add_doctor),
+    "notebooks": ("list the notebooks that explain this package, or copy them", "my_notebooks", _add_notebooks),
 }
 
 
@@ -115,6 +121,8 @@ def _imported(options: argparse.Namespace) -> Callable[[argparse.Namespace], int
         from rlbuf_td.diagnostics.memory_plan import main
     elif options.command == "doctor":
         from rlbuf_td.diagnostics.doctor import main
+    elif options.command == "notebooks":
+        from rlbuf_td.cli.notebooks import main
     elif options.command == "bench" and options.device != "cpu":
         from rlbuf_td.cli.bench.device import main
     elif options.command == "bench":

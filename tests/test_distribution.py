@@ -35,15 +35,21 @@ def test_wheel_and_source_archive_hold_all_files_and_work(tmp_path):
     run("-m", "hatchling", "build", "-d", str(tmp_path), cwd=ROOT)
     (wheel,), (source,) = tmp_path.glob("*.whl"), tmp_path.glob("*.tar.gz")
     files = {str(path.relative_to(ROOT)) for path in (ROOT / "rlbuf_td").rglob("*.py")} | {"rlbuf_td/py.typed"}
+    notebooks = {f"notebooks/{path.name}" for path in (ROOT / "notebooks").glob("*.ipynb")}
     with zipfile.ZipFile(wheel) as archive:
-        assert {name for name in archive.namelist() if ".dist-info/" not in name} == files
+        within = {f"rlbuf_td/{name}" for name in notebooks}
+        assert {name for name in archive.namelist() if ".dist-info/" not in name} == files | within
     with tarfile.open(source) as archive:
-        assert {"README.md", "LICENSE", *files} <= {name.partition("/")[2] for name in archive.getnames()}
+        assert {"README.md", "LICENSE", *files, *notebooks} <= {name.partition("/")[2] for name in archive.getnames()}
     for built in (wheel, source):
         folder = tmp_path / built.name.replace(".", "_")
         install = "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--target", str(folder)
         run(*install, str(built), cwd=tmp_path)
         assert Path(run("-c", SMOKE, cwd=folder).strip()).is_relative_to(folder)
+        listed = run("-m", "rlbuf_td", "notebooks", cwd=folder).splitlines()
+        assert {line for line in listed if line.endswith(".ipynb")} == {
+            str(folder / "rlbuf_td" / name) for name in notebooks
+        }
 
 
 READ_ONLY = "mount --make-rprivate / && mount -t tmpfs tmpfs $TMPDIR && mount -o remount,bind,ro / && "

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from rlbuf_td.__main__ import COMMANDS, _parser, main
+from rlbuf_td.cli.notebooks import find_notebooks
 
 
 @pytest.mark.parametrize(
@@ -71,3 +72,25 @@ def test_help_says_what_a_command_is_for_and_gives_an_example_that_works(command
         purpose, example, _ = COMMANDS[command]
         assert purpose[1:40] in " ".join(text.split())
         assert _parser().parse_args([command, *example.split()]).command == command
+
+
+def test_notebooks_are_listed_in_order_with_their_titles_and_copied(capsys, tmp_path):
+    assert main(["notebooks"]) == 0
+    first, title, second, *_ = capsys.readouterr().out.splitlines()
+    assert first.endswith("1_quick_start.ipynb")
+    assert title.startswith("    Quick start")
+    assert second.endswith("2_prioritized_replay.ipynb")
+    for _ in range(2):  # a second copy changes nothing
+        assert main(["notebooks", str(tmp_path / "new")]) == 0
+    copies = sorted((tmp_path / "new").iterdir())
+    assert [path.read_bytes() for path in copies] == [path.read_bytes() for path in sorted(find_notebooks())]
+    assert f"{len(copies)} notebooks are in {tmp_path / 'new'}" in capsys.readouterr().out
+
+
+def test_an_edited_notebook_is_not_overwritten(capsys, tmp_path):
+    (tmp_path / "4_hindsight.ipynb").write_text("mine")
+    assert main(["notebooks", str(tmp_path)]) == 2
+    assert "has other files of these names, which are kept: 4_hindsight.ipynb" in capsys.readouterr().err
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
+    assert main(["notebooks", str(tmp_path / "4_hindsight.ipynb")]) == 2
+    assert "cannot copy to" in capsys.readouterr().err

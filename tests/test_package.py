@@ -17,7 +17,9 @@ from torchrl.data.replay_buffers import LazyTensorStorage, TensorDictReplayBuffe
 
 import rlbuf_td
 from rlbuf_td import functional
+from rlbuf_td.__main__ import main
 from rlbuf_td.diagnostics import plots
+from rlbuf_td.storages import notebooks
 
 ROOT = Path(__file__).parent.parent
 
@@ -107,14 +109,29 @@ def test_torchrl_is_imported_by_its_public_folders_only(path):
 
 def test_files_that_the_package_names_exist():
     text = "".join(path.read_text() for path in (ROOT / "rlbuf_td").rglob("*.py"))
-    named = set(re.findall(r"(?:notebooks|tests/benchmarks)/\w+\.(?:ipynb|py)", text))
-    assert len(named) >= 9
+    named = set(re.findall(r"tests/benchmarks/\w+\.py", text))
+    named |= {f"notebooks/{name}" for name in re.findall(r"\b\d+_\w+\.ipynb", text)}
+    assert len(named) >= 2
     assert not [name for name in named if not (ROOT / name).is_file()]
+
+
+ENDINGS = [ending for name, ending in vars(notebooks).items() if name.isupper()]
+
+
+def test_errors_name_notebooks_that_the_command_they_name_lists(capsys):
+    assert main(["notebooks"]) == 0
+    listed = capsys.readouterr().out
+    for ending in ENDINGS:
+        name = re.fullmatch(r" \(see (\d+_\w+\.ipynb): python -m rlbuf_td notebooks\)", ending)
+        assert name is not None
+        assert f"{name[1]}\n" in listed
 
 
 @pytest.mark.parametrize(("error", "notebook"), [(rlbuf_td.SchemaError, "5_"), (rlbuf_td.CheckpointError, "7_")])
 def test_errors_of_the_package_end_with_a_notebook(error, notebook):
-    assert re.fullmatch(rf"what is wrong \(see notebooks/{notebook}\w+\.ipynb\)", str(error("what is wrong")))
+    assert re.fullmatch(
+        rf"what is wrong \(see {notebook}\w+\.ipynb: python -m rlbuf_td notebooks\)", str(error("what is wrong"))
+    )
 
 
 def test_parts_have_one_parent_of_torchrls():

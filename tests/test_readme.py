@@ -38,7 +38,7 @@ def commands() -> list[list[str]]:
 
 def test_the_command_line_takes_every_command_that_it_names():
     parser = _parser()
-    assert {arguments[0] for arguments in commands()} == {"demo", "bench", "train", "plan", "doctor"}
+    assert {arguments[0] for arguments in commands()} == {"demo", "bench", "train", "plan", "doctor", "notebooks"}
     for arguments in commands():
         assert parser.parse_args(arguments).command == arguments[0]
 

@@ -1,7 +1,8 @@
 """The scripts behind the commands of ``python -m rlbuf_td``.
 
 ``demos/`` trains DQN, PPO and Ape-X agents with this package's buffers. ``bench/`` compares the speed of the buffers
-with that of other libraries. The commands ``plan`` and ``doctor`` are in :mod:`rlbuf_td.diagnostics`.
+with that of other libraries. ``notebooks.py`` lists or copies the notebooks. The commands ``plan`` and ``doctor`` are
+in :mod:`rlbuf_td.diagnostics`.
 """
 
 from __future__ import annotations

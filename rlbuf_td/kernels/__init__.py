@@ -6,5 +6,5 @@ Triton kernels. Tests compare all implementations. :mod:`~rlbuf_td.kernels.dispa
 
 ``sum_tree/`` samples by priority, ``rank_order/`` by priority rank and ``recency/`` by age. ``episodes/`` finds
 trajectory boundaries, ``rows/`` copies and deduplicates rows, ``batch/`` samples or writes a batch in one call, and
-``scan/`` computes advantages and returns. ``notebooks/10_how_it_works.ipynb`` illustrates the data structures.
+``scan/`` computes advantages and returns. The notebook ``10_how_it_works.ipynb`` illustrates the data structures.
 """

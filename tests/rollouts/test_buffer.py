@@ -119,7 +119,7 @@ def test_a_write_within_a_loop_is_noticed(make_world):
 def test_reading_an_incomplete_rollout_is_an_error_that_says_what_to_do(make_world):
     world = make_world(3)
     rollout = RolloutBuffer(8, 3, batch_size=5, value_network=world.module())
-    message = r"the rollout is not complete: {} of 8 steps are written\. Write the rest first{} \(see notebooks"
+    message = r"the rollout is not complete: {} of 8 steps are written\. Write the rest first{} \(see 3_rollouts"
     for written, hint in ((0, ""), (5, ", or pass partial=True to read the written steps")):
         if written:
             rollout.extend(world.steps(written))
