@@ -201,6 +201,33 @@ def test_weights_are_normalised_over_the_mixture(one, other):
     torch.testing.assert_close(batch["priority_weight"].double(), raw / most, rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("kind", ["proportional", "rank"])
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_row_has_the_same_weight_whichever_members_are_in_its_batch(kind, exact):
+    mixed = mixture("uniform", kind, exact=exact, batch_size=8, shares={"demos": 0.05, "online": 0.95})
+    mixed.members["demos"] = demos = member(kind, 0, 25)
+    demos.sampler.beta, demos.sampler.alpha = 1.0, 1.0  # its weights are larger than those of the online rows
+    demos.sampler.update_priority(torch.tensor([3]), torch.tensor([1e-4]), storage=demos.storage)
+    seen: dict[int, set[float]] = {}
+    are_together = set()
+    for _ in range(60):
+        batch = mixed.sample()
+        are_together.add(bool((batch["source"] == 0).any()))
+        online = batch["source"] == 1
+        for row, weight in zip(batch["index"][online].tolist(), batch["priority_weight"][online].tolist(), strict=True):
+            seen.setdefault(row, set()).add(round(weight, 7))
+    assert are_together == {True, False}
+    assert all(len(weights) == 1 for weights in seen.values())
+    demos.sampler.weight_norm = None  # no weight is divided, whether the batch has demonstrations or not
+    every = (21 * mixed["online"].sampler.probability(torch.arange(21))) ** -mixed["online"].sampler.beta
+    for batch in (mixed.sample() for _ in range(20)):
+        online = batch["source"] == 1
+        torch.testing.assert_close(batch["priority_weight"][online].double(), every[batch["index"][online]])
+    demos.empty()  # and a member without rows has no normalizer
+    mixed.sampler.demos, demos.sampler.weight_norm = 0.0, "buffer"
+    assert mixed.sample()["priority_weight"].max() <= 1.0
+
+
 @pytest.mark.parametrize("lanes", [0, 3])
 def test_priorities_go_home(lanes):
     mixed = mixture("proportional", "rank", lanes)

@@ -18,6 +18,7 @@ from rlbuf_td.buffers.flow import permission
 from rlbuf_td.buffers.mixture_parts import (
     Part,
     kinds,
+    largest_normalizer,
     members_of,
     part_of,
     refuse_difference,
@@ -35,6 +36,7 @@ from rlbuf_td.buffers.replay import ReplayBuffer
 from rlbuf_td.buffers.shares import Shares
 from rlbuf_td.checkpoint.folder import explained, reading, write_state, writing
 from rlbuf_td.checkpoint.manifest import decode
+from rlbuf_td.kernels.strata import LEAST_RATIO
 from rlbuf_td.samplers.common import OwnSignature
 from rlbuf_td.storages import SchemaError
 from rlbuf_td.storages.checks import whole
@@ -59,8 +61,9 @@ class ReplayBufferMixture:
     member with N rows has the weight :math:`(N P)^{-\beta}`, where P is the probability that its sampler draws the
     row. Rows of other members have the weight 1. Used alone, a prioritized member divides its weights by a normalizer:
     the largest weight in the buffer or in the batch, see ``weight_norm``. The normalizer of a member that is not
-    prioritized is 1. A mixture divides all weights of a batch by the largest of its members' normalizers. If any
-    member has ``weight_norm=None``, weights are not divided.
+    prioritized is 1. A mixture divides all weights of a batch by the largest of its members' normalizers, whether or
+    not a member has rows in the batch. Only a normalizer of ``weight_norm="batch"`` needs such rows. If any member has
+    ``weight_norm=None``, weights are not divided.
 
     Args:
         members: a dict from names to :class:`ReplayBuffer` objects with equal keys, dtypes and shapes. Members may have
@@ -248,20 +251,17 @@ class ReplayBufferMixture:
         return batch
 
     def _joined(self, parts: dict[str, Part]) -> TensorDictBase:
-        prioritized = [member.initialize().prioritized for member in self.members.values()]
-        samplers = [sampler for sampler in prioritized if sampler is not None]
+        is_weighted = any(member.initialize().prioritized is not None for member in self.members.values())
         has_lanes = any(member.storage.ndim > 1 for member in self.members.values())
-        largest = max([1.0] * (None in prioritized) + [part.scale or 1.0 for part in parts.values()])
-        if any(sampler.weight_norm is None for sampler in samplers):
-            largest = 1.0
-        for name, (rows, scale, now) in parts.items():
+        largest = largest_normalizer(self.members, parts)
+        for name, (rows, normalizer, now) in parts.items():
             size, device = len(rows), rows["index"].device
             more = {"source": torch.full((size,), self.names.index(name), device=device)}
             if has_lanes:
                 more |= with_lane(rows)
-            if samplers:
+            if is_weighted:
                 weight = rows.get("priority_weight", torch.ones(size, dtype=torch.float32, device=device))
-                more["priority_weight"] = weight * ((scale or 1.0) / largest)
+                more["priority_weight"] = weight * max((normalizer or 1.0) / largest, LEAST_RATIO)
                 more[SAMPLED_AT] = rows.get(SAMPLED_AT, torch.full((size,), now, device=device))
             set_entries_(rows, more)
         refuse_difference({name: kinds(part.rows) for name, part in parts.items()})

@@ -28,17 +28,25 @@ from rlbuf_td.storages.trajectory_index import as_tuple
 from rlbuf_td.storages.write_clock import SAMPLED_AT, skip_stale
 
 
-def largest_weight(member: ReplayBuffer, report: Mapping[Any, Any]) -> float | None:
-    """Return the number by which a member's importance weights were divided, or None if they were not divided."""
-    sampler, storage = member.parts.prioritized, member.storage
-    if sampler is None or sampler.weight_norm is None or "priority_weight" not in report:
+def normalizer_of(member: ReplayBuffer, report: Mapping[Any, Any] | None) -> float | None:
+    """Return the largest importance weight of a member, by which the member divides its weights; None: no division.
+
+    ``report`` is the sampler's report of the member's rows in the batch, or None if the batch has no row of the member.
+    """
+    sampler, rows = member.initialize().prioritized, len(member.storage)
+    if sampler is None or not rows or sampler.weight_norm is None:
         return None
-    rows = flat_rows(report.get("anchor_index", report["index"]), storage, sampler.device)
-    probability = sampler.probability(rows)
+    if sampler.weight_norm == "buffer":  # of all rows, drawn or not
+        with member.locked():
+            return float((rows * sampler.least_probability()) ** -sampler.beta)
+    if report is None or "priority_weight" not in report:
+        return None
+    drawn = flat_rows(report.get("anchor_index", report["index"]), member.storage, sampler.device)
+    probability = sampler.probability(drawn)
     likeliest = probability.argmax()
     if not probability[likeliest] > 0.0:  # all rows are fresh, and are never drawn otherwise
         return 1.0
-    weight = (len(storage) * probability[likeliest]) ** -sampler.beta
+    weight = (rows * probability[likeliest]) ** -sampler.beta
     return float(weight / report["priority_weight"][likeliest].clamp(min=LEAST_RATIO))  # which may have underflowed
 
 
@@ -57,18 +65,18 @@ class Part(NamedTuple):
     """The rows that a member provides for a batch."""
 
     rows: TensorDictBase  # with the sampler's report
-    scale: float | None  # see :func:`largest_weight`
+    normalizer: float | None  # see :func:`normalizer_of`
     now: int  # the storage's clock before the draw
 
 
 def part_of(member: ReplayBuffer, count: int) -> Part:
     """Draw ``count`` rows from a member, and transform them."""
     prefetcher = member.prefetcher if member.copies_batches else None
-    with member.futures_lock, member.locked():  # priorities must not change before the scale is known
+    with member.futures_lock, member.locked():  # priorities must not change before the normalizer is known
         now = member.storage.clock.now if hasattr(member.storage, "clock") else 0
         sent = None if prefetcher is None else prefetcher.send(count)
         drawn = member.draw(count) if sent is None else sent.result()
-        scale = None if drawn is None else largest_weight(member, drawn[1])
+        normalizer = None if drawn is None else normalizer_of(member, drawn[1])
     if drawn is not None:
         finished = member.finish(*drawn) if prefetcher is None or sent is None else prefetcher.receive(sent)
         if finished[0].ndim != 1:
@@ -76,11 +84,21 @@ def part_of(member: ReplayBuffer, count: int) -> Part:
             raise ValueError(
                 f"members must store single transitions, these rows have further batch dims, {inner}{MIXTURES}"
             )
-        return Part(finished[0], scale, now)
+        return Part(finished[0], normalizer, now)
     rows, info = member.sample_and_report(count)  # TorchRL's general path, which adds the report later
     if "index" not in rows.keys():
         merge_(rows, info)
-    return Part(without_lane(member, rows), largest_weight(member, info), now)  # TorchRL's slices have an index [B, 1]
+    return Part(without_lane(member, rows), normalizer_of(member, info), now)  # TorchRL's slices have an index [B, 1]
+
+
+def largest_normalizer(members: Mapping[str, ReplayBuffer], parts: Mapping[str, Part]) -> float:
+    """Return the largest normalizer of all members; 1 if a member has ``weight_norm=None``."""
+    samplers = [member.initialize().prioritized for member in members.values()]
+    if any(sampler is not None and sampler.weight_norm is None for sampler in samplers):
+        return 1.0
+    known = [part.normalizer for part in parts.values()]
+    known += [normalizer_of(member, None) for name, member in members.items() if name not in parts]
+    return max([number for number in known if number is not None] + [1.0] * (None in samplers), default=1.0)
 
 
 def window_of(sampler: Sampler) -> int:

@@ -109,6 +109,11 @@ class Prioritized(RowSampler, GraphCapturable, PrioritizedSampler):
         self.law.weigh()
         return self.law.probability(self.priorities.rows(index, storage))
 
+    def least_probability(self) -> Tensor:
+        """Return the smallest positive probability of all rows, 0-dim float64; infinite if no row can be drawn."""
+        self.law.weigh()
+        return self.law.least_probability()
+
     def share_memory_(self) -> None:
         """Move the priorities to shared memory, which processes started later can use."""
         self.priorities.share_memory_()

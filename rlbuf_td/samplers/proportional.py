@@ -39,6 +39,9 @@ class ProportionalLaw(Law):
     def probability(self, flat: Tensor) -> Tensor:
         return self.table.weight[flat] / self.table.total
 
+    def least_probability(self) -> Tensor:
+        return self.table.smallest / self.table.total
+
     def weigh_beside_(self, flat: Tensor, drawn: Tensor, weight: Tensor) -> None:
         if not sum_tree.weigh_beside_(self.table, flat, drawn, self.settings.values[BETA], weight):
             super().weigh_beside_(flat, drawn, weight)

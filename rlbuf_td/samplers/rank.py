@@ -47,6 +47,12 @@ class LawOfRanks(Law):
         weight = ranks.clamp(min=1).to(torch.float64).pow(-self.ranks.alpha)
         return torch.where(ranks > 0, weight / rank_order.mass(self.ranks, self.table.count().clamp(min=1)), 0.0)
 
+    def least_probability(self) -> Tensor:
+        rows = self.table.count()
+        last = rows.clamp(min=1)
+        least = last.to(torch.float64).pow(-self.ranks.alpha) / rank_order.mass(self.ranks, last)
+        return torch.where(rows > 0, least, torch.inf)
+
     def update_(self, flat: Tensor, td_error: Tensor, rows: int, counts: bool) -> float | Tensor:
         return self.table.update_(flat, td_error, rows, counts)
 
