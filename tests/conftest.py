@@ -12,7 +12,6 @@ import torch
 from hypothesis import HealthCheck, register_random, settings
 
 from rlbuf_td.kernels.episodes import FlagBoundaries
-from tests.interpreter import why_not as why_no_interpreter
 
 # Workers run side by side on few cores: more threads per worker only wait. Subprocesses read the variable.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -49,19 +48,8 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
 
 
-@pytest.fixture
-def gpu() -> torch.device:
-    """Return where the GPU's kernels run: on a GPU, or on the CPU in Triton's interpreter."""
-    if torch.cuda.is_available():
-        pytest.importorskip("triton")
-        return torch.device("cuda")
-    if reason := why_no_interpreter():
-        pytest.skip(reason)
-    return torch.device("cpu")
-
-
 #: The slow tests that take longest, longest first: where workers share them out, these must not begin last.
-LONGEST = ["test_pretended_cuda.py", "test_demos.py", "11_demonstrations", "test_ray.py", "7_saving", "4_hindsight"]
+LONGEST = ["test_demos.py", "11_demonstrations", "test_ray.py", "7_saving", "4_hindsight"]
 LONGEST += ["test_bench.py", "1_quick", "8_coming", "test_distribution.py", "test_kill.py", "test_compile.py"]
 
 

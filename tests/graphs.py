@@ -1,29 +1,28 @@
 """A stand-in for CUDA graphs, on the CPU: what is captured is repeated as it was, on the same memory, and nothing else.
 
-:class:`RecordedGraph` writes down every torch operation and every launch of a Triton kernel (in its interpreter) with
-the arguments that it had. A replay does these again and puts the results where they were put: the host decides
-nothing, numbers that it gave stay as they were, random numbers go on. As on a GPU, a capture itself does nothing:
-whatever it has changed is put back, and the memory that it made is full of rubbish until the first replay. Whoever
-waits for the device is refused, and so is who brings numbers from the host.
+:class:`RecordedGraph` writes down every torch operation with the arguments that it had. A replay does these again and
+puts the results where they were put: the host decides nothing, numbers that it gave stay as they were, random numbers
+go on. As on a GPU, a capture itself does nothing: whatever it has changed is put back, and the memory that it made is
+full of rubbish until the first replay. Whoever waits for the device is refused, and so is who brings numbers from the
+host.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from rlbuf_td.buffers import graph as capture
 from rlbuf_td.kernels.dispatch import Backend
 from tests.backends import forced
-from tests.interpreter import why_not as why_no_interpreter
 
 #: Operations whose result the host needs, as a value or as a shape.
 _WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "unique_dim", "is_nonzero"}
@@ -75,13 +74,6 @@ class Recorder(RefuseWaiting):
             self.calls.append(partial(_again, func, args, kwargs or {}, outputs))
         return found
 
-    def launch(self, kernel: Any, run: Callable[..., object], *args: Any, **kwargs: Any) -> None:
-        call = partial(run, kernel, *args, **kwargs)
-        with _disable_current_modes():
-            self.keep(args)
-            call()
-        self.calls.append(call)
-
     def keep(self, values: Any) -> None:
         for value in values:
             if isinstance(value, torch.Tensor) and _address(value) not in self.before:
@@ -119,37 +111,21 @@ class RecordedGraph:
             for call in self._calls:
                 call()
 
-    def listening(self, recorder: Recorder) -> AbstractContextManager[object]:
-        return recorder
-
     @contextmanager
     def recording(self, *, stream: Any = None, capture_error_mode: str = "global") -> Iterator[None]:
         recorder, random = Recorder(), torch.get_rng_state()
-        with pytest.MonkeyPatch.context() as patch:
-            for kind, run in _kernels():
-                patch.setattr(kind, "run", lambda kernel, *a, run=run, **k: recorder.launch(kernel, run, *a, **k))
-            try:
-                with self.listening(recorder):
-                    yield
-            finally:
-                recorder.undo()
-                torch.set_rng_state(random)
+        try:
+            with recorder:
+                yield
+        finally:
+            recorder.undo()
+            torch.set_rng_state(random)
         self._calls = recorder.calls
-
-
-def _kernels() -> Iterator[tuple[type, Callable[..., object]]]:
-    try:
-        from triton.runtime.interpreter import InterpretedFunction
-    except ImportError:
-        return
-    yield InterpretedFunction, InterpretedFunction.run
 
 
 @contextmanager
 def graphs_by(path: Backend) -> Iterator[None]:
     """Let buffers on the CPU go the way of CUDA, graphs included, by the kernels of one device path."""
-    if path == "triton" and (reason := why_no_interpreter()):  # a GPU's kernels cannot read the memory of the CPU
-        pytest.skip(reason)
     nothing, stream = nullcontext(), SimpleNamespace(wait_stream=lambda other: None)
     with ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())

@@ -177,11 +177,10 @@ def test_two_buffers_over_one_storage_exclude_each_other():
 def test_every_compiled_function_lets_go_of_the_interpreter():
     found = 0
     for module in pkgutil.walk_packages(rlbuf_td.kernels.__path__, "rlbuf_td.kernels."):
-        if not module.name.endswith("cuda"):
-            for name, thing in vars(importlib.import_module(module.name)).items():
-                if hasattr(thing, "targetoptions"):
-                    assert thing.targetoptions.get("nogil"), f"{module.name}.{name}"
-                    found += 1
+        for name, thing in vars(importlib.import_module(module.name)).items():
+            if hasattr(thing, "targetoptions"):
+                assert thing.targetoptions.get("nogil"), f"{module.name}.{name}"
+                found += 1
     assert found > 20
 
 

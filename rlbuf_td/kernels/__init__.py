@@ -1,8 +1,8 @@
 """Performance-critical operations on plain tensors.
 
 Most operations have a reference implementation in PyTorch, which runs on any device and defines the correct results. On
-the CPU, loops compiled by numba replace the reference. The sum tree and the search for trajectory boundaries also have
-Triton kernels. Tests compare all implementations. :mod:`~rlbuf_td.kernels.dispatch` selects the implementation.
+the CPU, loops compiled by numba replace the reference. Tests compare both implementations.
+:mod:`~rlbuf_td.kernels.dispatch` selects the implementation.
 
 ``sum_tree/`` samples by priority, ``rank_order/`` by priority rank and ``recency/`` by age. ``episodes/`` finds
 trajectory boundaries, ``rows/`` copies and deduplicates rows, ``batch/`` samples or writes a batch in one call, and

@@ -48,8 +48,8 @@ class TrajectoryIndex:
         TypeError: (on the first look-up) the storage holds no TensorDicts, flags are not bool, or ids are not integers.
         RuntimeError: (on a look-up) the storage is empty.
 
-    Cost: look-ups and writes are O(1) per row; the index takes 0.3 bytes per row. On CUDA, the index takes 2 bytes per
-    row, and a look-up reads the whole trajectory. Without Triton, the first look-up after a write reads all rows.
+    Cost: look-ups and writes are O(1) per row; the index takes 0.3 bytes per row. On other devices, the index takes
+    18 bytes per row, and the first look-up after a write reads all rows.
 
     TorchRL has no such index.
 

@@ -16,7 +16,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
     torch.manual_seed(0)
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    if request.param in ("torch", "triton"):
+    if request.param == "torch":
         with graphs_by(request.param):
             yield torch.device("cpu")
     else:

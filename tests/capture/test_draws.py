@@ -67,7 +67,6 @@ def test_replays_draw_what_a_buffer_without_graphs_draws(recorded, name):
 @pytest.mark.parametrize(
     ("cls", "device"),
     [
-        (ProportionalSampler, "triton"),
         *((cls, device) for cls in (ProportionalSampler, RankSampler) for device in ("cpu", "torch")),
         pytest.param(ProportionalSampler, "cuda", marks=pytest.mark.cuda),
     ],
@@ -128,7 +127,7 @@ def test_the_number_of_steps_and_the_discount_may_change(device):
         assert torch.equal(batch["next", "reward"][:, 0], x + torch.where(more, gamma * (x + 1), 0.0))
 
 
-@pytest.mark.parametrize("device", ["cpu", "triton", pytest.param("cuda", marks=pytest.mark.cuda)], indirect=True)
+@pytest.mark.parametrize("device", ["cpu", "torch", pytest.param("cuda", marks=pytest.mark.cuda)], indirect=True)
 def test_sequences_follow_writes_to_the_storage(device):
     """They follow writes to the buffer as well: ``tests/composition/test_captured.py``."""
     rb = buffer(SequenceSampler(UniformSampler(), 3, burn_in=1, boundary="pad"), device, batch_size=80)

@@ -26,7 +26,7 @@ from tests.waiting import waiting_is_an_error
 
 @pytest.mark.parametrize("cls", [ProportionalSampler, RankSampler])
 def test_graphs_are_recorded_again_only_after_changes_they_cannot_read(cls):
-    with graphs_by("triton"):
+    with graphs_by("torch"):
         rb, runs = buffer(cls(20), torch.device("cpu"), batch_size=8, count_replays=True), []
         captured = rb.capture(lambda batch: runs.append(batch), ring=3, warmup=2)
         for _ in range(7):

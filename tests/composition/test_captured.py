@@ -35,7 +35,6 @@ CASES: dict[str, tuple[str, Recipe, int, Backend]] = {
     **{name: ("proportional", recipe, 1 + j % 2, "torch") for j, (name, recipe) in enumerate(RECIPES.items())},
     "uniform": ("uniform", SHIFTED, 2, "torch"),
     "rank": ("rank", replace(SHIFTED, boundary="pad"), 2, "torch"),
-    "Triton": ("proportional", RECIPES["all"], 2, "triton"),
 }
 
 

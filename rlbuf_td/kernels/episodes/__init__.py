@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from rlbuf_td.kernels.device_scalars import DeviceScalars, is_capturing, outside_inference_mode
-from rlbuf_td.kernels.dispatch import agrees_with_reference, backend_of
+from rlbuf_td.kernels.dispatch import backend_of
 
 WORD = 64
 # Invariants: each written lane has at least one `cut` flag; until the ring is full, `cut` is set at step T - 1 of each
@@ -87,14 +87,6 @@ class FlagBoundaries(BoundariesBase):
         self.head.fill_(stop - 1)
 
     def reach(self, cells: Tensor, within: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        if backend_of(cells) == "triton" and agrees_with_reference("reach of trajectories", cells.device, _compare):
-            from rlbuf_td.kernels.episodes import cuda
-
-            return cuda.reach(self, cells, within)
-        return self.scan(cells, within)
-
-    def scan(self, cells: Tensor, within: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Implement :meth:`reach` in torch operations; the first call after a write scans all rows."""
         if is_capturing():  # a graph may be launched after further writes
             back, ahead = self._scan()
         else:
@@ -187,16 +179,3 @@ def _column(column: Tensor) -> tuple[int, int, int]:
 def make_boundaries(steps: int, lanes: int, device: torch.device) -> Boundaries:
     is_on_cpu = backend_of(torch.empty(0, device=device, dtype=torch.float32)) == "numba"
     return BitBoundaries(steps, lanes) if is_on_cpu else FlagBoundaries(steps, lanes, device)
-
-
-def _compare(device: torch.device) -> None:
-    generator = torch.Generator().manual_seed(0)
-    boundaries = FlagBoundaries(500, 3, device)
-    end = torch.randint(100, (500, 3), generator=generator, device="cpu") == 0
-    boundaries.write(0, 500, end.to(device), None)
-    cells = torch.randint(1_500, (64,), generator=generator, device="cpu").to(device)
-    for within in (None, 20):
-        from rlbuf_td.kernels.episodes import cuda
-
-        found, expected = cuda.reach(boundaries, cells, within), boundaries.scan(cells, within)
-        torch.testing.assert_close(found, expected)

@@ -15,13 +15,11 @@ Source: Schaul et al., Prioritized Experience Replay, ICLR 2016, appendix B.2.1.
 
 from __future__ import annotations
 
-from types import ModuleType
-
 import numpy as np
 import torch
 from torch import Tensor
 
-from rlbuf_td.kernels.dispatch import agrees_with_reference, backend_of
+from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.kernels.strata import NORMS, step_of
 from rlbuf_td.kernels.sum_tree import reference
 from rlbuf_td.kernels.sum_tree.reference import weight_of
@@ -47,10 +45,10 @@ def update_(
         from rlbuf_td.kernels.sum_tree import cpu
 
         return cpu.update(tree.addresses, index.numpy(), td_error.numpy(), *numbers)
-    state, kernels = tree.device_state, _device_kernels(tree)
+    state = tree.device_state
     alpha, eps, rows = state.put(alpha=alpha, eps=eps, named=rows)
     changed, among_these, refused = reference.assign(tree, index, td_error, rows, alpha, eps)
-    kernels.repair(tree, changed)
+    reference.repair(tree, changed)
     return state.note(among_these, refused, counts)
 
 
@@ -60,12 +58,11 @@ def fill_(tree: SumTree, start: int, count: int, magnitude: Number, alpha: Numbe
         from rlbuf_td.kernels.sum_tree import cpu
 
         return cpu.fill(tree.addresses, start, count, float(magnitude), float(alpha), float(eps))
-    kernels = _device_kernels(tree)
     alpha, eps, entry = tree.device_state.put(alpha=alpha, eps=eps, entry=magnitude)
     part = slice(start, start + count)
     tree.magnitude[part] = entry
     tree.weight[part] = weight_of(tree.magnitude[part], alpha, eps)
-    kernels.repair_range(tree, start, count)
+    reference.repair_range(tree, start, count)
 
 
 def rebuild_(tree: SumTree) -> None:
@@ -75,7 +72,7 @@ def rebuild_(tree: SumTree) -> None:
 
         cpu.repair_range(tree.addresses, 0, tree.weight.shape[0])
     else:
-        _device_kernels(tree).repair_range(tree, 0, tree.weight.shape[0])
+        reference.repair_range(tree, 0, tree.weight.shape[0])
 
 
 def reweigh_(tree: SumTree, alpha: Number, eps: Number) -> None:
@@ -102,9 +99,8 @@ def draw(
         ``[B]`` int64 rows and ``[B]`` float32 importance weights; on the CPU ``None`` if no weight is positive.
     """
     if backend_of(tree.weight) != "numba":
-        kernels = _device_kernels(tree)
         rows, beta = tree.device_state.put(drawn=rows, beta=beta)
-        return kernels.draw(tree, uniform, stratified, rows, beta, norm)
+        return reference.draw(tree, uniform, stratified, rows, beta, norm)
     batch = uniform.shape[0]
     index, weight = np.empty(batch, np.int64), np.empty(batch, np.float32)  # 4 us less than with torch.empty
     law = step_of(batch, stratified), int(rows), float(beta), NORMS[norm]
@@ -138,35 +134,3 @@ def prepare_capture(tree: SumTree, alpha: float, eps: float, beta: float, rows: 
         return None
     tree.device_state.put(alpha=alpha, eps=eps, beta=beta, drawn=rows, named=rows)
     return tree.device_state.largest
-
-
-def _device_kernels(tree: SumTree) -> ModuleType:
-    memory = tree.weight
-    if backend_of(memory) == "triton" and agrees_with_reference("sum tree", memory.device, _compare):
-        from rlbuf_td.kernels.sum_tree import cuda
-
-        return cuda
-    return reference
-
-
-def _compare(device: torch.device) -> None:
-    rows, generator = 5_000, torch.Generator().manual_seed(0)
-    weight = torch.rand(2, rows, dtype=torch.float64, generator=generator, device="cpu").to(device)
-    weight[:, 1_000:1_100] = 0.0
-    changed = torch.randint(rows, (64,), generator=generator, device="cpu").to(device)
-    uniform = torch.rand(64, dtype=torch.float64, generator=generator, device="cpu").to(device)
-    number = torch.full((), 0.5, dtype=torch.float64, device=device)
-    found: list[tuple[Tensor, ...]] = []
-    from rlbuf_td.kernels.sum_tree import cuda
-
-    for kernels in (reference, cuda):
-        tree = SumTree.empty(rows, device)
-        tree.weight.copy_(weight[0])
-        kernels.repair_range(tree, 0, rows)
-        tree.weight[changed] = weight[1][changed]
-        kernels.repair(tree, changed)
-        norms = "buffer", "batch", None
-        found += [kernels.draw(tree, uniform.clone(), norm is not None, number, number, norm) for norm in norms]
-        found.append((tree.sums, tree.before, tree.minima))
-    for mine, theirs in zip(found[:4], found[4:], strict=True):
-        torch.testing.assert_close(theirs, mine, rtol=1e-6, atol=0.0)

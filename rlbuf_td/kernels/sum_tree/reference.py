@@ -66,7 +66,7 @@ def _set_groups(tree: SumTree, start: int, above: int, group: Tensor) -> None:
 def _block_levels(weight: Tensor) -> list[Tensor]:
     """Return four tensors: the sums of 8, 4 and 2 consecutive weights of each block, and the weights ``[N, 8]``."""
     levels = [weight]
-    for _ in range(3):  # added in the same order as on the CPU and in Triton
+    for _ in range(3):  # added in the same order as on the CPU
         levels.insert(0, levels[0][:, 0::2] + levels[0][:, 1::2])
     return levels
 
