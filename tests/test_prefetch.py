@@ -13,7 +13,7 @@ from torchrl.data.replay_buffers import RandomSampler
 from rlbuf_td import MinibatchSampler, PackedStorage, ProportionalSampler, ReplayBuffer, RolloutBuffer, UniformSampler
 from rlbuf_td.buffers import prefetch
 from tests.catalogue import SAMPLERS, assert_same
-from tests.restoring import HOW
+from tests.restoring import HOW, restored
 from tests.test_learner_device import SIZE, STEPS, Reference, buffer, data, learn, run, saved_in_use, write
 
 
@@ -109,6 +109,44 @@ def test_batches_drawn_ahead_are_saved(who, how, tmp_path):
         assert_same(other, expected)
     for each in (rb, again, never_saved):
         each.shutdown()
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "none, with the transform": {"transform": doubled},
+    "fewer": {"prefetch": 1, "transform": doubled},
+    "as many, without the transform": {"prefetch": 3},
+    "device": {"prefetch": 3, "device": "cpu"},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("how", ["state_dict", "dumps", "rows_only"])
+def test_a_saved_buffer_opens_with_any_prefetch_and_epochs_then_begin_anew(how, name, tmp_path):
+    rb = buffer(MinibatchSampler(), prefetch=3, transform=doubled)
+    write(rb, STEPS, 0)
+    rb.sample()
+    again = buffer(MinibatchSampler(), **SETTINGS[name])
+    if how == "rows_only":
+        rb.dumps(tmp_path)
+        again.loads(tmp_path, rows_only=True)
+    else:
+        restored(rb, again, how, tmp_path)
+    batches = [again.sample() for _ in range(4)]  # an epoch, in which the rows of the dropped batches come again
+    assert sorted(torch.cat([batch["action"] for batch in batches]).tolist()) == [10 * row for row in range(STEPS)]
+    assert ("twice" in batches[0]) == ("transform" in SETTINGS[name])
+    assert sum(len(batch) for batch in again) == STEPS
+    rb.shutdown(), again.shutdown()
+
+
+def test_a_buffer_that_draws_more_ahead_keeps_the_saved_batches(tmp_path):
+    rb, again = (buffer(UniformSampler(), prefetch=ahead, transform=doubled) for ahead in (3, 5))
+    write(rb, STEPS, 0)
+    rb.sample()
+    restored(rb, again, "state_dict", tmp_path)
+    for _ in range(6):
+        assert_same(again.sample(), rb.sample())
+    rb.shutdown(), again.shutdown()
 
 
 def test_iteration_gives_every_row_of_the_newest_rollout_once_an_epoch(who):

@@ -286,9 +286,11 @@ def loads(
 
     Storage, sampler and writer must have the same classes as in the saved buffer. A :class:`PackedStorage` may have
     another capacity than the saved one, but not in a :class:`RolloutBuffer`, and not if the saved buffer's writer had
-    ``track_generations=True``. If the saved rows exceed the capacity, the oldest are dropped, with a warning. New
-    collectors may use the same trajectory ids (``("collector", "traj_ids")``) again. A load therefore ends unfinished
-    trajectories that have ids.
+    ``track_generations=True`` (``rows_only`` loads these rows). If the saved rows exceed the capacity, the oldest are
+    dropped, with a warning. New collectors may use the same trajectory ids (``("collector", "traj_ids")``) again. A
+    load therefore ends unfinished trajectories that have ids. The two buffers may differ in ``prefetch``, ``device``
+    and transforms: if this buffer draws no or fewer batches ahead, the saved batches drawn ahead are dropped, and a
+    :class:`MinibatchSampler` starts its epochs again.
 
     Args:
         path: the folder of the dump.
@@ -333,11 +335,10 @@ def state_dict(rb: Any) -> dict[str, Any]:
 
 
 def load_state_dict(rb: Any, state_dict: dict[str, Any]) -> None:
-    """Restore the state that :meth:`state_dict` has returned.
+    """Restore the state that :meth:`state_dict` has returned; batches drawn ahead as in :meth:`loads`.
 
     Raises:
         ValueError: the state belongs to another class of storage, sampler or writer, or its rows do not fit.
-        RuntimeError: the state was saved from a buffer with another value of ``prefetch``.
 
         After an error, the buffer is unchanged.
     """

@@ -13,10 +13,11 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from tensordict import TensorDictBase
-from torchrl.data.replay_buffers import TensorDictReplayBuffer
+from torchrl.data.replay_buffers import SamplerWithoutReplacement, TensorDictReplayBuffer
 
 from rlbuf_td.buffers.parts import Parts
 from rlbuf_td.buffers.priorities import write_priorities
+from rlbuf_td.storages import torchrl_parts
 from rlbuf_td.storages.indexing import device_of
 from rlbuf_td.storages.notebooks import GPU
 from rlbuf_td.storages.torchrl_parts import generator_of
@@ -248,19 +249,38 @@ def clear_prefetched(rb: Any) -> None:
 
 
 def validate_prefetched(rb: Any, prefetch_state: Any) -> None:
-    """Raise an error if the state is malformed, or was saved with another value of ``prefetch``."""
-    if rb.prefetcher is not None and isinstance(prefetch_state, dict) and not rb._prefetch:
-        prefetch_state = prefetch_state | {"queue": ()}  # saved without ``device``: batches are drawn again
-    TensorDictReplayBuffer._validate_prefetch_state(rb, prefetch_state)
+    """Raise an error if the state is malformed."""
+    TensorDictReplayBuffer._validate_prefetch_state(rb, _fitting(rb, prefetch_state))
 
 
 def restore_prefetched(rb: Any, prefetch_state: Any, *, clone_queue: bool = True) -> None:
-    """Restore batches drawn ahead; a buffer with ``device`` draws them again instead."""
+    """Restore batches drawn ahead, or drop them if this buffer does not serve as many, or draws none ahead."""
     if prefetch_state is None:
         return
-    queue, parts = restamped(prefetch_state["queue"], rb.parts, 1), rb.parts
-    if rb.prefetcher is None or not parts.draws:
+    kept = _fitting(rb, prefetch_state)["queue"]
+    if len(kept) < len(prefetch_state["queue"]):
+        _forget_epochs(rb.sampler)
+    queue = restamped(kept, rb.parts, 1)
+    if rb.prefetcher is None or not rb.parts.draws:
         state = prefetch_state | {"queue": queue}
         TensorDictReplayBuffer._restore_prefetch_queue_locked(rb, state, clone_queue=clone_queue)
-    elif rb._prefetch:
+    else:
         rb.prefetcher.restore(map(rb._clone_prefetch_result, queue) if clone_queue else queue)
+
+
+def _fitting(rb: Any, prefetch_state: Any) -> Any:
+    """Return the state with this buffer's capacity, and without batches that this buffer would not serve."""
+    if not isinstance(prefetch_state, dict):
+        return prefetch_state
+    queue = prefetch_state.get("queue")
+    serves = rb._prefetch and not (rb.initialize().draws and rb.returns_as_drawn)
+    if isinstance(queue, list | tuple) and not (serves and len(queue) <= rb._prefetch_cap):
+        queue = ()
+    return prefetch_state | {"capacity": rb._prefetch_cap, "queue": queue}
+
+
+def _forget_epochs(sampler: Any) -> None:
+    """Begin new epochs, in which the rows of dropped batches are drawn again."""
+    innermost = getattr(sampler, "innermost", sampler)
+    if isinstance(innermost, SamplerWithoutReplacement):
+        torchrl_parts.empty_part(innermost)

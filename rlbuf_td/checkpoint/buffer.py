@@ -92,7 +92,8 @@ class _Load:
 
     def _resize(self, rows: SavedRows) -> None:
         fit, saved, lanes, capacity = rows.fit, self.saved, prod(rows.lanes), rows.capacity
-        is_tied = getattr(self.rb.writer, "needs_capacity", False) or "_generation" in saved["writer"]["state"]
+        tracks = not self.rows_only and "_generation" in saved["writer"]["state"]
+        is_tied = getattr(self.rb.writer, "needs_capacity", False) or tracks
         if is_tied and not fit.is_same:
             sizes = f"the dump has {saved['storage']['shape'][0]} time steps, this buffer {capacity}"
             raise CheckpointError(f"{sizes}: rollouts and tracked generations need the same capacity")

@@ -9,7 +9,15 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from rlbuf_td import CheckpointError, MinibatchSampler, PackedStorage, ReplayBuffer, RolloutBuffer, TrajectoryIndex
+from rlbuf_td import (
+    CheckpointError,
+    MinibatchSampler,
+    PackedStorage,
+    ReplayBuffer,
+    RingWriter,
+    RolloutBuffer,
+    TrajectoryIndex,
+)
 from rlbuf_td.checkpoint.rows import fit
 from tests.catalogue import assert_same
 from tests.checkpoint.worlds import make, step, transitions
@@ -98,3 +106,16 @@ def test_what_has_no_order_of_age_or_is_a_rollout_needs_the_same_capacity(tmp_pa
         RolloutBuffer(6, batch_size=2).loads(tmp_path)
     with pytest.raises(CheckpointError, match="its writer keeps no order of age"):
         fit(7, 5, 7, None)
+
+
+def test_tracked_generations_need_the_same_capacity_except_for_the_rows_alone(tmp_path):
+    def tracked(steps):
+        return ReplayBuffer(storage=PackedStorage(steps), writer=RingWriter(track_generations=True), batch_size=4)
+
+    rb, larger = tracked(5), tracked(9)
+    rb.extend(TensorDict({"x": torch.arange(7)}, [7]))
+    rb.dumps(tmp_path)
+    with pytest.raises(CheckpointError, match="rollouts and tracked generations need the same capacity"):
+        larger.loads(tmp_path)
+    larger.loads(tmp_path, rows_only=True)
+    assert larger[:]["x"].tolist() == [2, 3, 4, 5, 6]

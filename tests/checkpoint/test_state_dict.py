@@ -23,7 +23,7 @@ def torchrls(sampler: Any = None) -> TensorDictReplayBuffer:
     return rb
 
 
-@pytest.mark.parametrize("kind", ["rank", "uniform", "sequence", "transform", "rows", "capacity", "prefetch", "other"])
+@pytest.mark.parametrize("kind", ["rank", "uniform", "sequence", "transform", "rows", "capacity", "other"])
 def test_a_state_that_does_not_fit_changes_nothing(kind):
     foreign: Any
     if kind == "rows":
@@ -32,8 +32,6 @@ def test_a_state_that_does_not_fit_changes_nothing(kind):
     elif kind == "capacity":
         foreign = make("proportional", steps=40)
         foreign.extend(transitions(40))
-    elif kind == "prefetch":
-        foreign = make("proportional", prefetch=2)
     elif kind == "other":
         foreign = torchrls(PrioritizedSampler(20, 0.6, 0.4))
     else:
