@@ -17,10 +17,9 @@ from torchrl.data.replay_buffers import SamplerWithoutReplacement, TensorDictRep
 
 from rlbuf_td.buffers.parts import Parts
 from rlbuf_td.buffers.priorities import write_priorities
-from rlbuf_td.storages import torchrl_parts
 from rlbuf_td.storages.indexing import device_of
 from rlbuf_td.storages.notebooks import GPU
-from rlbuf_td.storages.torchrl_parts import generator_of
+from rlbuf_td.storages.torchrl_parts import empty_part, generator_of
 from rlbuf_td.storages.write_clock import SAMPLED_AT
 
 Sample: TypeAlias = tuple[TensorDictBase, dict[Any, Any]]  # a batch and the sampler's report
@@ -283,4 +282,4 @@ def _forget_epochs(sampler: Any) -> None:
     """Begin new epochs, in which the rows of dropped batches are drawn again."""
     innermost = getattr(sampler, "innermost", sampler)
     if isinstance(innermost, SamplerWithoutReplacement):
-        torchrl_parts.empty_part(innermost)
+        empty_part(innermost)
