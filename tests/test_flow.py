@@ -5,6 +5,9 @@ from __future__ import annotations
 import multiprocessing
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -149,6 +152,174 @@ def test_batches_and_writes_that_would_block_forever_are_refused():
     rb.extend(rows(4))
     with pytest.raises(ValueError, match="a batch of 17 rows could block forever"):
         rb.sample(17)
+
+
+def filled(count: int, **flow) -> ReplayBuffer:
+    rb = buffer(**flow)
+    rb.extend(rows(count))
+    return rb
+
+
+def emptied_by_a_state(rb: ReplayBuffer, path: Path) -> None:
+    rb.load_state_dict(buffer().state_dict())
+
+
+def emptied_by_a_dump(rb: ReplayBuffer, path: Path) -> None:
+    buffer(samples_per_insert=1.0, tolerance=16).dumps(path)
+    rb.loads(path)
+
+
+def replaced(rb: ReplayBuffer, path: Path) -> None:
+    rb.set_storage(PackedStorage(50))
+
+
+EMPTIED = [lambda rb, path: rb.empty(), lambda rb, path: rb.empty(empty_write_count=False)]
+EMPTIED += [emptied_by_a_state, emptied_by_a_dump, replaced]
+
+
+def extended_in_time(rb: ReplayBuffer, count: int) -> None:
+    stop = threading.Timer(10, rb.shutdown)
+    stop.start()
+    rb.extend(rows(count))
+    stop.cancel()
+
+
+@pytest.mark.parametrize("remove", EMPTIED)
+def test_writes_and_batches_go_on_after_all_rows_are_removed(remove, tmp_path):
+    rb = filled(16, samples_per_insert=1.0, tolerance=16, min_size=8)
+    rb.extend(rows(8))
+    remove(rb, tmp_path)
+    extended_in_time(rb, 7)
+    with pytest.raises(RuntimeError, match="too few rows"):
+        rb.sample()  # min_size holds again
+    rb.extend(rows(2))
+    assert rb.sample().shape == (8,)
+    assert (rb.health()["inserts"], rb.health()["samples"]) == (9, 8)
+
+
+def test_writes_go_on_after_another_buffer_has_emptied_the_storage():
+    rb = filled(16, samples_per_insert=1.0, tolerance=16)
+    ReplayBuffer(storage=rb.storage).empty()
+    extended_in_time(rb, 16)
+
+
+def loaded_dump(rb: ReplayBuffer, path: Path, **how) -> ReplayBuffer:
+    rb.dumps(path)
+    other = filled(3, samples_per_insert=1.0, tolerance=40, min_size=10)
+    other.loads(path, **how)
+    return other
+
+
+def over(storage: PackedStorage) -> ReplayBuffer:
+    return ReplayBuffer(storage=storage, batch_size=8, samples_per_insert=1.0, tolerance=40, min_size=10)
+
+
+def with_storage(rb: ReplayBuffer, path: Path) -> ReplayBuffer:
+    other = filled(3, samples_per_insert=1.0, tolerance=40, min_size=10)
+    other.set_storage(rb.storage)
+    return other
+
+
+BROUGHT: dict[str, Callable[[ReplayBuffer, Path], ReplayBuffer]] = {
+    "a dump without flow control": loaded_dump,
+    "the rows of a dump": partial(loaded_dump, rows_only=True),
+    "a storage that holds rows": lambda rb, path: over(rb.storage),
+    "another storage": with_storage,
+    "TorchRL's buffer": lambda rb, path: ReplayBuffer.from_torchrl(
+        rb, samples_per_insert=1.0, tolerance=40, min_size=10
+    ),
+}
+
+
+@pytest.mark.parametrize("bring", BROUGHT)
+def test_rows_that_are_brought_count_as_written_and_as_sampled_often_enough(bring, tmp_path):
+    rb = BROUGHT[bring](filled(200), tmp_path)
+    for _ in range(5):
+        assert rb.sample().shape == (8,)
+    with pytest.raises(RuntimeError, match="samples per insert are at their limit"):
+        rb.sample()
+    assert (rb.health()["inserts"], rb.health()["samples"]) == (200, 190 + 40)
+
+
+def test_rows_that_another_buffer_writes_count_as_written():
+    rb = over(PackedStorage(1_000))
+    with pytest.raises(RuntimeError, match="too few rows"):
+        rb.sample()
+    ReplayBuffer(storage=rb.storage).extend(rows(20))
+    assert rb.sample().shape == (8,)
+
+
+def outcomes(rb: ReplayBuffer) -> list[object]:
+    """Return the rows of 30 batches; None: the batch was refused, and rows were written instead."""
+    found: list[object] = []
+    for step in range(30):
+        try:
+            found.append(rb.sample()["x"].tolist())
+        except RuntimeError:
+            found.append(None)
+            rb.extend(rows(2 + step % 3))
+    return found
+
+
+@pytest.mark.parametrize("how", ["a state", "a dump"])
+@pytest.mark.parametrize("tolerance", [None, 30])
+def test_a_loaded_buffer_draws_and_refuses_the_batches_that_the_saved_one_would(how, tolerance, tmp_path):
+    flow = {"samples_per_insert": 3.0, "min_size": 10, "tolerance": tolerance}
+    rb = filled(10, **flow, generator=torch.Generator().manual_seed(0))
+    rb.extend(rows(5))
+    rb.sample()
+    rb.sample()
+    other = buffer(**flow)
+    if how == "a dump":
+        rb.dumps(tmp_path)
+        other.loads(tmp_path)
+    else:
+        other.load_state_dict(rb.state_dict())
+    same = "inserts", "samples", "sample_waits", "insert_waits"
+    assert [other.health()[name] for name in same] == [rb.health()[name] for name in same]
+    expected = outcomes(rb)
+    assert outcomes(other) == expected
+    assert 3 < expected.count(None) < 27
+
+
+def test_a_dump_made_with_other_settings_starts_on_target(tmp_path):
+    rb = filled(100, samples_per_insert=1.0, tolerance=200)
+    rb.dumps(tmp_path)
+    other = buffer(samples_per_insert=8.0, tolerance=80)
+    other.loads(tmp_path)
+    assert (other.health()["inserts"], other.health()["samples"]) == (100, 800)
+    other.extend(rows(10))
+
+
+@pytest.mark.parametrize("counts", [[0, 1], [-1, 0, 0, 0, 0, 0], [0.5, 0, 0, 0, 0, 0], None])
+def test_a_malformed_state_is_refused_and_changes_nothing(counts):
+    rb = filled(4, samples_per_insert=1.0, tolerance=16)
+    state = buffer(samples_per_insert=1.0, tolerance=16).state_dict()
+    state["_flow"]["counts"] = counts
+    with pytest.raises(ValueError, match="flow control needs 6 whole numbers as counts"):
+        rb.load_state_dict(state)
+    assert (len(rb), rb.health()["inserts"]) == (4, 4)
+
+
+def test_a_batch_that_fails_after_the_rows_were_removed_does_not_count_below_zero():
+    def fail(data: TensorDict) -> None:
+        rb.empty()
+        raise ZeroDivisionError
+
+    rb: ReplayBuffer = ReplayBuffer(batch_size=8, samples_per_insert=1.0, transform=fail)
+    rb.extend(rows(8))
+    with pytest.raises(ZeroDivisionError):
+        rb.sample()
+    assert (rb.health()["inserts"], rb.health()["samples"]) == (0, 0)
+
+
+def test_a_batch_without_a_size_is_refused_and_not_waited_for():
+    rb = ReplayBuffer(samples_per_insert=1.0)
+    stop = threading.Timer(10, rb.shutdown)
+    stop.start()
+    with pytest.raises(RuntimeError, match="batch_size not specified"):
+        rb.sample()
+    stop.cancel()
 
 
 def write_some(rb: ReplayBuffer, count: int) -> None:

@@ -290,7 +290,9 @@ def loads(
     dropped, with a warning. New collectors may use the same trajectory ids (``("collector", "traj_ids")``) again. A
     load therefore ends unfinished trajectories that have ids. The two buffers may differ in ``prefetch``, ``device``
     and transforms: if this buffer draws no or fewer batches ahead, the saved batches drawn ahead are dropped, and a
-    :class:`MinibatchSampler` starts its epochs again.
+    :class:`MinibatchSampler` starts its epochs again. Flow control goes on from the saved counts
+    if its settings are the same; otherwise the rows count as written, and as sampled as often as ``samples_per_insert``
+    asks.
 
     Args:
         path: the folder of the dump.
@@ -331,11 +333,12 @@ def repair(rb: Any) -> None:
 
 def state_dict(rb: Any) -> dict[str, Any]:
     """Return a copy of the rows and of the state of all components, as tensors and plain Python values."""
-    return TensorDictReplayBuffer.state_dict(rb) | {"_trajectories": trajectories_of(rb.storage)}
+    own = {"_trajectories": trajectories_of(rb.storage), "_flow": None if rb.flow is None else rb.flow.state_dict()}
+    return TensorDictReplayBuffer.state_dict(rb) | own
 
 
 def load_state_dict(rb: Any, state_dict: dict[str, Any]) -> None:
-    """Restore the state that :meth:`state_dict` has returned; batches drawn ahead as in :meth:`loads`.
+    """Restore the state of :meth:`state_dict`; batches drawn ahead and flow control as in :meth:`loads`.
 
     Raises:
         ValueError: the state belongs to another class of storage, sampler or writer, or its rows do not fit.
@@ -344,6 +347,8 @@ def load_state_dict(rb: Any, state_dict: dict[str, Any]) -> None:
     """
     rb.initialize()
     rb.validate_prefetched(state_dict.get("_prefetch_state"))  # as TorchRL does, before any change
+    if rb.flow is not None:
+        rb.flow.refuse_state(state_dict.get("_flow"))
     with rb.futures_lock:
         rb.synchronize()  # before the other locks are taken: prefetching threads need them
         with rb.locked():  # no thread sees a mixture of two states
@@ -353,6 +358,8 @@ def load_state_dict(rb: Any, state_dict: dict[str, Any]) -> None:
             load_or_restore(parts, state_dict)
             TensorDictReplayBuffer.load_state_dict(rb, state_dict)
             load_trajectories(rb, state_dict.get("_trajectories", []))
+            if rb.flow is not None:
+                rb.flow.restore(state_dict.get("_flow"), len(rb.storage))
             if rb.parts.wrapper is not None:
                 rb.parts.wrapper.watch(rb.storage)
 
@@ -380,10 +387,8 @@ def share(rb: Buffer, shared: bool = True) -> Buffer:
     if not shared or not isinstance(storage, PackedStorage):
         return TensorDictReplayBuffer.share(rb, shared)
     with storage.lock:
-        share_parts(storage, rb.sampler, rb.writer)
+        share_parts(storage, rb.sampler, rb.writer, rb.flow)
         rb.stale_updates.share_memory_()
-        if rb.flow is not None:
-            rb.flow.share_memory_()
         TensorDictReplayBuffer.share(rb, True)
         rb._write_lock = nullcontext()  # the storage's lock also works between processes
     return rb

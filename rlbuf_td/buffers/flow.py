@@ -13,7 +13,8 @@ from torchrl.data.replay_buffers import TensorDictReplayBuffer
 
 from rlbuf_td.storages.shared.memory import SharedNumbers
 
-_INSERTED, _SAMPLED, _BATCH, _WRITE, _SAMPLE_WAITS, _INSERT_WAITS, _CLOSED = range(7)
+_INSERTED, _SAMPLED, _BATCH, _WRITE, _SAMPLE_WAITS, _INSERT_WAITS, _CLOSED, _EPOCH = range(8)
+_SAVED = 6  # the first numbers are saved with the buffer
 _POLL = 0.001  # polling interval in seconds; unlike a notification, polling still works if another process dies
 
 
@@ -28,6 +29,10 @@ class FlowControl:
     The tolerance must be at least the batch size, and at least ``samples_per_insert`` times the rows of a write;
     otherwise batches and writes could wait for each other forever. ``None`` chooses the smallest such tolerance
     for the largest batch and the largest write so far.
+
+    The counts start again when the rows are removed or replaced: :meth:`restart`. Rows that are written by other means
+    than the buffer with this flow control (another buffer over the same storage, for example) count as written, and as
+    sampled as often as the target asks.
 
     Source: Cassirer et al., Reverb, 2021, section 3.4.
     """
@@ -44,7 +49,10 @@ class FlowControl:
             least = "needs samples_per_insert" if samples_per_insert is None else f"must be at least {max(1.0, ratio)}"
             raise ValueError(f"tolerance {least}, got {tolerance}: neither batches nor writes could pass")
         self.samples_per_insert, self.min_size, self.given_tolerance = samples_per_insert, int(min_size), tolerance
-        self._numbers = SharedNumbers("q", [0] * 7)
+        self._numbers = SharedNumbers("q", [0] * 8)
+        counters = self._numbers.counters()
+        #: The numbers that an unfinished call may have changed; restored if a process dies during a write.
+        self.undone_with_rows = counters[_INSERTED], counters[_SAMPLED], counters[_EPOCH]
 
     @property
     def tolerance(self) -> float:
@@ -52,7 +60,7 @@ class FlowControl:
             return float(self.given_tolerance)
         return max(1.0, self._numbers[_BATCH], (self.samples_per_insert or 0.0) * self._numbers[_WRITE])
 
-    # In a buffer, callers of ``admit_sample``, ``admit_insert`` and ``take_back`` hold the buffer's lock.
+    # In a buffer, callers of the methods that change numbers hold the buffer's lock.
 
     def admit_sample(self, rows: int) -> bool:
         """Return whether a batch is admitted; if it is, count its rows."""
@@ -89,17 +97,36 @@ class FlowControl:
         if rows > self._numbers[which]:
             self._numbers[which] = rows
 
-    def count_imported(self, rows: int) -> None:
-        """Count imported rows as written; raise the count of sampled rows until it meets the target ratio."""
+    def restart(self, rows: int) -> None:
+        """Count ``rows`` as all that was written so far, and sampled as often as the target ratio asks."""
         numbers = self._numbers
-        numbers[_INSERTED] += rows
-        surplus = (self.samples_per_insert or 0.0) * (numbers[_INSERTED] - self.min_size)
-        numbers[_SAMPLED] = max(numbers[_SAMPLED], int(surplus))
+        numbers[_INSERTED], numbers[_SAMPLED] = rows, self._target(rows)
+        numbers[_EPOCH] += 1
 
-    def take_back(self, *, sampled: int = 0, inserted: int = 0) -> None:
-        """Subtract the rows of a failed batch or write from the counters."""
-        self._numbers[_SAMPLED] -= sampled
-        self._numbers[_INSERTED] -= inserted
+    def agree(self, stored: int) -> None:
+        """Correct the counts if other means than this buffer have removed all rows or written some.
+
+        ``stored`` is the number of rows in the storage.
+        """
+        numbers = self._numbers
+        if stored > numbers[_INSERTED]:
+            numbers[_INSERTED], numbers[_SAMPLED] = stored, max(numbers[_SAMPLED], self._target(stored))
+        elif not stored and numbers[_INSERTED]:
+            self.restart(0)
+
+    def _target(self, inserted: int) -> int:
+        return max(0, int((self.samples_per_insert or 0.0) * (inserted - self.min_size)))
+
+    @property
+    def epoch(self) -> int:
+        """The number of restarts and loads so far."""
+        return self._numbers[_EPOCH]
+
+    def take_back(self, epoch: int, *, sampled: int = 0, inserted: int = 0) -> None:
+        """Subtract the rows of a failed batch or write, unless the counts have restarted since it was admitted."""
+        if epoch == self.epoch:
+            self._numbers[_SAMPLED] -= sampled
+            self._numbers[_INSERTED] -= inserted
 
     def count_wait(self, *, of_sample: bool) -> None:
         self._numbers[_SAMPLE_WAITS if of_sample else _INSERT_WAITS] += 1
@@ -112,58 +139,51 @@ class FlowControl:
         self._numbers.share_memory_()
 
     def report(self) -> dict[str, float]:
-        inserted, sampled, _, _, sample_waits, insert_waits, _ = map(float, self._numbers)
+        inserted, sampled, _, _, sample_waits, insert_waits, *_ = map(float, self._numbers)
         counts = {"inserts": inserted, "samples": sampled, "samples_per_insert": sampled / max(1.0, inserted)}
         return counts | {"sample_waits": sample_waits, "insert_waits": insert_waits}
 
-    @contextmanager
-    def inserting(self, rows: int, lock: AbstractContextManager[Any]) -> Iterator[None]:
-        """Wait until a write is admitted, and count its rows; undo the count if the ``with`` block raises an error."""
-        wait_until(partial(self.admit_insert, rows), lock, None, partial(self.count_wait, of_sample=False))
-        try:
-            yield
-        except BaseException:
-            with lock:
-                self.take_back(inserted=rows)
-            raise
+    def state_dict(self) -> dict[str, Any]:
+        settings = {"samples_per_insert": self.samples_per_insert, "min_size": self.min_size}
+        return settings | {"counts": [*self._numbers][:_SAVED]}
 
-    @contextmanager
-    def sampling(
-        self, rows: int, ready: Callable[[], bool], lock: AbstractContextManager[Any], wait: bool, timeout: float | None
-    ) -> Iterator[None]:
-        """Wait until a batch is admitted, and count its rows; undo the count if the ``with`` block raises an error."""
+    def refuse_state(self, state: Any) -> None:
+        """Raise a ValueError if ``state`` is neither None nor a result of :meth:`state_dict`."""
+        if state is None:
+            return
+        counts = state["counts"] if isinstance(state, dict) and {*self.state_dict()} == {*state} else None
+        is_list = isinstance(counts, list) and len(counts) == _SAVED
+        if not is_list or not all(type(count) is int and 0 <= count < 1 << 62 for count in counts or []):
+            raise ValueError(f"the saved state of flow control needs {_SAVED} whole numbers as counts, got {state!r}")
 
-        def admit() -> bool:
-            return ready() and self.admit_sample(rows)
-
-        if wait:
-            wait_until(admit, lock, timeout, partial(self.count_wait, of_sample=True))
-        else:
-            with lock:
-                if not admit():
-                    raise RuntimeError(f"flow control does not admit a batch of {rows} rows now: {NOT_YET}")
-        try:
-            yield
-        except BaseException:
-            with lock:
-                self.take_back(sampled=rows)
-            raise
+    def restore(self, state: dict[str, Any] | None, rows: int) -> None:
+        """Restore a state; without one, or with one of other settings, restart with ``rows`` rows."""
+        if state is None or state | {"counts": []} != self.state_dict() | {"counts": []}:
+            return self.restart(rows)
+        for position, count in enumerate(state["counts"]):
+            self._numbers[position] = count
+        self._numbers[_EPOCH] += 1
 
 
 NOT_YET = "there are too few rows, or samples per insert are at their limit; sample with wait=True to wait"
 
 
-def wait_until(
+@contextmanager
+def admitted(
     admit: Callable[[], bool],
     lock: AbstractContextManager[Any],
     timeout: float | None,
     count_wait: Callable[[], None] | None = None,
-) -> None:
-    """Call ``admit``, with ``lock`` held, until it returns True; raise a TimeoutError after ``timeout`` seconds."""
+) -> Iterator[None]:
+    """Hold ``lock`` in a ``with`` block, as soon as ``admit()`` returns True with the lock held.
+
+    ``admit`` is called again every millisecond, for up to ``timeout`` seconds; then a TimeoutError is raised.
+    """
     deadline = inf if timeout is None else time.monotonic() + timeout
     while True:
         with lock:
             if admit():
+                yield
                 return
             if count_wait is not None:
                 count_wait()
@@ -188,25 +208,64 @@ def count_imported(rb: Any, flow: FlowControl | None) -> None:
     """Attach ``flow`` to a buffer of imported rows, and count these rows as written."""
     rb.flow = flow
     if flow is not None:
-        flow.count_imported(len(rb))
+        flow.restart(len(rb.storage))
         rb.connect()  # drops a write plan, which would bypass flow control
 
 
 @contextmanager
-def permission(rb: Any, rows: int | None, wait: bool, timeout: float | None) -> Iterator[None]:
-    """Enter the ``with`` block once the buffer has rows and its flow control, if any, admits a batch."""
+def inserting(rb: Any, rows: int) -> Iterator[None]:
+    """Enter the ``with`` block once flow control admits a write of ``rows`` rows.
 
-    def ready() -> bool:
+    The block holds the buffer's lock, so that no other thread or process finds rows that are counted and not written.
+    If the block raises an error, its rows are not counted. If the process dies, the storage's journal restores the
+    count.
+    """
+    flow: FlowControl = rb.flow
+
+    def admit() -> bool:
+        flow.agree(len(rb.storage))
+        return flow.admit_insert(rows)
+
+    with admitted(admit, rb.replay_lock, None, partial(flow.count_wait, of_sample=False)):
+        epoch = flow.epoch
+        try:
+            yield
+        except BaseException:
+            flow.take_back(epoch, inserted=rows)
+            raise
+
+
+@contextmanager
+def permission(rb: Any, rows: int | None, wait: bool, timeout: float | None) -> Iterator[None]:
+    """Enter the ``with`` block once the buffer has rows and its flow control, if any, admits a batch.
+
+    The batch is counted before the block, and the count undone if the block raises an error.
+    """
+    flow: FlowControl | None = rb.flow if rows is not None else None
+    epoch = 0
+
+    def admit() -> bool:
+        nonlocal epoch
         if rb.is_shut_down:
             raise RuntimeError("the buffer has been shut down")
-        return len(rb) > 0
+        if flow is None or rows is None:
+            return len(rb) > 0 or not wait
+        flow.agree(len(rb.storage))
+        epoch = flow.epoch
+        is_admitted = len(rb) > 0 and flow.admit_sample(rows)
+        if not (is_admitted or wait):
+            raise RuntimeError(f"flow control does not admit a batch of {rows} rows now: {NOT_YET}")
+        return is_admitted
 
-    if rb.flow is not None and rows is not None:
-        with rb.flow.sampling(rows, ready, rb.replay_lock, wait, timeout):
-            yield
-    else:
-        wait_until(ready, rb.replay_lock, timeout)
+    with admitted(admit, rb.replay_lock, timeout, None if flow is None else partial(flow.count_wait, of_sample=True)):
+        pass
+    try:
         yield
+    except BaseException:
+        if flow is not None:
+            with rb.replay_lock:
+                flow.take_back(epoch, sampled=rows or 0)
+        raise
 
 
 def shutdown(rb: Any, timeout: float | None = None) -> None:

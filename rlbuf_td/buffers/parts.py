@@ -17,6 +17,7 @@ from torchrl.data.replay_buffers import (
     Writer,
 )
 
+from rlbuf_td.buffers.flow import FlowControl
 from rlbuf_td.envs.trajectory_numbers import TrajectoryNumbers
 from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.wrapper import SamplerWrapper
@@ -94,19 +95,20 @@ def refuse_unordered(sampler: Sampler, writer: Writer) -> None:
         raise ValueError("a {} needs rows in time order, a {} keeps none: use a RingWriter".format(*kinds))
 
 
-def share_parts(storage: PackedStorage, sampler: Sampler, writer: Writer) -> None:
+def share_parts(storage: PackedStorage, sampler: Sampler, writer: Writer, flow: FlowControl | None) -> None:
     """Move rows, counters and priorities to shared memory; raise a ValueError if the rows are on a CUDA device."""
     storage.share_memory_()
     attached_or_new(storage, TrajectoryNumbers)  # before sharing, so that recorders in all processes use these numbers
     counters = vars(writer)
     if storage.shared_rows is not None:
         names = "_cursor_value", "_write_count_value", "_taken_value", "_following_value", "_threshold_value"
-        watched = (counters[name] for name in names if name in counters)
+        watched = [counters[name] for name in names if name in counters]
+        watched += [] if flow is None else flow.undone_with_rows
         storage.shared_rows.journal.watch(*watched)  # restored if a process is killed during a write
     samplers = [sampler]
     while isinstance(inner := getattr(samplers[-1], "sampler", None), Sampler):
         samplers.append(inner)
-    for part in (*samplers, writer, *torchrl_parts.listeners_of(storage)):
+    for part in (*samplers, writer, flow, *torchrl_parts.listeners_of(storage)):
         share = getattr(part, "share_memory_", None)
         if share is not None:
             share()
@@ -127,6 +129,8 @@ def set_storage(rb: Any, storage: Storage, collate_fn: Any = None) -> Storage:
         if isinstance(rb.writer, RoundRobinWriter):
             torchrl_parts.set_cursor(rb.writer, next_step(storage))
         torchrl_parts.empty_part(rb.sampler)
+        if rb.flow is not None:
+            rb.flow.restart(len(storage))
         rb.connect(default_priorities=True)
     return previous
 

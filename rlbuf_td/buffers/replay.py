@@ -58,7 +58,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
             samplers. :meth:`empty`, a load, or a change of storage, sampler or transform drops the batches drawn ahead.
         samples_per_insert: target ratio of sampled rows to written rows. A write that would exceed ``tolerance`` waits.
             If a batch would exceed it, :meth:`sample` raises a RuntimeError, or waits if ``wait=True``.
-        min_size: number of rows that must be written before the first batch.
+        min_size: number of rows that must be written before the first batch, and again after :meth:`empty`.
         tolerance: largest deviation from the target, in sampled rows; see :class:`~rlbuf_td.buffers.flow.FlowControl`.
         **kwargs: other keywords of ``TensorDictReplayBuffer``: ``batch_size``, ``transform``, ``pin_memory``,
             ``generator``, ``dim_extend``, ``sample_unit``, ``collate_fn``, ``shared``, ...

@@ -10,6 +10,7 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn.utils import _set_dispatch_td_nn_modules
 from torchrl.data.replay_buffers import Sampler, TensorDictReplayBuffer
 
+from rlbuf_td.buffers.flow import inserting
 from rlbuf_td.buffers.parts import Parts
 from rlbuf_td.buffers.write_plan import make_write_plan
 from rlbuf_td.kernels.dispatch import backend_of
@@ -59,7 +60,7 @@ def _write_in_turn(rb: Any, data: TensorDictBase, how: str, update_priority: boo
     if rb.flow is None:
         return write(rb, data, how, update_priority)
     rows = _transitions(data, how).batch_size[: rb.storage.ndim - (how == "add")].numel()
-    with rb.flow.inserting(rows, rb.replay_lock):
+    with inserting(rb, rows):
         return write(rb, data, how, update_priority)
 
 
@@ -238,10 +239,12 @@ def mark_range(rb: Any, start: int, count: int) -> None:
 
 
 def empty(rb: Any, empty_write_count: bool = True) -> None:
-    """Remove all rows and priorities, and keep the schema.
+    """Remove all rows and priorities, and keep the schema; flow control starts again.
 
     Args:
         empty_write_count: also set :attr:`write_count` to 0, default ``True``.
     """
     with rb.fully_locked(), held_back:
         TensorDictReplayBuffer.empty(rb, empty_write_count)
+        if rb.flow is not None:
+            rb.flow.restart(0)

@@ -137,9 +137,12 @@ class _Load:
         # The code below cannot fail.
         if self.rows_only:
             torchrl_parts.empty_part(rb.sampler)
+            torchrl_parts.empty_part(rb.writer)
             torchrl_parts.set_cursor(rb.writer, *(saved["writer"]["state"].get(name, 0) for name in _COUNTERS))
         else:
             parts.restore_buffer(rb, saved["buffer"], saved["generator"])
+        if rb.flow is not None:
+            rb.flow.restore(None if self.rows_only else saved["buffer"].get("flow"), len(storage))
         parts.load_trajectories(rb, saved["trajectories"])
         connect()
         if rb.replay_count is not None:

@@ -36,6 +36,7 @@ def capture(rb: Any, prefetched: dict[str, Any]) -> dict[str, Any]:
             "prefetched": tuple(prefetched["queue"]),
             "stats": None if rb.episode_stats is None else rb.episode_stats.state_dict(),
             "replays": None if rb.replay_count is None else rb.replay_count.counts(),
+            "flow": None if rb.flow is None else rb.flow.state_dict(),
         },
         "storage": {
             "class": type(storage).__name__,
@@ -97,6 +98,8 @@ def refuse_malformed(rb: Any, saved: dict[str, Any]) -> None:
     counts = [buffer["batch_size"], buffer["consume_after_n_samples"], *map(writer.get, ("_cursor", "_write_count"))]
     if not all(count is None or (type(count) is int and 0 <= count < 1 << 63) for count in counts):
         raise ValueError(f"batch size, cursor and write count must be whole numbers of 63 bits, got {counts}")
+    if rb.flow is not None:
+        rb.flow.refuse_state(buffer.get("flow"))
     rb.validate_prefetched(rb.prefetch_state(buffer["prefetched"]))
     if not all(isinstance(batch, TensorDictBase) and isinstance(info, dict) for batch, info in buffer["prefetched"]):
         raise TypeError("a prefetched batch must be a TensorDict and a dict")

@@ -39,7 +39,7 @@ class Limiter:
             await asyncio.sleep(_POLL)
 
     async def take_back(self, sampled: int = 0, inserted: int = 0) -> None:
-        self.flow.take_back(sampled=sampled, inserted=inserted)
+        self.flow.take_back(self.flow.epoch, sampled=sampled, inserted=inserted)
 
     async def report(self) -> dict[str, float]:
         return self.flow.report()

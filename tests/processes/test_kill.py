@@ -171,6 +171,20 @@ def test_priorities_that_were_half_changed_are_made_anew(what, sampler, monkeypa
         check(rb, rows(36 - CAPACITY, CAPACITY), 36)
 
 
+@pytest.mark.parametrize("point", [*BEFORE_IT_IS_WRITTEN, "the others have not been told"])
+def test_flow_control_counts_the_rows_of_finished_writes_only(point):
+    rb = ReplayBuffer(storage=PackedStorage(CAPACITY), batch_size=8, samples_per_insert=1.0, tolerance=6)
+    rb.share()
+    rb.extend(rows(0, 4))
+    is_finished = point == "the others have not been told"
+    killed(lambda: rb.extend(rows(900, 2)), *BEFORE_IT_IS_WRITTEN.get(point, (ReplayBuffer, "mark_range")))
+    if not is_finished:
+        rb.extend(rows(4, 2))  # would wait forever if the killed write still counted
+    assert rb.health()["inserts"] == rb.write_count == len(rb) == 6
+    killed(rb.empty, PackedStorage, "_empty")
+    assert (len(rb), rb.health()["inserts"]) == (6, 6)
+
+
 def replace_rows(rb: ReplayBuffer) -> None:
     with rb._replay_lock:
         rb.storage.set(torch.tensor([3, 17, 4]), rows(900, 3), set_cursor=False)

@@ -140,6 +140,18 @@ def test_what_waits_survives_saving(how, tmp_path):
     assert queue.sample()["x"].tolist() == [30, 31, 32, 33]
 
 
+def test_rows_loaded_without_their_state_all_wait(tmp_path):
+    rb, queue = ReplayBuffer(storage=PackedStorage(CAPACITY)), make(timeout=0.05)
+    rb.extend(rows(50, 6))
+    rb.dumps(tmp_path)
+    for first in range(0, 40, 4):
+        queue.extend(rows(first, 4))
+        queue.sample()
+    queue.loads(tmp_path, rows_only=True)
+    queue.extend(rows(56, 2))
+    assert [queue.sample()["x"].tolist() for _ in range(2)] == [[50, 51, 52, 53], [54, 55, 56, 57]]
+
+
 def check_streams(streams: list[list[tuple[int, int]]], writers: int, each: int, lost: int = 0) -> None:
     """Each ``(writer, x)`` was taken once, in each stream in its writer's order; at most ``lost`` are missing."""
     taken = [item for stream in streams for item in stream]

@@ -21,7 +21,7 @@ _PAGE = 4096
 #: Phases: no write; rows and counters are being written; both are written, but listeners may not be notified yet.
 IDLE, WRITING, WRITTEN = range(3)
 _PHASE, _START, _COUNT, _COUNTERS = range(4)
-_MOST_COUNTERS = 16
+_MOST_COUNTERS = 32
 _SCATTERED = -1
 
 
