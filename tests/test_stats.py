@@ -355,3 +355,11 @@ def test_bad_data_is_refused_and_not_counted():
     with pytest.raises(ValueError, match=r"got \('collector', 'traj_ids'\) of shape \[2, 5, 2\] for 10 steps"):
         stats.update(data)
     assert stats.steps == 0
+
+
+def test_a_lazily_negated_reward_counts_with_its_sign():
+    stats = EpisodeStats()
+    reward = torch.complex(torch.zeros(1, 1), torch.full((1, 1), -2.0)).conj().imag  # 2, stored as -2
+    stats.update(TensorDict({"next": {"reward": reward, "done": torch.ones(1, 1, dtype=torch.bool)}}, [1]))
+    assert reward.is_neg()
+    assert stats.summary()["train/return_mean"] == 2.0

@@ -17,7 +17,7 @@ from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.samplers.common import refuse_errors
 from rlbuf_td.samplers.n_step import joins_steps
 from rlbuf_td.storages import SchemaError, torchrl_parts
-from rlbuf_td.storages.indexing import coordinates, first_of_row, flat_rows, inner_dims, one_a_row
+from rlbuf_td.storages.indexing import coordinates, first_of_row, flat_rows, inner_dims, one_a_row, refuse_range
 from rlbuf_td.storages.interrupts import held_back
 from rlbuf_td.storages.schema import kind, reshaped, show_key
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex, as_tuple
@@ -229,8 +229,15 @@ def mark_update(rb: Any, index: Any) -> None:
 
 
 def mark_range(rb: Any, start: int, count: int) -> None:
-    """Tell the sampler that the rows ``start`` to ``start + count - 1`` were written; writers call this method."""
+    """Tell the sampler that the rows ``start`` to ``start + count - 1`` were written; writers call this method.
+
+    Raises:
+        IndexError: a row has not been written; nothing has changed.
+    """
     parts = rb.parts or rb.initialize()
+    refuse_range(start, count, parts.storage)
+    if not count:
+        return
     if parts.prioritized is not None:
         parts.prioritized.priorities.enter_range(start, count, parts.storage)
     elif type(parts.sampler).mark_update is not Sampler.mark_update:

@@ -154,7 +154,7 @@ class EpisodeStats:
         done = columns[1]
         if done is not None and done.is_cuda:
             return Steps(shape, strides, *_to_host(columns, done.device))
-        return Steps(shape, strides, [x if x is None else x.contiguous() for x in columns], None)
+        return Steps(shape, strides, [x if x is None else x.resolve_neg().contiguous() for x in columns], None)
 
     def _column(self, data: TensorDictBase, key: Key, kind: torch.dtype, rows: int) -> torch.Tensor | None:
         x = leaf_of(data, key)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torchrl.data.replay_buffers import Storage
 
+from rlbuf_td.kernels.device_scalars import outside_inference_mode
 from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.kernels.strata import LEAST_RATIO, MOST_RATIO
 from rlbuf_td.kernels.sum_tree import REFUSED
@@ -220,7 +221,8 @@ class Priorities:
     def share_memory_(self) -> None:
         if not self._is_shared:
             self._is_shared = True
-            self.law.table.share_memory_()
+            with outside_inference_mode():
+                self.law.table.share_memory_()
             self.settings.share_memory_()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -12,9 +12,9 @@ from torch import Tensor
 from torchrl.data.replay_buffers import PrioritizedSampler, Sampler, Storage
 
 from rlbuf_td.checkpoint.parts import resized_state
-from rlbuf_td.samplers.common import GraphCapturable, StatefulSampler
+from rlbuf_td.samplers.common import GraphCapturable, RowSampler, StatefulSampler
 from rlbuf_td.storages import PackedStorage
-from rlbuf_td.storages.indexing import Index, coordinates, device_of, flat_rows
+from rlbuf_td.storages.indexing import Index, coordinates, device_of, flat_rows, refuse_unwritten
 from rlbuf_td.storages.tensordict_fast import leaf_of
 from rlbuf_td.storages.torchrl_parts import columns_of
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex, as_tuple
@@ -183,10 +183,14 @@ class SamplerWrapper(StatefulSampler, GraphCapturable, PrioritizedSampler):
 def draw_from(sampler: Sampler, storage: Storage, batch_size: int) -> tuple[Tensor, dict[Any, Any]]:
     """Draw flat rows with a sampler of this package (but no wrapper) or of TorchRL."""
     draw = getattr(sampler, "draw", None)
-    if draw is not None:
-        return draw(storage, batch_size)
-    index, info = sampler.sample(storage, batch_size)
-    return flat_rows(index, storage, device_of(storage)), info
+    if draw is None:
+        index, info = sampler.sample(storage, batch_size)
+        flat = flat_rows(index, storage, device_of(storage))
+    else:
+        flat, info = draw(storage, batch_size)
+    if not isinstance(sampler, RowSampler):  # compiled loops look up the trajectories of these rows without a check
+        refuse_unwritten(flat, storage)
+    return flat, info
 
 
 def rows_at(storage: Storage, flat: Tensor) -> TensorDictBase:

@@ -126,8 +126,9 @@ def find_rows(storage: Any, layout: RowLayout, shape: torch.Size, dedup: DedupLa
     """Map the rows that lie in the file of ``scratch_dir`` or in shared memory."""
     nbytes = prod(shape) * layout.row_bytes if dedup is None else Sections.of(dedup, prod(shape)).total
     in_file = storage.scratch_dir is not None
-    memory = map_bytes(storage.scratch_dir, nbytes) if in_file else storage.shared_rows.file.map(nbytes)
-    return rows_in(storage, memory, layout, shape, dedup)
+    with torch.inference_mode(False):
+        memory = map_bytes(storage.scratch_dir, nbytes) if in_file else storage.shared_rows.file.map(nbytes)
+        return rows_in(storage, memory, layout, shape, dedup)
 
 
 def _remedy(storage: Any, layout: RowLayout) -> str:

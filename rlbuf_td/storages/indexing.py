@@ -109,6 +109,24 @@ def flat_rows(index: Any, storage: Storage | None, device: torch.device) -> torc
     return torch.where(first < 0, -1, flat) if others else flat.contiguous()
 
 
+def refuse_unwritten(flat: torch.Tensor, storage: Storage) -> None:
+    """Raise an IndexError if a flat index names no written row; indices on a device are not checked."""
+    if flat.is_cpu and flat.numel():
+        low, high = map(int, flat.aminmax())
+        if low < 0 or high >= len(storage):
+            raise IndexError(f"row {low if low < 0 else high} is out of range: {_written(storage)}")
+
+
+def refuse_range(start: int, count: int, storage: Storage) -> None:
+    """Raise an IndexError unless ``count`` flat rows from row ``start`` on have been written."""
+    if not 0 <= start <= start + count <= len(storage):
+        raise IndexError(f"rows {start} to {start + count - 1} are out of range: {_written(storage)}")
+
+
+def _written(storage: Storage) -> str:
+    return f"rows 0 to {len(storage) - 1} have been written" if len(storage) else "no rows have been written"
+
+
 def inner_dims(storage: Storage, dims: int) -> int:
     """Return the number of inner dims of a batch with ``dims`` batch dims, such as 1 for stored trajectories."""
     rows = stored_rows(storage) if dims > 1 else None
@@ -163,6 +181,8 @@ def one_a_row(td_error: torch.Tensor, row_dims: int, reduction: str) -> torch.Te
         raise TypeError(f"TD errors must be a tensor of real numbers, got {getattr(td_error, 'dtype', type(td_error))}")
     if td_error.requires_grad:
         td_error = td_error.detach()
+    if td_error.is_neg():
+        td_error = td_error.resolve_neg()
     if row_dims != 1:
         td_error = td_error.flatten(0, row_dims - 1) if row_dims else td_error[None]
     if td_error.ndim == 1:

@@ -312,12 +312,13 @@ class PackedStorage(LazyTensorStorage):
         """Make ``rows`` the rows of this storage, and set the attributes that TorchRL reads."""
         self.rows, self.live = rows, None
         self.device = rows.matrix.device
-        self._storage = rows.view()
+        with torch.inference_mode(False):  # views of another dtype that are made in inference mode cannot be written to
+            self._storage = rows.view()
         self.max_size = rows.cells
         self.__dict__["_total_shape_value"] = rows.shape
         self.initialized = True
         if self.shared_rows is not None:
-            self.clock.keep_in(self.shared_rows.place(rows))
+            self.shared_rows.place(rows)
 
     def forget_rows(self) -> None:
         """Drop the rows without changing the counters."""

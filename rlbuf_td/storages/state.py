@@ -230,7 +230,7 @@ def refuse_foreign(dedup: DedupLayout, matrix: torch.Tensor, entries: Sequence[A
 def rows_of_state(layout: RowLayout, matrix: torch.Tensor, dedup: DedupLayout | None, pool: list[torch.Tensor]) -> Rows:
     if dedup is None:
         return PlainRows(layout, matrix.contiguous())
-    lanes, steps = matrix.shape[1:-1], len(matrix)
+    lanes, steps = matrix.shape[1:-1], max(1, len(matrix))
     for group, found in zip(dedup.groups, pool, strict=True):  # overwritten rows may have left entries
         steps = max(steps, -(-len(found) // (2 * group.names * lanes.numel())))
     cells = steps * lanes.numel()

@@ -12,7 +12,7 @@ from torchrl.data.replay_buffers import Storage
 
 from rlbuf_td.kernels.device_scalars import outside_inference_mode
 from rlbuf_td.kernels.episodes import BitBoundaries, Boundaries, make_boundaries
-from rlbuf_td.storages.indexing import device_of, flat_rows, lanes_of
+from rlbuf_td.storages.indexing import device_of, flat_rows, lanes_of, refuse_range, refuse_unwritten
 from rlbuf_td.storages.notebooks import TRANSITIONS
 from rlbuf_td.storages.schema import kind
 from rlbuf_td.storages.shared.memory import SharedNumbers
@@ -47,6 +47,7 @@ class TrajectoryIndex:
         KeyError: (on the first look-up) the rows hold neither done flags nor trajectory ids.
         TypeError: (on the first look-up) the storage holds no TensorDicts, flags are not bool, or ids are not integers.
         RuntimeError: (on a look-up) the storage is empty.
+        IndexError: (on a look-up) an index is -1, or outside the written rows; indices on CUDA are not checked.
 
     Cost: look-ups and writes are O(1) per row; the index takes 0.3 bytes per row. On other devices, the index takes
     18 bytes per row, and the first look-up after a write reads all rows.
@@ -97,7 +98,9 @@ class TrajectoryIndex:
 
     def reach(self, index: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return :meth:`steps_back`, :meth:`steps_ahead` and :meth:`ended` of the rows, ``[B]`` each."""
-        return self.boundaries().reach(flat_rows(index, self.storage, device_of(self.storage)))
+        boundaries, flat = self.boundaries(), flat_rows(index, self.storage, device_of(self.storage))
+        refuse_unwritten(flat, self.storage)
+        return boundaries.reach(flat)
 
     def steps_back(self, index: Any) -> torch.Tensor:
         """Return the number of stored rows before each row in its trajectory, ``[B]`` int64."""
@@ -144,6 +147,7 @@ class TrajectoryIndex:
 
     def mark_range(self, start: int, count: int) -> None:
         """Record a write of ``count`` consecutive flat rows (whole time steps) from flat row ``start`` on."""
+        refuse_range(start, count, self.storage)
         lanes = lanes_of(self.storage).numel()
         start, count = start // lanes, count // lanes
         boundaries = self._followed() or self._begun(start, count)
@@ -156,8 +160,9 @@ class TrajectoryIndex:
         ``index`` is an int, ``[n]`` time steps, or the coordinates ``[n * E, ndim]`` of all rows of ``n`` time steps.
         An index of -1 stands for a skipped row. The row after a skipped row begins a new trajectory.
         """
-        rows = torch.as_tensor(index, device="cpu").numpy()
-        steps = rows[:: lanes_of(self.storage).numel(), 0] if rows.ndim == 2 else rows.reshape(-1)
+        rows, lanes = torch.as_tensor(index, device="cpu").numpy(), lanes_of(self.storage).numel()
+        steps = rows[::lanes, 0] if rows.ndim == 2 else rows.reshape(-1)
+        refuse_range(0, (int(steps.max(initial=-1)) + 1) * lanes, self.storage)
         boundaries = self._followed() or self._begun(0, len(np.unique(steps[steps >= 0])))
         if boundaries is None or not len(steps):
             return

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, PrioritizedSampler, TensorDictReplayBuffer
 from torchrl.envs.transforms import ObservationNorm
 
@@ -62,3 +63,22 @@ def test_the_state_of_another_kind_of_part_is_named():
     rollout = RolloutBuffer(4)
     with pytest.raises(ValueError, match="not that of a RolloutWriter"):
         rollout.load_state_dict(ReplayBuffer(storage=PackedStorage(4), sampler=rollout.sampler).state_dict())
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("share_next", [False, ["x"]])
+@pytest.mark.parametrize("into", [False, True])
+def test_the_state_of_an_emptied_buffer_is_loaded(shared, share_next, into):
+    """``into``: into a buffer whose rows are deduplicated the other way."""
+    seen = torch.arange(5.0)[:, None].expand(5, 3)
+    rows = TensorDict({"x": seen[:4], "next": {"x": seen[1:]}}, [4])
+    kinds = share_next, ["x"] if into and not share_next else False if into else share_next
+    emptied, rb = (ReplayBuffer(storage=PackedStorage(8, share_next=k, shared=shared), batch_size=4) for k in kinds)
+    for each in (emptied, rb):
+        each.extend(rows)
+        each.extend(rows)
+    emptied.empty()
+    rb.load_state_dict(emptied.state_dict())
+    assert (len(rb), rb.write_count) == (0, 0)
+    rb.extend(rows)
+    assert torch.equal(rb[:]["x"], rows["x"])

@@ -293,3 +293,18 @@ def test_bad_arguments_are_refused(kwargs, error, words):
     sampler = kwargs.pop("sampler", UniformSampler()) if "sampler" in kwargs else UniformSampler()
     with pytest.raises(error, match=words):
         HindsightSampler(sampler, reward_fn, **kwargs)
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_a_lazily_negated_reward_keeps_its_sign(batch):
+    def two(rows: TensorDictBase) -> torch.Tensor:
+        return torch.complex(torch.zeros(len(rows), 1), torch.full((len(rows), 1), -2.0)).conj().imag
+
+    goals = {"achieved_goal": torch.rand(8, 1), "desired_goal": torch.rand(8, 1)}
+    outcome = goals | {"reward": torch.zeros(8, 1), "done": torch.zeros(8, 1, dtype=torch.bool)}
+    sampler = HindsightSampler(UniformSampler(), two, her_ratio=1.0)
+    rb = ReplayBuffer(storage=PackedStorage(8), sampler=sampler, batch_size=batch)
+    rb.extend(TensorDict(goals | {"next": outcome}, [8]))
+    for _ in range(3):
+        assert two(rb[:]).is_neg()
+        assert (rb.sample()["next", "reward"] == 2.0).all()

@@ -9,7 +9,15 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from rlbuf_td import HindsightSampler, PackedStorage, ProportionalSampler, ReplayBuffer, functional
+from rlbuf_td import (
+    HindsightSampler,
+    PackedStorage,
+    ProportionalSampler,
+    RankSampler,
+    ReplayBuffer,
+    UniformSampler,
+    functional,
+)
 from rlbuf_td.storages.indexing import moved
 from tests.backends import forced
 from tests.capture.rows import data
@@ -94,6 +102,24 @@ def test_only_memory_that_its_owner_may_change_is_copied_synchronously(monkeypat
 
 def use(rb: ReplayBuffer, first: int) -> None:
     loop(rb, [data(35, first + 35 * k) for k in range(2)], torch.rand(32))
+
+
+@pytest.mark.parametrize("share_next", [False, ["x"]])
+@pytest.mark.parametrize("sampler", [UniformSampler, lambda: ProportionalSampler(20), lambda: RankSampler(20)])
+def test_a_buffer_that_is_first_shared_and_written_in_inference_mode_takes_writes_outside_it(sampler, share_next):
+    rb = ReplayBuffer(storage=PackedStorage(20, shared=True, share_next=share_next), sampler=sampler(), batch_size=4)
+    seen = torch.rand(9, 3)
+    rows = TensorDict({"x": seen[:8], "next": {"x": seen[1:]}}, [8])
+    with torch.inference_mode():
+        rb.extend(rows)
+    for count in (16, 20, 20):
+        rb.extend(rows)
+        assert len(rb) == count
+    rb.storage["x"] = rb[:]["x"]
+    if sampler is not UniformSampler:
+        rb.update_priority(torch.arange(8), torch.rand(8))
+        rb.sampler.alpha = 0.5
+    assert rb.sample()["x"].shape == (4, 3)
 
 
 @pytest.mark.parametrize("path", ["numba", "torch"])

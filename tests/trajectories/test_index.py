@@ -10,9 +10,15 @@ import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
-from torchrl.data.replay_buffers import LazyTensorStorage, ListStorage, TensorDictMaxValueWriter, TensorDictReplayBuffer
+from torchrl.data.replay_buffers import (
+    LazyTensorStorage,
+    ListStorage,
+    RandomSampler,
+    TensorDictMaxValueWriter,
+    TensorDictReplayBuffer,
+)
 
-from rlbuf_td import PackedStorage, ReplayBuffer, RingWriter
+from rlbuf_td import NStepSampler, PackedStorage, ProportionalSampler, ReplayBuffer, RingWriter, SequenceSampler
 from rlbuf_td.kernels.episodes import BitBoundaries
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 from tests.histories import History
@@ -251,3 +257,46 @@ def test_a_large_random_ring_by_numpy():
     assert np.array_equal(ended.numpy(), kept[last])
     assert 0 < index.nbytes < capacity / 2
     assert f"{index.nbytes:,} bytes" in repr(index)
+
+
+@pytest.mark.parametrize("row", [-1, 10, 63, 64, 10**12])
+def test_a_row_that_was_not_written_has_no_trajectory(row):
+    rb = ReplayBuffer(storage=PackedStorage(64))
+    rb.extend(steps([0] * 10))
+    index = TrajectoryIndex.of(rb.storage)
+    for look_up in (index.reach, index.steps_back, index.steps_ahead, index.ended, index.length):
+        with pytest.raises(IndexError, match=f"row {row} is out of range: rows 0 to 9 have been written"):
+            look_up(torch.tensor([3, row]))
+
+
+def test_a_write_is_announced_of_written_rows_only():
+    rb = ReplayBuffer(storage=PackedStorage(64), sampler=ProportionalSampler(64), batch_size=8)
+    rb.extend(steps([0] * 10))
+    index = TrajectoryIndex.of(rb.storage)
+    before, probability = reach(index, 10), rb.sampler.probability(torch.arange(64))
+    for announce in (rb.mark_range, index.mark_range):
+        for start, count in ((5, 6), (60, 10**6), (-1, 2), (3, -1)):
+            with pytest.raises(IndexError, match=f"rows {start} to {start + count - 1} are out of range: rows 0 to 9"):
+                announce(start, count)
+    with pytest.raises(IndexError, match="rows 0 to 70 are out of range"):
+        index.mark_update(torch.tensor([3, 70]))
+    rb.mark_range(10, 0)
+    assert reach(index, 10) == before
+    assert torch.equal(rb.sampler.probability(torch.arange(64)), probability)
+
+
+class Beyond(RandomSampler):
+    """A sampler of a user's own that returns a row beyond the capacity."""
+
+    def sample(self, storage, batch_size):
+        return torch.full((batch_size,), 10**9), {}
+
+
+@pytest.mark.parametrize("wrap", [lambda s: NStepSampler(s, 3, 0.9), lambda s: SequenceSampler(s, 2)])
+def test_a_sampler_of_ones_own_that_draws_unwritten_rows_is_refused(wrap):
+    rb = ReplayBuffer(storage=PackedStorage(64), sampler=wrap(Beyond()), batch_size=4)
+    data = steps([0] * 10)
+    data["next", "reward"] = torch.zeros(10)
+    rb.extend(data)
+    with pytest.raises(IndexError, match="row 1000000000 is out of range: rows 0 to 9 have been written"):
+        rb.sample()

@@ -17,6 +17,7 @@ def put_values_(target: Tensor, values: Tensor, mask: Tensor) -> int:
     """
     dtype, rows, is_on_host = target.dtype, target.shape[0], backend_of(target) == "numba"
     if (dtype is torch.float32 or dtype is torch.float64) and target.numel() == rows and is_on_host:
+        values = values.resolve_neg()  # the memory of a lazily negated tensor has the opposite sign
         columns = target.data_ptr(), target.stride(0), values.data_ptr(), values.stride(0)
         from rlbuf_td.kernels.rows import cpu
 

@@ -81,7 +81,7 @@ def reverse_scan(a: Tensor, b: Tensor) -> Tensor:
     """Return ``x`` with ``x[t] = a[t] + b[t] * x[t + 1]`` in dim 1 of ``[L, T, F]`` tensors of one floating dtype."""
     if not _is_for_numba(a, b):
         return reverse_scan_doubling(a, b)
-    a, b = a.contiguous(), b.expand_as(a).contiguous()
+    a, b = a.resolve_neg().contiguous(), b.resolve_neg().expand_as(a).contiguous()
     x = torch.empty_like(a)
     from rlbuf_td.kernels.scan import cpu
 

@@ -133,7 +133,7 @@ class DedupRows(Rows):
         return column
 
     def chunks(self, first: int, count: int) -> Iterator[tuple[int, list[torch.Tensor]]]:
-        lanes = self.cells // max(1, self.steps)
+        lanes = self.lanes.numel()
         size = max(1, _CHUNK // (lanes * self.layout.row_bytes))
         for start in range(first, first + count, size):
             steps = min(size, first + count - start)
@@ -183,7 +183,8 @@ class DedupRows(Rows):
         if isinstance(cells, int):
             cells = (cells + torch.arange(count, device=device)) % self.cells
         dims = [len(leaf.shape) for leaf in self.layout.leaves]
-        dense = [[_dense(leaves[i].to(device), lane_dims, dims[i]).resolve_conj() for i in x] for x in self.dedup.given]
+        plain = [leaf.to(device).resolve_conj().resolve_neg() for leaf in leaves]
+        dense = [[_dense(plain[i], lane_dims, dims[i]) for i in x] for x in self.dedup.given]
         write_by_steps_(table, [tuple(sides) for sides in dense], cells, deferred=deferred)
 
     def replace_cells_(self, cells: np.ndarray, leaves: list[torch.Tensor]) -> None:

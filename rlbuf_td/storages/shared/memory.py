@@ -31,7 +31,8 @@ class NamelessFile:
         """Return the first ``nbytes`` (at least 1) of the file as shared uint8 memory; new bytes are zero."""
         if os.fstat(self.descriptor).st_size < nbytes:
             os.ftruncate(self.descriptor, nbytes)
-        return torch.frombuffer(mmap.mmap(self.descriptor, nbytes), dtype=torch.uint8)
+        with torch.inference_mode(False):  # memory mapped in inference mode could not be written outside it
+            return torch.frombuffer(mmap.mmap(self.descriptor, nbytes), dtype=torch.uint8)
 
     def __getstate__(self) -> dict[str, Any]:
         if get_spawning_popen() is None:

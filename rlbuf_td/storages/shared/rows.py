@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from rlbuf_td.kernels.device_scalars import outside_inference_mode
 from rlbuf_td.storages.allocate import find_rows
 from rlbuf_td.storages.dedup import saved_dedup
 from rlbuf_td.storages.indexing import coordinates
@@ -116,8 +117,8 @@ class SharedRows:
             layout = RowLayout.from_state(found["layout"])
             storage.adopt(find_rows(storage, layout, torch.Size(found["shape"]), saved_dedup(layout, found)))
 
-    def place(self, made: Rows) -> torch.Tensor:
-        """Describe the rows to other processes; return shared memory for the rows' write times, ``[N]`` int64."""
+    def place(self, made: Rows) -> None:
+        """Describe the rows to other processes, and move the rows' write times to shared memory."""
         flat, description = made.flat, {"layout": made.layout.state(), "shape": list(made.shape)}
         if made.dedup is not None:
             description["pooled"] = made.dedup.state()
@@ -125,13 +126,15 @@ class SharedRows:
         rows, row_bytes = flat.shape[0], flat.shape[1] * flat.element_size()
         first = -(-len(text) // _PAGE) * _PAGE
         memory = self._beside.map(first + rows * (row_bytes + 16))
-        aside, numbers = memory[first : first + rows * row_bytes], memory[first + rows * row_bytes :].view(torch.int64)
-        self.journal.keep_in(flat, aside.view(flat.dtype).view(flat.shape), numbers[:rows])
+        aside, numbers = memory[first : first + rows * row_bytes], memory[first + rows * row_bytes :]
+        with outside_inference_mode():  # a later write could not change views that inference mode has made
+            numbers, aside = numbers.view(torch.int64), aside.view(flat.dtype).view(flat.shape)
+        self.journal.keep_in(flat, aside, numbers[:rows])
         self._has_rows = True
         if not self._described[0]:
             memory[: len(text)] = text
             self._described[0] = len(text)
-        return numbers[rows:]
+        self._storage.clock.keep_in(numbers[rows:])
 
     def entered(self) -> None:
         self.find()
@@ -191,7 +194,7 @@ def share(storage: Any) -> Any:
             moved.restore_(rows.matrix, rows.entries())
         elif rows is not None:
             rows.is_deferred = True
-            storage.clock.keep_in(shared.place(rows))
+            shared.place(rows)
         storage.shared = storage.scratch_dir is None
         storage.lock, storage.live = shared.lock, None
     return storage
