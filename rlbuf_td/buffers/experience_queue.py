@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
-from math import inf
+from math import gcd, inf
 from queue import Empty, Full
 from typing import Any, TypeVar
 
@@ -35,7 +35,8 @@ class ExperienceQueue(ReplayBuffer):
     use a queue. If a process dies, its unfinished write is undone, and the rows of its unfinished sample stay in the
     queue. If a transform raises an error in :meth:`sample`, the rows of the batch are lost. Waiting calls are not
     served in order. Calls with few rows can delay a call with many rows indefinitely, so use batches and writes of
-    similar sizes.
+    similar sizes. The capacity should be at least ``batch_size`` plus the rows of a write, less 1. In a smaller queue,
+    writes and batches can wait for each other forever, unless their sizes have a large common divisor.
 
     Args:
         timeout: longest wait in seconds; ``None`` waits forever.
@@ -46,7 +47,7 @@ class ExperienceQueue(ReplayBuffer):
         TimeoutError: a write or a sample has waited for ``timeout`` seconds; nothing has changed.
         ValueError: ``sampler``, ``writer``, ``samples_per_insert``, ``min_size`` or ``prefetch`` is given, or
             ``timeout`` is negative. A write of no rows raises a ValueError, and so does a write or a batch that is
-            larger than the capacity.
+            larger than the capacity, or that could wait forever; nothing has changed.
         RuntimeError: the queue has been shut down, in any process.
 
     Cost: as for a uniform sample and a write in a :class:`ReplayBuffer`; a waiting call polls every millisecond.
@@ -91,11 +92,15 @@ class ExperienceQueue(ReplayBuffer):
 
     def add(self, data: TensorDictBase) -> int | torch.Tensor:
         """Wait for free space, write one row, and return its index. For errors, see :class:`ExperienceQueue`."""
+        self._refuse_blocking(self._batch_size, 1)
         return self._once_possible(partial(super().add, data), self.timeout)
 
     def extend(self, tensordicts: TensorDictBase, *, update_priority: bool | None = None) -> torch.Tensor:
         """Wait until all ``[n]`` rows fit, then write them in order; ``update_priority`` has no effect."""
-        return self._once_possible(partial(super().extend, tensordicts, update_priority=update_priority), self.timeout)
+        write = partial(super().extend, tensordicts, update_priority=update_priority)
+        if isinstance(tensordicts, TensorDictBase) and tensordicts.ndim:
+            self._refuse_blocking(self._batch_size, len(tensordicts))
+        return self._once_possible(write, self.timeout)
 
     def sample(
         self,
@@ -111,15 +116,32 @@ class ExperienceQueue(ReplayBuffer):
         ``wait=False`` raises a TimeoutError if there are too few rows. ``timeout`` defaults to the queue's ``timeout``.
         """
         seconds = (self.timeout if timeout is None else timeout) if wait else 0.0
-        return self._once_possible(partial(super().sample, batch_size, return_info, include_info), seconds)
+        draw = partial(super().sample, batch_size, return_info, include_info)
+        return self._once_possible(draw, seconds, batch_size)
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Stop the threads of the queue within ``timeout`` seconds; waiting calls raise a RuntimeError."""
         self.initialize().writer.close()
         super().shutdown(timeout)
 
-    def _once_possible(self, call: Callable[[], Result], timeout: float | None) -> Result:
-        """Repeat ``call`` while it raises Full or Empty, for up to ``timeout`` seconds; return its result."""
+    def _refuse_blocking(self, batch: int | None, write: int) -> None:
+        """Raise a ValueError if batches and writes of these sizes can wait for each other forever."""
+        rows = self.initialize().storage.max_size
+        if batch is None or batch + write - 1 <= rows or max(batch, write) > rows:  # too large ones are refused anyway
+            return
+        with self.replay_lock:
+            # The number of waiting rows changes by the two sizes, so that it stays a multiple of their divisor.
+            divisor = gcd(batch, write, self.waiting)
+        if batch + write - divisor > rows:
+            sizes = f"writes of {write} rows and batches of {batch} can wait for each other forever"
+            remedy = f"make the storage of at least {batch + write - 1} rows, or use smaller writes or batches"
+            raise ValueError(f"{sizes} in a queue of {rows} rows: {remedy}")
+
+    def _once_possible(self, call: Callable[[], Result], timeout: float | None, own_size: int | None = None) -> Result:
+        """Repeat ``call`` while it raises Full or Empty, for up to ``timeout`` seconds; return its result.
+
+        ``own_size`` is the size of a batch that is not :attr:`batch_size`, against which writes are not checked.
+        """
         deadline = inf if timeout is None else time.monotonic() + timeout
         while True:
             if self.initialize().writer.is_closed:
@@ -129,4 +151,5 @@ class ExperienceQueue(ReplayBuffer):
             except (Full, Empty) as error:
                 if time.monotonic() >= deadline:
                     raise TimeoutError(f"{error}, for {timeout} seconds") from None
+                self._refuse_blocking(own_size, self.parts.writer.largest_write)
             time.sleep(_POLL)

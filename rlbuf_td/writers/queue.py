@@ -43,8 +43,9 @@ class QueueWriter(TimeWriter):
 
     def __init__(self) -> None:
         super().__init__()
-        self.numbers = SharedNumbers("q", [0, 0, 0, 0])  # cursor, rows written, rows taken, 1 after a shutdown
-        self._cursor_value, self._write_count_value, self._taken_value, self._closed_value = self.numbers.counters()
+        # Cursor, rows written, rows taken, 1 after a shutdown, rows of the largest write.
+        self.numbers = SharedNumbers("q", [0, 0, 0, 0, 0])
+        self._cursor_value, self._write_count_value, self._taken_value, self._closed_value, _ = self.numbers.counters()
 
     def register_storage(self, storage: Storage) -> None:
         """Set the storage to write to; rows that are already in the storage count as taken."""
@@ -66,6 +67,11 @@ class QueueWriter(TimeWriter):
     def waiting(self) -> int:
         """The number of rows that have not been taken yet."""
         return min(self.numbers[1] - self.numbers[2], len(self._storage))
+
+    @property
+    def largest_write(self) -> int:
+        """The number of rows of the largest write so far, by any process."""
+        return self.numbers[4]
 
     def take(self, count: int) -> torch.Tensor:
         """Mark the oldest ``count`` waiting rows as taken; return their index. The caller holds the buffer's lock."""
@@ -89,6 +95,8 @@ class QueueWriter(TimeWriter):
             raise ValueError(f"{count} rows never fit into a queue of {steps}: write fewer at once, or enlarge it")
         if count > steps - self.waiting:
             raise Full(f"{count} rows do not fit: {self.waiting} of {steps} wait to be taken")
+        if count > self.numbers[4]:
+            self.numbers[4] = count
 
     def _empty(self, empty_write_count: bool = True) -> None:
         super()._empty(empty_write_count=empty_write_count)
