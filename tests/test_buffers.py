@@ -23,6 +23,7 @@ from torchrl.data.replay_buffers import ReplayBuffer as TorchRLReplayBuffer
 from torchrl.envs.transforms import Compose, DoubleToFloat, ObservationNorm, RenameTransform, SelectTransform
 
 from rlbuf_td import (
+    NStepSampler,
     PackedStorage,
     PrioritizedReplayBuffer,
     ProportionalSampler,
@@ -326,6 +327,82 @@ def test_rows_that_are_batches_come_back_as_such(ndim):
     index = batch["index"][:, 0].unbind(-1) if ndim == 2 else batch["index"][:, 0]
     found = rb.sampler.priority(index, storage=rb.storage)
     assert torch.equal(found, batch["x"][:, 3].double() + 1)  # the largest of each row
+
+
+def steps_of(lanes: int, steps: int) -> TensorDict:
+    seen = torch.rand(lanes, steps, 3)
+    after = {"observation": seen, "reward": seen[..., :1], "done": torch.zeros(lanes, steps, 1, dtype=torch.bool)}
+    return TensorDict({"observation": seen, "next": after}, [lanes, steps])
+
+
+def test_a_first_write_that_makes_rows_of_whole_trajectories_says_so():
+    rb = ReplayBuffer(storage=PackedStorage(20), batch_size=4)
+    with pytest.warns(
+        UserWarning, match=r"batch size \[4, 5\] makes rows of \[5\] steps .* storage with ndim=2, or flat"
+    ):
+        rb.extend(steps_of(4, 5))
+    assert rb.sample().shape == (4, 5)  # it may be meant
+    meant = ReplayBuffer(storage=PackedStorage(20), batch_size=4)
+    meant.storage.reserve(steps_of(4, 5)[0])
+    meant.extend(steps_of(4, 5))
+    with pytest.warns(UserWarning, match=r"batch size \[5\] makes rows of \[5\] steps .* rows of one step, use extend"):
+        ReplayBuffer(storage=PackedStorage(20)).add(steps_of(4, 5)[0])
+
+
+@pytest.mark.parametrize("make_buffer", [ReplayBuffer, TensorDictReplayBuffer])
+def test_samplers_of_trajectories_refuse_rows_of_several_steps(make_buffer):
+    sampler = NStepSampler(UniformSampler(), 3, 0.9)
+    rb = make_buffer(storage=PackedStorage(20), sampler=sampler, batch_size=4)
+    if make_buffer is ReplayBuffer:
+        with pytest.raises(SchemaError, match=r"\[4, 5\] holds \[5\] steps: make the storage with ndim=2"):
+            rb.extend(steps_of(4, 5))
+        assert (len(rb), rb.storage.rows) == (0, None)
+        rb.extend(steps_of(4, 5).reshape(-1))
+    else:  # which meets the sampler at the first draw
+        rb.extend(steps_of(4, 5))
+        with pytest.raises(SchemaError, match=r"holds \[5\] steps: make the storage with ndim=2"):
+            rb.sample()
+
+
+def test_td_errors_of_a_broadcast_difference_are_refused():
+    rb = ReplayBuffer(storage=PackedStorage(20), sampler=ProportionalSampler(20), batch_size=8)
+    rb.extend(transitions(20))
+    batch, before = rb.sample(), rb.sampler.priority(torch.arange(20))
+    batch["td_error"] = torch.rand(8, 1) - torch.rand(8)
+    with pytest.raises(
+        ValueError, match=r"shape \[8, 8\] for a batch \[8\].* reduce them to one: td_error.abs\(\).amax\(-1\)"
+    ):
+        rb.update_tensordict_priority(batch)
+    with pytest.raises(ValueError, match=r"shape \[4, 4\] for a batch \[4\]"):
+        rb.extend(transitions(4).set("td_error", torch.rand(4, 1) - torch.rand(4)))
+    assert torch.equal(rb.sampler.priority(torch.arange(20)), before)
+    batch["td_error"] = batch["td_error"].abs().amax(-1)
+    rb.update_tensordict_priority(batch)
+    assert torch.equal(rb.sampler.priority(batch["index"][-1:]).float(), batch["td_error"][-1:])
+
+
+def test_a_buffer_that_has_been_shut_down_takes_no_writes_and_no_edits(tmp_path):
+    rb = make(ReplayBuffer, "uniform")
+    rb.extend(transitions(9))
+    rb.extend(transitions(9))  # by the compiled call that the first one made
+    now, batch, rows = rb.storage.clock.now, rb.sample(), rb[:].clone()
+    rb.shutdown()
+    changes = [
+        lambda: rb.extend(transitions(9)),
+        lambda: rb.add(transitions(1)[0]),
+        lambda: rb.write_back(batch, "observation", sampled_at=now),
+        lambda: rb.set_("observation", rows["observation"] + 1),
+        lambda: rb.set_at_("observation", rows["observation"][0] + 1, 0),
+        lambda: rb.update_({"observation": rows["observation"] + 1}),
+        lambda: rb.__setitem__(0, rows[1]),
+    ]
+    for change in changes:
+        with pytest.raises(
+            RuntimeError, match="has been shut down: rows can be read and dumped, but no longer written"
+        ):
+            change()
+    assert (rb[:] == rows).all()
+    rb.dumps(tmp_path)
 
 
 @pytest.mark.parametrize("lanes", [0, 3])

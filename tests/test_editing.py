@@ -99,7 +99,33 @@ def test_what_does_not_fit_changes_nothing(storage: Any):
         ours.set_at_("observation", torch.zeros(2, 4), [0, 1])
     with pytest.raises(IndexError, match="12"):
         ours.set_at_("observation", torch.zeros(3), 12)
-    assert_same(ours, theirs)
+    after = TensorDict({"observation": torch.ones(12, 3), "reward": torch.ones(12, 7)}, [12])
+    for edit in (
+        lambda: ours.update_({"hidden": torch.ones(12, 2), ("next", "reward"): torch.ones(12, 7)}),
+        lambda: ours.update_({"hidden": torch.ones(12, 2), "observation": torch.ones(12, 7)}),
+        lambda: ours.set_("next", after),
+        lambda: ours.set_at_("next", after[:2], [0, 1]),
+        lambda: ours.__setitem__("next", after),
+        lambda: ours.storage.__setitem__("next", after),
+    ):
+        with pytest.raises((RuntimeError, ValueError), match=r"shape|size|Failed to update"):
+            edit()
+        assert_same(ours, theirs)
+
+
+@over_storages
+@pytest.mark.parametrize("index", [-1, slice(-2, None), torch.tensor([-3, -1]), [-12]])
+def test_rows_are_replaced_at_negative_positions_from_the_newest_back(storage: Any, index: Any):
+    rb = ReplayBuffer(storage=storage(20))
+    rb.extend(transitions(12))
+    expected, new = transitions(12).clone(), transitions(30)[20:]
+    new = new[0] if isinstance(index, int) else new[: len(expected[index])]
+    expected[index] = new
+    rb[index] = new
+    assert (rb[:] == expected).all()
+    with pytest.raises(IndexError, match="position -13 is out of range"):
+        rb[-13] = new[0] if new.ndim else new
+    assert (rb[:] == expected).all()
 
 
 @over_storages

@@ -412,6 +412,12 @@ def alone(rb: Any) -> dict[str, Any]:
 REFUSALS: list[Any] = [
     (alone(TensorDictReplayBuffer(storage=LazyTensorStorage(3))), TypeError, "member 'a' must be a ReplayB"),
     (alone(ExperienceQueue(storage=PackedStorage(4))), TypeError, "'a' is an ExperienceQueue, which gives each row"),
+    (
+        {"members": ReplayBuffer(), "shares": ReplayBuffer()},
+        TypeError,
+        'a dict of buffers by name, such as {"demos": rb1',
+    ),
+    ({"shares": [1.0]}, TypeError, "and shares a dict of numbers, such as .*, got dict and list"),
     ({"shares": {"b": 1.0}}, ValueError, r"same names: members are \['a'\], shares are of \['b'\]"),
     ({"shares": {"a": 0.0}}, ValueError, "shares must be at least 0 and finite, one of them positive"),
     ({"shares": {"a": None}}, ValueError, "shares must be at least 0 and finite, .* got {'a': None}"),
@@ -744,6 +750,17 @@ def test_uniform_members_write_back_by_their_clocks():
     assert mixed.write_back(batch, ["number"], sampled_at=times) == 8
     assert (mixed["one"].storage["number"] == -1).any()
     assert (mixed["other"].storage["number"] == -2).any()
+
+
+def test_a_write_back_that_one_member_refuses_changes_no_member():
+    mixed = ReplayBufferMixture({"one": numbered(0), "other": numbered(50)}, HALF, batch_size=8)
+    times = {name: rb.storage.clock.now for name, rb in mixed.members.items()}
+    batch = mixed.sample()
+    batch["number"] = -1 - batch["source"]
+    mixed["other"].shutdown()
+    with pytest.raises(RuntimeError, match="shut down"):
+        mixed.write_back(batch, ["number"], sampled_at=times)
+    assert (mixed["one"].storage["number"] >= 0).all()
 
 
 def test_states_of_other_members_are_refused():

@@ -1,16 +1,15 @@
-"""Methods of :class:`~rlbuf_td.ReplayBuffer` that create, read, edit, save, load or share a buffer."""
+"""Methods of :class:`~rlbuf_td.ReplayBuffer` that create, read, save, load or share a buffer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from operator import setitem
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, NoReturn, ParamSpec, TypeVar
 
 import torch
-from tensordict import NestedKey, TensorDictBase
+from tensordict import TensorDictBase
 from torchrl.data.replay_buffers import TensorDictReplayBuffer
 
 from rlbuf_td.buffers.parts import share_parts
@@ -20,7 +19,6 @@ from rlbuf_td.diagnostics.health import health as health_of_parts
 from rlbuf_td.envs.specs import schema_of, transition_schema
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.state import examine
-from rlbuf_td.storages.writes import is_key
 from rlbuf_td.writers.common import steps_by_age
 
 Arguments = ParamSpec("Arguments")
@@ -193,50 +191,6 @@ def last(rb: Any, n: int | None, *, flat: bool = False) -> TensorDictBase:
     if flat and data.ndim > 1:
         data = data.flatten(0, storage.ndim - 1)
     return rb.transformed(data)
-
-
-def set_at_(rb: Buffer, key: NestedKey, value: Any, index: Any) -> Buffer:
-    """Set the entry ``key`` of the rows at ``index``; return the buffer.
-
-    The rows are indexed like a tensor of shape ``[T]``, or ``[T, E]`` if ``ndim=2``.
-
-    Raises:
-        KeyError: the rows have no entry ``key``.
-        RuntimeError: ``value`` has the wrong shape.
-    """
-    if not isinstance(rb.storage, PackedStorage):
-        return TensorDictReplayBuffer.set_at_(rb, key, value, index)
-    rb.storage.edit(lambda data: setitem(data[key], ..., value), index)
-    return rb
-
-
-def set_(rb: Buffer, key: NestedKey, value: Any) -> Buffer:
-    """Set the entry ``key`` of all rows; return the buffer.
-
-    Raises:
-        KeyError: the rows have no entry ``key``.
-        RuntimeError: the shape of ``value`` is not ``[T, ...]``, or ``[T, E, ...]`` if ``ndim=2``.
-    """
-    if not isinstance(rb.storage, PackedStorage):
-        return TensorDictReplayBuffer.set_(rb, key, value)
-    rb.storage.edit(lambda data: data.set_(key, value))
-    return rb
-
-
-def set_item(rb: Any, index: Any, value: Any) -> None:
-    """Set the rows at ``index``. If ``index`` is a key, set the entry with this key in all rows."""
-    if is_key(index) and isinstance(rb.storage, PackedStorage):
-        rb.storage.edit(lambda data: data.transpose(rb.dim_extend, 0).set_(index, value))
-    else:  # TorchRL's code would change a temporary TensorDict
-        TensorDictReplayBuffer.__setitem__(rb, index, value)
-
-
-def update_(rb: Buffer, input_dict_or_td: Any, clone: bool = False, *, keys_to_update: Any = None) -> Buffer:
-    """Set several entries of all rows; return the buffer. See TorchRL's ``ReplayBuffer.update_``."""
-    if not isinstance(rb.storage, PackedStorage):
-        return TensorDictReplayBuffer.update_(rb, input_dict_or_td, clone, keys_to_update=keys_to_update)
-    rb.storage.edit(lambda data: data.update_(input_dict_or_td, clone=clone, keys_to_update=keys_to_update))
-    return rb
 
 
 def health(rb: Any) -> dict[str, float]:

@@ -269,7 +269,11 @@ def permission(rb: Any, rows: int | None, wait: bool, timeout: float | None) -> 
 
 
 def shutdown(rb: Any, timeout: float | None = None) -> None:
-    """Stop the buffer's threads; calls that wait for flow control raise a RuntimeError, in all processes."""
+    """Stop the buffer's threads; later writes and samples raise a RuntimeError.
+
+    Calls that wait for flow control raise it in all processes. Reading and saving rows still work.
+    """
     if rb.flow is not None:
         rb.flow.shutdown()
     TensorDictReplayBuffer.shutdown(rb, timeout)
+    rb.sample_plan = rb.write_plan = None

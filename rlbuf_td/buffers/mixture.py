@@ -24,6 +24,7 @@ from rlbuf_td.buffers.mixture_parts import (
     refuse_difference,
     refuse_generator,
     refuse_member,
+    refuse_members,
     refuse_update,
     settled_rows,
     try_states,
@@ -34,6 +35,7 @@ from rlbuf_td.buffers.mixture_parts import (
 from rlbuf_td.buffers.mixture_plan import MixturePlan, make_mixture_plan
 from rlbuf_td.buffers.replay import ReplayBuffer
 from rlbuf_td.buffers.shares import Shares
+from rlbuf_td.buffers.writing import check_write_back, write_back_checked
 from rlbuf_td.checkpoint.folder import explained, reading, write_state, writing
 from rlbuf_td.checkpoint.manifest import decode
 from rlbuf_td.kernels.strata import LEAST_RATIO
@@ -80,8 +82,8 @@ class ReplayBufferMixture:
     several buffers, but stacks their batches and does not support priorities.
 
     Raises:
-        TypeError: a member is not a :class:`ReplayBuffer`, is an :class:`ExperienceQueue`, or has TorchRL's
-            ``PrioritizedSampler``.
+        TypeError: members or shares are no dict, or a member is not a :class:`ReplayBuffer`, is an
+            :class:`ExperienceQueue`, or has TorchRL's ``PrioritizedSampler``.
         ValueError: members and shares differ in names, ``writes_to`` is not a member, or shares are out of range.
         SchemaError: members hold different keys, dtypes or shapes.
 
@@ -114,11 +116,7 @@ class ReplayBufferMixture:
         writes_to: str | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
-        for name, member in members.items():
-            refuse_member(name, member)
-        if not members or members.keys() != shares.keys() or (writes_to is not None and writes_to not in members):
-            given = f"members are {[*members]}, shares are of {[*shares]}, writes_to={writes_to!r}"
-            raise ValueError(f"members and shares must have the same names: {given}")
+        refuse_members(members, shares, writes_to)
         self.members, self.sampler = dict(members), Shares({name: shares[name] for name in members})
         self.batch_size, self.exact, self.writes_to, self._rng = batch_size, bool(exact), writes_to, generator
         self._plan: MixturePlan | None = None
@@ -301,7 +299,7 @@ class ReplayBufferMixture:
 
         ``sampled_at`` maps the name of each member to the value that the member's ``storage.clock.now`` had before the
         batch was sampled. If no member is prioritized, the batch has no entry ``"sampled_at"``, and this argument is
-        required.
+        required. After an error, no member has changed.
         """
         flat, times = batch.reshape(-1), {} if sampled_at is None else sampled_at
         masks = members_of(flat, self.names)
@@ -309,7 +307,9 @@ class ReplayBufferMixture:
             lacks = f"the batch has no 'sampled_at', and sampled_at={times!r} lacks one of {[*masks]}"
             raise KeyError(f"{lacks}: read each member's storage.clock.now before sampling, and pass a dict of them")
         parts = {name: without_lane(self.members[name], flat[is_own]) for name, is_own in masks.items()}
-        return sum(self.members[name].write_back(parts[name], keys, sampled_at=times.get(name)) for name in parts)
+        own = [(self.members[name], part, times.get(name)) for name, part in parts.items()]
+        checked = [check_write_back(member, part, keys, time) for member, part, time in own]
+        return sum(write_back_checked(*each[:2], *found) for each, found in zip(own, checked, strict=True))
 
     # -- state, health
 

@@ -50,6 +50,22 @@ def normalizer_of(member: ReplayBuffer, report: Mapping[Any, Any] | None) -> flo
     return float(weight / report["priority_weight"][likeliest].clamp(min=LEAST_RATIO))  # which may have underflowed
 
 
+def refuse_members(members: Any, shares: Any, writes_to: str | None) -> None:
+    """Raise a TypeError or a ValueError for the arguments of a mixture that cannot work."""
+    if not (isinstance(members, Mapping) and isinstance(shares, Mapping)):
+        given = f"got {type(members).__name__} and {type(shares).__name__}"
+        example = '{"demos": 0.5, "online": 0.5}'
+        raise TypeError(
+            f'members must be a dict of buffers by name, such as {{"demos": rb1, "online": rb2}}, and shares a dict of '
+            f"numbers, such as {example}, {given}{MIXTURES}"
+        )
+    for name, member in members.items():
+        refuse_member(name, member)
+    if not members or members.keys() != shares.keys() or (writes_to is not None and writes_to not in members):
+        given = f"members are {[*members]}, shares are of {[*shares]}, writes_to={writes_to!r}"
+        raise ValueError(f"members and shares must have the same names: {given}")
+
+
 def refuse_member(name: Any, member: Any) -> None:
     if not isinstance(member, ReplayBuffer):
         remedy = "put its storage into a rlbuf_td.ReplayBuffer"

@@ -15,7 +15,7 @@ from tensordict import NestedKey, TensorDictBase
 from tensordict.nn.utils import _set_dispatch_td_nn_modules
 from torchrl.data.replay_buffers import TensorDictReplayBuffer
 
-from rlbuf_td.buffers import abilities, flow, minari_data, parts, prefetch, priorities, torchrl_data, writing
+from rlbuf_td.buffers import abilities, editing, flow, minari_data, parts, prefetch, priorities, torchrl_data, writing
 from rlbuf_td.buffers.graph import capture
 from rlbuf_td.buffers.parts import Parts
 from rlbuf_td.buffers.plan import Planned
@@ -143,10 +143,10 @@ class ReplayBuffer(TensorDictReplayBuffer):
     full = property(lambda rb: torchrl_parts.is_full(rb.storage), doc="Whether there are as many rows as the capacity.")
     chronological = abilities.chronological
     last = abilities.last
-    set_at_ = abilities.set_at_
-    set_ = abilities.set_
-    update_ = abilities.update_
-    __setitem__ = abilities.set_item
+    set_at_ = editing.set_at_
+    set_ = editing.set_
+    update_ = editing.update_
+    __setitem__ = editing.set_item
     health = abilities.health
     dumps = abilities.dumps
     loads = abilities.loads

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -31,7 +32,7 @@ def add(rb: Any, data: TensorDictBase) -> int | torch.Tensor:
     Raises:
         SchemaError: the data does not match the rows; nothing has changed.
         ValueError: a TD error in the data is NaN or infinite, or flow control can never admit the write.
-        RuntimeError: a buffer with flow control has been shut down.
+        RuntimeError: the buffer has been shut down; nothing has changed.
     """
     plan = rb.write_plan
     index = None if plan is None else plan.write(data, True)
@@ -48,14 +49,26 @@ def extend(rb: Any, tensordicts: TensorDictBase, *, update_priority: bool | None
     Raises:
         SchemaError: the data does not match the rows; nothing has changed.
         ValueError: there are no transitions, or a TD error is NaN or infinite; nothing has changed.
+        RuntimeError: the buffer has been shut down; nothing has changed.
+
+    Warns:
+        UserWarning: (on the first write) a row holds several steps, because the data has more batch dims than ``ndim``.
     """
     plan = rb.write_plan
     index = None if plan is None else plan.write(tensordicts, False)
     return _write_in_turn(rb, tensordicts, "extend", update_priority is not False) if index is None else index
 
 
+def refuse_shut_down(rb: Any) -> None:
+    if rb.is_shut_down:
+        raise RuntimeError(
+            "the buffer has been shut down: rows can be read and dumped, but no longer written or edited"
+        )
+
+
 def _write_in_turn(rb: Any, data: TensorDictBase, how: str, update_priority: bool) -> Any:
     """Write the data as soon as flow control, if any, admits the write."""
+    refuse_shut_down(rb)
     write = _write if rb.episode_stats is None else _write_and_count
     if rb.flow is None:
         return write(rb, data, how, update_priority)
@@ -82,6 +95,7 @@ def write_back(rb: Any, batch: TensorDictBase, keys: Any, *, sampled_at: int | N
         KeyError: the batch has no index, or its sampling time is unknown; nothing has changed.
         ValueError: a key is in ``"next"``, and an :class:`NStepSampler` has joined several steps; nothing has changed.
         TypeError: the storage is not a :class:`PackedStorage`.
+        RuntimeError: the buffer has been shut down.
 
     Cost: O(B * bytes of the entries), or O(B * row_bytes) with deduplicated entries; on CUDA, also a synchronisation.
 
@@ -95,6 +109,14 @@ def write_back(rb: Any, batch: TensorDictBase, keys: Any, *, sampled_at: int | N
         >>> rb.write_back(batch, ["state"], sampled_at=now), rb.storage["state"]
         (2, tensor([1.]))
     """
+    return write_back_checked(rb, batch, *check_write_back(rb, batch, keys, sampled_at))
+
+
+def check_write_back(
+    rb: Any, batch: TensorDictBase, keys: Any, sampled_at: int | None
+) -> tuple[torch.Tensor, torch.Tensor, dict[tuple[str, ...], torch.Tensor]]:
+    """Raise the errors of :func:`write_back`; return the index, the sampling times and the entries, by row."""
+    refuse_shut_down(rb)
     parts = rb.parts or rb.initialize()
     if not parts.is_packed:
         raise TypeError(f"write_back needs the clock of a PackedStorage, got a {type(rb.storage).__name__}")
@@ -110,8 +132,20 @@ def write_back(rb: Any, batch: TensorDictBase, keys: Any, *, sampled_at: int | N
     names = [as_tuple(key) for key in _listed(keys)]
     if parts.wrapper is not None and any(key[0] == "next" for key in names) and joins_steps(parts.wrapper):
         raise ValueError("cannot write back 'next' entries of n-step transitions: they belong to later rows")
+    return index, stamp, {key: _entry_by_row(storage, batch, key, inner) for key in names}
+
+
+def write_back_checked(
+    rb: Any,
+    batch: TensorDictBase,
+    index: torch.Tensor,
+    stamp: torch.Tensor,
+    values: dict[tuple[str, ...], torch.Tensor],
+) -> int:
+    """Write the result of :func:`check_write_back`; return the number of rows written."""
+    parts, storage, dims = rb.parts, rb.storage, batch.ndim
+    inner = inner_dims(storage, dims)
     with storage.lock:
-        values = {key: _entry_by_row(storage, batch, key, inner) for key in names}
         flat = flat_rows(first_of_row(index, dims, inner), storage, storage.device)
         flat = skip_stale(flat, stamp, dims, storage)[0]
         kept = flat >= 0
@@ -124,7 +158,7 @@ def write_back(rb: Any, batch: TensorDictBase, keys: Any, *, sampled_at: int | N
         for each in torchrl_parts.listeners_of(storage):
             if isinstance(each, TrajectoryIndex):
                 watched |= {*each.end_keys(), each.traj_key}
-        if watched & {*names}:
+        if watched & values.keys():
             torchrl_parts.count_change(storage)  # data derived from these entries is then computed again
     return len(flat)
 
@@ -190,10 +224,13 @@ def _write_rows(rb: Any, parts: Parts, data: TensorDictBase, how: str, update_pr
                 f"extend takes batch size [E, T] (lanes, time) with ndim={parts.storage.ndim}, got {[*data.shape]}"
             )
         rows = reshaped(data, lambda data: data.transpose(dim, 0))
+    if parts.is_packed and parts.storage.rows is None:
+        _warn_of_long_rows(parts, rows, parts.storage.ndim - (how == "add"))
     if update_priority and parts.prioritized is not None:
         td_error = rows.get(rb.priority_key, None)
         if td_error is not None:
-            td_error = one_a_row(td_error, parts.storage.ndim - (how == "add"), parts.prioritized.reduction)
+            dims = parts.storage.ndim - (how == "add")
+            td_error = one_a_row(td_error, dims, parts.prioritized.reduction, rows.ndim - dims)
             if backend_of(td_error) == "numba":
                 refuse_errors(td_error)
     with parts.storage.lock if parts.is_packed else rb.locked(), held_back:
@@ -208,8 +245,24 @@ def _write_rows(rb: Any, parts: Parts, data: TensorDictBase, how: str, update_pr
         if td_error is not None and parts.prioritized is not None:
             parts.prioritized.update_priority(index, td_error, storage=parts.storage)
         if rb.write_plan is None or not rb.write_plan.holds():
-            rb.write_plan = make_write_plan(rb, parts)
+            rb.write_plan = None if rb.is_shut_down else make_write_plan(rb, parts)
     return index
+
+
+def _warn_of_long_rows(parts: Parts, rows: TensorDictBase, lead_dims: int) -> None:
+    """Warn before the first write if its batch dims make each row hold several steps of an environment."""
+    is_meant = "next" not in rows.keys() or getattr(parts.sampler, "draws_once", False)  # queues hold unrolls
+    is_refused = any(isinstance(each, TrajectoryIndex) for each in torchrl_parts.listeners_of(parts.storage))
+    if rows.ndim <= lead_dims or is_meant or is_refused:
+        return
+    ndim, shape = parts.storage.ndim, [*rows.shape]
+    remedy = f"make the storage with ndim={ndim + 1}, or flatten the data" if lead_dims == ndim else "use extend"
+    warnings.warn(
+        f"with ndim={ndim}, data of batch size {shape} makes rows of {shape[lead_dims:]} steps each, and a sampled row "
+        f"holds all its steps. For rows of one step, {remedy}. If these rows are meant, first call "
+        "rb.storage.reserve(one_row)",
+        stacklevel=6,
+    )
 
 
 def _transitions(data: Any, how: str) -> TensorDictBase:

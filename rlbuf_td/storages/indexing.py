@@ -162,7 +162,7 @@ def by_row(
     index = first_of_row(index, dims, inner)
     if index.ndim != 1 + (storage.ndim > 1):
         raise ValueError(f"an index of shape {tuple(index.shape)} does not fit a storage with ndim={storage.ndim}")
-    return one_a_row(td_error, dims - inner, reduction), index
+    return one_a_row(td_error, dims - inner, reduction, inner), index
 
 
 def first_of_row(entry: torch.Tensor, dims: int, inner: int) -> torch.Tensor:
@@ -175,10 +175,27 @@ def first_of_row(entry: torch.Tensor, dims: int, inner: int) -> torch.Tensor:
     return entry.flatten(0, dims - inner - 1)[first]
 
 
-def one_a_row(td_error: torch.Tensor, row_dims: int, reduction: str) -> torch.Tensor:
-    """Reduce TD errors to one detached value per row, ``[B]``; the first ``row_dims`` dims index rows."""
+def _refuse_broadcast(shape: torch.Size, dims: int) -> None:
+    """Refuse the shape of ``[B, 1] - [B]``; two TD errors for each of two rows are usual, of two critics."""
+    size = shape[0]
+    if size > 2 and shape == (size,) * (dims + 1):
+        batch, wrong = [*shape[:-1]], [*shape]
+        raise ValueError(
+            f"TD errors of shape {wrong} for a batch {batch}: {[*batch, 1]} - {batch} has this shape by broadcasting. "
+            f"Give values and targets the same shape; if a row has {size} TD errors, reduce them to one: "
+            "td_error.abs().amax(-1)"
+        )
+
+
+def one_a_row(td_error: torch.Tensor, row_dims: int, reduction: str, inner: int = 0) -> torch.Tensor:
+    """Reduce TD errors to one detached value per row, ``[B]``.
+
+    The first ``row_dims`` dims index rows, the next ``inner`` dims are other batch dims.
+    """
     if not isinstance(td_error, torch.Tensor) or td_error.is_complex():
         raise TypeError(f"TD errors must be a tensor of real numbers, got {getattr(td_error, 'dtype', type(td_error))}")
+    if td_error.ndim > 1 and row_dims:
+        _refuse_broadcast(td_error.shape, row_dims + inner)
     if td_error.requires_grad:
         td_error = td_error.detach()
     if td_error.is_neg():

@@ -294,7 +294,7 @@ class PackedStorage(LazyTensorStorage):
 
     def __setitem__(self, index: Any, value: Any) -> None:
         if is_key(index):
-            self.edit(lambda data: data.set_(index, value))
+            writes.edit_all(self, lambda data: data.set_(index, value))
         else:
             self.set(index, value, set_cursor=False)
 

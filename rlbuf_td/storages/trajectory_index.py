@@ -14,7 +14,7 @@ from rlbuf_td.kernels.device_scalars import outside_inference_mode
 from rlbuf_td.kernels.episodes import BitBoundaries, Boundaries, make_boundaries
 from rlbuf_td.storages.indexing import device_of, flat_rows, lanes_of, refuse_range, refuse_unwritten
 from rlbuf_td.storages.notebooks import TRANSITIONS
-from rlbuf_td.storages.schema import kind
+from rlbuf_td.storages.schema import SchemaError, kind
 from rlbuf_td.storages.shared.memory import SharedNumbers
 from rlbuf_td.storages.torchrl_parts import columns_of, last_of_ring, listeners_of, newest_step_of, revision_of
 
@@ -46,6 +46,7 @@ class TrajectoryIndex:
     Raises:
         KeyError: (on the first look-up) the rows hold neither done flags nor trajectory ids.
         TypeError: (on the first look-up) the storage holds no TensorDicts, flags are not bool, or ids are not integers.
+        SchemaError: (on the first write or look-up) a row holds several steps, as a write ``[E, T]`` with ``ndim=1``.
         RuntimeError: (on a look-up) the storage is empty.
         IndexError: (on a look-up) an index is -1, or outside the written rows; indices on CUDA are not checked.
 
@@ -224,7 +225,7 @@ class TrajectoryIndex:
             return None
         try:
             boundaries = self._bind()
-        except (KeyError, TypeError):  # the rows are already written: the next look-up raises the error
+        except (KeyError, TypeError, SchemaError):  # the rows are already written: the next look-up raises the error
             return None
         boundaries.clear()
         self._seen[0] = int(revision_of(storage))
@@ -244,6 +245,7 @@ class TrajectoryIndex:
         if not isinstance(columns, TensorDictBase):
             kind = type(storage).__name__
             raise TypeError(f"trajectories need a storage of TensorDicts, such as a PackedStorage, got a {kind}")
+        self.refuse_inner(columns.batch_size, storage.ndim)
         flags, self._name = self._find(columns, storage.ndim)
         steps, lanes = flags[0].shape[:2]
         device = flags[0].device
@@ -259,6 +261,15 @@ class TrajectoryIndex:
             self._boundaries = make_boundaries(steps, lanes, device)
             self._seen[0] = -1
         return self._boundaries
+
+    def refuse_inner(self, shape: torch.Size, row_dims: int) -> None:
+        """Raise a SchemaError if rows hold several steps each: ``shape`` has more than ``row_dims`` batch dims."""
+        if len(shape) > row_dims:
+            ndim, steps = self.storage.ndim, [*shape[row_dims:]]
+            raise SchemaError(
+                f"trajectories are found row by row, but with ndim={ndim} each row of the batch size {[*shape]} holds "
+                f"{steps} steps: make the storage with ndim={ndim + 1}, whose rows are [T, E]"
+            )
 
     def _find(self, columns: TensorDictBase, ndim: int) -> tuple[list[torch.Tensor], torch.Tensor | None]:
         """Return the flags that end a trajectory, ``[T, E, ...]`` each, and the ids, ``[T, E]``."""
@@ -312,12 +323,12 @@ class TrajectoryIndex:
 
     def part(self) -> None:
         """End all unfinished trajectories, so that the next written rows begin new ones."""
-        with suppress(KeyError, TypeError, RuntimeError):  # the next look-up raises the error
+        with suppress(KeyError, TypeError, RuntimeError, SchemaError):  # the next look-up raises the error
             self.boundaries().head.fill_(-1)
 
     def mark_load(self) -> None:
         """After a load, end unfinished trajectories that have ids, because new collectors reuse the ids."""
-        with suppress(KeyError, TypeError, RuntimeError):  # the next look-up raises the error
+        with suppress(KeyError, TypeError, RuntimeError, SchemaError):  # the next look-up raises the error
             self._bind()
             knows_newest = not hasattr(self.storage, "clock") or newest_step_of(self.storage) is not None
             if self._name is not None and knows_newest:

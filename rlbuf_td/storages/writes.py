@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -17,7 +18,7 @@ from rlbuf_td.storages.interrupts import held_back
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.rows import Rows, last_of_each
 from rlbuf_td.storages.schema import SchemaError, refuse_unfit
-from rlbuf_td.storages.torchrl_parts import capacity_in_steps, count_change
+from rlbuf_td.storages.torchrl_parts import capacity_in_steps, count_change, listeners_of
 
 _INDEX_DTYPES = frozenset((torch.int64, torch.int32, torch.int16, torch.int8))  # torch takes uint8 for a mask
 
@@ -44,7 +45,10 @@ def as_index(index: Any) -> torch.Tensor:
 
 
 def _as_steps(cursor: Any, total: int, live: int, append: bool) -> np.ndarray:
-    """Convert an index of time steps to an int64 array; if ``append``, refuse a gap of unwritten steps."""
+    """Convert an index of time steps to an int64 array; if ``append``, refuse a gap of unwritten steps.
+
+    Otherwise negative indices count from the end of the ``live`` steps, as in reads.
+    """
     if isinstance(cursor, slice):
         cursor = range(*cursor.indices(total if append else live))
     if isinstance(cursor, torch.Tensor):
@@ -54,6 +58,8 @@ def _as_steps(cursor: Any, total: int, live: int, append: bool) -> np.ndarray:
         raise IndexError(f"cannot write at a cursor of shape {steps.shape} and dtype {steps.dtype}")
     if not len(steps):
         raise IndexError("cannot write at an empty set of positions")
+    if not append and steps.dtype.kind == "i":
+        steps = np.where((steps < 0) & (steps >= -live), steps + live, steps)
     if steps.min() < 0 or steps.max() >= total:
         bad = steps[(steps < 0) | (steps >= total)][0]
         raise IndexError(f"position {bad} is out of range of a storage of {total} time steps")
@@ -97,6 +103,9 @@ def admit(storage: Any, data: Any, single: bool, drop_index: bool = False) -> tu
     """Return the rows, the checked leaves of ``data``, and the number of time steps; allocate rows if necessary."""
     data = as_tensordict(data)
     if storage.rows is None or storage.is_reserved:
+        for listener in listeners_of(storage):
+            if hasattr(listener, "refuse_inner"):
+                listener.refuse_inner(data.batch_size, storage.ndim - single)
         fix_rows(storage, data.exclude("index") if drop_index else data, storage.ndim - single)
     rows = storage.rows
     if single:
@@ -182,6 +191,14 @@ def edit(storage: Any, change: Callable[[TensorDictBase], Any], region: Any = No
         else:
             rows.replace_(cells, leaves)
         count_change(storage)
+
+
+def edit_all(storage: Any, change: Callable[[TensorDictBase], Any]) -> None:
+    """Edit all rows in place with torch's in-place operations; an error in any entry changes nothing."""
+    with storage.lock:
+        if storage.written_rows().dedup is None:  # `edit` changes a copy of deduplicated rows
+            change(storage.written_rows().view().apply(partial(torch.empty_like, device="meta"), device="meta"))
+        edit(storage, change)
 
 
 def edit_entries(storage: Any, cells: torch.Tensor, values: Mapping[tuple[str, ...], torch.Tensor]) -> None:
