@@ -16,7 +16,6 @@ from tensordict.nn.utils import _set_dispatch_td_nn_modules
 from torchrl.data.replay_buffers import TensorDictReplayBuffer
 
 from rlbuf_td.buffers import abilities, editing, flow, minari_data, parts, prefetch, priorities, torchrl_data, writing
-from rlbuf_td.buffers.graph import capture
 from rlbuf_td.buffers.parts import Parts
 from rlbuf_td.buffers.plan import Planned
 from rlbuf_td.buffers.prefetch import Prefetcher, Sample
@@ -158,7 +157,6 @@ class ReplayBuffer(TensorDictReplayBuffer):
     shutdown = flow.shutdown
     synchronize = prefetch.synchronize
     __iter__ = prefetch.iterate
-    capture = capture
     _repr_html_ = html_of
     __repr__ = abilities.describe
 

@@ -24,7 +24,7 @@ import torch
 from torchrl.data import SamplerWithoutReplacement, Storage, Writer
 from torchrl.data.replay_buffers import PrioritizedSampler, RandomSampler, RoundRobinWriter, Sampler
 
-from rlbuf_td.kernels.device_scalars import outside_inference_mode
+from rlbuf_td.kernels.inference_mode import outside_inference_mode
 from rlbuf_td.samplers import RecencySampler, UniformSampler
 from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.wrapper import SamplerWrapper

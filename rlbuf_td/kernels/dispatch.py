@@ -28,6 +28,11 @@ def backend_of(memory: Tensor) -> Backend:
     return "numba" if memory.is_cpu else "torch"
 
 
+def uses_numba(device: torch.device) -> bool:
+    """Whether compiled loops will work on an object that is made now for memory on ``device``."""
+    return device.type == "cpu" if _forced is None else _forced == "numba"
+
+
 def machine_code(loop: Any, *examples: Any) -> Callable[..., Any]:
     """Compile a numba loop for the types of ``examples``, and return the compiled function.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -160,17 +160,6 @@ class OneStorage:
 
     def __getstate__(self) -> dict[str, Any]:
         return {}
-
-
-class GraphCapturable(ABC):
-    """A sampler whose draws :meth:`ReplayBuffer.capture` can record in a CUDA graph."""
-
-    @abstractmethod
-    def prepare_graph(self, storage: Storage, batch_size: int) -> Any:
-        """Copy what a recorded draw reads to device memory; return the settings whose change needs a new recording."""
-
-    def forget_order(self) -> None:  # noqa: B027
-        """If the sampler caches the rows sorted by priority, make the next draw sort them again."""
 
 
 def uniform_numbers(count: int, generator: torch.Generator | None, device: torch.device) -> Tensor:

@@ -170,10 +170,6 @@ class FreshRowsSampler(SamplerWrapper):
         """See :class:`~rlbuf_td.samplers.common.StatefulSampler`."""
         self.queue.state["fresh"] = self.fresh
 
-    def prepare_graph(self, storage: Storage, batch_size: int) -> Any:
-        """Raise a TypeError: a CUDA graph cannot draw fresh rows, because the host chooses them."""
-        raise TypeError("cannot capture a FreshRowsSampler: the host chooses the fresh rows; sample outside of a graph")
-
     def watch(self, storage: Storage) -> None:
         """Mark as fresh the rows that were written since the last draw."""
         if isinstance(storage, PackedStorage):

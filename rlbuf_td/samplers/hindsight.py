@@ -13,8 +13,7 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 from torchrl.data.replay_buffers import Sampler, Storage
 
-from rlbuf_td.kernels.episodes import FlagBoundaries
-from rlbuf_td.kernels.episodes.goals import STRATEGIES, Law, choose_goals, put_law
+from rlbuf_td.kernels.episodes.goals import STRATEGIES, Law, choose_goals
 from rlbuf_td.kernels.rows import put_rows_, put_values_
 from rlbuf_td.samplers.common import setting, uniform_numbers
 from rlbuf_td.samplers.goal_env import TransitionFn
@@ -135,13 +134,6 @@ class HindsightSampler(SamplerWrapper):
             thresholds = tuple(self.her_ratio * share for share in self._shares)
             log_gamma = log(max(self.future_gamma, _LEAST_GAMMA))
             self.law = Law(thresholds, self.only_finished, log_gamma)
-
-    def prepare_graph(self, storage: Storage, batch_size: int) -> Any:
-        """See :class:`~rlbuf_td.samplers.common.GraphCapturable`."""
-        boundaries = self._bound_to(storage).trajectories.boundaries()
-        if isinstance(boundaries, FlagBoundaries):
-            put_law(boundaries, self.law, len(storage))
-        return super().prepare_graph(storage, batch_size), self.reward_fn, self.terminated_fn
 
     def _reader(self, storage: Storage, drawn: Tensor) -> Read:
         return partial(self._relabelled, storage, drawn, uniform_numbers(drawn.shape[0], self._rng, device_of(storage)))

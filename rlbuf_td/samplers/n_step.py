@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 from torchrl.data.replay_buffers import Sampler, Storage
 
-from rlbuf_td.kernels.episodes import FlagBoundaries
-from rlbuf_td.kernels.episodes.n_step import discount_of, n_step_sums, put_gamma, sums_ahead, windows
+from rlbuf_td.kernels.episodes.n_step import n_step_sums, sums_ahead, windows
 from rlbuf_td.samplers.common import setting
 from rlbuf_td.samplers.wrapper import Read, SamplerWrapper, column_of, joined_at
 from rlbuf_td.storages.checks import fraction, whole
@@ -102,13 +101,6 @@ class NStepSampler(SamplerWrapper):
         if self.reward_key[0] != "next" or len(self.reward_key) < 2:
             raise ValueError(f"the reward of a transition must be in 'next', got reward_key={reward_key!r}")
 
-    def prepare_graph(self, storage: Storage, batch_size: int) -> Any:
-        """See :class:`~rlbuf_td.samplers.common.GraphCapturable`."""
-        boundaries = self._bound_to(storage).trajectories.boundaries()
-        if isinstance(boundaries, FlagBoundaries):
-            put_gamma(boundaries, self.gamma)
-        return super().prepare_graph(storage, batch_size), self.n_steps
-
     def _reader(self, storage: Storage, drawn: Tensor) -> Read:
         return partial(self._summed, storage, super()._reader(storage, drawn))
 
@@ -126,7 +118,7 @@ class NStepSampler(SamplerWrapper):
             for key in bound.ends:
                 end |= leaf_of(steps, key).reshape(*window.shape, -1).any(2)
             reward = leaf_of(steps, self.reward_key).unflatten(0, window.shape)
-            total, taken = n_step_sums(reward, end, ahead, discount_of(boundaries, self.gamma))
+            total, taken = n_step_sums(reward, end, ahead, self.gamma)
             set_entries_(batch, {"next": steps.get("next")[first * n + taken - 1]})
         leaf_of(batch, self.reward_key).copy_(total)
         set_entries_(batch, {"steps_to_next_obs": taken.view(-1, *[1] * (total.ndim - 1))})

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torchrl.data.replay_buffers import Storage
 
-from rlbuf_td.kernels.device_scalars import outside_inference_mode
 from rlbuf_td.kernels.dispatch import backend_of
+from rlbuf_td.kernels.inference_mode import outside_inference_mode
 from rlbuf_td.kernels.strata import LEAST_RATIO, MOST_RATIO
 from rlbuf_td.kernels.sum_tree import REFUSED
 from rlbuf_td.samplers.common import OneStorage, as_errors, refuse_priorities
@@ -60,7 +60,7 @@ class Law(ABC):
         weight[: len(flat)] = weight[0] * ratio.pow(-self.settings[BETA]).clamp(max=MOST_RATIO).to(weight.dtype)
 
     @abstractmethod
-    def update_(self, flat: Tensor, td_error: Tensor, rows: int, counts: bool) -> float | Tensor:
+    def update_(self, flat: Tensor, td_error: Tensor, rows: int) -> float | Tensor:
         """Set priorities; see :func:`rlbuf_td.kernels.sum_tree.update_` for the arguments and the result."""
 
     @abstractmethod
@@ -74,10 +74,6 @@ class Law(ABC):
     @abstractmethod
     def restore_(self, tensors: dict[str, Tensor]) -> None:  # saved weights must be for the current alpha
         """Copy the saved ``tensors``, a dict with the keys of :attr:`blank`, into the table."""
-
-    @abstractmethod
-    def prepare_graph(self, rows: int) -> tuple[Tensor | None, Any]:
-        """Copy settings to device memory; return the largest magnitude, and settings whose change needs a new graph."""
 
 
 class Priorities:
@@ -95,15 +91,12 @@ class Priorities:
 
     @property
     def largest(self) -> Any:
-        """The largest magnitude so far, -1 if there is none; on CUDA, a 0-dim tensor that updates change in place."""
+        """The largest magnitude so far, -1 if there is none; on other devices than the CPU, a 0-dim tensor."""
         return self.settings[LARGEST] if self._largest_on_device is None else self._largest_on_device
 
     @largest.setter
     def largest(self, value: float | Tensor) -> None:
-        if isinstance(value, Tensor):  # on CUDA
-            before = self.largest
-            if value is not before:
-                value.clamp_(min=before)
+        if isinstance(value, Tensor):  # on another device than the CPU
             self._largest_on_device = value
         else:
             self._largest_on_device, self.settings[LARGEST] = None, value
@@ -143,14 +136,18 @@ class Priorities:
         if not flat.numel():
             return
         rows = self.capacity if rows is None else rows
-        largest = self.law.update_(flat, td_error, rows, counts)
+        largest = self.law.update_(flat, td_error, rows)
         if type(largest) is float and largest == REFUSED:
             refuse_priorities(flat, td_error, rows)
-        if counts and (isinstance(largest, Tensor) or largest > self.largest):
+        if counts and isinstance(largest, Tensor):
+            self.largest = largest.clamp(min=self.largest)
+        elif counts and largest > self.largest:
             self.largest = largest
 
     def enter(self, index: Any, storage: Storage | None) -> None:
-        entry = torch.as_tensor(self.entry, dtype=torch.float64, device=self.device)
+        entry = self.entry
+        if not isinstance(entry, Tensor):  # torch.full writes on the device; torch.tensor would copy, and wait for it
+            entry = torch.full((), entry, dtype=torch.float64, device=self.device)
         self.assign(index, entry, None, storage, counts=False)
 
     def enter_range(self, start: int, count: int, storage: Storage) -> None:

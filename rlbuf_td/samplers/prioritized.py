@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torchrl.data.replay_buffers import PrioritizedSampler, Storage
 
-from rlbuf_td.samplers.common import EMPTY, GraphCapturable, RowSampler, setting, uniform_numbers
+from rlbuf_td.samplers.common import EMPTY, RowSampler, setting, uniform_numbers
 from rlbuf_td.samplers.priorities import ALPHA, BETA, Law, Priorities, refuse_state
 from rlbuf_td.storages.checks import exponent, one_of, whole
 from rlbuf_td.storages.memory_budget import Purpose, require_room
@@ -28,7 +28,7 @@ def _exponent(name: str, place: int, doc: str) -> Any:
     return property(lambda self: self.settings[place], assign, doc=doc)
 
 
-class Prioritized(RowSampler, GraphCapturable, PrioritizedSampler):
+class Prioritized(RowSampler, PrioritizedSampler):
     """Abstract base of the prioritized samplers; subclasses choose how TD errors determine probabilities."""
 
     stratified: bool = setting(one_of(True, False))
@@ -117,15 +117,6 @@ class Prioritized(RowSampler, GraphCapturable, PrioritizedSampler):
     def share_memory_(self) -> None:
         """Move the priorities to shared memory, which processes started later can use."""
         self.priorities.share_memory_()
-
-    def prepare_graph(self, storage: Storage, batch_size: int) -> Any:
-        """See :class:`~rlbuf_td.samplers.common.GraphCapturable`."""
-        self.priorities.follow(storage)
-        self.law.weigh()
-        largest, new = self.law.prepare_graph(len(storage))
-        if largest is not None:
-            self.priorities.largest = largest
-        return self.stratified, self.weight_norm, self.reduction, new
 
     def _empty(self) -> None:
         self.priorities.clear()

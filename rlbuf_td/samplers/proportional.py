@@ -50,9 +50,9 @@ class ProportionalLaw(Law):
         """Clamp ``|td_error|`` to at least ``min_priority``; if ``min_priority`` is 0, return the errors unchanged."""
         return td_error.abs().clamp_(min=self.min_priority) if self.min_priority else td_error
 
-    def update_(self, flat: Tensor, td_error: Tensor, rows: int, counts: bool) -> float | Tensor:
+    def update_(self, flat: Tensor, td_error: Tensor, rows: int) -> float | Tensor:
         td_error = self.floored(td_error)
-        return sum_tree.update_(self.table, flat, td_error, rows, self.settings[WEIGHED], self.eps, counts)
+        return sum_tree.update_(self.table, flat, td_error, rows, self.settings[WEIGHED], self.eps)
 
     def fill_(self, start: int, count: int, magnitude: float | Tensor) -> None:
         sum_tree.fill_(self.table, start, count, magnitude, self.settings[WEIGHED], self.eps)
@@ -68,11 +68,6 @@ class ProportionalLaw(Law):
         self.table.magnitude.copy_(tensors["magnitude"])
         self.table.weight.copy_(tensors["weight"])
         sum_tree.rebuild_(self.table)
-
-    def prepare_graph(self, rows: int) -> tuple[Tensor | None, Any]:
-        settings = self.settings
-        largest = sum_tree.prepare_capture(self.table, settings[ALPHA], self.eps, settings[BETA], rows)
-        return largest, (self.min_priority, largest is not None and self.table.device_state)
 
 
 class ProportionalSampler(Prioritized):
@@ -172,7 +167,7 @@ class ProportionalSampler(Prioritized):
             >>> ProportionalSampler.nbytes_for(1_000_000)
             19429312
         """
-        return sum(tensor.nbytes for tensor in sum_tree.SumTree.empty(capacity, "meta").tensors().values())
+        return sum_tree.tree_bytes(capacity, torch.device(device))
 
     def snapshot(self) -> dict[str, Any]:
         """See :class:`~rlbuf_td.samplers.common.StatefulSampler`."""

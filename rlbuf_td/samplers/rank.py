@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rlbuf_td.kernels import rank_order
-from rlbuf_td.kernels.device_scalars import outside_inference_mode
+from rlbuf_td.kernels.inference_mode import outside_inference_mode
 from rlbuf_td.samplers.priorities import ALPHA, BETA, Law
 from rlbuf_td.samplers.prioritized import Prioritized, Reduction, WeightNorm
 from rlbuf_td.storages.checks import whole
@@ -53,8 +53,8 @@ class LawOfRanks(Law):
         least = last.to(torch.float64).pow(-self.ranks.alpha) / rank_order.mass(self.ranks, last)
         return torch.where(rows > 0, least, torch.inf)
 
-    def update_(self, flat: Tensor, td_error: Tensor, rows: int, counts: bool) -> float | Tensor:
-        return self.table.update_(flat, td_error, rows, counts)
+    def update_(self, flat: Tensor, td_error: Tensor, rows: int) -> float | Tensor:
+        return self.table.update_(flat, td_error, rows)
 
     def fill_(self, start: int, count: int, magnitude: float | Tensor) -> None:
         self.table.fill_(start, count, magnitude)
@@ -68,9 +68,6 @@ class LawOfRanks(Law):
     def restore_(self, tensors: dict[str, Tensor]) -> None:
         self.table.assign_(tensors["magnitude"])
         self.ranks = rank_order.rank_law(self.settings[ALPHA], self.table.magnitude.device)
-
-    def prepare_graph(self, rows: int) -> tuple[Tensor | None, Any]:
-        return self.table.prepare_capture(self.ranks, self.settings[BETA], rows), self.table
 
 
 @final
@@ -178,7 +175,3 @@ class RankSampler(Prioritized):
             26495880
         """
         return rank_order.order_bytes(capacity, torch.device(device))
-
-    def forget_order(self) -> None:
-        """See :class:`~rlbuf_td.samplers.common.GraphCapturable`."""
-        self.law.table.forget_order()

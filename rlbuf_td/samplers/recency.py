@@ -12,10 +12,8 @@ from tensordict import NestedKey
 from torch import Tensor
 from torchrl.data.replay_buffers import Storage
 
-from rlbuf_td.kernels.device_scalars import DeviceScalars, is_capturing
-from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.kernels.recency import recent_rows
-from rlbuf_td.samplers.common import EMPTY, GraphCapturable, RowSampler, setting, uniform_numbers
+from rlbuf_td.samplers.common import EMPTY, RowSampler, setting, uniform_numbers
 from rlbuf_td.samplers.wrapper import column_of
 from rlbuf_td.storages import SchemaError, torchrl_parts
 from rlbuf_td.storages.checks import as_number, whole
@@ -38,7 +36,7 @@ def _window(name: str, value: Any) -> int | None:
     return None if value is None else whole(1)(name, value)
 
 
-class RecencySampler(RowSampler, GraphCapturable):
+class RecencySampler(RowSampler):
     r"""Draws recent rows more often: the probability decreases exponentially with age, and old rows may be excluded.
 
     .. math::
@@ -64,7 +62,6 @@ class RecencySampler(RowSampler, GraphCapturable):
             order.
         RuntimeError: (when sampling) the buffer is empty.
         SchemaError: (when sampling) rows do not have one finite number at ``age_key``.
-        TypeError: (when a CUDA graph is captured) ``age_key`` is set.
 
     Cost: O(B); with ``age_key`` O(B log N), plus O(N) after a write or a change of settings.
     Source: Wang and Ross: Boosting Soft Actor-Critic: Emphasizing Recent Experience without Forgetting the Past, 2019.
@@ -91,7 +88,6 @@ class RecencySampler(RowSampler, GraphCapturable):
         self.half_life, self.window, self.age_key = half_life, window, age_key
         self.needs_order = age_key is None
         self._mass: tuple[Any, Tensor | None] = (None, None)  # with age_key: the buffer's state, cumulative weights
-        self._numbers: DeviceScalars | None = None  # a result of _law, which CUDA graphs read
 
     def settings_changed(self) -> None:
         """See :class:`~rlbuf_td.samplers.common.StatefulSampler`."""
@@ -111,11 +107,8 @@ class RecencySampler(RowSampler, GraphCapturable):
             mass = self._mass_by_age(storage)
             below = torch.nextafter(mass[-1], mass.new_zeros(()))  # rounding must not give an index past the last row
             return torch.searchsorted(mass, torch.minimum(uniform * mass[-1], below), right=True), {}
-        law: Any = self._law(storage, rows // lanes)
-        if backend_of(uniform) != "numba":
-            law = self._on_device(device, None if is_capturing() else law).tensor.unbind()
-        newest, span, steps, log_decay = law
-        return recent_rows(uniform, newest, span, steps, lanes, log_decay), {}
+        steps, newest = rows // lanes, int(torchrl_parts.newest_step_of(storage))
+        return recent_rows(uniform, newest, self.span(steps), steps, lanes, self.log_decay), {}
 
     def _weight_by_age(self, storage: Storage) -> Tensor:
         """Return the unnormalized probability of each row, computed from the values of ``age_key``, ``[N]`` float64."""
@@ -141,22 +134,6 @@ class RecencySampler(RowSampler, GraphCapturable):
             self._mass = state, mass
         return mass
 
-    def _law(self, storage: Storage, steps: int) -> tuple[int, int, int, float]:
-        return int(torchrl_parts.newest_step_of(storage)), self.span(steps), steps, self.log_decay
-
-    def _on_device(self, device: torch.device, law: tuple[float, ...] | None) -> DeviceScalars:
-        if self._numbers is None or self._numbers.tensor.device != device:
-            self._numbers = DeviceScalars(4, device)
-        for place, value in enumerate(law or ()):
-            self._numbers.set_(place, float(value))
-        return self._numbers
-
-    def prepare_graph(self, storage: Storage, batch_size: int) -> Any:
-        """See :class:`~rlbuf_td.samplers.common.GraphCapturable`."""
-        if self.age_key is not None:
-            raise TypeError("draws by age_key cannot be captured in a graph: sample outside of it")
-        return self._on_device(device_of(storage), self._law(storage, len(storage) // lanes_of(storage).numel()))
-
     def probability(self, index: Any, *, storage: Storage) -> Tensor:
         """Return each row's probability of being drawn, ``[B]`` float64."""
         flat, lanes = flat_rows(index, storage, device_of(storage)), lanes_of(storage).numel()
@@ -169,4 +146,4 @@ class RecencySampler(RowSampler, GraphCapturable):
         return weight[age] / (weight.sum() * lanes)
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_numbers": None, "_mass": (None, None)}
+        return super().__getstate__() | {"_mass": (None, None)}

@@ -204,13 +204,6 @@ class SequenceSampler(SamplerWrapper):
         yield from super()._revised_keys()
         yield from self.flag_keys
 
-    def prepare_graph(self, storage: Storage, batch_size: int) -> Any:
-        """See :class:`~rlbuf_td.samplers.common.GraphCapturable`."""
-        inner = super().prepare_graph(storage, self.windows_of(batch_size))
-        # The trajectory index now reads rows that no writer has reported; a graph could not do this.
-        self._trajectories(storage).boundaries()
-        return inner, self.length, self.burn_in, self.boundary, self.priority_rule, self.eta
-
     def anchored(self, batch: TensorDictBase, index: Tensor, td_error: Tensor) -> tuple[Tensor, Tensor]:
         """Return a batch's anchors and one priority per anchor. Raises ValueError if a window is incomplete."""
         entries = [batch.get(key, None) for key in ("mask", "burn_in_mask", "anchor_index")]

@@ -8,10 +8,9 @@ from typing import Any, ClassVar
 import torch
 from torchrl.data.replay_buffers import Sampler, Storage
 
-from rlbuf_td.kernels.device_scalars import DeviceScalars, is_capturing
 from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.kernels.distinct import distinct_rows
-from rlbuf_td.samplers.common import EMPTY, GraphCapturable, RowSampler, uniform_numbers
+from rlbuf_td.samplers.common import EMPTY, RowSampler, uniform_numbers
 from rlbuf_td.storages.indexing import device_of
 
 
@@ -22,7 +21,7 @@ class Replaceable(type(Sampler)):  # type: ignore[misc]
         return super().__call__(*args, **kwargs) if replacement else cls.without_replacement(*args, **kwargs)
 
 
-class UniformSampler(RowSampler, GraphCapturable, metaclass=Replaceable):
+class UniformSampler(RowSampler, metaclass=Replaceable):
     """Draws every written row with equal probability.
 
     Args:
@@ -50,7 +49,6 @@ class UniformSampler(RowSampler, GraphCapturable, metaclass=Replaceable):
 
     def __init__(self, *, unique: bool = False, replacement: bool = True) -> None:
         self.unique = unique
-        self._rows_in_graph: DeviceScalars | None = None  # the number of rows, which CUDA graphs read
 
     def draw(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
         """See :class:`~rlbuf_td.samplers.common.RowSampler`."""
@@ -58,12 +56,9 @@ class UniformSampler(RowSampler, GraphCapturable, metaclass=Replaceable):
         if rows == 0:
             raise RuntimeError(EMPTY)
         device, generator = device_of(storage), self._rng
-        live = self._rows_in_graph[0] if self._rows_in_graph is not None and is_capturing() else None
         if self.unique:
             self._refuse_more_than(rows, batch_size)
-            return self._distinct(rows if live is None else live, batch_size, device), {}
-        if live is not None:
-            return (uniform_numbers(batch_size, generator, device) * live).long(), {}
+            return self._distinct(rows, batch_size, device), {}
         source = device if generator is None else generator.device
         flat = torch.randint(rows, (batch_size,), generator=generator, device=source)
         return (flat if source == device else flat.to(device)), {}
@@ -72,10 +67,10 @@ class UniformSampler(RowSampler, GraphCapturable, metaclass=Replaceable):
         if batch_size > rows:
             raise ValueError(f"cannot draw {batch_size} distinct rows of {rows}: use a smaller batch or unique=False")
 
-    def _distinct(self, rows: int | torch.Tensor, batch_size: int, device: torch.device) -> torch.Tensor:
+    def _distinct(self, rows: int, batch_size: int, device: torch.device) -> torch.Tensor:
         generator, drawn = self._rng, torch.empty(0, dtype=torch.int64, device=device)
         is_on_host = backend_of(drawn) == "numba" and (generator is None or generator.device == device)
-        if isinstance(rows, torch.Tensor) or not is_on_host:
+        if not is_on_host:
             return distinct_rows(uniform_numbers(batch_size, generator, device), rows)
         if 8 * batch_size > rows:
             return torch.randperm(rows, generator=generator, device="cpu")[:batch_size].clone()
@@ -84,16 +79,6 @@ class UniformSampler(RowSampler, GraphCapturable, metaclass=Replaceable):
             more = torch.randint(rows, (batch_size,), generator=generator, device="cpu")
             drawn = without_repetitions(torch.cat((drawn, more)))
         return drawn[:batch_size]
-
-    def prepare_graph(self, storage: Storage, batch_size: int) -> Any:
-        """See :class:`~rlbuf_td.samplers.common.GraphCapturable`."""
-        rows, device = len(storage), device_of(storage)
-        if self.unique:
-            self._refuse_more_than(rows, batch_size)
-        if self._rows_in_graph is None or self._rows_in_graph.tensor.device != device:
-            self._rows_in_graph = DeviceScalars(1, device)
-        self._rows_in_graph.set_(0, rows)
-        return self.unique, self._rows_in_graph
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore ``unique``. A state of TorchRL's ``RandomSampler`` is accepted, and changes nothing."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from torchrl.data.replay_buffers import PrioritizedSampler, Sampler, Storage
 
 from rlbuf_td.checkpoint.parts import resized_state
-from rlbuf_td.samplers.common import GraphCapturable, RowSampler, StatefulSampler
+from rlbuf_td.samplers.common import RowSampler, StatefulSampler
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.indexing import Index, coordinates, device_of, flat_rows, refuse_unwritten
 from rlbuf_td.storages.tensordict_fast import leaf_of
@@ -38,7 +38,7 @@ Drawn: TypeAlias = tuple[Tensor, dict[Any, Any], TensorDictBase]
 """Drawn flat rows, ``[B]`` int64; the sampler's info dict; and the revised batch, in new memory."""
 
 
-class SamplerWrapper(StatefulSampler, GraphCapturable, PrioritizedSampler):
+class SamplerWrapper(StatefulSampler, PrioritizedSampler):
     """Abstract base of the samplers that wrap another sampler and *revise* its batches: change or add entries.
 
     TorchRL's buffers pass priorities only to a ``PrioritizedSampler``, so every wrapper inherits from that class,
@@ -120,10 +120,6 @@ class SamplerWrapper(StatefulSampler, GraphCapturable, PrioritizedSampler):
         """Return the rows whose priorities a batch updates, and one TD error per returned row."""
         return (index, td_error) if self._inner is None else self._inner.anchored(batch, index, td_error)
 
-    def prepare_graph(self, storage: Storage, batch_size: int) -> Any:
-        """See :class:`~rlbuf_td.samplers.common.GraphCapturable`."""
-        return id(self.sampler), self.sampler.prepare_graph(storage, batch_size)
-
     alpha = _of_inner("alpha")
     beta = _of_inner("beta")
     default_priority = _of_inner("default_priority")
@@ -135,7 +131,6 @@ class SamplerWrapper(StatefulSampler, GraphCapturable, PrioritizedSampler):
     add = _of_inner("add")
     extend = _of_inner("extend")
     mark_update = _of_inner("mark_update")
-    forget_order = _of_inner("forget_order")
     _empty = _of_inner("_empty")
     reduction = property(lambda self: getattr(self.sampler, "reduction", "max"), doc="The wrapped sampler's reduction.")
 

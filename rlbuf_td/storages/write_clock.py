@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rlbuf_td.kernels import rows as row_kernels
-from rlbuf_td.kernels.device_scalars import outside_inference_mode
+from rlbuf_td.kernels.inference_mode import outside_inference_mode
 from rlbuf_td.storages.indexing import first_of_row, flat_rows, inner_dims
 from rlbuf_td.storages.shared.memory import SharedNumbers
 

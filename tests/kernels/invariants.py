@@ -103,6 +103,6 @@ def check_tree(tree: SumTree, alpha: float, eps: float) -> None:
     expected = torch.where(given, weight_of(tree.magnitude, alpha, eps), 0.0)
     torch.testing.assert_close(tree.weight, expected, rtol=1e-12, atol=0.0)
     again = SumTree(**{name: tensor.clone() for name, tensor in tree.tensors().items()})
-    reference.repair_range(again, 0, again.weight.shape[0])
+    reference.rebuild(again)
     for name in ("sums", "before", "minima"):
         torch.testing.assert_close(getattr(again, name), getattr(tree, name), rtol=1e-14, atol=0.0)

@@ -9,7 +9,7 @@ import torch
 
 from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer
 from tests.backends import forced
-from tests.capture.rows import data
+from tests.samplers.rows import data
 
 both = pytest.mark.parametrize("cls", [ProportionalSampler, RankSampler])
 

@@ -157,8 +157,6 @@ def test_policy_age_needs_no_order_but_one_number_per_row():
         rb.set_sampler(RecencySampler(age_key=key))
         with pytest.raises(SchemaError, match="must name one number per row, stored in the row: no such entry"):
             rb.sample()
-    with pytest.raises(TypeError, match="draws by age_key cannot be captured in a graph"):
-        rb.sampler.prepare_graph(rb.storage, 8)
 
 
 @pytest.mark.parametrize("bad", [nan, inf])
@@ -175,15 +173,3 @@ def test_no_rows_and_rows_without_order_are_refused():
         buffer(RecencySampler(), 0, 0).sample()
     with pytest.raises(ValueError, match="a RecencySampler needs rows in time order, a ReservoirWriter keeps none"):
         ReplayBuffer(sampler=RecencySampler(), writer=ReservoirWriter())
-
-
-def test_a_recorded_draw_follows_rows_and_settings():
-    """What a CUDA graph reads from the device's memory; see ``tests/capture``."""
-    with forced("torch"):
-        rb = buffer(RecencySampler(window=3), 0, 10, 50)
-        scalars = rb.sampler.prepare_graph(rb.storage, 50)
-        assert scalars.tensor.tolist() == [9.0, 3.0, 10.0, 0.0]
-        rb.extend(TensorDict({"time": torch.arange(10, 12)}, [2]))
-        rb.sampler.half_life = 1.0
-        assert rb.sampler.prepare_graph(rb.storage, 50) is scalars
-        assert scalars.tensor.tolist() == pytest.approx([11.0, 3.0, 12.0, -0.6931471805599453])

@@ -20,10 +20,9 @@ from rlbuf_td import (
 )
 from rlbuf_td.storages.indexing import moved
 from tests.backends import forced
-from tests.capture.rows import data
 from tests.catalogue import SAMPLERS, reward_fn
-from tests.graphs import RefuseWaiting
-from tests.waiting import waiting_is_an_error
+from tests.samplers.rows import data
+from tests.waiting import RefuseWaiting
 
 
 def loop(rb: ReplayBuffer, rows: list[TensorDict], td_error: torch.Tensor) -> None:
@@ -55,18 +54,27 @@ def test_a_training_loop_never_waits(sampler):
     assert rb.full
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("offload", [False, True], ids=["on the device", "offloaded"])
-@pytest.mark.parametrize("name", ["unique", "proportional", "n-step over hindsight", "windows"])
-def test_a_training_loop_never_waits_for_a_cuda_device(name, offload):
-    cuda = torch.device("cuda")
-    storage = PackedStorage(60, device=cuda, offload=offload)
-    rb = ReplayBuffer(storage=storage, sampler=SAMPLERS[name](60), batch_size=8)
-    rows, td_error = [data(35, 35 * k).to(cuda) for k in range(4)], torch.rand(8, device=cuda)
-    loop(rb, rows, td_error)
-    with waiting_is_an_error(cuda):
-        loop(rb, rows, td_error)
+ON_META = [name for name in NEVER_WAIT if "n-step" not in name and name not in ("windows", "goals that end")]
+
+
+@pytest.mark.parametrize("name", ON_META)
+def test_nothing_of_a_device_is_copied_to_the_host(name):
+    """On the meta device there is nothing to read: whatever the host asks for is an error, ``numpy()`` included."""
+    rb = ReplayBuffer(storage=PackedStorage(60, device="meta"), sampler=NEVER_WAIT[name](60), batch_size=32)
+    td_error = torch.rand(32, device="meta")
+    for k in range(4):
+        rb.extend(data(35, 35 * k))
+        rb.add(data(1)[0])
+        if not k:
+            rb.sample()  # what is bound to the rows at first is looked at once
+        with RefuseWaiting():
+            batch = rb.sample()
+            batch["td_error"] = td_error
+            rb.update_tensordict_priority(batch)
+            if rb.parts.prioritized is not None:
+                rb.update_priority(batch["index"], td_error)
+    assert batch["x"].is_meta
+    assert rb.full
 
 
 def test_advantages_never_wait():
@@ -82,6 +90,13 @@ def test_what_waits_is_refused():
     x = torch.rand(4)
     for wait in (lambda: float(x[0]), lambda: x[x > 0.5], lambda: bool((x > 0).all()), lambda: x.nonzero()):
         with RefuseWaiting(), pytest.raises(RuntimeError, match="waits for the device"):
+            wait()
+    there = x.to("meta")
+    for wait in (lambda: x.to("meta"), lambda: there.copy_(x)):
+        with RefuseWaiting(), pytest.raises(RuntimeError, match="waits for the device"):
+            wait()
+    for wait in (there.cpu, there.numpy, there.tolist, there[0].item, there.nonzero):
+        with pytest.raises((RuntimeError, NotImplementedError, TypeError)):
             wait()
 
 

@@ -1,4 +1,4 @@
-"""``python -m rlbuf_td bench --device cuda``: time operations on a CUDA device."""
+"""``python -m rlbuf_td bench --device cuda``: time operations on a CUDA device. No such device has been tried yet."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict
 from torchrl.data.replay_buffers import LazyTensorStorage, PrioritizedSampler, TensorDictReplayBuffer
 
 from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer, SequenceSampler, UniformSampler
@@ -29,9 +29,8 @@ def filled(rb: Any, rows: int, make_rows: Callable[[int], TensorDict] = small_ro
     return rb
 
 
-def buffer(rows: int, sampler: Any, device: torch.device, batch: int = BATCH, offload: bool = False) -> ReplayBuffer:
-    """Return a full buffer of small rows; with ``offload``, the rows are in RAM and the priorities on the GPU."""
-    storage = PackedStorage(rows, device=device, offload=offload and device.type == "cuda")
+def buffer(rows: int, sampler: Any, device: torch.device, batch: int = BATCH) -> ReplayBuffer:
+    storage = PackedStorage(rows, device=device)
     return filled(ReplayBuffer(storage=storage, sampler=sampler, batch_size=batch), rows)
 
 
@@ -45,23 +44,16 @@ def cycle(rb: Any, td_error: torch.Tensor, device: torch.device | None = None) -
     return call
 
 
-def with_errors(td_error: torch.Tensor, batch: TensorDictBase) -> TensorDictBase:
-    return batch.set("td_error", td_error)
-
-
 def samples(device: torch.device, rows: int, seconds: float) -> Timed:
     td_error, data = torch.rand(BATCH, device=device), small_rows(BATCH).to(device)
     for name, sampler in (("proportional", ProportionalSampler(rows)), ("by rank", RankSampler(rows))):
         rb = buffer(rows, sampler, device)
-        yield f"{name}, sample + update, eager", wall(cycle(rb, td_error), seconds), "us"
-        yield f"{name}, sample + update, graph", wall(rb.capture(partial(with_errors, td_error)), seconds), "us"
+        yield f"{name}, sample + update", wall(cycle(rb, td_error), seconds), "us"
         yield f"{name}, extend by {BATCH}", wall(partial(rb.extend, data), seconds), "us"
     rb = buffer(rows, UniformSampler(), device)
-    yield "uniform, sample, eager", wall(rb.sample, seconds), "us"
-    yield "uniform, sample, graph", wall(rb.capture(), seconds), "us"
+    yield "uniform, sample", wall(rb.sample, seconds), "us"
     rb = buffer(rows, SequenceSampler(ProportionalSampler(rows), LENGTH), device, BATCH * LENGTH)
-    yield f"{BATCH} sequences of {LENGTH}, sample, eager", wall(rb.sample, seconds), "us"
-    yield f"{BATCH} sequences of {LENGTH}, sample, graph", wall(rb.capture(), seconds), "us"
+    yield f"{BATCH} sequences of {LENGTH}, sample", wall(rb.sample, seconds), "us"
 
 
 def from_host(device: torch.device, rows: int, seconds: float) -> Timed:
@@ -71,9 +63,6 @@ def from_host(device: torch.device, rows: int, seconds: float) -> Timed:
     for ahead in (0, 2):
         other = ReplayBuffer(storage=rb.storage, sampler=rb.sampler, batch_size=BATCH, device=device, prefetch=ahead)
         yield f"{what}, device=, prefetch={ahead}", wall(cycle(other, td_error), seconds), "us"
-    rb = buffer(rows, ProportionalSampler(rows), device, offload=True)
-    yield f"{what}, offload, eager", wall(cycle(rb, td_error), seconds), "us"
-    yield f"{what}, offload, graph", wall(rb.capture(partial(with_errors, td_error)), seconds), "us"
 
 
 def images(device: torch.device, rows: int, seconds: float) -> Timed:

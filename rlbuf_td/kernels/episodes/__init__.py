@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlbuf_td.kernels.device_scalars import DeviceScalars, is_capturing, outside_inference_mode
 from rlbuf_td.kernels.dispatch import backend_of
+from rlbuf_td.kernels.inference_mode import outside_inference_mode
 
 WORD = 64
 # Invariants: each written lane has at least one `cut` flag; until the ring is full, `cut` is set at step T - 1 of each
@@ -69,10 +69,10 @@ class FlagBoundaries(BoundariesBase):
             self.cut = torch.zeros(steps, lanes, dtype=torch.bool, device=device)
             self.over = torch.zeros_like(self.cut)
             self.head = torch.full((1,), -1, device="cpu")
-        self._reach: tuple[Tensor, Tensor] | None = None  # of all rows, until the next write
+        self._count: Tensor | None = None  # a result of `_count_cuts`, until the next write
 
     def write(self, start: int, count: int, end: Tensor, name: Tensor | None) -> None:
-        self._reach = None
+        self._count = None
         steps, stop = len(self.cut), start + count
         before = (start - 1) % steps
         follows = self.head.numpy()[0] == before  # on the host
@@ -87,34 +87,31 @@ class FlagBoundaries(BoundariesBase):
         self.head.fill_(stop - 1)
 
     def reach(self, cells: Tensor, within: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        if is_capturing():  # a graph may be launched after further writes
-            back, ahead = self._scan()
-        else:
-            back, ahead = self._reach = self._reach or self._scan()
+        """Look up rows; the first look-up after a write scans all rows."""
         steps, lanes = self.cut.shape
+        count, t, begin = self._count_cuts(), cells // lanes, cells % lanes * steps
+        # The cuts of the row's lane have the numbers ``first`` to ``last``; those up to ``before`` lie before the row.
+        before, first, last = count[begin + t], count[begin] + 1, count[begin + steps]
+        next_cut = torch.searchsorted(count[1:], torch.where(before < last, before + 1, first)) - begin
+        last_cut = torch.searchsorted(count[1:], torch.where(before < first, last, before)) - begin
+        back, ahead = (t - 1 - last_cut) % steps, (next_cut - t) % steps
         most = steps if within is None else min(steps, within)
-        back, ahead = (x.view(-1)[cells].clamp(max=most) for x in (back, ahead))
+        back, ahead = back.clamp(max=most), ahead.clamp(max=most)
         return back, ahead, self.over.view(-1)[(cells + ahead * lanes) % (steps * lanes)]
 
-    @cached_property
-    def numbers(self) -> DeviceScalars:
-        """Settings that CUDA graphs read: distribution of hindsight goals, number of written rows, discount factor."""
-        return DeviceScalars(8, self.cut.device)
-
-    def _scan(self) -> tuple[Tensor, Tensor]:
-        """Return how many steps precede and follow each row in its trajectory, both ``[T, E]``."""
-        steps = len(self.cut)
-        twice = torch.cat((self.cut, self.cut))  # the ring, unrolled
-        at = torch.arange(2 * steps, device=twice.device)[:, None].expand(twice.shape)
-        next_cut = torch.where(twice, at, 4 * steps).flip(0).cummin(0).values.flip(0)[:steps]
-        last_cut = torch.where(twice, at, -1).cummax(0).values[steps - 1 : -1]
-        return at[:steps] + (steps - 1) - last_cut, next_cut - at[:steps]
+    def _count_cuts(self) -> Tensor:
+        """Return the number of cuts before each row and before the end, ``[E * T + 1]`` int64, lane after lane."""
+        if self._count is None:
+            # A scan of one dimension, over integers, is fast and exact on a device; cummax would use one core per lane.
+            count = self.cut.T.reshape(-1).cumsum(0)
+            self._count = torch.cat((count.new_zeros(1), count))
+        return self._count
 
     def tensors(self) -> dict[str, Tensor]:
         return {"cut": self.cut, "over": self.over, "head": self.head}
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
-        self._reach = None
+        self._count = None
         super().restore(tensors)
 
 

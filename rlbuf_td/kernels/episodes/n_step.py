@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlbuf_td.kernels.episodes import BitBoundaries, Boundaries, FlagBoundaries
-
-_GAMMA = 6  # index of gamma in ``FlagBoundaries.numbers``; 0 to 5, and 7, hold a law of goals
+from rlbuf_td.kernels.episodes import BitBoundaries, Boundaries
 
 
 def windows(boundaries: Boundaries, rows: Tensor, n: int, lanes: int, cells: int) -> tuple[Tensor, Tensor]:
@@ -21,7 +19,7 @@ def windows(boundaries: Boundaries, rows: Tensor, n: int, lanes: int, cells: int
     return (rows[:, None] + offset * lanes) % cells, ahead
 
 
-def n_step_sums(reward: Tensor, end: Tensor, ahead: Tensor, gamma: float | Tensor) -> tuple[Tensor, Tensor]:
+def n_step_sums(reward: Tensor, end: Tensor, ahead: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
     """Return discounted sums of ``reward``, ``[B, n, ...]``, along the steps, and the number of rewards in each sum.
 
     Sum ``i`` ends with the first step where ``end[i]`` is True, and has at most ``1 + ahead[i]`` rewards.
@@ -56,17 +54,5 @@ def sums_ahead(
         return total, taken, last
     window, ahead = windows(boundaries, rows, n, boundaries.lanes, len(reward))
     end = torch.zeros_like(window, dtype=torch.bool)
-    total, taken = n_step_sums(reward[window], end, ahead, discount_of(boundaries, gamma))
+    total, taken = n_step_sums(reward[window], end, ahead, gamma)
     return total, taken, window.gather(1, taken[:, None] - 1)[:, 0]
-
-
-def put_gamma(boundaries: FlagBoundaries, gamma: float) -> None:
-    boundaries.numbers.set_(_GAMMA, gamma)
-
-
-def discount_of(boundaries: Boundaries, gamma: float) -> float | Tensor:
-    """Return the discount factor: ``gamma`` itself, or a device tensor that captured CUDA graphs read."""
-    if isinstance(boundaries, BitBoundaries) or torch.compiler.is_compiling():
-        return gamma
-    put_gamma(boundaries, gamma)
-    return boundaries.numbers[_GAMMA]

@@ -54,13 +54,7 @@ class ChunkedOrder:
     def share_memory_(self) -> None:
         self._adopt({name: tensor.clone().share_memory_() for name, tensor in self._tensors.items()})
 
-    def prepare_capture(self, law: RankLaw, beta: float, rows: int) -> None:
-        """Do nothing, because CUDA graphs do not read this order."""
-
-    def forget_order(self) -> None:
-        """Do nothing, because CUDA graphs never change this order."""
-
-    def update_(self, index: Tensor, td_error: Tensor, rows: int, counts: bool = True) -> float | Tensor:
+    def update_(self, index: Tensor, td_error: Tensor, rows: int) -> float | Tensor:
         given = index.numpy(), as_float32(td_error).numpy(), rows
         with self.lock:
             from rlbuf_td.kernels.rank_order import cpu_update

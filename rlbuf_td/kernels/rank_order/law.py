@@ -27,9 +27,9 @@ HEAD = 1024
 class RankLaw:
     """The distribution of ranks for one ``alpha``."""
 
-    alpha: float | Tensor  # not negative; 0 is uniform. For captured CUDA graphs, alpha and shift are 0-dim tensors
+    alpha: float  # not negative; 0 is uniform
     head: Tensor  # ``[HEAD]`` float64, ``H_1, H_2, ...``
-    shift: float | Tensor  # the constant ``C``
+    shift: float  # the constant ``C``
 
 
 def rank_law(alpha: float, device: torch.device | str = "cpu") -> RankLaw:
@@ -56,20 +56,15 @@ def ranks_of_mass(law: RankLaw, value: Tensor, rows: Tensor) -> Tensor:
     """Return for each ``value`` the rank ``r`` with ``H_(r-1) <= value < H_r`` (int64, at most ``rows``)."""
     in_head = torch.searchsorted(law.head, value, right=True) + 1
     y, bend = (value - law.shift).clamp(min=0.0), 1.0 - law.alpha
-    y = _unless(bend, y, torch.log1p((bend * y).clamp(min=-1.0)) / bend)
+    if bend:
+        y = torch.log1p((bend * y).clamp(min=-1.0)) / bend
     # Clamped before the conversion to integers, because rounding may lead past the last rank.
     x = torch.exp(y).clamp(min=HEAD, max=2.0**52)
     beyond = torch.floor(x - law.alpha / (24.0 * x) + 0.5).to(torch.int64).clamp(min=HEAD + 1)
     return torch.minimum(torch.where(in_head <= HEAD, in_head, beyond), rows)
 
 
-def _primitive(alpha: float | Tensor, x: Tensor) -> Tensor:
+def _primitive(alpha: float, x: Tensor) -> Tensor:
     """Return the integral of ``t^-alpha`` from 1 to ``x``, plus the Euler-Maclaurin correction."""
     bend, y = 1.0 - alpha, torch.log(x)
-    return _unless(bend, y, torch.expm1(bend * y) / bend) + alpha / 24.0 * x.pow(-alpha - 1.0)
-
-
-def _unless(bend: float | Tensor, straight: Tensor, bent: Tensor) -> Tensor:
-    if isinstance(bend, Tensor):
-        return torch.where(bend == 0.0, straight, bent)
-    return bent if bend else straight
+    return (torch.expm1(bend * y) / bend if bend else y) + alpha / 24.0 * x.pow(-alpha - 1.0)

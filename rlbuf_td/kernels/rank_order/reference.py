@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlbuf_td.kernels.device_scalars import PriorityState, is_capturing, outside_inference_mode, write_magnitudes
-from rlbuf_td.kernels.rank_order.law import HEAD, RankLaw, mass, ranks_of_mass
+from rlbuf_td.kernels.inference_mode import outside_inference_mode
+from rlbuf_td.kernels.magnitudes import write_magnitudes
+from rlbuf_td.kernels.rank_order.law import RankLaw, mass, ranks_of_mass
 from rlbuf_td.kernels.strata import masses
 
 #: Larger TD errors count as this value.
@@ -35,16 +36,8 @@ class SortedOrder:
         self._behind = -1  # updates since the last sort; -1: sort at the next look-up
         self._by_rank = self._count = magnitude.new_empty(0, dtype=torch.int64)
         self._by_row: Tensor | None = None
-        self.device_state = PriorityState(("alpha", "shift", "beta", "named"), magnitude.device)
         with outside_inference_mode():
-            head = torch.zeros(HEAD, dtype=torch.float64, device=magnitude.device)
-        self._captured_law = RankLaw(self.device_state["alpha"], head, self.device_state["shift"])
-        self._copied_law: RankLaw | None = None
-
-    @property
-    def refused(self) -> Tensor:
-        """Number of NaN or infinite TD errors that were skipped."""
-        return self.device_state.refused
+            self.refused = torch.zeros((), dtype=torch.int64, device=magnitude.device)  # skipped TD errors, see update_
 
     def share_memory_(self) -> None:
         """Raise ValueError, because each process would cache a sorted order of its own."""
@@ -52,29 +45,13 @@ class SortedOrder:
 
     def assign_(self, magnitude: Tensor) -> None:
         self.magnitude.copy_(magnitude)
-        self.device_state.largest.fill_(-1.0)
-        self.forget_order()
-
-    def prepare_capture(self, law: RankLaw, beta: float, rows: int) -> Tensor:
-        """Copy settings to device memory for captured CUDA graphs; return the largest magnitude so far (0-dim)."""
-        state = self.device_state
-        if law is not self._copied_law:
-            self._copied_law = law
-            self._captured_law.head.copy_(law.head)
-            state.put(alpha=law.alpha, shift=law.shift)
-        state.put(beta=beta, named=rows)
-        return state.largest
-
-    def forget_order(self) -> None:
-        """Make the next look-up sort, for example after a captured CUDA graph has changed magnitudes."""
         self._behind = -1
 
-    def update_(self, index: Tensor, td_error: Tensor, rows: int, counts: bool = True) -> Tensor:
-        state = self.device_state
-        named = state["named"] if is_capturing() else rows
-        _, largest, refused = write_magnitudes(self.magnitude, index, as_float32(td_error).abs(), named)
+    def update_(self, index: Tensor, td_error: Tensor, rows: int) -> Tensor:
+        _, largest, refused = write_magnitudes(self.magnitude, index, as_float32(td_error).abs(), rows)
         self._behind += self._behind >= 0
-        return state.note(largest.to(torch.float64), refused, counts)
+        self.refused.add_(refused)
+        return largest.to(torch.float64)
 
     def fill_(self, start: int, count: int, magnitude: float | Tensor) -> None:
         value = as_float32(magnitude) if isinstance(magnitude, Tensor) else min(magnitude, LARGEST)
@@ -94,13 +71,10 @@ class SortedOrder:
         self, law: RankLaw, uniform: Tensor, *, stratified: bool, beta: float, norm: str | None
     ) -> tuple[Tensor, Tensor]:
         self._refresh()
-        exponent: float | Tensor = beta
-        if is_capturing():
-            law, exponent = self._captured_law, self.device_state["beta"]
         rows, total = self._count, mass(law, self._count)
         ranks = ranks_of_mass(law, masses(uniform, total, stratified), rows)
         # (N P)^-beta is r^(alpha beta) times a constant; the least probable rank has the largest weight.
-        power, log_scale = law.alpha * exponent, exponent * torch.log(total / rows)
+        power, log_scale = law.alpha * beta, beta * torch.log(total / rows)
         if norm is not None:
             log_scale = -power * torch.log((rows if norm == "buffer" else ranks.max()).to(torch.float64))
         weight = torch.exp(power * torch.log(ranks.to(torch.float64)) + log_scale)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import expm1
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -16,14 +18,7 @@ QUEUE = np.dtype([(name, np.int64) for name in _FIELDS])
 _DIGITS = 2.0**53  # a uniform number has 53 binary digits; the last ones, which hardly affect the age, choose the lane
 
 
-def recent_rows(
-    uniform: Tensor,
-    newest: int | Tensor,
-    span: int | Tensor,
-    steps: int | Tensor,
-    lanes: int,
-    log_decay: float | Tensor,
-) -> Tensor:
+def recent_rows(uniform: Tensor, newest: int, span: int, steps: int, lanes: int, log_decay: float) -> Tensor:
     """Draw rows; the probability of an age of ``k`` time steps is proportional to ``exp(k * log_decay)``. O(B).
 
     Args:
@@ -34,8 +29,8 @@ def recent_rows(
         lanes: number of lanes (rows per time step); all lanes are equally likely.
         log_decay: logarithm of the decay per time step, at most 0; with 0 all ages are equally likely.
 
-    On a GPU, ``newest``, ``span``, ``steps`` and ``log_decay`` may be 0-dim float64 tensors. A captured CUDA graph then
-    reads their current values at each replay. Returns row indices, ``[B]`` int64.
+    Returns:
+        row indices, ``[B]`` int64.
     """
     if backend_of(uniform) == "numba":
         rows = torch.empty(uniform.shape, dtype=torch.int64, device="cpu")
@@ -44,10 +39,6 @@ def recent_rows(
 
         cpu.recent_rows(*given, newest, span, steps, lanes, log_decay)
         return rows
-    decay = torch.as_tensor(log_decay, dtype=torch.float64, device=uniform.device)
-    negative = torch.where(decay < 0, decay, -1.0)
-    age = torch.log1p(uniform * torch.expm1(span * negative)) / negative
-    age = torch.where(decay < 0, age, uniform * span)
-    age = torch.minimum(age.floor(), torch.as_tensor(span - 1, dtype=torch.float64, device=uniform.device))
+    age = torch.log1p(uniform * expm1(span * log_decay)) / log_decay if log_decay < 0 else uniform * span
     lane = (uniform * _DIGITS).long() % lanes
-    return ((newest - age) % steps).long() * lanes + lane
+    return (newest - age.long().clamp(max=span - 1)) % steps * lanes + lane

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlbuf_td.kernels.device_scalars import outside_inference_mode
 from rlbuf_td.kernels.dispatch import backend_of
+from rlbuf_td.kernels.inference_mode import outside_inference_mode
 
 _CHUNK = 1 << 18  # rows whose names are read at once
 

@@ -23,33 +23,27 @@ from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.kernels.strata import NORMS, step_of
 from rlbuf_td.kernels.sum_tree import reference
 from rlbuf_td.kernels.sum_tree.reference import weight_of
-from rlbuf_td.kernels.sum_tree.tree import LARGEST, REFUSED, SMALLEST, Number, SumTree
+from rlbuf_td.kernels.sum_tree.tree import LARGEST, REFUSED, SMALLEST, Number, SumTree, tree_bytes
 
-__all__ = ["LARGEST", "REFUSED", "SMALLEST", "SumTree", "draw", "fill_", "prepare_capture", "rebuild_", "reweigh_"]
+__all__ = ["LARGEST", "REFUSED", "SMALLEST", "SumTree", "draw", "fill_", "rebuild_", "reweigh_", "tree_bytes"]
 __all__ += ["update_", "weigh_beside_", "weight_of"]
 
 
-def update_(
-    tree: SumTree, index: Tensor, td_error: Tensor, rows: Number, alpha: Number, eps: Number, counts: bool = True
-) -> float | Tensor:
+def update_(tree: SumTree, index: Tensor, td_error: Tensor, rows: Number, alpha: Number, eps: Number) -> float | Tensor:
     """Set the weights of the rows with the indices ``index`` to ``(|td_error| + eps) ** alpha``. O(B log N).
 
     An index of -1 is skipped, and a repeated row gets its last TD error. An index outside ``[-1, rows)`` or a NaN or
     infinite TD error is invalid: on the CPU, nothing changes and :data:`REFUSED` is returned; other devices skip it.
 
-    The result is a largest ``|td_error|``: on the CPU that of this batch (-1 if all elements are skipped), on other
-    devices that of all updates so far with the same ``counts``.
+    The result is the largest ``|td_error|`` of the batch, -1 if all elements are skipped; on other devices than the CPU
+    it is a 0-dim tensor.
     """
     if backend_of(tree.weight) == "numba":
         numbers = int(rows), float(alpha), float(eps)
         from rlbuf_td.kernels.sum_tree import cpu
 
         return cpu.update(tree.addresses, index.numpy(), td_error.numpy(), *numbers)
-    state = tree.device_state
-    alpha, eps, rows = state.put(alpha=alpha, eps=eps, named=rows)
-    changed, among_these, refused = reference.assign(tree, index, td_error, rows, alpha, eps)
-    reference.repair(tree, changed)
-    return state.note(among_these, refused, counts)
+    return reference.update(tree, index, td_error, rows, alpha, eps)
 
 
 def fill_(tree: SumTree, start: int, count: int, magnitude: Number, alpha: Number, eps: Number) -> None:
@@ -58,11 +52,7 @@ def fill_(tree: SumTree, start: int, count: int, magnitude: Number, alpha: Numbe
         from rlbuf_td.kernels.sum_tree import cpu
 
         return cpu.fill(tree.addresses, start, count, float(magnitude), float(alpha), float(eps))
-    alpha, eps, entry = tree.device_state.put(alpha=alpha, eps=eps, entry=magnitude)
-    part = slice(start, start + count)
-    tree.magnitude[part] = entry
-    tree.weight[part] = weight_of(tree.magnitude[part], alpha, eps)
-    reference.repair_range(tree, start, count)
+    reference.fill(tree, start, count, magnitude, alpha, eps)
 
 
 def rebuild_(tree: SumTree) -> None:
@@ -72,7 +62,7 @@ def rebuild_(tree: SumTree) -> None:
 
         cpu.repair_range(tree.addresses, 0, tree.weight.shape[0])
     else:
-        reference.repair_range(tree, 0, tree.weight.shape[0])
+        reference.rebuild(tree)
 
 
 def reweigh_(tree: SumTree, alpha: Number, eps: Number) -> None:
@@ -84,7 +74,9 @@ def reweigh_(tree: SumTree, alpha: Number, eps: Number) -> None:
 def draw(
     tree: SumTree, uniform: Tensor, stratified: bool, rows: Number, beta: Number, norm: str | None
 ) -> tuple[Tensor, Tensor] | None:
-    """Draw rows with probability ``weight / total``, and compute their importance weights. O(B log N).
+    """Draw rows with probability ``weight / total``, and compute their importance weights.
+
+    Costs O(B log N) on the CPU; other devices scan all N weights.
 
     Args:
         tree: the sum tree.
@@ -99,7 +91,6 @@ def draw(
         ``[B]`` int64 rows and ``[B]`` float32 importance weights; on the CPU ``None`` if no weight is positive.
     """
     if backend_of(tree.weight) != "numba":
-        rows, beta = tree.device_state.put(drawn=rows, beta=beta)
         return reference.draw(tree, uniform, stratified, rows, beta, norm)
     batch = uniform.shape[0]
     index, weight = np.empty(batch, np.int64), np.empty(batch, np.float32)  # 4 us less than with torch.empty
@@ -123,14 +114,3 @@ def weigh_beside_(tree: SumTree, index: Tensor, drawn: Tensor, beta: float, weig
 
     cpu.weigh_beside(tree.addresses, index.numpy(), int(drawn), float(beta), weight.numpy())
     return True
-
-
-def prepare_capture(tree: SumTree, alpha: float, eps: float, beta: float, rows: int) -> Tensor | None:
-    """Copy ``alpha``, ``eps``, ``beta`` and ``rows`` to device memory, where captured CUDA graphs read them.
-
-    Returns the largest ``|td_error|`` so far, as a 0-dim tensor. On the CPU, does nothing and returns None.
-    """
-    if backend_of(tree.weight) == "numba":
-        return None
-    tree.device_state.put(alpha=alpha, eps=eps, beta=beta, drawn=rows, named=rows)
-    return tree.device_state.largest

@@ -1,4 +1,8 @@
-"""The reference implementation of the sum tree, in torch operations without host synchronisation."""
+"""The reference implementation of the sum tree, in torch operations without host synchronisation.
+
+A device reads a million weights in the time of a few kernel launches, so a draw scans the weights of all rows:
+``cumsum``, then ``searchsorted``. Only a tree that compiled loops of the CPU read, too, has nodes to keep right.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from rlbuf_td.kernels.device_scalars import write_magnitudes
+from rlbuf_td.kernels.magnitudes import write_magnitudes
 from rlbuf_td.kernels.strata import masses
 from rlbuf_td.kernels.sum_tree.tree import BLOCK, LARGEST, SMALLEST, Number, SumTree
 
@@ -19,75 +23,52 @@ def weight_of(magnitude: Tensor, alpha: Number, eps: Number) -> Tensor:
     return torch.where(priority > 0, weight.clamp(SMALLEST, LARGEST), weight)
 
 
-def assign(
-    tree: SumTree, index: Tensor, td_error: Tensor, rows: Number, alpha: Number, eps: Number
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Set magnitudes and weights of rows, but not the nodes above them; return the results of ``write_magnitudes``."""
+def update(tree: SumTree, index: Tensor, td_error: Tensor, rows: Number, alpha: Number, eps: Number) -> Tensor:
+    """Implement :func:`rlbuf_td.kernels.sum_tree.update_`."""
     row, largest, refused = write_magnitudes(tree.magnitude, index, td_error.to(torch.float64).abs(), rows)
     magnitude = tree.magnitude[row]
     tree.weight[row] = torch.where(magnitude < 0, 0.0, weight_of(magnitude, alpha, eps))
-    return row, largest, refused
+    tree.refused.add_(refused)
+    rebuild(tree)
+    return largest
 
 
-def repair(tree: SumTree, rows: Tensor) -> None:
-    _repair_blocks(tree, rows // BLOCK)
+def fill(tree: SumTree, start: int, count: int, magnitude: Number, alpha: Number, eps: Number) -> None:
+    part = slice(start, start + count)
+    tree.magnitude[part] = magnitude
+    tree.weight[part] = weight_of(tree.magnitude[part], alpha, eps)
+    rebuild(tree)
 
 
-def repair_range(tree: SumTree, start: int, count: int) -> None:
-    _repair_blocks(tree, torch.arange(start // BLOCK, (start + count - 1) // BLOCK + 1, device=tree.weight.device))
-
-
-def _repair_blocks(tree: SumTree, block: Tensor) -> None:
-    weight = tree.weight.view(-1, BLOCK)[block]
-    tree.sums[block] = _block_levels(weight)[0][:, 0]
-    tree.minima[block] = torch.where(weight > 0, weight, torch.inf).amin(1)
+def rebuild(tree: SumTree) -> None:
+    """Recompute the nodes of the tree from the weights, if it has nodes. O(N)."""
+    if not tree.has_nodes:
+        return
+    weight = tree.weight.view(-1, BLOCK)
+    count, halves = len(weight), weight.unflatten(1, (2, 2, 2))
+    tree.sums[:count] = halves.sum(3).sum(2).sum(1)  # added in the same order as on the CPU
+    tree.minima[:count] = torch.where(weight > 0, weight, torch.inf).amin(1)
     for start, above in pairwise(tree.starts):
-        block = block // BLOCK
-        _set_groups(tree, start, above, block)
-
-
-def _set_groups(tree: SumTree, start: int, above: int, group: Tensor) -> None:
-    """Recompute the groups with the numbers ``group``: the sum and the minimum of each, and ``before`` of its members.
-
-    The level of the members begins at index ``start``, and the level of the groups at index ``above``.
-    """
-    sums = tree.sums[start:above].view(-1, BLOCK)[group]
-    before, total = [], torch.zeros_like(sums[:, 0])
-    for member in sums.unbind(1):
-        before.append(total)
-        total = total + member
-    positive_from_here = (sums > 0).flip(1).cumsum(1).flip(1) > 0
-    positive_from_here[:, 0].fill_(True)
-    tree.before[start:above].view(-1, BLOCK)[group] = torch.where(positive_from_here, torch.stack(before, 1), torch.inf)
-    tree.sums[above + group] = total
-    tree.minima[above + group] = tree.minima[start:above].view(-1, BLOCK)[group].amin(1)
-
-
-def _block_levels(weight: Tensor) -> list[Tensor]:
-    """Return four tensors: the sums of 8, 4 and 2 consecutive weights of each block, and the weights ``[N, 8]``."""
-    levels = [weight]
-    for _ in range(3):  # added in the same order as on the CPU
-        levels.insert(0, levels[0][:, 0::2] + levels[0][:, 1::2])
-    return levels
+        sums, count = tree.sums[start:above].view(-1, BLOCK), (above - start) // BLOCK
+        total = sums.cumsum(1)
+        is_followed = sums.flip(1).cumsum(1).flip(1) > 0  # by a positive sum, its own included
+        tree.before[start:above].view(-1, BLOCK)[:, 1:] = torch.where(is_followed[:, 1:], total[:, :-1], torch.inf)
+        tree.sums[above : above + count] = total[:, -1]
+        tree.minima[above : above + count] = tree.minima[start:above].view(-1, BLOCK).amin(1)
 
 
 def draw(
     tree: SumTree, uniform: Tensor, stratified: bool, rows: Number, beta: Number, norm: str | None
 ) -> tuple[Tensor, Tensor]:
-    total = tree.total
-    mass = masses(uniform, total, stratified)
-    index = torch.zeros_like(mass, dtype=torch.int64)
-    for start, above in reversed(list(pairwise(tree.starts))):
-        before = tree.before[start:above].view(-1, BLOCK)[index]
-        member = (mass[:, None] >= before[:, 1:]).sum(1)
-        mass = mass - before.gather(1, member[:, None])[:, 0]
-        index = BLOCK * index + member
-    for sums in _block_levels(tree.weight.view(-1, BLOCK)[index])[1:]:
-        position = (2 * index) % sums.shape[1]
-        left, right = (sums.gather(1, (position + side)[:, None])[:, 0] for side in (0, 1))
-        go_right = (mass >= left) & (right > 0)
-        mass = torch.where(go_right, mass - left, mass)
-        index = 2 * index + go_right
-    chosen = tree.weight[index]
+    """Implement :func:`rlbuf_td.kernels.sum_tree.draw`."""
+    weight = tree.weight
+    sums = weight.cumsum(0)
+    total = sums[-1]
+    mass = torch.minimum(masses(uniform, total, stratified), torch.nextafter(total, torch.zeros_like(total)))
+    index = torch.searchsorted(sums, mass, right=True).clamp(max=len(weight) - 1)
+    # A scan on many cores rounds differently from row to row. A draw that rounding leads to a row of weight 0 takes the
+    # row with the largest weight instead.
+    index = torch.where(weight[index] > 0, index, weight.argmax())
+    chosen = weight[index]
     smallest = tree.smallest if norm == "buffer" else chosen.amin() if norm == "batch" else total / rows
     return index, (chosen / smallest).pow(-beta).to(torch.float32)

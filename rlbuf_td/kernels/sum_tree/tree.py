@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlbuf_td.kernels.device_scalars import PriorityState, outside_inference_mode
+from rlbuf_td.kernels.dispatch import uses_numba
 from rlbuf_td.kernels.huge_pages import advise_huge_pages
+from rlbuf_td.kernels.inference_mode import outside_inference_mode
 
-#: A number, or a 0-dim tensor whose changes captured graphs see.
+#: A number, or a 0-dim tensor, whose changes ``torch.compile`` does not notice.
 Number: TypeAlias = float | Tensor
 
 BLOCK = 8
@@ -25,25 +26,29 @@ REFUSED = -2.0
 
 @dataclass
 class SumTree:
-    """The tensors of a sum tree."""
+    """The tensors of a sum tree. Only trees on the CPU, for compiled loops, have nodes."""
 
     magnitude: Tensor  # ``[8 * blocks]`` float64, ``|td_error|`` of each row, -1 if not set
     weight: Tensor  # ``[8 * blocks]`` float64, 0 if not set
     sums: Tensor  # the sums of all levels, from the blocks to the root; each level is padded to whole groups
     before: Tensor  # same layout: the sum of the members before each member of a group
     minima: Tensor  # same layout: the smallest positive weight below each node, infinite if there is none
-    _device_state: PriorityState | None = field(default=None, init=False, repr=False, compare=False)
+    #: Number of skipped NaN or infinite TD errors, 0-dim; 0 on the CPU, where a batch with such an error is refused.
+    refused: Tensor = field(init=False, repr=False, compare=False)
 
     NAMES: ClassVar = ("magnitude", "weight", "sums", "before", "minima")
 
     @classmethod
     def empty(cls, capacity: int, device: torch.device | str = "cpu") -> SumTree:
-        """Return a tree for ``capacity`` rows, all without a priority; the tree takes about 20 bytes per row."""
-        rows = -(-capacity // BLOCK) * BLOCK
-        nodes = _starts(rows)[-1] + BLOCK
+        """Return a tree for ``capacity`` rows, all without a priority."""
+        rows, nodes = _sizes(capacity, uses_numba(torch.device(device)))
         tree = cls(*(_memory(size, device) for size in (rows, rows, nodes, nodes, nodes)))
         tree.clear_()
         return tree
+
+    def __post_init__(self) -> None:
+        with outside_inference_mode():
+            self.refused = torch.zeros((), dtype=torch.int64, device=self.weight.device)
 
     def clear_(self) -> None:
         self.magnitude.fill_(-1.0)
@@ -52,8 +57,10 @@ class SumTree:
         self.before.fill_(torch.inf)
         self.before[::BLOCK] = 0.0
         self.minima.fill_(torch.inf)
-        if self._device_state is not None:
-            self._device_state.largest.fill_(-1.0)
+
+    @property
+    def has_nodes(self) -> bool:
+        return self.sums.shape[0] > 0
 
     @property
     def starts(self) -> list[int]:
@@ -62,31 +69,14 @@ class SumTree:
 
     @property
     def total(self) -> Tensor:
-        return self.sums[self.starts[-1]]
+        return self.sums[self.starts[-1]] if self.has_nodes else self.weight.sum()
 
     @property
     def smallest(self) -> Tensor:
         """The smallest positive weight, 0-dim; infinite if there is none."""
-        return self.minima[self.starts[-1]]
-
-    @property
-    def device_state(self) -> PriorityState:
-        """Settings and counters in device memory, created at first use."""
-        found = self.__dict__.get("_device_state")  # attribute access would make torch.compile compile twice
-        if found is None:
-            names = "alpha", "eps", "beta", "drawn", "named", "entry"
-            found = self.__dict__["_device_state"] = PriorityState(names, self.weight.device)
-        return found
-
-    @cached_property
-    def starts_on_device(self) -> Tensor:
-        with outside_inference_mode():
-            return torch.tensor(self.starts, device=self.weight.device)
-
-    @property
-    def refused(self) -> Tensor | int:
-        """Number of skipped NaN or infinite TD errors; 0 on the CPU, where a batch with such an error is refused."""
-        return 0 if self._device_state is None else self._device_state.refused
+        if self.has_nodes:
+            return self.minima[self.starts[-1]]
+        return torch.where(self.weight > 0, self.weight, torch.inf).amin()
 
     def share_memory_(self) -> None:
         self.__dict__.update({name: tensor.clone().share_memory_() for name, tensor in self.tensors().items()})
@@ -98,12 +88,30 @@ class SumTree:
     @cached_property
     def addresses(self) -> np.ndarray:
         """The numbers of levels, rows and nodes, and the tensors' addresses, int64; compiled loops take this array."""
-        arrays = self.starts_on_device, *self.tensors().values()
-        sizes = len(arrays[0]), len(self.weight), len(self.sums)
-        return np.array([*sizes, *(array.data_ptr() for array in arrays)], np.int64)
+        sizes = len(self._starts), len(self.weight), len(self.sums)
+        addresses = self._starts.ctypes.data, *(tensor.data_ptr() for tensor in self.tensors().values())
+        return np.array([*sizes, *addresses], np.int64)
+
+    @cached_property
+    def _starts(self) -> np.ndarray:
+        return np.array(self.starts, np.int64)
 
     def __getstate__(self) -> dict[str, Tensor]:
         return self.tensors()  # without the addresses, which are invalid in a copy
+
+    def __setstate__(self, state: dict[str, Tensor]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
+
+def tree_bytes(capacity: int, device: torch.device) -> int:
+    """Return the memory of a tree for ``capacity`` rows: 20 bytes per row on the CPU, 16 on other devices."""
+    rows, nodes = _sizes(capacity, device.type == "cpu")
+    return 8 * (2 * rows + 3 * nodes)
+
+
+def _sizes(capacity: int, has_nodes: bool) -> tuple[int, int]:
+    rows = -(-capacity // BLOCK) * BLOCK
+    return rows, (_starts(rows)[-1] + BLOCK) * has_nodes
 
 
 def _starts(rows: int) -> list[int]:

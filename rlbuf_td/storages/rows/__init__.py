@@ -59,8 +59,6 @@ class Rows(ABC):
         rows = object.__new__(type(self))
         vars(rows).update(vars(self))  # three times as fast as copy.copy
         rows.use(self.matrix.narrow(0, 0, steps))
-        if backend_of(self.flat) != "numba":
-            rows.flat = self.flat  # so that captured graphs read rows that are written later
         return rows
 
     @abstractmethod

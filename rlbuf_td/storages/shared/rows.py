@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rlbuf_td.kernels.device_scalars import outside_inference_mode
+from rlbuf_td.kernels.inference_mode import outside_inference_mode
 from rlbuf_td.storages.allocate import find_rows
 from rlbuf_td.storages.dedup import saved_dedup
 from rlbuf_td.storages.indexing import coordinates
