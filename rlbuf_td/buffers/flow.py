@@ -122,6 +122,10 @@ class FlowControl:
         """The number of restarts and loads so far."""
         return self._numbers[_EPOCH]
 
+    @property
+    def inserted(self) -> int:
+        return self._numbers[_INSERTED]
+
     def take_back(self, epoch: int, *, sampled: int = 0, inserted: int = 0) -> None:
         """Subtract the rows of a failed batch or write, unless the counts have restarted since it was admitted."""
         if epoch == self.epoch:

@@ -69,11 +69,14 @@ def probabilities(answers: dict[int, Answer], known: list[Report | None]) -> tup
     total = sum(report.mass for report in known if report is not None)
     rows, least, parts = 0, inf, []
     for place, report in enumerate(known):
-        if report is None or not report.mass > 0.0:
+        if report is None:
             continue
         then = answers[place].before if place in answers else report
+        rows += then.rows
+        if not report.mass > 0.0:  # no row has a positive priority
+            continue
         scale = report.mass / total / then.mass  # P of a row is this scale times p ** alpha
-        rows, least = rows + then.rows, min(least, scale * then.smallest)
+        least = min(least, scale * then.smallest)
         if place in answers and (drawn := answers[place].drawn) is not None:
             parts.append(scale * drawn.weight)
     return torch.from_numpy(np.concatenate(parts)), least, rows

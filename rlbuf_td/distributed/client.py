@@ -12,22 +12,25 @@ from zlib import crc32
 
 import numpy as np
 import torch
+from ray.exceptions import RayActorError
 from tensordict import TensorDictBase
+from torch import Tensor
 
 from rlbuf_td.distributed.batches import INCARNATION, ROW, SHARD, WRITTEN_AT, Batches
 from rlbuf_td.distributed.law import Split, split
-from rlbuf_td.distributed.links import RECOVERY, Links, OnLoss
+from rlbuf_td.distributed.links import RECOVERY, SHUT_DOWN, Links, OnLoss
 from rlbuf_td.distributed.packing import layout_named, named, pack, pieces_of
 from rlbuf_td.distributed.shard import Answer, Report, Request
 from rlbuf_td.distributed.spec import Spec
 from rlbuf_td.kernels.strata import masses as positions_in
-from rlbuf_td.samplers.common import EMPTY, refuse_errors
+from rlbuf_td.samplers.common import EMPTY, NO_PRIORITY, refuse_errors
 from rlbuf_td.storages import SchemaError
 from rlbuf_td.storages.indexing import one_a_row
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.notebooks import PRIORITIES
 
 _REFRESH = 0.1  # seconds without a report after which the client asks a shard for its mass
+_ARRIVAL = 1.0  # seconds in which rows that flow control has counted arrive in a shard, or are lost
 _NO_HANDLES, _NO_ERRORS = np.empty((0, 4), np.int64), np.empty(0, np.float64)
 
 
@@ -106,40 +109,67 @@ class Client:
             timeout: the longest wait in seconds; ``None``: no limit.
 
         Raises:
-            RuntimeError: no batch size is set. With ``wait=False``, also if all shards are empty, or if flow control
-                does not admit the batch.
+            RuntimeError: no batch size is set, the buffer has been shut down, or no row of any shard has a positive
+                priority. With ``wait=False``, also if all shards are empty (with flow control, for 1 s: rows may be on
+                their way), or if flow control does not admit the batch.
             TimeoutError: no batch was ready within ``timeout`` seconds.
             ShardLost: a shard is lost and ``on_loss="raise"``, or all shards are lost.
         """
         size = self.batch_size if batch_size is None else batch_size
         if size is None:
             raise RuntimeError("there is no batch size: pass it to sample, or to the constructor")
+        self.links.require_open()
         deadline = inf if timeout is None else time.monotonic() + timeout
-        if self._flow is not None:
-            self.links.engine.get(self._flow.sample.remote(size, wait, timeout))
-            wait = True  # rows that flow control has counted may not have arrived in a shard yet
-        with self._taken_back(sampled=size):
-            while self._ready is None or not len(self._ready) or self._ready_size != size:
-                if not self._fetch(size):
-                    if not wait:
-                        raise RuntimeError(EMPTY)
-                    if time.monotonic() > deadline:
-                        raise TimeoutError(f"the shards had no rows within {timeout} seconds")
-                    time.sleep(0.005)
-            return self._ready.take(self.beta)
+        while True:
+            admitted = self._ask_flow("sample", size, wait, None if deadline == inf else deadline - time.monotonic())
+            with self._taken_back(admitted and admitted[0], sampled=size):
+                if self._arrives(size, wait, deadline):
+                    return self._ready.take(self.beta)  # type: ignore[union-attr]
+            # The counted rows are lost. Without a restart, writes and batches would wait for each other.
+            self._ask_flow("found_empty", *admitted, size)
+            if not wait:
+                raise RuntimeError(EMPTY)
+
+    def _ask_flow(self, method: str, *given: Any) -> Any:
+        """Call a method of flow control, and return its result; without flow control, return None."""
+        if self._flow is None:
+            return None
+        try:
+            return self.links.engine.get(getattr(self._flow, method).remote(*given))
+        except RayActorError as error:
+            raise RuntimeError(f"{SHUT_DOWN}, or the process of its flow control has crashed") from error
 
     @contextmanager
-    def _taken_back(self, **rows: int) -> Iterator[None]:
+    def _taken_back(self, epoch: int | None, **rows: int) -> Iterator[None]:
         """Subtract ``rows`` from flow control's counters if the ``with`` block raises an error."""
         try:
             yield
         except BaseException:
             if self._flow is not None:
-                self._flow.take_back.remote(**rows)
+                self._flow.take_back.remote(epoch, **rows)
             raise
 
+    def _arrives(self, size: int, wait: bool, deadline: float) -> bool:
+        """Receive batches unless there are some; return False if rows that flow control has counted do not arrive."""
+        arrival = time.monotonic() + (0.0 if self._flow is None else _ARRIVAL)
+        while self._ready is None or not len(self._ready) or self._ready_size != size:
+            if self._fetch(size):
+                continue
+            now, links = time.monotonic(), self.links
+            if now >= arrival and self._flow is not None and len(links.live) == len(links.handles):
+                return False
+            if now >= arrival and not wait:
+                raise RuntimeError(EMPTY)
+            if now > deadline:
+                raise TimeoutError("the shards had no rows within the timeout of this call")
+            time.sleep(0.005)
+        return True
+
     def _fetch(self, size: int) -> bool:
-        """Receive the next batches; return False if all shards are empty."""
+        """Receive the next batches; return False if all shards are empty.
+
+        Raises a RuntimeError if there are rows, but no row has a positive priority.
+        """
         draw, self._ahead = self._ahead, None
         if draw is None or draw.size != size:
             draw = self._send(size)
@@ -164,6 +194,8 @@ class Client:
         masses = torch.tensor(mass, dtype=torch.float64, device="cpu")
         total = masses.sum()
         if not float(total) > 0.0:
+            if any(report is not None and report.rows for report in known):
+                raise RuntimeError(NO_PRIORITY)
             return None
         uniform = torch.rand(batches, draws, dtype=torch.float64, generator=self.generator, device="cpu")
         parts = split(torch.cat([positions_in(each, total, self.spec.stratified) for each in uniform]), masses)
@@ -240,8 +272,11 @@ class Client:
 
         Raises:
             KeyError: ``data`` has no TD errors, or no ``"index"``.
-            ValueError: a TD error is NaN or infinite; nothing has been queued.
+            ValueError: a TD error is NaN or infinite, or the ``"index"`` is not that of a batch of this buffer;
+                nothing has been queued.
+            RuntimeError: the buffer has been shut down.
         """
+        self.links.require_open()
         spec = self.spec
         if not spec.is_prioritized:
             return
@@ -249,14 +284,28 @@ class Client:
         if td_error is None or index is None:
             missing = spec.priority_key if td_error is None else "index"
             raise KeyError(f"the batch has no {missing!r}: set the TD errors of the sampled rows{PRIORITIES}")
-        td_error, index = one_a_row(td_error, data.ndim, spec.reduction).cpu(), index.reshape(-1, 4).cpu()
+        td_error = one_a_row(td_error, data.ndim, spec.reduction).cpu()
         refuse_errors(td_error)
+        index = self._checked(index, len(td_error))
         if spec.windows is not None:
             index, td_error = spec.windows.anchored(data.cpu(), index, td_error)
-        self._errors.append((index.numpy(), td_error.to(torch.float32).numpy()))
+        self._errors.append((index.numpy(), td_error.to(torch.float64).numpy()))
+
+    def _checked(self, index: Tensor, rows: int) -> Tensor:
+        """Return the index of a batch as ``[rows, 4]``; ValueError if it does not name rows of the shards."""
+        given, limits = tuple(index.shape), torch.tensor([len(self.links.handles), self.spec.capacity], device="cpu")
+        index = index.cpu().reshape(-1, given[-1] if given else 1)
+        if index.shape != (rows, 4) or index.dtype is not torch.int64:
+            kind = str(index.dtype).removeprefix("torch.")
+            raise ValueError(f"the 'index' of a batch from shards is int64 [{rows}, 4], got {kind} of shape {given}")
+        named = index[:, [SHARD, ROW]]
+        if bool(((named < 0) | (named >= limits)).any()):
+            raise ValueError(f"the 'index' names rows that are not in the {len(self.links.handles)} shards")
+        return index
 
     def synchronize(self) -> None:
         """Send the queued TD errors, and wait until the shards have received all rows that this client wrote."""
+        self.links.require_open()
         for place in self.links.live:
             self.links.collect(place, RECOVERY, until=0)
         self._exchange(())
@@ -273,7 +322,9 @@ class Client:
                 shard's rows, the error may come from a later write or from :meth:`synchronize`.
             ValueError: the data has no rows, has too few batch dims, or has a TD error that is NaN or infinite.
             ShardLost: a shard is lost and ``on_loss="raise"``, or all shards are lost.
+            RuntimeError: the buffer has been shut down.
         """
+        self.links.require_open()
         spec = self.spec
         lead = data.batch_size[: spec.ndim]
         if len(lead) < spec.ndim or not lead.numel():
@@ -285,9 +336,7 @@ class Client:
         rows = pack(self._layout[0], data, lead)
         if data.get(spec.priority_key, None) is not None:
             refuse_errors(data.get(spec.priority_key))
-        if self._flow is not None:
-            self.links.engine.get(self._flow.insert.remote(lead.numel()))
-        with self._taken_back(inserted=lead.numel()):
+        with self._taken_back(self._ask_flow("insert", lead.numel()), inserted=lead.numel()):
             place = self._shard_to_write()
         if not self.links.write(place, self._writer, self._layout[1], rows, lead) and len(self.links.live) > 1:
             self._home = next(other for other in self.links.live if other != place)

@@ -6,13 +6,12 @@ import pickle
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from math import inf
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError
 
 from rlbuf_td.distributed.packing import join
 from rlbuf_td.distributed.shard import Answer, Report, Request
@@ -26,6 +25,7 @@ _PROBE_EVERY = 0.2  # seconds between two requests to a lost shard
 _PROBES = 15  # the most unanswered requests to a lost shard
 _IN_FLIGHT = 4  # the most unconfirmed writes to a shard
 _SLOW = 1.0  # seconds that a write waits for a slow shard, before the client changes to another shard
+SHUT_DOWN = "the buffer has been shut down"
 
 
 class ShardLost(RuntimeError):
@@ -45,6 +45,8 @@ class Links:
         self.heard = [0.0] * len(handles)  # time of each shard's last report
         self.lost_rows = [0] * len(handles)  # rows lost by restarts, and by writes that never arrived
         self.losses = 0
+        self.is_closed = False
+        self._dead: set[int] = set()  # lost shards that Ray does not restart
         self._last: list[Report | None] = [None] * len(handles)  # the last reports, including those of lost shards
         self._probes: dict[int, tuple[float, list[Any]]] = {}  # lost shards: last request's time, unanswered requests
         self._flights: dict[int, deque[tuple[Any, int]]] = {place: deque() for place in range(len(handles))}
@@ -57,6 +59,7 @@ class Links:
         last = self._last[place]
         if last is not None and last.incarnation != report.incarnation:
             self.lost_rows[place] += max(0, last.rows + last.waiting - report.rows)
+        self._dead.discard(place)
         self.known[place] = self._last[place] = report
         self.heard[place] = time.monotonic()
 
@@ -75,15 +78,26 @@ class Links:
         while self._probes:
             for place in list(self._probes):
                 self._probe(place)
-            if self.live or time.monotonic() >= deadline:
+            if self.live or len(self._dead) == len(self.handles) or time.monotonic() >= deadline:
                 return
             time.sleep(0.01)
 
     def require_one(self) -> None:
         """Raise ShardLost if all shards are lost and none answers within ``RECOVERY`` seconds."""
+        self.require_open()
         self.revive(RECOVERY)
+        if not self.live and len(self._dead) == len(self.handles):
+            raise ShardLost(f"{SHUT_DOWN}, or its shards have crashed: Ray restarts none of {len(self.handles)}")
         if not self.live:
             raise ShardLost(f"none of {len(self.handles)} shards has answered for {RECOVERY:.0f} seconds")
+
+    def close(self) -> None:
+        """Make later calls raise a RuntimeError."""
+        self.is_closed, self.known = True, [None] * len(self.handles)
+
+    def require_open(self) -> None:
+        if self.is_closed:
+            raise RuntimeError(SHUT_DOWN)
 
     def _probe(self, place: int) -> None:
         """Ask a lost shard for a report, without waiting for the answer."""
@@ -94,13 +108,16 @@ class Links:
         answered, probes = self.engine.wait(probes, num_returns=len(probes), timeout=0)
         self._probes[place] = asked, probes
         for probe in answered:
-            with suppress(RayActorError):
+            try:
                 report, last = self.engine.get(probe), self._last[place]
-                if last is not None and last.incarnation == report.incarnation:  # not restarted, only slow
-                    self.patience = min(2 * self.patience, RECOVERY)
-                self.hear(place, report)
-                del self._probes[place]
-                return
+            except RayActorError as error:
+                self._dead.add(place) if isinstance(error, ActorDiedError) else self._dead.discard(place)
+                continue
+            if last is not None and last.incarnation == report.incarnation:  # not restarted, only slow
+                self.patience = min(2 * self.patience, RECOVERY)
+            self.hear(place, report)
+            del self._probes[place]
+            return
 
     def start(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
         """Call ``method`` of each shard with its ``arguments``; return Ray's references to the answers."""
@@ -139,6 +156,7 @@ class Links:
 
     def ask(self, method: str, places: Iterable[int] | None = None, patience: float | None = None) -> dict[int, Report]:
         """Call ``method`` of the shards in ``places`` (default: all but lost ones); store and return their reports."""
+        self.require_open()
         self.revive()
         return self.reports(self.start(method, dict.fromkeys(self.live if places is None else places, ())), patience)
 

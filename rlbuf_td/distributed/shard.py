@@ -19,6 +19,8 @@ from tensordict import TensorDictBase
 
 from rlbuf_td.buffers.priorities import write_priorities
 from rlbuf_td.buffers.replay import ReplayBuffer
+from rlbuf_td.checkpoint import CheckpointError
+from rlbuf_td.distributed.dump_folder import reuse
 from rlbuf_td.distributed.packing import cut, layout_named, named, pack
 from rlbuf_td.distributed.segments import Segment, end_trajectories, load_segments
 from rlbuf_td.storages import SchemaError
@@ -82,17 +84,33 @@ class Shard:
     """
 
     def __init__(
-        self, make_buffer: Callable[[], ReplayBuffer], dump: str | None = None, restarted: bool | None = None
+        self,
+        make_buffer: Callable[[], ReplayBuffer],
+        find_dump: Callable[[], Path | None] | None = None,  # returns the dump from which a restarted shard continues
+        restarted: bool | None = None,
     ) -> None:
         self.make_buffer = make_buffer
+        self._prepared: ReplayBuffer | None = None
         self.incarnation, self.version = time.time_ns(), 0
         self._set(make_buffer())
         self._staged: list[tuple[int, TensorDictBase]] = []
         self._waiting, self._writer, self._last_draw = 0, -1, -inf
         self._stale = self._drifted = self._requests = 0
         self._layout: tuple[RowLayout | None, bytes, int] = (None, b"", 0)  # last layout, its bytes, their checksum
-        if dump is not None and Path(dump).exists() and (_is_restart() if restarted is None else restarted):
-            self.load([(dump, 0, None)])
+        if find_dump is not None and (_is_restart() if restarted is None else restarted):
+            self._continue(find_dump)
+
+    def _continue(self, find_dump: Callable[[], Path | None]) -> None:
+        """Load the newest dump, if there is one; a newer dump may replace it meanwhile."""
+        folder = find_dump()
+        while folder is not None:
+            try:
+                self.load([(str(folder), 0, None)])
+                return
+            except CheckpointError:
+                before, folder = folder, find_dump()
+                if folder == before:
+                    raise
 
     def _set(self, buffer: ReplayBuffer) -> None:
         parts = buffer.initialize()
@@ -154,19 +172,39 @@ class Shard:
         self.version += 1
         return self.report()
 
-    def dump(self, path: str) -> tuple[int, int]:
-        """Store waiting rows and save the buffer; return the buffer's numbers of time steps and lanes."""
+    def dump(self, path: str, previous: str | None = None) -> tuple[int, int]:
+        """Store waiting rows and save the buffer; return the buffer's numbers of time steps and lanes.
+
+        ``previous`` is the folder of the previous dump of this shard, whose data is used again where it is unchanged.
+        """
         self._enter()
+        reuse(Path(path), None if previous is None else Path(previous))
         self.buffer.dumps(path, progress=False)
         lanes = self.storage.lanes.numel()
         return len(self.storage) // lanes, lanes
 
     def load(self, segments: Sequence[Segment]) -> Report:
         """Replace all rows by the rows of ``segments``, which are parts of dumps, in this order."""
+        self.prepare(segments)
+        return self.accept()
+
+    def prepare(self, segments: Sequence[Segment]) -> None:
+        """Load the rows of ``segments`` beside the rows of this shard."""
+        self._prepared = None
         buffer = self.make_buffer()
         load_segments(buffer, segments)
-        self._set(buffer)
-        self._staged, self._waiting = [], 0
+        self._prepared = buffer
+
+    def discard(self) -> None:
+        """Forget the rows that :meth:`prepare` has loaded."""
+        self._prepared = None
+
+    def accept(self) -> Report:
+        """Replace all rows by those that :meth:`prepare` has loaded."""
+        if self._prepared is None:
+            raise CheckpointError("the shard was restarted during the load: load the dump again")
+        self._set(self._prepared)
+        self._prepared, self._staged, self._waiting = None, [], 0
         self.version += 1
         return self.report()
 

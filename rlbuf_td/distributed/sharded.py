@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import Callable
 from functools import partial
@@ -15,14 +14,14 @@ from rlbuf_td.buffers.flow import FlowControl
 from rlbuf_td.buffers.replay import ReplayBuffer
 from rlbuf_td.checkpoint import CheckpointError
 from rlbuf_td.distributed.client import Client
+from rlbuf_td.distributed.dump_folder import Manifest, commit, last_complete, new_name, newest_dump, read, shard_folder
 from rlbuf_td.distributed.limiter import Limiter
 from rlbuf_td.distributed.links import OnLoss
-from rlbuf_td.distributed.segments import deal
+from rlbuf_td.distributed.segments import Segment, deal
 from rlbuf_td.distributed.shard import Shard
 from rlbuf_td.distributed.spec import Spec
 from rlbuf_td.storages.checks import one_of, whole
 
-_MANIFEST = "shards.json"
 _LONG = 3_600.0  # longest time for a dump or a load, in seconds
 
 
@@ -32,10 +31,6 @@ def connect(name: str, shards: int, has_flow: bool, address: str, namespace: str
         ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level="error")
     handles = [ray.get_actor(f"{name}-{place}", namespace) for place in range(shards)]
     return handles, ray.get_actor(f"{name}-flow", namespace) if has_flow else None, ray
-
-
-def _dump_of(path: Path | None, place: int) -> str | None:
-    return None if path is None else str(path / f"shard-{place:04d}")
 
 
 class ShardedReplayBuffer(Client):
@@ -132,13 +127,16 @@ class ShardedReplayBuffer(Client):
         options = {"num_cpus": 0, "max_restarts": -1, "scheduling_strategy": strategy} | actor_options
         actor = ray.remote(Shard)
         self._actors = [
-            actor.options(name=f"{name}-{place}", **options).remote(make_buffer, _dump_of(self.dump_dir, place))
+            actor.options(name=f"{name}-{place}", **options).remote(make_buffer, self._find_dump(place, num_shards))
             for place in range(num_shards)
         ]
         if flow is not None:
             self._actors.append(ray.remote(Limiter).options(name=f"{name}-flow", num_cpus=0).remote(flow))
         where = name, num_shards, has_flow, context.gcs_address, context.namespace
         super().__init__(partial(connect, *where), spec, batch_size, prefetch, on_loss, None)
+
+    def _find_dump(self, place: int, shards: int) -> Callable[[], Path | None] | None:
+        return None if self.dump_dir is None else partial(newest_dump, self.dump_dir, place, shards)
 
     def __reduce__(self) -> Any:
         """Pickle and copy as a :class:`Client`, because only this object can shut down the shards."""
@@ -156,6 +154,7 @@ class ShardedReplayBuffer(Client):
         return [self._client((first + place) % len(self.links.handles)) for place in range(n)]
 
     def _client(self, home: int | None) -> Client:
+        self.links.require_open()
         return Client(*self._given[:-1], home)
 
     def health(self) -> dict[str, Any]:
@@ -183,22 +182,27 @@ class ShardedReplayBuffer(Client):
         return found if self._flow is None else found | {"flow": ray.get(self._flow.report.remote())}
 
     def __repr__(self) -> str:
-        lines = [f"{type(self).__name__}(batch_size={self.batch_size}, prefetch={self.prefetch}, shards:"]
+        name = type(self).__name__
+        if not self.is_alive:
+            return f"{name}(shut down)"
+        lines = [f"{name}(batch_size={self.batch_size}, prefetch={self.prefetch}, shards:"]
         for place, shard in enumerate(self.health()["shards"]):
             shown = f"{shard['rows']:,} rows, mass {shard['mass']:.6g}" if shard["alive"] else "lost"
             lines.append(f"    {place}: {shown}")
         return "\n".join(lines) + "\n)"
 
     def empty(self) -> None:
-        """Remove all rows and priorities, including received rows that are not yet stored."""
+        """Remove all rows and priorities, with received rows that are not yet stored; restart flow control."""
         self.synchronize()
         self._forget()
         self.links.ask("empty")
+        self._ask_flow("restart", 0)
 
     def dumps(self, path: str | Path | None = None) -> None:
         """Save each shard in a subfolder of ``path``, to which all machines must be able to write.
 
-        If a shard crashes while it saves, its previous dump stays intact.
+        A dump is written beside the previous one and then replaces it: if the call is interrupted, or a shard crashes
+        while it saves, the previous dump stays valid. Data that has not changed is not written again.
 
         Args:
             path: the folder; default: ``dump_dir``, from which restarted shards load their rows.
@@ -208,49 +212,71 @@ class ShardedReplayBuffer(Client):
             CheckpointError: a component of a buffer cannot be saved, or a shard is lost.
         """
         path = self._folder(path)
-        path.mkdir(parents=True, exist_ok=True)
         self.synchronize()
-        shards = range(len(self.links.handles))
-        calls = self.links.start("dump", {place: (_dump_of(path, place),) for place in shards})
-        steps = self.links.finish(calls, _LONG)
+        path.mkdir(parents=True, exist_ok=True)
+        shards, name, previous = range(len(self.links.handles)), new_name(path), last_complete(path)
+        flow = self._ask_flow("state_dict")
+        before: dict[int, str] = {}
+        if previous is not None:
+            before = {place: str(shard_folder(path, previous.dump, place)) for place in range(len(previous.steps))}
+        given = {place: (str(shard_folder(path, name, place)), before.get(place)) for place in shards}
+        steps = self.links.finish(self.links.start("dump", given), _LONG)
         if len(steps) < len(shards):
             raise CheckpointError(f"shards {sorted(set(shards) - steps.keys())} are lost: the dump is not complete")
         self.links.ask("report")
-        found = {"steps": [steps[place][0] for place in shards], "lanes": max(steps[place][1] for place in shards)}
-        (path / _MANIFEST).write_text(json.dumps(found))
+        lanes = max(steps[place][1] for place in shards)
+        commit(path, Manifest([steps[place][0] for place in shards], lanes, name, flow))
 
     def loads(self, path: str | Path | None = None) -> None:
-        """Replace all rows and priorities by those of a dump.
+        """Replace all rows and priorities by those of a dump, and the counts of flow control.
 
         If the dump has a different number of shards, its time steps are joined, shard after shard, and cut into equal
         parts, one for each shard of this buffer. Where the rows of one shard are divided, at most one trajectory per
-        lane is divided.
+        lane is divided. While a shard loads, it holds its old and its new rows.
 
         Args:
             path: the folder of the dump; default: ``dump_dir``.
 
         Raises:
-            CheckpointError: the folder holds no complete dump, or a shard was lost during the load.
+            CheckpointError: the folder holds no complete dump, or a file of it is damaged; nothing has changed. Also
+                raised if a shard was lost during the load.
             ValueError: no folder is given, or the capacity of a shard is too small; nothing has changed.
         """
-        path, count = self._folder(path), len(self.links.handles)
+        self.links.require_open()
+        path, links = self._folder(path), self.links
+        manifest = read(path)
+        segments = self._segments(path, manifest)
+        flow = manifest.flow
         try:
-            manifest = json.loads((path / _MANIFEST).read_text())
-            steps, lanes = manifest["steps"], manifest["lanes"]
-        except (OSError, ValueError, KeyError):
-            raise CheckpointError(f"there is no dump of a ShardedReplayBuffer in {path}") from None
-        if len(steps) == count:
-            segments: Any = [[(_dump_of(path, place), 0, None)] for place in range(count)]
-        else:
-            dealt = deal(steps, count)
-            segments = [[(_dump_of(path, dump), *part) for dump, *part in parts] for parts in dealt]
-            most = max(sum(number for *_, number in parts) for parts in dealt) * lanes
-            if most > self.spec.capacity:
-                raise ValueError(f"a shard would get {most} rows of the dump, and has room for {self.spec.capacity}")
-        calls = self.links.start("load", {place: (part,) for place, part in enumerate(segments)})
-        if len(self.links.reports(calls, _LONG)) < count:
-            raise CheckpointError("shards were lost during the load")
+            FlowControl().refuse_state(flow)
+        except ValueError as error:
+            raise CheckpointError(f"cannot load {path}: {error}") from None
+        try:
+            prepared = links.finish(links.start("prepare", {place: (part,) for place, part in segments.items()}), _LONG)
+            if len(prepared) < len(segments):
+                raise CheckpointError("shards are lost: nothing was loaded")
+        except BaseException:
+            links.start("discard", dict.fromkeys(links.live, ()))
+            raise
+        reports = links.reports(links.start("accept", dict.fromkeys(segments, ())), _LONG)
         self._forget()
+        self._ask_flow("restore", flow, sum(report.rows for report in reports.values()))
+        if len(reports) < len(segments):
+            raise CheckpointError("shards were lost during the load")
+
+    def _segments(self, path: Path, manifest: Manifest) -> dict[int, list[Segment]]:
+        """Return the parts of a dump that each shard loads; ValueError if they do not fit into the shards."""
+        steps, count = manifest.steps, len(self.links.handles)
+        if len(steps) == count:
+            return {place: [(str(shard_folder(path, manifest.dump, place)), 0, None)] for place in range(count)}
+        dealt = deal(steps, count)
+        most = max(sum(number for *_, number in parts) for parts in dealt) * manifest.lanes
+        if most > self.spec.capacity:
+            raise ValueError(f"a shard would get {most} rows of the dump, and has room for {self.spec.capacity}")
+        return {
+            place: [(str(shard_folder(path, manifest.dump, dump)), *part) for dump, *part in parts]  # type: ignore[misc]
+            for place, parts in enumerate(dealt)
+        }
 
     def _folder(self, path: str | Path | None) -> Path:
         path = self.dump_dir if path is None else Path(path).absolute()
@@ -268,10 +294,15 @@ class ShardedReplayBuffer(Client):
         return bool(self._actors)
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Stop all shards. Rows that were not dumped are lost, and calls that wait for flow control raise an error."""
+        """Stop all shards. Rows that were not dumped are lost, and later or waiting calls raise a RuntimeError.
+
+        Clients notice when they next ask a shard: with ``prefetch``, they may first return batches drawn ahead.
+        """
         if self._flow is not None and self._actors:
             ray.get(self._flow.shutdown.remote(), timeout=timeout or 10.0)
         actors, self._actors = self._actors, []
+        self._forget()
+        self.links.close()
         for actor in actors:
             ray.kill(actor)
 

@@ -21,6 +21,7 @@ from rlbuf_td.storages.indexing import Index, coordinates, moved
 from rlbuf_td.storages.notebooks import PRIORITIES
 
 EMPTY = "Cannot sample from an empty storage: extend the buffer first"
+NO_PRIORITY = "no row has a positive priority: set a TD error other than 0, or use eps > 0"
 
 
 class OwnSignature:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rlbuf_td.kernels import sum_tree
+from rlbuf_td.samplers.common import NO_PRIORITY
 from rlbuf_td.samplers.priorities import ALPHA, BETA, WEIGHED, Law
 from rlbuf_td.samplers.prioritized import Prioritized, Reduction, WeightNorm
 from rlbuf_td.storages.checks import exponent
@@ -33,7 +34,7 @@ class ProportionalLaw(Law):
     def draw(self, uniform: Tensor, rows: int, stratified: bool, norm: str | None) -> tuple[Tensor, Tensor]:
         drawn = sum_tree.draw(self.table, uniform, stratified, rows, self.settings.values[BETA], norm)
         if drawn is None:
-            raise RuntimeError("no row has a positive priority: set a TD error other than 0, or use eps > 0")
+            raise RuntimeError(NO_PRIORITY)
         return drawn
 
     def probability(self, flat: Tensor) -> Tensor:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import pickle
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,11 +16,14 @@ pytest.importorskip("ray")
 from ray.exceptions import ActorUnavailableError
 
 from rlbuf_td import ReplayBuffer
+from rlbuf_td.buffers.flow import FlowControl
 from rlbuf_td.distributed.client import Client
+from rlbuf_td.distributed.limiter import Limiter
 from rlbuf_td.distributed.shard import Shard
+from rlbuf_td.distributed.sharded import ShardedReplayBuffer
 from rlbuf_td.distributed.spec import Spec
 
-_METHODS = "report", "answer", "write", "empty", "dump", "load"
+_METHODS = "report", "answer", "write", "empty", "dump", "load", "prepare", "accept", "discard"
 
 
 class Method:
@@ -48,8 +54,27 @@ class LocalHandle:
         for name in _METHODS:
             setattr(self, name, Method(self, name))
 
-    def restart(self, dump: str | None = None) -> None:
-        self.shard, self.is_lost = Shard(self.make_buffer, dump, True), False
+    def restart(self, dump: Path | None = None) -> None:
+        self.restart_from(lambda: dump)
+
+    def restart_from(self, find_dump: Callable[[], Path | None]) -> None:
+        self.shard, self.is_lost = Shard(self.make_buffer, find_dump, True), False
+
+
+class LocalLimiter:
+    """Flow control in this process; the calls return at once or wait, as those to Ray's actor."""
+
+    def __init__(self, flow: FlowControl) -> None:
+        self.limiter = Limiter(flow)
+
+    def __getattr__(self, name: str) -> Any:
+        def remote(*given: Any, **named: Any) -> Any:
+            try:
+                return asyncio.run(getattr(self.limiter, name)(*given, **named))
+            except Exception as error:  # noqa: BLE001
+                return error
+
+        return SimpleNamespace(remote=remote)
 
 
 class LocalEngine:
@@ -66,19 +91,31 @@ class LocalEngine:
         return answers, []
 
 
-def connect(handles: list[LocalHandle]) -> tuple[list[LocalHandle], None, LocalEngine]:
-    return handles, None, LocalEngine()
+def connect(handles: list[LocalHandle], flow: Any) -> tuple[list[LocalHandle], Any, LocalEngine]:
+    return handles, flow, LocalEngine()
 
 
 class World:
     def __init__(self, shards: int, make_buffer: Callable[[], ReplayBuffer], **options: Any) -> None:
         self.handles = [LocalHandle(make_buffer) for _ in range(shards)]
         self.spec, self.options = Spec.of(make_buffer()), options
+        flow = options.get("flow")
+        self.flow: Any = None if flow is None else LocalLimiter(flow)
 
     def client(self, home: int | None = None, prefetch: int = 0) -> Client:
-        connection = partial(connect, self.handles)
+        connection = partial(connect, self.handles, self.flow)
         return Client(connection, self.spec, None, prefetch, self.options.get("on_loss", "continue"), home)
+
+    def buffer(self) -> ShardedReplayBuffer:
+        """Return a client that can also dump, load and empty the shards."""
+        return Whole(self)
 
     @property
     def shards(self) -> list[Shard]:
         return [handle.shard for handle in self.handles]
+
+
+class Whole(ShardedReplayBuffer):
+    def __init__(self, world: World) -> None:
+        self.dump_dir, self._actors, self._next_home = None, [], 0
+        Client.__init__(self, partial(connect, world.handles, world.flow), world.spec, None, 0, "continue", None)

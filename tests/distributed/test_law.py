@@ -154,6 +154,23 @@ def test_weights_are_those_of_one_buffer(shards, weight_norm):
     torch.testing.assert_close(batch["priority_weight"].double(), expected, rtol=1e-6, atol=1e-6)
 
 
+def test_rows_of_a_shard_without_a_positive_priority_count_in_the_weights():
+    def make_buffer():
+        sampler = ProportionalSampler(400, ALPHA, BETA, eps=0.0, weight_norm=None)
+        return ReplayBuffer(storage=PackedStorage(400), sampler=sampler, batch_size=64)
+
+    world, single = World(2, make_buffer), make_buffer()
+    errors = torch.cat([torch.rand(20) + 0.1, torch.zeros(30)])
+    for place, (first, count) in enumerate([(0, 20), (20, 30)]):
+        world.client(home=place).extend(rows(first, count))
+        world.shards[place].buffer.update_priority(torch.arange(count), errors[first : first + count])
+    single.extend(rows(0, 50))
+    single.update_priority(torch.arange(50), errors)
+    batch = world.client().sample()
+    expected = (50 * single.sampler.probability(batch["id"])) ** -BETA
+    torch.testing.assert_close(batch["priority_weight"].double(), expected, rtol=1e-6, atol=1e-6)
+
+
 def test_a_batch_is_stratified_over_all_shards():
     world = World(4, uniform)
     count = fill(world, 200)

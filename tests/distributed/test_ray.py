@@ -8,9 +8,10 @@ import pickle
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -108,6 +109,33 @@ def test_a_dump_is_loaded_into_another_number_of_shards(rb, tmp_path):
         other.spec = other.spec._replace(capacity=500)
         with pytest.raises(ValueError, match="has room for 500"):
             other.loads(tmp_path)
+        refuses_all_after_shutdown(other)
+
+
+def refuses_all_after_shutdown(rb: ShardedReplayBuffer) -> None:
+    """Every call names the shutdown, at once, although batches were drawn ahead."""
+    rb.prefetch = 2
+    batch, client = rb.sample().set("td_error", torch.rand(64)), rb.client()
+    rb.shutdown()
+    calls: list[Callable[[], Any]] = [rb.sample, partial(rb.update_tensordict_priority, batch), rb.synchronize]
+    calls += [
+        partial(rb.extend, rows(0, 5)),
+        partial(rb.add, rows(0, 1)[0]),
+        rb.empty,
+        rb.health,
+        rb.client,
+        rb.__len__,
+    ]
+    calls += [partial(rb.loads, "nowhere"), partial(rb.dumps, "nowhere"), partial(rb.sample, wait=True)]
+    for call in calls:
+        with pytest.raises(RuntimeError, match="the buffer has been shut down"):
+            call()
+    assert not Path("nowhere").exists()
+    assert repr(rb) == "ShardedReplayBuffer(shut down)"
+    begin = time.monotonic()
+    with pytest.raises(distributed.ShardLost, match="the buffer has been shut down, or its shards have crashed"):
+        client.sample()  # another client finds out from Ray
+    assert time.monotonic() - begin < 20
 
 
 def make_env() -> GymEnv:
@@ -193,11 +221,14 @@ def test_flow_control_holds_for_a_racing_writer_and_a_learner():
             worst = max(worst, abs(flow["samples"] - 4.0 * (flow["inserts"] - 100)))
         assert worst <= 500
         assert rb.health()["flow"]["samples"] > 0
+        client = rb.client()
         stopper = threading.Timer(0.5, rb.shutdown)
         stopper.start()
-        with pytest.raises((RuntimeError, ray.exceptions.RayError)):
+        with pytest.raises(RuntimeError, match="the buffer has been shut down"):
             learn(rb, 30.0)
         stopper.join()
+        with pytest.raises(RuntimeError, match="the buffer has been shut down"):
+            client.sample()
 
 
 @pytest.mark.parametrize(

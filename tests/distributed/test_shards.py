@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import sys
+import threading
 from importlib import import_module
 from unittest import mock
 from zlib import crc32
@@ -25,6 +26,7 @@ from rlbuf_td import (
     SequenceSampler,
     UniformSampler,
 )
+from rlbuf_td.buffers.flow import FlowControl
 from rlbuf_td.distributed import ShardLost
 from rlbuf_td.distributed.links import PATIENCE
 from rlbuf_td.distributed.packing import join, named, pack, pieces_of
@@ -131,17 +133,112 @@ def test_a_loss_is_raised_where_that_is_wanted():
 
 def test_flow_control_does_not_count_what_failed():
     world, learner = begun(1, 60, on_loss="raise")
-    flow = learner._flow = mock.Mock(**{"sample.remote.return_value": None, "insert.remote.return_value": None})
+    flow = learner._flow = mock.Mock(**{"sample.remote.return_value": (3, 60), "insert.remote.return_value": 3})
     learner.sample(8)
     assert not flow.take_back.remote.called
     world.handles[0].is_lost = True
     with pytest.raises(ShardLost):
         learner.sample(8)
-    flow.take_back.remote.assert_called_once_with(sampled=8)
+    flow.take_back.remote.assert_called_once_with(3, sampled=8)
     learner.links.require_one = mock.Mock(side_effect=ShardLost("none of 1 shards"))
     with pytest.raises(ShardLost):
         learner.extend(rows(0, 5))
-    flow.take_back.remote.assert_called_with(inserted=5)
+    flow.take_back.remote.assert_called_with(3, inserted=5)
+
+
+def test_without_a_positive_priority_the_error_names_priorities():
+    def make_buffer():
+        sampler = ProportionalSampler(400, eps=0.0)
+        return ReplayBuffer(storage=PackedStorage(400), sampler=sampler, batch_size=16)
+
+    world = World(2, make_buffer)
+    fill(world, 30)
+    learner = world.client()
+    for shard in world.shards:
+        shard.buffer.update_priority(torch.arange(len(shard.storage)), 0.0)
+        shard.version += 1
+    for wait in (False, True):
+        with pytest.raises(RuntimeError, match="no row has a positive priority"):
+            learner.sample(wait=wait, timeout=5.0)
+
+
+def flowing(world: World, seconds: float = 20.0) -> threading.Timer:
+    """Stop flow control after some time, so that calls that would wait forever raise an error."""
+    timer = threading.Timer(seconds, world.options["flow"].shutdown)
+    timer.daemon = True
+    timer.start()
+    return timer
+
+
+@pytest.mark.parametrize("how", ["the only shard restarts without a dump", "the buffer is emptied"])
+def test_when_all_rows_are_gone_batches_are_refused_and_writes_admitted(how, monkeypatch):
+    monkeypatch.setattr("rlbuf_td.distributed.client._ARRIVAL", 0.05)
+    world = World(1, proportional, flow=FlowControl(1.0, 10, 64))
+    timer, client = flowing(world), world.client()
+    client.extend(rows(0, 10))
+    client.extend(rows(10, 64))
+    client.sample()
+    if how == "the buffer is emptied":
+        world.buffer().empty()
+        match = "too few rows"
+    else:
+        world.handles[0].restart()
+        match = "empty storage"
+    with pytest.raises(RuntimeError, match=match):
+        client.sample()
+    with pytest.raises(TimeoutError):
+        client.sample(wait=True, timeout=0.2)
+    assert (world.flow.report.remote()["inserts"], world.flow.report.remote()["samples"]) == (0, 0)
+    client.extend(rows(74, 9))
+    with pytest.raises(RuntimeError, match="too few rows"):  # min_size holds again
+        client.sample()
+    client.extend(rows(83, 55))
+    assert client.sample().shape == (64,)
+    timer.cancel()
+
+
+def test_a_shard_that_is_lost_for_a_while_keeps_the_counts_of_its_rows(monkeypatch):
+    monkeypatch.setattr("rlbuf_td.distributed.client._ARRIVAL", 0.05)
+    world = World(2, proportional, flow=FlowControl(4.0, 0, 400))
+    client = world.client(home=1)
+    client.extend(rows(0, 50))
+    world.handles[1].is_lost = True
+    with pytest.raises(RuntimeError, match="empty storage"):
+        client.sample()
+    world.handles[1].is_lost = False
+    assert (world.flow.report.remote()["inserts"], world.flow.report.remote()["samples"]) == (50, 0)
+    client.links._probes[1] = 0.0, []
+    assert client.sample(wait=True, timeout=10.0).shape == (64,)
+
+
+def test_td_errors_arrive_as_they_were_given():
+    world, learner = begun(2, 60)
+    batch = learner.sample()
+    batch["td_error"] = torch.tensor([1e-50, 1e300, 1 / 3, -2.0], dtype=torch.float64).repeat(16)
+    learner.update_tensordict_priority(batch)
+    learner.synchronize()
+    latest = dict(zip(batch["id"].tolist(), batch["td_error"].abs().tolist(), strict=True))
+    found = magnitudes(world, 60)
+    assert {row: found[row].item() for row in latest} == latest
+    assert learner.sample().shape == (64,)
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        (torch.zeros(64, dtype=torch.int64), r"is int64 \[64, 4\], got int64 of shape \(64,\)"),
+        (torch.zeros(64, 4), r"is int64 \[64, 4\], got float32"),
+        (torch.tensor([[7, 0, 0, 0]]).expand(64, 4), "names rows that are not in the 2 shards"),
+        (torch.tensor([[0, 0, -1, 0]]).expand(64, 4), "names rows that are not in the 2 shards"),
+    ],
+)
+def test_an_index_of_another_buffer_is_refused_and_queued_errors_are_kept(index, message):
+    _, learner = begun(2, 60)
+    batch = learner.sample().set("td_error", torch.rand(64))
+    learner.update_tensordict_priority(batch)
+    with pytest.raises(ValueError, match=message):
+        learner.update_tensordict_priority(batch.clone().set("index", index))
+    assert len(learner._errors) == 1
 
 
 def test_a_shard_that_was_emptied_meanwhile_is_drawn_from_no_more():
@@ -238,6 +335,7 @@ def test_updates_without_errors_or_with_bad_ones_are_refused():
         (lambda: ReplayBuffer(writer=RolloutWriter()), "RolloutWriter"),
         (lambda: ReplayBuffer(transform=lambda data: data), "a transform"),
         (lambda: ReplayBuffer(prefetch=2), "prefetch"),
+        (lambda: ReplayBuffer(samples_per_insert=2.0), "flow control"),
     ],
 )
 def test_buffers_whose_law_cannot_be_sharded_are_refused_by_name(make_buffer, name):
@@ -395,7 +493,7 @@ def test_a_restarted_shard_goes_on_from_its_dump(tmp_path):
     before = magnitudes(world, count)
     world.shards[0].dump(str(tmp_path))
     first = world.shards[0].incarnation
-    world.handles[0].restart(str(tmp_path))
+    world.handles[0].restart(tmp_path)
     assert torch.equal(magnitudes(world, count), before)
     assert world.shards[0].incarnation > first
 
