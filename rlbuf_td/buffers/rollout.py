@@ -152,11 +152,15 @@ class RolloutBuffer(ReplayBuffer):
         if not isinstance(data, TensorDictBase):
             raise TypeError(f"{how} takes a TensorDict, got {type(data).__name__}")
         got = tuple(data.batch_size)
-        if len(got) < len(expected) or any(want not in (None, have) for want, have in zip(expected, got, strict=False)):
+        ids = data.get(self._writer.estimator.trajectory_key, None) if len(got) > len(expected) else None
+        lacks_lanes = ids is not None and ids.ndim > len(expected)  # an inner dim of a step has no trajectories
+        is_other = any(want not in (None, have) for want, have in zip(expected, got, strict=False))
+        if len(got) < len(expected) or is_other or lacks_lanes:
             names = ", ".join("n" if size is None else str(size) for size in expected)
             rollout = f"{self.num_steps} steps" + ("" if self.num_envs is None else f" and {self.num_envs} lanes")
             takes = f"{how} takes batch size [{names}] in a rollout of {rollout}, got {list(got)}"
-            raise ValueError(takes + ROLLOUTS)
+            remedy = f": for {got[0]} environments, make a RolloutBuffer(num_steps, {got[0]})" if lacks_lanes else ""
+            raise ValueError(takes + remedy + ROLLOUTS)
 
     @property
     def is_complete(self) -> bool:

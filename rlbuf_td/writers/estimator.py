@@ -76,8 +76,12 @@ class RolloutEstimator:
         trajectory = rows.get(self.trajectory_key, None)
         if trajectory is None:
             return done, terminated
-        ends = done.clone()
-        trajectory = trajectory.reshape(value.shape[:ndim] + (1,) * (value.ndim - ndim))
+        ends, lead = done.clone(), value.shape[:ndim]
+        if trajectory.numel() != lead.numel():
+            ids = f"trajectory ids {self.trajectory_key!r} of shape {tuple(trajectory.shape)}"
+            fault = f"{ids} are not one per step, {tuple(lead)}: for batches [E, T] of a collector"
+            raise ValueError(f"{fault}, make the storage with ndim={ndim + 1}{ROLLOUTS}")
+        trajectory = trajectory.reshape(lead + (1,) * (value.ndim - ndim))
         ends[:-1] |= trajectory[1:] != trajectory[:-1]
         return ends, terminated
 

@@ -184,6 +184,9 @@ def test_rows_without_next_observations_are_checked_for_the_rest() -> None:
     done = torch.ones(1_200, 1, dtype=torch.bool)
     assert check(rows.clone().set(("next", "done"), done)).codes == ["done-always"]
     assert check(rows.exclude("next", "done")).skipped[0].startswith("trajectories: neither done flags nor")
+    storage = PackedStorage(4)
+    storage.set(range(4), rows.flatten()[:40].reshape(4, 10))  # a collector's batch [E, T]
+    assert "ndim=2" in check(storage).skipped[0]
 
 
 def test_rows_without_an_order_of_time_are_not_checked_for_it() -> None:

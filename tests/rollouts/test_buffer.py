@@ -7,7 +7,7 @@ import torch
 from tensordict import TensorDict
 from torchrl.envs import Compose, RewardScaling, SelectTransform
 
-from rlbuf_td import MinibatchSampler, PackedStorage, SchemaError
+from rlbuf_td import MinibatchSampler, PackedStorage, ReplayBuffer, SchemaError
 from rlbuf_td.buffers.rollout import RolloutBuffer
 from rlbuf_td.writers import RolloutWriter
 from tests.catalogue import assert_same
@@ -170,6 +170,15 @@ def test_writes_of_the_wrong_shape_are_refused_and_change_nothing(make_world):
     flat = RolloutBuffer(8, batch_size=5)
     with pytest.raises(ValueError, match=r"extend takes batch size \[n\] in a rollout of 8 steps, got \[\]"):
         flat.extend(TensorDict({"x": torch.zeros(())}, []))
+    ids = {"collector": {"traj_ids": torch.arange(4).unsqueeze(1).expand(4, 8).clone()}}
+    with pytest.raises(ValueError, match=r"got \[4, 8\]: for 4 environments, make a RolloutBuffer\(num_steps, 4\)"):
+        flat.extend(four.steps(8).update(ids))
+    assert len(flat) == 0
+    theirs = ReplayBuffer(storage=PackedStorage(4), writer=RolloutWriter(value_network=four.module()))
+    refused = pytest.raises(ValueError, match=r"of shape \(4, 8\) are not one per step, .* with ndim=2")
+    with refused, pytest.warns(UserWarning, match="rows of .* steps each"):
+        theirs.extend(four.steps(8).update(ids))
+    assert len(theirs) == 0
 
 
 def test_wrong_settings_are_refused():

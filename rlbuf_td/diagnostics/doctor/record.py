@@ -17,7 +17,7 @@ from rlbuf_td.diagnostics.doctor.report import FAULTS, Finding
 from rlbuf_td.storages import PackedStorage, torchrl_parts
 from rlbuf_td.storages.indexing import attached, stored_rows
 from rlbuf_td.storages.rows import Rows
-from rlbuf_td.storages.schema import Leaf, show_key, walk
+from rlbuf_td.storages.schema import Leaf, SchemaError, show_key, walk
 from rlbuf_td.storages.trajectory_index import TRAJ_KEY, TrajectoryIndex
 
 Key: TypeAlias = tuple[str, ...]
@@ -97,7 +97,7 @@ class Record:
                 _, ahead, ended = index.reach(rows.to(device))
                 cut[rows] = ahead.cpu() == 0
                 paired[rows] &= ~cut[rows] | ended.cpu()  # a cut without an end: the next row was written out of order
-        except TypeError as error:
+        except (TypeError, SchemaError) as error:
             self.skipped.append(f"trajectories: {error}")
             return
         self.knows_ends = True
