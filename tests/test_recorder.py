@@ -22,9 +22,11 @@ from rlbuf_td import (
     PackedStorage,
     ReplayBuffer,
     RolloutBuffer,
+    RolloutWriter,
     SchemaError,
     TrajectoryIndex,
     make_transition,
+    schema_of,
 )
 from tests.environments import Walk
 
@@ -258,8 +260,11 @@ def test_no_trajectory_runs_from_a_loaded_buffer_into_what_is_recorded(kind, how
     recorder = first if how == "in an episode" else GymnasiumRecorder(rb, env) if how == "made before" else None
     rb.loads(tmp_path / "saved")
     recorder = recorder or GymnasiumRecorder(rb, env)
-    if how != "in an episode":
-        recorder.reset(seed=1)
+    with pytest.raises(RuntimeError, match=r"call the recorder's reset\(\) before its first step.*was loaded"):
+        recorder.step(0)
+    first, _ = recorder.reset(seed=1)
+    recorder.step(0)
+    assert torch.equal(rb.storage["observation"][3], torch.from_numpy(first))
     while not recorder._ended.any():
         recorder.step(0)
     assert TrajectoryIndex.of(rb.storage).steps_ahead(torch.tensor([0])).item() == 2
@@ -278,6 +283,7 @@ def test_what_waits_when_the_buffer_is_loaded_is_dropped(flat):
     loaded = int(rb.storage["collector", "traj_ids"].max())
     rb.load_state_dict(rb.state_dict())
     before = len(rb)
+    recorder.reset(seed=1)
     for _ in range(30):
         recorder.step(np.zeros(LANES, int))
     recorder.flush()
@@ -368,8 +374,8 @@ def test_extras_must_be_the_same_in_every_step_and_may_not_take_a_name():
         recorder.step(0, log_prob=np.zeros(2))
 
 
-@pytest.mark.parametrize("mode", [AutoresetMode.SAME_STEP, AutoresetMode.NEXT_STEP])
-def test_rollouts_are_filled_one_after_the_other(mode):
+@pytest.mark.parametrize("mode", [AutoresetMode.SAME_STEP, AutoresetMode.DISABLED])
+def test_rollouts_are_filled_one_after_the_other_with_rows_of_the_current_policy(mode):
     env = vector(mode)
     network = TensorDictModule(lambda obs: torch.zeros(*obs.shape[:-1], 1), ["observation"], ["state_value"])
     rollout = RolloutBuffer.from_env(env, 8, batch_size=6, gamma=0.5, lmbda=1.0, value_network=network)
@@ -377,13 +383,55 @@ def test_rollouts_are_filled_one_after_the_other(mode):
     recorder.reset(seed=0)
     complete = written = 0
     for _ in range(40):
-        recorder.step(np.ones(LANES, int), state_value=np.zeros((LANES, 1), np.float32))
+        version = np.full(LANES, complete)
+        ended = recorder.step(np.ones(LANES, int), state_value=np.zeros((LANES, 1), np.float32), version=version)[2:4]
+        if mode is AutoresetMode.DISABLED and np.any(ended):
+            recorder.reset(options={"reset_mask": np.any(ended, axis=0)})
         if rollout.is_complete and rollout.write_count > written:
+            assert (rollout.storage["version"] == complete).all()
             complete, written = complete + 1, rollout.write_count
             for lane, history in enumerate(histories(env)):
                 assert_equal(rollout.storage[:][:, lane], history[8 * (complete - 1) : 8 * complete])
             assert sum(len(batch) for batch in rollout) == 8 * LANES
     assert complete >= 3
+
+
+def test_rollouts_refuse_lanes_that_drift_apart():
+    def network(observation: torch.Tensor) -> torch.Tensor:
+        return observation[..., :1]
+
+    critic = TensorDictModule(network, ["observation"], ["state_value"])
+    env = gymnasium.make_vec("CartPole-v1", 2)
+    rollout = RolloutBuffer.from_env(env, 30, value_network=critic)
+    for buffer in (rollout, ReplayBuffer(storage=PackedStorage(60, ndim=2), writer=RolloutWriter())):
+        with pytest.raises(ValueError, match=r"rows of older policies.*AutoresetMode\.SAME_STEP") as refused:
+            GymnasiumRecorder(buffer, env)
+    assert not len(rollout)
+    remedy = str(refused.value).split("for example ")[1].split(" (see")[0]
+    env = eval(remedy, {"gymnasium": gymnasium, "id": "CartPole-v1", "num_envs": 2})
+    run(GymnasiumRecorder(rollout, env), env, 30)
+    assert rollout.is_complete
+    alone = SyncVectorEnv([Walk])  # a single lane is never behind
+    run(GymnasiumRecorder(RolloutBuffer.from_env(alone, 30, value_network=critic), alone), alone, 20)
+
+
+def test_health_says_how_far_the_lanes_are_apart():
+    apart = SyncVectorEnv([partial(Walk, "box", 2), partial(Walk, "box", 60)])  # next-step autoreset
+    for flat in (False, True):
+        rb = ReplayBuffer.from_env(apart, 1_000, flat=flat)
+        assert "pending_rows" not in rb.health()
+        recorder = GymnasiumRecorder(rb, apart)
+        run(recorder, apart, 50)
+        health = rb.health()
+        assert health["pending_rows"] == recorder.pending > 0
+        if flat:
+            assert "pending_steps" not in health
+        else:
+            assert health["pending_steps"] == recorder.pending > 10  # of the second lane
+    together = vector(AutoresetMode.SAME_STEP)
+    recorder = started(together)
+    run(recorder, together, 20)
+    assert recorder.buffer.health()["pending_steps"] == recorder.buffer.health()["pending_rows"] == 0
 
 
 def test_without_trajectory_numbers_no_reset_breaks_off_an_episode():
@@ -404,6 +452,7 @@ def test_without_trajectory_numbers_no_reset_breaks_off_an_episode():
     with pytest.raises(RuntimeError, match="newest rows do not end an episode"):
         recorder.step(0)
     rb.storage["next", "done"] = torch.ones(1, 1, dtype=torch.bool)
+    recorder.reset(seed=1)
     while not recorder._ended.any():
         recorder.step(0)
     with pytest.raises(RuntimeError, match="the episode has ended in lanes"):
@@ -412,10 +461,54 @@ def test_without_trajectory_numbers_no_reset_breaks_off_an_episode():
     assert rb.storage["next", "reward"].dtype == torch.float64  # as the rows
 
 
-def test_same_step_autoreset_without_final_observations_is_refused():
-    env = vector(AutoresetMode.NEXT_STEP)
-    with pytest.raises(RuntimeError, match="'final_obs'"):
-        run(started(env, autoreset_mode=AutoresetMode.SAME_STEP), env, 20)
+class Forgetful(gymnasium.vector.VectorWrapper):
+    """Same-step autoreset as in simulators: the final observation is lost, or missing in a lane."""
+
+    def __init__(self, env: Any, keeps: bool) -> None:
+        super().__init__(env)
+        self._keeps = keeps
+
+    def step(self, actions: Any) -> Any:
+        *result, info = self.env.step(actions)
+        final = info.pop("final_obs", None)
+        return *result, info | ({"final_obs": np.full(len(final), None)} if self._keeps and final is not None else {})
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_lost_final_observation_is_refused_with_remedies_that_work(keeps):
+    env = Forgetful(vector(AutoresetMode.SAME_STEP), keeps)
+    with pytest.raises(RuntimeError, match=r"observation is lost.*state_value.*terminated=True") as refused:
+        run(started(env), env, 20)
+    assert "autoreset_mode" not in str(refused.value)
+    for mode in ("NextStep", AutoresetMode.NEXT_STEP):
+        with pytest.raises(ValueError, match="contradicts the environment's metadata, which say 'SameStep'"):
+            started(env, autoreset_mode=mode)
+    value = lambda obs: torch.from_numpy(obs[:, 1:]) / 8  # noqa: E731  # how many steps the episode has had
+    for by_value in (True, False):
+        rollout = RolloutBuffer(20, LANES, gamma=0.5, lmbda=0.0)
+        obs, _ = env.reset(seed=0)
+        expected = []
+        for _ in range(20):
+            following, reward, terminated, truncated, _ = env.step(np.zeros(LANES, int))
+            ended = torch.from_numpy(terminated | truncated).unsqueeze(-1)
+            next_value = torch.where(ended, value(obs) + 1 / 8, value(following))
+            flags = (terminated, truncated) if by_value else (terminated | truncated, np.zeros(LANES, bool))
+            more = {"next": {"state_value": next_value if by_value else value(following)}}
+            rollout.add(
+                make_transition(obs, np.zeros(LANES, int), reward, following, *flags, state_value=value(obs), **more)
+            )
+            target = torch.from_numpy(reward).unsqueeze(-1) + 0.5 * next_value * ~torch.from_numpy(flags[0])[:, None]
+            expected.append(target - value(obs))
+            obs = following
+        assert torch.allclose(rollout.storage["advantage"], torch.stack(expected).float())
+
+
+def test_an_unknown_autoreset_mode_gives_a_warning():
+    env = vector(AutoresetMode.SAME_STEP)
+    env.metadata = {}
+    with pytest.warns(RuntimeWarning, match="lack 'autoreset_mode', and next-step autoreset is assumed"):
+        GymnasiumRecorder(ReplayBuffer.from_env(env, 100), env)
+    run(started(env, autoreset_mode="SameStep"), env, 20)
 
 
 def test_mismatches_are_refused_at_construction():
@@ -480,3 +573,99 @@ def test_transforms_see_what_is_recorded():
     assert rb.storage["next", "reward"].flatten(1).tolist() == seen
     assert rb.storage["note"][:, 0].tolist() == list(range(1, 11))
     assert "note" not in recorder._queues.now.keys()  # type: ignore[union-attr]
+
+
+class Rewarded(Walk):
+    """Each reward has the given shape, as of environments with several objectives."""
+
+    def __init__(self, shape: tuple[int, ...], declared: bool = False) -> None:
+        super().__init__()
+        self.shape = shape
+        if declared:
+            self.reward_space = gymnasium.spaces.Box(-9, 9, shape)
+
+    def step(self, action: Any) -> Any:
+        obs, reward, *rest = super().step(action)
+        rewards: Any = reward + np.arange(np.prod(self.shape), dtype=np.float32).reshape(self.shape)
+        self.history[-1] = (*self.history[-1][:2], rewards, *self.history[-1][3:])
+        return obs, rewards, *rest
+
+
+def rewarded(shape: tuple[int, ...], lanes: int, declared: bool = False) -> Any:
+    if not lanes:
+        return Rewarded(shape, declared)
+    env = SyncVectorEnv([partial(Rewarded, shape, declared)] * lanes, autoreset_mode=AutoresetMode.SAME_STEP)
+    env._rewards = np.zeros((lanes, *shape))  # as multi-objective vector environments do
+    if declared:
+        env.reward_space = gymnasium.spaces.Box(-9, 9, shape)
+    return env
+
+
+@pytest.mark.parametrize("shape", [(1,), (3,), (2, 2)])
+@pytest.mark.parametrize("lanes", [0, 2])
+def test_rewards_may_be_arrays(shape, lanes):
+    lead = (lanes,) if lanes else ()
+    extras = {"next": {"reward": np.zeros((*lead, *shape))}}
+    for declared, made in ((False, {}), (True, {}), (False, {"extras": extras}), (True, {"shared": True})):
+        env = rewarded(shape, lanes, declared)
+        rb = ReplayBuffer.from_env(env, 200, **made)
+        run(GymnasiumRecorder(rb, env), env, 20)
+        for lane, history in enumerate(histories(env)):
+            rows = rb.chronological()[:, lane] if lanes else rb.chronological()
+            assert torch.equal(rows["next", "reward"].float(), history["next", "reward"])
+            assert rows["next", "reward"].shape[1:] == shape
+        run(GymnasiumRecorder(rb, env), env, 3)  # a second recorder
+
+
+def test_rewards_that_do_not_fit_written_or_shared_rows_are_refused():
+    env = rewarded((3,), 2)
+    rb = ReplayBuffer.from_env(env, 200, shared=True)
+    with pytest.raises(
+        SchemaError, match=r"reward'\) came with shape \(3,\), the buffer's rows hold \(1,\)"
+    ) as refused:
+        run(GymnasiumRecorder(rb, env), env, 3)
+    assert not len(rb)
+    remedy = eval(str(refused.value).split("extras=")[1].split(") (see")[0], {"torch": torch})
+    rb = ReplayBuffer.from_env(env, 200, shared=True, extras=remedy)
+    run(GymnasiumRecorder(rb, env), env, 3)
+    other = rewarded((2,), 2)
+    with pytest.raises(SchemaError, match=r"came with shape \(2,\), the buffer's rows hold \(3,\)"):
+        run(GymnasiumRecorder(rb, other), other, 3)
+    assert len(rb) == 6
+
+
+@pytest.mark.parametrize("how", ["from_env", "from_spaces", "shared=True", "flat", "single", "rollout", "after"])
+def test_a_buffer_that_is_shared_before_the_first_write_can_be_recorded(how):
+    env: Any = Walk() if how == "single" else vector(AutoresetMode.SAME_STEP)
+    critic = TensorDictModule(lambda obs: obs[..., :1], ["observation"], ["state_value"])
+    if how == "from_spaces":
+        spaces = env.single_observation_space, env.single_action_space
+        rb: Any = ReplayBuffer.from_spaces(*spaces, 300, num_envs=LANES)
+    elif how == "rollout":
+        rb = RolloutBuffer.from_env(env, 20, batch_size=10, value_network=critic)
+    else:
+        rb = ReplayBuffer.from_env(env, 300, flat=how == "flat", shared=how == "shared=True")
+    recorder = GymnasiumRecorder(rb, env) if how == "after" else None
+    rb.share()
+    recorder = recorder or GymnasiumRecorder(rb, env)
+    run(recorder, env, 20)
+    recorder.flush()
+    assert len(rb) == sum(map(len, histories(env)))
+    lane = rb.chronological()
+    assert_neighbours_follow(lane if lane.ndim == 1 else lane[:, 0])
+
+
+def test_what_shared_rows_lack_is_named_with_a_remedy_that_works():
+    env = vector(AutoresetMode.SAME_STEP)
+    rb = ReplayBuffer.from_schema(schema_of(env), 300).share()
+    with pytest.raises(SchemaError, match=r"have no \('collector', 'traj_ids'\).*extras=.*or pass trajectory_key=None"):
+        GymnasiumRecorder(rb, env)
+    rb = ReplayBuffer.from_env(env, 300).share()
+    recorder = GymnasiumRecorder(rb, env, infos=["energy"])
+    recorder.reset(seed=0)
+    with pytest.raises(SchemaError, match=r"have no \('next', 'energy'\), which the recorder writes") as refused:
+        recorder.step(np.zeros(LANES, int))
+    remedy = eval(str(refused.value).split("extras=")[1].split(") (see")[0], {"torch": torch})
+    rb = ReplayBuffer.from_env(env, 300, extras=remedy).share()
+    run(GymnasiumRecorder(rb, env, infos=["energy"]), env, 3)
+    assert len(rb) == 3 * LANES

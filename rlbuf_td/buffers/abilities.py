@@ -13,6 +13,7 @@ from tensordict import TensorDictBase
 from torchrl.data.replay_buffers import TensorDictReplayBuffer
 
 from rlbuf_td.buffers.parts import share_parts
+from rlbuf_td.buffers.reserved import complete_reserved, for_environment
 from rlbuf_td.checkpoint.buffer import dump_buffer, load_buffer
 from rlbuf_td.checkpoint.parts import load_or_restore, load_trajectories, trajectories_of
 from rlbuf_td.diagnostics.health import health as health_of_parts
@@ -47,12 +48,16 @@ def from_env(cls: Any, /, env: Any, capacity: int, *, extras: Any = None, **kwar
     Written data must have the environment's keys, dtypes and shapes. The first write may add keys, such as those of a
     policy's outputs. In RAM, rows take physical memory only after they are written.
 
+    If the rows are shared before the first write, they get the trajectory ids ``("collector", "traj_ids")`` that
+    recorders and collectors write. Every write must then have ids, because the rows of several processes follow each
+    other. ``from_schema(schema_of(env), ...)`` adds none.
+
     Args:
         env: a TorchRL or Gymnasium environment, single or vectorised.
         capacity: the number of transitions, rounded up to a multiple of the number of environments. A
             :class:`RolloutBuffer` instead takes the number of time steps.
-        extras: further entries of a transition, see :func:`~rlbuf_td.envs.specs.schema_of`. If the rows are in shared
-            memory, ``extras`` must contain all further entries, because the first write cannot add entries.
+        extras: further entries of a transition, see :func:`~rlbuf_td.envs.specs.schema_of`. If the rows are shared
+            before the first write, ``extras`` must contain all further entries, because that write cannot add entries.
         **kwargs: keywords of :meth:`from_schema`.
 
     Raises:
@@ -66,7 +71,7 @@ def from_env(cls: Any, /, env: Any, capacity: int, *, extras: Any = None, **kwar
         >>> rb.storage.max_size, len(rb)
         (300, 0)
     """
-    return cls.from_schema(schema_of(env, extras=extras), capacity, **kwargs)
+    return for_environment(cls, schema_of(env, extras=extras), capacity, kwargs)
 
 
 def from_spaces(
@@ -104,7 +109,7 @@ def from_spaces(
         (416, (2,))
     """
     schema = transition_schema(observation_space, action_space, num_envs)
-    return cls.from_schema(schema_of(schema, extras=extras), capacity, **kwargs)
+    return for_environment(cls, schema_of(schema, extras=extras), capacity, kwargs)
 
 
 def from_schema(
@@ -341,6 +346,8 @@ def share(rb: Buffer, shared: bool = True) -> Buffer:
     if not shared or not isinstance(storage, PackedStorage):
         return TensorDictReplayBuffer.share(rb, shared)
     with storage.lock:
+        if storage.is_reserved:
+            complete_reserved(rb)
         share_parts(storage, rb.sampler, rb.writer, rb.flow)
         rb.stale_updates.share_memory_()
         TensorDictReplayBuffer.share(rb, True)

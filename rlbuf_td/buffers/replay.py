@@ -105,7 +105,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
         self.last_draw: LastDraw | None = None
         self.replay_count: ReplayCount | None = None
         self.stale_updates = Tally()
-        self._count_replays, self.include_info = count_replays, include_info
+        self._count_replays, self.include_info, self.has_environment = count_replays, include_info, False
         self.sample_plan: Planned | None = None
         self.write_plan: WritePlan | None = None
         self._rows_without_plan: Any = None

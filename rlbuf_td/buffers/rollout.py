@@ -119,9 +119,10 @@ class RolloutBuffer(ReplayBuffer):
         schema = schema.flatten()[0] if flat and schema.ndim else schema
         if schema.ndim > 1:
             raise SchemaError(f"rollouts are [T] or [T, E], got a schema of batch size {tuple(schema.batch_size)}")
+        shared = kwargs.pop("shared", False)
         rollout = cls(capacity, schema.shape[0] if schema.ndim else None, **kwargs)
         rollout.storage.reserve(schema)
-        return rollout
+        return rollout.share() if shared else rollout
 
     def add(self, data: TensorDictBase) -> int | torch.Tensor:
         """Write one time step; return its index. See :meth:`extend` for errors.

@@ -13,6 +13,8 @@ The numbers are as follows; those that do not apply to a buffer are omitted:
 - ``refused_priorities``: the number of NaN or infinite TD errors that a prioritized sampler on CUDA has ignored.
 - ``replays_mean``, ``replays_max``: how often a stored row has been drawn, with ``count_replays=True``.
 - ``never_sampled``: the share of stored rows that have never been drawn, with ``count_replays=True``.
+- ``pending_rows``: the number of transitions that recorders of this process have not yet written.
+- ``pending_steps``: how many time steps the lanes of a recorder are apart, with rows ``[T, E]``.
 """
 
 from __future__ import annotations
@@ -24,11 +26,12 @@ import torch
 from torchrl.data import SamplerWithoutReplacement, Storage, Writer
 from torchrl.data.replay_buffers import PrioritizedSampler, RandomSampler, RoundRobinWriter, Sampler
 
+from rlbuf_td.envs.trajectory_numbers import TrajectoryNumbers
 from rlbuf_td.kernels.inference_mode import outside_inference_mode
 from rlbuf_td.samplers import RecencySampler, UniformSampler
 from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.wrapper import SamplerWrapper
-from rlbuf_td.storages.indexing import device_of, flat_rows, lanes_of
+from rlbuf_td.storages.indexing import attached, device_of, flat_rows, lanes_of
 from rlbuf_td.storages.torchrl_parts import step_before_cursor
 
 #: The index of a batch, its importance weights, and the newest time step at the draw (-1: unknown); in a mixture also
@@ -104,6 +107,17 @@ def health(
         counts = replays.counts()[:rows]
         report |= {"replays_mean": float(counts.double().mean()), "replays_max": float(counts.max())}
         report["never_sampled"] = float((counts == 0).double().mean())
+    return report | _pending(storage)
+
+
+def _pending(storage: Storage) -> dict[str, float]:
+    numbers = attached(storage, TrajectoryNumbers)
+    recorders = [] if numbers is None else list(numbers.recorders)
+    if not recorders:
+        return {}
+    report = {"pending_rows": float(sum(recorder.pending for recorder in recorders))}
+    if storage.ndim > 1:
+        report["pending_steps"] = float(max(recorder.pending_steps for recorder in recorders))
     return report
 
 

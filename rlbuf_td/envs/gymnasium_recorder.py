@@ -14,11 +14,11 @@ from torchrl.data.replay_buffers import TensorDictReplayBuffer
 
 from rlbuf_td.envs.infos import fill_, fill_final_, fill_infos_, info_example, joined, part_of, to_array
 from rlbuf_td.envs.lane_queues import LaneQueues
-from rlbuf_td.envs.specs import Key, autoreset_mode_of, paths_of, schema_of
+from rlbuf_td.envs.specs import Key, autoreset_mode_of, paths_of, schema_of, show_extra
 from rlbuf_td.envs.trajectory_numbers import TrajectoryNumbers
 from rlbuf_td.storages import PackedStorage, SchemaError
 from rlbuf_td.storages.indexing import attached_or_new
-from rlbuf_td.storages.notebooks import TRANSITIONS
+from rlbuf_td.storages.notebooks import ROLLOUTS, TRANSITIONS
 from rlbuf_td.storages.schema import show_key, walk
 from rlbuf_td.writers import RolloutWriter
 
@@ -26,6 +26,10 @@ _REWARD, _DONE = ("next", "reward"), ("next", "done")
 _GIVEN = _REWARD, ("next", "terminated"), ("next", "truncated")
 _REMEDY = "make the buffer with from_env(env, ...)"
 _FAR_AHEAD = 1_024
+_SAME_STEP = (
+    "gymnasium.make_vec(id, num_envs, vectorization_mode='sync', "
+    "vector_kwargs={'autoreset_mode': gymnasium.vector.AutoresetMode.SAME_STEP})"
+)
 
 
 class GymnasiumRecorder:
@@ -33,16 +37,19 @@ class GymnasiumRecorder:
 
     :meth:`reset` and :meth:`step` return the environment's results unchanged. With same-step autoreset, the stored next
     observation at the end of an episode is ``final_obs`` from the infos. With next-step autoreset, the steps that only
-    reset the environment are not stored. ``done`` is ``terminated | truncated``.
+    reset the environment are not stored. ``done`` is ``terminated | truncated``. A reward is a number or an array, such
+    as one number per objective.
 
     Each episode has a unique number, stored under ``trajectory_key``. If ``reset`` interrupts an episode, its last
     transition keeps ``done=False``, and the next episode has a new number. Loading a checkpoint into the buffer
-    interrupts all episodes and drops the :attr:`pending` transitions.
+    interrupts all episodes and drops the :attr:`pending` transitions; call :meth:`reset` before the next step.
 
     In a buffer ``[T, E]``, environment ``e`` is lane ``e``. A time step is written when every lane has its transition
     for this step. With next-step autoreset, a lane that begins an episode falls one step behind, and the transitions of
-    the other lanes wait in memory. If a lane falls 1,024 steps behind, a warning recommends same-step autoreset or
-    a buffer ``[T]``.
+    the other lanes wait in memory; ``rb.health()`` counts them. Use same-step autoreset,
+    ``SyncVectorEnv(env_fns, autoreset_mode=AutoresetMode.SAME_STEP)``: then the lanes stay together. Rollouts
+    require this, because the waiting transitions would enter the rollouts of later policies. If a lane of a replay
+    buffer falls 1,024 steps behind, a warning recommends same-step autoreset or a buffer ``[T]``.
 
     A buffer ``[T]`` stores the transitions of a single environment immediately. With several environments, each lane
     collects transitions in memory. They are stored together when the lane's episode ends, or when the lane holds
@@ -57,14 +64,20 @@ class GymnasiumRecorder:
             interrupt an episode raises an error.
         stretch: the number of transitions that a lane collects before they are stored, with a buffer ``[T]`` and
             several environments.
-        autoreset_mode: the autoreset mode of a vector environment; default: the mode in its metadata, or next-step.
+        autoreset_mode: the autoreset mode of a vector environment whose metadata does not have it. This argument does
+            not change the environment.
 
     Raises:
         TypeError: ``buffer``, ``env`` or ``infos`` has the wrong type.
-        ValueError: ``stretch`` is below 1, or a RolloutBuffer ``[T]`` is combined with several environments.
+        ValueError: ``stretch`` is below 1; ``autoreset_mode`` contradicts the environment's metadata; or a
+            RolloutBuffer is combined with several environments that reset in the next step, or is ``[T]``.
         SchemaError: the environment's transitions do not fit the buffer's rows or lanes.
         RuntimeError: ``trajectory_key`` is ``None``, and the newest stored step has ``done=False`` in a lane. The
             next episode would seem to continue this step.
+
+    Warns:
+        RuntimeWarning: neither the metadata nor ``autoreset_mode`` gives the autoreset mode of a vector environment;
+            or a lane is 1,024 steps behind another.
 
     Cost: about 0.3 ms per step of 16 environments in a training loop, without the time of the environments
     (``python -m rlbuf_td bench --only record``).
@@ -106,9 +119,9 @@ class GymnasiumRecorder:
         self._single = not schema.ndim
         self._lanes = 1 if self._single else schema.shape[0]
         self._flat = buffer.storage.ndim == 1
-        if self._flat and not self._single and isinstance(buffer.writer, RolloutWriter):
-            raise ValueError(f"a rollout of {self._lanes} environments needs lanes: RolloutBuffer(T, {self._lanes})")
         self._mode = autoreset_mode_of(env, autoreset_mode, self._single)
+        if not self._single and isinstance(buffer.writer, RolloutWriter):
+            self._refuse_rollouts()
         self._obs_paths, self._action_paths = paths_of(env, schema, self._single)
         self._next_paths = [(("next", *key), path) for key, path in self._obs_paths]
         defaults = infos if isinstance(infos, Mapping) else dict.fromkeys(infos)
@@ -121,8 +134,18 @@ class GymnasiumRecorder:
         self._fresh = np.ones(self._lanes, bool)  # no step of the episode has been recorded
         self._trajectories = np.zeros(self._lanes, np.int64)
         self._numbers = attached_or_new(buffer.storage, TrajectoryNumbers)
+        self._numbers.recorders.add(self)
         self._loads, self._warned = self._numbers.loads, False
         self._refuse_open_end()
+
+    def _refuse_rollouts(self) -> None:
+        """Raise a ValueError if the rollouts of several environments would hold rows of older policies."""
+        if self._flat:
+            raise ValueError(f"a rollout of {self._lanes} environments needs lanes: RolloutBuffer(T, {self._lanes})")
+        if self._mode == "NextStep" and self._lanes > 1:
+            why = "a lane that resets falls a step behind, so that later rollouts hold rows of older policies"
+            how = f"use same-step autoreset, for example {_SAME_STEP}"
+            raise ValueError(f"a rollout cannot be recorded with next-step autoreset: {why}. Instead, {how}{ROLLOUTS}")
 
     def _fitted(self, schema: TensorDict) -> TensorDict:
         """Reserve the buffer's rows, or check that reserved rows match ``schema``; return the completed schema."""
@@ -139,17 +162,25 @@ class GymnasiumRecorder:
         stored = {} if storage.layout is None else {leaf.key: leaf for leaf in storage.layout.leaves}
         for key, value in list(walk(schema)):
             leaf = stored.get(key)
-            if leaf is None and not storage.is_reserved:
-                raise SchemaError(f"the buffer's rows have no {show_key(key)}, which the recorder writes: {_REMEDY}")
             if leaf is None:
-                continue
-            if key == _REWARD and leaf.dtype.is_floating_point and value.shape[1:] == leaf.shape:
-                schema.set(key, value.to(leaf.dtype))
+                self._refuse_missing(key, value)
+            elif key == _REWARD and leaf.dtype.is_floating_point:  # the first step tells the shape of rewards
+                schema.set(key, torch.empty((self._lanes, *leaf.shape), dtype=leaf.dtype, device="meta"))
             elif (value.dtype, value.shape[1:]) != (leaf.dtype, leaf.shape):
                 given = f"the environment gives {show_key(key)} as {value.dtype} of shape {tuple(value.shape[1:])}"
                 stored_as = f"the buffer's rows hold {leaf.dtype} of shape {tuple(leaf.shape)}"
                 raise SchemaError(f"{given}, {stored_as}: {_REMEDY}")
         return schema
+
+    def _refuse_missing(self, key: Key, value: torch.Tensor) -> None:
+        """Raise a SchemaError if the buffer's rows have no entry ``key``, and the first write can no longer add it."""
+        storage = self.buffer.storage
+        if storage.is_reserved or storage.layout is None or key in storage.layout.places:
+            return
+        fault = f"the buffer's rows have no {show_key(key)}, which the recorder writes, and can no longer get it"
+        remedy = f"make the buffer with from_env(env, ..., {show_extra(key, value[0] if self._single else value)})"
+        without = ", or pass trajectory_key=None" if key == self._trajectory_key else ""
+        raise SchemaError(f"{fault}: {remedy}{without}")
 
     def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Reset the environment and return the result; ``options={"reset_mask": mask}`` resets only some lanes.
@@ -157,6 +188,7 @@ class GymnasiumRecorder:
         Raises:
             RuntimeError: the reset interrupts an episode, and ``trajectory_key`` is ``None``.
         """
+        self._notice_load()
         mask = (options or {}).get("reset_mask")
         lanes = np.ones(self._lanes, bool) if mask is None else np.array(mask, bool)
         begun = np.ones_like(lanes) if self._obs is None else lanes  # all: every lane lacks the step that failed
@@ -167,7 +199,6 @@ class GymnasiumRecorder:
                 f"reset interrupts episodes in lanes {broken} without a trajectory_key: {remedy}{TRANSITIONS}"
             )
         self._obs, info = self.env.reset(seed=seed, options=options)
-        self._notice_load()
         self._write_stretches(lanes)
         self._ended &= ~lanes
         self._begin(begun)
@@ -182,13 +213,14 @@ class GymnasiumRecorder:
                 step must have the same extras. Extras are arrays, tensors, or nested dicts of arrays and tensors.
 
         Raises:
-            RuntimeError: the environment must be reset before this step.
+            RuntimeError: the environment must be reset before this step; or an episode has ended in an environment with
+                same-step autoreset, and the infos have no ``final_obs``.
             SchemaError: the dtype or shape of an entry differs from its space or from the first step.
         """
-        if self._obs is None:
-            when = "before its first step(), and after a step that failed"
-            raise RuntimeError(f"call the recorder's reset() {when}{TRANSITIONS}")
         self._notice_load()
+        if self._obs is None:
+            when = "before its first step(), after a step that failed, and after a checkpoint was loaded"
+            raise RuntimeError(f"call the recorder's reset() {when}{TRANSITIONS}")
         resetting = np.count_nonzero(self._ended)  # faster than any()
         if resetting and self._mode == "Disabled":
             how = "" if self._single else ", with options={'reset_mask': terminated | truncated}"
@@ -204,7 +236,7 @@ class GymnasiumRecorder:
         info = [result[4]] if self._single and self._infos else result[4]
         info = joined(info) if isinstance(info, list) else info
         if self._queues is None:
-            self._queues = self._make_queues(extras, info)
+            self._queues = self._make_queues(extras, result[1], info)
             self._fill_before(*before, extras)
         done = self._fill_after(result, info, lanes)
         self._store(self._queues, lanes, done)
@@ -224,16 +256,21 @@ class GymnasiumRecorder:
         """The number of transitions that are not yet in the buffer."""
         return 0 if self._queues is None else self._queues.pending
 
+    @property
+    def pending_steps(self) -> int:
+        """The number of time steps of a buffer ``[T, E]`` that are not yet written, because a lane lacks them."""
+        return 0 if self._queues is None or self._flat else int(self._queues.waiting.max())
+
     def flush(self) -> None:
         """Write all pending transitions to a buffer ``[T]``. With a buffer ``[T, E]``, they stay pending."""
         self._notice_load()
         self._write_stretches(np.ones(self._lanes, bool))
 
     def _notice_load(self) -> None:
-        """If a checkpoint was loaded into the buffer, begin a new trajectory in each lane."""
+        """If a checkpoint was loaded into the buffer, begin a new trajectory in each lane, after a reset."""
         if self._loads != self._numbers.loads:
             self._refuse_open_end()
-            self._loads = self._numbers.loads
+            self._loads, self._obs = self._numbers.loads, None
             if self._queues is not None:
                 self._queues.clear()
             self._begin(np.ones(self._lanes, bool))
@@ -254,23 +291,28 @@ class GymnasiumRecorder:
         if self._queues is not None and self._trajectory_key is not None:
             self._queues.columns[self._trajectory_key][...] = self._trajectories
 
-    def _make_queues(self, extras: Mapping[str, Any], info: Mapping[str, Any]) -> LaneQueues:
+    def _make_queues(self, extras: Mapping[str, Any], reward: Any, info: Mapping[str, Any]) -> LaneQueues:
         """Return queues whose rows have the keys of the schema and of the first step's extras and infos."""
         more = {key: torch.as_tensor(to_array(value), device="cpu") for key, value in walk(extras)}
         if self._single:
             more = {key: value.unsqueeze(0) for key, value in more.items()}
         more |= {("next", *path): info_example(path, x, info, self._lanes) for path, x in self._infos.items()}
         schema = self._schema.copy()
+        is_single_reward = self._fit_reward(schema, to_array(reward).shape)
         for key, value in more.items():
             if schema.get(key, None) is not None or key == ("next",):
                 raise SchemaError(f"the extra {show_key(key)} has the name of an entry that the environment returns")
             if value.shape[:1] != schema.shape:
                 raise SchemaError(f"{show_key(key)} has shape {tuple(value.shape)}, expected first dim {self._lanes}")
+            if not len(self.buffer.transform):  # a transform may leave it out
+                self._refuse_missing(key, value)
             schema.set(key, value)
         queues = LaneQueues(schema)
         self._columns = {key: x[0, ...] for key, x in queues.columns.items()} if self._single else queues.columns
         self._extra_keys = {key for key, _ in walk(extras)}
         self._flags = tuple(self._columns[key][..., 0] for key in _GIVEN)
+        if not is_single_reward:
+            self._flags = self._columns[_REWARD], *self._flags[1:]
         self._terminated, self._truncated, self._done = (queues.columns[key][:, 0] for key in (*_GIVEN[1:], _DONE))
         after = {key[1:]: column for key, column in queues.columns.items() if key[0] == "next"}
         self._info_columns = [(after[path], path, value) for path, value in self._infos.items()]
@@ -278,6 +320,23 @@ class GymnasiumRecorder:
         if self._trajectory_key is not None:
             queues.columns[self._trajectory_key][...] = self._trajectories
         return queues
+
+    def _fit_reward(self, schema: TensorDict, shape: tuple[int, ...]) -> bool:
+        """Give rewards in ``schema`` the shape of the first step's rewards; return whether each is a single number."""
+        features = shape if self._single else shape[1:]
+        expected, storage = schema[_REWARD], self.buffer.storage
+        if expected.shape[1:] != (features or (1,)):
+            expected = torch.empty((self._lanes, *(features or (1,))), dtype=expected.dtype, device="meta")
+            schema.set(_REWARD, expected)
+            if getattr(storage, "is_reserved", False):
+                storage.release()
+                storage.reserve(schema[0] if self._flat else schema)
+            elif len(self.buffer) or getattr(storage, "shared_rows", None) is not None:
+                declared = tuple(self._schema[_REWARD].shape[1:])
+                fault = f"{show_key(_REWARD)} came with shape {features}, the buffer's rows hold {declared}"
+                example = show_extra(_REWARD, expected[0] if self._single else expected)
+                raise SchemaError(f"{fault}: make the buffer with from_env(env, ..., {example})")
+        return not features
 
     def _fill_before(self, obs: Any, action: Any, extras: Mapping[str, Any]) -> None:
         columns = self._columns

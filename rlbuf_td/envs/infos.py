@@ -9,7 +9,15 @@ import numpy as np
 import torch
 
 from rlbuf_td.envs.specs import Key, tensors_of
+from rlbuf_td.storages.notebooks import TRANSITIONS
 from rlbuf_td.storages.schema import SchemaError, show_key
+
+_LOST = (
+    "the episode of environment {} ended without 'final_obs' in the infos: this environment resets in the same step, "
+    "and the final observation is lost. Write the steps with buffer.add(make_transition(...)) instead of the recorder. "
+    "In a rollout, pass the critic's value of the final observation: next={{'state_value': ...}}. Otherwise, pass "
+    "terminated=True at each end of an episode: then no value of the next observation is used"
+)
 
 Mask: TypeAlias = np.ndarray | None
 
@@ -37,10 +45,10 @@ def fill_(column: np.ndarray, value: Any, key: Key) -> None:
 def fill_final_(columns: Mapping[Key, np.ndarray], paths: list[tuple[Key, Key]], info: Any, done: np.ndarray) -> None:
     """In lanes where ``done`` is True, replace the next observation by ``final_obs`` from the infos."""
     final = info.get("final_obs")
-    if final is None:
-        raise RuntimeError("an episode ended without 'final_obs' in the infos: set the environment's autoreset_mode")
     is_each = isinstance(final, np.ndarray) and final.dtype == object
     for lane in done.nonzero()[0]:
+        if final is None or (is_each and final[lane] is None):
+            raise RuntimeError(_LOST.format(lane) + TRANSITIONS)
         for key, path in paths:
             value = part_of(final[lane], path) if is_each else part_of(final, path)[lane]
             fill_(columns[key][lane, ...], value, key)

@@ -7,6 +7,7 @@ A schema is a TensorDict on the ``"meta"`` device, which uses no memory. Schemas
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torchrl.data import Composite, TensorSpec
 
+from rlbuf_td.storages.notebooks import TRANSITIONS
 from rlbuf_td.storages.schema import SchemaError, refuse_unpackable, show_key, walk
 
 Key = tuple[str, ...]
@@ -37,7 +39,8 @@ def schema_of(source: Any, *, extras: Any = None) -> TensorDict:
     Returns:
         The schema, with batch size ``[]``, or ``[E]`` for ``E`` environments. A Dict observation has its keys at the
         root; any other observation has the key ``"observation"``. The items of a tuple have the keys ``"0"``, ``"1"``
-        and so on. A value of Gymnasium's ``Discrete`` space is one integer, not a one-hot vector.
+        and so on. A value of Gymnasium's ``Discrete`` space is one integer, not a one-hot vector. Rewards have shape
+        ``[1]``, or the shape of the ``reward_space`` that environments with several objectives have.
 
     Raises:
         SchemaError: a space has no fixed size in bytes (``Text``, ``Graph``, ``Sequence``, ``OneOf``), or the leading
@@ -58,9 +61,11 @@ def schema_of(source: Any, *, extras: Any = None) -> TensorDict:
     elif callable(getattr(source, "fake_tensordict", None)):
         schema = _without_memory(source.fake_tensordict())
     elif gymnasium is not None and isinstance(source, gymnasium.Env):
-        schema = transition_schema(source.observation_space, source.action_space)
+        spaces = source.observation_space, source.action_space
+        schema = transition_schema(*spaces, reward_shape=_reward_shape(source))
     elif gymnasium is not None and isinstance(source, gymnasium.vector.VectorEnv):
-        schema = transition_schema(source.single_observation_space, source.single_action_space, source.num_envs)
+        spaces = source.single_observation_space, source.single_action_space
+        schema = transition_schema(*spaces, source.num_envs, reward_shape=_reward_shape(source))
     elif is_space(source):
         schema = TensorDict(_observation(source, ()), [])
     else:
@@ -80,7 +85,9 @@ def schema_of(source: Any, *, extras: Any = None) -> TensorDict:
     return schema
 
 
-def transition_schema(observation_space: Any, action_space: Any, num_envs: int | None = None) -> TensorDict:
+def transition_schema(
+    observation_space: Any, action_space: Any, num_envs: int | None = None, *, reward_shape: tuple[int, ...] = (1,)
+) -> TensorDict:
     """Return the schema, ``[]`` or ``[num_envs]``, of transitions; the spaces are those of a single environment."""
     if num_envs is not None and num_envs < 1:
         raise ValueError(f"num_envs must be at least 1, or None for a single environment, got {num_envs}")
@@ -91,12 +98,30 @@ def transition_schema(observation_space: Any, action_space: Any, num_envs: int |
             raise TypeError(f"the {role} space must be a Gymnasium space or a TorchRL spec, got a {kind}")
     observation = _observation(observation_space, lanes)
     flag = torch.empty((*lanes, 1), dtype=torch.bool, device="meta")
-    reward = torch.empty((*lanes, 1), dtype=torch.float32, device="meta")
+    reward = torch.empty((*lanes, *reward_shape), dtype=torch.float32, device="meta")
     after = observation | {"reward": reward, "done": flag, "terminated": flag.clone(), "truncated": flag.clone()}
     action = _value(action_space, lanes, (ACTION,))
     is_composite = isinstance(action_space, Composite)  # an environment's full_action_spec, which has keys
     root = observation | (dict(action.items()) if is_composite else {ACTION: action}) | {"next": after}
     return TensorDict(root, lanes)
+
+
+def _reward_shape(env: Any) -> tuple[int, ...]:
+    """Return the shape of one environment's reward: that of ``reward_space``, or ``(1,)``."""
+    while env is not None:
+        space = getattr(env, "single_reward_space", getattr(env, "reward_space", None))
+        if isinstance(space, sys.modules["gymnasium"].Space) and space.shape:
+            return space.shape
+        env = getattr(env, "env", None)
+    return (1,)
+
+
+def show_extra(key: Key, value: torch.Tensor) -> str:
+    """Return the argument ``extras=`` that gives a transition an entry like ``value``."""
+    example = f"torch.zeros({tuple(value.shape)}, dtype={value.dtype})"
+    for name in reversed(key):
+        example = f"{{{name!r}: {example}}}"
+    return f"extras={example}"
 
 
 def refuse_taken(keys: Any) -> None:
@@ -142,11 +167,19 @@ def autoreset_mode_of(env: Any, given: Any, single: bool) -> str:
                 return "NextStep"
             env = env.env
         return "Disabled"
-    mode = env.metadata.get("autoreset_mode") if given is None else given
-    mode = "NextStep" if mode is None else getattr(mode, "value", mode)
-    if mode not in ("NextStep", "SameStep", "Disabled"):
+    given, known = (getattr(mode, "value", mode) for mode in (given, env.metadata.get("autoreset_mode")))
+    mode = known if given is None else given
+    if mode not in (None, "NextStep", "SameStep", "Disabled"):
         raise ValueError(f"autoreset_mode must be one of Gymnasium's AutoresetMode, got {mode!r}")
-    return mode
+    if known is not None and mode != known:
+        fault = f"autoreset_mode={mode!r} contradicts the environment's metadata, which say {known!r}"
+        raise ValueError(f"{fault}: leave it out, and choose the mode when the environment is made{TRANSITIONS}")
+    if mode is None:
+        lack = "the environment's metadata lack 'autoreset_mode', and next-step autoreset is assumed"
+        warnings.warn(
+            f"{lack}: pass the mode that it has, autoreset_mode=...{TRANSITIONS}", RuntimeWarning, stacklevel=3
+        )
+    return mode or "NextStep"
 
 
 def paths_of(env: Any, schema: TensorDict, single: bool) -> tuple[list[tuple[Key, Key]], list[tuple[Key, Key]]]:

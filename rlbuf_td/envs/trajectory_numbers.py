@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 from torchrl.data.replay_buffers import Storage
@@ -19,6 +20,7 @@ class TrajectoryNumbers:
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
+        self.recorders: WeakSet[Any] = WeakSet()  # the recorders of this process
         self._numbers = SharedNumbers("q", [0, 0, 0])
 
     @property
@@ -46,3 +48,9 @@ class TrajectoryNumbers:
 
     def share_memory_(self) -> None:
         self._numbers.share_memory_()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "recorders"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, recorders=WeakSet())

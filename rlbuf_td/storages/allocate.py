@@ -51,7 +51,8 @@ def refuse_init(shared_init: bool, cleanup_memmap: bool, compilable: bool, share
 def reserve(storage: Any, schema: TensorDictBase) -> None:
     """Allocate the rows before the first write, for transitions with the keys of ``schema``.
 
-    If the first write has more keys, such as a policy's outputs, the rows are allocated again.
+    If the first write has more keys, such as a policy's outputs, the rows are allocated again. Rows that processes
+    share are not.
 
     Args:
         schema: an example of one time step, ``[*lanes]``, or the result of :func:`~rlbuf_td.envs.specs.schema_of`.
@@ -63,7 +64,7 @@ def reserve(storage: Any, schema: TensorDictBase) -> None:
     if storage.rows is not None:
         raise RuntimeError("the rows of this storage are already allocated: reserve them before the first write")
     storage.allocate_for(schema)
-    storage.is_reserved = True
+    storage.is_reserved = storage.shared_rows is None  # otherwise other processes may use these rows
 
 
 def release(storage: Any) -> None:

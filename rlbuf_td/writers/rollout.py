@@ -188,6 +188,15 @@ class RolloutWriter(TimeWriter):
             rows.set(key, torch.full_like(like, torch.nan, dtype=dtype))
         return rows
 
+    def added_entries(self, schema: TensorDictBase) -> dict[NestedKey, Tensor]:
+        """Return examples of the entries that this writer adds to time steps like ``schema``, ``[*lanes]``."""
+        names = self.value_key, self.advantage_key, self.value_target_key
+        like = schema.get(self.value_key, None)
+        has_values = like is not None
+        like = like if has_values else entry(schema, self.estimator.reward_key)
+        example = torch.empty_like(like, dtype=self.estimator.dtype(like, has_values=has_values))
+        return dict.fromkeys(names, example)
+
     def estimate(self) -> None:
         """Compute estimates as if the rollout ended at the last written step. RuntimeError if no step is written."""
         if not self.steps:

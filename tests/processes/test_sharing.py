@@ -14,6 +14,7 @@ import gymnasium
 import pytest
 import torch
 from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
 from torchrl.data.replay_buffers import LazyTensorStorage, TensorDictReplayBuffer
 
 from rlbuf_td import (
@@ -23,6 +24,7 @@ from rlbuf_td import (
     RankSampler,
     ReplayBuffer,
     RingWriter,
+    RolloutBuffer,
     SequenceSampler,
     UniformSampler,
 )
@@ -172,8 +174,8 @@ def record(rb: ReplayBuffer, steps: int = 5) -> None:
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_recorders_of_all_processes_use_different_trajectory_numbers(method):
     rb = ReplayBuffer.from_env(gymnasium.make("CartPole-v1"), 30, batch_size=8)
-    record(rb)
     rb.share()
+    record(rb)
     for _ in range(2):
         elsewhere(record, rb, method=method)
     numbers = rb.storage["collector", "traj_ids"].view(3, 5)
@@ -181,6 +183,17 @@ def test_recorders_of_all_processes_use_different_trajectory_numbers(method):
     assert numbers[:, 0].unique().numel() == 3
     record(rb)
     assert rb.storage["collector", "traj_ids"].unique().numel() == 4
+
+
+def test_a_rollout_that_another_process_records_into_reserved_rows_is_read_here():
+    env = gymnasium.make("CartPole-v1")
+    critic = TensorDictModule(lambda observation: observation[..., :1], ["observation"], ["state_value"])
+    rollout = RolloutBuffer.from_env(env, 5, value_network=critic, shared=True)
+    elsewhere(record, rollout)
+    rows = rollout.storage[:]
+    assert torch.equal(rows["observation"][1:], rows["next", "observation"][:-1])
+    assert torch.equal(rows["state_value"], rows["observation"][:, :1])
+    assert (rows["next", "reward"] == 1).all()
 
 
 def test_spawned_workers_that_begin_before_anything_is_written_by_others():
