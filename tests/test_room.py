@@ -88,14 +88,15 @@ def test_a_disk_is_asked_by_the_folder_that_is_there(tmp_path: Path) -> None:
     assert 0 < room.free <= room.total
 
 
-def test_shared_memory_is_limited_by_its_file_system_and_by_the_memory(system, tmp_path, monkeypatch):
+def test_shared_tensors_are_limited_by_their_file_system_and_by_the_memory(system, tmp_path, monkeypatch):
     system()
     monkeypatch.setattr(_room, "_SHARED", tmp_path)
     for free, total, expected in ((GIB, 2 * GIB, (GIB, 2 * GIB)), (99 * GIB, 99 * GIB, (6 * GIB, 10 * GIB))):
         usage = type("", (), {"free": free, "total": total})
         monkeypatch.setattr(shutil, "disk_usage", lambda _, usage=usage: usage)
-        room = _room.shared_memory()
+        room = _room.shared_tensors()
         assert (room.free, room.total) == expected
+    assert _room.shared_rows() == Room("shared memory", 6 * GIB, 10 * GIB)  # as large as RAM
 
 
 def test_a_cuda_device_tells_what_is_free(device: torch.device) -> None:
@@ -199,7 +200,7 @@ def test_rows_reserved_and_then_fixed_with_more_keys_warn_once() -> None:
     ("settings", "kind", "words"),
     [
         ({"max_size": 2_000}, MemoryError, "2,000 rows of .* take 23.* in all.*scratch_dir"),
-        ({"max_size": 1_000, "shared": True}, MemoryError, "1,000 rows of .* take 11"),
+        ({"max_size": 2_000, "shared": True}, MemoryError, "2,000 rows of .* take 23.* in all.*scratch_dir"),
         ({"max_size": 1_000, "scratch_dir": "rows"}, OSError, "1,000 rows of .* another scratch_dir"),
     ],
 )
@@ -211,6 +212,48 @@ def test_rows_that_cannot_be_had_are_refused_and_nothing_is_written(settings, ki
         storage.set(range(2), step())
     assert (len(storage), storage.initialized, storage.layout) == (0, False, None)
     assert not list(tmp_path.iterdir())
+
+
+SHARING: dict[str, Any] = {
+    "shared=True": lambda: ReplayBuffer(storage=PackedStorage(2_000, shared=True)),
+    "share()": lambda: ReplayBuffer(storage=PackedStorage(2_000)).share(),
+    "share_memory_()": lambda: ReplayBuffer(storage=PackedStorage(2_000).share_memory_()),
+    "from_schema": lambda: ReplayBuffer.from_schema(step()[0], 2_000, shared=True),
+}
+
+
+@pytest.mark.usefixtures("crowded")
+@pytest.mark.parametrize("how", SHARING)
+def test_shared_rows_that_cannot_be_had_are_refused_however_they_are_shared(how: str) -> None:
+    with pytest.raises(MemoryError, match=r"2,000 rows of .* take 23.* in all"):
+        SHARING[how]().extend(step())
+
+
+def test_written_rows_that_do_not_fit_into_memory_twice_are_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    rb, fewer = (ReplayBuffer(storage=PackedStorage(900)) for _ in range(2))
+    rb.extend(step(900))
+    fewer.extend(step(2))
+    monkeypatch.setattr(_room, "room_for", lambda device, **_: Room(device.type, 10 << 20, 20 << 20))
+    with pytest.raises(MemoryError, match=r"A copy of the written rows .* 10.\d MiB, .*Share the rows before"):
+        rb.share()
+    assert rb.storage.shared_rows is None
+    rb.extend(step(900))
+    assert (fewer.share()[:] == step(2)).all()  # only written rows are copied
+
+
+def test_small_shared_file_systems_limit_priorities_but_not_rows(tmp_path, monkeypatch):
+    monkeypatch.setattr(_room, "_SHARED", tmp_path)
+    usage = type("", (), {"free": 1 << 20, "total": 1 << 20})
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    rb = ReplayBuffer.from_schema(step()[0], 200, shared=True)  # 2.4 MiB
+    rb.extend(step(200))
+    prioritized = ReplayBuffer(storage=PackedStorage(100), sampler=ProportionalSampler(100_000))
+    prioritized.extend(step())
+    words = r"Priorities and trajectories of a shared buffer take 1.9 MiB, .* 1.0 MiB of shared memory .*--shm-size"
+    with pytest.raises(MemoryError, match=words):
+        prioritized.share()
+    assert prioritized.storage.shared_rows is None
+    assert len(prioritized.sample(4)) == 4
 
 
 @pytest.mark.parametrize("shared", [False, True])

@@ -81,7 +81,6 @@ PRIVATE_NAMES = {
     "kernels/batch/cpu.py": "_fields",
     "kernels/batch/memory.py": "_C _cdata _dynamo _empty_strided_cpu _storage_Use_Count",
     "kernels/code_cache.py": "_cache _data_name_pattern",
-    "storages/allocate.py": "_new_shared",
     "storages/rows/__init__.py": "_foreach_copy_",
     "storages/rows/dedup.py": "_foreach_copy_",
     "storages/tensordict_fast.py": "_batch_size _device _td_dim_names _tensordict",

@@ -340,6 +340,7 @@ def share(rb: Buffer, shared: bool = True) -> Buffer:
 
     Raises:
         ValueError: the rows are on a CUDA device.
+        MemoryError: the written rows or the priorities do not fit into shared memory; nothing has changed.
         RuntimeError: the operating system has no locks that survive the death of a process (Windows).
     """
     storage = vars(rb).get("_storage")  # missing while TorchRL's constructor calls this

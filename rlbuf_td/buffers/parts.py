@@ -23,10 +23,16 @@ from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.wrapper import SamplerWrapper
 from rlbuf_td.storages import PackedStorage, torchrl_parts
 from rlbuf_td.storages.indexing import attached_or_new
+from rlbuf_td.storages.memory_budget import Purpose, require_room, shared_tensors
 from rlbuf_td.storages.notebooks import PROCESSES
 from rlbuf_td.storages.state import NEWEST
 from rlbuf_td.writers import RingWriter
 from rlbuf_td.writers.common import next_step
+
+_SHARED = Purpose(
+    "Priorities and trajectories of a shared buffer take",
+    "Mount a larger /dev/shm (docker run --shm-size=...), or use a smaller max_size, or UniformSampler.",
+)
 
 
 class Parts(NamedTuple):
@@ -96,7 +102,18 @@ def refuse_unordered(sampler: Sampler, writer: Writer) -> None:
 
 
 def share_parts(storage: PackedStorage, sampler: Sampler, writer: Writer, flow: FlowControl | None) -> None:
-    """Move rows, counters and priorities to shared memory; raise a ValueError if the rows are on a CUDA device."""
+    """Move rows, counters and priorities to shared memory.
+
+    Raises:
+        ValueError: the rows are on a CUDA device.
+        MemoryError: rows, priorities or trajectories do not fit into shared memory; nothing has changed.
+    """
+    samplers = [sampler]
+    while isinstance(inner := getattr(samplers[-1], "sampler", None), Sampler):
+        samplers.append(inner)
+    movable = (samplers[-1], *torchrl_parts.listeners_of(storage))
+    nbytes = sum(getattr(part, "bytes_to_share", 0) for part in movable)
+    require_room(nbytes, torch.device("cpu"), _SHARED, room=shared_tensors())
     storage.share_memory_()
     attached_or_new(storage, TrajectoryNumbers)  # before sharing, so that recorders in all processes use these numbers
     counters = vars(writer)
@@ -105,9 +122,6 @@ def share_parts(storage: PackedStorage, sampler: Sampler, writer: Writer, flow: 
         watched = [counters[name] for name in names if name in counters]
         watched += [] if flow is None else flow.undone_with_rows
         storage.shared_rows.journal.watch(*watched)  # restored if a process is killed during a write
-    samplers = [sampler]
-    while isinstance(inner := getattr(samplers[-1], "sampler", None), Sampler):
-        samplers.append(inner)
     for part in (*samplers, writer, flow, *torchrl_parts.listeners_of(storage)):
         share = getattr(part, "share_memory_", None)
         if share is not None:

@@ -22,7 +22,7 @@ from rlbuf_td.storages.checks import whole
 from rlbuf_td.storages.dedup import DedupLayout, DedupOptions
 from rlbuf_td.storages.indexing import stored_rows
 from rlbuf_td.storages.layout import RowLayout
-from rlbuf_td.storages.memory_budget import Room, cuda, disk, ram, room_for, show_bytes
+from rlbuf_td.storages.memory_budget import Room, cuda, disk, ram, room_for, shared_rows, shared_tensors, show_bytes
 from rlbuf_td.storages.pinned import refuse_offload
 from rlbuf_td.storages.schema import Leaf, show_key
 
@@ -103,7 +103,8 @@ class MemoryPlan:
         """Return the bytes that the buffer needs in each memory, if its rows are in ``place``."""
         if place.place == self.memory.place:
             return [(place, self.total)]
-        return [(place, self.rows), (self.memory, self.priorities + self.trajectories)]
+        rows = self.total if place.place == shared_rows().place else self.rows  # priorities are in this memory, too
+        return [(place, rows), (self.memory, self.priorities + self.trajectories)]
 
     def _fits_in(self, place: Room) -> bool:
         return all(room.free is None or need <= room.free for room, need in self._needs(place))
@@ -203,7 +204,7 @@ def plan(
         priorities=priority_bytes(sampler, steps * lanes, device),
         trajectories=_index_bytes(layout.leaves, steps, lanes, device),
         places=_places(device, scratch_dir, shared, offload, dedup),
-        memory=room_for(device),
+        memory=shared_tensors() if shared else room_for(device),
         dedup=dedup,
     )
 

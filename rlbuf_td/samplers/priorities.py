@@ -84,7 +84,7 @@ class Priorities:
         self.capacity, self.device = capacity, torch.device("cpu")
         self._wanted = None if device is None else torch.device(device)
         self.serves = OneStorage()
-        self._is_shared = False
+        self.is_shared = False
         self._largest_on_device: Tensor | None = None
         self._largest_row = 0  # the row where the largest magnitude was last found
         law.table = law.make(capacity, self.device)
@@ -176,7 +176,7 @@ class Priorities:
             raise ValueError(f"{where}: omit device=, or create the storage with device={str(self._wanted)!r}")
         if device == self.device and capacity == self.capacity:
             return
-        if self._is_shared:
+        if self.is_shared:
             grow = f"a sampler of max_capacity={self.capacity} cannot grow in shared memory"
             raise ValueError(f"{grow}: create it with max_capacity={capacity}, or write before you share the buffer")
         tensors = self.resized(self.tensors(), None, capacity)
@@ -208,7 +208,7 @@ class Priorities:
             raise ValueError(f"the saved sampler has max_capacity={capacity}, this one {self.capacity}")
         if not largest < float("inf"):
             raise ValueError(f"the saved sampler has seen a largest magnitude of {largest}, which is not finite")
-        table = self.law.table if self._is_shared else self.law.make(capacity, self.device)
+        table = self.law.table if self.is_shared else self.law.make(capacity, self.device)
         refuse_state(tensors, self.tensors(table))
         self.law.table, self.capacity = table, capacity
         self.settings[ALPHA], self.settings[BETA], self.settings[WEIGHED] = alpha, beta, alpha
@@ -216,19 +216,19 @@ class Priorities:
         self.law.restore_({name: tensor.to(self.device) for name, tensor in tensors.items()})
 
     def share_memory_(self) -> None:
-        if not self._is_shared:
-            self._is_shared = True
+        if not self.is_shared:
+            self.is_shared = True
             with outside_inference_mode():
                 self.law.table.share_memory_()
             self.settings.share_memory_()
 
     def __getstate__(self) -> dict[str, Any]:
         is_spawning = get_spawning_popen() is not None
-        if is_spawning and not self._is_shared:
+        if is_spawning and not self.is_shared:
             remedy = "Share the buffer first: rb.share(); in TorchRL's buffers, use sync=False"
             reason = "a prioritized sampler in memory of its own cannot be shared between processes"
             raise RuntimeError(f"{reason}. {remedy}{PROCESSES}")
-        return self.__dict__ | {"_is_shared": is_spawning}
+        return self.__dict__ | {"is_shared": is_spawning}
 
 
 def refuse_state(tensors: Any, blank: dict[str, Tensor]) -> None:

@@ -114,6 +114,11 @@ class Prioritized(RowSampler, PrioritizedSampler):
         self.law.weigh()
         return self.law.least_probability()
 
+    @property
+    def bytes_to_share(self) -> int:
+        """The bytes that :meth:`share_memory_` will move to shared memory."""
+        return 0 if self.priorities.is_shared else self.nbytes_for(self.priorities.capacity)
+
     def share_memory_(self) -> None:
         """Move the priorities to shared memory, which processes started later can use."""
         self.priorities.share_memory_()

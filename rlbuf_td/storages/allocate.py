@@ -95,16 +95,15 @@ def make_rows(
     if storage.existsok and scratch_dir is not None:
         (scratch_dir / ROWS_FILE).unlink(missing_ok=True)
     with torch.inference_mode(False):  # rows allocated in inference mode could not be written outside it
-        if storage.shared_rows is not None and scratch_dir is None:
-            memory = storage.shared_rows.file.map(nbytes)
-        elif grows(place) and sections is not None:
+        if grows(place) and sections is not None:
             memory = allocate_bytes(sections.fixed, place, purpose).zero_()
         else:
-            where = {"scratch_dir": scratch_dir, "shared": storage.shared, "offload": storage.offload}
+            shared = storage.shared_rows.file if storage.shared_rows is not None and scratch_dir is None else None
+            where = {"scratch_dir": scratch_dir, "shared": shared, "offload": storage.offload}
             sparse = None if sections is None else (sections.likely, sections.fixed)
             memory = allocate_bytes(nbytes, place, purpose, **where, sparse=sparse)
             # For longer rows, huge pages cost more at the first write than they save in reads.
-            if dedup is None and layout.row_bytes <= mmap.PAGESIZE:
+            if dedup is None and shared is None and layout.row_bytes <= mmap.PAGESIZE:
                 advise_huge_pages(memory)
         if storage.auto_cleanup and scratch_dir is not None:
             weakref.finalize(storage, _delete_file, scratch_dir / ROWS_FILE, os.getpid())
@@ -154,32 +153,32 @@ def allocate_bytes(
     purpose: Purpose = _ROWS,
     *,
     scratch_dir: Path | None = None,
-    shared: bool = False,
+    shared: Any = None,
     offload: bool = False,
     sparse: tuple[int, int] | None = None,
 ) -> torch.Tensor:
-    """Return ``[nbytes]`` uint8 on a device, in a file, in shared memory, or in page-locked RAM.
+    """Return ``[nbytes]`` uint8 on a device, in a file, in the nameless file ``shared``, or in page-locked RAM.
 
     With ``sparse=(likely, at_once)``, all bytes are zero, only ``likely`` bytes must be free, and a file reserves disk
     space only for its first ``at_once`` bytes.
     """
     place = torch.device("cpu") if offload else device
-    lazily = scratch_dir is None and not shared and not offload
+    lazily = scratch_dir is None and not offload
     likely, at_once = sparse or (nbytes, nbytes)
-    require_room(likely, place, purpose, scratch_dir=scratch_dir, shared=shared, lazily=lazily)
+    is_shared = shared is not None
+    require_room(likely, place, purpose, scratch_dir=scratch_dir, shared=is_shared, lazily=lazily)
     if scratch_dir is not None:
         return _make_file(scratch_dir, nbytes, at_once)
     try:
-        if shared:
-            storage = torch.UntypedStorage._new_shared(nbytes)
-            return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
+        if is_shared:
+            return shared.map(nbytes)
         if offload:
             return page_locked(nbytes, device)
         if sparse is None:
             return torch.empty(nbytes, dtype=torch.uint8, device=device)
         memory = _zeros_not_reserved(nbytes)
-    except (OSError, RuntimeError) as error:
-        words = room_for(place, shared=shared).words() + (f", but {error}" if offload else "")
+    except (OSError, OverflowError, RuntimeError) as error:
+        words = room_for(place, shared=is_shared).words() + (f", but {error}" if offload else "")
         message = f"{purpose.what} {show_bytes(likely)}, which cannot be allocated: {words}. {purpose.remedy}"
         raise MemoryError(message) from error
     advise_huge_pages(memory)

@@ -11,10 +11,11 @@ import errno
 import math
 import os
 import shutil
+import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,7 +26,7 @@ from rlbuf_td.storages.notebooks import TRANSITIONS
 _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")
 _WORTH_A_LOOK = 1 << 20  # bytes from which an allocation is checked, which takes some hundred microseconds
-_SHARED = Path("/dev/shm")  # where torch puts shared memory on Linux
+_SHARED = Path("/dev/shm")  # where torch puts shared tensors on Linux
 _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
 
@@ -62,7 +63,7 @@ def room_for(device: torch.device, *, scratch_dir: Path | None = None, shared: b
         return disk(scratch_dir)
     if device.type == "cuda":
         return cuda(device)
-    return shared_memory() if shared else ram()
+    return shared_rows() if shared else ram()
 
 
 def ram() -> Room:
@@ -78,11 +79,17 @@ def ram() -> Room:
     return Room("RAM", max(free, 0), total)
 
 
-def shared_memory() -> Room:
-    """Return the free and the total shared memory, each the minimum of the values for RAM and for ``/dev/shm``."""
+def shared_rows() -> Room:
+    """Return the memory of a nameless file, which is RAM where the system has such files, and otherwise a disk."""
+    return replace(ram(), place="shared memory") if hasattr(os, "memfd_create") else disk(Path(tempfile.gettempdir()))
+
+
+def shared_tensors() -> Room:
+    """Return the memory that torch can share, each number the minimum of the values for RAM and for ``/dev/shm``."""
     both = ram(), _file_system(_SHARED, "")
     free = min((room.free for room in both if room.free is not None), default=None)
-    return Room("shared memory", free, min((room.total for room in both if room.total is not None), default=None))
+    total = min((room.total for room in both if room.total is not None), default=None)
+    return Room(f"shared memory ({_SHARED})", free, total)
 
 
 def disk(folder: Path) -> Room:
@@ -124,11 +131,15 @@ def require_room(
     scratch_dir: Path | None = None,
     shared: bool = False,
     lazily: bool = False,
+    room: Room | None = None,
 ) -> None:
-    """Raise an error if ``nbytes`` are not free; if ``lazily``, raise only if they exceed the total, and else warn."""
+    """Raise an error if ``nbytes`` are not free; if ``lazily``, raise only if they exceed the total, and else warn.
+
+    ``room`` is the memory to look at, default: that of the other arguments.
+    """
     if nbytes < _WORTH_A_LOOK or device.type == "cuda":
         return
-    room = room_for(device, scratch_dir=scratch_dir, shared=shared)
+    room = room or room_for(device, scratch_dir=scratch_dir, shared=shared)
     message = f"{purpose.what} {show_bytes(nbytes)}, but {room.words()}"
     limit = room.total if lazily else room.free
     if limit is not None and nbytes > limit:

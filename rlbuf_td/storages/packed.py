@@ -38,7 +38,8 @@ class PackedStorage(LazyTensorStorage):
         device: device of the rows: ``"cpu"``, a CUDA device, or ``"auto"`` (the device of the first written data).
         ndim: number of leading dims that index transitions: 1 for ``[T]``, 2 for ``[T, E]`` (time, lanes).
         scratch_dir: folder for a memory-mapped file of the rows (CPU only).
-        shared: put the rows into shared memory (CPU only), see :meth:`ReplayBuffer.share`.
+        shared: put the rows into shared memory (CPU only), see :meth:`ReplayBuffer.share`. On Linux, the size of
+            ``/dev/shm`` does not limit the rows.
         offload: keep the rows in page-locked RAM, which the CUDA ``device`` reads and writes over the bus. The buffer
             may then exceed the device's memory. The first write allocates the RAM for all ``max_size`` rows. This
             option needs Linux, and excludes ``scratch_dir``, ``shared``, ``share_next`` and ``frames``.
@@ -67,8 +68,8 @@ class PackedStorage(LazyTensorStorage):
     Raises:
         ValueError: an argument is out of range, or two arguments exclude each other.
         SchemaError: (on writing) the data does not match the rows; nothing is written.
-        MemoryError: (on the first write) the rows need more than the total RAM, or, with ``shared``, ``offload`` or a
-            CUDA device, more than the free memory. With ``offload``, the system may also refuse to lock the RAM.
+        MemoryError: (on the first write) the rows need more than the total RAM, or, with ``offload`` or a CUDA device,
+            more than the free memory. With ``offload``, the system may also refuse to lock the RAM.
         OSError: (on the first write) the disk of ``scratch_dir`` has too little room.
 
     Warns:
@@ -132,7 +133,7 @@ class PackedStorage(LazyTensorStorage):
         self.process = os.getpid()  # id of the creating process; forked processes have their own counters
         self.lock: Any = RLock()  # taken by every buffer that uses this storage
         self.make_counters()
-        if shared_init or (self.dedup_options and shared):
+        if shared_init or shared:
             self.share_memory_()
 
     # -- counters: 64 bits, per process until the rows are shared; the buffer's locks serialize writes

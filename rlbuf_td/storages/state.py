@@ -58,7 +58,7 @@ def _fill_copy(storage: Any, revision: int, content: dict[str, Any]) -> None:
     storage.shared_rows = None
     storage.lock, storage.clock, storage.process = RLock(), WriteClock(), os.getpid()
     storage.make_counters()
-    if storage.dedup_options and storage.shared:
+    if storage.shared:
         storage.share_memory_()
     load(storage, content)  # a copy continues open trajectories
     storage.numbers[REVISION] = revision  # what was cached for the original is valid for the copy

@@ -302,6 +302,12 @@ class TrajectoryIndex:
             )
         return [torch.zeros(1, 1, dtype=torch.bool, device=name.device).expand(name.shape)], name
 
+    @property
+    def bytes_to_share(self) -> int:
+        """The bytes that :meth:`share_memory_` will move to shared memory."""
+        tensors = [] if self._boundaries is None else [*self._boundaries.tensors().values()]
+        return sum(tensor.nbytes for tensor in tensors if not tensor.is_shared())
+
     def share_memory_(self) -> None:
         """Share the boundaries with other processes that use the storage, if rows are allocated."""
         if columns_of(self.storage) is not None:

@@ -37,6 +37,7 @@ from tests.catalogue import transitions as catalogue_transitions
 from tests.checkpoint.worlds import NAMES, make, step, transitions
 
 
+@pytest.mark.filterwarnings("ignore:with ndim=., data of batch size")  # rows with batch dims of their own
 @pytest.mark.parametrize("lanes", [0, 2])
 @pytest.mark.parametrize("schema", SCHEMAS.values(), ids=str)
 def test_rows_of_every_kind_come_back_byte_for_byte(schema, lanes, tmp_path):

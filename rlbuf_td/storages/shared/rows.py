@@ -12,6 +12,7 @@ from rlbuf_td.storages.allocate import find_rows
 from rlbuf_td.storages.dedup import saved_dedup
 from rlbuf_td.storages.indexing import coordinates
 from rlbuf_td.storages.layout import RowLayout
+from rlbuf_td.storages.memory_budget import Purpose, require_room
 from rlbuf_td.storages.notebooks import PROCESSES
 from rlbuf_td.storages.rows import Rows
 from rlbuf_td.storages.shared.lock import ProcessLock
@@ -24,6 +25,10 @@ IDLE, WRITING, WRITTEN = range(3)
 _PHASE, _START, _COUNT, _COUNTERS = range(4)
 _MOST_COUNTERS = 32
 _SCATTERED = -1
+_COPY = Purpose(
+    "A copy of the written rows in shared memory takes",
+    "Share the rows before they are written (shared=True), or keep them in a file (scratch_dir=...).",
+)
 
 
 class Journal:
@@ -172,6 +177,7 @@ def share(storage: Any) -> Any:
 
     Raises:
         ValueError: the rows are on a CUDA device or in page-locked RAM.
+        MemoryError: the written rows do not fit into shared memory a second time; nothing has changed.
     """
     if storage.shared_rows is not None:
         return storage
@@ -182,16 +188,23 @@ def share(storage: Any) -> Any:
             f"(a transform does), or let one process write{PROCESSES}"
         )
     with storage.lock:
+        rows = storage.rows
+        written = None if rows is None or storage.scratch_dir is not None else rows
+        if written is not None and written.dedup is None:
+            written = storage.written_rows()  # only these are copied
+        if written is not None:
+            nbytes = sum(tensor.nbytes for tensor in (written.matrix, *written.entries()))
+            require_room(nbytes, torch.device("cpu"), _COPY, shared=True)
         storage.device = torch.device("cpu")
         storage.shared_rows = shared = SharedRows(storage)
         length, _, newest = storage.numbers.share_memory_().counters()
         clock = storage.clock.numbers.share_memory_().counters()
         shared.journal.watch(length, newest, *clock)
-        storage.is_reserved, rows = False, storage.rows  # reserved rows can no longer be replaced
-        if rows is not None and storage.scratch_dir is None:
+        storage.is_reserved = False  # reserved rows can no longer be replaced
+        if rows is not None and written is not None:
             moved = find_rows(storage, rows.layout, rows.shape, rows.dedup)
             storage.adopt(moved)
-            moved.restore_(rows.matrix, rows.entries())
+            moved.restore_(written.matrix, written.entries())
         elif rows is not None:
             rows.is_deferred = True
             shared.place(rows)
