@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
 from itertools import accumulate, pairwise
 from math import lcm
+from operator import is_
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from rlbuf_td.buffers.mixture_parts import (
     members_of,
     part_of,
     refuse_difference,
+    refuse_entries,
     refuse_generator,
     refuse_member,
     refuse_members,
@@ -40,7 +42,6 @@ from rlbuf_td.checkpoint.folder import explained, reading, write_state, writing
 from rlbuf_td.checkpoint.manifest import decode
 from rlbuf_td.kernels.strata import LEAST_RATIO
 from rlbuf_td.samplers.common import OwnSignature
-from rlbuf_td.storages import SchemaError
 from rlbuf_td.storages.checks import whole
 from rlbuf_td.storages.notebooks import MIXTURES
 from rlbuf_td.storages.tensordict_fast import set_entries_
@@ -149,20 +150,18 @@ class ReplayBufferMixture:
         return sum(member.write_count for member in self.members.values())
 
     def _refuse_other_schemas(self) -> None:
-        rows = [settled_rows(member.storage) for member in self.members.values()]
-        if len(rows) == len(self._checked) and all(map(lambda a, b: a is b, rows, self._checked)):
+        found = [part for each in self.members.values() for part in (settled_rows(each.storage), each.sampler)]
+        if len(found) == len(self._checked) and all(map(is_, found, self._checked)):
             return
         layouts = {
             name: {leaf.key: (leaf.dtype, leaf.shape) for leaf in member.storage.layout.leaves}
             for name, member in self.members.items()
             if getattr(member.storage, "layout", None) is not None
         }
-        for name, keys in layouts.items():
-            if ("source",) in keys:
-                raise SchemaError(f"member {name!r} stores the key 'source', under which batches name their member")
+        refuse_entries(self.members)
         reserved = {name for name in layouts if self.members[name].storage.is_reserved}
         refuse_difference(layouts, reserved)
-        self._checked, self._plan = rows, None
+        self._checked, self._plan = found, None
 
     # -- writes
 

@@ -18,12 +18,14 @@ from rlbuf_td.checkpoint.parts import load_or_restore
 from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.kernels.strata import LEAST_RATIO
 from rlbuf_td.samplers import SequenceSampler
-from rlbuf_td.samplers.common import refuse_errors, refuse_priorities
+from rlbuf_td.samplers.common import refuse_errors, refuse_priorities, stored_names
+from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.storages import PackedStorage, SchemaError
 from rlbuf_td.storages.indexing import device_of, flat_rows, merge_
 from rlbuf_td.storages.notebooks import MIXTURES
 from rlbuf_td.storages.schema import kind, show_key
 from rlbuf_td.storages.state import examine
+from rlbuf_td.storages.torchrl_parts import columns_or_none
 from rlbuf_td.storages.trajectory_index import as_tuple
 from rlbuf_td.storages.write_clock import SAMPLED_AT, skip_stale
 
@@ -75,6 +77,16 @@ def refuse_member(name: Any, member: Any) -> None:
     sampler = getattr(member.sampler, "innermost", member.sampler)
     if isinstance(sampler, PrioritizedSampler) and member.initialize().prioritized is None:
         raise TypeError(f"member {name!r} has TorchRL's PrioritizedSampler: use a ProportionalSampler")
+
+
+def refuse_entries(members: Mapping[str, ReplayBuffer]) -> None:
+    """Raise a SchemaError if a member stores an entry that batches of the mixture use for something else."""
+    is_weighted = any(member.initialize().prioritized is not None for member in members.values())
+    adds = {"source"} | (Prioritized.report_keys if is_weighted else set())
+    for name, member in members.items():
+        for key in stored_names(member.storage).keys() & adds:
+            remedy = f"store it under another name, data.rename_key_({key!r}, 'my_{key}')"
+            raise SchemaError(f"member {name!r} stores the key {key!r}, which the mixture adds to batches: {remedy}")
 
 
 class Part(NamedTuple):
@@ -191,8 +203,8 @@ def try_states(members: Mapping[str, ReplayBuffer], states: Mapping[str, Any]) -
 
 
 def settled_rows(storage: Any) -> Any:
-    """Return the ``rows`` of a storage, or None before the first write."""
-    return None if getattr(storage, "is_reserved", False) else getattr(storage, "rows", None)
+    """Return the rows of a storage, or None before the first write."""
+    return None if getattr(storage, "is_reserved", False) else columns_or_none(storage)
 
 
 def kinds(data: TensorDictBase) -> dict[tuple[str, ...], Any]:

@@ -19,13 +19,16 @@ from torchrl.data.replay_buffers import (
 
 from rlbuf_td.buffers.flow import FlowControl
 from rlbuf_td.envs.trajectory_numbers import TrajectoryNumbers
+from rlbuf_td.samplers.common import refuse_stored, refuse_taken, reported_by
 from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.wrapper import SamplerWrapper
 from rlbuf_td.storages import PackedStorage, torchrl_parts
 from rlbuf_td.storages.indexing import attached_or_new
+from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.memory_budget import Purpose, require_room, shared_tensors
 from rlbuf_td.storages.notebooks import PROCESSES
 from rlbuf_td.storages.state import NEWEST
+from rlbuf_td.storages.trajectory_index import as_tuple
 from rlbuf_td.writers import RingWriter
 from rlbuf_td.writers.common import next_step
 
@@ -47,6 +50,7 @@ class Parts(NamedTuple):
     is_packed: bool  # the storage is a PackedStorage
     has_units: bool  # TorchRL's ``sample_unit`` expands the drawn rows
     is_stamped: bool  # batches have an entry "sampled_at"
+    report_keys: frozenset[str]  # names of the entries, besides "index", that the sampler is known to add to each batch
     draws: str  # the sampler's method that draws: "draw_batch" or "draw"; "": TorchRL's code draws
     writes_generally: bool  # TorchRL's code writes
     newest: Callable[[], int]  # returns the newest time step; -1: unknown, or the last step of the storage
@@ -59,6 +63,7 @@ class Parts(NamedTuple):
         wrapper = sampler if isinstance(sampler, SamplerWrapper) else None
         innermost = sampler if wrapper is None else wrapper.innermost
         refuse_unordered(sampler, writer)
+        refuse_stored(sampler, storage)
         if wrapper is not None:
             wrapper.watch(storage)  # must precede a load of rows, which ends their trajectories
         prioritized = innermost if isinstance(innermost, Prioritized) else None
@@ -70,14 +75,23 @@ class Parts(NamedTuple):
         generally = is_theirs or isinstance(innermost, ConsumingSampler)
         given = storage, sampler, writer, wrapper, prioritized, transforms
         newest = partial(_newest_step, storage) if is_packed else partial(torchrl_parts.step_before_cursor, writer)
-        return cls(*given, is_packed, has_units, is_stamped, draws, generally, newest)
+        return cls(*given, is_packed, has_units, is_stamped, reported_by(sampler), draws, generally, newest)
 
     def draw(self, batch_size: int, gather: Callable[[torch.Tensor], Any]) -> tuple[torch.Tensor, dict[Any, Any], Any]:
         """Draw rows; return their indices, the sampler's info dict and the transitions."""
         if self.draws == "draw_batch":  # the caller holds the buffer's lock
-            return self.sampler.draw_batch(self.storage, batch_size)
-        flat, info = self.sampler.draw(self.storage, batch_size)
-        return flat, info, gather(flat)
+            flat, info, batch = self.sampler.draw_batch(self.storage, batch_size)
+        else:
+            flat, info = self.sampler.draw(self.storage, batch_size)
+            batch = gather(flat)
+        if not info.keys() <= self.report_keys:  # a user's sampler
+            refuse_taken(self.sampler, self.storage.layout.names, info.keys() - self.report_keys)
+        return flat, info, batch
+
+    def without_report(self, batch: Any, info: dict[Any, Any]) -> Any:
+        """Exclude the sampler's entries ``info`` from a batch, except entries that the rows have, too."""
+        stored = self.storage.layout.places if self.draws else {}
+        return batch.exclude(*(key for key in info if as_tuple(key) not in stored))
 
 
 def _newest_step(storage: PackedStorage) -> int:
@@ -99,6 +113,13 @@ def refuse_unordered(sampler: Sampler, writer: Writer) -> None:
     if getattr(sampler, "needs_order", False) and not getattr(writer, "keeps_order", True):
         kinds = type(sampler).__name__, type(writer).__name__
         raise ValueError("a {} needs rows in time order, a {} keeps none: use a RingWriter".format(*kinds))
+
+
+def refuse_schema(rb: Any, layout: RowLayout) -> None:
+    """Raise a SchemaError if rows of this layout, which have not been allocated yet, do not fit the sampler."""
+    sampler = vars(rb).get("_sampler")
+    if sampler is not None:  # missing while a copy of the buffer is made
+        refuse_taken(sampler, layout.names, reported_by(sampler))
 
 
 def share_parts(storage: PackedStorage, sampler: Sampler, writer: Writer, flow: FlowControl | None) -> None:
@@ -135,6 +156,7 @@ def set_storage(rb: Any, storage: Storage, collate_fn: Any = None) -> Storage:
     priority.
     """
     _refuse_if_shared(rb, "storage")
+    refuse_stored(rb.sampler, storage)
     with rb.fully_locked():
         torchrl_parts.replace_storage(rb.writer, storage)
         previous = TensorDictReplayBuffer.set_storage(rb, storage, collate_fn)

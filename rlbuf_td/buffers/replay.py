@@ -65,7 +65,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
     Unlike in TorchRL, the batch that transforms receive already contains the sampler's report. If a transform removes
     an entry of the report, the buffer puts the entry back. If a row has several TD errors, their magnitudes are reduced
     to one; TorchRL reduces the signed errors. Updating priorities from a batch without TD errors raises a KeyError;
-    TorchRL sets the default priority.
+    TorchRL sets the default priority. Rows with an entry that the report has, too, are refused (:class:`SchemaError`).
 
     Cost: see the storage, sampler and writer; ``python -m rlbuf_td bench`` measures whole calls.
 
@@ -133,6 +133,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
     write_back = writing.write_back
     mark_update = writing.mark_update
     mark_range = writing.mark_range
+    refuse_schema = parts.refuse_schema
     set_storage = parts.set_storage
     set_sampler = parts.set_sampler
     set_writer = parts.set_writer
@@ -240,7 +241,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
             if self.sample_plan is None:
                 self._make_plan()
         if not include_info:
-            batch = batch.exclude(*info)
+            batch = self.parts.without_report(batch, info)
         return (batch, info) if return_info else batch
 
     @property

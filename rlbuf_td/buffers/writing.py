@@ -15,7 +15,7 @@ from rlbuf_td.buffers.flow import inserting
 from rlbuf_td.buffers.parts import Parts
 from rlbuf_td.buffers.write_plan import make_write_plan
 from rlbuf_td.kernels.dispatch import backend_of
-from rlbuf_td.samplers.common import refuse_errors
+from rlbuf_td.samplers.common import refuse_errors, refuse_taken
 from rlbuf_td.samplers.n_step import joins_steps
 from rlbuf_td.storages import SchemaError, torchrl_parts
 from rlbuf_td.storages.indexing import coordinates, first_of_row, flat_rows, inner_dims, one_a_row, refuse_range
@@ -149,7 +149,7 @@ def write_back_checked(
         flat = flat_rows(first_of_row(index, dims, inner), storage, storage.device)
         flat = skip_stale(flat, stamp, dims, storage)[0]
         kept = flat >= 0
-        if parts.wrapper is not None and "mask" in batch.keys() and ("mask",) not in storage.layout.places:
+        if "mask" in parts.report_keys and "mask" in batch.keys():
             kept &= first_of_row(batch["mask"], dims, inner).to(kept.device)
         flat = flat[kept]
         edit_entries(storage, flat, {key: value[kept] for key, value in values.items()})
@@ -235,6 +235,8 @@ def _write_rows(rb: Any, parts: Parts, data: TensorDictBase, how: str, update_pr
                 refuse_errors(td_error)
     with parts.storage.lock if parts.is_packed else rb.locked(), held_back:
         parts = rb.parts  # under the lock: another thread may have replaced the sampler
+        if not parts.is_packed:  # a PackedStorage refuses such data at its first write
+            refuse_taken(parts.sampler, dict(rows.items()), parts.report_keys)
         try:
             index = getattr(parts.writer, how)(rows)
         except SchemaError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
@@ -14,11 +14,13 @@ from weakref import ref
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
-from torchrl.data.replay_buffers import Sampler, Storage
+from torchrl.data.replay_buffers import PrioritizedSampler, Sampler, Storage
 
 from rlbuf_td.checkpoint import load_state, save_state
-from rlbuf_td.storages.indexing import Index, coordinates, moved
+from rlbuf_td.storages.indexing import Index, coordinates, moved, stored_rows
 from rlbuf_td.storages.notebooks import PRIORITIES
+from rlbuf_td.storages.schema import SchemaError, refuse_other_index
+from rlbuf_td.storages.tensordict_fast import entries_of
 
 EMPTY = "Cannot sample from an empty storage: extend the buffer first"
 NO_PRIORITY = "no row has a positive priority: set a TD error other than 0, or use eps > 0"
@@ -60,6 +62,7 @@ class StatefulSampler(Sampler):
     _shown: ClassVar[tuple[str, ...]] = ()  # the attributes that ``repr`` shows
     _setting_names: ClassVar[tuple[str, ...]] = ()  # the attributes that may be set at any time; saved in the state
     needs_order: bool = False  # whether the sampler needs a writer that stores rows in time order
+    report_keys: frozenset[str] = frozenset()  # the entries, besides "index", that the sampler adds to each batch
 
     def settings_changed(self) -> None:
         """Update the values that depend on settings; each change of a setting calls this method."""
@@ -133,6 +136,7 @@ class RowSampler(StatefulSampler):
             The index, ``[B]`` int64 (a tuple of ``ndim`` tensors if ``ndim > 1``), and a dict of further batch entries:
             ``{"priority_weight": [B] float32}`` for prioritized samplers, else empty.
         """
+        refuse_stored(self, storage)  # TorchRL's buffers, which call this method, do not
         flat, info = self.draw(storage, batch_size)
         return coordinates(flat, storage), info
 
@@ -161,6 +165,40 @@ class OneStorage:
 
     def __getstate__(self) -> dict[str, Any]:
         return {}
+
+
+def reported_by(sampler: Sampler) -> frozenset[str]:
+    """Return the names of the entries, besides "index", that a sampler adds to each batch."""
+    of_torchrl = frozenset({"priority_weight"} if isinstance(sampler, PrioritizedSampler) else ())
+    return frozenset(getattr(sampler, "report_keys", of_torchrl))
+
+
+def stored_names(storage: Storage) -> Mapping[str, Any]:
+    """Return the names of the entries of a storage's rows, with their dtypes or tensors; empty without rows."""
+    layout = getattr(storage, "layout", None)
+    if layout is not None:
+        return layout.names
+    rows = stored_rows(storage)
+    return {} if rows is None else entries_of(rows)
+
+
+def refuse_stored(sampler: Sampler, storage: Storage) -> None:
+    """Raise a SchemaError if a stored entry has a name under which the sampler adds an entry to each batch."""
+    refuse_taken(sampler, stored_names(storage), reported_by(sampler))
+
+
+def refuse_taken(sampler: Sampler, stored: Mapping[str, Any], report_keys: Iterable[str]) -> None:
+    """Raise a SchemaError if ``stored``, which maps names to dtypes or tensors, has one of these names.
+
+    An entry ``"index"`` is refused only if it is no index: TorchRL's writers store the position of each row.
+    """
+    for name in stored.keys() & report_keys:
+        remedy = f"store it under another name, data.rename_key_({name!r}, 'my_{name}')"
+        also = "or leave it out if it comes from a sampled batch"
+        adds = f"a {type(sampler).__name__} adds an entry of this name to each batch"
+        raise SchemaError(f"the rows have an entry {name!r}, and {adds}: {remedy}, {also}")
+    if "index" in stored:
+        refuse_other_index(stored["index"])
 
 
 def uniform_numbers(count: int, generator: torch.Generator | None, device: torch.device) -> Tensor:

@@ -99,6 +99,7 @@ class HindsightSampler(SamplerWrapper):
     """
 
     _level = 1
+    report_keys = frozenset({"relabeled"})
     _setting_names = ("her_ratio", "only_finished", "future_gamma")
     _shown = ("her_ratio", "strategy", "future_gamma")
     only_finished: bool = setting(lambda name, value: bool(value))

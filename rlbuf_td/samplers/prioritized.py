@@ -16,6 +16,7 @@ from rlbuf_td.samplers.priorities import ALPHA, BETA, Law, Priorities, refuse_st
 from rlbuf_td.storages.checks import exponent, one_of, whole
 from rlbuf_td.storages.memory_budget import Purpose, require_room
 from rlbuf_td.storages.shared.memory import SharedNumbers
+from rlbuf_td.storages.write_clock import SAMPLED_AT
 
 WeightNorm = Literal["buffer", "batch"] | None
 Reduction = Literal["max", "min", "mean", "median"]
@@ -31,6 +32,7 @@ def _exponent(name: str, place: int, doc: str) -> Any:
 class Prioritized(RowSampler, PrioritizedSampler):
     """Abstract base of the prioritized samplers; subclasses choose how TD errors determine probabilities."""
 
+    report_keys = frozenset({"priority_weight", SAMPLED_AT})
     stratified: bool = setting(one_of(True, False))
     weight_norm: WeightNorm = setting(one_of("buffer", "batch", None))
     reduction: Reduction = setting(one_of("max", "min", "mean", "median"))

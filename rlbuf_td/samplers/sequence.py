@@ -40,6 +40,9 @@ class SequenceSampler(SamplerWrapper):
     each window; ``truncated`` and ``done`` become True at the last unpadded row. All rows of a window have the anchor's
     ``"priority_weight"`` and hindsight goal.
 
+    ``batch.view(-1, L)`` has one window per row. TorchRL's ``split_trajectories(batch)`` also makes trajectories of the
+    padding: use ``split_trajectories(batch[batch["mask"]])``, with done flags and without trajectory ids.
+
     Args:
         sampler: draws the anchors; may be a sampler of rows, a :class:`HindsightSampler` or an :class:`NStepSampler`.
         length: the number of rows from the anchor on, including the anchor, at least 1.
@@ -58,6 +61,7 @@ class SequenceSampler(SamplerWrapper):
     Raises:
         ValueError: an argument is out of range; (when sampling) ``batch_size`` is not a multiple of ``L``.
         KeyError: (at the first draw) neither done flags nor trajectory ids are stored.
+        SchemaError: (at the first write) the rows have an entry ``"mask"``, ``"burn_in_mask"`` or ``"anchor_index"``.
         RuntimeError: (when sampling with ``"strict"`` on the CPU) repeated draws do not find enough windows that fit.
             On CUDA, there is no error: the ``"mask"`` is False for all rows of a window that does not fit.
 
@@ -87,6 +91,7 @@ class SequenceSampler(SamplerWrapper):
     """
 
     _level = 3
+    report_keys = frozenset({"mask", "burn_in_mask", "anchor_index"})
     _setting_names = ("eta",)
     _shown = ("length", "burn_in", "boundary", "priority_rule")
     length: int = setting(whole(1), is_fixed=True)

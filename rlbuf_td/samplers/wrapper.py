@@ -12,7 +12,7 @@ from torch import Tensor
 from torchrl.data.replay_buffers import PrioritizedSampler, Sampler, Storage
 
 from rlbuf_td.checkpoint.parts import resized_state
-from rlbuf_td.samplers.common import RowSampler, StatefulSampler
+from rlbuf_td.samplers.common import RowSampler, StatefulSampler, refuse_stored, reported_by
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.indexing import Index, coordinates, device_of, flat_rows, refuse_unwritten
 from rlbuf_td.storages.tensordict_fast import leaf_of
@@ -62,6 +62,7 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):
         self.done_key, self.traj_key = as_tuple(done_key), traj_key
         self._bound: tuple[TensorDictBase, Any] | None = None
         self._is_prioritized = isinstance(self.innermost, PrioritizedSampler)
+        self.report_keys = reported_by(sampler) | type(self).report_keys
 
     def _reader(self, storage: Storage, drawn: Tensor) -> Read | None:
         """Return a :data:`Read` function for the drawn rows, ``[B]``, or None if no entry is revised."""
@@ -106,6 +107,7 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[Any, Any]]:
         """Draw rows; return their index, and a dict of all changed and added entries, ``{key: [B, ...]}``."""
+        refuse_stored(self, storage)
         flat, info, batch = self.draw_batch(storage, batch_size)
         for key in self._revised_keys():  # TorchRL's buffers merge these entries into the batch after the transforms
             value = batch.get(key, None)

@@ -63,6 +63,8 @@ def reserve(storage: Any, schema: TensorDictBase) -> None:
     """
     if storage.rows is not None:
         raise RuntimeError("the rows of this storage are already allocated: reserve them before the first write")
+    if "index" in schema.keys():
+        raise SchemaError("cannot reserve rows for an entry 'index': batches have the positions of their rows under it")
     storage.allocate_for(schema)
     storage.is_reserved = storage.shared_rows is None  # otherwise other processes may use these rows
 

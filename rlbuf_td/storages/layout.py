@@ -78,7 +78,9 @@ class RowLayout:
         small, lines = (_padded(max(1, self.data_bytes), size) for size in (align, CACHE_LINE))
         self.row_bytes = lines if lines - small <= small * _MAX_LINE_PADDING else small
         self.groups = tuple(self._groups())
-        self._reserved = None if any(leaf.key == ("index",) for leaf in self.leaves) else "index"
+        #: The entries at the root of a row, with their dtypes; None for nested entries.
+        self.names = {leaf.key[0]: leaf.dtype if len(leaf.key) == 1 else None for leaf in self.leaves}
+        self._reserved = None if ("index",) in self.places else "index"
         self._blank: tuple[Any, LeafMemory] = (None, LeafMemory([]))  # for the last (lead, device)
         self._expected: tuple[torch.Size | None, list[torch.Size]] = (None, [])  # lead dims, leaf shapes
         float_rows = any(group.dtype is torch.float32 for group in self.groups)

@@ -147,5 +147,14 @@ def refuse_unfit(data: TensorDictBase, leaves: Sequence[Leaf], lead: torch.Size,
             )
 
 
+def refuse_other_index(index: Any) -> None:
+    """Raise a SchemaError if an entry "index", a tensor or its dtype, cannot hold positions of rows."""
+    dtype = index if isinstance(index, torch.dtype) else index.dtype if isinstance(index, torch.Tensor) else None
+    if dtype is not torch.int64:
+        taken = "each batch has the positions of its rows (int64) under this name"
+        remedy = "store it under another name, data.rename_key_('index', 'my_index')"
+        raise SchemaError(f"the rows have an entry 'index' of {dtype or 'nested entries'}, but {taken}: {remedy}")
+
+
 def kind(dtype: torch.dtype, shape: torch.Size) -> str:
     return f"{str(dtype).removeprefix('torch.')} of shape {tuple(shape)}"

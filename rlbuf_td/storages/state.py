@@ -23,7 +23,7 @@ from rlbuf_td.storages.schema import SchemaError
 from rlbuf_td.storages.torchrl_parts import count_change, empty_part, is_full, listeners_of, revision_of
 from rlbuf_td.storages.trajectory_index import TRAJ_KEY, TrajectoryIndex
 from rlbuf_td.storages.write_clock import WriteClock
-from rlbuf_td.storages.writes import begin
+from rlbuf_td.storages.writes import begin, refuse_schema
 
 LENGTH, REVISION, NEWEST = range(3)  # positions in the storage's `numbers`
 _CURSOR_FILE = "last_cursor.json"
@@ -166,6 +166,7 @@ def dedup_for(storage: Any, layout: RowLayout, saved: DedupLayout | None) -> Ded
 def admit_state(storage: Any, state: dict[str, Any], lanes: torch.Size) -> tuple[RowLayout, torch.Size]:
     """Return layout and lanes of saved rows; refuse rows that do not fit the storage."""
     layout, rows = RowLayout.from_state(state["layout"]), storage.rows
+    refuse_schema(storage, layout)
     may_get_more = rows is not None and storage.is_reserved and set(rows.layout.leaves) <= set(layout.leaves)
     if rows is not None and not layout.is_like(rows.layout) and not may_get_more:
         raise SchemaError("the saved rows have other keys, dtypes or shapes than this storage")

@@ -17,7 +17,7 @@ from rlbuf_td.storages.dedup import DedupLayout
 from rlbuf_td.storages.interrupts import held_back
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.rows import Rows, last_of_each
-from rlbuf_td.storages.schema import SchemaError, refuse_unfit
+from rlbuf_td.storages.schema import SchemaError, refuse_other_index, refuse_unfit
 from rlbuf_td.storages.torchrl_parts import capacity_in_steps, count_change, listeners_of
 
 _INDEX_DTYPES = frozenset((torch.int64, torch.int32, torch.int16, torch.int8))  # torch takes uint8 for a mask
@@ -106,12 +106,23 @@ def admit(storage: Any, data: Any, single: bool, drop_index: bool = False) -> tu
         for listener in listeners_of(storage):
             if hasattr(listener, "refuse_inner"):
                 listener.refuse_inner(data.batch_size, storage.ndim - single)
-        fix_rows(storage, data.exclude("index") if drop_index else data, storage.ndim - single)
+        if drop_index and "index" in data.keys():
+            refuse_other_index(data.get("index"))
+            fix_rows(storage, data.exclude("index"), storage.ndim - single)
+        else:
+            fix_rows(storage, data, storage.ndim - single)
     rows = storage.rows
     if single:
         return rows, rows.layout.collect(data, rows.lanes), 1
     lead = data.batch_size[:1] + rows.lanes
     return rows, rows.layout.collect(data, lead), lead[0]
+
+
+def refuse_schema(storage: Any, layout: RowLayout) -> None:
+    """Let each buffer of the storage refuse rows of this layout (SchemaError) before they are allocated."""
+    for each in listeners_of(storage):
+        if hasattr(each, "refuse_schema"):
+            each.refuse_schema(layout)
 
 
 def fix_rows(storage: Any, data: TensorDictBase, lead_dims: int) -> None:
@@ -123,6 +134,7 @@ def fix_rows(storage: Any, data: TensorDictBase, lead_dims: int) -> None:
             f"(time, lanes), got batch size {tuple(data.batch_size)}"
         )
     reserved, layout = storage.rows if storage.is_reserved else None, RowLayout(data, lead_dims)
+    refuse_schema(storage, layout)
     dedup = DedupLayout.chosen_for(layout, storage.dedup_options, data if lead_dims == ndim else None)
     if reserved is not None:
         lead = data.batch_size[: lead_dims + 1 - ndim] + reserved.lanes

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
+from torchrl.collectors.utils import split_trajectories
 from torchrl.data.replay_buffers import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.modules import GRUModule, LSTMModule, set_recurrent_mode
 
@@ -205,6 +206,16 @@ def test_rows_may_still_be_given_priorities_one_by_one():
     rows = torch.tensor([3, 17, 5, 11, 30, 8])  # six rows, but no window
     made.rb.update_priority(rows, torch.arange(1.0, 7.0))
     assert sampler.priority(rows).tolist() == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+
+
+def test_split_trajectories_separates_the_windows_of_a_batch_without_its_padding():
+    rb = ReplayBuffer(storage=PackedStorage(12), sampler=SequenceSampler(UniformSampler(unique=True), 3), batch_size=18)
+    done = torch.arange(12).view(-1, 1) % 5 == 4
+    rb.extend(TensorDict({"x": torch.arange(12), "next": {"done": done}}, [12]))
+    batch = rb.sample()
+    windows = [window["x"][window["mask"]].tolist() for window in batch.view(-1, 3)]
+    split = split_trajectories(batch[batch["mask"]])
+    assert [each["x"][each["mask"]].tolist() for each in split] == windows
 
 
 @pytest.mark.parametrize(

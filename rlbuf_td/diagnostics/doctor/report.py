@@ -150,6 +150,11 @@ FAULTS = {
         "elsewhere done is set twice, an id changes with each row, or the environment is reset after each step.",
         "set done in the last row of a trajectory only, and keep its id from the first row to the last.",
     ),
+    "entry-replaced": Fault(
+        "the sampler replaces a stored entry in batches",
+        "A {sampler} adds an entry {key} to each batch. The stored entry of this name is then in no batch.",
+        "store it under another name, such as data.rename_key_({key}, ...) before each write.",
+    ),
     "not-finite": Fault(
         "an observation, a reward or an action is NaN or infinite",
         "{key} is NaN or infinite there. One such row in a batch makes the loss NaN, and then all weights.",

@@ -13,6 +13,7 @@ from rlbuf_td.diagnostics.doctor.record import NAMED, Key, Record
 from rlbuf_td.diagnostics.doctor.report import Finding
 from rlbuf_td.diagnostics.health import ReplayCount, unwrapped
 from rlbuf_td.envs.specs import OBSERVATION, entries, is_space
+from rlbuf_td.samplers.common import reported_by, stored_names
 from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.storages.indexing import attached
 
@@ -84,6 +85,8 @@ def _is_image(record: Record, key: Key) -> bool:
 
 
 def usage_findings(record: Record, source: Any, storage: Storage, sampler: Sampler | None) -> Iterator[Finding]:
+    for name in sorted(stored_names(storage).keys() & (frozenset() if sampler is None else reported_by(sampler))):
+        yield record.finding("entry-replaced", None, record.rows, (name,), sampler=type(sampler).__name__)
     replays, drawn = attached(storage, ReplayCount), None
     if replays is not None:
         counts = replays.counts()[: record.rows].view(record.steps, record.lanes).cpu()
