@@ -88,7 +88,6 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
     plan.add_argument("--device", default="cpu", help=f"device of the rows {_SHOWN}")
     plan.add_argument("--scratch-dir", type=Path, help="folder of a memory-mapped file for the rows")
     plan.add_argument("--shared", action="store_true", help="rows in shared memory")
-    plan.add_argument("--offload", action="store_true", help="rows in RAM, priorities on the CUDA device")
 
 
 def _add_doctor(doctor: argparse.ArgumentParser) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import torch
 from hypothesis import HealthCheck, register_random, settings
 
 from rlbuf_td.kernels.episodes import FlagBoundaries
+from tests.backends import forced
 
 # Workers run side by side on few cores: more threads per worker only wait. Subprocesses read the variable.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -40,12 +42,11 @@ def seeded() -> None:
     random.seed(0)
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
-def device(request: pytest.FixtureRequest) -> torch.device:
-    """Run the test once per device; CUDA is skipped where there is none."""
-    if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    return torch.device(request.param)
+@pytest.fixture(params=["compiled", "torch"])
+def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    """Run the test on the CPU, with its compiled loops and with the torch operations of other devices."""
+    with forced("torch") if request.param == "torch" else nullcontext():
+        yield torch.device("cpu")
 
 
 #: The slow tests that take longest, longest first: where workers share them out, these must not begin last.

@@ -99,16 +99,6 @@ def test_shared_tensors_are_limited_by_their_file_system_and_by_the_memory(syste
     assert _room.shared_rows() == Room("shared memory", 6 * GIB, 10 * GIB)  # as large as RAM
 
 
-def test_a_cuda_device_tells_what_is_free(device: torch.device) -> None:
-    if device.type != "cuda":
-        pytest.skip("needs a CUDA device")
-    room = _room.cuda(device)
-    assert room.place == f"cuda:{torch.cuda.current_device()}"
-    assert room.free is not None
-    assert room.total is not None
-    assert 0 < room.free <= room.total
-
-
 def test_where_there_is_no_cuda_device_its_size_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert _room.cuda(torch.device("cuda")) == Room("cuda", None, None)
@@ -257,15 +247,12 @@ def test_small_shared_file_systems_limit_priorities_but_not_rows(tmp_path, monke
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_memory_that_the_system_refuses_is_a_memory_error(device, shared, monkeypatch):
-    if shared and device.type == "cuda":
-        pytest.skip("shared memory is RAM")
+def test_memory_that_the_system_refuses_is_a_memory_error(shared, monkeypatch):
     monkeypatch.setattr(memory, "require_room", lambda *_, **__: None)
-    storage = PackedStorage(10**13, device=device, shared=shared)
-    words = r"10,000,000,000,000 rows of 12,\d+ bytes take 109.7 PiB, which cannot be allocated: .* GiB of .*"
-    words += "offload=True" if device.type == "cuda" else "scratch_dir"
+    storage = PackedStorage(10**13, shared=shared)
+    words = r"10,000,000,000,000 rows of 12,\d+ bytes take 109.7 PiB, which cannot be allocated: .* GiB of "
     with pytest.raises(MemoryError, match=words):
-        storage.set(range(2), step().to(device))
+        storage.set(range(2), step())
     assert not storage.initialized
 
 

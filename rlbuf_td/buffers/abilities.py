@@ -123,7 +123,6 @@ def from_schema(
     storing_device: torch.device | str | None = None,
     scratch_dir: str | Path | None = None,
     shared: bool = False,
-    offload: bool = False,
     share_next: Any = False,
     frames: Any = None,
     **kwargs: Any,
@@ -137,7 +136,7 @@ def from_schema(
         flat: store rows ``[T]`` instead of ``[T, E]``. Each row is then one transition of one environment.
         device: the device of the batches, and also of the rows unless ``storing_device`` is given.
         storing_device: the device of the rows.
-        scratch_dir, shared, offload, share_next, frames: keywords of :class:`PackedStorage`.
+        scratch_dir, shared, share_next, frames: keywords of :class:`PackedStorage`.
         **kwargs: keywords of the buffer's class: ``sampler``, ``batch_size``, ``transform``, ...
 
     Raises:
@@ -158,7 +157,7 @@ def from_schema(
         schema = schema.flatten()[0]
     if storing_device is not None:
         device, kwargs["device"] = storing_device, device
-    rows: dict[str, Any] = {"scratch_dir": scratch_dir, "shared": shared, "offload": offload}
+    rows: dict[str, Any] = {"scratch_dir": scratch_dir, "shared": shared}
     rows |= {"share_next": share_next, "frames": frames, "device": device}
     storage = PackedStorage(capacity, ndim=1 + schema.ndim, **rows)
     storage.reserve(schema)

@@ -110,7 +110,7 @@ class SavedRows:
             return None
         storage = self.storage
         # The reserved and the new rows may not fit together.
-        if storage.is_reserved and (storage.scratch_dir is not None or storage.offload):
+        if storage.is_reserved and storage.scratch_dir is not None:
             storage.release()
         if storage.scratch_dir is not None and self._replaces_file:  # left by the process that wrote the dump
             (storage.scratch_dir / ROWS_FILE).unlink(missing_ok=True)

@@ -76,8 +76,7 @@ def _storage(storage: Any) -> str:
         words.append(f"{show_bytes(sum(saved.values()))} saved by deduplicating {', '.join(map('.'.join, saved))}")
     if getattr(storage, "scratch_dir", None) is not None:
         words.append(f"mapped file in {storage.scratch_dir}")
-    kinds = {"shared": "shared memory", "offload": "page-locked RAM"}
-    words += [kind for name, kind in kinds.items() if getattr(storage, name, False)]
+    words += ["shared memory"] * bool(getattr(storage, "shared", False))
     return f"{type(storage).__name__}({', '.join(words)})"
 
 

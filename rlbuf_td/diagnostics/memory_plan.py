@@ -23,7 +23,6 @@ from rlbuf_td.storages.dedup import DedupLayout, DedupOptions
 from rlbuf_td.storages.indexing import stored_rows
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.memory_budget import Room, cuda, disk, ram, room_for, shared_rows, shared_tensors, show_bytes
-from rlbuf_td.storages.pinned import refuse_offload
 from rlbuf_td.storages.schema import Leaf, show_key
 
 _SUMS = ("padding", "rows", "priorities", "trajectory index", "total")
@@ -138,7 +137,6 @@ def plan(
     device: torch.device | str | None = None,
     scratch_dir: str | Path | None = None,
     shared: bool = False,
-    offload: bool = False,
     share_next: bool | str | Sequence[NestedKey] = False,
     frames: Mapping[NestedKey, Any] | None = None,
 ) -> MemoryPlan:
@@ -155,8 +153,6 @@ def plan(
         device: the device of the rows; default: the device of the storage, or ``"cpu"``.
         scratch_dir: the folder of a memory-mapped file for the rows; default: the folder of the storage, or no file.
         shared: whether the rows are in shared memory; default: as in the storage.
-        offload: whether the rows are in RAM, while priorities and trajectory index are on the CUDA ``device``; default:
-            as in the storage.
         share_next: the argument of :class:`PackedStorage`. The plan omits the final observations of trajectories,
             which are stored separately.
         frames: the argument of :class:`PackedStorage`.
@@ -165,7 +161,7 @@ def plan(
         A :class:`MemoryPlan`, for example with ``rows`` (bytes of all rows), ``priorities`` (bytes) and ``fits``.
 
     Raises:
-        ValueError: the capacity is missing or below 1, or ``offload`` contradicts another argument.
+        ValueError: the capacity is missing or below 1.
         TypeError: ``source`` has no keys, dtypes and shapes, or ``sampler`` is not a sampler.
         SchemaError: a key has no fixed size in bytes.
 
@@ -180,13 +176,13 @@ def plan(
         >>> needed.rows, needed.priorities, needed.fits
         (12352000, 19840, True)
     """
-    dedup, flags = None, {"shared": shared, "offload": offload}
+    dedup = None
     # `isinstance` would read `source.__class__`, which hangs for a SerialEnv that has not started.
     if issubclass(type(source), ReplayBuffer):
         sampler, source = source.sampler if sampler is None else sampler, source.storage
     if issubclass(type(source), Storage):
         scratch_dir = scratch_dir or getattr(source, "scratch_dir", None)
-        shared, offload = (given or getattr(source, name, False) for name, given in flags.items())
+        shared = shared or getattr(source, "shared", False)
         device = getattr(source, "device", None) if device is None else device
         capacity = source.max_size if capacity is None else capacity
         dedup, source = getattr(source, "dedup", None), _time_step(source)
@@ -203,7 +199,7 @@ def plan(
         row_bytes=layout.row_bytes,
         priorities=priority_bytes(sampler, steps * lanes, device),
         trajectories=_index_bytes(layout.leaves, steps, lanes, device),
-        places=_places(device, scratch_dir, shared, offload, dedup),
+        places=_places(device, scratch_dir, shared),
         memory=shared_tensors() if shared else room_for(device),
         dedup=dedup,
     )
@@ -245,13 +241,8 @@ def _index_bytes(leaves: tuple[Leaf, ...], steps: int, lanes: int, device: torch
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
-def _places(
-    device: torch.device, scratch_dir: str | Path | None, shared: bool, offload: bool, dedup: DedupLayout | None
-) -> tuple[Room, ...]:
+def _places(device: torch.device, scratch_dir: str | Path | None, shared: bool) -> tuple[Room, ...]:
     folder = None if scratch_dir is None else Path(scratch_dir)
-    if offload:
-        refuse_offload(device, scratch_dir=folder, shared=shared, dedup=dedup is not None)
-        device = torch.device("cpu")
     requested = room_for(device, scratch_dir=folder, shared=shared)
     others = [ram(), *(cuda(torch.device("cuda", index)) for index in range(torch.cuda.device_count()))]
     others += [] if folder is not None else [disk(Path())]
@@ -262,7 +253,7 @@ def _argument(room: Room, on_gpu: bool) -> str:
     if room.place.startswith("disk"):
         return "device='cpu', " * on_gpu + "scratch_dir=... keeps them in a file"
     if room.place == "RAM" and on_gpu:
-        return "offload=True keeps them in RAM, where the GPU reads them"
+        return "device='cpu' keeps them in RAM; ReplayBuffer(device=...) moves batches"
     return f"device={'cpu' if room.place == 'RAM' else room.place!r}"
 
 
@@ -270,7 +261,7 @@ def main(options: argparse.Namespace) -> int:
     """Print the plan for a Gymnasium environment; return 0 if the buffer fits, 1 if not, 2 after an error."""
     import gymnasium
 
-    settings = {name: getattr(options, name) for name in ("sampler", "device", "scratch_dir", "shared", "offload")}
+    settings = {name: getattr(options, name) for name in ("sampler", "device", "scratch_dir", "shared")}
     try:
         env = gymnasium.make_vec(options.env, options.num_envs) if options.num_envs else gymnasium.make(options.env)
         needed = plan(env, options.capacity, **settings)

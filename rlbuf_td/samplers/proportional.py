@@ -109,7 +109,8 @@ class ProportionalSampler(Prioritized):
         RuntimeError: (when sampling) the buffer is empty, or (on the CPU) no row has a positive priority.
         MemoryError: the priorities do not fit into memory.
 
-    Cost: O(B log N) to draw and to update; O(N) to change alpha; 20 bytes per row.
+    Cost: O(B log N) to draw and to update; O(N) to change alpha; 20 bytes per row. On a GPU: O(N) to draw, which scans
+    all weights, O(B log B) to update, and 16 bytes per row.
     Source: Schaul, Quan, Antonoglou, Silver: Prioritized Experience Replay, ICLR 2016, section 3.3; for
     ``min_priority``: Fujimoto, Meger, Precup: An Equivalence between Loss Functions and Non-Uniform Sampling in
     Experience Replay, NeurIPS 2020.

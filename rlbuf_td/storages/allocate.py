@@ -1,4 +1,4 @@
-"""Allocates the rows of a PackedStorage in RAM, shared memory, page-locked RAM or a file, or on a CUDA device."""
+"""Allocates the rows of a PackedStorage in RAM, shared memory or a file, or on another device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from rlbuf_td.kernels.huge_pages import advise_huge_pages
 from rlbuf_td.storages.dedup import DedupLayout, Sections
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.memory_budget import Purpose, require_room, room_for, show_bytes
-from rlbuf_td.storages.pinned import page_locked, refuse_offload
 from rlbuf_td.storages.rows import PlainRows, Rows
 from rlbuf_td.storages.rows.dedup import DedupRows, grows
 from rlbuf_td.storages.schema import SchemaError
@@ -30,9 +29,7 @@ _FILL = 256 << 20  # most bytes reserved ahead
 _NORESERVE = 0x4000 if sys.platform == "linux" else 0  # Python defines it from 3.13 on
 
 
-def refuse(device: Any, scratch_dir: Any, shared: bool, offload: bool, dedup: bool) -> None:
-    if offload:
-        refuse_offload(device, scratch_dir=scratch_dir, shared=shared, dedup=dedup)
+def refuse(device: Any, scratch_dir: Any, shared: bool) -> None:
     if scratch_dir is not None and shared:
         raise ValueError("a memory-mapped file is shared already: pass scratch_dir or shared, not both")
     if (scratch_dir is not None or shared) and torch.device("cpu" if device == "auto" else device).type != "cpu":
@@ -101,7 +98,7 @@ def make_rows(
             memory = allocate_bytes(sections.fixed, place, purpose).zero_()
         else:
             shared = storage.shared_rows.file if storage.shared_rows is not None and scratch_dir is None else None
-            where = {"scratch_dir": scratch_dir, "shared": shared, "offload": storage.offload}
+            where = {"scratch_dir": scratch_dir, "shared": shared}
             sparse = None if sections is None else (sections.likely, sections.fixed)
             memory = allocate_bytes(nbytes, place, purpose, **where, sparse=sparse)
             # For longer rows, huge pages cost more at the first write than they save in reads.
@@ -136,13 +133,8 @@ def find_rows(storage: Any, layout: RowLayout, shape: torch.Size, dedup: DedupLa
 def _remedy(storage: Any, layout: RowLayout) -> str:
     largest = max(layout.leaves, key=lambda leaf: leaf.nbytes)
     elsewhere = "another scratch_dir" if storage.scratch_dir else "scratch_dir=..., which keeps the rows in a file"
-    if storage.offload:
-        elsewhere = (
-            "raise the limits on locked memory (ulimit -l, or a container's), or keep the rows on the CPU in a file "
-            "(scratch_dir=...) and move batches to the GPU with ReplayBuffer(device=...)"
-        )
-    elif storage.device != "auto" and torch.device(storage.device).type == "cuda":
-        elsewhere = "offload=True, which keeps the rows in RAM"
+    if storage.device != "auto" and torch.device(storage.device).type != "cpu":
+        elsewhere = "keep the rows on the CPU and move batches with ReplayBuffer(device=...)"
     return (
         f"Take a smaller max_size, or {elsewhere}; the largest key is {largest.name}, {largest.nbytes:,} bytes per "
         "row. rlbuf_td.plan(...) shows the memory of every key."
@@ -156,31 +148,27 @@ def allocate_bytes(
     *,
     scratch_dir: Path | None = None,
     shared: Any = None,
-    offload: bool = False,
     sparse: tuple[int, int] | None = None,
 ) -> torch.Tensor:
-    """Return ``[nbytes]`` uint8 on a device, in a file, in the nameless file ``shared``, or in page-locked RAM.
+    """Return ``[nbytes]`` uint8 on a device, in a file, or in the nameless file ``shared``.
 
     With ``sparse=(likely, at_once)``, all bytes are zero, only ``likely`` bytes must be free, and a file reserves disk
     space only for its first ``at_once`` bytes.
     """
-    place = torch.device("cpu") if offload else device
-    lazily = scratch_dir is None and not offload
+    lazily = scratch_dir is None
     likely, at_once = sparse or (nbytes, nbytes)
     is_shared = shared is not None
-    require_room(likely, place, purpose, scratch_dir=scratch_dir, shared=is_shared, lazily=lazily)
+    require_room(likely, device, purpose, scratch_dir=scratch_dir, shared=is_shared, lazily=lazily)
     if scratch_dir is not None:
         return _make_file(scratch_dir, nbytes, at_once)
     try:
         if is_shared:
             return shared.map(nbytes)
-        if offload:
-            return page_locked(nbytes, device)
         if sparse is None:
             return torch.empty(nbytes, dtype=torch.uint8, device=device)
         memory = _zeros_not_reserved(nbytes)
     except (OSError, OverflowError, RuntimeError) as error:
-        words = room_for(place, shared=is_shared).words() + (f", but {error}" if offload else "")
+        words = room_for(device, shared=is_shared).words()
         message = f"{purpose.what} {show_bytes(likely)}, which cannot be allocated: {words}. {purpose.remedy}"
         raise MemoryError(message) from error
     advise_huge_pages(memory)

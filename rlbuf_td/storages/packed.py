@@ -35,14 +35,11 @@ class PackedStorage(LazyTensorStorage):
 
     Args:
         max_size: capacity in transitions. With ``ndim > 1``, the capacity is rounded up to whole time steps.
-        device: device of the rows: ``"cpu"``, a CUDA device, or ``"auto"`` (the device of the first written data).
+        device: device of the rows: ``"cpu"``, a CUDA device (not tried yet), or ``"auto"``, that of the first data.
         ndim: number of leading dims that index transitions: 1 for ``[T]``, 2 for ``[T, E]`` (time, lanes).
         scratch_dir: folder for a memory-mapped file of the rows (CPU only).
         shared: put the rows into shared memory (CPU only), see :meth:`ReplayBuffer.share`. On Linux, the size of
             ``/dev/shm`` does not limit the rows.
-        offload: keep the rows in page-locked RAM, which the CUDA ``device`` reads and writes over the bus. The buffer
-            may then exceed the device's memory. The first write allocates the RAM for all ``max_size`` rows. This
-            option needs Linux, and excludes ``scratch_dir``, ``shared``, ``share_next`` and ``frames``.
         share_next: store an observation once if the next observation of a row and the observation of the following row
             in the same lane have equal bytes. ``True`` deduplicates all keys at the root that also exist under
             ``"next"``; a list names the keys. ``"auto"`` deduplicates the keys that repeat in at least half of the
@@ -68,8 +65,8 @@ class PackedStorage(LazyTensorStorage):
     Raises:
         ValueError: an argument is out of range, or two arguments exclude each other.
         SchemaError: (on writing) the data does not match the rows; nothing is written.
-        MemoryError: (on the first write) the rows need more than the total RAM, or, with ``offload`` or a CUDA device,
-            more than the free memory. With ``offload``, the system may also refuse to lock the RAM.
+        MemoryError: (on the first write) the rows need more than the total RAM, or, on another device, more than the
+            free memory.
         OSError: (on the first write) the disk of ``scratch_dir`` has too little room.
 
     Warns:
@@ -107,7 +104,6 @@ class PackedStorage(LazyTensorStorage):
         ndim: int = 1,
         scratch_dir: str | Path | None = None,
         shared: bool = False,
-        offload: bool = False,
         share_next: bool | str | Sequence[NestedKey] = False,
         frames: Mapping[NestedKey, Any] | None = None,
         existsok: bool = False,
@@ -119,12 +115,12 @@ class PackedStorage(LazyTensorStorage):
     ) -> None:
         self.dedup_options = DedupOptions.of(share_next, frames)
         max_size, ndim = whole(1)("max_size", max_size), whole(1)("ndim", ndim)
-        allocate.refuse(device, scratch_dir, shared, offload, bool(self.dedup_options))
+        allocate.refuse(device, scratch_dir, shared)
         allocate.refuse_init(shared_init, cleanup_memmap, compilable, shared, device)
         super().__init__(max_size, device=device, ndim=ndim)
         self.scratch_dir = None if scratch_dir is None else Path(scratch_dir)
         self.existsok, self.auto_cleanup = existsok, bool(auto_cleanup)
-        self.shared, self.offload = shared, offload
+        self.shared = shared
         self.rows: Rows | None = None  # from the first write on
         self.live: Rows | None = None  # the written rows, cached by the last read
         self.is_reserved = False  # whether the rows were allocated by `reserve`; the first write may add keys

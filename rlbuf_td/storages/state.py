@@ -82,11 +82,10 @@ def snapshot(storage: Any) -> dict[str, Any]:
 
 
 def state_dict(storage: Any) -> dict[str, Any]:
-    """Return the layout, the counters, and a copy of the rows, on the same device (with ``offload``: in RAM)."""
+    """Return the layout, the counters, and a copy of the rows, on the same device."""
     state, rows = snapshot(storage), storage.rows
-    if rows is not None:  # the device may lack the memory for a copy of page-locked rows
-        device = torch.device("cpu") if storage.offload else rows.matrix.device
-        state["rows"] = state["rows"].to(device, copy=True)
+    if rows is not None:
+        state["rows"] = state["rows"].clone()
     if "entries" in state:
         state["entries"] = [entries.clone() for entries in state["entries"]]
     return state
@@ -199,7 +198,7 @@ def describe(storage: Any) -> str:
     name, rows = type(storage).__name__, storage.rows
     if rows is None:
         return f"{name}(max_size={storage.max_size}, ndim={storage.ndim}, device={storage.device}, empty)"
-    place = "page-locked RAM, read by " * storage.offload + str(rows.matrix.device)
+    place = str(rows.matrix.device)
     if storage.shared or storage.scratch_dir is not None:
         place = "shared memory" if storage.shared else "mapped file"
     saved = sum(storage.saved_bytes.values())

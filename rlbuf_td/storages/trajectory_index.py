@@ -51,7 +51,7 @@ class TrajectoryIndex:
         IndexError: (on a look-up) an index is -1, or outside the written rows; indices on CUDA are not checked.
 
     Cost: look-ups and writes are O(1) per row; the index takes 0.3 bytes per row. On other devices, the index takes
-    18 bytes per row, and the first look-up after a write reads all rows.
+    2 bytes per row, 8 more for look-ups, and the first look-up after a write reads all rows.
 
     TorchRL has no such index.
 

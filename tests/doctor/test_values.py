@@ -146,12 +146,11 @@ def test_images_stored_as_floats_are_found(change: Any, is_image: bool) -> None:
     assert all("4 times the memory" in finding.explanation for finding in found)
 
 
-def test_rows_on_a_device_and_in_a_file_are_read(rows: TensorDict, device: torch.device, tmp_path: Any) -> None:
+def test_rows_in_a_file_are_read(rows: TensorDict, device: torch.device, tmp_path: Any) -> None:
     rows["next", "reward"][700] = float("nan")
     rows["next", "done"] = rows["next", "done"].roll(1, 0)
-    settings: dict[str, Any] = {"device": device} if device.type == "cuda" else {"scratch_dir": tmp_path / "rows"}
-    rb = ReplayBuffer(storage=PackedStorage(1_000, **settings))
-    rb.extend(rows.to(device))
+    rb = ReplayBuffer(storage=PackedStorage(1_000, device=device, scratch_dir=tmp_path / "rows"))
+    rb.extend(rows)
     assert check(rb, space=BOX).codes == ["done-shifted", "not-finite"]
 
 

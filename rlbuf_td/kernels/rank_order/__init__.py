@@ -37,6 +37,6 @@ def make_order(magnitude: Tensor, stale_updates: int = 0) -> RankOrder:
 
 
 def order_bytes(capacity: int, device: torch.device) -> int:
-    if device.type == "cuda":
+    if device.type != "cpu":
         return capacity * (4 + 2 * 8)  # magnitudes, rows by rank and ranks by row
     return sum(tensor.nbytes for tensor in allocate(capacity, "meta").values())  # shapes without memory

@@ -125,6 +125,6 @@ def _starts(rows: int) -> list[int]:
 def _memory(size: int, device: torch.device | str) -> Tensor:
     with outside_inference_mode():
         memory = torch.empty(size, dtype=torch.float64, device=device)
-    if not memory.is_cuda:
+    if memory.is_cpu:
         advise_huge_pages(memory)
     return memory

@@ -229,7 +229,7 @@ class PlainRows(Rows):
 
 def from_start(index: torch.Tensor, size: int) -> torch.Tensor:
     """Convert negative indices, which count from the end; on the CPU, refuse indices out of range."""
-    if index.is_cuda:
+    if not index.is_cpu:
         return index % max(1, size)
     if not index.numel():
         return index

@@ -176,15 +176,14 @@ def share(storage: Any) -> Any:
     Cost: one copy of all rows in RAM; later, each write also copies the rows that it replaces.
 
     Raises:
-        ValueError: the rows are on a CUDA device or in page-locked RAM.
+        ValueError: the rows are not on the CPU.
         MemoryError: the written rows do not fit into shared memory a second time; nothing has changed.
     """
     if storage.shared_rows is not None:
         return storage
-    if storage.offload or torch.device("cpu" if storage.device == "auto" else storage.device).type != "cpu":
-        where = f"page-locked in this process for {storage.device}" if storage.offload else f"on {storage.device}"
+    if torch.device("cpu" if storage.device == "auto" else storage.device).type != "cpu":
         raise ValueError(
-            f"rows {where} cannot be shared by several processes: keep them on the CPU, and move batches "
+            f"rows on {storage.device} cannot be shared by several processes: keep them on the CPU, and move batches "
             f"(a transform does), or let one process write{PROCESSES}"
         )
     with storage.lock:
