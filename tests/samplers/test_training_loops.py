@@ -73,6 +73,7 @@ def test_nothing_of_a_device_is_copied_to_the_host(name):
             rb.update_tensordict_priority(batch)
             if rb.parts.prioritized is not None:
                 rb.update_priority(batch["index"], td_error)
+                rb.sampler.mark_update(batch["index"])  # as TorchRL's buffers do after a write
     assert batch["x"].is_meta
     assert rb.full
 
