@@ -7,6 +7,7 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -14,8 +15,10 @@ from torchrl.data.replay_buffers import (
     LazyTensorStorage,
     PrioritizedSampler,
     RandomSampler,
+    Sampler,
     SamplerWithoutReplacement,
     SliceSampler,
+    TensorDictMaxValueWriter,
     TensorDictReplayBuffer,
     TensorDictRoundRobinWriter,
 )
@@ -30,6 +33,7 @@ from rlbuf_td import (
     RankSampler,
     ReplayBuffer,
     RingWriter,
+    RolloutBuffer,
     SchemaError,
     UniformSampler,
 )
@@ -327,6 +331,113 @@ def test_rows_that_are_batches_come_back_as_such(ndim):
     index = batch["index"][:, 0].unbind(-1) if ndim == 2 else batch["index"][:, 0]
     found = rb.sampler.priority(index, storage=rb.storage)
     assert torch.equal(found, batch["x"][:, 3].double() + 1)  # the largest of each row
+
+
+@pytest.mark.parametrize("writer", [TensorDictMaxValueWriter, TensorDictRoundRobinWriter])
+@pytest.mark.parametrize("first", ["add", "extend"])
+def test_writers_of_torchrl_that_add_the_index_write_one_row_and_then_several(writer, first):
+    settings = {"rank_key": "observation"} if writer is TensorDictMaxValueWriter else {}
+    rb = ReplayBuffer(storage=PackedStorage(8), writer=writer(**settings), batch_size=4)
+    data = TensorDict({"observation": torch.arange(6.0)[:, None]}, [6])
+    for how in (first, "add", "extend"):
+        rb.add(data[0].clone()) if how == "add" else rb.extend(data.clone())
+    assert len(rb) == 8
+    assert sorted(rb[:].keys()) == ["observation"]
+    assert sorted(rb.sample().keys()) == ["index", "observation"]
+
+
+@pytest.mark.parametrize("name", [*SAMPLERS])
+def test_batch_sizes_that_are_none_are_refused(name):
+    rb = make(ReplayBuffer, name, batch_size=None)
+    rb.extend(transitions(9).set("desired_goal", torch.zeros(9, 2)).set(("next", "achieved_goal"), torch.zeros(9, 2)))
+    for size in (-1, 2.5, [4]):
+        with pytest.raises(ValueError, match=r"batch_size must be a whole number, at least 0, got"):
+            rb.sample(size)
+    if name == "minibatch":
+        with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
+            rb.sample(0)
+    else:
+        assert len(rb.sample(0)) == 0
+    assert len(rb.sample(4.0)) == 4
+
+
+def test_batches_without_the_report_say_how_to_update_their_priorities():
+    rb = ReplayBuffer(storage=PackedStorage(9), sampler=ProportionalSampler(9), batch_size=4, include_info=False)
+    rb.extend(transitions(9))
+    batch = rb.sample().set("td_error", torch.full((4,), 7.0))
+    with pytest.raises(KeyError, match=r"no 'index': it was sampled with include_info=False.* with return_info=True"):
+        rb.update_tensordict_priority(batch)
+    batch, info = rb.sample(return_info=True)
+    rb.update_priority(info["index"], torch.full((4,), 7.0))
+    assert (rb.sampler.priority(info["index"]) == 7).all()
+    with pytest.raises(KeyError, match="include_info=True"):
+        rb.write_back(batch, "observation", sampled_at=0)
+
+
+@pytest.mark.parametrize("made", [ReplayBuffer, lambda: RolloutBuffer(4)], ids=["replay", "rollout"])
+@pytest.mark.parametrize("data", [{"x": np.zeros(3)}, np.zeros(3), [1.0], None], ids=["dict", "array", "list", "None"])
+def test_data_that_is_no_tensordict_is_refused_with_how_to_wrap_it(made, data):
+    entries = "data" if isinstance(data, dict) else r"\{.observation.: data, ...\}"
+    for how, size in (("extend", r"\[n\]"), ("add", r"\[\]")):
+        words = rf"{how} takes a TensorDict, got \w+: wrap it, TensorDict\({entries}, {size}\).*make_transition\(...\)"
+        with pytest.raises(TypeError, match=words):
+            getattr(made(), how)(data)
+    with pytest.raises(TypeError, match=r"wrap it, TensorDict\(.*make_transition.*LazyTensorStorage"):
+        PackedStorage(3).set(range(3), data)
+    rb = ReplayBuffer()
+    rb.extend(TensorDict({"x": np.zeros(3)}, [3]))  # what the error recommends
+    assert len(rb) == 3
+
+
+def test_a_gpu_that_the_machine_lacks_is_named(monkeypatch):
+    for count in (0, 1):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
+        words = rf"device='cuda:2' is missing: torch finds {count} CUDA devices? on this machine"
+        for make_part in (PackedStorage, partial(ReplayBuffer.from_schema, transitions(1)[0])):
+            with pytest.raises(RuntimeError, match=words):
+                make_part(4, device="cuda:2")
+        with pytest.raises(RuntimeError, match=words):
+            ReplayBuffer(device="cuda:2")
+
+
+class Fixed(Sampler):
+    """A sampler of a user's own, which returns the same rows each time."""
+
+    def __init__(self, rows: Any) -> None:
+        self.rows = rows
+
+    def draw(self, storage: Any, batch_size: int) -> Any:
+        return self.rows, {}
+
+    sample = draw
+
+    def _empty(self) -> None:
+        pass
+
+    dumps = loads = load_state_dict = lambda self, _: None
+    state_dict: Any = dict
+
+
+@pytest.mark.parametrize("wrap", [lambda sampler: sampler, partial(NStepSampler, n_steps=2, gamma=0.9)])
+def test_rows_that_a_users_sampler_must_not_draw_are_named(wrap):
+    wrong = [
+        (
+            torch.tensor([0, 1], dtype=torch.int32),
+            TypeError,
+            r"got torch.int32 of shape \[2\]: return rows.to\(torch.int64",
+        ),
+        (torch.tensor([0.0, 1.0]), TypeError, "got torch.float32"),
+        (torch.tensor([[0], [1]]), TypeError, r"draw\(\) of Fixed must return .* \[B\] int64, got .* \[2, 1\]"),
+        (np.arange(2), TypeError, "must return a tensor of rows, .*got ndarray"),
+        ([0, 1], TypeError, "must return a tensor of rows, .*got list"),
+        (torch.tensor([0, 99]), IndexError, "row 99 .* rows 0 to 19 have been written"),
+        (torch.tensor([-1, 0]), IndexError, "row -1 "),
+    ]
+    for rows, error, words in wrong:
+        rb = ReplayBuffer(storage=PackedStorage(30), sampler=wrap(Fixed(rows)), batch_size=2)
+        rb.extend(steps_of(1, 20)[0])
+        with pytest.raises(error, match=words):
+            rb.sample()
 
 
 def steps_of(lanes: int, steps: int) -> TensorDict:

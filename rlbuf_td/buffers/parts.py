@@ -19,10 +19,11 @@ from torchrl.data.replay_buffers import (
 
 from rlbuf_td.buffers.flow import FlowControl
 from rlbuf_td.envs.trajectory_numbers import TrajectoryNumbers
-from rlbuf_td.samplers.common import refuse_stored, refuse_taken, reported_by
+from rlbuf_td.samplers.common import refuse_drawn, refuse_stored, refuse_taken, reported_by
 from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.wrapper import SamplerWrapper
 from rlbuf_td.storages import PackedStorage, torchrl_parts
+from rlbuf_td.storages.checks import whole
 from rlbuf_td.storages.indexing import attached_or_new
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.memory_budget import Purpose, require_room, shared_tensors
@@ -83,6 +84,7 @@ class Parts(NamedTuple):
             flat, info, batch = self.sampler.draw_batch(self.storage, batch_size)
         else:
             flat, info = self.sampler.draw(self.storage, batch_size)
+            refuse_drawn(self.sampler, flat)
             batch = gather(flat)
         if not info.keys() <= self.report_keys:  # a user's sampler
             refuse_taken(self.sampler, self.storage.layout.names, info.keys() - self.report_keys)
@@ -92,6 +94,12 @@ class Parts(NamedTuple):
         """Exclude the sampler's entries ``info`` from a batch, except entries that the rows have, too."""
         stored = self.storage.layout.places if self.draws else {}
         return batch.exclude(*(key for key in info if as_tuple(key) not in stored))
+
+
+def as_size(batch_size: Any) -> int | None:
+    """Convert a batch size to an int; raise a ValueError if it is negative or no whole number."""
+    is_size = batch_size is None or (type(batch_size) is int and batch_size >= 0)
+    return batch_size if is_size else whole(0)("batch_size", batch_size)
 
 
 def _newest_step(storage: PackedStorage) -> int:

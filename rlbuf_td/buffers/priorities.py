@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -86,13 +86,23 @@ def write_priorities(
         rb.stale_updates.add(stale)
 
 
+def refuse_missing(key: NestedKey) -> NoReturn:
+    """Raise a KeyError for a batch without TD errors, or without the index of its rows."""
+    remedy = "set the TD errors of the sampled rows"
+    if key == "index":
+        remedy = (
+            "it was sampled with include_info=False, or a transform has removed it. Sample with include_info=True, or "
+            "with return_info=True, and call update_priority(info['index'], td_error)"
+        )
+    raise KeyError(f"the batch has no {key!r}: {remedy}{PRIORITIES}")
+
+
 def errors_of(parts: Parts, data: TensorDictBase, key: NestedKey) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the index of the rows whose priorities a batch updates, and one TD error for each row."""
     entries, sampler = entries_of(data), parts.prioritized
     td_error = entries.get(key) if type(key) is str else data.get(key, None)
     index = entries.get("index")
     if td_error is None or index is None or sampler is None:
-        missing = key if td_error is None else "index"
-        raise KeyError(f"the batch has no {missing!r}: set the TD errors of the sampled rows{PRIORITIES}")
+        refuse_missing(key if td_error is None else "index")
     td_error, index = by_row(td_error, index, data.ndim, parts.storage, sampler.reduction)
     return (index, td_error) if parts.wrapper is None else parts.wrapper.anchored(data, index, td_error)

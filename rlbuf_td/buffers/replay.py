@@ -16,7 +16,7 @@ from tensordict.nn.utils import _set_dispatch_td_nn_modules
 from torchrl.data.replay_buffers import TensorDictReplayBuffer
 
 from rlbuf_td.buffers import abilities, editing, flow, minari_data, parts, prefetch, priorities, torchrl_data, writing
-from rlbuf_td.buffers.parts import Parts
+from rlbuf_td.buffers.parts import Parts, as_size
 from rlbuf_td.buffers.plan import Planned
 from rlbuf_td.buffers.prefetch import Prefetcher, Sample
 from rlbuf_td.buffers.wrapped_plan import make_plan
@@ -27,6 +27,7 @@ from rlbuf_td.diagnostics.html import html_of
 from rlbuf_td.samplers import UniformSampler
 from rlbuf_td.samplers.common import OwnSignature
 from rlbuf_td.storages import PackedStorage, torchrl_parts
+from rlbuf_td.storages.checks import usable_device
 from rlbuf_td.storages.indexing import attached_or_new, coordinates, merge_, put_back_
 from rlbuf_td.storages.write_clock import SAMPLED_AT, Tally
 from rlbuf_td.writers import RingWriter
@@ -111,7 +112,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
         self._rows_without_plan: Any = None
         ahead = kwargs.get("prefetch") or 0
         self.flow = flow.make_flow(samples_per_insert, min_size, tolerance, ahead)
-        device = None if device is None else torch.device(device)
+        device = None if device is None else usable_device(device)
         self.prefetcher = Prefetcher(self, device, ahead) if ahead or device is not None else None
         defaults = {"storage": partial(PackedStorage, 1_000), "sampler": UniformSampler, "writer": RingWriter}
         if kwargs.get("consume_after_n_samples") is not None:
@@ -212,6 +213,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
             timeout: longest wait in seconds; ``None`` waits forever.
 
         Raises:
+            ValueError: the batch size is negative or no whole number.
             RuntimeError: no batch size is given. Without ``wait``, also: the buffer is empty, or flow control does not
                 admit the batch.
             TimeoutError: the wait took longer than ``timeout``.
@@ -232,7 +234,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
         if not (self.parts or self.initialize()).draws:
             generally = super().sample if include_info else super(TensorDictReplayBuffer, self).sample
             return generally(batch_size, return_info)
-        size = self._batch_size if batch_size is None else batch_size
+        size = as_size(self._batch_size if batch_size is None else batch_size)
         is_other = size != self._batch_size is not None and self.prefetcher is None
         if self._service_shutdown or size is None or is_other:  # TorchRL raises an error or warns
             batch, info = super(TensorDictReplayBuffer, self).sample(batch_size, return_info=True)

@@ -11,6 +11,7 @@ from tensordict.nn import TensorDictModuleBase
 
 from rlbuf_td.buffers.prefetch import Sample
 from rlbuf_td.buffers.replay import ReplayBuffer
+from rlbuf_td.buffers.writing import refuse_other_data
 from rlbuf_td.functional import explained_variance, normalize
 from rlbuf_td.samplers.minibatch import MinibatchSampler
 from rlbuf_td.storages import PackedStorage, SchemaError, torchrl_parts
@@ -151,7 +152,7 @@ class RolloutBuffer(ReplayBuffer):
 
     def _refuse_shape(self, how: str, data: TensorDictBase, expected: tuple[int | None, ...]) -> None:
         if not isinstance(data, TensorDictBase):
-            raise TypeError(f"{how} takes a TensorDict, got {type(data).__name__}")
+            refuse_other_data(how, data)
         got = tuple(data.batch_size)
         ids = data.get(self._writer.estimator.trajectory_key, None) if len(got) > len(expected) else None
         lacks_lanes = ids is not None and ids.ndim > len(expected)  # an inner dim of a step has no trajectories

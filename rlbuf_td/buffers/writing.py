@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -23,7 +23,7 @@ from rlbuf_td.storages.interrupts import held_back
 from rlbuf_td.storages.schema import kind, reshaped, show_key
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex, as_tuple
 from rlbuf_td.storages.write_clock import SAMPLED_AT, skip_stale
-from rlbuf_td.storages.writes import edit_entries, is_key
+from rlbuf_td.storages.writes import edit_entries, is_key, wrapping
 
 
 def add(rb: Any, data: TensorDictBase) -> int | torch.Tensor:
@@ -126,7 +126,11 @@ def check_write_back(
     if sampled_at is not None:
         stamp = torch.full(batch.batch_size, sampled_at, device=storage.device)
     if index is None or stamp is None:
-        reason = "the rows are not known" if index is None else "rows may have been replaced since it was sampled"
+        reason = (
+            "its rows are not known, sample it with include_info=True"
+            if index is None
+            else "rows may have been replaced since it was sampled"
+        )
         remedy = "" if index is None else ": read rb.storage.clock.now before, and pass it as sampled_at="
         raise KeyError(f"the batch has no {'index' if index is None else SAMPLED_AT!r}: {reason}{remedy}")
     names = [as_tuple(key) for key in _listed(keys)]
@@ -267,10 +271,15 @@ def _warn_of_long_rows(parts: Parts, rows: TensorDictBase, lead_dims: int) -> No
     )
 
 
+def refuse_other_data(how: str, data: Any) -> NoReturn:
+    remedy = wrapping(data, "[n]" if how == "extend" else "[]")
+    raise TypeError(f"{how} takes a TensorDict, got {type(data).__name__}: {remedy}")
+
+
 def _transitions(data: Any, how: str) -> TensorDictBase:
     """Check ``data``, and remove the entries that a prioritized sampler adds to batches."""
     if type(data) is not TensorDict and not isinstance(data, TensorDictBase):
-        raise TypeError(f"{how} takes a TensorDict, got {type(data).__name__}")
+        refuse_other_data(how, data)
     if how == "extend" and not data.ndim:
         raise ValueError("extend takes several transitions, [n], got a single one: use add")
     keys = data.keys()  # only one of these two keys may be an entry of the user

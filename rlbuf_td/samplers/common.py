@@ -201,6 +201,16 @@ def refuse_taken(sampler: Sampler, stored: Mapping[str, Any], report_keys: Itera
         refuse_other_index(stored["index"])
 
 
+def refuse_drawn(sampler: Sampler, flat: Any) -> None:
+    """Raise a TypeError if a sampler's ``draw`` did not return flat rows, ``[B]`` int64."""
+    if not isinstance(flat, Tensor) or flat.dtype is not torch.int64 or flat.ndim != 1:
+        got = f"{flat.dtype} of shape {[*flat.shape]}" if isinstance(flat, Tensor) else type(flat).__name__
+        remedy = "return rows.to(torch.int64), flat indices below len(storage)"
+        raise TypeError(
+            f"draw() of {type(sampler).__name__} must return a tensor of rows, [B] int64, got {got}: {remedy}"
+        )
+
+
 def uniform_numbers(count: int, generator: torch.Generator | None, device: torch.device) -> Tensor:
     """Draw ``[count]`` float64 numbers in ``[0, 1)`` on the generator's device, and return them on ``device``."""
     source = device if generator is None else generator.device

@@ -28,8 +28,8 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
         drop_last: whether to drop the last rows of an epoch if they do not fill a batch.
 
     Raises:
-        ValueError: ``epochs`` is not a positive whole number; (when sampling) another buffer uses the sampler, or the
-            buffer has fewer rows than a batch and ``drop_last`` is set.
+        ValueError: ``epochs`` is not a positive whole number; (when sampling) another buffer uses the sampler, the
+            batch size is below 1, or the buffer has fewer rows than a batch and ``drop_last`` is set.
         RuntimeError: (when sampling) the buffer is empty.
 
     Cost: O(B) per batch, and one permutation per epoch.
@@ -75,6 +75,8 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
         rows = len(storage)
         if rows == 0:
             raise RuntimeError(EMPTY)
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {batch_size}: epochs of empty batches never end")
         if self.drop_last and rows < batch_size:
             raise ValueError(f"drop_last leaves no batch: {rows} rows are fewer than the batch size {batch_size}")
         self._serves.claim(storage)

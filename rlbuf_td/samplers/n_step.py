@@ -117,7 +117,8 @@ class NStepSampler(SamplerWrapper):
             steps = read(window.flatten(), (first if owner is None else owner).repeat_interleave(n))
             end = torch.zeros_like(window, dtype=torch.bool)
             for key in bound.ends:
-                end |= leaf_of(steps, key).reshape(*window.shape, -1).any(2)
+                flags = leaf_of(steps, key)
+                end |= flags.reshape(*window.shape, flags.shape[1:].numel()).any(2)
             reward = leaf_of(steps, self.reward_key).unflatten(0, window.shape)
             total, taken = n_step_sums(reward, end, ahead, self.gamma)
             set_entries_(batch, {"next": steps.get("next")[first * n + taken - 1]})

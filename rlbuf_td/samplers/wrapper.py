@@ -12,7 +12,7 @@ from torch import Tensor
 from torchrl.data.replay_buffers import PrioritizedSampler, Sampler, Storage
 
 from rlbuf_td.checkpoint.parts import resized_state
-from rlbuf_td.samplers.common import RowSampler, StatefulSampler, refuse_stored, reported_by
+from rlbuf_td.samplers.common import RowSampler, StatefulSampler, refuse_drawn, refuse_stored, reported_by
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.indexing import Index, coordinates, device_of, flat_rows, refuse_unwritten
 from rlbuf_td.storages.tensordict_fast import leaf_of
@@ -186,6 +186,7 @@ def draw_from(sampler: Sampler, storage: Storage, batch_size: int) -> tuple[Tens
     else:
         flat, info = draw(storage, batch_size)
     if not isinstance(sampler, RowSampler):  # compiled loops look up the trajectories of these rows without a check
+        refuse_drawn(sampler, flat)
         refuse_unwritten(flat, storage)
     return flat, info
 

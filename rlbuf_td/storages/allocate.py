@@ -16,6 +16,7 @@ import torch
 from tensordict import TensorDictBase
 
 from rlbuf_td.kernels.huge_pages import advise_huge_pages
+from rlbuf_td.storages.checks import usable_device
 from rlbuf_td.storages.dedup import DedupLayout, Sections
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.memory_budget import Purpose, require_room, room_for, show_bytes
@@ -43,6 +44,8 @@ def refuse_init(shared_init: bool, cleanup_memmap: bool, compilable: bool, share
         raise RuntimeError("a storage with compilable=True cannot be shared by processes: leave out compilable")
     if shared_init and torch.device("cpu" if device == "auto" else device).type != "cpu":
         raise ValueError(f"shared_init needs device='cpu', got device={str(device)!r}")
+    if device != "auto":
+        usable_device(device)
 
 
 def reserve(storage: Any, schema: TensorDictBase) -> None:

@@ -6,12 +6,25 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+import torch
+
 
 def as_number(value: Any) -> float:
     """Convert a value to a float; return NaN if it is no number."""
     with suppress(TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor with several elements
         return float(value)
     return float("nan")
+
+
+def usable_device(device: Any) -> torch.device:
+    """Convert a device; raise a RuntimeError if it is a CUDA device that this machine lacks."""
+    device = torch.device(device)
+    count = torch.cuda.device_count() if device.type == "cuda" else 0
+    if device.type == "cuda" and (device.index or 0) >= count:
+        known = f"torch finds {count} CUDA device{'' if count == 1 else 's'} on this machine"
+        why = "" if torch.version.cuda else " (this torch was built without CUDA)"
+        raise RuntimeError(f"device={str(device)!r} is missing: {known}{why}: use device='cpu'")
+    return device
 
 
 def exponent(name: str, value: Any) -> float:

@@ -64,6 +64,7 @@ class PackedStorage(LazyTensorStorage):
 
     Raises:
         ValueError: an argument is out of range, or two arguments exclude each other.
+        RuntimeError: ``device`` is a CUDA device that this machine lacks.
         SchemaError: (on writing) the data does not match the rows; nothing is written.
         MemoryError: (on the first write) the rows need more than the total RAM, or, on another device, more than the
             free memory.
@@ -256,7 +257,7 @@ class PackedStorage(LazyTensorStorage):
         Raises:
             SchemaError: ``data`` does not match the rows; nothing has been written.
         """
-        rows, leaves, count = writes.admit(self, data, single, drop_index=True)
+        rows, leaves, count = writes.admit(self, data, single)
         writes.begin(self, start, count)
         rows.copy_(start, count, leaves)
         self.clock.advance(start, count, rows.shape, rows.matrix.device)

@@ -71,6 +71,15 @@ def _as_steps(cursor: Any, total: int, live: int, append: bool) -> np.ndarray:
     return steps.astype(np.int64)
 
 
+def wrapping(data: Any, batch_size: str = "[n]") -> str:
+    """Return how to make a TensorDict of ``data``, for error messages."""
+    entries = "data" if isinstance(data, Mapping) else '{"observation": data, ...}'
+    return (
+        f"wrap it, TensorDict({entries}, {batch_size}), where NumPy arrays may be values; "
+        "make_transition(...) wraps what a step of a Gymnasium environment returns"
+    )
+
+
 def as_tensordict(data: Any) -> TensorDictBase:
     if type(data) is TensorDict:
         return data
@@ -78,7 +87,7 @@ def as_tensordict(data: Any) -> TensorDictBase:
         data = torch.stack(list(data))
     if not isinstance(data, TensorDictBase):
         raise TypeError(
-            f"PackedStorage stores TensorDicts, got {type(data).__name__}: wrap it in a TensorDict, "
+            f"PackedStorage stores TensorDicts, got {type(data).__name__}: {wrapping(data)}, "
             "or use torchrl.data.LazyTensorStorage, which takes tensors, tensorclasses and pytrees"
         )
     return data
@@ -99,14 +108,14 @@ def begin(storage: Any, start: int = 0, count: int = 0, *, cells: torch.Tensor |
         storage.shared_rows.journal.begin(start * lanes, (count or rows.steps) * lanes, len(storage))
 
 
-def admit(storage: Any, data: Any, single: bool, drop_index: bool = False) -> tuple[Rows, list[torch.Tensor], int]:
+def admit(storage: Any, data: Any, single: bool) -> tuple[Rows, list[torch.Tensor], int]:
     """Return the rows, the checked leaves of ``data``, and the number of time steps; allocate rows if necessary."""
     data = as_tensordict(data)
     if storage.rows is None or storage.is_reserved:
         for listener in listeners_of(storage):
             if hasattr(listener, "refuse_inner"):
                 listener.refuse_inner(data.batch_size, storage.ndim - single)
-        if drop_index and "index" in data.keys():
+        if "index" in data.keys():  # some writers of TorchRL's add it
             refuse_other_index(data.get("index"))
             fix_rows(storage, data.exclude("index"), storage.ndim - single)
         else:
