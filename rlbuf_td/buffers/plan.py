@@ -11,14 +11,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from threading import Lock
-from typing import Any, NamedTuple, TypeGuard, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor
 
-from rlbuf_td.kernels.batch import Gather, check_of, never
+from rlbuf_td.kernels.batch import Gather
 from rlbuf_td.kernels.dispatch import backend_of, machine_code
+from rlbuf_td.kernels.host_memory import HostTensors, address_of, in_dispatch_mode
 from rlbuf_td.kernels.rank_order import ChunkedOrder
 from rlbuf_td.kernels.strata import NORMS, step_of
 from rlbuf_td.kernels.sum_tree import REFUSED
@@ -74,7 +75,7 @@ class Plan(Planned):
 
     reports: tuple[tuple[str, torch.dtype], ...] = ()  # the sampler's report: the name and dtype of each entry
     table = 0  # address of an array with the addresses of the priorities
-    kept: tuple[Any, ...] = ()  # objects that are kept alive because the kernel reads their memory
+    kept: Any = None  # what is kept alive because the kernel reads its memory
     read_entries: Callable[..., Any] | None = None  # the machine code that reads deduplicated observations
     pools: tuple[Any, ...] = ()  # further arguments of ``read_entries``
 
@@ -85,11 +86,12 @@ class Plan(Planned):
         index = (torch.int64, torch.Size([storage.ndim] if self.lanes else []))
         more = [index, *((dtype, torch.Size([])) for _, dtype in self.reports)]
         leaves = [(leaf.dtype, leaf.shape) for leaf in self.rows.layout.leaves if gathers]
-        self.flat = torch.empty(size, dtype=torch.int64, device="cpu")  # scratch memory, used with the lock held
-        self.uniform = torch.empty(size, dtype=torch.float64, device="cpu")
+        self.flat = torch.zeros(size, dtype=torch.int64, device="cpu")  # scratch memory, used with the lock held
+        self.uniform = torch.zeros(size, dtype=torch.float64, device="cpu")
         scratch = {"flat": self.flat.data_ptr(), "uniform": self.uniform.data_ptr()}
         shape = {"steps": self.rows.steps, "lanes": self.lanes, "table": self.table}
         extents = self.rows.extents[: len(leaves)]
+        self.place = self.rows.flat.data_ptr()  # the kernels' address of the rows
         self.gather = Gather(self.rows.flat, extents, leaves + more, size, **scratch, **shape)
         self.names = ("index", *(name for name, _ in self.reports))
         self.batch_size, self.index_shape = torch.Size([size]), torch.Size([size, *index[1]])
@@ -99,8 +101,10 @@ class Plan(Planned):
             self.read_entries, self.pools = _read_entries_loop(), self.rows.table.addresses
 
     def holds(self) -> bool:
-        """Whether storage and sampler are unchanged since the plan was made."""
-        return self.storage.rows is self.rows and generator_of(self.sampler) is self.generator
+        """Whether storage and sampler are unchanged since the plan was made, and the rows are in their old place."""
+        rows = self.rows
+        is_in_place = self.storage.rows is rows and rows.flat.data_ptr() == self.place
+        return is_in_place and generator_of(self.sampler) is self.generator and not in_dispatch_mode()
 
     def make_blanks(self) -> list[Blank]:
         blanks, batch = [], cast(TensorDict, None)
@@ -138,8 +142,7 @@ class UniformPlan(Plan):
     """Draws every row with equal probability, with replacement."""
 
     def holds(self) -> bool:
-        sampler = self.sampler
-        return self.storage.rows is self.rows and generator_of(sampler) is self.generator and not sampler.unique
+        return super().holds() and not self.sampler.unique
 
     def draw(self, written: int, slot: int) -> bool:
         self.flat.random_(0, written, generator=self.generator)
@@ -180,8 +183,9 @@ class MinibatchPlan(Plan):
     def draw(self, written: int, slot: int) -> bool:
         if written - self.sampler.position < self.size:
             return False
-        order, start, _ = self.sampler.advance(self.storage, written, self.size)
-        self.drawn[0] = order.data_ptr() + start * order.itemsize
+        # Kept until the next draw: the sampler drops the order with the last batch, before the batch is gathered.
+        self.kept, start, _ = self.sampler.advance(self.storage, written, self.size)
+        self.drawn[0] = address_of(self.kept) + start * self.kept.itemsize
         self.kernel(self.gather.address, slot)
         return True
 
@@ -192,11 +196,12 @@ class PrioritizedPlan(Plan, ABC):
     reports = (("priority_weight", torch.float32), (SAMPLED_AT, torch.int64))
     fixed: tuple[float, ...] = ()  # further arguments of the kernel that draws
     assigns: Callable[..., Any] | None = None  # the machine code that updates priorities, from the first update on
-    are_usual: Callable[..., bool] = staticmethod(never)  # recognises tensors like those of the last update
+    inputs = HostTensors([])  # recognizes tensors like those of the last update
 
     def __init__(self, storage: PackedStorage, sampler: Any, size: int, gathers: bool = True) -> None:
         self.settings, self.clock = sampler.settings.values, storage.clock.numbers.values
         self.law: Any = sampler.law
+        self.kept = self.law.table  # a load in another thread may replace it during a call
         self.priorities, self.step, self.lock = self.law.table.addresses, step_of(size, True), Lock()
         self.table = self.priorities.ctypes.data
         super().__init__(storage, sampler, size, gathers)
@@ -212,13 +217,16 @@ class PrioritizedPlan(Plan, ABC):
         if type(batch) is not TensorDict or type(priority_key) is not str or batch.batch_size != self.batch_size:
             return None
         entries = entries_of(batch)
-        given: tuple[Any, ...] = entries.get("index"), entries.get(priority_key), entries.get(SAMPLED_AT)
-        if not (self.are_usual(*given) or self.fit(*given)) or self.clock[BY_ROW] or not self.holds():
+        given: list[Any] = [entries.get("index"), entries.get(priority_key), entries.get(SAMPLED_AT)]
+        stamps = 0 if given[2] is None else 1
+        where = self.inputs.addresses(given[: 2 + stamps]) or self.addresses(given[: 2 + stamps])
+        if where is None or self.clock[BY_ROW] or not self.holds():
             return None
-        index, error, stamp = given
         if self.law.min_priority:
-            error = self.law.floored(error)
-        where = index.data_ptr(), error.data_ptr(), 0 if stamp is None else stamp.data_ptr()
+            given[1] = self.law.floored(given[1])
+            where[1] = address_of(given[1])
+        if not stamps:
+            where.append(0)
         with self.lock:
             now = self.storage.numbers.values[0], self.clock[NOW], self.clock[LAST]
             self.assigns = self.assigns or self.update_loop()
@@ -229,18 +237,17 @@ class PrioritizedPlan(Plan, ABC):
             self.settings[LARGEST] = largest
         return stale
 
-    def fit(self, index: Any, error: Any, stamp: Any) -> bool:
-        """Whether the kernel can read the tensors of an update; ``stamp`` may be None."""
-        fits = (
-            _fits(index, torch.int64)
-            and index.shape == self.index_shape
-            and _fits(error, torch.float32)
-            and error.numel() == self.size
-            and (stamp is None or (_fits(stamp, torch.int64) and stamp.shape == self.batch_size))
-        )
-        if fits and stamp is not None:
-            self.are_usual = check_of([index, error, stamp])
-        return fits
+    def addresses(self, given: list[Any]) -> list[int] | None:
+        """Return the addresses of an update's index, TD errors and perhaps stamps; None if they do not fit.
+
+        The TD errors may have further dims of size 1.
+        """
+        error, shape = given[1], self.batch_size
+        if type(error) is Tensor and not error.is_nested and error.numel() == self.size:
+            shape = error.shape
+        entries = (torch.int64, self.index_shape), (torch.float32, shape), (torch.int64, self.batch_size)
+        self.inputs = HostTensors(entries[: len(given)])
+        return self.inputs.addresses(given)
 
     @abstractmethod
     def update_loop(self) -> Callable[..., Any]:
@@ -265,8 +272,7 @@ class ProportionalPlan(PrioritizedPlan):
 
     def holds(self) -> bool:
         return (  # a load or sharing replaces the memory of the sum tree, and a new alpha changes its weights
-            self.storage.rows is self.rows
-            and generator_of(self.sampler) is self.generator
+            super().holds()
             and self.law.table.addresses is self.priorities
             and self.settings[ALPHA] == self.settings[WEIGHED]
         )
@@ -295,10 +301,7 @@ class RankPlan(PrioritizedPlan):
 
     def holds(self) -> bool:
         return (  # a load or sharing replaces the memory of the order, and a new alpha changes the probabilities
-            self.storage.rows is self.rows
-            and generator_of(self.sampler) is self.generator
-            and self.law.table.addresses is self.priorities
-            and self.settings[ALPHA] == self.ranks.alpha
+            super().holds() and self.law.table.addresses is self.priorities and self.settings[ALPHA] == self.ranks.alpha
         )
 
 
@@ -306,12 +309,6 @@ def _read_entries_loop() -> Callable[..., Any]:
     from rlbuf_td.kernels.batch import dedup_cpu
 
     return machine_code(dedup_cpu.read_entries, 0, 0, 0, 0, (0, 0))
-
-
-def _fits(entry: Any, dtype: torch.dtype) -> TypeGuard[Tensor]:
-    """Whether a kernel can read ``entry`` as contiguous host memory of this dtype."""
-    is_plain = type(entry) is Tensor and entry.dtype is dtype and entry.is_cpu
-    return is_plain and entry.is_contiguous() and not entry.is_neg()
 
 
 PLANS: dict[type, type[Plan]] = {

@@ -54,7 +54,7 @@ class WrappedPlan(Planned):
         self.trajectories = TrajectoryIndex.of(storage, done_key=wrapper.done_key, traj_key=wrapper.traj_key)
         self.layout = self.inner.rows.layout
         entries = [(leaf.dtype, leaf.shape) for leaf in self.layout.leaves]
-        self.uniform = torch.empty(size, dtype=torch.float64, device="cpu")
+        self.uniform = torch.zeros(size, dtype=torch.float64, device="cpu")
         record = {"lanes": self.inner.lanes, "uniform": self.uniform.data_ptr()}
         extents = np.column_stack((self.layout.extents, *columns))
         self.gather = Gather(self.inner.rows.flat, extents, [*entries, *more], size, **record)
@@ -83,7 +83,8 @@ class WrappedPlan(Planned):
         blank, drawn = self._blanks.pop() if self._blanks else self.blank()
         if not inner.draw(written, drawn.slot):
             return None
-        self.revise((boundaries.bitmap, self.gather.address, blank.slot, drawn.slot, self.drawn), written, blank)
+        given = boundaries.bitmap, self.gather.address, blank.slot, drawn.slot, self.drawn
+        self.revise(given, written, blank)
         return blank
 
     @abstractmethod
@@ -98,10 +99,11 @@ def fresh_plan(storage: PackedStorage, wrapper: FreshRowsSampler, size: int) -> 
     """Return a plan for the wrapped sampler; its batches begin with newly written rows."""
     plan = PLANS[type(wrapper.sampler)](storage, wrapper.sampler, size)
     wrapper.queue.follow(storage)
-    plan.kept = wrapper, storage.numbers.values, storage.clock.numbers.values
+    kept = storage.numbers.values, storage.clock.numbers.values
+    plan.kept = plan.kept, wrapper, *kept
     record = plan.gather.record
     record["queue"] = wrapper.queue.address
-    record["numbers"], record["clock"] = map(addressof, plan.kept[1:])
+    record["numbers"], record["clock"] = map(addressof, kept)
     return plan
 
 

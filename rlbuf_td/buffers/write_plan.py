@@ -7,7 +7,6 @@ of plain tensors that fit the rows. The buffer then takes the general path, whic
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from ctypes import addressof
 from os import getpid
 from struct import Struct
@@ -22,9 +21,10 @@ from torch import Tensor
 from rlbuf_td.buffers.parts import Parts
 from rlbuf_td.buffers.plan import is_plain
 from rlbuf_td.envs.trajectory_numbers import TrajectoryNumbers
-from rlbuf_td.kernels.batch import RING, check_of
+from rlbuf_td.kernels.batch import RING
 from rlbuf_td.kernels.dispatch import machine_code
 from rlbuf_td.kernels.episodes import BitBoundaries
+from rlbuf_td.kernels.host_memory import HostTensors, has_memory
 from rlbuf_td.kernels.rank_order import ChunkedOrder
 from rlbuf_td.samplers import MinibatchSampler, ProportionalSampler, RankSampler, RecencySampler, UniformSampler
 from rlbuf_td.samplers.priorities import ALPHA, LARGEST, WEIGHED
@@ -36,7 +36,6 @@ from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 from rlbuf_td.writers import RingWriter
 
 _MOST_SIZES = 8  # batch sizes whose checks are kept
-_Expected: TypeAlias = tuple[list[tuple[torch.dtype, torch.Size]], Callable[..., bool]]
 _Numbers: TypeAlias = tuple[BitBoundaries, np.ndarray, Any]
 
 
@@ -60,10 +59,11 @@ class WritePlan:
         self.set_sources = Struct(f"{len(self.extents)}q").pack_into
         self.priorities = sampler.law.table.addresses if parts.prioritized is not None else None
         self.lock = cast(ChunkedOrder, sampler.law.table).lock if type(sampler) is RankSampler else Lock()
-        #: For each batch size: dtype and shape of each leaf, and a function that recognises plain tensors of these.
-        self.expected: dict[torch.Size, _Expected] = {}
+        self.expected: dict[torch.Size, HostTensors] = {}  # recognizes the leaves, by batch size
         self.boundaries = boundaries
         self.bitmap = boundaries[0].bitmap if boundaries is not None else None
+        self.place = self.rows.flat.data_ptr()  # the kernels' address of the rows
+        self.kept = None if parts.prioritized is None else sampler.law.table  # a load may replace it during a call
         self.ring = np.zeros(1, RING)
         for name, number in self._numbers(parts).items():
             self.ring[name] = number
@@ -102,6 +102,7 @@ class WritePlan:
             self.buffer.write_plan is self  # under the lock: another thread may have replaced a part
             and self.buffer.episode_stats is None
             and self.storage.rows is self.rows
+            and self.rows.flat.data_ptr() == self.place
             and (not self.rows.is_mapped or self.storage.process == getpid())  # a fork must not write the file
             and len(self.listeners) == self.listening
             and self.buffer.priority_key == self.priority_key
@@ -142,33 +143,33 @@ class WritePlan:
 
     def collect(self, data: TensorDict, lead: torch.Size) -> list[Tensor] | None:
         """Store the addresses of the data's tensors for the kernel; return the tensors, or None if they do not fit."""
-        expected, are_plain = self.expected.get(lead) or self.expect(lead)
+        expected = self.expected.get(lead) or self.expect(lead)
         try:
             leaves, unknown = self.rows.layout.find(data)
             if unknown:
                 return None
-            for slot, (dtype, shape) in enumerate(() if are_plain(*leaves) else expected):
-                leaf = leaves[slot]
-                if type(leaf) is not Tensor or leaf.dtype is not dtype or leaf.shape != shape:
-                    return None
-                if not leaf.is_cpu or leaf.is_neg():
-                    return None
-                if not leaf.is_contiguous():
-                    leaves[slot] = leaf.contiguous()
-            self.set_sources(self.sources.data, 0, *map(Tensor.data_ptr, leaves))
-        except (SchemaError, RuntimeError):  # sparse, nested and MKL-DNN tensors lack shape or address
+            places = expected.addresses(leaves)
+            if places is None:
+                leaves = [*map(_contiguous, leaves)]
+                places = expected.addresses(leaves)
+        except (SchemaError, RuntimeError):  # sparse, nested and MKL-DNN tensors have no strides
             return None
+        if places is None:
+            return None
+        self.set_sources(self.sources.data, 0, *places)
         return leaves
 
-    def expect(self, lead: torch.Size) -> _Expected:
+    def expect(self, lead: torch.Size) -> HostTensors:
         """Store the dtypes and shapes that data with batch size ``lead`` must have."""
         if len(self.expected) == _MOST_SIZES:
             self.expected.clear()
-        expected = [(leaf.dtype, lead + leaf.shape) for leaf in self.rows.layout.leaves]
-        with torch.inference_mode(False):
-            examples = [torch.empty(shape, dtype=dtype, device="cpu") for dtype, shape in expected]
-        self.expected[lead] = found = expected, check_of(examples)
+        found = HostTensors([(leaf.dtype, lead + leaf.shape) for leaf in self.rows.layout.leaves])
+        self.expected[lead] = found
         return found
+
+
+def _contiguous(leaf: Any) -> Any:
+    return leaf.contiguous() if type(leaf) is Tensor and leaf.is_cpu and has_memory(leaf) else leaf
 
 
 def make_write_plan(buffer: Any, parts: Parts) -> WritePlan | None:

@@ -12,6 +12,7 @@ import torch
 from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 
+from rlbuf_td.kernels.host_memory import address_of
 from rlbuf_td.storages.schema import show_key
 from rlbuf_td.storages.tensordict_fast import leaf_of
 from rlbuf_td.storages.trajectory_index import as_tuple
@@ -204,7 +205,7 @@ class EpisodeStats:
 
         shape, strides, columns, _ = steps
         metrics = columns[2 : 2 + len(self._is_double)]
-        self._inputs[:] = [0 if x is None else x.data_ptr() for x in columns]
+        self._inputs[:] = [0 if x is None else address_of(x) for x in columns]
         self._is_double[:] = [x is not None and x.dtype is torch.float64 for x in metrics]
         if len(self._lane_slot) < shape[1]:
             self._lane_slot = np.arange(shape[1])

@@ -8,7 +8,10 @@ Importing numba takes a second, so compiled modules are imported only when they 
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -31,6 +34,13 @@ def backend_of(memory: Tensor) -> Backend:
 def uses_numba(device: torch.device) -> bool:
     """Whether compiled loops will work on an object that is made now for memory on ``device``."""
     return device.type == "cpu" if _forced is None else _forced == "numba"
+
+
+def import_kernels() -> None:
+    """Import all kernels now. A child that is forked while a thread imports one could never import it."""
+    room = str(Path(__file__).parent)
+    for module in pkgutil.walk_packages([room], f"{__package__}."):
+        importlib.import_module(module.name)
 
 
 def machine_code(loop: Any, *examples: Any) -> Callable[..., Any]:

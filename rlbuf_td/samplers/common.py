@@ -17,6 +17,8 @@ from torch.utils._pytree import tree_map_only
 from torchrl.data.replay_buffers import PrioritizedSampler, Sampler, Storage
 
 from rlbuf_td.checkpoint import load_state, save_state
+from rlbuf_td.kernels.dispatch import backend_of
+from rlbuf_td.kernels.host_memory import address_of
 from rlbuf_td.storages.indexing import Index, coordinates, moved, stored_rows
 from rlbuf_td.storages.notebooks import PRIORITIES
 from rlbuf_td.storages.schema import SchemaError, refuse_other_index
@@ -215,6 +217,8 @@ def uniform_numbers(count: int, generator: torch.Generator | None, device: torch
     """Draw ``[count]`` float64 numbers in ``[0, 1)`` on the generator's device, and return them on ``device``."""
     source = device if generator is None else generator.device
     numbers = torch.rand(count, dtype=torch.float64, generator=generator, device=source)
+    if backend_of(numbers) == "numba":
+        address_of(numbers)  # raises an error in FakeTensorMode, which draws nothing
     return numbers if source == device else numbers.to(device)
 
 
@@ -229,6 +233,8 @@ def as_errors(priority: Any, rows: int, device: torch.device) -> Tensor:
     td_error = priority if isinstance(priority, Tensor) else torch.as_tensor(priority, device="cpu")
     if td_error.is_complex():
         raise TypeError(f"TD errors must be real numbers, got {td_error.dtype}")
+    if backend_of(td_error) == "numba":
+        address_of(td_error)  # refuses TD errors without memory
     if td_error.requires_grad:
         td_error = td_error.detach()
     td_error = moved(td_error, device).resolve_neg()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torchrl.data.replay_buffers import SamplerWithoutReplacement, Storage
 
+from rlbuf_td.kernels.host_memory import alias_of
 from rlbuf_td.samplers.common import EMPTY, OneStorage, RowSampler, permutation, setting
 from rlbuf_td.storages.checks import whole
 from rlbuf_td.storages.indexing import device_of
@@ -147,7 +148,11 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
 
     def place(self, storage: Storage) -> dict[str, Any]:
         """Return the position in the epochs, for :meth:`rewind`."""
-        return self.snapshot()
+        return self._place()
+
+    def _place(self) -> dict[str, Any]:
+        names = "epochs", "shuffle", "drop_last", "epoch", "position", "len_storage", "ran_out"
+        return {name: getattr(self, name) for name in names} | {"order": self._order, "in_pass": self._in_pass}
 
     def rewind(self, place: dict[str, Any]) -> None:
         """Go back to an earlier :meth:`place`; the batches since then will be drawn again."""
@@ -156,8 +161,7 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
 
     def snapshot(self) -> dict[str, Any]:
         """Return the settings, the position in the epoch, and the epoch's order of rows (not copied)."""
-        names = "epochs", "shuffle", "drop_last", "epoch", "position", "len_storage", "ran_out"
-        return {name: getattr(self, name) for name in names} | {"order": self._order, "in_pass": self._in_pass}
+        return self._place() | {"order": None if self._order is None else alias_of(self._order)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a :meth:`state_dict`. ValueError if the saved order or position is invalid; nothing changes then."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torchrl.data.replay_buffers import PrioritizedSampler, Storage
 
+from rlbuf_td.kernels.host_memory import alias_of
 from rlbuf_td.samplers.common import EMPTY, RowSampler, setting, uniform_numbers
 from rlbuf_td.samplers.priorities import ALPHA, BETA, Law, Priorities, refuse_state
 from rlbuf_td.storages.checks import exponent, one_of, whole
@@ -132,7 +133,11 @@ class Prioritized(RowSampler, PrioritizedSampler):
         """See :class:`~rlbuf_td.samplers.common.StatefulSampler`."""
         self.law.weigh()
         seen = {"max_capacity": self.priorities.capacity, "largest": float(self.priorities.largest)}
-        return self._settings() | seen | {"priorities": self.priorities.tensors()}
+        return (
+            self._settings()
+            | seen
+            | {"priorities": {name: alias_of(each) for name, each in self.priorities.tensors().items()}}
+        )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a :meth:`state_dict`. Raises ValueError, and changes nothing, if the state is invalid."""

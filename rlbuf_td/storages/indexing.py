@@ -15,6 +15,7 @@ from tensordict.utils import expand_as_right
 from torchrl.data.replay_buffers import Storage
 
 from rlbuf_td.kernels.dispatch import backend_of
+from rlbuf_td.kernels.host_memory import address_of
 from rlbuf_td.storages.tensordict_fast import set_entries_
 from rlbuf_td.storages.torchrl_parts import columns_or_none, listeners_of
 
@@ -82,6 +83,8 @@ def flat_rows(index: Any, storage: Storage | None, device: torch.device) -> torc
 
     An index of -1 marks a row to skip, and stays -1.
     """
+    if isinstance(index, torch.Tensor) and backend_of(index) == "numba":
+        address_of(index)  # refuses an index without memory
     if type(index) is torch.Tensor and index.ndim == 1 and index.dtype is torch.int64 and index.device == device:
         return index if index.is_contiguous() else index.contiguous()
     if isinstance(index, tuple):
@@ -194,6 +197,8 @@ def one_a_row(td_error: torch.Tensor, row_dims: int, reduction: str, inner: int 
     """
     if not isinstance(td_error, torch.Tensor) or td_error.is_complex():
         raise TypeError(f"TD errors must be a tensor of real numbers, got {getattr(td_error, 'dtype', type(td_error))}")
+    if backend_of(td_error) == "numba":
+        address_of(td_error)  # refuses TD errors without memory
     if td_error.ndim > 1 and row_dims:
         _refuse_broadcast(td_error.shape, row_dims + inner)
     if td_error.requires_grad:

@@ -17,6 +17,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from rlbuf_td.kernels.batch import LeafMemory
+from rlbuf_td.kernels.host_memory import has_memory
 from rlbuf_td.storages.schema import Leaf, SchemaError, refuse, refuse_ragged, refuse_unpackable, walk
 from rlbuf_td.storages.tensordict_fast import entries_of, new_tensordict
 
@@ -157,6 +158,7 @@ class RowLayout:
                     or value.layout is not torch.strided
                     or value.shape != shape
                     or value.is_meta
+                    or not has_memory(value)
                 ):
                     refuse(data, self.leaves, lead)
                 if value.requires_grad:

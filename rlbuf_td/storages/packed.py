@@ -21,6 +21,7 @@ from rlbuf_td.storages.interrupts import held_back
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.rows import Rows
 from rlbuf_td.storages.schema import Leaf
+from rlbuf_td.storages.shared import forks
 from rlbuf_td.storages.shared.memory import SharedNumbers
 from rlbuf_td.storages.shared.rows import SharedRows, share
 from rlbuf_td.storages.write_clock import WriteClock
@@ -129,6 +130,7 @@ class PackedStorage(LazyTensorStorage):
         self.clock = WriteClock()
         self.process = os.getpid()  # id of the creating process; forked processes have their own counters
         self.lock: Any = RLock()  # taken by every buffer that uses this storage
+        forks.watch(self)
         self.make_counters()
         if shared_init or shared:
             self.share_memory_()
@@ -310,17 +312,25 @@ class PackedStorage(LazyTensorStorage):
         """Make ``rows`` the rows of this storage, and set the attributes that TorchRL reads."""
         self.rows, self.live = rows, None
         self.device = rows.matrix.device
-        with torch.inference_mode(False):  # views of another dtype that are made in inference mode cannot be written to
-            self._storage = rows.view()
         self.max_size = rows.cells
         self.__dict__["_total_shape_value"] = rows.shape
         self.initialized = True
         if self.shared_rows is not None:
             self.shared_rows.place(rows)
 
+    @property
+    def _storage(self) -> Any:
+        """The entries of all rows, which TorchRL reads; another object after somebody has moved their memory."""
+        return None if self.rows is None else self.rows.entries_given()
+
+    @_storage.setter
+    def _storage(self, entries: None) -> None:  # TorchRL's constructor sets it
+        if entries is not None:
+            raise AttributeError("the rows of a PackedStorage cannot be replaced: write with set, or load a state")
+
     def forget_rows(self) -> None:
         """Drop the rows without changing the counters."""
-        self.rows = self.live = self._storage = None
+        self.rows = self.live = None
 
     release = allocate.release
 

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase, is_non_tensor, is_tensor_collection
 
+from rlbuf_td.kernels.host_memory import has_memory
 from rlbuf_td.storages.notebooks import TRANSITIONS
 from rlbuf_td.storages.tensordict_fast import entries_of
 
@@ -133,6 +134,11 @@ def refuse_unfit(data: TensorDictBase, leaves: Sequence[Leaf], lead: torch.Size,
             )
         if value.is_meta:
             raise SchemaError(f"key {show_key(key)} is on the 'meta' device, where tensors hold no data")
+        if not has_memory(value):
+            raise SchemaError(
+                f"key {show_key(key)} has no memory for its {value.numel()} elements: its storage was freed or shrunk, "
+                "or the write runs under FakeTensorMode or torch.func.functionalize, where tensors hold no data"
+            )
         if value.dtype is not leaf.dtype or value.shape != lead + leaf.shape:
             remedy = f"cast it with .to({leaf.dtype})" if value.dtype is not leaf.dtype else "reshape it before writing"
             raise SchemaError(

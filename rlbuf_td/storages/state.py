@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from rlbuf_td.kernels.host_memory import alias_of
 from rlbuf_td.storages.allocate import allocate_bytes, make_rows, steps_for
 from rlbuf_td.storages.dedup import DedupLayout, Sections, saved_dedup
 from rlbuf_td.storages.indexing import stored_rows
@@ -20,6 +21,7 @@ from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.rows import PlainRows, Rows
 from rlbuf_td.storages.rows.dedup import DedupRows
 from rlbuf_td.storages.schema import SchemaError
+from rlbuf_td.storages.shared import forks
 from rlbuf_td.storages.torchrl_parts import count_change, empty_part, is_full, listeners_of, revision_of
 from rlbuf_td.storages.trajectory_index import TRAJ_KEY, TrajectoryIndex
 from rlbuf_td.storages.write_clock import WriteClock
@@ -28,14 +30,14 @@ from rlbuf_td.storages.writes import begin, refuse_schema
 LENGTH, REVISION, NEWEST = range(3)  # positions in the storage's `numbers`
 _CURSOR_FILE = "last_cursor.json"
 _COUNTERS = ("numbers", "_len_value", "_mutation_revision_value", "_last_cursor_index_value", "clock")
-_NOT_COPIED = frozenset((*_COUNTERS, "rows", "live", "_storage", "_total_shape_value", "shared_rows", "lock"))
+_NOT_COPIED = frozenset((*_COUNTERS, "rows", "live", "_total_shape_value", "shared_rows", "lock"))
 
 
 def pickled(storage: Any) -> dict[str, Any]:
     """Return the state to pickle: shared memory for a spawned process, otherwise a copy of the rows."""
     if get_spawning_popen() is not None:
         storage.share_memory_()
-        return vars(storage) | {"_rng": None, "_storage": None, "live": None, "rows": None, "lock": None}
+        return vars(storage) | {"_rng": None, "live": None, "rows": None, "lock": None}
     kept = {name: value for name, value in vars(storage).items() if name not in _NOT_COPIED}
     saved = revision_of(storage), storage.state_dict()
     return kept | {"_rng": None, "scratch_dir": None, "initialized": False, "_saved": saved}
@@ -49,6 +51,7 @@ def unpickle(storage: Any, state: dict[str, Any]) -> None:
         storage.shared_rows.find()
     else:
         _fill_copy(storage, *saved)
+    forks.watch(storage)
     for each in listeners_of(storage):
         getattr(each, "rows_restored", bool)()
 
@@ -69,14 +72,18 @@ def snapshot(storage: Any) -> dict[str, Any]:
     rows = storage.rows
     if rows is None:
         return {"_len": 0}
-    shared = {} if rows.dedup is None else {"pooled": rows.dedup.state(), "entries": rows.entries()}
+    shared = (
+        {}
+        if rows.dedup is None
+        else {"pooled": rows.dedup.state(), "entries": [alias_of(entries) for entries in rows.entries()]}
+    )
     return shared | {
         "_len": len(storage),
         "full": is_full(storage),
         "reserved": storage.is_reserved,
         "last_cursor": storage.numbers[NEWEST],
         "layout": rows.layout.state(),
-        "rows": storage.written_rows().matrix,
+        "rows": storage.written_rows().given,
         "clock": storage.clock.state_dict() | {"capacity": rows.cells},
     }
 

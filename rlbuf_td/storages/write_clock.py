@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from rlbuf_td.kernels import rows as row_kernels
+from rlbuf_td.kernels.host_memory import address_of
 from rlbuf_td.kernels.inference_mode import outside_inference_mode
 from rlbuf_td.storages.indexing import first_of_row, flat_rows, inner_dims
 from rlbuf_td.storages.shared.memory import SharedNumbers
@@ -30,6 +31,8 @@ def skip_stale(index: Any, stamp: torch.Tensor, dims: int, storage: Any) -> tupl
     flat = flat_rows(index, storage, device)
     if dims != 1:
         stamp = first_of_row(stamp, dims, inner_dims(storage, dims))
+    if stamp.is_cpu:
+        address_of(stamp)  # refuses stamps without memory
     rows = flat.shape[0]
     if stamp.shape[0] != rows and stamp.ndim == 1 and rows and stamp.shape[0] % rows == 0:
         stamp = stamp[:: stamp.shape[0] // rows]

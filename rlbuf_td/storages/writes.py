@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 
+from rlbuf_td.kernels.host_memory import address_of
 from rlbuf_td.storages.allocate import make_rows
 from rlbuf_td.storages.dedup import DedupLayout
 from rlbuf_td.storages.interrupts import held_back
@@ -34,7 +35,10 @@ def is_mask(index: Any) -> bool:
 
 def is_index(index: Any) -> bool:
     """Whether ``index`` is a tensor of signed integers with at least one dim."""
-    return isinstance(index, torch.Tensor) and index.ndim > 0 and index.dtype in _INDEX_DTYPES
+    is_index = isinstance(index, torch.Tensor) and index.ndim > 0 and index.dtype in _INDEX_DTYPES
+    if is_index and index.is_cpu:
+        address_of(index)  # refuses an index without memory
+    return is_index
 
 
 def as_index(index: Any) -> torch.Tensor:
@@ -209,6 +213,7 @@ def edit(storage: Any, change: Callable[[TensorDictBase], Any], region: Any = No
         begin(storage, cells=flat)
         if in_place:
             change(rows.view())
+            rows.keep_edits()
         else:
             rows.replace_(cells, leaves)
         count_change(storage)

@@ -9,10 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from tensordict import TensorDict
 
-from rlbuf_td import PackedStorage, ProportionalSampler, ReplayBuffer
-from rlbuf_td.kernels.batch import LeafMemory, check_of
+from rlbuf_td.kernels.batch import LeafMemory
+from rlbuf_td.kernels.host_memory import HostTensors
 
 IMAGES = [(torch.uint8, torch.Size([64, 4, 84, 84])), (torch.float32, torch.Size([64, 1]))]
 
@@ -170,26 +169,8 @@ UNLIKE = {
 
 @pytest.mark.parametrize("kind", UNLIKE)
 def test_a_check_tells_tensors_from_others(kind: str) -> None:
-    examples = [torch.empty(17), torch.empty(2, dtype=torch.bool)]
-    is_like = check_of(examples)
-    assert is_like(torch.rand(17), torch.ones(2, dtype=torch.bool))
-    assert is_like(torch.rand(40)[3:20], torch.ones(2, dtype=torch.bool))
-    assert not is_like(UNLIKE[kind](), torch.ones(2, dtype=torch.bool))
-
-
-def test_writes_do_without_the_check_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    def history() -> tuple[TensorDict, TensorDict]:
-        rb = ReplayBuffer(storage=PackedStorage(50), sampler=ProportionalSampler(50), batch_size=8)
-        for first in range(0, 60, 3):
-            rb.extend(TensorDict({"x": torch.arange(first, first + 3), "y": torch.rand(3, 2)}, [3]))
-            batch = rb.sample()
-            rb.update_tensordict_priority(batch.set("td_error", batch["x"].float()))
-        return rb[:], batch
-
-    torch.manual_seed(0)
-    expected = history()
-    monkeypatch.setattr("rlbuf_td.kernels.batch.memory._guards", None)
-    assert not check_of([torch.empty(3)])(torch.empty(3))
-    torch.manual_seed(0)
-    for found, wanted in zip(history(), expected, strict=True):
-        assert (found == wanted).all()
+    expected = HostTensors([(torch.float32, torch.Size([17])), (torch.bool, torch.Size([2]))])
+    flags = torch.ones(2, dtype=torch.bool)
+    for numbers in (torch.rand(17), torch.rand(40)[3:20]):
+        assert expected.addresses([numbers, flags]) == [numbers.data_ptr(), flags.data_ptr()]
+    assert expected.addresses([UNLIKE[kind](), flags]) is None

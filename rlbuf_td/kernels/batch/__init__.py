@@ -12,13 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlbuf_td.kernels.batch.memory import Entry, LeafMemory, check_of, never
+from rlbuf_td.kernels.batch.memory import LeafMemory
 from rlbuf_td.kernels.batch.ring import BATCH, RING
 from rlbuf_td.kernels.dispatch import machine_code
+from rlbuf_td.kernels.host_memory import Entry, address_of
 from rlbuf_td.kernels.huge_pages import advise_huge_pages
 from rlbuf_td.kernels.rows import refuse_rows
 
-__all__ = ["RING", "Gather", "LeafMemory", "check_of", "gather_leaves", "gather_leaves_within", "never"]
+__all__ = ["RING", "Gather", "LeafMemory", "gather_leaves", "gather_leaves_within"]
 
 
 class Gather:
@@ -80,7 +81,7 @@ def gather_leaves(matrix: Tensor, index: Tensor, extents: np.ndarray, out: Seque
 
 def gather_leaves_within(matrix: Tensor, index: Tensor, extents: np.ndarray, targets: np.ndarray, live: int) -> bool:
     """Implement :func:`gather_leaves`, given the output's addresses; return False if an index is out of range."""
-    where = matrix.data_ptr(), matrix.stride(0) * matrix.element_size(), live, index.data_ptr(), index.numel()
+    where = matrix.data_ptr(), matrix.stride(0) * matrix.element_size(), live, address_of(index), index.numel()
     return _gather_within()(*where, extents, targets)
 
 

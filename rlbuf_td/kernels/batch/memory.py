@@ -6,12 +6,12 @@ import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 
-Entry: TypeAlias = tuple[torch.dtype, torch.Size]
+from rlbuf_td.kernels.host_memory import Entry, address_of
 
 _LARGE, _MOST = 1 << 20, 128 << 20  # range of sizes, in bytes, of the tensors whose memory is reused
 _AHEAD, _MOST_AHEAD = 8, 1 << 19  # largest number of batches, and of bytes, to allocate at a time
@@ -28,13 +28,14 @@ class LeafMemory:
     graph or other process still uses it.
     """
 
-    __slots__ = ("_device", "_kept", "_large", "_small", "ahead")
+    __slots__ = ("_device", "_first", "_kept", "_large", "_small", "ahead")
 
     def __init__(self, entries: Sequence[Entry], device: torch.device = _CPU) -> None:
         bounds = range(_LARGE, _MOST + 1) if device.type == "cpu" else range(0)
         sizes = [dtype.itemsize * shape.numel() for dtype, shape in entries]
         self.ahead = max(1, min(_AHEAD, _MOST_AHEAD // max(1, sum(sizes))))  # number of batches to allocate at a time
         self._device = device
+        self._first = next((place for place, size in enumerate(sizes) if size), None)  # the first tensor with elements
         self._large = [(place, *entry) for place, entry in enumerate(entries) if sizes[place] in bounds]
         self._kept: dict[int, deque[Tensor]] = {place: deque(maxlen=_KEPT) for place, _, _ in self._large}
         shapes = [(0,) if place in self._kept else tuple(shape) for place, (_, shape) in enumerate(entries)]
@@ -51,6 +52,8 @@ class LeafMemory:
         tensors = list(map(_empty_on_cpu, *self._small))
         for place, dtype, shape in self._large:
             tensors[place] = _recycled(self._kept[place], dtype, shape)
+        if self._first is not None:
+            address_of(tensors[self._first])  # raises an error where new tensors hold no data, as in FakeTensorMode
         return tensors
 
 
@@ -61,24 +64,6 @@ def _empty(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, devi
 _guards: Any = getattr(torch._C._dynamo, "guards", None)
 # Code that Inductor compiles calls this function, too; it takes 40 % of the time of ``empty_like``.
 _empty_on_cpu: Callable[..., Tensor] = getattr(_guards, "_empty_strided_cpu", _empty)
-
-
-def check_of(examples: Sequence[Tensor]) -> Callable[..., bool]:
-    """Return a function of ``len(examples)`` arguments that returns True only if each argument is like its example.
-
-    An argument is like its example if both are of class ``Tensor`` itself, with equal dtypes, devices, shapes and
-    strides, and if it is not lazily negated or conjugated. The function may also return False for such arguments, for
-    example in inference mode. The function is the check that ``torch.compile`` makes of arguments; for eight tensors, a
-    call takes a sixth of the time of the same comparisons in Python.
-    """
-    try:
-        return _guards.TensorGuards(*examples, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-    except (AttributeError, TypeError):  # this version of torch has no such class, or one with other arguments
-        return never
-
-
-def never(*objects: Any) -> bool:
-    return False
 
 
 def _recycled(kept: deque[Tensor], dtype: torch.dtype, shape: torch.Size) -> Tensor:

@@ -11,7 +11,6 @@ implementation.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from functools import cached_property
 from typing import TypeAlias
 
 import numpy as np
@@ -127,12 +126,15 @@ class BitBoundaries(BoundariesBase):
         with outside_inference_mode():
             self.bits = torch.zeros(lanes, int(self.starts[-1]) + sizes[0], dtype=torch.int64, device=device)
             self.head = torch.full((1,), -1, device="cpu")
+        self._bitmap = (0,) * 6
 
-    @cached_property
+    @property
     def bitmap(self) -> tuple[int, int, int, int, int, int]:
-        """The argument ``bitmap`` of the CPU loops, valid until this object is deleted or moved to shared memory."""
-        addresses = self.bits.data_ptr(), self.bits.shape[1], self.starts.ctypes.data
-        return *addresses, len(self.starts) - 1, self.steps, self.lanes
+        """The argument ``bitmap`` of the CPU loops; the same object as long as the bitmap has not moved."""
+        if self._bitmap[0] != self.bits.data_ptr():
+            sizes = self.bits.shape[1], self.starts.ctypes.data, len(self.starts) - 1, self.steps, self.lanes
+            self._bitmap = self.bits.data_ptr(), *sizes
+        return self._bitmap
 
     def write(self, start: int, count: int, end: Tensor, name: Tensor | None) -> None:
         from rlbuf_td.kernels.episodes import cpu
@@ -159,10 +161,9 @@ class BitBoundaries(BoundariesBase):
     def share_memory_(self) -> None:
         for tensor in self.tensors().values():
             tensor.share_memory_()
-        self.__dict__.pop("bitmap", None)
 
     def __getstate__(self) -> dict[str, object]:
-        return {name: value for name, value in self.__dict__.items() if name != "bitmap"}
+        return self.__dict__ | {"_bitmap": (0,) * 6}
 
 
 Boundaries: TypeAlias = FlagBoundaries | BitBoundaries

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from rlbuf_td.kernels.episodes import BitBoundaries, Boundaries
+from rlbuf_td.kernels.host_memory import address_of
 
 
 def windows(boundaries: Boundaries, rows: Tensor, n: int, lanes: int, cells: int) -> tuple[Tensor, Tensor]:
@@ -46,8 +47,8 @@ def sums_ahead(
     if isinstance(boundaries, BitBoundaries) and is_plain:
         total, rows = reward.new_empty((len(rows), *reward.shape[1:])), rows.contiguous()
         taken, last, width = torch.empty_like(rows), torch.empty_like(rows), reward.element_size()
-        column = reward.data_ptr(), reward.stride(0) * width, reward.shape[1:].numel(), width == 8
-        given = len(rows), rows.data_ptr(), n, gamma, total.data_ptr(), taken.data_ptr(), last.data_ptr()
+        column = address_of(reward), reward.stride(0) * width, reward.shape[1:].numel(), width == 8
+        given = len(rows), address_of(rows), n, gamma, *map(address_of, (total, taken, last))
         from rlbuf_td.kernels.episodes import batches_cpu
 
         batches_cpu.sums_ahead(boundaries.bitmap, *column, *given)

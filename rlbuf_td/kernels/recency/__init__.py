@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rlbuf_td.kernels.dispatch import backend_of
+from rlbuf_td.kernels.host_memory import address_of
 
 __all__ = ["QUEUE", "recent_rows"]
 _FIELDS = "began", "clock", "count", "newest", "fresh", "steps", "lanes", "intervals", "capacity", "head", "length"
@@ -34,7 +35,7 @@ def recent_rows(uniform: Tensor, newest: int, span: int, steps: int, lanes: int,
     """
     if backend_of(uniform) == "numba":
         rows = torch.empty(uniform.shape, dtype=torch.int64, device="cpu")
-        given = uniform.data_ptr(), rows.data_ptr(), len(uniform)
+        given = address_of(uniform), address_of(rows), len(uniform)
         from rlbuf_td.kernels.recency import cpu
 
         cpu.recent_rows(*given, newest, span, steps, lanes, log_decay)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rlbuf_td.kernels.dispatch import backend_of
+from rlbuf_td.kernels.host_memory import address_of
 
 
 def put_values_(target: Tensor, values: Tensor, mask: Tensor) -> int:
@@ -18,10 +19,10 @@ def put_values_(target: Tensor, values: Tensor, mask: Tensor) -> int:
     dtype, rows, is_on_host = target.dtype, target.shape[0], backend_of(target) == "numba"
     if (dtype is torch.float32 or dtype is torch.float64) and target.numel() == rows and is_on_host:
         values = values.resolve_neg()  # the memory of a lazily negated tensor has the opposite sign
-        columns = target.data_ptr(), target.stride(0), values.data_ptr(), values.stride(0)
+        columns = address_of(target), target.stride(0), address_of(values), values.stride(0)
         from rlbuf_td.kernels.rows import cpu
 
-        return cpu.put_values(*columns, dtype.itemsize, rows, mask.data_ptr())
+        return cpu.put_values(*columns, dtype.itemsize, rows, address_of(mask))
     where = mask.view(-1, *[1] * (target.ndim - 1))
     if is_on_host and target.is_floating_point():
         bad = (where & values.isnan()).nonzero()
@@ -35,7 +36,7 @@ def put_rows_(target: Tensor, column: Tensor, rows: Tensor, mask: Tensor) -> Non
     """Copy ``column[rows[i]]`` to ``target[i]`` where ``mask[i]`` is True; ``rows`` and ``mask`` must be contiguous."""
     if backend_of(target) == "numba" and target.is_contiguous() and column[:1].is_contiguous():
         width, step = target.nbytes // max(1, len(target)), column.stride(0) * column.itemsize
-        given = target.data_ptr(), column.data_ptr(), step, width, rows.data_ptr(), mask.data_ptr(), len(rows)
+        given = address_of(target), address_of(column), step, width, address_of(rows), address_of(mask), len(rows)
         from rlbuf_td.kernels.rows import cpu
 
         cpu.put_rows(*given)
@@ -64,7 +65,7 @@ def skip_ring(
     int64.
     """
     if backend_of(index) == "numba":
-        others = index.data_ptr(), stamp.data_ptr(), index.shape[0], clock, last, steps, lanes
+        others = address_of(index), address_of(stamp), index.shape[0], clock, last, steps, lanes
         from rlbuf_td.kernels.rows import cpu
 
         skip = cpu.skip_ring
@@ -72,7 +73,7 @@ def skip_ring(
         if not count:
             return index, 0
         kept = torch.empty_like(index)
-        return kept, skip(kept.data_ptr(), *others)
+        return kept, skip(address_of(kept), *others)
     since = clock - stamp  # time steps written since sampling
     age = (last - index // lanes) % steps
     return _skipped(index, (index >= 0) & ((since < 0) | (age < since)))

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from rlbuf_td.kernels.dispatch import backend_of
+from rlbuf_td.kernels.host_memory import address_of
 from rlbuf_td.kernels.inference_mode import outside_inference_mode
 
 _CHUNK = 1 << 18  # rows whose names are read at once
@@ -79,8 +79,16 @@ class Table:
         group = self.groups[g]
         return self.rows.narrow(1, group.ids, 4 * group.names).view(torch.int32)
 
-    @cached_property
+    @property
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:
+        """The numbers and addresses of the groups and parts, for compiled loops; made anew if the rows have moved."""
+        place, found = self.__dict__.get("_arrays", (None, None))
+        if found is None or place != self.rows.data_ptr():
+            found = self._numbers()
+            self.__dict__["_arrays"] = self.rows.data_ptr(), found
+        return found
+
+    def _numbers(self) -> tuple[np.ndarray, np.ndarray]:
         groups: list[list[int]] = []
         parts: list[list[int]] = []
         for g, group in enumerate(self.groups):
@@ -108,7 +116,7 @@ def read_(table: Table, cells: Tensor, live: int, leaves: Sequence[Tensor | None
         return _read(table, cells, live, leaves)
     own, where, count = table.rows, 0 if order is None else order.data_ptr(), cells.numel()
     targets = np.array([0 if leaf is None else leaf.data_ptr() for leaf in leaves], np.int64)
-    given = targets, own.data_ptr(), own.shape[1], live, cells.data_ptr(), where, count
+    given = targets, own.data_ptr(), own.shape[1], live, address_of(cells), where, count
     from rlbuf_td.kernels.rows import pool_cpu
 
     return pool_cpu.read(*table.arrays, table.runs, *given)
@@ -143,7 +151,7 @@ def grow_(table: Table, g: int, most: int) -> None:
         table.stacks[g] = stack.new_empty(most + 1)
     table.entries[g][: len(entries) - 1] = entries[:-1]
     table.stacks[g][: len(stack) - 1] = stack[:-1]
-    table.__dict__.pop("arrays", None)
+    table.__dict__.pop("_arrays", None)
 
 
 def rebuild_(table: Table, *, used: Sequence[int] | None = None) -> None:

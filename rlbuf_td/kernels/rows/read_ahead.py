@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlbuf_td.kernels.host_memory import address_of
 from rlbuf_td.kernels.huge_pages import advise
 from rlbuf_td.kernels.rows.pool import Table
 
@@ -29,7 +30,7 @@ def ask_for_rows(rows: Tensor, cells: Tensor) -> Tensor | None:
     base, stride = rows.data_ptr(), rows.stride(0) * rows.element_size()
     from rlbuf_td.kernels.rows import cpu
 
-    if not cpu.is_absent(base, stride, cells.data_ptr(), len(cells)):
+    if not cpu.is_absent(base, stride, address_of(cells), len(cells)):
         return None
     cells, order = cells.sort()
     _ask(base + stride * _inside(cells, len(rows)), stride)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rlbuf_td.kernels.dispatch import backend_of
+from rlbuf_td.kernels.host_memory import addresses_of
 
 #: State value, next state value, reward, done and terminated.
 Columns: TypeAlias = Sequence[Tensor]
@@ -70,7 +71,7 @@ def gae_contiguous(
         return None
     value = columns[0]
     advantage, target = _empty_like(value), _empty_like(value)
-    addresses = map(Tensor.data_ptr, (*columns, advantage, target))
+    addresses = addresses_of((*columns, advantage, target))
     from rlbuf_td.kernels.scan import cpu
 
     cpu.gae(value.dtype is torch.float64, gamma, gamma * lmbda, *addresses, lanes, steps, features)
@@ -85,7 +86,7 @@ def reverse_scan(a: Tensor, b: Tensor) -> Tensor:
     x = torch.empty_like(a)
     from rlbuf_td.kernels.scan import cpu
 
-    cpu.scan(a.dtype is torch.float64, a.data_ptr(), b.data_ptr(), x.data_ptr(), *a.shape)
+    cpu.scan(a.dtype is torch.float64, *addresses_of((a, b, x)), *a.shape)
     return x
 
 

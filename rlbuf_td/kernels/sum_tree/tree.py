@@ -35,6 +35,8 @@ class SumTree:
     minima: Tensor  # same layout: the smallest positive weight below each node, infinite if there is none
     #: Number of skipped NaN or infinite TD errors, 0-dim; 0 on the CPU, where a batch with such an error is refused.
     refused: Tensor = field(init=False, repr=False, compare=False)
+    _places: list[int] | None = field(default=None, init=False, repr=False, compare=False)
+    _addresses: np.ndarray = field(init=False, repr=False, compare=False)
 
     NAMES: ClassVar = ("magnitude", "weight", "sums", "before", "minima")
 
@@ -80,17 +82,21 @@ class SumTree:
 
     def share_memory_(self) -> None:
         self.__dict__.update({name: tensor.clone().share_memory_() for name, tensor in self.tensors().items()})
-        self.__dict__.pop("addresses", None)
 
     def tensors(self) -> dict[str, Tensor]:
         return {name: getattr(self, name) for name in self.NAMES}
 
-    @cached_property
+    @property
     def addresses(self) -> np.ndarray:
-        """The numbers of levels, rows and nodes, and the tensors' addresses, int64; compiled loops take this array."""
-        sizes = len(self._starts), len(self.weight), len(self.sums)
-        addresses = self._starts.ctypes.data, *(tensor.data_ptr() for tensor in self.tensors().values())
-        return np.array([*sizes, *addresses], np.int64)
+        """The numbers of levels, rows and nodes, and the tensors' addresses, int64; compiled loops take this array.
+
+        The array is the same object as long as no tensor has moved.
+        """
+        places = [*map(Tensor.data_ptr, (self.magnitude, self.weight, self.sums, self.before, self.minima))]
+        if places != self._places:
+            sizes = len(self._starts), len(self.weight), len(self.sums), self._starts.ctypes.data
+            self._addresses, self._places = np.array([*sizes, *places], np.int64), places
+        return self._addresses
 
     @cached_property
     def _starts(self) -> np.ndarray:

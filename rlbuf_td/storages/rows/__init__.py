@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import prod
 from typing import Any
 
@@ -13,6 +13,7 @@ from tensordict import TensorDict
 
 from rlbuf_td.kernels.batch import gather_leaves
 from rlbuf_td.kernels.dispatch import backend_of
+from rlbuf_td.kernels.host_memory import alias_of
 from rlbuf_td.kernels.rows.read_ahead import ask_for_rows
 from rlbuf_td.storages.dedup import DedupLayout
 from rlbuf_td.storages.layout import RowLayout
@@ -36,6 +37,7 @@ class Rows(ABC):
         self.layout = layout  # layout of whole rows, as in batches
         self.extents = layout.extents  # offset and size in bytes of each leaf in a stored row; size 0: not stored there
         self.use(matrix)
+        self._given = GivenRows(self.matrix)
 
     def use(self, matrix: torch.Tensor) -> None:
         """Make ``matrix`` the memory of the rows: ``[T, *lanes, width]`` in the dtype :attr:`RowLayout.carrier`."""
@@ -51,6 +53,11 @@ class Rows(ABC):
 
     def saved_bytes(self) -> dict[tuple[str, ...], int]:
         return {}
+
+    @property
+    def given(self) -> torch.Tensor:
+        """An alias of :attr:`matrix` for views that users receive, so that no call on a view moves the rows."""
+        return self._given.tensor().narrow(0, 0, self.steps)
 
     def sources(self) -> tuple[torch.Tensor, ...]:
         return (self.matrix,)
@@ -89,7 +96,15 @@ class Rows(ABC):
 
     @abstractmethod
     def view(self) -> TensorDict:
-        """Return all rows as a TensorDict of strided views, without deduplicated keys."""
+        """Return all rows as a TensorDict of strided views of :attr:`given`, without deduplicated keys."""
+
+    def keep_edits(self) -> None:
+        """Copy edits of :meth:`view` into the rows if the function that made them has moved the memory of its views."""
+        self._given.write_back()
+
+    def entries_given(self) -> TensorDict:
+        """Return :meth:`view`, the same object as long as nobody has moved its memory."""
+        return self._given.entries(self.view)
 
     def at_region(self, index: Any) -> TensorDict:
         """Index the rows like a tensor ``[T, *lanes]``; slices give views, except of deduplicated keys."""
@@ -173,6 +188,34 @@ class Rows(ABC):
         """Free pool entries to which no row refers; ``used`` is the number of filled entries per group, if known."""
 
 
+class GivenRows:
+    """An alias of the rows, whose views users receive; made anew after somebody has moved its memory."""
+
+    def __init__(self, matrix: torch.Tensor) -> None:
+        self._matrix = matrix
+        self._alias: torch.Tensor | None = None
+        self._entries: TensorDict | None = None
+
+    def tensor(self) -> torch.Tensor:
+        alias = self._alias
+        if alias is None or alias.data_ptr() != self._matrix.data_ptr():
+            alias = self._alias = alias_of(self._matrix)
+            self._entries = None
+        return alias
+
+    def write_back(self) -> None:
+        alias = self._alias
+        if alias is not None and alias.data_ptr() != self._matrix.data_ptr():
+            self._matrix.copy_(alias)
+
+    def entries(self, view: Callable[[], TensorDict]) -> TensorDict:
+        self.tensor()
+        entries = self._entries
+        if entries is None or entries.is_memmap():  # memmap_ replaces the leaves of a TensorDict by copies
+            entries = self._entries = view()
+        return entries
+
+
 class PlainRows(Rows):
     """Rows without deduplication, in a contiguous byte matrix ``[T, *lanes, row_bytes]``."""
 
@@ -207,7 +250,7 @@ class PlainRows(Rows):
         torch.index_select(self.flat, 0, flat, out=out)
 
     def view(self) -> TensorDict:
-        return self.layout.unpack(self.matrix)
+        return self.layout.unpack(self.given)
 
     def copy_(self, start: int, count: int, leaves: list[torch.Tensor]) -> None:
         head = min(count, self.steps - start)

@@ -77,7 +77,7 @@ class DedupRows(Rows):
         return (self.matrix, *self.table.entries)
 
     def view(self) -> TensorDict:
-        return self.dedup.stored.unpack(self.matrix).exclude(ENTRY_IDS, inplace=True)
+        return self.dedup.stored.unpack(self.given).exclude(ENTRY_IDS, inplace=True)
 
     def leaves_at(self, cells: torch.Tensor) -> list[torch.Tensor]:
         leaves = self.layout.blank(cells.shape, self.matrix.device)

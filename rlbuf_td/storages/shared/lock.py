@@ -38,21 +38,21 @@ class ProcessLock:
         self._begin(thread_lock or threading.RLock())
 
     def _begin(self, thread_lock: Any) -> None:
-        self._threads = thread_lock
+        self.threads = thread_lock
         self._process = os.getpid()
         self._depth = 0
 
     def __enter__(self) -> ProcessLock:
         if self._process != os.getpid():  # forked: the thread that held the lock is not in this process
             self._begin(threading.RLock())
-        self._threads.acquire()
+        self.threads.acquire()
         if self._depth:
             self._depth += 1
             return self
         try:
             fcntl.lockf(self._file.descriptor, fcntl.LOCK_EX)
         except BaseException:
-            self._threads.release()
+            self.threads.release()
             raise
         self._depth = 1
         try:
@@ -69,7 +69,7 @@ class ProcessLock:
     def __exit__(self, kind: object = None, *_: object) -> None:
         if self._depth > 1:
             self._depth -= 1
-            self._threads.release()
+            self.threads.release()
             return
         if self._guarded.leaving(failed=kind is not None):
             self._inside[0] = 0
@@ -78,7 +78,7 @@ class ProcessLock:
     def _leave(self) -> None:
         self._depth = 0
         fcntl.lockf(self._file.descriptor, fcntl.LOCK_UN)
-        self._threads.release()
+        self.threads.release()
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_file": self._file, "_inside": self._inside, "_guarded": self._guarded}

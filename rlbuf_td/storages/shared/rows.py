@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from rlbuf_td.kernels.dispatch import import_kernels
 from rlbuf_td.kernels.inference_mode import outside_inference_mode
 from rlbuf_td.storages.allocate import find_rows
 from rlbuf_td.storages.dedup import saved_dedup
@@ -186,6 +187,7 @@ def share(storage: Any) -> Any:
             f"rows on {storage.device} cannot be shared by several processes: keep them on the CPU, and move batches "
             f"(a transform does), or let one process write{PROCESSES}"
         )
+    import_kernels()
     with storage.lock:
         rows = storage.rows
         written = None if rows is None or storage.scratch_dir is not None else rows
