@@ -90,6 +90,11 @@ class Parts(NamedTuple):
             refuse_taken(self.sampler, self.storage.layout.names, info.keys() - self.report_keys)
         return flat, info, batch
 
+    @property
+    def is_looking(self) -> bool:
+        """Whether the next draws look for interleaved trajectories, which plans do not."""
+        return self.wrapper is not None and not self.wrapper.has_looked
+
     def without_report(self, batch: Any, info: dict[Any, Any]) -> Any:
         """Exclude the sampler's entries ``info`` from a batch, except entries that the rows have, too."""
         stored = self.storage.layout.places if self.draws else {}

@@ -240,7 +240,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
             batch, info = super(TensorDictReplayBuffer, self).sample(batch_size, return_info=True)
         else:
             batch, info = self._sample(size)
-            if self.sample_plan is None:
+            if self.sample_plan is None and not self.parts.is_looking:
                 self._make_plan()
         if not include_info:
             batch = self.parts.without_report(batch, info)

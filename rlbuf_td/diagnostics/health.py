@@ -11,6 +11,8 @@ The numbers are as follows; those that do not apply to a buffer are omitted:
 - ``top_mass``: the total probability of the 1 % most probable rows; 0.01 if all rows are equally probable.
 - ``priority_p10``, ``priority_p50``, ``priority_p90``, ``priority_max``: quantiles of the absolute TD errors.
 - ``refused_priorities``: the number of NaN or infinite TD errors that a prioritized sampler on CUDA has ignored.
+- ``stretch_mean``: the mean number of rows of one trajectory that are stored one after another, with a sampler of
+  n-step returns, sequences or hindsight goals. If rows of several trajectories alternate, this number is near 1.
 - ``replays_mean``, ``replays_max``: how often a stored row has been drawn, with ``count_replays=True``.
 - ``never_sampled``: the share of stored rows that have never been drawn, with ``count_replays=True``.
 - ``pending_rows``: the number of transitions that recorders of this process have not yet written.
@@ -32,7 +34,9 @@ from rlbuf_td.samplers import RecencySampler, UniformSampler
 from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.wrapper import SamplerWrapper
 from rlbuf_td.storages.indexing import attached, device_of, flat_rows, lanes_of
+from rlbuf_td.storages.stretches import stretches_of
 from rlbuf_td.storages.torchrl_parts import step_before_cursor
+from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 
 #: The index of a batch, its importance weights, and the newest time step at the draw (-1: unknown); in a mixture also
 #: the slice of the batch that is of this buffer.
@@ -107,7 +111,17 @@ def health(
         counts = replays.counts()[:rows]
         report |= {"replays_mean": float(counts.double().mean()), "replays_max": float(counts.max())}
         report["never_sampled"] = float((counts == 0).double().mean())
-    return report | _pending(storage)
+    return report | _stretches(storage, sampler) | _pending(storage)
+
+
+def _stretches(storage: Storage, sampler: Sampler) -> dict[str, float]:
+    index = attached(storage, TrajectoryIndex)
+    if index is None or not len(storage) or getattr(sampler, "steps_needed", 1) < 2:
+        return {}
+    try:
+        return {"stretch_mean": stretches_of(index).mean}
+    except (KeyError, TypeError, ValueError):  # the rows do not mark trajectories: draws raise the error
+        return {}
 
 
 def _pending(storage: Storage) -> dict[str, float]:

@@ -73,6 +73,9 @@ class HindsightSampler(SamplerWrapper):
         KeyError: (at the first draw) a key is not stored.
         TypeError: the wrapped sampler is an n-step, sequence or hindsight sampler.
 
+    Warns:
+        RuntimeWarning: (at the first draw, on the CPU) rows of several trajectories alternate.
+
     Cost: O(B), in addition to the wrapped draw.
     Source: Andrychowicz et al., Hindsight Experience Replay, NeurIPS 2017, sections 3 and 4.5; for ``future_gamma``:
     Eysenbach et al., Contrastive Learning as Goal-Conditioned RL, NeurIPS 2022.
@@ -99,6 +102,7 @@ class HindsightSampler(SamplerWrapper):
     """
 
     _level = 1
+    steps_needed = 8  # with fewer rows ahead, most new goals would be the row's own outcome
     report_keys = frozenset({"relabeled"})
     _setting_names = ("her_ratio", "only_finished", "future_gamma")
     _shown = ("her_ratio", "strategy", "future_gamma")

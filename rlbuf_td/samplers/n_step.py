@@ -59,6 +59,9 @@ class NStepSampler(SamplerWrapper):
         TypeError: the wrapped sampler draws sequences or n-step transitions; (at the first draw) the reward's dtype is
             not floating.
 
+    Warns:
+        RuntimeWarning: (at the first draw, on the CPU) rows of several trajectories alternate.
+
     Cost: O(B * n).
     Source: Sutton and Barto, Reinforcement Learning, 2nd edition, chapter 7. In contrast to TorchRL's ``MultiStep``,
     the buffer stores one-step transitions, so that n may change during training.
@@ -101,6 +104,11 @@ class NStepSampler(SamplerWrapper):
         self.reward_key = as_tuple(reward_key)
         if self.reward_key[0] != "next" or len(self.reward_key) < 2:
             raise ValueError(f"the reward of a transition must be in 'next', got reward_key={reward_key!r}")
+
+    @property
+    def steps_needed(self) -> int:
+        """See :class:`~rlbuf_td.samplers.wrapper.SamplerWrapper`."""
+        return max(self.n_steps, super().steps_needed)
 
     def _reader(self, storage: Storage, drawn: Tensor) -> Read:
         return partial(self._summed, storage, super()._reader(storage, drawn))

@@ -65,6 +65,9 @@ class SequenceSampler(SamplerWrapper):
         RuntimeError: (when sampling with ``"strict"`` on the CPU) repeated draws do not find enough windows that fit.
             On CUDA, there is no error: the ``"mask"`` is False for all rows of a window that does not fit.
 
+    Warns:
+        RuntimeWarning: (at the first draw, on the CPU) rows of several trajectories alternate.
+
     Cost: O(B * L).
     Source: Kapturowski et al., Recurrent Experience Replay in Distributed RL (R2D2), ICLR 2019, section 2.3.
 
@@ -120,9 +123,17 @@ class SequenceSampler(SamplerWrapper):
 
     window = property(lambda self: self.burn_in + self.length, doc="The number of rows in a window.")
 
+    @property
+    def steps_needed(self) -> int:
+        """See :class:`~rlbuf_td.samplers.wrapper.SamplerWrapper`."""
+        return max(self.window, super().steps_needed)
+
     def draw_batch(self, storage: Storage, batch_size: int) -> Drawn:
         """Draw anchors, and return their windows as a batch."""
-        return self._expanded(storage, *self._anchors(storage, self.windows_of(batch_size)))
+        drawn = self._expanded(storage, *self._anchors(storage, self.windows_of(batch_size)))
+        if not self.has_looked:
+            self._look(storage)
+        return drawn
 
     def batch_of(self, storage: Storage, flat: Tensor, info: dict[Any, Any]) -> Drawn:
         """Expand the anchors at flat indices ``flat`` to windows.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import Any, ClassVar, TypeAlias
@@ -15,10 +16,13 @@ from rlbuf_td.checkpoint.parts import resized_state
 from rlbuf_td.samplers.common import RowSampler, StatefulSampler, refuse_drawn, refuse_stored, reported_by
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.indexing import Index, coordinates, device_of, flat_rows, refuse_unwritten
+from rlbuf_td.storages.notebooks import PROCESSES
+from rlbuf_td.storages.stretches import stretches_of
 from rlbuf_td.storages.tensordict_fast import leaf_of
 from rlbuf_td.storages.torchrl_parts import columns_of
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex, as_tuple
 
+_FEW_ROWS = 4  # fewer rows do not show whether trajectories are interleaved
 Read: TypeAlias = Callable[[Tensor, Tensor | None], TensorDictBase]
 """``read(flat, owner)`` reads the flat rows, and revises each row with the random choices for one drawn row.
 
@@ -48,6 +52,7 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):
     needs_order = True
     sampler: Sampler
     innermost: Sampler  # the sampler that draws the rows
+    has_looked: bool = False  # whether a draw has looked for interleaved trajectories
     _level: ClassVar[int]  # a wrapper can only wrap wrappers of lower levels
 
     def __init__(self, sampler: Sampler, done_key: NestedKey, traj_key: NestedKey | None) -> None:
@@ -75,7 +80,33 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):
 
     def draw_batch(self, storage: Storage, batch_size: int) -> Drawn:
         """Draw and revise a batch."""
-        return self.batch_of(storage, *self._draw(storage, batch_size))
+        drawn = self.batch_of(storage, *self._draw(storage, batch_size))
+        if not self.has_looked:
+            self._look(storage)
+        return drawn
+
+    @property
+    def steps_needed(self) -> int:
+        """How many consecutive rows of a trajectory a useful batch needs."""
+        return 1 if self._inner is None else self._inner.steps_needed
+
+    def _look(self, storage: Storage) -> None:
+        """Warn if trajectories are interleaved, unless this would wait for a device; too few rows do not tell."""
+        if len(storage) < _FEW_ROWS:
+            return
+        self.has_looked, needed = True, self.steps_needed
+        if needed < 2 or device_of(storage).type != "cpu":
+            return
+        found = stretches_of(self._trajectories(storage))
+        if found.are_interleaved(needed):
+            warnings.warn(
+                f"trajectories are stored in stretches of {found.mean:.1f} rows on average, because rows of several "
+                "trajectories alternate: n-step returns, sequences and hindsight goals end with a stretch. Store each "
+                "environment in a lane of its own: PackedStorage(..., ndim=2), extended with [E, T]; or write more "
+                f"steps of one trajectory at a time{PROCESSES}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def _draw(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[Any, Any]]:
         """Return drawn flat rows, ``[B]``, and the sampler's info dict."""

@@ -10,7 +10,6 @@ import pytest
 import torch
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
-from torchrl.data.replay_buffers import TensorDictRoundRobinWriter
 
 from rlbuf_td import (
     HindsightSampler,
@@ -137,11 +136,18 @@ def test_an_index_that_cannot_be_one_is_refused() -> None:
         ReplayBuffer.from_schema(rows("index")[0], SIZE)
 
 
+class ChangesFlags(UniformSampler):  # as TorchRL's SliceSampler does
+    def draw(self, storage: Any, batch_size: int) -> Any:
+        flat, info = super().draw(storage, batch_size)
+        return flat, info | {("next", "done"): torch.ones(batch_size, 1, dtype=torch.bool)}
+
+
 def test_batches_without_the_report_keep_what_the_rows_have() -> None:
-    rb = buffer(writer=TensorDictRoundRobinWriter(), include_info=False)
+    rb = buffer(ChangesFlags(), include_info=False)
     rb.extend(rows())
     batch = rb.sample()
-    assert torch.equal(batch["index"].view(-1), batch["observation"][:, 0].long())  # stored by TorchRL's writer
+    assert batch["next", "done"].all()
+    assert set(batch.keys()) == {"observation", "next"}
 
 
 @pytest.mark.parametrize("name", ["source", "priority_weight", "sampled_at"])

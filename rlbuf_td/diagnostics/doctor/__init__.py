@@ -15,6 +15,7 @@ from rlbuf_td.diagnostics.doctor.values import bounds_of, usage_findings, value_
 
 __all__ = ["CODES", "Finding", "Report", "check", "main"]
 
+_STEPS = 2  # consecutive rows of a trajectory that an unknown sampler may need
 #: Codes and titles of all findings, the most serious first.
 CODES = {code: fault.summary for code, fault in FAULTS.items()}
 
@@ -61,7 +62,8 @@ def check(source: Any, *, space: Any = None, ignore: str | Sequence[str] = ()) -
     storage, sampler, writer = open_source(source)
     with getattr(source, "_replay_lock", nullcontext()), getattr(source, "_write_lock", nullcontext()):
         record = Record(storage, writer)
-        found = [*sequence_findings(record), *value_findings(record, bounds)]
+        needed = _STEPS if sampler is None else getattr(sampler, "steps_needed", 1)
+        found = [*sequence_findings(record, needed), *value_findings(record, bounds)]
         found += usage_findings(record, source, storage, sampler)
     found = sorted((each for each in found if each.code not in ignored), key=lambda each: [*CODES].index(each.code))
     return Report(tuple(found), record.rows, record.shape, tuple(record.skipped))

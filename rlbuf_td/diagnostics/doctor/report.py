@@ -155,6 +155,13 @@ FAULTS = {
         "A {sampler} adds an entry {key} to each batch. The stored entry of this name is then in no batch.",
         "store it under another name, such as data.rename_key_({key}, ...) before each write.",
     ),
+    "trajectories-interleaved": Fault(
+        "rows of several trajectories alternate",
+        "Trajectories are stored in stretches of {mean:.1f} rows on average, and rows of other trajectories follow "
+        "these rows. n-step returns, sequences and hindsight goals end with a stretch; draws of single rows are right.",
+        "store each environment in a lane of its own: PackedStorage(..., ndim=2), and extend with batches [E, T]; or "
+        "write more steps of one trajectory at a time.",
+    ),
     "not-finite": Fault(
         "an observation, a reward or an action is NaN or infinite",
         "{key} is NaN or infinite there. One such row in a batch makes the loss NaN, and then all weights.",

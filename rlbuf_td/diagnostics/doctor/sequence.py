@@ -14,6 +14,7 @@ import torch
 
 from rlbuf_td.diagnostics.doctor.record import Key, Record, differ, hashes
 from rlbuf_td.diagnostics.doctor.report import Finding
+from rlbuf_td.storages.stretches import Stretches
 from rlbuf_td.storages.trajectory_index import TRAJ_KEY
 
 _AT_ONCE = 4_096  # rows
@@ -35,7 +36,8 @@ class Flow:
     ends: torch.Tensor  # the trajectory ends, and another follows
 
 
-def sequence_findings(record: Record) -> Iterator[Finding]:
+def sequence_findings(record: Record, needed: int) -> Iterator[Finding]:
+    """Yield the faults in the order of rows; the sampler needs ``needed`` consecutive rows of a trajectory."""
     flags = {name: flag for name in ("done", "terminated", "truncated") if (flag := record.flag(name)) is not None}
     ended = torch.stack([torch.zeros_like(record.cut), *flags.values()]).any(0)
     flow = _flow(record) if record.knows_ends and record.observed else None
@@ -56,6 +58,13 @@ def sequence_findings(record: Record) -> Iterator[Finding]:
                 yield record.finding(f"{name}-without-done", lacking, int(flag.sum()), ("next", name), name=name)
     if record.knows_ends and fault is None:
         yield from _ends(record, flow, ended)
+    ids = record.columns.get(TRAJ_KEY)
+    if record.knows_ends and ids is not None:
+        broken = record.cut & record.paired & ~ended
+        counts = int(record.cut.sum()), int(broken.sum()), ids.unique().numel()
+        stretches = Stretches(record.rows, *counts, bool(flags))
+        if stretches.are_interleaved(needed):
+            yield record.finding("trajectories-interleaved", broken, record.rows, mean=stretches.mean)
 
 
 def _ends(record: Record, flow: Flow | None, ended: torch.Tensor) -> Iterator[Finding]:
