@@ -203,6 +203,7 @@ class PrioritizedPlan(Plan, ABC):
         self.law: Any = sampler.law
         self.kept = self.law.table  # a load in another thread may replace it during a call
         self.priorities, self.step, self.lock = self.law.table.addresses, step_of(size, True), Lock()
+        self.magnitude = self.law.table.magnitude.data_ptr()  # changes when a load or sharing replaces the priorities
         self.table = self.priorities.ctypes.data
         super().__init__(storage, sampler, size, gathers)
 
@@ -273,7 +274,7 @@ class ProportionalPlan(PrioritizedPlan):
     def holds(self) -> bool:
         return (  # a load or sharing replaces the memory of the sum tree, and a new alpha changes its weights
             super().holds()
-            and self.law.table.addresses is self.priorities
+            and self.law.table.magnitude.data_ptr() == self.magnitude
             and self.settings[ALPHA] == self.settings[WEIGHED]
         )
 
@@ -301,7 +302,9 @@ class RankPlan(PrioritizedPlan):
 
     def holds(self) -> bool:
         return (  # a load or sharing replaces the memory of the order, and a new alpha changes the probabilities
-            super().holds() and self.law.table.addresses is self.priorities and self.settings[ALPHA] == self.ranks.alpha
+            super().holds()
+            and self.law.table.magnitude.data_ptr() == self.magnitude
+            and self.settings[ALPHA] == self.ranks.alpha
         )
 
 

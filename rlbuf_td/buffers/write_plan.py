@@ -64,6 +64,7 @@ class WritePlan:
         self.bitmap = boundaries[0].bitmap if boundaries is not None else None
         self.place = self.rows.flat.data_ptr()  # the kernels' address of the rows
         self.kept = None if parts.prioritized is None else sampler.law.table  # a load may replace it during a call
+        self.magnitude = 0 if self.kept is None else self.kept.magnitude.data_ptr()
         self.ring = np.zeros(1, RING)
         for name, number in self._numbers(parts).items():
             self.ring[name] = number
@@ -108,7 +109,7 @@ class WritePlan:
             and self.buffer.priority_key == self.priority_key
             and not self.writer.counts_generations
             and self.writer.numbers.values is self.counters
-            and (self.priorities is None or self.sampler.law.table.addresses is self.priorities)
+            and (self.kept is None or self.sampler.law.table.magnitude.data_ptr() == self.magnitude)
             and getattr(self.sampler, "eps", 0.0) == self.eps
             and (self.boundaries is None or self.boundaries[0].bitmap is self.bitmap)
         )

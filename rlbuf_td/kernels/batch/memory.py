@@ -52,8 +52,8 @@ class LeafMemory:
         tensors = list(map(_empty_on_cpu, *self._small))
         for place, dtype, shape in self._large:
             tensors[place] = _recycled(self._kept[place], dtype, shape)
-        if self._first is not None:
-            address_of(tensors[self._first])  # raises an error where new tensors hold no data, as in FakeTensorMode
+        if self._first is not None and not tensors[self._first].data_ptr():
+            address_of(tensors[self._first])  # raises an error: new tensors hold no data, as in FakeTensorMode
         return tensors
 
 
