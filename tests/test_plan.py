@@ -118,12 +118,12 @@ def set_generator(rb: ReplayBuffer, value: int) -> None:
 
 
 def rewrite(rb: ReplayBuffer, value: int) -> None:
-    """Write out of order: the clock notes the time of each row from then on."""
-    rb.storage.set(torch.tensor([value % 2, 0]), rb.storage.get(torch.tensor([0, 1])))
+    """Replace rows: the clock notes the time of each row from then on."""
+    rb.storage.set(torch.tensor([value % 2, 0]), rb.storage.get(torch.tensor([0, 1])), set_cursor=False)
 
 
 def put_cursor(rb: ReplayBuffer, value: int) -> None:
-    """Let the next write leave the ring's order."""
+    """Put the cursor elsewhere; the next write follows the newest row all the same."""
     rb.writer._cursor = value % (rb.storage.written_rows().steps)
 
 

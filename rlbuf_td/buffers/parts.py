@@ -23,7 +23,7 @@ from rlbuf_td.samplers.common import refuse_drawn, refuse_stored, refuse_taken, 
 from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.wrapper import SamplerWrapper
 from rlbuf_td.storages import PackedStorage, torchrl_parts
-from rlbuf_td.storages.checks import whole
+from rlbuf_td.storages.checks import OUT_OF_ORDER, whole
 from rlbuf_td.storages.indexing import attached_or_new
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.memory_budget import Purpose, require_room, shared_tensors
@@ -31,7 +31,7 @@ from rlbuf_td.storages.notebooks import PROCESSES
 from rlbuf_td.storages.state import NEWEST
 from rlbuf_td.storages.trajectory_index import as_tuple
 from rlbuf_td.writers import RingWriter
-from rlbuf_td.writers.common import next_step
+from rlbuf_td.writers.common import is_in_time_order, keeps_order, next_step
 
 _SHARED = Purpose(
     "Priorities and trajectories of a shared buffer take",
@@ -63,7 +63,7 @@ class Parts(NamedTuple):
         """Derive the properties from the components; ``collates``: whether the buffer has a ``collate_fn``."""
         wrapper = sampler if isinstance(sampler, SamplerWrapper) else None
         innermost = sampler if wrapper is None else wrapper.innermost
-        refuse_unordered(sampler, writer)
+        refuse_unordered(sampler, writer, storage)
         refuse_stored(sampler, storage)
         if wrapper is not None:
             wrapper.watch(storage)  # must precede a load of rows, which ends their trajectories
@@ -122,10 +122,21 @@ def _method_to_draw(sampler: type[Sampler]) -> str:
     return ""
 
 
-def refuse_unordered(sampler: Sampler, writer: Writer) -> None:
-    if getattr(sampler, "needs_order", False) and not getattr(writer, "keeps_order", True):
-        kinds = type(sampler).__name__, type(writer).__name__
-        raise ValueError("a {} needs rows in time order, a {} keeps none: use a RingWriter".format(*kinds))
+def refuse_unordered(sampler: Any, writer: Writer, storage: Storage) -> None:
+    """Raise a ValueError if the sampler needs rows in time order, and the rows or the writer keep no such order."""
+    if not getattr(sampler, "needs_order", False):
+        return
+    needs, kind = f"a {type(sampler).__name__} needs rows in time order", type(writer).__name__
+    keeps = keeps_order(writer)
+    if keeps is False:
+        raise ValueError(f"{needs}, a {kind} keeps none: use a RingWriter")
+    if not is_in_time_order(storage):
+        raise ValueError(f"{needs}, and {OUT_OF_ORDER}")
+    if keeps is None and not isinstance(storage, PackedStorage):
+        remedy = (
+            f"use a PackedStorage, which checks each write, or set keeps_order = True in the class {kind} if it does"
+        )
+        raise ValueError(f"{needs}, and a {kind} may write in any order: {remedy}")
 
 
 def refuse_schema(rb: Any, layout: RowLayout) -> None:
@@ -169,6 +180,7 @@ def set_storage(rb: Any, storage: Storage, collate_fn: Any = None) -> Storage:
     priority.
     """
     _refuse_if_shared(rb, "storage")
+    refuse_unordered(rb.sampler, rb.writer, storage)
     refuse_stored(rb.sampler, storage)
     with rb.fully_locked():
         torchrl_parts.replace_storage(rb.writer, storage)
@@ -190,7 +202,7 @@ def set_sampler(rb: Any, sampler: Sampler) -> Sampler:
     Unlike in TorchRL, rows without a priority in the new sampler get the default priority.
     """
     _refuse_if_shared(rb, "sampler")
-    refuse_unordered(sampler, rb.writer)
+    refuse_unordered(sampler, rb.writer, rb.storage)
     with rb.fully_locked():
         previous, rng = TensorDictReplayBuffer.set_sampler(rb, sampler), torchrl_parts.generator_of(sampler)
         torchrl_parts.set_generator(sampler, torchrl_parts.generator_of(rb))
@@ -207,7 +219,7 @@ def set_sampler(rb: Any, sampler: Sampler) -> Sampler:
 def set_writer(rb: Any, writer: Writer) -> Writer:
     """Replace the writer; return the old one. A new :class:`RingWriter` continues after the newest row."""
     _refuse_if_shared(rb, "writer")
-    refuse_unordered(rb.sampler, writer)
+    refuse_unordered(rb.sampler, writer, rb.storage)
     with rb.replay_lock:
         writer.register_storage(rb.storage)  # refuses before the old writer is replaced
         previous = TensorDictReplayBuffer.set_writer(rb, writer)
@@ -225,6 +237,12 @@ def continue_ring(writer: Writer, storage: Storage) -> None:
 def restore_options(rb: Any, batch_size: int | None, consume_after_n_samples: int | None) -> None:
     """Set the options ``batch_size`` and ``consume_after_n_samples`` while a saved buffer is loaded."""
     rb._batch_size, rb._consume_after_n_samples = batch_size, consume_after_n_samples
+
+
+def order_lost(rb: Any) -> None:
+    """Stop fast draws of a sampler that needs rows in time order; the next draw then raises an error."""
+    if getattr(vars(rb).get("_sampler"), "needs_order", False):  # absent while a copy is made
+        rb.sample_plan = None
 
 
 def _refuse_if_shared(rb: Any, part: str) -> None:

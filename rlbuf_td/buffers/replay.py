@@ -374,7 +374,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
     replay_lock = property(attrgetter("_replay_lock"), doc="The lock of rows and priorities.")
     is_shut_down = property(attrgetter("_service_shutdown"), doc="Whether :meth:`shutdown` has been called.")
     consume_after_n_samples = property(attrgetter("_consume_after_n_samples"), doc="TorchRL's keyword of this name.")
-    restore_options = parts.restore_options
+    restore_options, order_lost = parts.restore_options, parts.order_lost
     prefetch_state = prefetch.prefetch_state
     capture_prefetched = _capture_prefetch_state = prefetch.capture_prefetched
     _clear_prefetch_queue_locked = prefetch.clear_prefetched

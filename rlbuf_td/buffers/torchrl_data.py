@@ -16,12 +16,14 @@ from torchrl.data.replay_buffers import (
     PrioritizedSampler,
     RoundRobinWriter,
     Storage,
+    TensorDictMaxValueWriter,
     TensorDictReplayBuffer,
     TensorDictRoundRobinWriter,
     Writer,
 )
 
 from rlbuf_td.buffers.flow import count_imported
+from rlbuf_td.buffers.parts import refuse_unordered
 from rlbuf_td.checkpoint import CheckpointError
 from rlbuf_td.checkpoint.folder import progress_bar
 from rlbuf_td.envs.minari_episodes import TRAJECTORY
@@ -30,7 +32,7 @@ from rlbuf_td.storages import PackedStorage, torchrl_parts
 from rlbuf_td.storages.indexing import coordinates, lanes_of
 from rlbuf_td.storages.state import end_trajectories
 from rlbuf_td.storages.writes import is_key
-from rlbuf_td.writers.common import steps_by_age
+from rlbuf_td.writers.common import is_in_time_order, steps_by_age
 
 _READ_AT_ONCE = 1 << 26  # bytes
 
@@ -73,8 +75,9 @@ def from_torchrl(
         TypeError: ``rb`` is not a replay buffer, or its rows are not TensorDicts.
         CheckpointError: the folder ``rb`` holds no rows that TorchRL's default checkpointer wrote.
         KeyError: the rows have no entry at a key in ``exclude``.
-        ValueError: ``rb`` has more rows than ``capacity``, or ``storage`` is given; with ``copy=False``, also if
-            ``capacity`` or ``exclude`` is given, or if ``rb`` is a folder.
+        ValueError: ``rb`` has more rows than ``capacity``, the rows are not in time order, which the ``sampler`` needs,
+            or ``storage`` is given; with ``copy=False``, also if ``capacity`` or ``exclude`` is given, or if ``rb`` is
+            a folder.
         SchemaError: an entry does not consist of numbers, and is not excluded.
         MemoryError: the rows are larger than RAM, and no ``scratch_dir`` is given.
 
@@ -98,6 +101,7 @@ def from_torchrl(
     exclude = [exclude] if is_key(exclude) else exclude
     kwargs.setdefault("batch_size", rb.batch_size)
     _restore_cursor(rb, storage)
+    refuse_unordered(kwargs.get("sampler"), rb.writer, storage)
     if copy:
         choose = partial(_chosen, exclude=exclude, trajectory_key=trajectory_key)
         new, cells = _copy(cls, rb, capacity, choose, progress, kwargs)
@@ -126,12 +130,15 @@ def _copy(
     steps, lanes = _steps(rb.writer, storage), lanes_of(storage).numel()
     if capacity is not None and capacity < len(steps) * lanes:
         raise ValueError(f"the buffer holds {len(steps) * lanes:,} transitions, more than the capacity of {capacity:,}")
+    is_in_order = is_in_time_order(storage)
     new = cls.from_schema(choose(storage.get(steps[:1]))[0], capacity or storage.max_size, **kwargs)
     row_bytes = new.storage.row_bytes
     with progress_bar("copying", len(steps) * lanes * row_bytes, progress) as report:
         for part in steps.split(max(1, _READ_AT_ONCE // (row_bytes * lanes))):
             new.writer.extend(choose(storage.get(part)))
             report(len(part) * lanes * row_bytes)
+    if not is_in_order:
+        new.storage.lose_order()
     return new, (steps[:, None] * lanes + torch.arange(lanes, device="cpu")).flatten()
 
 
@@ -146,7 +153,8 @@ def _load(folder: Path) -> tuple[TensorDictReplayBuffer, Mapping[str, Any] | Non
     storage.loads(folder / "storage")
     saved = json.loads(writer_file.read_text()) if writer_file.is_file() else {}
     is_ring = "cursor" in saved and "rank_key" not in saved
-    writer = TensorDictRoundRobinWriter() if is_ring else ImmutableDatasetWriter()
+    by_rank = TensorDictMaxValueWriter() if "rank_key" in saved else ImmutableDatasetWriter()
+    writer = TensorDictRoundRobinWriter() if is_ring else by_rank
     batch_size = json.loads((folder / "buffer_metadata.json").read_text())["batch_size"]
     rb = TensorDictReplayBuffer(storage=storage, writer=writer, batch_size=batch_size)
     if is_ring:
@@ -187,7 +195,7 @@ def _steps(writer: Writer, storage: Storage) -> torch.Tensor:
     """Return the indices of the written time steps, oldest first if the writer is a round-robin writer."""
     if not len(storage):
         raise RuntimeError("the buffer is empty: there is nothing to import")
-    if isinstance(writer, RoundRobinWriter):
+    if isinstance(writer, RoundRobinWriter) and is_in_time_order(storage):
         return steps_by_age(writer, storage, None)
     return torch.arange(len(storage) // lanes_of(storage).numel(), device="cpu")
 

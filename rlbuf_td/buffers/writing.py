@@ -312,10 +312,16 @@ def mark_range(rb: Any, start: int, count: int) -> None:
 def empty(rb: Any, empty_write_count: bool = True) -> None:
     """Remove all rows and priorities, and keep the schema; flow control starts again.
 
+    Other buffers over the same storage then have no rows and priorities either, and write from the first row on.
+
     Args:
         empty_write_count: also set :attr:`write_count` to 0, default ``True``.
     """
     with rb.fully_locked(), held_back:
         TensorDictReplayBuffer.empty(rb, empty_write_count)
+        for other in torchrl_parts.listeners_of(rb.storage):
+            if isinstance(other, TensorDictReplayBuffer) and other is not rb:
+                torchrl_parts.empty_part(other.sampler)
+                torchrl_parts.restart_writer(other.writer)
         if rb.flow is not None:
             rb.flow.restart(0)

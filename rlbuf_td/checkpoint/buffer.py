@@ -18,6 +18,7 @@ from rlbuf_td.checkpoint.folder import explained, progress_bar, reading, write_s
 from rlbuf_td.checkpoint.manifest import CheckpointError, decode
 from rlbuf_td.checkpoint.rows import SavedRows, split_rows
 from rlbuf_td.storages import PackedStorage, torchrl_parts
+from rlbuf_td.storages.checks import OUT_OF_ORDER
 
 KIND = "buffer"
 _COUNTERS = "_cursor", "_write_count"
@@ -71,7 +72,10 @@ class _Load:
         # A dump made before the first write has no rows, but keys if its storage was reserved. A storage with rows
         # ignores these keys.
         elif "layout" in saved["state"] and not (saved["state"].get("reserved") and storage.rows is not None):
-            cursor = self.saved["writer"]["state"].get("_cursor")
+            cursor, in_order = self.saved["writer"]["state"].get("_cursor"), saved["state"].get("in_time_order", True)
+            if not in_order and getattr(rb.sampler, "needs_order", False):
+                raise CheckpointError(f"a {type(rb.sampler).__name__} needs rows in time order, and {OUT_OF_ORDER}")
+            cursor = cursor if in_order else None
             self.rows = SavedRows(reader, saved, storage, cursor)
             self._resize(self.rows)
         parts.refuse_malformed(rb, self.saved)
@@ -109,6 +113,7 @@ class _Load:
             "full": fit.steps == capacity,
             "last_cursor": fit.steps - 1 if fit.moves else state["last_cursor"],
             "reserved": state.get("reserved", False),
+            "in_time_order": state.get("in_time_order", True),
         }
         saved["writer"]["state"] |= {"_cursor": fit.steps % capacity}
         saved["trajectories"] = [each | {"state": {}} for each in saved["trajectories"]]

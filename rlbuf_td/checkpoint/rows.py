@@ -46,7 +46,7 @@ def fit(saved: int, capacity: int, live: int, cursor: int | None) -> Fit:
     if saved == capacity or (live < saved and live <= capacity):
         return Fit(((0, live),) if live else (), live, saved == capacity, 0)
     if cursor is None:
-        remedy = "its writer keeps no order of age to choose the oldest by: load it into the same capacity"
+        remedy = "its rows have no order of age to choose the oldest by: load it into the same capacity"
         raise CheckpointError(f"a dump of {live} time steps does not fit a capacity of {capacity}, and {remedy}")
     oldest = cursor if live == saved else 0  # a full ring overwrites its oldest step next
     kept = min(live, capacity)

@@ -19,6 +19,8 @@ from torchrl.data.replay_buffers import PrioritizedSampler, Sampler, Storage
 from rlbuf_td.checkpoint import load_state, save_state
 from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.kernels.host_memory import address_of
+from rlbuf_td.storages import PackedStorage
+from rlbuf_td.storages.checks import OUT_OF_ORDER
 from rlbuf_td.storages.indexing import Index, coordinates, moved, stored_rows
 from rlbuf_td.storages.notebooks import PRIORITIES
 from rlbuf_td.storages.schema import SchemaError, refuse_other_index
@@ -63,7 +65,7 @@ class StatefulSampler(Sampler):
     __signature__ = OwnSignature()
     _shown: ClassVar[tuple[str, ...]] = ()  # the attributes that ``repr`` shows
     _setting_names: ClassVar[tuple[str, ...]] = ()  # the attributes that may be set at any time; saved in the state
-    needs_order: bool = False  # whether the sampler needs a writer that stores rows in time order
+    needs_order: bool = False  # whether the sampler needs rows in time order
     report_keys: frozenset[str] = frozenset()  # the entries, besides "index", that the sampler adds to each batch
 
     def settings_changed(self) -> None:
@@ -121,6 +123,12 @@ class StatefulSampler(Sampler):
     def __repr__(self) -> str:
         shown = (f"{name.lstrip('_')}={getattr(self, name)!r}" for name in self._shown)
         return f"{type(self).__name__}({', '.join(shown)})"
+
+
+def refuse_disorder(sampler: Sampler, storage: Storage) -> None:
+    """Raise a ValueError if the sampler needs rows in time order, and the rows of the storage are not."""
+    if isinstance(storage, PackedStorage) and getattr(sampler, "needs_order", False) and not storage.in_time_order:
+        raise ValueError(f"a {type(sampler).__name__} needs rows in time order, and {OUT_OF_ORDER}")
 
 
 class RowSampler(StatefulSampler):

@@ -135,7 +135,8 @@ class FreshRowsSampler(SamplerWrapper):
     process.
 
     Raises:
-        ValueError: ``fresh`` is not a positive whole number, or the buffer's writer does not write in time order.
+        ValueError: ``fresh`` is not a positive whole number, or the buffer's writer does not write in time order; (when
+            sampling) rows were written out of time order.
         TypeError: the wrapped sampler is another wrapper, a :class:`QueueSampler`, or TorchRL's ``PrioritizedSampler``;
             (when sampling) the storage is not a :class:`PackedStorage`.
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torchrl.data.replay_buffers import Storage
 
 from rlbuf_td.kernels.recency import recent_rows
-from rlbuf_td.samplers.common import EMPTY, RowSampler, setting, uniform_numbers
+from rlbuf_td.samplers.common import EMPTY, RowSampler, refuse_disorder, setting, uniform_numbers
 from rlbuf_td.samplers.wrapper import column_of
 from rlbuf_td.storages import SchemaError, torchrl_parts
 from rlbuf_td.storages.checks import as_number, whole
@@ -59,7 +59,7 @@ class RecencySampler(RowSampler):
 
     Raises:
         ValueError: a setting is out of range, or ``age_key`` is not set and the buffer's writer does not write in time
-            order.
+            order; (when sampling, without ``age_key``) rows were written out of time order.
         RuntimeError: (when sampling) the buffer is empty.
         SchemaError: (when sampling) rows do not have one finite number at ``age_key``.
 
@@ -102,6 +102,7 @@ class RecencySampler(RowSampler):
         rows, lanes, device = len(storage), lanes_of(storage).numel(), device_of(storage)
         if not rows:
             raise RuntimeError(EMPTY)
+        refuse_disorder(self, storage)
         uniform = uniform_numbers(batch_size, self._rng, device)
         if self.age_key is not None:
             mass = self._mass_by_age(storage)

@@ -13,7 +13,14 @@ from torch import Tensor
 from torchrl.data.replay_buffers import PrioritizedSampler, Sampler, Storage
 
 from rlbuf_td.checkpoint.parts import resized_state
-from rlbuf_td.samplers.common import RowSampler, StatefulSampler, refuse_drawn, refuse_stored, reported_by
+from rlbuf_td.samplers.common import (
+    RowSampler,
+    StatefulSampler,
+    refuse_disorder,
+    refuse_drawn,
+    refuse_stored,
+    reported_by,
+)
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.indexing import Index, coordinates, device_of, flat_rows, refuse_unwritten
 from rlbuf_td.storages.notebooks import PROCESSES
@@ -111,6 +118,8 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):
     def _draw(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[Any, Any]]:
         """Return drawn flat rows, ``[B]``, and the sampler's info dict."""
         inner = self._inner
+        if inner is None:
+            refuse_disorder(self, storage)
         return draw_from(self.sampler, storage, batch_size) if inner is None else inner._draw(storage, batch_size)
 
     def batch_of(self, storage: Storage, flat: Tensor, info: dict[Any, Any]) -> Drawn:

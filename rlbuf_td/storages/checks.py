@@ -8,6 +8,12 @@ from typing import Any
 
 import torch
 
+#: Why rows are not in time order, and what to do.
+OUT_OF_ORDER = (
+    "some were written elsewhere than after the newest row, by a ReservoirWriter, a TensorDictMaxValueWriter or "
+    "storage.set: empty the buffer, or let a RingWriter replace all rows"
+)
+
 
 def as_number(value: Any) -> float:
     """Convert a value to a float; return NaN if it is no number."""

@@ -24,6 +24,7 @@ from rlbuf_td.storages.schema import Leaf
 from rlbuf_td.storages.shared import forks
 from rlbuf_td.storages.shared.memory import SharedNumbers
 from rlbuf_td.storages.shared.rows import SharedRows, share
+from rlbuf_td.storages.torchrl_parts import listeners_of
 from rlbuf_td.storages.write_clock import WriteClock
 from rlbuf_td.storages.writes import as_index, as_tensordict, is_index, is_key, is_mask
 
@@ -167,6 +168,20 @@ class PackedStorage(LazyTensorStorage):
         self._mutation_revision_value.value += 1
 
     @property
+    def in_time_order(self) -> bool:
+        """Whether the stored time steps were written one after another; saved and copied with the rows.
+
+        False after a write elsewhere than after the newest step, until a ring has replaced all rows, or :meth:`_empty`.
+        """
+        return self.clock.in_time_order(len(self) // prod(self.lanes))
+
+    def lose_order(self) -> None:
+        """Record that the last write was out of time order."""
+        self.clock.lose_order()
+        for each in listeners_of(self):
+            getattr(each, "order_lost", bool)()
+
+    @property
     def layout(self) -> RowLayout | None:
         """The layout of a row; ``None`` until rows are allocated."""
         return None if self.rows is None else self.rows.layout
@@ -262,8 +277,10 @@ class PackedStorage(LazyTensorStorage):
         rows, leaves, count = writes.admit(self, data, single)
         writes.begin(self, start, count)
         rows.copy_(start, count, leaves)
-        self.clock.advance(start, count, rows.shape, rows.matrix.device)
+        in_order = self.clock.advance(start, count, rows.shape, rows.matrix.device)
         self.count_written(rows, min(start + count, rows.steps), (start + count - 1) % rows.steps)
+        if not in_order:
+            self.lose_order()
 
     def set(self, cursor: Any, data: TensorDictBase | Sequence[TensorDictBase], *, set_cursor: bool = True) -> None:
         """Write transitions at ``cursor``.

@@ -82,6 +82,7 @@ def snapshot(storage: Any) -> dict[str, Any]:
         "full": is_full(storage),
         "reserved": storage.is_reserved,
         "last_cursor": storage.numbers[NEWEST],
+        "in_time_order": storage.in_time_order,
         "layout": rows.layout.state(),
         "rows": storage.written_rows().given,
         "clock": storage.clock.state_dict() | {"capacity": rows.cells},
@@ -121,16 +122,19 @@ def load(storage: Any, state: dict[str, Any]) -> None:
 
 
 def save_cursor(storage: Any, path: str | Path) -> None:
-    """Save the index of the newest time step, which TorchRL's checkpointer omits."""
-    Path(path, _CURSOR_FILE).write_text(json.dumps({"last_cursor": storage.numbers[NEWEST]}))
+    """Save the index of the newest time step, which TorchRL's checkpointer omits, and whether rows are in order."""
+    saved = {"last_cursor": storage.numbers[NEWEST], "in_time_order": storage.in_time_order}
+    Path(path, _CURSOR_FILE).write_text(json.dumps(saved))
 
 
 def load_cursor(storage: Any, path: str | Path) -> None:
     """Restore the index of the newest time step; set -1 (unknown) if :func:`save_cursor` has saved no file."""
     file = Path(path, _CURSOR_FILE)
-    last = json.loads(file.read_text())["last_cursor"] if file.exists() else -1
-    storage.numbers[NEWEST] = last
-    storage.clock.forget(storage.all_rows().steps, last)
+    saved = json.loads(file.read_text()) if file.exists() else {"last_cursor": -1}
+    storage.numbers[NEWEST] = saved["last_cursor"]
+    storage.clock.forget(storage.all_rows().steps, saved["last_cursor"])
+    if not saved.get("in_time_order", True):
+        storage.lose_order()
 
 
 def end_trajectories(storage: Any) -> None:
@@ -199,6 +203,8 @@ def restore_counters(storage: Any, state: dict[str, Any]) -> None:
     storage.numbers[LENGTH] = state["_len"]
     storage.numbers[NEWEST] = state["last_cursor"]
     count_change(storage)
+    if not state.get("in_time_order", True):
+        storage.lose_order()
 
 
 def describe(storage: Any) -> str:

@@ -19,11 +19,16 @@ columns_of = attrgetter("_storage")  # the entries of all rows, a TensorDict or 
 modules_of = attrgetter("_modules")  # a dict; testing whether it is empty is faster than ``len`` of a ModuleList
 is_full = attrgetter("_is_full")  # whether a storage has as many rows as its capacity
 count_change = methodcaller("_bump_mutation_revision")  # data derived from the storage is then computed again
+restart_writer = methodcaller("_empty", empty_write_count=False)  # the next write begins with the first row
 empty_part = methodcaller("_empty")  # removes the rows of a storage, or what a sampler knows about them
 
 
 def columns_or_none(storage: Any) -> Any:
     return getattr(storage, "_storage", None)  # an ensemble of storages has no entries of its own
+
+
+def writer_or_none(listener: Any) -> Any:
+    return getattr(listener, "_writer", None)  # of a buffer
 
 
 def capacity_in_steps(storage: Any, **data: Any) -> int:

@@ -1,4 +1,4 @@
-"""Detects stale priorities, those of rows that were rewritten after they were sampled."""
+"""Counts writes: finds rows that were rewritten after they were sampled, and knows whether rows are in time order."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from rlbuf_td.storages.shared.memory import SharedNumbers
 
 #: Entry of a prioritized batch: the clock's count when the row was sampled, ``[B]`` int64. Also called stamp.
 SAMPLED_AT = "sampled_at"
-#: Indices of `WriteClock.numbers`: count of written time steps, last written time step, 1 if write times are stored.
-NOW, LAST, BY_ROW = range(3)
+#: Indices of `WriteClock.numbers`: count of written time steps; time step after which a ring continues (-1: unknown);
+#: 1 if write times are stored; the count after the last write out of time order (0: none).
+NOW, LAST, BY_ROW, DISORDER = range(4)
 
 
 def skip_stale(index: Any, stamp: torch.Tensor, dims: int, storage: Any) -> tuple[torch.Tensor, int | torch.Tensor]:
@@ -50,10 +51,12 @@ class WriteClock:
     """Counts the time steps written to a storage, and finds rows that were rewritten since they were sampled.
 
     From the first write out of order on, the clock stores the write time of each row (8 bytes per row).
+
+    Rows are *in time order* if each lane of the ring holds time steps that were written one after another.
     """
 
     def __init__(self) -> None:
-        self.numbers = SharedNumbers("q", [0, -1, 0])  # indices NOW, LAST and BY_ROW
+        self.numbers = SharedNumbers("q", [0, -1, 0, 0])  # indices NOW, LAST, BY_ROW and DISORDER
         self._newest: tuple[Any, int] = (None, 0)  # the newest stamps, and the count at that time
         self._written: torch.Tensor | None = None  # write times, int64 by flat row; used if BY_ROW is 1
 
@@ -79,29 +82,56 @@ class WriteClock:
         # A spawned process maps the shared memory itself; pickling a view would move it out of this process's map.
         return state if get_spawning_popen() is None else state | {"_written": None}
 
-    def advance(self, start: int, count: int, shape: torch.Size, device: torch.device | None = None) -> None:
-        """Record a write of ``count`` time steps from ``start`` on, in rows of ``shape`` ``[T, *lanes]``."""
+    def advance(self, start: int, count: int, shape: torch.Size, device: torch.device | None = None) -> bool:
+        """Record a write of ``count`` new time steps from ``start`` on, in rows of ``shape`` ``[T, *lanes]``.
+
+        Return whether the new time steps follow the last one.
+        """
         numbers, steps = self.numbers, shape[0]
-        last = numbers[LAST]
-        in_order = start == last + 1 or (start == 0 and last == steps - 1) or count == steps
+        in_order = self.is_next(start, count, steps)
         if not in_order or numbers[BY_ROW]:
             cells = (torch.arange(start, start + count, device=device) % steps)[:, None]
             lanes = prod(shape[1:])
-            return self.note((cells * lanes + torch.arange(lanes, device=device)).flatten(), count, shape)
-        numbers[NOW] += count
-        numbers[LAST] = (start + count - 1) % steps
+            self._stamp_rows((cells * lanes + torch.arange(lanes, device=device)).flatten(), count, shape)
+        else:
+            numbers[NOW] += count
+        if in_order:
+            numbers[LAST] = (start + count - 1) % steps
+        return in_order
+
+    def is_next(self, start: int, count: int, steps: int) -> bool:
+        """Whether ``count`` time steps from ``start`` on follow the last one (if known), or replace them all."""
+        last = self.numbers.values[LAST]
+        return start == last + 1 or (start == 0 and last == steps - 1) or count >= steps or last < 0
 
     def note(self, cells: torch.Tensor, count: int, shape: torch.Size) -> None:
-        """Record a write of the rows at flat indices ``cells``, and add ``count`` to the count of time steps."""
+        """Record that the rows at flat indices ``cells`` were replaced, and add ``count`` to the count of time steps.
+
+        The time order of the rows does not change.
+        """
+        self._stamp_rows(cells, count, shape)
+        if self.numbers[DISORDER]:
+            self.numbers[DISORDER] += count
+
+    def _stamp_rows(self, cells: torch.Tensor, count: int, shape: torch.Size) -> None:
         written = self._by_row(shape, cells.device)
         self.numbers[NOW] += count
         written[cells] = self.numbers[NOW]
+
+    def lose_order(self) -> None:
+        """Record that the write before this call was out of time order."""
+        self.numbers[DISORDER] = self.numbers[NOW]
+
+    def in_time_order(self, steps: int) -> bool:
+        """Whether all of the ``steps`` stored time steps are in time order."""
+        disorder = self.numbers.values[DISORDER]
+        return not disorder or self.since(disorder) >= steps
 
     def forget(self, steps: int, last: int = -1) -> None:
         """Treat all rows as rewritten; ``steps`` is the capacity, ``last`` the newest time step (-1: unknown)."""
         self.numbers[NOW] += steps
         self.numbers[LAST] = last
-        self.numbers[BY_ROW] = 0
+        self.numbers[BY_ROW] = self.numbers[DISORDER] = 0
 
     def keep_in(self, written: torch.Tensor) -> None:
         """Move the write times of the rows to ``written``, ``[N]`` int64 in shared memory."""
@@ -126,13 +156,13 @@ class WriteClock:
         self, flat: torch.Tensor, stamp: torch.Tensor, shape: torch.Size
     ) -> tuple[torch.Tensor, int | torch.Tensor]:
         """Return ``flat`` with -1 for each row that was rewritten after its ``stamp``, and the number of these rows."""
-        now, last, by_row = self.numbers
+        now, last, by_row, _ = self.numbers
         if by_row and self._written is not None:
             return row_kernels.skip_newer(flat, stamp, now, self._written)
         return row_kernels.skip_ring(flat, stamp, now, last, shape[0], prod(shape[1:]))
 
     def state_dict(self) -> dict[str, Any]:
-        now, last, by_row = self.numbers
+        now, last, by_row, _ = self.numbers
         written = self._written.clone() if by_row and self._written is not None else None
         return {"now": now, "last": last, "written": written}
 
@@ -143,7 +173,7 @@ class WriteClock:
             return self.forget(steps, last)
         written = state["written"]
         self.numbers[NOW], self.numbers[LAST] = state["now"], state["last"]
-        self.numbers[BY_ROW] = written is not None
+        self.numbers[BY_ROW], self.numbers[DISORDER] = written is not None, 0
         if written is not None and self._written is not None and self._written.shape == written.shape:
             self._written.copy_(written)
         elif written is not None:

@@ -176,10 +176,13 @@ def set_steps(storage: Any, cursor: Any, data: TensorDictBase, set_cursor: bool)
         rows.copy_(int(steps[0]), count, leaves)
     else:
         rows.replace_(cells, leaves)
-    if len(steps) <= rows.steps and (apart % rows.steps == 1).all():
+    follows = set_cursor and storage.clock.is_next(int(steps[0]), len(steps), rows.steps)
+    if follows and (apart % rows.steps == 1 % rows.steps).all():
         storage.clock.advance(int(steps[0]), len(steps), rows.shape, rows.matrix.device)
     else:
         storage.clock.note(cells.flatten(), len(steps), rows.shape)
+        if set_cursor:
+            storage.lose_order()
     if set_cursor:
         storage.count_written(rows, int(steps.max()) + 1, int(steps[-1]))
 

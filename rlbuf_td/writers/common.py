@@ -7,13 +7,21 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase, is_tensor_collection
 from torch.utils._pytree import tree_leaves, tree_map
-from torchrl.data.replay_buffers import RoundRobinWriter, Storage, Writer
+from torchrl.data.replay_buffers import (
+    ImmutableDatasetWriter,
+    RoundRobinWriter,
+    Storage,
+    TensorDictMaxValueWriter,
+    Writer,
+)
 
 from rlbuf_td.storages import PackedStorage, torchrl_parts
+from rlbuf_td.storages.checks import OUT_OF_ORDER
 from rlbuf_td.storages.indexing import lanes_of
 from rlbuf_td.storages.interrupts import held_back
 from rlbuf_td.storages.schema import reshaped
 from rlbuf_td.storages.shared.memory import SharedNumbers
+from rlbuf_td.storages.write_clock import LAST
 
 _GENERATIONS = "_slot_generations"  # attribute of the storage in which TorchRL's writers count writes
 
@@ -49,7 +57,7 @@ class TimeWriter(RoundRobinWriter):
         """Write one time step, ``[]`` (``[*lanes]`` if ``ndim > 1``); return its index. Errors: see :meth:`extend`."""
         storage = self._storage
         steps = torchrl_parts.capacity_in_steps(storage, single_data=data)
-        cursor = self._cursor_value.value % steps
+        cursor = self.find_cursor(1, steps) % steps
         if isinstance(storage, PackedStorage):
             storage.write(cursor, data, single=True)
         else:
@@ -78,7 +86,7 @@ class TimeWriter(RoundRobinWriter):
         if count == 0:
             raise ValueError("extend needs at least one transition, got none")
         steps = torchrl_parts.capacity_in_steps(storage, batched_data=data)
-        cursor = self._cursor_value.value
+        cursor = self.find_cursor(count, steps)
         kept = min(count, steps)
         start = (cursor + count - kept) % steps
         index = torch.arange(cursor, cursor + count, device=getattr(data, "device", None) or "cpu")
@@ -98,6 +106,21 @@ class TimeWriter(RoundRobinWriter):
             index = self._replicate_index(index)
         self._announce(start, kept, steps, index)
         return index
+
+    def find_cursor(self, count: int, steps: int) -> int:
+        """Return the time step from which to write ``count`` of ``steps`` time steps, and move the cursor there.
+
+        The rows tell it, because another buffer over the same storage may have written or removed some.
+        """
+        storage, cursor = self._storage, self._cursor_value.value
+        if not isinstance(storage, PackedStorage):
+            live = len(storage) // lanes_of(storage).numel() if len(storage) else 0
+            cursor = live if live < steps else cursor
+        elif count < steps:
+            last = storage.clock.numbers.values[LAST]
+            cursor = (last + 1) % steps if last >= 0 else cursor if len(storage) else 0
+        self._cursor_value.value = cursor
+        return cursor
 
     def _step_index(self, cursor: int) -> torch.Tensor:
         """Return the index of one time step, ``[lanes, ndim]``, like TorchRL's slower ``_replicate_index``."""
@@ -146,6 +169,27 @@ class TimeWriter(RoundRobinWriter):
         return f"{type(self).__name__}(cursor={self._cursor}, write_count={self._write_count})"
 
 
+def keeps_order(writer: Any) -> bool | None:
+    """Whether a writer writes one time step after another; None if only its writes can tell.
+
+    A writer's class may have an attribute ``keeps_order``.
+    """
+    declared = getattr(writer, "keeps_order", None)
+    if declared is not None:
+        return bool(declared)
+    if isinstance(writer, RoundRobinWriter | ImmutableDatasetWriter):
+        return True
+    return False if isinstance(writer, TensorDictMaxValueWriter) else None
+
+
+def is_in_time_order(storage: Storage) -> bool:
+    """Whether the rows of a storage are in time order; a storage of TorchRL's leaves it to its buffers' writers."""
+    if isinstance(storage, PackedStorage):
+        return storage.in_time_order
+    writers = map(torchrl_parts.writer_or_none, torchrl_parts.listeners_of(storage))
+    return all(keeps_order(writer) is not False for writer in writers)
+
+
 def next_step(storage: Storage) -> int:
     last = torchrl_parts.newest_step_of(storage)
     if last is None or not len(storage):
@@ -156,6 +200,8 @@ def next_step(storage: Storage) -> int:
 def steps_by_age(writer: Writer, storage: Storage, n: int | None) -> torch.Tensor:
     if not isinstance(writer, RoundRobinWriter):
         raise TypeError(f"a {type(writer).__name__} keeps no order of age; use a RingWriter")
+    if not is_in_time_order(storage):
+        raise TypeError(f"the rows keep no order of age: {OUT_OF_ORDER}")
     if not len(storage):
         raise RuntimeError("the buffer is empty: extend it first")
     steps = len(storage) if storage.ndim == 1 else storage.shape[0]

@@ -93,6 +93,11 @@ class ReservoirWriter(Writer):
         if self._storage not in (None, storage):
             raise ValueError("this writer writes to the storage of another buffer: use one writer per buffer")
         super().register_storage(storage)
+        self._follow_storage()
+
+    def _follow_storage(self) -> None:
+        """Correct the write count if the storage has other rows than this writer wrote; a new sample then starts."""
+        storage = self._storage
         steps = len(storage) // lanes_of(storage).numel() if len(storage) else 0
         if self._write_count < steps or (self._write_count > steps and not torchrl_parts.is_full(storage)):
             self.numbers.values[:] = steps, 0, 0
@@ -148,6 +153,7 @@ class ReservoirWriter(Writer):
             raise ValueError("extend needs at least one transition, got none")
         if is_packed and storage.rows is not None and not storage.is_reserved:
             storage.rows.layout.collect(data, data.batch_size[:1] + storage.rows.lanes)  # raises SchemaError
+        self._follow_storage()
         choice = self.choose(count, torchrl_parts.capacity_in_steps(storage, batched_data=data))
         written = self._write_count
         index = torch.full((count,), -1, dtype=torch.int64, device=getattr(data, "device", None) or "cpu")
@@ -163,6 +169,8 @@ class ReservoirWriter(Writer):
             storage.set(slots, self._rows(without_index(data), rows))
             for position, slot in choice.kept:
                 index[position] = slot
+            if is_packed:
+                storage.lose_order()  # even where the new row happens to follow the newest
         self.note(written + count, choice)
         self._announce(written, choice)
         if storage.ndim > 1:

@@ -15,6 +15,7 @@ from torchrl.data.replay_buffers import Storage, TensorStorage
 
 from rlbuf_td.functional import normalize
 from rlbuf_td.functional._layout import coefficient
+from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.indexing import lanes_of
 from rlbuf_td.storages.notebooks import ROLLOUTS
 from rlbuf_td.storages.torchrl_parts import capacity_in_steps, count_change, set_length
@@ -146,6 +147,7 @@ class RolloutWriter(TimeWriter):
         if not count:
             raise ValueError("extend needs at least one step, got none")
         steps = capacity_in_steps(self._storage, batched_data=data)
+        self.find_cursor(1, steps)
         if count > steps - self._cursor:
             room = f"a rollout takes {steps} steps and {self._cursor} are written: {count} more do not fit"
             remedy = "Write the rest of it first, or make the storage as long as a collector's batch"
@@ -159,7 +161,7 @@ class RolloutWriter(TimeWriter):
 
     def _write_part(self, write: Any, data: TensorDictBase, count: int, steps: int) -> Any:
         """Write steps with NaN as their estimates; compute all estimates if these steps complete the rollout."""
-        storage, cursor = self._storage, self._cursor
+        storage, cursor = self._storage, self.find_cursor(1, steps)
         has_values = data.get(self.value_key, None) is not None
         if cursor and has_values != self._has_values:
             before, now = ("with" if has else "without" for has in (self._has_values, has_values))
@@ -176,6 +178,8 @@ class RolloutWriter(TimeWriter):
                 self._cursor_value.value = cursor
                 self._write_count_value.value -= count
                 set_length(storage, cursor * lanes)
+                if isinstance(storage, PackedStorage):
+                    storage.clock.forget(steps, cursor - 1)
                 raise
         return index
 

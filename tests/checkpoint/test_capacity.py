@@ -104,7 +104,7 @@ def test_what_has_no_order_of_age_or_is_a_rollout_needs_the_same_capacity(tmp_pa
     rollout.dumps(tmp_path)
     with pytest.raises(CheckpointError, match="the dump has 4 time steps, this buffer 6: rollouts"):
         RolloutBuffer(6, batch_size=2).loads(tmp_path)
-    with pytest.raises(CheckpointError, match="its writer keeps no order of age"):
+    with pytest.raises(CheckpointError, match="its rows have no order of age"):
         fit(7, 5, 7, None)
 
 

@@ -166,7 +166,7 @@ def test_a_dump_of_another_capacity_and_a_malformed_state_are_refused(tmp_path: 
     rb, other = buffer(5), buffer(9)
     rb.extend(numbered(0, 77))
     rb.dumps(tmp_path)
-    with pytest.raises(CheckpointError, match=r"keeps no order of age.*same capacity"):
+    with pytest.raises(CheckpointError, match=r"have no order of age.*same capacity"):
         other.loads(tmp_path)
     with pytest.raises(ValueError, match="not that of a ReservoirWriter"):
         rb.writer.load_state_dict(rb.writer.state_dict() | {"following": 1.5})

@@ -1,0 +1,332 @@
+"""Samplers that need rows in time order refuse all others: by the writer, and by what was written to the rows."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.data.replay_buffers import TensorDictMaxValueWriter, TensorDictRoundRobinWriter, Writer
+
+from rlbuf_td import (
+    CheckpointError,
+    FreshRowsSampler,
+    HindsightSampler,
+    MinibatchSampler,
+    NStepSampler,
+    PackedStorage,
+    ProportionalSampler,
+    RankSampler,
+    RecencySampler,
+    ReplayBuffer,
+    ReservoirWriter,
+    RolloutBuffer,
+    SequenceSampler,
+    UniformSampler,
+)
+
+T = 16
+REFUSED = "needs rows in time order, and some were written elsewhere than after the newest row"
+SAMPLERS = {
+    "recency": lambda: RecencySampler(2.0),
+    "fresh": lambda: FreshRowsSampler(UniformSampler()),
+    "n-step": lambda: NStepSampler(UniformSampler(), 3, 0.9),
+    "windows": lambda: SequenceSampler(UniformSampler(), 2),
+    "hindsight": lambda: HindsightSampler(UniformSampler(), lambda batch: batch["next", "reward"]),
+}
+
+
+def rows(first: int, count: int) -> TensorDict:
+    number = torch.arange(first, first + count)
+    goal = number[:, None].float()
+    outcome = {"reward": -goal, "done": number[:, None] % 5 == 4, "achieved_goal": goal, "desired_goal": goal}
+    return TensorDict({"x": number, "desired_goal": goal, "next": outcome}, [count])
+
+
+def buffer(storage: Any = None, sampler: Any = None, **parts: Any) -> ReplayBuffer:
+    storage, sampler = PackedStorage(T) if storage is None else storage, sampler or UniformSampler()
+    return ReplayBuffer(storage=storage, sampler=sampler, batch_size=8, **parts)
+
+
+def reservoir(storage: Any = None) -> ReplayBuffer:
+    rb = buffer(storage, writer=ReservoirWriter())
+    rb.extend(rows(0, 20 * T))
+    return rb
+
+
+class Every(Writer):
+    """A writer of a user's own; ``order`` maps the number of a row to its place."""
+
+    def __init__(self, order: Any) -> None:
+        super().__init__()
+        self.order, self.count = order, 0
+
+    def add(self, data: Any) -> int:
+        index = self.order(self.count)
+        self.count += 1
+        self._storage.set(index, data)
+        for each in self._storage._attached_entities:
+            each.mark_update(index)
+        return index
+
+    def extend(self, data: Any) -> torch.Tensor:
+        return torch.tensor([self.add(row) for row in data])
+
+    def _empty(self, empty_write_count: bool = True) -> None:
+        self.count = 0
+
+    def dumps(self, path: Any) -> None: ...
+    def loads(self, path: Any) -> None: ...
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS)
+@pytest.mark.parametrize("storage", [PackedStorage, LazyTensorStorage])
+@pytest.mark.parametrize("writer", [ReservoirWriter, lambda: TensorDictMaxValueWriter(("next", "reward"))])
+def test_writers_without_time_order_are_refused_by_name(sampler, storage, writer):
+    kind = type(writer()).__name__
+    with pytest.raises(ValueError, match=f"needs rows in time order, a {kind} keeps none: use a RingWriter"):
+        buffer(storage(T), sampler(), writer=writer()).sample()
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS)
+def test_a_writer_of_ones_own_is_judged_by_what_it_writes(sampler):
+    ordered = buffer(sampler=sampler(), writer=Every(lambda count: count % T))
+    for first in range(0, 3 * T, 4):
+        ordered.extend(rows(first, 4))
+        assert ordered.sample().shape == (8,)
+    swapping = buffer(sampler=sampler(), writer=Every(lambda count: count if count < T else (5 * count) % T))
+    swapping.extend(rows(0, T))
+    for _ in range(4):  # the fast path, too
+        swapping.sample()
+    swapping.extend(rows(T, 3))
+    for _ in range(2):
+        with pytest.raises(ValueError, match=REFUSED):
+            swapping.sample()
+    with pytest.raises(ValueError, match=REFUSED):
+        swapping.sampler.sample(swapping.storage, 4)
+    with pytest.raises(ValueError, match="a Every may write in any order: use a PackedStorage"):
+        buffer(LazyTensorStorage(T), sampler(), writer=Every(lambda count: count % T)).sample()
+
+
+def test_torchrls_ring_keeps_time_order():
+    rb = buffer(sampler=SAMPLERS["n-step"](), writer=TensorDictRoundRobinWriter())
+    for count in (3, T, 2 * T + 3, 5, 3):
+        rb.extend(rows(0, count))
+        assert rb.storage.in_time_order
+        rb.sample()
+
+
+def second_buffer(of: ReplayBuffer, path: Path, sampler: Any) -> ReplayBuffer:
+    return buffer(of.storage, sampler)
+
+
+def state(of: ReplayBuffer, path: Path, sampler: Any) -> ReplayBuffer:
+    storage = PackedStorage(T)
+    storage.load_state_dict(of.storage.state_dict())
+    return buffer(storage, sampler)
+
+
+def dumped_storage(of: ReplayBuffer, path: Path, sampler: Any) -> ReplayBuffer:
+    of.storage.dumps(path)
+    storage = PackedStorage(T)
+    storage.loads(path)
+    return buffer(storage, sampler)
+
+
+def rows_only(of: ReplayBuffer, path: Path, sampler: Any) -> ReplayBuffer:
+    of.dumps(path)
+    rb = buffer(sampler=sampler)
+    rb.loads(path, rows_only=True)
+    return rb
+
+
+def set_later(of: ReplayBuffer, path: Path, sampler: Any) -> ReplayBuffer:
+    rb = rows_only(of, path, UniformSampler())
+    rb.set_sampler(sampler)
+    return rb
+
+
+def set_storage(of: ReplayBuffer, path: Path, sampler: Any) -> ReplayBuffer:
+    rb = buffer(sampler=sampler)
+    rb.set_storage(of.storage)
+    return rb
+
+
+def shared(of: ReplayBuffer, path: Path, sampler: Any) -> ReplayBuffer:
+    of.share()
+    return buffer(of.storage, sampler)
+
+
+WAYS = {
+    "a second buffer": second_buffer,
+    "state": state,
+    "dump of the storage": dumped_storage,
+    "rows_only": rows_only,
+    "a sampler set later": set_later,
+    "set_storage": set_storage,
+    "shared": shared,
+    "deepcopy": lambda of, path, sampler: buffer(copy.deepcopy(of.storage), sampler),
+    "pickle": lambda of, path, sampler: buffer(pickle.loads(pickle.dumps(of.storage)), sampler),
+    "from_torchrl": lambda of, path, sampler: ReplayBuffer.from_torchrl(of, sampler=sampler),
+    "from_torchrl uncopied": lambda of, path, sampler: ReplayBuffer.from_torchrl(of, copy=False, sampler=sampler),
+    "imported first": lambda of, path, sampler: buffer(ReplayBuffer.from_torchrl(of).storage, sampler),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_rows_of_a_reservoir_stay_without_time_order(way, tmp_path):
+    of = reservoir()
+    assert not of.storage.in_time_order
+    with pytest.raises(ValueError, match="needs rows in time order"):
+        WAYS[way](of, tmp_path, NStepSampler(UniformSampler(), 3, 0.9)).sample()
+    assert WAYS[way](reservoir(), tmp_path / "other", UniformSampler()).sample().shape == (8,)
+
+
+def test_rows_that_a_reservoir_has_only_filled_are_in_time_order():
+    of = buffer(writer=ReservoirWriter())
+    of.extend(rows(0, T))
+    rb = buffer(of.storage, SAMPLERS["recency"]())
+    for _ in range(3):
+        rb.sample()
+    of.extend(rows(T, 20 * T))  # by the other buffer
+    with pytest.raises(ValueError, match=REFUSED):
+        rb.sample()
+
+
+def test_a_refused_load_or_set_changes_nothing(tmp_path):
+    reservoir().dumps(tmp_path)
+    rb = buffer(sampler=SAMPLERS["n-step"]())
+    rb.extend(rows(0, 5))
+    with pytest.raises(CheckpointError, match=REFUSED):
+        rb.loads(tmp_path, rows_only=True)
+    storage = rb.storage
+    with pytest.raises(ValueError, match=REFUSED):
+        rb.set_storage(reservoir().storage)
+    assert rb.storage is storage
+    assert rb[:]["x"].tolist() == [0, 1, 2, 3, 4]
+    other = rows_only(reservoir(), tmp_path, UniformSampler())
+    with pytest.raises(ValueError, match=REFUSED):
+        other.set_sampler(SAMPLERS["n-step"]())
+    assert type(other.sampler) is UniformSampler
+    assert other.sample().shape == (8,)
+
+
+@pytest.mark.parametrize("count", [1, 5, T])
+def test_a_ring_that_has_replaced_all_rows_is_in_time_order_again(count, tmp_path):
+    rb = rows_only(reservoir(), tmp_path, UniformSampler())
+    with pytest.raises(TypeError, match="keep no order of age"):
+        rb.last(2)
+    for first in range(0, T, count):
+        assert not rb.storage.in_time_order
+        rb.extend(rows(first, count))
+        rb.storage.set(3, rb[3], set_cursor=False)  # replaced rows are no progress of the ring
+    rb.set_sampler(SAMPLERS["n-step"]())
+    rb.sample()
+    end = -(-T // count) * count
+    assert rb.chronological()["x"].tolist() == [*range(end - T, end)]
+    rb.storage.set(3, rb[3])
+    assert not rb.storage.in_time_order
+    rb.empty()
+    assert rb.storage.in_time_order
+
+
+def test_a_dump_of_rows_without_order_fits_its_own_capacity_only(tmp_path):
+    rows_only(reservoir(), tmp_path, UniformSampler()).dumps(tmp_path)
+    for capacity in (T // 2, 2 * T):
+        with pytest.raises(CheckpointError, match="its rows have no order of age"):
+            buffer(PackedStorage(capacity)).loads(tmp_path)
+    rb = buffer(PackedStorage(T))
+    rb.loads(tmp_path)
+    assert not rb.storage.in_time_order
+
+
+def test_torchrls_buffers_of_the_largest_values_are_imported_without_order(tmp_path):
+    theirs = TensorDictReplayBuffer(storage=LazyTensorStorage(T), writer=TensorDictMaxValueWriter("x"), batch_size=4)
+    theirs.extend(rows(0, 3 * T))
+    theirs.dumps(tmp_path)
+    for source in (theirs, tmp_path):
+        with pytest.raises(ValueError, match="a TensorDictMaxValueWriter keeps none"):
+            ReplayBuffer.from_torchrl(source, sampler=SAMPLERS["recency"]())
+        assert not ReplayBuffer.from_torchrl(source).storage.in_time_order
+    with pytest.raises(ValueError, match=REFUSED):
+        buffer(theirs.storage, SAMPLERS["n-step"]()).sample()
+
+
+# -- several buffers over one storage
+
+
+EMPTIED = [(PackedStorage, by_ours, refill) for by_ours in (True, False) for refill in (0, 5, T, T + 3)]
+EMPTIED += [(LazyTensorStorage, True, refill) for refill in (0, 5)]  # a full one does not tell where a ring goes on
+
+
+@pytest.mark.parametrize(("storage", "by_ours", "refill"), EMPTIED)
+@pytest.mark.parametrize("single", [False, True])
+def test_removed_rows_do_not_come_back_with_a_write_of_another_buffer(storage, by_ours, refill, single):
+    rb = buffer(storage(T))
+    theirs = TensorDictReplayBuffer(storage=rb.storage, writer=TensorDictRoundRobinWriter())
+    other = buffer(rb.storage) if by_ours else theirs
+    for _ in range(3):  # the fast path, too
+        rb.extend(rows(100, 4))
+    other.empty() if by_ours else rb.storage._empty()
+    if refill:
+        other.extend(rows(0, refill))
+    new = rows(refill, 3)
+    for data in new if single else [new]:
+        rb.add(data) if single else rb.extend(data)
+    end = refill + 3
+    assert rb.last(min(T, end))["x"].tolist() == [*range(max(0, end - T), end)]
+    assert len(rb) == min(T, end)
+
+
+@pytest.mark.parametrize("sampler", [lambda: ProportionalSampler(T), lambda: RankSampler(T), MinibatchSampler])
+def test_a_buffer_draws_none_of_the_rows_that_another_buffer_has_removed(sampler):
+    rb = buffer(sampler=sampler())
+    rb.extend(rows(100, 12))
+    rb.sample()
+    buffer(rb.storage).empty()
+    with pytest.raises(RuntimeError, match="empty storage"):
+        rb.sample()
+    rb.extend(rows(0, 8))
+    for _ in range(5):
+        assert (rb.sample()["x"] < 8).all()
+
+
+def test_a_reservoir_begins_again_after_another_buffer_has_removed_its_rows():
+    rb = reservoir()
+    buffer(rb.storage).empty()
+    rb.extend(rows(1_000, 3))
+    assert (rb[:]["x"].tolist(), rb.write_count) == ([1_000, 1_001, 1_002], 3)
+
+
+def test_two_rings_over_one_storage_write_one_after_the_other():
+    one, two = (buffer(storage) for storage in [PackedStorage(T)] * 2)
+    for first in range(0, 40, 5):
+        one.extend(rows(first, 3))
+        two.extend(rows(first + 3, 2))
+        assert one.chronological()["x"].tolist() == [*range(max(0, first + 5 - T), first + 5)]
+    assert two.storage.in_time_order
+
+
+def test_a_rollout_goes_on_after_a_failed_estimate():
+    rb = RolloutBuffer(3, 1, batch_size=2)
+    step = TensorDict({"state_value": torch.zeros(1, 1, 1), "next": {"reward": torch.ones(1, 1, 1)}}, [1, 1])
+    step["next", "done"] = step["next", "terminated"] = torch.zeros(1, 1, 1, dtype=torch.bool)
+    step["next", "state_value"] = torch.zeros(1, 1, 1)
+    rb.extend(step)
+    rb.extend(step)
+    rb.writer.estimator.value_key = "missing"
+    with pytest.raises(Exception, match="missing"):
+        rb.extend(step)
+    rb.writer.estimator.value_key = "state_value"
+    rb.extend(step)
+    assert rb.writer.is_complete
+    assert rb.storage.in_time_order
