@@ -15,10 +15,18 @@ from torchrl.data.replay_buffers import TensorDictReplayBuffer
 from rlbuf_td.buffers.parts import share_parts
 from rlbuf_td.buffers.reserved import complete_reserved, for_environment
 from rlbuf_td.checkpoint.buffer import dump_buffer, load_buffer
-from rlbuf_td.checkpoint.parts import load_or_restore, load_trajectories, trajectories_of
+from rlbuf_td.checkpoint.parts import (
+    load_or_restore,
+    load_trajectories,
+    refuse_counts,
+    refuse_generators,
+    refuse_trajectories,
+    trajectories_of,
+)
 from rlbuf_td.diagnostics.health import health as health_of_parts
 from rlbuf_td.envs.specs import schema_of, transition_schema
 from rlbuf_td.storages import PackedStorage
+from rlbuf_td.storages.checks import state_of
 from rlbuf_td.storages.state import examine
 from rlbuf_td.writers.common import steps_by_age
 
@@ -299,19 +307,26 @@ def load_state_dict(rb: Any, state_dict: dict[str, Any]) -> None:
     """Restore the state of :meth:`state_dict`; batches drawn ahead and flow control as in :meth:`loads`.
 
     Raises:
-        ValueError: the state belongs to another class of storage, sampler or writer, or its rows do not fit.
+        ValueError: the state belongs to another class of storage, sampler or writer, its rows do not fit, or one of its
+            numbers is wrong.
 
         After an error, the buffer is unchanged.
     """
     rb.initialize()
-    rb.validate_prefetched(state_dict.get("_prefetch_state"))  # as TorchRL does, before any change
-    if rb.flow is not None:
-        rb.flow.refuse_state(state_dict.get("_flow"))
+    with state_of(rb):
+        rb.validate_prefetched(state_dict.get("_prefetch_state"))  # as TorchRL does, before any change
+        if rb.flow is not None:
+            rb.flow.refuse_state(state_dict.get("_flow"))
+        refuse_counts(state_dict["_batch_size"], state_dict.get("_consume_after_n_samples"))
+        refuse_trajectories(state_dict.get("_trajectories", []))
+        rng = state_dict.get("_rng")
+        refuse_generators({} if rng is None else {rng[1]: rng[0]})
     with rb.futures_lock:
         rb.synchronize()  # before the other locks are taken: prefetching threads need them
         with rb.locked():  # no thread sees a mixture of two states
             if isinstance(rb.storage, PackedStorage):
-                examine(rb.storage, state_dict["_storage"])
+                with state_of(rb.storage):
+                    examine(rb.storage, state_dict["_storage"])
             parts = {"_transforms": rb.transform, "_writer": rb.writer, "_sampler": rb.sampler}
             load_or_restore(parts, state_dict)
             TensorDictReplayBuffer.load_state_dict(rb, state_dict)

@@ -13,6 +13,7 @@ from tensordict import TensorDictBase
 from torchrl.data.replay_buffers import RandomSampler, Storage
 
 from rlbuf_td.checkpoint.manifest import CheckpointError
+from rlbuf_td.storages.checks import state_of
 from rlbuf_td.storages.state import end_trajectories
 from rlbuf_td.storages.torchrl_parts import generator_of, listeners_of, newest_step_of, set_newest_step
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
@@ -95,22 +96,35 @@ def _refuse_other_content(own: Any, saved: Any, where: str) -> None:
 def refuse_malformed(rb: Any, saved: dict[str, Any]) -> None:
     """Refuse malformed values that the storage, sampler and writer do not check themselves."""
     buffer, writer = saved["buffer"], saved["writer"]["state"]
-    counts = [buffer["batch_size"], buffer["consume_after_n_samples"], *map(writer.get, ("_cursor", "_write_count"))]
-    if not all(count is None or (type(count) is int and 0 <= count < 1 << 63) for count in counts):
-        raise ValueError(f"batch size, cursor and write count must be whole numbers of 63 bits, got {counts}")
+    refuse_counts(
+        buffer["batch_size"], buffer["consume_after_n_samples"], *map(writer.get, ("_cursor", "_write_count"))
+    )
     if rb.flow is not None:
         rb.flow.refuse_state(buffer.get("flow"))
     rb.validate_prefetched(rb.prefetch_state(buffer["prefetched"]))
     if not all(isinstance(batch, TensorDictBase) and isinstance(info, dict) for batch, info in buffer["prefetched"]):
         raise TypeError("a prefetched batch must be a TensorDict and a dict")
-    for each in saved["trajectories"]:
+    refuse_trajectories(saved["trajectories"])
+    generator = saved["generator"]
+    refuse_generators({} if generator is None else {generator["device"]: generator["state"]})
+    refuse_generators(saved["default_generator"])
+
+
+def refuse_counts(*counts: Any) -> None:
+    if not all(count is None or (type(count) is int and 0 <= count < 1 << 63) for count in counts):
+        raise ValueError(f"batch size, cursor and write count must be whole numbers of 63 bits, got {[*counts]}")
+
+
+def refuse_trajectories(saved: list[dict[str, Any]]) -> None:
+    for each in saved:
         keys = [each["done_key"], each["traj_key"] or []]
         are_keys = each["done_key"] and all(type(key) is list and all(type(k) is str for k in key) for key in keys)
         if not are_keys or not all(isinstance(tensor, torch.Tensor) for tensor in dict(each["state"]).values()):
             raise TypeError("a trajectory index must have lists of strings as keys, and tensors as its state")
-    generator = saved["generator"]
-    own = {} if generator is None else {generator["device"]: generator["state"]}
-    for device, state in [*saved["default_generator"].items(), *own.items()]:
+
+
+def refuse_generators(states: dict[str, Any]) -> None:
+    for device, state in states.items():
         if _is_here(torch.device(device)):
             torch.Generator(device).set_state(state)
 
@@ -226,7 +240,5 @@ def load_or_restore(parts: dict[str, Any], states: dict[str, Any]) -> None:
     """Load a state into each of several parts; if a part refuses its state (ValueError), restore all parts."""
     with Rollback() as rollback:
         for name, part in parts.items():
-            try:
+            with state_of(part):
                 rollback.load(part, states[name])
-            except (KeyError, TypeError) as error:
-                raise ValueError(f"the state is not that of a {type(part).__name__}: {error!r}") from error

@@ -15,7 +15,7 @@ from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.allocate import ROWS_FILE, make_rows, steps_for
 from rlbuf_td.storages.dedup import saved_dedup
 from rlbuf_td.storages.rows import Rows
-from rlbuf_td.storages.state import admit_state, dedup_for, refuse_foreign, rows_of_state
+from rlbuf_td.storages.state import admit_state, dedup_for, refuse_counters, refuse_foreign, rows_of_state
 from rlbuf_td.storages.writes import begin
 
 _BLOCK = 1 << 26  # bytes that are read at a time if rows are converted
@@ -81,6 +81,7 @@ class SavedRows:
         if is_wrong or not 0 <= (cursor or 0) < max(1, steps):
             raise CheckpointError(f"{state['_len']} rows, cursor {cursor} and shape {[*lead]} contradict each other")
         self.layout, self.lanes = admit_state(storage, state | {"_len": 0, "full": False}, lead[1:])
+        refuse_counters(state, lead, steps)
         self.dedup = saved_dedup(self.layout, state)
         self.entries = [reader.tensor(number) for number in saved.get("entries", [])]
         row_bytes = self.layout.row_bytes if self.dedup is None else self.dedup.stored.row_bytes

@@ -20,7 +20,7 @@ from rlbuf_td.checkpoint import load_state, save_state
 from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.kernels.host_memory import address_of
 from rlbuf_td.storages import PackedStorage
-from rlbuf_td.storages.checks import OUT_OF_ORDER
+from rlbuf_td.storages.checks import OUT_OF_ORDER, state_of
 from rlbuf_td.storages.indexing import Index, coordinates, moved, stored_rows
 from rlbuf_td.storages.notebooks import PRIORITIES
 from rlbuf_td.storages.schema import SchemaError, refuse_other_index
@@ -97,7 +97,7 @@ class StatefulSampler(Sampler):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a :meth:`state_dict`. Raises ValueError, and changes nothing, if a setting is out of range."""
-        with self._set({name: state_dict[name] for name in self._setting_names}):
+        with state_of(self), self._set({name: state_dict[name] for name in self._setting_names}):
             pass
 
     def resized_state(self, state: dict[str, Any], rows: Tensor | None, capacity: int, moved: bool) -> dict[str, Any]:

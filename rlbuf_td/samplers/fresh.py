@@ -15,7 +15,7 @@ from rlbuf_td.kernels.recency import QUEUE
 from rlbuf_td.samplers.common import OneStorage, setting
 from rlbuf_td.samplers.wrapper import SamplerWrapper
 from rlbuf_td.storages import PackedStorage, torchrl_parts
-from rlbuf_td.storages.checks import whole
+from rlbuf_td.storages.checks import state_of, whole
 from rlbuf_td.storages.trajectory_index import DONE_KEY
 from rlbuf_td.storages.write_clock import NOW
 
@@ -224,6 +224,16 @@ class FreshRowsSampler(SamplerWrapper):
         Raises:
             ValueError: the state is of another sampler; this sampler is unchanged.
         """
-        ages = [(int(old), int(new)) for old, new in state_dict["undrawn"].tolist()]
+        with state_of(self):
+            ages = [(int(old), int(new)) for old, new in state_dict["undrawn"].tolist()]
+        bounds = [age for pair in ages for age in pair]
+        if (
+            any(old <= new for old, new in ages)
+            or bounds != sorted(bounds, reverse=True)
+            or (bounds and bounds[-1] < 0)
+        ):
+            raise ValueError(
+                f"the saved fresh rows are {ages}, expected disjoint intervals of ages, from the oldest on"
+            )
         super().load_state_dict(state_dict)
         self.queue.begin(ages)

@@ -11,7 +11,7 @@ from torchrl.data.replay_buffers import SamplerWithoutReplacement, Storage
 
 from rlbuf_td.kernels.host_memory import alias_of
 from rlbuf_td.samplers.common import EMPTY, OneStorage, RowSampler, permutation, setting
-from rlbuf_td.storages.checks import whole
+from rlbuf_td.storages.checks import state_of, whole
 from rlbuf_td.storages.indexing import device_of
 
 
@@ -165,18 +165,19 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a :meth:`state_dict`. ValueError if the saved order or position is invalid; nothing changes then."""
-        order, rows = state_dict["order"], int(state_dict["len_storage"])
-        epochs, epoch, position = (int(state_dict[name]) for name in ("epochs", "epoch", "position"))
-        if order is not None and not _is_order(order, rows):
-            raise ValueError(f"the saved order does not contain each of {rows} rows once")
-        if not (0 <= epoch < epochs and 0 <= position <= max(0, rows)):
-            raise ValueError(f"epoch {epoch} of {epochs}, position {position} of {rows} is not a valid position")
-        self.epochs = epochs
-        self.shuffle, self.drop_last = bool(state_dict["shuffle"]), bool(state_dict["drop_last"])
-        self._epoch, self._position = epoch, position
-        self._order = None if order is None else order.clone()
-        self.len_storage, self.ran_out = rows, bool(state_dict["ran_out"])
-        self._resumes = bool(state_dict.get("in_pass", False))
+        with state_of(self):
+            order, rows = state_dict["order"], int(state_dict["len_storage"])
+            epochs, epoch, position = (int(state_dict[name]) for name in ("epochs", "epoch", "position"))
+            if order is not None and not _is_order(order, rows):
+                raise ValueError(f"the saved order does not contain each of {rows} rows once")
+            if not (0 <= epoch < epochs and 0 <= position <= rows):
+                raise ValueError(f"epoch {epoch} of {epochs}, position {position} of {rows} is not a valid position")
+            shuffle, drop_last, ran_out = (bool(state_dict[name]) for name in ("shuffle", "drop_last", "ran_out"))
+            self.epochs, self.shuffle, self.drop_last = epochs, shuffle, drop_last
+            self._epoch, self._position = epoch, position
+            self._order = None if order is None else order.clone()
+            self.len_storage, self.ran_out = rows, ran_out
+            self._resumes = bool(state_dict.get("in_pass", False))
 
     def resized_state(self, state: dict[str, Any], rows: Tensor | None, capacity: int, moved: bool) -> dict[str, Any]:
         """Restart the epochs if ``moved``; see :func:`rlbuf_td.checkpoint.parts.resized_state`."""

@@ -13,6 +13,7 @@ from torchrl.data.replay_buffers import Storage
 from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.kernels.inference_mode import outside_inference_mode
 from rlbuf_td.kernels.strata import LEAST_RATIO, MOST_RATIO
+from rlbuf_td.kernels.sum_tree import LARGEST as LARGEST_WEIGHT
 from rlbuf_td.kernels.sum_tree import REFUSED
 from rlbuf_td.samplers.common import OneStorage, as_errors, refuse_priorities
 from rlbuf_td.storages.indexing import device_of, flat_rows
@@ -206,8 +207,9 @@ class Priorities:
         """Restore a state; raise a ValueError before any change if it is invalid or of another kind of sampler."""
         if capacity < self.capacity:
             raise ValueError(f"the saved sampler has max_capacity={capacity}, this one {self.capacity}")
-        if not largest < float("inf"):
-            raise ValueError(f"the saved sampler has seen a largest magnitude of {largest}, which is not finite")
+        if not (largest == -1 or 0 <= largest < float("inf")):
+            expected = "expected -1 or a finite number that is not negative"
+            raise ValueError(f"the saved sampler has seen a largest magnitude of {largest}, {expected}")
         table = self.law.table if self.is_shared else self.law.make(capacity, self.device)
         refuse_state(tensors, self.tensors(table))
         self.law.table, self.capacity = table, capacity
@@ -232,7 +234,7 @@ class Priorities:
 
 
 def refuse_state(tensors: Any, blank: dict[str, Tensor]) -> None:
-    """Raise a ValueError unless ``tensors`` are finite and match the table, ``blank``, in names, dtypes and shapes."""
+    """Raise a ValueError unless ``tensors`` match the table, ``blank``, in names, dtypes and shapes, and can occur."""
     if not isinstance(tensors, dict) or tensors.keys() != blank.keys():
         raise ValueError(f"the saved state is of another sampler: this one needs {', '.join(blank)}")
     for name, expected in blank.items():
@@ -242,3 +244,11 @@ def refuse_state(tensors: Any, blank: dict[str, Tensor]) -> None:
             raise ValueError(f"the saved {name} is {kinds[0]}, expected {kinds[1]}")
         if tensor.numel() and not torch.stack(tensor.aminmax()).isfinite().all():  # aminmax returns NaN if there is any
             raise ValueError(f"the saved {name} holds NaN or infinite values")
+    magnitude, weight = tensors["magnitude"], tensors.get("weight")
+    unset = magnitude < 0
+    if (unset & (magnitude != -1)).any():
+        raise ValueError("the saved magnitude holds negative numbers other than -1")
+    if weight is not None and ((weight < 0) | (weight > LARGEST_WEIGHT) | (unset & (weight != 0))).any():
+        raise ValueError(
+            f"the saved weight holds numbers below 0 or above {LARGEST_WEIGHT}, or of rows without a priority"
+        )

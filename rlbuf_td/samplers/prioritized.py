@@ -14,7 +14,7 @@ from torchrl.data.replay_buffers import PrioritizedSampler, Storage
 from rlbuf_td.kernels.host_memory import alias_of
 from rlbuf_td.samplers.common import EMPTY, RowSampler, setting, uniform_numbers
 from rlbuf_td.samplers.priorities import ALPHA, BETA, Law, Priorities, refuse_state
-from rlbuf_td.storages.checks import exponent, one_of, whole
+from rlbuf_td.storages.checks import exponent, one_of, state_of, whole
 from rlbuf_td.storages.memory_budget import Purpose, require_room
 from rlbuf_td.storages.shared.memory import SharedNumbers
 from rlbuf_td.storages.write_clock import SAMPLED_AT
@@ -141,10 +141,11 @@ class Prioritized(RowSampler, PrioritizedSampler):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a :meth:`state_dict`. Raises ValueError, and changes nothing, if the state is invalid."""
-        settings = {name: state_dict.get(name, value) for name, value in self._settings().items()}
-        largest, capacity = float(state_dict["largest"]), int(state_dict["max_capacity"])
-        with self._set(settings):
-            self.priorities.load(self.alpha, self.beta, largest, state_dict["priorities"], capacity)
+        with state_of(self):
+            settings = {name: state_dict.get(name, value) for name, value in self._settings().items()}
+            largest, capacity = float(state_dict["largest"]), int(state_dict["max_capacity"])
+            with self._set(settings):
+                self.priorities.load(self.alpha, self.beta, largest, state_dict["priorities"], capacity)
 
     def resized_state(self, state: dict[str, Any], rows: Tensor | None, capacity: int, moved: bool) -> dict[str, Any]:
         """See :func:`rlbuf_td.checkpoint.parts.resized_state`."""

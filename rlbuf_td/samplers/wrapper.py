@@ -22,6 +22,7 @@ from rlbuf_td.samplers.common import (
     reported_by,
 )
 from rlbuf_td.storages import PackedStorage
+from rlbuf_td.storages.checks import state_of
 from rlbuf_td.storages.indexing import Index, coordinates, device_of, flat_rows, refuse_unwritten
 from rlbuf_td.storages.notebooks import PROCESSES
 from rlbuf_td.storages.stretches import stretches_of
@@ -200,11 +201,13 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a :meth:`state_dict`. Raises ValueError, and changes nothing, if the state is invalid."""
-        before, settings = self._settings(), state_dict["settings"]
-        if not settings.keys() <= before.keys():  # an older version may have fewer settings
-            raise ValueError(f"the saved settings are {sorted(settings)}, a {type(self).__name__} has {sorted(before)}")
-        with self._set(settings):
-            self.sampler.load_state_dict(state_dict["sampler"])
+        with state_of(self):
+            before, settings = self._settings(), state_dict["settings"]
+            if not settings.keys() <= before.keys():  # an older version may have fewer settings
+                own = f"a {type(self).__name__} has {sorted(before)}"
+                raise ValueError(f"the saved settings are {sorted(settings)}, {own}")
+            with self._set(settings):
+                self.sampler.load_state_dict(state_dict["sampler"])
 
     def resized_state(self, state: dict[str, Any], rows: Tensor | None, capacity: int, moved: bool) -> dict[str, Any]:
         """See :func:`rlbuf_td.checkpoint.parts.resized_state`."""

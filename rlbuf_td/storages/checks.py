@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -57,6 +57,24 @@ def whole(least: int) -> Callable[[str, Any], int]:
         return int(number)
 
     return check
+
+
+def saved_number(name: str, value: Any, least: int, most: int) -> int:
+    """Return a number of a saved state; raise a ValueError unless it is an int from ``least`` to ``most``."""
+    if type(value) is not int or not least <= value <= most:
+        raise ValueError(f"the saved {name} is {value!r}, expected a whole number from {least} to {most}")
+    return value
+
+
+@contextmanager
+def state_of(part: Any) -> Iterator[None]:
+    """Convert errors from a malformed state to a ValueError that names the part."""
+    try:
+        yield
+    except ValueError:
+        raise
+    except (LookupError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
+        raise ValueError(f"the state is not that of a {type(part).__name__}: {error!r}") from error
 
 
 def one_of(*choices: Any) -> Callable[[str, Any], Any]:

@@ -385,7 +385,7 @@ class PackedStorage(LazyTensorStorage):
 
         Raises:
             SchemaError: the saved rows have other keys, dtypes or shapes; nothing has changed.
-            ValueError: the capacity or the lanes do not fit, or another kind of storage saved the state.
+            ValueError: the capacity or lanes do not fit, a number is wrong, or the state is of another kind of storage.
         """
         state.load(self, state_dict)
         state.end_trajectories(self)
@@ -397,9 +397,9 @@ class PackedStorage(LazyTensorStorage):
 
     def loads(self, path: str | Path) -> None:
         """Replace the content by a dump of :meth:`dumps`; unfinished trajectories end as in :meth:`load_state_dict`."""
+        saved = state.saved_cursor(self, path)
         super().loads(path)
-        state.load_cursor(self, path)
-        state.end_trajectories(self)
+        state.load_cursor(self, saved)
 
     snapshot = state.snapshot
     restore_counters = state.restore_counters

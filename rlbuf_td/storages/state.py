@@ -12,9 +12,11 @@ from threading import RLock
 from typing import Any
 
 import torch
+from tensordict import TensorDict
 
 from rlbuf_td.kernels.host_memory import alias_of
 from rlbuf_td.storages.allocate import allocate_bytes, make_rows, steps_for
+from rlbuf_td.storages.checks import saved_number, state_of
 from rlbuf_td.storages.dedup import DedupLayout, Sections, saved_dedup
 from rlbuf_td.storages.indexing import stored_rows
 from rlbuf_td.storages.layout import RowLayout
@@ -27,6 +29,7 @@ from rlbuf_td.storages.trajectory_index import TRAJ_KEY, TrajectoryIndex
 from rlbuf_td.storages.write_clock import WriteClock
 from rlbuf_td.storages.writes import begin, refuse_schema
 
+_MOST = (1 << 63) - 1
 LENGTH, REVISION, NEWEST = range(3)  # positions in the storage's `numbers`
 _CURSOR_FILE = "last_cursor.json"
 _COUNTERS = ("numbers", "_len_value", "_mutation_revision_value", "_last_cursor_index_value", "clock")
@@ -100,7 +103,8 @@ def state_dict(storage: Any) -> dict[str, Any]:
 
 
 def load(storage: Any, state: dict[str, Any]) -> None:
-    admitted = examine(storage, state)
+    with state_of(storage):
+        admitted = examine(storage, state)
     if admitted is None:
         return empty_part(storage)
     layout, lanes, dedup = admitted
@@ -127,14 +131,27 @@ def save_cursor(storage: Any, path: str | Path) -> None:
     Path(path, _CURSOR_FILE).write_text(json.dumps(saved))
 
 
-def load_cursor(storage: Any, path: str | Path) -> None:
-    """Restore the index of the newest time step; set -1 (unknown) if :func:`save_cursor` has saved no file."""
-    file = Path(path, _CURSOR_FILE)
-    saved = json.loads(file.read_text()) if file.exists() else {"last_cursor": -1}
+def saved_cursor(storage: Any, path: str | Path) -> dict[str, Any]:
+    """Check the numbers in a dump of TorchRL's checkpointer, and return those of :func:`save_cursor`.
+
+    If it has saved no file, the index of the newest time step is -1 (unknown).
+    """
+    with state_of(storage):
+        shape = TensorDict.load_memmap(path).batch_size[: storage.ndim]
+        saved_number("len", json.loads(Path(path, "storage_metadata.json").read_text())["len"], 0, shape.numel())
+        file = Path(path, _CURSOR_FILE)
+        saved = {"last_cursor": -1, "in_time_order": True} | (json.loads(file.read_text()) if file.exists() else {})
+        saved_number("last_cursor", saved["last_cursor"], -1, shape[0] - 1)
+    return saved
+
+
+def load_cursor(storage: Any, saved: dict[str, Any]) -> None:
+    """Restore what :func:`saved_cursor` has returned, and end trajectories as after any load."""
     storage.numbers[NEWEST] = saved["last_cursor"]
     storage.clock.forget(storage.all_rows().steps, saved["last_cursor"])
-    if not saved.get("in_time_order", True):
+    if not saved["in_time_order"]:
         storage.lose_order()
+    end_trajectories(storage)
 
 
 def end_trajectories(storage: Any) -> None:
@@ -161,9 +178,31 @@ def examine(storage: Any, state: dict[str, Any]) -> tuple[RowLayout, torch.Size,
     matrix = state["rows"]
     layout, lanes = admit_state(storage, state, matrix.shape[1:-1])
     dedup = saved_dedup(layout, state)
+    refuse_counters(state, matrix.shape[:-1], steps_for(storage, lanes))
+    row_bytes = layout.row_bytes if dedup is None else dedup.stored.row_bytes
+    if matrix.shape[-1] * matrix.itemsize != row_bytes:
+        raise SchemaError(f"the saved rows take {matrix.shape[-1] * matrix.itemsize} bytes each, expected {row_bytes}")
     if dedup is not None:
         refuse_foreign(dedup, matrix, state.get("entries", []))
     return layout, lanes, dedup
+
+
+def refuse_counters(state: dict[str, Any], lead: torch.Size, capacity: int) -> None:
+    """Raise a ValueError if the counters of a state contradict each other.
+
+    ``lead`` is the shape ``[steps, *lanes]`` of the saved rows, and ``capacity`` the capacity in time steps.
+    """
+    saved_number("_len", state["_len"], prod(lead), prod(lead))
+    saved_number("last_cursor", state["last_cursor"], -1, (lead[0] or capacity) - 1)
+    clock = state.get("clock")
+    if clock is None:
+        return
+    cells = saved_number("capacity", clock["capacity"], prod(lead), _MOST)
+    saved_number("now", clock["now"], -_MOST - 1, _MOST)
+    saved_number("last", clock["last"], -1, cells // prod(lead[1:]) - 1)
+    written = clock["written"]
+    if written is not None and (written.dtype is not torch.int64 or written.shape != (cells,)):
+        raise ValueError(f"the saved write times are {written.dtype} of shape {tuple(written.shape)}, not one per row")
 
 
 def dedup_for(storage: Any, layout: RowLayout, saved: DedupLayout | None) -> DedupLayout | None:

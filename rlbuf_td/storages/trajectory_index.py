@@ -344,7 +344,7 @@ class TrajectoryIndex:
         """Restore a :meth:`state_dict` for the same rows; if the state is empty, the next look-up reads the rows.
 
         Raises:
-            ValueError: the state has another size; this index is unchanged.
+            ValueError: the state has another size, or is not that of an index; this index is unchanged.
         """
         if not state_dict:
             return self.repair()
@@ -353,6 +353,9 @@ class TrajectoryIndex:
         shapes = {name: tensor.shape for name, tensor in (boundaries.tensors() | {"size": size}).items()}
         if shapes != {name: tensor.shape for name, tensor in state_dict.items()} or (state_dict["size"] != size).any():
             raise ValueError("the saved trajectory index is of a storage of another size, or of another device")
+        kinds = {name: tensor.dtype for name, tensor in boundaries.tensors().items()}
+        if any(state_dict[name].dtype is not kind for name, kind in kinds.items()) or not boundaries.holds(state_dict):
+            raise ValueError("the saved trajectory index is damaged: its levels contradict each other")
         boundaries.restore(state_dict)
         self._seen[0] = int(revision_of(self.storage))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,13 +18,14 @@ from torchrl.data.replay_buffers import (
 )
 
 from rlbuf_td.storages import PackedStorage, torchrl_parts
-from rlbuf_td.storages.checks import OUT_OF_ORDER
+from rlbuf_td.storages.checks import OUT_OF_ORDER, saved_number, state_of
 from rlbuf_td.storages.indexing import lanes_of
 from rlbuf_td.storages.interrupts import held_back
 from rlbuf_td.storages.schema import reshaped
 from rlbuf_td.storages.shared.memory import SharedNumbers
 from rlbuf_td.storages.write_clock import LAST
 
+MOST = (1 << 63) - 1
 _GENERATIONS = "_slot_generations"  # attribute of the storage in which TorchRL's writers count writes
 
 
@@ -142,6 +145,33 @@ class TimeWriter(RoundRobinWriter):
         except Exception:
             self._write_count_value.value = count
             raise
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore a result of :meth:`state_dict`; ValueError, and no change, if a number is out of range."""
+        with state_of(self):
+            self._refuse_state(state_dict)
+            super().load_state_dict(state_dict)
+
+    def _refuse_state(self, state: dict[str, Any]) -> None:
+        """Raise an error if this writer's state is wrong."""
+        saved_number("cursor", state["_cursor"], 0, MOST)
+        saved_number("write count", state.get("_write_count", 0), 0, MOST)
+        generation = state.get("_generation")
+        if generation is not None and (generation.ndim, generation.dtype) != (1, torch.int64):
+            raise ValueError(f"the saved generations are {generation.dtype} of shape {tuple(generation.shape)}")
+
+    def loads(self, path: str | Path) -> None:
+        """Restore a dump; ValueError, and no change, if a number is out of range."""
+        self.load_dump(path, {})
+
+    def load_dump(self, path: str | Path, own: dict[str, Any]) -> None:
+        """Restore a dump of TorchRL's counters and the entries ``own`` of the state."""
+        saved = json.loads((Path(path) / "metadata.json").read_text())
+        state = {f"_{name}": saved[name] for name in ("cursor", "write_count") if name in saved} | own
+        with state_of(self):
+            self._refuse_state(state)
+        super().loads(path)  # also the counts of writes
+        self.load_state_dict(state)
 
     def _announce(self, start: int, count: int, steps: int, index: int | torch.Tensor) -> None:
         """Call ``mark_range``, or TorchRL's ``mark_update``, of each attached object to report the written rows."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torchrl.data.replay_buffers import Storage
 
+from rlbuf_td.storages.checks import saved_number
 from rlbuf_td.storages.shared.memory import SharedNumbers
 from rlbuf_td.storages.torchrl_parts import capacity_in_steps
 from rlbuf_td.writers.common import TimeWriter, length_of
@@ -106,11 +107,14 @@ class QueueWriter(TimeWriter):
         """Return the cursor and the counters."""
         return super().state_dict() | {"taken": self.numbers[2]}
 
+    def _refuse_state(self, state: dict[str, Any]) -> None:
+        super()._refuse_state(state)
+        saved_number("count of taken rows", state["taken"], 0, state["_write_count"])
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a state that :meth:`state_dict` returned."""
-        taken = int(state_dict["taken"])
+        """Restore a state that :meth:`state_dict` returned; ValueError, and no change, if it is invalid."""
         super().load_state_dict(state_dict)
-        self._taken_value.value = taken
+        self._taken_value.value = state_dict["taken"]
 
     def dumps(self, path: str | Path) -> None:
         """Save the counters in the folder ``path``."""
@@ -118,6 +122,5 @@ class QueueWriter(TimeWriter):
         (Path(path) / _FILE).write_text(json.dumps({"taken": self.numbers[2]}))
 
     def loads(self, path: str | Path) -> None:
-        """Load the counters from the folder ``path``."""
-        super().loads(path)
-        self._taken_value.value = json.loads((Path(path) / _FILE).read_text())["taken"]
+        """Load the counters from the folder ``path``; ValueError, and no change, if they are invalid."""
+        self.load_dump(path, json.loads((Path(path) / _FILE).read_text()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from math import expm1, log, log1p
+from math import expm1, inf, log, log1p
 from pathlib import Path
 from struct import pack, unpack
 from typing import Any, NamedTuple
@@ -13,6 +13,7 @@ from tensordict import is_tensor_collection
 from torchrl.data.replay_buffers import Storage, Writer
 
 from rlbuf_td.storages import PackedStorage, torchrl_parts
+from rlbuf_td.storages.checks import state_of
 from rlbuf_td.storages.indexing import lanes_of
 from rlbuf_td.storages.interrupts import held_back
 from rlbuf_td.storages.schema import reshaped
@@ -203,9 +204,14 @@ class ReservoirWriter(Writer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a state that :meth:`state_dict` returned; ValueError if the state is not valid."""
-        values = [state_dict[name] for name in _STATE]
+        with state_of(self):
+            values = [state_dict[name] for name in _STATE]
         are_whole = all(type(value) is int and abs(value) < 1 << 63 for value in values)
-        if not are_whole or not unpack("d", pack("q", values[2]))[0] <= 0:
+        written, following, bits = values if are_whole else (-1, 0, 0)
+        threshold = unpack("d", pack("q", bits))[0]
+        # Before the storage is full, no time step is chosen; later, the next one is chosen ahead.
+        is_chosen = following == 0 if threshold == 0 else following >= written
+        if written < 0 or not (-inf < threshold <= 0 and is_chosen):
             raise ValueError(f"the state is not that of a ReservoirWriter: {state_dict}")
         self.numbers.values[:] = values
 

@@ -16,10 +16,11 @@ from torchrl.data.replay_buffers import Storage, TensorStorage
 from rlbuf_td.functional import normalize
 from rlbuf_td.functional._layout import coefficient
 from rlbuf_td.storages import PackedStorage
+from rlbuf_td.storages.checks import saved_number
 from rlbuf_td.storages.indexing import lanes_of
 from rlbuf_td.storages.notebooks import ROLLOUTS
 from rlbuf_td.storages.torchrl_parts import capacity_in_steps, count_change, set_length
-from rlbuf_td.writers.common import TimeWriter
+from rlbuf_td.writers.common import MOST, TimeWriter
 from rlbuf_td.writers.estimator import Estimates, RolloutEstimator, entry
 
 _FILE = "rollout.json"
@@ -230,11 +231,18 @@ class RolloutWriter(TimeWriter):
         progress = {"estimated_steps": self._estimated_steps, "has_values": self._has_values}
         return super().state_dict() | progress | {"value_rows": self.value_rows}
 
+    def _refuse_state(self, state: dict[str, Any]) -> None:
+        super()._refuse_state(state)
+        saved_number("count of estimated steps", state["estimated_steps"], 0, MOST)
+        saved_number("value_rows", state["value_rows"], 0, MOST)
+        if type(state["has_values"]) is not bool:
+            raise ValueError(f"the saved has_values is {state['has_values']!r}, expected True or False")
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a state that :meth:`state_dict` returned."""
-        progress = [int(state_dict[name]) for name in ("estimated_steps", "has_values", "value_rows")]
+        """Restore a state that :meth:`state_dict` returned; ValueError, and no change, if it is invalid."""
         super().load_state_dict(state_dict)
-        self._estimated_steps, self._has_values, self.value_rows = progress[0], bool(progress[1]), progress[2]
+        self._estimated_steps, self._has_values = state_dict["estimated_steps"], state_dict["has_values"]
+        self.value_rows = state_dict["value_rows"]
 
     def dumps(self, path: str | Path) -> None:
         """Save the state in the folder ``path``."""
@@ -242,9 +250,8 @@ class RolloutWriter(TimeWriter):
         (Path(path) / _FILE).write_text(json.dumps(self.state_dict()))
 
     def loads(self, path: str | Path) -> None:
-        """Load the state from the folder ``path``."""
-        super().loads(path)
-        self.load_state_dict(super().state_dict() | json.loads((Path(path) / _FILE).read_text()))
+        """Load the state from the folder ``path``; ValueError, and no change, if it is invalid."""
+        self.load_dump(path, json.loads((Path(path) / _FILE).read_text()))
 
     def __repr__(self) -> str:
         settings = f"gamma={self.estimator.gamma}, lmbda={self.estimator.lmbda}"

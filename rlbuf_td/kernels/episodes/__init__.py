@@ -50,6 +50,10 @@ class BoundariesBase(ABC):
     def tensors(self) -> dict[str, Tensor]:
         """Return the state as a dict of tensors, without copying them."""
 
+    @abstractmethod
+    def holds(self, tensors: dict[str, Tensor]) -> bool:
+        """Whether ``tensors``, of the shapes of :meth:`tensors`, can be the state of such boundaries."""
+
     def restore(self, tensors: dict[str, Tensor]) -> None:
         for name, mine in self.tensors().items():
             mine.copy_(tensors[name])
@@ -109,6 +113,10 @@ class FlagBoundaries(BoundariesBase):
     def tensors(self) -> dict[str, Tensor]:
         return {"cut": self.cut, "over": self.over, "head": self.head}
 
+    def holds(self, tensors: dict[str, Tensor]) -> bool:
+        cut, over = tensors["cut"], tensors["over"]
+        return -1 <= int(tensors["head"]) < len(cut) and bool(cut.any(0).all() & ~(over & ~cut).any())
+
     def restore(self, tensors: dict[str, Tensor]) -> None:
         self._count = None
         super().restore(tensors)
@@ -157,6 +165,19 @@ class BitBoundaries(BoundariesBase):
 
     def tensors(self) -> dict[str, Tensor]:
         return {"bits": self.bits, "head": self.head}
+
+    def holds(self, tensors: dict[str, Tensor]) -> bool:
+        words = tensors["bits"].numpy().view(np.uint64)
+        *levels, over = np.split(words, self.starts[1:], 1)
+        if not (-1 <= int(tensors["head"]) < self.steps and levels[0].any(1).all()):
+            return False
+        beyond = np.uint64(2**64 - 1) << np.uint64(self.steps % WORD) if self.steps % WORD else np.uint64(0)
+        for above, below in zip(levels[1:], levels, strict=False):
+            set_words = np.zeros((self.lanes, above.shape[1] * WORD), np.uint8)
+            set_words[:, : below.shape[1]] = below != 0
+            if (np.packbits(set_words, 1, bitorder="little").view(np.uint64) != above).any():
+                return False
+        return not ((over & ~levels[0]).any() or (levels[0][:, -1] & beyond).any())
 
     def share_memory_(self) -> None:
         for tensor in self.tensors().values():

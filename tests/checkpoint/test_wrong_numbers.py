@@ -1,0 +1,232 @@
+"""A state with a wrong number is refused before anything changes, by every part."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
+
+from rlbuf_td import (
+    FreshRowsSampler,
+    HindsightSampler,
+    MinibatchSampler,
+    NStepSampler,
+    PackedStorage,
+    ProportionalSampler,
+    QueueSampler,
+    QueueWriter,
+    RankSampler,
+    RecencySampler,
+    ReplayBuffer,
+    ReservoirWriter,
+    RolloutWriter,
+    SequenceSampler,
+    UniformSampler,
+)
+from tests.checkpoint.worlds import transitions
+
+T = 70
+
+
+def queue() -> dict[str, Any]:
+    writer = QueueWriter()
+    return {"writer": writer, "sampler": QueueSampler(writer)}
+
+
+def reward(batch: Any) -> Tensor:
+    return batch["next", "reward"]
+
+
+PARTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "uniform": lambda: {"sampler": UniformSampler()},
+    "proportional": lambda: {"sampler": ProportionalSampler(T)},
+    "rank": lambda: {"sampler": RankSampler(T)},
+    "minibatch": lambda: {"sampler": MinibatchSampler(3)},
+    "recency": lambda: {"sampler": RecencySampler(4.0, 9)},
+    "fresh": lambda: {"sampler": FreshRowsSampler(ProportionalSampler(T), 3)},
+    "n-step": lambda: {"sampler": NStepSampler(UniformSampler(), 3, 0.9)},
+    "hindsight": lambda: {"sampler": HindsightSampler(UniformSampler(), reward)},
+    "windows": lambda: {"sampler": SequenceSampler(UniformSampler(), 2)},
+    "reservoir": lambda: {"writer": ReservoirWriter()},
+    "rollout": lambda: {"writer": RolloutWriter()},
+    "queue": queue,
+}
+
+
+def make(name: str, share_next: bool = False, count: int = 30) -> ReplayBuffer:
+    generator = torch.Generator().manual_seed(0)
+    storage = PackedStorage(T, share_next=["observation"] if share_next else False)
+    rb = ReplayBuffer(storage=storage, batch_size=8, generator=generator, **PARTS[name]())
+    rows = transitions(count)
+    rows["state_value"] = rows["next", "state_value"] = rows["next", "reward"].clone()
+    rows["next", "observation"] = rows["observation"].roll(-1, 0)
+    rb.extend(rows)
+    if count:
+        rb.sample()
+        rb.storage.set(torch.tensor([3]), rb.storage.get(torch.tensor([4])), set_cursor=False)  # with write times
+    return rb
+
+
+def flat(state: Any) -> list[Any]:
+    return [x.numpy().tobytes() if isinstance(x, Tensor) else x for x in tree_flatten(state)[0]]
+
+
+NOT_A_COUNT = [-5, 10**12, 2.5, "one", None]
+STORAGE = {
+    "_len": [29, 31, T, *NOT_A_COUNT],
+    "last_cursor": [-2, 30, T, *NOT_A_COUNT[1:]],
+    "rows": [None, lambda x: x[:-1], lambda x: x[:, :-1], lambda x: x.long()],
+    "layout": [None, {}],
+    "clock": [{}, 5],
+    "clock.now": [None, 0.5, 2**63],
+    "clock.last": [-2, T, None, 1.0],
+    "clock.capacity": [29, None],
+    "clock.written": [lambda x: x[:-1], lambda x: x.float()],
+}
+SHARED = {"entries": [[], lambda x: [x[0][:3]], lambda x: [x[0].float()]], "pooled": [None, [[]]]}
+PRIORITIES = {
+    "alpha": [-1.0, float("nan"), None],
+    "beta": [-1.0],
+    "largest": [-0.5, float("inf"), float("nan"), None],
+    "max_capacity": [T - 1, None],
+    "weight_norm": ["other"],
+    "priorities.magnitude": [lambda x: x - 3, lambda x: x[:-1], lambda x: x.half(), lambda x: x / 0],
+}
+WRITER = {"_cursor": NOT_A_COUNT[:1] + NOT_A_COUNT[2:], "_write_count": [-5, 2.5, "one", 2**63]}
+WRONG: dict[str, dict[str, dict[str, list[Any]]]] = {
+    "uniform": {
+        "_storage": STORAGE,
+        "_writer": WRITER,
+        "": {"_batch_size": [-1, 1.5], "_rng": [(Tensor(3), "cpu"), 3]},
+    },
+    "proportional": {
+        "_sampler": PRIORITIES
+        | {"eps": [-1.0], "priorities.weight": [lambda x: -x, lambda x: x + 1, lambda x: x * 1e300, lambda x: x[:-1]]}
+    },
+    "rank": {"_sampler": PRIORITIES},
+    "minibatch": {
+        "_sampler": {
+            "order": [lambda x: x + 1, lambda x: x * 0, lambda x: x[:-1], lambda x: x.float(), 5],
+            "position": [-1, 31, None],
+            "epoch": [-1, 3, None],
+            "epochs": [0, None],
+            "len_storage": [-1, 29, None],
+        }
+    },
+    "recency": {"_sampler": {"half_life": [0.0, float("nan"), None], "window": [0, "one"]}},
+    "fresh": {
+        "_sampler": {
+            "settings.fresh": [0, 1.5, None],
+            "undrawn": [torch.tensor(x) for x in ([[3, 5]], [[5, -1]], [[5, 3], [9, 7]], [[9, 3], [5, 1]], [3])],
+            "sampler.largest": [-0.5],
+        }
+    },
+    "n-step": {
+        "_sampler": {"settings.n_steps": [0, None], "settings.gamma": [1.5, None], "settings": [None, {"k": 1}]}
+    },
+    "hindsight": {"_sampler": {"settings.her_ratio": [1.5], "settings.future_gamma": [-1.0]}},
+    "windows": {"_sampler": {"settings.eta": [2.0]}},
+    "reservoir": {"_writer": {"_write_count": [-1, 0.5, None], "following": [-1, 5], "threshold": [5, 2**62, None]}},
+    "rollout": {"_writer": WRITER | {"estimated_steps": [-1, None], "has_values": [3], "value_rows": [-1, None]}},
+    "queue": {"_writer": WRITER | {"taken": [-1, 31, None]}},
+}
+
+
+def put(state: Any, path: str, wrong: Any) -> Any:
+    """Return a copy of a state with another value at ``path``."""
+    state = copy.deepcopy(state)
+    *levels, last = [name for name in path.split(".") if name]
+    inner = state
+    for name in levels:
+        inner = inner[name]
+    inner[last] = wrong(inner[last]) if callable(wrong) else wrong
+    return state
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_number_is_refused_and_changes_nothing(name):
+    state = make(name, share_next=False).state_dict()
+    rb = make(name, count=20)
+    before = flat(rb.state_dict())
+    kept = {"_storage": rb.storage, "_sampler": rb.sampler, "_writer": rb.writer}
+    for part, paths in WRONG[name].items():
+        for path, numbers in paths.items():
+            for wrong in numbers:
+                bad = put(state, f"{part}.{path}", wrong)
+                loads = [(rb, bad)] + ([(kept[part], bad[part])] if part else [])
+                for into, given in loads:
+                    with pytest.raises(ValueError, match=r"."):
+                        into.load_state_dict(given)
+                    assert flat(rb.state_dict()) == before, (part, path, wrong)
+    rb.load_state_dict(state)
+    assert flat(rb.storage.state_dict()["rows"]) == flat(state["_storage"]["rows"])
+
+
+def test_wrong_entries_of_deduplicated_rows_are_refused():
+    state, rb = (make("uniform", share_next=True, count=count).storage for count in (30, 20))
+    state, before = state.state_dict(), flat(rb.state_dict())
+    for path, values in SHARED.items():
+        for wrong in values:
+            with pytest.raises(ValueError, match=r"."):
+                rb.load_state_dict(put(state, path, wrong))
+            assert flat(rb.state_dict()) == before
+
+
+FILES = {
+    "storage_metadata.json": [("len", -1), ("len", T + 1), ("len", None)],
+    "last_cursor.json": [("last_cursor", T), ("last_cursor", -2), ("last_cursor", 0.5)],
+}
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_wrong_number_in_a_dump_of_the_storage_is_refused(file, tmp_path):
+    rb, into = make("uniform"), make("uniform", count=20)
+    rb.storage.dumps(tmp_path)
+    text, before = (tmp_path / file).read_text(), flat(into.storage.state_dict())
+    for key, wrong in FILES[file]:
+        (tmp_path / file).write_text(json.dumps(json.loads(text) | {key: wrong}))
+        with pytest.raises(ValueError, match=f"the saved {key} is {wrong}"):
+            into.storage.loads(tmp_path)
+        assert flat(into.storage.state_dict()) == before
+
+
+@pytest.mark.parametrize(("name", "file", "key"), [
+    ("uniform", "metadata.json", "cursor"), ("uniform", "metadata.json", "write_count"),
+    ("queue", "queue.json", "taken"), ("rollout", "rollout.json", "estimated_steps"),
+    ("reservoir", "reservoir.json", "following"),
+])  # fmt: skip
+def test_a_wrong_number_in_a_dump_of_a_writer_is_refused(name: str, file: str, key: str, tmp_path: Path) -> None:
+    writer, into = make(name).writer, make(name, count=20).writer
+    writer.dumps(tmp_path)
+    text, before = (tmp_path / file).read_text(), into.state_dict()
+    for wrong in (-1, "one", 1 << 63, None):
+        (tmp_path / file).write_text(json.dumps(json.loads(text) | {key: wrong}))
+        with pytest.raises(ValueError, match=r"saved|state"):
+            into.loads(tmp_path)
+        assert into.state_dict() == before
+    (tmp_path / file).write_text(text)
+    into.loads(tmp_path)
+    assert into.state_dict() == writer.state_dict()
+
+
+def test_a_damaged_trajectory_index_is_refused():
+    rb = make("n-step")
+    index = next(each for each in rb.storage._attached_entities if hasattr(each, "boundaries"))
+    state, before = index.state_dict(), index.reach(torch.arange(30))
+    for name, wrong in {"head": torch.tensor([T]), "bits": state["bits"] * 0, "size": state["size"] + 1}.items():
+        with pytest.raises(ValueError, match="the saved trajectory index is"):
+            index.load_state_dict(state | {name: wrong})
+    for word in range(1, state["bits"].shape[1]):  # steps beyond the last, the level above, and ends without a cut
+        bits = state["bits"].clone()
+        bits[0, word] ^= -(1 << 63)
+        with pytest.raises(ValueError, match="damaged"):
+            index.load_state_dict(state | {"bits": bits})
+    assert all(torch.equal(*pair) for pair in zip(index.reach(torch.arange(30)), before, strict=True))
+    index.load_state_dict(state)
