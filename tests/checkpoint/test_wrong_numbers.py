@@ -79,7 +79,7 @@ def flat(state: Any) -> list[Any]:
 
 
 NOT_A_COUNT = [-5, 10**12, 2.5, "one", None]
-STORAGE = {
+STORAGE: dict[str, list[Any]] = {
     "_len": [29, 31, T, *NOT_A_COUNT],
     "last_cursor": [-2, 30, T, *NOT_A_COUNT[1:]],
     "rows": [None, lambda x: x[:-1], lambda x: x[:, :-1], lambda x: x.long()],
@@ -90,8 +90,8 @@ STORAGE = {
     "clock.capacity": [29, None],
     "clock.written": [lambda x: x[:-1], lambda x: x.float()],
 }
-SHARED = {"entries": [[], lambda x: [x[0][:3]], lambda x: [x[0].float()]], "pooled": [None, [[]]]}
-PRIORITIES = {
+SHARED: dict[str, list[Any]] = {"entries": [[], lambda x: [x[0][:3]], lambda x: [x[0].float()]], "pooled": [None, [[]]]}
+PRIORITIES: dict[str, list[Any]] = {
     "alpha": [-1.0, float("nan"), None],
     "beta": [-1.0],
     "largest": [-0.5, float("inf"), float("nan"), None],
@@ -99,7 +99,7 @@ PRIORITIES = {
     "weight_norm": ["other"],
     "priorities.magnitude": [lambda x: x - 3, lambda x: x[:-1], lambda x: x.half(), lambda x: x / 0],
 }
-WRITER = {"_cursor": NOT_A_COUNT[:1] + NOT_A_COUNT[2:], "_write_count": [-5, 2.5, "one", 2**63]}
+WRITER: dict[str, list[Any]] = {"_cursor": NOT_A_COUNT[:1] + NOT_A_COUNT[2:], "_write_count": [-5, 2.5, "one", 2**63]}
 WRONG: dict[str, dict[str, dict[str, list[Any]]]] = {
     "uniform": {
         "_storage": STORAGE,
@@ -179,7 +179,7 @@ def test_wrong_entries_of_deduplicated_rows_are_refused():
             assert flat(rb.state_dict()) == before
 
 
-FILES = {
+FILES: dict[str, list[Any]] = {
     "storage_metadata.json": [("len", -1), ("len", T + 1), ("len", None)],
     "last_cursor.json": [("last_cursor", T), ("last_cursor", -2), ("last_cursor", 0.5)],
 }

@@ -18,7 +18,15 @@ from torchrl.data.replay_buffers import (
     TensorDictReplayBuffer,
 )
 
-from rlbuf_td import NStepSampler, PackedStorage, ProportionalSampler, ReplayBuffer, RingWriter, SequenceSampler
+from rlbuf_td import (
+    NStepSampler,
+    PackedStorage,
+    ProportionalSampler,
+    ReplayBuffer,
+    RingWriter,
+    SequenceSampler,
+    UniformSampler,
+)
 from rlbuf_td.kernels.episodes import BitBoundaries
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 from tests.histories import History
@@ -300,3 +308,18 @@ def test_a_sampler_of_ones_own_that_draws_unwritten_rows_is_refused(wrap):
     rb.extend(data)
     with pytest.raises(IndexError, match="row 1000000000 is out of range: rows 0 to 9 have been written"):
         rb.sample()
+
+
+@pytest.mark.parametrize("ndim", [1, 2])
+def test_done_flags_that_are_edited_through_a_view_end_trajectories(ndim):
+    rb = ReplayBuffer(
+        storage=PackedStorage(64, ndim=ndim), sampler=NStepSampler(UniformSampler(), 3, 0.9), batch_size=64
+    )
+    shape = (64,) if ndim == 1 else (2, 32)
+    after = {"reward": torch.ones(*shape, 1), "done": torch.zeros(*shape, 1, dtype=torch.bool)}
+    rb.extend(TensorDict({"x": torch.zeros(shape), "next": after}, shape))
+    rb.sample(), rb.sample()
+    rb["next", "done"].fill_(True)
+    assert rb.sample()["steps_to_next_obs"].eq(1).all()
+    rb["next", "done"][:] = False
+    assert rb.sample()["steps_to_next_obs"].max() == 3

@@ -95,8 +95,17 @@ class Rows(ABC):
         return self.at_cells(flat)
 
     @abstractmethod
+    def unpack(self, matrix: torch.Tensor) -> TensorDict:
+        """Return a TensorDict of strided views of ``matrix``, a matrix of rows, without deduplicated keys."""
+
     def view(self) -> TensorDict:
         """Return all rows as a TensorDict of strided views of :attr:`given`, without deduplicated keys."""
+        return self.unpack(self.given)
+
+    @property
+    def edits(self) -> int:
+        """The number of edits in place, through views that users have received."""
+        return self._given.edits
 
     def keep_edits(self) -> None:
         """Copy edits of :meth:`view` into the rows if the function that made them has moved the memory of its views."""
@@ -203,6 +212,10 @@ class GivenRows:
             self._entries = None
         return alias
 
+    @property
+    def edits(self) -> int:
+        return 0 if self._alias is None else self._alias._version
+
     def write_back(self) -> None:
         alias = self._alias
         if alias is not None and alias.data_ptr() != self._matrix.data_ptr():
@@ -249,8 +262,8 @@ class PlainRows(Rows):
             ask_for_rows(self.flat, flat)
         torch.index_select(self.flat, 0, flat, out=out)
 
-    def view(self) -> TensorDict:
-        return self.layout.unpack(self.given)
+    def unpack(self, matrix: torch.Tensor) -> TensorDict:
+        return self.layout.unpack(matrix)
 
     def copy_(self, start: int, count: int, leaves: list[torch.Tensor]) -> None:
         head = min(count, self.steps - start)

@@ -76,8 +76,8 @@ class DedupRows(Rows):
     def sources(self) -> tuple[torch.Tensor, ...]:
         return (self.matrix, *self.table.entries)
 
-    def view(self) -> TensorDict:
-        return self.dedup.stored.unpack(self.given).exclude(ENTRY_IDS, inplace=True)
+    def unpack(self, matrix: torch.Tensor) -> TensorDict:
+        return self.dedup.stored.unpack(matrix).exclude(ENTRY_IDS, inplace=True)
 
     def leaves_at(self, cells: torch.Tensor) -> list[torch.Tensor]:
         leaves = self.layout.blank(cells.shape, self.matrix.device)
