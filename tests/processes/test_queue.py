@@ -95,7 +95,7 @@ def test_what_it_refuses_changes_nothing():
         queue.extend(rows(5, 2).set("y", torch.zeros(2)))
     with pytest.raises(ValueError, match="a queue of 16 rows never holds a batch of 17"):
         queue.sample(17)
-    with pytest.raises(ValueError, match="a batch must have at least one row, got batch_size=-1"):
+    with pytest.raises(ValueError, match="batch_size must be a whole number, at least 0, got -1"):
         queue.sample(-1)
     with pytest.raises(ValueError, match="a queue holds rows"):
         ExperienceQueue(storage=PackedStorage(8, ndim=2))
