@@ -276,3 +276,15 @@ def test_what_is_no_transition_is_refused_by_name(change, message):
     step = {"obs": np.zeros(3), "action": np.zeros(3), "reward": np.zeros(3), "next_obs": np.zeros(3)}
     with pytest.raises(SchemaError, match=message):
         make_transition(**(step | {"terminated": three, "truncated": three} | change))
+
+
+@pytest.mark.parametrize("num_envs", [None, 2])
+def test_a_loop_without_trajectory_ids_writes_to_shared_rows_of_spaces(num_envs):
+    space = gymnasium.spaces.Box(-1, 1, (3,))
+    rb = ReplayBuffer.from_spaces(space, space, 20, num_envs=num_envs, shared=True)
+    lanes = () if num_envs is None else (num_envs,)
+    zeros, over = np.zeros((*lanes, 3), np.float32), np.zeros(lanes, bool)
+    for _ in range(3):
+        rb.add(make_transition(zeros, zeros, np.zeros(lanes), zeros, over, over))
+    assert len(rb) == 3 * (num_envs or 1)
+    assert rb["collector", "traj_ids"].eq(0).all()

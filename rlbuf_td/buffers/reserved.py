@@ -35,6 +35,18 @@ def complete_reserved(rb: Any) -> None:
         storage.reserve(complete)
 
 
+def with_trajectory_ids(rb: Any, data: TensorDictBase, dims: int) -> TensorDictBase:
+    """Return data whose first ``dims`` dims index rows; if only the shared rows have trajectory ids, with ids of 0.
+
+    A loop of one's own writes no ids. Its trajectories then end at the done flags.
+    """
+    layout = rb.storage.layout
+    if layout is None or TRAJ_KEY not in layout.places or data.get(TRAJ_KEY, None) is not None:
+        return data
+    ids = torch.zeros(data.batch_size[:dims], dtype=torch.int64, device="cpu")
+    return data.copy().set(TRAJ_KEY, ids)
+
+
 def _trajectory_ids(lanes: torch.Size) -> dict[NestedKey, torch.Tensor]:
     return {TRAJ_KEY: torch.empty(lanes, dtype=torch.int64, device="meta")}
 

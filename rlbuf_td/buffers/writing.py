@@ -13,6 +13,7 @@ from torchrl.data.replay_buffers import Sampler, TensorDictReplayBuffer
 
 from rlbuf_td.buffers.flow import inserting
 from rlbuf_td.buffers.parts import Parts
+from rlbuf_td.buffers.reserved import with_trajectory_ids
 from rlbuf_td.buffers.write_plan import make_write_plan
 from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.samplers.common import refuse_errors, refuse_taken
@@ -221,6 +222,8 @@ def _write(rb: Any, data: TensorDictBase, how: str, update_priority: bool) -> An
 
 
 def _write_rows(rb: Any, parts: Parts, data: TensorDictBase, how: str, update_priority: bool) -> Any:
+    if rb.has_environment:
+        data = with_trajectory_ids(rb, data, parts.storage.ndim - (how == "add"))
     rows, td_error = data, None
     if how == "extend" and (dim := rb.dim_extend) > 0:
         if data.ndim <= dim:
