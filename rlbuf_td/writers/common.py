@@ -121,7 +121,7 @@ class TimeWriter(RoundRobinWriter):
             cursor = live if live < steps else cursor
         elif count < steps:
             last = storage.clock.numbers.values[LAST]
-            cursor = (last + 1) % steps if last >= 0 else cursor if len(storage) else 0
+            cursor = 0 if not len(storage) else (last + 1) % steps if last >= 0 else cursor
         self._cursor_value.value = cursor
         return cursor
 

@@ -289,3 +289,12 @@ def test_a_restored_writer_goes_on_where_the_other_stood(how: str, track_generat
         one.extend(numbered(70, 2))
     assert_same(other[:], storage[:])
     assert repr(again) == f"RingWriter(cursor=4, write_count={2**40 + 9})"
+
+
+def test_a_write_after_a_load_of_an_emptied_buffer_begins_at_the_first_row():
+    rb = ReplayBuffer(storage=PackedStorage(10), batch_size=2)
+    rb.extend(TensorDict({"x": torch.arange(4)}, [4]))
+    rb.empty()
+    rb.load_state_dict(rb.state_dict())
+    rb.extend(TensorDict({"x": torch.arange(10, 13)}, [3]))
+    assert rb[:]["x"].tolist() == [10, 11, 12]
