@@ -82,7 +82,8 @@ def write(how: str, spoil: Callable[[Tensor], Tensor]) -> None:
     with pytest.raises((ValueError, RuntimeError), match=r"no memory|nested"):
         getattr(rb, how)(data.set("x", spoil(data["x"])))
     assert rb.write_count == 12
-    assert rb.state_dict()["_storage"]["rows"].equal(state["_storage"]["rows"])
+    before, after = (each["_storage"]["rows"].view(torch.uint8) for each in (state, rb.state_dict()))
+    assert after.equal(before)  # as bytes: what pads a row may be NaN
 
 
 def update(spoil: Callable[[Tensor], Tensor], entry: str) -> None:

@@ -33,7 +33,8 @@ class PackedStorage(LazyTensorStorage):
     """A TensorDict storage that keeps each transition as one row of bytes.
 
     The first write fixes the schema (keys, dtypes, shapes, nesting) and allocates the rows. Sampled batches are
-    copies. As in TorchRL, ``storage[i]`` and ``storage[i:j]`` are views, except of deduplicated keys.
+    copies. As in TorchRL, ``storage[i]`` and ``storage[i:j]`` are views, except of deduplicated keys. A view whose
+    memory is moved (``share_memory_``, a queue to another process) becomes a copy; the rows stay in place.
 
     Args:
         max_size: capacity in transitions. With ``ndim > 1``, the capacity is rounded up to whole time steps.

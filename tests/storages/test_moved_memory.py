@@ -182,6 +182,7 @@ def every_move(form: str, sampler: str, folder: Path) -> None:
             raise AssertionError(f"after {name}") from error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("form", ["plain", "lanes, share_next"])
 def test_rows_stay_in_place_for_every_sampler(form: str, sampler: str, tmp_path: Path) -> None:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from typing import Any
 from weakref import WeakSet
 
 _LONGEST = 10.0  # seconds; otherwise, a thread that waits for the forking thread would stop both for ever
 _storages: WeakSet[Any] = WeakSet()
-_held: list[Any] = []  # the locks that the fork in progress holds
+_fork = threading.local()  # ``held``: the locks that the fork of this thread holds
 
 
 def watch(storage: Any) -> None:
@@ -23,19 +24,20 @@ def watch(storage: Any) -> None:
 
 
 def _hold() -> None:
+    _fork.held = held = []
     for storage in list(_storages):
         lock = getattr(storage.lock, "threads", storage.lock)  # the part of a ProcessLock that other processes ignore
         if lock.acquire(timeout=_LONGEST):
-            _held.append(lock)
+            held.append(lock)
     numba = sys.modules.get("numba.core.compiler_lock")
     if numba is not None:  # last: calls compile while they hold the lock of a storage
         numba.global_compiler_lock.acquire()
-        _held.append(numba.global_compiler_lock)
+        held.append(numba.global_compiler_lock)
 
 
 def _release() -> None:
-    while _held:
-        _held.pop().release()
+    while _fork.held:
+        _fork.held.pop().release()
 
 
 if hasattr(os, "register_at_fork"):
