@@ -418,8 +418,20 @@ class Fixed(Sampler):
     state_dict: Any = dict
 
 
+class FixedOfOurs(UniformSampler):
+    """The same as a subclass of a sampler of this package."""
+
+    def __init__(self, rows: Any) -> None:
+        super().__init__()
+        self.rows = rows
+
+    def draw(self, storage: Any, batch_size: int) -> Any:
+        return self.rows, {}
+
+
+@pytest.mark.parametrize("kind", [Fixed, FixedOfOurs])
 @pytest.mark.parametrize("wrap", [lambda sampler: sampler, partial(NStepSampler, n_steps=2, gamma=0.9)])
-def test_rows_that_a_users_sampler_must_not_draw_are_named(wrap):
+def test_rows_that_a_users_sampler_must_not_draw_are_named(wrap, kind):
     wrong = [
         (
             torch.tensor([0, 1], dtype=torch.int32),
@@ -427,14 +439,14 @@ def test_rows_that_a_users_sampler_must_not_draw_are_named(wrap):
             r"got torch.int32 of shape \[2\]: return rows.to\(torch.int64",
         ),
         (torch.tensor([0.0, 1.0]), TypeError, "got torch.float32"),
-        (torch.tensor([[0], [1]]), TypeError, r"draw\(\) of Fixed must return .* \[B\] int64, got .* \[2, 1\]"),
+        (torch.tensor([[0], [1]]), TypeError, r"draw\(\) of Fixed\w* must return .* \[B\] int64, got .* \[2, 1\]"),
         (np.arange(2), TypeError, "must return a tensor of rows, .*got ndarray"),
         ([0, 1], TypeError, "must return a tensor of rows, .*got list"),
         (torch.tensor([0, 99]), IndexError, "row 99 .* rows 0 to 19 have been written"),
         (torch.tensor([-1, 0]), IndexError, "row -1 "),
     ]
     for rows, error, words in wrong:
-        rb = ReplayBuffer(storage=PackedStorage(30), sampler=wrap(Fixed(rows)), batch_size=2)
+        rb = ReplayBuffer(storage=PackedStorage(30), sampler=wrap(kind(rows)), batch_size=2)
         rb.extend(steps_of(1, 20)[0])
         with pytest.raises(error, match=words):
             rb.sample()

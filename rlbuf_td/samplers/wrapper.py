@@ -13,14 +13,7 @@ from torch import Tensor
 from torchrl.data.replay_buffers import PrioritizedSampler, Sampler, Storage
 
 from rlbuf_td.checkpoint.parts import resized_state
-from rlbuf_td.samplers.common import (
-    RowSampler,
-    StatefulSampler,
-    refuse_disorder,
-    refuse_drawn,
-    refuse_stored,
-    reported_by,
-)
+from rlbuf_td.samplers.common import StatefulSampler, refuse_disorder, refuse_drawn, refuse_stored, reported_by
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import state_of
 from rlbuf_td.storages.indexing import Index, coordinates, device_of, flat_rows, refuse_unwritten
@@ -228,9 +221,8 @@ def draw_from(sampler: Sampler, storage: Storage, batch_size: int) -> tuple[Tens
         flat = flat_rows(index, storage, device_of(storage))
     else:
         flat, info = draw(storage, batch_size)
-    if not isinstance(sampler, RowSampler):  # compiled loops look up the trajectories of these rows without a check
-        refuse_drawn(sampler, flat)
-        refuse_unwritten(flat, storage)
+    refuse_drawn(sampler, flat)  # a user's sampler, or a user's subclass of ours
+    refuse_unwritten(flat, storage)  # compiled loops look up the trajectories of these rows without a check
     return flat, info
 
 
