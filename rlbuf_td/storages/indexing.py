@@ -115,6 +115,7 @@ def flat_rows(index: Any, storage: Storage | None, device: torch.device) -> torc
 def refuse_unwritten(flat: torch.Tensor, storage: Storage) -> None:
     """Raise an IndexError if a flat index names no written row; indices on a device are not checked."""
     if backend_of(flat) == "numba" and flat.numel():
+        address_of(flat)  # raises an error in FakeTensorMode, where rows have no values
         low, high = map(int, flat.aminmax())
         if low < 0 or high >= len(storage):
             raise IndexError(f"row {low if low < 0 else high} is out of range: {_written(storage)}")
