@@ -1,8 +1,8 @@
 """Samplers, which choose the rows of a batch.
 
 A sampler's ``draw(storage, batch_size)`` returns *flat rows* (indices of the flattened storage, ``[B]`` int64), and an
-info dict of further batch entries, such as ``"priority_weight"``. All random numbers come from one ``torch.Generator``
-(the sampler's ``_rng``, or torch's default generator), so a seed determines the batches.
+info dict of further batch entries, such as ``"priority_weight"``: see :class:`RowSampler`. All random numbers come from
+one ``torch.Generator`` (the sampler's ``_rng``, or torch's default generator), so a seed determines the batches.
 
 **Prioritized samplers** have a *law* that converts TD errors to probabilities. :class:`ProportionalSampler` stores
 powers of the TD errors in a sum tree (:mod:`rlbuf_td.kernels.sum_tree`). :class:`RankSampler` uses the ranks of the TD
@@ -25,11 +25,12 @@ from rlbuf_td.samplers.proportional import ProportionalSampler
 from rlbuf_td.samplers.queue import QueueSampler
 from rlbuf_td.samplers.rank import RankSampler
 from rlbuf_td.samplers.recency import RecencySampler
+from rlbuf_td.samplers.row_sampler import RowSampler
 from rlbuf_td.samplers.sequence import SequenceSampler
 from rlbuf_td.samplers.uniform import UniformSampler
 
 UniformSampler.without_replacement = MinibatchSampler
 
 __all__ = ["FreshRowsSampler", "HindsightSampler", "MinibatchSampler", "NStepSampler", "ProportionalSampler"]
-__all__ += ["QueueSampler", "RankSampler", "RecencySampler", "SequenceSampler", "UniformSampler"]
-__all__ += ["gymnasium_reward_fn", "gymnasium_terminated_fn"]
+__all__ += ["QueueSampler", "RankSampler", "RecencySampler", "RowSampler", "SequenceSampler"]
+__all__ += ["UniformSampler", "gymnasium_reward_fn", "gymnasium_terminated_fn"]

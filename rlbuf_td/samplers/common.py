@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import inspect
-from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +20,7 @@ from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.kernels.host_memory import address_of
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import OUT_OF_ORDER, state_of
-from rlbuf_td.storages.indexing import Index, coordinates, moved, stored_rows
+from rlbuf_td.storages.indexing import moved, stored_rows
 from rlbuf_td.storages.notebooks import PRIORITIES
 from rlbuf_td.storages.schema import SchemaError, refuse_other_index
 from rlbuf_td.storages.tensordict_fast import entries_of
@@ -34,6 +33,8 @@ class OwnSignature:
     """Descriptor for ``__signature__``: shows the arguments of ``__init__``, which TorchRL's metaclasses hide."""
 
     def __get__(self, instance: Any, owner: type) -> inspect.Signature:
+        if owner.__init__ is object.__init__:  # type: ignore[misc]
+            return inspect.Signature()
         signature = inspect.signature(owner.__init__)  # type: ignore[misc]
         _, *others = signature.parameters.values()
         return signature.replace(parameters=others, return_annotation=inspect.Signature.empty)
@@ -63,8 +64,8 @@ class StatefulSampler(Sampler):
     """Abstract base of this package's samplers; saves and restores their settings."""
 
     __signature__ = OwnSignature()
-    _shown: ClassVar[tuple[str, ...]] = ()  # the attributes that ``repr`` shows
-    _setting_names: ClassVar[tuple[str, ...]] = ()  # the attributes that may be set at any time; saved in the state
+    _shown: ClassVar[tuple[str, ...]] = ()  # the attributes that ``repr`` shows; by default ``state_keys``
+    state_keys: ClassVar[tuple[str, ...]] = ()  # the attributes that may be set at any time; saved in the state
     needs_order: bool = False  # whether the sampler needs rows in time order
     report_keys: frozenset[str] = frozenset()  # the entries, besides "index", that the sampler adds to each batch
 
@@ -72,7 +73,7 @@ class StatefulSampler(Sampler):
         """Update the values that depend on settings; each change of a setting calls this method."""
 
     def _settings(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self._setting_names}
+        return {name: getattr(self, name) for name in self.state_keys}
 
     @contextmanager
     def _set(self, settings: dict[str, Any]) -> Iterator[None]:
@@ -93,11 +94,11 @@ class StatefulSampler(Sampler):
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the state, without the random generator."""
-        return tree_map_only(Tensor, Tensor.clone, self.snapshot())
+        return _copy_of(self.snapshot())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a :meth:`state_dict`. Raises ValueError, and changes nothing, if a setting is out of range."""
-        with state_of(self), self._set({name: state_dict[name] for name in self._setting_names}):
+        with state_of(self), self._set({name: _copy_of(state_dict[name]) for name in self.state_keys}):
             pass
 
     def resized_state(self, state: dict[str, Any], rows: Tensor | None, capacity: int, moved: bool) -> dict[str, Any]:
@@ -121,37 +122,18 @@ class StatefulSampler(Sampler):
         return self.__dict__ | {"_rng": None}
 
     def __repr__(self) -> str:
-        shown = (f"{name.lstrip('_')}={getattr(self, name)!r}" for name in self._shown)
+        shown = (f"{name.lstrip('_')}={getattr(self, name)!r}" for name in self._shown or self.state_keys)
         return f"{type(self).__name__}({', '.join(shown)})"
+
+
+def _copy_of(state: Any) -> Any:
+    return tree_map_only(Tensor, Tensor.clone, state)
 
 
 def refuse_disorder(sampler: Sampler, storage: Storage) -> None:
     """Raise a ValueError if the sampler needs rows in time order, and the rows of the storage are not."""
     if isinstance(storage, PackedStorage) and getattr(sampler, "needs_order", False) and not storage.in_time_order:
         raise ValueError(f"a {type(sampler).__name__} needs rows in time order, and {OUT_OF_ORDER}")
-
-
-class RowSampler(StatefulSampler):
-    """Abstract base of the samplers that draw rows."""
-
-    @abstractmethod
-    def draw(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
-        """Draw rows; return their indices in the flattened storage, ``[B]`` int64, and further batch entries."""
-
-    @torch.compiler.disable(reason="compiled code would depend on the number of rows, which each write changes")
-    def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
-        """Draw ``batch_size`` rows.
-
-        Returns:
-            The index, ``[B]`` int64 (a tuple of ``ndim`` tensors if ``ndim > 1``), and a dict of further batch entries:
-            ``{"priority_weight": [B] float32}`` for prioritized samplers, else empty.
-        """
-        refuse_stored(self, storage)  # TorchRL's buffers, which call this method, do not
-        flat, info = self.draw(storage, batch_size)
-        return coordinates(flat, storage), info
-
-    def _empty(self) -> None:
-        pass
 
 
 class OneStorage:

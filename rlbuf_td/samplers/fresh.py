@@ -155,7 +155,7 @@ class FreshRowsSampler(SamplerWrapper):
     """
 
     _level = 0
-    _setting_names = _shown = ("fresh",)
+    state_keys = _shown = ("fresh",)
     fresh: int = setting(whole(1))
 
     def __init__(self, sampler: Sampler, fresh: int = 1) -> None:

@@ -104,7 +104,7 @@ class HindsightSampler(SamplerWrapper):
     _level = 1
     steps_needed = 8  # with fewer rows ahead, most new goals would be the row's own outcome
     report_keys = frozenset({"relabeled"})
-    _setting_names = ("her_ratio", "only_finished", "future_gamma")
+    state_keys = ("her_ratio", "only_finished", "future_gamma")
     _shown = ("her_ratio", "strategy", "future_gamma")
     only_finished: bool = setting(lambda name, value: bool(value))
     future_gamma: float = setting(fraction)

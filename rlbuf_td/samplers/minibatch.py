@@ -10,7 +10,8 @@ from torch import Tensor
 from torchrl.data.replay_buffers import SamplerWithoutReplacement, Storage
 
 from rlbuf_td.kernels.host_memory import alias_of
-from rlbuf_td.samplers.common import EMPTY, OneStorage, RowSampler, permutation, setting
+from rlbuf_td.samplers.common import EMPTY, OneStorage, permutation, setting
+from rlbuf_td.samplers.row_sampler import RowSampler
 from rlbuf_td.storages.checks import state_of, whole
 from rlbuf_td.storages.indexing import device_of
 
@@ -72,7 +73,7 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
         self._remaining_batches = torch.iinfo(torch.int64).max  # unknown before the first draw
 
     def draw(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
-        """See :class:`~rlbuf_td.samplers.common.RowSampler`."""
+        """See :class:`~rlbuf_td.samplers.row_sampler.RowSampler`."""
         rows = len(storage)
         if rows == 0:
             raise RuntimeError(EMPTY)

@@ -84,7 +84,7 @@ class NStepSampler(SamplerWrapper):
 
     _level = 2
     report_keys = frozenset({"steps_to_next_obs"})
-    _setting_names = ("n_steps", "gamma")
+    state_keys = ("n_steps", "gamma")
     _shown = ("n_steps", "gamma")
     n_steps: int = setting(whole(1))
     gamma: float = setting(fraction)

@@ -12,8 +12,9 @@ from torch import Tensor
 from torchrl.data.replay_buffers import PrioritizedSampler, Storage
 
 from rlbuf_td.kernels.host_memory import alias_of
-from rlbuf_td.samplers.common import EMPTY, RowSampler, setting, uniform_numbers
+from rlbuf_td.samplers.common import EMPTY, setting, uniform_numbers
 from rlbuf_td.samplers.priorities import ALPHA, BETA, Law, Priorities, refuse_state
+from rlbuf_td.samplers.row_sampler import RowSampler
 from rlbuf_td.storages.checks import exponent, one_of, state_of, whole
 from rlbuf_td.storages.memory_budget import Purpose, require_room
 from rlbuf_td.storages.shared.memory import SharedNumbers
@@ -43,7 +44,7 @@ class Prioritized(RowSampler, PrioritizedSampler):
     device = property(attrgetter("priorities.device"), doc="The device of the priorities and the rows.")
     _max_capacity = property(attrgetter("priorities.capacity"))
     _shown: ClassVar[tuple[str, ...]] = ("alpha", "beta", "stratified", "weight_norm", "_max_capacity")
-    _setting_names: ClassVar = ("alpha", "beta", "stratified", "weight_norm", "reduction")
+    state_keys: ClassVar = ("alpha", "beta", "stratified", "weight_norm", "reduction")
 
     def __init__(
         self,
@@ -72,7 +73,7 @@ class Prioritized(RowSampler, PrioritizedSampler):
         """Return the size of the priorities of ``capacity`` rows in bytes."""
 
     def draw(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
-        """See :class:`~rlbuf_td.samplers.common.RowSampler`."""
+        """See :class:`~rlbuf_td.samplers.row_sampler.RowSampler`."""
         rows, law = len(storage), self.law
         if not rows:
             raise RuntimeError(EMPTY)

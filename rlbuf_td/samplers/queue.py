@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torchrl.data.replay_buffers import Storage
 
-from rlbuf_td.samplers.common import RowSampler
+from rlbuf_td.samplers.row_sampler import RowSampler
 
 
 class Queue(Protocol):
@@ -52,7 +52,7 @@ class QueueSampler(RowSampler):
         self.writer = writer
 
     def draw(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
-        """See :class:`~rlbuf_td.samplers.common.RowSampler`."""
+        """See :class:`~rlbuf_td.samplers.row_sampler.RowSampler`."""
         waiting, steps = self.writer.waiting, storage.max_size
         if batch_size < 1:
             raise ValueError(f"a batch must have at least one row, got batch_size={batch_size}")

@@ -13,7 +13,8 @@ from torch import Tensor
 from torchrl.data.replay_buffers import Storage
 
 from rlbuf_td.kernels.recency import recent_rows
-from rlbuf_td.samplers.common import EMPTY, RowSampler, refuse_disorder, setting, uniform_numbers
+from rlbuf_td.samplers.common import EMPTY, refuse_disorder, setting, uniform_numbers
+from rlbuf_td.samplers.row_sampler import RowSampler
 from rlbuf_td.samplers.wrapper import column_of
 from rlbuf_td.storages import SchemaError, torchrl_parts
 from rlbuf_td.storages.checks import as_number, whole
@@ -79,7 +80,7 @@ class RecencySampler(RowSampler):
     """
 
     _shown: ClassVar = ("half_life", "window", "age_key")
-    _setting_names: ClassVar = ("half_life", "window")
+    state_keys: ClassVar = ("half_life", "window")
     half_life: float = setting(_half_life)
     window: int | None = setting(_window)
     log_decay: float  # the logarithm of ``P(k + 1) / P(k)``; 0 if all ages are equally likely
@@ -98,7 +99,7 @@ class RecencySampler(RowSampler):
         return steps if self.window is None else min(steps, self.window)
 
     def draw(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
-        """See :class:`~rlbuf_td.samplers.common.RowSampler`."""
+        """See :class:`~rlbuf_td.samplers.row_sampler.RowSampler`."""
         rows, lanes, device = len(storage), lanes_of(storage).numel(), device_of(storage)
         if not rows:
             raise RuntimeError(EMPTY)

@@ -95,7 +95,7 @@ class SequenceSampler(SamplerWrapper):
 
     _level = 3
     report_keys = frozenset({"mask", "burn_in_mask", "anchor_index"})
-    _setting_names = ("eta",)
+    state_keys = ("eta",)
     _shown = ("length", "burn_in", "boundary", "priority_rule")
     length: int = setting(whole(1), is_fixed=True)
     burn_in: int = setting(whole(0), is_fixed=True)

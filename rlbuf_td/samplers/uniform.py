@@ -10,7 +10,8 @@ from torchrl.data.replay_buffers import Sampler, Storage
 
 from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.kernels.distinct import distinct_rows
-from rlbuf_td.samplers.common import EMPTY, RowSampler, uniform_numbers
+from rlbuf_td.samplers.common import EMPTY, uniform_numbers
+from rlbuf_td.samplers.row_sampler import RowSampler
 from rlbuf_td.storages.indexing import device_of
 
 
@@ -44,14 +45,14 @@ class UniformSampler(RowSampler, metaclass=Replaceable):
         tensor([0, 1, 2, 3])
     """
 
-    _shown = _setting_names = ("unique",)
+    _shown = state_keys = ("unique",)
     without_replacement: ClassVar[type[Sampler]]  # set in __init__.py, because samplers do not import each other
 
     def __init__(self, *, unique: bool = False, replacement: bool = True) -> None:
         self.unique = unique
 
     def draw(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
-        """See :class:`~rlbuf_td.samplers.common.RowSampler`."""
+        """See :class:`~rlbuf_td.samplers.row_sampler.RowSampler`."""
         rows = len(storage)
         if rows == 0:
             raise RuntimeError(EMPTY)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from pathlib import Path
+import pickle
 from typing import Any
 
 import pytest
@@ -11,18 +11,19 @@ import torch
 from tensordict import TensorDict
 from torchrl.data.replay_buffers import LazyTensorStorage, Sampler, Storage, TensorDictReplayBuffer
 
-from rlbuf_td import NStepSampler, PackedStorage, ReplayBuffer, RingWriter
-from rlbuf_td.checkpoint import load_state, save_state
-from rlbuf_td.storages.indexing import Index, coordinates, device_of, lanes_of
+from rlbuf_td import NStepSampler, PackedStorage, ReplayBuffer, ReservoirWriter, RingWriter, RowSampler, SchemaError
 from tests.catalogue import buffer_of
 from tests.statistics import assert_follows, power
 
 
-class RecentSampler(Sampler):
+class RecentSampler(RowSampler):
     """The k-th of every K batches is drawn from the newest ``max(eta^(1000 k / K) N, least)`` time steps.
 
     Source: Wang and Ross, Boosting Soft Actor-Critic: Emphasizing Recent Experience without Forgetting the Past, 2019.
     """
+
+    needs_order = True
+    state_keys = ("count",)
 
     def __init__(self, eta: float = 0.996, updates: int = 1_000, least: int = 5_000) -> None:
         self.eta, self.updates, self.least, self.count = eta, updates, least, 0
@@ -30,29 +31,13 @@ class RecentSampler(Sampler):
     def draw(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
         if not len(storage):
             raise RuntimeError("Cannot sample from an empty storage: extend the buffer first")
-        lanes = lanes_of(storage).numel()
+        lanes = storage.shape[1:].numel()
         steps, share = len(storage) // lanes, self.eta ** (1_000 * self.count / self.updates)
         newest = min(steps, max(int(share * steps), self.least))
         self.count = (self.count + 1) % self.updates
         drawn = torch.randint(newest * lanes, (batch_size,), generator=self._rng)  # (age, lane), as one number
         flat = (storage._last_cursor_index - drawn // lanes) % steps * lanes + drawn % lanes
-        return flat.to(device_of(storage)), {}
-
-    def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
-        flat, info = self.draw(storage, batch_size)
-        return coordinates(flat, storage), info
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"count": self.count}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.count = int(state_dict["count"])
-
-    def dumps(self, path: str | Path) -> None:
-        save_state(path, type(self).__name__, self.state_dict())
-
-    def loads(self, path: str | Path) -> None:
-        self.load_state_dict(load_state(path, type(self).__name__))
+        return flat.to(storage.device), {}
 
     def _empty(self) -> None:
         self.count = 0
@@ -84,7 +69,7 @@ def buffer(kind: str, lanes: int, written: int, sampler: Sampler, batch: int = 5
 
 
 def test_it_is_short():
-    assert len(inspect.getsource(RecentSampler).splitlines()) < 40
+    assert len(inspect.getsource(RecentSampler).splitlines()) < 30
 
 
 @pytest.mark.parametrize(
@@ -126,3 +111,62 @@ def test_a_saved_buffer_goes_on_within_its_round(tmp_path):
     assert rb.sampler.count == 0
     with pytest.raises(RuntimeError, match="empty storage: extend the buffer first"):
         rb.sample()
+
+
+class Marked(RowSampler):
+    """Draws what ``answer(batch_size)`` returns, and keeps a state of several kinds."""
+
+    state_keys = "numbers", "level", "names"
+    report_keys = frozenset({"mark"})
+
+    def __init__(self, answer: Any = torch.arange) -> None:
+        self.answer, self.numbers, self.level, self.names = answer, torch.zeros(2), 0.5, ["a"]
+
+    def draw(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
+        return self.answer(batch_size), {"mark": torch.ones(batch_size, 2)}
+
+
+@pytest.mark.parametrize("kind", BUFFERS)
+@pytest.mark.parametrize("lanes", [0, 2])
+def test_batches_have_what_it_reports_and_wrong_rows_are_refused(kind, lanes):
+    rb = buffer(kind, lanes, 8, Marked(), batch=3)
+    assert torch.equal(rb.sample()["mark"], torch.ones(3, 2))
+    for answer, got in ((lambda size: torch.arange(size).int(), "torch.int32 of shape .3."), (lambda _: [0], "list")):
+        rb = buffer(kind, lanes, 8, Marked(answer), batch=3)
+        with pytest.raises(TypeError, match=rf"draw\(\) of Marked must return .* \[B\] int64, got {got}"):
+            rb.sample()
+
+
+@pytest.mark.parametrize("wrap", [lambda sampler: sampler, lambda sampler: NStepSampler(sampler, 2, 0.9)])
+@pytest.mark.parametrize("row", [-1, 8])
+def test_rows_that_are_not_written_are_refused(wrap, row):
+    rb = buffer("ours", 0, 8, wrap(Marked(lambda size: torch.full((size,), row))))
+    with pytest.raises(IndexError, match=f"row {row} "):
+        rb.sample()
+
+
+def test_rows_that_have_what_it_reports_are_refused():
+    rb = buffer_of(20, Marked())
+    with pytest.raises(SchemaError, match="the rows have an entry 'mark', and a Marked adds an entry of this name"):
+        rb.extend(steps_of(0, 4, 0).set("mark", torch.zeros(4)))
+    with pytest.raises(ValueError, match="a RecentSampler needs rows in time order, a ReservoirWriter keeps none"):
+        ReplayBuffer(storage=PackedStorage(4), sampler=RecentSampler(), writer=ReservoirWriter())
+
+
+def test_its_state_is_a_copy_of_what_it_names(tmp_path):
+    one = Marked()
+    state = one.state_dict()
+    one.numbers += 1
+    one.level, one.names = 0.75, ["b", "c"]
+    assert (state["numbers"].tolist(), state["level"], state["names"]) == ([0, 0], 0.5, ["a"])
+    one.dumps(tmp_path)
+    loaded, copied, unpickled = Marked(), Marked(), pickle.loads(pickle.dumps(one))
+    loaded.loads(tmp_path)
+    saved = one.state_dict()
+    copied.load_state_dict(saved)
+    saved["numbers"] += 1
+    for other in (loaded, copied, unpickled):
+        assert repr(other) == repr(one) == "Marked(numbers=tensor([1., 1.]), level=0.75, names=['b', 'c'])"
+    with pytest.raises(ValueError, match="the state is not that of a Marked"):
+        copied.load_state_dict({"level": 0.1})
+    assert copied.level == 0.75
