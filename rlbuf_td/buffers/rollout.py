@@ -16,6 +16,7 @@ from rlbuf_td.functional import explained_variance, normalize
 from rlbuf_td.samplers.minibatch import MinibatchSampler
 from rlbuf_td.storages import PackedStorage, SchemaError, torchrl_parts
 from rlbuf_td.storages.notebooks import ROLLOUTS
+from rlbuf_td.writers.estimator import Estimator
 from rlbuf_td.writers.rollout import RolloutWriter
 
 if TYPE_CHECKING:
@@ -42,10 +43,13 @@ class RolloutBuffer(ReplayBuffer):
         epochs: the number of passes over the rollout in one iteration, default 1.
         gamma: discount factor, in [0, 1], default 0.99.
         lmbda: the lambda of GAE, in [0, 1], default 0.95.
+        estimator: a function ``estimator(data)`` of your own that returns ``(advantage, value_target)``, instead of GAE
+            with ``gamma`` and ``lmbda``: V-trace, n-step returns, one of TorchRL's. See :class:`RolloutWriter`.
         value_network: computes the state values that the data lacks, see :class:`RolloutWriter`.
         normalize_advantage: scale advantages to mean 0 and standard deviation 1: over the whole rollout
             (``"rollout"``), over each batch (``"minibatch"``), or not at all (``None``). Value targets and
-            :meth:`summary` use unscaled advantages. TorchRL's losses can also scale advantages; scale only once.
+            :meth:`summary` use unscaled advantages (with ``"rollout"``, ``value_target - state_value``). TorchRL's
+            losses can also scale advantages; scale only once.
         partial: allow reading an incomplete rollout; advantages are computed as if the newest step were the last.
         shuffle: draw rows in a new random order in each epoch, default ``True``.
         drop_last: drop the last batch of an epoch if it is short, default ``False``.
@@ -53,7 +57,7 @@ class RolloutBuffer(ReplayBuffer):
         storing_device: the device of the rows.
         storage: used instead of a new :class:`PackedStorage`; its capacity must be T * E rows.
         sampler: used instead of a :class:`MinibatchSampler` made from ``epochs``, ``shuffle`` and ``drop_last``.
-        writer: used instead of a :class:`RolloutWriter` made from ``gamma``, ``lmbda`` and ``value_network``.
+        writer: used instead of a :class:`RolloutWriter` made from the arguments ``gamma`` to ``value_network``.
         **kwargs: keywords of :class:`ReplayBuffer`: ``transform``, ``generator``, ``prefetch``, ...
 
     Raises:
@@ -74,6 +78,14 @@ class RolloutBuffer(ReplayBuffer):
         [(4, 1), (4, 1), (4, 1), (4, 1), (4, 1), (4, 1)]
         >>> rollout.storage["value_target"][:, 0].flatten().tolist()
         [1.875, 1.75, 1.5, 1.0]
+        >>> def one_step(data):
+        ...     after = data["next"]
+        ...     target = after["reward"] + 0.5 * after["state_value"].masked_fill(after["terminated"], 0.0)
+        ...     return target - data["state_value"], target
+        >>> rollout = RolloutBuffer(4, 2, batch_size=4, estimator=one_step)
+        >>> _ = rollout.extend(TensorDict({"state_value": torch.full((2, 4, 1), 2.0), "next": step}, [2, 4]))
+        >>> rollout.storage["advantage"][:, 0].flatten().tolist()
+        [0.0, 0.0, 0.0, -1.0]
     """
 
     def __init__(
@@ -85,6 +97,7 @@ class RolloutBuffer(ReplayBuffer):
         epochs: int | None = None,
         gamma: float | None = None,
         lmbda: float | None = None,
+        estimator: Estimator | None = None,
         value_network: TensorDictModuleBase | None = None,
         normalize_advantage: Literal["rollout", "minibatch"] | None = None,
         partial: bool = False,
@@ -107,8 +120,8 @@ class RolloutBuffer(ReplayBuffer):
         storage = _part("storage", storage, lambda **on: PackedStorage(rows, ndim=ndim, **on), device=device)
         sampler = _part("sampler", sampler, MinibatchSampler, epochs=epochs, shuffle=shuffle, drop_last=drop_last)
         by_rollout = True if normalize_advantage == "rollout" else None
-        settings = {"gamma": gamma, "lmbda": lmbda, "value_network": value_network, "normalize_advantage": by_rollout}
-        writer = _part("writer", writer, RolloutWriter, **settings)
+        settings = {"gamma": gamma, "lmbda": lmbda, "estimator": estimator, "value_network": value_network}
+        writer = _part("writer", writer, RolloutWriter, **settings, normalize_advantage=by_rollout)
         super().__init__(storage=storage, sampler=sampler, writer=writer, batch_size=batch_size, **kwargs)
 
     @classmethod
@@ -246,7 +259,8 @@ class RolloutBuffer(ReplayBuffer):
         if self._summary is None or self._summary[0] != revision:
             writer, data = self._writer, self._storage.get(slice(None))
             value, target = data.get(writer.value_key).float(), data.get(writer.value_target_key).float()
-            advantage_std, advantage_mean = torch.std_mean(target - value, correction=0)
+            advantage = target - value if writer.normalize_advantage else data.get(writer.advantage_key).float()
+            advantage_std, advantage_mean = torch.std_mean(advantage, correction=0)
             target_std, target_mean = torch.std_mean(target, correction=0)
             explained = explained_variance(value, target)
             numbers = torch.stack([advantage_mean, advantage_std, target_mean, target_std, explained]).tolist()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -14,6 +15,9 @@ from torch import Tensor
 from rlbuf_td.functional import generalized_advantage_estimate
 from rlbuf_td.storages import SchemaError
 from rlbuf_td.storages.notebooks import ROLLOUTS
+
+Estimator: TypeAlias = Callable[[TensorDictBase], tuple[Tensor, Tensor]]
+"""Computes ``(advantage, value_target)`` of a rollout, see :class:`~rlbuf_td.writers.RolloutWriter`."""
 
 
 class Estimates(NamedTuple):
@@ -27,10 +31,11 @@ class Estimates(NamedTuple):
 
 @dataclass
 class RolloutEstimator:
-    """Computes the GAE of rollouts, with the arguments of a :class:`~rlbuf_td.writers.RolloutWriter`."""
+    """Computes the estimates of rollouts, with the arguments of a :class:`~rlbuf_td.writers.RolloutWriter`."""
 
     gamma: float
     lmbda: float
+    own: Estimator | None  # the user's; None: GAE
     value_network: TensorDictModuleBase | None
     value_key: NestedKey
     reward_key: NestedKey
@@ -53,7 +58,8 @@ class RolloutEstimator:
             raise ValueError("values {!r} and rewards {!r} must share one shape, got {} and {}".format(*names, *shapes))
         ends, terminated = self._ends(rows, value, ndim)
         next_value, more = self._next_values(rows, value, ends, terminated, ndim)
-        advantage, target = self._scan(value, next_value, reward, ends, terminated, ndim)
+        inputs = value, next_value, reward, ends, terminated
+        advantage, target = self._gae(inputs, ndim) if self.own is None else self._call_own(rows, inputs, ndim)
         return Estimates(value, advantage, target, asked + more)
 
     def dtype(self, like: Tensor, *, has_values: bool) -> torch.dtype:
@@ -136,15 +142,44 @@ class RolloutEstimator:
             raise SchemaError(f"the value network writes {list(network.out_keys)}, not {self.value_key!r}")
         return out.to(next(iter(entries.values())).device)
 
-    def _scan(
-        self, value: Tensor, next_value: Tensor, reward: Tensor, ends: Tensor, terminated: Tensor, ndim: int
-    ) -> tuple[Tensor, Tensor]:
+    def _gae(self, inputs: tuple[Tensor, ...], ndim: int) -> tuple[Tensor, Tensor]:
         """Return advantages and value targets; time is dim 0."""
+        value = inputs[0]
         by_lane = ndim == 2 and not value.is_contiguous() and value.transpose(0, 1).is_contiguous()
-        inputs = value, next_value, reward, ends, terminated
         tensors = ((x.transpose(0, 1) if by_lane else x).contiguous() for x in inputs)
         advantage, target = generalized_advantage_estimate(self.gamma, self.lmbda, *tensors, time_dim=int(by_lane))
         return (advantage.transpose(0, 1), target.transpose(0, 1)) if by_lane else (advantage, target)
+
+    @torch.no_grad()
+    def _call_own(self, rows: TensorDictBase, inputs: tuple[Tensor, ...], ndim: int) -> tuple[Tensor, Tensor]:
+        """Like :meth:`_gae`, by the user's estimator, which gets and returns ``[*lanes, T, *F]``."""
+        next_key = ("next", *((self.value_key,) if isinstance(self.value_key, str) else self.value_key))
+        data = rows.copy()
+        for key, x in zip(
+            (self.value_key, next_key, self.reward_key, self.done_key, self.terminated_key), inputs, strict=True
+        ):
+            data.set(key, x)
+        data = data.permute(*range(1, ndim), 0, *range(ndim, data.ndim))
+        found = self.own(data)  # type: ignore[misc]
+        _refuse_estimates(found, inputs[0].movedim(0, ndim - 1))
+        advantage, target = found
+        return advantage.detach().movedim(ndim - 1, 0), target.detach().movedim(ndim - 1, 0)
+
+
+def _refuse_estimates(found: Any, value: Tensor) -> None:
+    """Raise an error unless ``found`` is a tuple of two finite tensors like ``value``."""
+    if not (isinstance(found, tuple) and len(found) == 2 and all(isinstance(x, Tensor) for x in found)):
+        remedy = 'from TorchRL\'s estimators, return data["advantage"], data["value_target"]'
+        got = type(found).__name__
+        raise TypeError(f"estimator must return a tuple (advantage, value_target), got {got}: {remedy}{ROLLOUTS}")
+    for name, x in zip(("advantage", "value_target"), found, strict=True):
+        shown, expected = (f"{y.dtype} of shape {[*y.shape]} on {y.device}" for y in (x, value))
+        if shown != expected:
+            raise ValueError(f"estimator returned {name} as {shown}, expected {expected}, like the values{ROLLOUTS}")
+        wrong = ~x.isfinite()
+        if wrong.any():
+            count, first = f"{int(wrong.sum())} of {x.numel()}", wrong.nonzero()[0].tolist()
+            raise ValueError(f"estimator returned NaN or infinity: {count} of {name}, first at {first}{ROLLOUTS}")
 
 
 def entry(data: TensorDictBase, key: NestedKey) -> Any:

@@ -21,7 +21,7 @@ from rlbuf_td.storages.indexing import lanes_of
 from rlbuf_td.storages.notebooks import ROLLOUTS
 from rlbuf_td.storages.torchrl_parts import capacity_in_steps, count_change, set_length
 from rlbuf_td.writers.common import MOST, TimeWriter
-from rlbuf_td.writers.estimator import Estimates, RolloutEstimator, entry
+from rlbuf_td.writers.estimator import Estimates, Estimator, RolloutEstimator, entry
 
 _FILE = "rollout.json"
 
@@ -41,9 +41,29 @@ class RolloutWriter(TimeWriter):
     ``("collector", "traj_ids")`` change. Estimates have the dtype of the values in the data or, if there are none, of
     the network's parameters.
 
+    **An estimator of your own** is called once per rollout, without gradients, as ``estimator(data)``. ``data`` is a
+    TensorDict ``[T]`` or ``[E, T]``, as collectors give it, with all written entries, and with
+
+    - ``state_value`` and ``("next", "state_value")``: :math:`V(s_t)` and :math:`V(s'_t)`, ``[E, T, *F]``;
+    - ``("next", "reward")``, ``("next", "done")`` and ``("next", "terminated")``, of the same shape, the latter two
+      bool. ``done`` is also set where trajectories change. The last step is ``done`` only if its trajectory ends there.
+
+    Functions of :mod:`rlbuf_td.functional` and TorchRL's value estimators take these shapes as they are. The estimator
+    must change no tensor of ``data`` in place. It returns a tuple ``(advantage, value_target)`` with the shape, dtype
+    and device of ``state_value``, without NaN and infinity. With TorchRL's module::
+
+        gae = TDLambdaEstimator(gamma=0.99, lmbda=0.95, value_network=None)
+        def estimator(data):
+            data = gae(data)
+            return data["advantage"], data["value_target"]
+
+    A dump holds the estimates, but neither the estimator nor the network: load it into a buffer that was made with
+    them. Pickling a buffer, also to a spawned process, needs an estimator that can be pickled, which a lambda cannot.
+
     Args:
-        gamma: discount, in [0, 1].
-        lmbda: GAE's lambda, in [0, 1].
+        gamma: discount, in [0, 1], default 0.99.
+        lmbda: GAE's lambda, in [0, 1], default 0.95.
+        estimator: a function of your own, called instead of GAE, see above; it replaces ``gamma`` and ``lmbda``.
         value_network: a TensorDict module that reads an observation and writes ``value_key``, called without gradients.
             No network is needed if the data has ``value_key`` and ``("next", value_key)``. If each trajectory
             terminates within the rollout, ``value_key`` is enough.
@@ -68,7 +88,9 @@ class RolloutWriter(TimeWriter):
     observations.
 
     Raises:
-        ValueError: ``gamma`` or ``lmbda`` is out of range; (on writing) the data is empty or has too many steps for
+        TypeError: ``estimator`` is not callable, or (on writing) returned something else than two tensors.
+        ValueError: ``gamma`` or ``lmbda`` is out of range, or came with ``estimator``; (on writing) the estimator
+            returned another shape or dtype, or NaN; the data is empty or has too many steps for
             the rollout, or values are missing and there is no network. A failed write changes nothing.
         SchemaError: (on writing) the data does not match the stored rows, or lacks an entry that the estimates need.
 
@@ -87,9 +109,10 @@ class RolloutWriter(TimeWriter):
 
     def __init__(
         self,
-        gamma: float = 0.99,
-        lmbda: float = 0.95,
+        gamma: float | None = None,
+        lmbda: float | None = None,
         *,
+        estimator: Estimator | None = None,
         value_network: TensorDictModuleBase | None = None,
         normalize_advantage: bool = False,
         value_key: NestedKey = "state_value",
@@ -102,9 +125,11 @@ class RolloutWriter(TimeWriter):
         trajectory_key: NestedKey = ("collector", "traj_ids"),
     ) -> None:
         super().__init__()
-        gamma, lmbda = coefficient("RolloutWriter", "gamma", gamma), coefficient("RolloutWriter", "lmbda", lmbda)
+        _refuse_estimator(estimator, gamma, lmbda)
+        gamma = coefficient("RolloutWriter", "gamma", 0.99 if gamma is None else gamma)
+        lmbda = coefficient("RolloutWriter", "lmbda", 0.95 if lmbda is None else lmbda)
         keys = value_key, reward_key, done_key, terminated_key, truncated_key, trajectory_key
-        self.estimator = RolloutEstimator(gamma, lmbda, value_network, *keys)
+        self.estimator = RolloutEstimator(gamma, lmbda, estimator, value_network, *keys)
         self.normalize_advantage = normalize_advantage
         self.value_key, self.advantage_key, self.value_target_key = value_key, advantage_key, value_target_key
         self.value_rows = self._estimated_steps = 0
@@ -254,5 +279,17 @@ class RolloutWriter(TimeWriter):
         self.load_dump(path, json.loads((Path(path) / _FILE).read_text()))
 
     def __repr__(self) -> str:
+        own = self.estimator.own
         settings = f"gamma={self.estimator.gamma}, lmbda={self.estimator.lmbda}"
+        if own is not None:
+            settings = f"estimator={getattr(own, '__name__', type(own).__name__)}"
         return f"{type(self).__name__}({settings}, cursor={self._cursor}, write_count={self._write_count})"
+
+
+def _refuse_estimator(estimator: Any, gamma: float | None, lmbda: float | None) -> None:
+    if estimator is None:
+        return
+    if not callable(estimator):
+        raise TypeError(f"estimator must be a function of a rollout, got {type(estimator).__name__}")
+    if gamma is not None or lmbda is not None:
+        raise ValueError("gamma= and lmbda= are those of GAE, which estimator= replaces: use them in the estimator")
