@@ -20,7 +20,6 @@ from torchrl.data.replay_buffers import PrioritizedSampler
 from torchrl.envs import GymEnv, SerialEnv, StepCounter, TransformedEnv
 
 from rlbuf_td import EpisodeStats, PackedStorage, ReplayBuffer, RolloutBuffer, SchemaError
-from rlbuf_td.diagnostics import episode_stats
 
 KEYS = {("next", "speed"): "mean", ("next", "fuel"): "sum", "height": "last"}
 REASONS = [("next", "success")]
@@ -289,20 +288,6 @@ def test_numbers_of_any_dtype_are_exact():
     stats.update(TensorDict({"next": step}, [2]))
     assert stats.summary()["train/count_mean"] == big + 1
     assert stats.summary()["train/return_mean"] == 3.0
-
-
-def test_copies_from_a_gpu_are_ready_after_an_event_of_its_stream(monkeypatch):
-    recorded: list[Any] = []
-    empty_like, gpu = torch.empty_like, torch.zeros(2, dtype=torch.float64)
-    event = SimpleNamespace(record=recorded.append)
-    monkeypatch.setattr(torch, "empty_like", lambda x, pin_memory, **kwargs: empty_like(x, **kwargs))
-    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: ("stream of", device))
-    copies, ready = episode_stats._to_host([None, gpu + 1], gpu.device)
-    assert ready is event
-    assert recorded == [("stream of", gpu.device)]
-    assert copies[0] is None
-    assert torch.equal(copies[1], torch.ones(2, dtype=torch.float64))
 
 
 def test_steps_on_their_way_to_the_host_are_counted_once_they_arrive():

@@ -26,14 +26,25 @@ from rlbuf_td import (
     ReplayBuffer,
     ReservoirWriter,
     RolloutBuffer,
+    RowSampler,
     SequenceSampler,
     UniformSampler,
 )
 
 T = 16
+
+
+class OwnSampler(RowSampler):
+    needs_order = True
+
+    def draw(self, storage: Any, batch_size: int) -> Any:
+        return torch.randint(len(storage), (batch_size,), generator=self._rng), {}
+
+
 REFUSED = "needs rows in time order, and some were written elsewhere than after the newest row"
 SAMPLERS = {
     "recency": lambda: RecencySampler(2.0),
+    "a user's": OwnSampler,
     "fresh": lambda: FreshRowsSampler(UniformSampler()),
     "n-step": lambda: NStepSampler(UniformSampler(), 3, 0.9),
     "windows": lambda: SequenceSampler(UniformSampler(), 2),
@@ -189,6 +200,14 @@ def test_rows_of_a_reservoir_stay_without_time_order(way, tmp_path):
     with pytest.raises(ValueError, match="needs rows in time order"):
         WAYS[way](of, tmp_path, NStepSampler(UniformSampler(), 3, 0.9)).sample()
     assert WAYS[way](reservoir(), tmp_path / "other", UniformSampler()).sample().shape == (8,)
+
+
+def test_the_newest_rows_of_a_reservoir_are_not_known():
+    rb = reservoir()
+    with pytest.raises(ValueError, match="use a RingWriter"):
+        rb.set_sampler(SAMPLERS["n-step"]())
+    with pytest.raises(TypeError, match="keeps no order of age"):
+        rb.last(2)
 
 
 def test_rows_that_a_reservoir_has_only_filled_are_in_time_order():

@@ -19,7 +19,7 @@ from torchrl.data.replay_buffers import (
 
 from rlbuf_td.buffers.flow import FlowControl
 from rlbuf_td.envs.trajectory_numbers import TrajectoryNumbers
-from rlbuf_td.samplers.common import refuse_drawn, refuse_stored, refuse_taken, reported_by
+from rlbuf_td.samplers.common import refuse_disorder, refuse_drawn, refuse_stored, refuse_taken, reported_by
 from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.wrapper import SamplerWrapper
 from rlbuf_td.storages import PackedStorage, torchrl_parts
@@ -83,6 +83,7 @@ class Parts(NamedTuple):
         if self.draws == "draw_batch":  # the caller holds the buffer's lock
             flat, info, batch = self.sampler.draw_batch(self.storage, batch_size)
         else:
+            refuse_disorder(self.sampler, self.storage)
             flat, info = self.sampler.draw(self.storage, batch_size)
             refuse_drawn(self.sampler, flat)
             batch = gather(flat)

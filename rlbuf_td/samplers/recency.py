@@ -13,7 +13,7 @@ from torch import Tensor
 from torchrl.data.replay_buffers import Storage
 
 from rlbuf_td.kernels.recency import recent_rows
-from rlbuf_td.samplers.common import EMPTY, refuse_disorder, setting, uniform_numbers
+from rlbuf_td.samplers.common import EMPTY, setting, uniform_numbers
 from rlbuf_td.samplers.row_sampler import RowSampler
 from rlbuf_td.samplers.wrapper import column_of
 from rlbuf_td.storages import SchemaError, torchrl_parts
@@ -103,7 +103,6 @@ class RecencySampler(RowSampler):
         rows, lanes, device = len(storage), lanes_of(storage).numel(), device_of(storage)
         if not rows:
             raise RuntimeError(EMPTY)
-        refuse_disorder(self, storage)
         uniform = uniform_numbers(batch_size, self._rng, device)
         if self.age_key is not None:
             mass = self._mass_by_age(storage)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torchrl.data.replay_buffers import Storage
 
-from rlbuf_td.samplers.common import StatefulSampler, refuse_drawn, refuse_stored
+from rlbuf_td.samplers.common import StatefulSampler, refuse_disorder, refuse_drawn, refuse_stored
 from rlbuf_td.storages.indexing import Index, coordinates
 
 
@@ -27,9 +27,10 @@ class RowSampler(StatefulSampler):
     - ``report_keys``: the names of the entries, besides ``"index"``, that :meth:`draw` adds to each batch, a frozenset.
       Rows that have an entry of such a name are refused at the first write. Names that are missing here are compared
       with the rows at each draw.
-    - ``needs_order``: whether :meth:`draw` needs rows in time order. If true, writers that write in another order are
-      refused when a buffer is made. Step ``t`` of lane ``e`` of ``E`` is row ``t * E + e``. In a full ring, the newest
-      step is ``storage._last_cursor_index``, as in TorchRL, and the oldest step follows it.
+    - ``needs_order``: whether :meth:`draw` needs rows in time order. If true, writers that keep no time order are
+      refused when a buffer is made, and rows that were written out of order when sampling. Step ``t`` of lane ``e`` of
+      ``E`` is row ``t * E + e``. In a full ring, the newest step is ``storage._last_cursor_index``, as in TorchRL, and
+      the oldest step follows it.
     - ``state_keys``: the names of the attributes that ``state_dict`` and ``dumps`` save: numbers, strings, tensors,
       or lists and dicts of these. Loading assigns them. Pickling saves all attributes but the generator. After
       ``rb.share()``, each process has its own copy of them.
@@ -38,6 +39,7 @@ class RowSampler(StatefulSampler):
     storage)``, which is called after each write to the rows ``index``, ``[n]``, or ``[n, ndim]`` with lanes.
 
     Raises:
+        ValueError: the sampler needs rows in time order, and the rows or the writer keep none.
         SchemaError: the rows have an entry with the name of an entry that the sampler adds.
         TypeError: (when sampling) :meth:`draw` returned something else than ``[B]`` int64 rows.
         IndexError: (when sampling) a drawn row has not been written; checked in a :class:`ReplayBuffer` over a
@@ -93,6 +95,7 @@ class RowSampler(StatefulSampler):
             ``{"priority_weight": [B] float32}`` for prioritized samplers, else empty.
         """
         refuse_stored(self, storage)  # TorchRL's buffers, which call this method, do not
+        refuse_disorder(self, storage)
         flat, info = self.draw(storage, batch_size)
         refuse_drawn(self, flat)
         return coordinates(flat, storage), info

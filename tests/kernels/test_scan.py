@@ -7,7 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlbuf_td.kernels import scan
 
@@ -34,16 +33,6 @@ def random_inputs(shape: tuple[int, int, int], dtype: torch.dtype, p: float, see
 
 def tolerance(dtype: torch.dtype) -> dict[str, float]:
     return {"rtol": 1e-12, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-4}
-
-
-class CountOperations(TorchDispatchMode):
-    """Count the operations that reach the device, views included."""
-
-    operations = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.operations += 1
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -83,13 +72,3 @@ def test_nothing_crosses_a_zero_coefficient_not_even_nan(form):
     assert x[:2].tolist() == [2.0, 2.0]
     assert x[2].isnan()
     assert x[3:].tolist() == [4.0, torch.inf]
-
-
-def test_doubling_needs_a_logarithmic_number_of_launches():
-    launches = {}
-    for steps in (64, 4096):
-        a, b = torch.randn(1, steps, 1), torch.rand(1, steps, 1)
-        with CountOperations() as counted:
-            scan.reverse_scan_doubling(a, b)
-        launches[steps] = counted.operations
-    assert launches[4096] <= 2 * launches[64] < 200

@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict
 from torchrl.data.replay_buffers import LazyTensorStorage, Sampler, Storage, TensorDictReplayBuffer
 
-from rlbuf_td import NStepSampler, PackedStorage, ReplayBuffer, ReservoirWriter, RingWriter, RowSampler, SchemaError
+from rlbuf_td import NStepSampler, PackedStorage, ReplayBuffer, RingWriter, RowSampler, SchemaError
 from tests.catalogue import buffer_of
 from tests.statistics import assert_follows, power
 
@@ -149,8 +149,6 @@ def test_rows_that_have_what_it_reports_are_refused():
     rb = buffer_of(20, Marked())
     with pytest.raises(SchemaError, match="the rows have an entry 'mark', and a Marked adds an entry of this name"):
         rb.extend(steps_of(0, 4, 0).set("mark", torch.zeros(4)))
-    with pytest.raises(ValueError, match="a RecentSampler needs rows in time order, a ReservoirWriter keeps none"):
-        ReplayBuffer(storage=PackedStorage(4), sampler=RecentSampler(), writer=ReservoirWriter())
 
 
 def test_its_state_is_a_copy_of_what_it_names(tmp_path):

@@ -168,8 +168,6 @@ def test_policy_ages_that_are_no_numbers_are_refused(bad, settings):
         rb.sample()
 
 
-def test_no_rows_and_rows_without_order_are_refused():
+def test_an_empty_buffer_is_refused():
     with pytest.raises(RuntimeError, match="empty storage: extend the buffer first"):
         buffer(RecencySampler(), 0, 0).sample()
-    with pytest.raises(ValueError, match="a RecencySampler needs rows in time order, a ReservoirWriter keeps none"):
-        ReplayBuffer(sampler=RecencySampler(), writer=ReservoirWriter())

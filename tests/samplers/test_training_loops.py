@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -18,7 +17,6 @@ from rlbuf_td import (
     UniformSampler,
     functional,
 )
-from rlbuf_td.storages.indexing import moved
 from tests.backends import forced
 from tests.catalogue import SAMPLERS, reward_fn
 from tests.samplers.rows import data
@@ -85,32 +83,6 @@ def test_advantages_never_wait():
         returns = functional.td_lambda_return_estimate(0.9, 0.8, value, value, done)
         trace, _ = functional.vtrace_advantage_estimate(0.9, value, value, value, value, value, done)
     assert advantage.shape == returns.shape == trace.shape == value.shape
-
-
-def test_what_waits_is_refused():
-    x = torch.rand(4)
-    for wait in (lambda: float(x[0]), lambda: x[x > 0.5], lambda: bool((x > 0).all()), lambda: x.nonzero()):
-        with RefuseWaiting(), pytest.raises(RuntimeError, match="waits for the device"):
-            wait()
-    there = x.to("meta")
-    for wait in (lambda: x.to("meta"), lambda: there.copy_(x)):
-        with RefuseWaiting(), pytest.raises(RuntimeError, match="waits for the device"):
-            wait()
-    for wait in (there.cpu, there.numpy, there.tolist, there[0].item, there.nonzero):
-        with pytest.raises((RuntimeError, NotImplementedError, TypeError)):
-            wait()
-
-
-@pytest.mark.parametrize("given", [3, [1, 2], np.arange(2), torch.arange(2)], ids=["int", "list", "array", "tensor"])
-@pytest.mark.parametrize("pinned", [False, True])
-def test_only_memory_that_its_owner_may_change_is_copied_synchronously(monkeypatch, given, pinned):
-    asked, gpu = [], torch.device("cuda", 0)
-    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: pinned)
-    monkeypatch.setattr(torch.Tensor, "to", lambda self, device, *, non_blocking: asked.append((device, non_blocking)))
-    moved(given, gpu)
-    assert asked == [(gpu, not pinned)]
-    assert torch.equal(moved(given, torch.device("cpu")), torch.as_tensor(given))
-    assert len(asked) == 1
 
 
 # -- memory that is made in inference mode cannot be written to outside of it

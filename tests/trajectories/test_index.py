@@ -4,30 +4,14 @@ from __future__ import annotations
 
 import copy
 import random
-from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
-from torchrl.data.replay_buffers import (
-    LazyTensorStorage,
-    ListStorage,
-    RandomSampler,
-    TensorDictMaxValueWriter,
-    TensorDictReplayBuffer,
-)
+from torchrl.data.replay_buffers import LazyTensorStorage, ListStorage, TensorDictMaxValueWriter, TensorDictReplayBuffer
 
-from rlbuf_td import (
-    NStepSampler,
-    PackedStorage,
-    ProportionalSampler,
-    ReplayBuffer,
-    RingWriter,
-    SequenceSampler,
-    UniformSampler,
-)
-from rlbuf_td.kernels.episodes import BitBoundaries
+from rlbuf_td import NStepSampler, PackedStorage, ProportionalSampler, ReplayBuffer, UniformSampler
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 from tests.histories import History
 
@@ -84,20 +68,6 @@ def test_ids_alone_are_enough(dtype):
     for part in ([5, 5], [5, 7, 7]):
         rb.extend(TensorDict({"collector": {"traj_ids": torch.tensor(part, dtype=dtype)}}, [len(part)]))
     assert reach(index, 5) == [(0, 2, True), (1, 1, True), (2, 0, True), (0, 1, False), (1, 0, False)]
-
-
-def test_a_write_costs_what_it_writes():
-    """The boundaries are told of a write as a range, whatever the size of the storage, and nothing is read anew."""
-    rb = TensorDictReplayBuffer(storage=PackedStorage(1000), writer=RingWriter())
-    index = TrajectoryIndex.of(rb.storage)
-    rb.extend(steps([0] * 10))
-    bits = index.boundaries()
-    assert isinstance(bits, BitBoundaries)
-    with mock.patch.object(bits, "write", wraps=bits.write) as write:
-        for n in (1, 5, 984, 3):
-            rb.extend(steps([0] * n))
-            index.steps_back(torch.tensor([0]))
-    assert [call.args[:2] for call in write.call_args_list] == [(10, 1), (11, 5), (16, 984), (0, 3)]
 
 
 @pytest.mark.usefixtures("boundaries")
@@ -291,23 +261,6 @@ def test_a_write_is_announced_of_written_rows_only():
     rb.mark_range(10, 0)
     assert reach(index, 10) == before
     assert torch.equal(rb.sampler.probability(torch.arange(64)), probability)
-
-
-class Beyond(RandomSampler):
-    """A sampler of a user's own that returns a row beyond the capacity."""
-
-    def sample(self, storage, batch_size):
-        return torch.full((batch_size,), 10**9), {}
-
-
-@pytest.mark.parametrize("wrap", [lambda s: NStepSampler(s, 3, 0.9), lambda s: SequenceSampler(s, 2)])
-def test_a_sampler_of_ones_own_that_draws_unwritten_rows_is_refused(wrap):
-    rb = ReplayBuffer(storage=PackedStorage(64), sampler=wrap(Beyond()), batch_size=4)
-    data = steps([0] * 10)
-    data["next", "reward"] = torch.zeros(10)
-    rb.extend(data)
-    with pytest.raises(IndexError, match="row 1000000000 is out of range: rows 0 to 9 have been written"):
-        rb.sample()
 
 
 @pytest.mark.parametrize("ndim", [1, 2])

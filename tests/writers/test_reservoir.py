@@ -12,18 +12,7 @@ import torch
 from tensordict import TensorDict
 from torchrl.data.replay_buffers import LazyTensorStorage, TensorDictReplayBuffer
 
-from rlbuf_td import (
-    CheckpointError,
-    HindsightSampler,
-    NStepSampler,
-    PackedStorage,
-    ProportionalSampler,
-    ReplayBuffer,
-    ReservoirWriter,
-    SchemaError,
-    SequenceSampler,
-    UniformSampler,
-)
+from rlbuf_td import CheckpointError, PackedStorage, ProportionalSampler, ReplayBuffer, ReservoirWriter, SchemaError
 from tests.catalogue import buffer_of
 from tests.processes.test_sharing import all_elsewhere
 from tests.statistics import assert_follows, power
@@ -193,21 +182,6 @@ def test_rows_that_a_storage_brings_along_count_as_written():
     rb.extend(numbered(50, 10_000))
     assert rb.write_count == 10_050
     assert 0 <= int((rb.storage["step"] < 50).sum()) < 5
-
-
-@pytest.mark.parametrize("wrapper", [NStepSampler, SequenceSampler, HindsightSampler])
-def test_samplers_that_need_rows_in_order_refuse_it(wrapper):
-    further: Any = {HindsightSampler: [lambda batch: batch["x"]], NStepSampler: [3, 0.9], SequenceSampler: [3]}[wrapper]
-    with pytest.raises(ValueError, match=f"a {wrapper.__name__} needs rows in time order, .* use a RingWriter"):
-        buffer(5, sampler=wrapper(UniformSampler(), *further))
-    rb = buffer(5)
-    with pytest.raises(ValueError, match="use a RingWriter"):
-        rb.set_sampler(wrapper(UniformSampler(), *further))
-    rb.extend(numbered(0, 20))
-    assert isinstance(rb.sampler, UniformSampler)
-    assert len(rb.sample()) == 8
-    with pytest.raises(TypeError, match=r"keeps no order of age"):
-        rb.last(2)
 
 
 def _write(rb: ReplayBuffer, seed: int) -> None:
