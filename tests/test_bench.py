@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rlbuf_td.__main__ import OPERATIONS, main
-from rlbuf_td.cli.bench import compare, device, timing
+from rlbuf_td.cli.bench import cases, compare, device, timing
 from rlbuf_td.cli.bench.contenders import Ours, TorchRL
 from rlbuf_td.cli.bench.others import available
 from rlbuf_td.cli.bench.picture import WORDS, draw
@@ -23,6 +23,7 @@ SIZES = ("--rows", "1000", "--images", "64", "--batch", "128", "--rounds", "2")
 def test_the_benchmark_prints_a_row_for_every_operation_and_draws_it(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(compare, "available", lambda: [Ours, TorchRL])  # JAX starts threads, and other tests fork
     monkeypatch.setattr(timing, "CALLS", 1)
+    monkeypatch.setattr(cases, "SHAPES", ((8, 64), (32, 8), (1, 32)))
     monkeypatch.setenv("COLUMNS", "160")
     picture = tmp_path / "new" / "bench.png"
     assert main(["bench", *SIZES, "--picture", str(picture)]) == 0

@@ -39,10 +39,9 @@ def test_the_dqn_demo_learns_a_little_and_leaves_its_picture_and_policy(tmp_path
     assert "return=" in done.stderr
 
 
-@pytest.mark.parametrize("sampler", ["uniform", "rank"])
-def test_the_dqn_demo_runs_with_other_samplers(sampler, tmp_path, monkeypatch):
+def test_the_dqn_demo_runs_with_another_sampler(tmp_path, monkeypatch):
     monkeypatch.setattr(dqn, "UPDATES", 2)
-    run = dqn.train("CartPole-v1", sampler, 1_280, 0, torch.device("cpu"), tmp_path)
+    run = dqn.train("CartPole-v1", "rank", 1_280, 0, torch.device("cpu"), tmp_path)
     assert run.steps == 1_280
     assert run.final > 5
 

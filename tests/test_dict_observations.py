@@ -21,6 +21,7 @@ from rlbuf_td import (
     gymnasium_reward_fn,
 )
 from rlbuf_td.__main__ import main
+from rlbuf_td.cli.demos import dqn
 from tests.catalogue import assert_same
 from tests.environments import Nested
 
@@ -58,6 +59,7 @@ def test_the_demos_learn_from_a_nested_dict(algo, buffer, steps, tmp_path, monke
 
     monkeypatch.setattr(ReplayBuffer, "sample", lambda rb: noted(sample(rb)))
     monkeypatch.setattr(RolloutBuffer, "__iter__", lambda rb: map(noted, iterate(rb)))
+    monkeypatch.setattr(dqn, "UPDATES", 2)
     assert main(["demo", "--algo", algo, "--env", NAME, "--steps", steps, "--out", str(tmp_path)]) == 0
     assert "mean return of the final policy" in capsys.readouterr().out
     assert batches

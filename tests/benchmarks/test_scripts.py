@@ -8,6 +8,8 @@ import pytest
 
 from tests.benchmarks import memory, mixtures
 
+pytestmark = pytest.mark.slow
+
 
 def test_rows_that_share_observations_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
     memory.main(["--rows", "20000", "--wide", "2000", "--images", "600", "--rounds", "2"])

@@ -56,7 +56,7 @@ def test_memory_in_use_is_not_given_out(hold):
 def test_free_memory_is_given_out_again():
     addresses = set()
     batch = images()
-    for _ in range(10):
+    for _ in range(4):
         following = images()  # while the caller still holds the batch before
         assert following.data_ptr() != batch.data_ptr()
         addresses |= {batch.data_ptr(), following.data_ptr()}
