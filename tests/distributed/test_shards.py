@@ -62,15 +62,6 @@ def test_what_is_sampled_is_what_was_written():
         assert set(clock[mine].tolist()) == {each.storage.clock.now}
 
 
-def test_updates_reach_their_rows():
-    world = World(3, proportional)
-    count, learner = fill(world, 90), world.client()
-    batch = learner.sample(32)
-    updated(learner, batch)
-    assert (magnitudes(world, count)[batch["id"]] == 7).all()
-    assert int((magnitudes(world, count) == 7).sum()) == len(set(batch["id"].tolist()))
-
-
 def test_updates_of_replaced_rows_are_skipped_and_counted():
     world, learner = begun(2, 60)
     writer = world.client(home=0)

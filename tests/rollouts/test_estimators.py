@@ -176,7 +176,7 @@ BAD = torch.zeros(2, 4, 1).index_put_(tuple(torch.tensor([[1, 2, 0], [1, 3, 0]])
         ((GOOD.transpose(0, 1), GOOD), ValueError, r"returned advantage as torch.float32 of shape \[4, 2, 1\]"),
         ((GOOD.double(), GOOD), ValueError, "returned advantage as torch.float64 of .* expected torch.float32"),
         ((GOOD, BAD), ValueError, r"NaN or infinity: 2 of 8 of value_target, first at \[1, 2, 0\]"),
-        ((GOOD / 0 + 1 / GOOD, GOOD), ValueError, r"NaN or infinity: 8 of 8 of advantage, first at \[0, 0, 0\]"),
+        ((1 / GOOD, GOOD), ValueError, r"NaN or infinity: 8 of 8 of advantage, first at \[0, 0, 0\]"),
     ],
 )
 @pytest.mark.parametrize("way", ["whole", "steps"])
@@ -212,14 +212,18 @@ def test_wrong_settings_are_refused():
 
 
 @pytest.mark.parametrize("how", [None, "rollout", "minibatch"])
-def test_partial_rollouts_normalization_and_the_summary_use_it(make_world, how):
+@pytest.mark.parametrize("own", [None, vtrace])
+def test_partial_rollouts_normalization_and_the_summary_use_it(make_world, own, how):
     world = make_world(3)
     data = steps_of(world, 8)
-    settings = {"estimator": vtrace, "value_network": world.module(), "normalize_advantage": how, "partial": True}
+    settings = {"estimator": own} if own else {"gamma": 0.9, "lmbda": 0.8}
+    settings |= {"value_network": world.module(), "normalize_advantage": how, "partial": True}
     rollout = RolloutBuffer(8, 3, batch_size=5, shuffle=False, **settings)
     for written in (5, 8):
         rollout.extend(data[:, rollout.writer.steps : written].clone())
-        advantage, target = (x.float() for x in expected(world, data[:, :written], brute_vtrace))
+        part = data[:, :written]
+        found = expected(world, part, brute_vtrace) if own else world.estimates(part)
+        advantage, target = (x.float() for x in found)
         scaled = (advantage - advantage.mean()) / advantage.std(correction=0)
         for batch in rollout:
             t, e = batch["index"].unbind(-1)
@@ -228,7 +232,7 @@ def test_partial_rollouts_normalization_and_the_summary_use_it(make_world, how):
             if how == "minibatch":
                 want = (want - want.mean()) / want.std(correction=0)
             torch.testing.assert_close(batch["advantage"], want, rtol=1e-3, atol=1e-4)
-        unscaled = target - world.value(data["observation"][:, :written]) if how == "rollout" else advantage
+        unscaled = target - world.value(part["observation"]) if how == "rollout" else advantage
         assert rollout.advantage_mean == pytest.approx(unscaled.mean().item(), abs=1e-4)
         assert rollout.advantage_std == pytest.approx(unscaled.std(correction=0).item(), rel=1e-3)
 

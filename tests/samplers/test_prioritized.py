@@ -142,6 +142,7 @@ def test_a_bad_exponent_leaves_the_old_one(name):
         (ProportionalSampler, {"reduction": "sum"}, "reduction must be"),
         (ProportionalSampler, {"max_capacity": 0}, "max_capacity must be a whole number, at least 1"),
         (ProportionalSampler, {"max_capacity": 3.7}, "max_capacity must be a whole number, at least 1"),
+        (ProportionalSampler, {"min_priority": float("nan")}, "min_priority must be greater or equal to 0, and finite"),
         (RankSampler, {"weight_norm": "mean"}, "weight_norm must be"),
         (RankSampler, {"stale_updates": -1}, "stale_updates must be a whole number, at least 0, got -1"),
     ],

@@ -55,16 +55,6 @@ def test_a_row_is_padded_to_8_bytes_or_cheaply_to_a_cache_line(nbytes: int) -> N
     assert bytes_layout(nbytes).row_bytes == expected
 
 
-def test_a_row_of_16_byte_numbers_is_padded_to_16_bytes() -> None:
-    assert layout_of(SCHEMAS["complex"]).row_bytes == 48
-
-
-def test_halfcheetah_rows_take_at_most_15_percent_more_than_their_leaves() -> None:
-    layout = layout_of(SCHEMAS["halfcheetah"])
-    assert layout.data_bytes == 167
-    assert layout.row_bytes <= 1.15 * 167
-
-
 def test_the_order_of_the_keys_makes_no_difference() -> None:
     data = transitions(SCHEMAS["nested"], 1)
     reverse = TensorDict({}, [1])

@@ -116,23 +116,6 @@ def test_an_index_gives_what_lazy_tensor_storage_gives(ndim: int, index: Any, fu
     assert is_fresh(index) in (None, places[0] != places[1])
 
 
-@over_schemas
-@pytest.mark.parametrize("ndim", [1, 2])
-def test_every_schema_is_read_as_it_was_written(schema: Schema, ndim: int, device: torch.device) -> None:
-    packed, theirs = filled(ndim, False, schema, device)
-    data = transitions(schema, STEPS, LANES[ndim], device=device)
-    assert_same(packed[:], data)
-    assert_same(packed[:], theirs[:])
-    steps, lanes = [5, 0, -1, 5], [0, 2, 1, 0]
-    index = torch.tensor(steps, device=device)
-    assert_same(packed[index], torch.stack([data[step] for step in steps]))
-    assert_same(packed[2], data[2])
-    if ndim == 2:
-        batch = packed[index, torch.tensor(lanes, device=device)]
-        assert_same(batch, torch.stack([data[step, lane] for step, lane in zip(steps, lanes, strict=True)]))
-    assert packed[index].device == packed[:].device == data.device
-
-
 def test_positions_of_any_width_are_taken() -> None:
     packed, _ = read_only(2, False, SCHEMAS["nested"])
     steps, lanes = torch.tensor([1, -2, 6]), torch.tensor([0, -1, 2])

@@ -134,16 +134,6 @@ def test_set_cursor_false_counts_no_rows_and_moves_no_cursor() -> None:
     assert (len(packed), packed._last_cursor_index) == (4, 3)
 
 
-def test_what_counts_as_written_is_the_newest_step_as_in_torchrl() -> None:
-    packed, theirs = both(1, 8)
-    one = transitions(NESTED, 1, seed=8)
-    for storage in (packed, theirs):
-        storage.set(2, one[0])
-        assert (len(storage), storage._last_cursor_index) == (8, 2)
-        storage.set(4, one[0], set_cursor=False)
-        assert storage._last_cursor_index == 2
-
-
 def test_every_write_raises_the_revision_that_caches_look_at() -> None:
     packed, _ = both(1, 4)
     one = transitions(NESTED, 1, seed=8)

@@ -191,18 +191,6 @@ def test_a_cursor_at_the_end_of_a_smaller_storage_goes_on_at_its_beginning() -> 
         assert (storage["x"].tolist(), writer._cursor) == ([9, 1, 2], 1)
 
 
-@pytest.mark.parametrize("empty_write_count", [False, True])
-def test_emptying_goes_back_to_the_first_slot(empty_write_count: bool) -> None:
-    storage = PackedStorage(5)
-    writer = ring(storage)
-    writer.extend(numbered(0, 7))
-    writer._empty(empty_write_count)
-    storage._empty()
-    assert (writer._cursor, writer._write_count) == (0, 0 if empty_write_count else 7)
-    assert writer.extend(numbered(50, 2)).tolist() == [0, 1]
-    assert storage["x"].tolist() == [50, 51]
-
-
 @pytest.mark.parametrize("how", ["extend", "add", "write_at"])
 @pytest.mark.parametrize("ndim", [1, 2])
 def test_a_refused_write_moves_nothing_and_tells_nobody(how: str, ndim: int) -> None:
