@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
+from torchrl.data.replay_buffers import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.data.replay_buffers.scheduler import LinearScheduler
 
 from rlbuf_td import PackedStorage, RecencySampler, ReplayBuffer, ReservoirWriter, RingWriter, SchemaError
@@ -66,6 +67,14 @@ def test_draws_follow_the_law_of_their_age(half_life, window, lanes, written, pa
     age = written - 1 - rb.storage[:]["time"].reshape(-1)
     lane = torch.arange(len(rb)) % cells
     torch.testing.assert_close(by_row, wanted[age * cells + lane])
+
+
+@pytest.mark.parametrize(
+    ("storage", "cls"), [(LazyTensorStorage, ReplayBuffer), (PackedStorage, TensorDictReplayBuffer)]
+)
+def test_in_torchrls_buffer_and_over_its_storage(storage, cls):
+    rb = buffer(RecencySampler(window=4), 0, 33, 500, storage=storage, cls=cls)
+    assert set(rb.sample()["time"].tolist()) == {29, 30, 31, 32}
 
 
 def test_settings_change_by_schedulers_and_are_saved(tmp_path: Path):
