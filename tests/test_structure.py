@@ -80,6 +80,7 @@ PRIVATE_NAMES = {
     "kernels/batch/cpu.py": "_fields",
     "kernels/batch/memory.py": "_C _cdata _dynamo _empty_strided_cpu _storage_Use_Count",
     "kernels/host_memory.py": "_C _len_torch_dispatch_stack",
+    "kernels/threads.py": "_ZN2at15get_num_threadsEv",
     "kernels/code_cache.py": "_cache _data_name_pattern",
     "storages/rows/__init__.py": "_foreach_copy_ _version",
     "storages/rows/dedup.py": "_foreach_copy_",

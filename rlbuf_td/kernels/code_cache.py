@@ -28,8 +28,9 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from numba import config, njit
+from numba import config, njit, types
 from numba.core.caching import FunctionCache
+from numba.core.ccallback import CFunc
 
 _ROOM = Path(__file__).parent
 
@@ -41,16 +42,26 @@ def cached_njit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     """Return a decorator like ``numba.njit`` that stores the compiled code in the cache folder."""
 
     def decorate(function: Callable[..., Any]) -> Any:
-        dispatcher = njit(**options)(function)
-        if folder() is not None:
-            before, config.CACHE_DIR = config.CACHE_DIR, str(folder())
-            try:
-                dispatcher._cache = _Cache(function)  # as numba does for ``cache=True``
-            finally:
-                config.CACHE_DIR = before
-        return dispatcher
+        return _with_cache(njit(**options)(function), function)
 
     return decorate
+
+
+def cached_callback(function: Callable[[int], None], **options: Any) -> Any:
+    """Return a numba ``CFunc`` of a function of one integer, for C code to call, compiled or from the cache folder."""
+    callback = _with_cache(CFunc(function, ((types.int64,), types.void), {}, {"nopython": True, **options}), function)
+    callback.compile()
+    return callback
+
+
+def _with_cache(target: Any, function: Callable[..., Any]) -> Any:
+    if folder() is not None:
+        before, config.CACHE_DIR = config.CACHE_DIR, str(folder())
+        try:
+            target._cache = _Cache(function)  # as numba does for ``cache=True``
+        finally:
+            config.CACHE_DIR = before
+    return target
 
 
 class _Cache(FunctionCache):

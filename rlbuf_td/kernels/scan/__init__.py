@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.kernels.host_memory import addresses_of
+from rlbuf_td.kernels.threads import LARGE
 
 #: State value, next state value, reward, done and terminated.
 Columns: TypeAlias = Sequence[Tensor]
@@ -74,7 +75,10 @@ def gae_contiguous(
     addresses = addresses_of((*columns, advantage, target))
     from rlbuf_td.kernels.scan import cpu
 
-    cpu.gae(value.dtype is torch.float64, gamma, gamma * lmbda, *addresses, lanes, steps, features)
+    arguments = value.dtype is torch.float64, gamma, gamma * lmbda, *addresses, lanes, steps, features
+    nbytes = 6 * value.nbytes  # about the bytes of all columns
+    if nbytes < LARGE or not cpu.gae_in_parts(nbytes, -(-lanes // 4), *arguments):
+        cpu.gae(*arguments)
     return advantage, target
 
 

@@ -9,7 +9,9 @@ import numpy as np
 from numba import carray
 
 from rlbuf_td.kernels.code_cache import cached_njit
-from rlbuf_td.kernels.compiled import pointer
+from rlbuf_td.kernels.compiled import load, pointer
+from rlbuf_td.kernels.threads import ParallelLoop
+from rlbuf_td.kernels.threads_cpu import take
 
 _contracted = cached_njit(nogil=True, fastmath={"contract"})
 
@@ -126,3 +128,26 @@ def scan(double, a, b, x, lanes, steps, features):
         _scan_at(a, b, x, (lanes, steps, features), np.float64)
     else:
         _scan_at(a, b, x, (lanes, steps, features), np.float32)
+
+
+@ParallelLoop
+def gae_in_parts(job):
+    """Run :func:`gae` on groups of four lanes; its arguments follow in the job."""
+    numbers = carray(pointer(job + 24), 13, np.int64)
+    double, gamma, decay = numbers[0], load(job + 32, np.float64), load(job + 40, np.float64)
+    lanes, steps, features = numbers[10], numbers[11], numbers[12]
+    begin, end = take(job)
+    while begin < end:
+        first, last = 4 * begin, min(4 * end, lanes)
+        flag = first * steps * features  # bytes before the first of these lanes: of a flag, and of a number
+        number = flag * (8 if double else 4)
+        value, next_value, reward = numbers[3] + number, numbers[4] + number, numbers[5] + number
+        done, terminated, advantage, target = (
+            numbers[6] + flag,
+            numbers[7] + flag,
+            numbers[8] + number,
+            numbers[9] + number,
+        )
+        columns = value, next_value, reward, done, terminated, advantage, target
+        gae(double, gamma, decay, *columns, last - first, steps, features)
+        begin, end = take(job)
