@@ -64,7 +64,7 @@ def allocate(capacity: int, device: torch.device | str = "cpu") -> dict[str, tor
     return tensors
 
 
-def addresses(st: Chunks) -> np.ndarray:
+def addresses(chunks: Chunks) -> np.ndarray:
     """For compiled loops, return the numbers of rows, chunks, groups and top elements, and the arrays' addresses."""
-    sizes = len(st.bits), len(st.keys), len(st.size), len(st.top_first)
-    return np.array([*sizes, *(array.ctypes.data for array in st)], np.int64)
+    sizes = len(chunks.bits), len(chunks.keys), len(chunks.size), len(chunks.top_first)
+    return np.array([*sizes, *(array.ctypes.data for array in chunks)], np.int64)

@@ -47,92 +47,94 @@ def key_of(bits, row):
 
 
 @bare
-def _search_top(bounds, groups, wanted, pos):
-    """For each value in ``wanted``, write the last position with ``bounds[position] <= value`` to ``pos``."""
-    pos[:] = 0
+def _search_top(bounds, groups, wanted, positions):
+    """For each value in ``wanted``, find the last position with ``bounds[position] <= value``."""
+    positions[:] = 0
     step = 1
     while step < groups:
         step *= 2
     step >>= 1
     while step > 0:
         for i in range(len(wanted)):
-            p = pos[i]
-            pos[i] = p + step * (bounds[np.uint64(p + step)] <= wanted[i])
+            position = positions[i]
+            positions[i] = position + step * (bounds[np.uint64(position + step)] <= wanted[i])
         step >>= 1
 
 
 @bare
-def _search_groups(bounds, top_group, wanted, pos, slot):
-    """For each value, write the last slot of the group at ``pos`` with ``bounds[group, slot] <= value`` to ``slot``."""
-    slot[:] = 0
+def _search_groups(bounds, top_group, wanted, positions, slots):
+    """For each value, find the last slot with ``bounds[group, slot] <= value`` in the group at its position."""
+    slots[:] = 0
     step = WIDTH // 2
     while step > 0:
         for i in range(len(wanted)):
-            s = slot[i]
-            g = top_group[np.uint64(pos[i])]
-            slot[i] = s + step * (bounds[np.uint64(g), np.uint64(s + step)] <= wanted[i])
+            slot = slots[i]
+            group = top_group[np.uint64(positions[i])]
+            slots[i] = slot + step * (bounds[np.uint64(group), np.uint64(slot + step)] <= wanted[i])
         step >>= 1
 
 
 @bare
-def find_places(st, keys, pos, slot):
-    """For each key, write the position of its group to ``pos``, and the slot of its chunk in the group to ``slot``."""
-    _search_top(st.top_first, st.head[GROUPS], keys, pos)
-    _search_groups(st.first, st.top_group, keys, pos, slot)
+def find_places(chunks, keys, positions, slots):
+    """For each key, find the position of its group, and the slot of its chunk in the group."""
+    _search_top(chunks.top_first, chunks.head[GROUPS], keys, positions)
+    _search_groups(chunks.first, chunks.top_group, keys, positions, slots)
 
 
 @bare
-def chunk_at(st, p, s):
-    g = np.uint64(st.top_group[p])
-    return st.child[g, s], st.before[g, s + 1] - st.before[g, s]
+def chunk_at(chunks, position, slot):
+    """Return the number of the chunk in a slot, and how many keys it holds."""
+    group = np.uint64(chunks.top_group[position])
+    return chunks.child[group, slot], chunks.before[group, slot + 1] - chunks.before[group, slot]
 
 
 @bare
-def key_address(st, c, at):
-    return address_of(st.keys) + 8 * (c * np.int64(WIDTH) + at)
+def key_address(chunks, chunk, at):
+    return address_of(chunks.keys) + 8 * (chunk * np.int64(WIDTH) + at)
 
 
 @bare
-def fetch_chunk(st, p, s):
+def fetch_chunk(chunks, position, slot):
     """Prefetch a chunk, except the last quarter, which is seldom in use."""
-    address = key_address(st, st.child[st.top_group[p], s], 0)
+    address = key_address(chunks, chunks.child[chunks.top_group[position], slot], 0)
     for line in range(0, 6 * WIDTH, 64):
         prefetch(address + line)
 
 
 @bare
-def count_below(keys, c, n, key):
-    """Return how many of the first ``n`` keys of chunk ``c`` are smaller than ``key``."""
+def count_below(keys, chunk, filled, key):
+    """Return how many of the first ``filled`` keys of a chunk are smaller than ``key``."""
     # Unsigned indices avoid numba's check for negative indices, which would prevent vectorisation.
     count = 0
-    for t in range(n):
-        count += keys[np.uint64(c), np.uint64(t)] < key
+    for i in range(filled):
+        count += keys[np.uint64(chunk), np.uint64(i)] < key
     return count
 
 
 @compiled
 def ranks_of(order, rows, ranks):
     """Write each row's rank to ``ranks``, 0 for rows without a magnitude; return False if a row is out of range."""
-    st = chunks_at(order)
+    chunks = chunks_at(order)
     ranks[:] = 0
     inside = True
     for row in rows:
-        inside &= (row >= 0) & (row < len(st.bits))
-    if not inside or st.head[ROWS] == 0:
+        inside &= (row >= 0) & (row < len(chunks.bits))
+    if not inside or chunks.head[ROWS] == 0:
         return inside
-    keys, pos, slot = np.empty(BLOCK, np.int64), np.empty(BLOCK, np.int64), np.empty(BLOCK, np.int64)
+    keys, positions, slots = np.empty(BLOCK, np.int64), np.empty(BLOCK, np.int64), np.empty(BLOCK, np.int64)
     for start in range(0, len(rows), BLOCK):
-        n = min(BLOCK, len(rows) - start)
-        for i in range(n):
-            keys[i] = key_of(max(st.bits[rows[start + i]], 0), rows[start + i])
-        find_places(st, keys[:n], pos[:n], slot[:n])
-        for i in range(n):
-            if i + AHEAD < n:
-                fetch_chunk(st, pos[i + AHEAD], slot[i + AHEAD])
-            c, fill = chunk_at(st, pos[i], slot[i])
-            at = st.top_before[pos[i]] + st.before[st.top_group[pos[i]], slot[i]]
-            rank = at + count_below(st.keys, c, fill, keys[i]) + 1
-            ranks[start + i] = rank * (st.bits[rows[start + i]] >= 0)
+        count = min(BLOCK, len(rows) - start)
+        for i in range(count):
+            keys[i] = key_of(max(chunks.bits[rows[start + i]], 0), rows[start + i])
+        find_places(chunks, keys[:count], positions[:count], slots[:count])
+        for i in range(count):
+            if i + AHEAD < count:
+                fetch_chunk(chunks, positions[i + AHEAD], slots[i + AHEAD])
+            position, slot = positions[i], slots[i]
+            chunk, filled = chunk_at(chunks, position, slot)
+            at = chunks.top_before[position] + chunks.before[chunks.top_group[position], slot]
+            rank = at + count_below(chunks.keys, chunk, filled, keys[i]) + 1
+            ranks[start + i] = rank * (chunks.bits[rows[start + i]] >= 0)
     return True
 
 
@@ -166,38 +168,38 @@ def _rank_of_mass(mass, rows, law, alpha, shift):
 
 
 @bare
-def _find_rows(st, rest, pos, rows):
-    """Write the rows with the ranks ``rest + 1`` to ``rows``; overwrite ``rest`` and ``pos``."""
-    slot = rows
-    _search_top(st.top_before, st.head[GROUPS], rest, pos)
+def _find_rows(chunks, rest, positions, rows):
+    """Write the rows with the ranks ``rest + 1`` to ``rows``; overwrite ``rest`` and ``positions``."""
+    slots, children = rows, positions  # the same memory, used one after the other
+    _search_top(chunks.top_before, chunks.head[GROUPS], rest, positions)
     for j in range(len(rows)):
-        rest[j] -= st.top_before[np.uint64(pos[j])]
-    _search_groups(st.before, st.top_group, rest, pos, slot)
+        rest[j] -= chunks.top_before[np.uint64(positions[j])]
+    _search_groups(chunks.before, chunks.top_group, rest, positions, slots)
     for j in range(len(rows)):
-        g, s = np.uint64(st.top_group[np.uint64(pos[j])]), np.uint64(slot[j])
-        rest[j] -= st.before[g, s]
-        pos[j] = st.child[g, s]
+        group, slot = np.uint64(chunks.top_group[np.uint64(positions[j])]), np.uint64(slots[j])
+        rest[j] -= chunks.before[group, slot]
+        children[j] = chunks.child[group, slot]
     for j in range(len(rows)):
-        rows[j] = st.keys[np.uint64(pos[j]), np.uint64(rest[j])] & _ROW
+        rows[j] = chunks.keys[np.uint64(children[j]), np.uint64(rest[j])] & _ROW
 
 
 @compiled
 def draw(order, law, alpha, shift, uniform, step, beta, mode, index, weight):
     """Draw rows by rank, and compute importance weights; return False if no row has a rank. Overwrites ``uniform``."""
-    st = chunks_at(order)
-    rows = st.head[ROWS]
+    chunks = chunks_at(order)
+    rows = chunks.head[ROWS]
     if rows == 0:
         return False
     total = _mass_of_all(rows, law, alpha, shift)
     masses(uniform, total, step, uniform)
     last = 1
-    rest, pos = np.empty_like(index), np.empty_like(index)
+    rest, positions = np.empty_like(index), np.empty_like(index)
     for j in range(len(index)):
         rank = _rank_of_mass(uniform[j], rows, law, alpha, shift)
         last = max(last, rank)
         rest[j] = rank - 1
         uniform[j] = math.log(rank)
-    _find_rows(st, rest, pos, index)
+    _find_rows(chunks, rest, positions, index)
     # (N P)^-beta is r^(alpha beta) times a constant; the least probable rank has the largest weight.
     power = alpha * beta
     scale = beta * math.log(total / rows) if mode == 2 else -power * math.log(last if mode == 1 else rows)
