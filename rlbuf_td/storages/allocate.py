@@ -10,10 +10,9 @@ from contextlib import suppress
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from tensordict import TensorDictBase
 
 from rlbuf_td.kernels.huge_pages import advise_huge_pages
 from rlbuf_td.storages.checks import usable_device
@@ -23,6 +22,10 @@ from rlbuf_td.storages.memory_budget import Purpose, require_room, room_for, sho
 from rlbuf_td.storages.rows import PlainRows, Rows
 from rlbuf_td.storages.rows.dedup import DedupRows, grows
 from rlbuf_td.storages.schema import SchemaError
+
+if TYPE_CHECKING:
+    from rlbuf_td.storages.packed import PackedStorage
+    from rlbuf_td.storages.shared.rows import SharedRows
 
 ROWS_FILE = "rows.bin"
 _ROWS = Purpose()
@@ -48,44 +51,14 @@ def refuse_init(shared_init: bool, cleanup_memmap: bool, compilable: bool, share
         usable_device(device)
 
 
-def reserve(storage: Any, schema: TensorDictBase) -> None:
-    """Allocate the rows before the first write, for transitions with the keys of ``schema``.
-
-    If the first write has more keys, such as a policy's outputs, the rows are allocated again. Rows that processes
-    share are not.
-
-    Args:
-        schema: an example of one time step, ``[*lanes]``, or the result of :func:`~rlbuf_td.envs.specs.schema_of`.
-
-    Raises:
-        RuntimeError: the rows are already allocated.
-        SchemaError: the schema has too few batch dims, a lane dim of size 0, or an entry without a fixed size.
-    """
-    if storage.rows is not None:
-        raise RuntimeError("the rows of this storage are already allocated: reserve them before the first write")
-    if "index" in schema.keys():
-        raise SchemaError("cannot reserve rows for an entry 'index': batches have the positions of their rows under it")
-    storage.allocate_for(schema)
-    storage.is_reserved = storage.shared_rows is None  # otherwise other processes may use these rows
-
-
-def release(storage: Any) -> None:
-    """Free reserved rows; raise a RuntimeError if rows have been written."""
-    if len(storage):
-        raise RuntimeError("rows that have been written cannot be released: empty the buffer instead")
-    storage.forget_rows()
-    if storage.scratch_dir is not None:
-        (storage.scratch_dir / ROWS_FILE).unlink()
-
-
-def steps_for(storage: Any, lanes: torch.Size) -> int:
+def steps_for(storage: PackedStorage, lanes: torch.Size) -> int:
     if not prod(lanes):
         raise SchemaError(f"cannot store transitions without lanes: the batch dims after time are {tuple(lanes)}")
     return -(-storage.max_size // prod(lanes))
 
 
 def make_rows(
-    storage: Any, layout: RowLayout, lanes: torch.Size, device: torch.device | None, dedup: DedupLayout | None
+    storage: PackedStorage, layout: RowLayout, lanes: torch.Size, device: torch.device | None, dedup: DedupLayout | None
 ) -> Rows:
     shape = torch.Size([steps_for(storage, lanes), *lanes])
     place = torch.device(storage.device if storage.device != "auto" else device or "cpu")
@@ -101,9 +74,8 @@ def make_rows(
             memory = allocate_bytes(sections.fixed, place, purpose).zero_()
         else:
             shared = storage.shared_rows.file if storage.shared_rows is not None and scratch_dir is None else None
-            where = {"scratch_dir": scratch_dir, "shared": shared}
             sparse = None if sections is None else (sections.likely, sections.fixed)
-            memory = allocate_bytes(nbytes, place, purpose, **where, sparse=sparse)
+            memory = allocate_bytes(nbytes, place, purpose, scratch_dir=scratch_dir, shared=shared, sparse=sparse)
             # For longer rows, huge pages cost more at the first write than they save in reads.
             if dedup is None and shared is None and layout.row_bytes <= mmap.PAGESIZE:
                 advise_huge_pages(memory)
@@ -112,7 +84,9 @@ def make_rows(
         return rows_in(storage, memory, layout, shape, dedup)
 
 
-def rows_in(storage: Any, block: torch.Tensor, layout: RowLayout, shape: torch.Size, dedup: DedupLayout | None) -> Rows:
+def rows_in(
+    storage: PackedStorage, block: torch.Tensor, layout: RowLayout, shape: torch.Size, dedup: DedupLayout | None
+) -> Rows:
     rows: Rows
     if dedup is None:
         rows = PlainRows(layout, block.view(*shape, layout.row_bytes))
@@ -124,16 +98,18 @@ def rows_in(storage: Any, block: torch.Tensor, layout: RowLayout, shape: torch.S
     return rows
 
 
-def find_rows(storage: Any, layout: RowLayout, shape: torch.Size, dedup: DedupLayout | None) -> Rows:
+def find_rows(storage: PackedStorage, layout: RowLayout, shape: torch.Size, dedup: DedupLayout | None) -> Rows:
     """Map the rows that lie in the file of ``scratch_dir`` or in shared memory."""
     nbytes = prod(shape) * layout.row_bytes if dedup is None else Sections.of(dedup, prod(shape)).total
-    in_file = storage.scratch_dir is not None
     with torch.inference_mode(False):
-        memory = map_bytes(storage.scratch_dir, nbytes) if in_file else storage.shared_rows.file.map(nbytes)
+        if storage.scratch_dir is not None:
+            memory = map_bytes(storage.scratch_dir, nbytes)
+        else:
+            memory = cast("SharedRows", storage.shared_rows).file.map(nbytes)
         return rows_in(storage, memory, layout, shape, dedup)
 
 
-def _remedy(storage: Any, layout: RowLayout) -> str:
+def _remedy(storage: PackedStorage, layout: RowLayout) -> str:
     largest = max(layout.leaves, key=lambda leaf: leaf.nbytes)
     elsewhere = "another scratch_dir" if storage.scratch_dir else "scratch_dir=..., which keeps the rows in a file"
     if storage.device != "auto" and torch.device(storage.device).type != "cpu":

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
+from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from threading import RLock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,13 +21,20 @@ from rlbuf_td.storages.dedup import DedupLayout, DedupOptions
 from rlbuf_td.storages.interrupts import held_back
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.rows import Rows
-from rlbuf_td.storages.schema import Leaf
+from rlbuf_td.storages.schema import Leaf, SchemaError
 from rlbuf_td.storages.shared import forks
 from rlbuf_td.storages.shared.memory import SharedNumbers
 from rlbuf_td.storages.shared.rows import SharedRows, share
-from rlbuf_td.storages.torchrl_parts import listeners_of
+from rlbuf_td.storages.torchrl_parts import listeners_of, revision_of
 from rlbuf_td.storages.write_clock import WriteClock
 from rlbuf_td.storages.writes import as_index, as_tensordict, is_index, is_key, is_mask
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+_COUNTERS = "numbers", "_len_value", "_mutation_revision_value", "_last_cursor_index_value", "clock"
+_NOT_COPIED = frozenset((*_COUNTERS, "rows", "live", "_total_shape_value", "shared_rows", "lock"))
 
 
 class PackedStorage(LazyTensorStorage):
@@ -316,9 +324,39 @@ class PackedStorage(LazyTensorStorage):
         else:
             self.set(index, value, set_cursor=False)
 
-    edit = writes.edit
+    def edit(self, change: Callable[[TensorDictBase], Any], region: Any = None) -> None:
+        """Edit rows: ``change`` receives a TensorDict of rows and modifies it in place.
 
-    reserve = allocate.reserve
+        Args:
+            change: a function of a TensorDict.
+            region: selects the rows like an index of a tensor ``[T, *lanes]``; ``None`` selects all written rows.
+
+        Raises:
+            IndexError: the region is out of range; nothing has been written.
+        """
+        writes.edit(self, change, region)
+
+    def reserve(self, schema: TensorDictBase) -> None:
+        """Allocate the rows before the first write, for transitions with the keys of ``schema``.
+
+        If the first write has more keys, such as a policy's outputs, the rows are allocated again. Rows that processes
+        share are not.
+
+        Args:
+            schema: an example of one time step, ``[*lanes]``, or the result of
+                :func:`~rlbuf_td.envs.specs.schema_of`.
+
+        Raises:
+            RuntimeError: the rows are already allocated.
+            SchemaError: the schema has too few batch dims, a lane dim of size 0, or an entry without a fixed size.
+        """
+        if self.rows is not None:
+            raise RuntimeError("the rows of this storage are already allocated: reserve them before the first write")
+        if "index" in schema.keys():
+            reason = "batches have the positions of their rows under it"
+            raise SchemaError(f"cannot reserve rows for an entry 'index': {reason}")
+        self.allocate_for(schema)
+        self.is_reserved = self.shared_rows is None  # otherwise other processes may use these rows
 
     def allocate_for(self, data: TensorDictBase) -> None:
         """Allocate rows for ``data``, one time step without a time dim."""
@@ -350,7 +388,13 @@ class PackedStorage(LazyTensorStorage):
         """Drop the rows without changing the counters."""
         self.rows = self.live = None
 
-    release = allocate.release
+    def release(self) -> None:
+        """Free reserved rows; raise a RuntimeError if rows have been written."""
+        if len(self):
+            raise RuntimeError("rows that have been written cannot be released: empty the buffer instead")
+        self.forget_rows()
+        if self.scratch_dir is not None:
+            (self.scratch_dir / allocate.ROWS_FILE).unlink()
 
     def _max_size_along_dim0(self, *, single_data: Any = None, batched_data: Any = None) -> int:
         """Return the capacity in time steps; before the first write, the data tells the number of lanes."""
@@ -372,12 +416,36 @@ class PackedStorage(LazyTensorStorage):
         self._len_value.value = 0
         self._bump_mutation_revision()
 
-    share_memory_ = share
+    def share_memory_(self) -> Self:
+        """Share the rows with processes that are forked later, or that are spawned and receive this storage.
+
+        Rows in RAM move to shared memory. If no rows are allocated yet, the first process that writes allocates them.
+        The storage's ``lock`` admits one process at a time. If a process dies during a write, the write is undone.
+
+        Cost: one copy of all rows in RAM; later, each write also copies the rows that it replaces.
+
+        Raises:
+            ValueError: the rows are not on the CPU.
+            MemoryError: the written rows do not fit into shared memory a second time; nothing has changed.
+        """
+        share(self)
+        return self
 
     def _make_init_directory(self) -> None:
         """Do nothing. TorchRL's collectors require this method before they let workers initialize the storage."""
 
-    state_dict = state.state_dict
+    def state_dict(self) -> dict[str, Any]:
+        """Return the layout, the counters, and a copy of the rows, on the same device."""
+        found = self.snapshot()
+        if "rows" in found:
+            found["rows"] = found["rows"].clone()
+        if "entries" in found:
+            found["entries"] = [entries.clone() for entries in found["entries"]]
+        return found
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return :meth:`state_dict` with views of the rows instead of copies."""
+        return state.snapshot(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Replace the content of this storage by a result of :meth:`state_dict`.
@@ -402,8 +470,43 @@ class PackedStorage(LazyTensorStorage):
         super().loads(path)
         state.load_cursor(self, saved)
 
-    snapshot = state.snapshot
-    restore_counters = state.restore_counters
-    __getstate__ = state.pickled
-    __setstate__ = state.unpickle
-    __repr__ = state.describe
+    def restore_counters(self, saved: dict[str, Any]) -> None:
+        """Restore the counters of a state; the rows are restored before.
+
+        If the saved capacity differs, priority updates skip batches that were sampled before the load.
+        """
+        state.restore_counters(self, saved)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state to pickle: shared memory for a spawned process, otherwise a copy of the rows."""
+        if get_spawning_popen() is not None:
+            self.share_memory_()
+            return vars(self) | {"_rng": None, "live": None, "rows": None, "lock": None}
+        kept = {name: value for name, value in vars(self).items() if name not in _NOT_COPIED}
+        saved = revision_of(self), self.state_dict()
+        return kept | {"_rng": None, "scratch_dir": None, "initialized": False, "_saved": saved}
+
+    def __setstate__(self, pickled: dict[str, Any]) -> None:
+        saved = pickled.pop("_saved", None)
+        self.__dict__.update(pickled)
+        if saved is not None:
+            self._fill_copy(*saved)
+        elif self.shared_rows is not None:  # in a spawned process: map the same rows
+            self.lock = self.shared_rows.lock
+            self.shared_rows.find()
+        forks.watch(self)
+        for each in listeners_of(self):
+            getattr(each, "rows_restored", bool)()
+
+    def _fill_copy(self, revision: int, content: dict[str, Any]) -> None:
+        self.forget_rows()
+        self.shared_rows = None
+        self.lock, self.clock, self.process = RLock(), WriteClock(), os.getpid()
+        self.make_counters()
+        if self.shared:
+            self.share_memory_()
+        state.load(self, content)  # a copy continues open trajectories
+        self.numbers[state.REVISION] = revision  # what was cached for the original is valid for the copy
+
+    def __repr__(self) -> str:
+        return state.describe(self)

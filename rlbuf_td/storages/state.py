@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from math import prod
-from multiprocessing.context import get_spawning_popen
 from pathlib import Path
-from threading import RLock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDict
@@ -23,54 +20,19 @@ from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.rows import PlainRows, Rows
 from rlbuf_td.storages.rows.dedup import DedupRows
 from rlbuf_td.storages.schema import SchemaError
-from rlbuf_td.storages.shared import forks
-from rlbuf_td.storages.torchrl_parts import count_change, empty_part, is_full, listeners_of, revision_of
+from rlbuf_td.storages.torchrl_parts import count_change, empty_part, is_full, listeners_of
 from rlbuf_td.storages.trajectory_index import TRAJ_KEY, TrajectoryIndex
-from rlbuf_td.storages.write_clock import WriteClock
 from rlbuf_td.storages.writes import begin, refuse_schema
+
+if TYPE_CHECKING:
+    from rlbuf_td.storages.packed import PackedStorage
 
 _MOST = (1 << 63) - 1
 LENGTH, REVISION, NEWEST = range(3)  # positions in the storage's `numbers`
 _CURSOR_FILE = "last_cursor.json"
-_COUNTERS = ("numbers", "_len_value", "_mutation_revision_value", "_last_cursor_index_value", "clock")
-_NOT_COPIED = frozenset((*_COUNTERS, "rows", "live", "_total_shape_value", "shared_rows", "lock"))
 
 
-def pickled(storage: Any) -> dict[str, Any]:
-    """Return the state to pickle: shared memory for a spawned process, otherwise a copy of the rows."""
-    if get_spawning_popen() is not None:
-        storage.share_memory_()
-        return vars(storage) | {"_rng": None, "live": None, "rows": None, "lock": None}
-    kept = {name: value for name, value in vars(storage).items() if name not in _NOT_COPIED}
-    saved = revision_of(storage), storage.state_dict()
-    return kept | {"_rng": None, "scratch_dir": None, "initialized": False, "_saved": saved}
-
-
-def unpickle(storage: Any, state: dict[str, Any]) -> None:
-    saved = state.pop("_saved", None)
-    vars(storage).update(state)
-    if saved is None:  # in a spawned process: map the same rows
-        storage.lock = storage.shared_rows.lock
-        storage.shared_rows.find()
-    else:
-        _fill_copy(storage, *saved)
-    forks.watch(storage)
-    for each in listeners_of(storage):
-        getattr(each, "rows_restored", bool)()
-
-
-def _fill_copy(storage: Any, revision: int, content: dict[str, Any]) -> None:
-    storage.forget_rows()
-    storage.shared_rows = None
-    storage.lock, storage.clock, storage.process = RLock(), WriteClock(), os.getpid()
-    storage.make_counters()
-    if storage.shared:
-        storage.share_memory_()
-    load(storage, content)  # a copy continues open trajectories
-    storage.numbers[REVISION] = revision  # what was cached for the original is valid for the copy
-
-
-def snapshot(storage: Any) -> dict[str, Any]:
+def snapshot(storage: PackedStorage) -> dict[str, Any]:
     """Return :meth:`PackedStorage.state_dict` with views of the rows instead of copies."""
     rows = storage.rows
     if rows is None:
@@ -92,17 +54,7 @@ def snapshot(storage: Any) -> dict[str, Any]:
     }
 
 
-def state_dict(storage: Any) -> dict[str, Any]:
-    """Return the layout, the counters, and a copy of the rows, on the same device."""
-    state, rows = snapshot(storage), storage.rows
-    if rows is not None:
-        state["rows"] = state["rows"].clone()
-    if "entries" in state:
-        state["entries"] = [entries.clone() for entries in state["entries"]]
-    return state
-
-
-def load(storage: Any, state: dict[str, Any]) -> None:
+def load(storage: PackedStorage, state: dict[str, Any]) -> None:
     with state_of(storage):
         admitted = examine(storage, state)
     if admitted is None:
@@ -116,7 +68,7 @@ def load(storage: Any, state: dict[str, Any]) -> None:
     if storage.rows is None:
         own = layout.realigned()
         storage.adopt(make_rows(storage, own, lanes, matrix.device, dedup_for(storage, own, dedup)))
-    rows = storage.rows
+    rows = storage.all_rows()
     begin(storage)
     if rows.layout == layout and rows.takes(dedup, [len(found) for found in entries]):
         rows.restore_(matrix, entries)
@@ -125,13 +77,13 @@ def load(storage: Any, state: dict[str, Any]) -> None:
     storage.restore_counters(state)
 
 
-def save_cursor(storage: Any, path: str | Path) -> None:
+def save_cursor(storage: PackedStorage, path: str | Path) -> None:
     """Save the index of the newest time step, which TorchRL's checkpointer omits, and whether rows are in order."""
     saved = {"last_cursor": storage.numbers[NEWEST], "in_time_order": storage.in_time_order}
     Path(path, _CURSOR_FILE).write_text(json.dumps(saved))
 
 
-def saved_cursor(storage: Any, path: str | Path) -> dict[str, Any]:
+def saved_cursor(storage: PackedStorage, path: str | Path) -> dict[str, Any]:
     """Check the numbers in a dump of TorchRL's checkpointer, and return those of :func:`save_cursor`.
 
     If it has saved no file, the index of the newest time step is -1 (unknown).
@@ -145,7 +97,7 @@ def saved_cursor(storage: Any, path: str | Path) -> dict[str, Any]:
     return saved
 
 
-def load_cursor(storage: Any, saved: dict[str, Any]) -> None:
+def load_cursor(storage: PackedStorage, saved: dict[str, Any]) -> None:
     """Restore what :func:`saved_cursor` has returned, and end trajectories as after any load."""
     storage.numbers[NEWEST] = saved["last_cursor"]
     storage.clock.forget(storage.all_rows().steps, saved["last_cursor"])
@@ -154,7 +106,7 @@ def load_cursor(storage: Any, saved: dict[str, Any]) -> None:
     end_trajectories(storage)
 
 
-def end_trajectories(storage: Any) -> None:
+def end_trajectories(storage: PackedStorage) -> None:
     """After a load, end unfinished trajectories that have ids, because new collectors and recorders reuse the ids."""
     rows = stored_rows(storage)
     if rows is not None and rows.get(TRAJ_KEY, None) is not None:
@@ -164,7 +116,7 @@ def end_trajectories(storage: Any) -> None:
             each.mark_load()
 
 
-def examine(storage: Any, state: dict[str, Any]) -> tuple[RowLayout, torch.Size, DedupLayout | None] | None:
+def examine(storage: PackedStorage, state: dict[str, Any]) -> tuple[RowLayout, torch.Size, DedupLayout | None] | None:
     """Check a state, and return the layout, lanes and deduplication of its rows; None if it has no rows to load."""
     if "layout" not in state:
         if state.keys() != {"_len"}:  # the state before the first write
@@ -205,14 +157,14 @@ def refuse_counters(state: dict[str, Any], lead: torch.Size, capacity: int) -> N
         raise ValueError(f"the saved write times are {written.dtype} of shape {tuple(written.shape)}, not one per row")
 
 
-def dedup_for(storage: Any, layout: RowLayout, saved: DedupLayout | None) -> DedupLayout | None:
+def dedup_for(storage: PackedStorage, layout: RowLayout, saved: DedupLayout | None) -> DedupLayout | None:
     """Return the saved layout of deduplicated rows, or choose one; None if the storage does not deduplicate."""
     if storage.dedup_options and saved is not None:
         return DedupLayout(layout, saved.chosen)
     return DedupLayout.chosen_for(layout, storage.dedup_options)
 
 
-def admit_state(storage: Any, state: dict[str, Any], lanes: torch.Size) -> tuple[RowLayout, torch.Size]:
+def admit_state(storage: PackedStorage, state: dict[str, Any], lanes: torch.Size) -> tuple[RowLayout, torch.Size]:
     """Return layout and lanes of saved rows; refuse rows that do not fit the storage."""
     layout, rows = RowLayout.from_state(state["layout"]), storage.rows
     refuse_schema(storage, layout)
@@ -231,7 +183,7 @@ def admit_state(storage: Any, state: dict[str, Any], lanes: torch.Size) -> tuple
     return layout, lanes
 
 
-def restore_counters(storage: Any, state: dict[str, Any]) -> None:
+def restore_counters(storage: PackedStorage, state: dict[str, Any]) -> None:
     """Restore the counters. If the saved capacity differs, priority updates skip batches sampled before the load."""
     storage.is_reserved = state.get("reserved", False)
     clock, rows = state.get("clock"), storage.all_rows()
@@ -246,7 +198,7 @@ def restore_counters(storage: Any, state: dict[str, Any]) -> None:
         storage.lose_order()
 
 
-def describe(storage: Any) -> str:
+def describe(storage: PackedStorage) -> str:
     name, rows = type(storage).__name__, storage.rows
     if rows is None:
         return f"{name}(max_size={storage.max_size}, ndim={storage.ndim}, device={storage.device}, empty)"

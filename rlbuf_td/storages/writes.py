@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,6 +20,9 @@ from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.rows import Rows, last_of_each
 from rlbuf_td.storages.schema import SchemaError, refuse_other_index, refuse_unfit
 from rlbuf_td.storages.torchrl_parts import capacity_in_steps, count_change, listeners_of
+
+if TYPE_CHECKING:
+    from rlbuf_td.storages.packed import PackedStorage
 
 _INDEX_DTYPES = frozenset((torch.int64, torch.int32, torch.int16, torch.int8))  # torch takes uint8 for a mask
 
@@ -97,9 +100,9 @@ def as_tensordict(data: Any) -> TensorDictBase:
     return data
 
 
-def begin(storage: Any, start: int = 0, count: int = 0, *, cells: torch.Tensor | None = None) -> None:
+def begin(storage: PackedStorage, start: int = 0, count: int = 0, *, cells: torch.Tensor | None = None) -> None:
     """Prepare a write to the flat indices ``cells``, or to ``count`` time steps (0: all) from ``start`` on."""
-    rows, lanes = storage.rows, prod(storage.rows.lanes)
+    rows = storage.all_rows()
     if storage.shared_rows is None:
         if rows.is_mapped and storage.process != os.getpid():
             raise RuntimeError(
@@ -109,10 +112,11 @@ def begin(storage: Any, start: int = 0, count: int = 0, *, cells: torch.Tensor |
     elif cells is not None:
         storage.shared_rows.journal.begin_at(cells.reshape(-1))
     else:
+        lanes = prod(rows.lanes)
         storage.shared_rows.journal.begin(start * lanes, (count or rows.steps) * lanes, len(storage))
 
 
-def admit(storage: Any, data: Any, single: bool) -> tuple[Rows, list[torch.Tensor], int]:
+def admit(storage: PackedStorage, data: Any, single: bool) -> tuple[Rows, list[torch.Tensor], int]:
     """Return the rows, the checked leaves of ``data``, and the number of time steps; allocate rows if necessary."""
     data = as_tensordict(data)
     if storage.rows is None or storage.is_reserved:
@@ -124,21 +128,21 @@ def admit(storage: Any, data: Any, single: bool) -> tuple[Rows, list[torch.Tenso
             fix_rows(storage, data.exclude("index"), storage.ndim - single)
         else:
             fix_rows(storage, data, storage.ndim - single)
-    rows = storage.rows
+    rows = storage.all_rows()
     if single:
         return rows, rows.layout.collect(data, rows.lanes), 1
     lead = data.batch_size[:1] + rows.lanes
     return rows, rows.layout.collect(data, lead), lead[0]
 
 
-def refuse_schema(storage: Any, layout: RowLayout) -> None:
+def refuse_schema(storage: PackedStorage, layout: RowLayout) -> None:
     """Let each buffer of the storage refuse rows of this layout (SchemaError) before they are allocated."""
     for each in listeners_of(storage):
         if hasattr(each, "refuse_schema"):
             each.refuse_schema(layout)
 
 
-def fix_rows(storage: Any, data: TensorDictBase, lead_dims: int) -> None:
+def fix_rows(storage: PackedStorage, data: TensorDictBase, lead_dims: int) -> None:
     """Allocate rows for ``data``; reserved rows are kept if they fit and released otherwise."""
     ndim = storage.ndim
     if data.batch_dims < lead_dims:
@@ -162,7 +166,7 @@ def fix_rows(storage: Any, data: TensorDictBase, lead_dims: int) -> None:
     storage.is_reserved = False
 
 
-def set_steps(storage: Any, cursor: Any, data: TensorDictBase, set_cursor: bool) -> None:
+def set_steps(storage: PackedStorage, cursor: Any, data: TensorDictBase, set_cursor: bool) -> None:
     single = isinstance(cursor, int | np.integer) or (isinstance(cursor, torch.Tensor) and not cursor.ndim)
     total = capacity_in_steps(storage, **{"single_data" if single else "batched_data": data})
     live = 0 if storage.rows is None else storage.written_rows().steps
@@ -187,16 +191,16 @@ def set_steps(storage: Any, cursor: Any, data: TensorDictBase, set_cursor: bool)
         storage.count_written(rows, int(steps.max()) + 1, int(steps[-1]))
 
 
-def replace(storage: Any, cursor: Any, data: TensorDictBase) -> None:
+def replace(storage: PackedStorage, cursor: Any, data: TensorDictBase) -> None:
     rows = storage.written_rows()
     cells = rows.cells_of(cursor)
     leaves = rows.layout.collect(data, cells.shape)
     begin(storage, cells=cells)
     rows.replace_(cells, leaves)
-    storage.clock.note(cells.reshape(-1), 1, storage.rows.shape)
+    storage.clock.note(cells.reshape(-1), 1, storage.all_rows().shape)
 
 
-def edit(storage: Any, change: Callable[[TensorDictBase], Any], region: Any = None) -> None:
+def edit(storage: PackedStorage, change: Callable[[TensorDictBase], Any], region: Any = None) -> None:
     """Edit rows: ``change`` receives a TensorDict of rows and modifies it in place.
 
     ``region`` selects the rows like an index of a tensor ``[T, *lanes]``; ``None`` selects all written rows.
@@ -222,7 +226,7 @@ def edit(storage: Any, change: Callable[[TensorDictBase], Any], region: Any = No
         count_change(storage)
 
 
-def edit_all(storage: Any, change: Callable[[TensorDictBase], Any]) -> None:
+def edit_all(storage: PackedStorage, change: Callable[[TensorDictBase], Any]) -> None:
     """Edit all rows in place with torch's in-place operations; an error in any entry changes nothing."""
     with storage.lock:
         if storage.written_rows().dedup is None:  # `edit` changes a copy of deduplicated rows
@@ -230,7 +234,7 @@ def edit_all(storage: Any, change: Callable[[TensorDictBase], Any]) -> None:
         edit(storage, change)
 
 
-def edit_entries(storage: Any, cells: torch.Tensor, values: Mapping[tuple[str, ...], torch.Tensor]) -> None:
+def edit_entries(storage: PackedStorage, cells: torch.Tensor, values: Mapping[tuple[str, ...], torch.Tensor]) -> None:
     """Set the entries ``values``, ``[B, ...]`` each, of the rows at flat indices ``cells``."""
     # The revision stays the same, so that a trajectory index does not read all rows again.
     with storage.lock, held_back:

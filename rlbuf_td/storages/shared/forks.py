@@ -10,15 +10,18 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
+
+if TYPE_CHECKING:
+    from rlbuf_td.storages.packed import PackedStorage
 
 _LONGEST = 10.0  # seconds; otherwise, a thread that waits for the forking thread would stop both for ever
 _storages: WeakSet[Any] = WeakSet()
 _fork = threading.local()  # ``held``: the locks that the fork of this thread holds
 
 
-def watch(storage: Any) -> None:
+def watch(storage: PackedStorage) -> None:
     """Let later forks of this process wait for the calls that use ``storage``."""
     _storages.add(storage)
 

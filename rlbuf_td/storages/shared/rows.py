@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,6 +19,9 @@ from rlbuf_td.storages.rows import Rows
 from rlbuf_td.storages.shared.lock import ProcessLock
 from rlbuf_td.storages.shared.memory import NamelessFile, NumberOf, SharedNumbers
 from rlbuf_td.storages.torchrl_parts import count_change, listeners_of
+
+if TYPE_CHECKING:
+    from rlbuf_td.storages.packed import PackedStorage
 
 _PAGE = 4096
 #: Phases: no write; rows and counters are being written; both are written, but listeners may not be notified yet.
@@ -107,7 +110,7 @@ class Journal:
 class SharedRows:
     """The shared memory, lock and journal of a storage; the first writer allocates the rows."""
 
-    def __init__(self, storage: Any) -> None:
+    def __init__(self, storage: PackedStorage) -> None:
         self.journal = Journal()
         self._storage = storage
         self.file, self._beside = NamelessFile(), NamelessFile()  # for the rows; for all else
@@ -169,19 +172,10 @@ class SharedRows:
         return self.__dict__ | {"_has_rows": False}
 
 
-def share(storage: Any) -> Any:
-    """Share the rows with processes that are forked later, or that are spawned and receive this storage.
-
-    Rows in RAM move to shared memory. If no rows are allocated yet, the first process that writes allocates them. The
-    storage's ``lock`` admits one process at a time. If a process dies during a write, the write is undone.
-    Cost: one copy of all rows in RAM; later, each write also copies the rows that it replaces.
-
-    Raises:
-        ValueError: the rows are not on the CPU.
-        MemoryError: the written rows do not fit into shared memory a second time; nothing has changed.
-    """
+def share(storage: PackedStorage) -> None:
+    """Move the rows to shared memory, see :meth:`PackedStorage.share_memory_`."""
     if storage.shared_rows is not None:
-        return storage
+        return
     if torch.device("cpu" if storage.device == "auto" else storage.device).type != "cpu":
         raise ValueError(
             f"rows on {storage.device} cannot be shared by several processes: keep them on the CPU, and move batches "
@@ -211,4 +205,3 @@ def share(storage: Any) -> Any:
             shared.place(rows)
         storage.shared = storage.scratch_dir is None
         storage.lock, storage.live = shared.lock, None
-    return storage
