@@ -21,11 +21,12 @@ from torch import Tensor
 from rlbuf_td.buffers.parts import Parts
 from rlbuf_td.buffers.plan import is_plain
 from rlbuf_td.envs.trajectory_numbers import TrajectoryNumbers
-from rlbuf_td.kernels.batch import RING
+from rlbuf_td.kernels.batch import RING, parallel_loops
 from rlbuf_td.kernels.dispatch import machine_code
 from rlbuf_td.kernels.episodes import BitBoundaries
 from rlbuf_td.kernels.host_memory import HostTensors, has_memory
 from rlbuf_td.kernels.rank_order import ChunkedOrder
+from rlbuf_td.kernels.threads import LARGE
 from rlbuf_td.samplers import MinibatchSampler, ProportionalSampler, RankSampler, RecencySampler, UniformSampler
 from rlbuf_td.samplers.priorities import ALPHA, LARGEST, WEIGHED
 from rlbuf_td.samplers.wrapper import SamplerWrapper
@@ -166,6 +167,8 @@ class WritePlan:
             self.expected.clear()
         found = HostTensors([(leaf.dtype, lead + leaf.shape) for leaf in self.rows.layout.leaves])
         self.expected[lead] = found
+        if lead.numel() * int(self.ring["row_bytes"][0]) >= LARGE:
+            self.ring["loops"] = parallel_loops().ctypes.data
         return found
 
 

@@ -160,17 +160,26 @@ def prefetch_row(address, width):
     prefetch(address + width - 1)
 
 
+@inlined
+def first_segment(uniform):
+    return np.int64(uniform[0] * FIRST) % uniform.shape[0]
+
+
 @kernel
 def masses(uniform, total, step, out):
     # As strata.masses: step is the result of strata.step_of, and out may be uniform.
-    batch = uniform.shape[0]
+    masses_from(first_segment(uniform), uniform.shape[0], uniform, total, step, out)
+
+
+@kernel
+def masses_from(segment, batch, uniform, total, step, out):
+    """Implement :func:`masses` for a part of the draws of a batch; the first of them is in the given segment."""
     if step == 0:
-        for j in range(batch):
+        for j in range(uniform.shape[0]):
             out[j] = uniform[j] * total
         return
     width = total / batch
-    segment = np.int64(uniform[0] * FIRST) % batch
-    for j in range(batch):
+    for j in range(uniform.shape[0]):
         out[j] = (segment + uniform[j]) * width
         segment += step
         if segment >= batch:

@@ -18,6 +18,7 @@ import torch
 
 #: Bytes of the smallest batch for which several threads are worth it: threads that sleep take 0.1 ms to wake up.
 LARGE = 2 << 20
+DRAW_BYTES = 256  # bytes that are copied in the time of a draw
 _SOFT = 1  # omp_pause_soft
 
 
@@ -42,8 +43,8 @@ class ParallelLoop:
     """A compiled loop that several threads run, each on parts of a batch.
 
     The decorated function takes the address of a *job*: the number of parts taken so far, the number of parts, the size
-    of the batch, and further arguments, 8 bytes each. It takes parts with :func:`rlbuf_td.kernels.threads_cpu.take`
-    until none is left. It must not raise an error.
+    of the batch, and further arguments, 8 bytes each. It takes parts with
+    :func:`rlbuf_td.kernels.threads_cpu.take_part` until none is left. It must not raise an error.
     """
 
     def __init__(self, function: Callable[[int], None]) -> None:

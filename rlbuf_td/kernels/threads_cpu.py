@@ -9,7 +9,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from rlbuf_td.kernels.compiled import inlined, kernel, load, store
+from rlbuf_td.kernels.compiled import address_of, inlined, kernel, load, store
 
 _PART, _PARTS = 128 << 10, 8  # bytes in a part of a batch, and largest number of parts per thread
 _INT, _LONG = ir.IntType(32), ir.IntType(64)
@@ -48,7 +48,7 @@ def _call_run(typing_context: Any, function: Any, loop: Any, job: Any, threads: 
 
 
 @inlined
-def take(job):
+def take_part(job):
     """Return begin and end of the next part of a job, or 0, 0; see :class:`rlbuf_td.kernels.threads.ParallelLoop`."""
     part, parts, count = _count_up(job), load(job + 8, np.int64), load(job + 16, np.int64)
     return (count * part // parts, count * (part + 1) // parts) if part < parts else (0, 0)
@@ -65,3 +65,20 @@ def run_parts(run, threads_of, loop, job, nbytes):
     store(job + 8, parts, np.int64)
     _call_run(run, loop, job, threads)
     return True
+
+
+@kernel
+def run_loop(loops, place, nbytes, numbers, first, second):
+    """Run loop number ``place`` of ``loops``, the address of :func:`rlbuf_td.kernels.threads.addresses_of_loops`.
+
+    The job holds seven ``numbers``, the first of which is the size of the batch, and two floats. Return False if torch
+    may use one thread only.
+    """
+    job = np.empty(11, np.int64)
+    for k in range(7):
+        job[2 + k] = numbers[k]
+    store(address_of(job) + 72, first, np.float64)
+    store(address_of(job) + 80, second, np.float64)
+    functions = load(loops, np.int64), load(loops + 8, np.int64), load(loops + 16 + 8 * place, np.int64)
+    done = functions[0] != 0 and run_parts(*functions, address_of(job), nbytes)
+    return done and job[0] >= 0  # uses the job, so that its memory is not freed earlier

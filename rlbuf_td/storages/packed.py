@@ -41,7 +41,8 @@ class PackedStorage(LazyTensorStorage):
     """A TensorDict storage that keeps each transition as one row of bytes.
 
     The first write fixes the schema (keys, dtypes, shapes, nesting) and allocates the rows. Sampled batches are
-    copies. As in TorchRL, ``storage[i]`` and ``storage[i:j]`` are views, except of deduplicated keys. A view whose
+    copies. On the CPU, batches of 2 MiB or more are copied by ``torch.get_num_threads()`` threads.
+    As in TorchRL, ``storage[i]`` and ``storage[i:j]`` are views, except of deduplicated keys. A view whose
     memory is moved (``share_memory_``, a queue to another process) becomes a copy; the rows stay in place.
 
     Args:

@@ -7,12 +7,25 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDict
 from torch import Tensor
 
+from rlbuf_td import (
+    HindsightSampler,
+    NStepSampler,
+    PackedStorage,
+    ProportionalSampler,
+    RankSampler,
+    RecencySampler,
+    ReplayBuffer,
+    UniformSampler,
+)
 from rlbuf_td.functional import generalized_advantage_estimate
+from rlbuf_td.kernels import sum_tree
 from rlbuf_td.kernels.threads import openmp
 
 Call = Callable[[], list[Tensor]]
@@ -33,10 +46,71 @@ def advantages(lanes: int, features: int, dtype: torch.dtype) -> Call:
     return lambda: [*generalized_advantage_estimate(0.99, 0.95, value, next_value, reward, done, terminated)]
 
 
+def transitions(count: int) -> TensorDict:
+    done = torch.rand(count, 1) < 0.05
+    leaves = {"reward": torch.rand(count, 1), "done": done, "terminated": done, "truncated": torch.zeros_like(done)}
+    goals = {"desired_goal": torch.rand(count, 3), "achieved_goal": torch.rand(count, 3)}
+    later = TensorDict({"x": torch.rand(count, 70), **goals, **leaves}, [count])
+    return TensorDict({"x": torch.rand(count, 70), "flag": done.clone(), **goals, "next": later}, [count])
+
+
+def batches(sampler: Callable[[], Any]) -> Call:
+    """Sample twice, after writes that end in the middle of the ring, and read rows by their indices."""
+    rb = ReplayBuffer(storage=PackedStorage(20_000), sampler=sampler(), batch_size=12_345)
+    torch.manual_seed(0)
+    rb.extend(transitions(15_000))
+    rb.extend(transitions(15_000))
+
+    def call() -> list[Tensor]:
+        rb.set_rng(torch.Generator().manual_seed(0))
+        found = [leaf for _ in range(2) for leaf in rb.sample().values(True, True)]
+        index = torch.randint(0, 20_000, (9_876,))
+        found += [leaf for _ in range(3) for leaf in rb[index].values(True, True)]
+        return [leaf for leaf in found if isinstance(leaf, Tensor)]
+
+    return call
+
+
+def first_goal(rows: TensorDict) -> Tensor:
+    return rows["desired_goal"][:, :1]
+
+
+def writes() -> Call:
+    data = transitions(9_000)
+
+    def call() -> list[Tensor]:
+        rb = ReplayBuffer(storage=PackedStorage(20_000), sampler=ProportionalSampler(20_000), batch_size=10)
+        for _ in range(3):
+            rb.extend(data)
+        return [leaf.clone() for leaf in rb[:].values(True, True)] + [rb.sample()["index"]]
+
+    return call
+
+
+def draws(norm: str | None) -> Call:
+    tree = sum_tree.SumTree.empty(30_000)
+    sum_tree.update_(tree, torch.arange(30_000), torch.rand(30_000), 30_000, 0.6, 1e-3)
+
+    def call() -> list[Tensor]:
+        uniform = torch.rand(20_000, dtype=torch.float64)
+        return [*(sum_tree.draw(tree, uniform, True, 30_000, 0.4, norm) or ())]
+
+    return call
+
+
 CALLS: dict[str, Callable[[], Call]] = {
     "GAE": lambda: advantages(4097, 1, torch.float32),
     "GAE of float64": lambda: advantages(4099, 1, torch.float64),
     "GAE of several features": lambda: advantages(512, 9, torch.float32),
+    "draws, divided by the buffer's largest weight": lambda: draws("buffer"),
+    "draws, divided by the batch's largest weight": lambda: draws("batch"),
+    "uniform samples": lambda: batches(UniformSampler),
+    "recent samples": lambda: batches(RecencySampler),
+    "prioritized samples": lambda: batches(lambda: ProportionalSampler(20_000)),
+    "ranked samples": lambda: batches(lambda: RankSampler(20_000)),
+    "hindsight samples": lambda: batches(lambda: HindsightSampler(UniformSampler(), first_goal)),
+    "n-step samples": lambda: batches(lambda: NStepSampler(ProportionalSampler(20_000), 3, 0.9)),
+    "writes": writes,
 }
 
 

@@ -18,8 +18,9 @@ from rlbuf_td.kernels.dispatch import machine_code
 from rlbuf_td.kernels.host_memory import Entry, address_of
 from rlbuf_td.kernels.huge_pages import advise_huge_pages
 from rlbuf_td.kernels.rows import refuse_rows
+from rlbuf_td.kernels.threads import DRAW_BYTES, LARGE, addresses_of_loops
 
-__all__ = ["RING", "Gather", "LeafMemory", "gather_leaves", "gather_leaves_within"]
+__all__ = ["RING", "Gather", "LeafMemory", "gather_leaves", "gather_leaves_within", "parallel_loops"]
 
 
 class Gather:
@@ -49,6 +50,8 @@ class Gather:
             "extents": extents.ctypes.data,
             "count": count,
         }
+        if count * max(record["row_bytes"], DRAW_BYTES) >= LARGE:
+            record["loops"] = parallel_loops().ctypes.data
         fields = np.array([tuple(record.get(name, 0) for name in BATCH.names or ())], BATCH)
         self.address = fields.ctypes.data
         self._memory = LeafMemory([(dtype, torch.Size([count, *shape])) for dtype, shape in entries])
@@ -81,8 +84,19 @@ def gather_leaves(matrix: Tensor, index: Tensor, extents: np.ndarray, out: Seque
 
 def gather_leaves_within(matrix: Tensor, index: Tensor, extents: np.ndarray, targets: np.ndarray, live: int) -> bool:
     """Implement :func:`gather_leaves`, given the output's addresses; return False if an index is out of range."""
-    where = matrix.data_ptr(), matrix.stride(0) * matrix.element_size(), live, address_of(index), index.numel()
-    return _gather_within()(*where, extents, targets)
+    row_bytes = matrix.stride(0) * matrix.element_size()
+    where = matrix.data_ptr(), row_bytes, live, address_of(index), index.numel()
+    loops = parallel_loops().ctypes.data if index.numel() * row_bytes >= LARGE else 0
+    return _gather_within()(*where, extents, targets, loops)
+
+
+@cache
+def parallel_loops() -> np.ndarray:
+    """Return the addresses with which the kernels of this folder run their loops in several threads."""
+    from rlbuf_td.kernels.batch import cpu
+    from rlbuf_td.kernels.sum_tree.cpu import find_in_parts, weigh_in_parts
+
+    return addresses_of_loops(find_in_parts, weigh_in_parts, cpu.gather_in_parts, cpu.scatter_in_parts)
 
 
 @cache
@@ -90,4 +104,4 @@ def _gather_within() -> Callable[..., bool]:
     from rlbuf_td.kernels.batch import cpu
 
     numbers = np.empty(0, np.int64)
-    return machine_code(cpu.gather_within, *[0] * 5, numbers.reshape(0, 2), numbers)
+    return machine_code(cpu.gather_within, *[0] * 5, numbers.reshape(0, 2), numbers, 0)

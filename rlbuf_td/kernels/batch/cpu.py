@@ -14,9 +14,11 @@ Args:
 
 import numpy as np
 from numba import carray
+from numba.np.unsafe.ndarray import to_fixed_tuple
 
 from rlbuf_td.kernels.batch.ring import BATCH, RING
 from rlbuf_td.kernels.compiled import (
+    address_of,
     copy_bytes,
     copy_few,
     finish_streams,
@@ -41,12 +43,15 @@ from rlbuf_td.kernels.rows.cpu import skip_ring
 from rlbuf_td.kernels.strata import NORMS
 from rlbuf_td.kernels.sum_tree.cpu import draw, fill, update, weigh_beside
 from rlbuf_td.kernels.sum_tree.tree import REFUSED
+from rlbuf_td.kernels.threads import LARGE, ParallelLoop
+from rlbuf_td.kernels.threads_cpu import run_loop, take_part
 
 BY_BATCH = NORMS["batch"]
 TREE, ORDER = 9, 4 + len(Chunks._fields)  # lengths of ``SumTree.addresses`` and ``ChunkedOrder.addresses``
 # One block of rows is copied, leaf by leaf, while the next block is prefetched. After a learner's step, blocks of 16
 # rows take 6 to 12 % longer, and blocks of 256 as long. Copying row by row would take 1.5 times as long.
 _BLOCK = 64
+GATHER, SCATTER = 2, 3  # places of the loops in ``parallel_loops()``, after those of the sum tree
 _ZERO = np.int64(0)  # numba would compile the callee again for a literal
 _LARGE = 1_024  # bytes; the hardware prefetches larger rows equally well
 # Large leaves are copied past the caches if the batch, or the storage that is written, has more bytes than this. That
@@ -57,38 +62,61 @@ _STREAMED = 16 << 20
 @kernel
 def gather(rows, row_bytes, index, leaves, targets):
     """Copy leaf ``k`` of the rows in ``index`` to address ``targets[k]``; ``leaves[k]`` holds its offset and size."""
-    count, small = index.shape[0], row_bytes < _LARGE
-    streams = count * row_bytes > _STREAMED
-    for begin in range(-_BLOCK, count, _BLOCK):
-        end = min(begin + _BLOCK, count)
-        for i in range(end, min(end + _BLOCK, count) if small else end):
+    gather_part(rows, row_bytes, index, leaves, targets, _ZERO, index.shape[0])
+
+
+@kernel
+def gather_part(rows, row_bytes, index, leaves, targets, first, last):
+    """Implement :func:`gather` for the rows in ``index[first:last]``."""
+    small, streams = row_bytes < _LARGE, index.shape[0] * row_bytes > _STREAMED
+    for begin in range(first - _BLOCK, last, _BLOCK):
+        end = min(begin + _BLOCK, last)
+        for i in range(end, min(end + _BLOCK, last) if small else end):
             prefetch_row(rows + index[i] * row_bytes, row_bytes)
         for leaf in range(leaves.shape[0]):
             source, width, target = rows + leaves[leaf, 0], leaves[leaf, 1], targets[leaf]
             if width == 1:
-                for i in range(max(begin, 0), end):
+                for i in range(max(begin, first), end):
                     store(target + i, load(source + index[i] * row_bytes, np.uint8), np.uint8)
             elif width == 4:
-                for i in range(max(begin, 0), end):
+                for i in range(max(begin, first), end):
                     store(target + i * 4, load(source + index[i] * row_bytes, np.int32), np.int32)
             elif streams and width >= _LARGE:
-                for i in range(max(begin, 0), end):
+                for i in range(max(begin, first), end):
                     stream_bytes(target + i * width, source + index[i] * row_bytes, width)
             else:
-                for i in range(max(begin, 0), end):
+                for i in range(max(begin, first), end):
                     copy_bytes(target + i * width, source + index[i] * row_bytes, width)
     if streams:
         finish_streams()
 
 
+@inlined
+def _fields(job):
+    return to_fixed_tuple(carray(pointer(job + 16), 7, np.int64), 7)
+
+
+@ParallelLoop
+def gather_in_parts(job):
+    count, rows, row_bytes, index, count_of_leaves, leaves, targets = _fields(job)
+    where = carray(pointer(index), count, np.int64), carray(pointer(leaves), (count_of_leaves, 2), np.int64)
+    out = carray(pointer(targets), count_of_leaves, np.int64)
+    begin, end = take_part(job)
+    while begin < end:
+        gather_part(rows, row_bytes, *where, out, begin, end)
+        begin, end = take_part(job)
+
+
 @kernel
-def gather_within(rows, row_bytes, live, flat, count, leaves, targets):
+def gather_within(rows, row_bytes, live, flat, count, leaves, targets, loops):
     """Gather the rows with the indices at address ``flat``, or return False if an index is not in ``[0, live)``."""
     index = carray(pointer(flat), count, np.int64)
     for i in range(count):
         if index[i] < 0 or index[i] >= live:
             return False
-    gather(rows, row_bytes, index, leaves, targets)
+    numbers = count, rows, row_bytes, flat, np.int64(leaves.shape[0]), address_of(leaves), address_of(targets)
+    if not loops or not run_loop(loops, GATHER, count * row_bytes, numbers, 0.0, 0.0):
+        gather(rows, row_bytes, index, leaves, targets)
     return True
 
 
@@ -99,6 +127,10 @@ def batch_at(address):
 
 @inlined
 def gather_batch(batch, index, targets):
+    if batch.loops:
+        where = batch.rows, batch.row_bytes, address_of(index), batch.leaves, batch.extents, targets
+        if run_loop(batch.loops, GATHER, len(index) * batch.row_bytes, (len(index), *where), 0.0, 0.0):
+            return
     leaves = carray(pointer(batch.extents), (batch.leaves, 2), np.int64)
     gather(batch.rows, batch.row_bytes, index, leaves, carray(pointer(targets), batch.leaves, np.int64))
 
@@ -148,7 +180,8 @@ def sample_proportional(address, targets, step, written, beta, mode, now):
     batch = batch_at(address)
     index, importance, mass, place = _drawn(batch, targets)
     tree = carray(pointer(batch.table), TREE, np.int64)
-    if not draw(tree, mass, step, written, beta, mode, index, importance) or not _are_written(index, written):
+    drawn = draw(tree, mass, step, written, beta, mode, index, importance, batch.loops)
+    if not drawn or not _are_written(index, written):
         return False
     first = index[0]
     fresh = _put_fresh(batch, place)
@@ -259,8 +292,11 @@ def write_ring(address, count, lanes_first, index):
     last = (start + kept - 1) % ring.steps
     if not _is_usual(ring, cursor, start, kept, revision):
         return -1
-    _scatter(ring, start, kept, count, lanes_first)
     lanes = max(ring.lanes, 1)
+    numbers = kept, address, start, count, np.int64(lanes_first), _ZERO, _ZERO
+    nbytes = kept * lanes * ring.row_bytes
+    if not ring.loops or nbytes < LARGE or not run_loop(ring.loops, SCATTER, nbytes, numbers, 0.0, 0.0):
+        _scatter(ring, start, kept, count, lanes_first, _ZERO, kept)
     store(ring.clock, load(ring.clock, np.int64) + kept, np.int64)
     store(ring.clock_last, last, np.int64)
     store(ring.length, max(load(ring.length, np.int64), min(start + kept, ring.steps) * lanes), np.int64)
@@ -338,13 +374,16 @@ def _is_usual(ring, cursor, start, kept, revision):
 
 
 @kernel
-def _scatter(ring, start, kept, count, lanes_first):
-    """Copy the last ``kept`` of ``count`` time steps to the ring, from position ``start`` on."""
+def _scatter(ring, start, kept, count, lanes_first, begin, end):
+    """Copy the last ``kept`` of ``count`` time steps to the ring, from position ``start`` on.
+
+    Of these time steps, only those from number ``begin`` to number ``end - 1`` are copied.
+    """
     lanes = max(ring.lanes, 1)
     extents = carray(pointer(ring.extents), (ring.leaves, 2), np.int64)
     sources = carray(pointer(ring.sources), ring.leaves, np.int64)
     streams = ring.steps * lanes * ring.row_bytes > _STREAMED
-    for k in range(count - kept, count):
+    for k in range(count - kept + begin, count - kept + end):
         t = start + k - (count - kept)
         t -= ring.steps if t >= ring.steps else 0
         for lane in range(lanes):
@@ -358,6 +397,16 @@ def _scatter(ring, start, kept, count, lanes_first):
                     copy_few(row + extents[leaf, 0], sources[leaf] + cell * width, width)
     if streams:
         finish_streams()
+
+
+@ParallelLoop
+def scatter_in_parts(job):
+    kept, address, start, count, lanes_first, _, _ = _fields(job)
+    ring = carray(pointer(address), 1, RING)[0]
+    begin, end = take_part(job)
+    while begin < end:
+        _scatter(ring, start, kept, count, lanes_first != 0, begin, end)
+        begin, end = take_part(job)
 
 
 @kernel

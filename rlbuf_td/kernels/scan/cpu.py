@@ -11,7 +11,7 @@ from numba import carray
 from rlbuf_td.kernels.code_cache import cached_njit
 from rlbuf_td.kernels.compiled import load, pointer
 from rlbuf_td.kernels.threads import ParallelLoop
-from rlbuf_td.kernels.threads_cpu import take
+from rlbuf_td.kernels.threads_cpu import take_part
 
 _contracted = cached_njit(nogil=True, fastmath={"contract"})
 
@@ -136,7 +136,7 @@ def gae_in_parts(job):
     numbers = carray(pointer(job + 24), 13, np.int64)
     double, gamma, decay = numbers[0], load(job + 32, np.float64), load(job + 40, np.float64)
     lanes, steps, features = numbers[10], numbers[11], numbers[12]
-    begin, end = take(job)
+    begin, end = take_part(job)
     while begin < end:
         first, last = 4 * begin, min(4 * end, lanes)
         flag = first * steps * features  # bytes before the first of these lanes: of a flag, and of a number
@@ -150,4 +150,4 @@ def gae_in_parts(job):
         )
         columns = value, next_value, reward, done, terminated, advantage, target
         gae(double, gamma, decay, *columns, last - first, steps, features)
-        begin, end = take(job)
+        begin, end = take_part(job)

@@ -15,6 +15,8 @@ Source: Schaul et al., Prioritized Experience Replay, ICLR 2016, appendix B.2.1.
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -24,6 +26,7 @@ from rlbuf_td.kernels.strata import NORMS, step_of
 from rlbuf_td.kernels.sum_tree import reference
 from rlbuf_td.kernels.sum_tree.reference import weight_of
 from rlbuf_td.kernels.sum_tree.tree import LARGEST, REFUSED, SMALLEST, Number, SumTree, tree_bytes
+from rlbuf_td.kernels.threads import DRAW_BYTES, LARGE, addresses_of_loops
 
 __all__ = ["LARGEST", "REFUSED", "SMALLEST", "SumTree", "draw", "fill_", "rebuild_", "reweigh_", "tree_bytes"]
 __all__ += ["update_", "weigh_beside_", "weight_of"]
@@ -97,9 +100,17 @@ def draw(
     law = step_of(batch, stratified), int(rows), float(beta), NORMS[norm]
     from rlbuf_td.kernels.sum_tree import cpu
 
-    if not cpu.draw(tree.addresses, uniform.numpy(), *law, index, weight):
+    loops = _loops().ctypes.data if batch * DRAW_BYTES >= LARGE else 0
+    if not cpu.draw(tree.addresses, uniform.numpy(), *law, index, weight, loops):
         return None
     return torch.from_numpy(index), torch.from_numpy(weight)
+
+
+@cache
+def _loops() -> np.ndarray:
+    from rlbuf_td.kernels.sum_tree import cpu
+
+    return addresses_of_loops(cpu.find_in_parts, cpu.weigh_in_parts)
 
 
 def weigh_beside_(tree: SumTree, index: Tensor, drawn: Tensor, beta: float, weight: Tensor) -> bool:

@@ -7,9 +7,22 @@ avoid numba's check for negative indices.
 import numpy as np
 from numba import carray, uint64
 
-from rlbuf_td.kernels.compiled import acceptable, inlined, kernel, masses, pointer, prefetch, touch
+from rlbuf_td.kernels.compiled import (
+    acceptable,
+    address_of,
+    first_segment,
+    inlined,
+    kernel,
+    load,
+    masses_from,
+    pointer,
+    prefetch,
+    touch,
+)
 from rlbuf_td.kernels.strata import LEAST_RATIO, MOST_RATIO
 from rlbuf_td.kernels.sum_tree.tree import BLOCK, LARGEST, REFUSED, SMALLEST
+from rlbuf_td.kernels.threads import DRAW_BYTES, ParallelLoop
+from rlbuf_td.kernels.threads_cpu import run_loop, take_part
 
 _ONE, _TWO, _THREE, _FOUR, _SEVEN = (np.uint64(k) for k in (1, 2, 3, 4, 7))
 _SHIFT = np.uint64(BLOCK.bit_length() - 1)
@@ -195,24 +208,70 @@ def _draw_in_blocks(weight, mass, node):
 
 
 @kernel
-def draw(tree, uniform, step, rows, beta, mode, index, importance):
-    # As sum_tree.draw: step is the result of strata.step_of, and mode a value of strata.NORMS.
-    starts, _, weight, sums, before, minima = _arrays(tree)
+def draw(tree, uniform, step, rows, beta, mode, index, importance, loops):
+    # As sum_tree.draw: step is the result of strata.step_of, and mode a value of strata.NORMS. For several threads,
+    # loops is the address of threads.addresses_of_loops(find_in_parts, weigh_in_parts), else 0.
+    starts, _, weight, sums, _, minima = _arrays(tree)
     root = starts[starts.shape[0] - 1]
     total = sums[root]
     if not total > 0.0:
         return False
-    mass, node = uniform, index.view(np.uint64)  # updated in place, level by level
-    masses(uniform, total, step, mass)
-    node[:] = 0
-    _descend(tree, starts, before, mass, node)
-    _draw_in_blocks(weight, mass, node)
+    batch, node, segment = uniform.shape[0], index.view(np.uint64), first_segment(uniform)
+    numbers = batch, address_of(tree), step, segment, address_of(uniform), address_of(index), address_of(importance)
+    if not loops or not run_loop(loops, 0, batch * DRAW_BYTES, numbers, total, 0.0):
+        _find(tree, segment, batch, uniform, total, step, node)
     smallest = minima[root] if mode == 0 else np.inf if mode == 1 else total / rows
     if mode == 1:
         for j in range(node.shape[0]):
             smallest = min(smallest, weight[node[j]])
-    _importance(weight, node, smallest, beta, importance)
+    if not loops or not run_loop(loops, 1, batch * DRAW_BYTES, numbers, smallest, beta):
+        _importance(weight, node, smallest, beta, importance)
     return True
+
+
+@kernel
+def _find(tree, segment, batch, uniform, total, step, node):
+    """Write the drawn rows to ``node``; ``uniform`` is overwritten."""
+    starts, _, weight, _, before, _ = _arrays(tree)
+    mass = uniform  # updated in place, level by level
+    masses_from(segment, batch, uniform, total, step, mass)
+    node[:] = 0
+    _descend(tree, starts, before, mass, node)
+    _draw_in_blocks(weight, mass, node)
+
+
+@inlined
+def _job(job):
+    numbers = carray(pointer(job + 16), 7, np.int64)
+    return (
+        carray(pointer(numbers[1]), 9, np.int64),
+        carray(pointer(numbers[4]), numbers[0], np.float64),
+        carray(pointer(numbers[5]), numbers[0], np.uint64),
+        carray(pointer(numbers[6]), numbers[0], np.float32),
+        load(job + 72, np.float64),
+        load(job + 80, np.float64),
+    )
+
+
+@ParallelLoop
+def find_in_parts(job):
+    tree, uniform, node, _, total, _ = _job(job)
+    step, first = load(job + 32, np.int64), load(job + 40, np.int64)
+    begin, end = take_part(job)
+    while begin < end:
+        segment = (first + begin * step) % len(node)
+        _find(tree, segment, len(node), uniform[begin:end], total, step, node[begin:end])
+        begin, end = take_part(job)
+
+
+@ParallelLoop
+def weigh_in_parts(job):
+    tree, _, node, importance, smallest, beta = _job(job)
+    weight = _arrays(tree)[2]
+    begin, end = take_part(job)
+    while begin < end:
+        _importance(weight, node[begin:end], smallest, beta, importance[begin:end])
+        begin, end = take_part(job)
 
 
 @kernel
