@@ -29,6 +29,7 @@ from rlbuf_td import (
     NStepSampler,
     PackedStorage,
     ProportionalSampler,
+    RankSampler,
     ReplayBuffer,
     ReplayBufferMixture,
     SchemaError,
@@ -36,10 +37,16 @@ from rlbuf_td import (
     UniformSampler,
 )
 from rlbuf_td.checkpoint import CheckpointError
-from tests.catalogue import SAMPLERS, assert_same
+from tests import catalogue
+from tests.catalogue import assert_same
 from tests.statistics import assert_follows, power
 
 CAPACITY = 30
+SAMPLERS: dict[str, Any] = catalogue.SAMPLERS | {
+    "by batch": lambda rows: ProportionalSampler(rows, weight_norm="batch"),
+    "by nothing": lambda rows: RankSampler(rows, weight_norm=None),
+}
+MEMBERS = ["uniform", "recency", "proportional", "rank", "by batch", "by nothing"]
 
 
 def rows(first: int, count: int, lanes: int = 0) -> TensorDict:
@@ -87,13 +94,13 @@ def test_batches_hold_the_rows_that_their_index_names(one, other, lanes):
         check(mixed, batch)
         assert torch.bincount(batch["source"]).tolist() == [32, 32]
         mixed.extend(rows(2_000 + 100 * step, 2, lanes), "online")
-    assert (mixed._plan is not None) == (other == "uniform" and not lanes)
+    assert (mixed._bound is not None) == (not lanes)
     mixed.sampler.demos = 0.25
     assert torch.bincount(mixed.sample()["source"]).tolist() == [16, 48]
 
 
 class GeneralMixture(ReplayBufferMixture):
-    _plan = property(lambda mixture: None, lambda mixture, plan: None)
+    _bound = property(lambda mixture: None, lambda mixture, bound: None)
 
 
 def write(mixed: ReplayBufferMixture, name: str, first: int, count: int) -> object:
@@ -107,11 +114,22 @@ CHANGES: dict[str, Any] = {
     "sampler": lambda mixed, value: mixed["b"].set_sampler(SAMPLERS[("uniform", "recency")[value % 2]](CAPACITY)),
     "reload": lambda mixed, value: mixed.load_state_dict(mixed.state_dict()),
     "drawn": lambda mixed, value: setattr(mixed, "exact", value % 2 == 0),
+    "update": lambda mixed, value: update(mixed, value),
 }
 
 
+def update(mixed: ReplayBufferMixture, value: int) -> None:
+    """Update priorities from a batch; its TD errors of rows of other members may be NaN."""
+    batch = mixed.sample()
+    error = torch.randn(13, generator=torch.Generator().manual_seed(value))
+    error[batch["source"] == 1] = torch.nan if value % 3 == 0 else 1.0
+    batch["td_error"] = error if value % 2 else error[:, None]
+    write(mixed, "a", value, 1 + value % 3)
+    mixed.update_tensordict_priority(batch)
+
+
 @given(
-    st.sampled_from(["uniform", "recency", "proportional"]),
+    st.sampled_from([*MEMBERS]),
     st.sampled_from([0, 2]),
     st.lists(st.tuples(st.sampled_from(["sample", "sample", *CHANGES]), st.integers(0, 999)), max_size=15),
 )
@@ -133,6 +151,10 @@ def test_the_short_path_gives_what_the_general_path_gives(first, lanes, history)
             for mixed in pair:
                 torch.manual_seed(value)
                 CHANGES[step](mixed, value)
+    stored = torch.arange(len(pair[0]["a"]))
+    if hasattr(pair[0]["a"].sampler, "priority"):
+        assert torch.equal(*(mixed["a"].sampler.priority(stored) for mixed in pair))
+    assert pair[0].health() == pytest.approx(pair[1].health(), nan_ok=True)
 
 
 def test_batches_of_the_short_path_are_fresh_memory():
@@ -521,7 +543,7 @@ def test_health_is_of_the_last_batch():
     assert (health["one/share"], health["one/rows"], health["other/rows"]) == (0.5, 100, 10)
     batch = mixed.sample()
     last: Any = mixed["one"].last_draw
-    assert torch.equal(last[0][last[3]], batch["index"][:32])
+    assert torch.equal(last[0], batch["index"][:32])
     mixed.extend(TensorDict({"number": torch.arange(900)}, [900]))
     assert mixed.health()["one/age_max"] < 100  # the age at the draw
     own = mixed["one"].sample(5)

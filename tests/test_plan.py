@@ -30,6 +30,7 @@ from rlbuf_td import (
     SequenceSampler,
     UniformSampler,
 )
+from rlbuf_td.samplers.bound import BoundBatch
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 from tests import catalogue
 from tests.catalogue import assert_same, reward_fn
@@ -61,7 +62,8 @@ def terminated_fn(batch: TensorDict) -> torch.Tensor:
 
 
 class GeneralBuffer(ReplayBuffer):
-    sample_plan = write_plan = property(lambda rb: None, lambda rb, plan: None)
+    bound = property(lambda rb: {}, lambda rb, bound: None)
+    bound_write = property(lambda rb: None, lambda rb, plan: None)
 
 
 def steps(count: int, lanes: int | None, seed: int) -> TensorDict:
@@ -299,7 +301,7 @@ def test_lazily_negated_td_errors_update_priorities(rb, planned):
     batch = rb.sample()
     batch["td_error"] = torch._neg_view(-torch.arange(1.0, BATCH + 1))
     if not planned:
-        rb.sample_plan = None
+        rb.bound = {}
     rb.update_tensordict_priority(batch)
     last = {int(i): float(k) for k, i in enumerate(batch["index"], start=1)}
     assert rb.sampler.priority(torch.tensor([*last])).tolist() == [*last.values()]
@@ -387,9 +389,9 @@ def test_trajectories_in_shared_memory_are_kept_up_to_date(rb):
     for seed in range(3):
         index.reach(torch.arange(20))
         rb.extend(steps(3, None, seed))
-    assert rb.write_plan.holds()
+    assert rb.bound_write.holds()
     index.share_memory_()
-    assert not rb.write_plan.holds()  # it would write to freed memory
+    assert not rb.bound_write.holds()  # it would write to freed memory
     rb.extend(steps(9, None, 5))
     reach = index.reach(torch.arange(CAPACITY))
     index.rebuild()
@@ -420,7 +422,7 @@ def test_planned_writes_follow_counters_that_are_shared():
     rb = ReplayBuffer(storage=PackedStorage(20), batch_size=2)
     for first in range(0, 16, 4):
         if first == 12:
-            assert rb.write_plan is not None
+            assert rb.bound_write is not None
             rb.writer.share_memory_()
         rb.extend(TensorDict({"x": torch.arange(first, first + 4)}, [4]))
     assert (rb.write_count, rb.writer._cursor) == (16, 16)
@@ -432,11 +434,11 @@ def test_wrappers_take_the_short_path(wrapper):
     rb = next(buffers(wrapper, None))
     rb.extend(steps(20, None, 0))
     rb.sample()
-    plan = rb.sample_plan
-    assert plan is not None
+    bound = rb.bound[BATCH]
+    assert isinstance(bound, BoundBatch)
     rb.extend(steps(20, None, 1))
     rb.sample()
-    assert rb.sample_plan is plan
+    assert rb.bound[BATCH] is bound
 
 
 def test_deduplicated_rows_take_the_short_path():
@@ -446,10 +448,11 @@ def test_deduplicated_rows_take_the_short_path():
     step = steps(1, LANES, 1)[:, 0]
     for call in (rb.sample, lambda: rb.extend(steps(5, LANES, 2)), lambda: rb.add(step)):
         call()
-        plans = rb.sample_plan, rb.write_plan
+        plans = rb.bound[BATCH], rb.bound_write
         call()
-        assert None not in plans
-        assert (rb.sample_plan, rb.write_plan) == plans
+        assert isinstance(plans[0], BoundBatch)
+        assert plans[1] is not None
+        assert (rb.bound[BATCH], rb.bound_write) == plans
     assert ("state",) in rb.storage.saved_bytes
 
 

@@ -28,6 +28,7 @@ from rlbuf_td import (
     make_transition,
     schema_of,
 )
+from rlbuf_td.buffers.bound_write import BoundWrite
 from tests.environments import Walk
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
@@ -167,9 +168,9 @@ def test_reset_and_step_return_what_the_environment_returns(mode):
                 seen.append(env.reset(options={"reset_mask": ended}))
     for theirs, ours in zip(*results, strict=True):
         assert data_equivalence(theirs, ours)
-    plan = recorder.buffer.write_plan  # writes take the short path
-    assert plan is not None
-    assert plan.holds()
+    bound = recorder.buffer.bound_write  # writes are compiled
+    assert isinstance(bound, BoundWrite)
+    assert bound.holds()
 
 
 @pytest.mark.parametrize(("mode", "flat"), [(MODES[0], False), (MODES[1], True), (MODES[2], False)])

@@ -288,6 +288,7 @@ def describe(rb: Any) -> str:
         named.append(("transform", rb.transform))
     lines = [f"{name}={part!r},".replace("\n", "\n    ") for name, part in named]
     lines.append(f"batch_size={rb.batch_size}, fill={len(rb.storage) / rb.storage.max_size:.1%}")
+    lines.append(f"compiled: {rb.compiled}")
     return f"{type(rb).__name__}(\n    " + "\n    ".join(lines) + "\n)"
 
 
@@ -363,6 +364,7 @@ def share(rb: Buffer, shared: bool = True) -> Buffer:
     with storage.lock:
         if storage.is_reserved:
             complete_reserved(rb)
+        rb.bound = {}  # shared rows, counters and priorities have other addresses
         share_parts(storage, rb.sampler, rb.writer, rb.flow)
         rb.stale_updates.share_memory_()
         TensorDictReplayBuffer.share(rb, True)

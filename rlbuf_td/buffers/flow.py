@@ -280,4 +280,4 @@ def shutdown(rb: Any, timeout: float | None = None) -> None:
     if rb.flow is not None:
         rb.flow.shutdown()
     TensorDictReplayBuffer.shutdown(rb, timeout)
-    rb.sample_plan = rb.write_plan = None
+    rb.bound, rb.bound_write = {}, None

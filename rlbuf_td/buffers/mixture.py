@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 
+from rlbuf_td.buffers.bound_mixture import BoundMixture, bind_mixture
 from rlbuf_td.buffers.flow import permission
 from rlbuf_td.buffers.mixture_parts import (
     Part,
@@ -34,7 +35,6 @@ from rlbuf_td.buffers.mixture_parts import (
     with_lane,
     without_lane,
 )
-from rlbuf_td.buffers.mixture_plan import MixturePlan, make_mixture_plan
 from rlbuf_td.buffers.replay import ReplayBuffer
 from rlbuf_td.buffers.shares import Shares
 from rlbuf_td.buffers.writing import check_write_back, write_back_checked
@@ -120,7 +120,7 @@ class ReplayBufferMixture:
         refuse_members(members, shares, writes_to)
         self.members, self.sampler = dict(members), Shares({name: shares[name] for name in members})
         self.batch_size, self.exact, self.writes_to, self._rng = batch_size, bool(exact), writes_to, generator
-        self._plan: MixturePlan | None = None
+        self._bound: BoundMixture | None = None
         # A batch size, shares, bounds of the parts in a batch of this size, and whether all bounds are whole numbers.
         self._split: tuple[int, dict[str, float], list[float], bool] = 0, {}, [], True
         self._checked: list[Any] = []
@@ -161,7 +161,7 @@ class ReplayBufferMixture:
         refuse_entries(self.members)
         reserved = {name for name in layouts if self.members[name].storage.is_reserved}
         refuse_difference(layouts, reserved)
-        self._checked, self._plan = found, None
+        self._checked, self._bound = found, None
 
     # -- writes
 
@@ -188,10 +188,10 @@ class ReplayBufferMixture:
 
     def counts(self, batch_size: int) -> list[int]:
         """Return the number of rows that each member provides for a batch; each call may round differently."""
-        if self._plan is not None and not self._plan.has_all_parts():
-            self._plan = None
-        # Members with a plan draw no windows.
-        window = lcm(*(window_of(each.sampler) for each in self.members.values())) if self._plan is None else 1
+        if self._bound is not None and not self._bound.has_all_parts():
+            self._bound = None
+        # Members with bound draws draw no windows.
+        window = lcm(*(window_of(each.sampler) for each in self.members.values())) if self._bound is None else 1
         if batch_size % window:
             raise ValueError(f"batch_size={batch_size} must be a multiple of {window}, the windows of the members")
         return [count * window for count in self._parts_of(batch_size // window)]
@@ -229,8 +229,9 @@ class ReplayBufferMixture:
         size = size if type(size) is int else whole(1)("batch_size", size)
         if size < 1:
             raise ValueError(f"a batch must have at least one row, got batch_size={size}")
-        counts, plan = self.counts(size), self._plan
-        batch = plan.sample(counts) if plan is not None and plan.size == size else None
+        counts, bound = self.counts(size), self._bound
+        has_flow = any(member.flow is not None for member in self.members.values())
+        batch = bound.sample(counts) if bound is not None and bound.size == size and not has_flow else None
         if batch is not None:
             return batch
         self._refuse_other_schemas()
@@ -243,8 +244,12 @@ class ReplayBufferMixture:
             for name, count in needed.items():
                 if self.members[name].flow is not None:
                     admitted.enter_context(permission(self.members[name], count, False, None))
+            bound = self._bound
+            batch = bound.sample(counts) if bound is not None and bound.size == size and has_flow else None
+            if batch is not None:
+                return batch
             batch = self._joined({name: part_of(self.members[name], count) for name, count in needed.items()})
-        self._plan = make_mixture_plan([*self.members.values()], size)
+        self._bound = bind_mixture(self.members, size)
         return batch
 
     def _joined(self, parts: dict[str, Part]) -> TensorDictBase:
@@ -280,6 +285,8 @@ class ReplayBufferMixture:
 
             After an error, all priorities are unchanged.
         """
+        if self._bound is not None and self._bound.update(data):
+            return
         flat, updates = data.reshape(-1), []
         for name, is_own in members_of(flat, self.names).items():
             member, parts = self.members[name], self.members[name].initialize()
@@ -388,7 +395,7 @@ class ReplayBufferMixture:
         return shares | {f"{name}/{key}": value for name, report in found.items() for key, value in report.items()}
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_plan": None, "_checked": []}
+        return self.__dict__ | {"_bound": None, "_checked": []}
 
     def __repr__(self) -> str:
         shares = self.sampler.by_name

@@ -243,7 +243,7 @@ def restore_options(rb: Any, batch_size: int | None, consume_after_n_samples: in
 def order_lost(rb: Any) -> None:
     """Stop fast draws of a sampler that needs rows in time order; the next draw then raises an error."""
     if getattr(vars(rb).get("_sampler"), "needs_order", False):  # absent while a copy is made
-        rb.sample_plan = None
+        rb.bound = {}
 
 
 def _refuse_if_shared(rb: Any, part: str) -> None:

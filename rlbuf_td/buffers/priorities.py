@@ -57,10 +57,10 @@ def update_tensordict_priority(rb: Any, data: TensorDictBase) -> None:
     parts = rb.parts or rb.initialize()
     if parts.prioritized is None or parts.has_units:
         return TensorDictReplayBuffer.update_tensordict_priority(rb, data)
-    plan = rb.sample_plan
-    if plan is not None and not rb.copies_batches:
+    bound = rb.bound.get(data.numel())
+    if bound is not None and not isinstance(bound, str) and not rb.copies_batches:
         with parts.storage.lock:
-            stale = plan.update(data, rb.priority_key) if rb.sample_plan is plan else None
+            stale = bound.update(data, rb.priority_key) if rb.bound.get(data.numel()) is bound else None
         if stale is not None:
             rb.stale_updates.add(stale)
             return None

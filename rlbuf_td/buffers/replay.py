@@ -16,21 +16,22 @@ from tensordict.nn.utils import _set_dispatch_td_nn_modules
 from torchrl.data.replay_buffers import TensorDictReplayBuffer
 
 from rlbuf_td.buffers import abilities, editing, flow, minari_data, parts, prefetch, priorities, torchrl_data, writing
+from rlbuf_td.buffers.bound_write import BoundWrite
 from rlbuf_td.buffers.parts import Parts, as_size
-from rlbuf_td.buffers.plan import Planned
 from rlbuf_td.buffers.prefetch import Prefetcher, Sample
-from rlbuf_td.buffers.wrapped_plan import make_plan
-from rlbuf_td.buffers.write_plan import WritePlan
 from rlbuf_td.diagnostics.episode_stats import EpisodeStats
 from rlbuf_td.diagnostics.health import LastDraw, ReplayCount
 from rlbuf_td.diagnostics.html import html_of
 from rlbuf_td.samplers import UniformSampler
+from rlbuf_td.samplers.bound import BoundBatch, bind
 from rlbuf_td.samplers.common import OwnSignature
 from rlbuf_td.storages import PackedStorage, torchrl_parts
 from rlbuf_td.storages.checks import usable_device
 from rlbuf_td.storages.indexing import attached_or_new, coordinates, merge_, put_back_
 from rlbuf_td.storages.write_clock import SAMPLED_AT, Tally
 from rlbuf_td.writers import RingWriter
+
+_MOST_SIZES = 8  # batch sizes whose bound stages are kept
 
 
 class ReplayBuffer(TensorDictReplayBuffer):
@@ -107,9 +108,9 @@ class ReplayBuffer(TensorDictReplayBuffer):
         self.replay_count: ReplayCount | None = None
         self.stale_updates = Tally()
         self._count_replays, self.include_info, self.has_environment = count_replays, include_info, False
-        self.sample_plan: Planned | None = None
-        self.write_plan: WritePlan | None = None
-        self._rows_without_plan: Any = None
+        #: Bound batches by size; in place of one, the reason in one line why there is none.
+        self.bound: dict[int, BoundBatch | str] = {}
+        self.bound_write: BoundWrite | str | None = None
         ahead = kwargs.get("prefetch") or 0
         self.flow = flow.make_flow(samples_per_insert, min_size, tolerance, ahead)
         device = None if device is None else usable_device(device)
@@ -183,7 +184,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
 
     def connect(self, *, default_priorities: bool = False) -> Parts:
         """Update ``parts``; with ``default_priorities``, rows without a priority get the priority of new rows."""
-        self.sample_plan = self.write_plan = self._rows_without_plan = None
+        self.bound, self.bound_write = {}, None
         transforms, has_units = getattr(self._transform, "transforms", ()), self._sample_unit is not None
         parts = Parts.of(self._storage, self._sampler, self._writer, transforms, has_units, self._has_collate_fn)
         self.parts = parts
@@ -219,18 +220,17 @@ class ReplayBuffer(TensorDictReplayBuffer):
             TimeoutError: the wait took longer than ``timeout``.
         """
         include_info = self.include_info if include_info is None else include_info
-        plan = self.sample_plan
-        is_usual = batch_size in (None, self._batch_size) and include_info and not return_info
-        if plan is not None and is_usual and self.returns_as_drawn:
-            planned = self._sample_by(plan)
-            if planned is not None:
-                return planned[0]
-        if wait or self.flow is not None:
-            with flow.permission(self, batch_size or self._batch_size, wait, timeout):
-                return self._sample_unplanned(batch_size, return_info, include_info)
-        return self._sample_unplanned(batch_size, return_info, include_info)
+        if not wait and self.flow is None:
+            return self._sample_now(batch_size, return_info, include_info)
+        with flow.permission(self, batch_size or self._batch_size, wait, timeout):
+            return self._sample_now(batch_size, return_info, include_info)
 
-    def _sample_unplanned(self, batch_size: int | None, return_info: bool, include_info: bool) -> Any:
+    def _sample_now(self, batch_size: int | None, return_info: bool, include_info: bool) -> Any:
+        size = self._batch_size if batch_size is None else batch_size
+        if type(size) is int and size in self.bound and include_info and not return_info and self.returns_as_drawn:
+            drawn = self._draw_bound(size)
+            if drawn is not None:
+                return drawn[0]
         if not (self.parts or self.initialize()).draws:
             generally = super().sample if include_info else super(TensorDictReplayBuffer, self).sample
             return generally(batch_size, return_info)
@@ -240,8 +240,8 @@ class ReplayBuffer(TensorDictReplayBuffer):
             batch, info = super(TensorDictReplayBuffer, self).sample(batch_size, return_info=True)
         else:
             batch, info = self._sample(size)
-            if self.sample_plan is None and not self.parts.is_looking:
-                self._make_plan()
+        if size is not None and size not in self.bound and not self.parts.is_looking:
+            self._bind(size)
         if not include_info:
             batch = self.parts.without_report(batch, info)
         return (batch, info) if return_info else batch
@@ -252,24 +252,48 @@ class ReplayBuffer(TensorDictReplayBuffer):
         is_moved = self._pin_memory or (self.prefetcher is not None and self.copies_batches)
         return not (is_moved or self._service_shutdown or torchrl_parts.modules_of(self.parts.transforms))
 
-    def _sample_by(self, plan: Planned) -> Sample | None:
-        """Sample in one compiled call, see :mod:`rlbuf_td.buffers.plan`; return None if the plan is outdated."""
+    @property
+    def compiled(self) -> str:
+        """The calls that compiled code executes, and in one line why others are not compiled.
+
+        Example:
+            >>> import torch
+            >>> from tensordict import TensorDict
+            >>> rb = ReplayBuffer(batch_size=2)
+            >>> for _ in range(2):
+            ...     _ = rb.extend(TensorDict({"x": torch.zeros(4)}, [4])), rb.sample()
+            >>> rb.compiled
+            'add, extend, sample'
+        """
+        bound = self.bound.get(self._batch_size or 0, next(iter(self.bound.values()), None))
+        update = "" if self.parts is None or self.parts.prioritized is None else ", update_tensordict_priority"
+        calls = {"add, extend": self.bound_write, f"sample{update}": bound}
+        if self.parts is not None and not self.parts.draws:
+            calls[f"sample{update}"] = "TorchRL's code draws"
+        found = [name for name, stage in calls.items() if not (stage is None or isinstance(stage, str))]
+        others = [f"not {name}: {stage or 'no call yet'}" for name, stage in calls.items() if name not in found]
+        return "; ".join([*([", ".join(found)] if found else []), *others])
+
+    def _draw_bound(self, size: int) -> Sample | None:
+        """Draw a batch by :attr:`bound` stages; return None if there are none for this size, or they are outdated."""
         with self.parts.storage.lock:
-            drawn, newest = plan.sample() if self.sample_plan is plan else None, plan.newest
-        if drawn is None:
-            self.sample_plan = None
-            return None
-        report = drawn.report
-        self.last_draw = report["index"], report.get("priority_weight"), newest
+            bound = self.bound.get(size)
+            drawn = None if bound is None or isinstance(bound, str) else bound.sample()
+            if drawn is None:
+                if not isinstance(bound, str):
+                    self.bound.pop(size, None)
+                return None
+            report, newest = drawn.report, bound.newest  # type: ignore[union-attr]
+            self.last_draw = report["index"], report.get("priority_weight"), newest
+            if self.replay_count is not None:
+                self.replay_count.count_(report["index"])
         return drawn.batch, report
 
-    def _make_plan(self) -> None:
-        rows = getattr(self._storage, "rows", None)
-        if rows is self._rows_without_plan or self.replay_count is not None or self.flow is not None:
-            return
+    def _bind(self, size: int) -> None:
         with self.locked():
-            self.sample_plan = make_plan(self._storage, self._sampler, self._batch_size)
-        self._rows_without_plan = rows if self.sample_plan is None else None
+            if len(self.bound) == _MOST_SIZES:
+                self.bound.clear()
+            self.bound[size] = bind(self._storage, self._sampler, size)
 
     def _sample(self, batch_size: int) -> Sample:
         if self.prefetcher is not None and (self.parts.draws or self.copies_batches):  # not in TorchRL's threads
@@ -285,12 +309,12 @@ class ReplayBuffer(TensorDictReplayBuffer):
 
     def draw(self, batch_size: int) -> Sample | None:
         """Return an untransformed batch and the sampler's report, or None if TorchRL's code must draw."""
-        storage, plan = self._storage, self.sample_plan
-        planned = self._sample_by(plan) if plan is not None and batch_size == self._batch_size else None
-        if planned is not None and storage.ndim > 1:
-            planned[1]["index"] = planned[1]["index"].unbind(-1)
-        if planned is not None or not self.parts.is_packed:
-            return planned
+        storage = self._storage
+        drawn = self._draw_bound(batch_size) if batch_size in self.bound else None
+        if drawn is not None and storage.ndim > 1:
+            drawn[1]["index"] = drawn[1]["index"].unbind(-1)
+        if drawn is not None or not self.parts.is_packed:
+            return drawn
         with storage.lock:
             parts = self.parts  # under the lock: another thread may replace the sampler
             if not parts.draws:
@@ -386,7 +410,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
             self.share()
         state = super().__getstate__()
         state.pop("_own_lock")
-        return state | {"sample_plan": None, "write_plan": None, "_rows_without_plan": None}  # plans hold addresses
+        return state | {"bound": {}, "bound_write": None}  # these hold addresses
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._own_lock = RLock()

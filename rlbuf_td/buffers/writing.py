@@ -11,10 +11,10 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn.utils import _set_dispatch_td_nn_modules
 from torchrl.data.replay_buffers import Sampler, TensorDictReplayBuffer
 
+from rlbuf_td.buffers.bound_write import BoundWrite, bind_write
 from rlbuf_td.buffers.flow import inserting
 from rlbuf_td.buffers.parts import Parts
 from rlbuf_td.buffers.reserved import with_trajectory_ids
-from rlbuf_td.buffers.write_plan import make_write_plan
 from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.samplers.common import refuse_errors, refuse_taken
 from rlbuf_td.samplers.n_step import joins_steps
@@ -35,9 +35,7 @@ def add(rb: Any, data: TensorDictBase) -> int | torch.Tensor:
         ValueError: a TD error in the data is NaN or infinite, or flow control can never admit the write.
         RuntimeError: the buffer has been shut down; nothing has changed.
     """
-    plan = rb.write_plan
-    index = None if plan is None else plan.write(data, True)
-    return _write_in_turn(rb, data, "add", True) if index is None else index
+    return _write_in_turn(rb, data, "add", True)
 
 
 def extend(rb: Any, tensordicts: TensorDictBase, *, update_priority: bool | None = None) -> torch.Tensor:
@@ -55,9 +53,7 @@ def extend(rb: Any, tensordicts: TensorDictBase, *, update_priority: bool | None
     Warns:
         UserWarning: (on the first write) a row holds several steps, because the data has more batch dims than ``ndim``.
     """
-    plan = rb.write_plan
-    index = None if plan is None else plan.write(tensordicts, False)
-    return _write_in_turn(rb, tensordicts, "extend", update_priority is not False) if index is None else index
+    return _write_in_turn(rb, tensordicts, "extend", update_priority is not False)
 
 
 def refuse_shut_down(rb: Any) -> None:
@@ -69,6 +65,8 @@ def refuse_shut_down(rb: Any) -> None:
 
 def _write_in_turn(rb: Any, data: TensorDictBase, how: str, update_priority: bool) -> Any:
     """Write the data as soon as flow control, if any, admits the write."""
+    if rb.flow is None and rb.episode_stats is None:
+        return _write(rb, data, how, update_priority)
     refuse_shut_down(rb)
     write = _write if rb.episode_stats is None else _write_and_count
     if rb.flow is None:
@@ -204,6 +202,11 @@ def _write_and_count(rb: Any, data: TensorDictBase, how: str, update_priority: b
 
 
 def _write(rb: Any, data: TensorDictBase, how: str, update_priority: bool) -> Any:
+    bound = rb.bound_write
+    index = bound.write(data, how == "add") if isinstance(bound, BoundWrite) else None
+    if index is not None:
+        return index
+    refuse_shut_down(rb)
     parts = rb.parts or rb.initialize()
     data = _transitions(data, how)
     if parts.writes_generally:
@@ -214,8 +217,7 @@ def _write(rb: Any, data: TensorDictBase, how: str, update_priority: bool) -> An
             data = rb.transform.inv(data)
         if data is None:  # a transform may hold back data
             return torch.zeros((0, parts.storage.ndim), dtype=torch.long, device="cpu")
-        plan = rb.write_plan
-        index = None if plan is None else plan.write(data, how == "add", transformed=True)
+        index = bound.write(data, how == "add", transformed=True) if isinstance(bound, BoundWrite) else None
         if index is not None:
             return index
     return _write_rows(rb, parts, data, how, update_priority)
@@ -253,8 +255,8 @@ def _write_rows(rb: Any, parts: Parts, data: TensorDictBase, how: str, update_pr
         getattr(parts.sampler, how)(index)
         if td_error is not None and parts.prioritized is not None:
             parts.prioritized.update_priority(index, td_error, storage=parts.storage)
-        if rb.write_plan is None or not rb.write_plan.holds():
-            rb.write_plan = None if rb.is_shut_down else make_write_plan(rb, parts)
+        if not isinstance(rb.bound_write, BoundWrite) or not rb.bound_write.holds():
+            rb.bound_write = None if rb.is_shut_down else bind_write(rb, parts)
     return index
 
 

@@ -38,9 +38,8 @@ from rlbuf_td.storages.stretches import stretches_of
 from rlbuf_td.storages.torchrl_parts import step_before_cursor
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 
-#: The index of a batch, its importance weights, and the newest time step at the draw (-1: unknown); in a mixture also
-#: the slice of the batch that is of this buffer.
-LastDraw: TypeAlias = tuple[Any, torch.Tensor | None, int] | tuple[Any, None, int, slice]
+#: The index of the drawn rows, their importance weights, and the newest time step at the draw (-1: unknown).
+LastDraw: TypeAlias = tuple[Any, torch.Tensor | None, int]
 
 _QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9, "max": 1.0}
 
@@ -147,10 +146,9 @@ def ages(storage: Storage, writer: Writer, last_draw: LastDraw) -> torch.Tensor 
     """Return the ages of the drawn rows, ``[B]`` time steps; ``None`` if the writer does not write in time order."""
     if not isinstance(writer, RoundRobinWriter) or not len(storage):
         return None
-    index, _, newest, *own = last_draw
+    index, _, newest = last_draw
     if newest < 0 and hasattr(storage, "clock"):  # unknown
         newest = step_before_cursor(writer)
-    index = index[own[0]] if own else index
     lanes = lanes_of(storage).numel()
     steps = storage.max_size // lanes
     return (newest - rows_of(index, storage) // lanes) % steps

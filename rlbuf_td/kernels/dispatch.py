@@ -12,12 +12,13 @@ import importlib
 import pkgutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 Backend: TypeAlias = Literal["numba", "torch"]
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 _forced: Backend | None = None  # set by tests; applies to every device
 _is_compiling = torch.compiler.is_compiling
@@ -41,6 +42,27 @@ def import_kernels() -> None:
     room = str(Path(__file__).parent)
     for module in pkgutil.walk_packages([room], f"{__package__}."):
         importlib.import_module(module.name)
+
+
+def compiled_form_of(*methods: str) -> Callable[[Method], Method]:
+    """Mark a method ``bind_...`` as the compiled form of ``methods`` of the same part."""
+
+    def mark(bind: Method) -> Method:
+        bind.implements = frozenset(methods)  # type: ignore[attr-defined]
+        return bind
+
+    return mark
+
+
+def compiled_form(part: object, name: str) -> Callable[..., Any] | None:
+    """Return the method ``name`` of a part, or None if there is none, or a method that it implements is overridden."""
+    overridden = set(vars(part))
+    for cls in type(part).__mro__:
+        bind = vars(cls).get(name)
+        if bind is not None:
+            return None if bind.implements & overridden else getattr(part, name)
+        overridden |= vars(cls).keys()
+    return None
 
 
 def machine_code(loop: Any, *examples: Any) -> Callable[..., Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from ctypes import addressof
 from typing import Any, TypeAlias
 from weakref import ref
 
@@ -11,7 +12,9 @@ import torch
 from torch import Tensor
 from torchrl.data.replay_buffers import Sampler, Storage
 
+from rlbuf_td.kernels.dispatch import compiled_form, compiled_form_of
 from rlbuf_td.kernels.recency import QUEUE
+from rlbuf_td.samplers.bound import BoundDraw
 from rlbuf_td.samplers.common import OneStorage, setting
 from rlbuf_td.samplers.wrapper import SamplerWrapper
 from rlbuf_td.storages import PackedStorage, torchrl_parts
@@ -192,6 +195,26 @@ class FreshRowsSampler(SamplerWrapper):
                 kept = flat[~torch.isin(flat, rows)][: len(kept)]
             flat = torch.cat((rows, kept))
         return flat, info
+
+    @compiled_form_of("_draw", "draw_batch", "batch_of")
+    def bind_draw(self, storage: PackedStorage, size: int, *, reads: bool) -> BoundDraw | str:
+        """See :mod:`rlbuf_td.samplers.bound`."""
+        draws = compiled_form(self.sampler, "bind_draw")
+        draw = (
+            f"{type(self.sampler).__name__} has no compiled draw"
+            if draws is None
+            else draws(storage, size, reads=reads)
+        )
+        if isinstance(draw, str):
+            return draw
+        if not draw.takes_fresh_rows:
+            return f"fresh rows among those of a {type(self.sampler).__name__} are drawn with torch"
+        self.queue.follow(storage)
+        counters = storage.numbers.values, storage.clock.numbers.values
+        draw.kept = draw.kept, self, counters
+        draw.record["queue"] = self.queue.address
+        draw.record["numbers"], draw.record["clock"] = map(addressof, counters)
+        return draw
 
     def _empty(self) -> None:
         self.queue.serves.release()

@@ -8,16 +8,20 @@ from itertools import accumulate
 from math import log
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 from torchrl.data.replay_buffers import Sampler, Storage
 
+from rlbuf_td.kernels.dispatch import compiled_form_of, machine_code
 from rlbuf_td.kernels.episodes.goals import STRATEGIES, Law, choose_goals
 from rlbuf_td.kernels.rows import put_rows_, put_values_
+from rlbuf_td.samplers.bound import Blank, BoundBatch, Reading
 from rlbuf_td.samplers.common import setting, uniform_numbers
 from rlbuf_td.samplers.goal_env import TransitionFn
 from rlbuf_td.samplers.wrapper import Read, SamplerWrapper, column_of, rows_at
+from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import as_number, fraction
 from rlbuf_td.storages.indexing import device_of
 from rlbuf_td.storages.notebooks import HINDSIGHT
@@ -192,6 +196,14 @@ class HindsightSampler(SamplerWrapper):
         rows = storage.rows if outcomes.is_meta else None
         return _Bound(trajectories, outcomes, rows, list(goals))
 
+    @compiled_form_of("_reader", "_relabelled", "_bind", "_draw", "draw_batch", "batch_of")
+    def bind_revision(self, storage: PackedStorage, size: int) -> Reading | str:
+        """See :mod:`rlbuf_td.samplers.bound`."""
+        rows = storage.all_rows()
+        if rows.dedup is not None or rows.is_mapped:
+            return "goals of deduplicated rows, and of rows in a file, are read with torch"
+        return _RelabelledReading(self, rows)
+
     def _end_(self, batch: TensorDictBase, mask: Tensor) -> None:
         beside = self.reward_key[:-1]
         terminated, truncated, done = (leaf_of(batch, (*beside, key)) for key in ("terminated", "truncated", "done"))
@@ -206,6 +218,30 @@ class HindsightSampler(SamplerWrapper):
         yield from (self.goal_key, ("next", *self.goal_key), self.reward_key, "relabeled")
         if self.terminated_fn is not None:
             yield from ((*self.reward_key[:-1], flag) for flag in ("terminated", "done"))
+
+
+class _RelabelledReading(Reading):
+    needs_trajectories, nests, adds_report = True, False, False
+    entries = (("relabeled", (torch.bool, torch.Size([]))),)
+
+    def __init__(self, wrapper: HindsightSampler, rows: Rows) -> None:
+        from rlbuf_td.kernels.batch import wrapped_cpu
+
+        super().__init__(rows)
+        places, goals = rows.layout.places, (wrapper.goal_key, ("next", *wrapper.goal_key))
+        self.goals = np.array([places[key] for key in goals if key in places], np.int64)
+        outcome = "next", *wrapper.achieved_goal_key
+        self.outcome, self.reward = places[outcome], places[wrapper.reward_key]
+        self.wrapper = wrapper
+        self.kernel = machine_code(wrapped_cpu.hindsight, (0,) * 6, 0, 0, 0, wrapper.law, 0, 0, self.goals)
+
+    def gather(self, bitmap: Any, batch: BoundBatch, blank: Blank, written: int) -> None:
+        wrapper, relabeled = self.wrapper, blank.report["relabeled"]
+        batch.draw.uniform.uniform_(generator=batch.draw.generator)
+        given = batch.address, blank.targets, relabeled.data_ptr(), wrapper.law
+        self.kernel(bitmap, *given, written, self.outcome, self.goals)
+        wrapper.recompute_(blank.batch, relabeled, blank.leaves[self.reward])
+        set_entries_(blank.batch, blank.report)
 
 
 def _needed(storage: Storage, key: tuple[str, ...], remedy: str) -> Tensor:

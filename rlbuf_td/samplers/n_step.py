@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 from torchrl.data.replay_buffers import Sampler, Storage
 
+from rlbuf_td.kernels.dispatch import compiled_form_of, machine_code
 from rlbuf_td.kernels.episodes.n_step import n_step_sums, sums_ahead, windows
+from rlbuf_td.samplers.bound import Blank, BoundBatch, Reading
 from rlbuf_td.samplers.common import setting
 from rlbuf_td.samplers.wrapper import Read, SamplerWrapper, column_of, joined_at
+from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import fraction, whole
+from rlbuf_td.storages.rows import Rows
+from rlbuf_td.storages.rows.dedup import DedupRows
 from rlbuf_td.storages.schema import show_key
 from rlbuf_td.storages.tensordict_fast import leaf_of, set_entries_
 from rlbuf_td.storages.trajectory_index import DONE_KEY, TRAJ_KEY, TrajectoryIndex, as_tuple
@@ -143,6 +149,46 @@ class NStepSampler(SamplerWrapper):
             raise TypeError(f"rewards to sum must be floating point numbers, got {reward.dtype}")
         return _Bound(trajectories, reward, trajectories.end_keys())
 
+    @compiled_form_of("_reader", "_summed", "_draw", "draw_batch", "batch_of")
+    def bind_revision(self, storage: PackedStorage, size: int) -> Reading | str:
+        """See :mod:`rlbuf_td.samplers.bound`."""
+        dtype = next((leaf.dtype for leaf in storage.all_rows().layout.leaves if leaf.key == self.reward_key), None)
+        if dtype not in (torch.float32, torch.float64):
+            return f"rewards are {dtype}, not float32 or float64"
+        return _JoinedReading(self, storage.all_rows(), size)
+
     def _revised_keys(self) -> Iterator[NestedKey]:
         yield from super()._revised_keys()
         yield from ("next", "steps_to_next_obs")
+
+
+class _JoinedReading(Reading):
+    needs_trajectories = reads_entries = True
+
+    def __init__(self, wrapper: NStepSampler, rows: Rows, size: int) -> None:
+        from rlbuf_td.kernels.batch import wrapped_cpu as kernels
+
+        super().__init__(rows)
+        leaves, reward = rows.layout.leaves, wrapper.reward_key
+        kinds = [
+            kernels.REWARD if leaf.key == reward else kernels.NEXT if leaf.key[0] == "next" else kernels.ROOT
+            for leaf in leaves
+        ]
+        self.extents = np.column_stack((rows.extents, kinds, [leaf.dtype.itemsize for leaf in leaves]))
+        ones = [1] * next(len(leaf.shape) for leaf in leaves if leaf.key == reward)
+        self.entries = [("steps_to_next_obs", (torch.int64, torch.Size(ones)))]
+        self.wrapper, self.ends = wrapper, np.zeros(size, np.int64)
+        self.kernel = machine_code(kernels.n_step, (0,) * 6, *[0] * 5, 0.0)
+        self.pools: tuple[Any, ...] = ()
+        if isinstance(rows, DedupRows):
+            from rlbuf_td.kernels.batch import dedup_cpu
+
+            self.pools = rows.table.addresses
+            self.read_entries = machine_code(dedup_cpu.read_joined_entries, 0, 0, 0, *self.pools)
+
+    def gather(self, bitmap: Any, batch: BoundBatch, blank: Blank, written: int) -> None:
+        taken, wrapper = blank.report["steps_to_next_obs"].data_ptr(), self.wrapper
+        given = batch.address, blank.targets, taken, self.ends.ctypes.data
+        self.kernel(bitmap, *given, wrapper.n_steps, wrapper.gamma)
+        if self.pools:
+            self.read_entries(batch.address, blank.targets, self.ends.ctypes.data, *self.pools)

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
+from ctypes import addressof
 from operator import attrgetter
+from threading import Lock
 from typing import Any, ClassVar, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 from torchrl.data.replay_buffers import PrioritizedSampler, Storage
 
-from rlbuf_td.kernels.host_memory import alias_of
+from rlbuf_td.kernels.dispatch import compiled_form_of
+from rlbuf_td.kernels.host_memory import HostTensors, address_of, alias_of
+from rlbuf_td.kernels.strata import NORMS, step_of
+from rlbuf_td.kernels.sum_tree import REFUSED
+from rlbuf_td.samplers.bound import BoundDraw
 from rlbuf_td.samplers.common import EMPTY, setting, uniform_numbers
-from rlbuf_td.samplers.priorities import ALPHA, BETA, Law, Priorities, refuse_state
+from rlbuf_td.samplers.priorities import ALPHA, BETA, LARGEST, WEIGHED, Law, Priorities, refuse_state
 from rlbuf_td.samplers.row_sampler import RowSampler
+from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import exponent, one_of, state_of, whole
 from rlbuf_td.storages.memory_budget import Purpose, require_room
 from rlbuf_td.storages.shared.memory import SharedNumbers
-from rlbuf_td.storages.write_clock import SAMPLED_AT
+from rlbuf_td.storages.write_clock import BY_ROW, LAST, NOW, SAMPLED_AT
 
 WeightNorm = Literal["buffer", "batch"] | None
 Reduction = Literal["max", "min", "mean", "median"]
@@ -127,6 +135,11 @@ class Prioritized(RowSampler, PrioritizedSampler):
         """Move the priorities to shared memory, which processes started later can use."""
         self.priorities.share_memory_()
 
+    @compiled_form_of("mark_update")
+    def bind_entry(self) -> BoundEntry | None:
+        """Return how compiled writes set the priorities of new rows; None: they call :meth:`mark_update`'s function."""
+        return None
+
     def _empty(self) -> None:
         self.priorities.clear()
 
@@ -156,3 +169,114 @@ class Prioritized(RowSampler, PrioritizedSampler):
         refuse_state(state["priorities"], self.priorities.tensors(self.law.make(saved, "meta")))
         tensors = self.priorities.resized(state["priorities"], rows, capacity)
         return state | {"max_capacity": capacity, "priorities": tensors}
+
+
+class PrioritizedDraw(BoundDraw):
+    """Abstract base of the bound draws by priority, which also update priorities."""
+
+    reports = (("priority_weight", torch.float32), (SAMPLED_AT, torch.int64))
+    fixed: tuple[float, ...] = ()  # further arguments of the kernel that draws
+
+    def __init__(self, storage: PackedStorage, sampler: Prioritized, size: int, reads: bool) -> None:
+        self.settings, self.clock = sampler.settings.values, storage.clock.numbers.values
+        self.law: Any = sampler.law
+        self.kept = self.law.table  # a load in another thread may replace it during a call
+        self.priorities, self.step, self.lock = self.law.table.addresses, step_of(size, True), Lock()
+        self.magnitude = self.law.table.magnitude.data_ptr()
+        self.table = self.priorities.ctypes.data
+        self.owner = sampler  # the caller may replace ``sampler`` by its wrapper
+        self.inputs = HostTensors([])  # recognizes tensors like those of the last update
+        self.updates: Callable[..., Any] | None = None  # the machine code that updates, from the first update on
+        super().__init__(storage, sampler, size, reads)
+
+    def holds(self) -> bool:
+        """Whether storage and priorities are unchanged: a load or sharing replaces their memory."""
+        owner, law = self.owner, self.law
+        is_in_place = law.table.magnitude.data_ptr() == self.magnitude and owner.settings.values is self.settings
+        return super().holds() and is_in_place and self.settings[ALPHA] == self.weighed_alpha()
+
+    def limit(self, count: int) -> None:
+        """See :class:`~rlbuf_td.samplers.bound.BoundDraw`."""
+        super().limit(count)
+        self.step = step_of(count, True)
+
+    @abstractmethod
+    def weighed_alpha(self) -> float:
+        """Return the alpha for which the law has computed its probabilities."""
+
+    def __call__(self, written: int, targets: int) -> bool:
+        sampler = self.owner
+        self.uniform.uniform_(generator=self.generator)
+        law = self.step if sampler.stratified else 0, written, self.settings[BETA], NORMS[sampler.weight_norm]
+        with self.lock:
+            return self.kernel(self.address, targets, *self.fixed, *law, self.clock[NOW])
+
+    def update(self, index: Tensor, td_error: Tensor, stamp: Tensor | None) -> int | None:
+        """See :class:`~rlbuf_td.samplers.bound.BoundDraw`; the TD errors may have further dims of size 1."""
+        given = (index, td_error) if stamp is None else (index, td_error, stamp)
+        where = self.inputs.addresses(given) or self._addresses(given)
+        if where is None or self.clock[BY_ROW] or not self.holds():
+            return None
+        if self.law.min_priority:
+            td_error = self.law.floored(td_error)
+            where[1] = address_of(td_error)
+        if stamp is None:
+            where.append(0)
+        with self.lock:
+            now = self.storage.numbers.values[0], self.clock[NOW], self.clock[LAST]
+            self.updates = self.updates or self.compiled_update()
+            largest, stale = self.updates(self.address, *where, *now, *self.scale())
+        if largest == REFUSED:  # a row is out of range or an error is not finite; nothing has changed
+            return None
+        if largest > self.settings[LARGEST]:
+            self.settings[LARGEST] = largest
+        return stale
+
+    def _addresses(self, given: tuple[Any, ...]) -> list[int] | None:
+        td_error, rows = given[1], torch.Size([self.size])
+        shape = rows
+        if type(td_error) is Tensor and not td_error.is_nested and td_error.numel() == self.size:
+            shape = td_error.shape
+        index = torch.Size([self.size, 2]) if self.record["lanes"][0] else rows
+        entries = (torch.int64, index), (torch.float32, shape), (torch.int64, rows)
+        self.inputs = HostTensors(entries[: len(given)])
+        return self.inputs.addresses(given)
+
+    @abstractmethod
+    def compiled_update(self) -> Callable[..., Any]:
+        """Return the machine code that updates priorities."""
+
+    def scale(self) -> tuple[float, ...]:
+        return ()  # further arguments of ``updates``
+
+
+class BoundEntry:
+    """How a compiled write sets the priorities of new rows.
+
+    Args:
+        sampler: the sampler, whose law computes weights for the current alpha.
+        loop: the compiled function that writes rows and their priorities.
+        lock: held during the call.
+        **fields: further fields of a :data:`rlbuf_td.kernels.batch.RING` record.
+    """
+
+    def __init__(self, sampler: Prioritized, loop: Any, lock: Any, **fields: int) -> None:
+        self.sampler, self.loop, self.lock, law = sampler, loop, lock, sampler.law
+        self.table, self.settings, self.eps = law.table, sampler.settings.values, getattr(law, "eps", 0.0)
+        self.magnitude = law.table.magnitude.data_ptr()
+        settings = addressof(self.settings)
+        #: The magnitude of new rows, if it is not the largest so far.
+        self.value = np.zeros(1, np.float64) if self.takes_value() else None
+        largest = settings + 8 * LARGEST if self.value is None else self.value.ctypes.data
+        self.fields: dict[str, Any] = fields | {"priorities": law.table.addresses.ctypes.data, "largest": largest}
+        self.fields |= {"weighed_alpha": settings + 8 * WEIGHED, "eps": self.eps}
+
+    def holds(self) -> bool:
+        """Whether the priorities are in their old place, and new rows get the same ``eps``."""
+        sampler, law = self.sampler, self.sampler.law
+        is_in_place = law.table.magnitude.data_ptr() == self.magnitude and sampler.settings.values is self.settings
+        return is_in_place and getattr(law, "eps", 0.0) == self.eps and self.takes_value() == (self.value is not None)
+
+    def takes_value(self) -> bool:
+        """Whether the magnitude of new rows is computed before each write."""
+        return self.sampler.priorities.within_buffer or self.sampler.law.first > 1.0

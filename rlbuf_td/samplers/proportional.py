@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from ctypes import addressof
 from functools import partial
 from operator import attrgetter
+from threading import Lock
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from rlbuf_td.kernels import sum_tree
+from rlbuf_td.kernels.dispatch import compiled_form_of, machine_code
+from rlbuf_td.samplers.bound import BoundDraw
 from rlbuf_td.samplers.common import NO_PRIORITY
 from rlbuf_td.samplers.priorities import ALPHA, BETA, WEIGHED, Law
-from rlbuf_td.samplers.prioritized import Prioritized, Reduction, WeightNorm
+from rlbuf_td.samplers.prioritized import BoundEntry, Prioritized, PrioritizedDraw, Reduction, WeightNorm
+from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import exponent
 from rlbuf_td.storages.shared.memory import SharedNumbers
 
@@ -171,6 +176,19 @@ class ProportionalSampler(Prioritized):
         """
         return sum_tree.tree_bytes(capacity, torch.device(device))
 
+    @compiled_form_of("draw", "update_priority")
+    def bind_draw(self, storage: PackedStorage, size: int, *, reads: bool) -> BoundDraw:
+        """See :mod:`rlbuf_td.samplers.bound`."""
+        return _ProportionalDraw(storage, self, size, reads)
+
+    @compiled_form_of("mark_update")
+    def bind_entry(self) -> BoundEntry:
+        """See :class:`~rlbuf_td.samplers.prioritized.Prioritized`."""
+        from rlbuf_td.kernels.batch import cpu
+
+        alpha = addressof(self.settings.values) + 8 * ALPHA
+        return BoundEntry(self, cpu.write_ring_proportional, Lock(), alpha=alpha)
+
     def snapshot(self) -> dict[str, Any]:
         """See :class:`~rlbuf_td.samplers.common.StatefulSampler`."""
         own = {"eps": self.eps, "max_priority_within_buffer": self.max_priority_within_buffer}
@@ -193,6 +211,26 @@ class ProportionalSampler(Prioritized):
         saved = {"magnitude": magnitude, "weight": weight}
         found = {name: float(state[f"_{name}"]) for name in ("alpha", "beta", "eps")} | {"largest": largest}
         return found | {"max_capacity": capacity, "priorities": self.priorities.resized(saved, None, capacity)}
+
+
+class _ProportionalDraw(PrioritizedDraw):
+    takes_fresh_rows = True
+
+    def compiled(self) -> Callable[..., Any]:
+        from rlbuf_td.kernels.batch import cpu
+
+        return machine_code(cpu.sample_proportional, 0, 0, 0, 0, 0.0, 0, 0)
+
+    def compiled_update(self) -> Callable[..., Any]:
+        from rlbuf_td.kernels.batch import cpu
+
+        return machine_code(cpu.update_proportional, *[0] * 7, 0.0, 0.0)
+
+    def weighed_alpha(self) -> float:
+        return self.settings[WEIGHED]
+
+    def scale(self) -> tuple[float, ...]:
+        return self.settings[WEIGHED], self.law.eps
 
 
 def read_torchrl_priorities(state: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor, float]:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from operator import attrgetter
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, cast, final
 
 import torch
 from torch import Tensor
 
 from rlbuf_td.kernels import rank_order
+from rlbuf_td.kernels.dispatch import compiled_form_of, machine_code
 from rlbuf_td.kernels.inference_mode import outside_inference_mode
+from rlbuf_td.samplers.bound import BoundDraw
 from rlbuf_td.samplers.priorities import ALPHA, BETA, Law
-from rlbuf_td.samplers.prioritized import Prioritized, Reduction, WeightNorm
+from rlbuf_td.samplers.prioritized import BoundEntry, Prioritized, PrioritizedDraw, Reduction, WeightNorm
+from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import whole
 from rlbuf_td.storages.shared.memory import SharedNumbers
 
@@ -127,6 +131,18 @@ class RankSampler(Prioritized):
         law = partial(LawOfRanks, stale_updates=stale_updates)
         super().__init__(max_capacity, law, alpha, beta, stratified, weight_norm, reduction)
 
+    @compiled_form_of("draw", "update_priority")
+    def bind_draw(self, storage: PackedStorage, size: int, *, reads: bool) -> BoundDraw:
+        """See :mod:`rlbuf_td.samplers.bound`."""
+        return _RankDraw(storage, self, size, reads)
+
+    @compiled_form_of("mark_update")
+    def bind_entry(self) -> BoundEntry:
+        """See :class:`~rlbuf_td.samplers.prioritized.Prioritized`."""
+        from rlbuf_td.kernels.batch import cpu
+
+        return BoundEntry(self, cpu.write_ring_rank, cast(rank_order.ChunkedOrder, self.law.table).lock)
+
     order = property(attrgetter("law.table"), doc="The rows in the order of their magnitudes.")
 
     def rank(self, index: Any, *, storage: Any | None = None) -> Tensor:
@@ -175,3 +191,23 @@ class RankSampler(Prioritized):
             26495880
         """
         return rank_order.order_bytes(capacity, torch.device(device))
+
+
+class _RankDraw(PrioritizedDraw):
+    def __init__(self, storage: PackedStorage, sampler: RankSampler, size: int, reads: bool) -> None:
+        super().__init__(storage, sampler, size, reads)
+        self.ranks, self.lock = sampler.law.ranks, cast(rank_order.ChunkedOrder, sampler.law.table).lock
+        self.fixed = self.ranks.head.data_ptr(), self.ranks.alpha, self.ranks.shift
+
+    def compiled(self) -> Callable[..., Any]:
+        from rlbuf_td.kernels.batch import cpu
+
+        return machine_code(cpu.sample_rank, 0, 0, 0, 0.0, 0.0, 0, 0, 0.0, 0, 0)
+
+    def compiled_update(self) -> Callable[..., Any]:
+        from rlbuf_td.kernels.batch import cpu
+
+        return machine_code(cpu.update_rank, *[0] * 7)
+
+    def weighed_alpha(self) -> float:
+        return self.ranks.alpha

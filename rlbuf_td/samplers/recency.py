@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import inf, log
 from numbers import Real
 from typing import Any, ClassVar
@@ -12,13 +13,16 @@ from tensordict import NestedKey
 from torch import Tensor
 from torchrl.data.replay_buffers import Storage
 
+from rlbuf_td.kernels.dispatch import compiled_form_of, machine_code
 from rlbuf_td.kernels.recency import recent_rows
+from rlbuf_td.samplers.bound import BoundDraw
 from rlbuf_td.samplers.common import EMPTY, setting, uniform_numbers
 from rlbuf_td.samplers.row_sampler import RowSampler
 from rlbuf_td.samplers.wrapper import column_of
-from rlbuf_td.storages import SchemaError, torchrl_parts
+from rlbuf_td.storages import PackedStorage, SchemaError, torchrl_parts
 from rlbuf_td.storages.checks import as_number, whole
 from rlbuf_td.storages.indexing import device_of, flat_rows, lanes_of
+from rlbuf_td.storages.state import NEWEST
 from rlbuf_td.storages.trajectory_index import as_tuple
 
 _NO_NUMBERS = torch.bool, torch.complex64, torch.complex128
@@ -111,6 +115,11 @@ class RecencySampler(RowSampler):
         steps, newest = rows // lanes, int(torchrl_parts.newest_step_of(storage))
         return recent_rows(uniform, newest, self.span(steps), steps, lanes, self.log_decay), {}
 
+    @compiled_form_of("draw")
+    def bind_draw(self, storage: PackedStorage, size: int, *, reads: bool) -> BoundDraw | str:
+        """See :mod:`rlbuf_td.samplers.bound`."""
+        return _RecentDraw(storage, self, size, reads) if self.age_key is None else "ages are read with torch (age_key)"
+
     def _weight_by_age(self, storage: Storage) -> Tensor:
         """Return the unnormalized probability of each row, computed from the values of ``age_key``, ``[N]`` float64."""
         rows, column = len(storage), column_of(storage, as_tuple(self.age_key))
@@ -148,3 +157,19 @@ class RecencySampler(RowSampler):
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_mass": (None, None)}
+
+
+class _RecentDraw(BoundDraw):
+    takes_fresh_rows = True
+
+    def compiled(self) -> Callable[..., Any]:
+        from rlbuf_td.kernels.batch import cpu
+
+        return machine_code(cpu.sample_recent, 0, 0, 0, 0, 0, 0.0)
+
+    def __call__(self, written: int, targets: int) -> bool:
+        sampler, steps = self.sampler, written // max(int(self.record["lanes"][0]), 1)
+        self.uniform.uniform_(generator=self.generator)
+        newest, span = self.storage.numbers.values[NEWEST], sampler.span(steps)
+        self.kernel(self.address, targets, newest, span, steps, sampler.log_decay)
+        return True

@@ -5,17 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Literal, TypeAlias
 
+import numpy as np
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 from torchrl.data.replay_buffers import Sampler, Storage
 
-from rlbuf_td.kernels.dispatch import backend_of
+from rlbuf_td.kernels.batch import Windows
+from rlbuf_td.kernels.dispatch import backend_of, compiled_form_of, machine_code
+from rlbuf_td.samplers.bound import Blank, BoundBatch, BoundDraw
 from rlbuf_td.samplers.common import permutation, setting
 from rlbuf_td.samplers.wrapper import Drawn, SamplerWrapper, draw_from, rows_at
+from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import fraction, one_of, whole
-from rlbuf_td.storages.indexing import coordinates, device_of, flat_rows
+from rlbuf_td.storages.indexing import coordinates, device_of, flat_rows, one_a_row
 from rlbuf_td.storages.notebooks import SEQUENCES
+from rlbuf_td.storages.rows import Rows
 from rlbuf_td.storages.tensordict_fast import leaf_of
 from rlbuf_td.storages.torchrl_parts import columns_of
 from rlbuf_td.storages.trajectory_index import DONE_KEY, TRAJ_KEY, as_tuple
@@ -216,6 +221,14 @@ class SequenceSampler(SamplerWrapper):
             if stored is not None:
                 stored |= flag.view(-1, *[1] * (stored.ndim - 1))
 
+    @compiled_form_of("_reader", "_expanded", "_anchors", "_windows", "_mark_", "_draw", "draw_batch", "batch_of")
+    def bind_revision(self, storage: PackedStorage, size: int) -> Any:
+        """See :mod:`rlbuf_td.samplers.bound`."""
+        flags = {leaf.dtype for leaf in storage.all_rows().layout.leaves if leaf.key in self.flag_keys}
+        if self.boundary == "strict" or not flags <= {torch.bool}:
+            return 'boundary="strict" draws again with torch' if self.boundary == "strict" else f"flags are {flags}"
+        return _Expansion(self, storage.all_rows(), size // self.window)
+
     def _revised_keys(self) -> Iterator[NestedKey]:
         yield from super()._revised_keys()
         yield from self.flag_keys
@@ -261,3 +274,56 @@ class SequenceSampler(SamplerWrapper):
             return largest
         mean = magnitude.sum(1) / learned.view(-1, self.window).sum(1).clamp(min=1)
         return self.eta * largest + (1 - self.eta) * mean
+
+
+class _Expansion:
+    """Lists the rows of the window around each drawn row, the anchor."""
+
+    def __init__(self, wrapper: SequenceSampler, rows: Rows, windows: int) -> None:
+        from rlbuf_td.kernels.batch import wrapped_cpu
+
+        self.wrapper, self.window, self.kernels = wrapper, wrapper.window, wrapped_cpu
+        index = torch.int64, torch.Size([2] if rows.lanes else [])
+        flag = torch.bool, torch.Size([])
+        self.entries = [("mask", flag), ("burn_in_mask", flag), ("anchor_index", index)]
+        self.flags = np.zeros((3, 2), np.int64)
+        for k, key in enumerate(wrapper.flag_keys):
+            if key in rows.layout.places:
+                place = rows.layout.places[key]
+                self.flags[k] = place, rows.layout.leaves[place].nbytes
+        self.bounds = np.zeros((windows, 2), np.int64)
+        self.outputs: list[Tensor] = []  # of the draw, one value per window
+
+    def keep_outputs(self, draw: BoundDraw) -> None:
+        """Allocate memory for the outputs of the draw of anchors."""
+        self.outputs = [torch.zeros(draw.size, dtype=dtype, device="cpu") for _, dtype in draw.reports]
+        self.anchors = draw.flat.numpy()
+        example = self._windows_of(0, 0, 0)
+        self.repeat = machine_code(self.kernels.repeat, *[0] * 5)
+        self.expands = machine_code(self.kernels.expand, (0,) * 6, 0, example, self.anchors)
+        self.marks = machine_code(self.kernels.mark_ends, 0, example, self.flags)
+
+    def _windows_of(self, *addresses: int) -> Windows:
+        wrapper = self.wrapper
+        return Windows(wrapper.length, wrapper.burn_in, wrapper.boundary == "shift", self.bounds, *addresses)
+
+    def expand(self, bitmap: Any, batch: BoundBatch, blank: Blank) -> None:
+        """Write the rows to ``batch.flat``, and repeat the reports of the anchors."""
+        report = blank.report
+        masks = (report[name].data_ptr() for name, _ in self.entries)
+        self.expands(bitmap, batch.address, self._windows_of(*masks), self.anchors)
+        for (name, dtype), output in zip(batch.draw.reports, self.outputs, strict=True):
+            given = output.data_ptr(), report[name].data_ptr(), dtype.itemsize
+            self.repeat(*given, len(self.anchors), self.window)
+
+    def mark(self, blank: Blank) -> None:
+        """Set the flags at the ends of each window."""
+        self.marks(blank.targets, self._windows_of(0, 0, 0), self.flags)
+
+    def by_window(
+        self, batch: TensorDictBase, index: Tensor, td_error: Tensor, stamp: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return index, priority and stamp of each window, from a batch's index, TD errors and stamps."""
+        td_error = one_a_row(td_error, 1, self.wrapper.reduction, 0)
+        index, td_error = self.wrapper.anchored(batch, index, td_error)
+        return index.contiguous(), td_error, stamp[:: self.window].contiguous()

@@ -8,10 +8,12 @@ from typing import Any, ClassVar
 import torch
 from torchrl.data.replay_buffers import Sampler, Storage
 
-from rlbuf_td.kernels.dispatch import backend_of
+from rlbuf_td.kernels.dispatch import backend_of, compiled_form_of
 from rlbuf_td.kernels.distinct import distinct_rows
+from rlbuf_td.samplers.bound import BoundDraw
 from rlbuf_td.samplers.common import EMPTY, uniform_numbers
 from rlbuf_td.samplers.row_sampler import RowSampler
+from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.indexing import device_of
 
 
@@ -64,6 +66,11 @@ class UniformSampler(RowSampler, metaclass=Replaceable):
         flat = torch.randint(rows, (batch_size,), generator=generator, device=source)
         return (flat if source == device else flat.to(device)), {}
 
+    @compiled_form_of("draw")
+    def bind_draw(self, storage: PackedStorage, size: int, *, reads: bool) -> BoundDraw:
+        """See :mod:`rlbuf_td.samplers.bound`."""
+        return _UniformDraw(storage, self, size, reads)
+
     def _refuse_more_than(self, rows: int, batch_size: int) -> None:
         if batch_size > rows:
             raise ValueError(f"cannot draw {batch_size} distinct rows of {rows}: use a smaller batch or unique=False")
@@ -89,6 +96,20 @@ class UniformSampler(RowSampler, metaclass=Replaceable):
         """Do nothing: the only setting, ``unique``, is a constructor argument."""
 
     loads = dumps
+
+
+class _UniformDraw(BoundDraw):
+    takes_fresh_rows = True
+
+    def __call__(self, written: int, targets: int) -> bool:
+        if self.sampler.unique:
+            if self.record["queue"][0]:
+                return False  # fresh rows could repeat unique ones
+            self.flat.copy_(self.sampler.draw(self.storage, self.size)[0])
+        else:
+            self.flat.random_(0, written, generator=self.generator)
+        self.kernel(self.address, targets)
+        return True
 
 
 def without_repetitions(values: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from ctypes import addressof
 from math import prod
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from torchrl.data.replay_buffers import LazyTensorStorage
 
+from rlbuf_td.kernels.dispatch import compiled_form_of
 from rlbuf_td.storages import allocate, state, writes
 from rlbuf_td.storages.checks import whole
 from rlbuf_td.storages.dedup import DedupLayout, DedupOptions
@@ -176,6 +178,13 @@ class PackedStorage(LazyTensorStorage):
         self._len_value.value = max(self._len_value.value, steps * prod(rows.lanes))
         self._last_cursor_index_value.value = last
         self._mutation_revision_value.value += 1
+
+    @compiled_form_of("write", "set", "count_written")
+    def bind_write(self) -> dict[str, int]:
+        """Return the addresses of the counters that a compiled write advances."""
+        numbers, clock = addressof(self.numbers.values), addressof(self.clock.numbers.values)
+        found = {name: numbers + 8 * at for at, name in enumerate(("length", "revision", "last_cursor"))}
+        return found | {name: clock + 8 * at for at, name in enumerate(("clock", "clock_last", "clock_by_row"))}
 
     @property
     def in_time_order(self) -> bool:

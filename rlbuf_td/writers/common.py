@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
+from ctypes import addressof
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from torchrl.data.replay_buffers import (
     Writer,
 )
 
+from rlbuf_td.kernels.dispatch import compiled_form_of
 from rlbuf_td.storages import PackedStorage, torchrl_parts
 from rlbuf_td.storages.checks import OUT_OF_ORDER, saved_number, state_of
 from rlbuf_td.storages.indexing import lanes_of
@@ -69,7 +72,7 @@ class TimeWriter(RoundRobinWriter):
         self._cursor_value.value = (cursor + 1) % steps
         self._write_count_value.value += 1
         index: int | torch.Tensor = cursor if storage.ndim == 1 else self._step_index(cursor)
-        self._announce(cursor, 1, steps, index)
+        self.announce(cursor, 1, steps, index)
         return index
 
     @held_back
@@ -107,7 +110,7 @@ class TimeWriter(RoundRobinWriter):
         self._bump_generation(index, data)
         if storage.ndim > 1:
             index = self._replicate_index(index)
-        self._announce(start, kept, steps, index)
+        self.announce(start, kept, steps, index)
         return index
 
     def find_cursor(self, count: int, steps: int) -> int:
@@ -173,12 +176,20 @@ class TimeWriter(RoundRobinWriter):
         super().loads(path)  # also the counts of writes
         self.load_state_dict(state)
 
-    def _announce(self, start: int, count: int, steps: int, index: int | torch.Tensor) -> None:
-        """Call ``mark_range``, or TorchRL's ``mark_update``, of each attached object to report the written rows."""
+    @compiled_form_of("add", "extend", "find_cursor")
+    def bind_write(self) -> dict[str, int]:
+        """Return the addresses of the counters that a compiled write advances."""
+        start = addressof(self.numbers.values)
+        return {"cursor": start, "write_count": start + 8}
+
+    def announce(
+        self, start: int, count: int, steps: int, index: int | torch.Tensor, listeners: Iterable[Any] | None = None
+    ) -> None:
+        """Call ``mark_range``, or TorchRL's ``mark_update``, of each listener (default: all) for the written rows."""
         shared_rows = getattr(self._storage, "shared_rows", None)
         if shared_rows is not None:
             shared_rows.journal.written()
-        for listener in torchrl_parts.listeners_of(self._storage):
+        for listener in torchrl_parts.listeners_of(self._storage) if listeners is None else listeners:
             mark_range = getattr(listener, "mark_range", None)
             if mark_range is None:
                 listener.mark_update(index)

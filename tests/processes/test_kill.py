@@ -137,6 +137,19 @@ def test_a_write_with_complete_rows_and_counters_is_finished_by_others(sampler):
     check(rb, rows(36 - CAPACITY, CAPACITY), 36)
 
 
+class Deadly:
+    """A compiled function that kills the process."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self.work = work
+
+    def __call__(self, *_: object) -> None:
+        self.work()
+
+    def compile(self, _: object) -> Deadly:
+        return self
+
+
 @pytest.mark.parametrize("sampler", ["proportional", "rank"])
 @pytest.mark.parametrize("what", ["a write", "an update"])
 def test_priorities_that_were_half_changed_are_made_anew(what, sampler, monkeypatch):
@@ -149,7 +162,7 @@ def test_priorities_that_were_half_changed_are_made_anew(what, sampler, monkeypa
         kind = "sum_tree.cpu" if sampler == "proportional" else "rank_order.cpu_update"
         die_in = spoil if sampler == "proportional" else lose
         for name in (f"{kind}.update", f"{kind}.fill", f"batch.cpu.update_{sampler}"):
-            monkeypatch.setattr(f"rlbuf_td.kernels.{name}", lambda *_: die_in())
+            monkeypatch.setattr(f"rlbuf_td.kernels.{name}", Deadly(die_in))
         rb.update_tensordict_priority(batch) if what == "an update" else rb.extend(rows(30, 6))
 
     def spoil() -> None:

@@ -13,60 +13,61 @@ import torch
 from torch import Tensor
 
 from rlbuf_td.kernels.batch.memory import LeafMemory
-from rlbuf_td.kernels.batch.ring import BATCH, RING
+from rlbuf_td.kernels.batch.ring import BATCH, RING, Windows
 from rlbuf_td.kernels.dispatch import machine_code
 from rlbuf_td.kernels.host_memory import Entry, address_of
 from rlbuf_td.kernels.huge_pages import advise_huge_pages
 from rlbuf_td.kernels.rows import refuse_rows
 from rlbuf_td.kernels.threads import DRAW_BYTES, LARGE, addresses_of_loops
 
-__all__ = ["RING", "Gather", "LeafMemory", "gather_leaves", "gather_leaves_within", "parallel_loops"]
+__all__ = ["RING", "BatchMemory", "LeafMemory", "Windows", "batch_record", "gather_leaves", "gather_leaves_within"]
+__all__ += ["parallel_loops"]
 
 
-class Gather:
-    """Describes the stored rows to compiled functions, and allocates the tensors of batches.
+def batch_record(count: int, matrix: Tensor, extents: np.ndarray, **fields: int) -> np.ndarray:
+    """Return a :data:`~rlbuf_td.kernels.batch.ring.BATCH` record, which describes the stored rows to kernels.
 
     Args:
+        count: rows per batch.
         matrix: the stored rows, ``[N, width]``, contiguous, on the CPU.
         extents: ``[leaves, 2]`` int64: offset and size of each leaf in a row, in bytes. For n-step transitions,
-            ``[leaves, 4]``: also the kind, for example ``wrapped_cpu.REWARD``, and the element size.
-        entries: for each tensor of a batch, its dtype and its shape per row. The tensors are the leaves, the index, and
-            the sampler's outputs.
+            ``[leaves, 4]``: also the kind, for example ``wrapped_cpu.REWARD``, and the element size. The caller must
+            keep this array alive.
+        **fields: further fields of the record, for example ``lanes``; a missing field is 0.
+    """
+    advise_huge_pages(matrix)  # makes reads 10 to 20 % faster
+    row_bytes = matrix.stride(0) * matrix.element_size()
+    fields |= {"rows": matrix.data_ptr(), "row_bytes": row_bytes, "leaves": len(extents)}
+    fields |= {"count": count, "extents": extents.ctypes.data}
+    if count * max(row_bytes, DRAW_BYTES) >= LARGE:
+        fields["loops"] = parallel_loops().ctypes.data
+    return np.array([tuple(fields.get(name, 0) for name in BATCH.names or ())], BATCH)
+
+
+class BatchMemory:
+    """Allocates the tensors of batches, and stores their addresses where kernels read them.
+
+    Args:
+        entries: for each tensor of a batch, its dtype and its shape per row.
         count: rows per batch.
-        record: further fields of a :data:`rlbuf_td.kernels.batch.ring.BATCH` record, for example ``lanes``; a missing
-            field is 0.
     """
 
-    __slots__ = ("_kept", "_memory", "_set_targets", "_targets", "address", "addresses", "record", "slots")
+    __slots__ = ("_memory", "_set_targets", "_targets", "slots")
 
-    def __init__(
-        self, matrix: Tensor, extents: np.ndarray, entries: Sequence[Entry], count: int, **record: int
-    ) -> None:
-        advise_huge_pages(matrix)  # makes reads 10 to 20 % faster
-        record |= {
-            "rows": matrix.data_ptr(),
-            "row_bytes": matrix.stride(0) * matrix.element_size(),
-            "leaves": len(extents),
-            "extents": extents.ctypes.data,
-            "count": count,
-        }
-        if count * max(record["row_bytes"], DRAW_BYTES) >= LARGE:
-            record["loops"] = parallel_loops().ctypes.data
-        fields = np.array([tuple(record.get(name, 0) for name in BATCH.names or ())], BATCH)
-        self.address = fields.ctypes.data
+    def __init__(self, entries: Sequence[Entry], count: int) -> None:
         self._memory = LeafMemory([(dtype, torch.Size([count, *shape])) for dtype, shape in entries])
-        targets = np.empty((self._memory.ahead, len(entries)), np.int64)
+        self._targets = np.empty((self._memory.ahead, len(entries)), np.int64)
         #: Addresses of arrays; each array is for the addresses of one batch's tensors. One allocation fills all slots.
-        self.slots = [targets.ctypes.data + place * targets.strides[0] for place in range(len(targets))]
-        self._targets, self._kept = targets.data, extents
-        self.record, self.addresses = fields, targets
+        self.slots = [
+            self._targets.ctypes.data + place * self._targets.strides[0] for place in range(len(self._targets))
+        ]
         self._set_targets = Struct(f"{len(entries)}q").pack_into
 
     def allocate(self, slot: int) -> list[Tensor]:
         """Return uninitialised tensors for a batch, and write their addresses to the array at address ``slot``."""
         # Not views of one tensor: changing a view in place would break autograd for the other views.
         tensors = self._memory.allocate()
-        self._set_targets(self._targets, slot - self.slots[0], *map(Tensor.data_ptr, tensors))
+        self._set_targets(self._targets.data, slot - self.slots[0], *map(Tensor.data_ptr, tensors))
         return tensors
 
 

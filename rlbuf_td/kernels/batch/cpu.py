@@ -142,29 +142,29 @@ def gather_flat(address, targets):
     index, out = carray(pointer(batch.flat), batch.count, np.int64), load(targets + 8 * batch.leaves, np.int64)
     _put_fresh(batch, batch.flat)
     gather_batch(batch, index, targets)
-    if batch.lanes:
-        _coordinates(index, batch.lanes, out)
+    put_index(batch, index, out)
+
+
+@inlined
+def put_index(batch, flat, target):
+    """Write the index of the rows in ``flat`` to address ``target``."""
+    if batch.pairs:
+        _coordinates(flat, batch.lanes, target)
     else:
-        copy_bytes(out, batch.flat, 8 * batch.count)
+        copy_bytes(target, address_of(flat), 8 * len(flat))
 
 
 @kernel
-def sample_part(address, targets, begin, count, member):
-    """Gather ``count`` rows of one member of a mixture, and write them to the batch from position ``begin`` on."""
+def gather_slice(address, targets, begin, count):
+    """Gather the first ``count`` rows that the caller has drawn, and write them from position ``begin`` of a batch."""
     batch = batch_at(address)
     leaves = carray(pointer(batch.extents), (batch.leaves, 2), np.int64)
     places = np.empty(batch.leaves, np.int64)
     for leaf in range(batch.leaves):
         places[leaf] = load(targets + 8 * leaf, np.int64) + begin * leaves[leaf, 1]
-    index = carray(pointer(batch.flat), count, np.int64)
+    index, out = carray(pointer(batch.flat), count, np.int64), load(targets + 8 * batch.leaves, np.int64)
     gather(batch.rows, batch.row_bytes, index, leaves, places)
-    after = targets + 8 * batch.leaves
-    if batch.lanes:
-        _coordinates(index, batch.lanes, load(after, np.int64) + 16 * begin)
-    else:
-        copy_bytes(load(after, np.int64) + 8 * begin, batch.flat, 8 * count)
-    source = carray(pointer(load(after + 8, np.int64) + 8 * begin), count, np.int64)
-    source[:] = member
+    put_index(batch, index, out + (16 if batch.pairs else 8) * begin)
 
 
 @kernel
@@ -218,7 +218,7 @@ def _put_fresh(batch, place):
 @inlined
 def _drawn(batch, targets):
     index, importance = load(targets + 8 * batch.leaves, np.int64), load(targets + 8 * batch.leaves + 8, np.int64)
-    place = batch.flat if batch.lanes else index
+    place = batch.flat if batch.pairs else index
     return (
         carray(pointer(place), batch.count, np.int64),
         carray(pointer(importance), batch.count, np.float32),
@@ -237,7 +237,7 @@ def _gather_drawn(batch, targets, index, now):
     stamp = carray(pointer(load(targets + 8 * batch.leaves + 16, np.int64)), batch.count, np.int64)
     stamp[:] = now
     gather_batch(batch, index, targets)
-    if batch.lanes:
+    if batch.pairs:
         _coordinates(index, batch.lanes, load(targets + 8 * batch.leaves, np.int64))
 
 

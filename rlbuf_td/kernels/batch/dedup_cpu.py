@@ -9,6 +9,7 @@ from numba import carray
 
 from rlbuf_td.kernels.batch.cpu import batch_at
 from rlbuf_td.kernels.batch.ring import RING
+from rlbuf_td.kernels.batch.wrapped_cpu import NEXT as OF_LAST_ROW
 from rlbuf_td.kernels.compiled import inlined, kernel, load, pointer
 from rlbuf_td.kernels.rows import pool_cpu
 from rlbuf_td.kernels.rows.pool_cpu import FIRST, INNER, LAST, NEXT, OUTER, PIECES, ROOT, SIDES
@@ -31,6 +32,26 @@ def read_entries(address, targets, groups, parts, sizes):
     leaves, runs = carray(pointer(targets), batch.leaves, np.int64), np.empty((0, 3), np.int64)
     rows = batch.steps * max(batch.lanes, 1)
     pool_cpu.read(group, part, runs, leaves, batch.rows, batch.row_bytes, rows, index, _ZERO, batch.count)
+
+
+@kernel
+def read_joined_entries(address, targets, ends, groups, parts, sizes):
+    """Copy the observations of n-step transitions; those in "next" are of the rows with the indices at ``ends``."""
+    batch = batch_at(address)
+    group, part = _arrays(groups, parts, sizes)
+    leaves, kinds = (
+        carray(pointer(targets), batch.leaves, np.int64),
+        carray(pointer(batch.extents), (batch.leaves, 4), np.int64),
+    )
+    first, last, runs = np.zeros(batch.leaves, np.int64), np.zeros(batch.leaves, np.int64), np.empty((0, 3), np.int64)
+    for leaf in range(batch.leaves):
+        if kinds[leaf, 2] == OF_LAST_ROW:
+            last[leaf] = leaves[leaf]
+        else:
+            first[leaf] = leaves[leaf]
+    rows = batch.steps * max(batch.lanes, 1)
+    pool_cpu.read(group, part, runs, first, batch.rows, batch.row_bytes, rows, batch.flat, _ZERO, batch.count)
+    pool_cpu.read(group, part, runs, last, batch.rows, batch.row_bytes, rows, ends, _ZERO, batch.count)
 
 
 @kernel

@@ -1,18 +1,19 @@
-"""Compiled functions that build the batches of n-step, hindsight and sequence samplers on the CPU.
+"""Compiled functions that revise the batches of n-step, hindsight and sequence samplers on the CPU.
+
+They read the flat indices of the rows to revise at the address ``BATCH.flat``. To sample sequences of n-step
+transitions, :func:`expand` writes them there, and :func:`n_step` gathers them.
 
 Args:
     bitmap: boundaries of the stored trajectories, :attr:`rlbuf_td.kernels.episodes.BitBoundaries.bitmap`.
     address: address of a record with the dtype :data:`rlbuf_td.kernels.batch.ring.BATCH`.
-    slot: address of an array with the addresses of the output tensors. The leaves come first.
-    drawn: address of an array with the addresses of the wrapped sampler's outputs. The drawn row indices come first.
-    count: number of drawn rows.
+    targets: address of an array with the addresses of the output tensors: the leaves, then the index.
 """
 
 import numpy as np
 from numba import carray
 
-from rlbuf_td.kernels.batch.cpu import batch_at, gather_batch
-from rlbuf_td.kernels.compiled import copy_few, inlined, kernel, load, pointer, prefetch, prefetch_row, store
+from rlbuf_td.kernels.batch.cpu import batch_at, gather_batch, put_index
+from rlbuf_td.kernels.compiled import copy_few, kernel, load, pointer, prefetch, prefetch_row, store
 from rlbuf_td.kernels.episodes.batches_cpu import choose, put_sum, walk
 from rlbuf_td.kernels.episodes.cpu import expect, split, steps_ahead, steps_back
 
@@ -20,119 +21,128 @@ _SOON, _AHEAD = 16, 9  # how many rows ahead the bits of a row, and its data, ar
 ROOT, NEXT, REWARD = 0, 1, 2  # kinds of leaves in an n-step transition
 
 
-@inlined
-def _row(index, lanes, i):
-    return (
-        load(index + 16 * i, np.int64) * lanes + load(index + 16 * i + 8, np.int64)
-        if lanes
-        else load(index + 8 * i, np.int64)
-    )
-
-
 @kernel
-def n_step(bitmap, address, slot, drawn, count, n, gamma):
-    """Gather ``n``-step transitions, and write the number of steps of each transition to the last output tensor."""
-    batch, index = batch_at(address), load(drawn, np.int64)
-    rows, row_bytes, lanes, last = batch.rows, batch.row_bytes, batch.lanes, batch.leaves
-    leaves = carray(pointer(batch.extents), (last, 4), np.int64)
-    targets = carray(pointer(slot), last + 1, np.int64)
+def n_step(bitmap, address, targets, taken, ends, n, gamma):
+    """Gather ``n``-step transitions.
+
+    Write the number of steps of each transition to address ``taken``, and its last row to address ``ends``.
+    """
+    batch = batch_at(address)
+    rows, row_bytes, count = batch.rows, batch.row_bytes, batch.count
+    leaves = carray(pointer(batch.extents), (batch.leaves, 4), np.int64)
+    out = carray(pointer(targets), batch.leaves + 1, np.int64)
+    flat, end = carray(pointer(batch.flat), count, np.int64), carray(pointer(ends), count, np.int64)
     across, cells = bitmap[5], bitmap[4] * bitmap[5]
-    ends = np.empty(count, np.int64)
     for begun in range(count + _AHEAD):
         if begun + _SOON < count:
-            expect(bitmap, _row(index, lanes, begun + _SOON))
+            expect(bitmap, flat[begun + _SOON])
         if begun < count:
-            cell = _row(index, lanes, begun)
-            k, ends[begun] = walk(bitmap, cell, n)
-            store(targets[last] + 8 * begun, k, np.int64)
+            cell = flat[begun]
+            k, end[begun] = walk(bitmap, cell, n)
+            store(taken + 8 * begun, k, np.int64)
             for _ in range(k):
                 prefetch_row(rows + cell * row_bytes, row_bytes)
                 cell = cell + across if cell + across < cells else cell + across - cells
         i = begun - _AHEAD
         if i < 0:
             continue
-        cell, k = _row(index, lanes, i), load(targets[last] + 8 * i, np.int64)
-        for leaf in range(last):
+        cell, k = flat[i], load(taken + 8 * i, np.int64)
+        for leaf in range(batch.leaves):
             offset, width, kind, size = leaves[leaf, 0], leaves[leaf, 1], leaves[leaf, 2], leaves[leaf, 3]
-            target = targets[leaf] + i * width
+            target = out[leaf] + i * width
             if kind != REWARD:
-                copy_few(target, rows + (cell if kind == ROOT else ends[i]) * row_bytes + offset, width)
+                copy_few(target, rows + (cell if kind == ROOT else end[i]) * row_bytes + offset, width)
                 continue
             for part in range(0, width, size):
                 rewards = rows + offset + part
                 put_sum(target + part, rewards, row_bytes, cell, across, cells, k, gamma, size == 8)
+    put_index(batch, flat, out[batch.leaves])
 
 
 @kernel
-def hindsight(bitmap, address, slot, drawn, count, thresholds, only_finished, log_gamma, live, outcome, goals):
-    """Gather rows, replace the desired goals of some rows, and write a mask of these rows to the last output tensor.
+def hindsight(bitmap, address, targets, relabeled, law, live, outcome, goals):
+    """Gather rows, replace the desired goals of some rows, and write a mask of these rows to address ``relabeled``.
 
-    Achieved goals from leaf number ``outcome`` replace the desired goals in the leaves with the numbers ``goals``.
+    ``law`` is a :class:`rlbuf_td.kernels.episodes.goals.Law`. Achieved goals from leaf number ``outcome`` replace the
+    desired goals in the leaves with the numbers ``goals``.
     """
-    batch, index = batch_at(address), load(drawn, np.int64)
-    rows, row_bytes, targets = batch.rows, batch.row_bytes, carray(pointer(slot), batch.leaves + 1, np.int64)
-    cells, chosen = np.empty(count, np.int64), np.empty(count, np.int64)
+    batch = batch_at(address)
+    rows, row_bytes, count = batch.rows, batch.row_bytes, batch.count
+    out, flat = carray(pointer(targets), batch.leaves + 1, np.int64), carray(pointer(batch.flat), count, np.int64)
+    chosen = np.empty(count, np.int64)
     offset, width = load(batch.extents + 16 * outcome, np.int64), load(batch.extents + 16 * outcome + 8, np.int64)
     for i in range(count):
-        cells[i] = _row(index, batch.lanes, i)
-        expect(bitmap, cells[i])
+        expect(bitmap, flat[i])
     for i in range(count):
         pick = load(batch.uniform + 8 * i, np.float64)
-        chosen[i] = choose(bitmap, thresholds, only_finished, log_gamma, live, cells[i], pick)
-        store(targets[batch.leaves] + i, chosen[i] >= 0, np.bool_)
+        chosen[i] = choose(bitmap, law.thresholds, law.only_finished, law.log_gamma, live, flat[i], pick)
+        store(relabeled + i, chosen[i] >= 0, np.bool_)
         if chosen[i] >= 0:
             prefetch(rows + chosen[i] * row_bytes + offset)
-    gather_batch(batch, cells, slot)
+    gather_batch(batch, flat, targets)
+    put_index(batch, flat, out[batch.leaves])
     for i in range(count):
         if chosen[i] >= 0:
             for goal in range(goals.shape[0]):
-                copy_few(targets[goals[goal]] + i * width, rows + chosen[i] * row_bytes + offset, width)
+                copy_few(out[goals[goal]] + i * width, rows + chosen[i] * row_bytes + offset, width)
 
 
 @kernel
-def windows(bitmap, address, slot, drawn, count, length, burn_in, shifts, reports, flags):
-    """Gather each drawn row (the anchor), the ``burn_in`` rows before it, and the ``length - 1`` rows after it.
+def expand(bitmap, address, windows, anchors):
+    """Write the rows of the window around each drawn row (the anchor) to ``BATCH.flat``, and the masks of these rows.
 
-    Places outside the trajectory repeat its first or last row. With ``shifts``, a window that runs past the end of the
-    trajectory begins earlier. ``reports`` holds the bytes per row of each of the wrapped sampler's outputs, except the
-    index. ``flags`` holds the leaf numbers of ``is_init``, truncated and done, -1 for a missing leaf.
+    ``windows`` is a :class:`rlbuf_td.kernels.batch.ring.Windows`.
+    A window is ``burn_in`` rows before the anchor, and ``length - 1`` rows after it. Places outside the trajectory
+    repeat its first or last row. If ``shifts``, a window that runs past the end of the trajectory begins earlier.
     """
-    batch, index = batch_at(address), load(drawn, np.int64)
-    window, across, lanes, last = burn_in + length, bitmap[5], batch.lanes, batch.leaves
-    entry, mask = 16 if lanes else 8, last + 1 + reports.shape[0]
-    targets = carray(pointer(slot), mask + 3, np.int64)  # leaves, index, reports, valid mask, burn-in mask, anchors
-    cells, bounds = np.empty(count * window, np.int64), np.empty((count, 2), np.int64)
+    batch = batch_at(address)
+    length, burn_in, across = windows.length, windows.burn_in, bitmap[5]
+    window, count = burn_in + length, len(anchors)
+    flat = carray(pointer(batch.flat), count * window, np.int64)
     for i in range(min(_SOON, count)):
-        expect(bitmap, _row(index, lanes, i))
+        expect(bitmap, anchors[i])
     for i in range(count):
         if i + _SOON < count:
-            expect(bitmap, _row(index, lanes, i + _SOON))
-        cell = _row(index, lanes, i)
-        t, lane = split(cell, across)
+            expect(bitmap, anchors[i + _SOON])
+        t, lane = split(anchors[i], across)
         back, ahead = steps_back(bitmap, lane, t), steps_ahead(bitmap, lane, t)
-        shift = min(max(0, length - 1 - ahead), back) if shifts else 0
+        shift = min(max(0, length - 1 - ahead), back) if windows.shifts else 0
         first, past = burn_in - min(back - shift, burn_in), burn_in + min(ahead + shift, length - 1)
-        bounds[i, 0], bounds[i, 1] = first, past
+        windows.bounds[i, 0], windows.bounds[i, 1] = first, past
         for j in range(window):
             step = (t - shift - burn_in + min(max(j, first), past)) % bitmap[4]
             at = i * window + j
-            cells[at] = step * across + lane
-            store(targets[mask] + at, first <= j <= past, np.bool_)
-            store(targets[mask + 1] + at, j < burn_in, np.bool_)
-            copy_few(targets[mask + 2] + at * entry, index + i * entry, entry)
-            if lanes:
-                store(targets[last] + 16 * at, step, np.int64)
-                store(targets[last] + 16 * at + 8, lane, np.int64)
+            flat[at] = step * across + lane
+            store(windows.mask + at, first <= j <= past, np.bool_)
+            store(windows.burn_in_mask + at, j < burn_in, np.bool_)
+            if batch.pairs:
+                store(windows.anchor_index + 16 * at, t, np.int64)
+                store(windows.anchor_index + 16 * at + 8, lane, np.int64)
             else:
-                store(targets[last] + 8 * at, cells[at], np.int64)
-            for report in range(reports.shape[0]):
-                width, source = reports[report], load(drawn + 8 + 8 * report, np.int64)
-                copy_few(targets[last + 1 + report] + at * width, source + i * width, width)
-    gather_batch(batch, cells, slot)
+                store(windows.anchor_index + 8 * at, anchors[i], np.int64)
+
+
+@kernel
+def repeat(source, target, width, count, window):
+    """Repeat each of ``count`` values of ``width`` bytes at address ``source`` ``window`` times."""
+    for i in range(count):
+        for j in range(window):
+            copy_few(target + (i * window + j) * width, source + i * width, width)
+
+
+@kernel
+def mark_ends(targets, windows, flags):
+    """Set the flags at the ends of each window.
+
+    ``flags`` holds the leaf numbers and sizes of ``is_init``, truncated and done, ``[3, 2]``; size 0: not stored.
+    """
+    window = windows.burn_in + windows.length
     for flag in range(3):
-        if flags[flag] >= 0:
-            target, width = targets[flags[flag]], load(batch.extents + 16 * flags[flag] + 8, np.int64)
-            for i in range(count):
-                for place in (0, bounds[i, 0]) if flag == 0 else (bounds[i, 1], bounds[i, 1]):
+        width = flags[flag, 1]
+        if width:
+            target = load(targets + 8 * flags[flag, 0], np.int64)
+            for i in range(len(windows.bounds)):
+                bounds = windows.bounds[i]
+                for place in (0, bounds[0]) if flag == 0 else (bounds[1], bounds[1]):
                     for feature in range(width):
                         store(target + (i * window + place) * width + feature, True, np.bool_)

@@ -1,0 +1,166 @@
+"""Bound batches of a mixture: each member draws its rows into a slice of one batch, without a batch of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from threading import Lock
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from rlbuf_td.buffers.mixture_parts import Part, largest_normalizer, normalizer_of
+from rlbuf_td.buffers.replay import ReplayBuffer
+from rlbuf_td.kernels.batch import BatchMemory, batch_record
+from rlbuf_td.kernels.dispatch import compiled_form, machine_code
+from rlbuf_td.kernels.strata import LEAST_RATIO
+from rlbuf_td.samplers.bound import CPU, SCALAR, Blank, BoundDraw, lanes_of, unreadable
+from rlbuf_td.storages.rows import PlainRows
+from rlbuf_td.storages.state import LENGTH, NEWEST
+from rlbuf_td.storages.tensordict_fast import entries_of
+from rlbuf_td.storages.write_clock import SAMPLED_AT
+
+_WEIGHT = "priority_weight"
+
+
+class _Bound(NamedTuple):
+    """A member, and its draws."""
+
+    member: ReplayBuffer
+    draw: BoundDraw
+    record: np.ndarray  # describes the member's rows to the function that gathers them
+    updates: BoundDraw  # updates priorities, for as many rows as the mixture's batch has
+
+
+class BoundMixture:
+    """Bound draws of all members, which have rows of equal layout, for batches of ``size`` rows."""
+
+    def __init__(self, members: Mapping[str, ReplayBuffer], draws: Sequence[BoundDraw], size: int) -> None:
+        from rlbuf_td.kernels.batch import cpu
+
+        self.members, self.size, self.gather = members, size, machine_code(cpu.gather_slice, 0, 0, 0, 0)
+        self.parts = [member.parts for member in members.values()]  # replaced if a component is replaced
+        lanes = lanes_of(draws[0].rows)
+        self.bound: list[_Bound] = []
+        for member, draw in zip(members.values(), draws, strict=True):
+            given = {"flat": draw.flat.data_ptr(), "lanes": lanes_of(draw.rows), "pairs": int(lanes > 0)}
+            record = batch_record(size, draw.rows.flat, draw.rows.extents, **given)
+            self.bound.append(_Bound(member, draw, record, type(draw)(draw.storage, draw.sampler, size, False)))
+        self.is_weighted = any(draw.reports for draw in draws)
+        named = {"index": (torch.int64, torch.Size([2] if lanes else [])), "source": (torch.int64, SCALAR)}
+        named |= {_WEIGHT: (torch.float32, SCALAR), SAMPLED_AT: (torch.int64, SCALAR)} if self.is_weighted else {}
+        self.names, self.layout = [*named], draws[0].rows.layout
+        self.leaves = [(leaf.dtype, leaf.shape) for leaf in self.layout.leaves]
+        self.memory, self.batch_size = BatchMemory([*self.leaves, *named.values()], size), torch.Size([size])
+        self.blanks: list[Blank] = []
+        self.outputs = np.zeros(3, np.int64)  # addresses for the rows, weights and stamps of a draw
+        self.lock = Lock()  # each address array serves one batch at a time
+
+    def has_all_parts(self) -> bool:
+        """Whether all members have the storage, sampler and writer that they had when the mixture was bound."""
+        return all(member.parts is parts for member, parts in zip(self.members.values(), self.parts, strict=True))
+
+    def sample(self, counts: Sequence[int]) -> TensorDict | None:
+        """Return a batch with ``counts[i]`` rows of member ``i``, or None if the bound draws cannot be used."""
+        for bound, count in zip(self.bound, counts, strict=True):
+            if count and not (is_usual(bound.member) and bound.draw.holds()):
+                return None
+        begin, found = 0, {}
+        with self.lock:
+            blank = self.blanks.pop() if self.blanks else self._allocate()
+            for number, (name, count) in enumerate(zip(self.members, counts, strict=True)):
+                if count:
+                    own = {key: value[begin : begin + count] for key, value in blank.report.items()}
+                    own["source"].fill_(number)
+                    normalizer = self._draw(self.bound[number], blank.targets, begin, own)
+                    if normalizer is None:
+                        return None
+                    found[name] = own, Part(blank.batch, normalizer or None, 0)
+                    begin += count
+        if self.is_weighted:
+            largest = largest_normalizer(self.members, {name: part for name, (_, part) in found.items()})
+            for own, part in found.values():
+                own[_WEIGHT] *= max((part.normalizer or 1.0) / largest, LEAST_RATIO)
+        return blank.batch
+
+    def _draw(self, bound: _Bound, targets: int, begin: int, own: dict[str, Tensor]) -> float | None:
+        """Fill a slice of a batch; return the member's normalizer (0.0: none), or None if compiled code refuses."""
+        member, draw, count = bound.member, bound.draw, len(own["index"])
+        with draw.storage.lock:
+            numbers, is_prioritized = draw.storage.numbers.values, bool(draw.reports)
+            if not numbers[LENGTH] or not draw.holds():
+                return None
+            if is_prioritized:
+                self.outputs[1:] = own[_WEIGHT].data_ptr(), own[SAMPLED_AT].data_ptr()
+            elif self.is_weighted:
+                own[_WEIGHT].fill_(1.0)
+                own[SAMPLED_AT].fill_(draw.storage.clock.now)
+            draw.limit(count)
+            self.outputs[0] = draw.flat.data_ptr()
+            if not draw(numbers[LENGTH], self.outputs.ctypes.data):
+                return None
+            self.gather(bound.record.ctypes.data, targets, begin, count)
+            member.last_draw = own["index"], own[_WEIGHT] if is_prioritized else None, numbers[NEWEST]
+            if member.replay_count is not None:
+                member.replay_count.count_(own["index"])
+            return (is_prioritized and normalizer_of(member, own)) or 0.0
+
+    def _allocate(self) -> Blank:
+        with torch.inference_mode(False):  # a batch may be used after inference mode
+            for targets in self.memory.slots:
+                tensors = self.memory.allocate(targets)
+                report = dict(zip(self.names, tensors[len(self.leaves) :], strict=True))
+                batch = self.layout.wrap(tensors, self.batch_size, CPU, report)
+                self.blanks.append(Blank(targets, targets, tensors, batch, report))
+        return self.blanks.pop()
+
+    def update(self, batch: TensorDictBase) -> bool:
+        """Update the priorities of the only prioritized member from a whole batch; return whether this was possible."""
+        prioritized = [number for number, bound in enumerate(self.bound) if bound.draw.reports]
+        if type(batch) is not TensorDict or batch.batch_size != self.batch_size or len(prioritized) != 1:
+            return False
+        member, _, _, updates = self.bound[prioritized[0]]
+        entries = entries_of(batch)
+        index, source, td_error = (entries.get(str(key)) for key in ("index", "source", member.priority_key))
+        if source is None or index is None or td_error is None:
+            return False
+        if type(index) is not Tensor or not (self._is_source(source) and is_usual(member)):
+            return False
+        is_own: Tensor = source == prioritized[0]
+        index = torch.where(is_own[:, None] if index.ndim > 1 else is_own, index, -1)
+        with updates.storage.lock:
+            stale = updates.update(index, td_error, entries.get(SAMPLED_AT))
+        if stale is not None:
+            member.stale_updates.add(stale)
+        return stale is not None
+
+    def _is_source(self, source: Tensor) -> bool:
+        if type(source) is not Tensor or source.dtype is not torch.int64 or source.shape != self.batch_size:
+            return False
+        low, high = map(int, source.aminmax())
+        return 0 <= low <= high < len(self.bound)
+
+
+def is_usual(member: ReplayBuffer) -> bool:
+    """Whether bound draws support the options of a member."""
+    return member.returns_as_drawn and member.prefetcher is None and member.include_info
+
+
+def bind_mixture(members: Mapping[str, ReplayBuffer], size: int) -> BoundMixture | None:
+    """Return the bound draws of these members, or None if one of them does not support them."""
+    draws = []
+    for member in members.values():
+        storage, rows = member.storage, getattr(member.storage, "rows", None)
+        draw = compiled_form(member.sampler, "bind_draw")
+        is_plain = not unreadable(storage) and isinstance(rows, PlainRows) and not rows.is_mapped
+        if draw is None or not is_plain or not is_usual(member) or not member.parts.draws:
+            return None
+        with torch.inference_mode(False):
+            draws.append(draw(storage, size, reads=False))
+    layouts = [(member.storage.layout, member.storage.ndim) for member in members.values()]
+    if any(isinstance(draw, str) for draw in draws) or any(each != layouts[0] for each in layouts):
+        return None
+    with torch.inference_mode(False):
+        return BoundMixture(members, draws, size)

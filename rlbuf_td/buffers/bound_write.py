@@ -1,0 +1,224 @@
+"""Bound writes: the compiled form of ``add`` and ``extend``.
+
+One compiled call checks a write, copies the data to the rows of the ring, advances all counters, and tells the
+listeners that have a compiled form: the priorities of new rows, and the bitmap of trajectories. The methods of other
+listeners are called afterwards. Both forms have the same result. :meth:`BoundWrite.write` returns None if the buffer
+has changed, or if the data is not a TensorDict of plain tensors that fit the rows. The buffer then calls its writer,
+which raises an error if the data is wrong.
+"""
+
+from __future__ import annotations
+
+from ctypes import addressof
+from os import getpid
+from struct import Struct
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+from torchrl.data.replay_buffers import Sampler
+
+from rlbuf_td.buffers.parts import Parts
+from rlbuf_td.kernels.batch import RING, parallel_loops
+from rlbuf_td.kernels.dispatch import compiled_form, machine_code
+from rlbuf_td.kernels.host_memory import HostTensors, has_memory
+from rlbuf_td.kernels.threads import LARGE
+from rlbuf_td.samplers.bound import unreadable
+from rlbuf_td.samplers.common import StatefulSampler
+from rlbuf_td.samplers.prioritized import BoundEntry
+from rlbuf_td.samplers.wrapper import SamplerWrapper
+from rlbuf_td.storages import SchemaError, torchrl_parts
+from rlbuf_td.storages.interrupts import held_back
+from rlbuf_td.storages.rows.dedup import DedupRows
+from rlbuf_td.storages.trajectory_index import TrajectoryIndex
+
+if TYPE_CHECKING:
+    from rlbuf_td.buffers.replay import ReplayBuffer
+
+_MOST_SIZES = 8  # batch sizes whose checks are kept
+
+
+class BoundWrite:
+    """Writes rows in host memory with one compiled call."""
+
+    def __init__(self, buffer: ReplayBuffer, parts: Parts, fields: dict[str, int]) -> None:
+        from rlbuf_td.kernels.batch import cpu as kernels
+        from rlbuf_td.kernels.batch import dedup_cpu
+
+        self.buffer, self.storage, self.writer, self.sampler = buffer, parts.storage, parts.writer, parts.sampler
+        self.time_dim, self.priority_key, self.transforms = buffer.dim_extend, buffer.priority_key, parts.transforms
+        self.rows, self.place = self.storage.rows, self.storage.rows.flat.data_ptr()
+        self.counters = parts.writer.numbers.values  # replaced when the buffer is shared
+        bind_entry = None if parts.prioritized is None else compiled_form(parts.prioritized, "bind_entry")
+        self.entry: BoundEntry | None = None if bind_entry is None else bind_entry()
+        self.listeners = torchrl_parts.listeners_of(self.storage)
+        self.listening, self.boundaries = len(self.listeners), self._find_boundaries()
+        self.others = [each for each in self.listeners if self._is_told_later(each)]
+        nothing = StatefulSampler.add, Sampler.add, Sampler.extend
+        self.notes_writes = {how: _has_own(parts.sampler, how, *nothing) for how in ("add", "extend")}
+        self.expected: dict[torch.Size, HostTensors] = {}  # recognizes the leaves, by batch size
+        self.sources = np.empty(len(self.rows.extents), np.int64)
+        self.set_sources = Struct(f"{len(self.sources)}q").pack_into
+        fields |= self._rows_and_listeners()
+        self.ring = np.array([tuple(fields.get(name, 0) for name in RING.names or ())], RING)
+        loop = kernels.write_ring if self.entry is None else self.entry.loop
+        self.lock = Lock() if self.entry is None else self.entry.lock
+        self.address, self.kernel = self.ring.ctypes.data, machine_code(loop, 0, 0, True, 0)
+        if isinstance(self.rows, DedupRows):
+            self.write_rows, self.kernel, self.pools = self.kernel, self._write_deduplicated, self.rows.table.addresses
+            self.write_entries = machine_code(dedup_cpu.write_entries, 0, 0, 0, True, *self.pools)
+
+    def _find_boundaries(self) -> Any:
+        """Return the first trajectory index that compiled code can update, and what it needs for this; or None."""
+        for each in self.listeners:
+            numbers = each.numbers() if isinstance(each, TrajectoryIndex) else None
+            if numbers is not None:
+                return each, *numbers, numbers[0].bitmap
+        return None
+
+    def _is_told_later(self, listener: Any) -> bool:
+        if listener is self.buffer:
+            return self.entry is None and _has_own(self.sampler, "mark_update", Sampler.mark_update)
+        return self.boundaries is None or listener is not self.boundaries[0]
+
+    def _rows_and_listeners(self) -> dict[str, Any]:
+        rows, lanes = self.rows, self.rows.lanes.numel()
+        found: dict[str, Any] = {
+            "rows": rows.flat.data_ptr(),
+            "row_bytes": rows.flat.stride(0) * rows.flat.element_size(),
+        }
+        found |= {"steps": rows.steps, "lanes": lanes if rows.lanes else 0, "leaves": len(rows.extents)}
+        found |= {"extents": rows.extents.ctypes.data, "sources": self.sources.ctypes.data}
+        if self.entry is not None:
+            found |= self.entry.fields
+        if self.boundaries is not None:
+            _, _, numbers, seen, _ = self.boundaries
+            found |= {"boundaries": numbers.ctypes.data, "seen": addressof(seen)}
+        return found
+
+    def holds(self) -> bool:
+        """Whether the buffer is unchanged, and its rows are in their old place."""
+        return (
+            self.buffer.bound_write is self  # under the lock: another thread may have replaced a part
+            and self.storage.rows is self.rows
+            and self.rows.flat.data_ptr() == self.place
+            and (not self.rows.is_mapped or self.storage.process == getpid())  # a fork must not write the file
+            and len(self.listeners) == self.listening
+            and self.buffer.priority_key == self.priority_key
+            and not self.writer.counts_generations
+            and self.writer.numbers.values is self.counters
+            and (self.entry is None or self.entry.holds())
+            and (self.boundaries is None or self.boundaries[1].bitmap is self.boundaries[-1])
+        )
+
+    def write(self, data: Any, single: bool, transformed: bool = False) -> int | Tensor | None:
+        """Write one time step (``single``) or several; return their index, or None if the stages cannot be used."""
+        if type(data) is not TensorDict or (torchrl_parts.modules_of(self.transforms) and not transformed):
+            return None
+        lanes, dim = self.rows.lanes, self.time_dim
+        lead = lanes if single else data.batch_size[: 1 + len(lanes)]
+        count = 1 if single else lead[dim] if len(lead) > dim else 0
+        if not count or lead.numel() != count * lanes.numel():
+            return None
+        index = None
+        if lanes or not single:
+            shape = (count * lanes.numel(), 2) if lanes else (count,)
+            index = torch.empty(shape, dtype=torch.int64, device="cpu")
+        where = 0 if index is None else index.data_ptr()
+        with self.storage.lock, self.lock:
+            leaves = self._collect(data, lead) if self.holds() else None  # kept alive for the kernel
+            if leaves is None:
+                return None
+            if self.entry is not None and self.entry.value is not None:
+                self.entry.value[0] = self.entry.sampler.priorities.entry
+            if self.others or self.notes_writes["add" if single else "extend"]:
+                return self._write_and_tell(count, where, index, single)
+            cursor = self.kernel(self.address, count, dim == 1, where)
+        return None if cursor < 0 else cursor if index is None else index
+
+    @held_back
+    def _write_and_tell(self, count: int, where: int, index: Tensor | None, single: bool) -> int | Tensor | None:
+        """Write rows, and call the methods of listeners that have no compiled form."""
+        steps, kept = self.rows.steps, min(count, self.rows.steps)
+        cursor = self.kernel(self.address, count, self.time_dim == 1, where)
+        if cursor < 0:
+            return None
+        found = cursor if index is None else index
+        self.writer.announce((cursor + count - kept) % steps, kept, steps, found, self.others)
+        how = "add" if single else "extend"
+        if self.notes_writes[how]:
+            getattr(self.sampler, how)(found)
+        return found
+
+    def _write_deduplicated(self, address: int, count: int, lanes_first: bool, index: int) -> int:
+        with held_back:  # an interrupt between the two calls would leave rows with the observations of other rows
+            cursor = self.write_rows(address, count, lanes_first, index)
+            if cursor >= 0:
+                self.write_entries(address, cursor, count, lanes_first, *self.pools)
+        return cursor
+
+    def _collect(self, data: TensorDict, lead: torch.Size) -> list[Tensor] | None:
+        """Store the addresses of the data's tensors for the kernel; return the tensors, or None if they do not fit."""
+        expected = self.expected.get(lead) or self._expect(lead)
+        try:
+            leaves, unknown = self.rows.layout.find(data)
+            if unknown:
+                return None
+            places = expected.addresses(leaves)
+            if places is None:
+                leaves = [*map(_contiguous, leaves)]
+                places = expected.addresses(leaves)
+        except (SchemaError, RuntimeError):  # sparse, nested and MKL-DNN tensors have no strides
+            return None
+        if places is None:
+            return None
+        self.set_sources(self.sources.data, 0, *places)
+        return leaves
+
+    def _expect(self, lead: torch.Size) -> HostTensors:
+        """Store the dtypes and shapes that data with batch size ``lead`` must have."""
+        if len(self.expected) == _MOST_SIZES:
+            self.expected.clear()
+        found = HostTensors([(leaf.dtype, lead + leaf.shape) for leaf in self.rows.layout.leaves])
+        self.expected[lead] = found
+        if lead.numel() * int(self.ring["row_bytes"][0]) >= LARGE:
+            self.ring["loops"] = parallel_loops().ctypes.data
+        return found
+
+
+def _contiguous(leaf: Any) -> Any:
+    return leaf.contiguous() if type(leaf) is Tensor and leaf.is_cpu and has_memory(leaf) else leaf
+
+
+def _has_own(sampler: Sampler, method: str, *empty: Any) -> bool:
+    """Whether a sampler, or a sampler that it wraps, has a method other than the ``empty`` ones of the base classes."""
+    passed_on = getattr(SamplerWrapper, method)
+    while isinstance(sampler, SamplerWrapper) and getattr(type(sampler), method) is passed_on:
+        sampler = sampler.sampler
+    return getattr(type(sampler), method) not in empty
+
+
+def bind_write(buffer: ReplayBuffer, parts: Parts) -> BoundWrite | str:
+    """Return bound writes to a buffer with allocated rows, or, in one line, why there are none."""
+    storage: Any = parts.storage
+    counters = [compiled_form(part, "bind_write") for part in (parts.writer, storage)]
+    reason = unreadable(storage)
+    if reason or None in counters:
+        return reason or f"{type(parts.writer if counters[0] is None else storage).__name__} has no compiled write"
+    if parts.writer.counts_generations:
+        return "the writer counts generations"
+    if storage.shared_rows is not None:
+        return "the rows are shared between processes"
+    rows = storage.rows
+    if rows.dedup is not None and rows.is_mapped:
+        return "deduplicated rows are in a file, whose space is reserved before each write"
+    if parts.prioritized is not None and rows.view().get(buffer.priority_key, None) is not None:
+        return f"the rows hold the TD errors {buffer.priority_key!r}"
+    if buffer.dim_extend > len(storage.lanes):
+        return f"dim_extend={buffer.dim_extend} is no dim of the rows"
+    if any(leaf.dtype.is_complex for leaf in storage.layout.leaves):  # complex tensors may be conjugate views
+        return "rows hold complex numbers"
+    return BoundWrite(buffer, parts, {name: number for each in counters if each for name, number in each().items()})
