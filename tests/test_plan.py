@@ -19,6 +19,7 @@ from tensordict import TensorDict
 
 import rlbuf_td
 from rlbuf_td import (
+    EpisodeStats,
     FreshRowsSampler,
     HindsightSampler,
     NStepSampler,
@@ -31,6 +32,7 @@ from rlbuf_td import (
     UniformSampler,
 )
 from rlbuf_td.samplers.bound import BoundBatch
+from rlbuf_td.samplers.proportional import ProportionalLaw
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 from tests import catalogue
 from tests.catalogue import assert_same, reward_fn
@@ -53,12 +55,20 @@ SAMPLERS: dict[str, Any] = catalogue.SAMPLERS | {
     **{f"fresh, {name}": partial(fresh, name) for name in FRESH},
     **{f"{name}, deduplicated": catalogue.SAMPLERS[name] for name in ("uniform", "proportional", "rank", "minibatch")},
     "fresh, deduplicated": partial(fresh, "proportional"),
+    "subclass": lambda rows: Subclass(rows),
+    "largest in the buffer": lambda rows: ProportionalSampler(rows, max_priority_within_buffer=True, min_priority=2.0),
+    "n-step, fresh": lambda rows: NStepSampler(fresh("proportional", rows), 3, 0.9),
+    "sequence of n-step": lambda rows: SequenceSampler(NStepSampler(RankSampler(rows), 3, 0.9), 3, burn_in=1),
     "n-step, deduplicated": lambda rows: NStepSampler(UniformSampler(), 3, 0.9),
 }
 
 
 def terminated_fn(batch: TensorDict) -> torch.Tensor:
     return (batch["next", "achieved_goal"] < batch["desired_goal"]).all(-1)
+
+
+class Subclass(ProportionalSampler):
+    """A sampler of a user's own that changes nothing."""
 
 
 class GeneralBuffer(ReplayBuffer):
@@ -427,6 +437,65 @@ def test_planned_writes_follow_counters_that_are_shared():
         rb.extend(TensorDict({"x": torch.arange(first, first + 4)}, [4]))
     assert (rb.write_count, rb.writer._cursor) == (16, 16)
     assert rb.storage["x"][:16].tolist() == list(range(16))
+
+
+class OwnDraw(Subclass):
+    def draw(self, storage: Any, batch_size: int) -> Any:
+        flat, info = super().draw(storage, batch_size)
+        return torch.zeros_like(flat), info
+
+
+class OwnLaw(Subclass):
+    def __init__(self, rows: int) -> None:
+        super().__init__(rows)
+        self.law.__class__ = type("Doubled", (type(self.law),), {"update_": doubled})
+
+
+def doubled(law: Any, flat: torch.Tensor, td_error: torch.Tensor, rows: int) -> Any:
+    return ProportionalLaw.update_(law, flat, 2 * td_error, rows)
+
+
+class OwnStorage(PackedStorage):
+    """A storage of a user's own that changes nothing."""
+
+
+def options() -> dict[str, ReplayBuffer]:
+    def made(sampler: type[ProportionalSampler] = ProportionalSampler, storage: Any = PackedStorage, **kwargs: Any):
+        return ReplayBuffer(storage=storage(CAPACITY), sampler=sampler(CAPACITY), batch_size=BATCH, **kwargs)
+
+    return {
+        "subclass of the sampler": made(Subclass),
+        "subclass of the storage": made(storage=OwnStorage),
+        "statistics": made(stats=EpisodeStats()),
+        "counts of replays": made(count_replays=True),
+        "flow control": made(samples_per_insert=1.0, tolerance=1_000),
+        "a draw of one's own": made(OwnDraw),
+        "a law of one's own": made(OwnLaw),
+    }
+
+
+@pytest.mark.parametrize("option", options())
+def test_options_and_subclasses_are_compiled(option):
+    rb = options()[option]
+    for seed in range(3):
+        rb.extend(steps(6, None, seed))
+        batch = rb.sample()
+        batch["td_error"] = torch.full((BATCH,), 3.0)
+        rb.update_tensordict_priority(batch)
+    is_own = "own" in option
+    assert rb.compiled == (
+        {
+            "a draw of one's own": "add, extend; not sample, update_tensordict_priority: OwnDraw has no compiled draw",
+            "a law of one's own": "add, extend; not sample, update_tensordict_priority: Doubled is not compiled",
+        }[option]
+        if is_own
+        else "add, extend, sample, update_tensordict_priority"
+    )
+    expected = 6.0 if option == "a law of one's own" else 3.0
+    assert (rb.sampler.priority(batch["index"]) == expected).all()
+    assert option != "a draw of one's own" or (batch["index"] == 0).all()
+    assert rb.replay_count is None or rb.replay_count.counts().sum() == 3 * BATCH
+    assert rb.flow is None or rb.health()["samples"] == 3 * BATCH
 
 
 @pytest.mark.parametrize("wrapper", ["hindsight", "n-step", "sequence"])

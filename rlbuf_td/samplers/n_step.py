@@ -14,6 +14,7 @@ from torchrl.data.replay_buffers import Sampler, Storage
 
 from rlbuf_td.kernels.dispatch import compiled_form_of, machine_code
 from rlbuf_td.kernels.episodes.n_step import n_step_sums, sums_ahead, windows
+from rlbuf_td.kernels.rows.read_ahead import ask_for_rows
 from rlbuf_td.samplers.bound import Blank, BoundBatch, Reading
 from rlbuf_td.samplers.common import setting
 from rlbuf_td.samplers.wrapper import Read, SamplerWrapper, column_of, joined_at
@@ -189,6 +190,8 @@ class _JoinedReading(Reading):
     def gather(self, bitmap: Any, batch: BoundBatch, blank: Blank, written: int) -> None:
         taken, wrapper = blank.report["steps_to_next_obs"].data_ptr(), self.wrapper
         given = batch.address, blank.targets, taken, self.ends.ctypes.data
+        if self.rows.is_mapped:
+            ask_for_rows(self.rows.flat, batch.flat)
         self.kernel(bitmap, *given, wrapper.n_steps, wrapper.gamma)
         if self.pools:
             self.read_entries(batch.address, blank.targets, self.ends.ctypes.data, *self.pools)

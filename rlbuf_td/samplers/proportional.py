@@ -177,13 +177,16 @@ class ProportionalSampler(Prioritized):
         return sum_tree.tree_bytes(capacity, torch.device(device))
 
     @compiled_form_of("draw", "update_priority")
-    def bind_draw(self, storage: PackedStorage, size: int, *, reads: bool) -> BoundDraw:
+    def bind_draw(self, storage: PackedStorage, size: int, *, reads: bool) -> BoundDraw | str:
         """See :mod:`rlbuf_td.samplers.bound`."""
-        return _ProportionalDraw(storage, self, size, reads)
+        is_own = type(self.law) is not ProportionalLaw  # a subclass may have another law
+        return f"{type(self.law).__name__} is not compiled" if is_own else _ProportionalDraw(storage, self, size, reads)
 
     @compiled_form_of("mark_update")
-    def bind_entry(self) -> BoundEntry:
+    def bind_entry(self) -> BoundEntry | None:
         """See :class:`~rlbuf_td.samplers.prioritized.Prioritized`."""
+        if type(self.law) is not ProportionalLaw:
+            return None
         from rlbuf_td.kernels.batch import cpu
 
         alpha = addressof(self.settings.values) + 8 * ALPHA

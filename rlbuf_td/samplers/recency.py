@@ -168,6 +168,8 @@ class _RecentDraw(BoundDraw):
         return machine_code(cpu.sample_recent, 0, 0, 0, 0, 0, 0.0)
 
     def __call__(self, written: int, targets: int) -> bool:
+        if self.sampler.age_key is not None:
+            return False
         sampler, steps = self.sampler, written // max(int(self.record["lanes"][0]), 1)
         self.uniform.uniform_(generator=self.generator)
         newest, span = self.storage.numbers.values[NEWEST], sampler.span(steps)
