@@ -205,12 +205,12 @@ def announce_then_die(writer: QueueWriter, *args: Any) -> None:
     die()
 
 
-announce = QueueWriter._announce
+announce = QueueWriter.announce
 WRITES: dict[str, tuple[Any, ...]] = {
     "half the rows are written": (PlainRows, "copy_", half_then_die),
     "the rows are written": (PackedStorage, "count_written"),
     "the cursor has moved": (QueueWriter, "_bump_generation"),
-    "the others have been told": (QueueWriter, "_announce", announce_then_die),
+    "the others have been told": (QueueWriter, "announce", announce_then_die),
 }
 
 
