@@ -498,6 +498,22 @@ def test_options_and_subclasses_are_compiled(option):
     assert rb.flow is None or rb.health()["samples"] == 3 * BATCH
 
 
+@pytest.mark.parametrize("sampler", ["proportional", "fresh, proportional"])
+def test_calls_follow_a_storage_in_a_file_that_is_shared_by_itself(sampler, tmp_path):
+    storage = PackedStorage(CAPACITY, scratch_dir=tmp_path)
+    rb = ReplayBuffer(storage=storage, sampler=SAMPLERS[sampler](CAPACITY), batch_size=BATCH)
+    for seed in range(3):
+        rb.extend(steps(5, None, seed))
+        rb.sample()
+    storage.share_memory_()
+    for count in range(16, CAPACITY + 3):
+        rb.add(steps(1, None, count)[0])
+        batch = rb.sample()
+        assert (batch["sampled_at"] == count).all()
+        assert (len(rb), rb.storage.clock.now) == (min(count, CAPACITY), count)
+        assert sampler == "proportional" or batch["index"][0] == (count - 1) % CAPACITY
+
+
 @pytest.mark.parametrize("wrapper", ["hindsight", "n-step", "sequence"])
 def test_wrappers_take_the_short_path(wrapper):
     rb = next(buffers(wrapper, None))

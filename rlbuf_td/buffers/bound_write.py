@@ -105,6 +105,7 @@ class BoundWrite:
             self.buffer.bound_write is self  # under the lock: another thread may have replaced a part
             and self.storage.rows is self.rows
             and self.rows.flat.data_ptr() == self.place
+            and self.storage.shared_rows is None  # sharing replaces the storage's counters
             and (not self.rows.is_mapped or self.storage.process == getpid())  # a fork must not write the file
             and len(self.listeners) == self.listening
             and self.buffer.priority_key == self.priority_key

@@ -59,6 +59,7 @@ class BoundDraw(ABC):
         self.storage, self.sampler, self.size = storage, sampler, size
         self.rows, self.generator = storage.all_rows(), generator_of(sampler)
         self.place = self.rows.flat.data_ptr()  # the rows' address in compiled code
+        self.shared_rows = storage.shared_rows  # sharing replaces the storage's counters
         self.flat = self._flat = torch.zeros(size, dtype=torch.int64, device="cpu")
         self.uniform = self._uniform = torch.zeros(size, dtype=torch.float64, device="cpu")
         lanes = lanes_of(self.rows)
@@ -86,6 +87,7 @@ class BoundDraw(ABC):
         """Whether storage and sampler are unchanged, and the rows are in their old place."""
         rows = self.rows
         is_in_place = self.storage.rows is rows and rows.flat.data_ptr() == self.place
+        is_in_place &= self.storage.shared_rows is self.shared_rows
         return is_in_place and generator_of(self.sampler) is self.generator and not in_dispatch_mode()
 
     @abstractmethod
