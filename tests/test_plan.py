@@ -7,6 +7,7 @@ import pickle
 import sys
 import tempfile
 from functools import partial
+from threading import Thread
 from typing import Any
 from unittest import mock
 
@@ -457,6 +458,60 @@ def doubled(law: Any, flat: torch.Tensor, td_error: torch.Tensor, rows: int) -> 
 
 class OwnStorage(PackedStorage):
     """A storage of a user's own that changes nothing."""
+
+
+class ReadsItself(PackedStorage):
+    def gather(self, flat: torch.Tensor) -> TensorDict:
+        return super().gather(flat).set("id", flat + 1_000)
+
+
+class OwnAnchors(NStepSampler):
+    def anchored(self, batch: Any, index: Any, td_error: torch.Tensor) -> Any:
+        return index, 2 * td_error
+
+
+class LooksUpRanks:
+    """A listener that asks the sampler for ranks after each write."""
+
+    def __init__(self, rb: ReplayBuffer) -> None:
+        self.rb, self.told = rb, 0
+
+    def mark_update(self, index: Any) -> None:
+        self.rb.sampler.rank(torch.arange(len(self.rb)))
+        self.told += 1
+
+
+def test_what_a_subclass_overrides_is_called_at_every_sample_and_update():
+    rb = ReplayBuffer(storage=ReadsItself(CAPACITY), sampler=ProportionalSampler(CAPACITY), batch_size=BATCH)
+    rb.extend(steps(20, None, 0))
+    for _ in range(3):
+        batch = rb.sample()
+        assert torch.equal(batch["id"], batch["index"] + 1_000)
+    assert "ReadsItself has no compiled read" in rb.compiled
+    sampler = OwnAnchors(ProportionalSampler(CAPACITY), 3, 0.9)
+    rb = ReplayBuffer(storage=PackedStorage(CAPACITY), sampler=sampler, batch_size=BATCH)
+    rb.extend(steps(20, None, 0))
+    for error in (1.0, 2.0, 3.0):
+        batch = rb.sample().set("td_error", torch.full((BATCH,), error))
+        rb.update_tensordict_priority(batch)
+        assert (rb.sampler.priority(batch["index"]) == 2 * error).all()
+
+
+def test_listeners_may_look_up_ranks_during_a_write():
+    rb = ReplayBuffer(storage=PackedStorage(CAPACITY), sampler=RankSampler(CAPACITY), batch_size=BATCH)
+    listener = LooksUpRanks(rb)
+    rb.storage.attach(listener)
+
+    def write() -> None:
+        for seed in range(3):
+            rb.extend(steps(5, None, seed))
+            rb.add(steps(1, None, seed)[0])
+
+    thread = Thread(target=write, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()  # it would wait for a lock that it holds
+    assert (listener.told, rb.compiled.startswith("add, extend")) == (6, True)
 
 
 def options() -> dict[str, ReplayBuffer]:

@@ -129,7 +129,7 @@ class BoundWrite:
             shape = (count * lanes.numel(), 2) if lanes else (count,)
             index = torch.empty(shape, dtype=torch.int64, device="cpu")
         where = 0 if index is None else index.data_ptr()
-        with self.storage.lock, self.lock:
+        with self.storage.lock:
             leaves = self._collect(data, lead) if self.holds() else None  # kept alive for the kernel
             if leaves is None:
                 return None
@@ -137,14 +137,16 @@ class BoundWrite:
                 self.entry.value[0] = self.entry.sampler.priorities.entry
             if self.others or self.notes_writes["add" if single else "extend"]:
                 return self._write_and_tell(count, where, index, single)
-            cursor = self.kernel(self.address, count, dim == 1, where)
+            with self.lock:
+                cursor = self.kernel(self.address, count, dim == 1, where)
         return None if cursor < 0 else cursor if index is None else index
 
     @held_back
     def _write_and_tell(self, count: int, where: int, index: Tensor | None, single: bool) -> int | Tensor | None:
         """Write rows, and call the methods of listeners that have no compiled form."""
         steps, kept = self.rows.steps, min(count, self.rows.steps)
-        cursor = self.kernel(self.address, count, self.time_dim == 1, where)
+        with self.lock:  # not while listeners are told: they may look up ranks, which needs this lock
+            cursor = self.kernel(self.address, count, self.time_dim == 1, where)
         if cursor < 0:
             return None
         found = cursor if index is None else index

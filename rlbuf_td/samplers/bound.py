@@ -116,7 +116,6 @@ class Blank(NamedTuple):
 class Reading:
     """Gathers the rows that a draw or an expansion has listed; wrappers that change entries have subclasses."""
 
-    needs_trajectories: ClassVar[bool] = False
     nests: ClassVar[bool] = True  # whether the rows may come from an expansion
     entries: Sequence[Named] = ()  # entries that the rows lack
     reads_entries: ClassVar[bool] = False  # whether :meth:`gather` also reads deduplicated observations
@@ -241,6 +240,8 @@ def bind(storage: Any, sampler: Sampler, size: int) -> BoundBatch | str:
     reason = unreadable(storage)
     if reason:
         return reason
+    if compiled_form(storage, "bind_read") is None:
+        return f"{type(storage).__name__} has no compiled read"
     if storage.rows.is_mapped and storage.rows.dedup is not None:
         return "deduplicated rows are in a file"
     if getattr(generator_of(sampler), "device", CPU).type != "cpu":

@@ -196,7 +196,7 @@ class FreshRowsSampler(SamplerWrapper):
             flat = torch.cat((rows, kept))
         return flat, info
 
-    @compiled_form_of("_draw", "draw_batch", "batch_of")
+    @compiled_form_of("_draw", "draw_batch", "batch_of", "anchored")
     def bind_draw(self, storage: PackedStorage, size: int, *, reads: bool) -> BoundDraw | str:
         """See :mod:`rlbuf_td.samplers.bound`."""
         draws = compiled_form(self.sampler, "bind_draw")

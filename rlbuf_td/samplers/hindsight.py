@@ -196,7 +196,7 @@ class HindsightSampler(SamplerWrapper):
         rows = storage.rows if outcomes.is_meta else None
         return _Bound(trajectories, outcomes, rows, list(goals))
 
-    @compiled_form_of("_reader", "_relabelled", "_bind", "_draw", "draw_batch", "batch_of")
+    @compiled_form_of("_reader", "_relabelled", "_bind", "_draw", "draw_batch", "batch_of", "anchored")
     def bind_revision(self, storage: PackedStorage, size: int) -> Reading | str:
         """See :mod:`rlbuf_td.samplers.bound`."""
         rows = storage.all_rows()
@@ -221,7 +221,7 @@ class HindsightSampler(SamplerWrapper):
 
 
 class _RelabelledReading(Reading):
-    needs_trajectories, nests, adds_report = True, False, False
+    nests = adds_report = False
     entries = (("relabeled", (torch.bool, torch.Size([]))),)
 
     def __init__(self, wrapper: HindsightSampler, rows: Rows) -> None:

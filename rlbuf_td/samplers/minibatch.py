@@ -88,7 +88,7 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
         order, start, stop = self.advance(storage, rows, batch_size)
         return order[start:stop].clone(), {}
 
-    @compiled_form_of("draw")
+    @compiled_form_of("draw", "advance", "order", "_new_order")
     def bind_draw(self, storage: PackedStorage, size: int, *, reads: bool) -> BoundDraw:
         """See :mod:`rlbuf_td.samplers.bound`."""
         return _NextDraw(storage, self, size, reads)

@@ -150,7 +150,7 @@ class NStepSampler(SamplerWrapper):
             raise TypeError(f"rewards to sum must be floating point numbers, got {reward.dtype}")
         return _Bound(trajectories, reward, trajectories.end_keys())
 
-    @compiled_form_of("_reader", "_summed", "_draw", "draw_batch", "batch_of")
+    @compiled_form_of("_reader", "_summed", "_draw", "draw_batch", "batch_of", "anchored")
     def bind_revision(self, storage: PackedStorage, size: int) -> Reading | str:
         """See :mod:`rlbuf_td.samplers.bound`."""
         dtype = next((leaf.dtype for leaf in storage.all_rows().layout.leaves if leaf.key == self.reward_key), None)
@@ -164,7 +164,7 @@ class NStepSampler(SamplerWrapper):
 
 
 class _JoinedReading(Reading):
-    needs_trajectories = reads_entries = True
+    reads_entries = True
 
     def __init__(self, wrapper: NStepSampler, rows: Rows, size: int) -> None:
         from rlbuf_td.kernels.batch import wrapped_cpu as kernels

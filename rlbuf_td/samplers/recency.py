@@ -115,7 +115,7 @@ class RecencySampler(RowSampler):
         steps, newest = rows // lanes, int(torchrl_parts.newest_step_of(storage))
         return recent_rows(uniform, newest, self.span(steps), steps, lanes, self.log_decay), {}
 
-    @compiled_form_of("draw")
+    @compiled_form_of("draw", "span")
     def bind_draw(self, storage: PackedStorage, size: int, *, reads: bool) -> BoundDraw | str:
         """See :mod:`rlbuf_td.samplers.bound`."""
         return _RecentDraw(storage, self, size, reads) if self.age_key is None else "ages are read with torch (age_key)"

@@ -221,7 +221,10 @@ class SequenceSampler(SamplerWrapper):
             if stored is not None:
                 stored |= flag.view(-1, *[1] * (stored.ndim - 1))
 
-    @compiled_form_of("_reader", "_expanded", "_anchors", "_windows", "_mark_", "_draw", "draw_batch", "batch_of")
+    @compiled_form_of(
+        *("_reader", "_expanded", "_anchors", "_windows", "_mark_", "_draw", "draw_batch", "batch_of"),
+        *("window", "windows_of"),
+    )
     def bind_revision(self, storage: PackedStorage, size: int) -> Any:
         """See :mod:`rlbuf_td.samplers.bound`."""
         flags = {leaf.dtype for leaf in storage.all_rows().layout.leaves if leaf.key in self.flag_keys}

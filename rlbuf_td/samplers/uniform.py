@@ -66,7 +66,7 @@ class UniformSampler(RowSampler, metaclass=Replaceable):
         flat = torch.randint(rows, (batch_size,), generator=generator, device=source)
         return (flat if source == device else flat.to(device)), {}
 
-    @compiled_form_of("draw")
+    @compiled_form_of("draw", "_distinct")
     def bind_draw(self, storage: PackedStorage, size: int, *, reads: bool) -> BoundDraw:
         """See :mod:`rlbuf_td.samplers.bound`."""
         return _UniformDraw(storage, self, size, reads)

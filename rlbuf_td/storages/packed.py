@@ -179,6 +179,11 @@ class PackedStorage(LazyTensorStorage):
         self._last_cursor_index_value.value = last
         self._mutation_revision_value.value += 1
 
+    @compiled_form_of("gather", "get", "written_rows", "all_rows")
+    def bind_read(self) -> Rows:
+        """Return the rows that compiled code reads."""
+        return self.all_rows()
+
     @compiled_form_of("write", "set", "count_written")
     def bind_write(self) -> dict[str, int]:
         """Return the addresses of the counters that a compiled write advances."""

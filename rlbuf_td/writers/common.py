@@ -176,7 +176,7 @@ class TimeWriter(RoundRobinWriter):
         super().loads(path)  # also the counts of writes
         self.load_state_dict(state)
 
-    @compiled_form_of("add", "extend", "find_cursor")
+    @compiled_form_of("add", "extend", "find_cursor", "announce")
     def bind_write(self) -> dict[str, int]:
         """Return the addresses of the counters that a compiled write advances."""
         start = addressof(self.numbers.values)
