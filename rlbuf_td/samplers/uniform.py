@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torchrl.data.replay_buffers import Sampler, Storage
 
-from rlbuf_td.kernels.dispatch import backend_of, compiled_form_of
-from rlbuf_td.kernels.distinct import distinct_rows
+from rlbuf_td.kernels.dispatch import backend_of, compiled_form_of, machine_code
+from rlbuf_td.kernels.distinct import append_distinct_, distinct_rows
 from rlbuf_td.samplers.bound import BoundDraw
 from rlbuf_td.samplers.common import EMPTY, uniform_numbers
 from rlbuf_td.samplers.row_sampler import RowSampler
@@ -36,7 +37,7 @@ class UniformSampler(RowSampler, metaclass=Replaceable):
         RuntimeError: (when sampling) the buffer is empty.
         ValueError: (when sampling) ``unique`` is set and the buffer has fewer rows than a batch.
 
-    Cost: O(B); with ``unique=True`` O(B log B).
+    Cost: O(B); with ``unique=True`` O(B log B) on other devices than the CPU.
 
     Example:
         >>> from rlbuf_td import PackedStorage, ReplayBuffer
@@ -60,7 +61,7 @@ class UniformSampler(RowSampler, metaclass=Replaceable):
             raise RuntimeError(EMPTY)
         device, generator = device_of(storage), self._rng
         if self.unique:
-            self._refuse_more_than(rows, batch_size)
+            _refuse_more_than(rows, batch_size)
             return self._distinct(rows, batch_size, device), {}
         source = device if generator is None else generator.device
         flat = torch.randint(rows, (batch_size,), generator=generator, device=source)
@@ -71,22 +72,17 @@ class UniformSampler(RowSampler, metaclass=Replaceable):
         """See :mod:`rlbuf_td.samplers.bound`."""
         return _UniformDraw(storage, self, size, reads)
 
-    def _refuse_more_than(self, rows: int, batch_size: int) -> None:
-        if batch_size > rows:
-            raise ValueError(f"cannot draw {batch_size} distinct rows of {rows}: use a smaller batch or unique=False")
-
     def _distinct(self, rows: int, batch_size: int, device: torch.device) -> torch.Tensor:
-        generator, drawn = self._rng, torch.empty(0, dtype=torch.int64, device=device)
+        generator, drawn = self._rng, torch.empty(batch_size, dtype=torch.int64, device=device)
         is_on_host = backend_of(drawn) == "numba" and (generator is None or generator.device == device)
         if not is_on_host:
             return distinct_rows(uniform_numbers(batch_size, generator, device), rows)
-        if 8 * batch_size > rows:
-            return torch.randperm(rows, generator=generator, device="cpu")[:batch_size].clone()
-        # Rejection: the first B distinct rows of an infinite sequence of draws are a sample without replacement.
-        while drawn.shape[0] < batch_size:
-            more = torch.randint(rows, (batch_size,), generator=generator, device="cpu")
-            drawn = without_repetitions(torch.cat((drawn, more)))
-        return drawn[:batch_size]
+        kept = 0
+        for rows_drawn in _candidates(rows, batch_size, generator):
+            kept = append_distinct_(drawn, kept, rows_drawn)
+            if kept == batch_size:
+                break
+        return drawn
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore ``unique``. A state of TorchRL's ``RandomSampler`` is accepted, and changes nothing."""
@@ -101,20 +97,39 @@ class UniformSampler(RowSampler, metaclass=Replaceable):
 class _UniformDraw(BoundDraw):
     takes_fresh_rows = True
 
+    def __init__(self, storage: PackedStorage, sampler: UniformSampler, size: int, reads: bool) -> None:
+        from rlbuf_td.kernels.batch import cpu
+
+        super().__init__(storage, sampler, size, reads)
+        self.distinct = machine_code(cpu.gather_distinct, 0, 0, 0, 0)
+
     def __call__(self, written: int, targets: int) -> bool:
         if self.sampler.unique:
-            if self.record["queue"][0]:
-                return False  # fresh rows could repeat unique ones
-            self.flat.copy_(self.sampler.draw(self.storage, self.size)[0])
-        else:
-            self.flat.random_(0, written, generator=self.generator)
+            return self._draw_distinct(written, targets)
+        self.flat.random_(0, written, generator=self.generator)
         self.kernel(self.address, targets)
         return True
 
+    def _draw_distinct(self, written: int, targets: int) -> bool:
+        if self.record["queue"][0]:
+            return False  # fresh rows could repeat unique ones
+        _refuse_more_than(written, self.size)
+        kept = 0
+        for rows_drawn in _candidates(written, self.size, self.generator):
+            kept = self.distinct(self.address, targets, kept, rows_drawn.data_ptr())
+            if kept == self.size:
+                break
+        return True
 
-def without_repetitions(values: torch.Tensor) -> torch.Tensor:
-    """Remove repeated values from a 1-D tensor: ``[3, 1, 3, 2, 1]`` becomes ``[3, 1, 2]``."""
-    ordered, order = torch.sort(values, stable=True)
-    first = torch.ones_like(ordered, dtype=torch.bool)
-    first[1:] = ordered[1:] != ordered[:-1]
-    return values[order[first].sort().values]
+
+def _refuse_more_than(rows: int, batch_size: int) -> None:
+    if batch_size > rows:
+        raise ValueError(f"cannot draw {batch_size} distinct rows of {rows}: use a smaller batch or unique=False")
+
+
+def _candidates(rows: int, batch_size: int, generator: torch.Generator | None) -> Iterator[torch.Tensor]:
+    """Yield ``[B]`` rows until they have B distinct ones; the first B of these are a sample without replacement."""
+    if 8 * batch_size > rows:
+        yield torch.randperm(rows, generator=generator, device="cpu")[:batch_size]
+    while True:
+        yield torch.randint(rows, (batch_size,), generator=generator, device="cpu")

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlbuf_td.kernels.distinct import distinct_rows
+from rlbuf_td.kernels.distinct import append_distinct_, distinct_rows
 
 
 def shuffled(uniform: list[float], rows: int) -> list[int]:
@@ -49,3 +49,18 @@ def test_rows_are_those_of_a_shuffle_that_moves_them(batch, more, seed, whole):
 def test_the_longest_chains_are_followed_to_their_end(number):
     uniform = torch.full((1_000,), number, dtype=torch.float64)
     assert distinct_rows(uniform, 1_000).tolist() == shuffled(uniform.tolist(), 1_000)
+
+
+VALUES = st.one_of(st.integers(0, 20), st.integers(0, 2**62), st.integers(0, 40).map(lambda k: k << 32))
+
+
+@given(st.integers(0, 70), st.lists(st.lists(VALUES, max_size=80), min_size=1, max_size=4))
+@settings(max_examples=300, deadline=None)
+def test_values_are_appended_once_and_in_order_until_there_is_no_room(room, rounds):
+    out, kept = torch.full((room + 1,), -7), 0
+    wanted: list[int] = []
+    for values in rounds:
+        kept = append_distinct_(out[:room], kept, torch.tensor(values, dtype=torch.int64))
+        wanted = [*dict.fromkeys([*wanted, *values])][:room]
+        assert out[:kept].tolist() == wanted
+        assert out[room] == -7

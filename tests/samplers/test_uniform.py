@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from rlbuf_td import PackedStorage, UniformSampler
+from rlbuf_td import PackedStorage, ReplayBuffer, UniformSampler
 from tests.backends import forced
 from tests.statistics import assert_follows, power
 
@@ -63,6 +63,32 @@ def test_a_unique_batch_has_no_row_twice_and_only_written_ones(rows, batch, seed
     assert len(set(drawn.tolist())) == batch
     assert drawn.min() >= 0
     assert drawn.max() < rows
+
+
+def first_distinct(rows: int, batch: int, generator: torch.Generator) -> list[int]:
+    if 8 * batch > rows:
+        return torch.randperm(rows, generator=generator).tolist()[:batch]
+    found: list[int] = []
+    while len(found) < batch:
+        found = [*dict.fromkeys(found + torch.randint(rows, (batch,), generator=generator).tolist())]
+    return found[:batch]
+
+
+@pytest.mark.parametrize("lanes", [0, 2])
+@given(st.integers(1, 150), st.integers(1, 150), st.integers(0, 1_000))
+@settings(max_examples=60, deadline=None)
+def test_a_unique_batch_is_the_first_distinct_rows_of_the_random_numbers(lanes, steps, batch, seed):
+    rows = steps * max(lanes, 1)
+    batch = min(batch, rows)
+    rb = ReplayBuffer(storage=filled(steps, steps, lanes=lanes), sampler=UniformSampler(unique=True), batch_size=batch)
+    rb.set_rng(torch.Generator().manual_seed(seed))
+    wanted = torch.Generator().manual_seed(seed)
+    for _ in range(4):  # the first draw is not bound
+        index = rb.sample()["index"]
+        flat = index @ torch.tensor([lanes, 1]) if lanes else index
+        assert flat.tolist() == first_distinct(rows, batch, wanted)
+    with pytest.raises(ValueError, match=f"cannot draw {rows + 1} distinct rows of {rows}"):
+        rb.sampler.draw(rb.storage, rows + 1)
 
 
 def test_the_generator_of_the_buffer_decides_and_else_the_default_one():

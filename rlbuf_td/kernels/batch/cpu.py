@@ -30,6 +30,7 @@ from rlbuf_td.kernels.compiled import (
     store,
     stream_bytes,
 )
+from rlbuf_td.kernels.distinct.cpu import append_at
 from rlbuf_td.kernels.episodes.cpu import write as write_boundaries
 from rlbuf_td.kernels.rank_order.chunks import Chunks
 from rlbuf_td.kernels.rank_order.cpu import draw as draw_by_rank
@@ -143,6 +144,19 @@ def gather_flat(address, targets):
     _put_fresh(batch, batch.flat)
     gather_batch(batch, index, targets)
     put_index(batch, index, out)
+
+
+@kernel
+def gather_distinct(address, targets, kept, drawn):
+    """Add the ``BATCH.count`` rows at address ``drawn`` to the ``kept`` distinct rows at ``BATCH.flat``.
+
+    Gather the rows as soon as ``BATCH.count`` rows are distinct. Return the number of distinct rows.
+    """
+    batch = batch_at(address)
+    kept = append_at(batch.flat, batch.count, kept, drawn, batch.count)
+    if kept == batch.count:
+        gather_flat(address, targets)
+    return kept
 
 
 @inlined

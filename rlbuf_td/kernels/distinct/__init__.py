@@ -5,6 +5,26 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rlbuf_td.kernels.host_memory import address_of
+
+__all__ = ["append_distinct_", "distinct_rows"]
+
+
+def append_distinct_(out: Tensor, kept: int, values: Tensor) -> int:
+    """Write the values that ``out[:kept]`` lacks behind these, each once and in order, until ``out`` is full.
+
+    ``out`` and ``values`` are int64, not negative, contiguous and on the CPU, and must not overlap. Return the number
+    of values in ``out``. Cost: O(``len(out) + len(values)``).
+
+    Example:
+        >>> out = torch.zeros(4, dtype=torch.int64)
+        >>> append_distinct_(out, 0, torch.tensor([3, 1, 3, 2, 1])), out
+        (3, tensor([3, 1, 2, 0]))
+    """
+    from rlbuf_td.kernels.distinct import cpu
+
+    return cpu.append_at(address_of(out), len(out), kept, address_of(values), len(values))
+
 
 def distinct_rows(uniform: Tensor, rows: int | Tensor) -> Tensor:
     """Return ``B`` different row indices below ``rows``; all sequences of ``B`` different indices are equally likely.
