@@ -45,6 +45,10 @@ def fresh(name: str, rows: int) -> FreshRowsSampler:
     return FreshRowsSampler(catalogue.SAMPLERS[name](rows), 3)
 
 
+def sequence_of_n_step(rows: int) -> SequenceSampler:
+    return SequenceSampler(NStepSampler(RankSampler(rows), 3, 0.9), 3, burn_in=1)
+
+
 FRESH = ["uniform", "recency", "proportional", "independent", "rank", "minibatch"]
 MIXED: Any = {"future": 0.5, "episode": 0.3, "random": 0.2}
 SAMPLERS: dict[str, Any] = catalogue.SAMPLERS | {
@@ -59,8 +63,11 @@ SAMPLERS: dict[str, Any] = catalogue.SAMPLERS | {
     "subclass": lambda rows: Subclass(rows),
     "largest in the buffer": lambda rows: ProportionalSampler(rows, max_priority_within_buffer=True, min_priority=2.0),
     "n-step, fresh": lambda rows: NStepSampler(fresh("proportional", rows), 3, 0.9),
-    "sequence of n-step": lambda rows: SequenceSampler(NStepSampler(RankSampler(rows), 3, 0.9), 3, burn_in=1),
+    "sequence of fresh": lambda rows: SequenceSampler(fresh("proportional", rows), 3, burn_in=1),
     "n-step, deduplicated": lambda rows: NStepSampler(UniformSampler(), 3, 0.9),
+    "sequence, in a file": catalogue.SAMPLERS["sequence"],
+    "sequence, deduplicated": catalogue.SAMPLERS["sequence"],
+    **{f"sequence of n-step, {kind}": sequence_of_n_step for kind in ("plain", "in a file", "deduplicated")},
 }
 
 
@@ -569,7 +576,11 @@ def test_calls_follow_a_storage_in_a_file_that_is_shared_by_itself(sampler, tmp_
         assert sampler == "proportional" or batch["index"][0] == (count - 1) % CAPACITY
 
 
-@pytest.mark.parametrize("wrapper", ["hindsight", "n-step", "sequence"])
+WRAPPERS = ["hindsight", "n-step", "sequence", "sequence, in a file", "sequence of n-step, in a file"]
+WRAPPERS += ["sequence of n-step, deduplicated", "sequence of fresh"]
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_wrappers_take_the_short_path(wrapper):
     rb = next(buffers(wrapper, None))
     rb.extend(steps(20, None, 0))
@@ -596,6 +607,16 @@ def test_deduplicated_rows_take_the_short_path():
     assert ("state",) in rb.storage.saved_bytes
 
 
+def test_flags_of_deduplicated_observations_are_marked():
+    flag = torch.zeros(CAPACITY, 8, dtype=torch.bool)
+    rows = TensorDict({"is_init": flag, "next": {"is_init": flag, "done": flag[:, :1]}}, [CAPACITY])
+    sampler = SequenceSampler(UniformSampler(), 4)
+    rb = ReplayBuffer(storage=PackedStorage(CAPACITY, share_next=["is_init"]), sampler=sampler, batch_size=BATCH)
+    rb.extend(rows)
+    for _ in range(3):
+        assert rb.sample()["is_init"].view(-1, 4, 8)[:, 0].all()
+
+
 def test_goals_with_a_reward_of_nan_are_refused_as_on_the_general_path():
     rb = next(buffers("hindsight", None))
     rb.extend(steps(20, None, 0))
@@ -604,6 +625,80 @@ def test_goals_with_a_reward_of_nan_are_refused_as_on_the_general_path():
     rb.sampler.her_ratio = 1.0
     with pytest.raises(ValueError, match="reward_fn returned NaN for relabelled rows, the first of them row 0"):
         rb.sample()
+
+
+ANCHORS: dict[str, Any] = {
+    "proportional": ProportionalSampler,
+    "floored": lambda rows: ProportionalSampler(rows, min_priority=0.7),
+    "rank": RankSampler,
+    "n-step": lambda rows: NStepSampler(ProportionalSampler(rows), 3, 0.9),
+}
+ERRORS = ["finite", "finite", "hidden", "nan", "inf", "row"]
+
+
+@pytest.mark.parametrize("lanes", [None, LANES])
+@pytest.mark.parametrize("inner", ANCHORS)
+@settings(max_examples=25)
+@given(
+    how=st.fixed_dictionaries(
+        {
+            **{
+                "length": st.integers(1, 6),
+                "burn_in": st.integers(0, 3),
+                "boundary": st.sampled_from(["pad", "shift"]),
+            },
+            **{"priority": st.sampled_from(["max", "mix"]), "eta": st.sampled_from([0.0, 0.3, 0.9, 1.0])},
+        }
+    ),
+    later=st.integers(0, CAPACITY),
+    masked=st.sampled_from([0.0, 0.3, 1.0]),
+    stamped=st.booleans(),
+    errors=st.sampled_from(ERRORS),
+    seed=st.integers(0, 999),
+)
+def test_compiled_updates_reduce_windows_as_torch_does(inner, lanes, how, later, masked, stamped, errors, seed):
+    generator, found = torch.Generator().manual_seed(seed), []
+    for cls in ReplayBuffer, GeneralBuffer:
+        torch.manual_seed(seed)
+        sampler = SequenceSampler(ANCHORS[inner](CAPACITY * (lanes or 1)), **how)
+        storage = PackedStorage(CAPACITY * (lanes or 1), ndim=1 if lanes is None else 2)
+        rb = cls(storage=storage, sampler=sampler, batch_size=5 * sampler.window)
+        rb.extend(steps(CAPACITY - 3, lanes, seed))
+        batch = [rb.sample(), rb.sample()][1]
+        count = len(batch)
+        generator.manual_seed(seed)
+        batch["td_error"] = torch.randn(count, *[1] * (seed % 2), generator=generator)
+        batch["mask"] &= torch.rand(count, generator=generator) >= masked
+        if errors == "hidden":  # padding and burn-in may have any error
+            batch["td_error"][~batch["mask"] | batch["burn_in_mask"]] = torch.nan
+        elif errors != "finite":
+            batch["mask"][-1], batch["burn_in_mask"][-1] = True, False
+            batch["td_error"][-1] = torch.tensor(float(errors)) if errors != "row" else 1.0
+            batch["anchor_index"][-sampler.window :] += CAPACITY if errors == "row" else 0
+        if later:
+            rb.extend(steps(later, lanes, seed + 1))
+        if not stamped:
+            del batch["sampled_at"]
+        found.append(updated(rb, batch))
+    assert_equal(found[0][1:], found[1][1:])
+    assert (found[0][1] is None) == found[0][0]  # compiled code refuses only what the general path refuses
+    assert found[0][0] or errors not in ("finite", "hidden")
+
+
+def updated(rb: ReplayBuffer, batch: TensorDict) -> tuple[object, ...]:
+    """Return whether compiled code updates priorities, the error, the number of stale rows, and the priorities."""
+    bound, is_compiled, error = rb.bound.get(len(batch)), False, None
+    if isinstance(bound, BoundBatch):
+        stale = bound.update(batch, "td_error")
+        is_compiled = stale is not None
+        rb.stale_updates.add(stale or 0)
+    if not is_compiled:
+        try:
+            rb.update_tensordict_priority(batch)
+        except (ValueError, IndexError) as refusal:
+            error = str(refusal)
+    priority = rb.sampler.priority(torch.arange(len(rb)), storage=rb.storage)
+    return is_compiled, error, rb.stale_updates.total(), rb.sampler.default_priority, priority
 
 
 @pytest.mark.parametrize("rows", [slice(BATCH // 4), slice(1, None, 4)], ids=["rows", "a row of each window"])

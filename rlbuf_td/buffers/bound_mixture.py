@@ -13,10 +13,10 @@ from torch import Tensor
 
 from rlbuf_td.buffers.mixture_parts import Part, largest_normalizer, normalizer_of
 from rlbuf_td.buffers.replay import ReplayBuffer
-from rlbuf_td.kernels.batch import BatchMemory, batch_record
+from rlbuf_td.kernels.batch import batch_record
 from rlbuf_td.kernels.dispatch import compiled_form, machine_code
 from rlbuf_td.kernels.strata import LEAST_RATIO
-from rlbuf_td.samplers.bound import CPU, SCALAR, Blank, BoundDraw, lanes_of, unreadable
+from rlbuf_td.samplers.bound import SCALAR, Blanks, BoundDraw, lanes_of, unreadable
 from rlbuf_td.storages.rows import PlainRows
 from rlbuf_td.storages.state import LENGTH, NEWEST
 from rlbuf_td.storages.tensordict_fast import entries_of
@@ -45,17 +45,16 @@ class BoundMixture:
         lanes = lanes_of(draws[0].rows)
         self.bound: list[_Bound] = []
         for member, draw in zip(members.values(), draws, strict=True):
-            given = {"flat": draw.flat.data_ptr(), "lanes": lanes_of(draw.rows), "pairs": int(lanes > 0)}
+            given = {"flat": draw.flat.data_ptr(), "lanes": lanes, "reads": 1}
             record = batch_record(size, draw.rows.flat, draw.rows.extents, **given)
             self.bound.append(_Bound(member, draw, record, type(draw)(draw.storage, draw.sampler, size, False)))
         self.is_weighted = any(draw.reports for draw in draws)
         named = {"index": (torch.int64, torch.Size([2] if lanes else [])), "source": (torch.int64, SCALAR)}
         named |= {_WEIGHT: (torch.float32, SCALAR), SAMPLED_AT: (torch.int64, SCALAR)} if self.is_weighted else {}
-        self.names, self.layout = [*named], draws[0].rows.layout
-        self.leaves = [(leaf.dtype, leaf.shape) for leaf in self.layout.leaves]
-        self.memory, self.batch_size = BatchMemory([*self.leaves, *named.values()], size), torch.Size([size])
-        self.blanks: list[Blank] = []
-        self.outputs = np.zeros(3, np.int64)  # addresses for the rows, weights and stamps of a draw
+        self.blanks = Blanks(draws[0].rows.layout, [*named.items()], size)
+        self.batch_size = self.blanks.batch_size
+        #: As the ``targets`` of a draw that does not gather: the last two are addresses for its weights and stamps.
+        self.outputs = np.zeros(len(self.blanks.layout.leaves) + 3, np.int64)
         self.lock = Lock()  # each address array serves one batch at a time
 
     def has_all_parts(self) -> bool:
@@ -69,7 +68,7 @@ class BoundMixture:
                 return None
         begin, found = 0, {}
         with self.lock:
-            blank = self.blanks.pop() if self.blanks else self._allocate()
+            blank = self.blanks.take()
             for number, (name, count) in enumerate(zip(self.members, counts, strict=True)):
                 if count:
                     own = {key: value[begin : begin + count] for key, value in blank.report.items()}
@@ -93,12 +92,11 @@ class BoundMixture:
             if not numbers[LENGTH] or not draw.holds():
                 return None
             if is_prioritized:
-                self.outputs[1:] = own[_WEIGHT].data_ptr(), own[SAMPLED_AT].data_ptr()
+                self.outputs[-2:] = own[_WEIGHT].data_ptr(), own[SAMPLED_AT].data_ptr()
             elif self.is_weighted:
                 own[_WEIGHT].fill_(1.0)
                 own[SAMPLED_AT].fill_(draw.storage.clock.now)
             draw.limit(count)
-            self.outputs[0] = draw.flat.data_ptr()
             if not draw(numbers[LENGTH], self.outputs.ctypes.data):
                 return None
             self.gather(bound.record.ctypes.data, targets, begin, count)
@@ -106,15 +104,6 @@ class BoundMixture:
             if member.replay_count is not None:
                 member.replay_count.count_(own["index"])
             return (is_prioritized and normalizer_of(member, own)) or 0.0
-
-    def _allocate(self) -> Blank:
-        with torch.inference_mode(False):  # a batch may be used after inference mode
-            for targets in self.memory.slots:
-                tensors = self.memory.allocate(targets)
-                report = dict(zip(self.names, tensors[len(self.leaves) :], strict=True))
-                batch = self.layout.wrap(tensors, self.batch_size, CPU, report)
-                self.blanks.append(Blank(targets, targets, tensors, batch, report))
-        return self.blanks.pop()
 
     def update(self, batch: TensorDictBase) -> bool:
         """Update the priorities of the only prioritized member from a whole batch; return whether this was possible."""

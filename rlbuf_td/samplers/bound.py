@@ -2,9 +2,10 @@
 
 The innermost sampler draws rows, each wrapper revises the list of rows that the batch reads, and one pass gathers them.
 Each part owns its stages: the torch form, which works on every device and specifies the result, is its ``draw`` or
-``draw_batch``; the compiled form is what its method ``bind_draw`` or ``bind_revision`` returns. :func:`bind` combines
-the compiled stages with memory that is allocated once. From the same state of the random generator, both forms give the
-same batches. A subclass keeps the compiled form unless it overrides a method that this form implements.
+``draw_batch``; the compiled form is what its method ``bind_draw`` or ``bind_revision`` returns. ``bind_revision`` takes
+the :class:`Reading` of the wrapper inside it, or one of plain rows, and returns a reading in its place. :func:`bind`
+combines the compiled stages with memory that is allocated once. From the same state of the random generator, both
+forms give the same batches. A subclass keeps the compiled form unless it overrides a method that this form implements.
 
 A bound batch that cannot be used, for example after the storage got new memory, returns None; the caller then takes the
 torch form, and binds again.
@@ -13,7 +14,7 @@ torch form, and binds again.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeAlias, cast
 
 import numpy as np
@@ -28,6 +29,7 @@ from rlbuf_td.kernels.episodes import BitBoundaries
 from rlbuf_td.kernels.host_memory import Entry, in_dispatch_mode
 from rlbuf_td.kernels.rows.read_ahead import ask_for_rows
 from rlbuf_td.storages import PackedStorage
+from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.rows import PlainRows, Rows
 from rlbuf_td.storages.rows.dedup import DedupRows
 from rlbuf_td.storages.tensordict_fast import entries_of
@@ -53,6 +55,7 @@ class BoundDraw(ABC):
     reports: ClassVar[tuple[tuple[str, torch.dtype], ...]] = ()  # the sampler's report, one number per row
     takes_fresh_rows: ClassVar[bool] = False  # whether the compiled function can replace the first rows by fresh rows
     table = 0  # address of an array with the addresses of the priorities
+    windows: np.ndarray | None = None  # a ``WINDOWS`` record, if the drawn rows are expanded to windows
     kept: Any = None  # kept alive because the compiled function reads its memory
 
     def __init__(self, storage: PackedStorage, sampler: Any, size: int, reads: bool) -> None:
@@ -62,12 +65,9 @@ class BoundDraw(ABC):
         self.shared_rows = storage.shared_rows  # sharing replaces the storage's counters
         self.flat = self._flat = torch.zeros(size, dtype=torch.int64, device="cpu")
         self.uniform = self._uniform = torch.zeros(size, dtype=torch.float64, device="cpu")
-        lanes = lanes_of(self.rows)
         scratch = {"flat": self.flat.data_ptr(), "uniform": self.uniform.data_ptr(), "table": self.table}
-        shape = {"steps": self.rows.steps, "lanes": lanes, "pairs": int(reads and lanes > 0)}
+        shape = {"steps": self.rows.steps, "lanes": lanes_of(self.rows), "reads": int(reads)}
         self.record = batch_record(size, self.rows.flat, self.rows.extents, **scratch, **shape)
-        if not reads:
-            self.record["leaves"] = 0
         self.address = self.record.ctypes.data
         self.kernel = self.compiled()
 
@@ -94,40 +94,122 @@ class BoundDraw(ABC):
     def __call__(self, written: int, targets: int) -> bool:
         """Draw from the first ``written`` rows; return False if the compiled function refuses.
 
-        ``targets`` is the address of an array with the addresses of the outputs: the leaves, if the draw gathers, the
-        index (otherwise :attr:`flat`), and the reports.
+        ``targets`` is the address of an array with the addresses of a batch's tensors: the leaves, the index and the
+        reports. A draw that does not gather writes the rows to :attr:`flat`, and only the reports to ``targets``.
         """
 
-    def update(self, index: Tensor, td_error: Tensor, stamp: Tensor | None) -> int | None:
-        """Update priorities; return how many rows were replaced since the draw, or None if compiled code refuses."""
+    def expand_to(self, windows: np.ndarray) -> None:
+        """Update priorities from TD errors of windows, which the :data:`WINDOWS` record describes."""
+        self.windows = windows
+        self.record["windows"] = windows.ctypes.data
+
+    def update(self, index: Any, td_error: Any, stamp: Any, masks: Masks | None = None) -> int | None:
+        """Update priorities; return how many rows were replaced since the draw, or None if compiled code refuses.
+
+        The arguments are entries of a batch, None for an entry that is missing; ``masks`` are those of windows.
+        """
         return None
+
+
+class Masks(NamedTuple):
+    """Which TD errors of a batch of windows count for the priorities of the drawn rows."""
+
+    mask: Any  # the entries of the batch
+    burn_in_mask: Any
+    eta: float  # the weight of the largest TD error of a window; that of the mean is ``1 - eta``
 
 
 class Blank(NamedTuple):
     """A batch of uninitialised tensors."""
 
     targets: int  # address of an array with the addresses of the tensors
-    drawn: int  # address of such an array for the outputs of the draw
     leaves: list[Tensor]
     batch: TensorDict
     report: dict[str, Tensor]
 
 
-class Reading:
-    """Gathers the rows that a draw or an expansion has listed; wrappers that change entries have subclasses."""
+class Blanks:
+    """Allocates batches of ``size`` rows, several at a time.
 
-    nests: ClassVar[bool] = True  # whether the rows may come from an expansion
-    entries: Sequence[Named] = ()  # entries that the rows lack
-    reads_entries: ClassVar[bool] = False  # whether :meth:`gather` also reads deduplicated observations
+    Args:
+        layout: the layout of the rows.
+        named: further entries of a batch.
+        size: rows per batch.
+        adds_report: whether the batch has the further entries; otherwise only :attr:`Blank.report` has them.
+    """
+
+    def __init__(self, layout: RowLayout, named: Sequence[Named], size: int, adds_report: bool = True) -> None:
+        self.layout, self.names, self.adds_report = layout, [name for name, _ in named], adds_report
+        leaves = [(leaf.dtype, leaf.shape) for leaf in layout.leaves]
+        self.memory = BatchMemory([*leaves, *(entry for _, entry in named)], size)
+        self.batch_size, self.ready = torch.Size([size]), cast("list[Blank]", [])
+
+    def take(self) -> Blank:
+        if not self.ready:
+            with torch.inference_mode(False):  # a batch may outlive inference mode
+                self.ready = [self._blank(targets) for targets in self.memory.slots]
+        return self.ready.pop()
+
+    def _blank(self, targets: int) -> Blank:
+        tensors, count = self.memory.allocate(targets), len(self.layout.leaves)
+        report = dict(zip(self.names, tensors[count:], strict=True))
+        batch = self.layout.wrap(tensors, self.batch_size, CPU, report if self.adds_report else {})
+        return Blank(targets, tensors[:count], batch, report)
+
+
+class Reading:
+    """Gathers the rows that a draw has listed; wrappers that change the list or entries have subclasses."""
+
+    nests: ClassVar[bool] = True  # whether the reading of another wrapper can contain this one
     adds_report: ClassVar[bool] = True  # whether a batch has the report before it is read
+    window = 1  # the rows of a batch per drawn row
+    entries: Sequence[Named] = ()  # entries that the rows lack
 
     def __init__(self, rows: Rows) -> None:
-        self.rows, self.extents = rows, rows.extents
+        from rlbuf_td.kernels.batch import cpu, dedup_cpu
 
-    def gather(self, bitmap: Any, batch: BoundBatch, blank: Blank, written: int) -> None:
+        self.rows, self.extents, self.kernel = rows, rows.extents, machine_code(cpu.gather_flat, 0, 0)
+        self.pools: tuple[Any, ...] = rows.table.addresses if isinstance(rows, DedupRows) else ()
+        if self.pools:  # deduplicated observations
+            self.entry_kernel = machine_code(dedup_cpu.read_entries, 0, 0, *self.pools)
+
+    def bind(self, draw: BoundDraw, size: int) -> None:
+        """Describe batches of ``size`` rows to compiled code."""
+        self.draw, rows = draw, self.rows
+        self.flat = draw.flat if draw.size == size else torch.zeros(size, dtype=torch.int64, device="cpu")
+        given = {"flat": self.flat.data_ptr(), "uniform": draw.uniform.data_ptr()}
+        given["windows"] = 0 if draw.windows is None else draw.windows.ctypes.data
+        shape = {"steps": rows.steps, "lanes": lanes_of(rows), "reads": 1}
+        self.record = batch_record(size, rows.flat, self.extents, **given, **shape)
+        self.address = self.record.ctypes.data
+
+    def __call__(self, bitmap: Any, blank: Blank, written: int) -> None:
         if self.rows.is_mapped:
-            ask_for_rows(self.rows.flat, batch.flat)
-        batch.gather_flat(batch.address, blank.targets)
+            ask_for_rows(self.rows.flat, self.flat)
+        self.kernel(self.address, blank.targets)
+        self.read_entries(blank)
+
+    def read_entries(self, blank: Blank) -> None:
+        if self.pools:
+            self.entry_kernel(self.address, blank.targets, *self.pools)
+
+    def steps(self, blank: Blank) -> int:
+        """Return the address of a ``STEPS`` record if this reading joins transitions, otherwise 0."""
+        return 0
+
+    def masks(self, entries: Mapping[str, Any]) -> Masks | None:
+        """Return the masks of a batch of windows, None for other batches; ``entries`` are those of the batch."""
+        return None
+
+
+class _EntryReading(Reading):
+    """Reads deduplicated observations; the draw has gathered the rest of the rows."""
+
+    def bind(self, draw: BoundDraw, size: int) -> None:
+        self.address = draw.address
+
+    def __call__(self, bitmap: Any, blank: Blank, written: int) -> None:
+        self.read_entries(blank)
 
 
 class BoundBatch:
@@ -135,55 +217,16 @@ class BoundBatch:
 
     newest = -1  # the newest time step at the last draw
 
-    def __init__(self, draw: BoundDraw, expansion: Any, reading: Reading | None, trajectories: Any) -> None:
-        from rlbuf_td.kernels.batch import cpu
-
-        self.draw, self.expansion, self.reading, self.trajectories = draw, expansion, reading, trajectories
-        self.storage, rows = draw.storage, draw.rows
-        self.size = draw.size * (1 if expansion is None else expansion.window)
-        index: Named = "index", (torch.int64, torch.Size([2] if lanes_of(rows) else []))
-        named = [index, *((name, (dtype, SCALAR)) for name, dtype in draw.reports)]
-        for stage in (reading, expansion):
-            named += [] if stage is None else stage.entries
-        self.names = [name for name, _ in named]
-        leaves = [(leaf.dtype, leaf.shape) for leaf in rows.layout.leaves]
-        self.memory = BatchMemory([*leaves, *(entry for _, entry in named)], self.size)
-        self.batch_size, self.blanks = torch.Size([self.size]), cast("list[Blank]", [])
-        self.flat, self.address = draw.flat, draw.address
+    def __init__(self, draw: BoundDraw, reading: Reading | None, trajectories: Any) -> None:
+        self.draw, self.reading, self.trajectories = draw, reading, trajectories
+        self.storage, size = draw.storage, draw.size * (1 if reading is None else reading.window)
+        named: list[Named] = [("index", (torch.int64, torch.Size([2] if lanes_of(draw.rows) else [])))]
+        named += [(name, (dtype, SCALAR)) for name, dtype in draw.reports]
         if reading is not None:
-            self.gather_flat = machine_code(cpu.gather_flat, 0, 0)
-            self.flat = draw.flat if expansion is None else torch.zeros(self.size, dtype=torch.int64, device="cpu")
-            given = {"flat": self.flat.data_ptr(), "uniform": draw.uniform.data_ptr(), "steps": rows.steps}
-            shape = {"lanes": lanes_of(rows), "pairs": int(lanes_of(rows) > 0)}
-            self.record = batch_record(self.size, rows.flat, reading.extents, **given, **shape)
-            self.address = self.record.ctypes.data
-            self.drawn = np.empty((len(self.memory.slots), 1 + len(draw.reports)), np.int64)
-        self.read_entries: Callable[..., Any] | None = None  # the machine code that reads deduplicated observations
-        if isinstance(rows, DedupRows) and not (reading is not None and reading.reads_entries):
-            from rlbuf_td.kernels.batch import dedup_cpu
-
-            self.read_entries = machine_code(dedup_cpu.read_entries, 0, 0, *rows.table.addresses)
-            self.pools = rows.table.addresses
-
-    def allocate(self) -> Blank:
-        with torch.inference_mode(False):  # a batch may outlive inference mode
-            self.blanks = [self._blank(*slot) for slot in enumerate(self.memory.slots)]
-        return self.blanks.pop()
-
-    def _blank(self, place: int, targets: int) -> Blank:
-        tensors, layout = self.memory.allocate(targets), self.draw.rows.layout
-        leaves = tensors[: len(layout.leaves)]
-        report = dict(zip(self.names, tensors[len(leaves) :], strict=True))
-        drawn = targets
-        if self.reading is not None:
-            outputs = [report[name] for name, _ in self.draw.reports]
-            if self.expansion is not None:
-                outputs = self.expansion.outputs
-            self.drawn[place] = [tensor.data_ptr() for tensor in (self.draw.flat, *outputs)]
-            drawn = self.drawn.ctypes.data + place * self.drawn.strides[0]
-        adds = self.reading is None or self.reading.adds_report
-        batch = layout.wrap(leaves, self.batch_size, CPU, report if adds else {})
-        return Blank(targets, drawn, leaves, batch, report)
+            named += reading.entries
+            reading.bind(draw, size)
+        self.blanks = Blanks(draw.rows.layout, named, size, reading is None or reading.adds_report)
+        self.batch_size = self.blanks.batch_size
 
     def sample(self) -> Blank | None:  # the caller holds the storage's lock
         """Return a batch, or None if the bound stages cannot be used."""
@@ -191,17 +234,11 @@ class BoundBatch:
         if not written or not self.draw.holds():
             return None
         bitmap = None if self.trajectories is None else self.trajectories.boundaries(revision).bitmap
-        blank = self.blanks.pop() if self.blanks else self.allocate()
-        if not self.draw(written, blank.drawn):
+        blank = self.blanks.take()
+        if not self.draw(written, blank.targets):
             return None
         if self.reading is not None:
-            if self.expansion is not None:
-                self.expansion.expand(bitmap, self, blank)
-            self.reading.gather(bitmap, self, blank, written)
-        if self.read_entries is not None:
-            self.read_entries(self.address, blank.targets, *self.pools)
-        if self.expansion is not None:
-            self.expansion.mark(blank)
+            self.reading(bitmap, blank, written)
         return blank
 
     def update(self, batch: TensorDictBase, priority_key: NestedKey) -> int | None:
@@ -209,10 +246,9 @@ class BoundBatch:
         if type(batch) is not TensorDict or type(priority_key) is not str or batch.batch_size != self.batch_size:
             return None
         entries = entries_of(batch)
-        index, td_error, stamp = entries.get("index"), entries.get(priority_key), entries.get(SAMPLED_AT)
-        if self.expansion is not None and td_error is not None and index is not None and stamp is not None:
-            index, td_error, stamp = self.expansion.by_window(batch, index, td_error, stamp)
-        return self.draw.update(index, td_error, stamp)
+        masks = None if self.reading is None else self.reading.masks(entries)
+        index = entries.get("index" if masks is None else "anchor_index")
+        return self.draw.update(index, entries.get(priority_key), entries.get(SAMPLED_AT), masks)
 
 
 def lanes_of(rows: Rows) -> int:
@@ -246,31 +282,34 @@ def bind(storage: Any, sampler: Sampler, size: int) -> BoundBatch | str:
         return "deduplicated rows are in a file"
     if getattr(generator_of(sampler), "device", CPU).type != "cpu":
         return "the generator is on another device than the CPU"
-    part, expansion, readings, trajectories = sampler, None, [], None
     with torch.inference_mode(False):  # the memory outlives a call in inference mode
-        while (revise := compiled_form(part, "bind_revision")) is not None:
-            found = TrajectoryIndex.of(storage, done_key=part.done_key, traj_key=part.traj_key)
-            trajectories = found if trajectories is None else trajectories
-            if found is not trajectories or not isinstance(found.boundaries(), BitBoundaries):
-                return "wrappers with different done_key or traj_key" if found is not trajectories else "no bitmap"
-            revision = revise(storage, size)
-            if isinstance(revision, str):
-                return revision
-            if isinstance(revision, Reading):
-                readings.append(revision)
-            else:
-                expansion = revision
-            part = part.sampler
-        draws = compiled_form(part, "bind_draw")
-        if draws is None:
-            return f"{type(part).__name__} has no compiled draw"
-        if len(readings) > 1 or (expansion is not None and not all(each.nests for each in readings)):
+        return _bind(storage, sampler, size)
+
+
+def _bind(storage: PackedStorage, sampler: Any, size: int) -> BoundBatch | str:
+    rows, trajectories, revisions = storage.all_rows(), None, []
+    while (revise := compiled_form(sampler, "bind_revision")) is not None:
+        found = TrajectoryIndex.of(storage, done_key=sampler.done_key, traj_key=sampler.traj_key)
+        trajectories = found if trajectories is None else trajectories
+        if found is not trajectories or not isinstance(found.boundaries(), BitBoundaries):
+            return "wrappers with different done_key or traj_key" if found is not trajectories else "no bitmap"
+        revisions.append(revise)
+        sampler = sampler.sampler
+    draws = compiled_form(sampler, "bind_draw")
+    if draws is None:
+        return f"{type(sampler).__name__} has no compiled draw"
+    reading = Reading(rows)
+    for revise in reversed(revisions):
+        if not reading.nests:
             return "the reward function is called for each step of n-step returns and sequences"
-        if not readings and (expansion is not None or storage.rows.is_mapped):
-            readings = [Reading(storage.rows)]
-        draw = draws(storage, size if expansion is None else size // expansion.window, reads=not readings)
-        if isinstance(draw, str):
-            return draw
-        if expansion is not None:
-            expansion.keep_outputs(draw)
-        return BoundBatch(draw, expansion, readings[0] if readings else None, trajectories)
+        revised = revise(storage, size, reading)
+        if isinstance(revised, str):
+            return revised
+        reading = revised
+    is_read_by_draw = not revisions and not rows.is_mapped
+    draw = draws(storage, size // reading.window, reads=is_read_by_draw)
+    if isinstance(draw, str):
+        return draw
+    if is_read_by_draw:
+        return BoundBatch(draw, _EntryReading(rows) if rows.dedup is not None else None, None)
+    return BoundBatch(draw, reading, trajectories)

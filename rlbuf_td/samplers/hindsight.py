@@ -17,7 +17,7 @@ from torchrl.data.replay_buffers import Sampler, Storage
 from rlbuf_td.kernels.dispatch import compiled_form_of, machine_code
 from rlbuf_td.kernels.episodes.goals import STRATEGIES, Law, choose_goals
 from rlbuf_td.kernels.rows import put_rows_, put_values_
-from rlbuf_td.samplers.bound import Blank, BoundBatch, Reading
+from rlbuf_td.samplers.bound import Blank, Reading
 from rlbuf_td.samplers.common import setting, uniform_numbers
 from rlbuf_td.samplers.goal_env import TransitionFn
 from rlbuf_td.samplers.wrapper import Read, SamplerWrapper, column_of, rows_at
@@ -197,7 +197,7 @@ class HindsightSampler(SamplerWrapper):
         return _Bound(trajectories, outcomes, rows, list(goals))
 
     @compiled_form_of("_reader", "_relabelled", "_bind", "_draw", "draw_batch", "batch_of", "anchored")
-    def bind_revision(self, storage: PackedStorage, size: int) -> Reading | str:
+    def bind_revision(self, storage: PackedStorage, size: int, inner: Reading) -> Reading | str:
         """See :mod:`rlbuf_td.samplers.bound`."""
         rows = storage.all_rows()
         if rows.dedup is not None or rows.is_mapped:
@@ -233,12 +233,12 @@ class _RelabelledReading(Reading):
         outcome = "next", *wrapper.achieved_goal_key
         self.outcome, self.reward = places[outcome], places[wrapper.reward_key]
         self.wrapper = wrapper
-        self.kernel = machine_code(wrapped_cpu.hindsight, (0,) * 6, 0, 0, 0, wrapper.law, 0, 0, self.goals)
+        self.kernel = machine_code(wrapped_cpu.hindsight, (0,) * 6, 0, 0, 0, tuple(wrapper.law), 0, 0, self.goals)
 
-    def gather(self, bitmap: Any, batch: BoundBatch, blank: Blank, written: int) -> None:
+    def __call__(self, bitmap: Any, blank: Blank, written: int) -> None:
         wrapper, relabeled = self.wrapper, blank.report["relabeled"]
-        batch.draw.uniform.uniform_(generator=batch.draw.generator)
-        given = batch.address, blank.targets, relabeled.data_ptr(), wrapper.law
+        self.draw.uniform.uniform_(generator=self.draw.generator)
+        given = self.address, blank.targets, relabeled.data_ptr(), tuple(wrapper.law)
         self.kernel(bitmap, *given, written, self.outcome, self.goals)
         wrapper.recompute_(blank.batch, relabeled, blank.leaves[self.reward])
         set_entries_(blank.batch, blank.report)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from struct import Struct
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,19 +13,21 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 from torchrl.data.replay_buffers import Sampler, Storage
 
+from rlbuf_td.kernels.batch import STEPS, record_of
 from rlbuf_td.kernels.dispatch import compiled_form_of, machine_code
 from rlbuf_td.kernels.episodes.n_step import n_step_sums, sums_ahead, windows
 from rlbuf_td.kernels.rows.read_ahead import ask_for_rows
-from rlbuf_td.samplers.bound import Blank, BoundBatch, Reading
+from rlbuf_td.samplers.bound import Blank, Reading
 from rlbuf_td.samplers.common import setting
 from rlbuf_td.samplers.wrapper import Read, SamplerWrapper, column_of, joined_at
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import fraction, whole
 from rlbuf_td.storages.rows import Rows
-from rlbuf_td.storages.rows.dedup import DedupRows
 from rlbuf_td.storages.schema import show_key
 from rlbuf_td.storages.tensordict_fast import leaf_of, set_entries_
 from rlbuf_td.storages.trajectory_index import DONE_KEY, TRAJ_KEY, TrajectoryIndex, as_tuple
+
+_SET = Struct("qdq")  # the first three fields of a ``STEPS`` record
 
 
 class _Bound(NamedTuple):
@@ -151,7 +154,7 @@ class NStepSampler(SamplerWrapper):
         return _Bound(trajectories, reward, trajectories.end_keys())
 
     @compiled_form_of("_reader", "_summed", "_draw", "draw_batch", "batch_of", "anchored")
-    def bind_revision(self, storage: PackedStorage, size: int) -> Reading | str:
+    def bind_revision(self, storage: PackedStorage, size: int, inner: Reading) -> Reading | str:
         """See :mod:`rlbuf_td.samplers.bound`."""
         dtype = next((leaf.dtype for leaf in storage.all_rows().layout.leaves if leaf.key == self.reward_key), None)
         if dtype not in (torch.float32, torch.float64):
@@ -164,9 +167,8 @@ class NStepSampler(SamplerWrapper):
 
 
 class _JoinedReading(Reading):
-    reads_entries = True
-
     def __init__(self, wrapper: NStepSampler, rows: Rows, size: int) -> None:
+        from rlbuf_td.kernels.batch import dedup_cpu
         from rlbuf_td.kernels.batch import wrapped_cpu as kernels
 
         super().__init__(rows)
@@ -179,19 +181,23 @@ class _JoinedReading(Reading):
         ones = [1] * next(len(leaf.shape) for leaf in leaves if leaf.key == reward)
         self.entries = [("steps_to_next_obs", (torch.int64, torch.Size(ones)))]
         self.wrapper, self.ends = wrapper, np.zeros(size, np.int64)
-        self.kernel = machine_code(kernels.n_step, (0,) * 6, *[0] * 5, 0.0)
-        self.pools: tuple[Any, ...] = ()
-        if isinstance(rows, DedupRows):
-            from rlbuf_td.kernels.batch import dedup_cpu
-
-            self.pools = rows.table.addresses
-            self.read_entries = machine_code(dedup_cpu.read_joined_entries, 0, 0, 0, *self.pools)
-
-    def gather(self, bitmap: Any, batch: BoundBatch, blank: Blank, written: int) -> None:
-        taken, wrapper = blank.report["steps_to_next_obs"].data_ptr(), self.wrapper
-        given = batch.address, blank.targets, taken, self.ends.ctypes.data
-        if self.rows.is_mapped:
-            ask_for_rows(self.rows.flat, batch.flat)
-        self.kernel(bitmap, *given, wrapper.n_steps, wrapper.gamma)
+        self.joined = record_of(STEPS, ends=self.ends.ctypes.data)
+        self.joined_at = self.joined.ctypes.data
+        self.kernel = machine_code(kernels.n_step, (0,) * 6, 0, 0, 0)
         if self.pools:
-            self.read_entries(batch.address, blank.targets, self.ends.ctypes.data, *self.pools)
+            self.entry_kernel = machine_code(dedup_cpu.read_joined_entries, 0, 0, 0, *self.pools)
+
+    def __call__(self, bitmap: Any, blank: Blank, written: int) -> None:
+        if self.rows.is_mapped:
+            ask_for_rows(self.rows.flat, self.flat)
+        self.kernel(bitmap, self.address, blank.targets, self.steps(blank))
+        self.read_entries(blank)
+
+    def read_entries(self, blank: Blank) -> None:
+        if self.pools:
+            self.entry_kernel(self.address, blank.targets, self.ends.ctypes.data, *self.pools)
+
+    def steps(self, blank: Blank) -> int:
+        taken, wrapper = blank.report["steps_to_next_obs"].data_ptr(), self.wrapper
+        _SET.pack_into(self.joined.data, 0, wrapper.n_steps, wrapper.gamma, taken)
+        return self.joined_at

@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable
 from ctypes import addressof
 from operator import attrgetter
+from struct import Struct
 from threading import Lock
 from typing import Any, ClassVar, Literal
 
@@ -14,11 +15,12 @@ import torch
 from torch import Tensor
 from torchrl.data.replay_buffers import PrioritizedSampler, Storage
 
+from rlbuf_td.kernels.batch import WINDOWS
 from rlbuf_td.kernels.dispatch import compiled_form_of
 from rlbuf_td.kernels.host_memory import HostTensors, address_of, alias_of
 from rlbuf_td.kernels.strata import NORMS, step_of
 from rlbuf_td.kernels.sum_tree import REFUSED
-from rlbuf_td.samplers.bound import BoundDraw
+from rlbuf_td.samplers.bound import BoundDraw, Masks
 from rlbuf_td.samplers.common import EMPTY, setting, uniform_numbers
 from rlbuf_td.samplers.priorities import ALPHA, BETA, LARGEST, WEIGHED, Law, Priorities, refuse_state
 from rlbuf_td.samplers.row_sampler import RowSampler
@@ -30,6 +32,7 @@ from rlbuf_td.storages.write_clock import BY_ROW, LAST, NOW, SAMPLED_AT
 
 WeightNorm = Literal["buffer", "batch"] | None
 Reduction = Literal["max", "min", "mean", "median"]
+_MASKS = Struct("2q2d")  # the last four fields of a ``WINDOWS`` record
 
 
 def _exponent(name: str, place: int, doc: str) -> Any:
@@ -211,18 +214,24 @@ class PrioritizedDraw(BoundDraw):
         with self.lock:
             return self.kernel(self.address, targets, *self.fixed, *law, self.clock[NOW])
 
-    def update(self, index: Tensor, td_error: Tensor, stamp: Tensor | None) -> int | None:
+    def update(self, index: Any, td_error: Any, stamp: Any, masks: Masks | None = None) -> int | None:
         """See :class:`~rlbuf_td.samplers.bound.BoundDraw`; the TD errors may have further dims of size 1."""
         given = (index, td_error) if stamp is None else (index, td_error, stamp)
-        where = self.inputs.addresses(given) or self._addresses(given)
+        given = given if masks is None else (*given, masks.mask, masks.burn_in_mask)
+        where = self.inputs.addresses(given) or self._addresses(given, masks)
         if where is None or self.clock[BY_ROW] or not self.holds():
             return None
-        if self.law.min_priority:
+        if masks is not None:
+            *where, mask, burn_in_mask = where
+        elif self.law.min_priority:
             td_error = self.law.floored(td_error)
             where[1] = address_of(td_error)
         if stamp is None:
             where.append(0)
         with self.lock:
+            if masks is not None and self.windows is not None:
+                numbers = mask, burn_in_mask, masks.eta, self.law.min_priority
+                _MASKS.pack_into(self.windows.data, WINDOWS.itemsize - _MASKS.size, *numbers)
             now = self.storage.numbers.values[0], self.clock[NOW], self.clock[LAST]
             self.updates = self.updates or self.compiled_update()
             largest, stale = self.updates(self.address, *where, *now, *self.scale())
@@ -232,14 +241,20 @@ class PrioritizedDraw(BoundDraw):
             self.settings[LARGEST] = largest
         return stale
 
-    def _addresses(self, given: tuple[Any, ...]) -> list[int] | None:
-        td_error, rows = given[1], torch.Size([self.size])
+    def _addresses(self, given: tuple[Any, ...], masks: Masks | None) -> list[int] | None:
+        windows, count = self.windows, self.size
+        if (windows is None) != (masks is None):
+            return None
+        if windows is not None:
+            count *= int(windows["length"][0] + windows["burn_in"][0])
+        td_error, rows = given[1], torch.Size([count])
         shape = rows
-        if type(td_error) is Tensor and not td_error.is_nested and td_error.numel() == self.size:
+        if type(td_error) is Tensor and not td_error.is_nested and td_error.numel() == count:
             shape = td_error.shape
-        index = torch.Size([self.size, 2]) if self.record["lanes"][0] else rows
-        entries = (torch.int64, index), (torch.float32, shape), (torch.int64, rows)
-        self.inputs = HostTensors(entries[: len(given)])
+        index = torch.Size([count, 2]) if self.record["lanes"][0] else rows
+        entries = [(torch.int64, index), (torch.float32, shape), (torch.int64, rows)]
+        flags = [(torch.bool, rows)] * (0 if masks is None else 2)
+        self.inputs = HostTensors([*entries[: len(given) - len(flags)], *flags])
         return self.inputs.addresses(given)
 
     @abstractmethod

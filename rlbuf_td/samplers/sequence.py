@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -11,16 +11,16 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 from torchrl.data.replay_buffers import Sampler, Storage
 
-from rlbuf_td.kernels.batch import Windows
+from rlbuf_td.kernels.batch import WINDOWS, record_of
 from rlbuf_td.kernels.dispatch import backend_of, compiled_form_of, machine_code
-from rlbuf_td.samplers.bound import Blank, BoundBatch, BoundDraw
+from rlbuf_td.kernels.rows.read_ahead import ask_for_rows
+from rlbuf_td.samplers.bound import SCALAR, Blank, BoundDraw, Masks, Reading
 from rlbuf_td.samplers.common import permutation, setting
 from rlbuf_td.samplers.wrapper import Drawn, SamplerWrapper, draw_from, rows_at
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import fraction, one_of, whole
-from rlbuf_td.storages.indexing import coordinates, device_of, flat_rows, one_a_row
+from rlbuf_td.storages.indexing import coordinates, device_of, flat_rows
 from rlbuf_td.storages.notebooks import SEQUENCES
-from rlbuf_td.storages.rows import Rows
 from rlbuf_td.storages.tensordict_fast import leaf_of
 from rlbuf_td.storages.torchrl_parts import columns_of
 from rlbuf_td.storages.trajectory_index import DONE_KEY, TRAJ_KEY, as_tuple
@@ -223,14 +223,18 @@ class SequenceSampler(SamplerWrapper):
 
     @compiled_form_of(
         *("_reader", "_expanded", "_anchors", "_windows", "_mark_", "_draw", "draw_batch", "batch_of"),
-        *("window", "windows_of"),
+        *("window", "windows_of", "anchored", "_summary"),
     )
-    def bind_revision(self, storage: PackedStorage, size: int) -> Any:
+    def bind_revision(self, storage: PackedStorage, size: int, inner: Reading) -> Reading | str:
         """See :mod:`rlbuf_td.samplers.bound`."""
-        flags = {leaf.dtype for leaf in storage.all_rows().layout.leaves if leaf.key in self.flag_keys}
-        if self.boundary == "strict" or not flags <= {torch.bool}:
-            return 'boundary="strict" draws again with torch' if self.boundary == "strict" else f"flags are {flags}"
-        return _Expansion(self, storage.all_rows(), size // self.window)
+        flags = {leaf.dtype for leaf in inner.rows.layout.leaves if leaf.key in self.flag_keys}
+        if self.boundary == "strict":
+            return 'boundary="strict" draws again with torch'
+        if storage.deduplicated.keys() & {*self.flag_keys}:
+            return "flags are deduplicated"
+        if not flags <= {torch.bool}:
+            return f"flags are {flags}"
+        return _WindowReading(self, inner)
 
     def _revised_keys(self) -> Iterator[NestedKey]:
         yield from super()._revised_keys()
@@ -275,58 +279,53 @@ class SequenceSampler(SamplerWrapper):
         largest = magnitude.amax(1)
         if self.priority_rule == "max":
             return largest
-        mean = magnitude.sum(1) / learned.view(-1, self.window).sum(1).clamp(min=1)
-        return self.eta * largest + (1 - self.eta) * mean
+        # Added in the same order as in the compiled loop (``batch.cpu._anchored``): the results are equal.
+        total = magnitude.to(torch.float64).cumsum(1)[:, -1]
+        mean = total / learned.view(-1, self.window).sum(1).clamp(min=1)
+        mixed = self.eta * largest.to(torch.float64) + (1 - self.eta) * mean
+        return mixed.to(td_error.dtype) if td_error.is_floating_point() else mixed
 
 
-class _Expansion:
-    """Lists the rows of the window around each drawn row, the anchor."""
+class _WindowReading(Reading):
+    """Expands the drawn rows to windows, which it gathers as the reading ``inner`` gathers rows."""
 
-    def __init__(self, wrapper: SequenceSampler, rows: Rows, windows: int) -> None:
-        from rlbuf_td.kernels.batch import wrapped_cpu
+    def __init__(self, wrapper: SequenceSampler, inner: Reading) -> None:
+        from rlbuf_td.kernels.batch import wrapped_cpu as kernels
 
-        self.wrapper, self.window, self.kernels = wrapper, wrapper.window, wrapped_cpu
-        index = torch.int64, torch.Size([2] if rows.lanes else [])
-        flag = torch.bool, torch.Size([])
-        self.entries = [("mask", flag), ("burn_in_mask", flag), ("anchor_index", index)]
-        self.flags = np.zeros((3, 2), np.int64)
-        for k, key in enumerate(wrapper.flag_keys):
-            if key in rows.layout.places:
-                place = rows.layout.places[key]
-                self.flags[k] = place, rows.layout.leaves[place].nbytes
-        self.bounds = np.zeros((windows, 2), np.int64)
-        self.outputs: list[Tensor] = []  # of the draw, one value per window
+        super().__init__(inner.rows)
+        self.wrapper, self.inner, self.window = wrapper, inner, wrapper.window
+        flag, layout = (torch.bool, SCALAR), inner.rows.layout
+        anchor = torch.int64, torch.Size([2] if inner.rows.lanes else [])
+        self.entries = [("mask", flag), ("burn_in_mask", flag), ("anchor_index", anchor), *inner.entries]
+        places = [layout.places.get(key) for key in wrapper.flag_keys]
+        flags = [(0, 0) if place is None else (place, layout.leaves[place].nbytes) for place in places]
+        self.flags = np.array(flags, np.int64)
+        self.parts = kernels.LIST, kernels.READ, kernels.BOTH
+        self.kernel = machine_code(kernels.sequence, (0,) * 6, 0, 0, 0, 0)
 
-    def keep_outputs(self, draw: BoundDraw) -> None:
-        """Allocate memory for the outputs of the draw of anchors."""
-        self.outputs = [torch.zeros(draw.size, dtype=dtype, device="cpu") for _, dtype in draw.reports]
-        self.anchors = draw.flat.numpy()
-        example = self._windows_of(0, 0, 0)
-        self.repeat = machine_code(self.kernels.repeat, *[0] * 5)
-        self.expands = machine_code(self.kernels.expand, (0,) * 6, 0, example, self.anchors)
-        self.marks = machine_code(self.kernels.mark_ends, 0, example, self.flags)
+    def bind(self, draw: BoundDraw, size: int) -> None:
+        """See :class:`~rlbuf_td.samplers.bound.Reading`."""
+        self.widths = np.array([dtype.itemsize for _, dtype in draw.reports], np.int64)
+        self.bounds, self.scratch = np.zeros((draw.size, 2), np.int64), np.zeros((4, draw.size), np.int64)
+        memory = {"flags": self.flags, "widths": self.widths, "bounds": self.bounds, "scratch": self.scratch}
+        given: dict[str, int] = {name: array.ctypes.data for name, array in memory.items()}
+        given |= {"count": draw.size, "anchors": draw.flat.data_ptr(), "reports": len(self.widths)}
+        given |= {"length": self.wrapper.length, "burn_in": self.wrapper.burn_in}
+        draw.expand_to(record_of(WINDOWS, **given, shifts=int(self.wrapper.boundary == "shift")))
+        self.inner.bind(draw, size)
+        self.address, self.flat = self.inner.address, self.inner.flat
 
-    def _windows_of(self, *addresses: int) -> Windows:
-        wrapper = self.wrapper
-        return Windows(wrapper.length, wrapper.burn_in, wrapper.boundary == "shift", self.bounds, *addresses)
+    def __call__(self, bitmap: Any, blank: Blank, written: int) -> None:
+        given, steps, (lists, reads, both) = (bitmap, self.address, blank.targets), self.inner.steps(blank), self.parts
+        if self.rows.is_mapped:
+            self.kernel(*given, lists, steps)
+            ask_for_rows(self.rows.flat, self.flat)
+            self.kernel(*given, reads, steps)
+        else:
+            self.kernel(*given, both, steps)
+        self.inner.read_entries(blank)
 
-    def expand(self, bitmap: Any, batch: BoundBatch, blank: Blank) -> None:
-        """Write the rows to ``batch.flat``, and repeat the reports of the anchors."""
-        report = blank.report
-        masks = (report[name].data_ptr() for name, _ in self.entries)
-        self.expands(bitmap, batch.address, self._windows_of(*masks), self.anchors)
-        for (name, dtype), output in zip(batch.draw.reports, self.outputs, strict=True):
-            given = output.data_ptr(), report[name].data_ptr(), dtype.itemsize
-            self.repeat(*given, len(self.anchors), self.window)
-
-    def mark(self, blank: Blank) -> None:
-        """Set the flags at the ends of each window."""
-        self.marks(blank.targets, self._windows_of(0, 0, 0), self.flags)
-
-    def by_window(
-        self, batch: TensorDictBase, index: Tensor, td_error: Tensor, stamp: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return index, priority and stamp of each window, from a batch's index, TD errors and stamps."""
-        td_error = one_a_row(td_error, 1, self.wrapper.reduction, 0)
-        index, td_error = self.wrapper.anchored(batch, index, td_error)
-        return index.contiguous(), td_error, stamp[:: self.window].contiguous()
+    def masks(self, entries: Mapping[str, Any]) -> Masks:
+        """See :class:`~rlbuf_td.samplers.bound.Reading`."""
+        eta = 1.0 if self.wrapper.priority_rule == "max" else self.wrapper.eta
+        return Masks(entries.get("mask"), entries.get("burn_in_mask"), eta)

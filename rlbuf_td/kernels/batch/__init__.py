@@ -7,21 +7,27 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache
 from struct import Struct
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from rlbuf_td.kernels.batch.memory import LeafMemory
-from rlbuf_td.kernels.batch.ring import BATCH, RING, Windows
+from rlbuf_td.kernels.batch.ring import BATCH, RING, STEPS, WINDOWS
 from rlbuf_td.kernels.dispatch import machine_code
 from rlbuf_td.kernels.host_memory import Entry, address_of
 from rlbuf_td.kernels.huge_pages import advise_huge_pages
 from rlbuf_td.kernels.rows import refuse_rows
 from rlbuf_td.kernels.threads import DRAW_BYTES, LARGE, addresses_of_loops
 
-__all__ = ["RING", "BatchMemory", "LeafMemory", "Windows", "batch_record", "gather_leaves", "gather_leaves_within"]
-__all__ += ["parallel_loops"]
+__all__ = ["RING", "STEPS", "WINDOWS", "BatchMemory", "LeafMemory", "batch_record", "gather_leaves"]
+__all__ += ["gather_leaves_within", "parallel_loops", "record_of"]
+
+
+def record_of(dtype: np.dtype, **fields: Any) -> np.ndarray:
+    """Return a record, ``[1]``; a missing field is 0."""
+    return np.array([tuple(fields.get(name, 0) for name in dtype.names or ())], dtype)
 
 
 def batch_record(count: int, matrix: Tensor, extents: np.ndarray, **fields: int) -> np.ndarray:
@@ -41,7 +47,7 @@ def batch_record(count: int, matrix: Tensor, extents: np.ndarray, **fields: int)
     fields |= {"count": count, "extents": extents.ctypes.data}
     if count * max(row_bytes, DRAW_BYTES) >= LARGE:
         fields["loops"] = parallel_loops().ctypes.data
-    return np.array([tuple(fields.get(name, 0) for name in BATCH.names or ())], BATCH)
+    return record_of(BATCH, **fields)
 
 
 class BatchMemory:

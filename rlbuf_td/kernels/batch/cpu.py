@@ -5,6 +5,7 @@ Most arguments are addresses, because numba converts an array argument more slow
 Args:
     address: address of a ``RING`` record in functions that write rows, and of a ``BATCH`` record in all others.
     targets: address of an array with the addresses of the output tensors: the leaves, the index, the sampler's outputs.
+        If ``BATCH.reads`` is 0, a function that draws writes neither leaves nor index.
     written: number of rows that hold data.
     now: number of time steps written so far, including overwritten ones.
     newest: position of the time step that was written last.
@@ -16,7 +17,7 @@ import numpy as np
 from numba import carray
 from numba.np.unsafe.ndarray import to_fixed_tuple
 
-from rlbuf_td.kernels.batch.ring import BATCH, RING
+from rlbuf_td.kernels.batch.ring import BATCH, RING, WINDOWS
 from rlbuf_td.kernels.compiled import (
     address_of,
     copy_bytes,
@@ -140,10 +141,11 @@ def gather_batch(batch, index, targets):
 def gather_flat(address, targets):
     """Gather the rows that the caller has drawn; their indices are at the address ``BATCH.flat``."""
     batch = batch_at(address)
-    index, out = carray(pointer(batch.flat), batch.count, np.int64), load(targets + 8 * batch.leaves, np.int64)
     _put_fresh(batch, batch.flat)
-    gather_batch(batch, index, targets)
-    put_index(batch, index, out)
+    if batch.reads:
+        index = carray(pointer(batch.flat), batch.count, np.int64)
+        gather_batch(batch, index, targets)
+        put_index(batch, index, load(targets + 8 * batch.leaves, np.int64))
 
 
 @kernel
@@ -162,7 +164,7 @@ def gather_distinct(address, targets, kept, drawn):
 @inlined
 def put_index(batch, flat, target):
     """Write the index of the rows in ``flat`` to address ``target``."""
-    if batch.pairs:
+    if batch.lanes:
         _coordinates(flat, batch.lanes, target)
     else:
         copy_bytes(target, address_of(flat), 8 * len(flat))
@@ -178,7 +180,7 @@ def gather_slice(address, targets, begin, count):
         places[leaf] = load(targets + 8 * leaf, np.int64) + begin * leaves[leaf, 1]
     index, out = carray(pointer(batch.flat), count, np.int64), load(targets + 8 * batch.leaves, np.int64)
     gather(batch.rows, batch.row_bytes, index, leaves, places)
-    put_index(batch, index, out + (16 if batch.pairs else 8) * begin)
+    put_index(batch, index, out + (16 if batch.lanes else 8) * begin)
 
 
 @kernel
@@ -232,7 +234,7 @@ def _put_fresh(batch, place):
 @inlined
 def _drawn(batch, targets):
     index, importance = load(targets + 8 * batch.leaves, np.int64), load(targets + 8 * batch.leaves + 8, np.int64)
-    place = batch.flat if batch.pairs else index
+    place = index if batch.reads and not batch.lanes else batch.flat
     return (
         carray(pointer(place), batch.count, np.int64),
         carray(pointer(importance), batch.count, np.float32),
@@ -250,15 +252,47 @@ def _are_written(index, written):
 def _gather_drawn(batch, targets, index, now):
     stamp = carray(pointer(load(targets + 8 * batch.leaves + 16, np.int64)), batch.count, np.int64)
     stamp[:] = now
+    if not batch.reads:
+        return
     gather_batch(batch, index, targets)
-    if batch.pairs:
+    if batch.lanes:
         _coordinates(index, batch.lanes, load(targets + 8 * batch.leaves, np.int64))
+
+
+@inlined
+def windows_at(address):
+    return carray(pointer(address), 1, WINDOWS)[0]
+
+
+@kernel
+def _anchored(batch, index, td_error, stamp):
+    """Reduce the TD errors of windows, and return the addresses of indices, TD errors and stamps of the anchors."""
+    windows, width = windows_at(batch.windows), 16 if batch.lanes else 8
+    window, count = windows.burn_in + windows.length, windows.count
+    anchors, stamps, errors = windows.scratch, windows.scratch + 16 * count, windows.scratch + 24 * count
+    for i in range(count):
+        largest, total, learned = np.float32(0.0), 0.0, 0
+        for at in range(i * window, (i + 1) * window):
+            if load(windows.mask + at, np.uint8) and not load(windows.burn_in_mask + at, np.uint8):
+                magnitude = abs(load(td_error + 4 * at, np.float32))
+                largest = max(largest, magnitude)
+                total += np.float64(magnitude)
+                learned += 1
+        # If a TD error is NaN or infinite, so is the total, and also 0 times the total: the update refuses the batch.
+        error = np.float32(windows.eta * np.float64(largest) + (1.0 - windows.eta) * (total / max(learned, 1)))
+        store(errors + 4 * i, np.float32(windows.least) if error < np.float32(windows.least) else error, np.float32)
+        copy_bytes(anchors + width * i, index + width * window * i, width)
+        if stamp:
+            store(stamps + 8 * i, load(stamp + 8 * window * i, np.int64), np.int64)
+    return anchors, errors, stamps if stamp else stamp
 
 
 @inlined
 def _fresh_rows(batch, index, td_error, stamp, now, newest):
     """Return the number of rows rewritten since sampling, the row indices (-1 for these rows), and the TD errors."""
     count, lanes, stale = batch.count, batch.lanes, 0
+    if batch.windows:
+        index, td_error, stamp = _anchored(batch, index, td_error, stamp)
     row, error = carray(pointer(batch.flat), count, np.int64), carray(pointer(td_error), count, np.float32)
     pair = carray(pointer(index), (count, 2), np.int64)
     for i in range(count if lanes else 0):

@@ -1,6 +1,8 @@
-"""The records that describe a buffer to the compiled functions in this folder."""
+"""The records that describe a buffer to the compiled functions in this folder.
 
-from typing import NamedTuple
+Functions that Python calls take the addresses of records, not a NamedTuple, whose class numba would look up at each
+call: this takes about 20 us.
+"""
 
 import numpy as np
 
@@ -14,22 +16,30 @@ _ADDRESSES = (
 #: ``SumTree.addresses`` or ``ChunkedOrder.addresses``, ``boundaries`` to ``BitBoundaries.numbers``, ``alpha`` to the
 #: exponent of a sum tree, and ``weighed_alpha`` to the exponent of the stored weights.
 RING = np.dtype([(name, np.int64) for name in _NUMBERS + _ADDRESSES] + [("eps", np.float64)])
-_SOURCES = "rows", "extents", "count", "pairs", "table", "flat", "uniform", "queue", "numbers", "clock", "loops"
-#: For batches of ``count`` rows: the same shape, and addresses. ``leaves`` is 0 if another function reads the drawn
-#: rows, and ``pairs`` is 1 if the index of a row is a pair (time step, lane), else 0. ``table`` points to ``addresses``
-#: as ``priorities`` does, ``flat`` and ``uniform`` to scratch memory for ``count`` int64 and float64, and ``queue`` to
-#: a ``QUEUE`` of fresh rows (0: none), which needs the storage's counters at ``numbers`` and ``clock``. ``loops``
-#: points to ``rlbuf_td.kernels.batch.parallel_loops()`` if batches are large.
+_SOURCES = (
+    *("rows", "extents", "count", "reads", "table", "flat", "uniform", "queue", "numbers", "clock"),
+    *("windows", "loops"),
+)
+#: For batches of ``count`` rows: the same shape, and addresses. ``reads`` is 0 if another function reads the drawn
+#: rows, whose indices are then at ``flat``; else 1. ``table`` points to ``addresses`` as ``priorities`` does, ``flat``
+#: and ``uniform`` to scratch memory for ``count`` int64 and float64, and ``queue`` to a ``QUEUE`` of fresh rows (0:
+#: none), which needs the storage's counters at ``numbers`` and ``clock``. ``windows`` points to a ``WINDOWS`` record if
+#: the drawn rows are expanded to windows. ``loops`` points to ``rlbuf_td.kernels.batch.parallel_loops()`` if batches
+#: are large.
 BATCH = np.dtype([(name, np.int64) for name in (*_NUMBERS, *_SOURCES)])
 
+_OF_WINDOWS = "count", "length", "burn_in", "shifts", "anchors", "bounds", "flags", "widths", "reports", "scratch"
+#: For ``count`` windows of ``burn_in + length`` rows around the rows at address ``anchors``; ``shifts`` is 1 if windows
+#: may begin earlier. ``bounds`` points to scratch memory, ``[count, 2]`` int64, for the places of the first and the
+#: last row of the trajectory in each window, ``flags`` to the leaf numbers and sizes of the flags "is_init", truncated
+#: and done, ``[3, 2]`` int64 (size 0: not stored), and ``widths`` to the bytes per element of the sampler's
+#: ``reports``. An update of priorities reads the masks of a batch at ``mask`` and ``burn_in_mask``, weights the largest
+#: TD error of a window by ``eta`` and the mean by ``1 - eta``, raises the result to at least ``least``, and writes to
+#: ``scratch``, ``[4, count]`` int64.
+WINDOWS = np.dtype(
+    [(name, np.int64) for name in (*_OF_WINDOWS, "mask", "burn_in_mask")] + [("eta", np.float64), ("least", np.float64)]
+)
 
-class Windows(NamedTuple):
-    """The windows of a batch of sequences; outputs are addresses, of one element per row of the batch."""
-
-    length: int
-    burn_in: int
-    shifts: bool
-    bounds: np.ndarray  # for each window, the places of the first and the last row of its trajectory, [windows, 2]
-    mask: int
-    burn_in_mask: int
-    anchor_index: int
+#: For n-step transitions: ``taken`` and ``ends`` are addresses, of one int64 per row, for the number of steps of each
+#: transition and for its last row.
+STEPS = np.dtype([("n", np.int64), ("gamma", np.float64), ("taken", np.int64), ("ends", np.int64)])

@@ -1,37 +1,38 @@
 """Compiled functions that revise the batches of n-step, hindsight and sequence samplers on the CPU.
 
-They read the flat indices of the rows to revise at the address ``BATCH.flat``. To sample sequences of n-step
-transitions, :func:`expand` writes them there, and :func:`n_step` gathers them.
+They read the flat indices of the rows to revise at the address ``BATCH.flat``.
 
 Args:
     bitmap: boundaries of the stored trajectories, :attr:`rlbuf_td.kernels.episodes.BitBoundaries.bitmap`.
     address: address of a record with the dtype :data:`rlbuf_td.kernels.batch.ring.BATCH`.
-    targets: address of an array with the addresses of the output tensors: the leaves, then the index.
+    targets: address of an array with the addresses of the output tensors: the leaves, the index, the sampler's outputs,
+        and the entries of the wrappers.
+    steps: address of a record with the dtype :data:`rlbuf_td.kernels.batch.ring.STEPS`.
 """
 
 import numpy as np
 from numba import carray
 
-from rlbuf_td.kernels.batch.cpu import batch_at, gather_batch, put_index
+from rlbuf_td.kernels.batch.cpu import batch_at, gather_batch, gather_flat, put_index, windows_at
+from rlbuf_td.kernels.batch.ring import STEPS
 from rlbuf_td.kernels.compiled import copy_few, kernel, load, pointer, prefetch, prefetch_row, store
 from rlbuf_td.kernels.episodes.batches_cpu import choose, put_sum, walk
 from rlbuf_td.kernels.episodes.cpu import expect, split, steps_ahead, steps_back
 
 _SOON, _AHEAD = 16, 9  # how many rows ahead the bits of a row, and its data, are prefetched
 ROOT, NEXT, REWARD = 0, 1, 2  # kinds of leaves in an n-step transition
+LIST, READ, BOTH = 0, 1, 2  # the parts of ``sequence``
 
 
 @kernel
-def n_step(bitmap, address, targets, taken, ends, n, gamma):
-    """Gather ``n``-step transitions.
-
-    Write the number of steps of each transition to address ``taken``, and its last row to address ``ends``.
-    """
-    batch = batch_at(address)
+def n_step(bitmap, address, targets, steps):
+    """Gather n-step transitions."""
+    batch, joined = batch_at(address), carray(pointer(steps), 1, STEPS)[0]
+    taken, n, gamma = joined.taken, joined.n, joined.gamma
     rows, row_bytes, count = batch.rows, batch.row_bytes, batch.count
     leaves = carray(pointer(batch.extents), (batch.leaves, 4), np.int64)
     out = carray(pointer(targets), batch.leaves + 1, np.int64)
-    flat, end = carray(pointer(batch.flat), count, np.int64), carray(pointer(ends), count, np.int64)
+    flat, end = carray(pointer(batch.flat), count, np.int64), carray(pointer(joined.ends), count, np.int64)
     across, cells = bitmap[5], bitmap[4] * bitmap[5]
     for begun in range(count + _AHEAD):
         if begun + _SOON < count:
@@ -63,10 +64,10 @@ def n_step(bitmap, address, targets, taken, ends, n, gamma):
 def hindsight(bitmap, address, targets, relabeled, law, live, outcome, goals):
     """Gather rows, replace the desired goals of some rows, and write a mask of these rows to address ``relabeled``.
 
-    ``law`` is a :class:`rlbuf_td.kernels.episodes.goals.Law`. Achieved goals from leaf number ``outcome`` replace the
-    desired goals in the leaves with the numbers ``goals``.
+    ``law`` is a tuple of the fields of a :class:`rlbuf_td.kernels.episodes.goals.Law`. Achieved goals from leaf number
+    ``outcome`` replace the desired goals in the leaves with the numbers ``goals``.
     """
-    batch = batch_at(address)
+    batch, (thresholds, only_finished, log_gamma) = batch_at(address), law
     rows, row_bytes, count = batch.rows, batch.row_bytes, batch.count
     out, flat = carray(pointer(targets), batch.leaves + 1, np.int64), carray(pointer(batch.flat), count, np.int64)
     chosen = np.empty(count, np.int64)
@@ -75,7 +76,7 @@ def hindsight(bitmap, address, targets, relabeled, law, live, outcome, goals):
         expect(bitmap, flat[i])
     for i in range(count):
         pick = load(batch.uniform + 8 * i, np.float64)
-        chosen[i] = choose(bitmap, law.thresholds, law.only_finished, law.log_gamma, live, flat[i], pick)
+        chosen[i] = choose(bitmap, thresholds, only_finished, log_gamma, live, flat[i], pick)
         store(relabeled + i, chosen[i] >= 0, np.bool_)
         if chosen[i] >= 0:
             prefetch(rows + chosen[i] * row_bytes + offset)
@@ -88,17 +89,41 @@ def hindsight(bitmap, address, targets, relabeled, law, live, outcome, goals):
 
 
 @kernel
-def expand(bitmap, address, windows, anchors):
-    """Write the rows of the window around each drawn row (the anchor) to ``BATCH.flat``, and the masks of these rows.
+def sequence(bitmap, address, targets, part, steps):
+    """Expand the drawn rows, the anchors, to windows, and gather these; join n-step transitions unless ``steps`` is 0.
 
-    ``windows`` is a :class:`rlbuf_td.kernels.batch.ring.Windows`.
+    ``part`` is ``LIST`` to write the list of rows only, ``READ`` to read the listed rows, ``BOTH`` for both.
+    """
+    if part != READ:
+        _expand(bitmap, address, targets)
+        _repeat(address, targets)
+    if part == LIST:
+        return
+    if steps:
+        n_step(bitmap, address, targets, steps)
+    else:
+        gather_flat(address, targets)
+    _mark_ends(address, targets)
+
+
+@kernel
+def _expand(bitmap, address, targets):
+    """Write the rows of the window around each anchor to ``BATCH.flat``, and the masks of these rows.
+
     A window is ``burn_in`` rows before the anchor, and ``length - 1`` rows after it. Places outside the trajectory
     repeat its first or last row. If ``shifts``, a window that runs past the end of the trajectory begins earlier.
     """
     batch = batch_at(address)
-    length, burn_in, across = windows.length, windows.burn_in, bitmap[5]
-    window, count = burn_in + length, len(anchors)
-    flat = carray(pointer(batch.flat), count * window, np.int64)
+    windows = windows_at(batch.windows)
+    length, burn_in, across, steps = windows.length, windows.burn_in, bitmap[5], bitmap[4]
+    window, count = burn_in + length, windows.count
+    anchors, flat = (
+        carray(pointer(windows.anchors), count, np.int64),
+        carray(pointer(batch.flat), batch.count, np.int64),
+    )
+    bounds = carray(pointer(windows.bounds), (count, 2), np.int64)
+    own = targets + 8 * (batch.leaves + 1 + windows.reports)
+    mask, burn_in_mask, anchor = load(own, np.int64), load(own + 8, np.int64), load(own + 16, np.int64)
     for i in range(min(_SOON, count)):
         expect(bitmap, anchors[i])
     for i in range(count):
@@ -108,41 +133,46 @@ def expand(bitmap, address, windows, anchors):
         back, ahead = steps_back(bitmap, lane, t), steps_ahead(bitmap, lane, t)
         shift = min(max(0, length - 1 - ahead), back) if windows.shifts else 0
         first, past = burn_in - min(back - shift, burn_in), burn_in + min(ahead + shift, length - 1)
-        windows.bounds[i, 0], windows.bounds[i, 1] = first, past
+        bounds[i, 0], bounds[i, 1] = first, past
         for j in range(window):
-            step = (t - shift - burn_in + min(max(j, first), past)) % bitmap[4]
             at = i * window + j
-            flat[at] = step * across + lane
-            store(windows.mask + at, first <= j <= past, np.bool_)
-            store(windows.burn_in_mask + at, j < burn_in, np.bool_)
-            if batch.pairs:
-                store(windows.anchor_index + 16 * at, t, np.int64)
-                store(windows.anchor_index + 16 * at + 8, lane, np.int64)
+            flat[at] = (t - shift - burn_in + min(max(j, first), past)) % steps * across + lane
+            store(mask + at, first <= j <= past, np.bool_)
+            store(burn_in_mask + at, j < burn_in, np.bool_)
+            if batch.lanes:
+                store(anchor + 16 * at, t, np.int64)
+                store(anchor + 16 * at + 8, lane, np.int64)
             else:
-                store(windows.anchor_index + 8 * at, anchors[i], np.int64)
+                store(anchor + 8 * at, anchors[i], np.int64)
 
 
 @kernel
-def repeat(source, target, width, count, window):
-    """Repeat each of ``count`` values of ``width`` bytes at address ``source`` ``window`` times."""
-    for i in range(count):
-        for j in range(window):
-            copy_few(target + (i * window + j) * width, source + i * width, width)
-
-
-@kernel
-def mark_ends(targets, windows, flags):
-    """Set the flags at the ends of each window.
-
-    ``flags`` holds the leaf numbers and sizes of ``is_init``, truncated and done, ``[3, 2]``; size 0: not stored.
-    """
+def _repeat(address, targets):
+    """Repeat the outputs of the sampler, one per window, for each row of the window."""
+    batch = batch_at(address)
+    windows = windows_at(batch.windows)
     window = windows.burn_in + windows.length
+    for report in range(windows.reports):
+        target, width = (
+            load(targets + 8 * (batch.leaves + 1 + report), np.int64),
+            load(windows.widths + 8 * report, np.int64),
+        )
+        for i in range(windows.count - 1, -1, -1):  # from the end, because the outputs are at the begin of the target
+            for j in range(window - 1, -1, -1):
+                copy_few(target + (i * window + j) * width, target + i * width, width)
+
+
+@kernel
+def _mark_ends(address, targets):
+    """Set the flags at the ends of each window."""
+    windows = windows_at(batch_at(address).windows)
+    window, flags = windows.burn_in + windows.length, carray(pointer(windows.flags), (3, 2), np.int64)
+    bounds = carray(pointer(windows.bounds), (windows.count, 2), np.int64)
     for flag in range(3):
         width = flags[flag, 1]
         if width:
             target = load(targets + 8 * flags[flag, 0], np.int64)
-            for i in range(len(windows.bounds)):
-                bounds = windows.bounds[i]
-                for place in (0, bounds[0]) if flag == 0 else (bounds[1], bounds[1]):
+            for i in range(windows.count):
+                for place in (0, bounds[i, 0]) if flag == 0 else (bounds[i, 1], bounds[i, 1]):
                     for feature in range(width):
                         store(target + (i * window + place) * width + feature, True, np.bool_)
