@@ -654,9 +654,12 @@ ERRORS = ["finite", "finite", "hidden", "nan", "inf", "row"]
     masked=st.sampled_from([0.0, 0.3, 1.0]),
     stamped=st.booleans(),
     errors=st.sampled_from(ERRORS),
+    reduction=st.sampled_from(["max", "min", "mean", "median"]),
     seed=st.integers(0, 999),
 )
-def test_compiled_updates_reduce_windows_as_torch_does(inner, lanes, how, later, masked, stamped, errors, seed):
+def test_compiled_updates_reduce_windows_as_torch_does(
+    inner, lanes, how, later, masked, stamped, errors, reduction, seed
+):
     generator, found = torch.Generator().manual_seed(seed), []
     for cls in ReplayBuffer, GeneralBuffer:
         torch.manual_seed(seed)
@@ -667,7 +670,8 @@ def test_compiled_updates_reduce_windows_as_torch_does(inner, lanes, how, later,
         batch = [rb.sample(), rb.sample()][1]
         count = len(batch)
         generator.manual_seed(seed)
-        batch["td_error"] = torch.randn(count, *[1] * (seed % 2), generator=generator)
+        sampler.innermost.reduction = reduction
+        batch["td_error"] = torch.randn(count, *[(), (1,), (2,)][seed % 3], generator=generator)
         batch["mask"] &= torch.rand(count, generator=generator) >= masked
         if errors == "hidden":  # padding and burn-in may have any error
             batch["td_error"][~batch["mask"] | batch["burn_in_mask"]] = torch.nan
@@ -683,6 +687,20 @@ def test_compiled_updates_reduce_windows_as_torch_does(inner, lanes, how, later,
     assert_equal(found[0][1:], found[1][1:])
     assert (found[0][1] is None) == found[0][0]  # compiled code refuses only what the general path refuses
     assert found[0][0] or errors not in ("finite", "hidden")
+
+
+@pytest.mark.parametrize("lanes", [None, LANES])
+@pytest.mark.parametrize("reduction", ["max", "min", "mean", "median"])
+def test_several_td_errors_of_a_row_are_reduced_as_on_the_general_path(reduction, lanes):
+    found = []
+    for rb in buffers("proportional", lanes):
+        rb.sampler.reduction = reduction
+        rb.extend(steps(20, lanes, 0))
+        batch = [rb.sample(), rb.sample()][1]
+        batch["td_error"] = torch.randn(BATCH, 3, 1, generator=torch.Generator().manual_seed(1))
+        found.append(updated(rb, batch))
+    assert found[0][0]
+    assert_equal(found[0][1:], found[1][1:])
 
 
 def updated(rb: ReplayBuffer, batch: TensorDict) -> tuple[object, ...]:

@@ -29,6 +29,7 @@ from rlbuf_td.kernels.episodes import BitBoundaries
 from rlbuf_td.kernels.host_memory import Entry, in_dispatch_mode
 from rlbuf_td.kernels.rows.read_ahead import ask_for_rows
 from rlbuf_td.storages import PackedStorage
+from rlbuf_td.storages.indexing import one_a_row
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.rows import PlainRows, Rows
 from rlbuf_td.storages.rows.dedup import DedupRows
@@ -248,7 +249,10 @@ class BoundBatch:
         entries = entries_of(batch)
         masks = None if self.reading is None else self.reading.masks(entries)
         index = entries.get("index" if masks is None else "anchor_index")
-        return self.draw.update(index, entries.get(priority_key), entries.get(SAMPLED_AT), masks)
+        td_error: Any = entries.get(priority_key)
+        if index is not None and type(td_error) is Tensor and td_error.ndim > 1 and td_error.numel() > len(batch):
+            td_error = one_a_row(td_error, 1, self.draw.sampler.reduction)
+        return self.draw.update(index, td_error, entries.get(SAMPLED_AT), masks)
 
 
 def lanes_of(rows: Rows) -> int:

@@ -233,12 +233,12 @@ class _RelabelledReading(Reading):
         outcome = "next", *wrapper.achieved_goal_key
         self.outcome, self.reward = places[outcome], places[wrapper.reward_key]
         self.wrapper = wrapper
-        self.kernel = machine_code(wrapped_cpu.hindsight, (0,) * 6, 0, 0, 0, tuple(wrapper.law), 0, 0, self.goals)
+        self.kernel = machine_code(wrapped_cpu.hindsight, (0,) * 6, 0, 0, 0, wrapper.law, 0, 0, self.goals)
 
     def __call__(self, bitmap: Any, blank: Blank, written: int) -> None:
         wrapper, relabeled = self.wrapper, blank.report["relabeled"]
         self.draw.uniform.uniform_(generator=self.draw.generator)
-        given = self.address, blank.targets, relabeled.data_ptr(), tuple(wrapper.law)
+        given = self.address, blank.targets, relabeled.data_ptr(), wrapper.law
         self.kernel(bitmap, *given, written, self.outcome, self.goals)
         wrapper.recompute_(blank.batch, relabeled, blank.leaves[self.reward])
         set_entries_(blank.batch, blank.report)

@@ -1,8 +1,4 @@
-"""The records that describe a buffer to the compiled functions in this folder.
-
-Functions that Python calls take the addresses of records, not a NamedTuple, whose class numba would look up at each
-call: this takes about 20 us.
-"""
+"""The records that describe a buffer to the compiled functions in this folder."""
 
 import numpy as np
 

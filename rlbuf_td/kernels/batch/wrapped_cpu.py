@@ -64,10 +64,10 @@ def n_step(bitmap, address, targets, steps):
 def hindsight(bitmap, address, targets, relabeled, law, live, outcome, goals):
     """Gather rows, replace the desired goals of some rows, and write a mask of these rows to address ``relabeled``.
 
-    ``law`` is a tuple of the fields of a :class:`rlbuf_td.kernels.episodes.goals.Law`. Achieved goals from leaf number
-    ``outcome`` replace the desired goals in the leaves with the numbers ``goals``.
+    ``law`` is a :class:`rlbuf_td.kernels.episodes.goals.Law`. Achieved goals from leaf number ``outcome`` replace the
+    desired goals in the leaves with the numbers ``goals``.
     """
-    batch, (thresholds, only_finished, log_gamma) = batch_at(address), law
+    batch = batch_at(address)
     rows, row_bytes, count = batch.rows, batch.row_bytes, batch.count
     out, flat = carray(pointer(targets), batch.leaves + 1, np.int64), carray(pointer(batch.flat), count, np.int64)
     chosen = np.empty(count, np.int64)
@@ -76,7 +76,7 @@ def hindsight(bitmap, address, targets, relabeled, law, live, outcome, goals):
         expect(bitmap, flat[i])
     for i in range(count):
         pick = load(batch.uniform + 8 * i, np.float64)
-        chosen[i] = choose(bitmap, thresholds, only_finished, log_gamma, live, flat[i], pick)
+        chosen[i] = choose(bitmap, law.thresholds, law.only_finished, law.log_gamma, live, flat[i], pick)
         store(relabeled + i, chosen[i] >= 0, np.bool_)
         if chosen[i] >= 0:
             prefetch(rows + chosen[i] * row_bytes + offset)
