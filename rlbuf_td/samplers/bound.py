@@ -101,7 +101,7 @@ class BoundDraw(ABC):
 
     def expand_to(self, windows: np.ndarray) -> None:
         """Update priorities from TD errors of windows, which the :data:`WINDOWS` record describes."""
-        self.windows = windows
+        self.windows, self.windows_bytes = windows, windows.view(np.uint8).data
         self.record["windows"] = windows.ctypes.data
 
     def update(self, index: Any, td_error: Any, stamp: Any, masks: Masks | None = None) -> int | None:

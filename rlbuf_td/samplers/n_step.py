@@ -181,8 +181,9 @@ class _JoinedReading(Reading):
         ones = [1] * next(len(leaf.shape) for leaf in leaves if leaf.key == reward)
         self.entries = [("steps_to_next_obs", (torch.int64, torch.Size(ones)))]
         self.wrapper, self.ends = wrapper, np.zeros(size, np.int64)
-        self.joined = record_of(STEPS, ends=self.ends.ctypes.data)
-        self.joined_at = self.joined.ctypes.data
+        self.ends_at = self.ends.ctypes.data
+        self.joined = record_of(STEPS, ends=self.ends_at)
+        self.joined_at, self.joined_bytes = self.joined.ctypes.data, self.joined.view(np.uint8).data
         self.kernel = machine_code(kernels.n_step, (0,) * 6, 0, 0, 0)
         if self.pools:
             self.entry_kernel = machine_code(dedup_cpu.read_joined_entries, 0, 0, 0, *self.pools)
@@ -195,9 +196,9 @@ class _JoinedReading(Reading):
 
     def read_entries(self, blank: Blank) -> None:
         if self.pools:
-            self.entry_kernel(self.address, blank.targets, self.ends.ctypes.data, *self.pools)
+            self.entry_kernel(self.address, blank.targets, self.ends_at, *self.pools)
 
     def steps(self, blank: Blank) -> int:
         taken, wrapper = blank.report["steps_to_next_obs"].data_ptr(), self.wrapper
-        _SET.pack_into(self.joined.data, 0, wrapper.n_steps, wrapper.gamma, taken)
+        _SET.pack_into(self.joined_bytes, 0, wrapper.n_steps, wrapper.gamma, taken)
         return self.joined_at

@@ -229,9 +229,9 @@ class PrioritizedDraw(BoundDraw):
         if stamp is None:
             where.append(0)
         with self.lock:
-            if masks is not None and self.windows is not None:
+            if masks is not None:
                 numbers = mask, burn_in_mask, masks.eta, self.law.min_priority
-                _MASKS.pack_into(self.windows.data, WINDOWS.itemsize - _MASKS.size, *numbers)
+                _MASKS.pack_into(self.windows_bytes, WINDOWS.itemsize - _MASKS.size, *numbers)
             now = self.storage.numbers.values[0], self.clock[NOW], self.clock[LAST]
             self.updates = self.updates or self.compiled_update()
             largest, stale = self.updates(self.address, *where, *now, *self.scale())
