@@ -1,0 +1,338 @@
+"""What this package assumes of TorchRL's classes, checked against the installed release.
+
+If a new release of TorchRL breaks something, these tests should fail first. Each assumption names the release in which
+it was seen: ``0.14.1``, or ``0.15`` for the nightly of 2026-10-27 (with tensordict-nightly of 2026-10-26), which is
+checked only where the installed release has that feature.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import threading
+from collections.abc import Callable
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torchrl
+from tensordict import TensorDict
+from torchrl.data import replay_buffers as theirs
+
+import rlbuf_td
+from tests.features import needs
+
+PACKAGE = Path(rlbuf_td.__file__).parent
+HERE = f"TorchRL {torchrl.__version__}"
+OLD, NEW = "0.14.1", "0.15 (nightly of 2026-10-27)"
+
+#: Private attributes of TorchRL's objects that this package reads, sets or overrides: part, names, seen in, reader.
+ATTRIBUTES: list[tuple[str, str, str, str]] = [
+    ("storage", "_attached_entities _bump_mutation_revision _is_full _last_cursor_index", OLD, "torchrl_parts.py"),
+    ("storage", "_max_size_along_dim0 _mutation_revision _rng _set_last_cursor _storage _len", OLD, "torchrl_parts.py"),
+    ("storage", "_len_value _mutation_revision_value _last_cursor_index_value", OLD, "packed.py: replaced by others"),
+    ("storage", "_init _empty _default_checkpointer _make_init_directory _total_shape", OLD, "packed.py: overridden"),
+    ("storage", "shared_init", OLD, "packed.py: collectors look for it"),
+    ("sampler", "_rng _empty _remaining_batches", OLD, "torchrl_parts.py, wrapper.py"),
+    ("writer", "_storage _rng _cursor _write_count _empty", OLD, "torchrl_parts.py"),
+    ("writer", "_cursor_value _write_count_value _bump_generation _replicate_index", OLD, "writers/common.py"),
+    ("writer", "_track_generations", OLD, "writers/common.py"),
+    ("buffer", "_storage _sampler _writer _transform _sample_unit _rng _batch_size _dim_extend", OLD, "replay.py"),
+    ("buffer", "_replay_lock _futures_lock _write_lock _prefetch _prefetch_cap _prefetch_queue", OLD, "replay.py"),
+    ("buffer", "_service_shutdown _initialized _pin_memory _consume_after_n_samples", OLD, "replay.py"),
+    ("buffer", "_init _get_collate_fn _sample _clone_prefetch_result", OLD, "replay.py: overridden or called"),
+    ("buffer", "_capture_prefetch_state _clear_prefetch_queue_locked _validate_prefetch_state", OLD, "replay.py"),
+    ("buffer", "_restore_prefetch_queue_locked", OLD, "replay.py: overridden"),
+]
+#: The same for features that only the next release has.
+NEWER: list[tuple[str, str, str, str]] = [
+    ("storage", "_share_memory_ _fork_safe", "data sets", "packed.py: overridden"),
+    ("sampler", "requires_shared_state", "data sets", "common.py: overridden"),
+    ("buffer", "_requires_shared_state _reset_worker_state _state_without_prefetch", "data sets", "replay.py"),
+    ("buffer", "_increment_counter _readiness_condition", "waiting", "replay.py: overridden"),
+]
+
+#: Parameters that this package passes by these names, or receives under them: method, parameters, seen in.
+PARAMETERS: list[tuple[Callable[..., Any], str, str]] = [
+    (theirs.Storage.set, "cursor data set_cursor", OLD),
+    (theirs.Storage.get, "index", OLD),
+    (theirs.Storage._max_size_along_dim0, "single_data batched_data", OLD),
+    (theirs.Sampler.sample, "storage batch_size", OLD),
+    (theirs.Sampler.can_sample, "storage batch_size", OLD),
+    (theirs.Sampler.update_priority, "index priority storage", OLD),
+    (theirs.Sampler.mark_update, "index storage", OLD),
+    (theirs.RoundRobinWriter._empty, "empty_write_count", OLD),
+    (theirs.RoundRobinWriter.__init__, "compilable track_generations", OLD),
+    (theirs.ReplayBuffer.sample, "batch_size return_info", OLD),
+    (theirs.TensorDictReplayBuffer.sample, "batch_size return_info include_info", OLD),
+    (theirs.TensorDictReplayBuffer.extend, "tensordicts update_priority", OLD),
+    (theirs.ReplayBuffer.can_sample, "batch_size", OLD),
+    (theirs.ReplayBuffer.set_storage, "storage collate_fn", OLD),
+    (theirs.ReplayBuffer.empty, "empty_write_count", OLD),
+    (theirs.ReplayBuffer.share, "shared", OLD),
+    (theirs.ReplayBuffer.shutdown, "timeout", OLD),
+    (theirs.ReplayBuffer._capture_prefetch_state, "clone_queue", OLD),
+    (theirs.ReplayBuffer._restore_prefetch_queue_locked, "prefetch_state clone_queue", OLD),
+    (theirs.SampleUnit.expand, "index info storage", OLD),
+]
+
+
+def rows(count: int, lanes: int = 0) -> TensorDict:
+    shape = [lanes, count] if lanes else [count]
+    return TensorDict({"x": torch.arange(lanes * count or count).view(shape)}, shape)
+
+
+def make(cls: Any = theirs.TensorDictReplayBuffer, **kwargs: Any) -> Any:
+    parts = {"storage": theirs.LazyTensorStorage(10), "writer": theirs.TensorDictRoundRobinWriter(), "batch_size": 2}
+    rb = cls(**parts | kwargs)
+    rb.extend(rows(5))
+    rb.sample()
+    return rb
+
+
+def has(part: Any, name: str) -> bool:
+    return hasattr(type(part), name) or name in vars(part)
+
+
+def check_attributes(part: str, names: str, seen: str, reader: str) -> None:
+    rb = make()
+    found = {"buffer": rb, "storage": rb.storage, "sampler": rb.sampler, "writer": rb.writer}[part]
+    for name in names.split():
+        sentence = f"{HERE} has no {type(found).__name__}.{name}, seen in {seen}, on which {reader} relies"
+        assert has(found, name), sentence
+
+
+@pytest.mark.parametrize(("part", "names", "seen", "reader"), ATTRIBUTES)
+def test_private_attributes_are_there(part, names, seen, reader):
+    check_attributes(part, names, seen, reader)
+
+
+@pytest.mark.parametrize(
+    ("part", "names", "reader"),
+    [pytest.param(part, names, reader, marks=needs(feature)) for part, names, feature, reader in NEWER],
+)
+def test_private_attributes_of_the_next_release_are_there(part, names, reader):
+    check_attributes(part, names, NEW, reader)
+
+
+@pytest.mark.parametrize(("method", "names", "seen"), PARAMETERS, ids=lambda x: getattr(x, "__qualname__", ""))
+def test_methods_have_these_parameters(method, names, seen):
+    known = inspect.signature(inspect.unwrap(method)).parameters
+    for name in names.split():
+        sentence = f"{HERE}: {method.__qualname__} has no parameter {name!r}, seen in {seen}"
+        assert name in known or any(each.kind is each.VAR_KEYWORD for each in known.values()), sentence
+
+
+@needs("waiting")
+def test_sample_has_these_parameters_in_the_next_release():
+    known = inspect.signature(inspect.unwrap(theirs.TensorDictReplayBuffer.sample)).parameters
+    ours = inspect.signature(rlbuf_td.ReplayBuffer.sample).parameters
+    assert known.keys() <= ours.keys(), f"{HERE}: ReplayBuffer.sample lacks {known.keys() - ours.keys()}"
+
+
+def imported_names() -> set[str]:
+    found = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module == "torchrl.data.replay_buffers":
+                found |= {alias.name for alias in node.names}
+    return found
+
+
+def test_imported_names_are_public_there():
+    names = imported_names()
+    assert len(names) > 10
+    for name in names:
+        assert hasattr(theirs, name), f"{HERE} has no torchrl.data.replay_buffers.{name}, seen in {OLD}"
+
+
+def test_every_private_name_of_torchrl_parts_is_listed_here():
+    listed = {name for _, names, *_ in [*ATTRIBUTES, *NEWER] for name in names.split()} | {"_modules"}  # of torch
+    tree = ast.parse((PACKAGE / "storages/torchrl_parts.py").read_text())
+    used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    used |= {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    private = {name for name in used if name.startswith("_") and name.isidentifier()}
+    assert private <= listed, f"list {private - listed} here"
+
+
+# -- the order of calls
+
+
+def logged(cls: Any, log: list[str], *names: str) -> Any:
+    """Return a subclass that notes calls of these methods, and assignments to these attributes, in ``log``."""
+    part = next(part for part in ("Storage", "Sampler", "Writer", "Buffer") if part in cls.__name__)
+
+    def noting(name: str) -> Callable[..., Any]:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            log.append(f"{part}.{name}")
+            return getattr(cls, name)(self, *args, **kwargs)
+
+        return call
+
+    def assign(self: Any, name: str, value: Any) -> None:
+        if name in ("_rng", "checkpointer"):
+            log.append(f"{part}.{name} =")
+        cls.__setattr__(self, name, value)
+
+    methods = {name: noting(name) for name in names}
+    return type(f"Logged{cls.__name__}", (cls,), methods | {"__setattr__": assign})
+
+
+def logging_buffer(log: list[str]) -> Any:
+    storage = logged(theirs.LazyTensorStorage, log, "set", "get", "attach", "_empty")
+    updates = "add", "extend", "mark_update", "update_priority"
+    sampler = logged(theirs.PrioritizedSampler, log, "sample", "_empty", *updates)
+    writer = logged(theirs.TensorDictRoundRobinWriter, log, "add", "extend", "register_storage", "_empty")
+    buffer = logged(theirs.TensorDictReplayBuffer, log, "_init", "_get_collate_fn", "share", "mark_update", "_sample")
+    parts = {"storage": storage(10), "sampler": sampler(10, 0.6, 0.4), "writer": writer(), "batch_size": 2}
+    log.clear()
+    return buffer(**parts)
+
+
+def test_calls_come_in_this_order():
+    log: list[str] = []
+    rb = logging_buffer(log)
+
+    def expect(what: str, *calls: str) -> None:
+        assert log == [*calls], f"{HERE}: {what} calls {log}, in {OLD} it was {[*calls]}"
+        log.clear()
+
+    rngs = [f"{part}._rng =" for part in ("Buffer", "Storage", "Sampler", "Writer")]
+    made = ["Storage.attach", "Writer.register_storage", "Buffer._get_collate_fn", "Storage.checkpointer ="]
+    expect("the constructor", "Buffer.share", "Buffer._init", *made, *rngs)
+    marked = ["Storage.set", "Buffer.mark_update", "Sampler.mark_update", "Sampler.update_priority"]
+    rb.extend(rows(5))
+    expect("extend", "Writer.extend", *marked, "Sampler.extend")
+    rb.add(rows(1)[0])
+    expect("add", "Writer.add", *marked, "Sampler.add", "Sampler.update_priority")
+    batch = rb.sample()
+    expect("sample", "Buffer._sample", "Sampler.sample", "Storage.get")
+    rb.update_tensordict_priority(batch.set("td_error", torch.ones(2)))
+    expect("update_tensordict_priority", "Sampler.update_priority")
+    rb.empty()
+    expect("empty", "Writer._empty", "Sampler._empty", "Storage._empty")
+
+
+def test_the_constructor_replaces_the_checkpointer_by_the_default_one():
+    storage = theirs.LazyTensorStorage(10)
+    storage.checkpointer = before = theirs.TensorStorageCheckpointer()
+    make(storage=storage)
+    assert storage.checkpointer is not before
+    assert type(storage.checkpointer) is theirs.LazyTensorStorage._default_checkpointer
+
+
+def test_only_a_prioritized_sampler_receives_priorities():
+    class Own(theirs.RandomSampler):
+        updates = 0
+
+        def update_priority(self, *args: Any, **kwargs: Any) -> None:
+            self.updates += 1
+
+    rb = make(sampler=Own())
+    rb.update_tensordict_priority(rb.sample().set("td_error", torch.ones(2)))
+    assert not rb.sampler.updates, f"{HERE}: samplers need no longer inherit from PrioritizedSampler, as in {OLD}"
+
+
+# -- what calls take and return
+
+
+def test_capacity_counts_cells_and_indices_have_a_column_per_dim():
+    rb = theirs.TensorDictReplayBuffer(storage=theirs.LazyTensorStorage(12, ndim=2), batch_size=4)
+    index = rb.extend(rows(4, lanes=3))
+    assert (rb.storage.max_size, rb.storage.shape, rb.dim_extend) == (12, torch.Size([4, 3]), 1)
+    assert (index.shape, index.dtype) == (torch.Size([12, 2]), torch.int64)
+    drawn, info = rb.sampler.sample(rb.storage, 4)
+    assert isinstance(drawn, tuple)
+    assert [each.shape for each in drawn] == [torch.Size([4])] * 2
+    assert isinstance(info, dict)
+
+
+def test_storages_count_changes_and_know_the_newest_step():
+    storage = theirs.LazyTensorStorage(10)
+    storage.set(range(3), rows(3))
+    first = storage._mutation_revision
+    storage.set(range(3, 5), rows(2))
+    assert (storage._last_cursor_index, len(storage), storage._len) == (4, 5, 5)
+    assert storage._mutation_revision > first
+    for name in ("_len_value", "_mutation_revision_value", "_last_cursor_index_value"):
+        assert hasattr(getattr(storage, name), "value"), name
+
+
+def test_locks_and_their_replacement_by_share():
+    rb = make()
+    assert isinstance(rb._replay_lock, type(threading.RLock()))
+    assert isinstance(rb._futures_lock, type(threading.RLock()))
+    assert not rb.shared
+    assert rb.share() is rb
+    assert rb.shared
+    assert isinstance(rb._write_lock, type(get_context().Lock()))
+
+
+def test_shared_is_set_before_share_is_called_in_the_constructor():
+    """``ReplayBuffer.share`` tells by ``_write_lock`` whether TorchRL's own ``share`` was called."""
+    found = []
+
+    class Own(theirs.TensorDictReplayBuffer):
+        def share(self, shared: bool = True) -> Any:
+            found.append((self.shared, "_write_lock" in vars(self), "_storage" in vars(self)))
+            return super().share(shared)
+
+    Own(storage=theirs.LazyTensorStorage(10), shared=True)
+    assert found == [(True, False, False)]
+
+
+def test_states_have_these_keys():
+    state = make().state_dict()
+    needed = {"_storage", "_sampler", "_writer", "_transforms", "_batch_size", "_rng", "_prefetch_state"}
+    assert needed <= state.keys()
+    assert state["_prefetch_state"] == {"version": 1, "capacity": 0, "queue": ()}
+
+
+def test_dumps_have_these_files(tmp_path):
+    rb = make(sampler=theirs.PrioritizedSampler(10, 0.6, 0.4))
+    rb.dumps(tmp_path)
+    for name in (
+        "buffer_metadata.json",
+        "storage/storage_metadata.json",
+        "writer/metadata.json",
+        "sampler/sampler_metadata.json",
+        "sampler/sumtree.memmap",
+    ):
+        assert (tmp_path / name).is_file(), f"{HERE} writes no {name}, which from_torchrl reads, as in {OLD}"
+
+
+def test_pickles_have_no_locks():
+    assert {"_replay_lock", "_futures_lock"}.isdisjoint(make().__getstate__())
+
+
+@needs("data sets")
+def test_data_sets_ask_for_these_methods():
+    asked = []
+
+    class Own(theirs.LazyTensorStorage):
+        def _share_memory_(self) -> None:
+            asked.append("share")
+            super()._share_memory_()
+
+    rb = make(storage=Own(10))
+    rb.storage.as_dataset()
+    dataset = rb.as_dataset()
+    assert asked == ["share"] * 2
+    _, state = dataset.__getstate__()["replay_buffer"]
+    assert state["_storage"] is rb.storage
+    rb._reset_worker_state()
+    assert not rb._prefetch
+
+
+@needs("waiting")
+def test_counts_go_through_one_method():
+    counted = []
+
+    class Own(theirs.TensorDictReplayBuffer):
+        def _increment_counter(self, name: str, increment: int) -> None:
+            counted.append((name, increment))
+
+    make(Own)
+    assert counted == [("_sample_call_count_value", 1), ("_sampled_item_count_value", 2)]
