@@ -1,0 +1,239 @@
+"""TorchRL's features over this package's storage and buffer: the same result as over TorchRL's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+from torchrl.data import traj
+from torchrl.data.replay_buffers import (
+    HERReplayBuffer,
+    LazyTensorStorage,
+    OfflineToOnlineReplayBuffer,
+    PrioritizedSampler,
+    PromptGroupSampler,
+    RandomSampler,
+    ReplayBufferEnsemble,
+    Sequence,
+    SliceSampler,
+    StalenessAwareSampler,
+    TensorDictReplayBuffer,
+    TensorDictRoundRobinWriter,
+)
+from torchrl.data.replay_buffers import ReplayBuffer as TorchRLBuffer
+
+from rlbuf_td import PackedStorage, ReplayBuffer, RingWriter
+from tests.features import needs
+
+CAPACITY = 40
+
+
+def steps(count: int, start: int = 0) -> TensorDict:
+    """Episodes of 7 steps: each entry tells the number of its step."""
+    t = torch.arange(start, start + count)
+    done, place = (t % 7 == 6)[:, None], torch.stack([t.float(), -t.float()], -1)
+    after = {"observation": place + 1, "achieved_goal": place + 1, "desired_goal": torch.zeros(count, 2)}
+    after |= {"reward": t[:, None].float(), "done": done, "terminated": done, "truncated": torch.zeros_like(done)}
+    data = {"observation": place, "achieved_goal": place, "desired_goal": torch.zeros(count, 2), "t": t}
+    data |= {"collector": {"traj_ids": t // 7}, "step_count": t % 7, "policy_version": t // 10, "query": t // 4}
+    return TensorDict(data | {"next": after}, [count])
+
+
+def theirs(**parts: Any) -> Any:
+    return TensorDictReplayBuffer(
+        storage=LazyTensorStorage(CAPACITY), writer=TensorDictRoundRobinWriter(**parts.pop("tracks", {})), **parts
+    )
+
+
+def packed(**parts: Any) -> Any:
+    return TensorDictReplayBuffer(
+        storage=PackedStorage(CAPACITY), writer=TensorDictRoundRobinWriter(**parts.pop("tracks", {})), **parts
+    )
+
+
+def ours(**parts: Any) -> Any:
+    return ReplayBuffer(storage=PackedStorage(CAPACITY), writer=RingWriter(**parts.pop("tracks", {})), **parts)
+
+
+both = pytest.mark.parametrize("make", [packed, ours])
+
+
+def same(left: Any, right: Any) -> None:
+    assert {*left.keys(True, True)} == {*right.keys(True, True)}
+    for key in left.keys(True, True):
+        one, other = left[key], right[key]
+        assert torch.equal(one.reshape(-1).double(), other.reshape(-1).double()), key
+
+
+def sampled(make: Callable[..., Any], count: int = 3, **parts: Any) -> list[TensorDict]:
+    torch.manual_seed(3)
+    np.random.seed(3)  # noqa: NPY002  TorchRL draws from it
+    rb = make(batch_size=8, **parts)
+    rb.extend(steps(CAPACITY + 9))
+    return [rb.sample() for _ in range(count)]
+
+
+def stale() -> StalenessAwareSampler:
+    sampler = StalenessAwareSampler(max_staleness=2)
+    sampler.consumer_version = 5
+    return sampler
+
+
+@both
+@pytest.mark.filterwarnings("ignore:A group .or the set of groups. was smaller")
+@pytest.mark.parametrize(
+    "parts",
+    [
+        lambda: {"sample_unit": Sequence(2, burn_in=1, bootstrap=1)},
+        lambda: {"sample_unit": Sequence(3, bootstrap=1), "sampler": PrioritizedSampler(CAPACITY, 0.6, 0.4)},
+        lambda: {"sampler": SliceSampler(slice_len=4, traj_key=("collector", "traj_ids"))},
+        lambda: {"sampler": stale()},
+        lambda: {"sampler": PromptGroupSampler(num_groups=2)},
+        lambda: {"sampler": RandomSampler(), "tracks": {"track_generations": True}},
+    ],
+    ids=["sequences", "prioritized sequences", "slices", "staleness", "groups", "generations"],
+)
+def test_batches_are_the_same(make: Any, parts: Callable[[], dict[str, Any]]) -> None:
+    for left, right in zip(sampled(theirs, **parts()), sampled(make, **parts()), strict=True):
+        same(left, right.exclude("sampled_at"))
+
+
+@both
+def test_staleness_follows_the_consumer(make: Any) -> None:
+    found = []
+    for each in (theirs, make):
+        torch.manual_seed(1)
+        rb = each(sampler=StalenessAwareSampler(max_staleness=1), batch_size=16)
+        rb.extend(steps(30))
+        rb.sampler.consumer_version = 3
+        found.append(rb.sample())
+    assert found[0]["policy_version"].tolist() == found[1]["policy_version"].tolist()
+    assert set(found[1]["policy_version"].tolist()) == {2}
+
+
+@pytest.mark.parametrize("strategy", ["future", "final", "episode"])
+def test_torchrls_hindsight_buffer_relabels_the_same(strategy: Any) -> None:
+    found = []
+    for storage in (LazyTensorStorage, PackedStorage):
+        torch.manual_seed(2)
+        rb = HERReplayBuffer(
+            reward_fn=lambda batch: -(batch["achieved_goal"] - batch["desired_goal"]).norm(dim=-1, keepdim=True),
+            strategy=strategy,
+            storage=storage(CAPACITY),
+            batch_size=16,
+        )
+        rb.extend(steps(30))
+        found.append(rb.sample())
+    same(*found)
+    assert (found[1]["desired_goal"] != 0).any()
+
+
+def test_offline_to_online() -> None:
+    def run(make: Any, storage: Any) -> list[TensorDict]:
+        torch.manual_seed(2)
+        offline = make()
+        offline.extend(steps(30))
+        rb = OfflineToOnlineReplayBuffer(offline, online_storage=storage(CAPACITY), offline_fraction=0.5, batch_size=8)
+        rb.extend(steps(20, 30).exclude("index"))
+        return [rb.sample() for _ in range(3)]
+
+    def plain() -> Any:
+        return TorchRLBuffer(storage=LazyTensorStorage(CAPACITY))
+
+    for make in (lambda: ours(sampler=RandomSampler(), include_info=False), plain):
+        for left, right in zip(run(plain, LazyTensorStorage), run(make, PackedStorage), strict=True):
+            same(left, right)
+
+
+@both
+def test_ensembles_of_buffers(make: Any) -> None:
+    found = []
+    for each in (theirs, make):
+        torch.manual_seed(4)
+        members = [each(sampler=RandomSampler(), batch_size=4) for _ in range(2)]
+        rb = ReplayBufferEnsemble(*members, batch_size=4, sample_from_all=True)
+        for k, member in enumerate(members):
+            member.extend(steps(20, 20 * k))
+        found.append(rb.sample())
+    same(*found)
+    assert found[1]["t"].shape == (2, 2)
+
+
+@needs("waiting")
+def test_rate_limited_buffers() -> None:
+    from torchrl.data.replay_buffers import RateLimitedReplayBuffer
+
+    found = []
+    for storage in (LazyTensorStorage, PackedStorage):
+        torch.manual_seed(4)
+        rb = RateLimitedReplayBuffer(storage=storage(CAPACITY), batch_size=4, samples_per_insert=1.0)
+        rb.extend(steps(8))
+        found.append(torch.stack([rb.sample(), rb.sample()]))
+        assert not rb.can_sample()
+        assert rb.stats()["samples_returned"] == 8
+        with pytest.raises((TimeoutError, RuntimeError)):
+            rb.sample(wait=True, timeout=0.01)
+    same(*found)
+
+
+@both
+def test_queries_find_the_same_trajectories(make: Any) -> None:
+    found = []
+    for each in (theirs, make):
+        rb = each(batch_size=8)
+        rb.extend(steps(CAPACITY + 9))
+        chosen = rb.query((traj.reward.sum() > 100) & (traj.length >= 3))
+        found.append([trajectory.t.flatten().tolist() for trajectory in chosen])
+        assert len(rb.query()) > len(chosen) > 2
+    assert found[0] == found[1]
+
+
+@needs("exports")
+@both
+def test_exports_hold_the_same_items(make: Any) -> None:
+    class Columns:
+        def to_external(self, dataset: Any) -> list[int]:
+            return [int(dataset[at]["t"]) for at in range(len(dataset))]
+
+    found = []
+    for each in (theirs, make):
+        rb = each(batch_size=8)
+        rb.extend(steps(CAPACITY + 9))
+        rb.sample()
+        keys = {"trajectory_key": ("collector", "traj_ids"), "step_key": "step_count"}
+        found.append([rb.export(Columns()), rb.export(Columns(), **keys)])
+        rb.sample()
+    assert found[0] == found[1]
+    assert found[1][1] == list(range(9, CAPACITY + 9))
+
+
+@both
+def test_updates_of_records_that_are_still_there(make: Any) -> None:
+    found = []
+    for each in (theirs, make):
+        rb = each(sampler=RandomSampler(), batch_size=8, tracks={"track_generations": True})
+        index = rb.extend(steps(30))
+        generation = rb.writer.generations_of(index)
+        rb.extend(steps(20, 30))  # replaces the first ten
+        patch = TensorDict({"t": torch.full((30,), 99)}, [30])
+        result = rb.update_if_present(index=index, generation=generation, patch=patch)
+        found.append((int(result.updated_count), rb.storage[:]["t"].tolist()))
+    assert found[0] == found[1]
+    assert found[1][0] == 20
+
+
+@both
+@pytest.mark.filterwarnings("ignore:include_info is going to be deprecated")  # TorchRL 0.14.1
+@pytest.mark.parametrize("include_info", [None, True, False])
+def test_the_report_is_included_as_torchrl_includes_it(make: Any, include_info: bool | None) -> None:
+    found = []
+    for each in (theirs, make):
+        rb = each(sampler=PrioritizedSampler(CAPACITY, 0.6, 0.4), batch_size=8)
+        rb.extend(steps(30))
+        batch, info = rb.sample(include_info=include_info, return_info=True)
+        found.append(("priority_weight" in batch.keys(), "index" in info, "priority_weight" in info))
+    assert found[0] == found[1] == (include_info is not False, True, True)
