@@ -170,7 +170,9 @@ class Lockstep(RuleBasedStateMachine):
         for storage in self.storages:
             storage.set(cursor, data, set_cursor=counted)
         self.put(steps, data)
-        self.last = steps[-1] if counted else self.last
+        if counted:
+            self.last = steps[-1]
+            self.go_on()
 
     @precondition(lambda self: self.is_ring and self.live < self.steps)
     @rule(more=st.integers(1, 4), overlap=st.integers(0, 3), backwards=st.booleans())
@@ -181,8 +183,12 @@ class Lockstep(RuleBasedStateMachine):
             storage.set(steps[::-1] if backwards else slice(steps[0], steps[-1] + 1), data)
         self.put(steps, data.flip(0) if backwards else data)
         self.last = steps[0] if backwards else steps[-1]
-        newest = self.plain.clock.numbers[LAST]  # where the writer continues; not known after steps in another order
-        if self.follows_rows and newest >= 0 and self.steps > 1:
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Follow the writer to the step after the newest, unless steps were written in another order."""
+        newest = self.plain.clock.numbers[LAST]
+        if self.is_ring and self.follows_rows and newest >= 0 and self.steps > 1:
             self.cursor = (newest + 1) % self.steps
 
     @precondition(lambda self: self.is_ring)
@@ -249,9 +255,11 @@ class Lockstep(RuleBasedStateMachine):
         elif how == "state":
             for part in (*self.storages, *(self.writers if self.is_ring else ())):
                 part.load_state_dict(part.state_dict())
+            self.go_on()
         elif how == "into a plain one and back":
             self.plain.load_state_dict(self.dedup.state_dict())
             self.dedup.load_state_dict(self.plain.state_dict())
+            self.go_on()
         else:
             self.dedup = copy.deepcopy(self.dedup) if how == "deepcopy" else pickle.loads(pickle.dumps(self.dedup))
             self.storages = [self.plain, self.dedup]
