@@ -18,8 +18,7 @@ In docstrings, B is the batch size, N the number of rows, T the number of time s
 
 from rlbuf_td.buffers.experience_queue import ExperienceQueue
 from rlbuf_td.buffers.mixture import ReplayBufferMixture
-from rlbuf_td.buffers.prioritized import PrioritizedReplayBuffer
-from rlbuf_td.buffers.replay import ReplayBuffer
+from rlbuf_td.buffers.replay import PrioritizedReplayBuffer, ReplayBuffer
 from rlbuf_td.buffers.rollout import RolloutBuffer
 from rlbuf_td.checkpoint import CheckpointError
 from rlbuf_td.diagnostics.doctor import check

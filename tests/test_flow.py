@@ -342,7 +342,7 @@ def test_racing_writers_and_learners_stay_within_the_tolerance(processes):
             rb.sample(wait=True, timeout=0.2)
         except TimeoutError:
             continue
-        with rb.locked():
+        with rb._locked():
             flow = rb.health()
         worst = max(worst, abs(flow["samples"] - 2.0 * (flow["inserts"] - 20)))
     assert 0 < worst <= 40

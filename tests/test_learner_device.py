@@ -358,7 +358,8 @@ def test_dumps_of_buffers_with_and_without_device_load_into_each_other(device, t
         assert not target._prefetch_queue
         batch = target.sample()
         assert (batch["index"] * 10 == batch["action"]).all()
-        source.shutdown(), target.shutdown()
+        source.shutdown()
+        target.shutdown()
 
 
 def test_buffers_for_environments_name_both_devices(device):
@@ -367,11 +368,11 @@ def test_buffers_for_environments_name_both_devices(device):
     assert rb.storage.device.type == "cpu"
     write(rb, STEPS, 0)
     assert rb.sample().device.type == device.type
-    assert rb.copies_batches
+    assert rb._copies_batches
     there = ReplayBuffer.from_schema(schema, STEPS, device=device, batch_size=4, prefetch=2)
     there.extend(data(STEPS).to(device))
     assert there.storage.device.type == there.sample().device.type == device.type
-    assert not there.copies_batches
+    assert not there._copies_batches
     with pytest.raises(TypeError, match="on the CPU"):
         ReplayBuffer(storage=PackedStorage(STEPS, device="meta"), device="cpu")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import inspect
+import pickle
 import pydoc
 import re
 import subprocess
@@ -83,6 +84,30 @@ def test_public_methods_are_documented(name):
     for method, thing in (item for cls in ours for item in vars(cls).items()):
         if not method.startswith("_") and (inspect.isroutine(thing) or isinstance(thing, (property, classmethod))):
             assert thing.__doc__, method
+
+
+@pytest.mark.parametrize("name", [name for name in rlbuf_td.__all__ if isinstance(getattr(rlbuf_td, name), type)])
+def test_methods_stand_in_their_class(name):
+    for cls in getattr(rlbuf_td, name).__mro__:
+        for method, thing in vars(cls).items() if cls.__module__.startswith("rlbuf_td") else ():
+            function = getattr(thing, "__func__", thing)  # of a class method
+            if inspect.isfunction(function) and not method.startswith("_"):
+                assert function.__qualname__.startswith(f"{cls.__qualname__}."), method
+                assert function.__module__ == cls.__module__, method
+                if not isinstance(thing, staticmethod):
+                    assert next(iter(inspect.signature(function).parameters)) in ("self", "cls"), method
+
+
+@pytest.mark.parametrize("method", ["sample", "extend", "update_tensordict_priority", "__setitem__", "set_at_"])
+def test_methods_of_a_buffer_can_be_pickled(method):
+    rb = rlbuf_td.ReplayBuffer(batch_size=2)
+    copied = pickle.loads(pickle.dumps(getattr(rb, method)))
+    assert (type(copied.__self__), copied.__func__) == (rlbuf_td.ReplayBuffer, getattr(rlbuf_td.ReplayBuffer, method))
+
+
+def test_help_shows_the_signature_of_a_method():
+    text = pydoc.plain(pydoc.render_doc(rlbuf_td.ReplayBuffer.add))
+    assert "add(self, data: 'TensorDictBase') -> 'int | torch.Tensor'" in text
 
 
 def test_help_shows_what_a_constructor_takes():

@@ -149,7 +149,7 @@ def put_cursor(rb: ReplayBuffer, value: int) -> None:
 
 CHANGES = {
     "cursor": put_cursor,
-    "drop": lambda rb, value: rb.connect(),
+    "drop": lambda rb, value: rb._connect(),
     "alpha": set_alpha,
     "beta": set_beta,
     "wrapper": set_wrapper,

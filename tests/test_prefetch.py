@@ -161,7 +161,8 @@ def test_iteration_gives_every_row_of_the_newest_rollout_once_an_epoch(who):
                 found = torch.cat([batch["twice"] // 20 for batch in each])
                 assert [sorted(part.tolist()) for part in found.split(21)] == [rows] * 2
             each.sample(), next(iter(each)), each.sample()  # given up
-    rb.shutdown(), rollout.shutdown()
+    rb.shutdown()
+    rollout.shutdown()
 
 
 def test_a_batch_of_another_size_leaves_those_drawn_ahead(who):

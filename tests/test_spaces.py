@@ -16,7 +16,15 @@ from torchrl.collectors import Collector
 from torchrl.data import Bounded, Categorical, Composite, OneHot, Unbounded
 from torchrl.envs import EnvBase, GymEnv, SerialEnv, StepCounter, TransformedEnv
 
-from rlbuf_td import PackedStorage, ReplayBuffer, RolloutBuffer, SchemaError, make_transition, schema_of
+from rlbuf_td import (
+    ExperienceQueue,
+    PackedStorage,
+    ReplayBuffer,
+    RolloutBuffer,
+    SchemaError,
+    make_transition,
+    schema_of,
+)
 from rlbuf_td.envs.specs import transition_schema
 from tests.catalogue import assert_same
 from tests.environments import SPACES
@@ -288,3 +296,14 @@ def test_a_loop_without_trajectory_ids_writes_to_shared_rows_of_spaces(num_envs)
         rb.add(make_transition(zeros, zeros, np.zeros(lanes), zeros, over, over))
     assert len(rb) == 3 * (num_envs or 1)
     assert rb["collector", "traj_ids"].eq(0).all()
+
+
+class Mine(ReplayBuffer):
+    pass
+
+
+@pytest.mark.parametrize("cls", [ReplayBuffer, Mine, RolloutBuffer, ExperienceQueue])
+def test_constructors_return_the_class_on_which_they_are_called(cls):
+    env = gymnasium.make("CartPole-v1")
+    made = cls.from_env(env, 10), cls.from_spaces(env.observation_space, env.action_space, 10)
+    assert [type(each) for each in (*made, cls.from_schema(schema_of(env), 10))] == [cls] * 3

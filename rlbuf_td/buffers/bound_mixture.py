@@ -134,7 +134,7 @@ class BoundMixture:
 
 def is_usual(member: ReplayBuffer) -> bool:
     """Whether bound draws support the options of a member."""
-    return member.returns_as_drawn and member.prefetcher is None and member.include_info
+    return member._returns_as_drawn and member.prefetcher is None and member.include_info
 
 
 def bind_mixture(members: Mapping[str, ReplayBuffer], size: int) -> BoundMixture | None:

@@ -88,7 +88,7 @@ class ExperienceQueue(ReplayBuffer):
     @property
     def waiting(self) -> int:
         """The number of rows that have not been sampled yet."""
-        return self.initialize().writer.waiting
+        return self._initialize().writer.waiting
 
     def add(self, data: TensorDictBase) -> int | torch.Tensor:
         """Wait for free space, write one row, and return its index. For errors, see :class:`ExperienceQueue`."""
@@ -121,15 +121,15 @@ class ExperienceQueue(ReplayBuffer):
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Stop the threads of the queue within ``timeout`` seconds; waiting calls raise a RuntimeError."""
-        self.initialize().writer.close()
+        self._initialize().writer.close()
         super().shutdown(timeout)
 
     def _refuse_blocking(self, batch: int | None, write: int) -> None:
         """Raise a ValueError if batches and writes of these sizes can wait for each other forever."""
-        rows = self.initialize().storage.max_size
+        rows = self._initialize().storage.max_size
         if batch is None or batch + write - 1 <= rows or max(batch, write) > rows:  # too large ones are refused anyway
             return
-        with self.replay_lock:
+        with self._replay_lock:
             # The number of waiting rows changes by the two sizes, so that it stays a multiple of their divisor.
             divisor = gcd(batch, write, self.waiting)
         if batch + write - divisor > rows:
@@ -144,7 +144,7 @@ class ExperienceQueue(ReplayBuffer):
         """
         deadline = inf if timeout is None else time.monotonic() + timeout
         while True:
-            if self.initialize().writer.is_closed:
+            if self._initialize().writer.is_closed:
                 raise RuntimeError("the queue has been shut down")
             try:
                 return call()

@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from math import inf, isfinite
-from typing import Any
-
-from torchrl.data.replay_buffers import TensorDictReplayBuffer
+from typing import TYPE_CHECKING, Any
 
 from rlbuf_td.storages.shared.memory import SharedNumbers
+
+if TYPE_CHECKING:
+    from rlbuf_td.buffers.replay import ReplayBuffer
 
 _INSERTED, _SAMPLED, _BATCH, _WRITE, _SAMPLE_WAITS, _INSERT_WAITS, _CLOSED, _EPOCH = range(8)
 _SAVED = 6  # the first numbers are saved with the buffer
@@ -208,29 +209,28 @@ def make_flow(
     return FlowControl(samples_per_insert, min_size, tolerance)
 
 
-def count_imported(rb: Any, flow: FlowControl | None) -> None:
+def count_imported(rb: ReplayBuffer, flow: FlowControl | None) -> None:
     """Attach ``flow`` to a buffer of imported rows, and count these rows as written."""
     rb.flow = flow
     if flow is not None:
         flow.restart(len(rb.storage))
-        rb.connect()  # drops a write plan, which would bypass flow control
+        rb._connect()  # drops a write plan, which would bypass flow control
 
 
 @contextmanager
-def inserting(rb: Any, rows: int) -> Iterator[None]:
-    """Enter the ``with`` block once flow control admits a write of ``rows`` rows.
+def inserting(rb: ReplayBuffer, flow: FlowControl, rows: int) -> Iterator[None]:
+    """Enter the ``with`` block once the flow control of a buffer admits a write of ``rows`` rows.
 
     The block holds the buffer's lock, so that no other thread or process finds rows that are counted and not written.
     If the block raises an error, its rows are not counted. If the process dies, the storage's journal restores the
     count.
     """
-    flow: FlowControl = rb.flow
 
     def admit() -> bool:
         flow.agree(len(rb.storage))
         return flow.admit_insert(rows)
 
-    with admitted(admit, rb.replay_lock, None, partial(flow.count_wait, of_sample=False)):
+    with admitted(admit, rb._replay_lock, None, partial(flow.count_wait, of_sample=False)):
         epoch = flow.epoch
         try:
             yield
@@ -240,7 +240,7 @@ def inserting(rb: Any, rows: int) -> Iterator[None]:
 
 
 @contextmanager
-def permission(rb: Any, rows: int | None, wait: bool, timeout: float | None) -> Iterator[None]:
+def permission(rb: ReplayBuffer, rows: int | None, wait: bool, timeout: float | None) -> Iterator[None]:
     """Enter the ``with`` block once the buffer has rows and its flow control, if any, admits a batch.
 
     The batch is counted before the block, and the count undone if the block raises an error.
@@ -250,7 +250,7 @@ def permission(rb: Any, rows: int | None, wait: bool, timeout: float | None) -> 
 
     def admit() -> bool:
         nonlocal epoch
-        if rb.is_shut_down:
+        if rb._service_shutdown:
             raise RuntimeError("the buffer has been shut down")
         if flow is None or rows is None:
             return len(rb) > 0 or not wait
@@ -261,23 +261,12 @@ def permission(rb: Any, rows: int | None, wait: bool, timeout: float | None) -> 
             raise RuntimeError(f"flow control does not admit a batch of {rows} rows now: {NOT_YET}")
         return is_admitted
 
-    with admitted(admit, rb.replay_lock, timeout, None if flow is None else partial(flow.count_wait, of_sample=True)):
+    with admitted(admit, rb._replay_lock, timeout, None if flow is None else partial(flow.count_wait, of_sample=True)):
         pass
     try:
         yield
     except BaseException:
         if flow is not None:
-            with rb.replay_lock:
+            with rb._replay_lock:
                 flow.take_back(epoch, sampled=rows or 0)
         raise
-
-
-def shutdown(rb: Any, timeout: float | None = None) -> None:
-    """Stop the buffer's threads; later writes and samples raise a RuntimeError.
-
-    Calls that wait for flow control raise it in all processes. Reading and saving rows still work.
-    """
-    if rb.flow is not None:
-        rb.flow.shutdown()
-    TensorDictReplayBuffer.shutdown(rb, timeout)
-    rb.bound, rb.bound_write = {}, None

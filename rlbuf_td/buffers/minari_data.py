@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torchrl.data.replay_buffers import Storage
@@ -22,53 +22,24 @@ from rlbuf_td.storages.indexing import coordinates, lanes_of, stored_rows
 from rlbuf_td.storages.schema import show_key, walk
 from rlbuf_td.writers.common import steps_by_age
 
+if TYPE_CHECKING:
+    from rlbuf_td.buffers.replay import ReplayBuffer
+
+Buffer = TypeVar("Buffer", bound="ReplayBuffer")
 _WRITTEN_AT_ONCE = 1 << 26  # bytes of episodes per write, because Minari opens its file for each write
 
 
-def from_minari(
-    cls: Any,
-    /,
+def import_minari(
+    cls: type[Buffer],
     dataset: Any,
-    capacity: int | None = None,
+    capacity: int | None,
     *,
-    infos: bool = False,
-    reward_dtype: torch.dtype | None = None,
-    progress: bool | None = None,
+    infos: bool,
+    reward_dtype: torch.dtype | None,
+    progress: bool | None,
     **kwargs: Any,
-) -> Any:
-    """Return a buffer ``[T]`` with all transitions of a Minari data set (needs the extra ``minari``).
-
-    Episodes are read one by one; with ``scratch_dir``, the data set may exceed RAM. The keys of a Dict observation
-    become keys of the row; the first item of a Tuple observation is at ``("observation", "0")``. The last row of an
-    episode holds the final observation in ``"next"``. ``("collector", "traj_ids")`` is the episode's id. Entries keep
-    the dtypes of the data set, in which rewards are usually float64.
-
-    Args:
-        dataset: a ``MinariDataset``, or the name of a data set on this machine.
-        capacity: the capacity of the buffer in transitions, default: the size of the data set.
-        infos: whether to store the info that each step returned, at ``("next", "info")``. If the data set also has the
-            infos of resets, ``"info"`` holds the info of each row's observation. All infos must be numeric.
-        reward_dtype: the dtype of rewards, default: unchanged. To mix the data with float32 rewards of a
-            :class:`GymnasiumRecorder`, pass ``torch.float32``.
-        progress: whether to show a progress bar (needs tqdm); by default, only on a terminal for 1 GiB of data or more.
-        **kwargs: keywords of :meth:`from_schema`: ``scratch_dir``, ``share_next``, ``sampler``, ``batch_size``, ...
-
-    Raises:
-        ImportError: Minari is not installed.
-        FileNotFoundError: there is no data set of this name on this machine.
-        TypeError: ``dataset`` is not a data set, or ``reward_dtype`` is not a dtype of torch.
-        ValueError: the data set has no transitions, or more transitions than ``capacity``.
-        SchemaError: an observation, action or info does not consist of numbers (as in ``Text`` spaces), or
-            episodes differ in dtypes or shapes.
-        MemoryError: the rows are larger than RAM.
-        OSError: the disk of ``scratch_dir`` has too little free space.
-
-    Cost: about 1.5 times as long as only reading with Minari (``python tests/benchmarks/minari_speed.py``).
-
-    Example:
-        >>> from rlbuf_td import ReplayBuffer
-        >>> rb = ReplayBuffer.from_minari("D4RL/door/human-v2", batch_size=256)  # doctest: +SKIP
-    """
+) -> Buffer:
+    """Return a new buffer with the transitions of a data set, see :meth:`ReplayBuffer.from_minari`."""
     if reward_dtype is not None and not isinstance(reward_dtype, torch.dtype):
         raise TypeError(f"reward_dtype must be a dtype of torch, such as torch.float32, got {reward_dtype!r}")
     dataset = open_dataset(dataset)
@@ -106,59 +77,17 @@ def _fit_reward_(rows: Any, dtype: torch.dtype) -> None:
     rows["next", "reward"] = reward.to(dtype)
 
 
-def to_minari(
-    rb: Any,
-    dataset_id: str,
-    *,
-    env: Any = None,
-    observation_space: Any = None,
-    action_space: Any = None,
-    progress: bool | None = None,
-    **kwargs: Any,
+def export_minari(
+    rb: ReplayBuffer, dataset_id: str, env: Any, spaces: tuple[Any, Any], progress: bool | None, kwargs: dict[str, Any]
 ) -> Any:
-    """Write all rows as a new Minari data set on this machine (needs the extra ``minari``).
-
-    Consecutive rows of an environment with equal ``("collector", "traj_ids")`` form an episode; without these ids, an
-    episode ends at a ``done`` row. Environments are written one after the other, each from its oldest to its newest
-    episode. Observations, actions, rewards, ``terminated``, ``truncated`` and infos are written without transforms.
-    Other entries, such as a policy's outputs, are omitted.
-
-    Args:
-        dataset_id: the name of the data set, ``"namespace/name-v0"``.
-        env: the Gymnasium environment, its name or its spec; the data set stores the spec.
-        observation_space: the Gymnasium space of observations, default: that of ``env``.
-        action_space: the Gymnasium space of actions, default: that of ``env``.
-        progress: whether to show a progress bar (needs tqdm); by default, only on a terminal for 1 GiB of data or more.
-        **kwargs: keywords of Minari's ``create_dataset_from_buffers``. The default of ``jpeg_encoding`` is ``False``
-            here, so that images are stored without loss.
-
-    Returns:
-        the ``MinariDataset``.
-
-    Raises:
-        ImportError: Minari is not installed.
-        ValueError: neither ``env`` nor both spaces are given, the name has no version, or a data set of this name
-            exists. A ValueError is also raised if a next observation differs from the observation in the following row
-            of the episode, because Minari stores only one of them.
-        SchemaError: the rows lack an entry that the data set needs, or an entry has another shape than its space.
-        RuntimeError: the buffer is empty.
-
-        After an error, no new data set is left behind.
-
-    Example:
-        >>> import gymnasium
-        >>> from rlbuf_td import ReplayBuffer
-        >>> rb = ReplayBuffer.from_env(gymnasium.make("CartPole-v1"), 1_000)
-        >>> dataset = rb.to_minari("cartpole/random-v0", env="CartPole-v1")  # doctest: +SKIP
-    """
+    """Write the rows as a new data set, see :meth:`ReplayBuffer.to_minari`."""
     if not isinstance(dataset_id, str) or not re.fullmatch(r".+-v\d+", dataset_id):
         raise ValueError(f"a data set needs a name with a version, such as 'namespace/name-v0', got {dataset_id!r}")
-    spaces = _spaces(env, observation_space, action_space)
     about = {"env": env, "observation_space": spaces[0], "action_space": spaces[1], "jpeg_encoding": False} | kwargs
     library, dataset = minari(), None
     folder = library.storage.get_dataset_path(dataset_id)
     is_new = not folder.exists()
-    with rb.locked():
+    with rb._locked():
         steps = steps_by_age(rb.writer, rb.storage, None)
         try:
             with progress_bar(f"writing {dataset_id}", rb.storage.nbytes, progress) as report:
@@ -176,7 +105,7 @@ def to_minari(
     return dataset
 
 
-def _spaces(env: Any, observation_space: Any, action_space: Any) -> tuple[Any, Any]:
+def spaces_of(env: Any, observation_space: Any, action_space: Any) -> tuple[Any, Any]:
     if observation_space is not None and action_space is not None:
         return observation_space, action_space
     if env is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
@@ -10,10 +11,11 @@ from itertools import accumulate, pairwise
 from math import lcm
 from operator import is_
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDictBase
+from torchrl.data.replay_buffers import Sampler, Storage
 
 from rlbuf_td.buffers.bound_mixture import BoundMixture, bind_mixture
 from rlbuf_td.buffers.flow import permission
@@ -36,19 +38,23 @@ from rlbuf_td.buffers.mixture_parts import (
     without_lane,
 )
 from rlbuf_td.buffers.replay import ReplayBuffer
-from rlbuf_td.buffers.shares import Shares
 from rlbuf_td.buffers.writing import check_write_back, write_back_checked
+from rlbuf_td.checkpoint import load_state, save_state
 from rlbuf_td.checkpoint.folder import explained, reading, write_state, writing
 from rlbuf_td.checkpoint.manifest import decode
 from rlbuf_td.kernels.strata import LEAST_RATIO
 from rlbuf_td.samplers.common import OwnSignature
-from rlbuf_td.storages.checks import whole
+from rlbuf_td.storages.checks import as_number, fraction, whole
 from rlbuf_td.storages.notebooks import MIXTURES
 from rlbuf_td.storages.tensordict_fast import set_entries_
 from rlbuf_td.storages.trajectory_index import as_tuple
 from rlbuf_td.storages.write_clock import SAMPLED_AT
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 _FOLDER, _MEMBERS = "mixture", "members-"  # folders of a dump: for the mixture's state; with a number, for the members
+_BAD_NAME = re.compile(r"$|[._]|by_name$|.*[/\\]").match  # members are folders of a dump
 
 
 class ReplayBufferMixture:
@@ -254,7 +260,7 @@ class ReplayBufferMixture:
         return batch
 
     def _joined(self, parts: dict[str, Part]) -> TensorDictBase:
-        is_weighted = any(member.initialize().prioritized is not None for member in self.members.values())
+        is_weighted = any(member._initialize().prioritized is not None for member in self.members.values())
         has_lanes = any(member.storage.ndim > 1 for member in self.members.values())
         largest = largest_normalizer(self.members, parts)
         for name, (rows, normalizer, now) in parts.items():
@@ -290,7 +296,7 @@ class ReplayBufferMixture:
             return
         flat, updates = data.reshape(-1), []
         for name, is_own in members_of(flat, self.names).items():
-            member, parts = self.members[name], self.members[name].initialize()
+            member, parts = self.members[name], self.members[name]._initialize()
             if parts.prioritized is None:
                 continue
             keys = [as_tuple(key) for key in ("index", SAMPLED_AT, member.priority_key)]
@@ -383,7 +389,7 @@ class ReplayBufferMixture:
             for name, member in self.members.items():
                 member.loads(Path(path) / state["members"] / name)
 
-    def share(self) -> ReplayBufferMixture:
+    def share(self) -> Self:
         """Share the members with other processes (:meth:`ReplayBuffer.share`); each process has its own ``shares``."""
         for member in self.members.values():
             member.share()
@@ -405,3 +411,63 @@ class ReplayBufferMixture:
             for name, member in self.members.items()
         ]
         return "\n".join([f"{type(self).__name__}(", *lines, f"    batch_size={self.batch_size}, exact={self.exact})"])
+
+
+class Shares(Sampler):
+    """The members' shares as attributes; setting a share scales the other shares, so that the sum stays 1."""
+
+    by_name: dict[str, float]
+
+    def __init__(self, shares: Mapping[str, float]) -> None:
+        for name in shares:
+            if not isinstance(name, str) or not name.isprintable() or hasattr(Sampler, name) or _BAD_NAME(name):
+                raise ValueError(f"{name!r} cannot be the name of a member: choose another one")
+        given = {name: as_number(share) for name, share in shares.items()}
+        total = sum(given.values())
+        if any(not share >= 0 for share in given.values()) or not 0 < total < float("inf"):
+            raise ValueError(f"shares must be at least 0 and finite, one of them positive, got {dict(shares)}")
+        self.__dict__["by_name"] = {name: share / total for name, share in given.items()}
+
+    def __getattr__(self, name: str) -> float:
+        found = self.__dict__.get("by_name", {})
+        if name not in found:
+            raise AttributeError(f"a mixture of {', '.join(found)} has no share {name!r}")
+        return found[name]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        before = self.__dict__["by_name"]
+        if name not in before:
+            if not name.startswith("_"):
+                raise AttributeError(f"a mixture of {', '.join(before)} has no share {name!r}")
+            self.__dict__[name] = value
+            return
+        share = fraction(name, value)
+        others = sum(old for other, old in before.items() if other != name)
+        if len(before) == 1 and share != 1:
+            raise ValueError(f"{name} is the only member: its share must be 1, got {value}")
+        even = (1 - share) / max(1, len(before) - 1)
+        scaled = {other: old * (1 - share) / others if others else even for other, old in before.items()}
+        self.__dict__["by_name"] = scaled | {name: share}
+
+    def sample(self, storage: Storage, batch_size: int) -> Any:
+        raise NotImplementedError("the shares of a mixture cannot draw rows: sample the mixture or a member")
+
+    def _empty(self) -> None:
+        pass
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.by_name)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if state_dict.keys() != self.by_name.keys():
+            raise ValueError(f"the saved shares belong to {', '.join(state_dict)}, these to {', '.join(self.by_name)}")
+        self.__dict__["by_name"] = Shares({name: state_dict[name] for name in self.by_name}).by_name
+
+    def dumps(self, path: Any) -> None:
+        save_state(path, type(self).__name__, self.state_dict())
+
+    def loads(self, path: Any) -> None:
+        self.load_state_dict(load_state(path, type(self).__name__))
+
+    def __repr__(self) -> str:
+        return "Shares(" + ", ".join(f"{name}={share:.4g}" for name, share in self.by_name.items()) + ")"

@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
-from torchrl.data.replay_buffers import PrioritizedSampler, Sampler, SliceSampler
+from torchrl.data.replay_buffers import PrioritizedSampler, Sampler, SliceSampler, Storage
 
 from rlbuf_td.buffers.experience_queue import ExperienceQueue
-from rlbuf_td.buffers.priorities import errors_of
 from rlbuf_td.buffers.replay import ReplayBuffer
 from rlbuf_td.checkpoint.parts import load_or_restore
 from rlbuf_td.kernels.dispatch import backend_of
@@ -35,11 +34,11 @@ def normalizer_of(member: ReplayBuffer, report: Mapping[Any, Any] | None) -> flo
 
     ``report`` is the sampler's report of the member's rows in the batch, or None if the batch has no row of the member.
     """
-    sampler, rows = member.initialize().prioritized, len(member.storage)
+    sampler, rows = member._initialize().prioritized, len(member.storage)
     if sampler is None or not rows or sampler.weight_norm is None:
         return None
     if sampler.weight_norm == "buffer":  # of all rows, drawn or not
-        with member.locked():
+        with member._locked():
             return float((rows * sampler.least_probability()) ** -sampler.beta)
     if report is None or "priority_weight" not in report:
         return None
@@ -75,13 +74,13 @@ def refuse_member(name: Any, member: Any) -> None:
     if isinstance(member, ExperienceQueue):
         raise TypeError(f"member {name!r} is an ExperienceQueue, which gives each row once: sample it apart")
     sampler = getattr(member.sampler, "innermost", member.sampler)
-    if isinstance(sampler, PrioritizedSampler) and member.initialize().prioritized is None:
+    if isinstance(sampler, PrioritizedSampler) and member._initialize().prioritized is None:
         raise TypeError(f"member {name!r} has TorchRL's PrioritizedSampler: use a ProportionalSampler")
 
 
 def refuse_entries(members: Mapping[str, ReplayBuffer]) -> None:
     """Raise a SchemaError if a member stores an entry that batches of the mixture use for something else."""
-    is_weighted = any(member.initialize().prioritized is not None for member in members.values())
+    is_weighted = any(member._initialize().prioritized is not None for member in members.values())
     adds = {"source"} | (Prioritized.report_keys if is_weighted else set())
     for name, member in members.items():
         for key in stored_names(member.storage).keys() & adds:
@@ -99,21 +98,21 @@ class Part(NamedTuple):
 
 def part_of(member: ReplayBuffer, count: int) -> Part:
     """Draw ``count`` rows from a member, and transform them."""
-    prefetcher = member.prefetcher if member.copies_batches else None
-    with member.futures_lock, member.locked():  # priorities must not change before the normalizer is known
+    prefetcher = member.prefetcher if member._copies_batches else None
+    with member._futures_lock, member._locked():  # priorities must not change before the normalizer is known
         now = member.storage.clock.now if hasattr(member.storage, "clock") else 0
         sent = None if prefetcher is None else prefetcher.send(count)
-        drawn = member.draw(count) if sent is None else sent.result()
+        drawn = member._draw(count) if sent is None else sent.result()
         normalizer = None if drawn is None else normalizer_of(member, drawn[1])
     if drawn is not None:
-        finished = member.finish(*drawn) if prefetcher is None or sent is None else prefetcher.receive(sent)
+        finished = member._finish(*drawn) if prefetcher is None or sent is None else prefetcher.receive(sent)
         if finished[0].ndim != 1:
             inner = [*finished[0].shape[1:]]
             raise ValueError(
                 f"members must store single transitions, these rows have further batch dims, {inner}{MIXTURES}"
             )
         return Part(finished[0], normalizer, now)
-    rows, info = member.sample_and_report(count)  # TorchRL's general path, which adds the report later
+    rows, info = member._sample(count)  # TorchRL's general path, which adds the report later
     if "index" not in rows.keys():
         merge_(rows, info)
     return Part(without_lane(member, rows), normalizer_of(member, info), now)  # TorchRL's slices have an index [B, 1]
@@ -121,7 +120,7 @@ def part_of(member: ReplayBuffer, count: int) -> Part:
 
 def largest_normalizer(members: Mapping[str, ReplayBuffer], parts: Mapping[str, Part]) -> float:
     """Return the largest normalizer of all members; 1 if a member has ``weight_norm=None``."""
-    samplers = [member.initialize().prioritized for member in members.values()]
+    samplers = [member._initialize().prioritized for member in members.values()]
     if any(sampler is not None and sampler.weight_norm is None for sampler in samplers):
         return 1.0
     known = [part.normalizer for part in parts.values()]
@@ -167,8 +166,8 @@ def members_of(batch: TensorDictBase, names: Sequence[str]) -> dict[str, Tensor]
 
 def refuse_update(member: ReplayBuffer, batch: TensorDictBase) -> None:
     """Raise the error that an update of a prioritized member's priorities would raise."""
-    parts = member.initialize()
-    index, td_error = errors_of(parts, batch, member.priority_key)
+    parts = member._initialize()
+    index, td_error = parts.errors_of(batch, member.priority_key)
     stamp = batch.get(SAMPLED_AT, None)
     if stamp is not None and parts.is_packed:
         index, _ = skip_stale(index, stamp, batch.ndim, member.storage)
@@ -191,9 +190,9 @@ def try_states(members: Mapping[str, ReplayBuffer], states: Mapping[str, Any]) -
         raise ValueError(f"the state is of members {[*states]}, the mixture has {[*members]}")
     for name, member in members.items():
         state = states[name]
-        member.initialize()
-        member.validate_prefetched(state.get("_prefetch_state"))
-        with member.locked():
+        member._initialize()
+        member._validate_prefetch_state(state.get("_prefetch_state"))
+        with member._locked():
             if isinstance(member.storage, PackedStorage):
                 examine(member.storage, state["_storage"])
             parts = {"_transforms": member.transform, "_writer": member.writer, "_sampler": member.sampler}
@@ -202,7 +201,7 @@ def try_states(members: Mapping[str, ReplayBuffer], states: Mapping[str, Any]) -
             load_or_restore(parts, before)
 
 
-def settled_rows(storage: Any) -> Any:
+def settled_rows(storage: Storage) -> Any:
     """Return the rows of a storage, or None before the first write."""
     return None if getattr(storage, "is_reserved", False) else columns_or_none(storage)
 

@@ -1,21 +1,14 @@
-"""The components of a buffer (storage, sampler and writer): how to replace and share them."""
+"""The components of a buffer (storage, sampler and writer): which fit together, and how processes share them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
-from torchrl.data.replay_buffers import (
-    ConsumingSampler,
-    PrioritizedSampler,
-    RoundRobinWriter,
-    Sampler,
-    Storage,
-    TensorDictReplayBuffer,
-    Writer,
-)
+from tensordict import NestedKey, TensorDictBase
+from torchrl.data.replay_buffers import ConsumingSampler, PrioritizedSampler, Sampler, Storage, Writer
 
 from rlbuf_td.buffers.flow import FlowControl
 from rlbuf_td.envs.trajectory_numbers import TrajectoryNumbers
@@ -24,14 +17,19 @@ from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.wrapper import SamplerWrapper
 from rlbuf_td.storages import PackedStorage, torchrl_parts
 from rlbuf_td.storages.checks import OUT_OF_ORDER, whole
-from rlbuf_td.storages.indexing import attached_or_new
-from rlbuf_td.storages.layout import RowLayout
+from rlbuf_td.storages.indexing import attached_or_new, by_row
 from rlbuf_td.storages.memory_budget import Purpose, require_room, shared_tensors
-from rlbuf_td.storages.notebooks import PROCESSES
+from rlbuf_td.storages.notebooks import PRIORITIES
+from rlbuf_td.storages.schema import walk
 from rlbuf_td.storages.state import NEWEST
-from rlbuf_td.storages.trajectory_index import as_tuple
+from rlbuf_td.storages.tensordict_fast import entries_of
+from rlbuf_td.storages.trajectory_index import TRAJ_KEY, as_tuple
 from rlbuf_td.writers import RingWriter
 from rlbuf_td.writers.common import is_in_time_order, keeps_order, next_step
+from rlbuf_td.writers.rollout import RolloutWriter
+
+if TYPE_CHECKING:
+    from rlbuf_td.buffers.replay import ReplayBuffer
 
 _SHARED = Purpose(
     "Priorities and trajectories of a shared buffer take",
@@ -101,6 +99,16 @@ class Parts(NamedTuple):
         stored = self.storage.layout.places if self.draws else {}
         return batch.exclude(*(key for key in info if as_tuple(key) not in stored))
 
+    def errors_of(self, data: TensorDictBase, key: NestedKey) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the index of the rows whose priorities a batch updates, and one TD error for each row."""
+        entries, sampler = entries_of(data), self.prioritized
+        td_error = entries.get(key) if type(key) is str else data.get(key, None)
+        index = entries.get("index")
+        if td_error is None or index is None or sampler is None:
+            refuse_missing(key if td_error is None else "index")
+        td_error, index = by_row(td_error, index, data.ndim, self.storage, sampler.reduction)
+        return (index, td_error) if self.wrapper is None else self.wrapper.anchored(data, index, td_error)
+
 
 def as_size(batch_size: Any) -> int | None:
     """Convert a batch size to an int; raise a ValueError if it is negative or no whole number."""
@@ -140,13 +148,6 @@ def refuse_unordered(sampler: Any, writer: Writer, storage: Storage) -> None:
         raise ValueError(f"{needs}, and a {kind} may write in any order: {remedy}")
 
 
-def refuse_schema(rb: Any, layout: RowLayout) -> None:
-    """Raise a SchemaError if rows of this layout, which have not been allocated yet, do not fit the sampler."""
-    sampler = vars(rb).get("_sampler")
-    if sampler is not None:  # missing while a copy of the buffer is made
-        refuse_taken(sampler, layout.names, reported_by(sampler))
-
-
 def share_parts(storage: PackedStorage, sampler: Sampler, writer: Writer, flow: FlowControl | None) -> None:
     """Move rows, counters and priorities to shared memory.
 
@@ -174,79 +175,56 @@ def share_parts(storage: PackedStorage, sampler: Sampler, writer: Writer, flow: 
             share()
 
 
-def set_storage(rb: Any, storage: Storage, collate_fn: Any = None) -> Storage:
-    """Replace the storage, together with its rows; return the old storage.
-
-    Unlike in TorchRL, a ring writer continues after the newest row of the new storage, and all rows get the default
-    priority.
-    """
-    _refuse_if_shared(rb, "storage")
-    refuse_unordered(rb.sampler, rb.writer, storage)
-    refuse_stored(rb.sampler, storage)
-    with rb.fully_locked():
-        torchrl_parts.replace_storage(rb.writer, storage)
-        previous = TensorDictReplayBuffer.set_storage(rb, storage, collate_fn)
-        storage.attach(rb)
-        torchrl_parts.set_generator(storage, torchrl_parts.generator_of(rb))
-        if isinstance(rb.writer, RoundRobinWriter):
-            torchrl_parts.set_cursor(rb.writer, next_step(storage))
-        torchrl_parts.empty_part(rb.sampler)
-        if rb.flow is not None:
-            rb.flow.restart(len(storage))
-        rb.connect(default_priorities=True)
-    return previous
-
-
-def set_sampler(rb: Any, sampler: Sampler) -> Sampler:
-    """Replace the sampler; return the old one.
-
-    Unlike in TorchRL, rows without a priority in the new sampler get the default priority.
-    """
-    _refuse_if_shared(rb, "sampler")
-    refuse_unordered(sampler, rb.writer, rb.storage)
-    with rb.fully_locked():
-        previous, rng = TensorDictReplayBuffer.set_sampler(rb, sampler), torchrl_parts.generator_of(sampler)
-        torchrl_parts.set_generator(sampler, torchrl_parts.generator_of(rb))
-        try:
-            rb.connect(default_priorities=True)
-        except Exception:
-            TensorDictReplayBuffer.set_sampler(rb, previous)
-            torchrl_parts.set_generator(sampler, rng)
-            rb.connect()
-            raise
-    return previous
-
-
-def set_writer(rb: Any, writer: Writer) -> Writer:
-    """Replace the writer; return the old one. A new :class:`RingWriter` continues after the newest row."""
-    _refuse_if_shared(rb, "writer")
-    refuse_unordered(rb.sampler, writer, rb.storage)
-    with rb.replay_lock:
-        writer.register_storage(rb.storage)  # refuses before the old writer is replaced
-        previous = TensorDictReplayBuffer.set_writer(rb, writer)
-        continue_ring(writer, rb.storage)
-        rb.connect()
-        return previous
-
-
 def continue_ring(writer: Writer, storage: Storage) -> None:
     """Let a ring writer that has not written yet continue after the newest row of the storage."""
     if type(writer) is RingWriter and not torchrl_parts.write_count_of(writer):
         torchrl_parts.set_cursor(writer, next_step(storage))
 
 
-def restore_options(rb: Any, batch_size: int | None, consume_after_n_samples: int | None) -> None:
-    """Set the options ``batch_size`` and ``consume_after_n_samples`` while a saved buffer is loaded."""
-    rb._batch_size, rb._consume_after_n_samples = batch_size, consume_after_n_samples
+def refuse_missing(key: NestedKey) -> NoReturn:
+    """Raise a KeyError for a batch without TD errors, or without the index of its rows."""
+    remedy = "set the TD errors of the sampled rows"
+    if key == "index":
+        remedy = (
+            "it was sampled with include_info=False, or a transform has removed it. Sample with include_info=True, or "
+            "with return_info=True, and call update_priority(info['index'], td_error)"
+        )
+    raise KeyError(f"the batch has no {key!r}: {remedy}{PRIORITIES}")
 
 
-def order_lost(rb: Any) -> None:
-    """Stop fast draws of a sampler that needs rows in time order; the next draw then raises an error."""
-    if getattr(vars(rb).get("_sampler"), "needs_order", False):  # absent while a copy is made
-        rb.bound = {}
+def complete_reserved(rb: ReplayBuffer) -> None:
+    """Add the entries that recorders, collectors and the writer will write to the reserved rows of a buffer."""
+    storage, layout = rb.storage, rb.storage.layout
+    schema = layout.unpack(torch.empty((*storage.lanes, layout.row_bytes), dtype=torch.uint8, device="meta"))
+    more = rb.writer.added_entries(schema) if isinstance(rb.writer, RolloutWriter) else {}
+    if rb._has_environment:
+        more |= trajectory_ids(storage.lanes)
+    complete = with_missing(schema, more)
+    if len(list(walk(complete))) > len(layout.leaves):
+        storage.release()
+        storage.reserve(complete)
 
 
-def _refuse_if_shared(rb: Any, part: str) -> None:
-    if getattr(rb.storage, "shared_rows", None) is not None:
-        reason = "other processes would keep the old one. Set it before you share the buffer"
-        raise RuntimeError(f"cannot set the {part} of a shared buffer: {reason}{PROCESSES}")
+def with_trajectory_ids(rb: ReplayBuffer, data: TensorDictBase, dims: int) -> TensorDictBase:
+    """Return data whose first ``dims`` dims index rows; if only the shared rows have trajectory ids, with ids of 0.
+
+    A loop of one's own writes no ids. Its trajectories then end at the done flags.
+    """
+    layout = rb.storage.layout
+    if layout is None or TRAJ_KEY not in layout.places or data.get(TRAJ_KEY, None) is not None:
+        return data
+    ids = torch.zeros(data.batch_size[:dims], dtype=torch.int64, device="cpu")
+    return data.copy().set(TRAJ_KEY, ids)
+
+
+def trajectory_ids(lanes: torch.Size) -> dict[NestedKey, torch.Tensor]:
+    return {TRAJ_KEY: torch.empty(lanes, dtype=torch.int64, device="meta")}
+
+
+def with_missing(schema: TensorDictBase, more: Mapping[NestedKey, torch.Tensor]) -> TensorDictBase:
+    """Return a copy of ``schema`` with the entries of ``more`` that it lacks."""
+    schema = schema.copy()
+    for key, value in more.items():
+        if schema.get(key, None) is None:
+            schema.set(key, value)
+    return schema

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import Future
-from contextlib import contextmanager
 from functools import partial
 from operator import is_
 from time import perf_counter
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 import torch
 from tensordict import TensorDictBase
-from torchrl.data.replay_buffers import SamplerWithoutReplacement, TensorDictReplayBuffer
+from torchrl.data.replay_buffers import SamplerWithoutReplacement, Storage
 
 from rlbuf_td.buffers.parts import Parts
-from rlbuf_td.buffers.priorities import write_priorities
 from rlbuf_td.storages.indexing import device_of
 from rlbuf_td.storages.notebooks import GPU
 from rlbuf_td.storages.torchrl_parts import empty_part, generator_of
 from rlbuf_td.storages.write_clock import SAMPLED_AT
+
+if TYPE_CHECKING:
+    from rlbuf_td.buffers.replay import ReplayBuffer
 
 Sample: TypeAlias = tuple[TensorDictBase, dict[Any, Any]]  # a batch and the sampler's report
 
@@ -42,7 +43,7 @@ class _Batch(NamedTuple):
 class Prefetcher:
     """Draws ``ahead`` batches before they are requested, in the requesting thread: equal seeds give equal batches."""
 
-    def __init__(self, buffer: Any, device: torch.device | None, ahead: int) -> None:
+    def __init__(self, buffer: ReplayBuffer, device: torch.device | None, ahead: int) -> None:
         if ahead < 0:
             raise ValueError(f"prefetch must be at least 0, got {ahead}")
         self.device, self.ahead = device, ahead
@@ -58,7 +59,7 @@ class Prefetcher:
         """Pickle the settings only, because the buffer saves the batches drawn ahead."""
         return type(self), (self._buffer, self.device, self.ahead)
 
-    def copies_from(self, storage: Any) -> bool:
+    def copies_from(self, storage: Storage) -> bool:
         """Whether batches are copied to ``device``: not if ``device`` is None, or is the GPU that holds the rows."""
         if self.device is None:
             return False
@@ -77,7 +78,7 @@ class Prefetcher:
 
     def take(self, batch_size: int, prefetch: bool) -> Sample:
         """Return the oldest batch that was drawn ahead; without ``prefetch``, draw a new batch."""
-        with self._buffer.futures_lock:
+        with self._buffer._futures_lock:
             self._drop_outdated()
             if not prefetch:
                 return self.receive(self.send(batch_size))
@@ -87,7 +88,7 @@ class Prefetcher:
 
     @property
     def has_batches(self) -> bool:
-        with self._buffer.futures_lock:
+        with self._buffer._futures_lock:
             self._drop_outdated()
             return bool(self._batches)
 
@@ -105,15 +106,15 @@ class Prefetcher:
         while self._batches and storage.clock.since(self._batches[0].drawn_at) >= storage.all_rows().steps:
             self._batches.popleft()
 
-    def send(self, batch_size: int) -> _Batch:  # the caller holds the buffer's ``futures_lock``
+    def send(self, batch_size: int) -> _Batch:  # the caller holds the buffer's ``_futures_lock``
         """Draw a batch, and start to copy or transform it."""
         buffer, device = self._buffer, self.device
-        with buffer.locked():
+        with buffer._locked():
             place_of = getattr(buffer.sampler, "place", None)
             place = None if device is None or place_of is None else place_of(buffer.storage)
             self.refuse_other_parts(buffer.parts)
             drawn_at = buffer.storage.clock.now
-            batch, report = buffer.draw(batch_size)
+            batch, report = cast(Sample, buffer._draw(batch_size))  # not TorchRL's code, by `refuse_other_parts`
             self._drop_outdated()  # a draw may start new epochs
         if device is None:
             work = partial(self._timed, batch, report)
@@ -128,7 +129,7 @@ class Prefetcher:
 
     def _timed(self, batch: TensorDictBase, report: dict[Any, Any]) -> Sample:
         start = perf_counter()
-        sample = self._buffer.finish(batch, report)
+        sample = self._buffer._finish(batch, report)
         before, self._seconds = self._seconds, perf_counter() - start
         self._is_slow = min(before, self._seconds) > _SLOW
         return sample
@@ -147,13 +148,13 @@ class Prefetcher:
             report = {key: batch.get(key) for key in report}
             if by_coordinates:
                 report["index"] = report["index"].unbind(-1)
-        return self._buffer.finish(batch, report)
+        return self._buffer._finish(batch, report)
 
     def return_errors(
         self, index: torch.Tensor, td_error: torch.Tensor, sampled_at: torch.Tensor | None, dims: int
     ) -> bool:
         """Queue a priority update if its TD errors are on ``device``; return False if the caller must apply it."""
-        with self._buffer.futures_lock:
+        with self._buffer._futures_lock:
             is_queued = self.device is not None and index.device.type == self.device.type
             if is_queued:
                 given = index, td_error, sampled_at  # copied from a GPU to page-locked memory
@@ -165,14 +166,14 @@ class Prefetcher:
 
     def flush(self, left: int = 0) -> None:
         """Apply queued priority updates, oldest first, until ``left`` updates remain."""
-        with self._buffer.futures_lock:
+        with self._buffer._futures_lock:
             while len(self._errors) > left:
                 update, arrived = self._errors.popleft()
                 if arrived is not None:
                     arrived.synchronize()
-                write_priorities(self._buffer, *update)
+                self._buffer._write_priorities(*update)
 
-    # -- state; the caller holds the buffer's ``futures_lock``
+    # -- state; the caller holds the buffer's ``_futures_lock``
 
     def settle(self) -> list[Sample]:
         """Apply all queued priority updates; return the batches drawn ahead or, with ``device``, drop them."""
@@ -207,78 +208,7 @@ def _sent(leaf: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.empty_like(leaf, pin_memory=True).copy_(leaf).to(device, non_blocking=True)
 
 
-def iterate(rb: Any) -> Iterator[TensorDictBase]:
-    """Yield batches until the sampler has run out of rows (at the end of its epochs, for example)."""
-    ahead = rb.prefetcher
-    if ahead is None or not rb.initialize().draws or rb.batch_size is None:
-        yield from TensorDictReplayBuffer.__iter__(rb)
-        return
-    if rb.sampler.ran_out and not ahead.has_batches:
-        rb.sampler.ran_out = False
-    while not rb.sampler.ran_out or ahead.has_batches:
-        yield rb.sample()
-
-
-def synchronize(rb: Any) -> None:
-    """Wait for asynchronous writes and priority updates."""
-    TensorDictReplayBuffer.synchronize(rb)
-    if rb.prefetcher is not None:
-        rb.prefetcher.flush()
-
-
-def prefetch_state(rb: Any, queue: Iterable[Sample]) -> dict[str, Any]:
-    """Return the batches drawn ahead as a state for :func:`restore_prefetched`."""
-    return {"version": 1, "capacity": rb._prefetch_cap, "queue": queue}
-
-
-@contextmanager
-def capture_prefetched(rb: Any, *, clone_queue: bool = True) -> Iterator[dict[str, Any]]:
-    """Suspend sampling in a ``with`` block, and yield the state to save, which contains the batches drawn ahead."""
-    with rb.futures_lock:
-        ahead = [] if rb.prefetcher is None or not rb.parts.draws else rb.prefetcher.settle()
-        with TensorDictReplayBuffer._capture_prefetch_state(rb, clone_queue=clone_queue) as state:
-            copied = map(rb._clone_prefetch_result, ahead) if clone_queue else ahead
-            yield state | {"queue": restamped((*state["queue"], *copied), rb.parts, -1)}
-
-
-def clear_prefetched(rb: Any) -> None:
-    TensorDictReplayBuffer._clear_prefetch_queue_locked(rb)
-    if rb.prefetcher is not None:
-        rb.prefetcher.drop()
-
-
-def validate_prefetched(rb: Any, prefetch_state: Any) -> None:
-    """Raise an error if the state is malformed."""
-    TensorDictReplayBuffer._validate_prefetch_state(rb, _fitting(rb, prefetch_state))
-
-
-def restore_prefetched(rb: Any, prefetch_state: Any, *, clone_queue: bool = True) -> None:
-    """Restore batches drawn ahead, or drop them if this buffer does not serve as many, or draws none ahead."""
-    if prefetch_state is None:
-        return
-    kept = _fitting(rb, prefetch_state)["queue"]
-    if len(kept) < len(prefetch_state["queue"]):
-        _forget_epochs(rb.sampler)
-    queue = restamped(kept, rb.parts, 1)
-    if rb.prefetcher is None or not rb.parts.draws:
-        state = prefetch_state | {"queue": queue}
-        TensorDictReplayBuffer._restore_prefetch_queue_locked(rb, state, clone_queue=clone_queue)
-    else:
-        rb.prefetcher.restore(map(rb._clone_prefetch_result, queue) if clone_queue else queue)
-
-
-def _fitting(rb: Any, prefetch_state: Any) -> Any:
-    """Return the state with this buffer's capacity, and without batches that this buffer would not serve."""
-    if not isinstance(prefetch_state, dict):
-        return prefetch_state
-    queue = prefetch_state.get("queue")
-    serves = rb._prefetch and not (rb.initialize().draws and rb.returns_as_drawn)
-    if isinstance(queue, list | tuple) and not (serves and len(queue) <= rb._prefetch_cap):
-        queue = ()
-    return prefetch_state | {"capacity": rb._prefetch_cap, "queue": queue}
-
-
-def _forget_epochs(sampler: Any) -> None:
+def forget_epochs(sampler: Any) -> None:
     """Begin new epochs, in which the rows of dropped batches are drawn again."""
     innermost = getattr(sampler, "innermost", sampler)
     if isinstance(innermost, SamplerWithoutReplacement):

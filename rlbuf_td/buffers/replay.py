@@ -2,35 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from multiprocessing.context import get_spawning_popen
-from operator import attrgetter
+from operator import setitem
+from pathlib import Path
 from threading import RLock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import NestedKey, TensorDictBase
 from tensordict.nn.utils import _set_dispatch_td_nn_modules
-from torchrl.data.replay_buffers import TensorDictReplayBuffer
+from torchrl.data.replay_buffers import RoundRobinWriter, Sampler, Storage, TensorDictReplayBuffer, Writer
 
-from rlbuf_td.buffers import abilities, editing, flow, minari_data, parts, prefetch, priorities, torchrl_data, writing
+from rlbuf_td.buffers import flow, minari_data, torchrl_data, writing
 from rlbuf_td.buffers.bound_write import BoundWrite
-from rlbuf_td.buffers.parts import Parts, as_size
-from rlbuf_td.buffers.prefetch import Prefetcher, Sample
+from rlbuf_td.buffers.parts import (
+    Parts,
+    as_size,
+    complete_reserved,
+    continue_ring,
+    refuse_unordered,
+    share_parts,
+    trajectory_ids,
+    with_missing,
+)
+from rlbuf_td.buffers.prefetch import Prefetcher, Sample, forget_epochs, restamped
+from rlbuf_td.checkpoint.buffer import dump_buffer, load_buffer
+from rlbuf_td.checkpoint.parts import (
+    load_or_restore,
+    load_trajectories,
+    refuse_counts,
+    refuse_generators,
+    refuse_trajectories,
+    trajectories_of,
+)
 from rlbuf_td.diagnostics.episode_stats import EpisodeStats
-from rlbuf_td.diagnostics.health import LastDraw, ReplayCount
+from rlbuf_td.diagnostics.health import LastDraw, ReplayCount, health
 from rlbuf_td.diagnostics.html import html_of
-from rlbuf_td.samplers import UniformSampler
+from rlbuf_td.envs.specs import schema_of, transition_schema
+from rlbuf_td.samplers import ProportionalSampler, UniformSampler
 from rlbuf_td.samplers.bound import BoundBatch, bind
-from rlbuf_td.samplers.common import OwnSignature
+from rlbuf_td.samplers.common import OwnSignature, refuse_stored, refuse_taken, reported_by
+from rlbuf_td.samplers.prioritized import Reduction
 from rlbuf_td.storages import PackedStorage, torchrl_parts
-from rlbuf_td.storages.checks import usable_device
-from rlbuf_td.storages.indexing import attached_or_new, coordinates, merge_, put_back_
-from rlbuf_td.storages.write_clock import SAMPLED_AT, Tally
+from rlbuf_td.storages.checks import state_of, usable_device
+from rlbuf_td.storages.indexing import attached_or_new, coordinates, merge_, put_back_, refuse_range
+from rlbuf_td.storages.interrupts import held_back
+from rlbuf_td.storages.layout import RowLayout
+from rlbuf_td.storages.notebooks import PROCESSES
+from rlbuf_td.storages.state import examine
+from rlbuf_td.storages.tensordict_fast import entries_of
+from rlbuf_td.storages.write_clock import SAMPLED_AT, Tally, skip_stale
+from rlbuf_td.storages.writes import edit_all, is_key
 from rlbuf_td.writers import RingWriter
+from rlbuf_td.writers.common import next_step, steps_by_age
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_NO_CHECKPOINTERS = (
+    "this buffer has its own dump format, without TorchRL's checkpointers and hooks: for those use TorchRL's "
+    "TensorDictReplayBuffer over the same storage"
+)
 _MOST_SIZES = 8  # batch sizes whose bound stages are kept
 
 
@@ -86,6 +121,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
     """
 
     __signature__ = OwnSignature()
+    _has_environment = False  # made for an environment: rows that are shared get trajectory ids
 
     def __init__(
         self,
@@ -101,13 +137,13 @@ class ReplayBuffer(TensorDictReplayBuffer):
         **kwargs: Any,
     ) -> None:
         if kwargs.get("checkpointer") is not None:
-            raise NotImplementedError(abilities.NO_CHECKPOINTERS)
+            raise NotImplementedError(_NO_CHECKPOINTERS)
         self.parts: Parts = None  # type: ignore[assignment]  # until initialized
         self.episode_stats = stats  # the name ``stats`` is a method of TorchRL's buffers
         self.last_draw: LastDraw | None = None
         self.replay_count: ReplayCount | None = None
         self.stale_updates = Tally()
-        self._count_replays, self.include_info, self.has_environment = count_replays, include_info, False
+        self._count_replays, self.include_info = count_replays, include_info
         #: Bound batches by size; in place of one, the reason in one line why there is none.
         self.bound: dict[int, BoundBatch | str] = {}
         self.bound_write: BoundWrite | str | None = None
@@ -123,66 +159,272 @@ class ReplayBuffer(TensorDictReplayBuffer):
         if device is not None:
             self._prefetch = False  # disables TorchRL's own prefetching
 
-    # The methods below are functions of other modules, which document them.
-    from_env = abilities.constructor(abilities.from_env)
-    from_spaces = abilities.constructor(abilities.from_spaces)
-    from_schema = abilities.constructor(abilities.from_schema)
-    from_minari = abilities.constructor(minari_data.from_minari)
-    to_minari = minari_data.to_minari
-    from_torchrl = abilities.constructor(torchrl_data.from_torchrl)
-    add = writing.add
-    extend = writing.extend
-    write_back = writing.write_back
-    mark_update = writing.mark_update
-    mark_range = writing.mark_range
-    refuse_schema = parts.refuse_schema
-    set_storage = parts.set_storage
-    set_sampler = parts.set_sampler
-    set_writer = parts.set_writer
-    empty = writing.empty
-    update_priority = priorities.update_priority
-    update_tensordict_priority = priorities.update_tensordict_priority
-    full = property(lambda rb: torchrl_parts.is_full(rb.storage), doc="Whether there are as many rows as the capacity.")
-    chronological = abilities.chronological
-    last = abilities.last
-    set_at_ = editing.set_at_
-    set_ = editing.set_
-    update_ = editing.update_
-    __setitem__ = editing.set_item
-    health = abilities.health
-    dumps = abilities.dumps
-    loads = abilities.loads
-    register_save_hook = register_load_hook = abilities.refuse_hook
-    share = abilities.share
-    repair = abilities.repair
-    state_dict = abilities.state_dict
-    load_state_dict = abilities.load_state_dict
-    shutdown = flow.shutdown
-    synchronize = prefetch.synchronize
-    __iter__ = prefetch.iterate
-    _repr_html_ = html_of
-    __repr__ = abilities.describe
+    # -- constructors
+
+    @classmethod
+    def from_env(cls, env: Any, capacity: int, *, extras: Any = None, **kwargs: Any) -> Self:
+        """Return a buffer for the transitions of an environment.
+
+        Written data must have the environment's keys, dtypes and shapes. The first write may add keys, such as those of
+        a policy's outputs. In RAM, rows take physical memory only after they are written.
+
+        If the rows are shared before the first write, they get the trajectory ids ``("collector", "traj_ids")`` that
+        recorders and collectors write. Every write must then have ids, because the rows of several processes follow
+        each other. ``from_schema(schema_of(env), ...)`` adds none.
+
+        Args:
+            env: a TorchRL or Gymnasium environment, single or vectorised.
+            capacity: the number of transitions, rounded up to a multiple of the number of environments. A
+                :class:`RolloutBuffer` instead takes the number of time steps.
+            extras: further entries of a transition, see :func:`~rlbuf_td.envs.specs.schema_of`. If the rows are shared
+                before the first write, ``extras`` must contain all further entries, because that write cannot add
+                entries.
+            **kwargs: keywords of :meth:`from_schema`.
+
+        Raises:
+            SchemaError: an observation or action has no fixed size in bytes, as in Gymnasium's ``Text`` space.
+            TypeError: ``env`` is not an environment.
+
+        Example:
+            >>> import gymnasium
+            >>> from rlbuf_td import ReplayBuffer
+            >>> rb = ReplayBuffer.from_env(gymnasium.make_vec("CartPole-v1", num_envs=3), 300, batch_size=8)
+            >>> rb.storage.max_size, len(rb)
+            (300, 0)
+        """
+        return cls._for_environment(schema_of(env, extras=extras), capacity, kwargs)
+
+    @classmethod
+    def from_spaces(
+        cls,
+        observation_space: Any,
+        action_space: Any,
+        capacity: int,
+        *,
+        num_envs: int | None = None,
+        extras: Any = None,
+        **kwargs: Any,
+    ) -> Self:
+        """Return a buffer for the transitions of an environment with these Gymnasium spaces or TorchRL specs.
+
+        Args:
+            observation_space: the space or spec of one environment's observation.
+            action_space: the space or spec of one environment's action.
+            capacity: the number of transitions, see :meth:`from_env`.
+            num_envs: E, the number of environments, for rows ``[T, E]``; ``None`` gives rows ``[T]``.
+            extras: further entries, see :meth:`from_env`. For example, ``extras={"next": {"reward": numpy.zeros(1)}}``
+                stores float64 rewards of a single environment; for E environments, the array has the shape ``(E, 1)``.
+            **kwargs: keywords of :meth:`from_schema`.
+
+        Raises:
+            SchemaError: values of a space have no fixed size in bytes, as in Gymnasium's ``Text`` space.
+            TypeError: an argument is neither a space nor a spec.
+
+        Example:
+            >>> from gymnasium.spaces import Box, Dict, Discrete
+            >>> from rlbuf_td import ReplayBuffer
+            >>> space = Dict({"camera": Box(0, 255, (8, 8, 3), "uint8"), "body": Dict({"speed": Box(-1, 1, (2,))})})
+            >>> rb = ReplayBuffer.from_spaces(space, Discrete(4), 100, num_envs=2)
+            >>> rb.storage.layout.row_bytes, tuple(rb.storage.lanes)
+            (416, (2,))
+        """
+        schema = transition_schema(observation_space, action_space, num_envs)
+        return cls._for_environment(schema_of(schema, extras=extras), capacity, kwargs)
+
+    @classmethod
+    def _for_environment(cls, schema: TensorDictBase, capacity: int, kwargs: dict[str, Any]) -> Self:
+        """Return a buffer from ``schema``, whose rows get trajectory ids when they are shared."""
+        if kwargs.get("shared"):
+            schema = with_missing(schema, trajectory_ids(schema.batch_size))
+        rb = cls.from_schema(schema, capacity, **kwargs)
+        rb._has_environment = True
+        return rb
+
+    @classmethod
+    def from_schema(
+        cls,
+        schema: TensorDictBase,
+        capacity: int,
+        *,
+        flat: bool = False,
+        device: torch.device | str = "cpu",
+        storing_device: torch.device | str | None = None,
+        scratch_dir: str | Path | None = None,
+        shared: bool = False,
+        share_next: Any = False,
+        frames: Any = None,
+        **kwargs: Any,
+    ) -> Self:
+        """Return a buffer for transitions with the keys, dtypes and shapes of an example.
+
+        Args:
+            schema: an example of a step, with batch size ``[]``, or ``[E]`` for E environments; see
+                :func:`~rlbuf_td.envs.specs.schema_of`.
+            capacity: the number of transitions, see :meth:`from_env`.
+            flat: store rows ``[T]`` instead of ``[T, E]``. Each row is then one transition of one environment.
+            device: the device of the batches, and also of the rows unless ``storing_device`` is given.
+            storing_device: the device of the rows.
+            scratch_dir: see :class:`PackedStorage`.
+            shared: see :class:`PackedStorage`.
+            share_next: see :class:`PackedStorage`.
+            frames: see :class:`PackedStorage`.
+            **kwargs: keywords of the buffer's class: ``sampler``, ``batch_size``, ``transform``, ...
+
+        Raises:
+            SchemaError: an entry of the schema has no fixed size in bytes.
+            ValueError: ``storage`` is given.
+
+        Example:
+            >>> from tensordict import TensorDict
+            >>> from rlbuf_td import ReplayBuffer
+            >>> transition = TensorDict({"observation": torch.zeros(3), "next": {"reward": torch.zeros(1)}})
+            >>> ReplayBuffer.from_schema(transition, 100).storage.is_reserved
+            True
+        """
+        if "storage" in kwargs:
+            remedy = "pass device, scratch_dir, shared, ... instead, or make the buffer with its storage and extend it"
+            given = f"got storage={kwargs['storage']!r}"
+            raise ValueError(f"the storage is made for the transitions, {given}: {remedy}")
+        if flat and schema.ndim:
+            schema = schema.flatten()[0]
+        if storing_device is not None:
+            device, kwargs["device"] = storing_device, device
+        rows: dict[str, Any] = {"scratch_dir": scratch_dir, "shared": shared}
+        rows |= {"share_next": share_next, "frames": frames, "device": device}
+        storage = PackedStorage(capacity, ndim=1 + schema.ndim, **rows)
+        storage.reserve(schema)
+        return cls(storage=storage, **kwargs)
+
+    @classmethod
+    def from_minari(
+        cls,
+        dataset: Any,
+        capacity: int | None = None,
+        *,
+        infos: bool = False,
+        reward_dtype: torch.dtype | None = None,
+        progress: bool | None = None,
+        **kwargs: Any,
+    ) -> Self:
+        """Return a buffer ``[T]`` with all transitions of a Minari data set (needs the extra ``minari``).
+
+        Episodes are read one by one; with ``scratch_dir``, the data set may exceed RAM. The keys of a Dict observation
+        become keys of the row; the first item of a Tuple observation is at ``("observation", "0")``. The last row of an
+        episode holds the final observation in ``"next"``. ``("collector", "traj_ids")`` is the episode's id. Entries
+        keep the dtypes of the data set, in which rewards are usually float64.
+
+        Args:
+            dataset: a ``MinariDataset``, or the name of a data set on this machine.
+            capacity: the capacity of the buffer in transitions, default: the size of the data set.
+            infos: whether to store the info that each step returned, at ``("next", "info")``. If the data set also has
+                the infos of resets, ``"info"`` holds the info of each row's observation. All infos must be numeric.
+            reward_dtype: the dtype of rewards, default: unchanged. To mix the data with float32 rewards of a
+                :class:`GymnasiumRecorder`, pass ``torch.float32``.
+            progress: whether to show a progress bar (needs tqdm); by default, only on a terminal for 1 GiB of data or
+                more.
+            **kwargs: keywords of :meth:`from_schema`: ``scratch_dir``, ``share_next``, ``sampler``, ``batch_size``, ...
+
+        Raises:
+            ImportError: Minari is not installed.
+            FileNotFoundError: there is no data set of this name on this machine.
+            TypeError: ``dataset`` is not a data set, or ``reward_dtype`` is not a dtype of torch.
+            ValueError: the data set has no transitions, or more transitions than ``capacity``.
+            SchemaError: an observation, action or info does not consist of numbers (as in ``Text`` spaces), or
+                episodes differ in dtypes or shapes.
+            MemoryError: the rows are larger than RAM.
+            OSError: the disk of ``scratch_dir`` has too little free space.
+
+        Cost: about 1.5 times as long as only reading with Minari (``python tests/benchmarks/minari_speed.py``).
+
+        Example:
+            >>> from rlbuf_td import ReplayBuffer
+            >>> rb = ReplayBuffer.from_minari("D4RL/door/human-v2", batch_size=256)  # doctest: +SKIP
+        """
+        given: Any = {"infos": infos, "reward_dtype": reward_dtype, "progress": progress}
+        return minari_data.import_minari(cls, dataset, capacity, **given, **kwargs)
+
+    @classmethod
+    def from_torchrl(
+        cls,
+        rb: Any,
+        capacity: int | None = None,
+        *,
+        copy: bool = True,
+        exclude: NestedKey | Sequence[NestedKey] = (),
+        trajectory_key: NestedKey | None = "episode",
+        progress: bool | None = None,
+        **kwargs: Any,
+    ) -> Self:
+        """Return a buffer with the rows of a TorchRL buffer (a data set of ``torchrl.data.datasets``, for example).
+
+        The rows are copied without transforms, oldest first if ``rb`` has a round-robin writer. With ``scratch_dir``,
+        the rows may exceed RAM. If both buffers are prioritized, the rows keep the magnitudes of their TD errors.
+
+        TorchRL's ``LeRobotExperienceReplay`` reads LeRobot data sets (needs ``torchrl[vla]``). In LeRobot data, exclude
+        instructions (strings) and videos: ``exclude=["language_instruction", ("observation", "image", "camera")]``.
+
+        Args:
+            rb: a replay buffer of TorchRL whose rows are TensorDicts, or the folder that its ``dumps`` wrote (with the
+                default checkpointer); the import does not change its rows. As after :meth:`loads`, trajectories from a
+                folder that have ids end with the last row.
+            capacity: the capacity of the new buffer in transitions, default: the capacity of ``rb``.
+            copy: ``False`` uses the storage of ``rb`` without a copy; each buffer then sees the other buffer's writes.
+            exclude: a list of keys to omit, such as the keys of strings, or one key.
+            trajectory_key: the key of episode numbers in ``rb``. The import renames this key to
+                ``("collector", "traj_ids")``, unless the rows already have that entry.
+            progress: whether to show a progress bar (needs tqdm); by default, only on a terminal for 1 GiB of data or
+                more.
+            **kwargs: keywords of :meth:`from_schema` or, if ``copy=False``, of the buffer's class: ``sampler``,
+                ``batch_size`` (default: that of ``rb``), ...
+
+        Raises:
+            RuntimeError: ``rb`` is empty.
+            TypeError: ``rb`` is not a replay buffer, or its rows are not TensorDicts.
+            CheckpointError: the folder ``rb`` holds no rows that TorchRL's default checkpointer wrote.
+            KeyError: the rows have no entry at a key in ``exclude``.
+            ValueError: ``rb`` has more rows than ``capacity``, the rows are not in time order, which the ``sampler``
+                needs, or ``storage`` is given; with ``copy=False``, also if ``capacity`` or ``exclude`` is given, or if
+                ``rb`` is a folder.
+            SchemaError: an entry does not consist of numbers, and is not excluded.
+            MemoryError: the rows are larger than RAM, and no ``scratch_dir`` is given.
+
+        Cost: a read and a write of each row; none with ``copy=False``.
+
+        Example:
+            >>> from rlbuf_td import ReplayBuffer
+            >>> from tensordict import TensorDict
+            >>> from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+            >>> theirs = TensorDictReplayBuffer(storage=LazyTensorStorage(4), batch_size=2)
+            >>> _ = theirs.extend(TensorDict({"x": torch.arange(6)}, [6]))
+            >>> rb = ReplayBuffer.from_torchrl(theirs)
+            >>> rb.storage["x"], rb.batch_size
+            (tensor([2, 3, 4, 5]), 2)
+        """
+        given: Any = {"copy": copy, "exclude": exclude, "trajectory_key": trajectory_key, "progress": progress}
+        return torchrl_data.import_torchrl(cls, rb, capacity, **given, **kwargs)
+
+    # -- initialization
 
     def _init(self) -> None:
         super()._init()
-        self.connect()
-        parts.continue_ring(self._writer, self._storage)
+        self._connect()
+        continue_ring(self._writer, self._storage)
         if self.prefetcher is not None:
             self.prefetcher.refuse_other_parts(self.parts)
         if self.shared or getattr(self._storage, "shared", False):
             self.share()
 
-    def initialize(self) -> Parts:
+    def _initialize(self) -> Parts:
         """Return the components of the buffer; initialize the buffer if this has not happened yet."""
         if not self._initialized:
             self._init()
-        return self.parts or self.connect()
+        return self.parts or self._connect()
 
     def _get_collate_fn(self, collate_fn: Any) -> None:
         self._has_collate_fn = collate_fn is not None
         super()._get_collate_fn(collate_fn)
 
-    def connect(self, *, default_priorities: bool = False) -> Parts:
+    def _connect(self, *, default_priorities: bool = False) -> Parts:
         """Update ``parts``; with ``default_priorities``, rows without a priority get the priority of new rows."""
         self.bound, self.bound_write = {}, None
         transforms, has_units = getattr(self._transform, "transforms", ()), self._sample_unit is not None
@@ -194,6 +436,8 @@ class ReplayBuffer(TensorDictReplayBuffer):
                 parts.prioritized.priorities.admit(parts.storage)
         self.replay_count = attached_or_new(parts.storage, ReplayCount) if self._count_replays else None
         return parts
+
+    # -- samples
 
     def sample(
         self,
@@ -227,11 +471,11 @@ class ReplayBuffer(TensorDictReplayBuffer):
 
     def _sample_now(self, batch_size: int | None, return_info: bool, include_info: bool) -> Any:
         size = self._batch_size if batch_size is None else batch_size
-        if type(size) is int and size in self.bound and include_info and not return_info and self.returns_as_drawn:
+        if type(size) is int and size in self.bound and include_info and not return_info and self._returns_as_drawn:
             drawn = self._draw_bound(size)
             if drawn is not None:
                 return drawn[0]
-        if not (self.parts or self.initialize()).draws:
+        if not (self.parts or self._initialize()).draws:
             generally = super().sample if include_info else super(TensorDictReplayBuffer, self).sample
             return generally(batch_size, return_info)
         size = as_size(self._batch_size if batch_size is None else batch_size)
@@ -247,9 +491,9 @@ class ReplayBuffer(TensorDictReplayBuffer):
         return (batch, info) if return_info else batch
 
     @property
-    def returns_as_drawn(self) -> bool:
+    def _returns_as_drawn(self) -> bool:
         """Whether batches are returned as drawn: not transformed, not page-locked, not copied to a device."""
-        is_moved = self._pin_memory or (self.prefetcher is not None and self.copies_batches)
+        is_moved = self._pin_memory or (self.prefetcher is not None and self._copies_batches)
         return not (is_moved or self._service_shutdown or torchrl_parts.modules_of(self.parts.transforms))
 
     @property
@@ -290,24 +534,20 @@ class ReplayBuffer(TensorDictReplayBuffer):
         return drawn.batch, report
 
     def _bind(self, size: int) -> None:
-        with self.locked():
+        with self._locked():
             if len(self.bound) == _MOST_SIZES:
                 self.bound.clear()
             self.bound[size] = bind(self._storage, self._sampler, size)
 
     def _sample(self, batch_size: int) -> Sample:
-        if self.prefetcher is not None and (self.parts.draws or self.copies_batches):  # not in TorchRL's threads
+        if self.prefetcher is not None and (self.parts.draws or self._copies_batches):  # not in TorchRL's threads
             with self._futures_lock:
-                if self.copies_batches or (self._prefetch and self.parts.draws and not self.returns_as_drawn):
+                if self._copies_batches or (self._prefetch and self.parts.draws and not self._returns_as_drawn):
                     return self.prefetcher.take(batch_size, prefetch=batch_size == self._batch_size)
-        drawn = self.draw(batch_size)
-        return self._sample_generally(batch_size) if drawn is None else self.finish(*drawn)
+        drawn = self._draw(batch_size)
+        return self._sample_generally(batch_size) if drawn is None else self._finish(*drawn)
 
-    def sample_and_report(self, batch_size: int) -> Sample:
-        """Return a batch and the sampler's report; flow control does not count the batch."""
-        return self._sample(batch_size)
-
-    def draw(self, batch_size: int) -> Sample | None:
+    def _draw(self, batch_size: int) -> Sample | None:
         """Return an untransformed batch and the sampler's report, or None if TorchRL's code must draw."""
         storage = self._storage
         drawn = self._draw_bound(batch_size) if batch_size in self.bound else None
@@ -322,11 +562,11 @@ class ReplayBuffer(TensorDictReplayBuffer):
             flat, info, batch = parts.draw(batch_size, storage.gather)
             if parts.is_stamped:
                 info[SAMPLED_AT] = storage.clock.stamp(storage.clock.now, flat.shape[0], flat.device)
-        return self.assemble(flat, info, batch), info
+        return self._assemble(flat, info, batch), info
 
-    def finish(self, batch: Any, info: dict[Any, Any]) -> Sample:
+    def _finish(self, batch: Any, info: dict[Any, Any]) -> Sample:
         """Transform a batch, and move it to page-locked memory if the buffer was made with ``pin_memory``."""
-        batch = self.transformed(batch, info)
+        batch = self._transformed(batch, info)
         if self._pin_memory and batch.device is not None and batch.device.type == "cpu":
             batch = batch.pin_memory()
         return batch, info
@@ -340,7 +580,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
             info[SAMPLED_AT] = self._storage.clock.stamp(now, first.shape[0], first.device)
         return batch, info
 
-    def assemble(self, flat: torch.Tensor, info: dict[Any, Any], batch: Any) -> TensorDictBase:
+    def _assemble(self, flat: torch.Tensor, info: dict[Any, Any], batch: Any) -> TensorDictBase:
         """Add the sampler's report ``info`` and the index of the rows to a batch."""
         info["index"] = index = flat if self._storage.ndim == 1 else coordinates(flat, self._storage)
         self._note_draw(index, info)
@@ -353,7 +593,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
         if self.replay_count is not None:
             self.replay_count.count_(index)
 
-    def transformed(self, batch: TensorDictBase, report: Iterable[NestedKey] = ()) -> TensorDictBase:
+    def _transformed(self, batch: TensorDictBase, report: Iterable[NestedKey] = ()) -> TensorDictBase:
         """Transform a batch; put back entries whose keys are in ``report`` if a transform has removed them."""
         if not len(self.parts.transforms):
             return batch
@@ -364,19 +604,545 @@ class ReplayBuffer(TensorDictReplayBuffer):
             put_back_(batch, known)
         return batch
 
+    @property
+    def _copies_batches(self) -> bool:
+        """Whether batches are copied to ``device``: not if ``device`` is None, or is the GPU that holds the rows."""
+        return self.prefetcher is not None and self.prefetcher.copies_from(self._storage)
+
+    # -- writes
+
+    def add(self, data: TensorDictBase) -> int | torch.Tensor:
+        """Write one transition, or with ``ndim > 1`` one time step of all environments; return its index.
+
+        Raises:
+            SchemaError: the data does not match the rows; nothing has changed.
+            ValueError: a TD error in the data is NaN or infinite, or flow control can never admit the write.
+            RuntimeError: the buffer has been shut down; nothing has changed.
+        """
+        return writing.write_in_turn(self, data, "add", True)
+
+    def extend(self, tensordicts: TensorDictBase, *, update_priority: bool | None = None) -> torch.Tensor:
+        """Write ``[n]`` transitions in order (with ``ndim=2``: ``[E, T]``, as collectors return them); return their
+        index.
+
+        Args:
+            tensordicts: the transitions.
+            update_priority: whether TD errors in the data set the priorities, default ``True``.
+
+        Raises:
+            SchemaError: the data does not match the rows; nothing has changed.
+            ValueError: there are no transitions, or a TD error is NaN or infinite; nothing has changed.
+            RuntimeError: the buffer has been shut down; nothing has changed.
+
+        Warns:
+            UserWarning: (on the first write) a row holds several steps, because the data has more batch dims than
+                ``ndim``.
+        """
+        return writing.write_in_turn(self, tensordicts, "extend", update_priority is not False)
+
+    def write_back(self, batch: TensorDictBase, keys: Any, *, sampled_at: int | None = None) -> int:
+        """Write entries of a sampled batch, such as recurrent states, to its rows; return the number of rows written.
+
+        Rows that have been replaced since they were sampled are skipped, and so is the padding of sequences. If a row
+        is in the batch several times, the last entry is stored. Age and priorities of the rows do not change. Any
+        thread may call this method.
+
+        Args:
+            batch: a batch of this buffer, ``[B]`` or ``[B, ...]``, with its ``"index"``.
+            keys: the keys of the entries, or one key. Rows and batch must have these keys with equal dtypes and shapes.
+            sampled_at: the value of ``rb.storage.clock.now`` before the batch was sampled. Batches of prioritized
+                samplers do not need this argument, because they have an entry ``"sampled_at"``.
+
+        Raises:
+            SchemaError: a key is missing in the rows or in the batch, or its dtypes or shapes differ; nothing has
+                changed.
+            KeyError: the batch has no index, or its sampling time is unknown; nothing has changed.
+            ValueError: a key is in ``"next"``, and an :class:`NStepSampler` has joined several steps; nothing has
+                changed.
+            TypeError: the storage is not a :class:`PackedStorage`.
+            RuntimeError: the buffer has been shut down.
+
+        Cost: O(B * bytes of the entries), or O(B * row_bytes) with deduplicated entries; on CUDA, also a
+        synchronisation.
+
+        Example:
+            >>> from rlbuf_td import ReplayBuffer
+            >>> from tensordict import TensorDict
+            >>> rb = ReplayBuffer(batch_size=2)
+            >>> _ = rb.extend(TensorDict({"x": torch.zeros(1), "state": torch.zeros(1)}, [1]))
+            >>> now = rb.storage.clock.now
+            >>> batch = rb.sample()
+            >>> batch["state"] += 1
+            >>> rb.write_back(batch, ["state"], sampled_at=now), rb.storage["state"]
+            (2, tensor([1.]))
+        """
+        found = writing.check_write_back(self, batch, keys, sampled_at)
+        return writing.write_back_checked(self, batch, *found)
+
+    def set_at_(self, key: NestedKey, value: Any, index: Any) -> Self:
+        """Set the entry ``key`` of the rows at ``index``; return the buffer.
+
+        The rows are indexed like a tensor of shape ``[T]``, or ``[T, E]`` if ``ndim=2``.
+
+        Raises:
+            KeyError: the rows have no entry ``key``.
+            RuntimeError: ``value`` has the wrong shape, or the buffer has been shut down; nothing has changed.
+        """
+        self._refuse_shut_down()
+        if not isinstance(self.storage, PackedStorage):
+            return super().set_at_(key, value, index)
+        self.storage.edit(lambda data: setitem(data[key], ..., value), index)
+        return self
+
+    def set_(self, key: NestedKey, value: Any) -> Self:
+        """Set the entry ``key`` of all rows; return the buffer.
+
+        Raises:
+            KeyError: the rows have no entry ``key``.
+            RuntimeError: the shape of ``value`` is not ``[T, ...]``, or ``[T, E, ...]`` if ``ndim=2``, or the buffer
+                has been shut down; nothing has changed.
+        """
+        self._refuse_shut_down()
+        if not isinstance(self.storage, PackedStorage):
+            return super().set_(key, value)
+        edit_all(self.storage, lambda data: data.set_(key, value))
+        return self
+
+    def update_(self, input_dict_or_td: Any, clone: bool = False, *, keys_to_update: Any = None) -> Self:
+        """Set several entries of all rows; return the buffer. See TorchRL's ``ReplayBuffer.update_``.
+
+        Raises:
+            RuntimeError: an entry has the wrong shape, or the buffer has been shut down; nothing has changed.
+        """
+        self._refuse_shut_down()
+        if not isinstance(self.storage, PackedStorage):
+            return super().update_(input_dict_or_td, clone, keys_to_update=keys_to_update)
+        names: Any = {"clone": clone, "keys_to_update": keys_to_update}
+        edit_all(self.storage, lambda data: data.update_(input_dict_or_td, **names))
+        return self
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """Set the rows at ``index``. If ``index`` is a key, set the entry with this key in all rows."""
+        self._refuse_shut_down()
+        if is_key(index) and isinstance(self.storage, PackedStorage):
+            edit_all(self.storage, lambda data: data.transpose(self.dim_extend, 0).set_(index, value))
+        else:  # TorchRL's code would change a temporary TensorDict
+            super().__setitem__(index, value)
+
+    def _refuse_shut_down(self) -> None:
+        if self._service_shutdown:
+            raise RuntimeError(
+                "the buffer has been shut down: rows can be read and dumped, but no longer written or edited"
+            )
+
+    def mark_update(self, index: Any) -> None:
+        """Tell the sampler that the rows at ``index`` were written; writers call this method."""
+        with self._locked():
+            super().mark_update(index)
+
+    def mark_range(self, start: int, count: int) -> None:
+        """Tell the sampler that the rows ``start`` to ``start + count - 1`` were written; writers call this method.
+
+        Raises:
+            IndexError: a row has not been written; nothing has changed.
+        """
+        parts = self.parts or self._initialize()
+        refuse_range(start, count, parts.storage)
+        if not count:
+            return
+        if parts.prioritized is not None:
+            parts.prioritized.priorities.enter_range(start, count, parts.storage)
+        elif type(parts.sampler).mark_update is not Sampler.mark_update:
+            index = coordinates(torch.arange(start, start + count, device=parts.storage.device), parts.storage)
+            self.mark_update(torch.stack(index, -1) if isinstance(index, tuple) else index)
+
+    def empty(self, empty_write_count: bool = True) -> None:
+        """Remove all rows and priorities, and keep the schema; flow control starts again.
+
+        Other buffers over the same storage then have no rows and priorities either, and write from the first row on.
+
+        Args:
+            empty_write_count: also set :attr:`write_count` to 0, default ``True``.
+        """
+        with self._fully_locked(), held_back:
+            super().empty(empty_write_count)
+            for other in torchrl_parts.listeners_of(self._storage):
+                if isinstance(other, TensorDictReplayBuffer) and other is not self:
+                    torchrl_parts.empty_part(other.sampler)
+                    torchrl_parts.restart_writer(other.writer)
+            if self.flow is not None:
+                self.flow.restart(0)
+
+    # -- priorities
+
+    def update_priority(self, index: Any, priority: Any) -> None:
+        """Set the priorities of rows from the magnitudes of TD errors, even if the rows were replaced after sampling.
+
+        Args:
+            index: positions of rows, or the index that :meth:`extend` or :meth:`sample` returns.
+            priority: one TD error per row, in the order of ``index``, or one TD error for all rows.
+
+        Raises:
+            ValueError: the number of TD errors is wrong, or a TD error is NaN or infinite; all priorities are
+                unchanged.
+            IndexError: a row is out of range; all priorities are unchanged.
+
+            On CUDA, rows that are out of range, or have a NaN or infinite TD error, are skipped instead.
+        """
+        parts = self.parts or self._initialize()
+        if parts.prioritized is None:
+            return super().update_priority(index, priority)
+        if self.prefetcher is not None:
+            self.prefetcher.flush()
+        by_coordinates = parts.storage.ndim > 1
+        if isinstance(index, torch.Tensor) and index.ndim > 1 + by_coordinates:
+            index = index.flatten(0, -2) if by_coordinates else index.flatten()
+        with self._locked():
+            parts.prioritized.update_priority(index, priority, storage=parts.storage)
+
+    def update_tensordict_priority(self, data: TensorDictBase) -> None:
+        """Set the priorities of the rows of a batch from its TD errors; without a prioritized sampler, do nothing.
+
+        Rows that have been replaced since the batch was sampled keep their priorities, and :meth:`health` counts them.
+        If a batch has no entry ``"sampled_at"``, the priorities of all its rows are set.
+
+        Args:
+            data: a batch of this buffer, ``[B]`` or ``[B, ...]``, with its ``"index"`` and with TD errors at
+                ``priority_key``. If a row has several TD errors, the sampler's ``reduction`` combines their magnitudes.
+
+        Raises:
+            KeyError: the batch has no TD errors, or no index.
+            ValueError: a TD error is NaN or infinite; all priorities are unchanged. On CUDA, the row is skipped
+                instead.
+        """
+        parts = self.parts or self._initialize()
+        if parts.prioritized is None or parts.has_units:
+            return super().update_tensordict_priority(data)
+        bound = self.bound.get(data.numel())
+        if bound is not None and not isinstance(bound, str) and not self._copies_batches:
+            with parts.storage.lock:
+                stale = bound.update(data, self.priority_key) if self.bound.get(data.numel()) is bound else None
+            if stale is not None:
+                self.stale_updates.add(stale)
+                return None
+        index, td_error = parts.errors_of(data, self.priority_key)
+        update = index, td_error, entries_of(data).get(SAMPLED_AT), data.ndim
+        if self.prefetcher is None or not self._copies_batches or not self.prefetcher.return_errors(*update):
+            self._write_priorities(*update)
+
+    def _write_priorities(
+        self, index: torch.Tensor, td_error: torch.Tensor, sampled_at: torch.Tensor | None, dims: int
+    ) -> None:
+        """Update the priorities of a batch's rows, except rows that were replaced since the batch was sampled."""
+        stale: int | torch.Tensor = 0
+        with self.parts.storage.lock if self.parts.is_packed else self._locked():
+            parts = self.parts
+            if parts.prioritized is None:  # the sampler was replaced since the TD errors were queued
+                return
+            if sampled_at is not None and parts.is_packed:
+                index, stale = skip_stale(index, sampled_at, dims, parts.storage)
+            parts.prioritized.update_priority(index, td_error, storage=parts.storage)
+            self.stale_updates.add(stale)
+
+    # -- reads
+
+    @property
+    def full(self) -> bool:
+        """Whether there are as many rows as the capacity."""
+        return torchrl_parts.is_full(self.storage)
+
+    def chronological(self, *, flat: bool = False) -> TensorDictBase:
+        """Return a copy of all rows, transformed and oldest first: ``[T]``, or ``[T, E]`` if ``ndim=2``.
+
+        Args:
+            flat: return ``[T * E]``, in time order, instead of ``[T, E]``.
+
+        Raises:
+            RuntimeError: the buffer is empty.
+            TypeError: the writer does not write in time order.
+        """
+        return self.last(None, flat=flat)
+
+    def last(self, n: int | None, *, flat: bool = False) -> TensorDictBase:
+        """Return a copy of the newest ``n`` time steps, transformed and oldest first: ``[n]``, or ``[n, E]`` if
+        ``ndim=2``.
+
+        Args:
+            n: the number of time steps, at least 1; ``None`` returns all.
+            flat: return ``[n * E]``, in time order, instead of ``[n, E]``.
+
+        Raises:
+            ValueError: ``n`` is below 1, or above the number of stored time steps.
+            RuntimeError: the buffer is empty.
+            TypeError: the writer does not write in time order.
+        """
+        with self._locked():
+            data = self._storage.get(steps_by_age(self._writer, self._storage, n))
+        if flat and data.ndim > 1:
+            data = data.flatten(0, self._storage.ndim - 1)
+        return self._transformed(data)
+
+    def health(self) -> dict[str, float]:
+        """Return statistics of the buffer and its batches as a flat dict; :mod:`rlbuf_td.diagnostics.health` explains
+        them.
+
+        Cost: O(N log N) for N rows with a prioritized sampler, otherwise O(N).
+        """
+        with self._locked():
+            report = health(self._storage, self._sampler, self._writer, self.last_draw, self.replay_count)
+        report["stale_updates"] = float(self.stale_updates.total())
+        return report if self.flow is None else report | self.flow.report()
+
+    def to_minari(
+        self,
+        dataset_id: str,
+        *,
+        env: Any = None,
+        observation_space: Any = None,
+        action_space: Any = None,
+        progress: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Write all rows as a new Minari data set on this machine (needs the extra ``minari``).
+
+        Consecutive rows of an environment with equal ``("collector", "traj_ids")`` form an episode; without these ids,
+        an episode ends at a ``done`` row. Environments are written one after the other, each from its oldest to its
+        newest episode. Observations, actions, rewards, ``terminated``, ``truncated`` and infos are written without
+        transforms. Other entries, such as a policy's outputs, are omitted.
+
+        Args:
+            dataset_id: the name of the data set, ``"namespace/name-v0"``.
+            env: the Gymnasium environment, its name or its spec; the data set stores the spec.
+            observation_space: the Gymnasium space of observations, default: that of ``env``.
+            action_space: the Gymnasium space of actions, default: that of ``env``.
+            progress: whether to show a progress bar (needs tqdm); by default, only on a terminal for 1 GiB of data or
+                more.
+            **kwargs: keywords of Minari's ``create_dataset_from_buffers``. The default of ``jpeg_encoding`` is
+                ``False`` here, so that images are stored without loss.
+
+        Returns:
+            the ``MinariDataset``.
+
+        Raises:
+            ImportError: Minari is not installed.
+            ValueError: neither ``env`` nor both spaces are given, the name has no version, or a data set of this name
+                exists. A ValueError is also raised if a next observation differs from the observation in the following
+                row of the episode, because Minari stores only one of them.
+            SchemaError: the rows lack an entry that the data set needs, or an entry has another shape than its space.
+            RuntimeError: the buffer is empty.
+
+            After an error, no new data set is left behind.
+
+        Example:
+            >>> import gymnasium
+            >>> from rlbuf_td import ReplayBuffer
+            >>> rb = ReplayBuffer.from_env(gymnasium.make("CartPole-v1"), 1_000)
+            >>> dataset = rb.to_minari("cartpole/random-v0", env="CartPole-v1")  # doctest: +SKIP
+        """
+        spaces = minari_data.spaces_of(env, observation_space, action_space)
+        return minari_data.export_minari(self, dataset_id, env, spaces, progress, kwargs)
+
+    def __repr__(self) -> str:
+        name = type(self).__name__
+        if not self.initialized:
+            return f"{name}(not initialized)"
+        named = [("storage", self._storage), ("sampler", self._sampler), ("writer", self._writer)]
+        if len(self.parts.transforms):
+            named.append(("transform", self._transform))
+        lines = [f"{part_name}={part!r},".replace("\n", "\n    ") for part_name, part in named]
+        lines.append(f"batch_size={self._batch_size}, fill={len(self._storage) / self._storage.max_size:.1%}")
+        lines.append(f"compiled: {self.compiled}")
+        return f"{name}(\n    " + "\n    ".join(lines) + "\n)"
+
+    def _repr_html_(self) -> str:
+        return html_of(self)
+
+    # -- saving and loading
+
+    def dumps(self, path: str | Path, *, progress: bool | None = None, sync: bool = True) -> None:
+        """Save rows, priorities, counters, trajectories and random generators in the folder ``path``.
+
+        If the process is killed during the call, either the previous dump or the new dump is intact. Data that has not
+        changed since the previous dump is not written again. TorchRL's buffers cannot load a dump;
+        ``theirs.extend(rb.chronological())`` copies the rows to a TorchRL buffer.
+
+        Args:
+            path: the folder, created if missing. Other files in the folder are kept.
+            progress: whether to show a progress bar (needs tqdm); by default, only on a terminal for 1 GiB of data or
+                more.
+            sync: whether to wait until all data is on the disk. ``sync=False`` takes about half as long, but a crash of
+                the machine may then damage both the previous and the new dump; :meth:`loads` detects the damage.
+
+        Raises:
+            CheckpointError: a component cannot be saved without pickle, ``path`` is a file, or the folder has a
+                ``manifest.json`` of another program or of a newer version of this package.
+            OSError: a file cannot be written (the disk is full, for example); the previous dump is intact.
+            NotImplementedError: the storage's default checkpointer has been replaced.
+        """
+        if type(self.storage.checkpointer) is not self.storage._default_checkpointer:
+            raise NotImplementedError(_NO_CHECKPOINTERS)
+        dump_buffer(self, path, progress, sync=sync)
+
+    def loads(
+        self,
+        path: str | Path,
+        *,
+        rows_only: bool = False,
+        default_generator: bool = False,
+        progress: bool | None = None,
+    ) -> None:
+        """Replace the rows and the state of this buffer by those of a dump that :meth:`dumps` has written.
+
+        With equal capacities, this buffer then draws the batches that the saved buffer would have drawn next. If the
+        saved buffer had no ``generator``, equal batches also need ``default_generator=True``. Checksums of all files
+        are verified first, and no code from the dump is executed.
+
+        Storage, sampler and writer must have the same classes as in the saved buffer. A :class:`PackedStorage` may have
+        another capacity than the saved one, but not in a :class:`RolloutBuffer`, and not if the saved buffer's writer
+        had ``track_generations=True`` (``rows_only`` loads these rows). If the saved rows exceed the capacity, the
+        oldest are dropped, with a warning. New collectors may use the same trajectory ids (``("collector",
+        "traj_ids")``) again. A load therefore ends unfinished trajectories that have ids. The two buffers may differ in
+        ``prefetch``, ``device`` and transforms: if this buffer draws no or fewer batches ahead, the saved batches drawn
+        ahead are dropped, and a :class:`MinibatchSampler` starts its epochs again. Flow control goes on from the saved
+        counts if its settings are the same; otherwise the rows count as written, and as sampled as often as
+        ``samples_per_insert`` asks.
+
+        Args:
+            path: the folder of the dump.
+            rows_only: load only the rows; the sampler treats these rows as newly written. The sampler may then have any
+                class, and the writer may be any ``RoundRobinWriter``.
+            default_generator: also restore torch's default generator, which a buffer without ``generator`` uses.
+            progress: whether to show a progress bar (needs tqdm); by default, only on a terminal for 1 GiB of data or
+                more.
+
+        Raises:
+            CheckpointError: a file is missing or damaged, or the dump does not fit; the buffer is unchanged.
+        """
+        connect = partial(self._connect, default_priorities=rows_only)
+        how: Any = {"rows_only": rows_only, "default_generator": default_generator, "progress": progress}
+        load_buffer(self, path, connect, self._fully_locked(), **how)
+
+    def register_save_hook(self, hook: Any) -> None:
+        """Raise a NotImplementedError: :meth:`dumps` does not support TorchRL's save hooks."""
+        raise NotImplementedError(_NO_CHECKPOINTERS)
+
+    def register_load_hook(self, hook: Any) -> None:
+        """Raise a NotImplementedError: :meth:`loads` does not support TorchRL's load hooks."""
+        raise NotImplementedError(_NO_CHECKPOINTERS)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a copy of the rows and of the state of all components, as tensors and plain Python values."""
+        flow_state = None if self.flow is None else self.flow.state_dict()
+        return super().state_dict() | {"_trajectories": trajectories_of(self._storage), "_flow": flow_state}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the state of :meth:`state_dict`; batches drawn ahead and flow control as in :meth:`loads`.
+
+        Raises:
+            ValueError: the state belongs to another class of storage, sampler or writer, its rows do not fit, or one of
+                its numbers is wrong.
+
+            After an error, the buffer is unchanged.
+        """
+        self._initialize()
+        self._refuse_state(state_dict)
+        with self._futures_lock:
+            self.synchronize()  # before the other locks are taken: prefetching threads need them
+            with self._locked():  # no thread sees a mixture of two states
+                if isinstance(self._storage, PackedStorage):
+                    with state_of(self._storage):
+                        examine(self._storage, state_dict["_storage"])
+                parts = {"_transforms": self._transform, "_writer": self._writer, "_sampler": self._sampler}
+                load_or_restore(parts, state_dict)
+                super().load_state_dict(state_dict)
+                load_trajectories(self, state_dict.get("_trajectories", []))
+                if self.flow is not None:
+                    self.flow.restore(state_dict.get("_flow"), len(self._storage))
+                if self.parts.wrapper is not None:
+                    self.parts.wrapper.watch(self._storage)
+
+    def _refuse_state(self, state_dict: dict[str, Any]) -> None:
+        """Raise a ValueError if one of the buffer's own entries in a state is wrong."""
+        with state_of(self):
+            self._validate_prefetch_state(state_dict.get("_prefetch_state"))  # as TorchRL does, before any change
+            if self.flow is not None:
+                self.flow.refuse_state(state_dict.get("_flow"))
+            refuse_counts(state_dict["_batch_size"], state_dict.get("_consume_after_n_samples"))
+            refuse_trajectories(state_dict.get("_trajectories", []))
+            rng = state_dict.get("_rng")
+            refuse_generators({} if rng is None else {rng[1]: rng[0]})
+
+    # -- processes and threads
+
+    def share(self, shared: bool = True) -> Self:
+        """Share this buffer with processes that are later forked, or spawned with the buffer as an argument.
+
+        Rows, counters and priorities move to shared memory. Every process may write, sample and update priorities; a
+        lock runs these calls one at a time. If a process is killed during a write, the write is undone and the lock
+        released. Each process has its own random generator, and its own position in an epoch. The storage, sampler and
+        writer of a shared buffer cannot be replaced. TorchRL's collectors with several workers call this method. For a
+        buffer with a storage of TorchRL, this method only calls TorchRL's ``share``.
+
+        Args:
+            shared: ``False`` does nothing, because sharing cannot be undone.
+
+        Cost: about 5 us more per write, sample or update; a write also copies the rows that it replaces. If a process
+        dies while it holds the lock, the next call takes O(N) for N rows.
+
+        Raises:
+            ValueError: the rows are on a CUDA device.
+            MemoryError: the written rows or the priorities do not fit into shared memory; nothing has changed.
+            RuntimeError: the operating system has no locks that survive the death of a process (Windows).
+        """
+        storage = vars(self).get("_storage")  # missing while TorchRL's constructor calls this
+        if not shared or not isinstance(storage, PackedStorage):
+            return super().share(shared)
+        with storage.lock:
+            if storage.is_reserved:
+                complete_reserved(self)
+            self.bound = {}  # shared rows, counters and priorities have other addresses
+            share_parts(storage, self._sampler, self._writer, self.flow)
+            self.stale_updates.share_memory_()
+            super().share(True)
+            self._write_lock = nullcontext()  # the storage's lock also works between processes
+        return self
+
+    def repair(self) -> None:
+        """Make the priorities consistent after a process died while it held the buffer's lock."""
+        if self.parts is not None and self.parts.prioritized is not None:
+            self.parts.prioritized.priorities.repair(self.parts.storage)
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Stop the buffer's threads; later writes and samples raise a RuntimeError.
+
+        Calls that wait for flow control raise it in all processes. Reading and saving rows still work.
+        """
+        if self.flow is not None:
+            self.flow.shutdown()
+        super().shutdown(timeout)
+        self.bound, self.bound_write = {}, None
+
+    def synchronize(self) -> None:
+        """Wait for asynchronous writes and priority updates."""
+        super().synchronize()
+        if self.prefetcher is not None:
+            self.prefetcher.flush()
+
+    # -- locks
+
     @contextmanager
-    def locked(self) -> Iterator[None]:
+    def _locked(self) -> Iterator[None]:
         """Hold the locks under which writes, draws and priority updates run one at a time."""
-        self.initialize()
+        self._initialize()
         with self._replay_lock, self._write_lock:
             yield
 
     @contextmanager
-    def fully_locked(self) -> Iterator[None]:
+    def _fully_locked(self) -> Iterator[None]:
         """Drop the batches drawn ahead, and hold all locks of the buffer."""
         with self._futures_lock:
             self._clear_prefetch_queue_locked()  # waits for threads that need the other locks
-            with self.locked():
+            with self._locked():
                 yield
 
     @property
@@ -389,21 +1155,130 @@ class ReplayBuffer(TensorDictReplayBuffer):
     def _replay_lock(self, lock: Any) -> None:
         self._own_lock = lock  # TorchRL's lock, for storages without one
 
-    @property
-    def copies_batches(self) -> bool:
-        """Whether batches are copied to ``device``: not if ``device`` is None, or is the GPU that holds the rows."""
-        return self.prefetcher is not None and self.prefetcher.copies_from(self._storage)
+    # -- components
 
-    futures_lock = property(attrgetter("_futures_lock"), doc="TorchRL's lock of the batches drawn ahead.")
-    replay_lock = property(attrgetter("_replay_lock"), doc="The lock of rows and priorities.")
-    is_shut_down = property(attrgetter("_service_shutdown"), doc="Whether :meth:`shutdown` has been called.")
-    consume_after_n_samples = property(attrgetter("_consume_after_n_samples"), doc="TorchRL's keyword of this name.")
-    restore_options, order_lost = parts.restore_options, parts.order_lost
-    prefetch_state = prefetch.prefetch_state
-    capture_prefetched = _capture_prefetch_state = prefetch.capture_prefetched
-    _clear_prefetch_queue_locked = prefetch.clear_prefetched
-    validate_prefetched = _validate_prefetch_state = prefetch.validate_prefetched
-    restore_prefetched = _restore_prefetch_queue_locked = prefetch.restore_prefetched
+    def set_storage(self, storage: Storage, collate_fn: Any = None) -> Storage:
+        """Replace the storage, together with its rows; return the old storage.
+
+        Unlike in TorchRL, a ring writer continues after the newest row of the new storage, and all rows get the default
+        priority.
+        """
+        self._refuse_if_shared("storage")
+        refuse_unordered(self.sampler, self.writer, storage)
+        refuse_stored(self.sampler, storage)
+        with self._fully_locked():
+            torchrl_parts.replace_storage(self._writer, storage)
+            previous = super().set_storage(storage, collate_fn)
+            storage.attach(self)
+            torchrl_parts.set_generator(storage, self._rng)
+            if isinstance(self._writer, RoundRobinWriter):
+                torchrl_parts.set_cursor(self._writer, next_step(storage))
+            torchrl_parts.empty_part(self._sampler)
+            if self.flow is not None:
+                self.flow.restart(len(storage))
+            self._connect(default_priorities=True)
+        return previous
+
+    def set_sampler(self, sampler: Sampler) -> Sampler:
+        """Replace the sampler; return the old one.
+
+        Unlike in TorchRL, rows without a priority in the new sampler get the default priority.
+        """
+        self._refuse_if_shared("sampler")
+        refuse_unordered(sampler, self.writer, self.storage)
+        with self._fully_locked():
+            previous, rng = super().set_sampler(sampler), torchrl_parts.generator_of(sampler)
+            torchrl_parts.set_generator(sampler, self._rng)
+            try:
+                self._connect(default_priorities=True)
+            except Exception:
+                super().set_sampler(previous)
+                torchrl_parts.set_generator(sampler, rng)
+                self._connect()
+                raise
+        return previous
+
+    def set_writer(self, writer: Writer) -> Writer:
+        """Replace the writer; return the old one. A new :class:`RingWriter` continues after the newest row."""
+        self._refuse_if_shared("writer")
+        refuse_unordered(self.sampler, writer, self.storage)
+        with self._replay_lock:
+            writer.register_storage(self._storage)  # refuses before the old writer is replaced
+            previous = super().set_writer(writer)
+            continue_ring(writer, self._storage)
+            self._connect()
+            return previous
+
+    def _refuse_if_shared(self, part: str) -> None:
+        if getattr(self.storage, "shared_rows", None) is not None:
+            reason = "other processes would keep the old one. Set it before you share the buffer"
+            raise RuntimeError(f"cannot set the {part} of a shared buffer: {reason}{PROCESSES}")
+
+    def _refuse_schema(self, layout: RowLayout) -> None:
+        """Raise a SchemaError if rows of this layout, which have not been allocated yet, do not fit the sampler."""
+        sampler = vars(self).get("_sampler")
+        if sampler is not None:  # missing while a copy of the buffer is made
+            refuse_taken(sampler, layout.names, reported_by(sampler))
+
+    def _order_lost(self) -> None:
+        """Stop fast draws of a sampler that needs rows in time order; the next draw then raises an error."""
+        if getattr(vars(self).get("_sampler"), "needs_order", False):  # absent while a copy is made
+            self.bound = {}
+
+    # -- batches drawn ahead
+
+    def __iter__(self) -> Iterator[TensorDictBase]:
+        """Yield batches until the sampler has run out of rows (at the end of its epochs, for example)."""
+        ahead = self.prefetcher
+        if ahead is None or not self._initialize().draws or self._batch_size is None:
+            yield from super().__iter__()
+            return
+        if self._sampler.ran_out and not ahead.has_batches:
+            self._sampler.ran_out = False
+        while not self._sampler.ran_out or ahead.has_batches:
+            yield self.sample()
+
+    @contextmanager
+    def _capture_prefetch_state(self, *, clone_queue: bool = True) -> Iterator[dict[str, Any]]:
+        """Suspend sampling in a ``with`` block, and yield the state to save, which contains the batches drawn ahead."""
+        with self._futures_lock:
+            ahead = [] if self.prefetcher is None or not self.parts.draws else self.prefetcher.settle()
+            with super()._capture_prefetch_state(clone_queue=clone_queue) as state:
+                copied = map(self._clone_prefetch_result, ahead) if clone_queue else ahead
+                yield state | {"queue": restamped((*state["queue"], *copied), self.parts, -1)}
+
+    def _clear_prefetch_queue_locked(self) -> None:
+        super()._clear_prefetch_queue_locked()
+        if self.prefetcher is not None:
+            self.prefetcher.drop()
+
+    def _validate_prefetch_state(self, prefetch_state: Any) -> None:
+        super()._validate_prefetch_state(self._fitting(prefetch_state))
+
+    def _restore_prefetch_queue_locked(self, prefetch_state: Any, *, clone_queue: bool = True) -> None:
+        """Restore batches drawn ahead, or drop them if this buffer does not serve as many, or draws none ahead."""
+        if prefetch_state is None:
+            return
+        kept = self._fitting(prefetch_state)["queue"]
+        if len(kept) < len(prefetch_state["queue"]):
+            forget_epochs(self._sampler)
+        queue = restamped(kept, self.parts, 1)
+        if self.prefetcher is None or not self.parts.draws:
+            super()._restore_prefetch_queue_locked(prefetch_state | {"queue": queue}, clone_queue=clone_queue)
+        else:
+            self.prefetcher.restore(map(self._clone_prefetch_result, queue) if clone_queue else queue)
+
+    def _fitting(self, prefetch_state: Any) -> Any:
+        """Return the state with this buffer's capacity, and without batches that this buffer would not serve."""
+        if not isinstance(prefetch_state, dict):
+            return prefetch_state
+        queue = prefetch_state.get("queue")
+        serves = self._prefetch and not (self._initialize().draws and self._returns_as_drawn)
+        if isinstance(queue, list | tuple) and not (serves and len(queue) <= self._prefetch_cap):
+            queue = ()
+        return prefetch_state | {"capacity": self._prefetch_cap, "queue": queue}
+
+    # -- pickling
 
     def __getstate__(self) -> dict[str, Any]:
         if get_spawning_popen() is not None and self.parts is not None and self.parts.is_packed:
@@ -415,10 +1290,56 @@ class ReplayBuffer(TensorDictReplayBuffer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._own_lock = RLock()
         super().__setstate__(state)
-        self.rows_restored()
+        self._rows_restored()
 
-    def rows_restored(self) -> None:
+    def _rows_restored(self) -> None:
         """Connect a sampler wrapper to the restored storage, after a copy or unpickling."""
         wrapper = getattr(vars(self).get("parts"), "wrapper", None)
         if wrapper is not None and "rows" in vars(self._storage):  # else the storage calls this method later
             wrapper.watch(self._storage)
+
+
+class PrioritizedReplayBuffer(ReplayBuffer):
+    """A :class:`ReplayBuffer` with a :class:`ProportionalSampler`, for code that uses TorchRL's prioritized buffers.
+
+    Takes the keywords of TorchRL's ``TensorDictPrioritizedReplayBuffer``, with the same defaults.
+
+    Args:
+        alpha: exponent of the priorities, at least 0; with 0, sampling is uniform.
+        beta: exponent of the importance weights, at least 0.
+        eps: added to the magnitude of each TD error, default 1e-8.
+        reduction: reduces several TD errors of a row to one: ``"max"``, ``"min"``, ``"mean"`` or ``"median"``.
+        storage: a storage, or a function that creates one; default ``PackedStorage(1_000)``.
+        sync: must be ``True``, because every write updates priorities.
+        sampler_device: must be ``None``, because priorities are on the device of the rows.
+        **kwargs: keywords of :class:`ReplayBuffer`.
+
+    Raises:
+        NotImplementedError: ``sync`` is ``False``, or a ``sampler_device`` is given.
+
+    Cost: see :class:`ReplayBuffer` and :class:`ProportionalSampler`.
+
+    Example:
+        >>> rb = PrioritizedReplayBuffer(alpha=0.7, beta=0.5, storage=PackedStorage(100), batch_size=8)
+        >>> rb.sampler.alpha, rb.sampler.eps
+        (0.7, 1e-08)
+    """
+
+    def __init__(
+        self,
+        *,
+        alpha: float,
+        beta: float,
+        eps: float = 1e-8,
+        reduction: Reduction = "max",
+        storage: Storage | Callable[[], Storage] | None = None,
+        sync: bool = True,
+        sampler_device: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        if not sync or sampler_device is not None:
+            reason = "every write updates priorities, on the device of the rows"
+            raise NotImplementedError(f"sync=False and sampler_device= are not supported: {reason}")
+        rows = PackedStorage(1_000) if storage is None else storage if isinstance(storage, Storage) else storage()
+        sampler = ProportionalSampler(rows.max_size, alpha, beta, eps, reduction=reduction)
+        super().__init__(storage=rows, sampler=sampler, **kwargs)

@@ -187,7 +187,7 @@ class RolloutBuffer(ReplayBuffer):
 
         Raises a RuntimeError if there is no batch size, or if the rollout is incomplete and ``partial`` is False.
         """
-        self.initialize()
+        self._initialize()
         sampler = self._sampler
         self._require_estimates()
         if not isinstance(sampler, MinibatchSampler):
@@ -201,9 +201,9 @@ class RolloutBuffer(ReplayBuffer):
             sampler.end_pass()
 
     @property
-    def returns_as_drawn(self) -> bool:
-        """Like :attr:`ReplayBuffer.returns_as_drawn`, but False with ``normalize_advantage="minibatch"``."""
-        return self.normalize_advantage != "minibatch" and super().returns_as_drawn
+    def _returns_as_drawn(self) -> bool:
+        """Like :attr:`ReplayBuffer._returns_as_drawn`, but False with ``normalize_advantage="minibatch"``."""
+        return self.normalize_advantage != "minibatch" and super()._returns_as_drawn
 
     def _sample_by(self, plan: Any) -> Sample | None:
         self._require_estimates()
@@ -213,9 +213,8 @@ class RolloutBuffer(ReplayBuffer):
         self._require_estimates()
         return super()._sample(batch_size)
 
-    def finish(self, batch: Any, info: dict[Any, Any]) -> Sample:
-        """Call :meth:`ReplayBuffer.finish`; with ``normalize_advantage="minibatch"``, also normalize the advantages."""
-        return self._normalized(*super().finish(batch, info))
+    def _finish(self, batch: Any, info: dict[Any, Any]) -> Sample:
+        return self._normalized(*super()._finish(batch, info))
 
     def _sample_generally(self, batch_size: int) -> Sample:
         return self._normalized(*super()._sample_generally(batch_size))

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from tensordict import MemoryMappedTensor, NestedKey, TensorDict, TensorDictBase
@@ -34,65 +34,25 @@ from rlbuf_td.storages.state import end_trajectories
 from rlbuf_td.storages.writes import is_key
 from rlbuf_td.writers.common import is_in_time_order, steps_by_age
 
+if TYPE_CHECKING:
+    from rlbuf_td.buffers.replay import ReplayBuffer
+
+Buffer = TypeVar("Buffer", bound="ReplayBuffer")
 _READ_AT_ONCE = 1 << 26  # bytes
 
 
-def from_torchrl(
-    cls: Any,
-    /,
+def import_torchrl(
+    cls: type[Buffer],
     rb: Any,
-    capacity: int | None = None,
+    capacity: int | None,
     *,
-    copy: bool = True,
-    exclude: NestedKey | Sequence[NestedKey] = (),
-    trajectory_key: NestedKey | None = "episode",
-    progress: bool | None = None,
+    copy: bool,
+    exclude: NestedKey | Sequence[NestedKey],
+    trajectory_key: NestedKey | None,
+    progress: bool | None,
     **kwargs: Any,
-) -> Any:
-    """Return a buffer with the rows of a TorchRL buffer (a data set of ``torchrl.data.datasets``, for example).
-
-    The rows are copied without transforms, oldest first if ``rb`` has a round-robin writer. With ``scratch_dir``, the
-    rows may exceed RAM. If both buffers are prioritized, the rows keep the magnitudes of their TD errors.
-
-    TorchRL's ``LeRobotExperienceReplay`` reads LeRobot data sets (needs ``torchrl[vla]``). In LeRobot data, exclude
-    instructions (strings) and videos: ``exclude=["language_instruction", ("observation", "image", "camera")]``.
-
-    Args:
-        rb: a replay buffer of TorchRL whose rows are TensorDicts, or the folder that its ``dumps`` wrote (with the
-            default checkpointer); the import does not change its rows. As after :meth:`loads`, trajectories from a
-            folder that have ids end with the last row.
-        capacity: the capacity of the new buffer in transitions, default: the capacity of ``rb``.
-        copy: ``False`` uses the storage of ``rb`` without a copy; each buffer then sees the other buffer's writes.
-        exclude: a list of keys to omit, such as the keys of strings, or one key.
-        trajectory_key: the key of episode numbers in ``rb``. The import renames this key to
-            ``("collector", "traj_ids")``, unless the rows already have that entry.
-        progress: whether to show a progress bar (needs tqdm); by default, only on a terminal for 1 GiB of data or more.
-        **kwargs: keywords of :meth:`from_schema` or, if ``copy=False``, of the buffer's class: ``sampler``,
-            ``batch_size`` (default: that of ``rb``), ...
-
-    Raises:
-        RuntimeError: ``rb`` is empty.
-        TypeError: ``rb`` is not a replay buffer, or its rows are not TensorDicts.
-        CheckpointError: the folder ``rb`` holds no rows that TorchRL's default checkpointer wrote.
-        KeyError: the rows have no entry at a key in ``exclude``.
-        ValueError: ``rb`` has more rows than ``capacity``, the rows are not in time order, which the ``sampler`` needs,
-            or ``storage`` is given; with ``copy=False``, also if ``capacity`` or ``exclude`` is given, or if ``rb`` is
-            a folder.
-        SchemaError: an entry does not consist of numbers, and is not excluded.
-        MemoryError: the rows are larger than RAM, and no ``scratch_dir`` is given.
-
-    Cost: a read and a write of each row; none with ``copy=False``.
-
-    Example:
-        >>> from rlbuf_td import ReplayBuffer
-        >>> from tensordict import TensorDict
-        >>> from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
-        >>> theirs = TensorDictReplayBuffer(storage=LazyTensorStorage(4), batch_size=2)
-        >>> _ = theirs.extend(TensorDict({"x": torch.arange(6)}, [6]))
-        >>> rb = ReplayBuffer.from_torchrl(theirs)
-        >>> rb.storage["x"], rb.batch_size
-        (tensor([2, 3, 4, 5]), 2)
-    """
+) -> Buffer:
+    """Return a new buffer with the rows of another buffer, see :meth:`ReplayBuffer.from_torchrl`."""
     is_folder = isinstance(rb, str | Path)
     rb, priorities = _load(Path(rb)) if is_folder else (rb, _priorities(rb))
     if not hasattr(rb, "storage") or not hasattr(rb, "writer"):
@@ -118,13 +78,13 @@ def from_torchrl(
 
 
 def _copy(
-    cls: Any,
-    rb: Any,
+    cls: type[Buffer],
+    rb: TensorDictReplayBuffer,
     capacity: int | None,
     choose: Callable[[Any], TensorDictBase],
     progress: bool | None,
     kwargs: dict[str, Any],
-) -> tuple[Any, torch.Tensor]:
+) -> tuple[Buffer, torch.Tensor]:
     """Return a buffer with the rows of ``rb``, and the flat index of each row in ``rb``."""
     storage = rb.storage
     steps, lanes = _steps(rb.writer, storage), lanes_of(storage).numel()
@@ -167,14 +127,14 @@ def _load(folder: Path) -> tuple[TensorDictReplayBuffer, Mapping[str, Any] | Non
     return rb, state | {"_sum_tree": MemoryMappedTensor.from_filename(tree_file, torch.float64, size)}
 
 
-def _priorities(rb: Any) -> Mapping[str, Any] | None:
+def _priorities(rb: TensorDictReplayBuffer) -> Mapping[str, Any] | None:
     sampler = getattr(rb, "sampler", None)
     return sampler.state_dict() if isinstance(sampler, PrioritizedSampler) else None
 
 
-def _set_priorities(new: Any, cells: torch.Tensor, state: Mapping[str, Any] | None) -> None:
+def _set_priorities(new: ReplayBuffer, cells: torch.Tensor, state: Mapping[str, Any] | None) -> None:
     """Give each row ``i`` of a new buffer the priority of row ``cells[i]`` in the state of TorchRL's sampler."""
-    parts = new.initialize()
+    parts = new._initialize()
     if state is None or parts.prioritized is None:
         return
     magnitude = read_torchrl_priorities(state)[1][cells]
@@ -184,7 +144,7 @@ def _set_priorities(new: Any, cells: torch.Tensor, state: Mapping[str, Any] | No
         parts.prioritized.update_priority(index, magnitude[known], storage=parts.storage)
 
 
-def _restore_cursor(rb: Any, storage: Any) -> None:
+def _restore_cursor(rb: TensorDictReplayBuffer, storage: Storage) -> None:
     """Tell a full TorchRL storage which time step is the newest; TorchRL's ``loads`` does not restore this."""
     last = torchrl_parts.last_of_ring(rb) if torchrl_parts.is_full(storage) else None
     if last is not None and not isinstance(storage, PackedStorage):

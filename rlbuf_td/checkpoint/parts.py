@@ -22,7 +22,7 @@ from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 @contextmanager
 def at_rest(rb: Any) -> Iterator[dict[str, Any]]:
     """Hold all locks of a buffer, and yield the state of its prefetch queue."""
-    with rb.capture_prefetched(clone_queue=False) as prefetched, rb.locked():
+    with rb._capture_prefetch_state(clone_queue=False) as prefetched, rb._locked():
         yield prefetched
 
 
@@ -33,7 +33,7 @@ def capture(rb: Any, prefetched: dict[str, Any]) -> dict[str, Any]:
         "buffer": {
             "class": type(rb).__name__,
             "batch_size": rb.batch_size,
-            "consume_after_n_samples": rb.consume_after_n_samples,
+            "consume_after_n_samples": rb._consume_after_n_samples,
             "prefetched": tuple(prefetched["queue"]),
             "stats": None if rb.episode_stats is None else rb.episode_stats.state_dict(),
             "replays": None if rb.replay_count is None else rb.replay_count.counts(),
@@ -58,9 +58,14 @@ def capture(rb: Any, prefetched: dict[str, Any]) -> dict[str, Any]:
 
 def restore_buffer(rb: Any, saved: dict[str, Any], generator: dict[str, Any] | None) -> None:
     """Restore the sampling options, generator and prefetch queue of a buffer; the caller holds the buffer's locks."""
-    rb.restore_options(saved["batch_size"], saved["consume_after_n_samples"])
+    rb._batch_size, rb._consume_after_n_samples = saved["batch_size"], saved["consume_after_n_samples"]
     restore_generator(rb, generator)
-    rb.restore_prefetched(rb.prefetch_state(saved["prefetched"]), clone_queue=False)
+    rb._restore_prefetch_queue_locked(_prefetch_state(rb, saved["prefetched"]), clone_queue=False)
+
+
+def _prefetch_state(rb: Any, queue: Any) -> dict[str, Any]:
+    """Return batches drawn ahead in the form of TorchRL's state."""
+    return {"version": 1, "capacity": rb._prefetch_cap, "queue": queue}
 
 
 def name_of(part: Any) -> str:
@@ -101,7 +106,7 @@ def refuse_malformed(rb: Any, saved: dict[str, Any]) -> None:
     )
     if rb.flow is not None:
         rb.flow.refuse_state(buffer.get("flow"))
-    rb.validate_prefetched(rb.prefetch_state(buffer["prefetched"]))
+    rb._validate_prefetch_state(_prefetch_state(rb, buffer["prefetched"]))
     if not all(isinstance(batch, TensorDictBase) and isinstance(info, dict) for batch, info in buffer["prefetched"]):
         raise TypeError("a prefetched batch must be a TensorDict and a dict")
     refuse_trajectories(saved["trajectories"])

@@ -61,7 +61,7 @@ def load_segments(buffer: ReplayBuffer, segments: Sequence[Segment]) -> None:
         end_trajectories(buffer.storage)
         rows = found.rows[chosen]
         index = buffer.extend(rows if buffer.storage.ndim == 1 else rows.transpose(0, 1), update_priority=False)
-        prioritized = buffer.initialize().prioritized
+        prioritized = buffer._initialize().prioritized
         if prioritized is not None:
             lanes = rows.shape[1:].numel() if buffer.storage.ndim > 1 else 1
             magnitude = state["priorities"]["magnitude"][: steps * lanes].view(steps, lanes)[chosen].flatten()

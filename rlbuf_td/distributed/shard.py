@@ -17,7 +17,6 @@ import ray
 import torch
 from tensordict import TensorDictBase
 
-from rlbuf_td.buffers.priorities import write_priorities
 from rlbuf_td.buffers.replay import ReplayBuffer
 from rlbuf_td.checkpoint import CheckpointError
 from rlbuf_td.distributed.dump_folder import reuse
@@ -113,7 +112,7 @@ class Shard:
                     raise
 
     def _set(self, buffer: ReplayBuffer) -> None:
-        parts = buffer.initialize()
+        parts = buffer._initialize()
         self.buffer, self.storage = buffer, buffer.storage
         self._prioritized, self._wrapper = parts.prioritized, parts.wrapper
 
@@ -249,7 +248,7 @@ class Shard:
             self._stale += len(request.errors[0])
         elif request.errors is not None:
             flat, stamp, error = (torch.from_numpy(part.copy()) for part in request.errors)
-            write_priorities(self.buffer, flat, error, stamp, 1)
+            self.buffer._write_priorities(flat, error, stamp, 1)
             self.version += 1
 
     def _enter(self) -> None:

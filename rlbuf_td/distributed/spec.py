@@ -55,9 +55,9 @@ def _draws_fresh(sampler: Any) -> bool:
 
 def checked_sampler(buffer: Any) -> Any:
     """Return the buffer's sampler without its wrappers; TypeError or ValueError if the buffer cannot be sharded."""
-    if not isinstance(buffer, ReplayBuffer) or not buffer.initialize().is_packed:
+    if not isinstance(buffer, ReplayBuffer) or not buffer._initialize().is_packed:
         raise TypeError(f"make_buffer must return a ReplayBuffer of this package with a PackedStorage, got {buffer!r}")
-    sampler, inner, parts = buffer.sampler, unwrapped(buffer.sampler), buffer.initialize()
+    sampler, inner, parts = buffer.sampler, unwrapped(buffer.sampler), buffer._initialize()
     for is_there, what, remedy in (
         (type(inner) not in (UniformSampler, ProportionalSampler), type(inner).__name__, "a ProportionalSampler"),
         (_draws_fresh(sampler), "FreshRowsSampler", "the wrapped sampler, without fresh rows"),

@@ -203,7 +203,7 @@ class PackedStorage(LazyTensorStorage):
         """Record that the last write was out of time order."""
         self.clock.lose_order()
         for each in listeners_of(self):
-            getattr(each, "order_lost", bool)()
+            getattr(each, "_order_lost", bool)()
 
     @property
     def layout(self) -> RowLayout | None:
@@ -511,7 +511,7 @@ class PackedStorage(LazyTensorStorage):
             self.shared_rows.find()
         forks.watch(self)
         for each in listeners_of(self):
-            getattr(each, "rows_restored", bool)()
+            getattr(each, "_rows_restored", bool)()
 
     def _fill_copy(self, revision: int, content: dict[str, Any]) -> None:
         self.forget_rows()

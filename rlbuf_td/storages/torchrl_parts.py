@@ -8,7 +8,7 @@ from __future__ import annotations
 from operator import attrgetter, methodcaller  # faster than functions: their calls have no Python frame
 from typing import Any
 
-from torchrl.data.replay_buffers import RoundRobinWriter
+from torchrl.data.replay_buffers import RoundRobinWriter, Storage, TensorDictReplayBuffer, Writer
 
 generator_of = attrgetter("_rng")  # the generator of a buffer or a part; None: torch's default generator
 listeners_of = attrgetter("_attached_entities")  # the objects that a storage informs of each write
@@ -23,7 +23,7 @@ restart_writer = methodcaller("_empty", empty_write_count=False)  # the next wri
 empty_part = methodcaller("_empty")  # removes the rows of a storage, or what a sampler knows about them
 
 
-def columns_or_none(storage: Any) -> Any:
+def columns_or_none(storage: Storage) -> Any:
     return getattr(storage, "_storage", None)  # an ensemble of storages has no entries of its own
 
 
@@ -31,7 +31,7 @@ def writer_or_none(listener: Any) -> Any:
     return getattr(listener, "_writer", None)  # of a buffer
 
 
-def capacity_in_steps(storage: Any, **data: Any) -> int:
+def capacity_in_steps(storage: Storage, **data: Any) -> int:
     """Return the capacity in time steps; before the first write, it depends on the number of lanes in the data.
 
     Pass one time step as ``single_data``, or several as ``batched_data``.
@@ -39,11 +39,11 @@ def capacity_in_steps(storage: Any, **data: Any) -> int:
     return storage._max_size_along_dim0(**data)
 
 
-def set_newest_step(storage: Any, step: Any) -> None:
+def set_newest_step(storage: Storage, step: Any) -> None:
     storage._set_last_cursor(step)
 
 
-def set_length(storage: Any, length: int) -> None:
+def set_length(storage: Storage, length: int) -> None:
     storage._len = length
 
 
@@ -51,7 +51,7 @@ def set_generator(part: Any, generator: Any) -> None:
     part._rng = generator
 
 
-def replace_storage(writer: Any, storage: Any) -> None:
+def replace_storage(writer: Writer, storage: Storage) -> None:
     """Register a new storage with a writer; if the writer refuses, keep the old storage."""
     before, writer._storage = writer._storage, None
     try:
@@ -72,7 +72,7 @@ def set_cursor(writer: Any, cursor: int, write_count: int | None = None) -> None
         writer._write_count = write_count
 
 
-def last_of_ring(buffer: Any) -> int | None:
+def last_of_ring(buffer: TensorDictReplayBuffer) -> int | None:
     """Return the time step that a ring writer wrote last (-1: the storage's last step), or None if there is none."""
     writer = getattr(buffer, "_writer", None)
     return writer._cursor - 1 if isinstance(writer, RoundRobinWriter) and writer._write_count else None

@@ -138,8 +138,8 @@ def admit(storage: PackedStorage, data: Any, single: bool) -> tuple[Rows, list[t
 def refuse_schema(storage: PackedStorage, layout: RowLayout) -> None:
     """Let each buffer of the storage refuse rows of this layout (SchemaError) before they are allocated."""
     for each in listeners_of(storage):
-        if hasattr(each, "refuse_schema"):
-            each.refuse_schema(layout)
+        if hasattr(each, "_refuse_schema"):
+            each._refuse_schema(layout)
 
 
 def fix_rows(storage: PackedStorage, data: TensorDictBase, lead_dims: int) -> None:
