@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import pickle
 import threading
 import time
 from collections.abc import Callable
@@ -14,8 +15,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
+from torchrl.data.replay_buffers import RandomSampler
 
-from rlbuf_td import PackedStorage, ReplayBuffer, SchemaError
+from rlbuf_td import PackedStorage, ReplayBuffer, SchemaError, UniformSampler
 from rlbuf_td.buffers.flow import FlowControl
 
 
@@ -86,6 +88,108 @@ def test_a_buffer_without_flow_control_waits_for_its_first_row():
         rb.sample(wait=True, timeout=0.01)
     assert waited(rb).shape == (8,)
     assert "inserts" not in rb.health()
+
+
+def test_a_batch_of_distinct_rows_waits_until_there_are_enough():
+    rb = ReplayBuffer(storage=PackedStorage(1_000), sampler=UniformSampler(unique=True), batch_size=8)
+    rb.extend(rows(4))
+    assert not rb.can_sample()
+    assert rb.can_sample(4)
+    with pytest.raises(TimeoutError):
+        rb.sample(wait=True, timeout=0.01)
+    assert waited(rb).shape == (8,)
+
+
+def test_a_thread_waits_until_there_is_a_batch():
+    for rb in (buffer(), buffer(samples_per_insert=1.0, min_size=3), buffer(shared=True)):
+        assert not rb.wait_until_sampleable(timeout=0.01)
+        writer = threading.Timer(0.05, rb.extend, (rows(12),))
+        writer.start()
+        assert rb.wait_until_sampleable()
+        writer.join()
+        rb.sample()
+    limited = buffer(samples_per_insert=1.0, tolerance=16)
+    limited.extend(rows(8))
+    for admitted in (True, True, True, False):
+        assert limited.can_sample() is limited.wait_until_sampleable(timeout=0) is admitted
+        if admitted:
+            limited.sample()
+    assert (limited.health()["samples"], limited.health()["sample_waits"]) == (24, 0)
+
+
+def test_another_process_waits_until_there_is_a_batch():
+    rb = buffer(shared=True)
+    writer = multiprocessing.get_context("fork").Process(target=rb.extend, args=(rows(12),))
+    writer.start()
+    assert rb.wait_until_sampleable(timeout=60)
+    writer.join()
+
+
+@pytest.mark.parametrize("flow", [{}, {"samples_per_insert": 1.0}])
+def test_a_wait_is_cancelled(flow):
+    rb, cancelled = buffer(**flow), threading.Event()
+    threading.Timer(0.05, cancelled.set).start()
+    with pytest.raises(RuntimeError, match="cancel_event of this call was set"):
+        rb.sample(wait=True, cancel_event=cancelled)
+    assert not rb.wait_until_sampleable(cancel_event=cancelled)
+    rb.extend(rows(8))
+    cancelled.clear()
+    assert rb.sample(wait=True, cancel_event=cancelled).shape == (8,)
+
+
+def test_wrong_waits_are_refused():
+    rb = ReplayBuffer(storage=PackedStorage(10))
+    for wait, error in (
+        ({"min_items": 0}, "min_items must be a whole number, at least 1, got 0"),
+        ({"min_items": True}, "min_items must be a whole number"),
+        ({"min_items": 1, "timeout": -1}, "timeout must be a number of seconds, at least 0, or None, got -1"),
+        ({}, "batch_size not specified"),
+    ):
+        with pytest.raises((ValueError, RuntimeError), match=error):
+            rb.wait_until_sampleable(**wait)
+    rb.shutdown()
+    with pytest.raises(RuntimeError, match="shut down"):
+        rb.wait_until_sampleable(1)
+
+
+@pytest.mark.filterwarnings("ignore:Got conflicting batch_sizes")
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("ndim", [1, 2])
+def test_batches_and_their_rows_are_counted(shared, ndim, tmp_path):
+    rb = ReplayBuffer(storage=PackedStorage(100, ndim=ndim), batch_size=8, shared=shared)
+    data = rows(20) if ndim == 1 else rows(20).view(2, 10)
+    with pytest.raises(RuntimeError):
+        rb.sample()
+    rb.extend(data)
+    for how in ({}, {}, {"return_info": True}, {"include_info": False}, {"batch_size": 5}, {"wait": True}):
+        rb.sample(**how)
+    for _ in zip(range(2), rb, strict=False):
+        pass
+    assert (rb.stats()["sample_calls"], rb.stats()["samples_returned"]) == (8, 7 * 8 + 5)
+    copy = pickle.loads(pickle.dumps(rb))
+    other = ReplayBuffer(storage=PackedStorage(100, ndim=ndim), batch_size=8)
+    other.load_state_dict(rb.state_dict())
+    rb.dumps(tmp_path)
+    loaded = ReplayBuffer(storage=PackedStorage(100, ndim=ndim), batch_size=8)
+    loaded.loads(tmp_path)
+    for each in (copy, other, loaded):
+        each.sample()
+        assert (each.stats()["sample_calls"], each.stats()["samples_returned"]) == (9, 8 * 8 + 5)
+    if shared:
+        process = multiprocessing.get_context("fork").Process(target=rb.sample)
+        process.start()
+        process.join()
+        assert rb.stats()["sample_calls"] == 9
+
+
+@pytest.mark.parametrize("parts", [{"sampler": RandomSampler()}, {"collate_fn": lambda x: x}, {"prefetch": 2}])
+def test_batches_that_other_code_draws_are_counted_once(parts):
+    rb = ReplayBuffer(storage=PackedStorage(100), batch_size=8, **parts)
+    rb.extend(rows(20))
+    for _ in range(3):
+        rb.sample()
+    assert (rb.stats()["sample_calls"], rb.stats()["samples_returned"]) == (3, 24)
+    assert rb.stats()["size"] == 20
 
 
 def test_a_write_waits_until_enough_has_been_sampled():

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from tensordict import TensorDictBase
 
+from rlbuf_td.buffers.flow import refuse_cancelled
 from rlbuf_td.buffers.replay import ReplayBuffer
 from rlbuf_td.samplers import QueueSampler
 from rlbuf_td.writers import QueueWriter
@@ -110,6 +111,7 @@ class ExperienceQueue(ReplayBuffer):
         *,
         wait: bool = True,
         timeout: float | None = None,
+        cancel_event: Any = None,
     ) -> Any:
         """Return the oldest ``batch_size`` rows and remove them from the queue; see :meth:`ReplayBuffer.sample`.
 
@@ -117,7 +119,7 @@ class ExperienceQueue(ReplayBuffer):
         """
         seconds = (self.timeout if timeout is None else timeout) if wait else 0.0
         draw = partial(super().sample, batch_size, return_info, include_info)
-        return self._once_possible(draw, seconds, batch_size)
+        return self._once_possible(draw, seconds, batch_size, cancel_event)
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Stop the threads of the queue within ``timeout`` seconds; waiting calls raise a RuntimeError."""
@@ -137,7 +139,9 @@ class ExperienceQueue(ReplayBuffer):
             remedy = f"make the storage of at least {batch + write - 1} rows, or use smaller writes or batches"
             raise ValueError(f"{sizes} in a queue of {rows} rows: {remedy}")
 
-    def _once_possible(self, call: Callable[[], Result], timeout: float | None, own_size: int | None = None) -> Result:
+    def _once_possible(
+        self, call: Callable[[], Result], timeout: float | None, own_size: int | None = None, cancel_event: Any = None
+    ) -> Result:
         """Repeat ``call`` while it raises Full or Empty, for up to ``timeout`` seconds; return its result.
 
         ``own_size`` is the size of a batch that is not :attr:`batch_size`, against which writes are not checked.
@@ -146,6 +150,7 @@ class ExperienceQueue(ReplayBuffer):
         while True:
             if self._initialize().writer.is_closed:
                 raise RuntimeError("the queue has been shut down")
+            refuse_cancelled(cancel_event)
             try:
                 return call()
             except (Full, Empty) as error:

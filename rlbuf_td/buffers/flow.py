@@ -57,21 +57,30 @@ class FlowControl:
 
     @property
     def tolerance(self) -> float:
+        return self._tolerance_for(0)
+
+    def _tolerance_for(self, rows: int) -> float:
+        """Return the tolerance after a batch of ``rows`` rows has been requested."""
         if self.given_tolerance is not None:
             return float(self.given_tolerance)
-        return max(1.0, self._numbers[_BATCH], (self.samples_per_insert or 0.0) * self._numbers[_WRITE])
+        return max(1.0, self._numbers[_BATCH], rows, (self.samples_per_insert or 0.0) * self._numbers[_WRITE])
 
     # In a buffer, callers of the methods that change numbers hold the buffer's lock.
 
     def admit_sample(self, rows: int) -> bool:
         """Return whether a batch is admitted; if it is, count its rows."""
         self._note(_BATCH, rows, rows, "a batch")
-        numbers = self._numbers
-        inserted = numbers[_INSERTED]
-        if inserted < max(1, self.min_size) or self._excess(numbers[_SAMPLED] + rows, inserted) > self.tolerance:
+        is_admitted = self.admits_sample(rows)
+        if is_admitted:
+            self._numbers[_SAMPLED] += rows
+        return is_admitted
+
+    def admits_sample(self, rows: int) -> bool:
+        """Return whether a batch would be admitted, without counting it."""
+        inserted, sampled = self._numbers[_INSERTED], self._numbers[_SAMPLED]
+        if inserted < max(1, self.min_size):
             return False
-        numbers[_SAMPLED] += rows
-        return True
+        return self._excess(sampled + rows, inserted) <= self._tolerance_for(rows)
 
     def admit_insert(self, rows: int) -> bool:
         """Return whether a write is admitted; if it is, count its rows."""
@@ -170,6 +179,15 @@ class FlowControl:
         self._numbers[_EPOCH] += 1
 
 
+class Cancelled(RuntimeError):
+    """The ``cancel_event`` of a call that waits was set."""
+
+
+def refuse_cancelled(event: Any) -> None:
+    if event is not None and event.is_set():
+        raise Cancelled("the cancel_event of this call was set")
+
+
 NOT_YET = "there are too few rows, or samples per insert are at their limit; sample with wait=True to wait"
 
 
@@ -179,13 +197,16 @@ def admitted(
     lock: AbstractContextManager[Any],
     timeout: float | None,
     count_wait: Callable[[], None] | None = None,
+    cancel_event: Any = None,
 ) -> Iterator[None]:
     """Hold ``lock`` in a ``with`` block, as soon as ``admit()`` returns True with the lock held.
 
-    ``admit`` is called again every millisecond, for up to ``timeout`` seconds; then a TimeoutError is raised.
+    ``admit`` is called again every millisecond, for up to ``timeout`` seconds; then a TimeoutError is raised. If
+    ``cancel_event.is_set()`` returns True before, a :class:`Cancelled` error is raised.
     """
     deadline = inf if timeout is None else time.monotonic() + timeout
     while True:
+        refuse_cancelled(cancel_event)
         with lock:
             if admit():
                 yield
@@ -240,8 +261,10 @@ def inserting(rb: ReplayBuffer, flow: FlowControl, rows: int) -> Iterator[None]:
 
 
 @contextmanager
-def permission(rb: ReplayBuffer, rows: int | None, wait: bool, timeout: float | None) -> Iterator[None]:
-    """Enter the ``with`` block once the buffer has rows and its flow control, if any, admits a batch.
+def permission(
+    rb: ReplayBuffer, rows: int | None, wait: bool, timeout: float | None, cancel_event: Any = None
+) -> Iterator[None]:
+    """Enter the ``with`` block once the sampler can draw a batch and flow control, if any, admits it.
 
     The batch is counted before the block, and the count undone if the block raises an error.
     """
@@ -253,7 +276,7 @@ def permission(rb: ReplayBuffer, rows: int | None, wait: bool, timeout: float | 
         if rb._service_shutdown:
             raise RuntimeError("the buffer has been shut down")
         if flow is None or rows is None:
-            return len(rb) > 0 or not wait
+            return not wait or (len(rb) > 0 if rows is None else rb.can_sample(rows))
         flow.agree(len(rb.storage))
         epoch = flow.epoch
         is_admitted = len(rb) > 0 and flow.admit_sample(rows)
@@ -261,7 +284,8 @@ def permission(rb: ReplayBuffer, rows: int | None, wait: bool, timeout: float | 
             raise RuntimeError(f"flow control does not admit a batch of {rows} rows now: {NOT_YET}")
         return is_admitted
 
-    with admitted(admit, rb._replay_lock, timeout, None if flow is None else partial(flow.count_wait, of_sample=True)):
+    count_wait = None if flow is None else partial(flow.count_wait, of_sample=True)
+    with admitted(admit, rb._replay_lock, timeout, count_wait, cancel_event):
         pass
     try:
         yield

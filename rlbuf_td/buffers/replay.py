@@ -47,11 +47,12 @@ from rlbuf_td.samplers.bound import BoundBatch, bind
 from rlbuf_td.samplers.common import OwnSignature, refuse_stored, refuse_taken, reported_by
 from rlbuf_td.samplers.prioritized import Reduction
 from rlbuf_td.storages import PackedStorage, torchrl_parts
-from rlbuf_td.storages.checks import state_of, usable_device
+from rlbuf_td.storages.checks import as_number, state_of, usable_device, whole
 from rlbuf_td.storages.indexing import attached_or_new, coordinates, merge_, put_back_, refuse_range
 from rlbuf_td.storages.interrupts import held_back
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.notebooks import PROCESSES
+from rlbuf_td.storages.shared.memory import SharedNumbers
 from rlbuf_td.storages.state import examine
 from rlbuf_td.storages.tensordict_fast import entries_of
 from rlbuf_td.storages.write_clock import SAMPLED_AT, Tally, skip_stale
@@ -66,6 +67,7 @@ _NO_CHECKPOINTERS = (
     "this buffer has its own dump format, without TorchRL's checkpointers and hooks: for those use TorchRL's "
     "TensorDictReplayBuffer over the same storage"
 )
+_RETURNED = "_sample_calls", "_sampled_items"  # TorchRL's names in a state
 _MOST_SIZES = 8  # batch sizes whose bound stages are kept
 
 
@@ -143,6 +145,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
         self.last_draw: LastDraw | None = None
         self.replay_count: ReplayCount | None = None
         self.stale_updates = Tally()
+        self.returned = SharedNumbers("q", [0, 0])  # the numbers of batches and rows that `sample` has returned
         self._count_replays, self.include_info = count_replays, include_info
         #: Bound batches by size; in place of one, the reason in one line why there is none.
         self.bound: dict[int, BoundBatch | str] = {}
@@ -447,6 +450,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
         *,
         wait: bool = False,
         timeout: float | None = None,
+        cancel_event: Any = None,
     ) -> Any:
         """Return a batch ``[B]`` in fresh memory, as a TensorDict; ``batch.numpy()`` returns a dict of NumPy arrays.
 
@@ -454,41 +458,117 @@ class ReplayBuffer(TensorDictReplayBuffer):
             batch_size: B, default: the ``batch_size`` of the buffer.
             return_info: return ``(batch, info)``, where ``info`` is the sampler's report.
             include_info: whether the batch contains the sampler's report, default: the setting of the buffer.
-            wait: wait until the buffer has rows and flow control admits the batch.
+            wait: wait until the sampler can draw rows and flow control admits the batch.
             timeout: longest wait in seconds; ``None`` waits forever.
+            cancel_event: an object such as a ``threading.Event``; the wait ends when its ``is_set()`` returns True.
 
         Raises:
             ValueError: the batch size is negative or no whole number.
-            RuntimeError: no batch size is given. Without ``wait``, also: the buffer is empty, or flow control does not
-                admit the batch.
+            RuntimeError: no batch size is given, or the wait was cancelled. Without ``wait``, also: the buffer is
+                empty, or flow control does not admit the batch.
             TimeoutError: the wait took longer than ``timeout``.
         """
         include_info = self.include_info if include_info is None else include_info
         if not wait and self.flow is None:
             return self._sample_now(batch_size, return_info, include_info)
-        with flow.permission(self, batch_size or self._batch_size, wait, timeout):
+        with flow.permission(self, batch_size or self._batch_size, wait, timeout, cancel_event):
             return self._sample_now(batch_size, return_info, include_info)
 
     def _sample_now(self, batch_size: int | None, return_info: bool, include_info: bool) -> Any:
         size = self._batch_size if batch_size is None else batch_size
         if type(size) is int and size in self.bound and include_info and not return_info and self._returns_as_drawn:
-            drawn = self._draw_bound(size)
+            drawn = self._draw_bound(size, is_returned=True)
             if drawn is not None:
                 return drawn[0]
         if not (self.parts or self._initialize()).draws:
             generally = super().sample if include_info else super(TensorDictReplayBuffer, self).sample
-            return generally(batch_size, return_info)
+            batch, info = generally(batch_size, return_info=True)
+        else:
+            batch, info = self._sample_with_report(batch_size)
+            if not include_info:
+                batch = self.parts.without_report(batch, info)
+        first = info["index"][0] if isinstance(info["index"], tuple) else info["index"]
+        with self._replay_lock:
+            self._count_returned(len(first))
+        return (batch, info) if return_info else batch
+
+    def _sample_with_report(self, batch_size: int | None) -> Sample:
         size = as_size(self._batch_size if batch_size is None else batch_size)
         is_other = size != self._batch_size is not None and self.prefetcher is None
         if self._service_shutdown or size is None or is_other:  # TorchRL raises an error or warns
-            batch, info = super(TensorDictReplayBuffer, self).sample(batch_size, return_info=True)
+            drawn = super(TensorDictReplayBuffer, self).sample(batch_size, return_info=True)
         else:
-            batch, info = self._sample(size)
+            drawn = self._sample(size)
         if size is not None and size not in self.bound and not self.parts.is_looking:
             self._bind(size)
-        if not include_info:
-            batch = self.parts.without_report(batch, info)
-        return (batch, info) if return_info else batch
+        return drawn
+
+    def _count_returned(self, rows: int) -> None:
+        """Count a batch for :meth:`stats`; the caller holds the lock."""
+        counts = self.returned.values
+        counts[0] += 1
+        counts[1] += rows
+
+    def _increment_counter(self, name: str, increment: int) -> None:
+        """Do nothing: TorchRL's ``sample`` calls this method, and :meth:`sample` counts for itself."""
+
+    def can_sample(self, batch_size: int | None = None) -> bool:
+        """Return whether :meth:`sample` can return a batch now.
+
+        Args:
+            batch_size: B, default: the ``batch_size`` of the buffer.
+
+        Raises:
+            RuntimeError: no batch size is given.
+        """
+        self._initialize()
+        size = self._batch_size if batch_size is None else batch_size
+        with self._replay_lock:
+            if self.flow is not None and size is not None:
+                self.flow.agree(len(self._storage))
+                if not self.flow.admits_sample(size):
+                    return False
+            return super().can_sample(batch_size)
+
+    def wait_until_sampleable(
+        self, min_items: int | None = None, timeout: float | None = None, cancel_event: Any = None
+    ) -> bool:
+        """Wait until :meth:`can_sample` returns True; return False after a timeout or a cancellation.
+
+        Args:
+            min_items: B, the number of rows of a batch, default: the ``batch_size`` of the buffer.
+            timeout: longest wait in seconds, at least 0; ``None`` waits forever.
+            cancel_event: an object such as a ``threading.Event``; the wait ends when its ``is_set()`` returns True.
+
+        Raises:
+            ValueError: ``min_items`` is below 1, or ``timeout`` is negative.
+            RuntimeError: no batch size is given, or the buffer has been shut down.
+
+        Cost: the buffer's lock once per millisecond; writes do not notify waiting threads or processes.
+        """
+        size = None if min_items is None else whole(1)("min_items", min_items)
+        if timeout is not None and not as_number(timeout) >= 0:
+            raise ValueError(f"timeout must be a number of seconds, at least 0, or None, got {timeout!r}")
+
+        def can_sample() -> bool:
+            self._refuse_shut_down()
+            return self.can_sample(size)
+
+        try:
+            with flow.admitted(can_sample, self._replay_lock, timeout, cancel_event=cancel_event):
+                return True
+        except (TimeoutError, flow.Cancelled):
+            return False
+
+    def stats(self) -> dict[str, int | float | bool]:
+        """Return numbers for a monitor: ``size``, ``capacity``, ``utilization``, ``write_count``, ``sample_calls``,
+        ``samples_returned``, ...
+
+        ``sample_calls`` and ``samples_returned`` count the batches and the rows that :meth:`sample` has returned. See
+        TorchRL's ``ReplayBuffer.stats``; :meth:`health` has further numbers.
+        """
+        calls, rows = self.returned
+        return super().stats() | {"sample_calls": calls, "samples_returned": rows}
 
     @property
     def _returns_as_drawn(self) -> bool:
@@ -518,8 +598,11 @@ class ReplayBuffer(TensorDictReplayBuffer):
         others = [f"not {name}: {stage or 'no call yet'}" for name, stage in calls.items() if name not in found]
         return "; ".join([*([", ".join(found)] if found else []), *others])
 
-    def _draw_bound(self, size: int) -> Sample | None:
-        """Draw a batch by :attr:`bound` stages; return None if there are none for this size, or they are outdated."""
+    def _draw_bound(self, size: int, is_returned: bool = False) -> Sample | None:
+        """Draw a batch by :attr:`bound` stages; return None if there are none for this size, or they are outdated.
+
+        ``is_returned``: whether :meth:`sample` returns this batch.
+        """
         with self.parts.storage.lock:
             bound = self.bound.get(size)
             drawn = None if bound is None or isinstance(bound, str) else bound.sample()
@@ -531,6 +614,8 @@ class ReplayBuffer(TensorDictReplayBuffer):
             self.last_draw = report["index"], report.get("priority_weight"), newest
             if self.replay_count is not None:
                 self.replay_count.count_(report["index"])
+            if is_returned:
+                self._count_returned(size)
         return drawn.batch, report
 
     def _bind(self, size: int) -> None:
@@ -1033,7 +1118,8 @@ class ReplayBuffer(TensorDictReplayBuffer):
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the rows and of the state of all components, as tensors and plain Python values."""
         flow_state = None if self.flow is None else self.flow.state_dict()
-        return super().state_dict() | {"_trajectories": trajectories_of(self._storage), "_flow": flow_state}
+        found = super().state_dict() | {"_trajectories": trajectories_of(self._storage), "_flow": flow_state}
+        return found | dict(zip(_RETURNED, self.returned, strict=True))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the state of :meth:`state_dict`; batches drawn ahead and flow control as in :meth:`loads`.
@@ -1056,6 +1142,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
                 load_or_restore(parts, state_dict)
                 super().load_state_dict(state_dict)
                 load_trajectories(self, state_dict.get("_trajectories", []))
+                self.returned.values[:] = [state_dict.get(name) or 0 for name in _RETURNED]
                 if self.flow is not None:
                     self.flow.restore(state_dict.get("_flow"), len(self._storage))
                 if self.parts.wrapper is not None:
@@ -1067,7 +1154,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
             self._validate_prefetch_state(state_dict.get("_prefetch_state"))  # as TorchRL does, before any change
             if self.flow is not None:
                 self.flow.refuse_state(state_dict.get("_flow"))
-            refuse_counts(state_dict["_batch_size"], state_dict.get("_consume_after_n_samples"))
+            refuse_counts(*map(state_dict.get, ("_batch_size", "_consume_after_n_samples", *_RETURNED)))
             refuse_trajectories(state_dict.get("_trajectories", []))
             rng = state_dict.get("_rng")
             refuse_generators({} if rng is None else {rng[1]: rng[0]})
@@ -1095,15 +1182,20 @@ class ReplayBuffer(TensorDictReplayBuffer):
             RuntimeError: the operating system has no locks that survive the death of a process (Windows).
         """
         storage = vars(self).get("_storage")  # missing while TorchRL's constructor calls this
-        if not shared or not isinstance(storage, PackedStorage):
-            return super().share(shared)
+        is_shared = self.shared and "_write_lock" in vars(self)  # the constructor sets only the first
+        if not isinstance(storage, PackedStorage):
+            return self if shared and is_shared else super().share(shared)
+        if not shared:
+            return self
         with storage.lock:
             if storage.is_reserved:
                 complete_reserved(self)
             self.bound = {}  # shared rows, counters and priorities have other addresses
             share_parts(storage, self._sampler, self._writer, self.flow)
             self.stale_updates.share_memory_()
-            super().share(True)
+            self.returned.share_memory_()
+            if not is_shared:  # TorchRL would replace the semaphores that other processes have
+                super().share(True)
             self._write_lock = nullcontext()  # the storage's lock also works between processes
         return self
 
@@ -1277,6 +1369,17 @@ class ReplayBuffer(TensorDictReplayBuffer):
         if isinstance(queue, list | tuple) and not (serves and len(queue) <= self._prefetch_cap):
             queue = ()
         return prefetch_state | {"capacity": self._prefetch_cap, "queue": queue}
+
+    # -- workers of a DataLoader, in which TorchRL's data sets sample copies of the buffer
+
+    @property
+    def _requires_shared_state(self) -> bool:
+        return self.flow is not None and not self.shared
+
+    def _reset_worker_state(self) -> None:
+        super()._reset_worker_state()
+        if self.prefetcher is not None:
+            self.prefetcher = Prefetcher(self, self.prefetcher.device, 0)
 
     # -- pickling
 

@@ -38,6 +38,7 @@ def capture(rb: Any, prefetched: dict[str, Any]) -> dict[str, Any]:
             "stats": None if rb.episode_stats is None else rb.episode_stats.state_dict(),
             "replays": None if rb.replay_count is None else rb.replay_count.counts(),
             "flow": None if rb.flow is None else rb.flow.state_dict(),
+            "returned": [*rb.returned],
         },
         "storage": {
             "class": type(storage).__name__,
@@ -59,6 +60,7 @@ def capture(rb: Any, prefetched: dict[str, Any]) -> dict[str, Any]:
 def restore_buffer(rb: Any, saved: dict[str, Any], generator: dict[str, Any] | None) -> None:
     """Restore the sampling options, generator and prefetch queue of a buffer; the caller holds the buffer's locks."""
     rb._batch_size, rb._consume_after_n_samples = saved["batch_size"], saved["consume_after_n_samples"]
+    rb.returned.values[:] = saved.get("returned", [0, 0])
     restore_generator(rb, generator)
     rb._restore_prefetch_queue_locked(_prefetch_state(rb, saved["prefetched"]), clone_queue=False)
 
@@ -101,9 +103,11 @@ def _refuse_other_content(own: Any, saved: Any, where: str) -> None:
 def refuse_malformed(rb: Any, saved: dict[str, Any]) -> None:
     """Refuse malformed values that the storage, sampler and writer do not check themselves."""
     buffer, writer = saved["buffer"], saved["writer"]["state"]
-    refuse_counts(
-        buffer["batch_size"], buffer["consume_after_n_samples"], *map(writer.get, ("_cursor", "_write_count"))
-    )
+    counts = buffer["batch_size"], buffer["consume_after_n_samples"], *map(writer.get, ("_cursor", "_write_count"))
+    returned = buffer.get("returned", [0, 0])
+    refuse_counts(*counts, *(count if type(count) is int else -1 for count in returned))
+    if len(returned) != 2:
+        raise ValueError(f"the saved counts of batches and of their rows are {returned!r}")
     if rb.flow is not None:
         rb.flow.refuse_state(buffer.get("flow"))
     rb._validate_prefetch_state(_prefetch_state(rb, buffer["prefetched"]))

@@ -61,3 +61,7 @@ class QueueSampler(RowSampler):
         if waiting < batch_size:
             raise Empty(f"a batch has {batch_size} rows, and {waiting} {'waits' if waiting == 1 else 'wait'}")
         return self.writer.take(batch_size), {}
+
+    def can_sample(self, storage: Storage, batch_size: int) -> bool:
+        """Return whether there are enough undrawn rows for a batch."""
+        return self.writer.waiting >= batch_size

@@ -49,6 +49,7 @@ class UniformSampler(RowSampler, metaclass=Replaceable):
     """
 
     _shown = state_keys = ("unique",)
+    requires_shared_state = False
     without_replacement: ClassVar[type[Sampler]]  # set in __init__.py, because samplers do not import each other
 
     def __init__(self, *, unique: bool = False, replacement: bool = True) -> None:
@@ -66,6 +67,10 @@ class UniformSampler(RowSampler, metaclass=Replaceable):
         source = device if generator is None else generator.device
         flat = torch.randint(rows, (batch_size,), generator=generator, device=source)
         return (flat if source == device else flat.to(device)), {}
+
+    def can_sample(self, storage: Storage, batch_size: int) -> bool:
+        """Return whether there are enough rows for a batch."""
+        return len(storage) >= (batch_size if self.unique else 1)
 
     @compiled_form_of("draw", "_distinct")
     def bind_draw(self, storage: PackedStorage, size: int, *, reads: bool) -> BoundDraw:

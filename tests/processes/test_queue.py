@@ -6,6 +6,7 @@ import multiprocessing as mp
 import os
 import pickle
 import signal
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -321,3 +322,18 @@ def test_processes_take_each_row_once_while_some_are_killed():
     streams = [[(of, x) for pid, of, x in told if pid == reader.pid] for reader in readers]
     check_streams(streams, 2, 300, lost=3 * BATCH)  # what a killed process had taken, and not told of yet
     assert sum(map(len, streams)) > 0
+
+
+def test_a_queue_says_when_it_has_a_batch() -> None:
+    queue = ExperienceQueue(storage=PackedStorage(8), batch_size=2)
+    queue.add(TensorDict({"x": torch.zeros(1)}))
+    cancelled = threading.Event()
+    cancelled.set()
+    assert not queue.can_sample()
+    with pytest.raises(RuntimeError, match="cancel_event of this call was set"):
+        queue.sample(cancel_event=cancelled)
+    queue.add(TensorDict({"x": torch.zeros(1)}))
+    assert queue.wait_until_sampleable()
+    assert not queue.wait_until_sampleable(cancel_event=cancelled)
+    cancelled.clear()
+    assert queue.sample(cancel_event=cancelled).shape == (2,)

@@ -81,6 +81,28 @@ def test_what_one_process_writes_the_others_read(place, written, tmp_path):
     assert len(rb) == 0
 
 
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_workers_that_start_one_after_another_write_every_row(method):
+    """The nightly of TorchRL of October 2026 makes new semaphores at each ``share()``."""
+    rb = make()
+    if method == "fork":
+        rb.share()
+    context: Any = mp.get_context(method)
+    workers = [context.Process(target=_extend, args=(rb, 5 * k)) for k in range(2 if method == "spawn" else 4)]
+    for worker in workers:
+        worker.start()
+        assert rb.share() is rb
+    for worker in workers:
+        worker.join(180)
+    assert [worker.exitcode for worker in workers] == [0] * len(workers)
+    assert rb.write_count == 5 * len(workers)
+    assert sorted(rb.storage["x"].tolist()) == list(range(5 * len(workers)))
+
+
+def _extend(rb: ReplayBuffer, start: int) -> None:
+    rb.extend(rows(start, 5))
+
+
 @pytest.mark.parametrize("sampler", [ProportionalSampler, RankSampler])
 def test_priorities_and_settings_are_everybodys(sampler):
     rb = make(sampler)
