@@ -67,6 +67,7 @@ class StatefulSampler(Sampler):
     _shown: ClassVar[tuple[str, ...]] = ()  # the attributes that ``repr`` shows; by default ``state_keys``
     state_keys: ClassVar[tuple[str, ...]] = ()  # the attributes that may be set at any time; saved in the state
     needs_order: bool = False  # whether the sampler needs rows in time order
+    requires_shared_state: bool = True  # whether draws change or read state that other processes would have to share
     report_keys: frozenset[str] = frozenset()  # the entries, besides "index", that the sampler adds to each batch
 
     def settings_changed(self) -> None:

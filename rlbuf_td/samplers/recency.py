@@ -85,6 +85,7 @@ class RecencySampler(RowSampler):
 
     _shown: ClassVar = ("half_life", "window", "age_key")
     state_keys: ClassVar = ("half_life", "window")
+    requires_shared_state = False
     half_life: float = setting(_half_life)
     window: int | None = setting(_window)
     log_decay: float  # the logarithm of ``P(k + 1) / P(k)``; 0 if all ages are equally likely

@@ -162,6 +162,8 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):
     device = _of_inner("device")
     max_size = _of_inner("max_size")
     ran_out = _of_inner("ran_out")
+    requires_shared_state = _of_inner("requires_shared_state")
+    can_sample = _of_inner("can_sample")
     _remaining_batches = _of_inner("_remaining_batches")
     _rng = _of_inner("_rng")
     add = _of_inner("add")

@@ -242,6 +242,8 @@ class PackedStorage(LazyTensorStorage):
 
     def all_rows(self) -> Rows:
         """Return all allocated rows; raise a RuntimeError if there are none."""
+        if self.rows is None and self.shared_rows is not None:
+            self.shared_rows.find()  # another process may have allocated them
         if self.rows is None:
             raise RuntimeError("cannot read from a PackedStorage before the first write: its rows have no keys yet")
         return self.rows
@@ -267,13 +269,17 @@ class PackedStorage(LazyTensorStorage):
             IndexError: an index is outside the written rows. (On CUDA, index tensors and lists are not checked.)
             KeyError: the key is not stored.
         """
+        with self.lock:  # no row of a copy is half written
+            return self._get(index)
+
+    def _get(self, index: Any) -> Any:
         rows = self.written_rows()
         if is_index(index):
             return rows.at_steps(index.to(self.device, torch.int64))
         if is_key(index):
             return rows.column((index,) if isinstance(index, str) else index)
         if isinstance(index, list | range | np.ndarray):
-            return self.get(as_index(index))
+            return self._get(as_index(index))
         if is_mask(index) and index.shape == rows.shape:
             index = index.nonzero(as_tuple=True)
         if isinstance(index, tuple) and len(index) == self.ndim and all(map(is_index, index)):
@@ -446,6 +452,18 @@ class PackedStorage(LazyTensorStorage):
         share(self)
         return self
 
+    def _share_memory_(self) -> None:
+        """Share rows on the CPU with the workers of a DataLoader; TorchRL's data sets call this method.
+
+        Rows that :meth:`reserve` has allocated are shared after the first write, which may allocate them again.
+        """
+        if not self.is_reserved and str(self.device).startswith("cpu"):
+            self.share_memory_()
+
+    def _fork_safe(self) -> bool:
+        """Return whether a forked process sees later writes to the rows; the workers of a DataLoader ask."""
+        return self.shared_rows is not None or self.rows is None or self.device.type != "cpu"
+
     def _make_init_directory(self) -> None:
         """Do nothing. TorchRL's collectors require this method before they let workers initialize the storage."""
 
@@ -507,8 +525,7 @@ class PackedStorage(LazyTensorStorage):
         if saved is not None:
             self._fill_copy(*saved)
         elif self.shared_rows is not None:  # in a spawned process: map the same rows
-            self.lock = self.shared_rows.lock
-            self.shared_rows.find()
+            self.shared_rows.restore(self)
         forks.watch(self)
         for each in listeners_of(self):
             getattr(each, "_rows_restored", bool)()

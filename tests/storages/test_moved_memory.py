@@ -167,6 +167,7 @@ MOVES: dict[str, Callable[[World], object]] = {
     "a load": loaded,
     "a loaded state": reload_state,
     "a fork": lambda world: elsewhere(world.rb[:].share_memory_),
+    "a data set of TorchRL": lambda world: world.rb.storage._share_memory_(),
     "share": lambda world: world.rb.share(),
 }
 

@@ -118,6 +118,11 @@ class SharedRows:
         self._has_rows = False  # whether this process maps the rows
         self.lock = ProcessLock(self, storage.lock)
 
+    def restore(self, storage: PackedStorage) -> None:
+        """Connect to the storage that a spawned process has received, and map its rows."""
+        self._storage, storage.lock = storage, self.lock
+        self.find()
+
     def find(self) -> None:
         """Map the rows if another process has allocated them and this process has not mapped them."""
         length, storage = self._described[0], self._storage
@@ -169,7 +174,8 @@ class SharedRows:
                 listener.mark_update(torch.stack(index, -1) if isinstance(index, tuple) else index)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_has_rows": False}
+        # Without the storage, so that TorchRL's data sets can send the state of a storage without the storage.
+        return self.__dict__ | {"_has_rows": False, "_storage": None}
 
 
 def share(storage: PackedStorage) -> None:
