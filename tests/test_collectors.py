@@ -14,6 +14,7 @@ from torchrl.envs import EnvBase, GymEnv, SerialEnv, StepCounter, TransformedEnv
 
 from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer, RingWriter
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
+from tests.features import needs
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
 KEYS = ["observation", "step_count", ("next", "observation"), ("collector", "traj_ids")]
@@ -63,6 +64,34 @@ def test_a_collector_fills_the_buffer_itself(ndim, extend_buffer, cls):
     collector.shutdown()
     assert len(rb) == 240
     assert rb.write_count == 480 // (3 if ndim == 2 else 1)
+    check_trajectories(rb)
+
+
+@needs("trajectory writes")
+@pytest.mark.parametrize(
+    ("collector", "env"),
+    [
+        (Collector, single),
+        (Collector, three),
+        pytest.param(MultiSyncCollector, single, marks=pytest.mark.slow),
+        pytest.param(MultiAsyncCollector, single, marks=pytest.mark.slow),
+    ],
+)
+def test_collectors_write_whole_trajectories(collector, env):
+    rb = ReplayBuffer(storage=PackedStorage(1_000), sampler=ProportionalSampler(1_000), batch_size=16)
+    settings = {"frames_per_batch": 60, "total_frames": 480, "replay_buffer": rb, "replay_write_mode": "trajectory"}
+    collecting = collector(env() if collector is Collector else [env] * 2, None, **settings)
+    for nothing in collecting:
+        assert nothing is None
+        if len(rb):
+            learn(rb)
+    collecting.shutdown()
+    rows = rb.chronological()
+    ends = rows["next", "done"].flatten().nonzero().flatten() + 1
+    assert int(ends[-1]) == len(rb)
+    for trajectory in rows.split(ends.diff(prepend=torch.zeros(1, dtype=torch.int64)).tolist()):
+        assert trajectory["step_count"].flatten().tolist() == list(range(len(trajectory)))
+        assert len(trajectory["collector", "traj_ids"].unique()) == 1
     check_trajectories(rb)
 
 

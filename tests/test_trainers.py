@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDict
 from tensordict.nn import InteractionType, NormalParamExtractor, TensorDictModule
-from torchrl.checkpoint import Checkpoint
+from torchrl.checkpoint import Checkpoint, GlobalRNGState
 from torchrl.collectors import Collector
 from torchrl.envs import GymEnv
 from torchrl.modules import MLP, ProbabilisticActor, QValueActor, TanhNormal, ValueOperator
 from torchrl.objectives import ClipPPOLoss, DQNLoss, SACLoss, SoftUpdate
+
+from tests.features import needs
 
 hydra = pytest.importorskip("hydra")
 data = pytest.importorskip("torchrl.trainers.algorithms.configs.data")
@@ -71,6 +76,43 @@ def ppo(env: GymEnv) -> tuple[Any, dict[str, Any]]:
     return ClipPPOLoss(actor, critic), {"actor_network": actor, "critic_network": critic, "num_epochs": 2}
 
 
+def interrupted(buffer: Any, folder: Path) -> None:
+    """Write and sample until a signal asks to stop; save, and go on with another buffer from what was saved."""
+    from torchrl.checkpoint import RunCheckpointer, StopOnSignal
+
+    def run(rb: Any, resume: Path | None, steps: int) -> tuple[list[torch.Tensor], Any]:
+        saved = RunCheckpointer(
+            Checkpoint(replay_buffer=rb, rng=GlobalRNGState()), directory=folder, interval=100, resume_path=resume
+        )
+        assert saved.restore() is (resume is not None)
+        drawn = []
+        with StopOnSignal() as stop:
+            for step in range(steps):
+                rb.extend(TensorDict({"x": torch.rand(10)}, [10]))
+                drawn.append(rb.sample()["x"])
+                if step == 2 and resume is None:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                if stop.requested:
+                    saved.save(step + 1, force=True)
+                    break
+        return drawn, stop
+
+    first, stop = run(buffer(), None, 9)
+    assert (len(first), stop.signal_name) == (3, "SIGTERM")
+    state = torch.get_rng_state()
+    torch.manual_seed(5)
+    after, _ = run(buffer(), folder, 2)
+    torch.set_rng_state(state)
+    again, _ = run(buffer(), folder, 2)
+    assert all(map(torch.equal, after, again))
+
+
+@needs("stop signals")
+@pytest.mark.parametrize("sampler", [UNIFORM, PROPORTIONAL], ids=["uniform", "proportional"])
+def test_a_run_that_a_signal_stops_goes_on_with_the_same_numbers(sampler: Any, tmp_path: Path) -> None:
+    interrupted(lambda: make_buffer(sampler), tmp_path)
+
+
 CASES: dict[str, tuple[Any, Any, Any, str]] = {
     "DQN by priority": (dqn, trainers.DQNTrainerConfig, PROPORTIONAL, "CartPole-v1"),
     "SAC": (sac, trainers.SACTrainerConfig, UNIFORM, "Pendulum-v1"),
@@ -93,6 +135,20 @@ def make_trainer(case: str, **kwargs: Any) -> Any:
     settings = {"total_frames": FRAMES, "optim_steps_per_batch": 3, "logger": None, "save_trainer_file": None}
     settings |= {"progress_bar": False, "enable_logging": False}
     return hydra.utils.instantiate(config(**missing, **settings), optimizer=optimizer, **parts)
+
+
+@needs("stop signals")
+def test_a_trainer_stops_at_a_signal_and_saves(tmp_path: Path) -> None:
+    trainer = make_trainer("SAC", checkpoint=Checkpoint(), save_trainer_file=str(tmp_path / "saved"))
+    trainer.register_op("post_steps", lambda: os.kill(os.getpid(), signal.SIGTERM))
+    with trainer.stop_on_signal() as stop:
+        trainer.train()
+    assert stop.requested
+    assert trainer.collected_frames < FRAMES
+    restored = make_trainer("SAC", checkpoint=Checkpoint())
+    restored.load_from_file(tmp_path / "saved")
+    assert restored.collected_frames == trainer.collected_frames
+    assert (restored.replay_buffer.storage[:] == trainer.replay_buffer.storage[:]).all()
 
 
 @pytest.mark.parametrize("form", ["directory", "archive"])
