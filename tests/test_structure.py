@@ -83,7 +83,7 @@ PRIVATE_NAMES = {
     "distributed/segments.py": "_initialize",
     "distributed/shard.py": "_initialize _write_priorities",
     "distributed/spec.py": "_initialize",
-    "storages/packed.py": "_order_lost _rows_restored",
+    "storages/packed.py": "_order_lost _refuse_checkpointer _rows_restored",
     "storages/writes.py": "_refuse_schema",
     # torch, TensorDict, numba and Python
     "checkpoint/manifest.py": "_metadata",

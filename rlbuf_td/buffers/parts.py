@@ -99,6 +99,13 @@ class Parts(NamedTuple):
         stored = self.storage.layout.places if self.draws else {}
         return batch.exclude(*(key for key in info if as_tuple(key) not in stored))
 
+    def split_report(self, batch: Any) -> tuple[Any, dict[str, Any]]:
+        """Return a batch without the sampler's entries that are not in its info dict, and these entries."""
+        if not isinstance(batch, TensorDictBase):
+            return batch, {}
+        found = {key: batch.get(key) for key in self.report_keys & {*batch.keys()}}
+        return batch.exclude(*found), found
+
     def errors_of(self, data: TensorDictBase, key: NestedKey) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the index of the rows whose priorities a batch updates, and one TD error for each row."""
         entries, sampler = entries_of(data), self.prioritized

@@ -9,7 +9,7 @@ from multiprocessing.context import get_spawning_popen
 from operator import setitem
 from pathlib import Path
 from threading import RLock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -480,13 +480,20 @@ class ReplayBuffer(TensorDictReplayBuffer):
             drawn = self._draw_bound(size, is_returned=True)
             if drawn is not None:
                 return drawn[0]
-        if not (self.parts or self._initialize()).draws:
+        parts = self.parts or self._initialize()
+        with self._replay_lock:  # finds rows that another process has allocated
+            row_class = parts.storage.row_class if parts.is_packed else None
+        include_info = include_info and row_class is None  # other classes have no fields for the report
+        if not parts.draws:
             generally = super().sample if include_info else super(TensorDictReplayBuffer, self).sample
             batch, info = generally(batch_size, return_info=True)
         else:
             batch, info = self._sample_with_report(batch_size)
             if not include_info:
                 batch = self.parts.without_report(batch, info)
+        if row_class is not None:
+            batch, more = self.parts.split_report(batch)
+            batch, info = row_class.wrap(batch), info | more
         first = info["index"][0] if isinstance(info["index"], tuple) else info["index"]
         with self._replay_lock:
             self._count_returned(len(first))
@@ -572,9 +579,11 @@ class ReplayBuffer(TensorDictReplayBuffer):
 
     @property
     def _returns_as_drawn(self) -> bool:
-        """Whether batches are returned as drawn: not transformed, not page-locked, not copied to a device."""
+        """Whether batches are returned as drawn: not transformed, page-locked, copied, or of another class."""
         is_moved = self._pin_memory or (self.prefetcher is not None and self._copies_batches)
-        return not (is_moved or self._service_shutdown or torchrl_parts.modules_of(self.parts.transforms))
+        if is_moved or self._service_shutdown or torchrl_parts.modules_of(self.parts.transforms):
+            return False
+        return not self.parts.is_packed or self.parts.storage.row_class is None
 
     @property
     def compiled(self) -> str:
@@ -696,8 +705,11 @@ class ReplayBuffer(TensorDictReplayBuffer):
 
     # -- writes
 
-    def add(self, data: TensorDictBase) -> int | torch.Tensor:
+    def add(self, data: Any) -> int | torch.Tensor:
         """Write one transition, or with ``ndim > 1`` one time step of all environments; return its index.
+
+        ``data`` is a TensorDict, a tensorclass or a tensor. If the first write was not a TensorDict, batches are
+        objects of its class, without the sampler's report, which ``sample(return_info=True)`` returns.
 
         Raises:
             SchemaError: the data does not match the rows; nothing has changed.
@@ -706,12 +718,13 @@ class ReplayBuffer(TensorDictReplayBuffer):
         """
         return writing.write_in_turn(self, data, "add", True)
 
-    def extend(self, tensordicts: TensorDictBase, *, update_priority: bool | None = None) -> torch.Tensor:
+    def extend(self, tensordicts: Any, *, update_priority: bool | None = None) -> torch.Tensor:
         """Write ``[n]`` transitions in order (with ``ndim=2``: ``[E, T]``, as collectors return them); return their
         index.
 
         Args:
-            tensordicts: the transitions.
+            tensordicts: the transitions: a TensorDict, a tensorclass or a tensor, or a list of steps, each as
+                :meth:`add` takes it.
             update_priority: whether TD errors in the data set the priorities, default ``True``.
 
         Raises:
@@ -1065,7 +1078,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
             NotImplementedError: the storage's default checkpointer has been replaced.
         """
         if type(self.storage.checkpointer) is not self.storage._default_checkpointer:
-            raise NotImplementedError(_NO_CHECKPOINTERS)
+            self._refuse_checkpointer()
         dump_buffer(self, path, progress, sync=sync)
 
     def loads(
@@ -1107,13 +1120,16 @@ class ReplayBuffer(TensorDictReplayBuffer):
         how: Any = {"rows_only": rows_only, "default_generator": default_generator, "progress": progress}
         load_buffer(self, path, connect, self._fully_locked(), **how)
 
+    def _refuse_checkpointer(self) -> NoReturn:
+        raise NotImplementedError(_NO_CHECKPOINTERS)
+
     def register_save_hook(self, hook: Any) -> None:
         """Raise a NotImplementedError: :meth:`dumps` does not support TorchRL's save hooks."""
-        raise NotImplementedError(_NO_CHECKPOINTERS)
+        self._refuse_checkpointer()
 
     def register_load_hook(self, hook: Any) -> None:
         """Raise a NotImplementedError: :meth:`loads` does not support TorchRL's load hooks."""
-        raise NotImplementedError(_NO_CHECKPOINTERS)
+        self._refuse_checkpointer()
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the rows and of the state of all components, as tensors and plain Python values."""

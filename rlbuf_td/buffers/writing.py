@@ -19,13 +19,14 @@ from rlbuf_td.diagnostics.episode_stats import EpisodeStats
 from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.samplers.common import refuse_errors, refuse_taken
 from rlbuf_td.samplers.n_step import joins_steps
-from rlbuf_td.storages import SchemaError, torchrl_parts
+from rlbuf_td.storages import PackedStorage, SchemaError, torchrl_parts
 from rlbuf_td.storages.indexing import first_of_row, flat_rows, inner_dims, one_a_row
 from rlbuf_td.storages.interrupts import held_back
+from rlbuf_td.storages.row_class import opened
 from rlbuf_td.storages.schema import kind, reshaped, show_key
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex, as_tuple
 from rlbuf_td.storages.write_clock import SAMPLED_AT, skip_stale
-from rlbuf_td.storages.writes import edit_entries, is_key, wrapping
+from rlbuf_td.storages.writes import edit_entries, is_key, stacked, wrapping
 
 if TYPE_CHECKING:
     from rlbuf_td.buffers.replay import ReplayBuffer
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
 def write_in_turn(rb: ReplayBuffer, data: TensorDictBase, how: str, update_priority: bool) -> Any:
     """Write the data as soon as flow control, if any, admits the write."""
+    if type(data) is not TensorDict and not isinstance(data, TensorDictBase):
+        return _write_opened(rb, data, how, update_priority)
     if rb.flow is None and rb.episode_stats is None:
         return _write(rb, data, how, update_priority)
     rb._refuse_shut_down()
@@ -42,6 +45,29 @@ def write_in_turn(rb: ReplayBuffer, data: TensorDictBase, how: str, update_prior
     rows = _transitions(data, how).batch_size[: rb.storage.ndim - (how == "add")].numel()
     with inserting(rb, rb.flow, rows):
         return write(rb, data, how, update_priority)
+
+
+def _write_opened(rb: ReplayBuffer, data: Any, how: str, update_priority: bool) -> Any:
+    """Write tensorclasses, tensors, or a list of steps as TensorDicts."""
+    storage = (rb.parts or rb._initialize()).storage
+    if not isinstance(storage, PackedStorage):
+        refuse_other_data(how, data)
+    if how == "extend" and isinstance(data, list):
+        if not data:
+            raise ValueError("extend needs at least one transition, got none")
+        data = stacked(data, rb.dim_extend)
+    found, row_class = opened(data, storage.ndim - (how == "add"))
+    if not isinstance(found, TensorDictBase):
+        refuse_other_data(how, data)
+    before = storage.row_class
+    if row_class is not None or not isinstance(data, TensorDictBase):
+        storage.take_class(row_class)
+    try:
+        return write_in_turn(rb, found, how, update_priority)
+    except Exception:
+        if not len(storage):
+            storage.take_class(before)
+        raise
 
 
 def check_write_back(
@@ -126,7 +152,7 @@ def _write_and_count(
 ) -> Any:
     """Write the data, and record the untransformed data in the episode statistics."""
     dims = rb.storage.ndim - (how == "add")
-    if not isinstance(data, TensorDictBase) or data.ndim < dims:
+    if data.ndim < dims:
         return _write(rb, data, how, update_priority)
     time_dim = -1 if data.ndim > dims else None if how == "add" else rb.dim_extend
     steps = stats.read(data, time_dim=time_dim)  # refuses malformed data before the write
@@ -216,10 +242,8 @@ def refuse_other_data(how: str, data: Any) -> NoReturn:
     raise TypeError(f"{how} takes a TensorDict, got {type(data).__name__}: {remedy}")
 
 
-def _transitions(data: Any, how: str) -> TensorDictBase:
+def _transitions(data: TensorDictBase, how: str) -> TensorDictBase:
     """Check ``data``, and remove the entries that a prioritized sampler adds to batches."""
-    if type(data) is not TensorDict and not isinstance(data, TensorDictBase):
-        refuse_other_data(how, data)
     if how == "extend" and not data.ndim:
         raise ValueError("extend takes several transitions, [n], got a single one: use add")
     keys = data.keys()  # only one of these two keys may be an entry of the user

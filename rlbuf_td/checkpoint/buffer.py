@@ -114,6 +114,7 @@ class _Load:
             "last_cursor": fit.steps - 1 if fit.moves else state["last_cursor"],
             "reserved": state.get("reserved", False),
             "in_time_order": state.get("in_time_order", True),
+            "row_class": state.get("row_class"),
         }
         saved["writer"]["state"] |= {"_cursor": fit.steps % capacity}
         saved["trajectories"] = [each | {"state": {}} for each in saved["trajectories"]]

@@ -22,6 +22,7 @@ from rlbuf_td.storages.checks import whole
 from rlbuf_td.storages.dedup import DedupLayout, DedupOptions
 from rlbuf_td.storages.interrupts import held_back
 from rlbuf_td.storages.layout import RowLayout
+from rlbuf_td.storages.row_class import RowClass
 from rlbuf_td.storages.rows import Rows
 from rlbuf_td.storages.schema import Leaf, SchemaError
 from rlbuf_td.storages.shared import forks
@@ -91,7 +92,9 @@ class PackedStorage(LazyTensorStorage):
     kernel, or several with deduplicated keys.
     ``python tests/benchmarks/memory.py`` measures the savings and the cost of deduplicated observations.
 
-    Unlike ``LazyTensorStorage``, this class accepts only TensorDicts of tensors, and refuses missing and unknown keys.
+    Rows may also be tensorclasses or tensors. :meth:`get`, and the ``sample`` of a buffer, then return objects of the
+    class that was written first. Unlike ``LazyTensorStorage``, this class accepts no pytrees, and refuses missing and
+    unknown keys.
 
     Example:
         >>> from tensordict import TensorDict
@@ -138,6 +141,7 @@ class PackedStorage(LazyTensorStorage):
         self.shared = shared
         self.rows: Rows | None = None  # from the first write on
         self.live: Rows | None = None  # the written rows, cached by the last read
+        self.row_class: RowClass | None = None  # the class of the rows in `get`; None: TensorDict
         self.is_reserved = False  # whether the rows were allocated by `reserve`; the first write may add keys
         self.shared_rows: SharedRows | None = None
         self.clock = WriteClock()
@@ -270,16 +274,18 @@ class PackedStorage(LazyTensorStorage):
             KeyError: the key is not stored.
         """
         with self.lock:  # no row of a copy is half written
-            return self._get(index)
+            found = self.read(index)
+        return found if self.row_class is None or is_key(index) else self.row_class.wrap(found)
 
-    def _get(self, index: Any) -> Any:
+    def read(self, index: Any) -> Any:
+        """Return the transitions at ``index`` as :meth:`get` does, but always as a TensorDict, and without the lock."""
         rows = self.written_rows()
         if is_index(index):
             return rows.at_steps(index.to(self.device, torch.int64))
         if is_key(index):
             return rows.column((index,) if isinstance(index, str) else index)
         if isinstance(index, list | range | np.ndarray):
-            return self._get(as_index(index))
+            return self.read(as_index(index))
         if is_mask(index) and index.shape == rows.shape:
             index = index.nonzero(as_tuple=True)
         if isinstance(index, tuple) and len(index) == self.ndim and all(map(is_index, index)):
@@ -329,9 +335,11 @@ class PackedStorage(LazyTensorStorage):
             IndexError: an index is out of range; nothing has been written.
             TypeError: ``data`` is not a TensorDict.
         """
-        data = as_tensordict(data)
+        is_one = isinstance(cursor, int | np.integer) or (isinstance(cursor, torch.Tensor) and not cursor.ndim)
+        selects = isinstance(cursor, tuple) or is_mask(cursor)
+        data = as_tensordict(self, data, 1 if selects else self.ndim - is_one)
         with self.lock, held_back:  # writes of a buffer already hold the lock
-            if isinstance(cursor, tuple) or is_mask(cursor):
+            if selects:
                 writes.replace(self, cursor, data)
                 set_cursor = False
             else:
@@ -373,6 +381,7 @@ class PackedStorage(LazyTensorStorage):
         """
         if self.rows is not None:
             raise RuntimeError("the rows of this storage are already allocated: reserve them before the first write")
+        schema = as_tensordict(self, schema, self.ndim - 1)
         if "index" in schema.keys():
             reason = "batches have the positions of their rows under it"
             raise SchemaError(f"cannot reserve rows for an entry 'index': {reason}")
@@ -384,6 +393,20 @@ class PackedStorage(LazyTensorStorage):
         writes.fix_rows(self, data, self.ndim - 1)
 
     _init = allocate_for  # TorchRL's checkpointers call it
+
+    def take_class(self, row_class: RowClass | None) -> None:
+        """Set the class of the rows before they are written; raise a SchemaError if other rows have another class.
+
+        ``None`` stands for TensorDicts, which are rows of any class.
+        """
+        with self.lock:
+            if not len(self):
+                if row_class is not None and self.rows is not None:  # of a reserved or emptied storage
+                    row_class.refuse_other(self.rows.view())
+                self.row_class = row_class
+            elif row_class not in (None, self.row_class):
+                own = "TensorDict" if self.row_class is None else self.row_class.name
+                raise SchemaError(f"cannot write {row_class.name}: the rows of this storage are read as {own}")
 
     def adopt(self, rows: Rows) -> None:
         """Make ``rows`` the rows of this storage, and set the attributes that TorchRL reads."""
@@ -424,7 +447,7 @@ class PackedStorage(LazyTensorStorage):
         if self.ndim == 1:
             return self.max_size
         single = single_data is not None
-        data = as_tensordict(single_data if single else batched_data)
+        data = as_tensordict(self, single_data if single else batched_data, self.ndim - single)
         return allocate.steps_for(self, data.batch_size[1 - single : self.ndim - single])
 
     @held_back
@@ -435,6 +458,7 @@ class PackedStorage(LazyTensorStorage):
             self.rows.forget()
             self.clock.forget(self.rows.steps)
         self._len_value.value = 0
+        self.row_class = None
         self._bump_mutation_revision()
 
     def share_memory_(self) -> Self:
@@ -491,6 +515,31 @@ class PackedStorage(LazyTensorStorage):
         """
         state.load(self, state_dict)
         state.end_trajectories(self)
+
+    @property
+    def checkpointer(self) -> Any:
+        """The object with which :meth:`dumps` saves, and TorchRL's buffers; :class:`ReplayBuffer` takes no other."""
+        return self._checkpointer
+
+    @checkpointer.setter
+    def checkpointer(self, checkpointer: Any) -> None:
+        if checkpointer is not None:
+            self._refuse_checkpointers()
+        self._checkpointer = self._default_checkpointer() if checkpointer is None else checkpointer
+
+    def register_save_hook(self, hook: Any) -> None:
+        """Register a hook of TorchRL's checkpointer; NotImplementedError in a :class:`ReplayBuffer`."""
+        self._refuse_checkpointers()
+        super().register_save_hook(hook)
+
+    def register_load_hook(self, hook: Any) -> None:
+        """Register a hook of TorchRL's checkpointer; NotImplementedError in a :class:`ReplayBuffer`."""
+        self._refuse_checkpointers()
+        super().register_load_hook(hook)
+
+    def _refuse_checkpointers(self) -> None:
+        for each in listeners_of(self):
+            getattr(each, "_refuse_checkpointer", bool)()
 
     def dumps(self, path: str | Path) -> None:
         """Save the content to a folder with TorchRL's checkpointer."""

@@ -17,6 +17,7 @@ from rlbuf_td.storages.checks import saved_number, state_of
 from rlbuf_td.storages.dedup import DedupLayout, Sections, saved_dedup
 from rlbuf_td.storages.indexing import stored_rows
 from rlbuf_td.storages.layout import RowLayout
+from rlbuf_td.storages.row_class import RowClass
 from rlbuf_td.storages.rows import PlainRows, Rows
 from rlbuf_td.storages.rows.dedup import DedupRows
 from rlbuf_td.storages.schema import SchemaError
@@ -51,6 +52,7 @@ def snapshot(storage: PackedStorage) -> dict[str, Any]:
         "layout": rows.layout.state(),
         "rows": storage.written_rows().given,
         "clock": storage.clock.state_dict() | {"capacity": rows.cells},
+        "row_class": None if storage.row_class is None else storage.row_class.state(),
     }
 
 
@@ -191,6 +193,7 @@ def restore_counters(storage: PackedStorage, state: dict[str, Any]) -> None:
         storage.clock.load_state_dict(clock, rows.steps, state["last_cursor"], rows.matrix.device)
     else:
         storage.clock.forget(rows.steps, state["last_cursor"])
+    storage.row_class = RowClass.of_state(state.get("row_class"))
     storage.numbers[LENGTH] = state["_len"]
     storage.numbers[NEWEST] = state["last_cursor"]
     count_change(storage)

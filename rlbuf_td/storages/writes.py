@@ -17,6 +17,7 @@ from rlbuf_td.storages.allocate import make_rows
 from rlbuf_td.storages.dedup import DedupLayout
 from rlbuf_td.storages.interrupts import held_back
 from rlbuf_td.storages.layout import RowLayout
+from rlbuf_td.storages.row_class import opened
 from rlbuf_td.storages.rows import Rows, last_of_each
 from rlbuf_td.storages.schema import SchemaError, refuse_other_index, refuse_unfit
 from rlbuf_td.storages.torchrl_parts import capacity_in_steps, count_change, listeners_of
@@ -80,6 +81,8 @@ def _as_steps(cursor: Any, total: int, live: int, append: bool) -> np.ndarray:
 
 def wrapping(data: Any, batch_size: str = "[n]") -> str:
     """Return how to make a TensorDict of ``data``, for error messages."""
+    if isinstance(data, list) and data and isinstance(data[0], Mapping):
+        return "wrap each step, [TensorDict(step) for step in data]"
     entries = "data" if isinstance(data, Mapping) else '{"observation": data, ...}'
     return (
         f"wrap it, TensorDict({entries}, {batch_size}), where NumPy arrays may be values; "
@@ -87,17 +90,34 @@ def wrapping(data: Any, batch_size: str = "[n]") -> str:
     )
 
 
-def as_tensordict(data: Any) -> TensorDictBase:
+def stacked(data: Any, dim: int = 0) -> Any:
+    """Stack a list of TensorDicts, tensorclasses or tensors, one per time step; other data stay the same."""
+    kinds: Any = (list, torch.Tensor) if isinstance(data, list) else (tuple,)  # a tuple of tensors is a pytree
+    if not isinstance(data, kinds[0]) or not data or isinstance(data, torch.Size):
+        return data
+    if not all(isinstance(each, kinds[1:]) or is_tensor_collection(each) for each in data):
+        return data
+    if len({each.shape for each in data}) > 1:
+        raise SchemaError(f"cannot stack steps of different batch sizes: {sorted({(*each.shape,) for each in data})}")
+    try:
+        return torch.stack(list(data), dim)
+    except (RuntimeError, TypeError) as error:
+        raise SchemaError(f"cannot stack the steps of a list: {error}") from None
+
+
+def as_tensordict(storage: PackedStorage, data: Any, lead_dims: int) -> TensorDictBase:
+    """Return data for ``storage``, of any class that it takes, as a TensorDict."""
     if type(data) is TensorDict:
         return data
-    if isinstance(data, (list, tuple)) and data and all(map(is_tensor_collection, data)):
-        data = torch.stack(list(data))
-    if not isinstance(data, TensorDictBase):
+    found, row_class = opened(stacked(data), lead_dims)
+    if row_class is not None:
+        storage.take_class(row_class)
+    if not isinstance(found, TensorDictBase):
         raise TypeError(
-            f"PackedStorage stores TensorDicts, got {type(data).__name__}: {wrapping(data)}, "
-            "or use torchrl.data.LazyTensorStorage, which takes tensors, tensorclasses and pytrees"
+            f"PackedStorage stores TensorDicts, tensorclasses and tensors, got {type(data).__name__}: {wrapping(data)}"
+            ", or use torchrl.data.LazyTensorStorage, which takes pytrees"
         )
-    return data
+    return found
 
 
 def begin(storage: PackedStorage, start: int = 0, count: int = 0, *, cells: torch.Tensor | None = None) -> None:
@@ -118,7 +138,7 @@ def begin(storage: PackedStorage, start: int = 0, count: int = 0, *, cells: torc
 
 def admit(storage: PackedStorage, data: Any, single: bool) -> tuple[Rows, list[torch.Tensor], int]:
     """Return the rows, the checked leaves of ``data``, and the number of time steps; allocate rows if necessary."""
-    data = as_tensordict(data)
+    data = as_tensordict(storage, data, storage.ndim - single)
     if storage.rows is None or storage.is_reserved:
         for listener in listeners_of(storage):
             if hasattr(listener, "refuse_inner"):
@@ -150,6 +170,8 @@ def fix_rows(storage: PackedStorage, data: TensorDictBase, lead_dims: int) -> No
             f"a storage with ndim={ndim} takes TensorDicts with {lead_dims} or more batch dims here "
             f"(time, lanes), got batch size {tuple(data.batch_size)}"
         )
+    if storage.row_class is not None:
+        storage.row_class.refuse_other(data)
     reserved, layout = storage.rows if storage.is_reserved else None, RowLayout(data, lead_dims)
     refuse_schema(storage, layout)
     dedup = DedupLayout.chosen_for(layout, storage.dedup_options, data if lead_dims == ndim else None)

@@ -27,6 +27,7 @@ from rlbuf_td.storages.interrupts import held_back
 from rlbuf_td.storages.schema import reshaped
 from rlbuf_td.storages.shared.memory import SharedNumbers
 from rlbuf_td.storages.write_clock import LAST
+from rlbuf_td.storages.writes import stacked
 
 MOST = (1 << 63) - 1
 _GENERATIONS = "_slot_generations"  # attribute of the storage in which TorchRL's writers count writes
@@ -86,8 +87,8 @@ class TimeWriter(RoundRobinWriter):
             SchemaError: the data does not match the stored rows; nothing has changed.
         """
         storage = self._storage
-        if isinstance(data, list) and isinstance(storage, PackedStorage) and all(map(is_tensor_collection, data)):
-            data = torch.stack(data) if data else data
+        if isinstance(storage, PackedStorage):
+            data = stacked(data)
         count = length_of(data)
         if count == 0:
             raise ValueError("extend needs at least one transition, got none")

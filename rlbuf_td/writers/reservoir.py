@@ -9,7 +9,6 @@ from struct import pack, unpack
 from typing import Any, NamedTuple
 
 import torch
-from tensordict import is_tensor_collection
 from torchrl.data.replay_buffers import Storage, Writer
 
 from rlbuf_td.storages import PackedStorage, torchrl_parts
@@ -18,6 +17,7 @@ from rlbuf_td.storages.indexing import lanes_of
 from rlbuf_td.storages.interrupts import held_back
 from rlbuf_td.storages.schema import reshaped
 from rlbuf_td.storages.shared.memory import SharedNumbers
+from rlbuf_td.storages.writes import as_tensordict, stacked
 from rlbuf_td.writers.common import length_of, part_of, without_index
 
 _FILE = "reservoir.json"
@@ -147,12 +147,13 @@ class ReservoirWriter(Writer):
         The index is -1 for dropped time steps. If several time steps have the same index, the last one is stored.
         """
         storage, is_packed = self._storage, isinstance(self._storage, PackedStorage)
-        if isinstance(data, list) and is_packed and all(map(is_tensor_collection, data)):
-            data = torch.stack(data) if data else data
+        if is_packed:
+            data = stacked(data)
         count = length_of(data)
         if count == 0:
             raise ValueError("extend needs at least one transition, got none")
         if is_packed and storage.rows is not None and not storage.is_reserved:
+            data = as_tensordict(storage, data, storage.ndim)
             storage.rows.layout.collect(data, data.batch_size[:1] + storage.rows.lanes)  # raises SchemaError
         self._follow_storage()
         choice = self.choose(count, torchrl_parts.capacity_in_steps(storage, batched_data=data))

@@ -9,7 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from torchrl.data.replay_buffers import LazyMemmapStorage, LazyTensorStorage, TensorStorageCheckpointer
+from torchrl.data.replay_buffers import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    TensorDictReplayBuffer,
+    TensorStorageCheckpointer,
+)
 
 from rlbuf_td import PackedStorage, ReplayBuffer
 from rlbuf_td.storages.allocate import ROWS_FILE
@@ -62,10 +67,36 @@ def test_a_checkpointer_of_the_storage_is_not_ignored(tmp_path: Path) -> None:
 
     rb = ReplayBuffer(storage=PackedStorage(5), batch_size=2)
     rb.extend(transitions(NESTED, 3))
+    before = rb.storage.checkpointer
     rb.dumps(tmp_path / "a")
-    rb.storage.checkpointer = Own()
-    with pytest.raises(NotImplementedError, match="without TorchRL's checkpointers"):
-        rb.dumps(tmp_path / "b")
+    for change in (
+        lambda: setattr(rb.storage, "checkpointer", Own()),
+        lambda: rb.storage.register_save_hook(print),
+        lambda: rb.storage.register_load_hook(print),
+    ):
+        with pytest.raises(NotImplementedError, match="without TorchRL's checkpointers"):
+            change()
+    assert rb.storage.checkpointer is before
+    rb.dumps(tmp_path / "b")
+
+
+def test_torchrls_buffer_saves_with_the_checkpointer_and_hooks_of_the_storage(tmp_path: Path) -> None:
+    seen: list[str] = []
+
+    class Own(TensorStorageCheckpointer):
+        """One of the user's."""
+
+    rb = TensorDictReplayBuffer(storage=PackedStorage(5), batch_size=2, checkpointer=Own())
+    assert type(rb.storage.checkpointer) is Own
+
+    def note(data: Any, path: Any = None) -> Any:
+        seen.append("saved")
+        return data
+
+    rb.storage.register_save_hook(note)
+    rb.extend(transitions(NESTED, 3))
+    rb.dumps(tmp_path)
+    assert seen == ["saved"]
 
 
 def test_rows_that_have_been_written_are_not_given_back() -> None:

@@ -15,6 +15,7 @@ from rlbuf_td.storages.indexing import coordinates
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.memory_budget import Purpose, require_room
 from rlbuf_td.storages.notebooks import PROCESSES
+from rlbuf_td.storages.row_class import RowClass
 from rlbuf_td.storages.rows import Rows
 from rlbuf_td.storages.shared.lock import ProcessLock
 from rlbuf_td.storages.shared.memory import NamelessFile, NumberOf, SharedNumbers
@@ -129,11 +130,14 @@ class SharedRows:
         if length and not self._has_rows:
             found = json.loads(bytes(self._beside.map(length).numpy()))
             layout = RowLayout.from_state(found["layout"])
+            storage.row_class = storage.row_class or RowClass.of_state(found.get("row_class"))
             storage.adopt(find_rows(storage, layout, torch.Size(found["shape"]), saved_dedup(layout, found)))
 
     def place(self, made: Rows) -> None:
         """Describe the rows to other processes, and move the rows' write times to shared memory."""
         flat, description = made.flat, {"layout": made.layout.state(), "shape": list(made.shape)}
+        if self._storage.row_class is not None:
+            description["row_class"] = self._storage.row_class.state()
         if made.dedup is not None:
             description["pooled"] = made.dedup.state()
         text = torch.frombuffer(bytearray(json.dumps(description).encode()), dtype=torch.uint8)

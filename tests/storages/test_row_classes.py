@@ -1,0 +1,259 @@
+"""Rows that are tensorclasses or tensors, and lists of steps: stored by their fields, read as what was written."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorClass, TensorDict
+from torchrl.data.replay_buffers import LazyTensorStorage, RandomSampler
+from torchrl.data.replay_buffers import ReplayBuffer as TorchRLBuffer
+from torchrl.envs import RewardScaling
+
+from rlbuf_td import (
+    NStepSampler,
+    PackedStorage,
+    ProportionalSampler,
+    ReplayBuffer,
+    ReservoirWriter,
+    RingWriter,
+    RolloutBuffer,
+    SchemaError,
+    SequenceSampler,
+    UniformSampler,
+)
+from rlbuf_td.checkpoint import open_checkpoint
+from tests.processes.test_sharing import elsewhere
+
+
+class Seen(TensorClass):
+    image: torch.Tensor
+    speed: torch.Tensor
+
+
+class Step(TensorClass):
+    seen: Seen
+    reward: torch.Tensor
+    more: TensorDict
+    missing: torch.Tensor | None = None
+
+
+def steps(start: int, *shape: int) -> Step:
+    t = torch.arange(start, start + torch.Size(shape).numel()).view(shape)
+    seen = Seen(image=t[..., None].expand(*shape, 3).to(torch.uint8), speed=t.float(), batch_size=shape)
+    return Step(seen=seen, reward=t[..., None].float(), more=TensorDict({"t": t}, shape), batch_size=shape)
+
+
+def check(found: Any, *shape: int) -> None:
+    assert type(found) is Step
+    assert type(found.seen) is Seen
+    assert found.batch_size == torch.Size(shape)
+    t = found.more["t"]
+    assert found.missing is None
+    assert (found.seen.image == t[..., None]).all()
+    assert torch.equal(found.seen.speed, t.float())
+    assert torch.equal(found.reward, t[..., None].float())
+
+
+@pytest.mark.parametrize("cls", [ReplayBuffer, TorchRLBuffer])
+@pytest.mark.parametrize("writer", [RingWriter, ReservoirWriter])
+def test_tensorclasses_are_read_as_what_was_written(cls: Any, writer: Any) -> None:
+    rb = cls(storage=PackedStorage(20), sampler=UniformSampler(), writer=writer(), batch_size=4)
+    rb.extend(steps(0, 10))
+    rb.add(steps(10, 1)[0])
+    rb.extend([*steps(11, 5).unbind(0)])
+    for _ in range(3):
+        check(rb.sample(), 4)
+    batch, info = rb.sample(return_info=True)
+    check(batch, 4)
+    assert torch.equal(batch.more["t"], info["index"])
+    check(rb[:], 16)
+    check(rb[3], *())
+    check(rb.storage.get([1, 2]), 2)
+    assert rb.storage["seen", "speed"].shape == (16,)
+    assert rb.storage.row_bytes == 24
+
+
+@pytest.mark.parametrize("cls", [ReplayBuffer, TorchRLBuffer])
+@pytest.mark.parametrize("shape", [(), (3,)])
+def test_tensors_are_read_as_tensors(cls: Any, shape: tuple[int, ...]) -> None:
+    def rows(start: int, count: int) -> torch.Tensor:
+        t = torch.arange(start, start + count)
+        return t.view(count, *[1] * len(shape)).expand(count, *shape).clone()
+
+    ours, theirs = (cls(storage=kind(8), batch_size=4) for kind in (PackedStorage, LazyTensorStorage))
+    if cls is ReplayBuffer:
+        theirs = TorchRLBuffer(storage=LazyTensorStorage(8), batch_size=4)
+    for rb in (ours, theirs):
+        rb.extend(rows(0, 5))
+        rb.add(rows(5, 1)[0])
+        rb.extend([*rows(6, 4)])
+    assert torch.equal(ours[:], theirs[:])
+    for _ in range(3):
+        batch = ours.sample()
+        assert (type(batch), batch.shape) == (torch.Tensor, (4, *shape))
+    ours.storage.set(torch.tensor([1, 2]), rows(50, 2), set_cursor=False)
+    theirs.storage.set(torch.tensor([1, 2]), rows(50, 2), set_cursor=False)
+    assert torch.equal(ours[:], theirs[:])
+
+
+@pytest.mark.parametrize("ndim", [1, 2])
+def test_lists_of_steps_are_written_in_order(ndim: int) -> None:
+    t = torch.arange(20).view(10, 2) if ndim == 2 else torch.arange(10)
+    data = [TensorDict({"t": each}, each.shape) for each in t]
+    ours = ReplayBuffer(storage=PackedStorage(t.numel(), ndim=ndim), batch_size=4)
+    ours.extend(data)
+    assert torch.equal(ours.chronological()["t"], t)
+    ours.extend(data[:3])
+    assert torch.equal(ours.last(3)["t"], t[:3])
+    ours.sample()
+    theirs = TorchRLBuffer(storage=LazyTensorStorage(10), batch_size=4)
+    if ndim == 1:
+        theirs.extend(data)
+        theirs.extend(data[:3])
+        assert torch.equal(theirs[:]["t"], ours[:]["t"])
+
+
+def test_lanes_hold_tensorclasses_and_tensors() -> None:
+    rb = ReplayBuffer(storage=PackedStorage(20, ndim=2), batch_size=4)
+    rb.extend(steps(0, 2, 5))
+    rb.add(steps(10, 2))
+    check(rb.sample(), 4)
+    check(rb.chronological(), 6, 2)
+    check(rb.chronological(flat=True), 12)
+    rb = ReplayBuffer(storage=PackedStorage(20, ndim=2), batch_size=4)
+    rb.extend(torch.arange(30).view(2, 5, 3))
+    rb.add(torch.zeros(2, 3, dtype=torch.int64))
+    assert (rb.sample().shape, rb.chronological(flat=True).shape) == ((4, 3), (12, 3))
+
+
+def test_priorities_and_transforms_and_torchrls_samplers() -> None:
+    rb = ReplayBuffer(storage=PackedStorage(20), sampler=ProportionalSampler(20), batch_size=4)
+    rb.extend(steps(0, 20))
+    batch, info = rb.sample(return_info=True)
+    check(batch, 4)
+    rb.update_priority(info["index"], torch.full((4,), 9.0))
+    assert float(rb.sampler.priority(info["index"]).min()) == 9
+    rb.append_transform(RewardScaling(0.0, 2.0, in_keys=["reward"]))
+    assert torch.equal(rb.sample().reward, rb.storage["reward"][:4] * 0) is False
+    scaled = rb.sample()
+    assert type(scaled) is Step
+    assert torch.equal(scaled.reward, 2.0 * scaled.seen.speed[:, None])
+    general = ReplayBuffer(storage=PackedStorage(20), sampler=RandomSampler(), batch_size=4)
+    general.extend(steps(0, 20))
+    check(general.sample(), 4)
+
+
+def test_wrapped_samplers_revise_tensorclasses() -> None:
+    class Transition(TensorClass):
+        t: torch.Tensor
+        next: TensorDict
+
+    t = torch.arange(12)
+    done = (t % 6 == 5)[:, None]
+    after = TensorDict({"reward": torch.ones(12, 1), "done": done, "terminated": done.clone()}, [12])
+    for sampler in (NStepSampler(UniformSampler(), 3, 0.5), SequenceSampler(UniformSampler(), 4)):
+        rb = ReplayBuffer(storage=PackedStorage(12), sampler=sampler, batch_size=8)
+        rb.extend(Transition(t=t, next=after.clone(), batch_size=[12]))
+        for _ in range(3):
+            batch, info = rb.sample(return_info=True)
+            assert type(batch) is Transition
+        if isinstance(sampler, SequenceSampler):
+            assert info["mask"].shape == (8,)
+        else:
+            assert float(batch.next["reward"].max()) == 1.75
+            assert int(info["steps_to_next_obs"].max()) == 3
+
+
+def test_copies_and_dumps_keep_the_class(tmp_path: Path) -> None:
+    rb = ReplayBuffer(storage=PackedStorage(20), batch_size=4)
+    rb.extend(steps(0, 10))
+    rb.dumps(tmp_path)
+    loaded, larger = (ReplayBuffer(storage=PackedStorage(size), batch_size=4) for size in (20, 30))
+    loaded.loads(tmp_path)
+    larger.loads(tmp_path)
+    restored = ReplayBuffer(storage=PackedStorage(20), batch_size=4)
+    restored.load_state_dict(rb.state_dict())
+    for each in (copy.deepcopy(rb), pickle.loads(pickle.dumps(rb)), loaded, larger, restored):
+        check(each.sample(), 4)
+        each.extend(steps(10, 3))
+        check(each[:], 13)
+    check(open_checkpoint(tmp_path).rows, 10)
+    script = (
+        f"from rlbuf_td.checkpoint import open_checkpoint as see; print(type(see({str(tmp_path)!r}).rows).__name__)"
+    )
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "TensorDict"
+    assert "test_row_classes.Seen, which is not imported" in found.stderr
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_processes_learn_the_class_from_the_first_one_that_writes() -> None:
+    for data, kind in ((steps(0, 5), Step), (torch.arange(5), torch.Tensor)):
+        rb = ReplayBuffer(storage=PackedStorage(20, shared=True), batch_size=4)
+        elsewhere(rb.extend, data)
+        assert type(rb.sample()) is kind
+        rb.extend(data)
+        elsewhere(rb.sample)
+
+
+def test_other_classes_are_refused_and_change_nothing() -> None:
+    rb = ReplayBuffer(storage=PackedStorage(20), batch_size=4)
+    rb.extend(steps(0, 5))
+    for other, error in (
+        (torch.arange(3), "cannot write Tensor: the rows of this storage are read as Step"),
+        (steps(0, 3).seen, "cannot write Seen: the rows of this storage are read as Step"),
+    ):
+        with pytest.raises(SchemaError, match=error):
+            rb.extend(other)
+    rb.extend(steps(5, 3).to_tensordict())  # has the fields
+    check(rb[:], 8)
+    plain = ReplayBuffer(storage=PackedStorage(20), batch_size=4)
+    plain.extend(TensorDict({"data": torch.arange(3)}, [3]))
+    with pytest.raises(SchemaError, match="cannot write Tensor: the rows of this storage are read as TensorDict"):
+        plain.extend(torch.arange(3))
+    rb.empty()
+    with pytest.raises(SchemaError, match="the rows cannot be read as Tensor"):
+        rb.extend(torch.arange(3))  # the schema stays
+    rb.extend(steps(5, 3).to_tensordict())
+    assert type(rb.sample()) is TensorDict
+
+
+def test_a_class_without_fields_for_all_entries_of_the_rows_is_refused() -> None:
+    schema = steps(0, 1)[0].to_tensordict().set("other", torch.zeros(1))
+    for shared in (False, True):
+        rb = ReplayBuffer.from_schema(schema, 20, shared=shared, batch_size=4)
+        with pytest.raises(SchemaError, match=r"the rows cannot be read as Step: .*other"):
+            rb.extend(steps(0, 5))
+        rb.extend(schema.expand(5))
+        assert type(rb.sample()) is TensorDict
+    rb = ReplayBuffer.from_schema(steps(0, 1)[0], 20, batch_size=4)
+    rb.extend(steps(0, 5))
+    check(rb.sample(), 4)
+    with pytest.raises(TypeError, match="extend takes a TensorDict, got Step"):
+        RolloutBuffer(5, gamma=0.9, lmbda=0.9, batch_size=5).extend(steps(0, 2, 5))
+
+
+def test_what_no_list_can_mean_is_refused() -> None:
+    rb = ReplayBuffer(storage=PackedStorage(20), batch_size=4)
+    step = TensorDict({"x": torch.zeros(3)})
+    for wrong, error in (
+        ([], "at least one transition"),
+        ([{"x": torch.zeros(3)}] * 2, r"wrap each step, \[TensorDict\(step\) for step in data\]"),
+        ([step, TensorDict({"x": torch.zeros(2)})], "stack|ragged"),
+        ([step, TensorDict({"x": torch.zeros(2, 3)}, [2])], "different batch sizes"),
+        ({"x": torch.zeros(2, 3)}, r"TensorDict\(data, \[n\]\)"),
+        ((torch.zeros(2), torch.zeros(2)), "takes a TensorDict"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=error):
+            rb.extend(wrong)
+    assert len(rb) == 0
+    rb.extend([step, step])
+    assert rb.sample()["x"].shape == (4, 3)
