@@ -47,6 +47,7 @@ class Parts(NamedTuple):
     prioritized: Prioritized | None  # the innermost sampler, if it is a prioritized one of this package
     transforms: Collection[Any]  # TorchRL's own list, kept here because each lookup takes 1 us
     is_packed: bool  # the storage is a PackedStorage
+    gives_windows: bool  # batches have a dim for the steps of each window
     has_units: bool  # TorchRL's ``sample_unit`` expands the drawn rows
     is_stamped: bool  # batches have an entry "sampled_at"
     report_keys: frozenset[str]  # names of the entries, besides "index", that the sampler is known to add to each batch
@@ -74,7 +75,8 @@ class Parts(NamedTuple):
         generally = is_theirs or isinstance(innermost, ConsumingSampler)
         given = storage, sampler, writer, wrapper, prioritized, transforms
         newest = partial(_newest_step, storage) if is_packed else partial(torchrl_parts.step_before_cursor, writer)
-        return cls(*given, is_packed, has_units, is_stamped, reported_by(sampler), draws, generally, newest)
+        windows = wrapper is not None and wrapper.gives_windows
+        return cls(*given, is_packed, windows, has_units, is_stamped, reported_by(sampler), draws, generally, newest)
 
     def draw(self, batch_size: int, gather: Callable[[torch.Tensor], Any]) -> tuple[torch.Tensor, dict[Any, Any], Any]:
         """Draw rows; return their indices, the sampler's info dict and the transitions."""
@@ -88,6 +90,10 @@ class Parts(NamedTuple):
         if not info.keys() <= self.report_keys:  # a user's sampler
             refuse_taken(self.sampler, self.storage.layout.names, info.keys() - self.report_keys)
         return flat, info, batch
+
+    def laid_out(self, batch: Any, info: dict[Any, Any]) -> tuple[Any, dict[Any, Any]]:
+        """Return a batch and the sampler's info dict in the shape that the sampler gives them."""
+        return self.sampler.lay_out(batch, info) if self.gives_windows else (batch, info)
 
     @property
     def is_looking(self) -> bool:

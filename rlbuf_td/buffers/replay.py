@@ -496,7 +496,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
             batch, info = row_class.wrap(batch), info | more
         first = info["index"][0] if isinstance(info["index"], tuple) else info["index"]
         with self._replay_lock:
-            self._count_returned(len(first))
+            self._count_returned(first.numel() if parts.gives_windows else len(first))
         return (batch, info) if return_info else batch
 
     def _sample_with_report(self, batch_size: int | None) -> Sample:
@@ -580,10 +580,10 @@ class ReplayBuffer(TensorDictReplayBuffer):
     @property
     def _returns_as_drawn(self) -> bool:
         """Whether batches are returned as drawn: not transformed, page-locked, copied, or of another class."""
-        is_moved = self._pin_memory or (self.prefetcher is not None and self._copies_batches)
-        if is_moved or self._service_shutdown or torchrl_parts.modules_of(self.parts.transforms):
+        is_moved, parts = self._pin_memory or (self.prefetcher is not None and self._copies_batches), self.parts
+        if is_moved or self._service_shutdown or torchrl_parts.modules_of(parts.transforms):
             return False
-        return not self.parts.is_packed or self.parts.storage.row_class is None
+        return not (parts.gives_windows or (parts.is_packed and parts.storage.row_class is not None))
 
     @property
     def compiled(self) -> str:
@@ -647,8 +647,10 @@ class ReplayBuffer(TensorDictReplayBuffer):
         drawn = self._draw_bound(batch_size) if batch_size in self.bound else None
         if drawn is not None and storage.ndim > 1:
             drawn[1]["index"] = drawn[1]["index"].unbind(-1)
-        if drawn is not None or not self.parts.is_packed:
-            return drawn
+        if drawn is not None:
+            return self.parts.laid_out(*drawn)
+        if not self.parts.is_packed:
+            return None
         with storage.lock:
             parts = self.parts  # under the lock: another thread may replace the sampler
             if not parts.draws:
@@ -656,7 +658,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
             flat, info, batch = parts.draw(batch_size, storage.gather)
             if parts.is_stamped:
                 info[SAMPLED_AT] = storage.clock.stamp(storage.clock.now, flat.shape[0], flat.device)
-        return self._assemble(flat, info, batch), info
+        return parts.laid_out(self._assemble(flat, info, batch), info)
 
     def _finish(self, batch: Any, info: dict[Any, Any]) -> Sample:
         """Transform a batch, and move it to page-locked memory if the buffer was made with ``pin_memory``."""

@@ -19,8 +19,9 @@ from rlbuf_td.samplers.common import permutation, setting
 from rlbuf_td.samplers.wrapper import Drawn, SamplerWrapper, draw_from, rows_at
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import fraction, one_of, whole
-from rlbuf_td.storages.indexing import coordinates, device_of, flat_rows
+from rlbuf_td.storages.indexing import Index, coordinates, device_of, flat_rows
 from rlbuf_td.storages.notebooks import SEQUENCES
+from rlbuf_td.storages.schema import SchemaError, show_key
 from rlbuf_td.storages.tensordict_fast import leaf_of
 from rlbuf_td.storages.torchrl_parts import columns_of
 from rlbuf_td.storages.trajectory_index import DONE_KEY, TRAJ_KEY, as_tuple
@@ -48,6 +49,10 @@ class SequenceSampler(SamplerWrapper):
     ``batch.view(-1, L)`` has one window per row. TorchRL's ``split_trajectories(batch)`` also makes trajectories of the
     padding: use ``split_trajectories(batch[batch["mask"]])``, with done flags and without trajectory ids.
 
+    With ``output_layout="batch_time"``, a batch has the shape ``[B, L]``, as recurrent networks take it, and all its
+    entries too. It also has ``slice_end_key``, ``[B, L, 1]`` bool: True at the last unpadded row of each window. The
+    flags ``truncated`` and ``done`` then stay those of the environment. ``batch_size`` still counts ``B * L`` rows.
+
     Args:
         sampler: draws the anchors; may be a sampler of rows, a :class:`HindsightSampler` or an :class:`NStepSampler`.
         length: the number of rows from the anchor on, including the anchor, at least 1.
@@ -61,6 +66,9 @@ class SequenceSampler(SamplerWrapper):
             R2D2.
         eta: the weight of the largest magnitude in ``"mix"``, 0 to 1; may be set at any time.
         init_key: the key of the flag that marks the first row of a trajectory.
+        output_layout: ``"flat"`` or ``"batch_time"``, see above.
+        slice_end_key: the key of the flags at the last rows, with ``"batch_time"``.
+        time_dim_name: the name of the second dim of a batch, with ``"batch_time"``; ``None``: no name.
         done_key, traj_key: the keys of the done flag and the trajectory id, as for :class:`TrajectoryIndex`.
 
     Raises:
@@ -83,7 +91,8 @@ class SequenceSampler(SamplerWrapper):
     **Arguments of TorchRL's** ``SliceSampler``. Pass ``slice_len`` as ``length`` and ``end_key`` as ``done_key``. The
     batch size determines ``num_slices``. ``boundary`` replaces ``strict_length``, ``pad_output`` and ``span``, whose
     defaults correspond to ``"strict"``. The trajectory index makes ``end_keys``, ``truncated_key``, ``step_key``,
-    ``ends``, ``trajectories``, ``fragmented``, ``cache_values``, ``compile`` and ``use_gpu`` unnecessary.
+    ``ends``, ``trajectories``, ``fragmented``, ``cache_values``, ``compile`` and ``use_gpu`` unnecessary. Where TorchRL
+    has ``("collector", "mask")``, batches have ``"mask"``.
 
     Example:
         >>> from rlbuf_td import PackedStorage, ReplayBuffer, UniformSampler
@@ -119,12 +128,19 @@ class SequenceSampler(SamplerWrapper):
         init_key: NestedKey = "is_init",
         done_key: NestedKey = DONE_KEY,
         traj_key: NestedKey | None = TRAJ_KEY,
+        output_layout: Literal["flat", "batch_time"] = "flat",
+        slice_end_key: NestedKey = ("collector", "slice_end"),
+        time_dim_name: str | None = "time",
     ) -> None:
         super().__init__(sampler, done_key, traj_key)
+        self.output_layout = one_of("flat", "batch_time")("output_layout", output_layout)
+        self.gives_windows = output_layout == "batch_time"
+        self.slice_end_key, self.time_dim_name = as_tuple(slice_end_key), time_dim_name
         self.length, self.burn_in, self.boundary = length, burn_in, boundary
         self.priority_rule, self.eta = one_of("max", "mix")("priority", priority), eta
         beside = self.done_key[:-1]
-        self.flag_keys = as_tuple(init_key), (*beside, "truncated"), (*beside, "done")
+        ends = (None, None) if self.gives_windows else ((*beside, "truncated"), (*beside, "done"))
+        self.flag_keys: tuple[tuple[str, ...] | None, ...] = (as_tuple(init_key), *ends)
 
     window = property(lambda self: self.burn_in + self.length, doc="The number of rows in a window.")
 
@@ -162,6 +178,40 @@ class SequenceSampler(SamplerWrapper):
         info |= {"mask": real.flatten(), "burn_in_mask": before.repeat(len(anchors))}
         info["anchor_index"] = index.repeat_interleave(window, 0)
         return flat, info, batch
+
+    def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[Any, Any]]:
+        """See :class:`~rlbuf_td.samplers.wrapper.SamplerWrapper`."""
+        index, info = super().sample(storage, batch_size)
+        return (self._by_window(index), self._report_by_window(info)) if self.gives_windows else (index, info)
+
+    def lay_out(self, batch: TensorDictBase, info: dict[Any, Any]) -> tuple[TensorDictBase, dict[Any, Any]]:
+        """Return a flat batch and its info dict in the shape ``[B, L]``."""
+        info = self._report_by_window(info)
+        batch = batch.reshape(-1, self.window)
+        if batch.get(self.slice_end_key, None) is not None:
+            raise SchemaError(f"the rows have an entry {show_key(self.slice_end_key)}: choose another slice_end_key")
+        batch.set(self.slice_end_key, info[self.slice_end_key])
+        return self._set_sample_names(batch), info
+
+    def _report_by_window(self, info: dict[Any, Any]) -> dict[Any, Any]:
+        info = {key: self._by_window(value) for key, value in info.items()}
+        end = info["mask"].clone()
+        end[:, :-1] &= ~info["mask"][:, 1:]
+        return info | {self.slice_end_key: end[..., None]}
+
+    def _by_window(self, value: Any) -> Any:
+        if isinstance(value, tuple):  # coordinates, one tensor per dim
+            return tuple(map(self._by_window, value))
+        return value.view(-1, self.window, *value.shape[1:])
+
+    def _set_sample_names(self, batch: Any) -> Any:
+        if self.gives_windows and batch.ndim > 1:  # TorchRL calls this method, too
+            batch.names = [*batch.names[:-1], self.time_dim_name]
+        return batch
+
+    def can_sample(self, storage: Storage, batch_size: int) -> bool:
+        """Return whether the wrapped sampler can draw the anchors of a batch."""
+        return self.sampler.can_sample(storage, self.windows_of(batch_size))
 
     def windows_of(self, batch_size: int) -> int:
         """Return the number of windows in a batch; ValueError if the batch size is not a multiple of ``window``."""
@@ -217,7 +267,7 @@ class SequenceSampler(SamplerWrapper):
         last[:, :-1] &= ~real[:, 1:]
         first[:, 0].fill_(True)
         for key, flag in zip(self.flag_keys, (first, last, last), strict=True):
-            stored = leaf_of(batch, key)
+            stored = None if key is None else leaf_of(batch, key)
             if stored is not None:
                 stored |= flag.view(-1, *[1] * (stored.ndim - 1))
 
@@ -238,7 +288,7 @@ class SequenceSampler(SamplerWrapper):
 
     def _revised_keys(self) -> Iterator[NestedKey]:
         yield from super()._revised_keys()
-        yield from self.flag_keys
+        yield from (key for key in self.flag_keys if key is not None)
 
     def anchored(self, batch: TensorDictBase, index: Tensor, td_error: Tensor) -> tuple[Tensor, Tensor]:
         """Return a batch's anchors and one priority per anchor. Raises ValueError if a window is incomplete."""
@@ -297,7 +347,7 @@ class _WindowReading(Reading):
         flag, layout = (torch.bool, SCALAR), inner.rows.layout
         anchor = torch.int64, torch.Size([2] if inner.rows.lanes else [])
         self.entries = [("mask", flag), ("burn_in_mask", flag), ("anchor_index", anchor), *inner.entries]
-        places = [layout.places.get(key) for key in wrapper.flag_keys]
+        places = [None if key is None else layout.places.get(key) for key in wrapper.flag_keys]
         flags = [(0, 0) if place is None else (place, layout.leaves[place].nbytes) for place in places]
         self.flags = np.array(flags, np.int64)
         self.parts = kernels.LIST, kernels.READ, kernels.BOTH

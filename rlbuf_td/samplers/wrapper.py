@@ -53,6 +53,7 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):
     needs_order = True
     sampler: Sampler
     innermost: Sampler  # the sampler that draws the rows
+    gives_windows: bool = False  # whether batches have a dim for the steps of each window
     has_looked: bool = False  # whether a draw has looked for interleaved trajectories
     _level: ClassVar[int]  # a wrapper can only wrap wrappers of lower levels
 
