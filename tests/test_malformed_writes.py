@@ -67,7 +67,7 @@ MUTATIONS: dict[str, tuple[Callable[[TensorDict, Any, int], Any], str]] = {
     ),
     "no numbers": (lambda data, key, pick: data.set(key, NonTensorData("text", batch_size=data.shape)), ""),
     "layout": (lambda data, key, pick: data.set(("inner", "vector"), data["inner", "vector"].to_sparse()), "vector"),
-    "type": (lambda data, key, pick: [data.to_dict(), None, data["action"], "rows"][pick % 4], "TensorDict"),
+    "type": (lambda data, key, pick: [data.to_dict(), None, data["action"], "rows"][pick % 4], "TensorDict|Tensor"),
     "td errors": (lambda data, key, pick: data.set("td_error", bad_errors(data.shape, pick)), "td_error|TD error|NaN"),
     "ragged": (
         lambda data, key, pick: LazyStackedTensorDict(
