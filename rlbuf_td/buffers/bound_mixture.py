@@ -16,7 +16,7 @@ from rlbuf_td.buffers.replay import ReplayBuffer
 from rlbuf_td.kernels.batch import batch_record
 from rlbuf_td.kernels.dispatch import compiled_form, machine_code
 from rlbuf_td.kernels.strata import LEAST_RATIO
-from rlbuf_td.samplers.bound import SCALAR, Blanks, BoundDraw, lanes_of, unreadable
+from rlbuf_td.samplers.bound import SCALAR, Blank, Blanks, BoundDraw, lanes_of, unreadable
 from rlbuf_td.storages.rows import PlainRows
 from rlbuf_td.storages.state import LENGTH, NEWEST
 from rlbuf_td.storages.tensordict_fast import entries_of
@@ -40,7 +40,8 @@ class BoundMixture:
     def __init__(self, members: Mapping[str, ReplayBuffer], draws: Sequence[BoundDraw], size: int) -> None:
         from rlbuf_td.kernels.batch import cpu
 
-        self.members, self.size, self.gather = members, size, machine_code(cpu.gather_slice, 0, 0, 0, 0)
+        self.members, self.size = members, size
+        self.gather, self.scale = machine_code(cpu.gather_slice, *[0] * 6), machine_code(cpu.scale, 0, 0, 0.0)
         self.parts = [member.parts for member in members.values()]  # replaced if a component is replaced
         lanes = lanes_of(draws[0].rows)
         self.bound: list[_Bound] = []
@@ -66,44 +67,56 @@ class BoundMixture:
         for bound, count in zip(self.bound, counts, strict=True):
             if count and not (is_usual(bound.member) and bound.draw.holds()):
                 return None
-        begin, found = 0, {}
+        found: dict[str, Part] = {}
+        begin = 0
         with self.lock:
             blank = self.blanks.take()
-            for number, (name, count) in enumerate(zip(self.members, counts, strict=True)):
+            reports = self._reports(blank.report, counts)
+            for number, (name, count, own) in enumerate(zip(self.members, counts, reports, strict=True)):
                 if count:
-                    own = {key: value[begin : begin + count] for key, value in blank.report.items()}
-                    own["source"].fill_(number)
-                    normalizer = self._draw(self.bound[number], blank.targets, begin, own)
+                    normalizer = self._draw(number, blank, begin, own)
                     if normalizer is None:
                         return None
-                    found[name] = own, Part(blank.batch, normalizer or None, 0)
+                    found[name] = Part(blank.batch, normalizer or None, 0)
                     begin += count
         if self.is_weighted:
-            largest = largest_normalizer(self.members, {name: part for name, (_, part) in found.items()})
-            for own, part in found.values():
-                own[_WEIGHT] *= max((part.normalizer or 1.0) / largest, LEAST_RATIO)
+            self._scale_weights(blank.report[_WEIGHT].data_ptr(), counts, found)
         return blank.batch
 
-    def _draw(self, bound: _Bound, targets: int, begin: int, own: dict[str, Tensor]) -> float | None:
+    def _reports(self, report: Mapping[str, Tensor], counts: Sequence[int]) -> list[dict[str, Tensor]]:
+        """Return the part of the report that belongs to each member: its index and, if there are any, its weights."""
+        names = ("index", _WEIGHT) if self.is_weighted else ("index",)
+        slices = zip(*(report[name].split(list(counts)) for name in names), strict=True)
+        return [dict(zip(names, each, strict=True)) for each in slices]
+
+    def _draw(self, number: int, blank: Blank, begin: int, own: dict[str, Tensor]) -> float | None:
         """Fill a slice of a batch; return the member's normalizer (0.0: none), or None if compiled code refuses."""
-        member, draw, count = bound.member, bound.draw, len(own["index"])
+        member, draw, record, _ = self.bound[number]
         with draw.storage.lock:
-            numbers, is_prioritized = draw.storage.numbers.values, bool(draw.reports)
+            numbers, is_prioritized, count = draw.storage.numbers.values, bool(draw.reports), len(own["index"])
             if not numbers[LENGTH] or not draw.holds():
                 return None
             if is_prioritized:
-                self.outputs[-2:] = own[_WEIGHT].data_ptr(), own[SAMPLED_AT].data_ptr()
-            elif self.is_weighted:
-                own[_WEIGHT].fill_(1.0)
-                own[SAMPLED_AT].fill_(draw.storage.clock.now)
+                self.outputs[-2] = blank.report[_WEIGHT].data_ptr() + 4 * begin
+                self.outputs[-1] = blank.report[SAMPLED_AT].data_ptr() + 8 * begin
             draw.limit(count)
             if not draw(numbers[LENGTH], self.outputs.ctypes.data):
                 return None
-            self.gather(bound.record.ctypes.data, targets, begin, count)
+            now = draw.storage.clock.now if self.is_weighted and not is_prioritized else -1
+            self.gather(record.ctypes.data, blank.targets, begin, count, number, now)
             member.last_draw = own["index"], own[_WEIGHT] if is_prioritized else None, numbers[NEWEST]
             if member.replay_count is not None:
                 member.replay_count.count_(own["index"])
             return (is_prioritized and normalizer_of(member, own)) or 0.0
+
+    def _scale_weights(self, weights: int, counts: Sequence[int], found: Mapping[str, Part]) -> None:
+        """Divide the weights at address ``weights`` by the largest weight of all members."""
+        largest = largest_normalizer(self.members, found)
+        for name, count in zip(self.members, counts, strict=True):
+            if count:
+                factor = max((found[name].normalizer or 1.0) / largest, LEAST_RATIO)
+                self.scale(weights, count, factor)
+                weights += 4 * count
 
     def update(self, batch: TensorDictBase) -> bool:
         """Update the priorities of the only prioritized member from a whole batch; return whether this was possible."""

@@ -171,16 +171,32 @@ def put_index(batch, flat, target):
 
 
 @kernel
-def gather_slice(address, targets, begin, count):
-    """Gather the first ``count`` rows that the caller has drawn, and write them from position ``begin`` of a batch."""
+def gather_slice(address, targets, begin, count, source, now):
+    """Gather the first ``count`` rows that a member has drawn, and write them from position ``begin`` of a batch.
+
+    The entries after the leaves are the index, the number of the member (``source``), and unless ``now`` is negative,
+    weights and stamps, which become 1 and ``now``.
+    """
     batch = batch_at(address)
     leaves = carray(pointer(batch.extents), (batch.leaves, 2), np.int64)
     places = np.empty(batch.leaves, np.int64)
     for leaf in range(batch.leaves):
         places[leaf] = load(targets + 8 * leaf, np.int64) + begin * leaves[leaf, 1]
-    index, out = carray(pointer(batch.flat), count, np.int64), load(targets + 8 * batch.leaves, np.int64)
+    index, entries = carray(pointer(batch.flat), count, np.int64), targets + 8 * batch.leaves
     gather(batch.rows, batch.row_bytes, index, leaves, places)
-    put_index(batch, index, out + (16 if batch.lanes else 8) * begin)
+    put_index(batch, index, load(entries, np.int64) + (16 if batch.lanes else 8) * begin)
+    carray(pointer(load(entries + 8, np.int64) + 8 * begin), count, np.int64)[:] = source
+    if now >= 0:
+        carray(pointer(load(entries + 16, np.int64) + 4 * begin), count, np.float32)[:] = np.float32(1.0)
+        carray(pointer(load(entries + 24, np.int64) + 8 * begin), count, np.int64)[:] = now
+
+
+@kernel
+def scale(address, count, factor):
+    """Multiply ``count`` importance weights (float32) by ``factor``."""
+    weight = carray(pointer(address), count, np.float32)
+    for j in range(count):
+        weight[j] *= np.float32(factor)
 
 
 @kernel
