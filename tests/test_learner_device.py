@@ -274,6 +274,17 @@ def test_no_lock_of_the_buffer_is_held_while_a_copy_is_waited_for(monkeypatch):
     assert waited == [True]
 
 
+def test_updates_that_do_not_wait_in_a_queue_are_compiled(monkeypatch):
+    rb = buffer(ProportionalSampler(STEPS), device="cpu")
+    write(rb, STEPS, 0)
+    rb.sample()
+    batch = rb.sample()
+    learn(batch)
+    monkeypatch.setattr(rb, "_write_priorities", None)  # would be called by the form that is not compiled
+    rb.update_tensordict_priority(batch)
+    assert priorities(rb)[batch["index"]][-1].item() == batch["td_error"][-1].abs().item()
+
+
 def saved_in_use(made: Callable[[int], Any], how: str, folder: Path) -> tuple[Any, Any, Any]:
     """Return a buffer that has been saved, one that was in use and has loaded it, and one that was never saved."""
     rb, never_saved, again = made(3), made(3), made(8)

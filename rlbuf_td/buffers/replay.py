@@ -917,9 +917,12 @@ class ReplayBuffer(TensorDictReplayBuffer):
         """
         parts = self.parts or self._initialize()
         if parts.prioritized is None or parts.has_units:
-            return super().update_tensordict_priority(data)
+            innermost = getattr(parts.sampler, "innermost", parts.sampler)
+            ignores_errors = type(innermost).update_priority is Sampler.update_priority
+            return None if ignores_errors else super().update_tensordict_priority(data)
         bound = self.bound.get(data.numel())
-        if bound is not None and not isinstance(bound, str) and not self._copies_batches:
+        is_queued = self._copies_batches and self.prefetcher is not None and self.prefetcher.ahead > 0
+        if bound is not None and not isinstance(bound, str) and not is_queued:
             with parts.storage.lock:
                 stale = bound.update(data, self.priority_key) if self.bound.get(data.numel()) is bound else None
             if stale is not None:

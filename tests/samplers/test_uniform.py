@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from rlbuf_td import PackedStorage, ReplayBuffer, UniformSampler
+from rlbuf_td import NStepSampler, PackedStorage, ReplayBuffer, SequenceSampler, UniformSampler
 from tests.backends import forced
+from tests.catalogue import assert_same
 from tests.statistics import assert_follows, power
 
 
@@ -100,6 +101,21 @@ def test_the_generator_of_the_buffer_decides_and_else_the_default_one():
     sampler._rng = torch.Generator().manual_seed(3)
     torch.manual_seed(4)
     assert torch.equal(first, sampler.draw(storage, 20)[0])
+
+
+@pytest.mark.parametrize("ndim", [1, 2])
+@pytest.mark.parametrize("wrap", [lambda sampler: sampler, SequenceSampler, NStepSampler])
+def test_td_errors_of_any_shape_change_nothing(wrap, ndim):
+    window = {SequenceSampler: (4,), NStepSampler: (3, 0.9)}.get(wrap, ())
+    rb = ReplayBuffer(storage=PackedStorage(40, ndim=ndim), sampler=wrap(UniformSampler(), *window), batch_size=8)
+    step = {"reward": torch.zeros(20, 1), "done": torch.zeros(20, 1, dtype=torch.bool)}
+    rows = TensorDict({"x": torch.arange(20.0), "next": {**step, "terminated": step["done"]}}, [20])
+    rb.extend(rows if ndim == 1 else rows.expand(2, 20))
+    batch = rb.sample()
+    batch["td_error"] = torch.ones(*batch.batch_size, 2)
+    before = rb.chronological()
+    rb.update_tensordict_priority(batch)
+    assert_same(rb.chronological(), before)
 
 
 def test_an_empty_storage_is_refused():
