@@ -133,10 +133,20 @@ def test_rows_without_a_priority_do_not_count_among_the_priorities():
     assert rb.health()["priority_p10"] == 1.0
 
 
+def test_it_says_what_is_compiled():
+    rb = filled(UniformSampler(), 200, 100)
+    found = [rb.health()["compiled"]]
+    for call in (lambda: rb.extend(numbered(0, 4)[0]), rb.sample):
+        call(), call()
+        found.append(rb.health()["compiled"])
+    assert found == [0.5, 0.5, 1.0]
+    assert filled(RandomSampler(), 200, 100).health()["compiled"] <= 0.5
+
+
 @pytest.mark.parametrize("make", [UniformSampler, RandomSampler, MinibatchSampler])
 def test_equally_probable_rows_have_a_top_mass_of_a_hundredth(make):
     rb = filled(make(), 200, 200)
-    assert set(rb.health()) == {"rows", "fill", "top_mass", "stale_updates"}
+    assert set(rb.health()) == {"rows", "fill", "top_mass", "stale_updates", "compiled"}
     assert rb.health()["top_mass"] == pytest.approx(0.01)
 
 
@@ -202,8 +212,8 @@ def test_replay_counts_restart_with_another_storage_and_after_emptying():
 def test_on_every_device(device):
     storage = PackedStorage(40, device=device)
     rb = ReplayBuffer(storage=storage, sampler=ProportionalSampler(40), batch_size=8, count_replays=True, prefetch=2)
-    assert rb.health() == {"rows": 0.0, "fill": 0.0, "refused_priorities": 0.0, "stale_updates": 0.0}
+    assert rb.health() == {"rows": 0.0, "fill": 0.0, "refused_priorities": 0.0, "stale_updates": 0.0, "compiled": 0.0}
     rb.extend(numbered(0, 30)[0].to(device))
     rb.sample()
     assert rb.health()["replays_mean"] >= 8 / 30
-    assert len(rb.health()) == 19
+    assert len(rb.health()) == 20

@@ -598,14 +598,19 @@ class ReplayBuffer(TensorDictReplayBuffer):
             >>> rb.compiled
             'add, extend, sample'
         """
+        calls = self._compiled_calls()
+        found = [name for name, reason in calls.items() if not reason]
+        others = [f"not {name}: {reason}" for name, reason in calls.items() if reason]
+        return "; ".join([*([", ".join(found)] if found else []), *others])
+
+    def _compiled_calls(self) -> dict[str, str]:
+        """Return the calls that compiled code can execute; for each, why it does not yet, or "" if it does."""
         bound = self.bound.get(self._batch_size or 0, next(iter(self.bound.values()), None))
         update = "" if self.parts is None or self.parts.prioritized is None else ", update_tensordict_priority"
-        calls = {"add, extend": self.bound_write, f"sample{update}": bound}
         if self.parts is not None and not self.parts.draws:
-            calls[f"sample{update}"] = "TorchRL's code draws"
-        found = [name for name, stage in calls.items() if not (stage is None or isinstance(stage, str))]
-        others = [f"not {name}: {stage or 'no call yet'}" for name, stage in calls.items() if name not in found]
-        return "; ".join([*([", ".join(found)] if found else []), *others])
+            bound = "TorchRL's code draws"
+        calls = {"add, extend": self.bound_write or "no call yet", f"sample{update}": bound or "no call yet"}
+        return {name: stage if isinstance(stage, str) else "" for name, stage in calls.items()}
 
     def _draw_bound(self, size: int, is_returned: bool = False) -> Sample | None:
         """Draw a batch by :attr:`bound` stages; return None if there are none for this size, or they are outdated.
@@ -918,8 +923,9 @@ class ReplayBuffer(TensorDictReplayBuffer):
         parts = self.parts or self._initialize()
         if parts.prioritized is None or parts.has_units:
             innermost = getattr(parts.sampler, "innermost", parts.sampler)
-            ignores_errors = type(innermost).update_priority is Sampler.update_priority
-            return None if ignores_errors else super().update_tensordict_priority(data)
+            if type(innermost).update_priority is not Sampler.update_priority:
+                super().update_tensordict_priority(data)
+            return None
         bound = self.bound.get(data.numel())
         is_queued = self._copies_batches and self.prefetcher is not None and self.prefetcher.ahead > 0
         if bound is not None and not isinstance(bound, str) and not is_queued:
@@ -994,6 +1000,8 @@ class ReplayBuffer(TensorDictReplayBuffer):
         with self._locked():
             report = health(self._storage, self._sampler, self._writer, self.last_draw, self.replay_count)
         report["stale_updates"] = float(self.stale_updates.total())
+        reasons = self._compiled_calls().values()
+        report["compiled"] = [*reasons].count("") / len(reasons)
         return report if self.flow is None else report | self.flow.report()
 
     def to_minari(

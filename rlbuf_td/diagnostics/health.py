@@ -15,6 +15,8 @@ The numbers are as follows; those that do not apply to a buffer are omitted:
   n-step returns, sequences or hindsight goals. If rows of several trajectories alternate, this number is near 1.
 - ``replays_mean``, ``replays_max``: how often a stored row has been drawn, with ``count_replays=True``.
 - ``never_sampled``: the share of stored rows that have never been drawn, with ``count_replays=True``.
+- ``compiled``: 1.0 if compiled code executes writes and samples, 0.5 if it executes one of them, otherwise 0.0;
+  ``rb.compiled`` says which, and why not the other.
 - ``pending_rows``: the number of transitions that recorders of this process have not yet written.
 - ``pending_steps``: how many time steps the lanes of a recorder are apart, with rows ``[T, E]``.
 """
