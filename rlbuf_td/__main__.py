@@ -61,13 +61,13 @@ def _add_demo(demo: argparse.ArgumentParser) -> None:
 def _add_bench(bench: argparse.ArgumentParser) -> None:
     sizes, rows = "numbers of stored rows (default: 1e4 1e5 1e6 1e7; 1e7 needs 18 GB)", [10**4, 10**5, 10**6, 10**7]
     meaning = "cycle: sample and update, leaves-N: a Dict of N leaves"
-    operations = f"some of {', '.join(OPERATIONS)} (default: all); {meaning}"
+    operations = f"some of {', '.join(OPERATIONS)} (default: all), or options; {meaning}, options: each option's cost"
     bench.add_argument("--device", default="cpu", help=f"cuda: time operations on the GPU instead {_SHOWN}")
     bench.add_argument("--rows", type=_number(1), nargs="+", default=rows, help=sizes)
     bench.add_argument("--images", type=_number(0), default=5_000, help=f"number of image rows, 0 for none {_SHOWN}")
     bench.add_argument("--batch", type=_number(1), default=256, help=f"rows per batch {_SHOWN}")
     bench.add_argument("--rounds", type=_number(1), default=15, help=f"timed blocks of 16 calls {_SHOWN}")
-    bench.add_argument("--only", nargs="*", choices=OPERATIONS, metavar="OPERATION", help=operations)
+    bench.add_argument("--only", nargs="*", choices=(*OPERATIONS, "options"), metavar="OPERATION", help=operations)
     bench.add_argument("--picture", type=Path, metavar="FILE", help="also draw the ratios: a .png or .svg")
 
 
@@ -124,6 +124,8 @@ def _imported(options: argparse.Namespace) -> Callable[[argparse.Namespace], int
         from rlbuf_td.cli.notebooks import main
     elif options.command == "bench" and options.device != "cpu":
         from rlbuf_td.cli.bench.device import main
+    elif options.command == "bench" and "options" in (options.only or ()):
+        from rlbuf_td.cli.bench.options import main
     elif options.command == "bench":
         if options.picture is not None:
             import matplotlib.figure  # noqa: F401  report a missing matplotlib before the work, not after it

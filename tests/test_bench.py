@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rlbuf_td.__main__ import OPERATIONS, main
-from rlbuf_td.cli.bench import cases, compare, device, timing
+from rlbuf_td.cli.bench import cases, compare, device, options, timing
 from rlbuf_td.cli.bench.contenders import Ours, TorchRL
 from rlbuf_td.cli.bench.others import available
 from rlbuf_td.cli.bench.picture import WORDS, draw
@@ -32,6 +32,21 @@ def test_the_benchmark_prints_a_row_for_every_operation_and_draws_it(tmp_path, m
         assert words in printed
     assert printed.count("x)") > len(OPERATIONS)
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_each_option_is_timed_beside_the_plain_buffer(monkeypatch, capsys):
+    monkeypatch.setattr(timing, "CALLS", 1)
+    assert main(["bench", "--rows", "1000", "--batch", "16", "--rounds", "1", "--only", "options"]) == 0
+    printed = capsys.readouterr().out
+    rows = {line.split("│")[1].strip(): line for line in printed.splitlines() if line.count("│") > 5}
+    assert set(options.OPTIONS) <= set(rows)
+    assert all(rows[name].count("x") >= 3 for name in options.OPTIONS)
+    assert "shared between processes" in " ".join(printed.split())
+
+
+def test_options_are_timed_alone(capsys):
+    assert main(["bench", "--only", "options", "uniform"]) == 2
+    assert "options are timed alone" in capsys.readouterr().err
 
 
 @pytest.mark.slow
