@@ -21,12 +21,13 @@ from torchrl.data.replay_buffers import (
     Sequence,
     SliceSampler,
     StalenessAwareSampler,
+    Storage,
     TensorDictReplayBuffer,
     TensorDictRoundRobinWriter,
 )
 from torchrl.data.replay_buffers import ReplayBuffer as TorchRLBuffer
 
-from rlbuf_td import PackedStorage, ReplayBuffer, RingWriter
+from rlbuf_td import PackedStorage, ReplayBuffer, RingWriter, SequenceSampler, UniformSampler
 from tests.features import needs
 
 CAPACITY = 40
@@ -237,3 +238,44 @@ def test_the_report_is_included_as_torchrl_includes_it(make: Any, include_info: 
         batch, info = rb.sample(include_info=include_info, return_info=True)
         found.append(("priority_weight" in batch.keys(), "index" in info, "priority_weight" in info))
     assert found[0] == found[1] == (include_info is not False, True, True)
+
+
+class Remote(Storage):
+    """Rows that are elsewhere: like TorchRL's ``StoreStorage``, it has no ``device``."""
+
+    def __init__(self, max_size: int) -> None:
+        super().__init__(max_size)
+        self._storage: Any = None
+        self.length = 0
+
+    def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
+        if self._storage is None:
+            self._storage = data[0].expand(self.max_size).clone()
+        self._storage[cursor] = data
+        self.length = max(self.length, int(torch.as_tensor(cursor).max()) + 1)
+
+    def get(self, index: Any) -> Any:
+        return self._storage[: self.length][index]
+
+    def __len__(self) -> int:
+        return self.length
+
+    def contains(self, item: Any) -> Any:
+        return item < self.length
+
+    def _empty(self) -> None:
+        self.length = 0
+
+    state_dict = load_state_dict = dumps = loads = None  # not needed here
+
+
+@pytest.mark.parametrize("make", [UniformSampler, lambda: SequenceSampler(UniformSampler(), 4)])
+@pytest.mark.parametrize("buffer", [TensorDictReplayBuffer, ReplayBuffer])
+def test_a_storage_without_a_device_has_its_rows_on_the_cpu(make, buffer):
+    assert not hasattr(Remote(CAPACITY), "device")
+    rb = buffer(storage=Remote(CAPACITY), sampler=make(), writer=RingWriter(), batch_size=8, collate_fn=lambda x: x)
+    for start in (0, 30):
+        rb.extend(steps(30, start))
+    batch = rb.sample()
+    assert torch.equal(batch["next", "reward"][:, 0], batch["t"].float())
+    assert set(batch["t"].tolist()) <= set(range(20, 60))

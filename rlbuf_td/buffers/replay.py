@@ -48,7 +48,7 @@ from rlbuf_td.samplers.common import OwnSignature, refuse_stored, refuse_taken, 
 from rlbuf_td.samplers.prioritized import Reduction
 from rlbuf_td.storages import PackedStorage, torchrl_parts
 from rlbuf_td.storages.checks import as_number, state_of, usable_device, whole
-from rlbuf_td.storages.indexing import attached_or_new, coordinates, merge_, put_back_, refuse_range
+from rlbuf_td.storages.indexing import attached_or_new, coordinates, device_of, merge_, put_back_, refuse_range
 from rlbuf_td.storages.interrupts import held_back
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.notebooks import PROCESSES
@@ -858,7 +858,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
         if parts.prioritized is not None:
             parts.prioritized.priorities.enter_range(start, count, parts.storage)
         elif type(parts.sampler).mark_update is not Sampler.mark_update:
-            index = coordinates(torch.arange(start, start + count, device=parts.storage.device), parts.storage)
+            index = coordinates(torch.arange(start, start + count, device=device_of(parts.storage)), parts.storage)
             self.mark_update(torch.stack(index, -1) if isinstance(index, tuple) else index)
 
     def empty(self, empty_write_count: bool = True) -> None:
