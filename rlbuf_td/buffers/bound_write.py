@@ -58,7 +58,7 @@ class BoundWrite:
         self.listening, self.boundaries = len(self.listeners), self._find_boundaries()
         self.others = [each for each in self.listeners if self._is_told_later(each)]
         nothing = StatefulSampler.add, Sampler.add, Sampler.extend
-        self.notes_writes = {how: _has_own(parts.sampler, how, *nothing) for how in ("add", "extend")}
+        self.notes_writes = {how: has_own(parts.sampler, how, *nothing) for how in ("add", "extend")}
         self.expected: dict[torch.Size, HostTensors] = {}  # recognizes the leaves, by batch size
         self.sources = np.empty(len(self.rows.extents), np.int64)
         self.set_sources = Struct(f"{len(self.sources)}q").pack_into
@@ -81,7 +81,7 @@ class BoundWrite:
 
     def _is_told_later(self, listener: Any) -> bool:
         if listener is self.buffer:
-            return self.entry is None and _has_own(self.sampler, "mark_update", Sampler.mark_update)
+            return self.entry is None and has_own(self.sampler, "mark_update", Sampler.mark_update)
         return self.boundaries is None or listener is not self.boundaries[0]
 
     def _rows_and_listeners(self) -> dict[str, Any]:
@@ -196,10 +196,10 @@ def _contiguous(leaf: Any) -> Any:
     return leaf.contiguous() if type(leaf) is Tensor and leaf.is_cpu and has_memory(leaf) else leaf
 
 
-def _has_own(sampler: Sampler, method: str, *empty: Any) -> bool:
-    """Whether a sampler, or a sampler that it wraps, has a method other than the ``empty`` ones of the base classes."""
-    passed_on = getattr(SamplerWrapper, method)
-    while isinstance(sampler, SamplerWrapper) and getattr(type(sampler), method) is passed_on:
+def has_own(sampler: Sampler, method: str, *empty: Any) -> bool:
+    """Whether a sampler, or a sampler that it wraps, has a method other than the ``empty`` ones, which do nothing."""
+    passed_on = getattr(SamplerWrapper, method), *empty
+    while isinstance(sampler, SamplerWrapper) and getattr(type(sampler), method) in passed_on:
         sampler = sampler.sampler
     return getattr(type(sampler), method) not in empty
 

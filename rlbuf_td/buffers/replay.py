@@ -17,7 +17,7 @@ from tensordict.nn.utils import _set_dispatch_td_nn_modules
 from torchrl.data.replay_buffers import RoundRobinWriter, Sampler, Storage, TensorDictReplayBuffer, Writer
 
 from rlbuf_td.buffers import flow, minari_data, torchrl_data, writing
-from rlbuf_td.buffers.bound_write import BoundWrite
+from rlbuf_td.buffers.bound_write import BoundWrite, has_own
 from rlbuf_td.buffers.parts import (
     Parts,
     as_size,
@@ -42,7 +42,7 @@ from rlbuf_td.diagnostics.episode_stats import EpisodeStats
 from rlbuf_td.diagnostics.health import LastDraw, ReplayCount, health
 from rlbuf_td.diagnostics.html import html_of
 from rlbuf_td.envs.specs import schema_of, transition_schema
-from rlbuf_td.samplers import ProportionalSampler, UniformSampler
+from rlbuf_td.samplers import ProportionalSampler, SequenceSampler, UniformSampler
 from rlbuf_td.samplers.bound import BoundBatch, bind
 from rlbuf_td.samplers.common import OwnSignature, refuse_stored, refuse_taken, reported_by
 from rlbuf_td.samplers.prioritized import Reduction
@@ -922,8 +922,8 @@ class ReplayBuffer(TensorDictReplayBuffer):
         """
         parts = self.parts or self._initialize()
         if parts.prioritized is None or parts.has_units:
-            innermost = getattr(parts.sampler, "innermost", parts.sampler)
-            if type(innermost).update_priority is not Sampler.update_priority:
+            nothing = Sampler.update_priority, SequenceSampler.update_priority
+            if has_own(parts.sampler, "update_priority", *nothing):
                 super().update_tensordict_priority(data)
             return None
         bound = self.bound.get(data.numel())

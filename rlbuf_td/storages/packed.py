@@ -485,7 +485,7 @@ class PackedStorage(LazyTensorStorage):
             self.share_memory_()
 
     def _fork_safe(self) -> bool:
-        """Return whether a forked process sees later writes to the rows; the workers of a DataLoader ask."""
+        """Return whether a forked process has as many rows as its length says; the workers of a DataLoader ask."""
         return self.shared_rows is not None or self.rows is None or self.device.type != "cpu"
 
     def _make_init_directory(self) -> None:

@@ -118,6 +118,17 @@ def test_td_errors_of_any_shape_change_nothing(wrap, ndim):
     assert_same(rb.chronological(), before)
 
 
+@pytest.mark.parametrize("wrap", [SequenceSampler, NStepSampler])
+def test_td_errors_reach_a_wrapper_that_takes_them(wrap):
+    taken = []
+    own = type("Own", (wrap,), {"update_priority": lambda *arguments, **named: taken.append(arguments)})
+    rb = ReplayBuffer(storage=PackedStorage(40), sampler=own(UniformSampler(), 4, *[0.9] * (wrap is NStepSampler)))
+    step = {"reward": torch.zeros(20, 1), "done": torch.zeros(20, 1, dtype=torch.bool)}
+    rb.extend(TensorDict({"next": {**step, "terminated": step["done"]}}, [20]))
+    rb.update_tensordict_priority(rb.sample(8).set("td_error", torch.ones(8)))
+    assert len(taken) == 1
+
+
 def test_an_empty_storage_is_refused():
     with pytest.raises(RuntimeError, match="empty storage: extend the buffer first"):
         UniformSampler().sample(PackedStorage(3), 1)
