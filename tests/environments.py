@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import gymnasium
 import numpy as np
 from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, Tuple
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 
 class Walk(gymnasium.Env):
@@ -82,3 +84,29 @@ class Nested(gymnasium.ObservationWrapper):
                 "mask": np.array([number % 2, 1, 0], np.bool_),
             },
         }
+
+
+class Rewarded(Walk):
+    """Each reward has the given shape, as of environments with several objectives."""
+
+    def __init__(self, shape: tuple[int, ...], declared: bool = False) -> None:
+        super().__init__()
+        self.shape = shape
+        if declared:
+            self.reward_space = gymnasium.spaces.Box(-9, 9, shape)
+
+    def step(self, action: Any) -> Any:
+        obs, reward, *rest = super().step(action)
+        rewards: Any = reward + np.arange(np.prod(self.shape), dtype=np.float32).reshape(self.shape)
+        self.history[-1] = (*self.history[-1][:2], rewards, *self.history[-1][3:])
+        return obs, rewards, *rest
+
+
+def rewarded(shape: tuple[int, ...], lanes: int, declared: bool = False) -> Any:
+    if not lanes:
+        return Rewarded(shape, declared)
+    env = SyncVectorEnv([partial(Rewarded, shape, declared)] * lanes, autoreset_mode=AutoresetMode.SAME_STEP)
+    env._rewards = np.zeros((lanes, *shape))  # as multi-objective vector environments do
+    if declared:
+        env.reward_space = gymnasium.spaces.Box(-9, 9, shape)
+    return env

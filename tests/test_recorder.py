@@ -29,7 +29,7 @@ from rlbuf_td import (
     schema_of,
 )
 from rlbuf_td.buffers.bound_write import BoundWrite
-from tests.environments import Walk
+from tests.environments import Walk, rewarded
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 LANES = 3
@@ -574,32 +574,6 @@ def test_transforms_see_what_is_recorded():
     assert rb.storage["next", "reward"].flatten(1).tolist() == seen
     assert rb.storage["note"][:, 0].tolist() == list(range(1, 11))
     assert "note" not in recorder._queues.now.keys()  # type: ignore[union-attr]
-
-
-class Rewarded(Walk):
-    """Each reward has the given shape, as of environments with several objectives."""
-
-    def __init__(self, shape: tuple[int, ...], declared: bool = False) -> None:
-        super().__init__()
-        self.shape = shape
-        if declared:
-            self.reward_space = gymnasium.spaces.Box(-9, 9, shape)
-
-    def step(self, action: Any) -> Any:
-        obs, reward, *rest = super().step(action)
-        rewards: Any = reward + np.arange(np.prod(self.shape), dtype=np.float32).reshape(self.shape)
-        self.history[-1] = (*self.history[-1][:2], rewards, *self.history[-1][3:])
-        return obs, rewards, *rest
-
-
-def rewarded(shape: tuple[int, ...], lanes: int, declared: bool = False) -> Any:
-    if not lanes:
-        return Rewarded(shape, declared)
-    env = SyncVectorEnv([partial(Rewarded, shape, declared)] * lanes, autoreset_mode=AutoresetMode.SAME_STEP)
-    env._rewards = np.zeros((lanes, *shape))  # as multi-objective vector environments do
-    if declared:
-        env.reward_space = gymnasium.spaces.Box(-9, 9, shape)
-    return env
 
 
 @pytest.mark.parametrize("shape", [(1,), (3,), (2, 2)])

@@ -19,7 +19,7 @@ from rlbuf_td.envs.minari_episodes import TRAJECTORY, episode_of, minari, open_d
 from rlbuf_td.kernels.huge_pages import take_pages
 from rlbuf_td.storages import SchemaError
 from rlbuf_td.storages.indexing import coordinates, lanes_of, stored_rows
-from rlbuf_td.storages.schema import show_key, walk
+from rlbuf_td.storages.schema import refuse_rounding, show_key, walk
 from rlbuf_td.writers.common import steps_by_age
 
 if TYPE_CHECKING:
@@ -74,6 +74,7 @@ def _fit_reward_(rows: Any, dtype: torch.dtype) -> None:
         raise SchemaError(
             f"episode {episode} has {reward.dtype} rewards, earlier ones {dtype}: pass reward_dtype=torch.float64"
         )
+    refuse_rounding(("next", "reward"), reward, dtype, "pass reward_dtype=torch.float64")
     rows["next", "reward"] = reward.to(dtype)
 
 

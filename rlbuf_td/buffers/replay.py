@@ -12,7 +12,7 @@ from threading import RLock
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from tensordict import NestedKey, TensorDictBase
+from tensordict import NestedKey, TensorDictBase, unravel_key
 from tensordict.nn.utils import _set_dispatch_td_nn_modules
 from torchrl.data.replay_buffers import RoundRobinWriter, Sampler, Storage, TensorDictReplayBuffer, Writer
 
@@ -52,6 +52,7 @@ from rlbuf_td.storages.indexing import attached_or_new, coordinates, device_of, 
 from rlbuf_td.storages.interrupts import held_back
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.notebooks import PROCESSES
+from rlbuf_td.storages.schema import refuse_rounding, walk
 from rlbuf_td.storages.shared.memory import SharedNumbers
 from rlbuf_td.storages.state import examine
 from rlbuf_td.storages.tensordict_fast import entries_of
@@ -792,10 +793,12 @@ class ReplayBuffer(TensorDictReplayBuffer):
         Raises:
             KeyError: the rows have no entry ``key``.
             RuntimeError: ``value`` has the wrong shape, or the buffer has been shut down; nothing has changed.
+            SchemaError: the dtype of the rows would round a whole number in ``value``; nothing has changed.
         """
         self._refuse_shut_down()
         if not isinstance(self.storage, PackedStorage):
             return super().set_at_(key, value, index)
+        self._refuse_rounding({key: value})
         self.storage.edit(lambda data: setitem(data[key], ..., value), index)
         return self
 
@@ -806,10 +809,12 @@ class ReplayBuffer(TensorDictReplayBuffer):
             KeyError: the rows have no entry ``key``.
             RuntimeError: the shape of ``value`` is not ``[T, ...]``, or ``[T, E, ...]`` if ``ndim=2``, or the buffer
                 has been shut down; nothing has changed.
+            SchemaError: the dtype of the rows would round a whole number in ``value``; nothing has changed.
         """
         self._refuse_shut_down()
         if not isinstance(self.storage, PackedStorage):
             return super().set_(key, value)
+        self._refuse_rounding({key: value})
         edit_all(self.storage, lambda data: data.set_(key, value))
         return self
 
@@ -818,10 +823,12 @@ class ReplayBuffer(TensorDictReplayBuffer):
 
         Raises:
             RuntimeError: an entry has the wrong shape, or the buffer has been shut down; nothing has changed.
+            SchemaError: the dtype of the rows would round a whole number; nothing has changed.
         """
         self._refuse_shut_down()
         if not isinstance(self.storage, PackedStorage):
             return super().update_(input_dict_or_td, clone, keys_to_update=keys_to_update)
+        self._refuse_rounding(input_dict_or_td)
         names: Any = {"clone": clone, "keys_to_update": keys_to_update}
         edit_all(self.storage, lambda data: data.update_(input_dict_or_td, **names))
         return self
@@ -830,9 +837,20 @@ class ReplayBuffer(TensorDictReplayBuffer):
         """Set the rows at ``index``. If ``index`` is a key, set the entry with this key in all rows."""
         self._refuse_shut_down()
         if is_key(index) and isinstance(self.storage, PackedStorage):
+            self._refuse_rounding({index: value})
             edit_all(self.storage, lambda data: data.transpose(self.dim_extend, 0).set_(index, value))
         else:  # TorchRL's code would change a temporary TensorDict
             super().__setitem__(index, value)
+
+    def _refuse_rounding(self, values: Any) -> None:
+        """Raise a SchemaError if an edit with these entries would round whole numbers, see :func:`refuse_rounding`."""
+        layout = self.storage.layout
+        for path, value in walk(values):
+            key = unravel_key(path)
+            key = (key,) if isinstance(key, str) else key
+            if layout is not None and isinstance(value, torch.Tensor) and key in layout.places:
+                dtype = layout.leaves[layout.places[key]].dtype
+                refuse_rounding(key, value, dtype, f"cast it with .to({dtype}), or store it in float64")
 
     def _refuse_shut_down(self) -> None:
         if self._service_shutdown:

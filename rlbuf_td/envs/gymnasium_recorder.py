@@ -38,7 +38,8 @@ class GymnasiumRecorder:
     :meth:`reset` and :meth:`step` return the environment's results unchanged. With same-step autoreset, the stored next
     observation at the end of an episode is ``final_obs`` from the infos. With next-step autoreset, the steps that only
     reset the environment are not stored. ``done`` is ``terminated | truncated``. A reward is a number or an array, such
-    as one number per objective.
+    as one number per objective. Rewards are stored as float32; a whole number that float32 lacks, such as 2**24 + 1,
+    raises a SchemaError, unless the buffer was made with a float64 reward in ``extras``.
 
     Each episode has a unique number, stored under ``trajectory_key``. If ``reset`` interrupts an episode, its last
     transition keeps ``done=False``, and the next episode has a new number. Loading a checkpoint into the buffer

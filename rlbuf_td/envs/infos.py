@@ -10,7 +10,7 @@ import torch
 
 from rlbuf_td.envs.specs import Key, tensors_of
 from rlbuf_td.storages.notebooks import TRANSITIONS
-from rlbuf_td.storages.schema import SchemaError, show_key
+from rlbuf_td.storages.schema import SchemaError, refuse_rounding, show_key
 
 _LOST = (
     "the episode of environment {} ended without 'final_obs' in the infos: this environment resets in the same step, "
@@ -18,6 +18,10 @@ _LOST = (
     "In a rollout, pass the critic's value of the final observation: next={{'state_value': ...}}. Otherwise, pass "
     "terminated=True at each end of an episode: then no value of the next observation is used"
 )
+
+_WIDER = "store it in float64, with from_env(env, ..., extras=...) and an example of {} in extras"
+#: The largest number up to which a dtype holds every whole number; for other dtypes, at least 127.
+_EXACT = {np.dtype(np.float32): 2**24, np.dtype(np.float64): 2**53}
 
 Mask: TypeAlias = np.ndarray | None
 
@@ -33,12 +37,19 @@ def to_array(value: Any) -> np.ndarray:
 
 
 def fill_(column: np.ndarray, value: Any, key: Key) -> None:
-    """Copy a value into a column of equal shape. NumPy's "same_kind" casts (float64 to float32) are allowed."""
+    """Copy a value into a column of equal shape. NumPy's "same_kind" casts (float64 to float32) are allowed.
+
+    A cast that changes a whole number, such as 2**24 + 1 to float32, raises a SchemaError.
+    """
     array = value if type(value) is np.ndarray else to_array(value)
     if array.shape != column.shape:
         raise SchemaError(f"{show_key(key)} came with shape {array.shape}, expected {column.shape}")
-    if array.dtype is not column.dtype and not np.can_cast(array.dtype, column.dtype, "same_kind"):
-        raise SchemaError(f"{show_key(key)} came as {array.dtype}, expected {column.dtype}: cast it first")
+    if array.dtype is not column.dtype:
+        if not np.can_cast(array.dtype, column.dtype, "same_kind"):
+            raise SchemaError(f"{show_key(key)} came as {array.dtype}, expected {column.dtype}: cast it first")
+        if not (np.abs(array) <= _EXACT.get(column.dtype, 127)).all():
+            given, dtype = tensors_of(array.reshape(-1), *key), torch.from_numpy(np.empty(0, column.dtype)).dtype
+            refuse_rounding(key, given, dtype, _WIDER.format(show_key(key)))
     column[...] = array
 
 

@@ -10,10 +10,11 @@ from tensordict import TensorDict, TensorDictBase
 
 from rlbuf_td.envs.specs import OBSERVATION, tensors_of
 from rlbuf_td.envs.transition import make_transition
-from rlbuf_td.storages.schema import SchemaError, show_key, walk
+from rlbuf_td.storages.schema import SchemaError, refuse_rounding, show_key, walk
 
 INFO = "info"
 TRAJECTORY = ("collector", "traj_ids")
+_REWARD = ("next", "reward")
 
 
 def open_dataset(dataset: Any) -> Any:
@@ -40,15 +41,17 @@ def transitions_of(episode: Any, *, infos: bool, reward_dtype: torch.dtype | Non
     """Return the ``n`` transitions of an episode, which has ``n + 1`` observations."""
     steps = len(episode)
     before, after = (_part(episode.observations, rows) for rows in (slice(0, steps), slice(1, steps + 1)))
-    reward = tensors_of(episode.rewards, "rewards").to(reward_dtype)
+    reward = tensors_of(episode.rewards, "rewards")
+    if reward_dtype is not None:
+        refuse_rounding(_REWARD, reward, reward_dtype, "pass reward_dtype=torch.float64")
+        reward = reward.to(reward_dtype)
     flags = episode.terminations, episode.truncations
     extras: dict[str, Any] = {"collector": {"traj_ids": torch.full((steps,), int(episode.id), device="cpu")}}
     if infos and episode.infos:
         extras |= _infos(tensors_of(episode.infos, INFO), steps)
-    rows = make_transition(before, episode.actions, reward, after, *flags, **extras)
-    if reward.is_floating_point():
-        return rows
-    return rows.set(("next", "reward"), reward.unsqueeze(-1))  # make_transition has converted it to float32
+    is_float = reward.is_floating_point()  # else make_transition would convert it to float32
+    rows = make_transition(before, episode.actions, reward if is_float else reward.double(), after, *flags, **extras)
+    return rows if is_float else rows.set(_REWARD, reward.unsqueeze(-1))
 
 
 def _part(values: Any, rows: slice) -> Any:

@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDict
 
 from rlbuf_td.envs.specs import OBSERVATION, entries, refuse_taken, tensors_of
-from rlbuf_td.storages.schema import SchemaError, show_key
+from rlbuf_td.storages.schema import SchemaError, refuse_rounding, show_key
 
 
 def make_transition(
@@ -36,7 +36,8 @@ def make_transition(
         shape ``[1]`` or ``[E, 1]``; ``("next", "done")`` is ``terminated | truncated``.
 
     Raises:
-        SchemaError: an entry does not consist of numbers, lacks the leading dim ``E``, or has the key of another entry.
+        SchemaError: an entry does not consist of numbers, lacks the leading dim ``E``, or has the key of another entry;
+            or float32 cannot hold a whole number among the rewards, such as 2**24 + 1.
 
     Cost: O(entries), about 20 us. Only rewards, and arrays that torch cannot share (read-only arrays), are copied.
 
@@ -86,6 +87,9 @@ def _reward(value: Any, lanes: torch.Size) -> torch.Tensor:
     if not isinstance(reward, torch.Tensor):
         raise SchemaError(f"'reward' must be a number or an array, got a {type(value).__name__}")
     if not (isinstance(value, torch.Tensor) and reward.is_floating_point()):
+        if isinstance(value, float):
+            reward = torch.tensor(value, dtype=torch.float64, device="cpu")
+        refuse_rounding(("next", "reward"), reward, torch.float32, "pass rewards as a float64 tensor")
         reward = reward.to(torch.float32)
     return reward.unsqueeze(-1) if reward.shape == lanes else reward
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 _HALF = (torch.bfloat16, torch.float16)
+_WIDE_INTEGERS = (torch.int32, torch.int64)
 _FLAGS = ("done", "terminated")
 
 
@@ -52,7 +53,8 @@ class TimeLayout:
             raise ValueError(f"{function}: time_dim={time_dim} does not exist in inputs of shape {shape}. {remedy}")
         time_dim %= first.ndim
         out_dtype = reduce(torch.promote_types, (x.dtype for x in values.values()))
-        compute_dtype = torch.promote_types(out_dtype, inputs["reward"].dtype)
+        is_wide = inputs["reward"].dtype in _WIDE_INTEGERS  # float32 would round them before they are added
+        compute_dtype = torch.promote_types(out_dtype, torch.float64 if is_wide else inputs["reward"].dtype)
         compute_dtype = torch.float32 if compute_dtype in _HALF else compute_dtype
         sizes = math.prod(shape[:time_dim]), shape[time_dim], math.prod(shape[time_dim + 1 :])
         flat = {name: x.detach().resolve_neg().reshape(sizes) for name, x in inputs.items()}

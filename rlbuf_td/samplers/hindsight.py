@@ -26,7 +26,7 @@ from rlbuf_td.storages.checks import as_number, fraction
 from rlbuf_td.storages.indexing import device_of
 from rlbuf_td.storages.notebooks import HINDSIGHT
 from rlbuf_td.storages.rows import Rows
-from rlbuf_td.storages.schema import show_key
+from rlbuf_td.storages.schema import refuse_rounding, show_key
 from rlbuf_td.storages.tensordict_fast import leaf_of, set_entries_
 from rlbuf_td.storages.trajectory_index import DONE_KEY, TRAJ_KEY, TrajectoryIndex, as_tuple
 
@@ -73,7 +73,7 @@ class HindsightSampler(SamplerWrapper):
 
     Raises:
         ValueError: an argument is out of range. When sampling: the desired and achieved goals differ in dtype or
-            shape, or a new reward has a wrong shape or is NaN.
+            shape, or a new reward has a wrong shape or is NaN, or is a whole number that the stored dtype cannot hold.
         KeyError: (at the first draw) a key is not stored.
         TypeError: the wrapped sampler is an n-step, sequence or hindsight sampler.
 
@@ -274,4 +274,5 @@ def _fitted(values: Any, like: Tensor, source: str, name: str) -> Tensor:
             shapes = f"shape {tuple(like.shape)} or [{len(like)}], got shape {tuple(values.shape)}"
             raise ValueError(f"{source} must return one {name} per row, of {shapes}{HINDSIGHT}")
         values = values.view(like.shape)
+    refuse_rounding((name,), values, like.dtype, f"store {name}s in float64")
     return values.to(like.device, like.dtype)

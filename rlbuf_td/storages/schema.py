@@ -65,6 +65,27 @@ def walk(data: Mapping[str, Any] | TensorDictBase, path: tuple[str, ...] = ()) -
             yield (*path, name), value
 
 
+_WIDE = (torch.int32, torch.int64, torch.uint32, torch.uint64, torch.float64)
+
+
+def refuse_rounding(key: tuple[str, ...], values: torch.Tensor, dtype: torch.dtype, remedy: str) -> None:
+    """Raise a SchemaError if a cast to ``dtype`` changes a whole number; fractions may be rounded.
+
+    Whole numbers beyond 2**53 in a float64 tensor may be rounded, too: float64 has already rounded them.
+    """
+    if values.dtype not in _WIDE or values.dtype is dtype:
+        return
+    largest = int(2 / torch.finfo(dtype).eps) if dtype.is_floating_point else torch.iinfo(dtype).max
+    values = values.detach().flatten()
+    large = values[~((values >= -largest) & (values <= largest))]
+    for given, cast in zip(large.tolist(), large.to(dtype).tolist(), strict=True):
+        is_whole = isinstance(given, int) or (given.is_integer() and abs(given) <= 2**53)
+        if is_whole and given != cast:
+            kind = str(dtype).removeprefix("torch.")
+            remedy = "scale it" if dtype is torch.float64 else remedy
+            raise SchemaError(f"{show_key(key)} is {int(given)}, which {kind} changes to {cast:.0f}: {remedy}")
+
+
 def refuse_unpackable(key: tuple[str, ...], value: Any) -> None:
     if is_non_tensor(value) or not (isinstance(value, torch.Tensor) or is_tensor_collection(value)):
         problem, taker = f"holds non-tensor data ({type(value).__name__}): leave it out", "ListStorage"
