@@ -19,7 +19,8 @@ from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import saved_number
 from rlbuf_td.storages.indexing import lanes_of
 from rlbuf_td.storages.notebooks import ROLLOUTS
-from rlbuf_td.storages.torchrl_parts import capacity_in_steps, count_change, set_length
+from rlbuf_td.storages.torchrl_parts import capacity_in_steps, count_change, listeners_of, set_length
+from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 from rlbuf_td.writers.common import MOST, TimeWriter
 from rlbuf_td.writers.estimator import Estimates, Estimator, RolloutEstimator, entry
 
@@ -197,6 +198,7 @@ class RolloutWriter(TimeWriter):
         lanes = lanes_of(storage).numel()
         if not cursor:  # a new rollout replaces the old one
             set_length(storage, count * lanes)
+            _forget_trajectories(storage)
         if cursor + count == steps:
             try:
                 self._estimate_stored(steps)
@@ -293,3 +295,10 @@ def _refuse_estimator(estimator: Any, gamma: float | None, lmbda: float | None) 
         raise TypeError(f"estimator must be a function of a rollout, got {type(estimator).__name__}")
     if gamma is not None or lmbda is not None:
         raise ValueError("gamma= and lmbda= are those of GAE, which estimator= replaces: use them in the estimator")
+
+
+def _forget_trajectories(storage: Storage) -> None:
+    """Let the next look-up read the rows again: the first row of a rollout does not follow the last one before it."""
+    for each in listeners_of(storage):
+        if isinstance(each, TrajectoryIndex):
+            each.repair()

@@ -10,7 +10,7 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torchrl.data import LazyMemmapStorage, LazyTensorStorage, ListStorage, TensorDictReplayBuffer
 
-from rlbuf_td import PackedStorage, ReplayBuffer, SchemaError
+from rlbuf_td import PackedStorage, ReplayBuffer, SchemaError, TrajectoryIndex
 from rlbuf_td.writers import RolloutWriter
 
 STORAGES = [PackedStorage, LazyTensorStorage, LazyMemmapStorage]
@@ -278,3 +278,25 @@ def test_estimates_have_the_dtype_of_the_values_or_of_the_network(make_world, re
         assert {rows[key].dtype for key in ("state_value", "advantage", "value_target")} == {values or network}
         torch.testing.assert_close(rows["advantage"].float(), expected, rtol=0.05, atol=0.1)
         assert rb.writer.value_rows == (data.numel() if values is None else 0)
+
+
+@pytest.mark.usefixtures("boundaries")
+@pytest.mark.parametrize("storage", STORAGES[:2])
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_the_first_step_of_a_rollout_follows_no_step_of_the_last_one(make_world, lanes, storage):
+    """Steps of the last rollout that are not replaced yet are no longer stored."""
+    world = make_world(lanes)
+    rb = rollouts(world, 6, storage=storage)
+    trajectories = TrajectoryIndex.of(rb.storage)
+    ends = {name: torch.zeros(lanes, 6, dtype=torch.bool) for name in ("terminated", "truncated")}
+    for way in WAYS:
+        data = world.steps(6, **ends)
+        write(rb, data, "whole")
+        for count in range(1, 6):
+            write(rb, data[:, count - 1 : count], way)
+            back, ahead, ended = (each.view(count, lanes) for each in trajectories.reach(torch.arange(count * lanes)))
+            steps = torch.arange(count).unsqueeze(-1).expand(count, lanes)
+            assert torch.equal(back, steps)
+            assert torch.equal(ahead, count - 1 - steps)
+            assert not ended.any()
+        write(rb, data[:, 5:], way)
