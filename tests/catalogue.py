@@ -134,6 +134,7 @@ SAMPLERS: dict[str, Callable[[int], Any]] = {
     "n-step": lambda rows: NStepSampler(ProportionalSampler(rows), 3, 0.9),
     "n-step over hindsight": lambda rows: NStepSampler(HindsightSampler(RankSampler(rows), reward_fn), 3, 0.9),
     "sequence": lambda rows: SequenceSampler(ProportionalSampler(rows), 3, burn_in=1),
+    "chunks": lambda rows: SequenceSampler(MinibatchSampler(2), 3, burn_in=1, stride=3),
     "strict": lambda rows: SequenceSampler(UniformSampler(), 4, boundary="strict"),
     "windows": _windows,
 }

@@ -353,7 +353,7 @@ def test_batch_sizes_that_are_none_are_refused(name):
     for size in (-1, 2.5, [4]):
         with pytest.raises(ValueError, match=r"batch_size must be a whole number, at least 0, got"):
             rb.sample(size)
-    if name == "minibatch":
+    if name in ("minibatch", "chunks"):
         with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
             rb.sample(0)
     else:

@@ -56,6 +56,8 @@ class BoundDraw(ABC):
     reports: ClassVar[tuple[tuple[str, torch.dtype], ...]] = ()  # the sampler's report, one number per row
     takes_fresh_rows: ClassVar[bool] = False  # whether the compiled function can replace the first rows by fresh rows
     table = 0  # address of an array with the addresses of the priorities
+    #: Returns the rows among which a draw without replacement chooses; None: all.
+    anchors: Callable[[PackedStorage], Tensor] | None = None
     windows: np.ndarray | None = None  # a ``WINDOWS`` record, if the drawn rows are expanded to windows
     kept: Any = None  # kept alive because the compiled function reads its memory
 

@@ -77,18 +77,24 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
 
     def draw(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
         """See :class:`~rlbuf_td.samplers.row_sampler.RowSampler`."""
-        rows = len(storage)
-        if rows == 0:
+        return self.draw_numbers(storage, len(storage), batch_size), {}
+
+    def draw_numbers(self, storage: Storage, count: int, batch_size: int, things: str = "rows") -> Tensor:
+        """Draw the next ``batch_size`` of the numbers ``0 .. count - 1``, each once per epoch.
+
+        These are the numbers of all rows, or of what a wrapper divides them into; an error calls them ``things``.
+        """
+        if count == 0:
             raise RuntimeError(EMPTY)
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}: epochs of empty batches never end")
-        if self.drop_last and rows < batch_size:
-            raise ValueError(f"drop_last leaves no batch: {rows} rows are fewer than the batch size {batch_size}")
+        if self.drop_last and count < batch_size:
+            raise ValueError(f"drop_last leaves no batch: {count} {things} are fewer than the batch size {batch_size}")
         self._serves.claim(storage)
-        order, start, stop = self.advance(storage, rows, batch_size)
-        return order[start:stop].clone(), {}
+        order, start, stop = self.advance(storage, count, batch_size)
+        return order[start:stop].clone()
 
-    @compiled_form_of("draw", "advance", "order", "_new_order")
+    @compiled_form_of("draw", "draw_numbers", "advance", "order", "_new_order")
     def bind_draw(self, storage: PackedStorage, size: int, *, reads: bool) -> BoundDraw:
         """See :mod:`rlbuf_td.samplers.bound`."""
         return _NextDraw(storage, self, size, reads)
@@ -97,13 +103,13 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
         """Advance by one batch; return the epoch's order of rows, and where in this order the batch starts and ends."""
         order = self._order
         if order is None or rows != self.len_storage or not order.is_cpu:
-            order = self.order(storage)
+            order = self.order(storage, rows)
         start, per_epoch = self._position, rows // batch_size if self.drop_last else -(-rows // batch_size)
         self._position = stop = min(start + batch_size, rows)
         ends = stop == rows or (self.drop_last and rows - stop < batch_size)
         if ends:
             # Draw the next order now: the generator then has the same state as with TorchRL's class.
-            self._order, self._position = self._new_order(storage), 0
+            self._order, self._position = self._new_order(rows, storage), 0
             self._epoch = (self._epoch + 1) % self.epochs
         self._ran_out = ends and self._epoch == 0
         drawn = self._epoch * per_epoch - (-self._position // batch_size)
@@ -111,21 +117,24 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
         self._remaining_batches = 0 if self._ran_out else self.epochs * per_epoch - drawn
         return order, start, stop
 
-    def order(self, storage: Storage) -> Tensor:
-        """Return all rows in the order of the current epoch. The tensor object is the same throughout an epoch."""
+    def order(self, storage: Storage, count: int | None = None) -> Tensor:
+        """Return all rows, or the numbers ``0 .. count - 1``, in the order of the current epoch.
+
+        The tensor object is the same throughout an epoch.
+        """
         self._serves.claim(storage)
-        rows, device = len(storage), device_of(storage)
+        rows, device = len(storage) if count is None else count, device_of(storage)
         if rows != self.len_storage:
             self.restart()
             self._order, self.len_storage = None, rows
         if self._order is None:
-            self._order = self._new_order(storage)
+            self._order = self._new_order(rows, storage)
         elif self._order.device != device:  # a loaded order
             self._order = self._order.to(device)
         return self._order
 
-    def _new_order(self, storage: Storage) -> Tensor:
-        rows, device = len(storage), device_of(storage)
+    def _new_order(self, rows: int, storage: Storage) -> Tensor:
+        device = device_of(storage)
         return permutation(rows, self._rng, device) if self.shuffle else torch.arange(rows, device=device)
 
     def settings_changed(self) -> None:
@@ -202,9 +211,11 @@ class _NextDraw(BoundDraw):
     """Draws the next rows of an epoch; not for a short last batch."""
 
     def __call__(self, written: int, targets: int) -> bool:
-        if written - self.sampler.position < self.size:
+        anchors = None if self.anchors is None else self.anchors(self.storage)
+        count = written if anchors is None else len(anchors)
+        if count - self.sampler.position < self.size:
             return False
-        order, start, stop = self.sampler.advance(self.storage, written, self.size)
-        self.flat.copy_(order[start:stop])
+        order, start, stop = self.sampler.advance(self.storage, count, self.size)
+        self.flat.copy_(order[start:stop] if anchors is None else anchors[order[start:stop]])
         self.kernel(self.address, targets)
         return True

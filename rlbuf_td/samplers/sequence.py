@@ -15,7 +15,7 @@ from rlbuf_td.kernels.batch import WINDOWS, record_of
 from rlbuf_td.kernels.dispatch import backend_of, compiled_form_of, machine_code
 from rlbuf_td.kernels.rows.read_ahead import ask_for_rows
 from rlbuf_td.samplers.bound import SCALAR, Blank, BoundDraw, Masks, Reading
-from rlbuf_td.samplers.common import permutation, setting
+from rlbuf_td.samplers.common import permutation, refuse_disorder, setting
 from rlbuf_td.samplers.wrapper import Drawn, SamplerWrapper, draw_from, rows_at
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import fraction, one_of, whole
@@ -23,11 +23,12 @@ from rlbuf_td.storages.indexing import Index, coordinates, device_of, flat_rows
 from rlbuf_td.storages.notebooks import SEQUENCES
 from rlbuf_td.storages.schema import SchemaError, show_key
 from rlbuf_td.storages.tensordict_fast import leaf_of
-from rlbuf_td.storages.torchrl_parts import columns_of
-from rlbuf_td.storages.trajectory_index import DONE_KEY, TRAJ_KEY, as_tuple
+from rlbuf_td.storages.torchrl_parts import columns_of, revision_of
+from rlbuf_td.storages.trajectory_index import DONE_KEY, TRAJ_KEY, as_tuple, edits_of
 
 Boundary: TypeAlias = Literal["pad", "shift", "strict"]
 _ROUNDS = 200  # boundary="strict" on the CPU: the largest number of repeated draws until all windows fit
+_MOST_ROWS = 1 << 20  # rows whose trajectories are looked up at once
 _BLIND_ROUNDS = 8  # boundary="strict" on CUDA: the number of repeated draws, without a check by the host
 
 
@@ -53,6 +54,19 @@ class SequenceSampler(SamplerWrapper):
     entries too. It also has ``slice_end_key``, ``[B, L, 1]`` bool: True at the last unpadded row of each window. The
     flags ``truncated`` and ``done`` then stay those of the environment. ``batch_size`` still counts ``B * L`` rows.
 
+    **Chunks.** With ``stride=length``, trajectories are divided into windows that do not overlap, and a wrapped
+    :class:`MinibatchSampler` draws each window once per epoch. Each stored row is then exactly once per epoch a row
+    with ``mask & ~burn_in_mask``. The last chunk of a trajectory may be shorter than ``length``, and is padded.
+    ``batch_size`` counts rows, including padding; the last batch of an epoch may have fewer windows (``drop_last``
+    omits such a batch). Any write restarts the epochs, as does any other change of the trajectories.
+
+    **Recurrent states** that are stored with the rows are entries like any other. A network starts a window from the
+    state in the window's first row: with ``batch`` in the shape ``[B, L]`` and the states ``h`` and ``c`` in the shape
+    ``[B, L, layers, hidden]``, ``h0, c0 = (batch[key][:, 0].transpose(0, 1).contiguous() for key in ("h", "c"))``, then
+    ``lstm(features, (h0, c0))``. No window crosses the end of a trajectory, so a loop over a window needs no resets.
+    TorchRL's ``LSTMModule`` does the same in recurrent mode, in which ``"is_init"`` means: continue from the state
+    stored here. (In its other mode, ``"is_init"`` means: continue from zeros.)
+
     Args:
         sampler: draws the anchors; may be a sampler of rows, a :class:`HindsightSampler` or an :class:`NStepSampler`.
         length: the number of rows from the anchor on, including the anchor, at least 1.
@@ -61,6 +75,9 @@ class SequenceSampler(SamplerWrapper):
             the trajectory's last row. ``"shift"`` moves the window to earlier rows, and pads only if the trajectory has
             fewer than ``length`` rows. ``"strict"`` draws other anchors until every window fits into its
             trajectory, including its burn-in.
+        stride: ``None``: any row can be an anchor. A whole number from 1 to ``length``: the anchors are each
+            trajectory's first stored row, and every ``stride``-th row from there on. This needs ``boundary="pad"`` and
+            a :class:`MinibatchSampler`, or one within a :class:`HindsightSampler` or an :class:`NStepSampler`.
         priority: how to compute the anchor's priority from the magnitudes of the window's TD errors, without padding
             and burn-in. ``"max"`` takes the largest magnitude; ``"mix"`` takes ``eta * max + (1 - eta) * mean``, as in
             R2D2.
@@ -72,7 +89,10 @@ class SequenceSampler(SamplerWrapper):
         done_key, traj_key: the keys of the done flag and the trajectory id, as for :class:`TrajectoryIndex`.
 
     Raises:
-        ValueError: an argument is out of range; (when sampling) ``batch_size`` is not a multiple of ``L``.
+        ValueError: an argument is out of range; (when sampling) ``batch_size`` is not a multiple of ``L``, or with
+            ``drop_last`` greater than the number of rows in all windows.
+        TypeError: ``sampler`` is no sampler, another :class:`SequenceSampler`, or, with ``stride``, draws rows
+            repeatedly.
         KeyError: (at the first draw) neither done flags nor trajectory ids are stored.
         SchemaError: (at the first write) the rows have an entry ``"mask"``, ``"burn_in_mask"`` or ``"anchor_index"``.
         RuntimeError: (when sampling with ``"strict"`` on the CPU) repeated draws do not find enough windows that fit.
@@ -81,7 +101,7 @@ class SequenceSampler(SamplerWrapper):
     Warns:
         RuntimeWarning: (at the first draw, on the CPU) rows of several trajectories alternate.
 
-    Cost: O(B * L).
+    Cost: O(B * L); with ``stride``, also O(N) for N rows at the first draw after a write.
     Source: Kapturowski et al., Recurrent Experience Replay in Distributed RL (R2D2), ICLR 2019, section 2.3.
 
     **Priorities.** In this package's buffer, ``update_tensordict_priority`` takes a whole batch and updates the
@@ -95,7 +115,7 @@ class SequenceSampler(SamplerWrapper):
     has ``("collector", "mask")``, batches have ``"mask"``.
 
     Example:
-        >>> from rlbuf_td import PackedStorage, ReplayBuffer, UniformSampler
+        >>> from rlbuf_td import MinibatchSampler, PackedStorage, ReplayBuffer, UniformSampler
         >>> from tensordict import TensorDict
         >>> sampler = SequenceSampler(UniformSampler(unique=True), length=2, burn_in=1)
         >>> rb = ReplayBuffer(storage=PackedStorage(10), sampler=sampler, batch_size=9)
@@ -105,16 +125,22 @@ class SequenceSampler(SamplerWrapper):
         >>> batch = batch[batch["anchor_index"][:, 0].argsort()]
         >>> batch["x"].tolist(), batch["mask"].tolist()[0]
         ([[0, 0, 1], [0, 1, 2], [1, 2, 2]], [False, True, True])
+        >>> chunks = SequenceSampler(MinibatchSampler(shuffle=False), 2, stride=2, output_layout="batch_time")
+        >>> rb = ReplayBuffer(storage=rb.storage, sampler=chunks, batch_size=2)
+        >>> [(batch["x"].tolist(), batch["mask"].tolist()) for batch in rb]
+        [([[0, 1]], [[True, True]]), ([[2, 2]], [[True, False]])]
     """
 
     _level = 3
     report_keys = frozenset({"mask", "burn_in_mask", "anchor_index"})
     state_keys = ("eta",)
-    _shown = ("length", "burn_in", "boundary", "priority_rule")
+    _shown = ("length", "burn_in", "boundary", "stride", "priority_rule")
     length: int = setting(whole(1), is_fixed=True)
     burn_in: int = setting(whole(0), is_fixed=True)
     boundary: Boundary = setting(one_of("pad", "shift", "strict"), is_fixed=True)
+    stride: int | None = setting(lambda name, value: None if value is None else whole(1)(name, value), is_fixed=True)
     eta: float = setting(fraction)
+    _divided: tuple[Any, Tensor] | None = None  # with ``stride``: the anchors, and of which trajectories
 
     def __init__(
         self,
@@ -123,6 +149,7 @@ class SequenceSampler(SamplerWrapper):
         *,
         burn_in: int = 0,
         boundary: Boundary = "pad",
+        stride: int | None = None,
         priority: Literal["max", "mix"] = "max",
         eta: float = 0.9,
         init_key: NestedKey = "is_init",
@@ -136,11 +163,29 @@ class SequenceSampler(SamplerWrapper):
         self.output_layout = one_of("flat", "batch_time")("output_layout", output_layout)
         self.gives_windows = output_layout == "batch_time"
         self.slice_end_key, self.time_dim_name = as_tuple(slice_end_key), time_dim_name
-        self.length, self.burn_in, self.boundary = length, burn_in, boundary
+        self.length, self.burn_in, self.boundary, self.stride = length, burn_in, boundary, stride
+        self._refuse_stride()
         self.priority_rule, self.eta = one_of("max", "mix")("priority", priority), eta
         beside = self.done_key[:-1]
         ends = (None, None) if self.gives_windows else ((*beside, "truncated"), (*beside, "done"))
         self.flag_keys: tuple[tuple[str, ...] | None, ...] = (as_tuple(init_key), *ends)
+
+    def _refuse_stride(self) -> None:
+        """Raise an error if the windows' anchors are given by a stride, and another argument does not allow this."""
+        if self.stride is None:
+            return
+        if self.stride > self.length:
+            gap = f"stride={self.stride} leaves out rows between windows of length={self.length}"
+            raise ValueError(f"{gap}: use a stride from 1 to {self.length}{SEQUENCES}")
+        if self.boundary != "pad":
+            reason = f'boundary="{self.boundary}" would move or replace windows'
+            raise ValueError(f'stride needs boundary="pad": {reason}{SEQUENCES}')
+        inner: Any = self.sampler
+        while isinstance(inner, SamplerWrapper) and type(inner)._draw is SamplerWrapper._draw:
+            inner = inner.sampler
+        if not hasattr(type(inner), "draw_numbers"):
+            needs = "stride needs a sampler that draws each window once per epoch"
+            raise TypeError(f"{needs}: use a MinibatchSampler, got {type(inner).__name__}{SEQUENCES}")
 
     window = property(lambda self: self.burn_in + self.length, doc="The number of rows in a window.")
 
@@ -209,8 +254,33 @@ class SequenceSampler(SamplerWrapper):
             batch.names = [*batch.names[:-1], self.time_dim_name]
         return batch
 
+    def _draw(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[Any, Any]]:
+        if self.stride is None:
+            return super()._draw(storage, batch_size)
+        refuse_disorder(self, storage)
+        anchors = self.anchors(storage)
+        numbers = self.innermost.draw_numbers(storage, len(anchors), batch_size, "windows")
+        return anchors[numbers], {}
+
+    def anchors(self, storage: Storage) -> Tensor:
+        """With ``stride``: return all rows that are anchors, ``[n]`` int64, in storage order.
+
+        If these have changed since the last call, the wrapped sampler restarts its epochs.
+        """
+        boundaries = self._trajectories(storage).boundaries()
+        seen = boundaries, int(revision_of(storage)), edits_of(storage)
+        if self._divided is None or self._divided[0] != seen:
+            rows = torch.arange(len(storage), device=device_of(storage)).split(_MOST_ROWS)
+            found = torch.cat([part[boundaries.reach(part)[0] % self.stride == 0] for part in rows])
+            if self._divided is not None and not torch.equal(found, self._divided[1]):
+                self.innermost.restart()
+            self._divided = seen, found
+        return self._divided[1]
+
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
         """Return whether the wrapped sampler can draw the anchors of a batch."""
+        if self.stride is not None and self.innermost.drop_last and len(storage):
+            return len(self.anchors(storage)) >= self.windows_of(batch_size)
         return self.sampler.can_sample(storage, self.windows_of(batch_size))
 
     def windows_of(self, batch_size: int) -> int:
@@ -273,7 +343,7 @@ class SequenceSampler(SamplerWrapper):
 
     @compiled_form_of(
         *("_reader", "_expanded", "_anchors", "_windows", "_mark_", "_draw", "draw_batch", "batch_of"),
-        *("window", "windows_of", "anchored", "_summary"),
+        *("window", "windows_of", "anchored", "_summary", "anchors"),
     )
     def bind_revision(self, storage: PackedStorage, size: int, inner: Reading) -> Reading | str:
         """See :mod:`rlbuf_td.samplers.bound`."""
@@ -323,6 +393,14 @@ class SequenceSampler(SamplerWrapper):
                     index, priority = rows[:, self.burn_in], self._summary(priority.reshape(-1), learned.view(-1))
         super().update_priority(index, priority, storage=storage)
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """See :class:`~rlbuf_td.samplers.wrapper.SamplerWrapper`."""
+        super().load_state_dict(state_dict)
+        self._divided = None  # the rows may be others; the wrapped sampler must not restart its epochs
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_divided": None}
+
     def _summary(self, td_error: Tensor, learned: Tensor) -> Tensor:
         """Return one priority per window, ``[B]``, from the TD errors, ``[B * L]``, for which ``learned`` is True."""
         magnitude = torch.where(learned, td_error.abs(), 0).view(-1, self.window)
@@ -360,6 +438,8 @@ class _WindowReading(Reading):
         memory = {"flags": self.flags, "widths": self.widths, "bounds": self.bounds, "scratch": self.scratch}
         given: dict[str, int] = {name: array.ctypes.data for name, array in memory.items()}
         given |= {"count": draw.size, "anchors": draw.flat.data_ptr(), "reports": len(self.widths)}
+        if self.wrapper.stride is not None:
+            draw.anchors = self.wrapper.anchors
         given |= {"length": self.wrapper.length, "burn_in": self.wrapper.burn_in}
         draw.expand_to(record_of(WINDOWS, **given, shifts=int(self.wrapper.boundary == "shift")))
         self.inner.bind(draw, size)

@@ -1,0 +1,280 @@
+"""``SequenceSampler(MinibatchSampler(), L, stride=S)``: each window of divided trajectories once per epoch."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+from torchrl.data.replay_buffers import LazyTensorStorage, SamplerWithoutReplacement, TensorDictReplayBuffer
+
+from rlbuf_td import (
+    FreshRowsSampler,
+    HindsightSampler,
+    MinibatchSampler,
+    NStepSampler,
+    PackedStorage,
+    ReplayBuffer,
+    SequenceSampler,
+    UniformSampler,
+)
+from tests.catalogue import reward_fn
+from tests.composition.test_cells import BUFFERS, assert_rows, decided, wrapped
+from tests.composition.test_lockstep import OFTEN
+from tests.processes.test_sharing import elsewhere
+from tests.restoring import HOW, restored
+from tests.worlds import Cell, Recipe, World, expected
+
+
+class Divided(SequenceSampler):
+    """A subclass that changes nothing."""
+
+
+def sampler_of(recipe: Recipe, stride: int, **epochs: Any) -> SequenceSampler:
+    inner = wrapped(MinibatchSampler(**epochs), replace(recipe, sequence=False))
+    return Divided(inner, recipe.length, burn_in=recipe.burn_in, stride=stride)
+
+
+def anchors_of(world: World, stride: int) -> list[Cell]:
+    """Return, from the definition, each ``stride``-th row of each trajectory."""
+    return [cell for cell in world.history.written() if world.trajectory(cell).index(cell) % stride == 0]
+
+
+def check_epoch(world: World, recipe: Recipe, stride: int, size: int, drop_last: bool, shuffle: bool) -> None:
+    wanted, drawn = anchors_of(world, stride), cast("list[Cell]", [])
+    learned: Counter[Cell] = Counter()
+    full, rest = divmod(len(wanted), size)
+    for number, batch in enumerate(world.rb):
+        anchors, goals = decided(world, batch, recipe)
+        assert len(anchors) == (size if number < full else rest)
+        assert_rows(batch, expected(world, anchors, goals, recipe))
+        drawn += anchors
+        for row in batch[batch["mask"] & ~batch["burn_in_mask"]]["index"].tolist():
+            learned[world.cell(row)] += 1
+    assert len(drawn) == (full * size if drop_last else len(wanted))
+    assert len({*drawn}) == len(drawn)
+    assert {*drawn} <= {*wanted}
+    if not shuffle:
+        assert drawn == wanted[: len(drawn)]
+    if stride == recipe.length:
+        assert set(learned.values()) <= {1}
+        if not drop_last:
+            assert {*learned} == {*world.history.written()}
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    buffer=st.sampled_from([*BUFFERS]),
+    often=st.sampled_from(OFTEN),
+    steps=st.integers(1, 12),
+    lanes=st.sampled_from([1, 2, 3]),
+    writes=st.lists(st.integers(2, 30), min_size=1, max_size=4),
+    length=st.integers(1, 6),
+    less=st.sampled_from([0, 0, 0, 1, 3]),
+    burn_in=st.sampled_from([0, 0, 1, 3]),
+    inner=st.sampled_from(["plain", "plain", "n_step", "hindsight"]),
+    size=st.integers(1, 7),
+    drop_last=st.booleans(),
+    shuffle=st.booleans(),
+    seed=st.integers(0, 999),
+)
+def test_an_epoch_has_every_window_once(
+    buffer, often, steps, lanes, writes, length, less, burn_in, inner, size, drop_last, shuffle, seed
+):
+    within = {"n_step": inner == "n_step", "hindsight": inner == "hindsight"}
+    recipe = Recipe(sequence=True, length=length, burn_in=burn_in, **within)
+    cls, storage, writer = BUFFERS[buffer]
+    stride = max(1, length - less)
+    rb = cls(
+        storage=storage(steps * lanes, ndim=2 if lanes > 1 else 1),
+        sampler=sampler_of(recipe, stride, shuffle=shuffle, drop_last=drop_last),
+        writer=writer(),
+        batch_size=size * recipe.window,
+    )
+    world = World(rb, steps, lanes, seed, often)
+    for count in writes:
+        world.write(count)
+        if drop_last and len(anchors_of(world, stride)) < size:
+            assert not rb.can_sample(size * recipe.window)
+            with pytest.raises(
+                ValueError, match=f"drop_last leaves no batch: .* windows are fewer than .* size {size}"
+            ):
+                rb.sample()
+            continue
+        assert rb.can_sample(size * recipe.window)
+        for _ in range(2):
+            check_epoch(world, recipe, stride, size, drop_last, shuffle)
+
+
+@pytest.mark.usefixtures("boundaries")
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_large_rings_are_divided_alike_on_every_device(lanes, device):
+    world = World.of(
+        sampler_of(Recipe(length=7, burn_in=0), 7), 400, lanes, 2.3, batch_size=70, often=(0.03, 0.01, 0.01)
+    )
+    check_epoch(world, Recipe(sequence=True, length=7, burn_in=0), 7, 10, False, True)
+
+
+def buffer(sampler: Any = None, cls: Any = ReplayBuffer, storage: Any = PackedStorage, **parts: Any) -> Any:
+    sampler = SequenceSampler(MinibatchSampler(3), 3, stride=3) if sampler is None else sampler
+    rb = cls(storage=storage(20, ndim=2), sampler=sampler, batch_size=6, generator=torch.Generator(), **parts)
+    rb.extend(rows(10))
+    return rb
+
+
+def rows(steps: int, every: int = 4) -> TensorDict:
+    x = torch.arange(2 * steps).view(2, steps)
+    return TensorDict({"x": x, "next": {"done": (x % every == every - 1)[..., None]}}, [2, steps])
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("drawn", [0, 1, 5, 7])
+def test_a_restored_buffer_goes_on_in_mid_epoch(how, drawn, tmp_path):
+    rb, other = buffer(), buffer()
+    other.extend(rows(10, 3))
+    other.sample()  # which has divided other trajectories
+    for _ in range(drawn):
+        rb.sample()
+    other = restored(rb, other, how, tmp_path)
+    for _ in range(15 - drawn):
+        assert (other.sample() == rb.sample()).all()
+        assert (other.sampler.epoch, other.sampler.ran_out) == (rb.sampler.epoch, rb.sampler.ran_out)
+    assert rb.sampler.ran_out
+
+
+@pytest.mark.parametrize("capacity", [26, 14])
+def test_a_dump_for_another_capacity_has_whole_epochs(capacity, tmp_path):
+    rb = buffer()
+    rb.extend(rows(3))  # the ring has wrapped
+    rb.sample()
+    rb.dumps(tmp_path)
+    other = ReplayBuffer(
+        storage=PackedStorage(capacity, ndim=2), sampler=rb.sampler.__class__(MinibatchSampler(), 3, stride=3)
+    )
+    if capacity < 20:
+        with pytest.warns(UserWarning, match="oldest"):
+            other.loads(tmp_path)
+    else:
+        other.loads(tmp_path)
+    other.sampler.epochs = 1
+    other.sampler.restart()
+    found = torch.cat([batch["index"][batch["mask"]] for batch in other])
+    assert len(found) == len(found.unique(dim=0)) == len(other)
+
+
+def test_writes_and_edits_of_done_flags_begin_new_epochs():
+    rb = buffer()
+    for change in (
+        lambda: rb.extend(rows(10)),
+        lambda: rb.extend(rows(2)),
+        lambda: rb.set_at_(("next", "done"), True, (4, 0)),
+        lambda: rb.storage.set(range(10), rows(10, 5).transpose(0, 1).contiguous()),
+    ):
+        rb.sample()
+        change()
+        epoch = [rb.sample() for _ in range(4)]
+        found = torch.cat([batch["index"][batch["mask"]] for batch in epoch])[: len(rb)]
+        assert len(found.unique(dim=0)) == len(found)
+    rb.sample()
+    position = rb.sampler.position
+    rb.set_at_("x", 7, (4, 0))  # the same trajectories
+    rb.sample()
+    assert rb.sampler.position == position + 2
+
+
+def in_another_process(rb: ReplayBuffer) -> None:
+    rb.sampler.restart()
+    found = torch.cat([batch["index"][batch["mask"]] for batch in rb])
+    assert len(found) == 3 * len(rb)
+    assert (found.unique(dim=0, return_counts=True)[1] == 3).all()
+    rb.extend(rows(7, 5))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_processes_share_the_rows_and_have_epochs_of_their_own():
+    rb, alone = buffer(), buffer()
+    rb.sample(), alone.sample()
+    rb.share()
+    for _ in range(5):
+        assert (rb.sample() == alone.sample()).all()
+    elsewhere(in_another_process, rb)
+    alone.extend(rows(7, 5))  # as the other process has: both begin new epochs
+    for one, other in zip(rb, alone, strict=True):
+        assert torch.equal(one["index"], other["index"])
+        assert torch.equal(one["x"], other["x"])
+    in_another_process(rb)
+
+
+@pytest.mark.parametrize("prefetch", [2, 3])
+def test_batches_drawn_ahead_are_the_same(prefetch):
+    ahead, plain = buffer(prefetch=prefetch, device="cpu"), buffer()
+    for change in (None, rows(4)):
+        if change is not None:
+            ahead.extend(change), plain.extend(change)
+        for one, other in zip(ahead, plain, strict=True):
+            assert (one == other).all()
+
+
+@pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
+def test_batches_of_windows_have_two_dims_on_request(cls):
+    storage = PackedStorage if cls is ReplayBuffer else LazyTensorStorage
+    sampler = SequenceSampler(MinibatchSampler(), 3, stride=3, output_layout="batch_time")
+    rb = buffer(sampler, cls, storage)
+    batches = [*rb]
+    assert [batch.shape for batch in batches] == [(2, 3)] * 5
+    assert sorted(torch.cat([batch["x"][batch["mask"]] for batch in batches]).tolist()) == [*range(20)]
+
+
+def test_batches_are_drawn_by_compiled_code():
+    rb = buffer()
+    rb.sample()
+    assert rb.sample() is not None
+    assert rb.compiled == "add, extend, sample"
+
+
+def test_wrong_strides_are_refused():
+    inner = MinibatchSampler()
+    stride: Any
+    for stride in (0, -1, 1.5, True):
+        with pytest.raises(ValueError, match="stride must be a whole number, at least 1, got"):
+            SequenceSampler(inner, 3, stride=stride)
+    with pytest.raises(
+        ValueError, match=r"stride=4 leaves out rows between windows of length=3: use a stride from 1 to 3"
+    ):
+        SequenceSampler(inner, 3, stride=4)
+    for boundary in ("shift", "strict"):
+        with pytest.raises(
+            ValueError, match=f'stride needs boundary="pad": boundary="{boundary}" would move or replace'
+        ):
+            SequenceSampler(inner, 3, stride=3, boundary=boundary)
+    hindsight = HindsightSampler(FreshRowsSampler(inner), reward_fn)
+    for other in (
+        UniformSampler(),
+        SamplerWithoutReplacement(),
+        FreshRowsSampler(inner),
+        NStepSampler(hindsight, 2, 0.9),
+    ):
+        with pytest.raises(
+            TypeError, match=r"stride needs a sampler that draws each window once .*use a MinibatchSampler"
+        ):
+            SequenceSampler(other, 3, stride=3)
+    with pytest.raises(TypeError, match=r"NStepSampler cannot wrap a SequenceSampler"):
+        NStepSampler(SequenceSampler(inner, 3, stride=3), 2, 0.9)
+    sampler = SequenceSampler(inner, 3, stride=3)
+    with pytest.raises(AttributeError, match="stride is fixed"):
+        sampler.stride = 2
+    rb = buffer(sampler)
+    rb.sample()
+    with (
+        pytest.raises(ValueError, match=r"batch_size must be a multiple of .* = 3, got 7"),
+        pytest.warns(UserWarning, match="batch_size"),
+    ):
+        rb.sample(7)
+    assert rb.sampler.position == 2
+    assert "stride=3" in repr(rb)
