@@ -315,3 +315,19 @@ def test_normalize_gives_mean_0_and_deviation_1_and_survives_constants():
         F.normalize(x[:0])
     with pytest.raises(ValueError, match="eps must be positive, got 0"):
         F.normalize(x, eps=0)
+
+
+def test_normalize_takes_its_statistics_from_unmasked_values_only():
+    x, mask = torch.randn(5, 4, 2), torch.rand(5, 4) < 0.6
+    assert 1 < mask.sum() < 20
+    y = F.normalize(x, mask=mask)
+    torch.testing.assert_close(y[mask], F.normalize(x[mask]))
+    std, mean = torch.std_mean(x[mask], correction=0)
+    torch.testing.assert_close(y, (x - mean) / std)
+    x[~mask] = torch.nan
+    torch.testing.assert_close(F.normalize(x, mask=mask)[mask], y[mask])
+    torch.testing.assert_close(F.normalize(x[mask], mask=torch.ones(len(x[mask])).bool()), y[mask])
+    assert F.normalize(x, mask=mask & False).isnan().all()
+    for other in (mask.int(), mask[:4], mask[..., None].expand(5, 4, 3)):
+        with pytest.raises(ValueError, match=r"the mask must be bool with the first dims of \(5, 4, 2\), got"):
+            F.normalize(x, mask=other)

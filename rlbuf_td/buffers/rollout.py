@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial as partial_of
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -14,7 +15,9 @@ from rlbuf_td.buffers.replay import ReplayBuffer
 from rlbuf_td.buffers.writing import refuse_other_data
 from rlbuf_td.functional import explained_variance, normalize
 from rlbuf_td.samplers.minibatch import MinibatchSampler
+from rlbuf_td.samplers.sequence import SequenceSampler
 from rlbuf_td.storages import PackedStorage, SchemaError, torchrl_parts
+from rlbuf_td.storages.checks import whole
 from rlbuf_td.storages.notebooks import ROLLOUTS
 from rlbuf_td.writers.estimator import Estimator
 from rlbuf_td.writers.rollout import RolloutWriter
@@ -36,10 +39,18 @@ class RolloutBuffer(ReplayBuffer):
     rollout; the next write begins a new rollout. Batches hold the written entries, ``advantage``, ``value_target`` and
     ``state_value``. In TorchRL, a ``GAE`` module computes advantages before the data is written to a buffer.
 
+    **Recurrent policies.** With ``sequence_length=L``, batches are chunks of consecutive steps, ``[B, L]`` and time
+    last. Chunks do not overlap: every row is in one chunk per epoch. A chunk ends at the end of an episode, at the end
+    of the rollout, or after L steps; ``"mask"``, ``[B, L]`` bool, is False for padding, which repeats the chunk's last
+    row. ``batch_size`` counts rows with padding, B * L. Advantages are computed before the division, and normalized
+    over unpadded rows. A network starts a chunk from the recurrent state stored in the chunk's first row,
+    ``batch["state"][:, 0]``, as TorchRL's ``LSTMModule`` and ``GRUModule`` do in recurrent mode. TorchRL's losses need
+    ``loss_module.loss_mask_key = "mask"``. See :class:`SequenceSampler` with ``stride``, which draws these batches.
+
     Args:
         num_steps: T, the number of time steps per rollout.
         num_envs: E, the number of environments; ``None``: rollouts are ``[T]``, without an environment dimension.
-        batch_size: the number of rows per minibatch.
+        batch_size: the number of rows per minibatch; with ``sequence_length``, a multiple of it.
         epochs: the number of passes over the rollout in one iteration, default 1.
         gamma: discount factor, in [0, 1], default 0.99.
         lmbda: the lambda of GAE, in [0, 1], default 0.95.
@@ -51,12 +62,14 @@ class RolloutBuffer(ReplayBuffer):
             :meth:`summary` use unscaled advantages (with ``"rollout"``, ``value_target - state_value``). TorchRL's
             losses can also scale advantages; scale only once.
         partial: allow reading an incomplete rollout; advantages are computed as if the newest step were the last.
-        shuffle: draw rows in a new random order in each epoch, default ``True``.
+        sequence_length: L, the length of chunks, from 1 to ``num_steps``; ``None``: batches of rows, ``[B]``.
+        shuffle: draw rows, or chunks, in a new random order in each epoch, default ``True``.
         drop_last: drop the last batch of an epoch if it is short, default ``False``.
         device: the device of the batches, and also of the rows unless ``storing_device`` is given.
         storing_device: the device of the rows.
         storage: used instead of a new :class:`PackedStorage`; its capacity must be T * E rows.
-        sampler: used instead of a :class:`MinibatchSampler` made from ``epochs``, ``shuffle`` and ``drop_last``.
+        sampler: used instead of a :class:`MinibatchSampler` made from ``epochs``, ``shuffle``, ``drop_last`` and
+            ``sequence_length``.
         writer: used instead of a :class:`RolloutWriter` made from the arguments ``gamma`` to ``value_network``.
         **kwargs: keywords of :class:`ReplayBuffer`: ``transform``, ``generator``, ``prefetch``, ...
 
@@ -86,6 +99,10 @@ class RolloutBuffer(ReplayBuffer):
         >>> _ = rollout.extend(TensorDict({"state_value": torch.full((2, 4, 1), 2.0), "next": step}, [2, 4]))
         >>> rollout.storage["advantage"][:, 0].flatten().tolist()
         [0.0, 0.0, 0.0, -1.0]
+        >>> rollout = RolloutBuffer(4, 2, batch_size=6, sequence_length=3)
+        >>> _ = rollout.extend(TensorDict({"state_value": torch.zeros(2, 4, 1), "next": step}, [2, 4]))
+        >>> [(tuple(batch.shape), int(batch["mask"].sum())) for batch in rollout][0][0]
+        (2, 3)
     """
 
     def __init__(
@@ -101,6 +118,7 @@ class RolloutBuffer(ReplayBuffer):
         value_network: TensorDictModuleBase | None = None,
         normalize_advantage: Literal["rollout", "minibatch"] | None = None,
         partial: bool = False,
+        sequence_length: int | None = None,
         shuffle: bool | None = None,
         drop_last: bool | None = None,
         device: torch.device | str | None = None,
@@ -118,10 +136,11 @@ class RolloutBuffer(ReplayBuffer):
             device, kwargs["device"] = storing_device, device
         rows, ndim = num_steps * (num_envs or 1), 1 if num_envs is None else 2
         storage = _part("storage", storage, lambda **on: PackedStorage(rows, ndim=ndim, **on), device=device)
-        sampler = _part("sampler", sampler, MinibatchSampler, epochs=epochs, shuffle=shuffle, drop_last=drop_last)
         by_rollout = True if normalize_advantage == "rollout" else None
         settings = {"gamma": gamma, "lmbda": lmbda, "estimator": estimator, "value_network": value_network}
         writer = _part("writer", writer, RolloutWriter, **settings, normalize_advantage=by_rollout)
+        epoch = {"epochs": epochs, "shuffle": shuffle, "drop_last": drop_last, "sequence_length": sequence_length}
+        sampler = _part("sampler", sampler, partial_of(_sampler_for, writer, num_steps, batch_size), **epoch)
         super().__init__(storage=storage, sampler=sampler, writer=writer, batch_size=batch_size, **kwargs)
 
     @classmethod
@@ -188,7 +207,7 @@ class RolloutBuffer(ReplayBuffer):
         Raises a RuntimeError if there is no batch size, or if the rollout is incomplete and ``partial`` is False.
         """
         self._initialize()
-        sampler = self._sampler
+        sampler = getattr(self._sampler, "innermost", self._sampler)
         self._require_estimates()
         if not isinstance(sampler, MinibatchSampler):
             yield from super().__iter__()
@@ -222,7 +241,7 @@ class RolloutBuffer(ReplayBuffer):
     def _normalized(self, batch: TensorDictBase, info: dict[Any, Any]) -> Sample:
         if self.normalize_advantage == "minibatch":
             key = self._writer.advantage_key
-            batch.set(key, normalize(batch.get(key)))
+            batch.set(key, normalize(batch.get(key), mask=info.get("mask")))
         return batch, info
 
     def _require_estimates(self) -> None:
@@ -275,6 +294,24 @@ def _part(name: str, given: Any, make: Any, **settings: Any) -> Any:
         ignored = ", ".join(map("{}=".format, settings))
         raise ValueError(f"{name}= has its own settings: pass {ignored} to it instead, or omit {name}=")
     return make(**settings) if given is None else given
+
+
+def _sampler_for(
+    writer: RolloutWriter, num_steps: int, batch_size: int | None, sequence_length: int | None = None, **settings: Any
+) -> MinibatchSampler | SequenceSampler:
+    """Return a sampler of minibatches of rows, or of chunks of ``sequence_length`` rows."""
+    rows = MinibatchSampler(**settings)
+    if sequence_length is None:
+        return rows
+    length = whole(1)("sequence_length", sequence_length)
+    if length > num_steps:
+        rollout = f"a rollout of {num_steps} steps has no chunks of {length}"
+        raise ValueError(f"{rollout}: use a sequence_length from 1 to {num_steps}{ROLLOUTS}")
+    keys: Any = {"done_key": writer.estimator.done_key, "traj_key": writer.estimator.trajectory_key}
+    chunks = SequenceSampler(rows, length, stride=length, output_layout="batch_time", **keys)
+    if batch_size is not None:
+        chunks.windows_of(batch_size)  # refuses other batch sizes
+    return chunks
 
 
 def _refuse_arguments(num_steps: int, num_envs: int | None, normalize: Any, storage: Any, writer: Any) -> None:

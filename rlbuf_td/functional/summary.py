@@ -40,18 +40,22 @@ def explained_variance(state_value: Tensor, value_target: Tensor) -> Tensor:
     return torch.where(variance == 0, torch.nan, 1 - unexplained / variance)
 
 
-def normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
+def normalize(x: Tensor, eps: float = 1e-6, mask: Tensor | None = None) -> Tensor:
     r"""Shift ``x`` to mean 0 and scale it to standard deviation 1: :math:`(x - \bar x) / \max(\sigma_x, \epsilon)`.
 
     Args:
         x: values, any shape, floating.
         eps: the smallest divisor, positive.
+        mask: which values count for the mean and the standard deviation, bool, with the first dims of ``x``; ``None``:
+            all values. Values that do not count are shifted and scaled, too.
 
     Returns:
         A new, detached tensor of the same shape and dtype. bfloat16 and float16 are computed in float32.
 
     Raises:
-        ValueError: ``x`` is empty, or ``eps`` is not positive.
+        ValueError: ``x`` is empty, ``eps`` is not positive, or the mask is not bool with the first dims of ``x``.
+
+    If no value counts, the result is NaN.
 
     Cost: O(elements), without host synchronisation. TorchRL's ``average_gae`` uses the sample standard deviation
     (divisor n - 1), which is undefined for one element; this function uses the divisor n.
@@ -59,14 +63,30 @@ def normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
     Example:
         >>> normalize(torch.tensor([1.0, 3.0])).tolist()
         [-1.0, 1.0]
+        >>> normalize(torch.tensor([1.0, 3.0, 5.0]), mask=torch.tensor([True, True, False])).tolist()
+        [-1.0, 1.0, 3.0]
     """
     if x.numel() == 0:
         raise ValueError("normalize: the tensor is empty.")
     if not eps > 0:
         raise ValueError(f"normalize: eps must be positive, got {eps}.")
     wide = _wide(x)
-    std, mean = torch.std_mean(wide, correction=0)
+    if mask is None:
+        std, mean = torch.std_mean(wide, correction=0)
+    else:
+        std, mean = _masked_std_mean(wide, mask)
     return ((wide - mean) / std.clamp_min(eps)).to(x.dtype)
+
+
+def _masked_std_mean(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    if mask.dtype is not torch.bool or mask.shape != x.shape[: mask.ndim]:
+        expected = f"bool with the first dims of {tuple(x.shape)}"
+        raise ValueError(f"normalize: the mask must be {expected}, got {mask.dtype} of shape {tuple(mask.shape)}.")
+    counts = mask.view(*mask.shape, *[1] * (x.ndim - mask.ndim)).expand_as(x)
+    number = counts.sum()
+    mean = torch.where(counts, x, 0).sum() / number
+    variance = torch.where(counts, (x - mean).square(), 0).sum() / number
+    return variance.sqrt(), mean
 
 
 def _wide(x: Tensor) -> Tensor:
