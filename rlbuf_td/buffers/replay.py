@@ -622,8 +622,8 @@ class ReplayBuffer(TensorDictReplayBuffer):
             bound = self.bound.get(size)
             drawn = None if bound is None or isinstance(bound, str) else bound.sample()
             if drawn is None:
-                if not isinstance(bound, str):
-                    self.bound.pop(size, None)
+                if bound is not None and not isinstance(bound, str) and not bound.remains():
+                    del self.bound[size]
                 return None
             report, newest = drawn.report, bound.newest  # type: ignore[union-attr]
             self.last_draw = report["index"], report.get("priority_weight"), newest

@@ -54,6 +54,7 @@ class BoundDraw(ABC):
     """
 
     reports: ClassVar[tuple[tuple[str, torch.dtype], ...]] = ()  # the sampler's report, one number per row
+    refuses_once: ClassVar[bool] = False  # whether a draw after one that compiled code refuses may succeed
     takes_fresh_rows: ClassVar[bool] = False  # whether the compiled function can replace the first rows by fresh rows
     table = 0  # address of an array with the addresses of the priorities
     #: Returns the rows among which a draw without replacement chooses; None: all.
@@ -243,6 +244,10 @@ class BoundBatch:
         if self.reading is not None:
             self.reading(bitmap, blank, written)
         return blank
+
+    def remains(self) -> bool:
+        """Whether the bound stages, after :meth:`sample` has returned None, may be used again."""
+        return self.draw.refuses_once and self.draw.holds()
 
     def update(self, batch: TensorDictBase, priority_key: NestedKey) -> int | None:
         """Update priorities; return how many rows were replaced since the draw, or None if compiled code refuses."""

@@ -210,6 +210,8 @@ def _is_order(order: Tensor, rows: int) -> bool:
 class _NextDraw(BoundDraw):
     """Draws the next rows of an epoch; not for a short last batch."""
 
+    refuses_once = True
+
     def __call__(self, written: int, targets: int) -> bool:
         anchors = None if self.anchors is None else self.anchors(self.storage)
         count = written if anchors is None else len(anchors)

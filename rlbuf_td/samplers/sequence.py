@@ -22,7 +22,7 @@ from rlbuf_td.storages.checks import fraction, one_of, whole
 from rlbuf_td.storages.indexing import Index, coordinates, device_of, flat_rows
 from rlbuf_td.storages.notebooks import SEQUENCES
 from rlbuf_td.storages.schema import SchemaError, show_key
-from rlbuf_td.storages.tensordict_fast import leaf_of
+from rlbuf_td.storages.tensordict_fast import folded, leaf_of
 from rlbuf_td.storages.torchrl_parts import columns_of, revision_of
 from rlbuf_td.storages.trajectory_index import DONE_KEY, TRAJ_KEY, as_tuple, edits_of
 
@@ -232,11 +232,11 @@ class SequenceSampler(SamplerWrapper):
     def lay_out(self, batch: TensorDictBase, info: dict[Any, Any]) -> tuple[TensorDictBase, dict[Any, Any]]:
         """Return a flat batch and its info dict in the shape ``[B, L]``."""
         info = self._report_by_window(info)
-        batch = batch.reshape(-1, self.window)
+        batch = folded(batch, self.window, self.time_dim_name)
         if batch.get(self.slice_end_key, None) is not None:
             raise SchemaError(f"the rows have an entry {show_key(self.slice_end_key)}: choose another slice_end_key")
         batch.set(self.slice_end_key, info[self.slice_end_key])
-        return self._set_sample_names(batch), info
+        return batch, info
 
     def _report_by_window(self, info: dict[Any, Any]) -> dict[Any, Any]:
         info = {key: self._by_window(value) for key, value in info.items()}

@@ -47,6 +47,25 @@ def set_entries_(data: TensorDictBase, entries: Mapping[str, torch.Tensor]) -> N
         data.update(dict(entries))
 
 
+def folded(data: TensorDictBase, window: int, name: str | None) -> TensorDictBase:
+    """Return ``data``, ``[B * window, ...]``, as ``[B, window, ...]``, without copying; ``name`` is that of dim 1."""
+    batch_size = torch.Size([len(data) // window, window, *data.batch_size[1:]])
+    if type(data) is not TensorDict or not _HAS_DICT:
+        data = data.reshape(batch_size)
+        if name is not None:
+            data.names = [*data.names[:1], name, *data.names[2:]]
+        return data
+    lead = batch_size[:2]
+    entries = {
+        key: entry.view(*lead, *entry.shape[1:]) if type(entry) is torch.Tensor else folded(entry, window, name)
+        for key, entry in data._tensordict.items()
+    }
+    found = new_tensordict(entries, batch_size, data.device)
+    if name is not None:
+        found._td_dim_names = [None, name, *[None] * (len(batch_size) - 2)]
+    return found
+
+
 def leaf_of(data: TensorDictBase, key: tuple[str, ...]) -> Any:
     found: Any = data
     for name in key:

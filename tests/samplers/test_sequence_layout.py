@@ -18,6 +18,8 @@ from rlbuf_td import (
     SequenceSampler,
     UniformSampler,
 )
+from rlbuf_td.storages.tensordict_fast import folded
+from tests.catalogue import SCHEMAS, assert_same, transitions
 from tests.features import needs
 
 STEPS = 40
@@ -141,3 +143,15 @@ def test_torchrls_slices_have_the_same_shape_and_ends() -> None:
     )
     assert torch.equal(left["next", "done"], theirs.storage[:]["next", "done"][left["index"].reshape(6, 4)])
     assert (left["is_init"][:, 0].all(), right["is_init"][:, 0].all()) == (True, True)
+
+
+@pytest.mark.parametrize("name", [None, "time"])
+@pytest.mark.parametrize("schema", SCHEMAS.values(), ids=str)
+def test_rows_of_any_kind_are_folded_as_torch_reshapes_them(schema: Any, name: str | None) -> None:
+    rows = transitions(schema, 12)
+    for count in (12, 3, 0):
+        found, wanted = folded(rows[:count], 3, name), rows[:count].reshape(count // 3, 3, *schema.element)
+        assert_same(found, wanted)
+        assert found.names == [None, name, *[None] * len(schema.element)]
+        for key, leaf in found.items(True, True):
+            assert count == 0 or leaf.data_ptr() == rows.get(key).data_ptr()
