@@ -113,7 +113,8 @@ class RecencySampler(RowSampler):
             mass = self._mass_by_age(storage)
             below = torch.nextafter(mass[-1], mass.new_zeros(()))  # rounding must not give an index past the last row
             return torch.searchsorted(mass, torch.minimum(uniform * mass[-1], below), right=True), {}
-        steps, newest = rows // lanes, int(torchrl_parts.newest_step_of(storage))
+        steps = rows // lanes
+        newest = torchrl_parts.last_step(storage, steps)
         return recent_rows(uniform, newest, self.span(steps), steps, lanes, self.log_decay), {}
 
     @compiled_form_of("draw", "span")
@@ -153,7 +154,7 @@ class RecencySampler(RowSampler):
         steps = len(storage) // lanes
         ages = torch.arange(steps, dtype=torch.float64, device=flat.device)
         weight = torch.where(ages < self.span(steps), torch.exp(ages * self.log_decay), 0.0)
-        age = (torchrl_parts.newest_step_of(storage) - flat // lanes) % steps
+        age = (torchrl_parts.last_step(storage, steps) - flat // lanes) % steps
         return weight[age] / (weight.sum() * lanes)
 
     def __getstate__(self) -> dict[str, Any]:

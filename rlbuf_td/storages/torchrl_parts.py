@@ -72,6 +72,23 @@ def set_cursor(writer: Any, cursor: int, write_count: int | None = None) -> None
         writer._write_count = write_count
 
 
+def steps_written(storage: Storage) -> int:
+    """Return the number of time steps that the writers of a storage's buffers have written."""
+    writers = map(writer_or_none, listeners_of(storage))
+    return sum(int(getattr(writer, "_write_count", 0)) for writer in writers)
+
+
+def last_step(storage: Storage, steps: int) -> int:
+    """Return the last written of ``steps`` time steps, which the storage or a buffer's writer has recorded."""
+    cursor = newest_step_of(storage)
+    if hasattr(storage, "clock") and cursor is not None:
+        return cursor
+    for last in map(last_of_ring, listeners_of(storage)):
+        if last is not None:
+            return last % steps
+    return steps - 1 if cursor is None or int(cursor) < 0 else int(cursor)
+
+
 def last_of_ring(buffer: TensorDictReplayBuffer) -> int | None:
     """Return the time step that a ring writer wrote last (-1: the storage's last step), or None if there is none."""
     writer = getattr(buffer, "_writer", None)

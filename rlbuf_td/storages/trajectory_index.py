@@ -16,7 +16,14 @@ from rlbuf_td.storages.indexing import device_of, flat_rows, lanes_of, refuse_ra
 from rlbuf_td.storages.notebooks import TRANSITIONS
 from rlbuf_td.storages.schema import SchemaError, kind
 from rlbuf_td.storages.shared.memory import SharedNumbers
-from rlbuf_td.storages.torchrl_parts import columns_of, last_of_ring, listeners_of, newest_step_of, revision_of
+from rlbuf_td.storages.torchrl_parts import (
+    columns_of,
+    last_step,
+    listeners_of,
+    newest_step_of,
+    revision_of,
+    steps_written,
+)
 
 DONE_KEY = ("next", "done")
 TRAJ_KEY = ("collector", "traj_ids")
@@ -121,6 +128,56 @@ class TrajectoryIndex:
         back, ahead, _ = self.reach(index)
         return back + ahead + 1
 
+    def whole(self, *, only_finished: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the flat index of the first row, and the length, of each trajectory whose rows are all stored.
+
+        Both are ``[K]`` int64, ordered by lane and then by age. ``only_finished=False`` also returns the trajectories
+        that have not ended yet. After a write that replaced all rows, and if the ring had overwritten rows before this
+        index was created, a trajectory that begins with the oldest row of a lane counts as incomplete.
+
+        Raises:
+            RuntimeError: the storage is empty.
+
+        Cost: O(K + T * E / 64); on other devices, O(T * E).
+        """
+        boundaries = self.boundaries()
+        oldest, live, begun = self._oldest(boundaries)
+        return boundaries.whole(oldest, live, begun, only_finished)
+
+    def is_whole(self, flat: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
+        """Return whether the first row of each row's trajectory is stored, ``[B]`` bool.
+
+        ``back`` is the result of :meth:`steps_back` for the flat rows ``flat``.
+        """
+        steps, lanes = self._end.shape
+        oldest, _, begun = (each.to(flat.device) for each in self._oldest(self.boundaries()))
+        lane = flat % lanes
+        return ((flat // lanes - back) % steps != oldest[lane]) | begun[lane]
+
+    def _oldest(self, boundaries: Boundaries) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return each lane's oldest step, number of steps, and whether a trajectory begins with the oldest step."""
+        steps, lanes = self._end.shape
+        live = len(self.storage) // lanes
+        if live < steps:
+            oldest, begun = 0, torch.ones(lanes, dtype=torch.bool, device="cpu")
+        else:
+            oldest, begun = (self._newest(steps) + 1) % steps, boundaries.begun.cpu()
+        return *(torch.full((lanes,), each, device="cpu") for each in (oldest, live)), begun
+
+    def _is_complete(self) -> bool:
+        """Whether each time step that was ever written is stored."""
+        storage, clock = self.storage, getattr(self.storage, "clock", None)
+        written = max(steps_written(storage), 0 if clock is None else clock.now)
+        return 0 < written <= len(storage) // lanes_of(storage).numel()
+
+    def mark_all(self) -> None:
+        """Record that one write has replaced all rows.
+
+        The oldest rows may then belong to trajectories that began in the rows before, or in rows that did not fit.
+        """
+        if self._boundaries is not None:
+            self._boundaries.begun.fill_(self._is_complete())
+
     def boundaries(self, revision: int | None = None) -> Boundaries:
         """Return up-to-date boundaries; ``revision`` is the current revision of the storage if the caller knows it."""
         storage = self.storage
@@ -152,9 +209,12 @@ class TrajectoryIndex:
         refuse_range(start, count, self.storage)
         lanes = lanes_of(self.storage).numel()
         start, count = start // lanes, count // lanes
-        boundaries = self._followed() or self._begun(start, count)
+        followed = self._followed()
+        boundaries = followed or self._begun(start, count)
         if boundaries is not None:
             self._take_in(boundaries, start, count)
+            if followed is None:
+                self.mark_all()
 
     def mark_update(self, index: Any) -> None:
         """Record a write of the time steps ``index``, in this order.
@@ -165,7 +225,8 @@ class TrajectoryIndex:
         rows, lanes = torch.as_tensor(index, device="cpu").numpy(), lanes_of(self.storage).numel()
         steps = rows[::lanes, 0] if rows.ndim == 2 else rows.reshape(-1)
         refuse_range(0, (int(steps.max(initial=-1)) + 1) * lanes, self.storage)
-        boundaries = self._followed() or self._begun(0, len(np.unique(steps[steps >= 0])))
+        followed = self._followed()
+        boundaries = followed or self._begun(0, len(np.unique(steps[steps >= 0])))
         if boundaries is None or not len(steps):
             return
         steps = np.where(steps < 0, -2, steps)  # -2 + 1 is not a step: no row follows a skipped one
@@ -174,6 +235,8 @@ class TrajectoryIndex:
                 boundaries.head.fill_(-1)
             else:
                 self._take_in(boundaries, int(run[0]), len(run))
+        if len(steps) >= self._end.shape[0] or followed is None:
+            self.mark_all()
 
     def numbers(self) -> tuple[BitBoundaries, np.ndarray, Any] | None:
         """Return the arrays with which compiled code updates this index, or None if only Python code can update it."""
@@ -186,27 +249,23 @@ class TrajectoryIndex:
     def rebuild(self) -> Boundaries:
         """Read all rows again, in the order of writing; O(T * E)."""
         boundaries = self._bind()
-        boundaries.clear()
         storage, (steps, lanes) = self.storage, self._end.shape
         live = len(storage) // lanes
         head = self._newest(steps)
+        begun = boundaries.begun & bool((boundaries.head == head).all())  # rows were edited, not written
+        boundaries.clear()
         if live == steps and head + 1 < steps:
             self._take_in(boundaries, head + 1, steps - head - 1)
             self._take_in(boundaries, 0, head + 1)
         elif live:
             self._take_in(boundaries, 0, live)
+        boundaries.begun.copy_(begun | self._is_complete())
         self._seen[0] = int(revision_of(storage))
         return boundaries
 
     def _newest(self, steps: int) -> int:
         """Return the last written step of a full ring, which the storage or its writer has recorded."""
-        cursor = newest_step_of(self.storage)
-        if hasattr(self.storage, "clock") and cursor is not None:
-            return cursor
-        for last in map(last_of_ring, listeners_of(self.storage)):
-            if last is not None:
-                return last % steps
-        return steps - 1 if cursor is None or int(cursor) < 0 else int(cursor)
+        return last_step(self.storage, steps)
 
     def _followed(self) -> Boundaries | None:
         """Return the boundaries, or None if the storage's revision shows a change that no writer has reported."""
@@ -350,6 +409,7 @@ class TrajectoryIndex:
         if not state_dict:
             return self.repair()
         boundaries = self._bind()
+        state_dict = {"begun": torch.zeros_like(boundaries.begun)} | state_dict  # older dumps have no such entry
         size = torch.tensor(self._end.shape, device="cpu")
         shapes = {name: tensor.shape for name, tensor in (boundaries.tensors() | {"size": size}).items()}
         if shapes != {name: tensor.shape for name, tensor in state_dict.items()} or (state_dict["size"] != size).any():

@@ -26,6 +26,7 @@ from rlbuf_td.storages.indexing import lanes_of
 from rlbuf_td.storages.interrupts import held_back
 from rlbuf_td.storages.schema import reshaped
 from rlbuf_td.storages.shared.memory import SharedNumbers
+from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 from rlbuf_td.storages.write_clock import LAST
 from rlbuf_td.storages.writes import stacked
 
@@ -200,6 +201,8 @@ class TimeWriter(RoundRobinWriter):
             mark_range(start * lanes, first * lanes)
             if first < count:
                 mark_range(0, (count - first) * lanes)
+            if count == steps and isinstance(listener, TrajectoryIndex):
+                listener.mark_all()
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_rng": None}

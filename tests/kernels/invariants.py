@@ -64,6 +64,7 @@ def flags(bits: BitBoundaries) -> FlagBoundaries:
     for flag, first in ((flagged.cut, 0), (flagged.over, int(bits.starts[-1]))):
         flag.copy_(((bits.bits[:, first + position // WORD] >> (position % WORD)) & 1).bool().T)
     flagged.head.copy_(bits.head)
+    flagged.begun.copy_(bits.begun)
     return flagged
 
 

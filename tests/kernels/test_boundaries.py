@@ -67,6 +67,11 @@ def test_the_bitmap_equals_the_specification_after_every_write(case):
         check_boundaries(bits)
         for name, tensor in flags(bits).tensors().items():
             assert torch.equal(tensor, spec.tensors()[name]), name
+        oldest = torch.full((lanes,), (start + count) % steps)
+        for only_finished in (True, False):
+            given = oldest, torch.full((lanes,), steps), bits.begun, only_finished
+            for ours, theirs in zip(bits.whole(*given), spec.whole(*given), strict=True):
+                assert torch.equal(ours, theirs)
         cells = torch.arange(steps * lanes)[written.repeat_interleave(lanes)]
         for within in (None, 0, 2, 70):
             for ours, theirs in zip(bits.reach(cells, within), spec.reach(cells, within), strict=True):

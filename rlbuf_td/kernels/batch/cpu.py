@@ -32,6 +32,7 @@ from rlbuf_td.kernels.compiled import (
     stream_bytes,
 )
 from rlbuf_td.kernels.distinct.cpu import append_at
+from rlbuf_td.kernels.episodes.cpu import set_beginnings
 from rlbuf_td.kernels.episodes.cpu import write as write_boundaries
 from rlbuf_td.kernels.rank_order.chunks import Chunks
 from rlbuf_td.kernels.rank_order.cpu import draw as draw_by_rank
@@ -369,10 +370,13 @@ def write_ring(address, count, lanes_first, index):
     store(ring.cursor, (cursor + count) % ring.steps, np.int64)
     store(ring.write_count, load(ring.write_count, np.int64) + count, np.int64)
     if ring.boundaries and load(ring.seen, np.int64) == revision:
-        numbers = carray(pointer(ring.boundaries), 14, np.int64)
+        numbers = carray(pointer(ring.boundaries), 15, np.int64)
         write_boundaries(numbers, start, head)
         if head < kept:
             write_boundaries(numbers, _ZERO, kept - head)
+        if kept == ring.steps:
+            written = max(load(ring.clock, np.int64), load(ring.write_count, np.int64))
+            set_beginnings(numbers, written == kept)
         store(ring.seen, revision + 1, np.int64)
     if index:
         _write_index(ring, cursor, count, index)

@@ -30,6 +30,7 @@ class BoundariesBase(ABC):
 
     lanes: int
     head: Tensor  # ``[1]`` int64 on the host, the last written step, -1 before the first write
+    begun: Tensor  # ``[E]`` bool, whether a trajectory begins with the oldest step of a lane whose ring is full
 
     @abstractmethod
     def write(self, start: int, count: int, end: Tensor, name: Tensor | None) -> None:
@@ -44,6 +45,14 @@ class BoundariesBase(ABC):
         """Return how many steps precede and follow each row in its trajectory: ``(back, ahead, over)``.
 
         ``back`` and ``ahead`` are at most ``within``. ``over`` is the flag *over* of the row ``ahead`` steps later.
+        """
+
+    @abstractmethod
+    def whole(self, oldest: Tensor, live: Tensor, begun: Tensor, only_finished: bool) -> tuple[Tensor, Tensor]:
+        """Return the first flat row and the length of each trajectory whose first row is stored, by lane and age.
+
+        Lane ``e`` holds ``live[e]`` steps from step ``oldest[e]`` on, and ``begun[e]`` tells whether a trajectory
+        begins with that step. ``only_finished``: omit trajectories that have not ended. The arguments are on the host.
         """
 
     @abstractmethod
@@ -72,6 +81,7 @@ class FlagBoundaries(BoundariesBase):
             self.cut = torch.zeros(steps, lanes, dtype=torch.bool, device=device)
             self.over = torch.zeros_like(self.cut)
             self.head = torch.full((1,), -1, device="cpu")
+            self.begun = torch.zeros(lanes, dtype=torch.bool, device=device)
         self._count: Tensor | None = None  # a result of `_count_cuts`, until the next write
 
     def write(self, start: int, count: int, end: Tensor, name: Tensor | None) -> None:
@@ -82,6 +92,7 @@ class FlagBoundaries(BoundariesBase):
         if follows and name is not None:
             self.over[before] |= name[before] != name[start]
         self.cut[before] = self.over[before] if follows else True
+        self.begun.copy_(self.cut[stop - 1])  # of the last step that this write replaces
         over = end[start:stop].clone()
         if name is not None:
             over[:-1] |= name[start : stop - 1] != name[start + 1 : stop]
@@ -102,6 +113,21 @@ class FlagBoundaries(BoundariesBase):
         back, ahead = back.clamp(max=most), ahead.clamp(max=most)
         return back, ahead, self.over.view(-1)[(cells + ahead * lanes) % (steps * lanes)]
 
+    def whole(self, oldest: Tensor, live: Tensor, begun: Tensor, only_finished: bool) -> tuple[Tensor, Tensor]:
+        (steps, lanes), device = self.cut.shape, self.cut.device
+        oldest, live, begun = (each.to(device) for each in (oldest, live, begun))
+        age = torch.arange(steps, device=device)[:, None]
+        cut = self.cut.gather(0, (oldest + age) % steps) & (age < live)
+        lane, last = cut.T.nonzero(as_tuple=True)
+        is_first = torch.ones_like(lane, dtype=torch.bool)
+        is_first[1:] = lane[1:] != lane[:-1]
+        start = torch.where(is_first, 0, last.roll(1) + 1)
+        is_whole = ~is_first | begun[lane]
+        if only_finished:
+            is_whole &= self.over[(oldest[lane] + last) % steps, lane]
+        first = (oldest[lane] + start) % steps * lanes + lane
+        return first[is_whole], (last + 1 - start)[is_whole]
+
     def _count_cuts(self) -> Tensor:
         """Return the number of cuts before each row and before the end, ``[E * T + 1]`` int64, lane after lane."""
         if self._count is None:
@@ -111,7 +137,7 @@ class FlagBoundaries(BoundariesBase):
         return self._count
 
     def tensors(self) -> dict[str, Tensor]:
-        return {"cut": self.cut, "over": self.over, "head": self.head}
+        return {"cut": self.cut, "over": self.over, "head": self.head, "begun": self.begun}
 
     def holds(self, tensors: dict[str, Tensor]) -> bool:
         cut, over = tensors["cut"], tensors["over"]
@@ -134,6 +160,7 @@ class BitBoundaries(BoundariesBase):
         with outside_inference_mode():
             self.bits = torch.zeros(lanes, int(self.starts[-1]) + sizes[0], dtype=torch.int64, device=device)
             self.head = torch.full((1,), -1, device="cpu")
+            self.begun = torch.zeros(lanes, dtype=torch.bool, device=device)
         self._bitmap = (0,) * 6
 
     @property
@@ -152,7 +179,8 @@ class BitBoundaries(BoundariesBase):
     def numbers(self, end: Tensor, name: Tensor | None) -> np.ndarray:
         """Return the addresses, sizes and strides that the CPU loop of :meth:`write` needs."""
         names = (0, 0, 0, 0) if name is None else (*_column(name), name.element_size())
-        return np.array([*self.bitmap, self.head.data_ptr(), *_column(end), *names], np.int64)
+        ends = self.head.data_ptr(), *_column(end), *names, self.begun.data_ptr()
+        return np.array([*self.bitmap, *ends], np.int64)
 
     def reach(self, cells: Tensor, within: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
         rows = len(cells)
@@ -163,8 +191,15 @@ class BitBoundaries(BoundariesBase):
         cpu.reach(self.bitmap, cells.numpy(), most, back, ahead, over)
         return torch.from_numpy(back), torch.from_numpy(ahead), torch.from_numpy(over)
 
+    def whole(self, oldest: Tensor, live: Tensor, begun: Tensor, only_finished: bool) -> tuple[Tensor, Tensor]:
+        first, length = np.empty((2, int(live.sum())), np.int64)  # pages that are never written take no memory
+        from rlbuf_td.kernels.episodes import cpu
+
+        count = cpu.whole(self.bitmap, oldest.numpy(), live.numpy(), begun.numpy(), only_finished, first, length)
+        return torch.from_numpy(first[:count].copy()), torch.from_numpy(length[:count].copy())
+
     def tensors(self) -> dict[str, Tensor]:
-        return {"bits": self.bits, "head": self.head}
+        return {"bits": self.bits, "head": self.head, "begun": self.begun}
 
     def holds(self, tensors: dict[str, Tensor]) -> bool:
         words = tensors["bits"].numpy().view(np.uint64)

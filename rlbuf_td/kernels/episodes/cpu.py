@@ -139,6 +139,22 @@ def reach(bitmap, cells, within, back, ahead, ended):
         ended[i] = is_over(bitmap, lane, t + ahead[i])
 
 
+@kernel
+def whole(bitmap, oldest, live, begun, only_finished, first, length):
+    """Implement :meth:`BitBoundaries.whole`: write to ``first`` and ``length``; return the number of trajectories."""
+    count, steps, lanes = 0, bitmap[4], bitmap[5]
+    for lane in range(lanes):
+        t, left, is_whole = oldest[lane], live[lane], begun[lane]
+        while left > 0:
+            rows = min(steps_ahead(bitmap, lane, t) + 1, left)
+            if is_whole and (not only_finished or is_over(bitmap, lane, t + rows - 1)):
+                first[count], length[count] = t * lanes + lane, rows
+                count += 1
+            t, left, is_whole = t + rows, left - rows, True
+            t = t - steps if t >= steps else t
+    return count
+
+
 @inlined
 def _put(bits, lane, first, t, value):
     """Set or clear bit ``t`` of the level that begins at word ``first``; return the old and the new word."""
@@ -181,6 +197,8 @@ def write(numbers, start, count):
             ended = True
             _put(bits, lane, over, last, True)
         _put_cut(bits, lane, starts, before, ended or not follows)
+        oldest = np.uint64(stop - 1)  # the last step that this write replaces: the oldest step then follows it
+        store(numbers[14] + lane, (bits[lane, oldest >> _SIX] >> (oldest & _63)) & _ONE != 0, np.bool_)
         for t in range(start, stop):
             ended = load(numbers[7] + t * numbers[8] + lane * numbers[9], np.bool_)
             if not ended and t + 1 < stop:
@@ -188,3 +206,10 @@ def write(numbers, start, count):
             _put(bits, lane, over, np.uint64(t), ended)
             _put_cut(bits, lane, starts, t, ended or t + 1 == stop)
     store(numbers[6], stop - 1, np.int64)
+
+
+@kernel
+def set_beginnings(numbers, begun):
+    """Record whether trajectories begin with the oldest steps."""
+    for lane in range(numbers[5]):
+        store(numbers[14] + lane, begun, np.bool_)
