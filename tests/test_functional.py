@@ -331,3 +331,35 @@ def test_normalize_takes_its_statistics_from_unmasked_values_only():
     for other in (mask.int(), mask[:4], mask[..., None].expand(5, 4, 3)):
         with pytest.raises(ValueError, match=r"the mask must be bool with the first dims of \(5, 4, 2\), got"):
             F.normalize(x, mask=other)
+
+
+def test_returns_to_go_equal_their_definition():
+    generator = torch.Generator().manual_seed(0)
+    reward = torch.randn(4, 9, 2, dtype=torch.float64, generator=generator)
+    done = torch.rand(4, 9, 2, generator=generator) < 0.2
+    mask = torch.arange(9) < torch.tensor([9, 5, 1, 0])[:, None]
+    for given in (None, mask, mask[..., None].expand(4, 9, 2)):
+        found = F.reward2go(reward, done, 0.9, mask=given)
+        for lane, step, feature in product(range(4), range(9), range(2)):
+            total = 0.0
+            for k, t in enumerate(range(step, 9)):
+                total += 0.9**k * float(reward[lane, t, feature]) * bool(given is None or mask[lane, t])
+                if done[lane, t, feature]:
+                    break
+            wanted = total if given is None or mask[lane, step] else 0.0
+            assert abs(float(found[lane, step, feature]) - wanted) < 1e-12
+    poisoned = reward.masked_fill(~mask[..., None], float("nan"))
+    assert torch.equal(F.reward2go(poisoned, done, 0.9, mask=mask), F.reward2go(reward, done, 0.9, mask=mask))
+    with pytest.raises(ValueError, match=r"reward2go: mask must have the inputs' shape \(4, 9, 2\) or its first dims"):
+        F.reward2go(reward, done, 0.9, mask=mask[:, :5])
+    with pytest.raises(TypeError, match="mask must be a bool tensor"):
+        F.reward2go(reward, done, 0.9, mask=mask.float())
+
+
+def test_returns_to_go_are_torchrls():
+    torch.manual_seed(0)
+    reward, done = torch.randn(3, 20, 1), torch.rand(3, 20, 1) < 0.2
+    done[:, -1] = True
+    torch.testing.assert_close(
+        F.reward2go(reward, done, 0.9), torchrl_functional.reward2go(reward, done, 0.9), rtol=1e-4, atol=1e-5
+    )

@@ -20,8 +20,8 @@ The following holds for every estimate of an advantage or return:
 
 from rlbuf_td.functional.advantage import generalized_advantage_estimate, vtrace_advantage_estimate
 from rlbuf_td.functional.augmentation import random_shift
-from rlbuf_td.functional.returns import td1_return_estimate, td_lambda_return_estimate
+from rlbuf_td.functional.returns import reward2go, td1_return_estimate, td_lambda_return_estimate
 from rlbuf_td.functional.summary import explained_variance, normalize
 
-__all__ = ["explained_variance", "generalized_advantage_estimate", "normalize", "random_shift", "td1_return_estimate"]
-__all__ += ["td_lambda_return_estimate", "vtrace_advantage_estimate"]
+__all__ = ["explained_variance", "generalized_advantage_estimate", "normalize", "random_shift", "reward2go"]
+__all__ += ["td1_return_estimate", "td_lambda_return_estimate", "vtrace_advantage_estimate"]

@@ -64,6 +64,16 @@ class TimeLayout:
     def restore(self, x: Tensor) -> Tensor:
         return x.reshape(self.shape).to(self.out_dtype)
 
+    def mask(self, mask: Tensor) -> Tensor:
+        """Check a bool mask of the inputs' shape, or of their first dims; return it as ``[L, T, F]``."""
+        if not isinstance(mask, Tensor) or mask.dtype is not torch.bool:
+            raise TypeError(f"{self.function}: mask must be a bool tensor, got {getattr(mask, 'dtype', type(mask))}.")
+        dims = mask.ndim
+        if not self.time_dim < dims <= len(self.shape) or mask.shape != self.shape[:dims]:
+            expected = f"the inputs' shape {tuple(self.shape)} or its first dims, up to time"
+            raise ValueError(f"{self.function}: mask must have {expected}, got {tuple(mask.shape)}.")
+        return mask.reshape(*mask.shape, *[1] * (len(self.shape) - dims)).expand(self.shape).reshape(self.sizes)
+
     def coefficient(self, name: str, x: float | Tensor) -> float | Tensor:
         """Check gamma or lmbda; return a float unchanged, and a tensor expanded to ``[L, T, F]``."""
         if not isinstance(x, Tensor):

@@ -106,6 +106,48 @@ def td1_return_estimate(
     return _estimate("td1_return_estimate", time_dim, *coefficients, next_state_value, reward, done, terminated)
 
 
+def reward2go(
+    reward: Tensor, done: Tensor, gamma: float | Tensor, *, mask: Tensor | None = None, time_dim: int = -2
+) -> Tensor:
+    r"""Return to go: the discounted sum of the rewards from each step to the end of its trajectory.
+
+    .. math::
+        G_t = r_t + \gamma \, (1 - \mathrm{done}_t) \, G_{t+1}
+
+    The sum also ends at the last step, without a bootstrap value. Decision transformers take it as an input.
+
+    Args:
+        reward: :math:`r_t`, ``[*batch, T, *F]``, floating.
+        done: bool, same shape: whether the trajectory ends with this step.
+        gamma: discount factor in [0, 1]: a float, or a tensor that broadcasts to the shape of ``reward``.
+        mask: bool, the shape of ``reward`` or its first dims: False for padding, whose rewards do not count, and whose
+            return is 0. The ``"mask"`` of a batch of :class:`~rlbuf_td.EpisodeSampler` fits.
+        time_dim: the dimension of time.
+
+    Returns:
+        The return of each step, with the shape and dtype of ``reward``.
+
+    Raises:
+        ValueError, TypeError: the inputs are invalid; see :mod:`rlbuf_td.functional`.
+
+    Cost: O(elements) on the CPU; for CUDA, see :mod:`rlbuf_td.functional`.
+    Source: Chen et al., Decision Transformer, 2021, section 3. TorchRL's ``reward2go`` gives the same result, without a
+    mask.
+
+    Example:
+        >>> reward = torch.tensor([[1.0], [2.0], [4.0], [4.0]])
+        >>> done = torch.tensor([[False], [False], [True], [True]])
+        >>> reward2go(reward, done, 0.5, mask=torch.tensor([True, True, True, False])).flatten().tolist()
+        [3.0, 4.0, 4.0, 0.0]
+    """
+    layout, (reward, ends, _) = TimeLayout.of("reward2go", time_dim, {"reward": reward}, reward, done, None)
+    if mask is not None:
+        reward = reward.masked_fill(~layout.mask(mask), 0)
+    g = layout.coefficient("gamma", gamma)
+    returns = scan.reverse_scan(reward.contiguous(), scan.spread(g, reward).masked_fill(ends, 0))
+    return layout.restore(returns if mask is None else returns.masked_fill(~layout.mask(mask), 0))
+
+
 def _estimate(
     name: str,
     time_dim: int,
