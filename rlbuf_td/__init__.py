@@ -28,6 +28,7 @@ from rlbuf_td.envs.gymnasium_recorder import GymnasiumRecorder
 from rlbuf_td.envs.specs import schema_of
 from rlbuf_td.envs.transition import make_transition
 from rlbuf_td.samplers import (
+    EpisodeSampler,
     FreshRowsSampler,
     HindsightSampler,
     MinibatchSampler,
@@ -49,6 +50,7 @@ from rlbuf_td.writers import QueueWriter, ReservoirWriter, RingWriter, RolloutWr
 
 __all__ = [
     "CheckpointError",
+    "EpisodeSampler",
     "EpisodeStats",
     "ExperienceQueue",
     "FreshRowsSampler",

@@ -18,6 +18,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from rlbuf_td import (
+    EpisodeSampler,
     HindsightSampler,
     MinibatchSampler,
     NStepSampler,
@@ -118,6 +119,11 @@ def _windows(rows: int) -> SequenceSampler:
     return SequenceSampler(inner, 3, burn_in=1, boundary="shift", priority="mix")
 
 
+def _steps_of_episodes(rows: int) -> EpisodeSampler:
+    """Return a sampler of episodes whose batches have one row per episode, as those of other samplers."""
+    return EpisodeSampler(ProportionalSampler(rows), 1, finished_only=False, layout="concatenated")
+
+
 SAMPLERS: dict[str, Callable[[int], Any]] = {
     "uniform": lambda rows: UniformSampler(),
     "unique": lambda rows: UniformSampler(unique=True),
@@ -137,6 +143,7 @@ SAMPLERS: dict[str, Callable[[int], Any]] = {
     "chunks": lambda rows: SequenceSampler(MinibatchSampler(2), 3, burn_in=1, stride=3),
     "strict": lambda rows: SequenceSampler(UniformSampler(), 4, boundary="strict"),
     "windows": _windows,
+    "steps of episodes": _steps_of_episodes,
 }
 
 

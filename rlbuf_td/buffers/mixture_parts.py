@@ -16,7 +16,7 @@ from rlbuf_td.buffers.replay import ReplayBuffer
 from rlbuf_td.checkpoint.parts import load_or_restore
 from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.kernels.strata import LEAST_RATIO
-from rlbuf_td.samplers import SequenceSampler
+from rlbuf_td.samplers import EpisodeSampler, SequenceSampler
 from rlbuf_td.samplers.common import refuse_errors, refuse_priorities, stored_names
 from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.storages import PackedStorage, SchemaError
@@ -73,6 +73,9 @@ def refuse_member(name: Any, member: Any) -> None:
         raise TypeError(f"member {name!r} must be a ReplayBuffer, got {type(member).__name__}: {remedy}")
     if isinstance(member, ExperienceQueue):
         raise TypeError(f"member {name!r} is an ExperienceQueue, which gives each row once: sample it apart")
+    if isinstance(member.sampler, EpisodeSampler):
+        reason = "whose batches have no fixed number of rows"
+        raise TypeError(f"member {name!r} has an EpisodeSampler, {reason}: sample it apart, or use a SequenceSampler")
     sampler = getattr(member.sampler, "innermost", member.sampler)
     if isinstance(sampler, PrioritizedSampler) and member._initialize().prioritized is None:
         raise TypeError(f"member {name!r} has TorchRL's PrioritizedSampler: use a ProportionalSampler")

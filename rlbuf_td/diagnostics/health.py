@@ -95,7 +95,7 @@ def health(
     report = {"rows": float(rows), "fill": rows / storage.max_size}
     if last_draw is not None:
         report |= _quantiles("age", ages(storage, writer, last_draw))
-        if last_draw[1] is not None:
+        if last_draw[1] is not None and last_draw[1].numel():
             weight = last_draw[1].double()
             size = float(weight.sum() ** 2 / (weight**2).sum())
             report |= {"effective_sample_size": size, "effective_share": size / weight.numel()}

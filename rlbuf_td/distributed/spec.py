@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from rlbuf_td.buffers.replay import ReplayBuffer
 from rlbuf_td.diagnostics.health import unwrapped
-from rlbuf_td.samplers import FreshRowsSampler, ProportionalSampler, SequenceSampler, UniformSampler
+from rlbuf_td.samplers import EpisodeSampler, FreshRowsSampler, ProportionalSampler, SequenceSampler, UniformSampler
 from rlbuf_td.samplers.wrapper import SamplerWrapper
 from rlbuf_td.storages.notebooks import PROCESSES
 from rlbuf_td.writers import RingWriter
@@ -60,6 +60,7 @@ def checked_sampler(buffer: Any) -> Any:
     sampler, inner, parts = buffer.sampler, unwrapped(buffer.sampler), buffer._initialize()
     for is_there, what, remedy in (
         (type(inner) not in (UniformSampler, ProportionalSampler), type(inner).__name__, "a ProportionalSampler"),
+        (isinstance(sampler, EpisodeSampler), "EpisodeSampler", "a SequenceSampler"),
         (_draws_fresh(sampler), "FreshRowsSampler", "the wrapped sampler, without fresh rows"),
         (getattr(inner, "unique", False), "UniformSampler(unique=True)", "unique=False"),
         (getattr(inner, "max_priority_within_buffer", False), "max_priority_within_buffer", "the largest ever seen"),

@@ -11,11 +11,13 @@ draws are stratified: one row is drawn from each of ``B`` segments of equal prob
 ``priorities.py``, ``proportional.py`` and :mod:`rlbuf_td.kernels.strata`.
 
 **Wrappers** change the batch of another sampler. :class:`HindsightSampler` and :class:`NStepSampler` replace
-or add entries, :class:`SequenceSampler` expands each drawn row to a window of rows, and :class:`FreshRowsSampler`
-replaces some drawn rows by newly written rows. The innermost sampler draws rows; then each wrapper, from the inside
-out, changes the batch. To read the code, begin with ``wrapper.py`` and ``n_step.py``.
+or add entries, :class:`SequenceSampler` expands each drawn row to a window of rows, :class:`EpisodeSampler` to its
+whole episode, and :class:`FreshRowsSampler` replaces some drawn rows by newly written rows. The innermost sampler draws
+rows; then each wrapper, from the inside out, changes the batch. To read the code, begin with ``wrapper.py`` and
+``n_step.py``.
 """
 
+from rlbuf_td.samplers.episode import EpisodeSampler
 from rlbuf_td.samplers.fresh import FreshRowsSampler
 from rlbuf_td.samplers.goal_env import gymnasium_reward_fn, gymnasium_terminated_fn
 from rlbuf_td.samplers.hindsight import HindsightSampler
@@ -30,7 +32,8 @@ from rlbuf_td.samplers.sequence import SequenceSampler
 from rlbuf_td.samplers.uniform import UniformSampler
 
 UniformSampler.without_replacement = MinibatchSampler
+EpisodeSampler.default = UniformSampler
 
-__all__ = ["FreshRowsSampler", "HindsightSampler", "MinibatchSampler", "NStepSampler", "ProportionalSampler"]
-__all__ += ["QueueSampler", "RankSampler", "RecencySampler", "RowSampler", "SequenceSampler"]
+__all__ = ["EpisodeSampler", "FreshRowsSampler", "HindsightSampler", "MinibatchSampler", "NStepSampler"]
+__all__ += ["ProportionalSampler", "QueueSampler", "RankSampler", "RecencySampler", "RowSampler", "SequenceSampler"]
 __all__ += ["UniformSampler", "gymnasium_reward_fn", "gymnasium_terminated_fn"]

@@ -159,7 +159,7 @@ class FreshRowsSampler(SamplerWrapper):
 
     _level = 0
     state_keys = _shown = ("fresh",)
-    requires_shared_state = True
+    requires_shared_state = adds_fresh_rows = True
     fresh: int = setting(whole(1))
 
     def __init__(self, sampler: Sampler, fresh: int = 1) -> None:

@@ -15,7 +15,7 @@ from rlbuf_td.samplers.bound import BoundDraw
 from rlbuf_td.samplers.common import EMPTY, uniform_numbers
 from rlbuf_td.samplers.row_sampler import RowSampler
 from rlbuf_td.storages import PackedStorage
-from rlbuf_td.storages.indexing import device_of
+from rlbuf_td.storages.indexing import device_of, flat_rows
 
 
 class Replaceable(type(Sampler)):  # type: ignore[misc]
@@ -67,6 +67,11 @@ class UniformSampler(RowSampler, metaclass=Replaceable):
         source = device if generator is None else generator.device
         flat = torch.randint(rows, (batch_size,), generator=generator, device=source)
         return (flat if source == device else flat.to(device)), {}
+
+    def probability(self, index: Any, *, storage: Storage) -> torch.Tensor:
+        """Return each row's probability of being drawn, ``[B]`` float64."""
+        flat = flat_rows(index, storage, device_of(storage))
+        return torch.full(flat.shape, 1 / len(storage), dtype=torch.float64, device=flat.device)
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
         """Return whether there are enough rows for a batch."""

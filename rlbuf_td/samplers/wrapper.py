@@ -53,6 +53,7 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):
     needs_order = True
     sampler: Sampler
     innermost: Sampler  # the sampler that draws the rows
+    adds_fresh_rows: bool = False  # whether newly written rows replace some of the drawn rows
     gives_windows: bool = False  # whether batches have a dim for the steps of each window
     has_looked: bool = False  # whether a draw has looked for interleaved trajectories
     _level: ClassVar[int]  # a wrapper can only wrap wrappers of lower levels
@@ -70,6 +71,12 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):
         self._bound: tuple[TensorDictBase, Any] | None = None
         self._is_prioritized = isinstance(self.innermost, PrioritizedSampler)
         self.report_keys = reported_by(sampler) | type(self).report_keys
+
+    def _wrappers(self) -> Iterator[SamplerWrapper]:
+        """Yield this wrapper and the wrappers inside it, from the outside in."""
+        yield self
+        if self._inner is not None:
+            yield from self._inner._wrappers()
 
     def _reader(self, storage: Storage, drawn: Tensor) -> Read | None:
         """Return a :data:`Read` function for the drawn rows, ``[B]``, or None if no entry is revised."""

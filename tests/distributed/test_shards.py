@@ -14,6 +14,7 @@ import torch
 from tensordict import TensorDict
 
 from rlbuf_td import (
+    EpisodeSampler,
     FreshRowsSampler,
     HindsightSampler,
     NStepSampler,
@@ -318,6 +319,7 @@ def test_updates_without_errors_or_with_bad_ones_are_refused():
     ("make_buffer", "name"),
     [
         (lambda: ReplayBuffer(sampler=RankSampler(1_000)), "RankSampler"),
+        (lambda: ReplayBuffer(sampler=EpisodeSampler()), "EpisodeSampler"),
         (lambda: ReplayBuffer(sampler=NStepSampler(FreshRowsSampler(UniformSampler()), 2, 0.9)), "FreshRowsSampler"),
         (lambda: ReplayBuffer(sampler=UniformSampler(unique=True)), "unique=True"),
         (lambda: ReplayBuffer(sampler=UniformSampler(replacement=False)), "MinibatchSampler"),

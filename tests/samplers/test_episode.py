@@ -1,0 +1,444 @@
+"""Whole episodes, against brute force over whole histories."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from tensordict import TensorDict
+from torchrl.data.replay_buffers import (
+    LazyTensorStorage,
+    PrioritizedSampler,
+    TensorDictReplayBuffer,
+    TensorDictRoundRobinWriter,
+)
+
+from rlbuf_td import (
+    EpisodeSampler,
+    FreshRowsSampler,
+    HindsightSampler,
+    MinibatchSampler,
+    NStepSampler,
+    PackedStorage,
+    ProportionalSampler,
+    RankSampler,
+    RecencySampler,
+    ReplayBuffer,
+    ReplayBufferMixture,
+    RingWriter,
+    RowSampler,
+    SequenceSampler,
+    UniformSampler,
+    check,
+)
+from rlbuf_td.kernels.episodes import FlagBoundaries
+from tests.statistics import assert_follows, power
+from tests.worlds import DONE, INIT, REWARD, Cell, World, reward_fn
+
+BUFFERS: dict[str, Any] = {
+    "ours": (ReplayBuffer, PackedStorage, RingWriter),
+    "TorchRL's": (TensorDictReplayBuffer, PackedStorage, RingWriter),
+    "ours over TorchRL's storage": (ReplayBuffer, LazyTensorStorage, RingWriter),
+    "TorchRL's throughout": (TensorDictReplayBuffer, LazyTensorStorage, TensorDictRoundRobinWriter),
+}
+GAMMA = 0.9
+
+
+def episodes(world: World, finished_only: bool = True) -> dict[Cell, list[Cell]]:
+    """Return the rows of each stored episode whose first row is stored, by its first row."""
+    found = {}
+    for cell in world.history.written():
+        whole = world.trajectory(cell)
+        slot, lane = whole[0]
+        if world.history.at(slot, lane).before is None and (not finished_only or world.history.reach(*cell)[2]):
+            found[whole[0]] = whole
+    return found
+
+
+def pieces(batch: Any, padded: bool) -> list[Any]:
+    """Return the rows of each episode of a batch, without padding; check the mask and the numbers of the episodes."""
+    if padded:
+        count, longest = batch.shape
+        assert (batch["episode"] == torch.arange(count)[:, None]).all()
+        assert (batch["mask"] == (torch.arange(longest) < batch["mask"].sum(1, keepdim=True))).all()
+        for piece in batch:
+            last = int(piece["mask"].sum()) - 1
+            for key in piece.exclude("mask", "reward_to_go", "is_init").keys(True, True):
+                assert (piece[key][last:] == piece[key][last]).all(), key  # padding copies the last row
+        return [piece[piece["mask"]] for piece in batch]
+    assert batch["mask"].all()
+    return [batch[batch["episode"] == k] for k in range(int(batch["episode"].max()) + 1)]
+
+
+def assert_pieces(world: World, batch: Any, sampler: EpisodeSampler) -> list[Cell]:
+    """Compare a batch with brute force; return the first row of each episode."""
+    known, firsts = episodes(world, sampler.finished_only), []
+    for piece in pieces(batch, sampler.layout == "padded"):
+        cells = [world.cell(index) for index in piece["index"].tolist()]
+        start = int(piece["episode_step"][0])
+        first = ((cells[0][0] - start) % world.history.steps, cells[0][1])
+        whole = known[first]
+        rows = len(whole) if sampler.max_length is None else min(len(whole), sampler.max_length)
+        assert cells == whole[start : start + rows]
+        assert piece["episode_step"].tolist() == [*range(start, start + rows)]
+        assert (piece["episode_length"] == len(whole)).all()
+        stored = [world.fields(cell) for cell in cells]
+        for key in (("observation",), ("action",), DONE, REWARD):
+            torch.testing.assert_close(piece[key], torch.tensor([row[key] for row in stored]))
+        assert piece[INIT].flatten().tolist() == [row[INIT][0] or j == 0 for j, row in enumerate(stored)]
+        if sampler.gamma is not None:
+            rewards = [world.fields(cell)[REWARD][0] for cell in whole]
+            togo = [sum(GAMMA**k * r for k, r in enumerate(rewards[at:])) for at in range(start, start + rows)]
+            torch.testing.assert_close(piece["reward_to_go"].flatten(), torch.tensor(togo), rtol=1e-4, atol=1e-5)
+        firsts.append(first)
+    if sampler.gamma is not None:
+        assert (batch["reward_to_go"][~batch["mask"]] == 0).all()
+    return firsts
+
+
+class Lockstep(RuleBasedStateMachine):
+    @initialize(
+        buffer=st.sampled_from([*BUFFERS]),
+        inner=st.sampled_from(["uniform", "unique", "proportional", "rank", "recency"]),
+        steps=st.sampled_from([2, 3, 5, 13, 64, 70]),
+        lanes=st.sampled_from([1, 2, 3]),
+        often=st.sampled_from([(0.0, 0.0, 0.0), (0.1, 0.05, 0.05), (0.5, 0.2, 0.2), (1.0, 0.0, 0.0)]),
+        max_length=st.sampled_from([None, 1, 3, 10]),
+        by=st.sampled_from(["episode", "row"]),
+        finished_only=st.booleans(),
+        layout=st.sampled_from(["padded", "concatenated"]),
+        gamma=st.sampled_from([None, GAMMA]),
+        seed=st.integers(0, 999),
+    )
+    def make(self, buffer, inner, steps, lanes, often, max_length, by, finished_only, layout, gamma, seed) -> None:
+        cls, storage, writer = BUFFERS[buffer]
+        rows = steps * lanes
+        samplers = {"uniform": UniformSampler, "unique": lambda: UniformSampler(unique=True)}
+        samplers |= {"proportional": lambda: ProportionalSampler(rows), "rank": lambda: RankSampler(rows)}
+        samplers |= {"recency": lambda: RecencySampler(half_life=steps)}
+        options: Any = {"finished_only": finished_only, "layout": layout, "gamma": gamma}
+
+        def build() -> Any:
+            sampler = EpisodeSampler(None if by == "episode" else samplers[inner](), max_length, by, **options)
+            rb = cls(storage=storage(rows, ndim=2 if lanes > 1 else 1), sampler=sampler, writer=writer())
+            sampler.watch(rb.storage)  # as the first draw from a buffer of TorchRL does
+            return rb
+
+        self.build, self.replaced = build, False  # whether the last write has replaced all rows
+        self.world = World(build(), steps, lanes, seed, often)
+        torch.manual_seed(seed)
+
+    @rule(n=st.one_of(st.integers(1, 4), st.integers(2, 30)))
+    def write(self, n: int) -> None:
+        least = 1 if isinstance(self.world.rb, ReplayBuffer) else 2  # TorchRL's buffer writes one step in another way
+        n = min(max(n, least), max(self.world.history.steps, least))
+        self.replaced = n == self.world.history.steps and self.world.time > 0
+        self.world.write(n)
+
+    @rule()
+    def empty(self) -> None:
+        self.world.empty()
+
+    @precondition(lambda self: self.world.history.written())
+    @rule(count=st.integers(1, 20))
+    def sample(self, count: int) -> None:
+        rb, sampler = self.world.rb, self.world.rb.sampler
+        found = certain = episodes(self.world, sampler.finished_only)
+        if self.replaced:  # then the index need not know whether an episode begins with the oldest row
+            oldest = (self.world.time - self.world.begun) % self.world.history.steps
+            certain = {first: whole for first, whole in found.items() if first[0] != oldest}
+        size = min(count, len(rb.storage))
+        with rb._replay_lock:
+            can_sample = sampler.can_sample(rb.storage, size)
+        assert bool(certain) <= can_sample <= bool(found)
+        if not can_sample:
+            with pytest.raises(RuntimeError, match="no complete episode"):
+                rb.sample(size)
+            return
+        batch = rb.sample(size)
+        firsts = assert_pieces(self.world, batch, sampler)
+        assert len(firsts) == size
+        assert {*firsts} <= found.keys()
+        # TorchRL's buffer updates the first row of each window, and takes its first coordinate for the whole index
+        is_simple = sampler.layout == "concatenated" and self.world.lanes == 1
+        if sampler._is_prioritized and (isinstance(rb, ReplayBuffer) or is_simple):
+            batch["td_error"] = torch.rand(batch.shape)
+            rb.update_tensordict_priority(batch)
+            wanted: dict[int, list[float]] = {}
+            for index, real, error in zip(*(batch[key].flatten(0, batch.ndim - 1).tolist() for key in
+                                            ("index", "mask", "td_error")), strict=True):  # fmt: skip
+                if real:
+                    wanted.setdefault(self.world.flat(self.world.cell(index)), []).append(error)
+            stored = sampler.innermost.priority(torch.tensor([*wanted])).tolist()
+            for value, errors in zip(stored, wanted.values(), strict=True):
+                assert any(abs(value - error) < 1e-6 for error in errors)
+
+    @precondition(lambda self: self.world.history.written() and isinstance(self.world.rb, ReplayBuffer))
+    @rule(how=st.sampled_from(["deepcopy", "pickle", "state_dict"]))
+    def go_on_with_a_copy(self, how: str) -> None:
+        original = self.world.rb
+        if how == "state_dict":
+            self.world.rb = self.build()
+            self.world.rb.load_state_dict(original.state_dict())
+            self.world.fresh = [True] * self.world.lanes  # a load ends the open trajectories
+        else:
+            self.world.rb = copy.deepcopy(original) if how == "deepcopy" else pickle.loads(pickle.dumps(original))
+
+
+TestLockstep = Lockstep.TestCase
+TestLockstep.settings = settings(max_examples=80, stateful_step_count=20, derandomize=True, database=None)
+
+
+def filled(sampler: Any, lanes: int = 1, steps: int = 60, buffer: str = "ours", seed: int = 1, **parts: Any) -> World:
+    """Return a world whose ring has wrapped."""
+    cls, storage, writer = BUFFERS[buffer]
+    parts = {"storage": storage, "writer": writer()} | parts
+    often = 0.1, 0.05, 0.03
+    return World.of(sampler, steps, lanes, 2.4, cls, seed, often=often, **parts)
+
+
+def law_of(world: World, by: str, weight: np.ndarray | None = None) -> dict[Cell, float]:
+    """Return the probability of each episode, by its first row; ``weight`` is that of each row."""
+    weight = np.ones(len(world.rb.storage)) if weight is None else weight
+    rows = {first: [world.flat(cell) for cell in whole] for first, whole in episodes(world).items()}
+    mass = {first: 1.0 if by == "episode" else float(weight[cells].sum()) for first, cells in rows.items()}
+    return {first: each / sum(mass.values()) for first, each in mass.items()}
+
+
+def assert_law(world: World, law: dict[Cell, float], draws: int) -> None:
+    """Draw episodes, and compare how often each was drawn with the law, by a test that finds a bias of 2 %."""
+    counts: Counter[Cell] = Counter()
+    for _ in range(draws // 5_000):
+        batch = world.rb.sample(5_000)
+        at = batch[:, 0] if batch.ndim > 1 else batch[torch.cat((torch.ones(1), batch["episode"].diff())) != 0]
+        index = at["index"] if at["index"].ndim > 1 else at["index"][:, None]
+        slots = (index[:, 0] - at["episode_step"]) % world.history.steps
+        lanes = index[:, 1] if index.shape[1] > 1 else torch.zeros_like(slots)
+        counts.update(zip(slots.tolist(), lanes.tolist(), strict=True))
+    assert counts.keys() <= law.keys()
+    assert power(np.array([*law.values()]), draws, 0.02) > 0.99
+    assert_follows(np.array([counts[first] for first in law]), np.array([*law.values()]))
+
+
+@pytest.mark.parametrize("max_length", [None, 3])
+@pytest.mark.parametrize("lanes", [1, 3])
+@pytest.mark.parametrize("by", ["episode", "row"])
+def test_episodes_are_equally_likely_or_in_proportion_to_their_length(by, lanes, max_length):
+    torch.manual_seed(0)
+    world = filled(EpisodeSampler(None, max_length or 8, by), lanes, 60 // lanes)
+    assert_law(world, law_of(world, by), 200_000)
+
+
+@pytest.mark.parametrize("stratified", [True, False])
+@pytest.mark.parametrize("kind", [ProportionalSampler, RankSampler])
+def test_with_priorities_episodes_are_as_likely_as_their_rows_together(kind, stratified):
+    torch.manual_seed(0)
+    inner = kind(60, stratified=stratified)
+    world = filled(EpisodeSampler(inner, 2), 3, 20)
+    inner.update_priority(torch.arange(60), torch.rand(60) + 0.1, storage=world.rb.storage)
+    weight = inner.probability(torch.arange(60)).numpy()
+    assert_law(world, law_of(world, "row", weight), 200_000)
+
+
+def long_unfinished(inner: Any, **options: Any) -> ReplayBuffer:
+    """Return a buffer with two short episodes, and an unfinished one that is 300 times as long."""
+    rb = ReplayBuffer(storage=PackedStorage(2_000), sampler=EpisodeSampler(inner, **options))
+    done = torch.zeros(1_500, dtype=torch.bool)
+    done[[1, 4]] = True
+    rb.extend(TensorDict({"x": torch.arange(1_500), "next": {"done": done}}, [1_500]))
+    return rb
+
+
+@pytest.mark.parametrize("norm", ["buffer", "batch", None])
+def test_rare_complete_episodes_are_found_with_the_exact_law_and_weights(norm):
+    torch.manual_seed(0)
+    inner = ProportionalSampler(2_000, beta=0.5, weight_norm=norm)
+    rb = long_unfinished(inner, max_length=1)
+    inner.update_priority(torch.arange(1_500), torch.rand(1_500) + 0.1, storage=rb.storage)
+    probability = inner.probability(torch.arange(5))
+    counts = torch.zeros(5)
+    for _ in range(20):
+        batch = rb.sample(3_000)
+        counts += batch["index"].flatten().bincount(minlength=5)
+    share = torch.stack((probability[:2].sum(), probability[2:].sum())) / probability.sum()
+    assert_follows(torch.stack((counts[:2].sum(), counts[2:].sum())), share)
+    batch = rb.sample(3_000)
+    weight, most = batch["priority_weight"].double().flatten(), 1_500 * inner.least_probability()
+    known = {None: 1.0, "buffer": float(most**-0.5)}
+    candidates = (1_500 * probability) ** -0.5 / known.get(norm, 1.0)
+    if norm == "batch":  # divided by the largest weight of the rows drawn: of one of the five rows
+        assert weight.max() == 1.0
+        candidates = torch.cat([candidates / each for each in candidates])
+    assert ((weight[:, None] - candidates).abs().min(1).values < 1e-5).all()
+
+
+def test_each_window_around_a_row_is_equally_likely():
+    torch.manual_seed(0)
+    rb = ReplayBuffer(storage=PackedStorage(20), sampler=EpisodeSampler(None, 3, "episode"), batch_size=60_000)
+    done = torch.zeros(7, dtype=torch.bool)
+    done[6] = True
+    rb.extend(TensorDict({"next": {"done": done}}, [7]))
+    windows = [[start for start in range(5) if start <= row < start + 3] for row in range(7)]
+    law = [sum(1 / len(fitting) for fitting in windows if start in fitting) / 7 for start in range(5)]
+    assert_follows(rb.sample()["episode_step"][:, 0].bincount(minlength=5), torch.tensor(law, dtype=torch.float64))
+
+
+def test_the_boundaries_of_other_devices_give_the_same_law(monkeypatch):
+    monkeypatch.setattr("rlbuf_td.storages.trajectory_index.make_boundaries", FlagBoundaries)
+    for by in ("episode", "row"):
+        torch.manual_seed(0)
+        world = filled(EpisodeSampler(None, 2, by, gamma=GAMMA), 3, 20)
+        assert_pieces(world, world.rb.sample(50), world.rb.sampler)
+        assert_law(world, law_of(world, by), 200_000)
+
+
+def written(done: list[bool], capacity: int, **options: Any) -> ReplayBuffer:
+    rb = ReplayBuffer(storage=PackedStorage(capacity), sampler=EpisodeSampler(**options), batch_size=200)
+    rb.extend(TensorDict({"x": torch.arange(len(done)), "next": {"done": torch.tensor(done)}}, [len(done)]))
+    return rb
+
+
+def firsts(rb: ReplayBuffer) -> set[int]:
+    return {*rb.sample()["x"][:, 0].tolist()}
+
+
+def test_the_oldest_episode_counts_if_its_first_row_is_stored():
+    data = [False, True, False, True, False, True]
+    assert firsts(written(data, 6)) == {0, 2, 4}  # the ring is full, and nothing is overwritten
+    rb = written(data, 6)
+    more = TensorDict({"x": torch.arange(6, 8), "next": {"done": torch.tensor([False, True])}}, [2])
+    rb.add(more[0])
+    assert firsts(rb) == {2, 4}
+    rb.add(more[1])
+    assert firsts(rb) == {2, 4, 6}  # a whole episode was overwritten
+    rb["x"] = rb["x"] + 100  # read again
+    assert firsts(rb) == {102, 104, 106}
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_an_episode_whose_first_rows_were_never_stored_is_not_drawn(share):
+    rb = written([False, True], 4)
+    if share:
+        rb.share()
+    done = torch.tensor([False, False, False, True, False, True])
+    rb.extend(TensorDict({"x": torch.arange(10, 16), "next": {"done": done}}, [6]))  # rows 10 and 11 are not stored
+    assert firsts(rb) == {14}
+    done = torch.tensor([False] * 5 + [True])
+    rb.extend(TensorDict({"x": torch.arange(20, 26), "next": {"done": done}}, [6]))
+    with pytest.raises(RuntimeError, match="no complete episode: write until one ends, or use finished_only=False"):
+        rb.sample()
+
+
+def test_a_sampler_that_comes_late_takes_a_full_ring_that_was_never_overwritten_for_complete():
+    for extra, expected in ((0, {0, 2}), (4, {12})):
+        rb = ReplayBuffer(storage=PackedStorage(4), batch_size=100)
+        for first in range(0, extra + 1, 4):
+            done = torch.tensor([False, True, False, True])
+            rb.extend(TensorDict({"x": torch.arange(4) + 10 * first // 4, "next": {"done": done}}, [4]))
+        rb.set_sampler(EpisodeSampler())
+        assert firsts(rb) == expected
+
+
+def test_a_waiting_call_returns_when_an_episode_ends():
+    rb = written([False, False], 9)
+    assert not rb.can_sample()
+    with pytest.raises(TimeoutError):
+        rb.sample(wait=True, timeout=0.01)
+    rb.add(TensorDict({"x": torch.tensor(2), "next": {"done": torch.tensor(True)}}))
+    assert rb.can_sample()
+    assert rb.sample(wait=True, timeout=1)["x"].tolist() == [[0, 1, 2]] * 200
+
+
+def test_hindsight_gives_an_episode_one_goal_and_n_step_joins_its_transitions():
+    inner = NStepSampler(HindsightSampler(UniformSampler(), reward_fn, her_ratio=1.0), 3, 0.9)
+    world = filled(EpisodeSampler(inner))
+    batch = world.rb.sample(30)
+    assert (batch["desired_goal"] == batch["desired_goal"][:, :1]).all()
+    assert batch["relabeled"].all()
+    steps = (batch["episode_length"] - batch["episode_step"]).clamp(max=3)
+    assert (batch["steps_to_next_obs"][..., 0] <= steps).all()
+    assert (batch["steps_to_next_obs"][batch["mask"]] == 3).any()
+
+
+def test_dumps_generators_and_names(tmp_path):
+    world = filled(EpisodeSampler(ProportionalSampler(60), 5, gamma=0.5), 3, 20)
+    rb = world.rb
+    rb.dumps(tmp_path)
+    other = ReplayBuffer(
+        storage=PackedStorage(60, ndim=2), sampler=EpisodeSampler(ProportionalSampler(60), 5, gamma=0.5)
+    )
+    other.loads(tmp_path)
+    batches = []
+    for each in (rb, other):
+        torch.manual_seed(3)
+        batches.append(each.sample(9))
+    assert (batches[0] == batches[1]).all()
+    assert batches[0].names == [None, "time"]
+    assert batches[0].shape == (9, 5)
+    assert len(rb.sample(0)) == 0
+    assert repr(rb.sampler).startswith("EpisodeSampler(ProportionalSampler(")
+    generated = [filled(EpisodeSampler(None, 5), generator=torch.Generator().manual_seed(5)).rb for _ in range(2)]
+    assert (generated[0].sample(9) == generated[1].sample(9)).all()
+    assert rb.health()["stretch_mean"] > 1
+    assert "interleaved-trajectories" not in check(rb).codes
+
+
+def test_older_dumps_do_not_know_where_the_oldest_episode_begins():
+    rb = written([False, True, False, True], 4)
+    index = next(each for each in rb.storage._attached_entities if hasattr(each, "end_keys"))
+    state = index.state_dict()
+    del state["begun"]
+    index.load_state_dict(state)
+    assert firsts(rb) == {2}
+
+
+def test_interleaved_trajectories_are_reported():
+    rb = ReplayBuffer(storage=PackedStorage(40), sampler=EpisodeSampler(), batch_size=4)
+    ids = torch.arange(40) % 2
+    done = torch.zeros(40, dtype=torch.bool)
+    rb.extend(TensorDict({"collector": {"traj_ids": ids}, "next": {"done": done}}, [40]))
+    with pytest.warns(RuntimeWarning, match="trajectories are stored in stretches"):
+        rb.sample()
+
+
+class Forgetful(RowSampler):
+    def draw(self, storage, batch_size):
+        return torch.full((batch_size,), len(storage) - 1), {}
+
+
+def test_what_cannot_work_is_refused_by_name():
+    for wrong in ({"max_length": 0}, {"max_length": 2.5}, {"by": "rows"}, {"layout": "packed"}, {"gamma": 1.5}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            EpisodeSampler(**wrong)
+    with pytest.raises(ValueError, match=r"by='episode' is not the law of a ProportionalSampler: use by='row'"):
+        EpisodeSampler(ProportionalSampler(9), by="episode")
+    with pytest.raises(ValueError, match="a NStepSampler may change the rewards"):
+        EpisodeSampler(NStepSampler(UniformSampler(), 2, 0.9), gamma=0.9)
+    with pytest.raises(TypeError, match="cannot wrap a FreshRowsSampler, whose rows belong to unfinished episodes"):
+        EpisodeSampler(NStepSampler(FreshRowsSampler(UniformSampler()), 2, 0.9))
+    with pytest.raises(TypeError, match="cannot wrap a MinibatchSampler, which draws each row once"):
+        EpisodeSampler(MinibatchSampler())
+    with pytest.raises(TypeError, match=r"cannot wrap TorchRL's PrioritizedSampler: use a ProportionalSampler"):
+        EpisodeSampler(PrioritizedSampler(9, 0.6, 0.4))
+    with pytest.raises(TypeError, match="EpisodeSampler cannot wrap a SequenceSampler"):
+        EpisodeSampler(SequenceSampler(UniformSampler(), 2))
+    with pytest.raises(RuntimeError, match="hardly any row that the Forgetful draws"):
+        long_unfinished(Forgetful()).sample(4)
+    with pytest.raises(TypeError, match="has an EpisodeSampler, whose batches have no fixed number of rows"):
+        ReplayBufferMixture({"a": ReplayBuffer(sampler=EpisodeSampler())}, {"a": 1.0})
+    with pytest.raises(RuntimeError, match="empty"):
+        ReplayBuffer(sampler=EpisodeSampler(), batch_size=2).sample()
+    with pytest.raises(KeyError, match="returns to go need"):
+        written([False, True], 4, gamma=0.9).sample()
+    world = filled(EpisodeSampler(ProportionalSampler(60)))
+    batch = world.rb.sample(3)
+    with pytest.raises(KeyError, match="'mask'"):
+        world.rb.update_tensordict_priority(batch.set("td_error", torch.zeros(batch.shape)).exclude("mask"))
