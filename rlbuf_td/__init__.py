@@ -25,6 +25,7 @@ from rlbuf_td.diagnostics.doctor import check
 from rlbuf_td.diagnostics.episode_stats import EpisodeStats
 from rlbuf_td.diagnostics.memory_plan import plan
 from rlbuf_td.envs.gymnasium_recorder import GymnasiumRecorder
+from rlbuf_td.envs.pettingzoo_recorder import PettingZooRecorder
 from rlbuf_td.envs.specs import schema_of
 from rlbuf_td.envs.transition import make_transition
 from rlbuf_td.samplers import (
@@ -60,6 +61,7 @@ __all__ = [
     "MinibatchSampler",
     "NStepSampler",
     "PackedStorage",
+    "PettingZooRecorder",
     "PrioritizedReplayBuffer",
     "ProportionalSampler",
     "QueueSampler",

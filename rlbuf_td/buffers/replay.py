@@ -166,7 +166,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
     # -- constructors
 
     @classmethod
-    def from_env(cls, env: Any, capacity: int, *, extras: Any = None, **kwargs: Any) -> Self:
+    def from_env(cls, env: Any, capacity: int, *, extras: Any = None, group_map: Any = None, **kwargs: Any) -> Self:
         """Return a buffer for the transitions of an environment.
 
         Written data must have the environment's keys, dtypes and shapes. The first write may add keys, such as those of
@@ -177,12 +177,14 @@ class ReplayBuffer(TensorDictReplayBuffer):
         each other. ``from_schema(schema_of(env), ...)`` adds none.
 
         Args:
-            env: a TorchRL or Gymnasium environment, single or vectorised.
+            env: a TorchRL or Gymnasium environment, single or vectorised; or a parallel environment of PettingZoo, or a
+                list of E of them.
             capacity: the number of transitions, rounded up to a multiple of the number of environments. A
                 :class:`RolloutBuffer` instead takes the number of time steps.
             extras: further entries of a transition, see :func:`~rlbuf_td.envs.specs.schema_of`. If the rows are shared
                 before the first write, ``extras`` must contain all further entries, because that write cannot add
                 entries.
+            group_map: the groups of a PettingZoo environment's agents, see :class:`PettingZooRecorder`.
             **kwargs: keywords of :meth:`from_schema`.
 
         Raises:
@@ -196,7 +198,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
             >>> rb.storage.max_size, len(rb)
             (300, 0)
         """
-        return cls._for_environment(schema_of(env, extras=extras), capacity, kwargs)
+        return cls._for_environment(schema_of(env, extras=extras, group_map=group_map), capacity, kwargs)
 
     @classmethod
     def from_spaces(

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from rlbuf_td.envs.specs import OBSERVATION, tensors_of
+from rlbuf_td.envs.spaces import OBSERVATION
+from rlbuf_td.envs.specs import tensors_of
 from rlbuf_td.envs.transition import make_transition
 from rlbuf_td.storages.schema import SchemaError, refuse_rounding, show_key, walk
 

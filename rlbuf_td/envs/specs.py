@@ -8,33 +8,31 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
-from torchrl.data import Composite, TensorSpec
+from torchrl.data import Composite
 
+from rlbuf_td.envs.agent_groups import agents_schema, groups_of, parallel_envs
+from rlbuf_td.envs.spaces import ACTION, OBSERVATION, RESERVED, Key, entries, is_space, value_of_space, without_memory
 from rlbuf_td.storages.notebooks import TRANSITIONS
 from rlbuf_td.storages.schema import SchemaError, refuse_unpackable, show_key, walk
 
-Key = tuple[str, ...]
-OBSERVATION, ACTION = "observation", "action"
-# The keys of a transition besides the observation, at the root and under "next".
-_TAKEN = {ACTION, "next", "index", "collector", "reward", "done", "terminated", "truncated"}
 _RESULTS = {("next", name) for name in ("reward", "terminated", "truncated", "done")}
-_RAGGED = "has no fixed size in bytes: encode it as a Box or MultiDiscrete of fixed shape with a wrapper"
 
 
-def schema_of(source: Any, *, extras: Any = None) -> TensorDict:
+def schema_of(source: Any, *, extras: Any = None, group_map: Any = None) -> TensorDict:
     """Return the keys, dtypes and shapes of a transition as a TensorDict of meta tensors.
 
     Args:
-        source: a TorchRL environment; a Gymnasium environment, single or vectorised; a TensorDict with an example of a
-            transition; or only an observation space: a Gymnasium space or a TorchRL spec.
+        source: a TorchRL environment; a Gymnasium environment, single or vectorised; a parallel environment of
+            PettingZoo, or a list of them; a TensorDict with an example of a transition; or only an observation space: a
+            Gymnasium space or a TorchRL spec.
         extras: examples of further entries, such as a policy's outputs, in a TensorDict or a nested dict. An extra
             replaces an entry with the same key.
+        group_map: the groups of a PettingZoo environment's agents, see :class:`PettingZooRecorder`.
 
     Returns:
         The schema, with batch size ``[]``, or ``[E]`` for ``E`` environments. A Dict observation has its keys at the
@@ -44,8 +42,9 @@ def schema_of(source: Any, *, extras: Any = None) -> TensorDict:
 
     Raises:
         SchemaError: a space has no fixed size in bytes (``Text``, ``Graph``, ``Sequence``, ``OneOf``), or the leading
-            dims of an extra are not the batch size.
+            dims of an extra are not the batch size, or the agents of a group differ in their spaces.
         TypeError: ``source`` has an unsupported type.
+        ValueError: ``group_map`` does not name each agent of a PettingZoo environment once.
 
     Cost: O(keys). Environments are not reset or stepped.
 
@@ -56,10 +55,14 @@ def schema_of(source: Any, *, extras: Any = None) -> TensorDict:
         (torch.uint8, torch.Size([2]))
     """
     gymnasium = sys.modules.get("gymnasium")
-    if isinstance(source, TensorDictBase):
-        schema = _without_memory(source)
+    parallel = parallel_envs(source)
+    if parallel is not None:
+        lanes = (len(source),) if isinstance(source, list | tuple) else ()
+        schema = agents_schema(groups_of(parallel, group_map), lanes)
+    elif isinstance(source, TensorDictBase):
+        schema = without_memory(source)
     elif callable(getattr(source, "fake_tensordict", None)):
-        schema = _without_memory(source.fake_tensordict())
+        schema = without_memory(source.fake_tensordict())
     elif gymnasium is not None and isinstance(source, gymnasium.Env):
         spaces = source.observation_space, source.action_space
         schema = transition_schema(*spaces, reward_shape=_reward_shape(source))
@@ -70,7 +73,7 @@ def schema_of(source: Any, *, extras: Any = None) -> TensorDict:
         schema = TensorDict(_observation(source, ()), [])
     else:
         raise TypeError(
-            f"a {type(source).__name__} has no keys, dtypes and shapes: pass a TorchRL or Gymnasium "
+            f"a {type(source).__name__} has no keys, dtypes and shapes: pass a TorchRL, Gymnasium or PettingZoo "
             "environment (not its name), a Gymnasium space, a TorchRL spec, or a TensorDict that holds one transition"
         )
     if extras is None:
@@ -100,7 +103,7 @@ def transition_schema(
     flag = torch.empty((*lanes, 1), dtype=torch.bool, device="meta")
     reward = torch.empty((*lanes, *reward_shape), dtype=torch.float32, device="meta")
     after = observation | {"reward": reward, "done": flag, "terminated": flag.clone(), "truncated": flag.clone()}
-    action = _value(action_space, lanes, (ACTION,))
+    action = value_of_space(action_space, lanes, (ACTION,))
     is_composite = isinstance(action_space, Composite)  # an environment's full_action_spec, which has keys
     root = observation | (dict(action.items()) if is_composite else {ACTION: action}) | {"next": after}
     return TensorDict(root, lanes)
@@ -126,19 +129,8 @@ def show_extra(key: Key, value: torch.Tensor) -> str:
 
 def refuse_taken(keys: Any) -> None:
     """Raise a :class:`SchemaError` if an observation has a key that a transition needs for another entry."""
-    for key in _TAKEN.intersection(keys):
+    for key in RESERVED.intersection(keys):
         raise SchemaError(f"the observation has a key {key!r}, which is reserved for the transition: rename it")
-
-
-def entries(value: Any) -> dict[str, Any] | None:
-    if isinstance(value, Mapping | TensorDictBase):
-        for key in value.keys():
-            if not isinstance(key, str):
-                raise SchemaError(f"keys are strings, got {key!r} of type {type(key).__name__}")
-        return dict(value.items())
-    if isinstance(value, tuple):
-        return {str(place): part for place, part in enumerate(value)}
-    return None
 
 
 def tensors_of(value: Any, name: str, *path: str) -> Any:
@@ -191,40 +183,10 @@ def paths_of(env: Any, schema: TensorDict, single: bool) -> tuple[list[tuple[Key
     return [(key, key[whole:]) for key in after], [(key, key[1:]) for key in actions]
 
 
-def is_space(source: Any) -> bool:
-    gymnasium = sys.modules.get("gymnasium")
-    return isinstance(source, TensorSpec) or (gymnasium is not None and isinstance(source, gymnasium.Space))
-
-
 def _observation(space: Any, lanes: tuple[int, ...]) -> dict[str, Any]:
     """Return an observation's schema as a dict; a space without keys gets the key ``"observation"``."""
-    value = _value(space, lanes, (OBSERVATION,))
+    value = value_of_space(space, lanes, (OBSERVATION,))
     is_dict = isinstance(value, TensorDictBase) and type(space).__name__ != "Tuple"
     observation = dict(value.items()) if is_dict else {OBSERVATION: value}
     refuse_taken(observation)
     return observation
-
-
-def _value(space: Any, lanes: tuple[int, ...], path: tuple[str, ...]) -> Any:
-    if isinstance(space, TensorSpec):
-        value = space.zero().to("meta")
-        if isinstance(value, TensorDictBase):
-            return _without_memory(value.expand(*lanes, *value.shape) if lanes else value)
-        return torch.empty((*lanes, *value.shape), dtype=value.dtype, device="meta")
-    spaces = sys.modules["gymnasium"].spaces
-    if isinstance(space, spaces.Dict | spaces.Tuple):
-        parts = entries(space.spaces) or {}
-        return TensorDict({key: _value(part, lanes, (*path, key)) for key, part in parts.items()}, lanes)
-    if not isinstance(space, spaces.Box | spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary):
-        raise SchemaError(f"{show_key(path)} is a {type(space).__name__} space, which {_RAGGED}")
-    try:
-        dtype = torch.from_numpy(np.empty(0, space.dtype)).dtype
-    except TypeError as error:
-        raise SchemaError(f"{show_key(path)} has dtype {space.dtype}, which torch does not have") from error
-    return torch.empty((*lanes, *space.shape), dtype=dtype, device="meta")
-
-
-def _without_memory(data: TensorDictBase) -> TensorDict:
-    for key, value in walk(data):
-        refuse_unpackable(key, value)
-    return data.apply(lambda x: torch.empty(x.shape, dtype=x.dtype, device="meta"), device=torch.device("meta"))

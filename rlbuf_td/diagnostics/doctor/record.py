@@ -148,6 +148,16 @@ class Record:
             return column[block.start + 1 : block.stop + 1]
         return torch.cat([column[block.start + 1 :], column[:1]])
 
+    def pairs(self, key: Key, block: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the next values in ``block``, and the values of the following rows; equal ones for absent agents."""
+        reached_key = "next", *key
+        reached, following = self.columns[reached_key][block], self.after(key, block)
+        mask = self.columns.get((key[0], "mask")) if len(key) > 1 else None
+        if mask is None or mask.dtype is not torch.bool or mask.shape[2:] != following.shape[2:3]:
+            return reached, following
+        acts = self.after((key[0], "mask"), block)
+        return torch.where(acts.view(*acts.shape, *[1] * (following.ndim - 3)), reached, following), following
+
     def finding(self, code: str, where: torch.Tensor | None, of: int, key: Key | None = None, **words: Any) -> Finding:
         """Return a finding about the rows of the mask ``where``, ``[T, E]``; ``None`` stands for all rows."""
         first = [] if where is None else where.view(self.shape).nonzero()[:NAMED].tolist()

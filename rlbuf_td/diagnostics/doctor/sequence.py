@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rlbuf_td.diagnostics.doctor.record import Key, Record, differ, hashes
+from rlbuf_td.diagnostics.doctor.record import Record, differ, hashes
 from rlbuf_td.diagnostics.doctor.report import Finding
 from rlbuf_td.storages.stretches import Stretches
 from rlbuf_td.storages.trajectory_index import TRAJ_KEY
@@ -94,8 +94,7 @@ def _flow(record: Record) -> Flow:
     differing, unbroken, main = torch.zeros_like(inside), ends.clone(), record.main
     for block in record.blocks():
         for key in record.observed:
-            reached: Key = ("next", *key)
-            apart = differ(record.columns[reached][block], record.after(key, block)).cpu()
+            apart = differ(*record.pairs(key, block)).cpu()
             differing[block] |= apart
             if key in main:
                 unbroken[block] &= ~apart

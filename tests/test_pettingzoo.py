@@ -1,0 +1,377 @@
+"""The recorder of PettingZoo environments: its rows, and the returns of agents that die and return."""
+
+from __future__ import annotations
+
+import warnings
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("pettingzoo")
+
+from pettingzoo.butterfly.knights_archers_zombies import knights_archers_zombies
+from pettingzoo.sisl.pursuit import pursuit
+from tensordict import TensorDict
+from torchrl.envs import MarlGroupMapType
+from torchrl.envs.libs.pettingzoo import PettingZooWrapper
+
+from rlbuf_td import (
+    NStepSampler,
+    PackedStorage,
+    PettingZooRecorder,
+    ReplayBuffer,
+    SchemaError,
+    UniformSampler,
+    check,
+    schema_of,
+)
+from tests.multi_agent import AGENTS, Meadow, act
+
+GROUPS = {"wolf": AGENTS[:3], "sheep": AGENTS[3:]}
+
+
+class EveryRow(UniformSampler):
+    """Draws all rows in order."""
+
+    def draw(self, storage: Any, batch_size: int) -> tuple[torch.Tensor, dict[Any, Any]]:
+        return torch.arange(batch_size), {}
+
+
+def started(env: Any, capacity: int = 200, **settings: Any) -> PettingZooRecorder:
+    recorder = PettingZooRecorder(ReplayBuffer.from_env(env, capacity, **settings), env)
+    for each in recorder.envs:
+        for number, agent in enumerate(each.possible_agents):
+            each.action_space(agent).seed(number)
+    recorder.reset(seed=1)
+    return recorder
+
+
+def run(recorder: PettingZooRecorder, steps: int) -> ReplayBuffer:
+    is_list = isinstance(recorder.env, list)
+    for _ in range(steps):
+        ended = [not env.agents for env in recorder.envs]
+        if any(ended):
+            recorder.reset(lanes=ended if is_list else None)
+        actions = [act(env) for env in recorder.envs]
+        recorder.step(actions if is_list else actions[0])
+    return recorder.buffer
+
+
+def brute(env: Meadow) -> list[dict[Any, np.ndarray]]:
+    """Return what the rows of an environment must hold, step by step, in plain loops."""
+    rows = []
+    for _, acted, before, actions, (seen, rewards, terminated, truncated, _), living in env.history:
+        row: dict[Any, Any] = {}
+        for name, agents in GROUPS.items():
+            kind = np.float64 if name == "sheep" else np.float32
+            place, following = (np.zeros((len(agents), 2), kind) for _ in range(2))
+            action = np.zeros((len(agents), 2), np.float32) if name == "sheep" else np.zeros(len(agents), np.int64)
+            reward, (ended, cut) = np.zeros((len(agents), 1)), np.ones((2, len(agents), 1), bool)
+            allowed, allowed_next = np.ones((2, len(agents), 3), bool)
+            for i, agent in enumerate(agents):
+                if agent in acted:
+                    place[i], action[i], reward[i] = _place(before[agent]), actions[agent], rewards[agent]
+                    ended[i], cut[i] = terminated[agent], truncated[agent]
+                    allowed[i] = _allowed(before[agent])
+                if agent in seen:
+                    following[i], allowed_next[i] = _place(seen[agent]), _allowed(seen[agent])
+            acts, lives = (np.array([agent in some for agent in agents]) for some in (acted, living))
+            key = (name, "observation") if env.kind == "box" else (name, "observation", "place")
+            row |= {key: place, (name, "action"): action, (name, "mask"): acts, ("next", *key): following}
+            row |= {("next", name, "reward"): reward.astype(np.float32), ("next", name, "mask"): lives}
+            row |= {("next", name, "terminated"): ended, ("next", name, "truncated"): cut}
+            row["next", name, "done"] = ended | cut
+            if env.kind == "dict":
+                row |= {(name, "action_mask"): allowed, ("next", name, "action_mask"): allowed_next}
+        over = not living
+        died = over and all(terminated[agent] for agent in acted)
+        row |= {("next", "done"): [over], ("next", "terminated"): [died], ("next", "truncated"): [over and not died]}
+        rows.append(row)
+    return rows
+
+
+def _place(observation: Any) -> Any:
+    return observation["place"] if isinstance(observation, dict) else observation
+
+
+def _allowed(observation: Any) -> Any:
+    return observation["action_mask"].astype(bool) if isinstance(observation, dict) else [True] * 3
+
+
+@pytest.mark.parametrize("kind", ["box", "dict"])
+@pytest.mark.parametrize("lanes", [0, 3])
+def test_rows_are_the_steps_of_the_environments_and_zeros_for_absent_agents(kind, lanes):
+    env: Any = [Meadow(10 + e, kind) for e in range(lanes)] if lanes else Meadow(kind=kind)
+    recorder = started(env)
+    rows = run(recorder, 60).chronological()
+    returned = 0
+    for lane, each in enumerate(recorder.envs):
+        expected, ids = brute(each), [step[0] for step in each.history]
+        mine = rows[:, lane] if lanes else rows
+        assert len(expected) == len(mine) == 60
+        keys = set(mine.keys(True, True)) - {("collector", "traj_ids")}
+        assert keys == set(expected[0])
+        for key in keys:
+            wanted = np.stack([row[key] for row in expected])
+            assert torch.equal(mine[key], torch.from_numpy(wanted)), key
+        numbers = mine["collector", "traj_ids"].tolist()
+        assert [a == b for a, b in pairwise(numbers)] == [a == b for a, b in pairwise(ids)]
+        masks = mine["wolf", "mask"]
+        returned += int((masks[1:] & ~masks[:-1] & (mine["collector", "traj_ids"].diff() == 0)[:, None]).sum())
+    assert returned > 5  # agents that died came back in the same episode
+    assert not check(recorder.buffer).findings
+
+
+def torchrl_rollout(env: Any, seed: int, **settings: Any) -> TensorDict:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of its PettingZoo version, and of ours
+        wrapped = PettingZooWrapper(env, use_mask=True, done_on_any=False, **settings)
+        wrapped.set_seed(seed)
+        return wrapped.rollout(250)
+
+
+@pytest.mark.parametrize("group_map", [None, {"all": ["archer_0", "archer_1", "knight_0", "knight_1"]}, "each"])
+def test_rows_are_those_of_torchrls_wrapper(group_map):
+    group_map = MarlGroupMapType.ONE_GROUP_PER_AGENT if group_map == "each" else group_map
+
+    def make() -> Any:
+        return knights_archers_zombies.parallel_env(max_cycles=200, spawn_delay=5, max_zombies=20)
+
+    theirs, env = torchrl_rollout(make(), 3, group_map=group_map), make()
+    rb = ReplayBuffer.from_env(env, 300, group_map=group_map)
+    recorder = PettingZooRecorder(rb, env, group_map=group_map)
+    recorder.reset(seed=3)
+    recorder.reset()  # as TorchRL's set_seed and rollout do
+    places = {agent: (g.name, i) for g in recorder.groups for i, agent in enumerate(g.agents)}
+    for t in range(len(theirs)):
+        actions = {agent: places[agent] for agent in env.agents}
+        recorder.step({agent: theirs[name, "action"][t, i].item() for agent, (name, i) in actions.items()})
+    ours = rb.chronological()
+    assert not env.agents
+    flags = {key for key in theirs.keys(True, True) if "next" not in key and key[-1] in ("done", "terminated")}
+    assert set(ours.keys(True, True)) - {("collector", "traj_ids")} == {
+        key
+        for key in theirs.keys(True, True)
+        if "next" in key or ({"done", "terminated", "truncated"}.isdisjoint({key, *key}))
+    }
+    assert flags
+    absent = 0
+    for key in set(ours.keys(True, True)) - {("collector", "traj_ids")}:
+        assert (ours[key].shape, ours[key].dtype) == (theirs[key].shape, theirs[key].dtype), key
+        mine, other = ours[key], theirs[key]
+        if "next" not in key and key[-1] != "mask":  # TorchRL keeps the last observation and actions of the dead
+            acts = ours[key[0], "mask"]
+            assert not mine[~acts].any()
+            mine, other, absent = mine[acts], other[acts], absent + int((~acts).sum())
+        assert torch.equal(mine, other), key
+    assert absent
+
+
+def test_a_game_without_deaths_has_the_rows_of_torchrls_wrapper():
+    def make() -> Any:
+        return pursuit.parallel_env(max_cycles=12, n_pursuers=3, n_evaders=4)
+
+    theirs, env = torchrl_rollout(make(), 5), make()
+    recorder = started(env, 20)
+    recorder.reset(seed=5)
+    recorder.reset()
+    for t in range(len(theirs)):
+        recorder.step({agent: theirs["pursuer", "action"][t, i].item() for i, agent in enumerate(env.agents)})
+    ours = recorder.buffer.chronological()
+    for key in (("pursuer", "observation"), ("next", "pursuer", "observation"), ("next", "pursuer", "reward")):
+        assert torch.equal(ours[key], theirs[key]), key
+    assert ours["pursuer", "mask"].all()
+    assert ours["next", "done"].flatten().tolist() == [False] * 11 + [True]
+
+
+def test_reset_and_step_return_what_the_environment_returns():
+    plain, env = Meadow(), Meadow()
+    recorder = PettingZooRecorder(ReplayBuffer.from_env(env, 30), env)
+    results: list[Any] = [[plain.reset(seed=7)], [recorder.reset(seed=7)]]
+    while plain.agents:
+        actions = act(plain)
+        results[0].append(plain.step(actions))
+        results[1].append(recorder.step(actions))
+    assert repr(results[0]) == repr(results[1])
+
+
+def test_extras_are_stored_and_those_of_absent_agents_are_zeros():
+    env = [Meadow(), Meadow()]
+    recorder = started(env)
+    for step in range(30):
+        if any(ended := [not each.agents for each in env]):
+            recorder.reset(lanes=ended)
+        value = np.full((2, 3, 1), 1.0 + step, np.float32)
+        recorder.step([act(each) for each in env], wolf={"state_value": value}, note=np.full(2, step))
+    rows = recorder.buffer.chronological()
+    acts = rows["wolf", "mask"]
+    expected = torch.arange(1.0, 31)[:, None, None] * acts
+    assert torch.equal(rows["wolf", "state_value"][..., 0], expected)
+    assert not acts.all()
+    assert rows["note"][:, 1].tolist() == list(range(30))
+    recorder.reset()
+    with pytest.raises(SchemaError, match=r"this step has the extras \[\"'note'\"\], the first step had"):
+        recorder.step([act(each) for each in env], note=np.zeros(2))
+
+
+N, GAMMA, STEPS, LANES = 4, 0.9, 60, 2
+
+
+@pytest.mark.parametrize("storage", ["packed", "wrapped", "share_next"])
+def test_n_step_sums_of_agents_end_where_the_agent_dies(storage, device):
+    env = [Meadow(), Meadow(9)]
+    capacity = (STEPS // 2 if storage == "wrapped" else STEPS) * LANES
+    sampler = NStepSampler(EveryRow(), N, GAMMA, reward_key=("next", "wolf", "reward"))
+    share = [("wolf", "observation")] if storage == "share_next" else False
+    rb = run(started(env, capacity, sampler=sampler, share_next=share), STEPS)
+    rows = rb.chronological()
+    index = rb.sample(capacity).reshape(-1, LANES)["index"]
+    batch = rb.sample(capacity).reshape(-1, LANES)
+    batch = batch[index[:, 0, 0].argsort()].roll(-(STEPS % len(rows)), 0) if storage == "wrapped" else batch
+    ids, done, own = rows["collector", "traj_ids"], rows["next", "done"][..., 0], rows["next", "wolf", "done"][..., 0]
+    lengths = set()
+    for t, lane in np.ndindex(len(rows), LANES):
+        last = t
+        while last + 1 < min(t + N, len(rows)) and not done[last, lane] and ids[last + 1, lane] == ids[t, lane]:
+            last += 1
+        assert torch.equal(
+            batch["next", "sheep", "observation"][t, lane], rows["next", "sheep", "observation"][last, lane]
+        )
+        for agent in range(3):
+            end = next((k for k in range(t, last) if own[k, lane, agent]), last)
+            reward = rows["next", "wolf", "reward"][t : end + 1, lane, agent, 0].double()
+            total = float((reward * GAMMA ** torch.arange(len(reward), dtype=torch.float64)).sum())
+            found = batch["next", "wolf", "reward"][t, lane, agent].item()
+            assert found == pytest.approx(total, rel=1e-6, abs=1e-6)
+            assert batch["steps_to_next_obs"][t, lane, agent].tolist() == [end - t + 1]
+            for key in ("observation", "done", "terminated", "truncated", "mask"):
+                mine = batch["next", "wolf", key][t, lane, agent]
+                assert torch.equal(mine, rows["next", "wolf", key][end, lane, agent]), key
+            lengths.add((end - t, last - t))
+            if not rows["wolf", "mask"][t, lane, agent]:
+                assert (found, end) == (0.0, t)  # nothing of a later life
+    assert len(lengths) > 6
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        (lambda recorder: recorder.step({}), ValueError, r"needs an action of each living agent, \['wolf_0'"),
+        (lambda recorder: recorder.reset(lanes=[True, False]), ValueError, "one element for each of 1 environments"),
+        (lambda recorder: recorder.reset(seed=[1, 2]), ValueError, "one element for each of 1 environments"),
+    ],
+)
+def test_bad_calls_are_refused_and_change_nothing(change, error, words):
+    recorder = started(Meadow())
+    with pytest.raises(error, match=words):
+        change(recorder)
+    run(recorder, 3)
+    assert len(recorder.buffer) == 3
+
+
+class Broken(Meadow):
+    """Loses an agent, or its last observation."""
+
+    how = ""
+
+    def step(self, actions: Any) -> Any:
+        seen, rewards, terminated, truncated, infos = super().step(actions)
+        if self.how == "left":
+            terminated["sheep"] = truncated["sheep"] = False
+            self.agents = [agent for agent in self.agents if agent != "sheep"]
+        if self.how == "unseen":
+            truncated["sheep"], seen = True, {agent: x for agent, x in seen.items() if agent != "sheep"}
+            self.agents = [agent for agent in self.agents if agent != "sheep"]
+        return seen, rewards, terminated, truncated, infos
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("left", "'sheep' left the environment without being"),
+        ("unseen", "'sheep' has no observation after a step that"),
+    ],
+)
+def test_an_agent_whose_last_step_is_unknown_is_refused_by_name(how, words):
+    env = Broken()
+    recorder = started(env)
+    env.how = how
+    with pytest.raises(RuntimeError, match=words):
+        recorder.step(act(env))
+    assert not len(recorder.buffer)
+    with pytest.raises(RuntimeError, match=r"reset environments \[0\] first"):
+        recorder.step(act(env))
+    env.how = ""
+    recorder.reset()
+    recorder.step(act(env))
+    assert len(recorder.buffer) == 1
+
+
+def test_an_ended_environment_must_be_reset():
+    env = [Meadow(3), Meadow(50)]
+    recorder = started(env)
+    while all(each.agents for each in env):
+        recorder.step([act(each) for each in env])
+    ended = [e for e in range(2) if not env[e].agents]
+    with pytest.raises(RuntimeError, match=rf"reset environments \[{ended[0]}.*with reset\(lanes="):
+        recorder.step([act(each) for each in env])
+
+
+def test_whole_rewards_that_float32_lacks_are_refused_or_kept():
+    env = Meadow(rewards=2**24 + 1)
+    with pytest.raises(SchemaError, match=r"'wolf', 'reward'\) is 16777217, which float32 changes to 16777216: store"):
+        run(started(env), 1)
+    extras = {"next": {name: {"reward": torch.zeros(len(GROUPS[name]), 1, dtype=torch.float64)} for name in GROUPS}}
+    rows = run(started(env, extras=extras), 20).chronological()
+    rewards, acts = rows["next", "wolf", "reward"][..., 0], rows["wolf", "mask"]
+    assert torch.equal(rewards, (2**24 + 1.0) * acts.double())
+
+
+@pytest.mark.parametrize(
+    ("group_map", "error", "words"),
+    [
+        (
+            {"all": AGENTS},
+            SchemaError,
+            "'wolf_0' and 'sheep' of group 'all' differ in their spaces: put them in groups",
+        ),
+        ({"wolf": AGENTS[:3]}, ValueError, "must name each of the agents"),
+        ({"wolf": [*AGENTS[:3], "wolf_0"], "sheep": ["sheep"]}, ValueError, "must name each of the agents"),
+        ({"next": AGENTS[:3], "sheep": ["sheep"]}, ValueError, "not reserved for the transition, got 'next'"),
+        (["wolf"], TypeError, "group_map must be a dict from names to lists of agents, got a list"),
+    ],
+)
+def test_bad_groups_are_refused(group_map, error, words):
+    with pytest.raises(error, match=words):
+        schema_of(Meadow(), group_map=group_map)
+
+
+def test_what_cannot_be_recorded_is_refused():
+    env = Meadow()
+    rb = ReplayBuffer.from_env(env, 10)
+    with pytest.raises(TypeError, match=r"must be a ParallelEnv of PettingZoo or a list of them, got a str"):
+        PettingZooRecorder(rb, "meadow")
+    with pytest.raises(TypeError, match="agents take turns, which is not supported: convert it"):
+        PettingZooRecorder(rb, knights_archers_zombies.env())
+    with pytest.raises(TypeError, match="buffer must be a ReplayBuffer"):
+        PettingZooRecorder(rb.storage, env)
+    with pytest.raises(SchemaError, match=r"the rows of 2 environments need lanes, \[T, E\]"):
+        PettingZooRecorder(rb, [Meadow(), Meadow()])
+    with pytest.raises(SchemaError, match=r"the buffer has lanes \(3,\), the environments \(2,\)"):
+        PettingZooRecorder(ReplayBuffer.from_env([Meadow()] * 3, 30), [Meadow(), Meadow()])
+    with pytest.raises(SchemaError, match="environment 1 has other agents or spaces than environment 0"):
+        ReplayBuffer.from_env([Meadow(), Meadow(kind="dict")], 10)
+    rb = ReplayBuffer.from_env(env, 10, extras={"sheep": {"observation": torch.zeros(1, 2)}})
+    with pytest.raises(SchemaError, match=r"the agents give \('sheep', 'observation'\) as float64.*rows hold float32"):
+        PettingZooRecorder(rb, env)
+
+
+def test_a_buffer_without_rows_takes_those_of_the_agents():
+    env = Meadow()
+    recorder = PettingZooRecorder(ReplayBuffer(storage=PackedStorage(20)), env)
+    recorder.reset()
+    run(recorder, 5)
+    assert len(recorder.buffer) == 5
