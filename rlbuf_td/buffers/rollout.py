@@ -241,7 +241,14 @@ class RolloutBuffer(ReplayBuffer):
     def _normalized(self, batch: TensorDictBase, info: dict[Any, Any]) -> Sample:
         if self.normalize_advantage == "minibatch":
             key = self._writer.advantage_key
-            batch.set(key, normalize(batch.get(key), mask=info.get("mask")))
+            advantage, mask = batch.get(key), info.get("mask")
+            acts = self._writer.estimator.mask_of(batch)
+            if acts is not None:
+                mask = acts if mask is None else acts & mask[..., None]
+            advantage = normalize(advantage, mask=mask)
+            if acts is not None:
+                advantage.masked_fill_(~acts.view(*acts.shape, *[1] * (advantage.ndim - acts.ndim)), 0)
+            batch.set(key, advantage)
         return batch, info
 
     def _require_estimates(self) -> None:
@@ -278,6 +285,9 @@ class RolloutBuffer(ReplayBuffer):
             writer, data = self._writer, self._storage.get(slice(None))
             value, target = data.get(writer.value_key).float(), data.get(writer.value_target_key).float()
             advantage = target - value if writer.normalize_advantage else data.get(writer.advantage_key).float()
+            acts = writer.estimator.mask_of(data)
+            if acts is not None:
+                value, target, advantage = (x[acts] for x in (value, target, advantage))
             advantage_std, advantage_mean = torch.std_mean(advantage, correction=0)
             target_std, target_mean = torch.std_mean(target, correction=0)
             explained = explained_variance(value, target)

@@ -15,6 +15,7 @@ from torch import Tensor
 from rlbuf_td.functional import generalized_advantage_estimate
 from rlbuf_td.storages import SchemaError
 from rlbuf_td.storages.notebooks import ROLLOUTS
+from rlbuf_td.storages.trajectory_index import as_tuple
 
 Estimator: TypeAlias = Callable[[TensorDictBase], tuple[Tensor, Tensor]]
 """Computes ``(advantage, value_target)`` of a rollout, see :class:`~rlbuf_td.writers.RolloutWriter`."""
@@ -27,6 +28,7 @@ class Estimates(NamedTuple):
     advantage: Tensor
     value_target: Tensor
     rows_asked: int
+    mask: Tensor | None  # which agents act, [T, *lanes, agents] bool; None: the values are not those of agents
 
 
 @dataclass
@@ -57,10 +59,27 @@ class RolloutEstimator:
             names, shapes = (self.value_key, self.reward_key), (tuple(value.shape), tuple(reward.shape))
             raise ValueError("values {!r} and rewards {!r} must share one shape, got {} and {}".format(*names, *shapes))
         ends, terminated = self._ends(rows, value, ndim)
+        mask = self.mask_of(rows)
+        if mask is not None:
+            absent = ~mask.view(*mask.shape, *[1] * (value.ndim - mask.ndim)).expand(value.shape)
+            ends, terminated = ends | absent, terminated | absent
+            ends[:-1] |= absent[1:]
         next_value, more = self._next_values(rows, value, ends, terminated, ndim)
         inputs = value, next_value, reward, ends, terminated
         advantage, target = self._gae(inputs, ndim) if self.own is None else self._call_own(rows, inputs, ndim)
-        return Estimates(value, advantage, target, asked + more)
+        if mask is not None:
+            advantage, target = advantage.masked_fill(absent, 0), target.masked_fill(absent, 0)
+        return Estimates(value, advantage, target, asked + more, mask)
+
+    @property
+    def group(self) -> tuple[str, ...]:
+        """The group of agents of the rewards: ``("knight",)`` for ``("next", "knight", "reward")``, else empty."""
+        return as_tuple(self.reward_key)[1:-1]
+
+    def mask_of(self, rows: TensorDictBase) -> Tensor | None:
+        """Return which agents of the group act, bool, ``[*batch, agents]``; None if no mask is stored."""
+        mask = rows.get((*self.group, "mask"), None) if self.group else None
+        return mask if mask is not None and mask.dtype is torch.bool else None
 
     def dtype(self, like: Tensor, *, has_values: bool) -> torch.dtype:
         """Return the dtype of estimates: the network's if the network computes values, else the dtype of ``like``."""
@@ -70,15 +89,7 @@ class RolloutEstimator:
 
     def _ends(self, rows: TensorDictBase, value: Tensor, ndim: int) -> tuple[Tensor, Tensor]:
         """Return tensors shaped like ``value``: whether each step ends a trajectory, and whether it is terminated."""
-        # ``done`` has precedence over ``truncated``, because TorchRL's PPOTrainer sets ``truncated`` on every step.
-        keys = self.done_key, self.terminated_key, self.truncated_key
-        done, terminated, truncated = (self._flags(rows, key, value, ndim) for key in keys)
-        if done is None:
-            if terminated is None or truncated is None:
-                raise SchemaError(f"no {self.done_key!r} in the data; there are {_names(rows)}")
-            done = terminated | truncated
-        if terminated is None:
-            terminated = done if truncated is None else done & ~truncated
+        done, terminated = self._flags(rows, value, ndim)
         trajectory = rows.get(self.trajectory_key, None)
         if trajectory is None:
             return done, terminated
@@ -91,12 +102,42 @@ class RolloutEstimator:
         ends[:-1] |= trajectory[1:] != trajectory[:-1]
         return ends, terminated
 
-    def _flags(self, rows: TensorDictBase, key: NestedKey, value: Tensor, ndim: int) -> Tensor | None:
+    def _flags(self, rows: TensorDictBase, value: Tensor, ndim: int) -> tuple[Tensor, Tensor]:
+        """Return whether each step is done and terminated, by the flags of the group's agents and those of the step."""
+        found = self._pair((self.done_key, self.terminated_key, self.truncated_key), rows, value, ndim)
+        own = None
+        if self.group:
+            beside = as_tuple(self.reward_key)[:-1]
+            keys = tuple((*beside, name) for name in ("done", "terminated", "truncated"))
+            own = self._pair(keys, rows, value, ndim)
+        if found is None and own is None:
+            raise SchemaError(f"no {self.done_key!r} in the data; there are {_names(rows)}")
+        if found is None or own is None:
+            return own or found  # type: ignore[return-value]
+        return found[0] | own[0], own[1]  # an agent that is not done does not terminate with the others
+
+    def _pair(
+        self, keys: tuple[NestedKey, ...], rows: TensorDictBase, value: Tensor, ndim: int
+    ) -> tuple[Tensor, Tensor] | None:
+        """Return whether each step is done and terminated, by the flags at ``keys``; None if the flags are missing."""
+        # ``done`` has precedence over ``truncated``, because TorchRL's PPOTrainer sets ``truncated`` on every step.
+        done, terminated, truncated = (self._flag(rows, key, value, ndim) for key in keys)
+        if done is None:
+            if terminated is None or truncated is None:
+                return None
+            done = terminated | truncated
+        if terminated is None:
+            terminated = done if truncated is None else done & ~truncated
+        return done, terminated
+
+    def _flag(self, rows: TensorDictBase, key: NestedKey, value: Tensor, ndim: int) -> Tensor | None:
         """Return the bool flags of ``key`` in the shape of the values; ``None`` if the flags are missing."""
         flags = rows.get(key, None)
         if flags is None or flags.shape == value.shape:
             return flags
         lead = value.shape[:ndim]
+        if flags.ndim == value.ndim and flags.shape[:-1] == value.shape[:-1] and flags.shape[-1] == 1:
+            return flags.expand(value.shape)
         if flags.numel() != lead.numel():
             expected = f"the values' shape {tuple(value.shape)} nor one flag per step, {tuple(lead)}"
             raise ValueError(f"{key!r} of shape {tuple(flags.shape)} fits neither {expected}")

@@ -42,6 +42,12 @@ class RolloutWriter(TimeWriter):
     ``("collector", "traj_ids")`` change. Estimates have the dtype of the values in the data or, if there are none, of
     the network's parameters.
 
+    **Agents.** With ``reward_key=("next", group, "reward")``, values, advantages and value targets of the agents of a
+    group, ``[T, E, n, *F]``, are computed for each agent: its trajectory also ends at its own flags, which are beside
+    the reward, and where ``(group, "mask")`` is False in the next step. Where the mask is False, the estimates are 0,
+    and do not count for normalization. Let ``value_key``, ``advantage_key`` and ``value_target_key`` be in the group,
+    too. See :class:`PettingZooRecorder`.
+
     **An estimator of your own** is called once per rollout, without gradients, as ``estimator(data)``. ``data`` is a
     TensorDict ``[T]`` or ``[E, T]``, as collectors give it, with all written entries, and with
 
@@ -245,7 +251,12 @@ class RolloutWriter(TimeWriter):
         self.value_rows, self._estimated_steps = estimates.rows_asked, steps
 
     def _columns(self, estimates: Estimates) -> dict[NestedKey, Tensor]:
-        advantage = normalize(estimates.advantage) if self.normalize_advantage else estimates.advantage
+        advantage = estimates.advantage
+        if self.normalize_advantage:
+            advantage = normalize(advantage, mask=estimates.mask)
+            if estimates.mask is not None:
+                absent = ~estimates.mask.view(*estimates.mask.shape, *[1] * (advantage.ndim - estimates.mask.ndim))
+                advantage = advantage.masked_fill(absent, 0)
         columns = {self.value_key: estimates.value, self.advantage_key: advantage}
         return columns | {self.value_target_key: estimates.value_target}
 
