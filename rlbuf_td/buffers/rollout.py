@@ -44,7 +44,8 @@ class RolloutBuffer(ReplayBuffer):
     of the rollout, or after L steps; ``"mask"``, ``[B, L]`` bool, is False for padding, which repeats the chunk's last
     row. ``batch_size`` counts rows with padding, B * L. Advantages are computed before the division, and normalized
     over unpadded rows. A network starts a chunk from the recurrent state stored in the chunk's first row,
-    ``batch["state"][:, 0]``, as TorchRL's ``LSTMModule`` and ``GRUModule`` do in recurrent mode. TorchRL's losses need
+    ``batch["state"][:, 0]``, as TorchRL's ``LSTMModule`` and ``GRUModule`` do in recurrent mode. A recurrent
+    ``value_network`` reads the state after a step at ``("next", "state")``. TorchRL's losses need
     ``loss_module.loss_mask_key = "mask"``. See :class:`SequenceSampler` with ``stride``, which draws these batches.
 
     Args:

@@ -57,6 +57,7 @@ SAMPLERS: dict[str, Callable[[], Any]] = {
     "n-step": lambda: NStepSampler(ProportionalSampler(ROWS), N_STEPS, GAMMA),
     "n-step, uniform": lambda: NStepSampler(UniformSampler(), N_STEPS, GAMMA),
     "sequence": lambda: SequenceSampler(RankSampler(ROWS), 2),
+    "sequence, chunks": lambda: SequenceSampler(MinibatchSampler(), 2, stride=2),
     "sequence of n-step": lambda: SequenceSampler(NStepSampler(UniformSampler(), N_STEPS, GAMMA), 2),
 }
 

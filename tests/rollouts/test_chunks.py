@@ -18,7 +18,7 @@ from torchrl.modules import LSTMModule, ProbabilisticActor, ValueOperator, set_r
 from torchrl.objectives import ClipPPOLoss
 
 from rlbuf_td import MinibatchSampler, RolloutBuffer, SchemaError, SequenceSampler
-from rlbuf_td.functional import normalize
+from rlbuf_td.functional import generalized_advantage_estimate, normalize
 from rlbuf_td.writers import RolloutWriter
 from tests.restoring import HOW, restored
 
@@ -194,6 +194,20 @@ def recurrent_parts() -> tuple[Any, Any, Any, Any]:
     return memory, body, actor, ValueOperator(torch.nn.Linear(8, 1), ["belief"])
 
 
+@torch.no_grad()
+def assert_estimates_use_the_states_after_each_step(
+    rollout: RolloutBuffer, data: TensorDict, lstm: Any, embed: Any, critic: Any
+) -> None:
+    after, features = data["next"], embed(data["next", "observation"]).flatten(0, 1).unsqueeze(1)
+    states = (
+        after[key].flatten(0, 1).transpose(0, 1).contiguous() for key in ("recurrent_state_h", "recurrent_state_c")
+    )
+    next_value = critic(lstm(features, tuple(states))[0]).view(*data.shape, 1)
+    values = data["state_value"], next_value, after["reward"], after["done"], after["terminated"]
+    _, target = generalized_advantage_estimate(0.99, 0.95, *values, time_dim=1)
+    torch.testing.assert_close(rollout.storage["value_target"].transpose(0, 1), target)
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 def test_recurrent_networks_start_from_the_stored_states():
     """Before the first update, a chunk gives the log-probabilities and values of the steps that were collected."""
@@ -206,6 +220,7 @@ def test_recurrent_networks_start_from_the_stored_states():
     for number, data in enumerate(collector):
         rollout.extend(data)
         assert int(data["next", "done"].sum()) > 0
+        assert_estimates_use_the_states_after_each_step(rollout, data, memory.lstm, body[0].module, value.module)
         followed = 0
         for batch in rollout:
             mask = batch["mask"]
