@@ -21,6 +21,8 @@ from rlbuf_td import (
     NStepSampler,
     PackedStorage,
     ReplayBuffer,
+    ReplayBufferMixture,
+    RingWriter,
     SequenceSampler,
     UniformSampler,
 )
@@ -219,6 +221,26 @@ def test_batches_drawn_ahead_are_the_same(prefetch):
             ahead.extend(change), plain.extend(change)
         for one, other in zip(ahead, plain, strict=True):
             assert (one == other).all()
+
+
+@pytest.mark.parametrize("storage", [PackedStorage, LazyTensorStorage])
+def test_threads_that_fetch_ahead_draw_every_row_as_often_as_asked(storage):
+    sampler = SequenceSampler(MinibatchSampler(3), 3, stride=3)
+    rb = buffer(sampler, TensorDictReplayBuffer, storage, writer=RingWriter(), prefetch=3)
+    for _ in range(20):  # a race would not show every time
+        counts = Counter(x for batch in rb for x in batch["x"][batch["mask"]].tolist())
+        assert counts == dict.fromkeys(range(20), 3)
+    rb.shutdown()
+
+
+def test_windows_of_an_epoch_can_be_mixed_with_others():
+    once, often = buffer(), buffer(SequenceSampler(UniformSampler(), 3))
+    mixed = ReplayBufferMixture({"once": once, "often": often}, {"once": 0.5, "often": 0.5}, batch_size=12)
+    batches = []
+    while once.sampler.epoch == 0:
+        batches.append(mixed.sample())
+    rows_of_once = torch.cat([batch["x"][(batch["source"] == 0) & batch["mask"]] for batch in batches])
+    assert sorted(rows_of_once.tolist()) == [*range(20)]
 
 
 @pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
