@@ -1097,6 +1097,9 @@ class ReplayBuffer(TensorDictReplayBuffer):
         changed since the previous dump is not written again. TorchRL's buffers cannot load a dump;
         ``theirs.extend(rb.chronological())`` copies the rows to a TorchRL buffer.
 
+        A program that goes on in mid-episode also saves its environment and its recorder, see
+        :meth:`GymnasiumRecorder.state_dict`.
+
         Args:
             path: the folder, created if missing. Other files in the folder are kept.
             progress: whether to show a progress bar (needs tqdm); by default, only on a terminal for 1 GiB of data or

@@ -14,10 +14,21 @@ from torchrl.data.replay_buffers import TensorDictReplayBuffer
 
 from rlbuf_td.envs.infos import fill_, fill_final_, fill_infos_, info_example, joined, part_of, to_array
 from rlbuf_td.envs.lane_queues import LaneQueues
+from rlbuf_td.envs.recorder_state import (
+    array_of,
+    buffer_state,
+    copied,
+    refuse_other,
+    refuse_other_rows,
+    resume_buffer,
+    saved_rows,
+    schema_of_rows,
+)
 from rlbuf_td.envs.spaces import Key
 from rlbuf_td.envs.specs import autoreset_mode_of, paths_of, schema_of, show_extra
 from rlbuf_td.envs.trajectory_numbers import TrajectoryNumbers
 from rlbuf_td.storages import PackedStorage, SchemaError
+from rlbuf_td.storages.checks import state_of
 from rlbuf_td.storages.indexing import attached_or_new
 from rlbuf_td.storages.notebooks import ROLLOUTS, TRANSITIONS
 from rlbuf_td.storages.schema import show_key, walk
@@ -44,7 +55,8 @@ class GymnasiumRecorder:
 
     Each episode has a unique number, stored under ``trajectory_key``. If ``reset`` interrupts an episode, its last
     transition keeps ``done=False``, and the next episode has a new number. Loading a checkpoint into the buffer
-    interrupts all episodes and drops the :attr:`pending` transitions; call :meth:`reset` before the next step.
+    interrupts all episodes and drops the :attr:`pending` transitions; call :meth:`reset` before the next step. If the
+    environment can restore its state, :meth:`state_dict` and :meth:`load_state_dict` go on in mid-episode instead.
 
     In a buffer ``[T, E]``, environment ``e`` is lane ``e``. A time step is written when every lane has its transition
     for this step. With next-step autoreset, a lane that begins an episode falls one step behind, and the transitions of
@@ -263,6 +275,85 @@ class GymnasiumRecorder:
         """The number of time steps of a buffer ``[T, E]`` that are not yet written, because a lane lacks them."""
         return 0 if self._queues is None or self._flat else int(self._queues.waiting.max())
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state that a recorder needs to go on in mid-episode, as tensors and plain values.
+
+        It holds the current observation, the trajectory numbers, and the :attr:`pending` transitions. The rows are in
+        the buffer, and the environment saves its own state. Save all three at the same moment::
+
+            rb.dumps("run/buffer")
+            torch.save({"recorder": recorder.state_dict(), "env": state_of_env}, "run/agent.pt")
+        """
+        self._notice_load()
+        queues = self._queues
+        waiting = None
+        if queues is not None:
+            flags = {"extras": sorted(map(list, self._extra_keys)), "single_reward": self._is_single_reward}
+            waiting = queues.contents() | flags | {"layout": saved_rows(queues.layout)}
+        return {
+            "settings": self._settings(),
+            "observation": None if self._obs is None else copied(self._obs),
+            "ended": torch.from_numpy(self._ended.copy()),
+            "fresh": torch.from_numpy(self._fresh.copy()),
+            "trajectories": torch.from_numpy(self._trajectories.copy()),
+            "queues": waiting,
+            "buffer": buffer_state(self.buffer, self._numbers),
+        }
+
+    def _settings(self) -> dict[str, Any]:
+        key = self._trajectory_key
+        return {
+            "recorder": type(self).__name__,
+            "lanes": 0 if self._single else self._lanes,
+            "rows": "[T]" if self._flat else "[T, E]",
+            "autoreset_mode": self._mode,
+            "trajectory_key": key if key is None or isinstance(key, str) else [*key],
+            "infos": sorted(map(list, self._infos)),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on in mid-episode from a :meth:`state_dict`, after the buffer and the environment have been restored.
+
+        The next step then continues the trajectories of the newest rows, as if the program had not been stopped::
+
+            rb, recorder = ReplayBuffer.from_env(env, ...), GymnasiumRecorder(rb, env)
+            rb.loads("run/buffer")
+            ...  # restore the environment's state and random generator
+            recorder.load_state_dict(torch.load("run/agent.pt")["recorder"])
+
+        Raises:
+            ValueError: the state is from another number of environments, autoreset mode, set of infos or kind of rows;
+                or the buffer does not hold the rows of the moment when the state was saved. Nothing has changed.
+        """
+        with state_of(self):
+            refuse_other(self._settings(), state_dict["settings"], "the state")
+            names = "ended", "fresh", "trajectories"
+            arrays = [array_of(state_dict, name, getattr(self, f"_{name}")) for name in names]
+            observation, queues = state_dict["observation"], None
+            for key, path in self._obs_paths if observation is not None else ():
+                column, value = self._schema[key], part_of(observation, path)
+                shape = column.shape[self._single :]
+                if value.shape != shape:
+                    raise ValueError(
+                        f"the saved {show_key(key)} has shape {tuple(value.shape)}, expected {tuple(shape)}"
+                    )
+            if (saved := state_dict["queues"]) is not None:
+                queues = LaneQueues(schema_of_rows(saved["layout"], self._lanes, self._schema, self.buffer.storage))
+                if saved["layout"] != saved_rows(queues.layout):
+                    raise ValueError("the saved rows have their entries in another order")
+                queues.restore(array_of(saved, "waiting", self._trajectories), saved["rows"].numpy())
+                bound = {tuple(key) for key in saved["extras"]}, bool(saved["single_reward"])
+            refuse_other_rows(self.buffer, state_dict["buffer"])
+            resume_buffer(self.buffer, self._numbers, state_dict["buffer"])
+        self._ended, self._fresh, self._trajectories = arrays
+        self._loads, self._obs, self._queues = (
+            self._numbers.loads,
+            None if observation is None else copied(observation),
+            queues,
+        )
+        if queues is not None:
+            self._bind(queues, *bound)
+
     def flush(self) -> None:
         """Write all pending transitions to a buffer ``[T]``. With a buffer ``[T, E]``, they stay pending."""
         self._notice_load()
@@ -310,8 +401,13 @@ class GymnasiumRecorder:
                 self._refuse_missing(key, value)
             schema.set(key, value)
         queues = LaneQueues(schema)
+        self._bind(queues, {key for key, _ in walk(extras)}, is_single_reward)
+        return queues
+
+    def _bind(self, queues: LaneQueues, extra_keys: set[Key], is_single_reward: bool) -> None:
+        """Look up the columns that steps are copied to."""
         self._columns = {key: x[0, ...] for key, x in queues.columns.items()} if self._single else queues.columns
-        self._extra_keys = {key for key, _ in walk(extras)}
+        self._extra_keys, self._is_single_reward = extra_keys, is_single_reward
         self._flags = tuple(self._columns[key][..., 0] for key in _GIVEN)
         if not is_single_reward:
             self._flags = self._columns[_REWARD], *self._flags[1:]
@@ -321,7 +417,6 @@ class GymnasiumRecorder:
         self._single_now = queues.now[0]
         if self._trajectory_key is not None:
             queues.columns[self._trajectory_key][...] = self._trajectories
-        return queues
 
     def _fit_reward(self, schema: TensorDict, shape: tuple[int, ...]) -> bool:
         """Give rewards in ``schema`` the shape of the first step's rewards; return whether each is a single number."""

@@ -63,6 +63,25 @@ class LaneQueues:
         self._tails[:] = self._head
         self.pending = 0
 
+    def contents(self) -> dict[str, torch.Tensor]:
+        """Return copies of the waiting rows: their number in each lane, ``[E]``, and the rows, lane after lane."""
+        waiting = self.waiting
+        lanes = np.repeat(self._every_lane, waiting)
+        steps = self._head + np.concatenate([np.arange(count) for count in waiting])
+        words = self._ring[steps % len(self._ring), lanes]
+        return {"waiting": torch.from_numpy(waiting), "rows": torch.from_numpy(words)}
+
+    def restore(self, waiting: np.ndarray, words: np.ndarray) -> None:
+        """Restore :meth:`contents`; raise a ValueError, and change nothing, if the rows have other sizes."""
+        if (waiting < 0).any() or words.shape != (waiting.sum(), self._now.shape[1]):
+            raise ValueError(f"{words.shape} words for {waiting.tolist()} waiting rows of {self._now.shape[1]} words")
+        size = max(_FIRST_STEPS, 1 << (int(waiting.max()) - 1).bit_length()) if waiting.any() else _FIRST_STEPS
+        self._ring = np.zeros((size, *self._now.shape), np.int64)
+        steps = np.concatenate([np.arange(count) for count in waiting])
+        self._ring[steps, np.repeat(self._every_lane, waiting)] = words
+        self._head, self._tails, self._bound = 0, waiting.copy(), int(waiting.max())
+        self.pending = int(waiting.sum())
+
     def _grow(self) -> None:
         steps, size = self._head + np.arange(len(self._ring)), 2 * len(self._ring)
         ring = np.zeros((size, *self._now.shape), np.int64)

@@ -12,10 +12,21 @@ from torchrl.data.replay_buffers import TensorDictReplayBuffer
 
 from rlbuf_td.envs.agent_groups import ACTION_MASK, FLAGS, AgentGroup, agents_schema, groups_of, parallel_envs
 from rlbuf_td.envs.infos import fill_, part_of, to_array
+from rlbuf_td.envs.recorder_state import (
+    array_of,
+    buffer_state,
+    copied,
+    refuse_other,
+    refuse_other_rows,
+    resume_buffer,
+    saved_rows,
+    schema_of_rows,
+)
 from rlbuf_td.envs.spaces import Key
 from rlbuf_td.envs.specs import show_extra
 from rlbuf_td.envs.trajectory_numbers import TrajectoryNumbers
 from rlbuf_td.storages import PackedStorage, SchemaError
+from rlbuf_td.storages.checks import state_of
 from rlbuf_td.storages.indexing import attached_or_new
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.notebooks import TRANSITIONS
@@ -218,6 +229,67 @@ class PettingZooRecorder:
         self._rows, self._observed = rows, [result[0] for result in results]
         return results[0] if self._single else results
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state that a recorder needs to go on in mid-episode; see :meth:`GymnasiumRecorder.state_dict`.
+
+        It holds the current observations, the living agents, and the trajectory numbers.
+        """
+        self._notice_load()
+        rows = self._rows
+        observed = [None if each is None else {a: copied(x) for a, x in each.items()} for each in self._observed]
+        return {
+            "settings": self._settings(),
+            "observations": observed,
+            "agents": [None if each is None else [*env.agents] for each, env in zip(observed, self.envs, strict=True)],
+            "trajectories": torch.from_numpy(self._trajectories.copy()),
+            "layout": None if rows is None else saved_rows(rows.layout),
+            "extras": sorted(map(list, self._extra_keys)),
+            "buffer": buffer_state(self.buffer, self._numbers),
+        }
+
+    def _settings(self) -> dict[str, Any]:
+        groups = {group.name: [*group.agents] for group in self.groups}
+        lanes, rows = 0 if self._single else len(self.envs), "[T]" if self._flat else "[T, E]"
+        return {"recorder": type(self).__name__, "lanes": lanes, "rows": rows, "groups": groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on in mid-episode from a :meth:`state_dict`, after the buffer and the environments have been restored.
+
+        Raises:
+            ValueError: the state is from another number of environments, other groups or other kinds of rows; the
+                environments do not have the saved agents; or the buffer does not hold the rows of the moment when the
+                state was saved. Nothing has changed.
+        """
+        with state_of(self):
+            refuse_other(self._settings(), state_dict["settings"], "the state")
+            trajectories = array_of(state_dict, "trajectories", self._trajectories)
+            observed, alive = state_dict["observations"], state_dict["agents"]
+            for e, (env, each, agents) in enumerate(zip(self.envs, observed, alive, strict=True)):
+                if each is not None and [*env.agents] != agents:
+                    has = f"environment {e} has the agents {[*env.agents]}, the state {agents}"
+                    raise ValueError(f"{has}: restore the environments first")
+                self._refuse_observations(each or {}, agents or [])
+            rows, extras = None, {tuple(key) for key in state_dict["extras"]}
+            if (layout := state_dict["layout"]) is not None:
+                schema = schema_of_rows(layout, len(self.envs), self._schema, self.buffer.storage)
+                rows = _Rows(schema, self.groups)
+            refuse_other_rows(self.buffer, state_dict["buffer"])
+            resume_buffer(self.buffer, self._numbers, state_dict["buffer"])
+        self._trajectories, self._rows, self._extra_keys = trajectories, rows, extras
+        self._observed = [None if each is None else {a: copied(x) for a, x in each.items()} for each in observed]
+        self._loads = self._numbers.loads
+
+    def _refuse_observations(self, observed: Mapping[str, Any], agents: list[str]) -> None:
+        for group in self.groups:
+            for key, path in group.observation_paths:
+                path_in_rows = group.name, *key
+                shape = self._schema[path_in_rows].shape[2:]
+                for agent in (agent for agent in group.agents if agent in agents):
+                    value = part_of(observed[agent], path)
+                    if value.shape != shape:
+                        got = f"the saved observation of {agent!r} has shape {tuple(value.shape)}"
+                        raise ValueError(f"{got}, expected {tuple(shape)}")
+
     def _refuse_step(self, actions: list[Any]) -> None:
         if len(actions) != len(self.envs):
             raise ValueError(f"step needs one dict of actions for each of {len(self.envs)} environments")
@@ -314,7 +386,7 @@ class _Rows:
     """Memory for one row of each environment, ``[E]``."""
 
     def __init__(self, schema: TensorDict, groups: list[AgentGroup]) -> None:
-        layout = RowLayout(schema, 1)
+        layout = self.layout = RowLayout(schema, 1)
         #: The rows as 8-byte words, as a TensorDict, and as arrays ``[E, ...]``, which share their memory.
         self.words = np.zeros((schema.shape[0], layout.row_bytes // 8), np.int64)
         rows = torch.from_numpy(self.words.view(np.uint8)).view(layout.carrier)

@@ -40,6 +40,16 @@ class TrajectoryNumbers:
             numbers[_NEXT], numbers[_HAS_READ] = first + count, 1
         return np.arange(first, first + count)
 
+    @property
+    def next_number(self) -> int:
+        """The number that :meth:`take` gives next, unless larger ones are stored."""
+        return self._numbers[_NEXT]
+
+    def go_on(self, number: int) -> None:
+        """Give next what another process, which a recorder's state is from, would have given next."""
+        with getattr(self.storage, "lock", nullcontext()):
+            self._numbers[_NEXT], self._numbers[_HAS_READ] = max(number, self._numbers[_NEXT]), 1
+
     def mark_update(self, index: Any) -> None:
         """Do nothing; writers call this method after each write."""
 

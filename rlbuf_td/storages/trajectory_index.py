@@ -82,6 +82,7 @@ class TrajectoryIndex:
         self.done_key, self.traj_key = as_tuple(done_key), None if traj_key is None else as_tuple(traj_key)
         self._boundaries: Boundaries | None = None
         self._size: tuple[int, int, torch.device] | None = None
+        self._parted: torch.Tensor | None = None  # the boundaries' head before the last `mark_load`
         self._seen = SharedNumbers("q", [-1])  # the storage's revision after the last recorded write
         self._unbind()
 
@@ -398,7 +399,15 @@ class TrajectoryIndex:
             self._bind()
             knows_newest = not hasattr(self.storage, "clock") or newest_step_of(self.storage) is not None
             if self._name is not None and knows_newest:
-                self.boundaries().head.fill_(-1)
+                head = self.boundaries().head
+                self._parted = head.clone()
+                head.fill_(-1)
+
+    def resume(self) -> None:
+        """Undo :meth:`mark_load`, because the recorder of the saved rows goes on: the next rows continue these."""
+        if self._parted is not None:
+            self.boundaries().head.copy_(self._parted)
+            self._parted = None
 
     def load_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:
         """Restore a :meth:`state_dict` for the same rows; if the state is empty, the next look-up reads the rows.
