@@ -18,6 +18,7 @@ from torchrl.envs import Transform
 
 from rlbuf_td import (
     EpisodeStats,
+    FreshRowsSampler,
     GymnasiumRecorder,
     PackedStorage,
     ReplayBuffer,
@@ -25,6 +26,7 @@ from rlbuf_td import (
     RolloutWriter,
     SchemaError,
     TrajectoryIndex,
+    UniformSampler,
     make_transition,
     schema_of,
 )
@@ -63,6 +65,10 @@ def histories(env: Any) -> list[TensorDict]:
     return [torch.stack([make_transition(*step[:6]) for step in history]) for history in kept]
 
 
+def lanes_of(rb: ReplayBuffer) -> list[Any]:
+    return [rb.lane(lane).chronological() for lane in range(rb.storage.shape[1])]
+
+
 def assert_equal(rows: TensorDict, expected: TensorDict) -> None:
     rows = rows.exclude(("collector", "traj_ids"), "index")
     assert rows.shape == expected.shape
@@ -98,16 +104,15 @@ def test_lanes_hold_the_histories_and_infos_of_their_environments(mode, how, kin
     run(recorder, env, 60)
     kept, steps = histories(env), env.get_attr("history")
     env.close()
-    count = min(map(len, kept))
-    assert len(rb) == count * LANES
-    assert recorder.pending == sum(map(len, kept)) - count * LANES
-    assert (recorder.pending > 0) is (mode is AutoresetMode.NEXT_STEP)
+    assert len(rb) == sum(map(len, kept))
+    assert recorder.pending == 0
+    assert (len({len(history) for history in kept}) > 1) is (mode is AutoresetMode.NEXT_STEP)
     assert all(any(history["next", key].any() for history in kept) for key in ("terminated", "truncated"))
     for lane, history in enumerate(kept):
-        rows = rb.chronological()[:, lane]
-        assert_equal(rows, history[:count])
+        rows = rb.lane(lane).chronological()
+        assert_equal(rows, history)
         assert_neighbours_follow(rows)
-        infos = [step[6] for step in steps[lane][:count]]  # of the step, not of the reset
+        infos = [step[6] for step in steps[lane]]  # of the step, not of the reset
         assert rows["next", "energy"].dtype == torch.float64
         assert rows["next", "energy"].tolist() == [info["energy"] for info in infos]
         assert rows["next", "won"].tolist() == [int(info.get("won", 7)) for info in infos]
@@ -181,9 +186,8 @@ def test_an_episode_that_reset_breaks_off_does_not_run_into_the_next(mode, flat)
     for seed in range(8):
         run(recorder, env, 3, seed)
     recorder.flush()
-    rows = rb.chronological()
     broken = 0
-    for lane in [rows] if flat else rows.unbind(1):
+    for lane in [rb.chronological()] if flat else lanes_of(rb):
         assert_neighbours_follow(lane)
         ids, done = lane["collector", "traj_ids"], lane["next", "done"].flatten()
         broken += int(((ids[1:] != ids[:-1]) & ~done[:-1]).sum())
@@ -273,10 +277,17 @@ def test_no_trajectory_runs_from_a_loaded_buffer_into_what_is_recorded(kind, how
     assert rb.episode_stats.history()["length"].tolist() == [len(rb) - 3]
 
 
+def without_lanes(env: Any, capacity: int) -> ReplayBuffer:
+    """Return a buffer ``[T, E]`` whose lanes must stand together."""
+    rb = ReplayBuffer.from_env(env, capacity, sampler=FreshRowsSampler(UniformSampler()))
+    assert not rb.takes_lanes
+    return rb
+
+
 @pytest.mark.parametrize("flat", [False, True])
 def test_what_waits_when_the_buffer_is_loaded_is_dropped(flat):
     env = vector(AutoresetMode.NEXT_STEP)
-    rb = ReplayBuffer.from_env(env, 300, flat=flat)
+    rb = ReplayBuffer.from_env(env, 300, flat=flat) if flat else without_lanes(env, 300)
     recorder = GymnasiumRecorder(rb, env)
     run(recorder, env, 40)
     while not recorder.pending:
@@ -300,7 +311,7 @@ def test_episode_statistics_of_gymnasiums_wrapper_can_be_stored(mode):
     env = gymnasium.wrappers.vector.RecordEpisodeStatistics(vector(mode))
     rb = ReplayBuffer.from_env(env, 3_000)
     run(GymnasiumRecorder(rb, env, infos={("episode", "l"): -1}), env, 40)
-    rows = rb.chronological()
+    rows = rb.chronological(flat=True)
     length = rows["next", "episode", "l"]
     assert torch.equal(length >= 0, rows["next", "done"].squeeze(-1))
     ends = rows["next", "observation"][..., 1]  # how many steps the episode has had
@@ -356,10 +367,9 @@ def test_extras_are_stored_with_each_step_but_those_that_reset():
         for lane in (~ended).nonzero()[0].tolist():
             given[lane].append(float(number))
         ended = terminated | truncated
-    rows = rb.chronological()
-    for lane in range(LANES):
-        assert rows["state_value"][:, lane, 0].tolist() == given[lane][: len(rows)]
-    assert rows["more", "n"][0].tolist() == [1, 2, 3]
+    for lane, rows in enumerate(lanes_of(rb)):
+        assert rows["state_value"].flatten().tolist() == given[lane]
+        assert rows["more", "n"].eq(lane + 1).all()
     assert rows["state_value"].dtype == torch.float32
 
 
@@ -419,7 +429,7 @@ def test_rollouts_refuse_lanes_that_drift_apart():
 def test_health_says_how_far_the_lanes_are_apart():
     apart = SyncVectorEnv([partial(Walk, "box", 2), partial(Walk, "box", 60)])  # next-step autoreset
     for flat in (False, True):
-        rb = ReplayBuffer.from_env(apart, 1_000, flat=flat)
+        rb = ReplayBuffer.from_env(apart, 1_000, flat=flat) if flat else without_lanes(apart, 1_000)
         assert "pending_rows" not in rb.health()
         recorder = GymnasiumRecorder(rb, apart)
         run(recorder, apart, 50)
@@ -552,7 +562,7 @@ def test_values_outside_their_space_are_refused_and_nothing_is_stored():
 def test_a_lane_far_behind_gives_a_warning(monkeypatch):
     monkeypatch.setattr("rlbuf_td.envs.gymnasium_recorder._FAR_AHEAD", 16)
     env = SyncVectorEnv([partial(Walk, "box", 2), partial(Walk, "box", 60)])
-    rb = ReplayBuffer.from_env(env, 1_000)
+    rb = without_lanes(env, 1_000)
     with pytest.warns(RuntimeWarning, match="time steps behind another"):
         run(GymnasiumRecorder(rb, env), env, 100)
     for rows, history in zip(rb.chronological().unbind(1), histories(env), strict=True):

@@ -90,7 +90,7 @@ def test_waiting_transitions_and_observations_of_every_kind_are_kept(kind, flat,
         for step in range(20):
             each.step(np.full(3, step % 3), note=np.full(3, step))
         each.flush()
-    rows, others = recorder.buffer.chronological(), other.buffer.chronological()
+    rows, others = recorder.buffer.chronological(flat=True), other.buffer.chronological(flat=True)
     assert len(rows) == len(others) > 10
     for key in rows.keys(True, True):
         assert torch.equal(rows[key], others[key]), key

@@ -17,8 +17,8 @@ from rlbuf_td.kernels.batch import batch_record
 from rlbuf_td.kernels.dispatch import compiled_form, machine_code
 from rlbuf_td.kernels.strata import LEAST_RATIO
 from rlbuf_td.samplers.bound import SCALAR, Blank, Blanks, BoundDraw, lanes_of, unreadable
+from rlbuf_td.storages.lane_heads import LENGTH, NEWEST
 from rlbuf_td.storages.rows import PlainRows
-from rlbuf_td.storages.state import LENGTH, NEWEST
 from rlbuf_td.storages.tensordict_fast import entries_of
 from rlbuf_td.storages.write_clock import SAMPLED_AT
 

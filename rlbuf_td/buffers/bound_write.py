@@ -30,8 +30,9 @@ from rlbuf_td.samplers.bound import unreadable
 from rlbuf_td.samplers.common import StatefulSampler
 from rlbuf_td.samplers.prioritized import BoundEntry
 from rlbuf_td.samplers.wrapper import SamplerWrapper
-from rlbuf_td.storages import SchemaError, torchrl_parts
+from rlbuf_td.storages import PackedStorage, SchemaError, torchrl_parts
 from rlbuf_td.storages.interrupts import held_back
+from rlbuf_td.storages.lane_heads import APART, as_lanes
 from rlbuf_td.storages.rows.dedup import DedupRows
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 
@@ -46,7 +47,7 @@ class BoundWrite:
 
     def __init__(self, buffer: ReplayBuffer, parts: Parts, fields: dict[str, int]) -> None:
         from rlbuf_td.kernels.batch import cpu as kernels
-        from rlbuf_td.kernels.batch import dedup_cpu
+        from rlbuf_td.kernels.batch import dedup_cpu, lanes_cpu
 
         self.buffer, self.storage, self.writer, self.sampler = buffer, parts.storage, parts.writer, parts.sampler
         self.time_dim, self.priority_key, self.transforms = buffer.dim_extend, buffer.priority_key, parts.transforms
@@ -64,9 +65,12 @@ class BoundWrite:
         self.set_sources = Struct(f"{len(self.sources)}q").pack_into
         fields |= self._rows_and_listeners()
         self.ring = np.array([tuple(fields.get(name, 0) for name in RING.names or ())], RING)
-        loop = kernels.write_ring if self.entry is None else self.entry.loop
+        self.written_at, self.heads = fields["written_at"], fields["heads"]
+        loop, self.lanes_loop = (kernels.write_ring, lanes_cpu.write_lanes) if self.entry is None else self.entry.loops
         self.lock = Lock() if self.entry is None else self.entry.lock
         self.address, self.kernel = self.ring.ctypes.data, machine_code(loop, 0, 0, True, 0)
+        self.append_rows: Any = None  # the machine code of `lanes_loop`, from the first write to single lanes on
+        self.cells = torch.empty(0, dtype=torch.int64, device="cpu")  # scratch of this machine code
         if isinstance(self.rows, DedupRows):
             self.write_rows, self.kernel, self.pools = self.kernel, self._write_deduplicated, self.rows.table.addresses
             self.write_entries = machine_code(dedup_cpu.write_entries, 0, 0, 0, True, *self.pools)
@@ -111,6 +115,8 @@ class BoundWrite:
             and self.buffer.priority_key == self.priority_key
             and not self.writer.counts_generations
             and self.writer.numbers.values is self.counters
+            and self.storage.clock.written_at == self.written_at
+            and self.storage.heads.place == self.heads
             and (self.entry is None or self.entry.holds())
             and (self.boundaries is None or self.boundaries[1].bitmap is self.boundaries[-1])
         )
@@ -124,6 +130,8 @@ class BoundWrite:
         count = 1 if single else lead[dim] if len(lead) > dim else 0
         if not count or lead.numel() != count * lanes.numel():
             return None
+        if self.storage.numbers.values[APART]:
+            return self._append_steps(data, count, single, transformed)
         index = None
         if lanes or not single:
             shape = (count * lanes.numel(), 2) if lanes else (count,)
@@ -140,6 +148,50 @@ class BoundWrite:
             with self.lock:
                 cursor = self.kernel(self.address, count, dim == 1, where)
         return None if cursor < 0 else cursor if index is None else index
+
+    def _append_steps(self, data: TensorDict, count: int, single: bool, transformed: bool) -> Tensor | None:
+        """Write whole time steps to lanes that stand apart."""
+        try:
+            rows = data if single else (data.transpose(self.time_dim, 0) if self.time_dim else data).flatten(0, 1)
+        except RuntimeError:  # sparse and nested tensors
+            return None
+        return self.append(torch.arange(self.rows.lanes.numel(), device="cpu").repeat(count), rows, transformed)
+
+    def append(self, lanes: Any, data: Any, transformed: bool = False) -> Tensor | None:
+        """Write rows to single lanes; return their index, ``[n, 2]``, or None if the stages cannot be used."""
+        is_plain = type(data) is TensorDict and (transformed or not torchrl_parts.modules_of(self.transforms))
+        if not is_plain or not self.heads or isinstance(self.rows, DedupRows) or data.ndim < 1 or not len(data):
+            return None
+        lead = data.batch_size[:1]
+        lane_ids = _lane_ids(self.storage, lanes, data)
+        if lane_ids is None:
+            return None
+        index = torch.empty((*lead, 2), dtype=torch.int64, device="cpu")
+        with self.storage.lock:
+            leaves = self._collect(data, lead) if self.holds() else None  # kept alive for the kernel
+            if leaves is None:
+                return None
+            if self.entry is not None and self.entry.value is not None:
+                self.entry.value[0] = self.entry.sampler.priorities.entry
+            if len(self.cells) < len(index):
+                self.cells = torch.empty(len(index), dtype=torch.int64, device="cpu")
+            tells = self._append_and_tell if self.others or self.notes_writes["extend"] else self._append
+            return index if tells(lane_ids, index) else None
+
+    def _append(self, lane_ids: Tensor, index: Tensor) -> bool:
+        self.append_rows = self.append_rows or machine_code(self.lanes_loop, 0, 0, 0, 0, 0)
+        given = self.address, len(index), lane_ids.data_ptr(), self.cells.data_ptr(), index.data_ptr()
+        with self.lock:
+            return self.append_rows(*given)
+
+    @held_back
+    def _append_and_tell(self, lane_ids: Tensor, index: Tensor) -> bool:
+        if not self._append(lane_ids, index):
+            return False
+        self.writer.announce_rows(self.cells[: len(index)].clone(), index, self.others)
+        if self.notes_writes["extend"]:
+            self.sampler.extend(index)
+        return True
 
     @held_back
     def _write_and_tell(self, count: int, where: int, index: Tensor | None, single: bool) -> int | Tensor | None:
@@ -190,6 +242,22 @@ class BoundWrite:
         if lead.numel() * int(self.ring["row_bytes"][0]) >= LARGE:
             self.ring["loops"] = parallel_loops().ctypes.data
         return found
+
+
+def _lane_ids(storage: PackedStorage, lanes: Any, data: TensorDict) -> Tensor | None:
+    """Return one lane per row, ``[n]`` int64; None if they are wrong, so that the writer raises the error.
+
+    Compiled code checks their range.
+    """
+    if type(lanes) is int:
+        return torch.full(data.batch_size[:1], lanes, device="cpu")
+    is_like = type(lanes) is Tensor and lanes.dtype is torch.int64 and lanes.shape == data.batch_size[:1]
+    if is_like and lanes.is_cpu and lanes.is_contiguous() and has_memory(lanes):
+        return lanes
+    try:
+        return torch.from_numpy(as_lanes(storage, lanes, data))
+    except (TypeError, ValueError, IndexError):
+        return None
 
 
 def _contiguous(leaf: Any) -> Any:

@@ -96,9 +96,14 @@ class ExperienceQueue(ReplayBuffer):
         self._refuse_blocking(self._batch_size, 1)
         return self._once_possible(partial(super().add, data), self.timeout)
 
-    def extend(self, tensordicts: TensorDictBase, *, update_priority: bool | None = None) -> torch.Tensor:
-        """Wait until all ``[n]`` rows fit, then write them in order; ``update_priority`` has no effect."""
-        write = partial(super().extend, tensordicts, update_priority=update_priority)
+    def extend(
+        self, tensordicts: TensorDictBase, *, update_priority: bool | None = None, lanes: None = None
+    ) -> torch.Tensor:
+        """Wait until all ``[n]`` rows fit, then write them in order; ``update_priority`` has no effect.
+
+        A queue has no ``lanes``.
+        """
+        write = partial(super().extend, tensordicts, update_priority=update_priority, lanes=lanes)
         if isinstance(tensordicts, TensorDictBase) and tensordicts.ndim:
             self._refuse_blocking(self._batch_size, len(tensordicts))
         return self._once_possible(write, self.timeout)

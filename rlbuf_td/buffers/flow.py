@@ -9,6 +9,7 @@ from functools import partial
 from math import inf, isfinite
 from typing import TYPE_CHECKING, Any
 
+from rlbuf_td.storages.lane_heads import row_count
 from rlbuf_td.storages.shared.memory import SharedNumbers
 
 if TYPE_CHECKING:
@@ -234,7 +235,7 @@ def count_imported(rb: ReplayBuffer, flow: FlowControl | None) -> None:
     """Attach ``flow`` to a buffer of imported rows, and count these rows as written."""
     rb.flow = flow
     if flow is not None:
-        flow.restart(len(rb.storage))
+        flow.restart(row_count(rb.storage))
         rb._connect()  # drops a write plan, which would bypass flow control
 
 
@@ -248,7 +249,7 @@ def inserting(rb: ReplayBuffer, flow: FlowControl, rows: int) -> Iterator[None]:
     """
 
     def admit() -> bool:
-        flow.agree(len(rb.storage))
+        flow.agree(row_count(rb.storage))
         return flow.admit_insert(rows)
 
     with admitted(admit, rb._replay_lock, None, partial(flow.count_wait, of_sample=False)):
@@ -277,7 +278,7 @@ def permission(
             raise RuntimeError("the buffer has been shut down")
         if flow is None or rows is None:
             return not wait or (len(rb) > 0 if rows is None else rb.can_sample(rows))
-        flow.agree(len(rb.storage))
+        flow.agree(row_count(rb.storage))
         epoch = flow.epoch
         is_admitted = len(rb) > 0 and flow.admit_sample(rows)
         if not (is_admitted or wait):

@@ -18,6 +18,7 @@ from torchrl.data.replay_buffers import RoundRobinWriter, Sampler, Storage, Tens
 
 from rlbuf_td.buffers import flow, minari_data, torchrl_data, writing
 from rlbuf_td.buffers.bound_write import BoundWrite, has_own
+from rlbuf_td.buffers.lane import Lane
 from rlbuf_td.buffers.parts import (
     Parts,
     as_size,
@@ -50,6 +51,7 @@ from rlbuf_td.storages import PackedStorage, torchrl_parts
 from rlbuf_td.storages.checks import as_number, state_of, usable_device, whole
 from rlbuf_td.storages.indexing import attached_or_new, coordinates, device_of, merge_, put_back_, refuse_range
 from rlbuf_td.storages.interrupts import held_back
+from rlbuf_td.storages.lane_heads import cells_by_age, holes_of, row_count
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.notebooks import PROCESSES
 from rlbuf_td.storages.schema import refuse_rounding, walk
@@ -86,6 +88,9 @@ class ReplayBuffer(TensorDictReplayBuffer):
         writer: chooses where new transitions are stored, default :class:`RingWriter`.
         priority_key: the key of TD errors in a batch, default ``"td_error"``.
         stats: an :class:`EpisodeStats` that records every write, before any transform.
+        lane_key: the key of the lanes in written data, with a storage ``[T, E]``: one integer per transition, such as
+            the ``env_id`` of asynchronous vector environments. Writes then work as with ``extend(..., lanes=...)``;
+            data of any batch size, such as ``[E, T]`` of a collector, is flattened.
         count_replays: count how often each row is sampled, for :meth:`health`; this takes 4 bytes per row.
         include_info: whether batches contain the sampler's report (index, weights, ...), default ``True``.
         device: the device to which batches are copied from host memory; transforms run on this device. With
@@ -131,6 +136,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
         *,
         priority_key: str = "td_error",
         stats: EpisodeStats | None = None,
+        lane_key: NestedKey | None = None,
         count_replays: bool = False,
         include_info: bool = True,
         device: torch.device | str | None = None,
@@ -147,7 +153,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
         self.replay_count: ReplayCount | None = None
         self.stale_updates = Tally()
         self.returned = SharedNumbers("q", [0, 0])  # the numbers of batches and rows that `sample` has returned
-        self._count_replays, self.include_info = count_replays, include_info
+        self._count_replays, self.include_info, self.lane_key = count_replays, include_info, lane_key
         #: Bound batches by size; in place of one, the reason in one line why there is none.
         self.bound: dict[int, BoundBatch | str] = {}
         self.bound_write: BoundWrite | str | None = None
@@ -535,7 +541,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
         size = self._batch_size if batch_size is None else batch_size
         with self._replay_lock:
             if self.flow is not None and size is not None:
-                self.flow.agree(len(self._storage))
+                self.flow.agree(row_count(self._storage))
                 if not self.flow.admits_sample(size):
                     return False
             return super().can_sample(batch_size)
@@ -728,7 +734,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
         """
         return writing.write_in_turn(self, data, "add", True)
 
-    def extend(self, tensordicts: Any, *, update_priority: bool | None = None) -> torch.Tensor:
+    def extend(self, tensordicts: Any, *, update_priority: bool | None = None, lanes: Any = None) -> torch.Tensor:
         """Write ``[n]`` transitions in order (with ``ndim=2``: ``[E, T]``, as collectors return them); return their
         index.
 
@@ -736,17 +742,37 @@ class ReplayBuffer(TensorDictReplayBuffer):
             tensordicts: the transitions: a TensorDict, a tensorclass or a tensor, or a list of steps, each as
                 :meth:`add` takes it.
             update_priority: whether TD errors in the data set the priorities, default ``True``.
+            lanes: with ``ndim=2``, the lanes (environments) that ``[n]`` transitions belong to: ``[n]`` integers, or
+                one for all. Each transition follows the newest one of its lane, so that lanes may have unlike lengths;
+                see also :meth:`lane`. The storage must know the number of lanes: ``PackedStorage(..., lanes=E)``.
 
         Raises:
             SchemaError: the data does not match the rows; nothing has changed.
-            ValueError: there are no transitions, or a TD error is NaN or infinite; nothing has changed.
+            ValueError: there are no transitions, or a TD error is NaN or infinite; ``lanes`` do not fit the data, or
+                the buffer has no lanes; nothing has changed.
+            IndexError: a lane is out of range; nothing has changed.
+            TypeError: the storage, writer or sampler cannot have lanes of unlike lengths; nothing has changed.
             RuntimeError: the buffer has been shut down; nothing has changed.
 
         Warns:
             UserWarning: (on the first write) a row holds several steps, because the data has more batch dims than
                 ``ndim``.
         """
-        return writing.write_in_turn(self, tensordicts, "extend", update_priority is not False)
+        return writing.write_in_turn(self, tensordicts, "extend", update_priority is not False, lanes)
+
+    @property
+    def takes_lanes(self) -> bool:
+        """Whether single lanes can be written: the storage is ``[T, E]``, and writer and sampler allow it."""
+        return not writing.fault_of_lanes(self._initialize())
+
+    def lane(self, lane: int) -> Lane:
+        """Return a handle that writes and reads lane ``lane`` of a buffer ``[T, E]``, for one actor.
+
+        Raises:
+            ValueError: the buffer has no lanes, or their number is not known yet.
+            IndexError: there is no such lane.
+        """
+        return Lane(self, lane)
 
     def write_back(self, batch: TensorDictBase, keys: Any, *, sampled_at: int | None = None) -> int:
         """Write entries of a sampled batch, such as recurrent states, to its rows; return the number of rows written.
@@ -975,21 +1001,31 @@ class ReplayBuffer(TensorDictReplayBuffer):
 
     # -- reads
 
+    def __len__(self) -> int:
+        """Return the number of stored rows."""
+        return super().__len__() - holes_of(self._storage)
+
     @property
     def full(self) -> bool:
-        """Whether there are as many rows as the capacity."""
+        """Whether there are as many rows as the capacity, in each lane."""
         return torchrl_parts.is_full(self.storage)
 
     def chronological(self, *, flat: bool = False) -> TensorDictBase:
         """Return a copy of all rows, transformed and oldest first: ``[T]``, or ``[T, E]`` if ``ndim=2``.
 
         Args:
-            flat: return ``[T * E]``, in time order, instead of ``[T, E]``.
+            flat: return ``[T * E]``, in time order, instead of ``[T, E]``. If lanes have unlike numbers of time steps,
+                return ``[N]``, lane after lane, each in time order.
 
         Raises:
             RuntimeError: the buffer is empty.
             TypeError: the writer does not write in time order.
+            ValueError: lanes have unlike numbers of time steps, see :meth:`lane`, and ``flat`` is not set.
         """
+        if flat and row_count(self.storage) < len(self.storage) and self.storage.in_time_order:
+            with self._locked():
+                data = self._storage.gather(torch.from_numpy(cells_by_age(self._storage)).to(self._storage.device))
+            return self._transformed(data)
         return self.last(None, flat=flat)
 
     def last(self, n: int | None, *, flat: bool = False) -> TensorDictBase:
@@ -1001,7 +1037,8 @@ class ReplayBuffer(TensorDictReplayBuffer):
             flat: return ``[n * E]``, in time order, instead of ``[n, E]``.
 
         Raises:
-            ValueError: ``n`` is below 1, or above the number of stored time steps.
+            ValueError: ``n`` is below 1, or above the number of time steps that each lane has; or ``n`` is ``None`` and
+                lanes have unlike numbers of time steps, see :meth:`lane`.
             RuntimeError: the buffer is empty.
             TypeError: the writer does not write in time order.
         """
@@ -1009,6 +1046,11 @@ class ReplayBuffer(TensorDictReplayBuffer):
             data = self._storage.get(steps_by_age(self._writer, self._storage, n))
         if flat and data.ndim > 1:
             data = data.flatten(0, self._storage.ndim - 1)
+        return self._transformed(data)
+
+    def _last_of_lane(self, lane: int, n: int | None) -> TensorDictBase:
+        with self._locked():
+            data = self._storage.get(steps_by_age(self._writer, self._storage, n, lane))
         return self._transformed(data)
 
     def health(self) -> dict[str, float]:
@@ -1081,7 +1123,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
         if len(self.parts.transforms):
             named.append(("transform", self._transform))
         lines = [f"{part_name}={part!r},".replace("\n", "\n    ") for part_name, part in named]
-        lines.append(f"batch_size={self._batch_size}, fill={len(self._storage) / self._storage.max_size:.1%}")
+        lines.append(f"batch_size={self._batch_size}, fill={row_count(self._storage) / self._storage.max_size:.1%}")
         lines.append(f"compiled: {self.compiled}")
         return f"{name}(\n    " + "\n    ".join(lines) + "\n)"
 
@@ -1196,7 +1238,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
                 load_trajectories(self, state_dict.get("_trajectories", []))
                 self.returned.values[:] = [state_dict.get(name) or 0 for name in _RETURNED]
                 if self.flow is not None:
-                    self.flow.restore(state_dict.get("_flow"), len(self._storage))
+                    self.flow.restore(state_dict.get("_flow"), row_count(self._storage))
                 if self.parts.wrapper is not None:
                     self.parts.wrapper.watch(self._storage)
 
@@ -1319,7 +1361,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
                 torchrl_parts.set_cursor(self._writer, next_step(storage))
             torchrl_parts.empty_part(self._sampler)
             if self.flow is not None:
-                self.flow.restart(len(storage))
+                self.flow.restart(row_count(storage))
             self._connect(default_priorities=True)
         return previous
 

@@ -166,18 +166,22 @@ class RolloutBuffer(ReplayBuffer):
         self._refuse_shape("add", data, () if self.num_envs is None else (self.num_envs,))
         return super().add(data)
 
-    def extend(self, tensordicts: TensorDictBase, *, update_priority: bool | None = None) -> torch.Tensor:
+    def extend(
+        self, tensordicts: TensorDictBase, *, update_priority: bool | None = None, lanes: None = None
+    ) -> torch.Tensor:
         """Write n time steps; return their index.
 
         The batch size is ``[E, n]`` as in collectors' batches, ``[n, E]`` with ``dim_extend=0``, or ``[n]`` if
         ``num_envs`` is ``None``. The last step of the rollout triggers the computation of advantages.
-        ``update_priority`` has no effect.
+        ``update_priority`` has no effect, and single ``lanes`` are refused.
 
         Raises:
             ValueError: the shape is wrong, or fewer than n steps are left in the rollout; nothing has changed.
             SchemaError: the data does not match the rows; nothing has changed.
         """
         shape: tuple[int | None, ...] = (None,)
+        if lanes is not None:
+            return super().extend(tensordicts, lanes=lanes)
         if self.num_envs is not None:
             shape = (self.num_envs, None) if self._dim_extend else (None, self.num_envs)
         self._refuse_shape("extend", tensordicts, shape)

@@ -30,6 +30,7 @@ from rlbuf_td.envs.minari_episodes import TRAJECTORY
 from rlbuf_td.samplers.proportional import read_torchrl_priorities
 from rlbuf_td.storages import PackedStorage, torchrl_parts
 from rlbuf_td.storages.indexing import coordinates, lanes_of
+from rlbuf_td.storages.lane_heads import lanes_apart
 from rlbuf_td.storages.state import end_trajectories
 from rlbuf_td.storages.writes import is_key
 from rlbuf_td.writers.common import is_in_time_order, steps_by_age
@@ -155,6 +156,8 @@ def _steps(writer: Writer, storage: Storage) -> torch.Tensor:
     """Return the indices of the written time steps, oldest first if the writer is a round-robin writer."""
     if not len(storage):
         raise RuntimeError("the buffer is empty: there is nothing to import")
+    if lanes_apart(storage):
+        raise ValueError("lanes stand at unlike steps: use copy=False, or dump the buffer and load the dump")
     if isinstance(writer, RoundRobinWriter) and is_in_time_order(storage):
         return steps_by_age(writer, storage, None)
     return torch.arange(len(storage) // lanes_of(storage).numel(), device="cpu")

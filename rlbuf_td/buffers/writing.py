@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import NestedKey, TensorDict, TensorDictBase
 from tensordict.nn.utils import _set_dispatch_td_nn_modules
 from torchrl.data.replay_buffers import TensorDictReplayBuffer
 
@@ -17,6 +17,7 @@ from rlbuf_td.buffers.flow import inserting
 from rlbuf_td.buffers.parts import Parts, with_trajectory_ids
 from rlbuf_td.diagnostics.episode_stats import EpisodeStats
 from rlbuf_td.kernels.dispatch import backend_of
+from rlbuf_td.samplers import FreshRowsSampler
 from rlbuf_td.samplers.common import refuse_errors, refuse_taken
 from rlbuf_td.samplers.n_step import joins_steps
 from rlbuf_td.storages import PackedStorage, SchemaError, torchrl_parts
@@ -32,22 +33,40 @@ if TYPE_CHECKING:
     from rlbuf_td.buffers.replay import ReplayBuffer
 
 
-def write_in_turn(rb: ReplayBuffer, data: TensorDictBase, how: str, update_priority: bool) -> Any:
-    """Write the data as soon as flow control, if any, admits the write."""
+def write_in_turn(rb: ReplayBuffer, data: TensorDictBase, how: str, update_priority: bool, lanes: Any = None) -> Any:
+    """Write the data as soon as flow control, if any, admits the write; to single ``lanes`` if they are given."""
     if type(data) is not TensorDict and not isinstance(data, TensorDictBase):
-        return _write_opened(rb, data, how, update_priority)
+        return _write_opened(rb, data, how, update_priority, lanes)
+    if rb.lane_key is not None and lanes is None:
+        data, lanes = _with_lanes(rb.lane_key, data)
+        how = "extend"
     if rb.flow is None and rb.episode_stats is None:
-        return _write(rb, data, how, update_priority)
+        return _write(rb, data, how, update_priority, lanes)
     rb._refuse_shut_down()
     write = _write if rb.episode_stats is None else partial(_write_and_count, rb.episode_stats)
     if rb.flow is None:
-        return write(rb, data, how, update_priority)
-    rows = _transitions(data, how).batch_size[: rb.storage.ndim - (how == "add")].numel()
+        return write(rb, data, how, update_priority, lanes)
+    rows = _transitions(data, how).batch_size[: _lead_dims(rb, how, lanes)].numel()
     with inserting(rb, rb.flow, rows):
-        return write(rb, data, how, update_priority)
+        return write(rb, data, how, update_priority, lanes)
 
 
-def _write_opened(rb: ReplayBuffer, data: Any, how: str, update_priority: bool) -> Any:
+def _with_lanes(lane_key: NestedKey, data: TensorDictBase) -> tuple[TensorDictBase, torch.Tensor]:
+    """Return data as rows ``[n]``, with the lane of each row; each lane stays in time order."""
+    lanes = data.get(lane_key, None)
+    if lanes is None:
+        raise KeyError(f"the data has no lanes {lane_key!r}, which the buffer's lane_key names")
+    if lanes.numel() != data.numel():
+        raise ValueError(f"the lanes {lane_key!r} have shape {[*lanes.shape]} for rows {[*data.shape]}: one per row")
+    return reshaped(data, lambda rows: rows.reshape(-1)), lanes.reshape(-1)
+
+
+def _lead_dims(rb: ReplayBuffer, how: str, lanes: Any) -> int:
+    """Return the number of batch dims of the data that index rows."""
+    return 1 if lanes is not None else rb.storage.ndim - (how == "add")
+
+
+def _write_opened(rb: ReplayBuffer, data: Any, how: str, update_priority: bool, lanes: Any) -> Any:
     """Write tensorclasses, tensors, or a list of steps as TensorDicts."""
     storage = (rb.parts or rb._initialize()).storage
     if not isinstance(storage, PackedStorage):
@@ -55,15 +74,15 @@ def _write_opened(rb: ReplayBuffer, data: Any, how: str, update_priority: bool) 
     if how == "extend" and isinstance(data, list):
         if not data:
             raise ValueError("extend needs at least one transition, got none")
-        data = stacked(data, rb.dim_extend)
-    found, row_class = opened(data, storage.ndim - (how == "add"))
+        data = stacked(data, rb.dim_extend if lanes is None else 0)
+    found, row_class = opened(data, _lead_dims(rb, how, lanes))
     if not isinstance(found, TensorDictBase):
         refuse_other_data(how, data)
     before = storage.row_class
     if row_class is not None or not isinstance(data, TensorDictBase):
         storage.take_class(row_class)
     try:
-        return write_in_turn(rb, found, how, update_priority)
+        return write_in_turn(rb, found, how, update_priority, lanes)
     except Exception:
         if not len(storage):
             storage.take_class(before)
@@ -148,29 +167,32 @@ def _entry_by_row(storage: Any, batch: TensorDictBase, key: tuple[str, ...], inn
 
 
 def _write_and_count(
-    stats: EpisodeStats, rb: ReplayBuffer, data: TensorDictBase, how: str, update_priority: bool
+    stats: EpisodeStats, rb: ReplayBuffer, data: TensorDictBase, how: str, update_priority: bool, lanes: Any
 ) -> Any:
     """Write the data, and record the untransformed data in the episode statistics."""
-    dims = rb.storage.ndim - (how == "add")
+    dims = _lead_dims(rb, how, lanes)
     if data.ndim < dims:
-        return _write(rb, data, how, update_priority)
-    time_dim = -1 if data.ndim > dims else None if how == "add" else rb.dim_extend
+        return _write(rb, data, how, update_priority, lanes)
+    time_dim = -1 if data.ndim > dims else None if how == "add" else rb.dim_extend if lanes is None else 0
     steps = stats.read(data, time_dim=time_dim)  # refuses malformed data before the write
     with rb._locked(), held_back:
-        index = _write(rb, data, how, update_priority)
-        stats.record(steps)
+        index = _write(rb, data, how, update_priority, lanes)
+        stats.record(steps, None if lanes is None else index[:, 1])
     return index
 
 
-def _write(rb: ReplayBuffer, data: TensorDictBase, how: str, update_priority: bool) -> Any:
+def _write(rb: ReplayBuffer, data: TensorDictBase, how: str, update_priority: bool, lanes: Any) -> Any:
     bound = rb.bound_write
-    index = bound.write(data, how == "add") if isinstance(bound, BoundWrite) else None
+    index = _write_bound(bound, data, how, lanes) if isinstance(bound, BoundWrite) else None
     if index is not None:
         return index
     rb._refuse_shut_down()
     parts = rb.parts or rb._initialize()
     data = _transitions(data, how)
-    if parts.writes_generally:
+    if lanes is not None:
+        if fault := fault_of_lanes(parts):
+            raise TypeError(f"lanes= {fault}")
+    elif parts.writes_generally:
         general = {} if how == "add" else {"update_priority": update_priority}
         return getattr(TensorDictReplayBuffer, how)(rb, data, **general)
     if len(parts.transforms):
@@ -178,29 +200,55 @@ def _write(rb: ReplayBuffer, data: TensorDictBase, how: str, update_priority: bo
             data = rb.transform.inv(data)
         if data is None:  # a transform may hold back data
             return torch.zeros((0, parts.storage.ndim), dtype=torch.long, device="cpu")
-        index = bound.write(data, how == "add", transformed=True) if isinstance(bound, BoundWrite) else None
+        if isinstance(bound, BoundWrite):
+            index = _write_bound(bound, data, how, lanes, transformed=True)
         if index is not None:
             return index
-    return _write_rows(rb, parts, data, how, update_priority)
+    return _write_rows(rb, parts, data, how, update_priority, lanes)
 
 
-def _write_rows(rb: ReplayBuffer, parts: Parts, data: TensorDictBase, how: str, update_priority: bool) -> Any:
+def _write_bound(bound: BoundWrite, data: TensorDictBase, how: str, lanes: Any, transformed: bool = False) -> Any:
+    if lanes is None:
+        return bound.write(data, how == "add", transformed)
+    return bound.append(lanes, data, transformed)
+
+
+def fault_of_lanes(parts: Parts) -> str:
+    """Say why a buffer of these parts cannot write single lanes; "" if it can."""
+    writer, sampler = parts.writer, parts.sampler
+    if not isinstance(parts.storage, PackedStorage) or parts.storage.ndim != 2:
+        kind = f"{type(parts.storage).__name__} with ndim={parts.storage.ndim}"
+        return f"needs a PackedStorage(max_size, ndim=2), this buffer has a {kind}"
+    if not getattr(writer, "appends", False):
+        return f"needs a RingWriter, this buffer has a {type(writer).__name__}"
+    if writer.counts_generations:
+        return "cannot be combined with track_generations, which counts whole time steps"
+    while sampler is not None:
+        if isinstance(sampler, FreshRowsSampler):
+            return "cannot be combined with a FreshRowsSampler, which finds fresh rows by time step"
+        sampler = getattr(sampler, "sampler", None)
+    return ""
+
+
+def _write_rows(
+    rb: ReplayBuffer, parts: Parts, data: TensorDictBase, how: str, update_priority: bool, lanes: Any
+) -> Any:
+    lead = _lead_dims(rb, how, lanes)
     if rb._has_environment:
-        data = with_trajectory_ids(rb, data, parts.storage.ndim - (how == "add"))
+        data = with_trajectory_ids(rb, data, lead)
     rows, td_error = data, None
-    if how == "extend" and (dim := rb.dim_extend) > 0:
+    if how == "extend" and lanes is None and (dim := rb.dim_extend) > 0:
         if data.ndim <= dim:
             raise SchemaError(
                 f"extend takes batch size [E, T] (lanes, time) with ndim={parts.storage.ndim}, got {[*data.shape]}"
             )
         rows = reshaped(data, lambda data: data.transpose(dim, 0))
     if parts.is_packed and parts.storage.rows is None:
-        _warn_of_long_rows(parts, rows, parts.storage.ndim - (how == "add"))
+        _warn_of_long_rows(parts, rows, lead)
     if update_priority and parts.prioritized is not None:
         td_error = rows.get(rb.priority_key, None)
         if td_error is not None:
-            dims = parts.storage.ndim - (how == "add")
-            td_error = one_a_row(td_error, dims, parts.prioritized.reduction, rows.ndim - dims)
+            td_error = one_a_row(td_error, lead, parts.prioritized.reduction, rows.ndim - lead)
             if backend_of(td_error) == "numba":
                 refuse_errors(td_error)
     with parts.storage.lock if parts.is_packed else rb._locked(), held_back:
@@ -208,7 +256,8 @@ def _write_rows(rb: ReplayBuffer, parts: Parts, data: TensorDictBase, how: str, 
         if not parts.is_packed:  # a PackedStorage refuses such data at its first write
             refuse_taken(parts.sampler, dict(rows.items()), parts.report_keys)
         try:
-            index = getattr(parts.writer, how)(rows)
+            write = getattr(parts.writer, how) if lanes is None else partial(parts.writer.append, lanes)
+            index = write(rows)
         except SchemaError as error:
             if how == "extend" or data.ndim != parts.storage.ndim:
                 raise

@@ -19,6 +19,7 @@ from rlbuf_td.checkpoint.manifest import CheckpointError, decode
 from rlbuf_td.checkpoint.rows import SavedRows, split_rows
 from rlbuf_td.storages import PackedStorage, torchrl_parts
 from rlbuf_td.storages.checks import OUT_OF_ORDER
+from rlbuf_td.storages.lane_heads import row_count
 
 KIND = "buffer"
 _COUNTERS = "_cursor", "_write_count"
@@ -115,7 +116,7 @@ class _Load:
             "reserved": state.get("reserved", False),
             "in_time_order": state.get("in_time_order", True),
             "row_class": state.get("row_class"),
-        }
+        } | ({} if fit.heads is None else {"lane_heads": fit.heads})
         saved["writer"]["state"] |= {"_cursor": fit.steps % capacity}
         saved["trajectories"] = [each | {"state": {}} for each in saved["trajectories"]]
         if fit.moves:
@@ -148,7 +149,7 @@ class _Load:
         else:
             parts.restore_buffer(rb, saved["buffer"], saved["generator"])
         if rb.flow is not None:
-            rb.flow.restore(None if self.rows_only else saved["buffer"].get("flow"), len(storage))
+            rb.flow.restore(None if self.rows_only else saved["buffer"].get("flow"), row_count(storage))
         parts.load_trajectories(rb, saved["trajectories"])
         connect()
         if rb.replay_count is not None:

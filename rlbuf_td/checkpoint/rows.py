@@ -29,14 +29,20 @@ class Fit:
     steps: int  # number of these steps
     is_same: bool  # whether the capacities are equal, so that rows keep their positions
     dropped: int  # number of oldest time steps that do not fit
+    cells: torch.Tensor | None = None  # of lanes that stand apart: for each loaded row, its flat index in the dump
+    heads: torch.Tensor | None = None  # of lanes that stand apart, after the load
 
     @property
     def moves(self) -> bool:
         """Whether any row changes its position or is dropped."""
+        if self.cells is not None:
+            return self.dropped > 0 or not torch.equal(self.cells, torch.arange(len(self.cells), device="cpu"))
         return not self.is_same and (self.ranges != ((0, self.steps),) or self.dropped > 0)
 
     def rows(self, lanes: int) -> torch.Tensor:
         """Return, for each loaded row, its flat index in the dump: ``[steps * lanes]`` int64."""
+        if self.cells is not None:
+            return self.cells
         parts = [torch.arange(first * lanes, (first + count) * lanes, device="cpu") for first, count in self.ranges]
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device="cpu")
 
@@ -54,6 +60,19 @@ def fit(saved: int, capacity: int, live: int, cursor: int | None) -> Fit:
     head = min(kept, max(0, live - start))  # up to the end of the ring
     parts = (start, head), (max(0, start - live), kept - head)
     return Fit(tuple(part for part in parts if part[1]), kept, False, live - kept)
+
+
+def fit_lanes(saved: int, capacity: int, live: int, heads: torch.Tensor) -> Fit:
+    """Choose the newest rows of each lane, of lanes that stand apart; the arguments are those of :func:`fit`."""
+    if saved == capacity:
+        return Fit(((0, live),), live, True, 0)
+    newest, count = heads
+    kept, lane = count.clamp(max=capacity), torch.arange(len(count), device="cpu")
+    step = torch.arange(int(kept.max()), device="cpu")[:, None]
+    # A lane with fewer rows than others is not full: the dump has its holes at the same steps.
+    source = torch.where(step < kept, (newest - (kept - 1 - step)) % saved, step)
+    cells, dropped = (source * len(count) + lane).flatten(), int((count - kept).max())
+    return Fit(((0, len(step)),), len(step), False, dropped, cells, torch.stack((kept - 1, kept)))
 
 
 def split_rows(saved: dict[str, Any]) -> list[torch.Tensor]:
@@ -88,7 +107,13 @@ class SavedRows:
         if self.matrix.shape[-1] * dtype.itemsize != row_bytes:
             raise CheckpointError("the layout of the rows does not fit their size")
         self.capacity = steps_for(storage, self.lanes) if storage.rows is None else storage.rows.steps
-        self.fit = fit(steps, self.capacity, lead[0], cursor)
+        heads = state.get("lane_heads")
+        self.fit = (
+            fit(steps, self.capacity, lead[0], cursor)
+            if heads is None
+            else fit_lanes(steps, self.capacity, lead[0], heads)
+        )
+        self._has_holes = heads is not None
         self.is_fresh = storage.rows is None or not storage.rows.layout.is_like(self.layout)  # allocates the rows
         self._own_layout = self.layout.realigned()
         own = storage.scratch_dir
@@ -137,6 +162,8 @@ class SavedRows:
             self._read_into(storage.rows, report)
 
     def _read_into(self, rows: Rows, report: Report) -> None:
+        if self.fit.cells is not None:
+            return self._read_lanes(rows, self.fit.cells, report)
         if self.dedup is not None or rows.dedup is not None:
             return self._read_shared(rows, report)
         if rows.layout != self.layout:
@@ -158,11 +185,21 @@ class SavedRows:
                 rows.copy_(at, len(block), self.layout.columns(block))
                 at += len(block)
 
+    def _read_lanes(self, rows: Rows, cells: torch.Tensor, report: Report) -> None:
+        """Read the rows of lanes that stand apart, each lane from its oldest row on."""
+        matrix = self.reader.read_stored(self.matrix, report)
+        entries = [self.reader.read_stored(stored, report) for stored in self.entries]
+        if self.dedup is not None:
+            refuse_foreign(self.dedup, matrix, self.entries, has_holes=True)
+        leaves = rows_of_state(self.layout, matrix, self.dedup, entries).leaves_at(cells)
+        steps = len(cells) // self.lanes.numel()
+        rows.copy_(0, steps, [leaf.view(steps, *self.lanes, *leaf.shape[1:]) for leaf in leaves])
+
     def _read_shared(self, rows: Rows, report: Report) -> None:
         """Read the saved rows into ``rows``; the saved rows, ``rows``, or both are deduplicated."""
         matrix = self.reader.read_stored(self.matrix, report)
         if self.dedup is not None:
-            refuse_foreign(self.dedup, matrix, self.entries)
+            refuse_foreign(self.dedup, matrix, self.entries, has_holes=self._has_holes)
         used = [stored.shape[0] for stored in self.entries]
         if self.fit.is_same and rows.takes(self.dedup, used):
             for entries, stored in zip(rows.room_for(used), self.entries, strict=True):

@@ -34,6 +34,7 @@ class Steps(NamedTuple):
     strides: tuple[int, int]  # rows between time steps, and between lanes
     columns: list[torch.Tensor | None]  # trajectory ids, done, metrics, reasons: contiguous, one number per row
     ready: Any  # the CUDA event after which the columns are on the host; None: they are there
+    lanes: torch.Tensor | None = None  # the lane of each time step, if the steps are of unlike lanes
 
 
 class EpisodeStats:
@@ -183,8 +184,12 @@ class EpisodeStats:
             return ended & ~other
         return ended if key == self._flags[1] else torch.zeros_like(ended)  # with done alone, all ends are terminations
 
-    def record(self, steps: Steps) -> None:
-        """Count the steps that :meth:`read` returned; this is the second half of :meth:`update`."""
+    def record(self, steps: Steps, lanes: torch.Tensor | None = None) -> None:
+        """Count the steps that :meth:`read` returned; this is the second half of :meth:`update`.
+
+        ``lanes``, ``[n]``: the lanes of n rows of unlike lanes, which :meth:`read` has read as n time steps.
+        """
+        steps = Steps(*steps[:4], lanes)
         if steps.ready is None and not self._pending:
             return self._count(steps)
         self._pending.append(steps)
@@ -203,20 +208,23 @@ class EpisodeStats:
     def _count(self, steps: Steps) -> None:
         from rlbuf_td.kernels.episodes.statistics import count_steps
 
-        shape, strides, columns, _ = steps
+        shape, strides, columns, _, lanes = steps
+        lane_ids = np.zeros(0, np.int64) if lanes is None else lanes.cpu().numpy()
         metrics = columns[2 : 2 + len(self._is_double)]
         self._inputs[:] = [0 if x is None else address_of(x) for x in columns]
         self._is_double[:] = [x is not None and x.dtype is torch.float64 for x in metrics]
-        if len(self._lane_slot) < shape[1]:
-            self._lane_slot = np.arange(shape[1])
+        known = max(shape[1], int(lane_ids.max(initial=-1)) + 1)
+        if len(self._lane_slot) < known:
+            self._lane_slot = np.arange(known)
         self._counters[_WRITES] += 1
         how, out = (self._is_double, self._reduction), (self._records, self._ends)
         done = -1
         while done < shape[0] * shape[1]:
             if done >= 0:
-                self._make_room(shape[1])
+                self._make_room(known)
             slots = (self._keys, self._lengths, self._touched, self._sums, self._lane_slot)
-            done = count_steps(max(done, 0), shape, strides, self._inputs, *how, *slots, *out, self._counters)
+            given = max(done, 0), shape, strides, lane_ids, self._inputs
+            done = count_steps(*given, *how, *slots, *out, self._counters)
 
     def _make_room(self, lanes: int) -> None:
         """Drop unfinished episodes without recent steps; if no episode is dropped, allocate space for more episodes."""

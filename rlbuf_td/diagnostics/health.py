@@ -36,6 +36,7 @@ from rlbuf_td.samplers import RecencySampler, UniformSampler
 from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.wrapper import SamplerWrapper
 from rlbuf_td.storages.indexing import attached, device_of, flat_rows, lanes_of
+from rlbuf_td.storages.lane_heads import lanes_apart, row_count, written_rows
 from rlbuf_td.storages.stretches import stretches_of
 from rlbuf_td.storages.torchrl_parts import step_before_cursor
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
@@ -91,7 +92,7 @@ def health(
     storage: Storage, sampler: Sampler, writer: Writer, last_draw: LastDraw | None, replays: ReplayCount | None
 ) -> dict[str, float]:
     """Return the numbers that this module's docstring explains."""
-    rows = len(storage)
+    rows = row_count(storage)
     report = {"rows": float(rows), "fill": rows / storage.max_size}
     if last_draw is not None:
         report |= _quantiles("age", ages(storage, writer, last_draw))
@@ -109,7 +110,7 @@ def health(
     if isinstance(inner := unwrapped(sampler), Prioritized):
         report["refused_priorities"] = float(inner.law.table.refused)
     if rows and replays is not None:
-        counts = replays.counts()[:rows]
+        counts = replays.counts()[written_rows(storage)]
         report |= {"replays_mean": float(counts.double().mean()), "replays_max": float(counts.max())}
         report["never_sampled"] = float((counts == 0).double().mean())
     return report | _stretches(storage, sampler) | _pending(storage)
@@ -149,17 +150,21 @@ def ages(storage: Storage, writer: Writer, last_draw: LastDraw) -> torch.Tensor 
     if not isinstance(writer, RoundRobinWriter) or not len(storage):
         return None
     index, _, newest = last_draw
+    flat = rows_of(index, storage)
     if newest < 0 and hasattr(storage, "clock"):  # unknown
         newest = step_before_cursor(writer)
     lanes = lanes_of(storage).numel()
     steps = storage.max_size // lanes
-    return (newest - rows_of(index, storage) // lanes) % steps
+    if lanes_apart(storage):
+        of_lanes = torch.from_numpy(storage.heads.read(storage)[0]).to(flat.device)
+        return (of_lanes[flat % lanes] - flat // lanes) % steps
+    return (newest - flat // lanes) % steps
 
 
 def probabilities(storage: Storage, sampler: Sampler) -> torch.Tensor | None:
     """Return the probability of each stored row, ``[N]`` float64; ``None`` for samplers of unknown classes."""
-    sampler, rows = unwrapped(sampler), len(storage)
-    index = torch.arange(rows, device=device_of(storage))
+    sampler, rows = unwrapped(sampler), row_count(storage)
+    index = written_rows(storage)
     if isinstance(sampler, Prioritized | RecencySampler):
         return sampler.probability(index, storage=storage)
     if type(sampler) is PrioritizedSampler:
@@ -175,7 +180,7 @@ def priorities(storage: Storage, sampler: Sampler) -> torch.Tensor | None:
     sampler = unwrapped(sampler)
     if not isinstance(sampler, Prioritized):
         return None
-    magnitude = sampler.priority(torch.arange(len(storage), device=sampler.device))
+    magnitude = sampler.priority(written_rows(storage))
     return magnitude[magnitude >= 0]
 
 

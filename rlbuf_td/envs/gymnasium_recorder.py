@@ -30,6 +30,7 @@ from rlbuf_td.envs.trajectory_numbers import TrajectoryNumbers
 from rlbuf_td.storages import PackedStorage, SchemaError
 from rlbuf_td.storages.checks import state_of
 from rlbuf_td.storages.indexing import attached_or_new
+from rlbuf_td.storages.lane_heads import lanes_apart
 from rlbuf_td.storages.notebooks import ROLLOUTS, TRANSITIONS
 from rlbuf_td.storages.schema import show_key, walk
 from rlbuf_td.writers import RolloutWriter
@@ -58,12 +59,12 @@ class GymnasiumRecorder:
     interrupts all episodes and drops the :attr:`pending` transitions; call :meth:`reset` before the next step. If the
     environment can restore its state, :meth:`state_dict` and :meth:`load_state_dict` go on in mid-episode instead.
 
-    In a buffer ``[T, E]``, environment ``e`` is lane ``e``. A time step is written when every lane has its transition
-    for this step. With next-step autoreset, a lane that begins an episode falls one step behind, and the transitions of
-    the other lanes wait in memory; ``rb.health()`` counts them. Use same-step autoreset,
-    ``SyncVectorEnv(env_fns, autoreset_mode=AutoresetMode.SAME_STEP)``: then the lanes stay together. Rollouts
-    require this, because the waiting transitions would enter the rollouts of later policies. If a lane of a replay
-    buffer falls 1,024 steps behind, a warning recommends same-step autoreset or a buffer ``[T]``.
+    In a buffer ``[T, E]``, environment ``e`` is lane ``e``, and each transition is written at once. With next-step
+    autoreset, a lane that begins an episode has no transition in that step, and the lanes get unlike lengths (see
+    :meth:`ReplayBuffer.lane`). If the storage, the writer or the sampler cannot have such lanes, a time step is written
+    when every lane has its transition for this step, and transitions of lanes that are ahead wait in memory;
+    ``rb.health()`` counts them. If a lane falls 1,024 steps behind, a warning says so. Rollouts require same-step
+    autoreset, ``SyncVectorEnv(env_fns, autoreset_mode=AutoresetMode.SAME_STEP)``, with which the lanes stay together.
 
     A buffer ``[T]`` stores the transitions of a single environment immediately. With several environments, each lane
     collects transitions in memory. They are stored together when the lane's episode ends, or when the lane holds
@@ -370,10 +371,19 @@ class GymnasiumRecorder:
 
     def _refuse_open_end(self) -> None:
         """Raise a RuntimeError if the next rows would seem to continue the newest stored episode."""
-        if self._trajectory_key is None and len(self.buffer) and not bool(self.buffer.last(1)[_DONE].all()):
+        if self._trajectory_key is None and len(self.buffer) and not bool(self._newest_done().all()):
             remedy = "store trajectory numbers, or set ('next', 'truncated') and ('next', 'done') there"
             fault = "the buffer's newest rows do not end an episode and would run into the next"
             raise RuntimeError(f"{fault}: {remedy}{TRANSITIONS}")
+
+    def _newest_done(self) -> torch.Tensor:
+        """Return the done flags of the newest row of each lane that has rows."""
+        storage = self.buffer.storage
+        if not lanes_apart(storage):
+            return self.buffer.last(1)[_DONE]
+        newest, count = map(torch.from_numpy, storage.heads.read(storage))
+        lanes = (count > 0).nonzero().squeeze(1)
+        return storage.get((newest[lanes], lanes))[_DONE]
 
     def _begin(self, lanes: np.ndarray) -> None:
         count = int(np.count_nonzero(lanes))
@@ -472,6 +482,8 @@ class GymnasiumRecorder:
             self._write_stretches(done | (queues.waiting >= self.stretch))
         elif lanes is None and not queues.pending:
             self._write(queues.now)
+        elif lanes is not None and self._writes_lanes:
+            self._write(queues.now[torch.from_numpy(lanes)], lanes=lanes.nonzero()[0])
         else:
             queues.push(lanes)
             if queues.take_step():
@@ -487,5 +499,14 @@ class GymnasiumRecorder:
         for lane in (lanes & (self._queues.waiting > 0)).nonzero()[0]:
             self.buffer.extend(self._queues.take_stretch(int(lane)))
 
-    def _write(self, step: TensorDict) -> None:
-        self.buffer.add(step.clone() if len(self.buffer.transform) else step)  # a transform may modify it
+    @property
+    def _writes_lanes(self) -> bool:
+        """Whether the buffer can write single lanes, so that no transition waits for those of other lanes."""
+        return self.buffer.takes_lanes
+
+    def _write(self, step: TensorDict, lanes: np.ndarray | None = None) -> None:
+        step = step.clone() if len(self.buffer.transform) else step  # a transform may modify it
+        if lanes is None:
+            self.buffer.add(step)
+        elif len(lanes):
+            self.buffer.extend(step, lanes=lanes)

@@ -56,6 +56,7 @@ class BoundDraw(ABC):
     reports: ClassVar[tuple[tuple[str, torch.dtype], ...]] = ()  # the sampler's report, one number per row
     refuses_once: ClassVar[bool] = False  # whether a draw after one that compiled code refuses may succeed
     takes_fresh_rows: ClassVar[bool] = False  # whether the compiled function can replace the first rows by fresh rows
+    has_queue = False  # whether fresh rows replace the first ones
     table = 0  # address of an array with the addresses of the priorities
     #: Returns the rows among which a draw without replacement chooses; None: all.
     anchors: Callable[[PackedStorage], Tensor] | None = None
@@ -166,6 +167,7 @@ class Reading:
 
     nests: ClassVar[bool] = True  # whether the reading of another wrapper can contain this one
     adds_report: ClassVar[bool] = True  # whether a batch has the report before it is read
+    picks_any_row = False  # whether this reading chooses among all rows below ``written``, which must have no holes
     window = 1  # the rows of a batch per drawn row
     entries: Sequence[Named] = ()  # entries that the rows lack
 
@@ -234,8 +236,10 @@ class BoundBatch:
 
     def sample(self) -> Blank | None:  # the caller holds the storage's lock
         """Return a batch, or None if the bound stages cannot be used."""
-        written, revision, self.newest = self.storage.numbers.values[:3]
+        written, revision, self.newest, apart, holes = self.storage.numbers.values[:]
         if not written or not self.draw.holds():
+            return None
+        if apart and (self.draw.has_queue or (holes and self.reading is not None and self.reading.picks_any_row)):
             return None
         bitmap = None if self.trajectories is None else self.trajectories.boundaries(revision).bitmap
         blank = self.blanks.take()

@@ -17,6 +17,7 @@ from rlbuf_td.samplers.common import EMPTY, permutation, refuse_disorder, settin
 from rlbuf_td.samplers.wrapper import Drawn, SamplerWrapper, column_of, draw_from, rows_at
 from rlbuf_td.storages.checks import fraction, one_of, whole
 from rlbuf_td.storages.indexing import device_of, flat_rows
+from rlbuf_td.storages.lane_heads import written_rows
 from rlbuf_td.storages.notebooks import SEQUENCES
 from rlbuf_td.storages.schema import show_key
 from rlbuf_td.storages.tensordict_fast import leaf_of
@@ -255,7 +256,7 @@ class EpisodeSampler(SamplerWrapper):
         """Draw ``count`` rows; ``exactly``: of complete episodes, from the probabilities of all their rows, O(N)."""
         if not exactly:
             return draw_from(self.innermost, storage, count)
-        every = torch.arange(len(storage), device=device_of(storage))
+        every = written_rows(storage)
         every = every[self._is_drawable(storage, every)]
         if not len(every):
             raise RuntimeError(self._no_episode())

@@ -19,6 +19,7 @@ from rlbuf_td.samplers.common import OneStorage, setting
 from rlbuf_td.samplers.wrapper import SamplerWrapper
 from rlbuf_td.storages import PackedStorage, torchrl_parts
 from rlbuf_td.storages.checks import state_of, whole
+from rlbuf_td.storages.lane_heads import lanes_apart
 from rlbuf_td.storages.trajectory_index import DONE_KEY
 from rlbuf_td.storages.write_clock import NOW
 
@@ -141,7 +142,7 @@ class FreshRowsSampler(SamplerWrapper):
         ValueError: ``fresh`` is not a positive whole number, or the buffer's writer does not write in time order; (when
             sampling) rows were written out of time order.
         TypeError: the wrapped sampler is another wrapper, a :class:`QueueSampler`, or TorchRL's ``PrioritizedSampler``;
-            (when sampling) the storage is not a :class:`PackedStorage`.
+            (when sampling) the storage is not a :class:`PackedStorage`, or its lanes stand at unlike steps.
 
     Cost: O(f), in addition to the wrapped draw.
     Source: Zhang and Sutton: A Deeper Look at Experience Replay, 2017; Hafner et al.: Mastering Diverse Domains through
@@ -183,6 +184,8 @@ class FreshRowsSampler(SamplerWrapper):
     def _draw(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[Any, Any]]:
         if not isinstance(storage, PackedStorage):
             raise TypeError(f"FreshRowsSampler needs the clock of a PackedStorage, got a {type(storage).__name__}")
+        if lanes_apart(storage):
+            raise TypeError("FreshRowsSampler finds fresh rows by time step: lanes must stand at the same step")
         flat, info = super()._draw(storage, batch_size)
         found = self.queue.take(storage, len(flat))
         if len(found):
@@ -213,7 +216,7 @@ class FreshRowsSampler(SamplerWrapper):
         self.queue.follow(storage)
         counters = storage.numbers.values, storage.clock.numbers.values
         draw.kept = draw.kept, self, counters
-        draw.record["queue"] = self.queue.address
+        draw.record["queue"], draw.has_queue = self.queue.address, True
         draw.record["numbers"], draw.record["clock"] = map(addressof, counters)
         return draw
 

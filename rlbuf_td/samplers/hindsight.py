@@ -24,6 +24,7 @@ from rlbuf_td.samplers.wrapper import Read, SamplerWrapper, column_of, rows_at
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import as_number, fraction
 from rlbuf_td.storages.indexing import device_of
+from rlbuf_td.storages.lane_heads import HOLES, nth_rows, row_count
 from rlbuf_td.storages.notebooks import HINDSIGHT
 from rlbuf_td.storages.rows import Rows
 from rlbuf_td.storages.schema import refuse_rounding, show_key
@@ -152,7 +153,10 @@ class HindsightSampler(SamplerWrapper):
     ) -> TensorDictBase:
         """Read the rows at flat indices ``flat``, and relabel some; ``uniform`` holds a random number per drawn row."""
         bound, batch = self._bound_to(storage), rows_at(storage, flat)
-        rows, mask = choose_goals(bound.trajectories.boundaries(), drawn, uniform, self.law, len(storage))
+        rows, mask = choose_goals(bound.trajectories.boundaries(), drawn, uniform, self.law, row_count(storage))
+        begin, end = self.law.thresholds[-2:]
+        if begin < end:  # goals of the strategy "random" are numbers of written rows
+            rows = torch.where((uniform >= begin) & (uniform < end), nth_rows(storage, rows), rows)
         if owner is not None:
             rows, mask = rows[owner], mask[owner]
         outcomes = bound.outcomes
@@ -202,6 +206,8 @@ class HindsightSampler(SamplerWrapper):
         rows = storage.all_rows()
         if rows.dedup is not None or rows.is_mapped:
             return "goals of deduplicated rows, and of rows in a file, are read with torch"
+        if storage.numbers[HOLES] and self.law.thresholds[-2] < self.law.thresholds[-1]:
+            return "random goals among lanes of unlike lengths are drawn with torch"
         return _RelabelledReading(self, rows)
 
     def _end_(self, batch: TensorDictBase, mask: Tensor) -> None:
@@ -232,7 +238,7 @@ class _RelabelledReading(Reading):
         self.goals = np.array([places[key] for key in goals if key in places], np.int64)
         outcome = "next", *wrapper.achieved_goal_key
         self.outcome, self.reward = places[outcome], places[wrapper.reward_key]
-        self.wrapper = wrapper
+        self.wrapper, self.picks_any_row = wrapper, wrapper.law.thresholds[-2] < wrapper.law.thresholds[-1]
         self.kernel = machine_code(wrapped_cpu.hindsight, (0,) * 6, 0, 0, 0, wrapper.law, 0, 0, self.goals)
 
     def __call__(self, bitmap: Any, blank: Blank, written: int) -> None:

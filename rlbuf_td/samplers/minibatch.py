@@ -17,6 +17,7 @@ from rlbuf_td.samplers.row_sampler import RowSampler
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import state_of, whole
 from rlbuf_td.storages.indexing import device_of
+from rlbuf_td.storages.lane_heads import HOLES, nth_rows, row_count
 
 
 class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
@@ -77,7 +78,7 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
 
     def draw(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
         """See :class:`~rlbuf_td.samplers.row_sampler.RowSampler`."""
-        return self.draw_numbers(storage, len(storage), batch_size), {}
+        return nth_rows(storage, self.draw_numbers(storage, row_count(storage), batch_size)), {}
 
     def draw_numbers(self, storage: Storage, count: int, batch_size: int, things: str = "rows") -> Tensor:
         """Draw the next ``batch_size`` of the numbers ``0 .. count - 1``, each once per epoch.
@@ -123,7 +124,7 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
         The tensor object is the same throughout an epoch.
         """
         self._serves.claim(storage)
-        rows, device = len(storage) if count is None else count, device_of(storage)
+        rows, device = row_count(storage) if count is None else count, device_of(storage)
         if rows != self.len_storage:
             self.restart()
             self._order, self.len_storage = None, rows
@@ -215,7 +216,8 @@ class _NextDraw(BoundDraw):
     def __call__(self, written: int, targets: int) -> bool:
         anchors = None if self.anchors is None else self.anchors(self.storage)
         count = written if anchors is None else len(anchors)
-        if count - self.sampler.position < self.size:
+        has_holes = anchors is None and self.storage.numbers.values[HOLES]
+        if has_holes or count - self.sampler.position < self.size:
             return False
         order, start, stop = self.sampler.advance(self.storage, count, self.size)
         self.flat.copy_(order[start:stop] if anchors is None else anchors[order[start:stop]])

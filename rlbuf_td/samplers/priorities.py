@@ -17,6 +17,7 @@ from rlbuf_td.kernels.sum_tree import LARGEST as LARGEST_WEIGHT
 from rlbuf_td.kernels.sum_tree import REFUSED
 from rlbuf_td.samplers.common import OneStorage, as_errors, refuse_priorities
 from rlbuf_td.storages.indexing import device_of, flat_rows
+from rlbuf_td.storages.lane_heads import holes_among
 from rlbuf_td.storages.notebooks import PROCESSES
 from rlbuf_td.storages.shared.memory import SharedNumbers
 
@@ -137,6 +138,8 @@ class Priorities:
         if not flat.numel():
             return
         rows = self.capacity if rows is None else rows
+        if counts and storage is not None and hasattr(storage, "refuse_holes"):
+            storage.refuse_holes(flat)
         largest = self.law.update_(flat, td_error, rows)
         if type(largest) is float and largest == REFUSED:
             refuse_priorities(flat, td_error, rows)
@@ -160,6 +163,8 @@ class Priorities:
     def admit(self, storage: Storage) -> None:
         """Give stored rows without a priority the magnitude of new rows."""
         absent = (self.law.table.magnitude[: len(storage)] < 0).nonzero().squeeze(1)
+        if (holes := holes_among(storage, absent)) is not None:
+            absent = absent[~holes]
         if len(absent):
             self.enter(absent, storage)
 

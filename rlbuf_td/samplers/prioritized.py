@@ -26,9 +26,10 @@ from rlbuf_td.samplers.priorities import ALPHA, BETA, LARGEST, WEIGHED, Law, Pri
 from rlbuf_td.samplers.row_sampler import RowSampler
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import exponent, one_of, state_of, whole
+from rlbuf_td.storages.lane_heads import HOLES
 from rlbuf_td.storages.memory_budget import Purpose, require_room
 from rlbuf_td.storages.shared.memory import SharedNumbers
-from rlbuf_td.storages.write_clock import BY_ROW, LAST, NOW, SAMPLED_AT
+from rlbuf_td.storages.write_clock import LAST, NOW, SAMPLED_AT
 
 WeightNorm = Literal["buffer", "batch"] | None
 Reduction = Literal["max", "min", "mean", "median"]
@@ -179,6 +180,7 @@ class PrioritizedDraw(BoundDraw):
 
     reports = (("priority_weight", torch.float32), (SAMPLED_AT, torch.int64))
     fixed: tuple[float, ...] = ()  # further arguments of the kernel that draws
+    written_at = 0  # the address of the write times in the record
 
     def __init__(self, storage: PackedStorage, sampler: Prioritized, size: int, reads: bool) -> None:
         self.settings, self.clock = sampler.settings.values, storage.clock.numbers.values
@@ -219,8 +221,10 @@ class PrioritizedDraw(BoundDraw):
         given = (index, td_error) if stamp is None else (index, td_error, stamp)
         given = given if masks is None else (*given, masks.mask, masks.burn_in_mask)
         where = self.inputs.addresses(given) or self._addresses(given, masks)
-        if where is None or self.clock[BY_ROW] or not self.holds():
+        if where is None or self.storage.numbers.values[HOLES] or not self.holds():
             return None
+        if self.written_at != self.storage.clock.written_at:
+            self.record["written_at"] = self.written_at = self.storage.clock.written_at
         if masks is not None:
             *where, mask, burn_in_mask = where
         elif self.law.min_priority:
@@ -270,13 +274,13 @@ class BoundEntry:
 
     Args:
         sampler: the sampler, whose law computes weights for the current alpha.
-        loop: the compiled function that writes rows and their priorities.
+        loops: the compiled functions that write rows and their priorities: whole time steps, and single lanes.
         lock: held during the call.
         **fields: further fields of a :data:`rlbuf_td.kernels.batch.RING` record.
     """
 
-    def __init__(self, sampler: Prioritized, loop: Any, lock: Any, **fields: int) -> None:
-        self.sampler, self.loop, self.lock, law = sampler, loop, lock, sampler.law
+    def __init__(self, sampler: Prioritized, loops: tuple[Any, Any], lock: Any, **fields: int) -> None:
+        self.sampler, self.loops, self.lock, law = sampler, loops, lock, sampler.law
         self.table, self.settings, self.eps = law.table, sampler.settings.values, getattr(law, "eps", 0.0)
         self.magnitude = law.table.magnitude.data_ptr()
         settings = addressof(self.settings)

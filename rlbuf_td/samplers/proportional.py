@@ -187,10 +187,10 @@ class ProportionalSampler(Prioritized):
         """See :class:`~rlbuf_td.samplers.prioritized.Prioritized`."""
         if type(self.law) is not ProportionalLaw:
             return None
-        from rlbuf_td.kernels.batch import cpu
+        from rlbuf_td.kernels.batch import cpu, lanes_cpu
 
         alpha = addressof(self.settings.values) + 8 * ALPHA
-        return BoundEntry(self, cpu.write_ring_proportional, Lock(), alpha=alpha)
+        return BoundEntry(self, (cpu.write_ring_proportional, lanes_cpu.write_lanes_proportional), Lock(), alpha=alpha)
 
     def snapshot(self) -> dict[str, Any]:
         """See :class:`~rlbuf_td.samplers.common.StatefulSampler`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import inf, log
+from math import expm1, inf, log
 from numbers import Real
 from typing import Any, ClassVar
 from weakref import ref
@@ -22,7 +22,7 @@ from rlbuf_td.samplers.wrapper import column_of
 from rlbuf_td.storages import PackedStorage, SchemaError, torchrl_parts
 from rlbuf_td.storages.checks import as_number, whole
 from rlbuf_td.storages.indexing import device_of, flat_rows, lanes_of
-from rlbuf_td.storages.state import NEWEST
+from rlbuf_td.storages.lane_heads import APART, NEWEST, holes_among, lanes_apart
 from rlbuf_td.storages.trajectory_index import as_tuple
 
 _NO_NUMBERS = torch.bool, torch.complex64, torch.complex128
@@ -48,7 +48,8 @@ class RecencySampler(RowSampler):
         P(k) = 2^{-k/h} / \sum_{j=0}^{n-1} 2^{-j/h}, \quad 0 \le k < n
 
     Here :math:`P(k)` is the probability that a drawn row is :math:`k` time steps old (0: the newest), :math:`h` is
-    ``half_life``, and :math:`n` is the number of time steps in the window. All lanes (environments) are equally likely.
+    ``half_life``, and :math:`n` is the number of time steps in the window. All lanes (environments) are equally likely;
+    if lanes have unlike lengths, rows of equal age are.
 
     Args:
         half_life: the age in time steps at which a row is half as likely as the newest row, positive. By default
@@ -113,6 +114,8 @@ class RecencySampler(RowSampler):
             mass = self._mass_by_age(storage)
             below = torch.nextafter(mass[-1], mass.new_zeros(()))  # rounding must not give an index past the last row
             return torch.searchsorted(mass, torch.minimum(uniform * mass[-1], below), right=True), {}
+        if lanes_apart(storage):
+            return self._draw_by_lane(storage, uniform), {}
         steps = rows // lanes
         newest = torchrl_parts.last_step(storage, steps)
         return recent_rows(uniform, newest, self.span(steps), steps, lanes, self.log_decay), {}
@@ -120,7 +123,30 @@ class RecencySampler(RowSampler):
     @compiled_form_of("draw", "span")
     def bind_draw(self, storage: PackedStorage, size: int, *, reads: bool) -> BoundDraw | str:
         """See :mod:`rlbuf_td.samplers.bound`."""
-        return _RecentDraw(storage, self, size, reads) if self.age_key is None else "ages are read with torch (age_key)"
+        if self.age_key is not None:
+            return "ages are read with torch (age_key)"
+        return "the lanes stand at unlike steps" if lanes_apart(storage) else _RecentDraw(storage, self, size, reads)
+
+    def _mass_by_lane(self, storage: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Return, of lanes that stand apart: the newest steps, the steps that may be drawn, and the sums of weights."""
+        newest, count = (torch.from_numpy(each).to(device_of(storage)) for each in storage.heads.read(storage))
+        span = count if self.window is None else count.clamp(max=self.window)
+        if self.log_decay == 0:
+            return newest, span, span.double()
+        return newest, span, torch.expm1(span.double() * self.log_decay) / expm1(self.log_decay)
+
+    def _draw_by_lane(self, storage: Any, uniform: Tensor) -> Tensor:
+        newest, span, mass = self._mass_by_lane(storage)
+        end = mass.cumsum(0)
+        place = torch.minimum(uniform * end[-1], torch.nextafter(end[-1], mass.new_zeros(())))
+        lane = torch.searchsorted(end, place, right=True)
+        within = ((place - end[lane] + mass[lane]) / mass[lane]).clamp(0.0, 1.0)
+        if self.log_decay < 0:
+            age = torch.log1p(within * torch.expm1(span[lane] * self.log_decay)) / self.log_decay
+        else:
+            age = within * span[lane]
+        age = torch.minimum(age.long(), span[lane] - 1)
+        return (newest[lane] - age) % storage.all_rows().steps * len(span) + lane
 
     def _weight_by_age(self, storage: Storage) -> Tensor:
         """Return the unnormalized probability of each row, computed from the values of ``age_key``, ``[N]`` float64."""
@@ -131,8 +157,11 @@ class RecencySampler(RowSampler):
             )
             raise SchemaError(f"age_key={self.age_key!r} must name one number per row, stored in the row: {found}")
         number = column[:rows].reshape(-1)
-        age = (number.max() - number).to(torch.float64)
+        holes = holes_among(storage, torch.arange(rows, device=number.device))
+        written = number if holes is None else number[~holes]
+        age = (written.max() - number).clamp(min=0).to(torch.float64)
         weight = torch.exp(age * self.log_decay)
+        weight = weight if holes is None else weight.masked_fill(holes, 0.0)
         return weight if self.window is None else torch.where(age < self.window, weight, 0.0)
 
     def _mass_by_age(self, storage: Storage) -> Tensor:
@@ -151,6 +180,12 @@ class RecencySampler(RowSampler):
         flat, lanes = flat_rows(index, storage, device_of(storage)), lanes_of(storage).numel()
         if self.age_key is not None:
             return self._weight_by_age(storage)[flat] / self._mass_by_age(storage)[-1]
+        if lanes_apart(storage):
+            newest, span, mass = self._mass_by_lane(storage)
+            lane = flat % lanes
+            age = (newest[lane] - flat // lanes) % storage.all_rows().steps
+            weight = torch.where(age < span[lane], torch.exp(age.double() * self.log_decay), 0.0)
+            return weight / mass.sum()
         steps = len(storage) // lanes
         ages = torch.arange(steps, dtype=torch.float64, device=flat.device)
         weight = torch.where(ages < self.span(steps), torch.exp(ages * self.log_decay), 0.0)
@@ -170,7 +205,7 @@ class _RecentDraw(BoundDraw):
         return machine_code(cpu.sample_recent, 0, 0, 0, 0, 0, 0.0)
 
     def __call__(self, written: int, targets: int) -> bool:
-        if self.sampler.age_key is not None:
+        if self.sampler.age_key is not None or self.storage.numbers.values[APART]:
             return False
         sampler, steps = self.sampler, written // max(int(self.record["lanes"][0]), 1)
         self.uniform.uniform_(generator=self.generator)

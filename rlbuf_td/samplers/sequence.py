@@ -20,6 +20,7 @@ from rlbuf_td.samplers.wrapper import Drawn, SamplerWrapper, draw_from, rows_at
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import fraction, one_of, whole
 from rlbuf_td.storages.indexing import Index, coordinates, device_of, flat_rows
+from rlbuf_td.storages.lane_heads import row_count, written_rows
 from rlbuf_td.storages.notebooks import SEQUENCES
 from rlbuf_td.storages.schema import SchemaError, show_key
 from rlbuf_td.storages.tensordict_fast import folded, leaf_of
@@ -270,7 +271,7 @@ class SequenceSampler(SamplerWrapper):
         boundaries = self._trajectories(storage).boundaries()
         seen = boundaries, int(revision_of(storage)), edits_of(storage)
         if self._divided is None or self._divided[0] != seen:
-            rows = torch.arange(len(storage), device=device_of(storage)).split(_MOST_ROWS)
+            rows = written_rows(storage).split(_MOST_ROWS)
             found = torch.cat([part[boundaries.reach(part)[0] % self.stride == 0] for part in rows])
             if self._divided is not None and not torch.equal(found, self._divided[1]):
                 self.innermost.restart()
@@ -279,7 +280,7 @@ class SequenceSampler(SamplerWrapper):
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
         """Return whether the wrapped sampler can draw the anchors of a batch."""
-        if self.stride is not None and self.innermost.drop_last and len(storage):
+        if self.stride is not None and self.innermost.drop_last and row_count(storage):
             return len(self.anchors(storage)) >= self.windows_of(batch_size)
         return self.sampler.can_sample(storage, self.windows_of(batch_size))
 

@@ -16,6 +16,7 @@ from rlbuf_td.samplers.common import EMPTY, uniform_numbers
 from rlbuf_td.samplers.row_sampler import RowSampler
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.indexing import device_of, flat_rows
+from rlbuf_td.storages.lane_heads import HOLES, nth_rows, row_count
 
 
 class Replaceable(type(Sampler)):  # type: ignore[misc]
@@ -57,25 +58,25 @@ class UniformSampler(RowSampler, metaclass=Replaceable):
 
     def draw(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
         """See :class:`~rlbuf_td.samplers.row_sampler.RowSampler`."""
-        rows = len(storage)
+        rows = row_count(storage)
         if rows == 0:
             raise RuntimeError(EMPTY)
         device, generator = device_of(storage), self._rng
         if self.unique:
             _refuse_more_than(rows, batch_size)
-            return self._distinct(rows, batch_size, device), {}
+            return nth_rows(storage, self._distinct(rows, batch_size, device)), {}
         source = device if generator is None else generator.device
-        flat = torch.randint(rows, (batch_size,), generator=generator, device=source)
-        return (flat if source == device else flat.to(device)), {}
+        number = torch.randint(rows, (batch_size,), generator=generator, device=source)
+        return nth_rows(storage, number if source == device else number.to(device)), {}
 
     def probability(self, index: Any, *, storage: Storage) -> torch.Tensor:
         """Return each row's probability of being drawn, ``[B]`` float64."""
         flat = flat_rows(index, storage, device_of(storage))
-        return torch.full(flat.shape, 1 / len(storage), dtype=torch.float64, device=flat.device)
+        return torch.full(flat.shape, 1 / row_count(storage), dtype=torch.float64, device=flat.device)
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
         """Return whether there are enough rows for a batch."""
-        return len(storage) >= (batch_size if self.unique else 1)
+        return row_count(storage) >= (batch_size if self.unique else 1)
 
     @compiled_form_of("draw", "_distinct")
     def bind_draw(self, storage: PackedStorage, size: int, *, reads: bool) -> BoundDraw:
@@ -114,9 +115,12 @@ class _UniformDraw(BoundDraw):
         self.distinct = machine_code(cpu.gather_distinct, 0, 0, 0, 0)
 
     def __call__(self, written: int, targets: int) -> bool:
+        has_holes = self.storage.numbers.values[HOLES]
         if self.sampler.unique:
-            return self._draw_distinct(written, targets)
-        self.flat.random_(0, written, generator=self.generator)
+            return not has_holes and self._draw_distinct(written, targets)
+        self.flat.random_(0, written - has_holes, generator=self.generator)
+        if has_holes:
+            self.flat.copy_(nth_rows(self.storage, self.flat))
         self.kernel(self.address, targets)
         return True
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from rlbuf_td.kernels.huge_pages import advise_huge_pages
-from rlbuf_td.storages.checks import usable_device
+from rlbuf_td.storages.checks import usable_device, whole
 from rlbuf_td.storages.dedup import DedupLayout, Sections
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.memory_budget import Purpose, require_room, room_for, show_bytes
@@ -31,6 +31,12 @@ ROWS_FILE = "rows.bin"
 _ROWS = Purpose()
 _FILL = 256 << 20  # most bytes reserved ahead
 _NORESERVE = 0x4000 if sys.platform == "linux" else 0  # Python defines it from 3.13 on
+
+
+def checked_lanes(lanes: Any, ndim: int) -> int:
+    if ndim != 2:
+        raise ValueError(f"lanes={lanes} needs ndim=2, for rows [T, E], got ndim={ndim}")
+    return whole(1)("lanes", lanes)
 
 
 def refuse(device: Any, scratch_dir: Any, shared: bool) -> None:

@@ -119,6 +119,8 @@ def refuse_unwritten(flat: torch.Tensor, storage: Storage) -> None:
         low, high = map(int, flat.aminmax())
         if low < 0 or high >= len(storage):
             raise IndexError(f"row {low if low < 0 else high} is out of range: {_written(storage)}")
+        if hasattr(storage, "refuse_holes"):
+            storage.refuse_holes(flat)
 
 
 def refuse_range(start: int, count: int, storage: Storage) -> None:

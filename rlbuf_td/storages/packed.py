@@ -20,7 +20,19 @@ from rlbuf_td.kernels.dispatch import compiled_form_of
 from rlbuf_td.storages import allocate, state, writes
 from rlbuf_td.storages.checks import whole
 from rlbuf_td.storages.dedup import DedupLayout, DedupOptions
+from rlbuf_td.storages.indexing import coordinates
 from rlbuf_td.storages.interrupts import held_back
+from rlbuf_td.storages.lane_heads import (
+    APART,
+    HOLES,
+    LENGTH,
+    REVISION,
+    LaneHeads,
+    holes_among,
+    lanes_apart,
+    nth_rows,
+    row_count,
+)
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.row_class import RowClass
 from rlbuf_td.storages.rows import Rows
@@ -37,7 +49,7 @@ if TYPE_CHECKING:
 
 
 _COUNTERS = "numbers", "_len_value", "_mutation_revision_value", "_last_cursor_index_value", "clock"
-_NOT_COPIED = frozenset((*_COUNTERS, "rows", "live", "_total_shape_value", "shared_rows", "lock"))
+_NOT_COPIED = frozenset((*_COUNTERS, "rows", "live", "_total_shape_value", "shared_rows", "lock", "heads"))
 
 
 class PackedStorage(LazyTensorStorage):
@@ -52,6 +64,7 @@ class PackedStorage(LazyTensorStorage):
         max_size: capacity in transitions. With ``ndim > 1``, the capacity is rounded up to whole time steps.
         device: device of the rows: ``"cpu"``, a CUDA device (not tried yet), or ``"auto"``, that of the first data.
         ndim: number of leading dims that index transitions: 1 for ``[T]``, 2 for ``[T, E]`` (time, lanes).
+        lanes: E, with ``ndim=2``; by default, the first write of whole time steps, or :meth:`reserve`, tells it.
         scratch_dir: folder for a memory-mapped file of the rows (CPU only).
         shared: put the rows into shared memory (CPU only), see :meth:`ReplayBuffer.share`. On Linux, the size of
             ``/dev/shm`` does not limit the rows.
@@ -120,6 +133,7 @@ class PackedStorage(LazyTensorStorage):
         *,
         device: torch.device | str = "cpu",
         ndim: int = 1,
+        lanes: int | None = None,
         scratch_dir: str | Path | None = None,
         shared: bool = False,
         share_next: bool | str | Sequence[NestedKey] = False,
@@ -133,6 +147,7 @@ class PackedStorage(LazyTensorStorage):
     ) -> None:
         self.dedup_options = DedupOptions.of(share_next, frames)
         max_size, ndim = whole(1)("max_size", max_size), whole(1)("ndim", ndim)
+        self.lanes_wanted = None if lanes is None else allocate.checked_lanes(lanes, ndim)
         allocate.refuse(device, scratch_dir, shared)
         allocate.refuse_init(shared_init, cleanup_memmap, compilable, shared, device)
         super().__init__(max_size, device=device, ndim=ndim)
@@ -144,7 +159,7 @@ class PackedStorage(LazyTensorStorage):
         self.row_class: RowClass | None = None  # the class of the rows in `get`; None: TensorDict
         self.is_reserved = False  # whether the rows were allocated by `reserve`; the first write may add keys
         self.shared_rows: SharedRows | None = None
-        self.clock = WriteClock()
+        self.clock, self.heads = WriteClock(), LaneHeads()
         self.process = os.getpid()  # id of the creating process; forked processes have their own counters
         self.lock: Any = RLock()  # taken by every buffer that uses this storage
         forks.watch(self)
@@ -156,8 +171,8 @@ class PackedStorage(LazyTensorStorage):
 
     def make_counters(self) -> None:
         """Create the counters of an empty storage, for the constructor and for copies."""
-        self.numbers = SharedNumbers("q", [0, 0, -1])  # rows written, revision, last written time step
-        self._len_value, self._mutation_revision_value, self._last_cursor_index_value = self.numbers.counters()
+        self.numbers = SharedNumbers("q", [0, 0, -1, 0, 0])  # see `lane_heads`
+        self._len_value, self._mutation_revision_value, self._last_cursor_index_value, *_ = self.numbers.counters()
 
     @property
     def _len(self) -> int:
@@ -169,7 +184,19 @@ class PackedStorage(LazyTensorStorage):
             self._len_value.value = value
 
     def __len__(self) -> int:
-        return self.numbers.values[0]
+        """Return the number of rows; while lanes stand apart, that of whole time steps up to the longest lane."""
+        return self.numbers.values[LENGTH]
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self) == self.max_size and not self.numbers.values[HOLES]
+
+    def _rand_given_ndim(self, batch_size: int) -> Any:
+        """Draw written rows uniformly; TorchRL's ``RandomSampler`` calls this method."""
+        if not lanes_apart(self):
+            return super()._rand_given_ndim(batch_size)
+        number = torch.randint(row_count(self), (batch_size,), generator=self._rng, device=self.device)
+        return coordinates(nth_rows(self, number), self)
 
     def _bump_mutation_revision(self) -> None:
         self._mutation_revision_value.value += 1
@@ -192,8 +219,11 @@ class PackedStorage(LazyTensorStorage):
     def bind_write(self) -> dict[str, int]:
         """Return the addresses of the counters that a compiled write advances."""
         numbers, clock = addressof(self.numbers.values), addressof(self.clock.numbers.values)
-        found = {name: numbers + 8 * at for at, name in enumerate(("length", "revision", "last_cursor"))}
-        return found | {name: clock + 8 * at for at, name in enumerate(("clock", "clock_last", "clock_by_row"))}
+        counters = "length", "revision", "last_cursor", "apart", "holes"
+        of_clock = "clock", "clock_last", "clock_by_row", "clock_disorder"
+        found = {name: numbers + 8 * at for at, name in enumerate(counters)}
+        found |= {name: clock + 8 * at for at, name in enumerate(of_clock)}
+        return found | {"written_at": self.clock.written_at, "heads": self.heads.place}
 
     @property
     def in_time_order(self) -> bool:
@@ -289,6 +319,8 @@ class PackedStorage(LazyTensorStorage):
         if is_mask(index) and index.shape == rows.shape:
             index = index.nonzero(as_tuple=True)
         if isinstance(index, tuple) and len(index) == self.ndim and all(map(is_index, index)):
+            if self.numbers.values[HOLES]:
+                self.refuse_holes(rows.cells_of(index))
             return rows.at_coordinates(tuple(part.to(self.device, torch.int64) for part in index))
         return rows.at_region(index)
 
@@ -298,7 +330,16 @@ class PackedStorage(LazyTensorStorage):
         Args:
             flat: ``[B]`` int64, not negative, on the device of the storage.
         """
+        self.refuse_holes(flat)
         return self.written_rows().at_cells(flat)
+
+    def refuse_holes(self, flat: torch.Tensor) -> None:
+        """Raise an IndexError if a flat index names a row that its lane has not written yet."""
+        holes = holes_among(self, flat)
+        if holes is not None and bool(holes.any()):
+            row, lanes = int(flat[holes][0]), prod(self.lanes)
+            count = int(self.heads.read(self)[1][row % lanes])
+            raise IndexError(f"step {row // lanes} of lane {row % lanes} has not been written: it has {count} rows")
 
     @held_back
     def write(self, start: int, data: TensorDictBase, *, single: bool = False) -> None:
@@ -311,12 +352,30 @@ class PackedStorage(LazyTensorStorage):
             SchemaError: ``data`` does not match the rows; nothing has been written.
         """
         rows, leaves, count = writes.admit(self, data, single)
+        writes.refuse_apart(self)
         writes.begin(self, start, count)
         rows.copy_(start, count, leaves)
         in_order = self.clock.advance(start, count, rows.shape, rows.matrix.device)
         self.count_written(rows, min(start + count, rows.steps), (start + count - 1) % rows.steps)
         if not in_order:
             self.lose_order()
+
+    @held_back
+    def append(self, lanes: Any, data: TensorDictBase) -> torch.Tensor:
+        """Write rows to single lanes of ``[T, E]``, each after the newest row of its lane; return their flat indices.
+
+        Args:
+            lanes: the lane of each row, ``[n]`` integers, or one lane for all rows.
+            data: rows of batch size ``[n]``, those of a lane in time order. If a lane gets more rows than its capacity,
+                its last ones are stored.
+
+        Raises:
+            SchemaError: ``data`` does not match the rows; nothing has been written.
+            ValueError: ``ndim`` is not 2, or the number of lanes is not known yet, or the shapes do not fit.
+            TypeError: lanes are not integers.
+            IndexError: a lane is out of range; nothing has been written.
+        """
+        return writes.append(self, lanes, data)
 
     def set(self, cursor: Any, data: TensorDictBase | Sequence[TensorDictBase], *, set_cursor: bool = True) -> None:
         """Write transitions at ``cursor``.
@@ -457,7 +516,7 @@ class PackedStorage(LazyTensorStorage):
                 writes.begin(self)
             self.rows.forget()
             self.clock.forget(self.rows.steps)
-        self._len_value.value = 0
+        self._len_value.value = self.numbers[APART] = self.numbers[HOLES] = 0
         self.row_class = None
         self._bump_mutation_revision()
 
@@ -582,12 +641,12 @@ class PackedStorage(LazyTensorStorage):
     def _fill_copy(self, revision: int, content: dict[str, Any]) -> None:
         self.forget_rows()
         self.shared_rows = None
-        self.lock, self.clock, self.process = RLock(), WriteClock(), os.getpid()
+        self.lock, self.clock, self.heads, self.process = RLock(), WriteClock(), LaneHeads(), os.getpid()
         self.make_counters()
         if self.shared:
             self.share_memory_()
         state.load(self, content)  # a copy continues open trajectories
-        self.numbers[state.REVISION] = revision  # what was cached for the original is valid for the copy
+        self.numbers[REVISION] = revision  # what was cached for the original is valid for the copy
 
     def __repr__(self) -> str:
         return state.describe(self)

@@ -8,6 +8,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from tensordict import TensorDict
 
@@ -16,6 +17,7 @@ from rlbuf_td.storages.allocate import allocate_bytes, make_rows, steps_for
 from rlbuf_td.storages.checks import saved_number, state_of
 from rlbuf_td.storages.dedup import DedupLayout, Sections, saved_dedup
 from rlbuf_td.storages.indexing import stored_rows
+from rlbuf_td.storages.lane_heads import APART, HOLES, LENGTH, NEWEST, lanes_apart
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.row_class import RowClass
 from rlbuf_td.storages.rows import PlainRows, Rows
@@ -29,7 +31,6 @@ if TYPE_CHECKING:
     from rlbuf_td.storages.packed import PackedStorage
 
 _MOST = (1 << 63) - 1
-LENGTH, REVISION, NEWEST = range(3)  # positions in the storage's `numbers`
 _CURSOR_FILE = "last_cursor.json"
 
 
@@ -43,17 +44,26 @@ def snapshot(storage: PackedStorage) -> dict[str, Any]:
         if rows.dedup is None
         else {"pooled": rows.dedup.state(), "entries": [alias_of(entries) for entries in rows.entries()]}
     )
-    return shared | {
-        "_len": len(storage),
-        "full": is_full(storage),
-        "reserved": storage.is_reserved,
-        "last_cursor": storage.numbers[NEWEST],
-        "in_time_order": storage.in_time_order,
-        "layout": rows.layout.state(),
-        "rows": storage.written_rows().given,
-        "clock": storage.clock.state_dict() | {"capacity": rows.cells},
-        "row_class": None if storage.row_class is None else storage.row_class.state(),
-    }
+    return (
+        shared
+        | {
+            "_len": len(storage),
+            "full": is_full(storage),
+            "reserved": storage.is_reserved,
+            "last_cursor": storage.numbers[NEWEST],
+            "in_time_order": storage.in_time_order,
+            "layout": rows.layout.state(),
+            "rows": storage.written_rows().given,
+            "clock": storage.clock.state_dict() | {"capacity": rows.cells},
+            "row_class": None if storage.row_class is None else storage.row_class.state(),
+        }
+        | heads_state(storage)
+    )
+
+
+def heads_state(storage: PackedStorage) -> dict[str, Any]:
+    """Return the newest step and the number of rows of each lane; nothing if the lanes stand together."""
+    return {"lane_heads": torch.from_numpy(np.stack(storage.heads.read(storage)))} if lanes_apart(storage) else {}
 
 
 def load(storage: PackedStorage, state: dict[str, Any]) -> None:
@@ -137,7 +147,7 @@ def examine(storage: PackedStorage, state: dict[str, Any]) -> tuple[RowLayout, t
     if matrix.shape[-1] * matrix.itemsize != row_bytes:
         raise SchemaError(f"the saved rows take {matrix.shape[-1] * matrix.itemsize} bytes each, expected {row_bytes}")
     if dedup is not None:
-        refuse_foreign(dedup, matrix, state.get("entries", []))
+        refuse_foreign(dedup, matrix, state.get("entries", []), has_holes=state.get("lane_heads") is not None)
     return layout, lanes, dedup
 
 
@@ -147,6 +157,7 @@ def refuse_counters(state: dict[str, Any], lead: torch.Size, capacity: int) -> N
     ``lead`` is the shape ``[steps, *lanes]`` of the saved rows, and ``capacity`` the capacity in time steps.
     """
     saved_number("_len", state["_len"], prod(lead), prod(lead))
+    _refuse_heads(state.get("lane_heads"), lead, capacity)
     saved_number("last_cursor", state["last_cursor"], -1, (lead[0] or capacity) - 1)
     clock = state.get("clock")
     if clock is None:
@@ -157,6 +168,18 @@ def refuse_counters(state: dict[str, Any], lead: torch.Size, capacity: int) -> N
     written = clock["written"]
     if written is not None and (written.dtype is not torch.int64 or written.shape != (cells,)):
         raise ValueError(f"the saved write times are {written.dtype} of shape {tuple(written.shape)}, not one per row")
+
+
+def _refuse_heads(heads: Any, lead: torch.Size, capacity: int) -> None:
+    """Raise a ValueError if the saved heads of lanes are not those of rows ``[steps, E]``."""
+    if heads is None:
+        return
+    if not isinstance(heads, torch.Tensor) or heads.dtype is not torch.int64 or heads.shape != (2, *lead[1:]):
+        raise ValueError(f"the saved heads of lanes must be int64 of shape {[2, *lead[1:]]}")
+    newest, count = heads
+    fits = (count >= 0) & (newest >= -1) & torch.where(count < capacity, newest == count - 1, newest < capacity)
+    if int(count.max()) != lead[0] or not bool(fits.all()):
+        raise ValueError("the saved heads of lanes do not fit the saved rows")
 
 
 def dedup_for(storage: PackedStorage, layout: RowLayout, saved: DedupLayout | None) -> DedupLayout | None:
@@ -196,6 +219,9 @@ def restore_counters(storage: PackedStorage, state: dict[str, Any]) -> None:
     storage.row_class = RowClass.of_state(state.get("row_class"))
     storage.numbers[LENGTH] = state["_len"]
     storage.numbers[NEWEST] = state["last_cursor"]
+    storage.numbers[APART] = storage.numbers[HOLES] = 0
+    if state.get("lane_heads") is not None:
+        storage.heads.write(storage, *state["lane_heads"].numpy())
     count_change(storage)
     if not state.get("in_time_order", True):
         storage.lose_order()
@@ -220,8 +246,13 @@ def describe(storage: PackedStorage) -> str:
     return "\n".join((head, *lines, ")"))
 
 
-def refuse_foreign(dedup: DedupLayout, matrix: torch.Tensor, entries: Sequence[Any]) -> None:
-    """Raise a SchemaError if saved rows and pool ``entries`` differ in layout, or an id in a row has no entry."""
+def refuse_foreign(
+    dedup: DedupLayout, matrix: torch.Tensor, entries: Sequence[Any], *, has_holes: bool = False
+) -> None:
+    """Raise a SchemaError if saved rows and pool ``entries`` differ in layout, or an id in a row has no entry.
+
+    The ids of holes, in lanes with fewer rows than others, are 0.
+    """
     names = matrix.reshape(-1, matrix.shape[-1]).view(torch.uint8)
     groups = dedup.groups
     fits = len(entries) == len(groups) and names.shape[1] == dedup.stored.row_bytes
@@ -229,7 +260,7 @@ def refuse_foreign(dedup: DedupLayout, matrix: torch.Tensor, entries: Sequence[A
         fits = fits and len(found.shape) == 2 and found.dtype is torch.uint8 and found.shape[1] == group.nbytes
         if fits and len(names):
             ids = names.narrow(1, group.ids, 4 * group.names).view(torch.int32)
-            fits = int(ids.min()) > 0 and int(ids.max()) <= found.shape[0]
+            fits = int(ids.min()) >= (not has_holes) and int(ids.max()) <= found.shape[0]
     if not fits:
         raise SchemaError("the saved rows and the observations that they share do not belong together")
 

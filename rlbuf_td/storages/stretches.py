@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from rlbuf_td.storages.indexing import device_of
+from rlbuf_td.storages.lane_heads import nth_rows, row_count
 from rlbuf_td.storages.torchrl_parts import columns_of
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 
@@ -38,7 +39,8 @@ class Stretches(NamedTuple):
 def stretches_of(index: TrajectoryIndex) -> Stretches:
     """Count the stretches among the last rows of a storage; errors are those of :meth:`TrajectoryIndex.reach`. O(N)."""
     storage = index.storage
-    rows = torch.arange(max(0, len(storage) - _MOST_ROWS), len(storage), device=device_of(storage))
+    written = row_count(storage)
+    rows = nth_rows(storage, torch.arange(max(0, written - _MOST_ROWS), written, device=device_of(storage)))
     _, ahead, ended = index.reach(rows)
     cut, columns, keys = ahead == 0, columns_of(storage), index.end_keys()
     flagged = torch.zeros_like(cut)

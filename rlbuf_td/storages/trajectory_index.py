@@ -13,6 +13,7 @@ from torchrl.data.replay_buffers import Storage
 from rlbuf_td.kernels.episodes import BitBoundaries, Boundaries, make_boundaries
 from rlbuf_td.kernels.inference_mode import outside_inference_mode
 from rlbuf_td.storages.indexing import device_of, flat_rows, lanes_of, refuse_range, refuse_unwritten
+from rlbuf_td.storages.lane_heads import cells_by_age, lanes_apart, last_writes
 from rlbuf_td.storages.notebooks import TRANSITIONS
 from rlbuf_td.storages.schema import SchemaError, kind
 from rlbuf_td.storages.shared.memory import SharedNumbers
@@ -158,6 +159,9 @@ class TrajectoryIndex:
     def _oldest(self, boundaries: Boundaries) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return each lane's oldest step, number of steps, and whether a trajectory begins with the oldest step."""
         steps, lanes = self._end.shape
+        if lanes_apart(self.storage):
+            newest, count = map(torch.from_numpy, self.storage.heads.read(self.storage))
+            return torch.where(count < steps, 0, (newest + 1) % steps), count, (count < steps) | boundaries.begun.cpu()
         live = len(self.storage) // lanes
         if live < steps:
             oldest, begun = 0, torch.ones(lanes, dtype=torch.bool, device="cpu")
@@ -239,6 +243,18 @@ class TrajectoryIndex:
         if len(steps) >= self._end.shape[0] or followed is None:
             self.mark_all()
 
+    def mark_rows(self, rows: torch.Tensor) -> None:
+        """Record a write of single rows at flat indices ``rows``, ``[n]``; those of a lane are in time order."""
+        boundaries = self._followed()
+        if boundaries is None:  # the next look-up reads all rows
+            return
+        given = rows.cpu().numpy()
+        written = last_writes(given)
+        self._take_in_rows(boundaries, written)
+        if len(written) < len(given):  # the rows that did not fit may belong to the oldest trajectory of a lane
+            lanes, steps = boundaries.lanes, self._end.shape[0]
+            boundaries.begun[torch.from_numpy(np.bincount(given % lanes, minlength=lanes) > steps)] = False
+
     def numbers(self) -> tuple[BitBoundaries, np.ndarray, Any] | None:
         """Return the arrays with which compiled code updates this index, or None if only Python code can update it."""
         boundaries = self._boundaries
@@ -253,9 +269,12 @@ class TrajectoryIndex:
         storage, (steps, lanes) = self.storage, self._end.shape
         live = len(storage) // lanes
         head = self._newest(steps)
-        begun = boundaries.begun & bool((boundaries.head == head).all())  # rows were edited, not written
+        newest = torch.from_numpy(storage.heads.read(storage)[0]) if lanes_apart(storage) else head
+        begun = boundaries.begun & bool((boundaries.head == newest).all())  # rows were edited, not written
         boundaries.clear()
-        if live == steps and head + 1 < steps:
+        if lanes_apart(storage):
+            self._take_in_rows(boundaries, cells_by_age(storage))
+        elif live == steps and head + 1 < steps:
             self._take_in(boundaries, head + 1, steps - head - 1)
             self._take_in(boundaries, 0, head + 1)
         elif live:
@@ -297,6 +316,12 @@ class TrajectoryIndex:
             part = slice(start, start + count)
             self._end[part] = torch.cat([flag[part] for flag in self._flags], 2).any(2)
         boundaries.write(start, count, self._end, self._name)
+
+    def _take_in_rows(self, boundaries: Boundaries, rows: np.ndarray) -> None:
+        if self._flags:
+            at = torch.from_numpy(rows).to(self._end.device)
+            self._end.view(-1)[at] = torch.cat([flag.flatten(0, 1)[at] for flag in self._flags], 1).any(1)
+        boundaries.write_rows(rows, self._end, self._name)
 
     def _bind(self) -> Boundaries:
         storage = self.storage
@@ -398,7 +423,7 @@ class TrajectoryIndex:
         with suppress(KeyError, TypeError, RuntimeError, SchemaError):  # the next look-up raises the error
             self._bind()
             knows_newest = not hasattr(self.storage, "clock") or newest_step_of(self.storage) is not None
-            if self._name is not None and knows_newest:
+            if self._name is not None and (knows_newest or lanes_apart(self.storage)):
                 head = self.boundaries().head
                 self._parted = head.clone()
                 head.fill_(-1)

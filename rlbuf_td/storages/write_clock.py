@@ -64,6 +64,11 @@ class WriteClock:
     def now(self) -> int:
         return self.numbers[NOW]
 
+    @property
+    def written_at(self) -> int:
+        """The address of the write times of rows, 0 if they follow from the newest step."""
+        return 0 if self._written is None or not self.numbers.values[BY_ROW] else self._written.data_ptr()
+
     def since(self, then: int) -> int:
         return (self.now - then) % (1 << 64)  # the count may have overflowed
 

@@ -16,6 +16,7 @@ from rlbuf_td.kernels.host_memory import address_of
 from rlbuf_td.storages.allocate import make_rows
 from rlbuf_td.storages.dedup import DedupLayout
 from rlbuf_td.storages.interrupts import held_back
+from rlbuf_td.storages.lane_heads import as_lanes, lanes_apart, places
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.row_class import opened
 from rlbuf_td.storages.rows import Rows, last_of_each
@@ -172,6 +173,8 @@ def fix_rows(storage: PackedStorage, data: TensorDictBase, lead_dims: int) -> No
         )
     if storage.row_class is not None:
         storage.row_class.refuse_other(data)
+    if storage.lanes_wanted is not None and storage.lanes_wanted != data.batch_size[lead_dims - 1]:
+        raise SchemaError(f"data of batch size {[*data.batch_size]} does not fit lanes={storage.lanes_wanted}")
     reserved, layout = storage.rows if storage.is_reserved else None, RowLayout(data, lead_dims)
     refuse_schema(storage, layout)
     dedup = DedupLayout.chosen_for(layout, storage.dedup_options, data if lead_dims == ndim else None)
@@ -188,10 +191,64 @@ def fix_rows(storage: PackedStorage, data: TensorDictBase, lead_dims: int) -> No
     storage.is_reserved = False
 
 
+def refuse_apart(storage: PackedStorage) -> None:
+    """Raise a RuntimeError if the lanes stand apart, so that no time step is the next one of all lanes."""
+    if lanes_apart(storage):
+        raise RuntimeError(
+            "the lanes stand at unlike steps, because single lanes were written: write with rb.extend, rb.add or "
+            "storage.append, which continue each lane"
+        )
+
+
+def append(storage: PackedStorage, lanes: Any, data: TensorDictBase) -> torch.Tensor:
+    """Implement :meth:`PackedStorage.append`."""
+    data = as_tensordict(storage, data, 1)
+    _fix_lanes(storage, data)
+    lanes = as_lanes(storage, lanes, data)
+    rows = storage.all_rows()
+    leaves = rows.layout.collect(data, data.batch_size[:1])
+    at, kept, newest, count = places(storage, lanes)
+    cells = at * prod(rows.lanes) + lanes
+    if not kept.all():
+        where = torch.from_numpy(kept)
+        leaves = [leaf[where.to(leaf.device)] for leaf in leaves]
+    written = torch.from_numpy(cells[kept])
+    begin(storage, cells=written)
+    longest, steps = len(storage) // prod(rows.lanes), int(count.max())
+    if steps > longest:
+        rows.matrix[longest:steps].zero_()  # those of other lanes are holes
+    rows.replace_(written, leaves)
+    storage.clock.note(written.to(rows.matrix.device), len(lanes), rows.shape)
+    storage.heads.write(storage, newest, count)
+    count_change(storage)
+    return torch.from_numpy(cells)
+
+
+def _fix_lanes(storage: PackedStorage, data: TensorDictBase) -> None:
+    """Allocate rows for the first write to single lanes; raise a ValueError if the number of lanes is unknown."""
+    if storage.ndim != 2:
+        raise ValueError(
+            f"lanes= needs a storage [T, E], PackedStorage(max_size, ndim=2), this one has ndim={storage.ndim}"
+        )
+    if storage.rows is not None and not storage.is_reserved:
+        return
+    if storage.rows is None and storage.shared_rows is not None:
+        storage.shared_rows.find()
+    lanes = storage.lanes_wanted if storage.rows is None else storage.lanes[0]
+    if lanes is None:
+        raise ValueError(
+            "the number of lanes is not known before the first write: give it, PackedStorage(max_size, ndim=2, lanes=E)"
+        )
+    if data.ndim and len(data):
+        fix_rows(storage, data[:1].exclude("index").squeeze(0).expand(lanes), 1)
+
+
 def set_steps(storage: PackedStorage, cursor: Any, data: TensorDictBase, set_cursor: bool) -> None:
     single = isinstance(cursor, int | np.integer) or (isinstance(cursor, torch.Tensor) and not cursor.ndim)
     total = capacity_in_steps(storage, **{"single_data" if single else "batched_data": data})
     live = 0 if storage.rows is None else storage.written_rows().steps
+    if set_cursor:
+        refuse_apart(storage)
     steps = _as_steps(cursor, total, live, set_cursor)
     if not single and data.batch_size[:1] != steps.shape:
         raise SchemaError(f"data of batch size {tuple(data.batch_size)} cannot fill {len(steps)} positions")

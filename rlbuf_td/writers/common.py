@@ -22,9 +22,10 @@ from torchrl.data.replay_buffers import (
 from rlbuf_td.kernels.dispatch import compiled_form_of
 from rlbuf_td.storages import PackedStorage, torchrl_parts
 from rlbuf_td.storages.checks import OUT_OF_ORDER, saved_number, state_of
-from rlbuf_td.storages.indexing import lanes_of
+from rlbuf_td.storages.indexing import coordinates, lanes_of
 from rlbuf_td.storages.interrupts import held_back
-from rlbuf_td.storages.schema import reshaped
+from rlbuf_td.storages.lane_heads import lanes_apart
+from rlbuf_td.storages.schema import SchemaError, reshaped
 from rlbuf_td.storages.shared.memory import SharedNumbers
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 from rlbuf_td.storages.write_clock import LAST
@@ -36,6 +37,8 @@ _GENERATIONS = "_slot_generations"  # attribute of the storage in which TorchRL'
 
 class TimeWriter(RoundRobinWriter):
     """Abstract base of the writers that write time steps in order; position 0 follows the last position."""
+
+    appends = True  # whether single lanes of a PackedStorage can be written, see :meth:`append`
 
     def __init__(self, *, track_generations: bool = False) -> None:
         self.numbers = SharedNumbers("q", [0, 0])
@@ -64,6 +67,8 @@ class TimeWriter(RoundRobinWriter):
     def add(self, data: Any) -> int | torch.Tensor:
         """Write one time step, ``[]`` (``[*lanes]`` if ``ndim > 1``); return its index. Errors: see :meth:`extend`."""
         storage = self._storage
+        if lanes_apart(storage):
+            return self._extend_each_lane(data.unsqueeze(0))
         steps = torchrl_parts.capacity_in_steps(storage, single_data=data)
         cursor = self.find_cursor(1, steps) % steps
         if isinstance(storage, PackedStorage):
@@ -90,6 +95,8 @@ class TimeWriter(RoundRobinWriter):
         storage = self._storage
         if isinstance(storage, PackedStorage):
             data = stacked(data)
+        if lanes_apart(storage):
+            return self._extend_each_lane(data)
         count = length_of(data)
         if count == 0:
             raise ValueError("extend needs at least one transition, got none")
@@ -114,6 +121,41 @@ class TimeWriter(RoundRobinWriter):
             index = self._replicate_index(index)
         self.announce(start, kept, steps, index)
         return index
+
+    @held_back
+    def append(self, lanes: Any, data: TensorDictBase) -> torch.Tensor:
+        """Write rows, ``[n]``, each after the newest row of its lane; return their index, ``[n, 2]``.
+
+        The arguments and errors are those of :meth:`PackedStorage.append`. :attr:`_write_count` increases by n.
+        """
+        storage: Any = self._storage
+        flat = storage.append(lanes, data)
+        self._write_count_value.value += len(flat)
+        if not lanes_apart(storage):
+            self._cursor_value.value = next_step(storage)
+        index = torch.stack(coordinates(flat, storage), -1)
+        self.announce_rows(flat, index)
+        return index
+
+    def _extend_each_lane(self, data: TensorDictBase) -> torch.Tensor:
+        """Write time steps ``[n, E]`` after the newest row of each lane."""
+        storage = self._storage
+        if data.ndim < 2 or data.shape[1] != lanes_of(storage).numel():
+            raise SchemaError(f"data of batch size {[*data.shape]} does not fit lanes {[*lanes_of(storage)]}")
+        count, lanes = data.shape[:2]
+        return self.append(
+            torch.arange(lanes, device="cpu").repeat(count), reshaped(data, lambda rows: rows.flatten(0, 1))
+        )
+
+    def announce_rows(self, flat: torch.Tensor, index: torch.Tensor, listeners: Iterable[Any] | None = None) -> None:
+        """Tell each listener (default: all of the storage) about rows written to single lanes."""
+        if self._storage.shared_rows is not None:
+            self._storage.shared_rows.journal.written()
+        for listener in torchrl_parts.listeners_of(self._storage) if listeners is None else listeners:
+            if isinstance(listener, TrajectoryIndex):
+                listener.mark_rows(flat)
+            else:
+                listener.mark_update(index)
 
     def find_cursor(self, count: int, steps: int) -> int:
         """Return the time step from which to write ``count`` of ``steps`` time steps, and move the cursor there.
@@ -178,7 +220,7 @@ class TimeWriter(RoundRobinWriter):
         super().loads(path)  # also the counts of writes
         self.load_state_dict(state)
 
-    @compiled_form_of("add", "extend", "find_cursor", "announce")
+    @compiled_form_of("add", "extend", "append", "find_cursor", "announce", "announce_rows")
     def bind_write(self) -> dict[str, int]:
         """Return the addresses of the counters that a compiled write advances."""
         start = addressof(self.numbers.values)
@@ -242,18 +284,41 @@ def next_step(storage: Storage) -> int:
     return (last + 1) % torchrl_parts.capacity_in_steps(storage) if torchrl_parts.is_full(storage) else last + 1
 
 
-def steps_by_age(writer: Writer, storage: Storage, n: int | None) -> torch.Tensor:
+def steps_by_age(writer: Writer, storage: Storage, n: int | None, lane: int | None = None) -> Any:
+    """Return an index of the newest ``n`` time steps (None: all), oldest first, of one lane or of all.
+
+    The index is ``[n]`` time steps, or coordinates: ``[n]`` each for a lane, ``[n, E]`` each if lanes stand apart.
+    """
     if not isinstance(writer, RoundRobinWriter):
         raise TypeError(f"a {type(writer).__name__} keeps no order of age; use a RingWriter")
     if not is_in_time_order(storage):
         raise TypeError(f"the rows keep no order of age: {OUT_OF_ORDER}")
     if not len(storage):
         raise RuntimeError("the buffer is empty: extend it first")
+    if isinstance(storage, PackedStorage) and (lane is not None or lanes_apart(storage)):
+        return _steps_of_lanes(storage, n, lane)
     steps = len(storage) if storage.ndim == 1 else storage.shape[0]
     if n is not None and not 1 <= n <= steps:
         raise ValueError(f"cannot return the last {n} time steps: {steps} are stored")
     end = next_step(storage)
     return torch.arange(end - (steps if n is None else n), end, device="cpu") % steps
+
+
+def _steps_of_lanes(storage: PackedStorage, n: int | None, lane: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    newest, count = map(torch.from_numpy, storage.heads.read(storage))
+    lanes = torch.arange(len(count), device="cpu") if lane is None else torch.tensor(lane, device="cpu")
+    least, most = int(count[lanes].min()), int(count[lanes].max())
+    if n is None and least < most:
+        remedy = "read rb.lane(e).chronological(), or rb.chronological(flat=True)"
+        remedy += f", or at most rb.last({least})" * (least > 0)
+        raise ValueError(f"lanes have {least} to {most} time steps each, which do not fit one shape: {remedy}")
+    if n is not None and not 1 <= n <= least:
+        raise ValueError(f"cannot return the last {n} time steps: {least} are stored" + " in a lane" * (lane is None))
+    if not least:
+        raise RuntimeError(f"lane {lane} is empty: write to it first")
+    ago = torch.arange(1 - (n or least), 1, device="cpu")
+    steps = (newest[lanes] + (ago if lane is not None else ago[:, None])) % storage.all_rows().steps
+    return steps, lanes.expand(steps.shape)
 
 
 def without_index(data: Any) -> Any:

@@ -113,6 +113,7 @@ class RolloutWriter(TimeWriter):
     """
 
     needs_capacity = True  # a dump loads into the same capacity only
+    appends = False  # the advantages of a rollout need whole time steps
 
     def __init__(
         self,

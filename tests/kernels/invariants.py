@@ -71,7 +71,7 @@ def flags(bits: BitBoundaries) -> FlagBoundaries:
 def check_boundaries(bits: BitBoundaries) -> None:
     flagged = flags(bits)
     _must(not (flagged.over & ~flagged.cut).any(), "a step that is over is cut")
-    _must(int(bits.head) < 0 or bool(flagged.cut.any(0).all()), "each lane has a cut")
+    _must(bool((flagged.cut.any(0) | (bits.head < 0)).all()), "each written lane has a cut")
     starts = bits.starts
     for level in range(1, len(starts) - 1):
         below, above = (bits.bits[:, starts[k] : starts[k + 1]] for k in (level - 1, level))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 import signal
+import time
 from collections.abc import Callable
+from multiprocessing.sharedctypes import RawArray
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,8 @@ import torch
 from tensordict import TensorDict
 from torchrl.data.replay_buffers import TensorDictRoundRobinWriter
 
-from rlbuf_td import PackedStorage, ProportionalSampler, ReplayBuffer, ReservoirWriter, RingWriter
+from rlbuf_td import NStepSampler, PackedStorage, ProportionalSampler, ReplayBuffer, ReservoirWriter, RingWriter
+from rlbuf_td.storages.lane_heads import LaneHeads
 from rlbuf_td.storages.rows import PlainRows
 from rlbuf_td.storages.shared.rows import Journal
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
@@ -135,6 +138,77 @@ def test_a_write_with_complete_rows_and_counters_is_finished_by_others(sampler):
         expected[6:12] = CAPACITY  # the new rows enter with the highest
         assert torch.equal(rb.sampler.priority(torch.arange(CAPACITY)).float(), expected)
     check(rb, rows(36 - CAPACITY, CAPACITY), 36)
+
+
+LANE_POINTS = {
+    "the rows are saved": (PlainRows, "replace_cells_", die),
+    "the rows are written": (LaneHeads, "write", die),
+    "the heads have moved": (RingWriter, "announce_rows", die),
+    "the write is complete": (TrajectoryIndex, "mark_rows", die),
+}
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("point", LANE_POINTS)
+def test_a_write_to_a_lane_that_is_killed_leaves_the_other_lanes_as_they_were(point, apart):
+    rb = make(lanes=3, written=10)
+    lanes: list[list[int]] = [[lane * 1000 + k for k in range(2, 10)] for lane in range(3)]
+    if apart:
+        rb.extend(rows(10, 3), lanes=1)
+        lanes[1] = [*lanes[1][3:], 10, 11, 12]
+    killed(lambda: rb.extend(rows(900, 6), lanes=[0, 1, 0, 1, 1, 1]), *LANE_POINTS[point])
+    rb.sample()
+    if point == "the write is complete":
+        lanes[0], lanes[1] = [*lanes[0][2:], 900, 902], [*lanes[1][4:], 901, 903, 904, 905]
+    for lane, expected in enumerate(lanes):
+        stored = rb.lane(lane).chronological()
+        assert stored["x"].tolist() == expected
+        assert torch.equal(stored["y"], -stored["x"])
+    fresh, cells = TrajectoryIndex(rb.storage), torch.arange(len(rb))
+    for mine, right in zip(TrajectoryIndex.of(rb.storage).reach(cells), fresh.reach(cells), strict=True):
+        assert torch.equal(mine, right)
+    check_priorities(rb)
+    rb.lane(2).add(rows(77, 1)[0])
+    assert rb.lane(2).last(2)["x"].tolist() == [lanes[2][-1], 77]
+
+
+def test_workers_that_are_killed_lose_at_most_the_write_that_they_were_in():
+    rb = ReplayBuffer(storage=PackedStorage(4 * 500, ndim=2), sampler=NStepSampler(ProportionalSampler(2_000), 5, 0.9))
+
+    def rewarded(first: int, count: int) -> TensorDict:
+        return rows(first, count).set(("next", "reward"), torch.ones(count, 1))
+
+    rb.storage.reserve(rewarded(0, 1)[0].expand(4))
+    rb.share()
+    told = RawArray("q", 4)
+
+    def act(lane: int) -> None:
+        torch.set_num_threads(1)
+        handle = rb.lane(lane)
+        for first in range(0, 400, 2):
+            handle.extend(rewarded(first, 2))
+            told[lane] = first + 2
+
+    for killed_lane in (0, 2, None):
+        actors = [mp.get_context("fork").Process(target=act, args=(lane,)) for lane in range(4)]
+        for actor in actors:
+            actor.start()
+        while killed_lane is not None and told[killed_lane] < 100:
+            rb.sample(64) if len(rb) else time.sleep(0.001)
+        if killed_lane is not None:
+            actors[killed_lane].kill()
+        for actor in actors:
+            actor.join(180)
+        for lane in range(4):
+            written = rb.lane(lane).chronological()["x"].tolist()
+            is_killed = lane == killed_lane
+            assert written == list(range(len(written)))
+            assert len(written) - told[lane] in ((0, 2) if is_killed else (0,))
+            assert is_killed or len(written) == 400
+        length = rb.sample(5_000)["steps_to_next_obs"].double().mean()
+        assert abs(float(length) - 2.5) < 0.1  # a trajectory of 4 rows: 4, 3, 2 and 1
+        rb.empty()
+        told[:] = [0] * 4
 
 
 class Deadly:

@@ -16,6 +16,7 @@ from rlbuf_td.checkpoint import open_checkpoint
 from rlbuf_td.diagnostics.doctor.report import FAULTS, Finding
 from rlbuf_td.storages import PackedStorage, torchrl_parts
 from rlbuf_td.storages.indexing import attached, stored_rows
+from rlbuf_td.storages.lane_heads import lanes_apart
 from rlbuf_td.storages.rows import Rows
 from rlbuf_td.storages.schema import Leaf, SchemaError, show_key, walk
 from rlbuf_td.storages.trajectory_index import TRAJ_KEY, TrajectoryIndex
@@ -55,8 +56,10 @@ class Record:
         if rows is None:
             raise TypeError(f"the doctor reads storages of TensorDicts, not a {type(storage).__name__}")
         lanes = tuple(rows.shape[1 : storage.ndim])
-        self.lanes, self.rows = torch.Size(lanes).numel(), len(storage)
-        self.steps = self.rows // self.lanes
+        self.lanes = torch.Size(lanes).numel()
+        self.skipped: list[str] = []  # omitted checks, and the reasons
+        self.steps = self._even_steps(storage)
+        self.rows = self.steps * self.lanes
         self.shape = (self.steps, *lanes)
         #: The rows of each key, ``[T, E, ...]`` with at least three dims: views, or a :class:`SharedColumn`.
         self.columns: dict[Key, Any] = {
@@ -67,15 +70,11 @@ class Record:
         if isinstance(storage, PackedStorage):
             for key, leaf in storage.deduplicated.items():
                 self.columns[key] = SharedColumn(storage.all_rows(), leaf, self.steps)
-        self.skipped: list[str] = []  # omitted checks, and the reasons
-        cursor = torchrl_parts.newest_step_of(storage)  # None: the storage does not know
-        is_ring = self.steps == len(rows) and cursor is not None and 0 <= cursor < self.steps
-        newest = int(cursor) if is_ring else self.steps - 1
         #: Whether the rows are in time order, with flags or ids that mark the ends of trajectories.
         self.knows_ends = False
         #: ``[T, E]`` bool on the CPU: step ``t + 1`` of the ring was written next in the lane, in any trajectory.
         self.paired = torch.ones(self.steps, self.lanes, dtype=torch.bool, device="cpu")
-        self.paired[newest] = False
+        self._mark_newest(storage, len(rows))
         #: ``[T, E]`` bool on the CPU: the next row of the lane does not continue this row's trajectory.
         self.cut = torch.empty_like(self.paired)
         index = attached(storage, TrajectoryIndex)
@@ -83,6 +82,30 @@ class Record:
             self.skipped.append(f"the order of rows, which a {type(writer).__name__} does not keep")
         else:
             self._find_cuts(storage, index)
+
+    def _even_steps(self, storage: Storage) -> int:
+        """Return how many time steps all lanes have; note rows of longer lanes, which are not examined."""
+        steps = len(storage) // self.lanes
+        if not lanes_apart(storage):
+            return steps
+        least = int(storage.heads.read(storage)[1].min())
+        if not least:
+            raise ValueError("a lane is empty: the doctor compares lanes, write to each of them first")
+        if least < steps:
+            self.skipped.append(f"rows from step {least:,} on, which some lanes lack")
+        return least
+
+    def _mark_newest(self, storage: Storage, capacity: int) -> None:
+        """Mark the newest row of each lane, and the last one that is examined, as rows without a next row."""
+        if lanes_apart(storage):
+            newest, lanes = torch.from_numpy(storage.heads.read(storage)[0]), torch.arange(self.lanes, device="cpu")
+            is_examined = newest < self.steps
+            self.paired[newest[is_examined], lanes[is_examined]] = False
+            self.paired[self.steps - 1] &= self.steps == capacity
+            return
+        cursor = torchrl_parts.newest_step_of(storage)  # None: the storage does not know
+        is_ring = self.steps == capacity and cursor is not None and 0 <= cursor < self.steps
+        self.paired[int(cursor) if is_ring else self.steps - 1] = False
 
     def _find_cuts(self, storage: Storage, index: TrajectoryIndex | None) -> None:
         done_key = next(iter(self._flags("done", "terminated", "truncated")), None)

@@ -16,7 +16,7 @@ from torchrl.data.replay_buffers import ReplayBuffer
 from rlbuf_td.diagnostics.episode_stats import EpisodeStats
 from rlbuf_td.diagnostics.plots import figure as style
 from rlbuf_td.functional import explained_variance
-from rlbuf_td.storages.indexing import coordinates, device_of, flat_rows, lanes_of
+from rlbuf_td.storages.indexing import coordinates, device_of, flat_rows, lanes_of, refuse_unwritten
 from rlbuf_td.storages.schema import walk
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 from rlbuf_td.writers import RolloutWriter
@@ -173,6 +173,7 @@ def plot_trajectory(rb: ReplayBuffer, row: Any, *, keys: Sequence[NestedKey] | N
     if not 0 <= flat < len(storage):
         raise IndexError(f"there is no row {row}: {len(storage)} rows are stored")
     at = torch.tensor([flat], device=device_of(storage))
+    refuse_unwritten(at, storage)
     back, ahead, ended = (int(x) for x in TrajectoryIndex.of(storage).reach(at))
     steps, capacity = np.arange(-back, ahead + 1), storage.max_size // lanes
     cells = (flat // lanes + torch.arange(-back, ahead + 1, device="cpu")) % capacity * lanes + flat % lanes

@@ -14,6 +14,7 @@ from torchrl.data.replay_buffers import ReplayBuffer
 from rlbuf_td.diagnostics.health import ReplayCount, ages, health, priorities, probabilities, unwrapped
 from rlbuf_td.diagnostics.plots import figure as style
 from rlbuf_td.storages.indexing import attached, lanes_of
+from rlbuf_td.storages.lane_heads import row_count, written_rows
 
 
 def plot_health(rb: ReplayBuffer) -> Figure:
@@ -60,14 +61,14 @@ def plot_health(rb: ReplayBuffer) -> Figure:
     if probability is not None:
         draws.append(lambda axes: _draw_mass(axes, style.numbers_of(probability), report["top_mass"]))
     if replays is not None:
-        counts = style.numbers_of(replays.counts()[: len(storage)])
+        counts = style.numbers_of(replays.counts()[written_rows(storage)])
         draws.append(lambda axes: _draw_replays(axes, counts, report["never_sampled"]))
     if not draws:
         raise RuntimeError("there is no health to plot: the writer keeps no time order, the sampler no priorities")
     figure, axes = style.panels(-(-len(draws) // 2), min(2, len(draws)), 1.6)
     for draw, each in zip([*draws, Axes.remove], axes, strict=False):
         draw(each)
-    figure.suptitle(f"{len(storage):,} of {storage.max_size:,} rows ({report['fill']:.0%} full)")
+    figure.suptitle(f"{row_count(storage):,} of {storage.max_size:,} rows ({report['fill']:.0%} full)")
     return figure
 
 

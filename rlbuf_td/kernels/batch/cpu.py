@@ -42,7 +42,7 @@ from rlbuf_td.kernels.rank_order.law import HEAD
 from rlbuf_td.kernels.rank_order.reference import LARGEST
 from rlbuf_td.kernels.recency.cpu import recent_rows
 from rlbuf_td.kernels.recency.fresh_cpu import take
-from rlbuf_td.kernels.rows.cpu import skip_ring
+from rlbuf_td.kernels.rows.cpu import skip_newer, skip_ring
 from rlbuf_td.kernels.strata import NORMS
 from rlbuf_td.kernels.sum_tree.cpu import draw, fill, update, weigh_beside
 from rlbuf_td.kernels.sum_tree.tree import REFUSED
@@ -317,7 +317,11 @@ def _fresh_rows(batch, index, td_error, stamp, now, newest):
             return -1, row, error  # the lane is out of range
         row[i] = pair[i, 0] * lanes + pair[i, 1] if pair[i, 0] >= 0 else -1
     if stamp:  # otherwise, no row counts as rewritten
-        stale = skip_ring(batch.flat, batch.flat if lanes else index, stamp, count, now, newest, batch.steps, lanes)
+        given = batch.flat if lanes else index
+        if batch.written_at:
+            stale = skip_newer(batch.flat, given, stamp, count, now, batch.written_at, batch.steps * max(lanes, 1))
+        else:
+            stale = skip_ring(batch.flat, given, stamp, count, now, newest, batch.steps, lanes)
     elif not lanes:
         copy_bytes(batch.flat, index, 8 * count)
     return stale, row, error
@@ -362,7 +366,12 @@ def write_ring(address, count, lanes_first, index):
     nbytes = kept * lanes * ring.row_bytes
     if not ring.loops or nbytes < LARGE or not run_loop(ring.loops, SCATTER, nbytes, numbers, 0.0, 0.0):
         _scatter(ring, start, kept, count, lanes_first, _ZERO, kept)
-    store(ring.clock, load(ring.clock, np.int64) + kept, np.int64)
+    now = load(ring.clock, np.int64) + kept
+    if load(ring.clock_by_row, np.int64):
+        written_at = carray(pointer(ring.written_at), ring.steps * lanes, np.int64)
+        written_at[start * lanes : (start + head) * lanes] = now
+        written_at[: (kept - head) * lanes] = now
+    store(ring.clock, now, np.int64)
     store(ring.clock_last, last, np.int64)
     store(ring.length, max(load(ring.length, np.int64), min(start + kept, ring.steps) * lanes), np.int64)
     store(ring.last_cursor, last, np.int64)
@@ -391,9 +400,9 @@ def write_ring_proportional(address, count, lanes_first, index):
         ring = carray(pointer(address), 1, RING)[0]
         tree, alpha = carray(pointer(ring.priorities), TREE, np.int64), load(ring.weighed_alpha, np.float64)
         start, head, rest = _runs(ring, cursor, count)
-        fill(tree, start, head, _entry(ring), alpha, ring.eps)
+        fill(tree, start, head, entry_of(ring), alpha, ring.eps)
         if rest:
-            fill(tree, _ZERO, rest, _entry(ring), alpha, ring.eps)
+            fill(tree, _ZERO, rest, entry_of(ring), alpha, ring.eps)
     return cursor
 
 
@@ -403,7 +412,7 @@ def write_ring_rank(address, count, lanes_first, index):
     if cursor >= 0:
         ring = carray(pointer(address), 1, RING)[0]
         order = carray(pointer(ring.priorities), ORDER, np.int64)
-        bits = np.int64(np.float32(min(_entry(ring), LARGEST)).view(np.int32))
+        bits = np.int64(np.float32(min(entry_of(ring), LARGEST)).view(np.int32))
         start, head, rest = _runs(ring, cursor, count)
         fill_order(order, np.arange(start, start + head), bits)
         if rest:
@@ -420,7 +429,7 @@ def _runs(ring, cursor, count):
 
 
 @inlined
-def _entry(ring):
+def entry_of(ring):
     largest = load(ring.largest, np.float64)
     return 1.0 if largest < 0.0 else largest
 
@@ -430,14 +439,22 @@ def _is_usual(ring, cursor, start, kept, revision):
     """Whether :func:`write_ring` supports this write."""
     steps, last, lanes = ring.steps, load(ring.clock_last, np.int64), max(ring.lanes, 1)
     in_order = start == last + 1 or (start == 0 and last == steps - 1) or kept == steps
-    usual = in_order and 0 <= cursor < steps and load(ring.clock_by_row, np.int64) == 0  # no write time per row
-    if ring.alpha:
-        usual &= load(ring.alpha, np.float64) == load(ring.weighed_alpha, np.float64)
+    usual = in_order and 0 <= cursor < steps and not load(ring.apart, np.int64)
     if ring.boundaries and load(ring.seen, np.int64) != revision:
         usual &= kept * lanes < load(ring.length, np.int64)  # a write of the whole ring may reset the boundaries
-    sources, end = carray(pointer(ring.sources), ring.leaves, np.int64), ring.rows + steps * lanes * ring.row_bytes
+    return usual and has_usual_parts(ring)
+
+
+@kernel
+def has_usual_parts(ring):
+    """Whether the weights are those of the current alpha, and the data lies outside the ring."""
+    usual = True
+    if ring.alpha:
+        usual = load(ring.alpha, np.float64) == load(ring.weighed_alpha, np.float64)
+    sources = carray(pointer(ring.sources), ring.leaves, np.int64)
+    end = ring.rows + ring.steps * max(ring.lanes, 1) * ring.row_bytes
     for leaf in range(ring.leaves):
-        usual &= sources[leaf] < ring.rows or sources[leaf] >= end  # the data must lie outside the ring
+        usual &= sources[leaf] < ring.rows or sources[leaf] >= end
     return usual
 
 

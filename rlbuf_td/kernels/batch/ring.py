@@ -6,21 +6,24 @@ _NUMBERS = "row_bytes", "steps", "lanes", "leaves"
 _ADDRESSES = (
     *("rows", "extents", "sources"),
     *("cursor", "write_count", "length", "revision", "last_cursor", "clock", "clock_last", "clock_by_row"),
+    *("clock_disorder", "written_at", "apart", "holes", "heads"),
     *("priorities", "alpha", "weighed_alpha", "largest", "boundaries", "seen", "loops"),
 )
 #: For writes: the shape of the rows (``lanes`` is 0 for ``[T]``), and addresses (0 for none). ``priorities`` points to
 #: ``SumTree.addresses`` or ``ChunkedOrder.addresses``, ``boundaries`` to ``BitBoundaries.numbers``, ``alpha`` to the
-#: exponent of a sum tree, and ``weighed_alpha`` to the exponent of the stored weights.
+#: exponent of a sum tree, and ``weighed_alpha`` to the exponent of the stored weights. ``written_at`` points to the
+#: write time of each row, and ``heads`` to the newest step and the number of rows of each lane, ``[2, lanes]`` int64.
 RING = np.dtype([(name, np.int64) for name in _NUMBERS + _ADDRESSES] + [("eps", np.float64)])
 _SOURCES = (
     *("rows", "extents", "count", "reads", "table", "flat", "uniform", "queue", "numbers", "clock"),
-    *("windows", "loops"),
+    *("windows", "loops", "written_at"),
 )
 #: For batches of ``count`` rows: the same shape, and addresses. ``reads`` is 0 if another function reads the drawn
 #: rows, whose indices are then at ``flat``; else 1. ``table`` points to ``addresses`` as ``priorities`` does, ``flat``
 #: and ``uniform`` to scratch memory for ``count`` int64 and float64, and ``queue`` to a ``QUEUE`` of fresh rows (0:
 #: none), which needs the storage's counters at ``numbers`` and ``clock``. ``windows`` points to a ``WINDOWS`` record if
-#: the drawn rows are expanded to windows. ``loops`` points to ``rlbuf_td.kernels.batch.parallel_loops()`` if batches
+#: the drawn rows are expanded to windows. ``written_at`` points to the write time of each row (0: a ring, whose write
+#: times follow from the newest step). ``loops`` points to ``rlbuf_td.kernels.batch.parallel_loops()`` if batches
 #: are large.
 BATCH = np.dtype([(name, np.int64) for name in (*_NUMBERS, *_SOURCES)])
 

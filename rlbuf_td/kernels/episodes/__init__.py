@@ -21,15 +21,15 @@ from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.kernels.inference_mode import outside_inference_mode
 
 WORD = 64
-# Invariants: each written lane has at least one `cut` flag; until the ring is full, `cut` is set at step T - 1 of each
-# lane; where `over` is set, `cut` is set too.
+# Invariants: each written lane has at least one `cut` flag; until a lane is full, `cut` is set at its step T - 1;
+# where `over` is set, `cut` is set too.
 
 
 class BoundariesBase(ABC):
     """Abstract base of both implementations of trajectory boundaries."""
 
     lanes: int
-    head: Tensor  # ``[1]`` int64 on the host, the last written step, -1 before the first write
+    head: Tensor  # ``[E]`` int64 on the host, the last written step of each lane, -1 before the first write
     begun: Tensor  # ``[E]`` bool, whether a trajectory begins with the oldest step of a lane whose ring is full
 
     @abstractmethod
@@ -38,6 +38,13 @@ class BoundariesBase(ABC):
 
         ``end`` and ``name`` (trajectory ids) cover all rows, ``[T, E]``. A trajectory ends where ``end`` is True, and
         where the next step has another id.
+        """
+
+    @abstractmethod
+    def write_rows(self, rows: np.ndarray, end: Tensor, name: Tensor | None) -> None:
+        """Record a write of single rows, at flat indices ``rows`` (``[n]`` int64); those of a lane are in time order.
+
+        The other arguments are those of :meth:`write`.
         """
 
     @abstractmethod
@@ -80,25 +87,45 @@ class FlagBoundaries(BoundariesBase):
         with outside_inference_mode():
             self.cut = torch.zeros(steps, lanes, dtype=torch.bool, device=device)
             self.over = torch.zeros_like(self.cut)
-            self.head = torch.full((1,), -1, device="cpu")
+            self.head = torch.full((lanes,), -1, device="cpu")
             self.begun = torch.zeros(lanes, dtype=torch.bool, device=device)
         self._count: Tensor | None = None  # a result of `_count_cuts`, until the next write
 
     def write(self, start: int, count: int, end: Tensor, name: Tensor | None) -> None:
+        for part, lanes in self._following(np.full(self.lanes, start), np.arange(self.lanes)):
+            self._write(start, count, lanes, part, end, name)
+
+    def write_rows(self, rows: np.ndarray, end: Tensor, name: Tensor | None) -> None:
+        steps, lanes = np.divmod(rows, self.lanes)
+        turns = occurrences(lanes)
+        for turn in range(turns.max(initial=-1) + 1):  # the rows of a turn belong to different lanes
+            now = turns == turn
+            for t in np.unique(steps[now]):
+                at = lanes[now & (steps == t)]
+                for part, those in self._following(np.full(len(at), t), at):
+                    self._write(int(t), 1, those, part, end, name)
+
+    def _following(self, start: np.ndarray, lanes: np.ndarray) -> list[tuple[bool, Tensor]]:
+        """Split lanes into those where a write at ``start`` follows the last write, and the others."""
+        follows = self.head.numpy()[lanes] == (start - 1) % len(self.cut)
+        parts = (True, lanes[follows]), (False, lanes[~follows])
+        return [(part, torch.from_numpy(those)) for part, those in parts if len(those)]
+
+    def _write(self, start: int, count: int, lanes: Tensor, follows: bool, end: Tensor, name: Tensor | None) -> None:
         self._count = None
+        self.head[lanes] = start + count - 1
+        at = lanes.to(self.cut.device)
         steps, stop = len(self.cut), start + count
         before = (start - 1) % steps
-        follows = self.head.numpy()[0] == before  # on the host
         if follows and name is not None:
-            self.over[before] |= name[before] != name[start]
-        self.cut[before] = self.over[before] if follows else True
-        self.begun.copy_(self.cut[stop - 1])  # of the last step that this write replaces
-        over = end[start:stop].clone()
+            self.over[before, at] |= name[before, at] != name[start, at]
+        self.cut[before, at] = self.over[before, at] if follows else torch.ones_like(self.over[before, at])
+        self.begun[at] = self.cut[stop - 1, at]  # of the last step that this write replaces
+        over = end[start:stop, at]
         if name is not None:
-            over[:-1] |= name[start : stop - 1] != name[start + 1 : stop]
-        self.over[start:stop] = self.cut[start:stop] = over
-        self.cut[stop - 1] = True
-        self.head.fill_(stop - 1)
+            over[:-1] |= name[start : stop - 1, at] != name[start + 1 : stop, at]
+        self.over[start:stop, at] = self.cut[start:stop, at] = over
+        self.cut[stop - 1, at] = True
 
     def reach(self, cells: Tensor, within: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Look up rows; the first look-up after a write scans all rows."""
@@ -141,7 +168,9 @@ class FlagBoundaries(BoundariesBase):
 
     def holds(self, tensors: dict[str, Tensor]) -> bool:
         cut, over = tensors["cut"], tensors["over"]
-        return -1 <= int(tensors["head"]) < len(cut) and bool(cut.any(0).all() & ~(over & ~cut).any())
+        head = tensors["head"]
+        are_heads = bool(((head >= -1) & (head < len(cut))).all())
+        return are_heads and bool((cut.any(0).cpu() | (head < 0)).all()) and not bool((over & ~cut).any())
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
         self._count = None
@@ -159,7 +188,7 @@ class BitBoundaries(BoundariesBase):
         self.starts = np.cumsum([0, *sizes])
         with outside_inference_mode():
             self.bits = torch.zeros(lanes, int(self.starts[-1]) + sizes[0], dtype=torch.int64, device=device)
-            self.head = torch.full((1,), -1, device="cpu")
+            self.head = torch.full((lanes,), -1, device="cpu")
             self.begun = torch.zeros(lanes, dtype=torch.bool, device=device)
         self._bitmap = (0,) * 6
 
@@ -175,6 +204,11 @@ class BitBoundaries(BoundariesBase):
         from rlbuf_td.kernels.episodes import cpu
 
         cpu.write(self.numbers(end, name), start, count)
+
+    def write_rows(self, rows: np.ndarray, end: Tensor, name: Tensor | None) -> None:
+        from rlbuf_td.kernels.episodes import cpu
+
+        cpu.write_rows(self.numbers(end, name), rows)
 
     def numbers(self, end: Tensor, name: Tensor | None) -> np.ndarray:
         """Return the addresses, sizes and strides that the CPU loop of :meth:`write` needs."""
@@ -204,7 +238,8 @@ class BitBoundaries(BoundariesBase):
     def holds(self, tensors: dict[str, Tensor]) -> bool:
         words = tensors["bits"].numpy().view(np.uint64)
         *levels, over = np.split(words, self.starts[1:], 1)
-        if not (-1 <= int(tensors["head"]) < self.steps and levels[0].any(1).all()):
+        head = tensors["head"].numpy()
+        if not (((head >= -1) & (head < self.steps)).all() and (levels[0].any(1) | (head < 0)).all()):
             return False
         beyond = np.uint64(2**64 - 1) << np.uint64(self.steps % WORD) if self.steps % WORD else np.uint64(0)
         for above, below in zip(levels[1:], levels, strict=False):
@@ -223,6 +258,15 @@ class BitBoundaries(BoundariesBase):
 
 
 Boundaries: TypeAlias = FlagBoundaries | BitBoundaries
+
+
+def occurrences(numbers: np.ndarray) -> np.ndarray:
+    """Return for each element how many equal elements precede it, ``[n]`` int64; O(n log n)."""
+    order = np.argsort(numbers, kind="stable")
+    ordered = numbers[order]
+    found = np.empty(len(numbers), np.int64)
+    found[order] = np.arange(len(numbers)) - np.searchsorted(ordered, ordered)
+    return found
 
 
 def _column(column: Tensor) -> tuple[int, int, int]:

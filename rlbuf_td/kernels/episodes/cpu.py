@@ -183,29 +183,45 @@ def _is_renamed(numbers, lane, t, following):
     return not same_bytes(name + t * numbers[11], name + following * numbers[11], numbers[13])
 
 
+@inlined
+def _write_lane(numbers, bits, starts, lane, start, stop):
+    """Record a write of the steps ``start`` to ``stop - 1`` of one lane."""
+    head = numbers[6] + 8 * lane
+    before = start - 1 if start > 0 else numbers[4] - 1
+    follows, last, over = load(head, np.int64) == before, np.uint64(before), np.uint64(starts[-1])
+    ended = (bits[lane, over + (last >> _SIX)] >> (last & _63)) & _ONE != 0
+    if follows and not ended and _is_renamed(numbers, lane, before, start):
+        ended = True
+        _put(bits, lane, over, last, True)
+    _put_cut(bits, lane, starts, before, ended or not follows)
+    oldest = np.uint64(stop - 1)  # the last step that this write replaces: the oldest step then follows it
+    store(numbers[14] + lane, (bits[lane, oldest >> _SIX] >> (oldest & _63)) & _ONE != 0, np.bool_)
+    for t in range(start, stop):
+        ended = load(numbers[7] + t * numbers[8] + lane * numbers[9], np.bool_)
+        if not ended and t + 1 < stop:
+            ended = _is_renamed(numbers, lane, t, t + 1)
+        _put(bits, lane, over, np.uint64(t), ended)
+        _put_cut(bits, lane, starts, t, ended or t + 1 == stop)
+    store(head, stop - 1, np.int64)
+
+
 @kernel
 def write(numbers, start, count):
     """Implement :meth:`BitBoundaries.write`; ``numbers`` is the result of :meth:`BitBoundaries.numbers`."""
-    steps, lanes, stop = numbers[4], numbers[5], start + count
-    bits = carray(pointer(numbers[0]), (lanes, numbers[1]), np.uint64)
+    bits = carray(pointer(numbers[0]), (numbers[5], numbers[1]), np.uint64)
     starts = carray(pointer(numbers[2]), numbers[3] + 1, np.int64)
-    before = start - 1 if start > 0 else steps - 1
-    follows, last, over = load(numbers[6], np.int64) == before, np.uint64(before), np.uint64(starts[-1])
-    for lane in range(lanes):
-        ended = (bits[lane, over + (last >> _SIX)] >> (last & _63)) & _ONE != 0
-        if follows and not ended and _is_renamed(numbers, lane, before, start):
-            ended = True
-            _put(bits, lane, over, last, True)
-        _put_cut(bits, lane, starts, before, ended or not follows)
-        oldest = np.uint64(stop - 1)  # the last step that this write replaces: the oldest step then follows it
-        store(numbers[14] + lane, (bits[lane, oldest >> _SIX] >> (oldest & _63)) & _ONE != 0, np.bool_)
-        for t in range(start, stop):
-            ended = load(numbers[7] + t * numbers[8] + lane * numbers[9], np.bool_)
-            if not ended and t + 1 < stop:
-                ended = _is_renamed(numbers, lane, t, t + 1)
-            _put(bits, lane, over, np.uint64(t), ended)
-            _put_cut(bits, lane, starts, t, ended or t + 1 == stop)
-    store(numbers[6], stop - 1, np.int64)
+    for lane in range(numbers[5]):
+        _write_lane(numbers, bits, starts, lane, start, start + count)
+
+
+@kernel
+def write_rows(numbers, rows):
+    """Implement :meth:`BitBoundaries.write_rows`."""
+    bits = carray(pointer(numbers[0]), (numbers[5], numbers[1]), np.uint64)
+    starts = carray(pointer(numbers[2]), numbers[3] + 1, np.int64)
+    for i in range(len(rows)):
+        t, lane = split(rows[i], numbers[5])
+        _write_lane(numbers, bits, starts, lane, t, t + 1)
 
 
 @kernel

@@ -39,7 +39,7 @@ def _finish(slot, row, reasons, reduction, keys, lengths, sums, records, ends, c
 
 @compiled
 def count_steps(
-    start, shape, strides, inputs, is_double, reduction,
+    start, shape, strides, lane_ids, inputs, is_double, reduction,
     keys, lengths, touched, sums, lane_slot, records, ends, counters,
 ):  # fmt: skip
     """Add the steps of one write to the statistics; return ``T * E``, or the first step that finds no free slot.
@@ -48,6 +48,7 @@ def count_steps(
         start: number of the first step to add; steps are numbered in time order, with E steps at each of T times.
         shape: (T, E).
         strides: elements between time steps, and between lanes, in each input.
+        lane_ids: the lane of each time step if E is 1 and the steps are of unlike lanes; otherwise empty.
         inputs: addresses of int64 trajectory ids (0: none), bool ``done``, M metrics and R bool end reasons.
         is_double: for each metric, whether it is float64, else float32.
         reduction: for each metric, ``SUM``, ``MEAN`` or ``LAST``.
@@ -65,6 +66,8 @@ def count_steps(
     for number in range(start, steps * lanes):
         t, lane = number // lanes, number % lanes
         row = t * strides[0] + lane * strides[1]
+        if len(lane_ids):
+            lane = lane_ids[number]
         key = load(inputs[0] + 8 * row, np.int64) if inputs[0] else np.int64(-2 - lane)  # no trajectory id
         if key == PADDING:
             continue

@@ -54,6 +54,22 @@ def skip_ring(kept, index, stamp, rows, clock, last, steps, lanes):  # see rows.
     return count
 
 
+@kernel
+def skip_newer(kept, index, stamp, rows, clock, written, cells):
+    """Count the rows whose write time at address ``written`` (``[cells]``) is newer than the stamp; see above."""
+    given, stamps = carray(pointer(index), rows, np.int64), carray(pointer(stamp), rows, np.int64)
+    left, count = carray(pointer(kept), rows, np.int64), 0
+    for j in range(rows):
+        row = given[j]
+        if 0 <= row < cells:
+            since = _difference(clock, stamps[j])
+            if since < 0 or _difference(load(written + 8 * row, np.int64), stamps[j]) > 0:
+                row = -1
+                count += 1
+        left[j] = row
+    return count
+
+
 _mincore = types.ExternalFunction("mincore", types.int64(types.int64, types.int64, types.int64))
 
 

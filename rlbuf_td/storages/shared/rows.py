@@ -143,7 +143,8 @@ class SharedRows:
         text = torch.frombuffer(bytearray(json.dumps(description).encode()), dtype=torch.uint8)
         rows, row_bytes = flat.shape[0], flat.shape[1] * flat.element_size()
         first = -(-len(text) // _PAGE) * _PAGE
-        memory = self._beside.map(first + rows * (row_bytes + 16))
+        lanes = rows // made.steps
+        memory = self._beside.map(first + rows * (row_bytes + 16) + 32 * lanes)
         aside, numbers = memory[first : first + rows * row_bytes], memory[first + rows * row_bytes :]
         with outside_inference_mode():  # a later write could not change views that inference mode has made
             numbers, aside = numbers.view(torch.int64), aside.view(flat.dtype).view(flat.shape)
@@ -152,11 +153,13 @@ class SharedRows:
         if not self._described[0]:
             memory[: len(text)] = text
             self._described[0] = len(text)
-        self._storage.clock.keep_in(numbers[rows:])
+        self._storage.clock.keep_in(numbers[rows : 2 * rows])
+        self._storage.heads.keep_in(numbers[2 * rows :].view(2, 2, lanes))
 
     def entered(self) -> None:
         self.find()
         self.journal.entered()
+        self._storage.heads.save()
 
     def leaving(self, failed: bool) -> bool:
         return not (failed and self.journal.phase == WRITING)
@@ -166,6 +169,7 @@ class SharedRows:
         journal, storage = self.journal, self._storage
         if journal.phase != WRITTEN:
             journal.undo()
+            storage.heads.undo()
         if storage.rows is not None:
             storage.rows.rebuild()
         for listener in listeners_of(storage):
@@ -175,6 +179,8 @@ class SharedRows:
         if journal.phase == WRITTEN:  # the process may have died before it notified the listeners
             index = coordinates(journal.cells, storage)
             for listener in listeners_of(storage):
+                if hasattr(listener, "rebuild"):  # a trajectory index, which reads all rows again
+                    continue
                 listener.mark_update(torch.stack(index, -1) if isinstance(index, tuple) else index)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -202,9 +208,9 @@ def share(storage: PackedStorage) -> None:
             require_room(nbytes, torch.device("cpu"), _COPY, shared=True)
         storage.device = torch.device("cpu")
         storage.shared_rows = shared = SharedRows(storage)
-        length, _, newest = storage.numbers.share_memory_().counters()
+        length, _, *others = storage.numbers.share_memory_().counters()  # without the revision, which only grows
         clock = storage.clock.numbers.share_memory_().counters()
-        shared.journal.watch(length, newest, *clock)
+        shared.journal.watch(length, *others, *clock)
         storage.is_reserved = False  # reserved rows can no longer be replaced
         if rows is not None and written is not None:
             moved = find_rows(storage, rows.layout, rows.shape, rows.dedup)

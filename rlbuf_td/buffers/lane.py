@@ -1,0 +1,81 @@
+"""A handle for one lane of a buffer ``[T, E]``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tensordict import TensorDictBase
+
+from rlbuf_td.storages import PackedStorage
+from rlbuf_td.storages.checks import whole
+from rlbuf_td.storages.lane_heads import LENGTH
+
+if TYPE_CHECKING:
+    from rlbuf_td.buffers.replay import ReplayBuffer
+
+
+class Lane:
+    """One lane of a buffer ``[T, E]``, for one actor in a thread or, after ``rb.share()``, in a process.
+
+    ``rb.lane(e)`` makes it. Lanes advance alone: an actor that is ahead waits for no other, and steps that actors
+    write at the same time do not end each other's trajectories. A process that is killed while it writes loses at most
+    that write.
+
+    Cost: that of ``rb.extend(..., lanes=e)``.
+
+    Example:
+        >>> import torch
+        >>> from rlbuf_td import PackedStorage, ReplayBuffer
+        >>> from tensordict import TensorDict
+        >>> rb = ReplayBuffer(storage=PackedStorage(20, ndim=2, lanes=2), batch_size=4)
+        >>> step = TensorDict({"x": torch.zeros(()), "next": {"done": torch.zeros(1, dtype=torch.bool)}})
+        >>> first, second = rb.lane(0), rb.lane(1)
+        >>> _ = first.add(step), first.add(step), second.add(step)
+        >>> len(first), len(second), len(rb)
+        (2, 1, 3)
+        >>> first.last(2).batch_size
+        torch.Size([2])
+    """
+
+    def __init__(self, buffer: ReplayBuffer, lane: int) -> None:
+        storage = buffer.storage
+        if not isinstance(storage, PackedStorage) or storage.ndim != 2:
+            raise ValueError("lanes are those of a PackedStorage(max_size, ndim=2)")
+        lanes = storage.lanes_wanted if storage.rows is None else storage.lanes[0]
+        if lanes is None:
+            reason = "the number of lanes is not known before the first write"
+            raise ValueError(f"{reason}: give it, PackedStorage(max_size, ndim=2, lanes=E)")
+        self.buffer, self.number = buffer, whole(0)("lane", lane)
+        if self.number >= lanes:
+            raise IndexError(f"lane {lane} is out of range: lanes are 0 to {lanes - 1}")
+
+    def add(self, data: Any) -> int:
+        """Write one transition, ``[]``; return its time step. Errors: those of :meth:`ReplayBuffer.extend`."""
+        return int(self.extend(data[None])[0, 0])
+
+    def extend(self, data: Any) -> torch.Tensor:
+        """Write ``[n]`` transitions in time order; return their index, ``[n, 2]``."""
+        return self.buffer.extend(data, lanes=self.number)
+
+    def __len__(self) -> int:
+        """Return the number of stored transitions of this lane."""
+        storage: Any = self.buffer.storage
+        return int(storage.heads.read(storage)[1][self.number]) if storage.numbers[LENGTH] else 0
+
+    def chronological(self) -> TensorDictBase:
+        """Return a copy of the lane's transitions, transformed and oldest first, ``[n]``. Errors: see :meth:`last`."""
+        return self.last(None)
+
+    def last(self, n: int | None) -> TensorDictBase:
+        """Return a copy of the newest ``n`` transitions of this lane, transformed and oldest first, ``[n]``.
+
+        Raises:
+            ValueError: ``n`` is below 1, or above the number of stored transitions.
+            RuntimeError: the lane is empty.
+            TypeError: rows were written out of time order.
+        """
+        return self.buffer._last_of_lane(self.number, n)
+
+    def __repr__(self) -> str:
+        return f"Lane({self.number}, rows={len(self)})"
