@@ -107,7 +107,8 @@ class EpisodeSampler(SamplerWrapper):
         RuntimeWarning: (at the first draw, on the CPU) rows of several trajectories alternate.
 
     Cost: O(rows of the batch). After a write, the first draw with ``by="episode"`` lists K episodes in O(K + N / 64).
-    With ``by="row"``, rows are drawn again until their episodes are complete; O(N) if hardly any are.
+    With ``by="row"``, rows are drawn again until their episodes are complete; O(N) if hardly any are. On other devices
+    than the CPU, draws wait for the device, and the first ``by="episode"`` after a write reads all rows.
     Source: Chen et al., Decision Transformer, 2021. TorchRL's ``SliceSampler`` draws slices of one fixed length.
 
     Example:
