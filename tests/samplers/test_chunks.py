@@ -135,6 +135,38 @@ def rows(steps: int, every: int = 4) -> TensorDict:
     return TensorDict({"x": x, "next": {"done": (x % every == every - 1)[..., None]}}, [2, steps])
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    writes=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=20), min_size=1, max_size=5),
+    length=st.integers(1, 4),
+    size=st.integers(1, 5),
+    seed=st.integers(0, 999),
+)
+def test_lanes_of_unlike_lengths_are_divided_each_for_itself(writes, length, size, seed):
+    torch.manual_seed(seed)
+    sampler, steps = SequenceSampler(MinibatchSampler(), length, stride=length), 13
+    rb = ReplayBuffer(storage=PackedStorage(3 * steps, ndim=2, lanes=3), sampler=sampler, batch_size=size * length)
+    stored: list[list[tuple[int, bool]]] = [[], [], []]
+    written = 0
+    for lanes in writes:
+        x, done = torch.arange(written, written + len(lanes)), torch.rand(len(lanes), 1) < 0.2
+        written += len(lanes)
+        rb.extend(TensorDict({"x": x, "next": {"done": done}}, [len(lanes)]), lanes=torch.tensor(lanes))
+        for lane, *row in zip(lanes, x.tolist(), done.flatten().tolist(), strict=True):
+            stored[lane] = [*stored[lane], tuple(row)][-steps:]
+        wanted = []
+        for lane_rows in stored:
+            chunk: list[int] = []
+            for place, (number, ends) in enumerate(lane_rows):
+                chunk.append(number)
+                if ends or len(chunk) == length or place + 1 == len(lane_rows):
+                    wanted.append(chunk)
+                    chunk = []
+        for _ in range(2):
+            windows = [each for batch in rb for each in batch.view(-1, length)]
+            assert sorted(each["x"][each["mask"]].tolist() for each in windows) == sorted(wanted)
+
+
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("drawn", [0, 1, 5, 7])
 def test_a_restored_buffer_goes_on_in_mid_epoch(how, drawn, tmp_path):
