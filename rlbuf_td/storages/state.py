@@ -212,13 +212,14 @@ def restore_counters(storage: PackedStorage, state: dict[str, Any]) -> None:
     """Restore the counters. If the saved capacity differs, priority updates skip batches sampled before the load."""
     storage.is_reserved = state.get("reserved", False)
     clock, rows = state.get("clock"), storage.all_rows()
+    last = state["last_cursor"] if state["_len"] else -1  # an emptied storage is written from the first row on
     if clock is not None and clock["capacity"] == rows.cells:
-        storage.clock.load_state_dict(clock, rows.steps, state["last_cursor"], rows.matrix.device)
+        storage.clock.load_state_dict(clock, rows.steps, last, rows.matrix.device)
     else:
-        storage.clock.forget(rows.steps, state["last_cursor"])
+        storage.clock.forget(rows.steps, last)
     storage.row_class = RowClass.of_state(state.get("row_class"))
     storage.numbers[LENGTH] = state["_len"]
-    storage.numbers[NEWEST] = state["last_cursor"]
+    storage.numbers[NEWEST] = last
     storage.numbers[APART] = storage.numbers[HOLES] = 0
     if state.get("lane_heads") is not None:
         storage.heads.write(storage, *state["lane_heads"].numpy())
