@@ -11,6 +11,8 @@ The numbers are as follows; those that do not apply to a buffer are omitted:
 - ``top_mass``: the total probability of the 1 % most probable rows; 0.01 if all rows are equally probable.
 - ``priority_p10``, ``priority_p50``, ``priority_p90``, ``priority_max``: quantiles of the absolute TD errors.
 - ``refused_priorities``: the number of NaN or infinite TD errors that a prioritized sampler on CUDA has ignored.
+- ``too_old``: the number of stored rows that are older than the ``max_age`` of the sampler; for an
+  :class:`~rlbuf_td.ExperienceQueue`, the number of rows that were discarded because they were too old.
 - ``stretch_mean``: the mean number of rows of one trajectory that are stored one after another, with a sampler of
   n-step returns, sequences or hindsight goals. If rows of several trajectories alternate, this number is near 1.
 - ``replays_mean``, ``replays_max``: how often a stored row has been drawn, with ``count_replays=True``.
@@ -103,10 +105,13 @@ def health(
             report["weight_max_over_median"] = float(weight.max() / weight.median())
     if rows:
         probability = probabilities(storage, sampler)
-        if probability is not None:
+        if probability is not None and probability.sum() > 0:
             top = probability.topk(ceil(rows / 100)).values
             report["top_mass"] = float(top.sum() / probability.sum())
         report |= _quantiles("priority", priorities(storage, sampler))
+    limit, discarded = (getattr(unwrapped(sampler), name, None) for name in ("age_limit", "discarded"))
+    if limit is not None:
+        report["too_old"] = float(rows - limit.count(storage) if discarded is None else discarded.total())
     if isinstance(inner := unwrapped(sampler), Prioritized):
         report["refused_priorities"] = float(inner.law.table.refused)
     if rows and replays is not None:
@@ -165,12 +170,12 @@ def probabilities(storage: Storage, sampler: Sampler) -> torch.Tensor | None:
     """Return the probability of each stored row, ``[N]`` float64; ``None`` for samplers of unknown classes."""
     sampler, rows = unwrapped(sampler), row_count(storage)
     index = written_rows(storage)
-    if isinstance(sampler, Prioritized | RecencySampler):
+    if isinstance(sampler, Prioritized | RecencySampler | UniformSampler):
         return sampler.probability(index, storage=storage)
     if type(sampler) is PrioritizedSampler:
         weight = torch.as_tensor(sampler._sum_tree[index.cpu()], device="cpu").double()
         return weight / weight.sum()
-    if isinstance(sampler, UniformSampler | RandomSampler | SamplerWithoutReplacement):
+    if isinstance(sampler, RandomSampler | SamplerWithoutReplacement):
         return torch.full((rows,), 1 / rows, dtype=torch.float64, device="cpu")
     return None
 

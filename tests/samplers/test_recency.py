@@ -87,7 +87,9 @@ def test_settings_change_by_schedulers_and_are_saved(tmp_path: Path):
     assert set(rb.sample()["time"].tolist()) == {31, 32}
     rb.dumps(tmp_path)
     other.loads(tmp_path)
-    assert repr(other.sampler) == repr(rb.sampler) == "RecencySampler(half_life=1.0, window=2, age_key=None)"
+    assert (
+        repr(other.sampler) == repr(rb.sampler) == "RecencySampler(half_life=1.0, window=2, max_age=None, age_key=None)"
+    )
     assert torch.equal(other.sample()["time"], rb.sample()["time"])
     other.load_state_dict(rb.state_dict())
     assert rb.health()["top_mass"] == pytest.approx(2 / 3)

@@ -44,7 +44,7 @@ from rlbuf_td.kernels.recency.cpu import recent_rows
 from rlbuf_td.kernels.recency.fresh_cpu import take
 from rlbuf_td.kernels.rows.cpu import skip_newer, skip_ring
 from rlbuf_td.kernels.strata import NORMS
-from rlbuf_td.kernels.sum_tree.cpu import draw, fill, update, weigh_beside
+from rlbuf_td.kernels.sum_tree.cpu import draw, draw_within, fill, update, weigh_beside
 from rlbuf_td.kernels.sum_tree.tree import REFUSED
 from rlbuf_td.kernels.threads import LARGE, ParallelLoop
 from rlbuf_td.kernels.threads_cpu import run_loop, take_part
@@ -224,6 +224,33 @@ def sample_proportional(address, targets, step, written, beta, mode, now):
             importance /= importance.max()
     _gather_drawn(batch, targets, index, now)
     return True
+
+
+@kernel
+def sample_proportional_within(address, targets, step, written, beta, mode, now, ranges):
+    """As :func:`sample_proportional`, from the rows in ``ranges`` alone; this array is ``[R, 3]``."""
+    batch = batch_at(address)
+    index, importance, mass, _ = _drawn(batch, targets)
+    tree = carray(pointer(batch.table), TREE, np.int64)
+    drawn = draw_within(tree, mass, step, beta, mode, index, importance, ranges)
+    if not drawn or not _are_written(index, written):
+        return False
+    _gather_drawn(batch, targets, index, now)
+    return True
+
+
+@kernel
+def gather_within_ranges(address, targets, ranges):
+    """Gather rows; the numbers at ``BATCH.flat`` count the rows in ``ranges``, and are replaced by flat indices."""
+    batch = batch_at(address)
+    flat = carray(pointer(batch.flat), batch.count, np.int64)
+    for i in range(batch.count):
+        low, high = 0, ranges.shape[0] - 1
+        while low < high:
+            middle = (low + high) >> 1
+            low, high = (low, middle) if ranges[middle, 2] > flat[i] else (middle + 1, high)
+        flat[i] += ranges[low, 0] - (ranges[low - 1, 2] if low else 0)
+    gather_flat(address, targets)
 
 
 @kernel

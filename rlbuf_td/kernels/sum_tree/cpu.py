@@ -230,6 +230,90 @@ def draw(tree, uniform, step, rows, beta, mode, index, importance, loops):
 
 
 @kernel
+def _divide(tree, ranges, parts, past, level):
+    """Divide ranges of rows into nodes of the tree, the largest that fit; return how many there are, and two numbers.
+
+    Writes the node's number in its level, the sum of the weights up to its end, and its level (-1: a row). Nodes
+    without weight are left out. Also returns the smallest positive weight in all ranges; infinite if there is none.
+    """
+    starts, _, weight, sums, _, minima = _arrays(tree)
+    count, total, smallest = 0, 0.0, np.inf
+    for k in range(ranges.shape[0]):
+        first, last, here = uint64(ranges[k, 0]), uint64(ranges[k, 1]), -1
+        while first < last:
+            while first < last and (first & _SEVEN or last & _SEVEN):
+                if not first & _SEVEN:
+                    last -= _ONE
+                node = first if first & _SEVEN else last
+                at = node if here < 0 else starts[here] + node
+                own = weight[at] if here < 0 else sums[at]
+                if own > 0.0:
+                    total += own
+                    smallest = min(smallest, own if here < 0 else minima[at])
+                    parts[count], past[count], level[count] = node, total, here
+                    count += 1
+                if first & _SEVEN:
+                    first += _ONE
+            first, last, here = first >> _SHIFT, last >> _SHIFT, here + 1
+    return count, smallest
+
+
+@inlined
+def _room(tree, ranges):
+    """Return arrays for the results of :func:`_divide`: a range has at most 14 nodes of each level."""
+    size = ranges.shape[0] * 14 * (tree[0] + 1)
+    return np.empty(size, np.uint64), np.empty(size, np.float64), np.empty(size, np.int64)
+
+
+@kernel
+def measure_within(tree, ranges):
+    """Return the sum of the weights in ``ranges``, and the smallest positive one; infinite if there is none."""
+    parts, past, level = _room(tree, ranges)
+    count, smallest = _divide(tree, ranges, parts, past, level)
+    return past[count - 1] if count else 0.0, smallest
+
+
+@kernel
+def draw_within(tree, uniform, step, beta, mode, index, importance, ranges):
+    """Draw rows as :func:`draw` does, from the rows in ``ranges`` alone: see :meth:`AgeLimit.ranges`."""
+    starts, _, weight, _, before, _ = _arrays(tree)
+    parts, past, level = _room(tree, ranges)
+    count, smallest = _divide(tree, ranges, parts, past, level)
+    if not count:
+        return False
+    batch, total, node, mass = uniform.shape[0], past[count - 1], index.view(np.uint64), uniform
+    chosen = np.empty(batch, np.int64)
+    masses_from(first_segment(uniform), batch, uniform, total, step, mass)
+    for j in range(batch):
+        low, high = 0, count - 1  # the first part that ends after the mass; rounding may lead past the last one
+        while low < high:
+            middle = (low + high) >> 1
+            low, high = (low, middle) if past[middle] > mass[j] else (middle + 1, high)
+        mass[j] -= past[low - 1] if low else 0.0
+        chosen[j], node[j] = low, parts[low] if level[low] >= 0 else uint64(0)
+    for k in range(starts.shape[0] - 2, -1, -1):
+        for j in range(batch):
+            if level[chosen[j]] > k:
+                first, member = starts[k] + (node[j] << _SHIFT), uint64(0)
+                for i in range(1, BLOCK):
+                    member += uint64(mass[j] >= before[first + uint64(i)])
+                mass[j] -= before[first + member]
+                node[j] = (node[j] << _SHIFT) | member
+    _draw_in_blocks(weight, mass, node)
+    for j in range(batch):
+        if level[chosen[j]] < 0:
+            node[j] = parts[chosen[j]]
+    if mode == 1:
+        smallest = np.inf
+        for j in range(batch):
+            smallest = min(smallest, weight[node[j]])
+    elif mode == 2:
+        smallest = total / ranges[ranges.shape[0] - 1, 2]
+    _importance(weight, node, smallest, beta, importance)
+    return True
+
+
+@kernel
 def _find(tree, segment, batch, uniform, total, step, node):
     """Write the drawn rows to ``node``; ``uniform`` is overwritten."""
     starts, _, weight, _, before, _ = _arrays(tree)

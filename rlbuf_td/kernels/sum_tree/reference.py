@@ -58,10 +58,16 @@ def rebuild(tree: SumTree) -> None:
 
 
 def draw(
-    tree: SumTree, uniform: Tensor, stratified: bool, rows: Number, beta: Number, norm: str | None
+    tree: SumTree,
+    uniform: Tensor,
+    stratified: bool,
+    rows: Number,
+    beta: Number,
+    norm: str | None,
+    young: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Implement :func:`rlbuf_td.kernels.sum_tree.draw`."""
-    weight = tree.weight
+    """Implement :func:`rlbuf_td.kernels.sum_tree.draw`; only rows in the mask ``young`` may be drawn."""
+    weight = tree.weight if young is None else torch.where(young, tree.weight, 0.0)
     sums = weight.cumsum(0)
     total = sums[-1]
     mass = torch.minimum(masses(uniform, total, stratified), torch.nextafter(total, torch.zeros_like(total)))
@@ -70,5 +76,6 @@ def draw(
     # row with the largest weight instead.
     index = torch.where(weight[index] > 0, index, weight.argmax())
     chosen = weight[index]
-    smallest = tree.smallest if norm == "buffer" else chosen.amin() if norm == "batch" else total / rows
+    least = tree.smallest if young is None else torch.where(weight > 0, weight, torch.inf).amin()
+    smallest = least if norm == "buffer" else chosen.amin() if norm == "batch" else total / rows
     return index, (chosen / smallest).pow(-beta).to(torch.float32)
