@@ -280,7 +280,8 @@ class GymnasiumRecorder:
         """Return the state that a recorder needs to go on in mid-episode, as tensors and plain values.
 
         It holds the current observation, the trajectory numbers, and the :attr:`pending` transitions. The rows are in
-        the buffer, and the environment saves its own state. Save all three at the same moment::
+        the buffer, and the environment saves its own state. Save all three at the same moment, and not between a load
+        of the buffer and :meth:`load_state_dict`::
 
             rb.dumps("run/buffer")
             torch.save({"recorder": recorder.state_dict(), "env": state_of_env}, "run/agent.pt")
