@@ -66,9 +66,14 @@ class BoundWrite:
         fields |= self._rows_and_listeners()
         self.ring = np.array([tuple(fields.get(name, 0) for name in RING.names or ())], RING)
         self.written_at, self.heads = fields["written_at"], fields["heads"]
-        loop, self.lanes_loop = (kernels.write_ring, lanes_cpu.write_lanes) if self.entry is None else self.entry.loops
+        loop, self.lanes_loop = kernels.write_ring, lanes_cpu.write_lanes
+        self.shared = self.storage.shared_rows
+        if self.entry is not None and self.shared is None:
+            loop, self.lanes_loop = self.entry.loops.write, self.entry.loops.append
         self.lock = Lock() if self.entry is None else self.entry.lock
         self.address, self.kernel = self.ring.ctypes.data, machine_code(loop, 0, 0, True, 0)
+        if self.shared is not None:
+            self._bind_shared()
         self.append_rows: Any = None  # the machine code of `lanes_loop`, from the first write to single lanes on
         self.cells = torch.empty(0, dtype=torch.int64, device="cpu")  # scratch of this machine code
         if isinstance(self.rows, DedupRows):
@@ -101,6 +106,8 @@ class BoundWrite:
         if self.boundaries is not None:
             _, _, numbers, seen, _ = self.boundaries
             found |= {"boundaries": numbers.ctypes.data, "seen": addressof(seen)}
+        if self.storage.shared_rows is not None:
+            found |= self.storage.shared_rows.journal.addresses
         return found
 
     def holds(self) -> bool:
@@ -109,8 +116,9 @@ class BoundWrite:
             self.buffer.bound_write is self  # under the lock: another thread may have replaced a part
             and self.storage.rows is self.rows
             and self.rows.flat.data_ptr() == self.place
-            and self.storage.shared_rows is None  # sharing replaces the storage's counters
-            and (not self.rows.is_mapped or self.storage.process == getpid())  # a fork must not write the file
+            and self.storage.shared_rows is self.shared  # sharing replaces the storage's counters
+            # A fork must not write the file of rows that are not shared.
+            and (not self.rows.is_mapped or self.shared is not None or self.storage.process == getpid())
             and len(self.listeners) == self.listening
             and self.buffer.priority_key == self.priority_key
             and not self.writer.counts_generations
@@ -178,8 +186,52 @@ class BoundWrite:
             tells = self._append_and_tell if self.others or self.notes_writes["extend"] else self._append
             return index if tells(lane_ids, index) else None
 
+    def _bind_shared(self) -> None:
+        from rlbuf_td.kernels.batch import journal_cpu
+
+        self.write_rows, self.kernel = self.kernel, self._write_shared
+        self.save_ring = machine_code(journal_cpu.save_ring, 0, 0)
+        self.save_lanes = machine_code(journal_cpu.save_lanes, 0, 0, 0)
+        if self.entry is not None:
+            self.enter = machine_code(self.entry.loops.enter, 0, 0, 0)
+            self.enter_lanes = machine_code(self.entry.loops.enter_lanes, 0, 0, 0)
+
+    @held_back
+    def _write_shared(self, address: int, count: int, lanes_first: bool, index: int) -> int:
+        """Write rows in steps between which a process may be killed: the next process undoes or completes the write."""
+        if not self.save_ring(address, count):
+            return -1
+        self.shared.journal.saved()
+        cursor = self.write_rows(address, count, lanes_first, index)
+        self.shared.journal.written()
+        self.enter_rows(cursor, count)
+        return cursor
+
+    def enter_rows(self, cursor: int, count: int) -> None:
+        """Set the priorities of the rows that :meth:`_write_shared` has written."""
+        if self.entry is not None:
+            self.enter(self.address, cursor, count)
+
+    @held_back
+    def _append_shared(self, lane_ids: Tensor, index: Tensor) -> bool:
+        if not self.save_lanes(self.address, len(index), lane_ids.data_ptr()):
+            return False
+        self.shared.journal.saved()
+        self.append_rows(self.address, len(index), lane_ids.data_ptr(), self.cells.data_ptr(), index.data_ptr())
+        self.shared.journal.written()
+        self.enter_rows_of_lanes(len(index))
+        return True
+
+    def enter_rows_of_lanes(self, count: int) -> None:
+        """Set the priorities of the rows that :meth:`_append_shared` has written."""
+        if self.entry is not None:
+            self.enter_lanes(self.address, count, self.cells.data_ptr())
+
     def _append(self, lane_ids: Tensor, index: Tensor) -> bool:
         self.append_rows = self.append_rows or machine_code(self.lanes_loop, 0, 0, 0, 0, 0)
+        if self.shared is not None:
+            with self.lock:
+                return self._append_shared(lane_ids, index)
         given = self.address, len(index), lane_ids.data_ptr(), self.cells.data_ptr(), index.data_ptr()
         with self.lock:
             return self.append_rows(*given)
@@ -281,9 +333,9 @@ def bind_write(buffer: ReplayBuffer, parts: Parts) -> BoundWrite | str:
         return reason or f"{type(parts.writer if counters[0] is None else storage).__name__} has no compiled write"
     if parts.writer.counts_generations:
         return "the writer counts generations"
-    if storage.shared_rows is not None:
-        return "the rows are shared between processes"
     rows = storage.rows
+    if rows.dedup is not None and storage.shared_rows is not None:
+        return "deduplicated rows are shared between processes"
     if rows.dedup is not None and rows.is_mapped:
         return "deduplicated rows are in a file, whose space is reserved before each write"
     if parts.prioritized is not None and rows.view().get(buffer.priority_key, None) is not None:

@@ -8,7 +8,7 @@ from ctypes import addressof
 from operator import attrgetter
 from struct import Struct
 from threading import Lock
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -293,17 +293,26 @@ class PrioritizedDraw(BoundDraw):
         return ()  # further arguments of ``updates``
 
 
+class EntryLoops(NamedTuple):
+    """The compiled functions that write rows with their priorities, and that only set the priorities of new rows."""
+
+    write: Any  # whole time steps
+    append: Any  # single lanes
+    enter: Any  # the priorities of whole time steps
+    enter_lanes: Any  # the priorities of rows of single lanes
+
+
 class BoundEntry:
     """How a compiled write sets the priorities of new rows.
 
     Args:
         sampler: the sampler, whose law computes weights for the current alpha.
-        loops: the compiled functions that write rows and their priorities: whole time steps, and single lanes.
+        loops: the compiled functions of this sampler.
         lock: held during the call.
         **fields: further fields of a :data:`rlbuf_td.kernels.batch.RING` record.
     """
 
-    def __init__(self, sampler: Prioritized, loops: tuple[Any, Any], lock: Any, **fields: int) -> None:
+    def __init__(self, sampler: Prioritized, loops: EntryLoops, lock: Any, **fields: int) -> None:
         self.sampler, self.loops, self.lock, law = sampler, loops, lock, sampler.law
         self.table, self.settings, self.eps = law.table, sampler.settings.values, getattr(law, "eps", 0.0)
         self.magnitude = law.table.magnitude.data_ptr()

@@ -21,7 +21,7 @@ from rlbuf_td.samplers.age import NO_RANGES, AgeLimit, of_limit, set_consumer_ve
 from rlbuf_td.samplers.bound import BoundDraw
 from rlbuf_td.samplers.common import NO_PRIORITY
 from rlbuf_td.samplers.priorities import ALPHA, BETA, WEIGHED, Law
-from rlbuf_td.samplers.prioritized import BoundEntry, Prioritized, PrioritizedDraw, Reduction, WeightNorm
+from rlbuf_td.samplers.prioritized import BoundEntry, EntryLoops, Prioritized, PrioritizedDraw, Reduction, WeightNorm
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import exponent
 from rlbuf_td.storages.shared.memory import SharedNumbers
@@ -232,7 +232,9 @@ class ProportionalSampler(Prioritized):
         from rlbuf_td.kernels.batch import cpu, lanes_cpu
 
         alpha = addressof(self.settings.values) + 8 * ALPHA
-        return BoundEntry(self, (cpu.write_ring_proportional, lanes_cpu.write_lanes_proportional), Lock(), alpha=alpha)
+        loops = cpu.write_ring_proportional, lanes_cpu.write_lanes_proportional
+        entries = cpu.enter_ring_proportional, lanes_cpu.enter_lanes_proportional
+        return BoundEntry(self, EntryLoops(*loops, *entries), Lock(), alpha=alpha)
 
     def snapshot(self) -> dict[str, Any]:
         """See :class:`~rlbuf_td.samplers.common.StatefulSampler`."""

@@ -15,7 +15,7 @@ from rlbuf_td.kernels.dispatch import compiled_form_of, machine_code
 from rlbuf_td.kernels.inference_mode import outside_inference_mode
 from rlbuf_td.samplers.bound import BoundDraw
 from rlbuf_td.samplers.priorities import ALPHA, BETA, Law
-from rlbuf_td.samplers.prioritized import BoundEntry, Prioritized, PrioritizedDraw, Reduction, WeightNorm
+from rlbuf_td.samplers.prioritized import BoundEntry, EntryLoops, Prioritized, PrioritizedDraw, Reduction, WeightNorm
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import whole
 from rlbuf_td.storages.shared.memory import SharedNumbers
@@ -141,8 +141,8 @@ class RankSampler(Prioritized):
         """See :class:`~rlbuf_td.samplers.prioritized.Prioritized`."""
         from rlbuf_td.kernels.batch import cpu, lanes_cpu
 
-        loops = cpu.write_ring_rank, lanes_cpu.write_lanes_rank
-        return BoundEntry(self, loops, cast(rank_order.ChunkedOrder, self.law.table).lock)
+        loops = cpu.write_ring_rank, lanes_cpu.write_lanes_rank, cpu.enter_ring_rank, lanes_cpu.enter_lanes_rank
+        return BoundEntry(self, EntryLoops(*loops), cast(rank_order.ChunkedOrder, self.law.table).lock)
 
     order = property(attrgetter("law.table"), doc="The rows in the order of their magnitudes.")
 

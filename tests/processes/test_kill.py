@@ -17,6 +17,7 @@ from tensordict import TensorDict
 from torchrl.data.replay_buffers import TensorDictRoundRobinWriter
 
 from rlbuf_td import NStepSampler, PackedStorage, ProportionalSampler, ReplayBuffer, ReservoirWriter, RingWriter
+from rlbuf_td.buffers.bound_write import BoundWrite, bind_write
 from rlbuf_td.storages.lane_heads import LaneHeads
 from rlbuf_td.storages.rows import PlainRows
 from rlbuf_td.storages.shared.rows import Journal
@@ -48,12 +49,17 @@ def half_then_die(rows_: PlainRows, start: int, count: int, leaves: list[torch.T
 
 
 def killed(work: Callable[[], object], *where: Any) -> None:
-    """Do ``work`` in a child, which must die of it; ``where``: what is to be patched there to kill it."""
+    """Do ``work`` in a child, which must die of it; ``where``: what is to be patched there to kill it.
+
+    The child writes with torch, unless a step of compiled writes is to be patched.
+    """
 
     def child() -> None:
         torch.set_num_threads(1)
         if where:
             owner, name, *deadly = where
+            if (owner, name) not in COMPILED_STEPS:
+                BoundWrite.holds = lambda self: False  # type: ignore[method-assign]
             setattr(owner, name, *(deadly or [die]))
         work()
 
@@ -89,6 +95,7 @@ def make(sampler: str = "proportional", lanes: int = 0, written: int = 30, write
         rb.extend(rows(first, 5, lanes))
     trajectories.boundaries()
     rb.share()
+    rb.bound_write = bind_write(rb, rb.parts)
     return rb
 
 
@@ -109,7 +116,16 @@ def check(rb: ReplayBuffer, expected: TensorDict, write_count: int) -> None:
     assert rb.last(3)["x"].reshape(3, -1)[:, 0].tolist() == [5000, 5001, 5002]
 
 
+#: The methods of the journal that compiled writes call: before a row is written, and after all counters are.
+COMPILED_STEPS = (
+    (Journal, "saved"),
+    (Journal, "written"),
+    (BoundWrite, "enter_rows"),
+    (BoundWrite, "enter_rows_of_lanes"),
+)
 BEFORE_IT_IS_WRITTEN = {
+    "compiled: the rows are saved": (Journal, "saved"),
+    "compiled: the counters have moved": (Journal, "written"),
     "half the rows are written": (PlainRows, "copy_", half_then_die),
     "the rows are written": (PackedStorage, "count_written", die),
     "the cursor has moved": (RingWriter, "_bump_generation", die),
@@ -126,12 +142,13 @@ def test_a_write_that_was_not_finished_was_not_made(point, written, lanes):
     check(rb, rows(written - kept, kept, lanes), written)
 
 
+@pytest.mark.parametrize("point", [(ReplayBuffer, "mark_range"), (BoundWrite, "enter_rows")])
 @pytest.mark.parametrize("sampler", SAMPLERS)
-def test_a_write_with_complete_rows_and_counters_is_finished_by_others(sampler):
+def test_a_write_with_complete_rows_and_counters_is_finished_by_others(sampler, point):
     rb = make(sampler)
     if sampler != "uniform":
         rb.update_priority(torch.arange(CAPACITY), torch.arange(CAPACITY) + 1.0)
-    killed(lambda: rb.extend(rows(30, 6)), ReplayBuffer, "mark_range")
+    killed(lambda: rb.extend(rows(30, 6)), *point)
     rb.sample()
     if sampler != "uniform":
         expected = torch.arange(CAPACITY) + 1.0
@@ -141,6 +158,9 @@ def test_a_write_with_complete_rows_and_counters_is_finished_by_others(sampler):
 
 
 LANE_POINTS = {
+    "compiled: the rows are saved": (Journal, "saved"),
+    "compiled: the counters have moved": (Journal, "written"),
+    "compiled: the write is complete": (BoundWrite, "enter_rows_of_lanes"),
     "the rows are saved": (PlainRows, "replace_cells_", die),
     "the rows are written": (LaneHeads, "write", die),
     "the heads have moved": (RingWriter, "announce_rows", die),
@@ -148,8 +168,10 @@ LANE_POINTS = {
 }
 
 
-@pytest.mark.parametrize("apart", [False, True])
-@pytest.mark.parametrize("point", LANE_POINTS)
+@pytest.mark.parametrize(
+    ("point", "apart"),
+    [(point, apart) for point in LANE_POINTS for apart in (False, True) if apart or not point.startswith("compiled")],
+)
 def test_a_write_to_a_lane_that_is_killed_leaves_the_other_lanes_as_they_were(point, apart):
     rb = make(lanes=3, written=10)
     lanes: list[list[int]] = [[lane * 1000 + k for k in range(2, 10)] for lane in range(3)]
@@ -158,7 +180,7 @@ def test_a_write_to_a_lane_that_is_killed_leaves_the_other_lanes_as_they_were(po
         lanes[1] = [*lanes[1][3:], 10, 11, 12]
     killed(lambda: rb.extend(rows(900, 6), lanes=[0, 1, 0, 1, 1, 1]), *LANE_POINTS[point])
     rb.sample()
-    if point == "the write is complete":
+    if point.endswith("the write is complete"):
         lanes[0], lanes[1] = [*lanes[0][2:], 900, 902], [*lanes[1][4:], 901, 903, 904, 905]
     for lane, expected in enumerate(lanes):
         stored = rb.lane(lane).chronological()
@@ -237,6 +259,7 @@ def test_priorities_that_were_half_changed_are_made_anew(what, sampler, monkeypa
         die_in = spoil if sampler == "proportional" else lose
         for name in (f"{kind}.update", f"{kind}.fill", f"batch.cpu.update_{sampler}"):
             monkeypatch.setattr(f"rlbuf_td.kernels.{name}", Deadly(die_in))
+        monkeypatch.setattr(BoundWrite, "enter_rows", lambda *_: die_in())
         rb.update_tensordict_priority(batch) if what == "an update" else rb.extend(rows(30, 6))
 
     def spoil() -> None:
@@ -363,10 +386,13 @@ def test_a_process_killed_in_a_repair_leaves_it_to_the_next():
     check(rb, rows(36 - CAPACITY, CAPACITY), 36)
 
 
-def test_an_error_in_the_middle_of_a_write_undoes_it(monkeypatch):
+@pytest.mark.parametrize("where", [(PackedStorage, "count_written"), (Journal, "saved"), (Journal, "written")])
+def test_an_error_in_the_middle_of_a_write_undoes_it(where, monkeypatch):
     rb = make()
+    if where not in COMPILED_STEPS:
+        rb.bound_write = None
     with monkeypatch.context() as patched:
-        patched.setattr(PackedStorage, "count_written", lambda *_: 1 / 0)
+        patched.setattr(*where, lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             rb.extend(rows(900, 6))
     check(rb, rows(6, CAPACITY), 30)

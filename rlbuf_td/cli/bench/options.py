@@ -93,6 +93,9 @@ OPTIONS: dict[str, Callable[[int, int], Any]] = {
     "share_next": partial(made, storage=partial(PackedStorage, share_next=True)),
     "scratch_dir": partial(made, storage=in_file),
     "share()": lambda rows, batch: made(rows, batch).share(),
+    "share(), share_next": lambda rows, batch: made(
+        rows, batch, storage=partial(PackedStorage, share_next=True)
+    ).share(),
     "stats": lambda rows, batch: made(rows, batch, stats=EpisodeStats()),
     "count_replays": partial(made, count_replays=True),
     "stats, count_replays": lambda rows, batch: made(rows, batch, stats=EpisodeStats(), count_replays=True),

@@ -386,7 +386,7 @@ def write_ring(address, count, lanes_first, index):
     start = (cursor + count - kept) % ring.steps
     head = min(kept, ring.steps - start)
     last = (start + kept - 1) % ring.steps
-    if not _is_usual(ring, cursor, start, kept, revision):
+    if not is_usual(ring, cursor, start, kept, revision):
         return -1
     lanes = max(ring.lanes, 1)
     numbers = kept, address, start, count, np.int64(lanes_first), _ZERO, _ZERO
@@ -420,16 +420,33 @@ def write_ring(address, count, lanes_first, index):
 
 
 @kernel
+def enter_ring_proportional(address, cursor, count):
+    """Set the priorities of the rows that :func:`write_ring` wrote from the old ``cursor`` on, in a sum tree."""
+    ring = carray(pointer(address), 1, RING)[0]
+    tree, alpha = carray(pointer(ring.priorities), TREE, np.int64), load(ring.weighed_alpha, np.float64)
+    start, head, rest = _runs(ring, cursor, count)
+    fill(tree, start, head, entry_of(ring), alpha, ring.eps)
+    if rest:
+        fill(tree, _ZERO, rest, entry_of(ring), alpha, ring.eps)
+
+
+@kernel
+def enter_ring_rank(address, cursor, count):
+    """Set the priorities of the rows that :func:`write_ring` wrote from the old ``cursor`` on, in the order."""
+    ring = carray(pointer(address), 1, RING)[0]
+    order = carray(pointer(ring.priorities), ORDER, np.int64)
+    bits = np.int64(np.float32(min(entry_of(ring), LARGEST)).view(np.int32))
+    start, head, rest = _runs(ring, cursor, count)
+    fill_order(order, np.arange(start, start + head), bits)
+    if rest:
+        fill_order(order, np.arange(_ZERO, rest), bits)
+
+
+@kernel
 def write_ring_proportional(address, count, lanes_first, index):
-    """Call :func:`write_ring`, and set the priorities of the new rows in a sum tree."""
     cursor = write_ring(address, count, lanes_first, index)
     if cursor >= 0:
-        ring = carray(pointer(address), 1, RING)[0]
-        tree, alpha = carray(pointer(ring.priorities), TREE, np.int64), load(ring.weighed_alpha, np.float64)
-        start, head, rest = _runs(ring, cursor, count)
-        fill(tree, start, head, entry_of(ring), alpha, ring.eps)
-        if rest:
-            fill(tree, _ZERO, rest, entry_of(ring), alpha, ring.eps)
+        enter_ring_proportional(address, cursor, count)
     return cursor
 
 
@@ -437,13 +454,7 @@ def write_ring_proportional(address, count, lanes_first, index):
 def write_ring_rank(address, count, lanes_first, index):
     cursor = write_ring(address, count, lanes_first, index)
     if cursor >= 0:
-        ring = carray(pointer(address), 1, RING)[0]
-        order = carray(pointer(ring.priorities), ORDER, np.int64)
-        bits = np.int64(np.float32(min(entry_of(ring), LARGEST)).view(np.int32))
-        start, head, rest = _runs(ring, cursor, count)
-        fill_order(order, np.arange(start, start + head), bits)
-        if rest:
-            fill_order(order, np.arange(_ZERO, rest), bits)
+        enter_ring_rank(address, cursor, count)
     return cursor
 
 
@@ -462,7 +473,7 @@ def entry_of(ring):
 
 
 @kernel
-def _is_usual(ring, cursor, start, kept, revision):
+def is_usual(ring, cursor, start, kept, revision):
     """Whether :func:`write_ring` supports this write."""
     steps, last, lanes = ring.steps, load(ring.clock_last, np.int64), max(ring.lanes, 1)
     in_order = start == last + 1 or (start == 0 and last == steps - 1) or kept == steps

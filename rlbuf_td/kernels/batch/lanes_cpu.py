@@ -29,7 +29,7 @@ def write_lanes(address, count, lane_ids, cells, index):
     ring = carray(pointer(address), 1, RING)[0]
     lane, heads = carray(pointer(lane_ids), count, np.int64), carray(pointer(ring.heads), (2, ring.lanes), np.int64)
     revision, longest = load(ring.revision, np.int64), load(ring.length, np.int64) // ring.lanes
-    if not has_usual_parts(ring) or not _takes(ring, lane) or not _find_heads(ring, heads, longest):
+    if not has_usual_parts(ring) or not takes(ring, lane) or not find_heads(ring, heads, longest):
         return False
     _clear_holes(ring, heads, lane, longest)
     flat, now = carray(pointer(cells), count, np.int64), load(ring.clock, np.int64) + count
@@ -45,30 +45,40 @@ def write_lanes(address, count, lane_ids, cells, index):
 
 
 @kernel
+def enter_lanes_proportional(address, count, cells):
+    """Set the priorities of the rows at address ``cells``, new ones, in a sum tree."""
+    ring = carray(pointer(address), 1, RING)[0]
+    tree, alpha = carray(pointer(ring.priorities), TREE, np.int64), load(ring.weighed_alpha, np.float64)
+    flat, rows = carray(pointer(cells), count, np.int64), ring.steps * ring.lanes
+    update(tree, flat, np.full(count, entry_of(ring)), rows, alpha, ring.eps)
+
+
+@kernel
+def enter_lanes_rank(address, count, cells):
+    """Set the priorities of the rows at address ``cells``, new ones, in the order of magnitudes."""
+    ring = carray(pointer(address), 1, RING)[0]
+    order, flat = carray(pointer(ring.priorities), ORDER, np.int64), carray(pointer(cells), count, np.int64)
+    update_order(order, flat, np.full(count, entry_of(ring)), ring.steps * ring.lanes)
+
+
+@kernel
 def write_lanes_proportional(address, count, lane_ids, cells, index):
-    """Call :func:`write_lanes`, and set the priorities of the new rows in a sum tree."""
     written = write_lanes(address, count, lane_ids, cells, index)
     if written:
-        ring = carray(pointer(address), 1, RING)[0]
-        tree, alpha = carray(pointer(ring.priorities), TREE, np.int64), load(ring.weighed_alpha, np.float64)
-        flat, rows = carray(pointer(cells), count, np.int64), ring.steps * ring.lanes
-        update(tree, flat, np.full(count, entry_of(ring)), rows, alpha, ring.eps)
+        enter_lanes_proportional(address, count, cells)
     return written
 
 
 @kernel
 def write_lanes_rank(address, count, lane_ids, cells, index):
-    """Call :func:`write_lanes`, and set the priorities of the new rows in the order of magnitudes."""
     written = write_lanes(address, count, lane_ids, cells, index)
     if written:
-        ring = carray(pointer(address), 1, RING)[0]
-        order, flat = carray(pointer(ring.priorities), ORDER, np.int64), carray(pointer(cells), count, np.int64)
-        update_order(order, flat, np.full(count, entry_of(ring)), ring.steps * ring.lanes)
+        enter_lanes_rank(address, count, cells)
     return written
 
 
 @inlined
-def _takes(ring, lane):
+def takes(ring, lane):
     """Whether all lanes are in range, and none gets more rows than it has time steps."""
     more = np.zeros(ring.lanes, np.int64)
     for i in range(len(lane)):
@@ -79,7 +89,7 @@ def _takes(ring, lane):
 
 
 @inlined
-def _find_heads(ring, heads, longest):
+def find_heads(ring, heads, longest):
     """Set the heads of lanes that stand together; return False if their newest step or write times are unknown."""
     if not load(ring.clock_by_row, np.int64) or load(ring.clock_disorder, np.int64):
         return False

@@ -6,13 +6,15 @@ _NUMBERS = "row_bytes", "steps", "lanes", "leaves"
 _ADDRESSES = (
     *("rows", "extents", "sources"),
     *("cursor", "write_count", "length", "revision", "last_cursor", "clock", "clock_last", "clock_by_row"),
-    *("clock_disorder", "written_at", "apart", "holes", "heads"),
+    *("clock_disorder", "written_at", "apart", "holes", "heads", "journal", "aside", "aside_cells"),
     *("priorities", "alpha", "weighed_alpha", "largest", "boundaries", "seen", "loops"),
 )
 #: For writes: the shape of the rows (``lanes`` is 0 for ``[T]``), and addresses (0 for none). ``priorities`` points to
 #: ``SumTree.addresses`` or ``ChunkedOrder.addresses``, ``boundaries`` to ``BitBoundaries.numbers``, ``alpha`` to the
 #: exponent of a sum tree, and ``weighed_alpha`` to the exponent of the stored weights. ``written_at`` points to the
 #: write time of each row, and ``heads`` to the newest step and the number of rows of each lane, ``[2, lanes]`` int64.
+#: For shared rows, ``journal`` points to the words of a journal, ``aside`` to memory for the rows that a write
+#: replaces, and ``aside_cells`` to memory for their indices.
 RING = np.dtype([(name, np.int64) for name in _NUMBERS + _ADDRESSES] + [("eps", np.float64)])
 _SOURCES = (
     *("rows", "extents", "count", "reads", "table", "flat", "uniform", "queue", "numbers", "clock"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from ctypes import addressof
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -82,6 +83,16 @@ class Journal:
         self._aside[:count] = self._rows[cells]
         self._words[_START], self._words[_COUNT] = _SCATTERED, count
         self._words[_PHASE] = WRITING  # last, as in `begin`
+
+    @property
+    def addresses(self) -> dict[str, int]:
+        """The addresses with which compiled code saves rows."""
+        rows, cells = self._aside.data_ptr(), self._cells.data_ptr()
+        return {"journal": addressof(self._words.values), "aside": rows, "aside_cells": cells}
+
+    def saved(self) -> None:
+        """Note that compiled code has saved the rows that the write will replace."""
+        self._words[_PHASE] = WRITING
 
     def written(self) -> None:
         if self._words[_PHASE] == WRITING:
