@@ -300,6 +300,51 @@ def test_the_boundaries_of_other_devices_give_the_same_law(monkeypatch):
         assert_law(world, law_of(world, by), 200_000)
 
 
+@pytest.mark.parametrize("finished_only", [True, False])
+@pytest.mark.parametrize(("by", "kind"), [("episode", "uniform"), ("row", "uniform"), ("row", "proportional")])
+def test_episodes_of_lanes_that_advance_alone(by, kind, finished_only):
+    torch.manual_seed(0)
+    inner = ProportionalSampler(60) if kind == "proportional" else None
+    sampler = EpisodeSampler(inner, 1, by, finished_only)
+    rb = ReplayBuffer(storage=PackedStorage(60, ndim=2, lanes=3), sampler=sampler, batch_size=50_000)
+    lengths: list[list[int]] = [[0], [0], [0]]  # of the episodes of each lane, oldest first
+    generator = torch.Generator().manual_seed(2)
+    for lane, steps in ((0, 13), (1, 47), (2, 5), (0, 2), (1, 13), (2, 1)):
+        done = torch.rand(steps, generator=generator) < 0.2
+        rb.extend(TensorDict({"next": {"done": done}}, [steps]), lanes=lane)
+        for end in done.tolist():
+            lengths[lane][-1] += 1
+            lengths[lane] += [0] * end
+    law: dict[tuple[int, int], float] = {}  # by lane, and the age of the last row
+    for lane, known in enumerate(lengths):
+        age = -1
+        for number, length in enumerate(reversed(known)):
+            age += length
+            if length and age < 20 and (number or not finished_only):
+                law[lane, age - length + 1] = 1.0 if by == "episode" else length
+    law = {key: each / sum(law.values()) for key, each in law.items()}
+    newest = torch.from_numpy(rb.storage.heads.read(rb.storage)[0])
+    counts: Counter[tuple[int, int]] = Counter()
+    for _ in range(6):
+        batch = rb.sample()[:, 0]
+        slots, lanes = batch["index"].unbind(1)
+        after = batch["episode_length"] - 1 - batch["episode_step"]
+        counts.update(zip(lanes.tolist(), ((newest[lanes] - slots) % 20 - after).tolist(), strict=True))
+    assert counts.keys() <= law.keys()
+    assert power(np.array([*law.values()]), 300_000, 0.02) > 0.99
+    assert_follows(np.array([counts[key] for key in law]), np.array([*law.values()]))
+
+
+def test_rare_episodes_of_lanes_that_advance_alone():
+    rb = ReplayBuffer(storage=PackedStorage(8_000, ndim=2, lanes=2), sampler=EpisodeSampler(), batch_size=500)
+    done = torch.zeros(3_000, dtype=torch.bool)
+    done[2] = True
+    data = TensorDict({"x": torch.arange(3_000), "next": {"done": done}}, [3_000])
+    rb.extend(data, lanes=1)
+    rb.extend(data[3:4], lanes=0)
+    assert rb.sample()["x"].tolist() == [[0, 1, 2]] * 500
+
+
 def written(done: list[bool], capacity: int, **options: Any) -> ReplayBuffer:
     rb = ReplayBuffer(storage=PackedStorage(capacity), sampler=EpisodeSampler(**options), batch_size=200)
     rb.extend(TensorDict({"x": torch.arange(len(done)), "next": {"done": torch.tensor(done)}}, [len(done)]))
