@@ -183,6 +183,8 @@ SAMPLERS: dict[str, Any] = {
     "rank": RankSampler,
     "recency": lambda size: RecencySampler(half_life=3.0, window=5),
     "minibatch": lambda size: MinibatchSampler(),
+    "at most 2 old": lambda size: UniformSampler(max_age=2),
+    "proportional, at most 2 old": lambda size: ProportionalSampler(size, max_age=2),
     "n-step": lambda size: NStepSampler(ProportionalSampler(size), 3, GAMMA),
     "hindsight": lambda size: HindsightSampler(UniformSampler(), same_reward, **GOALS),
     "n-step of hindsight": lambda size: NStepSampler(
@@ -209,6 +211,9 @@ def run(name: str, seed: int, *, moves: float = 0.15, **kwargs: Any) -> int:
             continue
         batch = rb.sample(16)
         checked += lists.check_batch(batch, 3 if "n-step" in name else 1, goals=name == "hindsight")
+        if "2 old" in name:
+            lanes, numbers = batch["x"] // 10_000, batch["x"] % 10_000
+            assert all(len(lists.rows[lane]) - number <= 3 for lane, number in zip(lanes, numbers, strict=True))
         if name in ("proportional", "rank", "n-step"):
             batch["td_error"] = torch.rand(len(batch)) + 0.1
             rb.update_tensordict_priority(batch)
