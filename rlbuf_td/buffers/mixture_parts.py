@@ -21,6 +21,7 @@ from rlbuf_td.samplers.common import refuse_errors, refuse_priorities, stored_na
 from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.storages import PackedStorage, SchemaError
 from rlbuf_td.storages.indexing import device_of, flat_rows, merge_
+from rlbuf_td.storages.lane_heads import row_count
 from rlbuf_td.storages.notebooks import MIXTURES
 from rlbuf_td.storages.schema import kind, show_key
 from rlbuf_td.storages.state import examine
@@ -34,7 +35,7 @@ def normalizer_of(member: ReplayBuffer, report: Mapping[Any, Any] | None) -> flo
 
     ``report`` is the sampler's report of the member's rows in the batch, or None if the batch has no row of the member.
     """
-    sampler, rows = member._initialize().prioritized, len(member.storage)
+    sampler, rows = member._initialize().prioritized, row_count(member.storage)
     if sampler is None or not rows or sampler.weight_norm is None:
         return None
     rows = rows if sampler.age_limit is None else sampler.age_limit.count(member.storage)

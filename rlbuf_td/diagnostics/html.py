@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from rlbuf_td.storages.indexing import stored_rows
+from rlbuf_td.storages.lane_heads import row_count
 from rlbuf_td.storages.memory_budget import show_bytes
 from rlbuf_td.storages.schema import walk
 
@@ -36,7 +37,7 @@ def html_of(rb: Any) -> str:
     keys = _table(("key", "dtype", "shape", "bytes"), fields) if fields else "<i>no keys yet: nothing was written</i>"
     return (
         f'<div style="font-size:90%;line-height:1.45;max-width:46em"><b>{name}</b>'
-        + _bar(len(storage), storage.max_size)
+        + _bar(row_count(storage), storage.max_size)
         + f'<div style="margin:6px 0">{keys}</div>'
         + _table((), [(name, value) for name, value in parts if value is not None])
         + "</div>"

@@ -27,7 +27,7 @@ from rlbuf_td.samplers.priorities import ALPHA, BETA, LARGEST, WEIGHED, Law, Pri
 from rlbuf_td.samplers.row_sampler import RowSampler
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import exponent, one_of, state_of, whole
-from rlbuf_td.storages.lane_heads import HOLES
+from rlbuf_td.storages.lane_heads import HOLES, row_count
 from rlbuf_td.storages.memory_budget import Purpose, require_room
 from rlbuf_td.storages.shared.memory import SharedNumbers
 from rlbuf_td.storages.write_clock import LAST, NOW, SAMPLED_AT
@@ -88,7 +88,7 @@ class Prioritized(RowSampler, PrioritizedSampler):
 
     def draw(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
         """See :class:`~rlbuf_td.samplers.row_sampler.RowSampler`."""
-        rows, law = len(storage), self.law
+        rows, law = row_count(storage), self.law
         if not rows:
             raise RuntimeError(EMPTY)
         self.priorities.serves.claim(storage)
@@ -235,6 +235,8 @@ class PrioritizedDraw(BoundDraw):
 
     def __call__(self, written: int, targets: int) -> bool:
         sampler = self.owner
+        if sampler.weight_norm is None and self.storage.numbers.values[HOLES]:
+            return False  # the weights depend on the number of rows without holes
         self.uniform.uniform_(generator=self.generator)
         law = self.step if sampler.stratified else 0, written, self.settings[BETA], NORMS[sampler.weight_norm]
         with self.lock:

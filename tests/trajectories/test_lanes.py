@@ -303,6 +303,17 @@ def test_laws_hold_in_lanes_of_unlike_lengths(name: str) -> None:
     assert_follows(counts_of(rb, 400_000), probability)
 
 
+@pytest.mark.parametrize("sampler", [ProportionalSampler, RankSampler])
+def test_importance_weights_count_only_written_rows(sampler: Any) -> None:
+    _, rb = unlike(sampler(36, weight_norm=None, beta=1.0))
+    flat = (held(rb) >= 0).nonzero().flatten()
+    rb.sampler.update_priority((flat // 3, flat % 3), torch.arange(1.0, 19.0), storage=rb.storage)
+    for _ in range(3):
+        batch = rb.sample(16)
+        probability = rb.sampler.probability(tuple(batch["index"].unbind(1)), storage=rb.storage)
+        torch.testing.assert_close(batch["priority_weight"].double(), 1 / (18 * probability), rtol=1e-5, atol=0)
+
+
 def test_random_goals_come_from_all_written_rows_alike() -> None:
     sampler = HindsightSampler(UniformSampler(), same_reward, her_ratio=1.0, strategy="random", **GOALS)
     lists, rb = unlike(sampler)
