@@ -305,7 +305,7 @@ def _lane_ids(storage: PackedStorage, lanes: Any, data: TensorDict) -> Tensor | 
         return torch.full(data.batch_size[:1], lanes, device="cpu")
     is_like = type(lanes) is Tensor and lanes.dtype is torch.int64 and lanes.shape == data.batch_size[:1]
     if is_like and lanes.is_cpu and lanes.is_contiguous() and has_memory(lanes):
-        return lanes
+        return lanes.clone()  # nobody can change them after their range has been checked
     try:
         return torch.from_numpy(as_lanes(storage, lanes, data))
     except (TypeError, ValueError, IndexError):
