@@ -65,7 +65,7 @@ class BoundWrite:
         self.set_sources = Struct(f"{len(self.sources)}q").pack_into
         fields |= self._rows_and_listeners()
         self.ring = np.array([tuple(fields.get(name, 0) for name in RING.names or ())], RING)
-        self.written_at, self.heads = fields["written_at"], fields["heads"]
+        self.times, self.heads = self.storage.clock.times, self.storage.heads.memory
         loop, self.lanes_loop = kernels.write_ring, lanes_cpu.write_lanes
         self.shared = self.storage.shared_rows
         if self.entry is not None and self.shared is None:
@@ -123,8 +123,8 @@ class BoundWrite:
             and self.buffer.priority_key == self.priority_key
             and not self.writer.counts_generations
             and self.writer.numbers.values is self.counters
-            and self.storage.clock.written_at == self.written_at
-            and self.storage.heads.place == self.heads
+            and self.storage.clock.times is self.times
+            and self.storage.heads.memory is self.heads
             and (self.entry is None or self.entry.holds())
             and (self.boundaries is None or self.boundaries[1].bitmap is self.boundaries[-1])
         )
@@ -168,7 +168,7 @@ class BoundWrite:
     def append(self, lanes: Any, data: Any, transformed: bool = False) -> Tensor | None:
         """Write rows to single lanes; return their index, ``[n, 2]``, or None if the stages cannot be used."""
         is_plain = type(data) is TensorDict and (transformed or not torchrl_parts.modules_of(self.transforms))
-        if not is_plain or not self.heads or isinstance(self.rows, DedupRows) or data.ndim < 1 or not len(data):
+        if not is_plain or self.heads is None or isinstance(self.rows, DedupRows) or data.ndim < 1 or not len(data):
             return None
         lead = data.batch_size[:1]
         lane_ids = _lane_ids(self.storage, lanes, data)

@@ -30,7 +30,7 @@ from rlbuf_td.storages.checks import exponent, one_of, state_of, whole
 from rlbuf_td.storages.lane_heads import HOLES, row_count
 from rlbuf_td.storages.memory_budget import Purpose, require_room
 from rlbuf_td.storages.shared.memory import SharedNumbers
-from rlbuf_td.storages.write_clock import LAST, NOW, SAMPLED_AT
+from rlbuf_td.storages.write_clock import BY_ROW, LAST, NOW, SAMPLED_AT
 
 WeightNorm = Literal["buffer", "batch"] | None
 Reduction = Literal["max", "min", "mean", "median"]
@@ -204,7 +204,7 @@ class PrioritizedDraw(BoundDraw):
 
     reports = (("priority_weight", torch.float32), (SAMPLED_AT, torch.int64))
     fixed: tuple[float, ...] = ()  # further arguments of the kernel that draws
-    written_at = 0  # the address of the write times in the record
+    times: Tensor | None = None  # the write times of rows, whose address is in the record
 
     def __init__(self, storage: PackedStorage, sampler: Prioritized, size: int, reads: bool) -> None:
         self.settings, self.clock = sampler.settings.values, storage.clock.numbers.values
@@ -249,8 +249,12 @@ class PrioritizedDraw(BoundDraw):
         where = self.inputs.addresses(given) or self._addresses(given, masks)
         if where is None or self.storage.numbers.values[HOLES] or not self.holds():
             return None
-        if self.written_at != self.storage.clock.written_at:
-            self.record["written_at"] = self.written_at = self.storage.clock.written_at
+        times = self.storage.clock.times if self.clock[BY_ROW] else None
+        if times is not self.times:
+            if times is not None and len(times) != self.rows.cells:
+                return None
+            self.record["written_at"] = 0 if times is None else times.data_ptr()
+            self.times = times
         if masks is not None:
             *where, mask, burn_in_mask = where
         elif self.law.min_priority:

@@ -31,35 +31,30 @@ class LaneHeads:
     """The newest step of each lane (-1: none), and its number of rows; valid while the lanes stand apart."""
 
     def __init__(self) -> None:
-        self._memory: torch.Tensor | None = None  # [2, E] int64 on the host
+        self.memory: torch.Tensor | None = None  # [2, E] int64 on the host
         self._aside: torch.Tensor | None = None  # a copy in shared memory, with which a write that failed is undone
-
-    @property
-    def place(self) -> int:
-        """The address of the numbers, ``[2, E]`` int64; 0 before the first write to single lanes."""
-        return 0 if self._memory is None else self._memory.data_ptr()
 
     def keep_in(self, memory: torch.Tensor) -> None:
         """Move the numbers to ``memory``, ``[2, 2, E]`` int64 in shared memory."""
-        if self._memory is not None:
-            memory[0].copy_(self._memory)
-        self._memory, self._aside = memory.unbind(0)
+        if self.memory is not None:
+            memory[0].copy_(self.memory)
+        self.memory, self._aside = memory.unbind(0)
 
     def save(self) -> None:
         """Copy the numbers of shared rows, before a write."""
-        if self._memory is not None and self._aside is not None:
-            self._aside.copy_(self._memory)
+        if self.memory is not None and self._aside is not None:
+            self._aside.copy_(self.memory)
 
     def undo(self) -> None:
         """Restore the numbers of the last :meth:`save`."""
-        if self._memory is not None and self._aside is not None:
-            self._memory.copy_(self._aside)
+        if self.memory is not None and self._aside is not None:
+            self.memory.copy_(self._aside)
 
     def read(self, storage: PackedStorage) -> tuple[np.ndarray, np.ndarray]:
         """Return copies of the newest step and the number of rows of each lane, ``[E]`` int64 each."""
         numbers, lanes = storage.numbers, prod(storage.lanes)
-        if numbers[APART] and self._memory is not None:
-            newest, count = self._memory.numpy().copy()
+        if numbers[APART] and self.memory is not None:
+            newest, count = self.memory.numpy().copy()
             return newest, count
         length = numbers[LENGTH] // lanes
         known = (storage.clock.numbers[LAST], numbers[NEWEST], length - 1)
@@ -69,10 +64,10 @@ class LaneHeads:
     def write(self, storage: PackedStorage, newest: np.ndarray, count: np.ndarray) -> None:
         """Set the numbers of all lanes, and the storage's counters that depend on them."""
         lanes = len(newest)
-        if self._memory is None:
+        if self.memory is None:
             with outside_inference_mode():
-                self._memory = torch.empty(2, lanes, dtype=torch.int64, device="cpu")
-        self._memory.copy_(torch.from_numpy(np.stack((newest, count))))
+                self.memory = torch.empty(2, lanes, dtype=torch.int64, device="cpu")
+        self.memory.copy_(torch.from_numpy(np.stack((newest, count))))
         numbers, longest = storage.numbers, int(count.max())
         apart = bool((newest != newest[0]).any() or (count != longest).any())
         numbers[APART], numbers[HOLES] = apart, longest * lanes - int(count.sum())
@@ -80,7 +75,7 @@ class LaneHeads:
         storage.clock.numbers[LAST] = -1 if apart else int(newest[0])
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_memory": None, "_aside": None}  # a spawned process maps the shared memory itself
+        return {"memory": None, "_aside": None}  # a spawned process maps the shared memory itself
 
 
 def places(storage: PackedStorage, lanes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

@@ -223,7 +223,9 @@ class PackedStorage(LazyTensorStorage):
         of_clock = "clock", "clock_last", "clock_by_row", "clock_disorder"
         found = {name: numbers + 8 * at for at, name in enumerate(counters)}
         found |= {name: clock + 8 * at for at, name in enumerate(of_clock)}
-        return found | {"written_at": self.clock.written_at, "heads": self.heads.place}
+        times, heads, rows = self.clock.times, self.heads.memory, self.all_rows()
+        found["written_at"] = times.data_ptr() if times is not None and len(times) == rows.cells else 0
+        return found | {"heads": 0 if heads is None else heads.data_ptr()}
 
     @property
     def in_time_order(self) -> bool:

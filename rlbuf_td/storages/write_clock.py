@@ -58,16 +58,11 @@ class WriteClock:
     def __init__(self) -> None:
         self.numbers = SharedNumbers("q", [0, -1, 0, 0])  # indices NOW, LAST, BY_ROW and DISORDER
         self._newest: tuple[Any, int] = (None, 0)  # the newest stamps, and the count at that time
-        self._written: torch.Tensor | None = None  # write times, int64 by flat row; used if BY_ROW is 1
+        self.times: torch.Tensor | None = None  # write times, int64 by flat row; used if BY_ROW is 1
 
     @property
     def now(self) -> int:
         return self.numbers[NOW]
-
-    @property
-    def written_at(self) -> int:
-        """The address of the write times of rows, 0 if they follow from the newest step."""
-        return 0 if self._written is None or not self.numbers.values[BY_ROW] else self._written.data_ptr()
 
     def since(self, then: int) -> int:
         return (self.now - then) % (1 << 64)  # the count may have overflowed
@@ -85,7 +80,7 @@ class WriteClock:
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__ | {"_newest": (None, 0)}  # stamps are compared by identity
         # A spawned process maps the shared memory itself; pickling a view would move it out of this process's map.
-        return state if get_spawning_popen() is None else state | {"_written": None}
+        return state if get_spawning_popen() is None else state | {"times": None}
 
     def advance(self, start: int, count: int, shape: torch.Size, device: torch.device | None = None) -> bool:
         """Record a write of ``count`` new time steps from ``start`` on, in rows of ``shape`` ``[T, *lanes]``.
@@ -140,17 +135,17 @@ class WriteClock:
 
     def keep_in(self, written: torch.Tensor) -> None:
         """Move the write times of the rows to ``written``, ``[N]`` int64 in shared memory."""
-        if self._written is not None:
-            written.copy_(self._written)
-        self._written = written
+        if self.times is not None:
+            written.copy_(self.times)
+        self.times = written
 
     def _by_row(self, shape: torch.Size, device: torch.device) -> torch.Tensor:
-        written = self._written
+        written = self.times
         if self.numbers[BY_ROW] and written is not None:
             return written
         if written is None or written.shape[0] != prod(shape):
             with outside_inference_mode():
-                written = self._written = torch.empty(prod(shape), dtype=torch.int64, device=device)
+                written = self.times = torch.empty(prod(shape), dtype=torch.int64, device=device)
         steps, last, now = shape[0], self.numbers[LAST], self.numbers[NOW]
         age = (last - torch.arange(steps, device=device)) % steps
         written.view(steps, -1).copy_((now - age)[:, None].expand(steps, prod(shape[1:])))
@@ -162,13 +157,13 @@ class WriteClock:
     ) -> tuple[torch.Tensor, int | torch.Tensor]:
         """Return ``flat`` with -1 for each row that was rewritten after its ``stamp``, and the number of these rows."""
         now, last, by_row, _ = self.numbers
-        if by_row and self._written is not None:
-            return row_kernels.skip_newer(flat, stamp, now, self._written)
+        if by_row and self.times is not None:
+            return row_kernels.skip_newer(flat, stamp, now, self.times)
         return row_kernels.skip_ring(flat, stamp, now, last, shape[0], prod(shape[1:]))
 
     def state_dict(self) -> dict[str, Any]:
         now, last, by_row, _ = self.numbers
-        written = self._written.clone() if by_row and self._written is not None else None
+        written = self.times.clone() if by_row and self.times is not None else None
         return {"now": now, "last": last, "written": written}
 
     def load_state_dict(self, state: dict[str, Any], steps: int, last: int, device: torch.device) -> None:
@@ -179,11 +174,11 @@ class WriteClock:
         written = state["written"]
         self.numbers[NOW], self.numbers[LAST] = state["now"], state["last"]
         self.numbers[BY_ROW], self.numbers[DISORDER] = written is not None, 0
-        if written is not None and self._written is not None and self._written.shape == written.shape:
-            self._written.copy_(written)
+        if written is not None and self.times is not None and self.times.shape == written.shape:
+            self.times.copy_(written)
         elif written is not None:
             with outside_inference_mode():
-                self._written = written.to(device, copy=True)
+                self.times = written.to(device, copy=True)
 
 
 class Tally:

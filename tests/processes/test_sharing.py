@@ -154,14 +154,14 @@ def test_memory_stays_shared_after_a_batch(method):
     rb.share()
     for _ in range(2):  # the first batch makes a plan, or finds that there is none
         late = rb.sample().set("error", torch.full((8,), 9.0))
-    where = [memory.data_ptr() for memory in (rb.storage.rows.flat, rb.storage.clock._written)]
+    where = [memory.data_ptr() for memory in (rb.storage.rows.flat, rb.storage.clock.times)]
     elsewhere(rb.extend, rows(30, 30), method=method)
     assert rb.storage["x"].tolist() == list(range(30, 60))
     elsewhere(write_out_of_order, rb, method=method)
     assert rb.storage["x"].tolist() == list(range(60, 90))
     rb.update_tensordict_priority(late)
     assert rb.health()["stale_updates"] == 8
-    assert [memory.data_ptr() for memory in (rb.storage.rows.flat, rb.storage.clock._written)] == where
+    assert [memory.data_ptr() for memory in (rb.storage.rows.flat, rb.storage.clock.times)] == where
 
 
 def test_a_wrapped_sampler_and_its_trajectories_are_shared(monkeypatch):

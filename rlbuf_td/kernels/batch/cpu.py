@@ -478,6 +478,7 @@ def is_usual(ring, cursor, start, kept, revision):
     steps, last, lanes = ring.steps, load(ring.clock_last, np.int64), max(ring.lanes, 1)
     in_order = start == last + 1 or (start == 0 and last == steps - 1) or kept == steps
     usual = in_order and 0 <= cursor < steps and not load(ring.apart, np.int64)
+    usual &= ring.written_at != 0 or not load(ring.clock_by_row, np.int64)
     if ring.boundaries and load(ring.seen, np.int64) != revision:
         usual &= kept * lanes < load(ring.length, np.int64)  # a write of the whole ring may reset the boundaries
     return usual and has_usual_parts(ring)

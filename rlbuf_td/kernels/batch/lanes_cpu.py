@@ -91,7 +91,7 @@ def takes(ring, lane):
 @inlined
 def find_heads(ring, heads, longest):
     """Set the heads of lanes that stand together; return False if their newest step or write times are unknown."""
-    if not load(ring.clock_by_row, np.int64) or load(ring.clock_disorder, np.int64):
+    if not ring.written_at or not load(ring.clock_by_row, np.int64) or load(ring.clock_disorder, np.int64):
         return False
     if not load(ring.apart, np.int64):
         newest = load(ring.clock_last, np.int64) if longest else np.int64(-1)
