@@ -190,6 +190,7 @@ class BoundWrite:
         from rlbuf_td.kernels.batch import journal_cpu
 
         self.write_rows, self.kernel = self.kernel, self._write_shared
+        self.lane_count = self.rows.lanes.numel()
         self.save_ring = machine_code(journal_cpu.save_ring, 0, 0)
         self.save_lanes = machine_code(journal_cpu.save_lanes, 0, 0, 0)
         if self.entry is not None:
@@ -199,6 +200,7 @@ class BoundWrite:
     @held_back
     def _write_shared(self, address: int, count: int, lanes_first: bool, index: int) -> int:
         """Write rows in steps between which a process may be killed: the next process undoes or completes the write."""
+        self.shared.journal.fit(count * self.lane_count)
         if not self.save_ring(address, count):
             return -1
         self.shared.journal.saved()
@@ -214,6 +216,7 @@ class BoundWrite:
 
     @held_back
     def _append_shared(self, lane_ids: Tensor, index: Tensor) -> bool:
+        self.shared.journal.fit(len(index))
         if not self.save_lanes(self.address, len(index), lane_ids.data_ptr()):
             return False
         self.shared.journal.saved()

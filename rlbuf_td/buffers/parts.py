@@ -37,6 +37,11 @@ _SHARED = Purpose(
 )
 
 
+PRIORITIES_OF_REOPENED = (
+    "the rows were reopened without their priorities, and have the priority of new rows; save rb.dumps to keep both"
+)
+
+
 class Parts(NamedTuple):
     """The components of a buffer, and properties derived from them; a new object is made when a component changes."""
 
@@ -186,6 +191,15 @@ def share_parts(storage: PackedStorage, sampler: Sampler, writer: Writer, flow: 
         share = getattr(part, "share_memory_", None)
         if share is not None:
             share()
+
+
+def refuse_writer_of_reopened(writer: Writer) -> None:
+    """Raise a ValueError for a writer that cannot continue rows without its own state."""
+    if not isinstance(writer, RingWriter):
+        raise ValueError(
+            f"a {type(writer).__name__} cannot continue the rows of PackedStorage(reopen=True), because its own "
+            "counters are lost: use a RingWriter, or rb.dumps and rb.loads"
+        )
 
 
 def continue_ring(writer: Writer, storage: Storage) -> None:

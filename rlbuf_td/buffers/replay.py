@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -20,11 +21,13 @@ from rlbuf_td.buffers import flow, minari_data, torchrl_data, writing
 from rlbuf_td.buffers.bound_write import BoundWrite, has_own
 from rlbuf_td.buffers.lane import Lane
 from rlbuf_td.buffers.parts import (
+    PRIORITIES_OF_REOPENED,
     Parts,
     as_size,
     complete_reserved,
     continue_ring,
     refuse_unordered,
+    refuse_writer_of_reopened,
     share_parts,
     trajectory_ids,
     with_missing,
@@ -419,7 +422,12 @@ class ReplayBuffer(TensorDictReplayBuffer):
 
     def _init(self) -> None:
         super()._init()
-        self._connect()
+        is_reopened = getattr(self._storage, "reopened", False)
+        if is_reopened:
+            refuse_writer_of_reopened(self._writer)
+        parts = self._connect(default_priorities=is_reopened)
+        if is_reopened and parts.prioritized is not None:
+            warnings.warn(PRIORITIES_OF_REOPENED, stacklevel=2)
         continue_ring(self._writer, self._storage)
         if self.prefetcher is not None:
             self.prefetcher.refuse_other_parts(self.parts)

@@ -46,6 +46,20 @@ def refuse(device: Any, scratch_dir: Any, shared: bool) -> None:
         raise ValueError(f"scratch_dir and shared need device='cpu', got device={str(device)!r}")
 
 
+def refuse_reopen(reopen: bool, scratch_dir: Any, existsok: bool, auto_cleanup: bool, dedups: bool) -> None:
+    if not reopen:
+        return
+    if scratch_dir is None:
+        raise ValueError("reopen=True continues the rows in a folder: pass scratch_dir")
+    if existsok or auto_cleanup:
+        which, does = ("existsok", "replaces") if existsok else ("auto_cleanup", "deletes")
+        raise ValueError(f"{which}=True {does} the rows in scratch_dir, reopen=True keeps them: pass one of the two")
+    if dedups:
+        raise ValueError(
+            "reopen=True does not support deduplicated rows: leave out share_next and frames, or use dumps"
+        )
+
+
 def refuse_init(shared_init: bool, cleanup_memmap: bool, compilable: bool, shared: bool, device: Any) -> None:
     if shared_init and not cleanup_memmap:
         raise ValueError("cleanup_memmap=False keeps temporary files; shared_init=True makes none: pass scratch_dir")
@@ -73,7 +87,7 @@ def make_rows(
     what = f"{prod(shape):,} rows of {(dedup.stored if dedup else layout).row_bytes:,} bytes take"
     purpose = Purpose(what + (" with what they share" if dedup else ""), _remedy(storage, layout), storage.is_reserved)
     scratch_dir = storage.scratch_dir
-    if storage.existsok and scratch_dir is not None:
+    if scratch_dir is not None and (storage.existsok or storage.reopen):  # rows without a description hold no data
         (scratch_dir / ROWS_FILE).unlink(missing_ok=True)
     with torch.inference_mode(False):  # rows allocated in inference mode could not be written outside it
         if grows(place) and sections is not None:
@@ -109,10 +123,18 @@ def find_rows(storage: PackedStorage, layout: RowLayout, shape: torch.Size, dedu
     nbytes = prod(shape) * layout.row_bytes if dedup is None else Sections.of(dedup, prod(shape)).total
     with torch.inference_mode(False):
         if storage.scratch_dir is not None:
+            refuse_other_size(storage.scratch_dir / ROWS_FILE, nbytes)
             memory = map_bytes(storage.scratch_dir, nbytes)
         else:
             memory = cast("SharedRows", storage.shared_rows).file.map(nbytes)
         return rows_in(storage, memory, layout, shape, dedup)
+
+
+def refuse_other_size(file: Path, nbytes: int) -> None:
+    """Raise a ValueError unless a file of rows has ``nbytes`` bytes; mapping it would extend it."""
+    size = file.stat().st_size if file.exists() else 0
+    if size != nbytes:
+        raise ValueError(f"{file} has {size:,} bytes instead of {nbytes:,}: its rows are lost; load a dump elsewhere")
 
 
 def _remedy(storage: PackedStorage, layout: RowLayout) -> str:

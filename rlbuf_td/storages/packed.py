@@ -34,6 +34,7 @@ from rlbuf_td.storages.lane_heads import (
     row_count,
 )
 from rlbuf_td.storages.layout import RowLayout
+from rlbuf_td.storages.reopen import reopen_rows
 from rlbuf_td.storages.row_class import RowClass
 from rlbuf_td.storages.rows import Rows
 from rlbuf_td.storages.schema import Leaf, SchemaError
@@ -81,11 +82,19 @@ class PackedStorage(LazyTensorStorage):
         existsok: replace an existing file of rows in ``scratch_dir``; by default, an existing file is an error.
         auto_cleanup: delete the file, and its folder if empty, when the storage is deleted or the process ends.
             ``PackedStorage(n, scratch_dir=mkdtemp(), auto_cleanup=True)`` replaces TorchRL's ``LazyMemmapStorage(n)``.
+        reopen: continue the rows that an earlier process has left in ``scratch_dir``; see below.
         shared_init: call :meth:`share_memory_` in the constructor; the first process that writes allocates the rows.
         cleanup_memmap: ``False`` with ``shared_init`` raises a ``ValueError``; otherwise this argument has no effect.
         compilable: ``True`` with ``shared`` or ``shared_init`` raises a ``RuntimeError``, as in TorchRL; otherwise this
             argument has no effect. ``torch.compile`` breaks its graph at every call of a storage.
         consolidated: no effect, because the rows always lie in one block of memory.
+
+    With ``reopen=True``, each write keeps a journal beside the rows. After a crash or a kill of the process, a storage
+    made with the same arguments has all rows in their order, without a write that was interrupted, and the newest
+    trajectory of each lane has ended. A loss of power may lose more: save dumps for that. A :class:`ReplayBuffer` gives
+    the rows the priority of new rows, with a warning, and continues writing with a :class:`RingWriter`. The journal
+    takes 16 bytes per row and the size of the largest write. Reopening is O(1); the first look-up of trajectories reads
+    the flags of all rows. ``python tests/benchmarks/reopening.py`` measures these times.
 
     A pickled or deep copy has its own rows, in RAM if the original's rows are in a file. A CPU storage that is sent to
     a spawned process shares its rows with that process.
@@ -96,7 +105,13 @@ class PackedStorage(LazyTensorStorage):
         SchemaError: (on writing) the data does not match the rows; nothing is written.
         MemoryError: (on the first write) the rows need more than the total RAM, or, on another device, more than the
             free memory.
-        OSError: (on the first write) the disk of ``scratch_dir`` has too little room.
+        OSError: (on the first write) the disk of ``scratch_dir`` has too little room. With ``reopen``, also: on later
+            writes, for the journal; nothing is written.
+
+    With ``reopen``, the constructor raises a RuntimeError if the rows are open in a living process, a FileExistsError
+    if ``scratch_dir`` holds rows without a journal, and a ValueError if the journal is damaged, if the rows have
+    another capacity or other lanes, or if ``existsok``, ``auto_cleanup``, ``share_next`` or ``frames`` is given too.
+    Nothing is lost then.
 
     Warns:
         MemoryWarning: (on the first write) a full buffer will exceed the free RAM.
@@ -127,6 +142,9 @@ class PackedStorage(LazyTensorStorage):
         (136, 76.068)
     """
 
+    reopened = False  # whether an earlier process has left rows
+    breaks: Sequence[tuple[int, int]] = ()  # ends of trajectories without a flag, see `rlbuf_td.storages.reopen`
+
     def __init__(
         self,
         max_size: int,
@@ -140,6 +158,7 @@ class PackedStorage(LazyTensorStorage):
         frames: Mapping[NestedKey, Any] | None = None,
         existsok: bool = False,
         auto_cleanup: bool | None = None,
+        reopen: bool = False,
         shared_init: bool = False,
         cleanup_memmap: bool = True,
         compilable: bool = False,
@@ -150,10 +169,10 @@ class PackedStorage(LazyTensorStorage):
         self.lanes_wanted = None if lanes is None else allocate.checked_lanes(lanes, ndim)
         allocate.refuse(device, scratch_dir, shared)
         allocate.refuse_init(shared_init, cleanup_memmap, compilable, shared, device)
+        allocate.refuse_reopen(reopen, scratch_dir, existsok, bool(auto_cleanup), bool(self.dedup_options))
         super().__init__(max_size, device=device, ndim=ndim)
         self.scratch_dir = None if scratch_dir is None else Path(scratch_dir)
-        self.existsok, self.auto_cleanup = existsok, bool(auto_cleanup)
-        self.shared = shared
+        self.existsok, self.auto_cleanup, self.shared, self.reopen = existsok, bool(auto_cleanup), shared, reopen
         self.rows: Rows | None = None  # from the first write on
         self.live: Rows | None = None  # the written rows, cached by the last read
         self.row_class: RowClass | None = None  # the class of the rows in `get`; None: TensorDict
@@ -164,8 +183,8 @@ class PackedStorage(LazyTensorStorage):
         self.lock: Any = RLock()  # taken by every buffer that uses this storage
         forks.watch(self)
         self.make_counters()
-        if shared_init or shared:
-            self.share_memory_()
+        if reopen or shared_init or shared:
+            reopen_rows(self) if reopen else self.share_memory_()
 
     # -- counters: 64 bits, per process until the rows are shared; the buffer's locks serialize writes
 
@@ -471,13 +490,13 @@ class PackedStorage(LazyTensorStorage):
 
     def adopt(self, rows: Rows) -> None:
         """Make ``rows`` the rows of this storage, and set the attributes that TorchRL reads."""
+        if self.shared_rows is not None:
+            self.shared_rows.place(rows)
         self.rows, self.live = rows, None
         self.device = rows.matrix.device
         self.max_size = rows.cells
         self.__dict__["_total_shape_value"] = rows.shape
         self.initialized = True
-        if self.shared_rows is not None:
-            self.shared_rows.place(rows)
 
     @property
     def _storage(self) -> Any:
@@ -627,7 +646,14 @@ class PackedStorage(LazyTensorStorage):
             return vars(self) | {"_rng": None, "live": None, "rows": None, "lock": None}
         kept = {name: value for name, value in vars(self).items() if name not in _NOT_COPIED}
         saved = revision_of(self), self.state_dict()
-        return kept | {"_rng": None, "scratch_dir": None, "initialized": False, "_saved": saved}
+        return kept | {
+            "_rng": None,
+            "scratch_dir": None,
+            "reopen": False,
+            "reopened": False,
+            "initialized": False,
+            "_saved": saved,
+        }
 
     def __setstate__(self, pickled: dict[str, Any]) -> None:
         saved = pickled.pop("_saved", None)

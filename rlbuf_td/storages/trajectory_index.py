@@ -25,6 +25,7 @@ from rlbuf_td.storages.torchrl_parts import (
     revision_of,
     steps_written,
 )
+from rlbuf_td.storages.write_clock import not_rewritten
 
 DONE_KEY = ("next", "done")
 TRAJ_KEY = ("collector", "traj_ids")
@@ -273,15 +274,40 @@ class TrajectoryIndex:
         begun = boundaries.begun & bool((boundaries.head == newest).all())  # rows were edited, not written
         boundaries.clear()
         if lanes_apart(storage):
-            self._take_in_rows(boundaries, cells_by_age(storage))
+            self._take_in_all(boundaries, cells_by_age(storage))
         elif live == steps and head + 1 < steps:
-            self._take_in(boundaries, head + 1, steps - head - 1)
-            self._take_in(boundaries, 0, head + 1)
+            self._take_in_steps(boundaries, head + 1, steps)
+            self._take_in_steps(boundaries, 0, head + 1)
         elif live:
-            self._take_in(boundaries, 0, live)
+            self._take_in_steps(boundaries, 0, live)
         boundaries.begun.copy_(begun | self._is_complete())
         self._seen[0] = int(revision_of(storage))
         return boundaries
+
+    def _breaks(self) -> np.ndarray:
+        """Return the flat rows after which a trajectory ends although no flag says so, see `PackedStorage(reopen=)`."""
+        breaks = getattr(self.storage, "breaks", [])
+        found = not_rewritten(self.storage, breaks).cpu().numpy() if breaks else np.empty(0, np.int64)
+        return found[found >= 0]
+
+    def _take_in_steps(self, boundaries: Boundaries, start: int, stop: int) -> None:
+        """Take in time steps up to ``stop``, and end trajectories after breaks."""
+        breaks, lanes = self._breaks(), boundaries.lanes
+        at = breaks // lanes
+        for step in np.unique(at[(at >= start) & (at < stop)]):
+            self._take_in(boundaries, start, int(step) + 1 - start)
+            boundaries.head[torch.from_numpy(breaks[at == step] % lanes)] = -1
+            start = int(step) + 1
+        if start < stop:
+            self._take_in(boundaries, start, stop - start)
+
+    def _take_in_all(self, boundaries: Boundaries, rows: np.ndarray) -> None:
+        """Take in all rows, lane after lane, and end trajectories after breaks."""
+        breaks = self._breaks()
+        for part in np.split(rows, np.flatnonzero(np.isin(rows, breaks)) + 1):
+            self._take_in_rows(boundaries, part)
+            if len(part) and part[-1] in breaks:
+                boundaries.head[part[-1] % boundaries.lanes] = -1
 
     def _newest(self, steps: int) -> int:
         """Return the last written step of a full ring, which the storage or its writer has recorded."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from multiprocessing.context import get_spawning_popen
 from typing import Any
@@ -45,6 +46,14 @@ def skip_stale(index: Any, stamp: torch.Tensor, dims: int, storage: Any) -> tupl
             f"or leave out {SAMPLED_AT!r} to update the rows without a check"
         )
     return clock.skip_rewritten(flat, stamp, storage.all_rows().shape)
+
+
+def not_rewritten(storage: Any, marks: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """Return the flat index of each mark ``(flat index, count of the clock)``; -1 if its row was rewritten since."""
+    if not marks:
+        return torch.empty(0, dtype=torch.int64, device=storage.device)
+    cell, stamp = torch.tensor(marks, device=storage.device).unbind(1)
+    return storage.clock.skip_rewritten(cell.contiguous(), stamp.contiguous(), storage.all_rows().shape)[0]
 
 
 class WriteClock:

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.benchmarks import memory, mixtures
+from tests.benchmarks import memory, mixtures, reopening
 
 pytestmark = pytest.mark.slow
 
@@ -28,6 +28,14 @@ def test_loading_a_minari_set_is_measured(capsys: pytest.CaptureFixture[str], mo
     monkeypatch.setenv("MINARI_DATASETS_PATH", "")  # which the script replaces
     assert minari_speed.main(["--rows", "20000", "--rounds", "2"]) > 0
     assert capsys.readouterr().out.startswith("20,000 rows in episodes of 1,000, 3 MiB")
+
+
+@pytest.mark.filterwarnings("ignore:the rows were reopened without their priorities")
+def test_reopening_and_its_writes_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    reopening.main(["--rows", "3000", "--rounds", "2"])
+    printed = capsys.readouterr().out
+    assert len(re.findall(r"add [\d.]+ us, extend [\d.]+ us", printed)) == 3
+    assert printed.count("reopening 3,000 rows") == 3
 
 
 def test_mixtures_fresh_rows_and_recency_are_measured(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rlbuf_td.storages.notebooks import PROCESSES
 from rlbuf_td.storages.shared.memory import NamelessFile, SharedNumbers
+
+if TYPE_CHECKING:
+    from rlbuf_td.storages.shared.journal_file import JournalFile
 
 try:
     import fcntl
@@ -36,6 +39,10 @@ class ProcessLock:
         self._inside = SharedNumbers("q", [0]).share_memory_()  # id of the holder, living or dead; 0: none
         self._guarded = guarded
         self._begin(thread_lock or threading.RLock())
+
+    def keep_in(self, file: JournalFile) -> None:
+        """Keep the id of the holder in a file, from which a later process learns that the holder died."""
+        file.keep(self._inside)
 
     def _begin(self, thread_lock: Any) -> None:
         self.threads = thread_lock

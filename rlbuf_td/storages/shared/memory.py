@@ -1,4 +1,4 @@
-"""Memory that several processes share: a file without a name, and arrays of 64-bit numbers."""
+"""Memory that several processes share: files, and arrays of 64-bit numbers."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ import torch
 _TYPES: dict[str, Any] = {"q": c_longlong, "d": c_double}  # by kind: integers, which wrap at 2**63, or floats
 
 
-class NamelessFile:
-    """A file in memory without a name, shared with forked processes and with spawned ones that receive this object."""
+class SharedFile:
+    """An open file, shared with forked processes and with spawned ones that receive this object.
 
-    def __init__(self) -> None:
-        if hasattr(os, "memfd_create"):
-            self.descriptor = os.memfd_create("rlbuf_td")
-        else:
-            with tempfile.TemporaryFile() as file:
-                self.descriptor = os.dup(file.fileno())
+    :meth:`map` skips the first ``start`` bytes, a multiple of the page size.
+    """
+
+    def __init__(self, descriptor: int, start: int = 0) -> None:
+        self.descriptor, self._start = descriptor, start
 
     def map(self, nbytes: int) -> torch.Tensor:
-        """Return the first ``nbytes`` (at least 1) of the file as shared uint8 memory; new bytes are zero."""
-        if os.fstat(self.descriptor).st_size < nbytes:
-            os.ftruncate(self.descriptor, nbytes)
+        """Return ``nbytes`` (at least 1) of the file as shared uint8 memory; new bytes are zero."""
+        if os.fstat(self.descriptor).st_size < self._start + nbytes:
+            os.ftruncate(self.descriptor, self._start + nbytes)
         with torch.inference_mode(False):  # memory mapped in inference mode could not be written outside it
-            return torch.frombuffer(mmap.mmap(self.descriptor, nbytes), dtype=torch.uint8)
+            return torch.frombuffer(mmap.mmap(self.descriptor, nbytes, offset=self._start), dtype=torch.uint8)
 
     def __getstate__(self) -> dict[str, Any]:
         if get_spawning_popen() is None:
             raise RuntimeError("shared memory is sent to a spawned process, never copied")
-        return {"descriptor": reduction.DupFd(self.descriptor)}
+        return self.__dict__ | {"descriptor": reduction.DupFd(self.descriptor)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
         self.descriptor = state["descriptor"].detach()
 
     def __del__(self) -> None:
@@ -48,22 +48,43 @@ class NamelessFile:
             os.close(descriptor)
 
 
+class NamelessFile(SharedFile):
+    """A file in memory without a name."""
+
+    def __init__(self) -> None:
+        if hasattr(os, "memfd_create"):
+            super().__init__(os.memfd_create("rlbuf_td"))
+        else:
+            with tempfile.TemporaryFile() as file:
+                super().__init__(os.dup(file.fileno()))
+
+
 class SharedNumbers:
     """64-bit numbers that forked processes, and spawned ones that get this object, share after :meth:`share_memory_`.
 
-    No lock protects the numbers. :meth:`share_memory_` replaces the array ``values``.
+    No lock protects the numbers. :meth:`share_memory_` and :meth:`keep_in` replace the array ``values``.
     """
 
-    __slots__ = ("_is_shared", "_kind", "values")
+    __slots__ = ("_is_shared", "_kind", "_place", "values")
 
     def __init__(self, kind: str, values: Sequence[float]) -> None:
         self._kind, self._is_shared = kind, False
+        self._place: tuple[SharedFile, int] | None = None  # the file of the numbers, and where they begin in it
         self.values: Any = (_TYPES[kind] * len(values))(*values)
 
     def share_memory_(self) -> SharedNumbers:
         if not self._is_shared:
             self.values, self._is_shared = RawArray(self._kind, self.values[:]), True
         return self
+
+    def keep_in(self, file: SharedFile, start: int, *, found: bool) -> None:
+        """Move the numbers to byte ``start`` of a file; if ``found``, replace them by those that are there."""
+        before, count = self.values, len(self.values)
+        memory = mmap.mmap(file.descriptor, start + 8 * count)
+        self.values = (_TYPES[self._kind] * count).from_buffer(memory, start)
+        if not found:
+            self.values[:] = before[:]
+        self._is_shared, self._place = True, (file, start)
 
     def __getitem__(self, position: int) -> Any:
         return self.values[position]
@@ -80,15 +101,21 @@ class SharedNumbers:
     def __getstate__(self) -> tuple[str, Any]:
         if get_spawning_popen() is None:
             return self._kind, self.values[:]
+        if self._place is not None:
+            return self._kind, (*self._place, len(self.values))
         return self._kind, reduce_ctype(self.share_memory_().values)  # an older pickler does not know the array's type
 
     def __setstate__(self, state: tuple[str, Any]) -> None:
         kind, values = state
         if isinstance(values, list):
             self.__init__(kind, values)  # type: ignore[misc]
+        elif isinstance(values[0], SharedFile):
+            file, start, count = values
+            self.__init__(kind, [0] * count)  # type: ignore[misc]
+            self.keep_in(file, start, found=True)
         else:
             rebuild, given = values
-            self._kind, self._is_shared, self.values = kind, True, rebuild(*given)
+            self._kind, self._is_shared, self._place, self.values = kind, True, None, rebuild(*given)
 
     def counters(self) -> list[NumberOf]:
         return [NumberOf(self, position) for position in range(len(self))]

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import zlib
+from collections.abc import Callable
 from ctypes import addressof
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rlbuf_td.kernels.dispatch import import_kernels
 from rlbuf_td.kernels.inference_mode import outside_inference_mode
-from rlbuf_td.storages.allocate import find_rows
+from rlbuf_td.storages.allocate import find_rows, steps_for
 from rlbuf_td.storages.dedup import saved_dedup
 from rlbuf_td.storages.indexing import coordinates
 from rlbuf_td.storages.layout import RowLayout
@@ -18,8 +21,9 @@ from rlbuf_td.storages.memory_budget import Purpose, require_room
 from rlbuf_td.storages.notebooks import PROCESSES
 from rlbuf_td.storages.row_class import RowClass
 from rlbuf_td.storages.rows import Rows
+from rlbuf_td.storages.shared.journal_file import JournalFile
 from rlbuf_td.storages.shared.lock import ProcessLock
-from rlbuf_td.storages.shared.memory import NamelessFile, NumberOf, SharedNumbers
+from rlbuf_td.storages.shared.memory import NamelessFile, NumberOf, SharedFile, SharedNumbers
 from rlbuf_td.storages.torchrl_parts import count_change, listeners_of
 
 if TYPE_CHECKING:
@@ -47,6 +51,7 @@ class Journal:
         self._words = SharedNumbers("q", [0] * (_COUNTERS + _MOST_COUNTERS)).share_memory_()
         self._counters: list[NumberOf] = []
         self._rows = self._aside = self._cells = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._make_room: Callable[[int], None] | None = None
 
     def watch(self, *counters: NumberOf) -> None:
         """Add counters that :meth:`undo` restores."""
@@ -54,9 +59,27 @@ class Journal:
         if len(self._counters) > _MOST_COUNTERS:
             raise ValueError(f"a storage can be shared by buffers with {_MOST_COUNTERS} counters at most")
 
-    def keep_in(self, rows: torch.Tensor, aside: torch.Tensor, cells: torch.Tensor) -> None:
-        """Set the memory of the rows, ``[N, width]``, of copies of the rows that a write replaces, and of indices."""
-        self._rows, self._aside, self._cells = rows, aside, cells
+    def keep_in(
+        self,
+        rows: torch.Tensor,
+        aside: torch.Tensor,
+        cells: torch.Tensor,
+        make_room: Callable[[int], None] | None = None,
+    ) -> None:
+        """Set the memory of the rows, ``[N, width]``, of copies of the rows that a write replaces, and of indices.
+
+        ``make_room(nbytes)`` reserves disk space for that many bytes of copies.
+        """
+        self._rows, self._aside, self._cells, self._make_room = rows, aside, cells, make_room
+
+    def keep_words_in(self, file: JournalFile) -> None:
+        """Keep the phase, the place of the current write, and the old counters in a file."""
+        file.keep(self._words)
+
+    def fit(self, count: int) -> None:
+        """Make room for copies of ``count`` rows; OSError, before any change, if the disk has too little."""
+        if self._make_room is not None:
+            self._make_room(count * self._aside.stride(0) * self._aside.element_size())
 
     def entered(self) -> None:
         words = self._words
@@ -67,6 +90,7 @@ class Journal:
     def begin(self, start: int, count: int, live: int) -> None:
         """Save ``count`` rows of the ring from row ``start`` on, except rows from ``live`` on, which hold no data."""
         rows, words = self._rows, self._words
+        self.fit(count if start < live or start + count > len(rows) else 0)
         head = min(count, len(rows) - start)
         for first, rows_here, to in ((start, head, 0), (0, count - head, head)):
             kept = min(first + rows_here, live) - first
@@ -79,6 +103,7 @@ class Journal:
         """Save the rows at flat indices ``cells``, which the write will replace."""
         cells = cells.unique()
         count = len(cells)
+        self.fit(count)
         self._cells[:count] = cells
         self._aside[:count] = self._rows[cells]
         self._words[_START], self._words[_COUNT] = _SCATTERED, count
@@ -116,7 +141,7 @@ class Journal:
 
     def __getstate__(self) -> dict[str, Any]:
         nowhere = torch.empty(0, dtype=torch.uint8, device="cpu")  # the receiving process maps the memory again
-        return self.__dict__ | {"_rows": nowhere, "_aside": nowhere, "_cells": nowhere}
+        return self.__dict__ | {"_rows": nowhere, "_aside": nowhere, "_cells": nowhere, "_make_room": None}
 
 
 class SharedRows:
@@ -125,10 +150,20 @@ class SharedRows:
     def __init__(self, storage: PackedStorage) -> None:
         self.journal = Journal()
         self._storage = storage
-        self.file, self._beside = NamelessFile(), NamelessFile()  # for the rows; for all else
-        self._described = SharedNumbers("q", [0]).share_memory_()  # size of the rows' description in bytes; 0: none yet
+        self.file = NamelessFile()  # for the rows
+        self._beside: SharedFile = NamelessFile()  # for all else
+        # Size of the rows' description in bytes (0: none yet), and its checksum.
+        self._described = SharedNumbers("q", [0, 0]).share_memory_()
         self._has_rows = False  # whether this process maps the rows
         self.lock = ProcessLock(self, storage.lock)
+        self._journal_file: JournalFile | None = None
+
+    def keep_in(self, journal_file: JournalFile) -> None:
+        """Keep all that describes the rows in a file; rows that another process has left are found at the next lock."""
+        self._beside = self._journal_file = journal_file
+        journal_file.keep(self._described, self._storage.numbers, self._storage.clock.numbers)
+        self.lock.keep_in(journal_file)
+        self.journal.keep_words_in(journal_file)
 
     def restore(self, storage: PackedStorage) -> None:
         """Connect to the storage that a spawned process has received, and map its rows."""
@@ -139,10 +174,16 @@ class SharedRows:
         """Map the rows if another process has allocated them and this process has not mapped them."""
         length, storage = self._described[0], self._storage
         if length and not self._has_rows:
-            found = json.loads(bytes(self._beside.map(length).numpy()))
-            layout = RowLayout.from_state(found["layout"])
+            if self._journal_file is not None:
+                self._journal_file.refuse_short(length)
+            text = bytes(self._beside.map(length).numpy())
+            if self._journal_file is not None and zlib.crc32(text) != self._described[1]:
+                self._journal_file.refuse("the description of the rows does not match its checksum")
+            found = json.loads(text)
+            layout, shape = RowLayout.from_state(found["layout"]), torch.Size(found["shape"])
+            _refuse_other(storage, shape)
             storage.row_class = storage.row_class or RowClass.of_state(found.get("row_class"))
-            storage.adopt(find_rows(storage, layout, torch.Size(found["shape"]), saved_dedup(layout, found)))
+            storage.adopt(find_rows(storage, layout, shape, saved_dedup(layout, found)))
 
     def place(self, made: Rows) -> None:
         """Describe the rows to other processes, and move the rows' write times to shared memory."""
@@ -155,17 +196,38 @@ class SharedRows:
         rows, row_bytes = flat.shape[0], flat.shape[1] * flat.element_size()
         first = -(-len(text) // _PAGE) * _PAGE
         lanes = rows // made.steps
-        memory = self._beside.map(first + rows * (row_bytes + 16) + 32 * lanes)
+        nbytes, copies = first + rows * (row_bytes + 16) + 32 * lanes, rows * row_bytes
+        make_room = None if self._journal_file is None else self._room(self._journal_file, first, copies, nbytes)
+        memory = self._beside.map(nbytes)
         aside, numbers = memory[first : first + rows * row_bytes], memory[first + rows * row_bytes :]
         with outside_inference_mode():  # a later write could not change views that inference mode has made
             numbers, aside = numbers.view(torch.int64), aside.view(flat.dtype).view(flat.shape)
-        self.journal.keep_in(flat, aside, numbers[:rows])
+        self.journal.keep_in(flat, aside, numbers[:rows], make_room)
         self._has_rows = True
         if not self._described[0]:
             memory[: len(text)] = text
-            self._described[0] = len(text)
+            self._described[1] = zlib.crc32(text.numpy())
+            self._described[0] = len(text)  # last
         self._storage.clock.keep_in(numbers[rows : 2 * rows])
         self._storage.heads.keep_in(numbers[2 * rows :].view(2, 2, lanes))
+
+    def _room(self, file: JournalFile, first: int, copies: int, nbytes: int) -> Callable[[int], None]:
+        """Return what reserves disk space for copies of rows, from byte ``first`` on; reserve that of all else."""
+        if self._described[0]:
+            file.refuse_short(nbytes)
+        else:
+            file.reserve(0, first)
+            file.reserve(first + copies, nbytes - first - copies)
+        reserved = 0
+
+        def make_room(wanted: int) -> None:
+            nonlocal reserved
+            if wanted > reserved:
+                ahead = min(copies, max(wanted, 2 * reserved))
+                file.reserve(first + reserved, ahead - reserved)
+                reserved = ahead
+
+        return make_room
 
     def entered(self) -> None:
         self.find()
@@ -199,7 +261,21 @@ class SharedRows:
         return self.__dict__ | {"_has_rows": False, "_storage": None}
 
 
-def share(storage: PackedStorage) -> None:
+def _refuse_other(storage: PackedStorage, shape: torch.Size) -> None:
+    """Raise a ValueError if rows that another process has left do not fit the arguments of this storage."""
+    lanes = shape[1:]
+    if len(shape) != storage.ndim:
+        raise ValueError(f"the rows in {storage.scratch_dir} have ndim={len(shape)}, not ndim={storage.ndim}")
+    if storage.lanes_wanted not in (None, *lanes):
+        raise ValueError(f"the rows in {storage.scratch_dir} have lanes={lanes[0]}, not lanes={storage.lanes_wanted}")
+    if steps_for(storage, lanes) != shape[0]:
+        raise ValueError(
+            f"the rows in {storage.scratch_dir} have capacity {prod(shape)}, not {storage.max_size}: reopen them with "
+            f"max_size={prod(shape)}; rb.dumps and rb.loads transfer rows into another capacity"
+        )
+
+
+def share(storage: PackedStorage, journal_file: JournalFile | None = None) -> None:
     """Move the rows to shared memory, see :meth:`PackedStorage.share_memory_`."""
     if storage.shared_rows is not None:
         return
@@ -219,6 +295,8 @@ def share(storage: PackedStorage) -> None:
             require_room(nbytes, torch.device("cpu"), _COPY, shared=True)
         storage.device = torch.device("cpu")
         storage.shared_rows = shared = SharedRows(storage)
+        if journal_file is not None:
+            shared.keep_in(journal_file)
         length, _, *others = storage.numbers.share_memory_().counters()  # without the revision, which only grows
         clock = storage.clock.numbers.share_memory_().counters()
         shared.journal.watch(length, *others, *clock)
