@@ -19,6 +19,7 @@ from rlbuf_td.envs.minari_episodes import TRAJECTORY, episode_of, minari, open_d
 from rlbuf_td.kernels.huge_pages import take_pages
 from rlbuf_td.storages import SchemaError
 from rlbuf_td.storages.indexing import coordinates, lanes_of, stored_rows
+from rlbuf_td.storages.lane_heads import cells_by_age, lanes_apart
 from rlbuf_td.storages.schema import refuse_rounding, show_key, walk
 from rlbuf_td.writers.common import steps_by_age
 
@@ -89,10 +90,10 @@ def export_minari(
     folder = library.storage.get_dataset_path(dataset_id)
     is_new = not folder.exists()
     with rb._locked():
-        steps = steps_by_age(rb.writer, rb.storage, None)
+        lanes = _lanes_by_age(rb)
         try:
             with progress_bar(f"writing {dataset_id}", rb.storage.nbytes, progress) as report:
-                for some, nbytes in _together(_episodes(rb.storage, steps, spaces)):
+                for some, nbytes in _together(_episodes(rb.storage, lanes, spaces)):
                     episodes = [library.data_collector.EpisodeBuffer(**episode) for episode in some]
                     if dataset is None:
                         dataset = library.create_dataset_from_buffers(dataset_id, episodes, **about)
@@ -117,10 +118,20 @@ def spaces_of(env: Any, observation_space: Any, action_space: Any) -> tuple[Any,
     return observation_space or env.observation_space, action_space or env.action_space
 
 
-def _episodes(storage: Storage, steps: torch.Tensor, spaces: tuple[Any, Any]) -> Iterator[tuple[dict[str, Any], int]]:
-    lanes = lanes_of(storage).numel()
-    for lane in range(lanes):
-        flat = steps * lanes + lane
+def _lanes_by_age(rb: ReplayBuffer) -> list[torch.Tensor]:
+    """Return the flat indices of each lane's rows, oldest first."""
+    storage: Any = rb.storage
+    if lanes_apart(storage) and storage.in_time_order:
+        rows, count = torch.from_numpy(cells_by_age(storage)), storage.heads.read(storage)[1]
+        return [lane for lane in rows.split(count.tolist()) if len(lane)]
+    steps, lanes = steps_by_age(rb.writer, storage, None), lanes_of(storage).numel()
+    return [steps * lanes + lane for lane in range(lanes)]
+
+
+def _episodes(
+    storage: Storage, lanes: list[torch.Tensor], spaces: tuple[Any, Any]
+) -> Iterator[tuple[dict[str, Any], int]]:
+    for flat in lanes:
         for cells in flat.tensor_split(_first_rows(storage, flat)):
             rows = storage.get(coordinates(cells, storage)).cpu()
             yield episode_of(rows, spaces), sum(value.nbytes for _, value in walk(rows))

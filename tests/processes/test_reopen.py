@@ -172,8 +172,8 @@ def test_killed_ten_times_at_random_moments(tmp_path: Path, lanes: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lanes", [0, LANES])
-def test_killed_two_hundred_times_at_random_moments(tmp_path: Path, lanes: int) -> None:
-    kill_often(tmp_path, lanes, 200)
+def test_killed_often_at_random_moments(tmp_path: Path, lanes: int) -> None:
+    kill_often(tmp_path, lanes, int(os.environ.get("RLBUF_TD_KILLS", "25")))  # before a release: 200
 
 
 POINTS: dict[str, tuple[bool, Any]] = {  # is the write kept?

@@ -73,7 +73,7 @@ def check_batch(batch: TensorDict, data: TensorDict, rollout: RolloutBuffer, len
     return found
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=70, deadline=None)
 @given(
     steps=st.integers(1, 14),
     lanes=st.sampled_from([None, 1, 2, 3]),
