@@ -20,6 +20,7 @@ from rlbuf_td.cli.bench.timing import Timing
 SIZES = ("--rows", "1000", "--images", "64", "--batch", "128", "--rounds", "2")
 
 
+@pytest.mark.slow
 def test_the_benchmark_prints_a_row_for_every_operation_and_draws_it(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(compare, "available", lambda: [Ours, TorchRL])  # JAX starts threads, and other tests fork
     monkeypatch.setattr(timing, "CALLS", 1)

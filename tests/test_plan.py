@@ -215,7 +215,7 @@ def assert_equal(mine: Any, theirs: Any) -> None:
 
 @pytest.mark.parametrize("lanes", [None, LANES])
 @pytest.mark.parametrize("sampler", SAMPLERS)
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(attached=st.booleans(), history=st.lists(st.tuples(STEPS, st.integers(0, 1 << 20)), min_size=20, max_size=60))
 def test_plan_and_general_path_agree_over_any_history(sampler, lanes, attached, history):
     pair = list(buffers(sampler, lanes))

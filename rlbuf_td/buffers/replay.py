@@ -54,7 +54,7 @@ from rlbuf_td.storages import PackedStorage, torchrl_parts
 from rlbuf_td.storages.checks import as_number, state_of, usable_device, whole
 from rlbuf_td.storages.indexing import attached_or_new, coordinates, device_of, merge_, put_back_, refuse_range
 from rlbuf_td.storages.interrupts import held_back
-from rlbuf_td.storages.lane_heads import cells_by_age, holes_of, row_count
+from rlbuf_td.storages.lane_heads import cells_by_age, holes_of, row_count, written_rows
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.notebooks import PROCESSES
 from rlbuf_td.storages.schema import refuse_rounding, walk
@@ -1008,6 +1008,13 @@ class ReplayBuffer(TensorDictReplayBuffer):
             self.stale_updates.add(stale)
 
     # -- reads
+
+    def _initialize_prioritized_sampler(self) -> None:
+        """Give the rows that a storage already holds a priority; TorchRL's constructor calls this method."""
+        if holes_of(self._storage):  # TorchRL would give one to cells that have not been written, too
+            self._sampler.mark_update(written_rows(self._storage), storage=self._storage)
+        else:
+            super()._initialize_prioritized_sampler()
 
     def __len__(self) -> int:
         """Return the number of stored rows."""

@@ -75,7 +75,9 @@ class RowSampler(StatefulSampler):
         """Draw the rows of a batch.
 
         Args:
-            storage: the storage of the buffer; ``storage[key]`` is a column, ``len(storage)`` the number of rows.
+            storage: the storage of the buffer; ``storage[key]`` is a column, ``len(storage)`` the number of rows. If
+                lanes have unlike lengths, see :meth:`ReplayBuffer.lane`, cells that a lane has not written hold zeros,
+                and drawing one raises an IndexError.
             batch_size: B, the number of rows to draw. Fewer rows give a shorter batch.
 
         Returns:

@@ -34,8 +34,8 @@ class UniformSampler(RowSampler, metaclass=Replaceable):
 
     Args:
         unique: whether a batch's rows are distinct. To draw no row twice in an epoch, use :class:`MinibatchSampler`.
-        max_age: the largest age of a row that may be drawn, at least 0, in time steps (0: the newest), or in the unit
-            of ``age_key``; ``None``: any age. The rows that are young enough are equally likely.
+        max_age: the largest age of a row that may be drawn, at least 0, in time steps of its lane (0: the newest), or
+            in the unit of ``age_key``; ``None``: any age. The rows that are young enough are equally likely.
         age_key: the key of a stored number that increases over time, such as ``"policy_version"``, which TorchRL's
             collectors write if ``track_policy_version=True``. The age of a row is then :attr:`consumer_version` minus
             the row's number.

@@ -53,7 +53,7 @@ def cases(draw: st.DrawFn, sizes: list[int]) -> tuple[int, int, list[Write], Row
     return steps, lanes, draw(writes(steps, steps)), rows
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(cases([1, 2, 7, 63, 64, 65, 128, 4095, 4096, 4097]))
 def test_the_bitmap_equals_the_specification_after_every_write(case):
     steps, lanes, operations, rows = case

@@ -256,7 +256,7 @@ def test_what_a_killed_process_was_taking_is_taken_by_another(point):
 
 
 @needs_fork
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_other_processes_write_and_take(method):
     queue = make()
     queue.share()

@@ -165,9 +165,8 @@ def kill_often(folder: Path, lanes: int, kills: int) -> None:
     assert unfinished
 
 
-@pytest.mark.parametrize("lanes", [0, LANES])
-def test_killed_ten_times_at_random_moments(tmp_path: Path, lanes: int) -> None:
-    kill_often(tmp_path, lanes, 10)
+def test_killed_ten_times_at_random_moments(tmp_path: Path) -> None:
+    kill_often(tmp_path, LANES, 10)
 
 
 @pytest.mark.slow

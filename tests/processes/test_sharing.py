@@ -35,6 +35,7 @@ from tests.processes import soak
 from tests.processes.test_kill import rows
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+SPAWN = pytest.param("spawn", marks=pytest.mark.slow)  # each process imports everything
 
 
 def elsewhere(work: Callable[..., object], *args: object, method: str = "fork") -> None:
@@ -81,7 +82,7 @@ def test_what_one_process_writes_the_others_read(place, written, tmp_path):
     assert len(rb) == 0
 
 
-@pytest.mark.parametrize("method", ["spawn", "fork"])
+@pytest.mark.parametrize("method", [SPAWN, "fork"])
 def test_workers_that_start_one_after_another_write_every_row(method):
     """The nightly of TorchRL of October 2026 makes new semaphores at each ``share()``."""
     rb = make()
@@ -147,7 +148,7 @@ def write_out_of_order(rb: ReplayBuffer) -> None:
     rb.storage.set(torch.arange(30), rows(60, 30), set_cursor=False)
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", SPAWN])
 def test_memory_stays_shared_after_a_batch(method):
     rb = make()
     rb.extend(rows(0, 30))
@@ -193,7 +194,7 @@ def record(rb: ReplayBuffer, steps: int = 5) -> None:
     recorder.flush()
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", SPAWN])
 def test_recorders_of_all_processes_use_different_trajectory_numbers(method):
     rb = ReplayBuffer.from_env(gymnasium.make("CartPole-v1"), 30, batch_size=8)
     rb.share()
@@ -218,6 +219,7 @@ def test_a_rollout_that_another_process_records_into_reserved_rows_is_read_here(
     assert (rows["next", "reward"] == 1).all()
 
 
+@pytest.mark.slow
 def test_spawned_workers_that_begin_before_anything_is_written_by_others():
     report, rb = soak.run(1.0, 2, method="spawn", capacity=2000)
     assert report.is_clean

@@ -139,7 +139,7 @@ def test_the_compiled_draw_equals_the_torch_form(kind):
             assert (one["time"] >= one["time"].max() - 4).all()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     capacity=st.sampled_from([1, 7, 8, 9, 63, 64, 65, 512, 700, 4_200]),
     seed=st.integers(0, 999),
