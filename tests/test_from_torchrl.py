@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -241,3 +242,25 @@ def test_priorities_follow_their_rows(written, lanes, source, tmp_path):
 def test_rows_without_priorities_get_that_of_new_rows():
     rb = ReplayBuffer.from_torchrl(theirs(7), sampler=ProportionalSampler(CAPACITY))
     assert (rb.sample()["priority_weight"] == 1).all()
+
+
+class Attack:
+    """Leaves a file behind when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.mark,)
+
+
+def test_pickles_in_a_folder_are_never_loaded(tmp_path):
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(4), batch_size=2)
+    rb.extend(rows(4))
+    rb.dumps(tmp_path / "dump")
+    note = NonTensorData(Attack(tmp_path / "ran"), batch_size=[4])
+    rows(4).set("note", note).memmap(tmp_path / "dump" / "storage")
+    assert [*(tmp_path / "dump").rglob("*.pickle")]
+    with pytest.raises(CheckpointError, match="pickle, which is never loaded"):
+        ReplayBuffer.from_torchrl(tmp_path / "dump")
+    assert not (tmp_path / "ran").exists()

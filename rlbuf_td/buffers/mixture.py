@@ -290,7 +290,7 @@ class ReplayBufferMixture:
             IndexError: an entry ``"source"`` is not the position of a member, or a row is out of range.
             ValueError: a TD error is NaN or infinite.
 
-            After an error, all priorities are unchanged.
+        After an error, all priorities are unchanged.
         """
         if self._bound is not None and self._bound.update(data):
             return

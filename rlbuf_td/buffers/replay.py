@@ -770,7 +770,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
 
     @property
     def takes_lanes(self) -> bool:
-        """Whether single lanes can be written: the storage is ``[T, E]``, and writer and sampler allow it."""
+        """Whether single lanes can be written (the storage is ``[T, E]``, and writer and sampler allow it)."""
         return not writing.fault_of_lanes(self._initialize())
 
     def lane(self, lane: int) -> Lane:
@@ -946,7 +946,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
                 unchanged.
             IndexError: a row is out of range; all priorities are unchanged.
 
-            On CUDA, rows that are out of range, or have a NaN or infinite TD error, are skipped instead.
+        On CUDA, rows that are out of range, or have a NaN or infinite TD error, are skipped instead.
         """
         parts = self.parts or self._initialize()
         if parts.prioritized is None:
@@ -1119,7 +1119,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
             SchemaError: the rows lack an entry that the data set needs, or an entry has another shape than its space.
             RuntimeError: the buffer is empty.
 
-            After an error, no new data set is left behind.
+        After an error, no new data set is left behind.
 
         Example:
             >>> import gymnasium
@@ -1237,7 +1237,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
             ValueError: the state belongs to another class of storage, sampler or writer, its rows do not fit, or one of
                 its numbers is wrong.
 
-            After an error, the buffer is unchanged.
+        After an error, the buffer is unchanged.
         """
         self._initialize()
         self._refuse_state(state_dict)

@@ -276,7 +276,7 @@ class RolloutBuffer(ReplayBuffer):
     value_target_mean = _statistic("value_target_mean", "Mean of the value targets.")
     value_target_std = _statistic("value_target_std", "Standard deviation (population) of the value targets.")
     explained_variance = _statistic(
-        "explained_variance", "Explained variance: 1 - Var[value_target - state_value] / Var[value_target]."
+        "explained_variance", "The explained variance, 1 - Var[value_target - state_value] / Var[value_target]."
     )
 
     def summary(self) -> dict[str, float]:

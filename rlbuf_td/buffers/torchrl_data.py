@@ -109,7 +109,7 @@ def _load(folder: Path) -> tuple[TensorDictReplayBuffer, Mapping[str, Any] | Non
     if not storage_file.is_file() or json.loads(storage_file.read_text())["is_pytree"]:
         remedy = "load it into a buffer of TorchRL, and pass that buffer"
         raise CheckpointError(f"{folder} holds no TensorDicts that TorchRL's default checkpointer wrote: {remedy}")
-    shape = TensorDict.load_memmap(folder / "storage").batch_size
+    shape = _mapped(folder / "storage").batch_size
     storage = LazyMemmapStorage(shape.numel(), ndim=len(shape), scratch_dir=folder / "storage")  # maps, does not copy
     storage.loads(folder / "storage")
     saved = json.loads(writer_file.read_text()) if writer_file.is_file() else {}
@@ -126,6 +126,16 @@ def _load(folder: Path) -> tuple[TensorDictReplayBuffer, Mapping[str, Any] | Non
     state = json.loads(sampler_file.read_text())
     size = torch.Size([int(state["_max_capacity"])])
     return rb, state | {"_sum_tree": MemoryMappedTensor.from_filename(tree_file, torch.float64, size)}
+
+
+def _mapped(folder: Path) -> TensorDict:
+    """Map the files of a TensorDict, which could run any code if they hold pickles. No row can hold what is pickled."""
+    try:
+        return TensorDict.load_memmap(folder, allow_pickle=False)
+    except RuntimeError as error:
+        if "pickle" not in str(error):
+            raise
+        raise CheckpointError(f"{folder} has entries that are no tensors, in a pickle, which is never loaded") from None
 
 
 def _priorities(rb: TensorDictReplayBuffer) -> Mapping[str, Any] | None:

@@ -158,7 +158,7 @@ def plan(
         frames: the argument of :class:`PackedStorage`.
 
     Returns:
-        A :class:`MemoryPlan`, for example with ``rows`` (bytes of all rows), ``priorities`` (bytes) and ``fits``.
+        A ``MemoryPlan``, for example with ``rows`` (bytes of all rows), ``priorities`` (bytes) and ``fits``.
 
     Raises:
         ValueError: the capacity is missing or below 1.

@@ -104,7 +104,7 @@ class Client:
         buffers, the batch also has importance weights, ``"priority_weight"``, ``[B]`` float32.
 
         Args:
-            batch_size: number of rows in the batch; default: :attr:`batch_size`.
+            batch_size: number of rows in the batch; default: ``batch_size`` of the shards.
             wait: wait until a shard has rows and flow control (``samples_per_insert``, ``min_size``) admits the batch.
             timeout: the longest wait in seconds; ``None``: no limit.
 

@@ -14,7 +14,7 @@ from rlbuf_td.storages.indexing import Index, coordinates
 
 
 class RowSampler(StatefulSampler):
-    """Abstract base of samplers that draw rows: a subclass writes :meth:`draw`, and works in every buffer.
+    """Abstract base of samplers that draw rows: a subclass writes ``draw``, and works in every buffer.
 
     :meth:`draw` chooses the rows of a batch. This class has the other methods that TorchRL's buffers call, saves the
     state, and converts rows to coordinates for storages with lanes. A subclass works in this package's buffers and in

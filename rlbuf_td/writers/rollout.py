@@ -162,7 +162,7 @@ class RolloutWriter(TimeWriter):
 
     @property
     def is_estimated(self) -> bool:
-        """Whether all written steps have advantages: T steps are written, or :meth:`estimate` was called."""
+        """Whether all written steps have advantages (T steps are written, or :meth:`estimate` was called)."""
         return self.is_complete or 0 < self._estimated_steps == self.steps
 
     def add(self, data: TensorDictBase) -> int | Tensor:
