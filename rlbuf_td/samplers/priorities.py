@@ -63,8 +63,8 @@ class Law(ABC):
         """Return the probability of each row, ``[B]`` float64."""
 
     @abstractmethod
-    def least_probability(self) -> Tensor:
-        """Return the smallest positive probability of all rows, 0-dim float64; infinite if no row can be drawn."""
+    def least_probability(self) -> float | Tensor:
+        """Return the smallest positive probability of all rows, float64; infinite if no row can be drawn."""
 
     def weigh_beside_(self, flat: Tensor, drawn: Tensor, weight: Tensor) -> None:
         """Store the importance weights of the rows in ``flat`` in ``weight[:len(flat)]``.

@@ -139,8 +139,8 @@ class Prioritized(RowSampler, PrioritizedSampler):
         probability = self.law.probability_within(flat, ranges)
         return torch.where(mask_of(ranges, self.priorities.capacity, flat.device)[flat], probability, 0.0)
 
-    def least_probability(self) -> Tensor:
-        """Return the smallest positive probability of all rows, 0-dim float64; infinite if no row can be drawn."""
+    def least_probability(self) -> float | Tensor:
+        """Return the smallest positive probability of all rows, float64; infinite if no row can be drawn."""
         self.law.weigh()
         served = self.priorities.serves.storage
         if self.age_limit is None or served is None or not len(served):

@@ -67,8 +67,11 @@ class ProportionalLaw(Law):
     def probability(self, flat: Tensor) -> Tensor:
         return self.table.weight[flat] / self.table.total
 
-    def least_probability(self) -> Tensor:
-        return self.table.smallest / self.table.total
+    def least_probability(self) -> float | Tensor:
+        if not self.table.has_nodes:
+            return self.table.smallest / self.table.total
+        total = float(self.table.total)  # a mixture asks in each batch: numbers cost half as much as tensors
+        return float(self.table.smallest) / total if total else float("inf")
 
     def weigh_beside_(self, flat: Tensor, drawn: Tensor, weight: Tensor) -> None:
         if not sum_tree.weigh_beside_(self.table, flat, drawn, self.settings.values[BETA], weight):
