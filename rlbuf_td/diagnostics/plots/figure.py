@@ -30,12 +30,12 @@ class Picture(Figure):
 
     def _repr_png_(self) -> bytes:
         png = BytesIO()
-        self.savefig(png, dpi=160, format="png")
+        self.savefig(png, format="png")
         return png.getvalue()
 
 
 def empty_figure(height: float) -> Picture:
-    return Picture(figsize=(WIDTH, height), layout=ConstrainedLayoutEngine(w_pad=0.03, h_pad=0.03))
+    return Picture(figsize=(WIDTH, height), dpi=180, layout=ConstrainedLayoutEngine(w_pad=0.03, h_pad=0.03))
 
 
 def panels(rows: int, columns: int, height: float, *, sharex: bool = False) -> tuple[Picture, list[Axes]]:
