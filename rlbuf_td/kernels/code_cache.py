@@ -35,7 +35,7 @@ from numba.core.ccallback import CFunc
 _ROOM = Path(__file__).parent
 
 if config.DISABLE_JIT:
-    raise RuntimeError("rlbuf_td does not run without numba's compiler: unset NUMBA_DISABLE_JIT")
+    raise RuntimeError("this operation of rlbuf_td has no form without numba's compiler: unset NUMBA_DISABLE_JIT")
 
 
 def cached_njit(**options: Any) -> Callable[[Callable[..., Any]], Any]:

@@ -9,6 +9,7 @@ Importing numba takes a second, so compiled modules are imported only when they 
 from __future__ import annotations
 
 import importlib
+import os
 import pkgutil
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,8 @@ from torch import Tensor
 Backend: TypeAlias = Literal["numba", "torch"]
 Method = TypeVar("Method", bound=Callable[..., Any])
 
-_forced: Backend | None = None  # set by tests; applies to every device
+#: For every device; tests set it. With ``NUMBA_DISABLE_JIT=1``, a debugger can step through the reference.
+_forced: Backend | None = "torch" if os.environ.get("NUMBA_DISABLE_JIT", "0") not in ("", "0") else None
 _is_compiling = torch.compiler.is_compiling
 
 

@@ -279,7 +279,7 @@ def unreadable(storage: Any) -> str:
     if rows is None or storage.is_reserved:
         return "no rows have been written yet"
     if backend_of(rows.flat) != "numba":
-        return f"the rows are on {rows.flat.device}"
+        return "numba's compiler is off" if rows.flat.is_cpu else f"the rows are on {rows.flat.device}"
     if storage.ndim > 2:
         return f"the rows have ndim={storage.ndim}, above 2"
     is_compiled = isinstance(rows, PlainRows) or (isinstance(rows, DedupRows) and rows.table.is_compiled)

@@ -90,7 +90,49 @@ def test_loops_run_where_nothing_can_be_kept(tmp_path, monkeypatch):
         assert double(4) == 8
 
 
-def test_a_disabled_compiler_is_refused_by_name(tmp_path):
+def test_what_needs_the_disabled_compiler_is_refused_by_name(tmp_path):
     copy_room(tmp_path)
     refused = start(tmp_path, "import rlbuf_td.kernels.compiled", NUMBA_DISABLE_JIT="1")
     assert "unset NUMBA_DISABLE_JIT" in refused.communicate()[1].splitlines()[-1]
+
+
+TRAINING = """
+import torch
+from tensordict import TensorDict
+from rlbuf_td import (EpisodeSampler, NStepSampler, PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer,
+                      RolloutBuffer, SequenceSampler, UniformSampler)
+torch.manual_seed(0)
+
+def rows(*shape):
+    ends = {"reward": torch.randn(*shape, 1), "done": torch.rand(*shape, 1) < 0.1}
+    entries = {"observation": torch.randn(*shape, 4), "state_value": torch.randn(*shape, 1)}
+    after = {"observation": torch.randn(*shape, 4), "state_value": torch.randn(*shape, 1), "terminated": ends["done"]}
+    return TensorDict(entries | {"next": ends | after}, shape)
+
+def prioritized():
+    return ProportionalSampler(200)
+
+makers = [UniformSampler, prioritized, lambda: RankSampler(200), lambda: NStepSampler(prioritized(), 3, 0.9)]
+makers += [lambda: SequenceSampler(prioritized(), 4), EpisodeSampler]
+for make in makers:
+    rb = ReplayBuffer(storage=PackedStorage(200, ndim=2), sampler=make(), batch_size=8)
+    for _ in range(15):
+        rb.extend(rows(2, 10))
+        batch = rb.sample()
+        print(batch["index"].tolist(), batch["observation"].flatten().tolist())
+        if "priority_weight" in batch.keys():
+            rb.update_tensordict_priority(batch.set("td_error", torch.randn(batch.shape)))
+    print(rb.compiled)
+rollout = RolloutBuffer(8, 2, batch_size=4)
+rollout.extend(rows(2, 8))
+print([round(number, 4) for batch in rollout for number in batch["advantage"].flatten().tolist()])
+"""
+
+
+@pytest.mark.slow
+def test_without_the_compiler_the_reference_draws_the_same_batches(tmp_path):
+    compiled, plain = (start(tmp_path, TRAINING, NUMBA_DISABLE_JIT=switch).communicate()[0] for switch in "01")
+    assert "numba's compiler is off" in plain
+    batches = [[line for line in text.splitlines() if "[" in line] for text in (compiled, plain)]
+    assert batches[0] == batches[1]
+    assert len(batches[0]) == 91

@@ -19,7 +19,7 @@ from rlbuf_td.kernels.threads import LARGE
 
 #: State value, next state value, reward, done and terminated.
 Columns: TypeAlias = Sequence[Tensor]
-_is_compiling, _empty_like = torch.compiler.is_compiling, torch.empty_like  # saves look-ups for short rollouts
+_empty_like = torch.empty_like  # saves look-ups for short rollouts
 
 
 def reverse_scan_doubling(a: Tensor, b: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ def gae_contiguous(
 
     Return None under ``torch.compile``, and if a column is lazily negated: its memory has the opposite sign.
     """
-    if _is_compiling() or any(map(Tensor.is_neg, columns)):
+    if backend_of(columns[0]) != "numba" or any(map(Tensor.is_neg, columns)):
         return None
     value = columns[0]
     advantage, target = _empty_like(value), _empty_like(value)
