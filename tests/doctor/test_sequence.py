@@ -17,7 +17,7 @@ from tests.doctor.faults import FAULTS
 from tests.doctor.world import nested, vector, walk
 
 OBSERVERS = {"vector": vector, "nested": nested}
-HOLDERS = ["rows", "packed", "packed ring", "torchrl", "torchrl ring"]
+HOLDERS = ["rows", "packed", "packed ring", "torchrl", "torchrl ring", "unlike lanes", "unlike lanes, deduplicated"]
 
 
 @cache
@@ -35,6 +35,8 @@ def held(rows: TensorDict, holder: str) -> Any:
         rows = rows[:, 0]
     if holder == "rows":
         return rows
+    if "unlike lanes" in holder:
+        return in_unlike_lanes(rows if rows.ndim > 1 else rows[:, None], "deduplicated" in holder)
     storage = PackedStorage if "packed" in holder else LazyTensorStorage
     steps = len(rows) * 4 // 5 if "ring" in holder else len(rows) + 7
     size = steps * rows.shape[1:].numel()
@@ -42,6 +44,15 @@ def held(rows: TensorDict, holder: str) -> Any:
     rb = buffer(storage=storage(size, ndim=rows.ndim), dim_extend=0)
     for part in rows.split(min(97, steps)):  # of a longer write TorchRL keeps rows at random, each key for itself
         rb.extend(part)
+    return rb
+
+
+def in_unlike_lanes(rows: TensorDict, share_next: bool = False) -> ReplayBuffer:
+    """Return rows ``[T, E]`` in lanes of a ring that hold fewer and fewer rows, the last one none; the first wraps."""
+    steps, lanes = len(rows) * 3 // 4, rows.shape[1] + 1
+    rb = ReplayBuffer(storage=PackedStorage(steps * lanes, ndim=2, lanes=lanes, share_next=share_next))
+    for lane in range(lanes - 1):
+        rb.extend(rows[: len(rows) * (lanes - 1 - lane) // (lanes - 1), lane], lanes=lane)
     return rb
 
 
@@ -62,6 +73,14 @@ def test_a_fault_gives_exactly_its_finding(name: str, lanes: int, observer: str,
     fault, needed, code = FAULTS[name]
     report = check(held(fault(healthy(needed or lanes, observer)), holder))
     assert report.codes == [code]
+
+
+@pytest.mark.parametrize("name", [name for name, (_, lanes, _) in FAULTS.items() if lanes < 2])
+def test_a_fault_is_found_in_lanes_of_unlike_lengths(name: str) -> None:
+    fault, lanes, code = FAULTS[name]
+    report = check(held(fault(healthy(lanes or 3, "nested")), "unlike lanes"))
+    assert report.codes == [code]
+    assert report.skipped == ("rows that are never drawn: this buffer does not count draws",)
 
 
 @pytest.mark.parametrize("name", [name for name, (_, lanes, _) in FAULTS.items() if not lanes])
@@ -104,6 +123,16 @@ def test_rows_of_a_ring_are_named_as_the_storage_indexes_them() -> None:
     assert finding.code == "done-without-reset"
     assert finding.rows == ((at % 480, 1),)
     assert bool(rb.storage[at % 480]["next", "done"][1])
+
+
+def test_rows_of_lanes_of_unlike_lengths_are_named_as_the_storage_indexes_them() -> None:
+    rb = in_unlike_lanes(healthy(3))
+    at = [(t, e) for t in range(450) for e in range(4) if (t, e) in {(7, 0), (449, 0), (3, 1), (299, 1), (199, 2)}]
+    for t, e in at:
+        rb.set_at_(("next", "reward"), float("nan"), (torch.tensor([t]), torch.tensor([e])))
+    (finding,) = check(rb)
+    assert (finding.code, finding.count, finding.of) == ("not-finite", 5, 450 + 400 + 200)
+    assert sorted(finding.rows) == at
 
 
 @pytest.mark.parametrize(

@@ -447,7 +447,7 @@ def test_health_and_doctor_see_only_written_rows() -> None:
     assert 0 <= report["age_p50"] < 12
     assert report["priority_p50"] == 1.0
     assert not rb.full
-    assert any("which some lanes lack" in note for note in examine(rb).skipped)
+    assert examine(rb).rows == 18
 
 
 def test_lanes_that_meet_again_stand_together() -> None:

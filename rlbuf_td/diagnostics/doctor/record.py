@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torchrl.data import ImmutableDatasetWriter, TensorStorage
@@ -16,9 +18,8 @@ from rlbuf_td.checkpoint import open_checkpoint
 from rlbuf_td.diagnostics.doctor.report import FAULTS, Finding
 from rlbuf_td.storages import PackedStorage, torchrl_parts
 from rlbuf_td.storages.indexing import attached, stored_rows
-from rlbuf_td.storages.lane_heads import lanes_apart
-from rlbuf_td.storages.rows import Rows
-from rlbuf_td.storages.schema import Leaf, SchemaError, show_key, walk
+from rlbuf_td.storages.lane_heads import cells_by_age, lanes_apart
+from rlbuf_td.storages.schema import SchemaError, show_key, walk
 from rlbuf_td.storages.trajectory_index import TRAJ_KEY, TrajectoryIndex
 
 Key: TypeAlias = tuple[str, ...]
@@ -26,28 +27,35 @@ Key: TypeAlias = tuple[str, ...]
 _NOT_OBSERVED = {"reward", "done", "terminated", "truncated", "state_value", "index"}
 _BLOCK_BYTES = 4 << 20  # a block of time steps fits into a cache
 _RELATIVE, _ABSOLUTE = 1e-5, 1e-6  # tolerances: floats this close count as equal
+_SMALL = 64  # bytes per row; columns of lanes that stand apart are copied if they are no larger
 _HASHED = 256  # the most elements of a value that its hash includes
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 NAMED = 5  # a finding names at most this many rows
 
 
-class SharedColumn:
-    """A deduplicated column ``[T, E, ...]``; indexing reads only the indexed rows."""
+class LazyColumn:
+    """A column ``[T, E, ...]`` of the rows at flat indices ``cells``, ``[T, E]``; indexing reads only the indexed rows.
 
-    def __init__(self, rows: Rows, leaf: Leaf, steps: int) -> None:
-        self._rows, self._key = rows, leaf.key
-        lanes, self._tail = rows.cells // rows.steps, tuple(leaf.shape) or (1,)
-        self.shape, self.ndim = torch.Size([steps, lanes, *self._tail]), 2 + len(self._tail)
-        self.dtype, self.device = leaf.dtype, rows.matrix.device
-        self._cells = torch.arange(steps * lanes, device=self.device).view(steps, lanes)
+    ``read`` returns the values of flat indices.
+    """
+
+    def __init__(
+        self, read: Callable[[torch.Tensor], torch.Tensor], cells: torch.Tensor, shape: torch.Size, dtype: torch.dtype
+    ) -> None:
+        self._read, self._cells, self._tail = read, cells, tuple(shape) or (1,)
+        self.shape, self.ndim = torch.Size([*cells.shape, *self._tail]), 2 + len(self._tail)
+        self.dtype, self.device = dtype, cells.device
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         cells = self._cells[index]
-        return self._rows.column_at(self._key, cells).view((*cells.shape, *self._tail))
+        return self._read(cells).view((*cells.shape, *self._tail))
 
 
 class Record:
-    """The rows of a storage as columns ``[T, E, ...]``, with all lane dims flattened into one."""
+    """The rows of a storage as columns ``[T, E, ...]``, with all lane dims flattened into one.
+
+    The rows of lanes that stand apart are one lane, ``[N, 1, ...]``: lane after lane, each from its oldest row on.
+    """
 
     def __init__(self, storage: Storage, writer: Writer | None) -> None:
         if not len(storage):
@@ -58,18 +66,23 @@ class Record:
         lanes = tuple(rows.shape[1 : storage.ndim])
         self.lanes = torch.Size(lanes).numel()
         self.skipped: list[str] = []  # omitted checks, and the reasons
-        self.steps = self._even_steps(storage)
-        self.rows = self.steps * self.lanes
+        self.steps = len(storage) // self.lanes
         self.shape = (self.steps, *lanes)
-        #: The rows of each key, ``[T, E, ...]`` with at least three dims: views, or a :class:`SharedColumn`.
+        #: Of lanes that stand apart: the flat index of each row, ``[N, 1]``.
+        self.cells: torch.Tensor | None = None
+        if lanes_apart(storage):
+            self.cells = torch.from_numpy(cells_by_age(storage))[:, None]
+            self.steps, self.lanes = self.cells.shape
+        self.rows = self.steps * self.lanes
+        #: The rows of each key, ``[T, E, ...]`` with at least three dims: tensors, or a :class:`LazyColumn`.
         self.columns: dict[Key, Any] = {
-            key: value[: self.steps].view(self.steps, self.lanes, *(value.shape[storage.ndim :] or (1,)))
-            for key, value in walk(rows)
-            if isinstance(value, torch.Tensor)
+            key: self._column(key, value, storage.ndim) for key, value in walk(rows) if isinstance(value, torch.Tensor)
         }
         if isinstance(storage, PackedStorage):
             for key, leaf in storage.deduplicated.items():
-                self.columns[key] = SharedColumn(storage.all_rows(), leaf, self.steps)
+                cells = self.by_row(torch.arange(len(storage), device=storage.device))
+                read = partial(storage.all_rows().column_at, key)
+                self.columns[key] = LazyColumn(read, cells, leaf.shape, leaf.dtype)
         #: Whether the rows are in time order, with flags or ids that mark the ends of trajectories.
         self.knows_ends = False
         #: ``[T, E]`` bool on the CPU: step ``t + 1`` of the ring was written next in the lane, in any trajectory.
@@ -83,25 +96,25 @@ class Record:
         else:
             self._find_cuts(storage, index)
 
-    def _even_steps(self, storage: Storage) -> int:
-        """Return how many time steps all lanes have; note rows of longer lanes, which are not examined."""
-        steps = len(storage) // self.lanes
-        if not lanes_apart(storage):
-            return steps
-        least = int(storage.heads.read(storage)[1].min())
-        if not least:
-            raise ValueError("a lane is empty: the doctor compares lanes, write to each of them first")
-        if least < steps:
-            self.skipped.append(f"rows from step {least:,} on, which some lanes lack")
-        return least
+    def by_row(self, values: torch.Tensor) -> torch.Tensor:
+        """Return values of flat rows, ``[n, ...]``, as ``[T, E, ...]``."""
+        if self.cells is None:
+            return values[: self.rows].view(self.steps, self.lanes, *values.shape[1:])
+        return values[self.cells.to(values.device)]
+
+    def _column(self, key: Key, value: torch.Tensor, ndim: int) -> Any:
+        shape = value.shape[ndim:] or torch.Size([1])
+        flat = value.view(-1, *shape)
+        is_small = key[-1] in _NOT_OBSERVED or key == TRAJ_KEY or shape.numel() * value.itemsize <= _SMALL
+        if self.cells is None or is_small:
+            return self.by_row(flat)
+        return LazyColumn(flat.__getitem__, self.cells.to(value.device), shape, value.dtype)
 
     def _mark_newest(self, storage: Storage, capacity: int) -> None:
-        """Mark the newest row of each lane, and the last one that is examined, as rows without a next row."""
-        if lanes_apart(storage):
-            newest, lanes = torch.from_numpy(storage.heads.read(storage)[0]), torch.arange(self.lanes, device="cpu")
-            is_examined = newest < self.steps
-            self.paired[newest[is_examined], lanes[is_examined]] = False
-            self.paired[self.steps - 1] &= self.steps == capacity
+        """Mark the newest row of each lane as a row without a next row."""
+        if self.cells is not None:
+            count = torch.from_numpy(storage.heads.read(storage)[1])
+            self.paired[count[count > 0].cumsum(0) - 1] = False
             return
         cursor = torchrl_parts.newest_step_of(storage)  # None: the storage does not know
         is_ring = self.steps == capacity and cursor is not None and 0 <= cursor < self.steps
@@ -117,7 +130,8 @@ class Record:
         cut, paired = self.cut.view(-1), self.paired.view(-1)
         try:
             for rows in torch.arange(self.rows, device="cpu").split(1 << 16):
-                _, ahead, ended = index.reach(rows.to(device))
+                cells = rows if self.cells is None else self.cells[rows, 0]
+                _, ahead, ended = index.reach(cells.to(device))
                 cut[rows] = ahead.cpu() == 0
                 paired[rows] &= ~cut[rows] | ended.cpu()  # a cut without an end: the next row was written out of order
         except (TypeError, SchemaError) as error:
@@ -181,10 +195,15 @@ class Record:
         acts = self.after((key[0], "mask"), block)
         return torch.where(acts.view(*acts.shape, *[1] * (following.ndim - 3)), reached, following), following
 
+    def _named(self, numbers: torch.Tensor) -> tuple[Any, ...]:
+        """Return rows as the storage indexes them: ``t``, or ``(t, e)`` with lanes."""
+        cells = numbers if self.cells is None else self.cells[numbers, 0]
+        places = np.stack(np.unravel_index(cells.numpy(), self.shape), -1).tolist()
+        return tuple(tuple(place) if len(place) > 1 else place[0] for place in places)
+
     def finding(self, code: str, where: torch.Tensor | None, of: int, key: Key | None = None, **words: Any) -> Finding:
         """Return a finding about the rows of the mask ``where``, ``[T, E]``; ``None`` stands for all rows."""
-        first = [] if where is None else where.view(self.shape).nonzero()[:NAMED].tolist()
-        rows = tuple(tuple(place) if len(place) > 1 else place[0] for place in first)
+        rows = () if where is None else self._named(where.view(-1).nonzero()[:NAMED, 0])
         count = of if where is None else int(where.sum())
         words |= {"key": None if key is None else show_key(key)}
         _, explanation, remedy = FAULTS[code]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from math import prod
 from typing import Any
 
 import torch
@@ -89,7 +90,7 @@ def usage_findings(record: Record, source: Any, storage: Storage, sampler: Sampl
         yield record.finding("entry-replaced", None, record.rows, (name,), sampler=type(sampler).__name__)
     replays, drawn = attached(storage, ReplayCount), None
     if replays is not None:
-        counts = replays.counts()[: record.rows].view(record.steps, record.lanes).cpu()
+        counts = record.by_row(replays.counts()).cpu()
         drawn, mean = counts > 0, float(counts.double().mean())
         if record.rows >= _ROWS and mean >= _DRAWS and 2 * int(drawn.sum()) < record.rows:
             yield record.finding("never-sampled", ~drawn, record.rows, mean=mean)
@@ -101,7 +102,8 @@ def usage_findings(record: Record, source: Any, storage: Storage, sampler: Sampl
 
 
 def _stale(record: Record, source: Any, sampler: Prioritized, drawn: torch.Tensor | None) -> Iterator[Finding]:
-    magnitude = sampler.priority(torch.arange(record.rows, device=sampler.device)).cpu()
+    rows = torch.arange(prod(record.shape), device=sampler.device)
+    magnitude = sampler.priority(record.by_row(rows).flatten()).cpu()
     # TD errors are rarely equal to the last bit; rows that entered together have equal priorities.
     _, inverse, counts = magnitude.unique(return_inverse=True, return_counts=True)
     untouched = (counts > 1)[inverse].view(record.steps, record.lanes)
