@@ -18,15 +18,14 @@ from torchrl.envs import Transform
 
 from rlbuf_td import (
     EpisodeStats,
-    FreshRowsSampler,
     GymnasiumRecorder,
     PackedStorage,
     ReplayBuffer,
+    RingWriter,
     RolloutBuffer,
     RolloutWriter,
     SchemaError,
     TrajectoryIndex,
-    UniformSampler,
     make_transition,
     schema_of,
 )
@@ -279,7 +278,7 @@ def test_no_trajectory_runs_from_a_loaded_buffer_into_what_is_recorded(kind, how
 
 def without_lanes(env: Any, capacity: int) -> ReplayBuffer:
     """Return a buffer ``[T, E]`` whose lanes must stand together."""
-    rb = ReplayBuffer.from_env(env, capacity, sampler=FreshRowsSampler(UniformSampler()))
+    rb = ReplayBuffer.from_env(env, capacity, writer=RingWriter(track_generations=True))
     assert not rb.takes_lanes
     return rb
 

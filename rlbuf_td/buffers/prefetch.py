@@ -15,10 +15,10 @@ from tensordict import TensorDictBase
 from torchrl.data.replay_buffers import SamplerWithoutReplacement, Storage
 
 from rlbuf_td.buffers.parts import Parts
-from rlbuf_td.storages.indexing import device_of
+from rlbuf_td.storages.indexing import device_of, flat_rows
 from rlbuf_td.storages.notebooks import GPU
 from rlbuf_td.storages.torchrl_parts import empty_part, generator_of
-from rlbuf_td.storages.write_clock import SAMPLED_AT
+from rlbuf_td.storages.write_clock import BY_ROW, SAMPLED_AT
 
 if TYPE_CHECKING:
     from rlbuf_td.buffers.replay import ReplayBuffer
@@ -35,6 +35,15 @@ class _Batch(NamedTuple):
     arrived: torch.cuda.Event | None  # recorded after the copy to a GPU
     drawn_at: int  # the storage's write clock at the draw
     place: Any  # with ``device``: where the sampler stood before the draw, if it never draws a row twice
+    index: Any  # of its rows
+
+    def is_overwritten(self, storage: Any) -> bool:
+        """Whether all its rows have been overwritten since the draw."""
+        clock, rows = storage.clock, storage.all_rows()
+        if clock.since(self.drawn_at) < rows.steps or not clock.numbers[BY_ROW]:
+            return clock.since(self.drawn_at) >= rows.steps
+        flat = flat_rows(self.index, storage, storage.device)
+        return int(clock.skip_rewritten(flat, torch.full_like(flat, self.drawn_at), rows.shape)[1]) == len(flat)
 
     def result(self) -> Sample:
         return self.sample.result() if isinstance(self.sample, Future) else self.sample
@@ -95,15 +104,18 @@ class Prefetcher:
     def drop(self) -> None:
         self._drawn_from = ()
 
-    def _drop_outdated(self) -> None:
+    def _drop_outdated(self, is_drawn: bool = False) -> None:
+        """Drop batches that must not be served; ``is_drawn``: after a draw whose batch is kept."""
         storage, sampler = self._buffer.storage, self._buffer.sampler
         transforms = self._buffer.parts.transforms
-        now = storage, storage.rows, sampler, generator_of(sampler), getattr(sampler, "begun", None), *transforms
-        if len(now) != len(self._drawn_from) or not all(map(is_, now, self._drawn_from)):
+        now = getattr(sampler, "begun", None), storage, storage.rows, sampler, generator_of(sampler), *transforms
+        is_same = len(now) == len(self._drawn_from) and all(map(is_, now[1:], self._drawn_from[1:]))
+        if not is_same or now[0] is not self._drawn_from[0]:
+            if is_same and not is_drawn and self._batches and hasattr(sampler, "return_fresh"):  # of older epochs
+                sampler.return_fresh(self._batches[0].place)
             self._batches.clear()
             self._drawn_from = now
-        # Also drop batches if all rows have been overwritten since their draw.
-        while self._batches and storage.clock.since(self._batches[0].drawn_at) >= storage.all_rows().steps:
+        while self._batches and self._batches[0].is_overwritten(storage):
             self._batches.popleft()
 
     def send(self, batch_size: int) -> _Batch:  # the caller holds the buffer's ``_futures_lock``
@@ -115,17 +127,20 @@ class Prefetcher:
             self.refuse_other_parts(buffer.parts)
             drawn_at = buffer.storage.clock.now
             batch, report = cast(Sample, buffer._draw(batch_size))  # not TorchRL's code, by `refuse_other_parts`
-            self._drop_outdated()  # a draw may start new epochs
+            index = report["index"]
+            self._drop_outdated(is_drawn=True)  # a draw may start new epochs
         if device is None:
             work = partial(self._timed, batch, report)
-            return _Batch(buffer._prefetch_executor.submit(work) if self._is_slow else work(), None, drawn_at, place)
+            return _Batch(
+                buffer._prefetch_executor.submit(work) if self._is_slow else work(), None, drawn_at, place, index
+            )
         if device.type != "cuda":
-            return _Batch((batch.to(device), report), None, drawn_at, place)
+            return _Batch((batch.to(device), report), None, drawn_at, place, index)
         self._stream = self._stream or torch.cuda.Stream(device)
         with torch.cuda.stream(self._stream):
             # torch reuses freed page-locked memory only after the copy from it is complete.
             there: Any = batch.apply(partial(_sent, device=self._stream.device), device=self._stream.device)
-            return _Batch((there, report), self._stream.record_event(), drawn_at, place)
+            return _Batch((there, report), self._stream.record_event(), drawn_at, place, index)
 
     def _timed(self, batch: TensorDictBase, report: dict[Any, Any]) -> Sample:
         start = perf_counter()
@@ -189,7 +204,7 @@ class Prefetcher:
         self.drop()
         self._drop_outdated()
         now = self._buffer.storage.clock.now
-        self._batches.extend(_Batch(sample, None, now, None) for sample in samples)
+        self._batches.extend(_Batch(sample, None, now, None, sample[1]["index"]) for sample in samples)
 
 
 def restamped(samples: Iterable[Sample], parts: Parts, sign: int) -> tuple[Sample, ...]:

@@ -17,7 +17,6 @@ from rlbuf_td.buffers.flow import inserting
 from rlbuf_td.buffers.parts import Parts, with_trajectory_ids
 from rlbuf_td.diagnostics.episode_stats import EpisodeStats
 from rlbuf_td.kernels.dispatch import backend_of
-from rlbuf_td.samplers import FreshRowsSampler
 from rlbuf_td.samplers.common import refuse_errors, refuse_taken
 from rlbuf_td.samplers.n_step import joins_steps
 from rlbuf_td.storages import PackedStorage, SchemaError, torchrl_parts
@@ -215,7 +214,7 @@ def _write_bound(bound: BoundWrite, data: TensorDictBase, how: str, lanes: Any, 
 
 def fault_of_lanes(parts: Parts) -> str:
     """Say why a buffer of these parts cannot write single lanes; "" if it can."""
-    writer, sampler = parts.writer, parts.sampler
+    writer = parts.writer
     if not isinstance(parts.storage, PackedStorage) or parts.storage.ndim != 2:
         kind = f"{type(parts.storage).__name__} with ndim={parts.storage.ndim}"
         return f"needs a PackedStorage(max_size, ndim=2), this buffer has a {kind}"
@@ -223,10 +222,6 @@ def fault_of_lanes(parts: Parts) -> str:
         return f"needs a RingWriter, this buffer has a {type(writer).__name__}"
     if writer.counts_generations:
         return "cannot be combined with track_generations, which counts whole time steps"
-    while sampler is not None:
-        if isinstance(sampler, FreshRowsSampler):
-            return "cannot be combined with a FreshRowsSampler, which finds fresh rows by time step"
-        sampler = getattr(sampler, "sampler", None)
     return ""
 
 

@@ -9,6 +9,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import torch
 from tensordict import TensorDict, TensorDictBase
 from torchrl.data.replay_buffers import RoundRobinWriter
 
@@ -116,6 +117,7 @@ class _Load:
             "reserved": state.get("reserved", False),
             "in_time_order": state.get("in_time_order", True),
             "row_class": state.get("row_class"),
+            "clock": _resized_clock(state.get("clock"), fit.rows(lanes)),
         } | ({} if fit.heads is None else {"lane_heads": fit.heads})
         saved["writer"]["state"] |= {"_cursor": fit.steps % capacity}
         saved["trajectories"] = [each | {"state": {}} for each in saved["trajectories"]]
@@ -155,6 +157,12 @@ class _Load:
         if rb.replay_count is not None:
             same = not self.rows_only and (self.rows is None or self.rows.fit.is_same)
             rb.replay_count.restore(saved["buffer"]["replays"] if same else None)
+
+
+def _resized_clock(clock: dict[str, Any] | None, rows: torch.Tensor) -> dict[str, Any]:
+    """Return a clock that knows only the order of the loaded rows, which have flat indices ``rows`` in the dump."""
+    written = None if clock is None or clock["written"] is None else clock["written"][rows]
+    return {"capacity": -1, "written": written}
 
 
 @dataclass(frozen=True)

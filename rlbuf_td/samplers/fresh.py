@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from ctypes import addressof
-from typing import Any, TypeAlias
+from typing import Any
 from weakref import ref
 
 import numpy as np
@@ -13,104 +13,157 @@ from torch import Tensor
 from torchrl.data.replay_buffers import Sampler, Storage
 
 from rlbuf_td.kernels.dispatch import compiled_form, compiled_form_of
-from rlbuf_td.kernels.recency import QUEUE
+from rlbuf_td.kernels.episodes import occurrences
+from rlbuf_td.kernels.recency import HEAD, LENGTH, NUMBER, QUEUE
 from rlbuf_td.samplers.bound import BoundDraw
 from rlbuf_td.samplers.common import OneStorage, setting
 from rlbuf_td.samplers.wrapper import SamplerWrapper
 from rlbuf_td.storages import PackedStorage, torchrl_parts
 from rlbuf_td.storages.checks import state_of, whole
-from rlbuf_td.storages.lane_heads import lanes_apart
 from rlbuf_td.storages.trajectory_index import DONE_KEY
-from rlbuf_td.storages.write_clock import NOW
+from rlbuf_td.storages.write_clock import BY_ROW, NOW
 
-Interval: TypeAlias = tuple[int, int]
-_ALL = [(1 << 62, 0)]  # an interval that contains the ages of all rows, for any number of rows
+_ALL = [(-1, 1 << 62, 0)]  # contains the ages of all rows, for any number of rows
 
 
 class FreshQueue:
-    """Keeps track of the fresh rows of a :class:`FreshRowsSampler`; see :mod:`rlbuf_td.kernels.recency.fresh_cpu`."""
+    """Keeps track of the fresh rows of a :class:`FreshRowsSampler`; see :mod:`rlbuf_td.kernels.recency.fresh_cpu`.
+
+    Its state is an array of intervals, ``[n, 3]`` int64: a lane (0 for rows ``[T]``), and two row numbers or ages.
+    """
 
     def __init__(self) -> None:
         record = np.zeros(1, QUEUE)
         self.state, self.address = record[0], record.ctypes.data  # a view, and its address for kernels
         self.storage: Callable[[], Any] = _nothing  # a weak reference to the storage of the last call
         self.rows: Any = None  # the rows of this storage
+        self.times = self.heads = None  # the tensors of this storage whose addresses the state holds
         self.serves = OneStorage()
         self.begin(_ALL)
 
-    def begin(self, ages: Sequence[Interval]) -> None:
-        """Replace the fresh rows: a pair ``(a, b)`` in ``ages`` means the newest ``a`` rows except the newest ``b``."""
-        self.state["began"] = 0
-        self._keep(ages)
+    def begin(self, ages: Any) -> None:
+        """Replace the fresh rows: ``(e, a, b)`` means the newest ``a`` rows of lane e except the newest ``b``.
 
-    def _keep(self, intervals: Sequence[Interval]) -> None:
-        state = self.state
-        capacity = int(state["steps"] * state["lanes"]) // 2 + 2 + len(intervals)
-        self._intervals = np.empty((capacity, 2), np.int64)  # pages that are never written take no memory
-        self._intervals[: len(intervals)] = np.reshape(intervals, (-1, 2))
-        state["intervals"], state["capacity"] = self._intervals.ctypes.data, capacity
-        state["head"], state["length"] = 0, len(intervals)
+        A lane of -1 stands for all lanes.
+        """
+        self._ages: np.ndarray | None = np.reshape(np.asarray(ages, np.int64), (-1, 3))  # until the next look
 
-    def intervals(self) -> list[Interval]:
-        head, length, capacity = (int(self.state[name]) for name in ("head", "length", "capacity"))
-        return [(int(old), int(new)) for old, new in self._intervals[(head + np.arange(length)) % capacity]]
+    def _begin(self, storage: Any, ages: np.ndarray) -> None:
+        newest, count = storage.heads.read(storage)
+        self._places = np.stack((newest, count, np.zeros_like(count), np.zeros_like(count)))
+        ages = np.concatenate([_of_lane(ages, lane) for lane in range(len(count))])
+        ages[:, 1:] = np.maximum(count[ages[:, 0], None] - ages[:, 1:], 0)
+        self.state["clock"], self._ages = storage.clock.numbers.values[NOW], None
+        self._keep(ages[ages[:, 1] < ages[:, 2]])
 
-    def follow(self, storage: Any) -> tuple[int, int, int]:
-        """Switch to ``storage``; return ``(rows stored, index of the newest time step, time steps ever written)``."""
-        rows = storage.rows
+    def _keep(self, intervals: np.ndarray) -> None:
+        """Replace the fresh rows by intervals of row numbers, the oldest of each lane first."""
+        state, lanes = self.state, self._places.shape[1]
+        length = np.bincount(intervals[:, 0], minlength=lanes)
+        capacity = int(state["steps"]) // 2 + 2 + int(length.max())
+        self._intervals = np.empty((lanes, capacity, 2), np.int64)  # pages that are never written take no memory
+        self._intervals[intervals[:, 0], occurrences(intervals[:, 0])] = intervals[:, 1:]
+        self._places[HEAD], self._places[LENGTH] = 0, length
+        state["places"], state["intervals"] = self._places.ctypes.data, self._intervals.ctypes.data
+        state["capacity"] = capacity
+
+    def intervals(self) -> np.ndarray:
+        """Return intervals of the numbers of fresh rows."""
+        length = self._places[LENGTH]
+        lane = np.repeat(np.arange(len(length)), length)
+        at = (self._places[HEAD][lane] + occurrences(lane)) % int(self.state["capacity"])
+        return np.column_stack((lane, self._intervals[lane, at]))
+
+    def follow(self, storage: Any) -> bool:
+        """Switch to ``storage``; return whether its rows have been allocated."""
+        rows, times, heads = storage.rows, storage.clock.times, storage.heads.memory
         if rows is not self.rows or self.storage() is not storage:
             self.serves.claim(storage)
             self.storage, self.rows = ref(storage), rows
             if rows is not None:
-                self.state["steps"], self.state["lanes"] = rows.steps, rows.cells // rows.steps
-                self._keep(self.intervals())
-        live, _, newest = storage.numbers.values[:3]
-        return live, newest, storage.clock.numbers.values[NOW]
+                lanes = rows.cells // rows.steps
+                self.state["steps"], self.state["lanes"] = rows.steps, lanes
+                if self._ages is None and self._places.shape[1] == lanes:
+                    self._keep(self.intervals())
+                elif self._ages is None:
+                    self.begin(_ALL)
+        if times is not self.times or heads is not self.heads or not (times is None or times.is_cpu):
+            self.times, self.heads = times, heads
+            self._on_host = times if times is None or not storage.clock.numbers[BY_ROW] else times.cpu()
+            for name, memory in (("times", self._on_host), ("heads", heads)):
+                self.state[name] = 0 if memory is None else memory.data_ptr()
+        if rows is not None and self._ages is not None:
+            self._begin(storage, self._ages)
+        return rows is not None
+
+    def holds(self) -> bool:
+        """Whether compiled code may use the state, because nothing has changed that :meth:`follow` reads."""
+        storage = self.storage()
+        is_same = storage is not None and storage.clock.times is self.times and storage.heads.memory is self.heads
+        return is_same and storage.rows is self.rows and self._ages is None
 
     def look(self, storage: Any) -> None:
         """Mark as fresh the rows that were written since the last call of this method or :meth:`take`."""
-        numbers = self.follow(storage)
-        if self.rows is not None:
+        if self.follow(storage):
             from rlbuf_td.kernels.recency import fresh_cpu
 
-            fresh_cpu.look(self.address, *numbers)
+            fresh_cpu.look(self.address, *counters_of(storage))
 
     def take(self, storage: Any, most: int) -> np.ndarray:
         """Return the flat indices of the newest fresh rows, at most ``most``; these rows are then no longer fresh."""
         found = np.empty(most, np.int64)
         from rlbuf_td.kernels.recency import fresh_cpu
 
-        count = fresh_cpu.take(self.address, *self.follow(storage), most, found.ctypes.data)
+        self.follow(storage)
+        count = fresh_cpu.take(self.address, *counters_of(storage), most, found.ctypes.data)
         return found[:count]
 
-    def ages(self) -> list[Interval]:
-        """Return the ages of the fresh rows, as the pairs that :meth:`begin` takes."""
-        storage, count = self.storage(), int(self.state["count"])
+    def ages(self) -> np.ndarray:
+        """Return the ages of the fresh rows, as the intervals that :meth:`begin` takes."""
+        storage = self.storage()
         if storage is not None:
             self.look(storage)
-            count = int(self.state["count"])
+        if self._ages is not None:
+            return self._ages
         found = self.intervals()
-        return [(count - begin, count - end) for begin, end in found] if self.state["began"] else found
+        found[:, 1:] = self._places[NUMBER][found[:, 0], None] - found[:, 1:]
+        return found
 
-    def place(self, storage: Any) -> tuple[list[Interval], int]:
+    def place(self, storage: Any) -> tuple[np.ndarray, np.ndarray] | None:
         self.look(storage)
-        return self.intervals(), int(self.state["count"])
+        return None if self._ages is not None else (self.intervals(), self._places[NUMBER].copy())
 
-    def rewind(self, place: tuple[list[Interval], int]) -> None:
+    def rewind(self, place: tuple[np.ndarray, np.ndarray] | None) -> None:
         """Mark as fresh the rows that were fresh at an earlier :meth:`place`, and all rows written since then."""
-        intervals, count = place
-        if (storage := self.storage()) is not None:
+        if place is not None and (storage := self.storage()) is not None:
             self.look(storage)
-            self._keep([*intervals, (count, int(self.state["count"]))])
+            intervals, number = place
+            written = np.column_stack((np.arange(len(number)), number, self._places[NUMBER]))
+            self._keep(np.concatenate((intervals, written[written[:, 1] < written[:, 2]])))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"state": self.state.tolist(), "intervals": self.intervals()}
+        kept = {"state": self.state.tolist(), "ages": self._ages}
+        return kept if self._ages is not None else kept | {"places": self._places, "intervals": self.intervals()}
 
     def __setstate__(self, saved: dict[str, Any]) -> None:
         self.__init__()  # type: ignore[misc]
         for name, number in zip(QUEUE.names or (), saved["state"], strict=True):
             self.state[name] = number
-        self._keep(saved["intervals"])
+        self._ages, self.state["times"], self.state["heads"] = saved["ages"], 0, 0
+        if self._ages is None:
+            self._places = saved["places"].copy()
+            self._keep(saved["intervals"])
+
+
+def _of_lane(ages: np.ndarray, lane: int) -> np.ndarray:
+    found = ages[(ages[:, 0] == lane) | (ages[:, 0] == -1)]
+    found[:, 0] = lane
+    return found
+
+
+def counters_of(storage: Any) -> tuple[int, int]:
+    """Return the addresses of the counters of a storage and of its clock."""
+    return addressof(storage.numbers.values), addressof(storage.clock.numbers.values)
 
 
 def _nothing() -> None:
@@ -134,17 +187,19 @@ class FreshRowsSampler(SamplerWrapper):
         sampler: draws the other rows, and handles priorities, writes and state.
         fresh: the largest number of fresh rows at the beginning of a batch, at least 1; may be set at any time.
 
-    All rows become fresh again if T or more time steps are written between two batches. T is the capacity in time
-    steps; calls of ``storage.set`` count as writes. If processes share a buffer, every new row is fresh once in each
-    process.
+    The newest row is the one written last, also among lanes that advance alone (:meth:`ReplayBuffer.lane`). Of one time
+    step of all lanes, the row of the last lane is the newest. A row that is overwritten is no longer fresh. If
+    ``storage.set`` has replaced all rows of a full lane since the last batch, all of them are fresh again. If processes
+    share a buffer, every new row is fresh once in each process.
 
     Raises:
         ValueError: ``fresh`` is not a positive whole number, or the buffer's writer does not write in time order; (when
             sampling) rows were written out of time order.
         TypeError: the wrapped sampler is another wrapper, a :class:`QueueSampler`, or TorchRL's ``PrioritizedSampler``;
-            (when sampling) the storage is not a :class:`PackedStorage`, or its lanes stand at unlike steps.
+            (when sampling) the storage is not a :class:`PackedStorage`.
 
-    Cost: O(f), in addition to the wrapped draw.
+    Cost: O(E + f log E) for E lanes, in addition to the wrapped draw. Rows on another device than the CPU whose lanes
+    advance alone: also a copy of their write times, 8 bytes per row.
     Source: Zhang and Sutton: A Deeper Look at Experience Replay, 2017; Hafner et al.: Mastering Diverse Domains through
     World Models, 2023 (the queue). TorchRL has no such sampler.
 
@@ -187,8 +242,6 @@ class FreshRowsSampler(SamplerWrapper):
     def _draw(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[Any, Any]]:
         if not isinstance(storage, PackedStorage):
             raise TypeError(f"FreshRowsSampler needs the clock of a PackedStorage, got a {type(storage).__name__}")
-        if lanes_apart(storage):
-            raise TypeError("FreshRowsSampler finds fresh rows by time step: lanes must stand at the same step")
         flat, info = super()._draw(storage, batch_size)
         found = self.queue.take(storage, len(flat))
         if len(found):
@@ -217,10 +270,9 @@ class FreshRowsSampler(SamplerWrapper):
         if not draw.takes_fresh_rows:
             return f"fresh rows among those of a {type(self.sampler).__name__} are drawn with torch"
         self.queue.follow(storage)
-        counters = storage.numbers.values, storage.clock.numbers.values
-        draw.kept = draw.kept, self, counters
-        draw.record["queue"], draw.has_queue = self.queue.address, True
-        draw.record["numbers"], draw.record["clock"] = map(addressof, counters)
+        draw.kept = draw.kept, self, storage.numbers.values, storage.clock.numbers.values
+        draw.record["queue"], draw.queue = self.queue.address, self.queue
+        draw.record["numbers"], draw.record["clock"] = counters_of(storage)
         return draw
 
     def _empty(self) -> None:
@@ -242,11 +294,14 @@ class FreshRowsSampler(SamplerWrapper):
             self.sampler.rewind(inner)
         self.queue.rewind(fresh)
 
+    def return_fresh(self, place: tuple[Any, Any] | None) -> None:
+        """Go back to an earlier :meth:`place` (None: unknown), except for the wrapped sampler."""
+        if place is not None:
+            self.queue.rewind(place[1])
+
     def snapshot(self) -> dict[str, Any]:
         """Return the state of the wrapped sampler, the setting ``fresh``, and the ages of the fresh rows."""
-        return super().snapshot() | {
-            "undrawn": torch.tensor(self.queue.ages(), dtype=torch.int64, device="cpu").view(-1, 2)
-        }
+        return super().snapshot() | {"undrawn": torch.from_numpy(self.queue.ages().copy())}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a result of :meth:`state_dict`. The storage must be loaded before the next draw or write.
@@ -255,15 +310,21 @@ class FreshRowsSampler(SamplerWrapper):
             ValueError: the state is of another sampler; this sampler is unchanged.
         """
         with state_of(self):
-            ages = [(int(old), int(new)) for old, new in state_dict["undrawn"].tolist()]
-        bounds = [age for pair in ages for age in pair]
-        if (
-            any(old <= new for old, new in ages)
-            or bounds != sorted(bounds, reverse=True)
-            or (bounds and bounds[-1] < 0)
-        ):
-            raise ValueError(
-                f"the saved fresh rows are {ages}, expected disjoint intervals of ages, from the oldest on"
-            )
+            ages = state_dict["undrawn"].numpy()
+            _refuse_ages(ages)
         super().load_state_dict(state_dict)
         self.queue.begin(ages)
+
+
+def _refuse_ages(ages: np.ndarray) -> None:
+    """Raise a ValueError unless saved ages are disjoint intervals, those of each lane from the oldest on."""
+    fits = ages.ndim == 2 and ages.shape[1] == 3 and ages.dtype == np.int64
+    if fits and len(ages):
+        lane, old, new = ages.T
+        follows = (lane[1:] > lane[:-1]) | ((lane[1:] == lane[:-1]) & (new[:-1] >= old[1:]))
+        fits = bool(
+            ((lane >= 0).all() or (lane == -1).all()) and (old > new).all() and (new >= 0).all() and follows.all()
+        )
+    if not fits:
+        what = "disjoint intervals of ages in each lane, [n, 3], from the oldest on"
+        raise ValueError(f"the saved fresh rows are {ages.tolist()}, expected {what}")

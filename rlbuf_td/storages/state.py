@@ -216,7 +216,8 @@ def restore_counters(storage: PackedStorage, state: dict[str, Any]) -> None:
     if clock is not None and clock["capacity"] == rows.cells:
         storage.clock.load_state_dict(clock, rows.steps, last, rows.matrix.device)
     else:
-        storage.clock.forget(rows.steps, last)
+        order = None if clock is None or clock["written"] is None else _sized(clock["written"], rows.cells)
+        storage.clock.forget(rows.steps, last, None if order is None else order.to(rows.matrix.device))
     storage.row_class = RowClass.of_state(state.get("row_class"))
     storage.numbers[LENGTH] = state["_len"]
     storage.numbers[NEWEST] = last
@@ -226,6 +227,11 @@ def restore_counters(storage: PackedStorage, state: dict[str, Any]) -> None:
     count_change(storage)
     if not state.get("in_time_order", True):
         storage.lose_order()
+
+
+def _sized(times: torch.Tensor, cells: int) -> torch.Tensor:
+    """Return the write times of ``cells`` rows; those of rows beyond the saved ones do not matter."""
+    return torch.cat((times[:cells], times.new_zeros(max(0, cells - len(times)))))
 
 
 def describe(storage: PackedStorage) -> str:

@@ -99,9 +99,9 @@ class WriteClock:
         numbers, steps = self.numbers, shape[0]
         in_order = self.is_next(start, count, steps)
         if not in_order or numbers[BY_ROW]:
-            cells = (torch.arange(start, start + count, device=device) % steps)[:, None]
-            lanes = prod(shape[1:])
-            self._stamp_rows((cells * lanes + torch.arange(lanes, device=device)).flatten(), count, shape)
+            step, lane = torch.arange(count, device=device), torch.arange(prod(shape[1:]), device=device)
+            cells = (start + step)[:, None] % steps * len(lane) + lane
+            self._stamp_rows(cells, count, shape, (count - 1 - step)[:, None])
         else:
             numbers[NOW] += count
         if in_order:
@@ -113,19 +113,19 @@ class WriteClock:
         last = self.numbers.values[LAST]
         return start == last + 1 or (start == 0 and last == steps - 1) or count >= steps or last < 0
 
-    def note(self, cells: torch.Tensor, count: int, shape: torch.Size) -> None:
+    def note(self, cells: torch.Tensor, count: int, shape: torch.Size, ago: torch.Tensor | int = 0) -> None:
         """Record that the rows at flat indices ``cells`` were replaced, and add ``count`` to the count of time steps.
 
-        The time order of the rows does not change.
+        ``ago`` says how many of these time steps follow each row. The time order of the rows does not change.
         """
-        self._stamp_rows(cells, count, shape)
+        self._stamp_rows(cells, count, shape, ago)
         if self.numbers[DISORDER]:
             self.numbers[DISORDER] += count
 
-    def _stamp_rows(self, cells: torch.Tensor, count: int, shape: torch.Size) -> None:
+    def _stamp_rows(self, cells: torch.Tensor, count: int, shape: torch.Size, ago: torch.Tensor | int) -> None:
         written = self._by_row(shape, cells.device)
         self.numbers[NOW] += count
-        written[cells] = self.numbers[NOW]
+        written[cells] = self.numbers[NOW] - torch.as_tensor(ago, device=cells.device)
 
     def lose_order(self) -> None:
         """Record that the write before this call was out of time order."""
@@ -136,11 +136,25 @@ class WriteClock:
         disorder = self.numbers.values[DISORDER]
         return not disorder or self.since(disorder) >= steps
 
-    def forget(self, steps: int, last: int = -1) -> None:
-        """Treat all rows as rewritten; ``steps`` is the capacity, ``last`` the newest time step (-1: unknown)."""
+    def forget(self, steps: int, last: int = -1, order: torch.Tensor | None = None) -> None:
+        """Treat all rows as rewritten; ``steps`` is the capacity, ``last`` the newest time step (-1: unknown).
+
+        ``order`` holds other write times of the rows, int64 by flat row; the rows keep their order.
+        """
         self.numbers[NOW] += steps
         self.numbers[LAST] = last
         self.numbers[BY_ROW] = self.numbers[DISORDER] = 0
+        if order is not None:
+            self._keep_times(order.unique(return_inverse=True)[1] + (self.numbers[NOW] + 1))
+            self.numbers[NOW] += len(order)
+            self.numbers[BY_ROW] = 1
+
+    def _keep_times(self, times: torch.Tensor) -> None:
+        if self.times is not None and self.times.shape == times.shape:
+            self.times.copy_(times)
+        else:
+            with outside_inference_mode():
+                self.times = times.clone()
 
     def keep_in(self, written: torch.Tensor) -> None:
         """Move the write times of the rows to ``written``, ``[N]`` int64 in shared memory."""
@@ -177,17 +191,14 @@ class WriteClock:
 
     def load_state_dict(self, state: dict[str, Any], steps: int, last: int, device: torch.device) -> None:
         """Restore the state of a storage of ``steps`` time steps, whose last written step is ``last``."""
+        written = None if state["written"] is None else state["written"].to(device)
         if self.numbers[NOW]:  # batches may hold counts of either clock: treat all rows as rewritten
             self.numbers[NOW] = max(self.numbers[NOW], state["now"])
-            return self.forget(steps, last)
-        written = state["written"]
+            return self.forget(steps, last, written)
         self.numbers[NOW], self.numbers[LAST] = state["now"], state["last"]
         self.numbers[BY_ROW], self.numbers[DISORDER] = written is not None, 0
-        if written is not None and self.times is not None and self.times.shape == written.shape:
-            self.times.copy_(written)
-        elif written is not None:
-            with outside_inference_mode():
-                self.times = written.to(device, copy=True)
+        if written is not None:
+            self._keep_times(written)
 
 
 class Tally:

@@ -212,13 +212,14 @@ def append(storage: PackedStorage, lanes: Any, data: TensorDictBase) -> torch.Te
     if not kept.all():
         where = torch.from_numpy(kept)
         leaves = [leaf[where.to(leaf.device)] for leaf in leaves]
-    written = torch.from_numpy(cells[kept])
+    written, ago = torch.from_numpy(cells[kept]), torch.from_numpy(len(lanes) - 1 - kept.nonzero()[0])
     begin(storage, cells=written)
     longest, steps = len(storage) // prod(rows.lanes), int(count.max())
     if steps > longest:
         rows.matrix[longest:steps].zero_()  # those of other lanes are holes
     rows.replace_(written, leaves)
-    storage.clock.note(written.to(rows.matrix.device), len(lanes), rows.shape)
+    device = rows.matrix.device
+    storage.clock.note(written.to(device), len(lanes), rows.shape, ago.to(device))
     storage.heads.write(storage, newest, count)
     count_change(storage)
     return torch.from_numpy(cells)

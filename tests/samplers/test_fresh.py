@@ -101,7 +101,7 @@ def test_the_rest_of_a_batch_follows_the_wrapped_law(inner):
     counts, draws, batch = torch.zeros(STEPS), 1_000, 203
     made.check_sample()
     for _ in range(draws):
-        sampler.queue.begin([(3, 0)])
+        sampler.queue.begin([(0, 3, 0)])
         flat, _ = sampler._draw(made.rb.storage, batch)
         assert flat[:3].tolist() == [14, 13, 12]
         counts += torch.bincount(flat[3:], minlength=STEPS)
@@ -210,7 +210,7 @@ def test_a_copy_has_the_same_fresh_rows(again):
     loaded.load_state_dict(other.state_dict())  # before the copy has drawn a batch
     for each in (rb, other, loaded):
         assert each.sample()["number"][:3].tolist() == [7, 6, 5]
-        assert each.sampler.queue.ages() == []
+        assert not len(each.sampler.queue.ages())
 
 
 def test_a_copy_may_reach_the_storage_before_its_buffer():

@@ -186,6 +186,7 @@ SAMPLERS: dict[str, Any] = {
     "at most 2 old": lambda size: UniformSampler(max_age=2),
     "proportional, at most 2 old": lambda size: ProportionalSampler(size, max_age=2),
     "n-step": lambda size: NStepSampler(ProportionalSampler(size), 3, GAMMA),
+    "fresh": lambda size: FreshRowsSampler(ProportionalSampler(size), 2),
     "hindsight": lambda size: HindsightSampler(UniformSampler(), same_reward, **GOALS),
     "n-step of hindsight": lambda size: NStepSampler(
         HindsightSampler(UniformSampler(), same_reward, **GOALS), 3, GAMMA
@@ -214,7 +215,7 @@ def run(name: str, seed: int, *, moves: float = 0.15, **kwargs: Any) -> int:
         if "2 old" in name:
             lanes, numbers = batch["x"] // 10_000, batch["x"] % 10_000
             assert all(len(lists.rows[lane]) - number <= 3 for lane, number in zip(lanes, numbers, strict=True))
-        if name in ("proportional", "rank", "n-step"):
+        if name in ("proportional", "rank", "n-step", "fresh"):
             batch["td_error"] = torch.rand(len(batch)) + 0.1
             rb.update_tensordict_priority(batch)
             priorities = rb.sampler.priority(tuple(batch["index"].unbind(1)), storage=rb.storage)
@@ -532,11 +533,6 @@ def test_buffers_without_lanes_say_so() -> None:
     rb.storage.reserve(data)
     with pytest.raises(TypeError, match="track_generations"):
         rb.extend(data, lanes=0)
-    fresh = ReplayBuffer(storage=PackedStorage(10, ndim=2), sampler=FreshRowsSampler(UniformSampler()))
-    fresh.storage.reserve(data)
-    with pytest.raises(TypeError, match="FreshRowsSampler"):
-        fresh.extend(data, lanes=0)
-    assert len(fresh) == 0
     rollout: Any = RolloutBuffer(4, 2)
     with pytest.raises(TypeError, match="needs a RingWriter, this buffer has a RolloutWriter"):
         rollout.extend(data, lanes=0)

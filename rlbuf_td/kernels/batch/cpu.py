@@ -271,8 +271,7 @@ def _put_fresh(batch, place):
     """Overwrite the first indices at address ``place`` with fresh rows of a FreshRowsSampler; return their number."""
     if not batch.queue:
         return 0
-    live, newest, now = load(batch.numbers, np.int64), load(batch.numbers + 16, np.int64), load(batch.clock, np.int64)
-    return take(batch.queue, live, newest, now, batch.count, place)
+    return take(batch.queue, batch.numbers, batch.clock, batch.count, place)
 
 
 @inlined
@@ -395,9 +394,9 @@ def write_ring(address, count, lanes_first, index):
         _scatter(ring, start, kept, count, lanes_first, _ZERO, kept)
     now = load(ring.clock, np.int64) + kept
     if load(ring.clock_by_row, np.int64):
-        written_at = carray(pointer(ring.written_at), ring.steps * lanes, np.int64)
-        written_at[start * lanes : (start + head) * lanes] = now
-        written_at[: (kept - head) * lanes] = now
+        written_at = carray(pointer(ring.written_at), (ring.steps, lanes), np.int64)
+        for k in range(kept):
+            written_at[start + k if k < head else k - head] = now - kept + 1 + k
     store(ring.clock, now, np.int64)
     store(ring.clock_last, last, np.int64)
     store(ring.length, max(load(ring.length, np.int64), min(start + kept, ring.steps) * lanes), np.int64)

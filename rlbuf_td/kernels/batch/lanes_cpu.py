@@ -32,9 +32,9 @@ def write_lanes(address, count, lane_ids, cells, index):
     if not has_usual_parts(ring) or not takes(ring, lane) or not find_heads(ring, heads, longest):
         return False
     _clear_holes(ring, heads, lane, longest)
-    flat, now = carray(pointer(cells), count, np.int64), load(ring.clock, np.int64) + count
+    flat, now = carray(pointer(cells), count, np.int64), load(ring.clock, np.int64)
     _scatter(ring, heads, lane, flat, carray(pointer(index), (count, 2), np.int64), now)
-    store(ring.clock, now, np.int64)
+    store(ring.clock, now + count, np.int64)
     store(ring.revision, revision + 1, np.int64)
     store(ring.write_count, load(ring.write_count, np.int64) + count, np.int64)
     _count(ring, heads)
@@ -133,7 +133,7 @@ def _scatter(ring, heads, lane, flat, index, now):
         for leaf in range(ring.leaves):
             width = extents[leaf, 1]
             copy_few(row + extents[leaf, 0], sources[leaf] + i * width, width)
-        store(ring.written_at + 8 * flat[i], now, np.int64)
+        store(ring.written_at + 8 * flat[i], now + 1 + i, np.int64)
 
 
 @inlined
