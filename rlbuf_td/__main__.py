@@ -1,8 +1,9 @@
-"""The command line: ``python -m rlbuf_td {demo, bench, train, plan, doctor, notebooks}``."""
+"""The command line: ``python -m rlbuf_td {demo, bench, train, plan, doctor, notebooks, info}``."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -38,7 +39,7 @@ def _parser() -> argparse.ArgumentParser:
     about = "Replay and rollout buffers for TorchRL: train agents, time buffers, plan memory, check saved buffers."
     example = "example: python -m rlbuf_td demo; COMMAND --help shows the options of a command"
     parser = argparse.ArgumentParser(prog="python -m rlbuf_td", description=about, epilog=example)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
     for name, (purpose, arguments, add) in COMMANDS.items():
         example = f"example: python -m rlbuf_td {name} {arguments}"
         add(commands.add_parser(name, help=purpose, description=f"{purpose[0].upper()}{purpose[1:]}.", epilog=example))
@@ -49,11 +50,14 @@ def _add_demo(demo: argparse.ArgumentParser) -> None:
     algos, small = ("dqn", "ppo", "apex"), _number(1, 64)
     demo.add_argument("--algo", default="dqn", choices=algos, help="dqn (default), ppo, or apex (dqn on Ray)")
     demo.add_argument("--env", default="CartPole-v1", help=f"a Gymnasium environment {_SHOWN}")
-    demo.add_argument("--sampler", default="proportional", choices=SAMPLERS, help=f"the sampler of dqn {_SHOWN}")
-    demo.add_argument("--shards", type=small, default=2, help=f"number of shards, for apex {_SHOWN}")
-    demo.add_argument("--collectors", type=small, default=2, help=f"number of collectors, for apex {_SHOWN}")
+    samplers = f"for dqn: some of {', '.join(SAMPLERS)}, to compare (default: proportional)"
+    demo.add_argument("--sampler", nargs="+", choices=SAMPLERS, metavar="SAMPLER", help=samplers)
+    demo.add_argument("--shards", type=small, help="for apex: number of shards (default: 2)")
+    demo.add_argument("--collectors", type=small, help="for apex: number of collectors (default: 2)")
     demo.add_argument("--steps", type=_number(1), help="most environment steps (default: depends on the algorithm)")
-    demo.add_argument("--seed", type=_number(0, 2**31), default=0, help=f"random seed {_SHOWN}")
+    demo.add_argument("--seed", type=_number(0, 2**31), default=0, help=f"random seed, or the first of them {_SHOWN}")
+    seeds = f"number of runs with seeds SEED, SEED + 1, ...; several runs train to the last step {_SHOWN}"
+    demo.add_argument("--seeds", type=_number(1, 100), default=1, help=seeds)
     demo.add_argument("--device", default="cpu", help=f"device of the network and the buffer {_SHOWN}")
     demo.add_argument("--out", type=Path, help="folder for the picture and the policy (default: a new one in runs/)")
 
@@ -68,6 +72,7 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
     bench.add_argument("--batch", type=_number(1), default=256, help=f"rows per batch {_SHOWN}")
     bench.add_argument("--rounds", type=_number(1), default=15, help=f"timed blocks of 16 calls {_SHOWN}")
     bench.add_argument("--only", nargs="*", choices=(*OPERATIONS, "options"), metavar="OPERATION", help=operations)
+    bench.add_argument("--wide", action="store_true", help="a table of 130 columns or more, with the times of all")
     bench.add_argument("--picture", type=Path, metavar="FILE", help="also draw the ratios: a .png or .svg")
 
 
@@ -101,6 +106,10 @@ def _add_notebooks(notebooks: argparse.ArgumentParser) -> None:
     notebooks.add_argument("folder", type=Path, nargs="?", metavar="DIR", help=meaning)
 
 
+def _add_info(info: argparse.ArgumentParser) -> None:
+    """Leave the command without arguments."""
+
+
 # For each command: the purpose, the arguments of an example, and the function that adds its arguments.
 COMMANDS = {
     "demo": ("train an agent from replay or rollouts, and draw its learning curve", "--algo ppo", _add_demo),
@@ -109,6 +118,7 @@ COMMANDS = {
     "plan": ("show how much memory a buffer needs", "--env CartPole-v1 --capacity 1e6", _add_plan),
     "doctor": ("check the data of a saved buffer for faults", "runs/buffer --env CartPole-v1", _add_doctor),
     "notebooks": ("list the notebooks that explain this package, or copy them", "my_notebooks", _add_notebooks),
+    "info": ("show versions, processor and cache folder, for bug reports", "", _add_info),
 }
 
 
@@ -122,6 +132,8 @@ def _imported(options: argparse.Namespace) -> Callable[[argparse.Namespace], int
         from rlbuf_td.diagnostics.doctor import main
     elif options.command == "notebooks":
         from rlbuf_td.cli.notebooks import main
+    elif options.command == "info":
+        from rlbuf_td.cli.info import main
     elif options.command == "bench" and options.device != "cpu":
         from rlbuf_td.cli.bench.device import main
     elif options.command == "bench" and "options" in (options.only or ()):
@@ -140,12 +152,22 @@ def _imported(options: argparse.Namespace) -> Callable[[argparse.Namespace], int
 
 
 def main(argv: list[str] | None = None) -> int:
-    options = _parser().parse_args(argv)
+    parser = _parser()
+    options = parser.parse_args(argv)
+    if options.command is None:
+        parser.print_help()
+        return 0
     try:
         return _imported(options)(options)
     except UsageError as error:
         print(f"python -m rlbuf_td {options.command}: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of a pipe has seen enough; Python would complain again when it exits
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except ModuleNotFoundError as error:
         if str(error.name).startswith("rlbuf_td"):
             raise

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import re
 import subprocess
 import sys
 
@@ -14,10 +14,12 @@ from rlbuf_td.__main__ import OPERATIONS, main
 from rlbuf_td.cli.bench import cases, compare, device, options, timing
 from rlbuf_td.cli.bench.contenders import Ours, TorchRL
 from rlbuf_td.cli.bench.others import available
-from rlbuf_td.cli.bench.picture import WORDS, draw
-from rlbuf_td.cli.bench.timing import Timing
+from rlbuf_td.cli.bench.picture import draw
+from rlbuf_td.cli.bench.tables import NOTES, narrow_table, wide_table
+from rlbuf_td.cli.bench.timing import WORDS, Timing
+from tests.narrow import assert_narrow
 
-SIZES = ("--rows", "1000", "--images", "64", "--batch", "128", "--rounds", "2")
+SIZES = ("--rows", "1000", "--images", "128", "--batch", "128", "--rounds", "2")
 
 
 @pytest.mark.slow
@@ -25,13 +27,14 @@ def test_the_benchmark_prints_a_row_for_every_operation_and_draws_it(tmp_path, m
     monkeypatch.setattr(compare, "available", lambda: [Ours, TorchRL])  # JAX starts threads, and other tests fork
     monkeypatch.setattr(timing, "CALLS", 1)
     monkeypatch.setattr(cases, "SHAPES", ((8, 64), (32, 8), (1, 32)))
-    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.chdir(tmp_path)
     picture = tmp_path / "new" / "bench.png"
-    assert main(["bench", *SIZES, "--picture", str(picture)]) == 0
+    assert main(["bench", *SIZES, "--picture", "new/bench.png"]) == 0
     printed = capsys.readouterr().out
-    for words in ("1,000 small", "64 image", "100,000 Dict", "a Dict of 12 leaves"):
+    assert_narrow(printed)
+    for words in ("1,000 rows of 167 bytes in 7 leaves", "128 rows of two 4 x 84 x 84 images", "a Dict of 12 leaves"):
         assert words in printed
-    assert printed.count("x)") > len(OPERATIONS)
+    assert printed.count(" us ") >= len(OPERATIONS)
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -39,9 +42,10 @@ def test_each_option_is_timed_beside_the_plain_buffer(monkeypatch, capsys):
     monkeypatch.setattr(timing, "CALLS", 1)
     assert main(["bench", "--rows", "1000", "--batch", "16", "--rounds", "1", "--only", "options"]) == 0
     printed = capsys.readouterr().out
-    rows = {line.split("│")[1].strip(): line for line in printed.splitlines() if line.count("│") > 5}
-    assert set(options.OPTIONS) <= set(rows)
-    assert all(rows[name].count("x") >= 3 for name in options.OPTIONS)
+    assert_narrow(printed)
+    for name in options.OPTIONS:
+        (row,) = re.findall(rf"^{re.escape(name):<27} +\d.*$", printed, re.MULTILINE)
+        assert row.removeprefix(name).count("x") >= 3
     assert "shared between processes" in " ".join(printed.split())
 
 
@@ -54,10 +58,9 @@ def test_options_are_timed_alone(capsys):
 def test_every_library_that_is_installed_is_timed():
     command = [sys.executable, "-m", "rlbuf_td", "bench", "--rows", "500", "--images", "0", "--rounds", "2", "--only"]
     done = subprocess.run(
-        [*command, "uniform", "proportional", "update", "extend", "add"],
+        [*command, "uniform", "proportional", "update", "extend", "add", "--wide"],
         capture_output=True,
         text=True,
-        env={**os.environ, "COLUMNS": "160"},
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -68,10 +71,11 @@ def test_every_library_that_is_installed_is_timed():
 
 
 @pytest.mark.slow
-def test_training_scripts_are_timed_and_sac_learns_the_same_weights(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "160")
+def test_training_scripts_are_timed_and_sac_learns_the_same_weights(capsys):
     assert main(["train", "--rounds", "1", "--steps", "1100"]) == 0
-    lines = {line.split()[1]: line for line in capsys.readouterr().out.splitlines() if "%" in line}
+    printed = capsys.readouterr().out
+    assert_narrow(printed)
+    lines = {line.split()[0]: line for line in printed.splitlines() if "%" in line}
     assert set(lines) == {"dqn", "small-dqn", "sac", "ppo"}
     assert "equal" in lines["sac"]
 
@@ -84,7 +88,7 @@ def timed(operation: str, rows: int, kind: str, **blocks: float):
 def test_the_picture_has_a_line_per_operation_and_a_mark_per_library():
     timings = [
         timed("uniform", 100, "small", TorchRL=20.0),
-        timed("uniform", 1_000, "small", TorchRL=70.0, SB3=5.0, cpprb=30.0, **{"TorchRL + our parts": 20.0}),
+        timed("uniform", 1_000, "small", TorchRL=70.0, SB3=5.0, cpprb=30.0, Mixed=20.0),
         timed("add", 1_000, "small", TorchRL=90.0),
         timed("record", 16_000, "small", TorchRL=40.0),
         timed("gae", 128, "[1, 128]", TorchRL=1_000.0),
@@ -101,8 +105,23 @@ def test_the_picture_has_a_line_per_operation_and_a_mark_per_library():
 
 
 def test_the_command_line_and_the_picture_name_the_timed_operations():
-    assert tuple(compare.OPERATIONS) == OPERATIONS
-    assert set(WORDS) == set(OPERATIONS)
+    assert tuple(WORDS) == OPERATIONS
+
+
+def test_tables_have_the_multiples_of_every_library_and_the_default_one_is_narrow():
+    others = {"TorchRL": 3141.0, "Mixed": 20.0, "bare": 5.0, "SB3": 1.0, "cpprb": 15.26, "Flashbax": 100.0}
+    timings = [
+        timed("extend_proportional", 10_000_000, "image", **others),
+        timed("gae-vectorized", 131_072, "[4096, 32]", TorchRL=9_995.0),
+    ]
+    narrow = narrow_table(timings, ["rlbuf_td", *others])
+    assert_narrow(narrow + NOTES)
+    head, row, *_ = (line for line in narrow.splitlines() if "rlbuf_td  " in line or " us" in line)
+    assert head.split() == ["rlbuf_td", *others]
+    assert row.split()[2:] == ["10", "us", "314", "2.0", "0.5", "0.1", "1.5", "10.0"]
+    wide = wide_table(timings, ["rlbuf_td", *others])
+    assert "3141.0 (314x)" in wide
+    assert wide.splitlines()[-1].split()[-2:] == ["9995.0", "(1000x)"]
 
 
 def test_sizes_that_do_not_fit_into_memory_are_left_out(monkeypatch, capsys):

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torchrl.envs import GymEnv
 
+import rlbuf_td
 from rlbuf_td.__main__ import main
 from rlbuf_td.cli.demos import dqn, ppo
 from rlbuf_td.cli.demos.report import Run
+from tests.narrow import assert_narrow
 
 
 @pytest.fixture(autouse=True)
@@ -25,18 +30,36 @@ def one_thread():
 
 def test_the_dqn_demo_learns_a_little_and_leaves_its_picture_and_policy(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-m", "rlbuf_td", "demo", "--steps", "1024", "--seed", "1", "--out", str(tmp_path / "run")],
+        [sys.executable, "-m", "rlbuf_td", "demo", "--steps", "1025", "--seed", "1", "--out", "run"],
         capture_output=True,
         text=True,
         check=False,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(Path(rlbuf_td.__file__).parents[1])},
     )
     assert done.returncode == 0, done.stderr
     assert "mean return of the final policy over 10 new episodes" in done.stdout
     assert "next:" in done.stdout
     assert (tmp_path / "run" / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "run" / "policy.pt").stat().st_size > 10_000
-    assert "in buffer=" in done.stderr
-    assert "return=" in done.stderr
+    assert "in buffer: share of the time" in done.stderr
+    assert re.search(r"100%.*1.28k/1.28k \[.*, return=\d+, in buffer=\d+%\]", done.stderr)
+    assert "Warning" not in done.stderr  # 1025 steps are rounded up to whole batches
+    assert_narrow(done.stdout + done.stderr)
+
+
+def test_several_seeds_and_samplers_are_compared_in_one_picture(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(dqn, "UPDATES", 1)
+    monkeypatch.setattr(Run, "is_solved", True)  # several runs do not stop for it
+    monkeypatch.chdir(tmp_path)
+    command = "demo --steps 1280 --seed 3 --seeds 2 --sampler uniform rank --out all"
+    assert main(command.split()) == 0
+    said = capsys.readouterr()
+    assert_narrow(said.out + said.err)
+    for name in ("uniform-seed3", "uniform-seed4", "rank-seed3", "rank-seed4"):
+        assert (tmp_path / "all" / name / "learning_curve.png").stat().st_size > 0
+        assert f"  {name.replace('-seed', ', seed ')}: " in said.out
+    assert (tmp_path / "all" / "learning_curves.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_dqn_demo_runs_with_another_sampler(tmp_path, monkeypatch):
@@ -55,10 +78,13 @@ def test_the_ppo_demo_runs_and_leaves_its_picture_and_policy(env, tmp_path, caps
         learner.optimizer.step()  # which the schedule waits for
 
     monkeypatch.setattr(ppo.Learner, "learn", learn)
-    assert main(["demo", "--algo", "ppo", "--env", env, "--steps", "1", "--out", str(tmp_path)]) == 0
+    monkeypatch.chdir(tmp_path)
+    assert main(["demo", "--algo", "ppo", "--env", env, "--steps", "1", "--out", "."]) == 0
     assert (tmp_path / "policy.pt").stat().st_size > 0
     assert (tmp_path / "learning_curve.png").stat().st_size > 0
-    assert "mean return of the final policy over 10 new episodes" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "mean return of the final policy over 10 new episodes" in said.out
+    assert_narrow(said.out + said.err)
     assert learned[0]["advantage"].shape == (256, 1)
 
 
@@ -87,3 +113,17 @@ def test_a_run_is_solved_once_the_last_20_episodes_reach_the_threshold(tmp_path)
         run.count(TensorDict({"next": steps}, [len(returns)]))
         assert run.is_solved is is_solved
     assert run.recent == 20.0
+
+
+def test_episodes_count_at_the_step_at_which_they_end(tmp_path):
+    run = Run(lambda: GymEnv("CartPole-v1"), tmp_path, 0, 100, 10.0)
+    done = torch.zeros(2, 5, 1, dtype=torch.bool)  # two environments, five steps of each
+    done[0, 3] = done[1, 1] = done[1, 3] = True
+    returns = torch.arange(10.0).view(2, 5, 1)
+    for _ in range(2):
+        run.count(TensorDict({"next": {"done": done, "episode_reward": returns}}, [2, 5]))
+    assert run.steps == 20
+    assert run.episodes == [(4, 6.0), (8, 3.0), (8, 8.0), (14, 6.0), (18, 3.0), (18, 8.0)]
+    steps, means = run.curve
+    assert steps.tolist() == [4, 8, 8, 14, 18, 18]
+    assert means[1] == pytest.approx(4.5)

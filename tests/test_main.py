@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import shlex
+import subprocess
 import sys
 
+import gymnasium
 import pytest
+import torch
+from tensordict import TensorDict
 
+from rlbuf_td import plan
 from rlbuf_td.__main__ import COMMANDS, _parser, main
 from rlbuf_td.cli.notebooks import find_notebooks
+from rlbuf_td.kernels import code_cache
+from tests.narrow import assert_narrow
 
 
 @pytest.mark.parametrize(
@@ -49,11 +59,20 @@ def test_a_missing_extra_is_named(arguments, module, missing, extra, monkeypatch
         ("demo --seed -1", "--seed: expected a whole number from 0"),
         ("demo --env Pendulum-v1", "DQN needs an environment with discrete actions"),
         ("demo --steps 100", "--steps must be at least 1024"),
+        ("demo --seeds 0", "--seeds: expected a whole number from 1"),
+        ("demo --algo ppo --sampler rank", "--sampler is for --algo dqn"),
+        ("demo --shards 3", "--shards is for --algo apex"),
+        ("demo --out file", "--out: cannot write to file"),
+        ("bench --picture chart.docx", "--picture chart.docx: expected a file name that ends in one of"),
+        ("bench --picture file/chart.png", "--picture: cannot write to file"),
+        ("bench --rows 1000 --batch 2000", "the buffers must hold a batch, 2000 rows or more"),
+        ("bench --images 10", "the buffers must hold a batch, 256 rows or more"),
         ("doctor nowhere", "cannot examine nowhere"),
     ],
 )
 def test_a_command_that_cannot_work_says_why_and_exits_with_status_2(arguments, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
     try:
         status: object = main(arguments.split())
     except SystemExit as stop:
@@ -63,10 +82,12 @@ def test_a_command_that_cannot_work_says_why_and_exits_with_status_2(arguments, 
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])
-def test_help_says_what_a_command_is_for_and_gives_an_example_that_works(command, capsys):
+def test_help_says_what_a_command_is_for_and_gives_an_example_that_works(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit, match="0"):
         main([*command.split(), "--help"])
     text = capsys.readouterr().out
+    assert_narrow(text)
     assert "example: python -m rlbuf_td" in text
     if command:
         purpose, example, _ = COMMANDS[command]
@@ -74,12 +95,71 @@ def test_help_says_what_a_command_is_for_and_gives_an_example_that_works(command
         assert _parser().parse_args([command, *example.split()]).command == command
 
 
+def test_without_a_command_help_is_printed(capsys):
+    assert main([]) == 0
+    said = capsys.readouterr()
+    assert all(f"    {command}" in said.out for command in COMMANDS)
+    assert not said.err
+
+
+def test_ctrl_c_ends_a_command_without_a_traceback(monkeypatch, capsys):
+    def interrupt(name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gymnasium, "make", interrupt)
+    assert main(["plan", "--env", "CartPole-v1", "--capacity", "10"]) == 130
+    assert capsys.readouterr().err == "\ninterrupted\n"
+
+
+def test_output_may_be_cut_by_a_pipe():
+    command = f"{shlex.quote(sys.executable)} -W ignore -m rlbuf_td notebooks | head -1"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)
+    assert done.stdout == f"{find_notebooks()[0].parent}:\n"
+    assert done.stderr == ""
+
+
+def test_info_says_what_a_bug_report_needs(capsys):
+    assert main(["info"]) == 0
+    said = capsys.readouterr().out
+    facts = dict(line.split(": ", 1) for line in said.splitlines() if not line.startswith(" "))
+    assert facts["torch"] == torch.__version__
+    assert facts["Python"].startswith(platform.python_version())
+    assert facts["compiled loops"] == "in use"
+    folder = code_cache.folder()
+    assert folder is not None
+    words = " ".join(said.partition("cache folder: ")[2].split())
+    assert words.startswith(f"{folder} (writable, ")
+    assert int(words.partition("writable, ")[2].split()[0]) > 0
+    assert_narrow(said.replace(str(folder), "").replace(facts["rlbuf_td"], ""))
+
+
+def test_info_needs_no_extra_and_no_compiler():
+    without = "import sys; sys.modules.update(dict.fromkeys(['gymnasium', 'matplotlib', 'tqdm', 'rich']));"
+    code = f"{without} from rlbuf_td.__main__ import main; sys.exit(main(['info']))"
+    variables = os.environ | {"NUMBA_DISABLE_JIT": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=variables)
+    assert "compiled loops: off (NUMBA_DISABLE_JIT)" in done.stdout
+    assert "cache folder: none" in done.stdout
+
+
+def test_a_plan_of_long_keys_and_long_remedies_is_narrow(capsys):
+    assert main(["plan", "--env", "CartPole-v1", "--capacity", "1e12"]) == 1
+    assert_narrow(capsys.readouterr().out)
+    leaf = torch.zeros(40, dtype=torch.uint8)
+    row = TensorDict({"observation": {"the_camera_of_the_left_hand": {"image_in_the_dark": leaf}}}, [])
+    needed = str(plan(row, 10**12))
+    assert "('observation', 'the_camera_of_the_left_hand', 'image_in_the_dark')\n" in needed
+    assert_narrow(needed)
+
+
 def test_notebooks_are_listed_in_order_with_their_titles_and_copied(capsys, tmp_path):
     assert main(["notebooks"]) == 0
-    first, title, second, *_ = capsys.readouterr().out.splitlines()
-    assert first.endswith("1_quick_start.ipynb")
-    assert title.startswith("    Quick start")
-    assert second.endswith("2_prioritized_replay.ipynb")
+    folder, first, title, second, *others = capsys.readouterr().out.splitlines()
+    assert folder == f"{find_notebooks()[0].parent}:"
+    assert first == "  1_quick_start.ipynb"
+    assert title.startswith("      Quick start")
+    assert second == "  2_prioritized_replay.ipynb"
+    assert_narrow("\n".join([title, *others]))
     for _ in range(2):  # a second copy changes nothing
         assert main(["notebooks", str(tmp_path / "new")]) == 0
     copies = sorted((tmp_path / "new").iterdir())

@@ -12,7 +12,7 @@ import pytest
 
 import rlbuf_td
 from rlbuf_td import storages
-from rlbuf_td.__main__ import _parser
+from rlbuf_td.__main__ import COMMANDS, _parser
 from rlbuf_td.storages.layout import RowLayout
 from tests.catalogue import SCHEMAS, transitions
 
@@ -38,7 +38,7 @@ def commands() -> list[list[str]]:
 
 def test_the_command_line_takes_every_command_that_it_names():
     parser = _parser()
-    assert {arguments[0] for arguments in commands()} == {"demo", "bench", "train", "plan", "doctor", "notebooks"}
+    assert {arguments[0] for arguments in commands()} | {"info"} == set(COMMANDS)
     for arguments in commands():
         assert parser.parse_args(arguments).command == arguments[0]
 

@@ -7,6 +7,9 @@ in :mod:`rlbuf_td.diagnostics`.
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
+
 
 class UsageError(Exception):
     """An invalid command line; ``python -m rlbuf_td`` prints the message and exits with status 2."""
@@ -20,3 +23,12 @@ def refuse_missing_device(name: str) -> None:
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         first = str(error).partition("\n")[0].partition(". ")[0]
         raise UsageError(f"--device {name}: torch cannot use this device here: {first}") from None
+
+
+def refuse_unwritable(option: str, folder: Path) -> None:
+    """Create a folder for results, before the work that would otherwise be lost."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise UsageError(f"{option}: cannot write to {folder}: {error.strerror}") from None

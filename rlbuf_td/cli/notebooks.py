@@ -24,13 +24,14 @@ def main(options: Namespace) -> int:
     if not notebooks:
         raise UsageError(f"this installation has no notebooks: {' and '.join(map(str, _FOLDERS))} hold none")
     if options.folder is None:
+        print(f"{notebooks[0].parent}:")
         for path in notebooks:
-            print(f"{path}\n    {_title(path)}")
+            print(f"  {path.name}\n      {_title(path)}")
         print("python -m rlbuf_td notebooks DIR copies them to the folder DIR")
     else:
         _copy(notebooks, options.folder)
         where = options.folder.absolute()
-        print(f"{len(notebooks)} notebooks are in {where}; they need: pip install 'rlbuf_td[notebooks]'")
+        print(f"{len(notebooks)} notebooks are in {where}\nthey need: pip install 'rlbuf_td[notebooks]'")
     return 0
 
 

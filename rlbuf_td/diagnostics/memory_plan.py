@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,7 +111,7 @@ class MemoryPlan:
 
     def __str__(self) -> str:
         lines = [f"{self.capacity:,} rows of {self.row_bytes:,} bytes: {show_bytes(self.total)}", ""]
-        width = max(24, *(len(key) for key in self.keys))
+        width = min(40, max(24, *(len(key) for key in self.keys)))
         lines.append(f"  {'':<{width}}  {'bytes/row':>12}  {'all rows':>11}")
         table = self.keys | {f"{key} shared": -nbytes for key, nbytes in self.saved.items()}
         table |= {"padding": self.rows - sum(table.values()), "rows": self.rows, "priorities": self.priorities}
@@ -119,13 +120,19 @@ class MemoryPlan:
             number = f"{nbytes / self.capacity:,.{2 * bool(nbytes % self.capacity)}f}"
             size = "-" * (nbytes < 0) + show_bytes(abs(nbytes))
             share = "" if name in _SUMS else f"{nbytes / self.rows:.0%}"
-            lines.append(f"  {name:<{width}}  {number:>12}  {size:>11}{share:>7}")
-        lines += ["", f"  largest key: {self.largest_key}", ""]
+            if len(name) > width:  # a line of its own
+                lines.append(f"  {name}")
+                name = ""
+            lines.append(f"  {name:<{width}}  {number:>12}  {size:>11}{share:>7}".rstrip())
+        largest = textwrap.fill(f"largest key: {self.largest_key}", 78, subsequent_indent="  ")
+        lines += ["", textwrap.indent(largest, "  "), ""]
         for room in self.places:
             mark = "->" if room is self.places[0] else "  "
-            lines.append(f"{mark} {room.words()}: {'fits' if self._fits_in(room) else 'does not fit'}")
+            fits = "fits" if self._fits_in(room) else "does not fit"
+            lines.append(textwrap.fill(f"{mark} {room.words()}: {fits}", 80, subsequent_indent="   "))
         if not self.fits:
-            lines += ["", "What to do:", *(f"  - {way}" for way in self.remedy.splitlines())]
+            wrapped = (textwrap.fill(f"- {way}", 78, subsequent_indent="  ") for way in self.remedy.splitlines())
+            lines += ["", "What to do:", *(textwrap.indent(way, "  ") for way in wrapped)]
         return "\n".join(lines)
 
 

@@ -27,15 +27,6 @@ GAMMA, LMBDA, EPOCHS = 0.99, 0.95, 4
 LEAVES = {"leaves-12": 4, "leaves-3": 1}  # number of parts of each observation
 SHAPES = ((8, 2048), (4096, 32), (1, 128))
 
-OPERATIONS = {
-    "leaves-12": "sample a Dict of 12 leaves",
-    "leaves-3": "sample the same bytes in 3 leaves",
-    "record": f"record a step of {LANES} environments [#]",
-    "gae": "GAE, TorchRL's default (loop)",
-    "gae-vectorized": "GAE, TorchRL's vectorized form",
-    "ppo": f"PPO data step: extend, GAE, {EPOCHS} epochs",
-}
-
 
 def dict_rows(count: int, parts: int) -> TensorDict:
     """Return ``count`` nested observations, each with 3 x ``parts`` leaves and 336 bytes."""

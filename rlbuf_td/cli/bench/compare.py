@@ -1,7 +1,7 @@
 """``python -m rlbuf_td bench``: time the operations of several libraries, and print a table.
 
 Before each timed call, a learner trains an MLP for one step. As in training, this step evicts the buffer's data from
-the processor's caches. The last column shows this package's time in a tight loop, without the learner.
+the processor's caches. With ``--wide``, the last column shows times in a tight loop, without the learner.
 """
 
 from __future__ import annotations
@@ -9,35 +9,19 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
 import torch
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
+from rlbuf_td.cli import UsageError
 from rlbuf_td.cli.bench import cases
-from rlbuf_td.cli.bench.contenders import Ours, TorchRL, image_rows, small_rows
+from rlbuf_td.cli.bench.contenders import TorchRL, image_rows, small_rows
 from rlbuf_td.cli.bench.others import available
-from rlbuf_td.cli.bench.timing import Timing, measure, one_thread
-
-REPLAY = {
-    "uniform": "sample, uniform",
-    "proportional": "sample, proportional",
-    "update": "update priorities",
-    "cycle": "sample + update, proportional",
-    "rank": "sample, by rank [*]",
-    "rank_update": "update priorities, by rank [*]",
-    "extend": "extend by a batch, uniform",
-    "extend_proportional": "extend by a batch, proportional",
-    "add": "add one, uniform",
-    "add_proportional": "add one, proportional",
-}
-
-OPERATIONS = REPLAY | cases.OPERATIONS
+from rlbuf_td.cli.bench.tables import NOTES, narrow_table, wide_table
+from rlbuf_td.cli.bench.timing import REPLAY, WORDS, Timing, measure, one_thread
 
 
 def run(rows: Sequence[int], images: int, batch: int, rounds: int, operations: Sequence[str]) -> Iterator[Timing]:
@@ -72,31 +56,15 @@ def run_others(batch: int, rounds: int, operations: Sequence[str]) -> Iterator[T
             yield measure(operation, rows, kind, both_sides, rounds, batch)
 
 
-def table(timings: Sequence[Timing], names: Sequence[str]) -> Table:
-    title = "Microseconds per call after a learner's step (in brackets: relative to rlbuf_td)"
-    result = Table(title=title, title_justify="left")
-    result.add_column("operation")
-    result.add_column("rows", justify="right")
-    for name in names:
-        result.add_column(name, justify="right", style="bold" if name == Ours.name else "")
-    result.add_column("in a tight loop", justify="right", no_wrap=True)
-    for timing in timings:
-        cells = [escape(OPERATIONS[timing.operation]), f"{timing.rows:,} {timing.kind}"]
-        for name in names:
-            if name not in timing.blocks:
-                cells.append("")
-            elif name == Ours.name:
-                cells.append(f"{timing.median(name):.1f}")
-            else:
-                cells.append(f"{timing.median(name):.1f} ({timing.ratio(name):.1f}x)")
-        theirs = f" (TorchRL {timing.ratio(TorchRL.name, tight=True):.1f}x)" if TorchRL.name in timing.tight else ""
-        result.add_row(*cells, f"{statistics.median(timing.tight[Ours.name]):.1f}{theirs}")
-    return result
-
-
 def main(options: argparse.Namespace) -> int:
-    operations = options.only or list(OPERATIONS)
-    console = Console(width=None if sys.stdout.isatty() else 190)
+    if min(options.rows) < options.batch or 0 < options.images < options.batch:
+        raise UsageError(f"--rows and --images: the buffers must hold a batch, {options.batch} rows or more")
+    if options.picture is not None:
+        from rlbuf_td.cli.bench.picture import draw, refuse_picture  # only pictures need matplotlib
+
+        refuse_picture(options.picture)
+    operations = options.only or list(WORDS)
+    console = Console()
     timings: list[Timing] = []
     with console.status("filling buffers") as status:
         for timing in chain(
@@ -104,19 +72,11 @@ def main(options: argparse.Namespace) -> int:
             run_others(options.batch, options.rounds, operations),
         ):
             timings.append(timing)
-            status.update(f"{timing.operation} at {timing.rows:,} rows: {timing.ratio(TorchRL.name):.1f}x TorchRL")
-    console.print(table(timings, [contender.name for contender in available()]))
-    console.print(
-        f"batch {options.batch}, one thread, medians of {options.rounds} interleaved blocks, "
-        f"torch {torch.__version__}; rlbuf_td[bench] installs the other libraries\n"
-        "[*] TorchRL has no rank-based sampler: the time of its proportional sampler is shown\n"
-        "[#] TorchRL does not record Gymnasium loops: a hand-made TensorDict is shown, with its reset steps",
-        markup=False,
-    )
-    if options.picture is not None:
-        from rlbuf_td.cli.bench.picture import draw  # only pictures need matplotlib
-
-        options.picture.parent.mkdir(parents=True, exist_ok=True)
+            status.update(f"{timing.words}, {timing.rows:,} rows: TorchRL {timing.ratio(TorchRL.name):.1f} x")
+    names = [contender.name for contender in available()]
+    print(wide_table(timings, names) if options.wide else narrow_table(timings, names))
+    print(f"{NOTES}batch {options.batch}, one thread, medians of {options.rounds} blocks, torch {torch.__version__}")
+    if options.picture is not None and timings:
         draw(timings, options.batch).savefig(options.picture, dpi=180)
-        console.print(f"saved {options.picture}", markup=False)
+        print(f"saved {options.picture}")
     return 0

@@ -173,7 +173,7 @@ class TorchRL(_TorchRLStyle):
 class Mixed(_TorchRLStyle):
     """TorchRL's buffer class with the storages, samplers and writers of this package."""
 
-    name = "TorchRL + our parts"
+    name = "Mixed"
 
     def build(self) -> None:
         parts = {"storage": PackedStorage(self.rows), "sampler": UniformSampler(), "writer": RingWriter()}
@@ -185,7 +185,7 @@ class Mixed(_TorchRLStyle):
 class BareGather(Contender):
     """A lower bound for uniform sampling in torch: one ``torch.randint`` and one ``index_select``."""
 
-    name = "bare gather"
+    name = "bare"
 
     def build(self) -> None:
         self.matrix = torch.empty(self.rows, self.new_row.bytes(), dtype=torch.uint8)

@@ -90,6 +90,8 @@ TIMINGS = (samples, from_host, images, advantages, torchrl)
 
 
 def main(options: argparse.Namespace) -> int:
+    if options.only is not None or options.picture is not None or options.wide:
+        raise UsageError(f"--device {options.device}: without --only, --picture and --wide, which are for the CPU")
     refuse_missing_device(options.device)
     device = torch.device(options.device)
     if device.type != "cuda":

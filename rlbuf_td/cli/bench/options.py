@@ -2,14 +2,14 @@
 
 The two buffers of a row take turns in one process, and a learner's step precedes each call. A ratio above 2.5 for
 :meth:`sample` and :meth:`update_tensordict_priority`, or above 2 for :meth:`add` and :meth:`extend`, has an exclamation
-mark. The last column shows what ``rb.compiled`` says, if not all calls of the buffer are compiled.
+mark. Lines after the table show what ``rb.compiled`` says, if not all calls of a buffer are compiled.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-import sys
+import textwrap
 from collections.abc import Callable
 from functools import partial
 from itertools import cycle
@@ -19,8 +19,6 @@ from warnings import catch_warnings, filterwarnings
 
 import torch
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 from tensordict import TensorDict
 
 from rlbuf_td import (
@@ -103,7 +101,7 @@ OPTIONS: dict[str, Callable[[int, int], Any]] = {
     "prefetch=3": partial(made, prefetch=3),
     "device='cpu'": partial(made, device="cpu"),
     "another batch size": made,
-    "mixture, uniform + proportional": mixed,
+    "mixture, half uniform": mixed,
 }
 
 
@@ -137,8 +135,12 @@ def calls_of(rb: Any, batch: int, size: int | None) -> Calls:
     return calls | {"add": lambda: rb.add(next(steps)), "extend": lambda: rb.extend(next(blocks))}
 
 
-def compare(name: str, plain: Any, data: TensorDict, batch: int, rounds: int) -> dict[str, str]:
-    """Return, for each method, the median time with an option and its ratio to the plain buffer's, as text."""
+def compare(name: str, plain: Any, data: TensorDict, batch: int, rounds: int) -> tuple[dict[str, str], str]:
+    """Return what an option costs, as text.
+
+    Returns:
+        For each method, the median time and its ratio to the plain buffer's; and ``rb.compiled``, if not all calls are.
+    """
     rb = filled(OPTIONS[name](len(data), batch), data)
     ours = calls_of(rb, batch, batch // 2 if name == "another batch size" else None)
     theirs, learn, cells = calls_of(plain, batch, None), Learner(batch).step, {}
@@ -148,30 +150,29 @@ def compare(name: str, plain: Any, data: TensorDict, batch: int, rounds: int) ->
         blocks = in_loop({OURS: theirs[method], name: call}, rounds, learn)
         ratio = statistics.median(x / y for x, y in zip(blocks[name], blocks[OURS], strict=True))
         mark = "!" if ratio > LIMITS[method] else ""
-        cells[method] = f"{statistics.median(blocks[name]):.0f} ({ratio:.1f}x{mark})"
+        cells[method] = f"{statistics.median(blocks[name]):,.0f} {ratio:.1f}x{mark or ' '}"
     said = getattr(rb, "compiled", "")
-    cells["compiled"] = said if "not " in said else ""
     if isinstance(rb, ReplayBuffer):
         rb.shutdown()
-    return cells
+    return cells, said if "not " in said else ""
 
 
 def main(options: argparse.Namespace) -> int:
-    if options.only != ["options"]:
-        raise UsageError("--only options: options are timed alone, without other operations")
+    if options.only != ["options"] or options.picture is not None or options.wide:
+        raise UsageError("--only options: options are timed alone, without other operations, --picture or --wide")
     rows = 1_000_000 if 1_000_000 in options.rows else max(options.rows)
-    data, columns = rows_of(rows), [*LIMITS, "compiled"]
-    table = Table(title="Microseconds per call (and relative to the plain proportional buffer)", title_justify="left")
-    for title in ("option", *columns):
-        table.add_column(title, justify="right" if title in LIMITS else "left", no_wrap=title in LIMITS)
-    console = Console(width=None if sys.stdout.isatty() else 160)
-    with one_thread(), catch_warnings(), console.status("filling buffers") as status:
+    data, lines, notes = rows_of(rows), [], []
+    with one_thread(), catch_warnings(), Console().status("filling buffers") as status:
         filterwarnings("ignore", "Got conflicting batch_sizes")  # TorchRL's, for another batch size
         plain = filled(made(rows, options.batch), data)
         for name in OPTIONS:
             status.update(name)
-            cells = compare(name, plain, data, options.batch, options.rounds)
-            table.add_row(name, *(escape(cells.get(column, "")) for column in columns))
-    console.print(table)
-    console.print(f"{rows:,} rows, batch {options.batch}, one thread, torch {torch.__version__}", markup=False)
+            cells, said = compare(name, plain, data, options.batch, options.rounds)
+            lines.append(f"{name:<27}" + "".join(f"{cells.get(method, ''):>13}" for method in LIMITS).rstrip())
+            if said:
+                notes.append(textwrap.fill(f"{name}: {said}", 80, subsequent_indent="  "))
+    print("Microseconds per call, and as a multiple of the plain proportional buffer's\n")
+    print(f"{'option':<27}" + "".join(f"{f'{method} ':>13}" for method in LIMITS))
+    print("\n".join([*lines, "", *notes]))
+    print(f"{rows:,} rows, batch {options.batch}, one thread, torch {torch.__version__}; !: above the limit")
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -10,36 +11,36 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-from rlbuf_td.cli.bench.timing import OURS, Timing
+from rlbuf_td.cli import UsageError, refuse_unwritable
+from rlbuf_td.cli.bench.timing import OURS, REPLAY, Timing
 
 # Markers differ in form, for prints in greyscale.
 _LOOKS: dict[str, dict[str, Any]] = {
     "TorchRL": {"marker": "o", "color": "#c8500a", "label": "TorchRL"},
-    "TorchRL + our parts": {
+    "Mixed": {
         **{"marker": "D", "color": "0.1", "fillstyle": "none", "zorder": 3},
         "label": "TorchRL's buffer, our parts",
     },
     "SB3": {"marker": "^", "color": "0.55", "label": "Stable-Baselines3"},
     "cpprb": {"marker": "s", "color": "#2a6f97", "label": "cpprb"},
     "Flashbax": {"marker": "v", "color": "#6b4c9a", "fillstyle": "none", "label": "Flashbax (JAX)"},
-    "bare gather": {"marker": "|", "color": "0.1", "label": "bare randint + index_select"},
+    "bare": {"marker": "|", "color": "0.1", "label": "bare randint + index_select"},
 }
 _MARK: dict[str, Any] = {"markersize": 3.6, "markeredgewidth": 0.8, "linestyle": "", "zorder": 2}
-WORDS = {
-    **{"uniform": "sample, uniform", "proportional": "sample, proportional", "update": "update priorities"},
-    **{"cycle": "sample and update", "rank": "sample, by rank *", "rank_update": "update, by rank *"},
-    **{"extend": "extend, uniform", "extend_proportional": "extend, proportional"},
-    **{"add": "add one, uniform", "add_proportional": "add one, proportional"},
-    **{"record": "record a step", "ppo": "PPO's data step"},
-    **{"leaves-12": "a Dict of 12 leaves", "leaves-3": "the same in 3 leaves"},
-    **{"gae": "GAE {}, loop", "gae-vectorized": "GAE {}, vector"},
-}
 _WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 3.4, 1.32, 0.46, 0.48, 0.5  # inches
 _LINE, _HEAD, _SIZE = 0.145, 0.26, 6.5  # inches per line and per heading, points
 
 
+def refuse_picture(path: Path) -> None:
+    """Refuse a file that could not be written, before anything is timed."""
+    known = FigureCanvasAgg(Figure()).get_supported_filetypes()
+    if path.suffix[1:].lower() not in known:
+        raise UsageError(f"--picture {path}: expected a file name that ends in one of {', '.join(sorted(known))}")
+    refuse_unwritable("--picture", path.parent)
+
+
 def draw(timings: Sequence[Timing], batch: int) -> Figure:
-    """Return a figure: one line per operation, one mark per library."""
+    """Return a figure: one line per operation (replay: of the largest buffers), one mark per library."""
     groups = _groups(timings)
     if not groups:
         raise ValueError("there is nothing to plot: no operation has been timed")
@@ -68,16 +69,12 @@ def draw(timings: Sequence[Timing], batch: int) -> Figure:
 
 
 def _groups(timings: Sequence[Timing]) -> dict[str, list[Timing]]:
-    replayed = [timing for timing in timings if timing.kind == "small" and timing.operation != "record"]
+    replayed = [timing for timing in timings if timing.kind == "small" and timing.operation in REPLAY]
     largest = max((timing.rows for timing in replayed), default=0)
     groups: dict[str, list[Timing]] = {}
     for timing in timings:
-        if timing not in replayed:
-            images = timing.kind == "image"
-            title = f"{timing.rows:,} rows of two 4 x 84 x 84 images" if images else "Dicts, Gymnasium, rollouts"
-            groups.setdefault(title, []).append(timing)
-        elif timing.rows == largest:
-            groups.setdefault(f"{timing.rows:,} rows of 167 bytes in 7 leaves", []).append(timing)
+        if timing not in replayed or timing.rows == largest:
+            groups.setdefault(timing.data, []).append(timing)
     return groups
 
 
@@ -91,7 +88,7 @@ def _draw_group(axes: Axes, timings: Sequence[Timing]) -> None:
         own = timing.median(OURS)
         time = f"{own:,.0f} µs" if own < 1e3 else f"{own / 1e3:,.1f} ms"
         axes.text(1.02, line, time, transform=axes.get_yaxis_transform(), fontsize=_SIZE, va="center_baseline")
-    words = [WORDS[timing.operation].format(timing.kind.replace(" ", "")) for timing in timings]
+    words = [timing.words for timing in timings]
     axes.set_yticks(range(len(words)), words)
     axes.set_ylim(len(words) - 0.4, -0.6)
     axes.set_xscale("log")

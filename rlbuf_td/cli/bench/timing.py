@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -11,8 +12,32 @@ from dataclasses import dataclass
 
 import torch
 
+# Each of TorchRL's storages logs its first write, into the middle of the progress. Other messages are shown.
+logging.getLogger("torchrl").addFilter(lambda record: not record.getMessage().startswith("Initialized Lazy"))
+
 OURS = "rlbuf_td"  # every ratio is relative to this package's time
 CALLS = 16  # per block, each after a learner's step
+#: The operations on replay buffers, and all operations, in words for tables and pictures.
+REPLAY = {
+    "uniform": "sample, uniform",
+    "proportional": "sample, proportional",
+    "update": "update priorities",
+    "cycle": "sample + update",
+    "rank": "sample, by rank *",
+    "rank_update": "update, by rank *",
+    "extend": "extend, uniform",
+    "extend_proportional": "extend, proportional",
+    "add": "add one, uniform",
+    "add_proportional": "add one, proportional",
+}
+WORDS = REPLAY | {
+    "leaves-12": "a Dict of 12 leaves",
+    "leaves-3": "the same in 3 leaves",
+    "record": "record a step",
+    "gae": "GAE {}, loop",
+    "gae-vectorized": "GAE {}, vector",
+    "ppo": "PPO's data step",
+}
 
 
 @dataclass(frozen=True)
@@ -24,6 +49,18 @@ class Timing:
     kind: str
     blocks: dict[str, list[float]]  # each call follows a learner's step
     tight: dict[str, list[float]]  # calls follow each other directly
+
+    @property
+    def words(self) -> str:
+        return WORDS[self.operation].format(self.kind.replace(" ", ""))
+
+    @property
+    def data(self) -> str:
+        """What the operation works on, in words."""
+        if self.operation not in REPLAY:
+            return "Dicts, Gymnasium, rollouts"
+        kind = "two 4 x 84 x 84 images" if self.kind == "image" else "167 bytes in 7 leaves"
+        return f"{self.rows:,} rows of {kind}"
 
     def median(self, name: str) -> float:
         return statistics.median(self.blocks[name])

@@ -24,7 +24,7 @@ from torchrl.modules import EGreedyModule
 from rlbuf_td import NStepSampler, PackedStorage, ProportionalSampler, ReplayBuffer
 from rlbuf_td.cli import UsageError
 from rlbuf_td.cli.demos.dqn import GAMMA, LEFT_OUT, N_STEPS, STEPS, Learner, make_policy
-from rlbuf_td.cli.demos.report import Run, prepare, tell
+from rlbuf_td.cli.demos.report import Run, prepare, tell, train_all, whole_batches
 from rlbuf_td.distributed import ShardedReplayBuffer
 
 CAPACITY, BATCH, FRAMES, WARM_UP = 25_000, 128, 128, 1_024  # rows of a shard, of a batch, of a write, before learning
@@ -66,11 +66,15 @@ class Actor:
         return data.select(*SHOWN)
 
 
-def train(env_name: str, shards: int, collectors: int, steps: int, seed: int, out: Path) -> tuple[Run, str]:
+def train(
+    env_name: str, shards: int, collectors: int, steps: int, seed: int, out: Path, *, stop_when_solved: bool = True
+) -> Run:
     torch.manual_seed(seed)
+    steps = whole_batches(steps, FRAMES)
     policy, _ = make_policy(make_env(env_name), torch.device("cpu"))
     learner, batches = Learner(policy, make_env(env_name), steps), 0
-    run = Run(partial(GymEnv, env_name), out, seed, steps, gymnasium.spec(env_name).reward_threshold or float("inf"))
+    threshold = gymnasium.spec(env_name).reward_threshold or float("inf")
+    run = Run(partial(GymEnv, env_name), out, seed, steps, threshold, stop_when_solved=stop_when_solved)
     flow = {"samples_per_insert": SAMPLES_PER_INSERT, "min_size": WARM_UP}
     with ShardedReplayBuffer(shards, make_buffer, prefetch=4, **flow) as buffer:  # type: ignore[arg-type]
         start = ray.remote(Actor).options(num_cpus=0).remote
@@ -79,7 +83,7 @@ def train(env_name: str, shards: int, collectors: int, steps: int, seed: int, ou
         actors = [start(env_name, client, seed + place, epsilon) for place, (client, epsilon) in clients]
         weights = ray.put(policy.state_dict())
         under_way = {actor.collect.remote(weights): actor for actor in actors}
-        while run.steps < steps and not run.is_solved:
+        while run.steps < steps and not run.should_stop:
             for call in ray.wait(list(under_way), num_returns=len(under_way), timeout=0)[0]:
                 actor = under_way.pop(call)
                 run.count(ray.get(call))
@@ -95,18 +99,19 @@ def train(env_name: str, shards: int, collectors: int, steps: int, seed: int, ou
             batches += 1
             if batches % NEW_WEIGHTS == 0:
                 weights = ray.put(policy.state_dict())
-        found = table(buffer.health())
+        health = buffer.health()
         for actor in actors:
             ray.kill(actor)
     run.finish(policy, f"Ape-X DQN on {env_name}, {shards} shards")
-    return run, found
+    print(table(health))
+    return run
 
 
 def table(health: dict[str, Any]) -> str:
     names = "rows", "mass", "inserts", "requests", "lost_rows", "stale_updates", "drifted"
-    lines = ["shard  " + "".join(f"{name:>14}" for name in names)]
+    lines = ["shard" + "".join(f"{name.removesuffix('_updates'):>10}" for name in names)]
     for place, shard in enumerate(health["shards"]):
-        lines.append(f"{place:<7}" + "".join(f"{shard.get(name, 0):>14,.6g}" for name in names))
+        lines.append(f"{place:<5}" + "".join(f"{shard.get(name, 0):>10,.6g}" for name in names))
     lines.append(f"samples per insert: {health['flow']['samples_per_insert']:.1f}")
     return "\n".join(lines)
 
@@ -118,7 +123,11 @@ def main(options: argparse.Namespace) -> int:
     if options.device != "cpu":
         raise UsageError("the shards of --algo apex are in RAM, and its learner on the CPU: use --device cpu")
     out = prepare(options, f"apex-{options.env}")
-    run, shards = train(options.env, options.shards, options.collectors, steps, options.seed, out)
-    print(shards)
-    tell(run, "the same in one process, python -m rlbuf_td demo")
+    parts = options.shards or 2, options.collectors or 2
+
+    def train_one(name: str, seed: int, folder: Path, stop_when_solved: bool) -> Run:
+        return train(options.env, *parts, steps, seed, folder, stop_when_solved=stop_when_solved)
+
+    runs = train_all(options, out, "Ape-X DQN", ["apex"], train_one)
+    tell(runs, out, "the same in one process, python -m rlbuf_td demo")
     return 0

@@ -22,10 +22,10 @@ from torchrl.objectives import DQNLoss, SoftUpdate
 
 from rlbuf_td import NStepSampler, ProportionalSampler, RankSampler, ReplayBuffer, UniformSampler
 from rlbuf_td.cli import UsageError
-from rlbuf_td.cli.demos.report import Run, prepare, tell
+from rlbuf_td.cli.demos.report import Run, prepare, tell, train_all, whole_batches
 
 CAPACITY = 50_000
-STEPS, EXPLORE = 59_904, 8_000  # STEPS: a multiple of FRAMES
+STEPS, EXPLORE = 59_904, 8_000
 FRAMES, UPDATES, WARM_UP = 256, 128, 1_024
 GAMMA, N_STEPS = 0.99, 3
 LEFT_OUT = ["collector", "action_value", "chosen_action_value"]  # not used by the loss
@@ -69,8 +69,11 @@ class Learner:
         self.target_update.step()
 
 
-def train(env_name: str, sampler: str, steps: int, seed: int, device: torch.device, out: Path) -> Run:
+def train(
+    env_name: str, sampler: str, steps: int, seed: int, device: torch.device, out: Path, stop_when_solved: bool = True
+) -> Run:
     torch.manual_seed(seed)
+    steps = whole_batches(steps, FRAMES)
     env = TransformedEnv(GymEnv(env_name), RewardSum())
     env.set_seed(seed)
     policy, explore = make_policy(env, device)
@@ -81,7 +84,7 @@ def train(env_name: str, sampler: str, steps: int, seed: int, device: torch.devi
     buffer = ReplayBuffer.from_env(env, CAPACITY, device=device, sampler=n_step, batch_size=128)
 
     threshold = gymnasium.spec(env_name).reward_threshold or float("inf")
-    run = Run(partial(GymEnv, env_name), out, seed, steps, threshold)
+    run = Run(partial(GymEnv, env_name), out, seed, steps, threshold, stop_when_solved=stop_when_solved)
     for data in collector:
         run.count(data)
         explore.step(data.numel())
@@ -95,7 +98,7 @@ def train(env_name: str, sampler: str, steps: int, seed: int, device: torch.devi
                 with run.in_buffer():
                     buffer.update_tensordict_priority(batch)
             learner.schedule.step()
-        if run.is_solved:
+        if run.should_stop:
             break
     collector.shutdown()
     run.finish(policy, f"DQN on {env_name}, {sampler} replay")
@@ -106,7 +109,15 @@ def main(options: argparse.Namespace) -> int:
     steps = STEPS if options.steps is None else options.steps
     if steps < WARM_UP:
         raise UsageError(f"--steps must be at least {WARM_UP}: learning begins after {WARM_UP} steps")
-    out = prepare(options, f"dqn-{options.env}-{options.sampler}")
-    run = train(options.env, options.sampler, steps, options.seed, torch.device(options.device), out)
-    tell(run, f"the same from uniform replay, python -m rlbuf_td demo --sampler uniform --env {options.env}")
+    samplers = options.sampler or ["proportional"]
+    out = prepare(options, f"dqn-{options.env}-{'-'.join(samplers)}")
+
+    def train_one(sampler: str, seed: int, folder: Path, stop_when_solved: bool) -> Run:
+        device = torch.device(options.device)
+        return train(options.env, sampler, steps, seed, device, folder, stop_when_solved=stop_when_solved)
+
+    runs = train_all(options, out, "DQN", samplers, train_one)
+    env = "" if options.env == "CartPole-v1" else f" --env {options.env}"
+    compare = f"python -m rlbuf_td demo{env} --sampler proportional uniform --seeds 3"
+    tell(runs, out, f"compare with uniform replay (20 minutes):\n  {compare}")
     return 0

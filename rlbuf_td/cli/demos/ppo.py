@@ -7,9 +7,11 @@ advantages to the collected data, and a loop over the buffer runs the epochs.
 from __future__ import annotations
 
 import argparse
+import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import torch
 from tensordict import TensorDictBase
@@ -20,7 +22,7 @@ from torchrl.modules import MLP, ProbabilisticActor, TanhNormal, ValueOperator
 from torchrl.objectives import ClipPPOLoss
 
 from rlbuf_td import RolloutBuffer
-from rlbuf_td.cli.demos.report import Run, prepare, tell
+from rlbuf_td.cli.demos.report import Run, prepare, tell, train_all, whole_batches
 
 LANES = 8
 
@@ -85,7 +87,12 @@ class Learner:
         self.optimizer.step()
 
 
-def make_rollout(settings: Settings, critic: ValueOperator, device: torch.device) -> RolloutBuffer:
+def make_rollout(
+    settings: Settings,
+    critic: ValueOperator,
+    device: torch.device,
+    normalize_advantage: Literal["minibatch"] | None = "minibatch",
+) -> RolloutBuffer:
     return RolloutBuffer(
         settings.rollout_steps,
         LANES,
@@ -94,15 +101,17 @@ def make_rollout(settings: Settings, critic: ValueOperator, device: torch.device
         gamma=settings.gamma,
         lmbda=0.95,
         value_network=critic,
-        normalize_advantage="minibatch",
+        normalize_advantage=normalize_advantage,
         device=device,
     )
 
 
-def train(env_name: str, steps: int | None, seed: int, device: torch.device, out: Path) -> Run:
+def train(
+    env_name: str, steps: int | None, seed: int, device: torch.device, out: Path, *, stop_when_solved: bool = True
+) -> Run:
     settings = SETTINGS.get(env_name, Settings())
     frames = LANES * settings.rollout_steps
-    steps = -(-(steps or settings.steps) // frames) * frames  # whole rollouts
+    steps = whole_batches(steps or settings.steps, frames)
     torch.manual_seed(seed)
     transforms = Compose(RewardSum(), RewardScaling(loc=0.0, scale=settings.reward_scale))
     env = TransformedEnv(SerialEnv(LANES, partial(make_env, env_name)), transforms)
@@ -118,15 +127,15 @@ def train(env_name: str, steps: int | None, seed: int, device: torch.device, out
         auto_register_policy_transforms=False,
     )
 
-    run = Run(partial(make_env, env_name), out, seed, steps, settings.solved)
+    run = Run(partial(make_env, env_name), out, seed, steps, settings.solved, stop_when_solved=stop_when_solved)
     for data in collector:
         with run.in_buffer():
             rollout.extend(data)
         for batch in run.batches(rollout):
             learner.learn(batch)
         learner.schedule.step()
-        run.count(data, **{"explained variance": f"{rollout.explained_variance:.2f}"})
-        if run.is_solved:
+        run.count(data, explained=f"{rollout.explained_variance:.2f}")
+        if run.should_stop:
             break
     collector.shutdown()
     run.finish(actor, f"PPO on {env_name}")
@@ -135,7 +144,13 @@ def train(env_name: str, steps: int | None, seed: int, device: torch.device, out
 
 def main(options: argparse.Namespace) -> int:
     out = prepare(options, f"ppo-{options.env}")
-    run = train(options.env, options.steps, options.seed, torch.device(options.device), out)
+
+    def train_one(name: str, seed: int, folder: Path, stop_when_solved: bool) -> Run:
+        device = torch.device(options.device)
+        return train(options.env, options.steps, seed, device, folder, stop_when_solved=stop_when_solved)
+
+    print("explained: explained variance of the values, at most 1", file=sys.stderr)
+    runs = train_all(options, out, "PPO", ["ppo"], train_one)
     other = "Pendulum-v1" if options.env == "CartPole-v1" else "CartPole-v1"
-    tell(run, f"python -m rlbuf_td demo --algo ppo --env {other}")
+    tell(runs, out, f"python -m rlbuf_td demo --algo ppo --env {other}")
     return 0

@@ -38,8 +38,8 @@ class Finding:
         rows = f"{self.count:,} of {self.of:,} rows ({share})"
         if self.rows:
             rows += ": " + ", ".join(map(str, self.rows)) + (" ..." if self.count > len(self.rows) else "")
-        wrapped = [textwrap.fill(text, 96) for text in (self.explanation, f"Remedy: {self.remedy}")]
-        return "\n".join([title, *(textwrap.indent(text, "    ") for text in (rows, *wrapped))])
+        wrapped = [textwrap.fill(text, 76) for text in (rows, self.explanation, f"Remedy: {self.remedy}")]
+        return "\n".join([title, *(textwrap.indent(text, "    ") for text in wrapped)])
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Report:
         found = "nothing found" if self.healthy else f"{len(self)} finding{'s' * (len(self) > 1)}"
         parts = [f"{self.rows:,} rows{lanes} read: {found}", *map(str, self.findings)]
         if self.skipped:
-            parts.append("\n".join(f"not checked: {what}" for what in self.skipped))
+            parts.append("\n".join(textwrap.fill(f"not checked: {what}", 80) for what in self.skipped))
         return "\n\n".join(parts)
 
 
