@@ -20,7 +20,8 @@ class Lane:
 
     ``rb.lane(e)`` makes it. Lanes advance alone: an actor that is ahead waits for no other, and steps that actors
     write at the same time do not end each other's trajectories. A process that is killed while it writes loses at most
-    that write.
+    that write. An actor with a Gymnasium environment writes what :func:`~rlbuf_td.envs.transition.make_transition`
+    returns.
 
     Cost: that of ``rb.extend(..., lanes=e)``.
 

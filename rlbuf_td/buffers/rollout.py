@@ -77,7 +77,7 @@ class RolloutBuffer(ReplayBuffer):
     Raises:
         ValueError: an argument is out of range, or configures a component that is also passed (``epochs`` together with
             ``sampler``, for example).
-        TypeError: ``writer`` is not a :class:`RolloutWriter`.
+        TypeError: ``writer`` is not a :class:`RolloutWriter`, or ``value_network`` is no TensorDict module.
 
     Cost: a copy of the rollout, one pass over it for the advantages, and a gather per minibatch.
 

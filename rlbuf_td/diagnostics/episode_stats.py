@@ -62,8 +62,9 @@ class EpisodeStats:
     Raises:
         ValueError: an argument is out of range, or two metrics or two reasons have the same name.
 
-    Cost: O(steps) per write. Data on a GPU is copied to the host asynchronously, and counted after the copy. If a
-    worker process of a collector writes to the buffer, only the statistics in that process count the steps.
+    Cost: O(steps) per write. Data on a GPU is copied to the host asynchronously, and counted after the copy. If
+    other processes write to the buffer, the statistics in each process count its own steps; for all that are stored,
+    call ``EpisodeStats.update(rb.chronological(), time_dim=0)`` in a buffer ``[T, E]``.
 
     Example:
         >>> from tensordict import TensorDict

@@ -95,7 +95,8 @@ class RolloutWriter(TimeWriter):
     observations.
 
     Raises:
-        TypeError: ``estimator`` is not callable, or (on writing) returned something else than two tensors.
+        TypeError: ``estimator`` is not callable, or (on writing) returned something else than two tensors;
+            ``value_network`` is no TensorDict module.
         ValueError: ``gamma`` or ``lmbda`` is out of range, or came with ``estimator``; (on writing) the estimator
             returned another shape or dtype, or NaN; the data is empty or has too many steps for
             the rollout, or values are missing and there is no network. A failed write changes nothing.
@@ -134,6 +135,7 @@ class RolloutWriter(TimeWriter):
     ) -> None:
         super().__init__()
         _refuse_estimator(estimator, gamma, lmbda)
+        _refuse_network(value_network, value_key)
         gamma = coefficient("RolloutWriter", "gamma", 0.99 if gamma is None else gamma)
         lmbda = coefficient("RolloutWriter", "lmbda", 0.95 if lmbda is None else lmbda)
         keys = value_key, reward_key, done_key, terminated_key, truncated_key, trajectory_key
@@ -307,6 +309,13 @@ def _refuse_estimator(estimator: Any, gamma: float | None, lmbda: float | None) 
         raise TypeError(f"estimator must be a function of a rollout, got {type(estimator).__name__}")
     if gamma is not None or lmbda is not None:
         raise ValueError("gamma= and lmbda= are those of GAE, which estimator= replaces: use them in the estimator")
+
+
+def _refuse_network(network: Any, value_key: NestedKey) -> None:
+    if network is None or hasattr(network, "in_keys"):
+        return
+    fault = f"value_network must be a TensorDict module, got {type(network).__name__}"
+    raise TypeError(f'{fault}: wrap it, TensorDictModule(network, ["observation"], [{value_key!r}]){ROLLOUTS}')
 
 
 def _forget_trajectories(storage: Storage) -> None:

@@ -220,6 +220,12 @@ def test_wrong_writes_are_refused_and_change_nothing(make_world):
     assert rb.writer.is_complete
 
 
+def test_a_plain_network_is_refused_with_the_module_to_wrap_it_in():
+    match = r"got Linear: wrap it, TensorDictModule\(network, \[.observation.\], \['v'\]\)"
+    with pytest.raises(TypeError, match=match):
+        RolloutWriter(value_network=torch.nn.Linear(4, 1), value_key="v")
+
+
 def test_what_is_missing_is_named(make_world):
     world = make_world(2)
     fresh = partial(rollouts, world, 4, value_network=None)
