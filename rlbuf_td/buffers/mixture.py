@@ -178,9 +178,9 @@ class ReplayBufferMixture:
             raise KeyError(f"no member {name!r} to write to: name one of {self.names}, or pass writes_to{MIXTURES}")
         return self.members[name]
 
-    def extend(self, data: TensorDictBase, name: str | None = None) -> torch.Tensor:
+    def extend(self, data: TensorDictBase, name: str | None = None, *, lanes: Any = None) -> torch.Tensor:
         """Write transitions to the member ``name``, default ``writes_to``; see :meth:`ReplayBuffer.extend`."""
-        return self._written(name).extend(data)
+        return self._written(name).extend(data, lanes=lanes)
 
     def add(self, data: TensorDictBase, name: str | None = None) -> int | torch.Tensor:
         """Write one transition to the member ``name``, default ``writes_to``; see :meth:`ReplayBuffer.add`."""

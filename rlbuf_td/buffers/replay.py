@@ -93,7 +93,8 @@ class ReplayBuffer(TensorDictReplayBuffer):
         stats: an :class:`EpisodeStats` that records every write, before any transform.
         lane_key: the key of the lanes in written data, with a storage ``[T, E]``: one integer per transition, such as
             the ``env_id`` of asynchronous vector environments. Writes then work as with ``extend(..., lanes=...)``;
-            data of any batch size, such as ``[E, T]`` of a collector, is flattened.
+            data of any batch size, such as ``[E, T]`` of a collector, is flattened. Raises a TypeError if storage or
+            writer have no lanes, and (when writing) a ValueError if ``lanes=`` contradicts the data.
         count_replays: count how often each row is sampled, for :meth:`health`; this takes 4 bytes per row.
         include_info: whether batches contain the sampler's report (index, weights, ...), default ``True``.
         device: the device to which batches are copied from host memory; transforms run on this device. With
@@ -426,6 +427,8 @@ class ReplayBuffer(TensorDictReplayBuffer):
         if is_reopened:
             refuse_writer_of_reopened(self._writer)
         parts = self._connect(default_priorities=is_reopened)
+        if self.lane_key is not None and (fault := writing.fault_of_lanes(parts)):
+            raise TypeError(f"lane_key= {fault}")
         if is_reopened and parts.prioritized is not None:
             warnings.warn(PRIORITIES_OF_REOPENED, stacklevel=2)
         continue_ring(self._writer, self._storage)
@@ -752,7 +755,9 @@ class ReplayBuffer(TensorDictReplayBuffer):
             update_priority: whether TD errors in the data set the priorities, default ``True``.
             lanes: with ``ndim=2``, the lanes (environments) that ``[n]`` transitions belong to: ``[n]`` integers, or
                 one for all. Each transition follows the newest one of its lane, so that lanes may have unlike lengths;
-                see also :meth:`lane`. The storage must know the number of lanes: ``PackedStorage(..., lanes=E)``.
+                see also :meth:`lane`. The storage must know the number of lanes: ``PackedStorage(..., lanes=E)``. Of
+                TorchRL's samplers, only ``RandomSampler`` draws from lanes of unlike lengths. ``storage.set`` and
+                ``storage.write`` then raise a RuntimeError; edits of rows that a lane lacks raise an IndexError.
 
         Raises:
             SchemaError: the data does not match the rows; nothing has changed.
@@ -828,6 +833,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
 
         Raises:
             KeyError: the rows have no entry ``key``.
+            IndexError: ``index`` is out of range, or names rows that a shorter lane lacks; nothing has changed.
             RuntimeError: ``value`` has the wrong shape, or the buffer has been shut down; nothing has changed.
             SchemaError: the dtype of the rows would round a whole number in ``value``; nothing has changed.
         """

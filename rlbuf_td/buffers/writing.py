@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import numpy as np
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from tensordict.nn.utils import _set_dispatch_td_nn_modules
@@ -36,9 +37,12 @@ def write_in_turn(rb: ReplayBuffer, data: TensorDictBase, how: str, update_prior
     """Write the data as soon as flow control, if any, admits the write; to single ``lanes`` if they are given."""
     if type(data) is not TensorDict and not isinstance(data, TensorDictBase):
         return _write_opened(rb, data, how, update_priority, lanes)
-    if rb.lane_key is not None and lanes is None:
-        data, lanes = _with_lanes(rb.lane_key, data)
-        how = "extend"
+    if rb.lane_key is not None:
+        if lanes is None:
+            data, lanes = _with_lanes(rb.lane_key, data)
+            how = "extend"
+        else:
+            _refuse_other_lanes(rb.lane_key, data, lanes)
     if rb.flow is None and rb.episode_stats is None:
         return _write(rb, data, how, update_priority, lanes)
     rb._refuse_shut_down()
@@ -58,6 +62,22 @@ def _with_lanes(lane_key: NestedKey, data: TensorDictBase) -> tuple[TensorDictBa
     if lanes.numel() != data.numel():
         raise ValueError(f"the lanes {lane_key!r} have shape {[*lanes.shape]} for rows {[*data.shape]}: one per row")
     return reshaped(data, lambda rows: rows.reshape(-1)), lanes.reshape(-1)
+
+
+def _refuse_other_lanes(lane_key: NestedKey, data: TensorDictBase, lanes: Any) -> None:
+    """Raise a ValueError if the data names other lanes at ``lane_key`` than ``lanes``."""
+    own = data.get(lane_key, None)
+    given = lanes.detach().cpu().numpy() if isinstance(lanes, torch.Tensor) else np.asarray(lanes)
+    if own is None or given.dtype.kind not in "iu" or given.size not in (1, own.numel()):
+        return  # what is wrong with `lanes` is said elsewhere
+    own = own.detach().cpu().numpy().reshape(-1)
+    if (own != given.reshape(-1)).any():
+        at = int((own != given.reshape(-1)).argmax())
+        said = given.reshape(-1)[at if given.size > 1 else 0]
+        raise ValueError(
+            f"row {at} is of lane {own[at]} by {lane_key!r}, which the buffer's lane_key names, and of lane {said} by "
+            "lanes= or rb.lane: leave out lanes="
+        )
 
 
 def _lead_dims(rb: ReplayBuffer, how: str, lanes: Any) -> int:

@@ -17,6 +17,7 @@ from tensordict import TensorDictBase
 from rlbuf_td.kernels.episodes import occurrences
 from rlbuf_td.kernels.inference_mode import outside_inference_mode
 from rlbuf_td.storages.indexing import device_of
+from rlbuf_td.storages.torchrl_parts import listeners_of
 from rlbuf_td.storages.write_clock import LAST
 
 if TYPE_CHECKING:
@@ -153,6 +154,25 @@ def holes_among(storage: Any, flat: torch.Tensor) -> torch.Tensor | None:
     lanes = len(count)
     is_beyond = flat // lanes >= torch.from_numpy(count).to(flat.device)[flat % lanes]
     return is_beyond & (flat < len(storage)) & (flat >= 0)
+
+
+#: What to use instead of a sampler of TorchRL, by a part of its name.
+_INSTEAD = {
+    "Slice": 'SequenceSampler(UniformSampler(), n, boundary="strict")',
+    "WithoutReplacement": "MinibatchSampler",
+    "Prioritized": "ProportionalSampler",
+}
+
+
+def remedy_of_holes(storage: Storage) -> str:
+    """Say what to use if a buffer over the storage has a sampler of TorchRL that draws holes, otherwise ""."""
+    samplers = [type(vars(each).get("_sampler")) for each in listeners_of(storage) if hasattr(each, "__dict__")]
+    names = [kind.__name__ for kind in samplers if kind.__module__.startswith("torchrl.")]
+    found = [name for name in names if name not in ("RandomSampler", "NoneType")]
+    if not found:
+        return ""
+    instead = next((f"rlbuf_td.{ours}" for part, ours in _INSTEAD.items() if part in found[0]), "one of rlbuf_td")
+    return f". TorchRL's {found[0]} draws such rows if lanes have unlike lengths: use {instead}"
 
 
 def lanes_apart(storage: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import addressof
 from math import prod
@@ -31,6 +32,7 @@ from rlbuf_td.storages.lane_heads import (
     holes_among,
     lanes_apart,
     nth_rows,
+    remedy_of_holes,
     row_count,
 )
 from rlbuf_td.storages.layout import RowLayout
@@ -119,6 +121,13 @@ class PackedStorage(LazyTensorStorage):
     Cost: a gather of ``B`` rows is O(B * row_bytes), a write of ``n`` rows O(n * row_bytes). On CUDA, a gather is one
     kernel, or several with deduplicated keys.
     ``python tests/benchmarks/memory.py`` measures the savings and the cost of deduplicated observations.
+
+    With ``ndim=2``, lanes may advance alone, see :meth:`append` and :meth:`ReplayBuffer.lane`. Cells that a shorter
+    lane has not written yet are *holes*: reads and edits of them raise an IndexError; time steps and columns have zeros
+    there (deduplicated keys: any values). While lanes stand at unlike steps, :meth:`set` and :meth:`write` of new time
+    steps raise a RuntimeError. Of TorchRL's samplers, only ``RandomSampler`` draws from lanes of unlike lengths:
+    replace ``SamplerWithoutReplacement`` by :class:`MinibatchSampler`, ``PrioritizedSampler`` by
+    :class:`ProportionalSampler`, and ``SliceSampler`` by ``SequenceSampler(UniformSampler(), n, boundary="strict")``.
 
     Rows may also be tensorclasses or tensors. :meth:`get`, and the ``sample`` of a buffer, then return objects of the
     class that was written first. Unlike ``LazyTensorStorage``, this class accepts no pytrees, and refuses missing and
@@ -360,7 +369,8 @@ class PackedStorage(LazyTensorStorage):
         if holes is not None and bool(holes.any()):
             row, lanes = int(flat[holes][0]), prod(self.lanes)
             count = int(self.heads.read(self)[1][row % lanes])
-            raise IndexError(f"step {row // lanes} of lane {row % lanes} has not been written: it has {count} rows")
+            what = f"step {row // lanes} of lane {row % lanes} has not been written: it has {count} rows"
+            raise IndexError(what + remedy_of_holes(self))
 
     @held_back
     def write(self, start: int, data: TensorDictBase, *, single: bool = False) -> None:
@@ -623,7 +633,10 @@ class PackedStorage(LazyTensorStorage):
 
     def dumps(self, path: str | Path) -> None:
         """Save the content to a folder with TorchRL's checkpointer."""
-        super().dumps(path)
+        with warnings.catch_warnings():
+            if lanes_apart(self):  # `save_cursor` saves the newest step of each lane
+                warnings.filterwarnings("ignore", "last_cursor is None")
+            super().dumps(path)
         state.save_cursor(self, path)
 
     def loads(self, path: str | Path) -> None:

@@ -92,6 +92,7 @@ def load(storage: PackedStorage, state: dict[str, Any]) -> None:
 def save_cursor(storage: PackedStorage, path: str | Path) -> None:
     """Save the index of the newest time step, which TorchRL's checkpointer omits, and whether rows are in order."""
     saved = {"last_cursor": storage.numbers[NEWEST], "in_time_order": storage.in_time_order}
+    saved |= {name: heads.tolist() for name, heads in heads_state(storage).items()}
     Path(path, _CURSOR_FILE).write_text(json.dumps(saved))
 
 
@@ -102,10 +103,18 @@ def saved_cursor(storage: PackedStorage, path: str | Path) -> dict[str, Any]:
     """
     with state_of(storage):
         shape = TensorDict.load_memmap(path).batch_size[: storage.ndim]
-        saved_number("len", json.loads(Path(path, "storage_metadata.json").read_text())["len"], 0, shape.numel())
+        length = json.loads(Path(path, "storage_metadata.json").read_text())["len"]
+        saved_number("len", length, 0, shape.numel())
         file = Path(path, _CURSOR_FILE)
         saved = {"last_cursor": -1, "in_time_order": True} | (json.loads(file.read_text()) if file.exists() else {})
         saved_number("last_cursor", saved["last_cursor"], -1, shape[0] - 1)
+        if "lane_heads" in saved:
+            saved["lane_heads"] = heads = torch.tensor(saved["lane_heads"], device="cpu")
+            lead = torch.Size([length // max(1, prod(shape[1:])), *shape[1:]])
+            _refuse_heads(heads, lead, shape[0])
+            _refuse_resized_lanes(
+                saved | {"clock": {"capacity": shape.numel()}}, shape[1:], steps_for(storage, shape[1:])
+            )
     return saved
 
 
@@ -113,6 +122,9 @@ def load_cursor(storage: PackedStorage, saved: dict[str, Any]) -> None:
     """Restore what :func:`saved_cursor` has returned, and end trajectories as after any load."""
     storage.numbers[NEWEST] = saved["last_cursor"]
     storage.clock.forget(storage.all_rows().steps, saved["last_cursor"])
+    storage.numbers[APART] = storage.numbers[HOLES] = 0
+    if "lane_heads" in saved:
+        storage.heads.write(storage, *saved["lane_heads"].numpy())
     if not saved["in_time_order"]:
         storage.lose_order()
     end_trajectories(storage)
@@ -142,7 +154,9 @@ def examine(storage: PackedStorage, state: dict[str, Any]) -> tuple[RowLayout, t
     matrix = state["rows"]
     layout, lanes = admit_state(storage, state, matrix.shape[1:-1])
     dedup = saved_dedup(layout, state)
-    refuse_counters(state, matrix.shape[:-1], steps_for(storage, lanes))
+    capacity = steps_for(storage, lanes)
+    refuse_counters(state, matrix.shape[:-1], capacity)
+    _refuse_resized_lanes(state, matrix.shape[1:-1], capacity)
     row_bytes = layout.row_bytes if dedup is None else dedup.stored.row_bytes
     if matrix.shape[-1] * matrix.itemsize != row_bytes:
         raise SchemaError(f"the saved rows take {matrix.shape[-1] * matrix.itemsize} bytes each, expected {row_bytes}")
@@ -157,7 +171,7 @@ def refuse_counters(state: dict[str, Any], lead: torch.Size, capacity: int) -> N
     ``lead`` is the shape ``[steps, *lanes]`` of the saved rows, and ``capacity`` the capacity in time steps.
     """
     saved_number("_len", state["_len"], prod(lead), prod(lead))
-    _refuse_heads(state.get("lane_heads"), lead, capacity)
+    _refuse_heads(state.get("lane_heads"), lead, _saved_steps(state, lead[1:], capacity))
     saved_number("last_cursor", state["last_cursor"], -1, (lead[0] or capacity) - 1)
     clock = state.get("clock")
     if clock is None:
@@ -168,6 +182,22 @@ def refuse_counters(state: dict[str, Any], lead: torch.Size, capacity: int) -> N
     written = clock["written"]
     if written is not None and (written.dtype is not torch.int64 or written.shape != (cells,)):
         raise ValueError(f"the saved write times are {written.dtype} of shape {tuple(written.shape)}, not one per row")
+
+
+def _saved_steps(state: dict[str, Any], lanes: torch.Size, capacity: int) -> int:
+    """Return the capacity in time steps that a state was saved with, ``capacity`` if it does not say."""
+    clock = state.get("clock")
+    return capacity if clock is None else saved_number("capacity", clock["capacity"], 0, _MOST) // prod(lanes)
+
+
+def _refuse_resized_lanes(state: dict[str, Any], lanes: torch.Size, capacity: int) -> None:
+    """Raise a ValueError if lanes that stand apart, some of them full, were saved with another capacity."""
+    heads, saved = state.get("lane_heads"), _saved_steps(state, lanes, capacity)
+    if heads is not None and saved != capacity and int(heads[1].max()) == saved:
+        raise ValueError(
+            f"lanes that stand apart, up to {saved} time steps, were saved with a capacity of {saved} time steps, not "
+            f"{capacity}; rb.dumps and rb.loads transfer the newest ones of each lane into another capacity"
+        )
 
 
 def _refuse_heads(heads: Any, lead: torch.Size, capacity: int) -> None:
@@ -198,7 +228,8 @@ def admit_state(storage: PackedStorage, state: dict[str, Any], lanes: torch.Size
         raise SchemaError("the saved rows have other keys, dtypes or shapes than this storage")
     if len(lanes) != storage.ndim - 1 or (rows is not None and lanes != rows.lanes):
         own = tuple(rows.lanes) if rows is not None else f"of a storage with ndim={storage.ndim}"
-        raise ValueError(f"saved rows of lanes {tuple(lanes)} do not fit lanes {own}")
+        remedy = "copy lane after lane into other lanes, rb.extend(old.lane(e).chronological(), lanes=e)"
+        raise ValueError(f"saved rows of lanes {tuple(lanes)} do not fit lanes {own}: {remedy}")
     capacity = steps_for(storage, lanes) * prod(lanes)
     if state["_len"] > capacity or (state["full"] and state["_len"] != capacity):
         raise ValueError(

@@ -16,7 +16,7 @@ from rlbuf_td.kernels.host_memory import address_of
 from rlbuf_td.storages.allocate import make_rows
 from rlbuf_td.storages.dedup import DedupLayout
 from rlbuf_td.storages.interrupts import held_back
-from rlbuf_td.storages.lane_heads import as_lanes, lanes_apart, places
+from rlbuf_td.storages.lane_heads import as_lanes, holes_among, lanes_apart, places
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.row_class import opened
 from rlbuf_td.storages.rows import Rows, last_of_each
@@ -255,6 +255,7 @@ def set_steps(storage: PackedStorage, cursor: Any, data: TensorDictBase, set_cur
         raise SchemaError(f"data of batch size {tuple(data.batch_size)} cannot fill {len(steps)} positions")
     rows, leaves, count = admit(storage, data, single)
     cells, apart = rows.cells_at(torch.from_numpy(steps)), np.diff(steps)
+    storage.refuse_holes(cells.reshape(-1))
     begin(storage, cells=cells)
     if (apart == 1).all():
         rows.copy_(int(steps[0]), count, leaves)
@@ -274,6 +275,7 @@ def set_steps(storage: PackedStorage, cursor: Any, data: TensorDictBase, set_cur
 def replace(storage: PackedStorage, cursor: Any, data: TensorDictBase) -> None:
     rows = storage.written_rows()
     cells = rows.cells_of(cursor)
+    storage.refuse_holes(cells.reshape(-1))
     leaves = rows.layout.collect(data, cells.shape)
     begin(storage, cells=cells)
     rows.replace_(cells, leaves)
@@ -286,13 +288,16 @@ def edit(storage: PackedStorage, change: Callable[[TensorDictBase], Any], region
     ``region`` selects the rows like an index of a tensor ``[T, *lanes]``; ``None`` selects all written rows.
 
     Raises:
-        IndexError: the region is out of range; nothing has been written.
+        IndexError: the region is out of range, or contains holes; nothing has been written.
     """
     with storage.lock, held_back:
         rows = storage.written_rows()
         in_place = region is None and rows.dedup is None
         cells = rows.cells_of(slice(None) if region is None else region)
         flat = cells.reshape(-1)
+        if region is not None:
+            storage.refuse_holes(flat)
+        holes = holes_among(storage, flat)  # None if a region is given
         if not in_place:
             data = rows.at_cells(flat).reshape(cells.shape)
             change(data)
@@ -301,6 +306,10 @@ def edit(storage: PackedStorage, change: Callable[[TensorDictBase], Any], region
         if in_place:
             change(rows.view())
             rows.keep_edits()
+            if holes is not None:
+                rows.flat[flat[holes]] = 0
+        elif holes is not None:
+            rows.replace_(flat[~holes], [leaf.flatten(0, cells.ndim - 1)[~holes] for leaf in leaves])
         else:
             rows.replace_(cells, leaves)
         count_change(storage)
@@ -322,6 +331,7 @@ def edit_entries(storage: PackedStorage, cells: torch.Tensor, values: Mapping[tu
         numbers = cells.cpu().numpy()
         if len(numbers) and numbers.max() >= rows.cells:
             raise IndexError(f"row {numbers.max()} is out of range: rows 0 to {rows.cells - 1} have been written")
+        storage.refuse_holes(cells)
         begin(storage, cells=cells)
         if values.keys() & storage.deduplicated.keys():
             data = rows.at_cells(cells)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import copy
 import pickle
 import random
+from operator import setitem
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
-from torchrl.data import TensorDictReplayBuffer
-from torchrl.data.replay_buffers import RandomSampler
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.data.replay_buffers import PrioritizedSampler, RandomSampler, SamplerWithoutReplacement, SliceSampler
 
 from rlbuf_td import (
     EpisodeSampler,
@@ -26,6 +27,7 @@ from rlbuf_td import (
     RankSampler,
     RecencySampler,
     ReplayBuffer,
+    ReplayBufferMixture,
     ReservoirWriter,
     RingWriter,
     RolloutBuffer,
@@ -578,3 +580,118 @@ def test_torchrls_random_sampler_draws_only_written_rows() -> None:
     rows = theirs.sample()
     assert set(rows["x"].tolist()) == {lists.rows[lane][k]["x"] for lane in range(3) for k in lists.stored(lane)}
     assert_follows(rows["x"].unique(return_counts=True)[1], torch.full((18,), 1 / 18, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(("sampler", "instead"), [
+    (SamplerWithoutReplacement(), "MinibatchSampler"),
+    (PrioritizedSampler(36, 0.6, 0.4), "ProportionalSampler"),
+    (SliceSampler(slice_len=2, end_key=("next", "done"), strict_length=False), 'SequenceSampler.*boundary="strict"'),
+])  # fmt: skip
+def test_torchrls_samplers_that_draw_holes_name_what_to_use_instead(sampler: Any, instead: str) -> None:
+    _, rb = unlike(UniformSampler())
+    theirs = TensorDictReplayBuffer(storage=rb.storage, sampler=sampler, batch_size=4_000)
+    kind = type(sampler).__name__
+    with pytest.raises(IndexError, match=f"has not been written.*TorchRL's {kind} draws such rows.*use.*{instead}"):
+        theirs.sample()
+
+
+@pytest.mark.parametrize("dedup", [False, ["x"]], ids=["plain", "share_next"])
+def test_edits_of_rows_that_a_lane_has_not_written_are_refused(dedup: Any) -> None:
+    lists = Lists(12, 3, 0, has_ids=False)
+    rb = make_buffer(lists, UniformSampler(), share_next=dedup)
+    for lane, count in ((0, 1), (1, 5), (2, 30)):
+        rb.extend(lists.data([lane] * count), lanes=lane)
+    at = torch.tensor([0, 4]), torch.tensor([0, 0])
+    row, mask = rb.storage.get((at[0][:1], at[1][:1])), torch.zeros(12, 3, dtype=torch.bool)
+    mask[4, 0] = True
+    batch = TensorDict({"index": torch.tensor([[0, 0], [4, 0]]), "goal": torch.zeros(2, 1)}, [2])
+    faults: list[Any] = [
+        lambda: rb.set_at_("goal", torch.ones(2, 1), at),
+        lambda: rb.set_at_("goal", torch.ones(3, 3, 1), slice(3)),
+        lambda: rb.set_at_("goal", 1.0, mask),
+        lambda: rb.storage.set(at, torch.cat((row, row)), set_cursor=False),
+        lambda: rb.storage.set(4, torch.cat((row, row, row)), set_cursor=False),
+        lambda: setitem(rb.storage, 4, torch.cat((row, row, row))),
+        lambda: rb.storage.edit(lambda data: data.zero_(), slice(None)),
+        lambda: rb.write_back(batch.clone(), ["goal"], sampled_at=rb.storage.clock.now),
+    ]
+    before = rb.storage.state_dict()["rows"]
+    for fault in faults:
+        with pytest.raises(IndexError, match=r"of lane [01] has not been written: it has [15] rows"):
+            fault()
+        assert torch.equal(rb.storage.state_dict()["rows"], before)
+    rb.set_at_("goal", torch.tensor([[7.0]]), (at[0][:1], at[1][:1]))
+    rb.set_("x", rb.storage["x"] + 1)  # a whole column, and no holes
+    assert rb.storage["goal"][0, 0] == 7.0
+    lists.rows = [[row | {"x": row["x"] + 1} for row in rows] for rows in lists.rows]
+    lists.check(rb)
+    assert dedup or not rb.storage["x"][5:, 0].any()
+
+
+def test_lanes_are_restored_from_a_dump_of_the_storage(tmp_path: Any) -> None:
+    lists, rb = unlike(UniformSampler())
+    rb.storage.dumps(tmp_path / "unlike")
+    alike = Lists(12, 3, 5, has_ids=False)
+    other = make_buffer(alike, UniformSampler())
+    other.extend(torch.stack([alike.data([lane] * 4) for lane in range(3)]))
+    other.storage.dumps(tmp_path / "alike")
+    other.storage.loads(tmp_path / "unlike")
+    lists.check(other)
+    rb.storage.loads(tmp_path / "alike")
+    alike.check(rb)
+
+
+def test_a_state_goes_into_another_capacity_unless_a_lane_is_full() -> None:
+    for steps in (20, 8):
+        lists = Lists(12, 3, 0, has_ids=False)
+        rb = make_buffer(lists, ProportionalSampler(60))
+        rb.extend(lists.data([1] * 3 + [2] * 7), lanes=[1] * 3 + [2] * 7)
+        into = Lists(steps, 3, 1, has_ids=False)
+        other = make_buffer(into, ProportionalSampler(60))
+        other.load_state_dict(rb.state_dict())
+        into.rows = lists.rows
+        for _ in range(4):
+            into.check(other)
+            write_randomly(into, other)
+        into.check(other)
+    lists, rb = unlike(UniformSampler())
+    for steps, message in ((20, "not 20; rb.dumps and rb.loads"), (8, "rb.dumps and rb.loads")):
+        into = Lists(steps, 3, 0, has_ids=False)
+        other = make_buffer(into, UniformSampler())
+        other.extend(into.data([1, 1]), lanes=1)
+        with pytest.raises(ValueError, match=message):
+            other.load_state_dict(rb.state_dict())
+        into.check(other)
+    with pytest.raises(ValueError, match=r"lanes \(3,\) do not fit lanes \(4,\): copy lane after lane"):
+        make_buffer(Lists(12, 4, 0, has_ids=False), UniformSampler()).load_state_dict(rb.state_dict())
+
+
+def test_lanes_that_contradict_the_data_are_refused() -> None:
+    lists = Lists(20, 4, 3, has_ids=True)
+    rb = ReplayBuffer(storage=PackedStorage(80, ndim=2, lanes=4), lane_key="env_id")
+    data = lists.data([3, 1]).set("env_id", torch.tensor([3, 1]))
+    rb.extend(data, lanes=[3, 1])
+    for lanes in ([3, 2], 3, torch.tensor([1, 1])):
+        with pytest.raises(ValueError, match=r"is of lane [13] by 'env_id', .*and of lane [123] by lanes="):
+            rb.extend(data, lanes=lanes)
+        lists.check(rb)
+    with pytest.raises(ValueError, match="row 0 is of lane 1 by 'env_id'"):
+        rb.lane(0).add(data[1])
+    lists.check(rb)
+
+
+@pytest.mark.parametrize("options", [
+    {"storage": PackedStorage(80)},
+    {"storage": LazyTensorStorage(80, ndim=2)},
+    {"storage": PackedStorage(80, ndim=2, lanes=2), "writer": ReservoirWriter()},
+])  # fmt: skip
+def test_a_lane_key_without_lanes_is_refused(options: Any) -> None:
+    with pytest.raises(TypeError, match="lane_key= needs a "):
+        ReplayBuffer(lane_key="env_id", **options)
+
+
+def test_a_mixture_writes_to_lanes_of_a_member() -> None:
+    lists, rb = unlike(UniformSampler())
+    mixture = ReplayBufferMixture({"one": rb}, {"one": 1.0}, writes_to="one", batch_size=4)
+    mixture.extend(lists.data([0, 1, 0]), lanes=[0, 1, 0])
+    lists.check(rb)
