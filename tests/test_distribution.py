@@ -46,10 +46,11 @@ def test_wheel_and_source_archive_hold_all_files_and_work(tmp_path):
         install = "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--target", str(folder)
         run(*install, str(built), cwd=tmp_path)
         assert Path(run("-c", SMOKE, cwd=folder).strip()).is_relative_to(folder)
-        listed = run("-m", "rlbuf_td", "notebooks", cwd=folder).splitlines()
-        assert {line for line in listed if line.endswith(".ipynb")} == {
-            str(folder / "rlbuf_td" / name) for name in notebooks
-        }
+        where, *listed = run("-m", "rlbuf_td", "notebooks", cwd=folder).splitlines()
+        assert where == f"{folder / 'rlbuf_td' / 'notebooks'}:"
+        assert {f"notebooks/{line.strip()}" for line in listed if line.endswith(".ipynb")} == notebooks
+        run("-m", "rlbuf_td", "notebooks", "notebooks", cwd=folder)
+        assert all((folder / name).read_bytes() == (ROOT / name).read_bytes() for name in notebooks)
 
 
 READ_ONLY = "mount --make-rprivate / && mount -t tmpfs tmpfs $TMPDIR && mount -o remount,bind,ro / && "
