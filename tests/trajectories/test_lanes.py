@@ -141,6 +141,17 @@ class Lists:
                 assert number <= goal <= last
         return len(batch)
 
+    def check_windows(self, batch: TensorDictBase) -> int:
+        """Check windows of one row before the anchor and three from it on; return the number of rows."""
+        for window in batch.view(-1, 4).unbind(0):
+            lane, anchor = divmod(int(window["x"][1]), 10_000)
+            assert anchor in self.stored(lane)
+            first, last, _ = self.trajectory(lane, anchor)
+            expected = [lane * 10_000 + min(max(anchor + k, first), last) for k in range(-1, 3)]
+            assert window["x"].tolist() == expected
+            assert window["mask"].tolist() == [first <= anchor + k <= last for k in range(-1, 3)]
+        return len(batch)
+
 
 def make_buffer(lists: Lists, sampler: Any, *, shared: bool = False, **kwargs: Any) -> ReplayBuffer:
     options = {name: kwargs.pop(name) for name in ("share_next", "scratch_dir") if name in kwargs}
@@ -189,6 +200,7 @@ SAMPLERS: dict[str, Any] = {
     "proportional, at most 2 old": lambda size: ProportionalSampler(size, max_age=2),
     "n-step": lambda size: NStepSampler(ProportionalSampler(size), 3, GAMMA),
     "fresh": lambda size: FreshRowsSampler(ProportionalSampler(size), 2),
+    "windows of fresh": lambda size: SequenceSampler(FreshRowsSampler(RankSampler(size), 2), 3, burn_in=1),
     "hindsight": lambda size: HindsightSampler(UniformSampler(), same_reward, **GOALS),
     "n-step of hindsight": lambda size: NStepSampler(
         HindsightSampler(UniformSampler(), same_reward, **GOALS), 3, GAMMA
@@ -213,6 +225,9 @@ def run(name: str, seed: int, *, moves: float = 0.15, **kwargs: Any) -> int:
         if not len(rb) or (name == "unique" and len(rb) < 16):
             continue
         batch = rb.sample(16)
+        if "windows" in name:
+            checked += lists.check_windows(batch)
+            continue
         checked += lists.check_batch(batch, 3 if "n-step" in name else 1, goals=name == "hindsight")
         if "2 old" in name:
             lanes, numbers = batch["x"] // 10_000, batch["x"] % 10_000
@@ -232,6 +247,12 @@ def run(name: str, seed: int, *, moves: float = 0.15, **kwargs: Any) -> int:
 def test_every_sampler_gives_rows_as_lists_of_each_lane_hold_them(name: str) -> None:
     checked = sum(run(name, seed) for seed in range(20))
     assert checked > 800
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_every_sampler_gives_rows_of_many_random_histories(name: str) -> None:
+    assert sum(run(name, seed) for seed in range(1_000, 1_030)) > 2_000
 
 
 @pytest.mark.parametrize("options", [{"shared": True}, {"share_next": ["x"]}], ids=["shared", "share_next"])
@@ -338,13 +359,8 @@ def test_random_goals_come_from_all_written_rows_alike() -> None:
 
 def test_windows_of_sequences_stay_in_their_lane() -> None:
     for seed in range(5):
-        lists, rb = unlike(SequenceSampler(ProportionalSampler(36), 4, burn_in=1), seed)
-        for window in rb.sample(200).view(-1, 5).unbind(0):
-            lane, anchor = divmod(int(window["x"][1]), 10_000)
-            first, last, _ = lists.trajectory(lane, anchor)
-            expected = [lane * 10_000 + min(max(anchor + k, first), last) for k in range(-1, 4)]
-            assert window["x"].tolist() == expected
-            assert window["mask"].tolist() == [first <= anchor + k <= last for k in range(-1, 4)]
+        lists, rb = unlike(SequenceSampler(ProportionalSampler(36), 3, burn_in=1), seed)
+        assert lists.check_windows(rb.sample(200)) == 200
 
 
 @pytest.mark.parametrize("steps", [12, 7, 20, 3])
