@@ -26,6 +26,7 @@ from rlbuf_td import (
     ExperienceQueue,
     FreshRowsSampler,
     GymnasiumRecorder,
+    MinibatchSampler,
     NStepSampler,
     PackedStorage,
     ProportionalSampler,
@@ -579,6 +580,25 @@ def test_members_of_equal_windows_give_whole_windows_at_any_share():
     counts = torch.stack([mixed.sample()["source"].bincount(minlength=2) for _ in range(200)])
     assert set(counts[:, 0].tolist()) == {8, 12}
     assert abs(float(counts[:, 0].float().mean()) - 0.6 * 16) < 0.5
+
+
+def test_a_member_whose_draw_is_not_compiled_costs_others_no_rows():
+    """The last batch of an epoch is short, and drawn with torch: rows that other members have drawn are kept."""
+    members = {
+        "epochs": numbered(0, 12, sampler=MinibatchSampler()),
+        "fresh": numbered(100, 80, sampler=FreshRowsSampler(ProportionalSampler(100), 2)),
+        "short": numbered(200, 14, sampler=MinibatchSampler()),
+    }
+    mixture = ReplayBufferMixture(members, dict.fromkeys(members, 1), batch_size=12)
+    epochs, fresh = [], []
+    for _ in range(24):
+        batch = mixture.sample()
+        assert batch["source"].tolist() in ([0] * 4 + [1] * 4 + [2] * 4, [0] * 4 + [1] * 4 + [2] * 2)
+        assert (batch["priority_weight"] == 1).all()
+        epochs += batch["number"][:4].tolist()
+        fresh += batch["number"][4:6].tolist()
+    assert [sorted(epochs[i : i + 12]) for i in range(0, 96, 12)] == [[*range(12)]] * 8
+    assert fresh == [*range(179, 131, -1)]
 
 
 @pytest.mark.parametrize("size", [4, 8])  # fresh rows alone, and with others

@@ -62,11 +62,15 @@ class BoundMixture:
         """Whether all members have the storage, sampler and writer that they had when the mixture was bound."""
         return all(member.parts is parts for member, parts in zip(self.members.values(), self.parts, strict=True))
 
-    def sample(self, counts: Sequence[int]) -> TensorDict | None:
-        """Return a batch with ``counts[i]`` rows of member ``i``, or None if the bound draws cannot be used."""
+    def sample(self, counts: Sequence[int]) -> tuple[TensorDict | None, dict[str, Part]]:
+        """Return a batch with ``counts[i]`` rows of member ``i``, and an empty dict.
+
+        If the bound draw of a member cannot be used, return None and the parts of the members before it: a second draw
+        would miss rows that are drawn only once.
+        """
         for bound, count in zip(self.bound, counts, strict=True):
             if count and not (is_usual(bound.member) and bound.draw.holds()):
-                return None
+                return None, {}
         found: dict[str, Part] = {}
         begin = 0
         with self.lock:
@@ -76,12 +80,13 @@ class BoundMixture:
                 if count:
                     normalizer = self._draw(number, blank, begin, own)
                     if normalizer is None:
-                        return None
+                        parts = zip(found.items(), blank.batch.split([*filter(None, counts)]), strict=False)
+                        return None, {drawn: Part(rows, part.normalizer, 0) for (drawn, part), rows in parts}
                     found[name] = Part(blank.batch, normalizer or None, 0)
                     begin += count
         if self.is_weighted:
             self._scale_weights(blank.report[_WEIGHT].data_ptr(), counts, found)
-        return blank.batch
+        return blank.batch, {}
 
     def _reports(self, report: Mapping[str, Tensor], counts: Sequence[int]) -> list[dict[str, Tensor]]:
         """Return the part of the report that belongs to each member: its index and, if there are any, its weights."""

@@ -238,7 +238,8 @@ class ReplayBufferMixture:
             raise ValueError(f"a batch must have at least one row, got batch_size={size}")
         counts, bound = self.counts(size), self._bound
         has_flow = any(member.flow is not None for member in self.members.values())
-        batch = bound.sample(counts) if bound is not None and bound.size == size and not has_flow else None
+        is_bound = bound is not None and bound.size == size
+        batch, parts = bound.sample(counts) if bound is not None and is_bound and not has_flow else (None, {})
         if batch is not None:
             return batch
         self._refuse_other_schemas()
@@ -252,10 +253,13 @@ class ReplayBufferMixture:
                 if self.members[name].flow is not None:
                     admitted.enter_context(permission(self.members[name], count, False, None))
             bound = self._bound
-            batch = bound.sample(counts) if bound is not None and bound.size == size and has_flow else None
+            if bound is not None and is_bound and has_flow:
+                batch, parts = bound.sample(counts)
             if batch is not None:
                 return batch
-            batch = self._joined({name: part_of(self.members[name], count) for name, count in needed.items()})
+            for name, count in needed.items():
+                parts[name] = parts.get(name) or part_of(self.members[name], count)
+            batch = self._joined(parts)
         self._bound = bind_mixture(self.members, size)
         return batch
 
