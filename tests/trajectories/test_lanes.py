@@ -339,6 +339,23 @@ def test_importance_weights_count_only_written_rows(sampler: Any) -> None:
 
 
 @pytest.mark.parametrize("sampler", [ProportionalSampler, RankSampler])
+@pytest.mark.parametrize("count", [1, 2, 5])
+@pytest.mark.parametrize("largest", [0.3, 7.7, 1e39])
+@pytest.mark.parametrize("shared", [False, True])
+def test_new_rows_of_single_lanes_get_the_largest_magnitude(
+    sampler: Any, count: int, largest: float, shared: bool
+) -> None:
+    rb = ReplayBuffer(storage=PackedStorage(300, ndim=2, lanes=3, shared=shared), sampler=sampler(300), batch_size=4)
+    rb.extend(TensorDict({"x": torch.arange(10)}, [10]), lanes=1)
+    rb.update_priority(rb.sample()["index"][:1], torch.tensor([largest], dtype=torch.float64))
+    stored = largest if sampler is ProportionalSampler else min(largest, torch.finfo(torch.float32).max)
+    for _ in range(4):  # torch serves the first write, compiled code the others
+        index = rb.extend(TensorDict({"x": torch.arange(count)}, [count]), lanes=torch.arange(count) % 2 * 2)
+        assert rb.sampler.priority(index, storage=rb.storage).tolist() == pytest.approx([stored] * count, rel=1e-6)
+    assert "extend" in rb.compiled.partition("not")[0]
+
+
+@pytest.mark.parametrize("sampler", [ProportionalSampler, RankSampler])
 def test_a_second_buffer_gives_priorities_to_written_rows_only(sampler: Any) -> None:
     _, rb = unlike(UniformSampler())
     other = ReplayBuffer(storage=rb.storage, sampler=sampler(36))

@@ -18,6 +18,7 @@ from rlbuf_td.kernels.batch.ring import RING
 from rlbuf_td.kernels.compiled import copy_few, inlined, kernel, load, pointer, store
 from rlbuf_td.kernels.episodes.cpu import write_rows as write_boundaries
 from rlbuf_td.kernels.rank_order.cpu_update import update as update_order
+from rlbuf_td.kernels.rank_order.reference import LARGEST
 from rlbuf_td.kernels.sum_tree.cpu import update
 
 _NEWEST, _COUNT = range(2)  # rows of the heads of lanes
@@ -58,7 +59,8 @@ def enter_lanes_rank(address, count, cells):
     """Set the priorities of the rows at address ``cells``, new ones, in the order of magnitudes."""
     ring = carray(pointer(address), 1, RING)[0]
     order, flat = carray(pointer(ring.priorities), ORDER, np.int64), carray(pointer(cells), count, np.int64)
-    update_order(order, flat, np.full(count, entry_of(ring)), ring.steps * ring.lanes)
+    magnitude = np.full(count, min(entry_of(ring), LARGEST), np.float32)
+    update_order(order, flat, magnitude, ring.steps * ring.lanes)
 
 
 @kernel

@@ -37,7 +37,7 @@ _ONE = np.int64(1)  # numba would compile the callee again for a literal
 
 @compiled
 def update(order, index, td_error, rows):
-    """Set magnitudes; arguments and result are as in :func:`rlbuf_td.kernels.sum_tree.update_` on the CPU."""
+    """Set magnitudes; ``td_error`` is float32, otherwise as :func:`rlbuf_td.kernels.sum_tree.update_` on the CPU."""
     if not acceptable(index, td_error, rows):
         return REFUSED
     chunks = _started(order)
