@@ -213,6 +213,7 @@ class BoundWrite:
         """Set the priorities of the rows that :meth:`_write_shared` has written."""
         if self.entry is not None:
             self.enter(self.address, cursor, count)
+            self.entry.sampler.priorities.keep_steps(cursor, count, self.storage)
 
     @held_back
     def _append_shared(self, lane_ids: Tensor, index: Tensor) -> bool:
@@ -229,6 +230,7 @@ class BoundWrite:
         """Set the priorities of the rows that :meth:`_append_shared` has written."""
         if self.entry is not None:
             self.enter_lanes(self.address, count, self.cells.data_ptr())
+            self.entry.sampler.priorities.keep(self.cells[:count], self.storage)
 
     def _append(self, lane_ids: Tensor, index: Tensor) -> bool:
         self.append_rows = self.append_rows or machine_code(self.lanes_loop, 0, 0, 0, 0, 0)

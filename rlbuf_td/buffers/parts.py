@@ -38,7 +38,8 @@ _SHARED = Purpose(
 
 
 PRIORITIES_OF_REOPENED = (
-    "the rows were reopened without their priorities, and have the priority of new rows; save rb.dumps to keep both"
+    "some rows were reopened without a priority, and have that of new rows: they were written by a buffer without a "
+    "prioritized sampler, or priorities.bin is missing or damaged"
 )
 
 

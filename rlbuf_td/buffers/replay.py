@@ -423,13 +423,13 @@ class ReplayBuffer(TensorDictReplayBuffer):
 
     def _init(self) -> None:
         super()._init()
-        is_reopened = getattr(self._storage, "reopened", False)
-        if is_reopened:
+        if getattr(self._storage, "reopened", False):
             refuse_writer_of_reopened(self._writer)
-        parts = self._connect(default_priorities=is_reopened)
+        parts = self._connect()
         if self.lane_key is not None and (fault := writing.fault_of_lanes(parts)):
             raise TypeError(f"lane_key= {fault}")
-        if is_reopened and parts.prioritized is not None:
+        prioritized = parts.prioritized if getattr(self._storage, "reopen", False) else None
+        if prioritized is not None and not prioritized.priorities.reopen(parts.storage):
             warnings.warn(PRIORITIES_OF_REOPENED, stacklevel=2)
         continue_ring(self._writer, self._storage)
         if self.prefetcher is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from multiprocessing.context import get_spawning_popen
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -17,10 +17,14 @@ from rlbuf_td.kernels.strata import LEAST_RATIO, MOST_RATIO
 from rlbuf_td.kernels.sum_tree import LARGEST as LARGEST_WEIGHT
 from rlbuf_td.kernels.sum_tree import REFUSED
 from rlbuf_td.samplers.common import OneStorage, as_errors, refuse_priorities
+from rlbuf_td.samplers.priority_file import PriorityFile
 from rlbuf_td.storages.indexing import device_of, flat_rows
 from rlbuf_td.storages.lane_heads import holes_among
 from rlbuf_td.storages.notebooks import PROCESSES
 from rlbuf_td.storages.shared.memory import SharedNumbers
+
+if TYPE_CHECKING:
+    from rlbuf_td.storages import PackedStorage
 
 ALPHA, BETA, LARGEST, WEIGHED = range(4)  # indices of the shared settings; WEIGHED: the alpha of the stored weights
 
@@ -101,6 +105,7 @@ class Priorities:
         self.capacity, self.device = capacity, torch.device("cpu")
         self._wanted = None if device is None else torch.device(device)
         self.serves = OneStorage()
+        self.file: PriorityFile | None = None  # with PackedStorage(reopen=True)
         self.is_shared = False
         self._largest_on_device: Tensor | None = None
         self._largest_row = 0  # the row where the largest magnitude was last found
@@ -162,6 +167,7 @@ class Priorities:
             self.largest = largest.clamp(min=self.largest)
         elif counts and largest > self.largest:
             self.largest = largest
+        self.keep(flat.clamp(min=0), None if counts else storage)
 
     def enter(self, index: Any, storage: Storage | None) -> None:
         entry = self.entry
@@ -174,14 +180,45 @@ class Priorities:
         self.follow(storage)
         self.law.weigh()
         self.law.fill_(start, count, self.entry)
+        self.keep(slice(start, start + count), storage)
 
-    def admit(self, storage: Storage) -> None:
-        """Give stored rows without a priority the magnitude of new rows."""
+    def admit(self, storage: Storage) -> bool:
+        """Give stored rows without a priority the magnitude of new rows; return whether there were any."""
         absent = (self.law.table.magnitude[: len(storage)] < 0).nonzero().squeeze(1)
         if (holes := holes_among(storage, absent)) is not None:
             absent = absent[~holes]
         if len(absent):
             self.enter(absent, storage)
+        return len(absent) > 0
+
+    def reopen(self, storage: PackedStorage) -> bool:
+        """Continue with the priorities that are in a file beside the rows, and keep them there from now on.
+
+        Return whether each row had one; the others get the magnitude of new rows.
+        """
+        file, own = PriorityFile(storage), self.law.table.magnitude
+        found, largest = file.found(storage)
+        most = torch.finfo(own.dtype).max
+        own[: file.cells] = torch.where(found < 0, -1.0, found.clamp(self.law.min_priority, most)).to(own.dtype)
+        self.law.weigh(anew=True)
+        self.largest = min(largest, most)
+        has_all = not self.admit(storage)
+        self.file = file
+        self.keep(slice(0, file.cells), storage)
+        return has_all
+
+    def keep(self, rows: Any, written: Any = None) -> None:
+        """Copy the magnitudes of these rows to the file, if there is one; ``written``: the storage, if they are new."""
+        if self.file is not None:
+            now = None if written is None else written.clock.now
+            self.file.copy(rows, self.law.table.magnitude, float(self.largest), now)
+
+    def keep_steps(self, start: int, count: int, storage: PackedStorage) -> None:
+        """Copy the magnitudes of ``count`` new time steps, from step ``start`` of the ring on, to the file."""
+        if self.file is not None:
+            lanes = storage.all_rows().lanes.numel()
+            steps = (start + torch.arange(count, device="cpu")) % storage.all_rows().steps
+            self.keep((steps[:, None] * lanes + torch.arange(lanes, device="cpu")).flatten(), storage)
 
     def repair(self, storage: Storage) -> None:
         """Make the priorities consistent after a process died during an update."""
@@ -222,6 +259,7 @@ class Priorities:
         self.largest, self._largest_row = -1.0, 0
         saved = self.tensors().items()
         self.law.restore_({name: old.new_full((), self.law.blank[name]).expand_as(old) for name, old in saved})
+        self.keep(slice(0, self.capacity))
 
     def load(self, alpha: float, beta: float, largest: float, tensors: dict[str, Tensor], capacity: int) -> None:
         """Restore a state; raise a ValueError before any change if it is invalid or of another kind of sampler."""
@@ -236,6 +274,7 @@ class Priorities:
         self.settings[ALPHA], self.settings[BETA], self.settings[WEIGHED] = alpha, beta, alpha
         self.largest, self._largest_row = largest, 0
         self.law.restore_({name: tensor.to(self.device) for name, tensor in tensors.items()})
+        self.keep(slice(0, self.capacity))
 
     def share_memory_(self) -> None:
         if not self.is_shared:
@@ -250,7 +289,7 @@ class Priorities:
             remedy = "Share the buffer first: rb.share(); in TorchRL's buffers, use sync=False"
             reason = "a prioritized sampler in memory of its own cannot be shared between processes"
             raise RuntimeError(f"{reason}. {remedy}{PROCESSES}")
-        return self.__dict__ | {"is_shared": is_spawning}
+        return self.__dict__ | {"is_shared": is_spawning, "file": self.file if is_spawning else None}
 
 
 def refuse_state(tensors: Any, blank: dict[str, Tensor]) -> None:

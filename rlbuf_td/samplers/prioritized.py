@@ -27,6 +27,7 @@ from rlbuf_td.samplers.priorities import ALPHA, BETA, LARGEST, WEIGHED, Law, Pri
 from rlbuf_td.samplers.row_sampler import RowSampler
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import exponent, one_of, state_of, whole
+from rlbuf_td.storages.indexing import flat_rows
 from rlbuf_td.storages.lane_heads import HOLES, row_count
 from rlbuf_td.storages.memory_budget import Purpose, require_room
 from rlbuf_td.storages.shared.memory import SharedNumbers
@@ -273,6 +274,8 @@ class PrioritizedDraw(BoundDraw):
             return None
         if largest > self.settings[LARGEST]:
             self.settings[LARGEST] = largest
+        if self.owner.priorities.file is not None:
+            self.owner.priorities.keep(flat_rows(index, self.storage, self.flat.device).clamp(min=0))
         return stale
 
     def _addresses(self, given: tuple[Any, ...], masks: Masks | None) -> list[int] | None:

@@ -93,10 +93,11 @@ class PackedStorage(LazyTensorStorage):
 
     With ``reopen=True``, each write keeps a journal beside the rows. After a crash or a kill of the process, a storage
     made with the same arguments has all rows in their order, without a write that was interrupted, and the newest
-    trajectory of each lane has ended. A loss of power may lose more: save dumps for that. A :class:`ReplayBuffer` gives
-    the rows the priority of new rows, with a warning, and continues writing with a :class:`RingWriter`. The journal
-    takes 16 bytes per row and the size of the largest write. Reopening is O(1); the first look-up of trajectories reads
-    the flags of all rows. ``python tests/benchmarks/reopening.py`` measures these times.
+    trajectory of each lane has ended. A loss of power may lose more: save dumps for that. A :class:`ReplayBuffer`
+    continues writing with a :class:`RingWriter`, and keeps its priorities in a file, ``priorities.bin``. Rows that are
+    not in this file get the priority of new rows, with a warning. The journal takes 16 bytes per row and the size of
+    the largest write, priorities 8 bytes per row. Reopening is O(1), with priorities O(N); the first look-up of
+    trajectories reads the flags of all rows. ``python tests/benchmarks/reopening.py`` measures these times.
 
     A pickled or deep copy has its own rows, in RAM if the original's rows are in a file. A CPU storage that is sent to
     a spawned process shares its rows with that process.

@@ -1,0 +1,269 @@
+"""Priorities of ``PackedStorage(reopen=True)`` outlive the process, and never pass to another row."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rlbuf_td import ProportionalSampler, RankSampler, ReplayBuffer, UniformSampler
+from rlbuf_td.buffers.bound_write import BoundWrite
+from rlbuf_td.samplers.priority_file import PRIORITY_FILE
+from tests.processes.test_kill import die
+from tests.processes.test_reopen import CAPACITY, LANES, killed, opened, rows, write_with
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+NEW = 1_000.0  # the magnitude of new rows, once a row had this TD error
+SAMPLERS: dict[str, Callable[[], Any]] = {
+    "proportional": partial(ProportionalSampler, CAPACITY),
+    "rank": partial(RankSampler, CAPACITY),
+}
+each_sampler = pytest.mark.parametrize("name", SAMPLERS)
+each_layout = pytest.mark.parametrize("lanes", [0, LANES])
+
+
+def buffer(folder: Path, lanes: int, name: str) -> ReplayBuffer:
+    rb = ReplayBuffer(storage=opened(folder, lanes), sampler=SAMPLERS[name](), batch_size=16)
+    rb._initialize()
+    return rb
+
+
+def own(number: torch.Tensor) -> torch.Tensor:
+    """Return the TD error of a row, which no other row has."""
+    return 1 + number.double() / 1024  # exact in float32
+
+
+def magnitudes(rb: ReplayBuffer) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the number of each row that was written, and its magnitude."""
+    _, count = rb.storage.heads.read(rb.storage)
+    cells = torch.arange(len(rb.storage))
+    lanes = len(count)
+    is_written = cells // lanes < torch.from_numpy(count)[cells % lanes]
+    number = rb.storage["x"].reshape(-1)[: len(cells)]
+    prioritized = rb._initialize().prioritized
+    assert prioritized is not None
+    return number[is_written], prioritized.law.table.magnitude[cells][is_written].double()
+
+
+def write(rb: ReplayBuffer, lanes: int, count: int) -> None:
+    """Write the next rows, to a single lane at a time if there are lanes."""
+    first = int(rb.storage["x"].max()) + 1 if len(rb.storage) else 0
+    data = rows(torch.arange(first, first + count))
+    if lanes:
+        rb.extend(data, lanes=first % lanes)
+    else:
+        rb.extend(data)
+
+
+def train(rb: ReplayBuffer, lanes: int) -> None:
+    """Write and update for ever."""
+    draw = np.random.default_rng(len(rb))
+    while True:
+        write(rb, lanes, int(draw.choice([1, 3, 20])))
+        for _ in range(3):
+            batch = rb.sample()
+            rb.update_tensordict_priority(batch.set("td_error", own(batch["x"]).float()))
+
+
+def start(folder: Path, lanes: int, name: str) -> ReplayBuffer:
+    rb = buffer(folder, lanes, name)
+    write(rb, lanes, 30)
+    rb.update_priority(rb.sample()["index"][:1], torch.tensor([NEW]))
+    return rb
+
+
+def begin_and_die(folder: Path, lanes: int, name: str) -> None:
+    start(folder, lanes, name)
+    die()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiled(tmp_path_factory: Any) -> None:
+    """Compile what the killed processes call, which inherit the machine code."""
+    for name in SAMPLERS:
+        for lanes in (0, LANES):
+            rb = start(tmp_path_factory.mktemp("compiled"), lanes, name)
+            for _ in range(4):
+                write(rb, lanes, 3)
+                batch = rb.sample()
+                rb.update_tensordict_priority(batch.set("td_error", own(batch["x"]).float()))
+
+
+def kill_often(folder: Path, lanes: int, name: str, kills: int) -> None:
+    killed(partial(begin_and_die, folder, lanes, name))
+    draw, kept = np.random.default_rng(kills), 0
+    for _ in range(kills):
+        killed(lambda: train(buffer(folder, lanes, name), lanes), float(draw.uniform(0.02, 0.15)))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "some rows were reopened without a priority")  # of the killed write
+            rb = buffer(folder, lanes, name)
+        number, magnitude = magnitudes(rb)
+        is_new = (magnitude == NEW) | ((magnitude == 1) & (number < 30))  # the first 30 came before that TD error
+        assert ((magnitude == own(number)) | is_new).all()
+        kept += int((~is_new).sum())
+        rb.sample()
+        del rb
+    assert kept > 10 * kills
+
+
+def test_killed_while_training(tmp_path: Path) -> None:
+    kill_often(tmp_path, LANES, "proportional", 6)
+
+
+@pytest.mark.slow
+@each_sampler
+@each_layout
+def test_killed_often_while_training(tmp_path: Path, lanes: int, name: str) -> None:
+    kill_often(tmp_path, lanes, name, int(os.environ.get("RLBUF_TD_KILLS", "15")))
+
+
+@each_sampler
+@each_layout
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_all_priorities_are_continued(tmp_path: Path, lanes: int, name: str, is_shared: bool) -> None:
+    left = torch.zeros(2, CAPACITY, dtype=torch.float64).share_memory_()
+
+    def work() -> None:
+        rb = start(tmp_path, lanes, name)
+        if is_shared:
+            rb.share()
+        for step in range(20):
+            write(rb, lanes, 17)
+            batch = rb.sample()
+            rb.update_tensordict_priority(batch.set("td_error", own(batch["x"]).float()))
+            if step == 10:
+                write_with("torch")  # the rest without compiled writes
+        number, magnitude = magnitudes(rb)
+        left[0, : len(number)], left[1, : len(number)] = number, magnitude
+        die()
+
+    killed(work)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rb = buffer(tmp_path, lanes, name)
+    number, magnitude = magnitudes(rb)
+    assert (left[0, : len(number)] == number).all()
+    assert (left[1, : len(number)] == magnitude).all()
+    assert 0 < (magnitude != NEW).sum() < len(number)
+    write(rb, lanes, 5)
+    number, magnitude = magnitudes(rb)
+    assert (magnitude[number > number.max() - 5] == NEW).all()
+
+
+@each_layout
+@pytest.mark.parametrize("how", ["compiled", "torch"])
+def test_rows_of_a_write_that_was_not_entered_are_new(tmp_path: Path, lanes: int, how: str) -> None:
+    def work() -> None:
+        rb = start(tmp_path, lanes, "proportional")
+        for _ in range(20):
+            write(rb, lanes, 17)
+            batch = rb.sample()
+            rb.update_tensordict_priority(batch.set("td_error", own(batch["x"]).float()))
+        write_with(how)
+        BoundWrite.enter_rows = BoundWrite.enter_rows_of_lanes = die  # type: ignore[method-assign]
+        ReplayBuffer.mark_range = die  # type: ignore[method-assign]
+        ProportionalSampler.mark_update = die  # type: ignore[method-assign]
+        write(rb, lanes, 17)
+
+    killed(work)
+    with pytest.warns(UserWarning, match="reopened without a priority"):
+        rb = buffer(tmp_path, lanes, "proportional")
+    number, magnitude = magnitudes(rb)
+    assert number.max() == 30 + 21 * 17 - 1
+    assert ((magnitude == own(number)) | (magnitude == NEW)).all()
+    assert (magnitude[number >= 30 + 20 * 17] == NEW).all()
+    assert (magnitude != NEW).any()
+
+
+def test_rows_written_without_priorities_are_new(tmp_path: Path) -> None:
+    def work() -> None:
+        rb = start(tmp_path, 0, "proportional")
+        write(rb, 0, CAPACITY)
+        index = torch.arange(CAPACITY)
+        rb.update_priority(index, own(rb.storage["x"]).float())
+        rb.update_priority(index[:1], torch.tensor([NEW]))
+        die()
+
+    killed(work)
+    rb = ReplayBuffer(storage=opened(tmp_path), sampler=UniformSampler(), batch_size=4)
+    write(rb, 0, 100)
+    del rb
+    with pytest.warns(UserWarning, match="reopened without a priority"):
+        rb = buffer(tmp_path, 0, "rank")  # another law continues the same TD errors
+    number, magnitude = magnitudes(rb)
+    is_new = number > number.max() - 100
+    assert (magnitude[is_new] == NEW).all()
+    assert (magnitude[~is_new] == own(number[~is_new])).sum() >= (~is_new).sum() - 1
+    del rb
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert (magnitudes(buffer(tmp_path, 0, "rank"))[1] == magnitude).all()
+
+
+def spoil_header(file: Path) -> None:
+    file.write_bytes(b"\x07" + file.read_bytes()[1:])
+
+
+def fill_with_nan(file: Path) -> None:
+    content = file.read_bytes()
+    file.write_bytes(content[: 1 << 16] + np.full((len(content) - (1 << 16)) // 8, np.nan).tobytes())
+
+
+@pytest.mark.parametrize(
+    "spoil", [Path.unlink, spoil_header, fill_with_nan, lambda file: os.truncate(file, 70_000)], ids=range(4)
+)
+def test_without_a_readable_file_all_rows_are_new(tmp_path: Path, spoil: Callable[[Path], object]) -> None:
+    killed(partial(begin_and_die, tmp_path, 0, "proportional"))
+    spoil(tmp_path / PRIORITY_FILE)
+    with pytest.warns(UserWarning, match="reopened without a priority"):
+        rb = buffer(tmp_path, 0, "proportional")
+    number, magnitude = magnitudes(rb)
+    assert len(number) == 30
+    assert (magnitude == magnitude[0]).all()
+    rb.sample()
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_updates_of_other_processes_are_kept(tmp_path: Path, context: Any) -> None:
+    rb = start(tmp_path, 0, "proportional").share()
+    process = mp.get_context(context).Process(target=update_all, args=(rb,))
+    process.start()
+    process.join(120)
+    assert process.exitcode == 0
+    del rb
+    number, magnitude = magnitudes(buffer(tmp_path, 0, "proportional"))
+    assert (magnitude == own(number)).all()
+
+
+def update_all(rb: ReplayBuffer) -> None:
+    rb.update_priority(torch.arange(len(rb)), own(rb.storage["x"][: len(rb)]).float())
+
+
+def test_a_load_and_an_emptied_buffer_are_kept(tmp_path: Path) -> None:
+    rb = start(tmp_path / "rows", 0, "proportional")
+    rb.update_priority(torch.arange(30), own(rb.storage["x"][:30]).float())
+    rb.dumps(tmp_path / "dump")
+    rb.empty()
+    del rb
+    rb = buffer(tmp_path / "rows", 0, "proportional")
+    assert len(rb) == 0
+    write(rb, 0, 4)
+    assert (magnitudes(rb)[1] == 1).all()  # nothing is left of the largest TD error
+    rb.loads(tmp_path / "dump")
+    write(rb, 0, 5)
+    number, magnitude = magnitudes(rb)
+    assert (magnitude[number < 30] == own(number[number < 30])).all()
+    del rb
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = magnitudes(buffer(tmp_path / "rows", 0, "proportional"))
+    assert (found[0] == number).all()
+    assert (found[1] == magnitude).all()
