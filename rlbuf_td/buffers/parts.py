@@ -38,8 +38,8 @@ _SHARED = Purpose(
 
 
 PRIORITIES_OF_REOPENED = (
-    "some rows were reopened without a priority, and have that of new rows: they were written by a buffer without a "
-    "prioritized sampler, or priorities.bin is missing or damaged"
+    "rows were reopened without a priority, and have that of new rows: their write was killed, "
+    "a buffer without a prioritized sampler wrote them, or priorities.bin is missing or damaged"
 )
 
 

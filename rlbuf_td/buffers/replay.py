@@ -429,8 +429,8 @@ class ReplayBuffer(TensorDictReplayBuffer):
         if self.lane_key is not None and (fault := writing.fault_of_lanes(parts)):
             raise TypeError(f"lane_key= {fault}")
         prioritized = parts.prioritized if getattr(self._storage, "reopen", False) else None
-        if prioritized is not None and not prioritized.priorities.reopen(parts.storage):
-            warnings.warn(PRIORITIES_OF_REOPENED, stacklevel=2)
+        if prioritized is not None and (missing := prioritized.priorities.reopen(parts.storage)):
+            warnings.warn(f"{missing:,} of {len(self):,} {PRIORITIES_OF_REOPENED}", stacklevel=2)
         continue_ring(self._writer, self._storage)
         if self.prefetcher is not None:
             self.prefetcher.refuse_other_parts(self.parts)

@@ -182,19 +182,19 @@ class Priorities:
         self.law.fill_(start, count, self.entry)
         self.keep(slice(start, start + count), storage)
 
-    def admit(self, storage: Storage) -> bool:
-        """Give stored rows without a priority the magnitude of new rows; return whether there were any."""
+    def admit(self, storage: Storage) -> int:
+        """Give stored rows without a priority the magnitude of new rows; return their number."""
         absent = (self.law.table.magnitude[: len(storage)] < 0).nonzero().squeeze(1)
         if (holes := holes_among(storage, absent)) is not None:
             absent = absent[~holes]
         if len(absent):
             self.enter(absent, storage)
-        return len(absent) > 0
+        return len(absent)
 
-    def reopen(self, storage: PackedStorage) -> bool:
+    def reopen(self, storage: PackedStorage) -> int:
         """Continue with the priorities that are in a file beside the rows, and keep them there from now on.
 
-        Return whether each row had one; the others get the magnitude of new rows.
+        Rows that are not in the file get the magnitude of new rows; the result is their number.
         """
         file, own = PriorityFile(storage), self.law.table.magnitude
         found, largest = file.found(storage)
@@ -202,10 +202,10 @@ class Priorities:
         own[: file.cells] = torch.where(found < 0, -1.0, found.clamp(self.law.min_priority, most)).to(own.dtype)
         self.law.weigh(anew=True)
         self.largest = min(largest, most)
-        has_all = not self.admit(storage)
+        missing = self.admit(storage)
         self.file = file
         self.keep(slice(0, file.cells), storage)
-        return has_all
+        return missing
 
     def keep(self, rows: Any, written: Any = None) -> None:
         """Copy the magnitudes of these rows to the file, if there is one; ``written``: the storage, if they are new."""

@@ -124,7 +124,7 @@ def write_for_ever(folder: Path, lanes: int, seed: int, progress: Any) -> None:
 
 def sample_prioritized(storage: PackedStorage) -> None:
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "some rows were reopened without a priority")
+        warnings.filterwarnings("ignore", ".* rows were reopened without a priority")
         rb = ReplayBuffer(storage=storage, sampler=NStepSampler(ProportionalSampler(CAPACITY), 3, 1.0), batch_size=32)
     batch = rb.sample()
     assert (batch["payload"] == rows(batch["x"])["payload"]).all()

@@ -103,7 +103,7 @@ def kill_often(folder: Path, lanes: int, name: str, kills: int) -> None:
     for _ in range(kills):
         killed(lambda: train(buffer(folder, lanes, name), lanes), float(draw.uniform(0.02, 0.15)))
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "some rows were reopened without a priority")  # of the killed write
+            warnings.filterwarnings("ignore", ".* rows were reopened without a priority")  # of the killed write
             rb = buffer(folder, lanes, name)
         number, magnitude = magnitudes(rb)
         is_new = (magnitude == NEW) | ((magnitude == 1) & (number < 30))  # the first 30 came before that TD error
