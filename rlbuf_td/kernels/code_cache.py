@@ -1,9 +1,9 @@
 """Stores compiled loops for later processes, in one folder per version of the kernels' sources.
 
-Compilation takes from a second to half a minute per operation, once per installation. A log message announces the
-compilation; ``logging.getLogger("rlbuf_td").setLevel("ERROR")`` silences the message. Numba's own cache does not
-notice changes in functions that a loop imports from other files. The folder's name is therefore a digest of all sources
-in ``kernels/``. When the folder is created, the folders of other versions are deleted. The folder is
+Compilation takes from a second to half a minute per operation, once per installation. A progress bar or a log message
+announces it (``compile_progress.py``); ``logging.getLogger("rlbuf_td").setLevel("ERROR")`` silences both. Numba's own
+cache does not notice changes in functions that a loop imports from other files. The folder's name is therefore a digest
+of all sources in ``kernels/``. When the folder is created, the folders of other versions are deleted. The folder is
 created in the first writable one of these places:
 
 - The folder ``$NUMBA_CACHE_DIR``, if this environment variable is set.
@@ -14,7 +14,6 @@ created in the first writable one of these places:
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 import tempfile
@@ -31,6 +30,8 @@ from uuid import uuid4
 from numba import config, njit, types
 from numba.core.caching import FunctionCache
 from numba.core.ccallback import CFunc
+
+from rlbuf_td.kernels.compile_progress import announce
 
 _ROOM = Path(__file__).parent
 
@@ -70,7 +71,7 @@ class _Cache(FunctionCache):
         with suppress(OSError):
             found = super().load_overload(signature, target)
         if found is None:
-            _say_that_it_compiles()
+            announce(folder())
         return found
 
     def save_overload(self, signature: Any, code: Any) -> None:
@@ -78,15 +79,6 @@ class _Cache(FunctionCache):
         self._cache_file._data_name_pattern = f"{self._impl.filename_base}.{uuid4().hex}.{{number:d}}.nbc"
         with suppress(OSError):  # disk full, or another version deleted the folder: the next process compiles
             super().save_overload(signature, code)
-
-
-@cache
-def _say_that_it_compiles() -> None:
-    logging.getLogger("rlbuf_td").warning(
-        "rlbuf_td is compiling its loops for this processor: the first call of each kind takes some seconds, once per "
-        "installation (the compiled code is stored in %s)",
-        folder(),
-    )
 
 
 @cache
