@@ -764,7 +764,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
             ValueError: there are no transitions, or a TD error is NaN or infinite; ``lanes`` do not fit the data, or
                 the buffer has no lanes; nothing has changed.
             IndexError: a lane is out of range; nothing has changed.
-            TypeError: the storage, writer or sampler cannot have lanes of unlike lengths; nothing has changed.
+            TypeError: the storage or writer cannot have lanes of unlike lengths; nothing has changed.
             RuntimeError: the buffer has been shut down; nothing has changed.
 
         Warns:
@@ -775,7 +775,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
 
     @property
     def takes_lanes(self) -> bool:
-        """Whether single lanes can be written (the storage is ``[T, E]``, and writer and sampler allow it)."""
+        """Whether single lanes can be written (the storage is ``[T, E]``, and the writer allows it)."""
         return not writing.fault_of_lanes(self._initialize())
 
     def lane(self, lane: int) -> Lane:
