@@ -17,6 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import StrMethodFormatter
+from PIL import Image
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torchrl.envs import EnvBase
@@ -160,6 +161,9 @@ def _save(figure: Figure, axes: Axes, threshold: float, path: Path) -> None:
         axes.axhline(threshold, color="0.4", linestyle="--", linewidth=1, label="solved")
     figure.legend(frameon=False, loc="outside lower center", ncols=4)  # no curve can cross it there
     figure.savefig(path, dpi=150)
+    with Image.open(path) as picture:  # a palette takes a third of the memory
+        few_colours = picture.convert("RGB").quantize(128)
+    few_colours.save(path, optimize=True)
 
 
 def draw_bands(runs: Mapping[str, Sequence[Run]], title: str, path: Path) -> None:
