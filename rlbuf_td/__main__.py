@@ -72,7 +72,7 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
     bench.add_argument("--batch", type=_number(1), default=256, help=f"rows per batch {_SHOWN}")
     bench.add_argument("--rounds", type=_number(1), default=15, help=f"timed blocks of 16 calls {_SHOWN}")
     bench.add_argument("--only", nargs="*", choices=(*OPERATIONS, "options"), metavar="OPERATION", help=operations)
-    bench.add_argument("--wide", action="store_true", help="a table of 130 columns or more, with the times of all")
+    bench.add_argument("--wide", action="store_true", help="a table of 130 columns or more, with all times")
     bench.add_argument("--picture", type=Path, metavar="FILE", help="also draw the ratios: a .png or .svg")
 
 

@@ -30,6 +30,11 @@ _SUMS = ("padding", "rows", "priorities", "trajectory index", "total")
 SAMPLERS: dict[str, type] = {"uniform": UniformSampler, "proportional": ProportionalSampler, "rank": RankSampler}
 
 
+def _filled(text: str, width: int, indent: str) -> str:
+    """Return ``text`` in lines of ``width``; a path stays whole, so that it can be copied."""
+    return textwrap.fill(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
 @dataclass(frozen=True)
 class MemoryPlan:
     """The result of :func:`plan`: the bytes that a full buffer needs, and the free memory."""
@@ -129,9 +134,9 @@ class MemoryPlan:
         for room in self.places:
             mark = "->" if room is self.places[0] else "  "
             fits = "fits" if self._fits_in(room) else "does not fit"
-            lines.append(textwrap.fill(f"{mark} {room.words()}: {fits}", 80, subsequent_indent="   "))
+            lines.append(_filled(f"{mark} {room.words()}: {fits}", 80, "   "))
         if not self.fits:
-            wrapped = (textwrap.fill(f"- {way}", 78, subsequent_indent="  ") for way in self.remedy.splitlines())
+            wrapped = (_filled(f"- {way}", 78, "  ") for way in self.remedy.splitlines())
             lines += ["", "What to do:", *(textwrap.indent(way, "  ") for way in wrapped)]
         return "\n".join(lines)
 

@@ -119,5 +119,5 @@ def main(options: argparse.Namespace) -> int:
     runs = train_all(options, out, "DQN", samplers, train_one)
     env = "" if options.env == "CartPole-v1" else f" --env {options.env}"
     compare = f"python -m rlbuf_td demo{env} --sampler proportional uniform --seeds 3"
-    tell(runs, out, f"compare with uniform replay (20 minutes):\n  {compare}")
+    tell(runs, out, f"compare with uniform replay (half an hour):\n  {compare}")
     return 0
