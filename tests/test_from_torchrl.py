@@ -264,3 +264,41 @@ def test_pickles_in_a_folder_are_never_loaded(tmp_path):
     with pytest.raises(CheckpointError, match="pickle, which is never loaded"):
         ReplayBuffer.from_torchrl(tmp_path / "dump")
     assert not (tmp_path / "ran").exists()
+
+
+def cut(file: Path, other: Path) -> None:
+    file.write_bytes(file.read_bytes()[:5])
+
+
+def link(file: Path, other: Path) -> None:
+    file.unlink()
+    file.symlink_to(other)
+
+
+def enlarge(file: Path, other: Path) -> None:
+    metadata = file.parents[1] / "sampler" / "sampler_metadata.json"
+    metadata.write_text(metadata.read_text().replace("12", "1000000"))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "match"),
+    [
+        (cut, "has 5 bytes, expected"),
+        (lambda file, other: file.unlink(), "is missing"),
+        (link, "is a link"),
+        (enlarge, "sumtree.memmap has .* bytes, expected 8,000,000"),
+    ],
+)
+def test_incomplete_dumps_are_refused_and_no_file_is_changed(spoil, match, tmp_path):
+    their = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(12), sampler=PrioritizedSampler(12, 0.6, 0.4), batch_size=2
+    )
+    their.extend(rows(12))
+    their.dumps(tmp_path / "dump")
+    other = tmp_path / "other"
+    other.write_bytes(b"of another program")
+    spoil(tmp_path / "dump" / "storage" / "x.memmap", other)
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+    with pytest.raises(CheckpointError, match=match):
+        ReplayBuffer.from_torchrl(tmp_path / "dump")
+    assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before

@@ -39,7 +39,7 @@ _SHARED = Purpose(
 
 PRIORITIES_OF_REOPENED = (
     "rows were reopened without a priority, and have that of new rows: their write was killed, "
-    "a buffer without a prioritized sampler wrote them, or priorities.bin is missing or damaged"
+    "a buffer without a prioritized sampler wrote them, they were edited, or priorities.bin is missing or damaged"
 )
 
 

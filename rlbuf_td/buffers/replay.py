@@ -428,9 +428,6 @@ class ReplayBuffer(TensorDictReplayBuffer):
         parts = self._connect()
         if self.lane_key is not None and (fault := writing.fault_of_lanes(parts)):
             raise TypeError(f"lane_key= {fault}")
-        prioritized = parts.prioritized if getattr(self._storage, "reopen", False) else None
-        if prioritized is not None and (missing := prioritized.priorities.reopen(parts.storage)):
-            warnings.warn(f"{missing:,} of {len(self):,} {PRIORITIES_OF_REOPENED}", stacklevel=2)
         continue_ring(self._writer, self._storage)
         if self.prefetcher is not None:
             self.prefetcher.refuse_other_parts(self.parts)
@@ -455,6 +452,8 @@ class ReplayBuffer(TensorDictReplayBuffer):
         self.parts = parts
         if parts.prioritized is not None:
             parts.prioritized.priorities.follow(parts.storage)
+            if missing := parts.prioritized.priorities.reopen(parts.storage):
+                warnings.warn(f"{missing:,} of {row_count(parts.storage):,} {PRIORITIES_OF_REOPENED}", stacklevel=3)
             if default_priorities:
                 parts.prioritized.priorities.admit(parts.storage)
         self.replay_count = attached_or_new(parts.storage, ReplayCount) if self._count_replays else None

@@ -175,6 +175,8 @@ def load_trajectories(rb: Any, saved: list[dict[str, Any]]) -> None:
     end_trajectories(storage)  # new collectors use the same ids again
     if rb.episode_stats is not None:
         rb.episode_stats.forget_open()
+    if rb.parts is not None and rb.parts.prioritized is not None:  # all loaded rows have their priorities
+        rb.parts.prioritized.priorities.keep(slice(0, None), storage)
 
 
 def _default_generators(storage: Storage) -> dict[str, Any]:

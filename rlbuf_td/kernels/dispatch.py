@@ -41,6 +41,8 @@ def uses_numba(device: torch.device) -> bool:
 
 def import_kernels() -> None:
     """Import all kernels now. A child that is forked while a thread imports one could never import it."""
+    if _forced == "torch":
+        return
     room = str(Path(__file__).parent)
     for module in pkgutil.walk_packages([room], f"{__package__}."):
         importlib.import_module(module.name)

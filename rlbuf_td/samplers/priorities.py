@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from multiprocessing.context import get_spawning_popen
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -18,13 +18,11 @@ from rlbuf_td.kernels.sum_tree import LARGEST as LARGEST_WEIGHT
 from rlbuf_td.kernels.sum_tree import REFUSED
 from rlbuf_td.samplers.common import OneStorage, as_errors, refuse_priorities
 from rlbuf_td.samplers.priority_file import PriorityFile
+from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.indexing import device_of, flat_rows
 from rlbuf_td.storages.lane_heads import holes_among
 from rlbuf_td.storages.notebooks import PROCESSES
 from rlbuf_td.storages.shared.memory import SharedNumbers
-
-if TYPE_CHECKING:
-    from rlbuf_td.storages import PackedStorage
 
 ALPHA, BETA, LARGEST, WEIGHED = range(4)  # indices of the shared settings; WEIGHED: the alpha of the stored weights
 
@@ -196,6 +194,10 @@ class Priorities:
 
         Rows that are not in the file get the magnitude of new rows; the result is their number.
         """
+        folder = storage.scratch_dir if getattr(storage, "reopen", False) else None
+        if folder is None or (self.file is not None and self.file.folder == folder):
+            self.file = None if folder is None and not self.is_shared else self.file  # a spawned process keeps it
+            return 0
         file, own = PriorityFile(storage), self.law.table.magnitude
         found, largest = file.found(storage)
         most = torch.finfo(own.dtype).max
@@ -211,6 +213,8 @@ class Priorities:
         """Copy the magnitudes of these rows to the file, if there is one; ``written``: the storage, if they are new."""
         if self.file is not None:
             now = None if written is None else written.clock.now
+            if isinstance(rows, slice):
+                rows = slice(*rows.indices(self.file.cells))
             self.file.copy(rows, self.law.table.magnitude, float(self.largest), now)
 
     def keep_steps(self, start: int, count: int, storage: PackedStorage) -> None:
@@ -224,6 +228,7 @@ class Priorities:
         """Make the priorities consistent after a process died during an update."""
         self.law.weigh(anew=True)
         self.admit(storage)
+        self.keep(slice(0, None))
 
     def follow(self, storage: Storage) -> None:
         """Move the priorities to the storage's device, and increase ``capacity`` to the storage's ``max_size``."""
@@ -232,6 +237,8 @@ class Priorities:
         if self._wanted not in (None, device, torch.device(device.type)):
             where = f"priorities must be on the device of the rows, {device}, not on {self._wanted}"
             raise ValueError(f"{where}: omit device=, or create the storage with device={str(self._wanted)!r}")
+        if self.file is not None and self.file.cells < storage.max_size:
+            self.file.grow(storage.max_size)
         if device == self.device and capacity == self.capacity:
             return
         if self.is_shared:
@@ -259,7 +266,7 @@ class Priorities:
         self.largest, self._largest_row = -1.0, 0
         saved = self.tensors().items()
         self.law.restore_({name: old.new_full((), self.law.blank[name]).expand_as(old) for name, old in saved})
-        self.keep(slice(0, self.capacity))
+        self.keep(slice(0, None))
 
     def load(self, alpha: float, beta: float, largest: float, tensors: dict[str, Tensor], capacity: int) -> None:
         """Restore a state; raise a ValueError before any change if it is invalid or of another kind of sampler."""
@@ -274,7 +281,7 @@ class Priorities:
         self.settings[ALPHA], self.settings[BETA], self.settings[WEIGHED] = alpha, beta, alpha
         self.largest, self._largest_row = largest, 0
         self.law.restore_({name: tensor.to(self.device) for name, tensor in tensors.items()})
-        self.keep(slice(0, self.capacity))
+        self.keep(slice(0, None))
 
     def share_memory_(self) -> None:
         if not self.is_shared:

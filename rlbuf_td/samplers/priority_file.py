@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.lane_heads import holes_among
+from rlbuf_td.storages.shared.journal_file import PRIORITY_FILE
 from rlbuf_td.storages.shared.memory import SharedFile, SharedNumbers
 
-if TYPE_CHECKING:
-    from rlbuf_td.storages import PackedStorage
-
-PRIORITY_FILE = "priorities.bin"
 _HEADER = 1 << 16  # bytes of the header; a multiple of every system's page size
 _KIND = int.from_bytes(b"rlbuf_pr", "little"), 1  # the file's first numbers: what it is, and its version
 _ENTERED = 3  # position in the header: the count of the write clock when new rows last got their priority
@@ -32,7 +30,8 @@ class PriorityFile:
     """
 
     def __init__(self, storage: PackedStorage) -> None:
-        path, self.cells = Path(storage.scratch_dir or "", PRIORITY_FILE), storage.max_size
+        self.folder, self.cells = storage.scratch_dir, storage.max_size
+        path = Path(self.folder or "", PRIORITY_FILE)
         self.file = SharedFile(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644), _HEADER)
         expected = [*_KIND, self.cells]
         self.numbers, self.largest = SharedNumbers("q", [*expected, -1]), SharedNumbers("d", [-1.0])
@@ -51,7 +50,20 @@ class PriorityFile:
     def _map(self, found: bool) -> None:
         self.numbers.keep_in(self.file, 0, found=found)
         self.largest.keep_in(self.file, 64, found=found)
-        self.magnitude = self.file.map(8 * self.cells).view(torch.float64)
+        self._view()
+
+    def _view(self) -> None:
+        with torch.inference_mode(False):
+            self.magnitude = self.file.map(8 * self.cells).view(torch.float64)
+
+    def grow(self, cells: int) -> None:
+        """Make room for more rows; their priorities follow with the write that needs the room."""
+        first, self.cells = self.cells, cells
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(self.file.descriptor, 0, _HEADER + 8 * cells)
+        self._view()
+        self.magnitude[first:] = -1.0
+        self.numbers[2] = cells
 
     def found(self, storage: PackedStorage) -> tuple[Tensor, float]:
         """Return the magnitudes that earlier processes have left, -1 for rows written since, and the largest so far."""
@@ -67,7 +79,7 @@ class PriorityFile:
             is_kept &= ~holes
         kept[: len(cells)] = torch.where(is_kept, found, -1.0)
         largest = self.largest[0] if 0 <= self.largest[0] < float("inf") and is_kept.any() else -1.0
-        return kept, max(float(kept.max()), largest)
+        return kept, largest
 
     def copy(self, rows: Any, magnitude: Tensor, largest: float, now: int | None = None) -> None:
         """Copy the magnitudes of some rows; ``now`` is the write clock's count if the rows are new."""
@@ -81,4 +93,4 @@ class PriorityFile:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.magnitude = self.file.map(8 * self.cells).view(torch.float64)
+        self._view()

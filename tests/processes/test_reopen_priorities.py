@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from rlbuf_td import ProportionalSampler, RankSampler, ReplayBuffer, UniformSampler
+from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer, UniformSampler
 from rlbuf_td.buffers.bound_write import BoundWrite
-from rlbuf_td.samplers.priority_file import PRIORITY_FILE
+from rlbuf_td.storages.shared.journal_file import JOURNAL_FILE, PRIORITY_FILE
 from tests.processes.test_kill import die
 from tests.processes.test_reopen import CAPACITY, LANES, killed, opened, rows, write_with
 
@@ -267,3 +267,79 @@ def test_a_load_and_an_emptied_buffer_are_kept(tmp_path: Path) -> None:
         found = magnitudes(buffer(tmp_path / "rows", 0, "proportional"))
     assert (found[0] == number).all()
     assert (found[1] == magnitude).all()
+
+
+def test_a_ring_that_grows_to_whole_time_steps_is_kept(tmp_path: Path) -> None:
+    def work() -> None:
+        rb = ReplayBuffer(storage=PackedStorage(20, ndim=2, scratch_dir=tmp_path, reopen=True), sampler=RankSampler(20))
+        rb.extend(rows(torch.arange(21)).reshape(3, 7))  # 7 time steps of 3 lanes
+        rb.update_priority(torch.arange(21), torch.arange(21) + 2.0)
+        die()
+
+    killed(work)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rb = ReplayBuffer(storage=PackedStorage(20, ndim=2, scratch_dir=tmp_path, reopen=True), sampler=RankSampler(20))
+        rb._initialize()
+    assert rb.sampler.priorities.law.table.magnitude[:21].tolist() == [float(number) for number in range(2, 23)]
+
+
+def test_a_sampler_may_be_larger_than_the_storage(tmp_path: Path) -> None:
+    rb = ReplayBuffer(storage=opened(tmp_path), sampler=ProportionalSampler(3 * CAPACITY), batch_size=4)
+    write(rb, 0, 10)
+    state = rb.state_dict()
+    rb.empty()
+    rb.load_state_dict(state)
+    assert (magnitudes(rb)[1] == 1).all()
+
+
+def test_updates_after_a_load_are_kept_without_a_write(tmp_path: Path) -> None:
+    rb = start(tmp_path / "rows", 0, "proportional")
+    rb.dumps(tmp_path / "dump")
+    del rb
+
+    def work() -> None:
+        rb = buffer(tmp_path / "rows", 0, "proportional")
+        rb.loads(tmp_path / "dump")
+        rb.update_priority(torch.arange(30), own(rb.storage["x"][:30]).float())
+        die()
+
+    killed(work)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        number, magnitude = magnitudes(buffer(tmp_path / "rows", 0, "proportional"))
+    assert (magnitude == own(number)).all()
+
+
+def test_a_storage_that_is_set_later_brings_its_priorities(tmp_path: Path) -> None:
+    killed(partial(begin_and_die, tmp_path, 0, "proportional"))
+    rb = ReplayBuffer(storage=PackedStorage(CAPACITY), sampler=ProportionalSampler(CAPACITY), batch_size=4)
+    rb.set_storage(opened(tmp_path))
+    assert (magnitudes(rb)[1] == NEW).sum() == 1
+    rb.update_priority(torch.arange(30), own(rb.storage["x"][:30]).float())
+    del rb
+    number, magnitude = magnitudes(buffer(tmp_path, 0, "proportional"))
+    assert (magnitude == own(number)).all()
+
+
+def test_the_largest_magnitude_of_new_rows_is_continued(tmp_path: Path) -> None:
+    rb = buffer(tmp_path, 0, "proportional")
+    write(rb, 0, 10)
+    rb.update_priority(torch.arange(5), torch.full((5,), 0.125))
+    del rb
+    with torch.inference_mode():
+        rb = buffer(tmp_path, 0, "proportional")
+    write(rb, 0, 3)
+    assert magnitudes(rb)[1].tolist() == [0.125] * 5 + [1.0] * 5 + [0.125] * 3
+
+
+def test_priorities_of_deleted_rows_are_dropped(tmp_path: Path) -> None:
+    killed(partial(begin_and_die, tmp_path, 0, "proportional"))
+    for name in ("rows.bin", JOURNAL_FILE):
+        (tmp_path / name).unlink()
+    rb = ReplayBuffer(storage=opened(tmp_path), batch_size=4)
+    rb.extend(rows(torch.arange(50)))
+    del rb
+    with pytest.warns(UserWarning, match="50 of 50 rows were reopened without a priority"):
+        rb = buffer(tmp_path, 0, "proportional")
+    assert (magnitudes(rb)[1] == 1).all()

@@ -17,7 +17,7 @@ try:
 except ImportError:  # not on Windows
     fcntl = None  # type: ignore[assignment]
 
-JOURNAL_FILE, BREAKS_FILE = "journal.bin", "breaks.json"
+JOURNAL_FILE, BREAKS_FILE, PRIORITY_FILE = "journal.bin", "breaks.json", "priorities.bin"
 HEADER = 1 << 16  # bytes of the header; a multiple of every system's page size
 _MAGIC, _VERSION, _FIRST = int.from_bytes(b"rlbuf_td", "little"), 1, 24
 
@@ -44,6 +44,7 @@ class JournalFile(SharedFile):
         magic, version, _ = self._read_header()
         self.is_new = not magic and not rows_file.exists()  # a process may have died before :meth:`finish`
         if self.is_new:
+            (folder / PRIORITY_FILE).unlink(missing_ok=True)  # of rows that were deleted
             os.ftruncate(self.descriptor, 0)
             os.ftruncate(self.descriptor, HEADER)
             self.reserve(-HEADER, HEADER)
