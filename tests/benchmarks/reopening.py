@@ -41,7 +41,7 @@ def time_reopening(folder: Path, rows: int) -> dict[str, float]:
     def reopened() -> PackedStorage:
         return PackedStorage(rows, scratch_dir=folder, reopen=True)
 
-    rb, data = ReplayBuffer(storage=reopened()), transitions(min(CHUNK, rows))
+    rb, data = ReplayBuffer(storage=reopened(), sampler=ProportionalSampler(rows)), transitions(min(CHUNK, rows))
     for _ in range(-(-rows // len(data))):
         rb.extend(data)
     del rb

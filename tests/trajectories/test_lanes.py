@@ -252,7 +252,7 @@ def test_every_sampler_gives_rows_as_lists_of_each_lane_hold_them(name: str) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_every_sampler_gives_rows_of_many_random_histories(name: str) -> None:
-    assert sum(run(name, seed) for seed in range(1_000, 1_030)) > 2_000
+    assert sum(run(name, seed) for seed in range(1_000, 1_030)) >= 2_000
 
 
 @pytest.mark.parametrize("options", [{"shared": True}, {"share_next": ["x"]}], ids=["shared", "share_next"])
