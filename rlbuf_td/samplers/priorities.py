@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from multiprocessing.context import get_spawning_popen
 from typing import Any, ClassVar
@@ -212,6 +213,11 @@ class Priorities:
     def keep(self, rows: Any, written: Any = None) -> None:
         """Copy the magnitudes of these rows to the file, if there is one; ``written``: the storage, if they are new."""
         if self.file is not None:
+            if not self.is_shared and self.file.process != os.getpid():
+                share = "call rb.share() before a fork"
+                raise RuntimeError(
+                    f"this process was forked, and has only a copy of the priorities: {share}{PROCESSES}"
+                )
             now = None if written is None else written.clock.now
             if isinstance(rows, slice):
                 rows = slice(*rows.indices(self.file.cells))

@@ -30,7 +30,7 @@ class PriorityFile:
     """
 
     def __init__(self, storage: PackedStorage) -> None:
-        self.folder, self.cells = storage.scratch_dir, storage.max_size
+        self.folder, self.cells, self.process = storage.scratch_dir, storage.max_size, os.getpid()
         path = Path(self.folder or "", PRIORITY_FILE)
         self.file = SharedFile(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644), _HEADER)
         expected = [*_KIND, self.cells]

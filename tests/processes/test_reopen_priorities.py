@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Callable
 from functools import partial
+from multiprocessing.sharedctypes import RawArray
 from pathlib import Path
 from typing import Any
 
@@ -343,3 +344,18 @@ def test_priorities_of_deleted_rows_are_dropped(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="50 of 50 rows were reopened without a priority"):
         rb = buffer(tmp_path, 0, "proportional")
     assert (magnitudes(rb)[1] == 1).all()
+
+
+def test_a_forked_process_needs_shared_priorities(tmp_path: Path) -> None:
+    rb = start(tmp_path, 0, "proportional")
+    said = RawArray("b", 2)
+
+    def work() -> None:
+        for place, call in enumerate((lambda: write(rb, 0, 3), lambda: update_all(rb))):
+            with pytest.raises(RuntimeError, match=r"call rb.share\(\) before a fork"):
+                call()
+            said[place] = 1
+        die()
+
+    killed(work)
+    assert list(said) == [1, 1]
