@@ -48,6 +48,7 @@ def test_the_dqn_demo_learns_a_little_and_leaves_its_picture_and_policy(tmp_path
     assert_narrow(done.stdout + done.stderr)
 
 
+@pytest.mark.slow
 def test_several_seeds_and_samplers_are_compared_in_one_picture(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(dqn, "UPDATES", 1)
     monkeypatch.setattr(Run, "is_solved", True)  # several runs do not stop for it

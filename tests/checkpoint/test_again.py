@@ -93,6 +93,7 @@ def change(rb: ReplayBuffer, chance: random.Random, number: int) -> None:
         rb.update_priority(torch.randint(len(rb), (50,)), torch.rand(50))
 
 
+@pytest.mark.slow
 def test_repeated_dumps_equal_full_ones_whatever_happens_in_between(small_chunks, tmp_path):
     chance = random.Random(0)
     place = tmp_path / "rows"

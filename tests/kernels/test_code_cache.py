@@ -43,6 +43,7 @@ def start(where: Path, code: str, **variables: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=where, env=os.environ | variables, stdout=pipe, stderr=pipe, text=True)
 
 
+@pytest.mark.slow
 def test_changed_sources_are_compiled_anew(tmp_path):
     room = copy_room(tmp_path)
     (room / "outer.py").write_text(OUTER)
@@ -62,6 +63,7 @@ def test_changed_sources_are_compiled_anew(tmp_path):
     (_,) = (room / "__pycache__" / "rlbuf_td").iterdir()  # what the first version compiled is gone
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pseudo-terminals")
 def test_a_terminal_shows_a_bar_that_disappears(tmp_path):
     room = copy_room(tmp_path)

@@ -166,10 +166,6 @@ def kill_often(folder: Path, lanes: int, kills: int) -> None:
     assert unfinished
 
 
-def test_killed_ten_times_at_random_moments(tmp_path: Path) -> None:
-    kill_often(tmp_path, LANES, 10)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("lanes", [0, LANES])
 def test_killed_often_at_random_moments(tmp_path: Path, lanes: int) -> None:
@@ -375,6 +371,7 @@ def test_killed_before_the_first_write_ends(tmp_path: Path) -> None:
     assert last_numbers(opened(folder)) == [8]
 
 
+@pytest.mark.slow
 def test_processes_share_reopened_rows(tmp_path: Path) -> None:
     killed(lambda: write_and_die(tmp_path, 0, 9))
     rb = ReplayBuffer(storage=opened(tmp_path)).share()

@@ -115,10 +115,6 @@ def kill_often(folder: Path, lanes: int, name: str, kills: int) -> None:
     assert kept > 10 * kills
 
 
-def test_killed_while_training(tmp_path: Path) -> None:
-    kill_often(tmp_path, LANES, "proportional", 6)
-
-
 @pytest.mark.slow
 @each_sampler
 @each_layout
@@ -232,7 +228,7 @@ def test_without_a_readable_file_all_rows_are_new(tmp_path: Path, spoil: Callabl
     rb.sample()
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn"])
+@pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_updates_of_other_processes_are_kept(tmp_path: Path, context: Any) -> None:
     rb = start(tmp_path, 0, "proportional").share()
     process = mp.get_context(context).Process(target=update_all, args=(rb,))
