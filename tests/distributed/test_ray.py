@@ -92,7 +92,6 @@ def test_a_client_in_another_process_writes_what_a_learner_samples(rb):
         rb.clients(0)
 
 
-@pytest.mark.slow
 def test_a_dump_is_loaded_into_another_number_of_shards(rb, tmp_path):
     fill(rb, 300)
     learn(rb, 0.2)
@@ -178,7 +177,6 @@ def test_collectors_of_torchrl_write_into_shards(make):
         assert rb.sample(32)["observation"].shape == (32, 4)
 
 
-@pytest.mark.slow
 def test_a_killed_shard_comes_back_from_its_dump(two_shards):
     rb = two_shards  # whose rows are replaced by other ones
     fill(rb, 1)
@@ -205,7 +203,6 @@ def test_a_killed_shard_comes_back_from_its_dump(two_shards):
     assert set(rb.sample(256)["index"][:, 0].tolist()) == {0, 1}
 
 
-@pytest.mark.slow
 def test_flow_control_holds_for_a_racing_writer_and_a_learner():
     with ShardedReplayBuffer(1, make_buffer, samples_per_insert=4.0, min_size=100, tolerance=500) as rb:
         with pytest.raises(RuntimeError, match="does not admit a batch of 64 rows"):
