@@ -166,7 +166,7 @@ class Priorities:
             self.largest = largest.clamp(min=self.largest)
         elif counts and largest > self.largest:
             self.largest = largest
-        self.keep(flat.clamp(min=0), None if counts else storage)
+        self.keep(flat, None if counts else storage)
 
     def enter(self, index: Any, storage: Storage | None) -> None:
         entry = self.entry
@@ -211,7 +211,10 @@ class Priorities:
         return missing
 
     def keep(self, rows: Any, written: Any = None) -> None:
-        """Copy the magnitudes of these rows to the file, if there is one; ``written``: the storage, if they are new."""
+        """Copy the magnitudes of these rows to the file, if there is one; ``written``: the storage, if they are new.
+
+        For an index of -1, which updates skip, row 0 is copied.
+        """
         if self.file is not None:
             if not self.is_shared and self.file.process != os.getpid():
                 share = "call rb.share() before a fork"
@@ -221,6 +224,8 @@ class Priorities:
             now = None if written is None else written.clock.now
             if isinstance(rows, slice):
                 rows = slice(*rows.indices(self.file.cells))
+            else:
+                rows = rows.clamp(min=0)
             self.file.copy(rows, self.law.table.magnitude, float(self.largest), now)
 
     def keep_steps(self, start: int, count: int, storage: PackedStorage) -> None:

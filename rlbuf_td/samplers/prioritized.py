@@ -275,7 +275,7 @@ class PrioritizedDraw(BoundDraw):
         if largest > self.settings[LARGEST]:
             self.settings[LARGEST] = largest
         if self.owner.priorities.file is not None:
-            self.owner.priorities.keep(flat_rows(index, self.storage, self.flat.device).clamp(min=0))
+            self.owner.priorities.keep(flat_rows(index, self.storage, self.flat.device))
         return stale
 
     def _addresses(self, given: tuple[Any, ...], masks: Masks | None) -> list[int] | None:
