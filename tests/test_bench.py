@@ -12,10 +12,9 @@ import torch
 
 from rlbuf_td.__main__ import OPERATIONS, main
 from rlbuf_td.cli.bench import cases, compare, device, options, timing
-from rlbuf_td.cli.bench.contenders import Ours, TorchRL
-from rlbuf_td.cli.bench.others import available
+from rlbuf_td.cli.bench.compare import NOTES, narrow_table, wide_table
+from rlbuf_td.cli.bench.contenders import Ours, TorchRL, available
 from rlbuf_td.cli.bench.picture import draw
-from rlbuf_td.cli.bench.tables import NOTES, narrow_table, wide_table
 from rlbuf_td.cli.bench.timing import WORDS, Timing
 from tests.narrow import assert_narrow
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import cycle
 from typing import Any
@@ -18,8 +18,7 @@ from torchrl.objectives.value.functional import generalized_advantage_estimate, 
 
 from rlbuf_td import GymnasiumRecorder, PackedStorage, ReplayBuffer, RolloutBuffer, functional
 from rlbuf_td.cli.bench.contenders import small_rows
-
-Calls = dict[str, Callable[[], object]]
+from rlbuf_td.cli.bench.timing import Calls
 
 LEAF_ROWS = 100_000
 LANES, RECORDED_ROWS = 16, 16_000  # soon full: writes then need no new memory pages

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from itertools import chain
@@ -18,10 +19,15 @@ from rich.console import Console
 
 from rlbuf_td.cli import UsageError
 from rlbuf_td.cli.bench import cases
-from rlbuf_td.cli.bench.contenders import TorchRL, image_rows, small_rows
-from rlbuf_td.cli.bench.others import available
-from rlbuf_td.cli.bench.tables import NOTES, narrow_table, wide_table
-from rlbuf_td.cli.bench.timing import REPLAY, WORDS, Timing, measure, one_thread
+from rlbuf_td.cli.bench.contenders import TorchRL, available, image_rows, small_rows
+from rlbuf_td.cli.bench.timing import OURS, REPLAY, WORDS, Timing, measure, one_thread
+
+NOTES = """
+Mixed: TorchRL's buffer with our parts; bare: one torch.randint and one
+index_select; SB3: Stable-Baselines3. pip install 'rlbuf_td[bench]' adds others.
+* TorchRL has no sampler by rank: its proportional sampler is timed
+record a step: of 16 environments; TorchRL stores a hand-made TensorDict
+"""
 
 
 def run(rows: Sequence[int], images: int, batch: int, rounds: int, operations: Sequence[str]) -> Iterator[Timing]:
@@ -33,11 +39,11 @@ def run(rows: Sequence[int], images: int, batch: int, rounds: int, operations: S
             if (2 * len(available()) + 1) * count * (make_rows(1).bytes() + 24) > _available():
                 print(f"skipped: {count:,} {kind} rows need more memory than is free", file=sys.stderr)
                 continue
-            contenders = [contender(count, batch, make_rows) for contender in available()]
+            found = {contender.name: contender(count, batch, make_rows).operations() for contender in available()}
             for operation in operations:
-                calls = {c.name: getattr(c, operation) for c in contenders if hasattr(c, operation)}
+                calls = {name: each[operation] for name, each in found.items() if operation in each}
                 yield measure(operation, count, kind, calls, rounds, batch)
-            del contenders, calls
+            del found, calls
             gc.collect()
 
 
@@ -54,6 +60,54 @@ def run_others(batch: int, rounds: int, operations: Sequence[str]) -> Iterator[T
             yield measure("record", cases.RECORDED_ROWS, "small", cases.record(), rounds, batch)
         for operation, rows, kind, both_sides in cases.on_policy(operations, batch):
             yield measure(operation, rows, kind, both_sides, rounds, batch)
+
+
+def narrow_table(timings: Sequence[Timing], names: Sequence[str]) -> str:
+    """Return a table with the time of this package, and the times of the others as multiples of it."""
+    names = [name for name in names if name != OURS]
+    head = f"{'':<22} {OURS:>9}" + "".join(_column(name, name) for name in names)
+    lines = ["Time per call, after a learner's step; of others: as a multiple of rlbuf_td's"]
+    group = None
+    for timing in timings:
+        if timing.data != group:
+            group = timing.data
+            lines += ["", group, head]
+        own = timing.median(OURS)
+        time = f"{own:,.0f} us" if own < 1e5 else f"{own / 1e3:,.0f} ms"
+        ratios = (_multiple(timing.ratio(name)) if name in timing.blocks else "" for name in names)
+        cells = "".join(_column(name, ratio) for name, ratio in zip(names, ratios, strict=True))
+        lines.append(f"{timing.words:<22} {time:>9}{cells}".rstrip())
+    return "\n".join(lines)
+
+
+def _column(name: str, cell: str) -> str:
+    return f"  {cell:>{max(5, len(name))}}"
+
+
+def _multiple(ratio: float) -> str:
+    return f"{ratio:.1f}" if ratio < 99.95 else f"{ratio:.0f}"
+
+
+def wide_table(timings: Sequence[Timing], names: Sequence[str]) -> str:
+    """Return a table with the times of all libraries, also in a tight loop."""
+    rows = [["microseconds per call", "rows", *names, f"{OURS}, tight loop", "TorchRL, tight loop"]]
+    rows += [[timing.words, f"{timing.rows:,} {timing.kind}", *_cells(timing, names)] for timing in timings]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["Time per call, after a learner's step (in brackets: as a multiple of rlbuf_td's)", ""]
+    for first, *others in rows:
+        cells = (f"{cell:>{width}}" for cell, width in zip(others, widths[1:], strict=True))
+        lines.append("  ".join([f"{first:<{widths[0]}}", *cells]).rstrip())
+    return "\n".join(lines)
+
+
+def _cells(timing: Timing, names: Sequence[str]) -> Iterator[str]:
+    for blocks, columns, tight in ((timing.blocks, names, False), (timing.tight, (OURS, "TorchRL"), True)):
+        for name in columns:
+            if name not in blocks:
+                yield ""
+                continue
+            ratio = "" if name == OURS else f" ({_multiple(timing.ratio(name, tight=tight))}x)"
+            yield f"{statistics.median(blocks[name]):.1f}{ratio}"
 
 
 def main(options: argparse.Namespace) -> int:

@@ -36,11 +36,10 @@ from rlbuf_td import (
 )
 from rlbuf_td.cli import UsageError
 from rlbuf_td.cli.bench.contenders import small_rows
-from rlbuf_td.cli.bench.timing import OURS, Learner, in_loop, one_thread
+from rlbuf_td.cli.bench.timing import OURS, Calls, Learner, in_loop, one_thread
 
 LENGTH, STEPS, GAMMA, EPISODE = 8, 3, 0.99, 200
 LIMITS = {"sample": 2.5, "update": 2.5, "add": 2.0, "extend": 2.0}
-Calls = dict[str, Callable[[], object]]
 
 
 class OwnSampler(ProportionalSampler):

@@ -15,6 +15,7 @@ import torch
 # Each of TorchRL's storages logs its first write, into the middle of the progress. Other messages are shown.
 logging.getLogger("torchrl").addFilter(lambda record: not record.getMessage().startswith("Initialized Lazy"))
 
+Calls = dict[str, Callable[[], object]]  # by the name of a library or of an operation
 OURS = "rlbuf_td"  # every ratio is relative to this package's time
 CALLS = 16  # per block, each after a learner's step
 #: The operations on replay buffers, and all operations, in words for tables and pictures.
@@ -86,9 +87,7 @@ class Learner:
         self.optimizer.step()
 
 
-def measure(
-    operation: str, rows: int, kind: str, calls: dict[str, Callable[[], object]], rounds: int, batch: int = 256
-) -> Timing:
+def measure(operation: str, rows: int, kind: str, calls: Calls, rounds: int, batch: int = 256) -> Timing:
     gc.collect()
     for call in calls.values():
         for _ in range(rows // batch // 4):  # in virtual machines, the first reads of memory pages are slow
@@ -96,7 +95,7 @@ def measure(
     return Timing(operation, rows, kind, in_loop(calls, rounds, Learner(batch).step), interleave(calls, rounds))
 
 
-def in_loop(calls: dict[str, Callable[[], object]], rounds: int, learn: Callable[[], object]) -> dict[str, list[float]]:
+def in_loop(calls: Calls, rounds: int, learn: Callable[[], object]) -> dict[str, list[float]]:
     """Return each library's mean microseconds per call in each block; ``learn()`` runs, untimed, before each call."""
     blocks: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
@@ -113,10 +112,7 @@ def in_loop(calls: dict[str, Callable[[], object]], rounds: int, learn: Callable
 
 
 def interleave(
-    calls: dict[str, Callable[[], object]],
-    rounds: int,
-    seconds: float = 0.01,
-    finish: Callable[[], object] = lambda: None,
+    calls: Calls, rounds: int, seconds: float = 0.01, finish: Callable[[], object] = lambda: None
 ) -> dict[str, list[float]]:
     """Return each library's mean microseconds per call in each of ``rounds`` loops; a loop ends with ``finish()``."""
 
