@@ -31,7 +31,9 @@ from rlbuf_td import (
     PrioritizedReplayBuffer,
     ProportionalSampler,
     RankSampler,
+    RecencySampler,
     ReplayBuffer,
+    ReservoirWriter,
     RingWriter,
     RolloutBuffer,
     SchemaError,
@@ -664,3 +666,13 @@ def test_every_part_works_with_every_other(storage, sampler, writer, lanes, buff
     assert len(rb) == 60
     if sampler == "ours":
         assert (rb.sampler.priority(torch.arange(60)) > 0).all()
+
+
+@pytest.mark.parametrize("writer", [ReservoirWriter, ReservoirWriter()])
+def test_other_buffers_over_the_storage_go_on_without_a_buffer_that_was_refused(writer):
+    rb = ReplayBuffer(storage=PackedStorage(10), sampler=ProportionalSampler(10), batch_size=4)
+    rb.extend(transitions(5))
+    with pytest.raises(ValueError, match="a RecencySampler needs rows in time order"):
+        ReplayBuffer(storage=rb.storage, sampler=RecencySampler(), writer=writer, batch_size=4)
+    assert rb.extend(transitions(3)).tolist() == [5, 6, 7]
+    assert len(rb.sample()) == 4

@@ -22,6 +22,7 @@ from rlbuf_td.storages.lane_heads import NEWEST
 from rlbuf_td.storages.memory_budget import Purpose, require_room, shared_tensors
 from rlbuf_td.storages.notebooks import PRIORITIES
 from rlbuf_td.storages.schema import walk
+from rlbuf_td.storages.shared.journal_file import PRIORITY_FILE
 from rlbuf_td.storages.tensordict_fast import entries_of
 from rlbuf_td.storages.trajectory_index import TRAJ_KEY, as_tuple
 from rlbuf_td.writers import RingWriter
@@ -201,6 +202,21 @@ def refuse_writer_of_reopened(writer: Writer) -> None:
             f"a {type(writer).__name__} cannot continue the rows of PackedStorage(reopen=True), because its own "
             "counters are lost: use a RingWriter, or rb.dumps and rb.loads"
         )
+
+
+def refuse_second_priorities(rb: ReplayBuffer, storage: Storage, sampler: Sampler) -> None:
+    """Raise a ValueError if another buffer keeps its priorities in the file beside the rows of a reopened storage."""
+    own: Any = getattr(sampler, "innermost", sampler)
+    if not (isinstance(own, Prioritized) and isinstance(storage, PackedStorage) and storage.reopen):
+        return
+    for other in torchrl_parts.listeners_of(storage):
+        theirs = getattr(getattr(other, "parts", None), "prioritized", None)
+        if other is not rb and theirs not in (None, own) and theirs.priorities.file is not None:
+            raise ValueError(
+                f"another buffer over this storage keeps its priorities in {storage.scratch_dir}/{PRIORITY_FILE}, and "
+                "two buffers would overwrite each other's: use one buffer, or a sampler without priorities here, or "
+                "call shutdown() of the other buffer first"
+            )
 
 
 def continue_ring(writer: Writer, storage: Storage) -> None:

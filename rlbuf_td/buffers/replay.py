@@ -26,6 +26,7 @@ from rlbuf_td.buffers.parts import (
     as_size,
     complete_reserved,
     continue_ring,
+    refuse_second_priorities,
     refuse_unordered,
     refuse_writer_of_reopened,
     share_parts,
@@ -423,22 +424,33 @@ class ReplayBuffer(TensorDictReplayBuffer):
 
     def _init(self) -> None:
         super()._init()
-        if getattr(self._storage, "reopened", False):
-            refuse_writer_of_reopened(self._writer)
-        parts = self._connect()
-        if self.lane_key is not None and (fault := writing.fault_of_lanes(parts)):
-            raise TypeError(f"lane_key= {fault}")
-        continue_ring(self._writer, self._storage)
-        if self.prefetcher is not None:
-            self.prefetcher.refuse_other_parts(self.parts)
-        if self.shared or getattr(self._storage, "shared", False):
-            self.share()
+        self._begin()
+
+    def _begin(self) -> Parts:
+        """Connect the components; if they are refused, other buffers over the storage go on without this one."""
+        self._storage.attach(self)
+        try:
+            if getattr(self._storage, "reopened", False):
+                refuse_writer_of_reopened(self._writer)
+            parts = self._connect()
+            if self.lane_key is not None and (fault := writing.fault_of_lanes(parts)):
+                raise TypeError(f"lane_key= {fault}")
+            continue_ring(self._writer, self._storage)
+            if self.prefetcher is not None:
+                self.prefetcher.refuse_other_parts(parts)
+            if self.shared or getattr(self._storage, "shared", False):
+                self.share()
+        except Exception:
+            self.parts = None  # type: ignore[assignment]
+            torchrl_parts.listeners_of(self._storage).remove(self)
+            raise
+        return self.parts
 
     def _initialize(self) -> Parts:
         """Return the components of the buffer; initialize the buffer if this has not happened yet."""
         if not self._initialized:
             self._init()
-        return self.parts or self._connect()
+        return self.parts or self._begin()
 
     def _get_collate_fn(self, collate_fn: Any) -> None:
         self._has_collate_fn = collate_fn is not None
@@ -446,13 +458,15 @@ class ReplayBuffer(TensorDictReplayBuffer):
 
     def _connect(self, *, default_priorities: bool = False) -> Parts:
         """Update ``parts``; with ``default_priorities``, rows without a priority get the priority of new rows."""
+        refuse_second_priorities(self, self._storage, self._sampler)
         self.bound, self.bound_write = {}, None
         transforms, has_units = getattr(self._transform, "transforms", ()), self._sample_unit is not None
         parts = Parts.of(self._storage, self._sampler, self._writer, transforms, has_units, self._has_collate_fn)
         self.parts = parts
         if parts.prioritized is not None:
             parts.prioritized.priorities.follow(parts.storage)
-            if missing := parts.prioritized.priorities.reopen(parts.storage):
+            missing = 0 if self._service_shutdown else parts.prioritized.priorities.reopen(parts.storage)
+            if missing:
                 warnings.warn(f"{missing:,} of {row_count(parts.storage):,} {PRIORITIES_OF_REOPENED}", stacklevel=3)
             if default_priorities:
                 parts.prioritized.priorities.admit(parts.storage)
@@ -1321,12 +1335,15 @@ class ReplayBuffer(TensorDictReplayBuffer):
     def shutdown(self, timeout: float | None = None) -> None:
         """Stop the buffer's threads; later writes and samples raise a RuntimeError.
 
-        Calls that wait for flow control raise it in all processes. Reading and saving rows still work.
+        Calls that wait for flow control raise it in all processes. Reading and saving rows still work. Priorities are
+        no longer kept beside the rows of ``PackedStorage(reopen=True)``, so that another buffer may continue with them.
         """
         if self.flow is not None:
             self.flow.shutdown()
         super().shutdown(timeout)
         self.bound, self.bound_write = {}, None
+        if self.parts is not None and self.parts.prioritized is not None:
+            self.parts.prioritized.priorities.file = None
 
     def synchronize(self) -> None:
         """Wait for asynchronous writes and priority updates."""
@@ -1372,6 +1389,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
         self._refuse_if_shared("storage")
         refuse_unordered(self.sampler, self.writer, storage)
         refuse_stored(self.sampler, storage)
+        refuse_second_priorities(self, storage, self.sampler)
         with self._fully_locked():
             torchrl_parts.replace_storage(self._writer, storage)
             previous = super().set_storage(storage, collate_fn)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import pickle
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer, UniformSampler
+from rlbuf_td import NStepSampler, PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer, UniformSampler
 from rlbuf_td.buffers.bound_write import BoundWrite
 from rlbuf_td.storages.shared.journal_file import JOURNAL_FILE, PRIORITY_FILE
 from tests.processes.test_kill import die
@@ -355,3 +356,73 @@ def test_a_forked_process_needs_shared_priorities(tmp_path: Path) -> None:
 
     killed(work)
     assert list(said) == [1, 1]
+
+
+def second(storage: PackedStorage, sampler: Any) -> ReplayBuffer:
+    rb = ReplayBuffer(storage=storage, sampler=sampler, batch_size=4)
+    rb.sample()
+    return rb
+
+
+@each_sampler
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_a_second_buffer_that_would_write_to_the_file_of_priorities_is_refused(
+    tmp_path: Path, name: str, is_shared: bool
+) -> None:
+    rb = start(tmp_path, 0, name)
+    if is_shared:
+        rb.share()
+    before, attached = magnitudes(rb), len(rb.storage._attached_entities)
+    apart = ReplayBuffer(storage=PackedStorage(CAPACITY), sampler=ProportionalSampler(CAPACITY), batch_size=4)
+    apart.extend(rows(torch.arange(9)))
+    plain = second(rb.storage, UniformSampler())
+    own_sampler, wrapped = SAMPLERS[name](), NStepSampler(SAMPLERS[name](), 3, 0.9)
+    for attempt in (
+        partial(second, rb.storage, own_sampler),
+        partial(second, rb.storage, wrapped),
+        partial(apart.set_storage, rb.storage),
+    ):
+        with pytest.raises(ValueError, match=r"use one buffer, or a sampler without priorities here, or call shutdown"):
+            attempt()
+    assert len(rb.storage._attached_entities) == attached + 1
+    assert len(apart) == 9
+    for found, expected in zip(magnitudes(rb), before, strict=True):
+        assert torch.equal(found, expected)
+    rb.update_priority(torch.arange(30), own(rb.storage["x"][:30]).float())
+    apart.extend(rows(torch.arange(9))), apart.sample(), plain.sample()
+    write(plain, 0, 3)
+    write(rb, 0, 4)
+    number, magnitude = magnitudes(rb)
+    del rb, plain, apart, before, attempt
+    found = magnitudes(buffer(tmp_path, 0, name))
+    assert torch.equal(found[0], number)
+    assert torch.equal(found[1], magnitude)
+
+
+def write_update_and_die(rb: ReplayBuffer) -> None:
+    write(rb, 0, 3)
+    rb.update_priority(torch.arange(35, 38), torch.full((3,), 5.0))
+    die()
+
+
+@each_sampler
+def test_the_file_of_priorities_passes_on_to_another_buffer(tmp_path: Path, name: str) -> None:
+    rb = start(tmp_path, 0, name)
+    rb.update_priority(torch.arange(30), torch.rand(30))
+    copied = pickle.loads(pickle.dumps(rb))
+    copied.update_priority(torch.arange(30), torch.full((30,), 7.0))
+    rb.append_transform(lambda batch: batch)
+    _, expected = magnitudes(rb)
+    rb.shutdown()
+    other = second(rb.storage, SAMPLERS[name]())
+    assert torch.equal(magnitudes(other)[1], expected)
+    write(other, 0, 5)
+    other.share().update_priority(torch.arange(35), own(other.storage["x"][:35]).float())
+
+    killed(partial(write_update_and_die, other))
+    number, magnitude = magnitudes(other)
+    assert magnitude[-3:].tolist() == [5.0] * 3
+    del rb, other, copied
+    found = magnitudes(buffer(tmp_path, 0, name))
+    assert torch.equal(found[0], number)
+    assert torch.equal(found[1], magnitude)
