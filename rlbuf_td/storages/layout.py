@@ -119,7 +119,8 @@ class RowLayout:
         if last[0] != (lead, device):
             memory = LeafMemory([(leaf.dtype, lead + leaf.shape) for leaf in self.leaves], device)
             self._blank = last = (lead, device), memory
-        return last[1].allocate()
+        with torch.inference_mode(False):  # a batch may outlive inference mode
+            return last[1].allocate()
 
     def unpack(self, rows: torch.Tensor) -> TensorDict:
         """Return a TensorDict whose leaves are views of ``rows``, ``[*lead, row_bytes]``."""

@@ -22,7 +22,7 @@ from rlbuf_td.kernels.rows import refuse_rows
 from rlbuf_td.kernels.threads import DRAW_BYTES, LARGE, addresses_of_loops
 
 __all__ = ["RING", "STEPS", "WINDOWS", "BatchMemory", "LeafMemory", "batch_record", "gather_leaves"]
-__all__ += ["gather_leaves_within", "parallel_loops", "record_of"]
+__all__ += ["parallel_loops", "record_of"]
 
 
 def record_of(dtype: np.dtype, **fields: Any) -> np.ndarray:
@@ -85,16 +85,11 @@ def gather_leaves(matrix: Tensor, index: Tensor, extents: np.ndarray, out: Seque
     If an index is out of range, an IndexError is raised before anything is copied.
     """
     targets = np.fromiter(map(Tensor.data_ptr, out), np.int64, len(out))
-    if not gather_leaves_within(matrix, index, extents, targets, len(matrix)):
-        refuse_rows(index, len(matrix))
-
-
-def gather_leaves_within(matrix: Tensor, index: Tensor, extents: np.ndarray, targets: np.ndarray, live: int) -> bool:
-    """Implement :func:`gather_leaves`, given the output's addresses; return False if an index is out of range."""
     row_bytes = matrix.stride(0) * matrix.element_size()
-    where = matrix.data_ptr(), row_bytes, live, address_of(index), index.numel()
+    where = matrix.data_ptr(), row_bytes, len(matrix), address_of(index), index.numel()
     loops = parallel_loops().ctypes.data if index.numel() * row_bytes >= LARGE else 0
-    return _gather_within()(*where, extents, targets, loops)
+    if not _gather_within()(*where, extents, targets, loops):
+        refuse_rows(index, len(matrix))
 
 
 @cache

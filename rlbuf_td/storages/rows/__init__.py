@@ -17,7 +17,6 @@ from rlbuf_td.kernels.host_memory import alias_of
 from rlbuf_td.kernels.rows.read_ahead import ask_for_rows
 from rlbuf_td.storages.dedup import DedupLayout
 from rlbuf_td.storages.layout import RowLayout
-from rlbuf_td.storages.rows.read_plan import ReadPlan
 from rlbuf_td.storages.tensordict_fast import leaf_of, set_entries_
 
 
@@ -234,18 +233,6 @@ class PlainRows(Rows):
 
     def __init__(self, layout: RowLayout, matrix: torch.Tensor) -> None:
         super().__init__(layout, matrix.view(layout.carrier))
-        self.plan = ReadPlan(layout, self.flat)
-
-    def at_steps(self, index: torch.Tensor) -> TensorDict:
-        batch = None if self.lanes or self.is_mapped else self.plan.read(index, self.steps)
-        if batch is None:
-            steps = from_start(index, self.steps)
-            batch = super().at_cells(self.cells_at(steps) if self.lanes else steps)  # without a second ``plan.read``
-        return batch
-
-    def at_cells(self, cells: torch.Tensor) -> TensorDict:
-        batch = None if self.is_mapped else self.plan.read(cells, self.cells)
-        return super().at_cells(cells) if batch is None else batch
 
     def leaves_at(self, cells: torch.Tensor) -> list[torch.Tensor]:
         if self.is_mapped:

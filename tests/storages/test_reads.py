@@ -1,4 +1,4 @@
-"""Reads of many batches of one size: equal to single reads, independent of each other, and safe in threads."""
+"""Reads of batches: equal to single reads, independent of each other, and safe in threads."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_rows_on_another_device_are_not_read_by_compiled_code() -> None:
         assert storage.gather(torch.arange(4)).batch_size == torch.Size([4])
 
 
-def test_a_batch_that_was_read_ahead_in_inference_mode_can_be_changed() -> None:
+def test_a_batch_that_was_read_in_inference_mode_can_be_changed() -> None:
     storage, index = filled(numbered(10)), torch.arange(4)
     storage.get(index)
     for _ in range(10):
