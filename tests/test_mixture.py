@@ -544,13 +544,13 @@ def test_health_is_of_the_last_batch():
     assert (health["one/share"], health["one/rows"], health["other/rows"]) == (0.5, 100, 10)
     batch = mixed.sample()
     last: Any = mixed["one"].last_draw
-    assert torch.equal(last[0], batch["index"][:32])
+    assert torch.equal(last.index, batch["index"][:32])
     mixed.extend(TensorDict({"number": torch.arange(900)}, [900]))
     assert mixed.health()["one/age_max"] < 100  # the age at the draw
     own = mixed["one"].sample(5)
     mixed.health()
     last = mixed["one"].last_draw
-    assert torch.equal(last[0], own["index"])
+    assert torch.equal(last.index, own["index"])
 
 
 def test_entries_are_written_back_to_their_members():

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rlbuf_td.buffers.mixture_parts import Part, largest_normalizer, normalizer_of
 from rlbuf_td.buffers.replay import ReplayBuffer
+from rlbuf_td.diagnostics.health import LastDraw
 from rlbuf_td.kernels.batch import batch_record
 from rlbuf_td.kernels.dispatch import compiled_form, machine_code
 from rlbuf_td.kernels.strata import LEAST_RATIO
@@ -30,7 +31,7 @@ class _Bound(NamedTuple):
 
     member: ReplayBuffer
     draw: BoundDraw
-    record: np.ndarray  # describes the member's rows to the function that gathers them
+    record: int  # address of what describes the member's rows to the function that gathers them
     updates: BoundDraw  # updates priorities, for as many rows as the mixture's batch has
 
 
@@ -45,10 +46,12 @@ class BoundMixture:
         self.parts = [member.parts for member in members.values()]  # replaced if a component is replaced
         lanes = lanes_of(draws[0].rows)
         self.bound: list[_Bound] = []
+        self.records: list[np.ndarray] = []
         for member, draw in zip(members.values(), draws, strict=True):
             given = {"flat": draw.flat.data_ptr(), "lanes": lanes, "reads": 1}
-            record = batch_record(size, draw.rows.flat, draw.rows.extents, **given)
-            self.bound.append(_Bound(member, draw, record, type(draw)(draw.storage, draw.sampler, size, False)))
+            self.records.append(batch_record(size, draw.rows.flat, draw.rows.extents, **given))
+            updates, record = type(draw)(draw.storage, draw.sampler, size, False), self.records[-1].ctypes.data
+            self.bound.append(_Bound(member, draw, record, updates))
         self.is_weighted = any(draw.reports for draw in draws)
         named = {"index": (torch.int64, torch.Size([2] if lanes else [])), "source": (torch.int64, SCALAR)}
         named |= {_WEIGHT: (torch.float32, SCALAR), SAMPLED_AT: (torch.int64, SCALAR)} if self.is_weighted else {}
@@ -56,6 +59,7 @@ class BoundMixture:
         self.batch_size = self.blanks.batch_size
         #: As the ``targets`` of a draw that does not gather: the last two are addresses for its weights and stamps.
         self.outputs = np.zeros(len(self.blanks.layout.leaves) + 3, np.int64)
+        self.targets = self.outputs.ctypes.data
         self.lock = Lock()  # each address array serves one batch at a time
 
     def has_all_parts(self) -> bool:
@@ -69,16 +73,15 @@ class BoundMixture:
         would miss rows that are drawn only once.
         """
         for bound, count in zip(self.bound, counts, strict=True):
-            if count and not (is_usual(bound.member) and bound.draw.holds()):
+            if count and not is_usual(bound.member):
                 return None, {}
         found: dict[str, Part] = {}
         begin = 0
         with self.lock:
             blank = self.blanks.take()
-            reports = self._reports(blank.report, counts)
-            for number, (name, count, own) in enumerate(zip(self.members, counts, reports, strict=True)):
+            for number, (name, count) in enumerate(zip(self.members, counts, strict=True)):
                 if count:
-                    normalizer = self._draw(number, blank, begin, own)
+                    normalizer = self._draw(number, blank, begin, count)
                     if normalizer is None:
                         parts = zip(found.items(), blank.batch.split([*filter(None, counts)]), strict=False)
                         return None, {drawn: Part(rows, part.normalizer, 0) for (drawn, part), rows in parts}
@@ -88,31 +91,31 @@ class BoundMixture:
             self._scale_weights(blank.report[_WEIGHT].data_ptr(), counts, found)
         return blank.batch, {}
 
-    def _reports(self, report: Mapping[str, Tensor], counts: Sequence[int]) -> list[dict[str, Tensor]]:
-        """Return the part of the report that belongs to each member: its index and, if there are any, its weights."""
-        names = ("index", _WEIGHT) if self.is_weighted else ("index",)
-        slices = zip(*(report[name].split(list(counts)) for name in names), strict=True)
-        return [dict(zip(names, each, strict=True)) for each in slices]
-
-    def _draw(self, number: int, blank: Blank, begin: int, own: dict[str, Tensor]) -> float | None:
+    def _draw(self, number: int, blank: Blank, begin: int, count: int) -> float | None:
         """Fill a slice of a batch; return the member's normalizer (0.0: none), or None if compiled code refuses."""
         member, draw, record, _ = self.bound[number]
+        report, rows = blank.report, slice(begin, begin + count)
         with draw.storage.lock:
-            numbers, is_prioritized, count = draw.storage.numbers.values, bool(draw.reports), len(own["index"])
+            numbers, is_prioritized = draw.storage.numbers.values, bool(draw.reports)
             if not numbers[LENGTH] or not draw.holds():
                 return None
             if is_prioritized:
-                self.outputs[-2] = blank.report[_WEIGHT].data_ptr() + 4 * begin
-                self.outputs[-1] = blank.report[SAMPLED_AT].data_ptr() + 8 * begin
+                self.outputs[-2] = report[_WEIGHT].data_ptr() + 4 * begin
+                self.outputs[-1] = report[SAMPLED_AT].data_ptr() + 8 * begin
             draw.limit(count)
-            if not draw(numbers[LENGTH], self.outputs.ctypes.data):
+            if not draw(numbers[LENGTH], self.targets):
                 return None
             now = draw.storage.clock.now if self.is_weighted and not is_prioritized else -1
-            self.gather(record.ctypes.data, blank.targets, begin, count, number, now)
-            member.last_draw = own["index"], own[_WEIGHT] if is_prioritized else None, numbers[NEWEST]
+            self.gather(record, blank.targets, begin, count, number, now)
+            weight = report[_WEIGHT] if is_prioritized else None
+            member.last_draw = LastDraw(report["index"], weight, numbers[NEWEST], rows)
             if member.replay_count is not None:
-                member.replay_count.count_(own["index"])
-            return (is_prioritized and normalizer_of(member, own)) or 0.0
+                member.replay_count.count_(report["index"][rows])
+            if not is_prioritized:
+                return 0.0
+            is_by_batch = draw.sampler.weight_norm == "batch"
+            own = {name: report[name][rows] for name in ("index", _WEIGHT)} if is_by_batch else None
+            return normalizer_of(member, own) or 0.0
 
     def _scale_weights(self, weights: int, counts: Sequence[int], found: Mapping[str, Part]) -> None:
         """Divide the weights at address ``weights`` by the largest weight of all members."""

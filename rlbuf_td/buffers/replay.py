@@ -658,7 +658,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
                     del self.bound[size]
                 return None
             report, newest = drawn.report, bound.newest  # type: ignore[union-attr]
-            self.last_draw = report["index"], report.get("priority_weight"), newest
+            self.last_draw = LastDraw(report["index"], report.get("priority_weight"), newest)
             if self.replay_count is not None:
                 self.replay_count.count_(report["index"])
             if is_returned:
@@ -723,7 +723,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
 
     def _note_draw(self, index: Any, info: dict[str, Any]) -> None:
         """Record the rows and weights of a batch, and the newest time step, for :meth:`health`."""
-        self.last_draw = index, info.get("priority_weight"), self.parts.newest()
+        self.last_draw = LastDraw(index, info.get("priority_weight"), self.parts.newest())
         if self.replay_count is not None:
             self.replay_count.count_(index)
 

@@ -26,7 +26,7 @@ The numbers are as follows; those that do not apply to a buffer are omitted:
 from __future__ import annotations
 
 from math import ceil
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torchrl.data import SamplerWithoutReplacement, Storage, Writer
@@ -43,8 +43,23 @@ from rlbuf_td.storages.stretches import stretches_of
 from rlbuf_td.storages.torchrl_parts import step_before_cursor
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 
-#: The index of the drawn rows, their importance weights, and the newest time step at the draw (-1: unknown).
-LastDraw: TypeAlias = tuple[Any, torch.Tensor | None, int]
+
+class LastDraw(NamedTuple):
+    """The rows of a batch that belong to one buffer."""
+
+    batch_index: Any
+    batch_weight: torch.Tensor | None
+    newest: int  # the newest time step at the draw; -1: unknown
+    rows: slice = slice(None)  # those of a mixture's member
+
+    @property
+    def index(self) -> Any:
+        return self.batch_index[self.rows]
+
+    @property
+    def weight(self) -> torch.Tensor | None:
+        return None if self.batch_weight is None else self.batch_weight[self.rows]
+
 
 _QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9, "max": 1.0}
 
@@ -98,8 +113,8 @@ def health(
     report = {"rows": float(rows), "fill": rows / storage.max_size}
     if last_draw is not None:
         report |= _quantiles("age", ages(storage, writer, last_draw))
-        if last_draw[1] is not None and last_draw[1].numel():
-            weight = last_draw[1].double()
+        if last_draw.weight is not None and last_draw.weight.numel():
+            weight = last_draw.weight.double()
             size = float(weight.sum() ** 2 / (weight**2).sum())
             report |= {"effective_sample_size": size, "effective_share": size / weight.numel()}
             report["weight_max_over_median"] = float(weight.max() / weight.median())
@@ -154,8 +169,7 @@ def ages(storage: Storage, writer: Writer, last_draw: LastDraw) -> torch.Tensor 
     """Return the ages of the drawn rows, ``[B]`` time steps; ``None`` if the writer does not write in time order."""
     if not isinstance(writer, RoundRobinWriter) or not len(storage):
         return None
-    index, _, newest = last_draw
-    flat = rows_of(index, storage)
+    flat, newest = rows_of(last_draw.index, storage), last_draw.newest
     if newest < 0 and hasattr(storage, "clock"):  # unknown
         newest = step_before_cursor(writer)
     lanes = lanes_of(storage).numel()

@@ -50,7 +50,7 @@ def plot_health(rb: ReplayBuffer) -> Figure:
     if last is None:
         raise RuntimeError("there is no health to plot before the first batch: sample one")
     replays = attached(storage, ReplayCount)
-    report, weight = health(storage, rb.sampler, rb.writer, last, replays), last[1]
+    report, weight = health(storage, rb.sampler, rb.writer, last, replays), last.weight
     age, probability = ages(storage, rb.writer, last), probabilities(storage, rb.sampler)
     draws = list[Callable[[Axes], None]]()
     if age is not None:
