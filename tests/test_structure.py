@@ -88,7 +88,6 @@ PRIVATE_NAMES = {
     # torch, TensorDict, numba and Python
     "checkpoint/manifest.py": "_metadata",
     "distributed/packing.py": "_foreach_copy_",
-    "kernels/batch/cpu.py": "_fields",
     "kernels/batch/memory.py": "_C _cdata _dynamo _empty_strided_cpu _storage_Use_Count",
     "kernels/host_memory.py": "_C _len_torch_dispatch_stack",
     "kernels/threads.py": "_ZN2at15get_num_threadsEv",
@@ -133,7 +132,8 @@ def private_names(node: ast.AST, in_class: bool = False) -> Iterator[str]:
 
 
 def is_private(name: str) -> bool:
-    return name.startswith("_") and not name.startswith("__")
+    is_of_tuples = name in ("_asdict", "_fields")  # public names of a NamedTuple
+    return name.startswith("_") and not name.startswith("__") and not is_of_tuples
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))

@@ -42,7 +42,7 @@ class BoundMixture:
         from rlbuf_td.kernels.batch import cpu
 
         self.members, self.size = members, size
-        self.gather, self.scale = machine_code(cpu.gather_slice, *[0] * 6), machine_code(cpu.scale, 0, 0, 0.0)
+        self.gather, self.scale = machine_code(cpu.gather_slice), machine_code(cpu.scale)
         self.parts = [member.parts for member in members.values()]  # replaced if a component is replaced
         lanes = lanes_of(draws[0].rows)
         self.bound: list[_Bound] = []

@@ -23,7 +23,7 @@ from torchrl.data.replay_buffers import Sampler
 
 from rlbuf_td.buffers.parts import Parts
 from rlbuf_td.kernels.batch import RING, parallel_loops
-from rlbuf_td.kernels.dispatch import compiled_form, machine_code
+from rlbuf_td.kernels.dispatch import compiled_form, machine_code, record_of
 from rlbuf_td.kernels.host_memory import HostTensors, has_memory
 from rlbuf_td.kernels.threads import LARGE
 from rlbuf_td.samplers.bound import unreadable
@@ -64,28 +64,28 @@ class BoundWrite:
         self.sources = np.empty(len(self.rows.extents), np.int64)
         self.set_sources = Struct(f"{len(self.sources)}q").pack_into
         fields |= self._rows_and_listeners()
-        self.ring = np.array([tuple(fields.get(name, 0) for name in RING.names or ())], RING)
+        self.ring = record_of(RING, **fields)
         self.times, self.heads = self.storage.clock.times, self.storage.heads.memory
         loop, self.lanes_loop = kernels.write_ring, lanes_cpu.write_lanes
         self.shared = self.storage.shared_rows
         if self.entry is not None and self.shared is None:
             loop, self.lanes_loop = self.entry.loops.write, self.entry.loops.append
         self.lock = Lock() if self.entry is None else self.entry.lock
-        self.address, self.kernel = self.ring.ctypes.data, machine_code(loop, 0, 0, True, 0)
+        self.address, self.kernel = self.ring.ctypes.data, machine_code(loop)
         if self.shared is not None:
             self._bind_shared()
         self.append_rows: Any = None  # the machine code of `lanes_loop`, from the first write to single lanes on
         self.cells = torch.empty(0, dtype=torch.int64, device="cpu")  # scratch of this machine code
         if isinstance(self.rows, DedupRows):
             self.write_rows, self.kernel, self.pools = self.kernel, self._write_deduplicated, self.rows.table.addresses
-            self.write_entries = machine_code(dedup_cpu.write_entries, 0, 0, 0, True, *self.pools)
+            self.write_entries = machine_code(dedup_cpu.write_entries, lanes_first=True, sizes=self.pools[-1])
 
     def _find_boundaries(self) -> Any:
         """Return the first trajectory index that compiled code can update, and what it needs for this; or None."""
         for each in self.listeners:
-            numbers = each.numbers() if isinstance(each, TrajectoryIndex) else None
-            if numbers is not None:
-                return each, *numbers, numbers[0].bitmap
+            marks = each.marks() if isinstance(each, TrajectoryIndex) else None
+            if marks is not None:
+                return each, *marks, marks[0].bitmap
         return None
 
     def _is_told_later(self, listener: Any) -> bool:
@@ -104,8 +104,8 @@ class BoundWrite:
         if self.entry is not None:
             found |= self.entry.fields
         if self.boundaries is not None:
-            _, _, numbers, seen, _ = self.boundaries
-            found |= {"boundaries": numbers.ctypes.data, "seen": addressof(seen)}
+            _, _, marks, seen, _ = self.boundaries
+            found |= {"boundaries": marks.ctypes.data, "seen": addressof(seen)}
         if self.storage.shared_rows is not None:
             found |= self.storage.shared_rows.journal.addresses
         return found
@@ -191,11 +191,11 @@ class BoundWrite:
 
         self.write_rows, self.kernel = self.kernel, self._write_shared
         self.lane_count = self.rows.lanes.numel()
-        self.save_ring = machine_code(journal_cpu.save_ring, 0, 0)
-        self.save_lanes = machine_code(journal_cpu.save_lanes, 0, 0, 0)
+        self.save_ring = machine_code(journal_cpu.save_ring)
+        self.save_lanes = machine_code(journal_cpu.save_lanes)
         if self.entry is not None:
-            self.enter = machine_code(self.entry.loops.enter, 0, 0, 0)
-            self.enter_lanes = machine_code(self.entry.loops.enter_lanes, 0, 0, 0)
+            self.enter = machine_code(self.entry.loops.enter)
+            self.enter_lanes = machine_code(self.entry.loops.enter_lanes)
 
     @held_back
     def _write_shared(self, address: int, count: int, lanes_first: bool, index: int) -> int:
@@ -233,7 +233,7 @@ class BoundWrite:
             self.entry.sampler.priorities.keep(self.cells[:count], self.storage)
 
     def _append(self, lane_ids: Tensor, index: Tensor) -> bool:
-        self.append_rows = self.append_rows or machine_code(self.lanes_loop, 0, 0, 0, 0, 0)
+        self.append_rows = self.append_rows or machine_code(self.lanes_loop)
         if self.shared is not None:
             with self.lock:
                 return self._append_shared(lane_ids, index)

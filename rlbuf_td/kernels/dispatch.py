@@ -12,9 +12,11 @@ import importlib
 import os
 import pkgutil
 from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar, get_type_hints
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -69,12 +71,27 @@ def compiled_form(part: object, name: str) -> Callable[..., Any] | None:
     return None
 
 
-def machine_code(loop: Any, *examples: Any) -> Callable[..., Any]:
-    """Compile a numba loop for the types of ``examples``, and return the compiled function.
+def record_of(dtype: np.dtype, **fields: Any) -> np.ndarray:
+    """Return a record that compiled loops read, ``[1]``; a missing field is 0."""
+    return np.array([tuple(fields.get(name, 0) for name in dtype.names or ())], dtype)
+
+
+def machine_code(loop: Any, **examples: Any) -> Callable[..., Any]:
+    """Compile a numba loop for the types of its arguments, and return the compiled function.
+
+    A parameter has the type of its example, otherwise that of its annotation (a type of numbers, or a NamedTuple of
+    them), and without an annotation it is an int: an address or a count.
 
     In a training loop, a call of the returned function takes 5 us less than a call of ``loop``, which first looks at
-    the types of its arguments.
+    the types of its arguments. It takes positional arguments, and does not check the types of tuples.
     """
     from numba import typeof
 
-    return loop.compile(tuple(map(typeof, examples)))
+    kinds = get_type_hints(loop.py_func)
+    given = {name: _example_of(kinds.get(name, int)) for name in signature(loop.py_func).parameters} | examples
+    return loop.compile(tuple(map(typeof, given.values())))
+
+
+def _example_of(kind: type) -> Any:
+    """Return 0 of a type of numbers, or a NamedTuple of such examples."""
+    return kind(*map(_example_of, get_type_hints(kind).values()))

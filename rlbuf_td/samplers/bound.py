@@ -80,7 +80,7 @@ class BoundDraw(ABC):
         """Return the machine code that this draw calls."""
         from rlbuf_td.kernels.batch import cpu
 
-        return machine_code(cpu.gather_flat, 0, 0)
+        return machine_code(cpu.gather_flat)
 
     def limit(self, count: int) -> None:
         """Draw ``count`` rows from now on, at most as many as at first."""
@@ -174,10 +174,10 @@ class Reading:
     def __init__(self, rows: Rows) -> None:
         from rlbuf_td.kernels.batch import cpu, dedup_cpu
 
-        self.rows, self.extents, self.kernel = rows, rows.extents, machine_code(cpu.gather_flat, 0, 0)
+        self.rows, self.extents, self.kernel = rows, rows.extents, machine_code(cpu.gather_flat)
         self.pools: tuple[Any, ...] = rows.table.addresses if isinstance(rows, DedupRows) else ()
         if self.pools:  # deduplicated observations
-            self.entry_kernel = machine_code(dedup_cpu.read_entries, 0, 0, *self.pools)
+            self.entry_kernel = machine_code(dedup_cpu.read_entries, sizes=self.pools[-1])
 
     def bind(self, draw: BoundDraw, size: int) -> None:
         """Describe batches of ``size`` rows to compiled code."""

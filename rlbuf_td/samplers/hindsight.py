@@ -235,17 +235,17 @@ class _RelabelledReading(Reading):
 
         super().__init__(rows)
         places, goals = rows.layout.places, (wrapper.goal_key, ("next", *wrapper.goal_key))
-        self.goals = np.array([places[key] for key in goals if key in places], np.int64)
-        outcome = "next", *wrapper.achieved_goal_key
-        self.outcome, self.reward = places[outcome], places[wrapper.reward_key]
+        achieved = "next", *wrapper.achieved_goal_key
+        self.goals = np.array([places[achieved], *(places[key] for key in goals if key in places)], np.int64)
+        self.reward = places[wrapper.reward_key]
         self.wrapper, self.picks_any_row = wrapper, wrapper.law.thresholds[-2] < wrapper.law.thresholds[-1]
-        self.kernel = machine_code(wrapped_cpu.hindsight, (0,) * 6, 0, 0, 0, wrapper.law, 0, 0, self.goals)
+        self.kernel = machine_code(wrapped_cpu.hindsight, law=wrapper.law, goals=self.goals)
 
     def __call__(self, bitmap: Any, blank: Blank, written: int) -> None:
         wrapper, relabeled = self.wrapper, blank.report["relabeled"]
         self.draw.uniform.uniform_(generator=self.draw.generator)
-        given = self.address, blank.targets, relabeled.data_ptr(), wrapper.law
-        self.kernel(bitmap, *given, written, self.outcome, self.goals)
+        address, targets = self.address, blank.targets
+        self.kernel(bitmap, address, targets, relabeled.data_ptr(), wrapper.law, written, self.goals)
         wrapper.recompute_(blank.batch, relabeled, blank.leaves[self.reward])
         set_entries_(blank.batch, blank.report)
 

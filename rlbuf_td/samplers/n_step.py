@@ -13,8 +13,8 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 from torchrl.data.replay_buffers import Sampler, Storage
 
-from rlbuf_td.kernels.batch import STEPS, record_of
-from rlbuf_td.kernels.dispatch import compiled_form_of, machine_code
+from rlbuf_td.kernels.batch import STEPS
+from rlbuf_td.kernels.dispatch import compiled_form_of, machine_code, record_of
 from rlbuf_td.kernels.episodes.n_step import n_step_sums, sums_ahead, windows
 from rlbuf_td.kernels.rows.read_ahead import ask_for_rows
 from rlbuf_td.samplers.bound import Blank, Reading
@@ -228,9 +228,9 @@ class _JoinedReading(Reading):
         self.ends_at = self.ends.ctypes.data
         self.joined = record_of(STEPS, ends=self.ends_at)
         self.joined_at, self.joined_bytes = self.joined.ctypes.data, self.joined.view(np.uint8).data
-        self.kernel = machine_code(kernels.n_step, (0,) * 6, 0, 0, 0)
+        self.kernel = machine_code(kernels.n_step)
         if self.pools:
-            self.entry_kernel = machine_code(dedup_cpu.read_joined_entries, 0, 0, 0, *self.pools)
+            self.entry_kernel = machine_code(dedup_cpu.read_joined_entries, sizes=self.pools[-1])
 
     def __call__(self, bitmap: Any, blank: Blank, written: int) -> None:
         if self.rows.is_mapped:

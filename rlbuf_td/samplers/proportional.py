@@ -273,12 +273,12 @@ class _ProportionalDraw(PrioritizedDraw):
     def compiled(self) -> Callable[..., Any]:
         from rlbuf_td.kernels.batch import cpu
 
-        return machine_code(cpu.sample_proportional, 0, 0, 0, 0, 0.0, 0, 0)
+        return machine_code(cpu.sample_proportional)
 
     def compiled_update(self) -> Callable[..., Any]:
         from rlbuf_td.kernels.batch import cpu
 
-        return machine_code(cpu.update_proportional, *[0] * 7, 0.0, 0.0)
+        return machine_code(cpu.update_proportional)
 
     def weighed_alpha(self) -> float:
         return self.settings[WEIGHED]
@@ -295,7 +295,7 @@ class _YoungDraw(_ProportionalDraw):
     def compiled(self) -> Callable[..., Any]:
         from rlbuf_td.kernels.batch import cpu
 
-        return machine_code(cpu.sample_proportional_within, 0, 0, 0, 0, 0.0, 0, 0, NO_RANGES)
+        return machine_code(cpu.sample_proportional_within, ranges=NO_RANGES)
 
     def __call__(self, written: int, targets: int) -> bool:
         sampler: Any = self.owner

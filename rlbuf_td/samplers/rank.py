@@ -203,12 +203,12 @@ class _RankDraw(PrioritizedDraw):
     def compiled(self) -> Callable[..., Any]:
         from rlbuf_td.kernels.batch import cpu
 
-        return machine_code(cpu.sample_rank, 0, 0, 0, 0.0, 0.0, 0, 0, 0.0, 0, 0)
+        return machine_code(cpu.sample_rank)
 
     def compiled_update(self) -> Callable[..., Any]:
         from rlbuf_td.kernels.batch import cpu
 
-        return machine_code(cpu.update_rank, *[0] * 7)
+        return machine_code(cpu.update_rank)
 
     def weighed_alpha(self) -> float:
         return self.ranks.alpha

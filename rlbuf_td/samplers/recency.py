@@ -221,7 +221,7 @@ class _RecentDraw(BoundDraw):
     def compiled(self) -> Callable[..., Any]:
         from rlbuf_td.kernels.batch import cpu
 
-        return machine_code(cpu.sample_recent, 0, 0, 0, 0, 0, 0.0)
+        return machine_code(cpu.sample_recent)
 
     def __call__(self, written: int, targets: int) -> bool:
         if self.sampler.age_key is not None or self.storage.numbers.values[APART]:

@@ -11,8 +11,8 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 from torchrl.data.replay_buffers import Sampler, Storage
 
-from rlbuf_td.kernels.batch import WINDOWS, record_of
-from rlbuf_td.kernels.dispatch import backend_of, compiled_form_of, machine_code
+from rlbuf_td.kernels.batch import WINDOWS
+from rlbuf_td.kernels.dispatch import backend_of, compiled_form_of, machine_code, record_of
 from rlbuf_td.kernels.rows.read_ahead import ask_for_rows
 from rlbuf_td.samplers.bound import SCALAR, Blank, BoundDraw, Masks, Reading
 from rlbuf_td.samplers.common import permutation, refuse_disorder, setting
@@ -430,7 +430,7 @@ class _WindowReading(Reading):
         flags = [(0, 0) if place is None else (place, layout.leaves[place].nbytes) for place in places]
         self.flags = np.array(flags, np.int64)
         self.parts = kernels.LIST, kernels.READ, kernels.BOTH
-        self.kernel = machine_code(kernels.sequence, (0,) * 6, 0, 0, 0, 0)
+        self.kernel = machine_code(kernels.sequence)
 
     def bind(self, draw: BoundDraw, size: int) -> None:
         """See :class:`~rlbuf_td.samplers.bound.Reading`."""

@@ -165,9 +165,9 @@ class _UniformDraw(BoundDraw):
         from rlbuf_td.kernels.batch import cpu
 
         super().__init__(storage, sampler, size, reads)
-        self.distinct = machine_code(cpu.gather_distinct, 0, 0, 0, 0)
+        self.distinct = machine_code(cpu.gather_distinct)
         if sampler.age_limit is not None:
-            self.within = machine_code(cpu.gather_within_ranges, 0, 0, NO_RANGES)
+            self.within = machine_code(cpu.gather_within_ranges, ranges=NO_RANGES)
 
     def __call__(self, written: int, targets: int) -> bool:
         limit, has_holes = self.sampler.age_limit, self.storage.numbers.values[HOLES]

@@ -256,13 +256,13 @@ class TrajectoryIndex:
             lanes, steps = boundaries.lanes, self._end.shape[0]
             boundaries.begun[torch.from_numpy(np.bincount(given % lanes, minlength=lanes) > steps)] = False
 
-    def numbers(self) -> tuple[BitBoundaries, np.ndarray, Any] | None:
+    def marks(self) -> tuple[BitBoundaries, np.ndarray, Any] | None:
         """Return the arrays with which compiled code updates this index, or None if only Python code can update it."""
         boundaries = self._boundaries
         if not isinstance(boundaries, BitBoundaries) or self._flags or self._columns is not columns_of(self.storage):
             return None
         # The addresses are valid while `boundaries.bitmap` is the same tensor.
-        return boundaries, boundaries.numbers(self._end, self._name), self._seen.values
+        return boundaries, boundaries.marks(self._end, self._name), self._seen.values
 
     def rebuild(self) -> Boundaries:
         """Read all rows again, in the order of writing; O(T * E)."""

@@ -236,10 +236,12 @@ def test_workers_that_are_killed_lose_at_most_the_write_that_they_were_in():
 class Deadly:
     """A compiled function that kills the process."""
 
+    py_func = staticmethod(lambda: None)
+
     def __init__(self, work: Callable[[], None]) -> None:
         self.work = work
 
-    def __call__(self, *_: object) -> None:
+    def __call__(self, *_: object, **__: object) -> None:
         self.work()
 
     def compile(self, _: object) -> Deadly:

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache
 from struct import Struct
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,19 +14,14 @@ from torch import Tensor
 
 from rlbuf_td.kernels.batch.memory import LeafMemory
 from rlbuf_td.kernels.batch.ring import BATCH, RING, STEPS, WINDOWS
-from rlbuf_td.kernels.dispatch import machine_code
+from rlbuf_td.kernels.dispatch import machine_code, record_of
 from rlbuf_td.kernels.host_memory import Entry, address_of
 from rlbuf_td.kernels.huge_pages import advise_huge_pages
 from rlbuf_td.kernels.rows import refuse_rows
 from rlbuf_td.kernels.threads import DRAW_BYTES, LARGE, addresses_of_loops
 
 __all__ = ["RING", "STEPS", "WINDOWS", "BatchMemory", "LeafMemory", "batch_record", "gather_leaves"]
-__all__ += ["parallel_loops", "record_of"]
-
-
-def record_of(dtype: np.dtype, **fields: Any) -> np.ndarray:
-    """Return a record, ``[1]``; a missing field is 0."""
-    return np.array([tuple(fields.get(name, 0) for name in dtype.names or ())], dtype)
+__all__ += ["parallel_loops"]
 
 
 def batch_record(count: int, matrix: Tensor, extents: np.ndarray, **fields: int) -> np.ndarray:
@@ -106,4 +100,4 @@ def _gather_within() -> Callable[..., bool]:
     from rlbuf_td.kernels.batch import cpu
 
     numbers = np.empty(0, np.int64)
-    return machine_code(cpu.gather_within, *[0] * 5, numbers.reshape(0, 2), numbers, 0)
+    return machine_code(cpu.gather_within, leaves=numbers.reshape(0, 2), targets=numbers)

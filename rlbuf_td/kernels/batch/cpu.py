@@ -32,6 +32,7 @@ from rlbuf_td.kernels.compiled import (
     stream_bytes,
 )
 from rlbuf_td.kernels.distinct.cpu import append_at
+from rlbuf_td.kernels.episodes import MARKS
 from rlbuf_td.kernels.episodes.cpu import set_beginnings
 from rlbuf_td.kernels.episodes.cpu import write as write_boundaries
 from rlbuf_td.kernels.rank_order.chunks import Chunks
@@ -193,7 +194,7 @@ def gather_slice(address, targets, begin, count, source, now):
 
 
 @kernel
-def scale(address, count, factor):
+def scale(address, count, factor: float):
     """Multiply ``count`` importance weights (float32) by ``factor``."""
     weight = carray(pointer(address), count, np.float32)
     for j in range(count):
@@ -201,14 +202,14 @@ def scale(address, count, factor):
 
 
 @kernel
-def sample_recent(address, targets, newest, span, steps, log_decay):
+def sample_recent(address, targets, newest, span, steps, log_decay: float):
     batch = batch_at(address)
     recent_rows(batch.uniform, batch.flat, batch.count, newest, span, steps, max(batch.lanes, 1), log_decay)
     gather_flat(address, targets)
 
 
 @kernel
-def sample_proportional(address, targets, step, written, beta, mode, now):
+def sample_proportional(address, targets, step, written, beta: float, mode, now):
     """Sample rows from a sum tree; return False if all weights are 0 or a drawn row has not been written."""
     batch = batch_at(address)
     index, importance, mass, place = _drawn(batch, targets)
@@ -227,7 +228,7 @@ def sample_proportional(address, targets, step, written, beta, mode, now):
 
 
 @kernel
-def sample_proportional_within(address, targets, step, written, beta, mode, now, ranges):
+def sample_proportional_within(address, targets, step, written, beta: float, mode, now, ranges):
     """As :func:`sample_proportional`, from the rows in ``ranges`` alone; this array is ``[R, 3]``."""
     batch = batch_at(address)
     index, importance, mass, _ = _drawn(batch, targets)
@@ -254,7 +255,7 @@ def gather_within_ranges(address, targets, ranges):
 
 
 @kernel
-def sample_rank(address, targets, law, alpha, shift, step, written, beta, mode, now):
+def sample_rank(address, targets, law, alpha: float, shift: float, step, written, beta: float, mode, now):
     """Sample rows by priority rank; return False if no row has a priority or a drawn row has not been written."""
     batch = batch_at(address)
     index, importance, mass, _ = _drawn(batch, targets)
@@ -354,7 +355,7 @@ def _fresh_rows(batch, index, td_error, stamp, now, newest):
 
 
 @kernel
-def update_proportional(address, index, td_error, stamp, written, now, newest, alpha, eps):
+def update_proportional(address, index, td_error, stamp, written, now, newest, alpha: float, eps: float):
     """Update priorities; return the largest ``|td_error|`` or ``REFUSED``, and how many rewritten rows are skipped."""
     batch = batch_at(address)
     stale, row, error = _fresh_rows(batch, index, td_error, stamp, now, newest)
@@ -373,7 +374,7 @@ def update_rank(address, index, td_error, stamp, written, now, newest):
 
 
 @kernel
-def write_ring(address, count, lanes_first, index):
+def write_ring(address, count, lanes_first: bool, index):
     """Write ``count`` time steps at the ring's cursor; return the old cursor, or -1 if nothing was written.
 
     The data is ``[lanes, count, ...]`` if ``lanes_first``, else ``[count, lanes, ...]``. Unless ``index`` is 0, the
@@ -405,13 +406,13 @@ def write_ring(address, count, lanes_first, index):
     store(ring.cursor, (cursor + count) % ring.steps, np.int64)
     store(ring.write_count, load(ring.write_count, np.int64) + count, np.int64)
     if ring.boundaries and load(ring.seen, np.int64) == revision:
-        numbers = carray(pointer(ring.boundaries), 15, np.int64)
-        write_boundaries(numbers, start, head)
+        marks = carray(pointer(ring.boundaries), 1, MARKS)
+        write_boundaries(marks, start, head)
         if head < kept:
-            write_boundaries(numbers, _ZERO, kept - head)
+            write_boundaries(marks, _ZERO, kept - head)
         if kept == ring.steps:
             written = max(load(ring.clock, np.int64), load(ring.write_count, np.int64))
-            set_beginnings(numbers, written == kept)
+            set_beginnings(marks, written == kept)
         store(ring.seen, revision + 1, np.int64)
     if index:
         _write_index(ring, cursor, count, index)
@@ -442,7 +443,7 @@ def enter_ring_rank(address, cursor, count):
 
 
 @kernel
-def write_ring_proportional(address, count, lanes_first, index):
+def write_ring_proportional(address, count, lanes_first: bool, index):
     cursor = write_ring(address, count, lanes_first, index)
     if cursor >= 0:
         enter_ring_proportional(address, cursor, count)
@@ -450,7 +451,7 @@ def write_ring_proportional(address, count, lanes_first, index):
 
 
 @kernel
-def write_ring_rank(address, count, lanes_first, index):
+def write_ring_rank(address, count, lanes_first: bool, index):
     cursor = write_ring(address, count, lanes_first, index)
     if cursor >= 0:
         enter_ring_rank(address, cursor, count)

@@ -16,6 +16,7 @@ from numba import carray
 from rlbuf_td.kernels.batch.cpu import ORDER, TREE, entry_of, has_usual_parts
 from rlbuf_td.kernels.batch.ring import RING
 from rlbuf_td.kernels.compiled import copy_few, inlined, kernel, load, pointer, store
+from rlbuf_td.kernels.episodes import MARKS
 from rlbuf_td.kernels.episodes.cpu import write_rows as write_boundaries
 from rlbuf_td.kernels.rank_order.cpu_update import update as update_order
 from rlbuf_td.kernels.rank_order.reference import LARGEST
@@ -40,7 +41,7 @@ def write_lanes(address, count, lane_ids, cells, index):
     store(ring.write_count, load(ring.write_count, np.int64) + count, np.int64)
     _count(ring, heads)
     if ring.boundaries and load(ring.seen, np.int64) == revision:
-        write_boundaries(carray(pointer(ring.boundaries), 15, np.int64), flat)
+        write_boundaries(carray(pointer(ring.boundaries), 1, MARKS), flat)
         store(ring.seen, revision + 1, np.int64)
     return True
 

@@ -10,7 +10,7 @@ _ADDRESSES = (
     *("priorities", "alpha", "weighed_alpha", "largest", "boundaries", "seen", "loops"),
 )
 #: For writes: the shape of the rows (``lanes`` is 0 for ``[T]``), and addresses (0 for none). ``priorities`` points to
-#: ``SumTree.addresses`` or ``ChunkedOrder.addresses``, ``boundaries`` to ``BitBoundaries.numbers``, ``alpha`` to the
+#: ``SumTree.addresses`` or ``ChunkedOrder.addresses``, ``boundaries`` to a ``MARKS`` record, ``alpha`` to the
 #: exponent of a sum tree, and ``weighed_alpha`` to the exponent of the stored weights. ``written_at`` points to the
 #: write time of each row, and ``heads`` to the newest step and the number of rows of each lane, ``[2, lanes]`` int64.
 #: For shared rows, ``journal`` points to the words of a journal, ``aside`` to memory for the rows that a write

@@ -16,7 +16,8 @@ from numba import carray
 from rlbuf_td.kernels.batch.cpu import batch_at, gather_batch, gather_flat, put_index, windows_at
 from rlbuf_td.kernels.batch.ring import STEPS
 from rlbuf_td.kernels.compiled import copy_few, kernel, load, pointer, prefetch, prefetch_row, store
-from rlbuf_td.kernels.episodes.batches_cpu import choose, put_sum, walk
+from rlbuf_td.kernels.episodes import Bitmap
+from rlbuf_td.kernels.episodes.batches_cpu import Rewards, choose, following, put_sum, walk
 from rlbuf_td.kernels.episodes.cpu import expect, split, steps_ahead, steps_back
 
 _SOON, _AHEAD = 16, 9  # how many rows ahead the bits of a row, and its data, are prefetched
@@ -25,7 +26,7 @@ LIST, READ, BOTH = 0, 1, 2  # the parts of ``sequence``
 
 
 @kernel
-def n_step(bitmap, address, targets, steps):
+def n_step(bitmap: Bitmap, address, targets, steps):
     """Gather n-step transitions."""
     batch, joined = batch_at(address), carray(pointer(steps), 1, STEPS)[0]
     taken, n, gamma = joined.taken, joined.n, joined.gamma
@@ -33,21 +34,20 @@ def n_step(bitmap, address, targets, steps):
     leaves = carray(pointer(batch.extents), (batch.leaves, 4), np.int64)
     out = carray(pointer(targets), batch.leaves + 1, np.int64)
     flat, end = carray(pointer(batch.flat), count, np.int64), carray(pointer(joined.ends), count, np.int64)
-    across, cells = bitmap[5], bitmap[4] * bitmap[5]
     for begun in range(count + _AHEAD):
         if begun + _SOON < count:
             expect(bitmap, flat[begun + _SOON])
         if begun < count:
             cell = flat[begun]
-            k, end[begun] = walk(bitmap, cell, n)
-            store(taken + 8 * begun, k, np.int64)
-            for _ in range(k):
+            length, end[begun] = walk(bitmap, cell, n)
+            store(taken + 8 * begun, length, np.int64)
+            for _ in range(length):
                 prefetch_row(rows + cell * row_bytes, row_bytes)
-                cell = cell + across if cell + across < cells else cell + across - cells
+                cell = following(bitmap, cell)
         i = begun - _AHEAD
         if i < 0:
             continue
-        cell, k = flat[i], load(taken + 8 * i, np.int64)
+        cell, length = flat[i], load(taken + 8 * i, np.int64)
         for leaf in range(batch.leaves):
             offset, width, kind, size = leaves[leaf, 0], leaves[leaf, 1], leaves[leaf, 2], leaves[leaf, 3]
             target = out[leaf] + i * width
@@ -55,28 +55,29 @@ def n_step(bitmap, address, targets, steps):
                 copy_few(target, rows + (cell if kind == ROOT else end[i]) * row_bytes + offset, width)
                 continue
             for part in range(0, width, size):
-                rewards = rows + offset + part
-                put_sum(target + part, rewards, row_bytes, cell, across, cells, k, gamma, size == 8)
+                rewards = Rewards(rows + offset + part, row_bytes, size == 8)
+                put_sum(target + part, rewards, bitmap, cell, length, gamma)
     put_index(batch, flat, out[batch.leaves])
 
 
 @kernel
-def hindsight(bitmap, address, targets, relabeled, law, live, outcome, goals):
+def hindsight(bitmap: Bitmap, address, targets, relabeled, law, live, goals):
     """Gather rows, replace the desired goals of some rows, and write a mask of these rows to address ``relabeled``.
 
-    ``law`` is a :class:`rlbuf_td.kernels.episodes.goals.Law`. Achieved goals from leaf number ``outcome`` replace the
-    desired goals in the leaves with the numbers ``goals``.
+    ``law`` is a :class:`rlbuf_td.kernels.episodes.goals.Law`. Achieved goals from leaf number ``goals[0]`` replace the
+    desired goals in the leaves with the numbers ``goals[1:]``.
     """
     batch = batch_at(address)
     rows, row_bytes, count = batch.rows, batch.row_bytes, batch.count
     out, flat = carray(pointer(targets), batch.leaves + 1, np.int64), carray(pointer(batch.flat), count, np.int64)
     chosen = np.empty(count, np.int64)
-    offset, width = load(batch.extents + 16 * outcome, np.int64), load(batch.extents + 16 * outcome + 8, np.int64)
+    extent = batch.extents + 16 * goals[0]
+    offset, width = load(extent, np.int64), load(extent + 8, np.int64)
     for i in range(count):
         expect(bitmap, flat[i])
     for i in range(count):
         pick = load(batch.uniform + 8 * i, np.float64)
-        chosen[i] = choose(bitmap, law.thresholds, law.only_finished, law.log_gamma, live, flat[i], pick)
+        chosen[i] = choose(bitmap, law, live, flat[i], pick)
         store(relabeled + i, chosen[i] >= 0, np.bool_)
         if chosen[i] >= 0:
             prefetch(rows + chosen[i] * row_bytes + offset)
@@ -84,12 +85,12 @@ def hindsight(bitmap, address, targets, relabeled, law, live, outcome, goals):
     put_index(batch, flat, out[batch.leaves])
     for i in range(count):
         if chosen[i] >= 0:
-            for goal in range(goals.shape[0]):
-                copy_few(out[goals[goal]] + i * width, rows + chosen[i] * row_bytes + offset, width)
+            for goal in goals[1:]:
+                copy_few(out[goal] + i * width, rows + chosen[i] * row_bytes + offset, width)
 
 
 @kernel
-def sequence(bitmap, address, targets, part, steps):
+def sequence(bitmap: Bitmap, address, targets, part, steps):
     """Expand the drawn rows, the anchors, to windows, and gather these; join n-step transitions unless ``steps`` is 0.
 
     ``part`` is ``LIST`` to write the list of rows only, ``READ`` to read the listed rows, ``BOTH`` for both.
@@ -115,7 +116,7 @@ def _expand(bitmap, address, targets):
     """
     batch = batch_at(address)
     windows = windows_at(batch.windows)
-    length, burn_in, across, steps = windows.length, windows.burn_in, bitmap[5], bitmap[4]
+    length, burn_in, across, steps = windows.length, windows.burn_in, bitmap.lanes, bitmap.steps
     window, count = burn_in + length, windows.count
     anchors, flat = (
         carray(pointer(windows.anchors), count, np.int64),

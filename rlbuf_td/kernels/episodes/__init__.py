@@ -11,13 +11,13 @@ implementation.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rlbuf_td.kernels.dispatch import backend_of
+from rlbuf_td.kernels.dispatch import backend_of, record_of
 from rlbuf_td.kernels.inference_mode import outside_inference_mode
 
 WORD = 64
@@ -177,6 +177,24 @@ class FlagBoundaries(BoundariesBase):
         super().restore(tensors)
 
 
+class Bitmap(NamedTuple):
+    """The bitmap of :class:`BitBoundaries`, for compiled loops."""
+
+    # It holds no arrays: numba's reference counting of arrays takes longer than a look-up.
+    bits: int  # address of the words, ``[lanes, words]`` uint64
+    words: int  # per lane
+    starts: int  # address of the first word of each level, int64
+    levels: int
+    steps: int
+    lanes: int
+
+
+_COLUMNS = "end", "end_step", "end_lane", "name", "name_step", "name_lane", "name_size"
+#: For writes: a bitmap, the addresses of ``head`` and ``begun``, and the columns ``end`` and ``name`` of all rows: the
+#: address, and the strides in bytes from step to step and from lane to lane. ``name_size`` is 0 if rows have no names.
+MARKS = np.dtype([(field, np.int64) for field in (*Bitmap._fields, "head", "begun", *_COLUMNS)])
+
+
 class BitBoundaries(BoundariesBase):
     """CPU implementation of trajectory boundaries: the bitmap that :mod:`rlbuf_td.kernels.episodes.cpu` describes."""
 
@@ -190,47 +208,48 @@ class BitBoundaries(BoundariesBase):
             self.bits = torch.zeros(lanes, int(self.starts[-1]) + sizes[0], dtype=torch.int64, device=device)
             self.head = torch.full((lanes,), -1, device="cpu")
             self.begun = torch.zeros(lanes, dtype=torch.bool, device=device)
-        self._bitmap = (0,) * 6
+        self._bitmap: Bitmap | None = None
 
     @property
-    def bitmap(self) -> tuple[int, int, int, int, int, int]:
+    def bitmap(self) -> Bitmap:
         """The argument ``bitmap`` of the CPU loops; the same object as long as the bitmap has not moved."""
-        if self._bitmap[0] != self.bits.data_ptr():
-            sizes = self.bits.shape[1], self.starts.ctypes.data, len(self.starts) - 1, self.steps, self.lanes
-            self._bitmap = self.bits.data_ptr(), *sizes
+        bits = self.bits.data_ptr()
+        if self._bitmap is None or self._bitmap.bits != bits:
+            words, starts, levels = self.bits.shape[1], self.starts.ctypes.data, len(self.starts) - 1
+            self._bitmap = Bitmap(bits, words, starts, levels, steps=self.steps, lanes=self.lanes)
         return self._bitmap
 
     def write(self, start: int, count: int, end: Tensor, name: Tensor | None) -> None:
         from rlbuf_td.kernels.episodes import cpu
 
-        cpu.write(self.numbers(end, name), start, count)
+        cpu.write(self.marks(end, name), start, count)
 
     def write_rows(self, rows: np.ndarray, end: Tensor, name: Tensor | None) -> None:
         from rlbuf_td.kernels.episodes import cpu
 
-        cpu.write_rows(self.numbers(end, name), rows)
+        cpu.write_rows(self.marks(end, name), rows)
 
-    def numbers(self, end: Tensor, name: Tensor | None) -> np.ndarray:
-        """Return the addresses, sizes and strides that the CPU loop of :meth:`write` needs."""
-        names = (0, 0, 0, 0) if name is None else (*_column(name), name.element_size())
-        ends = self.head.data_ptr(), *_column(end), *names, self.begun.data_ptr()
-        return np.array([*self.bitmap, *ends], np.int64)
+    def marks(self, end: Tensor, name: Tensor | None) -> np.ndarray:
+        """Return the record :data:`MARKS` that the CPU loop of :meth:`write` needs, ``[1]``."""
+        given = {**self.bitmap._asdict(), "head": self.head.data_ptr(), "begun": self.begun.data_ptr()}
+        for field, column in (("end", end), ("name", name)):
+            if column is not None:
+                step, lane = (stride * column.element_size() for stride in column.stride())
+                given |= {field: column.data_ptr(), f"{field}_step": step, f"{field}_lane": lane}
+        return record_of(MARKS, **given, name_size=0 if name is None else name.element_size())
 
     def reach(self, cells: Tensor, within: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        rows = len(cells)
-        back, ahead, over = np.empty(rows, np.int64), np.empty(rows, np.int64), np.empty(rows, np.bool_)
         most = self.steps if within is None else min(self.steps, within)
         from rlbuf_td.kernels.episodes import cpu
 
-        cpu.reach(self.bitmap, cells.numpy(), most, back, ahead, over)
+        back, ahead, over = cpu.reach(self.bitmap, cells.numpy(), most)
         return torch.from_numpy(back), torch.from_numpy(ahead), torch.from_numpy(over)
 
     def whole(self, oldest: Tensor, live: Tensor, begun: Tensor, only_finished: bool) -> tuple[Tensor, Tensor]:
-        first, length = np.empty((2, int(live.sum())), np.int64)  # pages that are never written take no memory
         from rlbuf_td.kernels.episodes import cpu
 
-        count = cpu.whole(self.bitmap, oldest.numpy(), live.numpy(), begun.numpy(), only_finished, first, length)
-        return torch.from_numpy(first[:count].copy()), torch.from_numpy(length[:count].copy())
+        first, length = cpu.whole(self.bitmap, oldest.numpy(), live.numpy(), begun.numpy(), only_finished)
+        return torch.from_numpy(first), torch.from_numpy(length)
 
     def tensors(self) -> dict[str, Tensor]:
         return {"bits": self.bits, "head": self.head, "begun": self.begun}
@@ -254,7 +273,7 @@ class BitBoundaries(BoundariesBase):
             tensor.share_memory_()
 
     def __getstate__(self) -> dict[str, object]:
-        return self.__dict__ | {"_bitmap": (0,) * 6}
+        return self.__dict__ | {"_bitmap": None}
 
 
 Boundaries: TypeAlias = FlagBoundaries | BitBoundaries
@@ -267,11 +286,6 @@ def occurrences(numbers: np.ndarray) -> np.ndarray:
     found = np.empty(len(numbers), np.int64)
     found[order] = np.arange(len(numbers)) - np.searchsorted(ordered, ordered)
     return found
-
-
-def _column(column: Tensor) -> tuple[int, int, int]:
-    size = column.element_size()
-    return column.data_ptr(), column.stride(0) * size, column.stride(1) * size
 
 
 def make_boundaries(steps: int, lanes: int, device: torch.device) -> Boundaries:

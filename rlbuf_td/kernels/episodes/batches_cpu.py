@@ -1,11 +1,21 @@
 """CPU loops for hindsight goals and n-step sums; ``bitmap`` is described in :mod:`rlbuf_td.kernels.episodes.cpu`."""
 
+from typing import NamedTuple
+
 import numpy as np
 
 from rlbuf_td.kernels.compiled import inlined, kernel, load, prefetch, store
 from rlbuf_td.kernels.episodes.cpu import expect, is_cut, is_over, split, steps_ahead, steps_back
 
 _SOON = 16  # how many rows ahead the bits and rewards of a row are prefetched
+
+
+class Rewards(NamedTuple):
+    """A column of rewards of all rows, one number per row."""
+
+    address: int
+    row_bytes: int  # from one row to the next
+    is_double: bool  # float64, else float32
 
 
 @inlined
@@ -17,18 +27,21 @@ def steps_to_goal(share, ahead, log_gamma):
 
 
 @inlined
-def choose(bitmap, thresholds, only_finished, log_gamma, live, cell, pick):
-    """Return the row that provides the new goal of row ``cell``, or -1 if it keeps its goal; ``pick`` is random."""
-    future, final, episode, random = thresholds[0], thresholds[1], thresholds[2], thresholds[3]
+def choose(bitmap, law, live, cell, pick):
+    """Return the row that provides the new goal of row ``cell``, or -1 if it keeps its goal; ``pick`` is random.
+
+    ``law`` is a :class:`rlbuf_td.kernels.episodes.goals.Law`.
+    """
+    future, final, episode, random = law.thresholds
     if pick >= episode:
         return min(np.int64((pick - episode) / (random - episode) * live), live - 1) if pick < random else np.int64(-1)
-    steps, lanes = bitmap[4], bitmap[5]
+    steps, lanes = bitmap.steps, bitmap.lanes
     t, lane = split(cell, lanes)
     ahead = steps_ahead(bitmap, lane, t)
-    if only_finished and not is_over(bitmap, lane, t + ahead):
+    if law.only_finished and not is_over(bitmap, lane, t + ahead):
         return np.int64(-1)
     if pick < future:
-        t += steps_to_goal(pick / future, ahead, log_gamma)
+        t += steps_to_goal(pick / future, ahead, law.log_gamma)
     elif pick < final:
         t += ahead
     else:
@@ -38,59 +51,67 @@ def choose(bitmap, thresholds, only_finished, log_gamma, live, cell, pick):
 
 
 @kernel
-def choose_goals(bitmap, thresholds, only_finished, log_gamma, live, cells, uniform, rows, mask):
+def choose_goals(bitmap, law, live, cells, uniform):
+    """Implement :func:`rlbuf_td.kernels.episodes.goals.choose_goals`."""
+    rows, mask = np.empty(len(cells), np.int64), np.empty(len(cells), np.bool_)
     for i in range(len(cells)):
-        row = choose(bitmap, thresholds, only_finished, log_gamma, live, cells[i], uniform[i])
+        row = choose(bitmap, law, live, cells[i], uniform[i])
         mask[i] = row >= 0
         rows[i] = row if row >= 0 else cells[i]
+    return rows, mask
 
 
 @inlined
-def _reward_at(address, double):
-    return load(address, np.float64) if double else np.float64(load(address, np.float32))
+def _reward_at(rewards, cell):
+    address = rewards.address + cell * rewards.row_bytes
+    return load(address, np.float64) if rewards.is_double else np.float64(load(address, np.float32))
+
+
+@inlined
+def following(bitmap, cell):
+    """Return the row one time step after row ``cell``, in the ring of its lane."""
+    cell, cells = cell + bitmap.lanes, bitmap.steps * bitmap.lanes
+    return cell if cell < cells else cell - cells
 
 
 @inlined
 def walk(bitmap, cell, n):
     """Count the rows from ``cell`` to the end of its trajectory, at most ``n``; return the count and the last row."""
-    steps, lanes = bitmap[4], bitmap[5]
-    t, lane = split(cell, lanes)
-    k = 1
-    while k < n and not is_cut(bitmap, lane, t):
-        t = t + 1 if t + 1 < steps else 0
-        k += 1
-    return k, t * lanes + lane
+    t, lane = split(cell, bitmap.lanes)
+    count = 1
+    while count < n and not is_cut(bitmap, lane, t):
+        t = t + 1 if t + 1 < bitmap.steps else 0
+        count += 1
+    return count, t * bitmap.lanes + lane
 
 
 @inlined
-def put_sum(target, rewards, row_bytes, cell, lanes, cells, k, gamma, double):
-    """Write the discounted sum of ``k`` rewards, from row ``cell`` on, to address ``target``."""
-    total, discount = _reward_at(rewards + cell * row_bytes, double), 1.0
-    for _ in range(1, k):
-        cell = cell + lanes if cell + lanes < cells else cell + lanes - cells
+def put_sum(target, rewards, bitmap, cell, count, gamma):
+    """Write the discounted sum of ``count`` rewards, from row ``cell`` on, to address ``target``."""
+    total, discount = _reward_at(rewards, cell), 1.0
+    for _ in range(1, count):
+        cell = following(bitmap, cell)
         discount *= gamma
-        total += discount * _reward_at(rewards + cell * row_bytes, double)
-    if double:
+        total += discount * _reward_at(rewards, cell)
+    if rewards.is_double:
         store(target, total, np.float64)
     else:
         store(target, np.float32(total), np.float32)
 
 
 @kernel
-def sums_ahead(bitmap, reward, row_bytes, features, double, count, rows, n, gamma, total, taken, last):
-    """Implement :func:`rlbuf_td.kernels.episodes.n_step.sums_ahead`; tensors are passed by address."""
-    lanes, cells, width = bitmap[5], bitmap[4] * bitmap[5], 8 if double else 4
-    for i in range(count):
-        if i + _SOON < count:
-            cell = load(rows + 8 * (i + _SOON), np.int64)
+def sums_ahead(bitmap, column, features, rows, n, gamma, total):
+    """Implement :func:`rlbuf_td.kernels.episodes.n_step.sums_ahead`; ``total`` is an address."""
+    taken, last, width = np.empty(len(rows), np.int64), np.empty(len(rows), np.int64), 8 if column.is_double else 4
+    for i in range(len(rows)):
+        if i + _SOON < len(rows):
+            cell = rows[i + _SOON]
             expect(bitmap, cell)
             for _ in range(n):
-                prefetch(reward + cell * row_bytes)
-                cell = cell + lanes if cell + lanes < cells else cell + lanes - cells
-        cell = load(rows + 8 * i, np.int64)
-        k, end = walk(bitmap, cell, n)
-        store(taken + 8 * i, k, np.int64)
-        store(last + 8 * i, end, np.int64)
+                prefetch(column.address + cell * column.row_bytes)
+                cell = following(bitmap, cell)
+        taken[i], last[i] = walk(bitmap, rows[i], n)
         for feature in range(features):
-            target, rewards = total + (i * features + feature) * width, reward + feature * width
-            put_sum(target, rewards, row_bytes, cell, lanes, cells, k, gamma, double)
+            rewards = Rewards(column.address + feature * width, column.row_bytes, column.is_double)
+            put_sum(total + (i * features + feature) * width, rewards, bitmap, rows[i], taken[i], gamma)
+    return taken, last

@@ -7,9 +7,8 @@ step ``t`` is a boundary. In each higher level, bit ``w`` is set if word ``w`` o
 The last stored step of an unfinished trajectory is also a boundary. The words from ``starts[-1]`` on mark only the
 steps with which a trajectory has ended.
 
-The argument ``bitmap`` is a tuple: address of ``bits``, words per lane, address of ``starts``, number of levels, number
-of time steps, number of lanes. The tuple holds no arrays: numba's reference counting of arrays takes longer than
-a look-up.
+The argument ``bitmap`` is a :class:`~rlbuf_td.kernels.episodes.Bitmap`, ``marks`` an array with the record
+:data:`~rlbuf_td.kernels.episodes.MARKS`.
 """
 
 import numpy as np
@@ -23,12 +22,12 @@ _ALL, _ONE, _SIX, _63 = np.uint64(2**64 - 1), np.uint64(1), np.uint64(6), np.uin
 
 @inlined
 def _start(bitmap, level):
-    return np.uint64(load(bitmap[2] + 8 * level, np.int64))
+    return np.uint64(load(bitmap.starts + 8 * level, np.int64))
 
 
 @inlined
 def _word(bitmap, lane, position):
-    return load(bitmap[0] + 8 * (lane * bitmap[1] + np.int64(position)), np.uint64)
+    return load(bitmap.bits + 8 * (lane * bitmap.words + np.int64(position)), np.uint64)
 
 
 @inlined
@@ -39,8 +38,8 @@ def _bit(bitmap, lane, start, t):
 @inlined
 def expect(bitmap, cell):
     """Prefetch the word that contains the boundary bit of a row."""
-    t, lane = split(cell, bitmap[5])
-    prefetch(bitmap[0] + 8 * (lane * bitmap[1] + (t >> 6)))
+    t, lane = split(cell, bitmap.lanes)
+    prefetch(bitmap.bits + 8 * (lane * bitmap.words + (t >> 6)))
 
 
 @kernel
@@ -58,7 +57,7 @@ def _descend(bitmap, lane, level, position, first):
 def _next(bitmap, lane, t):
     """Return the first trajectory boundary at step ``t`` or later, -1 if there is none."""
     position = np.uint64(t)
-    for level in range(bitmap[3]):
+    for level in range(bitmap.levels):
         at = _start(bitmap, level) + (position >> _SIX)
         if at >= _start(bitmap, level + 1):
             return np.int64(-1)
@@ -76,7 +75,7 @@ def _previous(bitmap, lane, t):
     if t < 0:
         return np.int64(-1)
     position = np.uint64(t)
-    for level in range(bitmap[3]):
+    for level in range(bitmap.levels):
         word = _word(bitmap, lane, _start(bitmap, level) + (position >> _SIX)) & (_ALL >> (_63 - (position & _63)))
         if word != 0:
             position = ((position >> _SIX) << _SIX) + (_63 - leading_zeros(word))
@@ -92,7 +91,7 @@ def _previous(bitmap, lane, t):
 def _next_around(bitmap, lane, t):
     """Return the first boundary from step ``t`` on, or else the lane's first boundary plus the lane's length."""
     following = _next(bitmap, lane, t)
-    return following if following >= 0 else _next(bitmap, lane, np.int64(0)) + bitmap[4]
+    return following if following >= 0 else _next(bitmap, lane, np.int64(0)) + bitmap.steps
 
 
 @inlined
@@ -108,7 +107,7 @@ def steps_ahead(bitmap, lane, t):
 @kernel
 def steps_back(bitmap, lane, t):
     """Return the number of steps from the first stored step of the trajectory to step ``t`` of a lane."""
-    before, steps = _previous(bitmap, lane, t - 1), bitmap[4]
+    before, steps = _previous(bitmap, lane, t - 1), bitmap.steps
     return t - before - 1 if before >= 0 else t + steps - _previous(bitmap, lane, steps - 1) - 1
 
 
@@ -119,7 +118,7 @@ def is_cut(bitmap, lane, t):
 
 @inlined
 def is_over(bitmap, lane, t):
-    return _bit(bitmap, lane, _start(bitmap, bitmap[3]), t - bitmap[4] if t >= bitmap[4] else t)
+    return _bit(bitmap, lane, _start(bitmap, bitmap.levels), t - bitmap.steps if t >= bitmap.steps else t)
 
 
 @inlined
@@ -131,18 +130,23 @@ def split(cell, lanes):
 
 
 @kernel
-def reach(bitmap, cells, within, back, ahead, ended):
-    for i in range(len(cells)):
-        t, lane = split(cells[i], bitmap[5])
+def reach(bitmap, cells, within):
+    """Implement :meth:`BitBoundaries.reach`."""
+    count = len(cells)
+    back, ahead, over = np.empty(count, np.int64), np.empty(count, np.int64), np.empty(count, np.bool_)
+    for i in range(count):
+        t, lane = split(cells[i], bitmap.lanes)
         back[i] = min(steps_back(bitmap, lane, t), within)
         ahead[i] = min(steps_ahead(bitmap, lane, t), within)
-        ended[i] = is_over(bitmap, lane, t + ahead[i])
+        over[i] = is_over(bitmap, lane, t + ahead[i])
+    return back, ahead, over
 
 
 @kernel
-def whole(bitmap, oldest, live, begun, only_finished, first, length):
-    """Implement :meth:`BitBoundaries.whole`: write to ``first`` and ``length``; return the number of trajectories."""
-    count, steps, lanes = 0, bitmap[4], bitmap[5]
+def whole(bitmap, oldest, live, begun, only_finished):
+    """Implement :meth:`BitBoundaries.whole`."""
+    count, steps, lanes = 0, bitmap.steps, bitmap.lanes
+    first, length = np.empty(live.sum(), np.int64), np.empty(live.sum(), np.int64)
     for lane in range(lanes):
         t, left, is_whole = oldest[lane], live[lane], begun[lane]
         while left > 0:
@@ -152,7 +156,7 @@ def whole(bitmap, oldest, live, begun, only_finished, first, length):
                 count += 1
             t, left, is_whole = t + rows, left - rows, True
             t = t - steps if t >= steps else t
-    return count
+    return first[:count].copy(), length[:count].copy()
 
 
 @inlined
@@ -177,55 +181,59 @@ def _put_cut(bits, lane, starts, t, value):
 
 
 @inlined
-def _is_renamed(numbers, lane, t, following):
+def _is_renamed(marks, lane, t, following):
     """Whether two steps of a lane have different trajectory ids."""
-    name = numbers[10] + lane * numbers[12]
-    return not same_bytes(name + t * numbers[11], name + following * numbers[11], numbers[13])
+    name = marks.name + lane * marks.name_lane
+    return not same_bytes(name + t * marks.name_step, name + following * marks.name_step, marks.name_size)
 
 
 @inlined
-def _write_lane(numbers, bits, starts, lane, start, stop):
+def _write_lane(marks, bits, starts, lane, start, stop):
     """Record a write of the steps ``start`` to ``stop - 1`` of one lane."""
-    head = numbers[6] + 8 * lane
-    before = start - 1 if start > 0 else numbers[4] - 1
+    head = marks.head + 8 * lane
+    before = start - 1 if start > 0 else marks.steps - 1
     follows, last, over = load(head, np.int64) == before, np.uint64(before), np.uint64(starts[-1])
     ended = (bits[lane, over + (last >> _SIX)] >> (last & _63)) & _ONE != 0
-    if follows and not ended and _is_renamed(numbers, lane, before, start):
+    if follows and not ended and _is_renamed(marks, lane, before, start):
         ended = True
         _put(bits, lane, over, last, True)
     _put_cut(bits, lane, starts, before, ended or not follows)
     oldest = np.uint64(stop - 1)  # the last step that this write replaces: the oldest step then follows it
-    store(numbers[14] + lane, (bits[lane, oldest >> _SIX] >> (oldest & _63)) & _ONE != 0, np.bool_)
+    store(marks.begun + lane, (bits[lane, oldest >> _SIX] >> (oldest & _63)) & _ONE != 0, np.bool_)
     for t in range(start, stop):
-        ended = load(numbers[7] + t * numbers[8] + lane * numbers[9], np.bool_)
+        ended = load(marks.end + t * marks.end_step + lane * marks.end_lane, np.bool_)
         if not ended and t + 1 < stop:
-            ended = _is_renamed(numbers, lane, t, t + 1)
+            ended = _is_renamed(marks, lane, t, t + 1)
         _put(bits, lane, over, np.uint64(t), ended)
         _put_cut(bits, lane, starts, t, ended or t + 1 == stop)
     store(head, stop - 1, np.int64)
 
 
 @kernel
-def write(numbers, start, count):
-    """Implement :meth:`BitBoundaries.write`; ``numbers`` is the result of :meth:`BitBoundaries.numbers`."""
-    bits = carray(pointer(numbers[0]), (numbers[5], numbers[1]), np.uint64)
-    starts = carray(pointer(numbers[2]), numbers[3] + 1, np.int64)
-    for lane in range(numbers[5]):
-        _write_lane(numbers, bits, starts, lane, start, start + count)
+def write(marks, start, count):
+    """Implement :meth:`BitBoundaries.write`; ``marks`` is the result of :meth:`BitBoundaries.marks`."""
+    bits, starts = _words(marks[0])
+    for lane in range(marks[0].lanes):
+        _write_lane(marks[0], bits, starts, lane, start, start + count)
 
 
 @kernel
-def write_rows(numbers, rows):
+def write_rows(marks, rows):
     """Implement :meth:`BitBoundaries.write_rows`."""
-    bits = carray(pointer(numbers[0]), (numbers[5], numbers[1]), np.uint64)
-    starts = carray(pointer(numbers[2]), numbers[3] + 1, np.int64)
+    bits, starts = _words(marks[0])
     for i in range(len(rows)):
-        t, lane = split(rows[i], numbers[5])
-        _write_lane(numbers, bits, starts, lane, t, t + 1)
+        t, lane = split(rows[i], marks[0].lanes)
+        _write_lane(marks[0], bits, starts, lane, t, t + 1)
+
+
+@inlined
+def _words(marks):
+    bits = carray(pointer(marks.bits), (marks.lanes, marks.words), np.uint64)
+    return bits, carray(pointer(marks.starts), marks.levels + 1, np.int64)
 
 
 @kernel
-def set_beginnings(numbers, begun):
+def set_beginnings(marks, begun):
     """Record whether trajectories begin with the oldest steps."""
-    for lane in range(numbers[5]):
-        store(numbers[14] + lane, begun, np.bool_)
+    for lane in range(marks[0].lanes):
+        store(marks[0].begun + lane, begun, np.bool_)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,11 +28,9 @@ def choose_goals(boundaries: Boundaries, cells: Tensor, uniform: Tensor, law: La
     A row that keeps its goal is returned itself. ``live`` is the number of written rows.
     """
     if isinstance(boundaries, BitBoundaries):
-        rows, mask = np.empty(len(cells), np.int64), np.empty(len(cells), np.bool_)
-        given = boundaries.bitmap, *law, live, cells.numpy(), uniform.numpy()
         from rlbuf_td.kernels.episodes import batches_cpu
 
-        batches_cpu.choose_goals(*given, rows, mask)
+        rows, mask = batches_cpu.choose_goals(boundaries.bitmap, law, live, cells.numpy(), uniform.numpy())
         return torch.from_numpy(rows), torch.from_numpy(mask)
     steps, lanes = boundaries.cut.shape
     back, ahead, over = boundaries.reach(cells)

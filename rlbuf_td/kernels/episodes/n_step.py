@@ -47,14 +47,13 @@ def sums_ahead(
     """
     is_plain = reward.dtype in (torch.float32, torch.float64) and reward[:1].is_contiguous()
     if isinstance(boundaries, BitBoundaries) and is_plain:
-        total, rows = reward.new_empty((len(rows), *reward.shape[1:])), rows.contiguous()
-        taken, last, width = torch.empty_like(rows), torch.empty_like(rows), reward.element_size()
-        column = address_of(reward), reward.stride(0) * width, reward.shape[1:].numel(), width == 8
-        given = len(rows), address_of(rows), n, gamma, *map(address_of, (total, taken, last))
-        from rlbuf_td.kernels.episodes import batches_cpu
+        from rlbuf_td.kernels.episodes import batches_cpu as cpu
 
-        batches_cpu.sums_ahead(boundaries.bitmap, *column, *given)
-        return total, taken, last
+        total, features = reward.new_empty((len(rows), *reward.shape[1:])), reward.shape[1:].numel()
+        row_bytes, is_double = reward.stride(0) * reward.element_size(), reward.dtype is torch.float64
+        column, given = cpu.Rewards(address_of(reward), row_bytes, is_double), rows.contiguous().numpy()
+        taken, last = cpu.sums_ahead(boundaries.bitmap, column, features, given, n, gamma, address_of(total))
+        return total, torch.from_numpy(taken), torch.from_numpy(last)
     window, ahead = windows(boundaries, rows, n, boundaries.lanes, len(reward))
     end = torch.zeros_like(window, dtype=torch.bool)
     total, taken = n_step_sums(reward[window], end, ahead, gamma)
