@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from statistics import fmean, pstdev
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +18,15 @@ from torchrl.data import LazyTensorStorage
 from torchrl.data.replay_buffers import PrioritizedSampler
 from torchrl.envs import GymEnv, SerialEnv, StepCounter, TransformedEnv
 
-from rlbuf_td import EpisodeStats, PackedStorage, ReplayBuffer, RolloutBuffer, SchemaError
+from rlbuf_td import (
+    EpisodeStats,
+    PackedStorage,
+    ProportionalSampler,
+    ReplayBuffer,
+    RolloutBuffer,
+    SchemaError,
+    UniformSampler,
+)
 
 KEYS = {("next", "speed"): "mean", ("next", "fuel"): "sum", "height": "last"}
 REASONS = [("next", "success")]
@@ -203,6 +210,42 @@ def test_a_buffer_counts_its_writes_in_every_form():
             assert stats.summary() == by_hand.summary(), how
 
 
+@pytest.mark.parametrize("sampler", [UniformSampler, lambda: ProportionalSampler(120)])
+@pytest.mark.parametrize("form", ["[T]", "[T], add", "[E, T]", "[T, E]", "[T, E], add", "[n, 1]"])
+@pytest.mark.parametrize("ids", [False, True])
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64])
+def test_compiled_writes_count_the_same_steps_as_update(sampler, form, ids, kind):
+    lanes = 3 if "E" in form else 1
+    data = play(lanes, 200, 5, ids=ids)
+    for key in (("next", "fuel"), ("next", "reward")):
+        data[key] = data[key].to(kind)
+    storage = PackedStorage(120, ndim=1 + ("E" in form))  # the ring wraps
+    stats, by_hand = make(20)[0], make(20)[0]
+    rb = ReplayBuffer(storage=storage, sampler=sampler(), stats=stats, dim_extend=0 if form == "[T, E]" else None)
+    if form == "[n, 1]":  # rows of one step each, by the batch size
+        rb.storage.reserve(data[:, 0])
+    single = "add" in form
+    for part in data.split(1 if single else 8, dim=1):
+        given = part.transpose(0, 1).contiguous() if form in ("[T, E]", "[n, 1]") else part if "E" in form else part[0]
+        given = given.squeeze(-1) if single else given
+        rb.add(given) if single else rb.extend(given)
+        by_hand.update(given, time_dim=None if single else 0 if form == "[T, E]" else -1)
+    assert rb.compiled.startswith("add, extend")
+    assert stats.episodes > 20
+    mine, other = stats.state_dict(), by_hand.state_dict()
+    assert all(torch.equal(mine[name], other[name]) for name in other)
+
+
+def test_statistics_that_replace_others_count_the_next_writes():
+    data, rb = play(1, 40, 6)[0].exclude(("next", "fuel")), ReplayBuffer(storage=PackedStorage(100))
+    rb.extend(data[:10])
+    for _ in range(2):
+        rb.episode_stats = EpisodeStats()
+        rb.extend(data[10:20])
+        rb.extend(data[20:30])
+        assert rb.episode_stats.steps == 20
+
+
 def test_torchrls_own_parts_and_rollouts_are_counted_once():
     data = play(4, 16, 4)
     data["state_value"] = data["next", "state_value"] = torch.zeros(4, 16, 1)
@@ -288,16 +331,6 @@ def test_numbers_of_any_dtype_are_exact():
     stats.update(TensorDict({"next": step}, [2]))
     assert stats.summary()["train/count_mean"] == big + 1
     assert stats.summary()["train/return_mean"] == 3.0
-
-
-def test_steps_on_their_way_to_the_host_are_counted_once_they_arrive():
-    stats, data, arrived = EpisodeStats(), play(1, 20, 0), list[bool]()
-    event = SimpleNamespace(query=lambda: bool(arrived), synchronize=lambda: arrived.append(True))
-    stats.record(stats.read(data)._replace(ready=event))
-    stats.record(stats.read(data))
-    assert int(stats._counters[0]) == 0
-    assert stats.steps == 40
-    assert arrived
 
 
 def test_on_every_device(device):

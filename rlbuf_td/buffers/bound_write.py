@@ -22,6 +22,7 @@ from torch import Tensor
 from torchrl.data.replay_buffers import Sampler
 
 from rlbuf_td.buffers.parts import Parts
+from rlbuf_td.diagnostics.episode_stats import Record
 from rlbuf_td.kernels.batch import RING, parallel_loops
 from rlbuf_td.kernels.dispatch import compiled_form, machine_code, record_of
 from rlbuf_td.kernels.host_memory import HostTensors, has_memory
@@ -60,6 +61,9 @@ class BoundWrite:
         self.others = [each for each in self.listeners if self._is_told_later(each)]
         nothing = StatefulSampler.add, Sampler.add, Sampler.extend
         self.notes_writes = {how: has_own(parts.sampler, how, *nothing) for how in ("add", "extend")}
+        self.stats = buffer.episode_stats
+        bind_record = None if self.stats is None else compiled_form(self.stats, "bind_record")
+        self.record: Record | None = None if bind_record is None else bind_record(self.rows.layout)
         self.expected: dict[torch.Size, HostTensors] = {}  # recognizes the leaves, by batch size
         self.sources = np.empty(len(self.rows.extents), np.int64)
         self.set_sources = Struct(f"{len(self.sources)}q").pack_into
@@ -129,14 +133,19 @@ class BoundWrite:
             and (self.boundaries is None or self.boundaries[1].bitmap is self.boundaries[-1])
         )
 
-    def write(self, data: Any, single: bool, transformed: bool = False) -> int | Tensor | None:
-        """Write one time step (``single``) or several; return their index, or None if the stages cannot be used."""
+    def write(self, data: Any, single: bool, transformed: bool = False, counts: bool = False) -> int | Tensor | None:
+        """Write one time step (``single``) or several; return their index, or None if the stages cannot be used.
+
+        ``counts``: whether the write is counted in the buffer's statistics, too.
+        """
         if type(data) is not TensorDict or (torchrl_parts.modules_of(self.transforms) and not transformed):
             return None
         lanes, dim = self.rows.lanes, self.time_dim
         lead = lanes if single else data.batch_size[: 1 + len(lanes)]
         count = 1 if single else lead[dim] if len(lead) > dim else 0
         if not count or lead.numel() != count * lanes.numel():
+            return None
+        if counts and not self._can_count(data.ndim - len(lead)):
             return None
         if self.storage.numbers.values[APART]:
             return self._append_steps(data, count, single, transformed)
@@ -151,11 +160,15 @@ class BoundWrite:
                 return None
             if self.entry is not None and self.entry.value is not None:
                 self.entry.value[0] = self.entry.sampler.priorities.entry
-            if self.others or self.notes_writes["add" if single else "extend"]:
-                return self._write_and_tell(count, where, index, single)
+            if counts or self.others or self.notes_writes["add" if single else "extend"]:
+                return self._write_and_tell(count, where, index, single, counts)
             with self.lock:
                 cursor = self.kernel(self.address, count, dim == 1, where)
         return None if cursor < 0 else cursor if index is None else index
+
+    def _can_count(self, inner_dims: int) -> bool:
+        is_bound = self.record is not None and self.stats is self.buffer.episode_stats
+        return is_bound and not inner_dims and not self.storage.numbers.values[APART]
 
     def _append_steps(self, data: TensorDict, count: int, single: bool, transformed: bool) -> Tensor | None:
         """Write whole time steps to lanes that stand apart."""
@@ -251,15 +264,22 @@ class BoundWrite:
         return True
 
     @held_back
-    def _write_and_tell(self, count: int, where: int, index: Tensor | None, single: bool) -> int | Tensor | None:
-        """Write rows, and call the methods of listeners that have no compiled form."""
+    def _write_and_tell(
+        self, count: int, where: int, index: Tensor | None, single: bool, counts: bool
+    ) -> int | Tensor | None:
+        """Write rows, count them, and call the methods of listeners that have no compiled form."""
         steps, kept = self.rows.steps, min(count, self.rows.steps)
         with self.lock:  # not while listeners are told: they may look up ranks, which needs this lock
             cursor = self.kernel(self.address, count, self.time_dim == 1, where)
         if cursor < 0:
             return None
         found = cursor if index is None else index
-        self.writer.announce((cursor + count - kept) % steps, kept, steps, found, self.others)
+        if self.others:
+            self.writer.announce((cursor + count - kept) % steps, kept, steps, found, self.others)
+        if counts and self.record is not None:
+            lanes = self.rows.lanes.numel()
+            strides = (1, count) if self.time_dim == 1 and not single else (lanes, 1)
+            self.record(self.sources, (count, lanes), strides)
         how = "add" if single else "extend"
         if self.notes_writes[how]:
             getattr(self.sampler, how)(found)

@@ -189,6 +189,10 @@ def _write_and_count(
     stats: EpisodeStats, rb: ReplayBuffer, data: TensorDictBase, how: str, update_priority: bool, lanes: Any
 ) -> Any:
     """Write the data, and record the untransformed data in the episode statistics."""
+    if lanes is None and isinstance(rb.bound_write, BoundWrite):
+        index = rb.bound_write.write(data, how == "add", counts=True)
+        if index is not None:
+            return index
     dims = _lead_dims(rb, how, lanes)
     if data.ndim < dims:
         return _write(rb, data, how, update_priority, lanes)

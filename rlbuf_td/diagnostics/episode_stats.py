@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from math import prod
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -12,18 +12,25 @@ import torch
 from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 
+from rlbuf_td.kernels.dispatch import compiled_form_of
 from rlbuf_td.kernels.host_memory import address_of
+from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.schema import show_key
 from rlbuf_td.storages.tensordict_fast import leaf_of
 from rlbuf_td.storages.trajectory_index import as_tuple
 
 Key: TypeAlias = tuple[str, ...]
 Reduction = Literal["sum", "mean", "last"]
+#: Counts steps, given the addresses of the leaves of a write, and the ``shape`` and ``strides`` of :class:`Steps`.
+Record: TypeAlias = Callable[[np.ndarray, tuple[int, int], tuple[int, int]], None]
 
 _REDUCTIONS = ("sum", "mean", "last")  # in the kernel's order
 _FREE, _STEPS, _EPISODES, _WRITES = np.iinfo(np.int64).min, 0, 1, 2  # as in the kernel
 _SUMMARIES = ("mean", "std", "min", "max")
 _FORGET_AFTER = 1_000  # writes
+_NO_LANES = np.zeros(0, np.int64)
+#: The stored dtypes that compiled code reads as each dtype.
+_READ_AS = {torch.float64: (torch.float32, torch.float64), torch.bool: (torch.bool,), torch.int64: (torch.int64,)}
 _STATE = ("_records", "_ends", "_counters", "_lane_slot", "_keys", "_lengths", "_touched", "_sums")
 
 
@@ -33,8 +40,6 @@ class Steps(NamedTuple):
     shape: tuple[int, int]  # number of time steps, number of lanes
     strides: tuple[int, int]  # rows between time steps, and between lanes
     columns: list[torch.Tensor | None]  # trajectory ids, done, metrics, reasons: contiguous, one number per row
-    ready: Any  # the CUDA event after which the columns are on the host; None: they are there
-    lanes: torch.Tensor | None = None  # the lane of each time step, if the steps are of unlike lanes
 
 
 class EpisodeStats:
@@ -62,8 +67,8 @@ class EpisodeStats:
     Raises:
         ValueError: an argument is out of range, or two metrics or two reasons have the same name.
 
-    Cost: O(steps) per write. Data on a GPU is copied to the host asynchronously, and counted after the copy. If
-    other processes write to the buffer, the statistics in each process count its own steps; for all that are stored,
+    Cost: O(steps) per write. Data on another device is copied to the host, so that each write waits for it. If other
+    processes write to the buffer, the statistics in each process count its own steps; for all that are stored,
     call ``EpisodeStats.update(rb.chronological(), time_dim=0)`` in a buffer ``[T, E]``.
 
     Example:
@@ -111,7 +116,6 @@ class EpisodeStats:
 
     def reset(self) -> None:
         """Forget all episodes, finished or not."""
-        self._pending: deque[Steps] = deque()
         metrics, reasons = len(self._reduction), len(self.reasons)
         self._is_double = np.zeros(metrics, np.bool_)
         self._inputs = np.zeros(2 + metrics + reasons, np.int64)
@@ -123,7 +127,6 @@ class EpisodeStats:
 
     def forget_open(self) -> None:
         """Drop unfinished episodes that have trajectory ids, because new collectors use the same ids again."""
-        self._count_pending()
         self._keys[self._keys >= 0] = _FREE
 
     def update(self, data: TensorDictBase, *, time_dim: int | None = -1) -> None:
@@ -154,10 +157,7 @@ class EpisodeStats:
             if 0 < time_dim < len(size) - 1:
                 data = data.permute(*(d for d in range(len(size)) if d != time_dim), time_dim)
         columns = [self._column(data, key, kind, shape[0] * shape[1]) for key, kind in self._columns]
-        done = columns[1]
-        if done is not None and done.is_cuda:
-            return Steps(shape, strides, *_to_host(columns, done.device))
-        return Steps(shape, strides, [x if x is None else x.resolve_neg().contiguous() for x in columns], None)
+        return Steps(shape, strides, [x if x is None else x.cpu().resolve_neg().contiguous() for x in columns])
 
     def _column(self, data: TensorDictBase, key: Key, kind: torch.dtype, rows: int) -> torch.Tensor | None:
         x = leaf_of(data, key)
@@ -190,31 +190,48 @@ class EpisodeStats:
 
         ``lanes``, ``[n]``: the lanes of n rows of unlike lanes, which :meth:`read` has read as n time steps.
         """
-        steps = Steps(*steps[:4], lanes)
-        if steps.ready is None and not self._pending:
-            return self._count(steps)
-        self._pending.append(steps)
-        self._count_pending(wait=False)
-
-    def _count_pending(self, *, wait: bool = True) -> None:
-        """Count pending steps; with ``wait=False``, only those whose copy to the host is complete."""
-        while self._pending:
-            ready = self._pending[0].ready
-            if ready is not None and wait:
-                ready.synchronize()
-            elif ready is not None and not ready.query():
-                return
-            self._count(self._pending.popleft())
-
-    def _count(self, steps: Steps) -> None:
-        from rlbuf_td.kernels.episodes.statistics import count_steps
-
-        shape, strides, columns, _, lanes = steps
-        lane_ids = np.zeros(0, np.int64) if lanes is None else lanes.cpu().numpy()
+        shape, strides, columns = steps
         metrics = columns[2 : 2 + len(self._is_double)]
         self._inputs[:] = [0 if x is None else address_of(x) for x in columns]
         self._is_double[:] = [x is not None and x.dtype is torch.float64 for x in metrics]
-        known = max(shape[1], int(lane_ids.max(initial=-1)) + 1)
+        self._count(shape, strides, _NO_LANES if lanes is None else lanes.cpu().numpy())
+
+    @compiled_form_of("read", "record", "update")
+    def bind_record(self, layout: RowLayout) -> Record | None:
+        """Return the compiled form of :meth:`record` for data of a row layout; None if it must be converted first."""
+        columns = self._columns if self._trajectory_key in layout.places else self._columns[1:]
+        places = [layout.places.get(key, -1) for key, _ in columns]
+        if -1 in places:
+            return None
+        leaves = [layout.leaves[place] for place in places]
+        for leaf, (_, kind) in zip(leaves, columns, strict=True):
+            if leaf.shape.numel() != 1 or leaf.dtype not in _READ_AS[kind]:
+                return None
+        without_ids = len(self._columns) - len(columns)
+        metrics = leaves[2 - without_ids :][: len(self._is_double)]
+        is_double = [leaf.dtype is torch.float64 for leaf in metrics]
+        return partial(self._record_leaves, np.array(places), without_ids, is_double)
+
+    def _record_leaves(
+        self,
+        places: np.ndarray,
+        without_ids: int,
+        is_double: list[bool],
+        addresses: np.ndarray,
+        shape: tuple[int, int],
+        strides: tuple[int, int],
+    ) -> None:
+        """Count steps whose columns are the leaves at ``places``; ``addresses`` holds the addresses of all leaves."""
+        self._inputs[0] = 0
+        self._inputs[without_ids:] = addresses[places]
+        self._is_double[:] = is_double
+        self._count(shape, strides, _NO_LANES)
+
+    def _count(self, shape: tuple[int, int], strides: tuple[int, int], lane_ids: np.ndarray) -> None:
+        """Count steps whose addresses are in ``_inputs``."""
+        from rlbuf_td.kernels.episodes.statistics import count_steps
+
+        known = max(shape[1], int(lane_ids.max()) + 1) if len(lane_ids) else shape[1]
         if len(self._lane_slot) < known:
             self._lane_slot = np.arange(known)
         self._counters[_WRITES] += 1
@@ -241,13 +258,11 @@ class EpisodeStats:
     @property
     def episodes(self) -> int:
         """The number of episodes that have ended."""
-        self._count_pending()
         return int(self._counters[_EPISODES])
 
     @property
     def steps(self) -> int:
         """The number of steps counted."""
-        self._count_pending()
         return int(self._counters[_STEPS])
 
     def summary(self) -> dict[str, float]:
@@ -285,7 +300,6 @@ class EpisodeStats:
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the state as tensors, including unfinished episodes."""
-        self._count_pending()
         return {name: torch.from_numpy(getattr(self, name).copy()) for name in _STATE}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -306,12 +320,7 @@ class EpisodeStats:
                 raise ValueError(f"the saved statistics are {kinds}: {remedy}")
         if (arrays["_counters"] < 0).any():
             raise ValueError("the saved statistics have negative counts")
-        self._pending.clear()
         self.__dict__.update(arrays)
-
-    def __getstate__(self) -> dict[str, Any]:
-        self._count_pending()  # CUDA events cannot be copied
-        return self.__dict__
 
     def __repr__(self) -> str:
         names = f"metrics={list(self.metrics)}, reasons={list(self.reasons)}"
@@ -320,14 +329,3 @@ class EpisodeStats:
 
 def _name(path: tuple[str, ...]) -> str:
     return ".".join(path[1:] if path[0] == "next" and len(path) > 1 else path)
-
-
-def _to_host(columns: list[torch.Tensor | None], device: torch.device) -> tuple[list[torch.Tensor | None], Any]:
-    """Start copying tensors from a GPU to the host; return the copies and a CUDA event to wait for."""
-    copies = [
-        None if x is None else torch.empty_like(x, device="cpu", pin_memory=True).copy_(x, non_blocking=True)
-        for x in columns
-    ]
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(device))
-    return copies, event
