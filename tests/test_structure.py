@@ -80,14 +80,13 @@ PRIVATE_NAMES = {
     "diagnostics/health.py": "_sum_tree",
     "samplers/goal_env.py": "_env",
     # the buffer, which is in a room above or below
-    "distributed/segments.py": "_initialize",
-    "distributed/shard.py": "_initialize _write_priorities",
+    "distributed/dumps.py": "_initialize",
+    "distributed/shard.py": "_foreach_copy_ _initialize _write_priorities",
     "distributed/spec.py": "_initialize",
     "storages/packed.py": "_order_lost _refuse_checkpointer _rows_restored",
     "storages/writes.py": "_refuse_schema",
     # torch, TensorDict, numba and Python
     "checkpoint/manifest.py": "_metadata",
-    "distributed/packing.py": "_foreach_copy_",
     "kernels/batch/memory.py": "_C _cdata _dynamo _empty_strided_cpu _storage_Use_Count",
     "kernels/host_memory.py": "_C _len_torch_dispatch_stack",
     "kernels/threads.py": "_ZN2at15get_num_threadsEv",

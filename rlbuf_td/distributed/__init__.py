@@ -8,8 +8,8 @@ the rows do not fit into one machine, or if collectors run on several machines. 
 *mass*: the sum of ``p^alpha`` over the priorities ``p`` of its rows. To sample a batch, a client chooses a shard for
 each row, with a probability proportional to the shard's mass. The shard then draws the row by priority. Thus each row
 has the same probability as in one large buffer. A request to a shard also contains the TD errors of earlier batches;
-the answer contains the drawn rows, packed into one block of bytes. To read the code, begin with ``law.py``,
-``shard.py`` and ``client.py``.
+the answer contains the drawn rows, packed into one block of bytes. To read the code, begin with
+``shard.py``, ``batches.py`` and ``client.py``.
 
 **How many shards.** One or two shards per machine are enough. Each shard uses one core.
 ``placement_strategy="SPREAD"`` starts the shards on different machines; ``num_cpus=1`` reserves a core for each shard.

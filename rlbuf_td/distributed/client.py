@@ -16,11 +16,9 @@ from ray.exceptions import RayActorError
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from rlbuf_td.distributed.batches import INCARNATION, ROW, SHARD, WRITTEN_AT, Batches
-from rlbuf_td.distributed.law import Split, split
+from rlbuf_td.distributed.batches import INCARNATION, ROW, SHARD, WRITTEN_AT, Batches, Split, split
 from rlbuf_td.distributed.links import RECOVERY, SHUT_DOWN, Links, OnLoss
-from rlbuf_td.distributed.packing import layout_named, named, pack, pieces_of
-from rlbuf_td.distributed.shard import Answer, Report, Request
+from rlbuf_td.distributed.shard import Answer, Report, Request, layout_named, named, pack, pieces_of
 from rlbuf_td.distributed.spec import Spec
 from rlbuf_td.kernels.strata import masses as positions_in
 from rlbuf_td.samplers.common import EMPTY, NO_PRIORITY, refuse_errors

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError
 
-from rlbuf_td.distributed.packing import join
-from rlbuf_td.distributed.shard import Answer, Report, Request
+from rlbuf_td.distributed.shard import Answer, Report, Request, join
 from rlbuf_td.storages.notebooks import PROCESSES
 
 OnLoss = Literal["continue", "raise"]

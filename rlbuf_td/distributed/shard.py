@@ -1,4 +1,4 @@
-"""A shard: a ReplayBuffer in a separate process, which answers the requests of clients."""
+"""A shard, a ReplayBuffer in a separate process; the requests of clients, its answers, and how both are packed."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import pickle
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,15 +20,15 @@ from tensordict import TensorDictBase
 
 from rlbuf_td.buffers.replay import ReplayBuffer
 from rlbuf_td.checkpoint import CheckpointError
-from rlbuf_td.distributed.dump_folder import reuse
-from rlbuf_td.distributed.packing import cut, layout_named, named, pack
-from rlbuf_td.distributed.segments import Segment, end_trajectories, load_segments
+from rlbuf_td.distributed.dumps import Segment, end_trajectories, load_segments, reuse
 from rlbuf_td.storages import SchemaError
 from rlbuf_td.storages.indexing import merge_
 from rlbuf_td.storages.layout import RowLayout
 
 _IDLE = 10.0  # seconds without a request after which a shard stores received rows at once
 _NOTHING = np.empty(0, np.float64)
+_PIECE = 90_000  # bytes: Ray replies directly with up to 100 kB; more takes 2 ms through Ray's object store
+_MOST = 6  # pieces: larger answers use the object store, without a copy
 
 
 class Report(NamedTuple):
@@ -267,3 +268,43 @@ def _is_restart() -> bool:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Ray's own code causes this warning
         return ray.get_runtime_context().was_current_actor_reconstructed
+
+
+def pack(layout: RowLayout, data: TensorDictBase, lead: torch.Size) -> np.ndarray:
+    """Pack ``data`` (batch dims ``lead``) into ``[n, row_bytes]`` uint8; SchemaError if ``data`` does not fit."""
+    leaves = layout.collect(data, lead)
+    rows = torch.empty((*lead, layout.row_bytes), dtype=torch.uint8, device="cpu")
+    torch._foreach_copy_(layout.columns(rows), leaves)
+    return rows.view(-1, layout.row_bytes).numpy()
+
+
+def named(layout: RowLayout) -> bytes:
+    """Serialize a layout; equal layouts give equal bytes."""
+    return pickle.dumps(layout.state())
+
+
+@lru_cache(maxsize=64)
+def layout_named(name: bytes) -> RowLayout:
+    return RowLayout.from_state(pickle.loads(name))
+
+
+def pieces_of(nbytes: int) -> int:
+    """Return the number of pieces for an answer of ``nbytes`` bytes; 0 if the answer is too large to cut."""
+    pieces = 1 + nbytes // _PIECE
+    return pieces if pieces <= _MOST else 0
+
+
+def cut(answer: Any, pieces: int) -> Any:
+    """Pickle an answer and cut the bytes into ``pieces`` parts."""
+    if not pieces:
+        return answer
+    whole = pickle.dumps(answer, protocol=5)
+    size = -(-len(whole) // pieces)
+    return [whole[place * size : (place + 1) * size] for place in range(pieces)] if pieces > 1 else whole
+
+
+def join(answer: Any) -> Any:
+    """Undo :func:`cut`."""
+    if isinstance(answer, list):
+        answer = b"".join(answer)
+    return pickle.loads(answer) if isinstance(answer, bytes) else answer

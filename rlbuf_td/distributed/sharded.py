@@ -14,10 +14,19 @@ from rlbuf_td.buffers.flow import FlowControl
 from rlbuf_td.buffers.replay import ReplayBuffer
 from rlbuf_td.checkpoint import CheckpointError
 from rlbuf_td.distributed.client import Client
-from rlbuf_td.distributed.dump_folder import Manifest, commit, last_complete, new_name, newest_dump, read, shard_folder
+from rlbuf_td.distributed.dumps import (
+    Manifest,
+    Segment,
+    commit,
+    deal,
+    last_complete,
+    new_name,
+    newest_dump,
+    read,
+    shard_folder,
+)
 from rlbuf_td.distributed.limiter import Limiter
 from rlbuf_td.distributed.links import OnLoss
-from rlbuf_td.distributed.segments import Segment, deal
 from rlbuf_td.distributed.shard import Shard
 from rlbuf_td.distributed.spec import Spec
 from rlbuf_td.storages.checks import one_of, whole

@@ -12,7 +12,7 @@ import torch
 
 from rlbuf_td.buffers.flow import FlowControl
 from rlbuf_td.checkpoint import CheckpointError
-from rlbuf_td.distributed.dump_folder import newest_dump
+from rlbuf_td.distributed.dumps import newest_dump
 from tests.distributed.local import World
 from tests.distributed.test_law import fill, magnitudes, proportional, rows
 

@@ -29,10 +29,9 @@ from rlbuf_td import (
 )
 from rlbuf_td.buffers.flow import FlowControl
 from rlbuf_td.distributed import ShardLost
+from rlbuf_td.distributed.dumps import deal
 from rlbuf_td.distributed.links import PATIENCE
-from rlbuf_td.distributed.packing import join, named, pack, pieces_of
-from rlbuf_td.distributed.segments import deal
-from rlbuf_td.distributed.shard import Request
+from rlbuf_td.distributed.shard import Request, join, named, pack, pieces_of
 from rlbuf_td.distributed.spec import Spec
 from rlbuf_td.storages.layout import RowLayout
 from tests.distributed.local import World

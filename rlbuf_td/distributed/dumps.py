@@ -1,7 +1,8 @@
-"""The folder of a dump of all shards: a subfolder for each dump, and a manifest that names the last complete one.
+"""Dumps of all shards: their folder, and how to load them into any number of shards.
 
-A dump is written beside the previous one, and becomes valid when the manifest is replaced. An interrupted dump leaves
-the previous one as it was, and rows of two dumps are never mixed.
+The folder has a subfolder for each dump, and a manifest that names the last complete one. A dump is written beside the
+previous one, and becomes valid when the manifest is replaced. An interrupted dump leaves the previous one as it was,
+and rows of two dumps are never mixed.
 """
 
 from __future__ import annotations
@@ -10,15 +11,25 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
+import torch
+
+from rlbuf_td.buffers.replay import ReplayBuffer
+from rlbuf_td.checkpoint import open_checkpoint
 from rlbuf_td.checkpoint.files import DATA
 from rlbuf_td.checkpoint.manifest import MANIFEST as SHARD_MANIFEST
 from rlbuf_td.checkpoint.manifest import CheckpointError
+from rlbuf_td.storages import PackedStorage, torchrl_parts
+from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 
+#: Time steps of a dump: folder of the dump, first time step (0 is the oldest), number of time steps (None: all).
+Segment: TypeAlias = tuple[str, int, int | None]
 _MANIFEST = "shards.json"
 _SUBFOLDER = re.compile(r"shards-(\d{6,})")
 
@@ -97,3 +108,57 @@ def commit(path: Path, manifest: Manifest) -> None:
         outdated += [shard_folder(path, None, place) for place in range(len(previous.steps))]
     for folder in outdated:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def deal(steps: Sequence[int], shards: int) -> list[list[tuple[int, int, int]]]:
+    """Return each shard's segments, ``(number of the dump, first time step, number of time steps)``.
+
+    Example:
+        >>> deal([4, 2], 3)
+        [[(0, 0, 2)], [(0, 2, 2)], [(1, 0, 2)]]
+    """
+    total, dealt = sum(steps), []
+    bounds = [round(place * total / shards) for place in range(shards + 1)]
+    for first, last in pairwise(bounds):
+        segments, begin = [], 0
+        for dump, count in enumerate(steps):
+            low, high = max(first, begin), min(last, begin + count)
+            if low < high:
+                segments.append((dump, low - begin, high - low))
+            begin += count
+        dealt.append(segments)
+    return dealt
+
+
+def end_trajectories(storage: PackedStorage) -> None:
+    """End all open trajectories, so that the rows written next do not continue them."""
+    for each in torchrl_parts.listeners_of(storage):
+        if isinstance(each, TrajectoryIndex):
+            each.part()
+
+
+def load_segments(buffer: ReplayBuffer, segments: Sequence[Segment]) -> None:
+    """Fill a new buffer with the rows and priorities of ``segments``."""
+    if len(segments) == 1 and segments[0][1:] == (0, None):
+        return buffer.loads(segments[0][0], progress=False)
+    for folder, first, count in segments:
+        found = open_checkpoint(folder, progress=False)
+        if found.rows is None:
+            continue
+        state: dict[str, Any] = found.sampler
+        while "sampler" in state:
+            state = state["sampler"]
+        steps, capacity = found.rows.batch_size[0], found.shape[0]
+        oldest = found.writer["_cursor"] if steps == capacity else 0
+        chosen = (torch.arange(first, steps if count is None else first + count, device="cpu") + oldest) % steps
+        end_trajectories(buffer.storage)
+        rows = found.rows[chosen]
+        index = buffer.extend(rows if buffer.storage.ndim == 1 else rows.transpose(0, 1), update_priority=False)
+        prioritized = buffer._initialize().prioritized
+        if prioritized is not None:
+            lanes = rows.shape[1:].numel() if buffer.storage.ndim > 1 else 1
+            magnitude = state["priorities"]["magnitude"][: steps * lanes].view(steps, lanes)[chosen].flatten()
+            prioritized.alpha = state["alpha"]
+            priorities = prioritized.priorities
+            priorities.assign(index, magnitude, None, buffer.storage, counts=False)
+            priorities.largest = max(priorities.largest, float(state["largest"]))
