@@ -21,8 +21,14 @@ from rlbuf_td import (
     RolloutBuffer,
     UniformSampler,
 )
-from rlbuf_td.diagnostics.plots import plot_advantages, plot_episodes, plot_health, plot_priorities, plot_trajectory
-from rlbuf_td.diagnostics.plots.figure import WIDTH
+from rlbuf_td.diagnostics.plots import (
+    WIDTH,
+    plot_advantages,
+    plot_episodes,
+    plot_health,
+    plot_priorities,
+    plot_trajectory,
+)
 
 LANES, STEPS = 3, 50
 

@@ -327,5 +327,16 @@ class EpisodeStats:
         return f"{type(self).__name__}({names}, window={self.window}, episodes={self.episodes:,}, steps={self.steps:,})"
 
 
+def running(values: np.ndarray, window: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the running mean and the running standard deviation over ``window`` values, ``[n]`` each."""
+    shift = values.mean()  # for accuracy: the deviation is a difference of squares
+    total, squares = (np.concatenate([[0.0], np.cumsum(x)]) for x in (values - shift, (values - shift) ** 2))
+    end = np.arange(1, len(values) + 1)
+    start = np.maximum(0, end - window)
+    mean = (total[end] - total[start]) / (end - start)
+    deviation = np.sqrt(np.maximum(0, (squares[end] - squares[start]) / (end - start) - mean**2))
+    return mean + shift, deviation
+
+
 def _name(path: tuple[str, ...]) -> str:
     return ".".join(path[1:] if path[0] == "next" and len(path) > 1 else path)

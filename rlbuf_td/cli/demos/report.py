@@ -25,7 +25,7 @@ from torchrl.envs.utils import ExplorationType, set_exploration_type
 from tqdm import tqdm
 
 from rlbuf_td.cli import UsageError, refuse_missing_device, refuse_unwritable
-from rlbuf_td.diagnostics.plots.episodes import running
+from rlbuf_td.diagnostics.episode_stats import running
 
 T = TypeVar("T")
 WINDOW = 20  # episodes

@@ -1,0 +1,435 @@
+"""Plots of buffers, episodes and rollouts, as matplotlib figures.
+
+Each function returns a figure that is 3.4 inches wide, like a column of a paper. Jupyter shows the figure as the result
+of a cell; elsewhere, call ``figure.savefig``. ``pip install 'rlbuf_td[demo]'`` installs matplotlib. All plots share
+small type, and lines that differ in greyscale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.text import Text
+from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
+from tensordict.utils import NestedKey
+from torchrl.data.replay_buffers import ReplayBuffer
+
+from rlbuf_td.diagnostics.episode_stats import EpisodeStats, running
+from rlbuf_td.diagnostics.health import ReplayCount, ages, health, priorities, probabilities, unwrapped
+from rlbuf_td.functional import explained_variance
+from rlbuf_td.storages.indexing import attached, coordinates, device_of, flat_rows, lanes_of, refuse_unwritten
+from rlbuf_td.storages.lane_heads import row_count, written_rows
+from rlbuf_td.storages.schema import walk
+from rlbuf_td.storages.trajectory_index import TrajectoryIndex
+from rlbuf_td.writers import RolloutWriter
+
+__all__ = ["plot_advantages", "plot_episodes", "plot_health", "plot_priorities", "plot_trajectory"]
+
+WIDTH = 3.4  # inches
+_INK, _ACCENT, _SHADE, _GUIDE = "0.1", "#c8500a", "0.78", "0.45"
+_SMALL = 7  # points
+_BARS: dict[str, Any] = {"color": _SHADE, "edgecolor": _INK, "linewidth": 0.5}
+_LOOKS = {_INK: "-", _ACCENT: "--", "0.55": "-", "#2a6f97": "-.", "0.35": ":", "0.75": "--"}
+_LINES: list[dict[str, Any]] = [{"color": c, "linestyle": style, "linewidth": 1.2} for c, style in _LOOKS.items()]
+_LEGEND: dict[str, Any] = {"fontsize": _SMALL - 0.5, "frameon": False}
+
+
+class _Picture(Figure):
+    """A figure that Jupyter shows without pyplot."""
+
+    def suptitle(self, t: str, **settings: Any) -> Text:
+        return super().suptitle(t, fontsize=_SMALL + 0.5, **settings)
+
+    def _repr_png_(self) -> bytes:
+        png = BytesIO()
+        self.savefig(png, format="png")
+        return png.getvalue()
+
+
+def _empty_figure(height: float) -> _Picture:
+    return _Picture(figsize=(WIDTH, height), dpi=180, layout=ConstrainedLayoutEngine(w_pad=0.03, h_pad=0.03))
+
+
+def _panels(rows: int, columns: int, height: float, *, sharex: bool = False) -> tuple[_Picture, list[Axes]]:
+    """Return a figure and its panels, row by row; ``height`` is the height of a row in inches."""
+    figure = _empty_figure(rows * height + 0.35)
+    return figure, list(figure.subplots(rows, columns, squeeze=False, sharex=sharex).flat)
+
+
+def _dress(axes: Axes, title: str, x: str, y: str) -> None:
+    axes.set_title(title, fontsize=_SMALL, loc="left", pad=3)
+    if x:
+        axes.set_xlabel(x, fontsize=_SMALL, labelpad=2)
+    axes.set_ylabel(y, fontsize=_SMALL, labelpad=2)
+    axes.tick_params(which="both", labelsize=_SMALL - 0.5, length=2, width=0.5, pad=2)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_linewidth(0.5)
+
+
+def _guide(axes: Axes, x: Any, y: Any) -> None:
+    axes.plot(x, y, color=_GUIDE, linestyle="--", linewidth=0.9)
+
+
+def _in_percent(axes: Axes) -> None:
+    axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+
+
+def _numbers_of(x: torch.Tensor) -> np.ndarray:
+    return x.detach().cpu().numpy()
+
+
+def plot_episodes(stats: EpisodeStats) -> Figure:
+    """Plot the metrics of recorded episodes, and how often each reason ended an episode, over environment steps.
+
+    A dot is an episode, the line is the mean of the last ``stats.window`` episodes, and the band shows their standard
+    deviation.
+
+    Args:
+        stats: statistics of episodes, such as ``rb.episode_stats``.
+
+    Returns:
+        A figure with a panel per metric, and a panel for end reasons. Returns and lengths share a panel if they are
+        equal.
+
+    Raises:
+        RuntimeError: no episode has ended.
+
+    Cost: O(episodes in the history).
+
+    Example:
+        >>> from rlbuf_td import EpisodeStats
+        >>> from tensordict import TensorDict
+        >>> stats = EpisodeStats()
+        >>> done = torch.arange(1, 31) % 10 == 0
+        >>> stats.update(TensorDict({"next": {"reward": torch.randn(30), "done": done}}, [30]))
+        >>> plot_episodes(stats).get_suptitle()
+        '3 episodes (line: mean of the last 100, band: deviation)'
+    """
+    history = {name: _numbers_of(column) for name, column in stats.history().items()}
+    if not len(history["step"]):
+        raise RuntimeError("there is nothing to plot: no episode has ended")
+    metrics, words = ["return", "length", *stats.metrics[2:]], {"length": "length, steps"}
+    if np.array_equal(history["return"], history["length"]):  # a reward of 1 per step: one panel shows both
+        metrics.remove("length")
+        words["return"] = "return =\nlength in steps"
+    figure, axes = _panels(len(metrics) + 1, 1, 1.15, sharex=True)
+    for name, each in zip(metrics, axes, strict=False):
+        mean, deviation = running(history[name], stats.window)
+        each.plot(history["step"], history[name], ".", color="0.6", markersize=2, zorder=1)
+        band = mean - deviation, mean + deviation
+        each.fill_between(history["step"], *band, color=_SHADE, alpha=0.6, linewidth=0)
+        each.plot(history["step"], mean, color=_INK, linewidth=1.3)
+        _dress(each, "", "", words.get(name, name))
+    for line, name in zip(_LINES, stats.reasons, strict=False):
+        rate, _ = running(history[f"done_{name}"].astype(float), stats.window)
+        axes[-1].plot(history["step"], rate, label=name, **line)
+    axes[-1].set_ylim(-0.04, 1.04)
+    _in_percent(axes[-1])
+    _dress(axes[-1], "", "environment steps", "share of\nepisodes")
+    axes[-1].legend(loc="best", borderaxespad=0.2, **_LEGEND)
+    axes[-1].xaxis.set_major_locator(MaxNLocator(5))
+    figure.suptitle(f"{stats.episodes:,} episodes (line: mean of the last {stats.window}, band: deviation)")
+    return figure
+
+
+def plot_advantages(rollout: ReplayBuffer) -> Figure:
+    """Plot a rollout: values and value targets of the first lane, all advantages, and values against targets.
+
+    Args:
+        rollout: a :class:`~rlbuf_td.RolloutBuffer` whose written steps all have advantages.
+
+    Returns:
+        A figure with three panels.
+
+    Raises:
+        RuntimeError: a step has no advantage, or ``rollout`` is not a rollout buffer.
+
+    Cost: O(rows of the rollout).
+
+    Example:
+        >>> from rlbuf_td import RolloutBuffer
+        >>> from tensordict import TensorDict
+        >>> rollout, done = RolloutBuffer(30, 2), (torch.arange(30) % 10 == 9).expand(2, 30).unsqueeze(-1)
+        >>> step = {"reward": torch.ones(2, 30, 1), "done": done, "terminated": done}
+        >>> _ = rollout.extend(TensorDict({"state_value": torch.randn(2, 30, 1), "next": step}, [2, 30]))
+        >>> len(plot_advantages(rollout).axes)
+        3
+    """
+    writer = rollout.writer
+    if not isinstance(writer, RolloutWriter) or not writer.is_estimated:
+        raise RuntimeError("the rollout is not complete: it has no advantages to plot")
+    data = rollout.storage.get(slice(None))
+    keys = writer.value_key, writer.value_target_key, writer.advantage_key
+    value, target, advantage = (data.get(key).float().reshape(len(data), -1) for key in keys)
+    explained = float(explained_variance(value, target))
+    value, target, advantage = map(_numbers_of, (value, target, advantage))
+    figure = _empty_figure(3.1)
+    top, left, right = figure.subplot_mosaic("AA;BC").values()
+    top.plot(target[:, 0], color=_INK, linewidth=1.1, label="value target")
+    top.plot(value[:, 0], color=_ACCENT, linewidth=1.1, linestyle="--", label="value")
+    done = data.get(writer.estimator.done_key, None)
+    for end in [] if done is None else np.flatnonzero(_numbers_of(done.reshape(len(data), -1))[:, 0]):
+        top.axvline(end + 0.5, color=_SHADE, linewidth=0.8, zorder=0)
+    top.legend(ncols=2, loc="lower left", bbox_to_anchor=(-0.02, 0.97), **_LEGEND)
+    _dress(top, "", "time step of the first lane (grey: an episode ends)", "return")
+    left.hist(advantage.ravel(), 30, **_BARS)
+    left.axvline(0, color=_GUIDE, linestyle="--", linewidth=0.9)
+    _dress(left, f"mean {advantage.mean():.2g}, deviation {advantage.std():.2g}", "advantage", "steps")
+    low, high = min(value.min(), target.min()), max(value.max(), target.max())
+    _guide(right, [low, high], [low, high])
+    some = np.linspace(0, value.size - 1, min(value.size, 1_000)).astype(int)
+    right.plot(value.flat[some], target.flat[some], ".", color=_INK, markersize=2, alpha=0.35, markeredgewidth=0)
+    _dress(right, f"explained variance {round(explained, 2) + 0.0:.2f}", "value", "value target")
+    return figure
+
+
+def plot_trajectory(rb: ReplayBuffer, row: Any, *, keys: Sequence[NestedKey] | None = None) -> Figure:
+    """Plot the stored part of the trajectory that a row belongs to, and mark the row.
+
+    Args:
+        rb: a buffer whose rows have ``("next", "done")`` or trajectory ids.
+        row: the number of a row, or its time step and lane, ``(t, e)``.
+        keys: the keys to plot; default: the reward, the action, and the first observation key with at most 64 numbers
+            per row.
+
+    Returns:
+        A figure with one panel per key. The time axis counts steps from the given row.
+
+    Raises:
+        IndexError: the storage has no such row.
+        KeyError: a key is not stored, or the rows have neither end flags nor trajectory ids.
+
+    Cost: O(rows of the trajectory).
+
+    Example:
+        >>> from rlbuf_td import PackedStorage, ReplayBuffer
+        >>> from tensordict import TensorDict
+        >>> rb = ReplayBuffer(storage=PackedStorage(100))
+        >>> outcome = {"reward": torch.randn(20), "done": torch.arange(20) == 14}
+        >>> _ = rb.extend(TensorDict({"observation": torch.randn(20, 3), "next": outcome}, [20]))
+        >>> plot_trajectory(rb, 4).get_suptitle()
+        'row 4: trajectory of 15 steps, finished'
+    """
+    storage = rb.storage
+    lanes = lanes_of(storage).numel()
+    index = torch.as_tensor([row], device="cpu")
+    index = index.unbind(-1) if isinstance(row, Sequence) else index
+    flat = int(flat_rows(index, storage, device_of(storage)))
+    if not 0 <= flat < len(storage):
+        raise IndexError(f"there is no row {row}: {len(storage)} rows are stored")
+    at = torch.tensor([flat], device=device_of(storage))
+    refuse_unwritten(at, storage)
+    back, ahead, ended = (int(x) for x in TrajectoryIndex.of(storage).reach(at))
+    steps, capacity = np.arange(-back, ahead + 1), storage.max_size // lanes
+    cells = (flat // lanes + torch.arange(-back, ahead + 1, device="cpu")) % capacity * lanes + flat % lanes
+    data = rb.storage.get(coordinates(cells.to(at.device), storage))
+    chosen = _default_keys(data) if keys is None else list(keys)
+    figure, axes = _panels(len(chosen), 1, 1.15, sharex=True)
+    for key, each in zip(chosen, axes, strict=True):
+        values = data.get(key, None)
+        if values is None:
+            raise KeyError(f"no {key!r} in the rows")
+        components = _numbers_of(values.reshape(len(steps), -1).float())
+        _draw_components(each, steps, components)
+        each.axvline(0, color=_ACCENT, linestyle=":", linewidth=1.2)
+        shown = f"\n({len(_LINES)} of {components.shape[1]})" if components.shape[1] > len(_LINES) else ""
+        _dress(each, "", "", (key if isinstance(key, str) else ".".join(key)) + shown)
+    axes[-1].set_xlabel("time steps from the row (dotted)", fontsize=_SMALL)
+    axes[-1].xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    where = f"row {flat:,}" if lanes == 1 else f"row {flat:,} (step {flat // lanes:,}, lane {flat % lanes})"
+    figure.suptitle(f"{where}: trajectory of {len(steps)} steps, {'finished' if ended else 'goes on'}")
+    return figure
+
+
+def _draw_components(axes: Axes, steps: np.ndarray, values: np.ndarray) -> None:
+    if values.shape[1] > 1 and np.isin(values, (0, 1)).all() and (values.sum(1) == 1).all():
+        values = values.argmax(1)[:, None]  # one-hot
+    whole = np.array_equal(values, values.round())
+    for place, (column, line) in enumerate(zip(values.T, _LINES, strict=False)):
+        look = {**line, "linestyle": "", "marker": ".", "markersize": 2.5} if whole else line
+        axes.plot(steps, column, label=f"{place}", **look)
+    if values.shape[1] > 1:
+        axes.legend(ncols=len(_LINES), loc="lower left", bbox_to_anchor=(-0.02, 0.95), **_LEGEND)
+    if whole:
+        axes.yaxis.set_major_locator(MaxNLocator(4, integer=True))
+    axes.margins(y=0.12)
+    if np.ptp(values) == 0:
+        axes.set_ylim(values[0, 0] - 1, values[0, 0] + 1)
+
+
+def _default_keys(data: Any) -> list[NestedKey]:
+    found: list[NestedKey] = [key for key in (("next", "reward"), "action") if data.get(key, None) is not None]
+    for key, x in walk(data):
+        is_small = isinstance(x, torch.Tensor) and x.dtype.is_floating_point and x[0].numel() <= 64
+        if is_small and key[0] not in ("next", "action") and "observation" in key:
+            return [*found, key]
+    return found
+
+
+def plot_health(rb: ReplayBuffer) -> Figure:
+    """Plot the ages and weights of the last batch, and the probabilities and draw counts of all rows.
+
+    A panel without data is omitted: ages need a writer that keeps the time order, weights need a prioritized sampler,
+    and draw counts need ``count_replays=True``.
+
+    Args:
+        rb: a buffer that has been sampled.
+
+    Returns:
+        A figure with one to four panels.
+
+    Raises:
+        RuntimeError: no batch has been sampled, or no panel has data.
+        TypeError: ``rb`` is a :class:`~rlbuf_td.ReplayBufferMixture`; plot one of its members.
+
+    Cost: O(N log N).
+
+    Example:
+        >>> import torch
+        >>> from rlbuf_td import PackedStorage, ProportionalSampler, ReplayBuffer
+        >>> from tensordict import TensorDict
+        >>> rb = ReplayBuffer(storage=PackedStorage(100), sampler=ProportionalSampler(100), batch_size=32)
+        >>> _, _ = rb.extend(TensorDict({"x": torch.zeros(90)}, [90])), rb.sample()
+        >>> len(plot_health(rb).axes)  # ages, weights, mass
+        3
+    """
+    if hasattr(rb, "members"):
+        raise TypeError("a mixture has no plot of its own: plot a member, mixture['name']")
+    last, storage = getattr(rb, "last_draw", None), rb.storage
+    if last is None:
+        raise RuntimeError("there is no health to plot before the first batch: sample one")
+    replays = attached(storage, ReplayCount)
+    report, weight = health(storage, rb.sampler, rb.writer, last, replays), last.weight
+    age, probability = ages(storage, rb.writer, last), probabilities(storage, rb.sampler)
+    draws = list[Callable[[Axes], None]]()
+    if age is not None:
+        steps = len(storage) // lanes_of(storage).numel()
+        draws.append(lambda axes: _draw_ages(axes, _numbers_of(age), steps))
+    if weight is not None:
+        draws.append(lambda axes: _draw_weights(axes, _numbers_of(weight), report["effective_share"]))
+    if probability is not None:
+        draws.append(lambda axes: _draw_mass(axes, _numbers_of(probability), report["top_mass"]))
+    if replays is not None:
+        counts = _numbers_of(replays.counts()[written_rows(storage)])
+        draws.append(lambda axes: _draw_replays(axes, counts, report["never_sampled"]))
+    if not draws:
+        raise RuntimeError("there is no health to plot: the writer keeps no time order, the sampler no priorities")
+    figure, axes = _panels(-(-len(draws) // 2), min(2, len(draws)), 1.6)
+    for draw, each in zip([*draws, Axes.remove], axes, strict=False):
+        draw(each)
+    figure.suptitle(f"{row_count(storage):,} of {storage.max_size:,} rows ({report['fill']:.0%} full)")
+    return figure
+
+
+def _draw_ages(axes: Axes, age: np.ndarray, steps: int) -> None:
+    bins = np.linspace(0, steps, min(20, steps) + 1).tolist()
+    axes.hist(age, bins, **_BARS)
+    _guide(axes, [0, steps], [len(age) / (len(bins) - 1)] * 2)
+    axes.xaxis.set_major_locator(MaxNLocator(4))
+    _dress(axes, "age of the last batch\n(dashed: uniform)", "time steps since written", "rows")
+
+
+def _draw_weights(axes: Axes, weight: np.ndarray, share: float) -> None:
+    axes.hist(weight, 20, range=(0, float(weight.max())), **_BARS)
+    _dress(axes, f"weights of the last batch\n(effective size: {share:.0%})", "importance weight", "rows")
+
+
+def _some_ranks(rows: int) -> np.ndarray:
+    """Return up to 200 ranks from 0 to ``rows - 1``, evenly spaced on a logarithmic scale."""
+    return np.unique(np.geomspace(1, rows, 200).astype(int)) - 1
+
+
+def _draw_mass(axes: Axes, probability: np.ndarray, top: float) -> None:
+    some = _some_ranks(len(probability))
+    mass = (np.cumsum(np.sort(probability)[::-1]) / probability.sum())[some]
+    share = (some + 1) / len(probability)
+    axes.plot(share, mass, color=_INK, linewidth=1.2)
+    _guide(axes, share, share)
+    axes.plot([0.01], [top], "o", color=_ACCENT, markersize=3.5)
+    arrow = {"arrowstyle": "-", "linewidth": 0.6, "color": _ACCENT}
+    place: dict[str, Any] = {"xytext": (0.05, 0.86), "textcoords": "axes fraction", "arrowprops": arrow}
+    axes.annotate(f"top 1%: {top:.0%}", (0.01, top), fontsize=_SMALL - 0.5, **place)
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{100 * x:g}%"))
+    _in_percent(axes)
+    _dress(axes, "concentration of draws\n(dashed: uniform)", "most probable rows", "share of draws")
+
+
+def _draw_replays(axes: Axes, counts: np.ndarray, never: float) -> None:
+    doublings = np.bincount(np.frexp(counts)[1])  # 0, 1, 2 to 3, 4 to 7, ...
+    axes.bar(range(len(doublings)), doublings / len(counts), width=1, **_BARS)
+    edges = ["0", "1", *(f"{2**k:,}+" for k in range(1, len(doublings) - 1))]
+    every = -(-len(edges) // 4)
+    axes.set_xticks(range(len(edges))[::every], edges[::every])
+    _in_percent(axes)
+    _dress(axes, f"draws of the stored rows\n(never: {never:.1%})", "times drawn", "rows")
+
+
+def plot_priorities(rb: ReplayBuffer) -> Figure:
+    """Plot the absolute TD errors and the probabilities of all rows.
+
+    Args:
+        rb: a buffer whose sampler is prioritized, or wraps a prioritized sampler.
+
+    Returns:
+        A figure with two panels: a histogram of absolute TD errors, and the probabilities in descending order.
+
+    Raises:
+        TypeError: the buffer's sampler has no priorities.
+        RuntimeError: the buffer is empty.
+
+    Cost: O(N log N).
+
+    Example:
+        >>> import torch
+        >>> from rlbuf_td import PackedStorage, RankSampler, ReplayBuffer
+        >>> from tensordict import TensorDict
+        >>> rb = ReplayBuffer(storage=PackedStorage(100), sampler=RankSampler(100))
+        >>> index = rb.extend(TensorDict({"x": torch.zeros(90)}, [90]))
+        >>> rb.update_priority(index, torch.rand(90))
+        >>> plot_priorities(rb).get_suptitle()
+        'RankSampler, alpha = 0.7, beta = 0.5'
+    """
+    if not len(rb):
+        raise RuntimeError("there are no priorities to plot: the buffer is empty")
+    storage, sampler = rb.storage, unwrapped(rb.sampler)
+    magnitude, probability = priorities(storage, sampler), probabilities(storage, sampler)
+    if magnitude is None or probability is None:
+        raise TypeError(f"a {type(rb.sampler).__name__} keeps no priorities: use ProportionalSampler or RankSampler")
+    figure, (left, right) = _panels(1, 2, 1.7)
+    _draw_magnitudes(left, _numbers_of(magnitude))
+    _draw_law(right, _numbers_of(probability))
+    figure.suptitle(f"{type(sampler).__name__}, alpha = {sampler.alpha:g}, beta = {sampler.beta:g}")
+    return figure
+
+
+def _draw_magnitudes(axes: Axes, magnitude: np.ndarray) -> None:
+    positive = magnitude[magnitude > 0]
+    if len(positive):
+        low, high = positive.min(), positive.max()
+        bins = np.geomspace(low, high, 31).tolist() if high > low else [low / 2, low * 2]
+        axes.hist(positive, bins, weights=np.full(len(positive), 1 / len(magnitude)), **_BARS)
+        axes.axvline(float(np.median(magnitude)), color=_ACCENT, linewidth=1.0)
+        axes.set_xscale("log")
+    zeros = 1 - len(positive) / len(magnitude)
+    words = f"line: median {np.median(magnitude):.2g}" + (f"; zero: {zeros:.1%}" if zeros else "")
+    _in_percent(axes)
+    _dress(axes, f"TD errors\n({words})", "magnitude", "rows")
+
+
+def _draw_law(axes: Axes, probability: np.ndarray) -> None:
+    some = _some_ranks(len(probability))
+    ratio = (np.sort(probability)[::-1] / probability.mean())[some]
+    axes.plot(some + 1, ratio, color=_INK, linewidth=1.2)
+    _guide(axes, some[[0, -1]] + 1, [1, 1])
+    axes.set(xscale="log", yscale="log")
+    if ratio.max() < 1.5 and ratio.min() > 0.67:
+        axes.set_ylim(0.1, 10)
+    _dress(axes, "probability of a draw\n(dashed: uniform)", "rank of the row", "times uniform")
