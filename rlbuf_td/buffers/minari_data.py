@@ -1,32 +1,36 @@
-"""Import and export of Minari data sets."""
+"""Import and export of Minari data sets: whole buffers, and below them single episodes."""
 
 from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from tensordict import TensorDict, TensorDictBase
 from torchrl.data.replay_buffers import Storage
 
 from rlbuf_td.buffers.flow import count_imported
-from rlbuf_td.checkpoint.folder import progress_bar
-from rlbuf_td.envs.minari_episodes import TRAJECTORY, episode_of, minari, open_dataset, transitions_of
+from rlbuf_td.checkpoint.files import progress_bar
+from rlbuf_td.envs.spaces import OBSERVATION
+from rlbuf_td.envs.specs import tensors_of
+from rlbuf_td.envs.transition import make_transition
 from rlbuf_td.kernels.huge_pages import take_pages
-from rlbuf_td.storages import SchemaError
 from rlbuf_td.storages.indexing import coordinates, lanes_of, stored_rows
 from rlbuf_td.storages.lane_heads import cells_by_age, lanes_apart
-from rlbuf_td.storages.schema import refuse_rounding, show_key, walk
+from rlbuf_td.storages.schema import SchemaError, refuse_rounding, show_key, walk
+from rlbuf_td.storages.trajectory_index import TRAJ_KEY
 from rlbuf_td.writers.common import steps_by_age
 
 if TYPE_CHECKING:
     from rlbuf_td.buffers.replay import ReplayBuffer
 
 Buffer = TypeVar("Buffer", bound="ReplayBuffer")
+INFO, _REWARD = "info", ("next", "reward")
 _WRITTEN_AT_ONCE = 1 << 26  # bytes of episodes per write, because Minari opens its file for each write
 
 
@@ -60,7 +64,7 @@ def import_minari(
         if rb.storage.scratch_dir is None:  # another thread touches the pages first: page faults in writes cost more
             pool.submit(take_pages, rb.storage.all_rows().first(steps).matrix)
         for rows in chain([first], episodes):
-            _fit_reward_(rows, first["next", "reward"].dtype)
+            _fit_reward_(rows, first[_REWARD].dtype)
             rb.extend(rows)
             report(len(rows) * rb.storage.row_bytes)
     count_imported(rb, flow)
@@ -69,14 +73,14 @@ def import_minari(
 
 def _fit_reward_(rows: Any, dtype: torch.dtype) -> None:
     """Promote the rewards of an episode to ``dtype``; raise a SchemaError if type promotion does not allow this."""
-    reward = rows["next", "reward"]
+    reward = rows[_REWARD]
     if torch.promote_types(reward.dtype, dtype) is not dtype:
-        episode = int(rows[TRAJECTORY][0])
+        episode = int(rows[TRAJ_KEY][0])
         raise SchemaError(
             f"episode {episode} has {reward.dtype} rewards, earlier ones {dtype}: pass reward_dtype=torch.float64"
         )
-    refuse_rounding(("next", "reward"), reward, dtype, "pass reward_dtype=torch.float64")
-    rows["next", "reward"] = reward.to(dtype)
+    refuse_rounding(_REWARD, reward, dtype, "pass reward_dtype=torch.float64")
+    rows[_REWARD] = reward.to(dtype)
 
 
 def export_minari(
@@ -140,9 +144,9 @@ def _episodes(
 def _first_rows(storage: Storage, flat: torch.Tensor) -> torch.Tensor:
     """Return the positions in ``flat`` (rows of one environment, oldest first) where episodes begin, except 0."""
     columns: Any = stored_rows(storage)
-    numbers = columns.get(TRAJECTORY, None)
+    numbers = columns.get(TRAJ_KEY, None)
     if numbers is None and columns.get(("next", "done"), None) is None:
-        raise SchemaError(f"the rows have neither {show_key(TRAJECTORY)} nor {show_key(('next', 'done'))}")
+        raise SchemaError(f"the rows have neither {show_key(TRAJ_KEY)} nor {show_key(('next', 'done'))}")
     if numbers is None:
         is_last = columns["next", "done"].flatten().cpu()[flat[:-1]]
     else:
@@ -163,3 +167,114 @@ def _together(episodes: Iterator[tuple[dict[str, Any], int]]) -> Iterator[tuple[
             waiting, total = [], 0
     if waiting:
         yield waiting, total
+
+
+def open_dataset(dataset: Any) -> Any:
+    if isinstance(dataset, str):
+        try:
+            return minari().load_dataset(dataset)
+        except FileNotFoundError:
+            remedy = f"run `minari download {dataset}`, or name one that minari.list_local_datasets() lists"
+            raise FileNotFoundError(f"this machine has no Minari data set {dataset!r}: {remedy}") from None
+    if not hasattr(dataset, "iterate_episodes"):
+        raise TypeError(f"dataset must be the name of a Minari data set or a MinariDataset, got {dataset!r}")
+    return dataset
+
+
+def minari() -> Any:
+    try:
+        import minari
+    except ImportError:
+        raise ImportError("this needs Minari: pip install 'rlbuf_td[minari]'") from None
+    return minari
+
+
+def transitions_of(episode: Any, *, infos: bool, reward_dtype: torch.dtype | None) -> TensorDict:
+    """Return the ``n`` transitions of an episode, which has ``n + 1`` observations."""
+    steps = len(episode)
+    before, after = (_part(episode.observations, rows) for rows in (slice(0, steps), slice(1, steps + 1)))
+    reward = tensors_of(episode.rewards, "rewards")
+    if reward_dtype is not None:
+        refuse_rounding(_REWARD, reward, reward_dtype, "pass reward_dtype=torch.float64")
+        reward = reward.to(reward_dtype)
+    flags = episode.terminations, episode.truncations
+    extras: dict[str, Any] = {"collector": {"traj_ids": torch.full((steps,), int(episode.id), device="cpu")}}
+    if infos and episode.infos:
+        extras |= _infos(tensors_of(episode.infos, INFO), steps)
+    is_float = reward.is_floating_point()  # else make_transition would convert it to float32
+    rows = make_transition(before, episode.actions, reward if is_float else reward.double(), after, *flags, **extras)
+    return rows if is_float else rows.set(_REWARD, reward.unsqueeze(-1))
+
+
+def _part(values: Any, rows: slice) -> Any:
+    if isinstance(values, Mapping):
+        return {key: _part(value, rows) for key, value in values.items()}
+    if isinstance(values, tuple):
+        return tuple(_part(value, rows) for value in values)
+    return values[rows]
+
+
+def _infos(infos: dict[str, Any], steps: int) -> dict[str, Any]:
+    if all(len(value) == steps for _, value in walk(infos)):
+        return {"next": {INFO: infos}}
+    return {INFO: _part(infos, slice(0, steps)), "next": {INFO: _part(infos, slice(1, steps + 1))}}
+
+
+def episode_of(rows: TensorDictBase, spaces: tuple[Any, Any]) -> dict[str, Any]:
+    """Convert an episode's transitions ``[n]``, oldest first, to the arguments of Minari's ``EpisodeBuffer``."""
+    observation_space, action_space = spaces
+    is_dict = type(observation_space).__name__ == "Dict"
+    before, after = (part if is_dict else part.get(OBSERVATION, None) for part in (rows, rows["next"]))
+    result = {
+        "observations": _values(observation_space, before, after, (OBSERVATION,)),
+        "actions": _values(action_space, rows.get("action", None), None, ("action",)),
+    }
+    after = rows["next"]
+    for name, key in (("rewards", "reward"), ("terminations", "terminated"), ("truncations", "truncated")):
+        if key not in after.keys():
+            raise SchemaError(f"the rows have no {show_key(('next', key))}, which a Minari episode holds")
+        column = after[key]
+        result[name] = (column[:, 0] if column.shape[1:] == (1,) else column).numpy()
+    infos, first = after.get(INFO, None), rows.get(INFO, None)
+    is_observed = not isinstance(infos, TensorDictBase) or (is_dict and INFO in observation_space.spaces)
+    first = first if isinstance(first, TensorDictBase) else None
+    return result | {"infos": {} if is_observed else _info_values(first, infos)}
+
+
+def _values(space: Any, before: Any, after: Any, path: tuple[str, ...]) -> Any:
+    """Return arrays nested as in ``space``: all values of ``before``, then the last value of ``after`` if given."""
+    if before is None:
+        raise SchemaError(f"the rows have no {show_key(path)}, which is in the given space: pass the rows' own spaces")
+    kind = type(space).__name__
+    if kind in ("Dict", "Tuple"):
+        parts = dict(space.spaces) if kind == "Dict" else {str(place): part for place, part in enumerate(space.spaces)}
+        found = {
+            key: _values(part, before.get(key, None), None if after is None else after.get(key, None), (*path, key))
+            for key, part in parts.items()
+        }
+        return found if kind == "Dict" else tuple(found.values())
+    expected = getattr(space, "shape", None)  # None: a space of values that are no arrays
+    if expected is not None and before.shape[1:] != expected:
+        shapes = f"{[*before.shape[1:]]} in the rows, {[*expected]} in the given space"
+        raise SchemaError(f"the shape of {show_key(path)} is {shapes}: pass the rows' own spaces")
+    if after is None:
+        return before.numpy()
+    both = (x.contiguous().view(torch.uint8) for x in (before[1:], after[:-1]))  # as bytes, NaN equals itself
+    if before.dtype is not after.dtype or not torch.equal(*both):
+        raise ValueError(
+            f"a next {show_key(path)} differs from that of the row that follows it in its trajectory, and a Minari "
+            "episode holds one value for both: give each trajectory its own number under ('collector', 'traj_ids')"
+        )
+    return torch.cat((before, after[-1:])).numpy()
+
+
+def _info_values(before: Any, after: Any) -> dict[str, Any]:
+    """Return arrays nested as in ``after``: the first value of ``before`` if given, then all values of ``after``."""
+    result = {}
+    for key, value in after.items():
+        first = None if before is None else before.get(key, None)
+        if isinstance(value, TensorDictBase):
+            result[key] = _info_values(first, value)
+        else:
+            result[key] = value.numpy() if first is None else torch.cat((first[:1], value)).numpy()
+    return result

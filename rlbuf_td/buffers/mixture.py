@@ -40,7 +40,7 @@ from rlbuf_td.buffers.mixture_parts import (
 from rlbuf_td.buffers.replay import ReplayBuffer
 from rlbuf_td.buffers.writing import check_write_back, write_back_checked
 from rlbuf_td.checkpoint import load_state, save_state
-from rlbuf_td.checkpoint.folder import explained, reading, write_state, writing
+from rlbuf_td.checkpoint.files import explained, reading, write_state, writing
 from rlbuf_td.checkpoint.manifest import decode
 from rlbuf_td.kernels.strata import LEAST_RATIO
 from rlbuf_td.samplers.common import OwnSignature

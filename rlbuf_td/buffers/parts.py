@@ -11,7 +11,7 @@ from tensordict import NestedKey, TensorDictBase
 from torchrl.data.replay_buffers import ConsumingSampler, PrioritizedSampler, Sampler, Storage, Writer
 
 from rlbuf_td.buffers.flow import FlowControl
-from rlbuf_td.envs.trajectory_numbers import TrajectoryNumbers
+from rlbuf_td.envs.recorder_state import TrajectoryNumbers
 from rlbuf_td.samplers.common import refuse_disorder, refuse_drawn, refuse_stored, refuse_taken, reported_by
 from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.wrapper import SamplerWrapper

@@ -25,13 +25,13 @@ from torchrl.data.replay_buffers import (
 from rlbuf_td.buffers.flow import count_imported
 from rlbuf_td.buffers.parts import refuse_unordered
 from rlbuf_td.checkpoint import CheckpointError
-from rlbuf_td.checkpoint.folder import progress_bar
-from rlbuf_td.envs.minari_episodes import TRAJECTORY
+from rlbuf_td.checkpoint.files import progress_bar
 from rlbuf_td.samplers.proportional import read_torchrl_priorities
 from rlbuf_td.storages import PackedStorage, torchrl_parts
 from rlbuf_td.storages.indexing import coordinates, lanes_of
 from rlbuf_td.storages.lane_heads import lanes_apart
 from rlbuf_td.storages.state import end_trajectories
+from rlbuf_td.storages.trajectory_index import TRAJ_KEY
 from rlbuf_td.storages.writes import is_key
 from rlbuf_td.writers.common import is_in_time_order, steps_by_age
 
@@ -202,6 +202,6 @@ def _chosen(rows: Any, exclude: Any, trajectory_key: NestedKey | None) -> Tensor
     if missing := [key for key in exclude if not is_key(key) or key not in keys]:
         raise KeyError(f"cannot exclude {missing}: exclude takes a list of keys of the rows, {[*rows.keys()]}")
     rows = rows.exclude("index", *exclude)
-    if trajectory_key is None or rows.get(TRAJECTORY, None) is not None or rows.get(trajectory_key, None) is None:
+    if trajectory_key is None or rows.get(TRAJ_KEY, None) is not None or rows.get(trajectory_key, None) is None:
         return rows
-    return rows.exclude(trajectory_key).set(TRAJECTORY, rows.get(trajectory_key))
+    return rows.exclude(trajectory_key).set(TRAJ_KEY, rows.get(trajectory_key))

@@ -14,8 +14,7 @@ from tensordict import TensorDict, TensorDictBase
 from torchrl.data.replay_buffers import RoundRobinWriter
 
 from rlbuf_td.checkpoint import parts
-from rlbuf_td.checkpoint.files import DumpReader, Report
-from rlbuf_td.checkpoint.folder import explained, progress_bar, reading, write_state, writing
+from rlbuf_td.checkpoint.files import DumpReader, Report, explained, progress_bar, reading, write_state, writing
 from rlbuf_td.checkpoint.manifest import CheckpointError, decode
 from rlbuf_td.checkpoint.rows import SavedRows, split_rows
 from rlbuf_td.storages import PackedStorage, torchrl_parts

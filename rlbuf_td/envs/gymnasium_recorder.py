@@ -15,6 +15,7 @@ from torchrl.data.replay_buffers import TensorDictReplayBuffer
 from rlbuf_td.envs.infos import fill_, fill_final_, fill_infos_, info_example, joined, part_of, to_array
 from rlbuf_td.envs.lane_queues import LaneQueues
 from rlbuf_td.envs.recorder_state import (
+    TrajectoryNumbers,
     array_of,
     buffer_state,
     copied,
@@ -26,7 +27,6 @@ from rlbuf_td.envs.recorder_state import (
 )
 from rlbuf_td.envs.spaces import Key
 from rlbuf_td.envs.specs import autoreset_mode_of, paths_of, schema_of, show_extra
-from rlbuf_td.envs.trajectory_numbers import TrajectoryNumbers
 from rlbuf_td.storages import PackedStorage, SchemaError
 from rlbuf_td.storages.checks import state_of
 from rlbuf_td.storages.indexing import attached_or_new

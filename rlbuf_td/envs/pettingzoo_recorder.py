@@ -13,6 +13,7 @@ from torchrl.data.replay_buffers import TensorDictReplayBuffer
 from rlbuf_td.envs.agent_groups import ACTION_MASK, FLAGS, AgentGroup, agents_schema, groups_of, parallel_envs
 from rlbuf_td.envs.infos import fill_, part_of, to_array
 from rlbuf_td.envs.recorder_state import (
+    TrajectoryNumbers,
     array_of,
     buffer_state,
     copied,
@@ -24,16 +25,15 @@ from rlbuf_td.envs.recorder_state import (
 )
 from rlbuf_td.envs.spaces import Key
 from rlbuf_td.envs.specs import show_extra
-from rlbuf_td.envs.trajectory_numbers import TrajectoryNumbers
 from rlbuf_td.storages import PackedStorage, SchemaError
 from rlbuf_td.storages.checks import state_of
 from rlbuf_td.storages.indexing import attached_or_new
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.notebooks import TRANSITIONS
 from rlbuf_td.storages.schema import kind, show_key, walk
+from rlbuf_td.storages.trajectory_index import TRAJ_KEY
 
 _MASK, _ACTION_MASK, _REWARD = ("mask",), (ACTION_MASK,), ("reward",)
-_TRAJECTORY = ("collector", "traj_ids")
 _REMEDY = "make the buffer with from_env(env, ...) and the same group_map"
 
 
@@ -134,7 +134,7 @@ class PettingZooRecorder:
 
     def _fitted(self, schema: TensorDict) -> TensorDict:
         """Reserve the buffer's rows, or check that reserved rows match ``schema``; return the completed schema."""
-        schema.set(_TRAJECTORY, torch.empty(schema.shape, dtype=torch.int64, device="meta"))
+        schema.set(TRAJ_KEY, torch.empty(schema.shape, dtype=torch.int64, device="meta"))
         storage = self.buffer.storage
         if not isinstance(storage, PackedStorage):
             return schema
@@ -220,7 +220,7 @@ class PettingZooRecorder:
         for e, agents in enumerate(before):
             self._fill_before(rows, e, agents, self._observed[e], actions[e])
         self._fill_extras(rows.columns, extras)
-        rows.columns[_TRAJECTORY][...] = self._trajectories
+        rows.columns[TRAJ_KEY][...] = self._trajectories
         self._observed = [None] * len(self.envs)  # if this step fails, a reset must follow
         results = [env.step(each) for env, each in zip(self.envs, actions, strict=True)]
         for e, result in enumerate(results):
@@ -312,7 +312,7 @@ class PettingZooRecorder:
     def _begin(self, lanes: np.ndarray) -> None:
         count = int(np.count_nonzero(lanes))
         if count:
-            self._trajectories[lanes] = self._numbers.take(count, _TRAJECTORY)
+            self._trajectories[lanes] = self._numbers.take(count, TRAJ_KEY)
 
     def _make_rows(self, extras: Mapping[str, Any]) -> _Rows:
         """Return memory for a row of each environment, with the keys of the schema and of the first step's extras."""
