@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NoReturn, TypeAlias
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from torchrl.data.replay_buffers import Sampler, Storage
 from rlbuf_td.kernels.batch import WINDOWS
 from rlbuf_td.kernels.dispatch import backend_of, compiled_form_of, machine_code, record_of
 from rlbuf_td.kernels.rows.read_ahead import ask_for_rows
-from rlbuf_td.samplers.bound import SCALAR, Blank, BoundDraw, Masks, Reading
+from rlbuf_td.samplers.bound import CPU, SCALAR, Blank, BoundDraw, Masks, Reading
 from rlbuf_td.samplers.common import permutation, refuse_disorder, setting
 from rlbuf_td.samplers.wrapper import Drawn, SamplerWrapper, draw_from, rows_at
 from rlbuf_td.storages import PackedStorage
@@ -313,9 +313,13 @@ class SequenceSampler(SamplerWrapper):
                 info[key] = torch.where(fits.view(-1, *[1] * (value.ndim - 1)), value, other_info[key][order])
             back, ahead, _ = boundaries.reach(anchors, self.window)
         if is_on_host:
-            window = f"a window of {self.window} rows within its trajectory"
-            raise RuntimeError(f"hardly any anchor had {window}: use shorter windows, or boundary='pad'{SEQUENCES}")
+            self.refuse_trajectories()
         return anchors, info, back, ahead
+
+    def refuse_trajectories(self) -> NoReturn:
+        """Raise the error of ``boundary="strict"`` for trajectories that are too short."""
+        window = f"a window of {self.window} rows within its trajectory"
+        raise RuntimeError(f"hardly any anchor had {window}: use shorter windows, or boundary='pad'{SEQUENCES}")
 
     def _windows(self, storage: Storage, anchors: Tensor, back: Tensor, ahead: Tensor) -> tuple[Tensor, Tensor]:
         """Return the flat rows of the windows, ``[B * L]``, and a mask that is False for padding, ``[B, L]``."""
@@ -349,8 +353,8 @@ class SequenceSampler(SamplerWrapper):
     def bind_revision(self, storage: PackedStorage, size: int, inner: Reading) -> Reading | str:
         """See :mod:`rlbuf_td.samplers.bound`."""
         flags = {leaf.dtype for leaf in inner.rows.layout.leaves if leaf.key in self.flag_keys}
-        if self.boundary == "strict":
-            return 'boundary="strict" draws again with torch'
+        if self.boundary == "strict" and hasattr(self.innermost, "draw_numbers"):
+            return 'boundary="strict" draws the next rows of an epoch with torch'
         if storage.deduplicated.keys() & {*self.flag_keys}:
             return "flags are deduplicated"
         if not flags <= {torch.bool}:
@@ -430,7 +434,7 @@ class _WindowReading(Reading):
         flags = [(0, 0) if place is None else (place, layout.leaves[place].nbytes) for place in places]
         self.flags = np.array(flags, np.int64)
         self.parts = kernels.LIST, kernels.READ, kernels.BOTH
-        self.kernel = machine_code(kernels.sequence)
+        self.kernel, self.replace_short = machine_code(kernels.sequence), machine_code(kernels.replace_short)
 
     def bind(self, draw: BoundDraw, size: int) -> None:
         """See :class:`~rlbuf_td.samplers.bound.Reading`."""
@@ -444,9 +448,32 @@ class _WindowReading(Reading):
         given |= {"length": self.wrapper.length, "burn_in": self.wrapper.burn_in}
         draw.expand_to(record_of(WINDOWS, **given, shifts=int(self.wrapper.boundary == "shift")))
         self.inner.bind(draw, size)
-        self.address, self.flat = self.inner.address, self.inner.flat
+        self.draw, self.address, self.flat = draw, self.inner.address, self.inner.flat
+        self.kept = np.zeros(draw.size, np.int64)
+        self.others = [torch.zeros(draw.size, dtype=dtype, device="cpu") for _, dtype in draw.reports]
+        places = [0] * (1 + len(self.rows.layout.leaves)) + [other.data_ptr() for other in self.others]
+        self.other_targets = np.array(places, np.int64)
+
+    def _fit(self, bitmap: Any, blank: Blank, written: int) -> None:
+        """Draw other anchors until all windows fit, as :meth:`SequenceSampler._anchors` does with torch."""
+        draw, fresh = self.draw, self.draw.record["queue"][0]
+        anchors, others = (bitmap, self.address, blank.targets, self.kept.ctypes.data), self.other_targets.ctypes.data
+        short = self.replace_short(*anchors, 0, 0)
+        draw.record["queue"] = 0  # other anchors are not taken from the fresh rows
+        try:
+            for _ in range(_ROUNDS):
+                if not short:
+                    return
+                draw(written, others)
+                order = permutation(draw.size, draw.generator, CPU)
+                short = self.replace_short(*anchors, order.data_ptr(), others)
+        finally:
+            draw.record["queue"] = fresh
+        self.wrapper.refuse_trajectories()
 
     def __call__(self, bitmap: Any, blank: Blank, written: int) -> None:
+        if self.wrapper.boundary == "strict":
+            self._fit(bitmap, blank, written)
         given, steps, (lists, reads, both) = (bitmap, self.address, blank.targets), self.inner.steps(blank), self.parts
         if self.rows.is_mapped:
             self.kernel(*given, lists, steps)

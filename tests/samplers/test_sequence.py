@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,13 @@ from torchrl.data.replay_buffers import LazyTensorStorage, TensorDictReplayBuffe
 from torchrl.modules import GRUModule, LSTMModule, set_recurrent_mode
 
 from rlbuf_td import (
+    FreshRowsSampler,
     MinibatchSampler,
+    NStepSampler,
     PackedStorage,
     ProportionalSampler,
     RankSampler,
+    RecencySampler,
     ReplayBuffer,
     SequenceSampler,
     UniformSampler,
@@ -65,6 +69,53 @@ def test_strict_windows_are_whole_and_their_anchors_follow_the_law(kind):
         np.add.at(counts, anchors.numpy(), 1)
     law = np.where(fits, law, 0)
     assert_follows(counts, law / law.sum())
+
+
+class _WithoutCompiledForm(SequenceSampler):
+    def _anchors(self, storage: Any, count: int) -> Any:
+        return super()._anchors(storage, count)
+
+
+STRICT = {
+    "uniform": UniformSampler,
+    "unique": lambda: UniformSampler(unique=True),
+    "young": lambda: UniformSampler(max_age=40),
+    "proportional": lambda: ProportionalSampler(120),
+    "weights by batch": lambda: ProportionalSampler(120, weight_norm="batch"),
+    "plain weights": lambda: ProportionalSampler(120, weight_norm=None, stratified=False),
+    "rank": lambda: RankSampler(120),
+    "recency": lambda: RecencySampler(30),
+    "fresh": lambda: FreshRowsSampler(ProportionalSampler(120)),
+    "n-step": lambda: NStepSampler(ProportionalSampler(120), 3, 0.9),
+    "n-step of fresh": lambda: NStepSampler(FreshRowsSampler(ProportionalSampler(120)), 2, 0.9),
+}
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+@pytest.mark.parametrize("options", [{}, {"burn_in": 2}, {"burn_in": 1, "output_layout": "batch_time"}])
+@pytest.mark.parametrize("kind", STRICT.values(), ids=STRICT)
+def test_strict_windows_of_the_compiled_form_equal_those_of_torch(kind, options, lanes):
+    worlds = []
+    for sampler in (SequenceSampler, _WithoutCompiledForm):
+        storage = partial(PackedStorage, share_next=lanes == 2 and not options)
+        made = world(sampler(kind(), 3, boundary="strict", **options), steps=120 // lanes, lanes=lanes, storage=storage)
+        made.rb.sampler._rng = torch.Generator().manual_seed(3)
+        worlds.append(made)
+    rounds = 0
+    for round_ in range(25):
+        batches = [made.rb.sample((3 + options.get("burn_in", 0)) * 16) for made in worlds]
+        assert set(batches[0].keys(True, True)) == set(batches[1].keys(True, True))
+        assert (batches[0] == batches[1]).all()
+        assert batches[0]["mask"].all()
+        rounds += ", sample" in worlds[0].rb.compiled.partition("; not")[0]
+        for made, batch in zip(worlds, batches, strict=True):
+            if made.rb.sampler._is_prioritized:
+                error = torch.rand(batch.batch_size, generator=torch.Generator().manual_seed(round_))
+                made.rb.update_tensordict_priority(batch.set("td_error", error))
+            if round_ % 4 == 0:
+                made.write(3)
+    assert rounds > 20
+    assert "not" in worlds[1].rb.compiled
 
 
 def test_strict_windows_carry_the_weights_of_their_own_anchors():

@@ -85,6 +85,9 @@ OPTIONS: dict[str, Callable[[int, int], Any]] = {
     ),
     "n-step, share_next": partial(made, sampler=n_step, storage=partial(PackedStorage, share_next=True)),
     "sequences": partial(made, sampler=lambda rows: SequenceSampler(ProportionalSampler(rows), LENGTH)),
+    "sequences, strict": partial(
+        made, sampler=lambda rows: SequenceSampler(ProportionalSampler(rows), LENGTH, boundary="strict")
+    ),
     "sequences of n-step": partial(made, sampler=lambda rows: SequenceSampler(n_step(rows), LENGTH)),
     "fresh rows": partial(made, sampler=lambda rows: FreshRowsSampler(ProportionalSampler(rows))),
     "share_next": partial(made, storage=partial(PackedStorage, share_next=True)),

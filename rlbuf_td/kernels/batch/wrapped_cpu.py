@@ -15,7 +15,17 @@ from numba import carray
 
 from rlbuf_td.kernels.batch.cpu import batch_at, gather_batch, gather_flat, put_index, windows_at
 from rlbuf_td.kernels.batch.ring import STEPS
-from rlbuf_td.kernels.compiled import copy_few, kernel, load, pointer, prefetch, prefetch_row, store
+from rlbuf_td.kernels.compiled import (
+    copy_bytes,
+    copy_few,
+    inlined,
+    kernel,
+    load,
+    pointer,
+    prefetch,
+    prefetch_row,
+    store,
+)
 from rlbuf_td.kernels.episodes import Bitmap
 from rlbuf_td.kernels.episodes.batches_cpu import Rewards, choose, following, put_sum, walk
 from rlbuf_td.kernels.episodes.cpu import expect, split, steps_ahead, steps_back
@@ -87,6 +97,42 @@ def hindsight(bitmap: Bitmap, address, targets, relabeled, law, live, goals):
         if chosen[i] >= 0:
             for goal in goals[1:]:
                 copy_few(out[goal] + i * width, rows + chosen[i] * row_bytes + offset, width)
+
+
+@inlined
+def _fits(bitmap, windows, anchor):
+    t, lane = split(anchor, bitmap.lanes)
+    has_burn_in = windows.burn_in == 0 or steps_back(bitmap, lane, t) >= windows.burn_in
+    return has_burn_in and steps_ahead(bitmap, lane, t) >= windows.length - 1
+
+
+@kernel
+def replace_short(bitmap: Bitmap, address, targets, kept, order, others):
+    """Replace the anchors whose window does not fit into its trajectory; return how many windows still do not fit.
+
+    The anchors are at address ``kept``. Anchor ``i`` is replaced by the drawn row ``order[i]``, and the outputs of the
+    sampler by those of this row, whose addresses are at ``others``, as at ``targets``. In the first call, ``order`` is
+    0: all drawn rows become anchors. When all windows fit, the anchors take the place of the drawn rows.
+    """
+    batch = batch_at(address)
+    windows = windows_at(batch.windows)
+    anchors = carray(pointer(kept), windows.count, np.int64)
+    drawn = carray(pointer(windows.anchors), windows.count, np.int64)
+    short = 0
+    for i in range(windows.count):
+        if not order:
+            anchors[i] = drawn[i]
+        elif not _fits(bitmap, windows, anchors[i]):
+            other = load(order + 8 * i, np.int64)
+            anchors[i] = drawn[other]
+            for report in range(windows.reports):
+                width, place = load(windows.widths + 8 * report, np.int64), 8 * (batch.leaves + 1 + report)
+                target, source = load(targets + place, np.int64), load(others + place, np.int64)
+                copy_few(target + i * width, source + other * width, width)
+        short += not _fits(bitmap, windows, anchors[i])
+    if not short:
+        copy_bytes(windows.anchors, kept, 8 * windows.count)
+    return short
 
 
 @kernel
