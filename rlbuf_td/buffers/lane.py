@@ -9,7 +9,7 @@ from tensordict import TensorDictBase
 
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import whole
-from rlbuf_td.storages.lane_heads import LENGTH
+from rlbuf_td.storages.lane_heads import LENGTH, lane_count
 
 if TYPE_CHECKING:
     from rlbuf_td.buffers.replay import ReplayBuffer
@@ -20,8 +20,8 @@ class Lane:
 
     ``rb.lane(e)`` makes it. Lanes advance alone: an actor that is ahead waits for no other, and steps that actors
     write at the same time do not end each other's trajectories. A process that is killed while it writes loses at most
-    that write. An actor with a Gymnasium environment writes what :func:`~rlbuf_td.envs.transition.make_transition`
-    returns.
+    that write. ``GymnasiumRecorder(rb.lane(e), env)`` records a Gymnasium environment; a loop of one's own writes what
+    :func:`~rlbuf_td.envs.transition.make_transition` returns.
 
     Cost: that of ``rb.extend(..., lanes=e)``.
 
@@ -43,7 +43,7 @@ class Lane:
         storage = buffer.storage
         if not isinstance(storage, PackedStorage) or storage.ndim != 2:
             raise ValueError("lanes are those of a PackedStorage(max_size, ndim=2)")
-        lanes = storage.lanes_wanted if storage.rows is None else storage.lanes[0]
+        lanes = lane_count(storage)
         if lanes is None:
             reason = "the number of lanes is not known before the first write"
             raise ValueError(f"{reason}: give it, PackedStorage(max_size, ndim=2, lanes=E)")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -15,9 +15,11 @@ from torchrl.data.replay_buffers import TensorDictReplayBuffer
 from rlbuf_td.envs.infos import fill_, fill_final_, fill_infos_, info_example, joined, part_of, to_array
 from rlbuf_td.envs.lane_queues import LaneQueues
 from rlbuf_td.envs.recorder_state import (
+    BufferLane,
     TrajectoryNumbers,
     array_of,
     buffer_state,
+    checked_buffer,
     copied,
     refuse_other,
     refuse_other_rows,
@@ -30,7 +32,7 @@ from rlbuf_td.envs.specs import autoreset_mode_of, paths_of, schema_of, show_ext
 from rlbuf_td.storages import PackedStorage, SchemaError
 from rlbuf_td.storages.checks import state_of
 from rlbuf_td.storages.indexing import attached_or_new
-from rlbuf_td.storages.lane_heads import lanes_apart
+from rlbuf_td.storages.lane_heads import lane_count, lanes_apart
 from rlbuf_td.storages.notebooks import ROLLOUTS, TRANSITIONS
 from rlbuf_td.storages.schema import show_key, walk
 from rlbuf_td.writers import RolloutWriter
@@ -70,8 +72,13 @@ class GymnasiumRecorder:
     collects transitions in memory. They are stored together when the lane's episode ends, or when the lane holds
     ``stretch`` of them. :meth:`flush` stores the transitions of all lanes.
 
+    With ``rb.lane(e)`` in place of the buffer, a single environment (or a vector environment with one sub-environment)
+    is lane ``e`` of a replay buffer ``[T, E]``. Each actor, in a thread or after ``rb.share()`` in a process, then has
+    a recorder of its own, and waits for no other. The lane gets the same rows as from a vector environment.
+
     Args:
-        buffer: a :class:`ReplayBuffer` or :class:`RolloutBuffer`, for example from ``from_env(env, ...)``.
+        buffer: a :class:`ReplayBuffer` or :class:`RolloutBuffer`, for example from ``from_env(env, ...)``; or one lane
+            of a :class:`ReplayBuffer`, ``rb.lane(e)``.
         env: a Gymnasium environment, or a vector environment.
         infos: names of infos to store under ``"next"``, such as ``"score"`` or the nested ``("episode", "r")``. Every
             step must return each info, unless ``infos`` is a dict from names to default values.
@@ -84,9 +91,11 @@ class GymnasiumRecorder:
 
     Raises:
         TypeError: ``buffer``, ``env`` or ``infos`` has the wrong type.
-        ValueError: ``stretch`` is below 1; ``autoreset_mode`` contradicts the environment's metadata; or a
-            RolloutBuffer is combined with several environments that reset in the next step, or is ``[T]``.
-        SchemaError: the environment's transitions do not fit the buffer's rows or lanes.
+        ValueError: ``stretch`` is below 1; ``autoreset_mode`` contradicts the environment's metadata; a RolloutBuffer
+            is combined with several environments that reset in the next step, or is ``[T]``; or the buffer of a lane
+            cannot write single lanes.
+        SchemaError: the environment's transitions do not fit the buffer's rows or lanes, or a lane gets several
+            environments.
         RuntimeError: ``trajectory_key`` is ``None``, and the newest stored step has ``done=False`` in a lane. The
             next episode would seem to continue this step.
 
@@ -114,7 +123,7 @@ class GymnasiumRecorder:
 
     def __init__(
         self,
-        buffer: TensorDictReplayBuffer,
+        buffer: TensorDictReplayBuffer | BufferLane,
         env: Any,
         *,
         infos: Sequence[str | Key] | Mapping[Any, Any] = (),
@@ -122,8 +131,9 @@ class GymnasiumRecorder:
         stretch: int = 1_000,
         autoreset_mode: Any = None,
     ) -> None:
-        if not isinstance(buffer, TensorDictReplayBuffer) or not hasattr(buffer, "from_env"):  # TorchRL's lack that
-            raise TypeError(f"buffer must be a ReplayBuffer or RolloutBuffer, got a {type(buffer).__name__}")
+        #: The number of the lane to which this recorder writes; None: all lanes of the buffer, or a buffer ``[T]``.
+        self._lane = buffer.number if isinstance(buffer, BufferLane) else None
+        buffer = checked_buffer(buffer.buffer if isinstance(buffer, BufferLane) else buffer)
         if stretch < 1:
             raise ValueError(f"stretch must be at least 1, got {stretch}")
         if isinstance(infos, str):
@@ -135,8 +145,7 @@ class GymnasiumRecorder:
         self._lanes = 1 if self._single else schema.shape[0]
         self._flat = buffer.storage.ndim == 1
         self._mode = autoreset_mode_of(env, autoreset_mode, self._single)
-        if not self._single and isinstance(buffer.writer, RolloutWriter):
-            self._refuse_rollouts()
+        self._refuse_lanes()
         self._obs_paths, self._action_paths = paths_of(env, schema, self._single)
         self._next_paths = [(("next", *key), path) for key, path in self._obs_paths]
         defaults = infos if isinstance(infos, Mapping) else dict.fromkeys(infos)
@@ -153,6 +162,13 @@ class GymnasiumRecorder:
         self._loads, self._warned = self._numbers.loads, False
         self._refuse_open_end()
 
+    def _refuse_lanes(self) -> None:
+        """Raise an error if the environments cannot be recorded in the lanes of the buffer, or in a single lane."""
+        if self._lane is not None:
+            self._refuse_lane()
+        elif not self._single and isinstance(self.buffer.writer, RolloutWriter):
+            self._refuse_rollouts()
+
     def _refuse_rollouts(self) -> None:
         """Raise a ValueError if the rollouts of several environments would hold rows of older policies."""
         if self._flat:
@@ -162,16 +178,35 @@ class GymnasiumRecorder:
             how = f"use same-step autoreset, for example {_SAME_STEP}"
             raise ValueError(f"a rollout cannot be recorded with next-step autoreset: {why}. Instead, {how}{ROLLOUTS}")
 
+    def _refuse_lane(self) -> None:
+        """Raise an error if the environment or the buffer does not allow to record a single lane."""
+        if self._lanes > 1:
+            fault = f"lane {self._lane} holds the transitions of one environment, got {self._lanes} environments"
+            raise SchemaError(f"{fault}: pass one of them, or record them in the whole buffer")
+        if not self._writes_lanes:
+            fault = f"a {type(self.buffer.writer).__name__} of this buffer writes whole time steps, and no single lane"
+            raise ValueError(f"{fault}: use a ReplayBuffer with a RingWriter, or record all lanes with one recorder")
+
+    def _time_step(self, schema: TensorDict) -> TensorDict:
+        """Return the schema of a time step of the buffer, ``[]`` or ``[E]``, for the schema of the environment."""
+        if self._flat:
+            return schema[0]
+        return schema if self._lane is None else schema.expand(lane_count(self.buffer.storage))
+
     def _fitted(self, schema: TensorDict) -> TensorDict:
         """Reserve the buffer's rows, or check that reserved rows match ``schema``; return the completed schema."""
         if self._trajectory_key is not None:
             schema.set(self._trajectory_key, torch.empty(schema.shape, dtype=torch.int64, device="meta"))
         storage = self.buffer.storage
-        if not isinstance(storage, PackedStorage):
-            return schema
+        if isinstance(storage, PackedStorage):
+            with storage.lock:  # recorders of other lanes may be made, or write first rows
+                self._fit_rows(storage, schema)
+        return schema
+
+    def _fit_rows(self, storage: PackedStorage, schema: TensorDict) -> None:
         if storage.layout is None:
-            storage.reserve(schema[0] if self._flat else schema)
-        lanes = () if self._flat else tuple(schema.shape)
+            storage.reserve(self._time_step(schema))
+        lanes = tuple(self._time_step(schema).shape)
         if storage.lanes != lanes:
             raise SchemaError(f"the buffer has lanes {tuple(storage.lanes)}, the environment {lanes}: {_REMEDY}")
         stored = {} if storage.layout is None else {leaf.key: leaf for leaf in storage.layout.leaves}
@@ -185,7 +220,6 @@ class GymnasiumRecorder:
                 given = f"the environment gives {show_key(key)} as {value.dtype} of shape {tuple(value.shape[1:])}"
                 stored_as = f"the buffer's rows hold {leaf.dtype} of shape {tuple(leaf.shape)}"
                 raise SchemaError(f"{given}, {stored_as}: {_REMEDY}")
-        return schema
 
     def _refuse_missing(self, key: Key, value: torch.Tensor) -> None:
         """Raise a SchemaError if the buffer's rows have no entry ``key``, and the first write can no longer add it."""
@@ -307,7 +341,7 @@ class GymnasiumRecorder:
         return {
             "recorder": type(self).__name__,
             "lanes": 0 if self._single else self._lanes,
-            "rows": "[T]" if self._flat else "[T, E]",
+            "rows": "[T]" if self._flat else "[T, E]" if self._lane is None else f"lane {self._lane}",
             "autoreset_mode": self._mode,
             "trajectory_key": key if key is None or isinstance(key, str) else [*key],
             "infos": sorted(map(list, self._infos)),
@@ -378,13 +412,15 @@ class GymnasiumRecorder:
             raise RuntimeError(f"{fault}: {remedy}{TRANSITIONS}")
 
     def _newest_done(self) -> torch.Tensor:
-        """Return the done flags of the newest row of each lane that has rows."""
+        """Return the done flags of the newest row of each recorded lane that has rows."""
         storage = self.buffer.storage
-        if not lanes_apart(storage):
+        if self._lane is None and not lanes_apart(storage):
             return self.buffer.last(1)[_DONE]
-        newest, count = map(torch.from_numpy, storage.heads.read(storage))
-        lanes = (count > 0).nonzero().squeeze(1)
-        return storage.get((newest[lanes], lanes))[_DONE]
+        with storage.lock:
+            newest, count = map(torch.from_numpy, storage.heads.read(storage))
+            lanes = (count > 0).nonzero().squeeze(1)
+            lanes = lanes if self._lane is None else lanes[lanes == self._lane]
+            return storage.get((newest[lanes], lanes))[_DONE]
 
     def _begin(self, lanes: np.ndarray) -> None:
         count = int(np.count_nonzero(lanes))
@@ -431,20 +467,37 @@ class GymnasiumRecorder:
 
     def _fit_reward(self, schema: TensorDict, shape: tuple[int, ...]) -> bool:
         """Give rewards in ``schema`` the shape of the first step's rewards; return whether each is a single number."""
-        features = shape if self._single else shape[1:]
-        expected, storage = schema[_REWARD], self.buffer.storage
-        if expected.shape[1:] != (features or (1,)):
-            expected = torch.empty((self._lanes, *(features or (1,))), dtype=expected.dtype, device="meta")
-            schema.set(_REWARD, expected)
-            if getattr(storage, "is_reserved", False):
-                storage.release()
-                storage.reserve(schema[0] if self._flat else schema)
-            elif len(self.buffer) or getattr(storage, "shared_rows", None) is not None:
-                declared = tuple(self._schema[_REWARD].shape[1:])
-                fault = f"{show_key(_REWARD)} came with shape {features}, the buffer's rows hold {declared}"
-                example = show_extra(_REWARD, expected[0] if self._single else expected)
-                raise SchemaError(f"{fault}: make the buffer with from_env(env, ..., {example})")
+        features, storage = shape if self._single else shape[1:], self.buffer.storage
+        wanted = features or (1,)
+        if schema[_REWARD].shape[1:] == wanted:
+            return not features
+        expected = torch.empty((self._lanes, *wanted), dtype=schema[_REWARD].dtype, device="meta")
+        schema.set(_REWARD, expected)
+        if isinstance(storage, PackedStorage):
+            with storage.lock:  # recorders of other lanes may take their first step
+                self._reserve_again(storage, schema, features)
+        elif len(self.buffer):
+            self._refuse_reward(expected, features)
         return not features
+
+    def _reserve_again(self, storage: PackedStorage, schema: TensorDict, features: tuple[int, ...]) -> None:
+        """Reserve rows with the rewards of ``schema``, unless another recorder has done so."""
+        layout = storage.layout
+        if layout is not None and layout.leaves[layout.places[_REWARD]].shape == schema[_REWARD].shape[1:]:
+            return
+        if not storage.is_reserved:
+            if len(self.buffer) or storage.shared_rows is not None:
+                self._refuse_reward(schema[_REWARD], features)
+            return
+        step = self._time_step(schema)
+        storage.release()
+        storage.reserve(step)
+
+    def _refuse_reward(self, expected: torch.Tensor, features: tuple[int, ...]) -> NoReturn:
+        declared = tuple(self._schema[_REWARD].shape[1:])
+        fault = f"{show_key(_REWARD)} came with shape {features}, the buffer's rows hold {declared}"
+        example = show_extra(_REWARD, expected[0] if self._single else expected)
+        raise SchemaError(f"{fault}: make the buffer with from_env(env, ..., {example})")
 
     def _fill_before(self, obs: Any, action: Any, extras: Mapping[str, Any]) -> None:
         columns = self._columns
@@ -475,7 +528,10 @@ class GymnasiumRecorder:
         return done
 
     def _store(self, queues: LaneQueues, lanes: np.ndarray | None, done: np.ndarray) -> None:
-        if self._single and self._flat:
+        if self._lane is not None:
+            if lanes is None:
+                self._write(queues.now, self._lane)
+        elif self._single and self._flat:
             if lanes is None:
                 self._write(self._single_now)
         elif self._flat:
@@ -484,7 +540,8 @@ class GymnasiumRecorder:
         elif lanes is None and not queues.pending:
             self._write(queues.now)
         elif lanes is not None and self._writes_lanes:
-            self._write(queues.now[torch.from_numpy(lanes)], lanes=lanes.nonzero()[0])
+            if lanes.any():
+                self._write(queues.now[torch.from_numpy(lanes)], lanes.nonzero()[0])
         else:
             queues.push(lanes)
             if queues.take_step():
@@ -505,9 +562,9 @@ class GymnasiumRecorder:
         """Whether the buffer can write single lanes, so that no transition waits for those of other lanes."""
         return self.buffer.takes_lanes
 
-    def _write(self, step: TensorDict, lanes: np.ndarray | None = None) -> None:
+    def _write(self, step: TensorDict, lanes: int | np.ndarray | None = None) -> None:
         step = step.clone() if len(self.buffer.transform) else step  # a transform may modify it
         if lanes is None:
             self.buffer.add(step)
-        elif len(lanes):
+        else:
             self.buffer.extend(step, lanes=lanes)

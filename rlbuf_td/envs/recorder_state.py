@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 from weakref import WeakSet
 
 import numpy as np
 import torch
 from tensordict import TensorDict
-from torchrl.data.replay_buffers import Storage
+from torchrl.data.replay_buffers import Storage, TensorDictReplayBuffer
 
 from rlbuf_td.envs.infos import to_array
 from rlbuf_td.envs.spaces import Key, entries
@@ -73,6 +73,22 @@ class TrajectoryNumbers:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, recorders=WeakSet())
+
+
+@runtime_checkable
+class BufferLane(Protocol):
+    """What recorders need of :class:`~rlbuf_td.buffers.lane.Lane`, which is in a room above this one."""
+
+    buffer: TensorDictReplayBuffer
+    number: int
+
+
+def checked_buffer(buffer: Any) -> TensorDictReplayBuffer:
+    """Return a buffer; raise a TypeError if it is not one of this package."""
+    if not isinstance(buffer, TensorDictReplayBuffer) or not hasattr(buffer, "from_env"):  # TorchRL's lack that
+        name = type(buffer).__name__
+        raise TypeError(f"buffer must be a ReplayBuffer or RolloutBuffer, or a lane rb.lane(e), got a {name}")
+    return buffer
 
 
 def copied(observation: Any) -> Any:

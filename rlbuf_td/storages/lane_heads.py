@@ -79,6 +79,12 @@ class LaneHeads:
         return {"memory": None, "_aside": None}  # a spawned process maps the shared memory itself
 
 
+def lane_count(storage: PackedStorage) -> int | None:
+    """Return the number of lanes, E, of rows ``[T, E]``; None before the first write if nobody has given it."""
+    with storage.lock:  # the first write may allocate reserved rows again
+        return storage.lanes_wanted if storage.rows is None else storage.lanes[0]
+
+
 def places(storage: PackedStorage, lanes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Return where rows that are appended to ``lanes``, ``[n]``, are written.
 

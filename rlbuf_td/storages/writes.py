@@ -16,7 +16,7 @@ from rlbuf_td.kernels.host_memory import address_of
 from rlbuf_td.storages.allocate import make_rows
 from rlbuf_td.storages.dedup import DedupLayout
 from rlbuf_td.storages.interrupts import held_back
-from rlbuf_td.storages.lane_heads import as_lanes, holes_among, lanes_apart, places
+from rlbuf_td.storages.lane_heads import as_lanes, holes_among, lane_count, lanes_apart, places
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.row_class import opened
 from rlbuf_td.storages.rows import Rows, last_of_each
@@ -235,7 +235,7 @@ def _fix_lanes(storage: PackedStorage, data: TensorDictBase) -> None:
         return
     if storage.rows is None and storage.shared_rows is not None:
         storage.shared_rows.find()
-    lanes = storage.lanes_wanted if storage.rows is None else storage.lanes[0]
+    lanes = lane_count(storage)
     if lanes is None:
         raise ValueError(
             "the number of lanes is not known before the first write: give it, PackedStorage(max_size, ndim=2, lanes=E)"

@@ -1,0 +1,298 @@
+"""Recorders of single lanes, ``GymnasiumRecorder(rb.lane(e), env)``, against lists that a plain loop keeps."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import threading
+import traceback
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from tensordict import TensorDict
+
+from rlbuf_td import (
+    EpisodeStats,
+    GymnasiumRecorder,
+    NStepSampler,
+    PackedStorage,
+    ReplayBuffer,
+    RingWriter,
+    RolloutBuffer,
+    SchemaError,
+    TrajectoryIndex,
+    UniformSampler,
+    make_transition,
+)
+from tests.environments import Nested, Rewarded, Walk
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+STEPS, LONGEST = 40, 12
+
+
+def cart_pole(nested: bool = False) -> Any:
+    env = gymnasium.make("CartPole-v1", max_episode_steps=LONGEST)  # both kinds of ends
+    return Nested(env) if nested else env
+
+
+def buffer(env: Any, lanes: int, capacity: int = STEPS, **kwargs: Any) -> ReplayBuffer:
+    spaces = env.observation_space, env.action_space
+    return ReplayBuffer.from_spaces(*spaces, capacity * lanes, num_envs=lanes, batch_size=200, **kwargs)
+
+
+class Actor:
+    """Steps one environment with a recorder, and keeps the transitions in a list."""
+
+    def __init__(self, target: Any, env: Any, seed: int, **settings: Any) -> None:
+        self.env, self.recorder = env, GymnasiumRecorder(target, env, **settings)
+        self.draw = np.random.default_rng(seed)
+        self.steps: list[TensorDict] = []
+        self.episodes: list[float] = []  # returns of the episodes that have ended
+        self.obs, _ = self.recorder.reset(seed=seed)
+        self.total = 0.0
+
+    def step(self) -> None:
+        before, action = deepcopy(self.obs), int(self.draw.integers(2))
+        self.obs, reward, terminated, truncated, _ = self.recorder.step(action)
+        after = deepcopy(self.obs)
+        self.steps.append(make_transition(before, action, reward, after, terminated, truncated))
+        self.total += float(reward)
+        if terminated or truncated:
+            self.episodes.append(self.total)
+            self.reset()
+
+    def reset(self) -> None:
+        self.obs, _ = self.recorder.reset()
+        self.total = 0.0
+
+    def history(self) -> TensorDict:
+        return torch.stack(self.steps)
+
+
+def assert_rows(rows: Any, expected: TensorDict) -> None:
+    assert rows.shape == expected.shape
+    keys = set(expected.keys(True, True))
+    assert keys | {("collector", "traj_ids")} == set(rows.keys(True, True))
+    for key in keys:
+        assert rows[key].dtype == expected[key].dtype, key
+        assert torch.equal(rows[key], expected[key]), key
+    ids, done = rows["collector", "traj_ids"], rows["next", "done"].flatten()
+    assert (ids[1:] != ids[:-1])[done[:-1]].all()
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("capacity", [STEPS, 4 * STEPS])
+def test_lanes_of_unlike_speed_hold_the_steps_of_their_environments(nested, capacity):
+    envs, stats = [cart_pole(nested), cart_pole(nested)], EpisodeStats()
+    rb = buffer(envs[0], 2, capacity, stats=stats, sampler=NStepSampler(UniformSampler(), 3, 0.5))
+    fast, slow = (Actor(rb.lane(lane), env, lane) for lane, env in enumerate(envs))
+    for step in range(2 * STEPS):
+        fast.step()
+        if step % 3 == 0:
+            slow.step()
+        if step % 25 == 24:
+            slow.reset()  # breaks off an episode
+        for lane, actor in enumerate((fast, slow)):
+            assert len(rb.lane(lane)) == min(capacity, len(actor.steps))
+    assert fast.recorder.pending == slow.recorder.pending == 0
+    for lane, actor in enumerate((fast, slow)):
+        assert_rows(rb.lane(lane).chronological(), actor.history()[-capacity:])
+    assert sorted(stats.history()["return"].tolist()) == sorted(fast.episodes + slow.episodes)
+    assert stats.steps == len(fast.steps) + len(slow.steps)
+    first, second = (set(rb.lane(lane).chronological()["collector", "traj_ids"].tolist()) for lane in (0, 1))
+    assert not first & second
+    batch = rb.sample()  # the third next observation of an episode, or its last
+    t, e = batch["index"].unbind(-1)
+    _, ahead, ended = TrajectoryIndex.of(rb.storage).reach((t, e))
+    assert torch.equal(batch["steps_to_next_obs"].flatten(), (ahead + 1).clamp(max=3))
+    assert ended.any()
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_lane_holds_what_a_recorder_of_the_vector_environment_stores_in_it(nested):
+    lanes = 3
+    env = SyncVectorEnv([partial(cart_pole, nested)] * lanes)  # next-step autoreset
+    whole = ReplayBuffer.from_env(env, 100 * lanes, stats=EpisodeStats())
+    recorder, draws = GymnasiumRecorder(whole, env), [np.random.default_rng(lane) for lane in range(lanes)]
+    recorder.reset(seed=0)
+    ended = np.zeros(lanes, bool)
+    for _ in range(60):
+        actions = np.array([0 if done else draw.integers(2) for done, draw in zip(ended, draws, strict=True)])
+        _, _, terminated, truncated, _ = recorder.step(actions)
+        ended = terminated | truncated
+    rb = ReplayBuffer.from_env(env, 100 * lanes, stats=EpisodeStats())
+    for lane in range(lanes):
+        actor, rows = Actor(rb.lane(lane), cart_pole(nested), lane), whole.lane(lane).chronological()
+        while len(actor.steps) < len(rows):
+            actor.step()
+        found, key = rb.lane(lane).chronological(), ("collector", "traj_ids")
+        assert (found.exclude(key) == rows.exclude(key)).all()
+        assert torch.equal(found[key].diff() != 0, rows[key].diff() != 0)
+    assert rb.episode_stats is not None
+    assert whole.episode_stats is not None
+    for name in ("return", "length", "done_terminated", "done_truncated"):
+        mine, theirs = (x.episode_stats.history()[name] for x in (rb, whole))  # type: ignore[union-attr]
+        assert torch.equal(mine.sort().values, theirs.sort().values)
+
+
+@pytest.mark.parametrize("mode", list(AutoresetMode))
+@pytest.mark.parametrize("kind", ["box", "dict"])
+def test_a_vector_environment_of_one_sub_environment_is_a_lane(mode, kind):
+    env = SyncVectorEnv([partial(Walk, kind)], autoreset_mode=mode)
+    rb = buffer(Walk(kind), 2, 100)
+    recorder = GymnasiumRecorder(rb.lane(1), env, infos={"energy": np.float64(0)})
+    recorder.reset(seed=0)
+    for _ in range(60):
+        _, _, terminated, truncated, _ = recorder.step(env.action_space.sample())
+        if mode is AutoresetMode.DISABLED and (terminated | truncated).any():
+            recorder.reset(options={"reset_mask": terminated | truncated})
+    (history,) = env.get_attr("history")
+    assert len(rb.lane(0)) == 0
+    rows = rb.lane(1).chronological()
+    assert_rows(rows.exclude(("next", "energy")), torch.stack([make_transition(*step[:6]) for step in history]))
+    assert rows["next", "energy"].tolist() == [step[6]["energy"] for step in history]
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("how", ["threads", "processes", "shared threads"])
+def test_actors_record_at_the_same_time(how, nested):
+    lanes = 2
+    rb = buffer(cart_pole(nested), lanes, 4 * STEPS, sampler=UniformSampler())
+    if how != "threads":
+        rb.share()
+    results: Any = mp.get_context("fork").SimpleQueue()
+
+    envs = [cart_pole(nested) for _ in range(lanes)]
+
+    def act(lane: int) -> None:
+        try:
+            actor = Actor(rb.lane(lane), envs[lane], lane)
+            for _ in range((3 + lane) * STEPS // 2):
+                actor.step()
+            results.put((lane, {key: value.numpy() for key, value in actor.history().items(True, True)}))
+        except BaseException:
+            results.put((lane, traceback.format_exc()))
+            raise
+
+    make: Any = mp.get_context("fork").Process if how == "processes" else threading.Thread
+    workers = [make(target=act, args=(lane,)) for lane in range(lanes)]
+    for worker in workers:
+        worker.start()
+    found = dict(results.get() for _ in workers)
+    for worker in workers:
+        worker.join(60)
+    assert not [error for error in found.values() if isinstance(error, str)]
+    ids = [rb.lane(lane).chronological()["collector", "traj_ids"] for lane in range(lanes)]
+    assert not set(ids[0].tolist()) & set(ids[1].tolist())
+    for lane, history in found.items():
+        steps = {key: torch.from_numpy(value) for key, value in history.items()}
+        assert_rows(rb.lane(lane).chronological(), TensorDict(steps, [(3 + lane) * STEPS // 2]))
+    assert len(rb.sample()) == 200
+
+
+def test_a_lane_goes_on_in_mid_episode_after_a_load(tmp_path):
+    rb, again = (buffer(cart_pole(), 2, stats=EpisodeStats()) for _ in range(2))
+    actors = [Actor(rb.lane(lane), cart_pole(), lane) for lane in range(2)]
+    for _ in range(7):
+        for lane in (0, 1, 1):
+            actors[lane].step()
+    rb.dumps(tmp_path)
+    saved = [(actor.recorder.state_dict(), deepcopy(actor.env)) for actor in actors]
+    again.loads(tmp_path)
+    others = [GymnasiumRecorder(again.lane(lane), env) for lane, (_, env) in enumerate(saved)]
+    with pytest.raises(ValueError, match="the state has rows 'lane 0', this recorder 'lane 1'"):
+        others[1].load_state_dict(saved[0][0])
+    for other, (state, _) in zip(others, saved, strict=True):
+        other.load_state_dict(state)
+    for _ in range(3):  # within the episode of each lane
+        for actor, other in zip(actors, others, strict=True):
+            action = int(actor.draw.integers(2))
+            assert actor.recorder.step(action)[1:4] == other.step(action)[1:4]
+    for lane in range(2):
+        assert (rb.lane(lane).chronological() == again.lane(lane).chronological()).all()
+    cells = torch.arange(10), torch.zeros(10, dtype=torch.int64)
+    for mine, theirs in zip(*(TrajectoryIndex.of(x.storage).reach(cells) for x in (rb, again)), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("shape", [(1,), (3,)])
+def test_the_first_steps_of_two_lanes_tell_the_shape_of_their_rewards(shape):
+    envs = Rewarded(shape), Rewarded(shape)
+    rb = buffer(envs[0], 2, 100)
+    recorders = [GymnasiumRecorder(rb.lane(lane), env) for lane, env in enumerate(envs)]
+    for recorder in recorders:
+        recorder.reset(seed=0)
+    for _ in range(20):
+        for recorder in recorders:
+            _, _, terminated, truncated, _ = recorder.step(1)
+            if terminated or truncated:
+                recorder.reset()
+    for lane, env in enumerate(envs):
+        expected = torch.stack([make_transition(*step[:6]) for step in env.history])
+        assert torch.equal(rb.lane(lane).chronological()["next", "reward"], expected["next", "reward"].float())
+
+
+def test_rows_need_not_be_reserved_and_extras_are_stored():
+    rb = ReplayBuffer(storage=PackedStorage(30, ndim=2, lanes=3), batch_size=4)
+    recorder = GymnasiumRecorder(rb.lane(2), cart_pole())
+    recorder.reset(seed=0)
+    for number in range(5):
+        recorder.step(0, state_value=np.array([number], np.float32))
+    assert rb.lane(2).chronological()["state_value"].flatten().tolist() == [0, 1, 2, 3, 4]
+    assert rb.sample()["index"][:, 1].eq(2).all()
+
+
+def test_without_trajectory_numbers_only_the_lane_itself_must_have_ended():
+    rb = ReplayBuffer(storage=PackedStorage(60, ndim=2, lanes=2), batch_size=4)
+    env = Walk()
+    recorder = GymnasiumRecorder(rb.lane(0), env, trajectory_key=None)
+    recorder.reset(seed=1)
+    while not rb.lane(0).last(1)["next", "done"].any() if len(rb) else True:
+        recorder.step(0)
+    recorder.reset(seed=2)
+    recorder.step(0)
+    is_open = not bool(rb.lane(0).last(1)["next", "done"])
+    GymnasiumRecorder(rb.lane(1), Walk(), trajectory_key=None)
+    assert is_open
+    with pytest.raises(RuntimeError, match="newest rows do not end an episode"):
+        GymnasiumRecorder(rb.lane(0), env, trajectory_key=None)
+
+
+def test_what_is_no_lane_of_one_environment_is_refused():
+    env = SyncVectorEnv([cart_pole, cart_pole])
+    rb = ReplayBuffer.from_env(env, 100)
+    with pytest.raises(SchemaError, match="lane 1 holds the transitions of one environment, got 2 environments"):
+        GymnasiumRecorder(rb.lane(1), env)
+    with pytest.raises(SchemaError, match=r"the buffer's rows hold torch.float32 of shape \(4,\)"):
+        GymnasiumRecorder(rb.lane(1), Walk())
+    counted = ReplayBuffer(storage=PackedStorage(9, ndim=2, lanes=2), writer=RingWriter(track_generations=True))
+    for other in (RolloutBuffer.from_env(env, 10), counted):
+        with pytest.raises(ValueError, match="use a ReplayBuffer with a RingWriter, or record all lanes"):
+            GymnasiumRecorder(other.lane(0), cart_pole())
+    with pytest.raises(TypeError, match=r"a lane rb.lane\(e\), got a GymnasiumRecorder"):
+        GymnasiumRecorder(GymnasiumRecorder(rb.lane(0), cart_pole()), cart_pole())
+    assert len(rb) == 0
+
+
+@pytest.mark.parametrize("target", ["lane", "recorder"])
+def test_a_lane_waits_while_another_thread_reserves_the_rows_again(target):
+    rb, env, found = buffer(cart_pole(), 2), cart_pole(), []
+    rows = rb.storage.layout.unpack(torch.empty(2, rb.storage.layout.row_bytes, dtype=torch.uint8))
+    lane = rb.lane(1)
+
+    def work() -> None:
+        found.append(rb.lane(0).number if target == "lane" else GymnasiumRecorder(lane, env).pending)
+
+    thread = threading.Thread(target=work)
+    with rb.storage.lock:
+        rb.storage.release()
+        thread.start()
+        thread.join(0.1)
+        rb.storage.reserve(rows)
+    thread.join(60)
+    assert found == [0]
