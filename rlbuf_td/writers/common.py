@@ -39,6 +39,7 @@ class TimeWriter(RoundRobinWriter):
     """Abstract base of the writers that write time steps in order; position 0 follows the last position."""
 
     appends = True  # whether single lanes of a PackedStorage can be written, see :meth:`append`
+    state_file: str | None = None  # the file of a dump with the state; None: TorchRL's file of counters is enough
 
     def __init__(self, *, track_generations: bool = False) -> None:
         self.numbers = SharedNumbers("q", [0, 0])
@@ -207,14 +208,18 @@ class TimeWriter(RoundRobinWriter):
         if generation is not None and (generation.ndim, generation.dtype) != (1, torch.int64):
             raise ValueError(f"the saved generations are {generation.dtype} of shape {tuple(generation.shape)}")
 
+    def dumps(self, path: str | Path) -> None:
+        """Save the state in the folder ``path``."""
+        super().dumps(path)
+        if self.state_file is not None:
+            (Path(path) / self.state_file).write_text(json.dumps(self.state_dict()))
+
     def loads(self, path: str | Path) -> None:
         """Restore a dump; ValueError, and no change, if a number is out of range."""
-        self.load_dump(path, {})
-
-    def load_dump(self, path: str | Path, own: dict[str, Any]) -> None:
-        """Restore a dump of TorchRL's counters and the entries ``own`` of the state."""
         saved = json.loads((Path(path) / "metadata.json").read_text())
-        state = {f"_{name}": saved[name] for name in ("cursor", "write_count") if name in saved} | own
+        state = {f"_{name}": saved[name] for name in ("cursor", "write_count") if name in saved}
+        if self.state_file is not None:
+            state |= json.loads((Path(path) / self.state_file).read_text())
         with state_of(self):
             self._refuse_state(state)
         super().loads(path)  # also the counts of writes

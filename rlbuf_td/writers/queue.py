@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from queue import Full
 from typing import Any
 
@@ -14,8 +12,6 @@ from rlbuf_td.storages.checks import saved_number
 from rlbuf_td.storages.shared.memory import SharedNumbers
 from rlbuf_td.storages.torchrl_parts import capacity_in_steps
 from rlbuf_td.writers.common import TimeWriter, length_of
-
-_FILE = "queue.json"
 
 
 class QueueWriter(TimeWriter):
@@ -41,6 +37,8 @@ class QueueWriter(TimeWriter):
         >>> rb.sample()["x"], writer.waiting
         (tensor([0, 1]), 1)
     """
+
+    state_file = "queue.json"
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,12 +119,3 @@ class QueueWriter(TimeWriter):
         """Restore a state that :meth:`state_dict` returned; ValueError, and no change, if it is invalid."""
         super().load_state_dict(state_dict)
         self._taken_value.value = state_dict["taken"]
-
-    def dumps(self, path: str | Path) -> None:
-        """Save the counters in the folder ``path``."""
-        super().dumps(path)
-        (Path(path) / _FILE).write_text(json.dumps({"taken": self.numbers[2]}))
-
-    def loads(self, path: str | Path) -> None:
-        """Load the counters from the folder ``path``; ValueError, and no change, if they are invalid."""
-        self.load_dump(path, json.loads((Path(path) / _FILE).read_text()))
