@@ -13,7 +13,7 @@ from tensordict.nn import TensorDictModuleBase
 from rlbuf_td.buffers.prefetch import Sample
 from rlbuf_td.buffers.replay import ReplayBuffer
 from rlbuf_td.buffers.writing import refuse_other_data
-from rlbuf_td.functional import explained_variance, normalize
+from rlbuf_td.functional import explained_variance
 from rlbuf_td.samplers.minibatch import MinibatchSampler
 from rlbuf_td.samplers.sequence import SequenceSampler
 from rlbuf_td.storages import PackedStorage, SchemaError, torchrl_parts
@@ -245,15 +245,8 @@ class RolloutBuffer(ReplayBuffer):
 
     def _normalized(self, batch: TensorDictBase, info: dict[Any, Any]) -> Sample:
         if self.normalize_advantage == "minibatch":
-            key = self._writer.advantage_key
-            advantage, mask = batch.get(key), info.get("mask")
-            acts = self._writer.estimator.mask_of(batch)
-            if acts is not None:
-                mask = acts if mask is None else acts & mask[..., None]
-            advantage = normalize(advantage, mask=mask)
-            if acts is not None:
-                advantage.masked_fill_(~acts.view(*acts.shape, *[1] * (advantage.ndim - acts.ndim)), 0)
-            batch.set(key, advantage)
+            key, estimator = self._writer.advantage_key, self._writer.estimator
+            batch.set(key, estimator.normalized(batch.get(key), estimator.mask_of(batch), info.get("mask")))
         return batch, info
 
     def _require_estimates(self) -> None:

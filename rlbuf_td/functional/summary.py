@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from tensordict.utils import expand_as_right
 from torch import Tensor
 
 
@@ -82,7 +83,7 @@ def _masked_std_mean(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     if mask.dtype is not torch.bool or mask.shape != x.shape[: mask.ndim]:
         expected = f"bool with the first dims of {tuple(x.shape)}"
         raise ValueError(f"normalize: the mask must be {expected}, got {mask.dtype} of shape {tuple(mask.shape)}.")
-    counts = mask.view(*mask.shape, *[1] * (x.ndim - mask.ndim)).expand_as(x)
+    counts = expand_as_right(mask, x)
     number = counts.sum()
     mean = torch.where(counts, x, 0).sum() / number
     variance = torch.where(counts, (x - mean).square(), 0).sum() / number

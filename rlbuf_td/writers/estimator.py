@@ -9,10 +9,10 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
-from tensordict.utils import NestedKey
+from tensordict.utils import NestedKey, expand_as_right
 from torch import Tensor
 
-from rlbuf_td.functional import generalized_advantage_estimate
+from rlbuf_td.functional import generalized_advantage_estimate, normalize
 from rlbuf_td.storages import SchemaError
 from rlbuf_td.storages.notebooks import ROLLOUTS
 from rlbuf_td.storages.trajectory_index import as_tuple
@@ -61,7 +61,7 @@ class RolloutEstimator:
         ends, terminated = self._ends(rows, value, ndim)
         mask = self.mask_of(rows)
         if mask is not None:
-            absent = ~mask.view(*mask.shape, *[1] * (value.ndim - mask.ndim)).expand(value.shape)
+            absent = ~expand_as_right(mask, value)
             ends, terminated = ends | absent, terminated | absent
             ends[:-1] |= absent[1:]
         next_value, more = self._next_values(rows, value, ends, terminated, ndim)
@@ -80,6 +80,13 @@ class RolloutEstimator:
         """Return which agents of the group act, bool, ``[*batch, agents]``; None if no mask is stored."""
         mask = rows.get((*self.group, "mask"), None) if self.group else None
         return mask if mask is not None and mask.dtype is torch.bool else None
+
+    def normalized(self, advantage: Tensor, acts: Tensor | None, is_row: Tensor | None = None) -> Tensor:
+        """Return normalized advantages, 0 for agents that do not act; ``is_row``, ``[*batch]``: False for padding."""
+        if acts is None:
+            return normalize(advantage, mask=is_row)
+        counts = acts if is_row is None else acts & is_row[..., None]
+        return normalize(advantage, mask=counts).masked_fill(~expand_as_right(acts, advantage), 0)
 
     def dtype(self, like: Tensor, *, has_values: bool) -> torch.dtype:
         """Return the dtype of estimates: the network's if the network computes values, else the dtype of ``like``."""

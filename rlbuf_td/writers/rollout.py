@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +11,6 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl.data.replay_buffers import Storage, TensorStorage
 
-from rlbuf_td.functional import normalize
 from rlbuf_td.functional._layout import coefficient
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import saved_number
@@ -23,8 +20,6 @@ from rlbuf_td.storages.torchrl_parts import capacity_in_steps, count_change, lis
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 from rlbuf_td.writers.common import MOST, TimeWriter
 from rlbuf_td.writers.estimator import Estimates, Estimator, RolloutEstimator, entry
-
-_FILE = "rollout.json"
 
 
 class RolloutWriter(TimeWriter):
@@ -114,6 +109,7 @@ class RolloutWriter(TimeWriter):
     """
 
     needs_capacity = True  # a dump loads into the same capacity only
+    state_file = "rollout.json"
     appends = False  # the advantages of a rollout need whole time steps
 
     def __init__(
@@ -256,10 +252,7 @@ class RolloutWriter(TimeWriter):
     def _columns(self, estimates: Estimates) -> dict[NestedKey, Tensor]:
         advantage = estimates.advantage
         if self.normalize_advantage:
-            advantage = normalize(advantage, mask=estimates.mask)
-            if estimates.mask is not None:
-                absent = ~estimates.mask.view(*estimates.mask.shape, *[1] * (advantage.ndim - estimates.mask.ndim))
-                advantage = advantage.masked_fill(absent, 0)
+            advantage = self.estimator.normalized(advantage, estimates.mask)
         columns = {self.value_key: estimates.value, self.advantage_key: advantage}
         return columns | {self.value_target_key: estimates.value_target}
 
@@ -284,15 +277,6 @@ class RolloutWriter(TimeWriter):
         super().load_state_dict(state_dict)
         self._estimated_steps, self._has_values = state_dict["estimated_steps"], state_dict["has_values"]
         self.value_rows = state_dict["value_rows"]
-
-    def dumps(self, path: str | Path) -> None:
-        """Save the state in the folder ``path``."""
-        super().dumps(path)
-        (Path(path) / _FILE).write_text(json.dumps(self.state_dict()))
-
-    def loads(self, path: str | Path) -> None:
-        """Load the state from the folder ``path``; ValueError, and no change, if it is invalid."""
-        self.load_dump(path, json.loads((Path(path) / _FILE).read_text()))
 
     def __repr__(self) -> str:
         own = self.estimator.own
