@@ -18,8 +18,6 @@ from rlbuf_td.storages.rows import Rows
 from rlbuf_td.storages.state import admit_state, dedup_for, refuse_counters, refuse_foreign, rows_of_state
 from rlbuf_td.storages.writes import begin
 
-_BLOCK = 1 << 26  # bytes that are read at a time if rows are converted
-
 
 @dataclass(frozen=True)
 class Fit:
@@ -164,26 +162,12 @@ class SavedRows:
     def _read_into(self, rows: Rows, report: Report) -> None:
         if self.fit.cells is not None:
             return self._read_lanes(rows, self.fit.cells, report)
-        if self.dedup is not None or rows.dedup is not None:
-            return self._read_shared(rows, report)
-        if rows.layout != self.layout:
-            return self._read_unaligned(rows, report)
+        if self.dedup is not None or rows.dedup is not None or rows.layout != self.layout:
+            return self._read_converted(rows, report)
         data, at, step = flat_bytes(rows.matrix), 0, rows.nbytes // rows.steps
         for first, count in self.fit.ranges:
             self.reader.read_into(self.matrix, first * step, data[at * step : (at + count) * step], report)
             at += count
-
-    def _read_unaligned(self, rows: Rows, report: Report) -> None:
-        """Read rows block by block from a dump of an earlier version, which did not align leaves to cache lines."""
-        lead = (*self.lanes, self.layout.row_bytes)
-        at, step = 0, prod(lead)
-        size = max(1, _BLOCK // step)
-        for first, count in self.fit.ranges:
-            for start in range(first, first + count, size):
-                block = torch.empty((min(size, first + count - start), *lead), dtype=torch.uint8, device="cpu")
-                self.reader.read_into(self.matrix, start * step, flat_bytes(block), report)
-                rows.copy_(at, len(block), self.layout.columns(block))
-                at += len(block)
 
     def _read_lanes(self, rows: Rows, cells: torch.Tensor, report: Report) -> None:
         """Read the rows of lanes that stand apart, each lane from its oldest row on."""
@@ -195,13 +179,16 @@ class SavedRows:
         steps = len(cells) // self.lanes.numel()
         rows.copy_(0, steps, [leaf.view(steps, *self.lanes, *leaf.shape[1:]) for leaf in leaves])
 
-    def _read_shared(self, rows: Rows, report: Report) -> None:
-        """Read the saved rows into ``rows``; the saved rows, ``rows``, or both are deduplicated."""
+    def _read_converted(self, rows: Rows, report: Report) -> None:
+        """Read saved rows that are deduplicated, or that ``rows`` hold in another form, by way of a copy of them all.
+
+        Dumps of earlier versions hold rows in which leaves are not aligned to cache lines.
+        """
         matrix = self.reader.read_stored(self.matrix, report)
         if self.dedup is not None:
             refuse_foreign(self.dedup, matrix, self.entries, has_holes=self._has_holes)
         used = [stored.shape[0] for stored in self.entries]
-        if self.fit.is_same and rows.takes(self.dedup, used):
+        if self.fit.is_same and rows.layout == self.layout and rows.takes(self.dedup, used):
             for entries, stored in zip(rows.room_for(used), self.entries, strict=True):
                 self.reader.read_into(stored, 0, flat_bytes(entries), report)
             rows.matrix[: len(matrix)].copy_(matrix)
