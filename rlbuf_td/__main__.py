@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 from rlbuf_td.cli import UsageError
@@ -122,33 +123,19 @@ COMMANDS = {
 }
 
 
-def _imported(options: argparse.Namespace) -> Callable[[argparse.Namespace], int]:
-    """Import only the module that the command needs, and return its ``main`` function."""
-    if options.command == "train":
-        from rlbuf_td.cli.bench.train import main
-    elif options.command == "plan":
-        from rlbuf_td.diagnostics.memory_plan import main
-    elif options.command == "doctor":
-        from rlbuf_td.diagnostics.doctor import main
-    elif options.command == "notebooks":
-        from rlbuf_td.cli.notebooks import main
-    elif options.command == "info":
-        from rlbuf_td.cli.info import main
-    elif options.command == "bench" and options.device != "cpu":
-        from rlbuf_td.cli.bench.device import main
-    elif options.command == "bench" and "options" in (options.only or ()):
-        from rlbuf_td.cli.bench.options import main
-    elif options.command == "bench":
-        if options.picture is not None:
-            import matplotlib.figure  # noqa: F401  report a missing matplotlib before the work, not after it
-        from rlbuf_td.cli.bench.compare import main
-    elif options.algo == "apex":
-        from rlbuf_td.cli.demos.apex import main
-    elif options.algo == "ppo":
-        from rlbuf_td.cli.demos.ppo import main
-    else:
-        from rlbuf_td.cli.demos.dqn import main
-    return main
+#: The modules of the commands that are not in ``rlbuf_td.cli`` under their own names; see :func:`_module`.
+_MODULES = {"train": "cli.bench.train", "plan": "diagnostics.memory_plan", "doctor": "diagnostics.doctor"}
+
+
+def _module(options: argparse.Namespace) -> str:
+    """Return the name of the module of a command, the only one that is imported."""
+    if options.command == "demo":
+        return f"cli.demos.{options.algo}"
+    if options.command == "bench" and options.device != "cpu":
+        return "cli.bench.device"
+    if options.command == "bench":
+        return "cli.bench.options" if "options" in (options.only or ()) else "cli.bench.compare"
+    return _MODULES.get(options.command, f"cli.{options.command}")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -158,7 +145,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.print_help()
         return 0
     try:
-        return _imported(options)(options)
+        return int(import_module(f"rlbuf_td.{_module(options)}").main(options))
     except UsageError as error:
         print(f"python -m rlbuf_td {options.command}: {error}", file=sys.stderr)
         return 2

@@ -138,8 +138,13 @@ def ppo(lanes: int, steps: int, batch: int) -> Calls:
     return {"rlbuf_td": our_step, "TorchRL": their_step}
 
 
-def on_policy(operations: Sequence[str], batch: int) -> Iterator[tuple[str, int, str, Calls]]:
-    """Yield on-policy cases: the operation, the number of rows, the shape as text, and a function per library."""
+def others(operations: Sequence[str], batch: int) -> Iterator[tuple[str, int, str, Calls]]:
+    """Yield the chosen cases: the operation, the number of rows, their kind or shape, and a function per library."""
+    for operation, parts in LEAVES.items():
+        if operation in operations:
+            yield operation, LEAF_ROWS, "Dict", leaves(parts, batch)
+    if "record" in operations:
+        yield "record", RECORDED_ROWS, "small", record()
     for lanes, steps in SHAPES:
         for operation, calls in gae(lanes, steps).items():
             if operation in operations:

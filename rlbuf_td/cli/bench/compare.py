@@ -53,13 +53,8 @@ def _available() -> int:
 
 def run_others(batch: int, rounds: int, operations: Sequence[str]) -> Iterator[Timing]:
     with one_thread():
-        for operation, parts in cases.LEAVES.items():
-            if operation in operations:
-                yield measure(operation, cases.LEAF_ROWS, "Dict", cases.leaves(parts, batch), rounds, batch)
-        if "record" in operations:
-            yield measure("record", cases.RECORDED_ROWS, "small", cases.record(), rounds, batch)
-        for operation, rows, kind, both_sides in cases.on_policy(operations, batch):
-            yield measure(operation, rows, kind, both_sides, rounds, batch)
+        for operation, rows, kind, calls in cases.others(operations, batch):
+            yield measure(operation, rows, kind, calls, rounds, batch)
 
 
 def narrow_table(timings: Sequence[Timing], names: Sequence[str]) -> str:
