@@ -10,7 +10,7 @@ from typing import Any
 
 import ray
 
-from rlbuf_td.buffers.flow import FlowControl
+from rlbuf_td.buffers.flow import FlowControl, make_flow
 from rlbuf_td.buffers.replay import ReplayBuffer
 from rlbuf_td.checkpoint import CheckpointError
 from rlbuf_td.distributed.client import Client
@@ -126,8 +126,7 @@ class ShardedReplayBuffer(Client):
         one_of("continue", "raise")("on_loss", on_loss)
         one_of("SPREAD", "PACK")("placement_strategy", placement_strategy)
         spec = Spec.of(make_buffer())
-        has_flow = samples_per_insert is not None or tolerance is not None or min_size != 0
-        flow = FlowControl(samples_per_insert, min_size, tolerance) if has_flow else None
+        flow = make_flow(samples_per_insert, min_size, tolerance, prefetch=0)
         if not ray.is_initialized():
             ray.init(log_to_driver=False, logging_level="error")
         self.dump_dir, self._next_home = None if dump_dir is None else Path(dump_dir).absolute(), 0
@@ -141,7 +140,7 @@ class ShardedReplayBuffer(Client):
         ]
         if flow is not None:
             self._actors.append(ray.remote(Limiter).options(name=f"{name}-flow", num_cpus=0).remote(flow))
-        where = name, num_shards, has_flow, context.gcs_address, context.namespace
+        where = name, num_shards, flow is not None, context.gcs_address, context.namespace
         super().__init__(partial(connect, *where), spec, batch_size, prefetch, on_loss, None)
 
     def _find_dump(self, place: int, shards: int) -> Callable[[], Path | None] | None:

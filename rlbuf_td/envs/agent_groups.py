@@ -107,16 +107,8 @@ def _by_name(agents: Sequence[str]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for agent in agents:
         name, _, number = agent.rpartition("_")
-        found.setdefault(name if name and _is_number(number) else agent, []).append(agent)
+        found.setdefault(name if name and number.lstrip("+-").isdecimal() else agent, []).append(agent)
     return found
-
-
-def _is_number(text: str) -> bool:
-    try:
-        int(text)
-    except ValueError:
-        return False
-    return True
 
 
 def _group(env: Any, name: str, agents: tuple[str, ...]) -> AgentGroup:

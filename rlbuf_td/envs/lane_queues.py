@@ -1,4 +1,4 @@
-"""One queue per lane (environment) for rows that wait to be written to a buffer."""
+"""Rows of lanes (environments) that wait to be written to a buffer: one per lane, or a queue per lane."""
 
 from __future__ import annotations
 
@@ -11,29 +11,36 @@ from rlbuf_td.storages.layout import RowLayout
 _FIRST_STEPS = 16
 
 
-class LaneQueues:
-    """For each of E lanes (environments), a row to fill and a queue of filled rows."""
+class StepRows:
+    """Memory for one row of each of E lanes (environments)."""
 
     def __init__(self, example: TensorDict) -> None:
         self.layout = RowLayout(example, 1)
         self.lanes = example.shape[0]
-        now, self._now = self._block(self.lanes)
-        step, self._step = self._block(self.lanes)
-        #: The rows being filled, ``[E]``, and the last time step taken, ``[E]``.
-        self.now, self.step = self.layout.unpack(now), self.layout.unpack(step)
-        columns = self.layout.columns(now)
-        #: Writable arrays ``[E, ...]`` of the leaves of :attr:`now`.
-        self.columns = {leaf.key: column.numpy() for leaf, column in zip(self.layout.leaves, columns, strict=True)}
-        self._ring = np.zeros((_FIRST_STEPS, *self._now.shape), np.int64)
+        rows, self.words = self.block(self.lanes)
+        #: The rows to fill, ``[E]``, and their leaves as writable arrays ``[E, ...]``, in the same memory.
+        self.now = self.layout.unpack(rows)
+        columns = zip(self.layout.leaves, self.layout.columns(rows), strict=True)
+        self.columns = {leaf.key: column.numpy() for leaf, column in columns}
+
+    def block(self, rows: int) -> tuple[torch.Tensor, np.ndarray]:
+        """Return zeroed memory for ``rows`` rows, seen as a tensor of rows and as an array of 8-byte words."""
+        words = np.zeros((rows, self.layout.row_bytes // 8), np.int64)
+        return torch.from_numpy(words.view(np.uint8)).view(self.layout.carrier), words
+
+
+class LaneQueues(StepRows):
+    """For each of E lanes (environments), a row to fill and a queue of filled rows."""
+
+    def __init__(self, example: TensorDict) -> None:
+        super().__init__(example)
+        step, self._step = self.block(self.lanes)
+        self.step = self.layout.unpack(step)  # the last time step taken, ``[E]``
+        self._ring = np.zeros((_FIRST_STEPS, *self.words.shape), np.int64)
         self._head, self._tails = 0, np.zeros(self.lanes, np.int64)  # lane e has the steps head .. tails[e] - 1
         self._bound = 0  # an upper bound of the tails
         self._every_lane = np.arange(self.lanes)
         self.pending = 0  # number of rows in all queues
-
-    def _block(self, rows: int) -> tuple[torch.Tensor, np.ndarray]:
-        """Return zeroed memory for ``rows`` rows, seen as a tensor of rows and as an array of 8-byte words."""
-        words = np.zeros((rows, self.layout.row_bytes // 8), np.int64)
-        return torch.from_numpy(words.view(np.uint8)).view(self.layout.carrier), words
 
     @property
     def waiting(self) -> np.ndarray:
@@ -55,7 +62,7 @@ class LaneQueues:
             if self._bound == self._head + len(self._ring):
                 self._grow()
         self._bound += 1
-        self._ring[tails % len(self._ring), where] = self._now if lanes is None else self._now[where]
+        self._ring[tails % len(self._ring), where] = self.words if lanes is None else self.words[where]
         self._tails[where] = tails + 1
         self.pending += len(tails)
 
@@ -73,10 +80,10 @@ class LaneQueues:
 
     def restore(self, waiting: np.ndarray, words: np.ndarray) -> None:
         """Restore :meth:`contents`; raise a ValueError, and change nothing, if the rows have other sizes."""
-        if (waiting < 0).any() or words.shape != (waiting.sum(), self._now.shape[1]):
-            raise ValueError(f"{words.shape} words for {waiting.tolist()} waiting rows of {self._now.shape[1]} words")
+        if (waiting < 0).any() or words.shape != (waiting.sum(), self.words.shape[1]):
+            raise ValueError(f"{words.shape} words for {waiting.tolist()} waiting rows of {self.words.shape[1]} words")
         size = max(_FIRST_STEPS, 1 << (int(waiting.max()) - 1).bit_length()) if waiting.any() else _FIRST_STEPS
-        self._ring = np.zeros((size, *self._now.shape), np.int64)
+        self._ring = np.zeros((size, *self.words.shape), np.int64)
         steps = np.concatenate([np.arange(count) for count in waiting])
         self._ring[steps, np.repeat(self._every_lane, waiting)] = words
         self._head, self._tails, self._bound = 0, waiting.copy(), int(waiting.max())
@@ -84,7 +91,7 @@ class LaneQueues:
 
     def _grow(self) -> None:
         steps, size = self._head + np.arange(len(self._ring)), 2 * len(self._ring)
-        ring = np.zeros((size, *self._now.shape), np.int64)
+        ring = np.zeros((size, *self.words.shape), np.int64)
         ring[steps % size] = self._ring[steps % len(self._ring)]
         self._ring = ring
 
@@ -100,7 +107,7 @@ class LaneQueues:
     def take_stretch(self, lane: int) -> TensorDict:
         """Remove all rows from the queue of a lane; return a copy, ``[n]``."""
         count = int(self._tails[lane])  # the head is 0: do not use take_step and take_stretch on the same queues
-        rows, words = self._block(count)
+        rows, words = self.block(count)
         words[...] = self._ring[:count, lane]
         self._tails[lane] = 0
         self.pending -= count

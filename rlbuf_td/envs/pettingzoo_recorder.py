@@ -12,6 +12,7 @@ from torchrl.data.replay_buffers import TensorDictReplayBuffer
 
 from rlbuf_td.envs.agent_groups import ACTION_MASK, FLAGS, AgentGroup, agents_schema, groups_of, parallel_envs
 from rlbuf_td.envs.infos import fill_, part_of, to_array
+from rlbuf_td.envs.lane_queues import StepRows
 from rlbuf_td.envs.recorder_state import (
     TrajectoryNumbers,
     array_of,
@@ -28,7 +29,6 @@ from rlbuf_td.envs.specs import show_extra
 from rlbuf_td.storages import PackedStorage, SchemaError
 from rlbuf_td.storages.checks import state_of
 from rlbuf_td.storages.indexing import attached_or_new
-from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.notebooks import TRANSITIONS
 from rlbuf_td.storages.schema import kind, show_key, walk
 from rlbuf_td.storages.trajectory_index import TRAJ_KEY
@@ -383,16 +383,11 @@ class PettingZooRecorder:
             rows.columns["next", name][e] = flag
 
 
-class _Rows:
+class _Rows(StepRows):
     """Memory for one row of each environment, ``[E]``."""
 
     def __init__(self, schema: TensorDict, groups: list[AgentGroup]) -> None:
-        layout = self.layout = RowLayout(schema, 1)
-        #: The rows as 8-byte words, as a TensorDict, and as arrays ``[E, ...]``, which share their memory.
-        self.words = np.zeros((schema.shape[0], layout.row_bytes // 8), np.int64)
-        rows = torch.from_numpy(self.words.view(np.uint8)).view(layout.carrier)
-        self.now = layout.unpack(rows)
-        self.columns = {leaf.key: x.numpy() for leaf, x in zip(layout.leaves, layout.columns(rows), strict=True)}
+        super().__init__(schema)
         #: The columns of each group, by the rest of their keys: before the step, and after it.
         self.before = [self._below(group.name) for group in groups]
         self.after = [self._below("next", group.name) for group in groups]
