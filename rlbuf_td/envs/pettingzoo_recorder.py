@@ -146,16 +146,12 @@ class PettingZooRecorder:
         stored = {} if storage.layout is None else {leaf.key: leaf for leaf in storage.layout.leaves}
         for key, value in list(walk(schema)):
             leaf = stored.get(key)
-            if leaf is None and not storage.is_reserved:
-                raise SchemaError(f"the buffer's rows have no {show_key(key)}, and can no longer get it: {_REMEDY}")
-            if (
-                leaf is not None
-                and key[-1] == "reward"
-                and leaf.dtype.is_floating_point
-                and value.shape[1:] == leaf.shape
-            ):
+            if leaf is None:
+                if not storage.is_reserved:
+                    raise SchemaError(f"the buffer's rows have no {show_key(key)}, and can no longer get it: {_REMEDY}")
+            elif key[-1] == "reward" and leaf.dtype.is_floating_point and value.shape[1:] == leaf.shape:
                 schema.set(key, torch.empty(value.shape, dtype=leaf.dtype, device="meta"))
-            elif leaf is not None and (value.dtype, value.shape[1:]) != (leaf.dtype, leaf.shape):
+            elif (value.dtype, value.shape[1:]) != (leaf.dtype, leaf.shape):
                 given, rows = kind(value.dtype, value.shape[1:]), kind(leaf.dtype, leaf.shape)
                 raise SchemaError(f"the agents give {show_key(key)} as {given}, the rows hold {rows}: {_REMEDY}")
         return schema
