@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
-import textwrap
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import suppress
@@ -15,6 +14,7 @@ from pathlib import Path
 import torch
 
 import rlbuf_td
+from rlbuf_td.diagnostics.memory_plan import filled
 from rlbuf_td.kernels.dispatch import uses_numba
 from rlbuf_td.storages.memory_budget import ram, show_bytes
 
@@ -23,7 +23,7 @@ _PACKAGES = "tensordict", "torchrl", "numba", "numpy", "gymnasium"
 
 def main(options: Namespace) -> int:
     for name, words in facts():
-        print(textwrap.fill(f"{name}: {words}", 80, subsequent_indent="  ", break_long_words=False))
+        print(filled(f"{name}: {words}", 80, "  "))
     return 0
 
 

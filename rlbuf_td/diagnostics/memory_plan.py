@@ -30,7 +30,7 @@ _SUMS = ("padding", "rows", "priorities", "trajectory index", "total")
 SAMPLERS: dict[str, type] = {"uniform": UniformSampler, "proportional": ProportionalSampler, "rank": RankSampler}
 
 
-def _filled(text: str, width: int, indent: str) -> str:
+def filled(text: str, width: int, indent: str) -> str:
     """Return ``text`` in lines of ``width``; a path stays whole, so that it can be copied."""
     return textwrap.fill(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
@@ -134,9 +134,9 @@ class MemoryPlan:
         for room in self.places:
             mark = "->" if room is self.places[0] else "  "
             fits = "fits" if self._fits_in(room) else "does not fit"
-            lines.append(_filled(f"{mark} {room.words()}: {fits}", 80, "   "))
+            lines.append(filled(f"{mark} {room.words()}: {fits}", 80, "   "))
         if not self.fits:
-            wrapped = (_filled(f"- {way}", 78, "  ") for way in self.remedy.splitlines())
+            wrapped = (filled(f"- {way}", 78, "  ") for way in self.remedy.splitlines())
             lines += ["", "What to do:", *(textwrap.indent(way, "  ") for way in wrapped)]
         return "\n".join(lines)
 
