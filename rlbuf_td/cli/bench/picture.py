@@ -27,7 +27,6 @@ _LOOKS: dict[str, dict[str, Any]] = {
     "bare": {"marker": "|", "color": "0.1", "label": "bare randint + index_select"},
 }
 _MARK: dict[str, Any] = {"markersize": 3.6, "markeredgewidth": 0.8, "linestyle": "", "zorder": 2}
-_WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 3.4, 1.32, 0.46, 0.48, 0.5  # inches
 _LINE, _HEAD, _SIZE = 0.145, 0.26, 6.5  # inches per line and per heading, points
 
 
@@ -44,26 +43,21 @@ def draw(timings: Sequence[Timing], batch: int) -> Figure:
     groups = _groups(timings)
     if not groups:
         raise ValueError("there is nothing to plot: no operation has been timed")
-    inner = sum(_HEAD + _LINE * len(members) for members in groups.values())
-    height = _TOP + inner + _BOTTOM
-    figure = Figure(figsize=(_WIDTH, height))
+    lines = [len(members) for members in groups.values()]
+    height = sum(_HEAD + _LINE * count for count in lines) + 1
+    figure = Figure(figsize=(3.4, height), layout="constrained")
     FigureCanvasAgg(figure)
-    top, width = height - _TOP, _WIDTH - _LEFT - _RIGHT
-    highest = max(timing.ratio(name) for timing in timings for name in timing.blocks)
-    for title, members in groups.items():
-        figure.text(0.05 / _WIDTH, (top - 0.16) / height, title, fontsize=_SIZE, fontweight="bold")
-        top -= _HEAD + _LINE * len(members)
-        box = (_LEFT / _WIDTH, top / height, width / _WIDTH, _LINE * len(members) / height)
-        axes = figure.add_axes(box)
+    panels = figure.subplots(len(groups), sharex=True, squeeze=False, height_ratios=lines)[:, 0]
+    for axes, (title, members) in zip(panels, groups.items(), strict=True):
         _draw_group(axes, members)
-        axes.set_xlim(0.08, max(20.0, 1.6 * highest))
-        axes.tick_params(labelbottom=top < _BOTTOM + 1e-6)
+        axes.set_title(title, fontsize=_SIZE, fontweight="bold", loc="left")
+    highest = max(timing.ratio(name) for timing in timings for name in timing.blocks)
+    panels[0].set_xlim(0.08, max(20.0, 1.6 * highest))
     words = f"time after a learner's step / rlbuf_td's, at the right (batch of {batch})"
-    figure.text(0.5, 0.16 / height, words, fontsize=_SIZE, ha="center")
-    figure.text(0.5, 0.04 / height, "* TorchRL: proportional, it has no ranks", fontsize=_SIZE - 1, ha="center")
+    figure.supxlabel(f"{words}\n* TorchRL: proportional, it has no ranks", fontsize=_SIZE)
     found = {name for timing in timings for name in timing.blocks}
-    marks = [axes.plot([], [], **_MARK | _LOOKS[name])[0] for name in _LOOKS if name in found]
-    layout = {"loc": "upper left", "ncols": 2, "handletextpad": 0.1, "columnspacing": 1.2}
+    marks = [panels[0].plot([], [], **_MARK | _LOOKS[name])[0] for name in _LOOKS if name in found]
+    layout = {"loc": "outside upper left", "ncols": 2, "handletextpad": 0.1, "columnspacing": 1.2}
     figure.legend(handles=marks, fontsize=_SIZE, frameon=False, **layout)
     return figure
 
