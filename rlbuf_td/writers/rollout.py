@@ -198,7 +198,7 @@ class RolloutWriter(TimeWriter):
         if cursor and has_values != self._has_values:
             before, now = ("with" if has else "without" for has in (self._has_values, has_values))
             raise ValueError(f"earlier steps of this rollout came {before} {self.value_key!r}, these come {now}")
-        index = write(self._with_placeholders(data, has_values))
+        index = write(data.copy().update(self.added_entries(data)))
         self._has_values = has_values
         lanes = lanes_of(storage).numel()
         if not cursor:  # a new rollout replaces the old one
@@ -216,23 +216,13 @@ class RolloutWriter(TimeWriter):
                 raise
         return index
 
-    def _with_placeholders(self, data: TensorDictBase, has_values: bool) -> TensorDictBase:
+    def added_entries(self, data: TensorDictBase) -> dict[NestedKey, Tensor]:
+        """Return the entries that this writer adds to time steps like ``data``, filled with NaN."""
+        has_values = data.get(self.value_key, None) is not None
         like = entry(data, self.value_key if has_values else self.estimator.reward_key)
         dtype = self.estimator.dtype(like, has_values=has_values)
         missing = (self.advantage_key, self.value_target_key, *(() if has_values else (self.value_key,)))
-        rows = data.copy()
-        for key in missing:
-            rows.set(key, torch.full_like(like, torch.nan, dtype=dtype))
-        return rows
-
-    def added_entries(self, schema: TensorDictBase) -> dict[NestedKey, Tensor]:
-        """Return examples of the entries that this writer adds to time steps like ``schema``, ``[*lanes]``."""
-        names = self.value_key, self.advantage_key, self.value_target_key
-        like = schema.get(self.value_key, None)
-        has_values = like is not None
-        like = like if has_values else entry(schema, self.estimator.reward_key)
-        example = torch.empty_like(like, dtype=self.estimator.dtype(like, has_values=has_values))
-        return dict.fromkeys(names, example)
+        return {key: torch.full_like(like, torch.nan, dtype=dtype) for key in missing}
 
     def estimate(self) -> None:
         """Compute estimates as if the rollout ended at the last written step. RuntimeError if no step is written."""
