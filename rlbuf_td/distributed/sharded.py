@@ -134,17 +134,14 @@ class ShardedReplayBuffer(Client):
         strategy = "DEFAULT" if placement_strategy == "PACK" else "SPREAD"  # Ray's default packs
         options = {"num_cpus": 0, "max_restarts": -1, "scheduling_strategy": strategy} | actor_options
         actor = ray.remote(Shard)
-        self._actors = [
-            actor.options(name=f"{name}-{place}", **options).remote(make_buffer, self._find_dump(place, num_shards))
-            for place in range(num_shards)
-        ]
+        self._actors = []
+        for place in range(num_shards):
+            dump = None if self.dump_dir is None else partial(newest_dump, self.dump_dir, place, num_shards)
+            self._actors.append(actor.options(name=f"{name}-{place}", **options).remote(make_buffer, dump))
         if flow is not None:
             self._actors.append(ray.remote(Limiter).options(name=f"{name}-flow", num_cpus=0).remote(flow))
         where = name, num_shards, flow is not None, context.gcs_address, context.namespace
         super().__init__(partial(connect, *where), spec, batch_size, prefetch, on_loss, None)
-
-    def _find_dump(self, place: int, shards: int) -> Callable[[], Path | None] | None:
-        return None if self.dump_dir is None else partial(newest_dump, self.dump_dir, place, shards)
 
     def __reduce__(self) -> Any:
         """Pickle and copy as a :class:`Client`, because only this object can shut down the shards."""
