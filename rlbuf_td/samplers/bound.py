@@ -165,8 +165,7 @@ class Blanks:
 class Reading:
     """Gathers the rows that a draw has listed; wrappers that change the list or entries have subclasses."""
 
-    nests: ClassVar[bool] = True  # whether the reading of another wrapper can contain this one
-    adds_report: ClassVar[bool] = True  # whether a batch has the report before it is read
+    adds_report: bool = True  # whether a batch has the report before it is read; otherwise the reading adds it
     picks_any_row = False  # whether this reading chooses among all rows below ``written``, which must have no holes
     window = 1  # the rows of a batch per drawn row
     entries: Sequence[Named] = ()  # entries that the rows lack
@@ -315,8 +314,6 @@ def _bind(storage: PackedStorage, sampler: Any, size: int) -> BoundBatch | str:
         return f"{type(sampler).__name__} has no compiled draw"
     reading = Reading(rows)
     for revise in reversed(revisions):
-        if not reading.nests:
-            return "the reward function is called for each step of n-step returns and sequences"
         revised = revise(storage, size, reading)
         if isinstance(revised, str):
             return revised

@@ -195,6 +195,8 @@ class NStepSampler(SamplerWrapper):
     def bind_revision(self, storage: PackedStorage, size: int, inner: Reading) -> Reading | str:
         """See :mod:`rlbuf_td.samplers.bound`."""
         dtype = next((leaf.dtype for leaf in storage.all_rows().layout.leaves if leaf.key == self.reward_key), None)
+        if not inner.adds_report:
+            return "the reward function is called for each step of n-step returns"
         if dtype not in (torch.float32, torch.float64):
             return f"rewards are {dtype}, not float32 or float64"
         if self._bound_to(storage).own_ends:

@@ -427,13 +427,14 @@ class _WindowReading(Reading):
 
         super().__init__(inner.rows)
         self.wrapper, self.inner, self.window = wrapper, inner, wrapper.window
+        self.adds_report, self.picks_any_row = inner.adds_report, inner.picks_any_row
         flag, layout = (torch.bool, SCALAR), inner.rows.layout
         anchor = torch.int64, torch.Size([2] if inner.rows.lanes else [])
         self.entries = [("mask", flag), ("burn_in_mask", flag), ("anchor_index", anchor), *inner.entries]
         places = [None if key is None else layout.places.get(key) for key in wrapper.flag_keys]
         flags = [(0, 0) if place is None else (place, layout.leaves[place].nbytes) for place in places]
         self.flags = np.array(flags, np.int64)
-        self.parts = kernels.LIST, kernels.READ, kernels.BOTH
+        self.parts = kernels.LIST, kernels.READ, kernels.BOTH, kernels.MARK
         self.kernel, self.replace_short = machine_code(kernels.sequence), machine_code(kernels.replace_short)
 
     def bind(self, draw: BoundDraw, size: int) -> None:
@@ -474,8 +475,13 @@ class _WindowReading(Reading):
     def __call__(self, bitmap: Any, blank: Blank, written: int) -> None:
         if self.wrapper.boundary == "strict":
             self._fit(bitmap, blank, written)
-        given, steps, (lists, reads, both) = (bitmap, self.address, blank.targets), self.inner.steps(blank), self.parts
-        if self.rows.is_mapped:
+        given, steps = (bitmap, self.address, blank.targets), self.inner.steps(blank)
+        lists, reads, both, marks = self.parts
+        if not self.adds_report:
+            self.kernel(*given, lists, steps)
+            self.inner(bitmap, blank, written)
+            self.kernel(*given, marks, steps)
+        elif self.rows.is_mapped:
             self.kernel(*given, lists, steps)
             ask_for_rows(self.rows.flat, self.flat)
             self.kernel(*given, reads, steps)

@@ -32,7 +32,7 @@ from rlbuf_td.kernels.episodes.cpu import expect, split, steps_ahead, steps_back
 
 _SOON, _AHEAD = 16, 9  # how many rows ahead the bits of a row, and its data, are prefetched
 ROOT, NEXT, REWARD = 0, 1, 2  # kinds of leaves in an n-step transition
-LIST, READ, BOTH = 0, 1, 2  # the parts of ``sequence``
+LIST, READ, BOTH, MARK = 0, 1, 2, 3  # the parts of ``sequence``
 
 
 @kernel
@@ -75,20 +75,24 @@ def hindsight(bitmap: Bitmap, address, targets, relabeled, law, live, goals):
     """Gather rows, replace the desired goals of some rows, and write a mask of these rows to address ``relabeled``.
 
     ``law`` is a :class:`rlbuf_td.kernels.episodes.goals.Law`. Achieved goals from leaf number ``goals[0]`` replace the
-    desired goals in the leaves with the numbers ``goals[1:]``.
+    desired goals in the leaves with the numbers ``goals[1:]``. All rows of a window get the goal of the anchor.
     """
     batch = batch_at(address)
-    rows, row_bytes, count = batch.rows, batch.row_bytes, batch.count
-    out, flat = carray(pointer(targets), batch.leaves + 1, np.int64), carray(pointer(batch.flat), count, np.int64)
+    rows, row_bytes, count, anchors = batch.rows, batch.row_bytes, batch.count, batch.flat
+    if batch.windows:
+        count, anchors = windows_at(batch.windows).count, windows_at(batch.windows).anchors
+    window, drawn = batch.count // count, carray(pointer(anchors), count, np.int64)
+    out, flat = carray(pointer(targets), batch.leaves + 1, np.int64), carray(pointer(batch.flat), batch.count, np.int64)
     chosen = np.empty(count, np.int64)
     extent = batch.extents + 16 * goals[0]
     offset, width = load(extent, np.int64), load(extent + 8, np.int64)
     for i in range(count):
-        expect(bitmap, flat[i])
+        expect(bitmap, drawn[i])
     for i in range(count):
         pick = load(batch.uniform + 8 * i, np.float64)
-        chosen[i] = choose(bitmap, law, live, flat[i], pick)
-        store(relabeled + i, chosen[i] >= 0, np.bool_)
+        chosen[i] = choose(bitmap, law, live, drawn[i], pick)
+        for j in range(i * window, (i + 1) * window):
+            store(relabeled + j, chosen[i] >= 0, np.bool_)
         if chosen[i] >= 0:
             prefetch(rows + chosen[i] * row_bytes + offset)
     gather_batch(batch, flat, targets)
@@ -96,7 +100,8 @@ def hindsight(bitmap: Bitmap, address, targets, relabeled, law, live, goals):
     for i in range(count):
         if chosen[i] >= 0:
             for goal in goals[1:]:
-                copy_few(out[goal] + i * width, rows + chosen[i] * row_bytes + offset, width)
+                for j in range(i * window, (i + 1) * window):
+                    copy_few(out[goal] + j * width, rows + chosen[i] * row_bytes + offset, width)
 
 
 @inlined
@@ -139,16 +144,17 @@ def replace_short(bitmap: Bitmap, address, targets, kept, order, others):
 def sequence(bitmap: Bitmap, address, targets, part, steps):
     """Expand the drawn rows, the anchors, to windows, and gather these; join n-step transitions unless ``steps`` is 0.
 
-    ``part`` is ``LIST`` to write the list of rows only, ``READ`` to read the listed rows, ``BOTH`` for both.
+    ``part`` is ``LIST`` to write the list of rows only, ``READ`` to read the listed rows, ``BOTH`` for both, and
+    ``MARK`` if another function has read the listed rows.
     """
-    if part != READ:
+    if part in (LIST, BOTH):
         _expand(bitmap, address, targets)
         _repeat(address, targets)
     if part == LIST:
         return
     if steps:
         n_step(bitmap, address, targets, steps)
-    else:
+    elif part != MARK:
         gather_flat(address, targets)
     _mark_ends(address, targets)
 
