@@ -87,6 +87,7 @@ PRIVATE_NAMES = {
     "storages/writes.py": "_refuse_schema",
     # torch, TensorDict, numba and Python
     "checkpoint/manifest.py": "_metadata",
+    "kernels/rows/table.py": "_replace",
     "kernels/batch/memory.py": "_C _cdata _dynamo _empty_strided_cpu _storage_Use_Count",
     "kernels/host_memory.py": "_C _len_torch_dispatch_stack",
     "kernels/threads.py": "_ZN2at15get_num_threadsEv",

@@ -81,8 +81,8 @@ class BoundWrite:
         self.append_rows: Any = None  # the machine code of `lanes_loop`, from the first write to single lanes on
         self.cells = torch.empty(0, dtype=torch.int64, device="cpu")  # scratch of this machine code
         if isinstance(self.rows, DedupRows):
-            self.write_rows, self.kernel, self.pools = self.kernel, self._write_deduplicated, self.rows.table.addresses
-            self.write_entries = machine_code(dedup_cpu.write_entries, lanes_first=True, sizes=self.pools[-1])
+            self.write_rows, self.kernel, self.table = self.kernel, self._write_deduplicated, self.rows.table.address
+            self.write_entries = machine_code(dedup_cpu.write_entries)
 
     def _find_boundaries(self) -> Any:
         """Return the first trajectory index that compiled code can update, and what it needs for this; or None."""
@@ -289,7 +289,7 @@ class BoundWrite:
         with held_back:  # an interrupt between the two calls would leave rows with the observations of other rows
             cursor = self.write_rows(address, count, lanes_first, index)
             if cursor >= 0:
-                self.write_entries(address, cursor, count, lanes_first, *self.pools)
+                self.write_entries(address, cursor, count, lanes_first, self.table, False)
         return cursor
 
     def _collect(self, data: TensorDict, lead: torch.Size) -> list[Tensor] | None:

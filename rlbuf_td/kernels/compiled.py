@@ -120,6 +120,21 @@ def load(typing_context: Any, address: Any, kind: Any) -> Any:
 
 
 @intrinsic
+def load_fields(typing_context: Any, address: Any, i: Any, kind: Any) -> Any:
+    """Load element ``i`` of an array of NamedTuples ``kind`` of int64. It stays in registers when memory is written."""
+    count = len(kind.instance_class._fields)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        number = ir.IntType(64)
+        array, first = builder.inttoptr(arguments[0], ir.PointerType(number)), builder.mul(arguments[1], number(count))
+        places = (builder.gep(array, [builder.add(first, number(field))]) for field in range(count))
+        return cgutils.pack_array(builder, [builder.load(place) for place in places])
+
+    found = types.NamedUniTuple(types.int64, count, kind.instance_class)
+    return found(types.int64, types.int64, kind), generate
+
+
+@intrinsic
 def store(typing_context: Any, address: Any, value: Any, kind: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         place = builder.inttoptr(arguments[0], ir.PointerType(context.get_data_type(kind.dtype)))

@@ -174,9 +174,9 @@ class Reading:
         from rlbuf_td.kernels.batch import cpu, dedup_cpu
 
         self.rows, self.extents, self.kernel = rows, rows.extents, machine_code(cpu.gather_flat)
-        self.pools: tuple[Any, ...] = rows.table.addresses if isinstance(rows, DedupRows) else ()
-        if self.pools:  # deduplicated observations
-            self.entry_kernel = machine_code(dedup_cpu.read_entries, sizes=self.pools[-1])
+        self.table = rows.table.address if isinstance(rows, DedupRows) else 0
+        if self.table:  # deduplicated observations
+            self.entry_kernel = machine_code(dedup_cpu.read_entries)
 
     def bind(self, draw: BoundDraw, size: int) -> None:
         """Describe batches of ``size`` rows to compiled code."""
@@ -195,8 +195,8 @@ class Reading:
         self.read_entries(blank)
 
     def read_entries(self, blank: Blank) -> None:
-        if self.pools:
-            self.entry_kernel(self.address, blank.targets, *self.pools)
+        if self.table:
+            self.entry_kernel(self.address, blank.targets, self.table)
 
     def steps(self, blank: Blank) -> int:
         """Return the address of a ``STEPS`` record if this reading joins transitions, otherwise 0."""

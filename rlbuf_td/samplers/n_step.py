@@ -231,8 +231,8 @@ class _JoinedReading(Reading):
         self.joined = record_of(STEPS, ends=self.ends_at)
         self.joined_at, self.joined_bytes = self.joined.ctypes.data, self.joined.view(np.uint8).data
         self.kernel = machine_code(kernels.n_step)
-        if self.pools:
-            self.entry_kernel = machine_code(dedup_cpu.read_joined_entries, sizes=self.pools[-1])
+        if self.table:
+            self.entry_kernel = machine_code(dedup_cpu.read_joined_entries)
 
     def __call__(self, bitmap: Any, blank: Blank, written: int) -> None:
         if self.rows.is_mapped:
@@ -241,8 +241,8 @@ class _JoinedReading(Reading):
         self.read_entries(blank)
 
     def read_entries(self, blank: Blank) -> None:
-        if self.pools:
-            self.entry_kernel(self.address, blank.targets, self.ends_at, *self.pools)
+        if self.table:
+            self.entry_kernel(self.address, blank.targets, self.ends_at, self.table)
 
     def steps(self, blank: Blank) -> int:
         taken, wrapper = blank.report["steps_to_next_obs"].data_ptr(), self.wrapper

@@ -19,7 +19,7 @@ are lanes (environments). With ``E`` lanes, row ``(t, e)`` has the flat index ``
 
 **Deduplicated observations.** The next observation of a step is usually the observation of the following step, and
 consecutive frame stacks differ in one frame. With ``share_next`` or ``frames``, a pool holds the observations, and a
-row stores ids of pool entries. Neighbouring rows that hold the same observation or frame store the same id. Read
+row stores names of pool entries. Neighbouring rows that hold the same observation or frame store the same name. Read
 ``dedup.py``, ``rows/`` and :mod:`rlbuf_td.kernels.rows.pool`.
 
 **Stale rows.** The storage counts the time steps written, and a prioritized batch stores this count as

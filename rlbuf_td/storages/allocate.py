@@ -20,7 +20,8 @@ from rlbuf_td.storages.dedup import DedupLayout, Sections
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.memory_budget import Purpose, require_room, room_for, show_bytes
 from rlbuf_td.storages.rows import PlainRows, Rows
-from rlbuf_td.storages.rows.dedup import DedupRows, grows
+from rlbuf_td.storages.rows.dedup import DedupRows
+from rlbuf_td.storages.rows.pools import grows
 from rlbuf_td.storages.schema import SchemaError
 
 if TYPE_CHECKING:

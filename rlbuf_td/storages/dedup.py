@@ -4,26 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
-from functools import cached_property
 from math import prod
 from numbers import Real
 from typing import Any, TypeAlias
 
-import numpy as np
 import torch
 from tensordict import TensorDictBase
 
-from rlbuf_td.kernels.rows.pool import Group, Part
+from rlbuf_td.kernels.rows.table import Group, Part, Run
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.schema import Leaf, SchemaError, show_key
 from rlbuf_td.storages.tensordict_fast import leaf_of
 
 Key: TypeAlias = tuple[str, ...]
 _COLUMNS = ("done", "terminated", "truncated", "traj_ids", "reward")  # samplers read these columns separately
-_MIN_KEY_BYTES = 8  # two entry ids of 4 bytes replace a key
+_MIN_KEY_BYTES = 8  # two entry names of 4 bytes replace a key
 _MIN_BYTES = 16  # "auto" deduplicates repeating keys of this size in total, or untested keys of this size each
 _LOOK = 256  # time steps of the first write that "auto" compares
-ENTRY_IDS = "_entries"  # the key of the entry ids in a stored row
+ENTRY_NAMES = "_entries"  # the key of the entry names in a stored row
 _PAGE = 4096
 _MAX_ENTRIES = 2**31 - 2
 
@@ -144,24 +142,27 @@ def _repeats(data: TensorDictBase, leaf: Leaf) -> bool:
 
 
 class DedupLayout:
-    """The layout of *stored rows*, in which ids of pool entries replace the deduplicated keys."""
+    """The layout of *stored rows*, in which names of pool entries replace the deduplicated keys."""
 
     def __init__(self, layout: RowLayout, chosen: tuple[DedupGroup, ...]) -> None:
         self.layout, self.chosen = layout, chosen  # the layout of whole rows, as in batches; one or more groups
         leaves = _by_key(layout)
         paths = [path for group in chosen for key in group.keys for path in _sides(group, key)]
         self.deduplicated = {path: leaves[path] for path in paths}
-        if (ENTRY_IDS,) in layout.offsets or any(name == ENTRY_IDS for name, _ in layout.root.nodes):
-            raise SchemaError(f"rows that share observations cannot have a key {ENTRY_IDS!r}")
+        if (ENTRY_NAMES,) in layout.offsets or any(name == ENTRY_NAMES for name, _ in layout.root.nodes):
+            raise SchemaError(f"rows that share observations cannot have a key {ENTRY_NAMES!r}")
         row = layout.unpack(torch.empty(layout.row_bytes, dtype=torch.uint8, device="meta")).exclude(*self.deduplicated)
         count = sum(group.pieces * (1 + group.has_next) for group in chosen)
-        row.set(ENTRY_IDS, torch.empty((*row.batch_size, count), dtype=torch.int32, device="meta"))
+        row.set(ENTRY_NAMES, torch.empty((*row.batch_size, count), dtype=torch.int32, device="meta"))
         self.stored = RowLayout(row, 0, layout.aligned)
         #: Indices of the leaves that a stored row keeps, in the order of the stored row.
-        self.kept = [layout.places[key] for key in self.stored.offsets if key != (ENTRY_IDS,)]
+        self.kept = [layout.places[key] for key in self.stored.offsets if key != (ENTRY_NAMES,)]
         #: For each key of each group: the leaf index of the observation and, if stored, of the next observation.
         self.given = [tuple(layout.places[p] for p in _sides(group, key)) for group in chosen for key in group.keys]
-        self.ids_slot = self.stored.places[(ENTRY_IDS,)]
+        self.names_slot = self.stored.places[(ENTRY_NAMES,)]
+        self.groups, self.parts = self._groups_and_parts()
+        own = [leaf for leaf in self.stored.leaves if leaf.key != (ENTRY_NAMES,) and leaf.nbytes]
+        self.runs = tuple(Run(self.stored.offsets[leaf.key], layout.places[leaf.key], leaf.nbytes) for leaf in own)
 
     @classmethod
     def chosen_for(
@@ -170,36 +171,32 @@ class DedupLayout:
         chosen = choose(options, _by_key(layout), data)
         return cls(layout, chosen) if chosen else None
 
-    @cached_property
-    def runs(self) -> np.ndarray:
-        """Offset in a stored row, number, and size in bytes of each leaf that is not deduplicated, ``[n, 3]``."""
-        leaves = [leaf for leaf in self.stored.leaves if leaf.key != (ENTRY_IDS,) and leaf.nbytes]
-        runs = [[self.stored.offsets[leaf.key], self.layout.places[leaf.key], leaf.nbytes] for leaf in leaves]
-        return np.array(runs, np.int64).reshape(-1, 3)
-
-    @cached_property
-    def groups(self) -> tuple[Group, ...]:
-        at, groups = self.stored.offsets[(ENTRY_IDS,)], []
+    def _groups_and_parts(self) -> tuple[tuple[Group, ...], tuple[Part, ...]]:
+        names_at, groups, parts = self.stored.offsets[(ENTRY_NAMES,)], list[Group](), list[Part]()
         for group in self.chosen:
-            parts, into = [], 0
+            first, into, pieces, sides = len(parts), 0, group.pieces, 1 + group.has_next
             for key in group.keys:
                 leaf = self.deduplicated[key]
-                outer = prod(leaf.shape[: group.dim]) if group.pieces > 1 else 1
-                inner = leaf.nbytes // outer // group.pieces
+                outer = prod(leaf.shape[: group.dim]) if pieces > 1 else 1
+                inner = leaf.nbytes // outer // pieces
                 following = self.layout.places[_sides(group, key)[-1]] if group.has_next else 0
-                parts.append(Part(into, inner, outer, inner * group.pieces, self.layout.places[key], following))
+                parts.append(Part(into, inner, outer, inner * pieces, self.layout.places[key], following))
                 into += inner * outer
-            groups.append(Group(at, group.pieces, 1 + group.has_next, tuple(parts)))
-            at += 4 * groups[-1].names
-        return tuple(groups)
+            # A row at step t stacks the frames of steps t + 1 - pieces to t; its next observation ends one step later.
+            # Rows that share a frame are thus at most `pieces` steps apart, twice as many if stacks repeat a frame.
+            reach = 1 if pieces == 1 else 2 * pieces
+            groups.append(Group(names_at, pieces, sides, pieces * sides, reach, into, first, len(parts)))
+            names_at += 4 * pieces * sides
+        return tuple(groups), tuple(parts)
 
     def saved_bytes(self, cells: int, used: Sequence[int]) -> dict[Key, int]:
         saved = {}
-        for group, kernel, entries in zip(self.chosen, self.groups, used, strict=True):
-            for key, part in zip(group.keys, kernel.parts, strict=True):
-                width = part.inner * part.outer
-                ids = round(4 * cells * kernel.names * width / kernel.nbytes)  # its share of the ids' bytes
-                saved[key] = cells * width * kernel.names - entries * width - ids
+        for group, entries in zip(self.groups, used, strict=True):
+            for p in range(group.first_part, group.past_part):
+                width = self.parts[p].inner * self.parts[p].outer
+                names = round(4 * cells * group.names * width / group.nbytes)  # its share of the names' bytes
+                key = self.layout.leaves[self.parts[p].root].key
+                saved[key] = cells * width * group.names - entries * width - names
         return saved
 
     def state(self) -> list[list[Any]]:
@@ -235,7 +232,7 @@ def saved_dedup(layout: RowLayout, state: dict[str, Any]) -> DedupLayout | None:
 
 @dataclass(frozen=True)
 class Sections:
-    """Byte offsets of the memory after the rows, aligned to pages: counters, free ids and entries of each group."""
+    """Byte offsets of the memory after the rows, aligned to pages: counters, free names and entries of each group."""
 
     counters: int
     stacks: tuple[int, ...]

@@ -287,18 +287,18 @@ def describe(storage: PackedStorage) -> str:
 def refuse_foreign(
     dedup: DedupLayout, matrix: torch.Tensor, entries: Sequence[Any], *, has_holes: bool = False
 ) -> None:
-    """Raise a SchemaError if saved rows and pool ``entries`` differ in layout, or an id in a row has no entry.
+    """Raise a SchemaError if saved rows and pool ``entries`` differ in layout, or a name in a row has no entry.
 
-    The ids of holes, in lanes with fewer rows than others, are 0.
+    The names in holes, in lanes with fewer rows than others, are 0.
     """
-    names = matrix.reshape(-1, matrix.shape[-1]).view(torch.uint8)
+    rows = matrix.reshape(-1, matrix.shape[-1]).view(torch.uint8)
     groups = dedup.groups
-    fits = len(entries) == len(groups) and names.shape[1] == dedup.stored.row_bytes
+    fits = len(entries) == len(groups) and rows.shape[1] == dedup.stored.row_bytes
     for group, found in zip(groups, entries, strict=False):
         fits = fits and len(found.shape) == 2 and found.dtype is torch.uint8 and found.shape[1] == group.nbytes
-        if fits and len(names):
-            ids = names.narrow(1, group.ids, 4 * group.names).view(torch.int32)
-            fits = int(ids.min()) >= (not has_holes) and int(ids.max()) <= found.shape[0]
+        if fits and len(rows):
+            names = rows.narrow(1, group.names_at, 4 * group.names).view(torch.int32)
+            fits = int(names.min()) >= (not has_holes) and int(names.max()) <= found.shape[0]
     if not fits:
         raise SchemaError("the saved rows and the observations that they share do not belong together")
 
@@ -312,6 +312,6 @@ def rows_of_state(layout: RowLayout, matrix: torch.Tensor, dedup: DedupLayout | 
     cells = steps * lanes.numel()
     sections = Sections.of(dedup, cells)
     memory = allocate_bytes(sections.total, torch.device("cpu"), sparse=(sections.likely, sections.fixed))
-    rows = DedupRows(dedup, memory, torch.Size([steps, *lanes]), None)
+    rows = DedupRows(dedup, memory, torch.Size([steps, *lanes]))
     rows.restore_(matrix.cpu(), [found.cpu() for found in pool])
     return rows.first(len(matrix))

@@ -9,7 +9,7 @@ import torch
 
 from rlbuf_td.kernels.episodes import WORD, BitBoundaries, FlagBoundaries
 from rlbuf_td.kernels.rank_order.chunks import CHUNKS, FULL, GROUPS, NO_KEY, ROWS, WIDTH, Chunks
-from rlbuf_td.kernels.rows.pool import Table
+from rlbuf_td.kernels.rows.table import Table
 from rlbuf_td.kernels.sum_tree import SumTree, reference, weight_of
 
 
@@ -83,7 +83,7 @@ def check_boundaries(bits: BitBoundaries) -> None:
 def check_pool(table: Table) -> None:
     for g, group in enumerate(table.groups):
         free, used = table.counters[g].tolist()
-        stack, ids = table.stacks[g][:free].tolist(), table.ids(g).cpu().numpy()
+        stack, ids = table.stacks[g][:free].tolist(), table.names(g).cpu().numpy()
         held = set(np.unique(ids).tolist()) - {0}
         is_apart = len(set(stack)) == free and not held & set(stack)
         is_whole = is_apart and held | set(stack) == set(range(1, used + 1))

@@ -175,8 +175,9 @@ def _all_pixels(seed: int) -> torch.Tensor:
     return Lanes(1, seed).steps(8, 0.2)[:, 0]["next", "pixels"].flatten(1)
 
 
-def name_half_then_die(rows: Any, leaves: Any, lane_dims: int, cells: Any, count: int) -> None:
-    share(rows, [leaf[: count // 2] for leaf in leaves], lane_dims, cells, count // 2)
+def name_half_then_die(rows: Any, leaves: Any, lanes: int, cells: Any, count: int) -> None:
+    half = count // lanes // 2
+    share(rows, [leaf[:half] for leaf in leaves], lanes, cells, half * lanes)
     die()
 
 

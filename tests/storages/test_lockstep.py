@@ -69,7 +69,7 @@ class Lockstep(RuleBasedStateMachine):
         self.lanes = torch.Size(self.shape).numel()
         self.world, self.ranks = Lanes(self.lanes, seed, alphabet), torch.Generator().manual_seed(seed)
         self.seed = seed
-        names = ("rows.dedup", "allocate") if grows else ()
+        names = ("allocate",) if grows else ()
         self.patches = [patch(f"rlbuf_td.storages.{name}.grows", lambda device: True) for name in names]
         for each in self.patches:
             each.start()

@@ -202,8 +202,7 @@ def test_the_repr_tells_rows_bytes_place_and_columns() -> None:
 
 
 def test_an_empty_batch_of_shared_observations_is_read_on_every_path(device: torch.device, monkeypatch) -> None:
-    monkeypatch.setattr("rlbuf_td.storages.rows.dedup.grows", lambda device: True)  # as on other devices than the CPU
-    monkeypatch.setattr("rlbuf_td.storages.allocate.grows", lambda device: True)
+    monkeypatch.setattr("rlbuf_td.storages.allocate.grows", lambda device: True)  # as on other devices than the CPU
     data = transitions(SCHEMAS["halfcheetah"], 5, device=device)
     storage = PackedStorage(9, share_next=True, device=device)
     storage.set(range(5), data)

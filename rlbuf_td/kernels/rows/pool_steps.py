@@ -10,21 +10,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rlbuf_td.kernels.rows.pool import Group, Table
+from rlbuf_td.kernels.rows.table import Group, Part, Table
 
 
 def write_by_steps_(
-    table: Table, given: Sequence[tuple[Tensor, ...]], cells: Tensor, *, deferred: bool = False
+    table: Table, given: Sequence[Sequence[Tensor]], cells: Tensor | int, count: int, *, deferred: bool = False
 ) -> None:
-    """Implement :func:`rlbuf_td.kernels.rows.pool.write_` on any device.
-
-    ``given`` has one tuple per key: observations and, if the rows store them, next observations, ``[T, E, ...]``.
-    """
+    """Implement :func:`rlbuf_td.kernels.rows.pool.write_` on any device."""
+    if isinstance(cells, int):
+        cells = (cells + torch.arange(count, device=table.rows.device)) % len(table.rows)
     steps, lanes = given[0][0].shape[:2]
-    first = 0
     for g, group in enumerate(table.groups):
-        parts = given[first : first + len(group.parts)]
-        first += len(parts)
+        parts, keys = table.parts[group.first_part : group.past_part], given[group.first_part : group.past_part]
         freed: list[tuple[Tensor, Tensor]] = []
         for t, rows in enumerate(cells.view(steps, lanes)):
             write = _Step(table, g, rows)
@@ -33,15 +30,15 @@ def write_by_steps_(
                 freed.append(held)
             else:
                 write.give(*held)
-            write.fill(*(_raw(group, [side[t] for side in sides]) for sides in zip(*parts, strict=True)))
+            write.fill(*(_raw(group, parts, [side[t] for side in sides]) for sides in zip(*keys, strict=True)))
         for held in freed:
             _Step(table, g, cells[:0]).give(*held)
 
 
-def _raw(group: Group, values: Sequence[Tensor]) -> Tensor:
+def _raw(group: Group, parts: Sequence[Part], values: Sequence[Tensor]) -> Tensor:
     """Convert observations, one tensor ``[B, ...]`` per key, to ``[B, group.pieces, bytes]``, as in pool entries."""
     found = []
-    for value, part in zip(values, group.parts, strict=True):
+    for value, part in zip(values, parts, strict=True):
         flat = value.reshape(len(value), value.shape[1:].numel())
         raw = flat.clone(memory_format=torch.contiguous_format).view(torch.uint8)
         found.append(raw.view(len(raw), part.outer, group.pieces, part.inner).transpose(1, 2).flatten(2))
@@ -53,21 +50,21 @@ class _Step:
 
     def __init__(self, table: Table, g: int, rows: Tensor) -> None:
         self.table, self.group, self.rows = table, table.groups[g], rows
-        self.ids, self.entries = table.ids(g), table.entries[g]
+        self.names, self.entries = table.names(g), table.entries[g]
         self.stack, self.counters = table.stacks[g], table.counters[g]
 
     def near(self, steps: int) -> Tensor:
         """Return the names in the rows ``steps`` time steps after the written rows; a negative number means before."""
-        return self.ids[(self.rows + steps * self.table.lanes) % len(self.ids)]
+        return self.names[(self.rows + steps * self.table.lanes) % len(self.names)]
 
     def release(self) -> tuple[Tensor, Tensor]:
         """Set the names in the written rows to 0; return the old names, and a mask of the names to free."""
-        names, total = self.ids[self.rows], len(self.ids) // self.table.lanes
+        names, total = self.names[self.rows], len(self.names) // self.table.lanes
         held = (names[:, :, None] == names[:, None, :]).tril(-1).any(2) | (names == 0)
         for d in range(1, min(self.group.reach, total - 1) + 1):
             for steps in (d, -d):
                 held |= (names[:, :, None] == self.near(steps)[:, None, :]).any(2)
-        self.ids[self.rows] = 0
+        self.names[self.rows] = 0
         return names.flatten(), ~held.flatten()
 
     def give(self, names: Tensor, are_free: Tensor) -> None:
@@ -109,13 +106,13 @@ class _Step:
         shared = self.are(others, root[:, :common])
         if common < pieces:
             others = torch.cat([others, self.new(shared, root[:, -1])[:, None]], 1)
-        self.ids[self.rows, :pieces] = torch.where(shared[:, None], others, self.fresh(~shared, root))
+        self.names[self.rows, :pieces] = torch.where(shared[:, None], others, self.fresh(~shared, root))
         if following is None:
             return
-        own = self.ids[self.rows, 1:pieces]
+        own = self.names[self.rows, 1:pieces]
         shifts = self.are(own, following[:, :-1]) if pieces > 1 else everywhere
         newest = self.near(1)[:, pieces - 1]
         known = shifts & self.are(newest[:, None], following[:, -1:])
         newest = torch.where(known, newest, self.new(shifts & ~known, following[:, -1]))
         stack = torch.cat([own, newest[:, None]], 1)
-        self.ids[self.rows, pieces:] = torch.where(shifts[:, None], stack, self.fresh(~shifts, following))
+        self.names[self.rows, pieces:] = torch.where(shifts[:, None], stack, self.fresh(~shifts, following))

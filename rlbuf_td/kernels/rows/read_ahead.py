@@ -16,14 +16,14 @@ from torch import Tensor
 
 from rlbuf_td.kernels.host_memory import address_of
 from rlbuf_td.kernels.huge_pages import advise
-from rlbuf_td.kernels.rows.pool import Table
+from rlbuf_td.kernels.rows.table import Table
 
 IS_KNOWN = sys.platform == "linux" and mmap.PAGESIZE == 4096
 _FEWEST = 2  # rows
 
 
 def ask_for_rows(rows: Tensor, cells: Tensor) -> Tensor | None:
-    """Request the memory pages of ``rows[cells]``; return ``cells.argsort()``, or None if nothing was requested."""
+    """Request the memory pages of ``rows[cells]``; return the sorted ``cells``, or None if nothing was requested."""
     if not IS_KNOWN or len(cells) < _FEWEST or not len(rows):
         return None
     cells = cells.contiguous()
@@ -32,16 +32,16 @@ def ask_for_rows(rows: Tensor, cells: Tensor) -> Tensor | None:
 
     if not cpu.is_absent(base, stride, address_of(cells), len(cells)):
         return None
-    cells, order = cells.sort()
+    cells, _ = cells.sort()
     _ask(base + stride * _inside(cells, len(rows)), stride)
-    return order
+    return cells
 
 
 def ask_for_entries(table: Table, cells: Tensor) -> None:
-    """Request the memory pages of the deduplicated observations of ``table.rows[cells]``."""
+    """Request the memory pages of the deduplicated observations of the rows ``cells``, which should be sorted."""
     known = torch.from_numpy(_inside(cells, len(table.rows)))
     for g, entries in enumerate(table.entries):
-        names = np.unique(table.ids(g)[known]).astype(np.int64)
+        names = np.unique(table.names(g)[known]).astype(np.int64)
         _ask(entries.data_ptr() + entries.shape[1] * (names[names > 0] - 1), entries.shape[1])
 
 

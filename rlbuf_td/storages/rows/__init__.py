@@ -58,9 +58,6 @@ class Rows(ABC):
         """An alias of :attr:`matrix` for views that users receive, so that no call on a view moves the rows."""
         return self._given.tensor().narrow(0, 0, self.steps)
 
-    def sources(self) -> tuple[torch.Tensor, ...]:
-        return (self.matrix,)
-
     def first(self, steps: int) -> Rows:
         rows = object.__new__(type(self))
         vars(rows).update(vars(self))  # three times as fast as copy.copy
@@ -190,7 +187,7 @@ class Rows(ABC):
                 at += count
 
     def forget(self) -> None:
-        """Clear all entry ids, and free all pool entries."""
+        """Clear all entry names, and free all pool entries."""
 
     def rebuild(self, used: Sequence[int] | None = None) -> None:
         """Free pool entries to which no row refers; ``used`` is the number of filled entries per group, if known."""
