@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from tensordict import MemoryMappedTensor, NestedKey, TensorDict, TensorDictBase
+from tensordict import MemoryMappedTensor, NestedKey, TensorDictBase
 from torchrl.data.replay_buffers import (
     ImmutableDatasetWriter,
     LazyMemmapStorage,
@@ -26,6 +26,7 @@ from rlbuf_td.buffers.flow import count_imported
 from rlbuf_td.buffers.parts import refuse_unordered
 from rlbuf_td.checkpoint import CheckpointError
 from rlbuf_td.checkpoint.files import progress_bar
+from rlbuf_td.checkpoint.torchrl_folder import map_rows, refuse_links, refuse_short
 from rlbuf_td.samplers.proportional import read_torchrl_priorities
 from rlbuf_td.storages import PackedStorage, torchrl_parts
 from rlbuf_td.storages.indexing import coordinates, lanes_of
@@ -109,8 +110,8 @@ def _load(folder: Path) -> tuple[TensorDictReplayBuffer, Mapping[str, Any] | Non
     if not storage_file.is_file() or json.loads(storage_file.read_text())["is_pytree"]:
         remedy = "load it into a buffer of TorchRL, and pass that buffer"
         raise CheckpointError(f"{folder} holds no TensorDicts that TorchRL's default checkpointer wrote: {remedy}")
-    _refuse_files(folder)
-    shape = _mapped(folder / "storage").batch_size
+    refuse_links(folder)
+    shape = map_rows(folder / "storage").batch_size
     storage = LazyMemmapStorage(shape.numel(), ndim=len(shape), scratch_dir=folder / "storage")  # maps, does not copy
     storage.loads(folder / "storage")
     saved = json.loads(writer_file.read_text()) if writer_file.is_file() else {}
@@ -126,37 +127,8 @@ def _load(folder: Path) -> tuple[TensorDictReplayBuffer, Mapping[str, Any] | Non
         return rb, None
     state = json.loads(sampler_file.read_text())
     size = torch.Size([int(state["_max_capacity"])])
-    _refuse_short(tree_file, 8 * size.numel())
+    refuse_short(tree_file, 8 * size.numel())
     return rb, state | {"_sum_tree": MemoryMappedTensor.from_filename(tree_file, torch.float64, size)}
-
-
-def _refuse_files(folder: Path) -> None:
-    """Raise a CheckpointError for links, and for short files: to map those would change them."""
-    for path in folder.rglob("*"):
-        if path.is_symlink():
-            raise CheckpointError(f"{path} is a link, and a dump has none: copy the file that it leads to")
-    for meta in folder.glob("storage/**/meta.json"):
-        for name, leaf in json.loads(meta.read_text()).items():
-            if isinstance(leaf, dict) and "dtype" in leaf and not leaf.get("is_nested"):
-                item = getattr(torch, leaf["dtype"].removeprefix("torch.")).itemsize
-                _refuse_short(meta.parent / f"{name}.memmap", torch.Size(leaf["shape"]).numel() * item)
-
-
-def _refuse_short(file: Path, nbytes: int) -> None:
-    found = file.stat().st_size if file.is_file() else -1
-    if found < nbytes:  # to map the file would make it longer
-        fault = f"has {found:,} bytes, expected {nbytes:,}" if found >= 0 else "is missing"
-        raise CheckpointError(f"{file} {fault}: the dump is incomplete; nothing has been changed")
-
-
-def _mapped(folder: Path) -> TensorDict:
-    """Map the files of a TensorDict, which could run any code if they hold pickles. No row can hold what is pickled."""
-    try:
-        return TensorDict.load_memmap(folder, allow_pickle=False)
-    except RuntimeError as error:
-        if "pickle" not in str(error):
-            raise
-        raise CheckpointError(f"{folder} has entries that are no tensors, in a pickle, which is never loaded") from None
 
 
 def _priorities(rb: TensorDictReplayBuffer) -> Mapping[str, Any] | None:

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from tensordict import NonTensorData, TensorDict
 from torchrl.data.replay_buffers import LazyMemmapStorage, LazyTensorStorage, TensorDictReplayBuffer
 
 from rlbuf_td import PackedStorage, ReplayBuffer
@@ -71,3 +73,31 @@ def test_the_command_returns_1_for_findings_and_2_for_what_it_cannot_read(tmp_pa
     assert "300 rows read: 1 finding\n\ndone-shifted\n    " in out
     assert "Remedy: " in out
     assert main(["doctor", late, "--ignore", "done-shifted"]) == 0
+
+
+class Attack:
+    """Leaves a file behind when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.mark,)
+
+
+def test_pickles_in_a_folder_of_torchrl_are_never_loaded(tmp_path: Path) -> None:
+    folder = saved(tmp_path, "memmap")
+    rows = TensorDict({"x": torch.zeros(300)}, [300])
+    rows.set("note", NonTensorData(Attack(tmp_path / "ran"), batch_size=[300])).memmap(folder / "storage")
+    with pytest.raises(ValueError, match="pickle, which is never loaded"):
+        check(folder)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_an_incomplete_folder_of_torchrl_is_refused_and_no_file_is_changed(tmp_path: Path) -> None:
+    folder = saved(tmp_path, "memmap")
+    file = next((folder / "storage").glob("*.memmap"))
+    file.write_bytes(file.read_bytes()[:5])
+    with pytest.raises(ValueError, match="has 5 bytes, expected"):
+        check(folder)
+    assert len(file.read_bytes()) == 5

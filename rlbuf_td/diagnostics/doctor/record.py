@@ -10,11 +10,12 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from torchrl.data import ImmutableDatasetWriter, TensorStorage
 from torchrl.data.replay_buffers import ReplayBuffer, RoundRobinWriter, Sampler, Storage, Writer
 
 from rlbuf_td.checkpoint import open_checkpoint
+from rlbuf_td.checkpoint.torchrl_folder import map_rows
 from rlbuf_td.diagnostics.doctor.report import FAULTS, Finding
 from rlbuf_td.storages import PackedStorage, torchrl_parts
 from rlbuf_td.storages.indexing import attached, stored_rows
@@ -278,7 +279,7 @@ def _open_saved(path: Path) -> Storage:
         if about["is_pytree"]:
             raise ValueError("it holds no TensorDict")
         cursor = int(json.loads(writer.read_text())["cursor"]) if writer.is_file() else None
-        return _storage_of(TensorDict.load_memmap(folder), int(about["len"]), cursor)
+        return _storage_of(map_rows(folder), int(about["len"]), cursor)
     except (LookupError, OSError, RuntimeError, ValueError) as error:
         raise ValueError(f"cannot read the rows in {folder}: {error}") from error
 
