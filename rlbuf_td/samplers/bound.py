@@ -166,6 +166,7 @@ class Reading:
     """Gathers the rows that a draw has listed; wrappers that change the list or entries have subclasses."""
 
     adds_report: bool = True  # whether a batch has the report before it is read; otherwise the reading adds it
+    is_fused: ClassVar[bool] = True  # whether the kernel of another reading can read rows as this one does
     picks_any_row = False  # whether this reading chooses among all rows below ``written``, which must have no holes
     window = 1  # the rows of a batch per drawn row
     entries: Sequence[Named] = ()  # entries that the rows lack
@@ -183,6 +184,7 @@ class Reading:
         self.draw, rows = draw, self.rows
         self.flat = draw.flat if draw.size == size else torch.zeros(size, dtype=torch.int64, device="cpu")
         given = {"flat": self.flat.data_ptr(), "uniform": draw.uniform.data_ptr()}
+        given |= {"anchors": draw.flat.data_ptr(), "drawn": draw.size}
         given["windows"] = 0 if draw.windows is None else draw.windows.ctypes.data
         shape = {"steps": rows.steps, "lanes": lanes_of(rows), "reads": 1}
         self.record = batch_record(size, rows.flat, self.extents, **given, **shape)

@@ -227,7 +227,7 @@ class HindsightSampler(SamplerWrapper):
 
 
 class _RelabelledReading(Reading):
-    adds_report = False
+    adds_report = is_fused = False
     entries = (("relabeled", (torch.bool, torch.Size([]))),)
 
     def __init__(self, wrapper: HindsightSampler, rows: Rows) -> None:

@@ -17,7 +17,7 @@ from rlbuf_td.kernels.batch import STEPS
 from rlbuf_td.kernels.dispatch import compiled_form_of, machine_code, record_of
 from rlbuf_td.kernels.episodes.n_step import n_step_sums, sums_ahead, windows
 from rlbuf_td.kernels.rows.read_ahead import ask_for_rows
-from rlbuf_td.samplers.bound import Blank, Reading
+from rlbuf_td.samplers.bound import Blank, Blanks, BoundDraw, Reading
 from rlbuf_td.samplers.common import setting
 from rlbuf_td.samplers.wrapper import Read, SamplerWrapper, column_of, joined_at, rows_at
 from rlbuf_td.storages import PackedStorage
@@ -195,13 +195,13 @@ class NStepSampler(SamplerWrapper):
     def bind_revision(self, storage: PackedStorage, size: int, inner: Reading) -> Reading | str:
         """See :mod:`rlbuf_td.samplers.bound`."""
         dtype = next((leaf.dtype for leaf in storage.all_rows().layout.leaves if leaf.key == self.reward_key), None)
-        if not inner.adds_report:
-            return "the reward function is called for each step of n-step returns"
         if dtype not in (torch.float32, torch.float64):
             return f"rewards are {dtype}, not float32 or float64"
         if self._bound_to(storage).own_ends:
             return "the sums of agents, which end at different steps, are computed with torch"
-        return _JoinedReading(self, storage.all_rows(), size)
+        if inner.is_fused:
+            return _JoinedReading(self, storage.all_rows(), size)
+        return _RevisedSteps(self, storage.all_rows(), size, inner, self._bound_to(storage).ends)
 
     def _revised_keys(self) -> Iterator[NestedKey]:
         yield from super()._revised_keys()
@@ -248,3 +248,45 @@ class _JoinedReading(Reading):
         taken, wrapper = blank.report["steps_to_next_obs"].data_ptr(), self.wrapper
         _SET.pack_into(self.joined_bytes, 0, wrapper.n_steps, wrapper.gamma, taken)
         return self.joined_at
+
+
+class _RevisedSteps(_JoinedReading):
+    """Joins steps whose rewards and flags the reading ``inner`` revises: it reads the rows of all steps."""
+
+    is_fused = False
+
+    def __init__(
+        self, wrapper: NStepSampler, rows: Rows, size: int, inner: Reading, ends: list[tuple[str, ...]]
+    ) -> None:
+        from rlbuf_td.kernels.batch import wrapped_cpu as kernels
+
+        super().__init__(wrapper, rows, size)
+        self.inner, self.picks_any_row, places = inner, inner.picks_any_row, rows.layout.places
+        self.entries = [*self.entries, *inner.entries]
+        self.flags = np.array([(places[key], rows.layout.leaves[places[key]].nbytes) for key in ends], np.int64)
+        self.list_steps, self.kernel = (
+            machine_code(kernels.list_steps),
+            machine_code(kernels.join_steps, ends=self.flags),
+        )
+
+    def bind(self, draw: BoundDraw, size: int) -> None:
+        """See :class:`~rlbuf_td.samplers.bound.Reading`."""
+        super().bind(draw, size)
+        self._bind_steps(size)
+
+    def _bind_steps(self, size: int) -> None:
+        self.n = self.wrapper.n_steps
+        self.inner.bind(self.draw, size * self.n)
+        index = "index", (torch.int64, torch.Size([2] if self.rows.lanes else []))  # which the inner reading writes
+        named = [index, *self.inner.entries]
+        self.blanks = Blanks(self.rows.layout, named, size * self.n, self.inner.adds_report)
+
+    def __call__(self, bitmap: Any, blank: Blank, written: int) -> None:
+        if self.wrapper.n_steps != self.n:
+            self._bind_steps(len(self.flat))
+        steps, read = self.steps(blank), self.blanks.take()
+        self.list_steps(bitmap, self.address, self.inner.flat.data_ptr(), steps)
+        self.inner(bitmap, read, written)
+        self.kernel(self.address, blank.targets, read.targets, steps, self.flags)
+        for name, _ in self.inner.entries:
+            blank.report[name].copy_(read.report[name][:: self.n])

@@ -443,7 +443,7 @@ class _WindowReading(Reading):
         self.bounds, self.scratch = np.zeros((draw.size, 2), np.int64), np.zeros((4, draw.size), np.int64)
         memory = {"flags": self.flags, "widths": self.widths, "bounds": self.bounds, "scratch": self.scratch}
         given: dict[str, int] = {name: array.ctypes.data for name, array in memory.items()}
-        given |= {"count": draw.size, "anchors": draw.flat.data_ptr(), "reports": len(self.widths)}
+        given |= {"count": draw.size, "reports": len(self.widths)}
         if self.wrapper.stride is not None:
             draw.anchors = self.wrapper.anchors
         given |= {"length": self.wrapper.length, "burn_in": self.wrapper.burn_in}
@@ -475,13 +475,14 @@ class _WindowReading(Reading):
     def __call__(self, bitmap: Any, blank: Blank, written: int) -> None:
         if self.wrapper.boundary == "strict":
             self._fit(bitmap, blank, written)
-        given, steps = (bitmap, self.address, blank.targets), self.inner.steps(blank)
-        lists, reads, both, marks = self.parts
-        if not self.adds_report:
-            self.kernel(*given, lists, steps)
+        given, (lists, reads, both, marks) = (bitmap, self.address, blank.targets), self.parts
+        if not self.inner.is_fused:
+            self.kernel(*given, lists, 0)
             self.inner(bitmap, blank, written)
-            self.kernel(*given, marks, steps)
-        elif self.rows.is_mapped:
+            self.kernel(*given, marks, 0)
+            return
+        steps = self.inner.steps(blank)
+        if self.rows.is_mapped:
             self.kernel(*given, lists, steps)
             ask_for_rows(self.rows.flat, self.flat)
             self.kernel(*given, reads, steps)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,20 +13,16 @@ from torchrl.data.replay_buffers import LazyTensorStorage, TensorDictReplayBuffe
 from torchrl.modules import GRUModule, LSTMModule, set_recurrent_mode
 
 from rlbuf_td import (
-    FreshRowsSampler,
-    HindsightSampler,
     MinibatchSampler,
-    NStepSampler,
     PackedStorage,
     ProportionalSampler,
     RankSampler,
-    RecencySampler,
     ReplayBuffer,
     SequenceSampler,
     UniformSampler,
 )
 from tests.statistics import assert_follows
-from tests.worlds import World, reward_fn, terminated_fn
+from tests.worlds import World
 
 
 def world(sampler: Any, cls: Any = ReplayBuffer, steps: int = 20, lanes: int = 2, **often: Any) -> World:
@@ -244,63 +239,3 @@ def test_a_batch_of_other_than_whole_windows_is_refused(cls):
     made = world(SequenceSampler(UniformSampler(), 4, burn_in=1), cls=cls)
     with pytest.raises(ValueError, match=r"of burn_in \+ length = 1 \+ 4 = 5, got 12; for 32 sequences use 160"):
         made.rb.sample(12)
-
-
-class _WithoutCompiledForm(SequenceSampler):
-    def _anchors(self, storage: Any, count: int) -> Any:
-        return super()._anchors(storage, count)
-
-
-KINDS = {
-    "uniform": UniformSampler,
-    "unique": lambda: UniformSampler(unique=True),
-    "young": lambda: UniformSampler(max_age=40),
-    "proportional": lambda: ProportionalSampler(120),
-    "weights by batch": lambda: ProportionalSampler(120, weight_norm="batch"),
-    "plain weights": lambda: ProportionalSampler(120, weight_norm=None, stratified=False),
-    "rank": lambda: RankSampler(120),
-    "recency": lambda: RecencySampler(30),
-    "fresh": lambda: FreshRowsSampler(ProportionalSampler(120)),
-    "n-step": lambda: NStepSampler(ProportionalSampler(120), 3, 0.9),
-    "n-step of fresh": lambda: NStepSampler(FreshRowsSampler(ProportionalSampler(120)), 2, 0.9),
-    "hindsight": lambda: HindsightSampler(ProportionalSampler(120), reward_fn, terminated_fn=terminated_fn),
-    "random goals": lambda: HindsightSampler(
-        FreshRowsSampler(UniformSampler()), reward_fn, strategy={"episode": 0.5, "random": 0.5}
-    ),
-}
-OPTIONS = [
-    {"boundary": "strict"},
-    {"boundary": "strict", "burn_in": 2},
-    {"boundary": "strict", "burn_in": 1, "output_layout": "batch_time"},
-    {"boundary": "shift", "burn_in": 2, "priority": "mix"},
-    {"boundary": "pad"},
-]
-
-
-@pytest.mark.parametrize("lanes", [1, 2])
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-def test_windows_of_the_compiled_form_equal_those_of_torch(kind, options, lanes):
-    worlds = []
-    for sampler in (SequenceSampler, _WithoutCompiledForm):
-        inner = kind()
-        shares = lanes == 2 and options == OPTIONS[0] and not isinstance(inner, HindsightSampler)
-        storage = partial(PackedStorage, share_next=shares)
-        made = world(sampler(inner, 3, **options), steps=120 // lanes, lanes=lanes, storage=storage)
-        made.rb.sampler._rng = torch.Generator().manual_seed(3)
-        worlds.append(made)
-    rounds = 0
-    for round_ in range(25):
-        batches = [made.rb.sample((3 + options.get("burn_in", 0)) * 16) for made in worlds]
-        assert set(batches[0].keys(True, True)) == set(batches[1].keys(True, True))
-        assert (batches[0] == batches[1]).all()
-        assert options["boundary"] != "strict" or batches[0]["mask"].all()
-        rounds += ", sample" in worlds[0].rb.compiled.partition("; not")[0]
-        for made, batch in zip(worlds, batches, strict=True):
-            if made.rb.sampler._is_prioritized:
-                error = torch.rand(batch.batch_size, generator=torch.Generator().manual_seed(round_))
-                made.rb.update_tensordict_priority(batch.set("td_error", error))
-            if round_ % 4 == 0:
-                made.write(3)
-    assert rounds > 20
-    assert "not sample" in worlds[1].rb.compiled

@@ -18,19 +18,19 @@ _ADDRESSES = (
 RING = np.dtype([(name, np.int64) for name in _NUMBERS + _ADDRESSES] + [("eps", np.float64)])
 _SOURCES = (
     *("rows", "extents", "count", "reads", "table", "flat", "uniform", "queue", "numbers", "clock"),
-    *("windows", "loops", "written_at"),
+    *("windows", "loops", "written_at", "anchors", "drawn"),
 )
 #: For batches of ``count`` rows: the same shape, and addresses. ``reads`` is 0 if another function reads the drawn
 #: rows, whose indices are then at ``flat``; else 1. ``table`` points to ``addresses`` as ``priorities`` does, ``flat``
 #: and ``uniform`` to scratch memory for ``count`` int64 and float64, and ``queue`` to a ``QUEUE`` of fresh rows (0:
 #: none), which needs the storage's counters at ``numbers`` and ``clock``. ``windows`` points to a ``WINDOWS`` record if
-#: the drawn rows are expanded to windows. ``written_at`` points to the write time of each row (0: a ring, whose write
-#: times follow from the newest step). ``loops`` points to ``rlbuf_td.kernels.batch.parallel_loops()`` if batches
-#: are large.
+#: the drawn rows are expanded to windows. ``anchors`` points to the ``drawn`` rows of a sampler, each of which wrappers
+#: expand to ``count / drawn`` rows. ``written_at`` points to the write time of each row (0: a ring, whose write times
+#: follow from the newest step). ``loops`` points to ``rlbuf_td.kernels.batch.parallel_loops()`` if batches are large.
 BATCH = np.dtype([(name, np.int64) for name in (*_NUMBERS, *_SOURCES)])
 
-_OF_WINDOWS = "count", "length", "burn_in", "shifts", "anchors", "bounds", "flags", "widths", "reports", "scratch"
-#: For ``count`` windows of ``burn_in + length`` rows around the rows at address ``anchors``; ``shifts`` is 1 if windows
+_OF_WINDOWS = "count", "length", "burn_in", "shifts", "bounds", "flags", "widths", "reports", "scratch"
+#: For ``count`` windows of ``burn_in + length`` rows around the rows at ``BATCH.anchors``; ``shifts`` is 1 if windows
 #: may begin earlier. ``bounds`` points to scratch memory, ``[count, 2]`` int64, for the places of the first and the
 #: last row of the trajectory in each window, ``flags`` to the leaf numbers and sizes of the flags "is_init", truncated
 #: and done, ``[3, 2]`` int64 (size 0: not stored), and ``widths`` to the bytes per element of the sampler's

@@ -27,7 +27,7 @@ from rlbuf_td.kernels.compiled import (
     store,
 )
 from rlbuf_td.kernels.episodes import Bitmap
-from rlbuf_td.kernels.episodes.batches_cpu import Rewards, choose, following, put_sum, walk
+from rlbuf_td.kernels.episodes.batches_cpu import Rewards, choose, following, put_sum, put_sum_of_rows, walk
 from rlbuf_td.kernels.episodes.cpu import expect, split, steps_ahead, steps_back
 
 _SOON, _AHEAD = 16, 9  # how many rows ahead the bits of a row, and its data, are prefetched
@@ -71,17 +71,70 @@ def n_step(bitmap: Bitmap, address, targets, steps):
 
 
 @kernel
+def list_steps(bitmap: Bitmap, address, listed, steps):
+    """Write the rows of the ``STEPS.n`` steps from each row on to address ``listed``, and their number in a trajectory.
+
+    After the end of the trajectory, its last row is repeated; the numbers, which do not count these rows, are written
+    to ``STEPS.taken``.
+    """
+    batch, joined = batch_at(address), carray(pointer(steps), 1, STEPS)[0]
+    n, flat = joined.n, carray(pointer(batch.flat), batch.count, np.int64)
+    for i in range(batch.count):
+        if i + _SOON < batch.count:
+            expect(bitmap, flat[i + _SOON])
+        cell, (length, _) = flat[i], walk(bitmap, flat[i], n)
+        store(joined.taken + 8 * i, length, np.int64)
+        for k in range(n):
+            store(listed + 8 * (i * n + k), cell, np.int64)
+            if k + 1 < length:
+                cell = following(bitmap, cell)
+
+
+@kernel
+def join_steps(address, targets, read, steps, ends):
+    """Join the rows of :func:`list_steps`, which have been read to the tensors at ``read``, to n-step transitions.
+
+    ``ends``, ``[m, 2]``, holds the leaf numbers and sizes of the flags that end a sum of rewards.
+    """
+    batch, joined = batch_at(address), carray(pointer(steps), 1, STEPS)[0]
+    leaves = carray(pointer(batch.extents), (batch.leaves, 4), np.int64)
+    out, found = carray(pointer(targets), batch.leaves + 1, np.int64), carray(pointer(read), batch.leaves, np.int64)
+    for i in range(batch.count):
+        most, length, first = load(joined.taken + 8 * i, np.int64), 1, i * joined.n
+        while length < most and not _has_ended(found, ends, first + length - 1):
+            length += 1
+        store(joined.taken + 8 * i, length, np.int64)
+        for leaf in range(batch.leaves):
+            width, kind, size = leaves[leaf, 1], leaves[leaf, 2], leaves[leaf, 3]
+            row = first if kind == ROOT else first + length - 1
+            copy_few(out[leaf] + i * width, found[leaf] + row * width, width)
+            if kind == REWARD:
+                for part in range(0, width, size):
+                    rewards = Rewards(found[leaf] + first * width + part, width, size == 8)
+                    put_sum_of_rows(out[leaf] + i * width + part, rewards, length, joined.gamma)
+    put_index(batch, carray(pointer(batch.flat), batch.count, np.int64), out[batch.leaves])
+
+
+@inlined
+def _has_ended(found, ends, row):
+    for flag in range(ends.shape[0]):
+        for feature in range(ends[flag, 1]):
+            if load(found[ends[flag, 0]] + row * ends[flag, 1] + feature, np.uint8):
+                return True
+    return False
+
+
+@kernel
 def hindsight(bitmap: Bitmap, address, targets, relabeled, law, live, goals):
     """Gather rows, replace the desired goals of some rows, and write a mask of these rows to address ``relabeled``.
 
     ``law`` is a :class:`rlbuf_td.kernels.episodes.goals.Law`. Achieved goals from leaf number ``goals[0]`` replace the
-    desired goals in the leaves with the numbers ``goals[1:]``. All rows of a window get the goal of the anchor.
+    desired goals in the leaves with the numbers ``goals[1:]``. All rows to
+    which a drawn row is expanded get the goal of the drawn row.
     """
     batch = batch_at(address)
-    rows, row_bytes, count, anchors = batch.rows, batch.row_bytes, batch.count, batch.flat
-    if batch.windows:
-        count, anchors = windows_at(batch.windows).count, windows_at(batch.windows).anchors
-    window, drawn = batch.count // count, carray(pointer(anchors), count, np.int64)
+    rows, row_bytes, count = batch.rows, batch.row_bytes, batch.drawn
+    window, drawn = batch.count // count, carray(pointer(batch.anchors), count, np.int64)
     out, flat = carray(pointer(targets), batch.leaves + 1, np.int64), carray(pointer(batch.flat), batch.count, np.int64)
     chosen = np.empty(count, np.int64)
     extent = batch.extents + 16 * goals[0]
@@ -122,7 +175,7 @@ def replace_short(bitmap: Bitmap, address, targets, kept, order, others):
     batch = batch_at(address)
     windows = windows_at(batch.windows)
     anchors = carray(pointer(kept), windows.count, np.int64)
-    drawn = carray(pointer(windows.anchors), windows.count, np.int64)
+    drawn = carray(pointer(batch.anchors), windows.count, np.int64)
     short = 0
     for i in range(windows.count):
         if not order:
@@ -136,7 +189,7 @@ def replace_short(bitmap: Bitmap, address, targets, kept, order, others):
                 copy_few(target + i * width, source + other * width, width)
         short += not _fits(bitmap, windows, anchors[i])
     if not short:
-        copy_bytes(windows.anchors, kept, 8 * windows.count)
+        copy_bytes(batch.anchors, kept, 8 * windows.count)
     return short
 
 
@@ -171,7 +224,7 @@ def _expand(bitmap, address, targets):
     length, burn_in, across, steps = windows.length, windows.burn_in, bitmap.lanes, bitmap.steps
     window, count = burn_in + length, windows.count
     anchors, flat = (
-        carray(pointer(windows.anchors), count, np.int64),
+        carray(pointer(batch.anchors), count, np.int64),
         carray(pointer(batch.flat), batch.count, np.int64),
     )
     bounds = carray(pointer(windows.bounds), (count, 2), np.int64)

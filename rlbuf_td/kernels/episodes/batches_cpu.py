@@ -93,7 +93,22 @@ def put_sum(target, rewards, bitmap, cell, count, gamma):
         cell = following(bitmap, cell)
         discount *= gamma
         total += discount * _reward_at(rewards, cell)
-    if rewards.is_double:
+    _put(target, total, rewards.is_double)
+
+
+@inlined
+def put_sum_of_rows(target, rewards, count, gamma):
+    """Write the discounted sum of the first ``count`` rewards to address ``target``."""
+    total, discount = _reward_at(rewards, 0), 1.0
+    for row in range(1, count):
+        discount *= gamma
+        total += discount * _reward_at(rewards, row)
+    _put(target, total, rewards.is_double)
+
+
+@inlined
+def _put(target, total, is_double):
+    if is_double:
         store(target, total, np.float64)
     else:
         store(target, np.float32(total), np.float32)
