@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -134,6 +135,19 @@ def test_what_is_timed_on_a_device_runs(case, monkeypatch):
     monkeypatch.setattr(device, "wall", lambda call, *_: call() is None or 2.0)
     found = [(what, value) for what, value, _ in case(torch.device("cpu"), 600, 0.0)]
     assert len(dict(found)) == len(found) > 0
+
+
+def test_a_device_is_timed_and_named(capsys, monkeypatch):
+    calls = {name: Mock(return_value="a device") for name in ("set_device", "get_device_name", "synchronize")}
+    for name, call in calls.items():
+        monkeypatch.setattr(torch.cuda, name, call)
+    monkeypatch.setattr(device, "refuse_missing_device", lambda name: None)
+    monkeypatch.setattr(device, "TIMINGS", [lambda *_: iter([("nothing", timing.wall(int, 1e-4), "us")])])
+    assert main(["bench", "--device", "cuda"]) == 0
+    printed = capsys.readouterr().out
+    assert "a device, torch" in printed
+    assert "nothing: " in printed
+    assert calls["synchronize"].call_count >= 5  # the clock is read after the work of each block
 
 
 def test_without_a_device_the_benchmark_says_so(capsys, monkeypatch):

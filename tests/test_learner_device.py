@@ -67,25 +67,16 @@ def write(rb: ReplayBuffer, n: int, first: int) -> None:
 
 
 class Reference:
-    """A buffer without ``device``: draws batches ahead and delays priority updates in plain Python."""
+    """A buffer without ``device``: draws batches ahead in plain Python."""
 
     def __init__(self, rb: ReplayBuffer, ahead: int) -> None:
         self.rb, self.ahead = rb, ahead
         self.drawn: deque[Any] = deque()
-        self.learned: deque[Any] = deque()
 
     def sample(self) -> Any:
         while len(self.drawn) <= self.ahead:
             self.drawn.append(self.rb.sample())
         return self.drawn.popleft()
-
-    def update(self, batch: Any) -> None:
-        self.learned.append(batch)
-        self.finish(self.ahead)
-
-    def finish(self, left: int = 0) -> None:
-        while len(self.learned) > left:
-            self.rb.update_tensordict_priority(self.learned.popleft())
 
 
 def learn(batch: Any) -> None:
@@ -132,13 +123,10 @@ def test_batches_and_priorities_equal_those_without_device(device, name, ndim, a
         learn(batch)
         learn(expected)
         rb.update_tensordict_priority(batch)
-        plain.update(expected)
+        plain.rb.update_tensordict_priority(expected)
         assert rb.parts.prioritized is None or torch.equal(priorities(rb), priorities(plain.rb))
     assert all(torch.equal(leaf, copied) for leaf, copied in before)  # later batches are in other memory
-    rb.synchronize()
-    plain.finish()
     if rb.parts.prioritized is not None:
-        assert torch.equal(priorities(rb), priorities(plain.rb))
         stale = rb.health()["stale_updates"]
         assert stale == plain.rb.health()["stale_updates"]
         assert stale > 0 or name == "windows"  # which are few
@@ -180,11 +168,36 @@ def test_reports_sizes_and_transforms_equal_those_without_device(device, ndim):
     assert batch["observation", "speed"].dtype is torch.float32
     assert info.keys() == other.keys()
     with pytest.warns(UserWarning, match="conflicting batch_sizes"):
-        expected = plain.sample(8)
-    assert_same(rb.sample(8).cpu(), expected)
+        assert_same(rb.sample(8).cpu(), plain.sample(8))
     bare = rb.sample(include_info=False)
     assert "index" not in bare
     assert_same(bare.cpu(), plain.sample(include_info=False))
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+@pytest.mark.parametrize("ndim", [1, 2])
+def test_batches_and_reports_are_on_the_device_before_the_transforms(ndim, ahead):
+    seen: list[str] = []
+
+    def note(batch: Any) -> Any:
+        seen.append(batch.device.type)
+        return batch
+
+    rb = buffer(ProportionalSampler(3 * STEPS), ndim, device="meta", prefetch=ahead, transform=note)
+    write(rb, STEPS, 0)
+    batch, info = rb.sample(return_info=True)
+    assert {leaf.device.type for leaf in batch.values(True, True)} == {"meta"}
+    index = info["index"] if ndim == 2 else (info["index"],)
+    assert {part.device.type for part in (*index, info["priority_weight"], info["sampled_at"])} == {"meta"}
+    assert seen == ["meta"] * (1 + ahead)
+    rb.shutdown()
+
+
+def test_batches_are_pinned_after_the_transforms(monkeypatch):
+    monkeypatch.setattr(TensorDict, "pin_memory", lambda batch: batch.set("pinned", batch["twice"] + 0))
+    rb = buffer(UniformSampler(), pin_memory=True, transform=lambda batch: batch.set("twice", 2 * batch["action"]))
+    write(rb, STEPS, 0)
+    assert all("pinned" in rb.sample() for _ in range(3))
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
@@ -247,35 +260,13 @@ def test_threads_write_and_sample_meanwhile(device):
         stop.set()
         for each in (writer, *learners):
             each.result()
-    rb.synchronize()
     found, own = priorities(rb), (rb.storage["next", "reward"][:, 0] % 7 - 3).abs()
     assert ((found == own) | (found == 3)).all()  # never another row's; 3, the highest so far: a new row's
 
 
-def test_no_lock_of_the_buffer_is_held_while_a_copy_is_waited_for(monkeypatch):
-    """Events of this test take the place of a GPU's copies."""
-    rb = buffer(ProportionalSampler(STEPS), device="cpu", prefetch=1)
-    write(rb, STEPS, 0)
-    batch, waited = rb.sample(), []
-
-    class Event:
-        def synchronize(self) -> None:
-            writer = threading.Thread(target=write, args=(rb, 2, STEPS))
-            writer.start()
-            writer.join(180)
-            waited.append(not writer.is_alive())
-
-    queue = rb.prefetcher._errors
-    learn(batch)
-    rb.update_tensordict_priority(batch)
-    queue.append((queue.pop()[0], Event()))
-    assert waited == []  # nobody waits for the last one
-    rb.synchronize()
-    assert waited == [True]
-
-
-def test_updates_that_do_not_wait_in_a_queue_are_compiled(monkeypatch):
-    rb = buffer(ProportionalSampler(STEPS), device="cpu")
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_updates_are_compiled(ahead, monkeypatch):
+    rb = buffer(ProportionalSampler(STEPS), device="cpu", prefetch=ahead)
     write(rb, STEPS, 0)
     rb.sample()
     batch = rb.sample()
@@ -292,7 +283,7 @@ def saved_in_use(made: Callable[[int], Any], how: str, folder: Path) -> tuple[An
         write(each, STEPS - 5, 0)
         run(each, 0, 7)
     write(again, 9, 500)
-    run(again, 0, 3)  # what it has drawn ahead is dropped
+    run(again, 0, 3)  # these batches drawn ahead are dropped
     return rb, restored(rb, again, how, folder), never_saved
 
 
@@ -303,17 +294,12 @@ def test_a_saved_buffer_and_a_loaded_one_draw_the_same_batches(device, name, ndi
         return buffer(SAMPLERS[name](200), ndim, seed, device=device, prefetch=ahead)
 
     rb, again, never_saved = saved_in_use(made, how, tmp_path)
-    assert not again.prefetcher.has_batches
-    assert not rb.prefetcher.has_batches
     assert torch.equal(priorities(again), priorities(rb))
-    never_saved.synchronize()
-    assert torch.equal(priorities(rb), priorities(never_saved))  # of all updates, those on their way included
+    assert torch.equal(priorities(rb), priorities(never_saved))
     ours, theirs, expected = (run(each, 7, 12) for each in (again, rb, never_saved))
     for mine, other_batch, unsaved in zip(ours, theirs, expected, strict=True):
-        assert_same(mine.exclude("sampled_at"), other_batch.exclude("sampled_at"))
-        if not ahead:
-            assert_same(other_batch, unsaved)
-    assert again.prefetcher.has_batches == (ahead > 0)
+        assert_same(mine.exclude("sampled_at"), unsaved.exclude("sampled_at"))
+        assert_same(other_batch, unsaved)
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
@@ -336,7 +322,7 @@ def test_a_dump_within_an_epoch_loses_no_row(wrapped, device, tmp_path):
 
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_fresh_rows_of_batches_drawn_ahead_stay_fresh_after_a_save(wrapped, device, how, tmp_path):
+def test_fresh_rows_of_batches_drawn_ahead_are_saved_with_them(wrapped, device, how, tmp_path):
     def made(first: int) -> ReplayBuffer:
         sampler: Any = FreshRowsSampler(UniformSampler(), fresh=2)
         sampler = NStepSampler(sampler, 1, 0.9) if wrapped else sampler
@@ -351,7 +337,7 @@ def test_fresh_rows_of_batches_drawn_ahead_stay_fresh_after_a_save(wrapped, devi
     again = restored(rb, again, how, tmp_path)
     for each in (rb, again):
         rows = seen + [each.sample()["index"][:2].tolist() for _ in range(5)]
-        assert rows == [[9, 8], [11, 10], [7, 6], [5, 4], [3, 2], [1, 0]]
+        assert rows == [[9, 8], [7, 6], [5, 4], [3, 2], [11, 10], [1, 0]]
 
 
 def test_dumps_of_buffers_with_and_without_device_load_into_each_other(device, tmp_path):
@@ -362,10 +348,8 @@ def test_dumps_of_buffers_with_and_without_device_load_into_each_other(device, t
         return rb
 
     for name, source, target in (("from", made(device=device), made()), ("to", made(), made(device=device))):
-        source.synchronize()
         source.dumps(tmp_path / name)
         target.loads(tmp_path / name)
-        assert target.prefetcher is None or not target.prefetcher.has_batches
         assert not target._prefetch_queue
         batch = target.sample()
         assert (batch["index"] * 10 == batch["action"]).all()

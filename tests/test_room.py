@@ -104,6 +104,14 @@ def test_where_there_is_no_cuda_device_its_size_is_unknown(monkeypatch: pytest.M
     assert _room.cuda(torch.device("cuda")) == Room("cuda", None, None)
 
 
+def test_memory_that_torch_caches_on_a_cuda_device_counts_as_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = {"mem_get_info": (GIB, 8 * GIB), "memory_reserved": 3 * GIB, "memory_allocated": 2 * GIB}
+    for name, number in ({"is_available": True, "current_device": 1} | numbers).items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, number=number: number)
+    assert _room.room_for(torch.device("cuda")) == Room("cuda:1", 2 * GIB, 8 * GIB)
+    assert _room.cuda(torch.device("cuda:0")) == Room("cuda:0", 2 * GIB, 8 * GIB)
+
+
 def ask(monkeypatch: pytest.MonkeyPatch, nbytes: int, room: Room, **settings: Any) -> None:
     monkeypatch.setattr(_room, "room_for", lambda *_, **__: room)
     purpose = Purpose("All that takes", "Take less.", settings.pop("quiet", False))

@@ -103,14 +103,12 @@ class Part(NamedTuple):
 
 def part_of(member: ReplayBuffer, count: int) -> Part:
     """Draw ``count`` rows from a member, and transform them."""
-    prefetcher = member.prefetcher if member._copies_batches else None
     with member._futures_lock, member._locked():  # priorities must not change before the normalizer is known
         now = member.storage.clock.now if hasattr(member.storage, "clock") else 0
-        sent = None if prefetcher is None else prefetcher.send(count)
-        drawn = member._draw(count) if sent is None else sent.result()
+        drawn = member._draw(count)
         normalizer = None if drawn is None else normalizer_of(member, drawn[1])
     if drawn is not None:
-        finished = member._finish(*drawn) if prefetcher is None or sent is None else prefetcher.receive(sent)
+        finished = member._finish(*drawn)
         if finished[0].ndim != 1:
             inner = [*finished[0].shape[1:]]
             raise ValueError(

@@ -33,7 +33,7 @@ from rlbuf_td.buffers.parts import (
     trajectory_ids,
     with_missing,
 )
-from rlbuf_td.buffers.prefetch import Prefetcher, Sample, forget_epochs, restamped
+from rlbuf_td.buffers.prefetch import Prefetcher, Sample, copied, forget_epochs, refuse_copies, restamped
 from rlbuf_td.checkpoint.buffer import dump_buffer, load_buffer
 from rlbuf_td.checkpoint.parts import (
     load_or_restore,
@@ -98,13 +98,13 @@ class ReplayBuffer(TensorDictReplayBuffer):
             writer have no lanes, and (when writing) a ValueError if ``lanes=`` contradicts the data.
         count_replays: count how often each row is sampled, for :meth:`health`; this takes 4 bytes per row.
         include_info: whether batches contain the sampler's report (index, weights, ...), default ``True``.
-        device: the device to which batches are copied from host memory; transforms run on this device. With
-            ``prefetch=k``, k batches are copied ahead asynchronously, and up to k priority updates wait in a queue.
-            Saving the buffer applies the queued updates, and drops the batches copied ahead.
-        prefetch: k, the number of batches that are drawn and transformed ahead. Transforms that take more than 1 ms run
-            in threads. Without transforms, ``pin_memory`` and ``device``, only buffers that use TorchRL's code draw
-            ahead. Equal seeds give equal batches, except with random transforms in threads, or with TorchRL's
-            samplers. :meth:`empty`, a load, or a change of storage, sampler or transform drops the batches drawn ahead.
+        device: the device to which batches are copied from host memory; transforms run on this device. TD errors may
+            be there, too.
+        prefetch: k, the number of batches that are drawn, copied and transformed ahead. Copies and transforms that take
+            more than 1 ms run in threads. Without transforms, ``pin_memory`` and ``device``, only buffers that use
+            TorchRL's code draw ahead. Equal seeds give equal batches, except with random transforms in threads, or with
+            TorchRL's samplers. :meth:`empty`, a load, or a change of storage, sampler or transform drops the batches
+            drawn ahead.
         samples_per_insert: target ratio of sampled rows to written rows. A write that would exceed ``tolerance`` waits.
             If a batch would exceed it, :meth:`sample` raises a RuntimeError, or waits if ``wait=True``.
         min_size: number of rows that must be written before the first batch, and again after :meth:`empty`.
@@ -164,15 +164,13 @@ class ReplayBuffer(TensorDictReplayBuffer):
         self.bound_write: BoundWrite | str | None = None
         ahead = kwargs.get("prefetch") or 0
         self.flow = flow.make_flow(samples_per_insert, min_size, tolerance, ahead)
-        device = None if device is None else usable_device(device)
-        self.prefetcher = Prefetcher(self, device, ahead) if ahead or device is not None else None
+        self.batch_device = None if device is None else usable_device(device)
+        self.prefetcher = Prefetcher(self, ahead) if ahead else None
         defaults = {"storage": partial(PackedStorage, 1_000), "sampler": UniformSampler, "writer": RingWriter}
         if kwargs.get("consume_after_n_samples") is not None:
             del defaults["sampler"]  # TorchRL uses its default
         kwargs |= {part: default for part, default in defaults.items() if kwargs.get(part) is None}
         super().__init__(priority_key=priority_key, **kwargs)
-        if device is not None:
-            self._prefetch = False  # disables TorchRL's own prefetching
 
     # -- constructors
 
@@ -436,8 +434,8 @@ class ReplayBuffer(TensorDictReplayBuffer):
             if self.lane_key is not None and (fault := writing.fault_of_lanes(parts)):
                 raise TypeError(f"lane_key= {fault}")
             continue_ring(self._writer, self._storage)
-            if self.prefetcher is not None:
-                self.prefetcher.refuse_other_parts(parts)
+            if self._copies_batches:
+                refuse_copies(parts)
             if self.shared or getattr(self._storage, "shared", False):
                 self.share()
         except Exception:
@@ -612,8 +610,8 @@ class ReplayBuffer(TensorDictReplayBuffer):
 
     @property
     def _returns_as_drawn(self) -> bool:
-        """Whether batches are returned as drawn: not transformed, page-locked, copied, or of another class."""
-        is_moved, parts = self._pin_memory or (self.prefetcher is not None and self._copies_batches), self.parts
+        """Whether batches are returned as drawn: not transformed, pinned, copied, or of another class."""
+        is_moved, parts = self._pin_memory or self._copies_batches, self.parts
         if is_moved or self._service_shutdown or torchrl_parts.modules_of(parts.transforms):
             return False
         return not (parts.gives_windows or (parts.is_packed and parts.storage.row_class is not None))
@@ -672,12 +670,16 @@ class ReplayBuffer(TensorDictReplayBuffer):
             self.bound[size] = bind(self._storage, self._sampler, size)
 
     def _sample(self, batch_size: int) -> Sample:
-        if self.prefetcher is not None and (self.parts.draws or self._copies_batches):  # not in TorchRL's threads
+        if self.prefetcher is not None and self.parts.draws and batch_size == self._batch_size:
             with self._futures_lock:
-                if self._copies_batches or (self._prefetch and self.parts.draws and not self._returns_as_drawn):
-                    return self.prefetcher.take(batch_size, prefetch=batch_size == self._batch_size)
+                if self.parts.draws and not self._returns_as_drawn:  # not in TorchRL's threads
+                    return self.prefetcher.take(batch_size)
         drawn = self._draw(batch_size)
-        return self._sample_generally(batch_size) if drawn is None else self._finish(*drawn)
+        if drawn is not None:
+            return self._finish(*drawn)
+        if self._copies_batches:  # the sampler was replaced
+            refuse_copies(self.parts)
+        return self._sample_generally(batch_size)
 
     def _draw(self, batch_size: int) -> Sample | None:
         """Return an untransformed batch and the sampler's report, or None if TorchRL's code must draw."""
@@ -699,7 +701,9 @@ class ReplayBuffer(TensorDictReplayBuffer):
         return parts.laid_out(self._assemble(flat, info, batch), info)
 
     def _finish(self, batch: Any, info: dict[Any, Any]) -> Sample:
-        """Transform a batch, and move it to page-locked memory if the buffer was made with ``pin_memory``."""
+        """Copy a batch to ``device``, transform it, and pin its memory if the buffer was made with ``pin_memory``."""
+        if self._copies_batches:
+            batch, info = copied((batch, info), self.batch_device)
         batch = self._transformed(batch, info)
         if self._pin_memory and batch.device is not None and batch.device.type == "cpu":
             batch = batch.pin_memory()
@@ -741,7 +745,11 @@ class ReplayBuffer(TensorDictReplayBuffer):
     @property
     def _copies_batches(self) -> bool:
         """Whether batches are copied to ``device``: not if ``device`` is None, or is the GPU that holds the rows."""
-        return self.prefetcher is not None and self.prefetcher.copies_from(self._storage)
+        device = self.batch_device
+        if device is None or device.type == "cpu":
+            return device is not None
+        rows = device_of(self._storage)
+        return device.type != rows.type or device.index not in (None, rows.index)
 
     # -- writes
 
@@ -970,8 +978,6 @@ class ReplayBuffer(TensorDictReplayBuffer):
         parts = self.parts or self._initialize()
         if parts.prioritized is None:
             return super().update_priority(index, priority)
-        if self.prefetcher is not None:
-            self.prefetcher.flush()
         by_coordinates = parts.storage.ndim > 1
         if isinstance(index, torch.Tensor) and index.ndim > 1 + by_coordinates:
             index = index.flatten(0, -2) if by_coordinates else index.flatten()
@@ -1000,17 +1006,17 @@ class ReplayBuffer(TensorDictReplayBuffer):
                 super().update_tensordict_priority(data)
             return None
         bound = self.bound.get(data.numel())
-        is_queued = self._copies_batches and self.prefetcher is not None and self.prefetcher.ahead > 0
-        if bound is not None and not isinstance(bound, str) and not is_queued:
+        if bound is not None and not isinstance(bound, str):
             with parts.storage.lock:
                 stale = bound.update(data, self.priority_key) if self.bound.get(data.numel()) is bound else None
             if stale is not None:
                 self.stale_updates.add(stale)
                 return None
         index, td_error = parts.errors_of(data, self.priority_key)
-        update = index, td_error, entries_of(data).get(SAMPLED_AT), data.ndim
-        if self.prefetcher is None or not self._copies_batches or not self.prefetcher.return_errors(*update):
-            self._write_priorities(*update)
+        sampled_at = entries_of(data).get(SAMPLED_AT)
+        if self._copies_batches:
+            index, td_error, sampled_at = (None if x is None else x.to("cpu") for x in (index, td_error, sampled_at))
+        self._write_priorities(index, td_error, sampled_at, data.ndim)
 
     def _write_priorities(
         self, index: torch.Tensor, td_error: torch.Tensor, sampled_at: torch.Tensor | None, dims: int
@@ -1019,7 +1025,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
         stale: int | torch.Tensor = 0
         with self.parts.storage.lock if self.parts.is_packed else self._locked():
             parts = self.parts
-            if parts.prioritized is None:  # the sampler was replaced since the TD errors were queued
+            if parts.prioritized is None:  # another thread has replaced the sampler
                 return
             if sampled_at is not None and parts.is_packed:
                 index, stale = skip_stale(index, sampled_at, dims, parts.storage)
@@ -1345,12 +1351,6 @@ class ReplayBuffer(TensorDictReplayBuffer):
         if self.parts is not None and self.parts.prioritized is not None:
             self.parts.prioritized.priorities.file = None
 
-    def synchronize(self) -> None:
-        """Wait for asynchronous writes and priority updates."""
-        super().synchronize()
-        if self.prefetcher is not None:
-            self.prefetcher.flush()
-
     # -- locks
 
     @contextmanager
@@ -1466,7 +1466,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
     def _capture_prefetch_state(self, *, clone_queue: bool = True) -> Iterator[dict[str, Any]]:
         """Suspend sampling in a ``with`` block, and yield the state to save, which contains the batches drawn ahead."""
         with self._futures_lock:
-            ahead = [] if self.prefetcher is None or not self.parts.draws else self.prefetcher.settle()
+            ahead = [] if self.prefetcher is None or not self.parts.draws else self.prefetcher.drawn_ahead()
             with super()._capture_prefetch_state(clone_queue=clone_queue) as state:
                 copied = map(self._clone_prefetch_result, ahead) if clone_queue else ahead
                 yield state | {"queue": restamped((*state["queue"], *copied), self.parts, -1)}
@@ -1490,7 +1490,9 @@ class ReplayBuffer(TensorDictReplayBuffer):
         if self.prefetcher is None or not self.parts.draws:
             super()._restore_prefetch_queue_locked(prefetch_state | {"queue": queue}, clone_queue=clone_queue)
         else:
-            self.prefetcher.restore(map(self._clone_prefetch_result, queue) if clone_queue else queue)
+            batches = map(self._clone_prefetch_result, queue) if clone_queue else iter(queue)
+            device = self.batch_device if self._copies_batches else device_of(self._storage)
+            self.prefetcher.restore(copied(batch, device) for batch in batches)
 
     def _fitting(self, prefetch_state: Any) -> Any:
         """Return the state with this buffer's capacity, and without batches that this buffer would not serve."""
@@ -1510,8 +1512,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
 
     def _reset_worker_state(self) -> None:
         super()._reset_worker_state()
-        if self.prefetcher is not None:
-            self.prefetcher = Prefetcher(self, self.prefetcher.device, 0)
+        self.prefetcher = None
 
     # -- pickling
 

@@ -66,7 +66,7 @@ class DumpWriter:
         """Write tensors of any device in chunks; a chunk that is in the previous dump is not written again."""
         self.nbytes = sum(tensor.nbytes for tensor in tensors)
         parts = [[part for part in flat_bytes(tensor).split(CHUNK_BYTES) if len(part)] for tensor in tensors]
-        wait_for_gpus(tensors)
+        wait_for_devices(tensors)
         chunks = []
         with ThreadPoolExecutor(_WRITERS) as pool:
             for chunk in pool.map(self._put, chain.from_iterable(parts)):
@@ -142,7 +142,7 @@ class DumpReader:
 
     def read_into(self, stored: Stored, start: int, target: torch.Tensor, report: Report) -> None:
         """Fill the uint8 tensor ``target`` with the bytes of ``stored`` from byte ``start`` on."""
-        wait_for_gpus([target])
+        wait_for_devices([target])
         jobs: list[Job] = []
         at = 0
         for chunk in stored.chunks:
@@ -194,10 +194,10 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
-def wait_for_gpus(tensors: Sequence[torch.Tensor]) -> None:
-    """Wait for the current streams of the tensors' GPUs, because dumps and loads copy on other streams."""
-    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
-        torch.cuda.current_stream(device).synchronize()
+def wait_for_devices(tensors: Sequence[torch.Tensor]) -> None:
+    """Wait until the devices have written the tensors, because dumps and loads copy them in other threads."""
+    for tensor in tensors:
+        tensor.reshape(-1)[:1].cpu()  # a read waits for the work that this thread has queued before
 
 
 def _write_file(path: Path, data: np.ndarray | bytes, *, sync: bool) -> None:

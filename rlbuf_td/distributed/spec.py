@@ -68,7 +68,7 @@ def checked_sampler(buffer: Any) -> Any:
         (getattr(sampler, "boundary", "") == "strict", "boundary='strict'", "'pad' or 'shift'"),
         (type(buffer.writer) is not RingWriter, type(buffer.writer).__name__, "a RingWriter"),
         (len(parts.transforms), "a transform", "transforms in the learner"),
-        (buffer.prefetcher is not None, "prefetch or device", "those of the ShardedReplayBuffer and the learner"),
+        (buffer.prefetcher or buffer.batch_device, "prefetch or device", "those of the shards and the learner"),
         (buffer.flow is not None, "flow control", "samples_per_insert and min_size of the ShardedReplayBuffer"),
         (parts.has_units, "a sample unit", "a SequenceSampler"),
         (buffer.storage.device.type != "cpu", f"rows on {buffer.storage.device}", "rows on the CPU"),

@@ -129,15 +129,16 @@ class FreshQueue:
         found[:, 1:] = self._places[NUMBER][found[:, 0], None] - found[:, 1:]
         return found
 
-    def place(self, storage: Any) -> tuple[np.ndarray, np.ndarray] | None:
+    def fresh_rows(self, storage: Any) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return intervals of the fresh rows, and how many rows each lane has got; None before the first row."""
         self.look(storage)
         return None if self._ages is not None else (self.intervals(), self._places[NUMBER].copy())
 
-    def rewind(self, place: tuple[np.ndarray, np.ndarray] | None) -> None:
-        """Mark as fresh the rows that were fresh at an earlier :meth:`place`, and all rows written since then."""
-        if place is not None and (storage := self.storage()) is not None:
+    def return_fresh(self, rows: tuple[np.ndarray, np.ndarray]) -> None:
+        """Mark as fresh the rows of an earlier :meth:`fresh_rows`, and all rows written since then."""
+        if (storage := self.storage()) is not None:
             self.look(storage)
-            intervals, number = place
+            intervals, number = rows
             written = np.column_stack((np.arange(len(number)), number, self._places[NUMBER]))
             self._keep(np.concatenate((intervals, written[written[:, 1] < written[:, 2]])))
 
@@ -282,22 +283,13 @@ class FreshRowsSampler(SamplerWrapper):
 
     # -- state
 
-    def place(self, storage: Storage) -> tuple[Any, Any]:
-        """Return the fresh rows and the place of the wrapped sampler, for :meth:`rewind`."""
-        inner = getattr(self.sampler, "place", None)
-        return None if inner is None else inner(storage), self.queue.place(storage)
+    def fresh_rows(self, storage: Storage) -> Any:
+        """Return a record of the fresh rows, for :meth:`return_fresh`; None before the first row."""
+        return self.queue.fresh_rows(storage)
 
-    def rewind(self, place: tuple[Any, Any]) -> None:
-        """Go back to an earlier :meth:`place`; rows given to batches since then are fresh again."""
-        inner, fresh = place
-        if inner is not None:
-            self.sampler.rewind(inner)
-        self.queue.rewind(fresh)
-
-    def return_fresh(self, place: tuple[Any, Any] | None) -> None:
-        """Go back to an earlier :meth:`place` (None: unknown), except for the wrapped sampler."""
-        if place is not None:
-            self.queue.rewind(place[1])
+    def return_fresh(self, rows: Any) -> None:
+        """Make rows that were fresh at an earlier :meth:`fresh_rows` fresh again, and rows written since then."""
+        self.queue.return_fresh(rows)
 
     def snapshot(self) -> dict[str, Any]:
         """Return the state of the wrapped sampler, the setting ``fresh``, and the ages of the fresh rows."""

@@ -165,22 +165,11 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
         """End a ``for`` loop over all epochs, whether it was finished or left early."""
         self._in_pass = False
 
-    def place(self, storage: Storage) -> dict[str, Any]:
-        """Return the position in the epochs, for :meth:`rewind`."""
-        return self._place()
-
-    def _place(self) -> dict[str, Any]:
-        names = "epochs", "shuffle", "drop_last", "epoch", "position", "len_storage", "ran_out"
-        return {name: getattr(self, name) for name in names} | {"order": self._order, "in_pass": self._in_pass}
-
-    def rewind(self, place: dict[str, Any]) -> None:
-        """Go back to an earlier :meth:`place`; the batches since then will be drawn again."""
-        self._order, self._position, self._epoch = place["order"], place["position"], place["epoch"]
-        self.ran_out = place["ran_out"]
-
     def snapshot(self) -> dict[str, Any]:
         """Return the settings, the position in the epoch, and the epoch's order of rows (not copied)."""
-        return self._place() | {"order": None if self._order is None else alias_of(self._order)}
+        names = "epochs", "shuffle", "drop_last", "epoch", "position", "len_storage", "ran_out"
+        order = None if self._order is None else alias_of(self._order)
+        return {name: getattr(self, name) for name in names} | {"order": order, "in_pass": self._in_pass}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a :meth:`state_dict`. ValueError if the saved order or position is invalid; nothing changes then."""

@@ -69,13 +69,8 @@ def coordinates(flat: torch.Tensor, storage: Storage) -> Index:
 
 def moved(value: Any, device: torch.device) -> torch.Tensor:
     """Return a value as a tensor on a device."""
-    # The driver reads pageable memory before the call returns (CUDA Runtime API, "API synchronization behavior"), but
-    # page-locked memory later, when its owner may have changed it. Only a copy of page-locked memory therefore waits.
     value = value if isinstance(value, torch.Tensor) else torch.as_tensor(value, device="cpu")
-    if value.device == device:
-        return value
-    is_taken_over = device.type == "cuda" and value.device.type == "cpu" and not value.is_pinned()
-    return value.to(device, non_blocking=is_taken_over)
+    return value if value.device == device else value.to(device)
 
 
 def flat_rows(index: Any, storage: Storage | None, device: torch.device) -> torch.Tensor:

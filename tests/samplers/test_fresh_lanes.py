@@ -133,7 +133,7 @@ def test_each_new_row_of_each_lane_comes_first_once(inner: str, options: dict[st
             if not len(written.rb):
                 continue
             if written.rb.prefetcher is not None:  # batches drawn ahead are dropped, and their rows are fresh again
-                written.rb.prefetcher.settle()
+                written.rb.prefetcher.take_back()
             before = len(written.undrawn)
             written.check_batch(written.rb.sample())
             drawn += before - len(written.undrawn)

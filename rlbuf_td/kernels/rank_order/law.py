@@ -35,7 +35,7 @@ class RankLaw:
 def rank_law(alpha: float, device: torch.device | str = "cpu") -> RankLaw:
     head = cumulative(alpha, HEAD)
     x = torch.tensor(HEAD + 0.5, dtype=torch.float64, device="cpu")
-    # An asynchronous copy is safe: the driver reads this memory before the call returns, see storages.indexing.moved.
+    # An asynchronous copy is safe: drivers read memory that is not page-locked before the call returns.
     return RankLaw(alpha, head.to(device, non_blocking=True), float(head[-1] - _primitive(alpha, x)))
 
 
