@@ -31,11 +31,11 @@ from rlbuf_td.buffers.mixture_parts import (
     refuse_member,
     refuse_members,
     refuse_update,
-    settled_rows,
     try_states,
     window_of,
     with_lane,
     without_lane,
+    written_columns,
 )
 from rlbuf_td.buffers.replay import ReplayBuffer
 from rlbuf_td.buffers.writing import check_write_back, write_back_checked
@@ -157,7 +157,7 @@ class ReplayBufferMixture:
         return sum(member.write_count for member in self.members.values())
 
     def _refuse_other_schemas(self) -> None:
-        found = [part for each in self.members.values() for part in (settled_rows(each.storage), each.sampler)]
+        found = [part for each in self.members.values() for part in (written_columns(each.storage), each.sampler)]
         if len(found) == len(self._checked) and all(map(is_, found, self._checked)):
             return
         layouts = {

@@ -204,7 +204,7 @@ def try_states(members: Mapping[str, ReplayBuffer], states: Mapping[str, Any]) -
             load_or_restore(parts, before)
 
 
-def settled_rows(storage: Storage) -> Any:
+def written_columns(storage: Storage) -> Any:
     """Return the rows of a storage, or None before the first write."""
     return None if getattr(storage, "is_reserved", False) else columns_or_none(storage)
 

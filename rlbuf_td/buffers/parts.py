@@ -105,7 +105,7 @@ class Parts(NamedTuple):
     @property
     def is_looking(self) -> bool:
         """Whether the next draws look for interleaved trajectories, which plans do not."""
-        return self.wrapper is not None and not self.wrapper.has_looked
+        return self.wrapper is not None and not self.wrapper.has_checked_order
 
     def without_report(self, batch: Any, info: dict[Any, Any]) -> Any:
         """Exclude the sampler's entries ``info`` from a batch, except entries that the rows have, too."""

@@ -462,7 +462,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
         parts = Parts.of(self._storage, self._sampler, self._writer, transforms, has_units, self._has_collate_fn)
         self.parts = parts
         if parts.prioritized is not None:
-            parts.prioritized.priorities.follow(parts.storage)
+            parts.prioritized.priorities.move_to(parts.storage)
             missing = 0 if self._service_shutdown else parts.prioritized.priorities.reopen(parts.storage)
             if missing:
                 warnings.warn(f"{missing:,} of {row_count(parts.storage):,} {PRIORITIES_OF_REOPENED}", stacklevel=3)

@@ -194,8 +194,8 @@ class EpisodeSampler(SamplerWrapper):
             raise RuntimeError(EMPTY)
         refuse_disorder(self, storage)
         anchors, info = self._anchors(storage, batch_size)
-        if not self.has_looked:
-            self._look(storage)
+        if not self.has_checked_order:
+            self._warn_if_interleaved(storage)
         return self.batch_of(storage, anchors, info)
 
     def batch_of(self, storage: Storage, flat: Tensor, info: dict[Any, Any]) -> Drawn:

@@ -46,7 +46,9 @@ class FreshQueue:
 
         A lane of -1 stands for all lanes.
         """
-        self._ages: np.ndarray | None = np.reshape(np.asarray(ages, np.int64), (-1, 3))  # until the next look
+        self._ages: np.ndarray | None = np.reshape(
+            np.asarray(ages, np.int64), (-1, 3)
+        )  # until the next :meth:`note_writes`
 
     def _begin(self, storage: Any, ages: np.ndarray) -> None:
         newest, count = storage.heads.read(storage)
@@ -74,7 +76,7 @@ class FreshQueue:
         at = (self._places[HEAD][lane] + occurrences(lane)) % int(self.state["capacity"])
         return np.column_stack((lane, self._intervals[lane, at]))
 
-    def follow(self, storage: Any) -> bool:
+    def switch_to(self, storage: Any) -> bool:
         """Switch to ``storage``; return whether its rows have been allocated."""
         rows, times, heads = storage.rows, storage.clock.times, storage.heads.memory
         if rows is not self.rows or self.storage() is not storage:
@@ -97,24 +99,24 @@ class FreshQueue:
         return rows is not None
 
     def holds(self) -> bool:
-        """Whether compiled code may use the state, because nothing has changed that :meth:`follow` reads."""
+        """Whether compiled code may use the state, because nothing has changed that :meth:`switch_to` reads."""
         storage = self.storage()
         is_same = storage is not None and storage.clock.times is self.times and storage.heads.memory is self.heads
         return is_same and storage.rows is self.rows and self._ages is None
 
-    def look(self, storage: Any) -> None:
+    def note_writes(self, storage: Any) -> None:
         """Mark as fresh the rows that were written since the last call of this method or :meth:`take`."""
-        if self.follow(storage):
+        if self.switch_to(storage):
             from rlbuf_td.kernels.recency import fresh_cpu
 
-            fresh_cpu.look(self.address, *counters_of(storage))
+            fresh_cpu.note_writes(self.address, *counters_of(storage))
 
     def take(self, storage: Any, most: int) -> np.ndarray:
         """Return the flat indices of the newest fresh rows, at most ``most``; these rows are then no longer fresh."""
         found = np.empty(most, np.int64)
         from rlbuf_td.kernels.recency import fresh_cpu
 
-        self.follow(storage)
+        self.switch_to(storage)
         count = fresh_cpu.take(self.address, *counters_of(storage), most, found.ctypes.data)
         return found[:count]
 
@@ -122,7 +124,7 @@ class FreshQueue:
         """Return the ages of the fresh rows, as the intervals that :meth:`begin` takes."""
         storage = self.storage()
         if storage is not None:
-            self.look(storage)
+            self.note_writes(storage)
         if self._ages is not None:
             return self._ages
         found = self.intervals()
@@ -131,13 +133,13 @@ class FreshQueue:
 
     def fresh_rows(self, storage: Any) -> tuple[np.ndarray, np.ndarray] | None:
         """Return intervals of the fresh rows, and how many rows each lane has got; None before the first row."""
-        self.look(storage)
+        self.note_writes(storage)
         return None if self._ages is not None else (self.intervals(), self._places[NUMBER].copy())
 
     def return_fresh(self, rows: tuple[np.ndarray, np.ndarray]) -> None:
         """Mark as fresh the rows of an earlier :meth:`fresh_rows`, and all rows written since then."""
         if (storage := self.storage()) is not None:
-            self.look(storage)
+            self.note_writes(storage)
             intervals, number = rows
             written = np.column_stack((np.arange(len(number)), number, self._places[NUMBER]))
             self._keep(np.concatenate((intervals, written[written[:, 1] < written[:, 2]])))
@@ -238,7 +240,7 @@ class FreshRowsSampler(SamplerWrapper):
     def watch(self, storage: Storage) -> None:
         """Mark as fresh the rows that were written since the last draw."""
         if isinstance(storage, PackedStorage):
-            self.queue.look(storage)
+            self.queue.note_writes(storage)
 
     def _draw(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[Any, Any]]:
         if not isinstance(storage, PackedStorage):
@@ -270,7 +272,7 @@ class FreshRowsSampler(SamplerWrapper):
             return draw
         if not draw.takes_fresh_rows:
             return f"fresh rows among those of a {type(self.sampler).__name__} are drawn with torch"
-        self.queue.follow(storage)
+        self.queue.switch_to(storage)
         draw.kept = draw.kept, self, storage.numbers.values, storage.clock.numbers.values
         draw.record["queue"], draw.queue = self.queue.address, self.queue
         draw.record["numbers"], draw.record["clock"] = counters_of(storage)

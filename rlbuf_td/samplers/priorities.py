@@ -150,7 +150,7 @@ class Priorities:
     def assign(self, index: Any, priority: Any, rows: int | None, storage: Storage | None, *, counts: bool) -> None:
         """Set the priorities of rows below ``rows`` from TD errors; if ``counts``, these can increase ``largest``."""
         if storage is not None:
-            self.follow(storage)
+            self.move_to(storage)
         self.law.weigh()
         flat = flat_rows(index, storage, self.device)
         td_error = as_errors(priority, flat.numel(), self.device)
@@ -176,7 +176,7 @@ class Priorities:
 
     def enter_range(self, start: int, count: int, storage: Storage) -> None:
         """Give the flat rows ``start`` to ``start + count - 1`` the magnitude of new rows."""
-        self.follow(storage)
+        self.move_to(storage)
         self.law.weigh()
         self.law.fill_(start, count, self.entry)
         self.keep(slice(start, start + count), storage)
@@ -241,7 +241,7 @@ class Priorities:
         self.admit(storage)
         self.keep(slice(0, None))
 
-    def follow(self, storage: Storage) -> None:
+    def move_to(self, storage: Storage) -> None:
         """Move the priorities to the storage's device, and increase ``capacity`` to the storage's ``max_size``."""
         self.serves.claim(storage)
         device, capacity = device_of(storage), max(self.capacity, storage.max_size)

@@ -198,8 +198,8 @@ class SequenceSampler(SamplerWrapper):
     def draw_batch(self, storage: Storage, batch_size: int) -> Drawn:
         """Draw anchors, and return their windows as a batch."""
         drawn = self._expanded(storage, *self._anchors(storage, self.windows_of(batch_size)))
-        if not self.has_looked:
-            self._look(storage)
+        if not self.has_checked_order:
+            self._warn_if_interleaved(storage)
         return drawn
 
     def batch_of(self, storage: Storage, flat: Tensor, info: dict[Any, Any]) -> Drawn:

@@ -55,7 +55,7 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):
     innermost: Sampler  # the sampler that draws the rows
     adds_fresh_rows: bool = False  # whether newly written rows replace some of the drawn rows
     gives_windows: bool = False  # whether batches have a dim for the steps of each window
-    has_looked: bool = False  # whether a draw has looked for interleaved trajectories
+    has_checked_order: bool = False  # whether a draw has looked for interleaved trajectories
     _level: ClassVar[int]  # a wrapper can only wrap wrappers of lower levels
 
     def __init__(self, sampler: Sampler, done_key: NestedKey, traj_key: NestedKey | None) -> None:
@@ -90,8 +90,8 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):
     def draw_batch(self, storage: Storage, batch_size: int) -> Drawn:
         """Draw and revise a batch."""
         drawn = self.batch_of(storage, *self._draw(storage, batch_size))
-        if not self.has_looked:
-            self._look(storage)
+        if not self.has_checked_order:
+            self._warn_if_interleaved(storage)
         return drawn
 
     @property
@@ -99,11 +99,11 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):
         """How many consecutive rows of a trajectory a useful batch needs."""
         return 1 if self._inner is None else self._inner.steps_needed
 
-    def _look(self, storage: Storage) -> None:
+    def _warn_if_interleaved(self, storage: Storage) -> None:
         """Warn if trajectories are interleaved, unless this would wait for a device; too few rows do not tell."""
         if len(storage) < _FEW_ROWS:
             return
-        self.has_looked, needed = True, self.steps_needed
+        self.has_checked_order, needed = True, self.steps_needed
         if needed < 2 or device_of(storage).type != "cpu":
             return
         found = stretches_of(self._trajectories(storage))

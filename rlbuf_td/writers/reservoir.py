@@ -94,9 +94,9 @@ class ReservoirWriter(Writer):
         if self._storage not in (None, storage):
             raise ValueError("this writer writes to the storage of another buffer: use one writer per buffer")
         super().register_storage(storage)
-        self._follow_storage()
+        self._match_storage()
 
-    def _follow_storage(self) -> None:
+    def _match_storage(self) -> None:
         """Correct the write count if the storage has other rows than this writer wrote; a new sample then starts."""
         storage = self._storage
         steps = len(storage) // lanes_of(storage).numel() if len(storage) else 0
@@ -155,7 +155,7 @@ class ReservoirWriter(Writer):
         if is_packed and storage.rows is not None and not storage.is_reserved:
             data = as_tensordict(storage, data, storage.ndim)
             storage.rows.layout.collect(data, data.batch_size[:1] + storage.rows.lanes)  # raises SchemaError
-        self._follow_storage()
+        self._match_storage()
         choice = self.choose(count, torchrl_parts.capacity_in_steps(storage, batched_data=data))
         written = self._write_count
         index = torch.full((count,), -1, dtype=torch.int64, device=getattr(data, "device", None) or "cpu")

@@ -14,9 +14,9 @@ from rlbuf_td.kernels.host_memory import address_of
 __all__ = ["QUEUE", "recent_rows"]
 _FIELDS = "clock", "fresh", "steps", "lanes", "places", "intervals", "capacity", "times", "heads"
 NEWEST, NUMBER, HEAD, LENGTH = range(4)  # rows of ``QUEUE.places``
-#: The state of :mod:`rlbuf_td.kernels.recency.fresh_cpu`: the ``clock`` at the last look, the largest number of
+#: The state of :mod:`rlbuf_td.kernels.recency.fresh_cpu`: the ``clock`` when writes were noted, the largest number of
 #: ``fresh`` rows in a batch, the shape of the rows, and addresses. ``places`` points to ``[4, lanes]`` int64 (for each
-#: lane the newest step at the last look, the number of the next row, and the head and the length of its ring of
+#: lane the newest step at that time, the number of the next row, and the head and the length of its ring of
 #: intervals), ``intervals`` to these rings, ``[lanes, capacity, 2]`` int64, ``times`` to the write time of each row (0:
 #: none), and ``heads`` to the newest step and the number of rows of each lane, ``[2, lanes]`` int64.
 QUEUE = np.dtype([(name, np.int64) for name in _FIELDS])

@@ -47,7 +47,7 @@ def _time(state, cell, since):
 
 @inlined
 def _written(state, clock, lane, before, newest, live):
-    """Return how many rows a lane has got since the last look, at most its number of steps."""
+    """Return how many rows a lane has got since the last call of :func:`note_writes`, at most its number of steps."""
     # Edits of rows advance the clock, too; only the newest step tells how far the ring has moved.
     ticks, steps = load(clock + _NOW, np.int64) - state.clock, state.steps
     moved = (newest - before) % steps
@@ -79,7 +79,7 @@ def _add(state, places, intervals, lane, written, live):
 
 
 @kernel
-def look(queue, numbers, clock):
+def note_writes(queue, numbers, clock):
     """Add to the queue the rows written since the last call."""
     state = carray(pointer(queue), 1, QUEUE)[0]
     places, intervals = _arrays(state)
@@ -134,7 +134,7 @@ def take(queue, numbers, clock, most, out):
 
     Of the rows of one time step, those of later lanes are the newer ones.
     """
-    look(queue, numbers, clock)
+    note_writes(queue, numbers, clock)
     state = carray(pointer(queue), 1, QUEUE)[0]
     places, intervals = _arrays(state)
     heap, cells = np.empty(state.lanes, np.int64), np.empty(state.lanes, np.int64)
