@@ -20,6 +20,7 @@ from rlbuf_td import (
     SequenceSampler,
     UniformSampler,
 )
+from tests.catalogue import assert_same
 from tests.worlds import World, reward_fn, terminated_fn
 
 
@@ -81,7 +82,7 @@ def test_the_compiled_form_equals_the_torch_form(kind: Any, given: dict[str, Any
     for number in range(20):
         ours, theirs = (made.rb.sample((3 + given.get("burn_in", 0)) * 16) for made in (compiled, reference))
         assert set(ours.keys(True, True)) == set(theirs.keys(True, True))
-        assert (ours == theirs).all()
+        assert_same(ours, theirs)
         rounds += ", sample" in compiled.rb.compiled.partition("; not")[0]
         for made, batch in ((compiled, ours), (reference, theirs)):
             if "priority_weight" in batch.keys():

@@ -99,7 +99,7 @@ def put_sum(target, rewards, bitmap, cell, count, gamma):
 @inlined
 def put_sum_of_rows(target, rewards, count, gamma):
     """Write the discounted sum of the first ``count`` rewards to address ``target``."""
-    total, discount = _reward_at(rewards, 0), 1.0
+    total, discount = 0.0 + _reward_at(rewards, 0), 1.0  # as with torch's ``cumsum``, -0.0 becomes 0.0
     for row in range(1, count):
         discount *= gamma
         total += discount * _reward_at(rewards, row)
