@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from functools import partial
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 
+from rlbuf_td import PackedStorage
 from rlbuf_td.__main__ import OPERATIONS, main
 from rlbuf_td.cli.bench import cases, compare, device, options, timing
 from rlbuf_td.cli.bench.compare import NOTES, narrow_table, wide_table
@@ -38,15 +40,17 @@ def test_the_benchmark_prints_a_row_for_every_operation_and_draws_it(tmp_path, m
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_each_option_is_timed_beside_the_plain_buffer(monkeypatch, capsys):
+def test_each_option_is_timed_beside_the_plain_buffer(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(timing, "CALLS", 1)
+    storage = partial(PackedStorage, scratch_dir=tmp_path, share_next=True)
+    monkeypatch.setitem(options.OPTIONS, "not compiled", partial(options.made, storage=storage))
     assert main(["bench", "--rows", "1000", "--batch", "16", "--rounds", "1", "--only", "options"]) == 0
     printed = capsys.readouterr().out
     assert_narrow(printed)
     for name in options.OPTIONS:
         (row,) = re.findall(rf"^{re.escape(name):<27} +\d.*$", printed, re.MULTILINE)
         assert row.removeprefix(name).count("x") >= 3
-    assert "shared between processes" in " ".join(printed.split())
+    assert "deduplicated rows are in a file" in " ".join(printed.split())
 
 
 def test_options_are_timed_alone(capsys):

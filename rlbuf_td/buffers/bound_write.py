@@ -76,13 +76,13 @@ class BoundWrite:
             loop, self.lanes_loop = self.entry.loops.write, self.entry.loops.append
         self.lock = Lock() if self.entry is None else self.entry.lock
         self.address, self.kernel = self.ring.ctypes.data, machine_code(loop)
+        if isinstance(self.rows, DedupRows):
+            self.write_own_keys, self.kernel = self.kernel, self._write_deduplicated
+            self.table, self.write_entries = self.rows.table.address, machine_code(dedup_cpu.write_entries)
         if self.shared is not None:
             self._bind_shared()
         self.append_rows: Any = None  # the machine code of `lanes_loop`, from the first write to single lanes on
         self.cells = torch.empty(0, dtype=torch.int64, device="cpu")  # scratch of this machine code
-        if isinstance(self.rows, DedupRows):
-            self.write_rows, self.kernel, self.table = self.kernel, self._write_deduplicated, self.rows.table.address
-            self.write_entries = machine_code(dedup_cpu.write_entries)
 
     def _find_boundaries(self) -> Any:
         """Return the first trajectory index that compiled code can update, and what it needs for this; or None."""
@@ -287,9 +287,9 @@ class BoundWrite:
 
     def _write_deduplicated(self, address: int, count: int, lanes_first: bool, index: int) -> int:
         with held_back:  # an interrupt between the two calls would leave rows with the observations of other rows
-            cursor = self.write_rows(address, count, lanes_first, index)
+            cursor = self.write_own_keys(address, count, lanes_first, index)
             if cursor >= 0:
-                self.write_entries(address, cursor, count, lanes_first, self.table, False)
+                self.write_entries(address, cursor, count, lanes_first, self.table, self.rows.is_deferred)
         return cursor
 
     def _collect(self, data: TensorDict, lead: torch.Size) -> list[Tensor] | None:
@@ -359,8 +359,6 @@ def bind_write(buffer: ReplayBuffer, parts: Parts) -> BoundWrite | str:
     if parts.writer.counts_generations:
         return "the writer counts generations"
     rows = storage.rows
-    if rows.dedup is not None and storage.shared_rows is not None:
-        return "deduplicated rows are shared between processes"
     if rows.dedup is not None and rows.is_mapped:
         return "deduplicated rows are in a file, whose space is reserved before each write"
     if parts.prioritized is not None and rows.view().get(buffer.priority_key, None) is not None:

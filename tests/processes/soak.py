@@ -24,10 +24,24 @@ from tensordict import TensorDict
 
 from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer
 from tests import catalogue
-from tests.kernels.invariants import check_order, check_tree
+from tests.kernels.invariants import check_order, check_pool, check_tree
 
 SAMPLERS = {name: catalogue.SAMPLERS[name] for name in ("proportional", "rank", "uniform")}
 _FACTORS = torch.tensor([(2 * j + 3) * 0x9E3779B97F4A7C15 % 2**63 for j in range(12)])
+
+
+def states(worker: torch.Tensor, serial: torch.Tensor) -> torch.Tensor:
+    """Return the states before a worker's rows, ``[n, 4]``; the state after a row is that before its next one."""
+    return (worker * 1_000_003 + serial)[:, None] * _FACTORS[:4]
+
+
+def torn(rows: TensorDict) -> int:
+    """Return how many rows have wrong bytes."""
+    worker, serial = rows["worker"], rows["serial"]
+    wrong = checksums(rows) != rows["checksum"]
+    for state, after in ((rows["state"], 0), (rows["next", "state"], 1)):
+        wrong |= (state != states(worker, serial + after)).any(-1)
+    return int(wrong.sum())
 
 
 def checksums(rows: TensorDict) -> torch.Tensor:
@@ -47,6 +61,8 @@ def make_rows(worker: int, first: int, count: int) -> TensorDict:
         [count],
     )
     rows["checksum"] = checksums(rows)
+    for key, after in (("state", 0), (("next", "state"), 1)):
+        rows[key] = states(rows["worker"], rows["serial"] + after)
     return rows
 
 
@@ -89,7 +105,7 @@ class Report:
 
     def take_in(self, rows: TensorDict) -> None:
         """Check these rows, oldest first."""
-        self.torn += int((checksums(rows) != rows["checksum"]).sum())
+        self.torn += torn(rows)
         self.read += len(rows)
         for worker in rows["worker"].unique().tolist():
             serial = rows["serial"][rows["worker"] == worker]
@@ -112,10 +128,12 @@ def run(
     capacity: int = 100_000,
     kill_every: float = 0.0,
     kills: int = 0,
+    share_next: bool = False,
 ) -> tuple[Report, ReplayBuffer]:
     """Run the soak, for longer if there have not been so many kills by then; return what was seen, and the buffer."""
     context: Any = mp.get_context(method)
-    rb = ReplayBuffer(storage=PackedStorage(capacity, shared=True), sampler=SAMPLERS[sampler](capacity), batch_size=256)
+    storage = PackedStorage(capacity, shared=True, share_next=share_next)
+    rb = ReplayBuffer(storage=storage, sampler=SAMPLERS[sampler](capacity), batch_size=256)
     most_kills = max(kills, 2 * int(seconds / kill_every)) if kill_every else 0
     most = workers + most_kills
     intended, told, stop = (RawArray("q", size) for size in (most, most, 1))
@@ -138,9 +156,10 @@ def run(
         while report.sampled == 0 or report.kills < min(kills, most_kills) or time.monotonic() < end:
             batch = rb.sample()
             report.sampled += len(batch)
-            report.torn += int((checksums(batch) != batch["checksum"]).sum())
-            batch["td_error"] = torch.rand(len(batch))
-            rb.update_tensordict_priority(batch)
+            report.torn += torn(batch)
+            if sampler != "uniform":
+                batch["td_error"] = torch.rand(len(batch))
+                rb.update_tensordict_priority(batch)
             if rb.write_count >= next_read:
                 report.read_all(rb)
                 next_read = rb.write_count + capacity // 4
@@ -163,6 +182,8 @@ def run(
     report.stale_updates = int(rb.health()["stale_updates"])
     _count_missing(report, rb, intended, told, killed)
     check_priorities(rb)
+    if share_next:
+        check_pool(rb.storage.rows.table)
     return report, rb
 
 

@@ -116,9 +116,10 @@ def check(rb: ReplayBuffer, expected: TensorDict, write_count: int) -> None:
     assert rb.last(3)["x"].reshape(3, -1)[:, 0].tolist() == [5000, 5001, 5002]
 
 
-#: The methods of the journal that compiled writes call: before a row is written, and after all counters are.
+#: What compiled writes call: before a row is written, for deduplicated rows, and after all counters have moved.
 COMPILED_STEPS = (
     (Journal, "saved"),
+    (BoundWrite, "_write_deduplicated"),
     (Journal, "written"),
     (BoundWrite, "enter_rows"),
     (BoundWrite, "enter_rows_of_lanes"),

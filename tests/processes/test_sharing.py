@@ -227,9 +227,9 @@ def test_spawned_workers_that_begin_before_anything_is_written_by_others():
     assert report.written == rb.write_count > 256
 
 
-@pytest.mark.parametrize("sampler", ["proportional", "rank"])
-def test_workers_killed_at_random_leave_no_torn_lost_or_repeated_row(sampler):
-    report, rb = soak.run(2.5, 3, sampler=sampler, capacity=20_000, kill_every=0.15, kills=4)
+@pytest.mark.parametrize(("sampler", "share_next"), [("proportional", False), ("rank", False), ("uniform", True)])
+def test_workers_killed_at_random_leave_no_torn_lost_or_repeated_row(sampler, share_next):
+    report, rb = soak.run(2.5, 3, sampler=sampler, capacity=20_000, kill_every=0.15, kills=4, share_next=share_next)
     assert report.is_clean
     assert report.kills >= 4
     assert report.overruns == 0 or report.read > 20_000
