@@ -1,4 +1,4 @@
-"""Limits that keep the package readable: rooms, files and functions stay small."""
+"""Rules that keep the package readable: few rooms, torch's defaults not relied on, private names in one place."""
 
 from __future__ import annotations
 
@@ -14,27 +14,9 @@ PACKAGE = Path(__file__).parent.parent / "rlbuf_td"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
-def code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    first = function.body[0]
-    docstring = first.end_lineno - first.lineno + 1 if ast.get_docstring(function) and first.end_lineno else 0
-    return (function.end_lineno or function.lineno) - function.lineno + 1 - docstring
-
-
-def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield node
-
-
 def test_there_are_few_rooms():
     rooms = {path.relative_to(PACKAGE).parts[0] for path in FILES}
     assert len(rooms) <= 13, sorted(rooms)
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_functions_are_short(path):
-    long = {function.name: code_lines(function) for function in functions(path) if code_lines(function) > 40}
-    assert not long
 
 
 #: Functions of torch that make tensors on its default device, and those of them that make its default dtype.
