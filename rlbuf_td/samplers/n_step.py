@@ -245,8 +245,10 @@ class _JoinedReading(Reading):
             self.entry_kernel(self.address, blank.targets, self.ends_at, self.table)
 
     def steps(self, blank: Blank) -> int:
-        taken, wrapper = blank.report["steps_to_next_obs"].data_ptr(), self.wrapper
-        _SET.pack_into(self.joined_bytes, 0, wrapper.n_steps, wrapper.gamma, taken)
+        return self._describe(blank, self.wrapper.n_steps)
+
+    def _describe(self, blank: Blank, n: int) -> int:
+        _SET.pack_into(self.joined_bytes, 0, n, self.wrapper.gamma, blank.report["steps_to_next_obs"].data_ptr())
         return self.joined_at
 
 
@@ -264,10 +266,8 @@ class _RevisedSteps(_JoinedReading):
         self.inner, self.picks_any_row, places = inner, inner.picks_any_row, rows.layout.places
         self.entries = [*self.entries, *inner.entries]
         self.flags = np.array([(places[key], rows.layout.leaves[places[key]].nbytes) for key in ends], np.int64)
-        self.list_steps, self.kernel = (
-            machine_code(kernels.list_steps),
-            machine_code(kernels.join_steps, ends=self.flags),
-        )
+        self.list_steps = machine_code(kernels.list_steps)
+        self.kernel = machine_code(kernels.join_steps, ends=self.flags)
 
     def bind(self, draw: BoundDraw, size: int) -> None:
         """See :class:`~rlbuf_td.samplers.bound.Reading`."""
@@ -284,7 +284,8 @@ class _RevisedSteps(_JoinedReading):
     def __call__(self, bitmap: Any, blank: Blank, written: int) -> None:
         if self.wrapper.n_steps != self.n:
             self._bind_steps(len(self.flat))
-        steps, read = self.steps(blank), self.blanks.take()
+        # Not `steps()`: another thread may set a larger number of steps than there is memory for.
+        steps, read = self._describe(blank, self.n), self.blanks.take()
         self.list_steps(bitmap, self.address, self.inner.flat.data_ptr(), steps)
         self.inner(bitmap, read, written)
         self.kernel(self.address, blank.targets, read.targets, steps, self.flags)
