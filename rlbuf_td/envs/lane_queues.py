@@ -38,7 +38,6 @@ class LaneQueues(StepRows):
         self.step = self.layout.unpack(step)  # the last time step taken, ``[E]``
         self._ring = np.zeros((_FIRST_STEPS, *self.words.shape), np.int64)
         self._head, self._tails = 0, np.zeros(self.lanes, np.int64)  # lane e has the steps head .. tails[e] - 1
-        self._bound = 0  # an upper bound of the tails
         self._every_lane = np.arange(self.lanes)
         self.pending = 0  # number of rows in all queues
 
@@ -57,11 +56,8 @@ class LaneQueues(StepRows):
         tails = self._tails[where]
         if not len(tails):
             return
-        if self._bound == self._head + len(self._ring):
-            self._bound = int(self._tails.max())
-            if self._bound == self._head + len(self._ring):
-                self._grow()
-        self._bound += 1
+        if tails.max() == self._head + len(self._ring):
+            self._grow()
         self._ring[tails % len(self._ring), where] = self.words if lanes is None else self.words[where]
         self._tails[where] = tails + 1
         self.pending += len(tails)
@@ -82,11 +78,11 @@ class LaneQueues(StepRows):
         """Restore :meth:`contents`; raise a ValueError, and change nothing, if the rows have other sizes."""
         if (waiting < 0).any() or words.shape != (waiting.sum(), self.words.shape[1]):
             raise ValueError(f"{words.shape} words for {waiting.tolist()} waiting rows of {self.words.shape[1]} words")
-        size = max(_FIRST_STEPS, 1 << (int(waiting.max()) - 1).bit_length()) if waiting.any() else _FIRST_STEPS
+        size = max(_FIRST_STEPS, 1 << int(waiting.max()).bit_length())
         self._ring = np.zeros((size, *self.words.shape), np.int64)
         steps = np.concatenate([np.arange(count) for count in waiting])
         self._ring[steps, np.repeat(self._every_lane, waiting)] = words
-        self._head, self._tails, self._bound = 0, waiting.copy(), int(waiting.max())
+        self._head, self._tails = 0, waiting.copy()
         self.pending = int(waiting.sum())
 
     def _grow(self) -> None:
