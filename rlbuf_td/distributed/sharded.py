@@ -1,16 +1,19 @@
-"""The replay buffer that starts and stops the shards, and samples from all of them."""
+"""The replay buffer that starts and stops the shards and their flow control, and samples from all shards."""
 
 from __future__ import annotations
 
+import asyncio
+import time
 import uuid
 from collections.abc import Callable
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import ray
 
-from rlbuf_td.buffers.flow import FlowControl, make_flow
+from rlbuf_td.buffers.flow import NOT_YET, FlowControl, make_flow
 from rlbuf_td.buffers.replay import ReplayBuffer
 from rlbuf_td.checkpoint import CheckpointError
 from rlbuf_td.distributed.client import Client
@@ -25,13 +28,13 @@ from rlbuf_td.distributed.dumps import (
     read,
     shard_folder,
 )
-from rlbuf_td.distributed.limiter import Limiter
 from rlbuf_td.distributed.links import OnLoss
 from rlbuf_td.distributed.shard import Shard
 from rlbuf_td.distributed.spec import Spec
 from rlbuf_td.storages.checks import one_of, whole
 
 _LONG = 3_600.0  # longest time for a dump or a load, in seconds
+_POLL = 0.002  # seconds between two questions whether flow control admits a call
 
 
 def connect(name: str, shards: int, has_flow: bool, address: str, namespace: str) -> tuple[list[Any], Any, Any]:
@@ -318,3 +321,63 @@ class ShardedReplayBuffer(Client):
 
     def __exit__(self, *_: object) -> None:
         self.shutdown()
+
+
+class Limiter:
+    """The Ray actor that decides when clients may sample and write."""
+
+    def __init__(self, flow: FlowControl) -> None:
+        self.flow = flow
+
+    async def sample(self, rows: int, wait: bool, timeout: float | None) -> tuple[int, int]:
+        """Wait until a batch of ``rows`` rows is admitted; with ``wait=False``, raise RuntimeError instead.
+
+        Return the epoch of the counts, and the number of rows written so far.
+        """
+        if wait:
+            await self._until(lambda: self.flow.admit_sample(rows), timeout, of_sample=True)
+        elif not self.flow.admit_sample(rows):
+            raise RuntimeError(f"flow control does not admit a batch of {rows} rows now: {NOT_YET}")
+        return self.flow.epoch, self.flow.inserted
+
+    async def insert(self, rows: int) -> int:
+        """Wait until a write of ``rows`` rows is admitted; return the epoch of the counts."""
+        await self._until(lambda: self.flow.admit_insert(rows), None, of_sample=False)
+        return self.flow.epoch
+
+    async def _until(self, admit: Callable[[], bool], timeout: float | None, *, of_sample: bool) -> None:
+        deadline = inf if timeout is None else time.monotonic() + timeout
+        if admit():
+            return
+        self.flow.count_wait(of_sample=of_sample)
+        while not admit():
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"flow control admitted nothing within {timeout} seconds")
+            await asyncio.sleep(_POLL)
+
+    async def take_back(self, epoch: int, sampled: int = 0, inserted: int = 0) -> None:
+        self.flow.take_back(epoch, sampled=sampled, inserted=inserted)
+
+    async def found_empty(self, epoch: int, inserted: int, sampled: int) -> None:
+        """Take back a batch of ``sampled`` rows, because all shards are empty; restart the counts.
+
+        The counts are kept if rows have been written since the batch was admitted, with ``epoch`` and ``inserted``.
+        """
+        self.flow.take_back(epoch, sampled=sampled)
+        if (epoch, inserted) == (self.flow.epoch, self.flow.inserted):
+            self.flow.restart(0)
+
+    async def restart(self, rows: int) -> None:
+        self.flow.restart(rows)
+
+    async def state_dict(self) -> dict[str, Any]:
+        return self.flow.state_dict()
+
+    async def restore(self, state: dict[str, Any] | None, rows: int) -> None:
+        self.flow.restore(state, rows)
+
+    async def report(self) -> dict[str, float]:
+        return self.flow.report()
+
+    async def shutdown(self) -> None:
+        self.flow.shutdown()
