@@ -16,8 +16,7 @@ from torchrl.data.replay_buffers import Storage
 
 from rlbuf_td.buffers.flow import count_imported
 from rlbuf_td.checkpoint.files import progress_bar
-from rlbuf_td.envs.spaces import OBSERVATION
-from rlbuf_td.envs.specs import tensors_of
+from rlbuf_td.envs.specs import OBSERVATION, tensors_of
 from rlbuf_td.envs.transition import make_transition
 from rlbuf_td.kernels.huge_pages import take_pages
 from rlbuf_td.storages.indexing import coordinates, lanes_of, stored_rows

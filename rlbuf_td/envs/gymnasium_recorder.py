@@ -27,8 +27,7 @@ from rlbuf_td.envs.recorder_state import (
     saved_rows,
     schema_of_rows,
 )
-from rlbuf_td.envs.spaces import Key
-from rlbuf_td.envs.specs import autoreset_mode_of, paths_of, schema_of, show_extra
+from rlbuf_td.envs.specs import Key, autoreset_mode_of, paths_of, schema_of, show_extra
 from rlbuf_td.storages import PackedStorage, SchemaError
 from rlbuf_td.storages.checks import state_of
 from rlbuf_td.storages.indexing import attached_or_new

@@ -8,8 +8,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from rlbuf_td.envs.spaces import Key
-from rlbuf_td.envs.specs import tensors_of
+from rlbuf_td.envs.specs import Key, tensors_of
 from rlbuf_td.storages.notebooks import TRANSITIONS
 from rlbuf_td.storages.schema import SchemaError, refuse_rounding, show_key
 

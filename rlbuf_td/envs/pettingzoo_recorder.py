@@ -10,7 +10,6 @@ import torch
 from tensordict import TensorDict
 from torchrl.data.replay_buffers import TensorDictReplayBuffer
 
-from rlbuf_td.envs.agent_groups import ACTION_MASK, FLAGS, AgentGroup, agents_schema, groups_of, parallel_envs
 from rlbuf_td.envs.infos import fill_, part_of, to_array
 from rlbuf_td.envs.lane_queues import StepRows
 from rlbuf_td.envs.recorder_state import (
@@ -24,8 +23,7 @@ from rlbuf_td.envs.recorder_state import (
     saved_rows,
     schema_of_rows,
 )
-from rlbuf_td.envs.spaces import Key
-from rlbuf_td.envs.specs import show_extra
+from rlbuf_td.envs.specs import ACTION_MASK, FLAGS, AgentGroup, Key, agents_schema, groups_of, parallel_envs, show_extra
 from rlbuf_td.storages import PackedStorage, SchemaError
 from rlbuf_td.storages.checks import state_of
 from rlbuf_td.storages.indexing import attached_or_new

@@ -13,7 +13,7 @@ from tensordict import TensorDict
 from torchrl.data.replay_buffers import Storage, TensorDictReplayBuffer
 
 from rlbuf_td.envs.infos import to_array
-from rlbuf_td.envs.spaces import Key, entries
+from rlbuf_td.envs.specs import Key, entries
 from rlbuf_td.storages.indexing import lanes_of, stored_rows
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.schema import kind, show_key

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
-from rlbuf_td.envs.spaces import OBSERVATION, entries
-from rlbuf_td.envs.specs import refuse_taken, tensors_of
+from rlbuf_td.envs.specs import OBSERVATION, entries, refuse_taken, tensors_of
 from rlbuf_td.storages.schema import SchemaError, refuse_rounding, show_key
 
 

@@ -13,7 +13,7 @@ from torchrl.data.replay_buffers import Sampler, Storage
 from rlbuf_td.diagnostics.doctor.record import NAMED, Key, Record
 from rlbuf_td.diagnostics.doctor.report import Finding
 from rlbuf_td.diagnostics.health import ReplayCount, unwrapped
-from rlbuf_td.envs.spaces import OBSERVATION, entries, is_space
+from rlbuf_td.envs.specs import OBSERVATION, entries, is_space
 from rlbuf_td.samplers.common import reported_by, stored_names
 from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.storages.indexing import attached
