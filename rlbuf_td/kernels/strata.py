@@ -8,7 +8,9 @@ as a minibatch, therefore has draws from the whole buffer.
 from __future__ import annotations
 
 from math import gcd
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,10 +18,39 @@ from torch import Tensor
 #: number, while the position within the segment depends on the leading digits.
 FIRST = 2.0**48
 #: Codes of ``weight_norm`` in compiled loops: the buffer's or the batch's largest importance weight is 1, or neither.
-NORMS = {"buffer": 0, "batch": 1, None: 2}
+BY_BUFFER, BY_BATCH, BY_NONE = range(3)
+NORMS = {"buffer": BY_BUFFER, "batch": BY_BATCH, None: BY_NONE}
 #: Lower bound of the ratio of two rows' probabilities, and upper bound of the ratio of their importance weights.
 LEAST_RATIO, MOST_RATIO = 2.0**-126, 2.0**126
 _GOLDEN = 0.6180339887498949
+
+
+class DrawLaw(NamedTuple):
+    """How a compiled loop spreads draws over the segments, and weighs the drawn rows."""
+
+    step: int  # the result of :func:`step_of`
+    beta: float  # exponent of the importance weights
+    norm: int  # a value of :data:`NORMS`
+
+
+class Draws(NamedTuple):
+    """The memory of a compiled draw of ``B`` rows."""
+
+    uniform: np.ndarray  # ``[B]`` float64 in ``[0, 1)``; a draw overwrites it
+    rows: np.ndarray  # ``[B]`` int64
+    importance: np.ndarray  # ``[B]`` float32, of the rows
+
+    @classmethod
+    def of(cls, uniform: Tensor) -> Draws:
+        batch = uniform.shape[0]  # 4 us less than with torch.empty
+        return cls(uniform.numpy(), np.empty(batch, np.int64), np.empty(batch, np.float32))
+
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        return torch.from_numpy(self.rows), torch.from_numpy(self.importance)
+
+
+def draw_law(batch: int, stratified: bool, beta: float | Tensor, norm: str | None) -> DrawLaw:
+    return DrawLaw(step_of(batch, stratified), float(beta), NORMS[norm])
 
 
 def step_of(batch: int, stratified: bool) -> int:

@@ -60,7 +60,7 @@ class ParallelLoop:
     def address(self) -> int:
         return int(self._compiled.address)
 
-    def __call__(self, nbytes: int, count: int, *arguments: float) -> bool:
+    def __call__(self, nbytes: int, count: int, arguments: tuple[float, ...]) -> bool:
         """Run the loop on a batch of ``count`` items; return False, without a result, if torch may use one thread."""
         functions = openmp()
         if functions is None or torch.get_num_threads() == 1:
@@ -71,7 +71,7 @@ class ParallelLoop:
             (job.view(np.float64) if isinstance(argument, float) else job)[place] = argument
         from rlbuf_td.kernels.threads_cpu import run_parts
 
-        return bool(run_parts(*functions, self.address, job.ctypes.data, nbytes))
+        return bool(run_parts(functions, self.address, job.ctypes.data, nbytes))
 
 
 def addresses_of_loops(*loops: ParallelLoop) -> np.ndarray:

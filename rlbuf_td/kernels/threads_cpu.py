@@ -55,8 +55,12 @@ def take_part(job):
 
 
 @kernel
-def run_parts(run, threads_of, loop, job, nbytes):
-    """Run a loop of ``nbytes`` bytes; return False if torch may use one thread only."""
+def run_parts(functions, loop, job, nbytes):
+    """Run a loop of ``nbytes`` bytes, with the results of :func:`rlbuf_td.kernels.threads.openmp`.
+
+    Return False if torch may use one thread only.
+    """
+    run, threads_of = functions
     threads = _call_threads(threads_of)
     if threads < 2:
         return False
@@ -71,14 +75,14 @@ def run_parts(run, threads_of, loop, job, nbytes):
 def run_loop(loops, place, nbytes, numbers, first, second):
     """Run loop number ``place`` of ``loops``, the address of :func:`rlbuf_td.kernels.threads.addresses_of_loops`.
 
-    The job holds seven ``numbers``, the first of which is the size of the batch, and two floats. Return False if torch
-    may use one thread only.
+    The job holds up to seven ``numbers``, the first of which is the size of the batch, and two floats. Return False if
+    torch may use one thread only.
     """
     job = np.empty(11, np.int64)
-    for k in range(7):
+    for k in range(len(numbers)):
         job[2 + k] = numbers[k]
     store(address_of(job) + 72, first, np.float64)
     store(address_of(job) + 80, second, np.float64)
-    functions = load(loops, np.int64), load(loops + 8, np.int64), load(loops + 16 + 8 * place, np.int64)
-    done = functions[0] != 0 and run_parts(*functions, address_of(job), nbytes)
+    functions, loop = (load(loops, np.int64), load(loops + 8, np.int64)), load(loops + 16 + 8 * place, np.int64)
+    done = functions[0] != 0 and run_parts(functions, loop, address_of(job), nbytes)
     return done and job[0] >= 0  # uses the job, so that its memory is not freed earlier

@@ -14,7 +14,7 @@ from torchrl.data.replay_buffers import Sampler, Storage
 
 from rlbuf_td.kernels.dispatch import compiled_form, compiled_form_of
 from rlbuf_td.kernels.episodes import occurrences
-from rlbuf_td.kernels.recency import HEAD, LENGTH, NUMBER, QUEUE
+from rlbuf_td.kernels.recency import HEAD, LENGTH, NUMBER, QUEUE, Counters
 from rlbuf_td.samplers.bound import BoundDraw
 from rlbuf_td.samplers.common import OneStorage, setting
 from rlbuf_td.samplers.wrapper import SamplerWrapper
@@ -109,7 +109,7 @@ class FreshQueue:
         if self.switch_to(storage):
             from rlbuf_td.kernels.recency import fresh_cpu
 
-            fresh_cpu.note_writes(self.address, *counters_of(storage))
+            fresh_cpu.note_writes(self.address, counters_of(storage))
 
     def take(self, storage: Any, most: int) -> np.ndarray:
         """Return the flat indices of the newest fresh rows, at most ``most``; these rows are then no longer fresh."""
@@ -117,7 +117,7 @@ class FreshQueue:
         from rlbuf_td.kernels.recency import fresh_cpu
 
         self.switch_to(storage)
-        count = fresh_cpu.take(self.address, *counters_of(storage), most, found.ctypes.data)
+        count = fresh_cpu.take(self.address, counters_of(storage), most, found.ctypes.data)
         return found[:count]
 
     def ages(self) -> np.ndarray:
@@ -164,9 +164,8 @@ def _of_lane(ages: np.ndarray, lane: int) -> np.ndarray:
     return found
 
 
-def counters_of(storage: Any) -> tuple[int, int]:
-    """Return the addresses of the counters of a storage and of its clock."""
-    return addressof(storage.numbers.values), addressof(storage.clock.numbers.values)
+def counters_of(storage: Any) -> Counters:
+    return Counters(numbers=addressof(storage.numbers.values), clock=addressof(storage.clock.numbers.values))
 
 
 def _nothing() -> None:

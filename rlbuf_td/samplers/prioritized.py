@@ -16,9 +16,10 @@ from torch import Tensor
 from torchrl.data.replay_buffers import PrioritizedSampler, Storage
 
 from rlbuf_td.kernels.batch import WINDOWS
+from rlbuf_td.kernels.batch.ring import Clock
 from rlbuf_td.kernels.dispatch import compiled_form_of
 from rlbuf_td.kernels.host_memory import HostTensors, address_of, alias_of
-from rlbuf_td.kernels.strata import NORMS, step_of
+from rlbuf_td.kernels.strata import NORMS, DrawLaw, step_of
 from rlbuf_td.kernels.sum_tree import REFUSED, mask_of
 from rlbuf_td.samplers.age import AgeLimit, count_of
 from rlbuf_td.samplers.bound import BoundDraw, Masks
@@ -28,7 +29,7 @@ from rlbuf_td.samplers.row_sampler import RowSampler
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import exponent, one_of, state_of, whole
 from rlbuf_td.storages.indexing import flat_rows
-from rlbuf_td.storages.lane_heads import HOLES, row_count
+from rlbuf_td.storages.lane_heads import HOLES, LENGTH, row_count
 from rlbuf_td.storages.memory_budget import Purpose, require_room
 from rlbuf_td.storages.shared.memory import SharedNumbers
 from rlbuf_td.storages.write_clock import BY_ROW, LAST, NOW, SAMPLED_AT
@@ -204,7 +205,6 @@ class PrioritizedDraw(BoundDraw):
     """Abstract base of the bound draws by priority, which also update priorities."""
 
     reports = (("priority_weight", torch.float32), (SAMPLED_AT, torch.int64))
-    fixed: tuple[float, ...] = ()  # further arguments of the kernel that draws
     times: Tensor | None = None  # the write times of rows, whose address is in the record
 
     def __init__(self, storage: PackedStorage, sampler: Prioritized, size: int, reads: bool) -> None:
@@ -214,16 +214,19 @@ class PrioritizedDraw(BoundDraw):
         self.priorities, self.step, self.lock = self.law.table.addresses, step_of(size, True), Lock()
         self.magnitude = self.law.table.magnitude.data_ptr()
         self.table = self.priorities.ctypes.data
-        self.owner = sampler  # the caller may replace ``sampler`` by its wrapper
+        self.owner: Any = sampler  # the caller may replace ``sampler`` by its wrapper
         self.inputs = HostTensors([])  # recognizes tensors like those of the last update
         self.updates: Callable[..., Any] | None = None  # the machine code that updates, from the first update on
         super().__init__(storage, sampler, size, reads)
+        self.eps = self.record["eps"] = getattr(self.law, "eps", 0.0)
+        self.record["weighed_alpha"] = addressof(self.settings) + 8 * WEIGHED
 
     def holds(self) -> bool:
-        """Whether storage and priorities are unchanged: a load or sharing replaces their memory."""
+        """Whether storage, priorities and law are unchanged: a load or sharing replaces their memory."""
         owner, law = self.owner, self.law
         is_in_place = law.table.magnitude.data_ptr() == self.magnitude and owner.settings.values is self.settings
-        return super().holds() and is_in_place and self.settings[ALPHA] == self.weighed_alpha()
+        is_same_law = self.settings[ALPHA] == self.weighed_alpha() and getattr(law, "eps", 0.0) == self.eps
+        return super().holds() and is_in_place and is_same_law
 
     def limit(self, count: int) -> None:
         """See :class:`~rlbuf_td.samplers.bound.BoundDraw`."""
@@ -239,9 +242,12 @@ class PrioritizedDraw(BoundDraw):
         if sampler.weight_norm is None and self.storage.numbers.values[HOLES]:
             return False  # the weights depend on the number of rows without holes
         self.uniform.uniform_(generator=self.generator)
-        law = self.step if sampler.stratified else 0, written, self.settings[BETA], NORMS[sampler.weight_norm]
         with self.lock:
-            return self.kernel(self.address, targets, *self.fixed, *law, self.clock[NOW])
+            return self.kernel(self.address, targets, self.draw_law(), written, self.clock[NOW])
+
+    def draw_law(self) -> DrawLaw:
+        step, norm = self.step if self.owner.stratified else 0, NORMS[self.owner.weight_norm]
+        return DrawLaw(step, self.settings[BETA], norm)
 
     def update(self, index: Any, td_error: Any, stamp: Any, masks: Masks | None = None) -> int | None:
         """See :class:`~rlbuf_td.samplers.bound.BoundDraw`; the TD errors may have further dims of size 1."""
@@ -261,15 +267,14 @@ class PrioritizedDraw(BoundDraw):
         elif self.law.min_priority:
             td_error = self.law.floored(td_error)
             where[1] = address_of(td_error)
-        if stamp is None:
-            where.append(0)
+        index_at, td_error_at, stamp_at = where if stamp is not None else (*where, 0)
         with self.lock:
             if masks is not None:
                 numbers = mask, burn_in_mask, masks.eta, self.law.min_priority
                 _MASKS.pack_into(self.windows_bytes, WINDOWS.itemsize - _MASKS.size, *numbers)
-            now = self.storage.numbers.values[0], self.clock[NOW], self.clock[LAST]
+            clock = Clock(self.storage.numbers.values[LENGTH], now=self.clock[NOW], newest=self.clock[LAST])
             self.updates = self.updates or self.compiled_update()
-            largest, stale = self.updates(self.address, *where, *now, *self.scale())
+            largest, stale = self.updates(self.address, index_at, td_error_at, stamp_at, clock)
         if largest == REFUSED:  # a row is out of range or an error is not finite; nothing has changed
             return None
         if largest > self.settings[LARGEST]:
@@ -297,9 +302,6 @@ class PrioritizedDraw(BoundDraw):
     @abstractmethod
     def compiled_update(self) -> Callable[..., Any]:
         """Return the machine code that updates priorities."""
-
-    def scale(self) -> tuple[float, ...]:
-        return ()  # further arguments of ``updates``
 
 
 class EntryLoops(NamedTuple):

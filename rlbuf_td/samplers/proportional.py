@@ -16,7 +16,6 @@ from torch import Tensor
 
 from rlbuf_td.kernels import sum_tree
 from rlbuf_td.kernels.dispatch import compiled_form_of, machine_code
-from rlbuf_td.kernels.strata import NORMS
 from rlbuf_td.samplers.age import NO_RANGES, AgeLimit, of_limit, set_consumer_version
 from rlbuf_td.samplers.bound import BoundDraw
 from rlbuf_td.samplers.common import NO_PRIORITY
@@ -283,9 +282,6 @@ class _ProportionalDraw(PrioritizedDraw):
     def weighed_alpha(self) -> float:
         return self.settings[WEIGHED]
 
-    def scale(self) -> tuple[float, ...]:
-        return self.settings[WEIGHED], self.law.eps
-
 
 class _YoungDraw(_ProportionalDraw):
     """Draws rows that are not too old."""
@@ -298,12 +294,10 @@ class _YoungDraw(_ProportionalDraw):
         return machine_code(cpu.sample_proportional_within, ranges=NO_RANGES)
 
     def __call__(self, written: int, targets: int) -> bool:
-        sampler: Any = self.owner
-        ranges = sampler.age_limit.ranges(self.storage)
+        ranges = self.owner.age_limit.ranges(self.storage)
         self.uniform.uniform_(generator=self.generator)
-        law = self.step if sampler.stratified else 0, written, self.settings[BETA], NORMS[sampler.weight_norm]
         with self.lock:
-            return self.kernel(self.address, targets, *law, self.clock[NOW], ranges)
+            return self.kernel(self.address, targets, self.draw_law(), written, self.clock[NOW], ranges)
 
 
 def read_torchrl_priorities(state: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor, float]:

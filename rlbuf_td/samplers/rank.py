@@ -198,7 +198,8 @@ class _RankDraw(PrioritizedDraw):
     def __init__(self, storage: PackedStorage, sampler: RankSampler, size: int, reads: bool) -> None:
         super().__init__(storage, sampler, size, reads)
         self.ranks, self.lock = sampler.law.ranks, cast(rank_order.ChunkedOrder, sampler.law.table).lock
-        self.fixed = self.ranks.head.data_ptr(), self.ranks.alpha, self.ranks.shift
+        for name, number in self.ranks.compiled._asdict().items():
+            self.record[name] = number
 
     def compiled(self) -> Callable[..., Any]:
         from rlbuf_td.kernels.batch import cpu

@@ -14,7 +14,7 @@ from torch import Tensor
 from torchrl.data.replay_buffers import Storage
 
 from rlbuf_td.kernels.dispatch import compiled_form_of, machine_code
-from rlbuf_td.kernels.recency import recent_rows
+from rlbuf_td.kernels.recency import Ages, recent_rows
 from rlbuf_td.samplers.age import AgeLimit, numbers_of, of_limit, set_consumer_version
 from rlbuf_td.samplers.bound import BoundDraw
 from rlbuf_td.samplers.common import EMPTY, setting, uniform_numbers
@@ -229,5 +229,5 @@ class _RecentDraw(BoundDraw):
         sampler, steps = self.sampler, written // max(int(self.record["lanes"][0]), 1)
         self.uniform.uniform_(generator=self.generator)
         newest, span = self.storage.numbers.values[NEWEST], sampler.span(steps)
-        self.kernel(self.address, targets, newest, span, steps, sampler.log_decay)
+        self.kernel(self.address, targets, Ages(newest, span, steps, sampler.log_decay))
         return True

@@ -80,10 +80,13 @@ def gather_leaves(matrix: Tensor, index: Tensor, extents: np.ndarray, out: Seque
     """
     targets = np.fromiter(map(Tensor.data_ptr, out), np.int64, len(out))
     row_bytes = matrix.stride(0) * matrix.element_size()
-    where = matrix.data_ptr(), row_bytes, len(matrix), address_of(index), index.numel()
     loops = parallel_loops().ctypes.data if index.numel() * row_bytes >= LARGE else 0
-    if not _gather_within()(*where, extents, targets, loops):
-        refuse_rows(index, len(matrix))
+    from rlbuf_td.kernels.batch import cpu
+
+    stored = cpu.Stored(matrix.data_ptr(), row_bytes, leaves=len(extents), extents=extents.ctypes.data)
+    live, count = len(matrix), index.numel()
+    if not _gather_within()(stored, live, address_of(index), count, targets.ctypes.data, loops):
+        refuse_rows(index, live)
 
 
 @cache
@@ -99,5 +102,4 @@ def parallel_loops() -> np.ndarray:
 def _gather_within() -> Callable[..., bool]:
     from rlbuf_td.kernels.batch import cpu
 
-    numbers = np.empty(0, np.int64)
-    return machine_code(cpu.gather_within, leaves=numbers.reshape(0, 2), targets=numbers)
+    return machine_code(cpu.gather_within)

@@ -6,18 +6,20 @@ Args:
     address: address of a ``RING`` record in functions that write rows, and of a ``BATCH`` record in all others.
     targets: address of an array with the addresses of the output tensors: the leaves, the index, the sampler's outputs.
         If ``BATCH.reads`` is 0, a function that draws writes neither leaves nor index.
+    law: a :class:`~rlbuf_td.kernels.strata.DrawLaw`.
     written: number of rows that hold data.
     now: number of time steps written so far, including overwritten ones.
-    newest: position of the time step that was written last.
+    clock: a :class:`~rlbuf_td.kernels.batch.ring.Clock`.
     stamp: address of the batch's ``"sampled_at"``: for each row, the value of ``now`` when the row was sampled. 0 if
         the batch lacks this entry.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 from numba import carray
-from numba.np.unsafe.ndarray import to_fixed_tuple
 
-from rlbuf_td.kernels.batch.ring import BATCH, RING, WINDOWS
+from rlbuf_td.kernels.batch.ring import BATCH, RING, WINDOWS, Clock
 from rlbuf_td.kernels.compiled import (
     address_of,
     copy_bytes,
@@ -35,23 +37,22 @@ from rlbuf_td.kernels.distinct.cpu import append_at
 from rlbuf_td.kernels.episodes import MARKS
 from rlbuf_td.kernels.episodes.cpu import set_beginnings
 from rlbuf_td.kernels.episodes.cpu import write as write_boundaries
-from rlbuf_td.kernels.rank_order.chunks import Chunks
+from rlbuf_td.kernels.rank_order.chunks import ORDER
 from rlbuf_td.kernels.rank_order.cpu import draw as draw_by_rank
 from rlbuf_td.kernels.rank_order.cpu_update import fill as fill_order
 from rlbuf_td.kernels.rank_order.cpu_update import update as update_order
-from rlbuf_td.kernels.rank_order.law import HEAD
+from rlbuf_td.kernels.rank_order.law import Ranks
 from rlbuf_td.kernels.rank_order.reference import LARGEST
+from rlbuf_td.kernels.recency import Ages, Counters
 from rlbuf_td.kernels.recency.cpu import recent_rows
 from rlbuf_td.kernels.recency.fresh_cpu import take
-from rlbuf_td.kernels.rows.cpu import skip_newer, skip_ring
-from rlbuf_td.kernels.strata import NORMS
+from rlbuf_td.kernels.rows.cpu import Sampled, skip_newer, skip_ring
+from rlbuf_td.kernels.strata import BY_BATCH, DrawLaw, Draws
 from rlbuf_td.kernels.sum_tree.cpu import draw, draw_within, fill, update, weigh_beside
-from rlbuf_td.kernels.sum_tree.tree import REFUSED
+from rlbuf_td.kernels.sum_tree.tree import REFUSED, TREE
 from rlbuf_td.kernels.threads import LARGE, ParallelLoop
 from rlbuf_td.kernels.threads_cpu import run_loop, take_part
 
-BY_BATCH = NORMS["batch"]
-TREE, ORDER = 9, 4 + len(Chunks._fields)  # lengths of ``SumTree.addresses`` and ``ChunkedOrder.addresses``
 # One block of rows is copied, leaf by leaf, while the next block is prefetched. After a learner's step, blocks of 16
 # rows take 6 to 12 % longer, and blocks of 256 as long. Copying row by row would take 1.5 times as long.
 _BLOCK = 64
@@ -63,22 +64,42 @@ _LARGE = 1_024  # bytes; the hardware prefetches larger rows equally well
 _STREAMED = 16 << 20
 
 
-@kernel
-def gather(rows, row_bytes, index, leaves, targets):
-    """Copy leaf ``k`` of the rows in ``index`` to address ``targets[k]``; ``leaves[k]`` holds its offset and size."""
-    gather_part(rows, row_bytes, index, leaves, targets, _ZERO, index.shape[0])
+class Stored(NamedTuple):
+    """Stored rows; the names are those of a ``BATCH`` record."""
+
+    rows: int  # address
+    row_bytes: int
+    leaves: int  # number of leaves
+    extents: int  # address of the offset and the size of each leaf in a row, ``[leaves, 2]`` int64
+
+
+class Leaves(NamedTuple):
+    """Stored rows, and the addresses of the tensors to which a batch's leaves are copied."""
+
+    rows: int
+    row_bytes: int
+    extents: np.ndarray  # ``[leaves, 2]``
+    targets: np.ndarray  # ``[leaves]``
+
+
+@inlined
+def leaves_of(stored, targets):
+    """Return the :class:`Leaves` of a ``BATCH`` record or of :class:`Stored`; ``targets`` is an address."""
+    extents = carray(pointer(stored.extents), (stored.leaves, 2), np.int64)
+    return Leaves(stored.rows, stored.row_bytes, extents, carray(pointer(targets), stored.leaves, np.int64))
 
 
 @kernel
-def gather_part(rows, row_bytes, index, leaves, targets, first, last):
-    """Implement :func:`gather` for the rows in ``index[first:last]``."""
+def gather(leaves, index, first, last):
+    """Copy the leaves of the rows in ``index[first:last]`` to the same places of the targets."""
+    row_bytes = leaves.row_bytes
     small, streams = row_bytes < _LARGE, index.shape[0] * row_bytes > _STREAMED
     for begin in range(first - _BLOCK, last, _BLOCK):
         end = min(begin + _BLOCK, last)
         for i in range(end, min(end + _BLOCK, last) if small else end):
-            prefetch_row(rows + index[i] * row_bytes, row_bytes)
-        for leaf in range(leaves.shape[0]):
-            source, width, target = rows + leaves[leaf, 0], leaves[leaf, 1], targets[leaf]
+            prefetch_row(leaves.rows + index[i] * row_bytes, row_bytes)
+        for leaf in range(leaves.targets.shape[0]):
+            source, width, target = leaves.rows + leaves.extents[leaf, 0], leaves.extents[leaf, 1], leaves.targets[leaf]
             if width == 1:
                 for i in range(max(begin, first), end):
                     store(target + i, load(source + index[i] * row_bytes, np.uint8), np.uint8)
@@ -95,33 +116,68 @@ def gather_part(rows, row_bytes, index, leaves, targets, first, last):
         finish_streams()
 
 
-@inlined
-def _fields(job):
-    return to_fixed_tuple(carray(pointer(job + 16), 7, np.int64), 7)
+class _GatherJob(NamedTuple):
+    """The numbers of a job of :func:`gather_in_parts`."""
+
+    batch: int
+    flat: int
+    rows: int
+    row_bytes: int
+    leaves: int
+    extents: int
+    targets: int
+
+
+class _ScatterJob(NamedTuple):
+    """The numbers of a job of :func:`scatter_in_parts`."""
+
+    kept: int
+    ring: int
+    cursor: int
+    steps: int
+    lanes_first: int
+
+
+_GATHER_JOB = np.dtype([(name, np.int64) for name in _GatherJob._fields])
+_SCATTER_JOB = np.dtype([(name, np.int64) for name in _ScatterJob._fields])
 
 
 @ParallelLoop
 def gather_in_parts(job):
-    count, rows, row_bytes, index, count_of_leaves, leaves, targets = _fields(job)
-    where = carray(pointer(index), count, np.int64), carray(pointer(leaves), (count_of_leaves, 2), np.int64)
-    out = carray(pointer(targets), count_of_leaves, np.int64)
+    given = carray(pointer(job + 16), 1, _GATHER_JOB)[0]
+    leaves, index = leaves_of(given, given.targets), carray(pointer(given.flat), given.batch, np.int64)
     begin, end = take_part(job)
     while begin < end:
-        gather_part(rows, row_bytes, *where, out, begin, end)
+        gather(leaves, index, begin, end)
         begin, end = take_part(job)
 
 
 @kernel
-def gather_within(rows, row_bytes, live, flat, count, leaves, targets, loops):
+def gather_within(stored: Stored, live, flat, count, targets, loops):
     """Gather the rows with the indices at address ``flat``, or return False if an index is not in ``[0, live)``."""
     index = carray(pointer(flat), count, np.int64)
     for i in range(count):
         if index[i] < 0 or index[i] >= live:
             return False
-    numbers = count, rows, row_bytes, flat, np.int64(leaves.shape[0]), address_of(leaves), address_of(targets)
-    if not loops or not run_loop(loops, GATHER, count * row_bytes, numbers, 0.0, 0.0):
-        gather(rows, row_bytes, index, leaves, targets)
+    _gather(stored, index, targets, loops)
     return True
+
+
+@inlined
+def _gather(stored, index, targets, loops):
+    if loops:
+        job = _GatherJob(
+            batch=len(index),
+            flat=address_of(index),
+            rows=stored.rows,
+            row_bytes=stored.row_bytes,
+            leaves=stored.leaves,
+            extents=stored.extents,
+            targets=targets,
+        )
+        if run_loop(loops, GATHER, len(index) * stored.row_bytes, job, 0.0, 0.0):
+            return
+    gather(leaves_of(stored, targets), index, _ZERO, len(index))
 
 
 @inlined
@@ -131,12 +187,7 @@ def batch_at(address):
 
 @inlined
 def gather_batch(batch, index, targets):
-    if batch.loops:
-        where = batch.rows, batch.row_bytes, address_of(index), batch.leaves, batch.extents, targets
-        if run_loop(batch.loops, GATHER, len(index) * batch.row_bytes, (len(index), *where), 0.0, 0.0):
-            return
-    leaves = carray(pointer(batch.extents), (batch.leaves, 2), np.int64)
-    gather(batch.rows, batch.row_bytes, index, leaves, carray(pointer(targets), batch.leaves, np.int64))
+    _gather(batch, index, targets, batch.loops)
 
 
 @kernel
@@ -180,12 +231,10 @@ def gather_slice(address, targets, begin, count, source, now):
     weights and stamps, which become 1 and ``now``.
     """
     batch = batch_at(address)
-    leaves = carray(pointer(batch.extents), (batch.leaves, 2), np.int64)
-    places = np.empty(batch.leaves, np.int64)
-    for leaf in range(batch.leaves):
-        places[leaf] = load(targets + 8 * leaf, np.int64) + begin * leaves[leaf, 1]
+    leaves = leaves_of(batch, targets)
+    places = leaves.targets + begin * leaves.extents[:, 1]
     index, entries = carray(pointer(batch.flat), count, np.int64), targets + 8 * batch.leaves
-    gather(batch.rows, batch.row_bytes, index, leaves, places)
+    gather(Leaves(batch.rows, batch.row_bytes, leaves.extents, places), index, _ZERO, count)
     put_index(batch, index, load(entries, np.int64) + (16 if batch.lanes else 8) * begin)
     carray(pointer(load(entries + 8, np.int64) + 8 * begin), count, np.int64)[:] = source
     if now >= 0:
@@ -202,41 +251,38 @@ def scale(address, count, factor: float):
 
 
 @kernel
-def sample_recent(address, targets, newest, span, steps, log_decay: float):
+def sample_recent(address, targets, ages: Ages):
     batch = batch_at(address)
-    recent_rows(batch.uniform, batch.flat, batch.count, newest, span, steps, max(batch.lanes, 1), log_decay)
+    recent_rows(batch.uniform, batch.flat, batch.count, max(batch.lanes, 1), ages)
     gather_flat(address, targets)
 
 
 @kernel
-def sample_proportional(address, targets, step, written, beta: float, mode, now):
+def sample_proportional(address, targets, law: DrawLaw, written, now):
     """Sample rows from a sum tree; return False if all weights are 0 or a drawn row has not been written."""
     batch = batch_at(address)
-    index, importance, mass, place = _drawn(batch, targets)
-    tree = carray(pointer(batch.table), TREE, np.int64)
-    drawn = draw(tree, mass, step, written, beta, mode, index, importance, batch.loops)
-    if not drawn or not _are_written(index, written):
+    drawn, tree = _draws(batch, targets), carray(pointer(batch.table), 1, TREE)
+    index, importance = drawn.rows, drawn.importance
+    if not draw(tree, drawn, law, written, batch.loops) or not _are_written(index, written):
         return False
     first = index[0]
-    fresh = _put_fresh(batch, place)
+    fresh = _put_fresh(batch, address_of(index))
     if fresh:
-        weigh_beside(tree, index[:fresh], first, beta, importance)
-        if mode == BY_BATCH:
+        weigh_beside(tree, index[:fresh], first, law.beta, importance)
+        if law.norm == BY_BATCH:
             importance /= importance.max()
     _gather_drawn(batch, targets, index, now)
     return True
 
 
 @kernel
-def sample_proportional_within(address, targets, step, written, beta: float, mode, now, ranges):
+def sample_proportional_within(address, targets, law: DrawLaw, written, now, ranges):
     """As :func:`sample_proportional`, from the rows in ``ranges`` alone; this array is ``[R, 3]``."""
     batch = batch_at(address)
-    index, importance, mass, _ = _drawn(batch, targets)
-    tree = carray(pointer(batch.table), TREE, np.int64)
-    drawn = draw_within(tree, mass, step, beta, mode, index, importance, ranges)
-    if not drawn or not _are_written(index, written):
+    drawn, tree = _draws(batch, targets), carray(pointer(batch.table), 1, TREE)
+    if not draw_within(tree, drawn, law, ranges) or not _are_written(drawn.rows, written):
         return False
-    _gather_drawn(batch, targets, index, now)
+    _gather_drawn(batch, targets, drawn.rows, now)
     return True
 
 
@@ -255,15 +301,14 @@ def gather_within_ranges(address, targets, ranges):
 
 
 @kernel
-def sample_rank(address, targets, law, alpha: float, shift: float, step, written, beta: float, mode, now):
+def sample_rank(address, targets, law: DrawLaw, written, now):
     """Sample rows by priority rank; return False if no row has a priority or a drawn row has not been written."""
     batch = batch_at(address)
-    index, importance, mass, _ = _drawn(batch, targets)
-    order, head = carray(pointer(batch.table), ORDER, np.int64), carray(pointer(law), HEAD, np.float64)
-    drawn = draw_by_rank(order, head, alpha, shift, mass, step, beta, mode, index, importance)
-    if not drawn or not _are_written(index, written):
+    drawn, ranks = _draws(batch, targets), Ranks(batch.alpha, batch.shift, batch.head)
+    has_drawn = draw_by_rank(carray(pointer(batch.table), 1, ORDER), ranks, drawn, law)
+    if not has_drawn or not _are_written(drawn.rows, written):
         return False
-    _gather_drawn(batch, targets, index, now)
+    _gather_drawn(batch, targets, drawn.rows, now)
     return True
 
 
@@ -272,18 +317,16 @@ def _put_fresh(batch, place):
     """Overwrite the first indices at address ``place`` with fresh rows of a FreshRowsSampler; return their number."""
     if not batch.queue:
         return 0
-    return take(batch.queue, batch.numbers, batch.clock, batch.count, place)
+    return take(batch.queue, Counters(batch.numbers, batch.clock), batch.count, place)
 
 
 @inlined
-def _drawn(batch, targets):
+def _draws(batch, targets):
     index, importance = load(targets + 8 * batch.leaves, np.int64), load(targets + 8 * batch.leaves + 8, np.int64)
-    place = index if batch.reads and not batch.lanes else batch.flat
-    return (
-        carray(pointer(place), batch.count, np.int64),
-        carray(pointer(importance), batch.count, np.float32),
-        carray(pointer(batch.uniform), batch.count, np.float64),
-        place,
+    return Draws(
+        uniform=carray(pointer(batch.uniform), batch.count, np.float64),
+        rows=carray(pointer(index if batch.reads and not batch.lanes else batch.flat), batch.count, np.int64),
+        importance=carray(pointer(importance), batch.count, np.float32),
     )
 
 
@@ -332,7 +375,7 @@ def _anchored(batch, index, td_error, stamp):
 
 
 @inlined
-def _fresh_rows(batch, index, td_error, stamp, now, newest):
+def _fresh_rows(batch, index, td_error, stamp, clock):
     """Return the number of rows rewritten since sampling, the row indices (-1 for these rows), and the TD errors."""
     count, lanes, stale = batch.count, batch.lanes, 0
     if batch.windows:
@@ -344,33 +387,34 @@ def _fresh_rows(batch, index, td_error, stamp, now, newest):
             return -1, row, error  # the lane is out of range
         row[i] = pair[i, 0] * lanes + pair[i, 1] if pair[i, 0] >= 0 else -1
     if stamp:  # otherwise, no row counts as rewritten
-        given = batch.flat if lanes else index
+        sampled = Sampled(batch.flat if lanes else index, stamp, count)
         if batch.written_at:
-            stale = skip_newer(batch.flat, given, stamp, count, now, batch.written_at, batch.steps * max(lanes, 1))
+            stale = skip_newer(batch.flat, sampled, clock.now, batch.written_at, batch.steps * max(lanes, 1))
         else:
-            stale = skip_ring(batch.flat, given, stamp, count, now, newest, batch.steps, lanes)
+            stale = skip_ring(batch.flat, sampled, clock.now, clock.newest, batch.steps, lanes)
     elif not lanes:
         copy_bytes(batch.flat, index, 8 * count)
     return stale, row, error
 
 
 @kernel
-def update_proportional(address, index, td_error, stamp, written, now, newest, alpha: float, eps: float):
+def update_proportional(address, index, td_error, stamp, clock: Clock):
     """Update priorities; return the largest ``|td_error|`` or ``REFUSED``, and how many rewritten rows are skipped."""
     batch = batch_at(address)
-    stale, row, error = _fresh_rows(batch, index, td_error, stamp, now, newest)
+    stale, row, error = _fresh_rows(batch, index, td_error, stamp, clock)
     if stale < 0:
         return REFUSED, 0
-    return update(carray(pointer(batch.table), TREE, np.int64), row, error, written, alpha, eps), stale
+    tree, alpha = carray(pointer(batch.table), 1, TREE), load(batch.weighed_alpha, np.float64)
+    return update(tree, row, error, clock.written, alpha, batch.eps), stale
 
 
 @kernel
-def update_rank(address, index, td_error, stamp, written, now, newest):
+def update_rank(address, index, td_error, stamp, clock: Clock):
     batch = batch_at(address)
-    stale, row, error = _fresh_rows(batch, index, td_error, stamp, now, newest)
+    stale, row, error = _fresh_rows(batch, index, td_error, stamp, clock)
     if stale < 0:
         return REFUSED, 0
-    return update_order(carray(pointer(batch.table), ORDER, np.int64), row, error, written), stale
+    return update_order(carray(pointer(batch.table), 1, ORDER), row, error, clock.written), stale
 
 
 @kernel
@@ -389,10 +433,10 @@ def write_ring(address, count, lanes_first: bool, index):
     if not is_usual(ring, cursor, start, kept, revision):
         return -1
     lanes = max(ring.lanes, 1)
-    numbers = kept, address, start, count, np.int64(lanes_first), _ZERO, _ZERO
+    job = _ScatterJob(kept, ring=address, cursor=cursor, steps=count, lanes_first=np.int64(lanes_first))
     nbytes = kept * lanes * ring.row_bytes
-    if not ring.loops or nbytes < LARGE or not run_loop(ring.loops, SCATTER, nbytes, numbers, 0.0, 0.0):
-        _scatter(ring, start, kept, count, lanes_first, _ZERO, kept)
+    if not ring.loops or nbytes < LARGE or not run_loop(ring.loops, SCATTER, nbytes, job, 0.0, 0.0):
+        _scatter(ring, cursor, count, lanes_first, _ZERO, kept)
     now = load(ring.clock, np.int64) + kept
     if load(ring.clock_by_row, np.int64):
         written_at = carray(pointer(ring.written_at), (ring.steps, lanes), np.int64)
@@ -423,7 +467,7 @@ def write_ring(address, count, lanes_first: bool, index):
 def enter_ring_proportional(address, cursor, count):
     """Set the priorities of the rows that :func:`write_ring` wrote from the old ``cursor`` on, in a sum tree."""
     ring = carray(pointer(address), 1, RING)[0]
-    tree, alpha = carray(pointer(ring.priorities), TREE, np.int64), load(ring.weighed_alpha, np.float64)
+    tree, alpha = carray(pointer(ring.priorities), 1, TREE), load(ring.weighed_alpha, np.float64)
     start, head, rest = _runs(ring, cursor, count)
     fill(tree, start, head, entry_of(ring), alpha, ring.eps)
     if rest:
@@ -434,7 +478,7 @@ def enter_ring_proportional(address, cursor, count):
 def enter_ring_rank(address, cursor, count):
     """Set the priorities of the rows that :func:`write_ring` wrote from the old ``cursor`` on, in the order."""
     ring = carray(pointer(address), 1, RING)[0]
-    order = carray(pointer(ring.priorities), ORDER, np.int64)
+    order = carray(pointer(ring.priorities), 1, ORDER)
     bits = np.int64(np.float32(min(entry_of(ring), LARGEST)).view(np.int32))
     start, head, rest = _runs(ring, cursor, count)
     fill_order(order, np.arange(start, start + head), bits)
@@ -498,38 +542,38 @@ def has_usual_parts(ring):
 
 
 @kernel
-def _scatter(ring, start, kept, count, lanes_first, begin, end):
-    """Copy the last ``kept`` of ``count`` time steps to the ring, from position ``start`` on.
+def _scatter(ring, cursor, count, lanes_first, begin, end):
+    """Copy ``count`` time steps to the ring, from position ``cursor`` on, except those that later ones would replace.
 
-    Of these time steps, only those from number ``begin`` to number ``end - 1`` are copied.
+    Of the time steps that are kept, only those from number ``begin`` to number ``end - 1`` are copied.
     """
-    lanes = max(ring.lanes, 1)
+    lanes, skipped = max(ring.lanes, 1), count - min(count, ring.steps)
+    t = (cursor + skipped + begin) % ring.steps
     extents = carray(pointer(ring.extents), (ring.leaves, 2), np.int64)
     sources = carray(pointer(ring.sources), ring.leaves, np.int64)
     streams = ring.steps * lanes * ring.row_bytes > _STREAMED
-    for k in range(count - kept + begin, count - kept + end):
-        t = start + k - (count - kept)
-        t -= ring.steps if t >= ring.steps else 0
+    for step in range(skipped + begin, skipped + end):
         for lane in range(lanes):
             row = ring.rows + (t * lanes + lane) * ring.row_bytes
-            cell = lane * count + k if lanes_first else k * lanes + lane
+            cell = lane * count + step if lanes_first else step * lanes + lane
             for leaf in range(ring.leaves):
                 width = extents[leaf, 1]
                 if streams and width >= _LARGE:
                     stream_bytes(row + extents[leaf, 0], sources[leaf] + cell * width, width)
                 else:
                     copy_few(row + extents[leaf, 0], sources[leaf] + cell * width, width)
+        t = t + 1 if t + 1 < ring.steps else 0
     if streams:
         finish_streams()
 
 
 @ParallelLoop
 def scatter_in_parts(job):
-    kept, address, start, count, lanes_first, _, _ = _fields(job)
-    ring = carray(pointer(address), 1, RING)[0]
+    given = carray(pointer(job + 16), 1, _SCATTER_JOB)[0]
+    ring = carray(pointer(given.ring), 1, RING)[0]
     begin, end = take_part(job)
     while begin < end:
-        _scatter(ring, start, kept, count, lanes_first != 0, begin, end)
+        _scatter(ring, given.cursor, given.steps, given.lanes_first != 0, begin, end)
         begin, end = take_part(job)
 
 

@@ -13,14 +13,16 @@ Args:
 import numpy as np
 from numba import carray
 
-from rlbuf_td.kernels.batch.cpu import ORDER, TREE, entry_of, has_usual_parts
+from rlbuf_td.kernels.batch.cpu import entry_of, has_usual_parts
 from rlbuf_td.kernels.batch.ring import RING
 from rlbuf_td.kernels.compiled import copy_few, inlined, kernel, load, pointer, store
 from rlbuf_td.kernels.episodes import MARKS
 from rlbuf_td.kernels.episodes.cpu import write_rows as write_boundaries
+from rlbuf_td.kernels.rank_order.chunks import ORDER
 from rlbuf_td.kernels.rank_order.cpu_update import update as update_order
 from rlbuf_td.kernels.rank_order.reference import LARGEST
 from rlbuf_td.kernels.sum_tree.cpu import update
+from rlbuf_td.kernels.sum_tree.tree import TREE
 
 _NEWEST, _COUNT = range(2)  # rows of the heads of lanes
 
@@ -50,7 +52,7 @@ def write_lanes(address, count, lane_ids, cells, index):
 def enter_lanes_proportional(address, count, cells):
     """Set the priorities of the rows at address ``cells``, new ones, in a sum tree."""
     ring = carray(pointer(address), 1, RING)[0]
-    tree, alpha = carray(pointer(ring.priorities), TREE, np.int64), load(ring.weighed_alpha, np.float64)
+    tree, alpha = carray(pointer(ring.priorities), 1, TREE), load(ring.weighed_alpha, np.float64)
     flat, rows = carray(pointer(cells), count, np.int64), ring.steps * ring.lanes
     update(tree, flat, np.full(count, entry_of(ring)), rows, alpha, ring.eps)
 
@@ -59,7 +61,7 @@ def enter_lanes_proportional(address, count, cells):
 def enter_lanes_rank(address, count, cells):
     """Set the priorities of the rows at address ``cells``, new ones, in the order of magnitudes."""
     ring = carray(pointer(address), 1, RING)[0]
-    order, flat = carray(pointer(ring.priorities), ORDER, np.int64), carray(pointer(cells), count, np.int64)
+    order, flat = carray(pointer(ring.priorities), 1, ORDER), carray(pointer(cells), count, np.int64)
     magnitude = np.full(count, min(entry_of(ring), LARGEST), np.float32)
     update_order(order, flat, magnitude, ring.steps * ring.lanes)
 

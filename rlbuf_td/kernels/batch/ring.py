@@ -1,5 +1,7 @@
 """The records that describe a buffer to the compiled functions in this folder."""
 
+from typing import NamedTuple
+
 import numpy as np
 
 _NUMBERS = "row_bytes", "steps", "lanes", "leaves"
@@ -18,7 +20,7 @@ _ADDRESSES = (
 RING = np.dtype([(name, np.int64) for name in _NUMBERS + _ADDRESSES] + [("eps", np.float64)])
 _SOURCES = (
     *("rows", "extents", "count", "reads", "table", "flat", "uniform", "queue", "numbers", "clock"),
-    *("windows", "loops", "written_at", "anchors", "drawn"),
+    *("windows", "loops", "written_at", "anchors", "drawn", "weighed_alpha", "head"),
 )
 #: For batches of ``count`` rows: the same shape, and addresses. ``reads`` is 0 if another function reads the drawn
 #: rows, whose indices are then at ``flat``; else 1. ``table`` points to ``addresses`` as ``priorities`` does, ``flat``
@@ -27,7 +29,11 @@ _SOURCES = (
 #: the drawn rows are expanded to windows. ``anchors`` points to the ``drawn`` rows of a sampler, each of which wrappers
 #: expand to ``count / drawn`` rows. ``written_at`` points to the write time of each row (0: a ring, whose write times
 #: follow from the newest step). ``loops`` points to ``rlbuf_td.kernels.batch.parallel_loops()`` if batches are large.
-BATCH = np.dtype([(name, np.int64) for name in (*_NUMBERS, *_SOURCES)])
+#: Updates of a sum tree need ``weighed_alpha`` and ``eps``, as in ``RING``; draws by rank need ``alpha``, ``shift`` and
+#: ``head`` of :class:`rlbuf_td.kernels.rank_order.law.Ranks`.
+BATCH = np.dtype(
+    [(name, np.int64) for name in (*_NUMBERS, *_SOURCES)] + [(name, np.float64) for name in ("eps", "alpha", "shift")]
+)
 
 _OF_WINDOWS = "count", "length", "burn_in", "shifts", "bounds", "flags", "widths", "reports", "scratch"
 #: For ``count`` windows of ``burn_in + length`` rows around the rows at ``BATCH.anchors``; ``shifts`` is 1 if windows
@@ -44,3 +50,11 @@ WINDOWS = np.dtype(
 #: For n-step transitions: ``taken`` and ``ends`` are addresses, of one int64 per row, for the number of steps of each
 #: transition and for its last row.
 STEPS = np.dtype([("n", np.int64), ("gamma", np.float64), ("taken", np.int64), ("ends", np.int64)])
+
+
+class Clock(NamedTuple):
+    """What an update compares with the stamps of a batch."""
+
+    written: int  # rows that hold data
+    now: int  # time steps written so far, including overwritten ones
+    newest: int  # position of the time step that was written last

@@ -13,7 +13,7 @@ from torch import Tensor
 from rlbuf_td.kernels.rank_order.chunks import GROUPS, ROWS, Chunks, addresses, allocate
 from rlbuf_td.kernels.rank_order.law import RankLaw
 from rlbuf_td.kernels.rank_order.reference import LARGEST, as_float32
-from rlbuf_td.kernels.strata import NORMS, step_of
+from rlbuf_td.kernels.strata import Draws, draw_law
 
 
 class ChunkedOrder:
@@ -55,11 +55,10 @@ class ChunkedOrder:
         self._adopt({name: tensor.clone().share_memory_() for name, tensor in self._tensors.items()})
 
     def update_(self, index: Tensor, td_error: Tensor, rows: int) -> float | Tensor:
-        given = index.numpy(), as_float32(td_error).numpy(), rows
         with self.lock:
             from rlbuf_td.kernels.rank_order import cpu_update
 
-            return cpu_update.update(self.addresses, *given)
+            return cpu_update.update(self.addresses, index.numpy(), as_float32(td_error).numpy(), rows)
 
     def fill_(self, start: int, count: int, magnitude: float | Tensor) -> None:
         if count > 0:
@@ -72,14 +71,12 @@ class ChunkedOrder:
     def draw(
         self, law: RankLaw, uniform: Tensor, *, stratified: bool, beta: float, norm: str | None
     ) -> tuple[Tensor, Tensor] | None:
-        batch = uniform.shape[0]
-        index, weight = np.empty(batch, np.int64), np.empty(batch, np.float32)
-        given = law.head.numpy(), law.alpha, law.shift, uniform.numpy(), step_of(batch, stratified), beta, NORMS[norm]
+        drawn, how = Draws.of(uniform), draw_law(uniform.shape[0], stratified, beta, norm)
         with self.lock:
             from rlbuf_td.kernels.rank_order import cpu
 
-            drawn = cpu.draw(self.addresses, *given, index, weight)
-        return (torch.from_numpy(index), torch.from_numpy(weight)) if drawn else None
+            has_rows = cpu.draw(self.addresses, law.compiled, drawn, how)
+        return drawn.tensors() if has_rows else None
 
     def ranks_of(self, index: Tensor) -> Tensor:
         ranks = np.empty(index.shape[0], np.int64)

@@ -22,6 +22,7 @@ from collections import namedtuple
 import numpy as np
 import torch
 
+from rlbuf_td.kernels.dispatch import record_of
 from rlbuf_td.kernels.huge_pages import advise_huge_pages
 
 WIDTH = 128
@@ -36,6 +37,8 @@ FULL = 1 << 30
 ROWS, GROUPS, CHUNKS = range(3)
 
 Chunks = namedtuple("Chunks", "head bits keys first child before size top_first top_group top_count top_before")
+#: The numbers of rows, chunks, groups and top elements, and the addresses of the arrays.
+ORDER = np.dtype([(name, np.int64) for name in ("rows", "chunks", "groups", "tops", *Chunks._fields)])
 
 
 def allocate(capacity: int, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
@@ -65,6 +68,7 @@ def allocate(capacity: int, device: torch.device | str = "cpu") -> dict[str, tor
 
 
 def addresses(chunks: Chunks) -> np.ndarray:
-    """For compiled loops, return the numbers of rows, chunks, groups and top elements, and the arrays' addresses."""
-    sizes = len(chunks.bits), len(chunks.keys), len(chunks.size), len(chunks.top_first)
-    return np.array([*sizes, *(array.ctypes.data for array in chunks)], np.int64)
+    """Return an :data:`ORDER` record for compiled loops, ``[1]``."""
+    places = {name: array.ctypes.data for name, array in chunks._asdict().items()}
+    sizes = {"groups": len(chunks.size), "tops": len(chunks.top_first)}
+    return record_of(ORDER, **places, **sizes, rows=len(chunks.bits), chunks=len(chunks.keys))

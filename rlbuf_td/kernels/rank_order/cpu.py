@@ -10,9 +10,10 @@ import math
 import numpy as np
 from numba import carray
 
-from rlbuf_td.kernels.compiled import address_of, bare, compiled, inlined, masses, pointer, prefetch
+from rlbuf_td.kernels.compiled import address_of, bare, compiled, inlined, load, masses, pointer, prefetch
 from rlbuf_td.kernels.rank_order.chunks import GROUPS, ROWS, WIDTH, Chunks
 from rlbuf_td.kernels.rank_order.law import HEAD
+from rlbuf_td.kernels.strata import BY_BATCH, BY_NONE
 
 #: Searches that descend together: enough to overlap cache misses, few enough for the scratch memory to stay in cache.
 BLOCK = 256
@@ -24,19 +25,19 @@ _ROW = 0xFFFFFFFF
 
 @inlined
 def chunks_at(order):
-    rows, chunks, groups, top = order[0], order[1], order[2], order[3]
+    at = order[0]
     return Chunks(
-        carray(pointer(order[4]), 3, np.int64),
-        carray(pointer(order[5]), rows, np.int32),
-        carray(pointer(order[6]), (chunks, WIDTH), np.int64),
-        carray(pointer(order[7]), (groups, WIDTH), np.int64),
-        carray(pointer(order[8]), (groups, WIDTH), np.int32),
-        carray(pointer(order[9]), (groups, WIDTH + 1), np.int32),
-        carray(pointer(order[10]), groups, np.int32),
-        carray(pointer(order[11]), top, np.int64),
-        carray(pointer(order[12]), top, np.int32),
-        carray(pointer(order[13]), top, np.int64),
-        carray(pointer(order[14]), top, np.int64),
+        head=carray(pointer(at.head), 3, np.int64),
+        bits=carray(pointer(at.bits), at.rows, np.int32),
+        keys=carray(pointer(at.keys), (at.chunks, WIDTH), np.int64),
+        first=carray(pointer(at.first), (at.groups, WIDTH), np.int64),
+        child=carray(pointer(at.child), (at.groups, WIDTH), np.int32),
+        before=carray(pointer(at.before), (at.groups, WIDTH + 1), np.int32),
+        size=carray(pointer(at.size), at.groups, np.int32),
+        top_first=carray(pointer(at.top_first), at.tops, np.int64),
+        top_group=carray(pointer(at.top_group), at.tops, np.int32),
+        top_count=carray(pointer(at.top_count), at.tops, np.int64),
+        top_before=carray(pointer(at.top_before), at.tops, np.int64),
     )
 
 
@@ -139,30 +140,30 @@ def ranks_of(order, rows, ranks):
 
 
 @bare
-def _mass_of_all(rows, law, alpha, shift):
+def _mass_of_all(rows, ranks):
     if rows <= HEAD:
-        return law[rows - 1]
+        return load(ranks.head + 8 * (rows - 1), np.float64)
     x = rows + 0.5
-    bend = 1.0 - alpha
+    bend = 1.0 - ranks.alpha
     y = math.log(x)
     if bend != 0.0:
         y = math.expm1(bend * y) / bend
-    return shift + y + alpha / 24.0 * x ** (-alpha - 1.0)
+    return ranks.shift + y + ranks.alpha / 24.0 * x ** (-ranks.alpha - 1.0)
 
 
 @bare
-def _rank_of_mass(mass, rows, law, alpha, shift):
-    if mass >= law[HEAD - 1]:
-        y = mass - shift
-        bend = 1.0 - alpha
+def _rank_of_mass(mass, rows, ranks):
+    if mass >= load(ranks.head + 8 * (HEAD - 1), np.float64):
+        y = mass - ranks.shift
+        bend = 1.0 - ranks.alpha
         if bend != 0.0:
             y = math.log1p(max(bend * y, -1.0 + 2.0**-53)) / bend
         x = min(math.exp(min(y, 36.0)), 2.0**52)
-        return min(max(np.int64(x - alpha / (24.0 * x) + 0.5), HEAD + 1), rows)
+        return min(max(np.int64(x - ranks.alpha / (24.0 * x) + 0.5), HEAD + 1), rows)
     below = 0
     step = HEAD // 2
     while step > 0:
-        below += step * (law[np.uint64(below + step - 1)] <= mass)
+        below += step * (load(ranks.head + 8 * (below + step - 1), np.float64) <= mass)
         step >>= 1
     return min(below + 1, rows)
 
@@ -184,25 +185,32 @@ def _find_rows(chunks, rest, positions, rows):
 
 
 @compiled
-def draw(order, law, alpha, shift, uniform, step, beta, mode, index, weight):
-    """Draw rows by rank, and compute importance weights; return False if no row has a rank. Overwrites ``uniform``."""
+def draw(order, ranks, drawn, law):
+    """Draw rows by rank, and compute importance weights; return False if no row has a rank.
+
+    ``ranks`` is a :class:`~rlbuf_td.kernels.rank_order.law.Ranks`, ``drawn`` a :class:`~rlbuf_td.kernels.strata.Draws`,
+    ``law`` a :class:`~rlbuf_td.kernels.strata.DrawLaw`.
+    """
     chunks = chunks_at(order)
     rows = chunks.head[ROWS]
     if rows == 0:
         return False
-    total = _mass_of_all(rows, law, alpha, shift)
-    masses(uniform, total, step, uniform)
+    uniform, index, weight = drawn
+    total = _mass_of_all(rows, ranks)
+    masses(uniform, total, law.step, uniform)
     last = 1
     rest, positions = np.empty_like(index), np.empty_like(index)
     for j in range(len(index)):
-        rank = _rank_of_mass(uniform[j], rows, law, alpha, shift)
+        rank = _rank_of_mass(uniform[j], rows, ranks)
         last = max(last, rank)
         rest[j] = rank - 1
         uniform[j] = math.log(rank)
     _find_rows(chunks, rest, positions, index)
     # (N P)^-beta is r^(alpha beta) times a constant; the least probable rank has the largest weight.
-    power = alpha * beta
-    scale = beta * math.log(total / rows) if mode == 2 else -power * math.log(last if mode == 1 else rows)
+    power = ranks.alpha * law.beta
+    scale = -power * math.log(last if law.norm == BY_BATCH else rows)
+    if law.norm == BY_NONE:
+        scale = law.beta * math.log(total / rows)
     for j in range(len(index)):
         weight[j] = math.exp(power * uniform[j] + scale)
     return True

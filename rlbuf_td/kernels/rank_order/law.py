@@ -15,6 +15,7 @@ draw a rank does not depend on ``N``. None of the functions waits for a GPU.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +31,18 @@ class RankLaw:
     alpha: float  # not negative; 0 is uniform
     head: Tensor  # ``[HEAD]`` float64, ``H_1, H_2, ...``
     shift: float  # the constant ``C``
+
+    @property
+    def compiled(self) -> Ranks:
+        return Ranks(self.alpha, self.shift, self.head.data_ptr())
+
+
+class Ranks(NamedTuple):
+    """A :class:`RankLaw` for compiled loops; ``head`` is an address."""
+
+    alpha: float
+    shift: float
+    head: int
 
 
 def rank_law(alpha: float, device: torch.device | str = "cpu") -> RankLaw:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import expm1
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.kernels.host_memory import address_of
 
-__all__ = ["QUEUE", "recent_rows"]
+__all__ = ["QUEUE", "Ages", "Counters", "recent_rows"]
 _FIELDS = "clock", "fresh", "steps", "lanes", "places", "intervals", "capacity", "times", "heads"
 NEWEST, NUMBER, HEAD, LENGTH = range(4)  # rows of ``QUEUE.places``
 #: The state of :mod:`rlbuf_td.kernels.recency.fresh_cpu`: the ``clock`` when writes were noted, the largest number of
@@ -21,6 +22,22 @@ NEWEST, NUMBER, HEAD, LENGTH = range(4)  # rows of ``QUEUE.places``
 #: none), and ``heads`` to the newest step and the number of rows of each lane, ``[2, lanes]`` int64.
 QUEUE = np.dtype([(name, np.int64) for name in _FIELDS])
 _DIGITS = 2.0**53  # a uniform number has 53 binary digits; the last ones, which hardly affect the age, choose the lane
+
+
+class Ages(NamedTuple):
+    """The distribution of ages; see :func:`recent_rows`."""
+
+    newest: int
+    span: int
+    steps: int
+    log_decay: float
+
+
+class Counters(NamedTuple):
+    """The addresses of the counters of a storage and of its clock."""
+
+    numbers: int
+    clock: int
 
 
 def recent_rows(uniform: Tensor, newest: int, span: int, steps: int, lanes: int, log_decay: float) -> Tensor:
@@ -38,11 +55,10 @@ def recent_rows(uniform: Tensor, newest: int, span: int, steps: int, lanes: int,
         row indices, ``[B]`` int64.
     """
     if backend_of(uniform) == "numba":
-        rows = torch.empty(uniform.shape, dtype=torch.int64, device="cpu")
-        given = address_of(uniform), address_of(rows), len(uniform)
+        rows, ages = torch.empty(uniform.shape, dtype=torch.int64, device="cpu"), Ages(newest, span, steps, log_decay)
         from rlbuf_td.kernels.recency import cpu
 
-        cpu.recent_rows(*given, newest, span, steps, lanes, log_decay)
+        cpu.recent_rows(address_of(uniform), address_of(rows), len(uniform), lanes, ages)
         return rows
     age = torch.log1p(uniform * expm1(span * log_decay)) / log_decay if log_decay < 0 else uniform * span
     lane = (uniform * _DIGITS).long() % lanes

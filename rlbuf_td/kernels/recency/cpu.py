@@ -9,7 +9,8 @@ _FLAT = -1e-9  # for a smaller total decay, ages are uniform, because rounding w
 
 
 @kernel
-def recent_rows(uniform, rows, count, newest, span, steps, lanes, log_decay):
+def recent_rows(uniform, rows, count, lanes, ages):
+    newest, span, steps, log_decay = ages
     mass, scale = np.expm1(span * log_decay), 1 / log_decay
     is_flat = log_decay * span > _FLAT
     for i in range(count):

@@ -1,8 +1,8 @@
 """The queue of *fresh* rows of a storage: rows that :func:`take` has not yet given to a batch.
 
 The rows of each lane are numbered in the order of writing. The queue holds, for each lane, half-open intervals of these
-numbers, the newest last, in a ring. The argument ``queue`` is the address of a ``QUEUE`` record, ``numbers`` and
-``clock`` are those of the counters of the storage and of its clock.
+numbers, the newest last, in a ring. The argument ``queue`` is the address of a ``QUEUE`` record, ``counters`` a
+:class:`~rlbuf_td.kernels.recency.Counters`.
 """
 
 import numpy as np
@@ -23,20 +23,20 @@ def _arrays(state):
 
 
 @inlined
-def _head(state, numbers, clock, lane):
+def _head(state, counters, lane):
     """Return the newest step of a lane (-1: none), and its number of rows; see ``storages.lane_heads.LaneHeads``."""
-    if load(numbers + _APART, np.int64):
+    if load(counters.numbers + _APART, np.int64):
         heads = carray(pointer(state.heads), (2, state.lanes), np.int64)
         return heads[0, lane], heads[1, lane]
-    live, newest = load(numbers + _LENGTH, np.int64) // state.lanes, load(clock + _LAST, np.int64)
+    live, newest = load(counters.numbers + _LENGTH, np.int64) // state.lanes, load(counters.clock + _LAST, np.int64)
     if newest < 0:
-        newest = load(numbers + _NEWEST, np.int64)
+        newest = load(counters.numbers + _NEWEST, np.int64)
     return (newest if newest >= 0 else live - 1) if live else np.int64(-1), live
 
 
 @inlined
-def _by_row(state, clock):
-    return state.times != 0 and load(clock + _BY_ROW, np.int64) != 0
+def _by_row(state, counters):
+    return state.times != 0 and load(counters.clock + _BY_ROW, np.int64) != 0
 
 
 @inlined
@@ -46,14 +46,14 @@ def _time(state, cell, since):
 
 
 @inlined
-def _written(state, clock, lane, before, newest, live):
+def _written(state, counters, lane, before, newest, live):
     """Return how many rows a lane has got since the last call of :func:`note_writes`, at most its number of steps."""
     # Edits of rows advance the clock, too; only the newest step tells how far the ring has moved.
-    ticks, steps = load(clock + _NOW, np.int64) - state.clock, state.steps
+    ticks, steps = load(counters.clock + _NOW, np.int64) - state.clock, state.steps
     moved = (newest - before) % steps
     if 0 <= ticks < steps:
         return min(moved, ticks)
-    if _by_row(state, clock):  # the lane has wrapped if also the steps after its newest one have been written
+    if _by_row(state, counters):  # the lane has wrapped if also the steps after its newest one have been written
         for k in range(1, steps - moved + 1):
             cell = (newest + k) % steps * state.lanes + lane
             if live < steps or _time(state, cell, state.clock) <= 0:
@@ -79,31 +79,31 @@ def _add(state, places, intervals, lane, written, live):
 
 
 @kernel
-def note_writes(queue, numbers, clock):
+def note_writes(queue, counters):
     """Add to the queue the rows written since the last call."""
     state = carray(pointer(queue), 1, QUEUE)[0]
     places, intervals = _arrays(state)
-    now = load(clock + _NOW, np.int64)
+    now = load(counters.clock + _NOW, np.int64)
     if now == state.clock:
         return
     for lane in range(state.lanes):
-        newest, live = _head(state, numbers, clock, lane)
-        written = _written(state, clock, lane, places[NEWEST, lane], newest, live)
+        newest, live = _head(state, counters, lane)
+        written = _written(state, counters, lane, places[NEWEST, lane], newest, live)
         _add(state, places, intervals, lane, written, live)
         places[NEWEST, lane] = newest
     state.clock = now
 
 
 @inlined
-def _next(state, places, intervals, numbers, clock, lane):
+def _next(state, places, intervals, counters, lane):
     """Return the flat index of the newest fresh row of a lane (-1: none), and a key that is larger for newer rows."""
-    newest, live = _head(state, numbers, clock, lane)
+    newest, live = _head(state, counters, lane)
     last = (places[HEAD, lane] + places[LENGTH, lane] - 1) % state.capacity
     if not places[LENGTH, lane] or intervals[lane, last, 1] <= places[NUMBER, lane] - live:
         return np.int64(-1), np.int64(0)
     ago = places[NUMBER, lane] - intervals[lane, last, 1]
     cell = (newest - ago) % state.steps * state.lanes + lane
-    return cell, _time(state, cell, load(clock + _NOW, np.int64)) if _by_row(state, clock) else -ago
+    return cell, _time(state, cell, load(counters.clock + _NOW, np.int64)) if _by_row(state, counters) else -ago
 
 
 @inlined
@@ -129,18 +129,18 @@ def _sink(heap, size, keys, at):
 
 
 @kernel
-def take(queue, numbers, clock, most, out):
+def take(queue, counters, most, out):
     """Move at most ``most`` fresh rows, the newest first, from the queue to address ``out``; return their number.
 
     Of the rows of one time step, those of later lanes are the newer ones.
     """
-    note_writes(queue, numbers, clock)
+    note_writes(queue, counters)
     state = carray(pointer(queue), 1, QUEUE)[0]
     places, intervals = _arrays(state)
     heap, cells = np.empty(state.lanes, np.int64), np.empty(state.lanes, np.int64)
     keys, size, taken = np.empty(state.lanes, np.int64), 0, 0
     for lane in range(state.lanes):
-        cells[lane], keys[lane] = _next(state, places, intervals, numbers, clock, lane)
+        cells[lane], keys[lane] = _next(state, places, intervals, counters, lane)
         if cells[lane] >= 0:
             heap[size] = lane
             size += 1
@@ -151,7 +151,7 @@ def take(queue, numbers, clock, most, out):
         store(out + 8 * taken, cells[lane], np.int64)
         taken += 1
         _remove(state, places, intervals, lane)
-        cells[lane], keys[lane] = _next(state, places, intervals, numbers, clock, lane)
+        cells[lane], keys[lane] = _next(state, places, intervals, counters, lane)
         if cells[lane] < 0:
             size -= 1
             heap[0] = heap[size]

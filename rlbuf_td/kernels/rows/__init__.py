@@ -19,10 +19,11 @@ def put_values_(target: Tensor, values: Tensor, mask: Tensor) -> int:
     dtype, rows, is_on_host = target.dtype, target.shape[0], backend_of(target) == "numba"
     if (dtype is torch.float32 or dtype is torch.float64) and target.numel() == rows and is_on_host:
         values = values.resolve_neg()  # the memory of a lazily negated tensor has the opposite sign
-        columns = address_of(target), target.stride(0), address_of(values), values.stride(0)
         from rlbuf_td.kernels.rows import cpu
 
-        return cpu.put_values(*columns, dtype.itemsize, rows, address_of(mask))
+        width = dtype.itemsize
+        to, given = (cpu.Column(address_of(each), each.stride(0) * width) for each in (target, values))
+        return cpu.put_values(to, given, width, rows, address_of(mask))
     where = mask.view(-1, *[1] * (target.ndim - 1))
     if is_on_host and target.is_floating_point():
         bad = (where & values.isnan()).nonzero()
@@ -35,11 +36,11 @@ def put_values_(target: Tensor, values: Tensor, mask: Tensor) -> int:
 def put_rows_(target: Tensor, column: Tensor, rows: Tensor, mask: Tensor) -> None:
     """Copy ``column[rows[i]]`` to ``target[i]`` where ``mask[i]`` is True; ``rows`` and ``mask`` must be contiguous."""
     if backend_of(target) == "numba" and target.is_contiguous() and column[:1].is_contiguous():
-        width, step = target.nbytes // max(1, len(target)), column.stride(0) * column.itemsize
-        given = address_of(target), address_of(column), step, width, address_of(rows), address_of(mask), len(rows)
         from rlbuf_td.kernels.rows import cpu
 
-        cpu.put_rows(*given)
+        width, step = target.nbytes // max(1, len(target)), column.stride(0) * column.itemsize
+        given = cpu.Column(address_of(column), step)
+        cpu.put_rows(address_of(target), given, width, address_of(rows), address_of(mask), len(rows))
     else:
         where = mask.view(-1, *[1] * (target.ndim - 1))
         target.copy_(torch.where(where, column.index_select(0, rows), target))
@@ -65,15 +66,14 @@ def skip_ring(
     int64.
     """
     if backend_of(index) == "numba":
-        others = address_of(index), address_of(stamp), index.shape[0], clock, last, steps, lanes
         from rlbuf_td.kernels.rows import cpu
 
-        skip = cpu.skip_ring
-        count = skip(0, *others)  # stale rows are rare
+        sampled = cpu.Sampled(address_of(index), address_of(stamp), batch=index.shape[0])
+        count = cpu.skip_ring(0, sampled, clock, last, steps, lanes)  # stale rows are rare
         if not count:
             return index, 0
         kept = torch.empty_like(index)
-        return kept, skip(address_of(kept), *others)
+        return kept, cpu.skip_ring(address_of(kept), sampled, clock, last, steps, lanes)
     since = clock - stamp  # time steps written since sampling
     age = (last - index // lanes) % steps
     return _skipped(index, (index >= 0) & ((since < 0) | (age < since)))

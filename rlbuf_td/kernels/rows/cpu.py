@@ -1,31 +1,48 @@
 """The CPU loops of :mod:`rlbuf_td.kernels.rows`; they take the memory address of each tensor."""
 
+from typing import NamedTuple
+
 import numpy as np
 from numba import carray, types
 
-from rlbuf_td.kernels.compiled import copy_few, kernel, load, pointer
+from rlbuf_td.kernels.compiled import copy_few, inlined, kernel, load, pointer
 
 _PAGE = 4096
 _SAMPLED = 16  # about this number of rows of a batch are checked
 
 
+class Column(NamedTuple):
+    """A column of numbers: the address of the first one, and the bytes from each one to the next."""
+
+    address: int
+    step: int
+
+
+class Sampled(NamedTuple):
+    """The rows of a batch, and when they were sampled: addresses of ``batch`` int64 each."""
+
+    rows: int
+    stamp: int
+    batch: int
+
+
 @kernel
-def put_values(target, target_stride, values, values_stride, width, count, mask):
+def put_values(target, values, width, count, mask):
     for i in range(count):
-        at = values + i * values_stride * width
+        at = values.address + i * values.step
         if load(mask + i, np.bool_) and np.isnan(load(at, np.float64) if width == 8 else load(at, np.float32)):
             return i
     for i in range(count):
         if load(mask + i, np.bool_):
-            copy_few(target + i * target_stride * width, values + i * values_stride * width, width)
+            copy_few(target.address + i * target.step, values.address + i * values.step, width)
     return -1
 
 
 @kernel
-def put_rows(target, column, step, width, rows, mask, count):
+def put_rows(target, column, width, rows, mask, count):
     for i in range(count):
         if load(mask + i, np.bool_):
-            copy_few(target + i * width, column + load(rows + 8 * i, np.int64) * step, width)
+            copy_few(target + i * width, column.address + load(rows + 8 * i, np.int64) * column.step, width)
 
 
 @kernel
@@ -33,13 +50,19 @@ def _difference(a, b):
     return np.int64(np.uint64(a) - np.uint64(b))  # wraps around; the overflow of signed numbers would be undefined
 
 
+@inlined
+def _sampled(sampled):
+    rows, stamp = pointer(sampled.rows), pointer(sampled.stamp)
+    return carray(rows, sampled.batch, np.int64), carray(stamp, sampled.batch, np.int64)
+
+
 @kernel
-def skip_ring(kept, index, stamp, rows, clock, last, steps, lanes):  # see rows.skip_ring for the arguments
+def skip_ring(kept, sampled, clock, last, steps, lanes):  # see rows.skip_ring for the arguments
     """Count the rows rewritten since sampling; unless ``kept`` is 0, copy ``index`` there, with -1 for these rows."""
-    given, stamps = carray(pointer(index), rows, np.int64), carray(pointer(stamp), rows, np.int64)
-    left = carray(pointer(kept), rows if kept else 0, np.int64)
+    given, stamps = _sampled(sampled)
+    left = carray(pointer(kept), len(given) if kept else 0, np.int64)
     count = 0
-    for j in range(rows):
+    for j in range(len(given)):
         row = given[j]
         since = _difference(clock, stamps[j])
         if since != 0 and row >= 0:
@@ -55,11 +78,11 @@ def skip_ring(kept, index, stamp, rows, clock, last, steps, lanes):  # see rows.
 
 
 @kernel
-def skip_newer(kept, index, stamp, rows, clock, written, cells):
+def skip_newer(kept, sampled, clock, written, cells):
     """Count the rows whose write time at address ``written`` (``[cells]``) is newer than the stamp; see above."""
-    given, stamps = carray(pointer(index), rows, np.int64), carray(pointer(stamp), rows, np.int64)
-    left, count = carray(pointer(kept), rows, np.int64), 0
-    for j in range(rows):
+    given, stamps = _sampled(sampled)
+    left, count = carray(pointer(kept), len(given), np.int64), 0
+    for j in range(len(given)):
         row = given[j]
         if 0 <= row < cells:
             since = _difference(clock, stamps[j])

@@ -7,18 +7,20 @@ features. On the CPU, numba computes the recurrence; on other devices, and under
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from rlbuf_td.kernels.dispatch import backend_of
+from rlbuf_td.kernels.dispatch import backend_of, machine_code
 from rlbuf_td.kernels.host_memory import addresses_of
 from rlbuf_td.kernels.threads import LARGE
 
 #: State value, next state value, reward, done and terminated.
 Columns: TypeAlias = Sequence[Tensor]
+_NAMES = "value", "next_value", "reward", "done", "terminated", "advantage", "target"
 _empty_like = torch.empty_like  # saves look-ups for short rollouts
 
 
@@ -72,14 +74,22 @@ def gae_contiguous(
         return None
     value = columns[0]
     advantage, target = _empty_like(value), _empty_like(value)
-    addresses = addresses_of((*columns, advantage, target))
+    places: dict[str, Any] = dict(zip(_NAMES, addresses_of((*columns, advantage, target)), strict=True))
     from rlbuf_td.kernels.scan import cpu
 
-    arguments = value.dtype is torch.float64, gamma, gamma * lmbda, *addresses, lanes, steps, features
+    law: dict[str, Any] = {"is_double": value.dtype is torch.float64, "gamma": gamma, "decay": gamma * lmbda}
+    rollout = cpu.Rollout(**law, **places, lanes=lanes, steps=steps, features=features)
     nbytes = 6 * value.nbytes  # about the bytes of all columns
-    if nbytes < LARGE or not cpu.gae_in_parts(nbytes, -(-lanes // 4), *arguments):
-        cpu.gae(*arguments)
+    if nbytes < LARGE or not cpu.gae_in_parts(nbytes, -(-lanes // 4), rollout):
+        _compiled_gae()(rollout)
     return advantage, target
+
+
+@cache
+def _compiled_gae() -> Callable[[NamedTuple], None]:
+    from rlbuf_td.kernels.scan import cpu
+
+    return machine_code(cpu.gae)
 
 
 def reverse_scan(a: Tensor, b: Tensor) -> Tensor:
@@ -90,7 +100,8 @@ def reverse_scan(a: Tensor, b: Tensor) -> Tensor:
     x = torch.empty_like(a)
     from rlbuf_td.kernels.scan import cpu
 
-    cpu.scan(a.dtype is torch.float64, *addresses_of((a, b, x)), *a.shape)
+    first, carry, found = addresses_of((a, b, x))
+    cpu.scan(a.dtype is torch.float64, first, carry, found, tuple(a.shape))
     return x
 
 

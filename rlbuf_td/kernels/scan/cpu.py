@@ -5,19 +5,40 @@ alternates between four lanes. With more features, the compiler vectorises over 
 numba's check for negative indices.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 from numba import carray
 
 from rlbuf_td.kernels.code_cache import cached_njit
-from rlbuf_td.kernels.compiled import load, pointer
+from rlbuf_td.kernels.compiled import pointer
 from rlbuf_td.kernels.threads import ParallelLoop
 from rlbuf_td.kernels.threads_cpu import take_part
 
 _contracted = cached_njit(nogil=True, fastmath={"contract"})
 
 
+class Rollout(NamedTuple):
+    """The arguments of :func:`gae`; tensors, ``[lanes, steps, features]``, are given by address."""
+
+    is_double: bool  # float64, else float32
+    gamma: float
+    decay: float  # gamma * lmbda
+    value: int
+    next_value: int
+    reward: int
+    done: int
+    terminated: int
+    advantage: int
+    target: int
+    lanes: int
+    steps: int
+    features: int
+
+
 @_contracted
-def _gae_lanes(gamma, decay, value, next_value, reward, done, terminated, advantage, target):
+def _gae_lanes(gamma, decay, columns):
+    value, next_value, reward, done, terminated, advantage, target = columns
     lanes, steps = advantage.shape
     zero = advantage.dtype.type(0)
     for first in range(0, lanes, 4):
@@ -52,7 +73,8 @@ def _gae_lanes(gamma, decay, value, next_value, reward, done, terminated, advant
 
 
 @_contracted
-def _gae_rows(gamma, decay, value, next_value, reward, done, terminated, advantage, target):
+def _gae_rows(gamma, decay, columns):
+    value, next_value, reward, done, terminated, advantage, target = columns
     lanes, steps, features = advantage.shape
     zero = advantage.dtype.type(0)
     for i in range(lanes):
@@ -84,26 +106,25 @@ def _scan(a, b, x):
 
 
 @_contracted
-def _blocks(numbers, flags, found, shape, dtype):
-    value, next_value, reward = numbers
-    done, terminated = flags
+def _columns(rollout, shape, dtype):
     return (
-        carray(pointer(value), shape, dtype),
-        carray(pointer(next_value), shape, dtype),
-        carray(pointer(reward), shape, dtype),
-        carray(pointer(done), shape, np.bool_),
-        carray(pointer(terminated), shape, np.bool_),
-        carray(pointer(found[0]), shape, dtype),
-        carray(pointer(found[1]), shape, dtype),
+        carray(pointer(rollout.value), shape, dtype),
+        carray(pointer(rollout.next_value), shape, dtype),
+        carray(pointer(rollout.reward), shape, dtype),
+        carray(pointer(rollout.done), shape, np.bool_),
+        carray(pointer(rollout.terminated), shape, np.bool_),
+        carray(pointer(rollout.advantage), shape, dtype),
+        carray(pointer(rollout.target), shape, dtype),
     )
 
 
 @_contracted
-def _gae_at(gamma, decay, numbers, flags, found, shape, dtype):
-    if shape[2] > 1:
-        _gae_rows(gamma, decay, *_blocks(numbers, flags, found, shape, dtype))
+def _gae_at(rollout, gamma, decay, dtype):
+    shape = rollout.lanes, rollout.steps
+    if rollout.features > 1:
+        _gae_rows(gamma, decay, _columns(rollout, (*shape, rollout.features), dtype))
     else:
-        _gae_lanes(gamma, decay, *_blocks(numbers, flags, found, shape[:2], dtype))
+        _gae_lanes(gamma, decay, _columns(rollout, shape, dtype))
 
 
 @_contracted
@@ -112,42 +133,52 @@ def _scan_at(a, b, x, shape, dtype):
 
 
 @_contracted
-def gae(double, gamma, decay, value, next_value, reward, done, terminated, advantage, target, lanes, steps, features):
-    """Implement :func:`rlbuf_td.kernels.scan.gae_contiguous`; the dtype is float64 if ``double``, else float32."""
-    blocks = (value, next_value, reward), (done, terminated), (advantage, target), (lanes, steps, features)
-    if double:
-        _gae_at(gamma, decay, *blocks, np.float64)
+def gae(rollout: Rollout):
+    """Implement :func:`rlbuf_td.kernels.scan.gae_contiguous`."""
+    gamma, decay = rollout.gamma, rollout.decay
+    if rollout.is_double:
+        _gae_at(rollout, gamma, decay, np.float64)
     else:
-        _gae_at(np.float32(gamma), np.float32(decay), *blocks, np.float32)
+        _gae_at(rollout, np.float32(gamma), np.float32(decay), np.float32)
 
 
 @_contracted
-def scan(double, a, b, x, lanes, steps, features):
-    """Implement :func:`rlbuf_td.kernels.scan.reverse_scan`; the dtype is float64 if ``double``, else float32."""
-    if double:
-        _scan_at(a, b, x, (lanes, steps, features), np.float64)
+def scan(is_double, a, b, x, shape):
+    """Implement :func:`rlbuf_td.kernels.scan.reverse_scan`; the dtype is float64 if ``is_double``, else float32."""
+    if is_double:
+        _scan_at(a, b, x, shape, np.float64)
     else:
-        _scan_at(a, b, x, (lanes, steps, features), np.float32)
+        _scan_at(a, b, x, shape, np.float32)
+
+
+_ROLLOUT = np.dtype([
+    (name, np.float64 if kind is float else np.int64) for name, kind in Rollout.__annotations__.items()
+])  # fmt: skip
 
 
 @ParallelLoop
 def gae_in_parts(job):
-    """Run :func:`gae` on groups of four lanes; its arguments follow in the job."""
-    numbers = carray(pointer(job + 24), 13, np.int64)
-    double, gamma, decay = numbers[0], load(job + 32, np.float64), load(job + 40, np.float64)
-    lanes, steps, features = numbers[10], numbers[11], numbers[12]
+    """Run :func:`gae` on groups of four lanes; a :class:`Rollout` follows in the job."""
+    rollout = carray(pointer(job + 24), 1, _ROLLOUT)[0]
     begin, end = take_part(job)
     while begin < end:
-        first, last = 4 * begin, min(4 * end, lanes)
-        flag = first * steps * features  # bytes before the first of these lanes: of a flag, and of a number
-        number = flag * (8 if double else 4)
-        value, next_value, reward = numbers[3] + number, numbers[4] + number, numbers[5] + number
-        done, terminated, advantage, target = (
-            numbers[6] + flag,
-            numbers[7] + flag,
-            numbers[8] + number,
-            numbers[9] + number,
+        first, last = 4 * begin, min(4 * end, rollout.lanes)
+        flag = first * rollout.steps * rollout.features  # bytes before the first of these lanes: of a flag,
+        number = flag * (8 if rollout.is_double else 4)  # and of a number
+        part = Rollout(
+            is_double=rollout.is_double != 0,
+            gamma=rollout.gamma,
+            decay=rollout.decay,
+            value=rollout.value + number,
+            next_value=rollout.next_value + number,
+            reward=rollout.reward + number,
+            done=rollout.done + flag,
+            terminated=rollout.terminated + flag,
+            advantage=rollout.advantage + number,
+            target=rollout.target + number,
+            lanes=last - first,
+            steps=rollout.steps,
+            features=rollout.features,
         )
-        columns = value, next_value, reward, done, terminated, advantage, target
-        gae(double, gamma, decay, *columns, last - first, steps, features)
+        gae(part)
         begin, end = take_part(job)

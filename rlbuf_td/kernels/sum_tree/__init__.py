@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from rlbuf_td.kernels.dispatch import backend_of
-from rlbuf_td.kernels.strata import NORMS, step_of
+from rlbuf_td.kernels.strata import Draws, draw_law
 from rlbuf_td.kernels.sum_tree import reference
 from rlbuf_td.kernels.sum_tree.reference import weight_of
 from rlbuf_td.kernels.sum_tree.tree import LARGEST, REFUSED, SMALLEST, Number, SumTree, tree_bytes
@@ -43,10 +43,9 @@ def update_(tree: SumTree, index: Tensor, td_error: Tensor, rows: Number, alpha:
     it is a 0-dim tensor.
     """
     if backend_of(tree.weight) == "numba":
-        numbers = int(rows), float(alpha), float(eps)
         from rlbuf_td.kernels.sum_tree import cpu
 
-        return cpu.update(tree.addresses, index.numpy(), td_error.numpy(), *numbers)
+        return cpu.update(tree.addresses, index.numpy(), td_error.numpy(), int(rows), float(alpha), float(eps))
     return reference.update(tree, index, td_error, rows, alpha, eps)
 
 
@@ -97,14 +96,11 @@ def draw(
     if backend_of(tree.weight) != "numba":
         return reference.draw(tree, uniform, stratified, rows, beta, norm)
     batch = uniform.shape[0]
-    index, weight = np.empty(batch, np.int64), np.empty(batch, np.float32)  # 4 us less than with torch.empty
-    law = step_of(batch, stratified), int(rows), float(beta), NORMS[norm]
+    drawn, law = Draws.of(uniform), draw_law(batch, stratified, beta, norm)
     from rlbuf_td.kernels.sum_tree import cpu
 
     loops = _loops().ctypes.data if batch * DRAW_BYTES >= LARGE else 0
-    if not cpu.draw(tree.addresses, uniform.numpy(), *law, index, weight, loops):
-        return None
-    return torch.from_numpy(index), torch.from_numpy(weight)
+    return drawn.tensors() if cpu.draw(tree.addresses, drawn, law, int(rows), loops) else None
 
 
 def draw_within(
@@ -120,14 +116,10 @@ def draw_within(
     if backend_of(tree.weight) != "numba":
         young = mask_of(ranges, len(tree.weight), tree.weight.device)
         return reference.draw(tree, uniform, stratified, int(ranges[-1, 2]), beta, norm, young)
-    batch = uniform.shape[0]
-    index, weight = np.empty(batch, np.int64), np.empty(batch, np.float32)
+    drawn, law = Draws.of(uniform), draw_law(uniform.shape[0], stratified, beta, norm)
     from rlbuf_td.kernels.sum_tree import cpu
 
-    law = step_of(batch, stratified), float(beta), NORMS[norm]
-    if not cpu.draw_within(tree.addresses, uniform.numpy(), *law, index, weight, ranges):
-        return None
-    return torch.from_numpy(index), torch.from_numpy(weight)
+    return drawn.tensors() if cpu.draw_within(tree.addresses, drawn, law, ranges) else None
 
 
 def measure_within(tree: SumTree, ranges: np.ndarray) -> tuple[float | Tensor, float | Tensor]:

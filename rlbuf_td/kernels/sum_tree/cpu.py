@@ -1,8 +1,12 @@
 """The CPU loops of :mod:`rlbuf_td.kernels.sum_tree`; their argument ``tree`` is ``SumTree.addresses``.
 
+``drawn`` is a :class:`~rlbuf_td.kernels.strata.Draws`, ``law`` a :class:`~rlbuf_td.kernels.strata.DrawLaw`.
+
 Outer loops go over levels and inner loops over the batch, so that the cache misses of a level overlap. Unsigned indices
 avoid numba's check for negative indices.
 """
+
+from typing import NamedTuple
 
 import numpy as np
 from numba import carray, uint64
@@ -13,14 +17,13 @@ from rlbuf_td.kernels.compiled import (
     first_segment,
     inlined,
     kernel,
-    load,
     masses_from,
     pointer,
     prefetch,
     touch,
 )
-from rlbuf_td.kernels.strata import LEAST_RATIO, MOST_RATIO
-from rlbuf_td.kernels.sum_tree.tree import BLOCK, LARGEST, REFUSED, SMALLEST
+from rlbuf_td.kernels.strata import BY_BATCH, BY_BUFFER, LEAST_RATIO, MOST_RATIO, Draws
+from rlbuf_td.kernels.sum_tree.tree import BLOCK, LARGEST, REFUSED, SMALLEST, TREE
 from rlbuf_td.kernels.threads import DRAW_BYTES, ParallelLoop
 from rlbuf_td.kernels.threads_cpu import run_loop, take_part
 
@@ -28,16 +31,25 @@ _ONE, _TWO, _THREE, _FOUR, _SEVEN = (np.uint64(k) for k in (1, 2, 3, 4, 7))
 _SHIFT = np.uint64(BLOCK.bit_length() - 1)
 
 
+class _Arrays(NamedTuple):
+    starts: np.ndarray
+    magnitude: np.ndarray
+    weight: np.ndarray
+    sums: np.ndarray
+    before: np.ndarray
+    minima: np.ndarray
+
+
 @inlined
 def _arrays(tree):
-    levels, rows, nodes = tree[0], tree[1], tree[2]
-    return (
-        carray(pointer(tree[3]), levels, np.uint64),
-        carray(pointer(tree[4]), rows, np.float64),
-        carray(pointer(tree[5]), rows, np.float64),
-        carray(pointer(tree[6]), nodes, np.float64),
-        carray(pointer(tree[7]), nodes, np.float64),
-        carray(pointer(tree[8]), nodes, np.float64),
+    at = tree[0]
+    return _Arrays(
+        starts=carray(pointer(at.starts), at.levels, np.uint64),
+        magnitude=carray(pointer(at.magnitude), at.rows, np.float64),
+        weight=carray(pointer(at.weight), at.rows, np.float64),
+        sums=carray(pointer(at.sums), at.nodes, np.float64),
+        before=carray(pointer(at.before), at.nodes, np.float64),
+        minima=carray(pointer(at.minima), at.nodes, np.float64),
     )
 
 
@@ -91,10 +103,10 @@ def _smallest_of(minima, first):
 @kernel
 def _raise_minimum(starts, minima, node):
     """Recompute the minima of the nodes above block ``node``; stop at the first minimum that does not change."""
-    for k in range(starts.shape[0] - 1):
+    for level in range(starts.shape[0] - 1):
         node >>= _SHIFT
-        smallest = _smallest_of(minima, starts[k] + (node << _SHIFT))
-        above = starts[k + 1] + node
+        smallest = _smallest_of(minima, starts[level] + (node << _SHIFT))
+        above = starts[level + 1] + node
         if minima[above] == smallest:
             return
         minima[above] = smallest
@@ -104,16 +116,16 @@ def _raise_minimum(starts, minima, node):
 def update(tree, index, td_error, rows, alpha, eps):
     if not acceptable(index, td_error, rows):
         return REFUSED
-    starts, magnitude, weight, sums, before, minima = _arrays(tree)
+    at, (starts, magnitude, weight, sums, before, minima) = tree[0], _arrays(tree)
     second = 8 * np.int64(starts[min(1, starts.shape[0] - 1)])  # where the second level begins, in bytes
     for j in range(index.shape[0]):
         if index[j] >= 0:  # in a separate loop, so that the cache misses of all rows overlap
-            for rows_at in range(4, 6):
-                touch(tree[rows_at] + 8 * index[j])
-            for nodes in range(6, 9):
-                touch(tree[nodes] + (index[j] & -8))
-            for nodes in range(6, 8):
-                touch(tree[nodes] + second + ((index[j] >> 3) & -8))
+            for rows_at in (at.magnitude, at.weight):
+                touch(rows_at + 8 * index[j])
+            for nodes in (at.sums, at.before, at.minima):
+                touch(nodes + (index[j] & -8))
+            for nodes in (at.sums, at.before):
+                touch(nodes + second + ((index[j] >> 3) & -8))
     node = np.empty(index.shape[0], np.uint64)
     largest = -1.0
     count = 0
@@ -136,23 +148,22 @@ def update(tree, index, td_error, rows, alpha, eps):
 @kernel
 def _sum_upwards(starts, sums, before, node, count):
     """Recompute the sums of all nodes above the blocks ``node[:count]``; ``node`` is overwritten."""
-    for k in range(starts.shape[0] - 1):
-        start, above = starts[k], starts[k + 1]
+    for level in range(starts.shape[0] - 1):
+        start, above = starts[level], starts[level + 1]
         if (above - start) >> _SHIFT <= uint64(count):  # no more groups than blocks: recompute all groups
-            for g in range((above - start) >> _SHIFT):
-                _set_group(sums, before, start + (uint64(g) << _SHIFT), above + uint64(g))
+            for group in range((above - start) >> _SHIFT):
+                _set_group(sums, before, start + (uint64(group) << _SHIFT), above + uint64(group))
             continue
         for j in range(count):
-            group = node[j] >> _SHIFT
-            node[j] = group
-            _set_group(sums, before, start + (group << _SHIFT), above + group)
+            node[j] >>= _SHIFT
+            _set_group(sums, before, start + (node[j] << _SHIFT), above + node[j])
 
 
 @kernel
 def fill(tree, start, count, value, alpha, eps):
-    magnitude, weight = _arrays(tree)[1:3]
-    magnitude[start : start + count] = value
-    weight[start : start + count] = _weight(value, alpha, eps)
+    arrays = _arrays(tree)
+    arrays.magnitude[start : start + count] = value
+    arrays.weight[start : start + count] = _weight(value, alpha, eps)
     repair_range(tree, start, count)
 
 
@@ -163,18 +174,21 @@ def repair_range(tree, start, count):
     starts, _, weight, sums, before, minima = _arrays(tree)
     for block in range(first, last + _ONE):
         _set_block(weight, sums, minima, uint64(block))
-    for k in range(starts.shape[0] - 1):
+    for level in range(starts.shape[0] - 1):
         first, last = first >> _SHIFT, last >> _SHIFT
-        for g in range(first, last + _ONE):
-            members, above = starts[k] + (uint64(g) << _SHIFT), starts[k + 1] + uint64(g)
+        for group in range(first, last + _ONE):
+            members, above = starts[level] + (uint64(group) << _SHIFT), starts[level + 1] + uint64(group)
             _set_group(sums, before, members, above)
             minima[above] = _smallest_of(minima, members)
 
 
 @kernel
-def _descend(tree, starts, before, mass, node):
-    for k in range(starts.shape[0] - 2, -1, -1):
-        start, below = starts[k], np.int64(starts[k - 1] << _THREE) + tree[7] if k else tree[5]
+def _descend(arrays, mass, node):
+    starts, before = arrays.starts, arrays.before
+    for level in range(starts.shape[0] - 2, -1, -1):
+        start, below = starts[level], address_of(arrays.weight)
+        if level:
+            below = np.int64(starts[level - 1] << _THREE) + address_of(before)
         for j in range(node.shape[0]):
             first = start + (node[j] << _SHIFT)
             member = uint64(0)
@@ -208,25 +222,41 @@ def _draw_in_blocks(weight, mass, node):
 
 
 @kernel
-def draw(tree, uniform, step, rows, beta, mode, index, importance, loops):
-    # As sum_tree.draw: step is the result of strata.step_of, and mode a value of strata.NORMS. For several threads,
-    # loops is the address of threads.addresses_of_loops(find_in_parts, weigh_in_parts), else 0.
-    starts, _, weight, sums, _, minima = _arrays(tree)
-    root = starts[starts.shape[0] - 1]
-    total = sums[root]
+def draw(tree, drawn, law, rows, loops):
+    # As sum_tree.draw. For several threads, loops is the address of
+    # threads.addresses_of_loops(find_in_parts, weigh_in_parts), else 0.
+    arrays, mass, node = _arrays(tree), drawn.uniform, drawn.rows.view(np.uint64)
+    root = arrays.starts[arrays.starts.shape[0] - 1]
+    total, batch, segment = arrays.sums[root], mass.shape[0], first_segment(mass)
     if not total > 0.0:
         return False
-    batch, node, segment = uniform.shape[0], index.view(np.uint64), first_segment(uniform)
-    numbers = batch, address_of(tree), step, segment, address_of(uniform), address_of(index), address_of(importance)
-    if not loops or not run_loop(loops, 0, batch * DRAW_BYTES, numbers, total, 0.0):
-        _find(tree, segment, batch, uniform, total, step, node)
-    smallest = minima[root] if mode == 0 else np.inf if mode == 1 else total / rows
-    if mode == 1:
-        for j in range(node.shape[0]):
-            smallest = min(smallest, weight[node[j]])
-    if not loops or not run_loop(loops, 1, batch * DRAW_BYTES, numbers, smallest, beta):
-        _importance(weight, node, smallest, beta, importance)
+    job = _Job(
+        batch=batch,
+        tree=address_of(tree),
+        step=law.step,
+        segment=segment,
+        uniform=address_of(mass),
+        rows=address_of(node),
+        importance=address_of(drawn.importance),
+    )
+    if not loops or not run_loop(loops, 0, batch * DRAW_BYTES, job, total, 0.0):
+        masses_from(segment, batch, mass, total, law.step, mass)
+        _find(arrays, mass, node)
+    if law.norm == BY_BATCH:
+        smallest = _smallest_drawn(arrays.weight, node)
+    else:
+        smallest = arrays.minima[root] if law.norm == BY_BUFFER else total / rows
+    if not loops or not run_loop(loops, 1, batch * DRAW_BYTES, job, smallest, law.beta):
+        _importance(arrays.weight, node, smallest, law.beta, drawn.importance)
     return True
+
+
+@kernel
+def _smallest_drawn(weight, row):
+    smallest = np.inf
+    for j in range(row.shape[0]):
+        smallest = min(smallest, weight[row[j]])
+    return smallest
 
 
 @kernel
@@ -238,8 +268,8 @@ def _divide(tree, ranges, parts, past, level):
     """
     starts, _, weight, sums, _, minima = _arrays(tree)
     count, total, smallest = 0, 0.0, np.inf
-    for k in range(ranges.shape[0]):
-        first, last, here = uint64(ranges[k, 0]), uint64(ranges[k, 1]), -1
+    for number in range(ranges.shape[0]):
+        first, last, here = uint64(ranges[number, 0]), uint64(ranges[number, 1]), -1
         while first < last:
             while first < last and (first & _SEVEN or last & _SEVEN):
                 if not first & _SEVEN:
@@ -261,7 +291,7 @@ def _divide(tree, ranges, parts, past, level):
 @inlined
 def _room(tree, ranges):
     """Return arrays for the results of :func:`_divide`: a range has at most 14 nodes of each level."""
-    size = ranges.shape[0] * 14 * (tree[0] + 1)
+    size = ranges.shape[0] * 14 * (tree[0].levels + 1)
     return np.empty(size, np.uint64), np.empty(size, np.float64), np.empty(size, np.int64)
 
 
@@ -274,16 +304,17 @@ def measure_within(tree, ranges):
 
 
 @kernel
-def draw_within(tree, uniform, step, beta, mode, index, importance, ranges):
+def draw_within(tree, drawn, law, ranges):
     """Draw rows as :func:`draw` does, from the rows in ``ranges`` alone: see :meth:`AgeLimit.ranges`."""
     starts, _, weight, _, before, _ = _arrays(tree)
     parts, past, level = _room(tree, ranges)
     count, smallest = _divide(tree, ranges, parts, past, level)
     if not count:
         return False
-    batch, total, node, mass = uniform.shape[0], past[count - 1], index.view(np.uint64), uniform
+    mass, node, total = drawn.uniform, drawn.rows.view(np.uint64), past[count - 1]
+    batch = mass.shape[0]
     chosen = np.empty(batch, np.int64)
-    masses_from(first_segment(uniform), batch, uniform, total, step, mass)
+    masses_from(first_segment(mass), batch, mass, total, law.step, mass)
     for j in range(batch):
         low, high = 0, count - 1  # the first part that ends after the mass; rounding may lead past the last one
         while low < high:
@@ -291,10 +322,10 @@ def draw_within(tree, uniform, step, beta, mode, index, importance, ranges):
             low, high = (low, middle) if past[middle] > mass[j] else (middle + 1, high)
         mass[j] -= past[low - 1] if low else 0.0
         chosen[j], node[j] = low, parts[low] if level[low] >= 0 else uint64(0)
-    for k in range(starts.shape[0] - 2, -1, -1):
+    for below in range(starts.shape[0] - 2, -1, -1):
         for j in range(batch):
-            if level[chosen[j]] > k:
-                first, member = starts[k] + (node[j] << _SHIFT), uint64(0)
+            if level[chosen[j]] > below:
+                first, member = starts[below] + (node[j] << _SHIFT), uint64(0)
                 for i in range(1, BLOCK):
                     member += uint64(mass[j] >= before[first + uint64(i)])
                 mass[j] -= before[first + member]
@@ -303,59 +334,72 @@ def draw_within(tree, uniform, step, beta, mode, index, importance, ranges):
     for j in range(batch):
         if level[chosen[j]] < 0:
             node[j] = parts[chosen[j]]
-    if mode == 1:
-        smallest = np.inf
-        for j in range(batch):
-            smallest = min(smallest, weight[node[j]])
-    elif mode == 2:
+    if law.norm == BY_BATCH:
+        smallest = _smallest_drawn(weight, node)
+    elif law.norm != BY_BUFFER:
         smallest = total / ranges[ranges.shape[0] - 1, 2]
-    _importance(weight, node, smallest, beta, importance)
+    _importance(weight, node, smallest, law.beta, drawn.importance)
     return True
 
 
 @kernel
-def _find(tree, segment, batch, uniform, total, step, node):
-    """Write the drawn rows to ``node``; ``uniform`` is overwritten."""
-    starts, _, weight, _, before, _ = _arrays(tree)
-    mass = uniform  # updated in place, level by level
-    masses_from(segment, batch, uniform, total, step, mass)
+def _find(arrays, mass, node):
+    """Write the rows at the cumulative weights ``mass`` to ``node``; ``mass`` is overwritten."""
     node[:] = 0
-    _descend(tree, starts, before, mass, node)
-    _draw_in_blocks(weight, mass, node)
+    _descend(arrays, mass, node)
+    _draw_in_blocks(arrays.weight, mass, node)
+
+
+class _Job(NamedTuple):
+    """The numbers of a job of :func:`find_in_parts` and :func:`weigh_in_parts`."""
+
+    batch: int
+    tree: int
+    step: int
+    segment: int
+    uniform: int
+    rows: int
+    importance: int
+
+
+_JOB = np.dtype([(name, np.int64) for name in _Job._fields] + [("first", np.float64), ("second", np.float64)])
 
 
 @inlined
-def _job(job):
-    numbers = carray(pointer(job + 16), 7, np.int64)
-    return (
-        carray(pointer(numbers[1]), 9, np.int64),
-        carray(pointer(numbers[4]), numbers[0], np.float64),
-        carray(pointer(numbers[5]), numbers[0], np.uint64),
-        carray(pointer(numbers[6]), numbers[0], np.float32),
-        load(job + 72, np.float64),
-        load(job + 80, np.float64),
+def _job_at(job):
+    return carray(pointer(job + 16), 1, _JOB)[0]
+
+
+@inlined
+def _memory_of(job):
+    drawn = Draws(
+        uniform=carray(pointer(job.uniform), job.batch, np.float64),
+        rows=carray(pointer(job.rows), job.batch, np.uint64),
+        importance=carray(pointer(job.importance), job.batch, np.float32),
     )
+    return _arrays(carray(pointer(job.tree), 1, TREE)), drawn
 
 
 @ParallelLoop
-def find_in_parts(job):
-    tree, uniform, node, _, total, _ = _job(job)
-    step, first = load(job + 32, np.int64), load(job + 40, np.int64)
-    begin, end = take_part(job)
+def find_in_parts(address):
+    job = _job_at(address)
+    arrays, drawn = _memory_of(job)
+    begin, end = take_part(address)
     while begin < end:
-        segment = (first + begin * step) % len(node)
-        _find(tree, segment, len(node), uniform[begin:end], total, step, node[begin:end])
-        begin, end = take_part(job)
+        segment, mass = (job.segment + begin * job.step) % job.batch, drawn.uniform[begin:end]
+        masses_from(segment, job.batch, mass, job.first, job.step, mass)
+        _find(arrays, mass, drawn.rows[begin:end])
+        begin, end = take_part(address)
 
 
 @ParallelLoop
-def weigh_in_parts(job):
-    tree, _, node, importance, smallest, beta = _job(job)
-    weight = _arrays(tree)[2]
-    begin, end = take_part(job)
+def weigh_in_parts(address):
+    job = _job_at(address)
+    arrays, drawn = _memory_of(job)
+    begin, end = take_part(address)
     while begin < end:
-        _importance(weight, node[begin:end], smallest, beta, importance[begin:end])
-        begin, end = take_part(job)
+        _importance(arrays.weight, drawn.rows[begin:end], job.first, job.second, drawn.importance[begin:end])
+        begin, end = take_part(address)
 
 
 @kernel
@@ -372,7 +416,7 @@ def _importance(weight, row, smallest, beta, importance):
 @kernel
 def weigh_beside(tree, index, first, beta, importance):
     """Implement :func:`rlbuf_td.kernels.sum_tree.weigh_beside_`; ``first`` is its argument ``drawn``."""
-    weight, scale = _arrays(tree)[2], importance[0]
+    weight, scale = _arrays(tree).weight, importance[0]
     for j in range(index.shape[0]):
         ratio = max(weight[index[j]] / weight[first], LEAST_RATIO) if weight[index[j]] > 0.0 else 1.0
         importance[j] = scale * np.float32(min(ratio**-beta, MOST_RATIO))

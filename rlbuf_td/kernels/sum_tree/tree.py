@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlbuf_td.kernels.dispatch import uses_numba
+from rlbuf_td.kernels.dispatch import record_of, uses_numba
 from rlbuf_td.kernels.huge_pages import advise_huge_pages
 from rlbuf_td.kernels.inference_mode import outside_inference_mode
 
@@ -88,14 +88,15 @@ class SumTree:
 
     @property
     def addresses(self) -> np.ndarray:
-        """The numbers of levels, rows and nodes, and the tensors' addresses, int64; compiled loops take this array.
+        """A :data:`TREE` record, ``[1]``; compiled loops take this array.
 
         The array is the same object as long as no tensor has moved.
         """
         places = [*map(Tensor.data_ptr, (self.magnitude, self.weight, self.sums, self.before, self.minima))]
         if places != self._places:
-            sizes = len(self._starts), len(self.weight), len(self.sums), self._starts.ctypes.data
-            self._addresses, self._places = np.array([*sizes, *places], np.int64), places
+            sizes = {"levels": len(self._starts), "rows": len(self.weight), "nodes": len(self.sums)}
+            given = dict(zip(self.NAMES, places, strict=True), starts=self._starts.ctypes.data)
+            self._addresses, self._places = record_of(TREE, **sizes, **given), places
         return self._addresses
 
     @cached_property
@@ -107,6 +108,10 @@ class SumTree:
 
     def __setstate__(self, state: dict[str, Tensor]) -> None:
         self.__init__(**state)  # type: ignore[misc]
+
+
+#: The numbers of levels, rows and nodes of a tree, and the addresses of its ``starts`` and of its tensors.
+TREE = np.dtype([(name, np.int64) for name in ("levels", "rows", "nodes", "starts", *SumTree.NAMES)])
 
 
 def tree_bytes(capacity: int, device: torch.device) -> int:
