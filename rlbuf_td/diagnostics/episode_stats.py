@@ -235,14 +235,15 @@ class EpisodeStats:
         if len(self._lane_slot) < known:
             self._lane_slot = np.arange(known)
         self._counters[_WRITES] += 1
-        how, out = (self._is_double, self._reduction), (self._records, self._ends)
+        given = {"shape": shape, "strides": strides, "lane_ids": lane_ids, "inputs": self._inputs}
+        given |= {"is_double": self._is_double, "reduction": self._reduction, "lane_slot": self._lane_slot}
+        out = {"records": self._records, "ends": self._ends, "counters": self._counters}
         done = -1
         while done < shape[0] * shape[1]:
             if done >= 0:
                 self._make_room(known)
-            slots = (self._keys, self._lengths, self._touched, self._sums, self._lane_slot)
-            given = max(done, 0), shape, strides, lane_ids, self._inputs
-            done = count_steps(*given, *how, *slots, *out, self._counters)
+            slots = {"keys": self._keys, "lengths": self._lengths, "touched": self._touched, "sums": self._sums}
+            done = count_steps(max(done, 0), **given, **slots, **out)
 
     def _make_room(self, lanes: int) -> None:
         """Drop unfinished episodes without recent steps; if no episode is dropped, allocate space for more episodes."""

@@ -353,12 +353,11 @@ class EpisodeSampler(SamplerWrapper):
         found = reward2go(torch.where(real, reward, 0), done.view_as(real).expand_as(reward), gamma, time_dim=0)
         left = pieces.length - pieces.start - pieces.rows
         if self.max_length is not None and bool((left > 0).any()):
-            cut, lanes = (left > 0).nonzero()[:, 0], self._trajectories(storage).boundaries().lanes
+            cut, boundaries = (left > 0).nonzero()[:, 0], self._trajectories(storage).boundaries()
             after = pieces.start[cut] + pieces.rows[cut]
-            rows = (pieces.first[cut] + after * lanes) % _rows_of(storage)
-            given = self._trajectories(storage).boundaries(), rows, column, int(left.max()), gamma
+            rows = (pieces.first[cut] + after * boundaries.lanes) % _rows_of(storage)
             tail = torch.zeros((len(pieces.rows), *reward.shape[1:]), dtype=reward.dtype, device=device)
-            tail[cut] = sums_ahead(*given)[0]
+            tail[cut] = sums_ahead(boundaries, rows, column, int(left.max()), gamma)[0]
             power = torch.pow(gamma, (pieces.rows[places.episode] - places.step).double()).to(reward.dtype)
             found = found + power.view_as(real) * tail[places.episode]
         return torch.where(real, found, 0)

@@ -458,8 +458,9 @@ class _WindowReading(Reading):
     def _fit(self, bitmap: Any, blank: Blank, written: int) -> None:
         """Draw other anchors until all windows fit, as :meth:`SequenceSampler._anchors` does with torch."""
         draw, fresh = self.draw, self.draw.record["queue"][0]
-        anchors, others = (bitmap, self.address, blank.targets, self.kept.ctypes.data), self.other_targets.ctypes.data
-        short = self.replace_short(*anchors, 0, 0)
+        address, targets, kept = self.address, blank.targets, self.kept.ctypes.data
+        others = self.other_targets.ctypes.data
+        short = self.replace_short(bitmap, address, targets, kept, 0, 0)
         draw.record["queue"] = 0  # other anchors are not taken from the fresh rows
         try:
             for _ in range(_ROUNDS):
@@ -467,7 +468,7 @@ class _WindowReading(Reading):
                     return
                 draw(written, others)
                 order = permutation(draw.size, draw.generator, CPU)
-                short = self.replace_short(*anchors, order.data_ptr(), others)
+                short = self.replace_short(bitmap, address, targets, kept, order.data_ptr(), others)
         finally:
             draw.record["queue"] = fresh
         self.wrapper.refuse_trajectories()
@@ -475,19 +476,19 @@ class _WindowReading(Reading):
     def __call__(self, bitmap: Any, blank: Blank, written: int) -> None:
         if self.wrapper.boundary == "strict":
             self._fit(bitmap, blank, written)
-        given, (lists, reads, both, marks) = (bitmap, self.address, blank.targets), self.parts
+        address, targets, (lists, reads, both, marks) = self.address, blank.targets, self.parts
         if not self.inner.is_fused:
-            self.kernel(*given, lists, 0)
+            self.kernel(bitmap, address, targets, lists, 0)
             self.inner(bitmap, blank, written)
-            self.kernel(*given, marks, 0)
+            self.kernel(bitmap, address, targets, marks, 0)
             return
         steps = self.inner.steps(blank)
         if self.rows.is_mapped:
-            self.kernel(*given, lists, steps)
+            self.kernel(bitmap, address, targets, lists, steps)
             ask_for_rows(self.rows.flat, self.flat)
-            self.kernel(*given, reads, steps)
+            self.kernel(bitmap, address, targets, reads, steps)
         else:
-            self.kernel(*given, both, steps)
+            self.kernel(bitmap, address, targets, both, steps)
         self.inner.read_entries(blank)
 
     def masks(self, entries: Mapping[str, Any]) -> Masks:

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rlbuf_td.kernels.compiled import inlined, kernel, load, prefetch, store
+from rlbuf_td.kernels.compiled import address_of, inlined, kernel, load, prefetch, store
 from rlbuf_td.kernels.episodes.cpu import expect, is_cut, is_over, split, steps_ahead, steps_back
 
 _SOON = 16  # how many rows ahead the bits and rewards of a row are prefetched
@@ -115,8 +115,8 @@ def _put(target, total, is_double):
 
 
 @kernel
-def sums_ahead(bitmap, column, features, rows, n, gamma, total):
-    """Implement :func:`rlbuf_td.kernels.episodes.n_step.sums_ahead`; ``total`` is an address."""
+def sums_ahead(bitmap, column, rows, n, gamma, total):
+    """Implement :func:`rlbuf_td.kernels.episodes.n_step.sums_ahead`; ``column`` has the shape of ``total``."""
     taken, last, width = np.empty(len(rows), np.int64), np.empty(len(rows), np.int64), 8 if column.is_double else 4
     for i in range(len(rows)):
         if i + _SOON < len(rows):
@@ -126,7 +126,8 @@ def sums_ahead(bitmap, column, features, rows, n, gamma, total):
                 prefetch(column.address + cell * column.row_bytes)
                 cell = following(bitmap, cell)
         taken[i], last[i] = walk(bitmap, rows[i], n)
-        for feature in range(features):
+        for feature in range(total.shape[1]):
             rewards = Rewards(column.address + feature * width, column.row_bytes, column.is_double)
-            put_sum(total + (i * features + feature) * width, rewards, bitmap, rows[i], taken[i], gamma)
+            target = address_of(total) + (i * total.shape[1] + feature) * width
+            put_sum(target, rewards, bitmap, rows[i], taken[i], gamma)
     return taken, last

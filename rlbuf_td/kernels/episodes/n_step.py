@@ -49,10 +49,11 @@ def sums_ahead(
     if isinstance(boundaries, BitBoundaries) and is_plain:
         from rlbuf_td.kernels.episodes import batches_cpu as cpu
 
-        total, features = reward.new_empty((len(rows), *reward.shape[1:])), reward.shape[1:].numel()
+        total = reward.new_empty((len(rows), *reward.shape[1:]))
+        flat = total.view(len(rows), reward.shape[1:].numel()).numpy()
         row_bytes, is_double = reward.stride(0) * reward.element_size(), reward.dtype is torch.float64
         column, given = cpu.Rewards(address_of(reward), row_bytes, is_double), rows.contiguous().numpy()
-        taken, last = cpu.sums_ahead(boundaries.bitmap, column, features, given, n, gamma, address_of(total))
+        taken, last = cpu.sums_ahead(boundaries.bitmap, column, given, n, gamma, flat)
         return total, torch.from_numpy(taken), torch.from_numpy(last)
     window, ahead = windows(boundaries, rows, n, boundaries.lanes, len(reward))
     end = torch.zeros_like(window, dtype=torch.bool)

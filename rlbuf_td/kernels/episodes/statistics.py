@@ -1,5 +1,7 @@
 """Computes episode statistics on the CPU; episodes are recorded in the order in which they end."""
 
+from typing import NamedTuple
+
 import numpy as np
 
 from rlbuf_td.kernels.compiled import compiled, load
@@ -23,9 +25,22 @@ def _slot(keys, key, hint):
     return free
 
 
+class _Open(NamedTuple):
+    keys: np.ndarray
+    lengths: np.ndarray
+    sums: np.ndarray
+
+
+class _Finished(NamedTuple):
+    records: np.ndarray
+    ends: np.ndarray
+    counters: np.ndarray
+
+
 @compiled
-def _finish(slot, row, reasons, reduction, keys, lengths, sums, records, ends, counters):
+def _finish(slot, row, reasons, reduction, episodes, finished):
     """Record an episode that has ended, and free its slot."""
+    (keys, lengths, sums), (records, ends, counters) = episodes, finished
     at = counters[EPISODES] % records.shape[0]
     records[at, 0] = counters[STEPS]
     records[at, 1] = lengths[slot]
@@ -87,5 +102,6 @@ def count_steps(
             x = load(at + 8 * row, np.float64) if is_double[m] else np.float64(load(at + 4 * row, np.float32))
             sums[slot, m] = x if reduction[m] == LAST else sums[slot, m] + x
         if load(inputs[1] + row, np.uint8):
-            _finish(slot, row, inputs[2 + metrics :], reduction, keys, lengths, sums, records, ends, counters)
+            episodes, finished = _Open(keys, lengths, sums), _Finished(records, ends, counters)
+            _finish(slot, row, inputs[2 + metrics :], reduction, episodes, finished)
     return steps * lanes
