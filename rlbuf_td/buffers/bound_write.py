@@ -250,9 +250,9 @@ class BoundWrite:
         if self.shared is not None:
             with self.lock:
                 return self._append_shared(lane_ids, index)
-        given = self.address, len(index), lane_ids.data_ptr(), self.cells.data_ptr(), index.data_ptr()
+        lane_ids_at, cells_at, index_at = lane_ids.data_ptr(), self.cells.data_ptr(), index.data_ptr()
         with self.lock:
-            return self.append_rows(*given)
+            return self.append_rows(self.address, len(index), lane_ids_at, cells_at, index_at)
 
     @held_back
     def _append_and_tell(self, lane_ids: Tensor, index: Tensor) -> bool:

@@ -185,7 +185,8 @@ class DedupLayout:
             # A row at step t stacks the frames of steps t + 1 - pieces to t; its next observation ends one step later.
             # Rows that share a frame are thus at most `pieces` steps apart, twice as many if stacks repeat a frame.
             reach = 1 if pieces == 1 else 2 * pieces
-            groups.append(Group(names_at, pieces, sides, pieces * sides, reach, into, first, len(parts)))
+            extent = {"nbytes": into, "first_part": first, "past_part": len(parts)}
+            groups.append(Group(names_at, pieces, sides, names=pieces * sides, reach=reach, **extent))
             names_at += 4 * pieces * sides
         return tuple(groups), tuple(parts)
 
