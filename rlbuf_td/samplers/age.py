@@ -15,10 +15,10 @@ from torchrl.data.replay_buffers import Storage
 from rlbuf_td.samplers.wrapper import column_of
 from rlbuf_td.storages import SchemaError
 from rlbuf_td.storages.checks import as_number, whole
-from rlbuf_td.storages.indexing import lanes_of
+from rlbuf_td.storages.indexing import lanes_of, revision_of
 from rlbuf_td.storages.lane_heads import holes_among, lanes_apart
-from rlbuf_td.storages.torchrl_parts import last_step, revision_of
-from rlbuf_td.storages.trajectory_index import as_tuple, edits_of
+from rlbuf_td.storages.torchrl_parts import last_step
+from rlbuf_td.storages.trajectory_index import as_tuple
 
 _FEW = 8  # ranges
 NO_RANGES = np.zeros((0, 3), np.int64)
@@ -86,7 +86,7 @@ class AgeLimit:
         """
         if self.age_key is None and not lanes_apart(storage):
             return self._in_steps(storage)
-        state = ref(storage), len(storage), int(revision_of(storage)), edits_of(storage), self._version
+        state = ref(storage), len(storage), revision_of(storage), self._version
         known, ranges = self._known
         if ranges is None or known != state:
             young = self._young_by_lane(storage) if self.age_key is None else self._young_by_key(storage)

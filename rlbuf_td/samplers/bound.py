@@ -29,7 +29,7 @@ from rlbuf_td.kernels.episodes import BitBoundaries
 from rlbuf_td.kernels.host_memory import Entry, in_dispatch_mode
 from rlbuf_td.kernels.rows.read_ahead import ask_for_rows
 from rlbuf_td.storages import PackedStorage
-from rlbuf_td.storages.indexing import one_a_row
+from rlbuf_td.storages.indexing import one_a_row, revision_of
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.rows import PlainRows, Rows
 from rlbuf_td.storages.rows.dedup import DedupRows
@@ -237,12 +237,12 @@ class BoundBatch:
 
     def sample(self) -> Blank | None:  # the caller holds the storage's lock
         """Return a batch, or None if the bound stages cannot be used."""
-        written, revision, self.newest, apart, holes = self.storage.numbers.values[:]
+        written, _, self.newest, apart, holes = self.storage.numbers.values[:]
         if not written or not self.draw.holds():
             return None
         if apart and holes and self.reading is not None and self.reading.picks_any_row:
             return None
-        bitmap = None if self.trajectories is None else self.trajectories.boundaries(revision).bitmap
+        bitmap = None if self.trajectories is None else self.trajectories.boundaries(revision_of(self.storage)).bitmap
         blank = self.blanks.take()
         if not self.draw(written, blank.targets):
             return None

@@ -16,13 +16,13 @@ from rlbuf_td.kernels.episodes.n_step import sums_ahead
 from rlbuf_td.samplers.common import EMPTY, permutation, refuse_disorder, setting, uniform_numbers
 from rlbuf_td.samplers.wrapper import Drawn, SamplerWrapper, column_of, draw_from, rows_at
 from rlbuf_td.storages.checks import fraction, one_of, whole
-from rlbuf_td.storages.indexing import device_of, flat_rows
+from rlbuf_td.storages.indexing import device_of, flat_rows, revision_of
 from rlbuf_td.storages.lane_heads import written_rows
 from rlbuf_td.storages.notebooks import SEQUENCES
 from rlbuf_td.storages.schema import show_key
 from rlbuf_td.storages.tensordict_fast import leaf_of
-from rlbuf_td.storages.torchrl_parts import columns_of, revision_of
-from rlbuf_td.storages.trajectory_index import DONE_KEY, TRAJ_KEY, as_tuple, edits_of
+from rlbuf_td.storages.torchrl_parts import columns_of
+from rlbuf_td.storages.trajectory_index import DONE_KEY, TRAJ_KEY, as_tuple
 from rlbuf_td.storages.write_clock import SAMPLED_AT
 
 _ROUNDS = 20  # the largest number of repeated draws; then the remaining rows are drawn from all probabilities
@@ -293,7 +293,7 @@ class EpisodeSampler(SamplerWrapper):
 
     def _episodes(self, storage: Storage) -> tuple[Tensor, Tensor]:
         """Return the first flat row and the length of each episode that may be drawn, cached until rows change."""
-        state = ref(storage), len(storage), int(revision_of(storage)), edits_of(storage)
+        state = ref(storage), len(storage), revision_of(storage)
         if self._listed[1] is None or self._listed[0] != state:
             self._listed = state, self._trajectories(storage).whole(only_finished=self.finished_only)
         return self._listed[1]  # type: ignore[return-value]

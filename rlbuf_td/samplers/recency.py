@@ -21,7 +21,7 @@ from rlbuf_td.samplers.common import EMPTY, setting, uniform_numbers
 from rlbuf_td.samplers.row_sampler import RowSampler
 from rlbuf_td.storages import PackedStorage, SchemaError, torchrl_parts
 from rlbuf_td.storages.checks import as_number, whole
-from rlbuf_td.storages.indexing import device_of, flat_rows, lanes_of
+from rlbuf_td.storages.indexing import device_of, flat_rows, lanes_of, revision_of
 from rlbuf_td.storages.lane_heads import APART, NEWEST, holes_among, lanes_apart
 
 
@@ -178,7 +178,7 @@ class RecencySampler(RowSampler):
 
     def _mass_by_age(self, storage: Storage) -> Tensor:
         """Return the cumulative sums of :meth:`_weight_by_age`, cached until rows or settings change."""
-        state: Any = ref(storage), len(storage), torchrl_parts.revision_of(storage), self.log_decay, self.window
+        state: Any = ref(storage), len(storage), revision_of(storage), self.log_decay, self.window
         state = *state, self.consumer_version
         known, mass = self._mass
         if mass is None or known != state:

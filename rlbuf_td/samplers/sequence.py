@@ -19,13 +19,13 @@ from rlbuf_td.samplers.common import permutation, refuse_disorder, setting
 from rlbuf_td.samplers.wrapper import Drawn, SamplerWrapper, draw_from, rows_at
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import fraction, one_of, whole
-from rlbuf_td.storages.indexing import Index, coordinates, device_of, flat_rows
+from rlbuf_td.storages.indexing import Index, coordinates, device_of, flat_rows, revision_of
 from rlbuf_td.storages.lane_heads import row_count, written_rows
 from rlbuf_td.storages.notebooks import SEQUENCES
 from rlbuf_td.storages.schema import SchemaError, show_key
 from rlbuf_td.storages.tensordict_fast import folded, leaf_of
-from rlbuf_td.storages.torchrl_parts import columns_of, revision_of
-from rlbuf_td.storages.trajectory_index import DONE_KEY, TRAJ_KEY, as_tuple, edits_of
+from rlbuf_td.storages.torchrl_parts import columns_of
+from rlbuf_td.storages.trajectory_index import DONE_KEY, TRAJ_KEY, as_tuple
 
 Boundary: TypeAlias = Literal["pad", "shift", "strict"]
 _ROUNDS = 200  # boundary="strict" on the CPU: the largest number of repeated draws until all windows fit
@@ -269,7 +269,7 @@ class SequenceSampler(SamplerWrapper):
         If these have changed since the last call, the wrapped sampler restarts its epochs.
         """
         boundaries = self._trajectories(storage).boundaries()
-        seen = boundaries, int(revision_of(storage)), edits_of(storage)
+        seen = boundaries, revision_of(storage)
         if self._divided is None or self._divided[0] != seen:
             rows = written_rows(storage).split(_MOST_ROWS)
             found = torch.cat([part[boundaries.reach(part)[0] % self.stride == 0] for part in rows])

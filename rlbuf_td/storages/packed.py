@@ -21,7 +21,7 @@ from rlbuf_td.kernels.dispatch import compiled_form_of
 from rlbuf_td.storages import allocate, state, writes
 from rlbuf_td.storages.checks import whole
 from rlbuf_td.storages.dedup import DedupLayout, DedupOptions
-from rlbuf_td.storages.indexing import coordinates
+from rlbuf_td.storages.indexing import coordinates, revision_of
 from rlbuf_td.storages.interrupts import held_back
 from rlbuf_td.storages.lane_heads import (
     APART,
@@ -43,7 +43,7 @@ from rlbuf_td.storages.schema import Leaf, SchemaError
 from rlbuf_td.storages.shared import forks
 from rlbuf_td.storages.shared.memory import SharedNumbers
 from rlbuf_td.storages.shared.rows import SharedRows, share
-from rlbuf_td.storages.torchrl_parts import listeners_of, revision_of
+from rlbuf_td.storages.torchrl_parts import listeners_of
 from rlbuf_td.storages.write_clock import WriteClock
 from rlbuf_td.storages.writes import as_index, as_tensordict, is_index, is_key, is_mask
 
@@ -501,6 +501,7 @@ class PackedStorage(LazyTensorStorage):
 
     def adopt(self, rows: Rows) -> None:
         """Make ``rows`` the rows of this storage, and set the attributes that TorchRL reads."""
+        revision_of(self)  # counts the edits of the rows before
         if self.shared_rows is not None:
             self.shared_rows.place(rows)
         self.rows, self.live = rows, None

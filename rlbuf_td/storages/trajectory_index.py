@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,17 +12,17 @@ from torchrl.data.replay_buffers import Storage
 
 from rlbuf_td.kernels.episodes import BitBoundaries, Boundaries, make_boundaries
 from rlbuf_td.kernels.inference_mode import outside_inference_mode
-from rlbuf_td.storages.indexing import device_of, flat_rows, lanes_of, refuse_range, refuse_unwritten
+from rlbuf_td.storages.indexing import device_of, flat_rows, lanes_of, refuse_range, refuse_unwritten, revision_of
 from rlbuf_td.storages.lane_heads import cells_by_age, lanes_apart, last_writes
 from rlbuf_td.storages.notebooks import TRANSITIONS
 from rlbuf_td.storages.schema import SchemaError, kind
 from rlbuf_td.storages.shared.memory import SharedNumbers
 from rlbuf_td.storages.torchrl_parts import (
+    change_count_of,
     columns_of,
     last_step,
     listeners_of,
     newest_step_of,
-    revision_of,
     steps_written,
 )
 from rlbuf_td.storages.write_clock import not_rewritten
@@ -30,7 +30,30 @@ from rlbuf_td.storages.write_clock import not_rewritten
 DONE_KEY = ("next", "done")
 TRAJ_KEY = ("collector", "traj_ids")
 _NO_NAMES = (torch.bool, torch.complex64, torch.complex128)
-_NEVER = -2  # a revision that no storage has: the next look-up rebuilds the boundaries
+_NOTHING = -2  # a revision that no storage has: the next look-up reads all rows
+
+
+class _Columns(NamedTuple):
+    """The columns of a storage that tell where trajectories end, ``[T, E]``."""
+
+    entries: TensorDictBase  # the storage's TensorDict, whose memory the columns are views of
+    end: torch.Tensor  # bool, a view of the only flag of each row, or a copy that combines several flags
+    name: torch.Tensor | None  # trajectory ids
+    flags: list[torch.Tensor]  # the flags that ``end`` combines, ``[T, E, n]`` each; empty if it is a view
+
+    def write(self, boundaries: Boundaries, start: int, count: int) -> None:
+        """Record in ``boundaries`` a write of ``count`` time steps from step ``start`` on."""
+        if self.flags:
+            part = slice(start, start + count)
+            self.end[part] = torch.cat([flag[part] for flag in self.flags], 2).any(2)
+        boundaries.write(start, count, self.end, self.name)
+
+    def write_rows(self, boundaries: Boundaries, rows: np.ndarray) -> None:
+        """Record in ``boundaries`` a write of single rows, at flat indices ``rows``."""
+        if self.flags:
+            at = torch.from_numpy(rows).to(self.end.device)
+            self.end.view(-1)[at] = torch.cat([flag.flatten(0, 1)[at] for flag in self.flags], 1).any(1)
+        boundaries.write_rows(rows, self.end, self.name)
 
 
 class TrajectoryIndex:
@@ -40,8 +63,9 @@ class TrajectoryIndex:
     flag, at a change of the trajectory id, at the newest row, and where rows were not written in order. In a full ring,
     row 0 of a lane follows the lane's last row.
 
-    Writers report every write to the index. The next look-up detects other changes (``storage.set``, a loaded
-    checkpoint) and reads all rows again.
+    Writers report every write to the index. The *revision* of a storage counts all changes of its rows: writes, edits
+    in place, loads. If it is not the revision that the index has seen last, a change was not reported (``storage.set``,
+    an edit, a load), and the next look-up reads all rows again.
 
     Args:
         storage: a storage of TensorDicts: :class:`PackedStorage`, ``LazyTensorStorage`` or ``LazyMemmapStorage``.
@@ -83,17 +107,10 @@ class TrajectoryIndex:
         self.storage = storage
         self.done_key, self.traj_key = as_tuple(done_key), None if traj_key is None else as_tuple(traj_key)
         self._boundaries: Boundaries | None = None
-        self._size: tuple[int, int, torch.device] | None = None
-        self._parted: torch.Tensor | None = None  # the boundaries' head before the last `mark_load`
-        self._seen = SharedNumbers("q", [-1])  # the storage's revision after the last recorded write
-        self._unbind()
-
-    def _unbind(self) -> None:
-        self._columns: TensorDictBase | None = None  # the storage's TensorDict; the next tensors are views of it
-        self._edits = 0  # the storage's number of edits through views when the rows were last read
-        self._end = torch.empty(0, dtype=torch.bool, device="cpu")
-        self._name: torch.Tensor | None = None
-        self._flags: list[torch.Tensor] = []  # the columns that `_end` combines; empty if `_end` is a column
+        self._size: tuple[int, int, torch.device] | None = None  # steps, lanes and device of the boundaries
+        self._seen = SharedNumbers("q", [_NOTHING])  # the storage's revision that the boundaries describe
+        self._columns: _Columns | None = None  # until the storage moves them, see `_bound`
+        self._head_before_load: torch.Tensor | None = None
 
     @classmethod
     def of(
@@ -107,6 +124,8 @@ class TrajectoryIndex:
         index = cls(storage, done_key=done_key, traj_key=traj_key)
         storage.attach(index)
         return index
+
+    # -- look-ups
 
     def reach(self, index: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return :meth:`steps_back`, :meth:`steps_ahead` and :meth:`ended` of the rows, ``[B]`` each."""
@@ -152,14 +171,15 @@ class TrajectoryIndex:
 
         ``back`` is the result of :meth:`steps_back` for the flat rows ``flat``.
         """
-        steps, lanes = self._end.shape
-        oldest, _, begun = (each.to(flat.device) for each in self._oldest(self.boundaries()))
+        boundaries = self.boundaries()
+        steps, lanes = self._shape
+        oldest, _, begun = (each.to(flat.device) for each in self._oldest(boundaries))
         lane = flat % lanes
         return ((flat // lanes - back) % steps != oldest[lane]) | begun[lane]
 
     def _oldest(self, boundaries: Boundaries) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return each lane's oldest step, number of steps, and whether a trajectory begins with the oldest step."""
-        steps, lanes = self._end.shape
+        steps, lanes = self._shape
         if lanes_apart(self.storage):
             newest, count = map(torch.from_numpy, self.storage.heads.read(self.storage))
             return torch.where(count < steps, 0, (newest + 1) % steps), count, (count < steps) | boundaries.begun.cpu()
@@ -167,36 +187,23 @@ class TrajectoryIndex:
         if live < steps:
             oldest, begun = 0, torch.ones(lanes, dtype=torch.bool, device="cpu")
         else:
-            oldest, begun = (self._newest(steps) + 1) % steps, boundaries.begun.cpu()
+            oldest, begun = (last_step(self.storage, steps) + 1) % steps, boundaries.begun.cpu()
         return *(torch.full((lanes,), each, device="cpu") for each in (oldest, live)), begun
-
-    def _is_complete(self) -> bool:
-        """Whether each time step that was ever written is stored."""
-        storage, clock = self.storage, getattr(self.storage, "clock", None)
-        written = max(steps_written(storage), 0 if clock is None else clock.now)
-        return 0 < written <= len(storage) // lanes_of(storage).numel()
-
-    def mark_all(self) -> None:
-        """Record that one write has replaced all rows.
-
-        The oldest rows may then belong to trajectories that began in the rows before, or in rows that did not fit.
-        """
-        if self._boundaries is not None:
-            self._boundaries.begun.fill_(self._is_complete())
 
     def boundaries(self, revision: int | None = None) -> Boundaries:
         """Return up-to-date boundaries; ``revision`` is the current revision of the storage if the caller knows it."""
-        storage = self.storage
         if revision is None:
-            if not len(storage):
+            if not len(self.storage):
                 raise RuntimeError("cannot look up trajectories of an empty storage: extend the buffer first")
-            revision = revision_of(storage)
-        if self._columns is not columns_of(storage):
-            self._bind()
-        boundaries = self._boundaries
-        if boundaries is None or revision != self._seen.values[0] or self._edits != edits_of(storage):
-            boundaries = self.rebuild()
-        return boundaries
+            revision = revision_of(self.storage)
+        if revision != self._seen.values[0] or self._boundaries is None:
+            return self.rebuild()
+        return self._boundaries
+
+    @property
+    def _shape(self) -> tuple[int, int]:
+        """The number of time steps and lanes of the boundaries."""
+        return (0, 0) if self._size is None else self._size[:2]
 
     @property
     def nbytes(self) -> int:
@@ -210,17 +217,19 @@ class TrajectoryIndex:
         parts = [key for key in ((*beside, "terminated"), (*beside, "truncated")) if stored.get(key, None) is not None]
         return parts if stored.get(self.done_key, None) is None else [self.done_key]
 
+    # -- writes, which writers report after the rows are stored
+
     def mark_range(self, start: int, count: int) -> None:
         """Record a write of ``count`` consecutive flat rows (whole time steps) from flat row ``start`` on."""
         refuse_range(start, count, self.storage)
         lanes = lanes_of(self.storage).numel()
         start, count = start // lanes, count // lanes
-        followed = self._followed()
-        boundaries = followed or self._begun(start, count)
+        boundaries = self._followed()
         if boundaries is not None:
-            self._take_in(boundaries, start, count)
-            if followed is None:
-                self.mark_all()
+            self._bound().write(boundaries, start, count)
+        elif (boundaries := self._begun(start, count)) is not None:
+            self._bound().write(boundaries, start, count)
+            self.mark_all()
 
     def mark_update(self, index: Any) -> None:
         """Record a write of the time steps ``index``, in this order.
@@ -235,13 +244,14 @@ class TrajectoryIndex:
         boundaries = followed or self._begun(0, len(np.unique(steps[steps >= 0])))
         if boundaries is None or not len(steps):
             return
+        columns = self._bound()
         steps = np.where(steps < 0, -2, steps)  # -2 + 1 is not a step: no row follows a skipped one
         for run in np.split(steps, np.flatnonzero(np.diff(steps) != 1) + 1):
             if run[0] < 0:
                 boundaries.head.fill_(-1)
             else:
-                self._take_in(boundaries, int(run[0]), len(run))
-        if len(steps) >= self._end.shape[0] or followed is None:
+                columns.write(boundaries, int(run[0]), len(run))
+        if len(steps) >= self._shape[0] or followed is None:
             self.mark_all()
 
     def mark_rows(self, rows: torch.Tensor) -> None:
@@ -251,38 +261,79 @@ class TrajectoryIndex:
             return
         given = rows.cpu().numpy()
         written = last_writes(given)
-        self._take_in_rows(boundaries, written)
+        self._bound().write_rows(boundaries, written)
         if len(written) < len(given):  # the rows that did not fit may belong to the oldest trajectory of a lane
-            lanes, steps = boundaries.lanes, self._end.shape[0]
+            steps, lanes = self._shape
             boundaries.begun[torch.from_numpy(np.bincount(given % lanes, minlength=lanes) > steps)] = False
+
+    def mark_all(self) -> None:
+        """Record that one write has replaced all rows.
+
+        The oldest rows may then belong to trajectories that began in the rows before, or in rows that did not fit.
+        """
+        if self._boundaries is not None:
+            self._boundaries.begun.fill_(self._is_complete())
 
     def marks(self) -> tuple[BitBoundaries, np.ndarray, Any] | None:
         """Return the arrays with which compiled code updates this index, or None if only Python code can update it."""
-        boundaries = self._boundaries
-        if not isinstance(boundaries, BitBoundaries) or self._flags or self._columns is not columns_of(self.storage):
+        boundaries, columns = self._boundaries, self._columns
+        if not isinstance(boundaries, BitBoundaries) or columns is None or columns.flags:
+            return None
+        if columns.entries is not columns_of(self.storage):
             return None
         # The addresses are valid while `boundaries.bitmap` is the same tensor.
-        return boundaries, boundaries.marks(self._end, self._name), self._seen.values
+        return boundaries, boundaries.marks(columns.end, columns.name), self._seen.values
+
+    def _followed(self) -> Boundaries | None:
+        """Return the boundaries for the write that the revision counts, or None if there was another change before."""
+        if self._boundaries is not None:
+            self._bound()
+        revision = int(change_count_of(self.storage))  # the next look-up notices edits
+        if self._boundaries is None or not self._seen[0] <= revision <= self._seen[0] + 1:
+            return None
+        self._seen[0] = revision
+        return self._boundaries
+
+    def _begun(self, start: int, count: int) -> Boundaries | None:
+        """Return empty boundaries for a write that has replaced all rows, None if there are others."""
+        storage = self.storage
+        live = len(storage) // lanes_of(storage).numel()
+        if count != live and (start + count, newest_step_of(storage)) != (live, start - 1):
+            return None
+        try:
+            boundaries = self._fit()
+        except (KeyError, TypeError, SchemaError):  # the rows are already written: the next look-up raises the error
+            return None
+        boundaries.clear()
+        self._seen[0] = revision_of(storage)
+        return boundaries
+
+    # -- reading all rows again
 
     def rebuild(self) -> Boundaries:
         """Read all rows again, in the order of writing; O(T * E)."""
-        boundaries = self._bind()
-        storage, (steps, lanes) = self.storage, self._end.shape
-        live = len(storage) // lanes
-        head = self._newest(steps)
+        boundaries, storage = self._fit(), self.storage
+        steps, lanes = self._shape
+        live, head = len(storage) // lanes, last_step(storage, steps)
         newest = torch.from_numpy(storage.heads.read(storage)[0]) if lanes_apart(storage) else head
         begun = boundaries.begun & bool((boundaries.head == newest).all())  # rows were edited, not written
         boundaries.clear()
         if lanes_apart(storage):
-            self._take_in_all(boundaries, cells_by_age(storage))
+            self._read_rows(boundaries, cells_by_age(storage))
         elif live == steps and head + 1 < steps:
-            self._take_in_steps(boundaries, head + 1, steps)
-            self._take_in_steps(boundaries, 0, head + 1)
+            self._read_steps(boundaries, head + 1, steps)
+            self._read_steps(boundaries, 0, head + 1)
         elif live:
-            self._take_in_steps(boundaries, 0, live)
+            self._read_steps(boundaries, 0, live)
         boundaries.begun.copy_(begun | self._is_complete())
-        self._seen[0] = int(revision_of(storage))
+        self._seen[0] = revision_of(storage)
         return boundaries
+
+    def _is_complete(self) -> bool:
+        """Whether each time step that was ever written is stored."""
+        storage, clock = self.storage, getattr(self.storage, "clock", None)
+        written = max(steps_written(storage), 0 if clock is None else clock.now)
+        return 0 < written <= len(storage) // lanes_of(storage).numel()
 
     def _breaks(self) -> np.ndarray:
         """Return the flat rows after which a trajectory ends although no flag says so, see `PackedStorage(reopen=)`."""
@@ -290,89 +341,64 @@ class TrajectoryIndex:
         found = not_rewritten(self.storage, breaks).cpu().numpy() if breaks else np.empty(0, np.int64)
         return found[found >= 0]
 
-    def _take_in_steps(self, boundaries: Boundaries, start: int, stop: int) -> None:
-        """Take in time steps up to ``stop``, and end trajectories after breaks."""
+    def _read_steps(self, boundaries: Boundaries, start: int, stop: int) -> None:
+        """Read the time steps ``start`` to ``stop - 1``, and end trajectories after breaks."""
         breaks, lanes = self._breaks(), boundaries.lanes
         at = breaks // lanes
         for step in np.unique(at[(at >= start) & (at < stop)]):
-            self._take_in(boundaries, start, int(step) + 1 - start)
+            self._bound().write(boundaries, start, int(step) + 1 - start)
             boundaries.head[torch.from_numpy(breaks[at == step] % lanes)] = -1
             start = int(step) + 1
         if start < stop:
-            self._take_in(boundaries, start, stop - start)
+            self._bound().write(boundaries, start, stop - start)
 
-    def _take_in_all(self, boundaries: Boundaries, rows: np.ndarray) -> None:
-        """Take in all rows, lane after lane, and end trajectories after breaks."""
+    def _read_rows(self, boundaries: Boundaries, rows: np.ndarray) -> None:
+        """Read ``rows``, lane after lane, and end trajectories after breaks."""
         breaks = self._breaks()
         for part in np.split(rows, np.flatnonzero(np.isin(rows, breaks)) + 1):
-            self._take_in_rows(boundaries, part)
+            self._bound().write_rows(boundaries, part)
             if len(part) and part[-1] in breaks:
                 boundaries.head[part[-1] % boundaries.lanes] = -1
 
-    def _newest(self, steps: int) -> int:
-        """Return the last written step of a full ring, which the storage or its writer has recorded."""
-        return last_step(self.storage, steps)
+    # -- the columns
 
-    def _followed(self) -> Boundaries | None:
-        """Return the boundaries, or None if the storage's revision shows a change that no writer has reported."""
-        storage = self.storage
-        revision = int(revision_of(storage))
-        if self._boundaries is None or not self._seen[0] <= revision <= self._seen[0] + 1:
-            return None
-        if self._columns is not columns_of(storage):
-            self._bind()
-        self._seen[0] = revision
+    def _fit(self) -> Boundaries:
+        """Look up the columns again; return the boundaries, or empty ones if there are none of the columns' size."""
+        self._columns = None
+        end = self._bound().end
+        if self._boundaries is None:
+            self._size = *end.shape, end.device
+            self._boundaries = make_boundaries(*self._size)
+            self._seen[0] = _NOTHING
         return self._boundaries
 
-    def _begun(self, start: int, count: int) -> Boundaries | None:
-        storage = self.storage
-        live = len(storage) // lanes_of(storage).numel()
-        if count != live and (start + count, newest_step_of(storage)) != (live, start - 1):
-            return None
-        try:
-            boundaries = self._bind()
-        except (KeyError, TypeError, SchemaError):  # the rows are already written: the next look-up raises the error
-            return None
-        boundaries.clear()
-        self._seen[0] = int(revision_of(storage))
-        return boundaries
+    def _bound(self) -> _Columns:
+        """Return the columns; look them up again if the storage's TensorDict, and with it their memory, has changed.
 
-    def _take_in(self, boundaries: Boundaries, start: int, count: int) -> None:
-        if self._flags:
-            part = slice(start, start + count)
-            self._end[part] = torch.cat([flag[part] for flag in self._flags], 2).any(2)
-        boundaries.write(start, count, self._end, self._name)
+        Boundaries of another size than the columns are dropped.
+        """
+        entries = columns_of(self.storage)
+        if self._columns is None or self._columns.entries is not entries:
+            self._columns = self._find_columns(entries)
+            end = self._columns.end
+            if self._size != (*end.shape, end.device):
+                self._boundaries = None
+        return self._columns
 
-    def _take_in_rows(self, boundaries: Boundaries, rows: np.ndarray) -> None:
-        if self._flags:
-            at = torch.from_numpy(rows).to(self._end.device)
-            self._end.view(-1)[at] = torch.cat([flag.flatten(0, 1)[at] for flag in self._flags], 1).any(1)
-        boundaries.write_rows(rows, self._end, self._name)
-
-    def _bind(self) -> Boundaries:
-        storage = self.storage
-        columns = columns_of(storage)
-        if columns is None:
+    def _find_columns(self, entries: Any) -> _Columns:
+        if entries is None:
             raise RuntimeError("cannot find trajectories in a storage without rows: write to it, or load it first")
-        if not isinstance(columns, TensorDictBase):
-            kind = type(storage).__name__
+        if not isinstance(entries, TensorDictBase):
+            kind = type(self.storage).__name__
             raise TypeError(f"trajectories need a storage of TensorDicts, such as a PackedStorage, got a {kind}")
-        self.refuse_inner(columns.batch_size, storage.ndim)
-        flags, self._name = self._find(columns, storage.ndim)
+        self.refuse_inner(entries.batch_size, self.storage.ndim)
+        flags, name = self._find(entries, self.storage.ndim)
         steps, lanes = flags[0].shape[:2]
-        device = flags[0].device
         if len(flags) == 1 and flags[0].shape[2:].numel() == 1:
-            self._flags, self._end = [], flags[0].view(steps, lanes)
-        else:
-            self._flags = [flag.view(steps, lanes, flag.shape[2:].numel()) for flag in flags]
-            with outside_inference_mode():
-                self._end = torch.zeros(steps, lanes, dtype=torch.bool, device=device)
-        self._columns, self._edits = columns, edits_of(storage)
-        if self._boundaries is None or self._size != (steps, lanes, device):
-            self._size = steps, lanes, device
-            self._boundaries = make_boundaries(steps, lanes, device)
-            self._seen[0] = -1
-        return self._boundaries
+            return _Columns(entries, flags[0].view(steps, lanes), name, [])
+        with outside_inference_mode():
+            end = torch.zeros(steps, lanes, dtype=torch.bool, device=flags[0].device)
+        return _Columns(entries, end, name, [flag.view(steps, lanes, flag.shape[2:].numel()) for flag in flags])
 
     def refuse_inner(self, shape: torch.Size, row_dims: int) -> None:
         """Raise a SchemaError if rows hold several steps each: ``shape`` has more than ``row_dims`` batch dims."""
@@ -414,6 +440,8 @@ class TrajectoryIndex:
             )
         return [torch.zeros(1, 1, dtype=torch.bool, device=name.device).expand(name.shape)], name
 
+    # -- state
+
     @property
     def bytes_to_share(self) -> int:
         """The bytes that :meth:`share_memory_` will move to shared memory."""
@@ -423,42 +451,21 @@ class TrajectoryIndex:
     def share_memory_(self) -> None:
         """Share the boundaries with other processes that use the storage, if rows are allocated."""
         if columns_of(self.storage) is not None:
-            boundaries = self._bind()
+            boundaries = self._fit()
             if isinstance(boundaries, BitBoundaries):
                 boundaries.share_memory_()
                 self._seen.share_memory_()
 
     def repair(self) -> None:
         """Make the next look-up read all rows again, for example after a process has died during a write."""
-        self._seen[0] = _NEVER
+        self._seen[0] = _NOTHING
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return a copy of the boundaries, because the rows do not show which writes were out of order."""
         if self._boundaries is None or not len(self.storage):
             return {}
         state = {name: tensor.clone() for name, tensor in self.boundaries().tensors().items()}
-        return state | {"size": torch.tensor(self._end.shape, device="cpu")}
-
-    def part(self) -> None:
-        """End all unfinished trajectories, so that the next written rows begin new ones."""
-        with suppress(KeyError, TypeError, RuntimeError, SchemaError):  # the next look-up raises the error
-            self.boundaries().head.fill_(-1)
-
-    def mark_load(self) -> None:
-        """After a load, end unfinished trajectories that have ids, because new collectors reuse the ids."""
-        with suppress(KeyError, TypeError, RuntimeError, SchemaError):  # the next look-up raises the error
-            self._bind()
-            knows_newest = not hasattr(self.storage, "clock") or newest_step_of(self.storage) is not None
-            if self._name is not None and (knows_newest or lanes_apart(self.storage)):
-                head = self.boundaries().head
-                self._parted = head.clone()
-                head.fill_(-1)
-
-    def resume(self) -> None:
-        """Undo :meth:`mark_load`, because the recorder of the saved rows goes on: the next rows continue these."""
-        if self._parted is not None:
-            self.boundaries().head.copy_(self._parted)
-            self._parted = None
+        return state | {"size": torch.tensor(self._shape, device="cpu")}
 
     def load_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:
         """Restore a :meth:`state_dict` for the same rows; if the state is empty, the next look-up reads the rows.
@@ -468,9 +475,9 @@ class TrajectoryIndex:
         """
         if not state_dict:
             return self.repair()
-        boundaries = self._bind()
+        boundaries = self._fit()
         state_dict = {"begun": torch.zeros_like(boundaries.begun)} | state_dict  # older dumps have no such entry
-        size = torch.tensor(self._end.shape, device="cpu")
+        size = torch.tensor(self._shape, device="cpu")
         shapes = {name: tensor.shape for name, tensor in (boundaries.tensors() | {"size": size}).items()}
         if shapes != {name: tensor.shape for name, tensor in state_dict.items()} or (state_dict["size"] != size).any():
             raise ValueError("the saved trajectory index is of a storage of another size, or of another device")
@@ -478,15 +485,34 @@ class TrajectoryIndex:
         if any(state_dict[name].dtype is not kind for name, kind in kinds.items()) or not boundaries.holds(state_dict):
             raise ValueError("the saved trajectory index is damaged: its levels contradict each other")
         boundaries.restore(state_dict)
-        self._seen[0] = int(revision_of(self.storage))
+        self._seen[0] = revision_of(self.storage)
+
+    def part(self) -> None:
+        """End all unfinished trajectories, so that the next written rows begin new ones."""
+        with suppress(KeyError, TypeError, RuntimeError, SchemaError):  # the next look-up raises the error
+            self.boundaries().head.fill_(-1)
+
+    def mark_load(self) -> None:
+        """After a load, end unfinished trajectories that have ids, because new collectors reuse the ids."""
+        with suppress(KeyError, TypeError, RuntimeError, SchemaError):  # the next look-up raises the error
+            self._fit()
+            knows_newest = not hasattr(self.storage, "clock") or newest_step_of(self.storage) is not None
+            if self._bound().name is not None and (knows_newest or lanes_apart(self.storage)):
+                head = self.boundaries().head
+                self._head_before_load = head.clone()
+                head.fill_(-1)
+
+    def resume(self) -> None:
+        """Undo :meth:`mark_load`, because the recorder of the saved rows goes on: the next rows continue these."""
+        if self._head_before_load is not None:
+            self.boundaries().head.copy_(self._head_before_load)
+            self._head_before_load = None
 
     def __getstate__(self) -> dict[str, Any]:
-        views = ("_columns", "_end", "_name", "_flags")  # of the storage, which is pickled itself
-        return {name: value for name, value in self.__dict__.items() if name not in views}
+        return self.__dict__ | {"_columns": None}  # views of the rows, which the storage pickles
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._unbind()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(done_key={self.done_key}, traj_key={self.traj_key}, {self.nbytes:,} bytes)"
@@ -495,8 +521,3 @@ class TrajectoryIndex:
 def as_tuple(key: NestedKey) -> tuple[str, ...]:
     key = key if isinstance(key, str) else unravel_key(key)
     return (key,) if isinstance(key, str) else key
-
-
-def edits_of(storage: Storage) -> int:
-    """Return how often the rows of a PackedStorage were edited through views; 0 for other storages."""
-    return getattr(getattr(storage, "rows", None), "edits", 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import random
 
 import numpy as np
@@ -276,3 +277,28 @@ def test_done_flags_that_are_edited_through_a_view_end_trajectories(ndim):
     assert rb.sample()["steps_to_next_obs"].eq(1).all()
     rb["next", "done"][:] = False
     assert rb.sample()["steps_to_next_obs"].max() == 3
+
+
+@pytest.mark.parametrize("edits_before", [True, False])
+@pytest.mark.parametrize("how", ["pickled", "shared", "moved", "another index looks first"])
+def test_an_edit_is_noticed_whatever_happens_to_the_rows_around_it(how, edits_before):
+    rb = ReplayBuffer(storage=PackedStorage(8))
+    rb.extend(steps([0] * 8))
+    rb["next", "done"].fill_(True)
+    assert reach(TrajectoryIndex.of(rb.storage), 8) == [(0, 0, True)] * 8
+    if edits_before:
+        rb["next", "done"].fill_(False)
+    if how == "pickled":
+        rb = pickle.loads(pickle.dumps(rb))
+    elif how == "shared":
+        rb.share()
+    elif how == "moved":
+        rb.storage[:]["x"].share_memory_()
+    else:
+        episodes = ReplayBuffer(storage=rb.storage, sampler=UniformSampler(max_age=5, age_key="x"), batch_size=2)
+        episodes.sample()
+    if not edits_before:
+        rb["next", "done"].fill_(False)
+    assert reach(TrajectoryIndex.of(rb.storage), 8) == [(j, 7 - j, False) for j in range(8)]
+    rb.extend(steps([0]))
+    assert reach(TrajectoryIndex.of(rb.storage), 8)[0] == (7, 0, False)

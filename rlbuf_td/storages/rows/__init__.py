@@ -98,10 +98,9 @@ class Rows(ABC):
         """Return all rows as a TensorDict of strided views of :attr:`given`, without deduplicated keys."""
         return self.unpack(self.given)
 
-    @property
-    def edits(self) -> int:
-        """The number of edits in place, through views that users have received."""
-        return self._given.edits
+    def take_edits(self) -> bool:
+        """Whether the rows were edited in place, through views that users have received, since the last call."""
+        return self._given.take_edits()
 
     def keep_edits(self) -> None:
         """Copy edits of :meth:`view` into the rows if the function that made them has moved the memory of its views."""
@@ -199,18 +198,25 @@ class GivenRows:
     def __init__(self, matrix: torch.Tensor) -> None:
         self._matrix = matrix
         self._alias: torch.Tensor | None = None
+        self._version = 0  # the alias's version at the last call of `take_edits`
         self._entries: TensorDict | None = None
 
     def tensor(self) -> torch.Tensor:
         alias = self._alias
         if alias is None or alias.data_ptr() != self._matrix.data_ptr():
+            self._version = -1 if self._is_edited() else 0
             alias = self._alias = alias_of(self._matrix)
             self._entries = None
         return alias
 
-    @property
-    def edits(self) -> int:
-        return 0 if self._alias is None else self._alias._version
+    def _is_edited(self) -> bool:
+        return self._alias is not None and self._alias._version != self._version
+
+    def take_edits(self) -> bool:
+        if not self._is_edited():
+            return False
+        self._version = self._alias._version  # type: ignore[union-attr]
+        return True
 
     def write_back(self) -> None:
         alias = self._alias
