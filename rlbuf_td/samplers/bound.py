@@ -223,6 +223,7 @@ class BoundBatch:
     """Makes batches from bound stages."""
 
     newest = -1  # the newest time step at the last draw
+    is_busy = False  # whether a batch is being made: a reward_fn that samples the buffer must not use the same memory
 
     def __init__(self, draw: BoundDraw, reading: Reading | None, trajectories: Any) -> None:
         self.draw, self.reading, self.trajectories = draw, reading, trajectories
@@ -238,21 +239,25 @@ class BoundBatch:
     def sample(self) -> Blank | None:  # the caller holds the storage's lock
         """Return a batch, or None if the bound stages cannot be used."""
         written, _, self.newest, apart, holes = self.storage.numbers.values[:]
-        if not written or not self.draw.holds():
+        if not written or self.is_busy or not self.draw.holds():
             return None
         if apart and holes and self.reading is not None and self.reading.picks_any_row:
             return None
         bitmap = None if self.trajectories is None else self.trajectories.boundaries(revision_of(self.storage)).bitmap
         blank = self.blanks.take()
-        if not self.draw(written, blank.targets):
-            return None
-        if self.reading is not None:
-            self.reading(bitmap, blank, written)
+        self.is_busy = True
+        try:
+            if not self.draw(written, blank.targets):
+                return None
+            if self.reading is not None:
+                self.reading(bitmap, blank, written)
+        finally:
+            self.is_busy = False
         return blank
 
     def remains(self) -> bool:
         """Whether the bound stages, after :meth:`sample` has returned None, may be used again."""
-        return self.draw.refuses_once and self.draw.holds()
+        return (self.is_busy or self.draw.refuses_once) and self.draw.holds()
 
     def update(self, batch: TensorDictBase, priority_key: NestedKey) -> int | None:
         """Update priorities; return how many rows were replaced since the draw, or None if compiled code refuses."""

@@ -12,7 +12,15 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torchrl.data.replay_buffers import LazyTensorStorage, TensorDictReplayBuffer
 
-from rlbuf_td import HindsightSampler, PackedStorage, ProportionalSampler, ReplayBuffer, UniformSampler
+from rlbuf_td import (
+    HindsightSampler,
+    NStepSampler,
+    PackedStorage,
+    ProportionalSampler,
+    ReplayBuffer,
+    SequenceSampler,
+    UniformSampler,
+)
 from tests.statistics import assert_follows, power
 from tests.worlds import World, reward_fn, terminated_fn
 
@@ -308,3 +316,29 @@ def test_a_lazily_negated_reward_keeps_its_sign(batch):
     for _ in range(3):
         assert two(rb[:]).is_neg()
         assert (rb.sample()["next", "reward"] == 2.0).all()
+
+
+WITHIN = [lambda inner: NStepSampler(inner, 3, 0.9), lambda inner: SequenceSampler(inner, 3, boundary="strict")]
+
+
+@pytest.mark.parametrize("wrap", WITHIN)
+def test_a_reward_fn_may_sample_the_buffer(wrap):
+    def sampling(batch: TensorDictBase) -> torch.Tensor:
+        if depth[0] == 1:
+            depth[0] = 2
+            assert len(rb.sample()) == 12
+        return torch.zeros(len(batch))
+
+    sampler = wrap(HindsightSampler(ProportionalSampler(40), sampling))
+    rb, depth, x = ReplayBuffer(storage=PackedStorage(40), sampler=sampler, batch_size=12), [0], torch.arange(40.0)
+    outcome = {"achieved_goal": x, "reward": torch.zeros(40), "done": x % 10 == 9}
+    rb.extend(TensorDict({"desired_goal": x, "x": x.long(), "next": outcome}, [40]))
+    for _ in range(20):
+        depth[0] = 1
+        batch = rb.sample()
+        assert torch.equal(batch["index"], batch["x"])
+        if "mask" in batch.keys():
+            assert torch.equal(batch["anchor_index"][::3], batch["x"][::3])
+            ends = torch.arange(12) % 3 == 2
+            assert torch.equal(batch["next", "done"], ends | (batch["x"] % 10 == 9))
+    assert rb.compiled == "add, extend, sample, update_tensordict_priority"
