@@ -18,6 +18,7 @@ from tensordict import NestedKey, TensorDict, TensorDictBase
 from torchrl.data.replay_buffers import LazyTensorStorage
 
 from rlbuf_td.kernels.dispatch import compiled_form_of
+from rlbuf_td.kernels.host_memory import in_dispatch_mode
 from rlbuf_td.storages import allocate, state, writes
 from rlbuf_td.storages.checks import whole
 from rlbuf_td.storages.dedup import DedupLayout, DedupOptions
@@ -318,7 +319,8 @@ class PackedStorage(LazyTensorStorage):
         cells, rows, live = self.numbers.values[0], self.rows, self.live
         if live is None or live.cells != cells:
             rows = self.all_rows()
-            live = self.live = rows.first(cells // prod(rows.lanes))
+            live = rows.first(cells // prod(rows.lanes))
+            self.live = None if in_dispatch_mode() else live  # views made in FakeTensorMode have no memory
         return live
 
     def get(self, index: Any) -> Any:

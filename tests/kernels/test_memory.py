@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rlbuf_td.kernels.batch import LeafMemory
 from rlbuf_td.kernels.host_memory import HostTensors
@@ -116,6 +117,15 @@ def test_small_leaves_and_other_devices_are_always_fresh():
     assert small.is_contiguous()
     meta = LeafMemory(IMAGES, torch.device("meta")).allocate()
     assert [leaf.device.type for leaf in meta] == ["meta", "meta"]
+
+
+def test_tensors_made_in_fake_tensor_mode_are_not_given_out_later():
+    with FakeTensorMode(), pytest.raises(RuntimeError, match="no memory"):
+        MEMORY.allocate()
+    for _ in range(4):
+        leaves = MEMORY.allocate()
+        assert [type(leaf) for leaf in leaves] == [torch.Tensor] * len(IMAGES)
+        assert all(leaf.data_ptr() for leaf in leaves)
 
 
 def test_a_copy_takes_no_kept_memory_along():

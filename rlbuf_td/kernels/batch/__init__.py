@@ -83,7 +83,7 @@ def gather_leaves(matrix: Tensor, index: Tensor, extents: np.ndarray, out: Seque
     loops = parallel_loops().ctypes.data if index.numel() * row_bytes >= LARGE else 0
     from rlbuf_td.kernels.batch import cpu
 
-    stored = cpu.Stored(matrix.data_ptr(), row_bytes, leaves=len(extents), extents=extents.ctypes.data)
+    stored = cpu.Stored(address_of(matrix), row_bytes, leaves=len(extents), extents=extents.ctypes.data)
     live, count = len(matrix), index.numel()
     if not _gather_within()(stored, live, address_of(index), count, targets.ctypes.data, loops):
         refuse_rows(index, live)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlbuf_td.kernels.host_memory import Entry, address_of
+from rlbuf_td.kernels.host_memory import Entry, address_of, has_memory
 
 _LARGE, _MOST = 1 << 20, 128 << 20  # range of sizes, in bytes, of the tensors whose memory is reused
 _AHEAD, _MOST_AHEAD = 8, 1 << 19  # largest number of batches, and of bytes, to allocate at a time
@@ -71,7 +71,7 @@ def _recycled(kept: deque[Tensor], dtype: torch.dtype, shape: torch.Size) -> Ten
     if memory is None:
         memory = torch.empty(shape, dtype=dtype, device="cpu")
     tensor = memory.data  # with a version counter of its own
-    if not memory.is_inference():
+    if not memory.is_inference() and has_memory(memory):  # FakeTensorMode makes tensors without memory
         kept.append(memory)
     return tensor
 
