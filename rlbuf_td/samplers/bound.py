@@ -223,7 +223,7 @@ class BoundBatch:
     """Makes batches from bound stages."""
 
     newest = -1  # the newest time step at the last draw
-    is_busy = False  # whether a batch is being made: a reward_fn that samples the buffer must not use the same memory
+    is_busy = False  # whether a batch is being made: a reward_fn that uses the buffer must not use the same memory
 
     def __init__(self, draw: BoundDraw, reading: Reading | None, trajectories: Any) -> None:
         self.draw, self.reading, self.trajectories = draw, reading, trajectories
@@ -261,7 +261,8 @@ class BoundBatch:
 
     def update(self, batch: TensorDictBase, priority_key: NestedKey) -> int | None:
         """Update priorities; return how many rows were replaced since the draw, or None if compiled code refuses."""
-        if type(batch) is not TensorDict or type(priority_key) is not str or batch.batch_size != self.batch_size:
+        is_usual = type(batch) is TensorDict and type(priority_key) is str and batch.batch_size == self.batch_size
+        if not is_usual or self.is_busy:
             return None
         entries = entries_of(batch)
         masks = None if self.reading is None else self.reading.masks(entries)

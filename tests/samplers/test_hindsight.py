@@ -322,11 +322,12 @@ WITHIN = [lambda inner: NStepSampler(inner, 3, 0.9), lambda inner: SequenceSampl
 
 
 @pytest.mark.parametrize("wrap", WITHIN)
-def test_a_reward_fn_may_sample_the_buffer(wrap):
+def test_a_reward_fn_may_sample_the_buffer_and_update_priorities(wrap):
     def sampling(batch: TensorDictBase) -> torch.Tensor:
         if depth[0] == 1:
             depth[0] = 2
-            assert len(rb.sample()) == 12
+            other = rb.sample()
+            rb.update_tensordict_priority(other.set("td_error", torch.rand(12)))
         return torch.zeros(len(batch))
 
     sampler = wrap(HindsightSampler(ProportionalSampler(40), sampling))
