@@ -134,6 +134,7 @@ class HindsightSampler(SamplerWrapper):
         super().__init__(sampler, done_key, traj_key)
         self.reward_fn, self.terminated_fn = reward_fn, terminated_fn
         self.strategy, self._shares = strategy, _cumulative(strategy)
+        self.picks_any_row = self._shares[-2] < self._shares[-1]  # with the strategy "random", if `her_ratio` is not 0
         self.only_finished, self.future_gamma, self.her_ratio = only_finished, future_gamma, her_ratio
         self.goal_key, self.achieved_goal_key = as_tuple(goal_key), as_tuple(achieved_goal_key)
         self.reward_key = as_tuple(reward_key)
@@ -206,7 +207,7 @@ class HindsightSampler(SamplerWrapper):
         rows = storage.all_rows()
         if rows.dedup is not None or rows.is_mapped:
             return "goals of deduplicated rows, and of rows in a file, are read with torch"
-        if storage.numbers[HOLES] and self.law.thresholds[-2] < self.law.thresholds[-1]:
+        if storage.numbers[HOLES] and self.picks_any_row:
             return "random goals among lanes of unlike lengths are drawn with torch"
         return _RelabelledReading(self, rows)
 
@@ -238,7 +239,7 @@ class _RelabelledReading(Reading):
         achieved = "next", *wrapper.achieved_goal_key
         self.goals = np.array([places[achieved], *(places[key] for key in goals if key in places)], np.int64)
         self.reward = places[wrapper.reward_key]
-        self.wrapper, self.picks_any_row = wrapper, wrapper.law.thresholds[-2] < wrapper.law.thresholds[-1]
+        self.wrapper, self.picks_any_row = wrapper, wrapper.picks_any_row
         self.kernel = machine_code(wrapped_cpu.hindsight, law=wrapper.law, goals=self.goals)
 
     def __call__(self, bitmap: Any, blank: Blank, written: int) -> None:

@@ -343,3 +343,22 @@ def test_a_reward_fn_may_sample_the_buffer_and_update_priorities(wrap):
             ends = torch.arange(12) % 3 == 2
             assert torch.equal(batch["next", "done"], ends | (batch["x"] % 10 == 9))
     assert rb.compiled == "add, extend, sample, update_tensordict_priority"
+
+
+def test_random_goals_are_written_rows_if_relabelling_begins_later():
+    sampler = HindsightSampler(
+        UniformSampler(), lambda batch: batch["next", "reward"], her_ratio=0.0, strategy="random"
+    )
+    rb = ReplayBuffer(storage=PackedStorage(40, ndim=2, lanes=2), sampler=sampler, batch_size=32)
+
+    def rows(count: int) -> TensorDict:
+        goals = {"achieved_goal": torch.ones(count, 1), "desired_goal": torch.ones(count, 1)}
+        outcome = goals | {"reward": torch.zeros(count), "done": torch.zeros(count, dtype=torch.bool)}
+        return TensorDict(goals | {"next": outcome}, [count])
+
+    rb.extend(torch.stack([rows(2), rows(2)]))
+    for _ in range(2):
+        rb.sample()
+    rb.lane(1).extend(rows(15))
+    sampler.her_ratio = 1.0
+    assert (rb.sample()["desired_goal"] == 1).all()  # cells that have not been written hold 0
