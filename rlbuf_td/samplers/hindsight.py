@@ -147,15 +147,16 @@ class HindsightSampler(SamplerWrapper):
             self.law = Law(thresholds, self.only_finished, log_gamma)
 
     def _reader(self, storage: Storage, drawn: Tensor) -> Read:
-        return partial(self._relabelled, storage, drawn, uniform_numbers(drawn.shape[0], self._rng, device_of(storage)))
+        uniform = uniform_numbers(drawn.shape[0], self._rng, device_of(storage))
+        return partial(self._relabelled, storage, drawn, uniform, self.law)  # all reads of a batch follow one law
 
     def _relabelled(
-        self, storage: Storage, drawn: Tensor, uniform: Tensor, flat: Tensor, owner: Tensor | None
+        self, storage: Storage, drawn: Tensor, uniform: Tensor, law: Law, flat: Tensor, owner: Tensor | None
     ) -> TensorDictBase:
         """Read the rows at flat indices ``flat``, and relabel some; ``uniform`` holds a random number per drawn row."""
         bound, batch = self._bound_to(storage), rows_at(storage, flat)
-        rows, mask = choose_goals(bound.trajectories.boundaries(), drawn, uniform, self.law, row_count(storage))
-        begin, end = self.law.thresholds[-2:]
+        rows, mask = choose_goals(bound.trajectories.boundaries(), drawn, uniform, law, row_count(storage))
+        begin, end = law.thresholds[-2:]
         if begin < end:  # goals of the strategy "random" are numbers of written rows
             rows = torch.where((uniform >= begin) & (uniform < end), nth_rows(storage, rows), rows)
         if owner is not None:

@@ -362,3 +362,18 @@ def test_random_goals_are_written_rows_if_relabelling_begins_later():
     rb.lane(1).extend(rows(15))
     sampler.her_ratio = 1.0
     assert (rb.sample()["desired_goal"] == 1).all()  # cells that have not been written hold 0
+
+
+def test_all_steps_of_a_batch_follow_one_her_ratio():
+    def once(batch: TensorDictBase) -> torch.Tensor:
+        sampler.sampler.her_ratio = 0.0  # as another thread may do at any time
+        return torch.ones(len(batch))
+
+    sampler: Any = NStepSampler(HindsightSampler(UniformSampler(), once, her_ratio=1.0), 2, 1.0)
+    rb = ReplayBuffer(storage=PackedStorage(20), sampler=sampler, batch_size=16)
+    outcome = {"achieved_goal": torch.ones(20, 1), "reward": torch.zeros(20), "done": torch.zeros(20, dtype=torch.bool)}
+    rb.extend(TensorDict({"desired_goal": torch.zeros(20, 1), "next": outcome}, [20]))
+    for _ in range(3):  # the torch form, then the compiled form
+        sampler.sampler.her_ratio = 1.0
+        batch = rb.sample()
+        assert torch.equal(batch["next", "reward"], batch["steps_to_next_obs"].float())
