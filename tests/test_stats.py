@@ -246,6 +246,27 @@ def test_statistics_that_replace_others_count_the_next_writes():
         assert rb.episode_stats.steps == 20
 
 
+def test_a_listener_that_writes_again_leaves_the_counted_steps_as_they_are():
+    class Echo(UniformSampler):
+        again: Any = None
+
+        def mark_update(self, index: Any, *, storage: Any = None) -> None:
+            data, self.again = self.again, None
+            if data is not None:
+                rb.extend(data)
+
+    first, second, echo = play(1, 10, 6)[0], play(1, 30, 7)[0], Echo()
+    rb, alone = ReplayBuffer(storage=PackedStorage(100), sampler=echo, stats=EpisodeStats()), EpisodeStats()
+    for data in (first, first, second):
+        alone.update(data)
+    rb.extend(first)
+    echo.again = second.clone()
+    rb.extend(first)
+    assert rb.episode_stats is not None
+    assert rb.compiled.startswith("add, extend")
+    assert rb.episode_stats.summary() == alone.summary()
+
+
 def test_torchrls_own_parts_and_rollouts_are_counted_once():
     data = play(4, 16, 4)
     data["state_value"] = data["next", "state_value"] = torch.zeros(4, 16, 1)

@@ -274,12 +274,12 @@ class BoundWrite:
         if cursor < 0:
             return None
         found = cursor if index is None else index
-        if self.others:
-            self.writer.announce((cursor + count - kept) % steps, kept, steps, found, self.others)
         if counts and self.record is not None:
             lanes = self.rows.lanes.numel()
             strides = (1, count) if self.time_dim == 1 and not single else (lanes, 1)
-            self.record(self.sources, (count, lanes), strides)
+            self.record(self.sources, (count, lanes), strides)  # before others, which may write: new `sources`
+        if self.others:
+            self.writer.announce((cursor + count - kept) % steps, kept, steps, found, self.others)
         how = "add" if single else "extend"
         if self.notes_writes[how]:
             getattr(self.sampler, how)(found)
