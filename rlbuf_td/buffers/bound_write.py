@@ -125,6 +125,7 @@ class BoundWrite:
             and (not self.rows.is_mapped or self.shared is not None or self.storage.process == getpid())
             and len(self.listeners) == self.listening
             and self.buffer.priority_key == self.priority_key
+            and self.buffer.episode_stats is self.stats
             and not self.writer.counts_generations
             and self.writer.numbers.values is self.counters
             and self.storage.clock.times is self.times
@@ -167,8 +168,7 @@ class BoundWrite:
         return None if cursor < 0 else cursor if index is None else index
 
     def _can_count(self, inner_dims: int) -> bool:
-        is_bound = self.record is not None and self.stats is self.buffer.episode_stats
-        return is_bound and not inner_dims and not self.storage.numbers.values[APART]
+        return self.record is not None and not inner_dims and not self.storage.numbers.values[APART]
 
     def _append_steps(self, data: TensorDict, count: int, single: bool, transformed: bool) -> Tensor | None:
         """Write whole time steps to lanes that stand apart."""
