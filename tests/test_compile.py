@@ -123,6 +123,7 @@ def test_leaving_out_stale_rows_compiles_once(device):
         assert int(count) == int(stale)
 
 
+@pytest.mark.slow
 def test_writes_and_batches_compile_no_more_once_the_ring_is_full():
     rb = ReplayBuffer(storage=PackedStorage(100), sampler=ProportionalSampler(100), batch_size=8)
 

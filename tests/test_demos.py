@@ -28,6 +28,7 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
+@pytest.mark.slow
 def test_the_dqn_demo_learns_a_little_and_leaves_its_picture_and_policy(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "rlbuf_td", "demo", "--steps", "1025", "--seed", "1", "--out", "run"],

@@ -111,6 +111,7 @@ def test_ctrl_c_ends_a_command_without_a_traceback(monkeypatch, capsys):
     assert capsys.readouterr().err == "\ninterrupted\n"
 
 
+@pytest.mark.slow
 def test_output_may_be_cut_by_a_pipe():
     command = f"{shlex.quote(sys.executable)} -W ignore -m rlbuf_td notebooks | head -1"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)

@@ -51,6 +51,7 @@ def test_a_resumed_agent_has_the_weights_of_one_that_was_not_stopped(mode, flat,
     assert_same(whole, resumed)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="kills with a signal")
 def test_a_killed_agent_goes_on_in_another_process(tmp_path):
     done = subprocess.run([sys.executable, "-m", "tests.resuming", str(tmp_path), "60"], cwd=ROOT, check=False)

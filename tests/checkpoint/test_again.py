@@ -141,6 +141,7 @@ def test_a_dump_in_the_scratch_dir_survives_later_writes(tmp_path):
         assert (each.write_count, torch.equal(each._rng.get_state(), state)) == (count, True)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_in_the_scratch_dir_that_another_left(tmp_path):
     left = make(tmp_path)
     extend(left, 4_500, 1)

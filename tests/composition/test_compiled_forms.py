@@ -70,8 +70,7 @@ def make(kind: Any, given: dict[str, Any], lanes: int) -> World:
     return made
 
 
-@pytest.mark.parametrize("lanes", [1, 2])
-@pytest.mark.parametrize("given", WINDOWS, ids=str)
+@pytest.mark.parametrize(("given", "lanes"), [*zip(WINDOWS, [1, 2, 2, 1, 2, 1], strict=True)], ids=str)
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_the_compiled_form_equals_the_torch_form(kind: Any, given: dict[str, Any], lanes: int) -> None:
     compiled, reference = make(kind, given, lanes), make(kind, given, lanes)
@@ -79,7 +78,7 @@ def test_the_compiled_form_equals_the_torch_form(kind: Any, given: dict[str, Any
     method = "draw_batch" if isinstance(outermost, NStepSampler | SequenceSampler | HindsightSampler) else "draw"
     setattr(outermost, method, getattr(outermost, method))  # whatever is overridden has no compiled form
     rounds = 0
-    for number in range(20):
+    for number in range(14):
         ours, theirs = (made.rb.sample((3 + given.get("burn_in", 0)) * 16) for made in (compiled, reference))
         assert set(ours.keys(True, True)) == set(theirs.keys(True, True))
         assert_same(ours, theirs)
@@ -92,5 +91,5 @@ def test_the_compiled_form_equals_the_torch_form(kind: Any, given: dict[str, Any
                 made.write(3)
             if number == 10 and hasattr(made.rb.sampler, "n_steps"):
                 made.rb.sampler.n_steps = 3
-    assert rounds > 15
+    assert rounds > 10
     assert "not sample" in reference.rb.compiled
