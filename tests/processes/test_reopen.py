@@ -262,6 +262,7 @@ def test_trajectories_end_where_a_process_was_killed(tmp_path: Path, lanes: int)
     assert index.steps_ahead(where).tolist() == [next(end for end in ends if end >= x) - x for x in kept.tolist()]
 
 
+@pytest.mark.slow
 def test_a_living_owner_is_not_disturbed(tmp_path: Path) -> None:
     storage = opened(tmp_path)
     ReplayBuffer(storage=storage).extend(rows(torch.arange(9)))
@@ -351,6 +352,7 @@ def test_damaged_files_are_refused(tmp_path: Path, spoil: Callable[[Path], objec
     assert last_numbers(opened(copy)) == [8]
 
 
+@pytest.mark.slow
 def test_killed_before_the_first_write_ends(tmp_path: Path) -> None:
     def work() -> None:
         PlainRows.copy_ = die  # type: ignore[method-assign]

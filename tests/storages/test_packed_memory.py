@@ -114,6 +114,7 @@ def _change(storage: PackedStorage, done: Any) -> None:
     done.put((len(storage), storage._last_cursor_index, float(storage[torch.tensor([0])]["first"].sum())))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["file", *(pytest.param(place, marks=pytest.mark.slow) for place in PLACES[:2])])
 def test_what_a_spawned_process_writes_is_seen_here(place: str, tmp_path: Path) -> None:
     storage = stored(place, tmp_path)
@@ -131,6 +132,7 @@ def _extend(rb: ReplayBuffer, seen: Any) -> None:
     seen.put(len(rb))
 
 
+@pytest.mark.slow
 def test_writes_of_a_forked_process_are_its_own_until_rows_are_shared(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     for folder, is_shared in ((None, False), (None, True), (tmp_path / "a", True), (tmp_path / "b", False)):
