@@ -275,11 +275,15 @@ class _RevisedSteps(_JoinedReading):
         self._bind_steps(size)
 
     def _bind_steps(self, size: int) -> None:
-        self.n = self.wrapper.n_steps
-        self.inner.bind(self.draw, size * self.n)
+        n, self.n = (
+            self.wrapper.n_steps,
+            0,
+        )  # 0 until all memory is there: if there is too little, the next call retries
+        self.inner.bind(self.draw, size * n)
         index = "index", (torch.int64, torch.Size([2] if self.rows.lanes else []))  # which the inner reading writes
         named = [index, *self.inner.entries]
-        self.blanks = Blanks(self.rows.layout, named, size * self.n, self.inner.adds_report)
+        self.blanks = Blanks(self.rows.layout, named, size * n, self.inner.adds_report)
+        self.n = n
 
     def __call__(self, bitmap: Any, blank: Blank, written: int) -> None:
         if self.wrapper.n_steps != self.n:

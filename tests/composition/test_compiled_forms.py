@@ -93,3 +93,17 @@ def test_the_compiled_form_equals_the_torch_form(kind: Any, given: dict[str, Any
                 made.rb.sampler.n_steps = 3
     assert rounds > 10
     assert "not sample" in reference.rb.compiled
+
+
+def test_a_number_of_steps_without_memory_for_them_leaves_the_buffer_usable() -> None:
+    made = make(KINDS["n-step of hindsight"], {}, 1)
+    for _ in range(3):
+        made.rb.sample(16)
+    sampler: Any = made.rb.sampler
+    sampler.n_steps = 1 << 50
+    for _ in range(3):
+        with pytest.raises((RuntimeError, MemoryError)):
+            made.rb.sample(16)
+    sampler.n_steps = 3
+    for _ in range(3):
+        assert made.rb.sample(16)["steps_to_next_obs"].max() <= 3
