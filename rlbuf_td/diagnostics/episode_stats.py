@@ -252,9 +252,11 @@ class EpisodeStats:
         if stale.any():
             return
         more = max(lanes, len(self._keys), 8)
-        self._keys = np.append(self._keys, np.full(more, _FREE))
-        self._lengths, self._touched = (np.append(x, np.zeros(more, np.int64)) for x in (self._lengths, self._touched))
-        self._sums = np.append(self._sums, np.zeros((more, self._sums.shape[1])), axis=0)
+        keys = np.append(self._keys, np.full(more, _FREE))
+        lengths, touched = (np.append(x, np.zeros(more, np.int64)) for x in (self._lengths, self._touched))
+        sums = np.append(self._sums, np.zeros((more, self._sums.shape[1])), axis=0)
+        # Together, because compiled code trusts that all have the same length.
+        self._keys, self._lengths, self._touched, self._sums = keys, lengths, touched, sums
 
     @property
     def episodes(self) -> int:
