@@ -75,6 +75,19 @@ def test_a_copy_of_the_rows_reads_into_batches_of_its_own() -> None:
     assert all(batch["id"].tolist() == [1, 2, 3] for batch in kept)
 
 
+def test_a_copy_of_deduplicated_rows_describes_its_own_memory() -> None:
+    steps = torch.arange(41.0)[:, None].expand(41, 32)
+    done = torch.zeros(40, 1, dtype=torch.bool)
+    data = TensorDict({"observation": steps[:-1], "next": {"observation": steps[1:], "done": done}}, [40])
+    storage = PackedStorage(40, share_next=True)
+    storage.set(range(40), data)
+    copied = copy.deepcopy(storage.rows)
+    assert copied is not None
+    assert copied.dedup is not None
+    storage.set(range(40), data.clone().set("observation", -steps[:-1]).set(("next", "observation"), -steps[1:]))
+    assert (copied.at_cells(torch.arange(40)) == data).all()
+
+
 def test_rows_on_another_device_are_not_read_by_compiled_code() -> None:
     storage = PackedStorage(10, device="meta")
     storage.set(range(10), numbered(10))

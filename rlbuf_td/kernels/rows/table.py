@@ -92,7 +92,6 @@ class Table:
 
     def __post_init__(self) -> None:
         self._stored = np.zeros(len(Stored._fields), np.int64)
-        self._address = self._stored.ctypes.data
 
     def names(self, g: int) -> Tensor:
         """Return a view of the int32 entry names that the rows store for group number ``g``."""
@@ -104,7 +103,7 @@ class Table:
         """The address of a :class:`Stored`: always the same, but what it says is made anew if the rows have moved."""
         if self._stored[0] != self.rows.data_ptr():
             self._describe()
-        return self._address
+        return int(self._stored.ctypes.data)  # not kept: a copy of the table has another one
 
     def _describe(self) -> None:
         tensors = zip(self.entries, self.stacks, self.counters, strict=True)
