@@ -26,7 +26,7 @@ from torchrl.data.replay_buffers import Sampler
 from rlbuf_td.kernels.batch import BatchMemory, batch_record
 from rlbuf_td.kernels.dispatch import backend_of, compiled_form, machine_code
 from rlbuf_td.kernels.episodes import BitBoundaries
-from rlbuf_td.kernels.host_memory import Entry, in_dispatch_mode
+from rlbuf_td.kernels.host_memory import Entry, HostTensors, in_dispatch_mode
 from rlbuf_td.kernels.rows.read_ahead import ask_for_rows
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.indexing import one_a_row, revision_of
@@ -131,6 +131,7 @@ class Blank(NamedTuple):
     leaves: list[Tensor]
     batch: TensorDict
     report: dict[str, Tensor]
+    blanks: Blanks  # that have allocated it
 
 
 class Blanks:
@@ -146,7 +147,9 @@ class Blanks:
     def __init__(self, layout: RowLayout, named: Sequence[Named], size: int, adds_report: bool = True) -> None:
         self.layout, self.names, self.adds_report = layout, [name for name, _ in named], adds_report
         leaves = [(leaf.dtype, leaf.shape) for leaf in layout.leaves]
-        self.memory = BatchMemory([*leaves, *(entry for _, entry in named)], size)
+        entries = [*leaves, *(entry for _, entry in named)]
+        self.memory = BatchMemory(entries, size)
+        self.expected = HostTensors([(dtype, torch.Size([size, *shape])) for dtype, shape in entries])
         self.batch_size, self.ready = torch.Size([size]), cast("list[Blank]", [])
 
     def take(self) -> Blank:
@@ -159,7 +162,14 @@ class Blanks:
         tensors, count = self.memory.allocate(targets), len(self.layout.leaves)
         report = dict(zip(self.names, tensors[count:], strict=True))
         batch = self.layout.wrap(tensors, self.batch_size, CPU, report if self.adds_report else {})
-        return Blank(targets, tensors[:count], batch, report)
+        return Blank(targets, tensors[:count], batch, report, self)
+
+    def locate(self, blank: Blank) -> None:
+        """Store the addresses of a batch's tensors again: a function of the user may have moved or freed them."""
+        found = self.expected.addresses([*blank.leaves, *blank.report.values()])
+        if found is None:
+            raise RuntimeError("reward_fn or terminated_fn has resized or freed tensors of its batch: pass it a copy")
+        self.memory.set_targets(blank.targets, found)
 
 
 class Reading:

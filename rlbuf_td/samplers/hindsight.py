@@ -249,6 +249,7 @@ class _RelabelledReading(Reading):
         address, targets = self.address, blank.targets
         self.kernel(bitmap, address, targets, relabeled.data_ptr(), wrapper.law, written, self.goals)
         wrapper.recompute_(blank.batch, relabeled, blank.leaves[self.reward])
+        blank.blanks.locate(blank)  # compiled code may go on with the batch
         set_entries_(blank.batch, blank.report)
 
 

@@ -107,3 +107,42 @@ def test_a_number_of_steps_without_memory_for_them_leaves_the_buffer_usable() ->
     sampler.n_steps = 3
     for _ in range(3):
         assert made.rb.sample(16)["steps_to_next_obs"].max() <= 3
+
+
+def freed(batch: Any) -> None:
+    for leaf in batch.values(True, True):
+        leaf.untyped_storage().resize_(0)
+
+
+def moved(batch: Any) -> None:
+    for leaf in batch.values(True, True):
+        leaf.share_memory_()
+
+
+@pytest.mark.parametrize("outer", [lambda h: NStepSampler(h, 3, 0.9), lambda h: SequenceSampler(h, 3)])
+def test_a_reward_function_may_move_its_batch_but_not_free_it(outer: Any) -> None:
+    change: list[Any] = []
+
+    def reward(batch: Any) -> torch.Tensor:
+        found = reward_fn(batch)
+        for each in change:
+            each(batch)
+        return found
+
+    rb, plain = (
+        World.of(outer(HindsightSampler(UniformSampler(), fn)), 120, 1, 1.7, ReplayBuffer).rb
+        for fn in (reward, reward_fn)
+    )
+    for each in (rb, plain):
+        each.sampler._rng = torch.Generator().manual_seed(3)
+        each.sample(96)
+        each.sample(96)
+    change[:] = [moved]
+    for _ in range(5):
+        assert_same(rb.sample(96), plain.sample(96))
+    assert ", sample" in rb.compiled
+    change[:] = [freed]
+    with pytest.raises(RuntimeError, match=r"no memory|resized or freed"):
+        rb.sample(96)
+    change.clear()
+    assert len(rb.sample(96)) == 96

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from struct import Struct
 
@@ -52,7 +52,7 @@ class BatchMemory:
         count: rows per batch.
     """
 
-    __slots__ = ("_memory", "_set_targets", "_targets", "slots")
+    __slots__ = ("_memory", "_pack", "_targets", "slots")
 
     def __init__(self, entries: Sequence[Entry], count: int) -> None:
         self._memory = LeafMemory([(dtype, torch.Size([count, *shape])) for dtype, shape in entries])
@@ -61,14 +61,18 @@ class BatchMemory:
         self.slots = [
             self._targets.ctypes.data + place * self._targets.strides[0] for place in range(len(self._targets))
         ]
-        self._set_targets = Struct(f"{len(entries)}q").pack_into
+        self._pack = Struct(f"{len(entries)}q").pack_into
 
     def allocate(self, slot: int) -> list[Tensor]:
         """Return uninitialised tensors for a batch, and write their addresses to the array at address ``slot``."""
         # Not views of one tensor: changing a view in place would break autograd for the other views.
         tensors = self._memory.allocate()
-        self._set_targets(self._targets.data, slot - self.slots[0], *map(Tensor.data_ptr, tensors))
+        self.set_targets(slot, map(Tensor.data_ptr, tensors))
         return tensors
+
+    def set_targets(self, slot: int, addresses: Iterable[int]) -> None:
+        """Write the addresses of a batch's tensors to the array at address ``slot``."""
+        self._pack(self._targets.data, slot - self.slots[0], *addresses)
 
 
 def gather_leaves(matrix: Tensor, index: Tensor, extents: np.ndarray, out: Sequence[Tensor]) -> None:
