@@ -1,0 +1,551 @@
+"""What a buffer must hold and give, in plain Python: the one oracle of the tests.
+
+A :class:`Model` is told of everything that a buffer is told. It keeps a deque of rows per lane, caches nothing, and
+answers each question by walking from row to row. :func:`expected` says what a batch of given rows must hold.
+:class:`World` makes random rows and writes them to a buffer and its model. :func:`assert_holds` and
+:func:`assert_batch` compare. ``copy.deepcopy(model)`` is a saved state.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from rlbuf_td import PackedStorage, ReplayBuffer, TrajectoryIndex
+
+Key = tuple[str, ...]
+Fields = dict[Key, Any]  # of one row: numbers, or lists of numbers, all of them exact in float32
+Often = tuple[float, float, float]  # how likely a row terminates its episode, truncates it, begins another id
+
+GOAL, NEXT_GOAL, OUTCOME = ("desired_goal",), ("next", "desired_goal"), ("next", "achieved_goal")
+REWARD, INIT, TRAJ = ("next", "reward"), ("is_init",), ("collector", "traj_ids")
+DONE, TERMINATED, TRUNCATED = ("next", "done"), ("next", "terminated"), ("next", "truncated")
+
+
+# -- rows, lanes, episodes, priorities
+
+
+@dataclass(eq=False)
+class Row:
+    """One transition."""
+
+    lane: int
+    serial: int  # its number in its lane; it lies in the cell (serial % steps, lane)
+    fields: Fields
+    priority: float
+    number: int  # of all rows of the buffer in the order of writing: the row's identity, which copies keep
+    breaks: bool = False  # begins an episode, whatever flag and id of the row before it say
+
+    @property
+    def done(self) -> bool:
+        keys = [DONE] if DONE in self.fields else [TERMINATED, TRUNCATED]
+        return bool(np.any([np.any(self.fields.get(key, False)) for key in keys]))
+
+    @property
+    def name(self) -> Any:
+        return self.fields.get(TRAJ)
+
+
+def continues(before: Row, row: Row) -> bool:
+    """Whether a row continues the episode of the row before it in its lane."""
+    return not row.breaks and not before.done and before.name == row.name
+
+
+@dataclass
+class Model:
+    """Lanes of rows, of which each keeps its newest ``steps``; ``lanes=0``: the rows ``[T]`` of a single lane."""
+
+    steps: int
+    lanes: int = 0
+    floor: float = 0.0  # the sampler's ``min_priority``
+    within_buffer: bool = False  # its ``max_priority_within_buffer``
+    largest: float | None = None  # the largest magnitude of all updates
+    written: int = 0  # rows ever written
+    rows_of: list[deque[Row]] = field(default_factory=list)
+    last: list[Row | None] = field(default_factory=list)  # the newest row of each lane, even if it was removed since
+    cut: set[int] = field(default_factory=set)  # lanes whose next row begins an episode
+
+    def __post_init__(self) -> None:
+        self.rows_of = self.rows_of or [deque() for _ in range(max(1, self.lanes))]
+        self.last = self.last or [None] * len(self.rows_of)
+
+    # writes
+
+    def append(self, lane: int, fields: Fields) -> Row:
+        """Write a row to a lane, whose oldest row goes if the lane is full."""
+        rows, before = self.rows_of[lane], self.last[lane]
+        row = Row(lane, rows[-1].serial + 1 if rows else 0, dict(fields), self.entry, self.written)
+        row.breaks = before is None or lane in self.cut or (not rows and not continues(before, row))
+        rows.append(row)
+        self._drop(rows, self.steps)
+        self.last[lane] = row
+        self.written += 1
+        self.cut.discard(lane)
+        return row
+
+    def _drop(self, rows: deque[Row], steps: int) -> None:
+        """Remove the oldest rows; the oldest that is left keeps whether it began an episode."""
+        while len(rows) > steps:
+            gone = rows.popleft()
+            rows[0].breaks |= not continues(gone, rows[0])
+
+    def put(self, slot: int, lane: int, fields: Fields) -> Row:
+        """Write a row to a cell, as a writer without order does: the row after the last one, or replace one."""
+        rows = self.rows_of[lane]
+        if slot == len(rows):
+            return self.append(lane, fields)
+        rows[slot] = Row(lane, slot, dict(fields), self.entry, self.written, breaks=True)
+        self.written += 1
+        return rows[slot]
+
+    def edit(self, row: Row, fields: Fields) -> None:
+        """Set some entries of a stored row; its episode may end then, or go on in the next one."""
+        row.fields |= fields
+
+    def write_back(self, rows: Sequence[Row], fields: Sequence[Fields]) -> int:
+        """Set entries of the rows that are still stored; of a row that occurs often, the last. Return how many."""
+        kept = {row.number: (row, new) for row, new in zip(rows, fields, strict=True) if self.holds(row)}
+        for row, new in kept.values():
+            self.edit(self.row(*self.cell(row)), new)
+        return len(kept)
+
+    def empty(self) -> None:
+        """Remove all rows and priorities. Episodes go on, so that one whose first rows are gone is never whole."""
+        for rows in self.rows_of:
+            rows.clear()
+        self.largest = None
+
+    def begin_episodes(self, lanes: Iterable[int] | None = None) -> None:
+        """Let the next row of each lane begin an episode: after a load, a reopening, a reset, another writer."""
+        self.cut |= set(range(len(self.rows_of)) if lanes is None else lanes)
+
+    def resize(self, steps: int) -> None:
+        """Keep the newest rows of each lane, which lie in its first cells then, the oldest first."""
+        self.steps = steps
+        for rows in self.rows_of:
+            self._drop(rows, steps)
+            for serial, row in enumerate(rows):
+                row.serial = serial
+
+    # identity
+
+    def __len__(self) -> int:
+        return sum(map(len, self.rows_of))
+
+    def rows(self) -> list[Row]:
+        """Return all stored rows in the order of their cells."""
+        return sorted((row for rows in self.rows_of for row in rows), key=self.cell)
+
+    def cell(self, row: Row) -> tuple[int, int]:
+        return row.serial % self.steps, row.lane
+
+    def flat(self, row: Row) -> int:
+        slot, lane = self.cell(row)
+        return slot * len(self.rows_of) + lane
+
+    def row(self, slot: int, lane: int = 0) -> Row:
+        """Return the row that lies in a cell."""
+        rows = self.rows_of[lane]
+        return rows[(slot - rows[0].serial) % self.steps]
+
+    def holds(self, row: Row) -> bool:
+        """Whether a row, perhaps of another copy of this model, is still stored."""
+        return any(row.number == each.number for each in self.rows_of[row.lane])
+
+    # episodes
+
+    def later(self, row: Row) -> Iterator[Row]:
+        """Yield the row and the stored rows after it in its episode."""
+        rows = [*self.rows_of[row.lane]]
+        at = rows.index(row)
+        yield row
+        for before, after in zip(rows[at:], rows[at + 1 :], strict=False):
+            if not continues(before, after):
+                return
+            yield after
+
+    def episode(self, row: Row) -> list[Row]:
+        """Return the stored rows of a row's episode, the oldest first."""
+        rows = [*self.rows_of[row.lane]]
+        at = rows.index(row)
+        while at and continues(rows[at - 1], rows[at]):
+            at -= 1
+        return [*self.later(rows[at])]
+
+    def ended(self, row: Row) -> bool:
+        """Whether a row's episode has ended: with a flag, or because its lane's next row begins another."""
+        last = self.episode(row)[-1]
+        return last.done or last is not self.rows_of[row.lane][-1]
+
+    def reach(self, row: Row) -> tuple[int, int, bool]:
+        """Return how many stored rows of its episode lie before and after a row, and whether it has ended."""
+        whole = self.episode(row)
+        back = whole.index(row)
+        return back, len(whole) - 1 - back, self.ended(row)
+
+    def whole(self, *, only_finished: bool = True) -> list[list[Row]]:
+        """Return the episodes whose rows are all stored, by lane and age."""
+        oldest = [rows[0] for rows in self.rows_of if rows and not rows[0].breaks]  # of which more may have been there
+        starts = [row for rows in self.rows_of for row in rows if self.episode(row)[0] is row and row not in oldest]
+        return [self.episode(row) for row in starts if self.ended(row) or not only_finished]
+
+    # priorities
+
+    @property
+    def entry(self) -> float:
+        """The magnitude that a new row gets: the largest seen, 1 before any."""
+        if self.within_buffer:
+            return max((row.priority for row in self.rows()), default=1.0)
+        return max(self.floor, 1.0) if self.largest is None else self.largest
+
+    def update(self, rows: Sequence[Row], errors: Sequence[float]) -> int:
+        """Set priorities from TD errors; return how many were stale. Raise, and change nothing, if one is no number."""
+        if not all(map(math.isfinite, errors)):
+            raise ValueError(f"a TD error of {errors} is not finite")
+        stale = 0
+        for row, error in zip(rows, errors, strict=True):
+            if self.holds(row):
+                stored = self.row(*self.cell(row))
+                stored.priority = max(abs(float(error)), self.floor)
+                self.largest = max(self.largest or 0.0, stored.priority)
+            else:
+                stale += 1
+        return stale
+
+
+# -- laws: the probability of each row, in the order of ``model.rows()``
+
+
+def _normalized(weights: Iterable[float]) -> list[float]:
+    weights = [*weights]
+    total = math.fsum(weights)
+    return [weight / total for weight in weights]
+
+
+def age(model: Model, row: Row) -> int:
+    """Return how many rows of its lane were written after a row."""
+    return model.rows_of[row.lane][-1].serial - row.serial
+
+
+def uniform(model: Model, max_age: float = math.inf) -> list[float]:
+    return _normalized(float(age(model, row) <= max_age) for row in model.rows())
+
+
+def recency(model: Model, half_life: float, window: float = math.inf, max_age: float = math.inf) -> list[float]:
+    ages = [age(model, row) for row in model.rows()]
+    return _normalized(0.5 ** (a / half_life) * (a < window and a <= max_age) for a in ages)
+
+
+def proportional(model: Model, alpha: float, eps: float = 1e-8) -> list[float]:
+    return _normalized((row.priority + eps) ** alpha for row in model.rows())
+
+
+def by_rank(model: Model, alpha: float) -> list[float]:
+    """Rows of equal priorities rank by their order here; a sampler may rank them in any order."""
+    rows = model.rows()
+    order = sorted(range(len(rows)), key=lambda at: -rows[at].priority)
+    rank = {at: 1 + place for place, at in enumerate(order)}
+    return _normalized(rank[at] ** -alpha for at in range(len(rows)))
+
+
+def importance(
+    law: Sequence[float], drawn: Sequence[int], beta: float, norm: Literal["buffer", "batch"] | None = "buffer"
+) -> list[float]:
+    """Return the importance weights of the rows drawn, which are places in ``model.rows()``."""
+    weights = [(len(law) * law[at]) ** -beta for at in drawn]
+    if norm == "batch":
+        return [weight / max(weights) for weight in weights]
+    least = min(p for p in law if p > 0)
+    return weights if norm is None else [weight / (len(law) * least) ** -beta for weight in weights]
+
+
+def combined(errors: Sequence[float], counts: Sequence[bool], eta: float | None = None) -> float:
+    """Return the priority of a window's anchor: the largest magnitude, or a mix with the mean as in R2D2."""
+    magnitudes = [abs(error) for error, here in zip(errors, counts, strict=True) if here]
+    largest = max(magnitudes)
+    return largest if eta is None else eta * largest + (1 - eta) * math.fsum(magnitudes) / len(magnitudes)
+
+
+# -- what a batch of given rows must hold
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Which wrappers stand around the sampler, and their arguments."""
+
+    hindsight: bool = False
+    n_step: bool = False
+    sequence: bool = False
+    strategy: str = "future"
+    her_ratio: float = 0.6
+    future_gamma: float = 1.0
+    n: int = 3
+    gamma: float = 0.9
+    length: int = 4
+    burn_in: int = 2
+    boundary: Literal["pad", "shift", "strict"] = "pad"
+
+    @property
+    def window(self) -> int:
+        return self.length + self.burn_in if self.sequence else 1
+
+
+def reward_fn(batch: TensorDictBase) -> torch.Tensor:
+    """Return minus the distance to the goal, the more the greater the action, ``[B]``."""
+    return -(batch[OUTCOME] - batch[GOAL]).abs().sum(-1) * (1 + batch["action"]) / 8
+
+
+def terminated_fn(batch: TensorDictBase) -> torch.Tensor:
+    """Return whether the goal is reached, ``[B]`` bool."""
+    return (batch[OUTCOME] == batch[GOAL]).all(-1)
+
+
+def relabeled(row: Row, goal: Row | None) -> Fields:
+    """Return a transition whose goal is what another row has achieved, with its reward and end; None: as it is."""
+    if goal is None:
+        return dict(row.fields)
+    new, reached = goal.fields[OUTCOME], row.fields[OUTCOME]
+    distance = sum(abs(a - b) for a, b in zip(reached, new, strict=True))
+    end = {TERMINATED: [reached == new], DONE: [reached == new or row.fields[TRUNCATED][0]]}
+    return row.fields | {GOAL: new, NEXT_GOAL: new, REWARD: [-distance * (1 + row.fields["action",]) / 8]} | end
+
+
+def allowed_goals(model: Model, row: Row, strategy: str) -> list[Row]:
+    if strategy == "random":
+        return model.rows()
+    return {"future": [*model.later(row)], "episode": model.episode(row), "final": model.episode(row)[-1:]}[strategy]
+
+
+def transition(model: Model, row: Row, goal: Row | None, recipe: Recipe) -> Fields:
+    first = last = relabeled(row, goal)
+    if not recipe.n_step:
+        return first
+    total = 0.0
+    for k, here in enumerate(model.later(row)):
+        last = relabeled(here, goal)
+        total += recipe.gamma**k * last[REWARD][0]
+        if k + 1 == recipe.n or last[DONE][0]:
+            break
+    following = {key: value for key, value in last.items() if key[0] == "next"}
+    return first | following | {REWARD: [total], ("steps_to_next_obs",): [k + 1]}
+
+
+def window(model: Model, anchor: Row, recipe: Recipe) -> tuple[list[Row], list[bool]]:
+    """Return the rows of an anchor's window, and which of them are not padding."""
+    whole = model.episode(anchor)
+    at = whole.index(anchor)
+    if recipe.boundary == "shift":
+        at -= min(max(0, at + recipe.length - len(whole)), at)
+    wanted = range(at - recipe.burn_in, at + recipe.length)
+    real = [0 <= step < len(whole) for step in wanted]
+    assert recipe.boundary != "strict" or all(real)
+    return [whole[min(max(step, 0), len(whole) - 1)] for step in wanted], real
+
+
+def expected(model: Model, anchors: Sequence[Row], goals: Sequence[Row | None], recipe: Recipe) -> list[Fields]:
+    """Return the rows of a batch, given the rows drawn and the goal of each."""
+    batch: list[Fields] = []
+    for anchor, goal in zip(anchors, goals, strict=True):
+        report: Fields = {("relabeled",): goal is not None} if recipe.hindsight else {}
+        if not recipe.sequence:
+            batch.append(transition(model, anchor, goal, recipe) | report | {("index",): model.cell(anchor)})
+            continue
+        rows, real = window(model, anchor, recipe)
+        first, last = real.index(True), len(real) - 1 - real[::-1].index(True)
+        for j, row in enumerate(rows):
+            fields = transition(model, row, goal, recipe) | report | {("index",): model.cell(row)}
+            fields[INIT] = [fields[INIT][0] or j in (0, first)]
+            for key in (TRUNCATED, DONE):
+                fields[key] = [fields[key][0] or j == last]
+            fields |= {("mask",): real[j], ("burn_in_mask",): j < recipe.burn_in}
+            batch.append(fields | {("anchor_index",): model.cell(anchor)})
+    return batch
+
+
+# -- a buffer beside its model
+
+
+class World:
+    """Random rows, no two alike, which are written to a buffer and to its model.
+
+    In each episode the next observation of a row is the observation of the following one, and so are the ``frames``.
+    """
+
+    def __init__(self, rb: Any, model: Model, seed: int = 0, often: Often = (0.08, 0.05, 0.03), *, ids: bool = True):
+        self.rb, self.model, self.often, self.ids, self.rng = rb, model, often, ids, random.Random(seed)
+        lanes = len(model.rows_of)
+        self.fresh, self.names, self.count = [True] * lanes, [*range(lanes)], 0
+        self.achieved = [[-1.0, float(lane)] for lane in range(lanes)]
+
+    @classmethod
+    def of(cls, sampler: Any, steps: int, lanes: int = 0, fill: float = 0.0, **given: Any) -> World:
+        """Return a world with a new buffer of ``lanes`` times ``steps`` rows, ``fill`` times filled."""
+        mine = {name: given.pop(name) for name in ("seed", "often", "ids") if name in given}
+        cls_, storage = given.pop("buffer", ReplayBuffer), given.pop("storage", PackedStorage)
+        place = storage(steps * max(1, lanes), ndim=2 if lanes else 1)
+        world = cls(cls_(storage=place, sampler=sampler, **given), Model(steps, lanes), **mine)
+        left = round(fill * steps)
+        while left:
+            part = left if left < 11 else world.rng.randint(2, 9)
+            world.extend(part)
+            left -= part
+        return world
+
+    def make(self, lane: int) -> Fields:
+        """Return a new row of a lane, which is not written yet."""
+        rng = self.rng
+        self.fresh[lane] |= rng.random() < self.often[2]
+        if self.fresh[lane]:
+            self.names[lane] += len(self.names)
+            self.count += 4  # no observation is like one before
+        terminated, truncated = (rng.random() < often for often in self.often[:2])
+        now, self.count = 1.0 + self.count, self.count + 1
+        outcome = [now + rng.randrange(32) / 64, float(lane)]
+        fields: Fields = {
+            ("observation",): [now, float(lane)],
+            ("frames",): [now - 2, now - 1, now] if not self.fresh[lane] else [now] * 3,
+            ("achieved_goal",): self.achieved[lane],
+            GOAL: [float(rng.randrange(10_000, 20_000)), float(lane)],
+            ("action",): rng.randrange(3),
+            ("hidden",): [rng.randrange(64) / 64 for _ in range(3)],
+            INIT: [self.fresh[lane]],
+            ("next", "observation"): [now + 1, float(lane)],
+            OUTCOME: outcome,
+            REWARD: [rng.randrange(-64, 65) / 64],
+            TERMINATED: [terminated],
+            TRUNCATED: [truncated],
+            DONE: [terminated or truncated],
+        }
+        fields["next", "frames"] = [*fields["frames",][1:], now + 1]
+        fields[NEXT_GOAL] = fields[GOAL]
+        if self.ids:
+            fields[TRAJ] = self.names[lane]
+        self.fresh[lane], self.achieved[lane] = terminated or truncated, outcome
+        return fields
+
+    def extend(self, steps: int) -> Any:
+        """Write whole time steps, ``[n]`` or ``[E, n]``; return their index."""
+        rows = [[self.make(lane) for lane in range(len(self.names))] for _ in range(steps)]
+        data = as_tensordict([row for step in rows for row in step]).view(steps, len(self.names))
+        index = self.rb.extend(data.transpose(0, 1).contiguous() if self.model.lanes else data[:, 0])
+        self.tell(row for step in rows for row in enumerate(step))
+        return index
+
+    def add(self) -> Any:
+        """Write one time step."""
+        rows = [self.make(lane) for lane in range(len(self.names))]
+        data = as_tensordict(rows)
+        index = self.rb.add(data if self.model.lanes else data[0])
+        self.tell(enumerate(rows))
+        return index
+
+    def append(self, lanes: Sequence[int]) -> Any:
+        """Write single rows, in this order, to lanes that advance alone."""
+        rows = [self.make(lane) for lane in lanes]
+        index = self.rb.extend(as_tensordict(rows), lanes=torch.tensor(lanes))
+        self.tell(zip(lanes, rows, strict=True))
+        return index
+
+    def tell(self, rows: Iterable[tuple[int, Fields]]) -> None:
+        """Tell the model of rows that the buffer has got."""
+        for lane, fields in rows:
+            self.model.append(lane, fields)
+
+    def empty(self) -> None:
+        self.rb.empty()
+        self.model.empty()
+
+    def check(self) -> None:
+        assert_holds(self.rb, self.model)
+
+    def drawn(self, batch: TensorDictBase, recipe: Recipe) -> tuple[list[Row], list[Row | None]]:
+        """Return what chance has decided about a batch: its anchors, and their goals, each of which must be allowed."""
+        model, batch = self.model, batch.flatten()
+        key = "anchor_index" if recipe.sequence else "index"
+        cells = [cell if isinstance(cell, list) else [cell] for cell in batch[key][:: recipe.window].tolist()]
+        anchors = [model.row(*cell) for cell in cells]
+        goals: list[Row | None] = [None] * len(cells)
+        for j, anchor in enumerate(anchors if recipe.hindsight else []):
+            if batch["relabeled"][j * recipe.window]:
+                goal = batch["desired_goal"][j * recipe.window].tolist()
+                found = [row for row in allowed_goals(model, anchor, recipe.strategy) if row.fields[OUTCOME] == goal]
+                assert found, f"{goal} was not reached where {recipe.strategy} goals of {model.cell(anchor)} are"
+                goals[j] = found[0]
+        return anchors, goals
+
+    def check_batch(self, batch: TensorDictBase, recipe: Recipe = Recipe()) -> list[Row]:
+        """Compare a batch, but for its weights, with what its anchors say; return the anchors."""
+        anchors, goals = self.drawn(batch, recipe)
+        report = [key for key in ("priority_weight", "sampled_at") if key in batch.keys()]
+        assert_batch(batch.exclude(*report), expected(self.model, anchors, goals, recipe))
+        return anchors
+
+
+def as_tensordict(rows: Sequence[Fields]) -> TensorDict:
+    """Return rows as ``[n]``: floats as float32, whole numbers as int64."""
+    return TensorDict({key: torch.tensor([row[key] for row in rows]) for key in rows[0]}, [len(rows)])
+
+
+def index_of(model: Model, rows: Sequence[Row]) -> Any:
+    """Return the index of rows as a storage takes it: ``[n]``, or slots and lanes."""
+    cells = torch.tensor([model.cell(row) for row in rows]).view(-1, 2)
+    return (cells[:, 0], cells[:, 1]) if model.lanes else cells[:, 0]
+
+
+def assert_batch(batch: TensorDictBase, rows: Sequence[Fields]) -> None:
+    """Compare keys, shapes and values of a batch ``[n]`` with the rows that it must hold."""
+    keys = {key if isinstance(key, tuple) else (key,) for key in batch.keys(True, True)}
+    assert keys == set(rows[0]), f"unlike keys: {keys ^ set(rows[0])}"
+    assert batch.batch_size == (len(rows),)
+    for key in keys:
+        found, wanted = batch[key], torch.tensor([row[key] for row in rows])
+        if key in (("index",), ("anchor_index",)) and found.ndim == 1:
+            wanted = wanted[:, 0]
+        assert found.shape == wanted.shape, f"{key}: {found.shape}, expected {wanted.shape}"
+        close = {"rtol": 1e-5, "atol": 1e-5} if key == REWARD else {"rtol": 0.0, "atol": 0.0}
+        torch.testing.assert_close(found.double(), wanted.double(), msg=lambda m, key=key: f"{key}: {m}", **close)
+
+
+def assert_holds(rb: Any, model: Model, *, episodes: bool = True) -> None:
+    """Compare all rows, lanes, priorities and episodes of a buffer with its model."""
+    rows, storage = model.rows(), rb.storage
+    if isinstance(rb, ReplayBuffer):
+        sizes = [len(rb.lane(lane)) for lane in range(model.lanes)] or [len(rb)]
+        assert (len(rb), sizes) == (len(model), [len(lane) for lane in model.rows_of])
+    if not rows:
+        return
+    index = index_of(model, rows)
+    assert_batch(storage.get(index).exclude("index"), [row.fields for row in rows])
+    for lane, held in enumerate(model.rows_of if isinstance(rb, ReplayBuffer) else []):
+        if held and storage.in_time_order:
+            found = (rb.lane(lane) if model.lanes else rb).chronological()
+            assert_batch(found, [row.fields for row in held])
+    sampler = getattr(rb.sampler, "innermost", rb.sampler)
+    if hasattr(sampler, "priority"):
+        found = sampler.priority(index, storage=storage).tolist()
+        assert found == [row.priority for row in rows], "priorities"
+    if episodes:
+        trajectories = TrajectoryIndex.of(storage)
+        found = zip(*(part.tolist() for part in trajectories.reach(index)), strict=True)
+        assert [*found] == [model.reach(row) for row in rows], "steps back, steps ahead, ended"
+        first, length = trajectories.whole(only_finished=False)
+        wanted = [(model.flat(whole[0]), len(whole)) for whole in model.whole(only_finished=False)]
+        assert [*zip(first.tolist(), length.tolist(), strict=True)] == wanted, "whole episodes"
+
+
+def saved(world: World) -> World:
+    """Return a copy of a world's model and counters, with no buffer, for a buffer that is loaded later."""
+    rb, world.rb = world.rb, None
+    try:
+        return copy.deepcopy(world)
+    finally:
+        world.rb = rb
