@@ -119,6 +119,19 @@ def test_reading_an_incomplete_rollout_is_an_error_that_says_what_to_do(make_wor
     assert len(list(rollout)) == 5
 
 
+def test_every_batch_of_an_incomplete_rollout_is_estimated_or_refused(make_world):
+    world = make_world()
+    for partial in (False, True):
+        rollout, data = filled(world, partial=partial)
+        rollout.sample()  # the next batches are drawn by compiled code
+        rollout.extend(data[:, :2].clone())
+        if partial:
+            assert rollout.sample()["advantage"].isfinite().all()
+        else:
+            with pytest.raises(RuntimeError, match="the rollout is not complete: 2 of 8 steps"):
+                rollout.sample()
+
+
 def test_an_incomplete_rollout_can_be_read_on_request(make_world):
     world = make_world(3)
     data = world.steps(8, values=False)
