@@ -6,11 +6,13 @@ import os
 import random
 from collections.abc import Iterator
 from contextlib import nullcontext
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, register_random, settings
+from gymnasium.utils import seeding
+from hypothesis import HealthCheck, Phase, register_random, settings
 
 from rlbuf_td.kernels.episodes import FlagBoundaries
 from tests.backends import forced
@@ -30,8 +32,27 @@ class TorchsGenerator:
 
 TORCHS_GENERATOR = TorchsGenerator()  # which Hypothesis does not keep alive
 register_random(TORCHS_GENERATOR)
-settings.register_profile("on a busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("on a busy machine")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let Hypothesis try the same examples in every run; ``--hypothesis-seed=N`` tries those of seed ``N``."""
+    has_seed = config.getoption("--hypothesis-seed") is not None
+    slow = [HealthCheck.too_slow]  # on a busy machine
+    how: dict[str, Any] = {"deadline": None, "suppress_health_check": slow, "database": None, "print_blob": True}
+    settings.register_profile("same examples", derandomize=True, **how)
+    settings.register_profile("examples of a seed", derandomize=False, **how)
+    explicit = Phase.explicit, Phase.generate  # for ``--hypothesis-profile``: does not look for the shortest failure
+    settings.register_profile("the first failure", derandomize=True, phases=explicit, **how)
+    settings.load_profile("examples of a seed" if has_seed else "same examples")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def seeds_of_environments() -> Iterator[None]:
+    """Take the seeds of Gymnasium's environments and spaces from NumPy's generator, not from the system."""
+    make = seeding.np_random
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(seeding, "np_random", lambda seed=None: make(np.random.randint(2**31) if seed is None else seed))  # noqa: NPY002
+        yield
 
 
 @pytest.fixture(autouse=True)

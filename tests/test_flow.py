@@ -62,8 +62,22 @@ def test_without_a_tolerance_the_least_possible_one_is_taken():
     assert flow.tolerance == 32
 
 
+def until_waits(rb: ReplayBuffer, kind: str, count: float) -> None:
+    """Return when the buffer has counted so many waits."""
+    deadline = time.monotonic() + 60
+    while rb.health()[kind] < count:
+        assert time.monotonic() < deadline, f"no call waits: {rb.health()}"
+        time.sleep(0.001)
+
+
 def waited(rb: ReplayBuffer) -> TensorDict:
-    writer = threading.Timer(0.05, rb.extend, (rows(5),))
+    def write() -> None:
+        if "sample_waits" in rb.health():
+            until_waits(rb, "sample_waits", before + 1)
+        rb.extend(rows(5))
+
+    before = rb.health().get("sample_waits", 0)
+    writer = threading.Timer(0.05, write)
     writer.start()
     batch = rb.sample(wait=True, timeout=10)
     writer.join()
@@ -197,7 +211,7 @@ def test_a_write_waits_until_enough_has_been_sampled():
     rb.extend(rows(16))
     writer = threading.Thread(target=rb.add, args=(rows(1)[0],))
     writer.start()
-    writer.join(0.05)
+    until_waits(rb, "insert_waits", 1)
     assert writer.is_alive()
     rb.sample()
     writer.join(10)

@@ -425,6 +425,8 @@ def test_a_queue_in_lockstep_with_a_list(data):
     waiting = queue(7, max_age=max_age, age_key="version" if by_key else None)
     expected: list[tuple[int, int]] = []
     version = written = discarded = 0
+    if by_key:
+        waiting.consumer_version = version
     for _ in range(data.draw(st.integers(1, 25))):
         if data.draw(st.booleans()):
             new = [version - data.draw(st.integers(0, 3)) for _ in range(data.draw(st.integers(1, 3)))]
