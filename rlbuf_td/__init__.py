@@ -20,6 +20,7 @@ from rlbuf_td.buffers.experience_queue import ExperienceQueue
 from rlbuf_td.buffers.mixture import ReplayBufferMixture
 from rlbuf_td.buffers.replay import PrioritizedReplayBuffer, ReplayBuffer
 from rlbuf_td.buffers.rollout import RolloutBuffer
+from rlbuf_td.buffers.waiting import ShutDown
 from rlbuf_td.checkpoint import CheckpointError
 from rlbuf_td.diagnostics.doctor import check
 from rlbuf_td.diagnostics.episode_stats import EpisodeStats
@@ -77,6 +78,7 @@ __all__ = [
     "RowSampler",
     "SchemaError",
     "SequenceSampler",
+    "ShutDown",
     "TrajectoryIndex",
     "UniformSampler",
     "check",

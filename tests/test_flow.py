@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 from torchrl.data.replay_buffers import RandomSampler
 
-from rlbuf_td import PackedStorage, ReplayBuffer, SchemaError, UniformSampler
+from rlbuf_td import PackedStorage, ReplayBuffer, SchemaError, ShutDown, UniformSampler
 from rlbuf_td.buffers.flow import FlowControl
 
 
@@ -89,7 +89,7 @@ def test_a_batch_waits_for_rows_and_for_permission():
     with pytest.raises(RuntimeError, match="does not admit a batch of 8 rows"):
         rb.sample()
     rb.extend(rows(9))
-    with pytest.raises(TimeoutError, match="flow control admitted nothing"):
+    with pytest.raises(TimeoutError, match="9 of min_size=10 rows have been written"):
         rb.sample(wait=True, timeout=0.01)
     assert waited(rb).shape == (8,)
     health = rb.health()
@@ -98,7 +98,7 @@ def test_a_batch_waits_for_rows_and_for_permission():
 
 def test_a_buffer_without_flow_control_waits_for_its_first_row():
     rb = buffer()
-    with pytest.raises(TimeoutError, match="no row"):
+    with pytest.raises(TimeoutError, match="no batch within 0.01 seconds: the buffer is empty"):
         rb.sample(wait=True, timeout=0.01)
     assert waited(rb).shape == (8,)
     assert "inserts" not in rb.health()
@@ -109,7 +109,7 @@ def test_a_batch_of_distinct_rows_waits_until_there_are_enough():
     rb.extend(rows(4))
     assert not rb.can_sample()
     assert rb.can_sample(4)
-    with pytest.raises(TimeoutError):
+    with pytest.raises(TimeoutError, match="UniformSampler cannot draw a batch of 8 rows from the 4 stored ones yet"):
         rb.sample(wait=True, timeout=0.01)
     assert waited(rb).shape == (8,)
 
@@ -162,11 +162,10 @@ def test_wrong_waits_are_refused():
         with pytest.raises((ValueError, RuntimeError), match=error):
             rb.wait_until_sampleable(**wait)
     rb.shutdown()
-    with pytest.raises(RuntimeError, match="shut down"):
+    with pytest.raises(ShutDown, match="shut down"):
         rb.wait_until_sampleable(1)
 
 
-@pytest.mark.filterwarnings("ignore:Got conflicting batch_sizes")
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("ndim", [1, 2])
 def test_batches_and_their_rows_are_counted(shared, ndim, tmp_path):
@@ -226,7 +225,7 @@ def test_shutdown_wakes_whoever_waits():
     def write() -> None:
         try:
             rb.extend(rows(16))
-        except RuntimeError as error:
+        except ShutDown as error:
             found.append(str(error))
 
     writer = threading.Thread(target=write)
@@ -235,6 +234,49 @@ def test_shutdown_wakes_whoever_waits():
     rb.shutdown()
     writer.join(10)
     assert found == ["the buffer has been shut down"]
+    for call in (rb.sample, partial(rb.sample, 3, wait=True), partial(rb.add, rows(1)[0]), partial(rb.extend, rows(1))):
+        with pytest.raises(ShutDown):
+            call()
+
+
+def test_a_write_that_waits_long_says_what_for_and_its_remedy_works(monkeypatch):
+    monkeypatch.setattr("rlbuf_td.buffers.waiting.PATIENCE", 0.02)
+    rb = ReplayBuffer(storage=PackedStorage(1_000), batch_size=32, samples_per_insert=4)
+    rb.add(rows(1)[0])
+    stop = threading.Timer(0.1, rb.shutdown)
+    stop.start()
+    counts = "1 rows were written and 0 sampled, with samples_per_insert=4, min_size=0, tolerance=4"
+    with pytest.warns(UserWarning, match=f"a write has waited.*{counts}.*4 more rows"), pytest.raises(ShutDown):
+        rb.add(rows(1)[0])
+    stop.join()
+    for flow in ({}, {"min_size": 50}, {"tolerance": 40}):
+        rb, drawn = ReplayBuffer(storage=PackedStorage(1_000), batch_size=32, samples_per_insert=4, **flow), 0
+        for _ in range(200):
+            rb.add(rows(1)[0])
+            while rb.can_sample():
+                drawn += len(rb.sample())
+        assert abs(drawn - 4 * (200 - rb.flow.min_size)) <= 40
+
+
+def test_a_batch_waits_for_as_many_rows_as_the_error_says():
+    rb = buffer(samples_per_insert=1.0, min_size=50, tolerance=64)
+    rb.extend(rows(60))
+    while rb.can_sample():
+        rb.sample()
+    for missing in (6, 5):
+        said = f"72 sampled, with samples_per_insert=1, min_size=50, tolerance=64; .* {missing} more rows are written"
+        with pytest.raises(TimeoutError, match=said):
+            rb.sample(wait=True, timeout=0)
+        rb.add(rows(1)[0])
+    rb.extend(rows(4))
+    rb.sample()
+
+
+def test_another_batch_size_is_no_reason_to_warn():
+    for sampler in (UniformSampler(), RandomSampler()):
+        rb = ReplayBuffer(storage=PackedStorage(100), sampler=sampler, batch_size=8)
+        rb.extend(rows(20))
+        assert (len(rb.sample(3)), len(rb.sample())) == (3, 8)
 
 
 def test_what_fails_has_not_been_counted():
@@ -256,6 +298,7 @@ def test_what_fails_has_not_been_counted():
         ({"tolerance": 3}, "tolerance needs samples_per_insert"),
         ({"min_size": 1.5}, "min_size must be a whole number"),
         ({"samples_per_insert": 1, "prefetch": 2}, "use prefetch=0"),
+        ({"samples_per_insert": 1, "tolerance": 4}, "a batch of 8 rows could block forever .* make it at least 8"),
     ],
 )
 def test_arguments_that_would_block_forever_are_refused(arguments, message):
@@ -268,8 +311,9 @@ def test_batches_and_writes_that_would_block_forever_are_refused():
     with pytest.raises(ValueError, match="a write of 5 rows could block forever"):
         rb.extend(rows(5))
     rb.extend(rows(4))
-    with pytest.raises(ValueError, match="a batch of 17 rows could block forever"):
-        rb.sample(17)
+    for call in (rb.sample, rb.can_sample):
+        with pytest.raises(ValueError, match="a batch of 17 rows could block forever"):
+            call(17)
 
 
 def filled(count: int, **flow) -> ReplayBuffer:
@@ -308,7 +352,7 @@ def test_writes_and_batches_go_on_after_all_rows_are_removed(remove, tmp_path):
     rb.extend(rows(8))
     remove(rb, tmp_path)
     extended_in_time(rb, 7)
-    with pytest.raises(RuntimeError, match="too few rows"):
+    with pytest.raises(RuntimeError, match="7 of min_size=8 rows have been written"):
         rb.sample()  # min_size holds again
     rb.extend(rows(2))
     assert rb.sample().shape == (8,)
@@ -354,14 +398,14 @@ def test_rows_that_are_brought_count_as_written_and_as_sampled_often_enough(brin
     rb = BROUGHT[bring](filled(200), tmp_path)
     for _ in range(5):
         assert rb.sample().shape == (8,)
-    with pytest.raises(RuntimeError, match="samples per insert are at their limit"):
+    with pytest.raises(RuntimeError, match="200 rows were written and 230 sampled"):
         rb.sample()
     assert (rb.health()["inserts"], rb.health()["samples"]) == (200, 190 + 40)
 
 
 def test_rows_that_another_buffer_writes_count_as_written():
     rb = over(PackedStorage(1_000))
-    with pytest.raises(RuntimeError, match="too few rows"):
+    with pytest.raises(RuntimeError, match="the buffer is empty, and min_size=10"):
         rb.sample()
     ReplayBuffer(storage=rb.storage).extend(rows(20))
     assert rb.sample().shape == (8,)

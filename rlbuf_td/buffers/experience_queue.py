@@ -12,12 +12,11 @@ from typing import Any, TypeVar
 import torch
 from tensordict import NestedKey, TensorDictBase
 
-from rlbuf_td.buffers.flow import refuse_cancelled
 from rlbuf_td.buffers.replay import ReplayBuffer
+from rlbuf_td.buffers.waiting import POLL, ShutDown, SlowWrite, refuse_cancelled
 from rlbuf_td.samplers import QueueSampler
 from rlbuf_td.writers import QueueWriter
 
-_POLL = 0.001  # polling interval in seconds; unlike a notification, polling still works if another process dies
 Result = TypeVar("Result")
 
 
@@ -31,13 +30,14 @@ class ExperienceQueue(ReplayBuffer):
     """A first-in-first-out queue for asynchronous actors (IMPALA, APPO): each row is sampled once.
 
     A row is a transition, or a trajectory of L steps with entries ``[L, ...]``. A write waits until its rows fit into
-    the queue; :meth:`sample` waits until the queue has ``batch_size`` rows. A write is stored completely or not at all,
-    and rows from the same thread keep their order. Several threads, and after :meth:`share` several processes, may
-    use a queue. If a process dies, its unfinished write is undone, and the rows of its unfinished sample stay in the
-    queue. If a transform raises an error in :meth:`sample`, the rows of the batch are lost. Waiting calls are not
-    served in order. Calls with few rows can delay a call with many rows indefinitely, so use batches and writes of
-    similar sizes. The capacity should be at least ``batch_size`` plus the rows of a write, less 1. In a smaller queue,
-    writes and batches can wait for each other forever, unless their sizes have a large common divisor.
+    the queue, and warns after 5 seconds; :meth:`sample` waits until the queue has ``batch_size`` rows. A write is
+    stored completely or not at all, and rows from the same thread keep their order. Several threads, and after
+    :meth:`share` several processes, may use a queue. If a process dies, its unfinished write is undone, and the rows of
+    its unfinished sample stay in the queue. If a transform raises an error in :meth:`sample`, the rows of the batch are
+    lost. Waiting calls are not served in order. Calls with few rows can delay a call with many rows indefinitely, so
+    use batches and writes of similar sizes. The capacity should be at least ``batch_size`` plus the rows of a write,
+    less 1. In a smaller queue, writes and batches can wait for each other forever, unless their sizes have a large
+    common divisor.
 
     Args:
         timeout: longest wait in seconds; ``None`` waits forever.
@@ -54,7 +54,7 @@ class ExperienceQueue(ReplayBuffer):
         ValueError: ``sampler``, ``writer``, ``samples_per_insert``, ``min_size`` or ``prefetch`` is given, or
             ``timeout`` is negative. A write of no rows raises a ValueError, and so does a write or a batch that is
             larger than the capacity, or that could wait forever; nothing has changed.
-        RuntimeError: the queue has been shut down, in any process.
+        ShutDown: the queue has been shut down, in any process.
 
     Cost: as for a uniform sample and a write in a :class:`ReplayBuffer`; a waiting call polls every millisecond.
 
@@ -152,7 +152,7 @@ class ExperienceQueue(ReplayBuffer):
         return self._once_possible(draw, seconds, batch_size, cancel_event)
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Stop the threads of the queue within ``timeout`` seconds; waiting calls raise a RuntimeError."""
+        """Stop the threads of the queue within ``timeout`` seconds; waiting calls raise :class:`ShutDown`."""
         self._initialize().writer.close()
         super().shutdown(timeout)
 
@@ -176,15 +176,18 @@ class ExperienceQueue(ReplayBuffer):
 
         ``own_size`` is the size of a batch that is not :attr:`batch_size`, against which writes are not checked.
         """
-        deadline = inf if timeout is None else time.monotonic() + timeout
+        deadline, slow_write = inf if timeout is None else time.monotonic() + timeout, SlowWrite()
         while True:
             if self._initialize().writer.is_closed:
-                raise RuntimeError("the queue has been shut down")
+                raise ShutDown("the queue has been shut down")
             refuse_cancelled(cancel_event)
             try:
                 return call()
             except (Full, Empty) as error:
+                if isinstance(error, Full):
+                    text = f"{error}. Sample in another thread or process, or make the storage larger"
+                    slow_write.check(lambda text=text: text, stacklevel=3)  # type: ignore[misc]
                 if time.monotonic() >= deadline:
                     raise TimeoutError(f"{error}, for {timeout} seconds") from None
                 self._refuse_blocking(own_size, self.parts.writer.largest_write)
-            time.sleep(_POLL)
+            time.sleep(POLL)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
-from math import inf, isfinite
+from math import ceil, inf, isfinite
 from typing import TYPE_CHECKING, Any
 
+from rlbuf_td.buffers.waiting import ShutDown, admitted
 from rlbuf_td.storages.lane_heads import row_count
 from rlbuf_td.storages.shared.memory import SharedNumbers
 
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 _INSERTED, _SAMPLED, _BATCH, _WRITE, _SAMPLE_WAITS, _INSERT_WAITS, _CLOSED, _EPOCH = range(8)
 _SAVED = 6  # the first numbers are saved with the buffer
-_POLL = 0.001  # polling interval in seconds; unlike a notification, polling still works if another process dies
 
 
 class FlowControl:
@@ -78,6 +77,7 @@ class FlowControl:
 
     def admits_sample(self, rows: int) -> bool:
         """Return whether a batch would be admitted, without counting it."""
+        self.refuse_endless(rows, rows, "a batch")
         inserted, sampled = self._numbers[_INSERTED], self._numbers[_SAMPLED]
         if inserted < max(1, self.min_size):
             return False
@@ -93,6 +93,29 @@ class FlowControl:
         numbers[_INSERTED] = inserted
         return True
 
+    def why_no_batch(self, rows: int) -> str:
+        """Return in one sentence why a batch of ``rows`` rows is not admitted now."""
+        inserted, sampled = self._numbers[_INSERTED], self._numbers[_SAMPLED]
+        if not inserted:
+            return "the buffer is empty" + (f", and min_size={self.min_size}" if self.min_size else "")
+        if inserted < self.min_size:
+            return f"{inserted} of min_size={self.min_size} rows have been written"
+        excess = self._excess(sampled + rows, inserted) - self._tolerance_for(rows)
+        missing = ceil(excess / (self.samples_per_insert or 1.0))
+        return f"{self._counts()}; a batch of {rows} rows is admitted when {max(1, missing)} more rows are written"
+
+    def why_no_write(self, rows: int) -> str:
+        """Return in one sentence why a write of ``rows`` rows is not admitted now, and what to do."""
+        excess = -self._excess(self._numbers[_SAMPLED], self._numbers[_INSERTED] + rows) - self.tolerance
+        missing = f"it is admitted when {max(1, ceil(excess))} more rows are sampled"
+        remedy = "Sample in another thread or process; in one thread, after each write: "
+        return f"{self._counts()}; {missing}. {remedy}`while rb.can_sample(): batch = rb.sample()`"
+
+    def _counts(self) -> str:
+        inserted, sampled = self._numbers[_INSERTED], self._numbers[_SAMPLED]
+        settings = f"samples_per_insert={self.samples_per_insert:g}, min_size={self.min_size}, "
+        return f"{inserted} rows were written and {sampled} sampled, with {settings}tolerance={self.tolerance:g}"
+
     def _excess(self, sampled: int, inserted: int) -> float:
         if self.samples_per_insert is None:
             return 0.0
@@ -101,12 +124,16 @@ class FlowControl:
     def _note(self, which: int, rows: int, weight: float, what: str) -> None:
         """Record the size of a batch or write; refuse a size that the given tolerance never admits."""
         if self._numbers[_CLOSED]:
-            raise RuntimeError("the buffer has been shut down")
+            raise ShutDown("the buffer has been shut down")
+        self.refuse_endless(rows, weight, what)
+        if rows > self._numbers[which]:
+            self._numbers[which] = rows
+
+    def refuse_endless(self, rows: int, weight: float, what: str) -> None:
+        """Raise a ValueError if the given tolerance never admits a batch or write that counts as ``weight`` samples."""
         if self.given_tolerance is not None and weight > self.given_tolerance:
             room = f"a tolerance of {self.given_tolerance} sampled rows"
             raise ValueError(f"{what} of {rows} rows could block forever with {room}: make it at least {weight:g}")
-        if rows > self._numbers[which]:
-            self._numbers[which] = rows
 
     def restart(self, rows: int) -> None:
         """Count ``rows`` as all that was written so far, and sampled as often as the target ratio asks."""
@@ -147,7 +174,7 @@ class FlowControl:
         self._numbers[_SAMPLE_WAITS if of_sample else _INSERT_WAITS] += 1
 
     def shutdown(self) -> None:
-        """Make waiting and later calls raise a RuntimeError."""
+        """Make waiting and later calls raise :class:`ShutDown`."""
         self._numbers[_CLOSED] = 1
 
     def share_memory_(self) -> None:
@@ -180,55 +207,22 @@ class FlowControl:
         self._numbers[_EPOCH] += 1
 
 
-class Cancelled(RuntimeError):
-    """The ``cancel_event`` of a call that waits was set."""
-
-
-def refuse_cancelled(event: Any) -> None:
-    if event is not None and event.is_set():
-        raise Cancelled("the cancel_event of this call was set")
-
-
-NOT_YET = "there are too few rows, or samples per insert are at their limit; sample with wait=True to wait"
-
-
-@contextmanager
-def admitted(
-    admit: Callable[[], bool],
-    lock: AbstractContextManager[Any],
-    timeout: float | None,
-    count_wait: Callable[[], None] | None = None,
-    cancel_event: Any = None,
-) -> Iterator[None]:
-    """Hold ``lock`` in a ``with`` block, as soon as ``admit()`` returns True with the lock held.
-
-    ``admit`` is called again every millisecond, for up to ``timeout`` seconds; then a TimeoutError is raised. If
-    ``cancel_event.is_set()`` returns True before, a :class:`Cancelled` error is raised.
-    """
-    deadline = inf if timeout is None else time.monotonic() + timeout
-    while True:
-        refuse_cancelled(cancel_event)
-        with lock:
-            if admit():
-                yield
-                return
-            if count_wait is not None:
-                count_wait()
-        count_wait = None
-        if time.monotonic() >= deadline:
-            raise TimeoutError(f"flow control admitted nothing, or there was no row, within {timeout} seconds")
-        time.sleep(_POLL)
-
-
 def make_flow(
-    samples_per_insert: float | None, min_size: int, tolerance: float | None, prefetch: int
+    samples_per_insert: float | None,
+    min_size: int,
+    tolerance: float | None,
+    prefetch: int,
+    batch_size: int | None = None,
 ) -> FlowControl | None:
-    """Return a :class:`FlowControl`, or None if the arguments set no limit."""
+    """Return a :class:`FlowControl`, or None if the arguments set no limit; refuse a batch size never admitted."""
     if samples_per_insert is None and tolerance is None and min_size == 0:
         return None
     if prefetch:
         raise ValueError("flow control counts batches when they are sampled: use prefetch=0")
-    return FlowControl(samples_per_insert, min_size, tolerance)
+    flow = FlowControl(samples_per_insert, min_size, tolerance)
+    if isinstance(batch_size, int):
+        flow.refuse_endless(batch_size, batch_size, "a batch")
+    return flow
 
 
 def count_imported(rb: ReplayBuffer, flow: FlowControl | None) -> None:
@@ -252,13 +246,29 @@ def inserting(rb: ReplayBuffer, flow: FlowControl, rows: int) -> Iterator[None]:
         flow.agree(row_count(rb.storage))
         return flow.admit_insert(rows)
 
-    with admitted(admit, rb._replay_lock, None, partial(flow.count_wait, of_sample=False)):
+    count_wait, reason = partial(flow.count_wait, of_sample=False), partial(flow.why_no_write, rows)
+    with admitted(admit, rb._replay_lock, reason, None, count_wait=count_wait, is_write=True):
         epoch = flow.epoch
         try:
             yield
         except BaseException:
             flow.take_back(epoch, inserted=rows)
             raise
+
+
+def why_no_batch(rb: ReplayBuffer, rows: int | None) -> str:
+    """Return in one sentence why a buffer cannot return a batch now."""
+    stored = len(rb)
+    if not stored:
+        return "the buffer is empty" + (f", and min_size={rb.flow.min_size}" if rb.flow and rb.flow.min_size else "")
+    if rows is not None and rb.flow is not None and not rb.flow.admits_sample(rows):
+        return rb.flow.why_no_batch(rows)
+    return f"{type(rb.sampler).__name__} cannot draw a batch of {rows} rows from the {stored} stored ones yet"
+
+
+def not_now(rows: int, reason: str) -> str:
+    """Return the message of the error of a batch that does not wait."""
+    return f"flow control does not admit a batch of {rows} rows now: {reason}. To wait, use sample(wait=True)"
 
 
 @contextmanager
@@ -274,19 +284,21 @@ def permission(
 
     def admit() -> bool:
         nonlocal epoch
-        if rb._service_shutdown:
-            raise RuntimeError("the buffer has been shut down")
+        rb._refuse_shut_down()
         if flow is None or rows is None:
             return not wait or (len(rb) > 0 if rows is None else rb.can_sample(rows))
         flow.agree(row_count(rb.storage))
         epoch = flow.epoch
         is_admitted = len(rb) > 0 and flow.admit_sample(rows)
         if not (is_admitted or wait):
-            raise RuntimeError(f"flow control does not admit a batch of {rows} rows now: {NOT_YET}")
+            raise RuntimeError(not_now(rows, reason()))
         return is_admitted
 
+    def reason() -> str:
+        return why_no_batch(rb, rows)
+
     count_wait = None if flow is None else partial(flow.count_wait, of_sample=True)
-    with admitted(admit, rb._replay_lock, timeout, count_wait, cancel_event):
+    with admitted(admit, rb._replay_lock, reason, timeout, count_wait=count_wait, cancel_event=cancel_event):
         pass
     try:
         yield

@@ -17,7 +17,7 @@ from tensordict import NestedKey, TensorDictBase, unravel_key
 from tensordict.nn.utils import _set_dispatch_td_nn_modules
 from torchrl.data.replay_buffers import RoundRobinWriter, Sampler, Storage, TensorDictReplayBuffer, Writer
 
-from rlbuf_td.buffers import flow, minari_data, torchrl_data, writing
+from rlbuf_td.buffers import flow, minari_data, torchrl_data, waiting, writing
 from rlbuf_td.buffers.bound_write import BoundWrite, has_own
 from rlbuf_td.buffers.lane import Lane
 from rlbuf_td.buffers.parts import (
@@ -105,8 +105,9 @@ class ReplayBuffer(TensorDictReplayBuffer):
             TorchRL's code draw ahead. Equal seeds give equal batches, except with random transforms in threads, or with
             TorchRL's samplers. :meth:`empty`, a load, or a change of storage, sampler or transform drops the batches
             drawn ahead.
-        samples_per_insert: target ratio of sampled rows to written rows. A write that would exceed ``tolerance`` waits.
-            If a batch would exceed it, :meth:`sample` raises a RuntimeError, or waits if ``wait=True``.
+        samples_per_insert: target ratio of sampled rows to written rows. A write that would exceed ``tolerance`` waits,
+            and warns after 5 seconds. If a batch would exceed it, :meth:`sample` raises a RuntimeError, or waits if
+            ``wait=True``. In one thread, sample after each write: ``while rb.can_sample(): batch = rb.sample()``.
         min_size: number of rows that must be written before the first batch, and again after :meth:`empty`.
         tolerance: largest deviation from the target, in sampled rows; see :class:`~rlbuf_td.buffers.flow.FlowControl`.
         **kwargs: other keywords of ``TensorDictReplayBuffer``: ``batch_size``, ``transform``, ``pin_memory``,
@@ -163,7 +164,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
         self.bound: dict[int, BoundBatch | str] = {}
         self.bound_write: BoundWrite | str | None = None
         ahead = kwargs.get("prefetch") or 0
-        self.flow = flow.make_flow(samples_per_insert, min_size, tolerance, ahead)
+        self.flow = flow.make_flow(samples_per_insert, min_size, tolerance, ahead, kwargs.get("batch_size"))
         self.batch_device = None if device is None else usable_device(device)
         self.prefetcher = Prefetcher(self, ahead) if ahead else None
         defaults = {"storage": partial(PackedStorage, 1_000), "sampler": UniformSampler, "writer": RingWriter}
@@ -171,6 +172,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
             del defaults["sampler"]  # TorchRL uses its default
         kwargs |= {part: default for part, default in defaults.items() if kwargs.get(part) is None}
         super().__init__(priority_key=priority_key, **kwargs)
+        self._warned_batch_size_conflict = True  # TorchRL would warn of sample(n) with another n than batch_size
 
     # -- constructors
 
@@ -497,7 +499,8 @@ class ReplayBuffer(TensorDictReplayBuffer):
             ValueError: the batch size is negative or no whole number.
             RuntimeError: no batch size is given, or the wait was cancelled. Without ``wait``, also: the buffer is
                 empty, or flow control does not admit the batch.
-            TimeoutError: the wait took longer than ``timeout``.
+            TimeoutError: the wait took longer than ``timeout``; the error says what was missing.
+            ShutDown: the buffer has been shut down.
         """
         include_info = self.include_info if include_info is None else include_info
         if not wait and self.flow is None:
@@ -511,6 +514,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
             drawn = self._draw_bound(size, is_returned=True)
             if drawn is not None:
                 return drawn[0]
+        self._refuse_shut_down()
         parts = self.parts or self._initialize()
         with self._replay_lock:  # finds rows that another process has allocated
             row_class = parts.storage.row_class if parts.is_packed else None
@@ -532,8 +536,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
 
     def _sample_with_report(self, batch_size: int | None) -> Sample:
         size = as_size(self._batch_size if batch_size is None else batch_size)
-        is_other = size != self._batch_size is not None and self.prefetcher is None
-        if self._service_shutdown or size is None or is_other:  # TorchRL raises an error or warns
+        if size is None:  # TorchRL raises an error
             drawn = super(TensorDictReplayBuffer, self).sample(batch_size, return_info=True)
         else:
             drawn = self._sample(size)
@@ -580,7 +583,8 @@ class ReplayBuffer(TensorDictReplayBuffer):
 
         Raises:
             ValueError: ``min_items`` is below 1, or ``timeout`` is negative.
-            RuntimeError: no batch size is given, or the buffer has been shut down.
+            RuntimeError: no batch size is given.
+            ShutDown: the buffer has been shut down.
 
         Cost: the buffer's lock once per millisecond; writes do not notify waiting threads or processes.
         """
@@ -593,9 +597,9 @@ class ReplayBuffer(TensorDictReplayBuffer):
             return self.can_sample(size)
 
         try:
-            with flow.admitted(can_sample, self._replay_lock, timeout, cancel_event=cancel_event):
+            with waiting.admitted(can_sample, self._replay_lock, str, timeout, cancel_event=cancel_event):
                 return True
-        except (TimeoutError, flow.Cancelled):
+        except (TimeoutError, waiting.Cancelled):
             return False
 
     def stats(self) -> dict[str, int | float | bool]:
@@ -762,7 +766,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
         Raises:
             SchemaError: the data does not match the rows; nothing has changed.
             ValueError: a TD error in the data is NaN or infinite, or flow control can never admit the write.
-            RuntimeError: the buffer has been shut down; nothing has changed.
+            ShutDown: the buffer has been shut down; nothing has changed.
         """
         return writing.write_in_turn(self, data, "add", True)
 
@@ -786,7 +790,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
                 the buffer has no lanes; nothing has changed.
             IndexError: a lane is out of range; nothing has changed.
             TypeError: the storage or writer cannot have lanes of unlike lengths; nothing has changed.
-            RuntimeError: the buffer has been shut down; nothing has changed.
+            ShutDown: the buffer has been shut down; nothing has changed.
 
         Warns:
             UserWarning: (on the first write) a row holds several steps, because the data has more batch dims than
@@ -828,7 +832,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
             ValueError: a key is in ``"next"``, and an :class:`NStepSampler` has joined several steps; nothing has
                 changed.
             TypeError: the storage is not a :class:`PackedStorage`.
-            RuntimeError: the buffer has been shut down.
+            ShutDown: the buffer has been shut down.
 
         Cost: O(B * bytes of the entries), or O(B * row_bytes) with deduplicated entries; on CUDA, also a
         synchronisation.
@@ -855,7 +859,8 @@ class ReplayBuffer(TensorDictReplayBuffer):
         Raises:
             KeyError: the rows have no entry ``key``.
             IndexError: ``index`` is out of range, or names rows that a shorter lane lacks; nothing has changed.
-            RuntimeError: ``value`` has the wrong shape, or the buffer has been shut down; nothing has changed.
+            RuntimeError: ``value`` has the wrong shape; nothing has changed.
+            ShutDown: the buffer has been shut down; nothing has changed.
             SchemaError: the dtype of the rows would round a whole number in ``value``; nothing has changed.
         """
         self._refuse_shut_down()
@@ -870,8 +875,9 @@ class ReplayBuffer(TensorDictReplayBuffer):
 
         Raises:
             KeyError: the rows have no entry ``key``.
-            RuntimeError: the shape of ``value`` is not ``[T, ...]``, or ``[T, E, ...]`` if ``ndim=2``, or the buffer
-                has been shut down; nothing has changed.
+            RuntimeError: the shape of ``value`` is not ``[T, ...]``, or ``[T, E, ...]`` if ``ndim=2``; nothing has
+                changed.
+            ShutDown: the buffer has been shut down; nothing has changed.
             SchemaError: the dtype of the rows would round a whole number in ``value``; nothing has changed.
         """
         self._refuse_shut_down()
@@ -885,7 +891,8 @@ class ReplayBuffer(TensorDictReplayBuffer):
         """Set several entries of all rows; return the buffer. See TorchRL's ``ReplayBuffer.update_``.
 
         Raises:
-            RuntimeError: an entry has the wrong shape, or the buffer has been shut down; nothing has changed.
+            RuntimeError: an entry has the wrong shape; nothing has changed.
+            ShutDown: the buffer has been shut down; nothing has changed.
             SchemaError: the dtype of the rows would round a whole number; nothing has changed.
         """
         self._refuse_shut_down()
@@ -917,9 +924,8 @@ class ReplayBuffer(TensorDictReplayBuffer):
 
     def _refuse_shut_down(self) -> None:
         if self._service_shutdown:
-            raise RuntimeError(
-                "the buffer has been shut down: rows can be read and dumped, but no longer written or edited"
-            )
+            allowed = "rows can be read and saved, but no longer sampled, written or edited"
+            raise waiting.ShutDown(f"the buffer has been shut down: {allowed}")
 
     def mark_update(self, index: Any) -> None:
         """Tell the sampler that the rows at ``index`` were written; writers call this method."""
@@ -1339,10 +1345,11 @@ class ReplayBuffer(TensorDictReplayBuffer):
             self.parts.prioritized.priorities.repair(self.parts.storage)
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Stop the buffer's threads; later writes and samples raise a RuntimeError.
+        """Stop the buffer's threads; later writes and samples raise :class:`ShutDown`.
 
-        Calls that wait for flow control raise it in all processes. Reading and saving rows still work. Priorities are
-        no longer kept beside the rows of ``PackedStorage(reopen=True)``, so that another buffer may continue with them.
+        With flow control, calls raise it in all processes, also those that wait. Reading and saving rows still work.
+        Priorities are no longer kept beside the rows of ``PackedStorage(reopen=True)``, so that another buffer may
+        continue with them.
         """
         if self.flow is not None:
             self.flow.shutdown()

@@ -16,6 +16,7 @@ from ray.exceptions import RayActorError
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from rlbuf_td.buffers.waiting import PATIENCE, ShutDown, warn_of_slow_write
 from rlbuf_td.distributed.batches import INCARNATION, ROW, SHARD, WRITTEN_AT, Batches, Split, split
 from rlbuf_td.distributed.links import RECOVERY, SHUT_DOWN, Links, OnLoss
 from rlbuf_td.distributed.shard import Answer, Report, Request, layout_named, named, pack, pieces_of
@@ -107,9 +108,10 @@ class Client:
             timeout: the longest wait in seconds; ``None``: no limit.
 
         Raises:
-            RuntimeError: no batch size is set, the buffer has been shut down, or no row of any shard has a positive
-                priority. With ``wait=False``, also if all shards are empty (with flow control, for 1 s: rows may be on
-                their way), or if flow control does not admit the batch.
+            RuntimeError: no batch size is set, or no row of any shard has a positive priority. With ``wait=False``,
+                also if all shards are empty (with flow control, for 1 s: rows may be on their way), or if flow control
+                does not admit the batch.
+            ShutDown: the buffer has been shut down.
             TimeoutError: no batch was ready within ``timeout`` seconds.
             ShardLost: a shard is lost and ``on_loss="raise"``, or all shards are lost.
         """
@@ -132,10 +134,15 @@ class Client:
         """Call a method of flow control, and return its result; without flow control, return None."""
         if self._flow is None:
             return None
+        engine, call = self.links.engine, getattr(self._flow, method).remote(*given)
         try:
-            return self.links.engine.get(getattr(self._flow, method).remote(*given))
+            if method == "insert" and not engine.wait([call], timeout=PATIENCE)[0]:
+                reason = engine.get(self._flow.why_no_write.remote(*given))
+                if not engine.wait([call], timeout=0)[0]:
+                    warn_of_slow_write(reason, stacklevel=3)
+            return engine.get(call)
         except RayActorError as error:
-            raise RuntimeError(f"{SHUT_DOWN}, or the process of its flow control has crashed") from error
+            raise ShutDown(f"{SHUT_DOWN}, or the process of its flow control has crashed") from error
 
     @contextmanager
     def _taken_back(self, epoch: int | None, **rows: int) -> Iterator[None]:
@@ -272,7 +279,7 @@ class Client:
             KeyError: ``data`` has no TD errors, or no ``"index"``.
             ValueError: a TD error is NaN or infinite, or the ``"index"`` is not that of a batch of this buffer;
                 nothing has been queued.
-            RuntimeError: the buffer has been shut down.
+            ShutDown: the buffer has been shut down.
         """
         self.links.require_open()
         spec = self.spec
@@ -320,7 +327,7 @@ class Client:
                 shard's rows, the error may come from a later write or from :meth:`synchronize`.
             ValueError: the data has no rows, has too few batch dims, or has a TD error that is NaN or infinite.
             ShardLost: a shard is lost and ``on_loss="raise"``, or all shards are lost.
-            RuntimeError: the buffer has been shut down.
+            ShutDown: the buffer has been shut down.
         """
         self.links.require_open()
         spec = self.spec

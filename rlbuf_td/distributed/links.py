@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError
 
+from rlbuf_td.buffers.waiting import ShutDown
 from rlbuf_td.distributed.shard import Answer, Report, Request, join
 from rlbuf_td.storages.notebooks import PROCESSES
 
@@ -32,6 +33,10 @@ class ShardLost(RuntimeError):
 
     def __str__(self) -> str:
         return super().__str__() + PROCESSES
+
+
+class ShardsGone(ShardLost, ShutDown):
+    """Raised if Ray restarts none of the shards: the buffer has been shut down, or all shards have crashed."""
 
 
 class Links:
@@ -86,17 +91,17 @@ class Links:
         self.require_open()
         self.revive(RECOVERY)
         if not self.live and len(self._dead) == len(self.handles):
-            raise ShardLost(f"{SHUT_DOWN}, or its shards have crashed: Ray restarts none of {len(self.handles)}")
+            raise ShardsGone(f"{SHUT_DOWN}, or its shards have crashed: Ray restarts none of {len(self.handles)}")
         if not self.live:
             raise ShardLost(f"none of {len(self.handles)} shards has answered for {RECOVERY:.0f} seconds")
 
     def close(self) -> None:
-        """Make later calls raise a RuntimeError."""
+        """Make later calls raise :class:`~rlbuf_td.ShutDown`."""
         self.is_closed, self.known = True, [None] * len(self.handles)
 
     def require_open(self) -> None:
         if self.is_closed:
-            raise RuntimeError(SHUT_DOWN)
+            raise ShutDown(SHUT_DOWN)
 
     def _probe(self, place: int) -> None:
         """Ask a lost shard for a report, without waiting for the answer."""

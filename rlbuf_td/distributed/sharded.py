@@ -13,7 +13,7 @@ from typing import Any
 
 import ray
 
-from rlbuf_td.buffers.flow import NOT_YET, FlowControl, make_flow
+from rlbuf_td.buffers.flow import FlowControl, make_flow, not_now
 from rlbuf_td.buffers.replay import ReplayBuffer
 from rlbuf_td.checkpoint import CheckpointError
 from rlbuf_td.distributed.client import Client
@@ -335,24 +335,30 @@ class Limiter:
         Return the epoch of the counts, and the number of rows written so far.
         """
         if wait:
-            await self._until(lambda: self.flow.admit_sample(rows), timeout, of_sample=True)
+            reason = partial(self.flow.why_no_batch, rows)
+            await self._until(lambda: self.flow.admit_sample(rows), timeout, reason, of_sample=True)
         elif not self.flow.admit_sample(rows):
-            raise RuntimeError(f"flow control does not admit a batch of {rows} rows now: {NOT_YET}")
+            raise RuntimeError(not_now(rows, self.flow.why_no_batch(rows)))
         return self.flow.epoch, self.flow.inserted
 
     async def insert(self, rows: int) -> int:
         """Wait until a write of ``rows`` rows is admitted; return the epoch of the counts."""
-        await self._until(lambda: self.flow.admit_insert(rows), None, of_sample=False)
+        await self._until(lambda: self.flow.admit_insert(rows), None, str, of_sample=False)
         return self.flow.epoch
 
-    async def _until(self, admit: Callable[[], bool], timeout: float | None, *, of_sample: bool) -> None:
+    async def why_no_write(self, rows: int) -> str:
+        return self.flow.why_no_write(rows)
+
+    async def _until(
+        self, admit: Callable[[], bool], timeout: float | None, reason: Callable[[], str], *, of_sample: bool
+    ) -> None:
         deadline = inf if timeout is None else time.monotonic() + timeout
         if admit():
             return
         self.flow.count_wait(of_sample=of_sample)
         while not admit():
             if time.monotonic() >= deadline:
-                raise TimeoutError(f"flow control admitted nothing within {timeout} seconds")
+                raise TimeoutError(f"no batch within {timeout} seconds: {reason()}")
             await asyncio.sleep(_POLL)
 
     async def take_back(self, epoch: int, sampled: int = 0, inserted: int = 0) -> None:

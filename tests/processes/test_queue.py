@@ -32,7 +32,6 @@ from tests.processes.test_kill import die, half_then_die, killed
 from tests.processes.test_sharing import elsewhere
 
 CAPACITY, BATCH = 16, 4
-pytestmark = pytest.mark.filterwarnings("ignore:Got conflicting batch_sizes:UserWarning")  # TorchRL's, for other sizes
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
 

@@ -15,7 +15,6 @@ from functools import partial
 from itertools import cycle
 from tempfile import mkdtemp
 from typing import Any
-from warnings import catch_warnings, filterwarnings
 
 import torch
 from rich.console import Console
@@ -164,8 +163,7 @@ def main(options: argparse.Namespace) -> int:
         raise UsageError("--only options: options are timed alone, without other operations, --picture or --wide")
     rows = 1_000_000 if 1_000_000 in options.rows else max(options.rows)
     data, lines, notes = rows_of(rows), [], []
-    with one_thread(), catch_warnings(), Console().status("filling buffers") as status:
-        filterwarnings("ignore", "Got conflicting batch_sizes")  # TorchRL's, for another batch size
+    with one_thread(), Console().status("filling buffers") as status:
         plain = filled(made(rows, options.batch), data)
         for name in OPTIONS:
             status.update(name)
