@@ -286,7 +286,7 @@ REFUSALS: dict[tuple[str, Callable[[], Any]], list[tuple[Callable[[Any], Any], A
     ],
     ("ReplayBuffer.sample of no rows", fresh): [
         (lambda rb: rb.sample(), RuntimeError, "empty storage: extend the buffer first"),
-        (lambda rb: rb.sample(wait=True, timeout=0.01), TimeoutError, "no row"),
+        (lambda rb: rb.sample(wait=True, timeout=0.01), TimeoutError, "no batch within .* the buffer is empty"),
     ],
     **{("ReplayBuffer.update_tensordict_priority", make): [
         (update(td_error=None), KeyError, "no 'td_error'"),
