@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -249,13 +250,14 @@ def test_a_write_that_waits_long_says_what_for_and_its_remedy_works(monkeypatch)
     with pytest.warns(UserWarning, match=f"a write has waited.*{counts}.*4 more rows"), pytest.raises(ShutDown):
         rb.add(rows(1)[0])
     stop.join()
-    for flow in ({}, {"min_size": 50}, {"tolerance": 40}):
-        rb, drawn = ReplayBuffer(storage=PackedStorage(1_000), batch_size=32, samples_per_insert=4, **flow), 0
+    for min_size, tolerance in ((0, None), (50, None), (0, 40)):
+        flow: dict[str, Any] = {"samples_per_insert": 4, "min_size": min_size, "tolerance": tolerance}
+        rb, drawn = ReplayBuffer(storage=PackedStorage(1_000), batch_size=32, **flow), 0
         for _ in range(200):
             rb.add(rows(1)[0])
             while rb.can_sample():
                 drawn += len(rb.sample())
-        assert abs(drawn - 4 * (200 - rb.flow.min_size)) <= 40
+        assert abs(drawn - 4 * (200 - min_size)) <= 40
 
 
 def test_a_batch_waits_for_as_many_rows_as_the_error_says():
