@@ -1,7 +1,10 @@
 """Runs compiled loops over large batches in several threads, those of torch's own OpenMP pool.
 
 For milliseconds after an operation, the threads of torch's pool wait for the next one without leaving their processors.
-They start at once, while threads outside the pool would wait for a processor.
+They start at once, while threads outside the pool would wait for a processor. A call ends when each of its threads has
+ended. If other programs keep the processors busy, a thread may wait for one for many milliseconds; such calls take up
+to forty times as long as with one thread. Each loop therefore compares its calls in threads with calls in one thread,
+and uses threads only while they save time; see :func:`rlbuf_td.kernels.threads_cpu.run_parts`.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import os
 from collections.abc import Callable
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,26 +24,39 @@ LARGE = 2 << 20
 DRAW_BYTES = 256  # bytes that are copied in the time of a draw
 _SOFT = 1  # omp_pause_soft
 
+#: What is known of the calls of one loop over items of about one size.
+COST = np.dtype([
+    ("alone", np.float64),  # seconds per byte with one thread: smoothed; 0 before the first call
+    ("debt", np.float64),  # time lost by threads so far, in calls with one thread; negative: time saved
+    ("calls", np.int64),  # since the last call with one thread; below 0 until `alone` can be trusted
+])  # fmt: skip
+SIZES = 40  # items of up to 2^39 bytes
+
+
+class OpenMP(NamedTuple):
+    """Addresses of functions; all are 0 if torch does not use OpenMP."""
+
+    run: int = 0  # ``GOMP_parallel``: run a function in each thread of the pool
+    threads: int = 0  # ``at::get_num_threads``
+    clock: int = 0  # ``omp_get_wtime``
+
 
 @cache
-def openmp() -> tuple[int, int] | None:
-    """Return the addresses of ``GOMP_parallel`` and ``at::get_num_threads``; None if torch does not use OpenMP.
-
-    ``GOMP_parallel`` runs a function in each thread of the pool.
-    """
+def openmp() -> OpenMP:
+    """Return the functions of the OpenMP that torch uses."""
     try:
         # The symbols of a library include those of the libraries that it uses.
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-        pause, functions = library.omp_pause_resource_all, (library.GOMP_parallel, library._ZN2at15get_num_threadsEv)
+        pause = library.omp_pause_resource_all
+        functions = library.GOMP_parallel, library._ZN2at15get_num_threadsEv, library.omp_get_wtime
     except (AttributeError, OSError):  # macOS, Windows
-        return None
+        return OpenMP()
     os.register_at_fork(before=lambda: pause(_SOFT))  # ends the threads; a child would wait for them for ever
-    run, count = (ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions)
-    return run, count
+    return OpenMP(*(ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions))
 
 
 class ParallelLoop:
-    """A compiled loop that several threads run, each on parts of a batch.
+    """A compiled loop that one or several threads run, each on parts of a batch.
 
     The decorated function takes the address of a *job*: the number of parts taken so far, the number of parts, the size
     of the batch, and further arguments, 8 bytes each. It takes parts with
@@ -49,31 +65,17 @@ class ParallelLoop:
 
     def __init__(self, function: Callable[[int], None]) -> None:
         self._function = function
+        self._costs = np.zeros(SIZES, COST)
 
     @cached_property
-    def _compiled(self) -> Any:
+    def addresses(self) -> tuple[int, int]:
+        """Addresses of the compiled function, and of a :data:`COST` for each size of an item (its bits)."""
         from rlbuf_td.kernels.code_cache import cached_callback
 
-        return cached_callback(self._function, error_model="numpy")
-
-    @property
-    def address(self) -> int:
-        return int(self._compiled.address)
-
-    def __call__(self, nbytes: int, count: int, arguments: tuple[float, ...]) -> bool:
-        """Run the loop on a batch of ``count`` items; return False, without a result, if torch may use one thread."""
-        functions = openmp()
-        if functions is None or torch.get_num_threads() == 1:
-            return False
-        job = np.empty(3 + len(arguments), np.int64)
-        job[2] = count
-        for place, argument in enumerate(arguments, 3):
-            (job.view(np.float64) if isinstance(argument, float) else job)[place] = argument
-        from rlbuf_td.kernels.threads_cpu import run_parts
-
-        return bool(run_parts(functions, self.address, job.ctypes.data, nbytes))
+        self._compiled = cached_callback(self._function, error_model="numpy")
+        return int(self._compiled.address), self._costs.ctypes.data
 
 
 def addresses_of_loops(*loops: ParallelLoop) -> np.ndarray:
-    """Return what kernels need to run the loops themselves: :func:`openmp`, if any, and the loops' addresses, int64."""
-    return np.array([*(openmp() or (0, 0)), *(loop.address for loop in loops)], np.int64)
+    """Return what kernels need to run the loops themselves: :func:`openmp`, and the loops' addresses, int64."""
+    return np.array([*openmp(), *(address for loop in loops for address in loop.addresses)], np.int64)

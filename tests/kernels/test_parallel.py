@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import random
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from itertools import chain, repeat
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -26,7 +29,8 @@ from rlbuf_td import (
 )
 from rlbuf_td.functional import generalized_advantage_estimate
 from rlbuf_td.kernels import sum_tree
-from rlbuf_td.kernels.threads import openmp
+from rlbuf_td.kernels.threads import COST, openmp
+from rlbuf_td.kernels.threads_cpu import note_alone, note_threads, takes_threads
 
 Call = Callable[[], list[Tensor]]
 
@@ -135,7 +139,36 @@ def test_results_do_not_depend_on_the_number_of_threads(name: str) -> None:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="torch's OpenMP differs")
 def test_the_threads_of_torch_are_found() -> None:
-    assert openmp() is not None
+    assert all(openmp())
+
+
+def calls(costs: Iterator[float]) -> list[tuple[bool, float]]:
+    """Simulate calls: 1 second with one thread, ``costs`` with threads; for each, whether in threads, and its time."""
+    cost: Any = np.zeros(1, COST).view(np.recarray)[0]
+    found = []
+    for threaded in costs:
+        is_threaded = bool(takes_threads.py_func(cost))
+        (note_threads if is_threaded else note_alone).py_func(cost, threaded if is_threaded else 1.0)
+        found.append((is_threaded, threaded if is_threaded else 1.0))
+    return found
+
+
+def test_threads_are_used_while_they_save_time() -> None:
+    share = sum(threaded for threaded, _ in calls(repeat(0.5, 1_000))) / 1_000
+    assert share > 0.95
+
+
+@pytest.mark.parametrize("slow", [1.3, 3.0, 10.0, 30.0])
+@pytest.mark.parametrize("often", [0.05, 0.5, 1.0])
+def test_a_busy_machine_makes_calls_at_most_a_fifth_slower_than_one_thread(slow: float, often: float) -> None:
+    numbers = random.Random(0)
+    found = calls(slow if numbers.random() < often else 0.6 for _ in range(3_000))
+    assert sum(time for _, time in found) < 1.2 * len(found)
+
+
+def test_threads_are_used_again_when_the_machine_is_idle_again() -> None:
+    found = calls(chain(repeat(40.0, 100), repeat(0.5, 1_000)))
+    assert sum(threaded for threaded, _ in found[-400:]) > 350
 
 
 def test_several_python_threads_at_a_time_get_the_same_results() -> None:

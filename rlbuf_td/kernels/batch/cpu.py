@@ -175,9 +175,9 @@ def _gather(stored, index, targets, loops):
             extents=stored.extents,
             targets=targets,
         )
-        if run_loop(loops, GATHER, len(index) * stored.row_bytes, job, 0.0, 0.0):
-            return
-    gather(leaves_of(stored, targets), index, _ZERO, len(index))
+        run_loop(loops, GATHER, len(index) * stored.row_bytes, job, 0.0, 0.0)
+    else:
+        gather(leaves_of(stored, targets), index, _ZERO, len(index))
 
 
 @inlined
@@ -435,7 +435,9 @@ def write_ring(address, count, lanes_first: bool, index):
     lanes = max(ring.lanes, 1)
     job = _ScatterJob(kept, ring=address, cursor=cursor, steps=count, lanes_first=np.int64(lanes_first))
     nbytes = kept * lanes * ring.row_bytes
-    if not ring.loops or nbytes < LARGE or not run_loop(ring.loops, SCATTER, nbytes, job, 0.0, 0.0):
+    if ring.loops and nbytes >= LARGE:
+        run_loop(ring.loops, SCATTER, nbytes, job, 0.0, 0.0)
+    else:
         _scatter(ring, cursor, count, lanes_first, _ZERO, kept)
     now = load(ring.clock, np.int64) + kept
     if load(ring.clock_by_row, np.int64):

@@ -80,8 +80,12 @@ def gae_contiguous(
     law: dict[str, Any] = {"is_double": value.dtype is torch.float64, "gamma": gamma, "decay": gamma * lmbda}
     rollout = cpu.Rollout(**law, **places, lanes=lanes, steps=steps, features=features)
     nbytes = 6 * value.nbytes  # about the bytes of all columns
-    if nbytes < LARGE or not cpu.gae_in_parts(nbytes, -(-lanes // 4), rollout):
+    if nbytes < LARGE:
         _compiled_gae()(rollout)
+    else:
+        from rlbuf_td.kernels.threads_cpu import run_in_parts
+
+        run_in_parts(cpu.gae_in_parts, nbytes, -(-lanes // 4), rollout)
     return advantage, target
 
 

@@ -239,14 +239,18 @@ def draw(tree, drawn, law, rows, loops):
         rows=address_of(node),
         importance=address_of(drawn.importance),
     )
-    if not loops or not run_loop(loops, 0, batch * DRAW_BYTES, job, total, 0.0):
+    if loops:
+        run_loop(loops, 0, batch * DRAW_BYTES, job, total, 0.0)
+    else:
         masses_from(segment, batch, mass, total, law.step, mass)
         _find(arrays, mass, node)
     if law.norm == BY_BATCH:
         smallest = _smallest_drawn(arrays.weight, node)
     else:
         smallest = arrays.minima[root] if law.norm == BY_BUFFER else total / rows
-    if not loops or not run_loop(loops, 1, batch * DRAW_BYTES, job, smallest, law.beta):
+    if loops:
+        run_loop(loops, 1, batch * DRAW_BYTES, job, smallest, law.beta)
+    else:
         _importance(arrays.weight, node, smallest, law.beta, drawn.importance)
     return True
 
