@@ -135,7 +135,6 @@ SAMPLERS: dict[str, Callable[[int], Any]] = {
     "no norm": partial(ProportionalSampler, weight_norm=None),
     "floored": partial(ProportionalSampler, min_priority=1.0),
     "young": lambda rows: UniformSampler(max_age=11),
-    "young by priority": partial(ProportionalSampler, max_age=11),
     "rank": RankSampler,
     "rank, independent": partial(RankSampler, stratified=False, weight_norm="batch"),
     "hindsight": lambda rows: HindsightSampler(ProportionalSampler(rows), reward_fn),

@@ -10,7 +10,7 @@ from queue import Empty, Full
 from typing import Any, TypeVar
 
 import torch
-from tensordict import NestedKey, TensorDictBase
+from tensordict import TensorDictBase
 
 from rlbuf_td.buffers.replay import ReplayBuffer
 from rlbuf_td.buffers.waiting import POLL, ShutDown, SlowWrite, refuse_cancelled
@@ -41,11 +41,8 @@ class ExperienceQueue(ReplayBuffer):
 
     Args:
         timeout: longest wait in seconds; ``None`` waits forever.
-        max_age: the largest age of a sampled row, at least 0: in rows (0: the newest), or in the unit of ``age_key``;
-            ``None``: any age. Older rows are discarded instead of being sampled; ``health()["too_old"]`` counts them.
-        age_key: the key of a stored number that increases over time, such as ``"policy_version"``, which TorchRL's
-            collectors write if ``track_policy_version=True``. The age of a row is :attr:`consumer_version` minus the
-            row's number (the smallest one, if a row has several).
+        max_age: the largest age of a sampled row, at least 0, in rows (0: the newest); ``None``: any age. Older rows
+            are discarded instead of being sampled; ``health()["too_old"]`` counts them.
         **kwargs: keywords of :class:`ReplayBuffer`. ``storage`` must be a :class:`PackedStorage` with ``ndim=1``;
             its capacity (default: 1,000) limits the number of waiting rows.
 
@@ -76,21 +73,14 @@ class ExperienceQueue(ReplayBuffer):
         (torch.Size([2, 5, 1]), 0)
     """
 
-    def __init__(
-        self,
-        *,
-        timeout: float | None = None,
-        max_age: int | None = None,
-        age_key: NestedKey | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, *, timeout: float | None = None, max_age: int | None = None, **kwargs: Any) -> None:
         refused = "min_size", "prefetch", "sampler", "samples_per_insert", "writer"
         _refuse(*(name for name in refused if kwargs.get(name)))
         if timeout is not None and not timeout >= 0:
             raise ValueError(f"timeout must be at least 0 seconds, or None, got {timeout}")
         self.timeout = timeout
         writer = QueueWriter()
-        sampler = QueueSampler(writer, max_age=max_age, age_key=age_key)
+        sampler = QueueSampler(writer, max_age=max_age)
         super().__init__(**kwargs | {"writer": writer, "sampler": sampler})
 
     def set_sampler(self, part: Any) -> Any:
@@ -103,18 +93,6 @@ class ExperienceQueue(ReplayBuffer):
     def waiting(self) -> int:
         """The number of rows that have not been sampled yet."""
         return self._initialize().writer.waiting
-
-    @property
-    def consumer_version(self) -> float | int | None:
-        """The number from which ages are counted, with ``age_key``; ``None``: the largest stored number.
-
-        The learner sets it after each update, in its process.
-        """
-        return self.sampler.consumer_version
-
-    @consumer_version.setter
-    def consumer_version(self, value: float | int | None) -> None:
-        self.sampler.consumer_version = value
 
     def add(self, data: TensorDictBase) -> int | torch.Tensor:
         """Wait for free space, write one row, and return its index. For errors, see :class:`ExperienceQueue`."""

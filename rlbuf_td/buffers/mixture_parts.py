@@ -38,7 +38,6 @@ def normalizer_of(member: ReplayBuffer, report: Mapping[Any, Any] | None) -> flo
     sampler, rows = member._initialize().prioritized, row_count(member.storage)
     if sampler is None or not rows or sampler.weight_norm is None:
         return None
-    rows = rows if sampler.age_limit is None else sampler.age_limit.count(member.storage)
     if sampler.weight_norm == "buffer":  # of all rows, drawn or not
         with member._locked():
             return float((rows * sampler.least_probability()) ** -sampler.beta)

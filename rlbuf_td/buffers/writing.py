@@ -153,8 +153,7 @@ def write_back_checked(
             kept &= first_of_row(batch["mask"], dims, inner).to(kept.device)
         flat = flat[kept]
         edit_entries(storage, flat, {key: value[kept] for key, value in values.items()})
-        age_key = getattr(getattr(parts.sampler, "innermost", parts.sampler), "age_key", None)
-        watched: set[Any] = set() if age_key is None else {as_tuple(age_key)}
+        watched: set[Any] = set()
         for each in torchrl_parts.listeners_of(storage):
             if isinstance(each, TrajectoryIndex):
                 watched |= {*each.end_keys(), each.traj_key}

@@ -35,6 +35,7 @@ from torchrl.data.replay_buffers import PrioritizedSampler, RandomSampler, Round
 from rlbuf_td.envs.recorder_state import TrajectoryNumbers
 from rlbuf_td.kernels.inference_mode import outside_inference_mode
 from rlbuf_td.samplers import RecencySampler, UniformSampler
+from rlbuf_td.samplers.age import young_count
 from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.wrapper import SamplerWrapper
 from rlbuf_td.storages.indexing import attached, device_of, flat_rows, lanes_of
@@ -124,9 +125,9 @@ def health(
             top = probability.topk(ceil(rows / 100)).values
             report["top_mass"] = float(top.sum() / probability.sum())
         report |= _quantiles("priority", priorities(storage, sampler))
-    limit, discarded = (getattr(unwrapped(sampler), name, None) for name in ("age_limit", "discarded"))
-    if limit is not None:
-        report["too_old"] = float(rows - limit.count(storage) if discarded is None else discarded.total())
+    max_age, discarded = (getattr(unwrapped(sampler), name, None) for name in ("max_age", "discarded"))
+    if max_age is not None:
+        report["too_old"] = float(rows - young_count(storage, max_age) if discarded is None else discarded.total())
     if isinstance(inner := unwrapped(sampler), Prioritized):
         report["refused_priorities"] = float(inner.law.table.refused)
     if rows and replays is not None:

@@ -60,7 +60,7 @@ def checked_sampler(buffer: Any) -> Any:
     sampler, inner, parts = buffer.sampler, unwrapped(buffer.sampler), buffer._initialize()
     for is_there, what, remedy in (
         (type(inner) not in (UniformSampler, ProportionalSampler), type(inner).__name__, "a ProportionalSampler"),
-        (getattr(inner, "age_limit", None) is not None, "max_age", "rows of any age, or one buffer"),
+        (getattr(inner, "max_age", None) is not None, "max_age", "rows of any age, or one buffer"),
         (isinstance(sampler, EpisodeSampler), "EpisodeSampler", "a SequenceSampler"),
         (_draws_fresh(sampler), "FreshRowsSampler", "the wrapped sampler, without fresh rows"),
         (getattr(inner, "unique", False), "UniformSampler(unique=True)", "unique=False"),

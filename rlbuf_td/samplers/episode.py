@@ -160,7 +160,7 @@ class EpisodeSampler(SamplerWrapper):
         if gamma is not None and self._inner is not None:
             reason = f"a {type(sampler).__name__} may change the rewards, whose sums gamma asks for"
             raise ValueError(f"{reason}: leave gamma out, and call rlbuf_td.functional.reward2go{SEQUENCES}")
-        if by == "episode" and getattr(self.innermost, "age_limit", None) is not None:
+        if by == "episode" and getattr(self.innermost, "max_age", None) is not None:
             raise ValueError(f"by='episode' draws old episodes, too: leave max_age out, or use by='row'{SEQUENCES}")
         self.reward_key, self.init_key = as_tuple(reward_key), as_tuple(init_key)
         self.finished_only, self.time_dim_name, self.gives_windows = (

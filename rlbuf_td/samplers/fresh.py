@@ -224,7 +224,7 @@ class FreshRowsSampler(SamplerWrapper):
         super().__init__(sampler, DONE_KEY, None)
         if self._is_prioritized and not hasattr(sampler, "law"):
             raise TypeError("FreshRowsSampler cannot wrap TorchRL's PrioritizedSampler: use a ProportionalSampler")
-        if getattr(sampler, "age_limit", None) is not None:
+        if getattr(sampler, "max_age", None) is not None:
             kind = f"a {type(sampler).__name__} with max_age"
             raise ValueError(f"FreshRowsSampler draws each new row once, however old: it cannot wrap {kind}")
         if getattr(sampler, "draws_once", False):

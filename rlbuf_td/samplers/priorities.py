@@ -7,7 +7,6 @@ from abc import ABC, abstractmethod
 from multiprocessing.context import get_spawning_popen
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 from torchrl.data.replay_buffers import Storage
@@ -46,20 +45,6 @@ class Law(ABC):
     @abstractmethod
     def draw(self, uniform: Tensor, rows: int, stratified: bool, norm: str | None) -> tuple[Tensor, Tensor]:
         """Return drawn rows and importance weights, both ``[B]``; RuntimeError (on the CPU) if no row can be drawn."""
-
-    def draw_within(
-        self, uniform: Tensor, stratified: bool, norm: str | None, ranges: np.ndarray
-    ) -> tuple[Tensor, Tensor]:
-        """Draw as :meth:`draw` does, from the rows in ``ranges``, see :meth:`AgeLimit.ranges`; only some laws can."""
-        raise NotImplementedError
-
-    def probability_within(self, flat: Tensor, ranges: np.ndarray) -> Tensor:
-        """Return the probability of each row, ``[B]`` float64, if only rows in ``ranges`` are drawn, and it is one."""
-        raise NotImplementedError
-
-    def least_probability_within(self, ranges: np.ndarray) -> Tensor:
-        """Return the smallest positive probability if only rows in ``ranges`` are drawn; infinite if there is none."""
-        raise NotImplementedError
 
     @abstractmethod
     def probability(self, flat: Tensor) -> Tensor:

@@ -20,8 +20,7 @@ from rlbuf_td.kernels.batch.ring import Clock
 from rlbuf_td.kernels.dispatch import compiled_form_of
 from rlbuf_td.kernels.host_memory import HostTensors, address_of, alias_of
 from rlbuf_td.kernels.strata import NORMS, DrawLaw, step_of
-from rlbuf_td.kernels.sum_tree import REFUSED, mask_of
-from rlbuf_td.samplers.age import AgeLimit, count_of
+from rlbuf_td.kernels.sum_tree import REFUSED
 from rlbuf_td.samplers.bound import BoundDraw, Masks
 from rlbuf_td.samplers.common import EMPTY, setting, uniform_numbers
 from rlbuf_td.samplers.priorities import ALPHA, BETA, LARGEST, WEIGHED, Law, Priorities, refuse_state
@@ -60,7 +59,6 @@ class Prioritized(RowSampler, PrioritizedSampler):
     _max_capacity = property(attrgetter("priorities.capacity"))
     _shown: ClassVar[tuple[str, ...]] = ("alpha", "beta", "stratified", "weight_norm", "_max_capacity")
     state_keys: ClassVar = ("alpha", "beta", "stratified", "weight_norm", "reduction")
-    age_limit: AgeLimit | None = None  # which rows may be drawn; None: all
 
     def __init__(
         self,
@@ -96,13 +94,7 @@ class Prioritized(RowSampler, PrioritizedSampler):
         self.priorities.serves.claim(storage)
         law.weigh()
         uniform = uniform_numbers(batch_size, self._rng, self.priorities.device)
-        if self.age_limit is None:
-            flat, weight = law.draw(uniform, rows, self.stratified, self.weight_norm)
-        else:
-            ranges = self.age_limit.ranges(storage)
-            if not count_of(ranges):
-                raise RuntimeError(self.age_limit.too_old())
-            flat, weight = law.draw_within(uniform, self.stratified, self.weight_norm, ranges)
+        flat, weight = law.draw(uniform, rows, self.stratified, self.weight_norm)
         return flat, {"priority_weight": weight}
 
     def update_priority(self, index: Any, priority: Any, *, storage: Storage | None = None) -> None:
@@ -133,28 +125,12 @@ class Prioritized(RowSampler, PrioritizedSampler):
     def probability(self, index: Any, *, storage: Storage | None = None) -> Tensor:
         """Return each row's probability, ``[B]`` float64. Raises IndexError (on the CPU) if a row is out of range."""
         self.law.weigh()
-        flat = self.priorities.rows(index, storage)
-        served = self.priorities.serves.storage if storage is None else storage
-        if self.age_limit is None or served is None or not len(served):
-            return self.law.probability(flat)
-        ranges = self.age_limit.ranges(served)
-        probability = self.law.probability_within(flat, ranges)
-        return torch.where(mask_of(ranges, self.priorities.capacity, flat.device)[flat], probability, 0.0)
+        return self.law.probability(self.priorities.rows(index, storage))
 
     def least_probability(self) -> float | Tensor:
         """Return the smallest positive probability of all rows, float64; infinite if no row can be drawn."""
         self.law.weigh()
-        served = self.priorities.serves.storage
-        if self.age_limit is None or served is None or not len(served):
-            return self.law.least_probability()
-        return self.law.least_probability_within(self.age_limit.ranges(served))
-
-    def can_sample(self, storage: Storage, batch_size: int) -> bool:
-        """Return whether there are rows, and one of them is young enough and has a positive priority."""
-        if self.age_limit is None or not len(storage):
-            return super().can_sample(storage, batch_size)
-        self.law.weigh()
-        return bool(self.law.least_probability_within(self.age_limit.ranges(storage)) < float("inf"))
+        return self.law.least_probability()
 
     @property
     def bytes_to_share(self) -> int:

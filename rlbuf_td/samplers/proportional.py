@@ -9,14 +9,11 @@ from operator import attrgetter
 from threading import Lock
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
-from tensordict import NestedKey
 from torch import Tensor
 
 from rlbuf_td.kernels import sum_tree
 from rlbuf_td.kernels.dispatch import compiled_form_of, machine_code
-from rlbuf_td.samplers.age import NO_RANGES, AgeLimit, of_limit, set_consumer_version
 from rlbuf_td.samplers.bound import BoundDraw
 from rlbuf_td.samplers.common import NO_PRIORITY
 from rlbuf_td.samplers.priorities import ALPHA, BETA, WEIGHED, Law
@@ -24,7 +21,6 @@ from rlbuf_td.samplers.prioritized import BoundEntry, EntryLoops, Prioritized, P
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import exponent
 from rlbuf_td.storages.shared.memory import SharedNumbers
-from rlbuf_td.storages.write_clock import NOW
 
 
 class ProportionalLaw(Law):
@@ -45,23 +41,6 @@ class ProportionalLaw(Law):
         if drawn is None:
             raise RuntimeError(NO_PRIORITY)
         return drawn
-
-    def draw_within(
-        self, uniform: Tensor, stratified: bool, norm: str | None, ranges: np.ndarray
-    ) -> tuple[Tensor, Tensor]:
-        drawn = sum_tree.draw_within(self.table, uniform, stratified, self.settings.values[BETA], norm, ranges)
-        if drawn is None:
-            raise RuntimeError(NO_PRIORITY)
-        return drawn
-
-    def probability_within(self, flat: Tensor, ranges: np.ndarray) -> Tensor:
-        total, _ = sum_tree.measure_within(self.table, ranges)
-        return self.table.weight[flat] / total
-
-    def least_probability_within(self, ranges: np.ndarray) -> Tensor:
-        total, smallest = sum_tree.measure_within(self.table, ranges)
-        least = torch.as_tensor(smallest, dtype=torch.float64, device="cpu")
-        return least / torch.as_tensor(total, dtype=torch.float64, device="cpu")
 
     def probability(self, flat: Tensor) -> Tensor:
         return self.table.weight[flat] / self.table.total
@@ -125,11 +104,6 @@ class ProportionalSampler(Prioritized):
             ever seen. Each write then searches all rows for the largest. On the CPU, a write skips the search if the
             largest has not changed.
         min_priority: the smallest ``|td_error|`` of any row, at least 0. Smaller magnitudes count as ``min_priority``.
-        max_age: the largest age of a row that may be drawn, at least 0, in time steps (0: the newest), or in the unit
-            of ``age_key``; ``None``: any age. Probabilities and importance weights are those of a buffer that holds
-            only the rows that are young enough. Older rows keep their priorities.
-        age_key: the key of a stored number that increases over time, such as ``"policy_version"``; see
-            :class:`UniformSampler`. :attr:`consumer_version` is the number from which ages are counted.
 
     ``alpha`` and ``beta`` may be set at any time, also by TorchRL's ``ParameterScheduler``. The sign of a TD error does
     not matter. A new row gets the largest ``|td_error|`` seen so far, or 1.0 before the first TD error.
@@ -140,13 +114,11 @@ class ProportionalSampler(Prioritized):
     Raises:
         ValueError: an argument is out of range, another buffer uses the sampler, or the rows are not on ``device``.
             Updates on the CPU also raise a ValueError if a TD error is NaN or infinite, and then change no priority.
-        RuntimeError: (when sampling) the buffer is empty, all rows are too old, or (on the CPU) no row that may be
-            drawn has a positive priority.
+        RuntimeError: (when sampling) the buffer is empty, or (on the CPU) no row has a positive priority.
         MemoryError: the priorities do not fit into memory.
 
-    Cost: O(B log N) to draw and to update, also with ``max_age`` in time steps; O(N) to change alpha; 20 bytes per row.
-    With ``age_key``, also O(N) at the first draw after a write or a change of ``consumer_version``. On a GPU: O(N) to
-    draw, which scans all weights, O(B log B) to update, and 16 bytes per row.
+    Cost: O(B log N) to draw and to update; O(N) to change alpha; 20 bytes per row. On a GPU: O(N) to draw, which
+    scans all weights, O(B log B) to update, and 16 bytes per row.
     Source: Schaul, Quan, Antonoglou, Silver: Prioritized Experience Replay, ICLR 2016, section 3.3; for
     ``min_priority``: Fujimoto, Meger, Precup: An Equivalence between Loss Functions and Non-Uniform Sampling in
     Experience Replay, NeurIPS 2020.
@@ -167,7 +139,7 @@ class ProportionalSampler(Prioritized):
     """
 
     law: ProportionalLaw
-    _shown: ClassVar[tuple[str, ...]] = (*Prioritized._shown, "min_priority", "max_age", "age_key")
+    _shown: ClassVar[tuple[str, ...]] = (*Prioritized._shown, "min_priority")
 
     def __init__(
         self,
@@ -183,24 +155,13 @@ class ProportionalSampler(Prioritized):
         stratified: bool = True,
         weight_norm: WeightNorm = "buffer",
         min_priority: float = 0.0,
-        max_age: int | None = None,
-        age_key: NestedKey | None = None,
     ) -> None:
         if dtype not in (torch.float32, torch.float64):
             raise ValueError(f"dtype must be torch.float32 or torch.float64, got {dtype}")
         law = partial(ProportionalLaw, eps=eps, min_priority=min_priority)
         rules = stratified, weight_norm, reduction, device, max_priority_within_buffer
         super().__init__(max_capacity, law, alpha, beta, *rules)
-        self.age_limit = AgeLimit.of(max_age, age_key)
-        self.needs_order = self.age_limit is not None and age_key is None
 
-    max_age = property(of_limit("max_age"), doc="The largest age of a drawn row; ``None``: any age.")
-    age_key = property(of_limit("age_key"), doc="The key of the number from which ages are computed; ``None``: time.")
-    consumer_version = property(
-        of_limit("consumer_version"),
-        set_consumer_version,
-        doc="The number from which ages are counted, with ``age_key``; ``None``: the largest stored number.",
-    )
     eps = property(attrgetter("law.eps"), doc="The number added to every magnitude.")
     min_priority = property(attrgetter("law.min_priority"), doc="The lower bound of magnitudes.")
     max_priority_within_buffer = property(
@@ -223,8 +184,7 @@ class ProportionalSampler(Prioritized):
         """See :mod:`rlbuf_td.samplers.bound`."""
         if type(self.law) is not ProportionalLaw:  # a subclass may have another law
             return f"{type(self.law).__name__} is not compiled"
-        draw = _ProportionalDraw if self.age_limit is None else _YoungDraw
-        return draw(storage, self, size, reads)
+        return _ProportionalDraw(storage, self, size, reads)
 
     @compiled_form_of("mark_update")
     def bind_entry(self) -> BoundEntry | None:
@@ -241,8 +201,6 @@ class ProportionalSampler(Prioritized):
     def snapshot(self) -> dict[str, Any]:
         """See :class:`~rlbuf_td.samplers.common.StatefulSampler`."""
         own: dict[str, Any] = {"eps": self.eps, "max_priority_within_buffer": self.max_priority_within_buffer}
-        if self.age_key is not None:
-            own["consumer_version"] = self.consumer_version
         return super().snapshot() | own | {"min_priority": self.min_priority}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -253,8 +211,6 @@ class ProportionalSampler(Prioritized):
         min_priority = exponent("min_priority", state_dict.get("min_priority", self.min_priority))
         super().load_state_dict(state_dict)
         self.law.eps, self.law.min_priority = eps, min_priority
-        if self.age_limit is not None and "consumer_version" in state_dict:
-            self.age_limit.consumer_version = state_dict["consumer_version"]
         within_buffer = state_dict.get("max_priority_within_buffer", self.max_priority_within_buffer)
         self.priorities.within_buffer = bool(within_buffer)
 
@@ -281,23 +237,6 @@ class _ProportionalDraw(PrioritizedDraw):
 
     def weighed_alpha(self) -> float:
         return self.settings[WEIGHED]
-
-
-class _YoungDraw(_ProportionalDraw):
-    """Draws rows that are not too old."""
-
-    takes_fresh_rows = False
-
-    def compiled(self) -> Callable[..., Any]:
-        from rlbuf_td.kernels.batch import cpu
-
-        return machine_code(cpu.sample_proportional_within, ranges=NO_RANGES)
-
-    def __call__(self, written: int, targets: int) -> bool:
-        ranges = self.owner.age_limit.ranges(self.storage)
-        self.uniform.uniform_(generator=self.generator)
-        with self.lock:
-            return self.kernel(self.address, targets, self.draw_law(), written, self.clock[NOW], ranges)
 
 
 def read_torchrl_priorities(state: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor, float]:

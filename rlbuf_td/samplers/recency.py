@@ -6,23 +6,21 @@ from collections.abc import Callable
 from math import expm1, inf, log
 from numbers import Real
 from typing import Any, ClassVar
-from weakref import ref
 
 import torch
-from tensordict import NestedKey
 from torch import Tensor
 from torchrl.data.replay_buffers import Storage
 
 from rlbuf_td.kernels.dispatch import compiled_form_of, machine_code
 from rlbuf_td.kernels.recency import Ages, recent_rows
-from rlbuf_td.samplers.age import AgeLimit, numbers_of, of_limit, set_consumer_version
+from rlbuf_td.samplers.age import age_limit
 from rlbuf_td.samplers.bound import BoundDraw
 from rlbuf_td.samplers.common import EMPTY, setting, uniform_numbers
 from rlbuf_td.samplers.row_sampler import RowSampler
-from rlbuf_td.storages import PackedStorage, SchemaError, torchrl_parts
+from rlbuf_td.storages import PackedStorage, torchrl_parts
 from rlbuf_td.storages.checks import as_number, whole
-from rlbuf_td.storages.indexing import device_of, flat_rows, lanes_of, revision_of
-from rlbuf_td.storages.lane_heads import APART, NEWEST, holes_among, lanes_apart
+from rlbuf_td.storages.indexing import device_of, flat_rows, lanes_of
+from rlbuf_td.storages.lane_heads import APART, NEWEST, lanes_apart
 
 
 def _half_life(name: str, value: Any) -> float:
@@ -53,22 +51,19 @@ class RecencySampler(RowSampler):
             (infinity), all ages in the window are equally likely.
         window: the number of newest time steps that may be drawn, at least 1 and rounded down; ``None``: all.
         max_age: the largest age of a row that may be drawn, at least 0; ``None``: any age. ``max_age=a`` means the same
-            as ``window=a + 1``, except that it is fixed, and that :attr:`consumer_version` may be set.
-        age_key: the key of a stored number that increases over time, such as ``"policy_version"``, which TorchRL's
-            collectors write if ``track_policy_version=True``. The age of a row is then the largest stored number minus
-            the row's number, and ``half_life`` and ``window`` have the unit of these numbers.
+            as ``window=a + 1``, except that it is fixed. For ages in versions of the policy, use TorchRL's
+            ``StalenessAwareSampler``.
 
     ``half_life`` and ``window`` may be set at any time, also by TorchRL's schedulers. For *emphasizing recent
     experience* (ERE), set ``sampler.window = max(int(eta ** (1_000 * k / K) * N), least)`` before update k of K, where
     N is the number of stored time steps, ``eta`` is slightly below 1, and ``least`` is the smallest window.
 
     Raises:
-        ValueError: a setting is out of range, or ``age_key`` is not set and the buffer's writer does not write in time
-            order; (when sampling, without ``age_key``) rows were written out of time order.
-        RuntimeError: (when sampling) the buffer is empty, or all rows are too old.
-        SchemaError: (when sampling) rows do not have one finite number at ``age_key``.
+        ValueError: a setting is out of range, or the buffer's writer does not write in time order; (when sampling) rows
+            were written out of time order.
+        RuntimeError: (when sampling) the buffer is empty.
 
-    Cost: O(B); with ``age_key`` O(B log N), plus O(N) after a write or a change of settings.
+    Cost: O(B).
     Source: Wang and Ross: Boosting Soft Actor-Critic: Emphasizing Recent Experience without Forgetting the Past, 2019.
     TorchRL has no such sampler.
 
@@ -83,32 +78,15 @@ class RecencySampler(RowSampler):
         tensor([0.5714, 0.2857, 0.1429, 0.0000], dtype=torch.float64)
     """
 
-    _shown: ClassVar = ("half_life", "window", "max_age", "age_key")
+    _shown: ClassVar = ("half_life", "window", "max_age")
     state_keys: ClassVar = ("half_life", "window")
-    requires_shared_state = False
+    requires_shared_state, needs_order = False, True
     half_life: float = setting(_half_life)
     window: int | None = setting(_window)
     log_decay: float  # the logarithm of ``P(k + 1) / P(k)``; 0 if all ages are equally likely
 
-    def __init__(
-        self,
-        half_life: float = inf,
-        window: int | None = None,
-        *,
-        max_age: int | None = None,
-        age_key: NestedKey | None = None,
-    ) -> None:
-        self.half_life, self.window, self.age_key = half_life, window, age_key
-        self.age_limit = None if max_age is None else AgeLimit(max_age, age_key)
-        self.needs_order = age_key is None
-        self._mass: tuple[Any, Tensor | None] = (None, None)  # with age_key: the buffer's state, cumulative weights
-
-    max_age = property(of_limit("max_age"), doc="The largest age of a drawn row; ``None``: any age.")
-    consumer_version = property(
-        of_limit("consumer_version"),
-        set_consumer_version,
-        doc="The number from which ages are counted, with ``age_key``; ``None``: the largest stored number.",
-    )
+    def __init__(self, half_life: float = inf, window: int | None = None, *, max_age: int | None = None) -> None:
+        self.half_life, self.window, self.max_age = half_life, window, age_limit(max_age)
 
     def settings_changed(self) -> None:
         """See :class:`~rlbuf_td.samplers.common.StatefulSampler`."""
@@ -117,20 +95,14 @@ class RecencySampler(RowSampler):
     def span(self, steps: int) -> int:
         """Return how many of ``steps`` stored time steps may be drawn."""
         steps = steps if self.window is None else min(steps, self.window)
-        return steps if self.age_limit is None else min(steps, self.age_limit.max_age + 1)
+        return steps if self.max_age is None else min(steps, self.max_age + 1)
 
     def draw(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
         """See :class:`~rlbuf_td.samplers.row_sampler.RowSampler`."""
         rows, lanes, device = len(storage), lanes_of(storage).numel(), device_of(storage)
         if not rows:
             raise RuntimeError(EMPTY)
-        if not self.can_sample(storage, batch_size) and self.age_limit is not None:
-            raise RuntimeError(self.age_limit.too_old())
         uniform = uniform_numbers(batch_size, self._rng, device)
-        if self.age_key is not None:
-            mass = self._mass_by_age(storage)
-            below = torch.nextafter(mass[-1], mass.new_zeros(()))  # rounding must not give an index past the last row
-            return torch.searchsorted(mass, torch.minimum(uniform * mass[-1], below), right=True), {}
         if lanes_apart(storage):
             return self._draw_by_lane(storage, uniform), {}
         steps = rows // lanes
@@ -140,8 +112,6 @@ class RecencySampler(RowSampler):
     @compiled_form_of("draw", "span")
     def bind_draw(self, storage: PackedStorage, size: int, *, reads: bool) -> BoundDraw | str:
         """See :mod:`rlbuf_td.samplers.bound`."""
-        if self.age_key is not None:
-            return "ages are read with torch (age_key)"
         return "the lanes stand at unlike steps" if lanes_apart(storage) else _RecentDraw(storage, self, size, reads)
 
     def _mass_by_lane(self, storage: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -165,36 +135,9 @@ class RecencySampler(RowSampler):
         age = torch.minimum(age.long(), span[lane] - 1)
         return (newest[lane] - age) % storage.all_rows().steps * len(span) + lane
 
-    def _weight_by_age(self, storage: Storage) -> Tensor:
-        """Return the unnormalized probability of each row, computed from the values of ``age_key``, ``[N]`` float64."""
-        number, limit, newest = numbers_of(storage, self.age_key), self.age_limit, self.consumer_version
-        holes = holes_among(storage, torch.arange(len(number), device=number.device))
-        written = number if holes is None else number[~holes]
-        age = ((written.max() if newest is None else newest) - number).clamp(min=0).to(torch.float64)
-        weight = torch.exp(age * self.log_decay)
-        weight = weight if holes is None else weight.masked_fill(holes, 0.0)
-        weight = weight if self.window is None else torch.where(age < self.window, weight, 0.0)
-        return weight if limit is None else torch.where(age <= limit.max_age, weight, 0.0)
-
-    def _mass_by_age(self, storage: Storage) -> Tensor:
-        """Return the cumulative sums of :meth:`_weight_by_age`, cached until rows or settings change."""
-        state: Any = ref(storage), len(storage), revision_of(storage), self.log_decay, self.window
-        state = *state, self.consumer_version
-        known, mass = self._mass
-        if mass is None or known != state:
-            mass = self._weight_by_age(storage).cumsum(0)
-            is_empty = self.age_limit is not None and not self.age_limit.count(storage)
-            if mass.device.type == "cpu" and not (is_empty or 0 < mass[-1] < inf):
-                raise SchemaError(f"age_key={self.age_key!r} holds NaN or infinite numbers")
-            self._mass = state, mass
-        return mass
-
     def probability(self, index: Any, *, storage: Storage) -> Tensor:
         """Return each row's probability of being drawn, ``[B]`` float64."""
         flat, lanes = flat_rows(index, storage, device_of(storage)), lanes_of(storage).numel()
-        if self.age_key is not None:
-            total = self._mass_by_age(storage)[-1]
-            return self._weight_by_age(storage)[flat] / torch.where(total > 0, total, 1.0)
         if lanes_apart(storage):
             newest, span, mass = self._mass_by_lane(storage)
             lane = flat % lanes
@@ -207,13 +150,6 @@ class RecencySampler(RowSampler):
         age = (torchrl_parts.last_step(storage, steps) - flat // lanes) % steps
         return weight[age] / (weight.sum() * lanes)
 
-    def can_sample(self, storage: Storage, batch_size: int) -> bool:
-        """Return whether there are rows, and one of them is young enough."""
-        return bool(len(storage)) and (self.age_limit is None or self.age_limit.count(storage) > 0)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_mass": (None, None)}
-
 
 class _RecentDraw(BoundDraw):
     takes_fresh_rows = True
@@ -224,7 +160,7 @@ class _RecentDraw(BoundDraw):
         return machine_code(cpu.sample_recent)
 
     def __call__(self, written: int, targets: int) -> bool:
-        if self.sampler.age_key is not None or self.storage.numbers.values[APART]:
+        if self.storage.numbers.values[APART]:
             return False
         sampler, steps = self.sampler, written // max(int(self.record["lanes"][0]), 1)
         self.uniform.uniform_(generator=self.generator)

@@ -72,12 +72,6 @@ class QueueWriter(TimeWriter):
         """The number of rows of the largest write so far, by any process."""
         return self.numbers[4]
 
-    def waiting_rows(self) -> torch.Tensor:
-        """Return the index of the rows that have not been taken yet, oldest first; the caller holds the lock."""
-        start = self.numbers[0] - self.waiting
-        rows = torch.arange(start, start + self.waiting, device=self._storage.device)
-        return rows % capacity_in_steps(self._storage)
-
     def take(self, count: int) -> torch.Tensor:
         """Mark the oldest ``count`` waiting rows as taken; return their index. The caller holds the buffer's lock."""
         steps = capacity_in_steps(self._storage)

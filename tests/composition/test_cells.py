@@ -62,8 +62,6 @@ def innermost(kind: str, capacity: int) -> Any:
         return UniformSampler()
     if kind == "recency":
         return RecencySampler(half_life=15.0, window=40)
-    if kind == "age":
-        return RecencySampler(half_life=15.0, age_key=("collector", "traj_ids"))
     if kind == "fresh":
         return FreshRowsSampler(UniformSampler(), 5)
     # Weights relative to the whole buffer; draws independent of each other, as the test of their law expects.
@@ -112,10 +110,6 @@ def law(kind: str, rows: int, world: World | None = None) -> np.ndarray:
     if kind == "recency" and world is not None:
         age = (world.time - 1 - np.arange(rows) // world.lanes) % (world.history.steps)
         weight = np.where(age < 40, 0.5 ** (age / 15.0), 0.0)
-        return weight / weight.sum()
-    if kind == "age" and world is not None:
-        number = world.rb.storage["collector", "traj_ids"].flatten()[:rows].numpy()
-        weight = 0.5 ** ((number.max() - number) / 15.0)
         return weight / weight.sum()
     if kind == "uniform":
         return np.full(rows, 1 / rows)
@@ -205,7 +199,7 @@ def cells() -> list[tuple[str, str, str, int, str]]:
     rows = [row for row in rows if row[0] in [*BUFFERS][:2] or row[1] == "proportional"]
     turns = product(enumerate(rows), enumerate(RECIPES))
     made = [(kind, recipe, buffer, *places[(i + j) % 6]) for (i, (buffer, kind)), (j, recipe) in turns]
-    more = product(enumerate(("recency", "age", "fresh", "floored", "fresh over proportional")), enumerate(RECIPES))
+    more = product(enumerate(("recency", "fresh", "floored", "fresh over proportional")), enumerate(RECIPES))
     return made + [(kind, recipe, "ours", *places[(3 * i + j) % 6]) for (i, kind), (j, recipe) in more]
 
 

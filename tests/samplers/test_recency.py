@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import inf, nan
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from torchrl.data.replay_buffers import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.data.replay_buffers.scheduler import LinearScheduler
 
-from rlbuf_td import PackedStorage, RecencySampler, ReplayBuffer, ReservoirWriter, RingWriter, SchemaError
+from rlbuf_td import PackedStorage, RecencySampler, ReplayBuffer, RingWriter
 from tests.backends import forced
 from tests.catalogue import buffer_of
 from tests.statistics import assert_follows, power
@@ -38,10 +38,9 @@ def law(half_life: float, window: int | None, steps: int, lanes: int) -> torch.T
 
 
 @pytest.mark.parametrize("path", ["numba", "torch"])
-@pytest.mark.parametrize("age_key", [None, "time"])
-def test_the_shortest_half_life_draws_the_newest_step(age_key, path):
+def test_the_shortest_half_life_draws_the_newest_step(path):
     with forced(path):
-        rb = buffer(RecencySampler(5e-324, age_key=age_key), 2, 14, batch=8)
+        rb = buffer(RecencySampler(5e-324), 2, 14, batch=8)
         assert (rb.sample()["time"] == 13).all()
         law = rb.sampler.probability(torch.arange(28), storage=rb.storage)
     assert law.tolist() == [0.0] * 26 + [0.5] * 2
@@ -87,9 +86,7 @@ def test_settings_change_by_schedulers_and_are_saved(tmp_path: Path):
     assert set(rb.sample()["time"].tolist()) == {31, 32}
     rb.dumps(tmp_path)
     other.loads(tmp_path)
-    assert (
-        repr(other.sampler) == repr(rb.sampler) == "RecencySampler(half_life=1.0, window=2, max_age=None, age_key=None)"
-    )
+    assert repr(other.sampler) == repr(rb.sampler) == "RecencySampler(half_life=1.0, window=2, max_age=None)"
     assert torch.equal(other.sample()["time"], rb.sample()["time"])
     other.load_state_dict(rb.state_dict())
     assert rb.health()["top_mass"] == pytest.approx(2 / 3)
@@ -111,63 +108,6 @@ def test_settings_out_of_range_are_refused(settings, words):
     with pytest.raises(ValueError, match=words):
         sampler.load_state_dict(sampler.state_dict() | settings)
     assert (sampler.half_life, sampler.window) == (3.0, 4)
-
-
-@pytest.mark.parametrize("path", ["numba", "torch"])
-@pytest.mark.parametrize(("half_life", "window", "lanes"), [(2.0, None, 2), (inf, 3, 0), (1.5, 4, 0)])
-def test_draws_follow_the_law_of_policy_age_whatever_the_order_of_rows(half_life, window, lanes, path):
-    versions = torch.randint(8, (STEPS, max(1, lanes)), generator=torch.Generator().manual_seed(1))
-    with forced(path):
-        rb = buffer(RecencySampler(half_life, window, age_key="policy_version"), lanes, 0)
-        for version in versions.split(1):  # each write changes the law, and is followed by a draw
-            version = version.t() if lanes else version[0]
-            rb.extend(TensorDict({"policy_version": version.clone()}, version.shape))
-            drawn = rb.sample()["policy_version"]
-            assert window is None or int(drawn.min()) > int(rb.storage[:]["policy_version"].max()) - window
-        index = torch.cat([rb.sample()["index"] for _ in range(50)])
-    flat = index if not lanes else index @ torch.tensor([lanes, 1])
-    age = (versions.max() - versions).flatten().double()
-    weight = torch.where(age < (window or inf), 0.5 ** (age / half_life), 0.0)
-    law = weight / weight.sum()
-    assert power(law[law > 0].numpy(), 50 * 8_000, bias=0.02) > 0.97
-    assert_follows(torch.bincount(flat, minlength=len(law)), law)
-    torch.testing.assert_close(rb.sampler.probability(torch.arange(len(rb)), storage=rb.storage), law)
-
-
-def test_policy_ages_that_are_written_back_count():
-    rb = ReplayBuffer(storage=PackedStorage(4), sampler=RecencySampler(window=1, age_key="version"), batch_size=8)
-    rb.extend(TensorDict({"version": torch.tensor([0, 0, 0, 5])}, [4]))
-    now = rb.storage.clock.now
-    assert set(rb.sample()["index"].tolist()) == {3}
-    update = TensorDict({"version": torch.tensor([9]), "index": torch.tensor([1])}, [1])
-    assert rb.write_back(update, ["version"], sampled_at=now) == 1
-    assert set(rb.sample()["index"].tolist()) == {1}
-
-
-def test_policy_age_needs_no_order_but_one_number_per_row():
-    versions = TensorDict(
-        {"policy_version": torch.arange(30), "x": torch.zeros(30, 2), "next": {"x": torch.zeros(30, 2)}}, [30]
-    )
-    rb = buffer(RecencySampler(window=1, age_key="policy_version"), 0, 0, 8)
-    rb.set_writer(ReservoirWriter())
-    rb.extend(versions)
-    assert (rb.sample()["policy_version"] == rb.storage[:]["policy_version"].max()).all()
-    rb.set_sampler(RecencySampler(age_key="x"))
-    with pytest.raises(SchemaError, match=r"age_key='x' must name one number per row, .*: torch.float32 of shape \(2"):
-        rb.sample()
-    for key in (("collector", "policy_version"), "next"):
-        rb.set_sampler(RecencySampler(age_key=key))
-        with pytest.raises(SchemaError, match="must name one number per row, stored in the row: no such entry"):
-            rb.sample()
-
-
-@pytest.mark.parametrize("bad", [nan, inf])
-@pytest.mark.parametrize("settings", [{"window": 1}, {"half_life": 2.0}], ids=str)
-def test_policy_ages_that_are_no_numbers_are_refused(bad, settings):
-    rb = ReplayBuffer(storage=PackedStorage(3), sampler=RecencySampler(**settings, age_key="age"), batch_size=2)
-    rb.extend(TensorDict({"age": torch.tensor([1.0, bad, 2.0])}, [3]))
-    with pytest.raises(SchemaError, match="age_key='age' holds NaN or infinite numbers"):
-        rb.sample()
 
 
 def test_an_empty_buffer_is_refused():

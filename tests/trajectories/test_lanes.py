@@ -197,7 +197,7 @@ SAMPLERS: dict[str, Any] = {
     "recency": lambda size: RecencySampler(half_life=3.0, window=5),
     "minibatch": lambda size: MinibatchSampler(),
     "at most 2 old": lambda size: UniformSampler(max_age=2),
-    "proportional, at most 2 old": lambda size: ProportionalSampler(size, max_age=2),
+    "recent, at most 2 old": lambda size: RecencySampler(4.0, max_age=2),
     "n-step": lambda size: NStepSampler(ProportionalSampler(size), 3, GAMMA),
     "fresh": lambda size: FreshRowsSampler(ProportionalSampler(size), 2),
     "windows of fresh": lambda size: SequenceSampler(FreshRowsSampler(RankSampler(size), 2), 3, burn_in=1),

@@ -48,7 +48,7 @@ from rlbuf_td.kernels.recency.cpu import recent_rows
 from rlbuf_td.kernels.recency.fresh_cpu import take
 from rlbuf_td.kernels.rows.cpu import Sampled, skip_newer, skip_ring
 from rlbuf_td.kernels.strata import BY_BATCH, DrawLaw, Draws
-from rlbuf_td.kernels.sum_tree.cpu import draw, draw_within, fill, update, weigh_beside
+from rlbuf_td.kernels.sum_tree.cpu import draw, fill, update, weigh_beside
 from rlbuf_td.kernels.sum_tree.tree import REFUSED, TREE
 from rlbuf_td.kernels.threads import LARGE, ParallelLoop
 from rlbuf_td.kernels.threads_cpu import run_loop, take_part
@@ -273,31 +273,6 @@ def sample_proportional(address, targets, law: DrawLaw, written, now):
             importance /= importance.max()
     _gather_drawn(batch, targets, index, now)
     return True
-
-
-@kernel
-def sample_proportional_within(address, targets, law: DrawLaw, written, now, ranges):
-    """As :func:`sample_proportional`, from the rows in ``ranges`` alone; this array is ``[R, 3]``."""
-    batch = batch_at(address)
-    drawn, tree = _draws(batch, targets), carray(pointer(batch.table), 1, TREE)
-    if not draw_within(tree, drawn, law, ranges) or not _are_written(drawn.rows, written):
-        return False
-    _gather_drawn(batch, targets, drawn.rows, now)
-    return True
-
-
-@kernel
-def gather_within_ranges(address, targets, ranges):
-    """Gather rows; the numbers at ``BATCH.flat`` count the rows in ``ranges``, and are replaced by flat indices."""
-    batch = batch_at(address)
-    flat = carray(pointer(batch.flat), batch.count, np.int64)
-    for i in range(batch.count):
-        low, high = 0, ranges.shape[0] - 1
-        while low < high:
-            middle = (low + high) >> 1
-            low, high = (low, middle) if ranges[middle, 2] > flat[i] else (middle + 1, high)
-        flat[i] += ranges[low, 0] - (ranges[low - 1, 2] if low else 0)
-    gather_flat(address, targets)
 
 
 @kernel

@@ -28,9 +28,8 @@ from rlbuf_td.kernels.sum_tree.reference import weight_of
 from rlbuf_td.kernels.sum_tree.tree import LARGEST, REFUSED, SMALLEST, Number, SumTree, tree_bytes
 from rlbuf_td.kernels.threads import DRAW_BYTES, LARGE, addresses_of_loops
 
-_FEW = 8  # ranges
-__all__ = ["LARGEST", "REFUSED", "SMALLEST", "SumTree", "draw", "draw_within", "fill_", "mask_of"]
-__all__ += ["measure_within", "rebuild_", "reweigh_", "tree_bytes", "update_", "weigh_beside_", "weight_of"]
+__all__ = ["LARGEST", "REFUSED", "SMALLEST", "SumTree", "draw", "fill_"]
+__all__ += ["rebuild_", "reweigh_", "tree_bytes", "update_", "weigh_beside_", "weight_of"]
 
 
 def update_(tree: SumTree, index: Tensor, td_error: Tensor, rows: Number, alpha: Number, eps: Number) -> float | Tensor:
@@ -101,48 +100,6 @@ def draw(
 
     loops = _loops().ctypes.data if batch * DRAW_BYTES >= LARGE else 0
     return drawn.tensors() if cpu.draw(tree.addresses, drawn, law, int(rows), loops) else None
-
-
-def draw_within(
-    tree: SumTree, uniform: Tensor, stratified: bool, beta: Number, norm: str | None, ranges: np.ndarray
-) -> tuple[Tensor, Tensor] | None:
-    """Draw rows as :func:`draw` does, from the rows in ``ranges`` alone.
-
-    Costs O((B + R) log N) on the CPU for R ranges; other devices scan all N weights.
-
-    The buffer, in ``norm``, is then the rows in ``ranges``: ``[R, 3]`` int64, contiguous, the first row of each range,
-    the row after its last one, and the number of rows in this and all earlier ranges. They must lie within the tree.
-    """
-    if backend_of(tree.weight) != "numba":
-        young = mask_of(ranges, len(tree.weight), tree.weight.device)
-        return reference.draw(tree, uniform, stratified, int(ranges[-1, 2]), beta, norm, young)
-    drawn, law = Draws.of(uniform), draw_law(uniform.shape[0], stratified, beta, norm)
-    from rlbuf_td.kernels.sum_tree import cpu
-
-    return drawn.tensors() if cpu.draw_within(tree.addresses, drawn, law, ranges) else None
-
-
-def measure_within(tree: SumTree, ranges: np.ndarray) -> tuple[float | Tensor, float | Tensor]:
-    """Return the sum of the weights of the rows in ``ranges``, and the smallest positive one. O(R log N) on the CPU."""
-    if backend_of(tree.weight) == "numba":
-        from rlbuf_td.kernels.sum_tree import cpu
-
-        return cpu.measure_within(tree.addresses, ranges)
-    weight = torch.where(mask_of(ranges, len(tree.weight), tree.weight.device), tree.weight, 0.0)
-    return weight.sum(), torch.where(weight > 0, weight, torch.inf).amin()
-
-
-def mask_of(ranges: np.ndarray, rows: int, device: torch.device) -> Tensor:
-    """Return which of ``rows`` rows are in ``ranges``, ``[rows]`` bool."""
-    if len(ranges) <= _FEW:  # without a copy of the ranges to a device, for which the host would wait
-        mask = torch.zeros(rows, dtype=torch.bool, device=device)
-        for first, past, _ in ranges.tolist():
-            mask[first:past].fill_(True)
-        return mask
-    edges = np.zeros(rows + 1, np.int64)
-    np.add.at(edges, ranges[:, 0], 1)
-    np.add.at(edges, ranges[:, 1], -1)
-    return torch.from_numpy(edges.cumsum()[:-1] > 0).to(device)
 
 
 @cache

@@ -58,17 +58,10 @@ def rebuild(tree: SumTree) -> None:
 
 
 def draw(
-    tree: SumTree,
-    uniform: Tensor,
-    stratified: bool,
-    rows: Number,
-    beta: Number,
-    norm: str | None,
-    young: Tensor | None = None,
+    tree: SumTree, uniform: Tensor, stratified: bool, rows: Number, beta: Number, norm: str | None
 ) -> tuple[Tensor, Tensor]:
-    """Implement :func:`rlbuf_td.kernels.sum_tree.draw`; only rows in the mask ``young`` may be drawn."""
-    weight = tree.weight if young is None else torch.where(young, tree.weight, 0.0)
-    sums = weight.cumsum(0)
+    """Implement :func:`rlbuf_td.kernels.sum_tree.draw`."""
+    weight, sums = tree.weight, tree.weight.cumsum(0)
     total = sums[-1]
     mass = torch.minimum(masses(uniform, total, stratified), torch.nextafter(total, torch.zeros_like(total)))
     index = torch.searchsorted(sums, mass, right=True).clamp(max=len(weight) - 1)
@@ -76,6 +69,5 @@ def draw(
     # row with the largest weight instead.
     index = torch.where(weight[index] > 0, index, weight.argmax())
     chosen = weight[index]
-    least = tree.smallest if young is None else torch.where(weight > 0, weight, torch.inf).amin()
-    smallest = least if norm == "buffer" else chosen.amin() if norm == "batch" else total / rows
+    smallest = tree.smallest if norm == "buffer" else chosen.amin() if norm == "batch" else total / rows
     return index, (chosen / smallest).pow(-beta).to(torch.float32)
