@@ -1,0 +1,131 @@
+"""What storages and trajectories refuse."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from rlbuf_td import SchemaError
+from tests.refusals.makers import (
+    RAGGED,
+    UNPACKABLE,
+    Table,
+    ended,
+    freed,
+    index_of,
+    indexed,
+    listed,
+    misfits,
+    no_rows,
+    nothing,
+    ones,
+    state_of_index,
+    steps,
+    storage,
+    storage_of_lanes,
+    td,
+    tensor,
+    tensors,
+    zeros,
+)
+
+REFUSALS: Table = {
+    ("PackedStorage", nothing): [
+        (lambda _: td.PackedStorage(0), ValueError, "max_size must be a whole number, at least 1, got 0"),
+        (lambda _: td.PackedStorage("ten"), ValueError, "max_size must be a whole number, at least 1, got 'ten'"),
+        (lambda _: td.PackedStorage(4, ndim=0), ValueError, "ndim must be a whole number, at least 1, got 0"),
+        (lambda _: td.PackedStorage(21, lanes=3), ValueError, "needs ndim=2"),
+        (lambda _: td.PackedStorage(4, scratch_dir="x", shared=True), ValueError, "scratch_dir or shared, not both"),
+        (lambda _: td.PackedStorage(4, scratch_dir="x", device="cuda"), ValueError, "need device=.cpu., got device"),
+        (lambda _: td.PackedStorage(4, shared=True, device="cuda:0"), ValueError, "need device=.cpu., got device"),
+        (lambda _: td.PackedStorage(4, shared_init=True, device="cuda"), ValueError, "shared_init needs device='cpu'"),
+        (lambda _: td.PackedStorage(4, shared_init=True, cleanup_memmap=False), ValueError, "keeps temporary files"),
+        (lambda _: td.PackedStorage(4, shared=True, compilable=True), RuntimeError, "compilable=True cannot be shared"),
+        (lambda _: td.PackedStorage(4, device="cuda:99"), RuntimeError, "'cuda:99' is missing: torch finds . CUDA dev"),
+        (lambda _: td.PackedStorage(4, share_next="yes"), ValueError, "must be 'auto'"),
+        (lambda _: td.PackedStorage(4, share_next=None), ValueError, "must be 'auto'"),
+        (lambda _: td.PackedStorage(4, share_next=[("next", "observation")]), ValueError, "without 'next'"),
+        (lambda _: td.PackedStorage(4, share_next=[3]), ValueError, "takes keys"),
+        (lambda _: td.PackedStorage(4, frames=4), ValueError, "must be a dict"),
+        (lambda _: td.PackedStorage(4, frames={3: 4}), ValueError, "takes keys"),
+        (lambda _: td.PackedStorage(4, frames={"pixels": 1}), ValueError, "at least 2"),
+        (lambda _: td.PackedStorage(4, frames={"pixels": (4, 1.5)}), ValueError, "'pixels' must be a whole number"),
+        (lambda _: td.PackedStorage(4, frames={("next", "pixels"): 4}), ValueError, "without 'next'"),
+        (lambda _: td.PackedStorage(4, frames={"pixels": 4, ("pixels",): 4}), ValueError, "twice"),
+    ],
+    ("PackedStorage.set, before the first write", no_rows): [
+        *((lambda storage, data=data: storage.set(range(3), data()), SchemaError, word) for data, word in UNPACKABLE),
+        (lambda storage: storage.set(range(3), steps(2)), SchemaError, r"batch size \(2,\) cannot fill 3 positions"),
+        (lambda storage: storage.set(range(1, 4), steps(3)), IndexError, "leave rows .* unwritten"),
+    ],
+    ("PackedStorage.set, before the first write to lanes", lambda: td.PackedStorage(12, ndim=2)): [
+        (lambda storage: storage.set(range(3), steps(3)), SchemaError, r"ndim=2 takes .*got batch size \(3,\)"),
+        (lambda storage: storage.set(range(3), steps(3, 0)), SchemaError, r"transitions without lanes.*\(0,\)"),
+    ],
+    ("PackedStorage.set", storage): [
+        *misfits(lambda storage, data: storage.set(range(4), data), lambda: steps(4), RAGGED),
+        *misfits(lambda storage, data: storage.set(3, data), steps),
+        (lambda storage: storage.set([0, 1, 2], steps(4)), SchemaError, r"batch size \(4,\) cannot fill 3 positions"),
+        *((lambda storage, at=at: storage.set(at, steps(2)), IndexError, "leave rows after 5 unwritten|out of range")
+          for at in (range(7, 9), slice(7, 9), tensor([0, 7]), [7, 9], [9, 10], tensor([0, -7]))),
+        (lambda storage: storage.set(7, steps()), IndexError, "leave rows after 5 unwritten|out of range"),
+        (lambda storage: storage.set([], steps(0)), IndexError, "empty set of positions"),
+        (lambda storage: storage.set(slice(2, 2), steps(0)), IndexError, "empty set of positions"),
+        *((lambda storage, at=at: storage.set(at, steps(3)), IndexError, "cannot write at a cursor")
+          for at in ([0.5], tensor([[0, 1, 2]]), "x", ..., None)),
+    ],
+    ("PackedStorage.set, lanes", storage_of_lanes): [
+        (lambda storage: storage.set(range(3), steps(3, 3)), SchemaError, r"of shape \(3, 3.*expected .* \(3, 2"),
+        (lambda storage: storage.set(range(3), steps(3)), SchemaError, r"of shape \(3.*expected .* \(3, 2"),
+        (lambda storage: storage.set((tensor([3]), tensor([0])), steps(1)), IndexError, "out of (range|bounds)"),
+        (lambda storage: storage.set((tensor([0]), tensor([2])), steps(1)), IndexError, "out of (range|bounds)"),
+        (lambda storage: storage.set(ones(5, 3).bool(), steps(1)), IndexError, "shape of the mask"),
+    ],
+    ("PackedStorage.get", storage): [
+        *((lambda storage, at=at: storage.get(at), IndexError, r"out of (range|bounds)")
+          for at in (6, -7, tensor([0, 6]), [6], np.array([-7]))),
+        (lambda storage: storage.get(ones(5).bool()), IndexError, "shape of the mask"),
+        (lambda storage: storage.get(tensor([0.5])), IndexError, "indices"),
+        (lambda storage: storage.get(freed(torch.arange(4))), (RuntimeError, IndexError), "no memory|not allocated"),
+        (lambda storage: storage.get("zz"), KeyError, "zz"),
+        (lambda storage: storage.get(("next", "zz")), KeyError, "zz"),
+    ],
+    ("PackedStorage.get, lanes", storage_of_lanes): [
+        (lambda storage: storage.get((0, 2)), IndexError, "out of (range|bounds)"),
+        (lambda storage: storage.get((zeros(1).long(), tensor([2]))), IndexError, "out of (range|bounds)"),
+    ],
+    ("PackedStorage.get of no rows", no_rows): [
+        (lambda storage: storage.get(0), RuntimeError, "before the first write"),
+        (lambda storage: storage.get("observation"), RuntimeError, "before the first write"),
+    ],
+    ("PackedStorage, reserved", storage): [
+        (lambda storage: storage.release(), RuntimeError, "rows that have been written cannot be released"),
+        (lambda storage: storage.reserve(steps()), RuntimeError, "reserve them before the first write"),
+        (lambda storage: td.PackedStorage(10, ndim=2).reserve(steps()), SchemaError, "1 or more batch dims"),
+    ],
+    ("TrajectoryIndex.of", nothing): [
+        *((lambda _, entries=entries: ended(entries), error, word) for entries, error, word in [
+            ({"x": zeros(2, 1)}, KeyError, r"store \('next', 'done'\) \(or .*'terminated'.*'truncated'.*ids"),
+            ({"done": zeros(2, 1).bool()}, KeyError, "no row marks the end of a trajectory"),
+            ({"next": {"done": zeros(2, 1)}}, TypeError, r"must be bool, got float32 of shape \(1,\) per row"),
+            ({"collector": {"traj_ids": zeros(2).double()}}, TypeError, "must be one integer per row, got float64"),
+            ({"collector": {"traj_ids": zeros(2, 2).long()}}, TypeError, r"per row, got int64 of shape \(2,\)"),
+        ]),
+        (lambda _: index_of(td.PackedStorage(3)).steps_back(tensor([0])), RuntimeError, "trajectories of an empty"),
+        (lambda _: index_of(tensors()).steps_back(tensor([0])), TypeError, "a storage of TensorDicts"),
+        (lambda _: index_of(listed()).steps_back(tensor([0])), TypeError, "got a ListStorage"),
+        (lambda _: index_of(td.PackedStorage(4)).load_state_dict(state_of_index(4)), RuntimeError, "load it first"),
+    ],
+    ("TrajectoryIndex", indexed): [
+        *((lambda rb, name=name, row=row: getattr(index_of(rb.storage), name)(tensor([3, row])), IndexError,
+           f"row {row} is out of range: rows 0 to 19 have been written")
+          for row in (-1, 20, 10**12) for name in ("reach", "steps_back", "steps_ahead", "ended", "length")),
+        (lambda rb: index_of(rb.storage).length(freed(torch.arange(9))), (RuntimeError, ValueError), "no memory"),
+        (lambda rb: index_of(rb.storage).mark_range(15, 6), IndexError, "rows 15 to 20 are out of range: rows 0 to 19"),
+        (lambda rb: rb.mark_range(-1, 2), IndexError, "rows -1 to 0 are out of range: rows 0 to 19"),
+        (lambda rb: rb.mark_range(3, -1), IndexError, "rows 3 to 1 are out of range: rows 0 to 19"),
+        (lambda rb: index_of(rb.storage).mark_update(tensor([3, 70])), IndexError, "rows 0 to 70 are out of range"),
+        (lambda rb: index_of(rb.storage).load_state_dict(state_of_index(200)), ValueError, "of a storage of another"),
+        (lambda rb: index_of(rb.storage).load_state_dict({"cut": zeros(4, 1)}), ValueError, "of a storage of another"),
+    ],
+}  # fmt: skip
