@@ -192,7 +192,7 @@ REFUSALS: Table = {
         (lambda rb: rb.extend(steps(1)), KeyError, "no lanes 'env_id'"),
     ],
     **{("ReplayBuffer, shut down", lambda make=make: stopped(make())): [
-        *((call, RuntimeError, "has been shut down: rows can be read and dumped, but no longer written") for call in [
+        *((call, RuntimeError, "has been shut down: rows can be read and saved, but no longer sampled") for call in [
             lambda rb: rb.extend(steps(4)), lambda rb: rb.add(steps()), write_back("action"),
             lambda rb: rb.set_("action", rb["action"] + 1), lambda rb: rb.set_at_("action", tensor(7), 0),
             lambda rb: rb.update_({"action": rb["action"] + 1}), lambda rb: setitem(rb, 0, rb[1])]),

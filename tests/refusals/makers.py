@@ -258,7 +258,7 @@ FUNCTIONS: list[Any] = [
 ]
 
 
-class Fixed(td.RowSampler):  # type: ignore[misc]
+class Fixed(td.RowSampler):
     """Draws given rows."""
 
     report_keys = frozenset({"mark"})
