@@ -121,7 +121,7 @@ def _windows(rows: int) -> SequenceSampler:
 
 def _steps_of_episodes(rows: int) -> EpisodeSampler:
     """Return a sampler of episodes whose batches have one row per episode, as those of other samplers."""
-    return EpisodeSampler(ProportionalSampler(rows), 1, finished_only=False, layout="concatenated")
+    return EpisodeSampler(None, 1, finished_only=False, layout="concatenated")
 
 
 SAMPLERS: dict[str, Callable[[int], Any]] = {

@@ -33,13 +33,6 @@ from tests.multi_agent import AGENTS, Meadow, act
 GROUPS = {"wolf": AGENTS[:3], "sheep": AGENTS[3:]}
 
 
-class EveryRow(UniformSampler):
-    """Draws all rows in order."""
-
-    def draw(self, storage: Any, batch_size: int) -> tuple[torch.Tensor, dict[Any, Any]]:
-        return torch.arange(batch_size), {}
-
-
 def started(env: Any, capacity: int = 200, **settings: Any) -> PettingZooRecorder:
     recorder = PettingZooRecorder(ReplayBuffer.from_env(env, capacity, **settings), env)
     for each in recorder.envs:
@@ -217,43 +210,15 @@ def test_extras_are_stored_and_those_of_absent_agents_are_zeros():
         recorder.step([act(each) for each in env], note=np.zeros(2))
 
 
-N, GAMMA, STEPS, LANES = 4, 0.9, 60, 2
-
-
-@pytest.mark.parametrize("storage", ["packed", "wrapped", "share_next"])
-def test_n_step_sums_of_agents_end_where_the_agent_dies(storage, device):
-    env = [Meadow(), Meadow(9)]
-    capacity = (STEPS // 2 if storage == "wrapped" else STEPS) * LANES
-    sampler = NStepSampler(EveryRow(), N, GAMMA, reward_key=("next", "wolf", "reward"))
-    share = [("wolf", "observation")] if storage == "share_next" else False
-    rb = run(started(env, capacity, sampler=sampler, share_next=share), STEPS)
-    rows = rb.chronological()
-    index = rb.sample(capacity).reshape(-1, LANES)["index"]
-    batch = rb.sample(capacity).reshape(-1, LANES)
-    batch = batch[index[:, 0, 0].argsort()].roll(-(STEPS % len(rows)), 0) if storage == "wrapped" else batch
-    ids, done, own = rows["collector", "traj_ids"], rows["next", "done"][..., 0], rows["next", "wolf", "done"][..., 0]
-    lengths = set()
-    for t, lane in np.ndindex(len(rows), LANES):
-        last = t
-        while last + 1 < min(t + N, len(rows)) and not done[last, lane] and ids[last + 1, lane] == ids[t, lane]:
-            last += 1
-        assert torch.equal(
-            batch["next", "sheep", "observation"][t, lane], rows["next", "sheep", "observation"][last, lane]
-        )
-        for agent in range(3):
-            end = next((k for k in range(t, last) if own[k, lane, agent]), last)
-            reward = rows["next", "wolf", "reward"][t : end + 1, lane, agent, 0].double()
-            total = float((reward * GAMMA ** torch.arange(len(reward), dtype=torch.float64)).sum())
-            found = batch["next", "wolf", "reward"][t, lane, agent].item()
-            assert found == pytest.approx(total, rel=1e-6, abs=1e-6)
-            assert batch["steps_to_next_obs"][t, lane, agent].tolist() == [end - t + 1]
-            for key in ("observation", "done", "terminated", "truncated", "mask"):
-                mine = batch["next", "wolf", key][t, lane, agent]
-                assert torch.equal(mine, rows["next", "wolf", key][end, lane, agent]), key
-            lengths.add((end - t, last - t))
-            if not rows["wolf", "mask"][t, lane, agent]:
-                assert (found, end) == (0.0, t)  # nothing of a later life
-    assert len(lengths) > 6
+def test_n_step_sums_of_agents_that_end_alone_are_refused():
+    sampler = NStepSampler(UniformSampler(), 4, 0.9, reward_key=("next", "wolf", "reward"))
+    rb = run(started(Meadow(), sampler=sampler), 20)
+    with pytest.raises(TypeError, match=r"sums end with the trajectory, not at \('next', 'wolf', 'done'\) of each"):
+        rb.sample(4)
+    plain = ReplayBuffer(storage=PackedStorage(20), sampler=sampler, batch_size=4)
+    flags = [("next", "wolf", name) for name in ("done", "terminated", "truncated")]
+    plain.extend(rb.chronological().exclude(*flags))
+    assert plain.sample()["next", "wolf", "reward"].shape == (4, 3, 1)
 
 
 @pytest.mark.parametrize(

@@ -52,9 +52,9 @@ class PettingZooRecorder:
 
     An agent may die, and return, while others go on. An agent that does not act in a step has the mask False, zeros as
     observation, action and reward, and the flags True, as in TorchRL. So each agent's trajectory ends where it dies:
-    :class:`NStepSampler` and :class:`RolloutWriter` compute each agent's returns with
-    ``reward_key=("next", group, "reward")``, for one group; let agents that learn together be one group. Multiply your
-    loss by the mask. In contrast to TorchRL, an environment goes on while it has agents, Discrete observations are
+    :class:`RolloutWriter` computes each agent's returns with ``reward_key=("next", group, "reward")``, for one group;
+    let agents that learn together be one group. :class:`NStepSampler` refuses such rewards. Multiply your loss by the
+    mask. In contrast to TorchRL, an environment goes on while it has agents, Discrete observations are
     integers, not one-hot vectors, and infos are not stored.
 
     With a list of E environments, the buffer has rows ``[T, E]``, and :meth:`step` steps all of them.

@@ -9,23 +9,20 @@ from weakref import ref
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
-from torchrl.data.replay_buffers import PrioritizedSampler, Sampler, SamplerWithoutReplacement, Storage
+from torchrl.data.replay_buffers import Sampler, Storage
 
 from rlbuf_td.functional import reward2go
 from rlbuf_td.kernels.episodes.n_step import sums_ahead
-from rlbuf_td.samplers.common import EMPTY, permutation, refuse_disorder, setting, uniform_numbers
-from rlbuf_td.samplers.wrapper import Drawn, SamplerWrapper, column_of, draw_from, rows_at
+from rlbuf_td.samplers.common import EMPTY, refuse_disorder, setting, uniform_numbers
+from rlbuf_td.samplers.wrapper import Drawn, SamplerWrapper, column_of, rows_at
 from rlbuf_td.storages.checks import fraction, one_of, whole
-from rlbuf_td.storages.indexing import device_of, flat_rows, revision_of
-from rlbuf_td.storages.lane_heads import written_rows
+from rlbuf_td.storages.indexing import revision_of
 from rlbuf_td.storages.notebooks import SEQUENCES
 from rlbuf_td.storages.schema import show_key
 from rlbuf_td.storages.tensordict_fast import leaf_of
 from rlbuf_td.storages.torchrl_parts import columns_of
 from rlbuf_td.storages.trajectory_index import DONE_KEY, TRAJ_KEY, as_tuple
-from rlbuf_td.storages.write_clock import SAMPLED_AT
 
-_ROUNDS = 20  # the largest number of repeated draws; then the remaining rows are drawn from all probabilities
 _ALL = 1 << 62  # more steps than any trajectory has
 
 
@@ -67,15 +64,13 @@ class EpisodeSampler(SamplerWrapper):
     mask=batch["mask"])``.
 
     Args:
-        sampler: draws the rows whose episodes are returned, with ``by="row"``; default :class:`UniformSampler`. May be
-            wrapped in a :class:`HindsightSampler` (the goal of the drawn row becomes the goal of its episode) or an
-            :class:`NStepSampler`.
+        sampler: a :class:`UniformSampler` (the default), which may be wrapped in a :class:`HindsightSampler` (an
+            episode gets one goal) or an :class:`NStepSampler`.
         max_length: the largest number of steps per episode. Of a longer episode, a batch holds ``max_length``
-            consecutive steps that contain the drawn row (with ``by="episode"``, a uniformly drawn row of the episode);
-            all such windows are equally likely. ``None``: episodes of any length are returned whole.
-        by: ``"row"`` draws a row, and returns its episode: by default, an episode is drawn in proportion to its
-            length, as for decision transformers, and with a :class:`ProportionalSampler` in proportion to the sum of
-            the probabilities of its rows. ``"episode"`` draws all complete episodes with equal probability.
+            consecutive steps that contain a uniformly drawn row of the episode; all such windows are equally likely.
+            ``None``: episodes of any length are returned whole.
+        by: ``"row"`` draws an episode in proportion to its length, as for decision transformers. ``"episode"`` draws
+            all complete episodes with equal probability.
         finished_only: whether to draw only episodes that have ended. If False, the newest, unfinished episodes may be
             drawn, too.
         layout: ``"padded"`` or ``"concatenated"``, see above.
@@ -87,28 +82,21 @@ class EpisodeSampler(SamplerWrapper):
         done_key, traj_key: the keys of the done flag and the trajectory id, as for :class:`TrajectoryIndex`. An episode
             ends with a done flag or before another id.
 
-    ``batch["priority_weight"]`` is that of the drawn row, for all rows of its episode. ``update_tensordict_priority``
-    sets the priority of each row from its own TD error, and ignores padding. TorchRL's buffers update only the first
-    row of each padded episode: use ``layout="concatenated"`` there.
-
     Options that count rows, such as ``samples_per_insert`` and mixtures of buffers, do not fit batches of unlike
     lengths: with this sampler, ``samples_per_insert`` counts episodes, and mixtures refuse it.
 
     Raises:
-        ValueError: an argument is out of range; ``by="episode"`` with a sampler that is not uniform; ``gamma`` with a
-            wrapper inside, which changes rewards.
-        TypeError: the wrapped sampler is a :class:`FreshRowsSampler`, whose rows belong to unfinished episodes, a
-            :class:`MinibatchSampler`, a :class:`QueueSampler`, or TorchRL's ``PrioritizedSampler``.
+        ValueError: an argument is out of range; ``gamma`` with a wrapper inside, which changes rewards.
+        TypeError: the innermost sampler draws by another law than a :class:`UniformSampler` without options.
         KeyError: (at the first draw) neither done flags nor trajectory ids are stored; with ``gamma``, no rewards.
         SchemaError: (at the first write) the rows have an entry with the name of an additional entry.
-        RuntimeError: (when sampling) no complete episode is stored, or none that the wrapped sampler can draw.
+        RuntimeError: (when sampling) no complete episode is stored.
 
     Warns:
         RuntimeWarning: (at the first draw, on the CPU) rows of several trajectories alternate.
 
-    Cost: O(rows of the batch). After a write, the first draw with ``by="episode"`` lists K episodes in O(K + N / 64).
-    With ``by="row"``, rows are drawn again until their episodes are complete; O(N) if hardly any are. On other devices
-    than the CPU, draws wait for the device, and the first ``by="episode"`` after a write reads all rows.
+    Cost: O(rows of the batch). After a write, the first draw lists K episodes in O(K + N / 64). On other devices than
+    the CPU, draws wait for the device, and the first draw after a write reads all rows.
     Source: Chen et al., Decision Transformer, 2021. TorchRL's ``SliceSampler`` draws slices of one fixed length.
 
     Example:
@@ -152,16 +140,11 @@ class EpisodeSampler(SamplerWrapper):
         traj_key: NestedKey | None = TRAJ_KEY,
     ) -> None:
         super().__init__(self.default() if sampler is None else sampler, done_key, traj_key)
-        self._refuse_inner()
+        self._refuse_other_laws()
         self.max_length, self.by, self.layout, self.gamma = max_length, by, layout, gamma
-        if by == "episode" and not isinstance(self.innermost, self.default):
-            remedy = "use by='row', which follows the sampler's law, or leave the sampler out"
-            raise ValueError(f"by='episode' is not the law of a {type(self.innermost).__name__}: {remedy}{SEQUENCES}")
         if gamma is not None and self._inner is not None:
             reason = f"a {type(sampler).__name__} may change the rewards, whose sums gamma asks for"
             raise ValueError(f"{reason}: leave gamma out, and call rlbuf_td.functional.reward2go{SEQUENCES}")
-        if by == "episode" and getattr(self.innermost, "max_age", None) is not None:
-            raise ValueError(f"by='episode' draws old episodes, too: leave max_age out, or use by='row'{SEQUENCES}")
         self.reward_key, self.init_key = as_tuple(reward_key), as_tuple(init_key)
         self.finished_only, self.time_dim_name, self.gives_windows = (
             bool(finished_only),
@@ -172,16 +155,17 @@ class EpisodeSampler(SamplerWrapper):
         if gamma is not None:
             self.report_keys |= {"reward_to_go"}
 
-    def _refuse_inner(self) -> None:
-        inner, kind = self.innermost, type(self.innermost).__name__
-        for wrapper in self._wrappers():
-            if wrapper.adds_fresh_rows:
-                fresh = type(wrapper).__name__
-                raise TypeError(f"EpisodeSampler cannot wrap a {fresh}, whose rows belong to unfinished episodes")
-        if getattr(inner, "draws_once", False) or isinstance(inner, SamplerWithoutReplacement):
-            raise TypeError(f"EpisodeSampler cannot wrap a {kind}, which draws each row once: episodes may repeat")
-        if isinstance(inner, PrioritizedSampler) and not hasattr(inner, "law"):
-            raise TypeError(f"EpisodeSampler cannot wrap TorchRL's {kind}: use a ProportionalSampler")
+    def _refuse_other_laws(self) -> None:
+        found: Any = next((each for each in self._wrappers() if each.adds_fresh_rows), self.innermost)
+        is_uniform = getattr(type(found), "draw", None) is self.default.draw
+        options = {"unique": found.unique, "max_age": found.max_age is not None} if is_uniform else {}
+        wrong = [name for name, is_set in options.items() if is_set]
+        if wrong or not is_uniform:
+            kind = type(found).__name__ + (f" with {wrong[0]}" if wrong else "")
+            remedy = "wrap a UniformSampler, or use a SequenceSampler, which draws windows by any law"
+            raise TypeError(
+                f"EpisodeSampler draws episodes uniformly or by length, not by a {kind}: {remedy}{SEQUENCES}"
+            )
 
     @property
     def steps_needed(self) -> int:
@@ -193,10 +177,10 @@ class EpisodeSampler(SamplerWrapper):
         if not len(storage):
             raise RuntimeError(EMPTY)
         refuse_disorder(self, storage)
-        anchors, info = self._anchors(storage, batch_size)
+        anchors = self._anchors(storage, batch_size)
         if not self.has_checked_order:
             self._warn_if_interleaved(storage)
-        return self.batch_of(storage, anchors, info)
+        return self.batch_of(storage, anchors, {})
 
     def batch_of(self, storage: Storage, flat: Tensor, info: dict[Any, Any]) -> Drawn:
         """Return the episodes of the rows at flat indices ``flat``, complete or not, as a flat batch."""
@@ -221,75 +205,21 @@ class EpisodeSampler(SamplerWrapper):
 
     # -- the law
 
-    def _anchors(self, storage: Storage, count: int) -> tuple[Tensor, dict[Any, Any]]:
-        """Draw a row of each episode; return the flat rows, ``[B]``, and the info dict of the sampler."""
-        if self.by == "row":
-            return self._rows_of_whole(storage, count)
+    def _anchors(self, storage: Storage, count: int) -> Tensor:
+        """Draw a row of each episode; return the flat rows, ``[B]``."""
         first, length = self._episodes(storage)
         if not len(first):
             raise RuntimeError(self._no_episode())
         which, where = uniform_numbers(2 * count, self._rng, first.device).view(2, -1)
-        chosen = (which * len(first)).long().clamp(max=len(first) - 1)
+        if self.by == "row":
+            end = length.cumsum(0)
+            chosen = torch.searchsorted(end, (which * end[-1]).long(), right=True).clamp(max=len(first) - 1)
+        else:
+            chosen = (which * len(first)).long().clamp(max=len(first) - 1)
         rows = length[chosen]
         step = (where * rows).long().minimum(rows - 1)
         lanes = self._trajectories(storage).boundaries().lanes
-        return (first[chosen] + step * lanes) % _rows_of(storage), {}
-
-    def _rows_of_whole(self, storage: Storage, count: int) -> tuple[Tensor, dict[Any, Any]]:
-        """Draw rows of complete episodes with the wrapped sampler, whose law holds among these rows."""
-        flat, info = self._draw(storage, count)
-        first, weight = flat[:1], info.pop("priority_weight", None)
-        was_wrong = torch.zeros_like(flat, dtype=torch.bool)
-        for attempt in range(_ROUNDS):
-            is_wrong = ~self._is_drawable(storage, flat)
-            wrong = is_wrong.nonzero()[:, 0]
-            if not len(wrong):
-                break
-            was_wrong |= is_wrong
-            others, other_info = self._drawn_again(storage, len(flat), exactly=attempt == _ROUNDS - 1)
-            # A stratified draw fills a position from one segment, where perhaps no row fits: shuffle the positions.
-            order = permutation(len(flat), self._rng, flat.device)[: len(wrong)] % len(others)
-            flat = flat.index_copy(0, wrong, others[order])
-            info = {key: value.index_copy(0, wrong, other_info[key][order]) for key, value in info.items()}
-        return flat, info if weight is None else info | {
-            "priority_weight": self._weights(flat, was_wrong, first, weight)
-        }
-
-    def _drawn_again(self, storage: Storage, count: int, exactly: bool) -> tuple[Tensor, dict[Any, Any]]:
-        """Draw ``count`` rows; ``exactly``: of complete episodes, from the probabilities of all their rows, O(N)."""
-        if not exactly:
-            return draw_from(self.innermost, storage, count)
-        every = written_rows(storage)
-        every = every[self._is_drawable(storage, every)]
-        if not len(every):
-            raise RuntimeError(self._no_episode())
-        kind, probability = type(self.innermost).__name__, getattr(self.innermost, "probability", None)
-        if probability is None or self.innermost.report_keys - {"priority_weight", SAMPLED_AT}:
-            lacks = f"hardly any row that the {kind} draws is of one, and it has no probability(index, *, storage)"
-            raise RuntimeError(f"cannot find rows of complete episodes: {lacks}{SEQUENCES}")
-        mass = probability(every, storage=storage).to(every.device).cumsum(0)
-        if not bool(mass[-1] > 0):
-            raise RuntimeError(f"no row of a complete episode has a positive probability{SEQUENCES}")
-        uniform = uniform_numbers(count, self._rng, every.device) * mass[-1]
-        return every[torch.searchsorted(mass, uniform, right=True).clamp(max=len(every) - 1)], {}
-
-    def _weights(self, flat: Tensor, was_wrong: Tensor, first: Tensor, weight: Tensor) -> Tensor:
-        """Return the importance weights of rows; ``weight`` is that of the rows drawn at first, ``first[0]``, ..."""
-        others = was_wrong.nonzero()[:, 0]
-        if len(others):
-            beside = weight[:1].repeat(len(others))
-            self.innermost.law.weigh_beside_(flat[others], first, beside)
-            weight = weight.index_copy(0, others, beside)
-            if self.innermost.weight_norm == "batch":
-                weight = weight / weight.max()
-        return weight
-
-    def _is_drawable(self, storage: Storage, flat: Tensor) -> Tensor:
-        """Return whether each row belongs to an episode that may be drawn, ``[B]`` bool."""
-        trajectories = self._trajectories(storage)
-        back, _, ended = trajectories.boundaries().reach(flat)
-        found = trajectories.is_whole(flat, back)
-        return found & ended if self.finished_only else found
+        return (first[chosen] + step * lanes) % _rows_of(storage)
 
     def _episodes(self, storage: Storage) -> tuple[Tensor, Tensor]:
         """Return the first flat row and the length of each episode that may be drawn, cached until rows change."""
@@ -299,12 +229,8 @@ class EpisodeSampler(SamplerWrapper):
         return self._listed[1]  # type: ignore[return-value]
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
-        """Return whether a complete episode is stored, and the wrapped sampler can draw rows."""
-        return (
-            bool(len(storage))
-            and self.sampler.can_sample(storage, batch_size)
-            and bool(len(self._episodes(storage)[0]))
-        )
+        """Return whether a complete episode is stored."""
+        return bool(len(storage)) and bool(len(self._episodes(storage)[0]))
 
     def _no_episode(self) -> str:
         remedy = "write more steps" if not self.finished_only else "write until one ends, or use finished_only=False"
@@ -383,26 +309,6 @@ class EpisodeSampler(SamplerWrapper):
     def _revised_keys(self) -> Iterator[NestedKey]:
         yield from super()._revised_keys()
         yield self.init_key
-
-    # -- priorities
-
-    def anchored(self, batch: TensorDictBase, index: Tensor, td_error: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the rows of a batch, -1 for padding, and their TD errors."""
-        mask = batch.get("mask", None)
-        if mask is None:
-            raise KeyError(f"a batch of episodes needs its 'mask' to set priorities{SEQUENCES}")
-        mask = mask.reshape(-1)
-        return torch.where(mask.view(-1, *[1] * (index.ndim - 1)), index, -1), torch.where(mask, td_error, 0)
-
-    def update_priority(self, index: Any, priority: Any, *, storage: Storage | None = None) -> None:
-        """Set the priority of each row; a row that repeats the row before it is padding, and is skipped."""
-        if self._is_prioritized and storage is not None and isinstance(priority, Tensor) and priority.numel() > 1:
-            flat = flat_rows(index, storage, device_of(storage))
-            if flat.numel() == priority.numel():
-                flat, priority = flat.clone(), priority.reshape(-1)
-                flat[1:][flat[1:] == flat[:-1].clone()] = -1
-                index, priority = flat, torch.where(flat >= 0, priority, 0)
-        super().update_priority(index, priority, storage=storage)
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_listed": (None, None)}

@@ -19,11 +19,11 @@ from rlbuf_td.kernels.episodes.n_step import n_step_sums, sums_ahead, windows
 from rlbuf_td.kernels.rows.read_ahead import ask_for_rows
 from rlbuf_td.samplers.bound import Blank, Blanks, BoundDraw, Reading
 from rlbuf_td.samplers.common import setting
-from rlbuf_td.samplers.wrapper import Read, SamplerWrapper, column_of, joined_at, rows_at
+from rlbuf_td.samplers.wrapper import Read, SamplerWrapper, column_of, joined_at
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import fraction, whole
 from rlbuf_td.storages.rows import Rows
-from rlbuf_td.storages.schema import show_key, walk
+from rlbuf_td.storages.schema import show_key
 from rlbuf_td.storages.tensordict_fast import leaf_of, set_entries_
 from rlbuf_td.storages.trajectory_index import DONE_KEY, TRAJ_KEY, TrajectoryIndex, as_tuple
 
@@ -36,7 +36,6 @@ class _Bound(NamedTuple):
     trajectories: TrajectoryIndex
     reward: Tensor  # the column of rewards, [T * E, ...]
     ends: list[tuple[str, ...]]  # the keys of the flags; if any of them is set, the trajectory ends
-    own_ends: list[tuple[str, ...]]  # the keys of the flags of a group of agents, which end the sum of one agent
 
 
 def joins_steps(wrapper: SamplerWrapper | None) -> bool:
@@ -56,12 +55,6 @@ class NStepSampler(SamplerWrapper):
     the trajectory or at the newest row, where the loss bootstraps unless the state is terminal. With a prioritized
     sampler, the TD error of an n-step transition updates the priority of the drawn row.
 
-    **Agents.** If ``reward_key`` is ``("next", group, "reward")``, and flags ``"done"`` (or ``"terminated"`` and
-    ``"truncated"``) are stored beside it, the sum of each agent stops where the flag of this agent is set, while the
-    sums of others go on. The entries of ``("next", group)`` are then those of the agent's last row, and
-    ``"steps_to_next_obs"`` has a number for each agent. All entries of the group have the agents as their first dim,
-    ``[n_agents, ...]``. See :class:`PettingZooRecorder`.
-
     Args:
         sampler: draws the rows, for example a :class:`UniformSampler` or a :class:`HindsightSampler`. With hindsight,
             all rewards of a sum are for the same goal, and the sum also stops where ``terminated_fn`` returns True.
@@ -74,12 +67,12 @@ class NStepSampler(SamplerWrapper):
         ValueError: an argument is out of range, or ``reward_key`` is not in ``"next"``.
         KeyError: (at the first draw) the reward is not stored, or neither done flags nor trajectory ids are stored.
         TypeError: the wrapped sampler draws sequences or n-step transitions; (at the first draw) the reward's dtype is
-            not floating.
+            not floating, or flags of each agent are stored beside the reward, such as ``("next", group, "done")``.
 
     Warns:
         RuntimeWarning: (at the first draw, on the CPU) rows of several trajectories alternate.
 
-    Cost: O(B * n). Sums of agents are computed with torch operations, which read n rows per transition.
+    Cost: O(B * n).
     Source: Sutton and Barto, Reinforcement Learning, 2nd edition, chapter 7. In contrast to TorchRL's ``MultiStep``,
     the buffer stores one-step transitions, so that n may change during training.
 
@@ -133,8 +126,6 @@ class NStepSampler(SamplerWrapper):
     def _summed(self, storage: Storage, read: Read | None, flat: Tensor, owner: Tensor | None) -> TensorDictBase:
         n, bound = self.n_steps, self._bound_to(storage)
         boundaries = bound.trajectories.boundaries()
-        if read is None and bound.own_ends:
-            read = partial(_rows_of, storage)
         if read is None:
             total, taken, last = sums_ahead(boundaries, flat, bound.reward, n, self.gamma)
             batch = joined_at(storage, flat, last)
@@ -149,28 +140,9 @@ class NStepSampler(SamplerWrapper):
             reward = leaf_of(steps, self.reward_key).unflatten(0, window.shape)
             total, taken = n_step_sums(reward, end, ahead, self.gamma)
             set_entries_(batch, {"next": steps.get("next")[first * n + taken - 1]})
-            if bound.own_ends:
-                total, taken = self._by_agent(steps, batch, end, ahead, bound.own_ends)
         leaf_of(batch, self.reward_key).copy_(total)
-        taken = taken.view(*taken.shape, *[1] * (total.ndim - taken.ndim))
-        set_entries_(batch, {"steps_to_next_obs": taken})
+        set_entries_(batch, {"steps_to_next_obs": taken.view(-1, *[1] * (total.ndim - 1))})
         return batch
-
-    def _by_agent(
-        self, steps: TensorDictBase, batch: TensorDictBase, end: Tensor, ahead: Tensor, own: list[tuple[str, ...]]
-    ) -> tuple[Tensor, Tensor]:
-        """Return the sum of each agent, and its number of rewards; set the group's "next" entries in ``batch``."""
-        group = self.reward_key[:-1]
-        reward, *flags = (leaf_of(steps, key).unflatten(0, end.shape) for key in (self.reward_key, *own))
-        dead = torch.stack([flag.flatten(3).any(3) if flag.ndim > 3 else flag for flag in flags]).any(
-            0
-        )  # [B, n, agents]
-        total, taken = n_step_sums(reward, end[..., None] | dead, ahead, self.gamma)
-        agents = torch.arange(dead.shape[2], device=dead.device)
-        rows = torch.arange(len(end), device=dead.device)[:, None] * end.shape[1] + taken - 1
-        for name, leaf in walk(steps.get(group)):
-            set_entries_(batch.get((*group, *name[:-1])), {name[-1]: leaf[rows, agents]})
-        return total, taken
 
     def _bind(self, storage: Storage) -> _Bound:
         trajectories = self._trajectories(storage)
@@ -179,17 +151,17 @@ class NStepSampler(SamplerWrapper):
             raise KeyError(f"n-step returns need {show_key(self.reward_key)}, which is not stored")
         if not reward.is_floating_point():
             raise TypeError(f"rewards to sum must be floating point numbers, got {reward.dtype}")
-        return _Bound(trajectories, reward, trajectories.end_keys(), self._own_ends(storage, reward, trajectories))
+        self._refuse_flags_of_agents(storage, reward)
+        return _Bound(trajectories, reward, trajectories.end_keys())
 
-    def _own_ends(self, storage: Storage, reward: Tensor, trajectories: TrajectoryIndex) -> list[tuple[str, ...]]:
-        """Return the keys of the flags beside the reward of a group of agents; none if the reward is of no group."""
-        if len(self.reward_key) == 2 or reward.ndim < 2:
-            return []
-        beside = self.reward_key[:-1]
-        columns = ((name, column_of(storage, (*beside, name))) for name in ("done", "terminated", "truncated"))
-        flags = {name: flag for name, flag in columns if flag is not None and flag.dtype is torch.bool}
-        names = ["done"] if "done" in flags else [*flags]
-        return [(*beside, name) for name in names if flags[name].shape[1:2] == reward.shape[1:2]]
+    def _refuse_flags_of_agents(self, storage: Storage, reward: Tensor) -> None:
+        """Raise a TypeError if the reward is of a group of agents that end at different steps."""
+        *group, _ = self.reward_key
+        for key in [(*group, name) for name in ("done", "terminated", "truncated")] if len(group) > 1 else []:
+            flags = column_of(storage, key)
+            if flags is not None and flags.dtype is torch.bool and flags.shape[1:2] == reward.shape[1:2]:
+                remedy = f"store the rows without {group[1:]} flags if all agents end together, else one agent per lane"
+                raise TypeError(f"n-step sums end with the trajectory, not at {show_key(key)} of each agent: {remedy}")
 
     @compiled_form_of("_reader", "_summed", "_draw", "draw_batch", "batch_of", "anchored")
     def bind_revision(self, storage: PackedStorage, size: int, inner: Reading) -> Reading | str:
@@ -197,19 +169,14 @@ class NStepSampler(SamplerWrapper):
         dtype = next((leaf.dtype for leaf in storage.all_rows().layout.leaves if leaf.key == self.reward_key), None)
         if dtype not in (torch.float32, torch.float64):
             return f"rewards are {dtype}, not float32 or float64"
-        if self._bound_to(storage).own_ends:
-            return "the sums of agents, which end at different steps, are computed with torch"
+        ends = self._bound_to(storage).ends
         if inner.is_fused:
             return _JoinedReading(self, storage.all_rows(), size)
-        return _RevisedSteps(self, storage.all_rows(), size, inner, self._bound_to(storage).ends)
+        return _RevisedSteps(self, storage.all_rows(), size, inner, ends)
 
     def _revised_keys(self) -> Iterator[NestedKey]:
         yield from super()._revised_keys()
         yield from ("next", "steps_to_next_obs")
-
-
-def _rows_of(storage: Storage, flat: Tensor, owner: Tensor | None) -> TensorDictBase:
-    return rows_at(storage, flat)
 
 
 class _JoinedReading(Reading):

@@ -29,12 +29,10 @@ from rlbuf_td import (
     NStepSampler,
     PackedStorage,
     ProportionalSampler,
-    RankSampler,
     RecencySampler,
     ReplayBuffer,
     ReplayBufferMixture,
     RingWriter,
-    RowSampler,
     SequenceSampler,
     UniformSampler,
     check,
@@ -107,7 +105,6 @@ def assert_pieces(world: World, batch: Any, sampler: EpisodeSampler) -> list[Cel
 class Lockstep(RuleBasedStateMachine):
     @initialize(
         buffer=st.sampled_from([*BUFFERS]),
-        inner=st.sampled_from(["uniform", "unique", "proportional", "rank", "recency"]),
         steps=st.sampled_from([2, 3, 5, 13, 64, 70]),
         lanes=st.sampled_from([1, 2, 3]),
         often=st.sampled_from([(0.0, 0.0, 0.0), (0.1, 0.05, 0.05), (0.5, 0.2, 0.2), (1.0, 0.0, 0.0)]),
@@ -118,16 +115,13 @@ class Lockstep(RuleBasedStateMachine):
         gamma=st.sampled_from([None, GAMMA]),
         seed=st.integers(0, 999),
     )
-    def make(self, buffer, inner, steps, lanes, often, max_length, by, finished_only, layout, gamma, seed) -> None:
+    def make(self, buffer, steps, lanes, often, max_length, by, finished_only, layout, gamma, seed) -> None:
         cls, storage, writer = BUFFERS[buffer]
         rows = steps * lanes
-        samplers = {"uniform": UniformSampler, "unique": lambda: UniformSampler(unique=True)}
-        samplers |= {"proportional": lambda: ProportionalSampler(rows), "rank": lambda: RankSampler(rows)}
-        samplers |= {"recency": lambda: RecencySampler(half_life=steps)}
         options: Any = {"finished_only": finished_only, "layout": layout, "gamma": gamma}
 
         def build() -> Any:
-            sampler = EpisodeSampler(None if by == "episode" else samplers[inner](), max_length, by, **options)
+            sampler = EpisodeSampler(None, max_length, by, **options)
             rb = cls(storage=storage(rows, ndim=2 if lanes > 1 else 1), sampler=sampler, writer=writer())
             sampler.watch(rb.storage)  # as the first draw from a buffer of TorchRL does
             return rb
@@ -167,19 +161,6 @@ class Lockstep(RuleBasedStateMachine):
         firsts = assert_pieces(self.world, batch, sampler)
         assert len(firsts) == size
         assert {*firsts} <= found.keys()
-        # TorchRL's buffer updates the first row of each window, and takes its first coordinate for the whole index
-        is_simple = sampler.layout == "concatenated" and self.world.lanes == 1
-        if sampler._is_prioritized and (isinstance(rb, ReplayBuffer) or is_simple):
-            batch["td_error"] = torch.rand(batch.shape)
-            rb.update_tensordict_priority(batch)
-            wanted: dict[int, list[float]] = {}
-            for index, real, error in zip(*(batch[key].flatten(0, batch.ndim - 1).tolist() for key in
-                                            ("index", "mask", "td_error")), strict=True):  # fmt: skip
-                if real:
-                    wanted.setdefault(self.world.flat(self.world.cell(index)), []).append(error)
-            stored = sampler.innermost.priority(torch.tensor([*wanted])).tolist()
-            for value, errors in zip(stored, wanted.values(), strict=True):
-                assert any(abs(value - error) < 1e-6 for error in errors)
 
     @precondition(lambda self: self.world.history.written() and isinstance(self.world.rb, ReplayBuffer))
     @rule(how=st.sampled_from(["deepcopy", "pickle", "state_dict"]))
@@ -205,11 +186,9 @@ def filled(sampler: Any, lanes: int = 1, steps: int = 60, buffer: str = "ours", 
     return World.of(sampler, steps, lanes, 2.4, cls, seed, often=often, **parts)
 
 
-def law_of(world: World, by: str, weight: np.ndarray | None = None) -> dict[Cell, float]:
-    """Return the probability of each episode, by its first row; ``weight`` is that of each row."""
-    weight = np.ones(len(world.rb.storage)) if weight is None else weight
-    rows = {first: [world.flat(cell) for cell in whole] for first, whole in episodes(world).items()}
-    mass = {first: 1.0 if by == "episode" else float(weight[cells].sum()) for first, cells in rows.items()}
+def law_of(world: World, by: str) -> dict[Cell, float]:
+    """Return the probability of each episode, by its first row."""
+    mass = {first: 1.0 if by == "episode" else float(len(whole)) for first, whole in episodes(world).items()}
     return {first: each / sum(mass.values()) for first, each in mass.items()}
 
 
@@ -237,49 +216,6 @@ def test_episodes_are_equally_likely_or_in_proportion_to_their_length(by, lanes,
     assert_law(world, law_of(world, by), 200_000)
 
 
-@pytest.mark.parametrize("stratified", [True, False])
-@pytest.mark.parametrize("kind", [ProportionalSampler, RankSampler])
-def test_with_priorities_episodes_are_as_likely_as_their_rows_together(kind, stratified):
-    torch.manual_seed(0)
-    inner = kind(60, stratified=stratified)
-    world = filled(EpisodeSampler(inner, 2), 3, 20)
-    inner.update_priority(torch.arange(60), torch.rand(60) + 0.1, storage=world.rb.storage)
-    weight = inner.probability(torch.arange(60)).numpy()
-    assert_law(world, law_of(world, "row", weight), 200_000)
-
-
-def long_unfinished(inner: Any, **options: Any) -> ReplayBuffer:
-    """Return a buffer with two short episodes, and an unfinished one that is 300 times as long."""
-    rb = ReplayBuffer(storage=PackedStorage(2_000), sampler=EpisodeSampler(inner, **options))
-    done = torch.zeros(1_500, dtype=torch.bool)
-    done[[1, 4]] = True
-    rb.extend(TensorDict({"x": torch.arange(1_500), "next": {"done": done}}, [1_500]))
-    return rb
-
-
-@pytest.mark.parametrize("norm", ["buffer", "batch", None])
-def test_rare_complete_episodes_are_found_with_the_exact_law_and_weights(norm):
-    torch.manual_seed(0)
-    inner = ProportionalSampler(2_000, beta=0.5, weight_norm=norm)
-    rb = long_unfinished(inner, max_length=1)
-    inner.update_priority(torch.arange(1_500), torch.rand(1_500) + 0.1, storage=rb.storage)
-    probability = inner.probability(torch.arange(5))
-    counts = torch.zeros(5)
-    for _ in range(20):
-        batch = rb.sample(3_000)
-        counts += batch["index"].flatten().bincount(minlength=5)
-    share = torch.stack((probability[:2].sum(), probability[2:].sum())) / probability.sum()
-    assert_follows(torch.stack((counts[:2].sum(), counts[2:].sum())), share)
-    batch = rb.sample(3_000)
-    weight, most = batch["priority_weight"].double().flatten(), 1_500 * inner.least_probability()
-    known = {None: 1.0, "buffer": float(most**-0.5)}
-    candidates = (1_500 * probability) ** -0.5 / known.get(norm, 1.0)
-    if norm == "batch":  # divided by the largest weight of the rows drawn: of one of the five rows
-        assert weight.max() == 1.0
-        candidates = torch.cat([candidates / each for each in candidates])
-    assert ((weight[:, None] - candidates).abs().min(1).values < 1e-5).all()
-
-
 def test_each_window_around_a_row_is_equally_likely():
     torch.manual_seed(0)
     rb = ReplayBuffer(storage=PackedStorage(20), sampler=EpisodeSampler(None, 3, "episode"), batch_size=60_000)
@@ -301,11 +237,10 @@ def test_the_boundaries_of_other_devices_give_the_same_law(monkeypatch):
 
 
 @pytest.mark.parametrize("finished_only", [True, False])
-@pytest.mark.parametrize(("by", "kind"), [("episode", "uniform"), ("row", "uniform"), ("row", "proportional")])
-def test_episodes_of_lanes_that_advance_alone(by, kind, finished_only):
+@pytest.mark.parametrize("by", ["episode", "row"])
+def test_episodes_of_lanes_that_advance_alone(by, finished_only):
     torch.manual_seed(0)
-    inner = ProportionalSampler(60) if kind == "proportional" else None
-    sampler = EpisodeSampler(inner, 1, by, finished_only)
+    sampler = EpisodeSampler(None, 1, by, finished_only)
     rb = ReplayBuffer(storage=PackedStorage(60, ndim=2, lanes=3), sampler=sampler, batch_size=50_000)
     lengths: list[list[int]] = [[0], [0], [0]]  # of the episodes of each lane, oldest first
     generator = torch.Generator().manual_seed(2)
@@ -333,16 +268,6 @@ def test_episodes_of_lanes_that_advance_alone(by, kind, finished_only):
     assert counts.keys() <= law.keys()
     assert power(np.array([*law.values()]), 300_000, 0.02) > 0.99
     assert_follows(np.array([counts[key] for key in law]), np.array([*law.values()]))
-
-
-def test_rare_episodes_of_lanes_that_advance_alone():
-    rb = ReplayBuffer(storage=PackedStorage(8_000, ndim=2, lanes=2), sampler=EpisodeSampler(), batch_size=500)
-    done = torch.zeros(3_000, dtype=torch.bool)
-    done[2] = True
-    data = TensorDict({"x": torch.arange(3_000), "next": {"done": done}}, [3_000])
-    rb.extend(data, lanes=1)
-    rb.extend(data[3:4], lanes=0)
-    assert rb.sample()["x"].tolist() == [[0, 1, 2]] * 500
 
 
 def written(done: list[bool], capacity: int, **options: Any) -> ReplayBuffer:
@@ -414,12 +339,10 @@ def test_hindsight_gives_an_episode_one_goal_and_n_step_joins_its_transitions():
 
 
 def test_dumps_generators_and_names(tmp_path):
-    world = filled(EpisodeSampler(ProportionalSampler(60), 5, gamma=0.5), 3, 20)
+    world = filled(EpisodeSampler(None, 5, gamma=0.5), 3, 20)
     rb = world.rb
     rb.dumps(tmp_path)
-    other = ReplayBuffer(
-        storage=PackedStorage(60, ndim=2), sampler=EpisodeSampler(ProportionalSampler(60), 5, gamma=0.5)
-    )
+    other = ReplayBuffer(storage=PackedStorage(60, ndim=2), sampler=EpisodeSampler(None, 5, gamma=0.5))
     other.loads(tmp_path)
     batches = []
     for each in (rb, other):
@@ -429,7 +352,7 @@ def test_dumps_generators_and_names(tmp_path):
     assert batches[0].names == [None, "time"]
     assert batches[0].shape == (9, 5)
     assert len(rb.sample(0)) == 0
-    assert repr(rb.sampler).startswith("EpisodeSampler(ProportionalSampler(")
+    assert repr(rb.sampler).startswith("EpisodeSampler(UniformSampler(")
     generated = [filled(EpisodeSampler(None, 5), generator=torch.Generator().manual_seed(5)).rb for _ in range(2)]
     assert (generated[0].sample(9) == generated[1].sample(9)).all()
     assert rb.health()["stretch_mean"] > 1
@@ -454,7 +377,7 @@ def test_interleaved_trajectories_are_reported():
         rb.sample()
 
 
-class Forgetful(RowSampler):
+class Newest(UniformSampler):
     def draw(self, storage, batch_size):
         return torch.full((batch_size,), len(storage) - 1), {}
 
@@ -463,27 +386,18 @@ def test_what_cannot_work_is_refused_by_name():
     for wrong in ({"max_length": 0}, {"max_length": 2.5}, {"by": "rows"}, {"layout": "packed"}, {"gamma": 1.5}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             EpisodeSampler(**wrong)
-    with pytest.raises(ValueError, match=r"by='episode' is not the law of a ProportionalSampler: use by='row'"):
-        EpisodeSampler(ProportionalSampler(9), by="episode")
     with pytest.raises(ValueError, match="a NStepSampler may change the rewards"):
         EpisodeSampler(NStepSampler(UniformSampler(), 2, 0.9), gamma=0.9)
-    with pytest.raises(TypeError, match="cannot wrap a FreshRowsSampler, whose rows belong to unfinished episodes"):
-        EpisodeSampler(NStepSampler(FreshRowsSampler(UniformSampler()), 2, 0.9))
-    with pytest.raises(TypeError, match="cannot wrap a MinibatchSampler, which draws each row once"):
-        EpisodeSampler(MinibatchSampler())
-    with pytest.raises(TypeError, match=r"cannot wrap TorchRL's PrioritizedSampler: use a ProportionalSampler"):
-        EpisodeSampler(PrioritizedSampler(9, 0.6, 0.4))
+    fresh = NStepSampler(FreshRowsSampler(UniformSampler()), 2, 0.9)
+    by_priority = ProportionalSampler(9), PrioritizedSampler(9, 0.6, 0.4)
+    for inner in (*by_priority, RecencySampler(), MinibatchSampler(), fresh, Newest(), UniformSampler(unique=True)):
+        with pytest.raises(TypeError, match=r"uniformly or by length, not by a .*: wrap a UniformSampler, or "):
+            EpisodeSampler(inner)
     with pytest.raises(TypeError, match="EpisodeSampler cannot wrap a SequenceSampler"):
         EpisodeSampler(SequenceSampler(UniformSampler(), 2))
-    with pytest.raises(RuntimeError, match="hardly any row that the Forgetful draws"):
-        long_unfinished(Forgetful()).sample(4)
     with pytest.raises(TypeError, match="has an EpisodeSampler, whose batches have no fixed number of rows"):
         ReplayBufferMixture({"a": ReplayBuffer(sampler=EpisodeSampler())}, {"a": 1.0})
     with pytest.raises(RuntimeError, match="empty"):
         ReplayBuffer(sampler=EpisodeSampler(), batch_size=2).sample()
     with pytest.raises(KeyError, match="returns to go need"):
         written([False, True], 4, gamma=0.9).sample()
-    world = filled(EpisodeSampler(ProportionalSampler(60)))
-    batch = world.rb.sample(3)
-    with pytest.raises(KeyError, match="'mask'"):
-        world.rb.update_tensordict_priority(batch.set("td_error", torch.zeros(batch.shape)).exclude("mask"))

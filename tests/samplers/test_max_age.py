@@ -138,8 +138,8 @@ def test_what_cannot_work_is_refused_by_name():
             ReplayBuffer(storage=PackedStorage(9), sampler=SAMPLERS[kind](max_age=1), writer=ReservoirWriter())
     with pytest.raises(ValueError, match=r"cannot wrap a .* with max_age"):
         FreshRowsSampler(UniformSampler(max_age=3))
-    with pytest.raises(ValueError, match="by='episode' draws old episodes, too: leave max_age out"):
-        EpisodeSampler(UniformSampler(max_age=8), by="episode")
+    with pytest.raises(TypeError, match="not by a UniformSampler with max_age"):
+        EpisodeSampler(UniformSampler(max_age=8))
 
 
 @settings(max_examples=40, deadline=None)

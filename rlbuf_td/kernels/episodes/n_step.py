@@ -23,13 +23,11 @@ def windows(boundaries: Boundaries, rows: Tensor, n: int, lanes: int, cells: int
 def n_step_sums(reward: Tensor, end: Tensor, ahead: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
     """Return discounted sums of ``reward``, ``[B, n, ...]``, along the steps, and the number of rewards in each sum.
 
-    Sum ``i`` ends with the first step where ``end[i]`` is True, and has at most ``1 + ahead[i]`` rewards. ``end`` is
-    ``[B, n]``, or has more dims, which broadcast to those of ``reward``. The numbers are ``[B]`` plus these dims.
+    Sum ``i`` ends with the first step where ``end[i]``, ``[n]``, is True, and has at most ``1 + ahead[i]`` rewards.
     """
     ended_before = end.cumsum(1) - end.long() > 0
     steps = torch.arange(reward.shape[1], device=reward.device)
-    within = steps <= ahead[:, None]
-    counts = within.view(*within.shape, *[1] * (end.ndim - 2)) & ~ended_before
+    counts = (steps <= ahead[:, None]) & ~ended_before
     # Multiplied and added in the same order as in the compiled loop (``batches_cpu.put_sum``): the results are equal.
     powers = torch.where(steps == 0, 1.0, gamma * torch.ones_like(steps, dtype=torch.float64)).cumprod(0)
     wide = counts.view(*counts.shape, *[1] * (reward.ndim - counts.ndim))
