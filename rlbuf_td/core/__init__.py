@@ -1,0 +1,1 @@
+"""The core as it will be, built beside the one in use, see ``.github/CORE.md``. So far only tests import this room."""
