@@ -1,0 +1,454 @@
+"""Forty small faults, and whether the tests notice them (``python tests/benchmarks/breaks.py``).
+
+Each fault is put into a copy of the repository, where the tests named for it run until one fails. This one must pass in
+an intact copy. The exit status is 1 if a fault is not found, or if the text that it replaces is not in the package
+exactly once.
+
+A fault in ``kernels/`` takes a minute or two, because its copy compiles the loops that its tests use.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+_UNSHRUNK = "--hypothesis-profile", "the first failure"
+LONGEST = 900  # seconds of the tests of a fault
+COPIED = "rlbuf_td", "tests", "notebooks", "README.md", "pyproject.toml", ".github"
+
+
+class Break(NamedTuple):
+    """A fault: a text of a file in ``rlbuf_td/``, what replaces it, and the arguments of pytest that find it."""
+
+    name: str
+    file: str
+    text: str
+    replacement: str
+    tests: str
+
+
+BREAKS = [
+    # -- storages
+    Break(
+        "rows past the end of the ring get the wrong data",
+        "storages/rows/__init__.py",
+        "self.copy_(0, count - head, [leaf[head:] for leaf in leaves])",
+        "self.copy_(0, count - head, [leaf[: count - head] for leaf in leaves])",
+        "tests/storages/test_lockstep.py",
+    ),
+    Break(
+        "the torch form takes a stale stamp",
+        "storages/write_clock.py",
+        "return stamps is newest and self.now == then",
+        "return stamps is newest",
+        "tests/test_staleness.py",
+    ),
+    Break(
+        "the compiled form takes a stamp that is stale by one step",
+        "kernels/rows/cpu.py",
+        "if since < 0 or age < since:",
+        "if since < 0 or age < since - 1:",
+        "tests/test_staleness.py",
+    ),
+    Break(
+        "listeners are not told of the rows after the wrap",
+        "writers/common.py",
+        "            if first < count:\n",
+        "            if first < 0:\n",
+        "tests/trajectories/test_lockstep.py",
+    ),
+    Break(
+        "the break between two rollouts is lost",
+        "writers/rollout.py",
+        "            _forget_trajectories(storage)\n",
+        "            pass\n",
+        "tests/rollouts/test_writer.py tests/rollouts/test_chunks.py",
+    ),
+    Break(
+        "the break after a process was killed is lost",
+        "storages/reopen.py",
+        "return [*(found | dict.fromkeys(cells.tolist(), storage.clock.now)).items()]",
+        "return [*found.items()]",
+        "tests/processes/test_reopen.py -k 'trajectories or break'",
+    ),
+    Break(
+        "rows of one lane in one call share a place",
+        "storages/lane_heads.py",
+        "at = (newest[lanes] + 1 + before) % steps",
+        "at = (newest[lanes] + 1) % steps",
+        "tests/trajectories/test_lanes.py",
+    ),
+    Break(
+        "n-step transitions of shared rows have the next observation of their first step",
+        "storages/rows/dedup.py",
+        'self.read_(last, [leaf if key[0] == "next" else None for key, leaf in named])',
+        'self.read_(cells, [leaf if key[0] == "next" else None for key, leaf in named])',
+        "tests/composition/test_cells.py -k n_step",
+    ),
+    Break(
+        "an entry that the row after still shares is freed",
+        "kernels/rows/pool_cpu.py",
+        "for step in (away, -away):",
+        "for step in (-away, -away):",
+        "tests/storages/test_dedup.py",
+    ),
+    Break(
+        "the lock admits two processes",
+        "storages/shared/lock.py",
+        "fcntl.lockf(self._file.descriptor, fcntl.LOCK_EX)",
+        "fcntl.lockf(self._file.descriptor, fcntl.LOCK_SH)",
+        "tests/processes/test_sharing.py",
+    ),
+    Break(
+        "the rows of a killed write are not restored",
+        "storages/shared/rows.py",
+        "if words[_PHASE] == WRITING:\n            self._rows",
+        "if words[_PHASE] == WRITTEN:\n            self._rows",
+        "tests/processes/test_kill.py -k was_not_made",
+    ),
+    Break(
+        "Ctrl-C during a write is forgotten",
+        "storages/interrupts.py",
+        "                handler(*came)",
+        "                pass",
+        "tests/storages/test_interrupts.py",
+    ),
+    # -- samplers
+    Break(
+        "a uniform draw counts holes as rows",
+        "samplers/uniform.py",
+        "self.flat.random_(0, written - has_holes, generator=self.generator)",
+        "self.flat.random_(0, written, generator=self.generator)",
+        "tests/trajectories/test_lanes.py",
+    ),
+    Break(
+        "new rows get alpha twice",
+        "samplers/priorities.py",
+        "self.law.fill_(start, count, self.entry)",
+        "self.law.fill_(start, count, self.entry ** self.settings[ALPHA])",
+        "tests/samplers/test_prioritized.py",
+    ),
+    Break(
+        "new rows of a reservoir get no priority",
+        "samplers/prioritized.py",
+        "        self.priorities.enter(index, storage)\n",
+        "        pass\n",
+        "tests/writers/test_reservoir.py",
+    ),
+    Break(
+        "importance weights are not divided by the largest of the buffer",
+        "kernels/sum_tree/cpu.py",
+        "smallest = arrays.minima[root] if law.norm == BY_BUFFER else total / rows",
+        "smallest = total / rows",
+        "tests/samplers/test_prioritized.py",
+    ),
+    Break(
+        "the torch form never draws from the last stratum",
+        "kernels/strata.py",
+        "segment = (first + step * torch.arange(batch, device=uniform.device)) % batch",
+        "segment = (first + step * torch.arange(batch, device=uniform.device)) % max(batch - 1, 1)",
+        "tests/kernels/test_strata.py",
+    ),
+    Break(
+        "the torch form ranks ties from the newest row on",
+        "kernels/rank_order/reference.py",
+        "self.magnitude.sort(descending=True, stable=True).indices",
+        "len(self.magnitude) - 1 - self.magnitude.flip(0).sort(descending=True, stable=True).indices",
+        "tests/samplers/test_rank.py",
+    ),
+    Break(
+        "compiled n-step returns have one power of gamma less",
+        "kernels/episodes/batches_cpu.py",
+        "(bitmap, cell)\n        discount *= gamma\n        total += discount * _reward_at(rewards, cell)",
+        "(bitmap, cell)\n        total += discount * _reward_at(rewards, cell)\n        discount *= gamma",
+        "tests/samplers/test_n_step.py",
+    ),
+    Break(
+        "hindsight takes the goal before the step",
+        "samplers/hindsight.py",
+        'achieved = "next", *wrapper.achieved_goal_key',
+        "achieved = wrapper.achieved_goal_key",
+        "tests/samplers/test_hindsight.py",
+    ),
+    Break(
+        "the burn-in mask is shifted by one step",
+        "kernels/batch/wrapped_cpu.py",
+        "store(burn_in_mask + at, j < burn_in, np.bool_)",
+        "store(burn_in_mask + at, j <= burn_in, np.bool_)",
+        "tests/samplers/test_sequence.py",
+    ),
+    Break(
+        "TD errors of the burn-in count",
+        "samplers/sequence.py",
+        "return anchors, self._summary(td_error, (mask & ~burn_in).reshape(-1))",
+        "return anchors, self._summary(td_error, mask.reshape(-1))",
+        "tests/samplers/test_sequence.py",
+    ),
+    Break(
+        "chunks begin one row late",
+        "samplers/sequence.py",
+        "boundaries.reach(part)[0] % self.stride == 0]",
+        "boundaries.reach(part)[0] % self.stride == 1 % self.stride]",
+        "tests/samplers/test_chunks.py",
+    ),
+    Break(
+        "a piece of an episode may miss the row that was drawn",
+        "samplers/episode.py",
+        "least = (back + 1 - most).clamp(min=0)",
+        "least = (back - most).clamp(min=0)",
+        "tests/samplers/test_episode.py",
+    ),
+    Break(
+        "fresh rows are forgotten by a save",
+        "samplers/fresh.py",
+        '"undrawn": torch.from_numpy(self.queue.ages().copy())',
+        '"undrawn": torch.from_numpy(self.queue.ages()[:0].copy())',
+        "tests/samplers/test_fresh.py",
+    ),
+    Break(
+        "minibatches share a row",
+        "samplers/minibatch.py",
+        "self._position = stop = min(start + batch_size, rows)",
+        "stop = min(start + batch_size, rows)\n        self._position = max(start + 1, stop - (stop < rows))",
+        "tests/rollouts/test_minibatch.py",
+    ),
+    Break(
+        "the oldest row of the window is never drawn",
+        "samplers/recency.py",
+        "Ages(newest, span, steps, sampler.log_decay)",
+        "Ages(newest, max(span - 1, 1), steps, sampler.log_decay)",
+        "tests/samplers/test_recency.py",
+    ),
+    # -- writers
+    Break(
+        "a row of a queue is given twice",
+        "writers/queue.py",
+        "self.numbers[1] - self.waiting + count  # atomic",
+        "self.numbers[1] - self.waiting + count - 1  # atomic",
+        "tests/composition/test_queue.py",
+    ),
+    Break(
+        "the last place of a reservoir is never replaced",
+        "writers/reservoir.py",
+        "min(int(place * steps), steps - 1)",
+        "int(place * (steps - 1))",
+        "tests/writers/test_reservoir.py",
+    ),
+    Break(
+        "a rollout does not bootstrap where it is truncated",
+        "writers/estimator.py",
+        "breaks = ends & ~terminated",
+        "breaks = ends & terminated",
+        "tests/rollouts/test_estimators.py tests/rollouts/test_writer.py",
+    ),
+    # -- functional
+    Break(
+        "V-trace goes on over steps that are done and not terminated",
+        "functional/advantage.py",
+        '_threshold("c_thresh", c_thresh, ratio))).masked_fill(done, 0)',
+        '_threshold("c_thresh", c_thresh, ratio))).masked_fill(terminated, 0)',
+        "tests/test_functional.py -k vtrace",
+    ),
+    Break(
+        "compiled GAE goes on over steps that are done and not terminated",
+        "kernels/scan/cpu.py",
+        "later = zero if done[i, t, f] else decay * advantage[i, t + 1, f]",
+        "later = zero if terminated[i, t, f] else decay * advantage[i, t + 1, f]",
+        "tests/kernels/test_scan.py",
+    ),
+    # -- buffers
+    Break(
+        "a failed write stays counted",
+        "buffers/flow.py",
+        "self._numbers[_INSERTED] -= inserted",
+        "self._numbers[_INSERTED] -= 0",
+        "tests/test_flow.py -k fail",
+    ),
+    Break(
+        "a mixture always rounds the shares down",
+        "buffers/mixture.py",
+        "        if not is_whole:\n",
+        "        if is_whole:\n",
+        "tests/test_mixture.py",
+    ),
+    Break(
+        "a mixture updates rows of other members",
+        "buffers/bound_mixture.py",
+        "index = torch.where(is_own[:, None] if index.ndim > 1 else is_own, index, -1)",
+        "index = index.clone()",
+        "tests/test_mixture.py",
+    ),
+    Break(
+        "write_back changes rows that were replaced",
+        "buffers/writing.py",
+        "flat = skip_stale(flat, stamp, dims, storage)[0]",
+        "flat = flat.clone()",
+        "tests/test_write_back.py",
+    ),
+    # -- environments
+    Break(
+        "a step that is truncated is not done",
+        "envs/transition.py",
+        'after["done"] = after["terminated"] | after["truncated"]',
+        'after["done"] = after["terminated"].clone()',
+        "tests/test_recorder.py",
+    ),
+    # -- checkpoints
+    Break(
+        "a dump lacks the state of the generator",
+        "checkpoint/parts.py",
+        '"generator": None if generator is None else {',
+        '"generator": None if True else {',
+        "tests/checkpoint/test_roundtrip.py -k goes_on_bit_for_bit",
+    ),
+    Break(
+        "a smaller buffer loads the oldest rows",
+        "checkpoint/rows.py",
+        "start = oldest + live - kept",
+        "start = oldest",
+        "tests/checkpoint/test_capacity.py",
+    ),
+    Break(
+        "a damaged file is loaded",
+        "checkpoint/files.py",
+        "if nbytes == chunk.nbytes and checksum(data) != chunk.checksum:",
+        "if nbytes != chunk.nbytes and checksum(data) != chunk.checksum:",
+        "tests/checkpoint/test_damage.py -k random_damage",
+    ),
+]
+
+
+class Copies:
+    """Copies of the repository; those for faults outside ``kernels/`` are used again, with their compiled loops."""
+
+    def __init__(self, folder: Path, jobs: int) -> None:
+        self.folder, self._kept = folder, SimpleQueue[Path]()
+        for number in range(jobs):
+            self._kept.put(folder / f"copy {number}")
+
+    @contextmanager
+    def broken(self, each: Break) -> Iterator[Path]:
+        """Yield a copy with the fault in it."""
+        if each.file.startswith("kernels/"):
+            with tempfile.TemporaryDirectory(dir=self.folder) as folder:
+                copy = made(Path(folder) / "copy")
+                put(each, copy)
+                yield copy
+            return
+        copy = self._kept.get()
+        file = made(copy) / "rlbuf_td" / each.file
+        try:
+            put(each, copy)
+            yield copy
+        finally:
+            shutil.copy2(ROOT / "rlbuf_td" / each.file, file)
+            self._kept.put(copy)
+
+    @contextmanager
+    def intact(self) -> Iterator[Path]:
+        copy = self._kept.get()
+        try:
+            yield made(copy)
+        finally:
+            self._kept.put(copy)
+
+
+def made(copy: Path) -> Path:
+    """Make a copy of the repository, without its compiled code, if there is none yet."""
+    if not copy.exists():
+        copy.mkdir(parents=True)
+        for name in COPIED:
+            if (ROOT / name).is_dir():
+                shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy2(ROOT / name, copy / name)
+    return copy
+
+
+def put(each: Break, copy: Path) -> None:
+    file = copy / "rlbuf_td" / each.file
+    file.write_text(file.read_text().replace(each.text, each.replacement))
+
+
+def fault_of(each: Break) -> str:
+    """Say why a fault cannot be made; "" if it can."""
+    file = ROOT / "rlbuf_td" / each.file
+    count = file.read_text().count(each.text) if file.exists() else 0
+    return "" if count == 1 else f"its text is {count} times in {each.file}, expected once: {each.text!r}"
+
+
+class Result(NamedTuple):
+    status: int  # of pytest; -1: the tests took too long
+    failed: str  # the first test that failed
+    seconds: float
+    output: str
+
+
+def run(copy: Path, tests: Sequence[str]) -> Result:
+    """Run tests in a copy until one of them fails."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--color=no", *_UNSHRUNK, *tests]
+    variables = os.environ | {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
+    begin = time.perf_counter()
+    try:
+        done = subprocess.run(command, cwd=copy, env=variables, capture_output=True, text=True, timeout=LONGEST)
+    except subprocess.TimeoutExpired:
+        return Result(-1, "", LONGEST, f"no end within {LONGEST} s")
+    failed = re.search(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", done.stdout, re.MULTILINE)
+    return Result(done.returncode, failed[1] if failed else "", time.perf_counter() - begin, done.stdout + done.stderr)
+
+
+def attempt(each: Break, copies: Copies) -> tuple[bool, str, float]:
+    """Return whether a fault is found, by which test or why not, and how many seconds it took."""
+    with copies.broken(each) as copy:
+        found = run(copy, shlex.split(each.tests))
+    if found.status != 1:
+        return False, f"NOT FOUND (pytest's status: {found.status})\n{found.output[-2_000:]}", found.seconds
+    with copies.intact() as copy:
+        without = run(copy, [found.failed])
+    if without.status:
+        return False, f"FAILS WITHOUT THE FAULT: {found.failed}\n{without.output[-2_000:]}", found.seconds
+    return True, found.failed, found.seconds
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", default=[], metavar="WORDS", help="only faults with these words in a name")
+    parser.add_argument("--list", action="store_true", help="print the faults and the tests named for them")
+    parser.add_argument("--jobs", type=int, default=1, help="number of faults that are tried at the same time")
+    given = parser.parse_args(arguments)
+    chosen = [each for each in BREAKS if not given.only or any(words in each.name for words in given.only)]
+    if given.list:
+        for number, each in enumerate(chosen, 1):
+            print(f"{number:2} {each.name}\n   {each.file}; {each.tests}")
+        return 0
+    faults = [f"{each.name}: {fault}" for each in chosen if (fault := fault_of(each))]
+    if faults:
+        print("\n".join(faults))
+        return 1
+    found = 0
+    with tempfile.TemporaryDirectory(prefix="rlbuf_td_breaks_") as folder, ThreadPoolExecutor(given.jobs) as pool:
+        results = pool.map(partial(attempt, copies=Copies(Path(folder), given.jobs)), chosen)
+        for each, (is_found, by, seconds) in zip(chosen, results, strict=True):
+            found += is_found
+            print(f"{each.name} | {by} | {seconds:.0f} s", flush=True)
+    print(f"{found} of {len(chosen)} found")
+    return int(found < len(chosen))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
