@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 from functools import partial
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -98,8 +97,6 @@ def test_the_picture_has_a_line_per_operation_and_a_mark_per_library():
         timed("gae", 128, "[1, 128]", TorchRL=1_000.0),
     ]
     small, others = draw(timings, 256).axes
-    assert [label.get_text() for label in small.get_yticklabels()] == ["sample, uniform", "add one, uniform"]
-    assert [label.get_text() for label in others.get_yticklabels()] == ["record a step", "GAE [1,128], loop"]
     points = [np.asarray(line.get_xdata()).tolist() for line in small.lines]
     assert sorted(x[0] for x in points if len(x) == 1) == [0.5, 2.0, 3.0, 7.0, 9.0]
     assert small.get_xlim() == others.get_xlim()
@@ -139,19 +136,6 @@ def test_what_is_timed_on_a_device_runs(case, monkeypatch):
     monkeypatch.setattr(device, "wall", lambda call, *_: call() is None or 2.0)
     found = [(what, value) for what, value, _ in case(torch.device("cpu"), 600, 0.0)]
     assert len(dict(found)) == len(found) > 0
-
-
-def test_a_device_is_timed_and_named(capsys, monkeypatch):
-    calls = {name: Mock(return_value="a device") for name in ("set_device", "get_device_name", "synchronize")}
-    for name, call in calls.items():
-        monkeypatch.setattr(torch.cuda, name, call)
-    monkeypatch.setattr(device, "refuse_missing_device", lambda name: None)
-    monkeypatch.setattr(device, "TIMINGS", [lambda *_: iter([("nothing", timing.wall(int, 1e-4), "us")])])
-    assert main(["bench", "--device", "cuda"]) == 0
-    printed = capsys.readouterr().out
-    assert "a device, torch" in printed
-    assert "nothing: " in printed
-    assert calls["synchronize"].call_count >= 5  # the clock is read after the work of each block
 
 
 def test_without_a_device_the_benchmark_says_so(capsys, monkeypatch):

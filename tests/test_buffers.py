@@ -390,15 +390,11 @@ def test_data_that_is_no_tensordict_is_refused_with_how_to_wrap_it(made, data):
     assert len(rb) == 3
 
 
-def test_a_gpu_that_the_machine_lacks_is_named(monkeypatch):
-    for count in (0, 1):
-        monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
-        words = rf"device='cuda:2' is missing: torch finds {count} CUDA devices? on this machine"
-        for make_part in (PackedStorage, partial(ReplayBuffer.from_schema, transitions(1)[0])):
-            with pytest.raises(RuntimeError, match=words):
-                make_part(4, device="cuda:2")
-        with pytest.raises(RuntimeError, match=words):
-            ReplayBuffer(device="cuda:2")
+def test_a_gpu_that_the_machine_lacks_is_named():
+    first: Any = partial(ReplayBuffer.from_schema, transitions(1)[0], 4)
+    for make_part in (partial(PackedStorage, 4), first, ReplayBuffer):
+        with pytest.raises(RuntimeError, match=r"device='cuda:99' is missing: torch finds \d+ CUDA devices? on this"):
+            make_part(device="cuda:99")
 
 
 class Fixed(Sampler):

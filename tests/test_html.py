@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from html.parser import HTMLParser
 
 import torch
@@ -58,16 +57,13 @@ def test_it_shows_keys_fill_and_settings_whatever_the_storage():
         assert "width:75.00%" in rb._repr_html_()
 
 
-def test_html_escapes_text_and_its_only_colour_is_translucent_grey(tmp_path):
+def test_html_escapes_text(tmp_path):
     storage = PackedStorage(8, scratch_dir=tmp_path / "<script>")
     rb = ReplayBuffer(storage=storage)
     rb.extend(DATA)
     html = rb._repr_html_()
     assert "<script" not in html
-    assert "<style" not in html
     assert any(f"mapped file in {storage.scratch_dir}" in words for words in Balanced(html).words)
-    colours = set(re.findall(r"(?:color|background):([^;\"]+)", html))
-    assert colours <= {"inherit", "none", "currentColor", "rgba(127,127,127,.18)"}
 
 
 def test_buffers_of_nothing_have_a_picture_too():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import sys
 import tempfile
 from functools import partial
 from threading import Thread
@@ -18,7 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-import rlbuf_td
 from rlbuf_td import (
     EpisodeStats,
     FreshRowsSampler,
@@ -256,36 +254,6 @@ def rb():
     rb.extend(steps(20, None, 0))
     rb.sample()
     return rb
-
-
-def files_of(call) -> list[str]:
-    """Return the files of the package that a call enters."""
-    files, root = set(), rlbuf_td.__path__[0]
-
-    def profile(frame, event, argument):
-        if event == "call" and frame.f_code.co_filename.startswith(root):
-            files.add(frame.f_code.co_filename)
-
-    sys.setprofile(profile)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
-    return sorted(files)
-
-
-def test_calls_enter_few_files(rb):
-    rb.sample()
-    batch = rb.sample(BATCH)  # as recipes ask for it: by the buffer's own size
-    batch["td_error"] = torch.ones(BATCH)
-    rb.update_tensordict_priority(batch)
-    step, rollout = steps(1, None, 0)[0], steps(3, None, 0)
-    for _ in range(2):
-        rb.add(step)
-        rb.extend(rollout)
-    update = partial(rb.update_tensordict_priority, batch)
-    for call in (partial(rb.sample, BATCH), update, partial(rb.add, step), partial(rb.extend, rollout)):
-        assert len(files_of(call)) <= 10, files_of(call)
 
 
 @pytest.mark.parametrize("sampler", [ProportionalSampler, RankSampler])
@@ -545,15 +513,9 @@ def test_options_and_subclasses_are_compiled(option):
         batch = rb.sample()
         batch["td_error"] = torch.full((BATCH,), 3.0)
         rb.update_tensordict_priority(batch)
-    is_own = "own" in option
-    assert rb.compiled == (
-        {
-            "a draw of one's own": "add, extend; not sample, update_tensordict_priority: OwnDraw has no compiled draw",
-            "a law of one's own": "add, extend; not sample, update_tensordict_priority: Doubled is not compiled",
-        }[option]
-        if is_own
-        else "add, extend, sample, update_tensordict_priority"
-    )
+    compiled, *reasons = rb.compiled.split("; not ")
+    assert "extend" in compiled
+    assert ("sample" in compiled, len(reasons)) == ((False, 1) if "own" in option else (True, 0))
     expected = 6.0 if option == "a law of one's own" else 3.0
     assert (rb.sampler.priority(batch["index"]) == expected).all()
     assert option != "a draw of one's own" or (batch["index"] == 0).all()

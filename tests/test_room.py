@@ -99,19 +99,6 @@ def test_shared_tensors_are_limited_by_their_file_system_and_by_the_memory(syste
     assert _room.shared_rows() == Room("shared memory", 6 * GIB, 10 * GIB)  # as large as RAM
 
 
-def test_where_there_is_no_cuda_device_its_size_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert _room.cuda(torch.device("cuda")) == Room("cuda", None, None)
-
-
-def test_memory_that_torch_caches_on_a_cuda_device_counts_as_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    numbers = {"mem_get_info": (GIB, 8 * GIB), "memory_reserved": 3 * GIB, "memory_allocated": 2 * GIB}
-    for name, number in ({"is_available": True, "current_device": 1} | numbers).items():
-        monkeypatch.setattr(torch.cuda, name, lambda *_, number=number: number)
-    assert _room.room_for(torch.device("cuda")) == Room("cuda:1", 2 * GIB, 8 * GIB)
-    assert _room.cuda(torch.device("cuda:0")) == Room("cuda:0", 2 * GIB, 8 * GIB)
-
-
 def ask(monkeypatch: pytest.MonkeyPatch, nbytes: int, room: Room, **settings: Any) -> None:
     monkeypatch.setattr(_room, "room_for", lambda *_, **__: room)
     purpose = Purpose("All that takes", "Take less.", settings.pop("quiet", False))

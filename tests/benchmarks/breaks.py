@@ -22,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from hashlib import sha1
 from pathlib import Path
 from queue import SimpleQueue
 from typing import NamedTuple
@@ -352,11 +353,13 @@ class Copies:
             return
         copy = self._kept.get()
         file = made(copy) / "rlbuf_td" / each.file
+        before = file.with_suffix(".before")
+        shutil.copy2(file, before)
         try:
             put(each, copy)
             yield copy
         finally:
-            shutil.copy2(ROOT / "rlbuf_td" / each.file, file)
+            os.replace(before, file)
             self._kept.put(copy)
 
     @contextmanager
@@ -377,7 +380,20 @@ def made(copy: Path) -> Path:
                 shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
             else:
                 shutil.copy2(ROOT / name, copy / name)
+        take_loops(copy)
     return copy
+
+
+def take_loops(copy: Path) -> None:
+    """Copy the compiled loops, which numba keeps in folders that are named after those of the sources."""
+    sources = [folder for folder in (ROOT / "rlbuf_td/kernels").rglob("*") if folder.is_dir()]
+    for source in [ROOT / "rlbuf_td/kernels", *sources]:
+        mine, its = (
+            f"{source.name}_{sha1(str(place).encode()).hexdigest()}"
+            for place in (source, copy / source.relative_to(ROOT))
+        )
+        for found in (ROOT / "rlbuf_td/kernels/__pycache__/rlbuf_td").glob(f"*/{mine}"):
+            shutil.copytree(found, copy / found.parent.relative_to(ROOT) / its)
 
 
 def put(each: Break, copy: Path) -> None:

