@@ -100,6 +100,17 @@ def test_batches_hold_the_rows_that_their_index_names(one, other, lanes):
     assert torch.bincount(mixed.sample()["source"]).tolist() == [16, 48]
 
 
+def test_members_may_have_unlike_numbers_of_lanes():
+    members = {"demos": member("uniform", 0, 10, 2), "online": member("proportional", 1_000, 5, 6)}
+    mixed = ReplayBufferMixture(members, {"demos": 0.5, "online": 0.5}, batch_size=64)
+    for _ in range(3):
+        check(mixed, batch := mixed.sample())
+    batch["td_error"] = torch.full((64,), 50.0)
+    mixed.update_tensordict_priority(batch)
+    drawn = batch["index"][batch["source"] == 1].unique(dim=0)
+    assert (members["online"].sampler.priority(torch.arange(30)) == 50).sum() == len(drawn)
+
+
 class GeneralMixture(ReplayBufferMixture):
     _bound = property(lambda mixture: None, lambda mixture, bound: None)
 

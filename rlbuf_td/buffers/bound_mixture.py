@@ -44,16 +44,18 @@ class BoundMixture:
         self.members, self.size = members, size
         self.gather, self.scale = machine_code(cpu.gather_slice), machine_code(cpu.scale)
         self.parts = [member.parts for member in members.values()]  # replaced if a component is replaced
-        lanes = lanes_of(draws[0].rows)
         self.bound: list[_Bound] = []
         self.records: list[np.ndarray] = []
         for member, draw in zip(members.values(), draws, strict=True):
-            given = {"flat": draw.flat.data_ptr(), "lanes": lanes, "reads": 1}
+            given = {"flat": draw.flat.data_ptr(), "lanes": lanes_of(draw.rows), "reads": 1}
             self.records.append(batch_record(size, draw.rows.flat, draw.rows.extents, **given))
             updates, record = type(draw)(draw.storage, draw.sampler, size, False), self.records[-1].ctypes.data
             self.bound.append(_Bound(member, draw, record, updates))
         self.is_weighted = any(draw.reports for draw in draws)
-        named = {"index": (torch.int64, torch.Size([2] if lanes else [])), "source": (torch.int64, SCALAR)}
+        named = {
+            "index": (torch.int64, torch.Size([2] if draws[0].rows.lanes else [])),
+            "source": (torch.int64, SCALAR),
+        }
         named |= {_WEIGHT: (torch.float32, SCALAR), SAMPLED_AT: (torch.int64, SCALAR)} if self.is_weighted else {}
         self.blanks = Blanks(draws[0].rows.layout, [*named.items()], size)
         self.batch_size = self.blanks.batch_size
