@@ -97,6 +97,14 @@ class Prioritized(RowSampler, PrioritizedSampler):
         flat, weight = law.draw(uniform, rows, self.stratified, self.weight_norm)
         return flat, {"priority_weight": weight}
 
+    def weigh_batch_(self, flat: Tensor, weight: Tensor) -> None:
+        """Give rows that come from several draws the weights, ``[B]``, that one draw of these rows would give them."""
+        if self.weight_norm == "batch":
+            likeliest = self.law.probability(flat).argmax()
+            weight.fill_(1.0)
+            self.law.weigh_beside_(flat, flat[likeliest, None], weight)
+            weight.div_(weight.max())
+
     def update_priority(self, index: Any, priority: Any, *, storage: Storage | None = None) -> None:
         """Set the priorities of rows from TD errors; an exception leaves all priorities unchanged.
 

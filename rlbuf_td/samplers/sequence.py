@@ -15,7 +15,8 @@ from rlbuf_td.kernels.batch import WINDOWS
 from rlbuf_td.kernels.dispatch import backend_of, compiled_form_of, machine_code, record_of
 from rlbuf_td.kernels.rows.read_ahead import ask_for_rows
 from rlbuf_td.samplers.bound import CPU, SCALAR, Blank, BoundDraw, Masks, Reading
-from rlbuf_td.samplers.common import permutation, refuse_disorder, setting
+from rlbuf_td.samplers.common import EMPTY, permutation, refuse_disorder, setting
+from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.wrapper import Drawn, SamplerWrapper, draw_from, rows_at
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import fraction, one_of, whole
@@ -197,6 +198,8 @@ class SequenceSampler(SamplerWrapper):
 
     def draw_batch(self, storage: Storage, batch_size: int) -> Drawn:
         """Draw anchors, and return their windows as a batch."""
+        if not row_count(storage):
+            raise RuntimeError(EMPTY)
         drawn = self._expanded(storage, *self._anchors(storage, self.windows_of(batch_size)))
         if not self.has_checked_order:
             self._warn_if_interleaved(storage)
@@ -301,10 +304,10 @@ class SequenceSampler(SamplerWrapper):
         if self.boundary != "strict":
             return anchors, info, back, ahead
         is_on_host = backend_of(anchors) == "numba"
-        for _ in range(_ROUNDS if is_on_host else _BLIND_ROUNDS):
+        for rounds in range(_ROUNDS if is_on_host else _BLIND_ROUNDS):
             fits = (back >= self.burn_in) & (ahead >= self.length - 1)
             if is_on_host and bool(fits.all()):
-                return anchors, info, back, ahead
+                return anchors, self._weighed(anchors, info) if rounds else info, back, ahead
             others, other_info = draw_from(self.innermost, storage, count)
             # A stratified draw fills a position from one segment, where perhaps no window fits: shuffle the positions.
             order = permutation(count, self._rng, anchors.device) % len(others)
@@ -314,7 +317,13 @@ class SequenceSampler(SamplerWrapper):
             back, ahead, _ = boundaries.reach(anchors, self.window)
         if is_on_host:
             self.refuse_trajectories()
-        return anchors, info, back, ahead
+        return anchors, self._weighed(anchors, info), back, ahead
+
+    def _weighed(self, anchors: Tensor, info: dict[Any, Any]) -> dict[Any, Any]:
+        """Return the report of anchors that come from several draws, with the weights of one draw."""
+        if isinstance(self.innermost, Prioritized):
+            self.innermost.weigh_batch_(anchors, info["priority_weight"])
+        return info
 
     def refuse_trajectories(self) -> NoReturn:
         """Raise the error of ``boundary="strict"`` for trajectories that are too short."""
@@ -463,8 +472,11 @@ class _WindowReading(Reading):
         short = self.replace_short(bitmap, address, targets, kept, 0, 0)
         draw.record["queue"] = 0  # other anchors are not taken from the fresh rows
         try:
-            for _ in range(_ROUNDS):
+            for rounds in range(_ROUNDS):
                 if not short:
+                    if rounds:
+                        report = {name: blank.report[name][: draw.size] for name, _ in draw.reports}
+                        self.wrapper._weighed(draw.flat, report)
                     return
                 draw(written, others)
                 order = permutation(draw.size, draw.generator, CPU)

@@ -67,15 +67,20 @@ def test_strict_windows_are_whole_and_their_anchors_follow_the_law(kind):
     assert_follows(counts, law / law.sum())
 
 
-def test_strict_windows_carry_the_weights_of_their_own_anchors():
-    inner = ProportionalSampler(120, 0.8, 0.5)
-    made = world(SequenceSampler(inner, 3, burn_in=1, boundary="strict"), steps=60, often=(0.05, 0.0, 0.0))
+@pytest.mark.parametrize("norm", ["buffer", "batch"])
+@pytest.mark.parametrize("kind", [ProportionalSampler, RankSampler])
+@pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
+def test_strict_windows_carry_the_weights_of_their_own_anchors(cls, kind, norm):
+    inner = kind(120, 0.8, 0.5, weight_norm=norm)
+    made = world(SequenceSampler(inner, 3, burn_in=1, boundary="strict"), cls, steps=60, often=(0.05, 0.0, 0.0))
     rows = torch.arange(len(made.rb.storage))
     inner.update_priority(rows, 0.1 + rows / 50, storage=made.rb.storage)
-    batch = made.rb.sample(400)
+    for _ in range(3):
+        batch = made.rb.sample(40)
     flat = batch["anchor_index"] @ torch.tensor([made.lanes, 1])
     probability = inner.probability(rows)
-    wanted = (probability[flat] / probability.min()) ** -0.5
+    least = (probability if norm == "buffer" else probability[flat]).min()
+    wanted = (probability[flat] / least) ** -0.5
     torch.testing.assert_close(batch["priority_weight"], wanted.float())
 
 
