@@ -58,6 +58,19 @@ def test_one_entry_of_rows_that_are_named_as_those_of_a_tensor_is_set(storage: A
 
 
 @over_storages
+def test_one_row_is_set_while_lanes_have_unlike_lengths(storage: Any):
+    rb = ReplayBuffer(storage=storage(20, ndim=2, lanes=2))
+    rb.extend(transitions(6), lanes=0)
+    rb.extend(transitions(5), lanes=1)
+    for key, value in (("observation", torch.full((3,), -1.0)), (("next", "reward"), torch.tensor([-2.0]))):
+        rb.set_at_(key, value, (2, 0))
+        assert torch.equal(rb.storage[2, 0][key], value)
+    assert (rb.lane(1).chronological() == transitions(5)).all()
+    with pytest.raises(IndexError, match="lane"):
+        rb.set_at_("observation", torch.zeros(3), (5, 1))
+
+
+@over_storages
 def test_entries_of_all_rows_are_set(storage: Any):
     ours, theirs = pair(storage)
     for rb in (ours, theirs):

@@ -295,9 +295,9 @@ def edit(storage: PackedStorage, change: Callable[[TensorDictBase], Any], region
         in_place = region is None and rows.dedup is None
         cells = rows.cells_of(slice(None) if region is None else region)
         flat = cells.reshape(-1)
+        holes = None if region is not None else holes_among(storage, flat)
         if region is not None:
             storage.refuse_holes(flat)
-        holes = holes_among(storage, flat)  # None if a region is given
         if not in_place:
             data = rows.at_cells(flat).reshape(cells.shape)
             change(data)
