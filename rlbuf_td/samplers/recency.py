@@ -99,12 +99,13 @@ class RecencySampler(RowSampler):
 
     def draw(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
         """See :class:`~rlbuf_td.samplers.row_sampler.RowSampler`."""
-        rows, lanes, device = len(storage), lanes_of(storage).numel(), device_of(storage)
+        rows, device = len(storage), device_of(storage)
         if not rows:
             raise RuntimeError(EMPTY)
         uniform = uniform_numbers(batch_size, self._rng, device)
         if lanes_apart(storage):
             return self._draw_by_lane(storage, uniform), {}
+        lanes = lanes_of(storage).numel()
         steps = rows // lanes
         newest = torchrl_parts.last_step(storage, steps)
         return recent_rows(uniform, newest, self.span(steps), steps, lanes, self.log_decay), {}

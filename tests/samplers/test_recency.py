@@ -108,8 +108,3 @@ def test_settings_out_of_range_are_refused(settings, words):
     with pytest.raises(ValueError, match=words):
         sampler.load_state_dict(sampler.state_dict() | settings)
     assert (sampler.half_life, sampler.window) == (3.0, 4)
-
-
-def test_an_empty_buffer_is_refused():
-    with pytest.raises(RuntimeError, match="empty storage: extend the buffer first"):
-        buffer(RecencySampler(), 0, 0).sample()

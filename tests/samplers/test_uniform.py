@@ -129,11 +129,6 @@ def test_td_errors_reach_a_wrapper_that_takes_them(wrap):
     assert len(taken) == 1
 
 
-def test_an_empty_storage_is_refused():
-    with pytest.raises(RuntimeError, match="empty storage: extend the buffer first"):
-        UniformSampler().sample(PackedStorage(3), 1)
-
-
 def test_draws_live_where_the_rows_live(device):
     storage = PackedStorage(10, device=device)
     storage.set(range(10), TensorDict({"x": torch.zeros(10)}, [10]))
