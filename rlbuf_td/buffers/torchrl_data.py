@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -55,7 +56,7 @@ def import_torchrl(
     **kwargs: Any,
 ) -> Buffer:
     """Return a new buffer with the rows of another buffer, see :meth:`ReplayBuffer.from_torchrl`."""
-    is_folder = isinstance(rb, str | Path)
+    is_folder = isinstance(rb, str | PathLike)
     rb, priorities = _load(Path(rb)) if is_folder else (rb, _priorities(rb))
     if not hasattr(rb, "storage") or not hasattr(rb, "writer"):
         raise TypeError(f"from_torchrl imports a replay buffer with a storage and a writer, got a {type(rb).__name__}")

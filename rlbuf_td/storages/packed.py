@@ -646,7 +646,7 @@ class PackedStorage(LazyTensorStorage):
     def loads(self, path: str | Path) -> None:
         """Replace the content by a dump of :meth:`dumps`; unfinished trajectories end as in :meth:`load_state_dict`."""
         saved = state.saved_cursor(self, path)
-        super().loads(path)
+        super().loads(Path(path))
         state.load_cursor(self, saved)
 
     def restore_counters(self, saved: dict[str, Any]) -> None:

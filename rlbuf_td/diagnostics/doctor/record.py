@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from functools import partial
+from os import PathLike
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -248,7 +249,7 @@ def hashes(record: Record, keys: list[Key], rows: torch.Tensor | None = None) ->
 
 
 def open_source(source: Any) -> tuple[Storage, Sampler | None, Writer | None]:
-    if isinstance(source, str | Path):
+    if isinstance(source, str | PathLike):
         source = _open_saved(Path(source))
     if isinstance(source, ReplayBuffer):
         return source.storage, source.sampler, source.writer
