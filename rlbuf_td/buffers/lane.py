@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +11,7 @@ from tensordict import TensorDictBase
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import whole
 from rlbuf_td.storages.lane_heads import LENGTH, lane_count
+from rlbuf_td.storages.trajectory_index import begin_episode
 
 if TYPE_CHECKING:
     from rlbuf_td.buffers.replay import ReplayBuffer
@@ -20,8 +22,12 @@ class Lane:
 
     ``rb.lane(e)`` makes it. Lanes advance alone: an actor that is ahead waits for no other, and steps that actors
     write at the same time do not end each other's trajectories. A process that is killed while it writes loses at most
-    that write. ``GymnasiumRecorder(rb.lane(e), env)`` records a Gymnasium environment; a loop of one's own writes what
-    :func:`~rlbuf_td.envs.transition.make_transition` returns.
+    that write.
+
+    The first write of a handle begins an episode, because its environment does not go on where that of an earlier
+    actor stopped. So does the first write of each process that inherits or receives a handle. Make one handle per
+    actor, and keep it. ``GymnasiumRecorder(rb.lane(e), env)`` records a Gymnasium environment; a loop of one's own
+    writes what :func:`~rlbuf_td.envs.transition.make_transition` returns.
 
     Cost: that of ``rb.extend(..., lanes=e)``.
 
@@ -48,6 +54,7 @@ class Lane:
             reason = "the number of lanes is not known before the first write"
             raise ValueError(f"{reason}: give it, PackedStorage(max_size, ndim=2, lanes=E)")
         self.buffer, self.number = buffer, whole(0)("lane", lane)
+        self._process = 0  # the id of the process in which this handle has written; 0: none
         if self.number >= lanes:
             raise IndexError(f"lane {lane} is out of range: lanes are 0 to {lanes - 1}")
 
@@ -57,7 +64,11 @@ class Lane:
 
     def extend(self, data: Any) -> torch.Tensor:
         """Write ``[n]`` transitions in time order; return their index, ``[n, 2]``."""
-        return self.buffer.extend(data, lanes=self.number)
+        if self._process != os.getpid():
+            begin_episode(self.buffer.storage, self.number)
+        index = self.buffer.extend(data, lanes=self.number)
+        self._process = os.getpid()
+        return index
 
     def __len__(self) -> int:
         """Return the number of stored transitions of this lane."""

@@ -806,6 +806,8 @@ class ReplayBuffer(TensorDictReplayBuffer):
     def lane(self, lane: int) -> Lane:
         """Return a handle that writes and reads lane ``lane`` of a buffer ``[T, E]``, for one actor.
 
+        The first write of each handle begins an episode, see :class:`~rlbuf_td.buffers.lane.Lane`.
+
         Raises:
             ValueError: the buffer has no lanes, or their number is not known yet.
             IndexError: there is no such lane.

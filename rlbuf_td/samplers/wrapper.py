@@ -111,8 +111,8 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):
             warnings.warn(
                 f"trajectories are stored in stretches of {found.mean:.1f} rows on average, because rows of several "
                 "trajectories alternate: n-step returns, sequences and hindsight goals end with a stretch. Store each "
-                "environment in a lane of its own: PackedStorage(..., ndim=2), extended with [E, T]; or write more "
-                f"steps of one trajectory at a time{PROCESSES}",
+                "environment in a lane of its own: PackedStorage(..., ndim=2), extended with [E, T]; write more "
+                f"steps of one trajectory at a time; or keep the handle of rb.lane(e){PROCESSES}",
                 RuntimeWarning,
                 stacklevel=2,
             )

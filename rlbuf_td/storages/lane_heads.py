@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from rlbuf_td.storages.packed import PackedStorage
 
 LENGTH, REVISION, NEWEST, APART, HOLES = range(5)  # positions in the storage's `numbers`
+MOST_TAKEOVERS = 1024  # how many takeovers of lanes by other actors a storage remembers
 
 
 class LaneHeads:

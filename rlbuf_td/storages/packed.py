@@ -28,6 +28,7 @@ from rlbuf_td.storages.lane_heads import (
     APART,
     HOLES,
     LENGTH,
+    MOST_TAKEOVERS,
     REVISION,
     LaneHeads,
     holes_among,
@@ -203,6 +204,8 @@ class PackedStorage(LazyTensorStorage):
         """Create the counters of an empty storage, for the constructor and for copies."""
         self.numbers = SharedNumbers("q", [0, 0, -1, 0, 0])  # see `lane_heads`
         self._len_value, self._mutation_revision_value, self._last_cursor_index_value, *_ = self.numbers.counters()
+        #: Their count, and for each of the last ones a flat row and the count of the write clock.
+        self.takeovers = SharedNumbers("q", [0] * (1 + 2 * MOST_TAKEOVERS))
 
     @property
     def _len(self) -> int:

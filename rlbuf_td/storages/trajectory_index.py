@@ -13,7 +13,7 @@ from torchrl.data.replay_buffers import Storage
 from rlbuf_td.kernels.episodes import BitBoundaries, Boundaries, make_boundaries
 from rlbuf_td.kernels.inference_mode import outside_inference_mode
 from rlbuf_td.storages.indexing import device_of, flat_rows, lanes_of, refuse_range, refuse_unwritten, revision_of
-from rlbuf_td.storages.lane_heads import cells_by_age, lanes_apart, last_writes
+from rlbuf_td.storages.lane_heads import MOST_TAKEOVERS, cells_by_age, lanes_apart, last_writes
 from rlbuf_td.storages.notebooks import TRANSITIONS
 from rlbuf_td.storages.schema import SchemaError, kind
 from rlbuf_td.storages.shared.memory import SharedNumbers
@@ -336,8 +336,8 @@ class TrajectoryIndex:
         return 0 < written <= len(storage) // lanes_of(storage).numel()
 
     def _breaks(self) -> np.ndarray:
-        """Return the flat rows after which a trajectory ends although no flag says so, see `PackedStorage(reopen=)`."""
-        breaks = getattr(self.storage, "breaks", [])
+        """Return the flat rows after which a trajectory ends without a flag: the rows were reopened, a lane taken."""
+        breaks = [*getattr(self.storage, "breaks", []), *taken_over(self.storage)]
         found = not_rewritten(self.storage, breaks).cpu().numpy() if breaks else np.empty(0, np.int64)
         return found[found >= 0]
 
@@ -487,10 +487,10 @@ class TrajectoryIndex:
         boundaries.restore(state_dict)
         self._seen[0] = revision_of(self.storage)
 
-    def part(self) -> None:
-        """End all unfinished trajectories, so that the next written rows begin new ones."""
+    def part(self, lane: int | None = None) -> None:
+        """End all unfinished trajectories, or that of one lane, so that the next written rows begin new ones."""
         with suppress(KeyError, TypeError, RuntimeError, SchemaError):  # the next look-up raises the error
-            self.boundaries().head.fill_(-1)
+            self.boundaries().head[slice(None) if lane is None else lane] = -1
 
     def mark_load(self) -> None:
         """After a load, end unfinished trajectories that have ids, because new collectors reuse the ids."""
@@ -516,6 +516,28 @@ class TrajectoryIndex:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(done_key={self.done_key}, traj_key={self.traj_key}, {self.nbytes:,} bytes)"
+
+
+def begin_episode(storage: Any, lane: int) -> None:
+    """Let the next row of a lane begin an episode, because another actor takes the lane over."""
+    with storage.lock:
+        newest, count = storage.heads.read(storage)
+        if not len(storage) or not count[lane]:
+            return
+        numbers = storage.takeovers
+        place = 1 + 2 * (numbers[0] % MOST_TAKEOVERS)
+        numbers[place], numbers[place + 1] = int(newest[lane]) * len(count) + lane, storage.clock.now
+        numbers[0] += 1
+        for each in listeners_of(storage):
+            if isinstance(each, TrajectoryIndex):
+                each.part(lane)
+
+
+def taken_over(storage: Any) -> list[tuple[int, int]]:
+    """Return the newest rows of lanes that were taken over, each with the count of the write clock at that time."""
+    numbers = getattr(storage, "takeovers", [0])
+    found = [*numbers][1 : 1 + 2 * min(numbers[0], MOST_TAKEOVERS)]
+    return [*zip(found[::2], found[1::2], strict=True)]
 
 
 def as_tuple(key: NestedKey) -> tuple[str, ...]:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import multiprocessing as mp
+import os
 import pickle
 import random
+import signal
 from operator import setitem
 from typing import Any
 
@@ -166,7 +169,7 @@ def make_buffer(lists: Lists, sampler: Any, *, shared: bool = False, **kwargs: A
 def write_randomly(lists: Lists, rb: ReplayBuffer) -> None:
     """Write some rows to single lanes or to all, in one of the ways that there are."""
     rng, lanes = lists.rng, lists.lanes
-    way = rng.choice(["mixed", "mixed", "one", "handle", "step", "steps"])
+    way = rng.choice(["mixed", "mixed", "one", "step", "steps"])
     slow = rng.randrange(lanes)  # a lane that falls behind
     if way == "mixed":
         ids = [lane for lane in (rng.randrange(lanes) for _ in range(rng.randint(1, 3 * lists.steps))) if lane != slow]
@@ -175,8 +178,6 @@ def write_randomly(lists: Lists, rb: ReplayBuffer) -> None:
             assert index[:, 1].tolist() == ids
     elif way == "one":
         rb.extend(lists.data([slow] * rng.randint(1, 2 * lists.steps + 1)), lanes=slow)
-    elif way == "handle":
-        rb.lane(slow).add(lists.data([slow])[0])
     elif way == "step":
         rb.add(torch.cat([lists.data([lane]) for lane in range(lanes)]))
     else:
@@ -571,6 +572,35 @@ def test_buffers_without_lanes_say_so() -> None:
     rollout: Any = RolloutBuffer(4, 2)
     with pytest.raises(TypeError, match="needs a RingWriter, this buffer has a RolloutWriter"):
         rollout.extend(data, lanes=0)
+
+
+def act(lane: Any, steps: int, is_killed: bool) -> None:
+    for step in range(steps):
+        after = {"reward": torch.ones(1), "done": torch.tensor([False])}
+        lane.add(TensorDict({"step": torch.tensor(step), "next": after}))
+    if is_killed:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_an_actor_that_replaces_another_begins_an_episode(is_killed: bool) -> None:
+    """Also in mid-episode of a process that was killed, whose handle another process inherits."""
+    rb = ReplayBuffer(storage=PackedStorage(100, ndim=2, lanes=2), sampler=NStepSampler(UniformSampler(), 3, 1.0))
+    rb = rb.share() if is_killed else rb
+    other, inherited = rb.lane(1), rb.lane(0)
+    for steps in (5, 7):
+        act(other, 1, False)  # goes on with its episode
+        if is_killed:
+            actor = mp.get_context("fork").Process(target=act, args=(inherited, steps, steps == 5))
+            actor.start()
+            actor.join(60)
+        else:
+            act(rb.lane(0), steps, False)
+    lengths = [TrajectoryIndex.of(rb.storage).length(torch.arange(length) * 2 + e) for e, length in ((0, 12), (1, 2))]
+    assert [each.tolist() for each in lengths] == [[5] * 5 + [7] * 7, [2, 2]]
+    batch = rb.sample(500)
+    at_end = batch["index"][:, 0] == 4
+    assert (batch["steps_to_next_obs"][at_end & (batch["index"][:, 1] == 0)] == 1).all()
 
 
 def test_the_first_write_to_a_lane_allocates_rows_for_as_many_lanes_as_were_given() -> None:

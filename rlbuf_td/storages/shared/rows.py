@@ -161,7 +161,8 @@ class SharedRows:
     def keep_in(self, journal_file: JournalFile) -> None:
         """Keep all that describes the rows in a file; rows that another process has left are found at the next lock."""
         self._beside = self._journal_file = journal_file
-        journal_file.keep(self._described, self._storage.numbers, self._storage.clock.numbers)
+        storage = self._storage
+        journal_file.keep(self._described, storage.numbers, storage.clock.numbers, storage.takeovers)
         self.lock.keep_in(journal_file)
         self.journal.keep_words_in(journal_file)
 
@@ -300,6 +301,7 @@ def share(storage: PackedStorage, journal_file: JournalFile | None = None) -> No
         length, _, *others = storage.numbers.share_memory_().counters()  # without the revision, which only grows
         clock = storage.clock.numbers.share_memory_().counters()
         shared.journal.watch(length, *others, *clock)
+        storage.takeovers.share_memory_()
         storage.is_reserved = False  # reserved rows can no longer be replaced
         if rows is not None and written is not None:
             moved = find_rows(storage, rows.layout, rows.shape, rows.dedup)
