@@ -14,7 +14,7 @@ from rlbuf_td.buffers.flow import FlowControl
 from rlbuf_td.envs.recorder_state import TrajectoryNumbers
 from rlbuf_td.samplers.common import refuse_disorder, refuse_drawn, refuse_stored, refuse_taken, reported_by
 from rlbuf_td.samplers.prioritized import Prioritized
-from rlbuf_td.samplers.wrapper import SamplerWrapper
+from rlbuf_td.samplers.wrapper import SamplerWrapper, refuse_lists
 from rlbuf_td.storages import PackedStorage, torchrl_parts
 from rlbuf_td.storages.checks import OUT_OF_ORDER, whole
 from rlbuf_td.storages.indexing import attached_or_new, by_row
@@ -72,6 +72,7 @@ class Parts(NamedTuple):
         refuse_unordered(sampler, writer, storage)
         refuse_stored(sampler, storage)
         if wrapper is not None:
+            refuse_lists(wrapper, storage)
             wrapper.watch(storage)  # must precede a load of rows, which ends their trajectories
         prioritized = innermost if isinstance(innermost, Prioritized) else None
         is_packed = isinstance(storage, PackedStorage)

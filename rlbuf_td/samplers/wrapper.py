@@ -10,7 +10,7 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
-from torchrl.data.replay_buffers import PrioritizedSampler, Sampler, Storage
+from torchrl.data.replay_buffers import ListStorage, PrioritizedSampler, Sampler, Storage
 
 from rlbuf_td.checkpoint.parts import resized_state
 from rlbuf_td.samplers.common import StatefulSampler, refuse_disorder, refuse_drawn, refuse_stored, reported_by
@@ -149,6 +149,7 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[Any, Any]]:
         """Draw rows; return their index, and a dict of all changed and added entries, ``{key: [B, ...]}``."""
+        refuse_lists(self, storage)
         refuse_stored(self, storage)
         flat, info, batch = self.draw_batch(storage, batch_size)
         for key in self._revised_keys():  # TorchRL's buffers merge these entries into the batch after the transforms
@@ -221,6 +222,16 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):
 
     def __repr__(self) -> str:
         return super().__repr__().replace("(", f"({self.sampler!r}, ", 1)
+
+
+def refuse_lists(sampler: Sampler, storage: Storage) -> None:
+    """Raise a TypeError for a storage of TorchRL's that keeps its rows in a list: it has no columns to look up."""
+    if isinstance(storage, ListStorage):
+        raise TypeError(
+            f"{type(sampler).__name__} looks up episodes and the order of rows, which a {type(storage).__name__} does "
+            "not keep: use a PackedStorage, or draw with a UniformSampler, ProportionalSampler, RankSampler or "
+            "RecencySampler"
+        )
 
 
 def draw_from(sampler: Sampler, storage: Storage, batch_size: int) -> tuple[Tensor, dict[Any, Any]]:

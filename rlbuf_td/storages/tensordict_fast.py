@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -34,9 +34,25 @@ new_tensordict = _assemble if _HAS_DICT else TensorDict
 
 def entries_of(data: TensorDictBase) -> Mapping[str, Any]:
     """Return the entries of one level of ``data`` as a mapping, which callers must not change."""
-    if type(data) is TensorDict and _HAS_DICT:
-        return data._tensordict
-    return dict(data.items())
+    return data._tensordict if type(data) is TensorDict and _HAS_DICT else _Level(data)
+
+
+class _Level(Mapping[str, Any]):
+    """The entries of one level of a TensorDict, read one by one: those of a stack of ragged rows may not stack."""
+
+    def __init__(self, data: TensorDictBase) -> None:
+        self._data = data
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._data.keys():
+            raise KeyError(name)
+        return self._data.get(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._data.keys())
+
+    def __len__(self) -> int:
+        return len(self._data.keys())
 
 
 def set_entries_(data: TensorDictBase, entries: Mapping[str, torch.Tensor]) -> None:
