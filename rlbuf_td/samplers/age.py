@@ -24,7 +24,8 @@ def young_count(storage: Storage, max_age: int) -> int:
     """Return how many stored rows are at most ``max_age`` time steps of their lane old."""
     if lanes_apart(storage):
         return int(_spans(storage, max_age)[1].sum())
-    return min(len(storage), (max_age + 1) * lanes_of(storage).numel())
+    rows = len(storage)
+    return rows and min(rows, (max_age + 1) * lanes_of(storage).numel())
 
 
 def nth_young(storage: Any, max_age: int, number: Tensor) -> Tensor:

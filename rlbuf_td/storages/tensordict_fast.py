@@ -44,7 +44,7 @@ class _Level(Mapping[str, Any]):
         self._data = data
 
     def __getitem__(self, name: str) -> Any:
-        if name not in self._data.keys():
+        if name not in [*self._data.keys()]:
             raise KeyError(name)
         return self._data.get(name)
 
