@@ -14,7 +14,7 @@ from rlbuf_td import FreshRowsSampler, PackedStorage, ReplayBuffer, UniformSampl
 from tests.catalogue import SAMPLERS
 
 STEP = TensorDict({"next": {"done": torch.zeros(12, 1, dtype=torch.bool)}}, [12])
-FORMS = {"[T]": {}, "[T, E]": {"ndim": 2}, "lanes": {"ndim": 2, "lanes": 3}}
+FORMS: dict[str, Any] = {"[T]": {}, "[T, E]": {"ndim": 2}, "lanes": {"ndim": 2, "lanes": 3}}
 
 
 @pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
