@@ -45,9 +45,9 @@ from rlbuf_td.checkpoint.manifest import decode
 from rlbuf_td.kernels.strata import LEAST_RATIO
 from rlbuf_td.samplers.common import OwnSignature
 from rlbuf_td.storages.checks import as_number, fraction, whole
+from rlbuf_td.storages.keys import as_tuple
 from rlbuf_td.storages.notebooks import MIXTURES
 from rlbuf_td.storages.tensordict_fast import set_entries_
-from rlbuf_td.storages.trajectory_index import as_tuple
 from rlbuf_td.storages.write_clock import SAMPLED_AT
 
 if TYPE_CHECKING:

@@ -21,12 +21,12 @@ from rlbuf_td.samplers.common import refuse_errors, refuse_priorities, stored_na
 from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.storages import PackedStorage, SchemaError
 from rlbuf_td.storages.indexing import device_of, flat_rows, merge_
+from rlbuf_td.storages.keys import as_tuple
 from rlbuf_td.storages.lane_heads import row_count
 from rlbuf_td.storages.notebooks import MIXTURES
 from rlbuf_td.storages.schema import kind, show_key
 from rlbuf_td.storages.state import examine
 from rlbuf_td.storages.torchrl_parts import columns_or_none
-from rlbuf_td.storages.trajectory_index import as_tuple
 from rlbuf_td.storages.write_clock import SAMPLED_AT, skip_stale
 
 

@@ -18,13 +18,14 @@ from rlbuf_td.samplers.wrapper import SamplerWrapper, refuse_lists
 from rlbuf_td.storages import PackedStorage, torchrl_parts
 from rlbuf_td.storages.checks import OUT_OF_ORDER, whole
 from rlbuf_td.storages.indexing import attached_or_new, by_row
+from rlbuf_td.storages.keys import as_tuple
 from rlbuf_td.storages.lane_heads import NEWEST
 from rlbuf_td.storages.memory_budget import Purpose, require_room, shared_tensors
 from rlbuf_td.storages.notebooks import PRIORITIES
 from rlbuf_td.storages.schema import walk
 from rlbuf_td.storages.shared.journal_file import PRIORITY_FILE
 from rlbuf_td.storages.tensordict_fast import entries_of
-from rlbuf_td.storages.trajectory_index import TRAJ_KEY, as_tuple
+from rlbuf_td.storages.trajectory_index import TRAJ_KEY
 from rlbuf_td.writers import RingWriter
 from rlbuf_td.writers.common import is_in_time_order, keeps_order, next_step
 from rlbuf_td.writers.rollout import RolloutWriter

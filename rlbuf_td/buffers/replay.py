@@ -55,6 +55,7 @@ from rlbuf_td.storages import PackedStorage, torchrl_parts
 from rlbuf_td.storages.checks import as_number, state_of, usable_device, whole
 from rlbuf_td.storages.indexing import attached_or_new, coordinates, device_of, merge_, put_back_, refuse_range
 from rlbuf_td.storages.interrupts import held_back
+from rlbuf_td.storages.keys import is_key, nested_key, optional_key
 from rlbuf_td.storages.lane_heads import cells_by_age, holes_of, row_count, written_rows
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.notebooks import PROCESSES
@@ -63,7 +64,7 @@ from rlbuf_td.storages.shared.memory import SharedNumbers
 from rlbuf_td.storages.state import examine
 from rlbuf_td.storages.tensordict_fast import entries_of
 from rlbuf_td.storages.write_clock import SAMPLED_AT, Tally, skip_stale
-from rlbuf_td.storages.writes import edit_all, is_key
+from rlbuf_td.storages.writes import edit_all
 from rlbuf_td.writers import RingWriter
 from rlbuf_td.writers.common import next_step, steps_by_age
 
@@ -140,7 +141,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
     def __init__(
         self,
         *,
-        priority_key: str = "td_error",
+        priority_key: NestedKey = "td_error",
         stats: EpisodeStats | None = None,
         lane_key: NestedKey | None = None,
         count_replays: bool = False,
@@ -159,7 +160,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
         self.replay_count: ReplayCount | None = None
         self.stale_updates = Tally()
         self.returned = SharedNumbers("q", [0, 0])  # the numbers of batches and rows that `sample` has returned
-        self._count_replays, self.include_info, self.lane_key = count_replays, include_info, lane_key
+        self._count_replays, self.include_info, self.lane_key = count_replays, include_info, optional_key(lane_key)
         #: Bound batches by size; in place of one, the reason in one line why there is none.
         self.bound: dict[int, BoundBatch | str] = {}
         self.bound_write: BoundWrite | str | None = None
@@ -171,7 +172,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
         if kwargs.get("consume_after_n_samples") is not None:
             del defaults["sampler"]  # TorchRL uses its default
         kwargs |= {part: default for part, default in defaults.items() if kwargs.get(part) is None}
-        super().__init__(priority_key=priority_key, **kwargs)
+        super().__init__(priority_key=nested_key(priority_key), **kwargs)
         self._warned_batch_size_conflict = True  # TorchRL would warn of sample(n) with another n than batch_size
 
     # -- constructors
@@ -866,6 +867,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
             SchemaError: the dtype of the rows would round a whole number in ``value``; nothing has changed.
         """
         self._refuse_shut_down()
+        key = nested_key(key)
         if not isinstance(self.storage, PackedStorage):
             return super().set_at_(key, value, index)
         self._refuse_rounding({key: value})
@@ -883,6 +885,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
             SchemaError: the dtype of the rows would round a whole number in ``value``; nothing has changed.
         """
         self._refuse_shut_down()
+        key = nested_key(key)
         if not isinstance(self.storage, PackedStorage):
             return super().set_(key, value)
         self._refuse_rounding({key: value})

@@ -31,10 +31,10 @@ from rlbuf_td.checkpoint.torchrl_folder import map_rows, refuse_links, refuse_sh
 from rlbuf_td.samplers.proportional import read_torchrl_priorities
 from rlbuf_td.storages import PackedStorage, torchrl_parts
 from rlbuf_td.storages.indexing import coordinates, lanes_of
+from rlbuf_td.storages.keys import is_key, nested_key, optional_key
 from rlbuf_td.storages.lane_heads import lanes_apart
 from rlbuf_td.storages.state import end_trajectories
 from rlbuf_td.storages.trajectory_index import TRAJ_KEY
-from rlbuf_td.storages.writes import is_key
 from rlbuf_td.writers.common import is_in_time_order, steps_by_age
 
 if TYPE_CHECKING:
@@ -61,12 +61,12 @@ def import_torchrl(
     if not hasattr(rb, "storage") or not hasattr(rb, "writer"):
         raise TypeError(f"from_torchrl imports a replay buffer with a storage and a writer, got a {type(rb).__name__}")
     storage: Any = rb.storage
-    exclude = [exclude] if is_key(exclude) else exclude
+    exclude = [exclude] if is_key(exclude) else [*map(nested_key, exclude)]
     kwargs.setdefault("batch_size", rb.batch_size)
     _restore_cursor(rb, storage)
     refuse_unordered(kwargs.get("sampler"), rb.writer, storage)
     if copy:
-        choose = partial(_chosen, exclude=exclude, trajectory_key=trajectory_key)
+        choose = partial(_chosen, exclude=exclude, trajectory_key=optional_key(trajectory_key))
         new, cells = _copy(cls, rb, capacity, choose, progress, kwargs)
     elif is_folder or capacity is not None or exclude or "storage" in kwargs:
         remedy = "pass a buffer, and omit capacity, exclude and storage; or copy"
@@ -172,7 +172,7 @@ def _chosen(rows: Any, exclude: Any, trajectory_key: NestedKey | None) -> Tensor
     if not isinstance(rows, TensorDictBase):
         raise TypeError(f"from_torchrl imports rows that are TensorDicts, this buffer holds a {type(rows).__name__}")
     keys = rows.keys(include_nested=True)
-    if missing := [key for key in exclude if not is_key(key) or key not in keys]:
+    if missing := [key for key in exclude if key not in keys]:
         raise KeyError(f"cannot exclude {missing}: exclude takes a list of keys of the rows, {[*rows.keys()]}")
     rows = rows.exclude("index", *exclude)
     if trajectory_key is None or rows.get(TRAJ_KEY, None) is not None or rows.get(trajectory_key, None) is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -23,11 +23,12 @@ from rlbuf_td.samplers.n_step import joins_steps
 from rlbuf_td.storages import PackedStorage, SchemaError, torchrl_parts
 from rlbuf_td.storages.indexing import first_of_row, flat_rows, inner_dims, one_a_row
 from rlbuf_td.storages.interrupts import held_back
+from rlbuf_td.storages.keys import as_tuple, is_key
 from rlbuf_td.storages.row_class import opened
 from rlbuf_td.storages.schema import kind, reshaped, show_key
-from rlbuf_td.storages.trajectory_index import TrajectoryIndex, as_tuple
+from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 from rlbuf_td.storages.write_clock import SAMPLED_AT, skip_stale
-from rlbuf_td.storages.writes import edit_entries, is_key, stacked, wrapping
+from rlbuf_td.storages.writes import edit_entries, stacked, wrapping
 
 if TYPE_CHECKING:
     from rlbuf_td.buffers.replay import ReplayBuffer
@@ -129,7 +130,7 @@ def check_write_back(
         )
         remedy = "" if index is None else ": read rb.storage.clock.now before, and pass it as sampled_at="
         raise KeyError(f"the batch has no {'index' if index is None else SAMPLED_AT!r}: {reason}{remedy}")
-    names = [as_tuple(key) for key in _listed(keys)]
+    names = _listed(keys)
     if parts.wrapper is not None and any(key[0] == "next" for key in names) and joins_steps(parts.wrapper):
         raise ValueError("cannot write back 'next' entries of n-step transitions: they belong to later rows")
     return index, stamp, {key: _entry_by_row(storage, batch, key, inner) for key in names}
@@ -162,11 +163,10 @@ def write_back_checked(
     return len(flat)
 
 
-def _listed(keys: Any) -> list[Any]:
-    if is_key(keys):
-        return [keys]
-    if isinstance(keys, Iterable) and (found := [*keys]) and all(map(is_key, found)):
-        return found
+def _listed(keys: Any) -> list[tuple[str, ...]]:
+    with suppress(TypeError, ValueError):
+        if found := [*map(as_tuple, [keys] if is_key(keys) else keys)]:
+            return found
     raise ValueError(f"keys must be a key or a sequence of keys, such as ['state', ('next', 'state')], got {keys!r}")
 
 

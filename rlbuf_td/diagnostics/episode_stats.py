@@ -14,10 +14,10 @@ from tensordict.utils import NestedKey
 
 from rlbuf_td.kernels.dispatch import compiled_form_of
 from rlbuf_td.kernels.host_memory import address_of
+from rlbuf_td.storages.keys import as_tuple
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.schema import show_key
 from rlbuf_td.storages.tensordict_fast import leaf_of
-from rlbuf_td.storages.trajectory_index import as_tuple
 
 Key: TypeAlias = tuple[str, ...]
 Reduction = Literal["sum", "mean", "last"]
@@ -97,7 +97,7 @@ class EpisodeStats:
     ) -> None:
         if window < 1 or history < 1:
             raise ValueError(f"window and history must be at least 1, got {window} and {history}")
-        how = keys if isinstance(keys, Mapping) else dict.fromkeys(keys, "sum")
+        how = keys if isinstance(keys, Mapping) else dict.fromkeys(map(as_tuple, keys), "sum")
         if not set(how.values()) <= set(_REDUCTIONS):
             raise ValueError(f"metrics are reduced by 'sum', 'mean' or 'last', got {list(how.values())}")
         self.window, self.prefix, self._rows = window, prefix, max(window, history)

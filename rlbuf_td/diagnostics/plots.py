@@ -25,6 +25,7 @@ from rlbuf_td.diagnostics.episode_stats import EpisodeStats, running
 from rlbuf_td.diagnostics.health import ReplayCount, ages, health, priorities, probabilities, unwrapped
 from rlbuf_td.functional import explained_variance
 from rlbuf_td.storages.indexing import attached, coordinates, device_of, flat_rows, lanes_of, refuse_unwritten
+from rlbuf_td.storages.keys import nested_key
 from rlbuf_td.storages.lane_heads import row_count, written_rows
 from rlbuf_td.storages.schema import walk
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
@@ -230,7 +231,7 @@ def plot_trajectory(rb: ReplayBuffer, row: Any, *, keys: Sequence[NestedKey] | N
     steps, capacity = np.arange(-back, ahead + 1), storage.max_size // lanes
     cells = (flat // lanes + torch.arange(-back, ahead + 1, device="cpu")) % capacity * lanes + flat % lanes
     data = rb.storage.get(coordinates(cells.to(at.device), storage))
-    chosen = _default_keys(data) if keys is None else list(keys)
+    chosen = _default_keys(data) if keys is None else [*map(nested_key, keys)]
     figure, axes = _panels(len(chosen), 1, 1.15, sharex=True)
     for key, each in zip(chosen, axes, strict=True):
         values = data.get(key, None)

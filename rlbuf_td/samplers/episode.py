@@ -17,11 +17,12 @@ from rlbuf_td.samplers.common import EMPTY, refuse_disorder, setting, uniform_nu
 from rlbuf_td.samplers.wrapper import Drawn, SamplerWrapper, column_of, rows_at
 from rlbuf_td.storages.checks import fraction, one_of, whole
 from rlbuf_td.storages.indexing import revision_of
+from rlbuf_td.storages.keys import as_tuple
 from rlbuf_td.storages.notebooks import SEQUENCES
 from rlbuf_td.storages.schema import show_key
 from rlbuf_td.storages.tensordict_fast import leaf_of
 from rlbuf_td.storages.torchrl_parts import columns_of
-from rlbuf_td.storages.trajectory_index import DONE_KEY, TRAJ_KEY, as_tuple
+from rlbuf_td.storages.trajectory_index import DONE_KEY, TRAJ_KEY
 
 _ALL = 1 << 62  # more steps than any trajectory has
 

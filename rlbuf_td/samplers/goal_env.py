@@ -7,8 +7,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from tensordict import NestedKey, TensorDictBase, unravel_key
+from tensordict import NestedKey, TensorDictBase
 
+from rlbuf_td.storages.keys import as_tuple, nested_key
 from rlbuf_td.storages.notebooks import HINDSIGHT
 
 TransitionFn: TypeAlias = Callable[[TensorDictBase], torch.Tensor]
@@ -96,7 +97,8 @@ def _caller(
     env: Any, name: str, goal_key: NestedKey, achieved_goal_key: NestedKey, info_keys: Any, vectorized: bool
 ) -> TransitionFn:
     compute = _method(env, name)
-    keys = unravel_key(("next", achieved_goal_key)), goal_key
+    info_keys = {name: nested_key(key) for name, key in info_keys.items()}
+    keys = ("next", *as_tuple(achieved_goal_key)), nested_key(goal_key)
 
     def call(batch: TensorDictBase) -> torch.Tensor:
         achieved, desired = (batch.get(key).cpu().numpy() for key in keys)

@@ -24,12 +24,13 @@ from rlbuf_td.samplers.wrapper import Read, SamplerWrapper, column_of, rows_at
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import as_number, fraction
 from rlbuf_td.storages.indexing import device_of
+from rlbuf_td.storages.keys import as_tuple
 from rlbuf_td.storages.lane_heads import HOLES, nth_rows, row_count
 from rlbuf_td.storages.notebooks import HINDSIGHT
 from rlbuf_td.storages.rows import Rows
 from rlbuf_td.storages.schema import refuse_rounding, show_key
 from rlbuf_td.storages.tensordict_fast import leaf_of, set_entries_
-from rlbuf_td.storages.trajectory_index import DONE_KEY, TRAJ_KEY, TrajectoryIndex, as_tuple
+from rlbuf_td.storages.trajectory_index import DONE_KEY, TRAJ_KEY, TrajectoryIndex
 
 Strategy: TypeAlias = Literal["future", "final", "episode", "random"]
 _LEAST_GAMMA = 1e-300  # practically 0, but with a finite logarithm

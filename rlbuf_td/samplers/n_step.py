@@ -22,10 +22,11 @@ from rlbuf_td.samplers.common import setting
 from rlbuf_td.samplers.wrapper import Read, SamplerWrapper, column_of, joined_at
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import fraction, whole
+from rlbuf_td.storages.keys import as_tuple
 from rlbuf_td.storages.rows import Rows
 from rlbuf_td.storages.schema import show_key
 from rlbuf_td.storages.tensordict_fast import leaf_of, set_entries_
-from rlbuf_td.storages.trajectory_index import DONE_KEY, TRAJ_KEY, TrajectoryIndex, as_tuple
+from rlbuf_td.storages.trajectory_index import DONE_KEY, TRAJ_KEY, TrajectoryIndex
 
 _SET = Struct("qdq")  # the first three fields of a ``STEPS`` record
 

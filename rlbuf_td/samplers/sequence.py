@@ -21,12 +21,13 @@ from rlbuf_td.samplers.wrapper import Drawn, SamplerWrapper, draw_from, rows_at
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import fraction, one_of, whole
 from rlbuf_td.storages.indexing import Index, coordinates, device_of, flat_rows, revision_of
+from rlbuf_td.storages.keys import as_tuple
 from rlbuf_td.storages.lane_heads import row_count, written_rows
 from rlbuf_td.storages.notebooks import SEQUENCES
 from rlbuf_td.storages.schema import SchemaError, show_key
 from rlbuf_td.storages.tensordict_fast import folded, leaf_of
 from rlbuf_td.storages.torchrl_parts import columns_of
-from rlbuf_td.storages.trajectory_index import DONE_KEY, TRAJ_KEY, as_tuple
+from rlbuf_td.storages.trajectory_index import DONE_KEY, TRAJ_KEY
 
 Boundary: TypeAlias = Literal["pad", "shift", "strict"]
 _ROUNDS = 200  # boundary="strict" on the CPU: the largest number of repeated draws until all windows fit

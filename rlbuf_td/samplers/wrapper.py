@@ -17,11 +17,12 @@ from rlbuf_td.samplers.common import StatefulSampler, refuse_disorder, refuse_dr
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import state_of
 from rlbuf_td.storages.indexing import Index, coordinates, device_of, flat_rows, refuse_unwritten
+from rlbuf_td.storages.keys import as_tuple, optional_key
 from rlbuf_td.storages.notebooks import PROCESSES
 from rlbuf_td.storages.stretches import stretches_of
 from rlbuf_td.storages.tensordict_fast import leaf_of
 from rlbuf_td.storages.torchrl_parts import columns_of
-from rlbuf_td.storages.trajectory_index import TrajectoryIndex, as_tuple
+from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 
 _FEW_ROWS = 4  # fewer rows do not show whether trajectories are interleaved
 Read: TypeAlias = Callable[[Tensor, Tensor | None], TensorDictBase]
@@ -67,7 +68,7 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):
             raise TypeError(f"{type(self).__name__} cannot wrap a {type(sampler).__name__}: {order}")
         self.sampler = sampler
         self.innermost = sampler if self._inner is None else self._inner.innermost
-        self.done_key, self.traj_key = as_tuple(done_key), traj_key
+        self.done_key, self.traj_key = as_tuple(done_key), optional_key(traj_key)
         self._bound: tuple[TensorDictBase, Any] | None = None
         self._is_prioritized = isinstance(self.innermost, PrioritizedSampler)
         self.report_keys = reported_by(sampler) | type(self).report_keys

@@ -12,6 +12,7 @@ import torch
 from tensordict import TensorDictBase
 
 from rlbuf_td.kernels.rows.table import Group, Part, Run
+from rlbuf_td.storages.keys import as_tuple
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.schema import Leaf, SchemaError, show_key
 from rlbuf_td.storages.tensordict_fast import leaf_of
@@ -64,16 +65,17 @@ class DedupOptions:
 
 
 def _key(key: Any, argument: str) -> Key:
-    path = (key,) if isinstance(key, str) else key
-    if not isinstance(path, tuple) or not path or not all(isinstance(name, str) for name in path):
-        raise ValueError(f"{argument} takes keys, each a string or a tuple of strings: got {key!r}")
+    try:
+        path = as_tuple(key)
+    except ValueError as error:
+        raise ValueError(f"{argument} takes keys, and {error}") from None
     if path[0] == "next":
         raise ValueError(f"{argument} names keys at the root, without 'next': got {key!r}")
     return path
 
 
 def _count_and_dim(key: Any, how: Any) -> tuple[int, int]:
-    pair = tuple(how) if isinstance(how, tuple | list) else (how, 0)
+    pair = tuple(how) if isinstance(how, Sequence) else (how, 0)
     if len(pair) != 2 or not all(isinstance(number, Real) and number == number // 1 for number in pair) or pair[0] < 2:
         raise ValueError(f"frames of {key!r} must be a whole number, at least 2, or (number, dim), got {how!r}")
     return int(pair[0]), int(pair[1])

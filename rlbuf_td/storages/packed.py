@@ -24,6 +24,7 @@ from rlbuf_td.storages.checks import whole
 from rlbuf_td.storages.dedup import DedupLayout, DedupOptions
 from rlbuf_td.storages.indexing import coordinates, revision_of
 from rlbuf_td.storages.interrupts import held_back
+from rlbuf_td.storages.keys import is_key
 from rlbuf_td.storages.lane_heads import (
     APART,
     HOLES,
@@ -47,7 +48,7 @@ from rlbuf_td.storages.shared.memory import SharedNumbers
 from rlbuf_td.storages.shared.rows import SharedRows, share
 from rlbuf_td.storages.torchrl_parts import listeners_of
 from rlbuf_td.storages.write_clock import WriteClock
-from rlbuf_td.storages.writes import as_index, as_tensordict, is_index, is_key, is_mask
+from rlbuf_td.storages.writes import as_index, as_tensordict, is_index, is_mask
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -7,12 +7,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from tensordict import NestedKey, TensorDictBase, unravel_key
+from tensordict import NestedKey, TensorDictBase
 from torchrl.data.replay_buffers import Storage
 
 from rlbuf_td.kernels.episodes import BitBoundaries, Boundaries, make_boundaries
 from rlbuf_td.kernels.inference_mode import outside_inference_mode
 from rlbuf_td.storages.indexing import device_of, flat_rows, lanes_of, refuse_range, refuse_unwritten, revision_of
+from rlbuf_td.storages.keys import as_tuple
 from rlbuf_td.storages.lane_heads import MOST_TAKEOVERS, cells_by_age, lanes_apart, last_writes
 from rlbuf_td.storages.notebooks import TRANSITIONS
 from rlbuf_td.storages.schema import SchemaError, kind
@@ -538,8 +539,3 @@ def taken_over(storage: Any) -> list[tuple[int, int]]:
     numbers = getattr(storage, "takeovers", [0])
     found = [*numbers][1 : 1 + 2 * min(numbers[0], MOST_TAKEOVERS)]
     return [*zip(found[::2], found[1::2], strict=True)]
-
-
-def as_tuple(key: NestedKey) -> tuple[str, ...]:
-    key = key if isinstance(key, str) else unravel_key(key)
-    return (key,) if isinstance(key, str) else key

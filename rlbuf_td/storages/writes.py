@@ -29,11 +29,6 @@ if TYPE_CHECKING:
 _INDEX_DTYPES = frozenset((torch.int64, torch.int32, torch.int16, torch.int8))  # torch takes uint8 for a mask
 
 
-def is_key(index: Any) -> bool:
-    names = index if isinstance(index, tuple) else (index,)
-    return len(names) > 0 and all(isinstance(name, str) for name in names)
-
-
 def is_mask(index: Any) -> bool:
     return isinstance(index, torch.Tensor | np.ndarray) and index.dtype in (torch.bool, np.bool_)
 

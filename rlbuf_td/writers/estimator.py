@@ -14,8 +14,8 @@ from torch import Tensor
 
 from rlbuf_td.functional import generalized_advantage_estimate, normalize
 from rlbuf_td.storages import SchemaError
+from rlbuf_td.storages.keys import as_tuple
 from rlbuf_td.storages.notebooks import ROLLOUTS
-from rlbuf_td.storages.trajectory_index import as_tuple
 
 Estimator: TypeAlias = Callable[[TensorDictBase], tuple[Tensor, Tensor]]
 """Computes ``(advantage, value_target)`` of a rollout, see :class:`~rlbuf_td.writers.RolloutWriter`."""

@@ -15,6 +15,7 @@ from rlbuf_td.functional._layout import coefficient
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import saved_number
 from rlbuf_td.storages.indexing import lanes_of
+from rlbuf_td.storages.keys import nested_key
 from rlbuf_td.storages.notebooks import ROLLOUTS
 from rlbuf_td.storages.torchrl_parts import capacity_in_steps, count_change, listeners_of, set_length
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
@@ -134,10 +135,12 @@ class RolloutWriter(TimeWriter):
         _refuse_network(value_network, value_key)
         gamma = coefficient("RolloutWriter", "gamma", 0.99 if gamma is None else gamma)
         lmbda = coefficient("RolloutWriter", "lmbda", 0.95 if lmbda is None else lmbda)
-        keys = value_key, reward_key, done_key, terminated_key, truncated_key, trajectory_key
-        self.estimator = RolloutEstimator(gamma, lmbda, estimator, value_network, *keys)
+        names = value_key, reward_key, done_key, terminated_key, truncated_key, trajectory_key
+        value_key, *keys = map(nested_key, names)
+        self.estimator = RolloutEstimator(gamma, lmbda, estimator, value_network, value_key, *keys)
         self.normalize_advantage = normalize_advantage
-        self.value_key, self.advantage_key, self.value_target_key = value_key, advantage_key, value_target_key
+        self.value_key = value_key
+        self.advantage_key, self.value_target_key = nested_key(advantage_key), nested_key(value_target_key)
         self.value_rows = self._estimated_steps = 0
         self._has_values = True
 
