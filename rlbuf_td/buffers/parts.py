@@ -12,7 +12,7 @@ from torchrl.data.replay_buffers import ConsumingSampler, PrioritizedSampler, Sa
 
 from rlbuf_td.buffers.flow import FlowControl
 from rlbuf_td.envs.recorder_state import TrajectoryNumbers
-from rlbuf_td.samplers.common import refuse_disorder, refuse_drawn, refuse_stored, refuse_taken, reported_by
+from rlbuf_td.samplers.common import refuse_disorder, refuse_stored, refuse_taken, reported_by, rows_drawn
 from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.wrapper import SamplerWrapper, refuse_lists
 from rlbuf_td.storages import PackedStorage, torchrl_parts
@@ -93,8 +93,7 @@ class Parts(NamedTuple):
             flat, info, batch = self.sampler.draw_batch(self.storage, batch_size)
         else:
             refuse_disorder(self.sampler, self.storage)
-            flat, info = self.sampler.draw(self.storage, batch_size)
-            refuse_drawn(self.sampler, flat)
+            flat, info = rows_drawn(self.sampler, self.sampler.draw(self.storage, batch_size))
             batch = gather(flat)
         if not info.keys() <= self.report_keys:  # a user's sampler
             refuse_taken(self.sampler, self.storage.layout.names, info.keys() - self.report_keys)

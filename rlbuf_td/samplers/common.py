@@ -199,14 +199,27 @@ def refuse_taken(sampler: Sampler, stored: Mapping[str, Any], report_keys: Itera
         refuse_other_index(stored["index"])
 
 
-def refuse_drawn(sampler: Sampler, flat: Any) -> None:
-    """Raise a TypeError if a sampler's ``draw`` did not return flat rows, ``[B]`` int64."""
-    if not isinstance(flat, Tensor) or flat.dtype is not torch.int64 or flat.ndim != 1:
-        got = f"{flat.dtype} of shape {[*flat.shape]}" if isinstance(flat, Tensor) else type(flat).__name__
-        remedy = "return rows.to(torch.int64), flat indices below len(storage)"
-        raise TypeError(
-            f"draw() of {type(sampler).__name__} must return a tensor of rows, [B] int64, got {got}: {remedy}"
-        )
+def rows_drawn(sampler: Sampler, drawn: Any) -> tuple[Tensor, dict[Any, Any]]:
+    """Return the flat rows, ``[B]`` int64, and the further entries that a sampler's ``draw`` has returned.
+
+    A tensor of rows alone has no further entries. Raises a TypeError if ``draw`` returned something else.
+    """
+    flat, info = drawn if isinstance(drawn, tuple) and len(drawn) == 2 else (drawn, {})
+    if not isinstance(info, dict):
+        flat = drawn
+    elif isinstance(flat, Tensor) and flat.dtype is torch.int64 and flat.ndim == 1:
+        return flat, info
+    if isinstance(flat, Tensor):
+        got = f"{flat.dtype} of shape {[*flat.shape]}"
+        remedy = "return rows.to(torch.int64).flatten(), flat indices below len(storage)"
+    else:
+        names = [type(part).__name__ for part in flat] if isinstance(flat, tuple) else []
+        got = f"a tuple ({', '.join(names)})" if names else type(flat).__name__
+        remedy = "return torch.as_tensor(rows), or (torch.as_tensor(rows), {name: entries})"
+    name = type(sampler).__name__
+    raise TypeError(
+        f"draw() of {name} must return a tensor of rows, [B] int64, alone or with a dict, got {got}: {remedy}"
+    )
 
 
 def uniform_numbers(count: int, generator: torch.Generator | None, device: torch.device) -> Tensor:

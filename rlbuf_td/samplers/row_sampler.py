@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torchrl.data.replay_buffers import Storage
 
-from rlbuf_td.samplers.common import StatefulSampler, refuse_disorder, refuse_drawn, refuse_stored
+from rlbuf_td.samplers.common import StatefulSampler, refuse_disorder, refuse_stored, rows_drawn
 from rlbuf_td.storages.indexing import Index, coordinates
 
 
@@ -41,7 +41,7 @@ class RowSampler(StatefulSampler):
     Raises:
         ValueError: the sampler needs rows in time order, and the rows or the writer keep none.
         SchemaError: the rows have an entry with the name of an entry that the sampler adds.
-        TypeError: (when sampling) :meth:`draw` returned something else than ``[B]`` int64 rows.
+        TypeError: (when sampling) :meth:`draw` returned something else than ``[B]`` int64 rows, alone or with a dict.
         IndexError: (when sampling) a drawn row has not been written; checked in a :class:`ReplayBuffer` over a
             :class:`PackedStorage` on the CPU, and within wrappers.
 
@@ -61,7 +61,7 @@ class RowSampler(StatefulSampler):
         ...         if not len(rows):
         ...             raise RuntimeError(f"no stored reward is above {self.least}")
         ...         chosen = torch.randint(len(rows), (batch_size,), generator=self._rng, device=rows.device)
-        ...         return rows[chosen], {}
+        ...         return rows[chosen]
         >>> rb = ReplayBuffer(storage=PackedStorage(100), sampler=RewardSampler(least=2.0), batch_size=3)
         >>> _ = rb.extend(TensorDict({"next": {"reward": torch.arange(4.0)}}, [4]))
         >>> rb.sample()["next", "reward"]
@@ -71,7 +71,7 @@ class RowSampler(StatefulSampler):
     """
 
     @abstractmethod
-    def draw(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
+    def draw(self, storage: Storage, batch_size: int) -> Tensor | tuple[Tensor, dict[str, Any]]:
         """Draw the rows of a batch.
 
         Args:
@@ -82,8 +82,8 @@ class RowSampler(StatefulSampler):
 
         Returns:
             The rows, ``[B]`` int64 from 0 to ``len(storage) - 1``, on the storage's device, in any order and also
-            repeatedly; and a dict of further batch entries, each a tensor ``[B, ...]`` or ``{}``. All random numbers
-            come from the ``torch.Generator`` ``self._rng`` (``None``: torch's default one).
+            repeatedly. With further batch entries: a pair of the rows and a dict of tensors ``[B, ...]``. All random
+            numbers come from the ``torch.Generator`` ``self._rng`` (``None``: torch's default one).
 
         Raise a RuntimeError if no row can be drawn, as from an empty storage.
         """
@@ -98,8 +98,7 @@ class RowSampler(StatefulSampler):
         """
         refuse_stored(self, storage)  # TorchRL's buffers, which call this method, do not
         refuse_disorder(self, storage)
-        flat, info = self.draw(storage, batch_size)
-        refuse_drawn(self, flat)
+        flat, info = rows_drawn(self, self.draw(storage, batch_size))
         return coordinates(flat, storage), info
 
     def _empty(self) -> None:

@@ -291,7 +291,9 @@ class SequenceSampler(SamplerWrapper):
     def windows_of(self, batch_size: int) -> int:
         """Return the number of windows in a batch; ValueError if the batch size is not a multiple of ``window``."""
         if batch_size % self.window:
-            window = f"burn_in + length = {self.burn_in} + {self.length} = {self.window}"
+            window = f"length={self.length}"
+            if self.burn_in:
+                window = f"burn_in + length = {self.burn_in} + {self.length} = {self.window}"
             remedy = f"for 32 sequences use {32 * self.window}"
             raise ValueError(f"batch_size must be a multiple of {window}, got {batch_size}; {remedy}{SEQUENCES}")
         return batch_size // self.window

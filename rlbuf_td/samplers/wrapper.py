@@ -13,7 +13,7 @@ from torch import Tensor
 from torchrl.data.replay_buffers import ListStorage, PrioritizedSampler, Sampler, Storage
 
 from rlbuf_td.checkpoint.parts import resized_state
-from rlbuf_td.samplers.common import StatefulSampler, refuse_disorder, refuse_drawn, refuse_stored, reported_by
+from rlbuf_td.samplers.common import StatefulSampler, refuse_disorder, refuse_stored, reported_by, rows_drawn
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import state_of
 from rlbuf_td.storages.indexing import Index, coordinates, device_of, flat_rows, refuse_unwritten
@@ -240,10 +240,10 @@ def draw_from(sampler: Sampler, storage: Storage, batch_size: int) -> tuple[Tens
     draw = getattr(sampler, "draw", None)
     if draw is None:
         index, info = sampler.sample(storage, batch_size)
-        flat = flat_rows(index, storage, device_of(storage))
+        drawn = flat_rows(index, storage, device_of(storage)), info
     else:
-        flat, info = draw(storage, batch_size)
-    refuse_drawn(sampler, flat)  # a user's sampler, or a user's subclass of ours
+        drawn = draw(storage, batch_size)
+    flat, info = rows_drawn(sampler, drawn)  # a user's sampler, or a user's subclass of ours
     refuse_unwritten(flat, storage)  # compiled loops look up the trajectories of these rows without a check
     return flat, info
 
