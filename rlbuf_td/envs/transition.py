@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDict
 
 from rlbuf_td.envs.specs import OBSERVATION, entries, refuse_taken, tensors_of
-from rlbuf_td.storages.schema import SchemaError, refuse_rounding, show_key
+from rlbuf_td.storages.schema import SchemaError, refuse_rounding, show_key, walk
 
 
 def make_transition(
@@ -37,7 +37,8 @@ def make_transition(
 
     Raises:
         SchemaError: an entry does not consist of numbers, lacks the leading dim ``E``, or has the key of another entry;
-            or float32 cannot hold a whole number among the rewards, such as 2**24 + 1.
+            the observations before and after the step differ in keys or shapes; the reward is not a number; or float32
+            cannot hold a whole number among the rewards, such as 2**24 + 1.
 
     Cost: O(entries), about 20 us. Only rewards, and arrays that torch cannot share (read-only arrays), are copied.
 
@@ -52,8 +53,10 @@ def make_transition(
     lanes = flags["terminated"].shape
     if (shape := flags["truncated"].shape) != lanes:
         raise SchemaError(f"'truncated' has shape {tuple(shape)}, expected that of 'terminated', {tuple(lanes)}")
-    root = _observation(obs) | {"action": tensors_of(action, "action")}
-    after = _observation(next_obs, "next") | {"reward": _reward(reward, lanes)}
+    root, after = _observation(obs), _observation(next_obs, "next")
+    _refuse_unlike(root, after)
+    root |= {"action": tensors_of(action, "action")}
+    after |= {"reward": _reward(reward, lanes)}
     after |= {name: flag.unsqueeze(-1) for name, flag in flags.items()}
     after["done"] = after["terminated"] | after["truncated"]
     more = tensors_of(extras, "extras")
@@ -74,6 +77,16 @@ def _observation(obs: Any, *path: str) -> dict[str, Any]:
     return {key: tensors_of(value, *path, key) for key, value in obs.items()}
 
 
+def _refuse_unlike(before: dict[str, Any], after: dict[str, Any]) -> None:
+    """Raise a SchemaError if the observations before and after a step differ in keys or shapes."""
+    shapes = [{key: tuple(value.shape) for key, value in walk(part)} for part in (before, after)]
+    for key in {**shapes[0], **shapes[1]}:
+        this, following = (f"of shape {each[key]}" if key in each else "missing" for each in shapes)
+        if this != following:
+            order = "the arguments are obs, action, reward, next_obs, terminated, truncated, in this order"
+            raise SchemaError(f"{show_key(key)} is {this} before the step and {following} after it: {order}")
+
+
 def _flag(value: Any, name: str) -> torch.Tensor:
     flag = tensors_of(value, name)
     if not isinstance(flag, torch.Tensor) or flag.dtype is not torch.bool:
@@ -86,6 +99,8 @@ def _reward(value: Any, lanes: torch.Size) -> torch.Tensor:
     reward = tensors_of(value, "next", "reward")
     if not isinstance(reward, torch.Tensor):
         raise SchemaError(f"'reward' must be a number or an array, got a {type(value).__name__}")
+    if reward.is_complex():
+        raise SchemaError(f"'reward' must be real, got {reward.dtype}")
     if not (isinstance(value, torch.Tensor) and reward.is_floating_point()):
         if isinstance(value, float):
             reward = torch.tensor(value, dtype=torch.float64, device="cpu")
