@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numba
 import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -16,7 +17,7 @@ from torchrl.envs import GymEnv
 import rlbuf_td
 from rlbuf_td.__main__ import main
 from rlbuf_td.cli.demos import dqn, ppo
-from rlbuf_td.cli.demos.report import Run
+from rlbuf_td.cli.demos.report import Run, tell
 from tests.narrow import assert_narrow
 
 
@@ -44,6 +45,7 @@ def test_the_dqn_demo_learns_a_little_and_leaves_its_picture_and_policy(tmp_path
     assert (tmp_path / "run" / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "run" / "policy.pt").stat().st_size > 10_000
     assert "in buffer: share of the time" in done.stderr
+    assert "solved" not in done.stdout
     assert re.search(r"100%.*1.28k/1.28k \[.*, return=\d+, in buffer=\d+%\]", done.stderr)
     assert "Warning" not in done.stderr  # 1025 steps are rounded up to whole batches
     assert_narrow(done.stdout + done.stderr)
@@ -107,7 +109,7 @@ def test_the_demos_solve_cartpole(tmp_path):
     assert by_ppo.recent >= 475
 
 
-def test_a_run_is_solved_once_the_last_20_episodes_reach_the_threshold(tmp_path):
+def test_a_run_is_solved_once_the_last_20_episodes_reach_the_threshold(tmp_path, capsys):
     run = Run(lambda: GymEnv("CartPole-v1"), tmp_path, 0, 100, 10.0)
     parts: list[tuple[list[float], bool]] = [([20.0] * 19, False), ([1.0], True), ([1.0] * 10, False)]
     for returns, is_solved in [*parts, ([20.0] * 20, True)]:
@@ -115,6 +117,25 @@ def test_a_run_is_solved_once_the_last_20_episodes_reach_the_threshold(tmp_path)
         run.count(TensorDict({"next": steps}, [len(returns)]))
         assert run.is_solved is is_solved
     assert run.recent == 20.0
+    tell({"dqn": [run]}, tmp_path, "")
+    assert "solved, stopped early: 50 of at most 100 steps\n" in capsys.readouterr().out
+
+
+def test_compilation_is_no_time_of_the_run_and_a_long_one_is_announced(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("rlbuf_td.cli.demos.report._LONG", 0.0)
+    run = Run(lambda: GymEnv("CartPole-v1"), tmp_path, 0, 100, 10.0)
+
+    @numba.njit
+    def slow_loop(x: float) -> float:
+        return x + 1
+
+    with run.in_buffer():
+        slow_loop(1.0)
+    run.stop()
+    assert "once per installation: " in (said := capsys.readouterr().err)
+    assert "slow loop" in said
+    assert run.share < 0.5
+    assert run.compilations.seconds > run.seconds * run.share
 
 
 def test_episodes_count_at_the_step_at_which_they_end(tmp_path):

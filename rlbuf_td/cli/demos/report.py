@@ -17,6 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import StrMethodFormatter
+from numba.core import event
 from PIL import Image
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
@@ -30,7 +31,8 @@ from rlbuf_td.diagnostics.episode_stats import running
 T = TypeVar("T")
 WINDOW = 20  # episodes
 SHOWN = f"""return: mean of the last {WINDOW} training episodes
-in buffer: share of the time in calls of the buffer (the first ones compile)"""
+in buffer: share of the time in calls of the buffer, without compilation"""
+_LONG = 2.0  # seconds: compilations that take longer are announced
 _BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 _COLOURS = "C0", "C1", "C2"
 
@@ -40,19 +42,51 @@ def whole_batches(steps: int, frames: int) -> int:
     return -(-steps // frames) * frames
 
 
+class Compilations(event.Listener):
+    """Adds up the time in which Numba compiles loops, and announces each loop that takes more than 2 seconds."""
+
+    def __init__(self) -> None:
+        self.seconds, self._began = 0.0, 0.0
+        self._open = 0  # the loop, and the functions within it, that are being compiled
+
+    def on_start(self, happened: event.Event) -> None:
+        if not self._open:
+            self._began = time.perf_counter()
+        self._open += 1
+
+    def on_end(self, happened: event.Event) -> None:
+        self._open -= 1
+        if self._open:
+            return
+        seconds = time.perf_counter() - self._began
+        self.seconds += seconds
+        if seconds > _LONG:
+            loop = happened.data["dispatcher"].py_func
+            room = loop.__module__.removeprefix("rlbuf_td.kernels.").partition(".")[0]
+            name = f"{room}, {loop.__name__}".replace("_", " ")
+            tqdm.write(f"compiled in {seconds:.0f} s, once per installation: {name}", file=sys.stderr)
+
+
 class Clock:
-    """Measures the time of a run, and the share of the time spent in the buffer."""
+    """Measures the time of a run without compilation, and the share of it that is spent in the buffer."""
 
     def __init__(self) -> None:
         self._start, self._in_buffer = time.perf_counter(), 0.0
+        self._end: float | None = None
+        self.compilations = Compilations()
+        event.register("numba:compile", self.compilations)
+
+    def stop(self) -> None:
+        self._end = time.perf_counter()
+        event.unregister("numba:compile", self.compilations)
 
     @contextmanager
     def in_buffer(self) -> Iterator[None]:
-        begin = time.perf_counter()
+        begin, compiled = time.perf_counter(), self.compilations.seconds
         try:
             yield
         finally:
-            self._in_buffer += time.perf_counter() - begin
+            self._in_buffer += time.perf_counter() - begin - (self.compilations.seconds - compiled)
 
     def batches(self, items: Iterable[T]) -> Iterator[T]:
         """Yield the items; count the time to get each item as time in the buffer."""
@@ -67,7 +101,7 @@ class Clock:
 
     @property
     def seconds(self) -> float:
-        return time.perf_counter() - self._start
+        return (self._end or time.perf_counter()) - self._start - self.compilations.seconds
 
     @property
     def share(self) -> float:
@@ -93,7 +127,7 @@ class Run(Clock):
         self.steps = 0
         self.final = float("nan")  # mean return of the final policy over 10 new episodes without exploration
         self.episodes: list[tuple[int, float]] = []  # (environment steps, return)
-        self.taken = float("nan")  # seconds of training
+        self.most_steps = steps
         self._bar = tqdm(total=steps, unit_scale=True, bar_format=_BAR, ncols=None if sys.stderr.isatty() else 80)
 
     def count(self, data: TensorDictBase, **shown: str) -> None:
@@ -120,6 +154,10 @@ class Run(Clock):
         return self._stop_when_solved and self.is_solved
 
     @property
+    def stopped_early(self) -> bool:
+        return self.should_stop and self.steps < self.most_steps
+
+    @property
     def curve(self) -> tuple[np.ndarray, np.ndarray]:
         """The steps at which episodes ended, and the mean return of the last episodes at each."""
         steps, returns = np.array(self.episodes or [(0, np.nan)]).T
@@ -135,7 +173,7 @@ class Run(Clock):
 
     def finish(self, policy: TensorDictModuleBase, title: str) -> None:
         self._bar.close()
-        self.taken = self.seconds
+        self.stop()
         self.final = self.evaluate(policy)
         torch.save(policy.state_dict(), self.out / "policy.pt")
         figure, axes = _axes(title)
@@ -208,9 +246,13 @@ def tell(runs: Mapping[str, Sequence[Run]], out: Path, following: str) -> None:
         _tell_several(runs, out)
         return
     ((run,),) = runs.values()
+    if run.stopped_early:
+        print(f"solved, stopped early: {run.steps:,} of at most {run.most_steps:,} steps")
     print(f"mean return of the last {WINDOW} training episodes: {run.recent:.1f}, after {run.steps:,} steps")
     print(f"mean return of the final policy over 10 new episodes, no exploration: {run.final:.1f}")
-    print(f"{run.taken:,.0f} s, {run.share:.1%} of them in calls of the buffer, compilation included")
+    print(f"{run.seconds:,.0f} s, {run.share:.1%} of them in calls of the buffer")
+    if run.compilations.seconds >= 1:
+        print(f"and {run.compilations.seconds:,.0f} s of compilation, once per installation")
     print(f"learning curve: {out / 'learning_curve.png'}")
     print(f"policy: {out / 'policy.pt'}")
     print(f"next: {following}")
@@ -221,7 +263,7 @@ def _tell_several(runs: Mapping[str, Sequence[Run]], out: Path) -> None:
     print("new episodes without exploration:")
     for name, members in runs.items():
         for run in members:
-            print(f"  {name}, seed {run.seed}: {run.recent:.1f}, {run.final:.1f} ({run.taken:,.0f} s)")
+            print(f"  {name}, seed {run.seed}: {run.recent:.1f}, {run.final:.1f} ({run.seconds:,.0f} s)")
     print(f"learning curves: {out / 'learning_curves.png'}")
     print(f"each run's own curve and policy: {out / '<name>-seed<seed>'}")
 
