@@ -95,6 +95,12 @@ def two_steps_ahead(rows: TensorDict) -> TensorDict:
     return rows
 
 
+def one_array(rows: TensorDict) -> TensorDict:
+    """Store what is left of an observation after a step that writes the next one to the same array."""
+    rows.update(rows["next"].exclude("reward", *FLAGS))
+    return rows
+
+
 #: The fault, the number of lanes that it needs (0: any), and the code of its finding.
 FAULTS: dict[str, tuple[Fault, int, str]] = {
     "done late": (shifted(1, "done"), 0, "done-shifted"),
@@ -115,5 +121,6 @@ FAULTS: dict[str, tuple[Fault, int, str]] = {
     "transposed": (transposed, 12, "lanes-mixed"),
     "lanes shuffled": (lanes_shuffled, 3, "lanes-mixed"),
     "rows shuffled": (rows_shuffled, 1, "lanes-mixed"),
+    "one array": (one_array, 0, "observation-reused"),
     "another scale": (two_steps_ahead, 0, "next-observation-differs"),
 }

@@ -117,6 +117,24 @@ def test_a_column_that_never_changes_is_found(rows: TensorDict) -> None:
     assert "has the same value (3) in every row: column 1." in observation.explanation
 
 
+def test_entries_of_float64_are_found_once_and_the_environment_is_taken_by_name(rows: TensorDict) -> None:
+    for key in ("observation", ("next", "observation")):
+        rows[key] = rows[key].double()
+    (found,) = check(rows)
+    assert (found.code, found.count) == ("float64", 1_200)
+    assert "'observation', ('next', 'observation'): float64" in found.explanation
+    wrapped = gymnasium.wrappers.DtypeObservation(gymnasium.make("CartPole-v1"), np.float32)
+    assert wrapped.reset()[0].dtype == np.float32
+    cart = torch.zeros(3, 4)
+    cart[1] = 100.0
+    for env in ("CartPole-v1", wrapped):
+        assert check(TensorDict({"observation": cart}, [3]), env=env).codes == ["out-of-bounds"]
+    with pytest.raises(ValueError, match="pass env or space, not both"):
+        check(rows, env=wrapped, space=BOX)
+    with pytest.raises(ValueError, match="CartPole"):
+        check(rows, env="CartPole-v17")
+
+
 def test_rewards_masks_and_classes_that_are_rare_may_stay_the_same(rows: TensorDict) -> None:
     one_hot = torch.nn.functional.one_hot(torch.randint(3, (1_201,)), 6).float()
     rows["class"], rows["next", "class"] = one_hot[:-1], one_hot[1:]

@@ -20,7 +20,7 @@ _STEPS = 2  # consecutive rows of a trajectory that an unknown sampler may need
 CODES = {code: fault.summary for code, fault in FAULTS.items()}
 
 
-def check(source: Any, *, space: Any = None, ignore: str | Sequence[str] = ()) -> Report:
+def check(source: Any, *, env: Any = None, space: Any = None, ignore: str | Sequence[str] = ()) -> Report:
     """Read all rows of a buffer and report faults, each with example rows and a remedy.
 
     The most important fault: within a trajectory, a row's next observation differs from the following row's
@@ -29,15 +29,18 @@ def check(source: Any, *, space: Any = None, ignore: str | Sequence[str] = ()) -
     Args:
         source: a buffer of this package or of TorchRL; a storage of TensorDicts; a TensorDict of rows ``[T]`` or
             ``[T, E]`` in time order; or the path of a saved buffer.
-        space: a Gymnasium space, a TorchRL spec or an environment. Observations outside the bounds are reported.
+        env: the name of a Gymnasium environment, or an environment. Observations outside the bounds of its observation
+            space are reported.
+        space: instead of ``env``, a Gymnasium space or a TorchRL spec of the observations.
         ignore: codes of findings to omit; ``rlbuf_td.diagnostics.doctor.CODES`` lists all codes.
 
     Returns:
         A report of the findings, the most serious first. ``report.healthy`` is true if there are no findings.
 
     Raises:
-        TypeError: ``source`` or ``space`` has an unsupported type.
-        ValueError: the buffer is empty, ``ignore`` contains an unknown code, or the saved buffer cannot be read.
+        TypeError: ``source``, ``env`` or ``space`` has an unsupported type.
+        ValueError: ``env`` and ``space`` are both given, there is no environment of this name, the buffer is empty,
+            ``ignore`` contains an unknown code, or the saved buffer cannot be read.
         FileNotFoundError: no buffer is saved at the path.
 
     Cost: two or three passes over the rows, about a second for a million rows of 167 bytes. Memory: 10 bytes per row;
@@ -59,6 +62,9 @@ def check(source: Any, *, space: Any = None, ignore: str | Sequence[str] = ()) -
     ignored = {ignore} if isinstance(ignore, str) else set(ignore)
     if not ignored <= set(CODES):
         raise ValueError(f"there is no finding {', '.join(sorted(ignored - set(CODES)))}; there are {', '.join(CODES)}")
+    if env is not None and space is not None:
+        raise ValueError("pass env or space, not both: the observation space of env has the bounds")
+    space = _space(env) if isinstance(env, str) else env if space is None else space
     bounds = {} if space is None else bounds_of(space)
     storage, sampler, writer = open_source(source)
     with getattr(source, "_replay_lock", nullcontext()), getattr(source, "_write_lock", nullcontext()):
@@ -73,8 +79,7 @@ def check(source: Any, *, space: Any = None, ignore: str | Sequence[str] = ()) -
 def main(options: argparse.Namespace) -> int:
     """Print the report of a saved buffer; return 0 without findings, 1 with findings, 2 after an error."""
     try:
-        space = _space(options.env) if options.env else None
-        report = check(options.path, space=space, ignore=options.ignore)
+        report = check(options.path, env=options.env, ignore=options.ignore)
     except (OSError, ValueError, TypeError) as error:
         print(f"cannot examine {options.path}: {error}", file=sys.stderr)
         return 2

@@ -93,6 +93,13 @@ _FLAG_WITHOUT_DONE = "{name} is set, but done is not (share of the rows with {na
 #: The faults by code, the most serious first.
 FAULTS = {
     "lanes-mixed": Fault("next observations belong to other rows", _JUMPS + " {place}", "{way}"),
+    "observation-reused": Fault(
+        "each next observation equals its own row's observation",
+        "The next observation equals the observation of the same row, and differs from that of the following row: the "
+        "environment, or a wrapper, writes all observations to one array, so that a step changes the observation that "
+        "was kept from before.",
+        "keep a copy, obs = obs.copy(), before each env.step(action); GymnasiumRecorder and TorchRL's GymEnv do so.",
+    ),
     "next-observation-differs": Fault(
         "next observations are not stored anywhere",
         _JUMPS + " No other row has this observation either.",
@@ -171,6 +178,12 @@ FAULTS = {
         "an observation lies outside its space",
         "{key} lies outside the bounds of its space there.",
         "store what the environment returned, before any scaling; or correct the bounds, if it returns such values.",
+    ),
+    "float64": Fault(
+        "entries are float64",
+        "{keys}: float64, NumPy's default, takes twice the memory, and networks of float32 refuse such a batch.",
+        "convert them before the first write, data[key] = data[key].float(); observations also by the environment: "
+        "gymnasium.wrappers.DtypeObservation(env, np.float32), or TransformedEnv(env, DoubleToFloat()) of TorchRL.",
     ),
     "constant": Fault(
         "a column of an observation or action never changes",

@@ -115,14 +115,25 @@ def _spread(where: torch.Tensor) -> torch.Tensor:
 
 def _broken(record: Record, where: torch.Tensor, flow: Flow, *, mostly: bool = False, never: bool = False) -> Finding:
     """Return the finding about rows whose next observation differs from the following row's observation."""
-    of = int(flow.inside.sum())
-    found = _found_elsewhere(record, _spread(where), mostly)
+    of, sample = int(flow.inside.sum()), _spread(where)
+    if mostly and not _moves(record, sample):
+        return record.finding("observation-reused", where, of)
+    found = _found_elsewhere(record, sample, mostly)
     if found is not None:
         return record.finding("lanes-mixed", where, of, place=found[0], way=found[1])
     if never and not mostly:
         seen = "The observations show resets at these rows, and no done flag is ever set."
         return record.finding("done-never", where, record.rows, seen=seen)
     return record.finding("next-observation-differs" if mostly else "reset-without-done", where, of)
+
+
+def _moves(record: Record, rows: torch.Tensor) -> bool:
+    """Whether the next observation of one of the rows differs from the row's own observation."""
+    for key in record.main:
+        before, after = (record.at(each, rows)[:, None] for each in (key, ("next", *key)))
+        if bool(differ(after, before).any()):
+            return True
+    return False
 
 
 def _found_elsewhere(record: Record, sample: torch.Tensor, mostly: bool) -> tuple[str, str] | None:
@@ -138,7 +149,9 @@ def _found_elsewhere(record: Record, sample: torch.Tensor, mostly: bool) -> tupl
         there = order[start : min(stop, start + _SAMPLED)]
         ahead = (there // record.lanes - row // record.lanes) % record.steps
         across = there % record.lanes - row % record.lanes
-        votes.update(set(zip(ahead.tolist(), across.tolist(), strict=True)))
+        votes.update(set(zip(ahead.tolist(), across.tolist(), strict=True)) - {(0, 0)})  # other rows than this one
+    if not votes:
+        return None
     ((ahead, across), agreed), *_ = votes.most_common(1)
     if agreed >= max(2, 0.9 * len(sample)):
         if not across and mostly:

@@ -17,6 +17,7 @@ from rlbuf_td.envs.specs import OBSERVATION, entries, is_space
 from rlbuf_td.samplers.common import reported_by, stored_names
 from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.storages.indexing import attached
+from rlbuf_td.storages.schema import show_key
 
 Interval = tuple[torch.Tensor, torch.Tensor]
 _MANY = 1_000  # in fewer rows a column may be constant by chance
@@ -57,6 +58,9 @@ def value_findings(record: Record, bounds: Mapping[Key, Interval]) -> Iterator[F
             which = "all of it" if len(still) == len(varying) else f"column{'s' * (len(still) > 1)} {names}"
             value = columns[key][0, 0].flatten()[still[0]].item()
             yield record.finding("constant", None, record.rows, key, value=value, columns=which)
+    if doubles := [key for key, column in columns.items() if column.dtype is torch.float64]:
+        one = doubles[0] if len(doubles) == 1 else None
+        yield record.finding("float64", None, record.rows, one, keys=", ".join(map(show_key, doubles)))
     for key, column in columns.items():
         if _is_image(record, key):
             dtype = str(column.dtype).removeprefix("torch.")
