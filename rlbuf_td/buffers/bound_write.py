@@ -10,7 +10,6 @@ which raises an error if the data is wrong.
 from __future__ import annotations
 
 from ctypes import addressof
-from os import getpid
 from struct import Struct
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -121,8 +120,6 @@ class BoundWrite:
             and self.storage.rows is self.rows
             and self.rows.flat.data_ptr() == self.place
             and self.storage.shared_rows is self.shared  # sharing replaces the storage's counters
-            # A fork must not write the file of rows that are not shared.
-            and (not self.rows.is_mapped or self.shared is not None or self.storage.process == getpid())
             and len(self.listeners) == self.listening
             and self.buffer.priority_key == self.priority_key
             and self.buffer.episode_stats is self.stats

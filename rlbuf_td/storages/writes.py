@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from math import prod
@@ -120,16 +121,28 @@ def begin(storage: PackedStorage, start: int = 0, count: int = 0, *, cells: torc
     """Prepare a write to the flat indices ``cells``, or to ``count`` time steps (0: all) from ``start`` on."""
     rows = storage.all_rows()
     if storage.shared_rows is None:
-        if rows.is_mapped and storage.process != os.getpid():
-            raise RuntimeError(
-                f"this process was forked, and its parent writes to the same file of rows in {storage.scratch_dir}: "
-                "share the buffer before forking (rb.share()), or give each process a folder of its own"
-            )
+        if storage.process != os.getpid():
+            _enter_forked_process(storage, rows)
     elif cells is not None:
         storage.shared_rows.journal.begin_at(cells.reshape(-1))
     else:
         lanes = prod(rows.lanes)
         storage.shared_rows.journal.begin(start * lanes, (count or rows.steps) * lanes, len(storage))
+
+
+def _enter_forked_process(storage: PackedStorage, rows: Rows) -> None:
+    """Refuse or warn of the first change of rows that are not shared in a forked process."""
+    if rows.is_mapped:
+        raise RuntimeError(
+            f"this process was forked, and its parent writes to the same file of rows in {storage.scratch_dir}: "
+            "share the buffer before forking (rb.share()), or give each process a folder of its own"
+        )
+    warnings.warn(
+        "this process was forked from the one that made the buffer, which is not shared: rows that are written here "
+        "stay here. Call rb.share() before forking; or, for rows of this process alone, use copy.deepcopy(rb) in it",
+        stacklevel=2,
+    )
+    storage.process = os.getpid()
 
 
 def admit(storage: PackedStorage, data: Any, single: bool) -> tuple[Rows, list[torch.Tensor], int]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import multiprocessing as mp
 import os
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -21,11 +23,33 @@ from rlbuf_td import PackedStorage, RankSampler, ReplayBuffer
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork"),
     pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:this process was forked"),
 ]
 
 
 def rows(count: int) -> TensorDict:
     return TensorDict({"x": torch.rand(count, 3)}, [count])
+
+
+def test_the_first_write_of_a_child_warns_if_the_buffer_is_not_shared() -> None:
+    def write_twice(rb: ReplayBuffer) -> None:
+        with pytest.warns(UserWarning, match=r"forked from .* not shared: .* Call rb.share\(\) before forking"):
+            rb.extend(rows(3))
+        warnings.simplefilter("error")
+        rb.extend(rows(3))
+
+    def write_to_a_copy(rb: ReplayBuffer) -> None:
+        copy.deepcopy(rb).extend(rows(3))
+
+    for act, shared in ((write_twice, False), (write_to_a_copy, False), (lambda rb: rb.extend(rows(3)), True)):
+        rb = ReplayBuffer(storage=PackedStorage(100), batch_size=8, shared=shared)
+        for _ in range(3):
+            rb.extend(rows(3))  # bound
+        child = mp.get_context("fork").Process(target=act, args=(rb,))
+        child.start()
+        child.join(60)
+        assert child.exitcode == 0
+        assert len(rb) == 9 + 3 * shared
 
 
 def use(rb: ReplayBuffer) -> None:

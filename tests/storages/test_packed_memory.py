@@ -133,6 +133,7 @@ def _extend(rb: ReplayBuffer, seen: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:this process was forked")
 def test_writes_of_a_forked_process_are_its_own_until_rows_are_shared(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     for folder, is_shared in ((None, False), (None, True), (tmp_path / "a", True), (tmp_path / "b", False)):

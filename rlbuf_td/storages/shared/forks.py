@@ -13,6 +13,8 @@ import threading
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
+from rlbuf_td.storages.torchrl_parts import listeners_of
+
 if TYPE_CHECKING:
     from rlbuf_td.storages.packed import PackedStorage
 
@@ -43,5 +45,15 @@ def _release() -> None:
         _fork.held.pop().release()
 
 
+def _begin_child() -> None:
+    """Release the locks; bound writes, which do not look for a fork, are bound again by the first write."""
+    _release()
+    for storage in list(_storages):
+        if storage.shared_rows is None:
+            for listener in listeners_of(storage):
+                if hasattr(listener, "bound_write"):
+                    listener.bound_write = None
+
+
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_hold, after_in_parent=_release, after_in_child=_release)
+    os.register_at_fork(before=_hold, after_in_parent=_release, after_in_child=_begin_child)
