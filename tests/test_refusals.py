@@ -17,9 +17,9 @@ import torch
 from tensordict import TensorDictBase
 
 from tests.catalogue import as_bytes
-from tests.refusals import buffers, functional, samplers, storages, writers
+from tests.refusals import buffers, envs, functional, samplers, storages, writers
 
-ROOMS = storages, functional, writers, samplers, buffers
+ROOMS = storages, functional, writers, envs, samplers, buffers
 ROWS = [
     pytest.param("drawn" in name, make, *row, id=f"{name}: {row[-1]}")
     for room in ROOMS
@@ -56,7 +56,6 @@ def what_follows(made: Any) -> Any:
     return found
 
 
-@pytest.mark.filterwarnings("ignore:Got conflicting batch_sizes")  # TorchRL's, of sample(n)
 @pytest.mark.parametrize(("is_drawn", "make", "call", "error", "word"), ROWS)
 def test_it_is_refused_and_nothing_changes(is_drawn: bool, make: Any, call: Any, error: Any, word: str) -> None:
     torch.manual_seed(0)

@@ -318,8 +318,11 @@ def _sampler_for(
         raise ValueError(f"{rollout}: use a sequence_length from 1 to {num_steps}{ROLLOUTS}")
     keys: Any = {"done_key": writer.estimator.done_key, "traj_key": writer.estimator.trajectory_key}
     chunks = SequenceSampler(rows, length, stride=length, output_layout="batch_time", **keys)
-    if batch_size is not None:
-        chunks.windows_of(batch_size)  # refuses other batch sizes
+    if batch_size is not None and batch_size % length:
+        remedy = f"for 32 chunks use {32 * length}"
+        raise ValueError(
+            f"batch_size must be a multiple of sequence_length={length}, got {batch_size}: {remedy}{ROLLOUTS}"
+        )
     return chunks
 
 

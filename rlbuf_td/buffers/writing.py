@@ -25,7 +25,7 @@ from rlbuf_td.storages.indexing import first_of_row, flat_rows, inner_dims, one_
 from rlbuf_td.storages.interrupts import held_back
 from rlbuf_td.storages.keys import as_tuple, is_key
 from rlbuf_td.storages.row_class import opened
-from rlbuf_td.storages.schema import kind, reshaped, show_key
+from rlbuf_td.storages.schema import kind, reshaped, show_key, walk
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 from rlbuf_td.storages.write_clock import SAMPLED_AT, skip_stale
 from rlbuf_td.storages.writes import edit_entries, stacked, wrapping
@@ -50,7 +50,8 @@ def write_in_turn(rb: ReplayBuffer, data: TensorDictBase, how: str, update_prior
     write = _write if rb.episode_stats is None else partial(_write_and_count, rb.episode_stats)
     if rb.flow is None:
         return write(rb, data, how, update_priority, lanes)
-    rows = _transitions(data, how).batch_size[: _lead_dims(rb, how, lanes)].numel()
+    lead = _lead_dims(rb, how, lanes)
+    rows = _transitions(data, how, lead).batch_size[:lead].numel()
     with inserting(rb, rb.flow, rows):
         return write(rb, data, how, update_priority, lanes)
 
@@ -210,7 +211,7 @@ def _write(rb: ReplayBuffer, data: TensorDictBase, how: str, update_priority: bo
         return index
     rb._refuse_shut_down()
     parts = rb.parts or rb._initialize()
-    data = _transitions(data, how)
+    data = _transitions(data, how, _lead_dims(rb, how, lanes))
     if lanes is not None:
         if fault := fault_of_lanes(parts):
             raise TypeError(f"lanes= {fault}")
@@ -309,9 +310,21 @@ def refuse_other_data(how: str, data: Any) -> NoReturn:
     raise TypeError(f"{how} takes a TensorDict, got {type(data).__name__}: {remedy}")
 
 
-def _transitions(data: TensorDictBase, how: str) -> TensorDictBase:
+def _transitions(data: TensorDictBase, how: str, lead: int) -> TensorDictBase:
     """Check ``data``, and remove the entries that a prioritized sampler adds to batches."""
     if how == "extend" and not data.ndim:
-        raise ValueError("extend takes several transitions, [n], got a single one: use add")
+        size = "[n]" if lead == 1 else "[E, T]"
+        raise ValueError(f"extend takes several transitions, {size}, got {_without_batch_size(data, lead)}")
     keys = data.keys()  # only one of these two keys may be an entry of the user
     return data.exclude("priority_weight", SAMPLED_AT) if SAMPLED_AT in keys and "priority_weight" in keys else data
+
+
+def _without_batch_size(data: TensorDictBase, lead: int) -> str:
+    """Say what a TensorDict of batch size ``[]`` is, and what to do."""
+    shapes = {(*value.shape[:lead],) for _, value in walk(data) if isinstance(value, torch.Tensor)}
+    (common,) = shapes if len(shapes) == 1 else ((),)
+    if len(common) < lead:
+        return "a single one: use add"
+    size = [*common]
+    remedy = f"pass TensorDict(data, {size}), or, if it is a single one, use add"
+    return f"a TensorDict without batch size, whose entries all have the leading dims {size}: {remedy}"

@@ -149,10 +149,7 @@ def refuse_unfit(data: TensorDictBase, leaves: Sequence[Leaf], lead: torch.Size,
         if leaf is None and (more or key == ("index",)):
             continue
         if leaf is None:
-            raise SchemaError(
-                f"unknown key {show_key(key)}: the rows hold {', '.join(leaf.name for leaf in leaves)}. "
-                "Leave it out with data.exclude(...), or store it from the first write on"
-            )
+            _refuse_unknown([key for key in given if key not in known and key != ("index",)], leaves)
         if value.is_meta:
             raise SchemaError(f"key {show_key(key)} is on the 'meta' device, where tensors hold no data")
         if not has_memory(value):
@@ -172,6 +169,16 @@ def refuse_unfit(data: TensorDictBase, leaves: Sequence[Leaf], lead: torch.Size,
                 f"key {leaf.name} is missing, expected as {kind(leaf.dtype, lead + leaf.shape)}: "
                 "every write must hold all keys of the rows"
             )
+
+
+def _refuse_unknown(keys: Sequence[tuple[str, ...]], leaves: Sequence[Leaf]) -> NoReturn:
+    names, one = ", ".join(map(show_key, keys)), len(keys) == 1
+    raise SchemaError(
+        f"unknown key{'' if one else 's'} {names}: the rows hold {', '.join(leaf.name for leaf in leaves)}. "
+        f"Leave {'it' if one else 'them'} out with data.exclude({names}), or store {'it' if one else 'them'} from the "
+        "first write on. If a collector writes (its init_random_frames lack what a policy adds), first call "
+        f"rb.append_transform(ExcludeTransform({names}, inverse=True))"
+    )
 
 
 def refuse_other_index(index: Any) -> None:

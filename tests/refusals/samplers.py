@@ -134,9 +134,10 @@ REFUSALS: Table = {
           for wrap in (lambda inner: inner, n_step) for rows, error, word in [
             (tensor([0, 1]).int(), TypeError, r"got torch.int32 of shape \[2\]: return rows.to\(torch.int64"),
             (tensor([0.0, 1.0]), TypeError, "got torch.float32"),
-            (tensor([[0], [1]]), TypeError, r"draw\(\) of Fixed must return .* \[B\] int64, got .* \[2, 1\]"),
+            (tensor([[0], [1]]), TypeError, r"draw\(\) of Fixed must return .* \[B\] int64, .* got .* \[2, 1\]"),
             (np.arange(2), TypeError, "must return a tensor of rows, .*got ndarray"),
             ([0, 1], TypeError, "must return a tensor of rows, .*got list"),
+            ((tensor([0, 1]), None), TypeError, r"got a tuple \(Tensor, NoneType\): return torch.as_tensor\(rows\), or"),
             (tensor([0, 99]), IndexError, "row 99 .* rows 0 to 19 have been written"),
             (tensor([-1, 0]), IndexError, "row -1 "),
         ]),
@@ -232,7 +233,7 @@ REFUSALS: Table = {
     ],
     ("SequenceSampler, strides", lambda: windows(td.MinibatchSampler(), stride=3, batch_size=6)): [
         (lambda rb: setattr(rb.sampler, "stride", 2), AttributeError, "stride is fixed"),
-        (lambda rb: rb.sample(7), ValueError, "batch_size must be a multiple of .* = 3, got 7"),
+        (lambda rb: rb.sample(7), ValueError, "batch_size must be a multiple of length=3, got 7; for 32"),
         (lambda rb: rb.sample(0), ValueError, "batch_size must be at least 1, got 0"),
     ],
     ("SequenceSampler, drawn", lambda: filled(sequence(length=30, boundary="strict"), batch_size=30)): [
