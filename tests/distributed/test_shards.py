@@ -171,7 +171,7 @@ def test_when_all_rows_are_gone_batches_are_refused_and_writes_admitted(how, mon
     client.sample()
     if how == "the buffer is emptied":
         world.buffer().empty()
-        match = "too few rows"
+        match = "the buffer is empty, and min_size=10"
     else:
         world.handles[0].restart()
         match = "empty storage"
@@ -181,7 +181,7 @@ def test_when_all_rows_are_gone_batches_are_refused_and_writes_admitted(how, mon
         client.sample(wait=True, timeout=0.2)
     assert (world.flow.report.remote()["inserts"], world.flow.report.remote()["samples"]) == (0, 0)
     client.extend(rows(74, 9))
-    with pytest.raises(RuntimeError, match="too few rows"):  # min_size holds again
+    with pytest.raises(RuntimeError, match="9 of min_size=10 rows have been written"):  # min_size holds again
         client.sample()
     client.extend(rows(83, 55))
     assert client.sample().shape == (64,)

@@ -300,7 +300,7 @@ REFUSALS: Table = {
     ("ReplayBuffer.from_torchrl, of rows", buffer): [
         (lambda rb: td.ReplayBuffer.from_torchrl(rb, exclude=["action", "sad"]), KeyError, r"exclude \['sad'\]: exclude"
          " takes a list of keys of the rows"),
-        (lambda rb: td.ReplayBuffer.from_torchrl(rb, exclude=[3]), ValueError, "a key is a string, or strings .* got 3"),
+        (lambda rb: td.ReplayBuffer.from_torchrl(rb, exclude=[3]), ValueError, "a key is a string, or .* got 3"),
         (lambda rb: td.ReplayBuffer.from_torchrl(rb, storage=no_rows()), ValueError, "made for the transitions, got"),
         *((lambda rb, given=given: td.ReplayBuffer.from_torchrl(rb, copy=False, **given), ValueError,
            "as it is: pass a buffer, and omit capacity, exclude and storage; or copy")

@@ -137,7 +137,7 @@ REFUSALS: Table = {
             (tensor([[0], [1]]), TypeError, r"draw\(\) of Fixed must return .* \[B\] int64, .* got .* \[2, 1\]"),
             (np.arange(2), TypeError, "must return a tensor of rows, .*got ndarray"),
             ([0, 1], TypeError, "must return a tensor of rows, .*got list"),
-            ((tensor([0, 1]), None), TypeError, r"got a tuple \(Tensor, NoneType\): return torch.as_tensor\(rows\), or"),
+            ((tensor([0, 1]), None), TypeError, r"got a tuple \(Tensor, NoneType\): return torch.as_tensor\(rows\)"),
             (tensor([0, 99]), IndexError, "row 99 .* rows 0 to 19 have been written"),
             (tensor([-1, 0]), IndexError, "row -1 "),
         ]),
