@@ -22,8 +22,8 @@ def steps() -> TensorDict:
     end = number.long() % 5 == 4
     ids = {"traj_ids": number[:, 0].long() // 5}
     names = {"reward": number, "done": end, "terminated": end, "truncated": end & False}
-    after = {"a": {"obs": number.expand(20, 16) + 1, "goal": number, **names}}
-    root = {"obs": number.expand(20, 16), "value": number, "wanted": number, "first": end, "version": ids["traj_ids"]}
+    after = {"a": {"obs": number.expand(20, 16) + 1, "goal": number}, **names}
+    root = {"obs": number.expand(20, 16), "value": number, "wanted": number, "first": end}
     return TensorDict({"a": root, "next": after, "ids": ids, "td": {"error": number}}, [20])
 
 
@@ -38,11 +38,11 @@ def drawn(sampler: Any, **options: Any) -> Any:
 
 
 def ends(key: Key) -> dict[str, Any]:
-    return {"done_key": key("next.a.done"), "traj_key": key("ids.traj_ids")}
+    return {"done_key": key("next.done"), "traj_key": key("ids.traj_ids")}
 
 
 def flags(key: Key) -> dict[str, Any]:
-    names = {f"{name}_key": key(f"next.a.{name}") for name in ("reward", "done", "terminated", "truncated")}
+    names = {f"{name}_key": key(f"next.{name}") for name in ("reward", "done", "terminated", "truncated")}
     return names | {"trajectory_key": key("ids.traj_ids")}
 
 
@@ -56,7 +56,7 @@ def relabelled(key: Key) -> Any:
             return (achieved + goal + info["value"])[:, 0]
 
     reward_fn = td.gymnasium_reward_fn(Env(), info_keys={"value": key("a.value")}, **goals(key))
-    options = ends(key) | goals(key) | {"reward_key": key("next.a.reward")}
+    options = ends(key) | goals(key) | {"reward_key": key("next.reward")}
     return drawn(td.HindsightSampler(td.UniformSampler(), reward_fn, **options))
 
 
@@ -94,19 +94,19 @@ def imported(key: Key) -> Any:
 
 def plotted(key: Key) -> Any:
     rb = td.ReplayBuffer(storage=td.PackedStorage(20))
-    rb.extend(steps().rename_key_(("next", "a", "done"), ("next", "done")))
+    rb.extend(steps())
     return [axes.get_ylabel() for axes in plot_trajectory(rb, 0, keys=[key("a.value")]).axes]
 
 
 TAKERS: dict[str, Callable[[Key], Any]] = {
     "NStepSampler": lambda key: drawn(
-        td.NStepSampler(td.UniformSampler(), 3, 0.9, reward_key=key("next.a.reward"), **ends(key))
+        td.NStepSampler(td.UniformSampler(), 3, 0.9, reward_key=key("next.reward"), **ends(key))
     ),
     "SequenceSampler": lambda key: drawn(
         td.SequenceSampler(td.UniformSampler(), 2, init_key=key("a.is_init"), **ends(key))
     ),
     "EpisodeSampler": lambda key: drawn(
-        td.EpisodeSampler(reward_key=key("next.a.reward"), init_key=key("a.is_init"), **ends(key))
+        td.EpisodeSampler(reward_key=key("next.reward"), init_key=key("a.is_init"), **ends(key))
     ),
     "HindsightSampler": relabelled,
     "RolloutWriter": rollout,
