@@ -34,10 +34,3 @@ def test_a_generator_fixes_the_shifts_and_nothing_is_changed_in_place():
     assert torch.equal(one, other)
     assert not torch.equal(one, images)
     assert torch.equal(images, before)
-
-
-def test_what_is_no_image_is_refused():
-    with pytest.raises(ValueError, match=r"images must be \[..., C, H, W\], got shape \(3, 4\)"):
-        random_shift(torch.zeros(3, 4))
-    with pytest.raises(ValueError, match="pad must be at least 0, got -1"):
-        random_shift(torch.zeros(1, 3, 4), -1)

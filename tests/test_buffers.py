@@ -7,7 +7,6 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -15,7 +14,6 @@ from torchrl.data.replay_buffers import (
     LazyTensorStorage,
     PrioritizedSampler,
     RandomSampler,
-    Sampler,
     SamplerWithoutReplacement,
     SliceSampler,
     TensorDictMaxValueWriter,
@@ -26,7 +24,6 @@ from torchrl.data.replay_buffers import ReplayBuffer as TorchRLReplayBuffer
 from torchrl.envs.transforms import Compose, DoubleToFloat, ObservationNorm, RenameTransform, SelectTransform
 
 from rlbuf_td import (
-    NStepSampler,
     PackedStorage,
     PrioritizedReplayBuffer,
     ProportionalSampler,
@@ -35,7 +32,6 @@ from rlbuf_td import (
     ReplayBuffer,
     ReservoirWriter,
     RingWriter,
-    RolloutBuffer,
     SchemaError,
     UniformSampler,
 )
@@ -206,14 +202,6 @@ def test_the_keywords_of_torchrls_prioritized_buffer():
             PrioritizedReplayBuffer(alpha=0.7, beta=0.9, **refused)
 
 
-def test_add_and_extend_name_each_other():
-    rb = filled(20)
-    with pytest.raises(ValueError, match="got a single one: use add"):
-        rb.extend(transitions(1)[0])
-    with pytest.raises(SchemaError, match="If these are several transitions, use extend"):
-        rb.add(transitions(3))
-
-
 def test_parts_have_defaults_and_may_be_made_at_the_first_use():
     rb = ReplayBuffer(delayed_init=True)
     assert "not initialized" in repr(rb)
@@ -257,15 +245,6 @@ def test_several_td_errors_a_row_are_reduced_by_magnitude(lanes, shape):
     rb.update_tensordict_priority(batch)
     last = rb.sampler.priority(batch["index"][:1], storage=rb.storage)
     assert last.tolist() == [24.0 if shape == (4,) else 8.0]
-
-
-def test_a_batch_without_td_errors_or_index_is_refused():
-    rb = filled(4, "proportional")
-    with pytest.raises(KeyError, match="no 'td_error'"):
-        rb.update_tensordict_priority(rb.sample())
-    with pytest.raises(KeyError, match="no 'index'"):
-        rb.update_tensordict_priority(TensorDict({"td_error": torch.ones(2)}, [2]))
-    make(ReplayBuffer, "uniform").update_tensordict_priority(rb.sample())  # nothing to do, as in TorchRL
 
 
 @pytest.mark.parametrize("lanes", [0, 3])
@@ -347,21 +326,6 @@ def test_writers_of_torchrl_that_add_the_index_write_one_row_and_then_several(wr
     assert sorted(rb.sample().keys()) == ["index", "observation"]
 
 
-@pytest.mark.parametrize("name", [*SAMPLERS])
-def test_batch_sizes_that_are_none_are_refused(name):
-    rb = make(ReplayBuffer, name, batch_size=None)
-    rb.extend(transitions(9).set("desired_goal", torch.zeros(9, 2)).set(("next", "achieved_goal"), torch.zeros(9, 2)))
-    for size in (-1, 2.5, [4]):
-        with pytest.raises(ValueError, match=r"batch_size must be a whole number, at least 0, got"):
-            rb.sample(size)
-    if name in ("minibatch", "chunks"):
-        with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
-            rb.sample(0)
-    else:
-        assert len(rb.sample(0)) == 0
-    assert len(rb.sample(4.0)) == 4
-
-
 def test_batches_without_the_report_say_how_to_update_their_priorities():
     rb = ReplayBuffer(storage=PackedStorage(9), sampler=ProportionalSampler(9), batch_size=4, include_info=False)
     rb.extend(transitions(9))
@@ -373,80 +337,6 @@ def test_batches_without_the_report_say_how_to_update_their_priorities():
     assert (rb.sampler.priority(info["index"]) == 7).all()
     with pytest.raises(KeyError, match="include_info=True"):
         rb.write_back(batch, "observation", sampled_at=0)
-
-
-@pytest.mark.parametrize("made", [ReplayBuffer, lambda: RolloutBuffer(4)], ids=["replay", "rollout"])
-@pytest.mark.parametrize("data", [{"x": np.zeros(3)}, np.zeros(3), [1.0], None], ids=["dict", "array", "list", "None"])
-def test_data_that_is_no_tensordict_is_refused_with_how_to_wrap_it(made, data):
-    entries = "data" if isinstance(data, dict) else r"\{.observation.: data, ...\}"
-    for how, size in (("extend", r"\[n\]"), ("add", r"\[\]")):
-        words = rf"{how} takes a TensorDict, got \w+: wrap it, TensorDict\({entries}, {size}\).*make_transition\(...\)"
-        with pytest.raises(TypeError, match=words):
-            getattr(made(), how)(data)
-    with pytest.raises(TypeError, match=r"wrap it, TensorDict\(.*make_transition.*LazyTensorStorage"):
-        PackedStorage(3).set(range(3), data)
-    rb = ReplayBuffer()
-    rb.extend(TensorDict({"x": np.zeros(3)}, [3]))  # what the error recommends
-    assert len(rb) == 3
-
-
-def test_a_gpu_that_the_machine_lacks_is_named():
-    first: Any = partial(ReplayBuffer.from_schema, transitions(1)[0], 4)
-    for make_part in (partial(PackedStorage, 4), first, ReplayBuffer):
-        with pytest.raises(RuntimeError, match=r"device='cuda:99' is missing: torch finds \d+ CUDA devices? on this"):
-            make_part(device="cuda:99")
-
-
-class Fixed(Sampler):
-    """A sampler of a user's own, which returns the same rows each time."""
-
-    def __init__(self, rows: Any) -> None:
-        self.rows = rows
-
-    def draw(self, storage: Any, batch_size: int) -> Any:
-        return self.rows, {}
-
-    sample = draw
-
-    def _empty(self) -> None:
-        pass
-
-    dumps = loads = load_state_dict = lambda self, _: None
-    state_dict: Any = dict
-
-
-class FixedOfOurs(UniformSampler):
-    """The same as a subclass of a sampler of this package."""
-
-    def __init__(self, rows: Any) -> None:
-        super().__init__()
-        self.rows = rows
-
-    def draw(self, storage: Any, batch_size: int) -> Any:
-        return self.rows, {}
-
-
-@pytest.mark.parametrize("kind", [Fixed, FixedOfOurs])
-@pytest.mark.parametrize("wrap", [lambda sampler: sampler, partial(NStepSampler, n_steps=2, gamma=0.9)])
-def test_rows_that_a_users_sampler_must_not_draw_are_named(wrap, kind):
-    wrong = [
-        (
-            torch.tensor([0, 1], dtype=torch.int32),
-            TypeError,
-            r"got torch.int32 of shape \[2\]: return rows.to\(torch.int64",
-        ),
-        (torch.tensor([0.0, 1.0]), TypeError, "got torch.float32"),
-        (torch.tensor([[0], [1]]), TypeError, r"draw\(\) of Fixed\w* must return .* \[B\] int64, got .* \[2, 1\]"),
-        (np.arange(2), TypeError, "must return a tensor of rows, .*got ndarray"),
-        ([0, 1], TypeError, "must return a tensor of rows, .*got list"),
-        (torch.tensor([0, 99]), IndexError, "row 99 .* rows 0 to 19 have been written"),
-        (torch.tensor([-1, 0]), IndexError, "row -1 "),
-    ]
-    for rows, error, words in wrong:
-        rb = ReplayBuffer(storage=PackedStorage(30), sampler=wrap(kind(rows)), batch_size=2)
-        rb.extend(steps_of(1, 20)[0])
-        with pytest.raises(error, match=words):
-            rb.sample()
 
 
 def steps_of(lanes: int, steps: int) -> TensorDict:
@@ -469,62 +359,6 @@ def test_a_first_write_that_makes_rows_of_whole_trajectories_says_so():
         ReplayBuffer(storage=PackedStorage(20)).add(steps_of(4, 5)[0])
 
 
-@pytest.mark.parametrize("make_buffer", [ReplayBuffer, TensorDictReplayBuffer])
-def test_samplers_of_trajectories_refuse_rows_of_several_steps(make_buffer):
-    sampler = NStepSampler(UniformSampler(), 3, 0.9)
-    rb = make_buffer(storage=PackedStorage(20), sampler=sampler, batch_size=4)
-    if make_buffer is ReplayBuffer:
-        with pytest.raises(SchemaError, match=r"\[4, 5\] holds \[5\] steps: make the storage with ndim=2"):
-            rb.extend(steps_of(4, 5))
-        assert (len(rb), rb.storage.rows) == (0, None)
-        rb.extend(steps_of(4, 5).reshape(-1))
-    else:  # which meets the sampler at the first draw
-        rb.extend(steps_of(4, 5))
-        with pytest.raises(SchemaError, match=r"holds \[5\] steps: make the storage with ndim=2"):
-            rb.sample()
-
-
-def test_td_errors_of_a_broadcast_difference_are_refused():
-    rb = ReplayBuffer(storage=PackedStorage(20), sampler=ProportionalSampler(20), batch_size=8)
-    rb.extend(transitions(20))
-    batch, before = rb.sample(), rb.sampler.priority(torch.arange(20))
-    batch["td_error"] = torch.rand(8, 1) - torch.rand(8)
-    with pytest.raises(
-        ValueError, match=r"shape \[8, 8\] for a batch \[8\].* reduce them to one: td_error.abs\(\).amax\(-1\)"
-    ):
-        rb.update_tensordict_priority(batch)
-    with pytest.raises(ValueError, match=r"shape \[4, 4\] for a batch \[4\]"):
-        rb.extend(transitions(4).set("td_error", torch.rand(4, 1) - torch.rand(4)))
-    assert torch.equal(rb.sampler.priority(torch.arange(20)), before)
-    batch["td_error"] = batch["td_error"].abs().amax(-1)
-    rb.update_tensordict_priority(batch)
-    assert torch.equal(rb.sampler.priority(batch["index"][-1:]).float(), batch["td_error"][-1:])
-
-
-def test_a_buffer_that_has_been_shut_down_takes_no_writes_and_no_edits(tmp_path):
-    rb = make(ReplayBuffer, "uniform")
-    rb.extend(transitions(9))
-    rb.extend(transitions(9))  # by the compiled call that the first one made
-    now, batch, rows = rb.storage.clock.now, rb.sample(), rb[:].clone()
-    rb.shutdown()
-    changes = [
-        lambda: rb.extend(transitions(9)),
-        lambda: rb.add(transitions(1)[0]),
-        lambda: rb.write_back(batch, "observation", sampled_at=now),
-        lambda: rb.set_("observation", rows["observation"] + 1),
-        lambda: rb.set_at_("observation", rows["observation"][0] + 1, 0),
-        lambda: rb.update_({"observation": rows["observation"] + 1}),
-        lambda: rb.__setitem__(0, rows[1]),
-    ]
-    for change in changes:
-        with pytest.raises(
-            RuntimeError, match="has been shut down: rows can be read and saved, but no longer sampled, written"
-        ):
-            change()
-    assert (rb[:] == rows).all()
-    rb.dumps(tmp_path)
-
-
 @pytest.mark.parametrize("lanes", [0, 3])
 def test_what_has_been_extended_can_be_given_priorities_afterwards(lanes):
     rb = make(ReplayBuffer, "proportional", lanes=lanes)
@@ -537,22 +371,6 @@ def test_what_has_been_extended_can_be_given_priorities_afterwards(lanes):
     shaped = index.view(4, 3, 2).transpose(0, 1) if lanes else index
     rb.update_priority(shaped, data["observation"][..., 0] + 2)  # lanes first, both alike
     assert torch.equal(rb.sampler.priority(torch.arange(len(rb))), (stored + 2).double())
-
-
-@pytest.mark.parametrize(
-    ("td_error", "error", "words"),
-    [
-        (torch.zeros(2, dtype=torch.complex64), TypeError, "TD error"),
-        (TensorDict({"a": torch.zeros(2)}, [2]), TypeError, "TD error"),
-        (torch.zeros(2, 0), ValueError, "TD error"),
-        (torch.tensor([1.0, float("nan")]), ValueError, "1 of 2 TD errors are NaN or infinite"),
-    ],
-)
-def test_bad_td_errors_are_refused_before_anything_is_written(td_error, error, words):
-    rb = make(ReplayBuffer, "proportional")
-    with pytest.raises(error, match=words):
-        rb.extend(transitions(2).set("td_error", td_error))
-    assert (len(rb), rb.write_count, rb.storage.initialized) == (0, 0, False)
 
 
 def test_a_sampler_put_in_place_later_knows_the_rows_and_the_generator():

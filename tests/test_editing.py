@@ -104,29 +104,6 @@ def test_a_key_of_a_buffer_or_a_storage_is_set_by_item_assignment(storage: Any, 
 
 
 @over_storages
-def test_what_does_not_fit_changes_nothing(storage: Any):
-    ours, theirs = pair(storage)
-    with pytest.raises(KeyError, match="absent"):
-        ours.set_at_("absent", torch.zeros(2), 0)
-    with pytest.raises(RuntimeError, match=r"shape|size"):
-        ours.set_at_("observation", torch.zeros(2, 4), [0, 1])
-    with pytest.raises(IndexError, match="12"):
-        ours.set_at_("observation", torch.zeros(3), 12)
-    after = TensorDict({"observation": torch.ones(12, 3), "reward": torch.ones(12, 7)}, [12])
-    for edit in (
-        lambda: ours.update_({"hidden": torch.ones(12, 2), ("next", "reward"): torch.ones(12, 7)}),
-        lambda: ours.update_({"hidden": torch.ones(12, 2), "observation": torch.ones(12, 7)}),
-        lambda: ours.set_("next", after),
-        lambda: ours.set_at_("next", after[:2], [0, 1]),
-        lambda: ours.__setitem__("next", after),
-        lambda: ours.storage.__setitem__("next", after),
-    ):
-        with pytest.raises((RuntimeError, ValueError), match=r"shape|size|Failed to update"):
-            edit()
-        assert_same(ours, theirs)
-
-
-@over_storages
 @pytest.mark.parametrize("index", [-1, slice(-2, None), torch.tensor([-3, -1]), [-12]])
 def test_rows_are_replaced_at_negative_positions_from_the_newest_back(storage: Any, index: Any):
     rb = ReplayBuffer(storage=storage(20))

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 from torchrl.data.replay_buffers import RandomSampler
 
-from rlbuf_td import PackedStorage, ReplayBuffer, SchemaError, ShutDown, UniformSampler
+from rlbuf_td import PackedStorage, ReplayBuffer, ShutDown, UniformSampler
 from rlbuf_td.buffers.flow import FlowControl
 
 
@@ -152,21 +152,6 @@ def test_a_wait_is_cancelled(flow):
     assert rb.sample(wait=True, cancel_event=cancelled).shape == (8,)
 
 
-def test_wrong_waits_are_refused():
-    rb = ReplayBuffer(storage=PackedStorage(10))
-    for wait, error in (
-        ({"min_items": 0}, "min_items must be a whole number, at least 1, got 0"),
-        ({"min_items": True}, "min_items must be a whole number"),
-        ({"min_items": 1, "timeout": -1}, "timeout must be a number of seconds, at least 0, or None, got -1"),
-        ({}, "batch_size not specified"),
-    ):
-        with pytest.raises((ValueError, RuntimeError), match=error):
-            rb.wait_until_sampleable(**wait)
-    rb.shutdown()
-    with pytest.raises(ShutDown, match="shut down"):
-        rb.wait_until_sampleable(1)
-
-
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("ndim", [1, 2])
 def test_batches_and_their_rows_are_counted(shared, ndim, tmp_path):
@@ -279,43 +264,6 @@ def test_another_batch_size_is_no_reason_to_warn():
         rb = ReplayBuffer(storage=PackedStorage(100), sampler=sampler, batch_size=8)
         rb.extend(rows(20))
         assert (len(rb.sample(3)), len(rb.sample())) == (3, 8)
-
-
-def test_what_fails_has_not_been_counted():
-    rb = buffer(samples_per_insert=1.0, tolerance=64)
-    rb.extend(rows(16))
-    with pytest.raises(SchemaError):
-        rb.extend(TensorDict({"x": torch.rand(3)}, [3]))
-    with pytest.raises(TypeError, match="extend takes a TensorDict"):
-        rb.extend([1])
-    assert rb.health()["inserts"] == 16
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"samples_per_insert": 0}, "samples_per_insert must be a positive number"),
-        ({"samples_per_insert": float("nan")}, "samples_per_insert must be a positive number"),
-        ({"samples_per_insert": 4, "tolerance": 3}, "tolerance must be at least 4"),
-        ({"tolerance": 3}, "tolerance needs samples_per_insert"),
-        ({"min_size": 1.5}, "min_size must be a whole number"),
-        ({"samples_per_insert": 1, "prefetch": 2}, "use prefetch=0"),
-        ({"samples_per_insert": 1, "tolerance": 4}, "a batch of 8 rows could block forever .* make it at least 8"),
-    ],
-)
-def test_arguments_that_would_block_forever_are_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        buffer(**arguments)
-
-
-def test_batches_and_writes_that_would_block_forever_are_refused():
-    rb = buffer(samples_per_insert=4.0, tolerance=16)
-    with pytest.raises(ValueError, match="a write of 5 rows could block forever"):
-        rb.extend(rows(5))
-    rb.extend(rows(4))
-    for call in (rb.sample, rb.can_sample):
-        with pytest.raises(ValueError, match="a batch of 17 rows could block forever"):
-            call(17)
 
 
 def filled(count: int, **flow) -> ReplayBuffer:
@@ -455,16 +403,6 @@ def test_a_dump_made_with_other_settings_starts_on_target(tmp_path):
     other.extend(rows(10))
 
 
-@pytest.mark.parametrize("counts", [[0, 1], [-1, 0, 0, 0, 0, 0], [0.5, 0, 0, 0, 0, 0], None])
-def test_a_malformed_state_is_refused_and_changes_nothing(counts):
-    rb = filled(4, samples_per_insert=1.0, tolerance=16)
-    state = buffer(samples_per_insert=1.0, tolerance=16).state_dict()
-    state["_flow"]["counts"] = counts
-    with pytest.raises(ValueError, match="flow control needs 6 whole numbers as counts"):
-        rb.load_state_dict(state)
-    assert (len(rb), rb.health()["inserts"]) == (4, 4)
-
-
 def test_a_batch_that_fails_after_the_rows_were_removed_does_not_count_below_zero():
     def fail(data: TensorDict) -> None:
         rb.empty()
@@ -475,15 +413,6 @@ def test_a_batch_that_fails_after_the_rows_were_removed_does_not_count_below_zer
     with pytest.raises(ZeroDivisionError):
         rb.sample()
     assert (rb.health()["inserts"], rb.health()["samples"]) == (0, 0)
-
-
-def test_a_batch_without_a_size_is_refused_and_not_waited_for():
-    rb = ReplayBuffer(samples_per_insert=1.0)
-    stop = threading.Timer(10, rb.shutdown)
-    stop.start()
-    with pytest.raises(RuntimeError, match="batch_size not specified"):
-        rb.sample()
-    stop.cancel()
 
 
 def write_some(rb: ReplayBuffer, count: int) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
-from torchrl.data.replay_buffers import LazyTensorStorage, RandomSampler
 from torchrl.envs.transforms import Compose, DoubleToFloat, ObservationNorm
 
 from rlbuf_td import (
@@ -369,32 +368,6 @@ def test_buffers_for_environments_name_both_devices(device):
     assert not there._copies_batches
     with pytest.raises(TypeError, match="on the CPU"):
         ReplayBuffer(storage=PackedStorage(STEPS, device="meta"), device="cpu")
-
-
-def test_parts_that_need_torchrls_own_way_are_refused():
-    with pytest.raises(TypeError, match=r"a sampler of this package.*got PackedStorage on cpu and RandomSampler"):
-        ReplayBuffer(storage=PackedStorage(9), sampler=RandomSampler(), device="cpu")
-    with pytest.raises(TypeError, match="got LazyTensorStorage"):
-        ReplayBuffer(storage=LazyTensorStorage(9), device="cpu")
-    with pytest.raises(TypeError, match="collate_fn"):
-        ReplayBuffer(storage=PackedStorage(9), collate_fn=lambda rows: rows, device="cpu")
-    rb = ReplayBuffer(storage=PackedStorage(STEPS), sampler=ProportionalSampler(STEPS), device="cpu")
-    with pytest.raises(RuntimeError, match="batch_size not specified"):
-        rb.sample()
-    write(rb, STEPS, 0)
-    batch = rb.sample(4)
-    with pytest.raises(KeyError, match="no 'td_error'"):
-        rb.update_tensordict_priority(batch)
-    batch["td_error"] = torch.tensor([1.0, torch.nan, 1.0, 1.0])
-    with pytest.raises(ValueError, match="NaN"):
-        rb.update_tensordict_priority(batch)
-    assert (priorities(rb) == 1).all()
-    rb.set_sampler(RandomSampler())
-    with pytest.raises(TypeError, match="RandomSampler"):
-        rb.sample(4)
-    rb.shutdown()
-    with pytest.raises(RuntimeError, match="shut down"):
-        rb.sample(4)
 
 
 def test_a_forked_process_samples_the_shared_rows_by_itself():

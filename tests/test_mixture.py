@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from threading import Lock, Thread
-from types import SimpleNamespace
 from typing import Any
 
 import gymnasium
@@ -16,14 +14,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
-from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
-from torchrl.data.replay_buffers import PrioritizedSampler, SamplerWithoutReplacement, SliceSampler
+from torchrl.data import LazyTensorStorage
+from torchrl.data.replay_buffers import SamplerWithoutReplacement, SliceSampler
 from torchrl.data.replay_buffers.scheduler import LinearScheduler
 from torchrl.envs.transforms import Transform
 from torchrl.trainers import ReplayBufferTrainer
 
 from rlbuf_td import (
-    ExperienceQueue,
     FreshRowsSampler,
     GymnasiumRecorder,
     MinibatchSampler,
@@ -37,7 +34,6 @@ from rlbuf_td import (
     SequenceSampler,
     UniformSampler,
 )
-from rlbuf_td.checkpoint import CheckpointError
 from tests import catalogue
 from tests.catalogue import assert_same
 from tests.statistics import assert_follows, power
@@ -389,12 +385,6 @@ def test_repr_names_the_members():
     assert len(mixed) == 0
 
 
-def other_schema() -> ReplayBuffer:
-    rb = ReplayBuffer()
-    rb.extend(rows(0, 3).exclude("observation").update({"observation": torch.zeros(3, 4)}))
-    return rb
-
-
 def test_a_recorder_may_extend_the_schema_of_a_member():
     env = gymnasium.make_vec("CartPole-v1", num_envs=2, vectorization_mode="sync")
     demos, online = (ReplayBuffer.from_env(env, 40) for _ in range(2))
@@ -441,58 +431,6 @@ def test_a_dump_that_is_not_finished_leaves_the_old_one_whole(when, tmp_path: Pa
 
 def alone(rb: Any) -> dict[str, Any]:
     return {"members": {"a": rb}}
-
-
-REFUSALS: list[Any] = [
-    (alone(TensorDictReplayBuffer(storage=LazyTensorStorage(3))), TypeError, "member 'a' must be a ReplayB"),
-    (alone(ExperienceQueue(storage=PackedStorage(4))), TypeError, "'a' is an ExperienceQueue, which gives each row"),
-    (
-        {"members": ReplayBuffer(), "shares": ReplayBuffer()},
-        TypeError,
-        'a dict of buffers by name, such as {"demos": rb1',
-    ),
-    ({"shares": [1.0]}, TypeError, "and shares a dict of numbers, such as .*, got dict and list"),
-    ({"shares": {"b": 1.0}}, ValueError, r"same names: members are \['a'\], shares are of \['b'\]"),
-    ({"shares": {"a": 0.0}}, ValueError, "shares must be at least 0 and finite, one of them positive"),
-    ({"shares": {"a": None}}, ValueError, "shares must be at least 0 and finite, .* got {'a': None}"),
-    ({"writes_to": "b"}, ValueError, "writes_to='b'"),
-    (
-        {"members": {"a": member("uniform", 0, 3), "b": other_schema()}, "shares": {"a": 1, "b": 1}},
-        SchemaError,
-        r"'observation' is float32 of shape \(3,\) in 'a', float32 of shape \(4,\) in 'b'",
-    ),
-]
-
-
-@pytest.mark.parametrize(("given", "error", "words"), REFUSALS)
-def test_bad_arguments_are_refused(given, error, words):
-    with pytest.raises(error, match=words):
-        ReplayBufferMixture(**({"members": {"a": ReplayBuffer()}, "shares": {"a": 1.0}} | given))
-
-
-def test_torchrls_prioritized_sampler_is_refused_in_a_member():
-    rb = ReplayBuffer(sampler=PrioritizedSampler(10, 1.0, 1.0))
-    with pytest.raises(TypeError, match="use a ProportionalSampler"):
-        ReplayBufferMixture(alone(rb)["members"], {"a": 1.0})
-
-
-def test_what_cannot_be_sampled_or_written_is_refused():
-    mixed = ReplayBufferMixture({"a": member("uniform", 0, 3), "b": ReplayBuffer()}, {"a": 0.5, "b": 0.5})
-    with pytest.raises(RuntimeError, match="batch_size not specified"):
-        mixed.sample()
-    with pytest.raises(RuntimeError, match="member 'b' has no rows: extend it first, or set its share to 0"):
-        mixed.sample(4)
-    mixed.sampler.b = 0.0
-    assert len(mixed.sample(4)) == 4
-    with pytest.raises(KeyError, match=r"name one of \['a', 'b'\], or pass writes_to"):
-        mixed.extend(rows(0, 2))
-    mixed.extend(rows(0, 3).exclude("observation"), "b")
-    with pytest.raises(SchemaError, match=r"'observation' is float32 of shape \(3,\) in 'a', missing in 'b'"):
-        mixed.sample(4)
-    mixed["a"].set_storage(PackedStorage(10))
-    mixed.extend(rows(0, 3).set("source", torch.zeros(3)), "a")
-    with pytest.raises(SchemaError, match="member 'a' stores the key 'source'"):
-        mixed.sample(4)
 
 
 def numbered(first: int, count: int = 10, **kwargs: Any) -> ReplayBuffer:
@@ -629,35 +567,6 @@ def test_weights_that_underflow_stay_finite():
     assert (weight[4:] > 0).all()
 
 
-@pytest.mark.parametrize("name", ["", "_rng", "../one", "a/b", ".lock", "_storage", "sample", "two\nlines"])
-def test_names_that_are_no_folders_or_attributes_are_refused(name):
-    with pytest.raises(ValueError, match="cannot be the name of a member"):
-        ReplayBufferMixture({name: numbered(0)}, {name: 1.0})
-
-
-def test_what_a_mixture_cannot_do_is_refused_by_name():
-    mixed = ReplayBufferMixture({"one": numbered(0)}, {"one": torch.tensor(0.5)})
-    with pytest.raises(ValueError, match="at least one row, got batch_size=0"):
-        mixed.sample(0)
-    sizes: list[Any] = [2.5, True, torch.tensor(0), 4.0]
-    for size in sizes[:3]:
-        with pytest.raises(ValueError, match="batch_size must be a whole number, at least 1, got"):
-            mixed.sample(size)
-    assert len(mixed.sample(sizes[3])) == 4
-    with pytest.raises(AttributeError, match="a mixture of one has no share 'two'"):
-        mixed.sampler.two = 0.5
-    batch = ReplayBufferMixture({"one": member("proportional", 0, 9)}, {"one": 1.0}, batch_size=4).sample()
-    with pytest.raises(KeyError, match="no 'source'"):
-        mixed.write_back(batch.exclude("source"), ["number"])
-    before = mixed["one"].storage[:].clone()
-    for source in (torch.tensor([0, 0, 0, 7]), torch.tensor([0, 0, 0, -1]), torch.zeros(4, 1), torch.zeros(4)):
-        batch["source"], batch["number"], batch["td_error"] = source, torch.full((4,), 77), torch.ones(4)
-        for call in (mixed.update_tensordict_priority, partial(mixed.write_back, keys="number", sampled_at={"one": 0})):
-            with pytest.raises(IndexError, match=r"'source' must hold one position in \['one'\] per row, .* got torch"):
-                call(batch)
-    assert (mixed["one"].storage[:] == before).all()
-
-
 def test_a_member_that_has_left_is_not_in_later_dumps(tmp_path):
     members = {"one": numbered(0), "other": numbered(0)}
     ReplayBufferMixture(members, HALF).dumps(tmp_path)
@@ -728,34 +637,12 @@ def test_members_with_slices_give_whole_slices(sizes):
         assert (index.diff() == 1).all()
 
 
-def test_rows_with_further_batch_dims_are_refused():
-    members = {name: ReplayBuffer(storage=PackedStorage(20)) for name in ("one", "other")}
-    for rb in members.values():
-        rb.extend(TensorDict({"x": torch.zeros(12, 5)}, [12, 5]))
-    with pytest.raises(ValueError, match="members must store single transitions"):
-        ReplayBufferMixture(members, HALF, batch_size=8).sample()
-
-
 def test_a_state_also_restores_the_generator():
     mixed = mixture("uniform", "uniform", exact=False)
     state = mixed.state_dict()
     counts = [mixed.counts(64) for _ in range(5)]
     mixed.load_state_dict(state)
     assert [mixed.counts(64) for _ in range(5)] == counts
-
-
-def test_a_wrong_generator_in_a_state_or_dump_changes_nothing(tmp_path):
-    mixed, other = (mixture("uniform", "uniform", generator=torch.Generator()) for _ in range(2))
-    state = other.state_dict() | {"generator": torch.zeros(3, dtype=torch.uint8), "exact": False}
-    other.sampler.demos = 0.9
-    before = str(mixed.state_dict())
-    with pytest.raises(RuntimeError, match=r"(?i)state"):
-        mixed.load_state_dict(state | {"shares": other.sampler.state_dict()})
-    other._rng = SimpleNamespace(get_state=lambda: torch.zeros(3, dtype=torch.uint8))
-    other.dumps(tmp_path)
-    with pytest.raises((RuntimeError, CheckpointError), match=r"(?i)state"):
-        mixed.loads(tmp_path)
-    assert str(mixed.state_dict()) == before
 
 
 def test_a_dump_leaves_other_folders_alone(tmp_path):
@@ -803,58 +690,6 @@ def test_uniform_members_write_back_by_their_clocks():
     assert mixed.write_back(batch, ["number"], sampled_at=times) == 8
     assert (mixed["one"].storage["number"] == -1).any()
     assert (mixed["other"].storage["number"] == -2).any()
-
-
-def test_a_write_back_that_one_member_refuses_changes_no_member():
-    mixed = ReplayBufferMixture({"one": numbered(0), "other": numbered(50)}, HALF, batch_size=8)
-    times = {name: rb.storage.clock.now for name, rb in mixed.members.items()}
-    batch = mixed.sample()
-    batch["number"] = -1 - batch["source"]
-    mixed["other"].shutdown()
-    with pytest.raises(RuntimeError, match="shut down"):
-        mixed.write_back(batch, ["number"], sampled_at=times)
-    assert (mixed["one"].storage["number"] >= 0).all()
-
-
-def test_states_of_other_members_are_refused():
-    mixed = ReplayBufferMixture({"one": numbered(0), "other": numbered(0)}, HALF)
-    state = mixed.state_dict()
-    state["shares"] = {"one": 0.9, "other": 0.1}
-    del state["members"]["other"]
-    with pytest.raises(ValueError, match="the state is of members"):
-        mixed.load_state_dict(state)
-    assert mixed.sampler.by_name == HALF
-    with pytest.raises(ValueError, match=r"the state is of members \[\]"):
-        mixed.load_state_dict({})
-
-
-@pytest.mark.parametrize("part", ["_storage", "_sampler", "_transforms"])
-def test_a_state_that_one_member_refuses_changes_no_member(part):
-    def make(first: int) -> ReplayBufferMixture:
-        members = {name: numbered(first, sampler=ProportionalSampler(100)) for name in HALF}
-        for rb in members.values():
-            rb.append_transform(Counted(first))
-        return ReplayBufferMixture(members, HALF, batch_size=8)
-
-    mixed, state = make(0), make(50).state_dict()
-    mixed.sample()
-    state["shares"] = {"one": 0.9, "other": 0.1}
-    last = state["members"]["other"]
-    if part == "_storage":
-        last[part] = numbered(0, 10, sampler=UniformSampler()).state_dict()[part] | {"_len": 200}
-    else:
-        last[part] = {"bad": 1}
-    before = mixed.state_dict()
-    with pytest.raises((ValueError, RuntimeError)):
-        mixed.load_state_dict(state)
-    assert str(mixed.state_dict()) == str(before)
-    assert [int(rb.transform.transforms[0].first) for rb in mixed.members.values()] == [0, 0]
-
-
-class Counted(Transform):
-    def __init__(self, first: int) -> None:
-        super().__init__([], [])
-        self.register_buffer("first", torch.tensor(first))
 
 
 class Locked(Transform):

@@ -10,7 +10,6 @@ from threading import Thread
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -266,23 +265,6 @@ def test_rows_beyond_those_written_are_not_read(sampler):
         rb.sample()
 
 
-BAD = {"td_error": np.nan, "TD error": np.inf, "index": 20, "sampled_at": None}  # None: of another shape
-
-
-@pytest.mark.parametrize("entry", BAD)
-def test_refused_update_changes_nothing(rb, entry):
-    bad, entry = BAD[entry], entry.replace("TD error", "td_error")
-    batch = rb.sample().set("td_error", torch.full((BATCH,), 2.0))
-    if bad is None:
-        batch[entry] = batch[entry][:, None]
-    else:
-        batch[entry][3] = bad
-    with pytest.raises((ValueError, IndexError), match=r"finite|out of range|sampled_at"):
-        rb.update_tensordict_priority(batch)
-    assert rb.sampler.priority(torch.arange(20)).tolist() == [1.0] * 20
-    assert rb.health()["stale_updates"] == 0
-
-
 @pytest.mark.parametrize("planned", [True, False])
 def test_lazily_negated_td_errors_update_priorities(rb, planned):
     batch = rb.sample()
@@ -322,16 +304,6 @@ def test_priorities_that_have_moved_to_shared_memory_are_updated_there(sampler):
     batch["td_error"] = batch["index"] + 2.0
     rb.update_tensordict_priority(batch)
     assert torch.equal(rb.sampler.priority(batch["index"]), batch["index"] + 2.0)
-
-
-def test_weights_all_zero_are_refused_by_name(rb):
-    sampler = ProportionalSampler(CAPACITY, alpha=1.0, eps=0.0)
-    rb = ReplayBuffer(storage=PackedStorage(CAPACITY), sampler=sampler, batch_size=BATCH)
-    index = rb.extend(steps(20, None, 0))
-    rb.sample()
-    rb.update_priority(index, torch.zeros(20))
-    with pytest.raises(RuntimeError, match="no row has a positive priority"):
-        rb.sample()
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda rb: pickle.loads(pickle.dumps(rb))], ids=["deep", "pickled"])
@@ -383,15 +355,6 @@ def test_trajectories_in_shared_memory_are_kept_up_to_date(rb):
     reach = index.reach(torch.arange(CAPACITY))
     index.rebuild()
     assert_equal(reach, index.reach(torch.arange(CAPACITY)))
-
-
-@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs MKL-DNN")
-def test_leaf_without_an_address_is_refused_by_name(rb):
-    data = steps(5, None, 0)
-    rb.extend(data)
-    data["observation"] = data["observation"].to_mkldnn()
-    with pytest.raises(ValueError, match="'observation' is a nested, sparse or quantized"):
-        rb.extend(data)
 
 
 def test_unique_set_later_draws_no_row_twice():
@@ -580,16 +543,6 @@ def test_flags_of_deduplicated_observations_are_marked():
         assert rb.sample()["is_init"].view(-1, 4, 8)[:, 0].all()
 
 
-def test_goals_with_a_reward_of_nan_are_refused_as_on_the_general_path():
-    rb = next(buffers("hindsight", None))
-    rb.extend(steps(20, None, 0))
-    rb.sample()
-    rb.sampler.reward_fn = lambda batch: torch.full((BATCH, 1), torch.nan)
-    rb.sampler.her_ratio = 1.0
-    with pytest.raises(ValueError, match="reward_fn returned NaN for relabelled rows, the first of them row 0"):
-        rb.sample()
-
-
 ANCHORS: dict[str, Any] = {
     "proportional": ProportionalSampler,
     "floored": lambda rows: ProportionalSampler(rows, min_priority=0.7),
@@ -680,14 +633,3 @@ def updated(rb: ReplayBuffer, batch: TensorDict) -> tuple[object, ...]:
             error = str(refusal)
     priority = rb.sampler.priority(torch.arange(len(rb)), storage=rb.storage)
     return is_compiled, error, rb.stale_updates.total(), rb.sampler.default_priority, priority
-
-
-@pytest.mark.parametrize("rows", [slice(BATCH // 4), slice(1, None, 4)], ids=["rows", "a row of each window"])
-def test_td_errors_of_part_of_a_window_are_refused(rows):
-    rb = next(buffers("sequence", None))
-    rb.extend(steps(20, None, 0))
-    rb.sample()
-    batch = rb.sample()[rows].set("td_error", torch.full((BATCH // 4,), 9.0))
-    with pytest.raises(ValueError, match="not whole windows of 4 rows"):
-        rb.update_tensordict_priority(batch)
-    assert (rb.sampler.priority(torch.arange(20)) == 1).all()

@@ -9,6 +9,7 @@ before they can know; all others leave the generator alone. To add a refusal, ad
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -42,7 +43,9 @@ def contents(made: Any) -> Any:
         return [contents(each) for each in made]
     found = [contents(made.state_dict())] if hasattr(made, "state_dict") else []
     inner = "_rng", "buffer", "episode_stats", "write_count"
-    return found + [contents(getattr(made, name)) for name in inner if hasattr(made, name)] or repr(made)
+    return found + [contents(getattr(made, name)) for name in inner if hasattr(made, name)] or re.sub(
+        " at 0x[0-9a-f]+", "", repr(made)
+    )
 
 
 def what_follows(made: Any) -> Any:

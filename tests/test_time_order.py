@@ -101,15 +101,6 @@ class Every(Writer):
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS)
-@pytest.mark.parametrize("storage", [PackedStorage, LazyTensorStorage])
-@pytest.mark.parametrize("writer", [ReservoirWriter, lambda: TensorDictMaxValueWriter(("next", "reward"))])
-def test_writers_without_time_order_are_refused_by_name(sampler, storage, writer):
-    kind = type(writer()).__name__
-    with pytest.raises(ValueError, match=f"needs rows in time order, a {kind} keeps none: use a RingWriter"):
-        buffer(storage(T), sampler(), writer=writer()).sample()
-
-
-@pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS)
 def test_a_writer_of_ones_own_is_judged_by_what_it_writes(sampler):
     ordered = buffer(sampler=sampler(), writer=Every(lambda count: count % T))
     for first in range(0, 3 * T, 4):
@@ -203,14 +194,6 @@ def test_rows_of_a_reservoir_stay_without_time_order(way, tmp_path):
     assert WAYS[way](reservoir(), tmp_path / "other", UniformSampler()).sample().shape == (8,)
 
 
-def test_the_newest_rows_of_a_reservoir_are_not_known():
-    rb = reservoir()
-    with pytest.raises(ValueError, match="use a RingWriter"):
-        rb.set_sampler(SAMPLERS["n-step"]())
-    with pytest.raises(TypeError, match="keeps no order of age"):
-        rb.last(2)
-
-
 def test_rows_that_a_reservoir_has_only_filled_are_in_time_order():
     of = buffer(writer=ReservoirWriter())
     of.extend(rows(0, T))
@@ -220,24 +203,6 @@ def test_rows_that_a_reservoir_has_only_filled_are_in_time_order():
     of.extend(rows(T, 20 * T))  # by the other buffer
     with pytest.raises(ValueError, match=REFUSED):
         rb.sample()
-
-
-def test_a_refused_load_or_set_changes_nothing(tmp_path):
-    reservoir().dumps(tmp_path)
-    rb = buffer(sampler=SAMPLERS["n-step"]())
-    rb.extend(rows(0, 5))
-    with pytest.raises(CheckpointError, match=REFUSED):
-        rb.loads(tmp_path, rows_only=True)
-    storage = rb.storage
-    with pytest.raises(ValueError, match=REFUSED):
-        rb.set_storage(reservoir().storage)
-    assert rb.storage is storage
-    assert rb[:]["x"].tolist() == [0, 1, 2, 3, 4]
-    other = rows_only(reservoir(), tmp_path, UniformSampler())
-    with pytest.raises(ValueError, match=REFUSED):
-        other.set_sampler(SAMPLERS["n-step"]())
-    assert type(other.sampler) is UniformSampler
-    assert other.sample().shape == (8,)
 
 
 @pytest.mark.parametrize("count", [1, 5, T])

@@ -98,20 +98,6 @@ def test_replacement_false_makes_a_sampler_of_epochs(cls: Any) -> None:
     assert sorted(x for _ in range(4) for x in rb.sample()["a"].tolist()) == list(range(11))
 
 
-def test_both_dtypes_of_torchrl_are_taken_and_no_other() -> None:
-    for dtype in (torch.float32, torch.float64):
-        assert ProportionalSampler(4, 0.6, 0.4, 1e-8, dtype).tree.weight.dtype is torch.float64
-    with pytest.raises(ValueError, match=r"dtype must be torch\.float32 or torch\.float64, got torch\.int64"):
-        ProportionalSampler(4, dtype=torch.int64)
-
-
-def test_priorities_are_where_the_rows_are() -> None:
-    rb = ReplayBuffer(storage=PackedStorage(4), sampler=ProportionalSampler(4, device="cpu"))
-    assert rb.sampler.device == torch.device("cpu")
-    with pytest.raises(ValueError, match=r"priorities must be on the device of the rows, cpu, not on cuda:0: omit dev"):
-        ReplayBuffer(storage=PackedStorage(4), sampler=ProportionalSampler(4, device="cuda:0"))
-
-
 @pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
 @pytest.mark.parametrize("storage", [PackedStorage, LazyTensorStorage])
 def test_a_max_capacity_below_the_storages_grows(cls: Any, storage: Any) -> None:

@@ -9,15 +9,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from rlbuf_td import (
-    CheckpointError,
-    MinibatchSampler,
-    PackedStorage,
-    ReplayBuffer,
-    RingWriter,
-    RolloutBuffer,
-    TrajectoryIndex,
-)
+from rlbuf_td import CheckpointError, MinibatchSampler, PackedStorage, ReplayBuffer, RingWriter, TrajectoryIndex
 from rlbuf_td.checkpoint.rows import fit
 from tests.catalogue import assert_same
 from tests.checkpoint.worlds import make, step, transitions
@@ -95,17 +87,6 @@ def test_epochs_start_anew_when_rows_move(tmp_path):
     again.loads(tmp_path)
     drawn = [again.sample()["number"] for _ in range(6)]
     assert sorted(torch.cat(drawn).tolist()) == sorted(2 * list(range(2, 8)))
-
-
-def test_what_has_no_order_of_age_or_is_a_rollout_needs_the_same_capacity(tmp_path):
-    rollout = RolloutBuffer(4, batch_size=2)
-    step = {"reward": torch.ones(2, 1), "done": torch.zeros(2, 1).bool(), "terminated": torch.zeros(2, 1).bool()}
-    rollout.extend(TensorDict({"state_value": torch.zeros(2, 1), "next": step}, [2]))
-    rollout.dumps(tmp_path)
-    with pytest.raises(CheckpointError, match="the dump has 4 time steps, this buffer 6: rollouts"):
-        RolloutBuffer(6, batch_size=2).loads(tmp_path)
-    with pytest.raises(CheckpointError, match="its rows have no order of age"):
-        fit(7, 5, 7, None)
 
 
 def test_tracked_generations_need_the_same_capacity_except_for_the_rows_alone(tmp_path):

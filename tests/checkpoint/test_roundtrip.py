@@ -10,10 +10,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 from torchrl.data import (
-    FlatStorageCheckpointer,
     LazyMemmapStorage,
     LazyTensorStorage,
-    ListStorage,
     PrioritizedSampler,
     RandomSampler,
     SamplerWithoutReplacement,
@@ -199,30 +197,6 @@ def test_priorities_of_torchrls_sampler_come_back(wrapped, tmp_path):
     assert again.sample()["priority_weight"].shape == (4,)
 
 
-def test_a_used_torchrl_storage_refuses_a_dump_of_other_content(tmp_path):
-    rb = ReplayBuffer(storage=LazyTensorStorage(20), batch_size=4)
-    rb.extend(transitions(5))
-    rb.dumps(tmp_path)
-    other = ReplayBuffer(storage=LazyTensorStorage(20), batch_size=4)
-    other.extend(TensorDict({"x": torch.arange(3)}, [3]))
-    with pytest.raises(CheckpointError, match=r"the storage._storage has the keys .*'x'.* the dump .*'number'"):
-        other.loads(tmp_path)
-    assert other.storage[:]["x"].tolist() == [0, 1, 2]
-    small = ReplayBuffer(storage=LazyTensorStorage(10), batch_size=4)
-    with pytest.raises(CheckpointError, match="the dump has max_size=20, this LazyTensorStorage max_size=10"):
-        small.loads(tmp_path)
-
-
-def test_what_needs_pickle_is_refused(tmp_path):
-    rb = ReplayBuffer(storage=ListStorage(10), batch_size=2, collate_fn=lambda items: items)
-    rb.add(TensorDict({"x": torch.zeros(2)}, []))
-    rb.dumps(tmp_path / "before")
-    rb.storage._storage.append(object())
-    with pytest.raises(CheckpointError, match=r"state.storage.state._storage\[1\] is a object, which a dump cannot"):
-        rb.dumps(tmp_path / "after")
-    assert not list((tmp_path / "after").glob("data/*"))
-
-
 def test_the_dump_says_what_it_holds(tmp_path):
     rb = make("rank", lanes=2)
     rb.extend(transitions(5, 2))
@@ -312,15 +286,6 @@ def test_statistics_and_counts_of_replays_go_on(tmp_path):
     with pytest.warns(UserWarning, match="dropped"):
         smaller.loads(tmp_path)
     assert smaller.health()["replays_max"] == 0
-
-
-def test_checkpointers_and_hooks_that_dumps_would_ignore_are_refused():
-    with pytest.raises(NotImplementedError, match="its own dump format"):
-        ReplayBuffer(checkpointer=FlatStorageCheckpointer())
-    rb = ReplayBuffer()
-    for register in (rb.register_save_hook, rb.register_load_hook):
-        with pytest.raises(NotImplementedError, match="its own dump format"):
-            register(lambda data, path=None: data)
 
 
 def episodes(rows):

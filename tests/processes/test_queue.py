@@ -10,23 +10,13 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from queue import Empty, Full
 from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDict
 
-from rlbuf_td import (
-    ExperienceQueue,
-    PackedStorage,
-    QueueSampler,
-    QueueWriter,
-    ReplayBuffer,
-    RingWriter,
-    SchemaError,
-    UniformSampler,
-)
+from rlbuf_td import ExperienceQueue, PackedStorage, QueueWriter, ReplayBuffer, RingWriter, UniformSampler
 from rlbuf_td.storages.rows import PlainRows
 from tests.processes.test_kill import die, half_then_die, killed
 from tests.processes.test_sharing import elsewhere
@@ -84,37 +74,6 @@ def test_sizes_that_would_block_both_sides_are_refused_by_name():
     assert (queue.waiting, queue.sample(3)["x"].tolist()) == (3, [12, 13, 14])  # a batch that waits for nothing
     queue.extend(rows(15, 16))  # a whole number of batches: no rows are left over when the next write comes
     assert queue.sample(16)["x"].tolist() == list(range(15, 31))
-
-
-def test_what_it_refuses_changes_nothing():
-    queue = make()
-    queue.extend(rows(0, 5))
-    with pytest.raises(ValueError, match="17 rows never fit into a queue of 16"):
-        queue.extend(rows(5, 17))
-    with pytest.raises(SchemaError, match="'y'"):
-        queue.extend(rows(5, 2).set("y", torch.zeros(2)))
-    with pytest.raises(ValueError, match="a queue of 16 rows never holds a batch of 17"):
-        queue.sample(17)
-    with pytest.raises(ValueError, match="batch_size must be a whole number, at least 0, got -1"):
-        queue.sample(-1)
-    with pytest.raises(ValueError, match="a queue holds rows"):
-        ExperienceQueue(storage=PackedStorage(8, ndim=2))
-    for name in ("min_size", "prefetch"):
-        with pytest.raises(ValueError, match=f"an ExperienceQueue has no {name} of its own choice"):
-            ExperienceQueue(storage=PackedStorage(16), **{name: 2})
-    for timeout in (-1.0, float("nan")):
-        with pytest.raises(ValueError, match="timeout must be at least 0 seconds, or None"):
-            ExperienceQueue(storage=PackedStorage(16), timeout=timeout)
-    assert ExperienceQueue(storage=PackedStorage(16), sampler=None, writer=None).waiting == 0
-    writer = QueueWriter()
-    parts = ReplayBuffer(storage=PackedStorage(2), sampler=QueueSampler(writer), writer=writer, batch_size=2)
-    with pytest.raises(Empty, match="a batch has 2 rows, and 0 wait"):
-        parts.sample()
-    parts.extend(rows(0, 2))
-    with pytest.raises(Full, match="1 rows do not fit: 2 of 2 wait"):
-        parts.add(rows(2, 1)[0])
-    assert parts.sample()["x"].tolist() == [0, 1]
-    assert queue.sample(5)["x"].tolist() == list(range(5))
 
 
 def test_its_sampler_and_writer_stay_and_a_new_storage_has_no_waiting_rows():

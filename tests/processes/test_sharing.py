@@ -13,7 +13,6 @@ from typing import Any
 import gymnasium
 import pytest
 import torch
-from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torchrl.data.replay_buffers import LazyTensorStorage, TensorDictReplayBuffer
 
@@ -23,7 +22,6 @@ from rlbuf_td import (
     ProportionalSampler,
     RankSampler,
     ReplayBuffer,
-    RingWriter,
     RolloutBuffer,
     SequenceSampler,
     UniformSampler,
@@ -236,15 +234,6 @@ def test_workers_killed_at_random_leave_no_torn_lost_or_repeated_row(sampler, sh
     assert len(rb) == min(rb.write_count, 20_000)
 
 
-def test_parts_of_a_shared_buffer_cannot_be_replaced():
-    rb = make()
-    rb.share()
-    for name, part in (("sampler", UniformSampler()), ("writer", RingWriter()), ("storage", PackedStorage(30))):
-        with pytest.raises(RuntimeError, match=f"cannot set the {name} of a shared buffer"):
-            getattr(rb, f"set_{name}")(part)
-    assert isinstance(rb.sampler, ProportionalSampler)
-
-
 def test_priorities_that_are_not_shared_cannot_be_sent():
     rb = TensorDictReplayBuffer(storage=PackedStorage(10), sampler=ProportionalSampler(10), batch_size=4)
     rb.extend(rows(0, 5))
@@ -253,14 +242,6 @@ def test_priorities_that_are_not_shared_cannot_be_sent():
         process = mp.get_context("spawn").Process(target=len, args=(sent,))
         with pytest.raises(RuntimeError, match=r"Share the buffer first: rb.share\(\)"):
             process.start()
-
-
-def test_shared_priorities_cannot_grow():
-    rb = ReplayBuffer(storage=PackedStorage(10, ndim=2), sampler=ProportionalSampler(10), batch_size=4)
-    rb.share()
-    data = TensorDict({"x": torch.zeros(3, 2)}, [3, 2])  # three lanes: four steps, twelve rows
-    with pytest.raises(ValueError, match="cannot grow in shared memory: create it with max_capacity=12"):
-        rb.extend(data)
 
 
 def test_rows_on_a_device_cannot_be_shared():

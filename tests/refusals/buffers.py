@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from operator import setitem
+from queue import Empty, Full
 
 import numpy as np
 import torch
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage
-from torchrl.data.replay_buffers import FlatStorageCheckpointer, RandomSampler
+from torchrl.data.replay_buffers import FlatStorageCheckpointer, PrioritizedSampler, RandomSampler
 
 from rlbuf_td import SchemaError
 from tests.catalogue import SAMPLERS
@@ -18,19 +19,24 @@ from tests.refusals.makers import (
     NOT_WRITTEN,
     RAGGED,
     REWARD,
+    ROWS_OF_X,
     WIDER,
     Table,
     buffer,
     changed_sampler,
+    dumps,
     emptied,
     filled,
     fresh,
     full,
     functionalized,
+    holding_an_object,
     in_fake_mode,
     index_of,
     lane_buffer,
+    loads,
     misfits,
+    mixture,
     moved_heads,
     n_step,
     nan,
@@ -41,16 +47,26 @@ from tests.refusals.makers import (
     of_numbers,
     ones,
     prioritized,
+    queue,
+    queue_parts,
+    quiet,
     quietly,
     ranked,
+    rolled,
+    rollout,
+    sequence,
+    spoiled,
     steps,
     stopped,
     td,
     tensor,
     theirs,
+    tracked,
     unlike,
     update,
+    wider,
     windows,
+    without,
     write_back,
     zeros,
 )
@@ -321,4 +337,178 @@ REFUSALS: Table = {
         (update(td_error=zeros(4, 4)), ValueError, r"shape \[4, 4\] for a batch \[4\].* reduce .*abs\(\).amax\(-1\)"),
         (update(index=full((4,), 20)), IndexError, "row 20 is out of range"),
     ] for make in (prioritized, ranked)},
+    ("RolloutBuffer", nothing): [
+        (lambda _: td.RolloutBuffer(0, 3), ValueError, "num_steps and num_envs must be at least 1, got 0 and 3"),
+        (lambda _: td.RolloutBuffer(2, 3, normalize_advantage="batch"), ValueError, "None, 'rollout' or 'minibatch'"),
+        (lambda _: td.RolloutBuffer(2, 3, storage=td.PackedStorage(8, ndim=2)), ValueError, "a storage of 6 rows, got"),
+        (lambda _: td.RolloutBuffer(2, 3, writer=3), TypeError, "writer must be a RolloutWriter, got int"),
+        (lambda _: td.RolloutBuffer(2, 3, writer=td.RolloutWriter(), gamma=0.9, lmbda=0.9), ValueError,
+         "writer= has its own settings: pass gamma=, lmbda= to it"),
+        (lambda _: td.RolloutBuffer(2, 3, sampler=td.MinibatchSampler(), epochs=1, drop_last=False), ValueError,
+         "sampler= has its own settings: pass epochs=, drop_last= to it"),
+        (lambda _: td.RolloutBuffer(2, 3, storage=td.PackedStorage(6, ndim=2), storing_device="cpu"), ValueError,
+         "storage= has its own settings: pass device= to it instead"),
+        (lambda _: td.RolloutBuffer(4, estimator=len, lmbda=0.9), ValueError, "are those of GAE, which estimator="),
+        (lambda _: td.RolloutBuffer(4, estimator=len, writer=td.RolloutWriter()), ValueError, "settings: pass"),
+        *((lambda _, length=length: td.RolloutBuffer(8, 2, sequence_length=length), ValueError,
+           f"sequence_length must be a whole number, at least 1, got {length}") for length in (0, 2.5)),
+        (lambda _: td.RolloutBuffer(8, 2, sequence_length=9), ValueError, "a rollout of 8 steps has no chunks of 9"),
+        (lambda _: td.RolloutBuffer(8, 2, sequence_length=4, batch_size=6), ValueError, "must be a multiple of .* = 4"),
+        (lambda _: td.RolloutBuffer(8, sequence_length=4, sampler=td.UniformSampler()), ValueError, "sequence_length="),
+        (lambda _: td.RolloutBuffer.from_schema(rolled(2, 3), 10), SchemaError, r"rollouts are \[T\] or \[T, E\]"),
+    ],
+    **{("RolloutBuffer, not complete", lambda written=written: rollout(written)): [
+        *((read, RuntimeError, rf"the rollout is not complete: {written} of 8 steps are written\. Write the rest first"
+           rf"{hint} \(see 3_rollouts") for read in (lambda rb: next(iter(rb)), lambda rb: rb.sample(),
+                                                      lambda rb: rb.summary(), lambda rb: rb.explained_variance)),
+        (lambda rb: rb.extend(rolled(4, 8)), ValueError, r"extend takes batch size \[3, n\] .* 8 steps and 3 lanes"),
+        (lambda rb: rb.add(rolled(4, 1)[:, 0]), ValueError, r"add takes batch size \[3\] .* got \[4\]"),
+        (lambda rb: rb.extend(zeros(3, 8)), TypeError, "extend takes a TensorDict, got Tensor"),
+        (lambda rb, written=written: rb.extend(rolled(3, 9)), ValueError,
+         f"a rollout takes 8 steps and {written} are written: 9 more do not fit"),
+        (lambda rb: rb.extend(rolled(3, 0)), ValueError, "at least one step"),
+    ] for written, hint in ((0, ""), (5, ", or pass partial=True to read the written steps"))},
+    ("RolloutBuffer, of 5 steps", lambda: rollout(5)): [
+        (lambda rb: rb.extend(steps(3, 3)), ValueError, "came with 'state_value', these come without"),
+        (lambda rb: rb.extend(rolled(3, 3).exclude("observation")), SchemaError, "key 'observation' is missing"),
+    ],
+    ("RolloutBuffer(partial=True)", lambda: rollout(0, partial=True)): [
+        (lambda rb: rb.sample(), RuntimeError, "0 of 8 steps are written"),
+        (lambda rb: rb.writer.estimate(), RuntimeError, "no step has been written"),
+    ],
+    ("RolloutBuffer, complete", lambda: rollout(8, batch_size=None)): [
+        (lambda rb: rb.extend(rolled(3, 8).exclude("observation")), SchemaError, "key 'observation' is missing"),
+        (lambda rb: next(iter(rb)), RuntimeError, "Batch_size was not specified"),
+    ],
+    ("RolloutBuffer, flat", lambda: td.RolloutBuffer(8, batch_size=5)): [
+        (lambda rb: rb.extend(rolled()), ValueError, r"extend takes batch size \[n\] in a rollout of 8 steps, got"),
+        (lambda rb: rb.extend(rolled(4, 8, collector={"traj_ids": zeros(4, 8).long()})), ValueError,
+         r"got \[4, 8\]: for 4 environments, make a RolloutBuffer\(num_steps, 4\)"),
+    ],
+    ("RolloutBuffer(sequence_length=)", lambda: rollout(8, sequence_length=4, batch_size=None)): [
+        (lambda rb: next(iter(rb)), RuntimeError, "Batch_size was not specified"),
+        (lambda rb: rb.sample(5), ValueError, "batch_size must be a multiple of"),
+    ],
+    ("RolloutBuffer(sequence_length=), empty", lambda: rollout(0, sequence_length=4, batch_size=8)): [
+        (lambda rb: rb.extend(rolled(3, 8).set("mask", zeros(3, 8))), SchemaError, "'mask'"),
+    ],
+    ("RolloutBuffer.loads", lambda: rollout(5)): [
+        (loads(lambda: rollout(4, 4)), td.CheckpointError, "the dump has 4 time steps, this buffer 8: rollouts"),
+        (lambda rb: rb.load_state_dict(fresh().state_dict()), ValueError, "not that of a (RolloutWriter|Mini)"),
+    ],
+    ("ReplayBuffer.loads", lambda: tracked(9)): [
+        (loads(lambda: tracked(7)), td.CheckpointError, "rollouts and tracked generations need the same capacity"),
+    ],
+    ("ReplayBuffer.loads, other rows", lambda: filled(rows=ROWS_OF_X, storage=LazyTensorStorage(30))): [
+        (loads(lambda: filled(storage=LazyTensorStorage(30))), td.CheckpointError, "the storage.* has the keys .*'x'"),
+        (loads(lambda: filled(storage=LazyTensorStorage(40))), td.CheckpointError, "the dump has max_size=40, this"),
+    ],
+    ("ReplayBuffer.loads, other statistics", lambda: buffer(stats=td.EpisodeStats(["action"]))): [
+        (loads(lambda: buffer(stats=td.EpisodeStats())), td.CheckpointError, "make EpisodeStats with the same keys"),
+        (lambda rb: rb.extend(without("action")), KeyError, "no 'action' in the data"),
+        (lambda rb: rb.extend(without("observation")), SchemaError, "'observation' is missing"),
+        (lambda rb: rb.extend(without(("next", "reward"))), KeyError, r"no \('next', 'reward'\) in the data"),
+    ],
+    ("ReplayBuffer.dumps", lambda: holding_an_object()): [
+        (dumps, td.CheckpointError, r"state.storage.state._storage\[1\] is a object, which a"),
+    ],
+    ("ExperienceQueue", nothing): [
+        (lambda _: td.ExperienceQueue(storage=td.PackedStorage(8, ndim=2)), ValueError, "a queue holds rows"),
+        *((lambda _, name=name: td.ExperienceQueue(storage=no_rows(), **{name: 2}), ValueError,
+           f"an ExperienceQueue has no {name} of its own choice") for name in ("min_size", "prefetch")),
+        *((lambda _, timeout=timeout: td.ExperienceQueue(storage=no_rows(), timeout=timeout), ValueError,
+           "timeout must be at least 0 seconds, or None") for timeout in (-1.0, nan)),
+    ],
+    ("ExperienceQueue, in use", queue): [
+        (lambda rb: rb.extend(steps(17)), ValueError, "17 rows never fit into a queue of 16"),
+        (lambda rb: rb.extend(steps(2, y=zeros(2))), SchemaError, "'y'"),
+        (lambda rb: rb.extend(steps(12)), TimeoutError, "12 rows do not fit: 5 of 16 wait to be taken, for 0.01"),
+        (lambda rb: rb.extend(steps(15)), ValueError, "writes of 15 rows and batches of 4 can wait .* at least 18"),
+        (lambda rb: rb.sample(6), TimeoutError, "a batch has 6 rows, and 5 wait, for 0.01 seconds"),
+        (lambda rb: rb.sample(6, wait=False), TimeoutError, "a batch has 6 rows, and 5 wait, for 0.0 seconds"),
+        (lambda rb: rb.sample(17), ValueError, "a queue of 16 rows never holds a batch of 17"),
+        (lambda rb: rb.sample(-1), ValueError, "batch_size must be a whole number, at least 0, got -1"),
+        (lambda rb: rb.set_sampler(td.UniformSampler()), ValueError, "has no sampler and no writer of its own"),
+        (lambda rb: rb.set_writer(td.RingWriter()), ValueError, "has no sampler and no writer of its own choice"),
+        (lambda rb: rb.set_storage(td.PackedStorage(8, ndim=2)), ValueError, "a queue holds rows .*, the storage"),
+    ],
+    ("ExperienceQueue, shut down", lambda: stopped(queue())): [
+        (lambda rb: rb.sample(), RuntimeError, "shut"), (lambda rb: rb.extend(steps(1)), RuntimeError, "shut"),
+    ],
+    ("QueueWriter, empty", lambda: queue_parts(0)): [(lambda rb: rb.sample(), Empty, "a batch has 2 rows, and 0 wait")],
+    ("QueueWriter, full", lambda: queue_parts(2)): [(lambda rb: rb.add(steps()), Full, "1 rows do not fit: 2 of 2")],
+    ("ReplayBuffer(samples_per_insert=)", lambda: fresh(samples_per_insert=4.0, tolerance=16, min_size=5)): [
+        (lambda rb: rb.extend(steps(5)), ValueError, "a write of 5 rows could block forever"),
+        (lambda rb: rb.sample(), RuntimeError, "too few rows|empty"),
+    ],
+    ("ReplayBuffer(samples_per_insert=), in use", lambda: filled(samples_per_insert=1.0, tolerance=64)): [
+        (lambda rb: rb.extend(without("action")), SchemaError, "'action'"),
+        (lambda rb: rb.extend([1]), TypeError, "extend takes a TensorDict"),
+        (lambda rb: rb.sample(65), ValueError, "a batch of 65 rows could block forever"),
+        *((lambda rb, counts=counts: rb.load_state_dict(rb.state_dict() | {"_flow": {"counts": counts}}), ValueError,
+           "flow control needs 6 whole numbers as counts") for counts in ([0, 1], [-1] * 6, [0.5] * 6, None)),
+    ],
+    ("ReplayBufferMixture", nothing): [
+        *((lambda _, given=given: td.ReplayBufferMixture(**({"members": {"a": fresh()}, "shares": {"a": 1.0}} | given)),
+           error, word) for given, error, word in [
+            ({"members": {"a": theirs(None, steps(3))}}, TypeError, "member 'a' must be a ReplayB"),
+            ({"members": {"a": td.ExperienceQueue(storage=no_rows())}}, TypeError, "'a' is an ExperienceQueue, which"),
+            ({"members": {"a": fresh(sampler=td.EpisodeSampler())}}, TypeError, "batches have no fixed number of rows"),
+            ({"members": {"a": fresh(sampler=PrioritizedSampler(9, 1.0, 1.0))}}, TypeError, "use a"),
+            ({"members": fresh(), "shares": fresh()}, TypeError, 'a dict of buffers by name, such as {"demos": rb1'),
+            ({"shares": [1.0]}, TypeError, "and shares a dict of numbers, such as .*, got dict and list"),
+            ({"shares": {"b": 1.0}}, ValueError, r"same names: members are \['a'\], shares are of \['b'\]"),
+            ({"shares": {"a": 0.0}}, ValueError, "shares must be at least 0 and finite, one of them positive"),
+            ({"shares": {"a": None}}, ValueError, "shares must be at least 0 and finite, .* got {'a': None}"),
+            ({"writes_to": "b"}, ValueError, "writes_to='b'"),
+            ({"members": {"a": filled(), "b": filled(rows=wider())}, "shares": {"a": 1, "b": 1}}, SchemaError,
+             r"'observation' is float32 of shape \(3,\) in 'a', float32 of shape \(4,\) in 'b'"),
+        ]),
+        *((lambda _, name=name: td.ReplayBufferMixture({name: fresh()}, {name: 1.0}), ValueError,
+           "cannot be the name of a member") for name in ("", "_rng", "../one", "a/b", ".lock", "sample", "2\nlines")),
+    ],
+    ("ReplayBufferMixture, in use", mixture): [
+        (lambda mixed: mixed.sample(0), ValueError, "at least one row, got batch_size=0"),
+        *((lambda mixed, n=n: mixed.sample(n), ValueError, "batch_size must be a whole number, at least 1, got")
+          for n in (2.5, True, tensor(0))),
+        (lambda mixed: mixed.extend(steps(2)), KeyError, r"name one of \['a', 'b'\], or pass writes_to"),
+        *((lambda mixed, share=share: setattr(mixed.sampler, "a", share), ValueError, "a must be between 0 and 1")
+          for share in (1.5, nan)),
+        (lambda mixed: mixed.sampler.other, AttributeError, "a mixture of a, b has no share 'other'"),
+        (lambda mixed: setattr(mixed.sampler, "two", 0.5), AttributeError, "a mixture of a, b has no share 'two'"),
+        (update(source=None), KeyError, "no 'source'"),
+        (update(td_error=tensor([1.0, 1.0, 1.0, nan])), ValueError, "1 of .* TD errors are NaN"),
+        (update(index=full((4,), 30), sampled_at=None), IndexError, "out of range"),
+        (write_back("action", source=None), KeyError, "no 'source'"),
+        *((call(source), IndexError, r"'source' must hold one position in \['a', 'b'\] per row, .* got torch")
+          for source in (tensor([0, 0, 0, 7]), tensor([0, 0, 0, -1]), zeros(4, 1), zeros(4))
+          for call in (lambda source: update(source=source), lambda source: write_back("action", source=source))),
+        (lambda mixed: mixed.load_state_dict(mixed.state_dict() | {"shares": {"a": 1.0}}), ValueError, "belong to a"),
+        (lambda mixed: mixed.load_state_dict({}), ValueError, r"the state is of members \[\]"),
+        (lambda mixed: mixed.load_state_dict(mixed.state_dict() | {"members": {}, "shares": {"a": 0.9, "b": 0.1}}),
+         ValueError, "the state is of members"),
+        *((lambda mixed, part=part: mixed.load_state_dict(spoiled(mixed, part)), (ValueError, RuntimeError), ".")
+          for part in ("_storage", "_sampler", "_transforms", "_writer")),
+        (lambda mixed: mixed.load_state_dict(mixed.state_dict() | {"generator": zeros(3).byte()}), RuntimeError, "RNG"),
+    ],
+    **{("ReplayBufferMixture.sample, drawn", make): [(lambda mixed: mixed.sample(), error, word)]
+       for make, error, word in [
+        (lambda: mixture(b=fresh), RuntimeError, "member 'b' has no rows: extend it first, or set its share to 0"),
+        (lambda: mixture(a=lambda: fresh(min_size=99)), RuntimeError, "member 'a'|flow control does not admit"),
+        (lambda: mixture(a=filled, b=fresh, rows=without("observation")), SchemaError, "in 'a', missing in 'b'"),
+        (lambda: mixture(a=fresh, b=filled, rows=steps(9, source=zeros(9))), SchemaError, "member 'a' stores the key"),
+        (lambda: mixture(a=fresh, rows=steps(9, sampled_at=zeros(9))), SchemaError, "member 'a' stores the"),
+        (lambda: mixture(a=lambda: filled(n_step())), SchemaError, r"'steps_to_next_obs' is int64 of shape \(1,\) in"),
+        (lambda: mixture(*[lambda: filled(sequence(length=2, output_layout="batch_time"))] * 2), ValueError, "dims"),
+        (lambda: mixture(*[lambda: quiet(fresh(), steps(4, 5))] * 2), ValueError, "members must store single"),
+        (lambda: mixture(*[lambda: filled(sequence(length=3))] * 2), ValueError, "batch_size=4 must be a multiple of"),
+        (lambda: td.ReplayBufferMixture({"a": filled()}, {"a": 1.0}), RuntimeError, "batch_size not specified"),
+    ]},
+    ("ReplayBufferMixture.write_back, uniform", lambda: mixture(buffer, buffer)): [
+        *((lambda mixed, known=known: mixed.write_back(mixed.batch, "action", sampled_at=known), KeyError,
+           r"no 'sampled_at', and sampled_at=.* lacks one of \['a', 'b'\]: read") for known in (None, 3, {"a": 9})),
+    ],
+    ("ReplayBufferMixture.write_back, shut down", lambda: mixture(b=lambda: stopped(ranked()))): [
+        (write_back("action"), RuntimeError, "shut down"),
+    ],
 }  # fmt: skip

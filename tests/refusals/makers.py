@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase, lazy_stack
+from tensordict.nn import TensorDictModule
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torchrl.data import LazyTensorStorage, ListStorage, TensorDictReplayBuffer
 from torchrl.data import ReplayBuffer as TorchRLBuffer
@@ -333,6 +336,14 @@ def loads(source: Callable[[], Any], **how: Any) -> Callable[[Any], Any]:
     return call
 
 
+def dumps(made: Any) -> None:
+    with TemporaryDirectory() as folder:
+        try:
+            made.dumps(folder)
+        finally:
+            assert not [*Path(folder).glob("data/*")]
+
+
 ENDS = ("next", "done"), ("next", "terminated")
 IN_TIME_ORDER: list[Callable[[], Any]] = [
     *(lambda: td.RecencySampler(2.0), lambda: td.FreshRowsSampler(td.UniformSampler())), n_step, sequence, hindsight
@@ -446,3 +457,91 @@ WIDER = TensorDict({"observation": ones(20, 3), "reward": ones(20, 7)}, [20])
 MISSHAPEN, OUT_OF_ORDER = "shape|size|Failed to update", "needs rows in time order, and some were written elsewhere"
 NOT_WRITTEN = "of lane [01] has not been written: it has [15] rows"
 GOALS = steps(20, desired_goal=zeros(20, 2)).set(("next", "achieved_goal"), zeros(20, 2))
+
+
+def rolled(*size: int, value: int = 1, **entries: Any) -> TensorDict:
+    """Return steps with values."""
+    return steps(*size, state_value=zeros(*size, value), **entries)
+
+
+def critic(key: str = "state_value", *, fails: bool = False) -> Any:
+    def value(observation: torch.Tensor) -> torch.Tensor:
+        if fails:
+            raise RuntimeError("the network failed")
+        return observation[..., :1]
+
+    return TensorDictModule(value, in_keys=["observation"], out_keys=[key])
+
+
+def rollout(written: int, length: int = 8, lanes: int = 3, **options: Any) -> Any:
+    """Return a rollout of ``length`` steps, of which some are written."""
+    rb = td.RolloutBuffer(length, lanes, **{"batch_size": 6, "value_network": critic()} | options)
+    if written:
+        rb.extend(rolled(lanes, written))
+    return rb
+
+
+def tracked(size: int) -> Any:
+    return filled(storage=td.PackedStorage(size), writer=td.RingWriter(track_generations=True))
+
+
+def without(*keys: Any) -> Any:
+    return steps(9).exclude(*keys)
+
+
+def wider() -> TensorDict:
+    return steps(3).set("observation", zeros(3, 4))
+
+
+def holding_an_object() -> Any:
+    rb = td.ReplayBuffer(storage=ListStorage(10), batch_size=2, collate_fn=lambda items: items)
+    rb.add(TensorDict({"x": zeros(2)}))
+    rb.storage._storage.append(object())
+    return rb
+
+
+def queue() -> Any:
+    """Return a queue in which 5 rows wait."""
+    rb = td.ExperienceQueue(storage=td.PackedStorage(16), batch_size=4, timeout=0.01)
+    rb.extend(steps(5))
+    return rb
+
+
+def queue_parts(waiting: int) -> Any:
+    writer = td.QueueWriter()
+    rb = td.ReplayBuffer(storage=td.PackedStorage(2), sampler=td.QueueSampler(writer), writer=writer, batch_size=2)
+    if waiting:
+        rb.extend(steps(waiting))
+    return rb
+
+
+def mixture(a: Any = prioritized, b: Any = ranked, rows: Any = None) -> Any:
+    """Return a mixture, and write rows to the member that is new. Its ``batch`` has errors."""
+    members = {"a": a(), "b": b()}
+    mixed = td.ReplayBufferMixture(
+        members, {"a": 0.5, "b": 0.5}, batch_size=4, generator=torch.Generator().manual_seed(0)
+    )
+    if rows is not None:
+        members["a" if a is fresh else "b"].extend(rows)
+    with suppress(Exception):
+        mixed.batch = mixed.sample().set("td_error", ones(4))
+    return mixed
+
+
+def spoiled(mixed: Any, part: str) -> Any:
+    """Return a state whose last member has a wrong part."""
+    state = mixed.state_dict()
+    state["members"]["b"][part] = {"bad": 1}
+    return state | {"shares": {"a": 0.9, "b": 0.1}}
+
+
+def quiet(rb: Any, rows: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of rows of several steps
+        rb.extend(rows)
+    return rb
+
+
+ROWS_OF_X = TensorDict({"x": zeros(3)}, [3])
+GOOD = zeros(2, 4, 1)
+BAD = zeros(2, 4, 1).index_put_(tuple(tensor([[1, 2, 0], [1, 3, 0]]).T), tensor(nan))

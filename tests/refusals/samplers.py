@@ -155,8 +155,11 @@ REFUSALS: Table = {
         (lambda _: td.FreshRowsSampler(td.QueueSampler(td.QueueWriter())), TypeError, "QueueSampler, which gives each"),
         (lambda _: td.FreshRowsSampler(td.UniformSampler(max_age=3)), ValueError, "cannot wrap a .* with max_age"),
         (lambda _: td.FreshRowsSampler(PrioritizedSampler(9, 1.0, 1.0)), TypeError, "cannot wrap TorchRL's"),
-        (lambda _: td.EpisodeSampler(td.FreshRowsSampler(td.UniformSampler())), TypeError, "to unfinished episodes"),
-        (lambda _: td.EpisodeSampler(td.MinibatchSampler()), TypeError, "a MinibatchSampler, which draws each row"),
+        *((lambda _, inner=inner: td.EpisodeSampler(inner()), TypeError,
+           r"uniformly or by length, not by a .*: wrap a UniformSampler, or ") for inner in (
+            lambda: td.ProportionalSampler(9), lambda: PrioritizedSampler(9, 0.6, 0.4), td.RecencySampler,
+            td.MinibatchSampler, lambda: n_step(td.FreshRowsSampler(td.UniformSampler())), lambda: Fixed(3),
+            lambda: td.UniformSampler(unique=True))),
         (lambda _: td.EpisodeSampler(sequence()), TypeError, "EpisodeSampler cannot wrap a SequenceSampler"),
     ],
     ("wrappers, of attributes", lambda: sequence(n_step(hindsight(td.ProportionalSampler(40))))): [

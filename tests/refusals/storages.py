@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
+from tensordict import TensorDict
 
 from rlbuf_td import SchemaError
 from tests.refusals.makers import (
@@ -29,6 +32,31 @@ from tests.refusals.makers import (
     zeros,
 )
 
+
+def rows_in(data: TensorDict, size: int = 10, **options: Any) -> Any:
+    made = td.PackedStorage(size, **options)
+    made.set(range(len(data)), data)
+    return made
+
+
+def rows_of(data: TensorDict, size: int = 10, **options: Any) -> Any:
+    """Return the state of a storage."""
+    return rows_in(data, size, **options).state_dict()
+
+
+def of_float3(storage: Any) -> Any:
+    state = storage.state_dict()
+    state["layout"]["leaves"]["action"] = ["float3", []]
+    return state
+
+
+def entries_of(storage: Any) -> Any:
+    return storage.state_dict()["entries"][0]
+
+
+_SEEN = {"observation": zeros(4, 8), "done": zeros(4, 1).bool()}
+FRAMES = TensorDict(_SEEN | {"other": zeros(4, 4), "next": _SEEN | {"other": zeros(4, 8)}}, [4])
+FLAGS = TensorDict({"over": zeros(4, 16).bool(), "next": {"over": zeros(4, 16).bool()}}, [4])
 REFUSALS: Table = {
     ("PackedStorage", nothing): [
         (lambda _: td.PackedStorage(0), ValueError, "max_size must be a whole number, at least 1, got 0"),
@@ -102,6 +130,38 @@ REFUSALS: Table = {
         (lambda storage: storage.release(), RuntimeError, "rows that have been written cannot be released"),
         (lambda storage: storage.reserve(steps()), RuntimeError, "reserve them before the first write"),
         (lambda storage: td.PackedStorage(10, ndim=2).reserve(steps()), SchemaError, "1 or more batch dims"),
+    ],
+    ("PackedStorage.load_state_dict", storage): [
+        (lambda storage: storage.load_state_dict(rows_of(steps(3, x=zeros(3)))), ValueError, "other keys, dtypes or"),
+        (lambda storage: storage.load_state_dict(rows_of(steps(12), 15)), ValueError, "12 rows of a buffer do not fit"),
+        (lambda storage: storage.load_state_dict(rows_of(steps(4), 4)), ValueError, "4 rows of a full buffer do not"),
+        (lambda storage: storage.load_state_dict(of_float3(storage)), ValueError, "'action' an unknown dtype 'float3'"),
+    ],
+    ("PackedStorage.load_state_dict, no rows", no_rows): [
+        (lambda storage: storage.load_state_dict(rows_of(steps(12), 15)), ValueError, "12 rows of a buffer do not fit"),
+    ],
+    ("PackedStorage.load_state_dict, lanes", storage_of_lanes): [
+        (lambda storage: storage.load_state_dict(rows_of(steps(3, 3), 15, ndim=2)), ValueError, r"do not fit"),
+    ],
+    ("PackedStorage.load_state_dict, share_next", lambda: storage(share_next=True)): [
+        *((lambda storage, spoil=spoil: storage.load_state_dict(storage.state_dict() | {"entries": spoil(storage)}),
+           SchemaError, "do not belong together") for spoil in (
+            lambda made: [entries_of(made)[:-1]], lambda made: [entries_of(made)[:, :-1]], lambda made: [])),
+        (lambda storage: storage.set(range(4), steps(4).exclude("action")), SchemaError, "key 'action' is missing"),
+    ],
+    **{("PackedStorage(share_next=, frames=)", lambda options=options: td.PackedStorage(**{"max_size": 9} | options)): [
+        (lambda storage: storage.set(range(4), FRAMES), SchemaError, word)] for options, word in [
+        ({"share_next": ["nothing"]}, "but rows lack that key or"),
+        ({"share_next": ["done"]}, "of 1 bytes"),
+        ({"share_next": ["other"]}, "another dtype"),
+        ({"frames": {"nothing": 4}}, "not a key of the rows"),
+        ({"frames": {"observation": 3}}, "not 3 frames"),
+        ({"frames": {"other": 2}}, "another dtype"),
+        ({"share_next": True, "max_size": 10**9}, r"536,870,911 of these fit\. Take a smaller max_size"),
+    ]},
+    ("TrajectoryIndex of shared flags", lambda: rows_in(FLAGS, share_next=True)): [
+        (lambda storage: td.TrajectoryIndex(storage, done_key=("next", "over"), traj_key=None).boundaries(), KeyError,
+         "leave it out of share_next"),
     ],
     ("TrajectoryIndex.of", nothing): [
         *((lambda _, entries=entries: ended(entries), error, word) for entries, error, word in [

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+import torch
+from tensordict import TensorDict
+from torchrl.data import ListStorage, TensorDictReplayBuffer
+
 from rlbuf_td import SchemaError
 from tests.refusals.makers import (
+    BAD,
+    ENDS,
+    GOOD,
     OUT_OF_ORDER,
+    REWARD,
     Table,
     attached,
+    critic,
     filled,
     fresh,
     loads,
     n_step,
+    nothing,
     reservoir,
+    rolled,
+    rollout,
     rows_of_reservoir,
     steps,
     td,
@@ -53,4 +67,37 @@ REFUSALS: Table = {
     ("ReservoirWriter, loaded into a larger one", lambda: reservoir(40)): [
         (loads(reservoir), td.CheckpointError, "have no order of age.*same capacity"),
     ],
+    ("RolloutWriter", nothing): [
+        (lambda _: td.RolloutWriter(1.5), ValueError, r"RolloutWriter: gamma must lie in \[0, 1\], got 1.5"),
+        (lambda _: td.RolloutWriter(value_network=torch.nn.Identity()), TypeError, r"wrap it, TensorDictModule\("),
+        (lambda _: td.RolloutWriter(estimator=3), TypeError, "estimator must be a function of a rollout, got int"),
+        (lambda _: TensorDictReplayBuffer(storage=ListStorage(8), writer=td.RolloutWriter()), TypeError,
+         "needs a storage of tensors, such as PackedStorage, got ListStorage"),
+    ],
+    ("RolloutWriter without a network", lambda: rollout(0, 4, 2, value_network=None)): [
+        (lambda rb: rb.extend(rolled(2, 4)), ValueError, r"2 rows need a value: their trajectories break off\. Pass"),
+        (lambda rb: rb.extend(steps(2, 4)), ValueError, "8 rows need a value: there is no 'state_value' in the data"),
+        (lambda rb: rb.extend(rolled(2, 4).exclude(REWARD)), SchemaError, r"no \('next', 'reward'\) in the data;"),
+        (lambda rb: rb.extend(rolled(2, 4).exclude(*ENDS)), SchemaError, r"no \('next', 'done'\) in the data"),
+        (lambda rb: rb.extend(rolled(2, 4, value=3)), ValueError, "values 'state_value' and rewards .* must share one"),
+    ],
+    ("RolloutWriter, another network", lambda: rollout(0, 4, 2, value_network=critic("v"))): [
+        (lambda rb: rb.extend(rolled(2, 4)), SchemaError, r"the value network writes \['v'\], not 'state_value'"),
+    ],
+    ("RolloutWriter, a network that fails", lambda: rollout(0, 4, 2, value_network=critic(fails=True))): [
+        (lambda rb: rb.extend(rolled(2, 4)), RuntimeError, "the network failed"),
+    ],
+    **{("RolloutWriter(estimator=)", partial(rollout, 0, 4, 2, estimator=lambda _, found=found: found)): [
+        (lambda rb: rb.extend(rolled(2, 4)), error, word)] for found, error, word in [
+        (None, TypeError, r"a tuple \(advantage, value_target\), got NoneType: from TorchRL's"),
+        (TensorDict(), TypeError, "got TensorDict: from TorchRL's"),
+        ((GOOD, GOOD, GOOD), TypeError, "got tuple"),
+        ((GOOD, 0.0), TypeError, "got tuple"),
+        ((GOOD, GOOD[..., 0]), ValueError, r"value_target as torch.float32 of shape \[2, 4\] on cpu, expected "
+         r"torch.float32 of shape \[2, 4, 1\] on cpu, like the values"),
+        ((GOOD.transpose(0, 1), GOOD), ValueError, r"returned advantage as torch.float32 of shape \[4, 2, 1\]"),
+        ((GOOD.double(), GOOD), ValueError, "returned advantage as torch.float64 of .* expected torch.float32"),
+        ((GOOD, BAD), ValueError, r"NaN or infinity: 2 of 8 of value_target, first at \[1, 2, 0\]"),
+        ((1 / GOOD, GOOD), ValueError, r"NaN or infinity: 8 of 8 of advantage, first at \[0, 0, 0\]"),
+    ]},
 }  # fmt: skip

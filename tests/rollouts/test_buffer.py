@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tensordict import TensorDict
 from torchrl.envs import Compose, RewardScaling, SelectTransform
 
-from rlbuf_td import MinibatchSampler, PackedStorage, ReplayBuffer, SchemaError
 from rlbuf_td.buffers.rollout import RolloutBuffer
 from rlbuf_td.writers import RolloutWriter
 from tests.catalogue import assert_same
@@ -103,22 +101,6 @@ def test_a_write_within_a_loop_is_noticed(make_world):
     assert {tuple(x) for x in rows.tolist()} == {tuple(x) for x in new["observation"].reshape(-1, 2).tolist()}
 
 
-def test_reading_an_incomplete_rollout_is_an_error_that_says_what_to_do(make_world):
-    world = make_world(3)
-    rollout = RolloutBuffer(8, 3, batch_size=5, value_network=world.module())
-    message = r"the rollout is not complete: {} of 8 steps are written\. Write the rest first{} \(see 3_rollouts"
-    for written, hint in ((0, ""), (5, ", or pass partial=True to read the written steps")):
-        if written:
-            rollout.extend(world.steps(written))
-        assert not rollout.is_complete
-        for read in (lambda: next(iter(rollout)), rollout.sample, rollout.summary, lambda: rollout.explained_variance):
-            with pytest.raises(RuntimeError, match=message.format(written, hint)):
-                read()
-    rollout.extend(world.steps(3))
-    assert rollout.is_complete
-    assert len(list(rollout)) == 5
-
-
 def test_every_batch_of_an_incomplete_rollout_is_estimated_or_refused(make_world):
     world = make_world()
     for partial in (False, True):
@@ -151,56 +133,6 @@ def test_an_incomplete_rollout_can_be_read_on_request(make_world):
             torch.testing.assert_close(batches["advantage"], advantage[e, t])
         assert rollout.summary()["advantage_mean"] == pytest.approx(advantage.mean().item(), abs=1e-6)
     assert len(world.network.asked) <= 2 * 3  # for each estimate: all steps, and the rows that break off
-
-
-def test_writes_of_the_wrong_shape_are_refused_and_change_nothing(make_world):
-    world, four = make_world(3), make_world(4)
-    rollout = RolloutBuffer(8, 3, batch_size=5, value_network=world.module())
-    with pytest.raises(ValueError, match=r"extend takes batch size \[3, n\] .* 8 steps and 3 lanes, got \[4, 8\]"):
-        rollout.extend(four.steps(8))
-    with pytest.raises(ValueError, match=r"add takes batch size \[3\] .* got \[4\]"):
-        rollout.add(four.steps(1)[:, 0])
-    with pytest.raises(TypeError, match="extend takes a TensorDict, got Tensor"):
-        rollout.extend(torch.zeros(3, 8))
-    assert len(rollout) == 0
-    rollout.extend(world.steps(8))
-    with pytest.raises(SchemaError):
-        rollout.extend(world.steps(8).exclude("observation"))
-    assert rollout.is_complete
-    flat = RolloutBuffer(8, batch_size=5)
-    with pytest.raises(ValueError, match=r"extend takes batch size \[n\] in a rollout of 8 steps, got \[\]"):
-        flat.extend(TensorDict({"x": torch.zeros(())}, []))
-    ids = {"collector": {"traj_ids": torch.arange(4).unsqueeze(1).expand(4, 8).clone()}}
-    with pytest.raises(ValueError, match=r"got \[4, 8\]: for 4 environments, make a RolloutBuffer\(num_steps, 4\)"):
-        flat.extend(four.steps(8).update(ids))
-    assert len(flat) == 0
-    theirs = ReplayBuffer(storage=PackedStorage(4), writer=RolloutWriter(value_network=four.module()))
-    refused = pytest.raises(ValueError, match=r"of shape \(4, 8\) are not one per step, .* with ndim=2")
-    with refused, pytest.warns(UserWarning, match="rows of .* steps each"):
-        theirs.extend(four.steps(8).update(ids))
-    assert len(theirs) == 0
-
-
-def test_wrong_settings_are_refused():
-    with pytest.raises(ValueError, match="num_steps and num_envs must be at least 1, got 0 and 3"):
-        RolloutBuffer(0, 3)
-    with pytest.raises(ValueError, match="normalize_advantage must be None, 'rollout' or 'minibatch', got 'batch'"):
-        RolloutBuffer(2, 3, normalize_advantage="batch")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="2 steps and 3 lanes needs a storage of 6 rows, got one of 8"):
-        RolloutBuffer(2, 3, storage=PackedStorage(8, ndim=2))
-    with pytest.raises(TypeError, match="writer must be a RolloutWriter, got int"):
-        RolloutBuffer(2, 3, writer=3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="writer= has its own settings: pass gamma=, normalize_advantage= to it"):
-        RolloutBuffer(2, 3, writer=RolloutWriter(), gamma=0.99, normalize_advantage="rollout")
-    with pytest.raises(ValueError, match="sampler= has its own settings: pass epochs=, shuffle=, drop_last= to it"):
-        RolloutBuffer(2, 3, sampler=MinibatchSampler(), epochs=1, shuffle=True, drop_last=False)
-    with pytest.raises(ValueError, match="storage= has its own settings: pass device= to it instead"):
-        RolloutBuffer(2, 3, storage=PackedStorage(6, ndim=2), storing_device="cpu")
-    rollout = RolloutBuffer(1)
-    after = {"reward": torch.ones(1, 1), "done": torch.ones(1, 1).bool()}
-    rollout.extend(TensorDict({"state_value": torch.zeros(1, 1), "next": after}, [1]))
-    with pytest.raises(RuntimeError, match="Batch_size was not specified"):
-        next(iter(rollout))
 
 
 def test_the_summary_is_a_flat_dict_of_floats_computed_once_a_rollout(make_world, monkeypatch):

@@ -17,7 +17,7 @@ from torchrl.envs import GymEnv, InitTracker, SerialEnv, TransformedEnv
 from torchrl.modules import LSTMModule, ProbabilisticActor, ValueOperator, set_recurrent_mode
 from torchrl.objectives import ClipPPOLoss
 
-from rlbuf_td import MinibatchSampler, RolloutBuffer, SchemaError, SequenceSampler
+from rlbuf_td import MinibatchSampler, RolloutBuffer, SequenceSampler
 from rlbuf_td.functional import generalized_advantage_estimate, normalize
 from rlbuf_td.writers import RolloutWriter
 from tests.restoring import HOW, restored
@@ -261,31 +261,6 @@ def test_torchrls_loss_leaves_padding_out():
             losses.append(loss_module(batch).select("loss_objective", "loss_critic", "loss_entropy"))
     torch.testing.assert_close(losses[0].to_dict(), losses[1].to_dict())
     assert len(rollout) == 24
-
-
-def test_wrong_settings_are_refused_and_change_nothing():
-    for length in (0, -2, 2.5):
-        with pytest.raises(ValueError, match=f"sequence_length must be a whole number, at least 1, got {length}"):
-            RolloutBuffer(8, 2, sequence_length=length)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="a rollout of 8 steps has no chunks of 9: use a sequence_length from 1 to 8"):
-        RolloutBuffer(8, 2, sequence_length=9)
-    with pytest.raises(ValueError, match=r"batch_size must be a multiple of .* = 4, got 6; for 32 sequences use 128"):
-        RolloutBuffer(8, 2, sequence_length=4, batch_size=6)
-    with pytest.raises(ValueError, match="sampler= has its own settings: pass sequence_length= to it"):
-        RolloutBuffer(8, 2, sequence_length=4, sampler=MinibatchSampler())
-    data = steps_of(2, 8, 0.3)
-    rollout = buffer(data, batch_size=None)
-    with pytest.raises(RuntimeError, match="Batch_size was not specified"):
-        next(iter(rollout))
-    with pytest.raises(ValueError, match="batch_size must be a multiple of"):
-        rollout.sample(5)
-    assert rollout.sampler.position == 0
-    other = RolloutBuffer(8, 2, batch_size=8, sequence_length=4)
-    with pytest.raises(SchemaError, match="'mask'"):
-        other.extend(data.copy().set("mask", data["is_init"]))
-    assert len(other) == 0
-    other.extend(data)
-    assert sum(int(batch["mask"].sum()) for batch in other) == 16
 
 
 def test_a_sampler_of_ones_own_may_burn_in():

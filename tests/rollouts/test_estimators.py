@@ -201,16 +201,6 @@ def test_wrong_results_are_refused_and_change_nothing(make_world, found, error, 
     assert rollout.is_complete
 
 
-def test_wrong_settings_are_refused():
-    with pytest.raises(TypeError, match="estimator must be a function of a rollout, got int"):
-        RolloutBuffer(4, estimator=3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="gamma= and lmbda= are those of GAE, which estimator= replaces"):
-        RolloutBuffer(4, estimator=n_step, lmbda=0.9)
-    with pytest.raises(ValueError, match="writer= has its own settings: pass estimator= to it"):
-        RolloutBuffer(4, estimator=n_step, writer=RolloutWriter())
-    assert repr(RolloutWriter(estimator=n_step)) == "RolloutWriter(estimator=n_step, cursor=0, write_count=0)"
-
-
 @pytest.mark.parametrize("how", [None, "rollout", "minibatch"])
 @pytest.mark.parametrize("own", [None, vtrace])
 def test_partial_rollouts_normalization_and_the_summary_use_it(make_world, own, how):

@@ -146,15 +146,6 @@ def test_the_epoch_and_the_position_can_be_watched():
     assert repr(rb.sampler) == "MinibatchSampler(epochs=2, shuffle=True, drop_last=False, epoch=0)"
 
 
-def test_wrong_settings_are_refused():
-    for epochs in (0, 1.5, True):  # the first argument of TorchRL's sampler is drop_last
-        with pytest.raises(ValueError, match=f"epochs must be a whole number, at least 1, got {epochs}"):
-            MinibatchSampler(epochs)  # type: ignore[arg-type]
-    rb = buffer(3, MinibatchSampler(drop_last=True), 4)
-    with pytest.raises(ValueError, match="drop_last leaves no batch: 3 rows are fewer than the batch size 4"):
-        rb.sample()
-
-
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("buffer", [ReplayBuffer, TensorDictReplayBuffer])
 def test_threads_that_fetch_ahead_draw_every_row_as_often_as_asked(buffer, drop_last):

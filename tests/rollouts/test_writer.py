@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
-from torchrl.data import LazyMemmapStorage, LazyTensorStorage, ListStorage, TensorDictReplayBuffer
+from torchrl.data import LazyMemmapStorage, LazyTensorStorage, TensorDictReplayBuffer
 
-from rlbuf_td import PackedStorage, ReplayBuffer, SchemaError, TrajectoryIndex
+from rlbuf_td import PackedStorage, ReplayBuffer, TrajectoryIndex
 from rlbuf_td.writers import RolloutWriter
 
 STORAGES = [PackedStorage, LazyTensorStorage, LazyMemmapStorage]
@@ -198,58 +196,6 @@ def test_a_failing_network_leaves_the_rollout_as_it_was(make_world, steps):
     index = rb.add(second[:, -1].clone())
     assert index.tolist() == [[steps - 1, 0], [steps - 1, 1]]
     torch.testing.assert_close(stored(rb)["advantage"], world.estimates(second)[0])
-
-
-def test_wrong_writes_are_refused_and_change_nothing(make_world):
-    world = make_world(2)
-    rb = rollouts(world, 4)
-    with pytest.raises(ValueError, match="a rollout takes 4 steps and 0 are written: 5 more do not fit"):
-        rb.extend(world.steps(5))
-    rb.extend(world.steps(3))
-    last = world.steps(1)
-    for wrong, match in (
-        (world.steps(2), "a rollout takes 4 steps and 3 are written: 2 more do not fit"),
-        (last.exclude("state_value"), "came with 'state_value', these come without"),
-        (last.exclude("observation"), "key 'observation' is missing"),
-        (last[:, :0], "at least one step"),
-    ):
-        with pytest.raises(ValueError, match=match):
-            rb.extend(wrong)
-        assert rb.writer.steps == 3
-    rb.extend(last)
-    assert rb.writer.is_complete
-
-
-def test_a_plain_network_is_refused_with_the_module_to_wrap_it_in():
-    match = r"got Linear: wrap it, TensorDictModule\(network, \[.observation.\], \['v'\]\)"
-    with pytest.raises(TypeError, match=match):
-        RolloutWriter(value_network=torch.nn.Linear(4, 1), value_key="v")
-
-
-def test_what_is_missing_is_named(make_world):
-    world = make_world(2)
-    fresh = partial(rollouts, world, 4, value_network=None)
-    none = torch.zeros(2, 4, dtype=torch.bool)
-    with pytest.raises(ValueError, match=r"2 rows need a value: their trajectories break off\. Pass value_network="):
-        fresh().extend(world.steps(4, terminated=none, truncated=none))
-    with pytest.raises(ValueError, match="8 rows need a value: there is no 'state_value' in the data"):
-        fresh().extend(world.steps(4, values=False))
-    with pytest.raises(SchemaError, match=r"no \('next', 'reward'\) in the data; there are"):
-        fresh().extend(world.steps(4).exclude(("next", "reward")))
-    bare = world.steps(4).exclude(("next", "done"), ("next", "terminated"))
-    with pytest.raises(SchemaError, match=r"no \('next', 'done'\) in the data"):
-        fresh(value_network=world.module()).extend(bare)
-    other = TensorDictModule(world.network, in_keys=["observation"], out_keys=["v"])
-    with pytest.raises(SchemaError, match=r"the value network writes \['v'\], not 'state_value'"):
-        fresh(value_network=other).extend(world.steps(4, terminated=none, truncated=none))
-    wide = world.steps(4)
-    wide["state_value"] = wide["state_value"].expand(2, 4, 3)
-    with pytest.raises(ValueError, match=r"values 'state_value' and rewards .* must share one shape"):
-        fresh().extend(wide)
-    with pytest.raises(TypeError, match="needs a storage of tensors, such as PackedStorage, got ListStorage"):
-        TensorDictReplayBuffer(storage=ListStorage(8), writer=RolloutWriter())
-    with pytest.raises(ValueError, match=r"RolloutWriter: gamma must lie in \[0, 1\], got 1.5"):
-        RolloutWriter(1.5)
 
 
 def test_values_with_a_gradient_are_stored_without(make_world):

@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict
 from torchrl.data.replay_buffers import LazyTensorStorage, Sampler, Storage, TensorDictReplayBuffer
 
-from rlbuf_td import NStepSampler, PackedStorage, ReplayBuffer, RingWriter, RowSampler, SchemaError
+from rlbuf_td import NStepSampler, PackedStorage, ReplayBuffer, RingWriter, RowSampler
 from tests.catalogue import buffer_of
 from tests.statistics import assert_follows, power
 
@@ -135,20 +135,6 @@ def test_batches_have_what_it_reports_and_wrong_rows_are_refused(kind, lanes):
         rb = buffer(kind, lanes, 8, Marked(answer), batch=3)
         with pytest.raises(TypeError, match=rf"draw\(\) of Marked must return .* \[B\] int64, .* got {got}"):
             rb.sample()
-
-
-@pytest.mark.parametrize("wrap", [lambda sampler: sampler, lambda sampler: NStepSampler(sampler, 2, 0.9)])
-@pytest.mark.parametrize("row", [-1, 8])
-def test_rows_that_are_not_written_are_refused(wrap, row):
-    rb = buffer("ours", 0, 8, wrap(Marked(lambda size: torch.full((size,), row))))
-    with pytest.raises(IndexError, match=f"row {row} "):
-        rb.sample()
-
-
-def test_rows_that_have_what_it_reports_are_refused():
-    rb = buffer_of(20, Marked())
-    with pytest.raises(SchemaError, match="the rows have an entry 'mark', and a Marked adds an entry of this name"):
-        rb.extend(steps_of(0, 4, 0).set("mark", torch.zeros(4)))
 
 
 def test_its_state_is_a_copy_of_what_it_names(tmp_path):

@@ -12,13 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
-from torchrl.data.replay_buffers import LazyTensorStorage, SamplerWithoutReplacement, TensorDictReplayBuffer
+from torchrl.data.replay_buffers import LazyTensorStorage, TensorDictReplayBuffer
 
 from rlbuf_td import (
-    FreshRowsSampler,
-    HindsightSampler,
     MinibatchSampler,
-    NStepSampler,
     PackedStorage,
     ReplayBuffer,
     ReplayBufferMixture,
@@ -26,7 +23,6 @@ from rlbuf_td import (
     SequenceSampler,
     UniformSampler,
 )
-from tests.catalogue import reward_fn
 from tests.composition.test_cells import BUFFERS, assert_rows, decided, wrapped
 from tests.composition.test_lockstep import OFTEN
 from tests.processes.test_sharing import elsewhere
@@ -294,45 +290,3 @@ def test_batches_are_drawn_by_compiled_code():
     rb.sample()
     assert rb.bound[6] is bound
     assert "sample" in rb.compiled.partition("; not")[0]
-
-
-def test_wrong_strides_are_refused():
-    inner = MinibatchSampler()
-    stride: Any
-    for stride in (0, -1, 1.5, True):
-        with pytest.raises(ValueError, match="stride must be a whole number, at least 1, got"):
-            SequenceSampler(inner, 3, stride=stride)
-    with pytest.raises(
-        ValueError, match=r"stride=4 leaves out rows between windows of length=3: use a stride from 1 to 3"
-    ):
-        SequenceSampler(inner, 3, stride=4)
-    for boundary in ("shift", "strict"):
-        with pytest.raises(
-            ValueError, match=f'stride needs boundary="pad": boundary="{boundary}" would move or replace'
-        ):
-            SequenceSampler(inner, 3, stride=3, boundary=boundary)
-    hindsight = HindsightSampler(FreshRowsSampler(inner), reward_fn)
-    for other in (
-        UniformSampler(),
-        SamplerWithoutReplacement(),
-        FreshRowsSampler(inner),
-        NStepSampler(hindsight, 2, 0.9),
-    ):
-        with pytest.raises(
-            TypeError, match=r"stride needs a sampler that draws each window once .*use a MinibatchSampler"
-        ):
-            SequenceSampler(other, 3, stride=3)
-    with pytest.raises(TypeError, match=r"NStepSampler cannot wrap a SequenceSampler"):
-        NStepSampler(SequenceSampler(inner, 3, stride=3), 2, 0.9)
-    sampler = SequenceSampler(inner, 3, stride=3)
-    with pytest.raises(AttributeError, match="stride is fixed"):
-        sampler.stride = 2
-    rb = buffer(sampler)
-    rb.sample()
-    with (
-        pytest.raises(ValueError, match=r"batch_size must be a multiple of .* = 3, got 7"),
-        pytest.warns(UserWarning, match="batch_size"),
-    ):
-        rb.sample(7)
-    assert rb.sampler.position == 2
-    assert "stride=3" in repr(rb)

@@ -14,26 +14,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from tensordict import TensorDict
-from torchrl.data.replay_buffers import (
-    LazyTensorStorage,
-    PrioritizedSampler,
-    TensorDictReplayBuffer,
-    TensorDictRoundRobinWriter,
-)
+from torchrl.data.replay_buffers import LazyTensorStorage, TensorDictReplayBuffer, TensorDictRoundRobinWriter
 
 from rlbuf_td import (
     EpisodeSampler,
-    FreshRowsSampler,
     HindsightSampler,
-    MinibatchSampler,
     NStepSampler,
     PackedStorage,
-    ProportionalSampler,
-    RecencySampler,
     ReplayBuffer,
-    ReplayBufferMixture,
     RingWriter,
-    SequenceSampler,
     UniformSampler,
     check,
 )
@@ -375,29 +364,3 @@ def test_interleaved_trajectories_are_reported():
     rb.extend(TensorDict({"collector": {"traj_ids": ids}, "next": {"done": done}}, [40]))
     with pytest.warns(RuntimeWarning, match="trajectories are stored in stretches"):
         rb.sample()
-
-
-class Newest(UniformSampler):
-    def draw(self, storage, batch_size):
-        return torch.full((batch_size,), len(storage) - 1), {}
-
-
-def test_what_cannot_work_is_refused_by_name():
-    for wrong in ({"max_length": 0}, {"max_length": 2.5}, {"by": "rows"}, {"layout": "packed"}, {"gamma": 1.5}):
-        with pytest.raises(ValueError, match=next(iter(wrong))):
-            EpisodeSampler(**wrong)
-    with pytest.raises(ValueError, match="a NStepSampler may change the rewards"):
-        EpisodeSampler(NStepSampler(UniformSampler(), 2, 0.9), gamma=0.9)
-    fresh = NStepSampler(FreshRowsSampler(UniformSampler()), 2, 0.9)
-    by_priority = ProportionalSampler(9), PrioritizedSampler(9, 0.6, 0.4)
-    for inner in (*by_priority, RecencySampler(), MinibatchSampler(), fresh, Newest(), UniformSampler(unique=True)):
-        with pytest.raises(TypeError, match=r"uniformly or by length, not by a .*: wrap a UniformSampler, or "):
-            EpisodeSampler(inner)
-    with pytest.raises(TypeError, match="EpisodeSampler cannot wrap a SequenceSampler"):
-        EpisodeSampler(SequenceSampler(UniformSampler(), 2))
-    with pytest.raises(TypeError, match="has an EpisodeSampler, whose batches have no fixed number of rows"):
-        ReplayBufferMixture({"a": ReplayBuffer(sampler=EpisodeSampler())}, {"a": 1.0})
-    with pytest.raises(RuntimeError, match="empty"):
-        ReplayBuffer(sampler=EpisodeSampler(), batch_size=2).sample()
-    with pytest.raises(KeyError, match="returns to go need"):
-        written([False, True], 4, gamma=0.9).sample()

@@ -13,16 +13,12 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
-from torchrl.data.replay_buffers import LazyTensorStorage, PrioritizedSampler
 
 from rlbuf_td import (
     FreshRowsSampler,
-    HindsightSampler,
     MinibatchSampler,
     PackedStorage,
     ProportionalSampler,
-    QueueSampler,
-    QueueWriter,
     RankSampler,
     ReplayBuffer,
     UniformSampler,
@@ -185,19 +181,6 @@ def test_replaced_rows_are_not_fresh_again():
     assert made.rb.sample()["number"][0] == 15
 
 
-def test_what_it_does_not_serve_is_refused():
-    rb = ReplayBuffer(storage=LazyTensorStorage(5), sampler=FreshRowsSampler(UniformSampler()), batch_size=2)
-    rb.extend(TensorDict({"x": torch.zeros(3)}, [3]))
-    with pytest.raises(TypeError, match="FreshRowsSampler needs the clock of a PackedStorage, got a LazyTensorStorage"):
-        rb.sample()
-    with pytest.raises(ValueError, match="fresh must be a whole number, at least 1"):
-        FreshRowsSampler(UniformSampler(), 0)
-    with pytest.raises(TypeError, match=r"cannot wrap a HindsightSampler: .*HindsightSampler\(FreshRowsSampler"):
-        FreshRowsSampler(HindsightSampler(UniformSampler(), lambda batch: batch["x"]))
-    with pytest.raises(TypeError, match="cannot wrap a QueueSampler, which gives each row once"):
-        FreshRowsSampler(QueueSampler(QueueWriter()))
-
-
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda rb: pickle.loads(pickle.dumps(rb))], ids=["copied", "pickled"])
 def test_a_copy_has_the_same_fresh_rows(again):
     rb = ReplayBuffer(storage=PackedStorage(10), sampler=FreshRowsSampler(UniformSampler(), 5), batch_size=6)
@@ -230,19 +213,3 @@ def test_the_storage_of_fresh_rows_can_be_replaced():
     rb.set_storage(PackedStorage(20))
     rb.extend(rows(7, 2))
     assert rb.sample()["number"].tolist() == [8, 7]
-
-
-def test_a_sampler_that_is_refused_leaves_the_buffer_as_it_was():
-    samplers = [FreshRowsSampler(UniformSampler()) for _ in range(2)]
-    one, other = (ReplayBuffer(storage=PackedStorage(10), sampler=each, batch_size=2) for each in samplers)
-    one.extend(rows(0, 5))
-    other.extend(rows(5, 5))
-    before = other.sampler
-    with pytest.raises(ValueError, match="one sampler per buffer"):
-        other.set_sampler(one.sampler)
-    with pytest.raises(ValueError, match="one sampler per buffer"):
-        ReplayBuffer(storage=PackedStorage(10), sampler=one.sampler, batch_size=2)
-    assert other.sampler is before
-    assert set(other.sample()["number"].tolist()) <= set(range(5, 10))
-    with pytest.raises(TypeError, match="cannot wrap TorchRL's PrioritizedSampler"):
-        FreshRowsSampler(PrioritizedSampler(10, 1.0, 1.0))

@@ -202,10 +202,3 @@ def test_members_of_a_mixture_begin_with_fresh_rows_of_lanes() -> None:
         batch = mixture.sample()
         one.check_batch(batch[batch["source"] == 0])
         one.rb.lane(1).add(one.rows([1])[0])
-
-
-def test_an_empty_buffer_says_so_before_it_has_lanes() -> None:
-    sampler = FreshRowsSampler(UniformSampler())
-    rb = ReplayBuffer(storage=PackedStorage(9, ndim=2), sampler=sampler, batch_size=2, device="cpu", prefetch=1)
-    with pytest.raises(RuntimeError, match="empty"):
-        rb.sample()

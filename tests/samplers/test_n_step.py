@@ -14,7 +14,7 @@ from torchrl.data.replay_buffers import LazyTensorStorage, PrioritizedSampler, T
 from torchrl.modules import QValueActor
 from torchrl.objectives import DQNLoss, ValueEstimators
 
-from rlbuf_td import HindsightSampler, NStepSampler, PackedStorage, ProportionalSampler, ReplayBuffer, UniformSampler
+from rlbuf_td import HindsightSampler, NStepSampler, PackedStorage, ReplayBuffer, UniformSampler
 
 
 def chain(n: int, dtype: torch.dtype = torch.float32, dims: tuple[int, ...] = (1,), **flags: Any) -> TensorDict:
@@ -138,43 +138,6 @@ def test_torchrls_loss_bootstraps_with_the_right_discount(cls):
     value = net(data["observation"]).gather(1, data["action"][:, None]).squeeze(1)
     wanted = (torch.tensor(targets) - value).pow(2)
     torch.testing.assert_close(batch["td_error"].flatten(), wanted.detach(), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("args", "kwargs", "error", "words"),
-    [
-        ((1.5, 0.9), {}, ValueError, r"n_steps must be a whole number, at least 1, got 1\.5"),
-        ((3, 1.1), {}, ValueError, r"gamma must be between 0 and 1, got 1\.1"),
-        ((3, math.nan), {}, ValueError, "gamma must be between 0 and 1, got nan"),
-        ((3, 0.9), {"reward_key": "reward"}, ValueError, "the reward of a transition must be in 'next'"),
-    ],
-)
-def test_bad_arguments_are_refused(args, kwargs, error, words):
-    with pytest.raises(error, match=words):
-        NStepSampler(UniformSampler(), *args, **kwargs)
-
-
-@pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
-@pytest.mark.parametrize(
-    ("spoil", "error", "words"),
-    [
-        (lambda data: data["next"].del_("reward"), KeyError, "n-step returns need .*reward.*, which is not stored"),
-        (lambda data: data["next"].del_("done"), KeyError, "no row marks the end of a trajectory"),
-        (lambda data: data.set(("next", "reward"), torch.zeros(9, 1).long()), TypeError, "numbers, got torch.int64"),
-        (lambda data: data.set(("next", "done"), torch.zeros(9, 1)), TypeError, "must be bool, got float32"),
-    ],
-)
-def test_bad_rows_are_refused_at_the_first_draw_and_change_nothing(spoil, error, words, cls):
-    data = chain(9)
-    spoil(data)
-    sampler = ProportionalSampler(50)
-    rb = buffer(NStepSampler(sampler, 3, 0.9), data, cls=cls)
-    rows, priority = rb.storage[:].clone(), sampler.priority(torch.arange(9))
-    for _ in range(2):
-        with pytest.raises(error, match=words):
-            rb.sample(4)
-    assert (rb.storage[:] == rows).all()
-    assert torch.equal(sampler.priority(torch.arange(9)), priority)
 
 
 def test_torchrls_prioritized_sampler_can_be_wrapped():

@@ -123,59 +123,6 @@ def test_torchrls_schedulers_set_alpha_and_beta():
     assert (rb.sampler.alpha, rb.sampler.beta) == (0.0, 1.0)
 
 
-@pytest.mark.parametrize("name", ["alpha", "beta"])
-def test_a_bad_exponent_leaves_the_old_one(name):
-    sampler = ProportionalSampler(10)
-    for bad in (-0.1, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match=f"{name} must be greater or equal to 0, and finite"):
-            setattr(sampler, name, bad)
-    assert (sampler.alpha, sampler.beta) == (0.6, 0.4)
-
-
-@pytest.mark.parametrize(
-    ("cls", "settings", "message"),
-    [
-        (ProportionalSampler, {"eps": -1.0}, "eps must be"),
-        (ProportionalSampler, {"alpha": float("nan")}, "alpha must be greater or equal to 0, and finite"),
-        (RankSampler, {"beta": -0.1}, "beta must be greater or equal to 0, and finite"),
-        (ProportionalSampler, {"weight_norm": "rows"}, "weight_norm must be"),
-        (ProportionalSampler, {"reduction": "sum"}, "reduction must be"),
-        (ProportionalSampler, {"max_capacity": 0}, "max_capacity must be a whole number, at least 1"),
-        (ProportionalSampler, {"max_capacity": 3.7}, "max_capacity must be a whole number, at least 1"),
-        (ProportionalSampler, {"min_priority": float("nan")}, "min_priority must be greater or equal to 0, and finite"),
-        (RankSampler, {"weight_norm": "mean"}, "weight_norm must be"),
-        (RankSampler, {"stale_updates": -1}, "stale_updates must be a whole number, at least 0, got -1"),
-    ],
-)
-def test_a_bad_setting_is_refused(cls, settings, message):
-    with pytest.raises(ValueError, match=message):
-        cls(**{"max_capacity": 10, **settings})
-
-
-@both
-@pytest.mark.parametrize(
-    ("index", "td_error", "error", "message"),
-    [
-        (torch.arange(3), torch.tensor([1.0, float("nan"), float("inf")]), ValueError, r"2 of 3 TD errors .*1, 2"),
-        (torch.arange(2), torch.tensor([-float("inf"), 1.0]), ValueError, r"1 of 2 TD errors .*positions 0"),
-        (torch.arange(3), torch.ones(2), ValueError, "2 priorities .* for 3 rows"),
-        (torch.tensor([0, 10]), torch.ones(2), IndexError, "row 10 is out of range: 10 rows"),
-        (torch.tensor([0, -2]), torch.ones(2), IndexError, "row -2 is out of range"),
-        (torch.tensor([0.0, 1.0]), torch.ones(2), TypeError, "row indices must be integers"),
-        (torch.arange(2), torch.ones(2, dtype=torch.complex64), TypeError, "must be real numbers"),
-        (torch.ones(2, 2, dtype=torch.int64), torch.ones(2), ValueError, r"it must be flat, or of shape \[B, 1\]"),
-    ],
-)
-def test_bad_priorities_are_refused_and_change_nothing(index, td_error, error, message, cls):
-    rb = buffer(20, 10, cls=cls)
-    before = {name: tensor.clone() for name, tensor in rb.sampler.snapshot()["priorities"].items()}
-    with pytest.raises(error, match=message):
-        rb.sampler.update_priority(index, td_error, storage=rb.storage)
-    for name, tensor in rb.sampler.snapshot()["priorities"].items():
-        assert torch.equal(tensor, before[name])
-    assert rb.sampler.default_priority == 1.0
-
-
 @both
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64])
 def test_errors_of_any_dtype_are_taken_and_gradients_left_behind(dtype, cls):
@@ -194,18 +141,6 @@ def test_rows_of_two_dims_can_be_named_in_every_form(form, cls):
     rb.sampler.update_priority(index, torch.tensor([5.0, 6.0, 7.0]), storage=rb.storage)
     assert rb.sampler.priority(index, storage=rb.storage).tolist() == [5.0, 6.0, 7.0]
     assert int((rb.sampler.priority(torch.arange(15)) > 4).sum()) == 3
-
-
-def test_a_row_or_lane_that_is_not_there_is_refused():
-    rb = buffer(5, 5, lanes=3)
-    for index in ((torch.tensor([0]), torch.tensor([3])), torch.tensor([[1, -1]])):
-        with pytest.raises(IndexError, match="lanes are 0 to 2"):
-            rb.update_priority(index, torch.ones(1))
-    for index in ([-1], [15]):
-        for ask in (rb.sampler.priority, rb.sampler.probability):
-            with pytest.raises(IndexError, match="rows are 0 to 14"):
-                ask(index)
-    assert (rb.sampler.priority(torch.arange(15)) == 1.0).all()
 
 
 def test_priorities_grow_with_a_capacity_rounded_to_whole_time_steps():

@@ -58,13 +58,6 @@ def test_segments_follow_the_number_of_rows_and_cover_every_rank(alpha: float) -
             assert inside.all()
 
 
-def test_segments_need_rows() -> None:
-    with pytest.raises(RuntimeError, match="no row has a priority"):
-        RankSampler(4).segments(2)
-    with pytest.raises(ValueError, match="at least 1 segment, got k=0"):
-        sampler_of(torch.ones(4)).segments(0)
-
-
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 0.7, 1.0, 1.5])
 @pytest.mark.parametrize("n", [1, 2, 1_000, 3_000])
 def test_probability_is_the_power_of_the_rank(alpha: float, n: int) -> None:
@@ -84,11 +77,6 @@ def test_rows_without_a_priority_have_rank_and_probability_zero() -> None:
     assert sampler.rank(torch.arange(5)).tolist() == [0, 1, 0, 2, 0]
     assert (sampler.probability(torch.arange(5)) > 0).tolist() == [False, True, False, True, False]
     assert sampler.priority(torch.arange(5)).tolist() == [-1.0, 2.0, -1.0, 1.0, -1.0]
-
-
-def test_rows_that_the_sampler_was_never_told_of_are_an_error() -> None:
-    with pytest.raises(RuntimeError, match="no row has a priority"):
-        RankSampler(4).sample(filled(4), 2)
 
 
 DRAWS = 600_000

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDict
-from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
 from rlbuf_td import (
     HindsightSampler,
@@ -18,13 +16,10 @@ from rlbuf_td import (
     ProportionalSampler,
     RankSampler,
     ReplayBuffer,
-    ReplayBufferMixture,
     SchemaError,
     SequenceSampler,
     UniformSampler,
-    check,
 )
-from rlbuf_td.checkpoint import CheckpointError
 
 SIZE = 12
 MAKE: dict[str, Callable[[], Any]] = {
@@ -69,48 +64,6 @@ def test_the_first_write_is_refused_by_name_and_a_renamed_entry_is_stored(name: 
     assert torch.equal(batch[name], batch["observation"][:, 0].long() + 100)
 
 
-@pytest.mark.parametrize("name", ["mask", "priority_weight"])
-def test_rows_that_are_already_stored_are_refused_wherever_the_sampler_meets_them(name: str, tmp_path: Path) -> None:
-    full, words = buffer(), f"have an entry '{name}'"
-    full.extend(rows(name))
-    full.dumps(tmp_path)
-    before = full.sampler
-    with pytest.raises(SchemaError, match=words):
-        full.set_sampler(MAKE[name]())
-    assert full.sampler is before
-    assert len(full.sample()) == 12
-    with pytest.raises(SchemaError, match=words):
-        ReplayBuffer.from_schema(rows(name)[0], SIZE, sampler=MAKE[name]())
-    with pytest.raises(SchemaError, match=words):
-        ReplayBuffer.from_torchrl(full, sampler=MAKE[name](), copy=False)
-    saved = full.storage.state_dict()
-    for load in (lambda rb: rb.loads(tmp_path, rows_only=True), lambda rb: rb.storage.load_state_dict(saved)):
-        rb = buffer(MAKE[name]())
-        with pytest.raises((SchemaError, CheckpointError), match=words):
-            load(rb)
-        assert rb.storage.rows is None
-        rb.extend(rows())
-    storage = rb.storage
-    with pytest.raises(SchemaError, match=words):
-        rb.set_storage(full.storage)
-    assert rb.storage is storage
-    assert len(rb.sample()) == 12
-
-
-@pytest.mark.parametrize("name", ["mask", "priority_weight"])
-def test_buffers_and_storages_of_torchrl_refuse_them_too(name: str) -> None:
-    rb = ReplayBuffer(storage=LazyTensorStorage(SIZE), sampler=MAKE[name](), batch_size=12)
-    with pytest.raises(SchemaError, match=f"have an entry '{name}'"):
-        rb.extend(rows(name))
-    assert len(rb) == 0
-    theirs = TensorDictReplayBuffer(storage=PackedStorage(SIZE), sampler=MAKE[name](), batch_size=12)
-    theirs.extend(rows(name))
-    with pytest.raises(SchemaError, match=f"have an entry '{name}'"):
-        theirs.sample()
-    (finding,) = check(theirs, ignore="done-without-reset")
-    assert (finding.code, finding.key, finding.count) == ("entry-replaced", (name,), SIZE)
-
-
 class OwnSampler(UniformSampler):
     def draw(self, storage: Any, batch_size: int) -> Any:
         flat, info = super().draw(storage, batch_size)
@@ -122,18 +75,6 @@ def test_a_sampler_of_ones_own_is_refused_at_the_first_draw() -> None:
     rb.extend(rows("chosen_by"))
     with pytest.raises(SchemaError, match="have an entry 'chosen_by', and a OwnSampler adds"):
         rb.sample()
-
-
-def test_an_index_that_cannot_be_one_is_refused() -> None:
-    rb = buffer()
-    with pytest.raises(
-        SchemaError, match=r"an entry 'index' of torch.float32, but each batch has .* under another name"
-    ):
-        rb.extend(rows("index", torch.rand(SIZE)))
-    rb.extend(rows("index"))  # of a sampled batch: not stored
-    assert "index" not in rb.storage[:].keys()
-    with pytest.raises(SchemaError, match="cannot reserve rows for an entry 'index'"):
-        ReplayBuffer.from_schema(rows("index")[0], SIZE)
 
 
 class ChangesFlags(UniformSampler):  # as TorchRL's SliceSampler does
@@ -148,15 +89,3 @@ def test_batches_without_the_report_keep_what_the_rows_have() -> None:
     batch = rb.sample()
     assert batch["next", "done"].all()
     assert set(batch.keys()) == {"observation", "next"}
-
-
-@pytest.mark.parametrize("name", ["source", "priority_weight", "sampled_at"])
-@pytest.mark.parametrize("storage", [PackedStorage, LazyTensorStorage])
-def test_mixtures_refuse_what_they_add_to_the_rows_of_any_member(name: str, storage: Any) -> None:
-    plain = ReplayBuffer(storage=storage(SIZE))
-    weighted = ReplayBuffer(storage=storage(SIZE), sampler=ProportionalSampler(SIZE))
-    mixed = ReplayBufferMixture({"a": plain, "b": weighted}, {"a": 0.5, "b": 0.5}, batch_size=4)
-    weighted.extend(rows())
-    plain.extend(rows(name))
-    with pytest.raises(SchemaError, match=f"member 'a' stores the key '{name}', which the mixture adds"):
-        mixed.sample()

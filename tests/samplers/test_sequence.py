@@ -91,12 +91,6 @@ def test_strict_windows_at_the_end_of_an_epoch_are_whole():
     assert all(batch["mask"].all() for batch in batches)
 
 
-def test_windows_that_do_not_fit_anywhere_are_refused():
-    made = world(SequenceSampler(UniformSampler(), 30, boundary="strict"))
-    with pytest.raises(RuntimeError, match=r"hardly any anchor had a window of 30 rows within its trajectory: use"):
-        made.rb.sample(60)
-
-
 @pytest.mark.parametrize("module", [LSTMModule, GRUModule])
 @pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
@@ -189,22 +183,6 @@ def test_overwritten_anchors_keep_the_priority_of_their_new_rows():
         assert after[made.flat(cell)] == (9.0 if changes else before[made.flat(cell)])
 
 
-def test_part_of_a_batch_cannot_set_priorities():
-    sampler = ProportionalSampler(40)
-    made = world(SequenceSampler(sampler, 4, burn_in=2))
-    before = sampler.priority(torch.arange(40))
-    batch = made.rb.sample(60)
-    batch["td_error"] = errors_of(batch)
-    with pytest.raises(ValueError, match="59 TD errors are not whole windows of 6 rows"):
-        made.rb.update_tensordict_priority(batch[:59])
-    with pytest.raises(KeyError, match="needs its 'mask', 'burn_in_mask' and 'anchor_index'"):
-        made.rb.update_tensordict_priority(batch.exclude("mask"))
-    batch["td_error"][3] = float("nan")
-    with pytest.raises(ValueError, match="NaN"):
-        made.rb.update_tensordict_priority(batch)
-    assert torch.equal(sampler.priority(torch.arange(40)), before)
-
-
 def test_rows_may_still_be_given_priorities_one_by_one():
     sampler = ProportionalSampler(40)
     made = world(SequenceSampler(sampler, 4, burn_in=2))
@@ -221,26 +199,3 @@ def test_split_trajectories_separates_the_windows_of_a_batch_without_its_padding
     windows = [window["x"][window["mask"]].tolist() for window in batch.view(-1, 3)]
     split = split_trajectories(batch[batch["mask"]])
     assert [each["x"][each["mask"]].tolist() for each in split] == windows
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "words"),
-    [
-        ({"length": 0}, "length must be a whole number, at least 1, got 0"),
-        ({"length": 2.5}, r"length must be a whole number, at least 1, got 2\.5"),
-        ({"burn_in": -1}, "burn_in must be a whole number, at least 0, got -1"),
-        ({"boundary": "cut"}, "boundary must be 'pad', 'shift' or 'strict', got 'cut'"),
-        ({"priority": "min"}, "priority must be 'max' or 'mix', got 'min'"),
-        ({"eta": 1.5}, r"eta must be between 0 and 1, got 1\.5"),
-    ],
-)
-def test_bad_arguments_are_refused(kwargs, words):
-    with pytest.raises(ValueError, match=words):
-        SequenceSampler(UniformSampler(), **({"length": 4} | kwargs))
-
-
-@pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
-def test_a_batch_of_other_than_whole_windows_is_refused(cls):
-    made = world(SequenceSampler(UniformSampler(), 4, burn_in=1), cls=cls)
-    with pytest.raises(ValueError, match=r"of burn_in \+ length = 1 \+ 4 = 5, got 12; for 32 sequences use 160"):
-        made.rb.sample(12)

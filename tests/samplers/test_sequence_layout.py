@@ -9,15 +9,7 @@ import torch
 from tensordict import TensorDict
 from torchrl.data.replay_buffers import LazyTensorStorage, SliceSampler, TensorDictReplayBuffer
 
-from rlbuf_td import (
-    PackedStorage,
-    ProportionalSampler,
-    ReplayBuffer,
-    ReplayBufferMixture,
-    SchemaError,
-    SequenceSampler,
-    UniformSampler,
-)
+from rlbuf_td import PackedStorage, ProportionalSampler, ReplayBuffer, SequenceSampler, UniformSampler
 from rlbuf_td.storages.tensordict_fast import folded
 from tests.catalogue import SCHEMAS, assert_same, transitions
 from tests.features import needs
@@ -108,17 +100,6 @@ def test_recurrent_networks_take_the_batches() -> None:
     assert batch["last"].shape == (6, 4, 1)
     assert batch.names == [None, None]
     assert rb.stats()["samples_returned"] == 24
-
-
-def test_wrong_layouts_are_refused() -> None:
-    with pytest.raises(ValueError, match="output_layout must be"):
-        SequenceSampler(UniformSampler(), 3, output_layout="time")  # type: ignore[arg-type]
-    rb = buffer(ReplayBuffer, 1, output_layout="batch_time", slice_end_key=("next", "done"))
-    with pytest.raises(SchemaError, match=r"the rows have an entry .*done.*: choose another slice_end_key"):
-        rb.sample()
-    members = {"a": buffer(ReplayBuffer, 1, output_layout="batch_time")}
-    with pytest.raises(ValueError, match="batch dims"):
-        ReplayBufferMixture(members, {"a": 1.0}, batch_size=8).sample()
 
 
 @needs("output layouts")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import combinations_with_replacement
 from typing import Any
 
 import pytest
@@ -199,12 +198,6 @@ def test_cuts_that_rows_do_not_show_come_back_with_a_checkpoint(how, tmp_path):
     restored(rb, other, how, tmp_path)
     for each in buffers:
         assert TrajectoryIndex.of(each.storage).length(torch.arange(30)).tolist() == [20] * 20 + [1] + [9] * 9
-
-
-@pytest.mark.parametrize(("outer", "inner"), [*combinations_with_replacement([*WRAPPERS][:3], 2)])
-def test_wrappers_in_the_wrong_order_are_refused(outer, inner):
-    with pytest.raises(TypeError, match=r"cannot wrap a .*SequenceSampler\(NStepSampler\(HindsightSampler"):
-        WRAPPERS[outer](WRAPPERS[inner](UniformSampler()))
 
 
 def test_attributes_are_those_of_the_wrapped_sampler():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from rlbuf_td import PackedStorage, ReplayBuffer, SchemaError
+from rlbuf_td import PackedStorage, ReplayBuffer
 from rlbuf_td.storages.rows.dedup import DedupRows
 from tests.catalogue import assert_same
 from tests.kernels.invariants import check_pool
@@ -143,49 +143,6 @@ def test_a_stack_that_repeats_its_first_frame_stores_it_once() -> None:
     assert pooled(storage).in_use[0] == 62
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"share_next": "yes"}, "must be 'auto'"),
-        ({"share_next": [("next", "observation")]}, "without 'next'"),
-        ({"frames": {"pixels": 1}}, "at least 2"),
-        ({"share_next": None}, "must be 'auto'"),
-        ({"share_next": [3]}, "takes keys"),
-        ({"frames": 4}, "must be a dict"),
-        ({"frames": {3: 4}}, "takes keys"),
-        ({"frames": {"pixels": (4,)}}, "'pixels' must be a whole number"),
-        ({"frames": {"pixels": (4, 1.5)}}, "'pixels' must be a whole number"),
-        ({"frames": {("next", "pixels"): 4}}, "without 'next'"),
-        ({"frames": {"pixels": 4, ("pixels",): 4}}, "twice"),
-    ],
-)
-def test_refused_arguments(arguments, message) -> None:
-    with pytest.raises(ValueError, match=message):
-        PackedStorage(10, **arguments)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"share_next": ["nothing"]}, "but rows lack that key or"),
-        ({"share_next": ["done"]}, "of 1 bytes"),
-        ({"share_next": ["other"]}, "another dtype"),
-        ({"frames": {"nothing": 4}}, "not a key of the rows"),
-        ({"frames": {"observation": 3}}, "not 3 frames"),
-        ({"frames": {"other": 2}}, "another dtype"),
-    ],
-)
-def test_keys_that_cannot_be_shared_are_refused_before_anything_is_stored(arguments, message) -> None:
-    storage = PackedStorage(10, **arguments)
-    data = chain(4)
-    data.update({"action": torch.rand(4, 6), "done": torch.zeros(4, 1).bool(), "other": torch.zeros(4, 4)})
-    data["next"].update({"done": torch.zeros(4, 1).bool(), "other": torch.zeros(4, 8)})
-    with pytest.raises(SchemaError, match=message):
-        storage.set(range(4), data)
-    assert storage.layout is None
-    assert len(storage) == 0
-
-
 def test_a_reserved_storage_decides_with_the_first_write() -> None:
     storage = PackedStorage(10, share_next="auto")
     storage.reserve(chain(1)[0])
@@ -215,18 +172,6 @@ def test_rows_of_another_device_grow(monkeypatch: pytest.MonkeyPatch) -> None:
         one.set(torch.ones(60, dtype=torch.bool), data)
     assert_same(storage[:], plain[:])
     check_pool(pooled(storage).table)
-
-
-def test_damaged_state_is_refused_and_changes_nothing() -> None:
-    storage, data = PackedStorage(10, share_next=True), chain(4)
-    storage.set(range(4), data)
-    for damage in ("fewer", "narrower", "none"):
-        state = storage.state_dict()
-        entries = state["entries"][0]
-        state["entries"] = {"fewer": [entries[:-1]], "narrower": [entries[:, :-1]], "none": []}[damage]
-        with pytest.raises(SchemaError, match="do not belong together"):
-            storage.load_state_dict(state)
-        assert_same(storage[:], data)
 
 
 @pytest.mark.parametrize("start", [1, 0])
@@ -286,13 +231,6 @@ def test_a_bool_is_a_mask(index) -> None:
     for one in (storage, plain):
         one.set(range(2), data)
     assert_same(storage.get(index), plain.get(index))
-
-
-def test_more_rows_than_can_be_named_are_refused() -> None:
-    storage = PackedStorage(10**9, share_next=True)
-    with pytest.raises(SchemaError, match=r"536,870,911 of these fit\. Take a smaller max_size"):
-        storage.set(0, chain(1)[0])
-    assert storage.layout is None
 
 
 @pytest.mark.parametrize("ndim", [1, 2])

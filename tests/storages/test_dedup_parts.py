@@ -18,7 +18,6 @@ from rlbuf_td.checkpoint import open_checkpoint
 from rlbuf_td.diagnostics.doctor import check as diagnose
 from rlbuf_td.storages.rows.dedup import DedupRows
 from rlbuf_td.storages.shared.rows import Journal
-from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 from rlbuf_td.storages.write_clock import WriteClock
 from tests.catalogue import assert_same, copied
 from tests.kernels.invariants import check_pool
@@ -144,14 +143,6 @@ def test_what_is_shared_is_shown() -> None:
     html = rb._repr_html_()
     assert "saved by deduplicating" in html
     assert "next.observation" in html
-
-
-def test_a_key_by_which_trajectories_are_found_must_not_be_shared() -> None:
-    storage = PackedStorage(10, share_next=True)
-    flags = torch.zeros(4, 16, dtype=torch.bool)
-    storage.set(range(4), TensorDict({"over": flags, "next": {"over": flags}}, [4]))
-    with pytest.raises(KeyError, match="leave it out of share_next"):
-        TrajectoryIndex(storage, done_key=("next", "over"), traj_key=None).boundaries()
 
 
 def _write(rb: ReplayBuffer, seed: int) -> None:

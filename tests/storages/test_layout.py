@@ -69,13 +69,6 @@ def test_each_schema_has_a_layout_of_its_own() -> None:
     assert {RowLayout.from_state(layout.state()) for layout in layouts} == set(layouts)
 
 
-def test_an_unknown_dtype_in_a_saved_layout_is_refused() -> None:
-    state = layout_of(SCHEMAS["vector"]).state()
-    state["leaves"]["done"] = ["float3", [1]]
-    with pytest.raises(ValueError, match=r"'done' an unknown dtype 'float3'"):
-        RowLayout.from_state(state)
-
-
 def images(count: int) -> TensorDict:
     stacks = torch.arange(count * 2 * 1_030).remainder(251).to(torch.uint8).view(count, 2, 1_030)
     done = torch.zeros(count, 1, dtype=torch.bool)

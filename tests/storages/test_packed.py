@@ -136,35 +136,6 @@ def test_a_key_gives_a_column_as_a_strided_view(schema: Schema) -> None:
             assert column.stride(0) * column.element_size() == packed.row_bytes
 
 
-@pytest.mark.parametrize("key", ["zz", ("next", "zz"), ("zz", "y")])
-def test_an_unknown_key_is_a_key_error(key: Any) -> None:
-    packed, theirs = filled(1, False, SCHEMAS["nested"])
-    for storage in (theirs, packed):
-        with pytest.raises(KeyError, match="zz"):
-            storage.get(key)
-
-
-BEYOND: list[tuple[int, Any]] = [
-    *((1, index) for index in (7, -8, torch.tensor([0, 7]), torch.tensor([-8]), [7], np.array([-8]), range(6, 9))),
-    *((1, index) for index in ((torch.tensor([7]),), mask(STEPS - 1), mask(STEPS + 3), torch.tensor([0.5]), 1.5)),
-    *((2, index) for index in ((0, 3), (torch.zeros(1).long(), torch.tensor([3])), (0, torch.tensor([-4])))),
-]
-
-
-@pytest.mark.parametrize(("ndim", "index"), BEYOND, ids=str)
-@pytest.mark.parametrize("full", [False, True], ids=["filling", "full"])
-def test_an_index_beyond_the_rows_written_is_an_index_error(ndim: int, index: Any, full: bool):
-    for storage in filled(ndim, full, SCHEMAS["vector"]):
-        with pytest.raises(IndexError, match=r"out of (range|bounds)|shape of the mask|indices"):
-            storage.get(index)
-
-
-def test_reading_before_the_first_write_is_an_error() -> None:
-    for index in (0, slice(None), torch.tensor([0]), "observation"):
-        with pytest.raises(RuntimeError, match="before the first write"):
-            PackedStorage(3).get(index)
-
-
 def test_an_emptied_storage_has_no_rows_but_keeps_its_schema() -> None:
     packed, _ = filled(1, True, SCHEMAS["vector"])
     packed._empty()

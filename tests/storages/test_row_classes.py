@@ -239,21 +239,3 @@ def test_a_class_without_fields_for_all_entries_of_the_rows_is_refused() -> None
     check(rb.sample(), 4)
     with pytest.raises(TypeError, match="extend takes a TensorDict, got Step"):
         RolloutBuffer(5, gamma=0.9, lmbda=0.9, batch_size=5).extend(steps(0, 2, 5))
-
-
-def test_what_no_list_can_mean_is_refused() -> None:
-    rb = ReplayBuffer(storage=PackedStorage(20), batch_size=4)
-    step = TensorDict({"x": torch.zeros(3)})
-    for wrong, error in (
-        ([], "at least one transition"),
-        ([{"x": torch.zeros(3)}] * 2, r"wrap each step, \[TensorDict\(step\) for step in data\]"),
-        ([step, TensorDict({"x": torch.zeros(2)})], "stack|ragged"),
-        ([step, TensorDict({"x": torch.zeros(2, 3)}, [2])], "different batch sizes"),
-        ({"x": torch.zeros(2, 3)}, r"TensorDict\(data, \[n\]\)"),
-        ((torch.zeros(2), torch.zeros(2)), "takes a TensorDict"),
-    ):
-        with pytest.raises((TypeError, ValueError), match=error):
-            rb.extend(wrong)
-    assert len(rb) == 0
-    rb.extend([step, step])
-    assert rb.sample()["x"].shape == (4, 3)

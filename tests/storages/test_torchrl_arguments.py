@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torchrl.data.replay_buffers import (
     LazyMemmapStorage,
     LazyTensorStorage,
@@ -16,7 +15,7 @@ from torchrl.data.replay_buffers import (
     TensorStorageCheckpointer,
 )
 
-from rlbuf_td import PackedStorage, ReplayBuffer
+from rlbuf_td import PackedStorage
 from rlbuf_td.storages.allocate import ROWS_FILE
 from tests.catalogue import SCHEMAS, transitions
 
@@ -61,25 +60,6 @@ def test_every_argument_of_torchrls_storages_is_taken_and_its_default_too(theirs
     assert len(storage) == 3
 
 
-def test_a_checkpointer_of_the_storage_is_not_ignored(tmp_path: Path) -> None:
-    class Own(TensorStorageCheckpointer):
-        """One of the user's."""
-
-    rb = ReplayBuffer(storage=PackedStorage(5), batch_size=2)
-    rb.extend(transitions(NESTED, 3))
-    before = rb.storage.checkpointer
-    rb.dumps(tmp_path / "a")
-    for change in (
-        lambda: setattr(rb.storage, "checkpointer", Own()),
-        lambda: rb.storage.register_save_hook(print),
-        lambda: rb.storage.register_load_hook(print),
-    ):
-        with pytest.raises(NotImplementedError, match="without TorchRL's checkpointers"):
-            change()
-    assert rb.storage.checkpointer is before
-    rb.dumps(tmp_path / "b")
-
-
 def test_torchrls_buffer_saves_with_the_checkpointer_and_hooks_of_the_storage(tmp_path: Path) -> None:
     seen: list[str] = []
 
@@ -97,14 +77,3 @@ def test_torchrls_buffer_saves_with_the_checkpointer_and_hooks_of_the_storage(tm
     rb.extend(transitions(NESTED, 3))
     rb.dumps(tmp_path)
     assert seen == ["saved"]
-
-
-def test_rows_that_have_been_written_are_not_given_back() -> None:
-    storage = PackedStorage(5)
-    storage.reserve(transitions(NESTED, 1)[0])
-    storage.release()
-    storage.set(range(3), transitions(NESTED, 3))
-    with pytest.raises(RuntimeError, match="rows that have been written cannot be released"):
-        storage.release()
-    assert len(storage) == 3
-    assert bool(torch.isfinite(storage[:]["first"]).all())

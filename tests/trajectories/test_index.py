@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
-from torchrl.data.replay_buffers import LazyTensorStorage, ListStorage, TensorDictMaxValueWriter, TensorDictReplayBuffer
+from torchrl.data.replay_buffers import LazyTensorStorage, TensorDictMaxValueWriter, TensorDictReplayBuffer
 
-from rlbuf_td import NStepSampler, PackedStorage, ProportionalSampler, ReplayBuffer, UniformSampler
+from rlbuf_td import NStepSampler, PackedStorage, ReplayBuffer, UniformSampler
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 from tests.histories import History
 
@@ -147,75 +147,6 @@ def test_state_keeps_what_the_rows_do_not_say():
     assert reach(theirs, 4) == [(j, 3 - j, False) for j in range(4)]
 
 
-def test_an_empty_storage_is_refused():
-    for storage in (PackedStorage(3), LazyTensorStorage(3)):
-        with pytest.raises(RuntimeError, match="trajectories of an empty storage: extend the buffer first"):
-            TrajectoryIndex.of(storage).steps_back(torch.tensor([0]))
-    rb = ReplayBuffer(storage=PackedStorage(3))
-    rb.extend(steps([0]))
-    rb.empty()
-    with pytest.raises(RuntimeError, match="empty storage"):
-        TrajectoryIndex.of(rb.storage).length(torch.tensor([0]))
-
-
-@pytest.mark.parametrize("early", [True, False])
-@pytest.mark.parametrize(
-    ("entries", "error", "words"),
-    [
-        ({"x": (torch.float32, 1)}, KeyError, r"store \('next', 'done'\) \(or .*'terminated'.*'truncated'.*ids"),
-        ({"done": (torch.bool, 1)}, KeyError, r"no row marks the end of a trajectory"),
-        ({("next", "done"): (torch.float32, 1)}, TypeError, r"must be bool, got float32 of shape \(1,\) per row"),
-        ({("next", "done"): (torch.uint8,)}, TypeError, r"must be bool, got uint8 of shape \(\) per row"),
-        ({("collector", "traj_ids"): (torch.float64,)}, TypeError, r"must be one integer per row, got float64"),
-        ({("collector", "traj_ids"): (torch.int64, 2)}, TypeError, r"one integer per row, got int64 of shape \(2,\)"),
-    ],
-)
-def test_columns_that_say_nothing_about_time_are_refused_when_asked(entries, error, words, early):
-    rb = ReplayBuffer(storage=PackedStorage(3))
-    if early:
-        TrajectoryIndex.of(rb.storage)
-    data = TensorDict({}, [2])
-    for key, (dtype, *dims) in entries.items():
-        data[key] = torch.zeros(2, *dims, dtype=dtype)
-    for _ in range(3):
-        rb.extend(data)
-        with pytest.raises(error, match=words):
-            TrajectoryIndex.of(rb.storage).ended(torch.tensor([0]))
-    assert len(rb) == 3
-
-
-def test_a_storage_of_other_things_is_refused():
-    rb = TensorDictReplayBuffer(storage=ListStorage(5))
-    index = TrajectoryIndex.of(rb.storage)
-    rb.extend(steps([0, 0]))
-    with pytest.raises(TypeError, match="got a ListStorage"):
-        index.steps_back(torch.tensor([0]))
-    tensors = LazyTensorStorage(5)
-    tensors.set(range(2), torch.zeros(2, 3))
-    with pytest.raises(TypeError, match="a storage of TensorDicts"):
-        TrajectoryIndex.of(tensors).steps_back(torch.tensor([0]))
-
-
-def test_a_state_of_another_size_is_refused_and_changes_nothing():
-    rb = ReplayBuffer(storage=PackedStorage(4))
-    rb.extend(steps([0, 1, 0, 0]))
-    index = TrajectoryIndex.of(rb.storage)
-    expected = reach(index, 4)
-    states = []
-    for capacity in (200, 5):  # more words, and as many
-        other = ReplayBuffer(storage=PackedStorage(capacity))
-        there = TrajectoryIndex.of(other.storage)
-        other.extend(steps([0]))
-        states.append(there.state_dict())
-    for state in (*states, {"cut": torch.zeros(4, 1)}):
-        with pytest.raises(ValueError, match="of a storage of another size"):
-            index.load_state_dict(state)
-        assert reach(index, 4) == expected
-    fresh = TrajectoryIndex.of(PackedStorage(4))
-    with pytest.raises(RuntimeError, match="load it first"):
-        fresh.load_state_dict(index.state_dict())
-
-
 def test_a_large_random_ring_by_numpy():
     """A million rows, ten thousand trajectories: every row at once, against a cumulative count."""
     rng = np.random.default_rng(0)
@@ -236,32 +167,6 @@ def test_a_large_random_ring_by_numpy():
     assert np.array_equal(ended.numpy(), kept[last])
     assert 0 < index.nbytes < capacity / 2
     assert f"{index.nbytes:,} bytes" in repr(index)
-
-
-@pytest.mark.parametrize("row", [-1, 10, 63, 64, 10**12])
-def test_a_row_that_was_not_written_has_no_trajectory(row):
-    rb = ReplayBuffer(storage=PackedStorage(64))
-    rb.extend(steps([0] * 10))
-    index = TrajectoryIndex.of(rb.storage)
-    for look_up in (index.reach, index.steps_back, index.steps_ahead, index.ended, index.length):
-        with pytest.raises(IndexError, match=f"row {row} is out of range: rows 0 to 9 have been written"):
-            look_up(torch.tensor([3, row]))
-
-
-def test_a_write_is_announced_of_written_rows_only():
-    rb = ReplayBuffer(storage=PackedStorage(64), sampler=ProportionalSampler(64), batch_size=8)
-    rb.extend(steps([0] * 10))
-    index = TrajectoryIndex.of(rb.storage)
-    before, probability = reach(index, 10), rb.sampler.probability(torch.arange(64))
-    for announce in (rb.mark_range, index.mark_range):
-        for start, count in ((5, 6), (60, 10**6), (-1, 2), (3, -1)):
-            with pytest.raises(IndexError, match=f"rows {start} to {start + count - 1} are out of range: rows 0 to 9"):
-                announce(start, count)
-    with pytest.raises(IndexError, match="rows 0 to 70 are out of range"):
-        index.mark_update(torch.tensor([3, 70]))
-    rb.mark_range(10, 0)
-    assert reach(index, 10) == before
-    assert torch.equal(rb.sampler.probability(torch.arange(64)), probability)
 
 
 @pytest.mark.parametrize("ndim", [1, 2])

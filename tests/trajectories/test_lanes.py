@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
-from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.data import TensorDictReplayBuffer
 from torchrl.data.replay_buffers import PrioritizedSampler, RandomSampler, SamplerWithoutReplacement, SliceSampler
 
 from rlbuf_td import (
@@ -31,9 +31,6 @@ from rlbuf_td import (
     RecencySampler,
     ReplayBuffer,
     ReplayBufferMixture,
-    ReservoirWriter,
-    RingWriter,
-    RolloutBuffer,
     SchemaError,
     SequenceSampler,
     UniformSampler,
@@ -509,71 +506,6 @@ def test_an_empty_buffer_forgets_its_lanes() -> None:
     lists.check(rb)
 
 
-def test_rows_that_a_lane_has_not_written_are_refused_by_index() -> None:
-    _, rb = unlike(ProportionalSampler(36))
-    before = rb.sampler.priority(torch.arange(36)).clone()
-    with pytest.raises(IndexError, match="step 4 of lane 0 has not been written: it has 1 rows"):
-        rb.storage.get((torch.tensor([0, 4]), torch.tensor([0, 0])))
-    with pytest.raises(IndexError, match="has not been written"):
-        rb.sampler.update_priority(torch.tensor([[4, 0]]), torch.tensor([1.0]), storage=rb.storage)
-    with pytest.raises(IndexError, match="has not been written"):
-        TrajectoryIndex.of(rb.storage).reach(torch.tensor([12]))
-    batch = rb.sample(16)
-    batch["index"][0] = torch.tensor([4, 0])
-    batch["td_error"] = torch.ones(16)
-    with pytest.raises(IndexError, match="has not been written"):
-        rb.update_tensordict_priority(batch)
-    assert torch.equal(before, rb.sampler.priority(torch.arange(36)))
-    assert not rb.storage["x"][5:, 0].any()  # holes are zero
-
-
-def test_malformed_writes_to_lanes_change_nothing() -> None:
-    lists, rb = unlike(UniformSampler())
-    data = Lists(12, 3, 7, has_ids=False).data([0, 0])
-    faults: list[tuple[Any, Any, type[Exception], str]] = [
-        (data, [0, 3], IndexError, "lane 3 is out of range: lanes are 0 to 2"),
-        (data, -1, IndexError, "lane -1 is out of range"),
-        (data, [0, 1, 2], ValueError, "lanes of shape"),
-        (data, torch.tensor([0.0, 1.0]), TypeError, "must be integers"),
-        (data, torch.tensor([True, False]), TypeError, "must be integers"),
-        (data, [[0, 1]], ValueError, "lanes of shape"),
-        (data[0], 0, ValueError, "single one"),
-        (data[:0], 0, ValueError, "at least 1"),
-        (data.exclude("x"), 0, SchemaError, "x"),
-        (data.clone().set("x", torch.zeros(2)), 0, SchemaError, "x"),
-    ]
-    for rows, lanes, error, message in faults:
-        with pytest.raises(error, match=message):
-            rb.extend(rows, lanes=lanes)
-        lists.check(rb)
-    with pytest.raises(RuntimeError, match="unlike steps"):
-        rb.storage.set(range(2), torch.stack([data] * 3, 1))
-    lists.check(rb)
-
-
-def test_buffers_without_lanes_say_so() -> None:
-    data = Lists(12, 3, 7, has_ids=False).data([0, 0])
-    with pytest.raises(TypeError, match=r"PackedStorage\(max_size, ndim=2\)"):
-        ReplayBuffer(storage=PackedStorage(10)).extend(data, lanes=0)
-    with pytest.raises(ValueError, match=r"number of lanes is not known.*lanes=E"):
-        ReplayBuffer(storage=PackedStorage(10, ndim=2)).extend(data, lanes=0)
-    with pytest.raises(ValueError, match=r"number of lanes is not known.*lanes=E"):
-        ReplayBuffer(storage=PackedStorage(10, ndim=2)).lane(0)
-    with pytest.raises(ValueError, match="ndim=2"):
-        ReplayBuffer(storage=PackedStorage(10)).lane(0)
-    rb = ReplayBuffer(storage=PackedStorage(10, ndim=2), writer=ReservoirWriter())
-    rb.storage.reserve(data)
-    with pytest.raises(TypeError, match="needs a RingWriter"):
-        rb.extend(data, lanes=0)
-    rb = ReplayBuffer(storage=PackedStorage(10, ndim=2), writer=RingWriter(track_generations=True))
-    rb.storage.reserve(data)
-    with pytest.raises(TypeError, match="track_generations"):
-        rb.extend(data, lanes=0)
-    rollout: Any = RolloutBuffer(4, 2)
-    with pytest.raises(TypeError, match="needs a RingWriter, this buffer has a RolloutWriter"):
-        rollout.extend(data, lanes=0)
-
-
 def act(lane: Any, steps: int, is_killed: bool) -> None:
     for step in range(steps):
         after = {"reward": torch.ones(1), "done": torch.tensor([False])}
@@ -727,30 +659,6 @@ def test_a_state_goes_into_another_capacity_unless_a_lane_is_full() -> None:
         into.check(other)
     with pytest.raises(ValueError, match=r"lanes \(3,\) do not fit lanes \(4,\): copy lane after lane"):
         make_buffer(Lists(12, 4, 0, has_ids=False), UniformSampler()).load_state_dict(rb.state_dict())
-
-
-def test_lanes_that_contradict_the_data_are_refused() -> None:
-    lists = Lists(20, 4, 3, has_ids=True)
-    rb = ReplayBuffer(storage=PackedStorage(80, ndim=2, lanes=4), lane_key="env_id")
-    data = lists.data([3, 1]).set("env_id", torch.tensor([3, 1]))
-    rb.extend(data, lanes=[3, 1])
-    for lanes in ([3, 2], 3, torch.tensor([1, 1])):
-        with pytest.raises(ValueError, match=r"is of lane [13] by 'env_id', .*and of lane [123] by lanes="):
-            rb.extend(data, lanes=lanes)
-        lists.check(rb)
-    with pytest.raises(ValueError, match="row 0 is of lane 1 by 'env_id'"):
-        rb.lane(0).add(data[1])
-    lists.check(rb)
-
-
-@pytest.mark.parametrize("options", [
-    {"storage": PackedStorage(80)},
-    {"storage": LazyTensorStorage(80, ndim=2)},
-    {"storage": PackedStorage(80, ndim=2, lanes=2), "writer": ReservoirWriter()},
-])  # fmt: skip
-def test_a_lane_key_without_lanes_is_refused(options: Any) -> None:
-    with pytest.raises(TypeError, match="lane_key= needs a "):
-        ReplayBuffer(lane_key="env_id", **options)
 
 
 def test_a_mixture_writes_to_lanes_of_a_member() -> None:

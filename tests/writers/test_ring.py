@@ -11,7 +11,7 @@ from tensordict import TensorDict, lazy_stack
 from torchrl.data import LazyMemmapStorage, LazyStackStorage, LazyTensorStorage, ListStorage, TensorDictReplayBuffer
 from torchrl.data.replay_buffers import RoundRobinWriter, Storage, TensorDictRoundRobinWriter
 
-from rlbuf_td import PackedStorage, ReplayBuffer, RingWriter, SchemaError
+from rlbuf_td import PackedStorage, ReplayBuffer, RingWriter
 from tests.catalogue import assert_same, copied
 
 STORAGES: dict[str, Any] = {"packed": PackedStorage, "lazy tensor": LazyTensorStorage, "memmap": LazyMemmapStorage}
@@ -133,15 +133,6 @@ def test_plain_tensors_and_trees_of_them_are_written_to_torchrl_storages() -> No
     assert tree.get(slice(None))["b"][0].tolist() == [6, 8, 4]
 
 
-@pytest.mark.parametrize("data", [[], numbered(0, 0), torch.zeros(0)], ids=["list", "tensordict", "tensor"])
-def test_writing_nothing_is_refused(data: Any) -> None:
-    for storage in (PackedStorage(3), LazyTensorStorage(3)):
-        writer = ring(storage)
-        with pytest.raises(ValueError, match="at least one transition, got none"):
-            writer.extend(data)
-        assert (writer._cursor, writer._write_count, len(storage)) == (0, 0, 0)
-
-
 @pytest.mark.parametrize("kind", STORAGES)
 @pytest.mark.parametrize("how", ["extend", "add", "write_at"])
 def test_an_index_that_comes_with_the_data_is_dropped(kind: str, how: str) -> None:
@@ -189,27 +180,6 @@ def test_a_cursor_at_the_end_of_a_smaller_storage_goes_on_at_its_beginning() -> 
         writer._cursor = 3
         assert int(write(writer, how, numbered(9, 1))) == 0
         assert (storage["x"].tolist(), writer._cursor) == ([9, 1, 2], 1)
-
-
-@pytest.mark.parametrize("how", ["extend", "add", "write_at"])
-@pytest.mark.parametrize("ndim", [1, 2])
-def test_a_refused_write_moves_nothing_and_tells_nobody(how: str, ndim: int) -> None:
-    lanes = (2,) * (ndim - 1)
-    storage = PackedStorage(5 * 2 ** (ndim - 1), ndim=ndim)
-    writer = ring(storage, track_generations=True)
-    listeners = Listener(), RangeListener()
-    for listener in listeners:
-        storage.attach(listener)
-    writer.extend(numbered(0, 3, lanes))
-    heard = [len(listener.heard) for listener in listeners]
-    before, state = copied(storage[:]), writer.state_dict()
-    with pytest.raises(SchemaError, match="key 'x' is missing"):
-        write(writer, how, numbered(0, 2, lanes).exclude("x"))
-    assert_same(storage[:], before)
-    assert (writer._cursor, writer._write_count) == (state["_cursor"], state["_write_count"])
-    assert torch.equal(writer.state_dict()["_generation"], state["_generation"])
-    assert [len(listener.heard) for listener in listeners] == heard
-    assert writer.extend(numbered(6, 1, lanes)).flatten()[0] == 3
 
 
 def test_write_at_tells_the_index_that_was_written() -> None:
