@@ -20,6 +20,7 @@ class ShutDown(RuntimeError):
     in all processes that share the buffer. An actor catches it to stop.
 
     Example:
+        >>> import torch
         >>> from rlbuf_td import ReplayBuffer, ShutDown
         >>> from tensordict import TensorDict
         >>> rb = ReplayBuffer()

@@ -53,10 +53,9 @@ def make_transition(
     lanes = flags["terminated"].shape
     if (shape := flags["truncated"].shape) != lanes:
         raise SchemaError(f"'truncated' has shape {tuple(shape)}, expected that of 'terminated', {tuple(lanes)}")
-    root, after = _observation(obs), _observation(next_obs, "next")
-    _refuse_unlike(root, after)
-    root |= {"action": tensors_of(action, "action")}
-    after |= {"reward": _reward(reward, lanes)}
+    observed = _observation(obs), _observation(next_obs, "next")
+    root = observed[0] | {"action": tensors_of(action, "action")}
+    after = observed[1] | {"reward": _reward(reward, lanes)}
     after |= {name: flag.unsqueeze(-1) for name, flag in flags.items()}
     after["done"] = after["terminated"] | after["truncated"]
     more = tensors_of(extras, "extras")
@@ -67,7 +66,9 @@ def make_transition(
             if key in part or (part is root and key == "next"):
                 raise SchemaError(f"the extra {key!r} has the name of an existing entry")
         part.update(added)
-    return _batch(root | {"next": after}, lanes)
+    step = _batch(root | {"next": after}, lanes)
+    _refuse_unlike(*observed)
+    return step
 
 
 def _observation(obs: Any, *path: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from rlbuf_td import ExperienceQueue, PackedStorage, QueueWriter, ReplayBuffer, RingWriter, UniformSampler
+from rlbuf_td import ExperienceQueue, PackedStorage, QueueWriter, ReplayBuffer, RingWriter, ShutDown, UniformSampler
 from rlbuf_td.storages.rows import PlainRows
 from tests.processes.test_kill import die, half_then_die, killed
 from tests.processes.test_sharing import elsewhere
@@ -225,8 +225,17 @@ def test_other_processes_write_and_take(method):
     assert queue.sample(2)["x"].tolist() == [8, 9]
 
 
+def test_a_write_that_waits_long_for_room_says_so(monkeypatch):
+    monkeypatch.setattr("rlbuf_td.buffers.waiting.PATIENCE", 0.02)
+    queue = ExperienceQueue(storage=PackedStorage(CAPACITY), batch_size=BATCH, timeout=0.1)
+    queue.extend(rows(0, CAPACITY))
+    said = "a write has waited .*: 1 rows do not fit: 16 of 16 wait to be taken. Sample in another thread or process"
+    with pytest.warns(UserWarning, match=said), pytest.raises(TimeoutError):
+        queue.extend(rows(0, 1))
+
+
 def wait_in_vain(queue: ExperienceQueue) -> None:
-    with pytest.raises(RuntimeError, match="the queue has been shut down"):
+    with pytest.raises(ShutDown, match="the queue has been shut down"):
         queue.sample()
 
 
