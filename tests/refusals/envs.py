@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rlbuf_td import SchemaError
-from tests.refusals.makers import Table, nothing, ones, td, zeros
+from tests.refusals.makers import *
 
 REFUSALS: Table = {
     ("make_transition", nothing): [

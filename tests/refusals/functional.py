@@ -2,21 +2,7 @@
 
 from __future__ import annotations
 
-from tests.refusals.makers import (
-    FUNCTIONS,
-    F,
-    Table,
-    estimates,
-    freed,
-    gae,
-    nan,
-    nested,
-    nothing,
-    ones,
-    shrunk,
-    tensor,
-    zeros,
-)
+from tests.refusals.makers import *
 
 REFUSALS: Table = {
     ("functional", nothing): [

@@ -10,41 +10,7 @@ from torchrl.data.replay_buffers import PrioritizedSampler, SamplerWithoutReplac
 
 from rlbuf_td import SchemaError
 from tests.catalogue import reward_fn
-from tests.refusals.makers import (
-    ENDS,
-    IN_TIME_ORDER,
-    REPORTS,
-    REWARD,
-    Fixed,
-    Table,
-    buffer,
-    entry,
-    episodes,
-    filled,
-    freed,
-    fresh,
-    full,
-    goals,
-    hindsight,
-    loads,
-    n_step,
-    nan,
-    nothing,
-    ones,
-    prioritized,
-    ranked,
-    sequence,
-    steps,
-    storage,
-    td,
-    tensor,
-    theirs,
-    update,
-    weightless,
-    windows,
-    with_mask,
-    zeros,
-)
+from tests.refusals.makers import *
 
 REFUSALS: Table = {
     ("UniformSampler", nothing): [

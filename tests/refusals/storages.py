@@ -9,28 +9,7 @@ import torch
 from tensordict import TensorDict
 
 from rlbuf_td import SchemaError
-from tests.refusals.makers import (
-    RAGGED,
-    UNPACKABLE,
-    Table,
-    ended,
-    freed,
-    index_of,
-    indexed,
-    listed,
-    misfits,
-    no_rows,
-    nothing,
-    ones,
-    state_of_index,
-    steps,
-    storage,
-    storage_of_lanes,
-    td,
-    tensor,
-    tensors,
-    zeros,
-)
+from tests.refusals.makers import *
 
 
 def rows_in(data: TensorDict, size: int = 10, **options: Any) -> Any:

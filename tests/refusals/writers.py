@@ -9,29 +9,7 @@ from tensordict import TensorDict
 from torchrl.data import ListStorage, TensorDictReplayBuffer
 
 from rlbuf_td import SchemaError
-from tests.refusals.makers import (
-    BAD,
-    ENDS,
-    GOOD,
-    OUT_OF_ORDER,
-    REWARD,
-    Table,
-    attached,
-    critic,
-    filled,
-    fresh,
-    loads,
-    n_step,
-    nothing,
-    reservoir,
-    rolled,
-    rollout,
-    rows_of_reservoir,
-    steps,
-    td,
-    tensor,
-    zeros,
-)
+from tests.refusals.makers import *
 
 REFUSALS: Table = {
     ("RingWriter", lambda: attached(td.RingWriter(track_generations=True))): [
