@@ -22,9 +22,6 @@ from rlbuf_td import (
     NStepSampler,
     PackedStorage,
     ReplayBuffer,
-    RingWriter,
-    RolloutBuffer,
-    SchemaError,
     TrajectoryIndex,
     UniformSampler,
     make_transition,
@@ -261,22 +258,6 @@ def test_without_trajectory_numbers_only_the_lane_itself_must_have_ended():
     assert is_open
     with pytest.raises(RuntimeError, match="newest rows do not end an episode"):
         GymnasiumRecorder(rb.lane(0), env, trajectory_key=None)
-
-
-def test_what_is_no_lane_of_one_environment_is_refused():
-    env = SyncVectorEnv([cart_pole, cart_pole])
-    rb = ReplayBuffer.from_env(env, 100)
-    with pytest.raises(SchemaError, match="lane 1 holds the transitions of one environment, got 2 environments"):
-        GymnasiumRecorder(rb.lane(1), env)
-    with pytest.raises(SchemaError, match=r"the buffer's rows hold torch.float32 of shape \(4,\)"):
-        GymnasiumRecorder(rb.lane(1), Walk())
-    counted = ReplayBuffer(storage=PackedStorage(9, ndim=2, lanes=2), writer=RingWriter(track_generations=True))
-    for other in (RolloutBuffer.from_env(env, 10), counted):
-        with pytest.raises(ValueError, match="use a ReplayBuffer with a RingWriter, or record all lanes"):
-            GymnasiumRecorder(other.lane(0), cart_pole())
-    with pytest.raises(TypeError, match=r"a lane rb.lane\(e\), got a GymnasiumRecorder"):
-        GymnasiumRecorder(GymnasiumRecorder(rb.lane(0), cart_pole()), cart_pole())
-    assert len(rb) == 0
 
 
 @pytest.mark.parametrize("target", ["lane", "recorder"])

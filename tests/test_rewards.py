@@ -18,7 +18,6 @@ from rlbuf_td import (
     RolloutBuffer,
     SchemaError,
     UniformSampler,
-    make_transition,
 )
 from rlbuf_td.functional import generalized_advantage_estimate, td_lambda_return_estimate
 from tests.environments import Walk, rewarded
@@ -173,18 +172,6 @@ def test_a_whole_number_beyond_float64_is_refused_and_fractions_are_rounded():
         recorder.step(0)
         recorder.reset()
     assert rb.storage["next", "reward"].flatten().tolist() == [2.0**24, 2**30, float("inf")]
-
-
-@pytest.mark.parametrize("reward", ROUNDED, ids=lambda value: type(value).__name__)
-def test_transitions_refuse_whole_rewards_that_float32_lacks(reward):
-    lanes = np.shape(reward)
-    obs, flag = np.zeros((*lanes, 2), np.float32), np.zeros(lanes, bool) if lanes else False
-    action = np.zeros(lanes, int)
-    with pytest.raises(SchemaError, match=r"16777217, which float32 changes to .*: pass rewards as a float64 tensor"):
-        make_transition(obs, action, reward, obs, flag, flag)
-    kept = torch.as_tensor(reward, dtype=torch.float64)
-    rows = make_transition(obs, action, kept, obs, flag, flag)
-    assert torch.equal(rows["next", "reward"][..., 0], kept)
 
 
 def test_relabelled_whole_rewards_are_not_rounded(device):

@@ -75,35 +75,6 @@ def test_samples_of_a_space_have_its_schema_as_observations_and_as_actions(space
     assert leaves(rb.storage[0]) == leaves(step)
 
 
-@pytest.mark.parametrize(
-    ("space", "message"),
-    [
-        (spaces.Text(5), "'observation' is a Text space, which has no fixed size"),
-        (spaces.Dict(a=spaces.Dict(b=spaces.Sequence(spaces.Discrete(2)))), r"'a', 'b'\) is a Sequence"),
-        (spaces.Tuple((spaces.Graph(spaces.Box(0, 1, (2,)), None),)), r"\('observation', '0'\) is a Graph"),
-        (spaces.OneOf((spaces.Discrete(2), spaces.Discrete(3))), "is a OneOf space"),
-        (spaces.Box(-1, 1, (2,), np.longdouble), "has dtype float128, which torch does not have"),
-        (spaces.Dict(action=spaces.Discrete(2)), "a key 'action', which is reserved"),
-        (spaces.Dict(reward=spaces.Discrete(2)), "a key 'reward', which is reserved"),
-        (spaces.Dict({3: spaces.Discrete(2)}), "keys are strings, got 3 of type int"),
-    ],
-)
-def test_a_space_without_a_fixed_row_is_refused_by_name(space, message):
-    with pytest.raises(SchemaError, match=message):
-        transition_schema(space, spaces.Discrete(2))
-
-
-def test_what_is_no_space_or_environment_is_refused():
-    with pytest.raises(TypeError, match="a str has no keys, dtypes and shapes"):
-        schema_of("CartPole-v1")
-    with pytest.raises(TypeError, match="the action space must be a Gymnasium space or a TorchRL spec, got a int"):
-        transition_schema(spaces.Discrete(2), 2)
-    with pytest.raises(ValueError, match="num_envs must be at least 1"):
-        transition_schema(spaces.Discrete(2), spaces.Discrete(2), 0)
-    with pytest.raises(SchemaError, match="holds non-tensor data"):
-        schema_of(TensorDict({"name": "x", "value": torch.zeros(())}, []))
-
-
 def test_specs_give_what_their_values_are():
     observation = Composite(pixels=Bounded(0, 255, (3, 4, 4), dtype=torch.uint8), inner=Composite(x=Unbounded((2,))))
     schema = transition_schema(observation, OneHot(4), 2)
@@ -259,31 +230,6 @@ def test_arrays_that_torch_cannot_share_are_copied():
     assert step["next", "info", "x", "1"] == 2.0
     box = make_transition(np.ones(3), 0, 0, np.zeros(3), False, False)  # the same as a Dict of one key
     assert_same(box, make_transition({"observation": np.ones(3)}, 0, 0, {"observation": np.zeros(3)}, False, False))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"obs": {"a": {"b": "text"}}}, r"\('a', 'b'\) is a str of dtype <U4, which no tensor can hold"),
-        ({"obs": {"a": np.zeros(3, object)}}, "'a' is a ndarray of dtype object"),
-        ({"obs": {1: 2}}, "keys are strings, got 1"),
-        ({"obs": {"next": 1}}, "a key 'next', which is reserved for the transition"),
-        ({"terminated": 0}, "'terminated' must be bool, or an array of bool, got torch.int64"),
-        ({"truncated": np.zeros(2, bool)}, r"'truncated' has shape \(2,\), expected that of 'terminated', \(3,\)"),
-        ({"action": np.zeros(2)}, r"'action' has shape \(2,\), expected the leading dims \(3,\)"),
-        ({"reward": 1.0}, r"\('next', 'reward'\) has shape \(\), expected the leading dims \(3,\)"),
-        ({"reward": {"a": 1}}, "'reward' must be a number or an array, got a dict"),
-        ({"obs": {"a": {"b": 1.0}}}, r"\('a', 'b'\) has shape \(\), expected the leading dims \(3,\)"),
-        ({"next": 3}, "the extra 'next' must be a dict"),
-        ({"next": {"done": True}}, "the extra 'done' has the name"),
-        ({"observation": np.zeros(3)}, "the extra 'observation' has the name"),
-    ],
-)
-def test_what_is_no_transition_is_refused_by_name(change, message):
-    three = np.zeros(3, bool)
-    step = {"obs": np.zeros(3), "action": np.zeros(3), "reward": np.zeros(3), "next_obs": np.zeros(3)}
-    with pytest.raises(SchemaError, match=message):
-        make_transition(**(step | {"terminated": three, "truncated": three} | change))
 
 
 @pytest.mark.parametrize("num_envs", [None, 2])

@@ -12,8 +12,6 @@ import torch
 from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete
 from tensordict import TensorDict
 from torchrl.data import Bounded, Categorical, Composite, Unbounded
-from torchrl.data.replay_buffers import ListStorage
-from torchrl.data.replay_buffers import ReplayBuffer as TorchRLBuffer
 from torchrl.envs import GymEnv, SerialEnv
 
 from rlbuf_td import PackedStorage, ReplayBuffer
@@ -183,18 +181,3 @@ def test_a_check_changes_nothing(rows: TensorDict) -> None:
     assert list(rb.storage._attached_entities) == attached
     assert rb.storage._mutation_revision == revision
     assert torch.equal(torch.random.get_rng_state(), generator)
-
-
-def test_what_cannot_be_read_is_refused() -> None:
-    words = TorchRLBuffer(storage=ListStorage(10))
-    words.extend(["left", "right"])
-    emptied = ReplayBuffer(storage=PackedStorage(10))
-    emptied.extend(walk(5)[:, 0])
-    emptied.empty()
-    with pytest.raises(TypeError, match=r"the doctor reads a buffer, a storage, .* not a int"):
-        check(3)
-    with pytest.raises(TypeError, match=r"storages of TensorDicts, not a ListStorage"):
-        check(words)
-    for empty in (PackedStorage(10), emptied):
-        with pytest.raises(ValueError, match="the buffer is empty: there is nothing to read"):
-            check(empty)
