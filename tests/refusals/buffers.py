@@ -297,7 +297,7 @@ REFUSALS: Table = {
         *((lambda _, length=length: td.RolloutBuffer(8, 2, sequence_length=length), ValueError,
            f"sequence_length must be a whole number, at least 1, got {length}") for length in (0, 2.5)),
         (lambda _: td.RolloutBuffer(8, 2, sequence_length=9), ValueError, "a rollout of 8 steps has no chunks of 9"),
-        (lambda _: td.RolloutBuffer(8, 2, sequence_length=4, batch_size=6), ValueError, "must be a multiple of .* = 4"),
+        (lambda _: td.RolloutBuffer(8, 2, sequence_length=4, batch_size=6), ValueError, "a multiple of .*=4, got 6"),
         (lambda _: td.RolloutBuffer(8, sequence_length=4, sampler=td.UniformSampler()), ValueError, "sequence_length="),
         (lambda _: td.RolloutBuffer.from_schema(rolled(2, 3), 10), SchemaError, r"rollouts are \[T\] or \[T, E\]"),
     ],

@@ -72,7 +72,7 @@ REFUSALS: Table = {
             ({"obs": {"a": np.zeros(3, object)}}, "'a' is a ndarray of dtype object"),
             ({"obs": {1: 2}}, "keys are strings, got 1"),
             ({"obs": {"next": 1}}, "a key 'next', which is reserved for the transition"),
-            (dict.fromkeys(("obs", "next_obs"), {"a": {"b": 1.0}}), r"\('a', 'b'\) has shape \(\), expected the"),
+            ({"obs": {"a": 1.0}, "next_obs": {"a": 1.0}}, r"'a' has shape \(\), expected the leading dims"),
             ({"terminated": 0}, "'terminated' must be bool, or an array of bool, got torch.int64"),
             ({"truncated": np.zeros(2, bool)}, r"'truncated' has shape \(2,\), expected that of 'terminated', \(3,\)"),
             ({"action": np.zeros(2)}, r"'action' has shape \(2,\), expected the leading dims \(3,\)"),
