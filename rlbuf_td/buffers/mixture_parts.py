@@ -193,7 +193,6 @@ def try_states(members: Mapping[str, ReplayBuffer], states: Mapping[str, Any]) -
     for name, member in members.items():
         state = states[name]
         member._initialize()
-        member._validate_prefetch_state(state.get("_prefetch_state"))
         with member._locked():
             if isinstance(member.storage, PackedStorage):
                 examine(member.storage, state["_storage"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
 from concurrent.futures import Future
 from functools import partial
 from operator import is_
@@ -12,13 +11,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 import torch
 from tensordict import TensorDictBase
-from torchrl.data.replay_buffers import SamplerWithoutReplacement
 
 from rlbuf_td.buffers.parts import Parts
 from rlbuf_td.storages.indexing import device_of, flat_rows
 from rlbuf_td.storages.notebooks import GPU
-from rlbuf_td.storages.torchrl_parts import empty_part, generator_of
-from rlbuf_td.storages.write_clock import BY_ROW, SAMPLED_AT
+from rlbuf_td.storages.torchrl_parts import generator_of
+from rlbuf_td.storages.write_clock import BY_ROW
 
 if TYPE_CHECKING:
     from rlbuf_td.buffers.replay import ReplayBuffer
@@ -34,7 +32,7 @@ class _Batch(NamedTuple):
     sample: Sample | Future[Sample]  # a Future if a thread transforms the batch
     index: Any  # of its rows
     drawn_at: int  # the storage's write clock at the draw
-    fresh: Any  # the rows that were fresh before the draw, if the sampler can take them back
+    progress: Any  # the sampler's before the draw, if it hands out each row once
 
     def is_overwritten(self, storage: Any) -> bool:
         """Whether all its rows have been overwritten since the draw."""
@@ -65,7 +63,7 @@ class Prefetcher:
         self._seconds, self._is_slow = 0.0, False  # duration of the last transforms; whether the last two were slow
 
     def __reduce__(self) -> Any:
-        """Pickle the settings only, because the buffer saves the batches drawn ahead."""
+        """Pickle the settings only: a copy draws anew."""
         return type(self), (self._buffer, self.ahead)
 
     def take(self, batch_size: int) -> Sample:
@@ -79,14 +77,13 @@ class Prefetcher:
         """Draw a batch, and transform it or let a thread transform it."""
         buffer, storage = self._buffer, self._buffer.storage
         with buffer._locked():
-            fresh_rows = getattr(buffer.sampler, "fresh_rows", None)
-            fresh = None if fresh_rows is None else fresh_rows(storage)
+            progress = getattr(buffer.sampler, "progress", None)
             drawn_at = storage.clock.now
             batch, report = cast(Sample, buffer._draw(batch_size))  # not TorchRL's code, which the buffer has excluded
             self._drop_outdated(is_drawn=True)  # a draw may start new epochs
         index, finish = report["index"], partial(self._finish, batch, report)
         sample = buffer._prefetch_executor.submit(finish) if self._is_slow else finish()
-        return _Batch(sample, index, drawn_at, fresh)
+        return _Batch(sample, index, drawn_at, progress)
 
     def _finish(self, batch: TensorDictBase, report: dict[Any, Any]) -> Sample:
         start = perf_counter()
@@ -106,9 +103,9 @@ class Prefetcher:
         self._drawn_from = ()
 
     def take_back(self) -> None:
-        """Drop all batches; rows that were fresh before their draw are fresh again."""
-        if self._batches and self._batches[0].fresh is not None:
-            self._buffer.sampler.return_fresh(self._batches[0].fresh)
+        """Drop all batches; a sampler that hands out each row once hands out their rows again."""
+        if self._batches and self._batches[0].progress is not None:
+            self._buffer.sampler.progress = self._batches[0].progress
         self._batches.clear()
 
     def _drop_outdated(self, is_drawn: bool = False) -> None:
@@ -124,18 +121,6 @@ class Prefetcher:
             self._drawn_from = now
         while self._batches and self._batches[0].is_overwritten(storage):
             self._batches.popleft()
-
-    def drawn_ahead(self) -> list[Sample]:
-        """Return the batches to save."""
-        self._drop_outdated()
-        return [batch.result() for batch in self._batches]
-
-    def restore(self, samples: Iterable[Sample]) -> None:
-        """Replace the batches by those of :meth:`drawn_ahead`, of a buffer whose state has been loaded."""
-        self.drop()
-        self._drop_outdated()
-        now = self._buffer.storage.clock.now
-        self._batches.extend(_Batch(sample, sample[1]["index"], now, None) for sample in samples)
 
 
 def copied(sample: Sample, device: torch.device) -> Sample:
@@ -157,20 +142,9 @@ def refuse_copies(parts: Parts) -> None:
         )
 
 
-def restamped(samples: Iterable[Sample], parts: Parts, sign: int) -> tuple[Sample, ...]:
-    """Make ``"sampled_at"`` relative to the storage's clock with ``sign=-1``, and absolute again with ``sign=1``."""
-    if not parts.is_stamped:
-        return tuple(samples)
-    return tuple(_restamped(*sample, sign * parts.storage.clock.now) for sample in samples)
-
-
-def _restamped(batch: TensorDictBase, report: dict[Any, Any], by: int) -> Sample:
-    report = report | {SAMPLED_AT: report[SAMPLED_AT] + by}
-    return batch.copy().set(SAMPLED_AT, report[SAMPLED_AT]) if SAMPLED_AT in batch.keys() else batch, report
-
-
-def forget_epochs(sampler: Any) -> None:
-    """Begin new epochs, in which the rows of dropped batches are drawn again."""
-    innermost = getattr(sampler, "innermost", sampler)
-    if isinstance(innermost, SamplerWithoutReplacement):
-        empty_part(innermost)
+def refuse_max_age(sampler: Any, ahead: int) -> None:
+    """Raise a ValueError if batches are drawn ahead and rows have a largest age, which they would exceed."""
+    max_age = getattr(getattr(sampler, "innermost", sampler), "max_age", None)
+    if ahead and max_age is not None:
+        remedy = "use prefetch=0, or a RecencySampler without max_age"
+        raise ValueError(f"with prefetch={ahead}, batches are drawn too early to keep max_age={max_age}: {remedy}")

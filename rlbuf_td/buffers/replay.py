@@ -33,7 +33,7 @@ from rlbuf_td.buffers.parts import (
     trajectory_ids,
     with_missing,
 )
-from rlbuf_td.buffers.prefetch import Prefetcher, Sample, copied, forget_epochs, refuse_copies, restamped
+from rlbuf_td.buffers.prefetch import Prefetcher, Sample, copied, refuse_copies, refuse_max_age
 from rlbuf_td.checkpoint.buffer import dump_buffer, load_buffer
 from rlbuf_td.checkpoint.parts import (
     load_or_restore,
@@ -104,8 +104,8 @@ class ReplayBuffer(TensorDictReplayBuffer):
         prefetch: k, the number of batches that are drawn, copied and transformed ahead. Copies and transforms that take
             more than 1 ms run in threads. Without transforms, ``pin_memory`` and ``device``, only buffers that use
             TorchRL's code draw ahead. Equal seeds give equal batches, except with random transforms in threads, or with
-            TorchRL's samplers. :meth:`empty`, a load, or a change of storage, sampler or transform drops the batches
-            drawn ahead.
+            TorchRL's samplers. :meth:`empty`, saving, a load, or a change of storage, sampler or transform drops the
+            batches drawn ahead. A sampler with ``max_age`` is refused.
         samples_per_insert: target ratio of sampled rows to written rows. A write that would exceed ``tolerance`` waits,
             and warns after 5 seconds. If a batch would exceed it, :meth:`sample` raises a RuntimeError, or waits if
             ``wait=True``. In one thread, sample after each write: ``while rb.can_sample(): batch = rb.sample()``.
@@ -460,6 +460,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
     def _connect(self, *, default_priorities: bool = False) -> Parts:
         """Update ``parts``; with ``default_priorities``, rows without a priority get the priority of new rows."""
         refuse_second_priorities(self, self._storage, self._sampler)
+        refuse_max_age(self._sampler, self._prefetch_cap)
         self.bound, self.bound_write = {}, None
         transforms, has_units = getattr(self._transform, "transforms", ()), self._sample_unit is not None
         parts = Parts.of(self._storage, self._sampler, self._writer, transforms, has_units, self._has_collate_fn)
@@ -1229,8 +1230,8 @@ class ReplayBuffer(TensorDictReplayBuffer):
         had ``track_generations=True`` (``rows_only`` loads these rows). If the saved rows exceed the capacity, the
         oldest are dropped, with a warning. New collectors may use the same trajectory ids (``("collector",
         "traj_ids")``) again. A load therefore ends unfinished trajectories that have ids. The two buffers may differ in
-        ``prefetch``, ``device`` and transforms: if this buffer draws no or fewer batches ahead, the saved batches drawn
-        ahead are dropped, and a :class:`MinibatchSampler` starts its epochs again. Flow control goes on from the saved
+        ``prefetch``, ``device`` and transforms. A dump has no batches drawn ahead: :meth:`dumps` drops them, and both
+        buffers draw their rows anew. Flow control goes on from the saved
         counts if its settings are the same; otherwise the rows count as written, and as sampled as often as
         ``samples_per_insert`` asks.
 
@@ -1267,7 +1268,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
         return found | dict(zip(_RETURNED, self.returned, strict=True))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the state of :meth:`state_dict`; batches drawn ahead and flow control as in :meth:`loads`.
+        """Restore the state of :meth:`state_dict`; flow control as in :meth:`loads`.
 
         Raises:
             ValueError: the state belongs to another class of storage, sampler or writer, its rows do not fit, or one of
@@ -1296,7 +1297,6 @@ class ReplayBuffer(TensorDictReplayBuffer):
     def _refuse_state(self, state_dict: dict[str, Any]) -> None:
         """Raise a ValueError if one of the buffer's own entries in a state is wrong."""
         with state_of(self):
-            self._validate_prefetch_state(state_dict.get("_prefetch_state"))  # as TorchRL does, before any change
             if self.flow is not None:
                 self.flow.refuse_state(state_dict.get("_flow"))
             refuse_counts(*map(state_dict.get, ("_batch_size", "_consume_after_n_samples", *_RETURNED)))
@@ -1476,12 +1476,12 @@ class ReplayBuffer(TensorDictReplayBuffer):
 
     @contextmanager
     def _capture_prefetch_state(self, *, clone_queue: bool = True) -> Iterator[dict[str, Any]]:
-        """Suspend sampling in a ``with`` block, and yield the state to save, which contains the batches drawn ahead."""
+        """Drop the batches drawn ahead, and suspend sampling in a ``with`` block."""
         with self._futures_lock:
-            ahead = [] if self.prefetcher is None or not self.parts.draws else self.prefetcher.drawn_ahead()
+            if self.prefetcher is not None:
+                self.prefetcher.take_back()
             with super()._capture_prefetch_state(clone_queue=clone_queue) as state:
-                copied = map(self._clone_prefetch_result, ahead) if clone_queue else ahead
-                yield state | {"queue": restamped((*state["queue"], *copied), self.parts, -1)}
+                yield state | {"queue": ()}
 
     def _clear_prefetch_queue_locked(self) -> None:
         super()._clear_prefetch_queue_locked()
@@ -1489,32 +1489,10 @@ class ReplayBuffer(TensorDictReplayBuffer):
             self.prefetcher.drop()
 
     def _validate_prefetch_state(self, prefetch_state: Any) -> None:
-        super()._validate_prefetch_state(self._fitting(prefetch_state))
+        """Accept the state of a buffer with any ``prefetch``: no batches are restored."""
 
     def _restore_prefetch_queue_locked(self, prefetch_state: Any, *, clone_queue: bool = True) -> None:
-        """Restore batches drawn ahead, or drop them if this buffer does not serve as many, or draws none ahead."""
-        if prefetch_state is None:
-            return
-        kept = self._fitting(prefetch_state)["queue"]
-        if len(kept) < len(prefetch_state["queue"]):
-            forget_epochs(self._sampler)
-        queue = restamped(kept, self.parts, 1)
-        if self.prefetcher is None or not self.parts.draws:
-            super()._restore_prefetch_queue_locked(prefetch_state | {"queue": queue}, clone_queue=clone_queue)
-        else:
-            batches = map(self._clone_prefetch_result, queue) if clone_queue else iter(queue)
-            device = self.batch_device if self._copies_batches else device_of(self._storage)
-            self.prefetcher.restore(copied(batch, device) for batch in batches)
-
-    def _fitting(self, prefetch_state: Any) -> Any:
-        """Return the state with this buffer's capacity, and without batches that this buffer would not serve."""
-        if not isinstance(prefetch_state, dict):
-            return prefetch_state
-        queue = prefetch_state.get("queue")
-        serves = self._prefetch and not (self._initialize().draws and self._returns_as_drawn)
-        if isinstance(queue, list | tuple) and not (serves and len(queue) <= self._prefetch_cap):
-            queue = ()
-        return prefetch_state | {"capacity": self._prefetch_cap, "queue": queue}
+        """Do nothing: a resumed buffer draws anew."""
 
     # -- workers of a DataLoader, in which TorchRL's data sets sample copies of the buffer
 

@@ -27,8 +27,8 @@ Hook: TypeAlias = Callable[[], object]
 
 
 def dump_buffer(rb: Any, path: str | Path, progress: bool | None = None, *, sync: bool = True) -> None:
-    with writing(path, KIND, sync=sync) as writer, parts.at_rest(rb) as prefetched:
-        state = parts.capture(rb, prefetched)
+    with writing(path, KIND, sync=sync) as writer, parts.at_rest(rb):
+        state = parts.capture(rb)
         write_state(writer, state, split_rows(state["storage"]), progress)
 
 
@@ -120,8 +120,6 @@ class _Load:
         } | ({} if fit.heads is None else {"lane_heads": fit.heads})
         saved["writer"]["state"] |= {"_cursor": fit.steps % capacity}
         saved["trajectories"] = [each | {"state": {}} for each in saved["trajectories"]]
-        if fit.moves:
-            saved["buffer"] |= {"prefetched": ()}
 
     def apply(self, report: Report, connect: Hook) -> None:
         """Load all states into the buffer; if a component refuses its state, undo all changes."""

@@ -9,7 +9,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
 from torchrl.data.replay_buffers import RandomSampler, Storage
 
 from rlbuf_td.checkpoint.manifest import CheckpointError
@@ -20,13 +19,13 @@ from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 
 
 @contextmanager
-def at_rest(rb: Any) -> Iterator[dict[str, Any]]:
-    """Hold all locks of a buffer, and yield the state of its prefetch queue."""
-    with rb._capture_prefetch_state(clone_queue=False) as prefetched, rb._locked():
-        yield prefetched
+def at_rest(rb: Any) -> Iterator[None]:
+    """Drop the batches drawn ahead, and hold all locks of a buffer."""
+    with rb._capture_prefetch_state(clone_queue=False), rb._locked():
+        yield
 
 
-def capture(rb: Any, prefetched: dict[str, Any]) -> dict[str, Any]:
+def capture(rb: Any) -> dict[str, Any]:
     """Return all state that determines the behaviour of a buffer, without copying the rows."""
     storage, generator = rb.storage, generator_of(rb)
     return {
@@ -34,7 +33,6 @@ def capture(rb: Any, prefetched: dict[str, Any]) -> dict[str, Any]:
             "class": type(rb).__name__,
             "batch_size": rb.batch_size,
             "consume_after_n_samples": rb._consume_after_n_samples,
-            "prefetched": tuple(prefetched["queue"]),
             "stats": None if rb.episode_stats is None else rb.episode_stats.state_dict(),
             "replays": None if rb.replay_count is None else rb.replay_count.counts(),
             "flow": None if rb.flow is None else rb.flow.state_dict(),
@@ -58,16 +56,10 @@ def capture(rb: Any, prefetched: dict[str, Any]) -> dict[str, Any]:
 
 
 def restore_buffer(rb: Any, saved: dict[str, Any], generator: dict[str, Any] | None) -> None:
-    """Restore the sampling options, generator and prefetch queue of a buffer; the caller holds the buffer's locks."""
+    """Restore the sampling options and the generator of a buffer; the caller holds the buffer's locks."""
     rb._batch_size, rb._consume_after_n_samples = saved["batch_size"], saved["consume_after_n_samples"]
     rb.returned.values[:] = saved.get("returned", [0, 0])
     restore_generator(rb, generator)
-    rb._restore_prefetch_queue_locked(_prefetch_state(rb, saved["prefetched"]), clone_queue=False)
-
-
-def _prefetch_state(rb: Any, queue: Any) -> dict[str, Any]:
-    """Return batches drawn ahead in the form of TorchRL's state."""
-    return {"version": 1, "capacity": rb._prefetch_cap, "queue": queue}
 
 
 def name_of(part: Any) -> str:
@@ -110,9 +102,6 @@ def refuse_malformed(rb: Any, saved: dict[str, Any]) -> None:
         raise ValueError(f"the saved counts of batches and of their rows are {returned!r}")
     if rb.flow is not None:
         rb.flow.refuse_state(buffer.get("flow"))
-    rb._validate_prefetch_state(_prefetch_state(rb, buffer["prefetched"]))
-    if not all(isinstance(batch, TensorDictBase) and isinstance(info, dict) for batch, info in buffer["prefetched"]):
-        raise TypeError("a prefetched batch must be a TensorDict and a dict")
     refuse_trajectories(saved["trajectories"])
     generator = saved["generator"]
     refuse_generators({} if generator is None else {generator["device"]: generator["state"]})

@@ -284,13 +284,20 @@ class FreshRowsSampler(SamplerWrapper):
 
     # -- state
 
-    def fresh_rows(self, storage: Storage) -> Any:
-        """Return a record of the fresh rows, for :meth:`return_fresh`; None before the first row."""
-        return self.queue.fresh_rows(storage)
+    @property
+    def progress(self) -> tuple[Any, Any]:
+        """The fresh rows; setting an earlier progress makes rows that were handed out since then fresh again."""
+        storage = self.queue.storage()
+        rows = None if storage is None else self.queue.fresh_rows(storage)
+        return rows, getattr(self.sampler, "progress", None)
 
-    def return_fresh(self, rows: Any) -> None:
-        """Make rows that were fresh at an earlier :meth:`fresh_rows` fresh again, and rows written since then."""
-        self.queue.return_fresh(rows)
+    @progress.setter
+    def progress(self, progress: tuple[Any, Any]) -> None:
+        rows, inner = progress
+        if rows is not None:
+            self.queue.return_fresh(rows)
+        if inner is not None:
+            self.sampler.progress = inner
 
     def snapshot(self) -> dict[str, Any]:
         """Return the state of the wrapped sampler, the setting ``fresh``, and the ages of the fresh rows."""

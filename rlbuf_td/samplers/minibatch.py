@@ -67,6 +67,23 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
     epoch = property(attrgetter("_epoch"), doc="The number of finished epochs, ``0 <= epoch < epochs``.")
     position = property(attrgetter("_position"), doc="How many rows of this epoch have been drawn.")
 
+    @property
+    def progress(self) -> tuple[Any, ...]:
+        """How far the epochs are; setting an earlier progress of the same epochs draws the rows since then again."""
+        return (
+            getattr(self, "begun", None),
+            self._order,
+            self._position,
+            self._epoch,
+            self._ran_out,
+            self._remaining_batches,
+        )
+
+    @progress.setter
+    def progress(self, progress: tuple[Any, ...]) -> None:
+        if progress[0] is getattr(self, "begun", None):
+            self._order, self._position, self._epoch, self._ran_out, self._remaining_batches = progress[1:]
+
     def restart(self) -> None:
         """Restart with the first epoch, in a new random order if ``shuffle`` is set."""
         self.begun = object()  # invalidates batches drawn ahead

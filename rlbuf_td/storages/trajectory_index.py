@@ -167,17 +167,6 @@ class TrajectoryIndex:
         oldest, live, begun = self._oldest(boundaries)
         return boundaries.whole(oldest, live, begun, only_finished)
 
-    def is_whole(self, flat: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
-        """Return whether the first row of each row's trajectory is stored, ``[B]`` bool.
-
-        ``back`` is the result of :meth:`steps_back` for the flat rows ``flat``.
-        """
-        boundaries = self.boundaries()
-        steps, lanes = self._shape
-        oldest, _, begun = (each.to(flat.device) for each in self._oldest(boundaries))
-        lane = flat % lanes
-        return ((flat // lanes - back) % steps != oldest[lane]) | begun[lane]
-
     def _oldest(self, boundaries: Boundaries) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return each lane's oldest step, number of steps, and whether a trajectory begins with the oldest step."""
         steps, lanes = self._shape

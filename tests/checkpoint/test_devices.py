@@ -17,7 +17,7 @@ def test_generators_of_devices_that_are_not_here_are_left_out(device):
         parts.restore_generator(rb, {"device": device, "state": state})
     assert rb._rng is generator
     parts.restore_default_generators({device: state})
-    saved = {"buffer": {"batch_size": 1, "consume_after_n_samples": None, "prefetched": ()}, "writer": {"state": {}}}
+    saved = {"buffer": {"batch_size": 1, "consume_after_n_samples": None}, "writer": {"state": {}}}
     saved |= {"trajectories": [], "generator": {"device": device, "state": state}}
     parts.refuse_malformed(rb, saved | {"default_generator": {"cuda:98": state}})
     with pytest.raises((RuntimeError, TypeError)):
