@@ -333,7 +333,7 @@ def test_fresh_rows_of_dropped_batches_are_fresh_again(wrapped, device, how, tmp
     again = restored(rb, again, how, tmp_path)
     for each in (rb, again):
         rows = seen + [each.sample()["index"][:2].tolist() for _ in range(5)]
-        assert rows == [[9, 8], [11, 10], [7, 6], [5, 4], [3, 2], [1, 0]]
+        assert rows == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]
 
 
 def test_dumps_of_buffers_with_and_without_device_load_into_each_other(device, tmp_path):

@@ -56,7 +56,7 @@ class BoundDraw(ABC):
     reports: ClassVar[tuple[tuple[str, torch.dtype], ...]] = ()  # the sampler's report, one number per row
     refuses_once: ClassVar[bool] = False  # whether a draw after one that compiled code refuses may succeed
     takes_fresh_rows: ClassVar[bool] = False  # whether the compiled function can replace the first rows by fresh rows
-    queue: Any = None  # of fresh rows, which replace the first ones
+    queue: Callable[[], bool] | None = None  # whether fresh rows, which replace the first ones, can be taken
     table = 0  # address of an array with the addresses of the priorities
     #: Returns the rows among which a draw without replacement chooses; None: all.
     anchors: Callable[[PackedStorage], Tensor] | None = None
@@ -92,7 +92,7 @@ class BoundDraw(ABC):
         """Whether storage and sampler are unchanged, and the rows are in their old place."""
         rows = self.rows
         is_in_place = self.storage.rows is rows and rows.flat.data_ptr() == self.place
-        is_in_place &= self.storage.shared_rows is self.shared_rows and (self.queue is None or self.queue.holds())
+        is_in_place &= self.storage.shared_rows is self.shared_rows and (self.queue is None or self.queue())
         return is_in_place and generator_of(self.sampler) is self.generator and not in_dispatch_mode()
 
     @abstractmethod

@@ -168,6 +168,9 @@ class SequenceSampler(SamplerWrapper):
         self.slice_end_key, self.time_dim_name = as_tuple(slice_end_key), time_dim_name
         self.length, self.burn_in, self.boundary, self.stride = length, burn_in, boundary, stride
         self._refuse_stride()
+        for wrapper in self._wrappers():
+            if wrapper.adds_fresh_rows:
+                wrapper.give_windows_to(self)
         self.priority_rule, self.eta = one_of("max", "mix")("priority", priority), eta
         beside = self.done_key[:-1]
         ends = (None, None) if self.gives_windows else ((*beside, "truncated"), (*beside, "done"))

@@ -124,10 +124,7 @@ WRONG: dict[str, dict[str, dict[str, list[Any]]]] = {
     "fresh": {
         "_sampler": {
             "settings.fresh": [0, 1.5, None],
-            "undrawn": [
-                *(torch.tensor(x) for x in ([[0, 3, 5]], [[0, 5, -1]], [[0, 5, 3], [0, 9, 7]], [[0, 9, 3], [0, 5, 1]])),
-                *(torch.tensor(x) for x in ([[-2, 5, 3]], [[-1, 5, 3], [0, 3, 1]], [[1, 5, 3], [0, 9, 7]], [3])),
-            ],
+            "undrawn": [torch.tensor([-1]), torch.tensor([1.0]), torch.tensor([[3]])],
             "sampler.largest": [-0.5],
         }
     },

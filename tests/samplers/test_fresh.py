@@ -1,13 +1,16 @@
-"""New rows first: each exactly once, newest first, whatever is written, saved or replaced; the rest as before."""
+"""New rows first: each exactly once, oldest first, whatever is written, saved or replaced; the rest as before."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -58,9 +61,8 @@ class Numbered:
     def check_sample(self) -> None:
         batch = self.rb.sample()
         count = min(self.rb.sampler.fresh, len(batch), len(self.undrawn))  # the last batch of an epoch is short
-        wanted = self.undrawn[::-1][:count]
-        assert batch["number"][:count].tolist() == wanted
-        del self.undrawn[len(self.undrawn) - count :]
+        assert batch["number"][:count].tolist() == self.undrawn[:count]
+        del self.undrawn[:count]
         index = batch["index"] if self.lanes == 0 else batch["index"] @ torch.tensor([self.lanes, 1])
         assert torch.equal(self.rb.storage[:]["number"].reshape(-1)[index], batch["number"])
 
@@ -97,9 +99,9 @@ def test_the_rest_of_a_batch_follows_the_wrapped_law(inner):
     counts, draws, batch = torch.zeros(STEPS), 1_000, 203
     made.check_sample()
     for _ in range(draws):
-        sampler.queue.begin([(0, 3, 0)])
+        sampler.queue.begin(np.array([3]))
         flat, _ = sampler._draw(made.rb.storage, batch)
-        assert flat[:3].tolist() == [14, 13, 12]
+        assert flat[:3].tolist() == [12, 13, 14]
         counts += torch.bincount(flat[3:], minlength=STEPS)
     weight = error.double() ** 0.6 if inner == "proportional" else torch.ones(STEPS).double()
     assert power((weight / weight.sum()).numpy(), draws * (batch - 3), bias=0.02) > 0.97
@@ -128,13 +130,13 @@ def test_weights_stay_finite_if_a_fresh_row_is_almost_never_drawn(norm):
     inner = ProportionalSampler(4, alpha=1.0, beta=2.0, weight_norm=norm)
     rb = ReplayBuffer(storage=PackedStorage(4), sampler=FreshRowsSampler(inner, 1), batch_size=BATCH)
     index = rb.extend(TensorDict({"x": torch.arange(4)}, [4]))
-    rb.update_priority(index, torch.tensor([1e30, 1e30, 1e30, 0.0]))
+    rb.update_priority(index, torch.tensor([0.0, 1e30, 1e30, 1e30]))
     assert rb.sample()["priority_weight"].isfinite().all()
     compiled, reference = torch.zeros(2), torch.zeros(2)
     for weigh_, weight in ((inner.law.weigh_beside_, compiled), (partial(Law.weigh_beside_, inner.law), reference)):
         for scale in (0.0, 0.25):
             weight[0] = scale
-            weigh_(index[3:], index[:1], weight)
+            weigh_(index[:1], index[1:2], weight)
             assert weight.isfinite().all()
     assert torch.equal(compiled, reference)
 
@@ -177,8 +179,8 @@ def test_replaced_rows_are_not_fresh_again():
         made.check_sample()
     made.rb[3:5] = made.rb[3:5].clone()
     made.write(3)
-    assert made.rb.sample()["number"][:2].tolist() == [17, 16]
-    assert made.rb.sample()["number"][0] == 15
+    assert made.rb.sample()["number"][:2].tolist() == [15, 16]
+    assert made.rb.sample()["number"][0] == 17
 
 
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda rb: pickle.loads(pickle.dumps(rb))], ids=["copied", "pickled"])
@@ -192,8 +194,8 @@ def test_a_copy_has_the_same_fresh_rows(again):
         each.extend(rows(7, 1))
     loaded.load_state_dict(other.state_dict())  # before the copy has drawn a batch
     for each in (rb, other, loaded):
-        assert each.sample()["number"][:3].tolist() == [7, 6, 5]
-        assert not len(each.sampler.queue.ages())
+        assert each.sample()["number"][:3].tolist() == [5, 6, 7]
+        assert not each.sampler.queue.waiting().any()
 
 
 def test_a_copy_may_reach_the_storage_before_its_buffer():
@@ -203,7 +205,7 @@ def test_a_copy_may_reach_the_storage_before_its_buffer():
     storage = copy.deepcopy(rb.storage)
     other = next(each for each in listeners_of(storage) if isinstance(each, ReplayBuffer))
     assert other is not rb
-    assert other.sample()["number"][:2].tolist() == [8, 7]
+    assert other.sample()["number"][:2].tolist() == [0, 1]
 
 
 def test_the_storage_of_fresh_rows_can_be_replaced():
@@ -212,4 +214,34 @@ def test_the_storage_of_fresh_rows_can_be_replaced():
     rb.sample()
     rb.set_storage(PackedStorage(20))
     rb.extend(rows(7, 2))
-    assert rb.sample()["number"].tolist() == [8, 7]
+    assert rb.sample()["number"].tolist() == [7, 8]
+
+
+@pytest.mark.parametrize("line", range(1, 60))
+def test_an_interrupt_in_the_bookkeeping_leaves_whole_rows(line):
+    rb = buffer_of(STEPS, FreshRowsSampler(UniformSampler(), 2), 3, partial(PackedStorage, lanes=3), batch_size=4)
+    rb.extend(rows(0, 5), lanes=0)
+    left = line
+
+    def trace(frame, event, _):
+        nonlocal left
+        if not frame.f_code.co_filename.endswith("samplers/fresh.py"):
+            return None
+        left -= event == "line"
+        if not left:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            rb.sample()
+    finally:
+        sys.settrace(before)
+    for first in range(5, 35, 3):
+        rb.extend(rows(first, 3), lanes=torch.tensor([0, 1, 2]))
+        batch = rb.sample()
+        step, lane = batch["index"].unbind(1)
+        assert torch.equal(rb.storage["number"][step, lane], batch["number"])

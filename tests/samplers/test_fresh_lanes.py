@@ -1,4 +1,4 @@
-"""New rows of lanes that advance alone come first, each once, the newest first: brute force against a list."""
+"""New rows of lanes that advance alone come first, each once, the oldest first: brute force against a list."""
 
 from __future__ import annotations
 
@@ -83,11 +83,19 @@ class Written:
             at = torch.tensor([rng.randrange(len(self.rb.lane(lane)))]), torch.tensor([lane])
             self.rb.set_at_("action", torch.tensor([-1]), at)
 
+    def take(self, count: int) -> list[tuple[int, int]]:
+        """Remove rows one by one: the oldest of the lane that has most of them, or of the first such lane."""
+        taken = []
+        for _ in range(count):
+            waiting = [sum(lane == e for lane, _ in self.undrawn) for e in range(self.lanes)]
+            taken.append(next(row for row in self.undrawn if row[0] == waiting.index(max(waiting))))
+            self.undrawn.remove(taken[-1])
+        return taken
+
     def check_batch(self, batch: Any) -> None:
         count = min(self.rb.sampler.fresh, len(batch), len(self.undrawn))
         found = [*zip(batch["lane"].tolist(), batch["number"].tolist(), strict=True)]
-        assert found[:count] == self.undrawn[::-1][:count]
-        del self.undrawn[len(self.undrawn) - count :]
+        assert found[:count] == self.take(count)
         for (lane, number), index in zip(found, batch["index"].tolist(), strict=True):
             assert self.count[lane] - self.steps <= number < self.count[lane]
             assert index == [number % self.steps, lane]
@@ -172,13 +180,14 @@ def test_a_dump_into_another_capacity_keeps_the_order_of_fresh_rows(steps: int, 
             other.rb.loads(tmp_path)
     else:
         other.rb.loads(tmp_path)
-    expected = [(e, k) for e, k in reversed(written.undrawn) if k >= written.count[e] - steps]
+    written.undrawn = [(e, k) for e, k in written.undrawn if k >= written.count[e] - steps]
+    expected = written.take(len(written.undrawn))
     found: list[tuple[int, int]] = []
     while len(found) < len(expected):
         batch = other.rb.sample()
         found += zip(batch["lane"].tolist(), batch["number"].tolist(), strict=True)
     assert found[: len(expected)] == expected
-    assert not len(other.rb.sampler.queue.ages())
+    assert not other.rb.sampler.queue.waiting().any()
 
 
 def test_processes_find_the_rows_that_others_write_to_lanes() -> None:

@@ -24,8 +24,8 @@ _SOURCES = (
 )
 #: For batches of ``count`` rows: the same shape, and addresses. ``reads`` is 0 if another function reads the drawn
 #: rows, whose indices are then at ``flat``; else 1. ``table`` points to ``addresses`` as ``priorities`` does, ``flat``
-#: and ``uniform`` to scratch memory for ``count`` int64 and float64, and ``queue`` to a ``QUEUE`` of fresh rows (0:
-#: none), which needs the storage's counters at ``numbers`` and ``clock``. ``windows`` points to a ``WINDOWS`` record if
+#: and ``uniform`` to scratch memory for ``count`` int64 and float64, and ``queue`` to the numbers of fresh rows (0:
+#: none), which need the storage's counters at ``numbers`` and ``clock``. ``windows`` points to a ``WINDOWS`` record if
 #: the drawn rows are expanded to windows. ``anchors`` points to the ``drawn`` rows of a sampler, each of which wrappers
 #: expand to ``count / drawn`` rows. ``written_at`` points to the write time of each row (0: a ring, whose write times
 #: follow from the newest step). ``loops`` points to ``rlbuf_td.kernels.batch.parallel_loops()`` if batches are large.

@@ -5,22 +5,16 @@ from __future__ import annotations
 from math import expm1
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.kernels.host_memory import address_of
 
-__all__ = ["QUEUE", "Ages", "Counters", "recent_rows"]
-_FIELDS = "clock", "fresh", "steps", "lanes", "places", "intervals", "capacity", "times", "heads"
-NEWEST, NUMBER, HEAD, LENGTH = range(4)  # rows of ``QUEUE.places``
-#: The state of :mod:`rlbuf_td.kernels.recency.fresh_cpu`: the ``clock`` when writes were noted, the largest number of
-#: ``fresh`` rows in a batch, the shape of the rows, and addresses. ``places`` points to ``[4, lanes]`` int64 (for each
-#: lane the newest step at that time, the number of the next row, and the head and the length of its ring of
-#: intervals), ``intervals`` to these rings, ``[lanes, capacity, 2]`` int64, ``times`` to the write time of each row (0:
-#: none), and ``heads`` to the newest step and the number of rows of each lane, ``[2, lanes]`` int64.
-QUEUE = np.dtype([(name, np.int64) for name in _FIELDS])
+__all__ = ["CLOCK", "FRESH", "LANES", "STEPS", "Ages", "Counters", "recent_rows"]
+#: Places in the memory of :mod:`rlbuf_td.kernels.recency.fresh_cpu`: the count of the write clock when writes were
+#: noted, the largest number of fresh rows in a batch, and the shape of the rows.
+CLOCK, FRESH, STEPS, LANES = range(4)
 _DIGITS = 2.0**53  # a uniform number has 53 binary digits; the last ones, which hardly affect the age, choose the lane
 
 
