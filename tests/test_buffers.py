@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import html
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -489,3 +490,10 @@ def test_other_buffers_over_the_storage_go_on_without_a_buffer_that_was_refused(
         ReplayBuffer(storage=rb.storage, sampler=RecencySampler(), writer=writer, batch_size=4)
     assert rb.extend(transitions(3)).tolist() == [5, 6, 7]
     assert len(rb.sample()) == 4
+
+
+def test_jupyter_shows_what_repr_says():
+    rb = ReplayBuffer(storage=PackedStorage(8))
+    rb.extend(TensorDict({"x<y": torch.zeros(3)}, [3]))
+    assert rb._repr_html_() == f"<pre>{html.escape(repr(rb))}</pre>"
+    assert "x&lt;y" in rb._repr_html_()

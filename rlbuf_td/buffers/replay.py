@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from html import escape
 from multiprocessing.context import get_spawning_popen
 from operator import setitem
 from pathlib import Path
@@ -45,7 +46,6 @@ from rlbuf_td.checkpoint.parts import (
 )
 from rlbuf_td.diagnostics.episode_stats import EpisodeStats
 from rlbuf_td.diagnostics.health import LastDraw, ReplayCount, health
-from rlbuf_td.diagnostics.html import html_of
 from rlbuf_td.envs.specs import schema_of, transition_schema
 from rlbuf_td.samplers import ProportionalSampler, SequenceSampler, UniformSampler
 from rlbuf_td.samplers.bound import BoundBatch, bind
@@ -1180,7 +1180,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
         return f"{name}(\n    " + "\n    ".join(lines) + "\n)"
 
     def _repr_html_(self) -> str:
-        return html_of(self)
+        return f"<pre>{escape(repr(self))}</pre>"
 
     # -- saving and loading
 
