@@ -494,12 +494,14 @@ def test_calls_follow_a_storage_in_a_file_that_is_shared_by_itself(sampler, tmp_
         rb.extend(steps(5, None, seed))
         rb.sample()
     storage.share_memory_()
+    following = 9  # fresh row
     for count in range(16, CAPACITY + 3):
         rb.add(steps(1, None, count)[0])
         batch = rb.sample()
         assert (batch["sampled_at"] == count).all()
         assert (len(rb), rb.storage.clock.now) == (min(count, CAPACITY), count)
-        assert sampler == "proportional" or batch["index"][0] == (count - 1) % CAPACITY
+        assert sampler == "proportional" or batch["index"][0] == following % CAPACITY
+        following = min(following + 3, count)
 
 
 WRAPPERS = ["hindsight", "n-step", "sequence", "sequence, in a file", "sequence of n-step, in a file"]
