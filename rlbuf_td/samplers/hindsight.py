@@ -108,6 +108,7 @@ class HindsightSampler(SamplerWrapper):
     """
 
     _level = 1
+    takes_goals = True
     steps_needed = 8  # with fewer rows ahead, most new goals would be the row's own outcome
     report_keys = frozenset({"relabeled"})
     state_keys = ("her_ratio", "only_finished", "future_gamma")

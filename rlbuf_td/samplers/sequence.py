@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, NoReturn, TypeAlias
+from typing import Any, Literal, NoReturn, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -22,11 +22,11 @@ from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import fraction, one_of, whole
 from rlbuf_td.storages.indexing import Index, coordinates, device_of, flat_rows, revision_of
 from rlbuf_td.storages.keys import as_tuple
-from rlbuf_td.storages.lane_heads import row_count, written_rows
+from rlbuf_td.storages.lane_heads import lanes_apart, reach_in_lane, row_count, written_rows
 from rlbuf_td.storages.notebooks import SEQUENCES
 from rlbuf_td.storages.schema import SchemaError, show_key
 from rlbuf_td.storages.tensordict_fast import folded, leaf_of
-from rlbuf_td.storages.torchrl_parts import columns_of
+from rlbuf_td.storages.torchrl_parts import columns_of, last_step
 from rlbuf_td.storages.trajectory_index import DONE_KEY, TRAJ_KEY
 
 Boundary: TypeAlias = Literal["pad", "shift", "strict"]
@@ -38,8 +38,9 @@ _BLIND_ROUNDS = 8  # boundary="strict" on CUDA: the number of repeated draws, wi
 class SequenceSampler(SamplerWrapper):
     """Expands each drawn row, the *anchor*, to a window: ``burn_in`` rows, then ``length`` rows from the anchor on.
 
-    A window never crosses the beginning or end of a trajectory. A batch of B windows has the shape ``[B * L]``, where
-    ``L = burn_in + length`` is the length of a window. Each batch has three additional entries:
+    A window never crosses the beginning or end of a trajectory, unless ``across_episodes`` is set. A batch of B windows
+    has the shape ``[B * L]``, where ``L = burn_in + length`` is the length of a window. Each batch has three additional
+    entries:
 
     - ``"mask"``, ``[B * L]`` bool: False for padding, which copies the first or last row of the trajectory.
     - ``"burn_in_mask"``, ``[B * L]`` bool: True for each window's first ``burn_in`` rows, which a loss should ignore.
@@ -62,6 +63,13 @@ class SequenceSampler(SamplerWrapper):
     with ``mask & ~burn_in_mask``. The last chunk of a trajectory may be shorter than ``length``, and is padded.
     ``batch_size`` counts rows, including padding; the last batch of an epoch may have fewer windows (``drop_last``
     omits such a batch). Any write restarts the epochs, as does any other change of the trajectories.
+
+    **Windows across episodes**, as world models (DreamerV3) take them: with ``across_episodes=True``, a window is L
+    consecutive steps of a lane, whether or not episodes end there, so that nothing is padded except before the oldest
+    and after the newest row of the lane. ``"is_init"`` is True at the first row of a window and at the first step of
+    each episode; batches get this entry if the rows have none. ``boundary``, ``burn_in`` and ``stride`` mean the same
+    as above, with the lane in place of the trajectory. Rows ``[T]`` are one lane, so that each environment needs a lane
+    of its own.
 
     **Recurrent states** that are stored with the rows are entries like any other. A network starts a window from the
     state in the window's first row: with ``batch`` in the shape ``[B, L]`` and the states ``h`` and ``c`` in the shape
@@ -87,6 +95,7 @@ class SequenceSampler(SamplerWrapper):
         eta: the weight of the largest magnitude in ``"mix"``, 0 to 1; may be set at any time.
         init_key: the key of the flag that marks the first row of a trajectory.
         output_layout: ``"flat"`` or ``"batch_time"``, see above.
+        across_episodes: whether windows go on into the next episode of the lane, see above.
         slice_end_key: the key of the flags at the last rows, with ``"batch_time"``.
         time_dim_name: the name of the second dim of a batch, with ``"batch_time"``; ``None``: no name.
         done_key, traj_key: the keys of the done flag and the trajectory id, as for :class:`TrajectoryIndex`.
@@ -95,7 +104,7 @@ class SequenceSampler(SamplerWrapper):
         ValueError: an argument is out of range; (when sampling) ``batch_size`` is not a multiple of ``L``, or with
             ``drop_last`` greater than the number of rows in all windows.
         TypeError: ``sampler`` is no sampler, another :class:`SequenceSampler`, or, with ``stride``, draws rows
-            repeatedly.
+            repeatedly; with ``across_episodes``, it is or wraps a :class:`HindsightSampler`.
         KeyError: (at the first draw) neither done flags nor trajectory ids are stored.
         SchemaError: (at the first write) the rows have an entry ``"mask"``, ``"burn_in_mask"`` or ``"anchor_index"``.
         RuntimeError: (when sampling with ``"strict"`` on the CPU) repeated draws do not find enough windows that fit.
@@ -137,7 +146,7 @@ class SequenceSampler(SamplerWrapper):
     _level = 3
     report_keys = frozenset({"mask", "burn_in_mask", "anchor_index"})
     state_keys = ("eta",)
-    _shown = ("length", "burn_in", "boundary", "stride", "priority_rule")
+    _shown = ("length", "burn_in", "boundary", "stride", "priority_rule", "across_episodes")
     length: int = setting(whole(1), is_fixed=True)
     burn_in: int = setting(whole(0), is_fixed=True)
     boundary: Boundary = setting(one_of("pad", "shift", "strict"), is_fixed=True)
@@ -161,8 +170,13 @@ class SequenceSampler(SamplerWrapper):
         output_layout: Literal["flat", "batch_time"] = "flat",
         slice_end_key: NestedKey = ("collector", "slice_end"),
         time_dim_name: str | None = "time",
+        across_episodes: bool = False,
     ) -> None:
         super().__init__(sampler, done_key, traj_key)
+        self.across_episodes = one_of(True, False)("across_episodes", across_episodes)
+        if self.across_episodes and any(wrapper.takes_goals for wrapper in self._wrappers()):
+            reason = "all rows of a window get one goal, of the anchor's episode: leave out across_episodes"
+            raise TypeError(f"across_episodes=True cannot be combined with a HindsightSampler: {reason}{SEQUENCES}")
         self.output_layout = one_of("flat", "batch_time")("output_layout", output_layout)
         self.gives_windows = output_layout == "batch_time"
         self.slice_end_key, self.time_dim_name = as_tuple(slice_end_key), time_dim_name
@@ -223,12 +237,13 @@ class SequenceSampler(SamplerWrapper):
         flat, real = self._windows(storage, anchors, back, ahead)
         owner = None if read is None else torch.arange(len(anchors), device=flat.device).repeat_interleave(window)
         batch = rows_at(storage, flat) if read is None else read(flat, owner)
-        self._mark_(batch, real)
+        begins = self._begins(storage, flat).view_as(real) if self.across_episodes else None
+        added = self._mark_(batch, real, begins)
         info = {key: value.repeat_interleave(window, 0) for key, value in info.items()}
         index = coordinates(anchors, storage)
         index = torch.stack(index, -1) if isinstance(index, tuple) else index
         before = torch.arange(window, device=flat.device) < self.burn_in
-        info |= {"mask": real.flatten(), "burn_in_mask": before.repeat(len(anchors))}
+        info |= added | {"mask": real.flatten(), "burn_in_mask": before.repeat(len(anchors))}
         info["anchor_index"] = index.repeat_interleave(window, 0)
         return flat, info, batch
 
@@ -279,7 +294,7 @@ class SequenceSampler(SamplerWrapper):
         seen = boundaries, revision_of(storage)
         if self._divided is None or self._divided[0] != seen:
             rows = written_rows(storage).split(_MOST_ROWS)
-            found = torch.cat([part[boundaries.reach(part)[0] % self.stride == 0] for part in rows])
+            found = torch.cat([part[self._reach(storage, part, None)[0] % self.stride == 0] for part in rows])
             if self._divided is not None and not torch.equal(found, self._divided[1]):
                 self.innermost.restart()
             self._divided = seen, found
@@ -303,10 +318,10 @@ class SequenceSampler(SamplerWrapper):
 
     def _anchors(self, storage: Storage, count: int) -> tuple[Tensor, dict[Any, Any], Tensor, Tensor]:
         """Draw anchors; return them, their info dict, and how many rows of the trajectory are before and after each."""
-        boundaries = self._trajectories(storage).boundaries()
+        self._trajectories(storage).boundaries()  # raises an error if the rows do not tell where trajectories end
         anchors, info = self._draw(storage, count)
         count = len(anchors)  # less at the end of an epoch
-        back, ahead, _ = boundaries.reach(anchors, self.window)
+        back, ahead = self._reach(storage, anchors, self.window)
         if self.boundary != "strict":
             return anchors, info, back, ahead
         is_on_host = backend_of(anchors) == "numba"
@@ -320,10 +335,20 @@ class SequenceSampler(SamplerWrapper):
             anchors = torch.where(fits, anchors, others[order])
             for key, value in info.items():
                 info[key] = torch.where(fits.view(-1, *[1] * (value.ndim - 1)), value, other_info[key][order])
-            back, ahead, _ = boundaries.reach(anchors, self.window)
+            back, ahead = self._reach(storage, anchors, self.window)
         if is_on_host:
             self.refuse_trajectories()
         return anchors, self._weighed(anchors, info), back, ahead
+
+    def _reach(self, storage: Storage, rows: Tensor, within: int | None) -> tuple[Tensor, Tensor]:
+        """Return how many rows that a window may have precede and follow each row; counts may stop at ``within``."""
+        if self.across_episodes:
+            return reach_in_lane(storage, rows)
+        return self._trajectories(storage).boundaries().reach(rows, within)[:2]
+
+    def _begins(self, storage: Storage, rows: Tensor) -> Tensor:
+        """Return whether each row is the first stored row of its trajectory, ``[n]`` bool."""
+        return self._trajectories(storage).boundaries().reach(rows, 1)[0] == 0
 
     def _weighed(self, anchors: Tensor, info: dict[Any, Any]) -> dict[Any, Any]:
         """Return the report of anchors that come from several draws, with the weights of one draw."""
@@ -333,7 +358,7 @@ class SequenceSampler(SamplerWrapper):
 
     def refuse_trajectories(self) -> NoReturn:
         """Raise the error of ``boundary="strict"`` for trajectories that are too short."""
-        window = f"a window of {self.window} rows within its trajectory"
+        window = f"a window of {self.window} rows within its {'lane' if self.across_episodes else 'trajectory'}"
         raise RuntimeError(f"hardly any anchor had {window}: use shorter windows, or boundary='pad'{SEQUENCES}")
 
     def _windows(self, storage: Storage, anchors: Tensor, back: Tensor, ahead: Tensor) -> tuple[Tensor, Tensor]:
@@ -350,20 +375,28 @@ class SequenceSampler(SamplerWrapper):
             real &= real.all(1, keepdim=True)
         return ((anchors[:, None] + offset * lanes) % size.numel()).flatten(), real
 
-    def _mark_(self, batch: TensorDictBase, real: Tensor) -> None:
-        """Set the flags at the ends of each window of a batch; ``real``, ``[B, L]`` bool, is False for padding."""
+    def _mark_(self, batch: TensorDictBase, real: Tensor, begins: Tensor | None) -> dict[Any, Tensor]:
+        """Set the flags at the ends of each window of a batch; ``real``, ``[B, L]`` bool, is False for padding.
+
+        With ``begins``, ``[B, L]`` bool, also set "is_init" there; return it if the rows have no such flag.
+        """
         first, last = real.clone(), real.clone()
         first[:, 1:] &= ~real[:, :-1]
         last[:, :-1] &= ~real[:, 1:]
         first[:, 0].fill_(True)
+        first |= real & begins if begins is not None else False
         for key, flag in zip(self.flag_keys, (first, last, last), strict=True):
             stored = None if key is None else leaf_of(batch, key)
             if stored is not None:
                 stored |= flag.view(-1, *[1] * (stored.ndim - 1))
+        init_key = cast("tuple[str, ...]", self.flag_keys[0])
+        if begins is None or leaf_of(batch, init_key) is not None:
+            return {}
+        return {init_key if len(init_key) > 1 else init_key[0]: first.reshape(-1, 1)}
 
     @compiled_form_of(
         *("_reader", "_expanded", "_anchors", "_windows", "_mark_", "_draw", "draw_batch", "batch_of"),
-        *("window", "windows_of", "anchored", "_summary", "anchors"),
+        *("_reach", "_begins", "window", "windows_of", "anchored", "_summary", "anchors"),
     )
     def bind_revision(self, storage: PackedStorage, size: int, inner: Reading) -> Reading | str:
         """See :mod:`rlbuf_td.samplers.bound`."""
@@ -374,6 +407,9 @@ class SequenceSampler(SamplerWrapper):
             return "flags are deduplicated"
         if not flags <= {torch.bool}:
             return f"flags are {flags}"
+        init_key = cast("tuple[str, ...]", self.flag_keys[0])
+        if self.across_episodes and len(init_key) > 1 and init_key not in inner.rows.layout.places:
+            return f"{show_key(init_key)}, which the rows lack, is added with torch"
         return _WindowReading(self, inner)
 
     def _revised_keys(self) -> Iterator[NestedKey]:
@@ -445,7 +481,12 @@ class _WindowReading(Reading):
         self.adds_report, self.picks_any_row = inner.adds_report, inner.picks_any_row
         flag, layout = (torch.bool, SCALAR), inner.rows.layout
         anchor = torch.int64, torch.Size([2] if inner.rows.lanes else [])
-        self.entries = [("mask", flag), ("burn_in_mask", flag), ("anchor_index", anchor), *inner.entries]
+        self.entries = [("mask", flag), ("burn_in_mask", flag), ("anchor_index", anchor)]
+        self.adds_init = wrapper.across_episodes and wrapper.flag_keys[0] not in layout.places
+        if self.adds_init:
+            self.entries.append((cast("tuple[str, ...]", wrapper.flag_keys[0])[0], (torch.bool, torch.Size([1]))))
+        self.entries += inner.entries
+        self.heads = np.zeros((2, inner.rows.cells // inner.rows.steps), np.int64)
         places = [None if key is None else layout.places.get(key) for key in wrapper.flag_keys]
         flags = [(0, 0) if place is None else (place, layout.leaves[place].nbytes) for place in places]
         self.flags = np.array(flags, np.int64)
@@ -461,7 +502,11 @@ class _WindowReading(Reading):
         given |= {"count": draw.size, "reports": len(self.widths)}
         if self.wrapper.stride is not None:
             draw.anchors = self.wrapper.anchors
-        given |= {"length": self.wrapper.length, "burn_in": self.wrapper.burn_in}
+        given |= {"length": self.wrapper.length, "burn_in": self.wrapper.burn_in, "adds_init": int(self.adds_init)}
+        if self.wrapper.across_episodes:
+            given["heads"] = self.heads.ctypes.data
+        if self.adds_init:
+            self.flags[0] = len(self.rows.layout.leaves) + 1 + len(draw.reports) + 3, 1  # its place among the targets
         draw.expand_to(record_of(WINDOWS, **given, shifts=int(self.wrapper.boundary == "shift")))
         self.inner.bind(draw, size)
         self.draw, self.address, self.flat = draw, self.inner.address, self.inner.flat
@@ -491,7 +536,14 @@ class _WindowReading(Reading):
             draw.record["queue"] = fresh
         self.wrapper.refuse_trajectories()
 
+    def _find_heads(self) -> None:
+        """Find the newest step and the number of rows of each lane."""
+        storage, steps = self.draw.storage, len(self.draw.storage) // self.heads.shape[1]
+        self.heads[:] = storage.heads.read(storage) if lanes_apart(storage) else [[last_step(storage, steps)], [steps]]
+
     def __call__(self, bitmap: Any, blank: Blank, written: int) -> None:
+        if self.wrapper.across_episodes:
+            self._find_heads()
         if self.wrapper.boundary == "strict":
             self._fit(bitmap, blank, written)
         address, targets, (lists, reads, both, marks) = self.address, blank.targets, self.parts

@@ -56,6 +56,7 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):
     innermost: Sampler  # the sampler that draws the rows
     adds_fresh_rows: bool = False  # whether newly written rows replace some of the drawn rows
     gives_windows: bool = False  # whether batches have a dim for the steps of each window
+    takes_goals: bool = False  # whether the rows of a window get a goal from the episode of its anchor
     has_checked_order: bool = False  # whether a draw has looked for interleaved trajectories
     _level: ClassVar[int]  # a wrapper can only wrap wrappers of lower levels
 

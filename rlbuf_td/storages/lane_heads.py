@@ -16,8 +16,8 @@ from tensordict import TensorDictBase
 
 from rlbuf_td.kernels.episodes import occurrences
 from rlbuf_td.kernels.inference_mode import outside_inference_mode
-from rlbuf_td.storages.indexing import device_of
-from rlbuf_td.storages.torchrl_parts import listeners_of
+from rlbuf_td.storages.indexing import device_of, lanes_of
+from rlbuf_td.storages.torchrl_parts import last_step, listeners_of
 from rlbuf_td.storages.write_clock import LAST
 
 if TYPE_CHECKING:
@@ -122,6 +122,20 @@ def last_writes(rows: np.ndarray) -> np.ndarray:
     """Return ``rows`` without elements that occur again later."""
     again = occurrences(rows[::-1])[::-1]
     return rows[again == 0]
+
+
+def reach_in_lane(storage: Any, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return how many stored rows of its lane precede and follow each written row, ``[n]`` int64 each."""
+    if lanes_apart(storage):
+        newest, count = (torch.from_numpy(each).to(flat.device) for each in storage.heads.read(storage))
+        lane, lanes, steps = flat % len(count), len(count), storage.all_rows().steps
+        newest, count = newest[lane], count[lane]
+    else:
+        lanes = lanes_of(storage).numel()
+        count = steps = len(storage) // lanes
+        newest = last_step(storage, steps)
+    ahead = (newest - flat // lanes) % steps
+    return count - 1 - ahead, ahead
 
 
 def row_count(storage: Storage) -> int:

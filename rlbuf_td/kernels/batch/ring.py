@@ -35,17 +35,20 @@ BATCH = np.dtype(
     [(name, np.int64) for name in (*_NUMBERS, *_SOURCES)] + [(name, np.float64) for name in ("eps", "alpha", "shift")]
 )
 
-_OF_WINDOWS = "count", "length", "burn_in", "shifts", "bounds", "flags", "widths", "reports", "scratch"
+_OF_WINDOWS = (
+    *("count", "length", "burn_in", "shifts", "bounds", "flags", "widths", "reports", "scratch"),
+    *("heads", "adds_init", "mask", "burn_in_mask"),
+)
 #: For ``count`` windows of ``burn_in + length`` rows around the rows at ``BATCH.anchors``; ``shifts`` is 1 if windows
 #: may begin earlier. ``bounds`` points to scratch memory, ``[count, 2]`` int64, for the places of the first and the
 #: last row of the trajectory in each window, ``flags`` to the leaf numbers and sizes of the flags "is_init", truncated
 #: and done, ``[3, 2]`` int64 (size 0: not stored), and ``widths`` to the bytes per element of the sampler's
-#: ``reports``. An update of priorities reads the masks of a batch at ``mask`` and ``burn_in_mask``, weights the largest
+#: ``reports``. Windows across episodes have ``heads``, the address of the newest step and the number of rows of each
+#: lane, ``[2, lanes]`` int64 (0: windows within episodes), and ``adds_init`` is 1 if the rows have no flag "is_init".
+#: An update of priorities reads the masks of a batch at ``mask`` and ``burn_in_mask``, weights the largest
 #: TD error of a window by ``eta`` and the mean by ``1 - eta``, raises the result to at least ``least``, and writes to
 #: ``scratch``, ``[4, count]`` int64.
-WINDOWS = np.dtype(
-    [(name, np.int64) for name in (*_OF_WINDOWS, "mask", "burn_in_mask")] + [("eta", np.float64), ("least", np.float64)]
-)
+WINDOWS = np.dtype([(name, np.int64) for name in _OF_WINDOWS] + [("eta", np.float64), ("least", np.float64)])
 
 #: For n-step transitions: ``taken`` and ``ends`` are addresses, of one int64 per row, for the number of steps of each
 #: transition and for its last row.

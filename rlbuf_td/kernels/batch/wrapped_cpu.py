@@ -28,7 +28,7 @@ from rlbuf_td.kernels.compiled import (
 )
 from rlbuf_td.kernels.episodes import Bitmap
 from rlbuf_td.kernels.episodes.batches_cpu import Rewards, choose, following, put_sum, put_sum_of_rows, walk
-from rlbuf_td.kernels.episodes.cpu import expect, split, steps_ahead, steps_back
+from rlbuf_td.kernels.episodes.cpu import expect, is_cut, split, steps_ahead, steps_back
 
 _SOON, _AHEAD = 16, 9  # how many rows ahead the bits of a row, and its data, are prefetched
 ROOT, NEXT, REWARD = 0, 1, 2  # kinds of leaves in an n-step transition
@@ -158,10 +158,27 @@ def hindsight(bitmap: Bitmap, address, targets, relabeled, law, live, goals):
 
 
 @inlined
+def _back(bitmap, windows, lane, t):
+    """Return the number of rows before step ``t`` of a lane that a window may have: of its trajectory, or its lane."""
+    if windows.heads:
+        return load(windows.heads + 8 * (bitmap.lanes + lane), np.int64) - 1 - _ahead(bitmap, windows, lane, t)
+    return steps_back(bitmap, lane, t)
+
+
+@inlined
+def _ahead(bitmap, windows, lane, t):
+    """Return the number of rows after step ``t`` of a lane that a window may have."""
+    if windows.heads:
+        ahead = load(windows.heads + 8 * lane, np.int64) - t
+        return ahead if ahead >= 0 else ahead + bitmap.steps
+    return steps_ahead(bitmap, lane, t)
+
+
+@inlined
 def _fits(bitmap, windows, anchor):
     t, lane = split(anchor, bitmap.lanes)
-    has_burn_in = windows.burn_in == 0 or steps_back(bitmap, lane, t) >= windows.burn_in
-    return has_burn_in and steps_ahead(bitmap, lane, t) >= windows.length - 1
+    has_burn_in = windows.burn_in == 0 or _back(bitmap, windows, lane, t) >= windows.burn_in
+    return has_burn_in and _ahead(bitmap, windows, lane, t) >= windows.length - 1
 
 
 @kernel
@@ -209,7 +226,7 @@ def sequence(bitmap: Bitmap, address, targets, part, steps):
         n_step(bitmap, address, targets, steps)
     elif part != MARK:
         gather_flat(address, targets)
-    _mark_ends(address, targets)
+    _mark_ends(bitmap, address, targets)
 
 
 @kernel
@@ -236,7 +253,7 @@ def _expand(bitmap, address, targets):
         if i + _SOON < count:
             expect(bitmap, anchors[i + _SOON])
         t, lane = split(anchors[i], across)
-        back, ahead = steps_back(bitmap, lane, t), steps_ahead(bitmap, lane, t)
+        back, ahead = _back(bitmap, windows, lane, t), _ahead(bitmap, windows, lane, t)
         shift = min(max(0, length - 1 - ahead), back) if windows.shifts else 0
         first, past = burn_in - min(back - shift, burn_in), burn_in + min(ahead + shift, length - 1)
         bounds[i, 0], bounds[i, 1] = first, past
@@ -269,11 +286,14 @@ def _repeat(address, targets):
 
 
 @kernel
-def _mark_ends(address, targets):
-    """Set the flags at the ends of each window."""
-    windows = windows_at(batch_at(address).windows)
+def _mark_ends(bitmap: Bitmap, address, targets):
+    """Set the flags at the ends of each window, and "is_init" at first steps of episodes within it."""
+    batch = batch_at(address)
+    windows = windows_at(batch.windows)
     window, flags = windows.burn_in + windows.length, carray(pointer(windows.flags), (3, 2), np.int64)
     bounds = carray(pointer(windows.bounds), (windows.count, 2), np.int64)
+    if windows.heads and flags[0, 1]:
+        _mark_first_steps(bitmap, batch, windows, load(targets + 8 * flags[0, 0], np.int64), flags[0, 1])
     for flag in range(3):
         width = flags[flag, 1]
         if width:
@@ -282,3 +302,16 @@ def _mark_ends(address, targets):
                 for place in (0, bounds[i, 0]) if flag == 0 else (bounds[i, 1], bounds[i, 1]):
                     for feature in range(width):
                         store(target + (i * window + place) * width + feature, True, np.bool_)
+
+
+@kernel
+def _mark_first_steps(bitmap, batch, windows, target, width):
+    flat, window = carray(pointer(batch.flat), batch.count, np.int64), windows.burn_in + windows.length
+    bounds = carray(pointer(windows.bounds), (windows.count, 2), np.int64)
+    for at in range(batch.count):
+        t, lane = split(flat[at], bitmap.lanes)
+        begins = is_cut(bitmap, lane, t - 1 if t > 0 else bitmap.steps - 1)
+        begins = begins and bounds[at // window, 0] <= at % window <= bounds[at // window, 1]
+        if begins or windows.adds_init:
+            for feature in range(width):
+                store(target + at * width + feature, begins, np.bool_)
