@@ -118,6 +118,7 @@ REFUSALS: Table = {
             (hindsight, hindsight), (hindsight, n_step), (hindsight, sequence), (n_step, n_step), (n_step, sequence),
             (sequence, sequence)]),
         (lambda _: td.FreshRowsSampler(hindsight()), TypeError, "wrap a HindsightSampler"),
+        (lambda _: sequence(hindsight(), across_episodes=True), TypeError, "combined with a HindsightSampler"),
         (lambda _: td.FreshRowsSampler(td.QueueSampler(td.QueueWriter())), TypeError, "QueueSampler, which gives each"),
         (lambda _: td.FreshRowsSampler(td.UniformSampler(max_age=3)), ValueError, "cannot wrap a .* with max_age"),
         (lambda _: td.FreshRowsSampler(PrioritizedSampler(9, 1.0, 1.0)), TypeError, "cannot wrap TorchRL's"),

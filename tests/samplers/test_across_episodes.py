@@ -31,7 +31,7 @@ class World:
 
     def __init__(self, written: list[int], sampler: Any, cls: Any = ReplayBuffer, has_init: bool = False) -> None:
         lanes, generator = len(written), torch.Generator().manual_seed(0)
-        place = {"ndim": 2, "lanes": lanes} if lanes > 1 else {"ndim": 1}
+        place: dict[str, Any] = {"ndim": 2, "lanes": lanes} if lanes > 1 else {"ndim": 1}
         self.rb = cls(storage=PackedStorage(STEPS * lanes, **place), sampler=sampler, generator=generator)
         self.done = [torch.rand(count, generator=generator) < 0.3 for count in written]
         self.first = [max(0, count - STEPS) for count in written]
