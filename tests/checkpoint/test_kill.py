@@ -55,6 +55,7 @@ def killed_child(rb: ReplayBuffer, folder: Path, generation: int, rows: int, aft
     return int.from_bytes(announced[-8:], "little") if announced else generation
 
 
+@pytest.mark.filterwarnings("ignore:this process was forked")
 @pytest.mark.parametrize(("kills", "megabytes"), [(8, 4), pytest.param(60, 25, marks=pytest.mark.slow)])
 def test_a_dump_that_is_killed_leaves_the_old_or_the_new_one_whole(kills, megabytes, tmp_path):
     rows, chance, generation = megabytes * 10**6 // ROW_BYTES // 4 * 4, random.Random(0), 3

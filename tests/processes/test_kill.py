@@ -286,7 +286,7 @@ def test_priorities_that_were_half_changed_are_made_anew(what, sampler, monkeypa
 
 @pytest.mark.parametrize("point", [*BEFORE_IT_IS_WRITTEN, "the others have not been told"])
 def test_flow_control_counts_the_rows_of_finished_writes_only(point):
-    rb = ReplayBuffer(storage=PackedStorage(CAPACITY), batch_size=8, samples_per_insert=1.0, tolerance=6)
+    rb = ReplayBuffer(storage=PackedStorage(CAPACITY), batch_size=6, samples_per_insert=1.0, tolerance=6)
     rb.share()
     rb.extend(rows(0, 4))
     is_finished = point == "the others have not been told"
