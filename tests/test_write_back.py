@@ -26,11 +26,7 @@ from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 from tests.catalogue import buffer_of
 
 CAPACITY = 12
-STORAGES: dict[str, Any] = {
-    "plain": PackedStorage,
-    "deduplicated": partial(PackedStorage, share_next=["state"]),
-    "shared": partial(PackedStorage, shared=True),
-}
+STORAGES: dict[str, Any] = {"plain": PackedStorage, "shared": partial(PackedStorage, shared=True)}
 
 
 class Numbered:

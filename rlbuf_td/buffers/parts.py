@@ -153,7 +153,10 @@ def _method_to_draw(sampler: type[Sampler]) -> str:
 
 
 def refuse_unordered(sampler: Any, writer: Writer, storage: Storage) -> None:
-    """Raise a ValueError if the sampler needs rows in time order, and the rows or the writer keep no such order."""
+    """Raise a ValueError if sampler or rows need time order, and the rows or the writer keep no such order."""
+    if keeps_order(writer) is False and getattr(storage, "dedup_options", None):
+        reason = "share_next and frames store observations in time order"
+        raise ValueError(f"{reason}, a {type(writer).__name__} keeps none: use a RingWriter, or leave them out")
     if not getattr(sampler, "needs_order", False):
         return
     needs, kind = f"a {type(sampler).__name__} needs rows in time order", type(writer).__name__

@@ -838,7 +838,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
             TypeError: the storage is not a :class:`PackedStorage`.
             ShutDown: the buffer has been shut down.
 
-        Cost: O(B * bytes of the entries), or O(B * row_bytes) with deduplicated entries; on CUDA, also a
+        Cost: O(B * bytes of the entries); on CUDA, also a
         synchronisation.
 
         Example:

@@ -79,8 +79,8 @@ class PackedStorage(LazyTensorStorage):
             ``"next"``; a list names the keys. ``"auto"`` deduplicates the keys that repeat in at least half of the
             first write's rows (it compares at most 257 time steps). If the first write is one time step, ``"auto"``
             deduplicates all keys of 16 bytes or more. Keys of less than 8 bytes, done flags, rewards and trajectory ids
-            are never deduplicated. Reading a column, a slice or one time step copies deduplicated keys. To edit these
-            keys, use the methods of :class:`ReplayBuffer`; TorchRL's own buffers would change only the copy.
+            are never deduplicated. Reading a column, a slice or one time step copies deduplicated keys. These keys
+            cannot be edited, and need a writer that writes in time order.
         frames: a dict from a key to the number of frames in its stack, ``{"pixels": 4}``. A pair also gives the dim of
             the frames, ``{"pixels": (4, -1)}`` (default: 0). The newest frame is last. A row stores only its newest
             frame if its other frames equal the last frames of the previous row; otherwise all frames are stored.

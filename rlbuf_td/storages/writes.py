@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from rlbuf_td.storages.lane_heads import as_lanes, holes_among, lane_count, lane
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.row_class import opened
 from rlbuf_td.storages.rows import Rows, last_of_each
-from rlbuf_td.storages.schema import SchemaError, refuse_other_index, refuse_unfit
+from rlbuf_td.storages.schema import SchemaError, refuse_other_index, refuse_unfit, show_key
 from rlbuf_td.storages.torchrl_parts import capacity_in_steps, count_change, listeners_of
 
 if TYPE_CHECKING:
@@ -290,6 +290,14 @@ def replace(storage: PackedStorage, cursor: Any, data: TensorDictBase) -> None:
     storage.clock.note(cells.reshape(-1), 1, storage.all_rows().shape)
 
 
+def refuse_shared_keys(storage: PackedStorage, keys: Iterable[tuple[str, ...]]) -> None:
+    """Raise a SchemaError if one of the keys is deduplicated: other rows share its values."""
+    shared = sorted(storage.deduplicated.keys() & {*keys})
+    if shared:
+        remedy = "leave it out of share_next and frames to edit it, or write new rows"
+        raise SchemaError(f"cannot edit {show_key(shared[0])}, which is deduplicated: {remedy}")
+
+
 def edit(storage: PackedStorage, change: Callable[[TensorDictBase], Any], region: Any = None) -> None:
     """Edit rows: ``change`` receives a TensorDict of rows and modifies it in place.
 
@@ -297,6 +305,7 @@ def edit(storage: PackedStorage, change: Callable[[TensorDictBase], Any], region
 
     Raises:
         IndexError: the region is out of range, or contains holes; nothing has been written.
+        SchemaError: a deduplicated entry has changed; nothing has been written.
     """
     with storage.lock, held_back:
         rows = storage.written_rows()
@@ -308,8 +317,10 @@ def edit(storage: PackedStorage, change: Callable[[TensorDictBase], Any], region
             storage.refuse_holes(flat)
         if not in_place:
             data = rows.at_cells(flat).reshape(cells.shape)
+            before = {key: data.get(key).clone() for key in storage.deduplicated}
             change(data)
             leaves = rows.layout.collect(data, cells.shape)
+            refuse_shared_keys(storage, (key for key, old in before.items() if not _same_bytes(old, data.get(key))))
         begin(storage, cells=flat)
         if in_place:
             change(rows.view())
@@ -323,6 +334,11 @@ def edit(storage: PackedStorage, change: Callable[[TensorDictBase], Any], region
         count_change(storage)
 
 
+def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    raw, others = (each.contiguous().flatten().view(torch.uint8) for each in (one, other))
+    return torch.equal(raw, others)
+
+
 def edit_all(storage: PackedStorage, change: Callable[[TensorDictBase], Any]) -> None:
     """Edit all rows in place with torch's in-place operations; an error in any entry changes nothing."""
     with storage.lock:
@@ -334,6 +350,7 @@ def edit_all(storage: PackedStorage, change: Callable[[TensorDictBase], Any]) ->
 def edit_entries(storage: PackedStorage, cells: torch.Tensor, values: Mapping[tuple[str, ...], torch.Tensor]) -> None:
     """Set the entries ``values``, ``[B, ...]`` each, of the rows at flat indices ``cells``."""
     # The revision stays the same, so that a trajectory index does not read all rows again.
+    refuse_shared_keys(storage, values)
     with storage.lock, held_back:
         rows = storage.written_rows()
         numbers = cells.cpu().numpy()
@@ -341,12 +358,6 @@ def edit_entries(storage: PackedStorage, cells: torch.Tensor, values: Mapping[tu
             raise IndexError(f"row {numbers.max()} is out of range: rows 0 to {rows.cells - 1} have been written")
         storage.refuse_holes(cells)
         begin(storage, cells=cells)
-        if values.keys() & storage.deduplicated.keys():
-            data = rows.at_cells(cells)
-            for key, value in values.items():
-                data.set(key, value)
-            rows.replace_(cells, rows.layout.collect(data, cells.shape))
-            return
         numbers, leaves = last_of_each(numbers, [*values.values()])
         where, columns = torch.from_numpy(numbers).to(cells.device), rows.unpack(rows.matrix)
         for key, leaf in zip(values, leaves, strict=True):
