@@ -26,11 +26,12 @@ def transitions(n: int) -> TensorDict:
     return TensorDict({"observation": seen[:-1], "hidden": torch.zeros(n, 2), "next": after}, [n])
 
 
-def pair(storage: Any, lanes: int = 1) -> tuple[ReplayBuffer, TensorDictReplayBuffer]:
+def pair(storage: Any, lanes: int = 1, dim_extend: int | None = None) -> tuple[ReplayBuffer, TensorDictReplayBuffer]:
     ndim, buffers = 1 + (lanes > 1), []
     for cls, place in ((ReplayBuffer, storage), (TensorDictReplayBuffer, LazyTensorStorage)):
-        buffers.append(cls(storage=place(20, ndim=ndim)))
-        buffers[-1].extend(transitions(12) if lanes == 1 else transitions(12).reshape(lanes, -1))
+        buffers.append(cls(storage=place(20, ndim=ndim), dim_extend=dim_extend))
+        data = transitions(12) if lanes == 1 else transitions(12).reshape(lanes, -1)
+        buffers[-1].extend(data.transpose(0, 1) if lanes > 1 and dim_extend == 0 else data)
     return buffers[0], buffers[1]
 
 
@@ -49,12 +50,41 @@ CELLS = [2, (1, 1), (slice(None), 0), (torch.tensor([0, 3]), torch.tensor([1, 0]
 @pytest.mark.parametrize(("lanes", "indices"), [(1, ROWS), (2, CELLS)])
 def test_one_entry_of_rows_that_are_named_as_those_of_a_tensor_is_set(storage: Any, lanes: int, indices: list[Any]):
     for index in indices:
-        ours, theirs = pair(storage, lanes)
+        ours, theirs = pair(storage, lanes, dim_extend=0)
         for key in ("hidden", *(("observation", ("next", "observation")) if storage is PackedStorage else ())):
             value = -1 - torch.rand_like(theirs.storage[:][key][index])
             for rb in (ours, theirs):
                 assert rb.set_at_(key, value, index) is rb
             assert_same(ours, theirs)
+
+
+@over_storages
+@pytest.mark.parametrize("lanes", [2, 3])
+def test_edits_take_rows_as_they_are_read_or_refuse_by_name(storage: Any, lanes: int):
+    """Rows [T, E] are read as [E, T]; with three lanes, T is E, and no shape tells the two apart."""
+    rb = ReplayBuffer(storage=storage(20, ndim=2))
+    rb.extend(transitions(lanes * 3).reshape(lanes, 3))
+    relabeled = rb[:]["next", "reward"] + 100.0 * torch.arange(lanes)[:, None, None]
+    before = rb[:].clone()
+    edits: list[Any] = [
+        (lambda: rb.set_(("next", "reward"), relabeled), r"rb\[key\] = value, .* or rb.storage\[key\] = value, which"),
+        (lambda: rb.update_({("next", "reward"): relabeled}), r"update_ takes \[T, E\].*rb.storage.edit"),
+    ]
+    edits += [
+        (lambda index=index: rb.set_at_(("next", "reward"), 1.0, index), "set_at_ takes coordinates")
+        for index in (1, slice(None), [0, 1], relabeled[..., 0] > 100, (slice(None), 0))
+    ]
+    for edit, words in edits:
+        with pytest.raises(NotImplementedError, match=words):
+            edit()
+        assert (rb[:] == before).all()
+    rb["next", "reward"] = relabeled
+    assert torch.equal(rb[:]["next", "reward"], relabeled)
+    index = rb.sample(5)["index"]
+    rb.set_at_(("next", "reward"), torch.full((5, 1), -1.0), index.unbind(-1))
+    assert (rb[:]["next", "reward"][index[:, 1], index[:, 0]] == -1).all()
+    rb.set_at_(("next", "reward"), torch.tensor([-2.0]), (2, 0))
+    assert rb[0, 2]["next", "reward"] == -2
 
 
 @over_storages

@@ -13,6 +13,7 @@ from pathlib import Path
 from threading import RLock
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import numpy as np
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
 from tensordict.nn.utils import _set_dispatch_td_nn_modules
@@ -858,9 +859,13 @@ class ReplayBuffer(TensorDictReplayBuffer):
     def set_at_(self, key: NestedKey, value: Any, index: Any) -> Self:
         """Set the entry ``key`` of the rows at ``index``; return the buffer.
 
-        The rows are indexed like a tensor of shape ``[T]``, or ``[T, E]`` if ``ndim=2``.
+        The rows are indexed like a tensor of shape ``[T]``, or ``[T, E]`` if ``ndim=2``. If the buffer reads them as
+        ``[E, T]`` (``dim_extend=1``, the default with ``ndim=2``), ``index`` must be the coordinates of rows, one
+        integer or one list of integers per dim, as a batch's ``"index"`` has them: ``rb.set_at_(key, value, (t, e))``.
 
         Raises:
+            NotImplementedError: ``index`` is a slice, a mask or a list of time steps, which would name other rows than
+                in ``rb[index]``; nothing has changed.
             KeyError: the rows have no entry ``key``.
             IndexError: ``index`` is out of range, or names rows that a shorter lane lacks; nothing has changed.
             RuntimeError: ``value`` has the wrong shape; nothing has changed.
@@ -871,6 +876,8 @@ class ReplayBuffer(TensorDictReplayBuffer):
         key = nested_key(key)
         if not isinstance(self.storage, PackedStorage):
             return super().set_at_(key, value, index)
+        if self.dim_extend > 0 and not _names_rows(index, self.storage.ndim):
+            self._refuse_other_order("set_at_ takes coordinates of rows, (t, e)", "rb.storage.edit(change, index)")
         self._refuse_rounding({key: value})
         self.storage.edit(lambda data: setitem(data[key], ..., value), index)
         return self
@@ -878,7 +885,12 @@ class ReplayBuffer(TensorDictReplayBuffer):
     def set_(self, key: NestedKey, value: Any) -> Self:
         """Set the entry ``key`` of all rows; return the buffer.
 
+        TorchRL's method takes ``[T, E, ...]`` if ``ndim=2``, also where the buffer reads rows as ``[E, T]``
+        (``dim_extend=1``, the default with ``ndim=2``). This buffer refuses the call there: ``rb[key] = value`` takes
+        ``[E, T, ...]``, what ``rb[key]`` gives, and ``rb.storage[key] = value`` takes ``[T, E, ...]``.
+
         Raises:
+            NotImplementedError: the buffer reads rows as ``[E, T]``; nothing has changed.
             KeyError: the rows have no entry ``key``.
             RuntimeError: the shape of ``value`` is not ``[T, ...]``, or ``[T, E, ...]`` if ``ndim=2``; nothing has
                 changed.
@@ -889,6 +901,8 @@ class ReplayBuffer(TensorDictReplayBuffer):
         key = nested_key(key)
         if not isinstance(self.storage, PackedStorage):
             return super().set_(key, value)
+        if self.dim_extend > 0:
+            self._refuse_other_order("set_ takes [T, E]", "rb.storage[key] = value")
         self._refuse_rounding({key: value})
         edit_all(self.storage, lambda data: data.set_(key, value))
         return self
@@ -897,6 +911,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
         """Set several entries of all rows; return the buffer. See TorchRL's ``ReplayBuffer.update_``.
 
         Raises:
+            NotImplementedError: the buffer reads rows as ``[E, T]``, see :meth:`set_`; nothing has changed.
             RuntimeError: an entry has the wrong shape; nothing has changed.
             ShutDown: the buffer has been shut down; nothing has changed.
             SchemaError: the dtype of the rows would round a whole number; nothing has changed.
@@ -904,13 +919,19 @@ class ReplayBuffer(TensorDictReplayBuffer):
         self._refuse_shut_down()
         if not isinstance(self.storage, PackedStorage):
             return super().update_(input_dict_or_td, clone, keys_to_update=keys_to_update)
+        if self.dim_extend > 0:
+            remedy = "rb.storage.edit(lambda rows: rows.update_(data))"
+            self._refuse_other_order("update_ takes [T, E]", remedy)
         self._refuse_rounding(input_dict_or_td)
         names: Any = {"clone": clone, "keys_to_update": keys_to_update}
         edit_all(self.storage, lambda data: data.update_(input_dict_or_td, **names))
         return self
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        """Set the rows at ``index``. If ``index`` is a key, set the entry with this key in all rows."""
+        """Set the rows at ``index``, in the shape in which ``rb[index]`` reads them.
+
+        If ``index`` is a key, set the entry with this key in all rows: ``[T, ...]``, or ``[E, T, ...]`` if ``ndim=2``.
+        """
         self._refuse_shut_down()
         if is_key(index) and isinstance(self.storage, PackedStorage):
             self._refuse_rounding({index: value})
@@ -927,6 +948,13 @@ class ReplayBuffer(TensorDictReplayBuffer):
             if layout is not None and isinstance(value, torch.Tensor) and key in layout.places:
                 dtype = layout.leaves[layout.places[key]].dtype
                 refuse_rounding(key, value, dtype, f"cast it with .to({dtype}), or store it in float64")
+
+    def _refuse_other_order(self, takes: str, instead: str) -> NoReturn:
+        """Raise a NotImplementedError for an edit that would take rows in another order than they are read."""
+        raise NotImplementedError(
+            f"{takes}, but this buffer reads rows as [E, T] (dim_extend={self.dim_extend}): use rb[key] = value, which "
+            f"takes what rb[key] gives, or {instead}, which takes [T, E]"
+        )
 
     def _refuse_shut_down(self) -> None:
         if self._service_shutdown:
@@ -1569,3 +1597,10 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         rows = PackedStorage(1_000) if storage is None else storage if isinstance(storage, Storage) else storage()
         sampler = ProportionalSampler(rows.max_size, alpha, beta, eps, reduction=reduction)
         super().__init__(storage=rows, sampler=sampler, **kwargs)
+
+
+def _names_rows(index: Any, ndim: int) -> bool:
+    """Whether an index consists of one integer, or one list of integers, per dim."""
+    parts = index if isinstance(index, tuple) else ()
+    kinds = [getattr(part, "dtype", np.asarray(part).dtype) for part in parts if not isinstance(part, slice)]
+    return len(kinds) == len(parts) == ndim and not any("int" not in str(kind) for kind in kinds)

@@ -170,8 +170,7 @@ class World:
 
     def edit(self, a: int, b: int) -> None:
         if self.model.live:
-            shape = (self.model.live, self.model.lanes) if self.model.lanes > 1 else (self.model.live,)
-            self.rb.set_("mark", torch.full(shape, float(a)))
+            self.rb["mark"] = torch.full_like(self.rb["mark"], float(a))
             self.model.mark[: self.model.live] = a
 
     def write_back(self, a: int, b: int) -> None:

@@ -602,8 +602,7 @@ def test_edits_of_rows_that_a_lane_has_not_written_are_refused(dedup: Any) -> No
     batch = TensorDict({"index": torch.tensor([[0, 0], [4, 0]]), "goal": torch.zeros(2, 1)}, [2])
     faults: list[Any] = [
         lambda: rb.set_at_("goal", torch.ones(2, 1), at),
-        lambda: rb.set_at_("goal", torch.ones(3, 3, 1), slice(3)),
-        lambda: rb.set_at_("goal", 1.0, mask),
+        lambda: rb.storage.edit(lambda data: data.fill_("goal", 1.0), mask),
         lambda: rb.storage.set(at, torch.cat((row, row)), set_cursor=False),
         lambda: rb.storage.set(4, torch.cat((row, row, row)), set_cursor=False),
         lambda: setitem(rb.storage, 4, torch.cat((row, row, row))),
@@ -619,7 +618,7 @@ def test_edits_of_rows_that_a_lane_has_not_written_are_refused(dedup: Any) -> No
     assert rb.storage["goal"][0, 0] == 7.0
     if dedup:
         return
-    rb.set_("x", rb.storage["x"] + 1)  # a whole column, and no holes
+    rb.storage["x"] = rb.storage["x"] + 1  # a whole column, and no holes
     lists.rows = [[row | {"x": row["x"] + 1} for row in rows] for rows in lists.rows]
     lists.check(rb)
     assert dedup or not rb.storage["x"][5:, 0].any()
