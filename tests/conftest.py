@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, Phase, register_random, settings
 
 from rlbuf_td.kernels.episodes import FlagBoundaries
 from tests.backends import forced
+from tests.compiling import compile_halves
 
 # Workers run side by side on few cores: more threads per worker only wait. Subprocesses read the variable.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -35,15 +36,22 @@ register_random(TORCHS_GENERATOR)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let Hypothesis try the same examples in every run; ``--hypothesis-seed=N`` tries those of seed ``N``."""
+    """Let Hypothesis try the same few examples in every run; ``--hypothesis-seed=N`` tries 100 of seed ``N``."""
     has_seed = config.getoption("--hypothesis-seed") is not None
     slow = [HealthCheck.too_slow]  # on a busy machine
     how: dict[str, Any] = {"deadline": None, "suppress_health_check": slow, "database": None, "print_blob": True}
-    settings.register_profile("same examples", derandomize=True, **how)
-    settings.register_profile("examples of a seed", derandomize=False, **how)
+    settings.register_profile("same examples", derandomize=True, max_examples=20, **how)
+    settings.register_profile("examples of a seed", derandomize=False, max_examples=100, **how)
     explicit = Phase.explicit, Phase.generate  # for ``--hypothesis-profile``: does not look for the shortest failure
-    settings.register_profile("the first failure", derandomize=True, phases=explicit, **how)
+    settings.register_profile("the first failure", derandomize=True, max_examples=20, phases=explicit, **how)
     settings.load_profile("examples of a seed" if has_seed else "same examples")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config) -> None:
+    """Compile the loops of most tests before workers start that will run all tests."""
+    if config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+        compile_halves(config.rootpath)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage
@@ -45,7 +45,6 @@ def quantile(values: Sequence[float], q: float) -> float:
     return sorted(values)[round(q * (len(values) - 1))]
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     sampler=st.sampled_from([*NAMES, "TorchRL's"]),
     lanes=st.sampled_from([1, 4]),

@@ -11,7 +11,7 @@ from typing import Any
 import gymnasium
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage
@@ -141,7 +141,6 @@ def update(mixed: ReplayBufferMixture, value: int) -> None:
     st.sampled_from([0, 2]),
     st.lists(st.tuples(st.sampled_from(["sample", "sample", *CHANGES]), st.integers(0, 999)), max_size=15),
 )
-@settings(max_examples=60, deadline=None)
 def test_the_short_path_gives_what_the_general_path_gives(first, lanes, history):
     pair = []
     for cls in (ReplayBufferMixture, GeneralMixture):

@@ -212,7 +212,7 @@ def assert_equal(mine: Any, theirs: Any) -> None:
 
 @pytest.mark.parametrize("lanes", [None, LANES])
 @pytest.mark.parametrize("sampler", SAMPLERS)
-@settings(max_examples=8)
+@settings(max_examples=settings().max_examples // 10)
 @given(attached=st.booleans(), history=st.lists(st.tuples(STEPS, st.integers(0, 1 << 20)), min_size=20, max_size=60))
 def test_plan_and_general_path_agree_over_any_history(sampler, lanes, attached, history):
     pair = list(buffers(sampler, lanes))
@@ -556,7 +556,6 @@ ERRORS = ["finite", "finite", "hidden", "nan", "inf", "row"]
 
 @pytest.mark.parametrize("lanes", [None, LANES])
 @pytest.mark.parametrize("inner", ANCHORS)
-@settings(max_examples=25)
 @given(
     how=st.fixed_dictionaries(
         {

@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 from torchrl.data.replay_buffers import TensorDictMaxValueWriter, TensorDictReplayBuffer, TensorDictRoundRobinWriter
@@ -252,7 +252,6 @@ def test_a_load_into_a_used_buffer_makes_earlier_batches_stale():
 
 
 @pytest.mark.parametrize("backend", ["numba", "torch"])
-@settings(deadline=None, max_examples=40)
 @given(
     steps=st.integers(1, 9),
     lanes=st.integers(1, 3),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
@@ -115,7 +115,6 @@ def agree(stats: EpisodeStats, oracle: Oracle) -> None:
         assert column.tolist() == [each[name] for each in last], name
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     lanes=st.integers(1, 5),
     cuts=st.lists(st.integers(1, 9), min_size=1, max_size=8),

@@ -100,4 +100,4 @@ class Lockstep(RuleBasedStateMachine):
 
 
 TestLockstep = Lockstep.TestCase
-TestLockstep.settings = settings(max_examples=30, stateful_step_count=15)
+TestLockstep.settings = settings(stateful_step_count=15)

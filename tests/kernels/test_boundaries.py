@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlbuf_td.kernels.episodes import BitBoundaries, FlagBoundaries
@@ -53,7 +53,6 @@ def cases(draw: st.DrawFn, sizes: list[int]) -> tuple[int, int, list[Write], Row
     return steps, lanes, draw(writes(steps, steps)), rows
 
 
-@settings(max_examples=60, deadline=None)
 @given(cases([1, 2, 7, 63, 64, 65, 128, 4095, 4096, 4097]))
 def test_the_bitmap_equals_the_specification_after_every_write(case):
     steps, lanes, operations, rows = case

@@ -8,7 +8,7 @@ from math import perm
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlbuf_td.kernels.distinct import append_distinct_, distinct_rows
@@ -33,7 +33,6 @@ def test_each_ordered_selection_comes_from_exactly_one_choice_of_places(rows, ba
     assert set(found.values()) == {1}
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.integers(0, 80), st.integers(0, 2_000), st.integers(0, 2**16), st.booleans())
 def test_rows_are_those_of_a_shuffle_that_moves_them(batch, more, seed, whole):
     rows = batch + more * (not whole)
@@ -55,7 +54,6 @@ VALUES = st.one_of(st.integers(0, 20), st.integers(0, 2**62), st.integers(0, 40)
 
 
 @given(st.integers(0, 70), st.lists(st.lists(VALUES, max_size=80), min_size=1, max_size=4))
-@settings(max_examples=300, deadline=None)
 def test_values_are_appended_once_and_in_order_until_there_is_no_room(room, rounds):
     out, kept = torch.full((room + 1,), -7), 0
     wanted: list[int] = []

@@ -97,9 +97,7 @@ class LockstepWithSorting(RuleBasedStateMachine):
 
 
 TestLockstepWithSorting = LockstepWithSorting.TestCase
-TestLockstepWithSorting.settings = settings(
-    max_examples=25, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
-)
+TestLockstepWithSorting.settings = settings(stateful_step_count=20, suppress_health_check=list(HealthCheck))
 
 
 def test_long_histories_that_split_groups_stay_valid() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -45,7 +45,6 @@ def test_three_forms_of_the_scan_agree(shape, dtype):
     torch.testing.assert_close(scan.reverse_scan(a, b), expected, **tolerance(dtype))
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     lanes=st.integers(1, 10),
     steps=st.integers(1, 40),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlbuf_td.kernels import sum_tree
@@ -47,7 +47,6 @@ def flat(capacity: int) -> SumTree:
         return SumTree.empty(capacity)
 
 
-@settings(max_examples=60, deadline=None)
 @given(histories(), st.sampled_from([0.0, 0.5, 0.6, 1.0, 2.0]), st.sampled_from([0.0, 1e-6]))
 def test_cpu_and_reference_agree_bit_for_bit_after_every_update(case, alpha, eps):
     capacity, history = case
@@ -68,7 +67,6 @@ def test_cpu_and_reference_agree_bit_for_bit_after_every_update(case, alpha, eps
         assert float(tree.smallest) == pytest.approx(min(positive, default=np.inf), rel=1e-12)
 
 
-@settings(max_examples=60, deadline=None)
 @given(histories(), st.booleans(), st.sampled_from(["buffer", "batch", None]), st.integers(1, 70), st.integers(0, 99))
 def test_cpu_and_reference_draw_the_same_rows_and_never_one_of_weight_zero(case, stratified, norm, batch, seed):
     capacity, history = case
@@ -94,7 +92,6 @@ def test_cpu_and_reference_draw_the_same_rows_and_never_one_of_weight_zero(case,
     assert (tree.weight[expected] > 0).all()
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.integers(1, 300), st.data())
 def test_filling_a_range_equals_updating_every_row_of_it(capacity, data):
     start = data.draw(st.integers(0, capacity - 1))

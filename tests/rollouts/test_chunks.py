@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule, TensorDictSequential
@@ -73,7 +73,6 @@ def check_batch(batch: TensorDict, data: TensorDict, rollout: RolloutBuffer, len
     return found
 
 
-@settings(max_examples=70, deadline=None)
 @given(
     steps=st.integers(1, 14),
     lanes=st.sampled_from([None, 1, 2, 3]),

@@ -8,7 +8,7 @@ from itertools import permutations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
@@ -27,7 +27,6 @@ def buffer(rows: int, sampler: MinibatchSampler, batch_size: int, kind=ReplayBuf
     return rb
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     rows=st.integers(1, 40),
     size=st.integers(1, 15),

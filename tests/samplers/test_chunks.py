@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 from torchrl.data.replay_buffers import LazyTensorStorage, TensorDictReplayBuffer
@@ -66,7 +66,6 @@ def check_epoch(world: World, recipe: Recipe, stride: int, size: int, drop_last:
             assert {*learned} == {*world.history.written()}
 
 
-@settings(max_examples=70, deadline=None)
 @given(
     buffer=st.sampled_from([*BUFFERS]),
     often=st.sampled_from(OFTEN),
@@ -131,7 +130,6 @@ def rows(steps: int, every: int = 4) -> TensorDict:
     return TensorDict({"x": x, "next": {"done": (x % every == every - 1)[..., None]}}, [2, steps])
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     writes=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=20), min_size=1, max_size=5),
     length=st.integers(1, 4),

@@ -164,7 +164,7 @@ class Lockstep(RuleBasedStateMachine):
 
 
 TestLockstep = Lockstep.TestCase
-TestLockstep.settings = settings(max_examples=80, stateful_step_count=20)
+TestLockstep.settings = settings(stateful_step_count=20)
 
 
 def filled(sampler: Any, lanes: int = 1, steps: int = 60, buffer: str = "ours", seed: int = 1, **parts: Any) -> World:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
@@ -72,7 +72,6 @@ ACTIONS = st.lists(st.one_of(st.integers(1, 40), st.sampled_from(["sample", "sam
 
 @given(st.sampled_from([*INNER]), st.integers(1, 12), st.sampled_from([0, 1, 3]), ACTIONS)
 @example("minibatch", 2, 0, ["sample", "sample"])
-@settings(max_examples=60, deadline=None)
 def test_each_row_comes_first_once(inner, fresh, lanes, actions):
     made = Numbered(inner, fresh, lanes)
     made.write(9)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 from torchrl.data.replay_buffers import LazyTensorStorage
@@ -142,7 +142,6 @@ def test_what_cannot_work_is_refused_by_name():
         EpisodeSampler(UniformSampler(max_age=8))
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_a_queue_in_lockstep_with_a_list(data):
     max_age = data.draw(st.integers(1, 6))

@@ -11,7 +11,15 @@ from tensordict import TensorDict
 from torchrl.data.replay_buffers import PrioritizedSampler, TensorDictReplayBuffer
 from torchrl.data.replay_buffers.scheduler import LinearScheduler
 
-from rlbuf_td import MinibatchSampler, PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer
+from rlbuf_td import (
+    MinibatchSampler,
+    PackedStorage,
+    ProportionalSampler,
+    RankSampler,
+    ReplayBuffer,
+    ReservoirWriter,
+    RingWriter,
+)
 from tests.catalogue import buffer_of
 from tests.kernels.invariants import check_tree
 from tests.statistics import assert_follows, power
@@ -85,6 +93,25 @@ def test_the_law_holds_after_the_wrap_and_new_rows_enter_at_the_maximum(lanes):
     torch.testing.assert_close(rb.sampler.priority(torch.arange(cells)), magnitude.double())
     check(rb)
     assert_follows(draws(rb, 1_000, 300), law(magnitude, 1.0, 0.0))
+
+
+@both
+@pytest.mark.parametrize("writer", [RingWriter, ReservoirWriter])
+@pytest.mark.parametrize("lanes", [0, 3])
+def test_new_rows_have_the_largest_td_error_that_was_seen(cls, writer, lanes, device):
+    rb = buffer_of(20, cls(20 * max(lanes, 1), alpha=0.5), lanes, batch_size=4, writer=writer())
+    shape = [max(lanes, 1), 90] if lanes else [90]
+    data = TensorDict({"x": torch.arange(90).expand(shape).clone()}, shape)
+    rb.extend(data[..., :40])
+    every = torch.arange(len(rb.storage))
+    rb.update_priority(every, torch.linspace(0.5, 16.0, len(every)))
+    rb.sample()
+    for first in (40, 65):
+        rb.extend(data[..., first : first + 25])
+        is_new = rb.storage["x"].flatten() >= first
+        assert is_new.any()
+        assert (rb.sampler.priority(every)[is_new] == 16.0).all()
+        rb.update_priority(every, torch.linspace(0.5, 1.0, len(every)))
 
 
 @both

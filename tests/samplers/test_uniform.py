@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
@@ -51,7 +51,6 @@ def test_a_unique_batch_takes_every_ordered_selection_equally_often(batch, path)
 
 
 @given(st.integers(1, 60), st.integers(1, 60), st.integers(0, 5))
-@settings(max_examples=60, deadline=None)
 def test_a_unique_batch_has_no_row_twice_and_only_written_ones(rows, batch, seed):
     storage, sampler = filled(rows, 60), UniformSampler(unique=True)
     sampler._rng = torch.Generator().manual_seed(seed)
@@ -77,7 +76,6 @@ def first_distinct(rows: int, batch: int, generator: torch.Generator) -> list[in
 
 @pytest.mark.parametrize("lanes", [0, 2])
 @given(st.integers(1, 150), st.integers(1, 150), st.integers(0, 1_000))
-@settings(max_examples=60, deadline=None)
 def test_a_unique_batch_is_the_first_distinct_rows_of_the_random_numbers(lanes, steps, batch, seed):
     rows = steps * max(lanes, 1)
     batch = min(batch, rows)

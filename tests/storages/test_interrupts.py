@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from itertools import count
 from linecache import getline
 from pathlib import Path
 from typing import Any
@@ -68,10 +69,11 @@ def handler() -> Iterator[Any]:
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.slow)], ids=["some lines", "every line"])
 @pytest.mark.parametrize("operation", ["extend", "add", "set", "empty"])
 @pytest.mark.parametrize(("kind", "sampler"), [("plain", "uniform"), ("planned", "rank"), ("dedup", "n-step")])
 def test_an_interrupted_write_has_happened_wholly_or_not_at_all(
-    kind: str, sampler: str, operation: str, handler: Any
+    kind: str, sampler: str, operation: str, every: int, handler: Any
 ) -> None:
     made = ReplayBuffer(storage=PackedStorage(7, **KINDS[kind]), sampler=SAMPLERS[sampler](7), batch_size=2)
     made.extend(steps(0, 9))
@@ -94,20 +96,20 @@ def test_an_interrupted_write_has_happened_wholly_or_not_at_all(
     after = again()
     work[operation](after)
     before_and_after = [state_of(again()), state_of(after)]
-    seen, line = set(), 0
-    while True:
-        line += 1
-        rb, interrupter = again(), Interrupter(line)
+    seen = set()
+    for line in count(1, every):
+        rb, interrupter, came = again(), Interrupter(line), False
         outer = sys.gettrace()
         try:
             sys.settrace(interrupter)
             work[operation](rb)
         except KeyboardInterrupt:
-            pass
+            came = True
         finally:
             sys.settrace(outer)
         assert signal.getsignal(signal.SIGINT) is handler
-        if interrupter.left > 0:
+        assert came == (interrupter.left <= 0), line
+        if not came:
             break
         found = state_of(rb)
         assert found in before_and_after, line
@@ -116,7 +118,7 @@ def test_an_interrupted_write_has_happened_wholly_or_not_at_all(
             check_pool(rb.storage.rows.table)
         rb.extend(steps(60, 2))
         assert copied(rb[:])["observation"][:, 0].tolist().count(60.0) == 1
-    assert seen == {0, 1}
+    assert every > 1 or seen == {0, 1}
 
 
 def test_other_threads_write_without_signals() -> None:

@@ -337,4 +337,4 @@ class Lockstep(RuleBasedStateMachine):
 
 
 TestLockstep = Lockstep.TestCase
-TestLockstep.settings = settings(max_examples=50, stateful_step_count=30)
+TestLockstep.settings = settings(stateful_step_count=30)

@@ -234,6 +234,6 @@ class LockstepWithFlags(Lockstep):
 
 
 TestBitmap = Lockstep.TestCase
-TestBitmap.settings = settings(max_examples=50, stateful_step_count=30)
+TestBitmap.settings = settings(stateful_step_count=30)
 TestFlags = LockstepWithFlags.TestCase
-TestFlags.settings = settings(max_examples=25, stateful_step_count=30)
+TestFlags.settings = settings(stateful_step_count=30)
