@@ -15,7 +15,15 @@ from torch import Tensor
 from torchrl.data import LazyTensorStorage
 from torchrl.data import ReplayBuffer as TorchRLReplayBuffer
 
-from rlbuf_td import PackedStorage, ProportionalSampler, ReplayBuffer, UniformSampler
+from rlbuf_td import (
+    FreshRowsSampler,
+    PackedStorage,
+    ProportionalSampler,
+    RankSampler,
+    ReplayBuffer,
+    ReplayBufferMixture,
+    UniformSampler,
+)
 from rlbuf_td.kernels import sum_tree
 from rlbuf_td.kernels.episodes import FlagBoundaries
 from rlbuf_td.kernels.episodes.goals import Law, choose_goals
@@ -24,7 +32,9 @@ from rlbuf_td.kernels.rank_order.law import rank_law
 from rlbuf_td.kernels.rank_order.reference import SortedOrder
 from rlbuf_td.kernels.rows import skip_ring
 from rlbuf_td.kernels.sum_tree import SumTree
+from tests.catalogue import SAMPLERS
 from tests.kernels.invariants import check_tree
+from tests.samplers.rows import data
 
 SIZES = [100, 101, 350, 999, 1_000]  # of a buffer that fills
 
@@ -139,6 +149,32 @@ def test_writes_and_batches_compile_no_more_once_the_ring_is_full():
         batch = extend_and_sample(TensorDict({"a": torch.full((20, 1), k)}, [20]))
         age = (k - batch["index"] // 20) % 5  # in writes
         assert torch.equal(batch["a"][:, 0], k - age)
+
+
+def made_for_compiling(name: str) -> ReplayBuffer:
+    sampler = FreshRowsSampler(ProportionalSampler(64)) if name == "fresh" else SAMPLERS.get(name, RankSampler)(64)
+    rb = ReplayBuffer(storage=PackedStorage(64), sampler=sampler, batch_size=12)
+    rb.extend(data(20))
+    return rb
+
+
+@pytest.mark.parametrize("name", ["floored", "rank", "windows", "fresh", "mixture"])
+def test_a_compiled_update_raises_the_priority_of_new_rows(name):
+    one, other = made_for_compiling(name), made_for_compiling(name)
+    rb: Any = ReplayBufferMixture({"a": one, "b": other}, {"a": 1, "b": 1}, batch_size=12) if name == "mixture" else one
+
+    def update() -> None:
+        batch = rb.sample()
+        batch["td_error"] = torch.full(batch.batch_size, 50.0)
+        rb.update_tensordict_priority(batch)
+
+    with torch._dynamo.config.patch(error_on_recompile=False):
+        torch.compile(update, backend="eager")()
+        with pytest.raises(ValueError, match="NaN or infinite"):
+            torch.compile(lambda: one.update_priority(torch.arange(1), torch.tensor([torch.nan])))()
+    one.extend(data(1))
+    priority = one.sampler.priority(torch.arange(21), storage=one.storage)
+    assert priority[20] == 50 > priority.min()
 
 
 @pytest.mark.parametrize("sampler", [UniformSampler, partial(UniformSampler, unique=True)])

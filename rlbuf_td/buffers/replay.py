@@ -537,6 +537,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
             self._count_returned(first.numel() if parts.gives_windows else len(first))
         return (batch, info) if return_info else batch
 
+    @torch.compiler.disable(reason="draws depend on numbers that no graph knows, and bind compiled loops")
     def _sample_with_report(self, batch_size: int | None) -> Sample:
         size = as_size(self._batch_size if batch_size is None else batch_size)
         if size is None:  # TorchRL raises an error

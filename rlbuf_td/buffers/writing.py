@@ -249,6 +249,7 @@ def fault_of_lanes(parts: Parts) -> str:
     return ""
 
 
+@torch.compiler.disable(reason="writes change numbers that no graph knows, and bind compiled loops")
 def _write_rows(
     rb: ReplayBuffer, parts: Parts, data: TensorDictBase, how: str, update_priority: bool, lanes: Any
 ) -> Any:

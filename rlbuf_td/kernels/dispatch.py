@@ -25,13 +25,13 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 #: For every device; tests set it. With ``NUMBA_DISABLE_JIT=1``, a debugger can step through the reference.
 _forced: Backend | None = "torch" if os.environ.get("NUMBA_DISABLE_JIT", "0") not in ("", "0") else None
-_is_compiling = torch.compiler.is_compiling
+is_compiling = torch.compiler.is_compiling
 
 
 def backend_of(memory: Tensor) -> Backend:
     if _forced is not None:
         return _forced
-    if _is_compiling():
+    if is_compiling():
         return "torch"
     return "numba" if memory.is_cpu else "torch"
 
@@ -76,6 +76,7 @@ def record_of(dtype: np.dtype, **fields: Any) -> np.ndarray:
     return np.array([tuple(fields.get(name, 0) for name in dtype.names or ())], dtype)
 
 
+@torch.compiler.disable(reason="torch.compile would trace numba's compiler")
 def machine_code(loop: Any, **examples: Any) -> Callable[..., Any]:
     """Compile a numba loop for the types of its arguments, and return the compiled function.
 

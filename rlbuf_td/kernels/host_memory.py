@@ -43,8 +43,11 @@ class HostTensors:
         """Return the address of each tensor, or None if compiled code cannot read them.
 
         Compiled code can read a tensor on the CPU of the expected dtype and shape, of class ``Tensor`` itself, that is
-        contiguous, not lazily negated, and whose memory has not been freed or shrunk.
+        contiguous, not lazily negated, and whose memory has not been freed or shrunk. Under ``torch.compile``, it can
+        read none: a graph frees a tensor that it does not need any more, although its address is still used.
         """
+        if torch.compiler.is_compiling():
+            return None
         found = []
         try:
             for tensor, (dtype, shape, nbytes, may_be_negated) in zip(tensors, self._expected, strict=True):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torchrl.data.replay_buffers import Storage
 
-from rlbuf_td.kernels.dispatch import backend_of
+from rlbuf_td.kernels.dispatch import backend_of, uses_numba
 from rlbuf_td.kernels.inference_mode import outside_inference_mode
 from rlbuf_td.kernels.strata import LEAST_RATIO, MOST_RATIO
 from rlbuf_td.kernels.sum_tree import LARGEST as LARGEST_WEIGHT
@@ -118,7 +118,7 @@ class Priorities:
 
     def _find_largest(self) -> None:  # O(N), or O(1) on the CPU if ``largest`` is still stored
         magnitude = self.law.table.magnitude
-        if backend_of(magnitude) != "numba":
+        if not uses_numba(self.device):
             self._largest_on_device = magnitude.max()
         elif float(magnitude[self._largest_row]) != self.largest:
             self._largest_row = int(magnitude.argmax())
@@ -132,6 +132,7 @@ class Priorities:
             raise IndexError(f"rows {flat.min()} to {flat.max()} are out of range: rows are 0 to {self.capacity - 1}")
         return flat
 
+    @torch.compiler.disable(reason="an update on the CPU checks its input, and changes numbers that no graph knows")
     def assign(self, index: Any, priority: Any, rows: int | None, storage: Storage | None, *, counts: bool) -> None:
         """Set the priorities of rows below ``rows`` from TD errors; if ``counts``, these can increase ``largest``."""
         if storage is not None:
@@ -159,6 +160,7 @@ class Priorities:
             entry = torch.full((), entry, dtype=torch.float64, device=self.device)
         self.assign(index, entry, None, storage, counts=False)
 
+    @torch.compiler.disable(reason="see `assign`")
     def enter_range(self, start: int, count: int, storage: Storage) -> None:
         """Give the flat rows ``start`` to ``start + count - 1`` the magnitude of new rows."""
         self.move_to(storage)

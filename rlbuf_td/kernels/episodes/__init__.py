@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlbuf_td.kernels.dispatch import backend_of, record_of
+from rlbuf_td.kernels.dispatch import record_of, uses_numba
 from rlbuf_td.kernels.inference_mode import outside_inference_mode
 
 WORD = 64
@@ -289,5 +289,4 @@ def occurrences(numbers: np.ndarray) -> np.ndarray:
 
 
 def make_boundaries(steps: int, lanes: int, device: torch.device) -> Boundaries:
-    is_on_cpu = backend_of(torch.empty(0, device=device, dtype=torch.float32)) == "numba"
-    return BitBoundaries(steps, lanes) if is_on_cpu else FlagBoundaries(steps, lanes, device)
+    return BitBoundaries(steps, lanes) if uses_numba(device) else FlagBoundaries(steps, lanes, device)

@@ -16,7 +16,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from rlbuf_td.kernels.dispatch import backend_of
+from rlbuf_td.kernels.dispatch import uses_numba
 from rlbuf_td.kernels.rank_order.chunked import ChunkedOrder
 from rlbuf_td.kernels.rank_order.chunks import allocate
 from rlbuf_td.kernels.rank_order.law import RankLaw, cumulative, mass, rank_law, ranks_of_mass
@@ -33,7 +33,7 @@ def make_order(magnitude: Tensor, stale_updates: int = 0) -> RankOrder:
 
     On the CPU, ranks are always exact; elsewhere, a look-up may ignore the last ``stale_updates`` updates.
     """
-    return ChunkedOrder(magnitude) if backend_of(magnitude) == "numba" else SortedOrder(magnitude, stale_updates)
+    return ChunkedOrder(magnitude) if uses_numba(magnitude.device) else SortedOrder(magnitude, stale_updates)
 
 
 def order_bytes(capacity: int, device: torch.device) -> int:
