@@ -158,7 +158,10 @@ def made_for_compiling(name: str) -> ReplayBuffer:
     return rb
 
 
-@pytest.mark.parametrize("name", ["floored", "rank", "windows", "fresh", "mixture"])
+SLOWER = [pytest.param(name, marks=pytest.mark.slow) for name in ("rank", "windows", "fresh", "mixture")]
+
+
+@pytest.mark.parametrize("name", ["floored", *SLOWER])
 def test_a_compiled_update_raises_the_priority_of_new_rows(name):
     one, other = made_for_compiling(name), made_for_compiling(name)
     rb: Any = ReplayBufferMixture({"a": one, "b": other}, {"a": 1, "b": 1}, batch_size=12) if name == "mixture" else one

@@ -114,7 +114,7 @@ def _places() -> Iterator[Path]:
 
 
 def _prepare(place: Path, version: str) -> Path:
-    chosen = place / version
+    chosen = (place / version).absolute()  # NUMBA_CACHE_DIR may be relative
     if not chosen.exists():
         chosen.mkdir(parents=True, exist_ok=True)
         for old in place.iterdir():

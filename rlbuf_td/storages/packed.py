@@ -184,7 +184,7 @@ class PackedStorage(LazyTensorStorage):
         allocate.refuse_init(shared_init, cleanup_memmap, compilable, shared, device)
         allocate.refuse_reopen(reopen, scratch_dir, existsok, bool(auto_cleanup), bool(self.dedup_options))
         super().__init__(max_size, device=device, ndim=ndim)
-        self.scratch_dir = None if scratch_dir is None else Path(scratch_dir)
+        self.scratch_dir = None if scratch_dir is None else Path(scratch_dir).absolute()
         self.existsok, self.auto_cleanup, self.shared, self.reopen = existsok, bool(auto_cleanup), shared, reopen
         self.rows: Rows | None = None  # from the first write on
         self.live: Rows | None = None  # the written rows, cached by the last read

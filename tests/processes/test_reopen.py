@@ -408,3 +408,21 @@ def test_an_emptied_storage_is_continued(tmp_path: Path) -> None:
     assert len(storage) == 0
     rb.extend(rows(torch.arange(20)))
     assert last_numbers(storage) == [19]
+
+
+def test_a_relative_folder_is_found_from_where_the_storage_was_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "job").mkdir()
+    monkeypatch.chdir(tmp_path)
+    rb = ReplayBuffer(storage=PackedStorage(9, scratch_dir="rows", reopen=True), sampler=ProportionalSampler(9))
+    cleaned = PackedStorage(9, scratch_dir="cleaned", auto_cleanup=True)
+    monkeypatch.chdir("job")
+    for storage in (rb, ReplayBuffer(storage=cleaned)):
+        storage.extend(rows(torch.arange(5)))
+    files = {"breaks.json", "journal.bin", "priorities.bin", "rows.bin"}
+    assert {each.name for each in (tmp_path / "rows").iterdir()} <= files
+    del cleaned, storage
+    gc.collect()
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["job", "rows"]
+    assert not any((tmp_path / "job").iterdir())
