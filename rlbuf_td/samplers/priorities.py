@@ -20,6 +20,7 @@ from rlbuf_td.samplers.common import OneStorage, as_errors, refuse_priorities
 from rlbuf_td.samplers.priority_file import PriorityFile
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.indexing import device_of, flat_rows
+from rlbuf_td.storages.interrupts import held_back
 from rlbuf_td.storages.lane_heads import holes_among
 from rlbuf_td.storages.notebooks import PROCESSES
 from rlbuf_td.storages.shared.memory import SharedNumbers
@@ -145,14 +146,15 @@ class Priorities:
         rows = self.capacity if rows is None else rows
         if counts and storage is not None and hasattr(storage, "refuse_holes"):
             storage.refuse_holes(flat)
-        largest = self.law.update_(flat, td_error, rows)
-        if type(largest) is float and largest == REFUSED:
-            refuse_priorities(flat, td_error, rows)
-        if counts and isinstance(largest, Tensor):
-            self.largest = largest.clamp(min=self.largest)
-        elif counts and largest > self.largest:
-            self.largest = largest
-        self.keep(flat, None if counts else storage)
+        with held_back:
+            largest = self.law.update_(flat, td_error, rows)
+            if type(largest) is float and largest == REFUSED:
+                refuse_priorities(flat, td_error, rows)
+            if counts and isinstance(largest, Tensor):
+                self.largest = largest.clamp(min=self.largest)
+            elif counts and largest > self.largest:
+                self.largest = largest
+            self.keep(flat, None if counts else storage)
 
     def enter(self, index: Any, storage: Storage | None) -> None:
         entry = self.entry

@@ -204,6 +204,7 @@ class PrioritizedDraw(BoundDraw):
         super().__init__(storage, sampler, size, reads)
         self.eps = self.record["eps"] = getattr(self.law, "eps", 0.0)
         self.record["weighed_alpha"] = addressof(self.settings) + 8 * WEIGHED
+        self.record["largest"] = addressof(self.settings) + 8 * LARGEST
 
     def holds(self) -> bool:
         """Whether storage, priorities and law are unchanged: a load or sharing replaces their memory."""
@@ -261,8 +262,6 @@ class PrioritizedDraw(BoundDraw):
             largest, stale = self.updates(self.address, index_at, td_error_at, stamp_at, clock)
         if largest == REFUSED:  # a row is out of range or an error is not finite; nothing has changed
             return None
-        if largest > self.settings[LARGEST]:
-            self.settings[LARGEST] = largest
         if self.owner.priorities.file is not None:
             self.owner.priorities.keep(flat_rows(index, self.storage, self.flat.device))
         return stale

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import signal
 import sys
 import threading
@@ -119,6 +120,27 @@ def test_an_interrupted_write_has_happened_wholly_or_not_at_all(
         rb.extend(steps(60, 2))
         assert copied(rb[:])["observation"][:, 0].tolist().count(60.0) == 1
     assert every > 1 or seen == {0, 1}
+
+
+@pytest.mark.parametrize("sampler", ["proportional", "rank"])
+def test_an_interrupted_update_changes_rows_and_new_rows_together(sampler: str, handler: Any) -> None:
+    rb = ReplayBuffer(storage=PackedStorage(9), sampler=SAMPLERS[sampler](9), batch_size=4)
+    rb.extend(steps(0, 6))
+    batch, td_error = rb.sample(), torch.ones(4)
+    updates = [rb.update_tensordict_priority, lambda batch: rb.update_priority(batch["index"], batch["td_error"])]
+    for update in updates:
+        for line in itertools.count(1):
+            batch["td_error"], interrupter, outer = td_error.add_(1.0), Interrupter(line), sys.gettrace()
+            try:
+                sys.settrace(interrupter)
+                update(batch)
+            except KeyboardInterrupt:
+                pass
+            finally:
+                sys.settrace(outer)
+            assert rb.sampler.default_priority == rb.sampler.priority(torch.arange(6)).max()
+            if interrupter.left > 0:
+                break
 
 
 def test_other_threads_write_without_signals() -> None:

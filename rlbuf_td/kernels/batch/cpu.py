@@ -372,6 +372,14 @@ def _fresh_rows(batch, index, td_error, stamp, clock):
     return stale, row, error
 
 
+@inlined
+def raise_largest(batch, largest):
+    """Raise the magnitude of new rows in the call that changes priorities: no interrupt can come between."""
+    if largest > load(batch.largest, np.float64):
+        store(batch.largest, np.float64(largest), np.float64)
+    return largest
+
+
 @kernel
 def update_proportional(address, index, td_error, stamp, clock: Clock):
     """Update priorities; return the largest ``|td_error|`` or ``REFUSED``, and how many rewritten rows are skipped."""
@@ -380,7 +388,7 @@ def update_proportional(address, index, td_error, stamp, clock: Clock):
     if stale < 0:
         return REFUSED, 0
     tree, alpha = carray(pointer(batch.table), 1, TREE), load(batch.weighed_alpha, np.float64)
-    return update(tree, row, error, clock.written, alpha, batch.eps), stale
+    return raise_largest(batch, update(tree, row, error, clock.written, alpha, batch.eps)), stale
 
 
 @kernel
@@ -389,7 +397,7 @@ def update_rank(address, index, td_error, stamp, clock: Clock):
     stale, row, error = _fresh_rows(batch, index, td_error, stamp, clock)
     if stale < 0:
         return REFUSED, 0
-    return update_order(carray(pointer(batch.table), 1, ORDER), row, error, clock.written), stale
+    return raise_largest(batch, update_order(carray(pointer(batch.table), 1, ORDER), row, error, clock.written)), stale
 
 
 @kernel

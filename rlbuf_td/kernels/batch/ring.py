@@ -20,7 +20,7 @@ _ADDRESSES = (
 RING = np.dtype([(name, np.int64) for name in _NUMBERS + _ADDRESSES] + [("eps", np.float64)])
 _SOURCES = (
     *("rows", "extents", "count", "reads", "table", "flat", "uniform", "queue", "numbers", "clock"),
-    *("windows", "loops", "written_at", "anchors", "drawn", "weighed_alpha", "head"),
+    *("windows", "loops", "written_at", "anchors", "drawn", "weighed_alpha", "largest", "head"),
 )
 #: For batches of ``count`` rows: the same shape, and addresses. ``reads`` is 0 if another function reads the drawn
 #: rows, whose indices are then at ``flat``; else 1. ``table`` points to ``addresses`` as ``priorities`` does, ``flat``
@@ -29,8 +29,8 @@ _SOURCES = (
 #: the drawn rows are expanded to windows. ``anchors`` points to the ``drawn`` rows of a sampler, each of which wrappers
 #: expand to ``count / drawn`` rows. ``written_at`` points to the write time of each row (0: a ring, whose write times
 #: follow from the newest step). ``loops`` points to ``rlbuf_td.kernels.batch.parallel_loops()`` if batches are large.
-#: Updates of a sum tree need ``weighed_alpha`` and ``eps``, as in ``RING``; draws by rank need ``alpha``, ``shift`` and
-#: ``head`` of :class:`rlbuf_td.kernels.rank_order.law.Ranks`.
+#: Updates raise the number at ``largest``, and of a sum tree need ``weighed_alpha`` and ``eps``, as in ``RING``; draws
+#: by rank need ``alpha``, ``shift`` and ``head`` of :class:`rlbuf_td.kernels.rank_order.law.Ranks`.
 BATCH = np.dtype(
     [(name, np.int64) for name in (*_NUMBERS, *_SOURCES)] + [(name, np.float64) for name in ("eps", "alpha", "shift")]
 )
