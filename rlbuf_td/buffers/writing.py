@@ -25,7 +25,7 @@ from rlbuf_td.storages.indexing import first_of_row, flat_rows, inner_dims, one_
 from rlbuf_td.storages.interrupts import held_back
 from rlbuf_td.storages.keys import as_tuple, is_key
 from rlbuf_td.storages.row_class import opened
-from rlbuf_td.storages.schema import kind, reshaped, show_key, walk
+from rlbuf_td.storages.schema import kind, refuse_index, reshaped, show_key, walk
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 from rlbuf_td.storages.write_clock import SAMPLED_AT, skip_stale
 from rlbuf_td.storages.writes import edit_entries, stacked, wrapping
@@ -257,6 +257,8 @@ def _write_rows(
     if rb._has_environment:
         data = with_trajectory_ids(rb, data, lead)
     rows, td_error = data, None
+    if "index" in data.keys():
+        refuse_index()
     if how == "extend" and lanes is None and (dim := rb.dim_extend) > 0:
         if data.ndim <= dim:
             raise SchemaError(

@@ -27,6 +27,7 @@ from rlbuf_td.storages import SchemaError
 from rlbuf_td.storages.indexing import one_a_row
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.notebooks import PRIORITIES
+from rlbuf_td.storages.schema import refuse_index
 
 _REFRESH = 0.1  # seconds without a report after which the client asks a shard for its mass
 _ARRIVAL = 1.0  # seconds in which rows that flow control has counted arrive in a shard, or are lost
@@ -334,9 +335,11 @@ class Client:
         lead = data.batch_size[: spec.ndim]
         if len(lead) < spec.ndim or not lead.numel():
             raise ValueError(f"extend needs transitions of {spec.ndim} or more batch dims, got {tuple(data.shape)}")
+        if "index" in data.keys():
+            refuse_index()
         is_first = self._layout is None
         if self._layout is None:
-            layout = RowLayout(data.exclude("index"), spec.ndim)
+            layout = RowLayout(data, spec.ndim)
             self._layout = layout, named(layout)
         rows = pack(self._layout[0], data, lead)
         if data.get(spec.priority_key, None) is not None:

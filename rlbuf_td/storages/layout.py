@@ -81,7 +81,6 @@ class RowLayout:
         self.groups = tuple(self._groups())
         #: The entries at the root of a row, with their dtypes; None for nested entries.
         self.names = {leaf.key[0]: leaf.dtype if len(leaf.key) == 1 else None for leaf in self.leaves}
-        self._reserved = None if ("index",) in self.places else "index"
         self._blank: tuple[Any, LeafMemory] = (None, LeafMemory([]))  # for the last (lead, device)
         self._expected: tuple[torch.Size | None, list[torch.Size]] = (None, [])  # lead dims, leaf shapes
         float_rows = any(group.dtype is torch.float32 for group in self.groups)
@@ -147,17 +146,16 @@ class RowLayout:
         return _build(self.root, columns, lead, device, more)
 
     def find(self, data: TensorDictBase) -> tuple[list[Any], bool]:
-        """Return the value of each leaf in ``data``, and whether ``data`` has the wrong number of entries.
-
-        An entry ``"index"`` that is not in the layout is not counted.
-        """
+        """Return the value of each leaf in ``data``, and whether ``data`` has the wrong number of entries."""
         leaves: list[Any] = [_NO_VALUE] * len(self.leaves)
-        unknown = _collect(self.root, data, leaves, reserved=self._reserved)
+        unknown = _collect(self.root, data, leaves)
         return leaves, unknown
 
     def collect(self, data: TensorDictBase, lead: torch.Size) -> list[torch.Tensor]:
         """Check the leaves of ``data``, ``[*lead, ...]``, and return them detached; an entry ``"index"`` is ignored."""
         leaves, unknown = self.find(data)
+        if unknown and "index" in data.keys() and ("index",) not in self.places:  # some writers of TorchRL's add it
+            leaves, unknown = self.find(data.exclude("index"))
         expected = self._expected
         if lead != expected[0]:
             self._expected = expected = lead, [lead + leaf.shape for leaf in self.leaves]
@@ -237,8 +235,8 @@ def _build(
     return new_tensordict(entries, lead + node.batch_size if node.batch_size else lead, device)
 
 
-def _collect(node: _Node, data: Any, leaves: list[torch.Tensor], reserved: str | None = None) -> bool:
-    """Fill ``leaves`` from ``data``; return whether ``data`` has a wrong number of entries besides ``reserved``."""
+def _collect(node: _Node, data: Any, leaves: list[torch.Tensor]) -> bool:
+    """Fill ``leaves`` from ``data``; return whether ``data`` has a wrong number of entries."""
     if type(data) is not TensorDict:
         if not isinstance(data, TensorDictBase):
             return True
@@ -246,7 +244,7 @@ def _collect(node: _Node, data: Any, leaves: list[torch.Tensor], reserved: str |
     entries = entries_of(data)
     for name, slot in node.leaves:
         leaves[slot] = entries.get(name, _NO_VALUE)
-    unknown = len(entries) - (reserved in entries) != len(node.leaves) + len(node.nodes)
+    unknown = len(entries) != len(node.leaves) + len(node.nodes)
     for name, child in node.nodes:
         unknown |= _collect(child, entries.get(name), leaves)
     return unknown

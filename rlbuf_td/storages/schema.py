@@ -190,5 +190,12 @@ def refuse_other_index(index: Any) -> None:
         raise SchemaError(f"the rows have an entry 'index' of {dtype or 'nested entries'}, but {taken}: {remedy}")
 
 
+def refuse_index() -> NoReturn:
+    """Raise a SchemaError for data with an entry "index"."""
+    taken = "the data has an entry 'index', and each batch has the positions of its rows under this name"
+    remedy = "store it under another name, data.rename_key_('index', 'my_index')"
+    raise SchemaError(f"{taken}: {remedy}, or leave it out, data.exclude('index'), if it comes from a sampled batch")
+
+
 def kind(dtype: torch.dtype, shape: torch.Size) -> str:
     return f"{str(dtype).removeprefix('torch.')} of shape {tuple(shape)}"

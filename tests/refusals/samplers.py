@@ -260,7 +260,9 @@ REFUSALS: Table = {
     ("entries that samplers add, loaded", lambda: fresh(sampler=sequence())): [
         (loads(lambda: filled(rows=steps(20, mask=zeros(20))), rows_only=True), td.CheckpointError, "an entry 'mask'"),
         (lambda rb: rb.storage.load_state_dict(with_mask().state_dict()), SchemaError, "have an entry 'mask'"),
-        (lambda rb: rb.extend(steps(4, index=zeros(4))), SchemaError, "'index' of torch.float32, but each batch has"),
+        (lambda rb: rb.extend(steps(4, index=zeros(4))), SchemaError, "'index', and each batch has the positions"),
+        (lambda rb: rb.extend(steps(4, index=zeros(4).long())), SchemaError, r"leave it out, data.exclude\('index'\)"),
+        (lambda rb: rb.add(steps(1, index=zeros(1).long())[0]), SchemaError, r"rename_key_\('index', 'my_index'\)"),
         (lambda rb: rb.storage.reserve(steps(index=tensor(3))), SchemaError, "cannot reserve rows for an entry"),
     ],
     ("entries that samplers add, of TorchRL's", nothing): [
