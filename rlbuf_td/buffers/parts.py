@@ -226,6 +226,10 @@ def refuse_second_priorities(rb: ReplayBuffer, storage: Storage, sampler: Sample
 def continue_ring(writer: Writer, storage: Storage) -> None:
     """Let a ring writer that has not written yet continue after the newest row of the storage."""
     if type(writer) is RingWriter and not torchrl_parts.write_count_of(writer):
+        shared_rows = getattr(storage, "shared_rows", None)
+        if shared_rows is not None and shared_rows.of_writer is not None:
+            writer.continue_counts(shared_rows.of_writer)
+            shared_rows.of_writer = None
         torchrl_parts.set_cursor(writer, next_step(storage))
 
 

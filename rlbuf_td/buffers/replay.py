@@ -185,9 +185,9 @@ class ReplayBuffer(TensorDictReplayBuffer):
         Written data must have the environment's keys, dtypes and shapes. The first write may add keys, such as those of
         a policy's outputs. In RAM, rows take physical memory only after they are written.
 
-        If the rows are shared before the first write, they get the trajectory ids ``("collector", "traj_ids")`` that
-        recorders and collectors write. Every write must then have ids, because the rows of several processes follow
-        each other. ``from_schema(schema_of(env), ...)`` adds none.
+        If the rows are shared before the first write, or made with ``reopen``, they get the trajectory ids
+        ``("collector", "traj_ids")`` that recorders and collectors write. Every write must then have ids, because the
+        rows of several processes follow each other. ``from_schema(schema_of(env), ...)`` adds none.
 
         Args:
             env: a TorchRL or Gymnasium environment, single or vectorised; or a parallel environment of PettingZoo, or a
@@ -195,8 +195,8 @@ class ReplayBuffer(TensorDictReplayBuffer):
             capacity: the number of transitions, rounded up to a multiple of the number of environments. A
                 :class:`RolloutBuffer` instead takes the number of time steps.
             extras: further entries of a transition, see :func:`~rlbuf_td.envs.specs.schema_of`. If the rows are shared
-                before the first write, ``extras`` must contain all further entries, because that write cannot add
-                entries.
+                before the first write, or made with ``reopen``, ``extras`` must contain all further entries, because
+                that write cannot add entries.
             group_map: the groups of a PettingZoo environment's agents, see :class:`PettingZooRecorder`.
             **kwargs: keywords of :meth:`from_schema`.
 
@@ -253,7 +253,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
     @classmethod
     def _for_environment(cls, schema: TensorDictBase, capacity: int, kwargs: dict[str, Any]) -> Self:
         """Return a buffer from ``schema``, whose rows get trajectory ids when they are shared."""
-        if kwargs.get("shared"):
+        if kwargs.get("shared") or kwargs.get("reopen"):
             schema = with_missing(schema, trajectory_ids(schema.batch_size))
         rb = cls.from_schema(schema, capacity, **kwargs)
         rb._has_environment = True
@@ -269,6 +269,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
         device: torch.device | str = "cpu",
         storing_device: torch.device | str | None = None,
         scratch_dir: str | Path | None = None,
+        reopen: bool = False,
         shared: bool = False,
         share_next: Any = False,
         frames: Any = None,
@@ -284,6 +285,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
             device: the device of the batches, and also of the rows unless ``storing_device`` is given.
             storing_device: the device of the rows.
             scratch_dir: see :class:`PackedStorage`.
+            reopen: see :class:`PackedStorage`; rows that an earlier process has left must have the schema's entries.
             shared: see :class:`PackedStorage`.
             share_next: see :class:`PackedStorage`.
             frames: see :class:`PackedStorage`.
@@ -308,10 +310,14 @@ class ReplayBuffer(TensorDictReplayBuffer):
             schema = schema.flatten()[0]
         if storing_device is not None:
             device, kwargs["device"] = storing_device, device
-        rows: dict[str, Any] = {"scratch_dir": scratch_dir, "shared": shared}
+        rows: dict[str, Any] = {"scratch_dir": scratch_dir, "reopen": reopen, "shared": shared}
         rows |= {"share_next": share_next, "frames": frames, "device": device}
         storage = PackedStorage(capacity, ndim=1 + schema.ndim, **rows)
-        storage.reserve(schema)
+        try:
+            storage.reserve(schema)
+        except Exception:
+            storage.close()
+            raise
         return cls(storage=storage, **kwargs)
 
     @classmethod
@@ -1391,6 +1397,25 @@ class ReplayBuffer(TensorDictReplayBuffer):
         self.bound, self.bound_write = {}, None
         if self.parts is not None and self.parts.prioritized is not None:
             self.parts.prioritized.priorities.file = None
+
+    def close(self) -> None:
+        """Shut down the buffer, and release its rows if no other buffer uses them; ``with rb:`` closes it at the end.
+
+        Memory becomes free, and another process may continue the rows of ``PackedStorage(reopen=True)``. Reading and
+        saving rows raise a RuntimeError afterwards. Processes that share the rows keep them until they end.
+        """
+        parts = self.parts or self._initialize()
+        self.shutdown()
+        listeners = torchrl_parts.listeners_of(parts.storage)
+        listeners[:] = [each for each in listeners if each is not self]
+        if parts.is_packed and not any(isinstance(each, TensorDictReplayBuffer) for each in listeners):
+            parts.storage.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     # -- locks
 

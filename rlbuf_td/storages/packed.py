@@ -42,7 +42,7 @@ from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.reopen import reopen_rows
 from rlbuf_td.storages.row_class import RowClass
 from rlbuf_td.storages.rows import Rows
-from rlbuf_td.storages.schema import Leaf, SchemaError
+from rlbuf_td.storages.schema import Leaf, SchemaError, kind
 from rlbuf_td.storages.shared import forks
 from rlbuf_td.storages.shared.memory import SharedNumbers
 from rlbuf_td.storages.shared.rows import SharedRows, share
@@ -96,8 +96,9 @@ class PackedStorage(LazyTensorStorage):
 
     With ``reopen=True``, each write keeps a journal beside the rows. After a crash or a kill of the process, a storage
     made with the same arguments has all rows in their order, without a write that was interrupted, and the newest
-    trajectory of each lane has ended. A loss of power may lose more: save dumps for that. A :class:`ReplayBuffer`
-    continues writing with a :class:`RingWriter`, and keeps its priorities in a file, ``priorities.bin``. Rows that are
+    trajectory of each lane has ended. A loss of power may lose more: save dumps for that. The folder is locked until
+    the process ends or calls :meth:`ReplayBuffer.close`. A :class:`ReplayBuffer` continues writing with a
+    :class:`RingWriter`, also its count of writes, and keeps its priorities in a file, ``priorities.bin``. Rows that are
     not in this file get the priority of new rows, with a warning. The journal takes 16 bytes per row and the size of
     the largest write, priorities 8 bytes per row. Reopening is O(1), with priorities O(N); the first look-up of
     trajectories reads the flags of all rows. ``python tests/benchmarks/reopening.py`` measures these times.
@@ -156,6 +157,7 @@ class PackedStorage(LazyTensorStorage):
     """
 
     reopened = False  # whether an earlier process has left rows
+    is_closed = False  # whether :meth:`close` has released the rows
     breaks: Sequence[tuple[int, int]] = ()  # ends of trajectories without a flag, see `rlbuf_td.storages.reopen`
 
     def __init__(
@@ -315,6 +317,7 @@ class PackedStorage(LazyTensorStorage):
         if self.rows is None and self.shared_rows is not None:
             self.shared_rows.find()  # another process may have allocated them
         if self.rows is None:
+            self.refuse_closed()
             raise RuntimeError("cannot read from a PackedStorage before the first write: its rows have no keys yet")
         return self.rows
 
@@ -473,17 +476,33 @@ class PackedStorage(LazyTensorStorage):
                 :func:`~rlbuf_td.envs.specs.schema_of`.
 
         Raises:
-            RuntimeError: the rows are already allocated.
-            SchemaError: the schema has too few batch dims, a lane dim of size 0, or an entry without a fixed size.
+            RuntimeError: the rows are already allocated; with ``reopen``, those of an earlier process are checked.
+            SchemaError: these rows lack an entry of the schema, or the schema has too few batch dims, a lane dim of
+                size 0, or an entry without a fixed size.
         """
+        schema = as_tensordict(self, schema, self.ndim - 1)
+        if self.reopen and self.rows is not None:
+            self._refuse_other_schema(schema)
+            return
         if self.rows is not None:
             raise RuntimeError("the rows of this storage are already allocated: reserve them before the first write")
-        schema = as_tensordict(self, schema, self.ndim - 1)
         if "index" in schema.keys():
             reason = "batches have the positions of their rows under it"
             raise SchemaError(f"cannot reserve rows for an entry 'index': {reason}")
         self.allocate_for(schema)
         self.is_reserved = self.shared_rows is None  # otherwise other processes may use these rows
+
+    def _refuse_other_schema(self, schema: TensorDictBase) -> None:
+        """Raise a SchemaError unless the rows that an earlier process has left have the entries of ``schema``."""
+        found = {leaf.key: leaf for leaf in self.all_rows().layout.leaves}
+        if schema.batch_size[: self.ndim - 1] != self.lanes:
+            raise SchemaError(f"the rows in {self.scratch_dir} have lanes {[*self.lanes]}, got {[*schema.batch_size]}")
+        for leaf in RowLayout(schema, self.ndim - 1).leaves:
+            other = found.get(leaf.key)
+            if other != leaf:
+                stored = "none" if other is None else kind(other.dtype, other.shape)
+                given = f"{leaf.name} is {kind(leaf.dtype, leaf.shape)} in the schema, {stored} in {self.scratch_dir}"
+                raise SchemaError(f"{given}: reopen the rows with the schema that they have, or choose another folder")
 
     def allocate_for(self, data: TensorDictBase) -> None:
         """Allocate rows for ``data``, one time step without a time dim."""
@@ -529,6 +548,24 @@ class PackedStorage(LazyTensorStorage):
     def forget_rows(self) -> None:
         """Drop the rows without changing the counters."""
         self.rows = self.live = None
+
+    def close(self) -> None:
+        """Release the rows: free their memory, or let another process continue those in ``scratch_dir``.
+
+        Later reads and writes raise a RuntimeError. Views of the rows that were made before stay valid.
+        """
+        with self.lock:
+            shared, self.shared_rows, self.is_closed = self.shared_rows, None, True
+            self.forget_rows()
+            self.clock, self.heads = WriteClock(), LaneHeads()
+            self.make_counters()
+        self.lock = RLock()
+        if shared is not None:
+            shared.close()
+
+    def refuse_closed(self) -> None:
+        if self.is_closed:
+            raise RuntimeError("this storage has been closed: make another one (reopen=True continues rows in a file)")
 
     def release(self) -> None:
         """Free reserved rows; raise a RuntimeError if rows have been written."""

@@ -38,7 +38,7 @@ def reopen_rows(storage: PackedStorage) -> None:
                 file.breaks = storage.breaks = _breaks(storage, file.breaks)
         file.finish()
     except BaseException:
-        file.unlock()
+        file.close()
         raise
 
 

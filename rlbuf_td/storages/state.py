@@ -37,6 +37,7 @@ _CURSOR_FILE = "last_cursor.json"
 def snapshot(storage: PackedStorage) -> dict[str, Any]:
     """Return :meth:`PackedStorage.state_dict` with views of the rows instead of copies."""
     rows = storage.rows
+    storage.refuse_closed()
     if rows is None:
         return {"_len": 0}
     shared = (

@@ -174,6 +174,7 @@ def refuse_schema(storage: PackedStorage, layout: RowLayout) -> None:
 def fix_rows(storage: PackedStorage, data: TensorDictBase, lead_dims: int) -> None:
     """Allocate rows for ``data``; reserved rows are kept if they fit and released otherwise."""
     ndim = storage.ndim
+    storage.refuse_closed()
     if data.batch_dims < lead_dims:
         raise SchemaError(
             f"a storage with ndim={ndim} takes TensorDicts with {lead_dims} or more batch dims here "

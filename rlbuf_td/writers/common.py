@@ -60,6 +60,11 @@ class TimeWriter(RoundRobinWriter):
         if not isinstance(storage, PackedStorage):  # TorchRL's storage may already be shared
             self.share_memory_()
 
+    def continue_counts(self, numbers: SharedNumbers) -> None:
+        """Count in the numbers that an earlier process has left, and go on from them."""
+        self.numbers = numbers
+        self._cursor_value, self._write_count_value = numbers.counters()
+
     def share_memory_(self) -> None:
         """Share the counters with processes that are forked later, or spawned with this writer as an argument."""
         self.numbers.share_memory_()

@@ -21,6 +21,7 @@ import torch
 from tensordict import TensorDict
 
 from rlbuf_td import (
+    GymnasiumRecorder,
     NStepSampler,
     PackedStorage,
     ProportionalSampler,
@@ -426,3 +427,38 @@ def test_a_relative_folder_is_found_from_where_the_storage_was_made(
     gc.collect()
     assert sorted(each.name for each in tmp_path.iterdir()) == ["job", "rows"]
     assert not any((tmp_path / "job").iterdir())
+
+
+def test_a_closed_buffer_frees_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gc, "collect", int)
+    with ReplayBuffer(storage=opened(tmp_path), sampler=ProportionalSampler(CAPACITY), batch_size=4) as rb:
+        for _ in range(2):
+            rb.extend(rows(torch.arange(130)))
+            rb.sample()
+        with pytest.raises(RuntimeError, match=r"call close\(\) of the buffers"):
+            opened(tmp_path)
+    for use in (rb.sample, rb.state_dict, rb.chronological, lambda: rb.extend(rows(torch.arange(3)))):
+        with pytest.raises(RuntimeError, match=r"has been closed|shut down|empty"):
+            use()
+    for count in (260, 263):
+        with ReplayBuffer(storage=opened(tmp_path)) as rb:
+            assert (len(rb), rb.write_count) == (CAPACITY, count)
+            rb.extend(rows(torch.arange(3)))
+
+
+def test_rows_of_an_environment_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gymnasium = pytest.importorskip("gymnasium")
+    monkeypatch.setattr(gc, "collect", int)
+
+    def run(name: str) -> int:
+        env = gymnasium.make_vec(name, num_envs=2)
+        with ReplayBuffer.from_env(env, 40, scratch_dir=tmp_path, reopen=True) as rb:
+            recorder = GymnasiumRecorder(rb, env)
+            recorder.reset(seed=0)
+            recorder.step(env.action_space.sample())
+            return len(rb)
+
+    assert run("CartPole-v1") == 2
+    with pytest.raises(SchemaError, match=r"'observation' is float32 of shape \(6,\) in the schema"):
+        run("Acrobot-v1")
+    assert run("CartPole-v1") == 4

@@ -25,8 +25,8 @@ _MAGIC, _VERSION, _FIRST = int.from_bytes(b"rlbuf_td", "little"), 1, 24
 class JournalFile(SharedFile):
     """The file ``journal.bin``: a header of 64-bit numbers, then the memory that :meth:`map` returns.
 
-    The file stays locked as long as this process, or one forked from it, uses it. Mapped bytes survive the end of a
-    process, but not a loss of power.
+    The file stays locked until :meth:`close`, or the end, of this process and of those forked from it or spawned with
+    this object. Mapped bytes survive the end of a process, but not a loss of power.
     """
 
     def __init__(self, folder: Path, rows_file: Path) -> None:
@@ -39,8 +39,10 @@ class JournalFile(SharedFile):
                 "written with reopen=True): nothing has been changed. Choose another scratch_dir, or delete the file"
             )
         folder.mkdir(parents=True, exist_ok=True)
-        super().__init__(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644), HEADER)
-        self._lock()
+        how = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        super().__init__(os.open(self.path, how, 0o644), HEADER)
+        self._locked: SharedFile | None = SharedFile(os.open(self.path, how))  # never mapped: a map keeps a lock
+        self._lock(self._locked.descriptor)
         magic, version, _ = self._read_header()
         self.is_new = not magic and not rows_file.exists()  # a process may have died before :meth:`finish`
         if self.is_new:
@@ -51,22 +53,23 @@ class JournalFile(SharedFile):
         elif (magic, version) != (_MAGIC, _VERSION) or os.fstat(self.descriptor).st_size < HEADER:
             self.refuse(f"its header is not that of a journal of version {_VERSION}")
 
-    def _lock(self) -> None:
+    def _lock(self, descriptor: int) -> None:
         """Lock the file; unlike a record lock, this lock is kept when another descriptor of the file is closed."""
         for is_last in (False, True):
             try:
-                return fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 if is_last:
                     raise RuntimeError(
                         f"the rows in {self.path.parent} are open in process {self._read_header()[2]}, or in one "
-                        "forked from it: end that process, delete its storage, or choose another scratch_dir"
+                        "started by it: call close() of the buffers there, end these processes, or choose another "
+                        "scratch_dir"
                     ) from None
-                gc.collect()  # a storage that this process has deleted may still have the file open
+                gc.collect()  # a buffer that this process has deleted without closing it may still have the file open
 
-    def unlock(self) -> None:
-        """Let other processes open the file, although this process still maps it."""
-        fcntl.flock(self.descriptor, fcntl.LOCK_UN)
+    def close(self) -> None:
+        """Let other processes open the file, although this process may still map it."""
+        self._locked = None
 
     def _read_header(self) -> tuple[int, int, int]:
         """Return the magic number, the version, and the id of the process that opened the file last."""

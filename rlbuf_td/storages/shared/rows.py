@@ -157,14 +157,21 @@ class SharedRows:
         self._has_rows = False  # whether this process maps the rows
         self.lock = ProcessLock(self, storage.lock)
         self._journal_file: JournalFile | None = None
+        #: The cursor and the write count of the first ring writer over rows in a file, which later processes continue.
+        self.of_writer: SharedNumbers | None = None
 
     def keep_in(self, journal_file: JournalFile) -> None:
         """Keep all that describes the rows in a file; rows that another process has left are found at the next lock."""
         self._beside = self._journal_file = journal_file
-        storage = self._storage
-        journal_file.keep(self._described, storage.numbers, storage.clock.numbers, storage.takeovers)
+        storage, self.of_writer = self._storage, SharedNumbers("q", [0, 0])
+        journal_file.keep(self._described, storage.numbers, storage.clock.numbers, storage.takeovers, self.of_writer)
         self.lock.keep_in(journal_file)
         self.journal.keep_words_in(journal_file)
+
+    def close(self) -> None:
+        """Let another process open the file."""
+        if self._journal_file is not None:
+            self._journal_file.close()
 
     def restore(self, storage: PackedStorage) -> None:
         """Connect to the storage that a spawned process has received, and map its rows."""
@@ -300,7 +307,7 @@ def share(storage: PackedStorage, journal_file: JournalFile | None = None) -> No
             shared.keep_in(journal_file)
         length, _, *others = storage.numbers.share_memory_().counters()  # without the revision, which only grows
         clock = storage.clock.numbers.share_memory_().counters()
-        shared.journal.watch(length, *others, *clock)
+        shared.journal.watch(length, *others, *clock, *(shared.of_writer.counters() if shared.of_writer else ()))
         storage.takeovers.share_memory_()
         storage.is_reserved = False  # reserved rows can no longer be replaced
         if rows is not None and written is not None:
