@@ -564,6 +564,7 @@ class PackedStorage(LazyTensorStorage):
             shared.close()
 
     def refuse_closed(self) -> None:
+        """Raise a RuntimeError if :meth:`close` has released the rows."""
         if self.is_closed:
             raise RuntimeError("this storage has been closed: make another one (reopen=True continues rows in a file)")
 
