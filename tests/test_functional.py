@@ -255,10 +255,6 @@ def test_explained_variance_of_perfect_constant_and_opposite_predictions():
     assert F.explained_variance(-target, target).item() == -3
     assert F.explained_variance(target, torch.ones(3, 1)).isnan()
     assert F.explained_variance(target.bfloat16(), target.bfloat16()).dtype == torch.float32
-    with pytest.raises(ValueError, match="must share one shape"):
-        F.explained_variance(target, target[:, 0])
-    with pytest.raises(ValueError, match="are empty"):
-        F.explained_variance(target[:0], target[:0])
 
 
 def test_normalize_gives_mean_0_and_deviation_1_and_survives_constants():
@@ -270,10 +266,6 @@ def test_normalize_gives_mean_0_and_deviation_1_and_survives_constants():
     assert F.normalize(torch.full((3,), 7.0)).tolist() == [0, 0, 0]
     assert F.normalize(torch.tensor([2.0])).tolist() == [0]
     assert F.normalize(x.bfloat16()).dtype == torch.bfloat16
-    with pytest.raises(ValueError, match="normalize: the tensor is empty"):
-        F.normalize(x[:0])
-    with pytest.raises(ValueError, match="eps must be positive, got 0"):
-        F.normalize(x, eps=0)
 
 
 def test_normalize_takes_its_statistics_from_unmasked_values_only():
@@ -287,9 +279,6 @@ def test_normalize_takes_its_statistics_from_unmasked_values_only():
     torch.testing.assert_close(F.normalize(x, mask=mask)[mask], y[mask])
     torch.testing.assert_close(F.normalize(x[mask], mask=torch.ones(len(x[mask])).bool()), y[mask])
     assert F.normalize(x, mask=mask & False).isnan().all()
-    for other in (mask.int(), mask[:4], mask[..., None].expand(5, 4, 3)):
-        with pytest.raises(ValueError, match=r"the mask must be bool with the first dims of \(5, 4, 2\), got"):
-            F.normalize(x, mask=other)
 
 
 def test_returns_to_go_equal_their_definition():
@@ -309,10 +298,6 @@ def test_returns_to_go_equal_their_definition():
             assert abs(float(found[lane, step, feature]) - wanted) < 1e-12
     poisoned = reward.masked_fill(~mask[..., None], float("nan"))
     assert torch.equal(F.reward2go(poisoned, done, 0.9, mask=mask), F.reward2go(reward, done, 0.9, mask=mask))
-    with pytest.raises(ValueError, match=r"reward2go: mask must have the inputs' shape \(4, 9, 2\) or its first dims"):
-        F.reward2go(reward, done, 0.9, mask=mask[:, :5])
-    with pytest.raises(TypeError, match="mask must be a bool tensor"):
-        F.reward2go(reward, done, 0.9, mask=mask.float())
 
 
 def test_returns_to_go_are_torchrls():

@@ -364,8 +364,6 @@ def test_buffers_for_environments_name_both_devices(device):
     there.extend(data(STEPS).to(device))
     assert there.storage.device.type == there.sample().device.type == device.type
     assert not there._copies_batches
-    with pytest.raises(TypeError, match="on the CPU"):
-        ReplayBuffer(storage=PackedStorage(STEPS, device="meta"), device="cpu")
 
 
 def test_a_forked_process_samples_the_shared_rows_by_itself():

@@ -78,10 +78,6 @@ def test_samplers_of_others_are_planned_too() -> None:
     assert priority_bytes(MinibatchSampler(), 1_000) == 8_000
     assert priority_bytes(NStepSampler(ProportionalSampler(10), 2, 0.9), 10) == ProportionalSampler.nbytes_for(10)
     assert priority_bytes(PrioritizedSampler, 1_000) == 2 * 2 * 1024 * 4  # two trees of float32
-    with pytest.raises(TypeError, match=r"must be one of uniform, proportional, rank, .* got 'random'"):
-        priority_bytes("random", 10)
-    with pytest.raises(TypeError, match="a NStepSampler wraps a sampler that its class does not specify"):
-        priority_bytes(NStepSampler, 10)
 
 
 @pytest.mark.parametrize(("ndim", "lanes"), [(1, ()), (2, (3,))])
@@ -100,8 +96,6 @@ def test_the_trajectory_index_is_planned_byte_for_byte(ndim: int, lanes: tuple[i
 def test_a_buffer_is_planned_with_its_capacity_its_sampler_and_its_place(tmp_path: Path) -> None:
     storage = PackedStorage(1_000, scratch_dir=tmp_path / "rows")
     rb = ReplayBuffer(storage=storage, sampler=RankSampler(1_000))
-    with pytest.raises(TypeError, match="has not been written to"):
-        plan(rb)
     rb.extend(transitions(SCHEMAS["vector"], 3))
     needed = plan(rb)
     assert (needed.capacity, needed.rows) == (1_000, storage.nbytes)

@@ -66,8 +66,6 @@ def test_without_transforms_batches_are_those_of_a_buffer_without_prefetch(name,
         write(rb, STEPS, 0)
     for batch, expected in zip(*(run(rb, 0, 9) for rb in buffers), strict=True):
         assert_same(batch, expected)
-    with pytest.raises(ValueError, match="batch-size must be specified"):
-        ReplayBuffer(storage=PackedStorage(9), prefetch=1)
 
 
 @pytest.mark.parametrize("way", ["short", "general", "device"])

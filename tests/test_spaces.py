@@ -92,8 +92,6 @@ def test_extras_are_added_or_replace_an_entry():
     schema = schema_of(transition_schema(spaces.Discrete(2), spaces.Discrete(2), 3), extras=extras)
     assert leaves(schema)["log_prob"] == (torch.float32, (3,))
     assert leaves(schema)["next", "reward"] == (torch.float64, (3, 1))
-    with pytest.raises(SchemaError, match=r"extra 'x' has shape \(2,\), expected the leading dims \(3,\)"):
-        schema_of(schema, extras={"x": np.zeros(2)})
 
 
 def torchrl_env(kind: str) -> EnvBase:
@@ -147,8 +145,6 @@ def test_a_rollout_buffer_is_made_for_an_environment():
     assert sum(len(batch) for batch in rollout) == 20
     assert RolloutBuffer.from_env(gymnasium.make_vec("CartPole-v1", num_envs=2), 10, flat=True).num_envs is None
     assert RolloutBuffer.from_spaces(spaces.Discrete(2), spaces.Discrete(2), 10, num_envs=4).storage.max_size == 40
-    with pytest.raises(SchemaError, match=r"rollouts are \[T\] or \[T, E\]"):
-        RolloutBuffer.from_schema(TensorDict({"x": torch.zeros(2, 3)}, [2, 3]), 10)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux what is in RAM")
@@ -174,35 +170,14 @@ def example(n: int = 4, **more: torch.Tensor) -> TensorDict:
 def test_only_the_first_write_to_unshared_rows_may_add_keys(where, tmp_path):
     place = {"memory": {}, "file": {"scratch_dir": tmp_path / "rows"}, "shared": {"shared": True}}[where]
     rb = ReplayBuffer.from_schema(example()[0], 10, **place)
-    for read in (lambda: rb.sample(2), lambda: rb.last(1)):
-        with pytest.raises(RuntimeError, match="empty"):
-            read()
     if where == "shared":
-        with pytest.raises(SchemaError, match="unknown key 'y'"):
-            rb.extend(example(4, y=torch.ones(4, 2)))
         assert rb.extend(example(4)).tolist() == [0, 1, 2, 3]
         return
     assert rb.storage.is_reserved
-    for bad, message in (
-        (example(3).exclude("x"), "contains no tensor"),
-        (TensorDict({"y": torch.zeros(2)}, [2]), "'x' is missing"),
-        (example(2, y=torch.zeros(2)).apply(lambda x: x.double()), "'x' came as float64"),
-        (TensorDict({"x": torch.zeros(2, 4)}, [2]), r"'x' came as float32 of shape \(2, 4\)"),
-    ):
-        with pytest.raises(SchemaError, match=message):
-            rb.extend(bad)
-        assert rb.storage.is_reserved
-        assert len(rb) == rb.write_count == 0
     rb.extend(example(4, y=torch.ones(4, 2, dtype=torch.int16), index=torch.zeros(4).long()))
     assert not rb.storage.is_reserved
     assert leaves(rb.storage[:]) == {"x": (torch.float32, (4, 3)), "y": (torch.int16, (4, 2))}
     assert torch.equal(rb.storage["x"], example(4)["x"])
-    with pytest.raises(SchemaError, match="'y' is missing"):
-        rb.extend(example())
-    with pytest.raises(RuntimeError, match="reserve them before the first write"):
-        rb.storage.reserve(example()[0])
-    with pytest.raises(SchemaError, match="1 or more batch dims"):
-        PackedStorage(10, ndim=2).reserve(example()[0])
 
 
 def test_reserved_rows_are_loaded_with_more_keys_but_not_with_fewer():

@@ -16,7 +16,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from rlbuf_td import ExperienceQueue, PackedStorage, QueueWriter, ReplayBuffer, RingWriter, ShutDown, UniformSampler
+from rlbuf_td import ExperienceQueue, PackedStorage, QueueWriter, ReplayBuffer, ShutDown
 from rlbuf_td.storages.rows import PlainRows
 from tests.processes.test_kill import die, half_then_die, killed
 from tests.processes.test_sharing import elsewhere
@@ -80,11 +80,6 @@ def test_its_sampler_and_writer_stay_and_a_new_storage_has_no_waiting_rows():
     queue = make(timeout=0.05)
     queue.extend(rows(0, 6))
     queue.sample(3)
-    for set_part, part in ((queue.set_sampler, UniformSampler()), (queue.set_writer, RingWriter())):
-        with pytest.raises(ValueError, match="an ExperienceQueue has no sampler and no writer of its own choice"):
-            set_part(part)
-    with pytest.raises(ValueError, match=r"a queue holds rows .*, the storage has ndim=2"):
-        queue.set_storage(PackedStorage(8, ndim=2))
     assert (queue.sample(2)["x"].tolist(), queue.waiting) == ([3, 4], 1)
     other = PackedStorage(8)
     other.set(range(5), rows(50, 5))

@@ -126,7 +126,7 @@ REFUSALS: Table = {
            r"uniformly or by length, not by a .*: wrap a UniformSampler, or ") for inner in (
             lambda: td.ProportionalSampler(9), lambda: PrioritizedSampler(9, 0.6, 0.4), td.RecencySampler,
             td.MinibatchSampler, lambda: n_step(td.FreshRowsSampler(td.UniformSampler())), lambda: Fixed(3),
-            lambda: td.UniformSampler(unique=True))),
+            lambda: td.UniformSampler(unique=True), lambda: td.UniformSampler(max_age=8))),
         (lambda _: td.EpisodeSampler(sequence()), TypeError, "EpisodeSampler cannot wrap a SequenceSampler"),
     ],
     ("wrappers, of attributes", lambda: sequence(n_step(hindsight(td.ProportionalSampler(40))))): [

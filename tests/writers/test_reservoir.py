@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDict
 from torchrl.data.replay_buffers import LazyTensorStorage, TensorDictReplayBuffer
 
-from rlbuf_td import PackedStorage, ProportionalSampler, ReplayBuffer, ReservoirWriter, SchemaError
+from rlbuf_td import PackedStorage, ProportionalSampler, ReplayBuffer, ReservoirWriter
 from tests.catalogue import buffer_of
 from tests.processes.test_sharing import all_elsewhere
 from tests.statistics import assert_follows, power
@@ -89,8 +89,6 @@ def test_single_steps_are_added_and_refused_alike():
     assert index.count(-1) > 150
     last = {slot: step for step, slot in enumerate(index)}
     assert rb.storage["step"].tolist() == [last[slot] for slot in range(4)]
-    with pytest.raises(SchemaError, match="other"):
-        rb.add(TensorDict({"other": torch.tensor(0)}))
 
 
 def test_priorities_go_to_rows_that_are_stored_and_stale_ones_are_skipped():
