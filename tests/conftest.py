@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import tempfile
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -61,6 +62,16 @@ def seeds_of_environments() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(seeding, "np_random", lambda seed=None: make(np.random.randint(2**31) if seed is None else seed))  # noqa: NPY002
         yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def temporary_files() -> Iterator[None]:
+    """Delete the temporary files and folders that tests leave."""
+    before = tempfile.tempdir
+    with tempfile.TemporaryDirectory(prefix="rlbuf_td_", ignore_cleanup_errors=True) as folder:
+        tempfile.tempdir = folder
+        yield
+    tempfile.tempdir = before
 
 
 @pytest.fixture(autouse=True)

@@ -106,14 +106,15 @@ def is_fresh(index: Any) -> bool | None:
 
 
 @pytest.mark.parametrize("full", [False, True], ids=["filling", "full"])
-@pytest.mark.parametrize(("ndim", "index"), [case[::2] for case in CASES], ids=[f"{c[0]}-{c[1]}" for c in CASES])
-def test_an_index_gives_what_lazy_tensor_storage_gives(ndim: int, index: Any, full: bool, device: torch.device) -> None:
+@pytest.mark.parametrize("ndim", [1, 2, 3])
+def test_an_index_gives_what_lazy_tensor_storage_gives(ndim: int, full: bool, device: torch.device) -> None:
     packed, theirs = read_only(ndim, full, SCHEMAS["nested"], device)
-    found = packed.get(index)
-    assert_same(found, theirs.get(index))
-    assert_same(packed[index], theirs[index])
-    places = [rows["first"].untyped_storage().data_ptr() for rows in (found, packed[:])]
-    assert is_fresh(index) in (None, places[0] != places[1])
+    for name, index in (case[1:] for case in CASES if case[0] == ndim):
+        found = packed.get(index)
+        assert_same(found, theirs.get(index))
+        assert_same(packed[index], theirs[index])
+        places = [rows["first"].untyped_storage().data_ptr() for rows in (found, packed[:])]
+        assert is_fresh(index) in (None, places[0] != places[1]), name
 
 
 def test_positions_of_any_width_are_taken() -> None:
