@@ -678,7 +678,11 @@ class PackedStorage(LazyTensorStorage):
             getattr(each, "_refuse_checkpointer", bool)()
 
     def dumps(self, path: str | Path) -> None:
-        """Save the content to a folder with TorchRL's checkpointer."""
+        """Save the content to a folder with TorchRL's checkpointer; every row has its deduplicated keys there."""
+        if self.dedup is not None:
+            whole = self._without_deduplication()
+            whole.load_state_dict(self.snapshot())
+            return whole.dumps(path)
         with warnings.catch_warnings():
             if lanes_apart(self):  # `save_cursor` saves the newest step of each lane
                 warnings.filterwarnings("ignore", "last_cursor is None")
@@ -687,9 +691,19 @@ class PackedStorage(LazyTensorStorage):
 
     def loads(self, path: str | Path) -> None:
         """Replace the content by a dump of :meth:`dumps`; unfinished trajectories end as in :meth:`load_state_dict`."""
+        if self.dedup_options:
+            whole = self._without_deduplication()
+            whole.loads(path)
+            return self.load_state_dict(whole.snapshot())
         saved = state.saved_cursor(self, path)
         super().loads(Path(path))
         state.load_cursor(self, saved)
+
+    def _without_deduplication(self) -> PackedStorage:
+        """Return an empty storage for the same rows whose views have all keys, as TorchRL's checkpointers need."""
+        whole = PackedStorage(self.max_size, device=self.device, ndim=self.ndim, lanes=self.lanes_wanted)
+        whole._checkpointer = self._checkpointer
+        return whole
 
     def restore_counters(self, saved: dict[str, Any]) -> None:
         """Restore the counters of a state; the rows are restored before.
