@@ -1300,6 +1300,8 @@ class ReplayBuffer(TensorDictReplayBuffer):
         """Return a copy of the rows and of the state of all components, as tensors and plain Python values."""
         flow_state = None if self.flow is None else self.flow.state_dict()
         found = super().state_dict() | {"_trajectories": trajectories_of(self._storage), "_flow": flow_state}
+        found["_stats"] = None if self.episode_stats is None else self.episode_stats.state_dict()
+        found["_replays"] = None if self.replay_count is None else self.replay_count.counts()
         return found | dict(zip(_RETURNED, self.returned, strict=True))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -1320,9 +1322,13 @@ class ReplayBuffer(TensorDictReplayBuffer):
                     with state_of(self._storage):
                         examine(self._storage, state_dict["_storage"])
                 parts = {"_transforms": self._transform, "_writer": self._writer, "_sampler": self._sampler}
+                if self.episode_stats is not None and state_dict.get("_stats") is not None:
+                    parts = {"_stats": self.episode_stats} | parts
                 load_or_restore(parts, state_dict)
                 super().load_state_dict(state_dict)
                 load_trajectories(self, state_dict.get("_trajectories", []))
+                if self.replay_count is not None:
+                    self.replay_count.restore(state_dict.get("_replays"))
                 self.returned.values[:] = [state_dict.get(name) or 0 for name in _RETURNED]
                 if self.flow is not None:
                     self.flow.restore(state_dict.get("_flow"), row_count(self._storage))
