@@ -299,6 +299,8 @@ def unreadable(storage: Any) -> str:
         return "numba's compiler is off" if rows.flat.is_cpu else f"the rows are on {rows.flat.device}"
     if storage.ndim > 2:
         return f"the rows have ndim={storage.ndim}, above 2"
+    if rows.layout.root.batch_size:
+        return f"a row has batch dims of its own, {[*rows.layout.root.batch_size]}"
     is_compiled = isinstance(rows, PlainRows) or (isinstance(rows, DedupRows) and rows.table.is_compiled)
     return "" if is_compiled else f"the rows are {type(rows).__name__}"
 
