@@ -684,7 +684,7 @@ class PackedStorage(LazyTensorStorage):
             whole.load_state_dict(self.snapshot())
             return whole.dumps(path)
         with warnings.catch_warnings():
-            if lanes_apart(self):  # `save_cursor` saves the newest step of each lane
+            if lanes_apart(self) or not len(self):  # `save_cursor` saves the newest step of each lane, if there is one
                 warnings.filterwarnings("ignore", "last_cursor is None")
             super().dumps(path)
         state.save_cursor(self, path)

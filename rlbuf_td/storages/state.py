@@ -109,6 +109,8 @@ def saved_cursor(storage: PackedStorage, path: str | Path) -> dict[str, Any]:
         file = Path(path, _CURSOR_FILE)
         saved = {"last_cursor": -1, "in_time_order": True} | (json.loads(file.read_text()) if file.exists() else {})
         saved_number("last_cursor", saved["last_cursor"], -1, shape[0] - 1)
+        if not length:  # an emptied storage is written from the first row on
+            saved["last_cursor"] = -1
         if "lane_heads" in saved:
             saved["lane_heads"] = heads = torch.tensor(saved["lane_heads"], device="cpu")
             lead = torch.Size([length // max(1, prod(shape[1:])), *shape[1:]])
