@@ -12,7 +12,7 @@ import pytest
 import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-from rlbuf_td import EpisodeStats, GymnasiumRecorder, NStepSampler, ProportionalSampler, ReplayBuffer, UniformSampler
+from rlbuf_td import EpisodeStats, GymnasiumRecorder, NStepSampler, ProportionalSampler, ReplayBuffer
 from tests.environments import Walk
 from tests.test_goes_on import ALWAYS, WAYS, assert_equal, everything
 
@@ -20,11 +20,9 @@ CAPACITY = 90
 
 
 def buffer(env: Any, seed: int, **given: Any) -> ReplayBuffer:
-    reward = given.pop("reward_key", ("next", "reward"))
-    inner = ProportionalSampler(CAPACITY) if reward == ("next", "reward") else UniformSampler()
     generator = torch.Generator().manual_seed(seed)
-    sampler = NStepSampler(inner, 3, 0.9, reward_key=reward)
-    return ReplayBuffer.from_env(env, CAPACITY, sampler=sampler, batch_size=16, generator=generator, **given)
+    given = {"sampler": NStepSampler(ProportionalSampler(CAPACITY), 3, 0.9)} | given
+    return ReplayBuffer.from_env(env, CAPACITY, batch_size=16, generator=generator, **given)
 
 
 def vector(kind: str, mode: AutoresetMode) -> Any:
@@ -68,7 +66,7 @@ class OfAgents(Recording):
         from rlbuf_td import PettingZooRecorder
 
         self.envs, env = envs, envs[0] if len(envs) == 1 else envs
-        self.rb = buffer(env, seed, reward_key=("next", "wolf", "reward"))
+        self.rb = buffer(env, seed, sampler=ProportionalSampler(CAPACITY))
         self.recorders = [PettingZooRecorder(self.rb, env)]
 
     def step(self, recorder: Any, number: int) -> Any:
@@ -102,8 +100,7 @@ CASES: dict[str, tuple[Callable[[], list[Any]], Any]] = {
 }
 
 
-@pytest.mark.parametrize("rounds", [21, 26])
-@pytest.mark.parametrize("way", ["dump", "state"])
+@pytest.mark.parametrize(("way", "rounds"), [("dump", 21), ("state", 26)])
 @pytest.mark.parametrize("case", CASES)
 def test_a_recorder_goes_on(case, way, rounds, tmp_path):
     make_envs, recording = CASES[case]
