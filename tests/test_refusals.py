@@ -17,6 +17,7 @@ import pytest
 import torch
 from tensordict import TensorDictBase
 
+from tests.backends import forced
 from tests.catalogue import as_bytes
 from tests.refusals import buffers, diagnostics, envs, functional, samplers, storages, writers
 
@@ -43,9 +44,8 @@ def contents(made: Any) -> Any:
         return [contents(each) for each in made]
     found = [contents(made.state_dict())] if hasattr(made, "state_dict") else []
     inner = "_rng", "buffer", "episode_stats", "write_count"
-    return found + [contents(getattr(made, name)) for name in inner if hasattr(made, name)] or re.sub(
-        " at 0x[0-9a-f]+", "", repr(made)
-    )
+    found += [contents(getattr(made, name)) for name in inner if hasattr(made, name)]
+    return found or re.sub(" at 0x[0-9a-f]+", "", repr(made))
 
 
 def what_follows(made: Any) -> Any:
@@ -59,7 +59,10 @@ def what_follows(made: Any) -> Any:
     return found
 
 
-@pytest.mark.parametrize(("is_drawn", "make", "call", "error", "word"), ROWS)
+over_rows = pytest.mark.parametrize(("is_drawn", "make", "call", "error", "word"), ROWS)
+
+
+@over_rows
 def test_it_is_refused_and_nothing_changes(is_drawn: bool, make: Any, call: Any, error: Any, word: str) -> None:
     torch.manual_seed(0)
     made = make()
@@ -74,3 +77,10 @@ def test_it_is_refused_and_nothing_changes(is_drawn: bool, make: Any, call: Any,
     found = what_follows(made)
     torch.manual_seed(0)
     assert found == what_follows(make())
+
+
+@pytest.mark.slow
+@over_rows
+def test_the_torch_form_refuses_it_alike(is_drawn: bool, make: Any, call: Any, error: Any, word: str) -> None:
+    with forced("torch"):
+        test_it_is_refused_and_nothing_changes(is_drawn, make, call, error, word)

@@ -2,19 +2,152 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
 from operator import setitem
 from queue import Empty, Full
+from typing import Any
 
 import numpy as np
 import torch
 from tensordict import TensorDict
-from torchrl.data import LazyTensorStorage
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torchrl.data import LazyTensorStorage, ListStorage
 from torchrl.data.replay_buffers import FlatStorageCheckpointer, PrioritizedSampler, RandomSampler
+from torchrl.envs import ObservationNorm
 
 from rlbuf_td import SchemaError
 from tests.catalogue import SAMPLERS
 from tests.refusals.makers import *
 
+
+def write_back(keys: Any, **entries: Any) -> Callable[[Any], Any]:
+    """Return a call that writes back a batch with other entries; without those that are None."""
+    removed = [name for name, value in entries.items() if value is None]
+    changed = {name: value for name, value in entries.items() if value is not None}
+    return lambda rb: rb.write_back(rb.batch.clone().update(changed).exclude(*removed), keys)
+
+
+def stopped(rb: Any) -> Any:
+    rb.shutdown()
+    return rb
+
+
+def of_lanes(size: int = 30) -> Any:
+    """Return a buffer [T, E], with three lanes of 4 steps unless it is smaller."""
+    rb = fresh(storage=td.PackedStorage(size, ndim=2), sampler=td.ProportionalSampler(size))
+    if size == 30:
+        rb.extend(steps(3, 4))
+    return rb
+
+
+def unlike(sampler: Any = None) -> Any:
+    """Return a buffer with lanes of 1, 5 and 12 rows, in use."""
+    rb = lane_buffer(sampler=sampler or td.ProportionalSampler(36))
+    for lane, count in ((0, 1), (1, 5), (2, 30)):
+        rb.extend(steps(count), lanes=lane)
+    rb.batch = rb.sample().set("td_error", ones(4))
+    index_of(rb.storage).length(tensor([0]))
+    return rb
+
+
+def lane_buffer(**options: Any) -> Any:
+    rb = fresh(storage=td.PackedStorage(36, ndim=2, lanes=3), **options)
+    rb.storage.reserve(steps(3))
+    return rb
+
+
+def moved_heads(storage: Any) -> Any:
+    state = storage.state_dict()
+    state["lane_heads"][1] += 1
+    return state
+
+
+def functionalized(work: Callable[[Any, torch.Tensor], object]) -> Callable[[Any], Any]:
+    return lambda rb: torch.func.functionalize(lambda x: (work(rb, x), x)[1])(ones(4))
+
+
+def in_fake_mode(rb: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch: a fake tensor has no address
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            rb.sample()
+
+
+def changed_sampler(sampler: Any) -> Any:
+    rb = buffer(device="cpu")
+    rb.set_sampler(sampler)
+    return rb
+
+
+def normalized() -> Any:
+    return buffer(td.ProportionalSampler(30), transform=ObservationNorm(0.0, 1.0, ["observation"]))
+
+
+WIDER = TensorDict({"observation": ones(20, 3), "reward": ones(20, 7)}, [20])
+NOT_WRITTEN = "of lane [01] has not been written: it has [15] rows"
+GOALS = steps(20, desired_goal=zeros(20, 2)).set(("next", "achieved_goal"), zeros(20, 2))
+
+
+def tracked(size: int) -> Any:
+    return filled(storage=td.PackedStorage(size), writer=td.RingWriter(track_generations=True))
+
+
+def wider() -> TensorDict:
+    return steps(3).set("observation", zeros(3, 4))
+
+
+def holding_an_object() -> Any:
+    rb = td.ReplayBuffer(storage=ListStorage(10), batch_size=2, collate_fn=lambda items: items)
+    rb.add(TensorDict({"x": zeros(2)}))
+    rb.storage._storage.append(object())
+    return rb
+
+
+def queue() -> Any:
+    """Return a queue in which 5 rows wait."""
+    rb = td.ExperienceQueue(storage=td.PackedStorage(16), batch_size=4, timeout=0.01)
+    rb.extend(steps(5))
+    return rb
+
+
+def queue_parts(waiting: int) -> Any:
+    writer = td.QueueWriter()
+    rb = td.ReplayBuffer(storage=td.PackedStorage(2), sampler=td.QueueSampler(writer), writer=writer, batch_size=2)
+    if waiting:
+        rb.extend(steps(waiting))
+    return rb
+
+
+def mixture(a: Any = prioritized, b: Any = ranked, rows: Any = None) -> Any:
+    """Return a mixture, and write rows to the member that is new. Its ``batch`` has errors."""
+    members = {"a": a(), "b": b()}
+    mixed = td.ReplayBufferMixture(
+        members, {"a": 0.5, "b": 0.5}, batch_size=4, generator=torch.Generator().manual_seed(0)
+    )
+    if rows is not None:
+        members["a" if a is fresh else "b"].extend(rows)
+    with suppress(Exception):
+        mixed.batch = mixed.sample().set("td_error", ones(4))
+    return mixed
+
+
+def spoiled(mixed: Any, part: str) -> Any:
+    """Return a state whose last member has a wrong part."""
+    state = mixed.state_dict()
+    state["members"]["b"][part] = {"bad": 1}
+    return state | {"shares": {"a": 0.9, "b": 0.1}}
+
+
+def quiet(rb: Any, rows: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of rows of several steps
+        rb.extend(rows)
+    return rb
+
+
+ROWS_OF_X = TensorDict({"x": zeros(3)}, [3])
 REFUSALS: Table = {
     ("PackedStorage in a buffer", buffer): [
         (lambda rb: setattr(rb.storage, "checkpointer", print), NotImplementedError, "without TorchRL's checkpointers"),

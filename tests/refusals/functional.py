@@ -2,8 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from tests.refusals.makers import *
 
+
+def gae(gamma: Any, lmbda: Any, **inputs: Any) -> Any:
+    return F.generalized_advantage_estimate(gamma, lmbda, **(estimates() | inputs))
+
+
+def estimates(length: int = 9) -> dict[str, Any]:
+    """Return the arguments of all estimates, [2, T, 1]."""
+    made = {name: zeros(2, length, 1) for name in ("state_value", "next_state_value", "reward")}
+    return made | {name: zeros(2, length, 1).bool() for name in ("done", "terminated")}
+
+
+FUNCTIONS: list[Any] = [
+    lambda **inputs: F.generalized_advantage_estimate(0.9, 0.8, **inputs),
+    lambda state_value, **inputs: F.td_lambda_return_estimate(0.9, 0.8, **inputs),
+    lambda state_value, **inputs: F.td1_return_estimate(0.9, **inputs),
+    lambda **inputs: F.vtrace_advantage_estimate(0.9, inputs["reward"], inputs["reward"], **inputs),
+]
 REFUSALS: Table = {
     ("functional", nothing): [
         *((lambda _, f=f, bad=bad: f(**(estimates() | bad)), error, word) for f in FUNCTIONS for bad, error, word in [

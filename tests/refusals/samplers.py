@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import torch
 from tensordict import TensorDict
@@ -11,6 +14,65 @@ from torchrl.data.replay_buffers import PrioritizedSampler, SamplerWithoutReplac
 from rlbuf_td import SchemaError
 from tests.catalogue import reward_fn
 from tests.refusals.makers import *
+
+
+def weightless() -> Any:
+    rb = buffer(td.ProportionalSampler(30, alpha=1.0, eps=0.0))
+    rb.update_priority(torch.arange(20), zeros(20))
+    return rb
+
+
+class Fixed(td.RowSampler):
+    """Draws given rows."""
+
+    report_keys = frozenset({"mark"})
+    state_keys = ("rows",)
+
+    def __init__(self, rows: Any) -> None:
+        self.rows = rows
+
+    def draw(self, storage: Any, batch_size: int) -> Any:
+        return self.rows, {}
+
+
+def episodes() -> TensorDict:
+    """Return 20 steps of two episodes."""
+    return entry(("next", "done"), (torch.arange(20) % 10 == 9)[:, None])
+
+
+def goals(changes: dict[Any, Any], fn: Any = reward_fn, **options: Any) -> Any:
+    """Return a buffer that relabels goals of rows with other entries; without those that are None."""
+    rows = steps(20, desired_goal=full((20, 2), 9.0))
+    rows["next"].update({"achieved_goal": zeros(20, 2), "desired_goal": full((20, 2), 9.0)})
+    rows = rows.exclude(*(key for key, value in changes.items() if value is None))
+    for key, value in changes.items():
+        if value is not None:
+            rows[key] = value
+    return filled(hindsight(fn=fn, her_ratio=1.0, **options), rows)
+
+
+def with_mask() -> Any:
+    made = td.PackedStorage(30)
+    made.set(range(4), steps(4, mask=zeros(4)))
+    return made
+
+
+def hindsight(inner: Any = None, fn: Any = reward_fn, **options: Any) -> Any:
+    return td.HindsightSampler(inner or td.UniformSampler(), fn, **options)
+
+
+IN_TIME_ORDER: list[Callable[[], Any]] = [
+    *(lambda: td.RecencySampler(2.0), lambda: td.FreshRowsSampler(td.UniformSampler())), n_step, sequence, hindsight
+]  # fmt: skip
+REPORTS: dict[str, Callable[[], Any]] = {
+    "mask": sequence,
+    "burn_in_mask": lambda: sequence(burn_in=1),
+    "anchor_index": sequence,
+    "steps_to_next_obs": lambda: sequence(n_step()),
+    "relabeled": hindsight,
+    "priority_weight": lambda: td.ProportionalSampler(30),
+    "sampled_at": lambda: n_step(td.RankSampler(30)),
+}
 
 REFUSALS: Table = {
     ("UniformSampler", nothing): [

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict
+from tensordict import NonTensorStack, TensorDict, lazy_stack
+from torchrl.data import ListStorage
 
 from rlbuf_td import SchemaError
 from tests.refusals.makers import *
@@ -36,6 +37,49 @@ def entries_of(storage: Any) -> Any:
 _SEEN = {"observation": zeros(4, 8), "done": zeros(4, 1).bool()}
 FRAMES = TensorDict(_SEEN | {"other": zeros(4, 4), "next": _SEEN | {"other": zeros(4, 8)}}, [4])
 FLAGS = TensorDict({"over": zeros(4, 16).bool(), "next": {"over": zeros(4, 16).bool()}}, [4])
+#: What no row can hold, with the storage that can.
+UNPACKABLE: list[tuple[Any, str]] = [
+    (lambda: TensorDict({"n": {}}, [3]), "contains no tensor"),
+    (lambda: steps(3, s=NonTensorStack("a", "b", "c")), r"'s' .*torchrl\.data\.ListStorage, which takes it"),
+    (lambda: steps(3, s=ones(3, 2).to_sparse()), r"'s' .*torchrl\.data\.ListStorage, which takes it"),
+    (lambda: with_leaf(steps(3), "observation", jagged), r"'observation' .*data\.ListStorage, which takes it"),
+    (lambda: lazy_stack([TensorDict({"x": ones(j)}) for j in (1, 2, 3)]), r"'x' .*\.LazyStackStorage, which takes it"),
+]  # fmt: skip
+
+
+def storage_of_lanes() -> Any:
+    """Return a storage [5, 2] with 3 time steps."""
+    made = td.PackedStorage(10, ndim=2)
+    made.set(range(3), steps(2, 3).transpose(0, 1))
+    return made
+
+
+def indexed() -> Any:
+    rb = buffer()
+    index_of(rb.storage).length(tensor([0]))
+    return rb
+
+
+def ended(entries: dict[str, Any]) -> None:
+    rb = fresh()
+    for _ in range(2):
+        rb.extend(TensorDict(entries, [2]))
+    index_of(rb.storage).ended(tensor([0]))
+
+
+def listed() -> Any:
+    made = ListStorage(5)
+    made.set([0, 1], [1, 2])
+    return made
+
+
+def state_of_index(capacity: int) -> Any:
+    made = td.PackedStorage(capacity)
+    made.set(range(4), steps(4))
+    index_of(made).length(tensor([0]))
+    return index_of(made).state_dict()
+
+
 REFUSALS: Table = {
     ("PackedStorage", nothing): [
         (lambda _: td.PackedStorage(0), ValueError, "max_size must be a whole number, at least 1, got 0"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -11,6 +12,28 @@ from torchrl.data import ListStorage, TensorDictReplayBuffer
 from rlbuf_td import SchemaError
 from tests.refusals.makers import *
 
+
+def attached(writer: Any) -> Any:
+    """Return a writer with 6 of 10 rows."""
+    writer.register_storage(td.PackedStorage(10))
+    writer.extend(steps(6))
+    return writer
+
+
+def rows_of_reservoir() -> Any:
+    rb = fresh()
+    loads(reservoir, rows_only=True)(rb)
+    return rb
+
+
+def reservoir(size: int = 30) -> Any:
+    rb = fresh(storage=td.PackedStorage(size), writer=td.ReservoirWriter())
+    rb.extend(steps(200))
+    return rb
+
+
+GOOD = zeros(2, 4, 1)
+BAD = zeros(2, 4, 1).index_put_(tuple(tensor([[1, 2, 0], [1, 3, 0]]).T), tensor(nan))
 REFUSALS: Table = {
     ("RingWriter", lambda: attached(td.RingWriter(track_generations=True))): [
         *((lambda writer, data=data: writer.extend(data), ValueError, "at least one transition, got none")
