@@ -278,7 +278,7 @@ BREAKS = [
         "buffers/flow.py",
         "self._numbers[_INSERTED] -= inserted",
         "self._numbers[_INSERTED] -= 0",
-        "tests/test_flow.py -k fail",
+        "tests/test_refusals.py -k samples_per_insert",
     ),
     Break(
         "a mixture always rounds the shares down",
