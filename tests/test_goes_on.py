@@ -97,6 +97,8 @@ SETTINGS: dict[str, Callable[[int], float]] = {
     "half_life": lambda number: 3.0 + number,
     "future_gamma": lambda number: 1 - number / 50,
     "n_steps": lambda number: 2 + number % 2,
+    "her_ratio": lambda number: 0.4 + number / 50,
+    "eta": lambda number: 0.5 + number / 50,
 }
 
 

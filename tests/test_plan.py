@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 import tempfile
 from functools import partial
 from threading import Thread
@@ -304,17 +302,6 @@ def test_priorities_that_have_moved_to_shared_memory_are_updated_there(sampler):
     batch["td_error"] = batch["index"] + 2.0
     rb.update_tensordict_priority(batch)
     assert torch.equal(rb.sampler.priority(batch["index"]), batch["index"] + 2.0)
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda rb: pickle.loads(pickle.dumps(rb))], ids=["deep", "pickled"])
-def test_copy_uses_memory_of_its_own(rb, copied):
-    other = copied(rb)
-    expected = other.storage.get(torch.arange(20))["id"]
-    rb.empty()
-    rb.extend(steps(CAPACITY, None, 1))
-    for _ in range(3):
-        batch = other.sample()
-        assert torch.equal(batch["id"], expected[batch["index"]])
 
 
 def test_rows_hold_what_a_lazily_negated_or_conjugated_leaf_shows():

@@ -192,31 +192,6 @@ def test_actors_record_at_the_same_time(how, nested):
     assert len(rb.sample()) == 200
 
 
-def test_a_lane_goes_on_in_mid_episode_after_a_load(tmp_path):
-    rb, again = (buffer(cart_pole(), 2, stats=EpisodeStats()) for _ in range(2))
-    actors = [Actor(rb.lane(lane), cart_pole(), lane) for lane in range(2)]
-    for _ in range(7):
-        for lane in (0, 1, 1):
-            actors[lane].step()
-    rb.dumps(tmp_path)
-    saved = [(actor.recorder.state_dict(), deepcopy(actor.env)) for actor in actors]
-    again.loads(tmp_path)
-    others = [GymnasiumRecorder(again.lane(lane), env) for lane, (_, env) in enumerate(saved)]
-    with pytest.raises(ValueError, match="the state has rows 'lane 0', this recorder 'lane 1'"):
-        others[1].load_state_dict(saved[0][0])
-    for other, (state, _) in zip(others, saved, strict=True):
-        other.load_state_dict(state)
-    for _ in range(3):  # within the episode of each lane
-        for actor, other in zip(actors, others, strict=True):
-            action = int(actor.draw.integers(2))
-            assert actor.recorder.step(action)[1:4] == other.step(action)[1:4]
-    for lane in range(2):
-        assert (rb.lane(lane).chronological() == again.lane(lane).chronological()).all()
-    cells = torch.arange(10), torch.zeros(10, dtype=torch.int64)
-    for mine, theirs in zip(*(TrajectoryIndex.of(x.storage).reach(cells) for x in (rb, again)), strict=True):
-        assert torch.equal(mine, theirs)
-
-
 @pytest.mark.parametrize("shape", [(1,), (3,)])
 def test_the_first_steps_of_two_lanes_tell_the_shape_of_their_rewards(shape):
     envs = Rewarded(shape), Rewarded(shape)

@@ -116,3 +116,51 @@ def test_a_recorder_goes_on(case, way, rounds, tmp_path):
     for number in range(rounds, rounds + 30):
         assert_equal(one.run(number), other.run(number), ALWAYS, f"round {number}")
     assert_equal(everything(one.rb), everything(other.rb), ALWAYS)
+
+
+def spoiled(state: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
+    """Return states of other recorders, and damaged ones, with a word of the error about each."""
+
+    def of(mode: AutoresetMode = AutoresetMode.NEXT_STEP, kind: str = "box", **given: Any) -> dict[str, Any]:
+        other = Recording([vector(kind, mode)], 0, **given)
+        other.begin()
+        return other.recorders[0].state_dict()
+
+    queues = state["queues"]
+    return [
+        ({}, "not that of a GymnasiumRecorder"),
+        (state | {"settings": state["settings"] | {"lanes": 5}}, "the state has lanes 5, this recorder 3"),
+        (of(AutoresetMode.SAME_STEP), "autoreset_mode 'SameStep', this recorder 'NextStep'"),
+        (of(kind="dict"), "not that of a GymnasiumRecorder|the saved"),
+        (of(flat=True), r"rows '\[T\]', this recorder '\[T, E\]'"),
+        (of(), r"write_count is \d+, and was 0 when the state was saved"),
+        (state | {"observation": torch.zeros(3, 5)}, r"saved 'observation' has shape \(3, 5\), expected \(3, 2\)"),
+        (state | {"trajectories": torch.zeros(2, dtype=torch.int64)}, r"saved trajectories are int64 of shape \(2,\)"),
+        (state | {"queues": queues | {"layout": queues["layout"][:-1]}}, "in another order|the saved rows have"),
+        (state | {"queues": queues | {"waiting": torch.tensor([5, 0, 0])}}, "words for .* waiting rows"),
+    ]
+
+
+def test_a_state_that_does_not_fit_is_refused_and_changes_nothing():
+    one = Recording([vector("box", AutoresetMode.NEXT_STEP)], 0)
+    one.begin()
+    for number in range(21):
+        one.run(number)
+    state = one.recorders[0].state_dict()
+    for wrong, words in spoiled(state):
+        with pytest.raises(ValueError, match=words):
+            one.recorders[0].load_state_dict(wrong)
+        assert_equal(one.recorders[0].state_dict(), state, ())
+
+
+def test_a_state_of_agents_needs_the_agents_that_lived():
+    one = OfAgents(meadows(1), 0)
+    one.begin()
+    for number in range(21):
+        one.run(number)
+    state = one.recorders[0].state_dict()
+    one.envs[0].reset()
+    one.envs[0].agents = one.envs[0].agents[:1]
+    one.rb.load_state_dict(one.rb.state_dict())
+    with pytest.raises(ValueError, match=r"has the agents .*: restore the environments first"):
+        one.recorders[0].load_state_dict(state)

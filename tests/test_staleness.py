@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 import pickle
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from tensordict import TensorDict
 from torchrl.data.replay_buffers import TensorDictMaxValueWriter, TensorDictReplayBuffer, TensorDictRoundRobinWriter
 from torchrl.envs.transforms import DoubleToFloat
 
 from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer, RingWriter
-from rlbuf_td.kernels import rows as row_kernels
 from rlbuf_td.storages.write_clock import SAMPLED_AT, WriteClock
-from tests.backends import forced
 
 CAPACITY = 30
 ERROR = 1000.0  # larger than what any row enters with
@@ -219,23 +214,6 @@ def test_buffers_over_one_storage_know_of_each_others_writes():
     assert (other.health()["stale_updates"], buffer.rb.health()["stale_updates"]) == (12, 0)
 
 
-def test_a_copy_knows_batches_of_its_original_and_counts_for_itself():
-    buffer, batch = sampled_before_writes(5)
-    original, buffer.rb = buffer.rb, copy.deepcopy(buffer.rb)
-    buffer.check_update(batch)
-    assert buffer.rb.health()["stale_updates"] > 0 == original.health()["stale_updates"]
-
-
-def test_a_loaded_buffer_knows_batches_sampled_before_the_save():
-    buffer, batch = sampled_before_writes(7)
-    saved, after = buffer.rb.state_dict(), Numbered()
-    after.rb.load_state_dict(saved)
-    after.check_update(batch)
-    after.next = 1000
-    after.write(3)
-    after.check_update(batch)
-
-
 def test_a_load_into_a_used_buffer_makes_earlier_batches_stale():
     buffer = Numbered()
     buffer.write(10)
@@ -249,37 +227,6 @@ def test_a_load_into_a_used_buffer_makes_earlier_batches_stale():
     assert buffer.rb.health()["stale_updates"] == 12
     buffer.check_update(buffer.rb.sample())
     assert buffer.rb.health()["stale_updates"] == 12
-
-
-@pytest.mark.parametrize("backend", ["numba", "torch"])
-@given(
-    steps=st.integers(1, 9),
-    lanes=st.integers(1, 3),
-    clock=st.sampled_from([0, 5, 2**31 - 2, 2**32 - 1, 2**63 - 3]),
-    seed=st.integers(0, 10**6),
-)
-def test_kernels_and_specification_agree(backend, steps, lanes, clock, seed):
-    draw = torch.Generator().manual_seed(seed)
-    index = torch.randint(-1, steps * lanes, (40,), generator=draw)
-    stamp = clock - torch.randint(-2, 2 * steps, (40,), generator=draw)  # may wrap at 2**63
-    last = int(torch.randint(-1, steps, (), generator=draw))
-    written = clock - torch.randint(2 * steps, (steps * lanes,), generator=draw)
-    with forced(backend):
-        ring = row_kernels.skip_ring(index, stamp, clock, last, steps, lanes)
-        newer = row_kernels.skip_newer(index, stamp, clock, written)
-    age = torch.stack([torch.tensor((last - int(i) // lanes) % steps) for i in index])
-    since = torch.tensor([_wrapped(clock - int(s)) for s in stamp])
-    stale = (index >= 0) & ((since < 0) | (age < since))
-    assert torch.equal(ring[0], torch.where(stale, -1, index))
-    assert ring[1] == stale.sum()
-    difference = torch.tensor([_wrapped(int(written[i]) - int(s)) for i, s in zip(index, stamp, strict=True)])
-    stale = (index >= 0) & ((since < 0) | (difference > 0))
-    assert torch.equal(newer[0], torch.where(stale, -1, index))
-    assert newer[1] == stale.sum()
-
-
-def _wrapped(number: int) -> int:
-    return (number + 2**63) % 2**64 - 2**63
 
 
 def test_times_of_rows_that_were_saved_elsewhere_go_to_where_the_rows_are():

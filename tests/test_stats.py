@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import defaultdict
 from statistics import fmean, pstdev
 from typing import Any
@@ -312,17 +311,6 @@ def test_a_flag_that_is_missing_follows_from_the_others(missing):
     part.update(data.exclude(*(("next", name) for name in missing)))
     assert whole.summary() == part.summary()
     assert whole.episodes > 3
-
-
-def test_loaded_statistics_continue_alike():
-    data = play(3, 90, 11, ids=True)
-    stats, other = (make(15)[0] for _ in range(2))
-    stats.update(data[:, :40])
-    other.load_state_dict(copy.deepcopy(stats.state_dict()))
-    for each in (stats, other):
-        each.update(data[:, 40:])
-    assert stats.summary() == other.summary()
-    assert all(torch.equal(column, other.history()[name]) for name, column in stats.history().items())
 
 
 def test_numbers_of_any_dtype_are_exact():

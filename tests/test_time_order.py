@@ -30,7 +30,6 @@ from rlbuf_td import (
     SequenceSampler,
     UniformSampler,
 )
-from tests.restoring import HOW, restored
 
 T = 16
 
@@ -315,19 +314,3 @@ def test_a_rollout_goes_on_after_a_failed_estimate():
     rb.extend(step)
     assert rb.writer.is_complete
     assert rb.storage.in_time_order
-
-
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("written", [3, T, T + 5])
-@pytest.mark.parametrize("target", [0, 5])
-def test_a_restored_buffer_that_was_emptied_is_written_in_order(how, written, target, tmp_path):
-    rb, other = (ReplayBuffer(storage=PackedStorage(T), sampler=SAMPLERS["n-step"](), batch_size=4) for _ in range(2))
-    rb.extend(rows(0, written))
-    rb.empty()
-    if target:
-        other.extend(rows(0, target))
-    other = restored(rb, other, how, tmp_path)
-    for first in (0, 5, 10, 15):
-        other.extend(rows(first, 5))
-        assert other.storage.in_time_order
-        assert len(other.sample()) == 4

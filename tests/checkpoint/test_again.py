@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 from pathlib import Path
 
 import pytest
@@ -80,42 +79,6 @@ def test_a_synced_dump_also_syncs_files_of_an_unsynced_one(small_chunks, tmp_pat
     assert not files & set(synced)
 
 
-def change(rb: ReplayBuffer, chance: random.Random, number: int) -> None:
-    what = chance.choice(("extend", "long", "set", "priority", "empty"))
-    if what == "empty":
-        rb.empty()
-    if what in ("extend", "long", "empty"):
-        extend(rb, chance.randint(1, 300 if what == "extend" else 6_000), number)
-    elif len(rb) and what == "set":
-        rows = torch.randint(len(rb), (5,))
-        rb.storage.set(rows, rb.storage.get(rows).clone().zero_(), set_cursor=False)
-    elif len(rb):
-        rb.update_priority(torch.randint(len(rb), (50,)), torch.rand(50))
-
-
-@pytest.mark.slow
-def test_repeated_dumps_equal_full_ones_whatever_happens_in_between(small_chunks, tmp_path):
-    chance = random.Random(0)
-    place = tmp_path / "rows"
-    rb = make(place)
-    extend(rb, 100, 0)
-    for number in range(12):
-        for _ in range(chance.randint(0, 3)):
-            change(rb, chance, number)
-        rb.dumps(place)
-        rb.dumps(tmp_path / f"full {number}")
-        state = rb._rng.get_state()
-        if chance.random() < 0.5:  # what follows a dump does not change it
-            extend(rb, chance.randint(1, 2_000), -1)
-        repeated, full = make(seed=1), make(seed=2)
-        repeated.loads(place)
-        full.loads(tmp_path / f"full {number}")
-        assert torch.equal(repeated._rng.get_state(), state)
-        assert repeated.write_count == full.write_count
-        assert_same(repeated.storage[:], full.storage[:])
-        assert_same(repeated.sample(), full.sample())
-
-
 def test_a_truncated_file_of_the_previous_dump_is_written_again(tmp_path):
     rb = make()
     extend(rb, ROWS, 3)
@@ -139,25 +102,6 @@ def test_a_dump_in_the_scratch_dir_survives_later_writes(tmp_path):
         each.loads(tmp_path)
         assert_same(each.storage[:], rows)
         assert (each.write_count, torch.equal(each._rng.get_state(), state)) == (count, True)
-
-
-@pytest.mark.slow
-def test_a_run_goes_on_in_the_scratch_dir_that_another_left(tmp_path):
-    left = make(tmp_path)
-    extend(left, 4_500, 1)
-    left.dumps(tmp_path)
-    left.dumps(tmp_path / "whole")
-    extend(left, 1_000, 2)  # lost
-    rb, whole = make(tmp_path), make()
-    whole.loads(tmp_path / "whole")
-    rb.loads(tmp_path)  # replaces the file
-    assert (tmp_path / "rows.bin").stat().st_size == rb.storage.nbytes
-    for number in range(3):
-        assert_same(rb.storage[:], whole.storage[:])
-        assert_same(rb.sample(), whole.sample())
-        for each in (rb, whole):
-            torch.manual_seed(number)
-            extend(each, 700, number)
 
 
 def test_a_damaged_dump_leaves_the_rows_of_the_scratch_dir(tmp_path):

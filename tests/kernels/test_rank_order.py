@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 import pytest
@@ -187,21 +186,6 @@ def test_the_reference_skips_bad_errors_and_counts_them() -> None:
 def test_a_row_out_of_range_has_no_rank(row: int, words: str) -> None:
     with pytest.raises(IndexError, match=words):
         ChunkedOrder(torch.ones(3)).ranks_of(torch.tensor([0, row]))
-
-
-@pytest.mark.parametrize("norm", ["buffer", "batch", None])
-@pytest.mark.parametrize("stratified", [True, False])
-@pytest.mark.parametrize("alpha", [0.0, 0.7, 1.0, 1.5])
-def test_draws_are_those_of_the_reference(alpha: float, stratified: bool, norm: str | None) -> None:
-    law: dict[str, Any] = {"law": rank_law(alpha), "stratified": stratified, "beta": 0.5, "norm": norm}
-    for n in (1, 2, 100, 1_024, 1_025, 30_000):
-        pair, uniform = Pair(torch.rand(n)), torch.rand(300, dtype=torch.float64)
-        uniform[0], uniform[-1] = 0.0, 1.0 - 2.0**-53
-        expected = pair.reference.draw(uniform=uniform, **law)
-        drawn = pair.order.draw(uniform=uniform, **law) or pytest.fail("nothing to draw")
-        assert torch.equal(drawn[0], expected[0])
-        torch.testing.assert_close(drawn[1], expected[1], rtol=1e-6, atol=0.0)
-    assert ChunkedOrder(empty(3)).draw(uniform=uniform, **law) is None
 
 
 def test_threads_may_draw_update_and_fill_at_the_same_time() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
-import pickle
 import signal
 import threading
 import time
@@ -87,27 +86,6 @@ def test_its_sampler_and_writer_stay_and_a_new_storage_has_no_waiting_rows():
     assert (len(queue), queue.waiting) == (5, 0)
     queue.extend(rows(9, 4))
     assert queue.sample()["x"].tolist() == [9, 10, 11, 12]
-
-
-@pytest.mark.parametrize("how", ["a dump", "a state", "a copy"])
-def test_what_waits_survives_saving(how, tmp_path):
-    queue = make()
-    queue.extend(rows(0, 14))
-    queue.sample(10)
-    queue.extend(rows(14, 6))
-    if how == "a copy":
-        other = pickle.loads(pickle.dumps(queue))
-    else:
-        other = make()
-        other.extend(rows(0, 1))
-        queue.dumps(tmp_path)
-        other.loads(tmp_path) if how == "a dump" else other.load_state_dict(queue.state_dict())
-    assert other.sample(10)["x"].tolist() == queue.sample(10)["x"].tolist() == list(range(10, 20))
-    queue.extend(rows(20, 3))
-    queue.empty()
-    assert queue.waiting == 0
-    queue.extend(rows(30, 4))
-    assert queue.sample()["x"].tolist() == [30, 31, 32, 33]
 
 
 def test_rows_loaded_without_their_state_all_wait(tmp_path):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import multiprocessing as mp
 import os
-import pickle
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -253,18 +252,6 @@ def test_rows_on_a_device_cannot_be_shared():
     assert rb.share() is rb
     lock = rb.storage.lock
     assert rb.share().storage.lock is lock
-
-
-def test_a_copy_of_a_shared_buffer_is_its_own():
-    rb = make()
-    rb.share()
-    rb.extend(rows(0, 20))
-    for other in (copy.deepcopy(rb), pickle.loads(pickle.dumps(rb))):
-        other.extend(rows(20, 5))
-        other.update_priority(torch.arange(5), torch.full((5,), 7.0))
-        assert (len(other), len(rb)) == (25, 20)
-        assert (rb.sampler.priority(torch.arange(5)) == 1).all()
-        elsewhere(other.extend, rows(25, 5))
 
 
 def test_a_state_is_loaded_into_what_is_shared():

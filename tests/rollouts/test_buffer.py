@@ -9,7 +9,6 @@ from torchrl.envs import Compose, RewardScaling, SelectTransform
 from rlbuf_td.buffers.rollout import RolloutBuffer
 from rlbuf_td.writers import RolloutWriter
 from tests.catalogue import assert_same
-from tests.restoring import HOW, restored
 
 
 def filled(world, steps=8, data=None, **kwargs):
@@ -158,26 +157,6 @@ def test_the_summary_is_a_flat_dict_of_floats_computed_once_a_rollout(make_world
     assert rollout.summary() != before
     rollout.load_state_dict(saved)
     assert rollout.summary() == before
-
-
-@pytest.mark.parametrize("how", HOW)
-def test_a_restored_buffer_continues_the_epoch_and_the_rollout(make_world, how, tmp_path):
-    world = make_world(3)
-    rollout, _ = filled(world, epochs=2)
-    rollout.set_rng(torch.Generator().manual_seed(0))
-    for _ in range(3):
-        rollout.sample()
-    empty = [RolloutBuffer(8, 3, batch_size=5, gamma=0.9, lmbda=0.8, value_network=world.module()) for _ in range(2)]
-    other = restored(rollout, empty[0], how, tmp_path)
-    assert other.is_complete
-    assert other.summary() == rollout.summary()
-    for _ in range(7):
-        assert (rollout.sample() == other.sample()).all()
-    more = world.steps(8, values=False)
-    rollout.extend(more[:, :5].clone())
-    for rb in (rollout, restored(rollout, empty[1], how, tmp_path)):
-        rb.extend(more[:, 5:].clone())
-        torch.testing.assert_close(rb.storage["advantage"].transpose(0, 1), world.estimates(more)[0])
 
 
 def test_a_writer_of_ones_own_sets_the_keys(make_world):

@@ -20,7 +20,6 @@ from torchrl.objectives import ClipPPOLoss
 from rlbuf_td import MinibatchSampler, RolloutBuffer, SequenceSampler
 from rlbuf_td.functional import generalized_advantage_estimate, normalize
 from rlbuf_td.writers import RolloutWriter
-from tests.restoring import HOW, restored
 
 Chunk = tuple[int, int, int]  # first step, lane, number of steps
 
@@ -140,23 +139,6 @@ def test_the_summary_is_that_of_all_rows():
     chunks, plain = buffer(data), buffer(data, sequence_length=None)
     next(iter(chunks))
     assert chunks.summary() == plain.summary()
-
-
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("drawn", [0, 2, 9])
-def test_a_restored_buffer_continues_the_epoch(how, drawn, tmp_path):
-    data = steps_of(3, 20, 0.3)
-    rollout, other = buffer(data), buffer(steps_of(3, 20, 0.1))
-    next(iter(other))
-    batches = iter(rollout)
-    for _ in range(drawn):
-        next(batches)
-    other = restored(rollout, other, how, tmp_path)
-    rest = [*batches]
-    again = [*other] if how != "pickle" and drawn else [other.sample() for _ in rest]
-    assert len(rest) == len(again) == sum(1 for _ in rollout) - drawn > 0
-    for one, same in zip(rest, again, strict=True):
-        assert (one == same).all()
 
 
 def test_a_shared_rollout_gives_the_same_chunks():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
-
 import pytest
 import torch
 from tensordict import TensorDict
@@ -225,23 +223,3 @@ def test_partial_rollouts_normalization_and_the_summary_use_it(make_world, own, 
         unscaled = target - world.value(part["observation"]) if how == "rollout" else advantage
         assert rollout.advantage_mean == pytest.approx(unscaled.mean().item(), abs=1e-4)
         assert rollout.advantage_std == pytest.approx(unscaled.std(correction=0).item(), rel=1e-3)
-
-
-@pytest.mark.parametrize("how", ["dumps", "pickle", "share"])
-def test_a_saved_or_shared_rollout_goes_on_with_it(make_world, how, tmp_path):
-    world = make_world(3)
-    data = steps_of(world, 8)
-    rollouts = [RolloutBuffer(8, 3, batch_size=5, estimator=n_step, value_network=world.module()) for _ in range(2)]
-    rollouts[0].extend(data[:, :5].clone())
-    if how == "dumps":
-        rollouts[0].dumps(tmp_path)
-        rollouts[1].loads(tmp_path)
-    elif how == "pickle":
-        rollouts[1] = pickle.loads(pickle.dumps(rollouts[0]))
-    else:
-        rollouts[1] = rollouts[0].share()
-    rollouts[1].extend(data[:, 5:].clone())
-    _, target = expected(world, data, brute_n_step)
-    torch.testing.assert_close(stored(rollouts[1])["value_target"].double(), target, rtol=1e-5, atol=1e-5)
-    with pytest.raises((AttributeError, pickle.PicklingError), match="lambda"):
-        pickle.dumps(RolloutBuffer(4, estimator=lambda data: n_step(data)))

@@ -17,7 +17,6 @@ from torchrl.data.replay_buffers import SamplerWithoutReplacement
 from rlbuf_td import PackedStorage, ReplayBuffer, RingWriter, RolloutBuffer
 from rlbuf_td.samplers import MinibatchSampler
 from tests.processes.test_sharing import elsewhere
-from tests.restoring import HOW, restored
 from tests.statistics import assert_follows
 
 
@@ -104,21 +103,6 @@ def test_a_write_starts_the_epochs_anew_even_if_the_number_of_rows_stays():
     rb.add(TensorDict({"x": torch.tensor(7)}, []))
     assert rb.sample()["x"].tolist() == [7, 11]
     rb.empty()
-
-
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("drawn", [0, 1, 3, 4])
-def test_state_survives_within_and_between_epochs(how, drawn, tmp_path):
-    rb = buffer(6, MinibatchSampler(3), 2)
-    rb.set_rng(torch.Generator().manual_seed(3))
-    for _ in range(drawn):
-        rb.sample()
-    other = restored(rb, buffer(6, MinibatchSampler(), 2), how, tmp_path)
-    assert other.sampler.epochs == 3
-    for _ in range(9 - drawn):
-        assert other.sample()["x"].tolist() == rb.sample()["x"].tolist()
-        assert other.sampler.ran_out == rb.sampler.ran_out
-    assert rb.sampler.ran_out
 
 
 def test_an_order_that_was_saved_elsewhere_goes_to_where_the_rows_are():

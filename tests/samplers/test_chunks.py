@@ -26,7 +26,6 @@ from rlbuf_td import (
 from tests.composition.test_cells import BUFFERS, assert_rows, decided, wrapped
 from tests.composition.test_lockstep import OFTEN
 from tests.processes.test_sharing import elsewhere
-from tests.restoring import HOW, restored
 from tests.worlds import Cell, Recipe, World, expected
 
 
@@ -159,21 +158,6 @@ def test_lanes_of_unlike_lengths_are_divided_each_for_itself(writes, length, siz
         for _ in range(2):
             windows = [each for batch in rb for each in batch.view(-1, length)]
             assert sorted(each["x"][each["mask"]].tolist() for each in windows) == sorted(wanted)
-
-
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("drawn", [0, 1, 5, 7])
-def test_a_restored_buffer_goes_on_in_mid_epoch(how, drawn, tmp_path):
-    rb, other = buffer(), buffer()
-    other.extend(rows(10, 3))
-    other.sample()  # which has divided other trajectories
-    for _ in range(drawn):
-        rb.sample()
-    other = restored(rb, other, how, tmp_path)
-    for _ in range(15 - drawn):
-        assert (other.sample() == rb.sample()).all()
-        assert (other.sampler.epoch, other.sampler.ran_out) == (rb.sampler.epoch, rb.sampler.ran_out)
-    assert rb.sampler.ran_out
 
 
 @pytest.mark.parametrize("capacity", [26, 14])

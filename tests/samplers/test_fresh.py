@@ -182,21 +182,6 @@ def test_replaced_rows_are_not_fresh_again():
     assert made.rb.sample()["number"][0] == 17
 
 
-@pytest.mark.parametrize("again", [copy.deepcopy, lambda rb: pickle.loads(pickle.dumps(rb))], ids=["copied", "pickled"])
-def test_a_copy_has_the_same_fresh_rows(again):
-    rb = ReplayBuffer(storage=PackedStorage(10), sampler=FreshRowsSampler(UniformSampler(), 5), batch_size=6)
-    rb.extend(rows(0, 5))
-    rb.sample()
-    rb.extend(rows(5, 2))
-    other, loaded = again(rb), again(rb)
-    for each in (rb, other):
-        each.extend(rows(7, 1))
-    loaded.load_state_dict(other.state_dict())  # before the copy has drawn a batch
-    for each in (rb, other, loaded):
-        assert each.sample()["number"][:3].tolist() == [5, 6, 7]
-        assert not each.sampler.queue.waiting().any()
-
-
 def test_a_copy_may_reach_the_storage_before_its_buffer():
     rb = ReplayBuffer(storage=PackedStorage(10), sampler=FreshRowsSampler(UniformSampler(), 2), batch_size=4)
     rb.extend(rows(0, 9))

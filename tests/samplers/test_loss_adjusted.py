@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from tensordict import TensorDict
 from torch.nn.functional import huber_loss
 
-from rlbuf_td import HindsightSampler, PackedStorage, ProportionalSampler, ReplayBuffer
+from rlbuf_td import PackedStorage, ProportionalSampler, ReplayBuffer
 from tests.backends import forced
 from tests.statistics import assert_follows, power
 
@@ -86,14 +85,3 @@ def test_rows_enter_with_a_floor_above_one():
         rb.extend(TensorDict({"x": torch.arange(3)}, [3]))
     assert (rb.sampler.priority(torch.arange(ROWS)) == 2.5).all()
     assert rb.sampler.default_priority == 2.5
-
-
-def test_the_floor_is_saved_shown_and_reached_through_wrappers(tmp_path: Path):
-    rb, other = lap(), lap(min_priority=0.0)
-    rb.dumps(tmp_path)
-    other.loads(tmp_path)
-    assert other.sampler.min_priority == 1.0
-    assert "min_priority=1.0" in repr(other)
-    assert HindsightSampler(other.sampler, lambda batch: batch["x"]).min_priority == 1.0
-    other.update_priority(torch.arange(3), torch.tensor([0.0, 0.5, -2.0]))
-    assert other.sampler.priority(torch.arange(3)).tolist() == [1.0, 1.0, 2.0]

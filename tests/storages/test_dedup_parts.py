@@ -94,30 +94,6 @@ def test_a_dump_can_be_opened_by_itself(tmp_path: Path) -> None:
     assert diagnose(tmp_path).codes == diagnose(original).codes
 
 
-@pytest.mark.parametrize("kind", ["once", "both"])
-@pytest.mark.parametrize("first", [20, 90])
-def test_a_run_goes_on_from_a_dump_in_its_scratch_dir(kind, first, tmp_path: Path) -> None:
-    world, folder = Lanes(1, 0), tmp_path / "rows"
-    rb = ReplayBuffer(storage=KINDS[kind](40, scratch_dir=folder), batch_size=16)
-    for _ in range(first // 10):
-        rb.extend(world.steps(10, 0.2)[:, 0])
-    for _ in range(2):  # the second dump is of a storage that was loaded
-        rb.dumps(folder)
-        expected = copied(rb[:])
-        for count in (7, 1, 60, 20):
-            rb.extend(world.steps(count, 0.2)[:, 0])
-        rb = ReplayBuffer(storage=KINDS[kind](40, scratch_dir=folder), batch_size=16)
-        rb.loads(folder)
-        assert_same(rb[:], expected)
-        check(rb)
-        for _ in range(3):
-            rb.extend(world.steps(9, 0.2)[:, 0])
-        check(rb)
-    plain = ReplayBuffer(storage=PackedStorage(40, scratch_dir=folder), batch_size=16)
-    plain.loads(folder)
-    assert_same(plain[:], expected)
-
-
 def test_the_doctor_says_the_same() -> None:
     plain, shared = (diagnose(filled(kind)) for kind in (PackedStorage, POOLED))
     assert str(plain) == str(shared)

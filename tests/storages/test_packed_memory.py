@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import errno
-import json
 import os
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -158,55 +155,9 @@ def test_writes_of_a_forked_process_are_its_own_until_rows_are_shared(tmp_path: 
         rb.sample()
 
 
-@pytest.mark.parametrize(("how", "steps"), [("pickle", 0), ("deepcopy", 3), ("pickle", 5)])
-@pytest.mark.parametrize("place", PLACES)
-def test_a_copy_has_the_same_rows_and_counters_in_memory_of_its_own(how, place, steps, tmp_path):
-    storage = stored(place, tmp_path, ndim=2, steps=steps)
-    again = pickle.loads(pickle.dumps(storage)) if how == "pickle" else copy.deepcopy(storage)
-    for name in ("ndim", "max_size", "device", "shared", "initialized", "_is_full", "shape", "_last_cursor_index"):
-        assert getattr(again, name) == getattr(storage, name), name
-    assert len(again) == len(storage) == 2 * steps
-    assert again.scratch_dir is None
-    if steps:
-        before = copied(storage[:])
-        assert_same(again[:], before)
-        again["first"].zero_()
-        again.set(range(2), transitions(NESTED, 2, (2,), seed=5))
-        assert_same(storage[:], before)
-    storage._empty()
-    assert len(again) == 2 * steps
-    again.set(range(3), transitions(NESTED, 3, (2,)))
-
-
-def test_a_state_is_a_copy_of_tensors_numbers_and_strings(tmp_path: Path) -> None:
-    storage = stored("RAM", Path())
-    before = copied(storage[:])
-    state = storage.state_dict()
-    storage["first"].zero_()
-    json.dumps({key: value for key, value in state.items() if key != "rows"})
-    torch.save(state, tmp_path / "state.pt")
-    again = PackedStorage(5)
-    again.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
-    assert_same(again[:], before)
-
-
 def test_an_empty_state_empties_the_storage() -> None:
     storage = stored("RAM", Path())
     revision = storage._mutation_revision
     storage.load_state_dict(PackedStorage(5).state_dict())
     assert len(storage) == 0
     assert storage._mutation_revision == revision + 1
-
-
-@pytest.mark.parametrize("ndim", [1, 2])
-@pytest.mark.parametrize("steps", [3, 5])
-@pytest.mark.parametrize("target", ["new", "used"])
-def test_the_default_checkpointer_of_torchrl_saves_and_loads(ndim, steps, target, tmp_path):
-    storage = stored("RAM", tmp_path, ndim=ndim, steps=steps)
-    storage.dumps(tmp_path / "saved")
-    again = stored("RAM", tmp_path, ndim=ndim, steps=4 if target == "used" else 0)
-    again.loads(tmp_path / "saved")
-    assert_same(again[:], storage[:])
-    assert again._is_full == (steps == 5)
-    again.set([0], transitions(NESTED, 1, (2,) * (ndim - 1), seed=9))
-    assert_same(again[0], transitions(NESTED, 1, (2,) * (ndim - 1), seed=9)[0])

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 from itertools import combinations
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -108,31 +106,6 @@ def test_priorities_go_to_rows_that_are_stored_and_stale_ones_are_skipped():
             assert torch.equal(found[same], batch["step"][same] + 1.5)
             rb.update_priority(torch.arange(len(rb)), rb.storage["step"].float() + 1)
     assert rb.health()["stale_updates"] > 0
-
-
-@pytest.mark.parametrize("how", ["state_dict", "dumps", "writer's dumps", "deepcopy"])
-def test_a_saved_reservoir_goes_on_as_the_original(how, tmp_path: Path):
-    rb = buffer(5)
-    rb.extend(numbered(0, 77))
-    other = buffer(5)
-    if how == "state_dict":
-        other.load_state_dict(rb.state_dict())
-        other._rng.set_state(rb._rng.get_state())
-    elif how == "dumps":
-        rb.dumps(tmp_path)
-        other.loads(tmp_path)
-    elif how == "deepcopy":
-        other = copy.deepcopy(rb)
-        other.set_rng(rb._rng.clone_state())
-    else:
-        rb.writer.dumps(tmp_path / "writer")
-        other.extend(rb.storage[:])
-        other.writer.loads(tmp_path / "writer")
-        other._rng.set_state(rb._rng.get_state())
-    for first in range(77, 400, 17):
-        assert torch.equal(rb.extend(numbered(first, 17)), other.extend(numbered(first, 17)))
-    assert (rb.storage[:] == other.storage[:]).all()
-    assert (other.write_count, repr(other.writer)) == (rb.write_count, f"ReservoirWriter(write_count={rb.write_count})")
 
 
 @pytest.mark.parametrize("lanes", [0, 2])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -219,35 +218,3 @@ def test_generations_are_counted_as_torchrl_counts_them() -> None:
         index = torch.arange(-1, 5)
         assert torch.equal(ours.generations_of(index), theirs.generations_of(index))
     assert not RingWriter().tracks_generations
-
-
-@pytest.mark.parametrize("track_generations", [False, True])
-@pytest.mark.parametrize("how", ["state_dict", "dumps"])
-def test_a_restored_writer_goes_on_where_the_other_stood(how: str, track_generations: bool, tmp_path: Path) -> None:
-    storage = PackedStorage(5)
-    writer = ring(storage, track_generations=track_generations)
-    index = writer.extend(numbered(0, 7))
-    writer._write_count += 2**40
-    other = PackedStorage(5)
-    other.load_state_dict(storage.state_dict())
-    again = ring(other, track_generations=track_generations)
-    if how == "state_dict":
-        again.load_state_dict(writer.state_dict())
-    else:
-        writer.dumps(tmp_path / "writer")
-        again.loads(tmp_path / "writer")
-    assert (again._cursor, again._write_count) == (2, 2**40 + 7)
-    assert torch.equal(again.generations_of(index), writer.generations_of(index))
-    for one in (writer, again):
-        one.extend(numbered(70, 2))
-    assert_same(other[:], storage[:])
-    assert repr(again) == f"RingWriter(cursor=4, write_count={2**40 + 9})"
-
-
-def test_a_write_after_a_load_of_an_emptied_buffer_begins_at_the_first_row():
-    rb = ReplayBuffer(storage=PackedStorage(10), batch_size=2)
-    rb.extend(TensorDict({"x": torch.arange(4)}, [4]))
-    rb.empty()
-    rb.load_state_dict(rb.state_dict())
-    rb.extend(TensorDict({"x": torch.arange(10, 13)}, [3]))
-    assert rb[:]["x"].tolist() == [10, 11, 12]

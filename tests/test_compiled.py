@@ -1,0 +1,302 @@
+"""Compiled stages equal torch stages: whole buffers, bound batches and single loops, over one list of cases each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import is_tensor_collection
+
+from rlbuf_td import (
+    FreshRowsSampler,
+    HindsightSampler,
+    NStepSampler,
+    ProportionalSampler,
+    RankSampler,
+    SequenceSampler,
+    UniformSampler,
+)
+from rlbuf_td.kernels import rows as row_kernels
+from rlbuf_td.kernels import scan, sum_tree
+from rlbuf_td.kernels.rank_order.chunked import ChunkedOrder
+from rlbuf_td.kernels.rank_order.law import rank_law
+from rlbuf_td.kernels.rank_order.reference import SortedOrder
+from rlbuf_td.kernels.sum_tree import SumTree, reference
+from tests.backends import forced
+from tests.catalogue import SAMPLERS
+from tests.test_goes_on import ALWAYS, FORMS, FRESH, MORE, Maker, assert_equal
+
+# -- buffers, with the loops of the CPU and with the torch operations of other devices
+
+
+def assert_close(left: Any, right: Any) -> None:
+    """Compare nested values; real numbers may differ by rounding, because sums are in another order."""
+    if is_tensor_collection(left):
+        assert set(left.keys()) == set(right.keys())
+        left, right = ([each.get(key) for key in sorted(left.keys())] for each in (left, right))
+    if isinstance(left, list | tuple):
+        for pair in zip(left, right, strict=True):
+            assert_close(*pair)
+    else:
+        torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-6)
+
+
+DIFFERENT = "unique", "strict"  # which take other numbers from the generator on other devices
+PLACES = "rows", "lanes", "lanes apart", "observations once"
+EVERY = [(name, form) for name in (MORE | FRESH) if name not in DIFFERENT for form in PLACES]
+
+
+def turns(cases: list[Any], every: int) -> list[Any]:
+    """Mark all but every n-th case as slow, another one each time."""
+    marks = [[] if (j + j // every) % every == 0 else [pytest.mark.slow] for j in range(len(cases))]
+    return [pytest.param(*case, marks=slow) for case, slow in zip(cases, marks, strict=True)]
+
+
+@pytest.mark.parametrize(("sampler", "form"), turns(EVERY, len(PLACES)))
+def test_a_buffer_gives_the_same_on_another_device_and_goes_on_there(sampler, form, tmp_path):
+    given = FORMS[form].of((MORE | FRESH)[sampler])
+    makers = [replace(given, backend=backend) for backend in (None, "torch")]
+    buffers = [made_by(maker, tmp_path) for maker in makers]
+    for number in range(given.before + 1):
+        assert_close(*(maker.run(rb, number) for maker, rb in zip(makers, buffers, strict=True)))
+    copies = [made_by(maker, tmp_path) for maker in makers]
+    for maker, rb, source in zip(makers, copies, reversed(buffers), strict=True):
+        with maker.running():
+            rb.load_state_dict(source.state_dict())
+    for number in given.after():
+        ours, *others = (maker.run(rb, number) for maker, rb in zip(makers * 2, buffers + copies, strict=True))
+        for theirs in others:
+            assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("name", ["proportional", "rank"])
+def test_bad_errors_on_another_device_change_no_priority_and_are_counted(name, tmp_path):
+    maker = replace(FORMS["rows"].of(SAMPLERS[name]), backend="torch")
+    rb = made_by(maker, tmp_path)
+    maker.run(rb, 0)
+    with maker.running():
+        rb.update_priority(torch.tensor([0, 1, 2]), torch.tensor([5.0, 3.0, 4.0]))
+        rb.update_priority(torch.tensor([0, 1, 2, -1]), torch.tensor([torch.nan, 7.0, -torch.inf, torch.nan]))
+        assert rb.sampler.priority(torch.arange(3)).tolist() == [5.0, 7.0, 4.0]
+        assert rb.health()["refused_priorities"] == 2.0
+
+
+def made_by(maker: Maker, folder: Path) -> Any:
+    with maker.running():
+        return maker.make(folder, 0)
+
+
+# -- batches that are bound to compiled loops, and those that the stages of the CPU make one by one
+
+
+def hindsight(inner: Any, **given: Any) -> HindsightSampler:
+    return HindsightSampler(inner, reward_fn, **given)
+
+
+def reward_fn(batch: Any) -> torch.Tensor:
+    distance = (batch["next", "achieved_goal"] - batch["desired_goal"]).abs().sum(-1)
+    return -distance * (1 + batch["action"] % 3) / 8
+
+
+def terminated_fn(batch: Any) -> torch.Tensor:
+    return (batch["next", "achieved_goal"] == batch["desired_goal"]).all(-1)
+
+
+per = ProportionalSampler
+ALONE = "uniform", "unique", "proportional", "independent", "no norm", "rank", "recency"
+KINDS: dict[str, Callable[[int], Any]] = {
+    **{name: SAMPLERS[name] for name in ALONE},
+    "fresh": lambda n: FreshRowsSampler(per(n)),
+    "n-step": lambda n: NStepSampler(per(n), 3, 0.9),
+    "n-step of fresh": lambda n: NStepSampler(FreshRowsSampler(per(n)), 2, 0.9),
+    "hindsight": lambda n: hindsight(per(n), terminated_fn=terminated_fn),
+    "random goals": lambda n: hindsight(FreshRowsSampler(UniformSampler()), strategy={"episode": 0.5, "random": 0.5}),
+    "n-step of hindsight": lambda n: NStepSampler(hindsight(per(n), terminated_fn=terminated_fn), 4, 0.9),
+    "n-step of goals by rank": lambda n: NStepSampler(hindsight(RankSampler(n), strategy="final"), 2, 1.0),
+    "one step of random goals": lambda n: NStepSampler(hindsight(UniformSampler(), strategy="random"), 1, 0.9),
+}
+WINDOWS: dict[str, dict[str, Any]] = {
+    "alone": {},
+    "strict": {"length": 2, "boundary": "strict"},
+    "strict, burn-in": {"length": 2, "boundary": "strict", "burn_in": 2},
+    "shift": {"length": 3, "boundary": "shift", "burn_in": 1, "priority": "mix"},
+    "pad": {"length": 4, "boundary": "pad"},
+    "batch_time": {"length": 3, "boundary": "strict", "burn_in": 1, "output_layout": "batch_time"},
+}
+NESTED = [(kind, window, PLACES[(j + k) % 4]) for j, kind in enumerate(KINDS) for k, window in enumerate(WINDOWS)]
+
+
+def unbound(sampler: Any) -> Any:
+    """Return a sampler that overrides a method of its own, by itself: then it has no compiled form."""
+    name = "draw_batch" if isinstance(sampler, NStepSampler | SequenceSampler | HindsightSampler) else "draw"
+    setattr(sampler, name, getattr(sampler, name))
+    return sampler
+
+
+@pytest.mark.parametrize(("kind", "window", "form"), turns(NESTED, 2))
+def test_a_bound_batch_equals_that_of_single_stages(kind, window, form, tmp_path):
+    def sampler(rows: int) -> Any:
+        return SequenceSampler(KINDS[kind](rows), **WINDOWS[window]) if WINDOWS[window] else KINDS[kind](rows)
+
+    makers = [FORMS[form].of(make) for make in (sampler, lambda rows: unbound(sampler(rows)))]
+    bound, single = (made_by(maker, tmp_path) for maker in makers)
+    rounds = 0
+    for number in range(24):
+        ours, theirs = (maker.run(rb, number) for maker, rb in zip(makers, (bound, single), strict=True))
+        assert_equal(ours, theirs, ALWAYS, f"round {number}")
+        rounds += ", sample" in bound.compiled.partition("; not")[0]
+    assert rounds > 10 or form in ("lanes apart", "observations once")  # where some stages need torch
+    assert "not sample" in single.compiled
+
+
+def test_a_number_of_steps_without_memory_for_them_leaves_the_buffer_usable(tmp_path):
+    maker = FORMS["rows"].of(KINDS["n-step of hindsight"])
+    rb = made_by(maker, tmp_path)
+    for number in range(4):
+        maker.run(rb, number)
+    rb.sampler.n_steps = 1 << 50
+    for _ in range(3):
+        with pytest.raises((RuntimeError, MemoryError)):
+            rb.sample()
+    rb.sampler.n_steps = 3
+    for _ in range(3):
+        assert rb.sample()["steps_to_next_obs"].max() <= 3
+
+
+@pytest.mark.parametrize("outer", [lambda inner: NStepSampler(inner, 3, 0.9), lambda inner: SequenceSampler(inner, 4)])
+def test_a_reward_function_may_move_its_batch_but_not_free_it(outer, tmp_path):
+    change: list[Any] = []
+
+    def reward(batch: Any) -> torch.Tensor:
+        found = reward_fn(batch)
+        for each in change:
+            for leaf in batch.values(True, True):
+                each(leaf)
+        return found
+
+    samplers = [lambda rows, fn=fn: outer(HindsightSampler(UniformSampler(), fn)) for fn in (reward, reward_fn)]
+    makers = [FORMS["rows"].of(sampler) for sampler in samplers]
+    rb, plain = (made_by(maker, tmp_path) for maker in makers)
+    for number in range(10):
+        change[:] = [torch.Tensor.share_memory_] if number > 5 else []
+        ours, theirs = (maker.run(each, number) for maker, each in zip(makers, (rb, plain), strict=True))
+        assert_equal(ours, theirs, ALWAYS)
+    assert ", sample" in rb.compiled
+    change[:] = [lambda leaf: leaf.untyped_storage().resize_(0)]
+    with pytest.raises(RuntimeError, match=r"no memory|resized or freed"):
+        rb.sample()
+    change.clear()
+    assert len(rb.sample()) == 8
+
+
+# -- single loops
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A compiled loop and its torch form, called with the same random inputs; what they change is in the result."""
+
+    inputs: Callable[[torch.Generator], tuple[Any, ...]]
+    compiled: Callable[..., Any]
+    torch: Callable[..., Any]
+
+
+def numbers(g: torch.Generator, *shape: int) -> torch.Tensor:
+    return torch.rand(*shape, dtype=torch.float64, generator=g)
+
+
+def size_of(g: torch.Generator, most: int) -> int:
+    return int(torch.randint(1, most, (), generator=g))
+
+
+def priorities(g: torch.Generator) -> tuple[Any, ...]:
+    capacity = size_of(g, 300)
+    index = torch.randint(-1, capacity, (40,), generator=g)
+    exponent = numbers(g, 40) * 12 - 6
+    return capacity, index, torch.where(numbers(g, 40) < 0.1, 0.0, 10**exponent), numbers(g, size_of(g, 70))
+
+
+def by_tree(update: Any, draw: Any, stratified: bool, norm: str | None) -> Callable[..., Any]:
+    def run(capacity: int, index: torch.Tensor, error: torch.Tensor, uniform: torch.Tensor) -> Any:
+        tree = SumTree.empty(capacity)
+        largest = float(update(tree, index, error, capacity, 0.6, 1e-6))
+        drawn = draw(tree, uniform.clone(), stratified, capacity, 0.4, norm) if (index >= 0).any() else ()
+        return [largest, *tree.tensors().values(), *drawn]
+
+    return run
+
+
+def by_order(kind: Any, stratified: bool, norm: str | None) -> Callable[..., Any]:
+    law = rank_law(0.7, torch.device("cpu"))
+
+    def run(capacity: int, index: torch.Tensor, error: torch.Tensor, uniform: torch.Tensor) -> Any:
+        order = kind(torch.full((capacity,), -1.0))
+        largest = float(order.update_(index, error.float(), capacity))
+        order.fill_(0, 1, 0.5)
+        drawn = order.draw(law, uniform.clone(), stratified=stratified, beta=0.4, norm=norm) or ()
+        return [largest, order.magnitude, order.ranks_of(torch.arange(capacity)), *drawn]
+
+    return run
+
+
+def by_clock(g: torch.Generator) -> tuple[Any, ...]:
+    steps, lanes = size_of(g, 10), size_of(g, 4)
+    clock = [0, 5, 2**31 - 2, 2**32 - 1, 2**63 - 3][size_of(g, 6) - 1]  # it wraps at 2**63
+    index = torch.randint(-1, steps * lanes, (40,), generator=g)
+    stamp = clock - torch.randint(-2, 2 * steps, (40,), generator=g)
+    written = clock - torch.randint(2 * steps, (steps * lanes,), generator=g)
+    return index, stamp, clock, size_of(g, steps + 2) - 2, steps, lanes, written
+
+
+def in_form(backend: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*given: Any) -> Any:
+        with forced(backend):
+            return function(*given)
+
+    return run
+
+
+def skip_stale(index: Any, stamp: Any, clock: int, last: int, steps: int, lanes: int, written: Any) -> Any:
+    ring = row_kernels.skip_ring(index, stamp, clock, last, steps, lanes)
+    newer = row_kernels.skip_newer(index, stamp, clock, written)
+    return [*map(torch.as_tensor, (*ring, *newer))]
+
+
+def lanes_of_steps(g: torch.Generator) -> tuple[torch.Tensor, ...]:
+    shape = size_of(g, 10), size_of(g, 200), size_of(g, 5)
+    decay = numbers(g, *shape)
+    return numbers(g, *shape) - 0.5, torch.where(decay < 0.2, 0.0, decay)
+
+
+LAWS = [(stratified, norm) for stratified in (True, False) for norm in ("buffer", "batch", None)]
+STAGES = {
+    **{
+        f"sum tree, {stratified}, {norm}": Stage(
+            priorities,
+            by_tree(sum_tree.update_, sum_tree.draw, stratified, norm),
+            by_tree(reference.update, reference.draw, stratified, norm),
+        )
+        for stratified, norm in LAWS
+    },
+    **{
+        f"ranks, {stratified}, {norm}": Stage(
+            priorities, by_order(ChunkedOrder, stratified, norm), by_order(SortedOrder, stratified, norm)
+        )
+        for stratified, norm in LAWS
+    },
+    "stale rows": Stage(by_clock, in_form("numba", skip_stale), in_form("torch", skip_stale)),
+    "reverse scan": Stage(lanes_of_steps, scan.reverse_scan, scan.reverse_scan_doubling),
+}
+
+
+@pytest.mark.parametrize("stage", STAGES.values(), ids=STAGES)
+def test_a_loop_equals_its_torch_form(stage):
+    for seed in range(30):
+        given = stage.inputs(torch.Generator().manual_seed(seed))
+        ours, theirs = stage.compiled(*given), stage.torch(*given)
+        for left, right in zip(ours, theirs, strict=True) if isinstance(ours, list) else [(ours, theirs)]:
+            torch.testing.assert_close(left, right, rtol=1e-6, atol=1e-12)
