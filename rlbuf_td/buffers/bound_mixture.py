@@ -167,6 +167,7 @@ def bind_mixture(members: Mapping[str, ReplayBuffer], size: int) -> BoundMixture
         storage, rows = member.storage, getattr(member.storage, "rows", None)
         draw = compiled_form(member.sampler, "bind_draw")
         is_plain = not unreadable(storage) and isinstance(rows, PlainRows) and not rows.is_mapped
+        is_plain = is_plain and not storage.layout.root.batch_size
         if draw is None or not is_plain or compiled_form(storage, "bind_read") is None:
             return None
         if not is_usual(member) or not member.parts.draws:

@@ -299,8 +299,6 @@ def unreadable(storage: Any) -> str:
         return "numba's compiler is off" if rows.flat.is_cpu else f"the rows are on {rows.flat.device}"
     if storage.ndim > 2:
         return f"the rows have ndim={storage.ndim}, above 2"
-    if rows.layout.root.batch_size:
-        return f"a row has batch dims of its own, {[*rows.layout.root.batch_size]}"
     is_compiled = isinstance(rows, PlainRows) or (isinstance(rows, DedupRows) and rows.table.is_compiled)
     return "" if is_compiled else f"the rows are {type(rows).__name__}"
 
@@ -312,6 +310,8 @@ def bind(storage: Any, sampler: Sampler, size: int) -> BoundBatch | str:
         return reason
     if compiled_form(storage, "bind_read") is None:
         return f"{type(storage).__name__} has no compiled read"
+    if dims := storage.rows.layout.root.batch_size:
+        return f"a row has batch dims of its own, {[*dims]}"
     if storage.rows.is_mapped and storage.rows.dedup is not None:
         return "deduplicated rows are in a file"
     if getattr(generator_of(sampler), "device", CPU).type != "cpu":
