@@ -964,6 +964,9 @@ class ReplayBuffer(TensorDictReplayBuffer):
         )
 
     def _refuse_shut_down(self) -> None:
+        if self._service_shutdown and getattr(self._storage, "is_closed", False):
+            remedy = "make another one (PackedStorage(reopen=True) continues rows in a file)"
+            raise waiting.ShutDown(f"the buffer has been closed, and its rows are released: {remedy}")
         if self._service_shutdown:
             allowed = "rows can be read and saved, but no longer sampled, written or edited"
             raise waiting.ShutDown(f"the buffer has been shut down: {allowed}")

@@ -164,7 +164,8 @@ class FreshRowsSampler(SamplerWrapper):
 
     **Windows.** Inside a :class:`SequenceSampler` with ``boundary="pad"`` and ``burn_in=0``, ``fresh="windows"`` begins
     each batch with windows of fresh rows that do not overlap: each step of each trajectory comes once, in order. Steps
-    wait until a whole window is there, or their trajectory has ended. This is the online queue of DreamerV3.
+    wait until a whole window is there, or their trajectory has ended. With ``across_episodes=True``, all windows are
+    whole, as in the online queue of DreamerV3.
 
     **Distribution.** A batch of B rows begins with the oldest f fresh rows, where f is the smallest of ``fresh``, B and
     the number of fresh rows. The wrapped sampler draws B rows, of which only B - f are used. If the wrapped
@@ -207,6 +208,7 @@ class FreshRowsSampler(SamplerWrapper):
     requires_shared_state = adds_fresh_rows = True
     fresh: int | Literal["windows"] = setting(_fresh)
     window_length = 0  # rows per window, with ``fresh="windows"``; 0: not inside a SequenceSampler
+    crosses_episodes = False  # whether these windows go on into the next episode
 
     def __init__(self, sampler: Sampler, fresh: int | Literal["windows"] = 1) -> None:
         super().__init__(sampler, DONE_KEY, None)
@@ -236,7 +238,8 @@ class FreshRowsSampler(SamplerWrapper):
         if wrapper.boundary != "pad" or wrapper.burn_in or wrapper.stride is not None:
             needs = f"got boundary={wrapper.boundary!r}, burn_in={wrapper.burn_in}, stride={wrapper.stride}"
             raise ValueError(f'fresh="windows" needs boundary="pad" and neither burn_in nor stride, {needs}{SEQUENCES}')
-        self.window_length, self.done_key, self.traj_key = wrapper.length, wrapper.done_key, wrapper.traj_key
+        self.window_length, self.crosses_episodes = wrapper.length, wrapper.across_episodes
+        self.done_key, self.traj_key = wrapper.done_key, wrapper.traj_key
 
     def _take(self, storage: PackedStorage, most: int) -> np.ndarray:
         if self.fresh != "windows":
@@ -250,10 +253,13 @@ class FreshRowsSampler(SamplerWrapper):
         found = np.zeros(0, np.int64)
         while len(found) < most:
             lane = np.flatnonzero(following < written)
-            cell = (newest[lane] + 1 - (written - following)[lane]) % steps * len(newest) + lane
-            place = torch.from_numpy(cell).to(storage.device)
-            ahead, over = (each.cpu().numpy() for each in boundaries.reach(place, self.window_length)[1:])
-            rows = np.minimum(ahead + 1, self.window_length)
+            waiting = (written - following)[lane]
+            cell = (newest[lane] + 1 - waiting) % steps * len(newest) + lane
+            rows, over = np.minimum(waiting, self.window_length), np.zeros(len(lane), np.bool_)
+            if not self.crosses_episodes:
+                place = torch.from_numpy(cell).to(storage.device)
+                ahead, over = (each.cpu().numpy() for each in boundaries.reach(place, self.window_length)[1:])
+                rows = np.minimum(ahead + 1, self.window_length)
             is_whole = np.flatnonzero((rows == self.window_length) | over)[: most - len(found)]
             if not len(is_whole):
                 break

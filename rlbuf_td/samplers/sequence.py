@@ -228,8 +228,7 @@ class SequenceSampler(SamplerWrapper):
 
         Even with ``boundary="strict"``, no anchor is replaced.
         """
-        back, ahead, _ = self._trajectories(storage).boundaries().reach(flat, self.window)
-        return self._expanded(storage, flat, info, back, ahead)
+        return self._expanded(storage, flat, info, *self._reach(storage, flat, self.window))
 
     def _expanded(self, storage: Storage, anchors: Tensor, info: dict[Any, Any], back: Tensor, ahead: Tensor) -> Drawn:
         window = self.window

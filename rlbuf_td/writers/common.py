@@ -303,6 +303,8 @@ def steps_by_age(writer: Writer, storage: Storage, n: int | None, lane: int | No
         raise TypeError(f"a {type(writer).__name__} keeps no order of age; use a RingWriter")
     if not is_in_time_order(storage):
         raise TypeError(f"the rows keep no order of age: {OUT_OF_ORDER}")
+    if isinstance(storage, PackedStorage):
+        storage.refuse_closed()
     if not len(storage):
         raise RuntimeError("the buffer is empty: extend it first")
     if isinstance(storage, PackedStorage) and (lane is not None or lanes_apart(storage)):

@@ -395,6 +395,19 @@ def test_sequences_come_whole_and_their_errors_go_to_the_anchors(priority):
     assert {row: float(stored[row]) for row in latest} == pytest.approx(latest)
 
 
+def test_windows_in_shards_go_on_into_the_next_episode():
+    def make_buffer():
+        sampler = SequenceSampler(UniformSampler(), 4, across_episodes=True)
+        return ReplayBuffer(storage=PackedStorage(20), sampler=sampler, batch_size=64)
+
+    world = World(1, make_buffer)
+    client = world.client()
+    for first in (0, 3):
+        client.extend(episode(first, 3))
+    windows = client.sample()["id"].view(16, 4)
+    assert torch.equal(windows, (windows[:, :1] + torch.arange(4)).clamp(max=5))
+
+
 def test_hindsight_relabels_inside_shards():
     def make_buffer():
         sampler = HindsightSampler(

@@ -438,7 +438,7 @@ def test_a_closed_buffer_frees_its_folder(tmp_path: Path, monkeypatch: pytest.Mo
         with pytest.raises(RuntimeError, match=r"call close\(\) of the buffers"):
             opened(tmp_path)
     for use in (rb.sample, rb.state_dict, rb.chronological, lambda: rb.extend(rows(torch.arange(3)))):
-        with pytest.raises(RuntimeError, match=r"has been closed|shut down|empty"):
+        with pytest.raises(RuntimeError, match="has been closed"):
             use()
     for count in (260, 263):
         with ReplayBuffer(storage=opened(tmp_path)) as rb:

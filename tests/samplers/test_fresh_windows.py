@@ -22,19 +22,19 @@ from rlbuf_td import (
 LENGTH, WINDOWS, STEPS = 4, 3, 40
 
 
-def buffer(inner: Any, lanes: int) -> ReplayBuffer:
-    sampler = SequenceSampler(FreshRowsSampler(inner, fresh="windows"), LENGTH)
+def buffer(inner: Any, lanes: int, across: bool) -> ReplayBuffer:
+    sampler = SequenceSampler(FreshRowsSampler(inner, fresh="windows"), LENGTH, across_episodes=across)
     storage = PackedStorage(STEPS * lanes, ndim=2, lanes=lanes)
     return ReplayBuffer(storage=storage, sampler=sampler, batch_size=WINDOWS * LENGTH)
 
 
-def fresh_windows(steps: list[list[tuple[int, bool]]]) -> list[list[int]]:
+def fresh_windows(steps: list[list[tuple[int, bool]]], across: bool) -> list[list[int]]:
     """Take the fresh windows of a batch from the waiting steps of each lane, (number, done): one per lane and turn."""
     found: list[list[int]] = []
     while len(found) < WINDOWS:
         before = len(found)
         for waiting in steps:
-            end = next((k + 1 for k, (_, done) in enumerate(waiting) if done), len(waiting) + LENGTH)
+            end = next((k + 1 for k, (_, done) in enumerate(waiting) if done and not across), STEPS)
             length = min(end, LENGTH)
             if len(found) < WINDOWS and length <= len(waiting):
                 found.append([number for number, _ in waiting[:length]])
@@ -44,15 +44,16 @@ def fresh_windows(steps: list[list[tuple[int, bool]]]) -> list[list[int]]:
     return found
 
 
+@pytest.mark.parametrize("across", [False, True])
 @pytest.mark.parametrize("kind", ["uniform", "proportional"])
 @pytest.mark.parametrize("lanes", [1, 3])
 @pytest.mark.parametrize("alone", [False, True])
-def test_each_step_comes_once_in_windows_that_do_not_overlap(alone: bool, lanes: int, kind: str) -> None:
+def test_each_step_comes_once_in_windows_that_do_not_overlap(alone: bool, lanes: int, kind: str, across: bool) -> None:
     seen = 0
     for seed in range(6):
         rng = random.Random(seed)
         torch.manual_seed(seed)
-        rb = buffer(UniformSampler() if kind == "uniform" else ProportionalSampler(STEPS * lanes), lanes)
+        rb = buffer(UniformSampler() if kind == "uniform" else ProportionalSampler(STEPS * lanes), lanes, across)
         waiting: list[list[tuple[int, bool]]] = [[] for _ in range(lanes)]
         count = [0] * lanes
         for _ in range(40):
@@ -67,7 +68,7 @@ def test_each_step_comes_once_in_windows_that_do_not_overlap(alone: bool, lanes:
                 continue
             batch = rb.sample().view(WINDOWS, LENGTH)
             numbers = [window["number"][window["mask"]].tolist() for window in batch]
-            expected = fresh_windows(waiting)
+            expected = fresh_windows(waiting, across)
             assert numbers[: len(expected)] == expected
             seen += sum(map(len, expected))
         assert seen > 20 * (seed + 1)
