@@ -13,7 +13,7 @@ import math
 import random
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -66,6 +66,7 @@ class Model:
 
     steps: int
     lanes: int = 0
+    ordered: bool = True  # whether rows are written in time order; a reservoir's are not
     floor: float = 0.0  # the sampler's ``min_priority``
     within_buffer: bool = False  # its ``max_priority_within_buffer``
     largest: float | None = None  # the largest magnitude of all updates
@@ -107,21 +108,33 @@ class Model:
         self.written += 1
         return rows[slot]
 
+    def replace(self, row: Row, fields: Fields) -> None:
+        """Write another row in the place of one, which keeps its place in time and its priority."""
+        rows = self.rows_of[row.lane]
+        new = replace(row, fields=dict(fields), number=self.written)
+        self.last[row.lane] = new if row is rows[-1] else self.last[row.lane]
+        rows[rows.index(row)] = new
+        self.written += 1
+
     def edit(self, row: Row, fields: Fields) -> None:
         """Set some entries of a stored row; its episode may end then, or go on in the next one."""
         row.fields |= fields
 
     def write_back(self, rows: Sequence[Row], fields: Sequence[Fields]) -> int:
-        """Set entries of the rows that are still stored; of a row that occurs often, the last. Return how many."""
-        kept = {row.number: (row, new) for row, new in zip(rows, fields, strict=True) if self.holds(row)}
-        for row, new in kept.values():
-            self.edit(self.row(*self.cell(row)), new)
+        """Set entries of the rows that are still stored, those of a row that occurs often in turn. Return how many."""
+        kept = [(self.row(*self.cell(row)), new) for row, new in zip(rows, fields, strict=True) if self.holds(row)]
+        for row, new in kept:
+            self.edit(row, new)
         return len(kept)
 
-    def empty(self) -> None:
-        """Remove all rows and priorities. Episodes go on, so that one whose first rows are gone is never whole."""
+    def clear(self) -> None:
+        """Remove all rows. Episodes go on, so that one whose first rows are gone is never whole."""
         for rows in self.rows_of:
             rows.clear()
+
+    def empty(self) -> None:
+        """Remove all rows and priorities."""
+        self.clear()
         self.largest = None
 
     def begin_episodes(self, lanes: Iterable[int] | None = None) -> None:
@@ -181,10 +194,15 @@ class Model:
             at -= 1
         return [*self.later(rows[at])]
 
+    def next(self, row: Row) -> Row | None:
+        """Return the row of its lane that was written after a row."""
+        rows = self.rows_of[row.lane]
+        return None if row is rows[-1] else rows[rows.index(row) + 1]
+
     def ended(self, row: Row) -> bool:
         """Whether a row's episode has ended: with a flag, or because its lane's next row begins another."""
         last = self.episode(row)[-1]
-        return last.done or last is not self.rows_of[row.lane][-1]
+        return last.done or self.next(last) is not None
 
     def reach(self, row: Row) -> tuple[int, int, bool]:
         """Return how many stored rows of its episode lie before and after a row, and whether it has ended."""
@@ -437,28 +455,28 @@ class World:
         rows = [[self.make(lane) for lane in range(len(self.names))] for _ in range(steps)]
         data = as_tensordict([row for step in rows for row in step]).view(steps, len(self.names))
         index = self.rb.extend(data.transpose(0, 1).contiguous() if self.model.lanes else data[:, 0])
-        self.tell(row for step in rows for row in enumerate(step))
-        return index
+        return self.tell([row for step in rows for row in enumerate(step)], index)
 
     def add(self) -> Any:
         """Write one time step."""
         rows = [self.make(lane) for lane in range(len(self.names))]
         data = as_tensordict(rows)
-        index = self.rb.add(data if self.model.lanes else data[0])
-        self.tell(enumerate(rows))
-        return index
+        return self.tell([*enumerate(rows)], self.rb.add(data if self.model.lanes else data[0]))
 
     def append(self, lanes: Sequence[int]) -> Any:
         """Write single rows, in this order, to lanes that advance alone."""
         rows = [self.make(lane) for lane in lanes]
-        index = self.rb.extend(as_tensordict(rows), lanes=torch.tensor(lanes))
-        self.tell(zip(lanes, rows, strict=True))
-        return index
+        return self.tell(
+            [*zip(lanes, rows, strict=True)], self.rb.extend(as_tensordict(rows), lanes=torch.tensor(lanes))
+        )
 
-    def tell(self, rows: Iterable[tuple[int, Fields]]) -> None:
-        """Tell the model of rows that the buffer has got."""
-        for lane, fields in rows:
-            self.model.append(lane, fields)
+    def tell(self, rows: Sequence[tuple[int, Fields]], index: Any = None) -> Any:
+        """Tell the model of rows that the buffer has got, and compare the index that the buffer has returned."""
+        cells = [self.model.cell(self.model.append(lane, fields)) for lane, fields in rows]
+        if isinstance(self.rb, ReplayBuffer):
+            found = torch.as_tensor(index).reshape(len(rows), -1).tolist()
+            assert found == [[*cell] if self.model.lanes else [cell[0]] for cell in cells], "the index of written rows"
+        return index
 
     def empty(self) -> None:
         self.rb.empty()
@@ -515,31 +533,50 @@ def assert_batch(batch: TensorDictBase, rows: Sequence[Fields]) -> None:
         torch.testing.assert_close(found.double(), wanted.double(), msg=lambda m, key=key: f"{key}: {m}", **close)
 
 
-def assert_holds(rb: Any, model: Model, *, episodes: bool = True) -> None:
-    """Compare all rows, lanes, priorities and episodes of a buffer with its model."""
+def assert_equal(what: str, found: dict[Any, Any], wanted: dict[Any, Any]) -> None:
+    """Compare what is said of each cell, and show only what differs."""
+    unlike = {at: (found.get(at), wanted.get(at)) for at in [*found, *wanted] if found.get(at) != wanted.get(at)}
+    assert not unlike, f"{what}, by cell, found and expected: {unlike}"
+
+
+def assert_holds(
+    rb: Any, model: Model, *, episodes: bool = True, unsure: Sequence[Row] = (), extra: Sequence[Any] = ()
+) -> None:
+    """Compare all rows, lanes, priorities and episodes of a buffer with its model.
+
+    Whether the rows ``unsure`` begin an episode, and so end the one before, is not compared; ``extra`` entries of the
+    buffer are left out.
+    """
     rows, storage = model.rows(), rb.storage
     if isinstance(rb, ReplayBuffer):
         sizes = [len(rb.lane(lane)) for lane in range(model.lanes)] or [len(rb)]
         assert (len(rb), sizes) == (len(model), [len(lane) for lane in model.rows_of])
     if not rows:
         return
-    index = index_of(model, rows)
-    assert_batch(storage.get(index).exclude("index"), [row.fields for row in rows])
+    index, cells = index_of(model, rows), [model.cell(row) for row in rows]
+    assert_batch(storage.get(index).exclude("index", *extra), [row.fields for row in rows])
     for lane, held in enumerate(model.rows_of if isinstance(rb, ReplayBuffer) else []):
-        if held and storage.in_time_order:
+        if held and model.ordered:
             found = (rb.lane(lane) if model.lanes else rb).chronological()
-            assert_batch(found, [row.fields for row in held])
+            assert_batch(found.exclude(*extra), [row.fields for row in held])
     sampler = getattr(rb.sampler, "innermost", rb.sampler)
     if hasattr(sampler, "priority"):
-        found = sampler.priority(index, storage=storage).tolist()
-        assert found == [row.priority for row in rows], "priorities"
-    if episodes:
+        priority = zip(rows, sampler.priority(index, storage=storage).tolist(), strict=True)  # rounded to float32
+        near = [row.priority if math.isclose(p, row.priority, rel_tol=1e-6) else p for row, p in priority]
+        assert_equal("priorities", dict(zip(cells, near, strict=True)), {model.cell(row): row.priority for row in rows})
+    if episodes and model.ordered:
         trajectories = TrajectoryIndex.of(storage)
-        found = zip(*(part.tolist() for part in trajectories.reach(index)), strict=True)
-        assert [*found] == [model.reach(row) for row in rows], "steps back, steps ahead, ended"
-        first, length = trajectories.whole(only_finished=False)
-        wanted = [(model.flat(whole[0]), len(whole)) for whole in model.whole(only_finished=False)]
-        assert [*zip(first.tolist(), length.tolist(), strict=True)] == wanted, "whole episodes"
+        reach = dict(zip(cells, zip(*(part.tolist() for part in trajectories.reach(index)), strict=True), strict=True))
+        before = {model.cell(row): row for row in rows if model.next(model.episode(row)[-1]) in unsure}
+        for cell in before:
+            reach[cell] = (*reach[cell][:2], model.reach(before[cell])[2])
+        assert_equal("steps back and ahead, ended", reach, {model.cell(row): model.reach(row) for row in rows})
+        first, length = (part.tolist() for part in trajectories.whole(only_finished=False))
+        found = dict(zip((divmod(row, max(1, model.lanes)) for row in first), length, strict=True))
+        wanted = {model.cell(whole[0]): len(whole) for whole in model.whole(only_finished=False)}
+        for cell in map(model.cell, unsure):
+            found.pop(cell, None), wanted.pop(cell, None)
+        assert_equal("lengths of whole episodes", found, wanted)
 
 
 def saved(world: World) -> World:

@@ -1,0 +1,785 @@
+"""Random operations on every kind of buffer, in lockstep with the model; a list that fails is shortened.
+
+An operation gets two whole numbers and interprets them in the present state, so that a shorter list of operations is
+again a valid one. Everything goes through the public interface. After each operation all rows, lanes, priorities,
+probabilities and episodes are compared, and a batch row by row.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import gc
+import math
+import multiprocessing as mp
+import os
+import pickle
+import queue
+import signal
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from linecache import getline
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDictBase
+from torchrl.data.replay_buffers import TensorDictReplayBuffer
+
+import rlbuf_td
+from rlbuf_td import (
+    FreshRowsSampler,
+    HindsightSampler,
+    MinibatchSampler,
+    NStepSampler,
+    PackedStorage,
+    ProportionalSampler,
+    QueueSampler,
+    QueueWriter,
+    RankSampler,
+    RecencySampler,
+    ReplayBuffer,
+    ReplayBufferMixture,
+    ReservoirWriter,
+    RingWriter,
+    RolloutBuffer,
+    SequenceSampler,
+    UniformSampler,
+)
+from tests import model as m
+from tests.model import Model, Recipe, Row, World
+
+PACKAGE = str(Path(rlbuf_td.__file__).parent)
+ANCHORS, LANES = 6, 3
+SECONDS = 120  # for a list of operations; longer: it hangs
+
+#: What today's episodes lose, and how this test avoids it; each goes as soon as boundaries lie with the rows.
+KNOWN = {
+    "load": "an edit after a load joins the saved episode and the next one, if their ids are equal: ids are new",
+    "ids": "a load ends the open episodes only if there are ids",
+    "reopen": "a second reopening, or an undone write, joins them, too: ids are new",
+    "empty": "an episode goes on after empty() as if its first rows were there: a new one begins",
+    "break": "an episode that a load has cut counts as open: not compared, see `unsure`",
+    "oldest": "after a load, a reopening, an undone write, T rows at once, in another process, or if nobody has looked "
+    "before, it is not known whether the oldest row begins its episode: not compared, see `unsure`",
+}
+
+FORMS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "lanes": {"ndim": 2},
+    "share_next": {"share_next": ["observation", "achieved_goal"]},
+    "lanes, frames": {"ndim": 2, "frames": {"frames": 3}},
+    "shared": {"shared": True},
+    "shared lanes": {"ndim": 2, "shared": True},
+    "shared, share_next": {"shared": True, "share_next": ["observation"]},
+    "file": {"scratch_dir": True},
+    "file, lanes": {"ndim": 2, "scratch_dir": True},
+    "reopen": {"scratch_dir": True, "reopen": True},
+    "reopen, lanes": {"ndim": 2, "scratch_dir": True, "reopen": True},
+    "torchrl": {},
+    "torchrl, lanes": {"ndim": 2},
+}
+
+
+PLAIN = Recipe()
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A sampler within its wrappers, with what its batches and draws follow."""
+
+    make: Callable[[int], Any]
+    recipe: Recipe = PLAIN
+    law: Callable[[Model], list[float]] = m.uniform
+    forms: Sequence[str] = (*FORMS,)
+    writer: Any = None
+    distinct: bool = False  # no row is twice in a batch
+
+
+def proportional(rows: int, **given: Any) -> ProportionalSampler:
+    return ProportionalSampler(rows, 0.7, 0.5, **given)
+
+
+def hindsight(inner: Any, **given: Any) -> HindsightSampler:
+    return HindsightSampler(inner, m.reward_fn, her_ratio=0.6, terminated_fn=m.terminated_fn, **given)
+
+
+def by_priority(model: Model) -> list[float]:
+    return m.proportional(model, 0.7)
+
+
+HER, STEPS, BOTH = Recipe(hindsight=True), Recipe(n_step=True), Recipe(n_step=True, hindsight=True)
+PAD = Recipe(sequence=True)
+FLAT = [name for name in FORMS if "lanes" not in name]
+OURS = [name for name in FORMS if "torchrl" not in name]
+KINDS: dict[str, Kind] = {
+    "uniform": Kind(lambda rows: UniformSampler()),
+    "unique": Kind(lambda rows: UniformSampler(unique=True), distinct=True),
+    "young": Kind(lambda rows: UniformSampler(max_age=3), law=lambda model: m.uniform(model, 3)),
+    "recency": Kind(lambda rows: RecencySampler(3.0, window=5), law=lambda model: m.recency(model, 3.0, 5)),
+    "young recency": Kind(
+        lambda rows: RecencySampler(4.0, max_age=4), law=lambda model: m.recency(model, 4, max_age=4)
+    ),
+    "minibatch": Kind(lambda rows: MinibatchSampler(2), distinct=True),
+    "proportional": Kind(proportional, law=by_priority),
+    "proportional by batch": Kind(lambda rows: proportional(rows, weight_norm="batch"), law=by_priority),
+    "floored": Kind(lambda rows: proportional(rows, min_priority=1.5), law=by_priority),
+    "rank": Kind(lambda rows: RankSampler(rows, 0.7, 0.5), law=lambda model: m.by_rank(model, 0.7)),
+    "fresh": Kind(lambda rows: FreshRowsSampler(proportional(rows), 2), law=by_priority, forms=OURS),
+    "hindsight": Kind(lambda rows: hindsight(UniformSampler()), HER),
+    "n-step": Kind(lambda rows: NStepSampler(proportional(rows), 3, 0.9), STEPS, by_priority),
+    "n-step of hindsight": Kind(lambda rows: NStepSampler(hindsight(UniformSampler()), 3, 0.9), BOTH),
+    "sequence": Kind(lambda rows: SequenceSampler(proportional(rows), 4, burn_in=2), PAD, by_priority),
+    "shifted sequence": Kind(
+        lambda rows: SequenceSampler(proportional(rows), 3, burn_in=1, boundary="shift", priority="mix"),
+        Recipe(sequence=True, length=3, burn_in=1, boundary="shift"),
+        by_priority,
+    ),
+    "chunks": Kind(lambda rows: SequenceSampler(MinibatchSampler(), 4, burn_in=2, stride=2), PAD),
+    "sequence of all": Kind(
+        lambda rows: SequenceSampler(NStepSampler(hindsight(proportional(rows)), 3, 0.9), 4, burn_in=2),
+        Recipe(sequence=True, n_step=True, hindsight=True),
+        by_priority,
+    ),
+    "reservoir": Kind(
+        lambda rows: proportional(rows), law=by_priority, writer=ReservoirWriter, forms=["plain", "lanes", "shared"]
+    ),
+    "queue": Kind(lambda rows: UniformSampler(), writer=QueueWriter, forms=["plain", "share_next", "shared", "file"]),
+    "rollout": Kind(lambda rows: MinibatchSampler(), writer="rollout", forms=["plain", "lanes"], distinct=True),
+}
+
+
+class Rollout(World):
+    """Rows with state values; the first row after a whole rollout begins another."""
+
+    def make(self, lane: int) -> m.Fields:
+        value = self.rng.randrange(64) / 64
+        return super().make(lane) | {("state_value",): [value], ("next", "state_value"): [value + 1]}
+
+
+class Reservoir(World):
+    """A world whose writer says where rows lie, or that they were dropped."""
+
+    def tell(self, rows: Sequence[tuple[int, m.Fields]], index: Any = None) -> Any:
+        slots = torch.as_tensor(index).reshape(len(rows), -1)[:, 0].tolist()
+        for (lane, fields), slot in zip(rows, slots, strict=True):
+            if slot >= 0:
+                self.model.put(slot, lane, fields)
+        return index
+
+
+class Silent:
+    """In place of a buffer that has got, or has not got, the rows that a world makes."""
+
+    def extend(self, *_: Any, **__: Any) -> None: ...
+
+
+class Stopper:
+    """Sends this process a signal at a line of a call that runs in the package."""
+
+    def __init__(self, line: int, number: int) -> None:
+        self.left, self.number = line, number
+
+    def __call__(self, frame: Any, event: str, arg: object) -> Any:
+        if not frame.f_code.co_filename.startswith(PACKAGE):
+            return None
+        # The tracer would see the end of a `with` block before its `__exit__`, where Python handles no signals.
+        if event == "line" and not getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with "):
+            self.left -= 1
+            if not self.left:
+                os.kill(os.getpid(), self.number)
+        return self
+
+
+@contextmanager
+def stopped(line: int, number: int) -> Iterator[None]:
+    outer, handler = sys.gettrace(), signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.settrace(Stopper(line, number))
+    try:
+        yield
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(outer)
+        signal.signal(signal.SIGINT, handler)
+
+
+def forked(work: Callable[[], object]) -> int:
+    """Do something in a forked process; return its exit code."""
+    process = mp.get_context("fork").Process(target=lambda: (torch.set_num_threads(1), work()))
+    process.start()
+    process.join(SECONDS)
+    assert process.exitcode is not None, "the process hangs"
+    return process.exitcode
+
+
+class Machine:
+    """A buffer, its model, batches that were drawn, and what was saved."""
+
+    def __init__(self, form: str, kind: str, folder: Path, seed: int, looks: bool) -> None:
+        self.name, self.kind, self.folder, self.looks = kind, KINDS[kind], folder, looks
+        self.options, self.made = FORMS[form], 0
+        self.lanes = LANES if "ndim" in self.options else 0
+        self.steps = 2 + seed % 11 + (ANCHORS if self.kind.writer is QueueWriter else 0)
+        self.extra = ("advantage", "value_target") if self.kind.writer == "rollout" else ()
+        self.is_ours = not form.startswith("torchrl")
+        self.appends = self.is_ours and self.kind.writer is None and self.lanes > 0
+        self.doubt = 0  # an oldest row with a lower number may count as the beginning of its episode, or not
+        world = {"rollout": Rollout, ReservoirWriter: Reservoir}.get(self.kind.writer, World)
+        ordered = self.kind.writer is not ReservoirWriter
+        model = Model(self.steps, self.lanes, ordered=ordered, floor=1.5 if kind == "floored" else 0.0)
+        often = [(0.1, 0.05, 0.05), (0.0, 0.0, 0.0), (0.4, 0.1, 0.2)][seed % 3]
+        self.world = world(self.build(), model, seed, often, ids=seed % 5 > 0)
+        self.is_prioritized = hasattr(self.sampler, "priority")
+        self.batches: list[tuple[TensorDictBase, list[Row]]] = []  # with their anchors
+        self.saved: Any = None
+        self.undrawn: set[int] = set()  # the numbers of fresh rows
+        self.extend(1, 0)
+
+    def build(self, steps: int | None = None) -> Any:
+        """Return an empty buffer, or the one whose rows lie in a folder."""
+        self.is_shared = bool(self.options.get("shared"))
+        options, rows, writer = dict(self.options), (steps or self.steps) * max(1, self.lanes), self.kind.writer
+        if "scratch_dir" in options:
+            self.made += not options.get("reopen")
+            options["scratch_dir"] = self.folder / f"rows{self.made}"
+        size = ANCHORS * self.kind.recipe.window
+        if writer == "rollout":
+            return RolloutBuffer(steps or self.steps, self.lanes or None, batch_size=size, partial=True)
+        storage, parts = PackedStorage(rows, lanes=self.lanes or None, **options), {}
+        if writer is not None:
+            parts["writer"] = writer()
+        sampler = QueueSampler(parts["writer"]) if writer is QueueWriter else self.kind.make(rows)
+        cls = ReplayBuffer
+        if not self.is_ours:
+            cls, parts = TensorDictReplayBuffer, {"writer": RingWriter()}
+        return cls(storage=storage, sampler=sampler, batch_size=size, **parts)
+
+    @property
+    def rb(self) -> Any:
+        return self.world.rb
+
+    @property
+    def model(self) -> Model:
+        return self.world.model
+
+    @property
+    def sampler(self) -> Any:
+        return getattr(self.rb.sampler, "innermost", self.rb.sampler)
+
+    # -- writes
+
+    def extend(self, a: int, b: int) -> None:
+        count = 1 + a % (2 * self.steps)
+        if self.lanes and not self.is_ours:
+            count += 1  # TorchRL's buffer cannot put the index of a single step into the data
+        if self.kind.writer == "rollout":
+            count = 1 + a % self.room()
+        with self.writing(count, range(len(self.model.rows_of))):
+            self.world.extend(count)
+
+    def add(self, a: int, b: int) -> None:
+        if self.lanes and not self.is_ours:  # TorchRL's buffer cannot put the index of several lanes into the data
+            return
+        if self.kind.writer == "rollout":
+            self.room()
+        with self.writing(1, range(len(self.model.rows_of))):
+            self.world.add()
+
+    def append(self, a: int, b: int) -> None:
+        if self.appends:
+            with self.writing(1, range(self.lanes)):
+                self.world.append(self.some_lanes(a, b))
+
+    def some_lanes(self, a: int, b: int) -> list[int]:
+        return [(a * k + b) % LANES for k in range(1 + b % (3 * self.steps))]
+
+    def handle(self, a: int, b: int) -> None:
+        """Write with the handle of a lane."""
+        if self.appends:
+            lane, rows = a % LANES, [self.world.make(a % LANES) for _ in range(1 + b % 3)]
+            handle = self.rb.lane(lane)
+            before, data = self.model.written, m.as_tensordict(rows)
+            index = [[handle.add(data[0]), lane]] if len(rows) == 1 else handle.extend(data)
+            self.world.tell([(lane, row) for row in rows], index)
+            self.wrote(before)
+
+    def room(self) -> int:
+        """Return how many steps fit into the rollout; begin another one if none does."""
+        if len(self.model.rows_of[0]) == self.steps:
+            self.begin_episodes("empty")
+            self.model.clear()
+        return self.steps - len(self.model.rows_of[0])
+
+    @contextmanager
+    def writing(self, count: int, lanes: Sequence[int]) -> Iterator[None]:
+        """Expect that a queue is full, and note which rows are fresh and whose episodes are unsure."""
+        before = self.model.written
+        if self.kind.writer is QueueWriter and len(self.waiting) + count > self.steps:
+            self.world, kept = m.saved(self.world), self.world
+            self.world.rb = kept.rb
+            with pytest.raises((queue.Full, ValueError)):
+                yield
+            self.world = kept
+            return
+        yield
+        self.wrote(before)
+
+    def wrote(self, before: int) -> None:
+        replaced = [rows[0] for rows in self.model.rows_of if len(rows) == self.steps and rows[0].number >= before]
+        self.doubt = max([self.doubt, *(row.number + 1 for row in replaced)])
+        self.undrawn |= set(range(before, self.model.written))
+
+    def unsure(self, looks: bool) -> list[Row]:
+        """Return rows that begin an episode, but of which the buffer need not know it."""
+        oldest = [rows[0] for rows in self.model.rows_of if rows and (rows[0].number < self.doubt or not looks)]
+        return oldest + [row for rows in self.model.rows_of for row in [*rows][1:] if row.breaks]
+
+    @property
+    def waiting(self) -> list[Row]:
+        return [row for row in self.model.rows() if row.number in self.undrawn]
+
+    # -- batches
+
+    def sample(self, a: int, b: int) -> None:
+        model, size = self.model, ANCHORS * self.kind.recipe.window
+        if not len(model):
+            with pytest.raises((RuntimeError, queue.Empty)):
+                self.rb.sample()
+            return
+        if self.kind.distinct:
+            size = min(size, len(model))
+        if self.kind.writer is QueueWriter and len(self.waiting) < size:
+            with pytest.raises(queue.Empty):
+                self.rb.sample()
+            return
+        batch = self.rb.sample(size)
+        anchors = self.check_batch(batch)
+        self.batches = [*self.batches[-4:], (batch, anchors)]
+
+    def check_batch(self, batch: TensorDictBase) -> list[Row]:
+        kind, model = self.kind, self.model
+        anchors = self.world.check_batch(batch.exclude(*self.extra), kind.recipe)
+        rows, law = model.rows(), kind.law(model)
+        place = {row.number: at for at, row in enumerate(rows)}
+        drawn = [place[row.number] for row in anchors]
+        fresh = sorted(self.undrawn & {*place}, reverse=True)[: min(2, len(anchors))]
+        if isinstance(self.rb.sampler, FreshRowsSampler):
+            assert [row.number for row in anchors[: len(fresh)]] == fresh, "fresh rows come first, the newest before"
+            self.undrawn -= {*fresh}
+        elif kind.writer is QueueWriter:
+            assert [row.number for row in anchors] == [row.number for row in self.waiting_first(len(anchors))]
+            self.undrawn -= {row.number for row in anchors}
+        else:
+            assert all(law[at] > 0 for at in drawn), "a row of probability 0 was drawn"
+        assert not kind.distinct or len({*drawn}) == len(drawn), "a row is twice in a batch"
+        if "priority_weight" in batch.keys() and not isinstance(self.sampler, RankSampler):
+            wanted = torch.tensor(m.importance(law, drawn, 0.5, self.sampler.weight_norm))
+            found = batch["priority_weight"].view(-1, kind.recipe.window)
+            torch.testing.assert_close(found, wanted[:, None].expand_as(found), rtol=1e-4, atol=0.0)
+        return anchors
+
+    def waiting_first(self, count: int) -> list[Row]:
+        return sorted(self.waiting, key=lambda row: row.number)[:count]
+
+    def update(self, a: int, b: int) -> None:
+        """Give errors to a batch, perhaps one drawn long ago, or again; or not, if one is no number."""
+        recipe = self.kind.recipe
+        if not self.batches or not self.is_prioritized or (recipe.sequence and not self.is_ours):
+            return  # TorchRL's buffer updates the first row of each window
+        batch, anchors = self.batches[-1 - b % len(self.batches)]
+        if not self.is_ours:  # TorchRL's buffer does not know which rows have been replaced
+            anchors = [self.model.row(*cell) for cell in self.cells(batch) if cell[0] < len(self.model.rows_of[0])]
+        if not anchors or len(anchors) * recipe.window < len(batch):
+            return
+        errors = [((a + 5 * k) % 17 - 8) / 4 for k in range(len(batch))]
+        if a % 7 == 6:
+            errors[b % ANCHORS % len(anchors) * recipe.window + recipe.burn_in * recipe.sequence] = math.inf * (b % 2)
+        batch["td_error"] = torch.tensor(errors)
+        if not all(map(math.isfinite, errors)):
+            with pytest.raises(ValueError, match=r"NaN|finite"):
+                self.rb.update_tensordict_priority(batch)
+            return
+        self.rb.update_tensordict_priority(batch)
+        if recipe.sequence:
+            eta = self.rb.sampler.eta if self.rb.sampler.priority_rule == "mix" else None
+            counts = (batch["mask"] & ~batch["burn_in_mask"]).tolist()
+            parts = [slice(k * recipe.window, (k + 1) * recipe.window) for k in range(len(anchors))]
+            errors = [m.combined(errors[part], counts[part], eta) for part in parts]
+        self.model.update(anchors, errors)
+
+    def cells(self, batch: TensorDictBase) -> list[list[int]]:
+        return batch["index"].reshape(-1, 1 + bool(self.lanes)).tolist()
+
+    def update_rows(self, a: int, b: int) -> None:
+        if self.is_prioritized and len(self.model):
+            rows = self.model.rows()
+            rows = [rows[at % len(rows)] for at in (a, b, a + b)]
+            errors = [a % 5 / 2, b % 3 / 4, -1.5]
+            cells = torch.tensor([self.model.cell(row) for row in rows])
+            self.rb.update_priority(cells if self.lanes else cells[:, 0], torch.tensor(errors))
+            self.model.update(rows, errors)
+
+    # -- edits
+
+    def edit(self, a: int, b: int) -> None:
+        """Set an entry of one row: a number, or the flags that end its episode."""
+        if not len(self.model) or not self.is_ours:
+            return
+        row = self.model.rows()[b % len(self.model)]
+        new: m.Fields = {("hidden",): [a / 64] * 3}
+        if a % 3 == 0:
+            new = {m.TERMINATED: [a % 2 == 0], m.DONE: [a % 2 == 0]}
+        index = m.index_of(self.model, [row])
+        for key, value in new.items():
+            self.rb.set_at_(key, torch.tensor([value]), index)
+        self.model.edit(row, new)
+
+    def edit_all(self, a: int, b: int) -> None:
+        if len(self.model) and self.is_ours:
+            self.rb.set_("hidden", torch.full_like(self.rb.storage["hidden"], a / 64))
+            for row in self.model.rows():
+                self.model.edit(row, {("hidden",): [a / 64] * 3})
+
+    def write_back(self, a: int, b: int) -> None:
+        if not self.batches or not self.is_ours:
+            return
+        batch, anchors = self.batches[-1 - b % len(self.batches)]
+        if "sampled_at" not in batch.keys() or self.kind.recipe.sequence:
+            return
+        new = torch.arange(len(batch)).float()[:, None].expand(-1, 3) + a
+        found = self.rb.write_back(batch.set("hidden", new.contiguous()), "hidden")
+        assert found == self.model.write_back(anchors, [{("hidden",): row} for row in new.tolist()])
+
+    def empty(self, a: int, b: int) -> None:
+        if a % 3 == 0:  # emptying is rare
+            self.rb.empty()
+            self.begin_episodes("empty")
+            self.model.empty()
+            self.batches = self.stale()
+
+    def stale(self) -> list[tuple[TensorDictBase, list[Row]]]:
+        """Return the batches drawn so far, whose rows have all been replaced."""
+        gone = [(batch, [dataclasses.replace(row, number=-1) for row in rows]) for batch, rows in self.batches]
+        return gone
+
+    def reset(self, a: int, b: int) -> None:
+        """Reset an environment without a done flag."""
+        self.world.fresh[a % len(self.world.fresh)] = True
+
+    def begin_episodes(self, why: str) -> None:
+        """Begin episodes, as the model says; with other ids, too, while a fault is known."""
+        if why != "load" or self.world.ids:
+            self.model.begin_episodes()
+        self.doubt = self.model.written
+        if why in KNOWN:
+            self.world.fresh = [True] * len(self.world.fresh)
+
+    def replace(self, a: int, b: int) -> None:
+        """Write rows in the place of others, of which their buffer is not told."""
+        is_plain = self.is_ours and not {"share_next", "frames", "reopen"} & {*self.options}
+        if not len(self.model) or not is_plain or self.kind.writer is not None or "fresh" in self.name:
+            return
+        rows = self.model.rows()
+        rows = [rows[at] for at in {a % len(rows), (a + b) % len(rows)}]
+        new = [self.world.make(row.lane) for row in rows]
+        self.rb.storage.set(m.index_of(self.model, rows), m.as_tensordict(new), set_cursor=False)
+        for row, fields in zip(rows, new, strict=True):
+            self.model.replace(row, fields)
+            self.world.fresh[row.lane] = True
+
+    def read(self, a: int, b: int) -> None:
+        """Read time steps by every form of index."""
+        live = {len(rows) for rows in self.model.rows_of}
+        if live == {0} or len(live) > 1:
+            return
+        count = live.pop()
+        picks = [(a * k + b) % count for k in range(1 + b % 5)]
+        mask = torch.tensor([at in picks for at in range(count)])
+        part = slice(a % count, None, 1 + b % 3)
+        forms: list[tuple[Any, Sequence[int]]] = [
+            (torch.tensor(picks), picks),
+            (torch.tensor(picks, dtype=torch.int32) - count, picks),
+            (picks, picks),
+            (part, range(count)[part]),
+            (mask, sorted({*picks})),
+            (..., range(count)),
+        ]
+        index, slots = forms[(a + b) % len(forms)]
+        wanted = [self.model.row(at, lane).fields for at in slots for lane in range(len(self.model.rows_of))]
+        found = self.rb.storage.get(index).exclude("index", *self.extra).flatten()
+        m.assert_batch(found, wanted)
+        for beyond in (count, -count - 1):
+            with pytest.raises((IndexError, RuntimeError)):
+                self.rb.storage.get(torch.tensor([beyond]))
+
+    # -- copies
+
+    def save(self, a: int, b: int) -> None:
+        way, state = ("dumps", "state_dict")[a % 2], None
+        if way == "dumps":
+            self.rb.dumps(self.folder / "dump")
+        else:
+            state = self.rb.state_dict()
+        self.saved = way, state, self.kept()
+
+    def kept(self) -> Any:
+        return m.saved(self.world), {*self.undrawn}, [*self.batches]
+
+    def load(self, a: int, b: int) -> None:
+        """Load what was saved, into this buffer or another of the same arguments."""
+        if self.saved is None:
+            return
+        (way, state, kept), rb = self.saved, self.rb
+        is_other = a % 2 == 0 and not self.options.get("reopen")
+        if is_other:
+            rb = self.build()
+        rb.loads(self.folder / "dump") if way == "dumps" else rb.load_state_dict(copy.deepcopy(state))
+        world, undrawn, batches = kept
+        self.world, self.undrawn = m.saved(world), {*undrawn}
+        self.world.rb, self.saved = rb, (way, state, kept)
+        self.batches = batches if is_other else self.stale()
+        self.begin_episodes("load")
+
+    def copied(self, a: int, b: int) -> None:
+        if not self.is_shared and "reopen" not in self.options:
+            self.world.rb = copy.deepcopy(self.rb) if a % 2 else pickle.loads(pickle.dumps(self.rb))
+
+    def resize(self, a: int, b: int) -> None:
+        """Load a dump into a buffer of another capacity."""
+        if self.kind.writer is not None or "reopen" in self.options or not self.is_ours or a % 2:
+            return
+        steps = 2 + b % 15
+        self.rb.dumps(self.folder / "resized")
+        steps, self.steps = self.steps, steps
+        self.world.rb = self.build()
+        self.rb.loads(self.folder / "resized")
+        if steps != self.steps:
+            self.model.resize(self.steps)
+        self.batches, self.saved = [], None
+        self.begin_episodes("load")
+
+    # -- processes
+
+    def share(self, a: int, b: int) -> None:
+        if a % 4 == 0:
+            self.rb.share()
+            self.is_shared = True
+
+    def write_elsewhere(self, a: int, b: int) -> None:
+        """Write in another process."""
+        if self.is_shared and self.kind.writer is None:
+            self.in_child(a, b, 0)
+
+    def kill(self, a: int, b: int) -> None:
+        """Kill a process at some line of a write."""
+        if self.is_shared and self.kind.writer is None:
+            self.in_child(a, b, 1 + (61 * a + b) % 800)
+
+    def in_child(self, a: int, b: int, line: int) -> None:
+        before, child = m.saved(self.world), self.world
+        written = self.model.written
+        if not self.is_ours:
+            return
+
+        def work() -> None:
+            if not line:
+                return self.write(child, a, b)
+            with stopped(line, signal.SIGKILL):
+                self.write(child, a, b)
+            return None
+
+        code = forked(work)
+        assert code in ((0,) if not line else (0, -signal.SIGKILL))
+        rb, child.rb = self.rb, Silent()
+        self.write(child, a, b)
+        child.rb = before.rb = rb
+        self.settle(before, child, written, sure=code == 0)
+
+    def write(self, world: World, a: int, b: int) -> None:
+        if self.appends and a % 2:
+            world.append(self.some_lanes(a, b))
+        else:
+            world.extend(1 + a % self.steps)
+
+    def interrupt(self, a: int, b: int) -> None:
+        """Interrupt a write (Ctrl-C) at some line: it has happened then, or it has not."""
+        if self.kind.writer is not None:
+            return
+        before, after = m.saved(self.world), self.world
+        before.rb, written = self.rb, self.model.written
+        rows = m.saved(self.world)
+        with stopped(1 + (61 * a + b) % 800, signal.SIGINT):
+            self.write(after, a, b)
+        if after.model.written == written:
+            rows.rb = Silent()
+            self.write(rows, a, b)
+            rows.rb, after = before.rb, rows
+        self.settle(before, after, written, sure=False)
+
+    def settle(self, before: World, after: World, written: int, *, sure: bool) -> None:
+        """Go on with the world that the buffer shows, before or after a write."""
+        self.world = after
+        if not sure:
+            row = max(after.model.rows(), key=lambda row: row.number)
+            self.world = after if self.shows(row) else before
+        self.doubt = self.model.written
+        self.wrote(written)
+
+    def shows(self, row: Row) -> bool:
+        """Whether the newest row is stored."""
+        rb, model = self.rb, self.model
+        size = len(rb.lane(row.lane)) if self.is_ours and self.lanes else len(rb) // max(1, self.lanes)
+        slot = model.cell(row)[0]
+        if slot >= size:
+            return False
+        index = (torch.tensor([slot]), torch.tensor([row.lane])) if self.lanes else torch.tensor([slot])
+        return rb.storage.get(index)["observation"][0].tolist() == row.fields["observation",]
+
+    def reopen(self, a: int, b: int) -> None:
+        """Let go of the rows in the folder, perhaps by a kill, and continue them."""
+        if "reopen" not in self.options:
+            return
+        self.rb.shutdown()
+        self.world.rb = None
+        gc.collect()
+        self.world.rb = self.build()
+        self.undrawn = {row.number for row in self.model.rows()}
+        self.begin_episodes("reopen")
+
+    def mix(self, a: int, b: int) -> None:
+        """Draw from a mixture with another buffer."""
+        is_plain = self.kind.recipe == PLAIN and self.kind.writer is None and not self.kind.distinct
+        if not self.is_ours or not len(self.model) or not is_plain:
+            return
+        other = World.of(UniformSampler(), 5, self.lanes, 1.4, seed=a, ids=self.world.ids)
+        mixture = ReplayBufferMixture({"one": self.rb, "other": other.rb}, {"one": 0.5, "other": 0.5}, batch_size=8)
+        batch = mixture.sample()
+        parts = [batch[batch["source"] == place].exclude("source", "priority_weight") for place in (0, 1)]
+        anchors, _ = self.check_batch(parts[0]), other.check_batch(parts[1])
+        if self.is_prioritized:
+            errors = torch.tensor([(a + k) % 9 / 4 for k in range(len(batch))])
+            mixture.update_tensordict_priority(batch.set("td_error", errors))
+            self.model.update(anchors, errors[batch["source"] == 0].tolist())
+
+    def move(self, a: int, b: int) -> None:
+        """Move memory of the rows that was handed out."""
+        moves: list[Callable[[], object]] = [
+            lambda: self.rb[:].share_memory_(),
+            lambda: self.rb["hidden"].share_memory_(),
+            lambda: mp.get_context("spawn").SimpleQueue().put(self.rb[:1]),
+            lambda: self.rb[:].memmap_(),
+            lambda: self.rb.storage.snapshot(),
+        ]
+        if len(self.model):
+            moves[a % len(moves)]()
+
+    def refused(self, a: int, b: int) -> None:
+        """Write what does not fit, which changes nothing."""
+        if self.kind.writer == "rollout":
+            return
+        world = m.saved(self.world)
+        lanes = range(len(self.model.rows_of))
+        row = m.as_tensordict([world.make(lane) for lane in lanes])
+        bad = [
+            lambda: row.exclude("observation"),
+            lambda: row.clone().set("observation", row["observation"].double()),
+            lambda: row.clone().set("more", row["observation"]),
+        ][a % 3]()
+        with pytest.raises(ValueError, match=r"missing|expected|unknown"):
+            self.rb.extend(bad[:, None] if self.lanes else bad)
+        if self.is_prioritized:
+            with pytest.raises((ValueError, IndexError)):
+                self.rb.update_priority(torch.tensor([[99, 0]] if self.lanes else [99]), torch.tensor([1.0]))
+
+    # -- everything
+
+    def check(self, looks: bool) -> None:
+        model, rb = self.model, self.rb
+        unsure = self.unsure(looks and self.looks)
+        m.assert_holds(rb, model, episodes=looks, unsure=unsure, extra=self.extra)
+        if self.is_prioritized and len(model):
+            law, rows = self.kind.law(model), model.rows()
+            found = self.sampler.probability(m.index_of(model, rows), storage=rb.storage).tolist()
+            if isinstance(self.sampler, RankSampler):  # rows of equal priorities are in any order
+                order = sorted(range(len(rows)), key=lambda at: (-rows[at].priority, -found[at]))
+                found, law = [found[at] for at in order], sorted(law, reverse=True)
+            assert found == pytest.approx(law, rel=1e-5), "probabilities"
+
+
+OPERATIONS = (
+    *("extend", "add", "append", "handle", "extend", "append", "sample", "sample", "update", "update", "update_rows"),
+    *(
+        "edit",
+        "edit_all",
+        "write_back",
+        "replace",
+        "read",
+        "empty",
+        "reset",
+        "save",
+        "load",
+        "copied",
+        "resize",
+        "share",
+    ),
+    *("write_elsewhere", "kill", "interrupt", "reopen", "mix", "move", "refused"),
+)
+CASES = [(form, kind) for kind, made in KINDS.items() for form in made.forms]
+_number = st.integers(0, 60)
+_operations = st.lists(st.tuples(st.sampled_from(OPERATIONS), _number, _number), min_size=5, max_size=30)
+_seeds = st.integers(0, 2**20)
+_phases = [phase for phase in Phase if phase is not Phase.explain]  # which takes minutes
+
+
+def play(form: str, kind: str, operations: list[tuple[str, int, int]], seed: int, looks: bool) -> None:
+    """Do the operations, and compare with the model after each; ``looks``: also episodes, else only at the end."""
+    torch.manual_seed(seed)
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # TorchRL warns of another batch size, Python 3.12 of forks beside threads
+        machine = Machine(form, kind, Path(folder), seed, looks)
+        for number, (name, a, b) in enumerate(operations):
+            try:
+                getattr(machine, name)(a, b)
+                machine.check(looks)
+                machine.sample(0, 0)
+                machine.check(looks=False)
+            except BaseException as error:
+                where = f"over {form} rows, {kind}, steps={machine.steps}"
+                raise AssertionError(f"operation {number}, {name}({a}, {b}), {where}: {error}") from error
+        machine.check(looks=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=5, phases=_phases)
+@given(data=st.data(), operations=_operations, seed=_seeds, looks=st.booleans())
+def test_operations_agree_with_the_model(kind: str, data: Any, operations: Any, seed: int, looks: bool) -> None:
+    play(data.draw(st.sampled_from([*KINDS[kind].forms])), kind, operations, seed, looks)
+
+
+def reported(pipe: Any, *arguments: Any) -> None:
+    try:
+        play(*arguments)
+    except BaseException:  # noqa: BLE001  the parent reports it
+        pipe.send(traceback.format_exc())
+
+
+@pytest.mark.slow
+@settings(max_examples=600, phases=_phases)
+@given(case=st.sampled_from(CASES), operations=_operations, seed=_seeds, looks=st.booleans())
+def test_many_more_operations_in_processes_that_may_crash_or_hang(
+    case: tuple[str, str], operations: Any, seed: int, looks: bool
+) -> None:
+    reading, writing = mp.get_context("fork").Pipe(duplex=False)
+    code = forked(lambda: reported(writing, *case, operations, seed, looks))
+    writing.close()
+    assert not reading.poll() or not (told := reading.recv()), told
+    assert code == 0, f"the process ended with {code}"
