@@ -65,6 +65,7 @@ SECONDS = 120  # for a list of operations; longer: it hangs
 KNOWN = {
     "load": "an edit after a load joins the saved episode and the next one, if their ids are equal: ids are new",
     "ids": "a load ends the open episodes only if there are ids",
+    "taken": "a copy or a load forgets that a handle has taken a lane: ids are new, and there are some",
     "reopen": "a second reopening, or an undone write, joins them, too: ids are new",
     "empty": "an episode goes on after empty() as if its first rows were there: a new one begins",
     "break": "an episode that a load has cut counts as open: not compared, see `unsure`",
@@ -241,6 +242,7 @@ class Machine:
         self.is_prioritized = hasattr(self.sampler, "priority")
         self.batches: list[tuple[TensorDictBase, list[Row]]] = []  # with their anchors
         self.saved: Any = None
+        self.handles: dict[Any, Any] = {}  # of lanes, by buffer and lane
         self.undrawn: set[int] = set()  # the numbers of fresh rows
         self.extend(1, 0)
 
@@ -304,9 +306,14 @@ class Machine:
 
     def handle(self, a: int, b: int) -> None:
         """Write with the handle of a lane."""
-        if self.appends:
-            lane, rows = a % LANES, [self.world.make(a % LANES) for _ in range(1 + b % 3)]
-            handle = self.rb.lane(lane)
+        if self.appends and self.world.ids:
+            lane = a % LANES
+            handle = self.handles.get((self.rb, lane))
+            if handle is None or a % 3:  # the first write of a handle begins an episode
+                handle = self.handles[self.rb, lane] = self.rb.lane(lane)
+                self.model.begin_episodes([lane])
+                self.world.fresh[lane] |= "taken" in KNOWN
+            rows = [self.world.make(lane) for _ in range(1 + b % 3)]
             before, data = self.model.written, m.as_tensordict(rows)
             index = [[handle.add(data[0]), lane]] if len(rows) == 1 else handle.extend(data)
             self.world.tell([(lane, row) for row in rows], index)
@@ -649,7 +656,7 @@ class Machine:
         if "reopen" not in self.options:
             return
         self.rb.shutdown()
-        self.world.rb = None
+        self.world.rb, self.handles = None, {}
         gc.collect()
         self.world.rb = self.build()
         self.undrawn = {row.number for row in self.model.rows()}
