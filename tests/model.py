@@ -406,7 +406,8 @@ class World:
 
     @classmethod
     def of(cls, sampler: Any, steps: int, lanes: int = 0, fill: float = 0.0, **given: Any) -> World:
-        """Return a world with a new buffer of ``lanes`` times ``steps`` rows, ``fill`` times filled."""
+        """Return a world with a new buffer of ``[steps]`` or, with several lanes, ``[steps, lanes]`` rows."""
+        lanes = lanes if lanes > 1 else 0
         mine = {name: given.pop(name) for name in ("seed", "often", "ids") if name in given}
         cls_, storage = given.pop("buffer", ReplayBuffer), given.pop("storage", PackedStorage)
         place = storage(steps * max(1, lanes), ndim=2 if lanes else 1)
@@ -485,13 +486,16 @@ class World:
     def check(self) -> None:
         assert_holds(self.rb, self.model)
 
+    def rows_at(self, index: torch.Tensor) -> list[Row]:
+        """Return the rows at a batch's index, ``[n]`` or ``[n, 2]``."""
+        return [self.model.row(*(cell if isinstance(cell, list) else [cell])) for cell in index.tolist()]
+
     def drawn(self, batch: TensorDictBase, recipe: Recipe) -> tuple[list[Row], list[Row | None]]:
         """Return what chance has decided about a batch: its anchors, and their goals, each of which must be allowed."""
         model, batch = self.model, batch.flatten()
         key = "anchor_index" if recipe.sequence else "index"
-        cells = [cell if isinstance(cell, list) else [cell] for cell in batch[key][:: recipe.window].tolist()]
-        anchors = [model.row(*cell) for cell in cells]
-        goals: list[Row | None] = [None] * len(cells)
+        anchors = self.rows_at(batch[key][:: recipe.window])
+        goals: list[Row | None] = [None] * len(anchors)
         for j, anchor in enumerate(anchors if recipe.hindsight else []):
             if batch["relabeled"][j * recipe.window]:
                 goal = batch["desired_goal"][j * recipe.window].tolist()
@@ -548,14 +552,15 @@ def assert_holds(
     buffer are left out.
     """
     rows, storage = model.rows(), rb.storage
-    if isinstance(rb, ReplayBuffer):
+    is_ours = isinstance(rb, ReplayBuffer) and isinstance(storage, PackedStorage)
+    if is_ours:
         sizes = [len(rb.lane(lane)) for lane in range(model.lanes)] or [len(rb)]
         assert (len(rb), sizes) == (len(model), [len(lane) for lane in model.rows_of])
     if not rows:
         return
     index, cells = index_of(model, rows), [model.cell(row) for row in rows]
     assert_batch(storage.get(index).exclude("index", *extra), [row.fields for row in rows])
-    for lane, held in enumerate(model.rows_of if isinstance(rb, ReplayBuffer) else []):
+    for lane, held in enumerate(model.rows_of if is_ours else []):
         if held and model.ordered:
             found = (rb.lane(lane) if model.lanes else rb).chronological()
             assert_batch(found.exclude(*extra), [row.fields for row in held])

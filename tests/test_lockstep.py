@@ -378,9 +378,9 @@ class Machine:
         rows, law = model.rows(), kind.law(model)
         place = {row.number: at for at, row in enumerate(rows)}
         drawn = [place[row.number] for row in anchors]
-        fresh = sorted(self.undrawn & {*place}, reverse=True)[: min(2, len(anchors))]
         if isinstance(self.rb.sampler, FreshRowsSampler):
-            assert [row.number for row in anchors[: len(fresh)]] == fresh, "fresh rows come first, the newest before"
+            fresh = self.fresh(min(2, len(anchors)))
+            assert [row.number for row in anchors[: len(fresh)]] == fresh, "fresh rows come first, the oldest before"
             self.undrawn -= {*fresh}
         elif kind.writer is QueueWriter:
             assert [row.number for row in anchors] == [row.number for row in self.waiting_first(len(anchors))]
@@ -393,6 +393,14 @@ class Machine:
             found = batch["priority_weight"].view(-1, kind.recipe.window)
             torch.testing.assert_close(found, wanted[:, None].expand_as(found), rtol=1e-4, atol=0.0)
         return anchors
+
+    def fresh(self, count: int) -> list[int]:
+        """Return the oldest fresh rows, each time that of the lane with the most."""
+        waiting = [[row.number for row in rows if row.number in self.undrawn] for rows in self.model.rows_of]
+        found: list[int] = []
+        while len(found) < count and (longest := max(waiting, key=len)):
+            found.append(longest.pop(0))
+        return found
 
     def waiting_first(self, count: int) -> list[Row]:
         return sorted(self.waiting, key=lambda row: row.number)[:count]

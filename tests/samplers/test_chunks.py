@@ -23,10 +23,9 @@ from rlbuf_td import (
     SequenceSampler,
     UniformSampler,
 )
-from tests.composition.test_cells import BUFFERS, assert_rows, decided, wrapped
-from tests.composition.test_lockstep import OFTEN
+from tests.model import Model, Recipe, Row, World
 from tests.processes.test_sharing import elsewhere
-from tests.worlds import Cell, Recipe, World, expected
+from tests.test_composition import BUFFERS, wrapped
 
 
 class Divided(SequenceSampler):
@@ -38,22 +37,24 @@ def sampler_of(recipe: Recipe, stride: int, **epochs: Any) -> SequenceSampler:
     return Divided(inner, recipe.length, burn_in=recipe.burn_in, stride=stride)
 
 
-def anchors_of(world: World, stride: int) -> list[Cell]:
+OFTEN = [(0.0, 0.0, 0.0), (0.1, 0.05, 0.05), (0.5, 0.2, 0.2), (1.0, 0.0, 0.0)]
+
+
+def anchors_of(world: World, stride: int) -> list[Row]:
     """Return, from the definition, each ``stride``-th row of each trajectory."""
-    return [cell for cell in world.history.written() if world.trajectory(cell).index(cell) % stride == 0]
+    return [row for row in world.model.rows() if world.model.reach(row)[0] % stride == 0]
 
 
 def check_epoch(world: World, recipe: Recipe, stride: int, size: int, drop_last: bool, shuffle: bool) -> None:
-    wanted, drawn = anchors_of(world, stride), cast("list[Cell]", [])
-    learned: Counter[Cell] = Counter()
+    wanted, drawn = anchors_of(world, stride), cast("list[Row]", [])
+    learned: Counter[Row] = Counter()
     full, rest = divmod(len(wanted), size)
     for number, batch in enumerate(world.rb):
-        anchors, goals = decided(world, batch, recipe)
+        anchors = world.check_batch(batch, recipe)
         assert len(anchors) == (size if number < full else rest)
-        assert_rows(batch, expected(world, anchors, goals, recipe))
         drawn += anchors
         for row in batch[batch["mask"] & ~batch["burn_in_mask"]]["index"].tolist():
-            learned[world.cell(row)] += 1
+            learned[world.model.row(*(row if isinstance(row, list) else [row]))] += 1
     assert len(drawn) == (full * size if drop_last else len(wanted))
     assert len({*drawn}) == len(drawn)
     assert {*drawn} <= {*wanted}
@@ -62,7 +63,7 @@ def check_epoch(world: World, recipe: Recipe, stride: int, size: int, drop_last:
     if stride == recipe.length:
         assert set(learned.values()) <= {1}
         if not drop_last:
-            assert {*learned} == {*world.history.written()}
+            assert {*learned} == {*world.model.rows()}
 
 
 @given(
@@ -93,9 +94,9 @@ def test_an_epoch_has_every_window_once(
         writer=writer(),
         batch_size=size * recipe.window,
     )
-    world = World(rb, steps, lanes, seed, often)
+    world = World(rb, Model(steps, lanes if lanes > 1 else 0), seed, often)
     for count in writes:
-        world.write(count)
+        world.extend(count)
         if drop_last and len(anchors_of(world, stride)) < size:
             assert not rb.can_sample(size * recipe.window)
             with pytest.raises(
@@ -112,7 +113,12 @@ def test_an_epoch_has_every_window_once(
 @pytest.mark.parametrize("lanes", [1, 3])
 def test_large_rings_are_divided_alike_on_every_device(lanes, device):
     world = World.of(
-        sampler_of(Recipe(length=7, burn_in=0), 7), 400, lanes, 2.3, batch_size=70, often=(0.03, 0.01, 0.01)
+        sampler_of(Recipe(length=7, burn_in=0), 7),
+        400,
+        lanes if lanes > 1 else 0,
+        2.3,
+        batch_size=70,
+        often=(0.03, 0.01, 0.01),
     )
     check_epoch(world, Recipe(sequence=True, length=7, burn_in=0), 7, 10, False, True)
 

@@ -27,8 +27,8 @@ from rlbuf_td import (
     check,
 )
 from rlbuf_td.kernels.episodes import FlagBoundaries
+from tests.model import DONE, INIT, REWARD, Model, World, reward_fn
 from tests.statistics import assert_follows, power
-from tests.worlds import DONE, INIT, REWARD, Cell, World, reward_fn
 
 BUFFERS: dict[str, Any] = {
     "ours": (ReplayBuffer, PackedStorage, RingWriter),
@@ -37,17 +37,13 @@ BUFFERS: dict[str, Any] = {
     "TorchRL's throughout": (TensorDictReplayBuffer, LazyTensorStorage, TensorDictRoundRobinWriter),
 }
 GAMMA = 0.9
+Cell = tuple[int, int]  # slot and lane
 
 
 def episodes(world: World, finished_only: bool = True) -> dict[Cell, list[Cell]]:
     """Return the rows of each stored episode whose first row is stored, by its first row."""
-    found = {}
-    for cell in world.history.written():
-        whole = world.trajectory(cell)
-        slot, lane = whole[0]
-        if world.history.at(slot, lane).before is None and (not finished_only or world.history.reach(*cell)[2]):
-            found[whole[0]] = whole
-    return found
+    found = ([*map(world.model.cell, whole)] for whole in world.model.whole(only_finished=finished_only))
+    return {whole[0]: whole for whole in found}
 
 
 def pieces(batch: Any, padded: bool) -> list[Any]:
@@ -69,20 +65,20 @@ def assert_pieces(world: World, batch: Any, sampler: EpisodeSampler) -> list[Cel
     """Compare a batch with brute force; return the first row of each episode."""
     known, firsts = episodes(world, sampler.finished_only), []
     for piece in pieces(batch, sampler.layout == "padded"):
-        cells = [world.cell(index) for index in piece["index"].tolist()]
+        cells = [world.model.cell(row) for row in world.rows_at(piece["index"])]
         start = int(piece["episode_step"][0])
-        first = ((cells[0][0] - start) % world.history.steps, cells[0][1])
+        first = ((cells[0][0] - start) % world.model.steps, cells[0][1])
         whole = known[first]
         rows = len(whole) if sampler.max_length is None else min(len(whole), sampler.max_length)
         assert cells == whole[start : start + rows]
         assert piece["episode_step"].tolist() == [*range(start, start + rows)]
         assert (piece["episode_length"] == len(whole)).all()
-        stored = [world.fields(cell) for cell in cells]
+        stored = [world.model.row(*cell).fields for cell in cells]
         for key in (("observation",), ("action",), DONE, REWARD):
             torch.testing.assert_close(piece[key], torch.tensor([row[key] for row in stored]))
         assert piece[INIT].flatten().tolist() == [row[INIT][0] or j == 0 for j, row in enumerate(stored)]
         if sampler.gamma is not None:
-            rewards = [world.fields(cell)[REWARD][0] for cell in whole]
+            rewards = [world.model.row(*cell).fields[REWARD][0] for cell in whole]
             togo = [sum(GAMMA**k * r for k, r in enumerate(rewards[at:])) for at in range(start, start + rows)]
             torch.testing.assert_close(piece["reward_to_go"].flatten(), torch.tensor(togo), rtol=1e-4, atol=1e-5)
         firsts.append(first)
@@ -116,27 +112,28 @@ class Lockstep(RuleBasedStateMachine):
             return rb
 
         self.build, self.replaced = build, False  # whether the last write has replaced all rows
-        self.world = World(build(), steps, lanes, seed, often)
+        self.world = World(build(), Model(steps, lanes if lanes > 1 else 0), seed, often)
         torch.manual_seed(seed)
 
     @rule(n=st.one_of(st.integers(1, 4), st.integers(2, 30)))
     def write(self, n: int) -> None:
         least = 1 if isinstance(self.world.rb, ReplayBuffer) else 2  # TorchRL's buffer writes one step in another way
-        n = min(max(n, least), max(self.world.history.steps, least))
-        self.replaced = n == self.world.history.steps and self.world.time > 0
-        self.world.write(n)
+        n = min(max(n, least), max(self.world.model.steps, least))
+        self.replaced = n == self.world.model.steps and self.world.model.written > 0
+        self.world.extend(n)
 
     @rule()
     def empty(self) -> None:
         self.world.empty()
+        self.world.fresh = [True] * len(self.world.fresh)  # or the old episodes would go on
 
-    @precondition(lambda self: self.world.history.written())
+    @precondition(lambda self: len(self.world.model) > 0)
     @rule(count=st.integers(1, 20))
     def sample(self, count: int) -> None:
         rb, sampler = self.world.rb, self.world.rb.sampler
         found = certain = episodes(self.world, sampler.finished_only)
         if self.replaced:  # then the index need not know whether an episode begins with the oldest row
-            oldest = (self.world.time - self.world.begun) % self.world.history.steps
+            oldest = self.world.model.rows_of[0][0].serial % self.world.model.steps
             certain = {first: whole for first, whole in found.items() if first[0] != oldest}
         size = min(count, len(rb.storage))
         with rb._replay_lock:
@@ -151,14 +148,14 @@ class Lockstep(RuleBasedStateMachine):
         assert len(firsts) == size
         assert {*firsts} <= found.keys()
 
-    @precondition(lambda self: self.world.history.written() and isinstance(self.world.rb, ReplayBuffer))
+    @precondition(lambda self: len(self.world.model) > 0 and isinstance(self.world.rb, ReplayBuffer))
     @rule(how=st.sampled_from(["deepcopy", "pickle", "state_dict"]))
     def go_on_with_a_copy(self, how: str) -> None:
         original = self.world.rb
         if how == "state_dict":
             self.world.rb = self.build()
             self.world.rb.load_state_dict(original.state_dict())
-            self.world.fresh = [True] * self.world.lanes  # a load ends the open trajectories
+            self.world.fresh = [True] * len(self.world.fresh)  # a load ends the open trajectories
         else:
             self.world.rb = copy.deepcopy(original) if how == "deepcopy" else pickle.loads(pickle.dumps(original))
 
@@ -172,7 +169,7 @@ def filled(sampler: Any, lanes: int = 1, steps: int = 60, buffer: str = "ours", 
     cls, storage, writer = BUFFERS[buffer]
     parts = {"storage": storage, "writer": writer()} | parts
     often = 0.1, 0.05, 0.03
-    return World.of(sampler, steps, lanes, 2.4, cls, seed, often=often, **parts)
+    return World.of(sampler, steps, lanes, 2.4, buffer=cls, seed=seed, often=often, **parts)
 
 
 def law_of(world: World, by: str) -> dict[Cell, float]:
@@ -188,7 +185,7 @@ def assert_law(world: World, law: dict[Cell, float], draws: int) -> None:
         batch = world.rb.sample(5_000)
         at = batch[:, 0] if batch.ndim > 1 else batch[torch.cat((torch.ones(1), batch["episode"].diff())) != 0]
         index = at["index"] if at["index"].ndim > 1 else at["index"][:, None]
-        slots = (index[:, 0] - at["episode_step"]) % world.history.steps
+        slots = (index[:, 0] - at["episode_step"]) % world.model.steps
         lanes = index[:, 1] if index.shape[1] > 1 else torch.zeros_like(slots)
         counts.update(zip(slots.tolist(), lanes.tolist(), strict=True))
     assert counts.keys() <= law.keys()

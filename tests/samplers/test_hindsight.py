@@ -21,8 +21,8 @@ from rlbuf_td import (
     SequenceSampler,
     UniformSampler,
 )
+from tests.model import World, allowed_goals, reward_fn
 from tests.statistics import assert_follows, power
-from tests.worlds import World, reward_fn
 
 
 def world(sampler: Any, lanes: int = 2, **often: Any) -> World:
@@ -31,12 +31,12 @@ def world(sampler: Any, lanes: int = 2, **often: Any) -> World:
 
 def chosen(made: World, draws: int) -> np.ndarray:
     """Return how often each row (last: none) has given its outcome to each row, ``[rows, rows + 1]``."""
-    outcomes = torch.tensor([made.fields(cell)["next", "achieved_goal"] for cell in made.history.written()])
+    outcomes = torch.tensor([row.fields["next", "achieved_goal"] for row in made.model.rows()])
     rows = len(outcomes)
     counts = np.zeros((rows, rows + 1))
     for _ in range(draws // 5_000):
         batch = made.rb.sample(5_000)
-        index = batch["index"] if batch["index"].ndim == 1 else batch["index"] @ torch.tensor([made.lanes, 1])
+        index = batch["index"] if batch["index"].ndim == 1 else batch["index"] @ torch.tensor([made.model.lanes, 1])
         same = (batch["desired_goal"][:, None] == outcomes).all(-1)
         assert torch.equal(same.any(1), batch["relabeled"])
         goal = torch.where(batch["relabeled"], same.int().argmax(1), rows)
@@ -48,21 +48,20 @@ def law(
     made: World, mixture: dict[str, float], her_ratio: float, only_finished: bool = False, gamma: float = 1.0
 ) -> np.ndarray:
     """Return the probability of the same, by definition."""
-    cells = made.history.written()
-    probability = np.zeros((len(cells), len(cells) + 1))
-    for cell in cells:
-        row = made.flat(cell)
-        finished = made.history.reach(*cell)[2]
+    model = made.model
+    probability = np.zeros((len(model), len(model) + 1))
+    for each in model.rows():
+        row, finished = model.flat(each), model.ended(each)
         for strategy, share in mixture.items():
             if only_finished and not finished and strategy != "random":
                 probability[row, -1] += her_ratio * share
                 continue
-            allowed = made.allowed(cell, strategy)
+            allowed = allowed_goals(model, each, strategy)
             weight = [gamma**k if strategy == "future" else 1.0 for k in range(len(allowed))]
             for goal, mine in zip(allowed, weight, strict=True):
-                probability[row, made.flat(goal)] += her_ratio * share * mine / sum(weight)
+                probability[row, model.flat(goal)] += her_ratio * share * mine / sum(weight)
         probability[row, -1] += 1 - her_ratio
-    return probability / len(cells)
+    return probability / len(model)
 
 
 BUFFERS = [ReplayBuffer, TensorDictReplayBuffer]
@@ -86,7 +85,7 @@ def test_near_rows_are_preferred_by_a_truncated_geometric_law(gamma):
     )
     torch.manual_seed(0)
     probability = law(made, mixture, 1.0, gamma=gamma).flatten()
-    assert max(len(made.allowed(cell, "future")) for cell in made.history.written()) > 5
+    assert max(made.model.reach(row)[1] + 1 for row in made.model.rows()) > 5
     assert power(probability[probability > 0], 800_000, bias=0.02) > 0.95
     assert_follows(chosen(made, 800_000).flatten(), probability)
 
@@ -116,7 +115,7 @@ def test_every_allowed_row_is_chosen_with_its_probability(mixture, her_ratio, on
     made = world(sampler)
     torch.manual_seed(0)
     counts, probability = chosen(made, 50_000), law(made, mixture, her_ratio, only_finished)
-    assert any(not made.history.reach(*cell)[2] for cell in made.history.written())
+    assert not all(made.model.ended(row) for row in made.model.rows())
     assert_follows(counts.flatten(), probability.flatten())
 
 
@@ -140,7 +139,7 @@ def test_the_ratio_may_change_between_draws():
     assert made.rb.sample(500)["relabeled"].all()
     sampler.only_finished = True
     batch = made.rb.sample(500)
-    finished = [made.history.reach(*made.cell(place))[2] for place in batch["index"].tolist()]
+    finished = [made.model.ended(row) for row in made.rows_at(batch["index"])]
     assert batch["relabeled"].tolist() == finished
     assert not all(finished)
     assert sampler.her_ratio == 1.0
@@ -150,7 +149,7 @@ def test_flags_stay_as_stored_without_terminated_fn():
     made = world(HindsightSampler(UniformSampler(), reward_fn, her_ratio=1.0, strategy="final"))
     batch = made.rb.sample(500)
     for name in ("terminated", "truncated", "done"):
-        stored = [made.fields(made.cell(place))["next", name] for place in batch["index"].tolist()]
+        stored = [row.fields["next", name] for row in made.rows_at(batch["index"])]
         assert batch["next", name].tolist() == stored
 
 

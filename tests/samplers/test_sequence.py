@@ -21,12 +21,12 @@ from rlbuf_td import (
     SequenceSampler,
     UniformSampler,
 )
+from tests.model import World
 from tests.statistics import assert_follows
-from tests.worlds import World
 
 
 def world(sampler: Any, cls: Any = ReplayBuffer, steps: int = 20, lanes: int = 2, **often: Any) -> World:
-    return World.of(sampler, steps, lanes, 1.7, cls, **often)
+    return World.of(sampler, steps, lanes, 1.7, buffer=cls, **often)
 
 
 @pytest.mark.usefixtures("boundaries")
@@ -48,11 +48,7 @@ def test_strict_windows_are_whole_and_their_anchors_follow_the_law(kind):
         inner.update_priority(torch.arange(rows), error, storage=made.rb.storage)
         law = inner.probability(torch.arange(rows)).numpy()
     fits = np.array(
-        [
-            min(len(list(made.history.earlier(*cell))), burn_in) == burn_in
-            and len(list(made.history.later(*cell))) >= length - 1
-            for cell in made.history.written()
-        ]
+        [made.model.reach(row)[0] >= burn_in and made.model.reach(row)[1] >= length - 1 for row in made.model.rows()]
     )
     assert 0.2 < fits.mean() < 0.8
     counts = np.zeros(rows)
@@ -60,8 +56,8 @@ def test_strict_windows_are_whole_and_their_anchors_follow_the_law(kind):
     for _ in range(10):
         batch = made.rb.sample(2_000 * 6)
         assert batch["mask"].all()
-        anchors = batch["anchor_index"].view(2_000, 6, 2)[:, 0] @ torch.tensor([made.lanes, 1])
-        assert torch.equal(batch["index"].view(2_000, 6, 2)[:, burn_in] @ torch.tensor([made.lanes, 1]), anchors)
+        anchors = batch["anchor_index"].view(2_000, 6, 2)[:, 0] @ torch.tensor([made.model.lanes, 1])
+        assert torch.equal(batch["index"].view(2_000, 6, 2)[:, burn_in] @ torch.tensor([made.model.lanes, 1]), anchors)
         np.add.at(counts, anchors.numpy(), 1)
     law = np.where(fits, law, 0)
     assert_follows(counts, law / law.sum())
@@ -77,7 +73,7 @@ def test_strict_windows_carry_the_weights_of_their_own_anchors(cls, kind, norm):
     inner.update_priority(rows, 0.1 + rows / 50, storage=made.rb.storage)
     for _ in range(3):
         batch = made.rb.sample(40)
-    flat = batch["anchor_index"] @ torch.tensor([made.lanes, 1])
+    flat = batch["anchor_index"] @ torch.tensor([made.model.lanes, 1])
     probability = inner.probability(rows)
     least = (probability if norm == "buffer" else probability[flat]).min()
     wanted = (probability[flat] / least) ** -0.5
@@ -130,57 +126,6 @@ def test_torchrls_recurrent_modules_take_each_real_window_for_itself(cls, module
 
 def errors_of(batch: TensorDictBase) -> torch.Tensor:
     return torch.linspace(-3, 2, len(batch)).unsqueeze(-1)
-
-
-@pytest.mark.parametrize("inner", [ProportionalSampler, RankSampler])
-@pytest.mark.parametrize(
-    ("cls", "lanes", "boundary"),
-    [
-        (ReplayBuffer, 1, "pad"),
-        (ReplayBuffer, 2, "shift"),
-        (ReplayBuffer, 2, "strict"),
-        (TensorDictReplayBuffer, 2, "pad"),  # hands over rows, not anchors: windows are recognised
-        (TensorDictReplayBuffer, 1, "strict"),
-    ],
-)
-@pytest.mark.parametrize(("rule", "eta"), [("max", 0.9), ("mix", 0.3)])
-def test_td_errors_after_burn_in_become_the_priority_of_the_anchor(rule, eta, cls, boundary, lanes, inner):
-    length, burn_in = 4, 2
-    sampler = inner(40)
-    made = world(
-        SequenceSampler(sampler, length, burn_in=burn_in, boundary=boundary, priority=rule, eta=eta),
-        steps=40 // lanes,
-        lanes=lanes,
-        often=(0.05, 0.02, 0.02),
-        cls=cls,
-    )
-    before = sampler.priority(torch.arange(40))
-    batch = made.rb.sample(6 * 20)
-    batch["td_error"] = errors_of(batch)
-    made.rb.update_tensordict_priority(batch)
-    wanted = before.clone()
-    for rows in batch.view(20, 6):
-        anchor = made.flat(made.cell(rows["anchor_index"][0].tolist()))
-        magnitude = rows["td_error"].abs().flatten()[rows["mask"] & ~rows["burn_in_mask"]].double()
-        wanted[anchor] = magnitude.max() if rule == "max" else eta * magnitude.max() + (1 - eta) * magnitude.mean()
-    torch.testing.assert_close(sampler.priority(torch.arange(40)), wanted, rtol=1e-6, atol=1e-7)
-
-
-def test_overwritten_anchors_keep_the_priority_of_their_new_rows():
-    sampler = ProportionalSampler(40)
-    made = world(SequenceSampler(sampler, 4, burn_in=2), often=(0.02, 0.0, 0.0))
-    batch = made.rb.sample(6 * 50)
-    made.write(8)  # the eight oldest steps of both lanes
-    before = sampler.priority(torch.arange(40))
-    batch["td_error"] = torch.full((300, 1), 9.0)
-    made.rb.update_tensordict_priority(batch)
-    after = sampler.priority(torch.arange(40))
-    newest = {(made.time - 1 - age) % 20 for age in range(8)}
-    anchors = {made.cell(place) for place in batch["anchor_index"].tolist()}
-    assert any(slot in newest for slot, _ in anchors)
-    for cell in made.history.written():
-        changes = cell in anchors and cell[0] not in newest
-        assert after[made.flat(cell)] == (9.0 if changes else before[made.flat(cell)])
 
 
 def test_rows_may_still_be_given_priorities_one_by_one():

@@ -15,7 +15,7 @@ from torchrl.data.replay_buffers import (
 )
 
 from rlbuf_td import ProportionalSampler, ReplayBuffer, UniformSampler
-from tests.worlds import World
+from tests.model import World
 
 END = ("next", "done")
 #: PrioritizedSliceSampler crosses ends in wrapped storages of two dims, TorchRL's own too: the last is not for it.
@@ -23,8 +23,8 @@ PLACES = [(ReplayBuffer, 1, 2.4), (ReplayBuffer, 2, 0.6), (TensorDictReplayBuffe
 
 
 def world(sampler: Any, cls: Any, ndim: int, fill: float, **kwargs: Any) -> World:
-    steps, lanes = (60, 1) if ndim == 1 else (30, 2)
-    return World.of(sampler, steps, lanes, fill, cls, 1, batch_size=24, often=(0.05, 0.03, 0.0), **kwargs)
+    steps, lanes = (60, 0) if ndim == 1 else (30, 2)
+    return World.of(sampler, steps, lanes, fill, buffer=cls, seed=2, batch_size=24, often=(0.05, 0.03, 0.0), **kwargs)
 
 
 def assert_slices(made: World, batch: Any, length: int) -> None:
@@ -32,10 +32,9 @@ def assert_slices(made: World, batch: Any, length: int) -> None:
     if isinstance(index, tuple):
         index = torch.stack(index, -1)
     for rows, places in zip(batch.view(-1, length), index.view(-1, length, *index.shape[1:]), strict=True):
-        cells = [made.cell(place.tolist()) for place in places]
-        assert cells == list(made.later(cells[0]))[:length]
-        for row, cell in zip(rows, cells, strict=True):
-            fields = made.fields(cell)
+        stored = made.rows_at(places)
+        assert stored == list(made.model.later(stored[0]))[:length]
+        for row, fields in zip(rows, (each.fields for each in stored), strict=True):
             for key in (("observation",), ("action",), ("next", "reward"), ("next", "achieved_goal")):
                 assert row[key].tolist() == fields[key]
 
@@ -59,7 +58,7 @@ def test_torchrls_sequence_unit(sampler, ndim, fill, cls):
         batch = made.rb.sample()
         assert batch.shape == (96,)
         for rows in batch.view(24, 4):
-            cells = [made.cell(place.tolist()) for place in rows["index"]]
-            real = [cell for cell, here in zip(cells, rows["validity_mask"].tolist(), strict=True) if here]
-            assert real == list(made.later(cells[0]))[:4]
-            assert rows["observation"].tolist() == [made.fields(cell)["observation",] for cell in cells]
+            stored = made.rows_at(rows["index"])
+            real = [row for row, here in zip(stored, rows["validity_mask"].tolist(), strict=True) if here]
+            assert real == list(made.model.later(stored[0]))[:4]
+            assert rows["observation"].tolist() == [row.fields["observation",] for row in stored]

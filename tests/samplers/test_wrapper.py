@@ -22,7 +22,7 @@ from rlbuf_td import (
     TrajectoryIndex,
     UniformSampler,
 )
-from tests.worlds import World, reward_fn
+from tests.model import World, reward_fn
 
 WRAPPERS = {
     "hindsight": lambda inner: HindsightSampler(inner, reward_fn),
@@ -36,7 +36,7 @@ both = pytest.mark.parametrize("cls", BUFFERS)
 
 
 def world(sampler: Any, cls: Any = ReplayBuffer, batch_size: int = 24, **kwargs: Any) -> World:
-    return World.of(sampler, 20, 2, 1.5, cls, batch_size=batch_size, **kwargs)
+    return World.of(sampler, 20, 2, 1.5, buffer=cls, batch_size=batch_size, **kwargs)
 
 
 @wrapped
@@ -82,9 +82,8 @@ def test_new_rows_enter_at_the_highest_priority_and_empty_forgets(wrap, cls):
     inner = ProportionalSampler(40)
     made = world(wrap(inner), cls)
     inner.update_priority(torch.arange(40), torch.linspace(0.1, 5, 40), storage=made.rb.storage)
-    made.write(3)
-    written = torch.tensor([made.flat((slot, lane)) for slot in (10, 11, 12) for lane in range(2)])
-    assert (inner.priority(written) == 5).all()
+    written = made.extend(3)
+    assert (inner.priority(written, storage=made.rb.storage) == 5).all()
     assert (inner.priority(torch.tensor([0, 39])) < 5.1).all()
     made.rb.empty()
     assert (inner.priority(torch.arange(40)) == -1).all()
@@ -182,7 +181,7 @@ def test_a_wrapper_that_moves_to_another_buffer_reads_the_rows_of_that_one(cls, 
     sampler = wrap(UniformSampler())
     made, other = world(sampler, cls), world(UniformSampler(), cls)
     made.rb.sample()
-    other.write(7)
+    other.extend(7)
     moved, fresh = other.rb.storage, wrap(UniformSampler())
     torch.manual_seed(0)
     _, report = sampler.sample(moved, 24)

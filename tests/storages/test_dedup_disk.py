@@ -19,10 +19,10 @@ from rlbuf_td.kernels.rows.read_ahead import IS_KNOWN
 from rlbuf_td.storages.allocate import find_rows
 from tests.catalogue import assert_same
 from tests.kernels.invariants import check_pool
+from tests.model import Model, World, reward_fn
 from tests.residency import resident_of
 from tests.storages.observations import FRAMES, Lanes
 from tests.storages.test_dedup import chain, pooled
-from tests.worlds import World, reward_fn
 
 ONCE: dict[str, Any] = {"share_next": True}
 HOW = {"plain": {}, "once": ONCE, "frames": ONCE | {"frames": {"pixels": FRAMES}}}
@@ -103,7 +103,7 @@ def test_samplers_that_read_rows_themselves_ask_too(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("rlbuf_td.storages.rows.ask_for_rows", lambda rows, cells: asked.append(len(cells)))
     sampler = HindsightSampler(UniformSampler(), reward_fn)
     rb = ReplayBuffer(storage=PackedStorage(40, scratch_dir=tmp_path), sampler=sampler, batch_size=16)
-    World(rb, 40, 1, 0).write(20)
+    World(rb, Model(40)).extend(20)
     rb.sample()
     rb.sample()
     assert asked[-1] == 16

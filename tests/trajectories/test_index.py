@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import pickle
-import random
 
 import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
-from torchrl.data.replay_buffers import LazyTensorStorage, TensorDictMaxValueWriter, TensorDictReplayBuffer
 
 from rlbuf_td import NStepSampler, PackedStorage, ReplayBuffer, UniformSampler
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
-from tests.histories import History
 
 
 def steps(done: list[int], *, ids: list[int] | None = None, key: tuple[str, ...] = ("next", "done")) -> TensorDict:
@@ -69,82 +65,6 @@ def test_ids_alone_are_enough(dtype):
     for part in ([5, 5], [5, 7, 7]):
         rb.extend(TensorDict({"collector": {"traj_ids": torch.tensor(part, dtype=dtype)}}, [len(part)]))
     assert reach(index, 5) == [(0, 2, True), (1, 1, True), (2, 0, True), (0, 1, False), (1, 0, False)]
-
-
-@pytest.mark.usefixtures("boundaries")
-@pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
-@pytest.mark.parametrize("storage", [PackedStorage, LazyTensorStorage])
-@pytest.mark.parametrize("seed", range(6))
-def test_nothing_reaches_across_gaps_of_a_writer_of_the_best_rows(seed, storage, cls):
-    """Rows that the writer leaves out, or puts in the place of others, separate those around them."""
-    rng, size = random.Random(seed), 6
-    rb = cls(storage=storage(size), writer=TensorDictMaxValueWriter(rank_key="rank"))
-    index, history = TrajectoryIndex.of(rb.storage), History(size, 1)
-    for _ in range(12):
-        n = rng.randint(1, 10)
-        ranks = [rng.random() for _ in range(n)]
-        done = [int(rng.random() < 0.2) for _ in range(n)]
-        data = steps(done)
-        data["rank"] = torch.tensor(ranks)
-        rows = rb.writer.extend(data.clone()).tolist()
-        for row, end in zip(rows, done, strict=True):
-            if row < 0:
-                history.interrupt()
-            else:
-                history.put(row, [bool(end)])
-        cells = history.written()
-        assert reach(index, len(cells)) == [history.reach(*cell) for cell in cells]
-
-
-@pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
-@pytest.mark.parametrize("storage", [PackedStorage, LazyTensorStorage])
-@pytest.mark.parametrize("early", [True, False])
-@pytest.mark.parametrize("used", [0, 2, 7, 8])
-@pytest.mark.parametrize("ids", [None, [0]])
-def test_a_checkpoint_of_a_wrapped_buffer_is_read_as_the_ring_that_it_is(tmp_path, ids, used, early, storage, cls):
-    """By state_dict and by dumps, into a fresh or used buffer, with and without an index attached before."""
-
-    def buffer(rows):
-        rb = cls(storage=storage(5), batch_size=2)
-        for j in range(rows):
-            rb.add(steps([int(j == 5)], ids=ids).squeeze(0))
-        return rb
-
-    rb = buffer(8)
-    expected = reach(TrajectoryIndex.of(rb.storage), 5)
-    assert expected == [(2, 0, True), (0, 1, False), (1, 0, False), (0, 2, True), (1, 1, True)]
-    rb.dumps(tmp_path / "saved")
-    saved = copy.deepcopy(rb.state_dict())
-    for load in (lambda rb: rb.load_state_dict(saved), lambda rb: rb.loads(tmp_path / "saved")):
-        other = buffer(used)
-        if early:
-            TrajectoryIndex.of(other.storage)
-        load(other)
-        assert reach(TrajectoryIndex.of(other.storage), 5) == expected
-        other.add(steps([0], ids=ids).squeeze(0))
-        after = [(1, 0, True), (0, 2, False), (1, 1, False), (2, 0, False), (0, 1, True)]
-        if ids and (storage, cls) != (LazyTensorStorage, TensorDictReplayBuffer):  # which tell nothing of their loads
-            after[1:4] = [(0, 1, False), (1, 0, False), (0, 0, False)]
-        assert reach(TrajectoryIndex.of(other.storage), 5) == after
-
-
-def test_state_keeps_what_the_rows_do_not_say():
-    rb, other = (ReplayBuffer(storage=PackedStorage(4)) for _ in range(2))
-    index = TrajectoryIndex.of(rb.storage)
-    assert index.state_dict() == {}
-    rb.extend(steps([0, 0, 0, 0]))
-    rb.writer.write_at(1, steps([0]).squeeze(0))
-    expected = [(0, 0, False), (0, 0, False), (0, 1, False), (1, 0, False)]
-    assert reach(index, 4) == expected
-    other.storage.load_state_dict(rb.storage.state_dict())  # a buffer brings its trajectories along
-    theirs = TrajectoryIndex.of(other.storage)
-    assert reach(theirs, 4) != expected
-    theirs.load_state_dict(index.state_dict())
-    assert reach(theirs, 4) == expected
-    rb.writer.write_at(3, steps([0]).squeeze(0))  # the state is a copy
-    assert reach(theirs, 4) == expected
-    theirs.load_state_dict({})
-    assert reach(theirs, 4) == [(j, 3 - j, False) for j in range(4)]
 
 
 def test_a_large_random_ring_by_numpy():

@@ -1,0 +1,192 @@
+"""Every sampler, within every wrapper, over every kind of buffer: what its batches hold, and how often rows are drawn.
+
+What happens between batches (writes, updates, loads, ...) is in ``test_lockstep.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torchrl.data.replay_buffers import LazyTensorStorage, Sampler, TensorDictReplayBuffer, TensorDictRoundRobinWriter
+
+from rlbuf_td import (
+    FreshRowsSampler,
+    HindsightSampler,
+    NStepSampler,
+    PackedStorage,
+    ProportionalSampler,
+    RankSampler,
+    RecencySampler,
+    ReplayBuffer,
+    ReplayBufferMixture,
+    RingWriter,
+    SequenceSampler,
+    UniformSampler,
+)
+from rlbuf_td.kernels.episodes import FlagBoundaries
+from tests import model as m
+from tests.model import Model, Recipe, World, index_of
+from tests.statistics import assert_follows
+
+RECIPES = {
+    "plain": Recipe(),
+    "hindsight": Recipe(hindsight=True),
+    "n-step": Recipe(n_step=True),
+    "n-step over hindsight": Recipe(n_step=True, hindsight=True),
+    "sequence": Recipe(sequence=True),
+    "sequence over hindsight": Recipe(sequence=True, hindsight=True),
+    "sequence over n-step": Recipe(sequence=True, n_step=True),
+    "all": Recipe(sequence=True, n_step=True, hindsight=True),
+}
+FILLS = {"filling": 0.6, "full": 1.0, "wrapped": 2.4}
+BUFFERS: dict[str, Any] = {
+    "ours": (ReplayBuffer, PackedStorage, RingWriter),
+    "TorchRL's": (TensorDictReplayBuffer, PackedStorage, RingWriter),
+    "ours, observations once": (ReplayBuffer, partial(PackedStorage, share_next=["achieved_goal"]), RingWriter),
+    "TorchRL's, observations once": (TensorDictReplayBuffer, partial(PackedStorage, share_next=True), RingWriter),
+    "ours over TorchRL's storage": (ReplayBuffer, LazyTensorStorage, RingWriter),
+    "TorchRL's throughout": (TensorDictReplayBuffer, LazyTensorStorage, TensorDictRoundRobinWriter),
+}
+ANCHORS = 40  # drawn at once
+
+# Weights relative to the whole buffer; draws independent of each other, as the test of their law expects.
+GIVEN: dict[str, Any] = {"alpha": 0.7, "beta": 0.5, "stratified": False}
+INNER: dict[str, Callable[[int], Any]] = {
+    "uniform": lambda rows: UniformSampler(),
+    "proportional": lambda rows: ProportionalSampler(rows, **GIVEN),
+    "rank": lambda rows: RankSampler(rows, **GIVEN),
+    "recency": lambda rows: RecencySampler(half_life=15.0, window=40),
+    "fresh": lambda rows: FreshRowsSampler(UniformSampler(), 5),
+    "floored": lambda rows: ProportionalSampler(rows, **GIVEN, min_priority=1.0),
+    "fresh over proportional": lambda rows: FreshRowsSampler(ProportionalSampler(rows, **GIVEN), 5),
+}
+LAWS: dict[str, Callable[[Model], list[float]]] = {
+    "uniform": m.uniform,
+    "rank": lambda model: m.by_rank(model, 0.7),
+    "recency": lambda model: m.recency(model, 15.0, 40),
+    "fresh": m.uniform,
+}
+
+
+def law_of(kind: str, model: Model) -> np.ndarray:
+    return np.array(LAWS.get(kind, lambda model: m.proportional(model, 0.7))(model))
+
+
+def wrapped(sampler: Sampler, recipe: Recipe) -> Sampler:
+    if recipe.hindsight:
+        given: Any = {"strategy": recipe.strategy, "future_gamma": recipe.future_gamma, "her_ratio": recipe.her_ratio}
+        sampler = HindsightSampler(sampler, m.reward_fn, **given, terminated_fn=m.terminated_fn)
+    if recipe.n_step:
+        sampler = NStepSampler(sampler, recipe.n, recipe.gamma)
+    if recipe.sequence:
+        sampler = SequenceSampler(sampler, recipe.length, burn_in=recipe.burn_in, boundary=recipe.boundary)
+    return sampler
+
+
+def make(kind: str, recipe: Recipe, ndim: int, fill: str, buffer: str, seed: int = 0) -> tuple[World, Any]:
+    """Return a filled world, and the sampler that draws its rows; prioritized rows have distinct priorities."""
+    steps, lanes = (59, 0) if ndim == 1 else (21, 3)
+    cls, storage, writer = BUFFERS[buffer]
+    parts = {"buffer": cls, "storage": storage, "writer": writer(), "batch_size": ANCHORS * recipe.window}
+    sampler = wrapped(INNER[kind](steps * max(1, lanes)), recipe)
+    world = World.of(sampler, steps, lanes, FILLS[fill], seed=seed, **parts)
+    world.model.floor = 1.0 if kind == "floored" else 0.0
+    inner = getattr(sampler, "innermost", sampler)
+    if hasattr(inner, "priority"):
+        rows = world.model.rows()
+        errors = [(-1) ** at * (0.125 + at * 37 % 101 / 64) for at in range(len(rows))]
+        inner.update_priority(index_of(world.model, rows), torch.tensor(errors), storage=world.rb.storage)
+        world.model.update(rows, errors)
+    return world, inner
+
+
+def check(kind: str, recipe: Recipe, ndim: int, fill: str, buffer: str) -> None:
+    """Draw batches, and compare each with brute force; then their law, and priorities that come back."""
+    world, sampler = make(kind, recipe, ndim, fill, buffer)
+    torch.manual_seed(0)
+    model, rows, law = world.model, world.model.rows(), law_of(kind, world.model)
+    place, counts = {row.number: at for at, row in enumerate(rows)}, np.zeros(len(rows))
+    for j in range(10):
+        batch = world.rb.sample()
+        anchors, goals = world.drawn(batch, recipe)
+        drawn = [place[row.number] for row in anchors]
+        np.add.at(counts, drawn, 1)
+        if j < 2:
+            world.check_batch(batch, recipe)
+        if hasattr(sampler, "priority"):
+            weight = torch.tensor(m.importance(law.tolist(), drawn, 0.5)).repeat_interleave(recipe.window)
+            torch.testing.assert_close(batch["priority_weight"], weight, rtol=1e-5, atol=1e-5)
+        assert not recipe.hindsight or 0 < sum(goal is not None for goal in goals) < len(goals)
+    if not kind.startswith("fresh"):  # whose law is not that of independent draws
+        assert_follows(counts, law)
+    if hasattr(sampler, "priority"):
+        errors = torch.arange(len(batch)) % 61 / 16 - 1.5
+        world.rb.update_tensordict_priority(batch.set("td_error", errors.unsqueeze(-1)))
+        parts = errors.view(-1, recipe.window)
+        if recipe.sequence:
+            counted = (batch["mask"] & ~batch["burn_in_mask"]).view(-1, recipe.window)
+            largest = [m.combined(*each) for each in zip(parts.tolist(), counted.tolist(), strict=True)]
+        else:
+            largest = parts[:, 0].tolist()
+        model.update(anchors, largest)
+        m.assert_holds(world.rb, model)
+
+
+def cells() -> list[tuple[str, str, str, int, str]]:
+    """Return every wrapper over every buffer and sampler, the dims and fills in turn; foreign storages over one."""
+    places, rows = [*product((1, 2), FILLS)], [*product(BUFFERS, ("uniform", "proportional", "rank"))]
+    rows = [row for row in rows if row[0] in [*BUFFERS][:2] or row[1] == "proportional"]
+    turns = product(enumerate(rows), enumerate(RECIPES))
+    made = [(kind, recipe, buffer, *places[(i + j) % 6]) for (i, (buffer, kind)), (j, recipe) in turns]
+    more = product(enumerate(("recency", "fresh", "floored", "fresh over proportional")), enumerate(RECIPES))
+    return made + [(kind, recipe, "ours", *places[(3 * i + j) % 6]) for (i, kind), (j, recipe) in more]
+
+
+@pytest.mark.parametrize(("kind", "recipe", "buffer", "ndim", "fill"), cells())
+def test_every_combination_is_what_brute_force_says(kind, recipe, ndim, fill, buffer):
+    check(kind, RECIPES[recipe], ndim, fill, buffer)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("kinds", [("uniform", "recency"), ("fresh", "proportional"), ("floored", "rank")], ids=str)
+def test_each_part_of_a_mixture_is_what_brute_force_says(kinds, recipe):
+    given = RECIPES[recipe]
+    worlds = {kind: make(kind, given, 1, "wrapped", "ours", seed)[0] for seed, kind in enumerate(kinds)}
+    size = ANCHORS * given.window
+    shares = dict(zip(kinds, (0.25, 0.75), strict=True))
+    mixed = ReplayBufferMixture({kind: world.rb for kind, world in worlds.items()}, shares, batch_size=size)
+    for _ in range(2):
+        batch = mixed.sample()
+        assert batch["source"].bincount().tolist() == [size // 4, 3 * size // 4]
+        for place, world in enumerate(worlds.values()):
+            world.check_batch(batch[batch["source"] == place].exclude("source"), given)
+
+
+@pytest.mark.parametrize(("fill", "ndim", "recipe"), [*zip([*FILLS] * 3, [1, 2] * 4, RECIPES, strict=False)])
+def test_with_the_boundaries_of_other_devices(fill, ndim, recipe, monkeypatch):
+    monkeypatch.setattr("rlbuf_td.storages.trajectory_index.make_boundaries", FlagBoundaries)
+    check("uniform", RECIPES[recipe], ndim, fill, "ours")
+
+
+OTHERS = {
+    **{name: replace(RECIPES["n-step over hindsight"], strategy=name) for name in ("final", "episode", "random")},
+    "near goals": replace(RECIPES["all"], future_gamma=0.6),
+    **{f"{n} steps": replace(RECIPES["n-step"], n=n, gamma=gamma) for n, gamma in ((1, 0.5), (30, 0.97), (5, 0.0))},
+    **{
+        f"{boundary} {burn_in}+{length}": replace(RECIPES["all"], length=length, burn_in=burn_in, boundary=boundary)
+        for boundary in ("pad", "shift")
+        for length, burn_in in ((1, 0), (1, 3), (12, 12))
+    },
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_limits_of_what_the_wrappers_are_given(name):
+    check("uniform", OTHERS[name], 2, "wrapped", "ours")
