@@ -119,7 +119,6 @@ def by_priority(model: Model) -> list[float]:
 
 HER, STEPS, BOTH = Recipe(hindsight=True), Recipe(n_step=True), Recipe(n_step=True, hindsight=True)
 PAD = Recipe(sequence=True)
-FLAT = [name for name in FORMS if "lanes" not in name]
 OURS = [name for name in FORMS if "torchrl" not in name]
 KINDS: dict[str, Kind] = {
     "uniform": Kind(lambda rows: UniformSampler()),
@@ -460,7 +459,7 @@ class Machine:
 
     def edit_all(self, a: int, b: int) -> None:
         if len(self.model) and self.is_ours:
-            self.rb.set_("hidden", torch.full_like(self.rb.storage["hidden"], a / 64))
+            self.rb["hidden"] = torch.full_like(self.rb["hidden"], a / 64)
             for row in self.model.rows():
                 self.model.edit(row, {("hidden",): [a / 64] * 3})
 
