@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from linecache import getline
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -54,6 +55,7 @@ from rlbuf_td import (
     SequenceSampler,
     UniformSampler,
 )
+from rlbuf_td.kernels.episodes import FlagBoundaries
 from tests import model as m
 from tests.model import Model, Recipe, Row, World
 
@@ -689,7 +691,6 @@ class Machine:
         moves: list[Callable[[], object]] = [
             lambda: self.rb[:].share_memory_(),
             lambda: self.rb["hidden"].share_memory_(),
-            lambda: mp.get_context("spawn").SimpleQueue().put(self.rb[:1]),
             lambda: self.rb[:].memmap_(),
             lambda: self.rb.storage.snapshot(),
         ]
@@ -777,6 +778,14 @@ def play(form: str, kind: str, operations: list[tuple[str, int, int]], seed: int
 @given(data=st.data(), operations=_operations, seed=_seeds, looks=st.booleans())
 def test_operations_agree_with_the_model(kind: str, data: Any, operations: Any, seed: int, looks: bool) -> None:
     play(data.draw(st.sampled_from([*KINDS[kind].forms])), kind, operations, seed, looks)
+
+
+@pytest.mark.parametrize("kind", ["uniform", "n-step", "sequence of all", "chunks"])
+@settings(max_examples=3, phases=_phases)
+@given(operations=_operations, seed=_seeds, looks=st.booleans())
+def test_the_boundaries_of_other_devices_agree(kind: str, operations: Any, seed: int, looks: bool) -> None:
+    with mock.patch("rlbuf_td.storages.trajectory_index.make_boundaries", FlagBoundaries):
+        play("lanes", kind, operations, seed, looks)
 
 
 def reported(pipe: Any, *arguments: Any) -> None:

@@ -10,7 +10,7 @@ from tensordict import TensorDict
 from torchrl.data.replay_buffers import TensorDictMaxValueWriter, TensorDictReplayBuffer, TensorDictRoundRobinWriter
 from torchrl.envs.transforms import DoubleToFloat
 
-from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer, RingWriter
+from rlbuf_td import PackedStorage, ProportionalSampler, ReplayBuffer, RingWriter
 from rlbuf_td.storages.write_clock import SAMPLED_AT, WriteClock
 
 CAPACITY = 30
@@ -70,55 +70,6 @@ def sampled_before_writes(count: int) -> tuple[Numbered, TensorDict]:
     batch = buffer.rb.sample()
     buffer.write(count)
     return buffer, batch.set("td_error", torch.full((12,), ERROR))
-
-
-@pytest.mark.parametrize(
-    ("seed", "lanes", "sampler"),
-    [(0, 0, ProportionalSampler), (1, 3, ProportionalSampler), (2, 3, RankSampler), (3, 0, RankSampler)],
-)
-def test_only_rows_that_hold_what_was_sampled_are_updated(seed, lanes, sampler):
-    draw = torch.manual_seed(seed)  # of what is drawn, too: other seeds may find nothing stale
-    buffer = Numbered(lanes, sampler)
-    rb, batches = buffer.rb, []
-    buffer.write(4)
-
-    def pick(n: int) -> int:
-        return int(torch.randint(n, (), generator=draw))
-
-    for _ in range(120):
-        action = pick(12 if seed % 2 else 8)  # with and without writes out of order
-        steps = rb.storage.shape[0]
-        live = len(rb) // max(1, lanes)
-        if action < 3:
-            batches.append(rb.sample())
-        elif action == 3:
-            buffer.write(1 + pick(6))
-        elif action == 4:
-            rb.add(buffer.rows(1)[..., 0])
-        elif action == 5 and not pick(3):
-            buffer.write(steps + pick(5))
-        elif action == 6 and not pick(4):
-            rb.empty()
-            buffer.write(3)
-        elif action == 7 and not pick(3):
-            rb.load_state_dict(rb.state_dict())
-            batches.clear()  # all are stale then: the numbers would tell another story
-        elif action == 8:
-            data = buffer.rows(2)
-            where = torch.tensor([pick(live), pick(live)])
-            rb.storage.set(where, data.transpose(0, 1) if lanes else data, set_cursor=False)
-        elif action == 9:
-            where = torch.randint(live, (3,), generator=draw)
-            cells = (where, torch.randint(lanes, (3,), generator=draw)) if lanes else (where,)
-            rb.storage.set(cells, buffer.rows(3)[0] if lanes else buffer.rows(3))
-        elif action == 10 and not lanes:
-            rb.writer.write_at(torch.tensor([pick(live), pick(live)]), buffer.rows(2))
-        elif action == 11 and not pick(3):
-            rb.set_writer(RingWriter())
-            buffer.write(2)
-        if batches and pick(2):
-            buffer.check_update(batches.pop(pick(len(batches))))
-    assert rb.health()["stale_updates"] > 0
 
 
 @pytest.mark.parametrize("writer", [TensorDictMaxValueWriter, TensorDictRoundRobinWriter])
@@ -212,21 +163,6 @@ def test_buffers_over_one_storage_know_of_each_others_writes():
     other.update_tensordict_priority(batch)
     assert (other.sampler.priority(torch.arange(CAPACITY)) == 1.0).all()
     assert (other.health()["stale_updates"], buffer.rb.health()["stale_updates"]) == (12, 0)
-
-
-def test_a_load_into_a_used_buffer_makes_earlier_batches_stale():
-    buffer = Numbered()
-    buffer.write(10)
-    saved = buffer.rb.state_dict()
-    buffer.write(5)
-    batch = buffer.rb.sample()
-    buffer.rb.load_state_dict(saved)
-    buffer.write(5)  # other rows, at the same places and counts as before
-    batch["td_error"] = torch.full((12,), ERROR)
-    buffer.rb.update_tensordict_priority(batch)
-    assert buffer.rb.health()["stale_updates"] == 12
-    buffer.check_update(buffer.rb.sample())
-    assert buffer.rb.health()["stale_updates"] == 12
 
 
 def test_times_of_rows_that_were_saved_elsewhere_go_to_where_the_rows_are():

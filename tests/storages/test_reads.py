@@ -51,20 +51,6 @@ def test_batches_share_no_memory() -> None:
     assert (storage.get(index)["id"] == index).all()
 
 
-def test_reads_follow_writes_and_new_rows() -> None:
-    storage, index = filled(numbered(10)), torch.tensor([3, 9, 0])
-    for _ in range(3):
-        assert storage.get(index)["id"].tolist() == [3, 9, 0]
-    with pytest.raises(IndexError, match=r"index 10 is out of range: 10 have been written"):
-        storage.get(torch.tensor([3, 9, 10]))
-    storage.set(range(10, 40), numbered(40)[10:])
-    storage.set(range(3, 4), numbered(40)[20:21])
-    assert storage.get(torch.tensor([3, 9, 10]))["id"].tolist() == [20, 9, 10]
-    assert storage.get(torch.tensor([3, 9, -1]))["id"].tolist() == [20, 9, 39]
-    with pytest.raises(IndexError, match=r"index -41 is out of range"):
-        storage.get(torch.tensor([3, 9, -41]))
-
-
 def test_a_copy_of_the_rows_reads_into_batches_of_its_own() -> None:
     storage, index = filled(numbered(10)), torch.tensor([1, 2, 3])
     kept = [storage.get(index) for _ in range(3)]

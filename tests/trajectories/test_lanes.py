@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import multiprocessing as mp
 import os
-import pickle
 import random
 import signal
 from typing import Any
@@ -34,7 +32,6 @@ from rlbuf_td import (
     UniformSampler,
 )
 from rlbuf_td.diagnostics.doctor import check as examine
-from rlbuf_td.storages import trajectory_index
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 from tests.statistics import assert_follows, power
 
@@ -204,69 +201,6 @@ SAMPLERS: dict[str, Any] = {
 }
 
 
-def run(name: str, seed: int, *, moves: float = 0.15, **kwargs: Any) -> int:
-    """Write, sample and move a buffer at random; return the number of rows checked."""
-    rng = random.Random(seed)
-    lists = Lists(rng.choice([1, 2, 3, 7, 65]), rng.choice([1, 2, 3, 5]), seed, rng.random() < 0.5)
-    rb = make_buffer(lists, SAMPLERS[name](lists.steps * lists.lanes), **kwargs)
-    rb.set_rng(torch.Generator().manual_seed(seed))
-    checked = 0
-    for _ in range(12):
-        write_randomly(lists, rb)
-        if rng.random() < moves and not kwargs:
-            way = rng.choice([copy.deepcopy, lambda rb: pickle.loads(pickle.dumps(rb))])
-            rb = way(rb)
-        if rng.random() < 0.3:
-            lists.check(rb)
-        if not len(rb) or (name == "unique" and len(rb) < 16):
-            continue
-        batch = rb.sample(16)
-        if "windows" in name:
-            checked += lists.check_windows(batch)
-            continue
-        checked += lists.check_batch(batch, 3 if "n-step" in name else 1, goals=name == "hindsight")
-        if "2 old" in name:
-            lanes, numbers = batch["x"] // 10_000, batch["x"] % 10_000
-            assert all(len(lists.rows[lane]) - number <= 3 for lane, number in zip(lanes, numbers, strict=True))
-        if name in ("proportional", "rank", "n-step", "fresh"):
-            batch["td_error"] = torch.rand(len(batch)) + 0.1
-            rb.update_tensordict_priority(batch)
-            priorities = rb.sampler.priority(tuple(batch["index"].unbind(1)), storage=rb.storage)
-            last = {int(row): float(error) for row, error in zip(batch["x"], batch["td_error"], strict=True)}
-            expected = torch.tensor([last[int(row)] for row in batch["x"]])
-            torch.testing.assert_close(priorities.float(), expected)
-    lists.check(rb)
-    return checked
-
-
-@pytest.mark.parametrize("name", SAMPLERS)
-def test_every_sampler_gives_rows_as_lists_of_each_lane_hold_them(name: str) -> None:
-    checked = sum(run(name, seed) for seed in range(20))
-    assert checked > 800
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SAMPLERS)
-def test_every_sampler_gives_rows_of_many_random_histories(name: str) -> None:
-    assert sum(run(name, seed) for seed in range(1_000, 1_030)) >= 2_000
-
-
-@pytest.mark.parametrize("options", [{"shared": True}, {"share_next": ["x"]}], ids=["shared", "share_next"])
-def test_forms_of_rows_hold_lanes_of_unlike_lengths(options: dict[str, Any]) -> None:
-    assert sum(run("n-step", seed, **options) for seed in range(15)) > 500
-
-
-def test_a_mapped_file_holds_lanes_of_unlike_lengths(tmp_path: Any) -> None:
-    assert sum(run("proportional", seed, scratch_dir=tmp_path / str(seed)) for seed in range(6)) > 200
-
-
-def test_torch_boundaries_agree_with_lists(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rlbuf_td.kernels.episodes import FlagBoundaries
-
-    monkeypatch.setattr(trajectory_index, "make_boundaries", FlagBoundaries)
-    assert sum(run("n-step", seed) for seed in range(12)) > 300
-
-
 def unlike(sampler: Any, seed: int = 0, steps: int = 12) -> tuple[Lists, ReplayBuffer]:
     """Return a buffer whose lanes hold 1, 5 and 12 rows, the last of a lane that was written 30 times."""
     lists = Lists(steps, 3, seed, has_ids=False)
@@ -416,14 +350,6 @@ def test_dumps_keep_the_newest_rows_of_each_lane(tmp_path: Any, steps: int, dedu
         lists.check(other)
 
 
-def test_a_state_dict_restores_lanes_of_unlike_lengths() -> None:
-    lists, rb = unlike(UniformSampler())
-    state = rb.state_dict()
-    other = make_buffer(Lists(12, 3, 0, has_ids=False), UniformSampler())
-    other.load_state_dict(state)
-    lists.check(other)
-
-
 def test_statistics_count_the_episodes_of_each_lane() -> None:
     lists = Lists(50, 3, 4, has_ids=False)
     rb = make_buffer(lists, UniformSampler(), stats=EpisodeStats())
@@ -485,15 +411,6 @@ def test_lanes_that_meet_again_stand_together() -> None:
     assert rb.full
     assert rb.chronological()["x"][:, 1].tolist() == list(range(10_018, 10_030))
     rb.extend(torch.stack([lists.data([lane] * 3) for lane in range(3)]))
-    lists.check(rb)
-
-
-def test_an_empty_buffer_forgets_its_lanes() -> None:
-    lists, rb = unlike(UniformSampler())
-    rb.empty()
-    assert len(rb) == len(rb.lane(2)) == 0
-    lists.rows = [[] for _ in range(3)]
-    rb.extend(lists.data([1, 1, 2]), lanes=[1, 1, 2])
     lists.check(rb)
 
 
