@@ -54,10 +54,15 @@ class Episodes:
     def __init__(self, ring: Ring, numbers: np.ndarray | None = None) -> None:
         self.ring = ring
         self.numbers = np.zeros((ring.lanes, ring.steps, 2), np.int32) if numbers is None else numbers
-        self.addresses = Lanes(ring.head.ctypes.data, self.numbers.ctypes.data, ring.steps, ring.lanes)
+        self.draft = ring.head.copy()  # the head that a write will publish
+        head, draft, places = (x.ctypes.data for x in (ring.head, self.draft, self.numbers))
+        self.addresses = Lanes(head, draft, places, ring.steps, ring.lanes)
 
     def write(self, lane: np.ndarray, ended: np.ndarray, name: np.ndarray) -> None:
-        """Note rows that are being written, between ``begin`` and ``publish`` of the ring.
+        """Note rows that are being written, after ``begin`` of the ring and before :meth:`publish`.
+
+        The head stays as it is. ``left`` of stored rows may already count new ones: if the write is never published,
+        :meth:`build` must follow.
 
         Args:
             lane: ``[n]`` int64, the lane of each row; those of a lane in time order.
@@ -66,13 +71,18 @@ class Episodes:
         """
         _loops().write(self.addresses, len(lane), *(x.ctypes.data for x in (lane, ended, name)))
 
+    def publish(self, lanes: np.ndarray | slice, count: np.ndarray | int) -> None:
+        """Publish the rows in the ring, and then what the next row continues: no break is lost between the two."""
+        self.ring.publish(lanes, count)
+        self.ring.head[FOLLOWING:] = self.draft[FOLLOWING:]
+
     def end(self, lanes: np.ndarray | None = None) -> None:
         """Let the next row of each of ``lanes`` (default: all) begin an episode: a break."""
         lanes = np.arange(self.ring.lanes) if lanes is None else lanes
         _loops().end(self.addresses, len(lanes), lanes.ctypes.data)
 
     def build(self, ended: np.ndarray, name: np.ndarray) -> None:
-        """Compute both numbers again from flags, ids and breaks, after an edit of flags or ids.
+        """Compute both numbers again from flags, ids and breaks, after an edit of flags or ids, or a killed write.
 
         Args:
             ended: ``[T, E]`` bool.

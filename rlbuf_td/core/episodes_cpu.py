@@ -11,8 +11,8 @@ _MOST = 1 << 30  # steps are counted so far: more than the slots of any lane
 
 
 @inlined
-def _arrays(at):
-    head = carray(pointer(at.head), (4, at.lanes), np.int64)
+def _arrays(at, head):
+    head = carray(pointer(head), (4, at.lanes), np.int64)
     return head, carray(pointer(at.numbers), (at.lanes, at.steps, 2), np.int32)
 
 
@@ -31,35 +31,34 @@ def _close(head, numbers, lane, written):
 
 @kernel
 def write(at: Lanes, count, lane_ids, ended, names):
-    head, numbers = _arrays(at)
+    head, _ = _arrays(at, at.head)
+    draft, numbers = _arrays(at, at.draft)
+    draft[:] = head
     lanes, ends = carray(pointer(lane_ids), count, np.int64), carray(pointer(ended), count, np.bool_)
     name = carray(pointer(names), count, np.int64)
-    written = np.empty(at.lanes, np.int64)
-    for lane in range(at.lanes):
-        written[lane] = head[WRITTEN, lane]
     for i in range(count):
         lane = lanes[i]
-        back, serial = head[FOLLOWING, lane], written[lane]
+        back, serial = draft[FOLLOWING, lane], draft[WRITTEN, lane]
         slot = serial % at.steps
-        if back < 0 or (back > 0 and name[i] != head[NAME, lane]):
-            _close(head, numbers, lane, serial)
+        if back < 0 or (back > 0 and name[i] != draft[NAME, lane]):
+            _close(draft, numbers, lane, serial)
             back = min(back, 0)
         numbers[lane, slot, BACK] = BREAK if back < 0 else back
         numbers[lane, slot, LEFT] = 0
-        head[NAME, lane] = name[i]
-        written[lane] = serial + 1
-        if serial + 1 - head[TAIL, lane] > at.steps:  # more rows than slots: the first ones of this write are gone
-            head[TAIL, lane] = serial + 1 - at.steps
+        draft[NAME, lane] = name[i]
+        draft[WRITTEN, lane] = serial + 1
+        if serial + 1 - draft[TAIL, lane] > at.steps:  # more rows than slots: the first ones of this write are gone
+            draft[TAIL, lane] = serial + 1 - at.steps
         if ends[i]:
-            _close(head, numbers, lane, serial + 1)
-            head[FOLLOWING, lane] = 0
+            _close(draft, numbers, lane, serial + 1)
+            draft[FOLLOWING, lane] = 0
         else:
-            head[FOLLOWING, lane] = min(max(back, 0) + 1, _MOST)
+            draft[FOLLOWING, lane] = min(max(back, 0) + 1, _MOST)
 
 
 @kernel
 def end(at: Lanes, count, lane_ids):
-    head, _ = _arrays(at)
+    head, _ = _arrays(at, at.head)
     lanes = carray(pointer(lane_ids), count, np.int64)
     for i in range(count):
         head[FOLLOWING, lanes[i]] = -1
@@ -67,7 +66,7 @@ def end(at: Lanes, count, lane_ids):
 
 @kernel
 def build(at: Lanes, ended, names):
-    head, numbers = _arrays(at)
+    head, numbers = _arrays(at, at.head)
     ends, name = (
         carray(pointer(ended), (at.steps, at.lanes), np.bool_),
         carray(pointer(names), (at.steps, at.lanes), np.int64),
@@ -98,7 +97,7 @@ def build(at: Lanes, ended, names):
 
 @kernel
 def reach(at: Lanes, count, cells, back, ahead, ended, whole):
-    head, numbers = _arrays(at)
+    head, numbers = _arrays(at, at.head)
     cell = carray(pointer(cells), count, np.int64)
     for i in range(min(_SOON, count)):
         prefetch(at.numbers + 8 * (cell[i] % at.lanes * at.steps + cell[i] // at.lanes))
@@ -120,7 +119,7 @@ def reach(at: Lanes, count, cells, back, ahead, ended, whole):
 
 @kernel
 def whole(at: Lanes, only_finished: bool, first, length):
-    head, numbers = _arrays(at)
+    head, numbers = _arrays(at, at.head)
     found = 0
     for lane in range(at.lanes):
         serial, written = head[TAIL, lane], head[WRITTEN, lane]

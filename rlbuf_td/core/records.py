@@ -15,9 +15,10 @@ STEPS = (1 << 31) - 1  # the other bits
 
 
 class Lanes(NamedTuple):
-    """Addresses of ``Ring.head`` and of ``Episodes.numbers``, T and E."""
+    """Addresses of ``Ring.head``, of its copy for a write, and of ``Episodes.numbers``, T and E."""
 
     head: int
+    draft: int
     numbers: int
     steps: int
     lanes: int

@@ -38,7 +38,7 @@ class Pair:
             row = self.model.append(each, {DONE: done, TRAJ: traj})
             self.stamps.append((row, slot * LANES + each, first[each]))
             first[each] += 1
-        self.ring.publish(slice(None), count)
+        self.episodes.publish(slice(None), count)
 
     def empty(self, rows: object) -> None:
         self.ring.empty()
@@ -63,9 +63,12 @@ class Pair:
         self.stamps = [(Row(**vars(row) | {"number": -1}), cell, stamp) for row, cell, stamp in self.stamps]
 
     def kill(self, rows: list[tuple[int, bool, int]]) -> None:
-        """Die after the tail was advanced: the rows that would have been replaced are gone."""
-        count = np.bincount([lane for lane, *_ in rows], minlength=LANES).clip(max=STEPS - 1)
+        """Die before the rows are published: those that they would have replaced are gone, and nothing has come."""
+        lane, ended, name = (np.array(column) for column in zip(*rows[: STEPS - 1], strict=True))
+        count = np.bincount(lane, minlength=LANES)
         self.ring.begin(slice(None), count)
+        self.episodes.write(lane, ended, name)
+        self.episodes.build(self.ended, self.name)
         for held, new in zip(self.model.rows_of, count.tolist(), strict=True):
             self.model._drop(held, STEPS - new)
 
@@ -95,6 +98,15 @@ def test_serials_and_episodes_are_those_of_the_model(history: list[tuple[str, li
     for how, rows in history:
         getattr(pair, "breaks" if how == "break" else how)(rows)
         pair.check()
+
+
+def test_a_killed_write_of_more_rows_than_slots_leaves_an_empty_lane() -> None:
+    pair = Pair()
+    pair.write([(0, False, 1)] * 3)
+    pair.ring.begin(slice(None), np.array([STEPS + 2, 0]))
+    pair.episodes.write(np.zeros(STEPS + 2, np.int64), np.zeros(STEPS + 2, np.bool_), np.ones(STEPS + 2, np.int64))
+    pair.ring.check()
+    assert len(pair.ring) == 0
 
 
 def test_a_stamp_from_before_empty_never_matches() -> None:
