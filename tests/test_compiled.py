@@ -107,7 +107,7 @@ def terminated_fn(batch: Any) -> torch.Tensor:
 
 
 per = ProportionalSampler
-ALONE = "uniform", "unique", "proportional", "independent", "no norm", "rank", "recency"
+ALONE = "uniform", "unique", "young", "proportional", "independent", "no norm", "rank", "recency"
 KINDS: dict[str, Callable[[int], Any]] = {
     **{name: SAMPLERS[name] for name in ALONE},
     "fresh": lambda n: FreshRowsSampler(per(n)),
@@ -137,7 +137,7 @@ def unbound(sampler: Any) -> Any:
     return sampler
 
 
-@pytest.mark.parametrize(("kind", "window", "form"), turns(NESTED, 2))
+@pytest.mark.parametrize(("kind", "window", "form"), turns(NESTED, 4))
 def test_a_bound_batch_equals_that_of_single_stages(kind, window, form, tmp_path):
     def sampler(rows: int) -> Any:
         return SequenceSampler(KINDS[kind](rows), **WINDOWS[window]) if WINDOWS[window] else KINDS[kind](rows)
@@ -145,11 +145,11 @@ def test_a_bound_batch_equals_that_of_single_stages(kind, window, form, tmp_path
     makers = [FORMS[form].of(make) for make in (sampler, lambda rows: unbound(sampler(rows)))]
     bound, single = (made_by(maker, tmp_path) for maker in makers)
     rounds = 0
-    for number in range(24):
+    for number in range(18):
         ours, theirs = (maker.run(rb, number) for maker, rb in zip(makers, (bound, single), strict=True))
         assert_equal(ours, theirs, ALWAYS, f"round {number}")
         rounds += ", sample" in bound.compiled.partition("; not")[0]
-    assert rounds > 10 or form in ("lanes apart", "observations once")  # where some stages need torch
+    assert rounds > 8 or form in ("lanes apart", "observations once")  # where some stages need torch
     assert "not sample" in single.compiled
 
 

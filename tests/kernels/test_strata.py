@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from rlbuf_td.kernels.compiled import masses as of_numba
 from rlbuf_td.kernels.strata import masses, step_of
 from tests.statistics import assert_follows
 
@@ -27,18 +26,6 @@ def test_each_segment_is_drawn_from_once_where_its_uniform_number_says(batch):
     assert (segments(uniform).sort().values == torch.arange(batch)).all()
     torch.testing.assert_close(mass * batch / 3 - segments(uniform), uniform, rtol=0.0, atol=1e-9)
     assert gcd(step_of(batch, stratified=True), batch) == 1
-
-
-@pytest.mark.parametrize("stratified", [True, False])
-@pytest.mark.parametrize("batch", [0, 1, 2, 6, 97, 256])
-def test_the_cpu_twin_does_what_the_specification_does(batch, stratified):
-    for _ in range(20):
-        uniform = torch.rand(batch, dtype=torch.float64)
-        expected = masses(uniform, 7.3 * ONE, stratified)
-        assert stratified or torch.equal(expected, 7.3 * uniform)
-        out = uniform.numpy().copy()
-        of_numba(out, 7.3, step_of(batch, stratified), out)  # in place, as draws do it
-        np.testing.assert_allclose(out, expected.numpy(), rtol=1e-15)
 
 
 @pytest.mark.parametrize("batch", [2, 6, 16])

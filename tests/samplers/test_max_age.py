@@ -83,22 +83,6 @@ def test_ages_are_counted_in_each_lane_while_lanes_are_apart(kind, path):
             assert rb.health()["too_old"] == (age > max_age).sum()
 
 
-@pytest.mark.parametrize("kind", SAMPLERS)
-def test_the_compiled_draw_equals_the_torch_form(kind):
-    for lanes in (0, 3):
-        batches: list[list[TensorDict]] = [[], []]
-        for compiled in (True, False):
-            rb = buffer(SAMPLERS[kind](max_age=4), lanes, 40, batch_size=64, seed=3)
-            for step in range(4):
-                rb.extend(rows(40 + step, 1, lanes))
-                if not compiled:
-                    rb.bound = {}
-                batches[compiled].append(rb.sample())
-            assert not compiled or "sample" in rb.compiled.split(";")[0]
-        for one, other in zip(*batches, strict=True):
-            assert (one == other).all()
-
-
 def test_unique_rows_are_among_the_young_ones():
     rb = buffer(UniformSampler(unique=True, max_age=6), batch_size=7)
     for _ in range(3):
