@@ -133,7 +133,7 @@ BREAKS = [
     Break(
         "a uniform draw counts holes as rows",
         "samplers/uniform.py",
-        "self.flat.random_(0, written - has_holes, generator=self.generator)",
+        "self.flat.random_(0, written if is_plain else sampler._drawable(self.storage), generator=self.generator)",
         "self.flat.random_(0, written, generator=self.generator)",
         "tests/trajectories/test_lanes.py",
     ),
@@ -203,8 +203,8 @@ BREAKS = [
     Break(
         "chunks begin one row late",
         "samplers/sequence.py",
-        "boundaries.reach(part)[0] % self.stride == 0]",
-        "boundaries.reach(part)[0] % self.stride == 1 % self.stride]",
+        "self._reach(storage, part, None)[0] % self.stride == 0]",
+        "self._reach(storage, part, None)[0] % self.stride == 1 % self.stride]",
         "tests/samplers/test_chunks.py",
     ),
     Break(
@@ -217,8 +217,8 @@ BREAKS = [
     Break(
         "fresh rows are forgotten by a save",
         "samplers/fresh.py",
-        '"undrawn": torch.from_numpy(self.queue.ages().copy())',
-        '"undrawn": torch.from_numpy(self.queue.ages()[:0].copy())',
+        '"undrawn": torch.from_numpy(self.queue.waiting().copy())',
+        '"undrawn": torch.from_numpy(np.zeros_like(self.queue.waiting()))',
         "tests/samplers/test_fresh.py",
     ),
     Break(
