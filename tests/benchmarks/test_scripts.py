@@ -1,4 +1,4 @@
-"""The benchmark of deduplicated rows runs and prints what it measures."""
+"""The benchmarks run and print what they measure; the faults of ``breaks.py`` can be made."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.benchmarks import memory, mixtures, reopening
+from tests.benchmarks import breaks, memory, mixtures, reopening
 
 pytestmark = pytest.mark.slow
 
@@ -43,3 +43,10 @@ def test_mixtures_fresh_rows_and_recency_are_measured(capsys: pytest.CaptureFixt
     printed = capsys.readouterr().out
     assert ratios.keys() == mixtures.LIMITS.keys()
     assert "fresh over proportional against proportional: " in printed
+
+
+def test_the_forty_faults_can_still_be_made() -> None:
+    assert len(breaks.BREAKS) == 40
+    assert not [fault for each in breaks.BREAKS if (fault := breaks.fault_of(each))]
+    named = [name for each in breaks.BREAKS for name in each.tests.split() if name.startswith("tests/")]
+    assert not [name for name in named if not (breaks.ROOT / name).exists()]
