@@ -106,7 +106,7 @@ BREAKS = [
         "kernels/rows/pool_cpu.py",
         "for step in (away, -away):",
         "for step in (-away, -away):",
-        "tests/storages/test_dedup.py",
+        "tests/storages/test_lockstep.py",
     ),
     Break(
         "the lock admits two processes",
