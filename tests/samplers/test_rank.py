@@ -71,6 +71,11 @@ def test_probability_is_the_power_of_the_rank(alpha: float, n: int) -> None:
     torch.testing.assert_close(sampler.priority(order), td_error.abs()[order].double(), rtol=0.0, atol=0.0)
 
 
+def test_ties_are_ranked_by_row(device: torch.device) -> None:
+    sampler = sampler_of(torch.tensor([1.0, 3.0, -1.0, -3.0, 2.0]), alpha=0.7)
+    assert sampler.rank(torch.arange(5)).tolist() == [4, 1, 5, 2, 3]
+
+
 def test_rows_without_a_priority_have_rank_and_probability_zero() -> None:
     sampler = RankSampler(5)
     sampler.update_priority(torch.tensor([3, 1]), torch.tensor([1.0, 2.0]))

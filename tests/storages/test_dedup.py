@@ -136,6 +136,16 @@ def test_a_row_of_a_stack_takes_one_frame(dim: int) -> None:
     assert pooled(alone).in_use == [53]
 
 
+def test_frames_of_the_rows_that_are_left_survive_the_wrap() -> None:
+    frames = torch.randint(256, (54, 5, 5), dtype=torch.uint8)
+    stacks = torch.stack([frames[j : j + 51] for j in range(4)], 1)
+    data = TensorDict({"pixels": stacks[:50], "next": {"pixels": stacks[1:]}}, [50])
+    rb = ReplayBuffer(storage=PackedStorage(20, frames={"pixels": (4, 0)}))
+    for first in range(0, 49, 7):
+        rb.extend(data[first : first + 7])
+        assert_same(rb.chronological(), data[max(0, first - 13) : first + 7])
+
+
 def test_a_stack_that_repeats_its_first_frame_stores_it_once() -> None:
     world = Lanes(1, 0, alphabet=200)
     storage = PackedStorage(60, share_next=True, frames={"pixels": FRAMES})
