@@ -99,7 +99,7 @@ PLAIN = Recipe()
 class Kind:
     """A sampler within its wrappers, with what its batches and draws follow."""
 
-    make: Callable[[int], Any]
+    make: Callable[[Any], Any]  # of a number of rows, or of a QueueSampler
     recipe: Recipe = PLAIN
     law: Callable[[Model], list[float]] = m.uniform
     forms: Sequence[str] = (*FORMS,)
@@ -122,6 +122,7 @@ def by_priority(model: Model) -> list[float]:
 HER, STEPS, BOTH = Recipe(hindsight=True), Recipe(n_step=True), Recipe(n_step=True, hindsight=True)
 PAD = Recipe(sequence=True)
 OURS = [name for name in FORMS if "torchrl" not in name]
+QUEUES = ["plain", "share_next", "shared", "file"]
 KINDS: dict[str, Kind] = {
     "uniform": Kind(lambda rows: UniformSampler()),
     "unique": Kind(lambda rows: UniformSampler(unique=True), distinct=True),
@@ -154,7 +155,10 @@ KINDS: dict[str, Kind] = {
     "reservoir": Kind(
         lambda rows: proportional(rows), law=by_priority, writer=ReservoirWriter, forms=["plain", "lanes", "shared"]
     ),
-    "queue": Kind(lambda rows: UniformSampler(), writer=QueueWriter, forms=["plain", "share_next", "shared", "file"]),
+    "queue": Kind(lambda queue: queue, writer=QueueWriter, forms=QUEUES),
+    "queue, n-step": Kind(lambda queue: NStepSampler(queue, 3, 0.9), STEPS, writer=QueueWriter, forms=QUEUES),
+    "queue, hindsight": Kind(hindsight, HER, writer=QueueWriter, forms=QUEUES),
+    "queue, sequence": Kind(lambda queue: SequenceSampler(queue, 4, burn_in=2), PAD, writer=QueueWriter, forms=QUEUES),
     "rollout": Kind(lambda rows: MinibatchSampler(), writer="rollout", forms=["plain", "lanes"], distinct=True),
 }
 
@@ -260,7 +264,7 @@ class Machine:
         storage, parts = PackedStorage(rows, lanes=self.lanes or None, **options), {}
         if writer is not None:
             parts["writer"] = writer()
-        sampler = QueueSampler(parts["writer"]) if writer is QueueWriter else self.kind.make(rows)
+        sampler = self.kind.make(QueueSampler(parts["writer"]) if writer is QueueWriter else rows)
         cls = ReplayBuffer
         if not self.is_ours:
             cls, parts = TensorDictReplayBuffer, {"writer": RingWriter()}
@@ -365,7 +369,7 @@ class Machine:
             return
         if self.kind.distinct:
             size = min(size, len(model))
-        if self.kind.writer is QueueWriter and len(self.waiting) < size:
+        if self.kind.writer is QueueWriter and len(self.waiting) < ANCHORS:
             with pytest.raises(queue.Empty):
                 self.rb.sample()
             return
