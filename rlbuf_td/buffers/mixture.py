@@ -227,6 +227,7 @@ class ReplayBufferMixture:
         Raises:
             RuntimeError: there is no batch size, a member that provides rows is empty, or the ``min_size`` or
                 ``samples_per_insert`` of a member does not allow the batch now.
+            ShutDown: a member has been shut down.
             ValueError: the batch size is not positive, or not a multiple of the members' window lengths.
             SchemaError: the batches of members differ in keys, dtypes or shapes.
         """
@@ -236,6 +237,8 @@ class ReplayBufferMixture:
         size = size if type(size) is int else whole(1)("batch_size", size)
         if size < 1:
             raise ValueError(f"a batch must have at least one row, got batch_size={size}")
+        for member in self.members.values():
+            member._refuse_shut_down()
         counts, bound = self.counts(size), self._bound
         has_flow = any(member.flow is not None for member in self.members.values())
         is_bound = bound is not None and bound.size == size

@@ -34,6 +34,11 @@ def stopped(rb: Any) -> Any:
     return rb
 
 
+def with_stopped_member(mixed: Any) -> Any:
+    stopped(mixed.members["b"])
+    return mixed
+
+
 def of_lanes(size: int = 30) -> Any:
     """Return a buffer [T, E], with three lanes of 4 steps unless it is smaller."""
     rb = fresh(storage=td.PackedStorage(size, ndim=2), sampler=td.ProportionalSampler(size))
@@ -585,7 +590,8 @@ REFUSALS: Table = {
         *((lambda mixed, known=known: mixed.write_back(mixed.batch, "action", sampled_at=known), KeyError,
            r"no 'sampled_at', and sampled_at=.* lacks one of \['a', 'b'\]: read") for known in (None, 3, {"a": 9})),
     ],
-    ("ReplayBufferMixture.write_back, shut down", lambda: mixture(b=lambda: stopped(ranked()))): [
-        (write_back("action"), RuntimeError, "shut down"),
+    ("ReplayBufferMixture, a member is shut down", lambda: with_stopped_member(mixture())): [
+        (write_back("action"), td.ShutDown, "shut down"),
+        (lambda mixed: mixed.sample(), td.ShutDown, "shut down"),
     ],
 }  # fmt: skip
