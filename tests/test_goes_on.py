@@ -499,6 +499,7 @@ def test_it_goes_on(name, way, used, tmp_path):
         last = maker.run(rb, maker.before)
         other = WAYS[way](rb, lambda: other, tmp_path)
         unlike = ignored(name, way, used)
+        assert_equal(rb.state_dict(), other.state_dict(), unlike | {"last_cursor"} if "emptied" in name else unlike)
         batch = last[-1] if last and "clock" not in unlike else None
         ours, theirs = maker.go_on(rb, batch), maker.go_on(other, batch)  # one after the other: they share no memory
         assert_equal(ours, theirs, unlike, "calls")
