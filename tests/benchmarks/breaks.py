@@ -191,7 +191,7 @@ BREAKS = [
         "kernels/batch/wrapped_cpu.py",
         "store(burn_in_mask + at, j < burn_in, np.bool_)",
         "store(burn_in_mask + at, j <= burn_in, np.bool_)",
-        "tests/samplers/test_sequence.py",
+        "tests/test_plan.py -k 'agree and sequence'",
     ),
     Break(
         "TD errors of the burn-in count",
