@@ -1269,9 +1269,9 @@ class ReplayBuffer(TensorDictReplayBuffer):
         oldest are dropped, with a warning. New collectors may use the same trajectory ids (``("collector",
         "traj_ids")``) again. A load therefore ends unfinished trajectories that have ids. The two buffers may differ in
         ``prefetch``, ``device`` and transforms. A dump has no batches drawn ahead: :meth:`dumps` drops them, and both
-        buffers draw their rows anew. Flow control goes on from the saved
-        counts if its settings are the same; otherwise the rows count as written, and as sampled as often as
-        ``samples_per_insert`` asks.
+        buffers draw their rows anew, except with TorchRL's ``SamplerWithoutReplacement``: the loading buffer skips
+        them in this epoch (use a :class:`MinibatchSampler`). Flow control goes on from the saved counts if its settings
+        are the same; otherwise the rows count as written, and as sampled as often as ``samples_per_insert`` asks.
 
         Args:
             path: the folder of the dump.

@@ -184,6 +184,8 @@ class TrajectoryIndex:
         """Return up-to-date boundaries; ``revision`` is the current revision of the storage if the caller knows it."""
         if revision is None:
             if not len(self.storage):
+                if getattr(self.storage, "is_closed", False):
+                    self.storage.refuse_closed()
                 raise RuntimeError("cannot look up trajectories of an empty storage: extend the buffer first")
             revision = revision_of(self.storage)
         if revision != self._seen.values[0] or self._boundaries is None:

@@ -437,7 +437,8 @@ def test_a_closed_buffer_frees_its_folder(tmp_path: Path, monkeypatch: pytest.Mo
             rb.sample()
         with pytest.raises(RuntimeError, match=r"call close\(\) of the buffers"):
             opened(tmp_path)
-    for use in (rb.sample, rb.state_dict, rb.chronological, lambda: rb.extend(rows(torch.arange(3)))):
+    look_up = TrajectoryIndex.of(rb.storage).boundaries
+    for use in (rb.sample, rb.state_dict, rb.chronological, look_up, lambda: rb.extend(rows(torch.arange(3)))):
         with pytest.raises(RuntimeError, match="has been closed"):
             use()
     for count in (260, 263):
