@@ -174,7 +174,7 @@ def test_only_the_first_write_to_unshared_rows_may_add_keys(where, tmp_path):
         assert rb.extend(example(4)).tolist() == [0, 1, 2, 3]
         return
     assert rb.storage.is_reserved
-    rb.extend(example(4, y=torch.ones(4, 2, dtype=torch.int16), index=torch.zeros(4).long()))
+    rb.extend(example(4, y=torch.ones(4, 2, dtype=torch.int16)))
     assert not rb.storage.is_reserved
     assert leaves(rb.storage[:]) == {"x": (torch.float32, (4, 3)), "y": (torch.int16, (4, 2))}
     assert torch.equal(rb.storage["x"], example(4)["x"])

@@ -89,7 +89,7 @@ def admitted(
             why = reason() if time.monotonic() >= deadline else None
         count_wait = None
         if why is not None:
-            raise TimeoutError(f"no batch within {timeout} seconds: {why}")
+            raise TimeoutError(f"no batch within {timeout:.3g} seconds: {why}")
         if slow_write is not None:
             slow_write.check(reason, stacklevel=7)
         time.sleep(POLL)

@@ -319,7 +319,8 @@ def _transitions(data: TensorDictBase, how: str, lead: int) -> TensorDictBase:
         size = "[n]" if lead == 1 else "[E, T]"
         raise ValueError(f"extend takes several transitions, {size}, got {_without_batch_size(data, lead)}")
     keys = data.keys()  # only one of these two keys may be an entry of the user
-    return data.exclude("priority_weight", SAMPLED_AT) if SAMPLED_AT in keys and "priority_weight" in keys else data
+    is_sampled = SAMPLED_AT in keys and "priority_weight" in keys
+    return data.exclude("index", "priority_weight", SAMPLED_AT) if is_sampled else data
 
 
 def _without_batch_size(data: TensorDictBase, lead: int) -> str:

@@ -358,7 +358,7 @@ class Limiter:
         self.flow.count_wait(of_sample=of_sample)
         while not admit():
             if time.monotonic() >= deadline:
-                raise TimeoutError(f"no batch within {timeout} seconds: {reason()}")
+                raise TimeoutError(f"no batch within {timeout:.3g} seconds: {reason()}")
             await asyncio.sleep(_POLL)
 
     async def take_back(self, epoch: int, sampled: int = 0, inserted: int = 0) -> None:
