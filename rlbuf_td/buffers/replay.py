@@ -1411,7 +1411,8 @@ class ReplayBuffer(TensorDictReplayBuffer):
         """Shut down the buffer, and release its rows if no other buffer uses them; ``with rb:`` closes it at the end.
 
         Memory becomes free, and another process may continue the rows of ``PackedStorage(reopen=True)``. Reading and
-        saving rows raise a RuntimeError afterwards. Processes that share the rows keep them until they end.
+        saving rows raise a RuntimeError afterwards. Processes that share the rows keep them until they end. With flow
+        control, the buffer is shut down in all of them (:meth:`shutdown`): an actor should not close it.
         """
         parts = self.parts or self._initialize()
         self.shutdown()
