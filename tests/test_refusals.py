@@ -17,7 +17,6 @@ import pytest
 import torch
 from tensordict import TensorDictBase
 
-from tests.backends import forced
 from tests.catalogue import as_bytes
 from tests.refusals import buffers, diagnostics, envs, functional, samplers, storages, writers
 
@@ -59,10 +58,7 @@ def what_follows(made: Any) -> Any:
     return found
 
 
-over_rows = pytest.mark.parametrize(("is_drawn", "make", "call", "error", "word"), ROWS)
-
-
-@over_rows
+@pytest.mark.parametrize(("is_drawn", "make", "call", "error", "word"), ROWS)
 def test_it_is_refused_and_nothing_changes(is_drawn: bool, make: Any, call: Any, error: Any, word: str) -> None:
     torch.manual_seed(0)
     made = make()
@@ -77,10 +73,3 @@ def test_it_is_refused_and_nothing_changes(is_drawn: bool, make: Any, call: Any,
     found = what_follows(made)
     torch.manual_seed(0)
     assert found == what_follows(make())
-
-
-@pytest.mark.slow
-@over_rows
-def test_the_torch_form_refuses_it_alike(is_drawn: bool, make: Any, call: Any, error: Any, word: str) -> None:
-    with forced("torch"):
-        test_it_is_refused_and_nothing_changes(is_drawn, make, call, error, word)
