@@ -475,15 +475,15 @@ def ignored(name: str, way: str, used: bool) -> set[str]:
 
 
 def cases() -> Iterator[Any]:
-    """Makers times ways. In the fast part, makers that differ in their form alone take turns; in the slow part, a
-    quarter of the others is added.
+    """Makers times ways. In the fast part, makers that differ in their form alone take turns; in the slow part, an
+    eighth of the others is added.
     """
     for i, (name, maker) in enumerate(MAKERS.items()):
         for j, way in enumerate(WAYS):
             if way not in maker.lacks:
                 used, place = way in INTO and (i + j) % 2 == 1, i // len(FORMS) + i + j
                 marks = [] if place % maker.turn == 0 else [pytest.mark.slow]
-                if marks and place % 4:
+                if marks and place % 8:
                     continue
                 yield pytest.param(name, way, used, id=f"{name}, {way}{' into a used one' * used}", marks=marks)
 

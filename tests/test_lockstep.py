@@ -800,7 +800,7 @@ def reported(pipe: Any, *arguments: Any) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=100, phases=_phases)
+@settings(max_examples=50, phases=_phases)
 @given(case=st.sampled_from(CASES), operations=_operations, seed=_seeds, looks=st.booleans())
 def test_many_more_operations_in_processes_that_may_crash_or_hang(
     case: tuple[str, str], operations: Any, seed: int, looks: bool
