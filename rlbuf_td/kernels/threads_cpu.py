@@ -17,7 +17,7 @@ _FIRST = 3  # calls with one thread at the beginning, of which the fastest count
 _CHECK = 32  # calls with threads until the next with one thread, which keeps `COST.alone` up to date
 # Debts are in calls with one thread. A call that pays off a debt pays `_PAID`, so threads add a tenth to the time at
 # most. Threads may lose as much as they have just saved, `_SAVED` at most. `_LOST` bounds the time until a new attempt.
-_PAID, _SAVED, _LOST = 0.1, 1.0, 30.0
+_PAID, _SAVED, _LOST = 0.1, 1.0, 100.0
 _INT, _LONG = ir.IntType(32), ir.IntType(64)
 
 
