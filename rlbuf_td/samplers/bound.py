@@ -158,6 +158,7 @@ class Blanks:
                 self.ready = [self._blank(targets) for targets in self.memory.slots]
         return self.ready.pop()
 
+    @torch.compiler.disable(reason="a function of torch that its compiler does not know allocates the tensors")
     def _blank(self, targets: int) -> Blank:
         tensors, count = self.memory.allocate(targets), len(self.layout.leaves)
         report = dict(zip(self.names, tensors[count:], strict=True))
