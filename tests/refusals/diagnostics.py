@@ -6,8 +6,8 @@ from tensordict import TensorDict
 
 from rlbuf_td import SchemaError
 from rlbuf_td.diagnostics.memory_plan import priority_bytes
+from tests.diagnostics.test_episode_stats import KEYS, play
 from tests.refusals.makers import *
-from tests.test_stats import KEYS, play
 
 REFUSALS: Table = {
     ("EpisodeStats", nothing): [

@@ -24,7 +24,7 @@ from rlbuf_td import (
     UniformSampler,
 )
 from tests.model import Model, Recipe, Row, World
-from tests.processes.test_sharing import elsewhere
+from tests.storages.test_sharing import elsewhere
 from tests.test_composition import BUFFERS, wrapped
 
 

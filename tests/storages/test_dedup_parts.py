@@ -21,9 +21,9 @@ from rlbuf_td.storages.shared.rows import Journal
 from rlbuf_td.storages.write_clock import WriteClock
 from tests.catalogue import assert_same, copied
 from tests.kernels.invariants import check_pool
-from tests.processes.test_kill import die, killed
-from tests.processes.test_sharing import all_elsewhere
 from tests.storages.observations import FRAMES, Lanes
+from tests.storages.test_kill import die, killed
+from tests.storages.test_sharing import all_elsewhere
 
 POOLED = partial(PackedStorage, share_next=True, frames={"pixels": FRAMES})
 KINDS: dict[str, Any] = {

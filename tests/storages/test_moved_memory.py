@@ -31,7 +31,7 @@ from rlbuf_td import (
     UniformSampler,
 )
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
-from tests.processes.test_sharing import elsewhere
+from tests.storages.test_sharing import elsewhere
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 STEPS, BATCH, WIDTH = 400, 16, 60

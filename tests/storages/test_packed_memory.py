@@ -14,7 +14,7 @@ from torch import multiprocessing
 from rlbuf_td import PackedStorage, ProportionalSampler, ReplayBuffer, SchemaError
 from rlbuf_td.storages.allocate import ROWS_FILE, allocate_bytes
 from tests.catalogue import SCHEMAS, assert_same, copied, transitions
-from tests.processes.test_sharing import elsewhere
+from tests.storages.test_sharing import elsewhere
 
 over_schemas = pytest.mark.parametrize("schema", SCHEMAS.values(), ids=str)
 NESTED = SCHEMAS["nested"]

@@ -30,7 +30,7 @@ from rlbuf_td import (
     UniformSampler,
 )
 from rlbuf_td.checkpoint import open_checkpoint
-from tests.processes.test_sharing import elsewhere
+from tests.storages.test_sharing import elsewhere
 
 
 class Seen(TensorClass):

@@ -12,8 +12,8 @@ from torchrl.data.replay_buffers import LazyTensorStorage, TensorDictReplayBuffe
 
 from rlbuf_td import PackedStorage, ProportionalSampler, ReplayBuffer, ReservoirWriter
 from tests.catalogue import buffer_of
-from tests.processes.test_sharing import all_elsewhere
 from tests.statistics import assert_follows, power
+from tests.storages.test_sharing import all_elsewhere
 
 
 def numbered(first: int, count: int, lanes: int = 0) -> TensorDict:

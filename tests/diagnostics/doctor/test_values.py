@@ -1,0 +1,181 @@
+"""Values: not finite, out of bounds, constant, images as floats."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete
+from tensordict import TensorDict
+from torchrl.data import Bounded, Categorical, Composite, Unbounded
+from torchrl.envs import GymEnv, SerialEnv
+
+from rlbuf_td import PackedStorage, ReplayBuffer
+from rlbuf_td.diagnostics.doctor import check
+from rlbuf_td.diagnostics.doctor.values import bounds_of
+from tests.diagnostics.doctor.world import nested, walk
+
+
+@cache
+def _rows() -> TensorDict:
+    return walk(1_200)[:, 0]
+
+
+@pytest.fixture
+def rows() -> TensorDict:
+    return _rows().clone()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("observation", float("nan")), (("next", "observation"), float("inf")), (("next", "reward"), float("-inf"))],
+)
+def test_a_value_that_is_not_finite_is_found_once(rows: TensorDict, key: Any, value: float) -> None:
+    for t in (7, 700, 701):
+        rows[key][t, 0] = value
+    (finding,) = check(rows)
+    assert (finding.code, finding.rows, finding.count, finding.of) == ("not-finite", (7, 700, 701), 3, 1_200)
+    assert finding.key == ((key,) if isinstance(key, str) else key)
+
+
+def test_actions_are_looked_at_and_what_a_policy_stores_beside_them_is_not(rows: TensorDict) -> None:
+    rows["action"] = rows["action"].float()
+    rows["logits"] = torch.full((1_200, 2), float("-inf"))  # of actions that a mask excludes
+    assert check(rows).codes == []
+    rows["action"][3] = float("nan")
+    assert [(each.code, each.key) for each in check(rows)] == [("not-finite", ("action",))]
+
+
+def test_a_report_names_five_rows_and_the_gravest_finding_first(rows):
+    rows["next", "reward"][100:200] = float("nan")
+    rows["next", "done"] = rows["next", "done"].roll(1, 0)
+    shifted, finding = check(rows)
+    assert (shifted.code, finding.code) == ("done-shifted", "not-finite")
+    assert (finding.rows, finding.count) == ((100, 101, 102, 103, 104), 100)
+    assert "100 of 1,200 rows (8.3%): 100, 101, 102, 103, 104 ..." in str(finding)
+    assert check(rows, ignore="not-finite").codes == ["done-shifted"]
+    assert check(rows, ignore=["not-finite", "done-shifted"]).healthy
+
+
+BOX = Box(np.array([-9.0, -9.0, -np.inf], np.float32), np.array([9.0, 9.0, np.inf], np.float32))
+SPEC = Composite(observation=Bounded(torch.tensor([-9.0, -9.0, -99.0]), torch.tensor([9.0, 9.0, 99.0])))
+
+
+@pytest.mark.parametrize("space", [BOX, Dict(observation=BOX), SPEC, SPEC["observation"]], ids=["Box", "Dict", "C", ""])
+def test_an_observation_out_of_its_bounds_is_found(rows: TensorDict, space: Any) -> None:
+    assert check(rows, space=space).codes == []
+    rows["observation"][33, 1] = 9.5
+    rows["next", "observation"][32, 1] = 9.5
+    found = {each.key: each.rows for each in check(rows, space=space)}
+    assert found == {("observation",): (33,), ("next", "observation"): (32,)}
+    assert check(rows, space=space).codes == ["out-of-bounds"] * 2
+
+
+def test_bounds_of_a_nested_space_are_those_of_its_parts() -> None:
+    space = Dict(
+        camera=Dict(pixels=Box(100, 255, (1, 12, 12), np.uint8)),
+        body=Dict(speed=Box(-9, 9, (3,)), cell=Discrete(7, start=-3), free=MultiBinary(3)),
+    )
+    data = walk(1_200, observe=nested)[:, 0]
+    found = check(data, space=space)
+    assert {each.key for each in found} == {("camera", "pixels"), ("next", "camera", "pixels")}
+    data["body", "cell"][5] = 4
+    assert ("body", "cell") in {each.key for each in check(data, space=space)}
+
+
+def test_bounds_of_every_kind_of_space() -> None:
+    assert bounds_of(MultiDiscrete([3, 5], start=[1, 0]))["observation",][1].tolist() == [3, 4]
+    assert bounds_of(MultiBinary(3))["observation",][1].tolist() == [1, 1, 1]
+    (found,) = bounds_of(Composite(a=Categorical(4), b=Unbounded(2))).items()
+    assert (found[0], found[1][1].tolist()) == (("a",), 3)
+    assert set(bounds_of(Composite(a=Composite(b=Bounded(0, 1, (2,)))))) == {("a", "b")}
+    env = gymnasium.make_vec("CartPole-v1", 2)
+    single = gymnasium.make("CartPole-v1")
+    for each in (env, single, GymEnv("CartPole-v1"), SerialEnv(2, lambda: GymEnv("CartPole-v1"))):
+        assert bounds_of(each)[("observation",)][1][0] == pytest.approx(4.8)
+    with pytest.raises(TypeError, match=r"must be a Gymnasium space, a TorchRL spec .* got str"):
+        bounds_of("CartPole-v1")
+
+
+def test_a_column_that_never_changes_is_found(rows: TensorDict) -> None:
+    for key in ("observation", ("next", "observation")):
+        rows[key][:, 1] = 3.0
+    assert check(rows[:900]).codes == []  # too few to tell
+    rows["action"] = torch.full((1_200, 2), 0.25)
+    action, observation = sorted(check(rows), key=lambda finding: str(finding.key))
+    assert (action.code, action.key, observation.key) == ("constant", ("action",), ("observation",))
+    assert (observation.code, observation.count) == ("constant", 1_200)
+    assert "all of it" in action.explanation
+    assert "has the same value (3) in every row: column 1." in observation.explanation
+
+
+def test_entries_of_float64_are_found_once_and_the_environment_is_taken_by_name(rows: TensorDict) -> None:
+    for key in ("observation", ("next", "observation")):
+        rows[key] = rows[key].double()
+    (found,) = check(rows)
+    assert (found.code, found.count) == ("float64", 1_200)
+    assert "'observation', ('next', 'observation'): float64" in found.explanation
+    wrapped = gymnasium.wrappers.DtypeObservation(gymnasium.make("CartPole-v1"), np.float32)
+    assert wrapped.reset()[0].dtype == np.float32
+    cart = torch.zeros(3, 4)
+    cart[1] = 100.0
+    for env in ("CartPole-v1", wrapped):
+        assert check(TensorDict({"observation": cart}, [3]), env=env).codes == ["out-of-bounds"]
+    with pytest.raises(ValueError, match="pass env or space, not both"):
+        check(rows, env=wrapped, space=BOX)
+    with pytest.raises(ValueError, match="CartPole"):
+        check(rows, env="CartPole-v17")
+
+
+def test_rewards_masks_and_classes_that_are_rare_may_stay_the_same(rows: TensorDict) -> None:
+    one_hot = torch.nn.functional.one_hot(torch.randint(3, (1_201,)), 6).float()
+    rows["class"], rows["next", "class"] = one_hot[:-1], one_hot[1:]
+    for key in ("class", ("next", "class")):  # what is observed stays so within trajectories
+        rows[key] = one_hot[0].expand(1_200, 6).clone()
+    rows["mask"] = rows["next", "mask"] = torch.ones(1_200, 3, dtype=torch.bool)
+    rows["next", "reward"] = torch.zeros(1_200, 1)
+    assert check(rows).codes == []
+
+
+@pytest.mark.parametrize(
+    ("change", "is_image"),
+    [
+        (lambda pixels: pixels, False),
+        (lambda pixels: pixels.float(), True),
+        (lambda pixels: pixels / 255, True),
+        (lambda pixels: torch.sigmoid(pixels - 128.0), True),
+        (lambda pixels: pixels / 64 - 2, False),  # normalised, or a field of physics
+    ],
+)
+def test_images_stored_as_floats_are_found(change: Any, is_image: bool) -> None:
+    data = walk(200, observe=nested)[:, 0]
+    for key in (("camera", "pixels"), ("next", "camera", "pixels")):
+        data[key] = change(data[key])
+    found = check(data)
+    assert found.codes == ["float-image"] * 2 * is_image
+    assert all("4 times the memory" in finding.explanation for finding in found)
+
+
+def test_rows_in_a_file_are_read(rows: TensorDict, device: torch.device, tmp_path: Any) -> None:
+    rows["next", "reward"][700] = float("nan")
+    rows["next", "done"] = rows["next", "done"].roll(1, 0)
+    rb = ReplayBuffer(storage=PackedStorage(1_000, device=device, scratch_dir=tmp_path / "rows"))
+    rb.extend(rows)
+    assert check(rb, space=BOX).codes == ["done-shifted", "not-finite"]
+
+
+def test_a_check_changes_nothing(rows: TensorDict) -> None:
+    rb = ReplayBuffer(storage=PackedStorage(1_000), batch_size=4)
+    rb.extend(rows)
+    before = rb.storage.rows.matrix.clone()
+    attached, revision = list(rb.storage._attached_entities), rb.storage._mutation_revision
+    generator = torch.random.get_rng_state()
+    check(rb)
+    assert torch.equal(rb.storage.rows.matrix.view(torch.uint8), before.view(torch.uint8))
+    assert list(rb.storage._attached_entities) == attached
+    assert rb.storage._mutation_revision == revision
+    assert torch.equal(torch.random.get_rng_state(), generator)
