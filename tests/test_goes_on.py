@@ -110,7 +110,7 @@ class Maker:
     backend: Any = None
     lacks: tuple[str, ...] = ()  # ways
     before: int = 10  # number of the last round before the way: some rings have wrapped then
-    turn: int = 1  # so many makers share one case of each way in the fast part
+    turn: int = 2  # one of so many cases is in the fast part
 
     def run(self, rb: Any, number: int) -> list[Any]:
         with self.running():
@@ -175,7 +175,7 @@ class Form:
                 setattr(rb.sampler, name, value(number))
 
     def of(self, sampler: Any, *lacks: str) -> Maker:
-        return Maker(partial(self.make, sampler), self.play, self.backend, (*self.lacks, *lacks), turn=2 * len(FORMS))
+        return Maker(partial(self.make, sampler), self.play, self.backend, (*self.lacks, *lacks), turn=37)
 
 
 def counted(seed: int) -> dict[str, Any]:
@@ -244,11 +244,11 @@ def product() -> Iterator[tuple[str, Maker]]:
         )
     for form, kind in OTHERS.items():
         for sampler in ("uniform", "proportional", "rank"):
-            yield f"{sampler}, {form}", replace(kind.of(SAMPLERS[sampler]), turn=3)
+            yield f"{sampler}, {form}", replace(kind.of(SAMPLERS[sampler]), turn=3 if kind.lacks else 9)
     for sampler, make in THEIRS.items():
         lacks = ("torch.save",) if "Prioritized" in sampler else ()  # its trees are objects of C++
         for form, kind in (("rows", FORMS["rows"]), ("TorchRL's storage", FORMS["TorchRL's storage"])):
-            yield f"{sampler}, {form}", replace(replace(kind, options=TORCHRLS_RING.options).of(make, *lacks), turn=2)
+            yield f"{sampler}, {form}", replace(replace(kind, options=TORCHRLS_RING.options).of(make, *lacks), turn=5)
 
 
 MAKERS: dict[str, Maker] = dict(product())
@@ -269,7 +269,7 @@ def of_schema(schema: Schema, lanes: int) -> Maker:
 
     has_float8 = any("float8" in str(leaf.dtype) for leaf in transitions(schema, 1).values(True, True))
     return Maker(
-        make, play, lacks=("dumped parts",) if has_float8 else (), turn=4
+        make, play, lacks=("dumped parts",) if has_float8 else (), turn=7
     )  # TorchRL's checkpointers do not know them
 
 
@@ -475,17 +475,17 @@ def ignored(name: str, way: str, used: bool) -> set[str]:
 
 
 def cases() -> Iterator[Any]:
-    """Makers times ways. In the fast part, makers that differ in their form alone take turns; in the slow part, an
-    eighth of the others is added.
+    """Makers times ways. Each way and each maker, but for those of a product, whose samplers and forms all occur, is in
+    the fast part; an eighth of the others is in the slow part.
     """
     for i, (name, maker) in enumerate(MAKERS.items()):
         for j, way in enumerate(WAYS):
-            if way not in maker.lacks:
-                used, place = way in INTO and (i + j) % 2 == 1, i // len(FORMS) + i + j
-                marks = [] if place % maker.turn == 0 else [pytest.mark.slow]
-                if marks and place % 8:
-                    continue
-                yield pytest.param(name, way, used, id=f"{name}, {way}{' into a used one' * used}", marks=marks)
+            place = 5 * i + j
+            is_slow = place % maker.turn > 0
+            if way in maker.lacks or (is_slow and place % 8):
+                continue
+            used, marks = way in INTO and (i + j) % 2 == 1, [pytest.mark.slow] if is_slow else []
+            yield pytest.param(name, way, used, id=f"{name}, {way}{' into a used one' * used}", marks=marks)
 
 
 @pytest.mark.filterwarnings("ignore:with ndim=., data of batch size")  # rows with batch dims of their own

@@ -778,14 +778,14 @@ def play(form: str, kind: str, operations: list[tuple[str, int, int]], seed: int
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=5, phases=_phases)
+@settings(max_examples=3, phases=_phases)
 @given(data=st.data(), operations=_operations, seed=_seeds, looks=st.booleans())
 def test_operations_agree_with_the_model(kind: str, data: Any, operations: Any, seed: int, looks: bool) -> None:
     play(data.draw(st.sampled_from([*KINDS[kind].forms])), kind, operations, seed, looks)
 
 
 @pytest.mark.parametrize("kind", ["uniform", "n-step", "sequence of all", "chunks"])
-@settings(max_examples=3, phases=_phases)
+@settings(max_examples=2, phases=_phases)
 @given(operations=_operations, seed=_seeds, looks=st.booleans())
 def test_the_boundaries_of_other_devices_agree(kind: str, operations: Any, seed: int, looks: bool) -> None:
     with mock.patch("rlbuf_td.storages.trajectory_index.make_boundaries", FlagBoundaries):

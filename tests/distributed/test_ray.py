@@ -16,12 +16,14 @@ from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDict
 from torchrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
 from torchrl.collectors.distributed import RayCollector
+from torchrl.data import RayReplayBuffer
 from torchrl.envs import GymEnv
 
 import rlbuf_td
-from rlbuf_td import PackedStorage, ProportionalSampler, ReplayBuffer, ShutDown
+from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer, RingWriter, ShutDown
 from rlbuf_td.__main__ import main
 from rlbuf_td.checkpoint import CheckpointError
 
@@ -76,6 +78,7 @@ def fill(rb: ShardedReplayBuffer, count: int) -> None:
         client.synchronize()
 
 
+@pytest.mark.slow
 def test_a_client_in_another_process_writes_what_a_learner_samples(rb):
     (writer,) = start_writers([pickle.loads(pickle.dumps(rb.client()))])
     written = writer.write.remote(1.0)
@@ -92,6 +95,7 @@ def test_a_client_in_another_process_writes_what_a_learner_samples(rb):
         rb.clients(0)
 
 
+@pytest.mark.slow
 def test_a_dump_is_loaded_into_another_number_of_shards(rb, tmp_path):
     fill(rb, 300)
     learn(rb, 0.2)
@@ -177,6 +181,7 @@ def test_collectors_of_torchrl_write_into_shards(make):
         assert rb.sample(32)["observation"].shape == (32, 4)
 
 
+@pytest.mark.slow
 def test_a_killed_shard_comes_back_from_its_dump(two_shards):
     rb = two_shards  # whose rows are replaced by other ones
     fill(rb, 1)
@@ -203,6 +208,7 @@ def test_a_killed_shard_comes_back_from_its_dump(two_shards):
     assert set(rb.sample(256)["index"][:, 0].tolist()) == {0, 1}
 
 
+@pytest.mark.slow
 def test_flow_control_holds_for_a_racing_writer_and_a_learner():
     with ShardedReplayBuffer(1, make_buffer, samples_per_insert=4.0, min_size=100, tolerance=500) as rb:
         with pytest.raises(RuntimeError, match="does not admit a batch of 64 rows"):
@@ -250,6 +256,7 @@ def test_arguments_out_of_range_are_refused(arguments, message):
         ShardedReplayBuffer(**given)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", distributed.__all__)
 def test_the_examples_of_the_room_run_as_they_are_pasted(name):
     known = {"torch": torch, **{each: getattr(rlbuf_td, each) for each in rlbuf_td.__all__}}
@@ -261,21 +268,21 @@ def test_the_examples_of_the_room_run_as_they_are_pasted(name):
 
 
 @pytest.mark.slow
-def test_60_seconds_of_killed_shards_give_no_wrong_batch(tmp_path):
+def test_killed_shards_give_no_wrong_batch(tmp_path):
     with ShardedReplayBuffer(4, make_buffer, dump_dir=tmp_path) as rb:
         fill(rb, 500)
         rb.dumps()
         writers = start_writers(rb.clients(2))
         ray.get([writer.write.remote(0.1) for writer in writers])  # on a busy machine they take long to start
-        written = [writer.write.remote(60.0) for writer in writers]
+        written = [writer.write.remote(20.0) for writer in writers]
         stop, kills, alive = threading.Event(), list[int](), list[int]()
         killer = threading.Thread(target=watch, args=(rb, 3.0, stop, kills, alive))
         killer.start()
-        batches = learn(rb, 60.0)
+        batches = learn(rb, 20.0)
         stop.set()
         killer.join()
         assert batches > 0
-        assert len(kills) > 5
+        assert len(kills) > 1
         assert min(calls for calls, _ in ray.get(written, timeout=120)) > 0
         assert rb.health()["lost_shards"] > 0
         assert learn(rb, 1.0) > 0  # and training goes on
@@ -288,3 +295,43 @@ def test_the_apex_demo_learns_a_little_and_shows_its_shards(tmp_path, capsys):
     assert "lost_rows stale" in " ".join(shown.split())
     assert "samples per insert" in shown
     assert (tmp_path / "policy.pt").stat().st_size > 0
+
+
+def rows_of_x(first: int, count: int) -> TensorDict:
+    number = torch.arange(first, first + count)
+    return TensorDict({"x": number, "next": {"reward": number[:, None].float()}}, [count])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampler", [ProportionalSampler, RankSampler])
+def test_torchrls_buffer_on_ray_takes_our_parts(sampler):
+    rb = RayReplayBuffer(
+        replay_buffer_cls=ReplayBuffer,
+        storage=partial(PackedStorage, 50),
+        sampler=partial(sampler, 50, alpha=1.0),
+        writer=RingWriter,
+        batch_size=16,
+        remote_config={"num_cpus": 0},
+    )
+    try:
+        index = rb.extend(rows_of_x(0, 50))
+        assert (len(rb), rb.write_count, index.tolist()) == (50, 50, list(range(50)))
+        batch = rb.sample()
+        assert torch.equal(batch["x"], batch["index"])
+        assert torch.equal(batch["next", "reward"][:, 0], batch["x"].float())
+        assert (batch["priority_weight"] == 1).all() == (sampler is ProportionalSampler)
+        rb.update_priority(index, torch.zeros(50))
+        batch["td_error"] = torch.full((16,), 1000.0)
+        rb.update_tensordict_priority(batch)
+        again = rb.sample()
+        if sampler is ProportionalSampler:  # rows with an error of 0 are drawn with probability 1e-9
+            assert set(again["index"].tolist()) <= set(batch["index"].tolist())
+        rb.extend(rows_of_x(100, 50))
+        again["td_error"] = torch.full((16,), 5.0)
+        rb.update_tensordict_priority(again)
+        assert ray.get(rb._rb.health.remote())["stale_updates"] == 16
+        assert set(rb.sample()["x"].tolist()) <= set(range(100, 150))
+        with pytest.raises(ValueError, match="expected int64 of shape"):
+            rb.extend(TensorDict({"x": torch.zeros(3), "next": {"reward": torch.zeros(3, 1)}}, [3]))
+    finally:
+        rb.close()
