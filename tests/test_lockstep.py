@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import gc
 import math
 import multiprocessing as mp
 import os
@@ -670,7 +669,6 @@ class Machine:
             return
         self.rb.shutdown()
         self.world.rb, self.handles = None, {}
-        gc.collect()
         self.world.rb = self.build()
         self.undrawn = {row.number for row in self.model.rows()}
         self.begin_episodes("reopen")

@@ -13,6 +13,7 @@ from ctypes import addressof
 from struct import Struct
 from threading import Lock
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import numpy as np
 import torch
@@ -33,6 +34,7 @@ from rlbuf_td.samplers.wrapper import SamplerWrapper
 from rlbuf_td.storages import PackedStorage, SchemaError, torchrl_parts
 from rlbuf_td.storages.interrupts import held_back
 from rlbuf_td.storages.lane_heads import APART, as_lanes
+from rlbuf_td.storages.listeners import Listeners
 from rlbuf_td.storages.rows.dedup import DedupRows
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 
@@ -45,19 +47,22 @@ _MOST_SIZES = 8  # batch sizes whose checks are kept
 class BoundWrite:
     """Writes rows in host memory with one compiled call."""
 
+    table = 0  # address of the deduplicated observations; 0: there are none
+
     def __init__(self, buffer: ReplayBuffer, parts: Parts, fields: dict[str, int]) -> None:
         from rlbuf_td.kernels.batch import cpu as kernels
         from rlbuf_td.kernels.batch import dedup_cpu, lanes_cpu
 
-        self.buffer, self.storage, self.writer, self.sampler = buffer, parts.storage, parts.writer, parts.sampler
+        self.buffer = ref(buffer)  # which owns this object
+        self.storage, self.writer, self.sampler = parts.storage, parts.writer, parts.sampler
         self.time_dim, self.priority_key, self.transforms = buffer.dim_extend, buffer.priority_key, parts.transforms
         self.rows, self.place = self.storage.rows, self.storage.rows.flat.data_ptr()
         self.counters = parts.writer.numbers.values  # replaced when the buffer is shared
         bind_entry = None if parts.prioritized is None else compiled_form(parts.prioritized, "bind_entry")
         self.entry: BoundEntry | None = None if bind_entry is None else bind_entry()
         self.listeners = torchrl_parts.listeners_of(self.storage)
-        self.listening, self.boundaries = len(self.listeners), self._find_boundaries()
-        self.others = [each for each in self.listeners if self._is_told_later(each)]
+        self.listening, self.boundaries = self.listeners.changes, self._find_boundaries()
+        self.others = Listeners(each for each in self.listeners if self._is_told_later(each, buffer))
         nothing = StatefulSampler.add, Sampler.add, Sampler.extend
         self.notes_writes = {how: has_own(parts.sampler, how, *nothing) for how in ("add", "extend")}
         self.stats = buffer.episode_stats
@@ -76,7 +81,6 @@ class BoundWrite:
         self.lock = Lock() if self.entry is None else self.entry.lock
         self.address, self.kernel = self.ring.ctypes.data, machine_code(loop)
         if isinstance(self.rows, DedupRows):
-            self.write_own_keys, self.kernel = self.kernel, self._write_deduplicated
             self.table, self.write_entries = self.rows.table.address, machine_code(dedup_cpu.write_entries)
         if self.shared is not None:
             self._bind_shared()
@@ -91,8 +95,8 @@ class BoundWrite:
                 return each, *marks, marks[0].bitmap
         return None
 
-    def _is_told_later(self, listener: Any) -> bool:
-        if listener is self.buffer:
+    def _is_told_later(self, listener: Any, buffer: ReplayBuffer) -> bool:
+        if listener is buffer:
             return self.entry is None and has_own(self.sampler, "mark_update", Sampler.mark_update)
         return self.boundaries is None or listener is not self.boundaries[0]
 
@@ -115,14 +119,16 @@ class BoundWrite:
 
     def holds(self) -> bool:
         """Whether the buffer is unchanged, and its rows are in their old place."""
+        buffer = self.buffer()
         return (
-            self.buffer.bound_write is self  # under the lock: another thread may have replaced a part
+            buffer is not None
+            and buffer.bound_write is self  # under the lock: another thread may have replaced a part
             and self.storage.rows is self.rows
             and self.rows.flat.data_ptr() == self.place
             and self.storage.shared_rows is self.shared  # sharing replaces the storage's counters
-            and len(self.listeners) == self.listening
-            and self.buffer.priority_key == self.priority_key
-            and self.buffer.episode_stats is self.stats
+            and self.listeners.changes == self.listening
+            and buffer.priority_key == self.priority_key
+            and buffer.episode_stats is self.stats
             and not self.writer.counts_generations
             and self.writer.numbers.values is self.counters
             and self.storage.clock.times is self.times
@@ -161,8 +167,22 @@ class BoundWrite:
             if counts or self.others or self.notes_writes["add" if single else "extend"]:
                 return self._write_and_tell(count, where, index, single, counts)
             with self.lock:
-                cursor = self.kernel(self.address, count, dim == 1, where)
+                cursor = self._write(count, where)
         return None if cursor < 0 else cursor if index is None else index
+
+    def _write(self, count: int, index: int) -> int:
+        """Write the rows at :attr:`sources`, and their priorities; return the first time step, or -1."""
+        return self._copy(count, index) if self.shared is None else self._write_shared(count, index)
+
+    def _copy(self, count: int, index: int) -> int:
+        lanes_first = self.time_dim == 1
+        if not self.table:
+            return self.kernel(self.address, count, lanes_first, index)
+        with held_back:  # an interrupt between the two calls would leave rows with the observations of other rows
+            cursor = self.kernel(self.address, count, lanes_first, index)
+            if cursor >= 0:
+                self.write_entries(self.address, cursor, count, lanes_first, self.table, self.rows.is_deferred)
+        return cursor
 
     def _can_count(self, inner_dims: int) -> bool:
         return self.record is not None and not inner_dims and not self.storage.numbers.values[APART]
@@ -199,7 +219,6 @@ class BoundWrite:
     def _bind_shared(self) -> None:
         from rlbuf_td.kernels.batch import journal_cpu
 
-        self.write_rows, self.kernel = self.kernel, self._write_shared
         self.lane_count = self.rows.lanes.numel()
         self.save_ring = machine_code(journal_cpu.save_ring)
         self.save_lanes = machine_code(journal_cpu.save_lanes)
@@ -208,13 +227,13 @@ class BoundWrite:
             self.enter_lanes = machine_code(self.entry.loops.enter_lanes)
 
     @held_back
-    def _write_shared(self, address: int, count: int, lanes_first: bool, index: int) -> int:
+    def _write_shared(self, count: int, index: int) -> int:
         """Write rows in steps between which a process may be killed: the next process undoes or completes the write."""
         self.shared.journal.fit(count * self.lane_count)
-        if not self.save_ring(address, count):
+        if not self.save_ring(self.address, count):
             return -1
         self.shared.journal.saved()
-        cursor = self.write_rows(address, count, lanes_first, index)
+        cursor = self._copy(count, index)
         self.shared.journal.written()
         self.enter_rows(cursor, count)
         return cursor
@@ -267,7 +286,7 @@ class BoundWrite:
         """Write rows, count them, and call the methods of listeners that have no compiled form."""
         steps, kept = self.rows.steps, min(count, self.rows.steps)
         with self.lock:  # not while listeners are told: they may look up ranks, which needs this lock
-            cursor = self.kernel(self.address, count, self.time_dim == 1, where)
+            cursor = self._write(count, where)
         if cursor < 0:
             return None
         found = cursor if index is None else index
@@ -281,13 +300,6 @@ class BoundWrite:
         if self.notes_writes[how]:
             getattr(self.sampler, how)(found)
         return found
-
-    def _write_deduplicated(self, address: int, count: int, lanes_first: bool, index: int) -> int:
-        with held_back:  # an interrupt between the two calls would leave rows with the observations of other rows
-            cursor = self.write_own_keys(address, count, lanes_first, index)
-            if cursor >= 0:
-                self.write_entries(address, cursor, count, lanes_first, self.table, self.rows.is_deferred)
-        return cursor
 
     def _collect(self, data: TensorDict, lead: torch.Size) -> list[Tensor] | None:
         """Store the addresses of the data's tensors for the kernel; return the tensors, or None if they do not fit."""

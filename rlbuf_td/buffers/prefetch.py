@@ -14,6 +14,7 @@ from tensordict import TensorDictBase
 
 from rlbuf_td.buffers.parts import Parts
 from rlbuf_td.storages.indexing import device_of, flat_rows
+from rlbuf_td.storages.listeners import WeakReference
 from rlbuf_td.storages.notebooks import GPU
 from rlbuf_td.storages.torchrl_parts import generator_of
 from rlbuf_td.storages.write_clock import BY_ROW
@@ -57,7 +58,7 @@ class Prefetcher:
         if ahead < 0:
             raise ValueError(f"prefetch must be at least 0, got {ahead}")
         self.ahead = ahead
-        self._buffer = buffer
+        self._owner = WeakReference(buffer)
         self._batches: deque[_Batch] = deque()
         self._drawn_from: tuple[Any, ...] = ()  # the parts from which the batches were drawn
         self._seconds, self._is_slow = 0.0, False  # duration of the last transforms; whether the last two were slow
@@ -65,6 +66,10 @@ class Prefetcher:
     def __reduce__(self) -> Any:
         """Pickle the settings only: a copy draws anew."""
         return type(self), (self._buffer, self.ahead)
+
+    @property
+    def _buffer(self) -> Any:
+        return self._owner()
 
     def take(self, batch_size: int) -> Sample:
         """Return the oldest batch that was drawn ahead, and draw until there are ``ahead`` others."""
@@ -81,13 +86,13 @@ class Prefetcher:
             drawn_at = storage.clock.now
             batch, report = cast(Sample, buffer._draw(batch_size))  # not TorchRL's code, which the buffer has excluded
             self._drop_outdated(is_drawn=True)  # a draw may start new epochs
-        index, finish = report["index"], partial(self._finish, batch, report)
+        index, finish = report["index"], partial(self._finish, buffer, batch, report)
         sample = buffer._prefetch_executor.submit(finish) if self._is_slow else finish()
         return _Batch(sample, index, drawn_at, progress)
 
-    def _finish(self, batch: TensorDictBase, report: dict[Any, Any]) -> Sample:
+    def _finish(self, buffer: ReplayBuffer, batch: TensorDictBase, report: dict[Any, Any]) -> Sample:
         start = perf_counter()
-        sample = self._buffer._finish(batch, report)
+        sample = buffer._finish(batch, report)
         before, self._seconds = self._seconds, perf_counter() - start
         self._is_slow = min(before, self._seconds) > _SLOW
         return sample

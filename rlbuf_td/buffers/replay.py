@@ -1417,7 +1417,8 @@ class ReplayBuffer(TensorDictReplayBuffer):
         parts = self.parts or self._initialize()
         self.shutdown()
         listeners = torchrl_parts.listeners_of(parts.storage)
-        listeners[:] = [each for each in listeners if each is not self]
+        if self in listeners:
+            listeners.remove(self)
         if parts.is_packed and not any(isinstance(each, TensorDictReplayBuffer) for each in listeners):
             parts.storage.close()
 

@@ -40,6 +40,7 @@ from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.wrapper import SamplerWrapper
 from rlbuf_td.storages.indexing import attached, device_of, flat_rows, lanes_of
 from rlbuf_td.storages.lane_heads import lanes_apart, row_count, written_rows
+from rlbuf_td.storages.listeners import Attached
 from rlbuf_td.storages.stretches import stretches_of
 from rlbuf_td.storages.torchrl_parts import step_before_cursor
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
@@ -65,11 +66,11 @@ class LastDraw(NamedTuple):
 _QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9, "max": 1.0}
 
 
-class ReplayCount:
+class ReplayCount(Attached):
     """Counts the draws of each row since the row was written, in 4 bytes per row."""
 
     def __init__(self, storage: Storage) -> None:
-        self.storage = storage
+        super().__init__(storage)
         self._counts = torch.zeros(0, dtype=torch.int32, device="cpu")
 
     def counts(self) -> torch.Tensor:

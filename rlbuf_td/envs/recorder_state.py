@@ -16,6 +16,7 @@ from rlbuf_td.envs.infos import to_array
 from rlbuf_td.envs.specs import Key, entries
 from rlbuf_td.storages.indexing import lanes_of, stored_rows
 from rlbuf_td.storages.layout import RowLayout
+from rlbuf_td.storages.listeners import Attached
 from rlbuf_td.storages.schema import kind, show_key
 from rlbuf_td.storages.shared.memory import SharedNumbers
 from rlbuf_td.storages.torchrl_parts import listeners_of
@@ -24,11 +25,11 @@ from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 _NEXT, _HAS_READ, _LOADS = range(3)
 
 
-class TrajectoryNumbers:
+class TrajectoryNumbers(Attached):
     """Gives unique trajectory numbers to all recorders of a storage, in all processes that share the storage."""
 
     def __init__(self, storage: Storage) -> None:
-        self.storage = storage
+        super().__init__(storage)
         self.recorders: WeakSet[Any] = WeakSet()  # the recorders of this process
         self._numbers = SharedNumbers("q", [0, 0, 0])
 

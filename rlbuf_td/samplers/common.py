@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -155,10 +154,8 @@ class OneStorage:
         if self._storage() is storage:
             return
         if self._storage() is not None:
-            gc.collect()  # a storage and its attached objects refer to each other
-            if self._storage() is not None:
-                reason = "this sampler serves another storage, and its state belongs to the rows of that one"
-                raise ValueError(f"{reason}: use one sampler per buffer")
+            reason = "this sampler serves another storage, and its state belongs to the rows of that one"
+            raise ValueError(f"{reason}: use one sampler per buffer")
         self._storage = ref(storage)
 
     def __getstate__(self) -> dict[str, Any]:

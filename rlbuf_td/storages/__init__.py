@@ -29,6 +29,9 @@ sampling. Priority updates skip overwritten rows. Read ``write_clock.py``.
 **Processes.** Rows that processes share lie in shared memory or in a file. One lock protects these rows, and the
 system releases the lock if its holder dies. A journal in shared memory saves the rows that a write replaces, so that
 the next holder of the lock can undo an unfinished write. Read ``shared/``.
+
+**Who owns whom.** A buffer owns its storage, and a storage owns what is attached to it. In the other direction there
+are only weak references, so that ``del rb`` frees memory, files and locks at once. Read ``listeners.py``.
 """
 
 from rlbuf_td.storages.packed import PackedStorage

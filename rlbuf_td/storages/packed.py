@@ -39,6 +39,7 @@ from rlbuf_td.storages.lane_heads import (
     row_count,
 )
 from rlbuf_td.storages.layout import RowLayout
+from rlbuf_td.storages.listeners import Listeners
 from rlbuf_td.storages.reopen import reopen_rows
 from rlbuf_td.storages.row_class import RowClass
 from rlbuf_td.storages.rows import Rows
@@ -46,7 +47,7 @@ from rlbuf_td.storages.schema import Leaf, SchemaError, kind
 from rlbuf_td.storages.shared import forks
 from rlbuf_td.storages.shared.memory import SharedNumbers
 from rlbuf_td.storages.shared.rows import SharedRows, share
-from rlbuf_td.storages.torchrl_parts import listeners_of
+from rlbuf_td.storages.torchrl_parts import listeners_of, set_listeners
 from rlbuf_td.storages.write_clock import WriteClock
 from rlbuf_td.storages.writes import as_index, as_tensordict, is_index, is_mask
 
@@ -97,7 +98,8 @@ class PackedStorage(LazyTensorStorage):
     With ``reopen=True``, each write keeps a journal beside the rows. After a crash or a kill of the process, a storage
     made with the same arguments has all rows in their order, without a write that was interrupted, and the newest
     trajectory of each lane has ended. A loss of power may lose more: save dumps for that. The folder is locked until
-    the process ends or calls :meth:`ReplayBuffer.close`. A :class:`ReplayBuffer` continues writing with a
+    the storage and its buffers are deleted, :meth:`ReplayBuffer.close`, or the end of the process. A
+    :class:`ReplayBuffer` continues writing with a
     :class:`RingWriter`, also its count of writes, and keeps its priorities in a file, ``priorities.bin``. Rows that are
     not in this file get the priority of new rows, with a warning. The journal takes 16 bytes per row and the size of
     the largest write, priorities 8 bytes per row. Reopening is O(1), with priorities O(N); the first look-up of
@@ -186,6 +188,7 @@ class PackedStorage(LazyTensorStorage):
         allocate.refuse_init(shared_init, cleanup_memmap, compilable, shared, device)
         allocate.refuse_reopen(reopen, scratch_dir, existsok, bool(auto_cleanup), bool(self.dedup_options))
         super().__init__(max_size, device=device, ndim=ndim)
+        set_listeners(self, Listeners())
         self.scratch_dir = None if scratch_dir is None else Path(scratch_dir).absolute()
         self.existsok, self.auto_cleanup, self.shared, self.reopen = existsok, bool(auto_cleanup), shared, reopen
         self.rows: Rows | None = None  # from the first write on
@@ -716,7 +719,7 @@ class PackedStorage(LazyTensorStorage):
         """Return the state to pickle: shared memory for a spawned process, otherwise a copy of the rows."""
         if get_spawning_popen() is not None:
             self.share_memory_()
-            return vars(self) | {"_rng": None, "live": None, "rows": None, "lock": None}
+            return vars(self) | {"_rng": None, "live": None, "rows": None}
         kept = {name: value for name, value in vars(self).items() if name not in _NOT_COPIED}
         saved = revision_of(self), self.state_dict()
         return kept | {

@@ -15,6 +15,7 @@ from rlbuf_td.kernels.inference_mode import outside_inference_mode
 from rlbuf_td.storages.indexing import device_of, flat_rows, lanes_of, refuse_range, refuse_unwritten, revision_of
 from rlbuf_td.storages.keys import as_tuple
 from rlbuf_td.storages.lane_heads import MOST_TAKEOVERS, cells_by_age, lanes_apart, last_writes
+from rlbuf_td.storages.listeners import Attached
 from rlbuf_td.storages.notebooks import TRANSITIONS
 from rlbuf_td.storages.schema import SchemaError, kind
 from rlbuf_td.storages.shared.memory import SharedNumbers
@@ -57,7 +58,7 @@ class _Columns(NamedTuple):
         boundaries.write_rows(rows, self.end, self.name)
 
 
-class TrajectoryIndex:
+class TrajectoryIndex(Attached):
     """Finds where the trajectory of each stored row begins and ends.
 
     Time is dim 0 of the storage, the other dims are lanes (environments). Within a lane, a trajectory ends at a done
@@ -105,7 +106,7 @@ class TrajectoryIndex:
     def __init__(
         self, storage: Storage, *, done_key: NestedKey = DONE_KEY, traj_key: NestedKey | None = TRAJ_KEY
     ) -> None:
-        self.storage = storage
+        super().__init__(storage)
         self.done_key, self.traj_key = as_tuple(done_key), None if traj_key is None else as_tuple(traj_key)
         self._boundaries: Boundaries | None = None
         self._size: tuple[int, int, torch.device] | None = None  # steps, lanes and device of the boundaries

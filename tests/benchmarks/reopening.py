@@ -6,7 +6,6 @@ Writes are interleaved with those to a plain memory-mapped file and to shared ro
 from __future__ import annotations
 
 import argparse
-import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -45,7 +44,6 @@ def time_reopening(folder: Path, rows: int) -> dict[str, float]:
     for _ in range(-(-rows // len(data))):
         rb.extend(data)
     del rb
-    gc.collect()  # closes the files
     found = {}
     begun = time.perf_counter()
     storage = reopened()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import gc
 import os
 from pathlib import Path
 from typing import Any
@@ -85,7 +84,6 @@ def test_rows_that_are_not_in_memory_are_asked_for(how, tmp_path: Path, monkeypa
     storage.gather(torch.arange(100))
     assert not asked
     del storage
-    gc.collect()  # buffers and what is attached to them know each other
     (tmp_path / "rows.bin").rename(tmp_path / "other.bin")
     other = PackedStorage(rows, scratch_dir=tmp_path, **HOW[how])
     other.set(range(100), data)

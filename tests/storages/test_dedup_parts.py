@@ -150,14 +150,14 @@ def name_half_then_die(rows: Any, leaves: Any, lanes: int, cells: Any, count: in
 share = DedupRows._write_entries
 
 
-def own_keys_then_die(bound: BoundWrite, *given: Any) -> None:
-    bound.write_own_keys(*given)
+def own_keys_then_die(bound: BoundWrite, count: int, index: int) -> None:
+    bound.kernel(bound.address, count, False, index)
     die()
 
 
-def half_the_entries_then_die(bound: BoundWrite, address: int, count: int, lanes_first: bool, index: int) -> None:
-    cursor = bound.write_own_keys(address, count, lanes_first, index)
-    bound.write_entries(address, cursor, count // 2, lanes_first, bound.table, True)
+def half_the_entries_then_die(bound: BoundWrite, count: int, index: int) -> None:
+    cursor = bound.kernel(bound.address, count, False, index)
+    bound.write_entries(bound.address, cursor, count // 2, False, bound.table, True)
     die()
 
 
@@ -168,8 +168,8 @@ KILLED: dict[str, Any] = {
     "the storage is about to be emptied": (DedupRows, "forget", die),
     "the storage is emptied": (WriteClock, "forget", die),
     "compiled: the rows are saved": (Journal, "saved"),
-    "compiled: the keys of the rows' own are written": (BoundWrite, "_write_deduplicated", own_keys_then_die),
-    "compiled: half the rows name what is written": (BoundWrite, "_write_deduplicated", half_the_entries_then_die),
+    "compiled: the keys of the rows' own are written": (BoundWrite, "_copy", own_keys_then_die),
+    "compiled: half the rows name what is written": (BoundWrite, "_copy", half_the_entries_then_die),
     "compiled: the rows are written": (Journal, "written"),
 }
 

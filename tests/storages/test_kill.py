@@ -119,7 +119,7 @@ def check(rb: ReplayBuffer, expected: TensorDict, write_count: int) -> None:
 #: What compiled writes call: before a row is written, for deduplicated rows, and after all counters have moved.
 COMPILED_STEPS = (
     (Journal, "saved"),
-    (BoundWrite, "_write_deduplicated"),
+    (BoundWrite, "_copy"),
     (Journal, "written"),
     (BoundWrite, "enter_rows"),
     (BoundWrite, "enter_rows_of_lanes"),

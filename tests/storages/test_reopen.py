@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import multiprocessing as mp
 import os
 import shutil
@@ -69,7 +68,6 @@ def killed(work: Callable[[], object], after: float | None = None) -> None:
         torch.set_num_threads(1)
         work()
 
-    gc.collect()  # a child inherits the files that this process has open
     process = mp.get_context("fork").Process(target=child)
     process.start()
     if after is not None:
@@ -424,13 +422,11 @@ def test_a_relative_folder_is_found_from_where_the_storage_was_made(
     files = {"breaks.json", "journal.bin", "priorities.bin", "rows.bin"}
     assert {each.name for each in (tmp_path / "rows").iterdir()} <= files
     del cleaned, storage
-    gc.collect()
     assert sorted(each.name for each in tmp_path.iterdir()) == ["job", "rows"]
     assert not any((tmp_path / "job").iterdir())
 
 
-def test_a_closed_buffer_frees_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gc, "collect", int)
+def test_a_closed_buffer_frees_its_folder(tmp_path: Path) -> None:
     with ReplayBuffer(storage=opened(tmp_path), sampler=ProportionalSampler(CAPACITY), batch_size=4) as rb:
         for _ in range(2):
             rb.extend(rows(torch.arange(130)))
@@ -447,9 +443,8 @@ def test_a_closed_buffer_frees_its_folder(tmp_path: Path, monkeypatch: pytest.Mo
             rb.extend(rows(torch.arange(3)))
 
 
-def test_rows_of_an_environment_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_an_environment_are_continued(tmp_path: Path) -> None:
     gymnasium = pytest.importorskip("gymnasium")
-    monkeypatch.setattr(gc, "collect", int)
 
     def run(name: str) -> int:
         env = gymnasium.make_vec(name, num_envs=2)

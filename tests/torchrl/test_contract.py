@@ -30,7 +30,8 @@ OLD, NEW = "0.14.1", "0.15 (nightly of 2026-10-27)"
 
 #: Private attributes of TorchRL's objects that this package reads, sets or overrides: part, names, seen in, reader.
 ATTRIBUTES: list[tuple[str, str, str, str]] = [
-    ("storage", "_attached_entities _bump_mutation_revision _is_full _last_cursor_index", OLD, "torchrl_parts.py"),
+    ("storage", "_attached_entities _attached_entities_list _bump_mutation_revision", OLD, "torchrl_parts.py"),
+    ("storage", "_is_full _last_cursor_index", OLD, "torchrl_parts.py"),
     ("storage", "_max_size_along_dim0 _mutation_revision _rng _set_last_cursor _storage _len", OLD, "torchrl_parts.py"),
     ("storage", "_len_value _mutation_revision_value _last_cursor_index_value", OLD, "packed.py: replaced by others"),
     ("storage", "_init _empty _default_checkpointer _make_init_directory _total_shape", OLD, "packed.py: overridden"),

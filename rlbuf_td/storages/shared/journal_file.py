@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 from contextlib import suppress
@@ -25,8 +24,8 @@ _MAGIC, _VERSION, _FIRST = int.from_bytes(b"rlbuf_td", "little"), 1, 24
 class JournalFile(SharedFile):
     """The file ``journal.bin``: a header of 64-bit numbers, then the memory that :meth:`map` returns.
 
-    The file stays locked until :meth:`close`, or the end, of this process and of those forked from it or spawned with
-    this object. Mapped bytes survive the end of a process, but not a loss of power.
+    The file stays locked until this object is closed, or deleted, in this process and in those forked from it or
+    spawned with it. Mapped bytes survive the end of a process, but not a loss of power.
     """
 
     def __init__(self, folder: Path, rows_file: Path) -> None:
@@ -55,17 +54,13 @@ class JournalFile(SharedFile):
 
     def _lock(self, descriptor: int) -> None:
         """Lock the file; unlike a record lock, this lock is kept when another descriptor of the file is closed."""
-        for is_last in (False, True):
-            try:
-                return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if is_last:
-                    raise RuntimeError(
-                        f"the rows in {self.path.parent} are open in process {self._read_header()[2]}, or in one "
-                        "started by it: call close() of the buffers there, end these processes, or choose another "
-                        "scratch_dir"
-                    ) from None
-                gc.collect()  # a buffer that this process has deleted without closing it may still have the file open
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RuntimeError(
+                f"the rows in {self.path.parent} are open in process {self._read_header()[2]}, or in one started by "
+                "it: call close() of the buffers there, end these processes, or choose another scratch_dir"
+            ) from None
 
     def close(self) -> None:
         """Let other processes open the file, although this process may still map it."""

@@ -17,6 +17,7 @@ from rlbuf_td.storages.allocate import find_rows, steps_for
 from rlbuf_td.storages.dedup import saved_dedup
 from rlbuf_td.storages.indexing import coordinates
 from rlbuf_td.storages.layout import RowLayout
+from rlbuf_td.storages.listeners import Attached, WeakReference
 from rlbuf_td.storages.memory_budget import Purpose, require_room
 from rlbuf_td.storages.notebooks import PROCESSES
 from rlbuf_td.storages.row_class import RowClass
@@ -144,18 +145,17 @@ class Journal:
         return self.__dict__ | {"_rows": nowhere, "_aside": nowhere, "_cells": nowhere, "_make_room": None}
 
 
-class SharedRows:
-    """The shared memory, lock and journal of a storage; the first writer allocates the rows."""
+class SharedRows(Attached):
+    """The shared memory and the journal of a storage, which a lock protects; the first writer allocates the rows."""
 
     def __init__(self, storage: PackedStorage) -> None:
+        super().__init__(storage)
         self.journal = Journal()
-        self._storage = storage
         self.file = NamelessFile()  # for the rows
         self._beside: SharedFile = NamelessFile()  # for all else
         # Size of the rows' description in bytes (0: none yet), and its checksum.
         self._described = SharedNumbers("q", [0, 0]).share_memory_()
         self._has_rows = False  # whether this process maps the rows
-        self.lock = ProcessLock(self, storage.lock)
         self._journal_file: JournalFile | None = None
         #: The cursor and the write count of the first ring writer over rows in a file, which later processes continue.
         self.of_writer: SharedNumbers | None = None
@@ -163,9 +163,8 @@ class SharedRows:
     def keep_in(self, journal_file: JournalFile) -> None:
         """Keep all that describes the rows in a file; rows that another process has left are found at the next lock."""
         self._beside = self._journal_file = journal_file
-        storage, self.of_writer = self._storage, SharedNumbers("q", [0, 0])
+        storage, self.of_writer = self.storage, SharedNumbers("q", [0, 0])
         journal_file.keep(self._described, storage.numbers, storage.clock.numbers, storage.takeovers, self.of_writer)
-        self.lock.keep_in(journal_file)
         self.journal.keep_words_in(journal_file)
 
     def close(self) -> None:
@@ -175,12 +174,12 @@ class SharedRows:
 
     def restore(self, storage: PackedStorage) -> None:
         """Connect to the storage that a spawned process has received, and map its rows."""
-        self._storage, storage.lock = storage, self.lock
+        self._owner = WeakReference(storage)
         self.find()
 
     def find(self) -> None:
         """Map the rows if another process has allocated them and this process has not mapped them."""
-        length, storage = self._described[0], self._storage
+        length, storage = self._described[0], self.storage
         if length and not self._has_rows:
             if self._journal_file is not None:
                 self._journal_file.refuse_short(length)
@@ -196,8 +195,8 @@ class SharedRows:
     def place(self, made: Rows) -> None:
         """Describe the rows to other processes, and move the rows' write times to shared memory."""
         flat, description = made.flat, {"layout": made.layout.state(), "shape": list(made.shape)}
-        if self._storage.row_class is not None:
-            description["row_class"] = self._storage.row_class.state()
+        if self.storage.row_class is not None:
+            description["row_class"] = self.storage.row_class.state()
         if made.dedup is not None:
             description["pooled"] = made.dedup.state()
         text = torch.frombuffer(bytearray(json.dumps(description).encode()), dtype=torch.uint8)
@@ -216,8 +215,8 @@ class SharedRows:
             memory[: len(text)] = text
             self._described[1] = zlib.crc32(text.numpy())
             self._described[0] = len(text)  # last
-        self._storage.clock.keep_in(numbers[rows : 2 * rows])
-        self._storage.heads.keep_in(numbers[2 * rows :].view(2, 2, lanes))
+        self.storage.clock.keep_in(numbers[rows : 2 * rows])
+        self.storage.heads.keep_in(numbers[2 * rows :].view(2, 2, lanes))
 
     def _room(self, file: JournalFile, first: int, copies: int, nbytes: int) -> Callable[[int], None]:
         """Return what reserves disk space for copies of rows, from byte ``first`` on; reserve that of all else."""
@@ -240,14 +239,14 @@ class SharedRows:
     def entered(self) -> None:
         self.find()
         self.journal.entered()
-        self._storage.heads.save()
+        self.storage.heads.save()
 
     def leaving(self, failed: bool) -> bool:
         return not (failed and self.journal.phase == WRITING)
 
     def recover(self) -> None:
         self.find()
-        journal, storage = self.journal, self._storage
+        journal, storage = self.journal, self.storage
         if journal.phase != WRITTEN:
             journal.undo()
             storage.heads.undo()
@@ -266,7 +265,7 @@ class SharedRows:
 
     def __getstate__(self) -> dict[str, Any]:
         # Without the storage, so that TorchRL's data sets can send the state of a storage without the storage.
-        return self.__dict__ | {"_has_rows": False, "_storage": None}
+        return self.__dict__ | {"_has_rows": False, "_owner": None}
 
 
 def _refuse_other(storage: PackedStorage, shape: torch.Size) -> None:
@@ -303,8 +302,10 @@ def share(storage: PackedStorage, journal_file: JournalFile | None = None) -> No
             require_room(nbytes, torch.device("cpu"), _COPY, shared=True)
         storage.device = torch.device("cpu")
         storage.shared_rows = shared = SharedRows(storage)
+        lock = ProcessLock(shared, storage.lock)
         if journal_file is not None:
             shared.keep_in(journal_file)
+            lock.keep_in(journal_file)
         length, _, *others = storage.numbers.share_memory_().counters()  # without the revision, which only grows
         clock = storage.clock.numbers.share_memory_().counters()
         shared.journal.watch(length, *others, *clock, *(shared.of_writer.counters() if shared.of_writer else ()))
@@ -318,4 +319,4 @@ def share(storage: PackedStorage, journal_file: JournalFile | None = None) -> No
             rows.is_deferred = True
             shared.place(rows)
         storage.shared = storage.scratch_dir is None
-        storage.lock, storage.live = shared.lock, None
+        storage.lock, storage.live = lock, None
