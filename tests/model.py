@@ -311,6 +311,7 @@ class Recipe:
     length: int = 4
     burn_in: int = 2
     boundary: Literal["pad", "shift", "strict"] = "pad"
+    across: bool = False  # windows go on into the lane's next episode
 
     @property
     def window(self) -> int:
@@ -359,7 +360,7 @@ def transition(model: Model, row: Row, goal: Row | None, recipe: Recipe) -> Fiel
 
 def window(model: Model, anchor: Row, recipe: Recipe) -> tuple[list[Row], list[bool]]:
     """Return the rows of an anchor's window, and which of them are not padding."""
-    whole = model.episode(anchor)
+    whole = [*model.rows_of[anchor.lane]] if recipe.across else model.episode(anchor)
     at = whole.index(anchor)
     if recipe.boundary == "shift":
         at -= min(max(0, at + recipe.length - len(whole)), at)
@@ -381,7 +382,8 @@ def expected(model: Model, anchors: Sequence[Row], goals: Sequence[Row | None], 
         first, last = real.index(True), len(real) - 1 - real[::-1].index(True)
         for j, row in enumerate(rows):
             fields = transition(model, row, goal, recipe) | report | {("index",): model.cell(row)}
-            fields[INIT] = [fields[INIT][0] or j in (0, first)]
+            begins = recipe.across and real[j] and model.episode(row)[0] is row
+            fields[INIT] = [fields[INIT][0] or j in (0, first) or begins]
             for key in (TRUNCATED, DONE):
                 fields[key] = [fields[key][0] or j == last]
             fields |= {("mask",): real[j], ("burn_in_mask",): j < recipe.burn_in}

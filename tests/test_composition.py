@@ -80,13 +80,15 @@ def law_of(kind: str, model: Model) -> np.ndarray:
 
 
 def wrapped(sampler: Sampler, recipe: Recipe) -> Sampler:
+    given: dict[str, Any]
     if recipe.hindsight:
-        given: Any = {"strategy": recipe.strategy, "future_gamma": recipe.future_gamma, "her_ratio": recipe.her_ratio}
+        given = {"strategy": recipe.strategy, "future_gamma": recipe.future_gamma, "her_ratio": recipe.her_ratio}
         sampler = HindsightSampler(sampler, m.reward_fn, **given, terminated_fn=m.terminated_fn)
     if recipe.n_step:
         sampler = NStepSampler(sampler, recipe.n, recipe.gamma)
     if recipe.sequence:
-        sampler = SequenceSampler(sampler, recipe.length, burn_in=recipe.burn_in, boundary=recipe.boundary)
+        given = {"burn_in": recipe.burn_in, "boundary": recipe.boundary, "across_episodes": recipe.across}
+        sampler = SequenceSampler(sampler, recipe.length, **given)
     return sampler
 
 
@@ -189,6 +191,8 @@ OTHERS = {
         for boundary in ("pad", "shift")
         for length, burn_in in ((1, 0), (1, 3), (12, 12))
     },
+    "across episodes, pad": replace(RECIPES["sequence over n-step"], across=True),
+    "across episodes, shift": replace(RECIPES["sequence over n-step"], across=True, boundary="shift"),
 }
 
 

@@ -134,8 +134,15 @@ KINDS: dict[str, Kind] = {
     "proportional": Kind(proportional, law=by_priority),
     "proportional by batch": Kind(lambda rows: proportional(rows, weight_norm="batch"), law=by_priority),
     "floored": Kind(lambda rows: proportional(rows, min_priority=1.5), law=by_priority),
+    "highest now": Kind(lambda rows: proportional(rows, max_priority_within_buffer=True), law=by_priority),
     "rank": Kind(lambda rows: RankSampler(rows, 0.7, 0.5), law=lambda model: m.by_rank(model, 0.7)),
     "fresh": Kind(lambda rows: FreshRowsSampler(proportional(rows), 2), law=by_priority, forms=OURS),
+    "fresh of an epoch": Kind(lambda rows: FreshRowsSampler(MinibatchSampler(), 2), forms=OURS),
+    "fresh by rank": Kind(
+        lambda rows: FreshRowsSampler(RankSampler(rows, 0.7, 0.5), 2),
+        law=lambda model: m.by_rank(model, 0.7),
+        forms=OURS,
+    ),
     "hindsight": Kind(lambda rows: hindsight(UniformSampler()), HER),
     "n-step": Kind(lambda rows: NStepSampler(proportional(rows), 3, 0.9), STEPS, by_priority),
     "n-step of hindsight": Kind(lambda rows: NStepSampler(hindsight(UniformSampler()), 3, 0.9), BOTH),
@@ -143,6 +150,11 @@ KINDS: dict[str, Kind] = {
     "shifted sequence": Kind(
         lambda rows: SequenceSampler(proportional(rows), 3, burn_in=1, boundary="shift", priority="mix"),
         Recipe(sequence=True, length=3, burn_in=1, boundary="shift"),
+        by_priority,
+    ),
+    "across episodes": Kind(
+        lambda rows: SequenceSampler(proportional(rows), 4, burn_in=2, across_episodes=True),
+        Recipe(sequence=True, across=True),
         by_priority,
     ),
     "chunks": Kind(lambda rows: SequenceSampler(MinibatchSampler(), 4, burn_in=2, stride=2), PAD),
@@ -241,6 +253,7 @@ class Machine:
         world = {"rollout": Rollout, ReservoirWriter: Reservoir}.get(self.kind.writer, World)
         ordered = self.kind.writer is not ReservoirWriter
         model = Model(self.steps, self.lanes, ordered=ordered, floor=1.5 if kind == "floored" else 0.0)
+        model.within_buffer = kind == "highest now"
         often = [(0.1, 0.05, 0.05), (0.0, 0.0, 0.0), (0.4, 0.1, 0.2)][seed % 3]
         self.world = world(self.build(), model, seed, often, ids=seed % 5 > 0)
         self.is_prioritized = hasattr(self.sampler, "priority")

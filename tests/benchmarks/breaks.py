@@ -142,14 +142,14 @@ BREAKS = [
         "samplers/priorities.py",
         "self.law.fill_(start, count, self.entry)",
         "self.law.fill_(start, count, self.entry ** self.settings[ALPHA])",
-        "tests/samplers/test_prioritized.py -k new_rows",
+        "tests/test_lockstep.py -k proportional",
     ),
     Break(
         "new rows of a reservoir get no priority",
         "samplers/prioritized.py",
         "        self.priorities.enter(index, storage)\n",
         "        pass\n",
-        "tests/samplers/test_prioritized.py -k new_rows",
+        "tests/test_lockstep.py -k reservoir",
     ),
     Break(
         "importance weights are not divided by the largest of the buffer",
@@ -170,7 +170,7 @@ BREAKS = [
         "kernels/rank_order/reference.py",
         "self.magnitude.sort(descending=True, stable=True).indices",
         "len(self.magnitude) - 1 - self.magnitude.flip(0).sort(descending=True, stable=True).indices",
-        "tests/samplers/test_rank.py -k ties",
+        "tests/samplers/test_prioritized.py -k ties",
     ),
     Break(
         "compiled n-step returns have one power of gamma less",
@@ -205,7 +205,7 @@ BREAKS = [
         "samplers/sequence.py",
         "self._reach(storage, part, None)[0] % self.stride == 0]",
         "self._reach(storage, part, None)[0] % self.stride == 1 % self.stride]",
-        "tests/samplers/test_chunks.py",
+        "tests/samplers/test_sequence.py -k every_window",
     ),
     Break(
         "a piece of an episode may miss the row that was drawn",
@@ -219,7 +219,7 @@ BREAKS = [
         "samplers/fresh.py",
         '"undrawn": torch.from_numpy(self.queue.waiting().copy())',
         '"undrawn": torch.from_numpy(np.zeros_like(self.queue.waiting()))',
-        "tests/samplers/test_fresh.py",
+        "tests/test_goes_on.py -k fresh",
     ),
     Break(
         "minibatches share a row",
@@ -233,7 +233,7 @@ BREAKS = [
         "samplers/recency.py",
         "Ages(newest, span, steps, sampler.log_decay)",
         "Ages(newest, max(span - 1, 1), steps, sampler.log_decay)",
-        "tests/samplers/test_recency.py",
+        "tests/samplers/test_uniform.py -k law",
     ),
     # -- writers
     Break(

@@ -110,9 +110,9 @@ def holding_an_object() -> Any:
     return rb
 
 
-def queue() -> Any:
+def queue(**options: Any) -> Any:
     """Return a queue in which 5 rows wait."""
-    rb = td.ExperienceQueue(storage=td.PackedStorage(16), batch_size=4, timeout=0.01)
+    rb = td.ExperienceQueue(**{"storage": td.PackedStorage(16), "batch_size": 4, "timeout": 0.01} | options)
     rb.extend(steps(5))
     return rb
 
@@ -500,6 +500,9 @@ REFUSALS: Table = {
            f"an ExperienceQueue has no {name} of its own choice") for name in ("min_size", "prefetch")),
         *((lambda _, timeout=timeout: td.ExperienceQueue(storage=no_rows(), timeout=timeout), ValueError,
            "timeout must be at least 0 seconds, or None") for timeout in (-1.0, nan)),
+    ],
+    ("ExperienceQueue(max_age=)", lambda: queue(batch_size=5, max_age=3)): [
+        (lambda rb: rb.sample(), ValueError, "only 4 rows are never older than max_age=3, a batch has 5"),
     ],
     ("ExperienceQueue, in use", queue): [
         (lambda rb: rb.extend(steps(17)), ValueError, "17 rows never fit into a queue of 16"),

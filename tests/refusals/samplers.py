@@ -292,10 +292,18 @@ REFUSALS: Table = {
         (lambda rb: rb.sample(), KeyError, "returns to go need"),
     ],
     ("FreshRowsSampler", nothing): [
-        (lambda _: td.FreshRowsSampler(td.UniformSampler(), 0), ValueError, "fresh must be a whole number, at least 1"),
+        *((lambda _, fresh=fresh: td.FreshRowsSampler(td.UniformSampler(), fresh), ValueError, "fresh must be ")
+          for fresh in (0, "rows")),
+        *((lambda _, wrong=wrong: sequence(td.FreshRowsSampler(td.UniformSampler(), "windows"), **wrong), ValueError,
+           'fresh="windows" needs boundary="pad" and neither burn_in nor stride, got')
+          for wrong in ({"boundary": "shift"}, {"boundary": "strict"}, {"burn_in": 1})),
         (lambda _: filled(td.FreshRowsSampler(td.UniformSampler()), storage=LazyTensorStorage(30)).sample(), TypeError,
          "FreshRowsSampler needs the clock of a PackedStorage, got a LazyTensorStorage"),
         (lambda _: fresh(sampler=td.FreshRowsSampler(td.UniformSampler()), prefetch=1).sample(), RuntimeError, "empty"),
+    ],
+    ("FreshRowsSampler, drawn", nothing): [
+        (lambda _: filled(td.FreshRowsSampler(td.UniformSampler(), "windows")).sample(), ValueError,
+         "hands out windows of a SequenceSampler: use SequenceSampler"),
     ],
     ("FreshRowsSampler of another buffer", lambda: buffer(td.FreshRowsSampler(td.UniformSampler()))): [
         (lambda rb: fresh().set_sampler(rb.sampler), ValueError, "one sampler per buffer"),

@@ -126,8 +126,14 @@ WINDOWS: dict[str, dict[str, Any]] = {
     "shift": {"length": 3, "boundary": "shift", "burn_in": 1, "priority": "mix"},
     "pad": {"length": 4, "boundary": "pad"},
     "batch_time": {"length": 3, "boundary": "strict", "burn_in": 1, "output_layout": "batch_time"},
+    "across": {"length": 3, "boundary": "strict", "burn_in": 1, "across_episodes": True},
 }
-NESTED = [(kind, window, PLACES[(j + k) % 4]) for j, kind in enumerate(KINDS) for k, window in enumerate(WINDOWS)]
+NESTED = [
+    (kind, window, PLACES[(j + k) % 4])
+    for j, kind in enumerate(KINDS)
+    for k, window in enumerate(WINDOWS)
+    if window != "across" or not ("hindsight" in kind or "goals" in kind)
+]
 
 
 def unbound(sampler: Any) -> Any:

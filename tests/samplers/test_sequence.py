@@ -1,15 +1,24 @@
-"""Sequences: windows that never cross a trajectory, their masks and flags, and priorities of whole windows."""
+"""Sequences: the law of strict windows, batches [B, L], chunks of an epoch, and TorchRL's recurrent modules.
+
+What windows hold, and whose priorities their errors set, is in ``test_composition.py`` and ``test_lockstep.py``.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
-from tensordict import TensorDict, TensorDictBase
+from hypothesis import given
+from hypothesis import strategies as st
+from tensordict import TensorDict
 from torchrl.collectors.utils import split_trajectories
-from torchrl.data.replay_buffers import LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.data.replay_buffers import LazyTensorStorage, SliceSampler, TensorDictReplayBuffer
 from torchrl.modules import GRUModule, LSTMModule, set_recurrent_mode
 
 from rlbuf_td import (
@@ -21,88 +30,97 @@ from rlbuf_td import (
     SequenceSampler,
     UniformSampler,
 )
-from tests.model import World
+from rlbuf_td.storages.tensordict_fast import folded
+from tests.catalogue import SCHEMAS, assert_same, transitions
+from tests.features import needs
+from tests.model import Model, Recipe, Row, World
 from tests.statistics import assert_follows
+from tests.test_composition import BUFFERS, wrapped
+
+# -- strict windows
 
 
-def world(sampler: Any, cls: Any = ReplayBuffer, steps: int = 20, lanes: int = 2, **often: Any) -> World:
-    return World.of(sampler, steps, lanes, 1.7, buffer=cls, **often)
+def world(sampler: Any, cls: Any = ReplayBuffer, steps: int = 20, **options: Any) -> World:
+    return World.of(sampler, steps, 2, 1.7, buffer=cls, **options)
+
+
+def of_episodes(world: World, row: Row) -> tuple[int, int]:
+    return world.model.reach(row)[:2]
+
+
+def of_lanes(world: World, row: Row) -> tuple[int, int]:
+    rows = [*world.model.rows_of[row.lane]]
+    return rows.index(row), len(rows) - 1 - rows.index(row)
 
 
 @pytest.mark.usefixtures("boundaries")
-@pytest.mark.parametrize("kind", ["uniform", "proportional", "stratified", "rank", "stratified by rank"])
-def test_strict_windows_are_whole_and_their_anchors_follow_the_law(kind):
-    length, burn_in = 4, 2
-    inner: Any = {
-        "uniform": UniformSampler,
-        "proportional": lambda: ProportionalSampler(120, 1.0, eps=0.0, stratified=False),
-        "stratified": lambda: ProportionalSampler(120, 1.0, eps=0.0),
-        "rank": lambda: RankSampler(120, 1.0, stratified=False),
-        "stratified by rank": lambda: RankSampler(120, 1.0),
-    }[kind]()
-    made = world(SequenceSampler(inner, length, burn_in=burn_in, boundary="strict"), steps=60, often=(0.04, 0.03, 0.02))
+@pytest.mark.parametrize("reach", [of_episodes, of_lanes])
+@pytest.mark.parametrize(
+    "make", [UniformSampler, partial(ProportionalSampler, 120, 1.0), partial(RankSampler, 120, 1.0, stratified=False)]
+)
+def test_strict_windows_are_whole_and_their_anchors_follow_the_law(make, reach):
+    length, burn_in, inner = 4, 2, make()
+    given: dict[str, Any] = {"burn_in": burn_in, "boundary": "strict", "across_episodes": reach is of_lanes}
+    made = world(SequenceSampler(inner, length, **given), steps=60, often=(0.04, 0.03, 0.02))
     rows = len(made.rb.storage)
     law = np.ones(rows)
-    if kind != "uniform":
+    if make is not UniformSampler:
         error = 0.5 + (torch.arange(rows) * 7 % rows) / rows
         inner.update_priority(torch.arange(rows), error, storage=made.rb.storage)
         law = inner.probability(torch.arange(rows)).numpy()
-    fits = np.array(
-        [made.model.reach(row)[0] >= burn_in and made.model.reach(row)[1] >= length - 1 for row in made.model.rows()]
-    )
-    assert 0.2 < fits.mean() < 0.8
     counts = np.zeros(rows)
     torch.manual_seed(0)
     for _ in range(10):
         batch = made.rb.sample(2_000 * 6)
         assert batch["mask"].all()
-        anchors = batch["anchor_index"].view(2_000, 6, 2)[:, 0] @ torch.tensor([made.model.lanes, 1])
-        assert torch.equal(batch["index"].view(2_000, 6, 2)[:, burn_in] @ torch.tensor([made.model.lanes, 1]), anchors)
+        anchors = batch["anchor_index"].view(2_000, 6, 2)[:, 0] @ torch.tensor([2, 1])
+        assert torch.equal(batch["index"].view(2_000, 6, 2)[:, burn_in] @ torch.tensor([2, 1]), anchors)
         np.add.at(counts, anchors.numpy(), 1)
-    law = np.where(fits, law, 0)
+    around = np.array([reach(made, row) for row in made.model.rows()])
+    law = np.where((around[:, 0] >= burn_in) & (around[:, 1] >= length - 1), law, 0)
+    assert (law > 0).sum() > rows // 5
     assert_follows(counts, law / law.sum())
 
 
 @pytest.mark.parametrize("norm", ["buffer", "batch"])
-@pytest.mark.parametrize("kind", [ProportionalSampler, RankSampler])
-@pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
+@pytest.mark.parametrize(
+    ("cls", "kind"), [(ReplayBuffer, ProportionalSampler), (ReplayBuffer, RankSampler), (TensorDictReplayBuffer,) * 2]
+)
 def test_strict_windows_carry_the_weights_of_their_own_anchors(cls, kind, norm):
-    inner = kind(120, 0.8, 0.5, weight_norm=norm)
+    inner = (ProportionalSampler if kind is cls else kind)(120, 0.8, 0.5, weight_norm=norm)
     made = world(SequenceSampler(inner, 3, burn_in=1, boundary="strict"), cls, steps=60, often=(0.05, 0.0, 0.0))
     rows = torch.arange(len(made.rb.storage))
     inner.update_priority(rows, 0.1 + rows / 50, storage=made.rb.storage)
     for _ in range(3):
         batch = made.rb.sample(40)
-    flat = batch["anchor_index"] @ torch.tensor([made.model.lanes, 1])
+    flat = batch["anchor_index"] @ torch.tensor([2, 1])
     probability = inner.probability(rows)
     least = (probability if norm == "buffer" else probability[flat]).min()
-    wanted = (probability[flat] / least) ** -0.5
-    torch.testing.assert_close(batch["priority_weight"], wanted.float())
+    torch.testing.assert_close(batch["priority_weight"], (probability[flat] / least).pow(-0.5).float())
 
 
 def test_strict_windows_at_the_end_of_an_epoch_are_whole():
     made = world(SequenceSampler(MinibatchSampler(), 3, boundary="strict"), steps=25, often=(0.2, 0.0, 0.0))
     batches = [made.rb.sample(3 * 7) for _ in range(20)]
-    assert all(len(batch) % 3 == 0 for batch in batches)
-    assert all(batch["mask"].all() for batch in batches)
+    assert all(len(batch) % 3 == 0 and batch["mask"].all() for batch in batches)
 
 
-@pytest.mark.parametrize("module", [LSTMModule, GRUModule])
-@pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
+# -- recurrent networks
+
+
+@pytest.mark.parametrize(
+    ("module", "cls", "storage"),
+    [(LSTMModule, ReplayBuffer, PackedStorage), (GRUModule, TensorDictReplayBuffer, LazyTensorStorage)],
+)
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
-def test_torchrls_recurrent_modules_take_each_real_window_for_itself(cls, module):
+def test_torchrls_recurrent_modules_take_each_real_window_for_itself(module, cls, storage):
     """The flat batch in recurrent mode gives what stepping through each window from its stored state gives."""
     lstm = module is LSTMModule
     states = ["hx", "cx"] if lstm else ["hx"]
     torch.manual_seed(0)
-    net = module(
-        input_size=2,
-        hidden_size=4,
-        in_keys=["observation", *states],
-        out_keys=["out", *(("next", state) for state in states)],
-    )
-    storage = LazyTensorStorage(30) if cls is TensorDictReplayBuffer else PackedStorage(30)
-    rb = cls(storage=storage, sampler=SequenceSampler(UniformSampler(), 3, burn_in=2))
+    out_keys = ["out", *(("next", state) for state in states)]
+    net = module(input_size=2, hidden_size=4, in_keys=["observation", *states], out_keys=out_keys)
+    rb = cls(storage=storage(30), sampler=SequenceSampler(UniformSampler(), 3, burn_in=2))
     done = (torch.arange(30) % 7 == 6).unsqueeze(-1)
     data = TensorDict({"observation": torch.randn(30, 2), "is_init": done.roll(1, 0), "next": {"done": done}}, [30])
     for state in states:
@@ -113,27 +131,13 @@ def test_torchrls_recurrent_modules_take_each_real_window_for_itself(cls, module
         found = net(batch.clone())["out"].view(20, 5, 4)
     cell = net.lstm if lstm else net.gru
     for rows, out in zip(batch.view(20, 5), found, strict=True):
-        start = int(rows["mask"].int().argmax())
+        start, count = int(rows["mask"].int().argmax()), int(rows["mask"].sum())
         hidden = [rows[state][start].unsqueeze(1) for state in states]
-        for j in range(start, 5):
-            if not rows["mask"][j]:
-                break
+        for j in range(start, start + count):
             with torch.no_grad():
                 here, following = cell(rows["observation"][j].view(1, 1, 2), tuple(hidden) if lstm else hidden[0])
             hidden = list(following) if lstm else [following]
             torch.testing.assert_close(out[j], here.flatten())
-
-
-def errors_of(batch: TensorDictBase) -> torch.Tensor:
-    return torch.linspace(-3, 2, len(batch)).unsqueeze(-1)
-
-
-def test_rows_may_still_be_given_priorities_one_by_one():
-    sampler = ProportionalSampler(40)
-    made = world(SequenceSampler(sampler, 4, burn_in=2))
-    rows = torch.tensor([3, 17, 5, 11, 30, 8])  # six rows, but no window
-    made.rb.update_priority(rows, torch.arange(1.0, 7.0))
-    assert sampler.priority(rows).tolist() == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
 
 
 def test_split_trajectories_separates_the_windows_of_a_batch_without_its_padding():
@@ -144,3 +148,239 @@ def test_split_trajectories_separates_the_windows_of_a_batch_without_its_padding
     windows = [window["x"][window["mask"]].tolist() for window in batch.view(-1, 3)]
     split = split_trajectories(batch[batch["mask"]])
     assert [each["x"][each["mask"]].tolist() for each in split] == windows
+
+
+def test_windows_across_episodes_get_is_init_if_the_rows_have_none():
+    sampler = SequenceSampler(UniformSampler(), 4, across_episodes=True, output_layout="batch_time")
+    rb = ReplayBuffer(storage=PackedStorage(20), sampler=sampler, batch_size=80)
+    x = torch.arange(20)
+    rb.extend(TensorDict({"x": x, "next": {"done": x % 7 == 6}}, [20]))
+    for _ in range(2):
+        batch = rb.sample()
+        begins = batch["mask"] & (batch["x"] % 7 == 0)
+        begins[:, 0] = True
+        assert torch.equal(batch["is_init"][..., 0], begins)
+
+
+# -- batches [B, L]
+
+STEPS = 40
+FLAGS = ("next", "done"), ("next", "truncated")
+
+
+def steps(lanes: int) -> TensorDict:
+    t = torch.arange(STEPS).expand(*[lanes] * (lanes > 1), STEPS)
+    done = (t % 7 == 6)[..., None]
+    after = {"done": done, "terminated": done.clone(), "truncated": torch.zeros_like(done)}
+    data = {"t": t.clone(), "x": torch.rand(*t.shape, 3), "is_init": (t % 7 == 0)[..., None], "next": after}
+    return TensorDict(data, t.shape)
+
+
+def of_steps(cls: Any, lanes: int, sampler: Any = None, **layout: Any) -> Any:
+    torch.manual_seed(0)
+    sequences = SequenceSampler(sampler or UniformSampler(), 3, burn_in=1, **layout)
+    rb = cls(storage=PackedStorage(STEPS * lanes, ndim=1 + (lanes > 1)), sampler=sequences, batch_size=24)
+    rb.extend(steps(lanes))
+    return rb
+
+
+@pytest.mark.parametrize(
+    ("cls", "lanes", "boundary"),
+    [(ReplayBuffer, 1, "pad"), (ReplayBuffer, 2, "strict"), (TensorDictReplayBuffer, 1, "shift")],
+)
+def test_batches_have_the_windows_of_flat_batches(cls, lanes, boundary, device):
+    flat, other = (of_steps(cls, lanes, boundary=boundary, output_layout=name) for name in ("flat", "batch_time"))
+    for _ in range(3):
+        torch.manual_seed(5)
+        one, flat_info = flat.sample(return_info=True)
+        torch.manual_seed(5)
+        batch, info = other.sample(return_info=True)
+        assert batch.shape == (6, 4)
+        names = {*one.keys(True, True)}
+        assert {*batch.keys(True, True)} == names | {("collector", "slice_end")}
+        for key in names - {*FLAGS}:
+            assert torch.equal(batch[key].reshape(one[key].shape), one[key]), key
+        for key in FLAGS:
+            at = tuple(batch["index"].unbind(-1)) if lanes > 1 else batch["index"].reshape(6, 4)
+            assert torch.equal(batch[key], other.storage[key][at])
+        end, mask = batch["collector", "slice_end"][..., 0], batch["mask"]
+        assert torch.equal(end, mask & ~torch.cat([mask[:, 1:], torch.zeros(6, 1, dtype=torch.bool)], 1))
+        assert torch.equal(info["mask"], mask)
+        first, flat_first = (found["index"][0] if lanes > 1 else found["index"] for found in (info, flat_info))
+        assert torch.equal(first.reshape(-1), flat_first.reshape(-1))
+        assert batch.names == [None, "time"] or cls is TensorDictReplayBuffer
+
+
+def test_priorities_are_those_of_flat_batches():
+    found = []
+    for layout in ("flat", "batch_time"):
+        rb = of_steps(ReplayBuffer, 2, ProportionalSampler(STEPS * 2), output_layout=layout)
+        for turn in range(4):
+            torch.manual_seed(turn)
+            batch = rb.sample()
+            batch["td_error"] = torch.sin(batch["x"].sum(-1))
+            rb.update_tensordict_priority(batch)
+        found.append(rb.sampler.priority(torch.arange(STEPS * 2)))
+    assert torch.equal(*found)
+    assert len(found[0].unique()) > 10
+
+
+def test_states_are_written_back_from_windows():
+    rb = of_steps(ReplayBuffer, 1, output_layout="batch_time", time_dim_name=None, slice_end_key="last")
+    now, batch = rb.storage.clock.now, rb.sample()
+    batch["x"] += 10
+    assert 0 < rb.write_back(batch, ["x"], sampled_at=now) <= 24
+    assert int((rb.storage["x"] >= 10).all(1).sum()) == len(batch["index"][batch["mask"]].unique())
+    assert (batch["last"].shape, batch.names) == ((6, 4, 1), [None, None])
+    assert rb.stats()["samples_returned"] == 24
+
+
+@needs("output layouts")
+def test_torchrls_slices_have_the_same_shape_and_ends():
+    layout = {"strict_length": False, "output_layout": "batch_time", "init_key": "is_init"}
+    sampler = SliceSampler(slice_len=4, end_key=("next", "done"), **layout)
+    theirs = TensorDictReplayBuffer(storage=LazyTensorStorage(STEPS), sampler=sampler, batch_size=24)
+    theirs.extend(steps(1))
+    left, right = theirs.sample(), of_steps(ReplayBuffer, 1, output_layout="batch_time").sample()
+    assert (left.shape, left.names) == (right.shape, right.names)
+    for key in [("collector", "slice_end"), "is_init", ("next", "done")]:
+        assert (left[key].shape, left[key].dtype) == (right[key].shape, right[key].dtype)
+    mask = left["collector", "mask"]
+    end = mask & ~torch.cat([mask[:, 1:], torch.zeros(6, 1, dtype=torch.bool)], 1)
+    assert torch.equal(left["collector", "slice_end"][..., 0], end)
+    assert torch.equal(left["next", "done"], theirs.storage[:]["next", "done"][left["index"].reshape(6, 4)])
+    assert (left["is_init"][:, 0].all(), right["is_init"][:, 0].all()) == (True, True)
+
+
+@pytest.mark.parametrize("schema", SCHEMAS.values(), ids=str)
+def test_rows_of_any_kind_are_folded_as_torch_reshapes_them(schema: Any) -> None:
+    rows = transitions(schema, 12)
+    for count in (12, 0):
+        found, wanted = folded(rows[:count], 3, "time"), rows[:count].reshape(count // 3, 3, *schema.element)
+        assert_same(found, wanted)
+        assert found.names == [None, "time", *[None] * len(schema.element)]
+
+
+# -- chunks: each window of divided trajectories once per epoch
+
+
+class Divided(SequenceSampler):
+    """A subclass that changes nothing."""
+
+
+def chunks(recipe: Recipe, stride: int, **epochs: Any) -> SequenceSampler:
+    inner = wrapped(MinibatchSampler(**epochs), replace(recipe, sequence=False))
+    return Divided(inner, recipe.length, burn_in=recipe.burn_in, stride=stride, across_episodes=recipe.across)
+
+
+def anchors_of(world: World, stride: int, across: bool) -> list[Row]:
+    """Return, from the definition, each ``stride``-th row of each trajectory, or of each lane."""
+    reach = of_lanes if across else of_episodes
+    return [row for row in world.model.rows() if reach(world, row)[0] % stride == 0]
+
+
+def check_epoch(world: World, recipe: Recipe, stride: int, size: int, drop_last: bool, shuffle: bool) -> None:
+    wanted, drawn = anchors_of(world, stride, recipe.across), cast("list[Row]", [])
+    learned: Counter[Row] = Counter()
+    full, rest = divmod(len(wanted), size)
+    for number, batch in enumerate(world.rb):
+        anchors = world.check_batch(batch, recipe)
+        assert len(anchors) == (size if number < full else rest)
+        drawn += anchors
+        learned.update(world.rows_at(batch[batch["mask"] & ~batch["burn_in_mask"]]["index"]))
+    assert len(drawn) == (full * size if drop_last else len(wanted))
+    assert len({*drawn}) == len(drawn)
+    assert {*drawn} <= {*wanted}
+    assert shuffle or drawn == wanted[: len(drawn)]
+    if stride == recipe.length:
+        assert set(learned.values()) <= {1}
+        assert drop_last or {*learned} == {*world.model.rows()}
+
+
+@given(
+    buffer=st.sampled_from(["ours", *BUFFERS]),
+    often=st.sampled_from([(0.0, 0.0, 0.0), (0.1, 0.05, 0.05), (0.5, 0.2, 0.2), (1.0, 0.0, 0.0)]),
+    steps=st.integers(1, 12),
+    lanes=st.sampled_from([1, 2, 3]),
+    writes=st.lists(st.integers(2, 30), min_size=1, max_size=4),
+    apart=st.booleans(),
+    length=st.integers(1, 6),
+    less=st.sampled_from([0, 0, 0, 1, 3]),
+    burn_in=st.sampled_from([0, 0, 1, 3]),
+    inner=st.sampled_from(["plain", "across", "n_step", "hindsight"]),
+    size=st.integers(1, 7),
+    drop_last=st.booleans(),
+    shuffle=st.booleans(),
+    seed=st.integers(0, 999),
+)
+def test_an_epoch_has_every_window_once(
+    buffer, often, steps, lanes, writes, apart, length, less, burn_in, inner, size, drop_last, shuffle, seed
+):
+    within = {name: inner == name for name in ("n_step", "hindsight", "across")}
+    recipe, stride = Recipe(sequence=True, length=length, burn_in=burn_in, **within), max(1, length - less)
+    cls, storage, writer = BUFFERS[buffer]
+    apart = apart and buffer == "ours" and lanes > 1
+    given: dict[str, Any] = {"ndim": 2 if lanes > 1 else 1} | ({"lanes": lanes} if apart else {})
+    sampler = chunks(recipe, stride, shuffle=shuffle, drop_last=drop_last)
+    rb = cls(storage=storage(steps * lanes, **given), sampler=sampler, writer=writer(), batch_size=size * recipe.window)
+    world = World(rb, Model(steps, lanes if lanes > 1 else 0), seed, often)
+    for count in writes:
+        world.append([world.rng.randrange(lanes) for _ in range(count)]) if apart else world.extend(count)
+        if drop_last and len(anchors_of(world, stride, recipe.across)) < size:
+            assert not rb.can_sample(size * recipe.window)
+            with pytest.raises(ValueError, match=f"drop_last leaves no batch: .* are fewer than .* size {size}"):
+                rb.sample()
+            continue
+        assert rb.can_sample(size * recipe.window)
+        for _ in range(2):
+            check_epoch(world, recipe, stride, size, drop_last, shuffle or apart)
+
+
+@pytest.mark.usefixtures("boundaries")
+def test_large_rings_are_divided_alike_on_every_device():
+    recipe = Recipe(sequence=True, length=7, burn_in=0)
+    world = World.of(chunks(recipe, 7), 150, 3, 2.3, batch_size=70, often=(0.03, 0.01, 0.01))
+    check_epoch(world, recipe, 7, 10, False, True)
+
+
+def numbered(count: int, every: int = 4) -> TensorDict:
+    x = torch.arange(2 * count).view(2, count)
+    return TensorDict({"x": x, "next": {"done": (x % every == every - 1)[..., None]}}, [2, count])
+
+
+def of_chunks(**parts: Any) -> Any:
+    sampler = SequenceSampler(MinibatchSampler(3), 3, stride=3)
+    rb = ReplayBuffer(storage=PackedStorage(20, ndim=2), sampler=sampler, batch_size=6, **parts)
+    rb.extend(numbered(10))
+    return rb
+
+
+def test_writes_and_edits_of_done_flags_begin_new_epochs():
+    rb = of_chunks()
+    changes: list[Callable[[], Any]] = [
+        lambda: rb.extend(numbered(10)),
+        lambda: rb.extend(numbered(2)),
+        lambda: rb.set_at_(("next", "done"), True, (4, 0)),
+        lambda: rb.storage.set(range(10), numbered(10, 5).transpose(0, 1).contiguous()),
+    ]
+    for change in changes:
+        rb.sample()
+        change()
+        epoch = [rb.sample() for _ in range(4)]
+        found = torch.cat([batch["index"][batch["mask"]] for batch in epoch])[: len(rb)]
+        assert len(found.unique(dim=0)) == len(found)
+    rb.sample()
+    position = rb.sampler.position
+    rb.set_at_("x", 7, (4, 0))  # the same trajectories
+    rb.sample()
+    assert rb.sampler.position == position + 2
+
+
+def test_batches_drawn_ahead_are_the_same():
+    options: list[dict[str, Any]] = [{"prefetch": 2, "device": "cpu"}, {}]
+    ahead, plain = (of_chunks(generator=torch.Generator(), **given) for given in options)
+    for count in (0, 4):
+        if count:
+            ahead.extend(numbered(count)), plain.extend(numbered(count))
+        for one, other in zip(ahead, plain, strict=True):
+            assert (one == other).all()

@@ -1,68 +1,100 @@
-"""The uniform sampler."""
+"""Uniform, unique, young and recent rows: their laws on every path and in every form of a ring, and settings."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from math import inf
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
+from torchrl.data.replay_buffers import LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.data.replay_buffers.scheduler import LinearScheduler
 
-from rlbuf_td import NStepSampler, PackedStorage, ReplayBuffer, SequenceSampler, UniformSampler
+from rlbuf_td import (
+    ExperienceQueue,
+    NStepSampler,
+    PackedStorage,
+    RecencySampler,
+    ReplayBuffer,
+    RingWriter,
+    SequenceSampler,
+    UniformSampler,
+)
+from tests import model as m
 from tests.backends import forced
-from tests.catalogue import assert_same
+from tests.model import World
 from tests.statistics import assert_follows, power
 
 
-def filled(rows: int, capacity: int, *, lanes: int = 0) -> PackedStorage:
-    storage = PackedStorage(capacity * max(lanes, 1), ndim=2 if lanes else 1)
-    shape = [rows, lanes] if lanes else [rows]
-    storage.set(range(rows), TensorDict({"x": torch.zeros(shape)}, shape))
-    return storage
+def recent(half_life: float, window: int | None = None, max_age: int | None = None) -> Any:
+    limits = [inf if limit is None else limit for limit in (window, max_age)]
+    return RecencySampler(half_life, window, max_age=max_age), lambda model: m.recency(model, half_life, *limits)
 
 
-@pytest.mark.parametrize(("unique", "rows", "batch"), [(False, 50, 1000), (True, 50, 10), (True, 50, 25), (True, 5, 5)])
-def test_every_written_row_is_as_likely_as_every_other(unique, rows, batch):
-    storage, sampler = filled(rows, 300), UniformSampler(unique=unique)
-    sampler._rng = torch.Generator().manual_seed(0)
-    counts = torch.zeros(rows)
-    draws = 200_000
-    for _ in range(draws // batch):
-        counts += torch.bincount(sampler.draw(storage, batch)[0], minlength=rows)
-    assert power(torch.full((rows,), 1 / rows).numpy(), draws, bias=0.05) > 0.99
-    assert_follows(counts, torch.full((rows,), 1 / rows, dtype=torch.float64))
+def young(max_age: int) -> Any:
+    return UniformSampler(max_age=max_age), lambda model: m.uniform(model, max_age)
 
 
-@pytest.mark.parametrize("path", ["numba", "torch"])
-@pytest.mark.parametrize("batch", [2, 3])
-def test_a_unique_batch_takes_every_ordered_selection_equally_often(batch, path):
-    storage, sampler = filled(8 * batch + 1, 100), UniformSampler(unique=True)
-    sampler._rng = torch.Generator().manual_seed(1)
-    first_two: dict[tuple[int, int], int] = {}
-    for _ in range(10_000):
-        with forced(path):
-            drawn = sampler.draw(storage, batch)[0].tolist()
-        pair = (drawn[0] % 4, drawn[1] % 4)
-        first_two[pair] = first_two.get(pair, 0) + 1
-    n = 8 * batch + 1
+KINDS: dict[str, Callable[[], Any]] = {
+    "uniform": lambda: (UniformSampler(), m.uniform),
+    **{f"at most {age} old": lambda age=age: young(age) for age in (0, 6, 99)},  # type: ignore[misc]
+    "half-life": lambda: recent(4.0),
+    "window": lambda: recent(inf, 6),
+    "half-life and window": lambda: recent(30.0, 13),
+    "recent and at most 6 old": lambda: recent(3.0, max_age=6),
+    "shortest half-life": lambda: recent(5e-324),
+}
+RINGS: dict[str, Any] = {
+    "filling": (0, 0.7, {}),
+    "wrapped": (3, 2.1, {"storage": LazyTensorStorage}),
+    "full": (2, 1.0, {"buffer": TensorDictReplayBuffer, "writer": RingWriter}),
+    "lanes apart": (3, 0.2, {}),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "ring", "path"),
+    [(kind, ring, ["numba", "torch"][(j + k) % 2]) for j, kind in enumerate(KINDS) for k, ring in enumerate(RINGS)],
+)
+def test_draws_follow_the_law(kind, ring, path):
+    (sampler, law), (lanes, fill, parts) = KINDS[kind](), RINGS[ring]
+    parts = parts | {name: parts[name]() for name in ("writer",) if name in parts}
+    with forced(path):
+        world = World.of(sampler, 20, lanes, fill, batch_size=50_000, ids=False, **parts)
+        for lane, count in ((0, 24), (1, 6), (2, 17), (0, 4)) if ring == "lanes apart" else ():
+            world.append([lane] * count)
+        rows, expected = world.model.rows(), np.array(law(world.model))
+        place = {world.model.flat(row): at for at, row in enumerate(rows)}
+        index = torch.cat([world.rb.sample()["index"] for _ in range(4)])
+        drawn = (index @ torch.tensor([lanes, 1]) if lanes else index).bincount().tolist()
+        assert {at for at, count in enumerate(drawn) if count} <= place.keys()
+        assert_follows(np.array([drawn[at] if at < len(drawn) else 0 for at in place]), expected)
+        by_row = world.rb.sampler.probability(m.index_of(world.model, rows), storage=world.rb.storage)
+    np.testing.assert_allclose(by_row.numpy(), expected, rtol=1e-6)
+    if kind == "at most 6 old":
+        assert power(expected[expected > 0], 200_000, bias=0.02) > 0.9
+    if "old" in kind and ring in ("filling", "lanes apart"):
+        assert world.rb.health()["too_old"] == (expected == 0).sum()
+
+
+# -- unique rows
+
+
+def test_a_unique_batch_takes_every_row_and_every_ordered_pair_equally_often(device):
+    n, batch, sampler = 25, 3, UniformSampler(unique=True)
+    rb = ReplayBuffer(storage=PackedStorage(100), sampler=sampler, generator=torch.Generator().manual_seed(1))
+    rb.extend(TensorDict({"x": torch.arange(n)}, [n]))
+    drawn = torch.stack([sampler.draw(rb.storage, batch)[0] for _ in range(10_000)])
+    assert_follows(drawn.flatten().bincount(minlength=n), torch.full((n,), 1 / n, dtype=torch.float64))
+    pairs = (drawn[:, 0] % 4 * 4 + drawn[:, 1] % 4).bincount(minlength=16)
     sizes = [len(range(r, n, 4)) for r in range(4)]
-    law = {(a, b): sizes[a] * (sizes[b] - (a == b)) / (n * (n - 1)) for a in range(4) for b in range(4)}
-    assert_follows([first_two.get(pair, 0) for pair in law], list(law.values()))
-
-
-@given(st.integers(1, 60), st.integers(1, 60), st.integers(0, 5))
-def test_a_unique_batch_has_no_row_twice_and_only_written_ones(rows, batch, seed):
-    storage, sampler = filled(rows, 60), UniformSampler(unique=True)
-    sampler._rng = torch.Generator().manual_seed(seed)
-    if batch > rows:
-        with pytest.raises(ValueError, match=f"cannot draw {batch} distinct rows of {rows}"):
-            sampler.draw(storage, batch)
-        return
-    drawn = sampler.draw(storage, batch)[0]
-    assert drawn.shape == (batch,)
-    assert len(set(drawn.tolist())) == batch
-    assert drawn.min() >= 0
-    assert drawn.max() < rows
+    law = [sizes[a] * (sizes[b] - (a == b)) / (n * (n - 1)) for a in range(4) for b in range(4)]
+    assert_follows(pairs, torch.tensor(law, dtype=torch.float64))
 
 
 def first_distinct(rows: int, batch: int, generator: torch.Generator) -> list[int]:
@@ -74,12 +106,13 @@ def first_distinct(rows: int, batch: int, generator: torch.Generator) -> list[in
     return found[:batch]
 
 
-@pytest.mark.parametrize("lanes", [0, 2])
-@given(st.integers(1, 150), st.integers(1, 150), st.integers(0, 1_000))
+@given(st.sampled_from([0, 2]), st.integers(1, 150), st.integers(1, 150), st.integers(0, 1_000))
 def test_a_unique_batch_is_the_first_distinct_rows_of_the_random_numbers(lanes, steps, batch, seed):
     rows = steps * max(lanes, 1)
     batch = min(batch, rows)
-    rb = ReplayBuffer(storage=filled(steps, steps, lanes=lanes), sampler=UniformSampler(unique=True), batch_size=batch)
+    storage = PackedStorage(rows, ndim=2 if lanes else 1)
+    rb = ReplayBuffer(storage=storage, sampler=UniformSampler(unique=True), batch_size=batch)
+    rb.extend(TensorDict({"x": torch.zeros(rows)}, [rows]).view(lanes or rows, *[steps] * bool(lanes)))
     rb.set_rng(torch.Generator().manual_seed(seed))
     wanted = torch.Generator().manual_seed(seed)
     for _ in range(4):  # the first draw is not bound
@@ -90,30 +123,45 @@ def test_a_unique_batch_is_the_first_distinct_rows_of_the_random_numbers(lanes, 
         rb.sampler.draw(rb.storage, rows + 1)
 
 
+def numbered(sampler: Any, written: int = 33, batch_size: int = 7) -> ReplayBuffer:
+    rb = ReplayBuffer(storage=PackedStorage(20), sampler=sampler, batch_size=batch_size)
+    for first in range(written):
+        rb.add(TensorDict({"time": torch.tensor(first)}))
+    return rb
+
+
+def test_unique_rows_are_among_the_young_ones():
+    rb = numbered(UniformSampler(unique=True, max_age=6))
+    for _ in range(3):
+        assert sorted(rb.sample()["time"].tolist()) == [*range(26, 33)]
+    assert not numbered(UniformSampler(unique=True, max_age=5)).can_sample()
+
+
+# -- settings, generators, TD errors, queues
+
+
+def test_settings_of_recency_change_by_schedulers():
+    rb = numbered(RecencySampler(8.0, 20), batch_size=500)
+    schedulers = [LinearScheduler(rb, "window", 2.9, 9), LinearScheduler(rb, "half_life", 1.0, 7)]
+    for k in range(9):
+        for scheduler in schedulers:
+            scheduler.step()
+        assert rb.sampler.window == 18 - 2 * k  # fractions are rounded down
+    assert set(rb.sample()["time"].tolist()) == {31, 32}
+    assert repr(rb.sampler) == "RecencySampler(half_life=1.0, window=2, max_age=None)"
+    assert rb.health()["top_mass"] == pytest.approx(2 / 3)
+
+
 def test_the_generator_of_the_buffer_decides_and_else_the_default_one():
-    storage, sampler = filled(100, 100), UniformSampler()
+    rb, sampler = numbered(None), UniformSampler()
     torch.manual_seed(3)
-    first = sampler.draw(storage, 20)[0]
+    first = sampler.draw(rb.storage, 20)[0]
     torch.manual_seed(3)
-    assert torch.equal(first, sampler.draw(storage, 20)[0])
-    sampler._rng = torch.Generator().manual_seed(3)
+    assert torch.equal(first, sampler.draw(rb.storage, 20)[0])
+    rb.set_sampler(sampler)
+    rb.set_rng(torch.Generator().manual_seed(3))
     torch.manual_seed(4)
-    assert torch.equal(first, sampler.draw(storage, 20)[0])
-
-
-@pytest.mark.parametrize("ndim", [1, 2])
-@pytest.mark.parametrize("wrap", [lambda sampler: sampler, SequenceSampler, NStepSampler])
-def test_td_errors_of_any_shape_change_nothing(wrap, ndim):
-    window = {SequenceSampler: (4,), NStepSampler: (3, 0.9)}.get(wrap, ())
-    rb = ReplayBuffer(storage=PackedStorage(40, ndim=ndim), sampler=wrap(UniformSampler(), *window), batch_size=8)
-    step = {"reward": torch.zeros(20, 1), "done": torch.zeros(20, 1, dtype=torch.bool)}
-    rows = TensorDict({"x": torch.arange(20.0), "next": {**step, "terminated": step["done"]}}, [20])
-    rb.extend(rows if ndim == 1 else rows.expand(2, 20))
-    batch = rb.sample()
-    batch["td_error"] = torch.ones(*batch.batch_size, 2)
-    before = rb.chronological()
-    rb.update_tensordict_priority(batch)
-    assert_same(rb.chronological(), before)
+    assert torch.equal(first, sampler.draw(rb.storage, 20)[0])
 
 
 @pytest.mark.parametrize("wrap", [SequenceSampler, NStepSampler])
@@ -127,8 +175,26 @@ def test_td_errors_reach_a_wrapper_that_takes_them(wrap):
     assert len(taken) == 1
 
 
-def test_draws_live_where_the_rows_live(device):
-    storage = PackedStorage(10, device=device)
-    storage.set(range(10), TensorDict({"x": torch.zeros(10)}, [10]))
-    for unique in (False, True):
-        assert UniformSampler(unique=unique).draw(storage, 4)[0].device.type == device.type
+@given(st.data())
+def test_a_queue_of_young_rows_in_lockstep_with_a_list(data):
+    max_age = data.draw(st.integers(1, 6))
+    queue = ExperienceQueue(storage=PackedStorage(7), batch_size=2, timeout=0.01, max_age=max_age)
+    expected: list[int] = []
+    written = discarded = 0
+    for _ in range(data.draw(st.integers(1, 25))):
+        count = data.draw(st.integers(0, 3))
+        if count and len(expected) + count <= 7:
+            queue.extend(TensorDict({"time": torch.arange(written, written + count)}, [count]))
+            expected += range(written, written + count)
+            written += count
+        if not written:
+            continue
+        assert queue.can_sample() == (len(expected) >= 2)
+        if len(expected) < 2:
+            with pytest.raises(TimeoutError):
+                queue.sample(wait=False)
+        else:
+            old = sum(written - 1 - row > max_age for row in expected)
+            assert queue.sample()["time"].tolist() == expected[old : old + 2]
+            expected, discarded = expected[old + 2 :], discarded + old
+        assert (queue.waiting, queue.health()["too_old"]) == (len(expected), discarded)
