@@ -99,7 +99,7 @@ BREAKS = [
         "storages/rows/dedup.py",
         'self.read_(last, [leaf if key[0] == "next" else None for key, leaf in named])',
         'self.read_(cells, [leaf if key[0] == "next" else None for key, leaf in named])',
-        "tests/buffers/test_bound_calls.py -k 'agree and n-step and deduplicated'",
+        "tests/test_composition.py -k 'observations and n-step'",
     ),
     Break(
         "an entry that the row after still shares is freed",
@@ -191,14 +191,14 @@ BREAKS = [
         "kernels/batch/wrapped_cpu.py",
         "store(burn_in_mask + at, j < burn_in, np.bool_)",
         "store(burn_in_mask + at, j <= burn_in, np.bool_)",
-        "tests/buffers/test_bound_calls.py -k 'agree and sequence'",
+        "tests/test_composition.py -k sequence",
     ),
     Break(
         "TD errors of the burn-in count",
         "samplers/sequence.py",
         "return anchors, self._summary(td_error, (mask & ~burn_in).reshape(-1))",
         "return anchors, self._summary(td_error, mask.reshape(-1))",
-        "tests/buffers/test_bound_calls.py -k 'agree and sequence'",
+        "tests/test_composition.py -k sequence",
     ),
     Break(
         "chunks begin one row late",

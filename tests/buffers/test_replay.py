@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
-import html
 from functools import partial
 from itertools import islice
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -25,6 +24,8 @@ from torchrl.data.replay_buffers import ReplayBuffer as TorchRLReplayBuffer
 from torchrl.envs.transforms import Compose, DoubleToFloat, ObservationNorm, RenameTransform, SelectTransform
 
 from rlbuf_td import (
+    EpisodeStats,
+    NStepSampler,
     PackedStorage,
     PrioritizedReplayBuffer,
     ProportionalSampler,
@@ -35,6 +36,7 @@ from rlbuf_td import (
     RingWriter,
     UniformSampler,
 )
+from rlbuf_td.samplers.proportional import ProportionalLaw
 from tests import catalogue
 from tests.catalogue import SAMPLERS, buffer_of
 
@@ -65,43 +67,6 @@ def filled(count: int, sampler: str = "uniform", *, lanes: int = 0, **kwargs) ->
 
 def assert_same(first: TensorDict, second: TensorDict) -> None:
     catalogue.assert_same(first.exclude("sampled_at"), second.exclude("sampled_at"))  # TorchRL's buffers do not add it
-
-
-@pytest.mark.parametrize("lanes", [0, 3])
-@pytest.mark.parametrize("sampler", ["uniform", "unique", "proportional", "independent", "rank"])
-def test_direct_and_general_path_give_equal_batches_through_a_whole_life(sampler, lanes):
-    direct, general = (make(cls, sampler, lanes=lanes) for cls in (ReplayBuffer, TensorDictReplayBuffer))
-    assert direct.parts.draws
-    generator = torch.Generator().manual_seed(1)
-    for round_ in range(12):  # 12 rounds of up to 9 time steps wrap both
-        count = int(torch.randint(2 if lanes else 1, 10, (), generator=generator))  # TorchRL fails on [E, 1]
-        first, second = transitions(count, lanes=lanes, start=round_ * 100), transitions(count, lanes=lanes)
-        second.update(first)
-        assert torch.equal(direct.extend(first), general.extend(second))
-        if sampler == "unique" and len(direct) < 8:
-            continue
-        batch, other = direct.sample(), general.sample()
-        assert_same(batch, other)
-        td_error = torch.rand(8, generator=generator)
-        for rb, data in ((direct, batch), (general, other)):
-            data["td_error"] = td_error.clone()
-            rb.update_tensordict_priority(data)
-    if not lanes:
-        single = transitions(1, start=999)[0]
-        assert direct.add(single.clone()) == general.add(single.clone())
-    assert_same(direct.sample(), general.sample())
-    assert direct.write_count == general.write_count
-
-
-def test_a_batch_is_fresh_memory_that_autograd_may_change_in_place():
-    rb = filled(20)
-    before = rb.storage[:].clone()
-    batch, scale = rb.sample(), torch.zeros(1, requires_grad=True)
-    batch["next", "reward"].add_(5)
-    batch["observation"].mul_(scale)
-    batch["observation"].sum().backward()
-    assert scale.grad is not None
-    assert (rb.storage[:] == before).all()
 
 
 @pytest.mark.parametrize("device", [None, "cpu"])
@@ -220,25 +185,20 @@ def test_td_errors_that_come_with_the_data_are_the_rows_priorities(how):
         assert rb.sampler.priority(torch.arange(4, 8)).tolist() == [3.0] * 4
 
 
-@pytest.mark.parametrize("reduction", ["max", "min", "mean", "median"])
-def test_errors_of_a_single_step_are_reduced_too(reduction):
-    rb = ReplayBuffer(storage=PackedStorage(4), sampler=ProportionalSampler(4, reduction=reduction))
-    rb.add(TensorDict({"x": torch.zeros(()), "td_error": torch.tensor([-4, 1, 1])}))
-    assert rb.sampler.priority([0]).item() == {"max": 4.0, "min": 1.0, "mean": 2.0, "median": 1.0}[reduction]
-
-
 @pytest.mark.parametrize(("lanes", "shape"), [(0, (1,)), (3, ()), (3, (4,))])
-def test_several_td_errors_a_row_are_reduced_by_magnitude(lanes, shape):
+@pytest.mark.parametrize("reduction", ["max", "min", "mean", "median"])
+def test_several_td_errors_a_row_are_reduced_by_magnitude(lanes, shape, reduction):
     rb = filled(20, "proportional", lanes=lanes)
-    batch = rb.sample()
-    batch["index"] = batch["index"][:1].expand_as(batch["index"]).clone()
-    td_error = -torch.arange(1.0, 9.0).view(8, *(1,) * len(shape)).expand(8, *shape).clone()
-    if shape == (4,):
-        td_error[:, 1] *= -3
-    batch["td_error"] = td_error
-    rb.update_tensordict_priority(batch)
-    last = rb.sampler.priority(batch["index"][:1], storage=rb.storage)
-    assert last.tolist() == [24.0 if shape == (4,) else 8.0]
+    rb.sampler.reduction = reduction
+    for _ in range(2):  # the second update is compiled
+        batch = rb.sample()
+        batch["index"] = batch["index"][:1].expand_as(batch["index"]).clone()
+        batch["td_error"] = -torch.arange(1.0, 9.0).view(8, *(1,) * len(shape)).expand(8, *shape).clone()
+        if shape == (4,):
+            batch["td_error"][:, 1] *= -3
+        rb.update_tensordict_priority(batch)
+        last = rb.sampler.priority(batch["index"][:1], storage=rb.storage)
+        assert last.tolist() == [{"max": 24.0, "mean": 12.0}.get(reduction, 8.0) if shape == (4,) else 8.0]
 
 
 @pytest.mark.parametrize("lanes", [0, 3])
@@ -259,16 +219,6 @@ def test_order_of_age_is_kept_across_the_wrap(lanes):
     assert rb.full
     age.zero_()
     assert rb.storage["observation"].any()
-
-
-@pytest.mark.parametrize("copied", [lambda rb: rb, copy.deepcopy])
-def test_empty_starts_anew_and_keeps_the_schema(copied):
-    rb = filled(70, "proportional")
-    rb.empty()
-    rb = copied(rb)
-    assert (len(rb), rb.write_count) == (0, 0)
-    rb.extend(transitions(3))
-    assert rb.sample()["observation"].max() <= 2
 
 
 @pytest.mark.parametrize(("lanes", "count"), [(0, 3), (3, 1)])
@@ -392,25 +342,6 @@ def test_a_new_buffer_over_rows_that_are_there_goes_on_behind_the_newest(written
     assert rb.chronological()["observation"][-3:, 0].tolist() == [written - 1.0, 900.0, 901.0]
 
 
-def test_a_subclass_with_its_own_sample_or_draw_is_asked():
-    class First(UniformSampler):
-        def sample(self, storage, batch_size):
-            return torch.zeros(batch_size, dtype=torch.int64), {}
-
-    class Descending(ProportionalSampler):
-        def draw(self, storage, batch_size):
-            flat, report = super().draw(storage, batch_size)
-            return flat.sort(descending=True).values, report
-
-    for sampler in (First(), Descending(60)):
-        rb = ReplayBuffer(storage=PackedStorage(60), sampler=sampler, batch_size=8)
-        rb.extend(transitions(20))
-        for _ in range(3):
-            batch = rb.sample()
-            assert (batch["index"].diff() <= 0).all()
-            assert torch.equal(batch["observation"][:, 0].long(), batch["index"])
-
-
 def test_consumed_items_are_left_to_torchrls_sampler():
     rb = ReplayBuffer(storage=PackedStorage(20), batch_size=4, consume_after_n_samples=1)
     rb.extend(transitions(20))
@@ -472,8 +403,128 @@ def test_other_buffers_over_the_storage_go_on_without_a_buffer_that_was_refused(
     assert len(rb.sample()) == 4
 
 
-def test_jupyter_shows_what_repr_says():
-    rb = ReplayBuffer(storage=PackedStorage(8))
-    rb.extend(TensorDict({"x<y": torch.zeros(3)}, [3]))
-    assert rb._repr_html_() == f"<pre>{html.escape(repr(rb))}</pre>"
-    assert "x&lt;y" in rb._repr_html_()
+# -- calls that are compiled, and what users put into them
+
+
+class OwnDraw(ProportionalSampler):
+    def draw(self, storage: Any, batch_size: int) -> Any:
+        flat, info = super().draw(storage, batch_size)
+        return torch.zeros_like(flat), info
+
+
+class OwnLaw(ProportionalSampler):
+    def __init__(self, rows: int) -> None:
+        super().__init__(rows)
+        self.law.__class__ = type("Doubled", (type(self.law),), {"update_": doubled})
+
+
+def doubled(law: Any, flat: torch.Tensor, td_error: torch.Tensor, rows: int) -> Any:
+    return ProportionalLaw.update_(law, flat, 2 * td_error, rows)
+
+
+class OwnStorage(PackedStorage):
+    """A storage of a user's own that changes nothing."""
+
+
+class ReadsItself(PackedStorage):
+    def gather(self, flat: torch.Tensor) -> TensorDict:
+        return super().gather(flat).set("number", flat + 1_000)
+
+
+class OwnAnchors(NStepSampler):
+    def anchored(self, batch: Any, index: Any, td_error: torch.Tensor) -> Any:
+        return index, 2 * td_error
+
+
+def options() -> dict[str, ReplayBuffer]:
+    def made(sampler: Any = ProportionalSampler, storage: Any = PackedStorage, **options: Any) -> ReplayBuffer:
+        return ReplayBuffer(storage=storage(24), sampler=sampler(24), batch_size=8, **options)
+
+    return {
+        "subclass of the sampler": made(type("Subclass", (ProportionalSampler,), {})),
+        "subclass of the storage": made(storage=OwnStorage),
+        "statistics": made(stats=EpisodeStats()),
+        "counts of replays": made(count_replays=True),
+        "flow control": made(samples_per_insert=1.0, tolerance=1_000),
+        "a draw of one's own": made(OwnDraw),
+        "a law of one's own": made(OwnLaw),
+    }
+
+
+@pytest.mark.parametrize("option", options())
+def test_options_and_subclasses_are_compiled(option):
+    rb = options()[option]
+    for start in range(0, 18, 6):
+        rb.extend(transitions(6, start=start))
+        batch = rb.sample().set("td_error", torch.full((8,), 3.0))
+        rb.update_tensordict_priority(batch)
+    compiled, *reasons = rb.compiled.split("; not ")
+    assert "extend" in compiled
+    assert ("sample" in compiled, len(reasons)) == ((False, 1) if "own" in option else (True, 0))
+    expected = 6.0 if option == "a law of one's own" else 3.0
+    assert (rb.sampler.priority(batch["index"]) == expected).all()
+    assert option != "a draw of one's own" or (batch["index"] == 0).all()
+    assert rb.replay_count is None or rb.replay_count.counts().sum() == 24
+    assert rb.flow is None or rb.health()["samples"] == 24
+
+
+def test_what_a_subclass_overrides_is_called_at_every_sample_and_update():
+    rb = ReplayBuffer(storage=ReadsItself(24), sampler=ProportionalSampler(24), batch_size=8)
+    rb.extend(transitions(20).set("number", torch.arange(20)))
+    for _ in range(3):
+        batch = rb.sample()
+        assert torch.equal(batch["number"], batch["index"] + 1_000)
+    assert "ReadsItself has no compiled read" in rb.compiled
+    rb = ReplayBuffer(storage=PackedStorage(24), sampler=OwnAnchors(ProportionalSampler(24), 3, 0.9), batch_size=8)
+    rb.extend(transitions(20).set(("next", "terminated"), torch.zeros(20, 1, dtype=torch.bool)))
+    for error in (1.0, 2.0, 3.0):
+        batch = rb.sample().set("td_error", torch.full((8,), error))
+        rb.update_tensordict_priority(batch)
+        assert (rb.sampler.priority(batch["index"]) == 2 * error).all()
+
+
+def test_unique_set_later_draws_no_row_twice():
+    rb = ReplayBuffer(storage=PackedStorage(24), batch_size=8)
+    rb.extend(transitions(8))
+    for unique in (False, False, True, False):
+        rb.sampler.unique = unique
+        counts = torch.stack([rb.sample()["index"].sort().values for _ in range(10)])
+        assert (counts == torch.arange(8)).all() == unique
+
+
+class LooksUpRanks:
+    """A listener that asks the sampler for ranks after each write."""
+
+    def __init__(self, rb: ReplayBuffer) -> None:
+        self.rb, self.told = rb, 0
+
+    def mark_update(self, index: Any) -> None:
+        self.rb.sampler.rank(torch.arange(len(self.rb)))
+        self.told += 1
+
+
+def test_listeners_may_look_up_ranks_during_a_write():
+    rb = ReplayBuffer(storage=PackedStorage(24), sampler=RankSampler(24), batch_size=8)
+    listener = LooksUpRanks(rb)
+    rb.storage.attach(listener)
+
+    def write() -> None:
+        for start in range(3):
+            rb.extend(transitions(5, start=start))
+            rb.add(transitions(1, start=start)[0])
+
+    thread = Thread(target=write, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()  # it would wait for a lock that it holds
+    assert (listener.told, rb.compiled.startswith("add, extend")) == (6, True)
+
+
+def test_rows_hold_what_a_lazily_negated_or_conjugated_leaf_shows():
+    number = torch.tensor([[1 + 2j], [3 - 4j]])
+    for leaf in (number.conj().imag, number.conj()):
+        rb = ReplayBuffer(storage=PackedStorage(24))
+        for _ in range(3):
+            rb.extend(TensorDict({"x": leaf}, [2]))
+            rb.add(TensorDict({"x": leaf[0]}, []))
+        assert torch.equal(rb.storage["x"], torch.cat([leaf, leaf[:1]] * 3).resolve_neg().resolve_conj())
