@@ -163,7 +163,7 @@ BREAKS = [
         "kernels/strata.py",
         "segment = (first + step * torch.arange(batch, device=uniform.device)) % batch",
         "segment = (first + step * torch.arange(batch, device=uniform.device)) % max(batch - 1, 1)",
-        "tests/kernels/test_strata.py",
+        "tests/kernels/test_draws.py",
     ),
     Break(
         "the torch form ranks ties from the newest row on",
@@ -255,7 +255,7 @@ BREAKS = [
         "writers/estimator.py",
         "breaks = ends & ~terminated",
         "breaks = ends & terminated",
-        "tests/writers/test_estimators.py tests/writers/test_rollout.py",
+        "tests/writers/test_rollout.py",
     ),
     # -- functional
     Break(
@@ -315,14 +315,14 @@ BREAKS = [
         "checkpoint/parts.py",
         '"generator": None if generator is None else {',
         '"generator": None if True else {',
-        "tests/checkpoint/test_roundtrip.py -k goes_on_bit_for_bit",
+        "tests/test_goes_on.py -k dump",
     ),
     Break(
         "a smaller buffer loads the oldest rows",
         "checkpoint/rows.py",
         "start = oldest + live - kept",
         "start = oldest",
-        "tests/checkpoint/test_capacity.py",
+        "tests/checkpoint/test_dumps.py -k move_together",
     ),
     Break(
         "a damaged file is loaded",

@@ -207,24 +207,6 @@ def test_other_parts_and_other_keys_are_refused_and_change_nothing(other, match,
         assert torch.equal(rb._rng.get_state(), expected._rng.get_state())
 
 
-def test_a_part_that_refuses_its_state_leaves_the_others_as_they_were(tmp_path, monkeypatch):
-    dumped(tmp_path)
-    rb = make(seed=5)
-    step(rb, 1)
-    before = rb.state_dict()
-
-    def refuse(state):
-        raise ValueError("not this one")
-
-    monkeypatch.setattr(rb.sampler, "load_state_dict", refuse)
-    with pytest.raises(CheckpointError, match="not this one"):
-        rb.loads(tmp_path)
-    after = rb.state_dict()
-    assert after["_writer"] == before["_writer"]
-    rows = (state["_storage"]["rows"].view(torch.uint8) for state in (after, before))  # as bytes: padding may be NaN
-    assert torch.equal(*rows)
-
-
 def test_odd_files_in_a_dump_are_refused(tmp_path):
     dumped(tmp_path)
     file = next((tmp_path / "data").glob("*.bin"))
@@ -304,7 +286,7 @@ def forge(document: dict[str, Any], path: Path, data: st.DataObject) -> dict[str
 
 
 @settings(
-    max_examples=80,
+    max_examples=30,
     deadline=None,
     phases=[Phase.explicit, Phase.generate],  # a forged dump is no easier to read when it is shorter
     suppress_health_check=list(HealthCheck),

@@ -10,9 +10,6 @@ from tensordict import TensorDict, TensorDictBase
 from rlbuf_td import PackedStorage, ReplayBuffer
 from tests.catalogue import SAMPLERS
 
-NAMES = ["uniform", "unique", "proportional", "highest now", "rank"]
-NAMES += ["hindsight", "n-step", "n-step over hindsight", "sequence"]
-
 
 def make(
     sampler: str = "proportional",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlbuf_td.core.episodes import Episodes
@@ -91,7 +91,6 @@ class Pair:
             assert self.ring.is_stale(np.array([cell]), np.array([stamp]))[0] != self.model.holds(row)
 
 
-@settings(max_examples=150)
 @given(HISTORIES)
 def test_serials_and_episodes_are_those_of_the_model(history: list[tuple[str, list[tuple[int, bool, int]]]]) -> None:
     pair = Pair()

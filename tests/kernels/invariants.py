@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlbuf_td.kernels.episodes import WORD, BitBoundaries, FlagBoundaries
 from rlbuf_td.kernels.rank_order.chunks import CHUNKS, FULL, GROUPS, NO_KEY, ROWS, WIDTH, Chunks
 from rlbuf_td.kernels.rows.table import Table
 from rlbuf_td.kernels.sum_tree import SumTree, reference, weight_of
@@ -56,28 +55,6 @@ def _check_group(st: Chunks, p: int, groups: int) -> list[np.ndarray]:
 def _must(holds: bool, invariant: str) -> None:
     if not holds:
         raise AssertionError(f"violated: {invariant}")
-
-
-def flags(bits: BitBoundaries) -> FlagBoundaries:
-    flagged = FlagBoundaries(bits.steps, bits.lanes)
-    position = torch.arange(bits.steps)
-    for flag, first in ((flagged.cut, 0), (flagged.over, int(bits.starts[-1]))):
-        flag.copy_(((bits.bits[:, first + position // WORD] >> (position % WORD)) & 1).bool().T)
-    flagged.head.copy_(bits.head)
-    flagged.begun.copy_(bits.begun)
-    return flagged
-
-
-def check_boundaries(bits: BitBoundaries) -> None:
-    flagged = flags(bits)
-    _must(not (flagged.over & ~flagged.cut).any(), "a step that is over is cut")
-    _must(bool((flagged.cut.any(0) | (bits.head < 0)).all()), "each written lane has a cut")
-    starts = bits.starts
-    for level in range(1, len(starts) - 1):
-        below, above = (bits.bits[:, starts[k] : starts[k + 1]] for k in (level - 1, level))
-        at = torch.arange(below.shape[1])
-        summary = (above[:, at // WORD] >> (at % WORD)) & 1
-        _must(torch.equal(summary, (below != 0).long()), f"level {level} summarises the one below")
 
 
 def check_pool(table: Table) -> None:

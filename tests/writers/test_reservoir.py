@@ -31,7 +31,7 @@ def buffer(capacity: int, lanes: int = 0, storage: Any = PackedStorage, cls: Any
 
 @pytest.mark.parametrize(("steps", "parts"), [(2, (1, 2, 1, 2)), (1, (4, 1))])
 def test_every_set_of_time_steps_is_equally_likely_to_be_left(steps, parts):
-    writer, total, rounds = ReservoirWriter(), sum(parts), 120_000
+    writer, total, rounds = ReservoirWriter(), sum(parts), 40_000
     writer._rng = torch.Generator().manual_seed(1)
     counts = dict.fromkeys(combinations(range(total), steps), 0)
     for _ in range(rounds):
@@ -44,7 +44,7 @@ def test_every_set_of_time_steps_is_equally_likely_to_be_left(steps, parts):
             writer.note(written + count, choice)
         counts[tuple(sorted(left.values()))] += 1
     law = torch.full((len(counts),), 1 / len(counts), dtype=torch.float64)
-    assert power(law.numpy(), rounds, bias=0.02) > 0.9
+    assert power(law.numpy(), rounds, bias=0.035) > 0.9
     assert_follows(list(counts.values()), law)
 
 
@@ -119,15 +119,6 @@ def test_a_new_storage_begins_a_new_sample(brought, lanes):
     assert rb.write_count == brought
     rb.extend(numbered(50, 2, lanes))
     assert (len(rb), rb.write_count) == ((brought + 2) * max(1, lanes), brought + 2)
-
-
-def test_rows_that_a_storage_brings_along_count_as_written():
-    storage = PackedStorage(50)
-    storage.set(range(50), numbered(0, 50))
-    rb = ReplayBuffer(storage=storage, writer=ReservoirWriter(), batch_size=4)
-    rb.extend(numbered(50, 10_000))
-    assert rb.write_count == 10_050
-    assert 0 <= int((rb.storage["step"] < 50).sum()) < 5
 
 
 def _write(rb: ReplayBuffer, seed: int) -> None:

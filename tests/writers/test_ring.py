@@ -83,12 +83,6 @@ def test_the_newest_rows_stay_and_listeners_hear_of_the_rows_written(kind: str, 
         assert len(by_range.heard) <= 2
 
 
-def test_a_very_long_write_keeps_the_newest_rows_in_torchrl_storages() -> None:
-    storage = LazyTensorStorage(50)
-    ring(storage).extend(numbered(0, 100_003))
-    assert torch.equal(storage.get(slice(None))["x"].roll(-3), torch.arange(99_953, 100_003))
-
-
 @pytest.mark.parametrize("ndim", [1, 2, 3])
 @pytest.mark.parametrize("kind", ["packed", "lazy tensor"])
 def test_indices_and_rows_are_those_of_torchrl_writers(ndim: int, kind: str) -> None:
@@ -156,24 +150,6 @@ def test_a_writer_belongs_to_one_storage() -> None:
     assert rb.extend(numbered(0, 2)).tolist() == [0, 1]
     other = ReplayBuffer(storage=PackedStorage(4))
     assert (rb.writer, rb.extend(numbered(0, 1)).tolist(), len(other)) == (writer, [2], 0)
-
-
-def test_a_new_writer_continues_after_the_newest_row() -> None:
-    rb = ReplayBuffer(storage=PackedStorage(5))
-    rb.extend(numbered(0, 3))
-    rb.set_writer(RingWriter())
-    assert rb.extend(numbered(3, 1)).tolist() == [3]
-    assert rb.chronological()["x"].tolist() == [0, 1, 2, 3]
-
-
-def test_a_cursor_at_the_end_of_a_smaller_storage_goes_on_at_its_beginning() -> None:
-    for how in ("add", "extend"):
-        storage = PackedStorage(3)
-        writer = ring(storage)
-        writer.extend(numbered(0, 3))
-        writer._cursor = 3
-        assert int(write(writer, how, numbered(9, 1))) == 0
-        assert (storage["x"].tolist(), writer._cursor) == ([9, 1, 2], 1)
 
 
 def test_write_at_tells_the_index_that_was_written() -> None:

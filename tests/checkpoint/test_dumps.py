@@ -1,0 +1,359 @@
+"""What a dump holds, where and how often it is written, and what is loaded of it, also into other capacities."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torchrl.data import RandomSampler
+from torchrl.data.replay_buffers import LazyTensorStorage, TensorDictReplayBuffer
+
+from rlbuf_td import (
+    MinibatchSampler,
+    NStepSampler,
+    PackedStorage,
+    ProportionalSampler,
+    ReplayBuffer,
+    ReplayBufferMixture,
+    ReservoirWriter,
+    RingWriter,
+    TrajectoryIndex,
+    UniformSampler,
+    check,
+)
+from rlbuf_td.checkpoint import files, open_checkpoint, parts
+from rlbuf_td.checkpoint.rows import fit
+from tests.catalogue import assert_same
+from tests.checkpoint.worlds import make, step, transitions
+
+
+def test_settings_large_counters_and_the_generator_object_stay(tmp_path):
+    rb = make("rank")
+    rb.extend(transitions(5))
+    rb.sampler.alpha, rb.sampler.beta, rb.sampler.stratified = 0.3, 0.9, False  # schedulers change these
+    rb.writer._write_count = 2**62
+    rb.save(str(tmp_path / "a" / "b"))
+    again = make("rank")
+    generator = again._rng
+    again.load(tmp_path / "a" / "b")
+    assert (again.sampler.alpha, again.sampler.beta, again.sampler.stratified) == (0.3, 0.9, False)
+    assert again.write_count == 2**62
+    assert again._rng is generator
+
+
+def test_the_default_generator_goes_on_if_asked(tmp_path):
+    rb = make("uniform", seed=None)
+    rb.extend(transitions(9))
+    torch.manual_seed(3)
+    rb.dumps(tmp_path)
+    expected = rb.sample()
+    again = make("uniform", seed=None)
+    torch.manual_seed(4)
+    again.loads(tmp_path)
+    assert not torch.equal(again.sample()["index"], expected["index"])
+    again.loads(tmp_path, default_generator=True)
+    assert_same(again.sample(), expected)
+
+
+def test_the_dump_says_what_it_holds(tmp_path):
+    rb = make("rank", lanes=2)
+    rb.extend(transitions(5, 2))
+    rb.dumps(tmp_path)
+    found = open_checkpoint(tmp_path)
+    assert found.classes.pop("buffer") == "ReplayBuffer"
+    assert found.classes == {"storage": "PackedStorage", "sampler": "RankSampler", "writer": "RingWriter"}
+    assert (found.shape, found.writer["_cursor"], found.sampler["alpha"]) == ((20, 2), 5, 0.7)
+    assert found.about["versions"]["torch"] in str(torch.__version__)
+    assert found.storage is not None
+    assert_same(found.storage[:], rb.storage[:])
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    assert (manifest["format"], manifest["version"]) == ("rlbuf_td checkpoint", 3)
+
+
+def test_a_dump_of_torchrls_parts_can_be_opened(tmp_path):
+    rb = ReplayBuffer(storage=LazyTensorStorage(20), sampler=RandomSampler(), batch_size=4)
+    rb.extend(transitions(26))
+    rb.dumps(tmp_path)
+    found = open_checkpoint(tmp_path)
+    assert found.storage is None
+    assert found.rows is not None
+    assert_same(found.rows["observation"], rb.storage[:]["observation"])
+
+
+def test_a_bar_shows_how_far_a_dump_is(tmp_path, capsys, monkeypatch):
+    rb = make("uniform")
+    rb.extend(transitions(5))
+    rb.dumps(tmp_path)
+    assert "dump" not in capsys.readouterr().err
+    rb.dumps(tmp_path, progress=True)
+    assert "dump: 100%" in capsys.readouterr().err
+    make("uniform").loads(tmp_path, progress=True)
+    assert "load: 100%" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    rb.dumps(tmp_path)
+    with pytest.raises(ImportError, match="progress=True needs tqdm"):
+        rb.dumps(tmp_path, progress=True)
+
+
+def test_several_threads_dump_to_one_place_while_others_write_and_load(tmp_path):
+    rb = make("proportional", steps=500)
+    rb.extend(transitions(500))
+    rb.dumps(tmp_path)
+
+    def work(what):
+        for number in range(6):
+            if what == "dump":
+                rb.dumps(tmp_path)
+            elif what == "load":
+                found = open_checkpoint(tmp_path).rows
+                assert found is not None
+                oldest = int(found["number"].argmin())
+                assert torch.equal(found["number"].roll(-oldest), found["number"].min() + torch.arange(500))
+            else:
+                for each in range(10):
+                    rb.extend(transitions(7, first=500 + 7 * (10 * number + each)))
+
+    with ThreadPoolExecutor(4) as pool:
+        for _ in pool.map(work, ("dump", "dump", "load", "write")):
+            pass
+
+
+def test_rows_only_takes_any_sampler_and_lets_the_rows_in(tmp_path):
+    rb = make("uniform")
+    rb.extend(transitions(26))
+    rb.dumps(tmp_path)
+    again = make("proportional")
+    again.loads(tmp_path, rows_only=True)
+    assert_same(again.storage[:], rb.storage[:])
+    assert again.write_count == 26
+    assert again.sampler.priority(torch.arange(20)).tolist() == [1.0] * 20
+    assert_same(again.chronological(), rb.chronological())
+
+
+ROWS = 4_000  # of 256 bytes: 1 MB
+
+
+def of_rows(scratch_dir=None, sampler="proportional", seed=0):
+    return ReplayBuffer(
+        storage=PackedStorage(ROWS, scratch_dir=scratch_dir),
+        sampler=ProportionalSampler(ROWS) if sampler == "proportional" else UniformSampler(),
+        batch_size=16,
+        generator=torch.Generator().manual_seed(seed),
+    )
+
+
+def extend_by(rb, n, value):
+    rb.extend(TensorDict({"x": torch.full((n, 32), float(value), dtype=torch.float64), "k": torch.rand(n)}, [n]))
+
+
+def sizes(path: Path) -> dict[str, tuple[int, int]]:
+    return {file.name: (file.stat().st_ino, file.stat().st_size) for file in path.glob("data/*.bin")}
+
+
+def written(before, after):
+    return sum(size for name, (number, size) in after.items() if before.get(name, (0, 0))[0] != number)
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(files, "CHUNK_BYTES", 1 << 14)
+
+
+def test_only_what_has_changed_is_written(small_chunks, tmp_path):
+    rb = of_rows(sampler="uniform")
+    extend_by(rb, ROWS, 0)
+    rb.dumps(tmp_path)
+    before = sizes(tmp_path)
+    assert sum(size for _, size in before.values()) > ROWS * 256
+    rb.dumps(tmp_path)
+    after = sizes(tmp_path)
+    assert written(before, after) == 0
+    extend_by(rb, 100, 1)  # 26 kB: two or three chunks
+    rb.dumps(tmp_path)
+    assert 0 < written(after, sizes(tmp_path)) <= 3 * (1 << 14)
+    assert len(sizes(tmp_path)) == len(after)
+    rb.storage["x"][1234, 5] = 7.0  # a view: no writer knows of it
+    rb.dumps(tmp_path)
+    again = of_rows(sampler="uniform")
+    again.loads(tmp_path)
+    assert again.storage["x"][1234, 5] == 7.0
+
+
+def test_a_synced_dump_also_syncs_files_of_an_unsynced_one(small_chunks, tmp_path, monkeypatch):
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.fstat(file).st_ino))
+    rb = of_rows()
+    extend_by(rb, ROWS, 0)
+    rb.dumps(tmp_path, sync=False)
+    assert synced == []
+    files = {number for number, _ in sizes(tmp_path).values()}
+    rb.dumps(tmp_path)
+    kept = {number for number, _ in sizes(tmp_path).values()}
+    assert files & kept  # some are taken over
+    assert kept <= set(synced)
+    synced.clear()
+    rb.dumps(tmp_path)
+    assert not files & set(synced)
+
+
+def test_a_truncated_file_of_the_previous_dump_is_written_again(tmp_path):
+    rb = of_rows()
+    extend_by(rb, ROWS, 3)
+    rb.dumps(tmp_path)
+    for file in (tmp_path / "data").glob("*.bin"):
+        os.truncate(file, 5)
+    rb.dumps(tmp_path)
+    of_rows().loads(tmp_path)
+
+
+def test_a_dump_in_the_scratch_dir_survives_later_writes(tmp_path):
+    rb = of_rows(tmp_path)
+    extend_by(rb, 3_000, 0)
+    extend_by(rb, 1_500, 1)  # wraps
+    rb.update_priority(torch.arange(ROWS), torch.rand(ROWS))
+    rb.dumps(tmp_path)
+    rows, state, count = rb.storage[:].clone(), rb._rng.get_state(), rb.write_count
+    extend_by(rb, ROWS, 2)  # overwrites everything
+    copy = of_rows(seed=4)
+    for each in (copy, rb):  # into another buffer, and over what the dump is of
+        each.loads(tmp_path)
+        assert_same(each.storage[:], rows)
+        assert (each.write_count, torch.equal(each._rng.get_state(), state)) == (count, True)
+
+
+def test_the_newest_steps_are_kept_oldest_first():
+    for saved, capacity in itertools.product((1, 4, 7), range(1, 12)):
+        for written in range(2 * saved + 2):
+            live, cursor = min(written, saved), written % saved
+            ring = [written - 1 - (cursor - 1 - slot) % saved for slot in range(live)]
+            found = fit(saved, capacity, live, cursor)
+            taken = [ring[slot] for first, count in found.ranges for slot in range(first, first + count)]
+            kept = min(live, capacity)
+            assert taken == (ring if saved == capacity else list(range(written))[written - kept :])
+            assert (found.steps, found.dropped) == (len(taken), live - len(taken))
+            if taken:
+                assert found.moves == (taken != ring)
+
+
+@pytest.mark.parametrize(
+    ("lanes", "written", "capacity"), [(0, 1, 5), (3, 3, 12), (3, 11, 5), (0, 11, 12), (3, 11, 21)]
+)
+@pytest.mark.parametrize("sampler", ["proportional", "rank"])
+def test_rows_and_priorities_move_together(sampler, lanes, written, capacity, tmp_path):
+    rb = make(sampler, lanes=lanes)
+    TrajectoryIndex.of(rb.storage)
+    for number in range(written):
+        step(rb, number, lanes)
+    rb.dumps(tmp_path)
+    again = make(sampler, steps=capacity, lanes=lanes)
+    live = len(rb) // max(1, lanes)
+    dropped = f"the {live - capacity} oldest time steps of the dump were dropped"
+    with pytest.warns(UserWarning, match=dropped) if live > capacity else nullcontext():
+        again.loads(tmp_path)
+    kept = min(live, capacity)
+    assert_same(again.chronological(), rb.last(kept))
+    assert again.write_count == rb.write_count
+    if sampler != "uniform":
+        found = (each.sampler.priority(torch.arange(len(each))) for each in (rb, again))
+        priorities = [each.view(-1, max(1, lanes)) for each in found]
+        start = rb.writer._cursor if rb.full else 0
+        assert torch.equal(priorities[1], priorities[0].roll(-start, 0)[-kept:])
+        assert (again.sampler.priority(torch.arange(len(again), again.storage.max_size)) == -1).all()
+    index, fresh = TrajectoryIndex.of(again.storage), TrajectoryIndex(again.storage)
+    rows = torch.arange(len(again))
+    for left, right in zip(index.reach(rows), fresh.reach(rows), strict=True):
+        assert torch.equal(left, right)
+    for number in range(20, 30):
+        step(again, number, lanes)
+    assert again.chronological()["number"].flatten()[-1] == 29 * 3 + 2
+
+
+def test_epochs_start_anew_when_rows_move(tmp_path):
+    def buffer(capacity):
+        return ReplayBuffer(storage=PackedStorage(capacity), sampler=MinibatchSampler(2), batch_size=2)
+
+    rb = buffer(6)
+    rb.extend(transitions(8))
+    rb.sample()
+    rb.dumps(tmp_path)
+    again = buffer(10)
+    again.loads(tmp_path)
+    drawn = [again.sample()["number"] for _ in range(6)]
+    assert sorted(torch.cat(drawn).tolist()) == sorted(2 * list(range(2, 8)))
+
+
+@pytest.mark.parametrize("device", ["mps", "cuda:99"])
+def test_generators_of_devices_that_are_not_here_are_left_out(device):
+    rb, state = make("uniform"), torch.get_rng_state()
+    generator = rb._rng
+    with pytest.warns(UserWarning, match=f"generator is on {device}, which is not available"):
+        parts.restore_generator(rb, {"device": device, "state": state})
+    assert rb._rng is generator
+    parts.restore_default_generators({device: state})
+    saved = {"buffer": {"batch_size": 1, "consume_after_n_samples": None}, "writer": {"state": {}}}
+    saved |= {"trajectories": [], "generator": {"device": device, "state": state}}
+    parts.refuse_malformed(rb, saved | {"default_generator": {"cuda:98": state}})
+    with pytest.raises((RuntimeError, TypeError)):
+        parts.refuse_malformed(rb, saved | {"default_generator": {"cpu": state[:5]}})
+
+
+class Like:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+
+def small(**kwargs: Any) -> ReplayBuffer:
+    return ReplayBuffer(storage=PackedStorage(8, **kwargs), sampler=ProportionalSampler(8), batch_size=2)
+
+
+def mixture() -> ReplayBufferMixture:
+    return ReplayBufferMixture({"only": small()}, {"only": 1.0})
+
+
+PARTS: dict[str, Any] = {
+    "buffer": small,
+    "mixture": mixture,
+    "shares": lambda: mixture().sampler,
+    "storage": lambda: small().storage,
+    "sampler": lambda: ProportionalSampler(8),
+    "wrapper": lambda: NStepSampler(UniformSampler(), 2, 0.9),
+    "ring": RingWriter,
+    "reservoir": ReservoirWriter,
+}
+FOUR = TensorDict({"x": torch.arange(4), "next": {"done": torch.ones(4, 1, dtype=torch.bool)}}, [4])
+
+
+@pytest.mark.parametrize("path", [str, Path, Like])
+@pytest.mark.parametrize("part", PARTS)
+def test_parts_are_saved_and_loaded(part: str, path: Any, tmp_path: Path):
+    one, other = PARTS[part](), PARTS[part]()
+    if part in ("buffer", "storage"):
+        (one.extend if part == "buffer" else lambda rows: one.set(range(4), rows))(FOUR)
+    one.dumps(path(tmp_path / "dump"))
+    other.loads(path(tmp_path / "dump"))
+    if part in ("buffer", "storage"):
+        assert (other[:] == FOUR).all()
+
+
+@pytest.mark.parametrize("path", [str, Path, Like])
+def test_folders_are_read_and_rows_are_kept_in_one(path: Any, tmp_path: Path):
+    theirs = TensorDictReplayBuffer(storage=LazyTensorStorage(8))
+    theirs.extend(FOUR)
+    theirs.dumps(tmp_path / "theirs")
+    rb = ReplayBuffer.from_torchrl(path(tmp_path / "theirs"), scratch_dir=path(tmp_path))
+    assert (rb[:] == FOUR).all()
+    small(scratch_dir=path(tmp_path / "rows"))
+    rb.dumps(path(tmp_path / "dump"))
+    assert check(path(tmp_path / "dump")) is not None
