@@ -98,7 +98,10 @@ def make(kind: str, recipe: Recipe, ndim: int, fill: str, buffer: str, seed: int
     cls, storage, writer = BUFFERS[buffer]
     parts = {"buffer": cls, "storage": storage, "writer": writer(), "batch_size": ANCHORS * recipe.window}
     sampler = wrapped(INNER[kind](steps * max(1, lanes)), recipe)
-    world = World.of(sampler, steps, lanes, FILLS[fill], seed=seed, **parts)
+    world = World.of(sampler, steps, lanes, FILLS.get(fill, 0.0), seed=seed, **parts)
+    if fill == "unlike lanes":
+        world.add()
+        world.append([0] * 5 + [1] * 13 + [2] * 50)
     world.model.floor = 1.0 if kind == "floored" else 0.0
     inner = getattr(sampler, "innermost", sampler)
     if hasattr(inner, "priority"):

@@ -1,209 +1,177 @@
-"""Priorities go only to rows that still hold what was sampled: against an oracle that looks at the rows themselves."""
+"""Late updates of priorities go only to rows that still hold what was sampled, however the batch came and went."""
 
 from __future__ import annotations
 
 import pickle
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, TensorDictBase
 from torchrl.data.replay_buffers import TensorDictMaxValueWriter, TensorDictReplayBuffer, TensorDictRoundRobinWriter
-from torchrl.envs.transforms import DoubleToFloat
 
-from rlbuf_td import PackedStorage, ProportionalSampler, ReplayBuffer, RingWriter
-from rlbuf_td.storages.write_clock import SAMPLED_AT, WriteClock
+from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer
+from rlbuf_td.storages.trajectory_index import TrajectoryIndex
+from tests.model import Row, World, assert_holds
 
-CAPACITY = 30
-ERROR = 1000.0  # larger than what any row enters with
+STEPS, ERROR = 10, 1000.0  # an error that is larger than what any row enters with
 
 
-class Numbered:
-    """A prioritized buffer in which no two rows that were ever written hold the same number."""
+class Known(World):
+    """A prioritized buffer, and all rows that were ever written."""
 
-    def __init__(self, lanes: int = 0, sampler=ProportionalSampler, writer=RingWriter, **kwargs):
-        self.lanes, self.next = lanes, 0
-        capacity = 10 * lanes if lanes else CAPACITY
-        self.rb = ReplayBuffer(
-            storage=PackedStorage(capacity, ndim=2 if lanes else 1),
-            sampler=sampler(capacity),
-            writer=writer(),
-            batch_size=12,
-            **kwargs,
-        )
-
-    def rows(self, count: int) -> TensorDict:
-        shape = (self.lanes, count) if self.lanes else (count,)
-        first, self.next = self.next, self.next + count * max(1, self.lanes)
-        return TensorDict({"x": torch.arange(first, self.next).view(shape)}, shape)
+    @classmethod
+    def made(cls, lanes: int = 0, **options: Any) -> Known:
+        cells = STEPS * max(1, lanes)
+        world = cls.of(ProportionalSampler(cells), STEPS, lanes, batch_size=12, **options)
+        world.known: dict[float, Row] = {}  # type: ignore[misc]
+        world.write(STEPS)
+        return world  # type: ignore[return-value]
 
     def write(self, count: int) -> None:
-        self.rb.extend(self.rows(count))
+        for _ in range(0, count, STEPS):
+            self.extend(min(count, STEPS))
+        self.known |= {row.fields["observation",][0]: row for row in self.model.rows()}
 
-    def check_update(self, batch: TensorDict) -> None:
-        """Update with errors unlike any priority; only rows with the number that was sampled may have changed."""
-        rb = self.rb
-        before, counted = self.priorities(), rb.health()["stale_updates"]
-        index = batch["index"].reshape(-1, 2) if self.lanes else batch["index"].reshape(-1)
-        flat = index[:, 0] * self.lanes + index[:, 1] if self.lanes else index
-        live = flat < len(rb)
-        held = torch.full_like(flat, -1)
-        if len(rb):
-            held[live] = rb.storage["x"].flatten()[flat[live]]
-        same = held == batch["x"].reshape(-1)
-        batch["td_error"] = ERROR + torch.arange(batch.numel(), dtype=torch.float64).view(batch.shape)
-        rb.update_tensordict_priority(batch)
-        expected = before.clone()
-        for row, error, applies in zip(flat, batch["td_error"].flatten(), same, strict=True):
-            if applies:
-                expected[row] = error.abs()
-        assert torch.equal(self.priorities(), expected)
-        assert rb.health()["stale_updates"] - counted == int((~same).sum())
-
-    def priorities(self) -> torch.Tensor:
-        return self.rb.sampler.priority(torch.arange(self.rb.storage.max_size))
+    def check_update(self, batch: TensorDictBase) -> None:
+        """Update with errors unlike any priority, and compare all priorities and the number of stale rows."""
+        rows = [self.known[seen] for seen in batch["observation"][..., 0].flatten().tolist()]
+        errors, before = [ERROR + j for j in range(len(rows))], self.rb.health()["stale_updates"]
+        self.rb.update_tensordict_priority(batch.set("td_error", torch.tensor(errors).view(batch.shape)))
+        assert self.rb.health()["stale_updates"] - before == self.model.update(rows, errors)
+        assert_holds(self.rb, self.model, episodes=False)
 
 
-def sampled_before_writes(count: int) -> tuple[Numbered, TensorDict]:
-    """Return a full buffer, and a batch with large errors that was sampled before the last ``count`` writes."""
-    buffer = Numbered()
-    buffer.write(CAPACITY)
-    batch = buffer.rb.sample()
-    buffer.write(count)
-    return buffer, batch.set("td_error", torch.full((12,), ERROR))
+def test_the_stamp_survives_what_users_do_with_a_batch() -> None:
+    world = Known.made()
+    batch = world.rb.sample()
+    world.write(STEPS // 2)
+    parts = [
+        batch[:5],
+        batch[::3],
+        batch.reshape(3, 4),
+        batch[7],
+        torch.cat([batch, world.rb.sample()]),
+        batch.to("cpu", non_blocking=True),
+        pickle.loads(pickle.dumps(batch)),
+        batch[torch.randperm(12)],
+        batch[batch["index"] % 2 == 0],
+    ]
+    for part in parts:
+        world.check_update(part)
+    assert world.rb.health()["stale_updates"] > 0
 
 
-@pytest.mark.parametrize("writer", [TensorDictMaxValueWriter, TensorDictRoundRobinWriter])
-def test_it_holds_under_torchrls_writers(writer):
-    make = writer if writer is TensorDictRoundRobinWriter else lambda: writer(rank_key="rank")
-    buffer = Numbered(writer=make)
-    draw = torch.Generator().manual_seed(0)
-
-    def write() -> None:
-        rows = buffer.rows(7)
-        rows["rank"] = torch.rand(7, generator=draw)
-        buffer.rb.extend(rows)
-
-    for _ in range(5):
-        write()
+@pytest.mark.parametrize(
+    "options",
+    [{"prefetch": 3}, {"transform": lambda batch: batch}, {"collate_fn": lambda rows: rows}],
+    ids=["prefetch", "transform", "general path"],
+)
+@pytest.mark.parametrize("lanes", [0, 3])
+def test_it_holds_however_the_batch_came(options: dict[str, Any], lanes: int) -> None:
+    world = Known.made(lanes, **options)
     for _ in range(20):
-        batch = buffer.rb.sample()
-        write()
-        buffer.check_update(batch)
-    if writer is TensorDictMaxValueWriter:  # of seven rows two or so are good enough to be written
-        assert 0 < buffer.rb.health()["stale_updates"] < 20 * 12
+        batch = world.rb.sample()
+        world.write(3)
+        world.check_update(batch)
+    assert world.rb.health()["stale_updates"] > 0
 
 
-def test_the_stamp_survives_what_users_do_with_a_batch():
-    buffer, batch = sampled_before_writes(CAPACITY // 2)
-    parts = {
-        "part": batch[:5],
-        "strided": batch[::3],
-        "reshaped": batch.reshape(3, 4),
-        "of no dims": batch[7],
-        "together": torch.cat([batch, buffer.rb.sample().update({"td_error": torch.zeros(12)})]),
-        "moved": batch.to("cpu", non_blocking=True),
-        "pickled": pickle.loads(pickle.dumps(batch)),
-        "shuffled": batch[torch.randperm(12)],
-        "masked": batch[batch["index"] % 2 == 0],
-    }
-    for data in parts.values():
-        buffer.check_update(data)
-    assert buffer.rb.health()["stale_updates"] > 0
+@pytest.mark.parametrize("writer", [lambda: TensorDictMaxValueWriter(rank_key="rank"), TensorDictRoundRobinWriter])
+def test_it_holds_under_torchrls_writers(writer: Any) -> None:
+    rb = ReplayBuffer(storage=PackedStorage(30), sampler=ProportionalSampler(30), writer=writer(), batch_size=12)
+    for first in range(0, 175, 7):
+        batch = rb.sample() if first else None
+        rb.extend(TensorDict({"x": torch.arange(first, first + 7), "rank": torch.rand(7)}, [7]))
+        if batch is None:
+            continue
+        expected, same = rb.sampler.priority(torch.arange(30)), rb.storage["x"][batch["index"]] == batch["x"]
+        batch["td_error"] = ERROR + torch.arange(12.0) + 12 * first
+        rb.update_tensordict_priority(batch)
+        for row, error in zip(batch["index"][same], batch["td_error"][same], strict=True):
+            expected[row] = error
+        assert torch.equal(rb.sampler.priority(torch.arange(30)), expected)
+    assert 0 < rb.health()["stale_updates"] < 24 * 12
 
 
-def test_without_its_stamp_a_batch_updates_whatever_the_rows_hold():
-    buffer, batch = sampled_before_writes(CAPACITY)
-    buffer.rb.update_tensordict_priority(batch.exclude(SAMPLED_AT))
-    assert (buffer.priorities()[batch["index"]] == ERROR).all()
-    buffer.rb.update_priority(batch["index"], 2 * ERROR)
-    assert (buffer.priorities()[batch["index"]] == 2 * ERROR).all()
-    assert buffer.rb.health()["stale_updates"] == 0
-
-
-def test_stale_errors_do_not_raise_the_priority_that_new_rows_enter_with():
-    buffer, batch = sampled_before_writes(CAPACITY)
-    buffer.rb.update_tensordict_priority(batch)
-    assert buffer.rb.sampler.default_priority == 1.0
-    assert buffer.rb.health()["stale_updates"] == 12
+def test_without_its_stamp_a_batch_updates_whatever_the_rows_hold() -> None:
+    world = Known.made()
+    batch = world.rb.sample().set("td_error", torch.full((12,), ERROR))
+    world.write(STEPS)
+    world.rb.update_tensordict_priority(batch.exclude("sampled_at"))
+    assert (world.rb.sampler.priority(batch["index"]) == ERROR).all()
+    world.rb.update_priority(batch["index"], 2 * ERROR)
+    assert (world.rb.sampler.priority(batch["index"]) == 2 * ERROR).all()
+    assert world.rb.health()["stale_updates"] == 0
 
 
 @pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
-def test_only_prioritized_buffers_of_this_package_stamp_their_batches(cls):
+def test_only_prioritized_buffers_of_this_package_stamp_their_batches(cls: Any) -> None:
     plain = cls(storage=PackedStorage(10), batch_size=4)
     prioritized = cls(storage=PackedStorage(10), sampler=ProportionalSampler(10), batch_size=4)
     for rb in (plain, prioritized):
         rb.extend(TensorDict({"x": torch.arange(5)}, [5]))
-        assert (SAMPLED_AT in rb.sample().keys()) == (rb is prioritized and cls is ReplayBuffer)
+        assert ("sampled_at" in rb.sample().keys()) == (rb is prioritized and cls is ReplayBuffer)
 
 
-@pytest.mark.parametrize(
-    "kwargs",
-    [{"prefetch": 3}, {"transform": DoubleToFloat()}, {"collate_fn": lambda rows: rows}],
-    ids=["prefetch", "transform", "general path"],
-)
-@pytest.mark.parametrize("lanes", [0, 3])
-def test_it_holds_however_the_batch_came(kwargs, lanes):
-    buffer = Numbered(lanes, **kwargs)
-    buffer.write(10)
-    for _ in range(20):
-        batch = buffer.rb.sample()
-        assert batch[SAMPLED_AT].shape == (12,)
-        buffer.write(3)
-        buffer.check_update(batch)
-    assert buffer.rb.health()["stale_updates"] > 0
-
-
-def test_buffers_over_one_storage_know_of_each_others_writes():
-    buffer = Numbered()
-    other = ReplayBuffer(storage=buffer.rb.storage, sampler=ProportionalSampler(CAPACITY), batch_size=12)
-    buffer.write(CAPACITY)
-    batch = other.sample()
-    buffer.write(CAPACITY)
-    batch["td_error"] = torch.full((12,), ERROR)
+def test_buffers_over_one_storage_know_of_each_others_writes() -> None:
+    world = Known.made()
+    other = ReplayBuffer(storage=world.rb.storage, sampler=ProportionalSampler(STEPS), batch_size=12)
+    batch = other.sample().set("td_error", torch.full((12,), ERROR))
+    world.write(STEPS)
     other.update_tensordict_priority(batch)
-    assert (other.sampler.priority(torch.arange(CAPACITY)) == 1.0).all()
-    assert (other.health()["stale_updates"], buffer.rb.health()["stale_updates"]) == (12, 0)
+    assert (other.sampler.priority(torch.arange(STEPS)) == 1.0).all()
+    assert (other.health()["stale_updates"], world.rb.health()["stale_updates"]) == (12, 0)
 
 
-def test_times_of_rows_that_were_saved_elsewhere_go_to_where_the_rows_are():
-    clock, other = WriteClock(), WriteClock()
-    clock.advance(0, 4, torch.Size([4]))
-    clock.note(torch.tensor([2]), 1, torch.Size([4]))
-    saved = clock.state_dict()
-    assert saved["written"].tolist() == [1, 2, 5, 4]
-    other.load_state_dict(saved, 4, 3, torch.device("meta"))
-    stamp = torch.full((4,), 4, device="meta")
-    kept, _ = other.skip_rewritten(torch.arange(4, device="meta"), stamp, torch.Size([4]))
-    assert kept.device.type == "meta"
-    again = WriteClock()
-    again.load_state_dict(saved, 4, 3, torch.device("cpu"))
-    saved["written"].zero_()
-    kept, count = again.skip_rewritten(torch.arange(4), torch.full((4,), 4), torch.Size([4]))
-    assert (kept.tolist(), count) == ([0, 1, -1, 3], 1)
+def numbered(first: int, count: int, lanes: int) -> TensorDict:
+    number = torch.arange(first, first + count) + 1000 * torch.arange(max(1, lanes))[:, None]
+    number = number if lanes else number[0]
+    return TensorDict({"x": number, "next": {"done": (number % 4 == 3)[..., None]}}, number.shape)
 
 
-@pytest.mark.parametrize("start", [2**31 - 5, 2**32 - 5, 2**63 - 40])
-def test_differences_stay_right_where_the_clock_passes_a_limit(start):
-    """After a write out of order; for writes in order, ``tests/storages/test_counters.py``."""
-    buffer = Numbered()
-    clock = buffer.rb.storage.clock
-    clock.numbers[0] = start
-    buffer.write(20)
-    buffer.rb[torch.tensor([3])] = buffer.rows(1)
-    for _ in range(12):
-        batch = buffer.rb.sample()
-        buffer.write(9)
-        buffer.check_update(batch)
-    assert buffer.rb.health()["stale_updates"] > 0
-    assert (clock.now > start) == (start < 2**62)
+LIMITS: Sequence[Any] = [
+    (2**31, ProportionalSampler, 0, True),
+    (2**32, RankSampler, 3, False),
+    (2**53, ProportionalSampler, 3, False),
+    (2**63, ProportionalSampler, 0, False),
+    (2**63, RankSampler, 3, True),
+]
 
 
-def test_a_ring_takes_clock_memory_only_after_a_write_out_of_order():
-    buffer = Numbered()
-    for count in (20, 7, 31, 1):
-        buffer.write(count)
-    assert buffer.rb.storage.clock.state_dict()["written"] is None
-    buffer.rb[torch.tensor([3])] = buffer.rows(1)
-    assert buffer.rb.storage.clock.state_dict()["written"].shape == (CAPACITY,)
-    buffer.rb.empty()
-    assert buffer.rb.storage.clock.state_dict()["written"] is None
+@pytest.mark.parametrize(("limit", "sampler", "lanes", "shared"), LIMITS)
+def test_days_of_writes_pass_the_limits_of_integers(limit: int, sampler: Any, lanes: int, shared: bool) -> None:
+    """Every counter starts near a limit, and nothing changes when it passes it."""
+    storage = PackedStorage(21, ndim=2 if lanes else 1)
+    rb = ReplayBuffer(storage=storage, sampler=sampler(21), batch_size=6, shared=shared)
+    start, steps = limit - 40, 21 // max(1, lanes)
+    rb.writer._write_count = start
+    rb.storage._mutation_revision_value.value = limit - 20
+    rb.storage.clock.numbers[0] = limit - 30
+    rb.stale_updates._numbers[0] = limit - 5
+    trajectories = TrajectoryIndex.of(rb.storage)
+    written = stale = 0
+    while written < 120:
+        batch = rb.sample() if written else None
+        count = 1 + written % 4
+        rb.extend(numbered(written, count, lanes)) if count > 1 else rb.add(numbered(written, 1, lanes)[..., 0])
+        written += count
+        if batch is not None:
+            held = rb.storage[:]["x"].flatten()
+            index = batch["index"] @ torch.tensor([lanes, 1]) if lanes else batch["index"]
+            stale += int((held[index] != batch["x"]).sum())
+            batch["td_error"] = torch.rand(6)
+            rb.update_tensordict_priority(batch)
+        if 60 < written < 65 and not lanes:  # from here on, each row has a time of its own
+            rb.storage.set(torch.tensor([3]), rb.storage.get(torch.tensor([3])), set_cursor=False)
+        assert (rb.sampler.priority(torch.arange(len(rb))) > 0).all()
+        if rb.storage.in_time_order:
+            kept, stored, cells = min(steps, written), rb.chronological()["x"], torch.arange(len(rb))
+            assert (stored[:, 0] if lanes else stored).tolist() == list(range(written - kept, written))
+            for mine, right in zip(trajectories.reach(cells), TrajectoryIndex(rb.storage).reach(cells), strict=True):
+                assert torch.equal(mine, right)
+    assert stale > 5
+    wrapped = (limit - 5 + stale + 2**63) % 2**64 - 2**63
+    assert rb.stale_updates.total() == wrapped
+    assert rb.write_count == (start + written + 2**63) % 2**64 - 2**63
