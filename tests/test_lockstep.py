@@ -702,15 +702,30 @@ class Machine:
             self.model.update(anchors, errors[batch["source"] == 0].tolist())
 
     def move(self, a: int, b: int) -> None:
-        """Move memory of the rows that was handed out."""
+        """Move memory of the rows that was handed out, or try to free or resize it."""
         moves: list[Callable[[], object]] = [
             lambda: self.rb[:].share_memory_(),
             lambda: self.rb["hidden"].share_memory_(),
+            lambda: torch.nn.ParameterDict({"rows": torch.nn.Buffer(self.rb["hidden"])}).share_memory(),
             lambda: self.rb[:].memmap_(),
-            lambda: self.rb.storage.snapshot(),
+            lambda: self.rb.storage.snapshot()["rows"].share_memory_(),
+            lambda: self.rb["hidden"].set_(torch.zeros(3)),
+            lambda: setattr(self.rb["hidden"], "data", torch.zeros(3)),
+            lambda: self.not_resizable(lambda: self.rb["hidden"].resize_(1 << 20)),
+            lambda: self.not_resizable(lambda: self.rb["hidden"].untyped_storage().resize_(0)),
+            lambda: self.not_resizable(lambda: self.rb["hidden"].untyped_storage().resize_(1 << 24)),
         ]
+        if self.is_ours:
+            moves += [
+                lambda: self.rb.storage.edit(lambda data: [leaf.share_memory_() for leaf in data.values(True, True)])
+            ]
+            moves += [self.rb.storage._storage.share_memory_, self.rb.storage._storage.memmap_]
         if len(self.model):
             moves[a % len(moves)]()
+
+    def not_resizable(self, change: Callable[[], object]) -> None:
+        with pytest.raises(RuntimeError, match="not resizable"):
+            change()
 
     def refused(self, a: int, b: int) -> None:
         """Write what does not fit, which changes nothing."""
@@ -810,17 +825,28 @@ def reported(pipe: Any, *arguments: Any) -> None:
         pipe.send(traceback.format_exc())
 
 
-@pytest.mark.slow
-@settings(max_examples=50, phases=_phases)
-@given(case=st.sampled_from(CASES), operations=_operations, seed=_seeds, looks=st.booleans())
-def test_many_more_operations_in_processes_that_may_crash_or_hang(
-    case: tuple[str, str], operations: Any, seed: int, looks: bool
-) -> None:
+def apart(*arguments: Any) -> None:
+    """Play in another process, which may crash or hang."""
     reading, writing = mp.get_context("fork").Pipe(duplex=False)
-    code = forked(lambda: reported(writing, *case, operations, seed, looks))
+    code = forked(lambda: reported(writing, *arguments))
     writing.close()
     told = ""
     with suppress(EOFError):  # nothing to report
         told = reading.recv()
     assert not told, told
     assert code == 0, f"the process ended with {code}"
+
+
+@pytest.mark.parametrize("form", ["plain", "share_next", "shared lanes", "file"])
+def test_rows_stay_in_place_whatever_moves_the_memory_that_was_handed_out(form: str) -> None:
+    moves = [operation for a in range(13) for operation in (("move", a, 0), ("extend", 3, a), ("update", 1, 0))]
+    apart(form, "proportional", [("extend", 20, 0), *moves], 5, True)
+
+
+@pytest.mark.slow
+@settings(max_examples=50, phases=_phases)
+@given(case=st.sampled_from(CASES), operations=_operations, seed=_seeds, looks=st.booleans())
+def test_many_more_operations_in_processes_that_may_crash_or_hang(
+    case: tuple[str, str], operations: Any, seed: int, looks: bool
+) -> None:
+    apart(*case, operations, seed, looks)

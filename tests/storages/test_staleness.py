@@ -21,17 +21,12 @@ STEPS, ERROR = 10, 1000.0  # an error that is larger than what any row enters wi
 class Known(World):
     """A prioritized buffer, and all rows that were ever written."""
 
-    @classmethod
-    def made(cls, lanes: int = 0, **options: Any) -> Known:
-        cells = STEPS * max(1, lanes)
-        world = cls.of(ProportionalSampler(cells), STEPS, lanes, batch_size=12, **options)
-        world.known: dict[float, Row] = {}  # type: ignore[misc]
-        world.write(STEPS)
-        return world  # type: ignore[return-value]
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self.known: dict[float, Row] = {}
 
     def write(self, count: int) -> None:
-        for _ in range(0, count, STEPS):
-            self.extend(min(count, STEPS))
+        self.extend(count)
         self.known |= {row.fields["observation",][0]: row for row in self.model.rows()}
 
     def check_update(self, batch: TensorDictBase) -> None:
@@ -43,8 +38,14 @@ class Known(World):
         assert_holds(self.rb, self.model, episodes=False)
 
 
+def full(lanes: int = 0, **options: Any) -> Known:
+    world: Any = Known.of(ProportionalSampler(STEPS * max(1, lanes)), STEPS, lanes, batch_size=12, **options)
+    world.write(STEPS)
+    return world
+
+
 def test_the_stamp_survives_what_users_do_with_a_batch() -> None:
-    world = Known.made()
+    world = full()
     batch = world.rb.sample()
     world.write(STEPS // 2)
     parts = [
@@ -70,7 +71,7 @@ def test_the_stamp_survives_what_users_do_with_a_batch() -> None:
 )
 @pytest.mark.parametrize("lanes", [0, 3])
 def test_it_holds_however_the_batch_came(options: dict[str, Any], lanes: int) -> None:
-    world = Known.made(lanes, **options)
+    world = full(lanes, **options)
     for _ in range(20):
         batch = world.rb.sample()
         world.write(3)
@@ -96,7 +97,7 @@ def test_it_holds_under_torchrls_writers(writer: Any) -> None:
 
 
 def test_without_its_stamp_a_batch_updates_whatever_the_rows_hold() -> None:
-    world = Known.made()
+    world = full()
     batch = world.rb.sample().set("td_error", torch.full((12,), ERROR))
     world.write(STEPS)
     world.rb.update_tensordict_priority(batch.exclude("sampled_at"))
@@ -116,7 +117,7 @@ def test_only_prioritized_buffers_of_this_package_stamp_their_batches(cls: Any) 
 
 
 def test_buffers_over_one_storage_know_of_each_others_writes() -> None:
-    world = Known.made()
+    world = full()
     other = ReplayBuffer(storage=world.rb.storage, sampler=ProportionalSampler(STEPS), batch_size=12)
     batch = other.sample().set("td_error", torch.full((12,), ERROR))
     world.write(STEPS)
