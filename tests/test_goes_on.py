@@ -525,9 +525,19 @@ SENT += ["proportional, lanes apart", "n-step, observations once", "fresh by pri
 
 
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
-@pytest.mark.parametrize("name", SENT)
-def test_a_shared_buffer_goes_on_in_a_forked_process(name, tmp_path):
-    maker, processes = MAKERS[name], mp.get_context("fork")
+@pytest.mark.parametrize(
+    ("start", "name"),
+    [
+        *(("fork", name) for name in SENT),
+        ("spawn", "n-step, observations once"),
+        *(
+            pytest.param("spawn", name, marks=pytest.mark.slow)
+            for name in ("mixture", "windows, lanes", "rank, counted")
+        ),
+    ],
+)
+def test_a_shared_buffer_goes_on_in_another_process(start, name, tmp_path):
+    maker, processes = MAKERS[name], mp.get_context(start)
     rb = maker.make(tmp_path, 0)
     for number in range(maker.before + 1):
         maker.run(rb, number)
@@ -543,7 +553,8 @@ def test_a_shared_buffer_goes_on_in_a_forked_process(name, tmp_path):
     assert_equal(everything(copied), pickle.loads(here.recv_bytes()), ALWAYS)
     process.join(60)
     assert process.exitcode == 0
-    assert_equal(copied[:], rb[:], ())
+    for ours, theirs in zip(*(getattr(each, "members", {"": each}).values() for each in (copied, rb)), strict=True):
+        assert_equal(ours[:], theirs[:], ())
 
 
 REOPENED = {

@@ -47,6 +47,7 @@ from rlbuf_td.samplers.common import OwnSignature
 from rlbuf_td.storages.checks import as_number, fraction, whole
 from rlbuf_td.storages.keys import as_tuple
 from rlbuf_td.storages.notebooks import MIXTURES
+from rlbuf_td.storages.shared.generators import pickled_generator, unpickled_generator
 from rlbuf_td.storages.tensordict_fast import set_entries_
 from rlbuf_td.storages.write_clock import SAMPLED_AT
 
@@ -409,7 +410,10 @@ class ReplayBufferMixture:
         return shares | {f"{name}/{key}": value for name, report in found.items() for key, value in report.items()}
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_bound": None, "_checked": []}
+        return self.__dict__ | {"_bound": None, "_checked": [], "_rng": pickled_generator(self._rng)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _rng=unpickled_generator(state["_rng"]))
 
     def __repr__(self) -> str:
         shares = self.sampler.by_name

@@ -61,6 +61,7 @@ from rlbuf_td.storages.lane_heads import cells_by_age, holes_of, row_count, writ
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.notebooks import PROCESSES
 from rlbuf_td.storages.schema import refuse_rounding, walk
+from rlbuf_td.storages.shared.generators import pickled_generator, unpickled_generator
 from rlbuf_td.storages.shared.memory import SharedNumbers
 from rlbuf_td.storages.state import examine
 from rlbuf_td.storages.tensordict_fast import entries_of
@@ -1576,11 +1577,15 @@ class ReplayBuffer(TensorDictReplayBuffer):
             self.share()
         state = super().__getstate__()
         state.pop("_own_lock")
-        return state | {"bound": {}, "bound_write": None}  # these hold addresses
+        state |= {"bound": {}, "bound_write": None}  # these hold addresses
+        return state | {"_rng": None, "generator": pickled_generator(self._rng)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._own_lock = RLock()
+        generator = unpickled_generator(state.pop("generator"))
         super().__setstate__(state)
+        if generator is not None:
+            self.set_rng(generator)
         self._rows_restored()
 
     def _rows_restored(self) -> None:
