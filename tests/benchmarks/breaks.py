@@ -142,14 +142,14 @@ BREAKS = [
         "samplers/priorities.py",
         "self.law.fill_(start, count, self.entry)",
         "self.law.fill_(start, count, self.entry ** self.settings[ALPHA])",
-        "tests/test_lockstep.py -k proportional",
+        "tests/samplers/test_prioritized.py -k new_rows",
     ),
     Break(
         "new rows of a reservoir get no priority",
         "samplers/prioritized.py",
         "        self.priorities.enter(index, storage)\n",
         "        pass\n",
-        "tests/test_lockstep.py -k reservoir",
+        "tests/samplers/test_prioritized.py -k new_rows",
     ),
     Break(
         "importance weights are not divided by the largest of the buffer",

@@ -9,16 +9,31 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage
-from torchrl.data.replay_buffers import PrioritizedSampler, SamplerWithoutReplacement, TensorDictMaxValueWriter
+from torchrl.data.replay_buffers import (
+    PrioritizedSampler,
+    SamplerWithoutReplacement,
+    TensorDictMaxValueWriter,
+    TensorDictReplayBuffer,
+)
 
 from rlbuf_td import SchemaError
-from tests.catalogue import reward_fn
+from tests.catalogue import SAMPLERS, reward_fn
 from tests.refusals.makers import *
 
 
 def weightless() -> Any:
     rb = buffer(td.ProportionalSampler(30, alpha=1.0, eps=0.0))
     rb.update_priority(torch.arange(20), zeros(20))
+    return rb
+
+
+def of_no_rows(make: Any, form: dict[str, Any], is_new: bool) -> Any:
+    cls: Any = td.ReplayBuffer if is_new else TensorDictReplayBuffer
+    rb = cls(storage=td.PackedStorage(12, **form), sampler=make(12), batch_size=12)
+    if not is_new:
+        rb.extend(steps(3, 4) if form else steps(12))
+        rb.empty()
+    assert rb.can_sample() is False
     return rb
 
 
@@ -108,8 +123,11 @@ REFUSALS: Table = {
         (lambda rb: rb.sampler.load_state_dict(rb.sampler.state_dict() | {"half_life": 0.0}), ValueError, "half_life"),
         (lambda rb: rb.sampler.load_state_dict(rb.sampler.state_dict() | {"window": 0.5}), ValueError, "window must"),
     ],
-    ("RecencySampler of no rows", lambda: fresh(sampler=td.RecencySampler())): [
-        (lambda rb: rb.sample(), RuntimeError, "empty storage: extend the buffer first"),
+    ("samplers of no rows", nothing): [
+        *((lambda _, make=make, form=form, is_new=is_new: of_no_rows(make, form, is_new).sample(), RuntimeError,
+           "Cannot sample from an empty storage: extend the buffer first")
+          for make in (*SAMPLERS.values(), lambda rows: td.FreshRowsSampler(td.UniformSampler()))
+          for form, is_new in (({}, True), ({}, False), ({"ndim": 2}, False), ({"ndim": 2, "lanes": 3}, True))),
     ],
     ("ProportionalSampler", nothing): [
         (lambda _: td.ProportionalSampler(0), ValueError, "max_capacity must be a whole number, at least 1"),
@@ -282,7 +300,6 @@ REFUSALS: Table = {
         *((lambda _, wrong=wrong: td.EpisodeSampler(**wrong), ValueError, next(iter(wrong))) for wrong in (
             {"max_length": 0}, {"max_length": 2.5}, {"by": "rows"}, {"layout": "packed"}, {"gamma": 1.5})),
         (lambda _: td.EpisodeSampler(n_step(), gamma=0.9), ValueError, "a NStepSampler may change the rewards"),
-        (lambda _: fresh(sampler=td.EpisodeSampler()).sample(), RuntimeError, "empty"),
     ],
     ("EpisodeSampler, drawn", lambda: filled(td.EpisodeSampler())): [
         (lambda rb: rb.sample(), RuntimeError, "no complete episode: write until one ends, or use finished_only=False"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import pickle
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from tensordict import TensorDict
 from torchrl.data.replay_buffers import LazyTensorStorage, Sampler, Storage, TensorDictReplayBuffer
 
-from rlbuf_td import NStepSampler, PackedStorage, ReplayBuffer, RingWriter, RowSampler
+from rlbuf_td import NStepSampler, PackedStorage, ReplayBuffer, RingWriter, RowSampler, SchemaError, UniformSampler
 from tests.catalogue import buffer_of
 from tests.statistics import assert_follows, power
 
@@ -66,10 +65,6 @@ def buffer(kind: str, lanes: int, written: int, sampler: Sampler, batch: int = 5
     for first in range(0, written, 4):
         rb.extend(steps_of(first, min(4, written - first), lanes))
     return rb
-
-
-def test_it_is_short():
-    assert len(inspect.getsource(RecentSampler).splitlines()) < 30
 
 
 @pytest.mark.parametrize(
@@ -146,3 +141,45 @@ def test_its_state_is_a_copy_of_what_it_names(tmp_path):
     for other in (loaded, copied, unpickled):
         assert repr(other) == repr(one) == "Marked(numbers=tensor([1., 1.]), level=0.75, names=['b', 'c'])"
     assert copied.level == 0.75
+
+
+# -- entries that a sampler adds to batches never replace an entry that the user stored
+
+
+def rows_with(name: str) -> TensorDict:
+    place = torch.arange(12.0).view(-1, 1)
+    done = torch.arange(12).view(-1, 1) % 6 == 5
+    next_ = {"reward": torch.ones(12, 1), "done": done, "observation": place + 1}
+    return TensorDict({"observation": place, name: torch.arange(12) + 100, "next": next_}, [12])
+
+
+class Reporting(UniformSampler):
+    """Reports entries that it does not announce, as TorchRL's SliceSampler does."""
+
+    def draw(self, storage: Any, batch_size: int) -> Any:
+        flat, info = super().draw(storage, batch_size)
+        ends = torch.ones(batch_size, 1, dtype=torch.bool)
+        return flat, info | {"chosen_by": torch.zeros(batch_size), ("next", "done"): ends}
+
+
+def made_of(name: str, sampler: Any = None, **options: Any) -> ReplayBuffer:
+    rb = ReplayBuffer(storage=PackedStorage(12), sampler=sampler, batch_size=12, **options)
+    rb.extend(rows_with(name))
+    return rb
+
+
+def test_an_entry_of_another_samplers_report_is_stored() -> None:
+    for name in ("mask", "burn_in_mask", "anchor_index", "steps_to_next_obs", "relabeled", "priority_weight"):
+        batch = made_of(name).sample()
+        assert torch.equal(batch[name], batch["observation"][:, 0].long() + 100)
+
+
+def test_an_entry_that_was_not_announced_is_refused_at_the_first_draw() -> None:
+    with pytest.raises(SchemaError, match="have an entry 'chosen_by', and a Reporting adds"):
+        made_of("chosen_by", Reporting()).sample()
+
+
+def test_batches_without_the_report_keep_what_the_rows_have() -> None:
+    batch = made_of("mask", Reporting(), include_info=False).sample()
+    assert batch["next", "done"].all()
+    assert set(batch.keys()) == {"observation", "mask", "next"}

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,9 +23,7 @@ from rlbuf_td import (
     ReplayBuffer,
     RingWriter,
     UniformSampler,
-    check,
 )
-from rlbuf_td.kernels.episodes import FlagBoundaries
 from tests.model import DONE, INIT, REWARD, Model, World, reward_fn
 from tests.statistics import assert_follows, power
 
@@ -105,14 +102,11 @@ class Lockstep(RuleBasedStateMachine):
         rows = steps * lanes
         options: Any = {"finished_only": finished_only, "layout": layout, "gamma": gamma}
 
-        def build() -> Any:
-            sampler = EpisodeSampler(None, max_length, by, **options)
-            rb = cls(storage=storage(rows, ndim=2 if lanes > 1 else 1), sampler=sampler, writer=writer())
-            sampler.watch(rb.storage)  # as the first draw from a buffer of TorchRL does
-            return rb
-
-        self.build, self.replaced = build, False  # whether the last write has replaced all rows
-        self.world = World(build(), Model(steps, lanes if lanes > 1 else 0), seed, often)
+        sampler = EpisodeSampler(None, max_length, by, **options)
+        rb = cls(storage=storage(rows, ndim=2 if lanes > 1 else 1), sampler=sampler, writer=writer())
+        sampler.watch(rb.storage)  # as the first draw from a buffer of TorchRL does
+        self.replaced = False  # whether the last write has replaced all rows
+        self.world = World(rb, Model(steps, lanes if lanes > 1 else 0), seed, often)
         torch.manual_seed(seed)
 
     @rule(n=st.one_of(st.integers(1, 4), st.integers(2, 30)))
@@ -148,17 +142,6 @@ class Lockstep(RuleBasedStateMachine):
         assert len(firsts) == size
         assert {*firsts} <= found.keys()
 
-    @precondition(lambda self: len(self.world.model) > 0 and isinstance(self.world.rb, ReplayBuffer))
-    @rule(how=st.sampled_from(["deepcopy", "pickle", "state_dict"]))
-    def go_on_with_a_copy(self, how: str) -> None:
-        original = self.world.rb
-        if how == "state_dict":
-            self.world.rb = self.build()
-            self.world.rb.load_state_dict(original.state_dict())
-            self.world.fresh = [True] * len(self.world.fresh)  # a load ends the open trajectories
-        else:
-            self.world.rb = copy.deepcopy(original) if how == "deepcopy" else pickle.loads(pickle.dumps(original))
-
 
 TestLockstep = Lockstep.TestCase
 TestLockstep.settings = settings(stateful_step_count=20)
@@ -172,34 +155,40 @@ def filled(sampler: Any, lanes: int = 1, steps: int = 60, buffer: str = "ours", 
     return World.of(sampler, steps, lanes, 2.4, buffer=cls, seed=seed, often=often, **parts)
 
 
-def law_of(world: World, by: str) -> dict[Cell, float]:
-    """Return the probability of each episode, by its first row."""
-    mass = {first: 1.0 if by == "episode" else float(len(whole)) for first, whole in episodes(world).items()}
-    return {first: each / sum(mass.values()) for first, each in mass.items()}
-
-
-def assert_law(world: World, law: dict[Cell, float], draws: int) -> None:
-    """Draw episodes, and compare how often each was drawn with the law, by a test that finds a bias of 2 %."""
+@pytest.mark.parametrize("by", ["episode", "row"])
+@pytest.mark.parametrize(
+    ("lanes", "finished_only", "max_length", "boundaries"),
+    [(1, True, 8, "bitmap"), (3, True, 3, "bitmap"), (3, True, 3, "flags"), ("apart", False, 3, "bitmap")],
+    indirect=["boundaries"],
+)
+def test_episodes_are_equally_likely_or_in_proportion_to_their_length(by, lanes, finished_only, max_length, boundaries):
+    sampler = EpisodeSampler(None, max_length, by, finished_only, layout="concatenated", gamma=GAMMA)
+    if lanes == "apart":
+        world = World.of(sampler, 20, 3, often=(0.1, 0.1, 0.0), ids=False, storage=partial(PackedStorage, lanes=3))
+        for lane, count in ((0, 13), (1, 47), (2, 5), (0, 2), (1, 13), (2, 1)):
+            world.append([lane] * count)
+    else:
+        world = filled(sampler, lanes, 60 // lanes)
+    assert_pieces(world, world.rb.sample(50), sampler)
+    known = episodes(world, finished_only)
+    law = np.array([1.0 if by == "episode" else float(len(whole)) for whole in known.values()])
     counts: Counter[Cell] = Counter()
-    for _ in range(draws // 5_000):
+    for _ in range(40):
         batch = world.rb.sample(5_000)
-        at = batch[:, 0] if batch.ndim > 1 else batch[torch.cat((torch.ones(1), batch["episode"].diff())) != 0]
+        at = batch[torch.cat((torch.ones(1), batch["episode"].diff())) != 0]
         index = at["index"] if at["index"].ndim > 1 else at["index"][:, None]
         slots = (index[:, 0] - at["episode_step"]) % world.model.steps
-        lanes = index[:, 1] if index.shape[1] > 1 else torch.zeros_like(slots)
-        counts.update(zip(slots.tolist(), lanes.tolist(), strict=True))
-    assert counts.keys() <= law.keys()
-    assert power(np.array([*law.values()]), draws, 0.02) > 0.99
-    assert_follows(np.array([counts[first] for first in law]), np.array([*law.values()]))
+        counts.update(zip(slots.tolist(), index[:, 1].tolist() if index.shape[1] > 1 else [0] * 5_000, strict=True))
+    assert counts.keys() <= known.keys()
+    assert power(law / law.sum(), 200_000, 0.02) > 0.99
+    assert_follows(np.array([counts[first] for first in known]), law / law.sum())
 
 
-@pytest.mark.parametrize("max_length", [None, 3])
-@pytest.mark.parametrize("lanes", [1, 3])
-@pytest.mark.parametrize("by", ["episode", "row"])
-def test_episodes_are_equally_likely_or_in_proportion_to_their_length(by, lanes, max_length):
-    torch.manual_seed(0)
-    world = filled(EpisodeSampler(None, max_length or 8, by), lanes, 60 // lanes)
-    assert_law(world, law_of(world, by), 200_000)
+def test_batches_have_names_and_the_generator_of_the_buffer():
+    made = [filled(EpisodeSampler(None, 5), 3, 20, generator=torch.Generator().manual_seed(5)).rb for _ in range(2)]
+    batch, other = (rb.sample(9) for rb in made)
+    assert (batch == other).all()
+    assert (batch.names, batch.shape, len(made[0].sample(0))) == ([None, "time"], (9, 5), 0)
 
 
 def test_each_window_around_a_row_is_equally_likely():
@@ -211,49 +200,6 @@ def test_each_window_around_a_row_is_equally_likely():
     windows = [[start for start in range(5) if start <= row < start + 3] for row in range(7)]
     law = [sum(1 / len(fitting) for fitting in windows if start in fitting) / 7 for start in range(5)]
     assert_follows(rb.sample()["episode_step"][:, 0].bincount(minlength=5), torch.tensor(law, dtype=torch.float64))
-
-
-def test_the_boundaries_of_other_devices_give_the_same_law(monkeypatch):
-    monkeypatch.setattr("rlbuf_td.storages.trajectory_index.make_boundaries", FlagBoundaries)
-    for by in ("episode", "row"):
-        torch.manual_seed(0)
-        world = filled(EpisodeSampler(None, 2, by, gamma=GAMMA), 3, 20)
-        assert_pieces(world, world.rb.sample(50), world.rb.sampler)
-        assert_law(world, law_of(world, by), 200_000)
-
-
-@pytest.mark.parametrize("finished_only", [True, False])
-@pytest.mark.parametrize("by", ["episode", "row"])
-def test_episodes_of_lanes_that_advance_alone(by, finished_only):
-    torch.manual_seed(0)
-    sampler = EpisodeSampler(None, 1, by, finished_only)
-    rb = ReplayBuffer(storage=PackedStorage(60, ndim=2, lanes=3), sampler=sampler, batch_size=50_000)
-    lengths: list[list[int]] = [[0], [0], [0]]  # of the episodes of each lane, oldest first
-    generator = torch.Generator().manual_seed(2)
-    for lane, steps in ((0, 13), (1, 47), (2, 5), (0, 2), (1, 13), (2, 1)):
-        done = torch.rand(steps, generator=generator) < 0.2
-        rb.extend(TensorDict({"next": {"done": done}}, [steps]), lanes=lane)
-        for end in done.tolist():
-            lengths[lane][-1] += 1
-            lengths[lane] += [0] * end
-    law: dict[tuple[int, int], float] = {}  # by lane, and the age of the last row
-    for lane, known in enumerate(lengths):
-        age = -1
-        for number, length in enumerate(reversed(known)):
-            age += length
-            if length and age < 20 and (number or not finished_only):
-                law[lane, age - length + 1] = 1.0 if by == "episode" else length
-    law = {key: each / sum(law.values()) for key, each in law.items()}
-    newest = torch.from_numpy(rb.storage.heads.read(rb.storage)[0])
-    counts: Counter[tuple[int, int]] = Counter()
-    for _ in range(6):
-        batch = rb.sample()[:, 0]
-        slots, lanes = batch["index"].unbind(1)
-        after = batch["episode_length"] - 1 - batch["episode_step"]
-        counts.update(zip(lanes.tolist(), ((newest[lanes] - slots) % 20 - after).tolist(), strict=True))
-    assert counts.keys() <= law.keys()
-    assert power(np.array([*law.values()]), 300_000, 0.02) > 0.99
-    assert_follows(np.array([counts[key] for key in law]), np.array([*law.values()]))
 
 
 def written(done: list[bool], capacity: int, **options: Any) -> ReplayBuffer:
@@ -322,36 +268,6 @@ def test_hindsight_gives_an_episode_one_goal_and_n_step_joins_its_transitions():
     steps = (batch["episode_length"] - batch["episode_step"]).clamp(max=3)
     assert (batch["steps_to_next_obs"][..., 0] <= steps).all()
     assert (batch["steps_to_next_obs"][batch["mask"]] == 3).any()
-
-
-def test_dumps_generators_and_names(tmp_path):
-    world = filled(EpisodeSampler(None, 5, gamma=0.5), 3, 20)
-    rb = world.rb
-    rb.dumps(tmp_path)
-    other = ReplayBuffer(storage=PackedStorage(60, ndim=2), sampler=EpisodeSampler(None, 5, gamma=0.5))
-    other.loads(tmp_path)
-    batches = []
-    for each in (rb, other):
-        torch.manual_seed(3)
-        batches.append(each.sample(9))
-    assert (batches[0] == batches[1]).all()
-    assert batches[0].names == [None, "time"]
-    assert batches[0].shape == (9, 5)
-    assert len(rb.sample(0)) == 0
-    assert repr(rb.sampler).startswith("EpisodeSampler(UniformSampler(")
-    generated = [filled(EpisodeSampler(None, 5), generator=torch.Generator().manual_seed(5)).rb for _ in range(2)]
-    assert (generated[0].sample(9) == generated[1].sample(9)).all()
-    assert rb.health()["stretch_mean"] > 1
-    assert "interleaved-trajectories" not in check(rb).codes
-
-
-def test_older_dumps_do_not_know_where_the_oldest_episode_begins():
-    rb = written([False, True, False, True], 4)
-    index = next(each for each in rb.storage._attached_entities if hasattr(each, "end_keys"))
-    state = index.state_dict()
-    del state["begun"]
-    index.load_state_dict(state)
-    assert firsts(rb) == {2}
 
 
 def test_interleaved_trajectories_are_reported():

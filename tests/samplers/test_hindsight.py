@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -64,7 +63,6 @@ def law(
     return probability / len(model)
 
 
-BUFFERS = [ReplayBuffer, TensorDictReplayBuffer]
 MIXTURES = [
     ({"future": 1.0}, 0.8, False),
     ({"final": 1.0}, 0.5, True),
@@ -75,7 +73,7 @@ MIXTURES = [
 
 
 @pytest.mark.usefixtures("boundaries")
-@pytest.mark.parametrize("gamma", [0.0, 0.5, 0.9, 0.999999])
+@pytest.mark.parametrize("gamma", [0.0, 0.9])
 def test_near_rows_are_preferred_by_a_truncated_geometric_law(gamma):
     mixture: Any = {"future": 0.75, "episode": 0.25}
     made = world(
@@ -86,23 +84,9 @@ def test_near_rows_are_preferred_by_a_truncated_geometric_law(gamma):
     torch.manual_seed(0)
     probability = law(made, mixture, 1.0, gamma=gamma).flatten()
     assert max(made.model.reach(row)[1] + 1 for row in made.model.rows()) > 5
-    assert power(probability[probability > 0], 800_000, bias=0.02) > 0.95
-    assert_follows(chosen(made, 800_000).flatten(), probability)
-
-
-def test_the_preference_for_near_rows_may_change_and_is_saved(tmp_path):
-    def made(gamma: float) -> ReplayBuffer:
-        return world(HindsightSampler(UniformSampler(), reward_fn, her_ratio=1.0, future_gamma=gamma)).rb
-
-    rb, other = made(1.0), made(0.5)
-    rb.sampler.future_gamma = 0.0
-    rb.sample(8)
-    batch = rb.sample(500)
-    assert torch.equal(batch["desired_goal"], batch["next", "achieved_goal"])
-    rb.dumps(tmp_path)
-    other.loads(tmp_path)
-    assert other.sampler.future_gamma == 0.0
-    assert "future_gamma=0.0" in repr(other)
+    draws = 800_000 if gamma else 50_000
+    assert not gamma or power(probability[probability > 0], draws, bias=0.02) > 0.95
+    assert_follows(chosen(made, draws).flatten(), probability)
 
 
 @pytest.mark.usefixtures("boundaries")
@@ -164,8 +148,9 @@ def goals_of(shape: tuple[int, ...], dtype: torch.dtype, n: int) -> TensorDict:
     return data
 
 
-@pytest.mark.usefixtures("boundaries")
-@pytest.mark.parametrize(("cls", "storage"), [*product(BUFFERS, [PackedStorage, LazyTensorStorage])])
+@pytest.mark.parametrize(
+    ("cls", "storage"), [(ReplayBuffer, PackedStorage), (TensorDictReplayBuffer, LazyTensorStorage)]
+)
 @pytest.mark.parametrize(
     ("shape", "dtype"), [((), torch.float32), ((1,), torch.float64), ((3,), torch.uint8), ((2, 3, 4), torch.int64)]
 )
@@ -202,34 +187,31 @@ def test_goals_need_not_be_stored_in_next():
     assert torch.equal((batch["desired_goal"] != 9).all(-1), batch["relabeled"])
 
 
-@pytest.mark.parametrize("given", [torch.float64, torch.bool, np.float32])
 @pytest.mark.parametrize(("stored", "dims"), [((), ()), ((1,), ()), ((1,), (1,)), ((1, 1), (1,))])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_rewards_are_taken_in_either_shape_and_stored_in_that_of_the_rows(dtype, stored, dims, given):
-    def reward(batch: TensorDictBase) -> Any:
-        values = torch.arange(len(batch)) % 2
-        return values.numpy().astype(given) if isinstance(given, type) else values.to(given).view(-1, *dims)
+def test_rewards_are_taken_in_either_shape_and_stored_in_that_of_the_rows(stored, dims):
+    for dtype, given in ((torch.float32, torch.float64), (torch.float16, torch.bool), (torch.float32, None)):
 
-    made = one_trajectory(reward, reward=torch.full((6, *stored), 7, dtype=dtype))
-    batch = made.sample(40)
-    found = batch["next", "reward"]
-    assert (found.shape, found.dtype) == ((40, *stored), dtype)
-    wanted = torch.where(batch["relabeled"], torch.arange(40) % 2, 7)
-    assert found.flatten().tolist() == wanted.tolist()
+        def reward(batch: TensorDictBase, given: Any = given) -> Any:
+            values = torch.arange(len(batch)) % 2
+            return values.numpy().astype(np.float32) if given is None else values.to(given).view(-1, *dims)
+
+        batch = one_trajectory(reward, reward=torch.full((6, *stored), 7, dtype=dtype)).sample(40)
+        found = batch["next", "reward"]
+        assert (found.shape, found.dtype) == ((40, *stored), dtype)
+        assert found.flatten().tolist() == torch.where(batch["relabeled"], torch.arange(40) % 2, 7).tolist()
 
 
-def one_trajectory(fn: Any, cls: Any = ReplayBuffer, inner: Any = None, **entries: Any) -> Any:
-    sampler = HindsightSampler(inner or UniformSampler(), fn, her_ratio=0.5, terminated_fn=entries.pop("end", None))
-    rb, goal = cls(storage=PackedStorage(6), sampler=sampler), torch.full((6, 2), 9.0)
+def one_trajectory(fn: Any, **entries: Any) -> Any:
+    sampler = HindsightSampler(UniformSampler(), fn, her_ratio=0.5)
+    rb, goal = ReplayBuffer(storage=PackedStorage(6), sampler=sampler), torch.full((6, 2), 9.0)
     flags = {"reward": torch.zeros(6, 1), "done": torch.zeros(6, 1, dtype=torch.bool)}
     after = {"achieved_goal": torch.rand(6, 2), "desired_goal": goal.clone()} | flags
     made = TensorDict({"desired_goal": goal, "next": after}, [6])
     for key, value in entries.items():
-        where: Any = "desired_goal" if key == "goal" else ("next", key)
         if value is None:
-            del made[where]
+            del made["next", key]
         else:
-            made[where] = value
+            made["next", key] = value
     rb.extend(made)
     return rb
 

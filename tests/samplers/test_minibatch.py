@@ -105,18 +105,6 @@ def test_a_write_starts_the_epochs_anew_even_if_the_number_of_rows_stays():
     rb.empty()
 
 
-def test_an_order_that_was_saved_elsewhere_goes_to_where_the_rows_are():
-    rb, other = buffer(6, MinibatchSampler(), 2), buffer(6, MinibatchSampler(), 2)
-    rb.sample()
-    other.sampler.load_state_dict(rb.sampler.state_dict())
-    rows = other.storage
-    rows.device = torch.device("meta")
-    order = other.sampler.order(rows)
-    assert order.device.type == other.sampler.draw(rows, 2)[0].device.type == "meta"
-    assert other.sampler.position == 4
-    assert other.sampler.order(rows) is order
-
-
 def test_the_epoch_and_the_position_can_be_watched():
     rb = buffer(5, MinibatchSampler(2), 2)
     seen = []
@@ -127,8 +115,7 @@ def test_the_epoch_and_the_position_can_be_watched():
     assert repr(rb.sampler) == "MinibatchSampler(epochs=2, shuffle=True, drop_last=False, epoch=0)"
 
 
-@pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("buffer", [ReplayBuffer, TensorDictReplayBuffer])
+@pytest.mark.parametrize(("buffer", "drop_last"), [(ReplayBuffer, False), (TensorDictReplayBuffer, True)])
 def test_threads_that_fetch_ahead_draw_every_row_as_often_as_asked(buffer, drop_last):
     rb = buffer(
         storage=PackedStorage(10),

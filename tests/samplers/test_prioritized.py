@@ -15,7 +15,7 @@ from torch.nn.functional import huber_loss
 from torchrl.data.replay_buffers import PrioritizedSampler
 from torchrl.data.replay_buffers.scheduler import LinearScheduler
 
-from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer
+from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer, ReservoirWriter, RingWriter
 from tests.catalogue import buffer_of
 from tests.kernels.invariants import check_tree
 from tests.statistics import assert_follows, power
@@ -60,6 +60,23 @@ def test_stratified_draws_follow_the_law_in_every_batch(batch):
         assert ((counts - expected).abs() <= 2.0).all()
         total += counts
     assert_follows(total, expected / batch)
+
+
+@both
+@pytest.mark.parametrize(("writer", "lanes"), [(RingWriter, 0), (RingWriter, 3), (ReservoirWriter, 0)])
+def test_new_rows_have_the_largest_td_error_that_was_seen(cls, writer, lanes, device):
+    rb = buffer_of(20, cls(20 * max(lanes, 1), alpha=0.5), lanes, batch_size=4, writer=writer())
+    shape = [lanes, 90] if lanes else [90]
+    data = TensorDict({"x": torch.arange(90).expand(shape).clone()}, shape)
+    rb.extend(data[..., :40])
+    every = torch.arange(len(rb.storage))
+    rb.update_priority(every, torch.linspace(0.5, 16.0, len(every)))
+    for first in (40, 65):
+        rb.extend(data[..., first : first + 25])
+        is_new = rb.storage["x"].flatten() >= first
+        assert is_new.any()
+        assert (rb.sampler.priority(every)[is_new] == 16.0).all()
+        rb.update_priority(every, torch.linspace(0.5, 1.0, len(every)))
 
 
 @both

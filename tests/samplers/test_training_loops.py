@@ -19,7 +19,7 @@ from rlbuf_td import (
 )
 from tests.backends import forced
 from tests.catalogue import SAMPLERS, reward_fn
-from tests.samplers.rows import data
+from tests.catalogue import numbered_rows as data
 from tests.waiting import RefuseWaiting
 
 

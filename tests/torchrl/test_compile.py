@@ -33,8 +33,8 @@ from rlbuf_td.kernels.rank_order.reference import SortedOrder
 from rlbuf_td.kernels.rows import skip_ring
 from rlbuf_td.kernels.sum_tree import SumTree
 from tests.catalogue import SAMPLERS
+from tests.catalogue import numbered_rows as data
 from tests.kernels.invariants import check_tree
-from tests.samplers.rows import data
 
 SIZES = [100, 101, 350, 999, 1_000]  # of a buffer that fills
 
