@@ -337,3 +337,61 @@ def test_counts_go_through_one_method():
 
     make(Own)
     assert counted == [("_sample_call_count_value", 1), ("_sampled_item_count_value", 2)]
+
+
+# -- each part takes every keyword of the part that it replaces; a new release may add some
+
+#: A part, TorchRL's, and the keywords that have another name here, or (in words) none; the class's docstring says why.
+REPLACED: list[tuple[type, type, dict[str, str]]] = [
+    (rlbuf_td.UniformSampler, theirs.RandomSampler, {}),
+    (rlbuf_td.MinibatchSampler, theirs.SamplerWithoutReplacement, {}),
+    (rlbuf_td.ProportionalSampler, theirs.PrioritizedSampler, {}),
+    (rlbuf_td.RingWriter, theirs.RoundRobinWriter, {}),
+    (rlbuf_td.RingWriter, theirs.TensorDictRoundRobinWriter, {}),
+    (rlbuf_td.HindsightSampler, theirs.HERReplayBuffer, {"end_key": "done_key"}),
+    (
+        rlbuf_td.SequenceSampler,
+        theirs.SliceSampler,
+        {
+            "slice_len": "length",
+            "num_slices": "batch_size over length",
+            "end_key": "done_key",
+            "end_keys": "one key says it",
+            "strict_length": "boundary",
+            "pad_output": "boundary",
+            "span": "boundary",
+            "truncated_key": "lies beside done_key",
+            "step_key": "is not read",
+            "fragmented": "is not needed",
+            "ends": "come from the storage",
+            "trajectories": "come from the storage",
+            "cache_values": "is not needed",
+            "compile": "is not needed",
+            "use_gpu": "is where the rows are",
+        },
+    ),
+]
+
+
+def keywords(cls: type) -> list[str]:
+    kinds = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]  # type: ignore[misc]
+    return [parameter.name for parameter in parameters if parameter.kind not in kinds]
+
+
+@pytest.mark.parametrize(("ours", "other", "renamed"), REPLACED, ids=lambda x: getattr(x, "__name__", ""))
+def test_a_part_takes_the_keywords_of_the_part_that_it_replaces(ours, other, renamed):
+    mine, known = keywords(ours), keywords(other)
+    assert set(renamed) <= set(known)  # TorchRL still has them
+    for keyword in known:
+        assert keyword in mine or keyword in renamed, f"{ours.__name__} does not know {other.__name__}({keyword}=)"
+    for keyword, name in renamed.items():
+        assert name in mine or f"``{keyword}``" in ours.__doc__, keyword
+
+
+def test_the_defaults_are_torchrls_and_positions_too():
+    parameters = inspect.signature(rlbuf_td.ProportionalSampler).parameters
+    other = inspect.signature(theirs.PrioritizedSampler.__init__).parameters
+    assert list(parameters)[: len(other) - 1] == list(other)[1:]
+    for name in ("eps", "reduction", "max_priority_within_buffer", "device"):
+        assert parameters[name].default == other[name].default

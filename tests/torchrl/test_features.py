@@ -27,7 +27,15 @@ from torchrl.data.replay_buffers import (
 )
 from torchrl.data.replay_buffers import ReplayBuffer as TorchRLBuffer
 
-from rlbuf_td import PackedStorage, ReplayBuffer, RingWriter, SequenceSampler, UniformSampler
+from rlbuf_td import (
+    MinibatchSampler,
+    PackedStorage,
+    ProportionalSampler,
+    ReplayBuffer,
+    RingWriter,
+    SequenceSampler,
+    UniformSampler,
+)
 from tests.features import needs
 
 CAPACITY = 40
@@ -279,3 +287,30 @@ def test_a_storage_without_a_device_has_its_rows_on_the_cpu(make, buffer):
     batch = rb.sample()
     assert torch.equal(batch["next", "reward"][:, 0], batch["t"].float())
     assert set(batch["t"].tolist()) <= set(range(20, 60))
+
+
+@pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
+def test_replacement_false_makes_a_sampler_of_epochs(cls: Any) -> None:
+    assert type(UniformSampler(replacement=True)) is UniformSampler
+    make: Any = UniformSampler
+    sampler = make(replacement=False, drop_last=True, shuffle=False)
+    assert (type(sampler), sampler.drop_last, sampler.shuffle) == (MinibatchSampler, True, False)
+    rb = cls(storage=PackedStorage(11), sampler=UniformSampler(replacement=False), batch_size=3)
+    rb.extend(TensorDict({"a": torch.arange(11)}, [11]))
+    assert sorted(x for _ in range(4) for x in rb.sample()["a"].tolist()) == list(range(11))
+
+
+@pytest.mark.parametrize(
+    ("cls", "storage"), [(ReplayBuffer, PackedStorage), (TensorDictReplayBuffer, LazyTensorStorage)]
+)
+def test_a_max_capacity_below_the_storages_grows(cls: Any, storage: Any) -> None:
+    rb = cls(storage=storage(10), sampler=ProportionalSampler(5, alpha=1.0), batch_size=4)
+    rb.extend(TensorDict({"x": torch.arange(4)}, [4]))
+    rb.update_priority(torch.arange(4), torch.arange(1.0, 5.0))
+    rb.extend(TensorDict({"x": torch.arange(6)}, [6]))
+    assert rb.sampler.priority(torch.arange(10)).tolist() == [1, 2, 3, *[4.0] * 7]
+    assert rb.sampler.max_size == 10
+    small = ProportionalSampler(3)  # priorities that it has go with it
+    small.update_priority(torch.arange(3), torch.arange(1.0, 4.0))
+    small.mark_update(torch.tensor([7]), storage=rb.storage)
+    assert small.priority(torch.arange(8)).tolist() == [1, 2, 3, -1, -1, -1, -1, 3]
