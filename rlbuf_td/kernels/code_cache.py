@@ -17,10 +17,12 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import threading
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from hashlib import sha256
 from importlib.util import cache_from_source
 from pathlib import Path
@@ -34,6 +36,7 @@ from numba.core.ccallback import CFunc
 from rlbuf_td.kernels.compile_progress import announce
 
 _ROOM = Path(__file__).parent
+_thread = threading.local()  # ``compiles``: whether this thread was started to compile a loop
 
 if config.DISABLE_JIT:
     raise RuntimeError("this operation of rlbuf_td has no form without numba's compiler: unset NUMBA_DISABLE_JIT")
@@ -43,9 +46,28 @@ def cached_njit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     """Return a decorator like ``numba.njit`` that stores the compiled code in the cache folder."""
 
     def decorate(function: Callable[..., Any]) -> Any:
-        return _with_cache(njit(**options)(function), function)
+        loop = _with_cache(njit(**options)(function), function)
+        loop.compile = partial(_compile_in_thread, loop, loop.compile)
+        return loop
 
     return decorate
+
+
+def _compile_in_thread(loop: Any, compile_: Callable[[Any], Any], signature: Any) -> Any:
+    """Compile in a thread of its own.
+
+    Numba leaves exceptions in reference cycles. The frames of their tracebacks refer to those of all callers, and would
+    keep the callers' variables, such as a buffer, until a garbage collection.
+    """
+    if getattr(_thread, "compiles", False) or signature in loop.overloads:
+        return compile_(signature)
+
+    def work() -> Any:
+        _thread.compiles = True  # functions that the loop calls are compiled here, too
+        return compile_(signature)
+
+    with ThreadPoolExecutor(1, "rlbuf_td_compiler") as threads:
+        return threads.submit(work).result()
 
 
 def cached_callback(function: Callable[[int], None], **options: Any) -> Any:
