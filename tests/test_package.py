@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
+import os
 import pickle
 import pydoc
 import re
 import subprocess
 import sys
+import tarfile
+import zipfile
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
@@ -136,3 +141,116 @@ def test_parts_have_one_parent_of_torchrls():
     assert rlbuf_td.ReplayBuffer.__bases__ == (TensorDictReplayBuffer,)
     assert rlbuf_td.RolloutBuffer.__bases__ == (rlbuf_td.ReplayBuffer,)
     assert rlbuf_td.PackedStorage.__bases__ == (LazyTensorStorage,)
+
+
+# -- overrides: a method that has lost its caller does nothing, and no type checker sees TorchRL's bases
+
+#: Names that only TorchRL's next release has, and two that notebooks call.
+CALLED_ELSEWHERE = {"_fork_safe", "_increment_counter", "_requires_shared_state", "_reset_worker_state"}
+CALLED_ELSEWHERE |= {"_repr_html_", "_repr_png_", "_share_memory_"}
+
+
+def is_of_base(node: ast.AST) -> bool:
+    return isinstance(node, ast.Attribute) and ast.unparse(node.value) == "super()"
+
+
+def test_methods_override_what_a_base_has():
+    """A private method that nothing calls, or a call of ``super()``, whose name no base has, has lost its caller."""
+    pytest.importorskip("ray")  # which some modules import
+    trees = {path: ast.parse(path.read_text()) for path in (ROOT / "rlbuf_td").rglob("*.py")}
+    nodes = [node for tree in trees.values() for node in ast.walk(tree)]
+    named = {node.attr for node in nodes if isinstance(node, ast.Attribute) and not is_of_base(node)}
+    strings = (node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
+    named |= {name for string in strings for name in re.findall(r"\b_\w+", string)} | CALLED_ELSEWHERE
+    lost = []
+    for path, tree in trees.items():
+        for node in (each for each in tree.body if isinstance(each, ast.ClassDef)):
+            module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+            of_bases = {name for base in getattr(import_module(module), node.name).__mro__[1:] for name in vars(base)}
+            methods = {each.name for each in node.body if isinstance(each, ast.FunctionDef)}
+            private = {name for name in methods if re.match("_(?!_)", name)} - named
+            calls = {each.attr for each in ast.walk(node) if isinstance(each, ast.Attribute) and is_of_base(each)}
+            lost += [f"{node.name}.{name}" for name in sorted((private | calls) - of_bases - CALLED_ELSEWHERE)]
+    assert not lost
+
+
+# -- what is built from the sources can be installed and used, also where nothing can be written
+
+SMOKE = """
+import torch, rlbuf_td
+from importlib.metadata import version
+from tensordict import TensorDict
+
+rb = rlbuf_td.ReplayBuffer(storage=rlbuf_td.PackedStorage(8), batch_size=4)
+rb.extend(TensorDict({"x": torch.arange(10)}, [10]))
+assert rb.sample()["x"].min() >= 2
+assert version("rlbuf_td") == rlbuf_td.__version__
+print(rlbuf_td.__file__)
+"""
+
+
+def run(*command: str, cwd: Path) -> str:
+    return subprocess.run([sys.executable, *command], cwd=cwd, check=True, capture_output=True, text=True).stdout
+
+
+@pytest.mark.slow
+def test_wheel_and_source_archive_hold_all_files_and_work(tmp_path):
+    pytest.importorskip("hatchling")
+    run("-m", "hatchling", "build", "-d", str(tmp_path), cwd=ROOT)
+    (wheel,), (source,) = tmp_path.glob("*.whl"), tmp_path.glob("*.tar.gz")
+    files = {str(path.relative_to(ROOT)) for path in (ROOT / "rlbuf_td").rglob("*.py")} | {"rlbuf_td/py.typed"}
+    notebooks = {f"notebooks/{path.name}" for path in (ROOT / "notebooks").glob("*.ipynb")}
+    with zipfile.ZipFile(wheel) as archive:
+        within = {f"rlbuf_td/{name}" for name in notebooks}
+        assert {name for name in archive.namelist() if ".dist-info/" not in name} == files | within
+    with tarfile.open(source) as archive:
+        assert {"README.md", "LICENSE", *files, *notebooks} <= {name.partition("/")[2] for name in archive.getnames()}
+    for built in (wheel, source):
+        folder = tmp_path / built.name.replace(".", "_")
+        install = "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--target", str(folder)
+        run(*install, str(built), cwd=tmp_path)
+        assert Path(run("-c", SMOKE, cwd=folder).strip()).is_relative_to(folder)
+        where, *listed = run("-m", "rlbuf_td", "notebooks", cwd=folder).splitlines()
+        assert where == f"{folder / 'rlbuf_td' / 'notebooks'}:"
+        assert {f"notebooks/{line.strip()}" for line in listed if line.endswith(".ipynb")} == notebooks
+        run("-m", "rlbuf_td", "notebooks", "notebooks", cwd=folder)
+        assert all((folder / name).read_bytes() == (ROOT / name).read_bytes() for name in notebooks)
+
+
+READ_ONLY = "mount --make-rprivate / && mount -t tmpfs tmpfs $TMPDIR && mount -o remount,bind,ro / && "
+EVERYTHING = """
+import sys
+import tarfile
+import zipfile
+from importlib import import_module
+from pathlib import Path
+import torch
+from rlbuf_td.__main__ import main
+from tests.buffers.test_learner_device import NAMES, SAMPLERS, buffer, data
+
+for name in NAMES:
+    rb = buffer(SAMPLERS[name](200))
+    for step in range(3):
+        rb.extend(data(20, 20 * step))
+        batch = rb.sample()
+        rb.update_tensordict_priority(batch.set("td_error", torch.rand(batch.batch_size)))
+assert main(["demo", "--steps", "1500", "--out", sys.argv[1] + "/out"]) in (0, 1)
+assert main(["demo", "--steps", "1500"]) == 2  # the folder for its picture cannot be made
+assert list(Path(sys.argv[1]).glob("rlbuf_td_*/*/*/*/*.nbc"))
+"""
+
+
+@pytest.mark.slow
+def test_samplers_and_demo_run_without_home_on_read_only_files(tmp_path):
+    names = {name: value for name, value in os.environ.items() if name not in ("NUMBA_CACHE_DIR", "XDG_CACHE_HOME")}
+    environment = names | {"HOME": "/nonexistent", "TMPDIR": str(tmp_path), "MPLCONFIGDIR": str(tmp_path)}
+
+    def alone(command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        shell = ["unshare", "--mount", "sh", "-c", READ_ONLY + command, "sh", *arguments]
+        return subprocess.run(shell, cwd=ROOT, env=environment, capture_output=True, text=True)
+
+    if os.name != "posix" or alone("true").returncode:
+        pytest.skip("needs the right to mount file systems")
+    assert "Read-only" in alone("touch pyproject.toml").stderr
+    done = alone('exec "$@"', sys.executable, "-W", "error::RuntimeWarning", "-c", EVERYTHING, str(tmp_path))
+    assert done.returncode == 0, done.stderr

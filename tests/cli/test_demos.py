@@ -8,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numba
 import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -18,7 +17,6 @@ import rlbuf_td
 from rlbuf_td.__main__ import main
 from rlbuf_td.cli.demos import dqn, ppo
 from rlbuf_td.cli.demos.report import Run, tell
-from tests.narrow import assert_narrow
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +46,6 @@ def test_the_dqn_demo_learns_a_little_and_leaves_its_picture_and_policy(tmp_path
     assert "solved" not in done.stdout
     assert re.search(r"100%.*1.28k/1.28k \[.*, return=\d+, in buffer=\d+%\]", done.stderr)
     assert "Warning" not in done.stderr  # 1025 steps are rounded up to whole batches
-    assert_narrow(done.stdout + done.stderr)
 
 
 @pytest.mark.slow
@@ -59,21 +56,13 @@ def test_several_seeds_and_samplers_are_compared_in_one_picture(tmp_path, monkey
     command = "demo --steps 1280 --seed 3 --seeds 2 --sampler uniform rank --out all"
     assert main(command.split()) == 0
     said = capsys.readouterr()
-    assert_narrow(said.out + said.err)
     for name in ("uniform-seed3", "uniform-seed4", "rank-seed3", "rank-seed4"):
         assert (tmp_path / "all" / name / "learning_curve.png").stat().st_size > 0
         assert f"  {name.replace('-seed', ', seed ')}: " in said.out
     assert (tmp_path / "all" / "learning_curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_dqn_demo_runs_with_another_sampler(tmp_path, monkeypatch):
-    monkeypatch.setattr(dqn, "UPDATES", 2)
-    run = dqn.train("CartPole-v1", "rank", 1_280, 0, torch.device("cpu"), tmp_path)
-    assert run.steps == 1_280
-    assert run.final > 5
-
-
-@pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1"])
+@pytest.mark.parametrize("env", ["CartPole-v1", pytest.param("Pendulum-v1", marks=pytest.mark.slow)])
 def test_the_ppo_demo_runs_and_leaves_its_picture_and_policy(env, tmp_path, capsys, monkeypatch):
     learned = []
 
@@ -88,17 +77,7 @@ def test_the_ppo_demo_runs_and_leaves_its_picture_and_policy(env, tmp_path, caps
     assert (tmp_path / "learning_curve.png").stat().st_size > 0
     said = capsys.readouterr()
     assert "mean return of the final policy over 10 new episodes" in said.out
-    assert_narrow(said.out + said.err)
     assert learned[0]["advantage"].shape == (256, 1)
-
-
-def test_the_ppo_agent_acts_within_the_bounds_of_continuous_actions():
-    env = ppo.make_env("Pendulum-v1")
-    actor, critic = ppo.make_agent(env, torch.device("cpu"))
-    rollout = critic(env.rollout(50, actor))
-    assert (rollout["action"].abs() <= 2).all()
-    assert rollout["action_log_prob"].shape == (50,)
-    assert rollout["state_value"].shape == (50, 1)
 
 
 @pytest.mark.slow
@@ -119,23 +98,6 @@ def test_a_run_is_solved_once_the_last_20_episodes_reach_the_threshold(tmp_path,
     assert run.recent == 20.0
     tell({"dqn": [run]}, tmp_path, "")
     assert "solved, stopped early: 50 of at most 100 steps\n" in capsys.readouterr().out
-
-
-def test_compilation_is_no_time_of_the_run_and_a_long_one_is_announced(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("rlbuf_td.cli.demos.report._LONG", 0.0)
-    run = Run(lambda: GymEnv("CartPole-v1"), tmp_path, 0, 100, 10.0)
-
-    @numba.njit
-    def slow_loop(x: float) -> float:
-        return x + 1
-
-    with run.in_buffer():
-        slow_loop(1.0)
-    run.stop()
-    assert "once per installation: " in (said := capsys.readouterr().err)
-    assert "slow loop" in said
-    assert run.share < 0.5
-    assert run.compilations.seconds > run.seconds * run.share
 
 
 def test_episodes_count_at_the_step_at_which_they_end(tmp_path):

@@ -42,6 +42,7 @@ REFUSALS: Table = {
         (lambda _: td.check(td.PackedStorage(10)), ValueError, "the buffer is empty: there is nothing to read"),
         (lambda _: td.check(quietly(emptied)), ValueError, "the buffer is empty: there is nothing to read"),
         (lambda _: td.check("/nowhere/at/all"), FileNotFoundError, r"is not a folder: pass the folder that rb\.dumps"),
+        (lambda _: td.check("/"), FileNotFoundError, "holds no saved buffer"),
         (lambda _: td.check(filled(), ignore="speed"), ValueError, "there is no finding speed; there are lanes-mixed"),
     ],
 }  # fmt: skip

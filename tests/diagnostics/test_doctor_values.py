@@ -1,8 +1,9 @@
-"""Values: not finite, out of bounds, constant, images as floats."""
+"""The doctor: values that are not finite, out of bounds, constant or images as floats; saved buffers, the command."""
 
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -10,14 +11,16 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete
-from tensordict import TensorDict
+from tensordict import NonTensorData, TensorDict
 from torchrl.data import Bounded, Categorical, Composite, Unbounded
+from torchrl.data.replay_buffers import LazyMemmapStorage, LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.envs import GymEnv, SerialEnv
 
 from rlbuf_td import PackedStorage, ReplayBuffer
+from rlbuf_td.__main__ import main
 from rlbuf_td.diagnostics.doctor import check
 from rlbuf_td.diagnostics.doctor.values import bounds_of
-from tests.diagnostics.doctor.world import nested, walk
+from tests.diagnostics.test_doctor import FAULTS, nested, walk
 
 
 @cache
@@ -160,10 +163,10 @@ def test_images_stored_as_floats_are_found(change: Any, is_image: bool) -> None:
     assert all("4 times the memory" in finding.explanation for finding in found)
 
 
-def test_rows_in_a_file_are_read(rows: TensorDict, device: torch.device, tmp_path: Any) -> None:
+def test_rows_in_a_file_are_read(rows: TensorDict, tmp_path: Any) -> None:
     rows["next", "reward"][700] = float("nan")
     rows["next", "done"] = rows["next", "done"].roll(1, 0)
-    rb = ReplayBuffer(storage=PackedStorage(1_000, device=device, scratch_dir=tmp_path / "rows"))
+    rb = ReplayBuffer(storage=PackedStorage(1_000, scratch_dir=tmp_path / "rows"))
     rb.extend(rows)
     assert check(rb, space=BOX).codes == ["done-shifted", "not-finite"]
 
@@ -179,3 +182,79 @@ def test_a_check_changes_nothing(rows: TensorDict) -> None:
     assert list(rb.storage._attached_entities) == attached
     assert rb.storage._mutation_revision == revision
     assert torch.equal(torch.random.get_rng_state(), generator)
+
+
+# -- saved buffers, and the command
+
+KINDS: dict[str, Any] = {
+    "packed": lambda size, ndim: ReplayBuffer(storage=PackedStorage(size, ndim=ndim), dim_extend=0),
+    "lazy": lambda size, ndim: TensorDictReplayBuffer(storage=LazyTensorStorage(size, ndim=ndim), dim_extend=0),
+    "memmap": lambda size, ndim: TensorDictReplayBuffer(storage=LazyMemmapStorage(size, ndim=ndim), dim_extend=0),
+}
+
+
+def saved(folder: Path, kind: str = "packed", fault: str | None = None, *, lanes: int = 1, steps: int = 300) -> Path:
+    rows = walk(400, lanes)
+    if fault is not None:
+        rows = FAULTS[fault][0](rows)
+    rows = rows if lanes > 1 else rows[:, 0]
+    rb = KINDS[kind](steps * lanes, rows.ndim)
+    for part in rows.split(70):
+        rb.extend(part)
+    folder.mkdir(exist_ok=True)
+    rb.dumps(folder / "saved")
+    return folder / "saved"
+
+
+@pytest.mark.parametrize(("kind", "lanes", "steps"), [("packed", 2, 300), ("lazy", 1, 500), ("memmap", 2, 300)])
+def test_a_saved_buffer_is_read_whatever_wrote_it(tmp_path: Path, kind: str, lanes: int, steps: int) -> None:
+    report = check(saved(tmp_path, kind, lanes=lanes, steps=steps))
+    assert report.codes == []
+    assert report.rows == lanes * min(steps, 400)
+    late = check(str(saved(tmp_path / "late", kind, "done late", lanes=lanes, steps=steps)))
+    assert late.codes == ["done-shifted"]
+
+
+def test_the_command_returns_1_for_findings_and_2_for_what_it_cannot_read(tmp_path, capsys):
+    path = str(saved(tmp_path))
+    assert main(["doctor", path]) == 0
+    assert capsys.readouterr().out.startswith(f"{path}: 300 rows read: nothing found")
+    assert main(["doctor", path, "--env", "Pendulum-v1"]) == 1  # |cos| and |sin| are at most 1, these walks go further
+    assert "out-of-bounds: ('next', 'observation')" in capsys.readouterr().out
+    assert main(["doctor", path, "--env", "NoSuchPole-v1"]) == 2
+    assert main(["doctor", path, "--ignore", "speed"]) == 2
+    assert "there is no finding speed" in capsys.readouterr().err
+    assert main(["doctor", str(tmp_path / "nothing")]) == 2
+    assert "cannot examine" in capsys.readouterr().err
+    late = str(saved(tmp_path / "late", fault="done late"))
+    assert main(["doctor", late]) == 1
+    assert "300 rows read: 1 finding\n\ndone-shifted\n    " in capsys.readouterr().out
+    assert main(["doctor", late, "--ignore", "done-shifted"]) == 0
+
+
+class Attack:
+    """Leaves a file behind when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.mark,)
+
+
+def test_pickles_in_a_folder_of_torchrl_are_never_loaded(tmp_path: Path) -> None:
+    folder = saved(tmp_path, "memmap")
+    rows = TensorDict({"x": torch.zeros(300)}, [300])
+    rows.set("note", NonTensorData(Attack(tmp_path / "ran"), batch_size=[300])).memmap(folder / "storage")
+    with pytest.raises(ValueError, match="pickle, which is never loaded"):
+        check(folder)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_an_incomplete_folder_of_torchrl_is_refused_and_no_file_is_changed(tmp_path: Path) -> None:
+    folder = saved(tmp_path, "memmap")
+    file = next((folder / "storage").glob("*.memmap"))
+    file.write_bytes(file.read_bytes()[:5])
+    with pytest.raises(ValueError, match="has 5 bytes, expected"):
+        check(folder)
+    assert len(file.read_bytes()) == 5

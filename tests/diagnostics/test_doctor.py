@@ -1,0 +1,500 @@
+"""The doctor: a healthy buffer gives no finding, each fault that is planted into its rows gives its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any
+
+import gymnasium
+import pytest
+import torch
+from gymnasium.vector import AutoresetMode
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
+from torchrl.collectors import Collector
+from torchrl.data.replay_buffers import LazyTensorStorage, TensorDictMaxValueWriter, TensorDictReplayBuffer
+from torchrl.envs import Compose, EnvBase, GymEnv, RewardSum, SerialEnv, StepCounter, TransformedEnv, VecNormV2
+
+from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer, RolloutBuffer, make_transition
+from rlbuf_td.diagnostics.doctor import check
+from rlbuf_td.diagnostics.health import ReplayCount
+from rlbuf_td.storages.indexing import attached_or_new
+
+# -- a small world whose transitions are kept by hand: walks that end by falling off or by a time limit
+
+Observe = Callable[[torch.Tensor], dict]
+
+
+def vector(state: torch.Tensor) -> dict:
+    return {"observation": state.clone()}
+
+
+def nested(state: torch.Tensor) -> dict:
+    image = (state.repeat(1, 48)[:, :144].view(-1, 1, 12, 12) * 40).round().clamp(-128, 127) + 128
+    return {
+        "camera": {"pixels": image.to(torch.uint8)},
+        "body": {"speed": state.clone(), "cell": state[:, :1].round().long().clamp(-3, 3), "free": state > 0},
+    }
+
+
+def walk(steps: int, lanes: int = 1, *, observe: Observe = vector, seed: int = 0, limit: int = 25) -> TensorDict:
+    """Return ``[T, E]`` transitions, with true final observations, and every flag that TorchRL has."""
+    generator = torch.Generator().manual_seed(seed)
+    state, age = torch.zeros(lanes, 3), torch.zeros(lanes, dtype=torch.int64)
+    rows = []
+    for _ in range(steps):
+        action = torch.randint(2, (lanes, 1), generator=generator)
+        drift = 0.15 * (2 * action - 1) + 0.1 * torch.randn(lanes, 3, generator=generator)
+        reached = state + drift
+        terminated = reached.abs().amax(1, keepdim=True) > 1.0
+        truncated = (age[:, None] + 1 >= limit) & ~terminated
+        done = terminated | truncated
+        after = {"reward": torch.ones(lanes, 1), "done": done, "terminated": terminated, "truncated": truncated}
+        row = {"action": action, "done": torch.zeros_like(done), "next": observe(reached) | after}
+        rows.append(TensorDict(observe(state) | row, [lanes]))
+        fresh = 0.1 * torch.randn(lanes, 3, generator=generator)
+        state, age = torch.where(done, fresh, reached), torch.where(done[:, 0], 0, age + 1)
+    return torch.stack(rows)
+
+
+# -- faults to plant into healthy rows [T, E]
+
+Fault = Callable[[TensorDict], TensorDict]
+FLAGS = ("done", "terminated", "truncated")
+
+
+def flags(rows: TensorDict, **values: torch.Tensor) -> TensorDict:
+    for name, value in values.items():
+        rows["next", name] = value.clone()
+    return rows
+
+
+def shifted(by: int, *names: str) -> Fault:
+    return lambda rows: flags(rows, **{name: rows["next", name].roll(by, 0) for name in names})
+
+
+def without_flags(rows: TensorDict) -> TensorDict:
+    return flags(rows, **{name: torch.zeros_like(rows["next", name]) for name in FLAGS})
+
+
+def same_step_autoreset(rows: TensorDict) -> TensorDict:
+    """Store as next observation what ``step`` returned: at an end, the first one of the next episode."""
+    following = rows.exclude("next", "action", "done", "collector").apply(lambda leaf: leaf.roll(-1, 0))
+    ends = rows["next", "done"].squeeze(-1).clone()
+    ends[-1] = False
+    rows["next"].update(torch.where(ends, following, rows["next"].select(*following.keys())))
+    return rows
+
+
+def time_limit_left_out(rows: TensorDict) -> TensorDict:
+    return flags(rows, done=rows["next", "terminated"], truncated=torch.zeros_like(rows["next", "done"]))
+
+
+def next_step_autoreset(rows: TensorDict) -> TensorDict:
+    """Store the step after an end, which resets, as a transition; of one lane."""
+    lane, stored = rows[:, 0], []
+    for t in range(len(lane) - 1):
+        stored.append(lane[t])
+        if bool(lane["next", "done"][t]):
+            reset = lane[t + 1].clone()
+            reset.update(lane[t]["next"].exclude("reward", *FLAGS))
+            reset["next"].update(lane[t + 1].exclude("next", "action", "done"))
+            reset["next"].update({name: torch.zeros(1, dtype=torch.bool) for name in FLAGS})
+            reset["next", "reward"] = torch.zeros(1)
+            stored.append(reset)
+    return torch.stack(stored)[:, None]
+
+
+def done_twice(rows: TensorDict) -> TensorDict:
+    """Set done one step before the end, too: the last step is then a trajectory of its own."""
+    done = rows["next", "done"]
+    return flags(rows, done=done | done.roll(-1, 0))
+
+
+def done_within(rows: TensorDict) -> TensorDict:
+    done = rows["next", "done"][:, 0, 0]
+    alone = [t for t in range(5, len(done) - 5) if not done[t - 5 : t + 5].any()]
+    rows["next", "done"][alone[-1], 0] = True
+    return rows
+
+
+def interleaved(rows: TensorDict) -> TensorDict:
+    return rows.reshape(-1)[:, None]
+
+
+def in_pieces(rows: TensorDict) -> TensorDict:
+    """Flatten batches [E, T] of 50 steps, as a collector gives them, without ids."""
+    return torch.cat([piece.transpose(0, 1).reshape(-1) for piece in rows.split(50)])[:, None]
+
+
+def transposed(rows: TensorDict) -> TensorDict:
+    return rows[: 10 * (len(rows) // 10)].transpose(0, 1).contiguous()
+
+
+def lanes_shuffled(rows: TensorDict) -> TensorDict:
+    lanes = rows.shape[1]
+    return torch.cat([piece[:, torch.arange(lanes).roll(j)] for j, piece in enumerate(rows.split(50))])
+
+
+def rows_shuffled(rows: TensorDict) -> TensorDict:
+    return rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))]
+
+
+def two_steps_ahead(rows: TensorDict) -> TensorDict:
+    """Store a next observation that is none: of another scale."""
+    seen = rows["next"].exclude("reward", *FLAGS)
+    rows["next"].update(seen.apply(lambda leaf: 3 * leaf + 1 if leaf.is_floating_point() else leaf))
+    return rows
+
+
+def one_array(rows: TensorDict) -> TensorDict:
+    """Store what is left of an observation after a step that writes the next one to the same array."""
+    rows.update(rows["next"].exclude("reward", *FLAGS))
+    return rows
+
+
+#: The fault, the number of lanes that it needs (0: any), and the code of its finding.
+FAULTS: dict[str, tuple[Fault, int, str]] = {
+    "done late": (shifted(1, "done"), 0, "done-shifted"),
+    "done early": (shifted(-1, "done"), 0, "done-shifted"),
+    "all flags late": (shifted(1, *FLAGS), 0, "done-shifted"),
+    "all flags early": (shifted(-1, *FLAGS), 0, "done-shifted"),
+    "done never": (without_flags, 0, "done-never"),
+    "done always": (lambda rows: flags(rows, done=torch.ones_like(rows["next", "done"])), 0, "done-always"),
+    "time limit left out": (time_limit_left_out, 0, "reset-without-done"),
+    "terminated without done": (lambda rows: flags(rows, done=rows["next", "truncated"]), 0, "terminated-without-done"),
+    "truncated without done": (lambda rows: flags(rows, done=rows["next", "terminated"]), 0, "truncated-without-done"),
+    "same-step autoreset": (same_step_autoreset, 0, "final-observation-lost"),
+    "next-step autoreset": (next_step_autoreset, 1, "reset-row-stored"),
+    "done twice": (done_twice, 0, "one-step-trajectories"),
+    "done within": (done_within, 0, "done-without-reset"),
+    "interleaved": (interleaved, 3, "lanes-mixed"),
+    "pieces": (in_pieces, 3, "lanes-mixed"),
+    "transposed": (transposed, 12, "lanes-mixed"),
+    "lanes shuffled": (lanes_shuffled, 3, "lanes-mixed"),
+    "rows shuffled": (rows_shuffled, 1, "lanes-mixed"),
+    "one array": (one_array, 0, "observation-reused"),
+    "another scale": (two_steps_ahead, 0, "next-observation-differs"),
+}
+
+
+# -- the order of rows
+
+OBSERVERS = {"vector": vector, "nested": nested}
+HOLDERS = ["rows", "packed", "packed ring", "torchrl", "torchrl ring", "unlike lanes", "unlike lanes, deduplicated"]
+
+
+@cache
+def _healthy(lanes: int, observer: str) -> TensorDict:
+    return walk(600 if lanes > 1 else 1_200, lanes, observe=OBSERVERS[observer])
+
+
+def healthy(lanes: int, observer: str = "vector") -> TensorDict:
+    return _healthy(lanes, observer).clone()
+
+
+def held(rows: TensorDict, holder: str) -> Any:
+    """Return rows ``[T, E]`` in a buffer; in a ring, the oldest fifth has been overwritten."""
+    if rows.shape[1] == 1:
+        rows = rows[:, 0]
+    if holder == "rows":
+        return rows
+    if "unlike lanes" in holder:
+        return in_unlike_lanes(rows if rows.ndim > 1 else rows[:, None], "deduplicated" in holder)
+    storage = PackedStorage if "packed" in holder else LazyTensorStorage
+    steps = len(rows) * 4 // 5 if "ring" in holder else len(rows) + 7
+    size = steps * rows.shape[1:].numel()
+    buffer = ReplayBuffer if "packed" in holder else TensorDictReplayBuffer
+    rb = buffer(storage=storage(size, ndim=rows.ndim), dim_extend=0)
+    for part in rows.split(min(97, steps)):  # of a longer write TorchRL keeps rows at random, each key for itself
+        rb.extend(part)
+    return rb
+
+
+def in_unlike_lanes(rows: TensorDict, share_next: bool = False) -> ReplayBuffer:
+    """Return rows ``[T, E]`` in lanes of a ring that hold fewer and fewer rows, the last one none; the first wraps."""
+    steps, lanes = len(rows) * 3 // 4, rows.shape[1] + 1
+    rb = ReplayBuffer(storage=PackedStorage(steps * lanes, ndim=2, lanes=lanes, share_next=share_next))
+    for lane in range(lanes - 1):
+        rb.extend(rows[: len(rows) * (lanes - 1 - lane) // (lanes - 1), lane], lanes=lane)
+    return rb
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_a_healthy_buffer_gives_no_finding(holder: str) -> None:
+    assert check(held(healthy(1, "vector"), holder)).healthy
+    report = check(held(healthy(3, "nested"), holder))
+    assert report.healthy
+    assert "nothing found" in str(report)
+
+
+PLACES = [(1, "vector", "rows"), (3, "nested", "packed ring"), (3, "vector", "torchrl"), (1, "vector", "torchrl ring")]
+
+
+@pytest.mark.parametrize(
+    ("name", "lanes", "observer", "holder"),
+    [(name, *PLACES[(j + k) % 4]) for j, name in enumerate(FAULTS) for k in (0, 1)],
+)
+def test_a_fault_gives_exactly_its_finding(name: str, lanes: int, observer: str, holder: str) -> None:
+    fault, needed, code = FAULTS[name]
+    report = check(held(fault(healthy(needed or lanes, observer)), holder))
+    assert report.codes == [code]
+
+
+@pytest.mark.parametrize("name", [name for name, (_, lanes, _) in FAULTS.items() if lanes < 2])
+def test_a_fault_is_found_in_lanes_of_unlike_lengths(name: str) -> None:
+    fault, lanes, code = FAULTS[name]
+    report = check(held(fault(healthy(lanes or 3, "nested")), "unlike lanes"))
+    assert report.codes == [code]
+    assert report.skipped == ("rows that are never drawn: this buffer does not count draws",)
+
+
+@pytest.mark.parametrize("name", [name for name, (_, lanes, _) in FAULTS.items() if not lanes])
+def test_a_fault_is_found_in_rows_with_trajectory_ids(name: str) -> None:
+    fault, _, code = FAULTS[name]
+    rows = healthy(2)
+    ended = rows["next", "done"][..., 0].roll(1, 0)
+    ended[0] = False
+    rows["collector", "traj_ids"] = 2 * ended.cumsum(0) + torch.arange(2)
+    assert check(rows).codes == []
+    if code == "reset-without-done":  # the ids tell of the reset
+        assert check(fault(rows)).codes == []
+    else:
+        assert check(fault(rows)).codes == [code]
+
+
+def test_a_finding_names_the_rows_at_fault() -> None:
+    rows = healthy(1)
+    ends = rows["next", "done"].flatten().nonzero()[:, 0].tolist()
+    lost = check(FAULTS["same-step autoreset"][0](rows.clone()))[0]
+    assert lost.rows == tuple((t, 0) for t in ends[:5])
+    assert (lost.count, lost.of) == (len([t for t in ends if t < 1_199]),) * 2
+    for name, named, words in (
+        ("done late", [t + 1 for t in ends], "one step too late"),
+        ("done early", [t - 1 for t in ends], "one step too early"),
+        ("time limit left out", rows["next", "truncated"].flatten().nonzero()[:, 0].tolist(), ""),
+        ("next-step autoreset", [t + 1 + j for j, t in enumerate(ends)], ""),
+    ):
+        finding = check(FAULTS[name][0](rows.clone())[:, 0])[0]
+        assert finding.rows == tuple(named[:5])
+        assert words in finding.explanation
+
+
+def test_rows_of_a_ring_are_named_as_the_storage_indexes_them() -> None:
+    rows = healthy(3)
+    at = max(t for t in range(500, 590) if not rows["next", "done"][t - 5 : t + 5, 1].any())
+    rows["next", "done"][at, 1] = True
+    rb = held(rows, "packed ring")
+    (finding,) = check(rb)
+    assert finding.code == "done-without-reset"
+    assert finding.rows == ((at % 480, 1),)
+    assert bool(rb.storage[at % 480]["next", "done"][1])
+
+
+def test_rows_of_lanes_of_unlike_lengths_are_named_as_the_storage_indexes_them() -> None:
+    rb = in_unlike_lanes(healthy(3))
+    at = [(t, e) for t in range(450) for e in range(4) if (t, e) in {(7, 0), (449, 0), (3, 1), (299, 1), (199, 2)}]
+    for t, e in at:
+        rb.set_at_(("next", "reward"), float("nan"), (torch.tensor([t]), torch.tensor([e])))
+    (finding,) = check(rb)
+    assert (finding.code, finding.count, finding.of) == ("not-finite", 5, 450 + 400 + 200)
+    assert sorted(finding.rows) == at
+
+
+def test_a_single_wrong_flag_among_thousands_is_found() -> None:
+    rows = healthy(1)
+    (at,) = [t for t in range(100, 1_000) if not rows["next", "done"][t - 5 : t + 5].any()][:1]
+    for change, code in (("done", "done-without-reset"), ("terminated", "terminated-without-done")):
+        bad = rows.clone()
+        bad["next", change][at] = True
+        (finding,) = check(bad[:, 0])
+        assert (finding.code, finding.rows, finding.count) == (code, (at,), 1)
+
+
+def endless(steps: int) -> TensorDict:
+    place, no = torch.arange(steps + 1.0).unsqueeze(-1), torch.zeros(steps, 1, dtype=torch.bool)
+    return TensorDict({"observation": place[:-1], "next": {"observation": place[1:], "done": no}}, [steps])
+
+
+def test_a_lane_without_an_end_is_a_fault_only_if_it_is_long() -> None:
+    assert check(endless(500)).healthy
+    (finding,) = check(endless(20_000))
+    assert (finding.code, finding.count) == ("done-never", 20_000)
+
+
+def test_pieces_of_lanes_that_have_not_ended_yet_are_no_fault_with_ids() -> None:
+    rows = walk(20, 12, limit=10_000)
+    rows = rows[:4]  # nothing has ended
+    assert not rows["next", "done"].any()
+    rows["collector", "traj_ids"] = torch.arange(12).expand(4, 12).clone()
+    flat = torch.cat([piece.transpose(0, 1).reshape(-1) for piece in rows.split(2)])
+    assert check(flat).healthy
+    assert check(rows[:2].transpose(0, 1).reshape(-1)).healthy
+
+
+def test_games_that_often_end_with_the_first_step_are_no_fault() -> None:
+    generator = torch.Generator().manual_seed(0)
+    observation = torch.randn(500, 4, generator=generator)
+    done = torch.rand(500, 1, generator=generator) < 0.7
+    following = observation.roll(-1, 0)
+    final = torch.where(done, torch.randn(500, 4, generator=generator), following)
+    rows = TensorDict({"observation": observation, "next": {"observation": final, "done": done}}, [500])
+    assert check(rows).healthy
+    assert check(rows.clone().set(("next", "done"), torch.ones_like(done))).codes == ["done-always"]
+
+
+def test_coincidences_beside_a_number_that_never_repeats_are_no_fault() -> None:
+    generator = torch.Generator().manual_seed(0)
+    place = torch.randint(0, 5, (60, 10, 2), generator=generator).float()
+    battery = torch.rand(60, 10, 1, generator=generator)
+    place[4::4, 0] = place[3:-1:4, -1]  # some episodes begin where the one before ended
+    done = (torch.arange(9) == 8).expand(60, -1).unsqueeze(-1)
+    after = {"place": place[:, 1:], "battery": battery[:, 1:], "done": done}
+    rows = TensorDict({"place": place[:, :-1], "battery": battery[:, :-1], "next": after}, [60, 9])
+    assert check(rows.flatten()).codes == []
+
+
+def test_rows_without_next_observations_are_checked_for_the_rest() -> None:
+    rows = healthy(1)[:, 0].exclude(("next", "observation"))
+    report = check(rows)
+    assert report.healthy
+    assert any("next observations" in what for what in report.skipped)
+    assert "not checked: next observations" in str(report)
+    done = torch.ones(1_200, 1, dtype=torch.bool)
+    assert check(rows.clone().set(("next", "done"), done)).codes == ["done-always"]
+    assert check(rows.exclude("next", "done")).skipped[0].startswith("trajectories: neither done flags nor")
+    storage = PackedStorage(4)
+    storage.set(range(4), rows.flatten()[:40].reshape(4, 10))  # a collector's batch [E, T]
+    assert "ndim=2" in check(storage).skipped[0]
+
+
+def test_rows_without_an_order_of_time_are_not_checked_for_it() -> None:
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(200), writer=TensorDictMaxValueWriter(rank_key="key"))
+    rb.extend(healthy(1)[:, 0].set("key", torch.rand(1_200, generator=torch.Generator().manual_seed(0))))
+    report = check(rb)
+    assert report.healthy
+    assert "the order of rows, which a TensorDictMaxValueWriter does not keep" in report.skipped
+
+
+# -- buffers that TorchRL's collectors have filled, and loops
+
+
+def cartpole() -> EnvBase:
+    return TransformedEnv(GymEnv("CartPole-v1"), Compose(StepCounter(max_steps=30), RewardSum()))
+
+
+def normalised_pendulum() -> EnvBase:
+    return TransformedEnv(GymEnv("Pendulum-v1"), Compose(StepCounter(max_steps=40), VecNormV2(in_keys=["observation"])))
+
+
+@cache
+def collected(make: Callable[[], EnvBase], lanes: int, frames: int = 900, **settings: Any) -> tuple[TensorDict, ...]:
+    torch.manual_seed(0)
+    env = SerialEnv(lanes, make) if lanes else make()
+    env.set_seed(0)
+    collector = Collector(env, None, frames_per_batch=60, total_frames=frames, **settings)
+    batches = tuple(data.clone() for data in collector)
+    collector.shutdown()
+    return batches
+
+
+def fill(rb: Any, batches: Iterable[TensorDict], *, flat: bool = False) -> Any:
+    for data in batches:
+        rb.extend(data.reshape(-1).clone() if flat else data.clone())
+    return rb
+
+
+@pytest.mark.parametrize(
+    ("make", "layout", "parts", "settings"),
+    [
+        (cartpole, "single", "theirs", {}),
+        (normalised_pendulum, "flat", "ours", {}),
+        (cartpole, "lanes", "ours", {"reset_at_each_iter": True}),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torchrl", "ignore::UserWarning:torchrl")
+def test_what_a_collector_fills_is_healthy(make: Any, layout: str, parts: str, settings: dict[str, Any]) -> None:
+    ndim, batches = 2 if layout == "lanes" else 1, collected(make, 0 if layout == "single" else 3, **settings)
+    rb: Any = ReplayBuffer(storage=PackedStorage(600, ndim=ndim))
+    if parts == "theirs":
+        rb = TensorDictReplayBuffer(storage=LazyTensorStorage(600, ndim=ndim))
+    fill(rb, batches, flat=layout == "flat")
+    report = check(rb, space=make())
+    assert report.codes == [], str(report)
+    assert report.rows == len(rb)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torchrl", "ignore::UserWarning:torchrl")
+def test_rollouts_are_healthy() -> None:
+    network = TensorDictModule(lambda observation: observation[..., :1] * 0.5, ["observation"], ["state_value"])
+    rb = RolloutBuffer(20, 3, value_network=network)
+    for data in collected(cartpole, 3)[:3]:
+        rb.extend(data.clone())
+        assert check(rb).codes == []
+
+
+@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
+def test_a_loop_that_stores_what_step_returns_is_not(mode: AutoresetMode) -> None:
+    """What a user does who has not read about autoreset."""
+    env = gymnasium.make_vec("CartPole-v1", 3, vectorization_mode="sync", vector_kwargs={"autoreset_mode": mode})
+    rb = ReplayBuffer(storage=PackedStorage(1_500, ndim=2), dim_extend=0)
+    obs, _ = env.reset(seed=0)
+    env.action_space.seed(0)
+    for _ in range(500):
+        action = env.action_space.sample()
+        following, reward, terminated, truncated, _ = env.step(action)
+        rb.add(make_transition(obs, action, reward, following, terminated, truncated))
+        obs = following
+    code = "reset-row-stored" if mode is AutoresetMode.NEXT_STEP else "final-observation-lost"
+    assert check(rb).codes == [code]
+    env.close()
+
+
+# -- draws and priorities, as far as the buffer keeps count of them
+
+
+def counted(counts: torch.Tensor | None, sampler: type = ProportionalSampler) -> ReplayBuffer:
+    rb = ReplayBuffer(storage=PackedStorage(300), sampler=sampler(300), batch_size=8, count_replays=counts is not None)
+    rb.extend(walk(200)[:, 0])
+    if counts is not None:
+        attached_or_new(rb.storage, ReplayCount).restore(counts)
+    return rb
+
+
+def drawn(rows: int, times: int) -> torch.Tensor:
+    counts = torch.zeros(300, dtype=torch.int32)
+    counts[:rows] = times
+    return counts
+
+
+def test_rows_that_are_drawn_and_never_updated_are_found() -> None:
+    rb = counted(drawn(180, 3), RankSampler)
+    rb.update_priority(torch.arange(20), torch.rand(20))
+    (finding,) = check(rb)
+    assert (finding.code, finding.count, finding.of) == ("stale-priorities", 160, 180)
+    assert finding.rows == (20, 21, 22, 23, 24)
+    rb.update_priority(torch.arange(180), torch.rand(180))
+    assert check(rb).codes == []
+
+
+def test_rows_that_are_hardly_ever_drawn_are_found_where_others_are_often() -> None:
+    counts = drawn(50, 20)
+    rb = counted(counts)
+    rb.update_priority(torch.arange(50), torch.rand(50))
+    (finding,) = check(rb)
+    assert (finding.code, finding.count, finding.of) == ("never-sampled", 150, 200)
+    assert "a row is drawn 5.0 times on average" in finding.explanation
+    counts[50:150] = 1
+    attached_or_new(rb.storage, ReplayCount).restore(counts)
+    rb.update_priority(torch.arange(150), torch.rand(150))
+    assert check(rb).codes == []
+
+
+def test_few_draws_tell_nothing_and_a_buffer_that_counts_none_says_so() -> None:
+    assert check(counted(drawn(50, 3))).codes == check(counted(drawn(0, 0))).codes == []
+    assert check(counted(drawn(9, 1))).skipped == ()
+    report = check(counted(None))
+    assert report.codes == []
+    assert report.skipped == ("rows that are never drawn: this buffer does not count draws",)
+    assert "not checked: rows that are never drawn" in str(report)
