@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage
-from torchrl.data.replay_buffers import PrioritizedSampler, RandomSampler, Sampler, TensorDictMaxValueWriter
+from torchrl.data.replay_buffers import RandomSampler, Sampler, TensorDictMaxValueWriter
 
 from rlbuf_td import (
     MinibatchSampler,
@@ -123,15 +123,6 @@ def test_health_of_a_wrapper_is_that_of_the_innermost_sampler():
     assert health["age_max"] == 9 - int(step.min())
 
 
-def test_rows_without_a_priority_do_not_count_among_the_priorities():
-    rb = ReplayBuffer(storage=PackedStorage(10), sampler=RankSampler(10))
-    rb.extend(numbered(0, 4)[0])
-    rb.update_priority(torch.arange(4), torch.tensor([1.0, 2.0, 3.0, 4.0]))
-    rb.storage.set(range(4, 8), numbered(4, 4)[0])  # behind the sampler's back
-    assert len(rb) == 8
-    assert rb.health()["priority_p10"] == 1.0
-
-
 def test_it_says_what_is_compiled():
     rb = filled(UniformSampler(), 200, 100)
     found = [rb.health()["compiled"]]
@@ -149,16 +140,6 @@ def test_equally_probable_rows_have_a_top_mass_of_a_hundredth(make):
     rb = filled(make(), 200, 200)
     assert set(rb.health()) == {"rows", "fill", "top_mass", "stale_updates", "compiled"}
     assert rb.health()["top_mass"] == pytest.approx(0.01)
-
-
-def test_probabilities_of_torchrls_prioritized_sampler():
-    samplers = ProportionalSampler(200, 0.6, 0.4, eps=1e-8), PrioritizedSampler(200, 0.6, 0.4)
-    ours, theirs = (filled(sampler, 200, 200) for sampler in samplers)
-    errors = torch.rand(200)
-    for rb in (ours, theirs):
-        rb.update_priority(torch.arange(200), errors)
-        rb.sample()
-    assert theirs.health()["top_mass"] == pytest.approx(ours.health()["top_mass"], rel=1e-4)
 
 
 def test_an_age_is_measured_at_the_draw():
@@ -208,13 +189,3 @@ def test_replay_counts_restart_with_another_storage_and_after_emptying():
     assert rb.health()["never_sampled"] == 1.0
     rb.sample()
     assert rb.health()["replays_mean"] == 8 / 20
-
-
-def test_on_every_device(device):
-    storage = PackedStorage(40, device=device)
-    rb = ReplayBuffer(storage=storage, sampler=ProportionalSampler(40), batch_size=8, count_replays=True, prefetch=2)
-    assert rb.health() == {"rows": 0.0, "fill": 0.0, "refused_priorities": 0.0, "stale_updates": 0.0, "compiled": 0.0}
-    rb.extend(numbered(0, 30)[0].to(device))
-    rb.sample()
-    assert rb.health()["replays_mean"] >= 8 / 30
-    assert len(rb.health()) == 20

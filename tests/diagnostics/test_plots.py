@@ -9,7 +9,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
-from torchrl.data import LazyTensorStorage
 
 from rlbuf_td import (
     EpisodeStats,
@@ -21,14 +20,7 @@ from rlbuf_td import (
     RolloutBuffer,
     UniformSampler,
 )
-from rlbuf_td.diagnostics.plots import (
-    WIDTH,
-    plot_advantages,
-    plot_episodes,
-    plot_health,
-    plot_priorities,
-    plot_trajectory,
-)
+from rlbuf_td.diagnostics.plots import plot_advantages, plot_episodes, plot_health, plot_priorities, plot_trajectory
 
 LANES, STEPS = 3, 50
 
@@ -48,9 +40,9 @@ def steps(seed: int = 0) -> TensorDict:
     )
 
 
-def buffer(sampler: object = None, storage: type = PackedStorage, capacity: int = 200) -> ReplayBuffer:
+def buffer(sampler: object = None, capacity: int = 200) -> ReplayBuffer:
     rb = ReplayBuffer(
-        storage=storage(capacity, ndim=2),
+        storage=PackedStorage(capacity, ndim=2),
         sampler=sampler or ProportionalSampler(capacity + 2),
         batch_size=32,
         stats=EpisodeStats(window=5),
@@ -69,40 +61,30 @@ def lines(figure: Figure) -> list[list[np.ndarray]]:
     return [[np.asarray(line.get_ydata()) for line in axes.lines] for axes in figure.axes]
 
 
-def is_fit_to_print(figure: Figure, panels: int, *, draw: bool = False) -> None:
-    assert figure.get_figwidth() == WIDTH
-    assert len(figure.axes) == panels
-    assert all(axes.get_ylabel() for axes in figure.axes)
-    if draw:  # a second for each figure
-        with np.errstate(all="raise"):
-            assert figure._repr_png_().startswith(b"\x89PNG")  # type: ignore[attr-defined]
-
-
 def test_health_shows_what_health_says():
     rb = buffer()
     figure = plot_health(rb)
-    is_fit_to_print(figure, 4, draw=True)
+    assert len(figure.axes) == 4
     age, weights, mass, replays = figure.axes
     health = rb.health()
     assert sum(heights(age)) == 32
     assert sum(heights(weights)) == 32
     assert mass.lines[-1].get_ydata() == [health["top_mass"]]
     assert heights(replays)[0] == pytest.approx(health["never_sampled"])
-    assert "150 of 201 rows" in figure.get_suptitle()
-    is_fit_to_print(plot_health(buffer(UniformSampler(), capacity=198)), 3)
+    with np.errstate(all="raise"):
+        assert figure._repr_png_().startswith(b"\x89PNG")  # type: ignore[attr-defined]
+    assert len(plot_health(buffer(UniformSampler(), capacity=198)).axes) == 3
 
 
-@pytest.mark.parametrize("kind", [ProportionalSampler, RankSampler])
-@pytest.mark.parametrize("zeros", [0, 30, 150])
+@pytest.mark.parametrize(("kind", "zeros"), [(ProportionalSampler, 150), (RankSampler, 30)])
 def test_priorities_show_every_error_and_the_law(kind, zeros):
     sampler = kind(201, 0.5)
     rb = buffer(sampler)
     rb.update_priority(torch.arange(150), torch.cat([torch.zeros(zeros), torch.ones(150 - zeros)]))
     figure = plot_priorities(rb)
-    is_fit_to_print(figure, 2, draw=kind is RankSampler)
+    assert len(figure.axes) == 2
     errors, law = figure.axes
     assert sum(heights(errors)) == pytest.approx(1 - zeros / 150)
-    assert (f"zero: {zeros / 150:.1%}" in errors.get_title("left")) is bool(zeros)
     expected = sampler.probability(torch.arange(150)).sort(descending=True).values * 150
     drawn = law.lines[0]
     at = torch.as_tensor(drawn.get_xdata()) - 1
@@ -114,35 +96,25 @@ def test_episodes_show_every_episode_and_the_running_mean():
     stats = rb.episode_stats
     assert stats is not None
     figure = plot_episodes(stats)
-    is_fit_to_print(figure, 3, draw=True)
+    assert len(figure.axes) == 3
     returns = stats.history()["return"].numpy()
     dots, mean = lines(figure)[0]
     assert np.array_equal(dots, returns)
     assert np.allclose(mean, [returns[max(0, n - 4) : n + 1].mean() for n in range(len(returns))])
-    assert figure.axes[-1].get_xlabel() == "environment steps"
 
 
-def test_returns_that_equal_lengths_share_their_panel():
-    stats, one = EpisodeStats(), torch.ones(4, 1)
-    stats.update(TensorDict({"next": {"reward": one, "done": one.bool()}}, [4]))
-    labels = [axes.get_ylabel() for axes in plot_episodes(stats).axes]
-    assert labels == ["return =\nlength in steps", "share of\nepisodes"]
-
-
-@pytest.mark.parametrize("storage", [PackedStorage, LazyTensorStorage])
-def test_a_trajectory_is_shown_whole_across_the_wrap(storage):
-    rb = buffer(UniformSampler(), storage, capacity=60)  # 20 time steps of 50: 40 to 49, then 30 to 39
+def test_a_trajectory_is_shown_whole_across_the_wrap():
+    rb = buffer(UniformSampler(), capacity=60)  # 20 time steps of 50: 40 to 49, then 30 to 39
     row = int((rb.storage["observation"][:, 1, 0] == 38).nonzero()) * LANES + 1  # lane 1 ends at 35 and 44
     figure = plot_trajectory(rb, row)
-    is_fit_to_print(figure, 3, draw=storage is PackedStorage)
+    assert len(figure.axes) == 3
     reward, action, observation = lines(figure)
     assert observation[0].tolist() == list(range(36, 45))
     assert observation[1].tolist() == [-step for step in range(36, 45)]
     assert np.array_equal(reward[0], steps()["next", "reward"][1, 36:45, 0])
     assert np.array_equal(action[0], steps()["action"][1, 36:45].argmax(-1))
-    assert "9 steps, finished" in figure.get_suptitle()
     assert plot_trajectory(rb, (row // LANES, 1)).get_suptitle() == figure.get_suptitle()
-    is_fit_to_print(plot_trajectory(rb, row, keys=["observation"]), 1)
+    assert len(plot_trajectory(rb, row, keys=["observation"]).axes) == 1
 
 
 def test_a_rollout_shows_values_targets_and_advantages():
@@ -152,13 +124,12 @@ def test_a_rollout_shows_values_targets_and_advantages():
     data["next", "observation"] = data["observation"] + 1
     rollout.extend(data)
     figure = plot_advantages(rollout)
-    is_fit_to_print(figure, 3, draw=True)
-    top, advantages, explained = figure.axes
+    assert len(figure.axes) == 3
+    top, advantages, _ = figure.axes
     assert np.array_equal(top.lines[0].get_ydata(), rollout.storage["value_target"][:, 0, 0])
     assert np.array_equal(top.lines[1].get_ydata(), rollout.storage["state_value"][:, 0, 0])
     assert [np.asarray(line.get_xdata())[0] for line in top.lines[2:]] == [7.5, 15.5, 23.5, 31.5, 39.5, 47.5]
     assert sum(heights(advantages)) == STEPS * LANES
-    assert f"{rollout.explained_variance:.2f}" in explained.get_title("left")
 
 
 def test_refusals_give_the_reason():
