@@ -68,8 +68,7 @@ def law(world: World, count: int) -> torch.Tensor:
     return weight / weight.sum()
 
 
-@pytest.mark.parametrize("shards", [1, 2, 4, 8])
-@pytest.mark.parametrize("make_buffer", [proportional, uniform])
+@pytest.mark.parametrize(("make_buffer", "shards"), [(proportional, 1), (proportional, 4), (uniform, 3)])
 def test_rows_of_all_shards_follow_one_law(make_buffer, shards):
     world = World(shards, make_buffer)
     count, learner, draws, size = fill(world, 120), world.client(), 200, 4_096
@@ -80,8 +79,7 @@ def test_rows_of_all_shards_follow_one_law(make_buffer, shards):
     assert_follows(counts, expected)
 
 
-@pytest.mark.parametrize("shards", [2, 4, 8])
-@pytest.mark.parametrize("prefetch", [0, 3])
+@pytest.mark.parametrize(("shards", "prefetch"), [(2, 0), (4, 3)])
 def test_batches_follow_the_priorities_at_their_draw(shards, prefetch, monkeypatch):
     world = World(shards, proportional)
     fill(world, 120)
@@ -140,9 +138,8 @@ def test_a_client_draws_by_old_masses_and_its_weights_match():
 
 
 @pytest.mark.parametrize("weight_norm", ["buffer", "batch", None])
-@pytest.mark.parametrize("shards", [1, 3, 8])
-def test_weights_are_those_of_one_buffer(shards, weight_norm):
-    world = World(shards, lambda: proportional(weight_norm=weight_norm))
+def test_weights_are_those_of_one_buffer(weight_norm):
+    world = World(3, lambda: proportional(weight_norm=weight_norm))
     count = fill(world, 100)
     single = proportional(weight_norm=weight_norm)
     single.extend(rows(0, count))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import pickle
+import json
+import os
 import sys
 import threading
 from importlib import import_module
-from unittest import mock
-from zlib import crc32
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,12 +29,11 @@ from rlbuf_td import (
     UniformSampler,
 )
 from rlbuf_td.buffers.flow import FlowControl
+from rlbuf_td.checkpoint import CheckpointError
 from rlbuf_td.distributed import ShardLost
-from rlbuf_td.distributed.dumps import deal
+from rlbuf_td.distributed.dumps import deal, newest_dump
 from rlbuf_td.distributed.links import PATIENCE
-from rlbuf_td.distributed.shard import Request, join, named, pack, pieces_of
 from rlbuf_td.distributed.spec import Spec
-from rlbuf_td.storages.layout import RowLayout
 from tests.distributed.local import World
 from tests.distributed.test_law import begun, fill, magnitudes, proportional, rows, uniform
 
@@ -122,21 +122,6 @@ def test_a_loss_is_raised_where_that_is_wanted():
         learner.sample()
 
 
-def test_flow_control_does_not_count_what_failed():
-    world, learner = begun(1, 60, on_loss="raise")
-    flow = learner._flow = mock.Mock(**{"sample.remote.return_value": (3, 60), "insert.remote.return_value": 3})
-    learner.sample(8)
-    assert not flow.take_back.remote.called
-    world.handles[0].is_lost = True
-    with pytest.raises(ShardLost):
-        learner.sample(8)
-    flow.take_back.remote.assert_called_once_with(3, sampled=8)
-    learner.links.require_one = mock.Mock(side_effect=ShardLost("none of 1 shards"))
-    with pytest.raises(ShardLost):
-        learner.extend(rows(0, 5))
-    flow.take_back.remote.assert_called_with(3, inserted=5)
-
-
 def test_without_a_positive_priority_the_error_names_priorities():
     def make_buffer():
         sampler = ProportionalSampler(400, eps=0.0)
@@ -214,21 +199,28 @@ def test_td_errors_arrive_as_they_were_given():
     assert learner.sample().shape == (64,)
 
 
-@pytest.mark.parametrize(
-    ("index", "message"),
-    [
-        (torch.zeros(64, dtype=torch.int64), r"is int64 \[64, 4\], got int64 of shape \(64,\)"),
-        (torch.zeros(64, 4), r"is int64 \[64, 4\], got float32"),
-        (torch.tensor([[7, 0, 0, 0]]).expand(64, 4), "names rows that are not in the 2 shards"),
-        (torch.tensor([[0, 0, -1, 0]]).expand(64, 4), "names rows that are not in the 2 shards"),
-    ],
-)
-def test_an_index_of_another_buffer_is_refused_and_queued_errors_are_kept(index, message):
+def test_bad_updates_are_refused_and_queued_errors_are_kept():
     _, learner = begun(2, 60)
-    batch = learner.sample().set("td_error", torch.rand(64))
-    learner.update_tensordict_priority(batch)
-    with pytest.raises(ValueError, match=message):
-        learner.update_tensordict_priority(batch.clone().set("index", index))
+    batch = learner.sample()
+    with pytest.raises(KeyError, match="no 'td_error'"):
+        learner.update_tensordict_priority(batch)
+    learner.update_tensordict_priority(batch.set("td_error", torch.rand(64)))
+    other = torch.tensor([[7, 0, 0, 0]]).expand(64, 4)
+    cases: list[tuple[Any, Any, str]] = [
+        (
+            batch.clone().set("index", torch.zeros(64).long()),
+            ValueError,
+            r"is int64 \[64, 4\], got int64 of shape \(64,",
+        ),
+        (batch.clone().set("index", torch.zeros(64, 4)), ValueError, r"is int64 \[64, 4\], got float32"),
+        (batch.clone().set("index", other), ValueError, "names rows that are not in the 2 shards"),
+        (batch.clone().set("index", other - 7), ValueError, "names rows that are not in the 2 shards"),
+        (batch.clone().set("td_error", torch.full((64,), torch.nan)), ValueError, "NaN or infinite"),
+        (batch.exclude("index"), KeyError, "no 'index'"),
+    ]
+    for bad, error, message in cases:
+        with pytest.raises(error, match=message):
+            learner.update_tensordict_priority(bad)
     assert len(learner._errors) == 1
 
 
@@ -242,46 +234,6 @@ def test_a_shard_that_was_emptied_meanwhile_is_drawn_from_no_more():
         learner.sample()
     with pytest.raises(TimeoutError, match="no rows within"):
         learner.sample(wait=True, timeout=0.05)
-
-
-def test_wire_bytes_are_those_of_the_rows_and_64_each():
-    def wide():
-        return ReplayBuffer(storage=PackedStorage(400), sampler=ProportionalSampler(400), batch_size=16)
-
-    world = World(1, wide)
-    keys = {f"key{number}": torch.rand(100, 3) for number in range(20)}
-    world.client().extend(TensorDict(keys, [100]))
-    shard = world.shards[0]
-    layout = crc32(named(shard.storage.layout))
-    for size in (16, 256, 4_096):
-        request = Request(torch.rand(size).double().numpy(), 0, 0, 1.0, layout)
-        answer = shard.answer(pickle.dumps(request, protocol=5), 1)
-        assert len(answer) <= 1.1 * size * shard.storage.row_bytes + 64 * size
-
-
-def test_answers_are_the_same_in_one_piece_in_several_and_as_one_object():
-    shard = World(1, proportional).shards[0]
-    data = rows(0, 100)
-    layout = RowLayout(data, 1)
-    shard.write(0, named(layout), pack(layout, data, data.batch_size), data.batch_size)
-    request = pickle.dumps(Request(torch.rand(64).double().numpy(), 0, 0, 1.0), protocol=5)
-    whole, one, several = (join(shard.answer(request, pieces)) for pieces in (0, 1, 3))
-    for answer in (one, several):
-        assert all((answer.drawn[column] == whole.drawn[column]).all() for column in range(3))
-    assert len(shard.answer(request, 3)) == 3
-    assert [pieces_of(nbytes) for nbytes in (0, 89_999, 90_000, 500_000, 600_000)] == [1, 1, 2, 6, 0]
-
-
-def test_a_shard_of_rows_without_alignment_takes_aligned_ones():
-    data = TensorDict({"id": torch.arange(20), "image": torch.ones(20, 1_088, dtype=torch.uint8)}, [20])
-    shard, layout = World(1, proportional).shards[0], RowLayout(data, 1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rlbuf_td.storages.layout._LARGE", 1 << 30)
-        old = RowLayout(data[:10], 1)
-        shard.buffer.extend(data[:10])
-    assert shard.storage.layout == old != layout
-    shard.write(0, named(layout), pack(layout, data[10:], torch.Size([10])), torch.Size([10]))
-    assert (shard.storage[:] == data).all()  # an idle shard stores new rows at once
 
 
 def test_an_unfit_write_is_refused_at_once():
@@ -300,18 +252,6 @@ def test_an_unfit_write_is_refused_at_once():
     world.client(home=1).extend(TensorDict({"other": torch.zeros(3)}, [3]))
     with pytest.raises(SchemaError, match="shard 1 holds rows of another layout"):
         world.client().sample()
-
-
-def test_updates_without_errors_or_with_bad_ones_are_refused():
-    _, learner = begun(2, 60)
-    batch = learner.sample()
-    with pytest.raises(KeyError, match="no 'td_error'"):
-        learner.update_tensordict_priority(batch)
-    with pytest.raises(ValueError, match="NaN or infinite"):
-        learner.update_tensordict_priority(batch.set("td_error", torch.full((64,), torch.nan)))
-    with pytest.raises(KeyError, match="no 'index'"):
-        learner.update_tensordict_priority(batch.set("td_error", torch.zeros(64)).exclude("index"))
-    assert not learner._errors
 
 
 @pytest.mark.parametrize(
@@ -333,11 +273,6 @@ def test_updates_without_errors_or_with_bad_ones_are_refused():
 def test_buffers_whose_law_cannot_be_sharded_are_refused_by_name(make_buffer, name):
     with pytest.raises(ValueError, match=name):
         Spec.of(make_buffer())
-
-
-def test_what_is_no_buffer_of_this_package_is_refused():
-    with pytest.raises(TypeError, match="must return a ReplayBuffer of this package"):
-        Spec.of("buffer")  # type: ignore[arg-type]
 
 
 def episode(first: int, count: int, ends: bool = True) -> TensorDict:
@@ -367,10 +302,9 @@ def test_n_step_returns_stop_where_another_writer_follows():
     assert set(first.tolist()) == {*range(5), *range(100, 105), *range(200, 210)}
 
 
-@pytest.mark.parametrize("priority", ["max", "mix"])
-def test_sequences_come_whole_and_their_errors_go_to_the_anchors(priority):
+def test_sequences_come_whole_and_their_errors_go_to_the_anchors():
     def make_buffer():
-        sampler = SequenceSampler(ProportionalSampler(200), 3, burn_in=1, priority=priority)
+        sampler = SequenceSampler(ProportionalSampler(200), 3, burn_in=1, priority="mix")
         return ReplayBuffer(storage=PackedStorage(200), sampler=sampler, batch_size=64)
 
     world = World(2, make_buffer)
@@ -387,9 +321,7 @@ def test_sequences_come_whole_and_their_errors_go_to_the_anchors(priority):
     learner.update_tensordict_priority(batch)
     learner.synchronize()
     error = batch["td_error"].view(16, 4)[:, 1:] * real[:, 1:]
-    largest = error.amax(1)
-    if priority == "mix":
-        largest = 0.9 * largest + 0.1 * error.sum(1) / real[:, 1:].sum(1)
+    largest = 0.9 * error.amax(1) + 0.1 * error.sum(1) / real[:, 1:].sum(1)
     latest = dict(zip(windows[:, 1].tolist(), largest.tolist(), strict=True))
     stored = magnitudes(world, 120)
     assert {row: float(stored[row]) for row in latest} == pytest.approx(latest)
@@ -509,3 +441,128 @@ def test_without_ray_the_room_names_its_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ImportError, match=r"pip install 'rlbuf_td\[ray\]'"):
         import_module("rlbuf_td.distributed")
+
+
+# -- dumps: complete, interrupted, damaged, and of earlier versions
+
+
+def stored(world: World) -> list[list[int]]:
+    return [sorted(shard.storage[:]["id"].tolist()) if len(shard.storage) else [] for shard in world.shards]
+
+
+def loaded(path: Path, shards: int = 2) -> World:
+    world = World(shards, proportional)
+    world.buffer().loads(path)
+    return world
+
+
+def dumped(path: Path) -> tuple[World, list[list[int]]]:
+    world = World(2, proportional)
+    fill(world, 60)
+    world.buffer().dumps(path)
+    return world, stored(world)
+
+
+def test_an_interrupted_dump_leaves_the_previous_one_as_it_was(tmp_path):
+    world, before = dumped(tmp_path)
+    priorities = magnitudes(world, 60)
+    world.client(home=0).extend(rows(60, 20))
+    world.handles[1].is_lost = True
+    with pytest.raises(CheckpointError, match=r"shards \[1\] are lost: the dump is not complete"):
+        world.buffer().dumps(tmp_path)
+    other = loaded(tmp_path)
+    assert stored(other) == before
+    assert torch.equal(magnitudes(other, 60), priorities)
+    assert newest_dump(tmp_path, 0, 2) == tmp_path / "shards-000001" / "shard-0000"
+    world.handles[1].is_lost = False
+    world.buffer().dumps(tmp_path)
+    assert stored(loaded(tmp_path)) == stored(world) != before
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["shards-000003", "shards.json"]
+
+
+def test_a_shard_restarts_from_a_dump_of_as_many_shards_or_empty(tmp_path):
+    world, before = dumped(tmp_path)
+    for place in range(2):
+        world.handles[place].restart(newest_dump(tmp_path, place, 2))
+    assert stored(world) == before
+    assert newest_dump(tmp_path, 0, 3) is None
+    assert newest_dump(tmp_path / "elsewhere", 0, 2) is None
+
+
+def test_a_shard_that_restarts_while_its_dump_is_replaced_takes_the_new_one(tmp_path):
+    world, before = dumped(tmp_path)
+    found = iter([tmp_path / "shards-000000" / "shard-0000", newest_dump(tmp_path, 0, 2)])
+    world.handles[0].restart_from(lambda: next(found))
+    assert stored(world) == before
+
+
+def test_a_damaged_dump_changes_no_shard(tmp_path):
+    dumped(tmp_path)
+    world = World(2, proportional)
+    fill(world, 30)
+    before = stored(world)
+    for file in (tmp_path / "shards-000001" / "shard-0001" / "data").iterdir():
+        file.write_bytes(b"damaged")
+    with pytest.raises(CheckpointError, match="shard-0001"):
+        world.buffer().loads(tmp_path)
+    world.handles[1].is_lost = True
+    with pytest.raises(CheckpointError, match="nothing was loaded"):
+        world.buffer().loads(tmp_path)
+    assert stored(world) == before
+    assert world.shards[0]._prepared is None
+
+
+def test_unchanged_data_is_not_written_again(tmp_path):
+    world, _ = dumped(tmp_path)
+    files = {file.stat().st_ino for file in tmp_path.glob("*/*/data/*")}
+    world.client(home=1).extend(rows(60, 1))
+    world.buffer().dumps(tmp_path)
+    again = [file for file in tmp_path.glob("*/shard-0000/data/*") if file.stat().st_ino in files]
+    assert sum(file.stat().st_size for file in again) > 0
+
+
+def test_a_dump_of_an_earlier_version_is_loaded_and_then_replaced(tmp_path):
+    world, before = dumped(tmp_path)
+    for place in range(2):
+        os.rename(tmp_path / "shards-000001" / f"shard-000{place}", tmp_path / f"shard-000{place}")
+    manifest = json.loads((tmp_path / "shards.json").read_text())
+    (tmp_path / "shards.json").write_text(json.dumps({"steps": manifest["steps"], "lanes": 1}))
+    assert stored(loaded(tmp_path)) == before
+    assert sorted(row for shard in stored(loaded(tmp_path, 3)) for row in shard) == list(range(60))
+    world.buffer().dumps(tmp_path)
+    assert stored(loaded(tmp_path)) == before
+    assert not (tmp_path / "shard-0000").exists()
+
+
+@pytest.mark.parametrize(
+    "manifest", ["", "[]", '{"steps": [1.5], "lanes": 1}', '{"steps": [1], "lanes": 1, "dump": "../x"}', '{"lanes": 1}']
+)
+def test_a_folder_without_a_manifest_of_shards_is_refused(manifest, tmp_path):
+    (tmp_path / "shards.json").write_text(manifest)
+    with pytest.raises(CheckpointError, match="no dump of a ShardedReplayBuffer"):
+        loaded(tmp_path)
+
+
+def counts(world: World) -> Any:
+    return {
+        name: int(count) for name, count in world.flow.limiter.flow.report().items() if name in ("inserts", "samples")
+    }
+
+
+def test_flow_control_goes_on_from_the_counts_of_the_dump(tmp_path):
+    world = World(2, proportional, flow=FlowControl(4.0, 10, 400))
+    client = world.client(home=0)
+    client.extend(rows(0, 50))
+    for _ in range(3):
+        client.sample()
+    world.buffer().dumps(tmp_path)
+    for flow, expected in ((FlowControl(4.0, 10, 400), (50, 192)), (FlowControl(2.0, 10, 400), (50, 80))):
+        other = World(1, proportional, flow=flow)
+        other.buffer().loads(tmp_path)
+        assert tuple(counts(other).values()) == expected
+        assert other.client().sample().shape == (64,)
+    manifest = json.loads((tmp_path / "shards.json").read_text())
+    manifest["flow"]["counts"] = "none"
+    (tmp_path / "shards.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match="flow control needs 6 whole numbers"):
+        other.buffer().loads(tmp_path)
