@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torchrl.objectives.value.functional as torchrl_functional
+from scipy.stats import chisquare
 from torch import Tensor
 
 from rlbuf_td import functional as F
 
-COEFFICIENTS = ((0.0, 0.5), (0.99, 0.95), (1.0, 1.0), (0.9, 0.0))
-LENGTHS = (1, 2, 7, 40)
+COEFFICIENTS = ((0.0, 0.5), (0.99, 0.95), (1.0, 1.0))
+LENGTHS = (1, 2, 16)
 PATTERNS = ("none", "terminated", "truncated", "mixed", "last", "always")
 
 
@@ -307,3 +308,32 @@ def test_returns_to_go_are_torchrls():
     torch.testing.assert_close(
         F.reward2go(reward, done, 0.9), torchrl_functional.reward2go(reward, done, 0.9), rtol=1e-4, atol=1e-5
     )
+
+
+# -- random shifts of images: those of DrQ-v2, each equally likely
+
+
+@pytest.mark.parametrize(("lead", "dtype"), [((), torch.uint8), ((6,), torch.float32), ((2, 3), torch.uint8)])
+def test_each_image_is_a_crop_of_itself_padded(lead, dtype):
+    images = torch.randint(256, (*lead, 2, 9, 7)).to(dtype)
+    shifted = F.random_shift(images, 3)
+    assert (shifted.shape, shifted.dtype, shifted.device) == (images.shape, dtype, images.device)
+    for image, result in zip(images.reshape(-1, 2, 9, 7), shifted.reshape(-1, 2, 9, 7), strict=True):
+        padded = torch.nn.functional.pad(image.float()[None], (3, 3, 3, 3), mode="replicate")[0].to(dtype)
+        crops = [padded[:, y : y + 9, x : x + 7] for y in range(7) for x in range(7)]
+        assert any(torch.equal(result, crop) for crop in crops)
+
+
+def test_all_shifts_are_equally_likely():
+    images = (torch.arange(25) + 25).view(1, 1, 5, 5).expand(100_000, 1, 5, 5)
+    centre = F.random_shift(images, 2)[:, 0, 2, 2] - 25
+    assert chisquare(centre.bincount(minlength=25)).pvalue > 1e-3
+
+
+def test_a_generator_fixes_the_shifts_and_nothing_is_changed_in_place():
+    images = torch.rand(50, 1, 8, 8)
+    before = images.clone()
+    one, other = (F.random_shift(images, generator=torch.Generator().manual_seed(1)) for _ in range(2))
+    assert torch.equal(one, other)
+    assert not torch.equal(one, images)
+    assert torch.equal(images, before)
