@@ -203,8 +203,8 @@ FORMS = {
 }
 #: The ages of fresh rows are kept until the next call, and a write between a sampler's load and that call moves them.
 FRESH: dict[str, Callable[[int], Any]] = {
-    "fresh": lambda rows: FreshRowsSampler(UniformSampler(), 3),
-    "fresh by priority": lambda rows: NStepSampler(FreshRowsSampler(ProportionalSampler(rows), 3), 2, 0.9),
+    "fresh": lambda rows: FreshRowsSampler(UniformSampler(), 2),  # some are left when the way is taken
+    "fresh by priority": lambda rows: NStepSampler(FreshRowsSampler(ProportionalSampler(rows), 2), 2, 0.9),
 }
 MORE: dict[str, Callable[[int], Any]] = SAMPLERS | {
     "final goals": lambda rows: HindsightSampler(UniformSampler(), positive_fn, strategy="final"),
@@ -239,9 +239,8 @@ def product() -> Iterator[tuple[str, Maker]]:
     for sampler, make in MORE.items():
         yield from ((f"{sampler}, {form}", kind.of(make)) for form, kind in FORMS.items())
     for sampler, make in FRESH.items():
-        yield from (
-            (f"{sampler}, {form}", kind.of(make, *PARTS)) for form, kind in FORMS.items() if "TorchRL" not in form
-        )
+        forms = [form for form in FORMS if "TorchRL" not in form]
+        yield from ((f"{sampler}, {form}", replace(FORMS[form].of(make, *PARTS), turn=9)) for form in forms)
     for form, kind in OTHERS.items():
         for sampler in ("uniform", "proportional", "rank"):
             yield f"{sampler}, {form}", replace(kind.of(SAMPLERS[sampler]), turn=3 if kind.lacks else 9)
