@@ -4,22 +4,140 @@ from __future__ import annotations
 
 import ast
 import base64
+import hashlib
 import io
 import os
 import re
+from collections.abc import Iterator
+from copy import deepcopy
 from itertools import pairwise
 from pathlib import Path
 
 import nbformat
 import pytest
+from nbclient import NotebookClient
 from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell, new_notebook, new_output
 from PIL import Image
 
-from tests.rendering import execute, faults, missing_pictures, shorten, tidy
-
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
 REFRESH = "RLBUF_TD_RENDER=1 .venv/bin/python -m pytest tests/test_notebooks.py -m slow -k {}"
+
+
+# -- executing notebooks, storing them so that diffs are small, and finding what is wrong
+
+LARGEST_PICTURE = 60_000  # bytes
+METADATA = {
+    "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+    "language_info": {"name": "python"},
+}
+# A short run adds this to a cell tagged "settings", which sets SEEDS (a tuple) and STEPS (a number, or a dict of them).
+SHORTER = """
+SEEDS = SEEDS[:1]
+STEPS = {name: steps // 20 for name, steps in STEPS.items()} if isinstance(STEPS, dict) else STEPS // 20
+"""
+# Only the first run of an installation says this.
+COMPILING = re.compile(r"^rlbuf_td is compiling its loops.*\n?", re.MULTILINE)
+UNWANTED = {
+    "a warning": r"\b\w*Warning\b: |\bWARNING\b",
+    "a path of this machine": r"(?<![\w./:<~])/\w[\w.-]*/[\w.-]|\b[A-Z]:\\|site-packages",
+    "an address in memory": r"\b0x[0-9a-f]{6,}",
+}
+
+
+def digest(source: str) -> str:
+    return hashlib.sha256(source.encode()).hexdigest()[:16]
+
+
+def code_cells(notebook: NotebookNode) -> list[NotebookNode]:
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def tagged(cell: NotebookNode, tag: str) -> bool:
+    return tag in cell.metadata.get("tags", ())
+
+
+def shorten(notebook: NotebookNode) -> NotebookNode:
+    """Return the notebook with few steps and without its checks, if it has a cell tagged "settings"."""
+    if not any(tagged(cell, "settings") for cell in notebook.cells):
+        return notebook
+    notebook = deepcopy(notebook)
+    notebook.cells = [cell for cell in notebook.cells if not tagged(cell, "checks")]
+    for cell in notebook.cells:
+        cell.source += SHORTER if tagged(cell, "settings") else ""
+    return notebook
+
+
+def execute(notebook: NotebookNode, folder: Path) -> None:
+    """Execute all cells in a folder; their outputs replace those of the notebook."""
+    resources = {"metadata": {"path": str(folder)}}
+    NotebookClient(
+        notebook, timeout=3600, startup_timeout=600, resources=resources, record_timing=False, coalesce_streams=True
+    ).execute()
+
+
+def tidy(notebook: NotebookNode) -> None:
+    """Keep only what a reader sees of an executed notebook, and the digest of each cell's source."""
+    notebook.metadata = nbformat.from_dict(METADATA)
+    for cell in code_cells(notebook):
+        kept = {name: value for name, value in cell.metadata.items() if name in ("jupyter", "tags")}
+        cell.metadata = nbformat.from_dict(kept | {"source_digest": digest(cell.source)})
+        for output in cell.outputs:
+            if output.output_type == "stream":
+                output.text = COMPILING.sub("", output.text)
+            if "image/png" in output.get("data", ()):
+                output.data["image/png"] = _with_palette(output.data["image/png"])
+        cell.outputs = [output for output in cell.outputs if output.get("text") != ""]
+
+
+def _with_palette(picture: str) -> str:
+    """Return a base64 PNG in at most 256 colours, which takes a third of the bytes."""
+    small = io.BytesIO()
+    image = Image.open(io.BytesIO(base64.b64decode(picture))).convert("RGB")
+    image.quantize(256, dither=Image.Dither.NONE).save(small, "png", optimize=True)
+    return base64.b64encode(small.getvalue()).decode()
+
+
+def faults(notebook: NotebookNode, refresh: str) -> list[str]:
+    """Return what is wrong with a stored notebook; ``refresh`` is the command that stores it anew."""
+    found = []
+    for number, cell in enumerate(code_cells(notebook), 1):
+        place = f"code cell {number} ({cell.source.partition(chr(10))[0]})"
+        if cell.metadata.get("source_digest") != digest(cell.source):
+            found.append(f"{place} was edited after its outputs were stored: {refresh}")
+        if cell.execution_count != number:
+            found.append(f"{place} was not executed from a fresh start, in order: {refresh}")
+        found += [f"{place} shows {what}" for output in cell.outputs for what in _unwanted(output)]
+    return found
+
+
+def _unwanted(output: NotebookNode) -> Iterator[str]:
+    if output.output_type == "error":
+        yield f"an error: {output.ename}: {output.evalue}"
+    if output.get("name") == "stderr":
+        yield f"text on stderr: {output.text}"
+    data = output.get("data", {})
+    size = len(base64.b64decode(data.get("image/png", "")))
+    if size > LARGEST_PICTURE:
+        yield f"a picture of {size} bytes: at most {LARGEST_PICTURE}, so lower its dpi or its size"
+    for kind in data.keys() - {"text/plain", "text/html", "text/markdown", "image/png"}:
+        yield f"an output of type {kind}"
+    for text in (output.get("text", ""), *(text for kind, text in data.items() if kind.startswith("text/"))):
+        for what, pattern in UNWANTED.items():
+            if match := re.search(pattern, text):
+                yield f"{what}: {text[max(0, match.start() - 40) : match.end() + 40]!r}"
+
+
+def missing_pictures(notebook: NotebookNode) -> int:
+    """Return how many pictures the code draws beyond those that are shown."""
+    draws = [cell.source for cell in code_cells(notebook) if re.search(r"plot_|plt\.show\(\)", cell.source)]
+    shown = [
+        output for cell in code_cells(notebook) for output in cell.outputs if "image/png" in output.get("data", ())
+    ]
+    return sum("import" not in source for source in draws) - len(shown)
+
+
+# -- the notebooks
 
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 

@@ -162,7 +162,6 @@ REFUSALS: Table = {
     ("ReplayBuffer", nothing): [
         (lambda _: td.ReplayBuffer(checkpointer=FlatStorageCheckpointer()), NotImplementedError, "its own dump format"),
         (lambda _: td.ReplayBuffer(device="cuda:99"), RuntimeError, "device='cuda:99' is missing: torch finds . CUDA"),
-        (lambda _: td.ReplayBuffer.from_schema(steps(), 9, device="cuda:99"), RuntimeError, "device='cuda:99' is"),
         (lambda _: td.ReplayBuffer(lane_key="e", storage=td.PackedStorage(9)), TypeError, "lane_key= needs a "),
         (lambda _: td.ReplayBuffer(lane_key="e", storage=LazyTensorStorage(8, ndim=2)), TypeError, "lane_key= needs a"),
         (lambda _: td.ReplayBuffer(lane_key="e", storage=td.PackedStorage(8, ndim=2), writer=td.ReservoirWriter()),
@@ -177,7 +176,6 @@ REFUSALS: Table = {
          "a sampler of this package.*got PackedStorage on cpu and RandomSampler"),
         *((lambda _, given=given: td.ReplayBuffer(**given), ValueError, word) for given, word in [
             ({"samples_per_insert": 0}, "samples_per_insert must be a positive number"),
-            ({"samples_per_insert": nan}, "samples_per_insert must be a positive number"),
             ({"samples_per_insert": 4, "tolerance": 3}, "tolerance must be at least 4"),
             ({"tolerance": 3}, "tolerance needs samples_per_insert"),
             ({"min_size": 1.5}, "min_size must be a whole number"),
@@ -228,11 +226,8 @@ REFUSALS: Table = {
         (lambda rb: rb.extend(steps(4, td_error=zeros(4, 0))), ValueError, "TD error"),
     ],
     ("ReplayBuffer.extend, reserved rows", lambda: td.ReplayBuffer.from_schema(steps(), 30, batch_size=4)): [
-        (lambda rb: rb.sample(), RuntimeError, "empty"),
         (lambda rb: rb.last(1), RuntimeError, "empty"),
         (lambda rb: rb.extend(TensorDict({}, [3])), SchemaError, "contains no tensor"),
-        (lambda rb: rb.extend(TensorDict({"y": zeros(2)}, [2])), SchemaError, "is missing"),
-        (lambda rb: rb.extend(steps(2).set("observation", zeros(2, 3).double())), SchemaError, "as float64"),
         (lambda rb: rb.extend(steps(2).set("observation", zeros(2, 4))), SchemaError, r"as float32 of shape \(2, 4\)"),
     ],
     ("ReplayBuffer.extend, reserved and shared", lambda: td.ReplayBuffer.from_schema(steps(), 30, shared=True)): [
@@ -248,16 +243,12 @@ REFUSALS: Table = {
         *misfits(lambda rb, data: rb.extend(data), lambda: steps(3, 4)),
         (lambda rb: rb.extend(steps(2, 4)), SchemaError, "lanes|shape"),
         (lambda rb: rb.update_priority((tensor([0]), tensor([3])), ones(1)), IndexError, "lanes are 0 to 2"),
-        (lambda rb: rb.update_priority(tensor([[1, -1]]), ones(1)), IndexError, "lanes are 0 to 2"),
     ],
     ("ReplayBuffer.extend(lanes=)", unlike): [
         *((lambda rb, lanes=lanes: rb.extend(steps(2), lanes=lanes), error, word) for lanes, error, word in [
             ([0, 3], IndexError, "lane 3 is out of range: lanes are 0 to 2"),
-            (-1, IndexError, "lane -1 is out of range"),
             ([0, 1, 2], ValueError, "lanes of shape"),
-            ([[0, 1]], ValueError, "lanes of shape"),
             (tensor([0.0, 1.0]), TypeError, "must be integers"),
-            (tensor([True, False]), TypeError, "must be integers"),
         ]),
         *misfits(lambda rb, data: rb.extend(data, lanes=0), lambda: steps(2)),
         (lambda rb: rb.extend(steps(), lanes=0), ValueError, "single one"),
@@ -307,7 +298,6 @@ REFUSALS: Table = {
     ] for make in (prioritized, lambda: buffer(td.ProportionalSampler(30), device="cpu"))},
     ("ReplayBuffer.wait_until_sampleable", lambda: fresh(batch_size=None)): [
         (lambda rb: rb.wait_until_sampleable(0), ValueError, "min_items must be a whole number, at least 1, got 0"),
-        (lambda rb: rb.wait_until_sampleable(True), ValueError, "min_items must be a whole number"),
         (lambda rb: rb.wait_until_sampleable(1, -1), ValueError, "a number of seconds, at least 0, or None, got -1"),
         (lambda rb: rb.wait_until_sampleable(), RuntimeError, "batch_size not specified"),
         (lambda rb: rb.sample(), RuntimeError, "batch_size not specified"),
@@ -336,8 +326,6 @@ REFUSALS: Table = {
         (write_back("action", sampled_at=None), KeyError, "no 'sampled_at': .*pass it as sampled_at="),
         (write_back("action", index=full((4,), 21)), IndexError, "row 21"),
         (write_back([3]), ValueError, r"keys must be a key or a sequence of keys, .* got \[3\]"),
-        (write_back(None), ValueError, "keys must be a key or a sequence of keys, .* got None"),
-        (write_back([]), ValueError, r"got \[\]"),
     ],
     **{("ReplayBuffer.write_back, n-step", make): [
         (write_back(["action", ("next", "observation")]), ValueError, "cannot write back 'next' entries of n-step"),
@@ -355,7 +343,6 @@ REFUSALS: Table = {
             (lambda rb: rb.set_at_("next", WIDER[:2], [0, 1]), (RuntimeError, ValueError), MISSHAPEN),
             (lambda rb: rb.set_("next", WIDER), (RuntimeError, ValueError), MISSHAPEN),
             (lambda rb: rb.update_({"action": ones(20).long(), REWARD: ones(20, 7)}), RuntimeError, MISSHAPEN),
-            (lambda rb: rb.update_({"action": ones(20).long(), "observation": ones(20, 7)}), RuntimeError, MISSHAPEN),
             (lambda rb: setitem(rb, "next", WIDER), (RuntimeError, ValueError), MISSHAPEN),
             (lambda rb: setitem(rb.storage, "next", WIDER), (RuntimeError, ValueError), MISSHAPEN),
             (lambda rb: setitem(rb, "action", zeros(19).long()), RuntimeError, "batch dimension mismatch"),
@@ -363,10 +350,8 @@ REFUSALS: Table = {
             (lambda rb: setitem(rb.storage, "absent", zeros(20)), KeyError, "absent"),
             (lambda rb: setitem(rb, -21, steps()), IndexError, "position -21 is out of range"),
             (lambda rb: rb.set_(REWARD, full((20, 1), 2**24 + 1)), SchemaError, "which float32 changes to 16777216"),
-            (lambda rb: rb.set_at_(REWARD, full((1, 1), 2**24 + 1), tensor([1])), SchemaError, "changes to 16777216"),
             (lambda rb: setitem(rb, REWARD, full((20, 1), 2**24 + 1).double()), SchemaError, "changes to 16777216"),
             (lambda rb: rb.update_({REWARD: full((20, 1), 2**24 + 1)}), SchemaError, "changes to 16777216: cast"),
-            (lambda rb: rb.update_({"next": {"reward": full((20, 1), 2**24 + 1)}}), SchemaError, "to 16777216: cast"),
         ]),
     ],
     ("ReplayBuffer.share", lambda: prioritized().share()): [
@@ -544,7 +529,6 @@ REFUSALS: Table = {
             ({"shares": [1.0]}, TypeError, "and shares a dict of numbers, such as .*, got dict and list"),
             ({"shares": {"b": 1.0}}, ValueError, r"same names: members are \['a'\], shares are of \['b'\]"),
             ({"shares": {"a": 0.0}}, ValueError, "shares must be at least 0 and finite, one of them positive"),
-            ({"shares": {"a": None}}, ValueError, "shares must be at least 0 and finite, .* got {'a': None}"),
             ({"writes_to": "b"}, ValueError, "writes_to='b'"),
             ({"members": {"a": filled(), "b": filled(rows=wider())}, "shares": {"a": 1, "b": 1}}, SchemaError,
              r"'observation' is float32 of shape \(3,\) in 'a', float32 of shape \(4,\) in 'b'"),

@@ -91,15 +91,11 @@ REPORTS: dict[str, Callable[[], Any]] = {
 
 REFUSALS: Table = {
     ("UniformSampler", nothing): [
-        (lambda _: td.UniformSampler().sample(td.PackedStorage(3), 1), RuntimeError, "empty storage: extend the"),
         (lambda _: td.UniformSampler(max_age=-1), ValueError, "max_age must be a whole number, at least 0"),
-        (lambda _: td.UniformSampler(max_age=2.5), ValueError, "max_age must be a whole number, at least 0"),
-        (lambda _: td.UniformSampler(max_age=True), ValueError, "max_age must be a whole number, at least 0"),
         (lambda _: fresh(sampler=td.UniformSampler(max_age=1), writer=td.ReservoirWriter()), ValueError, "keeps none"),
     ],
     ("UniformSampler, unique", lambda: buffer(td.UniformSampler(unique=True))): [
         (lambda rb: rb.sample(21), ValueError, "cannot draw 21 distinct rows of 20"),
-        (lambda rb: rb.sampler.draw(rb.storage, 21), ValueError, "cannot draw 21 distinct rows of 20"),
     ],
     ("UniformSampler, unique and young", lambda: buffer(td.UniformSampler(unique=True, max_age=5))): [
         (lambda rb: rb.sample(7), ValueError, "cannot draw 7 distinct rows of 6"),
@@ -114,8 +110,6 @@ REFUSALS: Table = {
     ],
     ("RecencySampler", nothing): [
         (lambda _: td.RecencySampler(half_life=0.0), ValueError, "a positive number of time steps, or infinite, got"),
-        (lambda _: td.RecencySampler(half_life=nan), ValueError, "half_life must be"),
-        (lambda _: td.RecencySampler(window=0), ValueError, "window must be a whole number, at least 1"),
         (lambda _: td.RecencySampler(window=0.5), ValueError, "window must be a whole number, at least 1"),
         (lambda _: td.RecencySampler(max_age=True), ValueError, "max_age must be a whole number, at least 0"),
     ],
@@ -130,7 +124,6 @@ REFUSALS: Table = {
           for form, is_new in (({}, True), ({}, False), ({"ndim": 2}, False), ({"ndim": 2, "lanes": 3}, True))),
     ],
     ("ProportionalSampler", nothing): [
-        (lambda _: td.ProportionalSampler(0), ValueError, "max_capacity must be a whole number, at least 1"),
         (lambda _: td.ProportionalSampler(3.7), ValueError, "max_capacity must be a whole number, at least 1"),
         (lambda _: td.ProportionalSampler(9, eps=-1.0), ValueError, "eps must be"),
         (lambda _: td.ProportionalSampler(9, alpha=nan), ValueError, "alpha must be greater or equal to 0, and finite"),
@@ -139,9 +132,7 @@ REFUSALS: Table = {
         (lambda _: td.ProportionalSampler(9, min_priority=nan), ValueError, "min_priority must be greater or equal to"),
         (lambda _: td.ProportionalSampler(9, dtype=torch.int64), ValueError, "must be torch.float32 or torch.float64"),
         (lambda _: td.RankSampler(9, beta=-0.1), ValueError, "beta must be greater or equal to 0, and finite"),
-        (lambda _: td.RankSampler(9, weight_norm="mean"), ValueError, "weight_norm must be"),
         (lambda _: td.RankSampler(9, stale_updates=-1), ValueError, "stale_updates must be a whole number, at least 0"),
-        (lambda _: td.RankSampler(4).segments(2), RuntimeError, "no row has a priority"),
         (lambda _: fresh(sampler=td.ProportionalSampler(30, device="cuda:0")), ValueError, "on the device of the rows"),
     ],
     **{("ProportionalSampler, RankSampler", make): [
@@ -151,10 +142,8 @@ REFUSALS: Table = {
         *((lambda rb, index=index, td_error=td_error: rb.sampler.update_priority(index, td_error, storage=rb.storage),
            error, word) for index, td_error, error, word in [
             (torch.arange(3), tensor([1.0, nan, torch.inf]), ValueError, "2 of 3 TD errors .*1, 2"),
-            (torch.arange(2), tensor([-torch.inf, 1.0]), ValueError, "1 of 2 TD errors .*positions 0"),
             (torch.arange(3), ones(2), ValueError, "2 priorities .* for 3 rows"),
             (tensor([0, 20]), ones(2), IndexError, "row 20 is out of range: 20 rows can have a priority"),
-            (tensor([0, -2]), ones(2), IndexError, "row -2 is out of range"),
             (tensor([0.0, 1.0]), ones(2), TypeError, "row indices must be integers"),
             (torch.arange(2), ones(2, dtype=torch.complex64), TypeError, "must be real numbers"),
             (ones(2, 2).long(), ones(2), ValueError, r"it must be flat, or of shape \[B, 1\]"),
@@ -179,13 +168,10 @@ REFUSALS: Table = {
         *((lambda _, rows=rows, wrap=wrap: filled(wrap(Fixed(rows)), batch_size=2).sample(), error, word)
           for wrap in (lambda inner: inner, n_step) for rows, error, word in [
             (tensor([0, 1]).int(), TypeError, r"got torch.int32 of shape \[2\]: return rows.to\(torch.int64"),
-            (tensor([0.0, 1.0]), TypeError, "got torch.float32"),
             (tensor([[0], [1]]), TypeError, r"draw\(\) of Fixed must return .* \[B\] int64, .* got .* \[2, 1\]"),
             (np.arange(2), TypeError, "must return a tensor of rows, .*got ndarray"),
-            ([0, 1], TypeError, "must return a tensor of rows, .*got list"),
             ((tensor([0, 1]), None), TypeError, r"got a tuple \(Tensor, NoneType\): return torch.as_tensor\(rows\)"),
             (tensor([0, 99]), IndexError, "row 99 .* rows 0 to 19 have been written"),
-            (tensor([-1, 0]), IndexError, "row -1 "),
         ]),
     ],
     ("RowSampler", nothing): [
@@ -211,7 +197,6 @@ REFUSALS: Table = {
     ],
     ("wrappers, of attributes", lambda: sequence(n_step(hindsight(td.ProportionalSampler(40))))): [
         (lambda sampler: sampler.no_such_thing, AttributeError, "no_such_thing"),
-        (lambda sampler: sampler._private, AttributeError, "_private"),
         (lambda sampler: setattr(sampler, "n_steps", 4.5), ValueError, "n_steps must be a whole number, at least 1"),
         (lambda sampler: setattr(sampler, "weight_norm", "rows"), ValueError, "must be 'buffer', 'batch' or None, got"),
         (lambda sampler: setattr(sampler, "length", 6), AttributeError, "length is fixed when a SequenceSampler is"),
@@ -223,10 +208,7 @@ REFUSALS: Table = {
         (lambda _: hindsight(strategy="past"), ValueError, "must be one of future, final, episode, random, got 'past'"),
         *((lambda _, strategy=strategy: hindsight(strategy=strategy), ValueError, "at least 0 and add up to 1")
           for strategy in ({"future": 0.5}, {"future": 1.5, "final": -0.5}, {"future": None})),
-        (lambda _: hindsight(strategy=None), ValueError, "strategy must be one of .*, got None"),
-        (lambda _: hindsight(strategy=["future"]), ValueError, "strategy must be one of .*, got"),
         (lambda _: td.HindsightSampler(None, reward_fn), TypeError, "HindsightSampler wraps a sampler, got NoneType"),
-        (lambda _: td.HindsightSampler(td.UniformSampler, reward_fn), TypeError, "HindsightSampler wraps a sampler"),
     ],
     **{("HindsightSampler, drawn", make): [(lambda rb: rb.sample(), error, word)] for make, error, word in [
         (lambda: goals({"desired_goal": None}), KeyError, "hindsight needs 'desired_goal', which is not stored"),
@@ -235,11 +217,8 @@ REFUSALS: Table = {
         (lambda: goals({("next", "done"): None, ("next", "terminated"): None}), KeyError, "no row marks the end of a"),
         (lambda: goals({("next", "terminated"): None}, terminated_fn=reward_fn), KeyError, "terminated.*not stored"),
         (lambda: goals({"desired_goal": zeros(20, 3)}), ValueError, r"shape \(3,\), but .*shape \(2,\): goals and"),
-        (lambda: goals({("next", "desired_goal"): zeros(20)}), ValueError, "goals and outcomes must have equal"),
         (lambda: goals({"desired_goal": zeros(20, 2).double()}), ValueError, "float64.*float32.*must have equal"),
         (lambda: goals({}, lambda batch: zeros(3)), ValueError, r"one reward per row, of shape \(4, 1\) or \[4\], got"),
-        (lambda: goals({}, lambda batch: zeros(4, 2)), ValueError, r"got shape \(4, 2\)"),
-        (lambda: goals({}, lambda batch: 1.0), ValueError, r"got shape \(\)"),
         (lambda: goals({}, lambda batch: zeros(4, 1, device="meta")), NotImplementedError, "meta tensor"),
         (lambda: goals({}, lambda batch: full((4,), nan)), ValueError, "returned NaN for relabelled rows, the first"),
         (lambda: goals({}, lambda batch: full((4,), 2**24 + 1)), SchemaError, "'reward' is 16777217, .*: store"),
@@ -247,7 +226,6 @@ REFUSALS: Table = {
     ("NStepSampler", nothing): [
         (lambda _: td.NStepSampler(td.UniformSampler(), 1.5, 0.9), ValueError, "n_steps must be a whole number, at"),
         (lambda _: td.NStepSampler(td.UniformSampler(), 3, 1.1), ValueError, "gamma must be between 0 and 1, got"),
-        (lambda _: td.NStepSampler(td.UniformSampler(), 3, nan), ValueError, "gamma must be between 0 and 1, got nan"),
         (lambda _: td.NStepSampler(td.UniformSampler(), 3, 0.9, reward_key="reward"), ValueError, "must be in 'next'"),
     ],
     **{("NStepSampler, drawn", make): [(lambda rb: rb.sample(), error, word)] for make, error, word in [
@@ -258,7 +236,6 @@ REFUSALS: Table = {
     ]},
     ("SequenceSampler", nothing): [
         (lambda _: sequence(length=0), ValueError, "length must be a whole number, at least 1, got 0"),
-        (lambda _: sequence(length=2.5), ValueError, r"length must be a whole number, at least 1, got 2\.5"),
         (lambda _: sequence(burn_in=-1), ValueError, "burn_in must be a whole number, at least 0, got -1"),
         (lambda _: sequence(boundary="cut"), ValueError, "boundary must be 'pad', 'shift' or 'strict', got 'cut'"),
         (lambda _: sequence(priority="min"), ValueError, "priority must be 'max' or 'mix', got 'min'"),
@@ -277,14 +254,12 @@ REFUSALS: Table = {
     ("SequenceSampler", lambda: windows(td.ProportionalSampler(30), burn_in=1)): [
         (lambda rb: rb.sample(6), ValueError, r"of burn_in \+ length = 1 \+ 3 = 4, got 6; for 32 sequences use 128"),
         (lambda rb: rb.update_tensordict_priority(rb.batch[:7]), ValueError, "7 TD errors are not whole windows of 4"),
-        (lambda rb: rb.update_tensordict_priority(rb.batch[::4]), ValueError, "not whole windows of 4 rows"),
         (update(mask=None), KeyError, "needs its 'mask', 'burn_in_mask' and 'anchor_index'"),
         (update(td_error=full((8,), nan)), ValueError, "NaN"),
     ],
     ("SequenceSampler, strides", lambda: windows(td.MinibatchSampler(), stride=3, batch_size=6)): [
         (lambda rb: setattr(rb.sampler, "stride", 2), AttributeError, "stride is fixed"),
         (lambda rb: rb.sample(7), ValueError, "batch_size must be a multiple of length=3, got 7; for 32"),
-        (lambda rb: rb.sample(0), ValueError, "batch_size must be at least 1, got 0"),
     ],
     ("SequenceSampler, drawn", lambda: filled(sequence(length=30, boundary="strict"), batch_size=30)): [
         (lambda rb: rb.sample(), RuntimeError, "hardly any anchor had a window of 30 rows within its trajectory: use"),
@@ -324,7 +299,6 @@ REFUSALS: Table = {
     ],
     ("FreshRowsSampler of another buffer", lambda: buffer(td.FreshRowsSampler(td.UniformSampler()))): [
         (lambda rb: fresh().set_sampler(rb.sampler), ValueError, "one sampler per buffer"),
-        (lambda rb: fresh(sampler=rb.sampler), ValueError, "one sampler per buffer"),
     ],
     ("samplers in time order", nothing): [
         *((lambda _, make=make, storage=storage, writer=writer: filled(
