@@ -67,6 +67,10 @@ def ended(entries: dict[str, Any]) -> None:
     index_of(rb.storage).ended(tensor([0]))
 
 
+def look_up(storage: Any) -> None:
+    index_of(storage).steps_back(tensor([0]))
+
+
 def listed() -> Any:
     made = ListStorage(5)
     made.set([0, 1], [1, 2])
@@ -191,10 +195,12 @@ REFUSALS: Table = {
             ({"collector": {"traj_ids": zeros(2).double()}}, TypeError, "must be one integer per row, got float64"),
             ({"collector": {"traj_ids": zeros(2, 2).long()}}, TypeError, r"per row, got int64 of shape \(2,\)"),
         ]),
-        (lambda _: index_of(td.PackedStorage(3)).steps_back(tensor([0])), RuntimeError, "trajectories of an empty"),
-        (lambda _: index_of(tensors()).steps_back(tensor([0])), TypeError, "a storage of TensorDicts"),
-        (lambda _: index_of(listed()).steps_back(tensor([0])), TypeError, "got a ListStorage"),
-        (lambda _: index_of(td.PackedStorage(4)).load_state_dict(state_of_index(4)), RuntimeError, "load it first"),
+        (lambda _: look_up(td.PackedStorage(3)), RuntimeError, "trajectories of an empty"),
+        (lambda _: look_up(tensors()), TypeError, "a storage of TensorDicts"),
+        (lambda _: look_up(listed()), TypeError, "got a ListStorage"),
+    ],
+    ("TrajectoryIndex.load_state_dict", no_rows): [
+        (lambda storage: index_of(storage).load_state_dict(state_of_index(4)), RuntimeError, "load it first"),
     ],
     ("TrajectoryIndex", indexed): [
         *((lambda rb, name=name, row=row: getattr(index_of(rb.storage), name)(tensor([3, row])), IndexError,
