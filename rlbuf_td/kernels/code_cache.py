@@ -47,24 +47,28 @@ def cached_njit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
 
     def decorate(function: Callable[..., Any]) -> Any:
         loop = _with_cache(njit(**options)(function), function)
-        loop.compile = partial(_compile_in_thread, loop, loop.compile)
+        loop.compile = partial(_compile_once, loop, loop.compile)
         return loop
 
     return decorate
 
 
-def _compile_in_thread(loop: Any, compile_: Callable[[Any], Any], signature: Any) -> Any:
-    """Compile in a thread of its own.
+def _compile_once(loop: Any, compile_: Callable[[Any], Any], signature: Any) -> Any:
+    return compile_(signature) if signature in loop.overloads else _compile_in_thread(partial(compile_, signature))
+
+
+def _compile_in_thread(compile_: Callable[[], Any]) -> Any:
+    """Call ``compile_`` in a thread of its own, which also compiles what the loop calls: it holds numba's lock.
 
     Numba leaves exceptions in reference cycles. The frames of their tracebacks refer to those of all callers, and would
     keep the callers' variables, such as a buffer, until a garbage collection.
     """
-    if getattr(_thread, "compiles", False) or signature in loop.overloads:
-        return compile_(signature)
+    if getattr(_thread, "compiles", False):
+        return compile_()
 
     def work() -> Any:
-        _thread.compiles = True  # functions that the loop calls are compiled here, too
-        return compile_(signature)
+        _thread.compiles = True
+        return compile_()
 
     with ThreadPoolExecutor(1, "rlbuf_td_compiler") as threads:
         return threads.submit(work).result()
@@ -73,7 +77,7 @@ def _compile_in_thread(loop: Any, compile_: Callable[[Any], Any], signature: Any
 def cached_callback(function: Callable[[int], None], **options: Any) -> Any:
     """Return a numba ``CFunc`` of a function of one integer, for C code to call, compiled or from the cache folder."""
     callback = _with_cache(CFunc(function, ((types.int64,), types.void), {}, {"nopython": True, **options}), function)
-    callback.compile()
+    _compile_in_thread(callback.compile)
     return callback
 
 
