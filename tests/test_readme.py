@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-import rlbuf_td
 from rlbuf_td import storages
 from rlbuf_td.__main__ import COMMANDS, _parser
 from rlbuf_td.storages.layout import RowLayout
@@ -84,12 +83,3 @@ def test_its_commands_are_one_line_each_and_install_their_extra():
         assert "\n" not in command
         assert f"'.[{extra}]'" in command
         assert command.endswith(ends)
-
-
-def test_it_is_short():
-    assert len(README.encode()) <= 13_000
-
-
-def test_it_names_every_public_name():
-    for name in rlbuf_td.__all__:
-        assert f"`{name}`" in README, name

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
-from torchrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
+from torchrl.collectors import Collector, MultiSyncCollector
 from torchrl.collectors.distributed import RayCollector
 from torchrl.data import RayReplayBuffer
 from torchrl.envs import GymEnv
@@ -150,8 +150,8 @@ def single(rb: ShardedReplayBuffer) -> Any:
     return Collector(make_env(), None, frames_per_batch=100, total_frames=400, replay_buffer=rb.client())
 
 
-def multi(collector: Any, rb: ShardedReplayBuffer) -> Any:
-    return collector([make_env] * 2, None, frames_per_batch=100, total_frames=400, replay_buffer=rb.client())
+def multi(rb: ShardedReplayBuffer) -> Any:
+    return MultiSyncCollector([make_env] * 2, None, frames_per_batch=100, total_frames=400, replay_buffer=rb.client())
 
 
 def on_ray(rb: ShardedReplayBuffer) -> Any:
@@ -161,11 +161,7 @@ def on_ray(rb: ShardedReplayBuffer) -> Any:
     )
 
 
-COLLECTORS: dict[str, Any] = {
-    "MultiSyncCollector": partial(multi, MultiSyncCollector),
-    "MultiAsyncCollector": partial(multi, MultiAsyncCollector),
-    "RayCollector": on_ray,
-}
+COLLECTORS: dict[str, Any] = {"MultiSyncCollector": multi, "RayCollector": on_ray}
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,6 @@ from rlbuf_td import (
     SchemaError,
     TrajectoryIndex,
     make_transition,
-    schema_of,
 )
 from tests.environments import Walk, rewarded
 
@@ -331,11 +330,6 @@ def test_infos_are_converted_to_the_dtype_of_their_default_if_lossless(how):
     rows = recorder.buffer.storage[:]
     assert rows["next", "is_success"].dtype == torch.bool
     assert torch.equal(rows["next", "is_success"].float(), rows["next", "won"])
-    recorder = started(env, infos={"level": False})
-    with pytest.raises(SchemaError, match=r"'level'\) came as float64, expected bool"):
-        recorder.step(env.action_space.sample())
-    with pytest.raises(RuntimeError, match=r"call the recorder's reset\(\)"):  # the environment has moved
-        recorder.step(env.action_space.sample())
 
 
 def test_extras_are_stored_with_each_step_but_those_that_reset():
@@ -546,9 +540,6 @@ def test_a_buffer_that_is_shared_before_the_first_write_can_be_recorded(how):
 
 def test_what_shared_rows_lack_is_named_with_a_remedy_that_works():
     env = vector(AutoresetMode.SAME_STEP)
-    rb = ReplayBuffer.from_schema(schema_of(env), 300).share()
-    with pytest.raises(SchemaError, match=r"have no \('collector', 'traj_ids'\).*extras=.*or pass trajectory_key=None"):
-        GymnasiumRecorder(rb, env)
     rb = ReplayBuffer.from_env(env, 300).share()
     recorder = GymnasiumRecorder(rb, env, infos=["energy"])
     recorder.reset(seed=0)
