@@ -82,6 +82,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "shared": {"shared": True},
     "shared lanes": {"ndim": 2, "shared": True},
     "shared, share_next": {"shared": True, "share_next": ["observation"]},
+    "shared lanes, frames": {"ndim": 2, "shared": True, "share_next": ["observation"], "frames": {"frames": 3}},
     "file": {"scratch_dir": True},
     "file, lanes": {"ndim": 2, "scratch_dir": True},
     "reopen": {"scratch_dir": True, "reopen": True},
@@ -616,11 +617,12 @@ class Machine:
         if self.is_shared and self.kind.writer is None:
             self.in_child(a, b, 1 + (61 * a + b) % 800)
 
-    def in_child(self, a: int, b: int, line: int) -> None:
+    def in_child(self, a: int, b: int, line: int, then: Callable[[], object] = lambda: None) -> bool:
+        """Write in another process, which dies at a line of the write, if ``line`` > 0; return whether it died."""
         before, child = m.saved(self.world), self.world
         written = self.model.written
         if not self.is_ours:
-            return
+            return False
 
         def work() -> None:
             if not line:
@@ -631,10 +633,12 @@ class Machine:
 
         code = forked(work)
         assert code in ((0,) if not line else (0, -signal.SIGKILL))
+        then()
         rb, child.rb = self.rb, Silent()
         self.write(child, a, b)
         child.rb = before.rb = rb
         self.settle(before, child, written, sure=code == 0)
+        return code != 0
 
     def write(self, world: World, a: int, b: int) -> None:
         if self.appends and a % 2:

@@ -71,7 +71,7 @@ BREAKS = [
         "writers/common.py",
         "            if first < count:\n",
         "            if first < 0:\n",
-        "tests/storages/test_trajectory_index.py tests/test_lockstep.py",
+        "tests/storages/test_trajectories.py tests/test_lockstep.py",
     ),
     Break(
         "the break between two rollouts is lost",

@@ -9,15 +9,14 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from itertools import count
 
 import pytest
 import torch
 from tensordict import TensorDict
 
-from rlbuf_td import ExperienceQueue, PackedStorage, QueueWriter, ReplayBuffer, ShutDown
-from rlbuf_td.storages.rows import PlainRows
-from tests.storages.test_kill import die, half_then_die, killed
+from rlbuf_td import ExperienceQueue, PackedStorage, ReplayBuffer, ShutDown
+from tests.storages.test_kill import killed_at
 from tests.storages.test_sharing import elsewhere
 
 CAPACITY, BATCH = 16, 4
@@ -132,58 +131,38 @@ def test_threads_take_each_row_once():
     check_streams(streams, 3, 96)
 
 
-def announce_then_die(writer: QueueWriter, *args: Any) -> None:
-    announce(writer, *args)
-    die()
-
-
-announce = QueueWriter.announce
-WRITES: dict[str, tuple[Any, ...]] = {
-    "half the rows are written": (PlainRows, "copy_", half_then_die),
-    "the rows are written": (PackedStorage, "count_written"),
-    "the cursor has moved": (QueueWriter, "_bump_generation"),
-    "the others have been told": (QueueWriter, "announce", announce_then_die),
-}
+@needs_fork
+def test_a_killed_write_is_taken_whole_or_never():
+    queue, first = make(), 10
+    queue.share()
+    for line in count(1, 53):
+        queue.extend(rows(0, 3))
+        is_killed = killed_at(line, lambda first=first: queue.extend(rows(first, 9)))
+        queue.extend(rows(3, 1))
+        is_written = queue.waiting > 4
+        expected = [0, 1, 2, *(range(first, first + 9) if is_written else ()), 3]
+        assert queue.sample(len(expected))["x"].tolist() == expected
+        assert queue.waiting == 0
+        if not is_killed:
+            assert is_written
+            break
 
 
 @needs_fork
-@pytest.mark.parametrize("point", WRITES)
-def test_a_killed_write_is_taken_whole_or_never(point):
-    queue = make()
-    queue.extend(rows(0, 10))
-    queue.sample(8)
+def test_what_a_killed_process_was_taking_is_taken_by_another():
+    queue, sizes = make(), []
     queue.share()
-    killed(lambda: queue.extend(rows(900, 12)), *WRITES[point])
-    queue.extend(rows(10, 2))
-    is_written = point == "the others have been told"
-    expected = [8, 9, *(range(900, 912) if is_written else ()), 10, 11]
-    assert queue.sample(len(expected))["x"].tolist() == expected
-    assert queue.waiting == 0
-
-
-def take_then_die(writer: QueueWriter, count: int) -> None:
-    take(writer, count)
-    die()
-
-
-take = QueueWriter.take
-TAKES: dict[str, tuple[Any, ...]] = {
-    "nothing is counted": (QueueWriter, "take"),
-    "they are counted": (QueueWriter, "take", take_then_die),
-    "they are being gathered": (PackedStorage, "gather"),
-}
-
-
-@needs_fork
-@pytest.mark.parametrize("point", TAKES)
-def test_what_a_killed_process_was_taking_is_taken_by_another(point):
-    queue = make()
-    queue.extend(rows(0, 12))
-    queue.sample()
-    queue.share()
-    killed(queue.sample, *TAKES[point])
-    assert queue.sample()["x"].tolist() == [4, 5, 6, 7]
-    assert queue.sample()["x"].tolist() == [8, 9, 10, 11]
+    for line in count(1, 31):
+        queue.extend(rows(0, 8))
+        is_killed = killed_at(line, queue.sample)
+        taken = queue.sample()["x"].tolist()
+        taken += queue.sample(queue.waiting)["x"].tolist() if queue.waiting else []
+        assert taken == [*range(8 - len(taken), 8)]
+        sizes.append(len(taken))
+        if not is_killed:
+            break
+    assert sizes == sorted(sizes, reverse=True)  # of a process that dies after its call they are lost with it
+    assert {*sizes} == {4, 8}
 
 
 @needs_fork

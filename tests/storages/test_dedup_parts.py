@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -10,19 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict
 
 from rlbuf_td import PackedStorage, ReplayBuffer, RolloutBuffer, plan
-from rlbuf_td.buffers.bound_write import BoundWrite, bind_write
 from rlbuf_td.checkpoint import open_checkpoint
 from rlbuf_td.diagnostics.doctor import check as diagnose
 from rlbuf_td.storages.rows.dedup import DedupRows
-from rlbuf_td.storages.shared.rows import Journal
-from rlbuf_td.storages.write_clock import WriteClock
 from tests.catalogue import assert_same, copied
 from tests.kernels.invariants import check_pool
 from tests.storages.observations import FRAMES, Lanes
-from tests.storages.test_kill import die, killed
 from tests.storages.test_sharing import all_elsewhere
 
 POOLED = partial(PackedStorage, share_next=True, frames={"pixels": FRAMES})
@@ -139,86 +133,6 @@ def test_several_processes_write_to_the_same_entries(start, first) -> None:
 
 def _all_pixels(seed: int) -> torch.Tensor:
     return Lanes(1, seed).steps(8, 0.2)[:, 0]["next", "pixels"].flatten(1)
-
-
-def name_half_then_die(rows: Any, leaves: Any, lanes: int, cells: Any, count: int) -> None:
-    half = count // lanes // 2
-    share(rows, [leaf[:half] for leaf in leaves], lanes, cells, half * lanes)
-    die()
-
-
-share = DedupRows._write_entries
-
-
-def own_keys_then_die(bound: BoundWrite, count: int, index: int) -> None:
-    bound.kernel(bound.address, count, False, index)
-    die()
-
-
-def half_the_entries_then_die(bound: BoundWrite, count: int, index: int) -> None:
-    cursor = bound.kernel(bound.address, count, False, index)
-    bound.write_entries(bound.address, cursor, count // 2, False, bound.table, True)
-    die()
-
-
-KILLED: dict[str, Any] = {
-    "the keys of the rows' own are written": (DedupRows, "_write_entries", die),
-    "half the rows name what is written": (DedupRows, "_write_entries", name_half_then_die),
-    "the rows are written": (PackedStorage, "count_written", die),
-    "the storage is about to be emptied": (DedupRows, "forget", die),
-    "the storage is emptied": (WriteClock, "forget", die),
-    "compiled: the rows are saved": (Journal, "saved"),
-    "compiled: the keys of the rows' own are written": (BoundWrite, "_copy", own_keys_then_die),
-    "compiled: half the rows name what is written": (BoundWrite, "_copy", half_the_entries_then_die),
-    "compiled: the rows are written": (Journal, "written"),
-}
-
-
-def killed_in_a_write(rb: ReplayBuffer, data: TensorDict, *where: Any) -> None:
-    def write() -> None:
-        rb.bound_write = bind_write(rb, rb.parts)
-        rb.extend(data)
-
-    killed(write, *where)
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.parametrize(("steps", "ndim"), [(30, 2), (100, 1)])
-@pytest.mark.parametrize("point", KILLED)
-def test_a_process_that_is_killed_has_written_nothing(point, ndim, steps) -> None:
-    rb = filled(POOLED, steps=steps, ndim=ndim)
-    rb.share()
-    before = copied(rb[:])
-    data = Lanes(ndim, 77).steps(9, 0.2)
-    data = data.transpose(0, 1).contiguous() if ndim > 1 else data[:, 0]
-    if "emptied" in point:
-        killed(rb.empty, *KILLED[point])
-    else:
-        killed_in_a_write(rb, data, *KILLED[point])
-    rb.sample()
-    assert_same(rb[:], before)
-    check(rb)
-    plain = ReplayBuffer(storage=PackedStorage(40 * ndim, ndim=ndim), batch_size=16)
-    plain.extend(before)
-    for _ in range(12):
-        rb.extend(data)
-        plain.extend(data)
-    assert_same(rb.last(40), plain.last(40))
-    check(rb)
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.parametrize(("steps", "ndim"), [(30, 2), (100, 1)])
-def test_a_compiled_write_that_was_finished_stays(steps, ndim) -> None:
-    rb = filled(POOLED, steps=steps, ndim=ndim)
-    rb.share()
-    data = Lanes(ndim, 77).steps(9, 0.2)
-    written = rb.write_count
-    killed_in_a_write(rb, data.transpose(0, 1).contiguous() if ndim > 1 else data[:, 0], BoundWrite, "enter_rows")
-    rb.sample()
-    assert_same(rb.last(9), data if ndim > 1 else data[:, 0])
-    assert rb.write_count == written + 9
-    check(rb)
 
 
 @pytest.mark.parametrize("kind", ["once", "both"])

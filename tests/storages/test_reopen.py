@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import pickle
 import shutil
 import signal
 import time
 import warnings
 from collections.abc import Callable
 from functools import partial
+from itertools import count
 from multiprocessing.sharedctypes import RawArray
 from pathlib import Path
 from typing import Any
@@ -24,20 +26,25 @@ from rlbuf_td import (
     NStepSampler,
     PackedStorage,
     ProportionalSampler,
+    RankSampler,
     ReplayBuffer,
     ReservoirWriter,
     SchemaError,
     TrajectoryIndex,
+    UniformSampler,
 )
 from rlbuf_td.buffers.bound_write import BoundWrite
-from rlbuf_td.storages.lane_heads import LaneHeads
-from rlbuf_td.storages.rows import PlainRows
-from rlbuf_td.storages.shared.journal_file import JOURNAL_FILE
-from rlbuf_td.storages.shared.rows import Journal
-from tests.storages.test_kill import die, half_then_die
+from rlbuf_td.storages.shared.journal_file import JOURNAL_FILE, PRIORITY_FILE
+from tests.storages.test_kill import die
+from tests.test_lockstep import stopped
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 CAPACITY, LANES = 240, 3
+NEW = 1_000.0  # the magnitude of new rows, once a row had this TD error
+SAMPLERS: dict[str, Callable[[], Any]] = {
+    "proportional": partial(ProportionalSampler, CAPACITY),
+    "rank": partial(RankSampler, CAPACITY),
+}
 
 
 def rows(number: torch.Tensor) -> TensorDict:
@@ -95,140 +102,44 @@ def last_numbers(storage: PackedStorage) -> list[int]:
     return found
 
 
-def write_for_ever(folder: Path, lanes: int, seed: int, progress: Any) -> None:
-    """Write rows in steps and in blocks; ``progress`` holds the last numbers before and after the current write."""
-    draw, storage = np.random.default_rng(seed), opened(folder, lanes)
-    last = np.array(last_numbers(storage))
-    progress[:] = [*last, *last]
-    rb = ReplayBuffer(storage=storage)
-    while True:
-        count = int(draw.choice([1, 3, 20, 70]))
-        if lanes:
-            ids = draw.integers(LANES, size=count)
-            after = last + np.bincount(ids, minlength=LANES)
-            number = last[ids] + 1 + np.array([(ids[:place] == lane).sum() for place, lane in enumerate(ids)])
-        else:
-            after, number = last + count, last + 1 + np.arange(count)
-        progress[len(last) :] = after.tolist()
-        data = rows(torch.from_numpy(number))
-        if lanes:
-            rb.extend(data, lanes=torch.from_numpy(ids))
-        elif count == 1:
-            rb.add(data[0])
-        else:
-            rb.extend(data)
-        progress[: len(last)] = after.tolist()
-        last = after
-
-
-def sample_prioritized(storage: PackedStorage) -> None:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".* rows were reopened without a priority")
-        rb = ReplayBuffer(storage=storage, sampler=NStepSampler(ProportionalSampler(CAPACITY), 3, 1.0), batch_size=32)
-    batch = rb.sample()
-    assert (batch["payload"] == rows(batch["x"])["payload"]).all()
-    assert (batch["next", "reward"].view(-1) <= 7 - batch["x"] % 7).all()  # returns end with the trajectory
-    rb.update_priority(batch["index"], torch.rand(32))
-
-
 @pytest.fixture(autouse=True, scope="module")
 def compiled(tmp_path_factory: Any) -> None:
-    for lanes in (0, LANES):
-        compile_writes(tmp_path_factory.mktemp("compiled"), lanes)
-
-
-def compile_writes(folder: Path, lanes: int) -> None:
     """Compile what the killed processes call, which inherit the machine code."""
-    storage = opened(folder, lanes)
-    rb = ReplayBuffer(storage=storage)
-    for _ in range(3):
-        if lanes:
-            rb.extend(rows(torch.arange(3)), lanes=torch.arange(3))
-        else:
-            rb.extend(rows(torch.arange(3)))
-            rb.add(rows(torch.tensor(3)))
+    for name in SAMPLERS:
+        for lanes in (0, LANES):
+            rb = start(tmp_path_factory.mktemp("compiled"), lanes, name)
+            for _ in range(4):
+                write(rb, lanes, 3)
+                batch = rb.sample()
+                rb.update_tensordict_priority(batch.set("td_error", own(batch["x"]).float()))
 
 
-def kill_often(folder: Path, lanes: int, kills: int) -> None:
-    draw, size = np.random.default_rng(kills), LANES if lanes else 1
-    progress, unfinished = RawArray("q", [-1] * (2 * size)), 0
-    for kill in range(kills):
-        killed(partial(write_for_ever, folder, lanes, kill, progress), float(draw.uniform(0.02, 0.12)))
-        storage = opened(folder, lanes)
-        found, before, after = last_numbers(storage), progress[:size], progress[size:]
-        assert found in (before, after)
-        unfinished += before != after
-        if len(storage):
-            sample_prioritized(storage)
-        del storage
-    assert max(found) > CAPACITY
-    assert unfinished
-
-
-@pytest.mark.slow
+@pytest.mark.parametrize("before", [0, 270])
 @pytest.mark.parametrize("lanes", [0, LANES])
-def test_killed_often_at_random_moments(tmp_path: Path, lanes: int) -> None:
-    kill_often(tmp_path, lanes, int(os.environ.get("RLBUF_TD_KILLS", "25")))  # before a release: 200
+def test_a_write_killed_at_any_line_is_whole_or_missing(tmp_path: Path, lanes: int, before: int) -> None:
+    ends = RawArray("q", [-1, 0])  # the last number before and after a write
 
+    def work(line: int) -> None:
+        storage = opened(tmp_path, lanes)
+        rb, ends[0] = ReplayBuffer(storage=storage), last_numbers(storage)[-1]
+        for _ in range(2 if before else 0):  # the next write is compiled
+            rb.extend(rows(torch.arange(ends[0] + 1, ends[0] + 3)), lanes=LANES - 1 if lanes else None)
+            ends[0] += 2
+        ends[1] = ends[0]
+        with stopped(line, signal.SIGKILL):
+            ends[1] += 50
+            rb.extend(rows(torch.arange(ends[0] + 1, ends[1] + 1)), lanes=LANES - 1 if lanes else None)
+        ends[0] = ends[1]
+        die()
 
-POINTS: dict[str, tuple[bool, Any]] = {  # is the write kept?
-    "half the rows are written": (False, (PlainRows, "copy_", half_then_die)),
-    "the counters have moved": (False, (Journal, "written", die)),
-    "the write is complete": (True, (ReplayBuffer, "mark_range", die)),
-    "compiled: the rows are saved": (False, (Journal, "saved", die)),
-    "compiled: the counters have moved": (False, (Journal, "written", die)),
-    "compiled: the write is complete": (True, (BoundWrite, "enter_rows", die)),
-}
-
-
-@pytest.mark.parametrize("before", [100, CAPACITY, CAPACITY + 30])
-@pytest.mark.parametrize("point", POINTS)
-def test_a_killed_write_is_whole_or_missing(tmp_path: Path, before: int, point: str) -> None:
-    is_kept, where = POINTS[point]
-
-    def work() -> None:
-        rb = ReplayBuffer(storage=opened(tmp_path))
-        rb.extend(rows(torch.arange(before)))
-        write_with(point)
-        setattr(*where)
-        rb.extend(rows(torch.arange(before, before + 50)))
-
-    killed(work)
-    storage = opened(tmp_path)
-    assert last_numbers(storage) == [before - 1 + 50 * is_kept]
-
-
-def write_with(point: str) -> None:
-    """Write with torch, unless ``point`` lies in a compiled write."""
-    if not point.startswith("compiled"):
-        BoundWrite.holds = lambda self: False  # type: ignore[method-assign]
-
-
-LANE_POINTS: dict[str, tuple[bool, Any]] = {
-    "the rows are written": (False, (LaneHeads, "write", die)),
-    "compiled: the rows are saved": (False, (Journal, "saved", die)),
-    "compiled: the counters have moved": (False, (Journal, "written", die)),
-    "compiled: the write is complete": (True, (BoundWrite, "enter_rows_of_lanes", die)),
-}
-
-
-@pytest.mark.parametrize("point", LANE_POINTS)
-def test_a_killed_write_to_single_lanes_is_whole_or_missing(tmp_path: Path, point: str) -> None:
-    is_kept, where = LANE_POINTS[point]
-
-    def work() -> None:
-        rb = ReplayBuffer(storage=opened(tmp_path, LANES))
-        rb.extend(rows(torch.arange(5)), lanes=1)
-        write_with(point)
-        setattr(*where)
-        rb.extend(rows(torch.arange(4)), lanes=2)
-
-    killed(work)
-    storage = opened(tmp_path, LANES)
-    assert last_numbers(storage) == [-1, 4, 3 if is_kept else -1]
-    rb = ReplayBuffer(storage=storage)
-    rb.lane(1).extend(rows(torch.arange(5, 9)))
-    assert last_numbers(storage) == [-1, 8, 3 if is_kept else -1]
+    if before:
+        killed(partial(write_and_die, tmp_path, 0, before, lanes, LANES - 1))
+    for line in count(1, 83):
+        killed(partial(work, line))
+        assert last_numbers(opened(tmp_path, lanes)) in [[-1] * (LANES - 1) * bool(lanes) + [end] for end in ends]
+        if ends[0] == ends[1]:
+            break
+    assert line > 83
 
 
 def write_and_die(folder: Path, first: int, count: int, lanes: int = 0, lane: int = 0) -> None:
@@ -261,7 +172,6 @@ def test_trajectories_end_where_a_process_was_killed(tmp_path: Path, lanes: int)
     assert index.steps_ahead(where).tolist() == [next(end for end in ends if end >= x) - x for x in kept.tolist()]
 
 
-@pytest.mark.slow
 def test_a_living_owner_is_not_disturbed(tmp_path: Path) -> None:
     storage = opened(tmp_path)
     ReplayBuffer(storage=storage).extend(rows(torch.arange(9)))
@@ -326,50 +236,28 @@ def change(file: Path, place: int, new: bytes) -> None:
     file.write_bytes(content)
 
 
-@pytest.mark.parametrize(
-    ("spoil", "match"),
-    [
-        (lambda file: change(file, 0, b"xxxx"), "its header"),
-        (lambda file: change(file, 0, bytes(24)), "its header"),
-        (lambda file: change(file, 8, b"\x07"), "its header"),
-        (lambda file: change(file, 24, b"\x01"), "checksum"),
-        (lambda file: change(file, (1 << 16) + 5, b"#"), "checksum"),
-        (lambda file: change(file, 40, b"\x00\x10"), "rows do not fit"),
-        (lambda file: os.truncate(file, 100), "its header"),
-        (lambda file: os.truncate(file, (1 << 16) + 5000), "too short"),
-        (lambda file: os.truncate(file.with_name("rows.bin"), 100), r"rows\.bin has 100 bytes"),
-        (lambda file: file.with_name("rows.bin").unlink(), r"rows\.bin has 0 bytes"),
-    ],
-)
-def test_damaged_files_are_refused(tmp_path: Path, spoil: Callable[[Path], object], match: str) -> None:
-    folder, copy = tmp_path / "rows", tmp_path / "copy"
-    killed(lambda: write_and_die(folder, 0, 9))
-    shutil.copytree(folder, copy)
-    spoil(folder / JOURNAL_FILE)
-    with pytest.raises(ValueError, match=match):
-        opened(folder)
-    assert last_numbers(opened(copy)) == [8]
+SPOILT: list[tuple[Callable[[Path], object], str]] = [
+    (lambda file: change(file, 0, b"xxxx"), "its header"),
+    (lambda file: change(file, 0, bytes(24)), "its header"),
+    (lambda file: change(file, 8, b"\x07"), "its header"),
+    (lambda file: change(file, 24, b"\x01"), "checksum"),
+    (lambda file: change(file, (1 << 16) + 5, b"#"), "checksum"),
+    (lambda file: change(file, 40, b"\x00\x10"), "rows do not fit"),
+    (lambda file: os.truncate(file, 100), "its header"),
+    (lambda file: os.truncate(file, (1 << 16) + 5000), "too short"),
+    (lambda file: os.truncate(file.with_name("rows.bin"), 100), r"rows\.bin has 100 bytes"),
+    (lambda file: file.with_name("rows.bin").unlink(), r"rows\.bin has 0 bytes"),
+]
 
 
-@pytest.mark.slow
-def test_killed_before_the_first_write_ends(tmp_path: Path) -> None:
-    def work() -> None:
-        PlainRows.copy_ = die  # type: ignore[method-assign]
-        write_and_die(tmp_path, 0, 9)
-
-    killed(work)
-    killed(lambda: write_and_die(tmp_path, 0, 9))
-    assert last_numbers(opened(tmp_path)) == [8]
-    folder = tmp_path / "other"
-
-    def die_early() -> None:
-        Journal.keep_in = die  # type: ignore[method-assign]
-        write_and_die(folder, 0, 9)
-
-    killed(die_early)
-    assert (folder / "rows.bin").exists()
-    killed(lambda: write_and_die(folder, 0, 9))
-    assert last_numbers(opened(folder)) == [8]
+def test_damaged_files_are_refused(tmp_path: Path) -> None:
+    killed(lambda: write_and_die(tmp_path / "rows", 0, 9))
+    for number, (spoil, match) in enumerate(SPOILT):
+        shutil.copytree(tmp_path / "rows", tmp_path / str(number))
+        spoil(tmp_path / str(number) / JOURNAL_FILE)
+        with pytest.raises(ValueError, match=match):
+            opened(tmp_path / str(number))
+    assert last_numbers(opened(tmp_path / "rows")) == [8]
 
 
 @pytest.mark.slow
@@ -437,9 +325,9 @@ def test_a_closed_buffer_frees_its_folder(tmp_path: Path) -> None:
     for use in (rb.sample, rb.state_dict, rb.chronological, look_up, lambda: rb.extend(rows(torch.arange(3)))):
         with pytest.raises(RuntimeError, match="has been closed"):
             use()
-    for count in (260, 263):
+    for written in (260, 263):
         with ReplayBuffer(storage=opened(tmp_path)) as rb:
-            assert (len(rb), rb.write_count) == (CAPACITY, count)
+            assert (len(rb), rb.write_count) == (CAPACITY, written)
             rb.extend(rows(torch.arange(3)))
 
 
@@ -458,3 +346,354 @@ def test_rows_of_an_environment_are_continued(tmp_path: Path) -> None:
     with pytest.raises(SchemaError, match=r"'observation' is float32 of shape \(6,\) in the schema"):
         run("Acrobot-v1")
     assert run("CartPole-v1") == 4
+
+
+# -- priorities outlive the process, and never pass to another row
+
+
+def buffer(folder: Path, lanes: int, name: str) -> ReplayBuffer:
+    rb = ReplayBuffer(storage=opened(folder, lanes), sampler=SAMPLERS[name](), batch_size=16)
+    rb._initialize()
+    return rb
+
+
+def own(number: torch.Tensor) -> torch.Tensor:
+    """Return the TD error of a row, which no other row has."""
+    return 1 + number.double() / 1024  # exact in float32
+
+
+def magnitudes(rb: ReplayBuffer) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the number of each row that was written, and its magnitude."""
+    _, count = rb.storage.heads.read(rb.storage)
+    cells = torch.arange(len(rb.storage))
+    lanes = len(count)
+    is_written = cells // lanes < torch.from_numpy(count)[cells % lanes]
+    number = rb.storage["x"].reshape(-1)[: len(cells)]
+    prioritized = rb._initialize().prioritized
+    assert prioritized is not None
+    return number[is_written], prioritized.law.table.magnitude[cells][is_written].double()
+
+
+def write(rb: ReplayBuffer, lanes: int, count: int) -> None:
+    """Write the next rows, to a single lane at a time if there are lanes."""
+    first = int(rb.storage["x"].max()) + 1 if len(rb.storage) else 0
+    data = rows(torch.arange(first, first + count))
+    if lanes:
+        rb.extend(data, lanes=first % lanes)
+    else:
+        rb.extend(data)
+
+
+def train(rb: ReplayBuffer, lanes: int) -> None:
+    """Write and update for ever."""
+    draw = np.random.default_rng(len(rb))
+    while True:
+        write(rb, lanes, int(draw.choice([1, 3, 20])))
+        for _ in range(3):
+            batch = rb.sample()
+            rb.update_tensordict_priority(batch.set("td_error", own(batch["x"]).float()))
+
+
+def start(folder: Path, lanes: int, name: str) -> ReplayBuffer:
+    rb = buffer(folder, lanes, name)
+    write(rb, lanes, 30)
+    rb.update_priority(rb.sample()["index"][:1], torch.tensor([NEW]))
+    return rb
+
+
+def begin_and_die(folder: Path, lanes: int, name: str) -> None:
+    start(folder, lanes, name)
+    die()
+
+
+def kill_learners(folder: Path, lanes: int, name: str, kills: int) -> None:
+    killed(partial(begin_and_die, folder, lanes, name))
+    draw, kept = np.random.default_rng(kills), 0
+    for _ in range(kills):
+        killed(lambda: train(buffer(folder, lanes, name), lanes), float(draw.uniform(0.02, 0.15)))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".* rows were reopened without a priority")  # of the killed write
+            rb = buffer(folder, lanes, name)
+        assert lanes or last_numbers(rb.storage)[0] >= 29
+        assert all(are_whole(rb.lane(lane).chronological()) for lane in range(lanes))
+        number, magnitude = magnitudes(rb)
+        is_new = (magnitude == NEW) | ((magnitude == 1) & (number < 30))  # the first 30 came before that TD error
+        assert ((magnitude == own(number)) | is_new).all()
+        kept += int((~is_new).sum())
+        rb.sample()
+        del rb
+    assert kept > 10 * kills
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("lanes", "name"), [(0, "rank"), (LANES, "proportional")])
+def test_killed_often_while_training(tmp_path: Path, lanes: int, name: str) -> None:
+    kill_learners(tmp_path, lanes, name, int(os.environ.get("RLBUF_TD_KILLS", "10")))
+
+
+@pytest.mark.parametrize(("lanes", "name", "is_shared"), [(0, "rank", False), (LANES, "proportional", True)])
+def test_all_priorities_are_continued(tmp_path: Path, lanes: int, name: str, is_shared: bool) -> None:
+    left = torch.zeros(2, CAPACITY, dtype=torch.float64).share_memory_()
+
+    def work() -> None:
+        rb = start(tmp_path, lanes, name)
+        if is_shared:
+            rb.share()
+        for step in range(20):
+            write(rb, lanes, 17)
+            batch = rb.sample()
+            rb.update_tensordict_priority(batch.set("td_error", own(batch["x"]).float()))
+            if step == 10:
+                BoundWrite.holds = lambda self: False  # type: ignore[method-assign]  # the rest without compiled writes
+        number, magnitude = magnitudes(rb)
+        left[0, : len(number)], left[1, : len(number)] = number, magnitude
+        die()
+
+    killed(work)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rb = buffer(tmp_path, lanes, name)
+    number, magnitude = magnitudes(rb)
+    assert (left[0, : len(number)] == number).all()
+    assert (left[1, : len(number)] == magnitude).all()
+    assert 0 < (magnitude != NEW).sum() < len(number)
+    write(rb, lanes, 5)
+    number, magnitude = magnitudes(rb)
+    assert (magnitude[number > number.max() - 5] == NEW).all()
+
+
+@pytest.mark.parametrize("lanes", [0, LANES])
+def test_rows_of_a_write_that_was_not_entered_are_new(tmp_path: Path, lanes: int) -> None:
+    def work() -> None:
+        rb = start(tmp_path, lanes, "proportional")
+        for _ in range(20):
+            write(rb, lanes, 17)
+            batch = rb.sample()
+            rb.update_tensordict_priority(batch.set("td_error", own(batch["x"]).float()))
+        BoundWrite.enter_rows = BoundWrite.enter_rows_of_lanes = die  # type: ignore[method-assign]
+        ReplayBuffer.mark_range = die  # type: ignore[method-assign]
+        ProportionalSampler.mark_update = die  # type: ignore[method-assign]
+        write(rb, lanes, 17)
+
+    killed(work)
+    with pytest.warns(UserWarning, match="reopened without a priority"):
+        rb = buffer(tmp_path, lanes, "proportional")
+    number, magnitude = magnitudes(rb)
+    assert number.max() == 30 + 21 * 17 - 1
+    assert ((magnitude == own(number)) | (magnitude == NEW)).all()
+    assert (magnitude[number >= 30 + 20 * 17] == NEW).all()
+    assert (magnitude != NEW).any()
+
+
+def test_rows_written_without_priorities_are_new(tmp_path: Path) -> None:
+    def work() -> None:
+        rb = start(tmp_path, 0, "proportional")
+        write(rb, 0, CAPACITY)
+        index = torch.arange(CAPACITY)
+        rb.update_priority(index, own(rb.storage["x"]).float())
+        rb.update_priority(index[:1], torch.tensor([NEW]))
+        die()
+
+    killed(work)
+    rb = ReplayBuffer(storage=opened(tmp_path), sampler=UniformSampler(), batch_size=4)
+    write(rb, 0, 100)
+    del rb
+    with pytest.warns(UserWarning, match="reopened without a priority"):
+        rb = buffer(tmp_path, 0, "rank")  # another law continues the same TD errors
+    number, magnitude = magnitudes(rb)
+    is_new = number > number.max() - 100
+    assert (magnitude[is_new] == NEW).all()
+    assert (magnitude[~is_new] == own(number[~is_new])).sum() >= (~is_new).sum() - 1
+    del rb
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert (magnitudes(buffer(tmp_path, 0, "rank"))[1] == magnitude).all()
+
+
+def spoil_header(file: Path) -> None:
+    file.write_bytes(b"\x07" + file.read_bytes()[1:])
+
+
+def fill_with_nan(file: Path) -> None:
+    content = file.read_bytes()
+    file.write_bytes(content[: 1 << 16] + np.full((len(content) - (1 << 16)) // 8, np.nan).tobytes())
+
+
+def test_without_a_readable_file_all_rows_are_new(tmp_path: Path) -> None:
+    killed(partial(begin_and_die, tmp_path / "rows", 0, "proportional"))
+    spoils: list[Callable[[Path], object]] = [Path.unlink, spoil_header, fill_with_nan]
+    for spoil in [*spoils, lambda file: os.truncate(file, 70_000)]:
+        shutil.rmtree(tmp_path / "copy", ignore_errors=True)
+        shutil.copytree(tmp_path / "rows", tmp_path / "copy")
+        spoil(tmp_path / "copy" / PRIORITY_FILE)
+        with pytest.warns(UserWarning, match="reopened without a priority"):
+            rb = buffer(tmp_path / "copy", 0, "proportional")
+        number, magnitude = magnitudes(rb)
+        assert len(number) == 30
+        assert (magnitude == magnitude[0]).all()
+        rb.sample()
+        rb.close()
+
+
+def test_updates_of_other_processes_are_kept(tmp_path: Path) -> None:
+    rb = start(tmp_path, 0, "proportional").share()
+    process = mp.get_context("fork").Process(target=update_all, args=(rb,))
+    process.start()
+    process.join(120)
+    assert process.exitcode == 0
+    del rb
+    number, magnitude = magnitudes(buffer(tmp_path, 0, "proportional"))
+    assert (magnitude == own(number)).all()
+
+
+def update_all(rb: ReplayBuffer) -> None:
+    rb.update_priority(torch.arange(len(rb)), own(rb.storage["x"][: len(rb)]).float())
+
+
+def test_a_load_and_an_emptied_buffer_are_kept(tmp_path: Path) -> None:
+    rb = start(tmp_path / "rows", 0, "proportional")
+    rb.update_priority(torch.arange(30), own(rb.storage["x"][:30]).float())
+    rb.dumps(tmp_path / "dump")
+    rb.empty()
+    del rb
+    rb = buffer(tmp_path / "rows", 0, "proportional")
+    assert len(rb) == 0
+    write(rb, 0, 4)
+    assert (magnitudes(rb)[1] == 1).all()  # nothing is left of the largest TD error
+    rb.loads(tmp_path / "dump")
+    write(rb, 0, 5)
+    number, magnitude = magnitudes(rb)
+    assert (magnitude[number < 30] == own(number[number < 30])).all()
+    del rb
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = magnitudes(buffer(tmp_path / "rows", 0, "proportional"))
+    assert (found[0] == number).all()
+    assert (found[1] == magnitude).all()
+
+
+def test_a_ring_that_grows_to_whole_time_steps_is_kept(tmp_path: Path) -> None:
+    def work() -> None:
+        rb = ReplayBuffer(storage=PackedStorage(20, ndim=2, scratch_dir=tmp_path, reopen=True), sampler=RankSampler(20))
+        rb.extend(rows(torch.arange(21)).reshape(3, 7))  # 7 time steps of 3 lanes
+        rb.update_priority(torch.arange(21), torch.arange(21) + 2.0)
+        die()
+
+    killed(work)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rb = ReplayBuffer(storage=PackedStorage(20, ndim=2, scratch_dir=tmp_path, reopen=True), sampler=RankSampler(20))
+        rb._initialize()
+    assert rb.sampler.priorities.law.table.magnitude[:21].tolist() == [float(number) for number in range(2, 23)]
+
+
+def test_updates_after_a_load_are_kept_without_a_write(tmp_path: Path) -> None:
+    rb = start(tmp_path / "rows", 0, "proportional")
+    rb.dumps(tmp_path / "dump")
+    del rb
+
+    def work() -> None:
+        rb = buffer(tmp_path / "rows", 0, "proportional")
+        rb.loads(tmp_path / "dump")
+        rb.update_priority(torch.arange(30), own(rb.storage["x"][:30]).float())
+        die()
+
+    killed(work)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        number, magnitude = magnitudes(buffer(tmp_path / "rows", 0, "proportional"))
+    assert (magnitude == own(number)).all()
+
+
+def test_a_storage_that_is_set_later_brings_its_priorities(tmp_path: Path) -> None:
+    killed(partial(begin_and_die, tmp_path, 0, "proportional"))
+    rb = ReplayBuffer(storage=PackedStorage(CAPACITY), sampler=ProportionalSampler(CAPACITY), batch_size=4)
+    rb.set_storage(opened(tmp_path))
+    assert (magnitudes(rb)[1] == NEW).sum() == 1
+    rb.update_priority(torch.arange(30), own(rb.storage["x"][:30]).float())
+    del rb
+    number, magnitude = magnitudes(buffer(tmp_path, 0, "proportional"))
+    assert (magnitude == own(number)).all()
+
+
+def test_a_forked_process_needs_shared_priorities(tmp_path: Path) -> None:
+    rb = start(tmp_path, 0, "proportional")
+    said = RawArray("b", 2)
+
+    def work() -> None:
+        for place, call in enumerate((lambda: write(rb, 0, 3), lambda: update_all(rb))):
+            with pytest.raises(RuntimeError, match=r"call rb.share\(\) before a fork"):
+                call()
+            said[place] = 1
+        die()
+
+    killed(work)
+    assert list(said) == [1, 1]
+
+
+def second(storage: PackedStorage, sampler: Any) -> ReplayBuffer:
+    rb = ReplayBuffer(storage=storage, sampler=sampler, batch_size=4)
+    rb.sample()
+    return rb
+
+
+@pytest.mark.parametrize(("name", "is_shared"), [("proportional", True), ("rank", False)])
+def test_a_second_buffer_that_would_write_to_the_file_of_priorities_is_refused(
+    tmp_path: Path, name: str, is_shared: bool
+) -> None:
+    rb = start(tmp_path, 0, name)
+    if is_shared:
+        rb.share()
+    before, attached = magnitudes(rb), len(rb.storage._attached_entities)
+    apart = ReplayBuffer(storage=PackedStorage(CAPACITY), sampler=ProportionalSampler(CAPACITY), batch_size=4)
+    apart.extend(rows(torch.arange(9)))
+    plain = second(rb.storage, UniformSampler())
+    own_sampler, wrapped = SAMPLERS[name](), NStepSampler(SAMPLERS[name](), 3, 0.9)
+    for attempt in (
+        partial(second, rb.storage, own_sampler),
+        partial(second, rb.storage, wrapped),
+        partial(apart.set_storage, rb.storage),
+    ):
+        with pytest.raises(ValueError, match=r"use one buffer, or a sampler without priorities here, or call shutdown"):
+            attempt()
+    assert len(rb.storage._attached_entities) == attached + 1
+    assert len(apart) == 9
+    for found, expected in zip(magnitudes(rb), before, strict=True):
+        assert torch.equal(found, expected)
+    rb.update_priority(torch.arange(30), own(rb.storage["x"][:30]).float())
+    apart.extend(rows(torch.arange(9))), apart.sample(), plain.sample()
+    write(plain, 0, 3)
+    write(rb, 0, 4)
+    number, magnitude = magnitudes(rb)
+    del rb, plain, apart, before, attempt
+    found = magnitudes(buffer(tmp_path, 0, name))
+    assert torch.equal(found[0], number)
+    assert torch.equal(found[1], magnitude)
+
+
+def write_update_and_die(rb: ReplayBuffer) -> None:
+    write(rb, 0, 3)
+    rb.update_priority(torch.arange(35, 38), torch.full((3,), 5.0))
+    die()
+
+
+def test_the_file_of_priorities_passes_on_to_another_buffer(tmp_path: Path) -> None:
+    rb = start(tmp_path, 0, "rank")
+    rb.update_priority(torch.arange(30), torch.rand(30))
+    copied = pickle.loads(pickle.dumps(rb))
+    copied.update_priority(torch.arange(30), torch.full((30,), 7.0))
+    rb.append_transform(lambda batch: batch)
+    _, expected = magnitudes(rb)
+    rb.shutdown()
+    other = second(rb.storage, SAMPLERS["rank"]())
+    assert torch.equal(magnitudes(other)[1], expected)
+    write(other, 0, 5)
+    other.share().update_priority(torch.arange(35), own(other.storage["x"][:35]).float())
+
+    killed(partial(write_update_and_die, other))
+    number, magnitude = magnitudes(other)
+    assert magnitude[-3:].tolist() == [5.0] * 3
+    del rb, other, copied
+    found = magnitudes(buffer(tmp_path, 0, "rank"))
+    assert torch.equal(found[0], number)
+    assert torch.equal(found[1], magnitude)

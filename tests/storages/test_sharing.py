@@ -5,13 +5,17 @@ from __future__ import annotations
 import copy
 import multiprocessing as mp
 import os
+import random
 import threading
+import time
 from collections.abc import Callable, Iterable
+from multiprocessing.sharedctypes import RawArray
 from typing import Any
 
 import gymnasium
 import pytest
 import torch
+from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torchrl.data.replay_buffers import LazyTensorStorage, TensorDictReplayBuffer
 
@@ -22,14 +26,13 @@ from rlbuf_td import (
     RankSampler,
     ReplayBuffer,
     RolloutBuffer,
-    SequenceSampler,
     UniformSampler,
 )
 from rlbuf_td.storages.shared.lock import ProcessLock
 from rlbuf_td.storages.shared.memory import SharedNumbers
-from rlbuf_td.storages.trajectory_index import TrajectoryIndex
-from tests.storages import soak
-from tests.storages.test_kill import rows
+from tests.catalogue import SAMPLERS
+from tests.kernels.invariants import check_pool
+from tests.storages.test_kill import check_priorities, rows
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 SPAWN = pytest.param("spawn", marks=pytest.mark.slow)  # each process imports everything
@@ -119,67 +122,7 @@ def test_priorities_and_settings_are_everybodys(sampler):
     assert torch.allclose(rb.sampler.probability(torch.arange(20)), expected, atol=1e-6)
     elsewhere(rb.extend, rows(20, 3))
     assert rb.sampler.priority(torch.arange(20, 23)).tolist() == [30.0] * 3
-    soak.check_priorities(rb)
-
-
-def test_updates_of_rows_that_another_process_has_replaced_are_left_out():
-    rb = make()
-    rb.share()
-    rb.extend(rows(0, 30))
-    batch = rb.sample()
-    elsewhere(rb.extend, rows(30, 30))
-    rb.update_tensordict_priority(batch.set("error", torch.full((8,), 9.0)))
-    assert rb.health()["stale_updates"] == 8
-    assert (rb.sampler.priority(torch.arange(30)) == 1).all()
-
-    def update_late() -> None:
-        late = rb.sample().set("error", torch.full((8,), 9.0))
-        rb.storage.set(torch.arange(30), rows(60, 30), set_cursor=False)  # out of order
-        rb.update_tensordict_priority(late)
-
-    elsewhere(update_late)
-    assert rb.health()["stale_updates"] == 16
-
-
-def write_out_of_order(rb: ReplayBuffer) -> None:
-    rb.storage.set(torch.arange(30), rows(60, 30), set_cursor=False)
-
-
-@pytest.mark.parametrize("method", ["fork", SPAWN])
-def test_memory_stays_shared_after_a_batch(method):
-    rb = make()
-    rb.extend(rows(0, 30))
-    rb.share()
-    for _ in range(2):  # the first batch makes a plan, or finds that there is none
-        late = rb.sample().set("error", torch.full((8,), 9.0))
-    where = [memory.data_ptr() for memory in (rb.storage.rows.flat, rb.storage.clock.times)]
-    elsewhere(rb.extend, rows(30, 30), method=method)
-    assert rb.storage["x"].tolist() == list(range(30, 60))
-    elsewhere(write_out_of_order, rb, method=method)
-    assert rb.storage["x"].tolist() == list(range(60, 90))
-    rb.update_tensordict_priority(late)
-    assert rb.health()["stale_updates"] == 8
-    assert [memory.data_ptr() for memory in (rb.storage.rows.flat, rb.storage.clock.times)] == where
-
-
-def test_a_wrapped_sampler_and_its_trajectories_are_shared(monkeypatch):
-    sampler = SequenceSampler(ProportionalSampler(30), length=2)
-    rb = ReplayBuffer(storage=PackedStorage(30), sampler=sampler, batch_size=8)
-    rb.extend(rows(0, 4))
-    rb.share()
-    rb.sample()
-    elsewhere(rb.extend, rows(4, 26))
-    elsewhere(rb.update_priority, torch.arange(30), torch.arange(30.0))
-    assert rb.sampler.priority(torch.arange(30)).tolist() == list(range(30))
-    cells, index = torch.arange(30), TrajectoryIndex.of(rb.storage)
-    monkeypatch.setattr(TrajectoryIndex, "rebuild", lambda self: pytest.fail("the rows were read again"))
-    reach, batch = index.reach(cells), rb.sample()
-    monkeypatch.undo()
-    assert all(map(torch.equal, reach, TrajectoryIndex(rb.storage).reach(cells)))
-    batch["td_error"] = torch.ones(8)
-    elsewhere(rb.extend, rows(30, 30))
-    rb.update_tensordict_priority(batch)
-    assert rb.health()["stale_updates"] == 4  # of four windows of two rows, the anchors
+    check_priorities(rb)
 
 
 def record(rb: ReplayBuffer, steps: int = 5) -> None:
@@ -216,21 +159,63 @@ def test_a_rollout_that_another_process_records_into_reserved_rows_is_read_here(
     assert (rows["next", "reward"] == 1).all()
 
 
-@pytest.mark.slow
-def test_spawned_workers_that_begin_before_anything_is_written_by_others():
-    report, rb = soak.run(1.0, 2, method="spawn", capacity=2000)
-    assert report.is_clean
-    assert report.sampled > 0
-    assert report.written == rb.write_count > 256
+FACTORS = torch.arange(1, 20)
 
 
-@pytest.mark.parametrize(("sampler", "share_next"), [("proportional", False), ("rank", False), ("uniform", True)])
+def numbered(worker: int, first: int, count: int) -> TensorDict:
+    """Return rows of a worker whose entries all follow from their number."""
+    x = worker * 1_000_000 + torch.arange(first, first + count)
+    return TensorDict({"x": x, "state": x[:, None] * FACTORS, "next": {"state": (x[:, None] + 1) * FACTORS}}, [count])
+
+
+def size_of(serial: int) -> int:
+    return 1 + serial % 37
+
+
+def write_for_ever(rb: ReplayBuffer, worker: int, told: Any) -> None:
+    torch.set_num_threads(1)
+    while True:
+        count = size_of(told[worker])
+        data = numbered(worker, told[worker], count)
+        rb.add(data[0]) if count == 1 else rb.extend(data)
+        told[worker] += count
+
+
+def check_rows(data: TensorDict) -> TensorDict:
+    assert (data["state"] == data["x"][:, None] * FACTORS).all()
+    assert (data["next", "state"] == (data["x"][:, None] + 1) * FACTORS).all()
+    return data
+
+
+@pytest.mark.parametrize(("sampler", "share_next"), [("proportional", False), ("rank", True)])
 def test_workers_killed_at_random_leave_no_torn_lost_or_repeated_row(sampler, share_next):
-    report, rb = soak.run(2.5, 3, sampler=sampler, capacity=20_000, kill_every=0.15, kills=4, share_next=share_next)
-    assert report.is_clean
-    assert report.kills >= 4
-    assert report.overruns == 0 or report.read > 20_000
-    assert len(rb) == min(rb.write_count, 20_000)
+    storage = PackedStorage(5_000, shared=True, share_next=share_next)
+    rb = ReplayBuffer(storage=storage, sampler=SAMPLERS[sampler](5_000), batch_size=256)
+    rb.extend(numbered(20, 0, 256))
+    told, running, chance = RawArray("q", 20), {}, random.Random(0)
+    for worker in range(6):
+        running[worker] = mp.get_context("fork").Process(target=write_for_ever, args=(rb, worker, told), daemon=True)
+        running[worker].start()
+        until = time.monotonic() + chance.uniform(0.02, 0.15)
+        while time.monotonic() < until or not told[worker]:
+            batch = check_rows(rb.sample())
+            rb.update_tensordict_priority(batch.set("td_error", torch.rand(256)))
+        if worker > 2:  # three at a time
+            running.pop(chance.choice([*running])).kill()
+        stored = check_rows(rb.chronological())
+        for each in (stored["x"] // 1_000_000).unique().tolist():
+            assert (stored["x"][stored["x"] // 1_000_000 == each].diff() == 1).all()
+    for process in running.values():
+        process.kill()
+        process.join(60)
+    stored = rb.chronological()["x"]
+    for worker in set((stored // 1_000_000).tolist()) - {20}:
+        last = int(stored[stored // 1_000_000 == worker].max()) % 1_000_000 + 1
+        assert last - told[worker] in (0, size_of(told[worker]))
+    assert 5_000 == len(stored) < rb.write_count
+    check_priorities(rb)
+    if share_next:
+        check_pool(rb.storage.rows.table)
 
 
 def test_priorities_that_are_not_shared_cannot_be_sent():
