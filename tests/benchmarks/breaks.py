@@ -50,7 +50,7 @@ BREAKS = [
         "storages/rows/__init__.py",
         "self.copy_(0, count - head, [leaf[head:] for leaf in leaves])",
         "self.copy_(0, count - head, [leaf[: count - head] for leaf in leaves])",
-        "tests/storages/test_packed_writes.py tests/test_lockstep.py",
+        "tests/storages/test_packed.py tests/test_lockstep.py",
     ),
     Break(
         "the torch form takes a stale stamp",

@@ -137,7 +137,7 @@ def test_a_killed_write_is_taken_whole_or_never():
     queue.share()
     for line in count(1, 53):
         queue.extend(rows(0, 3))
-        is_killed = killed_at(line, lambda first=first: queue.extend(rows(first, 9)))
+        is_killed = killed_at(line, partial(queue.extend, rows(first, 9)))
         queue.extend(rows(3, 1))
         is_written = queue.waiting > 4
         expected = [0, 1, 2, *(range(first, first + 9) if is_written else ()), 3]
@@ -150,7 +150,7 @@ def test_a_killed_write_is_taken_whole_or_never():
 
 @needs_fork
 def test_what_a_killed_process_was_taking_is_taken_by_another():
-    queue, sizes = make(), []
+    queue, sizes = make(), list[int]()
     queue.share()
     for line in count(1, 31):
         queue.extend(rows(0, 8))

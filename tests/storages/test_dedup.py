@@ -1,16 +1,87 @@
-"""Rows that share observations: what is shared, what is refused, and what it saves."""
+"""Rows that share observations: what is shared, what it saves, and that they are the rows of a plain storage."""
 
 from __future__ import annotations
 
+import errno
+import os
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
 import pytest
 import torch
+from gymnasium.spaces import Box, Discrete
 from tensordict import TensorDict
+from torchrl.collectors import Collector
+from torchrl.envs import CatFrames, EnvBase, GymEnv, GymWrapper, RewardSum, SerialEnv, StepCounter, TransformedEnv
 
-from rlbuf_td import PackedStorage, ReplayBuffer
+from rlbuf_td import HindsightSampler, PackedStorage, ReplayBuffer, UniformSampler, plan
+from rlbuf_td.checkpoint import open_checkpoint
+from rlbuf_td.diagnostics.doctor import check as diagnose
+from rlbuf_td.kernels.huge_pages import advise
+from rlbuf_td.kernels.rows import cpu
+from rlbuf_td.kernels.rows.read_ahead import IS_KNOWN
+from rlbuf_td.storages.allocate import find_rows
 from rlbuf_td.storages.rows.dedup import DedupRows
 from tests.catalogue import assert_same
 from tests.kernels.invariants import check_pool
-from tests.storages.observations import FRAMES, Lanes
+from tests.model import Model, World, reward_fn
+from tests.residency import resident_of
+from tests.storages.test_sharing import all_elsewhere
+
+FRAMES = 3
+
+
+class Lanes:
+    """Environments whose observations follow each other, but for breaks that nothing announces.
+
+    Values are of a small alphabet, so that what does not follow is sometimes the same all the same.
+    """
+
+    def __init__(self, lanes: int, seed: int, alphabet: int = 3) -> None:
+        self.lanes, self.alphabet = lanes, alphabet
+        self.generator = torch.Generator().manual_seed(seed)
+        self.state = self._new()
+
+    def _draw(self, *shape: int, high: int | None = None) -> torch.Tensor:
+        return torch.randint(high or self.alphabet, (self.lanes, *shape), generator=self.generator)
+
+    def _new(self) -> dict[Any, torch.Tensor]:
+        frame = self._draw(2, 2).to(torch.uint8)
+        stack = frame[:, None].expand(-1, FRAMES, -1, -1).clone()
+        goal = self._draw(2).double()
+        goal[goal == 0] = float("nan")  # the same bytes, though not equal
+        position = self._draw(3).float()
+        position[position == 1] = -0.0  # equal to 0.0, though other bytes
+        return {"observation": position, ("agent", "goal"): goal, "clock": self._draw(high=999), "pixels": stack}
+
+    def step(self, broken: torch.Tensor | bool = False) -> TensorDict:
+        """Return one time step, ``[lanes]``, after which the lanes of ``broken`` begin anew."""
+        now, after = self.state, self._new()
+        after["pixels"] = torch.cat([now["pixels"][:, 1:], after["pixels"][:, -1:]], 1)
+        after["agent", "goal"] = now["agent", "goal"]
+        where = torch.as_tensor(broken).expand(self.lanes)
+        reset = self._new()
+        self.state = {key: _where(where, reset[key], value) for key, value in after.items()}
+        self.state["clock"] = self._draw(high=999)  # a key that does not repeat
+        data = TensorDict({"action": self._draw(2, high=99).float()}, [self.lanes])
+        for key, value in now.items():
+            data.set(key, value)
+        for key, value in after.items():
+            data.set(("next", *([key] if isinstance(key, str) else key)), value)
+        data["next", "done"] = where[:, None] & (self._draw(1, high=2) == 1)
+        return data
+
+    def steps(self, count: int, often: float) -> TensorDict:
+        chance = torch.rand(count, self.lanes, generator=self.generator) < often
+        return torch.stack([self.step(broken) for broken in chance]).contiguous()
+
+
+def _where(mask: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    return torch.where(mask.view(-1, *[1] * (left.ndim - 1)), left, right)
 
 
 def pooled(storage: PackedStorage) -> DedupRows:
@@ -55,19 +126,6 @@ def test_lanes_share_within_themselves() -> None:
     flat.set(range(100), data.reshape(-1))  # lanes reshaped together: no row follows the one before it
     assert pooled(flat).in_use == [200]
     assert_same(flat[:], data.reshape(-1))
-
-
-def test_writes_go_on_where_the_last_one_ended_and_backwards() -> None:
-    storage, data, at = PackedStorage(60, share_next=True), chain(60), 0
-    for count in (1, 7, 1, 1, 50):
-        storage.set(range(at, at + count), data[at : at + count])
-        at += count
-    assert pooled(storage).in_use == [61]
-    storage.set(range(60), torch.zeros_like(data))
-    for step in reversed(range(60)):
-        storage.set(step, data[step], set_cursor=False)
-    assert pooled(storage).in_use == [61]
-    assert_same(storage[:], data)
 
 
 def test_a_ring_holds_as_much_after_each_round() -> None:
@@ -222,30 +280,10 @@ def test_a_load_in_several_parts_leaves_entries_that_a_dead_process_needs(monkey
     assert (rows.table.entries[0][names] == entries).all()
 
 
-def test_a_write_that_was_cut_short_does_not_outlive_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    def dies(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    storage, data = PackedStorage(10, share_next=True), chain(10)
-    storage.set(range(4), data[:4])
-    with monkeypatch.context() as patched:
-        patched.setattr(storage, "count_written", dies)
-        with pytest.raises(KeyboardInterrupt):
-            storage.set(range(4, 9), data[4:9])
-    assert_refilled(storage, data)
-
-
-@pytest.mark.parametrize("index", [True, False])
-def test_a_bool_is_a_mask(index) -> None:
-    storage, plain, data = PackedStorage(4, ndim=2, share_next=True), PackedStorage(4, ndim=2), chain(4).view(2, 2)
-    for one in (storage, plain):
-        one.set(range(2), data)
-    assert_same(storage.get(index), plain.get(index))
-
-
-@pytest.mark.parametrize("ndim", [1, 2])
-@pytest.mark.parametrize("capacity", [10, 100, 300])
-@pytest.mark.parametrize("arguments", [{}, {"share_next": True}, {"share_next": True, "shared": True}])
+@pytest.mark.parametrize(
+    ("arguments", "capacity", "ndim"),
+    [({}, 10, 1), ({"share_next": True}, 300, 2), ({"share_next": True, "shared": True}, 100, 2)],
+)
 def test_state_with_entries_of_rows_that_were_there_once_goes_anywhere(arguments, capacity, ndim) -> None:
     shape, lanes = ((-1,), 1) if ndim == 1 else ((-1, 2), 2)
     shared = PackedStorage(100 * lanes, ndim=ndim, share_next=True, shared=True)
@@ -262,10 +300,322 @@ def test_state_with_entries_of_rows_that_were_there_once_goes_anywhere(arguments
     assert_same(other[:], few[:])
 
 
-def test_a_storage_takes_its_own_snapshot_back() -> None:
-    storage, data = PackedStorage(30, share_next=True), chain(20)
-    storage.set(range(20), data)
-    taken = storage.snapshot()
-    storage.set(range(20, 25), chain(5))
-    storage.load_state_dict(taken)
+POOLED = partial(PackedStorage, share_next=True, frames={"pixels": FRAMES})
+KINDS: dict[str, Any] = {
+    "plain": PackedStorage,
+    "once": partial(PackedStorage, share_next=True),
+    "frames": partial(PackedStorage, frames={"pixels": FRAMES}),
+    "both": POOLED,
+}
+
+
+def filled(make: Any, capacity: int = 40, steps: int = 100, ndim: int = 1, **kwargs: Any) -> ReplayBuffer:
+    lanes = 2 if ndim > 1 else 1
+    rb = ReplayBuffer(storage=make(capacity * lanes, ndim=ndim), batch_size=16, **kwargs)
+    world = Lanes(lanes, 0)
+    while steps > 0:
+        data = world.steps(min(7, steps), 0.2)
+        rb.extend(data.transpose(0, 1).contiguous() if ndim > 1 else data[:, 0])
+        steps -= 7
+    return rb
+
+
+def check_entries(rb: ReplayBuffer) -> None:
+    rows = rb.storage.rows
+    if isinstance(rows, DedupRows):
+        check_pool(rows.table)
+
+
+@pytest.mark.parametrize(
+    ("since", "to", "steps", "ndim"),
+    [("plain", "both", 20, 2), ("once", "plain", 100, 1), ("frames", "once", 100, 1), ("both", "both", 20, 2)],
+)
+def test_a_dump_goes_to_any_kind_of_rows(since, to, steps, ndim, tmp_path: Path) -> None:
+    original = filled(KINDS[since], steps=steps, ndim=ndim)
+    original.dumps(tmp_path)
+    fresh = ReplayBuffer(storage=KINDS[to](40 * (1 + (ndim > 1)), ndim=ndim), batch_size=16)
+    used = filled(KINDS[to], steps=33, ndim=ndim)
+    for rb in (fresh, used):
+        rb.loads(tmp_path)
+        assert_same(rb[:], original[:])
+        check_entries(rb)
+        for buffer in (original, rb):
+            torch.manual_seed(3)
+            buffer.extend(Lanes(2, 5).steps(9, 0.2)[:, 0] if ndim == 1 else Lanes(2, 5).steps(9, 0.2).transpose(0, 1))
+        assert_same(rb[:], original[:])
+        check_entries(rb)
+        original.loads(tmp_path)
+
+
+@pytest.mark.parametrize(("kind", "capacity"), [("once", 60), ("both", 25)])
+def test_a_dump_goes_to_another_capacity(kind, capacity, tmp_path: Path) -> None:
+    original = filled(KINDS[kind])
+    original.dumps(tmp_path)
+    results = []
+    for each in (kind, "plain"):
+        rb = ReplayBuffer(storage=KINDS[each](capacity), batch_size=16)
+        with pytest.warns(UserWarning, match="dropped") if capacity < 40 else nullcontext():
+            rb.loads(tmp_path)
+        check_entries(rb)
+        results.append(rb[:])
+    assert_same(*results)
+
+
+def test_a_dump_can_be_opened_by_itself(tmp_path: Path) -> None:
+    original = filled(POOLED)
+    original.dumps(tmp_path)
+    found = open_checkpoint(tmp_path)
+    assert_same(found.rows, original[:])
+    assert diagnose(tmp_path).codes == diagnose(original).codes
+
+
+def test_the_plan_counts_what_is_shared() -> None:
+    rb = filled(POOLED, capacity=4000, steps=4500)
+    needed = plan(rb)
+    assert {*needed.saved} == {"'observation'", "('agent', 'goal')", "'clock'", "'pixels'"}
+    assert sum(needed.saved.values()) + needed.rows == pytest.approx(needed.capacity * needed.row_bytes, rel=0.01)
+    assert "'pixels' shared" in str(needed)
+    data = Lanes(1, 0).steps(1, 0.0)[0, 0]
+    again = plan(data, 4000, share_next=True, frames={"pixels": FRAMES})
+    assert (again.rows, again.saved) == (needed.rows, needed.saved)
+    assert plan(data, 4000).saved == {}
+
+
+def test_what_is_shared_is_shown() -> None:
+    rb = filled(POOLED)
+    assert "saved by deduplication" in repr(rb.storage)
+    assert "'observation': float32 (3,) (deduplicated)" in repr(rb.storage)
+
+
+def _write(rb: ReplayBuffer, seed: int) -> None:
+    for _ in range(5):
+        rb.extend(Lanes(1, seed).steps(8, 0.2)[:, 0])
+        rb.sample(4)
+
+
+@pytest.mark.parametrize(("start", "first"), [("fork", True), pytest.param("spawn", False, marks=pytest.mark.slow)])
+def test_several_processes_write_to_the_same_entries(start, first) -> None:
+    rb = ReplayBuffer(storage=POOLED(50, shared=first), batch_size=4)  # sending it shares it
+    if first:
+        rb.extend(Lanes(1, 9).steps(8, 0.2)[:, 0])
+    all_elsewhere(_write, [(rb, seed) for seed in (1, 2)], start)
+    rb.extend(Lanes(1, 3).steps(8, 0.2)[:, 0])
+    assert len(rb) == 50
+    check_entries(rb)
+    written = {tuple(row.tolist()) for seed in (1, 2, 3, 9) for row in _all_pixels(seed)}
+    assert {tuple(row.tolist()) for row in rb["next", "pixels"].flatten(1)} <= written
+
+
+def _all_pixels(seed: int) -> torch.Tensor:
+    return Lanes(1, seed).steps(8, 0.2)[:, 0]["next", "pixels"].flatten(1)
+
+
+ONCE: dict[str, Any] = {"share_next": True}
+HOW = {"plain": {}, "once": ONCE, "frames": ONCE | {"frames": {"pixels": FRAMES}}}
+
+
+def drop_from_memory(folder: Path) -> None:
+    for file in folder.iterdir():
+        descriptor = os.open(file, os.O_RDWR)
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+@pytest.mark.parametrize(("how", "ndim"), [("plain", 1), ("once", 2), ("frames", 1)])
+def test_what_is_read_ahead_is_what_is_read(how, ndim, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def is_absent(*arguments: int) -> bool:
+        asked.append(arguments)
+        return True
+
+    monkeypatch.setattr(cpu, "is_absent", is_absent)
+    plain, mapped = PackedStorage(400, ndim=ndim), PackedStorage(400, ndim=ndim, scratch_dir=tmp_path, **HOW[how])
+    data = Lanes(2, 0).steps(200, 0.1) if ndim > 1 else Lanes(1, 0).steps(300, 0.1)[:, 0]
+    for storage in (plain, mapped):
+        storage.set(range(len(data)), data)
+    live = len(data) * (2 if ndim > 1 else 1)
+    for count in (2, 7, 300):
+        flat = torch.randint(live, (count,))
+        steps = torch.randint(-len(data), len(data), (count,))
+        assert_same(plain.gather(flat), mapped.gather(flat))
+        assert_same(plain.get(steps), mapped.get(steps))
+        if ndim > 1:
+            index = flat // 2, flat % 2
+            assert_same(plain.get(index), mapped.get(index))
+    assert asked
+    with pytest.raises((IndexError, RuntimeError)):
+        mapped.gather(torch.tensor([0, live]))
+    with pytest.raises(IndexError):
+        mapped.get(torch.tensor([0, len(data)]))
+
+
+@pytest.mark.skipif(not IS_KNOWN, reason="the system does not tell what is in memory")
+@pytest.mark.parametrize("how", HOW)
+def test_rows_that_are_not_in_memory_are_asked_for(how, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = 20_000
+    storage = PackedStorage(rows, scratch_dir=tmp_path, **HOW[how])
+    data = Lanes(1, 0).steps(100, 0.1)[:, 0]
+    for start in range(0, rows, 100):
+        storage.set(range(start, start + 100), data)
+    expected = storage.gather(torch.arange(100))
+    asked: list[Any] = []
+
+    def noted(*arguments: int) -> None:
+        asked.append(arguments)
+        advise(*arguments)
+
+    monkeypatch.setattr("rlbuf_td.kernels.rows.read_ahead.advise", noted)
+    storage.gather(torch.arange(100))
+    assert not asked
+    del storage
+    (tmp_path / "rows.bin").rename(tmp_path / "other.bin")
+    other = PackedStorage(rows, scratch_dir=tmp_path, **HOW[how])
+    other.set(range(100), data)
+    (tmp_path / "other.bin").replace(tmp_path / "rows.bin")
+    reopened = find_rows(other, other.all_rows().layout, other.all_rows().shape, other.dedup)
+    drop_from_memory(tmp_path)
+    if resident_of(reopened.matrix[:100]):
+        pytest.skip("this file system keeps its files in memory")
+    assert_same(reopened.at_cells(torch.arange(100)), expected)
+    assert asked
+
+
+def test_samplers_that_read_rows_themselves_ask_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr("rlbuf_td.storages.rows.ask_for_rows", lambda rows, cells: asked.append(len(cells)))
+    sampler = HindsightSampler(UniformSampler(), reward_fn)
+    rb = ReplayBuffer(storage=PackedStorage(40, scratch_dir=tmp_path), sampler=sampler, batch_size=16)
+    World(rb, Model(40)).extend(20)
+    rb.sample()
+    rb.sample()
+    assert asked[-1] == 16
+
+
+def test_a_file_takes_no_more_than_is_used(tmp_path: Path) -> None:
+    storage = PackedStorage(20_000, scratch_dir=tmp_path / "once", share_next=True)
+    plain = PackedStorage(20_000, scratch_dir=tmp_path / "plain")
+    for one in (storage, plain):
+        for start in range(0, 20_000, 1000):
+            one.set(range(start, start + 1000), chain(1000, width=64))
+    taken, whole = (os.stat(tmp_path / name / "rows.bin").st_blocks * 512 for name in ("once", "plain"))
+    assert taken < 0.75 * whole
+
+
+def full_after(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
+    """Let the disk be full once so many bytes have been taken."""
+    left, take = [nbytes], os.posix_fallocate
+
+    def fallocate(descriptor: int, start: int, count: int) -> None:
+        if count > left[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        left[0] -= count
+        take(descriptor, start, count)
+
+    monkeypatch.setattr(os, "posix_fallocate", fallocate)
+
+
+def test_a_full_disk_is_an_error_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full_after(monkeypatch, 400_000)
+    rb = ReplayBuffer(storage=PackedStorage(2000, scratch_dir=tmp_path, share_next=True))
+    plain = ReplayBuffer(storage=PackedStorage(2000))
+    error = None
+    while error is None and len(plain) < 2000:
+        data = chain(100, width=64)
+        try:
+            rb.extend(data)
+        except OSError as failed:
+            error = failed
+        else:
+            plain.extend(data)
+    assert error is not None
+    assert error.errno == errno.ENOSPC
+    assert 0 < len(rb) < 2000
+    assert_same(rb[:], plain[:])
+    check_pool(pooled(rb.storage).table)
+    assert rb.write_count == plain.write_count
+
+
+def test_a_full_disk_is_an_error_before_anything_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage, other = PackedStorage(3000, scratch_dir=tmp_path, share_next=True), PackedStorage(3000, share_next=True)
+    seen = torch.rand(3001, 8)
+    data = TensorDict({"observation": seen[:-1], "next": {"observation": seen[1:]}}, [3000])
+    storage.set(range(9), data[:9])
+    other.set(range(3000), data)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no space")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "posix_fallocate", full)
+        with pytest.raises(OSError, match="no space"):
+            storage.load_state_dict(other.state_dict())
+    assert_same(storage[:], data[:9])
+    storage.load_state_dict(other.state_dict())
     assert_same(storage[:], data)
+
+
+class Screen(gymnasium.Env):
+    """A dot that walks over a screen; episodes end in both ways."""
+
+    observation_space = Box(0, 255, (1, 12, 12), np.uint8)
+    action_space = Discrete(3)
+
+    def _see(self) -> np.ndarray:
+        screen = np.zeros((1, 12, 12), np.uint8)
+        screen[0, self.steps % 12, self.place % 12] = 255
+        return screen
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.steps, self.place = 0, int(self.np_random.integers(12))
+        self.last = int(self.np_random.integers(3, 25))
+        return self._see(), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.steps, self.place = self.steps + 1, self.place + int(action) - 1
+        over = self.steps == self.last
+        return self._see(), 1.0, over and self.last % 2 == 0, over and self.last % 2 == 1, {}
+
+
+def cart_pole() -> EnvBase:
+    return TransformedEnv(GymEnv("CartPole-v1"), StepCounter(max_steps=25))
+
+
+def screen(dim: int = -3, padding: str = "same") -> EnvBase:
+    env = TransformedEnv(GymWrapper(Screen()), CatFrames(N=4, dim=dim, in_keys=["observation"], padding=padding))
+    env.append_transform(RewardSum())
+    return env
+
+
+CASES: dict[str, tuple[Any, dict[str, Any], int, int, float]] = {  # how, capacity, lanes, entries per row at most
+    "all keys": (cart_pole, {"share_next": True}, 70, 3, 1.15),
+    "auto": (cart_pole, {"share_next": "auto"}, 500, 1, 1.15),
+    "one key": (cart_pole, {"share_next": ["observation"]}, 70, 1, 1.15),
+    "frames": (screen, {"frames": {"observation": 4}}, 70, 2, 1.6),
+    "constant padding": (partial(screen, padding="constant"), {"frames": {"observation": 4}}, 500, 1, 1.6),
+    "frames along another dim": (partial(screen, dim=-1), {"frames": {"observation": (4, -1)}}, 70, 1, 1.6),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torchrl", "ignore::UserWarning:torchrl")
+@pytest.mark.parametrize(("make", "how", "capacity", "lanes", "most"), CASES.values(), ids=CASES)
+def test_rows_of_a_collector_are_those_of_a_plain_storage_in_less_memory(make, how, capacity, lanes, most) -> None:
+    kinds: list[Any] = [PackedStorage, partial(PackedStorage, **how)]
+    buffers = [ReplayBuffer(storage=kind(capacity * lanes, ndim=1 + (lanes > 1)), batch_size=32) for kind in kinds]
+    env = make() if lanes == 1 else SerialEnv(lanes, make)
+    env.set_seed(0)
+    for data in Collector(env, None, frames_per_batch=20 * lanes, total_frames=200 * lanes):
+        for rb in buffers:
+            rb.extend(data.clone())
+    plain, pooled = buffers
+    assert_same(plain[:], pooled[:])
+    index = torch.randint(len(plain.storage), (50,))
+    assert_same(plain.storage.gather(index), pooled.storage.gather(index))
+    rows = pooled.storage.rows
+    assert isinstance(rows, DedupRows)
+    check_pool(rows.table)
+    assert ("observation",) in pooled.storage.saved_bytes
+    assert max(rows.in_use) <= most * len(plain.storage)
+    assert make is not screen or pooled.storage.nbytes < 0.3 * plain.storage.nbytes

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import count
 from multiprocessing.sharedctypes import RawArray
 from pathlib import Path
@@ -103,7 +104,7 @@ def shared(form: str, kind: str, folder: Path) -> Machine:
 def test_a_write_that_was_not_finished_was_not_made(form: str, kind: str, every: int, tmp_path: Path) -> None:
     machine = shared(form, kind, tmp_path)
     for line in count(1, every):
-        is_killed = machine.in_child(line, line, line, then=lambda line=line: killed_at(line % 60, machine.rb.sample))
+        is_killed = machine.in_child(line, line, line, then=partial(killed_at, line % 60, machine.rb.sample))
         machine.check(looks=True)
         machine.sample(0, 0)
         if is_killed:
@@ -217,7 +218,7 @@ def test_priorities_that_were_half_changed_are_made_anew(what, sampler, monkeypa
 
 
 def test_flow_control_counts_the_rows_of_finished_writes_only() -> None:
-    flow = {"samples_per_insert": 1.0, "tolerance": 10_000.0}
+    flow: dict[str, Any] = {"samples_per_insert": 1.0, "tolerance": 10_000.0}
     rb = ReplayBuffer(storage=PackedStorage(CAPACITY), batch_size=6, **flow).share()
     for line in count(1, 67):
         is_killed = killed_at(line, lambda: rb.extend(rows(0, 2)))

@@ -1,19 +1,27 @@
-"""Reading: every kind of index gives what TorchRL's LazyTensorStorage gives, as fresh memory or as a view."""
+"""PackedStorage: each index and cursor, each form of data, gives what TorchRL's LazyTensorStorage gives; its rows."""
 
 from __future__ import annotations
 
+import inspect
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tensordict import TensorDict, lazy_stack
 from torchrl.data import LazyTensorStorage
+from torchrl.data.replay_buffers import LazyMemmapStorage, TensorDictReplayBuffer, TensorStorageCheckpointer
 
 from rlbuf_td import PackedStorage
-from tests.catalogue import SCHEMAS, Schema, assert_same, transitions
+from rlbuf_td.storages.allocate import ROWS_FILE
+from rlbuf_td.storages.layout import CACHE_LINE, RowLayout
+from tests.catalogue import SCHEMAS, Schema, assert_same, copied, transitions
 
 over_schemas = pytest.mark.parametrize("schema", SCHEMAS.values(), ids=str)
+NESTED = SCHEMAS["nested"]
 STEPS = 7
 LANES = {1: (), 2: (3,), 3: (3, 2)}
 
@@ -176,3 +184,361 @@ def test_an_empty_batch_of_shared_observations_is_read_on_every_path(device: tor
     storage = PackedStorage(9, share_next=True, device=device)
     storage.set(range(5), data)
     assert_same(storage[torch.zeros(0, dtype=torch.int64)], data[:0])
+
+
+LANES_OF = {1: (), 2: (2,), 3: (2, 3)}
+
+
+def both(ndim: int, steps: int, capacity: int = 8) -> tuple[PackedStorage, LazyTensorStorage]:
+    lanes = torch.Size(LANES_OF[ndim])
+    packed = PackedStorage(capacity * lanes.numel(), ndim=ndim)
+    theirs = LazyTensorStorage(capacity * lanes.numel(), ndim=ndim)
+    for storage in (packed, theirs):
+        storage.set(slice(0, steps), transitions(NESTED, steps, lanes))
+    return packed, theirs
+
+
+@over_schemas
+@pytest.mark.parametrize("ndim", [1, 3])
+def test_every_schema_is_stored_byte_for_byte(schema: Schema, ndim: int, device: torch.device) -> None:
+    storage = PackedStorage(4 * torch.Size(LANES_OF[ndim]).numel(), ndim=ndim, device=device)
+    first, single, scattered = (
+        transitions(schema, n, LANES_OF[ndim], seed=seed, device=device) for n, seed in ((2, 0), (None, 1), (3, 2))
+    )
+    storage.set(range(2), first)
+    storage.set(2, single)
+    assert_same(storage[:], torch.cat([first, single[None]]))
+    storage.set(torch.tensor([3, 0, 2]), scattered)
+    assert_same(storage[:], torch.stack([scattered[1], first[1], scattered[2], scattered[0]]))
+    storage.write(3, first)
+    assert_same(storage[:], torch.stack([first[1], first[1], scattered[2], first[0]]))
+    storage.write(1, single, single=True)
+    assert_same(storage[1], single)
+
+
+CURSORS: dict[str, tuple[Any, int | None]] = {
+    "int": (4, None),
+    "0-d tensor": (torch.tensor(4), None),
+    "range": (range(4, 7), 3),
+    "slice": (slice(4, 7), 3),
+    "step slice": (slice(0, 3, 2), 2),
+    "open slice": (slice(None), 8),
+    "tensor": (torch.tensor([3, 0, 4]), 3),
+    "list": ([4, 1, 5], 3),
+    "unsigned array": (np.array([4, 1, 5], dtype=np.uint8), 3),
+    "wrapped": (torch.tensor([6, 7, 0, 1, 4, 5]), 6),
+}
+
+
+@pytest.mark.parametrize("ndim", [1, 2])
+@pytest.mark.parametrize(("cursor", "n"), CURSORS.values(), ids=CURSORS)
+def test_a_cursor_along_time_writes_what_lazy_tensor_storage_writes(ndim: int, cursor: Any, n: int | None) -> None:
+    packed, theirs = both(ndim, 4)
+    data = transitions(NESTED, n, LANES_OF[ndim], seed=5)
+    packed.set(cursor, data)
+    theirs.set(torch.from_numpy(cursor.astype(np.int64)) if isinstance(cursor, np.ndarray) else cursor, data)
+    steps = np.r_[np.arange(8)[cursor if isinstance(cursor, slice) else np.asarray(cursor)]]
+    written = max(4, int(steps.max()) + 1)
+    assert len(packed) == written * torch.Size(LANES_OF[ndim]).numel()
+    assert_same(packed[:], theirs._storage[:written])
+    assert packed._last_cursor_index == int(steps[-1])
+
+
+REGIONS: dict[str, Any] = {
+    "mask": torch.tensor([True, False, True, True]),
+    "mask [T, E]": torch.tensor([[True, False], [False, False], [True, True], [False, True]]),
+    "mask of none": torch.zeros(4, 2, dtype=torch.bool),
+    "two ints": (1, 1),
+    "two tensors": (torch.tensor([3, 0, -1]), torch.tensor([0, 1, 1])),
+    "broadcast tensors": (torch.tensor([[3], [0]]), torch.tensor([0, 1])),
+    "slice and tensor": (slice(1, 3), torch.tensor([1])),
+    "tensor and slice": (torch.tensor([3, 1]), slice(None)),
+    "Ellipsis and int": (Ellipsis, 0),
+    "arrays": (np.array([0, 1]), np.array([1, 0])),
+}
+
+
+@pytest.mark.parametrize("region", REGIONS.values(), ids=REGIONS)
+def test_a_mask_or_a_tuple_replaces_what_lazy_tensor_storage_replaces(region: Any) -> None:
+    packed, theirs = both(2, 4)
+    shape = theirs[region].batch_size
+    data = transitions(NESTED, None, shape, seed=6)
+    packed.set(region, data)
+    expected = copied(theirs[:])
+    expected[region] = data
+    assert_same(packed[:], expected)
+    assert len(packed) == 8
+    packed[region] = transitions(NESTED, None, shape, seed=7)
+    expected[region] = transitions(NESTED, None, shape, seed=7)
+    assert_same(packed[:], expected)
+
+
+def test_of_a_repeated_position_the_last_row_stays() -> None:
+    n = 100_000  # enough for torch to write in parallel, where it may write rows out of order
+    steps = torch.randint(50, (n,), generator=torch.Generator().manual_seed(0))
+    last = torch.full((50,), -1).scatter_reduce_(0, steps, torch.arange(n), "amax")
+    data = TensorDict({"x": torch.arange(n), "y": torch.arange(n).byte()}, [n])
+    line, grid = PackedStorage(50), PackedStorage(50, ndim=2)
+    line.set(range(50), data[:50])
+    line.set(steps, data)
+    assert torch.equal(line["x"], last)
+    assert torch.equal(line["y"], last.byte())
+    grid.set(range(10), data[:50].view(10, 5))
+    grid.set((steps // 5, steps % 5), data)
+    assert torch.equal(grid["x"].flatten(), last)
+    line.set(range(50), data[:50])
+    line.set((steps,), data)
+    assert torch.equal(line["x"], last)
+
+
+@pytest.mark.parametrize(("ndim", "max_size", "lanes", "steps"), [(1, 7, (), 7), (2, 7, (2,), 4), (3, 25, (2, 3), 5)])
+def test_the_capacity_is_rounded_up_to_whole_time_steps(ndim, max_size, lanes, steps):
+    packed, theirs = PackedStorage(max_size, ndim=ndim), LazyTensorStorage(max_size, ndim=ndim)
+    data = transitions(NESTED, 2, lanes)
+    for given in ({"batched_data": data}, {"single_data": data[0]}):
+        assert packed._max_size_along_dim0(**given) == theirs._max_size_along_dim0(**given) == steps
+    for storage in (packed, theirs):
+        storage.set(slice(0, 2), data)
+        assert storage._max_size_along_dim0() == steps
+    assert packed.max_size == theirs.max_size == steps * torch.Size(lanes).numel()
+
+
+def forms(data: TensorDict) -> dict[str, Any]:
+    wide = TensorDict({"all": data.expand(2, 3).transpose(0, 1).contiguous()}, [3])["all"]
+    strided = data.apply(lambda leaf: torch.stack([leaf, leaf], -1)[..., 0])
+    named = copied(data)
+    named.names = ["time"]
+    return {
+        "list": list(data.unbind(0)),
+        "lazy stack": lazy_stack(list(data.unbind(0))),
+        "lazy stack below the root": TensorDict(
+            {key: lazy_stack(list(value)) if key == "next" else value for key, value in data.items()}, [3]
+        ),
+        "locked": copied(data).lock_(),
+        "not contiguous": strided,
+        "transposed": wide.transpose(0, 1)[0],
+        "named dims": named,
+        "memory-mapped": data.memmap(),
+        "consolidated": data.clone().consolidate(),
+    }
+
+
+@pytest.mark.parametrize("name", forms(transitions(NESTED, 3)))
+@pytest.mark.parametrize("again", [False, True], ids=["first write", "later write"])
+def test_data_of_any_form_is_stored(name: str, again: bool) -> None:
+    data = transitions(NESTED, 3, seed=4)
+    storage = PackedStorage(5)
+    if again:
+        storage.set(range(3), transitions(NESTED, 3))
+    given = forms(data)[name]
+    storage.set(range(3), given)
+    assert_same(storage[:], data)
+    storage.set(torch.tensor([2, 1, 0]), given)
+    assert_same(storage[:], data.flip(0) if hasattr(data, "flip") else data[torch.tensor([2, 1, 0])])
+    storage.write(2, given)
+    assert_same(storage[torch.tensor([2, 3, 4])], data)
+
+
+@pytest.mark.parametrize("cursor", [range(3), torch.tensor([2, 0, 1]), (torch.arange(3),)], ids=str)
+def test_data_that_requires_grad_is_stored_without_its_history(cursor: Any) -> None:
+    x = torch.rand(3, 2, requires_grad=True)
+    data = TensorDict({"x": x * 2, "y": x}, [3])
+    storage = PackedStorage(5)
+    storage.set(range(3), data)
+    assert not storage["x"].requires_grad
+    assert torch.equal(storage["x"], 2 * x.detach())
+    storage.set(range(3), torch.zeros_like(data.detach()))
+    storage.set(cursor, data)
+    for value in (storage["x"], storage[0]["y"], storage[torch.tensor([0])]["x"]):
+        assert not value.requires_grad
+    assert data["x"].requires_grad
+    storage.write(2, data)
+    assert not storage._storage.requires_grad
+
+
+def test_an_index_in_the_data_is_not_stored() -> None:
+    data = transitions(NESTED, 3)
+    marked = copied(data).set("index", torch.arange(3))
+    storage = PackedStorage(5)
+    storage.write(0, marked)
+    storage.set(range(3), marked)
+    assert_same(storage[:], data)
+    first = PackedStorage(5)
+    first.set(range(3), marked)
+    first.write(3, marked[:2])
+    assert_same(first[:3], data)
+
+
+@pytest.mark.parametrize("start", [0, 1, 4])
+@pytest.mark.parametrize("source", [slice(0, 4), slice(1, 5), slice(0, 6)])
+@pytest.mark.parametrize("ndim", [1, 2])
+def test_views_of_the_rows_may_be_written_to_them(ndim: int, source: slice, start: int) -> None:
+    storage = PackedStorage(6 * torch.Size(LANES_OF[ndim]).numel(), ndim=ndim)
+    storage.set(range(6), transitions(NESTED, 6, LANES_OF[ndim]))
+    expected, view = storage[:].clone(), storage[source]
+    steps = (start + torch.arange(len(view))) % 6
+    expected[steps] = view.clone()
+    storage.write(start, view)
+    assert_same(storage[:], expected)
+
+
+def holding(data: TensorDict, capacity: int = 50) -> PackedStorage:
+    storage = PackedStorage(capacity)
+    storage.set(range(len(data)), data)
+    return storage
+
+
+def numbered(count: int) -> TensorDict:
+    numbers = torch.arange(count)
+    return TensorDict({"id": numbers, "next": {"square": (numbers * numbers).float()[:, None]}}, [count])
+
+
+@over_schemas
+def test_reads_of_changing_sizes_give_the_rows_at_the_index(schema: Schema) -> None:
+    torch.manual_seed(0)
+    data = transitions(schema, 40)
+    storage = holding(data)
+    for count in (1, 7, 7, 7, 3, 7, *[7] * 20, 0, 0, 1, 1, 1):
+        index = torch.randint(-40, 40, (count,)) if count % 2 else torch.randint(40, (count,))
+        for dtype in (torch.int64, torch.int32):
+            batch = storage.get(index.to(dtype))
+            assert batch.batch_size == data[index].batch_size
+            assert (batch == data[index]).all()
+            assert all(leaf.is_contiguous() for leaf in batch.values(True, True))
+
+
+def test_batches_share_no_memory() -> None:
+    storage = holding(numbered(40))
+    index = torch.arange(8)
+    batches = [storage.get(index) for _ in range(20)]
+    for batch in batches[::2]:
+        batch["id"].fill_(-1)
+    assert all((batch["id"] == index).all() for batch in batches[1::2])
+    assert len({batch["id"].untyped_storage().data_ptr() for batch in batches}) == 20
+    assert (storage.get(index)["id"] == index).all()
+
+
+def test_a_batch_that_was_read_in_inference_mode_can_be_changed() -> None:
+    storage, index = holding(numbered(10)), torch.arange(4)
+    storage.get(index)
+    for _ in range(10):
+        with torch.inference_mode():
+            batch = storage.get(index)
+        batch["next", "square"].requires_grad_()
+        assert not batch["id"].is_inference()
+
+
+def test_threads_that_read_batches_of_different_sizes_get_their_own_rows() -> None:
+    storage = holding(numbered(1_000), 1_000)
+
+    def read(seed: int) -> int:
+        generator, wrong = torch.Generator().manual_seed(seed), 0
+        for step in range(500):
+            index = torch.randint(1_000, (64 if step // 5 % 2 else 16,), generator=generator)
+            batch = storage.get(index)
+            wrong += int((batch["id"] != index).sum() + (batch["next", "square"][:, 0] != index * index).sum())
+        return wrong
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(read, range(4))) == [0] * 4
+
+
+def layout_of(schema: Schema) -> RowLayout:
+    return RowLayout(transitions(schema, 2), lead_dims=1)
+
+
+def bytes_layout(nbytes: int) -> RowLayout:
+    return RowLayout(TensorDict({"x": torch.zeros(1, nbytes, dtype=torch.uint8)}, [1]), lead_dims=1)
+
+
+def padded(nbytes: int) -> int:
+    return -(-nbytes // CACHE_LINE) * CACHE_LINE
+
+
+def offsets(layout: RowLayout) -> list[int]:
+    rows = torch.zeros(2, layout.row_bytes, dtype=torch.uint8)
+    return [column[1].data_ptr() - rows[1].data_ptr() for column in layout.columns(rows)]
+
+
+@over_schemas
+def test_leaves_lie_aligned_in_descending_item_size(schema: Schema):
+    layout = layout_of(schema)
+    end, sizes = 0, [leaf.dtype.itemsize for leaf in layout.leaves]
+    assert sizes == sorted(sizes, reverse=True)
+    for leaf, offset in zip(layout.leaves, offsets(layout), strict=True):
+        assert offset % leaf.dtype.itemsize == layout.row_bytes % leaf.dtype.itemsize == 0, leaf
+        assert offset == (padded(end) if leaf.nbytes >= 1_024 else end) or not leaf.nbytes, leaf
+        end = offset + leaf.nbytes if leaf.nbytes else end
+    assert end == layout.data_bytes <= layout.row_bytes
+    assert len(layout.groups) == len({leaf.dtype for leaf in layout.leaves})
+    assert sorted(slot for group in layout.groups for _, slot, _ in group.parts) == list(range(len(layout.leaves)))
+
+
+def test_a_row_is_padded_to_8_bytes_or_cheaply_to_a_cache_line() -> None:
+    for nbytes, row_bytes in ((1, 8), (8, 8), (56, 56), (57, 64), (121, 128), (232, 232), (250, 256), (1_000, 1_024)):
+        assert bytes_layout(nbytes).row_bytes == row_bytes
+
+
+def test_each_schema_has_a_layout_of_its_own() -> None:
+    layouts = [layout_of(schema) for schema in SCHEMAS.values()]
+    assert len(set(layouts)) == len(layouts)
+    assert {RowLayout.from_state(layout.state()) for layout in layouts} == set(layouts)
+
+
+def images(count: int) -> TensorDict:
+    stacks = torch.arange(count * 2 * 1_030).remainder(251).to(torch.uint8).view(count, 2, 1_030)
+    done = torch.zeros(count, 1, dtype=torch.bool)
+    after = {"observation": stacks[:, 1], "reward": torch.rand(count, 1), "done": done, "terminated": done}
+    return TensorDict({"observation": stacks[:, 0], "next": after}, [count])
+
+
+def test_large_leaves_begin_at_a_cache_line() -> None:
+    layout = RowLayout(images(2), 1)
+    places = {leaf.key: offset for leaf, offset in zip(layout.leaves, offsets(layout), strict=True)}
+    assert places == layout.offsets
+    assert places[("observation",)] == 64
+    assert places[("next", "observation")] == 64 + 1_088
+    assert layout.row_bytes % CACHE_LINE == 0
+
+
+def test_a_file_of_rows_is_replaced_and_deleted_on_request(tmp_path: Path) -> None:
+    folder = tmp_path / "rows"
+    first = PackedStorage(5, scratch_dir=folder)
+    first.set(range(5), transitions(NESTED, 5))
+    before = first[:].clone()
+    with pytest.raises(FileExistsError, match="already holds rows"):
+        PackedStorage(5, scratch_dir=folder, auto_cleanup=True).set(range(3), transitions(NESTED, 3))
+    assert (folder / ROWS_FILE).exists()  # which is not that of the storage that was refused
+    second = PackedStorage(5, scratch_dir=folder, existsok=True, auto_cleanup=True)
+    second.set(range(3), transitions(NESTED, 3, seed=4))
+    assert (first[:] == before).all()
+    del second
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("theirs", [LazyTensorStorage, LazyMemmapStorage])
+def test_every_argument_of_torchrls_storages_is_taken_and_its_default_too(theirs: Any) -> None:
+    _, size, *known = inspect.signature(theirs.__init__).parameters.values()
+    assert size.name == "max_size"
+    storage = PackedStorage(5, **{parameter.name: parameter.default for parameter in known})
+    storage.set(range(3), transitions(NESTED, 3))
+    assert len(storage) == 3
+
+
+def test_torchrls_buffer_saves_with_the_checkpointer_and_hooks_of_the_storage(tmp_path: Path) -> None:
+    seen: list[str] = []
+
+    class Own(TensorStorageCheckpointer):
+        """One of the user's."""
+
+    rb = TensorDictReplayBuffer(storage=PackedStorage(5), batch_size=2, checkpointer=Own())
+    assert type(rb.storage.checkpointer) is Own
+
+    def note(data: Any, path: Any = None) -> Any:
+        seen.append("saved")
+        return data
+
+    rb.storage.register_save_hook(note)
+    rb.extend(transitions(NESTED, 3))
+    rb.dumps(tmp_path)
+    assert seen == ["saved"]

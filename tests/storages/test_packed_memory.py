@@ -1,9 +1,11 @@
-"""Where the rows live, and how they get elsewhere: files, shared memory, processes, pickles, checkpoints."""
+"""Where rows live: RAM, shared memory, files; hints to the system; what other processes see."""
 
 from __future__ import annotations
 
 import errno
+import mmap
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,12 @@ import torch
 from torch import multiprocessing
 
 from rlbuf_td import PackedStorage, ProportionalSampler, ReplayBuffer, SchemaError
+from rlbuf_td.kernels.huge_pages import advise_huge_pages, take_pages
 from rlbuf_td.storages.allocate import ROWS_FILE, allocate_bytes
 from tests.catalogue import SCHEMAS, assert_same, copied, transitions
+from tests.residency import resident_of
 from tests.storages.test_sharing import elsewhere
 
-over_schemas = pytest.mark.parametrize("schema", SCHEMAS.values(), ids=str)
 NESTED = SCHEMAS["nested"]
 PLACES = ["RAM", "shared", "file"]
 
@@ -155,9 +158,25 @@ def test_writes_of_a_forked_process_are_its_own_until_rows_are_shared(tmp_path: 
         rb.sample()
 
 
-def test_an_empty_state_empties_the_storage() -> None:
-    storage = stored("RAM", Path())
-    revision = storage._mutation_revision
-    storage.load_state_dict(PackedStorage(5).state_dict())
-    assert len(storage) == 0
-    assert storage._mutation_revision == revision + 1
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(("start", "end"), [(0, 40 * MIB), (5, 40 * MIB - 3), (3 * MIB + 1, 7 * MIB), (9, 9), (9, 60)])
+def test_taking_pages_changes_no_byte(start, end):
+    memory = torch.arange(40 * MIB // 8).view(torch.uint8)
+    before = memory.clone()
+    advise_huge_pages(memory)
+    take_pages(memory[start:end])
+    assert torch.equal(memory, before)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux takes pages ahead")
+def test_pages_that_were_taken_are_resident():
+    memory = torch.frombuffer(mmap.mmap(-1, 64 * MIB), dtype=torch.uint8)
+    assert resident_of(memory) == 0
+    take_pages(memory[: 33 * MIB])
+    taken = resident_of(memory)
+    if taken == 0:
+        pytest.skip("this system does not know MADV_POPULATE_WRITE")
+    assert 33 * MIB <= taken <= 35 * MIB  # a huge page at the end may be whole
+    assert not memory.any()
