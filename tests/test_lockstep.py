@@ -260,6 +260,7 @@ class Machine:
         self.is_prioritized = hasattr(self.sampler, "priority")
         self.batches: list[tuple[TensorDictBase, list[Row]]] = []  # with their anchors
         self.saved: Any = None
+        self.mixed: Any = None  # a buffer in a mixture with another world
         self.handles: dict[Any, Any] = {}  # of lanes, by buffer and lane
         self.undrawn: set[int] = set()  # the numbers of fresh rows
         self.extend(1, 0)
@@ -685,7 +686,7 @@ class Machine:
         if "reopen" not in self.options:
             return
         self.rb.shutdown()
-        self.world.rb, self.handles = None, {}
+        self.world.rb, self.handles, self.mixed = None, {}, None
         self.world.rb = self.build()
         self.undrawn = {row.number for row in self.model.rows()}
         self.begin_episodes("reopen")
@@ -695,15 +696,23 @@ class Machine:
         is_plain = self.kind.recipe == PLAIN and self.kind.writer is None and not self.kind.distinct
         if not self.is_ours or not len(self.model) or not is_plain:
             return
-        other = World.of(UniformSampler(), 5, self.lanes, 1.4, seed=a, ids=self.world.ids)
-        mixture = ReplayBufferMixture({"one": self.rb, "other": other.rb}, {"one": 0.5, "other": 0.5}, batch_size=8)
-        batch = mixture.sample()
-        parts = [batch[batch["source"] == place].exclude("source", "priority_weight") for place in (0, 1)]
-        anchors, _ = self.check_batch(parts[0]), other.check_batch(parts[1])
-        if self.is_prioritized:
-            errors = torch.tensor([(a + k) % 9 / 4 for k in range(len(batch))])
-            mixture.update_tensordict_priority(batch.set("td_error", errors))
-            self.model.update(anchors, errors[batch["source"] == 0].tolist())
+        if self.mixed is None or self.mixed[0] is not self.rb:
+            other = World.of(UniformSampler(), 5, self.lanes, 1.4, seed=a, ids=self.world.ids)
+            shares = {"one": 0.5, "other": 0.5}
+            mixture = ReplayBufferMixture({"one": self.rb, "other": other.rb}, shares, batch_size=8)
+            self.mixed = self.rb, other, mixture
+        _, other, mixture = self.mixed
+        mixture.sampler.one = (1 + a % 3) / 4
+        if b % 3 == 0:
+            other.extend(1 + a % 5)
+        for _ in range(2):  # the second batch is compiled
+            batch = mixture.sample()
+            parts = [batch[batch["source"] == place].exclude("source", "priority_weight") for place in (0, 1)]
+            anchors, _ = self.check_batch(parts[0]), other.check_batch(parts[1])
+            if self.is_prioritized:
+                errors = torch.tensor([(a + k) % 9 / 4 for k in range(len(batch))])
+                mixture.update_tensordict_priority(batch.set("td_error", errors))
+                self.model.update(anchors, errors[batch["source"] == 0].tolist())
 
     def move(self, a: int, b: int) -> None:
         """Move memory of the rows that was handed out, or try to free or resize it."""

@@ -132,14 +132,6 @@ def test_a_thread_waits_until_there_is_a_batch():
     assert (limited.health()["samples"], limited.health()["sample_waits"]) == (24, 0)
 
 
-def test_another_process_waits_until_there_is_a_batch():
-    rb = buffer(shared=True)
-    writer = multiprocessing.get_context("fork").Process(target=rb.extend, args=(rows(12),))
-    writer.start()
-    assert rb.wait_until_sampleable(timeout=60)
-    writer.join()
-
-
 @pytest.mark.parametrize("flow", [{}, {"samples_per_insert": 1.0}])
 def test_a_wait_is_cancelled(flow):
     rb, cancelled = buffer(**flow), threading.Event()
@@ -359,18 +351,6 @@ def test_rows_that_another_buffer_writes_count_as_written():
         rb.sample()
     ReplayBuffer(storage=rb.storage).extend(rows(20))
     assert rb.sample().shape == (8,)
-
-
-def outcomes(rb: ReplayBuffer) -> list[object]:
-    """Return the rows of 30 batches; None: the batch was refused, and rows were written instead."""
-    found: list[object] = []
-    for step in range(30):
-        try:
-            found.append(rb.sample()["x"].tolist())
-        except RuntimeError:
-            found.append(None)
-            rb.extend(rows(2 + step % 3))
-    return found
 
 
 def test_a_dump_made_with_other_settings_starts_on_target(tmp_path):

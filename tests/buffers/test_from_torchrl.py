@@ -56,8 +56,7 @@ def _in_parts(monkeypatch):
 
 
 @pytest.mark.parametrize("storage", [LazyTensorStorage, LazyMemmapStorage, PackedStorage])
-@pytest.mark.parametrize("lanes", [0, 3])
-@pytest.mark.parametrize("written", [7, 12, 33])
+@pytest.mark.parametrize(("lanes", "written"), [(0, 33), (3, 7), (3, 12)])
 def test_a_copy_has_the_rows_in_order_of_age(written, lanes, storage):
     rb = ReplayBuffer.from_torchrl(theirs(written, lanes, storage))
     kept = min(written, CAPACITY)
@@ -116,19 +115,6 @@ def test_entries_that_no_row_can_hold_are_excluded():
     assert ("next", "done") not in ReplayBuffer.from_torchrl(theirs(7), exclude=("next", "done")).storage[:].keys(True)
 
 
-@pytest.mark.parametrize("copied", [True, False])
-def test_imported_rows_count_for_flow_control(copied):
-    rb: Any = ReplayBuffer.from_torchrl(theirs(7), copy=copied, samples_per_insert=1.0, min_size=5, batch_size=2)
-    assert rb.sample().shape == (2,)
-    rb.extend(rows(2))
-    assert rb.flow.report()["inserts"] == 9
-
-
-def test_a_bar_shows_what_has_been_copied(capsys):
-    ReplayBuffer.from_torchrl(theirs(7), progress=True)
-    assert "copying: 100%" in capsys.readouterr().err
-
-
 def test_a_lerobot_data_set_comes_in_without_its_strings_and_videos():
     columns = {
         "observation.state": torch.rand(6, 4),
@@ -149,9 +135,7 @@ def test_a_lerobot_data_set_comes_in_without_its_strings_and_videos():
     assert rb.storage["next", "done"].shape == (6, 1)
 
 
-@pytest.mark.parametrize("storage", [LazyTensorStorage, LazyMemmapStorage])
-@pytest.mark.parametrize("lanes", [0, 3])
-@pytest.mark.parametrize("written", [7, 12, 33])
+@pytest.mark.parametrize(("storage", "lanes", "written"), [(LazyTensorStorage, 0, 33), (LazyMemmapStorage, 3, 7)])
 def test_a_folder_of_torchrl_is_read_like_its_buffer(written, lanes, storage, tmp_path):
     their = theirs(written, lanes, storage)
     their.dumps(tmp_path)
@@ -216,11 +200,6 @@ def test_priorities_follow_their_rows(written, lanes, source, tmp_path):
     expected = (rb.storage.get(at)["x"] + 1).float()
     torch.testing.assert_close(ours.tree.magnitude[: len(order)].float(), expected)
     assert rb.sample().shape == (4,)
-
-
-def test_rows_without_priorities_get_that_of_new_rows():
-    rb = ReplayBuffer.from_torchrl(theirs(7), sampler=ProportionalSampler(CAPACITY))
-    assert (rb.sample()["priority_weight"] == 1).all()
 
 
 class Attack:

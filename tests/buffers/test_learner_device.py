@@ -1,11 +1,11 @@
-"""``ReplayBuffer(device=...)`` gives the batches and priorities of a buffer without ``device``."""
+"""Batches that are drawn ahead and copied to a device are those of a plain buffer, whatever torch's defaults are."""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
+from torchrl.data.replay_buffers import RandomSampler
 from torchrl.envs.transforms import Compose, DoubleToFloat, ObservationNorm
 
 from rlbuf_td import (
@@ -27,9 +28,9 @@ from rlbuf_td import (
     RolloutBuffer,
     UniformSampler,
 )
+from rlbuf_td.buffers import prefetch
 from tests import catalogue
 from tests.catalogue import SCHEMAS, assert_same, reward_fn, transitions
-from tests.restoring import HOW, restored
 from tests.storages.test_sharing import elsewhere
 
 STEPS, SIZE = 40, 12
@@ -63,6 +64,11 @@ def buffer(sampler: Any, ndim: int = 1, seed: int = 3, **kwargs: Any) -> Any:
 
 def write(rb: ReplayBuffer, n: int, first: int) -> None:
     rb.extend(data(n, first, (3,) if rb.storage.ndim == 2 else ()))
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return torch.device("cpu")
 
 
 class Reference:
@@ -274,30 +280,6 @@ def test_updates_are_compiled(ahead, monkeypatch):
     assert priorities(rb)[batch["index"]][-1].item() == batch["td_error"][-1].abs().item()
 
 
-def saved_in_use(made: Callable[[int], Any], how: str, folder: Path) -> tuple[Any, Any, Any]:
-    """Return a buffer that has been saved, one that was in use and has loaded it, and one that was never saved."""
-    rb, never_saved, again = made(3), made(3), made(8)
-    for each in (rb, never_saved):
-        write(each, STEPS - 5, 0)
-        run(each, 0, 7)
-    write(again, 9, 500)
-    run(again, 0, 3)  # these batches drawn ahead are dropped
-    return rb, restored(rb, again, how, folder), never_saved
-
-
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize(("name", "ndim", "ahead"), [("proportional", 1, 2), ("windows", 2, 2), ("windows", 2, 0)])
-def test_a_saved_buffer_and_a_loaded_one_draw_the_same_batches(device, name, ndim, ahead, how, tmp_path):
-    def made(seed: int) -> Any:
-        return buffer(SAMPLERS[name](200), ndim, seed, device=device, prefetch=ahead)
-
-    rb, again, never_saved = saved_in_use(made, how, tmp_path)
-    assert torch.equal(priorities(again), priorities(rb))
-    assert torch.equal(priorities(rb), priorities(never_saved))
-    for mine, other in zip(run(again, 7, 12), run(rb, 7, 12), strict=True):
-        assert_same(mine.exclude("sampled_at"), other.exclude("sampled_at"))
-
-
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_a_dump_within_an_epoch_loses_no_row(wrapped, device, tmp_path):
     def made() -> ReplayBuffer:
@@ -316,9 +298,8 @@ def test_a_dump_within_an_epoch_loses_no_row(wrapped, device, tmp_path):
         assert [sorted(part.tolist()) for part in rows.split(STEPS)] == [[*range(STEPS)]] * 2
 
 
-@pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_fresh_rows_of_dropped_batches_are_fresh_again(wrapped, device, how, tmp_path):
+def test_fresh_rows_of_dropped_batches_are_fresh_again(wrapped, device):
     def made(first: int) -> ReplayBuffer:
         sampler: Any = FreshRowsSampler(UniformSampler(), fresh=2)
         sampler = NStepSampler(sampler, 1, 0.9) if wrapped else sampler
@@ -330,27 +311,10 @@ def test_fresh_rows_of_dropped_batches_are_fresh_again(wrapped, device, how, tmp
     seen = [rb.sample()["index"][:2].tolist()]  # and three more batches are drawn ahead
     write(rb, 2, 10)  # two more fresh rows
     again.sample()
-    again = restored(rb, again, how, tmp_path)
+    again.load_state_dict(rb.state_dict())
     for each in (rb, again):
         rows = seen + [each.sample()["index"][:2].tolist() for _ in range(5)]
         assert rows == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]
-
-
-def test_dumps_of_buffers_with_and_without_device_load_into_each_other(device, tmp_path):
-    def made(**kwargs: Any) -> ReplayBuffer:
-        rb = buffer(ProportionalSampler(STEPS), prefetch=2, **kwargs)
-        write(rb, STEPS, 0)
-        rb.sample()
-        return rb
-
-    for name, source, target in (("from", made(device=device), made()), ("to", made(), made(device=device))):
-        source.dumps(tmp_path / name)
-        target.loads(tmp_path / name)
-        assert not target._prefetch_queue
-        batch = target.sample()
-        assert (batch["index"] * 10 == batch["action"]).all()
-        source.shutdown()
-        target.shutdown()
 
 
 def test_buffers_for_environments_name_both_devices(device):
@@ -382,3 +346,182 @@ def test_a_forked_process_samples_the_shared_rows_by_itself():
     for _ in range(3):
         batch = rb.sample()
     assert torch.equal(batch["action"], rb.storage["action"][batch["index"]])
+
+
+def doubled(batch: Any, seen: set[str] | None = None) -> Any:
+    if seen is not None:
+        seen.add(threading.current_thread().name.partition("-")[0])
+    return batch.set("twice", batch["action"] * 2)
+
+
+@pytest.fixture(params=["asking", "threads"])
+def who(request, monkeypatch) -> str:
+    """Who transforms: transforms count as slow from a time on that none, or every one, takes."""
+    monkeypatch.setattr(prefetch, "_SLOW", float("inf") if request.param == "asking" else -1.0)
+    return request.param
+
+
+@pytest.mark.parametrize(("name", "ndim"), [("uniform", 1), ("proportional", 2), ("windows", 1), ("n-step", 2)])
+def test_a_transformed_batch_is_drawn_ahead_alike_for_equal_seeds(who, name, ndim):
+    seen: set[str] = set()
+    rb = buffer(SAMPLERS[name](200), ndim, prefetch=3, transform=partial(doubled, seen=seen))
+    plain = Reference(buffer(SAMPLERS[name](200), ndim, transform=doubled), 3)
+    for each in (rb, plain.rb):
+        write(each, STEPS - 3, 0)
+    for step in range(9):
+        batch, expected = rb.sample(), plain.sample()
+        assert_same(batch, expected)
+        for each, own in ((rb, batch), (plain.rb, expected)):
+            learn(own)
+            each.update_tensordict_priority(own)
+            write(each, 2, STEPS + 2 * step)
+    assert seen == ({"MainThread"} if who == "asking" else {"MainThread", "ThreadPoolExecutor"})
+    rb.append_transform(lambda batch: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        rb.sample()
+    rb.shutdown()
+
+
+@pytest.mark.parametrize(("name", "ndim"), [("uniform", 2), ("rank", 1), ("sequence", 1), ("minibatch", 1)])
+def test_without_transforms_batches_are_those_of_a_buffer_without_prefetch(name, ndim):
+    buffers = [buffer(SAMPLERS[name](200), ndim, prefetch=ahead) for ahead in (0, 3)]
+    for rb in buffers:
+        write(rb, STEPS, 0)
+    for batch, expected in zip(*(run(rb, 0, 9) for rb in buffers), strict=True):
+        assert_same(batch, expected)
+
+
+@pytest.mark.parametrize("way", ["short", "general", "device"])
+@pytest.mark.parametrize("change", ["sampler", "storage", "empty", "come round", "load", "transform"])
+def test_no_batch_of_old_rows_is_served(who, way, change):
+    def made(seed: int) -> Any:
+        sampler = RandomSampler() if way == "general" else ProportionalSampler(STEPS)
+        device = "cpu" if way == "device" else None
+        return buffer(sampler, seed=seed, prefetch=3, transform=doubled, device=device)
+
+    if way == "general" and change in ("come round", "transform"):
+        pytest.skip("TorchRL's queue")
+    rb, other = made(1), made(2)
+    write(rb, STEPS, 0)
+    write(other, STEPS, 1000)
+    rb.sample(), rb.sample(), rb.sample()
+    if change == "sampler":
+        rb.set_sampler(UniformSampler())
+    elif change == "storage":
+        rb.set_storage(PackedStorage(STEPS))
+    elif change == "empty":
+        rb.empty()
+        with pytest.raises(RuntimeError, match="empty"):
+            rb.sample()
+    elif change == "load":
+        rb.load_state_dict(other.state_dict())
+    elif change == "transform":
+        rb.append_transform(lambda batch: batch.set("twice", batch["twice"] + 1))
+    if change in ("storage", "empty", "come round"):
+        write(rb, STEPS, 1000)
+    for _ in range(5):
+        batch = rb.sample()
+        assert (batch["twice"] == batch["action"] * 2 + (change == "transform")).all()
+        assert ("priority_weight" in batch) == (way != "general" and change != "sampler")
+        assert (batch["action"] >= (0 if change in ("sampler", "transform") else 10_000)).all()
+    rb.shutdown(), other.shutdown()
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "none, with the transform": {"transform": doubled},
+    "fewer": {"prefetch": 1, "transform": doubled},
+    "as many, without the transform": {"prefetch": 3},
+    "fewer, to a device": {"prefetch": 1, "device": "cpu"},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("how", ["state_dict", "rows_only"])
+def test_a_saved_buffer_opens_with_any_prefetch_and_goes_on_with_its_epoch(how, name, tmp_path):
+    rb = buffer(MinibatchSampler(), prefetch=3, transform=doubled)
+    write(rb, STEPS, 0)
+    first = rb.sample()
+    again = buffer(MinibatchSampler(), **SETTINGS[name])
+    if how == "rows_only":
+        rb.dumps(tmp_path)
+        again.loads(tmp_path, rows_only=True)
+        first = again.sample()
+    else:
+        again.load_state_dict(rb.state_dict())
+    batches = [again.sample() for _ in range(3)]  # the rest of an epoch
+    assert sorted(torch.cat([each["action"] for each in (first, *batches)]).tolist()) == [10 * i for i in range(STEPS)]
+    assert ("twice" in batches[0]) == ("transform" in SETTINGS[name])
+    assert sum(len(batch) for batch in again) == STEPS
+    rb.shutdown(), again.shutdown()
+
+
+def test_prefetch_refuses_a_largest_age():
+    with pytest.raises(ValueError, match="with prefetch=3, batches are drawn too early to keep max_age=4: use "):
+        buffer(UniformSampler(max_age=4), prefetch=3)
+    rb = buffer(UniformSampler(), prefetch=3)
+    with pytest.raises(ValueError, match="max_age=4: use prefetch=0"):
+        rb.set_sampler(NStepSampler(UniformSampler(max_age=4), 2, 0.9))
+    assert rb.sampler.max_age is None
+
+
+def test_iteration_gives_every_row_of_the_newest_rollout_once_an_epoch(who):
+    rollout = RolloutBuffer(7, 3, batch_size=5, epochs=2, prefetch=3, transform=doubled)
+    rb = ReplayBuffer(storage=PackedStorage(21), sampler=MinibatchSampler(2), batch_size=5, prefetch=3)
+    rb.append_transform(doubled)
+    for first in (0, 70):
+        rollout.extend(data(7, first, (3,)).set("state_value", torch.zeros(3, 7, 1)))
+        write(rb, 21, first)
+        for each, rows in ((rb, [*range(first, first + 21)]), (rollout, sorted([*range(first, first + 7)] * 3))):
+            for _ in range(2):
+                found = torch.cat([batch["twice"] // 20 for batch in each])
+                assert [sorted(part.tolist()) for part in found.split(21)] == [rows] * 2
+            each.sample(), next(iter(each)), each.sample()  # given up
+    rb.shutdown()
+    rollout.shutdown()
+
+
+def test_a_batch_of_another_size_leaves_those_drawn_ahead(who):
+    rb = buffer(UniformSampler(), prefetch=2, transform=doubled)
+    write(rb, STEPS, 0)
+    assert [len(rb.sample(size)) for size in (None, 5, None, 30, None, None)] == [SIZE, 5, SIZE, 30, SIZE, SIZE]
+    rb.shutdown()
+
+
+def life(name: str, ndim: int, path: Path) -> list[Any]:
+    device = "cpu" if ndim == 2 else None  # with one, batches are prefetched
+    rb, loaded = (buffer(SAMPLERS[name](200), ndim, device=device) for _ in range(2))
+    given: list[Any] = []
+    for first in (0, 30, 60):
+        given.append(rb.extend(TRANSITIONS[ndim][..., first : first + 30]))
+        given.append(torch.as_tensor(rb.add(TRANSITIONS[ndim][..., first]), device="cpu"))
+        for _ in range(2):
+            batch = rb.sample()
+            given.append(batch.clone())
+            rb.update_tensordict_priority(batch.set("td_error", ERRORS.clone()))
+    rb.dumps(path)
+    loaded.loads(path)
+    loaded.load_state_dict(rb.state_dict())
+    return [*given, loaded.sample(), loaded.chronological(), loaded.last(3), loaded.health()]
+
+
+TRANSITIONS = {1: data(90), 2: data(90, lanes=(3,))}
+ERRORS = torch.linspace(-2, 3, SIZE)
+
+
+@pytest.mark.parametrize(
+    ("name", "ndim"), [("unique", 1), ("proportional", 2), ("rank", 1), ("minibatch", 2), ("windows", 1), ("strict", 2)]
+)
+def test_torchs_defaults_change_nothing(name, ndim, tmp_path):
+    expected = life(name, ndim, tmp_path / "a")
+    dtype = torch.get_default_dtype()
+    torch.set_default_device("meta")
+    torch.set_default_dtype(torch.float64)
+    try:
+        given = life(name, ndim, tmp_path / "b")
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(dtype)
+    for ours, theirs in zip(given[:-1], expected[:-1], strict=True):
+        assert_same(ours, theirs)
+    assert given[-1] == expected[-1]

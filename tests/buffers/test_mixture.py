@@ -10,8 +10,6 @@ from typing import Any
 import gymnasium
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage
 from torchrl.data.replay_buffers import SamplerWithoutReplacement, SliceSampler
@@ -30,7 +28,6 @@ from rlbuf_td import (
     ReplayBufferMixture,
     SchemaError,
     SequenceSampler,
-    UniformSampler,
 )
 from tests import catalogue
 from tests.catalogue import assert_same
@@ -41,7 +38,6 @@ SAMPLERS: dict[str, Any] = catalogue.SAMPLERS | {
     "by batch": lambda rows: ProportionalSampler(rows, weight_norm="batch"),
     "by nothing": lambda rows: RankSampler(rows, weight_norm=None),
 }
-MEMBERS = ["uniform", "recency", "proportional", "rank", "by batch", "by nothing"]
 
 
 def rows(first: int, count: int, lanes: int = 0) -> TensorDict:
@@ -105,63 +101,6 @@ def test_members_may_have_unlike_numbers_of_lanes():
     assert (members["online"].sampler.priority(torch.arange(30)) == 50).sum() == len(drawn)
 
 
-class GeneralMixture(ReplayBufferMixture):
-    _bound = property(lambda mixture: None, lambda mixture, bound: None)
-
-
-def write(mixed: ReplayBufferMixture, name: str, first: int, count: int) -> object:
-    return mixed.extend(rows(first, count, 2 * (mixed["a"].storage.ndim - 1)), name)
-
-
-CHANGES: dict[str, Any] = {
-    "extend": lambda mixed, value: write(mixed, "a", value, 1 + value % 9),
-    "share": lambda mixed, value: setattr(mixed.sampler, "a", value % 5 / 4),
-    "empty": lambda mixed, value: (mixed["b"].empty(), write(mixed, "b", 0, 2)),
-    "sampler": lambda mixed, value: mixed["b"].set_sampler(SAMPLERS[("uniform", "recency")[value % 2]](CAPACITY)),
-    "reload": lambda mixed, value: mixed.load_state_dict(mixed.state_dict()),
-    "drawn": lambda mixed, value: setattr(mixed, "exact", value % 2 == 0),
-    "update": lambda mixed, value: update(mixed, value),
-}
-
-
-def update(mixed: ReplayBufferMixture, value: int) -> None:
-    """Update priorities from a batch; its TD errors of rows of other members may be NaN."""
-    batch = mixed.sample()
-    error = torch.randn(13, generator=torch.Generator().manual_seed(value))
-    error[batch["source"] == 1] = torch.nan if value % 3 == 0 else 1.0
-    batch["td_error"] = error if value % 2 else error[:, None]
-    write(mixed, "a", value, 1 + value % 3)
-    mixed.update_tensordict_priority(batch)
-
-
-@given(
-    st.sampled_from([*MEMBERS]),
-    st.sampled_from([0, 2]),
-    st.lists(st.tuples(st.sampled_from(["sample", "sample", *CHANGES]), st.integers(0, 999)), max_size=15),
-)
-def test_the_short_path_gives_what_the_general_path_gives(first, lanes, history):
-    pair = []
-    for cls in (ReplayBufferMixture, GeneralMixture):
-        torch.manual_seed(0)
-        generators = [torch.Generator().manual_seed(seed) for seed in range(3)]
-        members = {
-            name: member(kind, 0, 8, lanes, generator=generator)
-            for name, kind, generator in zip("ab", (first, "uniform"), generators, strict=False)
-        }
-        pair.append(cls(members, {"a": 0.3, "b": 0.7}, batch_size=13, generator=generators[2]))
-    for step, value in [("sample", 0), ("sample", 0), *history, ("sample", 0), ("sample", 0)]:
-        if step == "sample":
-            assert_same(*(mixed.sample() for mixed in pair))
-        else:
-            for mixed in pair:
-                torch.manual_seed(value)
-                CHANGES[step](mixed, value)
-    stored = torch.arange(len(pair[0]["a"]))
-    if hasattr(pair[0]["a"].sampler, "priority"):
-        assert torch.equal(*(mixed["a"].sampler.priority(stored) for mixed in pair))
-    assert pair[0].health() == pytest.approx(pair[1].health(), nan_ok=True)
-
-
 def test_batches_of_the_short_path_are_fresh_memory():
     mixed = mixture("uniform", "recency")
     batches = [mixed.sample() for _ in range(20)]
@@ -192,7 +131,7 @@ def test_exact_shares_hold_in_every_batch_and_on_average(shares):
     members = {name: member("uniform", 0, 5) for name in ("a", "b", "c")}
     mixed = ReplayBufferMixture(members, dict(zip(members, shares, strict=True)))
     wanted = torch.tensor(shares, dtype=torch.float64) * 7
-    counts = torch.tensor([mixed.counts(7) for _ in range(100_000)], dtype=torch.float64)
+    counts = torch.tensor([mixed.counts(7) for _ in range(20_000)], dtype=torch.float64)
     assert ((counts - wanted).abs() < 1 - 1e-9).all()
     assert (counts.sum(1) == 7).all()
     for each, mean in zip(counts.t(), wanted, strict=True):
@@ -202,8 +141,8 @@ def test_exact_shares_hold_in_every_batch_and_on_average(shares):
 
 def test_drawn_shares_are_multinomial():
     mixed = mixture("uniform", "uniform", shares={"demos": 3, "online": 1}, exact=False)
-    counts = torch.tensor([mixed.counts(2)[0] for _ in range(100_000)])
-    assert power(torch.tensor([1, 6, 9]).numpy() / 16, 100_000, bias=0.02) > 0.95
+    counts = torch.tensor([mixed.counts(2)[0] for _ in range(30_000)])
+    assert power(torch.tensor([1, 6, 9]).numpy() / 16, 30_000, bias=0.04) > 0.95
     assert_follows(torch.bincount(counts, minlength=3), torch.tensor([1, 6, 9]).double() / 16)
     check(mixed, mixed.sample())
 
@@ -228,8 +167,7 @@ def test_weights_are_normalised_over_the_mixture(one, other):
     torch.testing.assert_close(batch["priority_weight"].double(), raw / most, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("kind", ["proportional", "rank"])
-@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize(("kind", "exact"), [("proportional", True), ("rank", False)])
 def test_a_row_has_the_same_weight_whichever_members_are_in_its_batch(kind, exact):
     mixed = mixture("uniform", kind, exact=exact, batch_size=8, shares={"demos": 0.05, "online": 0.95})
     mixed.members["demos"] = demos = member(kind, 0, 25)
@@ -277,21 +215,6 @@ def test_priorities_go_home(lanes):
     outside["index"].view(64, -1)[-1, 0] += CAPACITY
     for name, rb in mixed.members.items():
         assert torch.equal(rb.sampler.priority(torch.arange(len(wanted[name]))), wanted[name])
-
-
-def test_members_with_wrappers():
-    storage = PackedStorage(CAPACITY)
-    wrapped = ReplayBuffer(storage=storage, sampler=SequenceSampler(ProportionalSampler(CAPACITY), 4))
-    wrapped.extend(rows(0, 20))
-    other = ReplayBuffer(storage=PackedStorage(CAPACITY), sampler=SequenceSampler(UniformSampler(), 4))
-    other.extend(rows(500, 20))
-    mixed = ReplayBufferMixture({"a": wrapped, "b": other}, {"a": 0.5, "b": 0.5}, batch_size=16)
-    batch = mixed.sample()
-    check(mixed, batch)
-    batch["td_error"] = torch.arange(16.0)
-    mixed.update_tensordict_priority(batch)
-    anchors = batch["anchor_index"][:8:4]
-    assert wrapped.sampler.sampler.priority(anchors[-1:]).item() == 7.0
 
 
 def test_schedulers_change_shares():
@@ -382,10 +305,6 @@ def test_a_dump_that_is_not_finished_leaves_the_old_one_whole(when, tmp_path: Pa
     assert len(list(tmp_path.glob("members-*"))) == 1
 
 
-def alone(rb: Any) -> dict[str, Any]:
-    return {"members": {"a": rb}}
-
-
 def numbered(first: int, count: int = 10, **kwargs: Any) -> ReplayBuffer:
     rb = ReplayBuffer(storage=PackedStorage(100), **kwargs)
     rb.extend(TensorDict({"number": torch.arange(first, first + count)}, [count]))
@@ -400,7 +319,7 @@ def test_threads_that_sample_get_batches_of_their_own():
     mixed.sample()
 
     def draw() -> bool:
-        batches = [mixed.sample() for _ in range(1_000)]
+        batches = [mixed.sample() for _ in range(300)]
         return all(bool(((batch["number"] >= 1_000) == batch["source"].bool()).all()) for batch in batches)
 
     with ThreadPoolExecutor(3) as pool:
