@@ -184,6 +184,10 @@ def counted(seed: int) -> dict[str, Any]:
     return {"stats": EpisodeStats(), "count_replays": True, "transform": norm, "batch_size": BATCH + 4 * seed} | flow
 
 
+def unchanged(batch: TensorDictBase) -> TensorDictBase:
+    return batch
+
+
 def positive_fn(batch: TensorDictBase) -> torch.Tensor:
     return 1 + reward_fn(batch)
 
@@ -222,6 +226,8 @@ OTHERS = {
     "reservoir": Form(options=lambda seed: {"writer": ReservoirWriter()}, lanes=0),
     "generations": Form(options=lambda seed: {"writer": RingWriter(track_generations=True)}, lanes=2),
     "a device": Form(options=lambda seed: {"device": "cpu"}, ids=True, lanes=2),
+    "drawn ahead": Form(options=lambda seed: {"prefetch": 2, "transform": unchanged}),
+    "a device, drawn ahead": Form(options=lambda seed: {"device": "cpu", "prefetch": 2}, lanes=2),
     "emptied": Form(emptied=True),
     "emptied, observations once": Form(emptied=True, lanes=2, storage=partial(PackedStorage, share_next=True)),
     "emptied, shared": Form(emptied=True, storage=partial(PackedStorage, shared=True)),
@@ -469,7 +475,8 @@ OF_BUFFER = "_sample_calls", "_sampled_items", "health"  # not in its parts
 def ignored(name: str, way: str, used: bool) -> set[str]:
     """Return names of what a way does not carry."""
     by_torchrl = way == "dumped parts" or (way == "dump" and name.endswith("TorchRL's buffer"))
-    forms = ("layout",) if by_torchrl else ()  # its dumps have their own order of keys, and no clock
+    forms: tuple[str, ...] = ("layout",) if by_torchrl else ()  # its dumps have their own order of keys, and no clock
+    forms += ("stale_updates",) if "drawn ahead" in name else ()  # counted by a process, before the way too
     return {*ALWAYS, *(CLOCK if used or by_torchrl else ()), *forms, *(OF_BUFFER if way in PARTS else ())}
 
 
