@@ -104,24 +104,6 @@ def test_a_set_comes_back_byte_for_byte(name, share_next):
     assert_same_bytes(without, dataset, infos=False)
 
 
-def test_rows_are_the_steps_of_the_episodes():
-    dataset = recorded("a dict")
-    rb = ReplayBuffer.from_minari(dataset.id)
-    rows, start = rb.chronological(), 0
-    for episode in dataset:
-        part = rows[start : start + len(episode)]
-        camera, speed = episode.observations["camera"], episode.observations["body"]["speed"]
-        assert np.array_equal(part["camera"], camera[:-1])
-        assert np.array_equal(part["next", "camera"], camera[1:])  # the final observation included
-        assert np.array_equal(part["next", "body", "speed"], speed[1:])
-        assert np.array_equal(part["action", "steer"], episode.actions["steer"])
-        assert np.array_equal(part["next", "reward"][:, 0], episode.rewards)
-        assert np.array_equal(part["next", "terminated"][:, 0], episode.terminations)
-        assert np.array_equal(part["next", "truncated"][:, 0], episode.truncations)
-        assert (part["collector", "traj_ids"] == episode.id).all()
-        start += len(episode)
-
-
 def test_an_episode_without_an_end_does_not_run_into_the_next():
     number = np.arange(4.0)[:, None]
     flags = {"rewards": np.zeros(3), "terminations": np.zeros(3, bool), "truncations": np.zeros(3, bool)}
@@ -273,14 +255,6 @@ def test_what_minari_cannot_hold_leaves_no_set_behind(monkeypatch):
     with pytest.raises(ValueError, match="nonsense"):
         again.to_minari("toy/again-v0", **spaces_of(dataset), data_format="nonsense")
     again.to_minari("toy/again-v0", **spaces_of(dataset))
-
-
-def test_imported_rows_wait_for_no_batch_and_open_the_buffer():
-    dataset = recorded()
-    rb: Any = ReplayBuffer.from_minari(dataset, samples_per_insert=1.0, min_size=2, batch_size=1)
-    for _ in range(2):
-        rb.add(rb.sample()[0].exclude("index"))
-    assert rb.flow.report()["inserts"] == len(ReplayBuffer.from_minari(dataset)) + 2
 
 
 def test_a_bar_shows_what_has_been_read(capsys):

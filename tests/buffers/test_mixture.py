@@ -7,19 +7,17 @@ from pathlib import Path
 from threading import Lock, Thread
 from typing import Any
 
-import gymnasium
 import pytest
 import torch
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage
-from torchrl.data.replay_buffers import SamplerWithoutReplacement, SliceSampler
+from torchrl.data.replay_buffers import SamplerWithoutReplacement
 from torchrl.data.replay_buffers.scheduler import LinearScheduler
 from torchrl.envs.transforms import Transform
 from torchrl.trainers import ReplayBufferTrainer
 
 from rlbuf_td import (
     FreshRowsSampler,
-    GymnasiumRecorder,
     MinibatchSampler,
     PackedStorage,
     ProportionalSampler,
@@ -99,17 +97,6 @@ def test_members_may_have_unlike_numbers_of_lanes():
     mixed.update_tensordict_priority(batch)
     drawn = batch["index"][batch["source"] == 1].unique(dim=0)
     assert (members["online"].sampler.priority(torch.arange(30)) == 50).sum() == len(drawn)
-
-
-def test_batches_of_the_short_path_are_fresh_memory():
-    mixed = mixture("uniform", "recency")
-    batches = [mixed.sample() for _ in range(20)]
-    kept = [batch.clone() for batch in batches]
-    for batch in batches:
-        batch["observation"].add_(1)
-    for batch, before in zip(batches, kept, strict=True):
-        assert torch.equal(batch["number"], before["number"])
-        assert torch.equal(batch["observation"], before["observation"] + 1)
 
 
 @pytest.mark.parametrize(("one", "other"), [("uniform", "uniform"), ("uniform", "proportional")])
@@ -264,23 +251,6 @@ def test_repr_names_the_members():
     assert len(mixed) == 0
 
 
-def test_a_recorder_may_extend_the_schema_of_a_member():
-    env = gymnasium.make_vec("CartPole-v1", num_envs=2, vectorization_mode="sync")
-    demos, online = (ReplayBuffer.from_env(env, 40) for _ in range(2))
-    record(demos, env, 9)
-    mixed = ReplayBufferMixture({"demos": demos, "online": online}, {"demos": 0.5, "online": 0.5}, batch_size=8)
-    record(online, env, 9)
-    for _ in range(2):
-        assert ("collector", "traj_ids") in mixed.sample().keys(include_nested=True)
-
-
-def record(rb: ReplayBuffer, env: Any, count: int) -> None:
-    recorder = GymnasiumRecorder(rb, env)
-    recorder.reset(seed=0)
-    for _ in range(count):
-        recorder.step(env.action_space.sample())
-
-
 @pytest.mark.parametrize("when", ["before the last member", "before the commit"])
 def test_a_dump_that_is_not_finished_leaves_the_old_one_whole(when, tmp_path: Path, monkeypatch):
     mixed, other = mixture("proportional", "rank"), mixture("proportional", "rank")
@@ -335,18 +305,6 @@ def test_shares_are_loaded_by_name():
     assert dict(zip(again.names, again.counts(8), strict=True)) == {"one": 6, "other": 2}
 
 
-def test_flow_control_of_a_member_counts_its_rows():
-    members = {"one": numbered(0, 4, samples_per_insert=1.0, min_size=4), "other": numbered(0)}
-    mixed = ReplayBufferMixture(members, HALF, batch_size=4)
-    for _ in range(3):
-        mixed.sample()
-        mixed.extend(TensorDict({"number": torch.arange(2)}, [2]), "one")
-    flow: Any = mixed["one"].flow
-    assert flow.report()["samples"] == 6
-    with pytest.raises(RuntimeError, match="flow control does not admit a batch of 2 rows"):
-        all(mixed.sample() is not None for _ in range(9))
-
-
 @pytest.mark.parametrize("sampler", [None, SamplerWithoutReplacement()])
 def test_members_that_need_torchrls_general_path(sampler):
     one = ReplayBuffer(storage=LazyTensorStorage(10), sampler=sampler)
@@ -363,15 +321,9 @@ def test_health_is_of_the_last_batch():
     health = mixed.health()
     assert health["one/age_max"] > 60
     assert (health["one/share"], health["one/rows"], health["other/rows"]) == (0.5, 100, 10)
-    batch = mixed.sample()
-    last: Any = mixed["one"].last_draw
-    assert torch.equal(last.index, batch["index"][:32])
+    mixed.sample()
     mixed.extend(TensorDict({"number": torch.arange(900)}, [900]))
     assert mixed.health()["one/age_max"] < 100  # the age at the draw
-    own = mixed["one"].sample(5)
-    mixed.health()
-    last = mixed["one"].last_draw
-    assert torch.equal(last.index, own["index"])
 
 
 def test_entries_are_written_back_to_their_members():
@@ -431,14 +383,6 @@ def test_fresh_rows_of_probability_zero_leave_weights_finite(size):
     assert ((weight > 0) & (weight <= 1)).all()
 
 
-def test_weights_that_underflow_stay_finite():
-    one = numbered(0, sampler=ProportionalSampler(100, alpha=1.0, beta=2.0))
-    one.update_priority(torch.arange(10), torch.tensor([1e20] * 9 + [0.0]))
-    weight = ReplayBufferMixture({"one": one, "other": numbered(0)}, HALF, batch_size=8).sample()["priority_weight"]
-    assert ((weight >= 0) & (weight <= 1)).all()
-    assert (weight[4:] > 0).all()
-
-
 def test_a_member_that_has_left_is_not_in_later_dumps(tmp_path):
     members = {"one": numbered(0), "other": numbered(0)}
     ReplayBufferMixture(members, HALF).dumps(tmp_path)
@@ -490,34 +434,6 @@ def test_weights_are_of_the_moment_of_the_draw(device):
     one = numbered(0, 50, sampler=sampler, transform=Later([], []), device=device)
     mixed = ReplayBufferMixture({"one": one, "other": numbered(0, 50)}, HALF, batch_size=8)
     assert mixed.sample()["priority_weight"].tolist() == [1.0] * 8
-
-
-@pytest.mark.parametrize("sizes", [{"slice_len": 4}, {"num_slices": 2}])
-def test_members_with_slices_give_whole_slices(sizes):
-    sliced = ReplayBuffer(
-        storage=PackedStorage(60), sampler=SliceSampler(traj_key="episode", truncated_key=None, **sizes)
-    )
-    data = rows(0, 40)
-    data["episode"] = torch.arange(40) // 10
-    sliced.extend(data)
-    other = ReplayBuffer(storage=PackedStorage(60))
-    other.extend(data)
-    mixed = ReplayBufferMixture({"one": sliced, "other": other}, {"one": 0.6, "other": 0.4}, batch_size=16)
-    for _ in range(20):
-        batch = mixed.sample()
-        index = batch["index"][batch["source"] == 0].view(sizes.get("num_slices", -1), sizes.get("slice_len", -1))
-        assert (index.diff() == 1).all()
-
-
-def test_a_dump_leaves_other_folders_alone(tmp_path):
-    other = tmp_path / "members-of-the-club"
-    other.mkdir()
-    (tmp_path / "members-notes.txt").write_text("mine")
-    mixed = mixture("uniform", "uniform")
-    for _ in range(3):
-        mixed.dumps(tmp_path)
-    assert other.is_dir()
-    assert (tmp_path / "members-notes.txt").read_text() == "mine"
 
 
 def test_sequences_of_other_lengths_and_lanes_are_mixed():

@@ -201,36 +201,6 @@ def test_several_td_errors_a_row_are_reduced_by_magnitude(lanes, shape, reductio
         assert last.tolist() == [{"max": 24.0, "mean": 12.0}.get(reduction, 8.0) if shape == (4,) else 8.0]
 
 
-@pytest.mark.parametrize("lanes", [0, 3])
-def test_order_of_age_is_kept_across_the_wrap(lanes):
-    rb = make(ReplayBuffer, "uniform", lanes=lanes)
-    assert not rb.full
-    steps = 20 if lanes else 60
-    history: list[int] = []
-    for round_ in range(9):
-        rb.extend(transitions(7, lanes=lanes, start=round_ * 100))
-        history += [round_ * 100 + t for t in range(7)]
-        age = rb.chronological()
-        assert age.batch_size == ((min(len(history), steps), 3) if lanes else (min(len(history), steps),))
-        first_lane = age["observation"][:, 0, 0] if lanes else age["observation"][:, 0]
-        assert first_lane.long().tolist() == history[-steps:]
-        last = rb.last(3)["observation"]
-        assert (last[:, 0, 0] if lanes else last[:, 0]).long().tolist() == history[-3:]
-    assert rb.full
-    age.zero_()
-    assert rb.storage["observation"].any()
-
-
-@pytest.mark.parametrize(("lanes", "count"), [(0, 3), (3, 1)])
-def test_the_data_of_a_write_is_left_alone_and_may_be_one_step_of_lanes(lanes, count):
-    rb = make(ReplayBuffer, "proportional", lanes=lanes)
-    data = transitions(count, lanes=lanes)
-    before = data.clone()
-    index = rb.extend(data.lock_())
-    assert index.tolist() == ([[0, 0], [0, 1], [0, 2]] if lanes else [0, 1, 2])
-    assert_same(data, before)
-
-
 @pytest.mark.parametrize("ndim", [1, 2])
 def test_rows_that_are_batches_come_back_as_such(ndim):
     rb = ReplayBuffer(storage=PackedStorage(12, ndim=ndim), sampler=ProportionalSampler(12), batch_size=4)
@@ -302,19 +272,6 @@ def test_what_has_been_extended_can_be_given_priorities_afterwards(lanes):
     shaped = index.view(4, 3, 2).transpose(0, 1) if lanes else index
     rb.update_priority(shaped, data["observation"][..., 0] + 2)  # lanes first, both alike
     assert torch.equal(rb.sampler.priority(torch.arange(len(rb))), (stored + 2).double())
-
-
-def test_a_sampler_put_in_place_later_knows_the_rows_and_the_generator():
-    rb = filled(30)
-    sampler = ProportionalSampler(60)
-    rb.set_sampler(sampler)
-    rb.extend(transitions(10))
-    assert (sampler.priority(torch.arange(40)) == 1.0).all()
-    assert sampler._rng is rb._rng
-    rb.update_priority(torch.arange(40), torch.full((40,), 3.0))
-    rb.set_sampler(UniformSampler())
-    rb.set_sampler(sampler)
-    assert (sampler.priority(torch.arange(40)) == 3.0).all()
 
 
 def test_a_storage_put_in_place_later_takes_the_writes():

@@ -205,16 +205,6 @@ def test_a_synced_dump_also_syncs_files_of_an_unsynced_one(small_chunks, tmp_pat
     assert not files & set(synced)
 
 
-def test_a_truncated_file_of_the_previous_dump_is_written_again(tmp_path):
-    rb = of_rows()
-    extend_by(rb, ROWS, 3)
-    rb.dumps(tmp_path)
-    for file in (tmp_path / "data").glob("*.bin"):
-        os.truncate(file, 5)
-    rb.dumps(tmp_path)
-    of_rows().loads(tmp_path)
-
-
 def test_a_dump_in_the_scratch_dir_survives_later_writes(tmp_path):
     rb = of_rows(tmp_path)
     extend_by(rb, 3_000, 0)

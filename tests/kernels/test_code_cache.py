@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -61,40 +60,6 @@ def test_changed_sources_are_compiled_anew(tmp_path):
     (room / "inner.py").write_text(INNER.format(2))
     assert say(1) == ([3], True)
     (_,) = (room / "__pycache__" / "rlbuf_td").iterdir()  # what the first version compiled is gone
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pseudo-terminals")
-def test_a_terminal_shows_a_bar_that_disappears(tmp_path):
-    room = copy_room(tmp_path)
-    (room / "outer.py").write_text(OUTER)
-    (room / "inner.py").write_text(INNER.format(1))
-
-    def say(code: str) -> tuple[str, str]:
-        terminal, end = os.openpty()
-        command = [sys.executable, "-c", f"from rlbuf_td.kernels.outer import outer\n{code}"]
-        variables = os.environ | {"NUMBA_CACHE_DIR": "", "COLUMNS": "80", "TERM": "xterm"}
-        done = subprocess.run(command, cwd=tmp_path, env=variables, stdout=subprocess.PIPE, stderr=end, text=True)
-        os.close(end)
-        said = b""
-        with suppress(OSError):  # Linux reports the end as an error
-            while part := os.read(terminal, 4096):
-                said += part
-        os.close(terminal)
-        return done.stdout, said.decode()
-
-    out, bar = say("print(outer(1)); print(outer(1.5))")
-    assert out == "2\n2.5\n"
-    shown = bar.split("\r\x1b[K")
-    for number, functions in ((1, 2), (2, 1)):  # one compilation for each type
-        assert f"|          | 0/{functions}, 0 s, first-time compilation {number}: outer, outer" in shown
-    assert any("|#####     | 1/2, " in line for line in shown)
-    assert bar.endswith("\r\x1b[K")
-    assert "\n" not in bar
-    assert max(map(len, shown)) < 80
-    assert say("print(outer(1))") == ("2\n", "")
-    _, log = say("import logging; logging.basicConfig(); outer(1j)")  # the user's handlers get the message
-    assert log.startswith("WARNING:rlbuf_td:rlbuf_td is compiling its loops")
 
 
 def test_the_first_place_that_can_be_written_to_is_taken(tmp_path, monkeypatch):

@@ -18,17 +18,13 @@ from tensordict import TensorDict
 from torchrl.collectors import Collector
 from torchrl.envs import CatFrames, EnvBase, GymEnv, GymWrapper, RewardSum, SerialEnv, StepCounter, TransformedEnv
 
-from rlbuf_td import HindsightSampler, PackedStorage, ReplayBuffer, UniformSampler, plan
-from rlbuf_td.checkpoint import open_checkpoint
-from rlbuf_td.diagnostics.doctor import check as diagnose
+from rlbuf_td import PackedStorage, ReplayBuffer, plan
 from rlbuf_td.kernels.huge_pages import advise
-from rlbuf_td.kernels.rows import cpu
 from rlbuf_td.kernels.rows.read_ahead import IS_KNOWN
 from rlbuf_td.storages.allocate import find_rows
 from rlbuf_td.storages.rows.dedup import DedupRows
 from tests.catalogue import assert_same
 from tests.kernels.invariants import check_pool
-from tests.model import Model, World, reward_fn
 from tests.residency import resident_of
 from tests.storages.test_sharing import all_elsewhere
 
@@ -97,14 +93,6 @@ def chain(count: int, width: int = 8, length: int | None = None) -> TensorDict:
     if length is not None:
         following[length - 1 :: length] = torch.rand(len(following[length - 1 :: length]), width)
     return TensorDict({"observation": seen[:-1].clone(), "next": {"observation": following}}, [count])
-
-
-def assert_refilled(storage: PackedStorage, data: TensorDict) -> None:
-    storage._empty()
-    for start in (0, 3):
-        storage.set(range(start, 10), data[start:])
-    assert_same(storage[:], data)
-    check_pool(pooled(storage).table)
 
 
 def test_rows_of_one_trajectory_take_one_observation_each() -> None:
@@ -211,37 +199,6 @@ def test_a_stack_that_repeats_its_first_frame_stores_it_once() -> None:
     assert pooled(storage).in_use[0] == 62
 
 
-def test_a_reserved_storage_decides_with_the_first_write() -> None:
-    storage = PackedStorage(10, share_next="auto")
-    storage.reserve(chain(1)[0])
-    assert storage.dedup is not None
-    storage.set(range(4), TensorDict({"observation": torch.rand(4, 8), "next": {"observation": torch.rand(4, 8)}}, [4]))
-    assert storage.dedup is None
-    storage = PackedStorage(10, share_next="auto")
-    storage.reserve(chain(1)[0])
-    storage.set(range(4), chain(4))
-    assert storage.dedup is not None
-
-
-def test_rows_of_another_device_grow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlbuf_td.storages.allocate.grows", lambda device: True)
-    storage, plain = PackedStorage(60, share_next=True), PackedStorage(60)
-    taken = []
-    for start in range(0, 60, 5):
-        data = chain(5)
-        for one in (storage, plain):
-            one.set(range(start, start + 5), data)
-        assert_same(storage[:], plain[:])
-        taken.append(len(pooled(storage).table.entries[0]))
-    assert pooled(storage).matrix.untyped_storage().nbytes() < 60 * 40 + 2 * 4096
-    assert taken[0] < taken[-1] < 120
-    data = chain(60, length=1)
-    for one in (storage, plain):
-        one.set(torch.ones(60, dtype=torch.bool), data)
-    assert_same(storage[:], plain[:])
-    check_pool(pooled(storage).table)
-
-
 @pytest.mark.parametrize("start", [1, 0])
 def test_rows_can_be_moved_within_the_storage(start) -> None:
     """What a slice gives holds views of what rows do not share."""
@@ -252,32 +209,6 @@ def test_rows_can_be_moved_within_the_storage(start) -> None:
     expected = data.clone()
     expected[start : start + 9] = data[1 - start : 10 - start]
     assert_same(storage[:], expected)
-
-
-@pytest.mark.parametrize("shared", [False, True])
-def test_rows_beyond_those_that_were_loaded_hold_nothing(shared) -> None:
-    storage, plain, data = PackedStorage(10, share_next=True, shared=shared), PackedStorage(10), chain(10)
-    storage.set(range(10), data)
-    plain.set(range(5), chain(5))
-    storage.load_state_dict(plain.state_dict())
-    assert_same(storage[:], plain[:])
-    assert pooled(storage).in_use == [6]
-    check_pool(pooled(storage).table)
-    assert_refilled(storage, data)
-
-
-def test_a_load_in_several_parts_leaves_entries_that_a_dead_process_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlbuf_td.storages.rows.dedup._CHUNK", 1)
-    storage, other = (PackedStorage(10, share_next=True, shared=shared) for shared in (True, False))
-    storage.set(range(10), chain(10))
-    other.set(range(10), chain(10))
-    rows = pooled(storage)
-    names = rows.table.names(0).unique().long() - 1
-    entries = rows.table.entries[0][names].clone()
-    monkeypatch.setattr(rows, "rebuild", lambda: None)
-    storage.load_state_dict(other.state_dict())
-    assert_same(storage[:], other[:])
-    assert (rows.table.entries[0][names] == entries).all()
 
 
 @pytest.mark.parametrize(
@@ -361,14 +292,6 @@ def test_a_dump_goes_to_another_capacity(kind, capacity, tmp_path: Path) -> None
     assert_same(*results)
 
 
-def test_a_dump_can_be_opened_by_itself(tmp_path: Path) -> None:
-    original = filled(POOLED)
-    original.dumps(tmp_path)
-    found = open_checkpoint(tmp_path)
-    assert_same(found.rows, original[:])
-    assert diagnose(tmp_path).codes == diagnose(original).codes
-
-
 def test_the_plan_counts_what_is_shared() -> None:
     rb = filled(POOLED, capacity=4000, steps=4500)
     needed = plan(rb)
@@ -422,35 +345,6 @@ def drop_from_memory(folder: Path) -> None:
         os.close(descriptor)
 
 
-@pytest.mark.parametrize(("how", "ndim"), [("plain", 1), ("once", 2), ("frames", 1)])
-def test_what_is_read_ahead_is_what_is_read(how, ndim, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
-
-    def is_absent(*arguments: int) -> bool:
-        asked.append(arguments)
-        return True
-
-    monkeypatch.setattr(cpu, "is_absent", is_absent)
-    plain, mapped = PackedStorage(400, ndim=ndim), PackedStorage(400, ndim=ndim, scratch_dir=tmp_path, **HOW[how])
-    data = Lanes(2, 0).steps(200, 0.1) if ndim > 1 else Lanes(1, 0).steps(300, 0.1)[:, 0]
-    for storage in (plain, mapped):
-        storage.set(range(len(data)), data)
-    live = len(data) * (2 if ndim > 1 else 1)
-    for count in (2, 7, 300):
-        flat = torch.randint(live, (count,))
-        steps = torch.randint(-len(data), len(data), (count,))
-        assert_same(plain.gather(flat), mapped.gather(flat))
-        assert_same(plain.get(steps), mapped.get(steps))
-        if ndim > 1:
-            index = flat // 2, flat % 2
-            assert_same(plain.get(index), mapped.get(index))
-    assert asked
-    with pytest.raises((IndexError, RuntimeError)):
-        mapped.gather(torch.tensor([0, live]))
-    with pytest.raises(IndexError):
-        mapped.get(torch.tensor([0, len(data)]))
-
-
 @pytest.mark.skipif(not IS_KNOWN, reason="the system does not tell what is in memory")
 @pytest.mark.parametrize("how", HOW)
 def test_rows_that_are_not_in_memory_are_asked_for(how, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -480,17 +374,6 @@ def test_rows_that_are_not_in_memory_are_asked_for(how, tmp_path: Path, monkeypa
         pytest.skip("this file system keeps its files in memory")
     assert_same(reopened.at_cells(torch.arange(100)), expected)
     assert asked
-
-
-def test_samplers_that_read_rows_themselves_ask_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-    monkeypatch.setattr("rlbuf_td.storages.rows.ask_for_rows", lambda rows, cells: asked.append(len(cells)))
-    sampler = HindsightSampler(UniformSampler(), reward_fn)
-    rb = ReplayBuffer(storage=PackedStorage(40, scratch_dir=tmp_path), sampler=sampler, batch_size=16)
-    World(rb, Model(40)).extend(20)
-    rb.sample()
-    rb.sample()
-    assert asked[-1] == 16
 
 
 def test_a_file_takes_no_more_than_is_used(tmp_path: Path) -> None:
@@ -535,25 +418,6 @@ def test_a_full_disk_is_an_error_before_anything_is_written(tmp_path: Path, monk
     assert_same(rb[:], plain[:])
     check_pool(pooled(rb.storage).table)
     assert rb.write_count == plain.write_count
-
-
-def test_a_full_disk_is_an_error_before_anything_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    storage, other = PackedStorage(3000, scratch_dir=tmp_path, share_next=True), PackedStorage(3000, share_next=True)
-    seen = torch.rand(3001, 8)
-    data = TensorDict({"observation": seen[:-1], "next": {"observation": seen[1:]}}, [3000])
-    storage.set(range(9), data[:9])
-    other.set(range(3000), data)
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "no space")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "posix_fallocate", full)
-        with pytest.raises(OSError, match="no space"):
-            storage.load_state_dict(other.state_dict())
-    assert_same(storage[:], data[:9])
-    storage.load_state_dict(other.state_dict())
-    assert_same(storage[:], data)
 
 
 class Screen(gymnasium.Env):

@@ -13,9 +13,8 @@ import torch
 from tensordict import TensorDict
 
 from rlbuf_td import MemoryWarning, PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer
-from rlbuf_td.storages import allocate as memory
 from rlbuf_td.storages import memory_budget as _room
-from rlbuf_td.storages.memory_budget import Purpose, Room, require_room, show_bytes
+from rlbuf_td.storages.memory_budget import Purpose, Room, require_room
 
 GIB = 1 << 30
 MEMINFO = f"MemTotal: {8 << 20} kB\nMemFree: {1 << 20} kB\nMemAvailable: {6 << 20} kB\nSwapTotal: {2 << 20} kB\n"
@@ -74,20 +73,6 @@ def test_memory_is_read_where_the_system_tells_it(system: Any, files: dict[str, 
     assert _room.ram() == expected
 
 
-def test_a_system_without_proc_tells_its_size_at_most(system: Any) -> None:
-    room = _room.ram()
-    assert (room.place, room.free) == ("RAM", None)
-    assert room.words() == "RAM of unknown size"
-
-
-def test_a_disk_is_asked_by_the_folder_that_is_there(tmp_path: Path) -> None:
-    room = _room.disk(tmp_path / "not" / "yet")
-    assert room.place == f"disk ({tmp_path / 'not' / 'yet'})"
-    assert room.free is not None
-    assert room.total is not None
-    assert 0 < room.free <= room.total
-
-
 def test_shared_tensors_are_limited_by_their_file_system_and_by_the_memory(system, tmp_path, monkeypatch):
     system()
     monkeypatch.setattr(_room, "_SHARED", tmp_path)
@@ -143,13 +128,6 @@ def test_what_fits_or_cannot_be_known_passes_without_a_word(monkeypatch, nbytes,
         ask(monkeypatch, nbytes, room, **settings)
 
 
-@pytest.mark.parametrize(
-    ("nbytes", "words"), [(0, "0 bytes"), (1024, "1.0 KiB"), (1536 << 20, "1.5 GiB"), (1 << 80, "1,048,576.0 EiB")]
-)
-def test_bytes_are_shown_in_the_unit_that_suits_them(nbytes: int, words: str) -> None:
-    assert show_bytes(nbytes) == words
-
-
 def step(n: int = 2) -> TensorDict:
     pixels = torch.zeros(n, 3, 64, 64, dtype=torch.uint8)
     return TensorDict({"pixels": pixels, "next": {"done": torch.zeros(n, 1, dtype=torch.bool)}}, [n])
@@ -170,14 +148,6 @@ def test_a_buffer_that_will_not_fit_warns_once_with_numbers_and_remedy() -> None
     rb.extend(step(600))  # a warning would be an error
     rb.add(step()[0])
     assert len(rb) == 603
-
-
-@pytest.mark.usefixtures("crowded")
-def test_rows_reserved_and_then_fixed_with_more_keys_warn_once() -> None:
-    with pytest.warns(MemoryWarning, match="1,000 rows"):
-        rb = ReplayBuffer.from_schema(step()[0], 1_000)
-    rb.extend(step().set("more", torch.zeros(2, 7)))  # a warning would be an error
-    assert rb.storage["more"].shape == (2, 7)
 
 
 @pytest.mark.usefixtures("crowded")
@@ -239,16 +209,6 @@ def test_small_shared_file_systems_limit_priorities_but_not_rows(tmp_path, monke
         prioritized.share()
     assert prioritized.storage.shared_rows is None
     assert len(prioritized.sample(4)) == 4
-
-
-@pytest.mark.parametrize("shared", [False, True])
-def test_memory_that_the_system_refuses_is_a_memory_error(shared, monkeypatch):
-    monkeypatch.setattr(memory, "require_room", lambda *_, **__: None)
-    storage = PackedStorage(10**13, shared=shared)
-    words = r"10,000,000,000,000 rows of 12,\d+ bytes take 109.7 PiB, which cannot be allocated: .* GiB of "
-    with pytest.raises(MemoryError, match=words):
-        storage.set(range(2), step())
-    assert not storage.initialized
 
 
 @pytest.mark.usefixtures("crowded")

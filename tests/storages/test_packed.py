@@ -407,17 +407,6 @@ def test_reads_of_changing_sizes_give_the_rows_at_the_index(schema: Schema) -> N
             assert all(leaf.is_contiguous() for leaf in batch.values(True, True))
 
 
-def test_batches_share_no_memory() -> None:
-    storage = holding(numbered(40))
-    index = torch.arange(8)
-    batches = [storage.get(index) for _ in range(20)]
-    for batch in batches[::2]:
-        batch["id"].fill_(-1)
-    assert all((batch["id"] == index).all() for batch in batches[1::2])
-    assert len({batch["id"].untyped_storage().data_ptr() for batch in batches}) == 20
-    assert (storage.get(index)["id"] == index).all()
-
-
 def test_a_batch_that_was_read_in_inference_mode_can_be_changed() -> None:
     storage, index = holding(numbered(10)), torch.arange(4)
     storage.get(index)
@@ -447,10 +436,6 @@ def layout_of(schema: Schema) -> RowLayout:
     return RowLayout(transitions(schema, 2), lead_dims=1)
 
 
-def bytes_layout(nbytes: int) -> RowLayout:
-    return RowLayout(TensorDict({"x": torch.zeros(1, nbytes, dtype=torch.uint8)}, [1]), lead_dims=1)
-
-
 def padded(nbytes: int) -> int:
     return -(-nbytes // CACHE_LINE) * CACHE_LINE
 
@@ -472,11 +457,6 @@ def test_leaves_lie_aligned_in_descending_item_size(schema: Schema):
     assert end == layout.data_bytes <= layout.row_bytes
     assert len(layout.groups) == len({leaf.dtype for leaf in layout.leaves})
     assert sorted(slot for group in layout.groups for _, slot, _ in group.parts) == list(range(len(layout.leaves)))
-
-
-def test_a_row_is_padded_to_8_bytes_or_cheaply_to_a_cache_line() -> None:
-    for nbytes, row_bytes in ((1, 8), (8, 8), (56, 56), (57, 64), (121, 128), (232, 232), (250, 256), (1_000, 1_024)):
-        assert bytes_layout(nbytes).row_bytes == row_bytes
 
 
 def test_each_schema_has_a_layout_of_its_own() -> None:

@@ -288,10 +288,8 @@ def test_an_emptied_storage_is_continued(tmp_path: Path) -> None:
         die()
 
     killed(work)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        storage = opened(tmp_path)
-        rb = ReplayBuffer(storage=storage, sampler=ProportionalSampler(CAPACITY), batch_size=4)
+    storage = opened(tmp_path)
+    rb = ReplayBuffer(storage=storage, sampler=ProportionalSampler(CAPACITY), batch_size=4)
     assert len(storage) == 0
     rb.extend(rows(torch.arange(20)))
     assert last_numbers(storage) == [19]
@@ -450,9 +448,7 @@ def test_all_priorities_are_continued(tmp_path: Path, lanes: int, name: str, is_
         die()
 
     killed(work)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        rb = buffer(tmp_path, lanes, name)
+    rb = buffer(tmp_path, lanes, name)
     number, magnitude = magnitudes(rb)
     assert (left[0, : len(number)] == number).all()
     assert (left[1, : len(number)] == magnitude).all()
@@ -505,9 +501,7 @@ def test_rows_written_without_priorities_are_new(tmp_path: Path) -> None:
     assert (magnitude[is_new] == NEW).all()
     assert (magnitude[~is_new] == own(number[~is_new])).sum() >= (~is_new).sum() - 1
     del rb
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert (magnitudes(buffer(tmp_path, 0, "rank"))[1] == magnitude).all()
+    assert (magnitudes(buffer(tmp_path, 0, "rank"))[1] == magnitude).all()
 
 
 def spoil_header(file: Path) -> None:
@@ -565,26 +559,9 @@ def test_a_load_and_an_emptied_buffer_are_kept(tmp_path: Path) -> None:
     number, magnitude = magnitudes(rb)
     assert (magnitude[number < 30] == own(number[number < 30])).all()
     del rb
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        found = magnitudes(buffer(tmp_path / "rows", 0, "proportional"))
+    found = magnitudes(buffer(tmp_path / "rows", 0, "proportional"))
     assert (found[0] == number).all()
     assert (found[1] == magnitude).all()
-
-
-def test_a_ring_that_grows_to_whole_time_steps_is_kept(tmp_path: Path) -> None:
-    def work() -> None:
-        rb = ReplayBuffer(storage=PackedStorage(20, ndim=2, scratch_dir=tmp_path, reopen=True), sampler=RankSampler(20))
-        rb.extend(rows(torch.arange(21)).reshape(3, 7))  # 7 time steps of 3 lanes
-        rb.update_priority(torch.arange(21), torch.arange(21) + 2.0)
-        die()
-
-    killed(work)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        rb = ReplayBuffer(storage=PackedStorage(20, ndim=2, scratch_dir=tmp_path, reopen=True), sampler=RankSampler(20))
-        rb._initialize()
-    assert rb.sampler.priorities.law.table.magnitude[:21].tolist() == [float(number) for number in range(2, 23)]
 
 
 def test_updates_after_a_load_are_kept_without_a_write(tmp_path: Path) -> None:
@@ -599,20 +576,7 @@ def test_updates_after_a_load_are_kept_without_a_write(tmp_path: Path) -> None:
         die()
 
     killed(work)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        number, magnitude = magnitudes(buffer(tmp_path / "rows", 0, "proportional"))
-    assert (magnitude == own(number)).all()
-
-
-def test_a_storage_that_is_set_later_brings_its_priorities(tmp_path: Path) -> None:
-    killed(partial(begin_and_die, tmp_path, 0, "proportional"))
-    rb = ReplayBuffer(storage=PackedStorage(CAPACITY), sampler=ProportionalSampler(CAPACITY), batch_size=4)
-    rb.set_storage(opened(tmp_path))
-    assert (magnitudes(rb)[1] == NEW).sum() == 1
-    rb.update_priority(torch.arange(30), own(rb.storage["x"][:30]).float())
-    del rb
-    number, magnitude = magnitudes(buffer(tmp_path, 0, "proportional"))
+    number, magnitude = magnitudes(buffer(tmp_path / "rows", 0, "proportional"))
     assert (magnitude == own(number)).all()
 
 

@@ -15,114 +15,50 @@ from rlbuf_td import (
     NStepSampler,
     PackedStorage,
     ReplayBuffer,
-    RolloutBuffer,
     SchemaError,
+    SequenceSampler,
     UniformSampler,
 )
 from rlbuf_td.functional import generalized_advantage_estimate, td_lambda_return_estimate
-from tests.environments import Walk, rewarded
+from tests.environments import Walk
 
-GAMMA, LMBDA, STEPS, LANES, KINDS = 0.9, 0.8, 24, 2, 3
+GAMMA, LMBDA = 0.9, 0.8
 LARGE = 2**24 + 1  # the smallest whole number that float32 does not have
 
 
-class EveryRow(UniformSampler):
-    """Draws all rows in order."""
-
-    def draw(self, storage: Any, batch_size: int) -> tuple[torch.Tensor, dict[Any, Any]]:
-        return torch.arange(batch_size), {}
+def distances(batch: Any) -> torch.Tensor:
+    apart = (batch["next", "achieved_goal"] - batch["desired_goal"]).abs()
+    return torch.cat([apart, -apart, torch.ones_like(apart)], -1)
 
 
-def recorded(rb: ReplayBuffer, env: Any, steps: int = STEPS, **extras: Any) -> ReplayBuffer:
-    recorder = GymnasiumRecorder(rb, env)
-    recorder.reset(seed=3)
-    env.action_space.seed(3)
-    for _ in range(steps):
-        recorder.step(env.action_space.sample(), **extras)
-    return rb
+def hindsight(reward_fn: Any) -> HindsightSampler:
+    return HindsightSampler(UniformSampler(), reward_fn)
 
 
-def ends_of(rows: TensorDict) -> torch.Tensor:
-    """Return whether each row, ``[T, E]``, is the last of its trajectory."""
-    ids, ends = rows["collector", "traj_ids"], rows["next", "done"][..., 0].clone()
-    ends[:-1] |= ids[1:] != ids[:-1]
-    return ends
+WRAPPERS: dict[str, Any] = {
+    "n-step": lambda reward_fn: NStepSampler(UniformSampler(), 3, GAMMA),
+    "hindsight": hindsight,
+    "n-step of hindsight": lambda reward_fn: NStepSampler(hindsight(reward_fn), 3, GAMMA),
+    "sequence of both": lambda reward_fn: SequenceSampler(NStepSampler(hindsight(reward_fn), 3, GAMMA), 4),
+}
 
 
-def test_n_step_sums_of_reward_vectors_are_those_of_each_number(device):
-    env = rewarded((KINDS,), LANES, declared=True)
-    sampler = NStepSampler(EveryRow(), 3, GAMMA)
-    rows = recorded(rb := ReplayBuffer.from_env(env, STEPS * LANES, sampler=sampler), env).chronological()
-    batch, ends = rb.sample(STEPS * LANES).reshape(STEPS, LANES), ends_of(rows)
-    assert ends.any()
-    for lane in range(LANES):
-        for t in range(STEPS):
-            last = next((k for k in range(t, min(t + 3, STEPS) - 1) if ends[k, lane]), min(t + 3, STEPS) - 1)
-            reward = rows["next", "reward"][t : last + 1, lane].double()
-            total = (reward * GAMMA ** torch.arange(len(reward), dtype=torch.float64)[:, None]).sum(0)
-            torch.testing.assert_close(batch["next", "reward"][t, lane].double(), total, rtol=1e-6, atol=1e-6)
-            assert batch["steps_to_next_obs"][t, lane].tolist() == [last - t + 1]
-            assert torch.equal(batch["next", "observation"][t, lane], rows["next", "observation"][last, lane])
-
-
-@pytest.mark.parametrize("lanes", [0, LANES])
-def test_advantages_of_reward_vectors_are_those_of_each_number(lanes):
-    env, lead = rewarded((KINDS,), lanes, declared=True), (lanes,) if lanes else ()
-
-    def critic(data: Any) -> Any:  # one value for each number of the reward
-        data["state_value"] = torch.cat([data["observation"], data["observation"][..., :1]], -1) / 7
-        return data
-
-    critic.in_keys, critic.out_keys = ["observation"], ["state_value"]  # type: ignore[attr-defined]
-    critic.parameters = lambda: iter(())  # type: ignore[attr-defined]
-    rollout: Any = RolloutBuffer.from_env(env, STEPS, gamma=GAMMA, lmbda=LMBDA, value_network=critic)
-    recorder = GymnasiumRecorder(rollout, env)
-    recorder.reset(seed=3)
-    for _ in range(STEPS):
-        _, _, *flags, _ = recorder.step(np.ones(lead, int) if lanes else 1)
-        if not lanes and any(flags):
-            recorder.reset()
-    rows = rollout.storage[:].reshape(STEPS, -1)
-    ends = ends_of(rows)
-    assert rows["advantage"].shape == rows["value_target"].shape == (STEPS, max(1, lanes), KINDS)
-    value, following = (critic(part.select("observation").clone())["state_value"] for part in (rows, rows["next"]))
-    value, following, reward = value.double(), following.double(), rows["next", "reward"].double()
-    expected, carried = torch.zeros_like(value), torch.zeros_like(value[0])
-    for t in reversed(range(STEPS)):
-        alive = ~rows["next", "terminated"][t]
-        delta = reward[t] + GAMMA * following[t] * alive - value[t]
-        carried = expected[t] = delta + GAMMA * LMBDA * carried * ~ends[t][:, None]
-    torch.testing.assert_close(rows["advantage"].double(), expected, rtol=1e-5, atol=1e-4)
-    torch.testing.assert_close(rows["value_target"].double(), expected + value, rtol=1e-5, atol=1e-4)
-
-
-@pytest.mark.parametrize("n_steps", [1, 3])
-def test_relabelled_reward_vectors_are_those_of_the_new_goal(n_steps, device):
-    env = rewarded((KINDS,), LANES, declared=True)
-
-    def reward_fn(batch: Any) -> torch.Tensor:
-        distance = (batch["next", "observation"] - batch["goal"]).abs()
-        return torch.cat([distance, -torch.ones(len(batch), 1)], 1)
-
-    inner: Any = HindsightSampler(
-        EveryRow(), reward_fn, her_ratio=1.0, strategy="final", goal_key="goal", achieved_goal_key="observation"
-    )
-    sampler = NStepSampler(inner, n_steps, GAMMA) if n_steps > 1 else inner
-    goal = np.full((LANES, 2), -5, np.float32)
-    rb = ReplayBuffer.from_env(env, STEPS * LANES, sampler=sampler, extras={"goal": torch.from_numpy(goal)})
-    rows = recorded(rb, env, goal=goal).chronological()
-    batch, ends = rb.sample(STEPS * LANES).reshape(STEPS, LANES), ends_of(rows)
-    ends[-1] = True
-    for lane in range(LANES):
-        for t in range(STEPS):
-            final = next(k for k in range(t, STEPS) if ends[k, lane])
-            goal_now = rows["next", "observation"][final, lane]
-            assert torch.equal(batch["goal"][t, lane], goal_now)
-            total = torch.zeros(KINDS, dtype=torch.float64)
-            for k in range(min(n_steps, final - t + 1)):
-                distance = (rows["next", "observation"][t + k, lane] - goal_now).abs().double()
-                total += GAMMA**k * torch.cat([distance, -torch.ones(1, dtype=torch.float64)])
-            torch.testing.assert_close(batch["next", "reward"][t, lane].double(), total, rtol=1e-6, atol=1e-6)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_each_number_of_a_reward_is_treated_as_a_reward_alone(wrapper):
+    step = torch.arange(48).view(2, 24)
+    seen, done = torch.sin(step.float())[..., None], (step % 7 == 6)[..., None]
+    after = {"achieved_goal": seen, "done": done, "terminated": done, "reward": torch.randn(2, 24, 3)}
+    rows = TensorDict({"desired_goal": seen + 1, "is_init": done, "next": after}, [2, 24])
+    found = []
+    for part in (slice(0, 3), slice(0, 1), slice(1, 2), slice(2, 3)):
+        sampler = WRAPPERS[wrapper](lambda batch, part=part: distances(batch)[..., part])
+        generator = torch.Generator().manual_seed(0)
+        rb = ReplayBuffer(storage=PackedStorage(48, ndim=2), sampler=sampler, batch_size=64, generator=generator)
+        data = rows.clone()
+        data["next", "reward"] = rows["next", "reward"][..., part].clone()
+        rb.extend(data)
+        found.append(torch.stack([rb.sample()["next", "reward"] for _ in range(3)]))
+    assert torch.equal(found[0], torch.cat(found[1:], -1))
 
 
 class Rich(Walk):
@@ -174,7 +110,7 @@ def test_a_whole_number_beyond_float64_is_refused_and_fractions_are_rounded():
     assert rb.storage["next", "reward"].flatten().tolist() == [2.0**24, 2**30, float("inf")]
 
 
-def test_relabelled_whole_rewards_are_not_rounded(device):
+def test_relabelled_whole_rewards_are_not_rounded():
     def reward_fn(batch: Any) -> torch.Tensor:
         return torch.full((len(batch),), LARGE)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import pickle
 from pathlib import Path
 from typing import Any
@@ -166,7 +165,6 @@ WAYS = {
     "a sampler set later": set_later,
     "set_storage": set_storage,
     "shared": shared,
-    "deepcopy": lambda of, path, sampler: buffer(copy.deepcopy(of.storage), sampler),
     "pickle": lambda of, path, sampler: buffer(pickle.loads(pickle.dumps(of.storage)), sampler),
     "imported first": lambda of, path, sampler: buffer(ReplayBuffer.from_torchrl(of).storage, sampler),
 }

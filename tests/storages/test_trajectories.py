@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import pickle
-import warnings
 from pathlib import Path
 from typing import Any
 
-import gymnasium
 import numpy as np
 import pytest
 import torch
@@ -17,7 +15,6 @@ from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from rlbuf_td import (
     EpisodeStats,
     FreshRowsSampler,
-    GymnasiumRecorder,
     HindsightSampler,
     NStepSampler,
     PackedStorage,
@@ -71,15 +68,6 @@ def test_of_returns_the_index_that_is_there_and_one_more_for_other_keys():
     rb.extend(data)
     assert [found[0] for found in reach(one, 4)] == [0, 0, 1, 0]
     assert [found[0] for found in reach(other, 4)] == [0, 0, 1, 2]
-
-
-@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8])
-def test_ids_alone_are_enough(dtype):
-    rb = ReplayBuffer(storage=PackedStorage(6))
-    index = TrajectoryIndex.of(rb.storage)
-    for part in ([5, 5], [5, 7, 7]):
-        rb.extend(TensorDict({"collector": {"traj_ids": torch.tensor(part, dtype=dtype)}}, [len(part)]))
-    assert reach(index, 5) == [(0, 2, True), (1, 1, True), (2, 0, True), (0, 1, False), (1, 0, False)]
 
 
 @pytest.mark.parametrize("often", [0.01, 0.0])
@@ -299,18 +287,3 @@ def test_buffers_of_torchrl_report_them_too(storage: Any) -> None:
     with pytest.warns(RuntimeWarning, match=STRETCHES):
         rb.sample()
     rb.sample()
-
-
-def test_two_recorders_in_turn() -> None:
-    envs = [gymnasium.make("CartPole-v1") for _ in range(2)]
-    rb = ReplayBuffer.from_env(envs[0], 100, sampler=SAMPLERS["n-step"](), batch_size=8)
-    recorders = [GymnasiumRecorder(rb, env) for env in envs]
-    for recorder in recorders:
-        recorder.reset(seed=0)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(8):
-            for recorder, env in zip(recorders, envs, strict=True):
-                recorder.step(env.action_space.sample())
-            rb.sample()
-    assert [str(each.message).count("stretches of 1.0 rows") for each in caught] == [1]
