@@ -124,25 +124,6 @@ def test_which_samplers_have_a_state() -> None:
     assert all(sampler.requires_shared_state for sampler in stateful)
 
 
-@needs("data sets")
-def test_reserved_rows_are_not_shared_before_they_are_written() -> None:
-    schema = rows(0, 1)[0]
-    rb = ReplayBuffer.from_schema(schema, 60, batch_size=8)
-    dataset = rb.as_dataset(num_batches=2)
-    rb.extend(rows(0, 20).set("more", torch.zeros(20)))  # may add entries
-    with pytest.raises(RuntimeError, match="Create the dataset once the storage holds data"):
-        list(loader(dataset, "fork", batch_size=None))
-    assert len(list(loader(rb.as_dataset(num_batches=2), "fork", batch_size=None))) == 2
-
-
-@needs("data sets")
-def test_rows_of_several_environments_are_one_flat_data_set() -> None:
-    rb = buffer(capacity=60, ndim=2)
-    rb.extend(rows(0, 40).view(2, 20))
-    dataset = rb.storage.flatten().as_dataset()
-    assert sorted(dataset.__getitems__(list(range(40)))["t"].tolist()) == list(range(40))
-
-
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_row_is_never_read_while_it_is_written() -> None:
     rb = buffer(capacity=2, shared=True)

@@ -59,21 +59,6 @@ def test_it_waits_for_rows_and_for_room_no_longer_than_told():
             call()
 
 
-def test_sizes_that_would_block_both_sides_are_refused_by_name():
-    queue = make(timeout=20.0)
-    queue.extend(rows(0, 2))
-    with pytest.raises(ValueError, match=r"writes of 15 rows and batches of 4 can wait .* at least 18 rows"):
-        queue.extend(rows(2, 15))
-    assert queue.waiting == 2
-    queue.extend(rows(2, 13))
-    queue.sample(12)
-    with pytest.raises(ValueError, match="writes of 13 rows and batches of 5 can wait for each other forever"):
-        queue.sample(5)
-    assert (queue.waiting, queue.sample(3)["x"].tolist()) == (3, [12, 13, 14])  # a batch that waits for nothing
-    queue.extend(rows(15, 16))  # a whole number of batches: no rows are left over when the next write comes
-    assert queue.sample(16)["x"].tolist() == list(range(15, 31))
-
-
 def test_its_sampler_and_writer_stay_and_a_new_storage_has_no_waiting_rows():
     queue = make(timeout=0.05)
     queue.extend(rows(0, 6))

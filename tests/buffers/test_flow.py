@@ -291,12 +291,6 @@ def test_writes_and_batches_go_on_after_all_rows_are_removed(remove, tmp_path):
     assert (rb.health()["inserts"], rb.health()["samples"]) == (9, 8)
 
 
-def test_writes_go_on_after_another_buffer_has_emptied_the_storage():
-    rb = filled(16, samples_per_insert=1.0, tolerance=16)
-    ReplayBuffer(storage=rb.storage).empty()
-    extended_in_time(rb, 16)
-
-
 def loaded_dump(rb: ReplayBuffer, path: Path, **how) -> ReplayBuffer:
     rb.dumps(path)
     other = filled(3, samples_per_insert=1.0, tolerance=40, min_size=10)
@@ -341,15 +335,6 @@ def test_rows_that_another_buffer_writes_count_as_written():
         rb.sample()
     ReplayBuffer(storage=rb.storage).extend(rows(20))
     assert rb.sample().shape == (8,)
-
-
-def test_a_dump_made_with_other_settings_starts_on_target(tmp_path):
-    rb = filled(100, samples_per_insert=1.0, tolerance=200)
-    rb.dumps(tmp_path)
-    other = buffer(samples_per_insert=8.0, tolerance=80)
-    other.loads(tmp_path)
-    assert (other.health()["inserts"], other.health()["samples"]) == (100, 800)
-    other.extend(rows(10))
 
 
 def test_a_batch_that_fails_after_the_rows_were_removed_does_not_count_below_zero():

@@ -195,13 +195,6 @@ def test_batches_and_reports_are_on_the_device_before_the_transforms(ndim, ahead
     rb.shutdown()
 
 
-def test_batches_are_pinned_after_the_transforms(monkeypatch):
-    monkeypatch.setattr(TensorDict, "pin_memory", lambda batch: batch.set("pinned", batch["twice"] + 0))
-    rb = buffer(UniformSampler(), pin_memory=True, transform=lambda batch: batch.set("twice", 2 * batch["action"]))
-    write(rb, STEPS, 0)
-    assert all("pinned" in rb.sample() for _ in range(3))
-
-
 @pytest.mark.parametrize("ahead", [0, 2])
 def test_rollouts_are_those_of_a_buffer_without_device(device, ahead):
     def made(**kwargs: Any) -> RolloutBuffer:

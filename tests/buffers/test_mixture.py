@@ -296,15 +296,6 @@ def test_threads_that_sample_get_batches_of_their_own():
         assert all(future.result() for future in [pool.submit(draw) for _ in range(3)])
 
 
-def test_shares_are_loaded_by_name():
-    members = {"one": numbered(0), "other": numbered(1_000)}
-    shares = {"one": 0.75, "other": 0.25}
-    mixed = ReplayBufferMixture(members, shares)
-    again = ReplayBufferMixture(dict(reversed(members.items())), HALF)
-    again.sampler.load_state_dict(mixed.sampler.state_dict())
-    assert dict(zip(again.names, again.counts(8), strict=True)) == {"one": 6, "other": 2}
-
-
 @pytest.mark.parametrize("sampler", [None, SamplerWithoutReplacement()])
 def test_members_that_need_torchrls_general_path(sampler):
     one = ReplayBuffer(storage=LazyTensorStorage(10), sampler=sampler)

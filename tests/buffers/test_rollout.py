@@ -18,7 +18,7 @@ from torchrl.envs import Compose, GymEnv, InitTracker, RewardScaling, SelectTran
 from torchrl.modules import LSTMModule, ProbabilisticActor, ValueOperator, set_recurrent_mode
 from torchrl.objectives import ClipPPOLoss
 
-from rlbuf_td import MinibatchSampler, PettingZooRecorder, SequenceSampler
+from rlbuf_td import PettingZooRecorder
 from rlbuf_td.buffers.rollout import RolloutBuffer
 from rlbuf_td.functional import generalized_advantage_estimate, normalize
 from rlbuf_td.writers import RolloutWriter
@@ -273,17 +273,6 @@ def test_advantages_are_normalized_over_unpadded_rows(transform):
     assert padded > 0
 
 
-def test_trajectories_follow_the_keys_of_the_writer():
-    data = steps_of(2, 8, 0.0).exclude(("next", "done"), ("next", "truncated"), ("next", "terminated"))
-    data["next", "ends", "over"] = torch.zeros(2, 8, 1, dtype=torch.bool)
-    data["next", "ends", "over"][:, 2] = True
-    data["episode"] = torch.arange(8).div(5, rounding_mode="floor").expand(2, 8).clone()
-    keys: Any = {"done_key": ("next", "ends", "over"), "terminated_key": ("next", "ends", "over")}
-    rollout = buffer(data, batch_size=8, writer=RolloutWriter(**keys, trajectory_key="episode"))
-    sizes = torch.cat([batch["mask"].sum(1) for batch in rollout])
-    assert sorted(sizes.tolist()) == [2, 2, 2, 2, 3, 3, 3, 3, 3, 3, 3, 3]
-
-
 def recurrent_parts() -> tuple[Any, Any, Any, Any]:
     """Return an LSTM, a module that runs it, an actor on top of that module, and a critic that reads its output."""
     embed = TensorDictModule(torch.nn.Linear(4, 8), ["observation"], ["features"])
@@ -362,14 +351,6 @@ def test_torchrls_loss_leaves_padding_out():
             losses.append(loss_module(batch).select("loss_objective", "loss_critic", "loss_entropy"))
     torch.testing.assert_close(losses[0].to_dict(), losses[1].to_dict())
     assert len(rollout) == 24
-
-
-def test_a_sampler_of_ones_own_may_burn_in():
-    data = steps_of(2, 12, 0.2)
-    sampler = SequenceSampler(MinibatchSampler(), 3, burn_in=2, stride=3, output_layout="batch_time")
-    rollout = buffer(data, sampler=sampler, sequence_length=None, epochs=None, batch_size=10)
-    learned = torch.cat([batch["index"][batch["mask"] & ~batch["burn_in_mask"]] for batch in rollout])
-    assert len(learned) == len(learned.unique(dim=0)) == 24
 
 
 @pytest.mark.parametrize("lanes", [None, 2])

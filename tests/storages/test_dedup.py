@@ -456,10 +456,8 @@ def screen(dim: int = -3, padding: str = "same") -> EnvBase:
 CASES: dict[str, tuple[Any, dict[str, Any], int, int, float]] = {  # how, capacity, lanes, entries per row at most
     "all keys": (cart_pole, {"share_next": True}, 70, 3, 1.15),
     "auto": (cart_pole, {"share_next": "auto"}, 500, 1, 1.15),
-    "one key": (cart_pole, {"share_next": ["observation"]}, 70, 1, 1.15),
     "frames": (screen, {"frames": {"observation": 4}}, 70, 2, 1.6),
     "constant padding": (partial(screen, padding="constant"), {"frames": {"observation": 4}}, 500, 1, 1.6),
-    "frames along another dim": (partial(screen, dim=-1), {"frames": {"observation": (4, -1)}}, 70, 1, 1.6),
 }
 
 

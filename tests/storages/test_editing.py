@@ -160,21 +160,6 @@ def test_a_key_of_a_buffer_or_a_storage_is_set_by_item_assignment(storage: Any, 
         assert (ours[:][3] == ours[:][5]).all()
 
 
-@over_storages
-@pytest.mark.parametrize("how", ["set_at_", "set_", "update_"])
-def test_a_dump_in_the_folder_of_the_rows_stays_what_it_was(storage: Any, how: str, tmp_path):
-    rb = ReplayBuffer(storage=storage(20, scratch_dir=tmp_path))
-    rb.extend(transitions(12))
-    rb.dumps(tmp_path)
-    key, new = "hidden", torch.full((12, 2), -1.0)
-    arguments = {"set_at_": (key, new[:2], [4, 5]), "set_": (key, new), "update_": ({key: new},)}
-    getattr(rb, how)(*arguments[how])
-    assert (rb[:]["hidden"] == -1).any()
-    again = ReplayBuffer(storage=storage(20))
-    again.loads(tmp_path)
-    assert (again[:] == transitions(12)).all()
-
-
 CAPACITY = 12
 PLACES: dict[str, Any] = {"plain": PackedStorage, "shared": partial(PackedStorage, shared=True)}
 

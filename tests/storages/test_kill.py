@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import multiprocessing as mp
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import count
-from multiprocessing.sharedctypes import RawArray
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +14,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from rlbuf_td import NStepSampler, PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer, ReservoirWriter
+from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer, ReservoirWriter
 from rlbuf_td.buffers.bound_write import BoundWrite
 from rlbuf_td.storages.rows import PlainRows
 from tests.kernels.invariants import check_order, check_tree
@@ -254,42 +251,3 @@ def test_a_write_to_a_reservoir_was_made_whole_or_not_at_all(monkeypatch: pytest
     rb.sample()
     assert (rb.storage[:] == before).all()
     assert rb.writer.state_dict() == state
-
-
-def test_workers_that_are_killed_lose_at_most_the_write_that_they_were_in() -> None:
-    rb = ReplayBuffer(storage=PackedStorage(4 * 500, ndim=2), sampler=NStepSampler(ProportionalSampler(2_000), 5, 0.9))
-
-    def rewarded(first: int, count: int) -> TensorDict:
-        return rows(first, count).set(("next", "reward"), torch.ones(count, 1))
-
-    rb.storage.reserve(rewarded(0, 1)[0].expand(4))
-    rb.share()
-    told = RawArray("q", 4)
-
-    def act(lane: int) -> None:
-        torch.set_num_threads(1)
-        handle = rb.lane(lane)
-        for first in range(0, 400, 2):
-            handle.extend(rewarded(first, 2))
-            told[lane] = first + 2
-
-    for killed_lane in (0, 2, None):
-        actors = [mp.get_context("fork").Process(target=act, args=(lane,)) for lane in range(4)]
-        for actor in actors:
-            actor.start()
-        while killed_lane is not None and told[killed_lane] < 100:
-            rb.sample(64) if len(rb) else time.sleep(0.001)
-        if killed_lane is not None:
-            actors[killed_lane].kill()
-        for actor in actors:
-            actor.join(180)
-        for lane in range(4):
-            written = rb.lane(lane).chronological()["x"].tolist()
-            is_killed = lane == killed_lane
-            assert written == list(range(len(written)))
-            assert len(written) - told[lane] in ((0, 2) if is_killed else (0,))
-            assert is_killed or len(written) == 400
-        length = rb.sample(5_000)["steps_to_next_obs"].double().mean()
-        assert abs(float(length) - 2.5) < 0.1  # a trajectory of 4 rows: 4, 3, 2 and 1
-        rb.empty()
-        told[:] = [0] * 4

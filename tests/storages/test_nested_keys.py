@@ -16,14 +16,7 @@ from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.envs import EnvBase, GymWrapper, SerialEnv
 
 import rlbuf_td as td
-from rlbuf_td import (
-    GymnasiumRecorder,
-    HindsightSampler,
-    ProportionalSampler,
-    ReplayBuffer,
-    RolloutBuffer,
-    gymnasium_reward_fn,
-)
+from rlbuf_td import HindsightSampler, ProportionalSampler, ReplayBuffer, RolloutBuffer, gymnasium_reward_fn
 from rlbuf_td.__main__ import main
 from rlbuf_td.cli.demos import dqn
 from rlbuf_td.diagnostics.plots import plot_trajectory
@@ -73,29 +66,6 @@ def test_the_demos_learn_from_a_nested_dict(algo, buffer, steps, tmp_path, monke
     image, observation = batches[-1]["camera", "image"], batches[-1]["observation"]
     number = (observation[..., 0].abs() * 1_000).long() % 256  # each part is that of its own row
     assert torch.equal(image[..., 0, 0, 0].long(), number)
-
-
-@pytest.mark.parametrize("lanes", [None, 3])
-def test_batches_of_a_nested_dict_are_numpy_arrays_on_demand(lanes):
-    env: Any = gymnasium.make(NAME) if lanes is None else gymnasium.make_vec(NAME, num_envs=lanes)
-    rb = ReplayBuffer.from_env(env, 90, batch_size=8)
-    recorder = GymnasiumRecorder(rb, env)
-    recorder.reset(seed=0)
-    for _ in range(5):
-        recorder.step(env.action_space.sample())
-    for batch, shape in (
-        (rb.sample(), (8,)),
-        (rb.last(4), (4,) if lanes is None else (4, lanes)),
-        (rb.last(4, flat=True), (4 * (lanes or 1),)),
-        (rb.chronological(), (5,) if lanes is None else (5, lanes)),
-        (rb.chronological(flat=True), (5 * (lanes or 1),)),
-    ):
-        assert batch.shape == shape
-        arrays = batch.numpy()
-        assert type(arrays["body"]["mask"]) is type(arrays["next"]["camera"]["image"]) is np.ndarray
-        assert np.array_equal(arrays["body"]["mask"], batch["body", "mask"].numpy())
-        assert np.array_equal(arrays["next"]["camera"]["image"], batch["next", "camera", "image"].numpy())
-    assert_same(rb.last(4, flat=True), rb.last(4).reshape(-1))
 
 
 class Goals(gymnasium.ObservationWrapper):

@@ -178,14 +178,6 @@ def test_the_repr_tells_rows_bytes_place_and_columns() -> None:
         assert part in repr(packed)
 
 
-def test_an_empty_batch_of_shared_observations_is_read_on_every_path(device: torch.device, monkeypatch) -> None:
-    monkeypatch.setattr("rlbuf_td.storages.allocate.grows", lambda device: True)  # as on other devices than the CPU
-    data = transitions(SCHEMAS["halfcheetah"], 5, device=device)
-    storage = PackedStorage(9, share_next=True, device=device)
-    storage.set(range(5), data)
-    assert_same(storage[torch.zeros(0, dtype=torch.int64)], data[:0])
-
-
 LANES_OF = {1: (), 2: (2,), 3: (2, 3)}
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
-import pickle
 import shutil
 import signal
 import time
@@ -429,35 +428,6 @@ def test_killed_often_while_training(tmp_path: Path, lanes: int, name: str) -> N
     kill_learners(tmp_path, lanes, name, int(os.environ.get("RLBUF_TD_KILLS", "10")))
 
 
-@pytest.mark.parametrize(("lanes", "name", "is_shared"), [(0, "rank", False), (LANES, "proportional", True)])
-def test_all_priorities_are_continued(tmp_path: Path, lanes: int, name: str, is_shared: bool) -> None:
-    left = torch.zeros(2, CAPACITY, dtype=torch.float64).share_memory_()
-
-    def work() -> None:
-        rb = start(tmp_path, lanes, name)
-        if is_shared:
-            rb.share()
-        for step in range(20):
-            write(rb, lanes, 17)
-            batch = rb.sample()
-            rb.update_tensordict_priority(batch.set("td_error", own(batch["x"]).float()))
-            if step == 10:
-                BoundWrite.holds = lambda self: False  # type: ignore[method-assign]  # the rest without compiled writes
-        number, magnitude = magnitudes(rb)
-        left[0, : len(number)], left[1, : len(number)] = number, magnitude
-        die()
-
-    killed(work)
-    rb = buffer(tmp_path, lanes, name)
-    number, magnitude = magnitudes(rb)
-    assert (left[0, : len(number)] == number).all()
-    assert (left[1, : len(number)] == magnitude).all()
-    assert 0 < (magnitude != NEW).sum() < len(number)
-    write(rb, lanes, 5)
-    number, magnitude = magnitudes(rb)
-    assert (magnitude[number > number.max() - 5] == NEW).all()
-
-
 @pytest.mark.parametrize("lanes", [0, LANES])
 def test_rows_of_a_write_that_was_not_entered_are_new(tmp_path: Path, lanes: int) -> None:
     def work() -> None:
@@ -631,33 +601,5 @@ def test_a_second_buffer_that_would_write_to_the_file_of_priorities_is_refused(
     number, magnitude = magnitudes(rb)
     del rb, plain, apart, before, attempt
     found = magnitudes(buffer(tmp_path, 0, name))
-    assert torch.equal(found[0], number)
-    assert torch.equal(found[1], magnitude)
-
-
-def write_update_and_die(rb: ReplayBuffer) -> None:
-    write(rb, 0, 3)
-    rb.update_priority(torch.arange(35, 38), torch.full((3,), 5.0))
-    die()
-
-
-def test_the_file_of_priorities_passes_on_to_another_buffer(tmp_path: Path) -> None:
-    rb = start(tmp_path, 0, "rank")
-    rb.update_priority(torch.arange(30), torch.rand(30))
-    copied = pickle.loads(pickle.dumps(rb))
-    copied.update_priority(torch.arange(30), torch.full((30,), 7.0))
-    rb.append_transform(lambda batch: batch)
-    _, expected = magnitudes(rb)
-    rb.shutdown()
-    other = second(rb.storage, SAMPLERS["rank"]())
-    assert torch.equal(magnitudes(other)[1], expected)
-    write(other, 0, 5)
-    other.share().update_priority(torch.arange(35), own(other.storage["x"][:35]).float())
-
-    killed(partial(write_update_and_die, other))
-    number, magnitude = magnitudes(other)
-    assert magnitude[-3:].tolist() == [5.0] * 3
-    del rb, other, copied
-    found = magnitudes(buffer(tmp_path, 0, "rank"))
     assert torch.equal(found[0], number)
     assert torch.equal(found[1], magnitude)

@@ -118,14 +118,6 @@ def test_lists_of_ragged_items_are_written_one_by_one(kind: type, as_list: bool)
     assert (writer._cursor, writer._write_count) == (3, 11)
 
 
-def test_plain_tensors_and_trees_of_them_are_written_to_torchrl_storages() -> None:
-    plain, tree = LazyTensorStorage(3), LazyTensorStorage(3)
-    assert ring(plain).extend(torch.arange(5)).tolist() == [0, 1, 2, 0, 1]
-    assert plain.get(slice(None)).tolist() == [3, 4, 2]
-    ring(tree).extend({"a": torch.arange(5), "b": (torch.arange(5) * 2,)})
-    assert tree.get(slice(None))["b"][0].tolist() == [6, 8, 4]
-
-
 @pytest.mark.parametrize("kind", STORAGES)
 @pytest.mark.parametrize("how", ["extend", "add", "write_at"])
 def test_an_index_that_comes_with_the_data_is_dropped(kind: str, how: str) -> None:

@@ -109,31 +109,6 @@ def test_a_change_of_trajectory_breaks_off_what_came_before():
     assert rb.writer.value_rows == 2
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_dict_observations_are_the_native_case(way):
-    world = make_world(3)
-
-    class Value(torch.nn.Module):
-        def forward(self, image, vector):
-            return image.float().mean((-1, -2, -3))[..., None] + vector.sum(-1, keepdim=True)
-
-    def dress(x):
-        pixels = (x[..., :1, None, None] * 10 + 100).expand(*x.shape[:-1], 1, 2, 2).to(torch.uint8)
-        return TensorDict({"image": pixels, "vector": x}, x.shape[:-1])
-
-    keys = [("observation", "image"), ("observation", "vector")]
-    network = TensorDictModule(Value(), in_keys=keys, out_keys=["state_value"])
-    data = world.steps(8, values=False)
-    data["observation"], data["next", "observation"] = dress(data["observation"]), dress(data["next", "observation"])
-    rb = rollouts(world, 8, value_network=network)
-    write(rb, data, way)
-    rows = stored(rb)
-    assert rows["observation", "image"].dtype == torch.uint8
-    torch.testing.assert_close(rows["state_value"], network(data.clone())["state_value"])
-    world.value = lambda observation: Value()(observation["image"], observation["vector"])  # type: ignore[method-assign]
-    torch.testing.assert_close(rows["advantage"], world.estimates(data)[0])
-
-
 def test_several_values_a_step_share_one_done_flag():
     """Agents: values and rewards [E, T, A, 1], done [E, T, 1]."""
     g = torch.Generator().manual_seed(0)
