@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from itertools import islice
 from threading import Thread
 from typing import Any
@@ -12,9 +11,6 @@ import torch
 from tensordict import TensorDict
 from torchrl.data.replay_buffers import (
     LazyTensorStorage,
-    PrioritizedSampler,
-    RandomSampler,
-    SamplerWithoutReplacement,
     SliceSampler,
     TensorDictMaxValueWriter,
     TensorDictReplayBuffer,
@@ -304,50 +300,6 @@ def test_consumed_items_are_left_to_torchrls_sampler():
     rb.extend(transitions(20))
     assert {row for _ in range(5) for row in rb.sample()["index"].tolist()} == {*range(20)}
     assert len(rb) == 0
-
-
-MIXED: dict[str, Any] = {
-    "ours": partial(ProportionalSampler, 60),
-    "ours by rank": partial(RankSampler, 60),
-    "our uniform": UniformSampler,
-    "their uniform": RandomSampler,
-    "their prioritized": partial(PrioritizedSampler, 60, 0.6, 0.4),
-    "their epochs": SamplerWithoutReplacement,
-}
-
-
-@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # TorchRL's sampler, NumPy 2
-@pytest.mark.parametrize(
-    ("buffer", "writer", "lanes"),
-    [
-        (ReplayBuffer, RingWriter, 0),
-        (ReplayBuffer, TensorDictRoundRobinWriter, 3),
-        (TensorDictReplayBuffer, RingWriter, 3),
-        (TensorDictReplayBuffer, TensorDictRoundRobinWriter, 0),
-        (TorchRLReplayBuffer, RingWriter, 0),  # it takes TorchRL's TensorDict writer for TensorDictReplayBuffer only
-    ],
-)
-@pytest.mark.parametrize("sampler", MIXED)
-@pytest.mark.parametrize("storage", [PackedStorage, LazyTensorStorage])
-def test_every_part_works_with_every_other(storage, sampler, writer, lanes, buffer):
-    rb = buffer(storage=storage(60, ndim=2 if lanes else 1), sampler=MIXED[sampler](), writer=writer(), batch_size=6)
-    for round_ in range(5):  # wraps
-        rb.extend(transitions(8 if lanes else 17, lanes=lanes, start=round_ * 1_000))
-        batch, info = rb.sample(return_info=True)
-        index = info["index"]
-        stored = rb.storage.get(index)
-        assert torch.equal(batch["observation"], stored["observation"])
-        assert torch.equal(batch["next", "reward"][:, 0].float(), batch["observation"][:, 0])
-        if buffer is not TorchRLReplayBuffer:
-            batch["td_error"] = torch.rand(6) + 0.1
-            rb.update_tensordict_priority(batch)
-        elif "rioritized" in sampler or sampler == "ours":
-            rb.update_priority(index, torch.rand(6) + 0.1)
-    if not lanes:
-        rb.add(transitions(1, start=9_999)[0])
-    assert len(rb) == 60
-    if sampler == "ours":
-        assert (rb.sampler.priority(torch.arange(60)) > 0).all()
 
 
 @pytest.mark.parametrize("writer", [ReservoirWriter, ReservoirWriter()])

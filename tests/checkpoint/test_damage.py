@@ -23,7 +23,7 @@ from rlbuf_td import CheckpointError, PackedStorage, ReplayBuffer, RolloutBuffer
 from rlbuf_td.checkpoint import open_checkpoint, save_state
 from rlbuf_td.checkpoint.manifest import checksum
 from tests.catalogue import assert_same
-from tests.checkpoint.worlds import make, step, transitions
+from tests.checkpoint.test_dumps import make, step, transitions
 
 
 def damage(data: bytearray, file: Path, chance: random.Random) -> None:

@@ -30,7 +30,7 @@ from rlbuf_td import (
     SequenceSampler,
     UniformSampler,
 )
-from tests.checkpoint.worlds import transitions
+from tests.checkpoint.test_dumps import transitions
 
 T = 70
 

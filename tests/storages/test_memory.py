@@ -14,16 +14,14 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
-from torch import multiprocessing
 
 from rlbuf_td import MemoryWarning, PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer, SchemaError
 from rlbuf_td.kernels.huge_pages import advise_huge_pages, take_pages
 from rlbuf_td.storages import memory_budget as _room
 from rlbuf_td.storages.allocate import ROWS_FILE, allocate_bytes
 from rlbuf_td.storages.memory_budget import Purpose, Room, require_room
-from tests.catalogue import SCHEMAS, assert_same, copied, transitions
+from tests.catalogue import SCHEMAS, assert_same, transitions
 from tests.residency import resident_of
-from tests.storages.test_sharing import elsewhere
 
 NESTED = SCHEMAS["nested"]
 PLACES = ["RAM", "shared", "file"]
@@ -112,55 +110,6 @@ def test_a_file_is_mapped_where_the_disk_cannot_reserve_space(tmp_path: Path, mo
     memory = allocate_bytes(1000, torch.device("cpu"), scratch_dir=tmp_path)
     memory.fill_(3)
     assert (tmp_path / ROWS_FILE).read_bytes() == b"\3" * 1000
-
-
-def _change(storage: PackedStorage, done: Any) -> None:
-    storage.set([1], transitions(NESTED, 1, seed=7))
-    storage.set([3], transitions(NESTED, 1, seed=8))
-    done.put((len(storage), storage._last_cursor_index, float(storage[torch.tensor([0])]["first"].sum())))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("place", ["file", *(pytest.param(place, marks=pytest.mark.slow) for place in PLACES[:2])])
-def test_what_a_spawned_process_writes_is_seen_here(place: str, tmp_path: Path) -> None:
-    storage = stored(place, tmp_path)
-    before, revision = copied(storage[:]), storage._mutation_revision
-    done = multiprocessing.get_context("spawn").SimpleQueue()
-    elsewhere(_change, storage, done, method="spawn")
-    assert done.get() == (4, 3, float(before["first"][0].sum()))
-    assert (len(storage), storage._last_cursor_index, storage._mutation_revision) == (4, 3, revision + 2)
-    changed = [transitions(NESTED, 1, seed=seed) for seed in (7, 8)]
-    assert_same(storage[:], torch.cat([before[:1], changed[0], before[2:], changed[1]]))
-
-
-def _extend(rb: ReplayBuffer, seen: Any) -> None:
-    rb.extend(transitions(NESTED, 3, seed=7))
-    seen.put(len(rb))
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:this process was forked")
-def test_writes_of_a_forked_process_are_its_own_until_rows_are_shared(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("fork")
-    for folder, is_shared in ((None, False), (None, True), (tmp_path / "a", True), (tmp_path / "b", False)):
-        rb = ReplayBuffer(storage=PackedStorage(20, scratch_dir=folder), sampler=ProportionalSampler(20), batch_size=4)
-        rb.extend(transitions(NESTED, 3))
-        rb.extend(transitions(NESTED, 2))  # planned
-        if is_shared:
-            rb.share()
-        seen = context.Queue()
-        child = context.Process(target=_extend, args=(rb, seen))
-        child.start()
-        child.join(180)
-        refused = folder is not None and not is_shared  # the file is the same, the counters are not
-        assert (child.exitcode == 0) != refused
-        if not refused:
-            assert seen.get(timeout=180) == 8
-        expected = 8 if is_shared else 5
-        assert (len(rb), rb.write_count, rb.writer._cursor, rb.storage.clock.now) == (expected,) * 4
-        assert rb.storage._last_cursor_index == expected - 1
-        rb.sampler.beta = 0.7  # the child's numbers
-        rb.sample()
 
 
 MIB = 1 << 20

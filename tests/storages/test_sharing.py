@@ -243,17 +243,6 @@ def test_rows_on_a_device_cannot_be_shared():
     assert rb.share().storage.lock is lock
 
 
-def test_a_state_is_loaded_into_what_is_shared():
-    rb, saved = make(), make()
-    saved.extend(rows(100, 12))
-    saved.update_priority(torch.arange(12), torch.arange(12.0))
-    rb.extend(rows(0, 30))
-    rb.share()
-    elsewhere(rb.load_state_dict, saved.state_dict())
-    assert rb.chronological()["x"].tolist() == list(range(100, 112))
-    assert rb.sampler.priority(torch.arange(13)).tolist() == [*range(12), -1]
-
-
 class Note:
     def __init__(self) -> None:
         self.told: list[str] = []

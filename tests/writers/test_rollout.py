@@ -11,7 +11,7 @@ from torchrl.objectives.value import GAE, TDLambdaEstimator
 
 from rlbuf_td import PackedStorage, ReplayBuffer, RolloutBuffer, RolloutWriter, TrajectoryIndex
 from rlbuf_td.functional import vtrace_advantage_estimate
-from tests.random_walk import make_world
+from tests.writers.random_walk import make_world
 
 STORAGES = [PackedStorage, LazyTensorStorage, LazyMemmapStorage]
 BUFFERS = [ReplayBuffer, TensorDictReplayBuffer]
