@@ -7,49 +7,31 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlbuf_td.kernels.rank_order.chunks import CHUNKS, FULL, GROUPS, NO_KEY, ROWS, WIDTH, Chunks
+from rlbuf_td.kernels.rank_order.chunks import NO_KEY, ROWS, USED, WIDTH, Chunks
 from rlbuf_td.kernels.rows.table import Table
 from rlbuf_td.kernels.sum_tree import SumTree, reference, weight_of
 
 
 def check_order(order: Any) -> None:
+    order.ranks_of(torch.arange(0))  # counts the keys before each chunk
     st: Chunks = order.chunks
-    groups = int(st.head[GROUPS])
-    keys: list[np.ndarray] = []
-    for p in range(groups):
-        before = sum(map(len, keys))
-        keys += _check_group(st, p, groups)
-        counts = [before, sum(map(len, keys)) - before]
-        _must([st.top_before[p], st.top_count[p]] == counts, f"the counts of group {p} are right")
+    used = int(st.head[USED])
+    size, bounds = st.size[:used], np.append(st.first[:used], NO_KEY)
+    keys = [st.keys[c, :n] for c, n in zip(st.chunk[:used], size, strict=True)]
     rows = np.nonzero(st.bits >= 0)[0]
     expected = np.sort(((0x7FFFFFFF - st.bits[rows].astype(np.int64)) << 32) | rows)
     _must(len(rows) == st.head[ROWS], "the number of rows is right")
-    _must(np.array_equal(np.concatenate([expected[:0], *keys]), expected), "the keys are those of the rows, in order")
-    if groups:
-        _must(st.top_first[0] == 0, "the lowest bound is 0")
-        unused = np.append(st.top_first[groups:], st.top_before[groups:])
-        _must(bool((unused == NO_KEY).all()), "positions past the last group are never entered")
-        used = [st.child[g, s] for g in range(groups) for s in range(st.size[g])]
-        _must(sorted(used) == list(range(st.head[CHUNKS])), "each chunk is in one place")
-        _must(sorted(st.top_group[:groups]) == list(range(groups)), "each group is in one place")
-
-
-def _check_group(st: Chunks, p: int, groups: int) -> list[np.ndarray]:
-    """Check the group at position ``p``; return its keys, chunk by chunk."""
-    g, size = st.top_group[p], int(st.size[st.top_group[p]])
-    after = st.top_first[p + 1] if p + 1 < groups else NO_KEY
-    bounds, fill = np.append(st.first[g, :size], after), np.diff(st.before[g, : size + 1])
-    _must(1 <= size <= WIDTH, f"group {p} has 1 to {WIDTH} chunks")
-    _must(bounds[0] == st.top_first[p], f"the top knows the bound of group {p}")
-    _must(bool((np.diff(bounds) > 0).all()), f"lower bounds rise in group {p}")
-    _must(bool((st.first[g, size:] == NO_KEY).all()), f"slots past the end of group {p} are never entered by key")
-    _must(bool((st.before[g, size + 1 :] == FULL).all()), f"slots past the end of group {p} are never entered by rank")
-    _must(st.before[g, 0] == 0 and bool(((fill >= 0) & (fill <= WIDTH)).all()), f"chunks of group {p} fit")
-    keys = [st.keys[c, :n] for c, n in zip(st.child[g, :size], fill, strict=True)]
-    for s, held in enumerate(keys):
-        inside = len(held) == 0 or bounds[s] <= held[0] <= held[-1] < bounds[s + 1]
-        _must(bool(inside), f"keys of group {p}, slot {s} lie within its bounds")
-    return keys
+    _must(np.array_equal(np.concatenate(keys), expected), "the keys are those of the rows, in order")
+    _must(bool(((size >= 0) & (size <= WIDTH)).all()), "each chunk fits")
+    before = np.append(0, np.cumsum(size)[:-1])
+    _must(np.array_equal(st.before[:used], before), "the keys before each chunk are counted")
+    _must(sorted(st.chunk[:used]) == list(range(used)), "each chunk is in one place")
+    _must(bounds[0] == 0 and bool((np.diff(bounds) > 0).all()), "lower bounds rise from 0")
+    for p, held in enumerate(keys):
+        inside = len(held) == 0 or bounds[p] <= held[0] <= held[-1] < bounds[p + 1]
+        _must(bool(inside), f"keys at position {p} lie within its bounds")
+    unused = np.append(st.first[used:], st.before[used:])
+    _must(bool((unused == NO_KEY).all()), "positions behind the last one are never entered")
 
 
 def _must(holds: bool, invariant: str) -> None:

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from rlbuf_td.kernels.rank_order import LARGEST, order_bytes
 from rlbuf_td.kernels.rank_order.chunked import ChunkedOrder
-from rlbuf_td.kernels.rank_order.chunks import CHUNKS, GROUPS
+from rlbuf_td.kernels.rank_order.chunks import USED
 from rlbuf_td.kernels.rank_order.law import rank_law
 from rlbuf_td.kernels.rank_order.reference import SortedOrder
 from tests.kernels.invariants import check_order
@@ -99,9 +99,9 @@ TestLockstepWithSorting = LockstepWithSorting.TestCase
 TestLockstepWithSorting.settings = settings(stateful_step_count=20, suppress_health_check=list(HealthCheck))
 
 
-def test_long_histories_that_split_groups_stay_valid() -> None:
+def test_long_histories_that_split_chunks_stay_valid() -> None:
     rng, capacity = np.random.default_rng(0), 40_000
-    pair, groups = Pair(empty(capacity)), set()
+    pair, used = Pair(empty(capacity)), set()
     for step in range(60):
         if step % 4 == 0:
             start = int(rng.integers(capacity))
@@ -110,8 +110,8 @@ def test_long_histories_that_split_groups_stay_valid() -> None:
             n = int(rng.integers(1, 8_000))
             pair.update(rng.integers(-1, capacity, n), VALUES[sorted(VALUES)[rng.integers(len(VALUES))]](rng, n))
         pair.check()
-        groups.add(int(pair.order.chunks.head[GROUPS]))
-    assert len(groups) > 3  # otherwise this test has not tested what it says
+        used.add(chunks_in_use(pair.order))
+    assert len(used) > 3  # otherwise this test has not tested what it says
 
 
 def _rising(step: int, batch: int) -> np.ndarray:
@@ -151,7 +151,7 @@ def test_adversarial_orders_stay_valid_and_exact(adversary: str, rows: str) -> N
 
 
 def chunks_in_use(order: ChunkedOrder) -> int:
-    return int(order.chunks.head[CHUNKS])
+    return int(order.chunks.head[USED])
 
 
 @pytest.mark.parametrize("kind", ["new_rows", "rising", "falling"])

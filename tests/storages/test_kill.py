@@ -202,7 +202,7 @@ def test_priorities_that_were_half_changed_are_made_anew(what, sampler, monkeypa
     def lose() -> None:
         st = rb.sampler.law.table.chunks
         st.bits[:3] = -1082130432  # rows that are taken out of the order, to be put in again elsewhere
-        st.before[st.top_group[0], 1] -= 3
+        st.size[0] -= 3
         die()
 
     killed(work)
