@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torchrl.data.replay_buffers import LazyTensorStorage, Sampler, TensorDictReplayBuffer, TensorDictRoundRobinWriter
+from torchrl.data.replay_buffers import Sampler, TensorDictReplayBuffer
 
 from rlbuf_td import (
     FreshRowsSampler,
@@ -51,8 +51,6 @@ BUFFERS: dict[str, Any] = {
     "TorchRL's": (TensorDictReplayBuffer, PackedStorage, RingWriter),
     "ours, observations once": (ReplayBuffer, partial(PackedStorage, share_next=["achieved_goal"]), RingWriter),
     "TorchRL's, observations once": (TensorDictReplayBuffer, partial(PackedStorage, share_next=True), RingWriter),
-    "ours over TorchRL's storage": (ReplayBuffer, LazyTensorStorage, RingWriter),
-    "TorchRL's throughout": (TensorDictReplayBuffer, LazyTensorStorage, TensorDictRoundRobinWriter),
 }
 ANCHORS = 40  # drawn at once
 

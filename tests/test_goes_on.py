@@ -22,8 +22,6 @@ import torch
 from tensordict import TensorClass, TensorDict, TensorDictBase, is_tensor_collection
 from tensordict.nn import TensorDictModule
 from torchrl.data.replay_buffers import (
-    LazyMemmapStorage,
-    LazyTensorStorage,
     PrioritizedSampler,
     RandomSampler,
     SamplerWithoutReplacement,
@@ -203,7 +201,6 @@ FORMS = {
     "observations once": Form(lanes=2, storage=partial(PackedStorage, share_next=["observation"])),
     "counted": Form(ids=True, options=counted, lacks=PARTS),
     "torch": Form(lanes=2, backend="torch"),
-    "TorchRL's storage": Form(storage=LazyTensorStorage, lacks=PARTS),
 }
 #: The ages of fresh rows are kept until the next call, and a write between a sampler's load and that call moves them.
 FRESH: dict[str, Callable[[int], Any]] = {
@@ -235,9 +232,6 @@ OTHERS = {
     "frames": Form(storage=partial(PackedStorage, frames={"observation": 3})),
     "TorchRL's buffer": Form(buffer=TensorDictReplayBuffer, lacks=PARTS),
     "TorchRL's ring": TORCHRLS_RING,
-    "TorchRL's files": replace(
-        TORCHRLS_RING, storage=LazyMemmapStorage, lacks=("state", "torch.save", "pickle", "copy", *PARTS)
-    ),
 }
 
 
@@ -245,15 +239,13 @@ def product() -> Iterator[tuple[str, Maker]]:
     for sampler, make in MORE.items():
         yield from ((f"{sampler}, {form}", kind.of(make)) for form, kind in FORMS.items())
     for sampler, make in FRESH.items():
-        forms = [form for form in FORMS if "TorchRL" not in form]
-        yield from ((f"{sampler}, {form}", replace(FORMS[form].of(make, *PARTS), turn=9)) for form in forms)
+        yield from ((f"{sampler}, {form}", replace(kind.of(make, *PARTS), turn=9)) for form, kind in FORMS.items())
     for form, kind in OTHERS.items():
         for sampler in ("uniform", "proportional", "rank"):
             yield f"{sampler}, {form}", replace(kind.of(SAMPLERS[sampler]), turn=3 if kind.lacks else 9)
     for sampler, make in THEIRS.items():
         lacks = ("torch.save",) if "Prioritized" in sampler else ()  # its trees are objects of C++
-        for form, kind in (("rows", FORMS["rows"]), ("TorchRL's storage", FORMS["TorchRL's storage"])):
-            yield f"{sampler}, {form}", replace(replace(kind, options=TORCHRLS_RING.options).of(make, *lacks), turn=5)
+        yield f"{sampler}, rows", replace(TORCHRLS_RING.of(make, *lacks), turn=5)
 
 
 MAKERS: dict[str, Maker] = dict(product())

@@ -164,7 +164,7 @@ def bind_mixture(members: Mapping[str, ReplayBuffer], size: int) -> BoundMixture
     """Return the bound draws of these members, or None if one of them does not support them."""
     draws = []
     for member in members.values():
-        storage, rows = member.storage, getattr(member.storage, "rows", None)
+        storage, rows = member.storage, member.storage.rows
         draw = compiled_form(member.sampler, "bind_draw")
         is_plain = not unreadable(storage) and isinstance(rows, PlainRows) and not rows.is_mapped
         is_plain = is_plain and not storage.layout.root.batch_size

@@ -12,7 +12,7 @@ from __future__ import annotations
 from ctypes import addressof
 from struct import Struct
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 from weakref import ref
 
 import numpy as np
@@ -31,17 +31,23 @@ from rlbuf_td.samplers.bound import unreadable
 from rlbuf_td.samplers.common import StatefulSampler
 from rlbuf_td.samplers.prioritized import BoundEntry
 from rlbuf_td.samplers.wrapper import SamplerWrapper
-from rlbuf_td.storages import PackedStorage, SchemaError, torchrl_parts
+from rlbuf_td.storages import SchemaError, torchrl_parts
 from rlbuf_td.storages.interrupts import held_back
 from rlbuf_td.storages.lane_heads import APART, as_lanes
 from rlbuf_td.storages.listeners import Listeners
 from rlbuf_td.storages.rows.dedup import DedupRows
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 
-if TYPE_CHECKING:
-    from rlbuf_td.buffers.replay import ReplayBuffer
-
 _MOST_SIZES = 8  # batch sizes whose checks are kept
+
+
+class WrittenBuffer(Protocol):
+    """What bound writes need of a :class:`~rlbuf_td.ReplayBuffer`."""
+
+    bound_write: Any
+    episode_stats: Any
+    priority_key: Any
+    dim_extend: int
 
 
 class BoundWrite:
@@ -49,7 +55,28 @@ class BoundWrite:
 
     table = 0  # address of the deduplicated observations; 0: there are none
 
-    def __init__(self, buffer: ReplayBuffer, parts: Parts, fields: dict[str, int]) -> None:
+    @classmethod
+    def of(cls, buffer: WrittenBuffer, parts: Parts) -> BoundWrite | str:
+        """Return bound writes to a buffer with allocated rows, or, in one line, why there are none."""
+        storage: Any = parts.storage
+        counters = [compiled_form(part, "bind_write") for part in (parts.writer, storage)]
+        reason = unreadable(storage)
+        if reason or None in counters:
+            return reason or f"{type(parts.writer if counters[0] is None else storage).__name__} has no compiled write"
+        if parts.writer.counts_generations:
+            return "the writer counts generations"
+        rows = storage.rows
+        if rows.dedup is not None and rows.is_mapped:
+            return "deduplicated rows are in a file, whose space is reserved before each write"
+        if parts.prioritized is not None and rows.view().get(buffer.priority_key, None) is not None:
+            return f"the rows hold the TD errors {buffer.priority_key!r}"
+        if buffer.dim_extend > len(storage.lanes):
+            return f"dim_extend={buffer.dim_extend} is no dim of the rows"
+        if any(leaf.dtype.is_complex for leaf in storage.layout.leaves):  # complex tensors may be conjugate views
+            return "rows hold complex numbers"
+        return cls(buffer, parts, {name: number for each in counters if each for name, number in each().items()})
+
+    def __init__(self, buffer: WrittenBuffer, parts: Parts, fields: dict[str, int]) -> None:
         from rlbuf_td.kernels.batch import cpu as kernels
         from rlbuf_td.kernels.batch import dedup_cpu, lanes_cpu
 
@@ -95,7 +122,7 @@ class BoundWrite:
                 return each, *marks, marks[0].bitmap
         return None
 
-    def _is_told_later(self, listener: Any, buffer: ReplayBuffer) -> bool:
+    def _is_told_later(self, listener: Any, buffer: WrittenBuffer) -> bool:
         if listener is buffer:
             return self.entry is None and has_own(self.sampler, "mark_update", Sampler.mark_update)
         return self.boundaries is None or listener is not self.boundaries[0]
@@ -201,7 +228,7 @@ class BoundWrite:
         if not is_plain or self.heads is None or isinstance(self.rows, DedupRows) or data.ndim < 1 or not len(data):
             return None
         lead = data.batch_size[:1]
-        lane_ids = _lane_ids(self.storage, lanes, data)
+        lane_ids = self._lane_ids(lanes, data)
         if lane_ids is None:
             return None
         index = torch.empty((*lead, 2), dtype=torch.int64, device="cpu")
@@ -215,6 +242,21 @@ class BoundWrite:
                 self.cells = torch.empty(len(index), dtype=torch.int64, device="cpu")
             tells = self._append_and_tell if self.others or self.notes_writes["extend"] else self._append
             return index if tells(lane_ids, index) else None
+
+    def _lane_ids(self, lanes: Any, data: TensorDict) -> Tensor | None:
+        """Return one lane per row, ``[n]`` int64; None if they are wrong, so that the writer raises the error.
+
+        Compiled code checks their range.
+        """
+        if type(lanes) is int:
+            return torch.full(data.batch_size[:1], lanes, device="cpu")
+        is_like = type(lanes) is Tensor and lanes.dtype is torch.int64 and lanes.shape == data.batch_size[:1]
+        if is_like and lanes.is_cpu and lanes.is_contiguous() and has_memory(lanes):
+            return lanes.clone()  # nobody can change them after their range has been checked
+        try:
+            return torch.from_numpy(as_lanes(self.storage, lanes, data))
+        except (TypeError, ValueError, IndexError):
+            return None
 
     def _bind_shared(self) -> None:
         from rlbuf_td.kernels.batch import journal_cpu
@@ -330,22 +372,6 @@ class BoundWrite:
         return found
 
 
-def _lane_ids(storage: PackedStorage, lanes: Any, data: TensorDict) -> Tensor | None:
-    """Return one lane per row, ``[n]`` int64; None if they are wrong, so that the writer raises the error.
-
-    Compiled code checks their range.
-    """
-    if type(lanes) is int:
-        return torch.full(data.batch_size[:1], lanes, device="cpu")
-    is_like = type(lanes) is Tensor and lanes.dtype is torch.int64 and lanes.shape == data.batch_size[:1]
-    if is_like and lanes.is_cpu and lanes.is_contiguous() and has_memory(lanes):
-        return lanes.clone()  # nobody can change them after their range has been checked
-    try:
-        return torch.from_numpy(as_lanes(storage, lanes, data))
-    except (TypeError, ValueError, IndexError):
-        return None
-
-
 def _contiguous(leaf: Any) -> Any:
     return leaf.contiguous() if type(leaf) is Tensor and leaf.is_cpu and has_memory(leaf) else leaf
 
@@ -356,24 +382,3 @@ def has_own(sampler: Sampler, method: str, *empty: Any) -> bool:
     while isinstance(sampler, SamplerWrapper) and getattr(type(sampler), method) in passed_on:
         sampler = sampler.sampler
     return getattr(type(sampler), method) not in empty
-
-
-def bind_write(buffer: ReplayBuffer, parts: Parts) -> BoundWrite | str:
-    """Return bound writes to a buffer with allocated rows, or, in one line, why there are none."""
-    storage: Any = parts.storage
-    counters = [compiled_form(part, "bind_write") for part in (parts.writer, storage)]
-    reason = unreadable(storage)
-    if reason or None in counters:
-        return reason or f"{type(parts.writer if counters[0] is None else storage).__name__} has no compiled write"
-    if parts.writer.counts_generations:
-        return "the writer counts generations"
-    rows = storage.rows
-    if rows.dedup is not None and rows.is_mapped:
-        return "deduplicated rows are in a file, whose space is reserved before each write"
-    if parts.prioritized is not None and rows.view().get(buffer.priority_key, None) is not None:
-        return f"the rows hold the TD errors {buffer.priority_key!r}"
-    if buffer.dim_extend > len(storage.lanes):
-        return f"dim_extend={buffer.dim_extend} is no dim of the rows"
-    if any(leaf.dtype.is_complex for leaf in storage.layout.leaves):  # complex tensors may be conjugate views
-        return "rows hold complex numbers"
-    return BoundWrite(buffer, parts, {name: number for each in counters if each for name, number in each().items()})

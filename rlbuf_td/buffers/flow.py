@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
 from math import ceil, inf, isfinite
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from rlbuf_td.buffers.waiting import ShutDown, admitted
-from rlbuf_td.storages.lane_heads import row_count
+from rlbuf_td.buffers.waiting import ShutDown
 from rlbuf_td.storages.shared.memory import SharedNumbers
-
-if TYPE_CHECKING:
-    from rlbuf_td.buffers.replay import ReplayBuffer
 
 _INSERTED, _SAMPLED, _BATCH, _WRITE, _SAMPLE_WAITS, _INSERT_WAITS, _CLOSED, _EPOCH = range(8)
 _SAVED = 6  # the first numbers are saved with the buffer
@@ -225,85 +218,6 @@ def make_flow(
     return flow
 
 
-def count_imported(rb: ReplayBuffer, flow: FlowControl | None) -> None:
-    """Attach ``flow`` to a buffer of imported rows, and count these rows as written."""
-    rb.flow = flow
-    if flow is not None:
-        flow.restart(row_count(rb.storage))
-        rb._connect()  # drops a write plan, which would bypass flow control
-
-
-@contextmanager
-def inserting(rb: ReplayBuffer, flow: FlowControl, rows: int) -> Iterator[None]:
-    """Enter the ``with`` block once the flow control of a buffer admits a write of ``rows`` rows.
-
-    The block holds the buffer's lock, so that no other thread or process finds rows that are counted and not written.
-    If the block raises an error, its rows are not counted. If the process dies, the storage's journal restores the
-    count.
-    """
-
-    def admit() -> bool:
-        flow.agree(row_count(rb.storage))
-        return flow.admit_insert(rows)
-
-    count_wait, reason = partial(flow.count_wait, of_sample=False), partial(flow.why_no_write, rows)
-    with admitted(admit, rb._replay_lock, reason, None, count_wait=count_wait, is_write=True):
-        epoch = flow.epoch
-        try:
-            yield
-        except BaseException:
-            flow.take_back(epoch, inserted=rows)
-            raise
-
-
-def why_no_batch(rb: ReplayBuffer, rows: int | None) -> str:
-    """Return in one sentence why a buffer cannot return a batch now."""
-    stored = len(rb)
-    if not stored:
-        return "the buffer is empty" + (f", and min_size={rb.flow.min_size}" if rb.flow and rb.flow.min_size else "")
-    if rows is not None and rb.flow is not None and not rb.flow.admits_sample(rows):
-        return rb.flow.why_no_batch(rows)
-    return f"{type(rb.sampler).__name__} cannot draw a batch of {rows} rows from the {stored} stored ones yet"
-
-
 def not_now(rows: int, reason: str) -> str:
     """Return the message of the error of a batch that does not wait."""
     return f"flow control does not admit a batch of {rows} rows now: {reason}. To wait, use sample(wait=True)"
-
-
-@contextmanager
-def permission(
-    rb: ReplayBuffer, rows: int | None, wait: bool, timeout: float | None, cancel_event: Any = None
-) -> Iterator[None]:
-    """Enter the ``with`` block once the sampler can draw a batch and flow control, if any, admits it.
-
-    The batch is counted before the block, and the count undone if the block raises an error.
-    """
-    flow: FlowControl | None = rb.flow if rows is not None else None
-    epoch = 0
-
-    def admit() -> bool:
-        nonlocal epoch
-        rb._refuse_shut_down()
-        if flow is None or rows is None:
-            return not wait or (len(rb) > 0 if rows is None else rb.can_sample(rows))
-        flow.agree(row_count(rb.storage))
-        epoch = flow.epoch
-        is_admitted = len(rb) > 0 and flow.admit_sample(rows)
-        if not (is_admitted or wait):
-            raise RuntimeError(not_now(rows, reason()))
-        return is_admitted
-
-    def reason() -> str:
-        return why_no_batch(rb, rows)
-
-    count_wait = None if flow is None else partial(flow.count_wait, of_sample=True)
-    with admitted(admit, rb._replay_lock, reason, timeout, count_wait=count_wait, cancel_event=cancel_event):
-        pass
-    try:
-        yield
-    except BaseException:
-        if flow is not None:
-            with rb._replay_lock:
-                flow.take_back(epoch, sampled=rows or 0)
-        raise

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
+from torchrl.data.replay_buffers import TensorDictReplayBuffer
 
-from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import whole
 from rlbuf_td.storages.lane_heads import LENGTH, lane_count
 from rlbuf_td.storages.trajectory_index import begin_episode
-
-if TYPE_CHECKING:
-    from rlbuf_td.buffers.replay import ReplayBuffer
 
 
 class Lane:
@@ -45,10 +42,10 @@ class Lane:
         torch.Size([2])
     """
 
-    def __init__(self, buffer: ReplayBuffer, lane: int) -> None:
+    def __init__(self, buffer: TensorDictReplayBuffer, lane: int) -> None:
         storage = buffer.storage
-        if not isinstance(storage, PackedStorage) or storage.ndim != 2:
-            raise ValueError("lanes are those of a PackedStorage(max_size, ndim=2)")
+        if storage.ndim != 2:
+            raise ValueError(f"lanes are those of a PackedStorage(max_size, ndim=2), this one has ndim={storage.ndim}")
         lanes = lane_count(storage)
         if lanes is None:
             reason = "the number of lanes is not known before the first write"

@@ -8,27 +8,24 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from tensordict import TensorDict, TensorDictBase
-from torchrl.data.replay_buffers import Storage
+from torchrl.data.replay_buffers import TensorDictReplayBuffer, Writer
 
-from rlbuf_td.buffers.flow import count_imported
 from rlbuf_td.checkpoint.files import progress_bar
 from rlbuf_td.envs.specs import OBSERVATION, tensors_of
 from rlbuf_td.envs.transition import make_transition
 from rlbuf_td.kernels.huge_pages import take_pages
+from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.indexing import coordinates, lanes_of, stored_rows
 from rlbuf_td.storages.lane_heads import cells_by_age, lanes_apart
 from rlbuf_td.storages.schema import SchemaError, refuse_rounding, show_key, walk
 from rlbuf_td.storages.trajectory_index import TRAJ_KEY
 from rlbuf_td.writers.common import steps_by_age
 
-if TYPE_CHECKING:
-    from rlbuf_td.buffers.replay import ReplayBuffer
-
-Buffer = TypeVar("Buffer", bound="ReplayBuffer")
+Buffer = TypeVar("Buffer", bound=TensorDictReplayBuffer)
 INFO, _REWARD = "info", ("next", "reward")
 _WRITTEN_AT_ONCE = 1 << 26  # bytes of episodes per write, because Minari opens its file for each write
 
@@ -66,7 +63,7 @@ def import_minari(
             _fit_reward_(rows, first[_REWARD].dtype)
             rb.extend(rows)
             report(len(rows) * rb.storage.row_bytes)
-    count_imported(rb, flow)
+    rb._count_imported(flow)
     return rb
 
 
@@ -83,30 +80,35 @@ def _fit_reward_(rows: Any, dtype: torch.dtype) -> None:
 
 
 def export_minari(
-    rb: ReplayBuffer, dataset_id: str, env: Any, spaces: tuple[Any, Any], progress: bool | None, kwargs: dict[str, Any]
+    storage: PackedStorage,
+    writer: Writer,
+    dataset_id: str,
+    env: Any,
+    spaces: tuple[Any, Any],
+    progress: bool | None,
+    kwargs: dict[str, Any],
 ) -> Any:
-    """Write the rows as a new data set, see :meth:`ReplayBuffer.to_minari`."""
+    """Write the rows as a new data set, see :meth:`ReplayBuffer.to_minari`; the caller holds the buffer's locks."""
     if not isinstance(dataset_id, str) or not re.fullmatch(r".+-v\d+", dataset_id):
         raise ValueError(f"a data set needs a name with a version, such as 'namespace/name-v0', got {dataset_id!r}")
     about = {"env": env, "observation_space": spaces[0], "action_space": spaces[1], "jpeg_encoding": False} | kwargs
     library, dataset = minari(), None
     folder = library.storage.get_dataset_path(dataset_id)
     is_new = not folder.exists()
-    with rb._locked():
-        lanes = _lanes_by_age(rb)
-        try:
-            with progress_bar(f"writing {dataset_id}", rb.storage.nbytes, progress) as report:
-                for some, nbytes in _together(_episodes(rb.storage, lanes, spaces)):
-                    episodes = [library.data_collector.EpisodeBuffer(**episode) for episode in some]
-                    if dataset is None:
-                        dataset = library.create_dataset_from_buffers(dataset_id, episodes, **about)
-                    else:
-                        dataset.update_dataset_from_buffer(episodes)
-                    report(nbytes)
-        except BaseException:
-            if is_new:
-                shutil.rmtree(folder, ignore_errors=True)
-            raise
+    lanes = _lanes_by_age(storage, writer)
+    try:
+        with progress_bar(f"writing {dataset_id}", storage.nbytes, progress) as report:
+            for some, nbytes in _together(_episodes(storage, lanes, spaces)):
+                episodes = [library.data_collector.EpisodeBuffer(**episode) for episode in some]
+                if dataset is None:
+                    dataset = library.create_dataset_from_buffers(dataset_id, episodes, **about)
+                else:
+                    dataset.update_dataset_from_buffer(episodes)
+                report(nbytes)
+    except BaseException:
+        if is_new:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
     return dataset
 
 
@@ -121,18 +123,17 @@ def spaces_of(env: Any, observation_space: Any, action_space: Any) -> tuple[Any,
     return observation_space or env.observation_space, action_space or env.action_space
 
 
-def _lanes_by_age(rb: ReplayBuffer) -> list[torch.Tensor]:
+def _lanes_by_age(storage: PackedStorage, writer: Writer) -> list[torch.Tensor]:
     """Return the flat indices of each lane's rows, oldest first."""
-    storage: Any = rb.storage
     if lanes_apart(storage) and storage.in_time_order:
         rows, count = torch.from_numpy(cells_by_age(storage)), storage.heads.read(storage)[1]
         return [lane for lane in rows.split(count.tolist()) if len(lane)]
-    steps, lanes = steps_by_age(rb.writer, storage, None), lanes_of(storage).numel()
+    steps, lanes = steps_by_age(writer, storage, None), lanes_of(storage).numel()
     return [steps * lanes + lane for lane in range(lanes)]
 
 
 def _episodes(
-    storage: Storage, lanes: list[torch.Tensor], spaces: tuple[Any, Any]
+    storage: PackedStorage, lanes: list[torch.Tensor], spaces: tuple[Any, Any]
 ) -> Iterator[tuple[dict[str, Any], int]]:
     for flat in lanes:
         for cells in flat.tensor_split(_first_rows(storage, flat)):
@@ -140,7 +141,7 @@ def _episodes(
             yield episode_of(rows, spaces), sum(value.nbytes for _, value in walk(rows))
 
 
-def _first_rows(storage: Storage, flat: torch.Tensor) -> torch.Tensor:
+def _first_rows(storage: PackedStorage, flat: torch.Tensor) -> torch.Tensor:
     """Return the positions in ``flat`` (rows of one environment, oldest first) where episodes begin, except 0."""
     columns: Any = stored_rows(storage)
     numbers = columns.get(TRAJ_KEY, None)

@@ -18,7 +18,6 @@ from tensordict import TensorDictBase
 from torchrl.data.replay_buffers import Sampler, Storage
 
 from rlbuf_td.buffers.bound_mixture import BoundMixture, bind_mixture
-from rlbuf_td.buffers.flow import permission
 from rlbuf_td.buffers.mixture_parts import (
     Part,
     kinds,
@@ -38,7 +37,6 @@ from rlbuf_td.buffers.mixture_parts import (
     written_columns,
 )
 from rlbuf_td.buffers.replay import ReplayBuffer
-from rlbuf_td.buffers.writing import check_write_back, write_back_checked
 from rlbuf_td.checkpoint import load_state, save_state
 from rlbuf_td.checkpoint.files import explained, reading, write_state, writing
 from rlbuf_td.checkpoint.manifest import decode
@@ -164,7 +162,7 @@ class ReplayBufferMixture:
         layouts = {
             name: {leaf.key: (leaf.dtype, leaf.shape) for leaf in member.storage.layout.leaves}
             for name, member in self.members.items()
-            if getattr(member.storage, "layout", None) is not None
+            if member.storage.layout is not None
         }
         refuse_entries(self.members)
         reserved = {name for name in layouts if self.members[name].storage.is_reserved}
@@ -255,7 +253,7 @@ class ReplayBufferMixture:
         with ExitStack() as admitted:  # all members admit their rows, or none counts them
             for name, count in needed.items():
                 if self.members[name].flow is not None:
-                    admitted.enter_context(permission(self.members[name], count, False, None))
+                    admitted.enter_context(self.members[name]._permission(count, False, None))
             bound = self._bound
             if bound is not None and is_bound and has_flow:
                 batch, parts = bound.sample(counts)
@@ -329,8 +327,8 @@ class ReplayBufferMixture:
             raise KeyError(f"{lacks}: read each member's storage.clock.now before sampling, and pass a dict of them")
         parts = {name: without_lane(self.members[name], flat[is_own]) for name, is_own in masks.items()}
         own = [(self.members[name], part, times.get(name)) for name, part in parts.items()]
-        checked = [check_write_back(member, part, keys, time) for member, part, time in own]
-        return sum(write_back_checked(*each[:2], *found) for each, found in zip(own, checked, strict=True))
+        checked = [member._checked_entries(part, keys, time) for member, part, time in own]
+        return sum(member._write_back(part, *found) for (member, part, _), found in zip(own, checked, strict=True))
 
     # -- state, health
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
-from torchrl.data.replay_buffers import PrioritizedSampler, Sampler, SliceSampler, Storage
+from torchrl.data.replay_buffers import PrioritizedSampler, Sampler, SliceSampler
 
 from rlbuf_td.buffers.experience_queue import ExperienceQueue
 from rlbuf_td.buffers.replay import ReplayBuffer
@@ -20,13 +20,14 @@ from rlbuf_td.samplers import EpisodeSampler, SequenceSampler
 from rlbuf_td.samplers.common import refuse_errors, refuse_priorities, stored_names
 from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.storages import PackedStorage, SchemaError
+from rlbuf_td.storages.checks import require_packed
 from rlbuf_td.storages.indexing import device_of, flat_rows, merge_
 from rlbuf_td.storages.keys import as_tuple
 from rlbuf_td.storages.lane_heads import row_count
 from rlbuf_td.storages.notebooks import MIXTURES
 from rlbuf_td.storages.schema import kind, show_key
 from rlbuf_td.storages.state import examine
-from rlbuf_td.storages.torchrl_parts import columns_or_none
+from rlbuf_td.storages.torchrl_parts import columns_of
 from rlbuf_td.storages.write_clock import SAMPLED_AT, skip_stale
 
 
@@ -72,6 +73,7 @@ def refuse_member(name: Any, member: Any) -> None:
     if not isinstance(member, ReplayBuffer):
         remedy = "put its storage into a rlbuf_td.ReplayBuffer"
         raise TypeError(f"member {name!r} must be a ReplayBuffer, got {type(member).__name__}: {remedy}")
+    require_packed(member.storage, f"member {name!r}", "copy its rows, ReplayBuffer.from_torchrl(member)")
     if isinstance(member, ExperienceQueue):
         raise TypeError(f"member {name!r} is an ExperienceQueue, which gives each row once: sample it apart")
     if isinstance(member.sampler, EpisodeSampler):
@@ -103,7 +105,7 @@ class Part(NamedTuple):
 def part_of(member: ReplayBuffer, count: int) -> Part:
     """Draw ``count`` rows from a member, and transform them."""
     with member._futures_lock, member._locked():  # priorities must not change before the normalizer is known
-        now = member.storage.clock.now if hasattr(member.storage, "clock") else 0
+        now = member.storage.clock.now
         drawn = member._draw(count)
         normalizer = None if drawn is None else normalizer_of(member, drawn[1])
     if drawn is not None:
@@ -171,7 +173,7 @@ def refuse_update(member: ReplayBuffer, batch: TensorDictBase) -> None:
     parts = member._initialize()
     index, td_error = parts.errors_of(batch, member.priority_key)
     stamp = batch.get(SAMPLED_AT, None)
-    if stamp is not None and parts.is_packed:
+    if stamp is not None:
         index, _ = skip_stale(index, stamp, batch.ndim, member.storage)
     flat, rows = flat_rows(index, member.storage, device_of(member.storage)), len(member.storage)
     if backend_of(flat) == "numba" and backend_of(td_error) == "numba" and len(flat):
@@ -194,17 +196,16 @@ def try_states(members: Mapping[str, ReplayBuffer], states: Mapping[str, Any]) -
         state = states[name]
         member._initialize()
         with member._locked():
-            if isinstance(member.storage, PackedStorage):
-                examine(member.storage, state["_storage"])
+            examine(member.storage, state["_storage"])
             parts = {"_transforms": member.transform, "_writer": member.writer, "_sampler": member.sampler}
             before = {key: copy.deepcopy(part.state_dict()) for key, part in parts.items()}
             load_or_restore(parts, state)
             load_or_restore(parts, before)
 
 
-def written_columns(storage: Storage) -> Any:
+def written_columns(storage: PackedStorage) -> Any:
     """Return the rows of a storage, or None before the first write."""
-    return None if getattr(storage, "is_reserved", False) else columns_or_none(storage)
+    return None if storage.is_reserved else columns_of(storage)
 
 
 def kinds(data: TensorDictBase) -> dict[tuple[str, ...], Any]:

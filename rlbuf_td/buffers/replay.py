@@ -15,23 +15,27 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
-from tensordict import NestedKey, TensorDictBase, unravel_key
+from tensordict import NestedKey, TensorDict, TensorDictBase, unravel_key
 from tensordict.nn.utils import _set_dispatch_td_nn_modules
-from torchrl.data.replay_buffers import RoundRobinWriter, Sampler, Storage, TensorDictReplayBuffer, Writer
+from torchrl.data.replay_buffers import (
+    RandomSampler,
+    RoundRobinWriter,
+    Sampler,
+    Storage,
+    TensorDictReplayBuffer,
+    TensorDictRoundRobinWriter,
+    Writer,
+)
 
-from rlbuf_td.buffers import flow, minari_data, torchrl_data, waiting, writing
+from rlbuf_td.buffers import minari_data, torchrl_data, waiting, writing
 from rlbuf_td.buffers.bound_write import BoundWrite, has_own
+from rlbuf_td.buffers.flow import FlowControl, make_flow, not_now
 from rlbuf_td.buffers.lane import Lane
 from rlbuf_td.buffers.parts import (
-    PRIORITIES_OF_REOPENED,
     Parts,
     as_size,
-    complete_reserved,
-    continue_ring,
-    refuse_second_priorities,
     refuse_unordered,
     refuse_writer_of_reopened,
-    share_parts,
     trajectory_ids,
     with_missing,
 )
@@ -47,28 +51,54 @@ from rlbuf_td.checkpoint.parts import (
 )
 from rlbuf_td.diagnostics.episode_stats import EpisodeStats
 from rlbuf_td.diagnostics.health import LastDraw, ReplayCount, health
+from rlbuf_td.envs.recorder_state import TrajectoryNumbers
 from rlbuf_td.envs.specs import schema_of, transition_schema
+from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.samplers import ProportionalSampler, SequenceSampler, UniformSampler
-from rlbuf_td.samplers.bound import BoundBatch, bind
-from rlbuf_td.samplers.common import OwnSignature, refuse_stored, refuse_taken, reported_by
-from rlbuf_td.samplers.prioritized import Reduction
-from rlbuf_td.storages import PackedStorage, torchrl_parts
-from rlbuf_td.storages.checks import as_number, state_of, usable_device, whole
-from rlbuf_td.storages.indexing import attached_or_new, coordinates, device_of, merge_, put_back_, refuse_range
+from rlbuf_td.samplers.bound import BoundBatch, bind, unreadable
+from rlbuf_td.samplers.common import (
+    OwnSignature,
+    refuse_errors,
+    refuse_other_storage,
+    refuse_stored,
+    refuse_taken,
+    reported_by,
+)
+from rlbuf_td.samplers.n_step import joins_steps
+from rlbuf_td.samplers.prioritized import Prioritized, Reduction
+from rlbuf_td.storages import PackedStorage, SchemaError, torchrl_parts
+from rlbuf_td.storages.checks import as_number, require_packed, state_of, usable_device, whole
+from rlbuf_td.storages.indexing import (
+    attached_or_new,
+    coordinates,
+    device_of,
+    first_of_row,
+    flat_rows,
+    inner_dims,
+    merge_,
+    one_a_row,
+    put_back_,
+    refuse_range,
+)
 from rlbuf_td.storages.interrupts import held_back
 from rlbuf_td.storages.keys import is_key, nested_key, optional_key
-from rlbuf_td.storages.lane_heads import cells_by_age, holes_of, row_count, written_rows
+from rlbuf_td.storages.lane_heads import NEWEST, cells_by_age, holes_of, row_count, written_rows
 from rlbuf_td.storages.layout import RowLayout
+from rlbuf_td.storages.memory_budget import Purpose, require_room, shared_tensors
 from rlbuf_td.storages.notebooks import PROCESSES
-from rlbuf_td.storages.schema import refuse_rounding, walk
+from rlbuf_td.storages.row_class import opened
+from rlbuf_td.storages.schema import refuse_index, refuse_rounding, reshaped, walk
 from rlbuf_td.storages.shared.generators import pickled_generator, unpickled_generator
+from rlbuf_td.storages.shared.journal_file import PRIORITY_FILE
 from rlbuf_td.storages.shared.memory import SharedNumbers
 from rlbuf_td.storages.state import examine
 from rlbuf_td.storages.tensordict_fast import entries_of
+from rlbuf_td.storages.trajectory_index import TRAJ_KEY, TrajectoryIndex
 from rlbuf_td.storages.write_clock import SAMPLED_AT, Tally, skip_stale
-from rlbuf_td.storages.writes import edit_all
+from rlbuf_td.storages.writes import edit_all, edit_entries, stacked
 from rlbuf_td.writers import RingWriter
 from rlbuf_td.writers.common import next_step, steps_by_age
+from rlbuf_td.writers.rollout import RolloutWriter
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -77,6 +107,16 @@ _NO_CHECKPOINTERS = (
     "this buffer has its own dump format, without TorchRL's checkpointers and hooks: for those use TorchRL's "
     "TensorDictReplayBuffer over the same storage"
 )
+_THEIRS = "use one, because over another storage this class is TorchRL's TensorDictReplayBuffer, which lacks it"
+_SHARED = Purpose(
+    "Priorities and trajectories of a shared buffer take",
+    "Mount a larger /dev/shm (docker run --shm-size=...), or use a smaller max_size, or UniformSampler.",
+)
+
+_PRIORITIES_OF_REOPENED = (
+    "rows were reopened without a priority, and have that of new rows: their write was killed, "
+    "a buffer without a prioritized sampler wrote them, they were edited, or priorities.bin is missing or damaged"
+)
 _RETURNED = "_sample_calls", "_sampled_items"  # TorchRL's names in a state
 _MOST_SIZES = 8  # batch sizes whose bound stages are kept
 
@@ -84,9 +124,13 @@ _MOST_SIZES = 8  # batch sizes whose bound stages are kept
 class ReplayBuffer(TensorDictReplayBuffer):
     """A replay buffer for TorchRL: stores transitions and samples batches.
 
-    Takes the keywords of TorchRL's ``TensorDictReplayBuffer``, except ``checkpointer``. Sampling is fast with a
-    :class:`PackedStorage` and a sampler of this package, or another sampler with a ``draw`` method. Other buffers use
-    TorchRL's slower code, and so do ``collate_fn``, ``sample_unit``, and a writer with ``track_generations=True``.
+    Takes the keywords of TorchRL's ``TensorDictReplayBuffer``, except ``checkpointer``. Sampling is fast with a sampler
+    of this package, or another sampler with a ``draw`` method. Other samplers use TorchRL's slower code, and so do
+    ``collate_fn``, ``sample_unit``, and a writer with ``track_generations=True``.
+
+    **Over another storage** than a :class:`PackedStorage`, this class is TorchRL's ``TensorDictReplayBuffer``: each
+    method does what TorchRL's does, with TorchRL's defaults. The arguments and methods of this package raise a
+    TypeError there. The samplers that need no episodes work (uniform, proportional, rank, recency, minibatch).
 
     Args:
         storage: keeps the transitions, default ``PackedStorage(1_000)``. If the storage already holds rows, a
@@ -104,7 +148,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
         device: the device to which batches are copied from host memory; transforms run on this device. TD errors may
             be there, too.
         prefetch: k, the number of batches that are drawn, copied and transformed ahead. Copies and transforms that take
-            more than 1 ms run in threads. Without transforms, ``pin_memory`` and ``device``, only buffers that use
+            more than 1 ms run in threads. Without transforms, ``pin_memory`` and ``device``, only samplers that use
             TorchRL's code draw ahead. Equal seeds give equal batches, except with random transforms in threads, or with
             TorchRL's samplers. :meth:`empty`, saving, a load, or a change of storage, sampler or transform drops the
             batches drawn ahead. A sampler with ``max_age`` is refused.
@@ -120,6 +164,11 @@ class ReplayBuffer(TensorDictReplayBuffer):
     an entry of the report, the buffer puts the entry back. If a row has several TD errors, their magnitudes are reduced
     to one; TorchRL reduces the signed errors. Updating priorities from a batch without TD errors raises a KeyError;
     TorchRL sets the default priority. Rows with an entry that the report has, too, are refused (:class:`SchemaError`).
+
+    Raises:
+        TypeError: an argument of this package, or a sampler that needs episodes, is given with another storage than a
+            :class:`PackedStorage`.
+        NotImplementedError: ``checkpointer`` is given.
 
     Cost: see the storage, sampler and writer; ``python -m rlbuf_td bench`` measures whole calls.
 
@@ -139,6 +188,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
 
     __signature__ = OwnSignature()
     _has_environment = False  # made for an environment: rows that are shared get trajectory ids
+    _is_packed = True  # whether the storage is a PackedStorage; known once the buffer is initialized
 
     def __init__(
         self,
@@ -154,9 +204,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
         tolerance: float | None = None,
         **kwargs: Any,
     ) -> None:
-        if kwargs.get("checkpointer") is not None:
-            raise NotImplementedError(_NO_CHECKPOINTERS)
-        self.parts: Parts = None  # type: ignore[assignment]  # until initialized
+        self.parts: Parts = None  # type: ignore[assignment]  # until initialized, and over other storages
         self.episode_stats = stats  # the name ``stats`` is a method of TorchRL's buffers
         self.last_draw: LastDraw | None = None
         self.replay_count: ReplayCount | None = None
@@ -167,12 +215,15 @@ class ReplayBuffer(TensorDictReplayBuffer):
         self.bound: dict[int, BoundBatch | str] = {}
         self.bound_write: BoundWrite | str | None = None
         ahead = kwargs.get("prefetch") or 0
-        self.flow = flow.make_flow(samples_per_insert, min_size, tolerance, ahead, kwargs.get("batch_size"))
+        self.flow = make_flow(samples_per_insert, min_size, tolerance, ahead, kwargs.get("batch_size"))
         self.batch_device = None if device is None else usable_device(device)
         self.prefetcher = Prefetcher(self, ahead) if ahead else None
-        defaults = {"storage": partial(PackedStorage, 1_000), "sampler": UniformSampler, "writer": RingWriter}
-        if kwargs.get("consume_after_n_samples") is not None:
-            del defaults["sampler"]  # TorchRL uses its default
+        consumes = kwargs.get("consume_after_n_samples") is not None  # which needs TorchRL's default
+        defaults = {
+            "storage": partial(PackedStorage, 1_000),
+            "sampler": RandomSampler if consumes else self._default_sampler,
+            "writer": self._default_writer,
+        }
         kwargs |= {part: default for part, default in defaults.items() if kwargs.get(part) is None}
         super().__init__(priority_key=nested_key(priority_key), **kwargs)
         self._warned_batch_size_conflict = True  # TorchRL would warn of sample(n) with another n than batch_size
@@ -394,7 +445,8 @@ class ReplayBuffer(TensorDictReplayBuffer):
                 default checkpointer); the import does not change its rows. As after :meth:`loads`, trajectories from a
                 folder that have ids end with the last row.
             capacity: the capacity of the new buffer in transitions, default: the capacity of ``rb``.
-            copy: ``False`` uses the storage of ``rb`` without a copy; each buffer then sees the other buffer's writes.
+            copy: ``False`` uses the storage of ``rb``, a :class:`PackedStorage`, without a copy; each buffer then sees
+                the other buffer's writes.
             exclude: a list of keys to omit, such as the keys of strings, or one key.
             trajectory_key: the key of episode numbers in ``rb``. The import renames this key to
                 ``("collector", "traj_ids")``, unless the rows already have that entry.
@@ -405,7 +457,8 @@ class ReplayBuffer(TensorDictReplayBuffer):
 
         Raises:
             RuntimeError: ``rb`` is empty.
-            TypeError: ``rb`` is not a replay buffer, or its rows are not TensorDicts.
+            TypeError: ``rb`` is not a replay buffer, or its rows are not TensorDicts; with ``copy=False``, also if its
+                storage is no :class:`PackedStorage`.
             CheckpointError: the folder ``rb`` holds no rows that TorchRL's default checkpointer wrote.
             KeyError: the rows have no entry at a key in ``exclude``.
             ValueError: ``rb`` has more rows than ``capacity``, the rows are not in time order, which the ``sampler``
@@ -433,21 +486,59 @@ class ReplayBuffer(TensorDictReplayBuffer):
 
     def _init(self) -> None:
         super()._init()
-        self._begin()
+        if self._is_packed:
+            self._begin()
+            return
+        try:
+            self._refuse_parts(self._sampler, self._writer, self._storage)
+        except Exception:
+            torchrl_parts.listeners_of(self._storage).remove(self)
+            raise
+
+    def _refuse_parts(self, sampler: Sampler, writer: Writer, storage: Storage) -> None:
+        """Raise an error if a sampler needs what a storage of TorchRL's, or its writer, does not keep."""
+        refuse_other_storage(sampler, storage)
+        refuse_unordered(sampler, writer, storage)
+
+    def _maybe_make_storage(self, storage: Any, compilable: Any) -> Storage:
+        """Return the storage; refuse options that do not work over it. TorchRL's constructor calls this method."""
+        made = super()._maybe_make_storage(storage, compilable)
+        self._is_packed = isinstance(made, PackedStorage)
+        if self._is_packed and self._init_checkpointer is not None:
+            self._refuse_checkpointer()
+        if not self._is_packed:
+            given: dict[str, Any] = {"stats": self.episode_stats, "lane_key": self.lane_key}
+            given |= {"device": self.batch_device, "count_replays": self._count_replays or None}
+            given |= {"include_info": None if self.include_info else False}
+            self._refuse_given(made, **given, **{"samples_per_insert=, min_size= or tolerance": self.flow})
+            self.prefetcher = None  # TorchRL's code draws ahead
+        return made
+
+    def _default_sampler(self) -> Sampler:
+        return UniformSampler() if self._is_packed else RandomSampler()
+
+    def _default_writer(self) -> Writer:
+        return RingWriter() if self._is_packed else TensorDictRoundRobinWriter()
+
+    @property
+    def _is_theirs(self) -> bool:
+        """Whether the storage is no :class:`PackedStorage`, so that each method does what TorchRL's does."""
+        if not self._initialized:
+            self._init()
+        return not self._is_packed
 
     def _begin(self) -> Parts:
         """Connect the components; if they are refused, other buffers over the storage go on without this one."""
+        require_packed(self._storage, "this call", _THEIRS)
         self._storage.attach(self)
         try:
-            if getattr(self._storage, "reopened", False):
+            if self._storage.reopened:
                 refuse_writer_of_reopened(self._writer)
             parts = self._connect()
-            if self.lane_key is not None and (fault := writing.fault_of_lanes(parts)):
+            if self.lane_key is not None and (fault := parts.fault_of_lanes):
                 raise TypeError(f"lane_key= {fault}")
-            continue_ring(self._writer, self._storage)
-            if self._copies_batches:
-                refuse_copies(parts)
-            if self.shared or getattr(self._storage, "shared", False):
+            self._continue_ring()
+            if self.shared or self._storage.shared:
                 self.share()
         except Exception:
             self.parts = None  # type: ignore[assignment]
@@ -465,19 +556,51 @@ class ReplayBuffer(TensorDictReplayBuffer):
         self._has_collate_fn = collate_fn is not None
         super()._get_collate_fn(collate_fn)
 
+    def _continue_ring(self) -> None:
+        """Let a ring writer that has not written yet continue after the newest row of the storage."""
+        writer, shared_rows = self._writer, self._storage.shared_rows
+        if type(writer) is RingWriter and not torchrl_parts.write_count_of(writer):
+            if shared_rows is not None and shared_rows.of_writer is not None:
+                writer.continue_counts(shared_rows.of_writer)
+                shared_rows.of_writer = None
+            torchrl_parts.set_cursor(writer, next_step(self._storage))
+
+    def _count_imported(self, flow: FlowControl | None) -> None:
+        """Attach ``flow``, and count all rows, which were imported, as written."""
+        self.flow = flow
+        if flow is not None:
+            flow.restart(row_count(self.storage))
+            self._connect()  # drops a write plan, which would bypass flow control
+
+    def _refuse_second_priorities(self, storage: PackedStorage, sampler: Sampler) -> None:
+        """Raise a ValueError if another buffer keeps its priorities in the file beside the rows of ``storage``."""
+        own: Any = getattr(sampler, "innermost", sampler)
+        if not (isinstance(own, Prioritized) and storage.reopen):
+            return
+        for other in torchrl_parts.listeners_of(storage):
+            theirs = getattr(getattr(other, "parts", None), "prioritized", None)
+            if other is not self and theirs not in (None, own) and theirs.priorities.file is not None:
+                raise ValueError(
+                    f"another buffer over this storage keeps its priorities in {storage.scratch_dir}/{PRIORITY_FILE}, "
+                    "and two buffers would overwrite each other's: use one buffer, or a sampler without priorities "
+                    "here, or call shutdown() of the other buffer first"
+                )
+
     def _connect(self, *, default_priorities: bool = False) -> Parts:
         """Update ``parts``; with ``default_priorities``, rows without a priority get the priority of new rows."""
-        refuse_second_priorities(self, self._storage, self._sampler)
+        self._refuse_second_priorities(self._storage, self._sampler)
         refuse_max_age(self._sampler, self._prefetch_cap)
         self.bound, self.bound_write = {}, None
         transforms, has_units = getattr(self._transform, "transforms", ()), self._sample_unit is not None
         parts = Parts.of(self._storage, self._sampler, self._writer, transforms, has_units, self._has_collate_fn)
+        if self._copies_batches:
+            refuse_copies(parts)
         self.parts = parts
         if parts.prioritized is not None:
             parts.prioritized.priorities.move_to(parts.storage)
             missing = 0 if self._service_shutdown else parts.prioritized.priorities.reopen(parts.storage)
             if missing:
-                warnings.warn(f"{missing:,} of {row_count(parts.storage):,} {PRIORITIES_OF_REOPENED}", stacklevel=3)
+                warnings.warn(f"{missing:,} of {row_count(parts.storage):,} {_PRIORITIES_OF_REOPENED}", stacklevel=3)
             if default_priorities:
                 parts.prioritized.priorities.admit(parts.storage)
         self.replay_count = attached_or_new(parts.storage, ReplayCount) if self._count_replays else None
@@ -512,11 +635,59 @@ class ReplayBuffer(TensorDictReplayBuffer):
             TimeoutError: the wait took longer than ``timeout``; the error says what was missing.
             ShutDown: the buffer has been shut down.
         """
+        if self.parts is None and self._is_theirs:
+            self._refuse_given(wait=wait or None, timeout=timeout, cancel_event=cancel_event)
+            return super().sample(batch_size, return_info, include_info)
         include_info = self.include_info if include_info is None else include_info
         if not wait and self.flow is None:
             return self._sample_now(batch_size, return_info, include_info)
-        with flow.permission(self, batch_size or self._batch_size, wait, timeout, cancel_event):
+        with self._permission(batch_size or self._batch_size, wait, timeout, cancel_event):
             return self._sample_now(batch_size, return_info, include_info)
+
+    @contextmanager
+    def _permission(
+        self, rows: int | None, wait: bool, timeout: float | None, cancel_event: Any = None
+    ) -> Iterator[None]:
+        """Enter the ``with`` block once the sampler can draw a batch and flow control, if any, admits it.
+
+        The batch is counted before the block, and the count undone if the block raises an error.
+        """
+        flow: FlowControl | None = self.flow if rows is not None else None
+        epoch = 0
+
+        def admit() -> bool:
+            nonlocal epoch
+            self._refuse_shut_down()
+            if flow is None or rows is None:
+                return not wait or (len(self) > 0 if rows is None else self.can_sample(rows))
+            flow.agree(row_count(self.storage))
+            epoch = flow.epoch
+            is_admitted = len(self) > 0 and flow.admit_sample(rows)
+            if not (is_admitted or wait):
+                raise RuntimeError(not_now(rows, self._why_no_batch(rows)))
+            return is_admitted
+
+        reason = partial(self._why_no_batch, rows)
+        count_wait = None if flow is None else partial(flow.count_wait, of_sample=True)
+        lock = self._replay_lock
+        with waiting.admitted(admit, lock, reason, timeout, count_wait=count_wait, cancel_event=cancel_event):
+            pass
+        try:
+            yield
+        except BaseException:
+            if flow is not None:
+                with self._replay_lock:
+                    flow.take_back(epoch, sampled=rows or 0)
+            raise
+
+    def _why_no_batch(self, rows: int | None) -> str:
+        """Return in one sentence why there is no batch of ``rows`` rows now."""
+        stored, flow = len(self), self.flow
+        if not stored:
+            return "the buffer is empty" + (f", and min_size={flow.min_size}" if flow and flow.min_size else "")
+        if rows is not None and flow is not None and not flow.admits_sample(rows):
+            return flow.why_no_batch(rows)
+        return f"{type(self.sampler).__name__} cannot draw a batch of {rows} rows from the {stored} stored ones yet"
 
     def _sample_now(self, batch_size: int | None, return_info: bool, include_info: bool) -> Any:
         size = self._batch_size if batch_size is None else batch_size
@@ -527,7 +698,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
         self._refuse_shut_down()
         parts = self.parts or self._initialize()
         with self._replay_lock:  # finds rows that another process has allocated
-            row_class = parts.storage.row_class if parts.is_packed else None
+            row_class = parts.storage.row_class
         include_info = include_info and row_class is None  # other classes have no fields for the report
         if not parts.draws:
             generally = super().sample if include_info else super(TensorDictReplayBuffer, self).sample
@@ -563,6 +734,8 @@ class ReplayBuffer(TensorDictReplayBuffer):
 
     def _increment_counter(self, name: str, increment: int) -> None:
         """Do nothing: TorchRL's ``sample`` calls this method, and :meth:`sample` counts for itself."""
+        if not self._is_packed:
+            super()._increment_counter(name, increment)
 
     def can_sample(self, batch_size: int | None = None) -> bool:
         """Return whether :meth:`sample` can return a batch now.
@@ -573,7 +746,8 @@ class ReplayBuffer(TensorDictReplayBuffer):
         Raises:
             RuntimeError: no batch size is given.
         """
-        self._initialize()
+        if self.parts is None and self._is_theirs:
+            return super().can_sample(batch_size)
         size = self._batch_size if batch_size is None else batch_size
         with self._replay_lock:
             if self.flow is not None and size is not None:
@@ -620,6 +794,8 @@ class ReplayBuffer(TensorDictReplayBuffer):
         ``sample_calls`` and ``samples_returned`` count the batches and the rows that :meth:`sample` has returned. See
         TorchRL's ``ReplayBuffer.stats``; :meth:`health` has further numbers.
         """
+        if self._is_theirs:
+            return super().stats()
         calls, rows = self.returned
         return super().stats() | {"sample_calls": calls, "samples_returned": rows}
 
@@ -629,7 +805,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
         is_moved, parts = self._pin_memory or self._copies_batches, self.parts
         if is_moved or self._service_shutdown or torchrl_parts.modules_of(parts.transforms):
             return False
-        return not (parts.gives_windows or (parts.is_packed and parts.storage.row_class is not None))
+        return not parts.gives_windows and parts.storage.row_class is None
 
     @property
     def compiled(self) -> str:
@@ -651,9 +827,11 @@ class ReplayBuffer(TensorDictReplayBuffer):
 
     def _compiled_calls(self) -> dict[str, str]:
         """Return the calls that compiled code can execute; for each, why it does not yet, or "" if it does."""
+        if self._is_theirs:
+            return {"add, extend, sample": unreadable(self._storage)}
         bound = self.bound.get(self._batch_size or 0, next(iter(self.bound.values()), None))
-        update = "" if self.parts is None or self.parts.prioritized is None else ", update_tensordict_priority"
-        if self.parts is not None and not self.parts.draws:
+        update = "" if self.parts.prioritized is None else ", update_tensordict_priority"
+        if not self.parts.draws:
             bound = "TorchRL's code draws"
         calls = {"add, extend": self.bound_write or "no call yet", f"sample{update}": bound or "no call yet"}
         return {name: stage if isinstance(stage, str) else "" for name, stage in calls.items()}
@@ -685,16 +863,14 @@ class ReplayBuffer(TensorDictReplayBuffer):
             self.bound[size] = bind(self._storage, self._sampler, size)
 
     def _sample(self, batch_size: int) -> Sample:
+        if not self._is_packed:
+            return super()._sample(batch_size)
         if self.prefetcher is not None and self.parts.draws and batch_size == self._batch_size:
             with self._futures_lock:
                 if self.parts.draws and not self._returns_as_drawn:  # not in TorchRL's threads
                     return self.prefetcher.take(batch_size)
         drawn = self._draw(batch_size)
-        if drawn is not None:
-            return self._finish(*drawn)
-        if self._copies_batches:  # the sampler was replaced
-            refuse_copies(self.parts)
-        return self._sample_generally(batch_size)
+        return self._sample_generally(batch_size) if drawn is None else self._finish(*drawn)
 
     def _draw(self, batch_size: int) -> Sample | None:
         """Return an untransformed batch and the sampler's report, or None if TorchRL's code must draw."""
@@ -704,8 +880,6 @@ class ReplayBuffer(TensorDictReplayBuffer):
             drawn[1]["index"] = drawn[1]["index"].unbind(-1)
         if drawn is not None:
             return self.parts.laid_out(*drawn)
-        if not self.parts.is_packed:
-            return None
         with storage.lock:
             parts = self.parts  # under the lock: another thread may replace the sampler
             if not parts.draws:
@@ -742,7 +916,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
 
     def _note_draw(self, index: Any, info: dict[str, Any]) -> None:
         """Record the rows and weights of a batch, and the newest time step, for :meth:`health`."""
-        self.last_draw = LastDraw(index, info.get("priority_weight"), self.parts.newest())
+        self.last_draw = LastDraw(index, info.get("priority_weight"), self._storage.numbers.values[NEWEST])
         if self.replay_count is not None:
             self.replay_count.count_(index)
 
@@ -779,7 +953,9 @@ class ReplayBuffer(TensorDictReplayBuffer):
             ValueError: a TD error in the data is NaN or infinite, or flow control can never admit the write.
             ShutDown: the buffer has been shut down; nothing has changed.
         """
-        return writing.write_in_turn(self, data, "add", True)
+        if self.parts is None and self._is_theirs:
+            return super().add(data)
+        return self._write(data, "add", True)
 
     def extend(self, tensordicts: Any, *, update_priority: bool | None = None, lanes: Any = None) -> torch.Tensor:
         """Write ``[n]`` transitions in order (with ``ndim=2``: ``[E, T]``, as collectors return them); return their
@@ -807,12 +983,178 @@ class ReplayBuffer(TensorDictReplayBuffer):
             UserWarning: (on the first write) a row holds several steps, because the data has more batch dims than
                 ``ndim``.
         """
-        return writing.write_in_turn(self, tensordicts, "extend", update_priority is not False, lanes)
+        if self.parts is None and self._is_theirs:
+            self._refuse_given(lanes=lanes)
+            return super().extend(tensordicts, update_priority=update_priority)
+        return self._write(tensordicts, "extend", update_priority is not False, lanes)
+
+    def _write(self, data: Any, how: str, update_priority: bool, lanes: Any = None) -> Any:
+        """Write the data as soon as flow control, if any, admits the write; to single ``lanes`` if they are given."""
+        if type(data) is not TensorDict and not isinstance(data, TensorDictBase):
+            return self._write_opened(data, how, update_priority, lanes)
+        if self.lane_key is not None:
+            if lanes is None:
+                data, lanes = writing.with_lanes(self.lane_key, data)
+                how = "extend"
+            else:
+                writing.refuse_other_lanes(self.lane_key, data, lanes)
+        if self.flow is None and self.episode_stats is None:
+            return self._write_now(data, how, update_priority, lanes)
+        self._refuse_shut_down()
+        write = self._write_now if self.episode_stats is None else self._write_and_count
+        if self.flow is None:
+            return write(data, how, update_priority, lanes)
+        lead = self._lead_dims(how, lanes)
+        rows = writing.checked(data, how, lead).batch_size[:lead].numel()
+        with self._inserting(self.flow, rows):
+            return write(data, how, update_priority, lanes)
+
+    def _lead_dims(self, how: str, lanes: Any) -> int:
+        """Return the number of batch dims of the data that index rows."""
+        return 1 if lanes is not None else self.storage.ndim - (how == "add")
+
+    def _write_opened(self, data: Any, how: str, update_priority: bool, lanes: Any) -> Any:
+        """Write tensorclasses, tensors, or a list of steps as TensorDicts."""
+        storage = (self.parts or self._initialize()).storage
+        if how == "extend" and isinstance(data, list):
+            if not data:
+                raise ValueError("extend needs at least one transition, got none")
+            data = stacked(data, self.dim_extend if lanes is None else 0)
+        found, row_class = opened(data, self._lead_dims(how, lanes))
+        if not isinstance(found, TensorDictBase):
+            writing.refuse_other_data(how, data)
+        before = storage.row_class
+        if row_class is not None or not isinstance(data, TensorDictBase):
+            storage.take_class(row_class)
+        try:
+            return self._write(found, how, update_priority, lanes)
+        except Exception:
+            if not len(storage):
+                storage.take_class(before)
+            raise
+
+    @contextmanager
+    def _inserting(self, flow: FlowControl, rows: int) -> Iterator[None]:
+        """Enter the ``with`` block once flow control admits a write of ``rows`` rows.
+
+        The block holds the buffer's lock, so that no other thread or process finds rows that are counted and not
+        written. If the block raises an error, its rows are not counted. If the process dies, the storage's journal
+        restores the count.
+        """
+
+        def admit() -> bool:
+            flow.agree(row_count(self.storage))
+            return flow.admit_insert(rows)
+
+        count_wait, reason = partial(flow.count_wait, of_sample=False), partial(flow.why_no_write, rows)
+        with waiting.admitted(admit, self._replay_lock, reason, None, count_wait=count_wait, is_write=True):
+            epoch = flow.epoch
+            try:
+                yield
+            except BaseException:
+                flow.take_back(epoch, inserted=rows)
+                raise
+
+    def _write_and_count(self, data: TensorDictBase, how: str, update_priority: bool, lanes: Any) -> Any:
+        """Write the data, and record the untransformed data in the episode statistics."""
+        stats: Any = self.episode_stats
+        if lanes is None and isinstance(self.bound_write, BoundWrite):
+            index = self.bound_write.write(data, how == "add", counts=True)
+            if index is not None:
+                return index
+        dims = self._lead_dims(how, lanes)
+        if data.ndim < dims:
+            return self._write_now(data, how, update_priority, lanes)
+        time_dim = -1 if data.ndim > dims else None if how == "add" else self.dim_extend if lanes is None else 0
+        steps = stats.read(data, time_dim=time_dim)  # refuses malformed data before the write
+        with self._locked(), held_back:
+            index = self._write_now(data, how, update_priority, lanes)
+            stats.record(steps, None if lanes is None else index[:, 1])
+        return index
+
+    def _write_now(self, data: TensorDictBase, how: str, update_priority: bool, lanes: Any) -> Any:
+        index = self._write_bound(data, how, lanes)
+        if index is not None:
+            return index
+        self._refuse_shut_down()
+        parts = self.parts or self._initialize()
+        data = writing.checked(data, how, self._lead_dims(how, lanes))
+        if lanes is not None:
+            if fault := parts.fault_of_lanes:
+                raise TypeError(f"lanes= {fault}")
+        elif parts.writes_generally:
+            return super().add(data) if how == "add" else super().extend(data, update_priority=update_priority)
+        if len(parts.transforms):
+            with _set_dispatch_td_nn_modules(True):
+                data = self.transform.inv(data)
+            if data is None:  # a transform may hold back data
+                return torch.zeros((0, parts.storage.ndim), dtype=torch.long, device="cpu")
+            index = self._write_bound(data, how, lanes, transformed=True)
+        return self._write_rows(data, how, update_priority, lanes) if index is None else index
+
+    def _write_bound(self, data: Any, how: str, lanes: Any, transformed: bool = False) -> Any:
+        """Write the data with compiled code; return its index, or None if compiled code cannot write it."""
+        bound = self.bound_write
+        if not isinstance(bound, BoundWrite):
+            return None
+        if lanes is None:
+            return bound.write(data, how == "add", transformed)
+        return bound.append(lanes, data, transformed)
+
+    @torch.compiler.disable(reason="writes change numbers that no graph knows, and bind compiled loops")
+    def _write_rows(self, data: TensorDictBase, how: str, update_priority: bool, lanes: Any) -> Any:
+        """Check the data, and let the writer write it."""
+        parts, lead = self.parts, self._lead_dims(how, lanes)
+        if self._has_environment:
+            data = self._with_trajectory_ids(data, lead)
+        rows, td_error = data, None
+        if "index" in data.keys():
+            refuse_index()
+        if how == "extend" and lanes is None and (dim := self.dim_extend) > 0:
+            if data.ndim <= dim:
+                raise SchemaError(
+                    f"extend takes batch size [E, T] (lanes, time) with ndim={parts.storage.ndim}, got {[*data.shape]}"
+                )
+            rows = reshaped(data, lambda data: data.transpose(dim, 0))
+        if parts.storage.rows is None:
+            writing.warn_of_long_rows(parts, rows, lead)
+        if update_priority and parts.prioritized is not None:
+            td_error = rows.get(self.priority_key, None)
+            if td_error is not None:
+                td_error = one_a_row(td_error, lead, parts.prioritized.reduction, rows.ndim - lead)
+                if backend_of(td_error) == "numba":
+                    refuse_errors(td_error)
+        with parts.storage.lock, held_back:
+            parts = self.parts  # under the lock: another thread may have replaced the sampler
+            try:
+                write = getattr(parts.writer, how) if lanes is None else partial(parts.writer.append, lanes)
+                index = write(rows)
+            except SchemaError as error:
+                if how == "extend" or data.ndim != parts.storage.ndim:
+                    raise
+                raise SchemaError(f"{error.args[0]}. If these are several transitions, use extend") from None
+            getattr(parts.sampler, how)(index)
+            if td_error is not None and parts.prioritized is not None:
+                parts.prioritized.update_priority(index, td_error, storage=parts.storage)
+            if not isinstance(self.bound_write, BoundWrite) or not self.bound_write.holds():
+                self.bound_write = None if self._service_shutdown else BoundWrite.of(self, parts)
+        return index
+
+    def _with_trajectory_ids(self, data: TensorDictBase, dims: int) -> TensorDictBase:
+        """Return data whose first ``dims`` dims index rows; if only the shared rows have trajectory ids, with ids of 0.
+
+        A loop of one's own writes no ids. Its trajectories then end at the done flags.
+        """
+        layout = self.storage.layout
+        if layout is None or TRAJ_KEY not in layout.places or data.get(TRAJ_KEY, None) is not None:
+            return data
+        ids = torch.zeros(data.batch_size[:dims], dtype=torch.int64, device="cpu")
+        return data.copy().set(TRAJ_KEY, ids)
 
     @property
     def takes_lanes(self) -> bool:
         """Whether single lanes can be written (the storage is ``[T, E]``, and the writer allows it)."""
-        return not writing.fault_of_lanes(self._initialize())
+        return not self._is_theirs and not self.parts.fault_of_lanes
 
     def lane(self, lane: int) -> Lane:
         """Return a handle that writes and reads lane ``lane`` of a buffer ``[T, E]``, for one actor.
@@ -820,9 +1162,11 @@ class ReplayBuffer(TensorDictReplayBuffer):
         The first write of each handle begins an episode, see :class:`~rlbuf_td.buffers.lane.Lane`.
 
         Raises:
+            TypeError: the storage is no :class:`PackedStorage`.
             ValueError: the buffer has no lanes, or their number is not known yet.
             IndexError: there is no such lane.
         """
+        self._require("lane")
         return Lane(self, lane)
 
     def write_back(self, batch: TensorDictBase, keys: Any, *, sampled_at: int | None = None) -> int:
@@ -861,8 +1205,58 @@ class ReplayBuffer(TensorDictReplayBuffer):
             >>> rb.write_back(batch, ["state"], sampled_at=now), rb.storage["state"]
             (2, tensor([1.]))
         """
-        found = writing.check_write_back(self, batch, keys, sampled_at)
-        return writing.write_back_checked(self, batch, *found)
+        self._require("write_back")
+        return self._write_back(batch, *self._checked_entries(batch, keys, sampled_at))
+
+    def _checked_entries(
+        self, batch: TensorDictBase, keys: Any, sampled_at: int | None
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[tuple[str, ...], torch.Tensor]]:
+        """Raise the errors of :meth:`write_back`; return the index, the sampling times and the entries, by row."""
+        self._refuse_shut_down()
+        parts = self.parts or self._initialize()
+        storage, dims = parts.storage, batch.ndim
+        inner = inner_dims(storage, dims)
+        index, stamp = batch.get("index", None), batch.get(SAMPLED_AT, None)
+        if sampled_at is not None:
+            stamp = torch.full(batch.batch_size, sampled_at, device=storage.device)
+        if index is None or stamp is None:
+            reason = (
+                "its rows are not known, sample it with include_info=True"
+                if index is None
+                else "rows may have been replaced since it was sampled"
+            )
+            remedy = "" if index is None else ": read rb.storage.clock.now before, and pass it as sampled_at="
+            raise KeyError(f"the batch has no {'index' if index is None else SAMPLED_AT!r}: {reason}{remedy}")
+        names = writing.listed(keys)
+        if parts.wrapper is not None and any(key[0] == "next" for key in names) and joins_steps(parts.wrapper):
+            raise ValueError("cannot write back 'next' entries of n-step transitions: they belong to later rows")
+        return index, stamp, {key: writing.entry_by_row(storage, batch, key, inner) for key in names}
+
+    def _write_back(
+        self,
+        batch: TensorDictBase,
+        index: torch.Tensor,
+        stamp: torch.Tensor,
+        values: dict[tuple[str, ...], torch.Tensor],
+    ) -> int:
+        """Write the result of :meth:`_checked_entries`; return the number of rows written."""
+        parts, storage, dims = self.parts, self.storage, batch.ndim
+        inner = inner_dims(storage, dims)
+        with storage.lock:
+            flat = flat_rows(first_of_row(index, dims, inner), storage, storage.device)
+            flat = skip_stale(flat, stamp, dims, storage)[0]
+            kept = flat >= 0
+            if "mask" in parts.report_keys and "mask" in batch.keys():
+                kept &= first_of_row(batch["mask"], dims, inner).to(kept.device)
+            flat = flat[kept]
+            edit_entries(storage, flat, {key: value[kept] for key, value in values.items()})
+            watched: set[Any] = set()
+            for each in torchrl_parts.listeners_of(storage):
+                if isinstance(each, TrajectoryIndex):
+                    watched |= {*each.end_keys(), each.traj_key}
+            if watched & values.keys():
+                torchrl_parts.count_change(storage)  # data derived from these entries is then computed again
+        return len(flat)
 
     def set_at_(self, key: NestedKey, value: Any, index: Any) -> Self:
         """Set the entry ``key`` of the rows at ``index``; return the buffer.
@@ -880,10 +1274,10 @@ class ReplayBuffer(TensorDictReplayBuffer):
             ShutDown: the buffer has been shut down; nothing has changed.
             SchemaError: the dtype of the rows would round a whole number in ``value``; nothing has changed.
         """
+        if self._is_theirs:
+            return super().set_at_(key, value, index)
         self._refuse_shut_down()
         key = nested_key(key)
-        if not isinstance(self.storage, PackedStorage):
-            return super().set_at_(key, value, index)
         if self.dim_extend > 0 and not _names_rows(index, self.storage.ndim):
             self._refuse_other_order("set_at_ takes coordinates of rows, (t, e)", "rb.storage.edit(change, index)")
         self._refuse_rounding({key: value})
@@ -905,10 +1299,10 @@ class ReplayBuffer(TensorDictReplayBuffer):
             ShutDown: the buffer has been shut down; nothing has changed.
             SchemaError: the dtype of the rows would round a whole number in ``value``; nothing has changed.
         """
+        if self._is_theirs:
+            return super().set_(key, value)
         self._refuse_shut_down()
         key = nested_key(key)
-        if not isinstance(self.storage, PackedStorage):
-            return super().set_(key, value)
         if self.dim_extend > 0:
             self._refuse_other_order("set_ takes [T, E]", "rb.storage[key] = value")
         self._refuse_rounding({key: value})
@@ -924,9 +1318,9 @@ class ReplayBuffer(TensorDictReplayBuffer):
             ShutDown: the buffer has been shut down; nothing has changed.
             SchemaError: the dtype of the rows would round a whole number; nothing has changed.
         """
-        self._refuse_shut_down()
-        if not isinstance(self.storage, PackedStorage):
+        if self._is_theirs:
             return super().update_(input_dict_or_td, clone, keys_to_update=keys_to_update)
+        self._refuse_shut_down()
         if self.dim_extend > 0:
             remedy = "rb.storage.edit(lambda rows: rows.update_(data))"
             self._refuse_other_order("update_ takes [T, E]", remedy)
@@ -940,11 +1334,13 @@ class ReplayBuffer(TensorDictReplayBuffer):
 
         If ``index`` is a key, set the entry with this key in all rows: ``[T, ...]``, or ``[E, T, ...]`` if ``ndim=2``.
         """
+        if self._is_theirs:
+            return super().__setitem__(index, value)
         self._refuse_shut_down()
-        if is_key(index) and isinstance(self.storage, PackedStorage):
+        if is_key(index):  # TorchRL's code would change a temporary TensorDict
             self._refuse_rounding({index: value})
             edit_all(self.storage, lambda data: data.transpose(self.dim_extend, 0).set_(index, value))
-        else:  # TorchRL's code would change a temporary TensorDict
+        else:
             super().__setitem__(index, value)
 
     def _refuse_rounding(self, values: Any) -> None:
@@ -957,6 +1353,17 @@ class ReplayBuffer(TensorDictReplayBuffer):
                 dtype = layout.leaves[layout.places[key]].dtype
                 refuse_rounding(key, value, dtype, f"cast it with .to({dtype}), or store it in float64")
 
+    def _require(self, method: str) -> None:
+        """Raise a TypeError over another storage than a :class:`PackedStorage`, which this method needs."""
+        if self._is_theirs:
+            require_packed(self._storage, f"{type(self).__name__}.{method}", _THEIRS)
+
+    def _refuse_given(self, storage: Any = None, /, **given: Any) -> None:
+        """Raise a TypeError for an argument that TorchRL's buffer lacks, over another storage than a PackedStorage."""
+        for name, value in given.items():
+            if value is not None:
+                require_packed(self._storage if storage is None else storage, f"{name}=", _THEIRS)
+
     def _refuse_other_order(self, takes: str, instead: str) -> NoReturn:
         """Raise a NotImplementedError for an edit that would take rows in another order than they are read."""
         raise NotImplementedError(
@@ -965,7 +1372,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
         )
 
     def _refuse_shut_down(self) -> None:
-        if self._service_shutdown and getattr(self._storage, "is_closed", False):
+        if self._service_shutdown and self._is_packed and self._storage.is_closed:
             remedy = "make another one (PackedStorage(reopen=True) continues rows in a file)"
             raise waiting.ShutDown(f"the buffer has been closed, and its rows are released: {remedy}")
         if self._service_shutdown:
@@ -974,6 +1381,8 @@ class ReplayBuffer(TensorDictReplayBuffer):
 
     def mark_update(self, index: Any) -> None:
         """Tell the sampler that the rows at ``index`` were written; writers call this method."""
+        if self._is_theirs:
+            return super().mark_update(index)
         with self._locked():
             super().mark_update(index)
 
@@ -1001,6 +1410,8 @@ class ReplayBuffer(TensorDictReplayBuffer):
         Args:
             empty_write_count: also set :attr:`write_count` to 0, default ``True``.
         """
+        if self._is_theirs:
+            return super().empty(empty_write_count)
         with self._fully_locked(), held_back:
             super().empty(empty_write_count)
             for other in torchrl_parts.listeners_of(self._storage):
@@ -1026,6 +1437,8 @@ class ReplayBuffer(TensorDictReplayBuffer):
 
         On CUDA, rows that are out of range, or have a NaN or infinite TD error, are skipped instead.
         """
+        if self.parts is None and self._is_theirs:
+            return super().update_priority(index, priority)
         parts = self.parts or self._initialize()
         if parts.prioritized is None:
             return super().update_priority(index, priority)
@@ -1050,6 +1463,8 @@ class ReplayBuffer(TensorDictReplayBuffer):
             ValueError: a TD error is NaN or infinite; all priorities are unchanged. On CUDA, the row is skipped
                 instead.
         """
+        if self.parts is None and self._is_theirs:
+            return super().update_tensordict_priority(data)
         parts = self.parts or self._initialize()
         if parts.prioritized is None or parts.has_units:
             nothing = Sampler.update_priority, SequenceSampler.update_priority
@@ -1074,11 +1489,11 @@ class ReplayBuffer(TensorDictReplayBuffer):
     ) -> None:
         """Update the priorities of a batch's rows, except rows that were replaced since the batch was sampled."""
         stale: int | torch.Tensor = 0
-        with self.parts.storage.lock if self.parts.is_packed else self._locked():
+        with self.parts.storage.lock:
             parts = self.parts
             if parts.prioritized is None:  # another thread has replaced the sampler
                 return
-            if sampled_at is not None and parts.is_packed:
+            if sampled_at is not None:
                 index, stale = skip_stale(index, sampled_at, dims, parts.storage)
             parts.prioritized.update_priority(index, td_error, storage=parts.storage)
             self.stale_updates.add(stale)
@@ -1110,9 +1525,10 @@ class ReplayBuffer(TensorDictReplayBuffer):
 
         Raises:
             RuntimeError: the buffer is empty.
-            TypeError: the writer does not write in time order.
+            TypeError: the writer does not write in time order, or the storage is no :class:`PackedStorage`.
             ValueError: lanes have unlike numbers of time steps, see :meth:`lane`, and ``flat`` is not set.
         """
+        self._require("chronological")
         if flat and row_count(self.storage) < len(self.storage) and self.storage.in_time_order:
             with self._locked():
                 data = self._storage.gather(torch.from_numpy(cells_by_age(self._storage)).to(self._storage.device))
@@ -1131,8 +1547,9 @@ class ReplayBuffer(TensorDictReplayBuffer):
             ValueError: ``n`` is below 1, or above the number of time steps that each lane has; or ``n`` is ``None`` and
                 lanes have unlike numbers of time steps, see :meth:`lane`.
             RuntimeError: the buffer is empty.
-            TypeError: the writer does not write in time order.
+            TypeError: the writer does not write in time order, or the storage is no :class:`PackedStorage`.
         """
+        self._require("last")
         with self._locked():
             data = self._storage.get(steps_by_age(self._writer, self._storage, n))
         if flat and data.ndim > 1:
@@ -1148,8 +1565,11 @@ class ReplayBuffer(TensorDictReplayBuffer):
         """Return statistics of the buffer and its batches as a flat dict; :mod:`rlbuf_td.diagnostics.health` explains
         them.
 
+        Raises a TypeError if the storage is no :class:`PackedStorage`.
+
         Cost: O(N log N) for N rows with a prioritized sampler, otherwise O(N).
         """
+        self._require("health")
         with self._locked():
             report = health(self._storage, self._sampler, self._writer, self.last_draw, self.replay_count)
         report["stale_updates"] = float(self.stale_updates.total())
@@ -1203,13 +1623,18 @@ class ReplayBuffer(TensorDictReplayBuffer):
             >>> rb = ReplayBuffer.from_env(gymnasium.make("CartPole-v1"), 1_000)
             >>> dataset = rb.to_minari("cartpole/random-v0", env="CartPole-v1")  # doctest: +SKIP
         """
+        self._require("to_minari")
         spaces = minari_data.spaces_of(env, observation_space, action_space)
-        return minari_data.export_minari(self, dataset_id, env, spaces, progress, kwargs)
+        with self._locked():
+            rows = self._storage, self._writer
+            return minari_data.export_minari(*rows, dataset_id, env, spaces, progress, kwargs)
 
     def __repr__(self) -> str:
         name = type(self).__name__
         if not self.initialized:
             return f"{name}(not initialized)"
+        if not self._is_packed:
+            return super().__repr__()
         named = [("storage", self._storage), ("sampler", self._sampler), ("writer", self._writer)]
         if len(self.parts.transforms):
             named.append(("transform", self._transform))
@@ -1246,6 +1671,9 @@ class ReplayBuffer(TensorDictReplayBuffer):
             OSError: a file cannot be written (the disk is full, for example); the previous dump is intact.
             NotImplementedError: the storage's default checkpointer has been replaced.
         """
+        if self._is_theirs:
+            self._refuse_given(progress=progress, sync=None if sync else sync)
+            return super().dumps(path)
         if type(self.storage.checkpointer) is not self.storage._default_checkpointer:
             self._refuse_checkpointer()
         dump_buffer(self, path, progress, sync=sync)
@@ -1285,6 +1713,10 @@ class ReplayBuffer(TensorDictReplayBuffer):
         Raises:
             CheckpointError: a file is missing or damaged, or the dump does not fit; the buffer is unchanged.
         """
+        if self._is_theirs:
+            given = {"rows_only": rows_only or None, "default_generator": default_generator or None}
+            self._refuse_given(progress=progress, **given)
+            return super().loads(path)
         connect = partial(self._connect, default_priorities=rows_only)
         how: Any = {"rows_only": rows_only, "default_generator": default_generator, "progress": progress}
         load_buffer(self, path, connect, self._fully_locked(), **how)
@@ -1294,14 +1726,20 @@ class ReplayBuffer(TensorDictReplayBuffer):
 
     def register_save_hook(self, hook: Any) -> None:
         """Raise a NotImplementedError: :meth:`dumps` does not support TorchRL's save hooks."""
+        if self._is_theirs:
+            return super().register_save_hook(hook)
         self._refuse_checkpointer()
 
     def register_load_hook(self, hook: Any) -> None:
         """Raise a NotImplementedError: :meth:`loads` does not support TorchRL's load hooks."""
+        if self._is_theirs:
+            return super().register_load_hook(hook)
         self._refuse_checkpointer()
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the rows and of the state of all components, as tensors and plain Python values."""
+        if self._is_theirs:
+            return super().state_dict()
         flow_state = None if self.flow is None else self.flow.state_dict()
         found = super().state_dict() | {"_trajectories": trajectories_of(self._storage), "_flow": flow_state}
         found["_stats"] = None if self.episode_stats is None else self.episode_stats.state_dict()
@@ -1317,14 +1755,14 @@ class ReplayBuffer(TensorDictReplayBuffer):
 
         After an error, the buffer is unchanged.
         """
-        self._initialize()
+        if self._is_theirs:
+            return super().load_state_dict(state_dict)
         self._refuse_state(state_dict)
         with self._futures_lock:
             self.synchronize()  # before the other locks are taken: prefetching threads need them
             with self._locked():  # no thread sees a mixture of two states
-                if isinstance(self._storage, PackedStorage):
-                    with state_of(self._storage):
-                        examine(self._storage, state_dict["_storage"])
+                with state_of(self._storage):
+                    examine(self._storage, state_dict["_storage"])
                 parts = {"_transforms": self._transform, "_writer": self._writer, "_sampler": self._sampler}
                 if self.episode_stats is not None and state_dict.get("_stats") is not None:
                     parts = {"_stats": self.episode_stats} | parts
@@ -1357,8 +1795,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
         Rows, counters and priorities move to shared memory. Every process may write, sample and update priorities; a
         lock runs these calls one at a time. If a process is killed during a write, the write is undone and the lock
         released. Each process has its own random generator, and its own position in an epoch. The storage, sampler and
-        writer of a shared buffer cannot be replaced. TorchRL's collectors with several workers call this method. For a
-        buffer with a storage of TorchRL, this method only calls TorchRL's ``share``.
+        writer of a shared buffer cannot be replaced. TorchRL's collectors with several workers call this method.
 
         Args:
             shared: ``False`` does nothing, because sharing cannot be undone.
@@ -1372,22 +1809,56 @@ class ReplayBuffer(TensorDictReplayBuffer):
             RuntimeError: the operating system has no locks that survive the death of a process (Windows).
         """
         storage = vars(self).get("_storage")  # missing while TorchRL's constructor calls this
+        if storage is None or not self._is_packed:
+            return super().share(shared)
         is_shared = self.shared and "_write_lock" in vars(self)  # the constructor sets only the first
-        if not isinstance(storage, PackedStorage):
-            return self if shared and is_shared else super().share(shared)
         if not shared:
             return self
         with storage.lock:
             if storage.is_reserved:
-                complete_reserved(self)
+                self._complete_reserved()
             self.bound = {}  # shared rows, counters and priorities have other addresses
-            share_parts(storage, self._sampler, self._writer, self.flow)
+            self._share_parts()
             self.stale_updates.share_memory_()
             self.returned.share_memory_()
             if not is_shared:  # TorchRL would replace the semaphores that other processes have
                 super().share(True)
             self._write_lock = nullcontext()  # the storage's lock also works between processes
         return self
+
+    def _complete_reserved(self) -> None:
+        """Add the entries that recorders, collectors and the writer will write to the reserved rows."""
+        storage, layout = self._storage, self._storage.layout
+        schema = layout.unpack(torch.empty((*storage.lanes, layout.row_bytes), dtype=torch.uint8, device="meta"))
+        more = self._writer.added_entries(schema) if isinstance(self._writer, RolloutWriter) else {}
+        if self._has_environment:
+            more |= trajectory_ids(storage.lanes)
+        complete = with_missing(schema, more)
+        if len(list(walk(complete))) > len(layout.leaves):
+            storage.release()
+            storage.reserve(complete)
+
+    def _share_parts(self) -> None:
+        """Move rows, counters and priorities to shared memory; for errors, see :meth:`share`."""
+        storage, writer, flow = self._storage, self._writer, self.flow
+        samplers = [self._sampler]
+        while isinstance(inner := getattr(samplers[-1], "sampler", None), Sampler):
+            samplers.append(inner)
+        movable = (samplers[-1], *torchrl_parts.listeners_of(storage))
+        nbytes = sum(getattr(part, "bytes_to_share", 0) for part in movable)
+        require_room(nbytes, torch.device("cpu"), _SHARED, room=shared_tensors())
+        storage.share_memory_()
+        attached_or_new(storage, TrajectoryNumbers)  # before sharing: recorders in all processes use these numbers
+        counters = vars(writer)
+        if storage.shared_rows is not None:
+            names = "_cursor_value", "_write_count_value", "_taken_value", "_following_value", "_threshold_value"
+            watched = [counters[name] for name in names if name in counters]
+            watched += [] if flow is None else flow.undone_with_rows
+            storage.shared_rows.journal.watch(*watched)  # restored if a process is killed during a write
+        for part in (*samplers, writer, flow, *torchrl_parts.listeners_of(storage)):
+            share = getattr(part, "share_memory_", None)
+            if share is not None:
+                share()
 
     def repair(self) -> None:
         """Make the priorities consistent after a process died while it held the buffer's lock."""
@@ -1415,12 +1886,14 @@ class ReplayBuffer(TensorDictReplayBuffer):
         saving rows raise a RuntimeError afterwards. Processes that share the rows keep them until they end. With flow
         control, the buffer is shut down in all of them (:meth:`shutdown`): an actor should not close it.
         """
-        parts = self.parts or self._initialize()
         self.shutdown()
+        if self._is_theirs:
+            return
+        parts = self.parts or self._initialize()
         listeners = torchrl_parts.listeners_of(parts.storage)
         if self in listeners:
             listeners.remove(self)
-        if parts.is_packed and not any(isinstance(each, TensorDictReplayBuffer) for each in listeners):
+        if not any(isinstance(each, TensorDictReplayBuffer) for each in listeners):
             parts.storage.close()
 
     def __enter__(self) -> Self:
@@ -1448,9 +1921,9 @@ class ReplayBuffer(TensorDictReplayBuffer):
 
     @property
     def _replay_lock(self) -> Any:
-        """The lock of the storage, or a lock of this buffer if the storage has none."""
-        lock = getattr(self.__dict__.get("_storage"), "lock", None)
-        return self._own_lock if lock is None else lock
+        """The lock of the storage; TorchRL's storages have none, and one of this buffer takes its place."""
+        storage = vars(self).get("_storage")
+        return self._own_lock if storage is None or not self._is_packed else storage.lock
 
     @_replay_lock.setter
     def _replay_lock(self, lock: Any) -> None:
@@ -1464,10 +1937,16 @@ class ReplayBuffer(TensorDictReplayBuffer):
         Unlike in TorchRL, a ring writer continues after the newest row of the new storage, and all rows get the default
         priority.
         """
+        if self._is_theirs:
+            if isinstance(storage, PackedStorage):
+                raise TypeError(f"a buffer over a {type(self._storage).__name__} takes no PackedStorage: make another")
+            self._refuse_parts(self._sampler, self._writer, storage)
+            return super().set_storage(storage, collate_fn)
+        require_packed(storage, "this buffer", "make another buffer for a storage of TorchRL's")
         self._refuse_if_shared("storage")
         refuse_unordered(self.sampler, self.writer, storage)
         refuse_stored(self.sampler, storage)
-        refuse_second_priorities(self, storage, self.sampler)
+        self._refuse_second_priorities(storage, self.sampler)
         with self._fully_locked():
             torchrl_parts.replace_storage(self._writer, storage)
             previous = super().set_storage(storage, collate_fn)
@@ -1486,6 +1965,9 @@ class ReplayBuffer(TensorDictReplayBuffer):
 
         Unlike in TorchRL, rows without a priority in the new sampler get the default priority.
         """
+        if self._is_theirs:
+            self._refuse_parts(sampler, self._writer, self._storage)
+            return super().set_sampler(sampler)
         self._refuse_if_shared("sampler")
         refuse_unordered(sampler, self.writer, self.storage)
         with self._fully_locked():
@@ -1502,17 +1984,21 @@ class ReplayBuffer(TensorDictReplayBuffer):
 
     def set_writer(self, writer: Writer) -> Writer:
         """Replace the writer; return the old one. A new :class:`RingWriter` continues after the newest row."""
+        if self._is_theirs:
+            self._refuse_parts(self._sampler, writer, self._storage)
+            writer.register_storage(self._storage)  # refuses before the old writer is replaced
+            return super().set_writer(writer)
         self._refuse_if_shared("writer")
         refuse_unordered(self.sampler, writer, self.storage)
         with self._replay_lock:
             writer.register_storage(self._storage)  # refuses before the old writer is replaced
             previous = super().set_writer(writer)
-            continue_ring(writer, self._storage)
+            self._continue_ring()
             self._connect()
             return previous
 
     def _refuse_if_shared(self, part: str) -> None:
-        if getattr(self.storage, "shared_rows", None) is not None:
+        if self.storage.shared_rows is not None:
             reason = "other processes would keep the old one. Set it before you share the buffer"
             raise RuntimeError(f"cannot set the {part} of a shared buffer: {reason}{PROCESSES}")
 
@@ -1532,7 +2018,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
     def __iter__(self) -> Iterator[TensorDictBase]:
         """Yield batches until the sampler has run out of rows (at the end of its epochs, for example)."""
         ahead = self.prefetcher
-        if ahead is None or not self._initialize().draws or self._batch_size is None:
+        if ahead is None or self._is_theirs or not self.parts.draws or self._batch_size is None:
             yield from super().__iter__()
             return
         if self._sampler.ran_out and not ahead.has_batches:
@@ -1547,7 +2033,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
             if self.prefetcher is not None:
                 self.prefetcher.take_back()
             with super()._capture_prefetch_state(clone_queue=clone_queue) as state:
-                yield state | {"queue": ()}
+                yield state | {"queue": ()} if self._is_packed else state
 
     def _clear_prefetch_queue_locked(self) -> None:
         super()._clear_prefetch_queue_locked()
@@ -1556,14 +2042,20 @@ class ReplayBuffer(TensorDictReplayBuffer):
 
     def _validate_prefetch_state(self, prefetch_state: Any) -> None:
         """Accept the state of a buffer with any ``prefetch``: no batches are restored."""
+        if not self._is_packed:
+            super()._validate_prefetch_state(prefetch_state)
 
     def _restore_prefetch_queue_locked(self, prefetch_state: Any, *, clone_queue: bool = True) -> None:
         """Do nothing: a resumed buffer draws anew."""
+        if not self._is_packed:
+            super()._restore_prefetch_queue_locked(prefetch_state, clone_queue=clone_queue)
 
     # -- workers of a DataLoader, in which TorchRL's data sets sample copies of the buffer
 
     @property
     def _requires_shared_state(self) -> bool:
+        if not self._is_packed:
+            return super()._requires_shared_state
         return self.flow is not None and not self.shared
 
     def _reset_worker_state(self) -> None:
@@ -1573,7 +2065,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
     # -- pickling
 
     def __getstate__(self) -> dict[str, Any]:
-        if get_spawning_popen() is not None and self.parts is not None and self.parts.is_packed:
+        if get_spawning_popen() is not None and self.parts is not None:
             self.share()
         state = super().__getstate__()
         state.pop("_own_lock")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from tensordict import MemoryMappedTensor, NestedKey, TensorDictBase
@@ -23,24 +23,22 @@ from torchrl.data.replay_buffers import (
     Writer,
 )
 
-from rlbuf_td.buffers.flow import count_imported
 from rlbuf_td.buffers.parts import refuse_unordered
 from rlbuf_td.checkpoint import CheckpointError
 from rlbuf_td.checkpoint.files import progress_bar
 from rlbuf_td.checkpoint.torchrl_folder import map_rows, refuse_links, refuse_short
+from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.proportional import read_torchrl_priorities
-from rlbuf_td.storages import PackedStorage, torchrl_parts
+from rlbuf_td.storages import torchrl_parts
+from rlbuf_td.storages.checks import require_packed
 from rlbuf_td.storages.indexing import coordinates, lanes_of
 from rlbuf_td.storages.keys import is_key, nested_key, optional_key
 from rlbuf_td.storages.lane_heads import lanes_apart
 from rlbuf_td.storages.state import end_trajectories
 from rlbuf_td.storages.trajectory_index import TRAJ_KEY
-from rlbuf_td.writers.common import is_in_time_order, steps_by_age
+from rlbuf_td.writers.common import keeps_order
 
-if TYPE_CHECKING:
-    from rlbuf_td.buffers.replay import ReplayBuffer
-
-Buffer = TypeVar("Buffer", bound="ReplayBuffer")
+Buffer = TypeVar("Buffer", bound=TensorDictReplayBuffer)
 _READ_AT_ONCE = 1 << 26  # bytes
 
 
@@ -63,20 +61,22 @@ def import_torchrl(
     storage: Any = rb.storage
     exclude = [exclude] if is_key(exclude) else [*map(nested_key, exclude)]
     kwargs.setdefault("batch_size", rb.batch_size)
-    _restore_cursor(rb, storage)
     refuse_unordered(kwargs.get("sampler"), rb.writer, storage)
     if copy:
         choose = partial(_chosen, exclude=exclude, trajectory_key=optional_key(trajectory_key))
         new, cells = _copy(cls, rb, capacity, choose, progress, kwargs)
+        if not getattr(storage, "in_time_order", keeps_order(rb.writer) is not False):
+            new.storage.lose_order()
     elif is_folder or capacity is not None or exclude or "storage" in kwargs:
         remedy = "pass a buffer, and omit capacity, exclude and storage; or copy"
         raise ValueError(f"copy=False uses the storage of a buffer as it is: {remedy}")
     else:
+        require_packed(storage, "copy=False", "copy the rows, because over another storage this class is TorchRL's")
         new, cells = cls(storage=storage, **kwargs), torch.arange(len(storage), device="cpu")
     _set_priorities(new, cells, priorities)
     if is_folder:
         end_trajectories(new.storage)
-    count_imported(new, new.flow)
+    new._count_imported(new.flow)
     return new
 
 
@@ -93,15 +93,12 @@ def _copy(
     steps, lanes = _steps(rb.writer, storage), lanes_of(storage).numel()
     if capacity is not None and capacity < len(steps) * lanes:
         raise ValueError(f"the buffer holds {len(steps) * lanes:,} transitions, more than the capacity of {capacity:,}")
-    is_in_order = is_in_time_order(storage)
     new = cls.from_schema(choose(storage.get(steps[:1]))[0], capacity or storage.max_size, **kwargs)
     row_bytes = new.storage.row_bytes
     with progress_bar("copying", len(steps) * lanes * row_bytes, progress) as report:
         for part in steps.split(max(1, _READ_AT_ONCE // (row_bytes * lanes))):
             new.writer.extend(choose(storage.get(part)))
             report(len(part) * lanes * row_bytes)
-    if not is_in_order:
-        new.storage.lose_order()
     return new, (steps[:, None] * lanes + torch.arange(lanes, device="cpu")).flatten()
 
 
@@ -137,23 +134,15 @@ def _priorities(rb: TensorDictReplayBuffer) -> Mapping[str, Any] | None:
     return sampler.state_dict() if isinstance(sampler, PrioritizedSampler) else None
 
 
-def _set_priorities(new: ReplayBuffer, cells: torch.Tensor, state: Mapping[str, Any] | None) -> None:
+def _set_priorities(new: TensorDictReplayBuffer, cells: torch.Tensor, state: Mapping[str, Any] | None) -> None:
     """Give each row ``i`` of a new buffer the priority of row ``cells[i]`` in the state of TorchRL's sampler."""
-    parts = new._initialize()
-    if state is None or parts.prioritized is None:
+    sampler = getattr(new.sampler, "innermost", new.sampler)
+    if state is None or not isinstance(sampler, Prioritized):
         return
     magnitude = read_torchrl_priorities(state)[1][cells]
     known = (magnitude >= 0).nonzero().flatten()
     if len(known):
-        index = coordinates(known, parts.storage)
-        parts.prioritized.update_priority(index, magnitude[known], storage=parts.storage)
-
-
-def _restore_cursor(rb: TensorDictReplayBuffer, storage: Storage) -> None:
-    """Tell a full TorchRL storage which time step is the newest; TorchRL's ``loads`` does not restore this."""
-    last = torchrl_parts.last_of_ring(rb) if torchrl_parts.is_full(storage) else None
-    if last is not None and not isinstance(storage, PackedStorage):
-        torchrl_parts.set_newest_step(storage, last % (len(storage) // lanes_of(storage).numel()))
+        sampler.update_priority(coordinates(known, new.storage), magnitude[known], storage=new.storage)
 
 
 def _steps(writer: Writer, storage: Storage) -> torch.Tensor:
@@ -162,9 +151,10 @@ def _steps(writer: Writer, storage: Storage) -> torch.Tensor:
         raise RuntimeError("the buffer is empty: there is nothing to import")
     if lanes_apart(storage):
         raise ValueError("lanes stand at unlike steps: use copy=False, or dump the buffer and load the dump")
-    if isinstance(writer, RoundRobinWriter) and is_in_time_order(storage):
-        return steps_by_age(writer, storage, None)
-    return torch.arange(len(storage) // lanes_of(storage).numel(), device="cpu")
+    steps = len(storage) // lanes_of(storage).numel()
+    is_ring = isinstance(writer, RoundRobinWriter) and torchrl_parts.is_full(storage)
+    oldest = torchrl_parts.last_step(storage, steps) + 1 if is_ring else 0
+    return torch.arange(oldest, oldest + steps, device="cpu") % steps
 
 
 def _chosen(rows: Any, exclude: Any, trajectory_key: NestedKey | None) -> TensorDictBase:

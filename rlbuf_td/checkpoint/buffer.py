@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from torchrl.data.replay_buffers import RoundRobinWriter
 
 from rlbuf_td.checkpoint import parts
@@ -68,11 +68,9 @@ class _Load:
         self.rows: SavedRows | None = None
         storage, saved = rb.storage, self.saved["storage"]
         self._refuse_other_parts()
-        if not isinstance(storage, PackedStorage):
-            parts.refuse_other_storage(storage, saved)
         # A dump made before the first write has no rows, but keys if its storage was reserved. A storage with rows
         # ignores these keys.
-        elif "layout" in saved["state"] and not (saved["state"].get("reserved") and storage.rows is not None):
+        if "layout" in saved["state"] and not (saved["state"].get("reserved") and storage.rows is not None):
             cursor, in_order = self.saved["writer"]["state"].get("_cursor"), saved["state"].get("in_time_order", True)
             if not in_order and getattr(rb.sampler, "needs_order", False):
                 raise CheckpointError(f"a {type(rb.sampler).__name__} needs rows in time order, and {OUT_OF_ORDER}")
@@ -131,14 +129,12 @@ class _Load:
                     rollback.load(rb.episode_stats, saved["buffer"]["stats"])
                 rollback.load(rb.writer, saved["writer"]["state"])
                 rollback.load(rb.transform, saved["transform"])
-            if not isinstance(storage, PackedStorage):
-                rollback.load_storage(storage, saved["storage"])
             if not self.rows_only:
                 rollback.load(rb.sampler, saved["sampler"]["state"])
             if self.rows is not None:
                 self.rows.put(allocated, report)
                 storage.restore_counters(saved["storage"]["state"])
-            elif isinstance(storage, PackedStorage):
+            else:
                 torchrl_parts.empty_part(storage)
         # The code below cannot fail.
         if self.rows_only:
@@ -170,7 +166,7 @@ class Checkpoint:
     classes: dict[str, str]  # the class names of buffer, storage, sampler and writer
     shape: tuple[int, ...]  # the capacity, [T, *lanes]
     rows: TensorDictBase | None  # the written rows, [n] or [steps, E]; None if there are none
-    storage: PackedStorage | None  # the rows in a storage of that capacity in RAM; None for a TorchRL storage
+    storage: PackedStorage | None  # the rows in a storage of that capacity in RAM; None before the first write
     sampler: dict[str, Any]  # the sampler's state
     writer: dict[str, Any]  # the writer's state: `_cursor` is a ring's next position, `_write_count` counts time steps
 
@@ -212,7 +208,7 @@ def open_checkpoint(path: str | Path, *, progress: bool | None = None) -> Checkp
             about=reader.manifest.about,
             classes={name: state[name]["class"] for name in ("buffer", "storage", "sampler", "writer")},
             shape=tuple(saved["shape"]),
-            rows=_content(saved["state"]) if storage is None else storage[:],
+            rows=None if storage is None else storage[:],
             storage=storage,
             sampler=state["sampler"]["state"],
             writer=state["writer"]["state"],
@@ -230,10 +226,3 @@ def _storage(reader: DumpReader, saved: dict[str, Any], progress: bool | None) -
         rows.put(rows.allocated(report), report)
     storage.restore_counters(saved["state"])
     return storage
-
-
-def _content(state: dict[str, Any]) -> TensorDictBase | None:
-    content = state.get("_storage")
-    if not isinstance(content, dict) or not content:
-        return None
-    return TensorDict({}).load_state_dict(content, strict=False)[: state["_len"]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ from torchrl.data.replay_buffers import RandomSampler, Storage
 from rlbuf_td.checkpoint.manifest import CheckpointError
 from rlbuf_td.storages.checks import state_of
 from rlbuf_td.storages.state import end_trajectories
-from rlbuf_td.storages.torchrl_parts import generator_of, listeners_of, newest_step_of, set_newest_step
+from rlbuf_td.storages.torchrl_parts import generator_of, listeners_of, newest_step_of
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 
 
@@ -42,9 +42,9 @@ def capture(rb: Any) -> dict[str, Any]:
             "class": type(storage).__name__,
             "max_size": storage.max_size,
             "ndim": storage.ndim,
-            "shape": list(getattr(storage, "_total_shape", None) or ()),
+            "shape": list(storage._total_shape or ()),
             "last_cursor": newest_step_of(storage),
-            "state": _state_of(storage),
+            "state": storage.snapshot(),
         },
         "sampler": {"class": name_of(rb.sampler), "state": _state_of(rb.sampler)},
         "writer": {"class": name_of(rb.writer), "state": rb.writer.state_dict()},
@@ -70,26 +70,6 @@ def name_of(part: Any) -> str:
 
 def _state_of(part: Any) -> dict[str, Any]:
     return part.snapshot() if hasattr(part, "snapshot") else part.state_dict()
-
-
-def refuse_other_storage(storage: Storage, saved: dict[str, Any]) -> None:
-    if saved["max_size"] != storage.max_size:
-        sizes = f"max_size={saved['max_size']}, this {type(storage).__name__} max_size={storage.max_size}"
-        raise CheckpointError(f"the dump has {sizes}: only a PackedStorage can be loaded into another capacity")
-    if len(storage) or getattr(storage, "initialized", False):
-        _refuse_other_content(storage.state_dict(), saved["state"], "the storage")
-
-
-def _refuse_other_content(own: Any, saved: Any, where: str) -> None:
-    if isinstance(own, Mapping) and isinstance(saved, Mapping):
-        if own.keys() != saved.keys():
-            raise CheckpointError(f"{where} has the keys {sorted(own)}, the dump {sorted(saved)}")
-        for key in own:
-            _refuse_other_content(own[key], saved[key], f"{where}.{key}")
-    elif isinstance(own, torch.Tensor):
-        kinds = [f"{getattr(x, 'dtype', type(x))} of shape {tuple(getattr(x, 'shape', ()))}" for x in (own, saved)]
-        if kinds[0] != kinds[1]:
-            raise CheckpointError(f"{where} is {kinds[0]}, in the dump {kinds[1]}")
 
 
 def refuse_malformed(rb: Any, saved: dict[str, Any]) -> None:
@@ -170,9 +150,8 @@ def load_trajectories(rb: Any, saved: list[dict[str, Any]]) -> None:
 
 def _default_generators(storage: Storage) -> dict[str, Any]:
     states = {"cpu": torch.get_rng_state()}
-    device = getattr(storage, "device", None)
-    if isinstance(device, torch.device) and device.type == "cuda":
-        states[str(device)] = torch.cuda.get_rng_state(device)
+    if storage.device.type == "cuda":
+        states[str(storage.device)] = torch.cuda.get_rng_state(storage.device)
     return states
 
 
@@ -224,16 +203,6 @@ class Rollback(ExitStack):
             before = copy.deepcopy(part.state_dict())
             self.callback(part.load_state_dict, before)
         part.load_state_dict(state)
-
-    def load_storage(self, storage: Storage, saved: dict[str, Any]) -> None:
-        before, content = dict(storage.__dict__), copy.deepcopy(storage.state_dict()) if len(storage) else None
-        self.callback(storage.__dict__.update, before)
-        if content is not None:
-            self.callback(storage.load_state_dict, content)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Loading the storage on an uninitialized TensorDict")
-            storage.load_state_dict(saved["state"])
-        set_newest_step(storage, saved["last_cursor"])
 
 
 def load_or_restore(parts: dict[str, Any], states: dict[str, Any]) -> None:

@@ -172,7 +172,7 @@ def ages(storage: Storage, writer: Writer, last_draw: LastDraw) -> torch.Tensor 
     if not isinstance(writer, RoundRobinWriter) or not len(storage):
         return None
     flat, newest = rows_of(last_draw.index, storage), last_draw.newest
-    if newest < 0 and hasattr(storage, "clock"):  # unknown
+    if newest < 0:  # unknown
         newest = step_before_cursor(writer)
     lanes = lanes_of(storage).numel()
     steps = storage.max_size // lanes

@@ -204,6 +204,7 @@ def plot_trajectory(rb: ReplayBuffer, row: Any, *, keys: Sequence[NestedKey] | N
         A figure with one panel per key. The time axis counts steps from the given row.
 
     Raises:
+        TypeError: the storage is no :class:`PackedStorage`.
         IndexError: the storage has no such row.
         KeyError: a key is not stored, or the rows have neither end flags nor trajectory ids.
 
@@ -219,7 +220,7 @@ def plot_trajectory(rb: ReplayBuffer, row: Any, *, keys: Sequence[NestedKey] | N
         'row 4: trajectory of 15 steps, finished'
     """
     storage = rb.storage
-    lanes = lanes_of(storage).numel()
+    trajectories, lanes = TrajectoryIndex.of(storage), lanes_of(storage).numel()
     index = torch.as_tensor([row], device="cpu")
     index = index.unbind(-1) if isinstance(row, Sequence) else index
     flat = int(flat_rows(index, storage, device_of(storage)))
@@ -227,7 +228,7 @@ def plot_trajectory(rb: ReplayBuffer, row: Any, *, keys: Sequence[NestedKey] | N
         raise IndexError(f"there is no row {row}: {len(storage)} rows are stored")
     at = torch.tensor([flat], device=device_of(storage))
     refuse_unwritten(at, storage)
-    back, ahead, ended = (int(x) for x in TrajectoryIndex.of(storage).reach(at))
+    back, ahead, ended = (int(x) for x in trajectories.reach(at))
     steps, capacity = np.arange(-back, ahead + 1), storage.max_size // lanes
     cells = (flat // lanes + torch.arange(-back, ahead + 1, device="cpu")) % capacity * lanes + flat % lanes
     data = rb.storage.get(coordinates(cells.to(at.device), storage))

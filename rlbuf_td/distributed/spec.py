@@ -8,6 +8,7 @@ from rlbuf_td.buffers.replay import ReplayBuffer
 from rlbuf_td.diagnostics.health import unwrapped
 from rlbuf_td.samplers import EpisodeSampler, FreshRowsSampler, ProportionalSampler, SequenceSampler, UniformSampler
 from rlbuf_td.samplers.wrapper import SamplerWrapper
+from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.notebooks import PROCESSES
 from rlbuf_td.writers import RingWriter
 
@@ -55,7 +56,7 @@ def _draws_fresh(sampler: Any) -> bool:
 
 def checked_sampler(buffer: Any) -> Any:
     """Return the buffer's sampler without its wrappers; TypeError or ValueError if the buffer cannot be sharded."""
-    if not isinstance(buffer, ReplayBuffer) or not buffer._initialize().is_packed:
+    if not isinstance(buffer, ReplayBuffer) or not isinstance(buffer.storage, PackedStorage):
         raise TypeError(f"make_buffer must return a ReplayBuffer of this package with a PackedStorage, got {buffer!r}")
     sampler, inner, parts = buffer.sampler, unwrapped(buffer.sampler), buffer._initialize()
     for is_there, what, remedy in (

@@ -137,7 +137,6 @@ class GymnasiumRecorder:
             raise ValueError(f"stretch must be at least 1, got {stretch}")
         if isinstance(infos, str):
             raise TypeError(f"infos must be a sequence of names or a dict with defaults, got the string {infos!r}")
-        len(buffer)  # initializes the buffer, if this was delayed
         schema = schema_of(env)
         self.buffer, self.env, self.stretch = buffer, env, stretch
         self._single = not schema.ndim
@@ -197,9 +196,8 @@ class GymnasiumRecorder:
         if self._trajectory_key is not None:
             schema.set(self._trajectory_key, torch.empty(schema.shape, dtype=torch.int64, device="meta"))
         storage = self.buffer.storage
-        if isinstance(storage, PackedStorage):
-            with storage.lock:  # recorders of other lanes may be made, or write first rows
-                self._fit_rows(storage, schema)
+        with storage.lock:  # recorders of other lanes may be made, or write first rows
+            self._fit_rows(storage, schema)
         return schema
 
     def _fit_rows(self, storage: PackedStorage, schema: TensorDict) -> None:
@@ -470,13 +468,9 @@ class GymnasiumRecorder:
         wanted = features or (1,)
         if schema[_REWARD].shape[1:] == wanted:
             return not features
-        expected = torch.empty((self._lanes, *wanted), dtype=schema[_REWARD].dtype, device="meta")
-        schema.set(_REWARD, expected)
-        if isinstance(storage, PackedStorage):
-            with storage.lock:  # recorders of other lanes may take their first step
-                self._reserve_again(storage, schema, features)
-        elif len(self.buffer):
-            self._refuse_reward(expected, features)
+        schema.set(_REWARD, torch.empty((self._lanes, *wanted), dtype=schema[_REWARD].dtype, device="meta"))
+        with storage.lock:  # recorders of other lanes may take their first step
+            self._reserve_again(storage, schema, features)
         return not features
 
     def _reserve_again(self, storage: PackedStorage, schema: TensorDict, features: tuple[int, ...]) -> None:

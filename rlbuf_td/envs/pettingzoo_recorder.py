@@ -16,6 +16,7 @@ from rlbuf_td.envs.recorder_state import (
     TrajectoryNumbers,
     array_of,
     buffer_state,
+    checked_buffer,
     copied,
     refuse_other,
     refuse_other_rows,
@@ -24,7 +25,7 @@ from rlbuf_td.envs.recorder_state import (
     schema_of_rows,
 )
 from rlbuf_td.envs.specs import ACTION_MASK, FLAGS, AgentGroup, Key, agents_schema, groups_of, parallel_envs, show_extra
-from rlbuf_td.storages import PackedStorage, SchemaError
+from rlbuf_td.storages import SchemaError
 from rlbuf_td.storages.checks import state_of
 from rlbuf_td.storages.indexing import attached_or_new
 from rlbuf_td.storages.notebooks import TRANSITIONS
@@ -111,12 +112,10 @@ class PettingZooRecorder:
     """
 
     def __init__(self, buffer: TensorDictReplayBuffer, env: Any, *, group_map: Any = None) -> None:
-        if not isinstance(buffer, TensorDictReplayBuffer) or not hasattr(buffer, "from_env"):  # TorchRL's lack that
-            raise TypeError(f"buffer must be a ReplayBuffer or RolloutBuffer, got a {type(buffer).__name__}")
+        buffer = checked_buffer(buffer)
         envs = parallel_envs(env)
         if envs is None:
             raise TypeError(f"env must be a ParallelEnv of PettingZoo or a list of them, got a {type(env).__name__}")
-        len(buffer)  # initializes the buffer, if this was delayed
         self.buffer, self.env, self.envs = buffer, env, envs
         self.groups = groups_of(envs, group_map)
         self._single, self._flat = not isinstance(env, list | tuple), buffer.storage.ndim == 1
@@ -134,8 +133,6 @@ class PettingZooRecorder:
         """Reserve the buffer's rows, or check that reserved rows match ``schema``; return the completed schema."""
         schema.set(TRAJ_KEY, torch.empty(schema.shape, dtype=torch.int64, device="meta"))
         storage = self.buffer.storage
-        if not isinstance(storage, PackedStorage):
-            return schema
         if storage.layout is None:
             storage.reserve(schema[0] if self._flat else schema)
         lanes = () if self._flat else tuple(schema.shape)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 from typing import Any, Protocol, runtime_checkable
 from weakref import WeakSet
 
 import numpy as np
 import torch
 from tensordict import TensorDict
-from torchrl.data.replay_buffers import Storage, TensorDictReplayBuffer
+from torchrl.data.replay_buffers import TensorDictReplayBuffer
 
 from rlbuf_td.envs.infos import to_array
 from rlbuf_td.envs.specs import Key, entries
+from rlbuf_td.storages import PackedStorage
+from rlbuf_td.storages.checks import require_packed
 from rlbuf_td.storages.indexing import lanes_of, stored_rows
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.listeners import Attached
@@ -28,7 +29,7 @@ _NEXT, _HAS_READ, _LOADS = range(3)
 class TrajectoryNumbers(Attached):
     """Gives unique trajectory numbers to all recorders of a storage, in all processes that share the storage."""
 
-    def __init__(self, storage: Storage) -> None:
+    def __init__(self, storage: PackedStorage) -> None:
         super().__init__(storage)
         self.recorders: WeakSet[Any] = WeakSet()  # the recorders of this process
         self._numbers = SharedNumbers("q", [0, 0, 0])
@@ -40,7 +41,7 @@ class TrajectoryNumbers(Attached):
 
     def take(self, count: int, key: tuple[str, ...] | None) -> np.ndarray:
         """Return ``count`` new trajectory numbers, larger than all numbers stored at ``key``."""
-        with getattr(self.storage, "lock", nullcontext()):
+        with self.storage.lock:
             first, numbers = self._numbers[_NEXT], self._numbers
             rows = None if numbers[_HAS_READ] else stored_rows(self.storage)
             stored = None if rows is None or key is None else rows.get(key, None)
@@ -57,7 +58,7 @@ class TrajectoryNumbers(Attached):
 
     def go_on(self, number: int) -> None:
         """Give next what another process, which a recorder's state is from, would have given next."""
-        with getattr(self.storage, "lock", nullcontext()):
+        with self.storage.lock:
             self._numbers[_NEXT], self._numbers[_HAS_READ] = max(number, self._numbers[_NEXT]), 1
 
     def mark_update(self, index: Any) -> None:
@@ -85,10 +86,11 @@ class BufferLane(Protocol):
 
 
 def checked_buffer(buffer: Any) -> TensorDictReplayBuffer:
-    """Return a buffer; raise a TypeError if it is not one of this package."""
+    """Return a buffer; raise a TypeError if it is not one of this package over a :class:`PackedStorage`."""
     if not isinstance(buffer, TensorDictReplayBuffer) or not hasattr(buffer, "from_env"):  # TorchRL's lack that
         name = type(buffer).__name__
         raise TypeError(f"buffer must be a ReplayBuffer or RolloutBuffer, or a lane rb.lane(e), got a {name}")
+    require_packed(buffer.storage, "a recorder", "write the transitions of make_transition with rb.add")
     return buffer
 
 

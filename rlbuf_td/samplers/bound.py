@@ -291,9 +291,9 @@ def lanes_of(rows: Rows) -> int:
 
 def unreadable(storage: Any) -> str:
     """Say in one line why compiled code cannot read the rows of a storage as host memory; "" if it can."""
-    rows = getattr(storage, "rows", None)
     if not isinstance(storage, PackedStorage):
         return f"the storage is a {type(storage).__name__}"
+    rows = storage.rows
     if rows is None or storage.is_reserved:
         return "no rows have been written yet"
     if backend_of(rows.flat) != "numba":

@@ -17,8 +17,7 @@ from torchrl.data.replay_buffers import PrioritizedSampler, Sampler, Storage
 from rlbuf_td.checkpoint import load_state, save_state
 from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.kernels.host_memory import address_of
-from rlbuf_td.storages import PackedStorage
-from rlbuf_td.storages.checks import OUT_OF_ORDER, state_of
+from rlbuf_td.storages.checks import OUT_OF_ORDER, require_packed, state_of
 from rlbuf_td.storages.indexing import moved, stored_rows
 from rlbuf_td.storages.notebooks import PRIORITIES
 from rlbuf_td.storages.schema import SchemaError, refuse_other_index
@@ -66,6 +65,7 @@ class StatefulSampler(Sampler):
     _shown: ClassVar[tuple[str, ...]] = ()  # the attributes that ``repr`` shows; by default ``state_keys``
     state_keys: ClassVar[tuple[str, ...]] = ()  # the attributes that may be set at any time; saved in the state
     needs_order: bool = False  # whether the sampler needs rows in time order
+    needs_episodes: bool = False  # whether the sampler looks up episodes, which only a PackedStorage keeps
     requires_shared_state: bool = True  # whether draws change or read state that other processes would have to share
     report_keys: frozenset[str] = frozenset()  # the entries, besides "index", that the sampler adds to each batch
 
@@ -130,9 +130,16 @@ def _copy_of(state: Any) -> Any:
     return tree_map_only(Tensor, Tensor.clone, state)
 
 
+def refuse_other_storage(sampler: Sampler, storage: Storage) -> None:
+    """Raise a TypeError if the sampler looks up episodes, and the storage is no :class:`PackedStorage`."""
+    if getattr(sampler, "needs_episodes", False):
+        kinds = "UniformSampler, ProportionalSampler, RankSampler, RecencySampler or MinibatchSampler"
+        require_packed(storage, f"a {type(sampler).__name__} looks up episodes and", f"use one, or a {kinds}")
+
+
 def refuse_disorder(sampler: Sampler, storage: Storage) -> None:
     """Raise a ValueError if the sampler needs rows in time order, and the rows of the storage are not."""
-    if isinstance(storage, PackedStorage) and getattr(sampler, "needs_order", False) and not storage.in_time_order:
+    if getattr(sampler, "needs_order", False) and not getattr(storage, "in_time_order", True):
         raise ValueError(f"a {type(sampler).__name__} needs rows in time order, and {OUT_OF_ORDER}")
 
 

@@ -14,14 +14,14 @@ from torchrl.data.replay_buffers import Sampler, Storage
 from rlbuf_td.functional import reward2go
 from rlbuf_td.kernels.episodes.n_step import sums_ahead
 from rlbuf_td.samplers.common import EMPTY, refuse_disorder, setting, uniform_numbers
-from rlbuf_td.samplers.wrapper import Drawn, SamplerWrapper, column_of, rows_at
+from rlbuf_td.samplers.wrapper import Drawn, SamplerWrapper, column_of
+from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import fraction, one_of, whole
 from rlbuf_td.storages.indexing import revision_of
 from rlbuf_td.storages.keys import as_tuple
 from rlbuf_td.storages.notebooks import SEQUENCES
 from rlbuf_td.storages.schema import show_key
 from rlbuf_td.storages.tensordict_fast import leaf_of
-from rlbuf_td.storages.torchrl_parts import columns_of
 from rlbuf_td.storages.trajectory_index import DONE_KEY, TRAJ_KEY
 
 _ALL = 1 << 62  # more steps than any trajectory has
@@ -173,7 +173,7 @@ class EpisodeSampler(SamplerWrapper):
         """See :class:`~rlbuf_td.samplers.wrapper.SamplerWrapper`."""
         return _ALL
 
-    def draw_batch(self, storage: Storage, batch_size: int) -> Drawn:
+    def draw_batch(self, storage: PackedStorage, batch_size: int) -> Drawn:
         """Draw episodes, and return their rows as a flat batch."""
         if not len(storage):
             raise RuntimeError(EMPTY)
@@ -183,15 +183,15 @@ class EpisodeSampler(SamplerWrapper):
             self._warn_if_interleaved(storage)
         return self.batch_of(storage, anchors, {})
 
-    def batch_of(self, storage: Storage, flat: Tensor, info: dict[Any, Any]) -> Drawn:
+    def batch_of(self, storage: PackedStorage, flat: Tensor, info: dict[Any, Any]) -> Drawn:
         """Return the episodes of the rows at flat indices ``flat``, complete or not, as a flat batch."""
         pieces = self._pieces(storage, flat)
         places = self._places(pieces)
-        episode, lanes, size = places.episode, self._trajectories(storage).boundaries().lanes, _rows_of(storage)
+        episode, lanes, size = places.episode, self._trajectories(storage).boundaries().lanes, storage.all_rows().cells
         step = pieces.start[episode] + places.step
         rows = (pieces.first[episode] + step * lanes) % size
         read = self._reader(storage, flat)
-        batch = rows_at(storage, rows) if read is None else read(rows, episode)
+        batch = storage.gather(rows) if read is None else read(rows, episode)
         is_first = places.real.clone()
         is_first[1:] &= episode[1:] != episode[:-1]
         flags = leaf_of(batch, self.init_key)
@@ -206,7 +206,7 @@ class EpisodeSampler(SamplerWrapper):
 
     # -- the law
 
-    def _anchors(self, storage: Storage, count: int) -> Tensor:
+    def _anchors(self, storage: PackedStorage, count: int) -> Tensor:
         """Draw a row of each episode; return the flat rows, ``[B]``."""
         first, length = self._episodes(storage)
         if not len(first):
@@ -220,9 +220,9 @@ class EpisodeSampler(SamplerWrapper):
         rows = length[chosen]
         step = (where * rows).long().minimum(rows - 1)
         lanes = self._trajectories(storage).boundaries().lanes
-        return (first[chosen] + step * lanes) % _rows_of(storage)
+        return (first[chosen] + step * lanes) % storage.all_rows().cells
 
-    def _episodes(self, storage: Storage) -> tuple[Tensor, Tensor]:
+    def _episodes(self, storage: PackedStorage) -> tuple[Tensor, Tensor]:
         """Return the first flat row and the length of each episode that may be drawn, cached until rows change."""
         state = ref(storage), len(storage), revision_of(storage)
         if self._listed[1] is None or self._listed[0] != state:
@@ -239,11 +239,11 @@ class EpisodeSampler(SamplerWrapper):
 
     # -- the batch
 
-    def _pieces(self, storage: Storage, anchors: Tensor) -> _Pieces:
+    def _pieces(self, storage: PackedStorage, anchors: Tensor) -> _Pieces:
         """Return the episodes of the rows ``anchors``, cut to windows of ``max_length`` steps that contain the rows."""
         boundaries = self._trajectories(storage).boundaries()
         back, ahead, _ = boundaries.reach(anchors)
-        length, first = back + ahead + 1, (anchors - back * boundaries.lanes) % _rows_of(storage)
+        length, first = back + ahead + 1, (anchors - back * boundaries.lanes) % storage.all_rows().cells
         if self.max_length is None:
             return _Pieces(first, length, torch.zeros_like(back), length)
         most = self.max_length
@@ -267,7 +267,7 @@ class EpisodeSampler(SamplerWrapper):
         step = torch.arange(len(episode), device=device) - (rows.cumsum(0) - rows)[episode]
         return _Places(episode, step, torch.ones_like(step, dtype=torch.bool))
 
-    def _to_go(self, storage: Storage, pieces: _Pieces, places: _Places, batch: TensorDictBase) -> Tensor:
+    def _to_go(self, storage: PackedStorage, pieces: _Pieces, places: _Places, batch: TensorDictBase) -> Tensor:
         """Return the discounted sum of the rewards from each row of a batch to the end of its episode, ``[S, ...]``."""
         column, gamma, device = column_of(storage, self.reward_key), float(self.gamma or 0.0), places.step.device
         if column is None or column.is_meta:
@@ -282,7 +282,7 @@ class EpisodeSampler(SamplerWrapper):
         if self.max_length is not None and bool((left > 0).any()):
             cut, boundaries = (left > 0).nonzero()[:, 0], self._trajectories(storage).boundaries()
             after = pieces.start[cut] + pieces.rows[cut]
-            rows = (pieces.first[cut] + after * boundaries.lanes) % _rows_of(storage)
+            rows = (pieces.first[cut] + after * boundaries.lanes) % storage.all_rows().cells
             tail = torch.zeros((len(pieces.rows), *reward.shape[1:]), dtype=reward.dtype, device=device)
             tail[cut] = sums_ahead(boundaries, rows, column, int(left.max()), gamma)[0]
             power = torch.pow(gamma, (pieces.rows[places.episode] - places.step).double()).to(reward.dtype)
@@ -313,11 +313,6 @@ class EpisodeSampler(SamplerWrapper):
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_listed": (None, None)}
-
-
-def _rows_of(storage: Storage) -> int:
-    """Return the number of rows of a full storage."""
-    return columns_of(storage).batch_size[: storage.ndim].numel()
 
 
 def _count(info: dict[Any, Any]) -> int:

@@ -11,7 +11,7 @@ from weakref import ref
 import numpy as np
 import torch
 from torch import Tensor
-from torchrl.data.replay_buffers import Sampler, Storage
+from torchrl.data.replay_buffers import Sampler
 
 from rlbuf_td.kernels.dispatch import compiled_form, compiled_form_of
 from rlbuf_td.kernels.recency import CLOCK, FRESH, LANES, STEPS, Counters
@@ -226,10 +226,9 @@ class FreshRowsSampler(SamplerWrapper):
         """See :class:`~rlbuf_td.samplers.common.StatefulSampler`."""
         self.queue.limit(1 if isinstance(self.fresh, str) else self.fresh)
 
-    def watch(self, storage: Storage) -> None:
+    def watch(self, storage: PackedStorage) -> None:
         """Mark as fresh the rows that were written since the last draw."""
-        if isinstance(storage, PackedStorage):
-            self.queue.note_writes(storage)
+        self.queue.note_writes(storage)
 
     def give_windows_to(self, wrapper: Any) -> None:
         """With ``fresh="windows"``, hand out the windows of a SequenceSampler; ValueError if these would overlap."""
@@ -267,9 +266,7 @@ class FreshRowsSampler(SamplerWrapper):
             following[lane[is_whole]] += rows[is_whole]
         return found
 
-    def _draw(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[Any, Any]]:
-        if not isinstance(storage, PackedStorage):
-            raise TypeError(f"FreshRowsSampler needs the clock of a PackedStorage, got a {type(storage).__name__}")
+    def _draw(self, storage: PackedStorage, batch_size: int) -> tuple[Tensor, dict[Any, Any]]:
         flat, info = super()._draw(storage, batch_size)
         found = self._take(storage, len(flat))
         if len(found):

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
-from torchrl.data.replay_buffers import Sampler, Storage
+from torchrl.data.replay_buffers import Sampler
 
 from rlbuf_td.kernels.dispatch import compiled_form_of, machine_code
 from rlbuf_td.kernels.episodes.goals import STRATEGIES, Law, choose_goals
@@ -20,7 +20,7 @@ from rlbuf_td.kernels.rows import put_rows_, put_values_
 from rlbuf_td.samplers.bound import Blank, Reading
 from rlbuf_td.samplers.common import setting, uniform_numbers
 from rlbuf_td.samplers.goal_env import TransitionFn
-from rlbuf_td.samplers.wrapper import Read, SamplerWrapper, column_of, rows_at
+from rlbuf_td.samplers.wrapper import Read, SamplerWrapper, column_of
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import as_number, fraction
 from rlbuf_td.storages.indexing import device_of
@@ -148,15 +148,15 @@ class HindsightSampler(SamplerWrapper):
             log_gamma = log(max(self.future_gamma, _LEAST_GAMMA))
             self.law = Law(thresholds, self.only_finished, log_gamma)
 
-    def _reader(self, storage: Storage, drawn: Tensor) -> Read:
+    def _reader(self, storage: PackedStorage, drawn: Tensor) -> Read:
         uniform = uniform_numbers(drawn.shape[0], self._rng, device_of(storage))
         return partial(self._relabelled, storage, drawn, uniform, self.law)  # all reads of a batch follow one law
 
     def _relabelled(
-        self, storage: Storage, drawn: Tensor, uniform: Tensor, law: Law, flat: Tensor, owner: Tensor | None
+        self, storage: PackedStorage, drawn: Tensor, uniform: Tensor, law: Law, flat: Tensor, owner: Tensor | None
     ) -> TensorDictBase:
         """Read the rows at flat indices ``flat``, and relabel some; ``uniform`` holds a random number per drawn row."""
-        bound, batch = self._bound_to(storage), rows_at(storage, flat)
+        bound, batch = self._bound_to(storage), storage.gather(flat)
         rows, mask = choose_goals(bound.trajectories.boundaries(), drawn, uniform, law, row_count(storage))
         begin, end = law.thresholds[-2:]
         if begin < end:  # goals of the strategy "random" are numbers of written rows
@@ -184,7 +184,7 @@ class HindsightSampler(SamplerWrapper):
         if self.terminated_fn is not None:
             self._end_(batch, mask)
 
-    def _bind(self, storage: Storage) -> _Bound:
+    def _bind(self, storage: PackedStorage) -> _Bound:
         trajectories = self._trajectories(storage)
         outcome_key = "next", *self.achieved_goal_key
         outcomes = _needed(storage, outcome_key, "name the key of outcomes with achieved_goal_key")
@@ -255,7 +255,7 @@ class _RelabelledReading(Reading):
         set_entries_(blank.batch, blank.report)
 
 
-def _needed(storage: Storage, key: tuple[str, ...], remedy: str) -> Tensor:
+def _needed(storage: PackedStorage, key: tuple[str, ...], remedy: str) -> Tensor:
     column = column_of(storage, key)
     if column is None:
         raise KeyError(f"hindsight needs {show_key(key)}, which is not stored: {remedy}{HINDSIGHT}")

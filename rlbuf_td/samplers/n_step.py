@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
-from torchrl.data.replay_buffers import Sampler, Storage
+from torchrl.data.replay_buffers import Sampler
 
 from rlbuf_td.kernels.batch import STEPS
 from rlbuf_td.kernels.dispatch import compiled_form_of, machine_code, record_of
@@ -19,7 +19,7 @@ from rlbuf_td.kernels.episodes.n_step import n_step_sums, sums_ahead, windows
 from rlbuf_td.kernels.rows.read_ahead import ask_for_rows
 from rlbuf_td.samplers.bound import Blank, Blanks, BoundDraw, Reading
 from rlbuf_td.samplers.common import setting
-from rlbuf_td.samplers.wrapper import Read, SamplerWrapper, column_of, joined_at
+from rlbuf_td.samplers.wrapper import Read, SamplerWrapper, column_of
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import fraction, whole
 from rlbuf_td.storages.keys import as_tuple
@@ -121,15 +121,15 @@ class NStepSampler(SamplerWrapper):
         """See :class:`~rlbuf_td.samplers.wrapper.SamplerWrapper`."""
         return max(self.n_steps, super().steps_needed)
 
-    def _reader(self, storage: Storage, drawn: Tensor) -> Read:
+    def _reader(self, storage: PackedStorage, drawn: Tensor) -> Read:
         return partial(self._summed, storage, super()._reader(storage, drawn))
 
-    def _summed(self, storage: Storage, read: Read | None, flat: Tensor, owner: Tensor | None) -> TensorDictBase:
+    def _summed(self, storage: PackedStorage, read: Read | None, flat: Tensor, owner: Tensor | None) -> TensorDictBase:
         n, bound = self.n_steps, self._bound_to(storage)
         boundaries = bound.trajectories.boundaries()
         if read is None:
             total, taken, last = sums_ahead(boundaries, flat, bound.reward, n, self.gamma)
-            batch = joined_at(storage, flat, last)
+            batch = storage.written_rows().joined_at(flat, last)
         else:  # the wrapped sampler may change rewards and flags: let it read the rows of all steps
             window, ahead = windows(boundaries, flat, n, boundaries.lanes, len(bound.reward))
             batch, first = read(flat, owner), torch.arange(len(flat), device=flat.device)
@@ -145,7 +145,7 @@ class NStepSampler(SamplerWrapper):
         set_entries_(batch, {"steps_to_next_obs": taken.view(-1, *[1] * (total.ndim - 1))})
         return batch
 
-    def _bind(self, storage: Storage) -> _Bound:
+    def _bind(self, storage: PackedStorage) -> _Bound:
         trajectories = self._trajectories(storage)
         reward = column_of(storage, self.reward_key)
         if reward is None or reward.is_meta:
@@ -155,7 +155,7 @@ class NStepSampler(SamplerWrapper):
         self._refuse_flags_of_agents(storage, reward)
         return _Bound(trajectories, reward, trajectories.end_keys())
 
-    def _refuse_flags_of_agents(self, storage: Storage, reward: Tensor) -> None:
+    def _refuse_flags_of_agents(self, storage: PackedStorage, reward: Tensor) -> None:
         """Raise a TypeError if the reward is of a group of agents that end at different steps."""
         *group, _ = self.reward_key
         for key in [(*group, name) for name in ("done", "terminated", "truncated")] if len(group) > 1 else []:

@@ -21,7 +21,7 @@ from rlbuf_td.samplers.priority_file import PriorityFile
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.indexing import device_of, flat_rows
 from rlbuf_td.storages.interrupts import held_back
-from rlbuf_td.storages.lane_heads import holes_among
+from rlbuf_td.storages.lane_heads import holes_among, holes_of
 from rlbuf_td.storages.notebooks import PROCESSES
 from rlbuf_td.storages.shared.memory import SharedNumbers
 
@@ -144,7 +144,7 @@ class Priorities:
         if not flat.numel():
             return
         rows = self.capacity if rows is None else rows
-        if counts and storage is not None and hasattr(storage, "refuse_holes"):
+        if counts and storage is not None and holes_of(storage):
             storage.refuse_holes(flat)
         with held_back:
             largest = self.law.update_(flat, td_error, rows)
@@ -184,7 +184,7 @@ class Priorities:
 
         Rows that are not in the file get the magnitude of new rows; the result is their number.
         """
-        folder = storage.scratch_dir if getattr(storage, "reopen", False) else None
+        folder = storage.scratch_dir if storage.reopen else None
         if folder is None or (self.file is not None and self.file.folder == folder):
             self.file = None if folder is None and not self.is_shared else self.file  # a spawned process keeps it
             return 0

@@ -17,7 +17,7 @@ from rlbuf_td.kernels.rows.read_ahead import ask_for_rows
 from rlbuf_td.samplers.bound import CPU, SCALAR, Blank, BoundDraw, Masks, Reading
 from rlbuf_td.samplers.common import EMPTY, permutation, refuse_disorder, setting
 from rlbuf_td.samplers.prioritized import Prioritized
-from rlbuf_td.samplers.wrapper import Drawn, SamplerWrapper, draw_from, rows_at
+from rlbuf_td.samplers.wrapper import Drawn, SamplerWrapper, draw_from
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import fraction, one_of, whole
 from rlbuf_td.storages.indexing import Index, coordinates, device_of, flat_rows, revision_of
@@ -26,7 +26,7 @@ from rlbuf_td.storages.lane_heads import lanes_apart, reach_in_lane, row_count, 
 from rlbuf_td.storages.notebooks import SEQUENCES
 from rlbuf_td.storages.schema import SchemaError, show_key
 from rlbuf_td.storages.tensordict_fast import folded, leaf_of
-from rlbuf_td.storages.torchrl_parts import columns_of, last_step
+from rlbuf_td.storages.torchrl_parts import last_step
 from rlbuf_td.storages.trajectory_index import DONE_KEY, TRAJ_KEY
 
 Boundary: TypeAlias = Literal["pad", "shift", "strict"]
@@ -214,7 +214,7 @@ class SequenceSampler(SamplerWrapper):
         """See :class:`~rlbuf_td.samplers.wrapper.SamplerWrapper`."""
         return max(self.window, super().steps_needed)
 
-    def draw_batch(self, storage: Storage, batch_size: int) -> Drawn:
+    def draw_batch(self, storage: PackedStorage, batch_size: int) -> Drawn:
         """Draw anchors, and return their windows as a batch."""
         if not row_count(storage):
             raise RuntimeError(EMPTY)
@@ -223,19 +223,21 @@ class SequenceSampler(SamplerWrapper):
             self._warn_if_interleaved(storage)
         return drawn
 
-    def batch_of(self, storage: Storage, flat: Tensor, info: dict[Any, Any]) -> Drawn:
+    def batch_of(self, storage: PackedStorage, flat: Tensor, info: dict[Any, Any]) -> Drawn:
         """Expand the anchors at flat indices ``flat`` to windows.
 
         Even with ``boundary="strict"``, no anchor is replaced.
         """
         return self._expanded(storage, flat, info, *self._reach(storage, flat, self.window))
 
-    def _expanded(self, storage: Storage, anchors: Tensor, info: dict[Any, Any], back: Tensor, ahead: Tensor) -> Drawn:
+    def _expanded(
+        self, storage: PackedStorage, anchors: Tensor, info: dict[Any, Any], back: Tensor, ahead: Tensor
+    ) -> Drawn:
         window = self.window
         read = self._reader(storage, anchors)
         flat, real = self._windows(storage, anchors, back, ahead)
         owner = None if read is None else torch.arange(len(anchors), device=flat.device).repeat_interleave(window)
-        batch = rows_at(storage, flat) if read is None else read(flat, owner)
+        batch = storage.gather(flat) if read is None else read(flat, owner)
         begins = self._begins(storage, flat).view_as(real) if self.across_episodes else None
         added = self._mark_(batch, real, begins)
         info = {key: value.repeat_interleave(window, 0) for key, value in info.items()}
@@ -276,7 +278,7 @@ class SequenceSampler(SamplerWrapper):
             batch.names = [*batch.names[:-1], self.time_dim_name]
         return batch
 
-    def _draw(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[Any, Any]]:
+    def _draw(self, storage: PackedStorage, batch_size: int) -> tuple[Tensor, dict[Any, Any]]:
         if self.stride is None:
             return super()._draw(storage, batch_size)
         refuse_disorder(self, storage)
@@ -284,7 +286,7 @@ class SequenceSampler(SamplerWrapper):
         numbers = self.innermost.draw_numbers(storage, len(anchors), batch_size, "windows")
         return anchors[numbers], {}
 
-    def anchors(self, storage: Storage) -> Tensor:
+    def anchors(self, storage: PackedStorage) -> Tensor:
         """With ``stride``: return all rows that are anchors, ``[n]`` int64, in storage order.
 
         If these have changed since the last call, the wrapped sampler restarts its epochs.
@@ -315,7 +317,7 @@ class SequenceSampler(SamplerWrapper):
             raise ValueError(f"batch_size must be a multiple of {window}, got {batch_size}; {remedy}{SEQUENCES}")
         return batch_size // self.window
 
-    def _anchors(self, storage: Storage, count: int) -> tuple[Tensor, dict[Any, Any], Tensor, Tensor]:
+    def _anchors(self, storage: PackedStorage, count: int) -> tuple[Tensor, dict[Any, Any], Tensor, Tensor]:
         """Draw anchors; return them, their info dict, and how many rows of the trajectory are before and after each."""
         self._trajectories(storage).boundaries()  # raises an error if the rows do not tell where trajectories end
         anchors, info = self._draw(storage, count)
@@ -339,13 +341,13 @@ class SequenceSampler(SamplerWrapper):
             self.refuse_trajectories()
         return anchors, self._weighed(anchors, info), back, ahead
 
-    def _reach(self, storage: Storage, rows: Tensor, within: int | None) -> tuple[Tensor, Tensor]:
+    def _reach(self, storage: PackedStorage, rows: Tensor, within: int | None) -> tuple[Tensor, Tensor]:
         """Return how many rows that a window may have precede and follow each row; counts may stop at ``within``."""
         if self.across_episodes:
             return reach_in_lane(storage, rows)
         return self._trajectories(storage).boundaries().reach(rows, within)[:2]
 
-    def _begins(self, storage: Storage, rows: Tensor) -> Tensor:
+    def _begins(self, storage: PackedStorage, rows: Tensor) -> Tensor:
         """Return whether each row is the first stored row of its trajectory, ``[n]`` bool."""
         return self._trajectories(storage).boundaries().reach(rows, 1)[0] == 0
 
@@ -360,10 +362,10 @@ class SequenceSampler(SamplerWrapper):
         window = f"a window of {self.window} rows within its {'lane' if self.across_episodes else 'trajectory'}"
         raise RuntimeError(f"hardly any anchor had {window}: use shorter windows, or boundary='pad'{SEQUENCES}")
 
-    def _windows(self, storage: Storage, anchors: Tensor, back: Tensor, ahead: Tensor) -> tuple[Tensor, Tensor]:
+    def _windows(self, storage: PackedStorage, anchors: Tensor, back: Tensor, ahead: Tensor) -> tuple[Tensor, Tensor]:
         """Return the flat rows of the windows, ``[B * L]``, and a mask that is False for padding, ``[B, L]``."""
-        size = columns_of(storage).batch_size[: storage.ndim]
-        lanes = size[1:].numel()
+        rows = storage.all_rows()
+        lanes = rows.cells // rows.steps
         if self.boundary == "shift":
             shift = (self.length - 1 - ahead).clamp(min=0).minimum(back)
             anchors, back, ahead = anchors - shift * lanes, back - shift, ahead + shift
@@ -372,7 +374,7 @@ class SequenceSampler(SamplerWrapper):
         real = offset == wanted
         if self.boundary == "strict" and backend_of(anchors) != "numba":
             real &= real.all(1, keepdim=True)
-        return ((anchors[:, None] + offset * lanes) % size.numel()).flatten(), real
+        return ((anchors[:, None] + offset * lanes) % rows.cells).flatten(), real
 
     def _mark_(self, batch: TensorDictBase, real: Tensor, begins: Tensor | None) -> dict[Any, Tensor]:
         """Set the flags at the ends of each window of a batch; ``real``, ``[B, L]`` bool, is False for padding.

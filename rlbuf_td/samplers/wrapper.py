@@ -10,10 +10,17 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
-from torchrl.data.replay_buffers import ListStorage, PrioritizedSampler, Sampler, Storage
+from torchrl.data.replay_buffers import PrioritizedSampler, Sampler, Storage
 
 from rlbuf_td.checkpoint.parts import resized_state
-from rlbuf_td.samplers.common import StatefulSampler, refuse_disorder, refuse_stored, reported_by, rows_drawn
+from rlbuf_td.samplers.common import (
+    StatefulSampler,
+    refuse_disorder,
+    refuse_other_storage,
+    refuse_stored,
+    reported_by,
+    rows_drawn,
+)
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import state_of
 from rlbuf_td.storages.indexing import Index, coordinates, device_of, flat_rows, refuse_unwritten
@@ -51,7 +58,7 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):
     but does not call its ``__init__``, which creates C++ sum trees.
     """
 
-    needs_order = True
+    needs_order = needs_episodes = True
     sampler: Sampler
     innermost: Sampler  # the sampler that draws the rows
     adds_fresh_rows: bool = False  # whether newly written rows replace some of the drawn rows
@@ -80,7 +87,7 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):
         if self._inner is not None:
             yield from self._inner._wrappers()
 
-    def _reader(self, storage: Storage, drawn: Tensor) -> Read | None:
+    def _reader(self, storage: PackedStorage, drawn: Tensor) -> Read | None:
         """Return a :data:`Read` function for the drawn rows, ``[B]``, or None if no entry is revised."""
         return None if self._inner is None else self._inner._reader(storage, drawn)
 
@@ -89,7 +96,7 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):
         if self._inner is not None:
             yield from self._inner._revised_keys()
 
-    def draw_batch(self, storage: Storage, batch_size: int) -> Drawn:
+    def draw_batch(self, storage: PackedStorage, batch_size: int) -> Drawn:
         """Draw and revise a batch."""
         drawn = self.batch_of(storage, *self._draw(storage, batch_size))
         if not self.has_checked_order:
@@ -101,7 +108,7 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):
         """How many consecutive rows of a trajectory a useful batch needs."""
         return 1 if self._inner is None else self._inner.steps_needed
 
-    def _warn_if_interleaved(self, storage: Storage) -> None:
+    def _warn_if_interleaved(self, storage: PackedStorage) -> None:
         """Warn if trajectories are interleaved, unless this would wait for a device; too few rows do not tell."""
         if len(storage) < _FEW_ROWS:
             return
@@ -119,31 +126,31 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):
                 stacklevel=2,
             )
 
-    def _draw(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[Any, Any]]:
+    def _draw(self, storage: PackedStorage, batch_size: int) -> tuple[Tensor, dict[Any, Any]]:
         """Return drawn flat rows, ``[B]``, and the sampler's info dict."""
         inner = self._inner
         if inner is None:
             refuse_disorder(self, storage)
         return draw_from(self.sampler, storage, batch_size) if inner is None else inner._draw(storage, batch_size)
 
-    def batch_of(self, storage: Storage, flat: Tensor, info: dict[Any, Any]) -> Drawn:
+    def batch_of(self, storage: PackedStorage, flat: Tensor, info: dict[Any, Any]) -> Drawn:
         """Return the result of :meth:`draw_batch` for given flat rows, ``[B]``, and their info dict."""
         read = self._reader(storage, flat)
-        return flat, info, rows_at(storage, flat) if read is None else read(flat, None)
+        return flat, info, storage.gather(flat) if read is None else read(flat, None)
 
-    def _bind(self, storage: Storage) -> Any:
+    def _bind(self, storage: PackedStorage) -> Any:
         """Look up columns of the storage; :meth:`_bound_to` caches the result."""
 
-    def _bound_to(self, storage: Storage) -> Any:
+    def _bound_to(self, storage: PackedStorage) -> Any:
         columns = columns_of(storage)
         if self._bound is None or self._bound[0] is not columns:
             self._bound = columns, self._bind(storage)
         return self._bound[1]
 
-    def _trajectories(self, storage: Storage) -> TrajectoryIndex:
+    def _trajectories(self, storage: PackedStorage) -> TrajectoryIndex:
         return TrajectoryIndex.of(storage, done_key=self.done_key, traj_key=self.traj_key)
 
-    def watch(self, storage: Storage) -> None:
+    def watch(self, storage: PackedStorage) -> None:
         """Create the trajectory indices that this wrapper and the wrappers inside it need for the storage."""
         self._trajectories(storage)
         if self._inner is not None:
@@ -151,7 +158,7 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[Any, Any]]:
         """Draw rows; return their index, and a dict of all changed and added entries, ``{key: [B, ...]}``."""
-        refuse_lists(self, storage)
+        refuse_other_storage(self, storage)
         refuse_stored(self, storage)
         flat, info, batch = self.draw_batch(storage, batch_size)
         for key in self._revised_keys():  # TorchRL's buffers merge these entries into the batch after the transforms
@@ -226,17 +233,7 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):
         return super().__repr__().replace("(", f"({self.sampler!r}, ", 1)
 
 
-def refuse_lists(sampler: Sampler, storage: Storage) -> None:
-    """Raise a TypeError for a storage of TorchRL's that keeps its rows in a list: it has no columns to look up."""
-    if isinstance(storage, ListStorage):
-        raise TypeError(
-            f"{type(sampler).__name__} looks up episodes and the order of rows, which a {type(storage).__name__} does "
-            "not keep: use a PackedStorage, or draw with a UniformSampler, ProportionalSampler, RankSampler or "
-            "RecencySampler"
-        )
-
-
-def draw_from(sampler: Sampler, storage: Storage, batch_size: int) -> tuple[Tensor, dict[Any, Any]]:
+def draw_from(sampler: Sampler, storage: PackedStorage, batch_size: int) -> tuple[Tensor, dict[Any, Any]]:
     """Draw flat rows with a sampler of this package (but no wrapper) or of TorchRL."""
     draw = getattr(sampler, "draw", None)
     if draw is None:
@@ -249,20 +246,9 @@ def draw_from(sampler: Sampler, storage: Storage, batch_size: int) -> tuple[Tens
     return flat, info
 
 
-def rows_at(storage: Storage, flat: Tensor) -> TensorDictBase:
-    return storage.gather(flat) if isinstance(storage, PackedStorage) else storage.get(coordinates(flat, storage))
-
-
-def joined_at(storage: Storage, flat: Tensor, last: Tensor) -> TensorDictBase:
-    """Read the rows at flat indices ``flat``, with ``"next"`` taken from the rows at flat indices ``last``."""
-    if isinstance(storage, PackedStorage):
-        return storage.written_rows().joined_at(flat, last)
-    return rows_at(storage, flat).set("next", rows_at(storage, last).get("next"))
-
-
-def column_of(storage: Storage, key: tuple[str, ...]) -> Tensor | None:
+def column_of(storage: PackedStorage, key: tuple[str, ...]) -> Tensor | None:
     """Return a column, ``[T * lanes, ...]`` (a meta tensor if it is deduplicated), or None if it is not stored."""
-    leaf = storage.deduplicated.get(key) if isinstance(storage, PackedStorage) else None
+    leaf = storage.deduplicated.get(key)
     if leaf is not None:
         return torch.empty((storage.all_rows().cells, *leaf.shape), dtype=leaf.dtype, device="meta")
     column = leaf_of(columns_of(storage), key)

@@ -88,3 +88,9 @@ def one_of(*choices: Any) -> Callable[[str, Any], Any]:
 
 def _shown(value: Any) -> str:
     return repr(value) if isinstance(value, str) else str(value)  # NumPy's numbers have a longer repr
+
+
+def require_packed(storage: Any, what: str, remedy: str) -> None:
+    """Raise a TypeError if a storage, which ``what`` needs as a :class:`PackedStorage`, is of another class."""
+    if not getattr(storage, "is_packed", False):
+        raise TypeError(f"{what} needs a PackedStorage, got a {type(storage).__name__}: {remedy}")

@@ -72,7 +72,7 @@ def revision_of(storage: Storage) -> int:
 
     Edits through views of a PackedStorage are added to the changes that TorchRL counts. They are noticed by this call.
     """
-    rows = getattr(storage, "rows", None)
+    rows = storage.rows
     if rows is not None and rows.take_edits():
         count_change(storage)
     return int(change_count_of(storage))
@@ -125,8 +125,7 @@ def refuse_unwritten(flat: torch.Tensor, storage: Storage) -> None:
         low, high = map(int, flat.aminmax())
         if low < 0 or high >= len(storage):
             raise IndexError(f"row {low if low < 0 else high} is out of range: {_written(storage)}")
-        if hasattr(storage, "refuse_holes"):
-            storage.refuse_holes(flat)
+        storage.refuse_holes(flat)
 
 
 def refuse_range(start: int, count: int, storage: Storage) -> None:

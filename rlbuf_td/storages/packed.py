@@ -158,6 +158,7 @@ class PackedStorage(LazyTensorStorage):
         (136, 76.068)
     """
 
+    is_packed = True  # TorchRL's storages have no such attribute
     reopened = False  # whether an earlier process has left rows
     is_closed = False  # whether :meth:`close` has released the rows
     breaks: Sequence[tuple[int, int]] = ()  # ends of trajectories without a flag, see `rlbuf_td.storages.reopen`

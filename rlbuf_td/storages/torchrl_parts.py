@@ -27,10 +27,6 @@ def columns_or_none(storage: Storage) -> Any:
     return getattr(storage, "_storage", None)  # an ensemble of storages has no entries of its own
 
 
-def writer_or_none(listener: Any) -> Any:
-    return getattr(listener, "_writer", None)  # of a buffer
-
-
 def capacity_in_steps(storage: Storage, **data: Any) -> int:
     """Return the capacity in time steps; before the first write, it depends on the number of lanes in the data.
 
@@ -78,7 +74,7 @@ def set_cursor(writer: Any, cursor: int, write_count: int | None = None) -> None
 
 def steps_written(storage: Storage) -> int:
     """Return the number of time steps that the writers of a storage's buffers have written."""
-    writers = map(writer_or_none, listeners_of(storage))
+    writers = (getattr(each, "_writer", None) for each in listeners_of(storage))
     return sum(int(getattr(writer, "_write_count", 0)) for writer in writers)
 
 

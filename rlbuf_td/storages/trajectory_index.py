@@ -12,6 +12,7 @@ from torchrl.data.replay_buffers import Storage
 
 from rlbuf_td.kernels.episodes import BitBoundaries, Boundaries, make_boundaries
 from rlbuf_td.kernels.inference_mode import outside_inference_mode
+from rlbuf_td.storages.checks import require_packed
 from rlbuf_td.storages.indexing import device_of, flat_rows, lanes_of, refuse_range, refuse_unwritten, revision_of
 from rlbuf_td.storages.keys import as_tuple
 from rlbuf_td.storages.lane_heads import MOST_TAKEOVERS, cells_by_age, lanes_apart, last_writes
@@ -70,7 +71,7 @@ class TrajectoryIndex(Attached):
     an edit, a load), and the next look-up reads all rows again.
 
     Args:
-        storage: a storage of TensorDicts: :class:`PackedStorage`, ``LazyTensorStorage`` or ``LazyMemmapStorage``.
+        storage: a :class:`PackedStorage`.
         done_key: key of the done flags, bool, one or more per row. A trajectory ends with a row in which a flag is set.
             If the key is not stored, ``"terminated"`` and ``"truncated"`` beside it take its place.
         traj_key: key of the trajectory ids, one integer per row; ignored if not stored. Batches flattened to
@@ -80,7 +81,8 @@ class TrajectoryIndex(Attached):
 
     Raises:
         KeyError: (on the first look-up) the rows hold neither done flags nor trajectory ids.
-        TypeError: (on the first look-up) the storage holds no TensorDicts, flags are not bool, or ids are not integers.
+        TypeError: the storage is no :class:`PackedStorage`; (on the first look-up) flags are not bool, or ids are not
+            integers.
         SchemaError: (on the first write or look-up) a row holds several steps, as a write ``[E, T]`` with ``ndim=1``.
         RuntimeError: (on a look-up) the storage is empty.
         IndexError: (on a look-up) an index is -1, or outside the written rows; indices on CUDA are not checked.
@@ -106,6 +108,7 @@ class TrajectoryIndex(Attached):
     def __init__(
         self, storage: Storage, *, done_key: NestedKey = DONE_KEY, traj_key: NestedKey | None = TRAJ_KEY
     ) -> None:
+        require_packed(storage, "a TrajectoryIndex", "look-ups need rows whose writes it has seen")
         super().__init__(storage)
         self.done_key, self.traj_key = as_tuple(done_key), None if traj_key is None else as_tuple(traj_key)
         self._boundaries: Boundaries | None = None
@@ -185,8 +188,7 @@ class TrajectoryIndex(Attached):
         """Return up-to-date boundaries; ``revision`` is the current revision of the storage if the caller knows it."""
         if revision is None:
             if not len(self.storage):
-                if getattr(self.storage, "is_closed", False):
-                    self.storage.refuse_closed()
+                self.storage.refuse_closed()
                 raise RuntimeError("cannot look up trajectories of an empty storage: extend the buffer first")
             revision = revision_of(self.storage)
         if revision != self._seen.values[0] or self._boundaries is None:
@@ -324,13 +326,13 @@ class TrajectoryIndex(Attached):
 
     def _is_complete(self) -> bool:
         """Whether each time step that was ever written is stored."""
-        storage, clock = self.storage, getattr(self.storage, "clock", None)
-        written = max(steps_written(storage), 0 if clock is None else clock.now)
+        storage = self.storage
+        written = max(steps_written(storage), storage.clock.now)
         return 0 < written <= len(storage) // lanes_of(storage).numel()
 
     def _breaks(self) -> np.ndarray:
         """Return the flat rows after which a trajectory ends without a flag: the rows were reopened, a lane taken."""
-        breaks = [*getattr(self.storage, "breaks", []), *taken_over(self.storage)]
+        breaks = [*self.storage.breaks, *taken_over(self.storage)]
         found = not_rewritten(self.storage, breaks).cpu().numpy() if breaks else np.empty(0, np.int64)
         return found[found >= 0]
 
@@ -381,9 +383,6 @@ class TrajectoryIndex(Attached):
     def _find_columns(self, entries: Any) -> _Columns:
         if entries is None:
             raise RuntimeError("cannot find trajectories in a storage without rows: write to it, or load it first")
-        if not isinstance(entries, TensorDictBase):
-            kind = type(self.storage).__name__
-            raise TypeError(f"trajectories need a storage of TensorDicts, such as a PackedStorage, got a {kind}")
         self.refuse_inner(entries.batch_size, self.storage.ndim)
         flags, name = self._find(entries, self.storage.ndim)
         steps, lanes = flags[0].shape[:2]
@@ -404,9 +403,8 @@ class TrajectoryIndex(Attached):
 
     def _find(self, columns: TensorDictBase, ndim: int) -> tuple[list[torch.Tensor], torch.Tensor | None]:
         """Return the flags that end a trajectory, ``[T, E, ...]`` each, and the ids, ``[T, E]``."""
-        deduplicated = getattr(self.storage, "deduplicated", {})
         for key in (self.done_key, self.traj_key):
-            if key in deduplicated:
+            if key in self.storage.deduplicated:
                 raise KeyError(f"rows share {key}, which the trajectory index needs: leave it out of share_next")
 
         def column(key: tuple[str, ...] | None) -> torch.Tensor | None:
@@ -489,7 +487,7 @@ class TrajectoryIndex(Attached):
         """After a load, end unfinished trajectories that have ids, because new collectors reuse the ids."""
         with suppress(KeyError, TypeError, RuntimeError, SchemaError):  # the next look-up raises the error
             self._fit()
-            knows_newest = not hasattr(self.storage, "clock") or newest_step_of(self.storage) is not None
+            knows_newest = newest_step_of(self.storage) is not None
             if self._bound().name is not None and (knows_newest or lanes_apart(self.storage)):
                 head = self.boundaries().head
                 self._head_before_load = head.clone()
@@ -528,6 +526,6 @@ def begin_episode(storage: Any, lane: int) -> None:
 
 def taken_over(storage: Any) -> list[tuple[int, int]]:
     """Return the newest rows of lanes that were taken over, each with the count of the write clock at that time."""
-    numbers = getattr(storage, "takeovers", [0])
+    numbers = storage.takeovers
     found = [*numbers][1 : 1 + 2 * min(numbers[0], MOST_TAKEOVERS)]
     return [*zip(found[::2], found[1::2], strict=True)]

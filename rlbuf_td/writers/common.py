@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase, is_tensor_collection
-from torch.utils._pytree import tree_leaves, tree_map
+from tensordict import TensorDictBase
 from torchrl.data.replay_buffers import (
     ImmutableDatasetWriter,
     RoundRobinWriter,
@@ -21,7 +20,7 @@ from torchrl.data.replay_buffers import (
 
 from rlbuf_td.kernels.dispatch import compiled_form_of
 from rlbuf_td.storages import PackedStorage, torchrl_parts
-from rlbuf_td.storages.checks import OUT_OF_ORDER, saved_number, state_of
+from rlbuf_td.storages.checks import OUT_OF_ORDER, require_packed, saved_number, state_of
 from rlbuf_td.storages.indexing import coordinates, lanes_of
 from rlbuf_td.storages.interrupts import held_back
 from rlbuf_td.storages.lane_heads import lanes_apart
@@ -56,9 +55,8 @@ class TimeWriter(RoundRobinWriter):
         """Set the storage to write to; ValueError if the writer already has another storage."""
         if self._storage not in (None, storage):
             raise ValueError("this writer writes to the storage of another buffer: use one writer per buffer")
+        require_packed(storage, f"a {type(self).__name__}", "use one, or a TensorDictRoundRobinWriter of TorchRL's")
         super().register_storage(storage)
-        if not isinstance(storage, PackedStorage):  # TorchRL's storage may already be shared
-            self.share_memory_()
 
     def continue_counts(self, numbers: SharedNumbers) -> None:
         """Count in the numbers that an earlier process has left, and go on from them."""
@@ -77,10 +75,7 @@ class TimeWriter(RoundRobinWriter):
             return self._extend_each_lane(data.unsqueeze(0))
         steps = torchrl_parts.capacity_in_steps(storage, single_data=data)
         cursor = self.find_cursor(1, steps) % steps
-        if isinstance(storage, PackedStorage):
-            storage.write(cursor, data, single=True)
-        else:
-            storage.set(cursor, without_index(data))
+        storage.write(cursor, data, single=True)
         self._bump_generation(cursor, data)
         self._cursor_value.value = (cursor + 1) % steps
         self._write_count_value.value += 1
@@ -98,12 +93,10 @@ class TimeWriter(RoundRobinWriter):
             ValueError: ``data`` is empty.
             SchemaError: the data does not match the stored rows; nothing has changed.
         """
-        storage = self._storage
-        if isinstance(storage, PackedStorage):
-            data = stacked(data)
+        storage, data = self._storage, stacked(data)
         if lanes_apart(storage):
             return self._extend_each_lane(data)
-        count = length_of(data)
+        count = len(data)
         if count == 0:
             raise ValueError("extend needs at least one transition, got none")
         steps = torchrl_parts.capacity_in_steps(storage, batched_data=data)
@@ -113,13 +106,7 @@ class TimeWriter(RoundRobinWriter):
         index = torch.arange(cursor, cursor + count, device=getattr(data, "device", None) or "cpu")
         if cursor + count > steps:
             index %= steps
-        if isinstance(storage, PackedStorage):
-            storage.write(start, data if kept == count else reshaped(data, lambda rows: rows[count - kept :]))
-        else:
-            data = without_index(data)
-            for first in range(0, count, steps):  # a set with a repeated position would have no defined order
-                last = first + steps
-                storage.set(index[first:last], data if count <= steps else part_of(data, first, last))
+        storage.write(start, data if kept == count else reshaped(data, lambda rows: rows[count - kept :]))
         self._cursor_value.value = (cursor + count) % steps
         self._write_count_value.value += count
         self._bump_generation(index, data)
@@ -169,10 +156,7 @@ class TimeWriter(RoundRobinWriter):
         The rows tell it, because another buffer over the same storage may have written or removed some.
         """
         storage, cursor = self._storage, self._cursor_value.value
-        if not isinstance(storage, PackedStorage):
-            live = len(storage) // lanes_of(storage).numel() if len(storage) else 0
-            cursor = live if live < steps else cursor
-        elif count < steps:
+        if count < steps:
             last = storage.clock.numbers.values[LAST]
             cursor = 0 if not len(storage) else (last + 1) % steps if last >= 0 else cursor
         self._cursor_value.value = cursor
@@ -240,9 +224,8 @@ class TimeWriter(RoundRobinWriter):
         self, start: int, count: int, steps: int, index: int | torch.Tensor, listeners: Iterable[Any] | None = None
     ) -> None:
         """Call ``mark_range``, or TorchRL's ``mark_update``, of each listener (default: all) for the written rows."""
-        shared_rows = getattr(self._storage, "shared_rows", None)
-        if shared_rows is not None:
-            shared_rows.journal.written()
+        if self._storage.shared_rows is not None:
+            self._storage.shared_rows.journal.written()
         for listener in torchrl_parts.listeners_of(self._storage) if listeners is None else listeners:
             mark_range = getattr(listener, "mark_range", None)
             if mark_range is None:
@@ -279,35 +262,26 @@ def keeps_order(writer: Any) -> bool | None:
     return False if isinstance(writer, TensorDictMaxValueWriter) else None
 
 
-def is_in_time_order(storage: Storage) -> bool:
-    """Whether the rows of a storage are in time order; a storage of TorchRL's leaves it to its buffers' writers."""
-    if isinstance(storage, PackedStorage):
-        return storage.in_time_order
-    writers = map(torchrl_parts.writer_or_none, torchrl_parts.listeners_of(storage))
-    return all(keeps_order(writer) is not False for writer in writers)
-
-
-def next_step(storage: Storage) -> int:
+def next_step(storage: PackedStorage) -> int:
     last = torchrl_parts.newest_step_of(storage)
     if last is None or not len(storage):
         return 0
     return (last + 1) % torchrl_parts.capacity_in_steps(storage) if torchrl_parts.is_full(storage) else last + 1
 
 
-def steps_by_age(writer: Writer, storage: Storage, n: int | None, lane: int | None = None) -> Any:
+def steps_by_age(writer: Writer, storage: PackedStorage, n: int | None, lane: int | None = None) -> Any:
     """Return an index of the newest ``n`` time steps (None: all), oldest first, of one lane or of all.
 
     The index is ``[n]`` time steps, or coordinates: ``[n]`` each for a lane, ``[n, E]`` each if lanes stand apart.
     """
     if not isinstance(writer, RoundRobinWriter):
         raise TypeError(f"a {type(writer).__name__} keeps no order of age; use a RingWriter")
-    if not is_in_time_order(storage):
+    if not storage.in_time_order:
         raise TypeError(f"the rows keep no order of age: {OUT_OF_ORDER}")
-    if isinstance(storage, PackedStorage):
-        storage.refuse_closed()
+    storage.refuse_closed()
     if not len(storage):
         raise RuntimeError("the buffer is empty: extend it first")
-    if isinstance(storage, PackedStorage) and (lane is not None or lanes_apart(storage)):
+    if lane is not None or lanes_apart(storage):
         return _steps_of_lanes(storage, n, lane)
     steps = len(storage) if storage.ndim == 1 else storage.shape[0]
     if n is not None and not 1 <= n <= steps:
@@ -334,21 +308,4 @@ def _steps_of_lanes(storage: PackedStorage, n: int | None, lane: int | None) -> 
 
 
 def without_index(data: Any) -> Any:
-    if isinstance(data, list):
-        return [without_index(item) for item in data]
-    if isinstance(data, TensorDictBase) and "index" in data.keys():
-        return data.exclude("index")
-    return data
-
-
-def _is_one(data: Any) -> bool:
-    """Whether ``data`` itself can be sliced; in other pytrees, only the leaves can be sliced."""
-    return is_tensor_collection(data) or isinstance(data, torch.Tensor | list)
-
-
-def part_of(data: Any, first: int, last: int) -> Any:
-    return data[first:last] if _is_one(data) else tree_map(lambda leaf: leaf[first:last], data)
-
-
-def length_of(data: Any) -> int:
-    return len(data if _is_one(data) else tree_leaves(data)[0])
+    return data.exclude("index") if isinstance(data, TensorDictBase) and "index" in data.keys() else data

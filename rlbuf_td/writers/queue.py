@@ -11,7 +11,7 @@ from torchrl.data.replay_buffers import Storage
 from rlbuf_td.storages.checks import saved_number
 from rlbuf_td.storages.shared.memory import SharedNumbers
 from rlbuf_td.storages.torchrl_parts import capacity_in_steps
-from rlbuf_td.writers.common import TimeWriter, length_of
+from rlbuf_td.writers.common import TimeWriter
 
 
 class QueueWriter(TimeWriter):
@@ -86,7 +86,7 @@ class QueueWriter(TimeWriter):
 
     def extend(self, data: Any) -> torch.Tensor:
         """Write ``[n]`` rows in order and return their index; raise the errors that the class documents."""
-        self._refuse_more_than_fits(length_of(data), capacity_in_steps(self._storage, batched_data=data))
+        self._refuse_more_than_fits(len(data), capacity_in_steps(self._storage, batched_data=data))
         return super().extend(data)
 
     def _refuse_more_than_fits(self, count: int, steps: int) -> None:

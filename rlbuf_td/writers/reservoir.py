@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 import torch
 from torchrl.data.replay_buffers import Storage, Writer
 
-from rlbuf_td.storages import PackedStorage, torchrl_parts
-from rlbuf_td.storages.checks import state_of
+from rlbuf_td.storages import torchrl_parts
+from rlbuf_td.storages.checks import require_packed, state_of
 from rlbuf_td.storages.indexing import lanes_of
 from rlbuf_td.storages.interrupts import held_back
 from rlbuf_td.storages.schema import reshaped
 from rlbuf_td.storages.shared.memory import SharedNumbers
 from rlbuf_td.storages.writes import as_tensordict, stacked
-from rlbuf_td.writers.common import length_of, part_of, without_index
+from rlbuf_td.writers.common import without_index
 
 _FILE = "reservoir.json"
 _STATE = "_write_count", "following", "threshold"
@@ -48,6 +48,7 @@ class ReservoirWriter(Writer):
     :attr:`ReplayBuffer.write_count` also counts dropped time steps.
 
     Raises:
+        TypeError: (on making a buffer) the storage is no :class:`PackedStorage`.
         SchemaError: (on writing) the data does not match the stored rows; nothing has changed.
         ValueError: (on writing) the data is empty; (on making a buffer) the sampler needs rows in time order.
 
@@ -93,6 +94,7 @@ class ReservoirWriter(Writer):
         """
         if self._storage not in (None, storage):
             raise ValueError("this writer writes to the storage of another buffer: use one writer per buffer")
+        require_packed(storage, "a ReservoirWriter", "use one")
         super().register_storage(storage)
         self._match_storage()
 
@@ -146,13 +148,11 @@ class ReservoirWriter(Writer):
 
         The index is -1 for dropped time steps. If several time steps have the same index, the last one is stored.
         """
-        storage, is_packed = self._storage, isinstance(self._storage, PackedStorage)
-        if is_packed:
-            data = stacked(data)
-        count = length_of(data)
+        storage, data = self._storage, stacked(data)
+        count = len(data)
         if count == 0:
             raise ValueError("extend needs at least one transition, got none")
-        if is_packed and storage.rows is not None and not storage.is_reserved:
+        if storage.rows is not None and not storage.is_reserved:
             data = as_tensordict(storage, data, storage.ndim)
             storage.rows.layout.collect(data, data.batch_size[:1] + storage.rows.lanes)  # raises SchemaError
         self._match_storage()
@@ -160,19 +160,14 @@ class ReservoirWriter(Writer):
         written = self._write_count
         index = torch.full((count,), -1, dtype=torch.int64, device=getattr(data, "device", None) or "cpu")
         if choice.filled:
-            index[: choice.filled] = filled = torch.arange(written, written + choice.filled, device="cpu")
-            part = part_of(data, 0, choice.filled)
-            if is_packed:
-                storage.write(written, part)
-            else:
-                storage.set(filled, without_index(part))
+            index[: choice.filled] = torch.arange(written, written + choice.filled, device="cpu")
+            storage.write(written, data[: choice.filled])
         if choice.slots:
             slots, rows = torch.tensor([[*choice.slots], [*choice.slots.values()]], device="cpu")
-            storage.set(slots, self._rows(without_index(data), rows))
+            storage.set(slots, reshaped(without_index(data), lambda each: each[rows.to(each.device)]))
             for position, slot in choice.kept:
                 index[position] = slot
-            if is_packed:
-                storage.lose_order()  # even where the new row happens to follow the newest
+            storage.lose_order()  # even where the new row happens to follow the newest
         self.note(written + count, choice)
         self._announce(written, choice)
         if storage.ndim > 1:
@@ -180,15 +175,9 @@ class ReservoirWriter(Writer):
             index = torch.where(index[:, :1] < 0, -1, index)
         return index
 
-    def _rows(self, data: Any, rows: torch.Tensor) -> Any:
-        if isinstance(self._storage, PackedStorage):
-            return reshaped(data, lambda each: each[rows.to(each.device)])
-        return [data[row] for row in rows.tolist()] if isinstance(data, list) else data[rows]
-
     def _announce(self, written: int, choice: Choice) -> None:
-        shared_rows = getattr(self._storage, "shared_rows", None)
-        if shared_rows is not None:
-            shared_rows.journal.written()
+        if self._storage.shared_rows is not None:
+            self._storage.shared_rows.journal.written()
         filled = torch.arange(written, written + choice.filled, device="cpu")
         slots = torch.cat((filled, torch.tensor([*choice.slots], dtype=torch.int64, device="cpu")))
         if len(slots):

@@ -8,14 +8,16 @@ from rlbuf_td.writers.common import TimeWriter
 class RingWriter(TimeWriter):
     """Writes transitions in order; once the storage is full, new rows replace the oldest ones.
 
-    The storage may be a :class:`PackedStorage` or one of TorchRL's. If a write is longer than the storage, its last
-    rows are stored. Unlike TorchRL's writers, this writer does not store an ``"index"`` with the data, has 64-bit
-    counters, and does not move its cursor if a write fails.
+    If a write is longer than the storage, its last rows are stored. Unlike TorchRL's writers, this writer does not
+    store an ``"index"`` with the data, has 64-bit counters, and does not move its cursor if a write fails.
 
     Args:
         compilable: has no effect; accepted for compatibility with TorchRL.
         track_generations: whether to count the writes to each position. TorchRL's ``ReplayBuffer.update_if_present``
             needs these counts.
+
+    Raises:
+        TypeError: the storage is no :class:`PackedStorage`; use TorchRL's ``TensorDictRoundRobinWriter`` over another.
 
     Cost: proportional to the number of rows written.
 

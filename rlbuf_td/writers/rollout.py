@@ -5,20 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase, is_tensor_collection
+from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
 from torch import Tensor
-from torchrl.data.replay_buffers import Storage, TensorStorage
+from torchrl.data.replay_buffers import Storage
 
 from rlbuf_td.functional._layout import coefficient
-from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import saved_number
 from rlbuf_td.storages.indexing import lanes_of
 from rlbuf_td.storages.keys import nested_key
 from rlbuf_td.storages.notebooks import ROLLOUTS
 from rlbuf_td.storages.torchrl_parts import capacity_in_steps, count_change, listeners_of, set_length
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
+from rlbuf_td.storages.writes import stacked
 from rlbuf_td.writers.common import MOST, TimeWriter
 from rlbuf_td.writers.estimator import Estimates, Estimator, RolloutEstimator, entry
 
@@ -91,8 +91,8 @@ class RolloutWriter(TimeWriter):
     observations.
 
     Raises:
-        TypeError: ``estimator`` is not callable, or (on writing) returned something else than two tensors;
-            ``value_network`` is no TensorDict module.
+        TypeError: the storage is no :class:`PackedStorage`; ``estimator`` is not callable, or (on writing) returned
+            something else than two tensors; ``value_network`` is no TensorDict module.
         ValueError: ``gamma`` or ``lmbda`` is out of range, or came with ``estimator``; (on writing) the estimator
             returned another shape or dtype, or NaN; the data is empty or has too many steps for
             the rollout, or values are missing and there is no network. A failed write changes nothing.
@@ -144,13 +144,6 @@ class RolloutWriter(TimeWriter):
         self.value_rows = self._estimated_steps = 0
         self._has_values = True
 
-    def register_storage(self, storage: Storage) -> None:
-        """Set the storage to write to; TypeError if ``storage`` does not hold tensors."""
-        if not isinstance(storage, TensorStorage):
-            name = type(storage).__name__
-            raise TypeError(f"a RolloutWriter needs a storage of tensors, such as PackedStorage, got {name}")
-        super().register_storage(storage)
-
     @property
     def steps(self) -> int:
         """Number of written steps of the current rollout, from 0 to T."""
@@ -176,8 +169,7 @@ class RolloutWriter(TimeWriter):
 
     def extend(self, data: Any) -> Tensor:
         """Write steps, ``[n]`` or ``[n, E]``; return their index, ``[n]`` or ``[n * E, 2]``. Errors: see the class."""
-        if isinstance(data, list) and data and all(map(is_tensor_collection, data)):
-            data = torch.stack(data)
+        data = stacked(data)
         count = len(data)
         if not count:
             raise ValueError("extend needs at least one step, got none")
@@ -214,8 +206,7 @@ class RolloutWriter(TimeWriter):
                 self._cursor_value.value = cursor
                 self._write_count_value.value -= count
                 set_length(storage, cursor * lanes)
-                if isinstance(storage, PackedStorage):
-                    storage.clock.forget(steps, cursor - 1)
+                storage.clock.forget(steps, cursor - 1)
                 raise
         return index
 

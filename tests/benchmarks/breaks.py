@@ -296,7 +296,7 @@ BREAKS = [
     ),
     Break(
         "write_back changes rows that were replaced",
-        "buffers/writing.py",
+        "buffers/replay.py",
         "flat = skip_stale(flat, stamp, dims, storage)[0]",
         "flat = flat.clone()",
         "tests/storages/test_editing.py -k still_there",

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
-from torchrl.data import LazyTensorStorage
 from torchrl.data.replay_buffers import SamplerWithoutReplacement
 from torchrl.data.replay_buffers.scheduler import LinearScheduler
 from torchrl.envs.transforms import Transform
@@ -296,9 +295,8 @@ def test_threads_that_sample_get_batches_of_their_own():
         assert all(future.result() for future in [pool.submit(draw) for _ in range(3)])
 
 
-@pytest.mark.parametrize("sampler", [None, SamplerWithoutReplacement()])
-def test_members_that_need_torchrls_general_path(sampler):
-    one = ReplayBuffer(storage=LazyTensorStorage(10), sampler=sampler)
+def test_members_with_a_sampler_of_torchrls():
+    one = ReplayBuffer(storage=PackedStorage(10), sampler=SamplerWithoutReplacement())
     one.extend(TensorDict({"number": torch.arange(10)}, [10]))
     batch = ReplayBufferMixture({"one": one, "other": numbered(0)}, HALF, batch_size=8).sample()
     assert torch.equal(batch["index"], batch["number"])

@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
+from torchrl.data.replay_buffers import ReplayBuffer as TorchRLReplayBuffer
 from torchrl.data.replay_buffers import (
-    LazyTensorStorage,
     SliceSampler,
     TensorDictMaxValueWriter,
     TensorDictReplayBuffer,
     TensorDictRoundRobinWriter,
 )
-from torchrl.data.replay_buffers import ReplayBuffer as TorchRLReplayBuffer
 from torchrl.envs.transforms import Compose, DoubleToFloat, ObservationNorm, RenameTransform, SelectTransform
 
 from rlbuf_td import (
@@ -282,10 +281,9 @@ def test_a_storage_put_in_place_later_takes_the_writes():
 
 
 @pytest.mark.parametrize("delayed_init", [False, True])
-@pytest.mark.parametrize("storage", [PackedStorage, LazyTensorStorage])
 @pytest.mark.parametrize(("written", "expected"), [(6, [6, 7]), (60, [0, 1]), (65, [5, 6])])
-def test_a_new_buffer_over_rows_that_are_there_goes_on_behind_the_newest(written, expected, storage, delayed_init):
-    first = ReplayBuffer(storage=storage(60))
+def test_a_new_buffer_over_rows_that_are_there_goes_on_behind_the_newest(written, expected, delayed_init):
+    first = ReplayBuffer(storage=PackedStorage(60))
     first.extend(transitions(written))
     rb = ReplayBuffer(storage=first.storage, sampler=ProportionalSampler(60), delayed_init=delayed_init)
     assert rb.chronological()["observation"][:, 0].tolist() == list(range(max(0, written - 60), written))

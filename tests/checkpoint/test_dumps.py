@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
-from torchrl.data import RandomSampler
 from torchrl.data.replay_buffers import LazyTensorStorage, TensorDictReplayBuffer
 
 from rlbuf_td import (
@@ -116,16 +115,6 @@ def test_the_dump_says_what_it_holds(tmp_path):
     assert_same(found.storage[:], rb.storage[:])
     manifest = json.loads((tmp_path / "manifest.json").read_text())
     assert (manifest["format"], manifest["version"]) == ("rlbuf_td checkpoint", 3)
-
-
-def test_a_dump_of_torchrls_parts_can_be_opened(tmp_path):
-    rb = ReplayBuffer(storage=LazyTensorStorage(20), sampler=RandomSampler(), batch_size=4)
-    rb.extend(transitions(26))
-    rb.dumps(tmp_path)
-    found = open_checkpoint(tmp_path)
-    assert found.storage is None
-    assert found.rows is not None
-    assert_same(found.rows["observation"], rb.storage[:]["observation"])
 
 
 def test_a_bar_shows_how_far_a_dump_is(tmp_path, capsys, monkeypatch):

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torchrl.collectors import Collector
-from torchrl.data import LazyTensorStorage
 from torchrl.data.replay_buffers import PrioritizedSampler
 from torchrl.envs import GymEnv, SerialEnv, StepCounter, TransformedEnv
 
@@ -247,10 +246,9 @@ def test_torchrls_own_parts_and_rollouts_are_counted_once():
     data["state_value"] = data["next", "state_value"] = torch.zeros(4, 16, 1)
     critic = TensorDictModule(lambda x: torch.zeros(*x.shape, 1), in_keys=["height"], out_keys=["state_value"])
     rollout = RolloutBuffer(16, 4, stats=EpisodeStats(), value_network=critic)
-    plain = ReplayBuffer(storage=LazyTensorStorage(64, ndim=2), stats=EpisodeStats())
     sampler = PrioritizedSampler(64, 0.6, 0.4)
-    prioritized = ReplayBuffer(storage=LazyTensorStorage(64), sampler=sampler, stats=EpisodeStats())
-    for rb, written in ((rollout, data), (plain, data), (prioritized, data[0])):
+    prioritized = ReplayBuffer(storage=PackedStorage(64), sampler=sampler, stats=EpisodeStats())
+    for rb, written in ((rollout, data), (prioritized, data[0])):
         by_hand = EpisodeStats()
         by_hand.update(written)
         rb.extend(written.clone())

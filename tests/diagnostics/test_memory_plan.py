@@ -19,7 +19,6 @@ from rlbuf_td import (
     ProportionalSampler,
     RankSampler,
     ReplayBuffer,
-    RingWriter,
     UniformSampler,
     plan,
 )
@@ -101,9 +100,9 @@ def test_a_buffer_is_planned_with_its_capacity_its_sampler_and_its_place(tmp_pat
     assert needed.places[0].place.startswith(f"disk ({tmp_path}")
     assert plan(rb, 2_000, sampler="uniform").priorities == 0
     assert plan(storage, 2_000).rows == 2 * storage.nbytes
-    theirs = TensorDictReplayBuffer(storage=LazyTensorStorage(100), writer=RingWriter())  # as if it were packed
+    theirs = TensorDictReplayBuffer(storage=LazyTensorStorage(100))  # as if it were packed
     theirs.extend(transitions(SCHEMAS["vector"], 3))
-    assert plan(theirs).keys == plan(transitions(SCHEMAS["vector"], None), 100).keys
+    assert {*plan(transitions(SCHEMAS["vector"], None), 100).keys} <= {*plan(theirs).keys}
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torchrl", "ignore::UserWarning:torchrl")

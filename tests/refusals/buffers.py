@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torchrl.data import LazyTensorStorage, ListStorage
+from torchrl.data import LazyTensorStorage
 from torchrl.data.replay_buffers import FlatStorageCheckpointer, PrioritizedSampler, RandomSampler
 from torchrl.envs import ObservationNorm
 
@@ -80,12 +80,6 @@ def in_fake_mode(rb: Any) -> None:
             rb.sample()
 
 
-def changed_sampler(sampler: Any) -> Any:
-    rb = buffer(device="cpu")
-    rb.set_sampler(sampler)
-    return rb
-
-
 def normalized() -> Any:
     return buffer(td.ProportionalSampler(30), transform=ObservationNorm(0.0, 1.0, ["observation"]))
 
@@ -103,11 +97,15 @@ def wider() -> TensorDict:
     return steps(3).set("observation", zeros(3, 4))
 
 
-def holding_an_object() -> Any:
-    rb = td.ReplayBuffer(storage=ListStorage(10), batch_size=2, collate_fn=lambda items: items)
-    rb.add(TensorDict({"x": zeros(2)}))
-    rb.storage._storage.append(object())
-    return rb
+class Holding(td.UniformSampler):
+    """Has a state that only pickle can save."""
+
+    state_keys = ("held",)
+    held = object()
+
+
+def elsewhere(**parts: Any) -> Any:
+    return filled(storage=LazyTensorStorage(30), **parts)
 
 
 def queue(**options: Any) -> Any:
@@ -163,14 +161,12 @@ REFUSALS: Table = {
         (lambda _: td.ReplayBuffer(checkpointer=FlatStorageCheckpointer()), NotImplementedError, "its own dump format"),
         (lambda _: td.ReplayBuffer(device="cuda:99"), RuntimeError, "device='cuda:99' is missing: torch finds . CUDA"),
         (lambda _: td.ReplayBuffer(lane_key="e", storage=td.PackedStorage(9)), TypeError, "lane_key= needs a "),
-        (lambda _: td.ReplayBuffer(lane_key="e", storage=LazyTensorStorage(8, ndim=2)), TypeError, "lane_key= needs a"),
         (lambda _: td.ReplayBuffer(lane_key="e", storage=td.PackedStorage(8, ndim=2), writer=td.ReservoirWriter()),
          TypeError, "lane_key= needs a "),
         (lambda _: td.ReplayBuffer(storage=td.PackedStorage(9), prefetch=1), ValueError, "batch-size must be"),
         *((lambda _, given=given: td.PrioritizedReplayBuffer(alpha=0.7, beta=0.9, **given), NotImplementedError,
            "sync=False and sampler_device=") for given in ({"sync": False}, {"sampler_device": "cpu"})),
         (lambda _: td.ReplayBuffer(storage=td.PackedStorage(9, device="meta"), device="cpu"), TypeError, "on the CPU"),
-        (lambda _: td.ReplayBuffer(storage=LazyTensorStorage(9), device="cpu"), TypeError, "got LazyTensorStorage"),
         (lambda _: td.ReplayBuffer(collate_fn=lambda rows: rows, device="cpu"), TypeError, "collate_fn"),
         (lambda _: td.ReplayBuffer(sampler=RandomSampler(), device="cpu"), TypeError,
          "a sampler of this package.*got PackedStorage on cpu and RandomSampler"),
@@ -307,8 +303,8 @@ REFUSALS: Table = {
         *((lambda _, make=make, size=size: filled(make(30), GOALS, batch_size=None).sample(size), ValueError,
            "batch_size must be a whole number, at least 0, got") for make in SAMPLERS.values() for size in (-1, 2.5)),
     ],
-    ("ReplayBuffer.sample, of a device", lambda: changed_sampler(RandomSampler())): [
-        (lambda rb: rb.sample(), TypeError, "RandomSampler"),
+    ("ReplayBuffer.set_sampler, of a device", lambda: buffer(device="cpu")): [
+        (lambda rb: rb.set_sampler(RandomSampler()), TypeError, "got PackedStorage on cpu and RandomSampler"),
     ],
     **{("ReplayBuffer.sample, FakeTensorMode", make): [
         (in_fake_mode, RuntimeError, "FakeTensorMode")] for make in (buffer, prioritized, lambda: buffer(n_step()))},
@@ -331,8 +327,6 @@ REFUSALS: Table = {
         (write_back(["action", ("next", "observation")]), ValueError, "cannot write back 'next' entries of n-step"),
     ] for make in (lambda: buffer(n_step(td.ProportionalSampler(30))), lambda: windows(n_step(td.RankSampler(30)), 6))},
     ("ReplayBuffer.write_back, elsewhere", nothing): [
-        (lambda _: filled(storage=LazyTensorStorage(30)).write_back(steps(3), "action", sampled_at=0), TypeError,
-         "write_back needs the clock of a PackedStorage, got a LazyTensorStorage"),
         (lambda _: fresh().write_back(steps(3, index=ones(3).long()), "action", sampled_at=0), SchemaError, "none"),
     ],
     ("ReplayBuffer.set_at_", buffer): [
@@ -466,18 +460,41 @@ REFUSALS: Table = {
     ("ReplayBuffer.loads", lambda: tracked(9)): [
         (loads(lambda: tracked(7)), td.CheckpointError, "rollouts and tracked generations need the same capacity"),
     ],
-    ("ReplayBuffer.loads, other rows", lambda: filled(rows=ROWS_OF_X, storage=LazyTensorStorage(30))): [
-        (loads(lambda: filled(storage=LazyTensorStorage(30))), td.CheckpointError, "the storage.* has the keys .*'x'"),
-        (loads(lambda: filled(storage=LazyTensorStorage(40))), td.CheckpointError, "the dump has max_size=40, this"),
-    ],
     ("ReplayBuffer.loads, other statistics", lambda: buffer(stats=td.EpisodeStats(["action"]))): [
         (loads(lambda: buffer(stats=td.EpisodeStats())), td.CheckpointError, "make EpisodeStats with the same keys"),
         (lambda rb: rb.extend(without("action")), KeyError, "no 'action' in the data"),
         (lambda rb: rb.extend(without("observation")), SchemaError, "'observation' is missing"),
         (lambda rb: rb.extend(without(("next", "reward"))), KeyError, r"no \('next', 'reward'\) in the data"),
     ],
-    ("ReplayBuffer.dumps", lambda: holding_an_object()): [
-        (dumps, td.CheckpointError, r"state.storage.state._storage\[1\] is a object, which a"),
+    ("ReplayBuffer.dumps", lambda: buffer(Holding())): [
+        (dumps, td.CheckpointError, r"state.sampler.state.held is a object, which a"),
+    ],
+    ("ReplayBuffer over another storage", elsewhere): [
+        *((lambda rb, name=name, given=given: elsewhere(**{name: given}), TypeError,
+           f"{name}.*= needs a PackedStorage, got a LazyTensorStorage")
+          for name, given in {"stats": td.EpisodeStats(), "lane_key": "e", "device": "cpu", "count_replays": True,
+                              "include_info": False, "samples_per_insert": 1.0, "min_size": 2}.items()),
+        *((call, TypeError, f"{name}.* needs a PackedStorage, got a LazyTensorStorage: use one, because") for
+          name, call in {
+            "write_back": lambda rb: rb.write_back(steps(3), "action", sampled_at=0),
+            "last": lambda rb: rb.last(2),
+            "chronological": lambda rb: rb.chronological(),
+            "lane": lambda rb: rb.lane(0),
+            "health": lambda rb: rb.health(),
+            "to_minari": lambda rb: rb.to_minari("a-v0"),
+            "lanes=": lambda rb: rb.extend(steps(3), lanes=0),
+            "wait=": lambda rb: rb.sample(wait=True),
+            "timeout=": lambda rb: rb.sample(timeout=1.0),
+            "rows_only=": lambda rb: rb.loads("/nowhere", rows_only=True),
+            "sync=": lambda rb: rb.dumps("/nowhere", sync=False),
+        }.items()),
+        (lambda rb: rb.set_sampler(n_step()), TypeError, "NStepSampler looks up episodes and needs a PackedStorage"),
+        (lambda rb: rb.set_storage(td.PackedStorage(30)), TypeError, "takes no PackedStorage: make another"),
+        (lambda rb: fresh().set_storage(rb.storage), TypeError, "this buffer needs a PackedStorage, got a LazyTensor"),
+        (lambda rb: rb.set_writer(td.RingWriter()), TypeError, "a RingWriter needs a PackedStorage"),
+        (lambda rb: td.ReplayBuffer.from_torchrl(rb, copy=False), TypeError, "copy=False needs a PackedStorage"),
+        (lambda rb: td.ReplayBufferMixture({"a": rb}, {"a": 1.0}), TypeError, "member 'a' needs a PackedStorage"),
+        (lambda rb: td.GymnasiumRecorder(rb, None), TypeError, "a recorder needs a PackedStorage"),
     ],
     ("ExperienceQueue", nothing): [
         (lambda _: td.ExperienceQueue(storage=td.PackedStorage(8, ndim=2)), ValueError, "a queue holds rows"),

@@ -203,7 +203,9 @@ def entry(key: Any, value: Any) -> TensorDict:
 
 
 def theirs(sampler: Any, rows: Any, storage: Any = None) -> Any:
-    rb = TensorDictReplayBuffer(storage=storage or td.PackedStorage(30), sampler=sampler, batch_size=6)
+    rb = TensorDictReplayBuffer(
+        storage=td.PackedStorage(30) if storage is None else storage, sampler=sampler, batch_size=6
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of rows of several steps
         rb.extend(rows)

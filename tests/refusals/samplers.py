@@ -289,8 +289,9 @@ REFUSALS: Table = {
         *((lambda _, wrong=wrong: sequence(td.FreshRowsSampler(td.UniformSampler(), "windows"), **wrong), ValueError,
            'fresh="windows" needs boundary="pad" and neither burn_in nor stride, got')
           for wrong in ({"boundary": "shift"}, {"boundary": "strict"}, {"burn_in": 1})),
-        (lambda _: filled(td.FreshRowsSampler(td.UniformSampler()), storage=LazyTensorStorage(30)).sample(), TypeError,
-         "FreshRowsSampler needs the clock of a PackedStorage, got a LazyTensorStorage"),
+        *((lambda _, make=make: theirs(make(), steps(9), LazyTensorStorage(30)).sample(), TypeError,
+           "a [A-Z].*Sampler looks up episodes and needs a PackedStorage, got a LazyTensorStorage: use")
+          for make in IN_TIME_ORDER[1:]),
         (lambda _: fresh(sampler=td.FreshRowsSampler(td.UniformSampler()), prefetch=1).sample(), RuntimeError, "empty"),
     ],
     ("FreshRowsSampler, drawn", nothing): [
@@ -301,10 +302,11 @@ REFUSALS: Table = {
         (lambda rb: fresh().set_sampler(rb.sampler), ValueError, "one sampler per buffer"),
     ],
     ("samplers in time order", nothing): [
-        *((lambda _, make=make, storage=storage, writer=writer: filled(
-            make(), storage=storage(30), writer=writer()).sample(), ValueError, "in time order, a .*Writer keeps none")
-          for make in IN_TIME_ORDER for storage in (td.PackedStorage, LazyTensorStorage)
-          for writer in (td.ReservoirWriter, lambda: TensorDictMaxValueWriter("action"))),
+        *((lambda _, make=make, writer=writer: filled(make(), writer=writer()).sample(), ValueError,
+           "in time order, a .*Writer keeps none")
+          for make in IN_TIME_ORDER for writer in (td.ReservoirWriter, lambda: TensorDictMaxValueWriter("action"))),
+        (lambda _: filled(IN_TIME_ORDER[0](), storage=LazyTensorStorage(30), writer=TensorDictMaxValueWriter("action")),
+         ValueError, "in time order, a TensorDictMaxValueWriter keeps none"),
     ],
     **{("entries that samplers add", lambda make=make: fresh(sampler=make())): [
         (lambda rb, name=name: rb.extend(steps(4, **{name: zeros(4)})), SchemaError,
@@ -325,9 +327,6 @@ REFUSALS: Table = {
         (lambda rb: rb.extend(steps(4, index=zeros(4).long())), SchemaError, r"leave it out, data.exclude\('index'\)"),
         (lambda rb: rb.add(steps(1, index=zeros(1).long())[0]), SchemaError, r"rename_key_\('index', 'my_index'\)"),
         (lambda rb: rb.storage.reserve(steps(index=tensor(3))), SchemaError, "cannot reserve rows for an entry"),
-    ],
-    ("entries that samplers add, of TorchRL's", nothing): [
-        (lambda _: filled(sequence(), steps(20, mask=zeros(20)), storage=LazyTensorStorage(30)), SchemaError, "'mask'"),
     ],
     ("entries that samplers add, of TorchRL's, drawn", nothing): [
         (lambda _: theirs(sequence(), steps(20, mask=zeros(20))).sample(), SchemaError, "have an entry 'mask'"),

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from tensordict import NonTensorStack, TensorDict, lazy_stack
-from torchrl.data import ListStorage
+from torchrl.data import LazyTensorStorage
 
 from rlbuf_td import SchemaError
 from tests.refusals.makers import *
@@ -69,12 +69,6 @@ def ended(entries: dict[str, Any]) -> None:
 
 def look_up(storage: Any) -> None:
     index_of(storage).steps_back(tensor([0]))
-
-
-def listed() -> Any:
-    made = ListStorage(5)
-    made.set([0, 1], [1, 2])
-    return made
 
 
 def state_of_index(capacity: int) -> Any:
@@ -196,8 +190,7 @@ REFUSALS: Table = {
             ({"collector": {"traj_ids": zeros(2, 2).long()}}, TypeError, r"per row, got int64 of shape \(2,\)"),
         ]),
         (lambda _: look_up(td.PackedStorage(3)), RuntimeError, "trajectories of an empty"),
-        (lambda _: look_up(tensors()), TypeError, "a storage of TensorDicts"),
-        (lambda _: look_up(listed()), TypeError, "got a ListStorage"),
+        (lambda _: index_of(LazyTensorStorage(3)), TypeError, "needs a PackedStorage, got a LazyTensorStorage"),
     ],
     ("TrajectoryIndex.load_state_dict", no_rows): [
         (lambda storage: index_of(storage).load_state_dict(state_of_index(4)), RuntimeError, "load it first"),

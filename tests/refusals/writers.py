@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict
-from torchrl.data import ListStorage, TensorDictReplayBuffer
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
 from rlbuf_td import SchemaError
 from tests.refusals.makers import *
@@ -68,12 +68,16 @@ REFUSALS: Table = {
     ("ReservoirWriter, loaded into a larger one", lambda: reservoir(40)): [
         (loads(reservoir), td.CheckpointError, "have no order of age.*same capacity"),
     ],
+    ("writers over another storage", nothing): [
+        (lambda _, cls=cls, make=make: cls(storage=LazyTensorStorage(8), writer=make()), TypeError,
+         "a .*Writer needs a PackedStorage, got a LazyTensorStorage: use")
+        for cls in (TensorDictReplayBuffer, td.ReplayBuffer)
+        for make in (td.RingWriter, td.RolloutWriter, td.ReservoirWriter, td.QueueWriter)
+    ],
     ("RolloutWriter", nothing): [
         (lambda _: td.RolloutWriter(1.5), ValueError, r"RolloutWriter: gamma must lie in \[0, 1\], got 1.5"),
         (lambda _: td.RolloutWriter(value_network=torch.nn.Identity()), TypeError, r"wrap it, TensorDictModule\("),
         (lambda _: td.RolloutWriter(estimator=3), TypeError, "estimator must be a function of a rollout, got int"),
-        (lambda _: TensorDictReplayBuffer(storage=ListStorage(8), writer=td.RolloutWriter()), TypeError,
-         "needs a storage of tensors, such as PackedStorage, got ListStorage"),
     ],
     ("RolloutWriter without a network", lambda: rollout(0, 4, 2, value_network=None)): [
         (lambda rb: rb.extend(rolled(2, 4)), ValueError, r"2 rows need a value: their trajectories break off\. Pass"),

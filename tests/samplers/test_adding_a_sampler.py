@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict
 from torchrl.data.replay_buffers import LazyTensorStorage, Sampler, Storage, TensorDictReplayBuffer
 
-from rlbuf_td import NStepSampler, PackedStorage, ReplayBuffer, RingWriter, RowSampler, SchemaError, UniformSampler
+from rlbuf_td import NStepSampler, PackedStorage, ReplayBuffer, RowSampler, SchemaError, UniformSampler
 from tests.catalogue import buffer_of
 from tests.statistics import assert_follows, power
 
@@ -61,7 +61,7 @@ def steps_of(first: int, count: int, lanes: int) -> TensorDict:
 
 def buffer(kind: str, lanes: int, written: int, sampler: Sampler, batch: int = 50) -> Any:
     cls, storage = BUFFERS[kind]
-    rb = buffer_of(20, sampler, lanes, storage, cls, writer=RingWriter(), batch_size=batch)
+    rb = buffer_of(20, sampler, lanes, storage, cls, batch_size=batch)
     for first in range(0, written, 4):
         rb.extend(steps_of(first, min(4, written - first), lanes))
     return rb

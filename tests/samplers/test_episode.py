@@ -13,7 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from tensordict import TensorDict
-from torchrl.data.replay_buffers import LazyTensorStorage, TensorDictReplayBuffer, TensorDictRoundRobinWriter
+from torchrl.data.replay_buffers import TensorDictReplayBuffer
 
 from rlbuf_td import (
     EpisodeSampler,
@@ -30,8 +30,6 @@ from tests.statistics import assert_follows, power
 BUFFERS: dict[str, Any] = {
     "ours": (ReplayBuffer, PackedStorage, RingWriter),
     "TorchRL's": (TensorDictReplayBuffer, PackedStorage, RingWriter),
-    "ours over TorchRL's storage": (ReplayBuffer, LazyTensorStorage, RingWriter),
-    "TorchRL's throughout": (TensorDictReplayBuffer, LazyTensorStorage, TensorDictRoundRobinWriter),
 }
 GAMMA = 0.9
 Cell = tuple[int, int]  # slot and lane

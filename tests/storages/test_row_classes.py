@@ -265,5 +265,5 @@ WRAPPERS: dict[str, Any] = {
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_samplers_that_look_up_episodes_refuse_them_by_name(name: str, kind: str, cls: Any):
     storage = type(STORAGES[kind][0]()).__name__
-    with pytest.raises(TypeError, match=rf"{name} looks up .* which a {storage} does not keep: use a PackedStorage"):
+    with pytest.raises(TypeError, match=rf"{name} looks up episodes and needs a PackedStorage, got a {storage}: use"):
         list_buffer(kind, WRAPPERS[name](), cls).sample()

@@ -113,7 +113,7 @@ def test_a_writer_of_ones_own_is_judged_by_what_it_writes(sampler):
     with pytest.raises(ValueError, match=REFUSED):
         swapping.sampler.sample(swapping.storage, 4)
     with pytest.raises(ValueError, match="a Every may write in any order: use a PackedStorage"):
-        buffer(LazyTensorStorage(T), sampler(), writer=Every(lambda count: count % T)).sample()
+        buffer(LazyTensorStorage(T), RecencySampler(), writer=Every(lambda count: count % T))
 
 
 def second_buffer(of: ReplayBuffer, path: Path, sampler: Any) -> ReplayBuffer:
@@ -206,22 +206,17 @@ def test_torchrls_buffers_of_the_largest_values_are_imported_without_order(tmp_p
         with pytest.raises(ValueError, match="a TensorDictMaxValueWriter keeps none"):
             ReplayBuffer.from_torchrl(source, sampler=SAMPLERS["recency"]())
         assert not ReplayBuffer.from_torchrl(source).storage.in_time_order
-    with pytest.raises(ValueError, match=REFUSED):
-        buffer(theirs.storage, SAMPLERS["n-step"]()).sample()
 
 
 # -- several buffers over one storage
 
 
-EMPTIED = [
-    (PackedStorage, by_ours, refill, by_ours == (refill > 5)) for by_ours in (True, False) for refill in (0, T + 3)
-]
-EMPTIED += [(LazyTensorStorage, True, 5, False)]  # a full one does not tell where a ring goes on
+EMPTIED = [(by_ours, refill, by_ours == (refill > 5)) for by_ours in (True, False) for refill in (0, T + 3)]
 
 
-@pytest.mark.parametrize(("storage", "by_ours", "refill", "single"), EMPTIED)
-def test_removed_rows_do_not_come_back_with_a_write_of_another_buffer(storage, by_ours, refill, single):
-    rb = buffer(storage(T))
+@pytest.mark.parametrize(("by_ours", "refill", "single"), EMPTIED)
+def test_removed_rows_do_not_come_back_with_a_write_of_another_buffer(by_ours, refill, single):
+    rb = buffer(PackedStorage(T))
     theirs = TensorDictReplayBuffer(storage=rb.storage, writer=TensorDictRoundRobinWriter())
     other = buffer(rb.storage) if by_ours else theirs
     for _ in range(3):  # the fast path, too

@@ -27,15 +27,7 @@ from torchrl.data.replay_buffers import (
 )
 from torchrl.data.replay_buffers import ReplayBuffer as TorchRLBuffer
 
-from rlbuf_td import (
-    MinibatchSampler,
-    PackedStorage,
-    ProportionalSampler,
-    ReplayBuffer,
-    RingWriter,
-    SequenceSampler,
-    UniformSampler,
-)
+from rlbuf_td import MinibatchSampler, PackedStorage, ProportionalSampler, ReplayBuffer, RingWriter, UniformSampler
 from tests.features import needs
 
 CAPACITY = 40
@@ -277,11 +269,11 @@ class Remote(Storage):
     state_dict = load_state_dict = dumps = loads = None  # not needed here
 
 
-@pytest.mark.parametrize("make", [UniformSampler, lambda: SequenceSampler(UniformSampler(), 4)])
+@pytest.mark.parametrize("make", [UniformSampler, lambda: ProportionalSampler(CAPACITY)])
 @pytest.mark.parametrize("buffer", [TensorDictReplayBuffer, ReplayBuffer])
 def test_a_storage_without_a_device_has_its_rows_on_the_cpu(make, buffer):
     assert not hasattr(Remote(CAPACITY), "device")
-    rb = buffer(storage=Remote(CAPACITY), sampler=make(), writer=RingWriter(), batch_size=8, collate_fn=lambda x: x)
+    rb = buffer(storage=Remote(CAPACITY), sampler=make(), batch_size=8, collate_fn=lambda x: x)
     for start in (0, 30):
         rb.extend(steps(30, start))
     batch = rb.sample()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
-from torchrl.data.replay_buffers import LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.data.replay_buffers import TensorDictReplayBuffer
 
 from rlbuf_td import PackedStorage, ProportionalSampler, ReplayBuffer, ReservoirWriter
 from tests.catalogue import buffer_of
@@ -48,14 +48,13 @@ def test_every_set_of_time_steps_is_equally_likely_to_be_left(steps, parts):
     assert_follows(list(counts.values()), law)
 
 
-@pytest.mark.parametrize("storage", [PackedStorage, LazyTensorStorage])
 @pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
 @pytest.mark.parametrize("lanes", [0, 3])
-def test_what_is_left_is_what_the_index_says(lanes, cls, storage):
+def test_what_is_left_is_what_the_index_says(lanes, cls):
     """With whole time steps of all lanes, each of them left as often as any other."""
     capacity, total, rounds = 10, 60, 12
     left = torch.zeros(total)
-    rb = buffer(capacity, lanes, storage, cls)
+    rb = buffer(capacity, lanes, cls=cls)
     for _ in range(rounds):
         rb.empty()
         wanted, step = torch.full((capacity, max(lanes, 1)), -1), 0

@@ -6,14 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict, lazy_stack
-from torchrl.data import LazyMemmapStorage, LazyStackStorage, LazyTensorStorage, ListStorage, TensorDictReplayBuffer
+from tensordict import TensorDict
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.data.replay_buffers import RoundRobinWriter, Storage, TensorDictRoundRobinWriter
 
 from rlbuf_td import PackedStorage, ReplayBuffer, RingWriter
 from tests.catalogue import assert_same, copied
-
-STORAGES: dict[str, Any] = {"packed": PackedStorage, "lazy tensor": LazyTensorStorage, "memmap": LazyMemmapStorage}
 
 
 def ring(storage: Storage, **settings: Any) -> RingWriter:
@@ -49,12 +47,11 @@ class RangeListener(Listener):
         self.heard.append((start, count))
 
 
-@pytest.mark.parametrize("kind", STORAGES)
 @pytest.mark.parametrize("ndim", [1, 2])
-def test_the_newest_rows_stay_and_listeners_hear_of_the_rows_written(kind: str, ndim: int) -> None:
+def test_the_newest_rows_stay_and_listeners_hear_of_the_rows_written(ndim: int) -> None:
     lanes = (3,) * (ndim - 1)
     cells = torch.Size(lanes).numel()
-    storage = STORAGES[kind](5 * cells, ndim=ndim)
+    storage = PackedStorage(5 * cells, ndim=ndim)
     writer = ring(storage)
     by_index, by_range = Listener(), RangeListener()
     for listener in (by_index, by_range):
@@ -84,11 +81,10 @@ def test_the_newest_rows_stay_and_listeners_hear_of_the_rows_written(kind: str, 
 
 
 @pytest.mark.parametrize("ndim", [1, 2, 3])
-@pytest.mark.parametrize("kind", ["packed", "lazy tensor"])
-def test_indices_and_rows_are_those_of_torchrl_writers(ndim: int, kind: str) -> None:
+def test_indices_and_rows_are_those_of_torchrl_writers(ndim: int) -> None:
     lanes = {1: (), 2: (3,), 3: (3, 2)}[ndim]
     cells = torch.Size(lanes).numel()
-    ours, theirs = STORAGES[kind](7 * cells, ndim=ndim), LazyTensorStorage(7 * cells, ndim=ndim)
+    ours, theirs = PackedStorage(7 * cells, ndim=ndim), LazyTensorStorage(7 * cells, ndim=ndim)
     writer, their_writer = ring(ours), TensorDictRoundRobinWriter()
     their_writer.register_storage(theirs)
     for j, n in enumerate([2, None, 3, 1, None, 4, 7, None]):
@@ -103,25 +99,9 @@ def test_indices_and_rows_are_those_of_torchrl_writers(ndim: int, kind: str) -> 
         assert (len(ours), ours.shape, ours._is_full) == (len(theirs), theirs.shape, theirs._is_full)
 
 
-@pytest.mark.parametrize("kind", [ListStorage, LazyStackStorage])
-@pytest.mark.parametrize("as_list", [False, True])
-def test_lists_of_ragged_items_are_written_one_by_one(kind: type, as_list: bool) -> None:
-    storage = kind(4)
-    writer = ring(storage)
-    items = [TensorDict({"x": torch.full((j % 3 + 1,), j), "index": torch.tensor(0)}) for j in range(11)]
-    index = writer.extend(items if as_list else lazy_stack(items))
-    assert index.tolist() == [j % 4 for j in range(11)]
-    assert len(storage) == 4
-    for slot, j in enumerate([8, 9, 10, 7]):
-        assert storage.get(slot)["x"].tolist() == [j] * (j % 3 + 1)
-        assert "index" not in storage.get(slot)
-    assert (writer._cursor, writer._write_count) == (3, 11)
-
-
-@pytest.mark.parametrize("kind", STORAGES)
 @pytest.mark.parametrize("how", ["extend", "add", "write_at"])
-def test_an_index_that_comes_with_the_data_is_dropped(kind: str, how: str) -> None:
-    storage = STORAGES[kind](6)
+def test_an_index_that_comes_with_the_data_is_dropped(how: str) -> None:
+    storage = PackedStorage(6)
     writer = ring(storage)
     marked = numbered(0, 3).set("index", torch.tensor([7, 8, 9]))
     if how == "write_at":

@@ -6,14 +6,13 @@ import pytest
 import torch
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
-from torchrl.data import LazyMemmapStorage, LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.data import TensorDictReplayBuffer
 from torchrl.objectives.value import GAE, TDLambdaEstimator
 
 from rlbuf_td import PackedStorage, ReplayBuffer, RolloutBuffer, RolloutWriter, TrajectoryIndex
 from rlbuf_td.functional import vtrace_advantage_estimate
 from tests.writers.random_walk import make_world
 
-STORAGES = [PackedStorage, LazyTensorStorage, LazyMemmapStorage]
 BUFFERS = [ReplayBuffer, TensorDictReplayBuffer]
 WAYS = ["whole", "parts", "steps"]
 
@@ -40,23 +39,22 @@ def stored(rb):
     return data.transpose(0, 1) if rb.storage.ndim > 1 else data[None]
 
 
-def rollouts(world, steps, lanes=None, storage=PackedStorage, **kwargs):
+def rollouts(world, steps, lanes=None, **kwargs):
     """Return a buffer of ``steps`` steps and all lanes, whose writer calls the world's network."""
     writer = RolloutWriter(0.9, 0.8, **{"value_network": world and world.module()} | kwargs)
     lanes = lanes or world.lanes
-    return ReplayBuffer(storage=storage(steps * lanes, ndim=2), writer=writer)
+    return ReplayBuffer(storage=PackedStorage(steps * lanes, ndim=2), writer=writer)
 
 
-@pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("buffer", BUFFERS)
 @pytest.mark.parametrize(
     ("way", "lanes", "values"), [("whole", None, True), ("parts", 1, False), ("steps", 3, True), ("whole", 3, False)]
 )
-def test_estimates_are_those_of_the_true_next_values(buffer, storage, way, lanes, values):
+def test_estimates_are_those_of_the_true_next_values(buffer, way, lanes, values):
     steps = 12
     world = make_world(lanes or 1)
     writer = RolloutWriter(0.9, 0.8, value_network=world.module())
-    rb = buffer(storage=storage(steps * (lanes or 1), ndim=1 if lanes is None else 2), writer=writer)
+    rb = buffer(storage=PackedStorage(steps * (lanes or 1), ndim=1 if lanes is None else 2), writer=writer)
     if buffer is TensorDictReplayBuffer and lanes and way != "whole":
         rb._set_index_in_td = lambda data, index: None  # TorchRL's cannot put the index of one time step into [E] data
     for seed in range(4):
@@ -180,11 +178,10 @@ def test_values_with_a_gradient_are_stored_without():
     data = world.steps(6)
     data["state_value"] = world.network(data["observation"])
     assert data["state_value"].requires_grad
-    for storage in STORAGES[:2]:
-        rb = rollouts(world, 6, storage=storage)
-        rb.extend(data.clone())
-        assert not any(x.requires_grad for x in stored(rb).values(include_nested=True, leaves_only=True))
-        torch.testing.assert_close(stored(rb)["advantage"], world.estimates(data)[0])
+    rb = rollouts(world, 6)
+    rb.extend(data.clone())
+    assert not any(x.requires_grad for x in stored(rb).values(include_nested=True, leaves_only=True))
+    torch.testing.assert_close(stored(rb)["advantage"], world.estimates(data)[0])
 
 
 @pytest.mark.parametrize(
@@ -215,12 +212,11 @@ def test_estimates_have_the_dtype_of_the_values_or_of_the_network(rewards, netwo
 
 
 @pytest.mark.usefixtures("boundaries")
-@pytest.mark.parametrize("storage", STORAGES[:2])
 @pytest.mark.parametrize("lanes", [1, 2])
-def test_the_first_step_of_a_rollout_follows_no_step_of_the_last_one(lanes, storage):
+def test_the_first_step_of_a_rollout_follows_no_step_of_the_last_one(lanes):
     """Steps of the last rollout that are not replaced yet are no longer stored."""
     world = make_world(lanes)
-    rb = rollouts(world, 6, storage=storage)
+    rb = rollouts(world, 6)
     trajectories = TrajectoryIndex.of(rb.storage)
     ends = {name: torch.zeros(lanes, 6, dtype=torch.bool) for name in ("terminated", "truncated")}
     for way in WAYS:
@@ -310,14 +306,13 @@ def steps_of(world, n, **kwargs):
 
 
 @pytest.mark.parametrize(("own", "brute"), [(vtrace, brute_vtrace), (n_step, brute_n_step)])
-@pytest.mark.parametrize("storage", STORAGES[:2])
 @pytest.mark.parametrize(
     ("way", "lanes", "values"), [("whole", None, True), ("parts", 3, False), ("steps", 3, True), ("whole", 3, False)]
 )
-def test_estimates_of_ones_own_are_those_of_the_definition(own, brute, storage, way, lanes, values):
+def test_estimates_of_ones_own_are_those_of_the_definition(own, brute, way, lanes, values):
     world = make_world(lanes or 1)
     writer = RolloutWriter(estimator=own, value_network=world.module())
-    rb = ReplayBuffer(storage=storage(12 * (lanes or 1), ndim=2 if lanes else 1), writer=writer)
+    rb = ReplayBuffer(storage=PackedStorage(12 * (lanes or 1), ndim=2 if lanes else 1), writer=writer)
     for _ in range(3):
         data = steps_of(world, 12, values=values)
         write(rb, data, way)

@@ -95,8 +95,10 @@ class Record:
         index = attached(storage, TrajectoryIndex)
         if index is None and not isinstance(writer, RoundRobinWriter | ImmutableDatasetWriter | None):
             self.skipped.append(f"the order of rows, which a {type(writer).__name__} does not keep")
+        elif isinstance(storage, PackedStorage):
+            self._look_up_cuts(storage, index)
         else:
-            self._find_cuts(storage, index)
+            self._find_cuts()
 
     def by_row(self, values: torch.Tensor) -> torch.Tensor:
         """Return values of flat rows, ``[n, ...]``, as ``[T, E, ...]``."""
@@ -122,7 +124,22 @@ class Record:
         is_ring = self.steps == capacity and cursor is not None and 0 <= cursor < self.steps
         self.paired[int(cursor) if is_ring else self.steps - 1] = False
 
-    def _find_cuts(self, storage: Storage, index: TrajectoryIndex | None) -> None:
+    def _find_cuts(self) -> None:
+        """Find the ends of trajectories in the columns of a storage of TorchRL's."""
+        flags = self._flags("done") or self._flags("terminated", "truncated")
+        ids = self.columns.get(TRAJ_KEY)
+        has_names = ids is None or (ids.shape[2:].numel() == 1 and not ids.is_floating_point())
+        if not (flags or ids is not None):
+            self.skipped.append("trajectories: neither done flags nor trajectory ids are stored")
+        elif any(self.columns[key].dtype is not torch.bool for key in flags) or not has_names:
+            self.skipped.append("trajectories: done flags must be bool, trajectory ids one integer per row")
+        else:
+            self.cut = torch.stack([~self.paired, *(self.columns[key].flatten(2).any(2).cpu() for key in flags)]).any(0)
+            if ids is not None:
+                self.cut |= (ids != ids.roll(-1, 0)).flatten(2).any(2).cpu()
+            self.knows_ends = True
+
+    def _look_up_cuts(self, storage: PackedStorage, index: TrajectoryIndex | None) -> None:
         done_key = next(iter(self._flags("done", "terminated", "truncated")), None)
         if done_key is None and TRAJ_KEY not in self.columns:
             self.skipped.append("trajectories: neither done flags nor trajectory ids are stored")
