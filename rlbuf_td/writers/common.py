@@ -38,6 +38,7 @@ class TimeWriter(RoundRobinWriter):
     """Abstract base of the writers that write time steps in order; position 0 follows the last position."""
 
     appends = True  # whether single lanes of a PackedStorage can be written, see :meth:`append`
+    takes_others: bool = False  # whether a storage of another class may be written, as TorchRL's writer does
     state_file: str | None = None  # the file of a dump with the state; None: TorchRL's file of counters is enough
 
     def __init__(self, *, track_generations: bool = False) -> None:
@@ -55,8 +56,11 @@ class TimeWriter(RoundRobinWriter):
         """Set the storage to write to; ValueError if the writer already has another storage."""
         if self._storage not in (None, storage):
             raise ValueError("this writer writes to the storage of another buffer: use one writer per buffer")
-        require_packed(storage, f"a {type(self).__name__}", "use one, or a TensorDictRoundRobinWriter of TorchRL's")
+        if not self.takes_others:
+            require_packed(storage, f"a {type(self).__name__}", "use one, or TorchRL's TensorDictRoundRobinWriter")
         super().register_storage(storage)
+        if not isinstance(storage, PackedStorage):  # which may already be shared
+            self.share_memory_()
 
     def continue_counts(self, numbers: SharedNumbers) -> None:
         """Count in the numbers that an earlier process has left, and go on from them."""
@@ -71,6 +75,8 @@ class TimeWriter(RoundRobinWriter):
     def add(self, data: Any) -> int | torch.Tensor:
         """Write one time step, ``[]`` (``[*lanes]`` if ``ndim > 1``); return its index. Errors: see :meth:`extend`."""
         storage = self._storage
+        if not isinstance(storage, PackedStorage):
+            return super().add(without_index(data))
         if lanes_apart(storage):
             return self._extend_each_lane(data.unsqueeze(0))
         steps = torchrl_parts.capacity_in_steps(storage, single_data=data)
@@ -93,6 +99,8 @@ class TimeWriter(RoundRobinWriter):
             ValueError: ``data`` is empty.
             SchemaError: the data does not match the stored rows; nothing has changed.
         """
+        if not isinstance(self._storage, PackedStorage):
+            return super().extend(without_index(data))
         storage, data = self._storage, stacked(data)
         if lanes_apart(storage):
             return self._extend_each_lane(data)

@@ -16,8 +16,7 @@ class RingWriter(TimeWriter):
         track_generations: whether to count the writes to each position. TorchRL's ``ReplayBuffer.update_if_present``
             needs these counts.
 
-    Raises:
-        TypeError: the storage is no :class:`PackedStorage`; use TorchRL's ``TensorDictRoundRobinWriter`` over another.
+    Over another storage than a :class:`PackedStorage`, this writer is TorchRL's ``RoundRobinWriter``.
 
     Cost: proportional to the number of rows written.
 
@@ -31,6 +30,8 @@ class RingWriter(TimeWriter):
         >>> rb.storage["x"], rb.write_count
         (tensor([4, 5, 2, 3]), 6)
     """
+
+    takes_others = True
 
     def __init__(self, compilable: bool = False, *, track_generations: bool = False) -> None:
         super().__init__(track_generations=track_generations)

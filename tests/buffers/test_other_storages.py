@@ -22,7 +22,15 @@ from torchrl.data import (
 )
 from torchrl.envs import RewardScaling
 
-from rlbuf_td import MinibatchSampler, ProportionalSampler, RankSampler, RecencySampler, ReplayBuffer, UniformSampler
+from rlbuf_td import (
+    MinibatchSampler,
+    ProportionalSampler,
+    RankSampler,
+    RecencySampler,
+    ReplayBuffer,
+    RingWriter,
+    UniformSampler,
+)
 
 CAPACITY, LANES = 24, 3
 STORAGES: dict[str, Any] = {
@@ -35,6 +43,7 @@ PARTS: dict[str, dict[str, Any]] = {
     "defaults": {},
     "transforms": {"transform": lambda: RewardScaling(1.0, 2.0, in_keys=[("next", "reward")])},
     "without replacement": {"sampler": SamplerWithoutReplacement},
+    "our ring": {"writer": RingWriter},
     "slices": {"sampler": lambda: SliceSampler(slice_len=2, end_key=("next", "done"), strict_length=False)},
     "our uniform": {"sampler": UniformSampler},
     "our proportional": {"sampler": lambda: ProportionalSampler(CAPACITY, 1.0)},

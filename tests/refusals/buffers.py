@@ -491,7 +491,7 @@ REFUSALS: Table = {
         (lambda rb: rb.set_sampler(n_step()), TypeError, "NStepSampler looks up episodes and needs a PackedStorage"),
         (lambda rb: rb.set_storage(td.PackedStorage(30)), TypeError, "takes no PackedStorage: make another"),
         (lambda rb: fresh().set_storage(rb.storage), TypeError, "this buffer needs a PackedStorage, got a LazyTensor"),
-        (lambda rb: rb.set_writer(td.RingWriter()), TypeError, "a RingWriter needs a PackedStorage"),
+        (lambda rb: rb.set_writer(td.RolloutWriter()), TypeError, "a RolloutWriter needs a PackedStorage"),
         (lambda rb: td.ReplayBuffer.from_torchrl(rb, copy=False), TypeError, "copy=False needs a PackedStorage"),
         (lambda rb: td.ReplayBufferMixture({"a": rb}, {"a": 1.0}), TypeError, "member 'a' needs a PackedStorage"),
         (lambda rb: td.GymnasiumRecorder(rb, None), TypeError, "a recorder needs a PackedStorage"),

@@ -72,7 +72,7 @@ REFUSALS: Table = {
         (lambda _, cls=cls, make=make: cls(storage=LazyTensorStorage(8), writer=make()), TypeError,
          "a .*Writer needs a PackedStorage, got a LazyTensorStorage: use")
         for cls in (TensorDictReplayBuffer, td.ReplayBuffer)
-        for make in (td.RingWriter, td.RolloutWriter, td.ReservoirWriter, td.QueueWriter)
+        for make in (td.RolloutWriter, td.ReservoirWriter, td.QueueWriter)
     ],
     ("RolloutWriter", nothing): [
         (lambda _: td.RolloutWriter(1.5), ValueError, r"RolloutWriter: gamma must lie in \[0, 1\], got 1.5"),
