@@ -32,6 +32,7 @@ from rlbuf_td.samplers.common import StatefulSampler
 from rlbuf_td.samplers.prioritized import BoundEntry
 from rlbuf_td.samplers.wrapper import SamplerWrapper
 from rlbuf_td.storages import SchemaError, torchrl_parts
+from rlbuf_td.storages.entries import Entries
 from rlbuf_td.storages.interrupts import held_back
 from rlbuf_td.storages.lane_heads import APART, as_lanes
 from rlbuf_td.storages.listeners import Listeners
@@ -53,7 +54,7 @@ class WrittenBuffer(Protocol):
 class BoundWrite:
     """Writes rows in host memory with one compiled call."""
 
-    table = 0  # address of the deduplicated observations; 0: there are none
+    entries: Entries | None = None  # the deduplicated observations
 
     @classmethod
     def of(cls, buffer: WrittenBuffer, parts: Parts) -> BoundWrite | str:
@@ -78,7 +79,7 @@ class BoundWrite:
 
     def __init__(self, buffer: WrittenBuffer, parts: Parts, fields: dict[str, int]) -> None:
         from rlbuf_td.kernels.batch import cpu as kernels
-        from rlbuf_td.kernels.batch import dedup_cpu, lanes_cpu
+        from rlbuf_td.kernels.batch import entries_cpu, lanes_cpu
 
         self.buffer = ref(buffer)  # which owns this object
         self.storage, self.writer, self.sampler = parts.storage, parts.writer, parts.sampler
@@ -108,7 +109,9 @@ class BoundWrite:
         self.lock = Lock() if self.entry is None else self.entry.lock
         self.address, self.kernel = self.ring.ctypes.data, machine_code(loop)
         if isinstance(self.rows, DedupRows):
-            self.table, self.write_entries = self.rows.table.address, machine_code(dedup_cpu.write_entries)
+            self.entries, self.write_entries = self.rows.entries, machine_code(entries_cpu.write_entries)
+            self.head = np.zeros((2, self.rows.lanes.numel()), np.int64)
+            self.entries_at = self.entries.address, self.head.ctypes.data
         if self.shared is not None:
             self._bind_shared()
         self.append_rows: Any = None  # the machine code of `lanes_loop`, from the first write to single lanes on
@@ -203,12 +206,15 @@ class BoundWrite:
 
     def _copy(self, count: int, index: int) -> int:
         lanes_first = self.time_dim == 1
-        if not self.table:
+        if self.entries is None:
             return self.kernel(self.address, count, lanes_first, index)
+        head, keeps = self.storage.heads.serials(self.storage, self.head), self.rows.keeps_replaced
         with held_back:  # an interrupt between the two calls would leave rows with the observations of other rows
             cursor = self.kernel(self.address, count, lanes_first, index)
             if cursor >= 0:
-                self.write_entries(self.address, cursor, count, lanes_first, self.table, self.rows.is_deferred)
+                self.entries.begin(head)
+                self.write_entries(self.address, cursor, count, lanes_first, *self.entries_at, keeps)
+                self.entries.end()
         return cursor
 
     def _can_count(self, inner_dims: int) -> bool:

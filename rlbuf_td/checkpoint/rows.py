@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 
 from rlbuf_td.checkpoint.files import DumpReader, Report, flat_bytes
@@ -14,8 +15,16 @@ from rlbuf_td.kernels.huge_pages import take_pages
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.allocate import ROWS_FILE, make_rows, steps_for
 from rlbuf_td.storages.dedup import saved_dedup
+from rlbuf_td.storages.lane_heads import serials_of
 from rlbuf_td.storages.rows import Rows
-from rlbuf_td.storages.state import admit_state, dedup_for, refuse_counters, refuse_foreign, rows_of_state
+from rlbuf_td.storages.state import (
+    admit_state,
+    dedup_for,
+    refuse_counters,
+    refuse_foreign,
+    rows_of_state,
+    saved_serials,
+)
 from rlbuf_td.storages.writes import begin
 
 
@@ -111,7 +120,7 @@ class SavedRows:
             if heads is None
             else fit_lanes(steps, self.capacity, lead[0], heads)
         )
-        self._has_holes = heads is not None
+        self._has_holes, self._state = heads is not None, state
         self.is_fresh = storage.rows is None or not storage.rows.layout.is_like(self.layout)  # allocates the rows
         self._own_layout = self.layout.realigned()
         own = storage.scratch_dir
@@ -175,9 +184,20 @@ class SavedRows:
         entries = [self.reader.read_stored(stored, report) for stored in self.entries]
         if self.dedup is not None:
             refuse_foreign(self.dedup, matrix, self.entries, has_holes=True)
-        leaves = rows_of_state(self.layout, matrix, self.dedup, entries).leaves_at(cells)
-        steps = len(cells) // self.lanes.numel()
-        rows.copy_(0, steps, [leaf.view(steps, *self.lanes, *leaf.shape[1:]) for leaf in leaves])
+        source = rows_of_state(self.layout, matrix, self.dedup, entries)
+        rows.copy_cells_(source, cells, self._serials(rows), self._serials_before(rows))
+
+    def _serials(self, rows: Rows) -> np.ndarray:
+        """Return :meth:`LaneHeads.serials` after the load."""
+        if self.fit.is_same:
+            return saved_serials(self._state, rows.shape)
+        kept = np.full(self.lanes.numel(), self.fit.steps) if self.fit.heads is None else self.fit.heads[1].numpy()
+        return serials_of(kept - 1, kept, rows.steps)
+
+    def _serials_before(self, rows: Rows) -> np.ndarray:
+        """Return :meth:`LaneHeads.serials` before the load."""
+        nothing = np.zeros((2, self.lanes.numel()), np.int64)
+        return self.storage.heads.serials(self.storage) if rows is self.storage.rows else nothing
 
     def _read_converted(self, rows: Rows, report: Report) -> None:
         """Read saved rows that are deduplicated, or that ``rows`` hold in another form, by way of a copy of them all.
@@ -192,7 +212,7 @@ class SavedRows:
             for entries, stored in zip(rows.room_for(used), self.entries, strict=True):
                 self.reader.read_into(stored, 0, flat_bytes(entries), report)
             rows.matrix[: len(matrix)].copy_(matrix)
-            rows.rebuild(used)
         else:
             entries = [self.reader.read_stored(stored, report) for stored in self.entries]
-            rows.copy_steps_(rows_of_state(self.layout, matrix, self.dedup, entries), self.fit.ranges)
+            source = rows_of_state(self.layout, matrix, self.dedup, entries)
+            rows.copy_steps_(source, self.fit.ranges, self._serials(rows), self._serials_before(rows))

@@ -183,12 +183,12 @@ class Reading:
     entries: Sequence[Named] = ()  # entries that the rows lack
 
     def __init__(self, rows: Rows) -> None:
-        from rlbuf_td.kernels.batch import cpu, dedup_cpu
+        from rlbuf_td.kernels.batch import cpu, entries_cpu
 
         self.rows, self.extents, self.kernel = rows, rows.extents, machine_code(cpu.gather_flat)
-        self.table = rows.table.address if isinstance(rows, DedupRows) else 0
-        if self.table:  # deduplicated observations
-            self.entry_kernel = machine_code(dedup_cpu.read_entries)
+        self.observations = rows.entries.address if isinstance(rows, DedupRows) else 0  # those that are stored once
+        if self.observations:
+            self.entry_kernel = machine_code(entries_cpu.read_entries)
 
     def bind(self, draw: BoundDraw, size: int) -> None:
         """Describe batches of ``size`` rows to compiled code."""
@@ -208,8 +208,8 @@ class Reading:
         self.read_entries(blank)
 
     def read_entries(self, blank: Blank) -> None:
-        if self.table:
-            self.entry_kernel(self.address, blank.targets, self.table)
+        if self.observations:
+            self.entry_kernel(self.address, blank.targets, self.observations)
 
     def steps(self, blank: Blank) -> int:
         """Return the address of a ``STEPS`` record if this reading joins transitions, otherwise 0."""
@@ -300,8 +300,7 @@ def unreadable(storage: Any) -> str:
         return "numba's compiler is off" if rows.flat.is_cpu else f"the rows are on {rows.flat.device}"
     if storage.ndim > 2:
         return f"the rows have ndim={storage.ndim}, above 2"
-    is_compiled = isinstance(rows, PlainRows) or (isinstance(rows, DedupRows) and rows.table.is_compiled)
-    return "" if is_compiled else f"the rows are {type(rows).__name__}"
+    return "" if isinstance(rows, PlainRows | DedupRows) else f"the rows are {type(rows).__name__}"
 
 
 def bind(storage: Any, sampler: Sampler, size: int) -> BoundBatch | str:

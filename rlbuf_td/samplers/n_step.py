@@ -182,7 +182,7 @@ class NStepSampler(SamplerWrapper):
 
 class _JoinedReading(Reading):
     def __init__(self, wrapper: NStepSampler, rows: Rows, size: int) -> None:
-        from rlbuf_td.kernels.batch import dedup_cpu
+        from rlbuf_td.kernels.batch import entries_cpu
         from rlbuf_td.kernels.batch import wrapped_cpu as kernels
 
         super().__init__(rows)
@@ -199,8 +199,8 @@ class _JoinedReading(Reading):
         self.joined = record_of(STEPS, ends=self.ends_at)
         self.joined_at, self.joined_bytes = self.joined.ctypes.data, self.joined.view(np.uint8).data
         self.kernel = machine_code(kernels.n_step)
-        if self.table:
-            self.entry_kernel = machine_code(dedup_cpu.read_joined_entries)
+        if self.observations:
+            self.entry_kernel = machine_code(entries_cpu.read_joined_entries)
 
     def __call__(self, bitmap: Any, blank: Blank, written: int) -> None:
         if self.rows.is_mapped:
@@ -209,8 +209,8 @@ class _JoinedReading(Reading):
         self.read_entries(blank)
 
     def read_entries(self, blank: Blank) -> None:
-        if self.table:
-            self.entry_kernel(self.address, blank.targets, self.ends_at, self.table)
+        if self.observations:
+            self.entry_kernel(self.address, blank.targets, self.ends_at, self.observations)
 
     def steps(self, blank: Blank) -> int:
         return self._describe(blank, self.wrapper.n_steps)

@@ -18,9 +18,9 @@ are lanes (environments). With ``E`` lanes, row ``(t, e)`` has the flat index ``
 :class:`~rlbuf_td.TrajectoryIndex` finds how far a row's trajectory extends in its lane.
 
 **Deduplicated observations.** The next observation of a step is usually the observation of the following step, and
-consecutive frame stacks differ in one frame. With ``share_next`` or ``frames``, a pool holds the observations, and a
-row stores names of pool entries. Neighbouring rows that hold the same observation or frame store the same name. Read
-``dedup.py``, ``rows/`` and :mod:`rlbuf_td.kernels.rows.pool`.
+consecutive frame stacks differ in one frame. With ``share_next`` or ``frames``, observations are entries of a ring
+per lane, and a row stores names of entries: a row whose observation is the next observation of the row before stores
+the same name. Read ``dedup.py``, ``entries.py``, ``rows/dedup.py`` and :mod:`rlbuf_td.kernels.rows.entries`.
 
 **Stale rows.** The storage counts the time steps written, and a prioritized batch stores this count as
 ``"sampled_at"``. A ring is written in order, so the count shows which rows of a batch have been overwritten since

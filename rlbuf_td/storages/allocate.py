@@ -16,12 +16,12 @@ import torch
 
 from rlbuf_td.kernels.huge_pages import advise_huge_pages
 from rlbuf_td.storages.checks import usable_device, whole
-from rlbuf_td.storages.dedup import DedupLayout, Sections
+from rlbuf_td.storages.dedup import DedupLayout
+from rlbuf_td.storages.entries import Sections
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.memory_budget import Purpose, require_room, room_for, show_bytes
 from rlbuf_td.storages.rows import PlainRows, Rows
 from rlbuf_td.storages.rows.dedup import DedupRows
-from rlbuf_td.storages.rows.pools import grows
 from rlbuf_td.storages.schema import SchemaError
 
 if TYPE_CHECKING:
@@ -40,11 +40,21 @@ def checked_lanes(lanes: Any, ndim: int) -> int:
     return whole(1)("lanes", lanes)
 
 
-def refuse(device: Any, scratch_dir: Any, shared: bool) -> None:
+def refuse(device: Any, scratch_dir: Any, shared: bool, dedups: bool) -> None:
     if scratch_dir is not None and shared:
         raise ValueError("a memory-mapped file is shared already: pass scratch_dir or shared, not both")
     if (scratch_dir is not None or shared) and torch.device("cpu" if device == "auto" else device).type != "cpu":
         raise ValueError(f"scratch_dir and shared need device='cpu', got device={str(device)!r}")
+    if dedups and device != "auto":
+        refuse_deduplication(torch.device(device))
+
+
+def refuse_deduplication(device: torch.device) -> None:
+    if device.type != "cpu":
+        raise ValueError(
+            f"share_next and frames need rows on the CPU, got device={str(device)!r}: leave them out, or keep the rows "
+            "on the CPU and move batches with ReplayBuffer(device=...)"
+        )
 
 
 def refuse_reopen(reopen: bool, scratch_dir: Any, existsok: bool, auto_cleanup: bool, dedups: bool) -> None:
@@ -83,7 +93,9 @@ def make_rows(
 ) -> Rows:
     shape = torch.Size([steps_for(storage, lanes), *lanes])
     place = torch.device(storage.device if storage.device != "auto" else device or "cpu")
-    sections = None if dedup is None else Sections.of(dedup, prod(shape))
+    if dedup is not None:
+        refuse_deduplication(place)
+    sections = None if dedup is None else Sections.of(dedup, shape)
     nbytes = prod(shape) * layout.row_bytes if sections is None else sections.total
     what = f"{prod(shape):,} rows of {(dedup.stored if dedup else layout).row_bytes:,} bytes take"
     purpose = Purpose(what + (" with what they share" if dedup else ""), _remedy(storage, layout), storage.is_reserved)
@@ -91,15 +103,12 @@ def make_rows(
     if scratch_dir is not None and (storage.existsok or storage.reopen):  # rows without a description hold no data
         (scratch_dir / ROWS_FILE).unlink(missing_ok=True)
     with torch.inference_mode(False):  # rows allocated in inference mode could not be written outside it
-        if grows(place) and sections is not None:
-            memory = allocate_bytes(sections.fixed, place, purpose).zero_()
-        else:
-            shared = storage.shared_rows.file if storage.shared_rows is not None and scratch_dir is None else None
-            sparse = None if sections is None else (sections.likely, sections.fixed)
-            memory = allocate_bytes(nbytes, place, purpose, scratch_dir=scratch_dir, shared=shared, sparse=sparse)
-            # For longer rows, huge pages cost more at the first write than they save in reads.
-            if dedup is None and shared is None and layout.row_bytes <= mmap.PAGESIZE:
-                advise_huge_pages(memory)
+        shared = storage.shared_rows.file if storage.shared_rows is not None and scratch_dir is None else None
+        sparse = None if sections is None else (sections.likely, sections.fixed)
+        memory = allocate_bytes(nbytes, place, purpose, scratch_dir=scratch_dir, shared=shared, sparse=sparse)
+        # For longer rows, huge pages cost more at the first write than they save in reads.
+        if dedup is None and shared is None and layout.row_bytes <= mmap.PAGESIZE:
+            advise_huge_pages(memory)
         if storage.auto_cleanup and scratch_dir is not None:
             weakref.finalize(storage, _delete_file, scratch_dir / ROWS_FILE, os.getpid())
         return rows_in(storage, memory, layout, shape, dedup)
@@ -115,13 +124,13 @@ def rows_in(
     else:
         room = None if storage.scratch_dir is None else FileRoom(storage.scratch_dir, len(block))
         rows = DedupRows(dedup, block, shape, make_room=room)
-        rows.is_deferred = storage.shared_rows is not None
+        rows.keeps_replaced = storage.shared_rows is not None
     return rows
 
 
 def find_rows(storage: PackedStorage, layout: RowLayout, shape: torch.Size, dedup: DedupLayout | None) -> Rows:
     """Map the rows that lie in the file of ``scratch_dir`` or in shared memory."""
-    nbytes = prod(shape) * layout.row_bytes if dedup is None else Sections.of(dedup, prod(shape)).total
+    nbytes = prod(shape) * layout.row_bytes if dedup is None else Sections.of(dedup, shape).total
     with torch.inference_mode(False):
         if storage.scratch_dir is not None:
             refuse_other_size(storage.scratch_dir / ROWS_FILE, nbytes)

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from tensordict import TensorDictBase
 
-from rlbuf_td.kernels.rows.table import Group, Part, Run
+from rlbuf_td.kernels.rows.entries import Group, Part, Run
 from rlbuf_td.storages.keys import as_tuple
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.schema import Leaf, SchemaError, show_key
@@ -23,13 +23,12 @@ _MIN_KEY_BYTES = 8  # two entry names of 4 bytes replace a key
 _MIN_BYTES = 16  # "auto" deduplicates repeating keys of this size in total, or untested keys of this size each
 _LOOK = 256  # time steps of the first write that "auto" compares
 ENTRY_NAMES = "_entries"  # the key of the entry names in a stored row
-_PAGE = 4096
-_MAX_ENTRIES = 2**31 - 2
+_CHUNK = 512  # bytes of a chunk at least, whose place in its ring takes 4 bytes
 
 
 @dataclass(frozen=True)
 class DedupGroup:
-    """Keys whose values are stored together in one pool entry."""
+    """Keys whose values are stored together in one entry."""
 
     keys: tuple[Key, ...]  # of the observation; the next observation has these keys under "next"
     pieces: int = 1  # entries per observation (frames of a stack)
@@ -144,7 +143,7 @@ def _repeats(data: TensorDictBase, leaf: Leaf) -> bool:
 
 
 class DedupLayout:
-    """The layout of *stored rows*, in which names of pool entries replace the deduplicated keys."""
+    """The layout of *stored rows*, in which names of entries replace the deduplicated keys."""
 
     def __init__(self, layout: RowLayout, chosen: tuple[DedupGroup, ...]) -> None:
         self.layout, self.chosen = layout, chosen  # the layout of whole rows, as in batches; one or more groups
@@ -184,11 +183,9 @@ class DedupLayout:
                 following = self.layout.places[_sides(group, key)[-1]] if group.has_next else 0
                 parts.append(Part(into, inner, outer, inner * pieces, self.layout.places[key], following))
                 into += inner * outer
-            # A row at step t stacks the frames of steps t + 1 - pieces to t; its next observation ends one step later.
-            # Rows that share a frame are thus at most `pieces` steps apart, twice as many if stacks repeat a frame.
-            reach = 1 if pieces == 1 else 2 * pieces
             extent = {"nbytes": into, "first_part": first, "past_part": len(parts)}
-            groups.append(Group(names_at, pieces, sides, names=pieces * sides, reach=reach, **extent))
+            extent["bits"] = ((_CHUNK - 1) // into).bit_length()
+            groups.append(Group(names_at, pieces, sides, names=pieces * sides, **extent))
             names_at += 4 * pieces * sides
         return tuple(groups), tuple(parts)
 
@@ -231,40 +228,6 @@ def _by_key(layout: RowLayout) -> dict[Key, Leaf]:
 
 def saved_dedup(layout: RowLayout, state: dict[str, Any]) -> DedupLayout | None:
     return DedupLayout.from_state(layout, state["pooled"]) if "pooled" in state else None
-
-
-@dataclass(frozen=True)
-class Sections:
-    """Byte offsets of the memory after the rows, aligned to pages: counters, free names and entries of each group."""
-
-    counters: int
-    stacks: tuple[int, ...]
-    entries: tuple[int, ...]
-    most: tuple[int, ...]  # capacity of each group in entries
-    fixed: int  # bytes before the stacks
-    likely: int  # bytes used if each row shares its next observation
-    total: int
-
-    @classmethod
-    def of(cls, dedup: DedupLayout, cells: int) -> Sections:
-        # Twice as many entries as the rows refer to: a write may need new entries before it frees the old ones.
-        most = tuple(2 * cells * group.names for group in dedup.groups)
-        if max(most) > _MAX_ENTRIES:
-            n = cells * _MAX_ENTRIES // max(most)
-            raise SchemaError(f"{cells:,} deduplicated rows are too many: {n:,} of these fit. Take a smaller max_size")
-        counters, stacks, entries = _pages(cells * dedup.stored.row_bytes), [], []
-        at = counters + _pages(16 * len(most))
-        for group, count in zip(dedup.groups, most, strict=True):
-            stacks.append(at)
-            at += _pages(4 * (count + 1))
-            entries.append(at)
-            at += _pages(group.nbytes * (count + 1))
-        likely = stacks[0] + sum(cells * group.nbytes for group in dedup.groups)
-        return cls(counters, tuple(stacks), tuple(entries), most, stacks[0], likely, at)
-
-
-def _pages(nbytes: int) -> int:
-    return -(-nbytes // _PAGE) * _PAGE
 
 
 def _sides(group: DedupGroup, key: Key) -> list[Key]:

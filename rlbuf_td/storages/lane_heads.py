@@ -54,14 +54,33 @@ class LaneHeads:
 
     def read(self, storage: PackedStorage) -> tuple[np.ndarray, np.ndarray]:
         """Return copies of the newest step and the number of rows of each lane, ``[E]`` int64 each."""
-        numbers, lanes = storage.numbers, prod(storage.lanes)
-        if numbers[APART] and self.memory is not None:
+        if storage.numbers[APART] and self.memory is not None:
             newest, count = self.memory.numpy().copy()
             return newest, count
-        length = numbers[LENGTH] // lanes
-        known = (storage.clock.numbers[LAST], numbers[NEWEST], length - 1)
-        newest = next(step for step in known if step >= 0) if length else -1
+        lanes = prod(storage.lanes)
+        newest, length = self._together(storage, lanes)
         return np.full(lanes, newest), np.full(lanes, length)
+
+    def _together(self, storage: PackedStorage, lanes: int) -> tuple[int, int]:
+        """Return the newest step and the number of rows of all lanes, which stand together."""
+        numbers = storage.numbers.values
+        length, last = numbers[LENGTH] // lanes, storage.clock.numbers.values[LAST]
+        if not length:
+            return -1, 0
+        return last if last >= 0 else numbers[NEWEST] if numbers[NEWEST] >= 0 else length - 1, length
+
+    def serials(self, storage: PackedStorage, out: np.ndarray | None = None) -> np.ndarray:
+        """Return a serial of the oldest row of each lane, and of the row to write next, ``[2, E]`` int64.
+
+        The row with a serial is in time step ``serial % T``.
+        """
+        newest: Any
+        rows = storage.all_rows()
+        out = np.empty((2, prod(rows.lanes)), np.int64) if out is None else out
+        newest, count = self.read(storage) if lanes_apart(storage) else self._together(storage, out.shape[1])
+        out[0] = oldest = (newest + 1 - count) % rows.steps
+        out[1] = oldest + count
+        return out
 
     def write(self, storage: PackedStorage, newest: np.ndarray, count: np.ndarray) -> None:
         """Set the numbers of all lanes, and the storage's counters that depend on them."""
@@ -78,6 +97,12 @@ class LaneHeads:
 
     def __getstate__(self) -> dict[str, Any]:
         return {"memory": None, "_aside": None}  # a spawned process maps the shared memory itself
+
+
+def serials_of(newest: np.ndarray, count: np.ndarray, steps: int) -> np.ndarray:
+    """Return :meth:`LaneHeads.serials` of lanes with ``count`` rows, the newest one in time step ``newest``."""
+    oldest = (newest + 1 - count) % steps
+    return np.stack((oldest, oldest + count))
 
 
 def lane_count(storage: PackedStorage) -> int | None:

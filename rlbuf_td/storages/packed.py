@@ -81,7 +81,8 @@ class PackedStorage(LazyTensorStorage):
             first write's rows (it compares at most 257 time steps). If the first write is one time step, ``"auto"``
             deduplicates all keys of 16 bytes or more. Keys of less than 8 bytes, done flags, rewards and trajectory ids
             are never deduplicated. Reading a column, a slice or one time step copies deduplicated keys. These keys
-            cannot be edited, and need a writer that writes in time order.
+            cannot be edited, also not by replacing rows, ``storage[i] = row``; they need rows on the CPU, and a writer
+            that writes in time order.
         frames: a dict from a key to the number of frames in its stack, ``{"pixels": 4}``. A pair also gives the dim of
             the frames, ``{"pixels": (4, -1)}`` (default: 0). The newest frame is last. A row stores only its newest
             frame if its other frames equal the last frames of the previous row; otherwise all frames are stored.
@@ -111,7 +112,8 @@ class PackedStorage(LazyTensorStorage):
     Raises:
         ValueError: an argument is out of range, or two arguments exclude each other.
         RuntimeError: ``device`` is a CUDA device that this machine lacks.
-        SchemaError: (on writing) the data does not match the rows; nothing is written.
+        SchemaError: (on writing) the data does not match the rows, or deduplicated rows would be replaced or written
+            out of order; nothing is written.
         MemoryError: (on the first write) the rows need more than the total RAM, or, on another device, more than the
             free memory.
         OSError: (on the first write) the disk of ``scratch_dir`` has too little room. With ``reopen``, also: on later
@@ -126,7 +128,7 @@ class PackedStorage(LazyTensorStorage):
         MemoryWarning: (on the first write) a full buffer will exceed the free RAM.
 
     Cost: a gather of ``B`` rows is O(B * row_bytes), a write of ``n`` rows O(n * row_bytes). On CUDA, a gather is one
-    kernel, or several with deduplicated keys.
+    kernel.
     ``python tests/benchmarks/memory.py`` measures the savings and the cost of deduplicated observations.
 
     With ``ndim=2``, lanes may advance alone, see :meth:`append` and :meth:`ReplayBuffer.lane`. Cells that a shorter
@@ -185,7 +187,7 @@ class PackedStorage(LazyTensorStorage):
         self.dedup_options = DedupOptions.of(share_next, frames)
         max_size, ndim = whole(1)("max_size", max_size), whole(1)("ndim", ndim)
         self.lanes_wanted = None if lanes is None else allocate.checked_lanes(lanes, ndim)
-        allocate.refuse(device, scratch_dir, shared)
+        allocate.refuse(device, scratch_dir, shared, bool(self.dedup_options))
         allocate.refuse_init(shared_init, cleanup_memmap, compilable, shared, device)
         allocate.refuse_reopen(reopen, scratch_dir, existsok, bool(auto_cleanup), bool(self.dedup_options))
         super().__init__(max_size, device=device, ndim=ndim)
@@ -398,8 +400,9 @@ class PackedStorage(LazyTensorStorage):
         """
         rows, leaves, count = writes.admit(self, data, single)
         writes.refuse_apart(self)
+        writes.refuse_out_of_order(self, start + np.arange(count))
         writes.begin(self, start, count)
-        rows.copy_(start, count, leaves)
+        rows.copy_(start, count, leaves, self.heads.serials(self))
         in_order = self.clock.advance(start, count, rows.shape, rows.matrix.device)
         self.count_written(rows, min(start + count, rows.steps), (start + count - 1) % rows.steps)
         if not in_order:

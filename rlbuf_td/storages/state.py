@@ -15,9 +15,10 @@ from tensordict import TensorDict
 from rlbuf_td.kernels.host_memory import alias_of
 from rlbuf_td.storages.allocate import allocate_bytes, make_rows, steps_for
 from rlbuf_td.storages.checks import saved_number, state_of
-from rlbuf_td.storages.dedup import DedupLayout, Sections, saved_dedup
+from rlbuf_td.storages.dedup import DedupLayout, saved_dedup
+from rlbuf_td.storages.entries import Sections
 from rlbuf_td.storages.indexing import stored_rows
-from rlbuf_td.storages.lane_heads import APART, HOLES, LENGTH, NEWEST, lanes_apart
+from rlbuf_td.storages.lane_heads import APART, HOLES, LENGTH, NEWEST, lanes_apart, serials_of
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.row_class import RowClass
 from rlbuf_td.storages.rows import PlainRows, Rows
@@ -43,7 +44,7 @@ def snapshot(storage: PackedStorage) -> dict[str, Any]:
     shared = (
         {}
         if rows.dedup is None
-        else {"pooled": rows.dedup.state(), "entries": [alias_of(entries) for entries in rows.entries()]}
+        else {"pooled": rows.dedup.state(), "entries": [alias_of(entries) for entries in rows.used_entries()]}
     )
     return (
         shared
@@ -86,7 +87,8 @@ def load(storage: PackedStorage, state: dict[str, Any]) -> None:
     if rows.layout == layout and rows.takes(dedup, [len(found) for found in entries]):
         rows.restore_(matrix, entries)
     else:
-        rows.copy_steps_(rows_of_state(layout, matrix, dedup, entries), [(0, len(matrix))])
+        source = rows_of_state(layout, matrix, dedup, entries)
+        rows.copy_steps_(source, [(0, len(matrix))], saved_serials(state, rows.shape), storage.heads.serials(storage))
     storage.restore_counters(state)
 
 
@@ -290,7 +292,7 @@ def describe(storage: PackedStorage) -> str:
 def refuse_foreign(
     dedup: DedupLayout, matrix: torch.Tensor, entries: Sequence[Any], *, has_holes: bool = False
 ) -> None:
-    """Raise a SchemaError if saved rows and pool ``entries`` differ in layout, or a name in a row has no entry.
+    """Raise a SchemaError if saved rows and ``entries`` differ in layout, or a name in a row has no entry.
 
     The names in holes, in lanes with fewer rows than others, are 0.
     """
@@ -306,15 +308,26 @@ def refuse_foreign(
         raise SchemaError("the saved rows and the observations that they share do not belong together")
 
 
-def rows_of_state(layout: RowLayout, matrix: torch.Tensor, dedup: DedupLayout | None, pool: list[torch.Tensor]) -> Rows:
+def saved_serials(state: dict[str, Any], shape: torch.Size) -> np.ndarray:
+    """Return :meth:`LaneHeads.serials` of the rows of a state, after they are loaded into rows of ``shape``."""
+    if state.get("lane_heads") is not None:
+        newest, count = state["lane_heads"].numpy()
+    else:
+        steps = state["_len"] // prod(shape[1:])
+        last = steps - 1 if state["last_cursor"] < 0 else state["last_cursor"]
+        newest, count = np.full((2, prod(shape[1:])), [[last], [steps]])
+    return serials_of(newest, count, shape[0])
+
+
+def rows_of_state(layout: RowLayout, matrix: torch.Tensor, dedup: DedupLayout | None, used: list[torch.Tensor]) -> Rows:
     if dedup is None:
         return PlainRows(layout, matrix.contiguous())
     lanes, steps = matrix.shape[1:-1], max(1, len(matrix))
-    for group, found in zip(dedup.groups, pool, strict=True):  # overwritten rows may have left entries
+    for group, found in zip(dedup.groups, used, strict=True):  # overwritten rows may have left entries
         steps = max(steps, -(-len(found) // (2 * group.names * lanes.numel())))
-    cells = steps * lanes.numel()
-    sections = Sections.of(dedup, cells)
+    shape = torch.Size([steps, *lanes])
+    sections = Sections.of(dedup, shape)
     memory = allocate_bytes(sections.total, torch.device("cpu"), sparse=(sections.likely, sections.fixed))
-    rows = DedupRows(dedup, memory, torch.Size([steps, *lanes]))
-    rows.restore_(matrix.cpu(), [found.cpu() for found in pool])
+    rows = DedupRows(dedup, memory, shape)
+    rows.restore_(matrix.cpu(), [found.cpu() for found in used])
     return rows.first(len(matrix))

@@ -226,7 +226,7 @@ def append(storage: PackedStorage, lanes: Any, data: TensorDictBase) -> torch.Te
     longest, steps = len(storage) // prod(rows.lanes), int(count.max())
     if steps > longest:
         rows.matrix[longest:steps].zero_()  # those of other lanes are holes
-    rows.replace_(written, leaves)
+    rows.append_(written, leaves, storage.heads.serials(storage))
     device = rows.matrix.device
     storage.clock.note(written.to(device), len(lanes), rows.shape, ago.to(device))
     storage.heads.write(storage, newest, count)
@@ -263,11 +263,17 @@ def set_steps(storage: PackedStorage, cursor: Any, data: TensorDictBase, set_cur
     if not single and data.batch_size[:1] != steps.shape:
         raise SchemaError(f"data of batch size {tuple(data.batch_size)} cannot fill {len(steps)} positions")
     rows, leaves, count = admit(storage, data, single)
+    if set_cursor:
+        refuse_out_of_order(storage, steps)
+    else:
+        refuse_shared_keys(storage, storage.deduplicated)
     cells, apart = rows.cells_at(torch.from_numpy(steps)), np.diff(steps)
     storage.refuse_holes(cells.reshape(-1))
     begin(storage, cells=cells)
-    if (apart == 1).all():
-        rows.copy_(int(steps[0]), count, leaves)
+    if (apart == 1).all() or rows.dedup is not None:
+        kept = min(count, rows.steps)
+        leaves = leaves if kept == count else [leaf[-kept:] for leaf in leaves]
+        rows.copy_(int(steps[-kept]), kept, leaves, storage.heads.serials(storage))
     else:
         rows.replace_(cells, leaves)
     follows = set_cursor and storage.clock.is_next(int(steps[0]), len(steps), rows.steps)
@@ -283,6 +289,7 @@ def set_steps(storage: PackedStorage, cursor: Any, data: TensorDictBase, set_cur
 
 def replace(storage: PackedStorage, cursor: Any, data: TensorDictBase) -> None:
     rows = storage.written_rows()
+    refuse_shared_keys(storage, storage.deduplicated)
     cells = rows.cells_of(cursor)
     storage.refuse_holes(cells.reshape(-1))
     leaves = rows.layout.collect(data, cells.shape)
@@ -291,8 +298,22 @@ def replace(storage: PackedStorage, cursor: Any, data: TensorDictBase) -> None:
     storage.clock.note(cells.reshape(-1), 1, storage.all_rows().shape)
 
 
+def refuse_out_of_order(storage: PackedStorage, steps: np.ndarray) -> None:
+    """Raise a SchemaError unless a write of deduplicated rows continues after the newest one, or replaces all rows."""
+    if storage.dedup is None:
+        return
+    total, (_, following) = storage.all_rows().steps, storage.heads.serials(storage)
+    steps, onwards = steps % total, np.arange(len(steps))
+    wrong = steps != (following[0] + onwards) % total
+    if wrong.any() and (len(steps) < total or (steps != (steps[0] + onwards) % total).any()):
+        raise SchemaError(
+            f"cannot write at step {steps[wrong][0]}: deduplicated rows are written in order, and the next step is "
+            f"{following[0] % total}; leave out share_next and frames to write anywhere"
+        )
+
+
 def refuse_shared_keys(storage: PackedStorage, keys: Iterable[tuple[str, ...]]) -> None:
-    """Raise a SchemaError if one of the keys is deduplicated: other rows share its values."""
+    """Raise a SchemaError if one of the keys is deduplicated, because other rows share its values."""
     shared = sorted(storage.deduplicated.keys() & {*keys})
     if shared:
         remedy = "leave it out of share_next and frames to edit it, or write new rows"

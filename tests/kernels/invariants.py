@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from rlbuf_td.kernels.rank_order.chunks import NO_KEY, ROWS, USED, WIDTH, Chunks
-from rlbuf_td.kernels.rows.table import Table
 from rlbuf_td.kernels.sum_tree import SumTree, reference, weight_of
 
 
@@ -37,25 +36,6 @@ def check_order(order: Any) -> None:
 def _must(holds: bool, invariant: str) -> None:
     if not holds:
         raise AssertionError(f"violated: {invariant}")
-
-
-def check_pool(table: Table) -> None:
-    for g, group in enumerate(table.groups):
-        free, used = table.counters[g].tolist()
-        stack, ids = table.stacks[g][:free].tolist(), table.names(g).cpu().numpy()
-        held = set(np.unique(ids).tolist()) - {0}
-        is_apart = len(set(stack)) == free and not held & set(stack)
-        is_whole = is_apart and held | set(stack) == set(range(1, used + 1))
-        _must(is_whole, f"group {g}: each of {used} entries is free ({free}) or held ({len(held)})")
-        steps, names = len(ids) // table.lanes, {name: set[tuple[int, int]]() for name in held}
-        for cell, row in enumerate(ids):
-            for name in set(row.tolist()) - {0}:
-                names[name].add((cell % table.lanes, cell // table.lanes))
-        for name, places in names.items():
-            lanes, times = {lane for lane, _ in places}, [time for _, time in places]
-            apart = max(min((a - b) % steps, (b - a) % steps) for a in times for b in times)
-            near = len(lanes) == 1 and apart <= group.reach
-            _must(near, f"group {g}: rows that hold entry {name} lie near each other, not at {sorted(places)}")
 
 
 def check_tree(tree: SumTree, alpha: float, eps: float) -> None:

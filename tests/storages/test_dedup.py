@@ -24,7 +24,6 @@ from rlbuf_td.kernels.rows.read_ahead import IS_KNOWN
 from rlbuf_td.storages.allocate import find_rows
 from rlbuf_td.storages.rows.dedup import DedupRows
 from tests.catalogue import assert_same
-from tests.kernels.invariants import check_pool
 from tests.residency import resident_of
 from tests.storages.test_sharing import all_elsewhere
 
@@ -86,6 +85,17 @@ def pooled(storage: PackedStorage) -> DedupRows:
     return rows
 
 
+def check_entries(storage: PackedStorage) -> None:
+    if isinstance(storage.rows, DedupRows):
+        storage.rows.entries.check(storage.heads.serials(storage))
+
+
+def live_entries(storage: PackedStorage) -> list[int]:
+    """Return the number of entries to which the rows of each group refer."""
+    entries, written = pooled(storage).entries, len(storage)
+    return [len(entries.names(g)[:written].unique()) for g in range(len(entries.groups))]
+
+
 def chain(count: int, width: int = 8, length: int | None = None) -> TensorDict:
     """Return rows whose observations follow each other, but for every ``length``-th."""
     seen = torch.rand(count + 1, width)
@@ -98,21 +108,21 @@ def chain(count: int, width: int = 8, length: int | None = None) -> TensorDict:
 def test_rows_of_one_trajectory_take_one_observation_each() -> None:
     storage = PackedStorage(100, share_next=True)
     storage.set(range(100), chain(100))
-    assert pooled(storage).in_use == [101]
-    assert storage.nbytes == 100 * 8 + 101 * 32
-    assert storage.saved_bytes == {("observation",): 200 * 32 - 101 * 32 - 100 * 8}
+    assert live_entries(storage) == [101]
+    assert storage.nbytes == 100 * 8 + 112 * 32  # lanes take 16 entries of this size at once
+    assert storage.saved_bytes == {("observation",): 200 * 32 - 112 * 32 - 100 * 8}
     storage.set(range(100), chain(100, length=20))  # the end of a trajectory costs one observation
-    assert pooled(storage).in_use == [105]
+    assert live_entries(storage) == [105]
 
 
 def test_lanes_share_within_themselves() -> None:
     data = torch.stack([chain(50), chain(50)], 1)
     storage = PackedStorage(100, ndim=2, share_next=True)
     storage.set(range(50), data)
-    assert pooled(storage).in_use == [102]
+    assert live_entries(storage) == [102]
     flat = PackedStorage(100, share_next=True)
     flat.set(range(100), data.reshape(-1))  # lanes reshaped together: no row follows the one before it
-    assert pooled(flat).in_use == [200]
+    assert live_entries(flat) == [200]
     assert_same(flat[:], data.reshape(-1))
 
 
@@ -123,7 +133,7 @@ def test_a_ring_holds_as_much_after_each_round() -> None:
         torch.manual_seed(seed)
         rb.extend(chain(70, length=10))
         used.append(rb.storage.nbytes)
-    assert pooled(rb.storage).in_use[0] <= 112
+    assert live_entries(rb.storage)[0] <= 112
     assert max(used[3:]) <= 100 * 8 + 32 * 130  # free entries are used again
 
 
@@ -146,9 +156,9 @@ def test_auto_shares_keys_one_by_one_where_it_cannot_look() -> None:
     for step in range(100):
         storage.set(step, data[step])
     assert set(storage.saved_bytes) == {("observation",), ("noise",)}
-    assert sorted(pooled(storage).in_use) == [101, 200]
+    assert sorted(live_entries(storage)) == [101, 200]
     assert_same(storage[:], data)
-    check_pool(pooled(storage).table)
+    check_entries(storage)
 
 
 def test_auto_shares_nothing_that_is_not_worth_it() -> None:
@@ -175,40 +185,50 @@ def test_a_row_of_a_stack_takes_one_frame(dim: int) -> None:
     storage = PackedStorage(50, frames={"pixels": (4, dim)})
     data = TensorDict({"pixels": stacks[:50], "next": {"pixels": stacks[1:]}}, [50])
     storage.set(range(50), data)
-    assert pooled(storage).in_use == [54]
+    assert live_entries(storage) == [54]
     assert_same(storage[:], data)
     alone = PackedStorage(50, frames={"pixels": (4, dim)})
     alone.set(range(50), data.exclude(("next", "pixels")))
-    assert pooled(alone).in_use == [53]
+    assert live_entries(alone) == [53]
 
 
-def test_frames_of_the_rows_that_are_left_survive_the_wrap() -> None:
-    frames = torch.randint(256, (54, 5, 5), dtype=torch.uint8)
+@pytest.mark.parametrize("width", [5, 25])  # a chunk has several entries, or one
+def test_frames_of_the_rows_that_are_left_survive_the_wrap(width: int) -> None:
+    frames = torch.randint(256, (54, width, width), dtype=torch.uint8)
     stacks = torch.stack([frames[j : j + 51] for j in range(4)], 1)
     data = TensorDict({"pixels": stacks[:50], "next": {"pixels": stacks[1:]}}, [50])
     rb = ReplayBuffer(storage=PackedStorage(20, frames={"pixels": (4, 0)}))
     for first in range(0, 49, 7):
         rb.extend(data[first : first + 7])
         assert_same(rb.chronological(), data[max(0, first - 13) : first + 7])
+        check_entries(rb.storage)
 
 
 def test_a_stack_that_repeats_its_first_frame_stores_it_once() -> None:
     world = Lanes(1, 0, alphabet=200)
     storage = PackedStorage(60, share_next=True, frames={"pixels": FRAMES})
     storage.set(range(60), torch.cat([world.steps(19, 0.0), world.steps(1, 2.0), world.steps(40, 0.0)])[:, 0])
-    assert pooled(storage).in_use[0] == 62
+    assert live_entries(storage)[0] == 62
 
 
-@pytest.mark.parametrize("start", [1, 0])
-def test_rows_can_be_moved_within_the_storage(start) -> None:
-    """What a slice gives holds views of what rows do not share."""
+def test_rows_are_written_in_order_and_moved_within_the_storage() -> None:
+    storage, data = PackedStorage(10, share_next=True), chain(10)
+    data["action"] = torch.arange(10.0)
+    storage.set([step % 10 for step in range(20)], torch.cat([-data, data]))  # the last rows stay
+    assert_same(storage[:], data)
+    storage.set(range(9), storage[1:])  # a slice holds views of what rows do not share
+    assert_same(storage[:], torch.cat([data[1:], data[9:]]))
+    check_entries(storage)
+
+
+def test_other_keys_of_deduplicated_rows_are_edited() -> None:
     storage, data = PackedStorage(10, share_next=True), chain(10)
     data["action"] = torch.arange(10.0)
     storage.set(range(10), data)
-    storage.set(range(start, start + 9), storage[1 - start : 10 - start])
-    expected = data.clone()
-    expected[start : start + 9] = data[1 - start : 10 - start]
-    assert_same(storage[:], expected)
+    storage.edit(lambda rows: rows["action"].add_(1), slice(3, 7))
+    data["action"][3:7] += 1
+    assert_same(storage[:], data)
+    check_entries(storage)
 
 
 @pytest.mark.parametrize(
@@ -222,7 +242,7 @@ def test_state_with_entries_of_rows_that_were_there_once_goes_anywhere(arguments
     shared.set(range(90), chain(90 * lanes).view(*shape))
     few.set(range(9), chain(9 * lanes).view(*shape))
     shared.load_state_dict(few.state_dict())
-    assert pooled(shared).used[0] > 90 * lanes
+    assert pooled(shared).entries.used[0] > 90 * lanes
     other = PackedStorage(capacity * lanes, ndim=ndim, **arguments)
     other.load_state_dict(shared.state_dict())
     assert_same(other[:], few[:])
@@ -251,12 +271,6 @@ def filled(make: Any, capacity: int = 40, steps: int = 100, ndim: int = 1, **kwa
     return rb
 
 
-def check_entries(rb: ReplayBuffer) -> None:
-    rows = rb.storage.rows
-    if isinstance(rows, DedupRows):
-        check_pool(rows.table)
-
-
 @pytest.mark.parametrize(
     ("since", "to", "steps", "ndim"),
     [("plain", "both", 20, 2), ("once", "plain", 100, 1), ("frames", "once", 100, 1), ("both", "both", 20, 2)],
@@ -269,12 +283,12 @@ def test_a_dump_goes_to_any_kind_of_rows(since, to, steps, ndim, tmp_path: Path)
     for rb in (fresh, used):
         rb.loads(tmp_path)
         assert_same(rb[:], original[:])
-        check_entries(rb)
+        check_entries(rb.storage)
         for buffer in (original, rb):
             torch.manual_seed(3)
             buffer.extend(Lanes(2, 5).steps(9, 0.2)[:, 0] if ndim == 1 else Lanes(2, 5).steps(9, 0.2).transpose(0, 1))
         assert_same(rb[:], original[:])
-        check_entries(rb)
+        check_entries(rb.storage)
         original.loads(tmp_path)
 
 
@@ -287,7 +301,7 @@ def test_a_dump_goes_to_another_capacity(kind, capacity, tmp_path: Path) -> None
         rb = ReplayBuffer(storage=KINDS[each](capacity), batch_size=16)
         with pytest.warns(UserWarning, match="dropped") if capacity < 40 else nullcontext():
             rb.loads(tmp_path)
-        check_entries(rb)
+        check_entries(rb.storage)
         results.append(rb[:])
     assert_same(*results)
 
@@ -324,7 +338,7 @@ def test_several_processes_write_to_the_same_entries(start, first) -> None:
     all_elsewhere(_write, [(rb, seed) for seed in (1, 2)], start)
     rb.extend(Lanes(1, 3).steps(8, 0.2)[:, 0])
     assert len(rb) == 50
-    check_entries(rb)
+    check_entries(rb.storage)
     written = {tuple(row.tolist()) for seed in (1, 2, 3, 9) for row in _all_pixels(seed)}
     assert {tuple(row.tolist()) for row in rb["next", "pixels"].flatten(1)} <= written
 
@@ -416,7 +430,7 @@ def test_a_full_disk_is_an_error_before_anything_is_written(tmp_path: Path, monk
     assert error.errno == errno.ENOSPC
     assert 0 < len(rb) < 2000
     assert_same(rb[:], plain[:])
-    check_pool(pooled(rb.storage).table)
+    check_entries(rb.storage)
     assert rb.write_count == plain.write_count
 
 
@@ -475,9 +489,8 @@ def test_rows_of_a_collector_are_those_of_a_plain_storage_in_less_memory(make, h
     assert_same(plain[:], pooled[:])
     index = torch.randint(len(plain.storage), (50,))
     assert_same(plain.storage.gather(index), pooled.storage.gather(index))
-    rows = pooled.storage.rows
-    assert isinstance(rows, DedupRows)
-    check_pool(rows.table)
+    assert isinstance(pooled.storage.rows, DedupRows)
+    check_entries(pooled.storage)
     assert ("observation",) in pooled.storage.saved_bytes
-    assert max(rows.in_use) <= most * len(plain.storage)
+    assert max(live_entries(pooled.storage)) <= most * len(plain.storage)
     assert make is not screen or pooled.storage.nbytes < 0.3 * plain.storage.nbytes

@@ -35,7 +35,6 @@ from rlbuf_td import (
 from rlbuf_td.storages.shared.lock import ProcessLock
 from rlbuf_td.storages.shared.memory import SharedNumbers
 from tests.catalogue import SAMPLERS
-from tests.kernels.invariants import check_pool
 from tests.storages.test_kill import check_priorities, rows
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -219,7 +218,7 @@ def test_workers_killed_at_random_leave_no_torn_lost_or_repeated_row(sampler, sh
     assert 5_000 == len(stored) < rb.write_count
     check_priorities(rb)
     if share_next:
-        check_pool(rb.storage.rows.table)
+        rb.storage.rows.entries.check(rb.storage.heads.serials(rb.storage))
 
 
 def test_priorities_that_are_not_shared_cannot_be_sent():

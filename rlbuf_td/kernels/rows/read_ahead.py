@@ -16,7 +16,6 @@ from torch import Tensor
 
 from rlbuf_td.kernels.host_memory import address_of
 from rlbuf_td.kernels.huge_pages import advise
-from rlbuf_td.kernels.rows.table import Table
 
 IS_KNOWN = sys.platform == "linux" and mmap.PAGESIZE == 4096
 _FEWEST = 2  # rows
@@ -37,12 +36,10 @@ def ask_for_rows(rows: Tensor, cells: Tensor) -> Tensor | None:
     return cells
 
 
-def ask_for_entries(table: Table, cells: Tensor) -> None:
-    """Request the memory pages of the deduplicated observations of the rows ``cells``, which should be sorted."""
-    known = torch.from_numpy(_inside(cells, len(table.rows)))
-    for g, entries in enumerate(table.entries):
-        names = np.unique(table.names(g)[known]).astype(np.int64)
-        _ask(entries.data_ptr() + entries.shape[1] * (names[names > 0] - 1), entries.shape[1])
+def ask_for_entries(names: Tensor, entries: Tensor, cells: Tensor) -> None:
+    """Request the memory pages of the entries whose ``names``, ``[N, n]`` int32, the sorted rows ``cells`` hold."""
+    known = np.unique(names[torch.from_numpy(_inside(cells, len(names)))]).astype(np.int64)
+    _ask(entries.data_ptr() + entries.shape[1] * (known[known > 0] - 1), entries.shape[1])
 
 
 def _inside(cells: Tensor, live: int) -> np.ndarray:

@@ -25,12 +25,12 @@ class Rows(ABC):
 
     The flat index of a row is ``t * E + e`` for step ``t`` and lane ``e`` of ``E``. Negative time steps count from the
     end. On the CPU, an index out of range raises an IndexError. Only :meth:`view`, :meth:`at_region`, :meth:`column`,
-    :meth:`chunks` and :meth:`entries` may return views. Methods that write do not check the leaves.
+    :meth:`chunks` and :meth:`used_entries` may return views. Methods that write do not check the leaves.
     """
 
     dedup: DedupLayout | None = None  # the layout of deduplicated rows; None for other rows
     is_mapped = False  # whether the rows lie in a file; reads then request all pages that they need at once
-    is_deferred = False  # whether a write does not reuse the entries that it frees, so that it can be undone
+    keeps_replaced = False  # whether a write keeps the entries of the rows that it replaces, so that it can be undone
 
     def __init__(self, layout: RowLayout, matrix: torch.Tensor) -> None:
         self.layout = layout  # layout of whole rows, as in batches
@@ -127,17 +127,27 @@ class Rows(ABC):
         yield count, self.layout.columns(self.matrix.narrow(0, first, count))
 
     @abstractmethod
-    def copy_(self, start: int, count: int, leaves: list[torch.Tensor]) -> None:
-        """Write ``count`` time steps from ``start`` on; after the last step of the storage, continue at step 0."""
+    def copy_(self, start: int, count: int, leaves: list[torch.Tensor], head: np.ndarray) -> None:
+        """Write ``count`` time steps from ``start`` on; after the last step of the storage, continue at step 0.
+
+        ``head`` tells which rows are live before the write, see :meth:`LaneHeads.serials`.
+        """
+
+    def append_(self, cells: torch.Tensor, leaves: list[torch.Tensor], head: np.ndarray) -> None:
+        """Write rows at flat indices, ``[B]`` without repetitions, those of each lane in time order."""
+        self.replace_(cells, leaves)
 
     def replace_(self, cells: torch.Tensor, leaves: list[torch.Tensor]) -> None:
-        """Write rows at flat indices of any shape; if an index is repeated, its last row is kept."""
+        """Edit rows at flat indices of any shape; if an index is repeated, its last row is kept.
+
+        Deduplicated keys stay as they are.
+        """
         flat = [leaf.flatten(0, cells.ndim - 1) if cells.ndim else leaf[None] for leaf in leaves]
         self.replace_cells_(cells.reshape(-1).cpu().numpy(), flat)
 
     @abstractmethod
     def replace_cells_(self, cells: np.ndarray, leaves: list[torch.Tensor]) -> None:
-        """Write rows at flat indices, ``[B]``; if an index is repeated, its last row is kept."""
+        """Implement :meth:`replace_` for flat indices ``[B]``."""
 
     def holds_any(self, leaves: list[torch.Tensor]) -> bool:
         begin = self.matrix.data_ptr()
@@ -156,14 +166,14 @@ class Rows(ABC):
             cells = cells * size + coordinate.expand(self.shape)[region]
         return cells
 
-    # -- state: saved rows are the first time steps of a matrix and, if deduplicated, pool entries
+    # -- state: saved rows are the first time steps of a matrix and, if deduplicated, entries
 
-    def entries(self) -> list[torch.Tensor]:
-        """Return views of the used pool entries, one ``[n, bytes]`` per group of keys."""
+    def used_entries(self) -> list[torch.Tensor]:
+        """Return views of the entries that have been used, one ``[n, bytes]`` per group of keys."""
         return []
 
     def takes(self, dedup: DedupLayout | None, used: Sequence[int]) -> bool:
-        """Whether saved rows of layout ``dedup``, with ``used`` pool entries per group, can be copied byte by byte."""
+        """Whether saved rows of layout ``dedup``, with ``used`` entries per group, can be copied byte by byte."""
         return dedup is None
 
     def restore_(self, matrix: torch.Tensor, entries: Sequence[torch.Tensor]) -> None:
@@ -171,25 +181,34 @@ class Rows(ABC):
         for room, saved in zip(self.room_for(used), entries, strict=True):
             room.copy_(saved)
         self.matrix[: len(matrix)].copy_(matrix)
-        self.rebuild(used)
 
     def room_for(self, used: Sequence[int]) -> list[torch.Tensor]:
-        """Free all pool entries; return memory for ``used`` entries per group, to be filled before :meth:`rebuild`."""
+        """Give up all entries; return memory for ``used`` entries per group, which the caller fills."""
         return []
 
-    def copy_steps_(self, source: Rows, ranges: Iterable[tuple[int, int]]) -> None:
-        """Copy time steps of ``source``, pairs (first step, count) in ``ranges``, to the first steps of these rows."""
+    def copy_steps_(
+        self, source: Rows, ranges: Iterable[tuple[int, int]], head: np.ndarray, before: np.ndarray
+    ) -> None:
+        """Copy time steps of ``source``, pairs (first step, count) in ``ranges``, to the first steps of these rows.
+
+        ``before`` and ``head`` tell which rows are live before and after the load, see :meth:`LaneHeads.serials`.
+        """
         at = 0
         for first, total in ranges:
             for count, leaves in source.chunks(first, total):
-                self.copy_(at, count, leaves)
+                self.copy_(at, count, leaves, before)
                 at += count
 
-    def forget(self) -> None:
-        """Clear all entry names, and free all pool entries."""
+    def copy_cells_(self, source: Rows, since: torch.Tensor, head: np.ndarray, before: np.ndarray) -> None:
+        """Copy rows of ``source`` with flat indices ``since``, whole time steps, to the first steps of these rows."""
+        leaves, steps = source.leaves_at(since), len(since) // self.lanes.numel()
+        self.copy_(0, steps, [leaf.view(steps, *self.lanes, *leaf.shape[1:]) for leaf in leaves], before)
 
-    def rebuild(self, used: Sequence[int] | None = None) -> None:
-        """Free pool entries to which no row refers; ``used`` is the number of filled entries per group, if known."""
+    def forget(self) -> None:
+        """Give up all entries."""
+
+    def link(self, head: np.ndarray) -> None:
+        """Find the entries of the rows again, after a write was undone; ``head`` tells which rows are live."""
 
 
 class GivenRows:
@@ -255,15 +274,15 @@ class PlainRows(Rows):
     def unpack(self, matrix: torch.Tensor) -> TensorDict:
         return self.layout.unpack(matrix)
 
-    def copy_(self, start: int, count: int, leaves: list[torch.Tensor]) -> None:
-        head = min(count, self.steps - start)
+    def copy_(self, start: int, count: int, leaves: list[torch.Tensor], head: np.ndarray) -> None:
+        room = min(count, self.steps - start)
         if self.holds_any(leaves if count > 1 else leaves[:1]):  # one row: torch refuses other overlaps
             leaves = [leaf.clone() for leaf in leaves]  # otherwise a row could be read after it was overwritten
-        if head == count:
+        if room == count:
             torch._foreach_copy_(self.layout.columns(self.matrix.narrow(0, start, count)), leaves)
         else:
-            self.copy_(start, head, [leaf[:head] for leaf in leaves])
-            self.copy_(0, count - head, [leaf[head:] for leaf in leaves])
+            self.copy_(start, room, [leaf[:room] for leaf in leaves], head)
+            self.copy_(0, count - room, [leaf[room:] for leaf in leaves], head)
 
     def replace_cells_(self, cells: np.ndarray, leaves: list[torch.Tensor]) -> None:
         if len(np.unique(cells)) < len(cells):

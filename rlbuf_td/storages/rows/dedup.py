@@ -1,9 +1,8 @@
-"""Deduplicated rows: each stored row holds names of pool entries instead of observations."""
+"""Deduplicated rows: each stored row holds names of entries instead of observations."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -11,21 +10,18 @@ import torch
 from tensordict import TensorDict
 
 from rlbuf_td.kernels.rows import refuse_rows
-from rlbuf_td.kernels.rows.pool import read_, rebuild_, write_
-from rlbuf_td.kernels.rows.read_ahead import ask_for_entries, ask_for_rows
-from rlbuf_td.kernels.rows.table import Table
-from rlbuf_td.storages.dedup import ENTRY_NAMES, DedupLayout, Sections
+from rlbuf_td.kernels.rows.read_ahead import ask_for_rows
+from rlbuf_td.storages.dedup import ENTRY_NAMES, DedupLayout
+from rlbuf_td.storages.entries import Entries, MakeRoom
 from rlbuf_td.storages.rows import Rows, last_of_each
-from rlbuf_td.storages.rows.pools import BlockPools, GrowingPools, MakeRoom
 
 _CHUNK = 256 << 20  # bytes of whole rows that are assembled at once
 
 
 class DedupRows(Rows):
-    """Rows ``[T, *lanes]`` that hold names instead of observations; the observations are in pools of entries.
+    """Rows ``[T, *lanes]`` that hold names instead of observations; the observations are entries in the same block.
 
-    All bytes of ``block`` are 0. If it has :attr:`Sections.total` bytes, it also holds the pools, and ``make_room``
-    reserves disk space if it is a file. If it has only :attr:`Sections.fixed` bytes, the pools grow outside of it.
+    All bytes of ``block``, :attr:`Sections.total`, are 0. ``make_room`` reserves disk space if it is a file.
     """
 
     dedup: DedupLayout
@@ -33,41 +29,19 @@ class DedupRows(Rows):
     def __init__(
         self, dedup: DedupLayout, block: torch.Tensor, shape: torch.Size, make_room: MakeRoom | None = None
     ) -> None:
-        stored, cells = dedup.stored, prod(shape)
-        rows, sections = block[: cells * stored.row_bytes].view(cells, -1), Sections.of(dedup, cells)
-        super().__init__(dedup.layout, rows.view(*shape, -1).view(stored.carrier))
+        self.entries = Entries(dedup, block, shape, make_room)
+        super().__init__(dedup.layout, self.entries.rows.view(*shape, -1).view(dedup.stored.carrier))
         self.extents = np.zeros_like(dedup.layout.extents)
         for run in dedup.runs:
             self.extents[run.leaf] = run.offset, run.nbytes
-        self.dedup, self.is_mapped, self._most = dedup, make_room is not None, sections.most
-        self.pools = (
-            BlockPools(dedup, block, sections, make_room)
-            if len(block) == sections.total
-            else GrowingPools(dedup, block, sections)
-        )
-        first = [sections.counters + 16 * g for g in range(len(dedup.groups))]
-        self.table = Table(
-            *(dedup.groups, dedup.parts, dedup.runs, rows, self.lanes.numel(), self.pools.entries, self.pools.stacks),
-            counters=[block[at : at + 16].view(torch.int64) for at in first],
-            is_compiled=self.pools.is_compiled,
-        )
-
-    @property
-    def used(self) -> list[int]:
-        """For each pool, the number of entries used so far, including entries that are free again."""
-        return [int(counters[1]) for counters in self.table.counters]
-
-    @property
-    def in_use(self) -> list[int]:
-        return [int(counters[1] - counters[0]) for counters in self.table.counters]
+        self.dedup, self.is_mapped = dedup, make_room is not None
 
     @property
     def nbytes(self) -> int:
-        sizes = (group.nbytes for group in self.table.groups)
-        return self.cells * self.dedup.stored.row_bytes + sum(n * m for n, m in zip(self.used, sizes, strict=True))
+        return self.cells * self.dedup.stored.row_bytes + self.entries.nbytes
 
     def saved_bytes(self) -> dict[tuple[str, ...], int]:
-        return self.dedup.saved_bytes(self.cells, self.in_use)
+        return self.dedup.saved_bytes(self.cells, self.entries.used)
 
     def unpack(self, matrix: torch.Tensor) -> TensorDict:
         return self.dedup.stored.unpack(matrix).exclude(ENTRY_NAMES, inplace=True)
@@ -88,10 +62,10 @@ class DedupRows(Rows):
         """Copy the rows at flat indices ``cells`` to ``leaves``: contiguous tensors, or None for leaves to skip."""
         cells = cells.contiguous()
         if self.is_mapped:
-            asked = ask_for_rows(self.table.rows, cells.view(-1))
+            asked = ask_for_rows(self.entries.rows, cells.view(-1))
             if asked is not None:
-                ask_for_entries(self.table, asked)
-        if not read_(self.table, cells, self.cells, leaves):
+                self.entries.ask_for(asked)
+        if not self.entries.read(cells, self.cells, leaves):
             refuse_rows(cells, self.cells)
 
     def at_region(self, index: Any) -> TensorDict:
@@ -132,87 +106,93 @@ class DedupRows(Rows):
             cells = torch.arange(start * lanes, (start + steps) * lanes, device=self.matrix.device)
             yield steps, self.leaves_at(cells.view(steps, *self.lanes))
 
-    def copy_(self, start: int, count: int, leaves: list[torch.Tensor]) -> None:
+    # -- writing
+
+    def copy_(self, start: int, count: int, leaves: list[torch.Tensor], head: np.ndarray) -> None:
         if self.holds_any(leaves):
             leaves = [leaf.clone() for leaf in leaves]  # otherwise a row could be read after it was overwritten
-        lanes = self.table.lanes
-        self._reserve(count * lanes)
+        entries, lanes = self.entries, self.entries.lanes
+        entries.reserve(count * lanes)
         self._copy_stored(start, count, [leaves[slot] for slot in self.dedup.kept])
-        self._write_entries(leaves, lanes, start * lanes, count * lanes)
+        entries.begin(head)
+        entries.put(leaves, head, start * lanes, count * lanes, keeps=self.keeps_replaced)
+        entries.end()
 
     def _copy_stored(self, start: int, count: int, leaves: list[torch.Tensor]) -> None:
-        head = min(count, self.steps - start)
-        if head == count and leaves:
+        room = min(count, self.steps - start)
+        if room == count and leaves:
             torch._foreach_copy_(self._stored_columns(self.matrix.narrow(0, start, count)), leaves)
-        elif head < count:
-            self._copy_stored(start, head, [leaf[:head] for leaf in leaves])
-            self._copy_stored(0, count - head, [leaf[head:] for leaf in leaves])
+        elif room < count:
+            self._copy_stored(start, room, [leaf[:room] for leaf in leaves])
+            self._copy_stored(0, count - room, [leaf[room:] for leaf in leaves])
 
     def _stored_columns(self, matrix: torch.Tensor) -> list[torch.Tensor]:
         columns = self.dedup.stored.columns(matrix)
         del columns[self.dedup.names_slot]
         return columns
 
-    def _write_entries(self, leaves: list[torch.Tensor], lanes: int, cells: torch.Tensor | int, count: int) -> None:
-        """Store observations, ``[T, lanes, ...]``, as pool entries, and their names in ``count`` rows."""
-        found, device = self.layout.leaves, self.matrix.device
-        given = [[_dense(leaves[i].to(device), lanes, found[i].shape) for i in slots] for slots in self.dedup.given]
-        write_(self.table, given, cells, count, deferred=self.is_deferred)
+    def append_(self, cells: torch.Tensor, leaves: list[torch.Tensor], head: np.ndarray) -> None:
+        self.entries.reserve(len(cells))
+        self._replace_stored(cells, leaves)
+        self.entries.begin(head)
+        self.entries.put(leaves, head, cells, len(cells), keeps=self.keeps_replaced)
+        self.entries.end()
 
     def replace_cells_(self, cells: np.ndarray, leaves: list[torch.Tensor]) -> None:
-        if not len(cells):
-            return
+        """Write what rows hold themselves; their deduplicated keys stay as they are."""
         rows, leaves = last_of_each(cells, leaves)
-        self._reserve(len(rows))
-        where = torch.from_numpy(rows).to(self.flat.device)
+        self._replace_stored(torch.from_numpy(rows), leaves)
+
+    def _replace_stored(self, cells: torch.Tensor, leaves: list[torch.Tensor]) -> None:
         for column, slot in zip(self._stored_columns(self.flat), self.dedup.kept, strict=True):
-            column[where] = leaves[slot].to(column.device)
-        self._write_entries(leaves, 1, where, len(rows))
+            column[cells] = leaves[slot].to(column.device)
 
-    def _reserve(self, rows: int) -> None:
-        """Make room for all entries that ``rows`` new rows may need; raise an OSError if the disk is full."""
-        for g, (free, used) in enumerate(counters.tolist() for counters in self.table.counters):
-            needed = used + max(0, rows * self.table.groups[g].names - (0 if self.is_deferred else free))
-            self.pools.reserve(g, min(self._most[g], needed))
+    # -- state
 
-    def forget(self) -> None:
-        self._clear_names()
-        for counters in self.table.counters:
-            counters.zero_()
-
-    def _clear_names(self) -> None:
-        for g in range(len(self.table.groups)):
-            self.pools.clear_(self.table.names(g))
-
-    def rebuild(self, used: Sequence[int] | None = None) -> None:
-        rebuild_(self.table, used=used)
-
-    def entries(self) -> list[torch.Tensor]:
-        return [entries[:used] for entries, used in zip(self.table.entries, self.used, strict=True)]
+    def used_entries(self) -> list[torch.Tensor]:
+        return [memory[:used] for memory, used in zip(self.entries.memory, self.entries.used, strict=True)]
 
     def takes(self, dedup: DedupLayout | None, used: Sequence[int]) -> bool:
-        if self.is_deferred or dedup != self.dedup:  # deferred: a load must be undoable
-            return False
-        return all(count <= room for count, room in zip(used, self._most, strict=True))
+        return not self.keeps_replaced and dedup == self.dedup and self.entries.fits(used)
 
     def room_for(self, used: Sequence[int]) -> list[torch.Tensor]:
-        for g, count in enumerate(used):
-            self.pools.reserve(g, count)
-        self.forget()
-        return [entries[:count] for entries, count in zip(self.table.entries, used, strict=True)]
+        return self.entries.room_for(used)
 
-    def copy_steps_(self, source: Rows, ranges: Iterable[tuple[int, int]]) -> None:
-        if not self.is_deferred:
-            self.forget()
-            return super().copy_steps_(source, ranges)
-        self._clear_names()  # the entries stay unchanged until the load is done
-        try:
-            super().copy_steps_(source, ranges)
-        finally:  # also after an error, because unreferenced entries would never be freed
-            self.rebuild()
+    def forget(self) -> None:
+        self.entries.forget()
+
+    def link(self, head: np.ndarray) -> None:
+        self.entries.link(head)
+
+    def copy_steps_(
+        self, source: Rows, ranges: Iterable[tuple[int, int]], head: np.ndarray, before: np.ndarray
+    ) -> None:
+        lanes = self.entries.lanes
+        parts = [torch.arange(first * lanes, (first + count) * lanes, device="cpu") for first, count in ranges]
+        self.copy_cells_(source, torch.cat(parts), head, before)
+
+    def copy_cells_(self, source: Rows, since: torch.Tensor, head: np.ndarray, before: np.ndarray) -> None:
+        lanes, to = self.entries.lanes, torch.from_numpy(cells_in_order(head, self.steps))
+        if self.keeps_replaced:
+            self.entries.begin(before, links=True)
+        self.entries.reserve(len(to))
+        if not self.keeps_replaced:
+            self.entries.forget()
+        longest = int((head[1] - head[0]).max())
+        if len(to) < longest * lanes:  # there are holes
+            self.matrix[:longest].zero_()
+        so_far = np.stack((head[0], head[0]))
+        for part in to.split(max(1, _CHUNK // self.layout.row_bytes)):
+            leaves = source.leaves_at(since[part])
+            self._replace_stored(part, leaves)
+            self.entries.put(leaves, so_far, part, len(part), keeps=self.keeps_replaced)
+            so_far[1] += np.bincount(part.numpy() % lanes, minlength=lanes)
+        # No `end`: the next write links the rings again, after the old rows have been given up.
 
 
-def _dense(leaf: torch.Tensor, lanes: int, shape: torch.Size) -> torch.Tensor:
-    """Return a leaf as ``[T, lanes, *shape]`` with contiguous rows; copy only if necessary."""
-    leaf = leaf.resolve_conj().resolve_neg().reshape(-1, lanes, *shape)
-    return leaf if leaf.is_contiguous() or leaf[:1, :1].is_contiguous() else leaf.contiguous()
+def cells_in_order(head: np.ndarray, steps: int) -> np.ndarray:
+    """Return the flat indices of all live rows, lane after lane, each from its oldest row on."""
+    count = head[1] - head[0]
+    lane = np.repeat(np.arange(len(count)), count)
+    serial = np.arange(len(lane)) - np.repeat(count.cumsum() - count - head[0], count)
+    return serial % steps * len(count) + lane

@@ -251,7 +251,7 @@ class SharedRows(Attached):
             journal.undo()
             storage.heads.undo()
         if storage.rows is not None:
-            storage.rows.rebuild()
+            storage.rows.link(storage.heads.serials(storage))
         for listener in listeners_of(storage):
             if hasattr(listener, "repair"):
                 listener.repair()
@@ -298,7 +298,7 @@ def share(storage: PackedStorage, journal_file: JournalFile | None = None) -> No
         if written is not None and written.dedup is None:
             written = storage.written_rows()  # only these are copied
         if written is not None:
-            nbytes = sum(tensor.nbytes for tensor in (written.matrix, *written.entries()))
+            nbytes = sum(tensor.nbytes for tensor in (written.matrix, *written.used_entries()))
             require_room(nbytes, torch.device("cpu"), _COPY, shared=True)
         storage.device = torch.device("cpu")
         storage.shared_rows = shared = SharedRows(storage)
@@ -314,9 +314,9 @@ def share(storage: PackedStorage, journal_file: JournalFile | None = None) -> No
         if rows is not None and written is not None:
             moved = find_rows(storage, rows.layout, rows.shape, rows.dedup)
             storage.adopt(moved)
-            moved.restore_(written.matrix, written.entries())
+            moved.restore_(written.matrix, written.used_entries())
         elif rows is not None:
-            rows.is_deferred = True
+            rows.keeps_replaced = True
             shared.place(rows)
         storage.shared = storage.scratch_dir is None
         storage.lock, storage.live = lock, None

@@ -1,6 +1,7 @@
 """Compiled functions that read and write the deduplicated observations of a batch.
 
-Arguments are as in :mod:`rlbuf_td.kernels.batch.cpu`. ``table`` is :attr:`rlbuf_td.kernels.rows.table.Table.address`.
+Arguments are as in :mod:`rlbuf_td.kernels.batch.cpu`. ``entries`` is the address of a
+:class:`~rlbuf_td.kernels.rows.entries.Stored`.
 """
 
 import numpy as np
@@ -10,10 +11,11 @@ from rlbuf_td.kernels.batch.cpu import batch_at
 from rlbuf_td.kernels.batch.ring import RING
 from rlbuf_td.kernels.batch.wrapped_cpu import NEXT as OF_LAST_ROW
 from rlbuf_td.kernels.compiled import inlined, kernel, load, load_fields, pointer
-from rlbuf_td.kernels.rows import pool_cpu
-from rlbuf_td.kernels.rows.table import SOURCE_FIELDS, Group, Part, Source, Stored
+from rlbuf_td.kernels.rows import entries_cpu
+from rlbuf_td.kernels.rows.entries import Group, Part, Source, Stored
 
 _ZERO, _WHOLE = np.int64(0), np.bool_(False)  # numba would compile the callees again for literals
+_FIELDS = len(Source._fields)
 
 
 @inlined
@@ -22,16 +24,16 @@ def _rows(batch):
 
 
 @kernel
-def read_entries(address, targets, table):
+def read_entries(address, targets, entries):
     """Copy the observations of the rows that another function has drawn to the batch's tensors."""
     batch = batch_at(address)
     index = batch.flat if batch.lanes else load(targets + 8 * batch.leaves, np.int64)
     leaves = carray(pointer(targets), batch.leaves, np.int64)
-    pool_cpu.read(table, leaves, index, batch.count, _rows(batch), _WHOLE)
+    entries_cpu.read(entries, leaves, index, batch.count, _rows(batch), _WHOLE)
 
 
 @kernel
-def read_joined_entries(address, targets, ends, table):
+def read_joined_entries(address, targets, ends, entries):
     """Copy the observations of n-step transitions; those in "next" are of the rows with the indices at ``ends``."""
     batch = batch_at(address)
     leaves = carray(pointer(targets), batch.leaves, np.int64)
@@ -42,17 +44,20 @@ def read_joined_entries(address, targets, ends, table):
             last[leaf] = leaves[leaf]
         else:
             first[leaf] = leaves[leaf]
-    pool_cpu.read(table, first, batch.flat, batch.count, _rows(batch), _WHOLE)
-    pool_cpu.read(table, last, ends, batch.count, _rows(batch), _WHOLE)
+    entries_cpu.read(entries, first, batch.flat, batch.count, _rows(batch), _WHOLE)
+    entries_cpu.read(entries, last, ends, batch.count, _rows(batch), _WHOLE)
 
 
 @kernel
-def write_entries(address, cursor, count, lanes_first: bool, table, deferred: bool):
-    """Store the observations of rows that ``write_ring`` has written at the position ``cursor`` of the ring."""
-    ring, stored = carray(pointer(address), 1, RING)[0], load_fields(table, 0, Stored)
+def write_entries(address, cursor, count, lanes_first: bool, entries, head, keeps: bool):
+    """Store the observations of rows that ``write_ring`` has written at the position ``cursor`` of the ring.
+
+    ``head`` and ``keeps`` are those of :func:`rlbuf_td.kernels.rows.entries_cpu.write`.
+    """
+    ring, stored = carray(pointer(address), 1, RING)[0], load_fields(entries, 0, Stored)
     lanes, kept = stored.lanes, min(count, ring.steps)
     start = (cursor + count - kept) % ring.steps
-    sources = np.zeros((stored.part_count, 2, SOURCE_FIELDS), np.int64)
+    sources = np.zeros((stored.part_count, 2, _FIELDS), np.int64)
     for g in range(stored.group_count):
         group = load_fields(stored.groups, g, Group)
         for p in range(group.first_part, group.past_part):
@@ -62,6 +67,6 @@ def write_entries(address, cursor, count, lanes_first: bool, table, deferred: bo
             for side in range(group.sides):
                 leaf = load(ring.sources + 8 * (part.next if side else part.root), np.int64)
                 source = Source(leaf + (count - kept) * along_time, along_time, along_lanes)
-                for field in range(SOURCE_FIELDS):
+                for field in range(_FIELDS):
                     sources[p, side, field] = source[field]
-    pool_cpu.write(table, sources, _ZERO, start * lanes, kept * lanes, deferred)
+    entries_cpu.write(entries, sources, head, _ZERO, start * lanes, kept * lanes, keeps)

@@ -1,0 +1,372 @@
+"""The loops that read and write deduplicated observations; :mod:`rlbuf_td.kernels.rows.entries` explains them.
+
+``address`` is that of a :class:`Stored`. A *piece* is one frame of a stack, or a whole observation. Side 0 of a row is
+its observation, side 1 its next observation.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import carray
+
+from rlbuf_td.kernels.compiled import (
+    address_of,
+    copy_bytes,
+    copy_few,
+    inlined,
+    kernel,
+    load,
+    load_fields,
+    pointer,
+    prefetch,
+    prefetch_row,
+    same_bytes,
+    store,
+)
+from rlbuf_td.kernels.rows.entries import Group, Part, Run, Source, Stored
+
+_ROWS, _ENTRIES = 20, 8  # a row is prefetched 20 rows before its use, its entries 8 rows before
+_MOST_LINES = 4  # cache lines of an entry to prefetch: the hardware prefetches the following ones
+_UNKNOWN, _NONE = -2, -1  # the newest row of a lane: not looked up yet; the lane has no row
+
+
+@inlined
+def _names_of(stored, group, cell):
+    return stored.rows + cell * stored.row_bytes + group.names_at
+
+
+@inlined
+def _entry(group, name):
+    return group.entries + (np.int64(name) - 1) * group.nbytes
+
+
+# -- reading
+
+
+@inlined
+def _sides(stored, targets):
+    """Return the range ``(first, last + 1)`` of the sides for which ``targets`` holds an address."""
+    low, high = np.int64(1), np.int64(1)
+    for p in range(stored.part_count):
+        part = load_fields(stored.parts, p, Part)
+        low = min(low, np.int64(not targets[part.root]))
+        high = max(high, np.int64(2 * (targets[part.next] != 0)))
+    return low, high
+
+
+@inlined
+def _places(group, sides):
+    """Return the range of the places, among the names in a row, of the names of ``sides``."""
+    return sides[0] * group.pieces, min(sides[1], group.sides) * group.pieces
+
+
+@inlined
+def _expect_entries(stored, row, sides):
+    for g in range(stored.group_count):
+        group, last = load_fields(stored.groups, g, Group), np.int32(0)
+        first, past = _places(group, sides)
+        for place in range(first, past):
+            name = load(row + group.names_at + 4 * place, np.int32)
+            if name != last:
+                prefetch_row(_entry(group, name), min(group.nbytes, 64 * _MOST_LINES))
+            last = name
+
+
+@inlined
+def _copy_entry(stored, group, name, place, targets, i):
+    """Copy the entry whose name is number ``place`` in a row to row ``i`` of a batch."""
+    at, side = _entry(group, name), np.int64(place >= group.pieces)
+    piece = place - side * group.pieces
+    for p in range(group.first_part, group.past_part):
+        part = load_fields(stored.parts, p, Part)
+        target = targets[part.next if side else part.root]
+        if not target:
+            continue
+        target += (i * part.outer * group.pieces + piece) * part.inner
+        for o in range(part.outer):
+            copy_bytes(target + o * part.pitch, at + part.into + o * part.inner, part.inner)
+
+
+@kernel
+def read(address, targets, cells, count, live, whole):
+    """Copy the rows with the ``count`` flat indices at address ``cells``; return False if one is not in ``[0, live)``.
+
+    ``targets``, ``[leaves]`` int64, holds the addresses of the leaves; 0 skips a leaf. Keys that rows hold themselves
+    are read only if ``whole``.
+    """
+    stored = load_fields(address, 0, Stored)
+    sides = _sides(stored, targets)
+    for begun in range(count + _ROWS):
+        if begun < count:
+            cell = load(cells + 8 * begun, np.int64)
+            if cell < 0 or cell >= live:
+                return False
+            row = stored.rows + cell * stored.row_bytes
+            prefetch(row)
+            prefetch(row + stored.row_bytes - 1)
+        near, i = begun - _ROWS + _ENTRIES, begun - _ROWS
+        if 0 <= near < count:
+            _expect_entries(stored, stored.rows + load(cells + 8 * near, np.int64) * stored.row_bytes, sides)
+        if i < 0:
+            continue
+        row = stored.rows + load(cells + 8 * i, np.int64) * stored.row_bytes
+        for r in range(stored.run_count if whole else 0):
+            run = load_fields(stored.runs, r, Run)
+            target = targets[run.leaf]
+            if target:
+                copy_few(target + i * run.nbytes, row + run.offset, run.nbytes)
+        for g in range(stored.group_count):
+            group = load_fields(stored.groups, g, Group)
+            first, past = _places(group, sides)
+            for place in range(first, past):
+                # A row that has not been written has name 0. Reading entry 1 then avoids an invalid address.
+                name = max(load(row + group.names_at + 4 * place, np.int32), np.int32(1))
+                _copy_entry(stored, group, name, place, targets, i)
+    return True
+
+
+# -- the rings of entries
+
+
+# What is known of a lane during a write: three int64. Offsets in bytes:
+_ROW = 0  # the flat index of its newest row, or one of the two numbers above
+_NEWEST = 8  # the name of the newest entry; 0: the lane has no ring yet
+_OLDEST = 16  # the name of the oldest entry that must not change; 0: none
+_ENDS = 3
+
+
+@inlined
+def _following(group, chunk):
+    return np.int64(load(group.following + 4 * chunk, np.int32))
+
+
+@inlined
+def _enter_chunk(group, newest, oldest):
+    """Return the chunk after the one whose last entry is ``newest``; a new one if the next in the ring is live."""
+    last = (newest - 1) >> group.bits
+    after = _following(group, last) if newest else np.int64(-1)
+    spare, used = load(group.counters, np.int64), load(group.counters + 8, np.int64)
+    is_full = newest == 0 or (oldest != 0 and after == (oldest - 1) >> group.bits)
+    if not is_full or (spare == 0 and used == group.chunks):  # there are always enough chunks, except in forged states
+        return max(after, np.int64(0))
+    if spare:
+        chunk = spare - 1
+        store(group.counters, _following(group, chunk) + 1, np.int64)
+    else:
+        chunk = used
+        store(group.counters + 8, used + 1, np.int64)
+    store(group.following + 4 * chunk, np.int32(after if newest else chunk), np.int32)
+    if newest:
+        store(group.following + 4 * last, np.int32(chunk), np.int32)
+    return chunk
+
+
+@inlined
+def _append(group, ends):
+    """Return the name of the next entry of a lane, whose bytes the caller writes."""
+    at, oldest = load(ends + _NEWEST, np.int64), load(ends + _OLDEST, np.int64)
+    if at & ((np.int64(1) << group.bits) - 1) == 0:
+        at = _enter_chunk(group, at, oldest) << group.bits
+    store(ends + _NEWEST, at + 1, np.int64)
+    if oldest == 0:
+        store(ends + _OLDEST, at + 1, np.int64)
+    return np.int32(at + 1)
+
+
+@kernel
+def link(address, head):
+    """Build the rings of all lanes from their live rows; ``head``, ``[2, E]`` int64, is that of :func:`write`.
+
+    All chunks without live entries become spare. The rings hold no information of their own: they are linked again
+    after a load, and after a write that did not end.
+    """
+    stored = load_fields(address, 0, Stored)
+    ring = carray(pointer(head), (2, stored.lanes), np.int64)
+    for g in range(stored.group_count):
+        group = load_fields(stored.groups, g, Group)
+        is_live, used, spare = np.zeros(group.chunks, np.bool_), np.int64(0), np.int64(-1)
+        for lane in range(stored.lanes):
+            first = last = np.int64(-1)
+            for serial in range(ring[0, lane], ring[1, lane]):
+                cell = serial % (stored.total // stored.lanes) * stored.lanes + lane
+                for place in range(group.names):
+                    name = load(_names_of(stored, group, cell) + 4 * place, np.int32)
+                    chunk = (np.int64(name) - 1) >> group.bits
+                    if chunk == last or name < 1 or is_live[chunk]:
+                        continue
+                    is_live[chunk], used = True, max(used, chunk + 1)
+                    if last < 0:
+                        first = chunk
+                    else:
+                        store(group.following + 4 * last, np.int32(chunk), np.int32)
+                    last = chunk
+            if last >= 0:
+                store(group.following + 4 * last, np.int32(first), np.int32)
+        for chunk in range(used):
+            if not is_live[chunk]:
+                store(group.following + 4 * chunk, np.int32(spare), np.int32)
+                spare = np.int64(chunk)
+        store(group.counters, spare + 1, np.int64)
+        store(group.counters + 8, used, np.int64)
+
+
+# -- writing
+
+
+class Data(NamedTuple):
+    """The observations of the row in lane ``lane`` of time step ``t`` of the data to write."""
+
+    sources: int  # address of two `Source` per part, one per side
+    parts: int
+    t: int
+    lane: int
+
+
+@inlined
+def _given(data, side, p):
+    """Return the address of the values of part ``p`` in the observation of side ``side``."""
+    source = load_fields(data.sources, 2 * p + side, Source)
+    return source.address + data.t * source.along_time + data.lane * source.along_lanes
+
+
+@inlined
+def _is_entry(group, data, side, name, piece):
+    at = _entry(group, name)
+    for p in range(group.first_part, group.past_part):
+        part = load_fields(data.parts, p, Part)
+        given = _given(data, side, p) + piece * part.inner
+        for o in range(part.outer):
+            if not same_bytes(at + part.into + o * part.inner, given + o * part.pitch, part.inner):
+                return False
+    return True
+
+
+@inlined
+def _new_entry(group, data, side, piece, ends):
+    """Copy one piece of an observation to a new entry; return the name of the entry."""
+    name = _append(group, ends)
+    at = _entry(group, name)
+    for p in range(group.first_part, group.past_part):
+        part = load_fields(data.parts, p, Part)
+        given = _given(data, side, p) + piece * part.inner
+        for o in range(part.outer):
+            copy_bytes(at + part.into + o * part.inner, given + o * part.pitch, part.inner)
+    return name
+
+
+@inlined
+def _share(group, data, side, row, others, common):
+    """Take the first ``common`` names of a side from address ``others`` if their bytes are equal; return whether."""
+    for piece in range(common - 1, -1, -1):  # the newest first: it differs soonest
+        if not _is_entry(group, data, side, load(others + 4 * piece, np.int32), piece):
+            return False
+    for piece in range(common):
+        store(row + 4 * (side * group.pieces + piece), load(others + 4 * piece, np.int32), np.int32)
+    return True
+
+
+@inlined
+def _fresh(group, data, side, row, ends):
+    """Store an observation in new entries; equal consecutive frames share an entry."""
+    name = np.int32(0)
+    for piece in range(group.pieces):
+        if piece == 0 or not _is_entry(group, data, side, name, piece):
+            name = _new_entry(group, data, side, piece, ends)
+        store(row + 4 * (side * group.pieces + piece), name, np.int32)
+
+
+@inlined
+def _put(stored, group, data, row, ends):
+    """Store the observations of the next row of a lane; ``row`` is the address of its names."""
+    newest, pieces, root, following = load(ends + _ROW, np.int64), group.pieces, np.int64(0), np.int64(1)
+    before = _names_of(stored, group, max(newest, np.int64(0))) + 4 * (pieces if group.sides == 2 else 1)
+    common = pieces if group.sides == 2 else pieces - 1
+    if newest >= 0 and _share(group, data, root, row, before, common):
+        if load(ends + _OLDEST, np.int64) == 0:
+            store(ends + _OLDEST, np.int64(load(row, np.int32)), np.int64)
+        if common < pieces:
+            store(row + 4 * common, _new_entry(group, data, root, common, ends), np.int32)
+    else:
+        _fresh(group, data, root, row, ends)
+    if group.sides == 2:
+        if _share(group, data, following, row, row + 4, pieces - 1):
+            store(row + 4 * (2 * pieces - 1), _new_entry(group, data, following, pieces - 1, ends), np.int32)
+        else:
+            _fresh(group, data, following, row, ends)
+
+
+@inlined
+def _find_ends(stored, group, ends, lane, head, more, keeps):
+    """Look up the ends of a lane; ``more`` rows are written to it, and replace its oldest ones unless ``keeps``."""
+    steps, written = stored.total // stored.lanes, load(head + 8 * (stored.lanes + lane), np.int64)
+    live = written - load(head + 8 * lane, np.int64)
+    row = (written - 1) % steps * stored.lanes + lane if live else np.int64(_NONE)
+    store(ends + _ROW, row, np.int64)
+    if live:
+        name = load(_names_of(stored, group, row) + 4 * (group.names - 1), np.int32)
+        store(ends + _NEWEST, np.int64(name), np.int64)
+    kept = live if keeps else min(live, steps - more)
+    if kept > 0:
+        oldest = (written - kept) % steps * stored.lanes + lane
+        store(ends + _OLDEST, np.int64(load(_names_of(stored, group, oldest), np.int32)), np.int64)
+
+
+@inlined
+def _expect_ends(group, ends):
+    """Prefetch the newest entry of a lane, and the one after it."""
+    name = load(ends + _NEWEST, np.int64)
+    if name > 0:
+        prefetch(_entry(group, name))
+        prefetch_row(_entry(group, name + 1), min(group.nbytes, 64 * _MOST_LINES))
+
+
+@kernel
+def _write_group(stored, group, sources, head, cells, start, count, keeps, more, ends):
+    """Implement :func:`write` for a group; ``more`` counts the rows of each lane, and ``ends`` is memory for them."""
+    given, ends_at = address_of(sources), address_of(ends)
+    t, lane, cell = np.int64(0), np.int64(0), start
+    for ahead in range(0 if cells else stored.lanes):
+        _find_ends(stored, group, ends_at + 8 * _ENDS * ahead, ahead, head, more[ahead], keeps)
+    for i in range(count):
+        if cells:
+            cell = load(cells + 8 * i, np.int64)
+            t, lane = np.int64(i), cell % stored.lanes
+        elif stored.lanes > _ENTRIES:
+            ahead = lane + _ENTRIES
+            _expect_ends(group, ends_at + 8 * _ENDS * (ahead - stored.lanes if ahead >= stored.lanes else ahead))
+        at = ends_at + 8 * _ENDS * lane
+        if load(at + _ROW, np.int64) == _UNKNOWN:
+            _find_ends(stored, group, at, lane, head, more[lane], keeps)
+        data = Data(given, stored.parts, t, np.int64(0) if cells else lane)
+        _put(stored, group, data, _names_of(stored, group, cell), at)
+        store(at + _ROW, cell, np.int64)
+        if not cells:
+            lane, cell = lane + 1, cell + 1 if cell + 1 < stored.total else np.int64(0)
+            if lane == stored.lanes:
+                t, lane = t + 1, np.int64(0)
+
+
+@kernel
+def write(address, sources, head, cells, start, count, keeps):
+    """Write the observations of ``count`` new rows to entries, and the names of these entries to the rows.
+
+    Args:
+        address: that of a :class:`Stored`.
+        sources: ``[parts, 2, 3]`` int64, a :class:`Source` for each part and side, of data ``[T, E, ...]``.
+        head: address of ``[2, E]`` int64: the serials of the oldest row of each lane, and of the row to write next,
+            before this write; the row with a serial is in time step ``serial % T``.
+        cells: address of flat indices, those of a lane in the order of their serials (the data is ``[count, 1, ...]``),
+            or 0 for whole time steps from flat index ``start`` on. A lane gets at most as many rows as it has steps.
+        start: the first flat index if ``cells`` is 0.
+        count: the number of rows.
+        keeps: whether the entries of the rows that are replaced stay unchanged, so that the write can be undone.
+    """
+    stored = load_fields(address, 0, Stored)
+    more = np.full(stored.lanes, 0 if cells else count // stored.lanes, np.int64)
+    for i in range(count if cells else 0):
+        more[load(cells + 8 * i, np.int64) % stored.lanes] += 1
+    for g in range(stored.group_count):
+        ends = np.zeros((stored.lanes, _ENDS), np.int64)
+        ends[:, 0] = _UNKNOWN
+        group = load_fields(stored.groups, g, Group)
+        _write_group(stored, group, sources, head, cells, start, count, keeps, more, ends)
