@@ -121,18 +121,6 @@ def test_health_of_a_wrapper_is_that_of_the_innermost_sampler():
     assert health["age_max"] == 9 - int(step.min())
 
 
-def test_it_says_what_is_compiled():
-    rb = filled(UniformSampler(), 200, 100)
-    found = [rb.health()["compiled"]]
-    for call in (lambda: rb.extend(numbered(0, 4)[0]), rb.sample):
-        call(), call()
-        found.append(rb.health()["compiled"])
-    assert found == [0.5, 0.5, 1.0]
-    rb = filled(RandomSampler(), 200, 100)
-    rb.sample(), rb.sample()
-    assert rb.health()["compiled"] == 0.5
-
-
 @pytest.mark.parametrize("make", [UniformSampler, RandomSampler, MinibatchSampler])
 def test_equally_probable_rows_have_a_top_mass_of_a_hundredth(make):
     rb = filled(make(), 200, 200)
