@@ -173,7 +173,7 @@ class Form:
                 setattr(rb.sampler, name, value(number))
 
     def of(self, sampler: Any, *lacks: str) -> Maker:
-        return Maker(partial(self.make, sampler), self.play, self.backend, (*self.lacks, *lacks), turn=53)
+        return Maker(partial(self.make, sampler), self.play, self.backend, (*self.lacks, *lacks), turn=47)
 
 
 def counted(seed: int) -> dict[str, Any]:
