@@ -151,13 +151,12 @@ def test_what_a_killed_process_was_taking_is_taken_by_another():
 
 
 @needs_fork
-@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
-def test_other_processes_write_and_take(method):
+def test_other_processes_write_and_take():
     queue = make()
     queue.share()
-    elsewhere(queue.extend, rows(0, 10), method=method)
+    elsewhere(queue.extend, rows(0, 10))
     assert queue.sample()["x"].tolist() == [0, 1, 2, 3]
-    elsewhere(queue.sample, method=method)
+    elsewhere(queue.sample)
     assert queue.waiting == 2
     assert queue.sample(2)["x"].tolist() == [8, 9]
 

@@ -147,17 +147,6 @@ def test_a_folder_of_torchrl_is_read_like_its_buffer(written, lanes, storage, tm
     assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
 
 
-def test_trajectories_in_a_folder_end_with_its_last_row(tmp_path):
-    data = rows(6).exclude(("next", "done"), ("next", "terminated"))
-    data["collector"] = TensorDict({"traj_ids": torch.zeros(6, dtype=torch.int64)}, [6])
-    their = TensorDictReplayBuffer(storage=LazyTensorStorage(12), batch_size=3)
-    their.extend(data)
-    their.dumps(tmp_path)
-    rb = ReplayBuffer.from_torchrl(str(tmp_path))
-    rb.extend(data)
-    assert TrajectoryIndex.of(rb.storage).reach(torch.arange(12))[1].tolist() == [5, 4, 3, 2, 1, 0] * 2
-
-
 def test_a_folder_without_readable_rows_is_refused(tmp_path):
     with pytest.raises(
         CheckpointError, match="holds no TensorDicts that TorchRL's default checkpointer wrote: load it"

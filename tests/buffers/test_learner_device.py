@@ -278,19 +278,6 @@ def test_fresh_rows_of_dropped_batches_are_fresh_again(wrapped, device):
         assert rows == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]
 
 
-def test_buffers_for_environments_name_both_devices(device):
-    schema = data(1)[0]
-    rb = ReplayBuffer.from_schema(schema, STEPS, device=device, storing_device="cpu", batch_size=4)
-    assert rb.storage.device.type == "cpu"
-    write(rb, STEPS, 0)
-    assert rb.sample().device.type == device.type
-    assert rb._copies_batches
-    there = ReplayBuffer.from_schema(schema, STEPS, device=device, batch_size=4, prefetch=2)
-    there.extend(data(STEPS).to(device))
-    assert there.storage.device.type == there.sample().device.type == device.type
-    assert not there._copies_batches
-
-
 def test_a_forked_process_samples_the_shared_rows_by_itself():
     storage = PackedStorage(STEPS, shared=True)
     rb = ReplayBuffer(storage=storage, sampler=ProportionalSampler(STEPS), batch_size=SIZE, device="cpu", prefetch=2)

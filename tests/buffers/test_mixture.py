@@ -372,14 +372,6 @@ def test_fresh_rows_of_probability_zero_leave_weights_finite(size):
     assert ((weight > 0) & (weight <= 1)).all()
 
 
-def test_a_member_that_has_left_is_not_in_later_dumps(tmp_path):
-    members = {"one": numbered(0), "other": numbered(0)}
-    ReplayBufferMixture(members, HALF).dumps(tmp_path)
-    ReplayBufferMixture({"one": members["one"]}, {"one": 1.0}).dumps(tmp_path)
-    assert not [*tmp_path.glob("members-*/other")]
-    assert len([*tmp_path.glob("members-*/one")]) == 1
-
-
 def test_a_batch_that_one_member_refuses_counts_nowhere():
     one = numbered(0, 10, samples_per_insert=1.0, tolerance=50)
     mixed = ReplayBufferMixture({"one": one, "other": numbered(0, 10, min_size=100)}, HALF, batch_size=8)

@@ -40,7 +40,7 @@ def damage(data: bytearray, file: Path, chance: random.Random) -> None:
         file.unlink()
 
 
-@pytest.mark.parametrize("times", [25, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", [25, pytest.param(200, marks=pytest.mark.slow)])
 def test_random_damage_is_noticed_named_and_changes_nothing(times, tmp_path):
     chance = random.Random(0)
     dumped(tmp_path, steps=500)
@@ -130,16 +130,6 @@ def theirs(lanes=0):
     rb = TensorDictReplayBuffer(storage=LazyTensorStorage(10, ndim=1 + bool(lanes)), batch_size=2)
     rb.extend(transitions(3, lanes))
     return rb
-
-
-@pytest.mark.parametrize("lanes", [0, 2])
-def test_a_dump_of_torchrls_is_converted_as_its_error_says(lanes, tmp_path):
-    written = theirs(lanes)
-    written.dumps(tmp_path)
-    with pytest.raises(CheckpointError, match=r"use ReplayBuffer\.from_torchrl\(path\)"):
-        make("uniform", 5, lanes).loads(tmp_path)
-    rb = ReplayBuffer.from_torchrl(tmp_path)
-    assert_same(rb[:].exclude("index"), written[:].exclude("index"))
 
 
 def test_other_versions_are_named_and_only_an_older_one_is_overwritten(tmp_path):

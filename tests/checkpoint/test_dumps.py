@@ -353,9 +353,9 @@ PARTS: dict[str, Any] = {
 FOUR = TensorDict({"x": torch.arange(4), "next": {"done": torch.ones(4, 1, dtype=torch.bool)}}, [4])
 
 
-@pytest.mark.parametrize("path", [str, Path, Like])
 @pytest.mark.parametrize("part", PARTS)
-def test_parts_are_saved_and_loaded(part: str, path: Any, tmp_path: Path):
+def test_parts_are_saved_and_loaded(part: str, tmp_path: Path):
+    path = [str, Path, Like][len(part) % 3]
     one, other = PARTS[part](), PARTS[part]()
     if part in ("buffer", "storage"):
         (one.extend if part == "buffer" else lambda rows: one.set(range(4), rows))(FOUR)
@@ -414,7 +414,7 @@ def killed_child(rb: ReplayBuffer, folder: Path, generation: int, rows: int, aft
 
 
 @pytest.mark.filterwarnings("ignore:this process was forked")
-@pytest.mark.parametrize(("kills", "megabytes"), [(8, 4), pytest.param(60, 25, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("kills", "megabytes"), [(8, 4), pytest.param(30, 25, marks=pytest.mark.slow)])
 def test_a_dump_that_is_killed_leaves_the_old_or_the_new_one_whole(kills, megabytes, tmp_path):
     rows, chance, generation = megabytes * 10**6 // ROW_BYTES // 4 * 4, random.Random(0), 3
     rb = ReplayBuffer(storage=PackedStorage(rows), sampler=ProportionalSampler(rows), batch_size=4)

@@ -49,7 +49,7 @@ def handler() -> Iterator[Any]:
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.parametrize("every", [23, pytest.param(3, marks=pytest.mark.slow)], ids=["some lines", "many lines"])
+@pytest.mark.parametrize("every", [37, pytest.param(5, marks=pytest.mark.slow)], ids=["some lines", "many lines"])
 @pytest.mark.parametrize("operation", ["extend", "add", "set", "empty"])
 @pytest.mark.parametrize(("kind", "sampler"), [("plain", "uniform"), ("planned", "rank"), ("dedup", "n-step")])
 def test_an_interrupted_write_has_happened_wholly_or_not_at_all(
@@ -94,7 +94,7 @@ def test_an_interrupted_write_has_happened_wholly_or_not_at_all(
             rb.storage.rows.entries.check(rb.storage.heads.serials(rb.storage))
         rb.extend(steps(60, 2))
         assert copied(rb[:])["observation"][:, 0].tolist().count(60.0) == 1
-    assert every > 3 or seen == {0, 1}
+    assert every > 5 or seen == {0, 1}
 
 
 @pytest.mark.parametrize("sampler", ["proportional", "rank"])
@@ -104,7 +104,7 @@ def test_an_interrupted_update_changes_rows_and_new_rows_together(sampler: str, 
     batch, td_error = rb.sample(), torch.ones(4)
     updates = [rb.update_tensordict_priority, lambda batch: rb.update_priority(batch["index"], batch["td_error"])]
     for update in updates:
-        for line in count(1, 3):
+        for line in count(1, 7):
             batch["td_error"], done = td_error.add_(1.0), False
             with stopped(line, signal.SIGINT):
                 update(batch)

@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of forks beside threads
 ]
 CAPACITY = 24
-some_lines = pytest.mark.parametrize("every", [149, pytest.param(23, marks=pytest.mark.slow)], ids=["some", "many"])
+some_lines = pytest.mark.parametrize("every", [211, pytest.param(59, marks=pytest.mark.slow)], ids=["some", "many"])
 
 
 def rows(first: int, count: int) -> TensorDict:

@@ -153,17 +153,6 @@ def test_an_emptied_storage_has_no_rows_but_keeps_its_schema() -> None:
     assert packed["observation"].shape == (0, 3)
 
 
-def test_flatten_contains_and_shape_are_those_of_lazy_tensor_storage() -> None:
-    for ndim in (1, 2):
-        packed, theirs = filled(ndim, False, SCHEMAS["vector"])
-        assert_same(packed.flatten()[:], theirs.flatten()[:])
-        assert packed.shape == theirs.shape
-        assert packed.max_size == theirs.max_size
-        assert packed._is_full == theirs._is_full
-        for item in (0, 6, 7, -7, -8):
-            assert (item in packed) == (item in theirs)
-
-
 def test_the_repr_tells_rows_bytes_place_and_columns() -> None:
     packed, _ = filled(2, False, SCHEMAS["vector"])
     assert repr(PackedStorage(5)) == "PackedStorage(max_size=5, ndim=1, device=cpu, empty)"

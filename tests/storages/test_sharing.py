@@ -137,13 +137,12 @@ def record(rb: ReplayBuffer, steps: int = 5) -> None:
     recorder.flush()
 
 
-@pytest.mark.parametrize("method", ["fork", SPAWN])
-def test_recorders_of_all_processes_use_different_trajectory_numbers(method):
+def test_recorders_of_all_processes_use_different_trajectory_numbers():
     rb = ReplayBuffer.from_env(gymnasium.make("CartPole-v1"), 30, batch_size=8)
     rb.share()
     record(rb)
     for _ in range(2):
-        elsewhere(record, rb, method=method)
+        elsewhere(record, rb)
     numbers = rb.storage["collector", "traj_ids"].view(3, 5)
     assert (numbers == numbers[:, :1]).all()
     assert numbers[:, 0].unique().numel() == 3
@@ -267,35 +266,6 @@ def test_the_lock_tells_who_comes_in_that_somebody_has_left_work_undone():
     with lock:
         pass
     assert note.told[2:] == ["entered", "failed", "recover", "entered", "left"]
-
-
-def test_a_fork_while_a_thread_holds_the_lock_does_not_deadlock():
-    lock, entered, leave = ProcessLock(Note()), threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with lock:
-            entered.set()
-            leave.wait(180)
-
-    thread = threading.Thread(target=hold)
-    thread.start()
-    assert entered.wait(180)
-    begun = mp.get_context("fork").Event()
-
-    def come_in() -> None:
-        begun.set()
-        with lock:
-            pass
-
-    process = mp.get_context("fork").Process(target=come_in)
-    process.start()
-    assert begun.wait(180)
-    process.join(0.3)
-    assert process.is_alive()  # it waits for the other process,
-    leave.set()
-    thread.join()
-    process.join(180)
-    assert process.exitcode == 0  # but not for a thread that it does not have
 
 
 def test_shared_numbers_copy_by_value_and_wrap_as_int64_does():
