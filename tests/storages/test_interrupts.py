@@ -94,7 +94,7 @@ def test_an_interrupted_write_has_happened_wholly_or_not_at_all(
             rb.storage.rows.entries.check(rb.storage.heads.serials(rb.storage))
         rb.extend(steps(60, 2))
         assert copied(rb[:])["observation"][:, 0].tolist().count(60.0) == 1
-    assert every > 5 or seen == {0, 1}
+    assert 0 in seen
 
 
 @pytest.mark.parametrize("sampler", ["proportional", "rank"])
