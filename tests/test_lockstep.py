@@ -218,11 +218,12 @@ class Stopper:
 
 
 @contextmanager
-def stopped(line: int, number: int) -> Iterator[None]:
+def stopped(line: int, number: int) -> Iterator[Stopper]:
     outer, handler = sys.gettrace(), signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.settrace(Stopper(line, number))
+    stopper = Stopper(line, number)
+    sys.settrace(stopper)
     try:
-        yield
+        yield stopper
     except KeyboardInterrupt:
         pass
     finally:

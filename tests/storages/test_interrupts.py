@@ -81,9 +81,10 @@ def test_an_interrupted_write_has_happened_wholly_or_not_at_all(
     seen = set()
     for line in count(1, every):
         rb, done = again(), False
-        with stopped(line, signal.SIGINT):
+        with stopped(line, signal.SIGINT) as stopper:
             work[operation](rb)
             done = True
+        assert done == (stopper.left > 0), line
         assert signal.getsignal(signal.SIGINT) is handler
         if done:
             break
@@ -106,9 +107,10 @@ def test_an_interrupted_update_changes_rows_and_new_rows_together(sampler: str, 
     for update in updates:
         for line in count(1, 7):
             batch["td_error"], done = td_error.add_(1.0), False
-            with stopped(line, signal.SIGINT):
+            with stopped(line, signal.SIGINT) as stopper:
                 update(batch)
                 done = True
+            assert done == (stopper.left > 0), line
             assert rb.sampler.default_priority == rb.sampler.priority(torch.arange(6)).max()
             if done:
                 break
