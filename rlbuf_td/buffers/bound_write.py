@@ -91,6 +91,7 @@ class BoundWrite:
         self.listeners = torchrl_parts.listeners_of(self.storage)
         self.listening, self.boundaries = self.listeners.changes, self._find_boundaries()
         self.others = Listeners(each for each in self.listeners if self._is_told_later(each, buffer))
+        self.has_others = len(self.others) > 0
         nothing = StatefulSampler.add, Sampler.add, Sampler.extend
         self.notes_writes = {how: has_own(parts.sampler, how, *nothing) for how in ("add", "extend")}
         self.stats = buffer.episode_stats
@@ -194,17 +195,14 @@ class BoundWrite:
                 return None
             if self.entry is not None and self.entry.value is not None:
                 self.entry.value[0] = self.entry.sampler.priorities.entry
-            if counts or self.others or self.notes_writes["add" if single else "extend"]:
+            if counts or self.has_others or self.notes_writes["add" if single else "extend"]:
                 return self._write_and_tell(count, where, index, single, counts)
             with self.lock:
-                cursor = self._write(count, where)
+                cursor = (self._copy if self.shared is None else self._write_shared)(count, where)
         return None if cursor < 0 else cursor if index is None else index
 
-    def _write(self, count: int, index: int) -> int:
-        """Write the rows at :attr:`sources`, and their priorities; return the first time step, or -1."""
-        return self._copy(count, index) if self.shared is None else self._write_shared(count, index)
-
     def _copy(self, count: int, index: int) -> int:
+        """Write the rows at :attr:`sources`, and, unless they are shared, their priorities; return the step, or -1."""
         lanes_first = self.time_dim == 1
         if self.entries is None:
             return self.kernel(self.address, count, lanes_first, index)
@@ -246,7 +244,7 @@ class BoundWrite:
                 self.entry.value[0] = self.entry.sampler.priorities.entry
             if len(self.cells) < len(index):
                 self.cells = torch.empty(len(index), dtype=torch.int64, device="cpu")
-            tells = self._append_and_tell if self.others or self.notes_writes["extend"] else self._append
+            tells = self._append_and_tell if self.has_others or self.notes_writes["extend"] else self._append
             return index if tells(lane_ids, index) else None
 
     def _lane_ids(self, lanes: Any, data: TensorDict) -> Tensor | None:
@@ -334,7 +332,7 @@ class BoundWrite:
         """Write rows, count them, and call the methods of listeners that have no compiled form."""
         steps, kept = self.rows.steps, min(count, self.rows.steps)
         with self.lock:  # not while listeners are told: they may look up ranks, which needs this lock
-            cursor = self._write(count, where)
+            cursor = (self._copy if self.shared is None else self._write_shared)(count, where)
         if cursor < 0:
             return None
         found = cursor if index is None else index
@@ -342,7 +340,7 @@ class BoundWrite:
             lanes = self.rows.lanes.numel()
             strides = (1, count) if self.time_dim == 1 and not single else (lanes, 1)
             self.record(self.sources, (count, lanes), strides)  # before others, which may write: new `sources`
-        if self.others:
+        if self.has_others:
             self.writer.announce((cursor + count - kept) % steps, kept, steps, found, self.others)
         how = "add" if single else "extend"
         if self.notes_writes[how]:

@@ -13,23 +13,17 @@ from weakref import ref
 from torchrl.data.replay_buffers import ReplayBuffer, Storage
 
 
-class WeakReference:
+class WeakReference(ref):
     """A weak reference that is copied and pickled together with the object; calling it returns the object, or None."""
 
-    __slots__ = ("_find",)
+    __slots__ = ()
 
-    def __init__(self, found: Any) -> None:
-        self._find: Callable[[], Any] = ref(found)
+    def __reduce__(self) -> Any:
+        return _reference_to, (self(),)
 
-    def __call__(self) -> Any:
-        return self._find()
 
-    def __getstate__(self) -> tuple[Any]:
-        return (self._find(),)
-
-    def __setstate__(self, state: tuple[Any]) -> None:
-        (found,) = state
-        self._find = _nothing if found is None else ref(found)
+def _reference_to(found: Any) -> Any:
+    return _nothing if found is None else WeakReference(found)
 
 
 def _nothing() -> None:
@@ -46,10 +40,7 @@ class Listeners:
             self.append(each)
 
     def append(self, listener: Any) -> None:
-        self._listed = [
-            *(each for each in self._listed if _found(each) is not None),
-            WeakReference(listener) if isinstance(listener, ReplayBuffer) else listener,
-        ]
+        self._listed = [*self._existing(), WeakReference(listener) if isinstance(listener, ReplayBuffer) else listener]
         self.changes += 1
 
     def remove(self, listener: Any) -> None:
@@ -60,7 +51,13 @@ class Listeners:
         return (found for each in self._listed if (found := _found(each)) is not None)
 
     def __len__(self) -> int:
-        return sum(1 for _ in self)
+        return len(self._existing())
+
+    def _existing(self) -> list[Any]:
+        return [each for each in self._listed if _found(each) is not None]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_listed": self._existing()}
 
 
 def _found(each: Any) -> Any:
@@ -71,7 +68,7 @@ class Attached:
     """Abstract base of objects that a storage owns."""
 
     def __init__(self, storage: Storage) -> None:
-        self._owner = WeakReference(storage)
+        self._owner: Callable[[], Any] = WeakReference(storage)
 
     @property
     def storage(self) -> Any:
