@@ -1355,8 +1355,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
 
     def _require(self, method: str) -> None:
         """Raise a TypeError over another storage than a :class:`PackedStorage`, which this method needs."""
-        if self._is_theirs:
-            require_packed(self._storage, f"{type(self).__name__}.{method}", _THEIRS)
+        require_packed(self.storage, f"{type(self).__name__}.{method}", _THEIRS)
 
     def _refuse_given(self, storage: Any = None, /, **given: Any) -> None:
         """Raise a TypeError for an argument that TorchRL's buffer lacks, over another storage than a PackedStorage."""
