@@ -149,38 +149,35 @@ class Entries:
         targets = np.array([0 if leaf is None else leaf.data_ptr() for leaf in leaves], np.int64)
         return entries_cpu.read(self.address, targets, address_of(cells), cells.numel(), live, True)
 
-    # -- writing: begin, put once or several times, end
+    # -- writing
 
-    def begin(self, head: np.ndarray, *, links: bool = False) -> None:
-        """Prepare a write; if the last one did not end, or if asked, link the rings of the rows that are live."""
-        if links or self.numbers[_DIRTY]:
+    def begin(self, head: np.ndarray) -> None:
+        """Prepare a write; if the last one did not end, find the entries of the rows that are live."""
+        if self.numbers[_DIRTY]:
             self.link(head)
         self.numbers[_DIRTY] = 1
 
     def end(self) -> None:
         self.numbers[_DIRTY] = 0
 
-    def put(
-        self, leaves: Sequence[torch.Tensor], head: np.ndarray, cells: torch.Tensor | int, count: int, *, keeps: bool
-    ) -> None:
-        """Write the observations of ``count`` rows to entries, and the names of these entries to the rows.
+    def write(self, leaves: Sequence[torch.Tensor], head: np.ndarray, cells: torch.Tensor, *, keeps: bool) -> None:
+        """Write the observations of rows to entries, and the names of these entries to the rows.
 
         Args:
-            leaves: the leaves of whole rows, ``[T, *lanes, ...]`` or ``[count, ...]``.
+            leaves: the leaves of whole rows, ``[B, ...]``.
             head: which rows are live before the write.
-            cells: the first of consecutive rows of the ring, whole time steps; or the indices of single rows,
-                contiguous int64, those of a lane in time order, at most ``T`` of each lane.
-            count: number of written rows.
+            cells: the flat indices of the rows, ``[B]`` int64, those of a lane in time order, at most ``T`` of each.
             keeps: whether the entries of the rows that are replaced stay unchanged, so that the write can be undone.
         """
         from rlbuf_td.kernels.rows import entries_cpu
 
-        at, start, lanes = (0, cells, self.lanes) if isinstance(cells, int) else (cells.data_ptr(), 0, 1)
-        found = self._dedup.layout.leaves
         # The tensors are kept alive for the loop.
-        given = [[_dense(leaves[slot], lanes, found[slot].shape) for slot in slots] for slots in self._dedup.given]
+        given = [[_dense(leaves[slot]) for slot in slots] for slots in self._dedup.given]
         sources = np.array([[_source(sides[0]), _source(sides[-1])] for sides in given], np.int64)
-        entries_cpu.write(self.address, sources, head.ctypes.data, at, start, count, keeps)
+        cells = cells.contiguous()
+        self.begin(head)
+        entries_cpu.write(self.address, sources, head.ctypes.data, address_of(cells), 0, len(cells), keeps)
+        self.end()
 
     def link(self, head: np.ndarray) -> None:
         """Build the rings of all lanes from the rows that are live; all other chunks become spare."""
@@ -251,12 +248,11 @@ def _walk(following: list[int], first: int) -> list[int]:
     return chunks
 
 
-def _dense(leaf: torch.Tensor, lanes: int, shape: torch.Size) -> torch.Tensor:
-    """Return a leaf as ``[T, lanes, *shape]`` with contiguous rows; copy only if necessary."""
-    leaf = leaf.cpu().resolve_conj().resolve_neg().reshape(-1, lanes, *shape)
-    return leaf if leaf.is_contiguous() or leaf[:1, :1].is_contiguous() else leaf.contiguous()
+def _dense(leaf: torch.Tensor) -> torch.Tensor:
+    """Return a leaf ``[B, ...]`` with contiguous rows; copy only if necessary."""
+    leaf = leaf.cpu().resolve_conj().resolve_neg()
+    return leaf if leaf[:1].is_contiguous() else leaf.contiguous()
 
 
 def _source(leaf: torch.Tensor) -> Source:
-    (time, lane, *_), size = leaf.stride(), leaf.element_size()
-    return Source(address=leaf.data_ptr(), along_time=time * size, along_lanes=lane * size)
+    return Source(address=leaf.data_ptr(), along_time=leaf.stride(0) * leaf.element_size(), along_lanes=0)

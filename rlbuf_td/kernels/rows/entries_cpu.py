@@ -278,21 +278,20 @@ def _fresh(group, data, side, row, ends):
 @inlined
 def _put(stored, group, data, row, ends):
     """Store the observations of the next row of a lane; ``row`` is the address of its names."""
-    newest, pieces, root, following = load(ends + _ROW, np.int64), group.pieces, np.int64(0), np.int64(1)
-    before = _names_of(stored, group, max(newest, np.int64(0))) + 4 * (pieces if group.sides == 2 else 1)
-    common = pieces if group.sides == 2 else pieces - 1
-    if newest >= 0 and _share(group, data, root, row, before, common):
-        if load(ends + _OLDEST, np.int64) == 0:
-            store(ends + _OLDEST, np.int64(load(row, np.int32)), np.int64)
-        if common < pieces:
-            store(row + 4 * common, _new_entry(group, data, root, common, ends), np.int32)
-    else:
-        _fresh(group, data, root, row, ends)
-    if group.sides == 2:
-        if _share(group, data, following, row, row + 4, pieces - 1):
-            store(row + 4 * (2 * pieces - 1), _new_entry(group, data, following, pieces - 1, ends), np.int32)
+    newest, pieces = load(ends + _ROW, np.int64), group.pieces
+    for side in range(group.sides):
+        # The first names may be those of the row before, whose next observation this is, or of the stack a step before.
+        common = pieces if side == 0 and group.sides == 2 else pieces - 1
+        others = row if side else _names_of(stored, group, max(newest, np.int64(0)))
+        others += 4 * (group.sides * pieces - common if side == 0 else 1)
+        if (side or newest >= 0) and _share(group, data, side, row, others, common):
+            if load(ends + _OLDEST, np.int64) == 0:
+                store(ends + _OLDEST, np.int64(load(row, np.int32)), np.int64)
+            if common < pieces:
+                name = _new_entry(group, data, side, common, ends)
+                store(row + 4 * (side * pieces + common), name, np.int32)
         else:
-            _fresh(group, data, following, row, ends)
+            _fresh(group, data, side, row, ends)
 
 
 @inlined

@@ -109,34 +109,16 @@ class DedupRows(Rows):
     # -- writing
 
     def copy_(self, start: int, count: int, leaves: list[torch.Tensor], head: np.ndarray) -> None:
-        if self.holds_any(leaves):
-            leaves = [leaf.clone() for leaf in leaves]  # otherwise a row could be read after it was overwritten
-        entries, lanes = self.entries, self.entries.lanes
-        entries.reserve(count * lanes)
-        self._copy_stored(start, count, [leaves[slot] for slot in self.dedup.kept])
-        entries.begin(head)
-        entries.put(leaves, head, start * lanes, count * lanes, keeps=self.keeps_replaced)
-        entries.end()
-
-    def _copy_stored(self, start: int, count: int, leaves: list[torch.Tensor]) -> None:
-        room = min(count, self.steps - start)
-        if room == count and leaves:
-            torch._foreach_copy_(self._stored_columns(self.matrix.narrow(0, start, count)), leaves)
-        elif room < count:
-            self._copy_stored(start, room, [leaf[:room] for leaf in leaves])
-            self._copy_stored(0, count - room, [leaf[room:] for leaf in leaves])
-
-    def _stored_columns(self, matrix: torch.Tensor) -> list[torch.Tensor]:
-        columns = self.dedup.stored.columns(matrix)
-        del columns[self.dedup.names_slot]
-        return columns
+        first, past = (step * self.entries.lanes for step in (start, start + count))
+        flat = [leaf.reshape(-1, *spec.shape) for leaf, spec in zip(leaves, self.layout.leaves, strict=True)]
+        self.append_(torch.arange(first, past, device="cpu") % self.cells, flat, head)
 
     def append_(self, cells: torch.Tensor, leaves: list[torch.Tensor], head: np.ndarray) -> None:
+        if self.holds_any(leaves):
+            leaves = [leaf.clone() for leaf in leaves]  # otherwise a row could be read after it was overwritten
         self.entries.reserve(len(cells))
         self._replace_stored(cells, leaves)
-        self.entries.begin(head)
-        self.entries.put(leaves, head, cells, len(cells), keeps=self.keeps_replaced)
-        self.entries.end()
+        self.entries.write(leaves, head, cells, keeps=self.keeps_replaced)
 
     def replace_cells_(self, cells: np.ndarray, leaves: list[torch.Tensor]) -> None:
         """Write what rows hold themselves; their deduplicated keys stay as they are."""
@@ -144,7 +126,9 @@ class DedupRows(Rows):
         self._replace_stored(torch.from_numpy(rows), leaves)
 
     def _replace_stored(self, cells: torch.Tensor, leaves: list[torch.Tensor]) -> None:
-        for column, slot in zip(self._stored_columns(self.flat), self.dedup.kept, strict=True):
+        columns = self.dedup.stored.columns(self.flat)
+        del columns[self.dedup.names_slot]
+        for column, slot in zip(columns, self.dedup.kept, strict=True):
             column[cells] = leaves[slot].to(column.device)
 
     # -- state
@@ -173,8 +157,8 @@ class DedupRows(Rows):
 
     def copy_cells_(self, source: Rows, since: torch.Tensor, head: np.ndarray, before: np.ndarray) -> None:
         lanes, to = self.entries.lanes, torch.from_numpy(cells_in_order(head, self.steps))
-        if self.keeps_replaced:
-            self.entries.begin(before, links=True)
+        if self.keeps_replaced:  # by old rows, until the load ends
+            self.entries.link(before)
         self.entries.reserve(len(to))
         if not self.keeps_replaced:
             self.entries.forget()
@@ -185,9 +169,9 @@ class DedupRows(Rows):
         for part in to.split(max(1, _CHUNK // self.layout.row_bytes)):
             leaves = source.leaves_at(since[part])
             self._replace_stored(part, leaves)
-            self.entries.put(leaves, so_far, part, len(part), keeps=self.keeps_replaced)
+            self.entries.write(leaves, so_far, part, keeps=self.keeps_replaced)
             so_far[1] += np.bincount(part.numpy() % lanes, minlength=lanes)
-        # No `end`: the next write links the rings again, after the old rows have been given up.
+        self.entries.link(head)
 
 
 def cells_in_order(head: np.ndarray, steps: int) -> np.ndarray:
