@@ -48,8 +48,8 @@ BREAKS = [
     Break(
         "rows past the end of the ring get the wrong data",
         "storages/rows/__init__.py",
-        "self.copy_(0, count - head, [leaf[head:] for leaf in leaves])",
-        "self.copy_(0, count - head, [leaf[: count - head] for leaf in leaves])",
+        "self.copy_(0, count - room, [leaf[room:] for leaf in leaves], head)",
+        "self.copy_(0, count - room, [leaf[: count - room] for leaf in leaves], head)",
         "tests/storages/test_packed.py tests/test_lockstep.py",
     ),
     Break(

@@ -180,27 +180,28 @@ def test_a_row_has_the_same_weight_whichever_members_are_in_its_batch(kind, exac
 
 
 @pytest.mark.parametrize("lanes", [0, 3])
-def test_priorities_go_home(lanes):
-    mixed = mixture("proportional", "rank", lanes)
-    batch = mixed.sample()
-    mixed.extend(rows(5_000, 2, lanes), "online")
-    wanted = {name: rb.sampler.priority(torch.arange(len(rb))) for name, rb in mixed.members.items()}
-    batch["td_error"] = torch.arange(64.0) - 100
-    shuffled = batch[torch.arange(63, -1, -1)]
-    mixed.update_tensordict_priority(shuffled)
-    for place, (name, rb) in enumerate(mixed.members.items()):
-        for row in shuffled[shuffled["source"] == place]:
-            index = row["index"].tolist()
-            flat = index if not lanes else index[0] * lanes + index[1] if name == "online" else index[0]
-            stored = rb.storage[:]["number"].reshape(-1)[flat]
-            if stored == row["number"]:
-                wanted[name][flat] = abs(float(row["td_error"]))
-        assert torch.equal(rb.sampler.priority(torch.arange(len(wanted[name]))), wanted[name])
-    batch["td_error"][-1] = torch.nan  # of the last member
-    outside = batch.exclude("sampled_at").set("td_error", torch.ones(64))
-    outside["index"].view(64, -1)[-1, 0] += CAPACITY
-    for name, rb in mixed.members.items():
-        assert torch.equal(rb.sampler.priority(torch.arange(len(wanted[name]))), wanted[name])
+@pytest.mark.parametrize("one", ["proportional", "uniform"])
+def test_priorities_go_home(one, lanes):
+    mixed = mixture(one, "rank", lanes)
+    prioritized = {name: rb for name, rb in mixed.members.items() if hasattr(rb.sampler, "priority")}
+    stale = dict.fromkeys(prioritized, 0)
+    for written in range(3):  # later batches are compiled
+        batch = mixed.sample()
+        mixed.extend(rows(5_000 + 100 * written, written, lanes), "online") if written else None
+        wanted = {name: rb.sampler.priority(torch.arange(len(rb))) for name, rb in prioritized.items()}
+        batch["td_error"] = torch.arange(64.0) - 100 - written
+        updated = batch[torch.arange(63, -1, -1)] if written == 1 else batch
+        mixed.update_tensordict_priority(updated)
+        for name, rb in prioritized.items():
+            for row in updated[updated["source"] == mixed.names.index(name)]:
+                index = row["index"].tolist()
+                flat = index if not lanes else index[0] * lanes + index[1] if name == "online" else index[0]
+                stored = rb.storage[:]["number"].reshape(-1)[flat]
+                stale[name] += int(stored != row["number"])
+                if stored == row["number"]:
+                    wanted[name][flat] = abs(float(row["td_error"]))
+            assert torch.equal(rb.sampler.priority(torch.arange(len(wanted[name]))), wanted[name])
+            assert rb.health()["stale_updates"] == stale[name]
 
 
 def test_schedulers_change_shares():
