@@ -157,7 +157,7 @@ class PackedStorage(LazyTensorStorage):
         >>> rows = TensorDict({"observation": seen[:-1], "next": {"observation": seen[1:]}}, [1000])
         >>> storage.set(range(1000), rows)
         >>> storage.row_bytes, storage.nbytes / 1000
-        (136, 76.068)
+        (136, 76.544)
     """
 
     is_packed = True  # TorchRL's storages have no such attribute
