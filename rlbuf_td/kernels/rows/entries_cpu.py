@@ -312,11 +312,13 @@ def _find_ends(stored, group, ends, lane, head, more, keeps):
 
 @inlined
 def _expect_ends(group, ends):
-    """Prefetch the newest entry of a lane, and the one after it."""
-    name = load(ends + _NEWEST, np.int64)
-    if name > 0:
-        prefetch(_entry(group, name))
-        prefetch_row(_entry(group, name + 1), min(group.nbytes, 64 * _MOST_LINES))
+    """Prefetch the newest entry of a lane, and the one that follows unless the ring grows."""
+    at = load(ends + _NEWEST, np.int64)
+    if at > 0:
+        prefetch(_entry(group, at))
+        if at & ((np.int64(1) << group.bits) - 1) == 0:
+            at = _following(group, (at - 1) >> group.bits) << group.bits
+        prefetch_row(_entry(group, at + 1), min(group.nbytes, 64 * _MOST_LINES))
 
 
 @kernel
