@@ -13,7 +13,7 @@ import math
 import random
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -109,12 +109,8 @@ class Model:
         return rows[slot]
 
     def replace(self, row: Row, fields: Fields) -> None:
-        """Write another row in the place of one, which keeps its place in time and its priority."""
-        rows = self.rows_of[row.lane]
-        new = replace(row, fields=dict(fields), number=self.written)
-        self.last[row.lane] = new if row is rows[-1] else self.last[row.lane]
-        rows[rows.index(row)] = new
-        self.written += 1
+        """Write other entries in the place of a row's, which keeps its identity, its place in time and its priority."""
+        row.fields = dict(fields)
 
     def edit(self, row: Row, fields: Fields) -> None:
         """Set some entries of a stored row; its episode may end then, or go on in the next one."""

@@ -764,6 +764,7 @@ class Machine:
     def check(self, looks: bool) -> None:
         model, rb = self.model, self.rb
         unsure = self.unsure(looks and self.looks)
+        rb.storage.ring.check()
         m.assert_holds(rb, model, episodes=looks, unsure=unsure, extra=self.extra)
         if self.is_prioritized and len(model):
             law, rows = self.kind.law(model), model.rows()

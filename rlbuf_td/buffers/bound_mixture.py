@@ -18,10 +18,9 @@ from rlbuf_td.kernels.batch import batch_record
 from rlbuf_td.kernels.dispatch import compiled_form, machine_code
 from rlbuf_td.kernels.strata import LEAST_RATIO
 from rlbuf_td.samplers.bound import SCALAR, Blank, Blanks, BoundDraw, lanes_of, unreadable
-from rlbuf_td.storages.lane_heads import LENGTH, NEWEST
+from rlbuf_td.storages.ring import SAMPLED_AT
 from rlbuf_td.storages.rows import PlainRows
 from rlbuf_td.storages.tensordict_fast import entries_of
-from rlbuf_td.storages.write_clock import SAMPLED_AT
 
 _WEIGHT = "priority_weight"
 
@@ -47,7 +46,8 @@ class BoundMixture:
         self.bound: list[_Bound] = []
         self.records: list[np.ndarray] = []
         for member, draw in zip(members.values(), draws, strict=True):
-            given = {"flat": draw.flat.data_ptr(), "lanes": lanes_of(draw.rows), "reads": 1}
+            given = {"flat": draw.flat.data_ptr(), "lanes": lanes_of(draw.rows), "reads": 1, "steps": draw.rows.steps}
+            given["serials"] = draw.ring.head.ctypes.data
             self.records.append(batch_record(size, draw.rows.flat, draw.rows.extents, **given))
             updates, record = type(draw)(draw.storage, draw.sampler, size, False), self.records[-1].ctypes.data
             self.bound.append(_Bound(member, draw, record, updates))
@@ -86,8 +86,8 @@ class BoundMixture:
                     normalizer = self._draw(number, blank, begin, count)
                     if normalizer is None:
                         parts = zip(found.items(), blank.batch.split([*filter(None, counts)]), strict=False)
-                        return None, {drawn: Part(rows, part.normalizer, 0) for (drawn, part), rows in parts}
-                    found[name] = Part(blank.batch, normalizer or None, 0)
+                        return None, {drawn: Part(rows, part.normalizer, None) for (drawn, part), rows in parts}
+                    found[name] = Part(blank.batch, normalizer or None, None)
                     begin += count
         if self.is_weighted:
             self._scale_weights(blank.report[_WEIGHT].data_ptr(), counts, found)
@@ -98,19 +98,19 @@ class BoundMixture:
         member, draw, record, _ = self.bound[number]
         report, rows = blank.report, slice(begin, begin + count)
         with draw.storage.lock:
-            numbers, is_prioritized = draw.storage.numbers.values, bool(draw.reports)
-            if not numbers[LENGTH] or not draw.holds():
+            written, is_prioritized = len(draw.storage), bool(draw.reports)
+            if not written or not draw.holds():
                 return None
             if is_prioritized:
                 self.outputs[-2] = report[_WEIGHT].data_ptr() + 4 * begin
                 self.outputs[-1] = report[SAMPLED_AT].data_ptr() + 8 * begin
             draw.limit(count)
-            if not draw(numbers[LENGTH], self.targets):
+            if not draw(written, self.targets):
                 return None
-            now = draw.storage.clock.now if self.is_weighted and not is_prioritized else -1
-            self.gather(record, blank.targets, begin, count, number, now)
+            self.records[number]["generations"] = draw.record["generations"]
+            self.gather(record, blank.targets, begin, count, number, self.is_weighted and not is_prioritized)
             weight = report[_WEIGHT] if is_prioritized else None
-            member.last_draw = LastDraw(report["index"], weight, numbers[NEWEST], rows)
+            member.last_draw = LastDraw(report["index"], weight, draw.ring.newest, rows)
             if member.replay_count is not None:
                 member.replay_count.count_(report["index"][rows])
             if not is_prioritized:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from ctypes import addressof
 from struct import Struct
 from threading import Lock
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from weakref import ref
 
 import numpy as np
@@ -34,12 +34,23 @@ from rlbuf_td.samplers.wrapper import SamplerWrapper
 from rlbuf_td.storages import SchemaError, torchrl_parts
 from rlbuf_td.storages.entries import Entries
 from rlbuf_td.storages.interrupts import held_back
-from rlbuf_td.storages.lane_heads import APART, as_lanes
 from rlbuf_td.storages.listeners import Listeners
 from rlbuf_td.storages.rows.dedup import DedupRows
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
+from rlbuf_td.storages.writes import as_lanes
 
 _MOST_SIZES = 8  # batch sizes whose checks are kept
+_IN_CELLS, _REFUSED = -1, -2  # what :func:`rlbuf_td.kernels.batch.cpu.write` returns instead of a slot
+
+
+class _Write(NamedTuple):
+    """The arguments of a compiled write."""
+
+    number: int  # of rows for single lanes, or of time steps
+    lane_ids: int
+    lanes_first: bool
+    index_at: int
+    rows: int  # their number
 
 
 class WrittenBuffer(Protocol):
@@ -79,7 +90,7 @@ class BoundWrite:
 
     def __init__(self, buffer: WrittenBuffer, parts: Parts, fields: dict[str, int]) -> None:
         from rlbuf_td.kernels.batch import cpu as kernels
-        from rlbuf_td.kernels.batch import entries_cpu, lanes_cpu
+        from rlbuf_td.kernels.batch import entries_cpu
 
         self.buffer = ref(buffer)  # which owns this object
         self.storage, self.writer, self.sampler = parts.storage, parts.writer, parts.sampler
@@ -102,11 +113,8 @@ class BoundWrite:
         self.set_sources = Struct(f"{len(self.sources)}q").pack_into
         fields |= self._rows_and_listeners()
         self.ring = record_of(RING, **fields)
-        self.times, self.heads = self.storage.clock.times, self.storage.heads.memory
-        loop, self.lanes_loop = kernels.write_ring, lanes_cpu.write_lanes
         self.shared = self.storage.shared_rows
-        if self.entry is not None and self.shared is None:
-            loop, self.lanes_loop = self.entry.loops.write, self.entry.loops.append
+        loop = kernels.write if self.entry is None or self.shared is not None else self.entry.loops.write
         self.lock = Lock() if self.entry is None else self.entry.lock
         self.address, self.kernel = self.ring.ctypes.data, machine_code(loop)
         if isinstance(self.rows, DedupRows):
@@ -115,8 +123,7 @@ class BoundWrite:
             self.entries_at = self.entries.address, self.head.ctypes.data
         if self.shared is not None:
             self._bind_shared()
-        self.append_rows: Any = None  # the machine code of `lanes_loop`, from the first write to single lanes on
-        self.cells = torch.empty(0, dtype=torch.int64, device="cpu")  # scratch of this machine code
+        self.cells = torch.empty(0, dtype=torch.int64, device="cpu")  # where the kernel writes rows of single lanes
 
     def _find_boundaries(self) -> Any:
         """Return the first trajectory index that compiled code can update, and what it needs for this; or None."""
@@ -162,8 +169,6 @@ class BoundWrite:
             and buffer.episode_stats is self.stats
             and not self.writer.counts_generations
             and self.writer.numbers.values is self.counters
-            and self.storage.clock.times is self.times
-            and self.storage.heads.memory is self.heads
             and (self.entry is None or self.entry.holds())
             and (self.boundaries is None or self.boundaries[1].bitmap is self.boundaries[-1])
         )
@@ -182,54 +187,23 @@ class BoundWrite:
             return None
         if counts and not self._can_count(data.ndim - len(lead)):
             return None
-        if self.storage.numbers.values[APART]:
-            return self._append_steps(data, count, single, transformed)
-        index = None
+        rows, index = count * max(lanes.numel(), 1), None
         if lanes or not single:
-            shape = (count * lanes.numel(), 2) if lanes else (count,)
-            index = torch.empty(shape, dtype=torch.int64, device="cpu")
+            index = torch.empty((rows, 2) if lanes else (count,), dtype=torch.int64, device="cpu")
         where = 0 if index is None else index.data_ptr()
         with self.storage.lock:
             leaves = self._collect(data, lead) if self.holds() else None  # kept alive for the kernel
             if leaves is None:
                 return None
-            if self.entry is not None and self.entry.value is not None:
-                self.entry.value[0] = self.entry.sampler.priorities.entry
-            if counts or self.has_others or self.notes_writes["add" if single else "extend"]:
-                return self._write_and_tell(count, where, index, single, counts)
-            with self.lock:
-                cursor = (self._copy if self.shared is None else self._write_shared)(count, where)
-        return None if cursor < 0 else cursor if index is None else index
-
-    def _copy(self, count: int, index: int) -> int:
-        """Write the rows at :attr:`sources`, and, unless they are shared, their priorities; return the step, or -1."""
-        lanes_first = self.time_dim == 1
-        if self.entries is None:
-            return self.kernel(self.address, count, lanes_first, index)
-        head, keeps = self.storage.heads.serials(self.storage, self.head), self.rows.keeps_replaced
-        with held_back:  # an interrupt between the two calls would leave rows with the observations of other rows
-            cursor = self.kernel(self.address, count, lanes_first, index)
-            if cursor >= 0:
-                self.entries.begin(head)
-                self.write_entries(self.address, cursor, count, lanes_first, *self.entries_at, keeps)
-                self.entries.end()
-        return cursor
+            return self._write(_Write(count, 0, dim == 1, where, rows), index, single, counts)
 
     def _can_count(self, inner_dims: int) -> bool:
-        return self.record is not None and not inner_dims and not self.storage.numbers.values[APART]
-
-    def _append_steps(self, data: TensorDict, count: int, single: bool, transformed: bool) -> Tensor | None:
-        """Write whole time steps to lanes that stand apart."""
-        try:
-            rows = data if single else (data.transpose(self.time_dim, 0) if self.time_dim else data).flatten(0, 1)
-        except RuntimeError:  # sparse and nested tensors
-            return None
-        return self.append(torch.arange(self.rows.lanes.numel(), device="cpu").repeat(count), rows, transformed)
+        return self.record is not None and not inner_dims and self.storage.ring.together
 
     def append(self, lanes: Any, data: Any, transformed: bool = False) -> Tensor | None:
         """Write rows to single lanes; return their index, ``[n, 2]``, or None if the stages cannot be used."""
         is_plain = type(data) is TensorDict and (transformed or not torchrl_parts.modules_of(self.transforms))
-        if not is_plain or self.heads is None or isinstance(self.rows, DedupRows) or data.ndim < 1 or not len(data):
+        if not is_plain or not self.rows.lanes or data.ndim < 1 or not len(data):
             return None
         lead = data.batch_size[:1]
         lane_ids = self._lane_ids(lanes, data)
@@ -240,12 +214,8 @@ class BoundWrite:
             leaves = self._collect(data, lead) if self.holds() else None  # kept alive for the kernel
             if leaves is None:
                 return None
-            if self.entry is not None and self.entry.value is not None:
-                self.entry.value[0] = self.entry.sampler.priorities.entry
-            if len(self.cells) < len(index):
-                self.cells = torch.empty(len(index), dtype=torch.int64, device="cpu")
-            tells = self._append_and_tell if self.has_others or self.notes_writes["extend"] else self._append
-            return index if tells(lane_ids, index) else None
+            call = _Write(len(index), lane_ids.data_ptr(), False, index.data_ptr(), len(index))
+            return self._write(call, index, False, False)
 
     def _lane_ids(self, lanes: Any, data: TensorDict) -> Tensor | None:
         """Return one lane per row, ``[n]`` int64; None if they are wrong, so that the writer raises the error.
@@ -262,90 +232,91 @@ class BoundWrite:
         except (TypeError, ValueError, IndexError):
             return None
 
-    def _bind_shared(self) -> None:
-        from rlbuf_td.kernels.batch import journal_cpu
+    def _write(self, call: _Write, index: Tensor | None, single: bool, counts: bool) -> int | Tensor | None:
+        if self.entry is not None and self.entry.value is not None:
+            self.entry.value[0] = self.entry.sampler.priorities.entry
+        if call.lane_ids or not self.storage.ring.together:
+            if self.entries is not None:  # single lanes of deduplicated rows are written with torch
+                return None
+            if len(self.cells) < call.rows:
+                self.cells = torch.empty(call.rows, dtype=torch.int64, device="cpu")
+        if not (counts or self.has_others or self.notes_writes["add" if single else "extend"]):
+            with self.lock:
+                cursor = self._copy(call) if self.shared is None else self._write_shared(call)
+            return None if cursor == _REFUSED else cursor if index is None else index
+        return self._write_and_tell(call, index, single, counts)
 
-        self.lane_count = self.rows.lanes.numel()
-        self.save_ring = machine_code(journal_cpu.save_ring)
-        self.save_lanes = machine_code(journal_cpu.save_lanes)
-        if self.entry is not None:
-            self.enter = machine_code(self.entry.loops.enter)
-            self.enter_lanes = machine_code(self.entry.loops.enter_lanes)
-
-    @held_back
-    def _write_shared(self, count: int, index: int) -> int:
-        """Write rows in steps between which a process may be killed: the next process undoes or completes the write."""
-        self.shared.journal.fit(count * self.lane_count)
-        if not self.save_ring(self.address, count):
-            return -1
-        self.shared.journal.saved()
-        cursor = self._copy(count, index)
-        self.shared.journal.written()
-        self.enter_rows(cursor, count)
+    def _copy(self, call: _Write) -> int:
+        """Write the rows at :attr:`sources`, and their priorities; return what the kernel returns."""
+        cells = self.cells.data_ptr()
+        if self.entries is None:
+            return self.kernel(self.address, *call[:3], cells, call.index_at)
+        self.head[:], keeps = self.storage.ring.head[:2], self.rows.keeps_replaced
+        with held_back:  # an interrupt between the two calls would leave rows with the observations of other rows
+            cursor = self.kernel(self.address, *call[:3], cells, call.index_at)
+            if cursor != _REFUSED:
+                self.entries.begin(self.head)
+                self.write_entries(self.address, cursor, call.number, call.lanes_first, *self.entries_at, keeps)
+                self.entries.end()
         return cursor
 
-    def enter_rows(self, cursor: int, count: int) -> None:
-        """Set the priorities of the rows that :meth:`_write_shared` has written."""
-        if self.entry is not None:
-            self.enter(self.address, cursor, count)
-            self.entry.sampler.priorities.keep_steps(cursor, count, self.storage)
-
     @held_back
-    def _append_shared(self, lane_ids: Tensor, index: Tensor) -> bool:
-        self.shared.journal.fit(len(index))
-        if not self.save_lanes(self.address, len(index), lane_ids.data_ptr()):
-            return False
-        self.shared.journal.saved()
-        self.append_rows(self.address, len(index), lane_ids.data_ptr(), self.cells.data_ptr(), index.data_ptr())
-        self.shared.journal.written()
-        self.enter_rows_of_lanes(len(index))
-        return True
-
-    def enter_rows_of_lanes(self, count: int) -> None:
-        """Set the priorities of the rows that :meth:`_append_shared` has written."""
-        if self.entry is not None:
-            self.enter_lanes(self.address, count, self.cells.data_ptr())
-            self.entry.sampler.priorities.keep(self.cells[:count], self.storage)
-
-    def _append(self, lane_ids: Tensor, index: Tensor) -> bool:
-        self.append_rows = self.append_rows or machine_code(self.lanes_loop)
-        if self.shared is not None:
-            with self.lock:
-                return self._append_shared(lane_ids, index)
-        lane_ids_at, cells_at, index_at = lane_ids.data_ptr(), self.cells.data_ptr(), index.data_ptr()
-        with self.lock:
-            return self.append_rows(self.address, len(index), lane_ids_at, cells_at, index_at)
-
-    @held_back
-    def _append_and_tell(self, lane_ids: Tensor, index: Tensor) -> bool:
-        if not self._append(lane_ids, index):
-            return False
-        self.writer.announce_rows(self.cells[: len(index)].clone(), index, self.others)
-        if self.notes_writes["extend"]:
-            self.sampler.extend(index)
-        return True
-
-    @held_back
-    def _write_and_tell(
-        self, count: int, where: int, index: Tensor | None, single: bool, counts: bool
-    ) -> int | Tensor | None:
+    def _write_and_tell(self, call: _Write, index: Tensor | None, single: bool, counts: bool) -> int | Tensor | None:
         """Write rows, count them, and call the methods of listeners that have no compiled form."""
-        steps, kept = self.rows.steps, min(count, self.rows.steps)
         with self.lock:  # not while listeners are told: they may look up ranks, which needs this lock
-            cursor = (self._copy if self.shared is None else self._write_shared)(count, where)
-        if cursor < 0:
+            cursor = self._copy(call) if self.shared is None else self._write_shared(call)
+        if cursor == _REFUSED:
             return None
         found = cursor if index is None else index
         if counts and self.record is not None:
             lanes = self.rows.lanes.numel()
-            strides = (1, count) if self.time_dim == 1 and not single else (lanes, 1)
-            self.record(self.sources, (count, lanes), strides)  # before others, which may write: new `sources`
-        if self.has_others:
-            self.writer.announce((cursor + count - kept) % steps, kept, steps, found, self.others)
+            strides = (1, call.number) if call.lanes_first and not single else (lanes, 1)
+            self.record(self.sources, (call.number, lanes), strides)  # before others, which may write: new `sources`
+        if self.has_others and cursor == _IN_CELLS:
+            self.writer.announce_rows(self.cells[: self._cell_count(call)].clone(), index, self.others)
+        elif self.has_others:
+            steps, kept = self.rows.steps, min(call.number, self.rows.steps)
+            self.writer.announce((cursor + call.number - kept) % steps, kept, steps, found, self.others)
         how = "add" if single else "extend"
         if self.notes_writes[how]:
             getattr(self.sampler, how)(found)
         return found
+
+    def _cell_count(self, call: _Write) -> int:
+        """Return the number of rows that the kernel has written to single lanes, or to lanes that stand apart."""
+        return call.rows if call.lane_ids else min(call.number, self.rows.steps) * self.rows.lanes.numel()
+
+    def _bind_shared(self) -> None:
+        from rlbuf_td.kernels.batch import journal_cpu
+
+        self.save = machine_code(journal_cpu.save)
+        if self.entry is not None:
+            self.enter = machine_code(self.entry.loops.enter)
+
+    @held_back
+    def _write_shared(self, call: _Write) -> int:
+        """Write rows in steps between which a process may be killed: the next process undoes or completes the write."""
+        self.shared.journal.fit(call.rows)
+        if not self.save(self.address, call.number, call.lane_ids):
+            return _REFUSED
+        self.shared.journal.saved()
+        cursor = self._copy(call)
+        self.shared.journal.written()
+        self.enter_rows(call, cursor)
+        return cursor
+
+    def enter_rows(self, call: _Write, cursor: int) -> None:
+        """Set the priorities of the rows that :meth:`_write_shared` has written."""
+        if self.entry is None:
+            return
+        priorities, count = self.entry.sampler.priorities, call.number
+        if cursor == _IN_CELLS:
+            count = self._cell_count(call)
+            self.enter(self.address, count, cursor, self.cells.data_ptr())
+            priorities.keep(self.cells[:count], self.storage)
+        else:
+            self.enter(self.address, count, cursor, self.cells.data_ptr())
+            priorities.keep_steps(cursor, count, self.storage)
 
     def _collect(self, data: TensorDict, lead: torch.Size) -> list[Tensor] | None:
         """Store the addresses of the data's tensors for the kernel; return the tensors, or None if they do not fit."""

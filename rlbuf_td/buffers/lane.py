@@ -10,7 +10,6 @@ from tensordict import TensorDictBase
 from torchrl.data.replay_buffers import TensorDictReplayBuffer
 
 from rlbuf_td.storages.checks import whole
-from rlbuf_td.storages.lane_heads import LENGTH, lane_count
 from rlbuf_td.storages.trajectory_index import begin_episode
 
 
@@ -46,7 +45,7 @@ class Lane:
         storage = buffer.storage
         if storage.ndim != 2:
             raise ValueError(f"lanes are those of a PackedStorage(max_size, ndim=2), this one has ndim={storage.ndim}")
-        lanes = lane_count(storage)
+        lanes = storage.lane_count
         if lanes is None:
             reason = "the number of lanes is not known before the first write"
             raise ValueError(f"{reason}: give it, PackedStorage(max_size, ndim=2, lanes=E)")
@@ -70,7 +69,7 @@ class Lane:
     def __len__(self) -> int:
         """Return the number of stored transitions of this lane."""
         storage: Any = self.buffer.storage
-        return int(storage.heads.read(storage)[1][self.number]) if storage.numbers[LENGTH] else 0
+        return int(storage.ring.count[self.number]) if len(storage) else 0
 
     def chronological(self) -> TensorDictBase:
         """Return a copy of the lane's transitions, transformed and oldest first, ``[n]``. Errors: see :meth:`last`."""

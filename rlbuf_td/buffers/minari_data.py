@@ -19,8 +19,7 @@ from rlbuf_td.envs.specs import OBSERVATION, tensors_of
 from rlbuf_td.envs.transition import make_transition
 from rlbuf_td.kernels.huge_pages import take_pages
 from rlbuf_td.storages import PackedStorage
-from rlbuf_td.storages.indexing import coordinates, lanes_of, stored_rows
-from rlbuf_td.storages.lane_heads import cells_by_age, lanes_apart
+from rlbuf_td.storages.indexing import coordinates, lanes_of, stand_apart, stored_rows
 from rlbuf_td.storages.schema import SchemaError, refuse_rounding, show_key, walk
 from rlbuf_td.storages.trajectory_index import TRAJ_KEY
 from rlbuf_td.writers.common import steps_by_age
@@ -125,8 +124,8 @@ def spaces_of(env: Any, observation_space: Any, action_space: Any) -> tuple[Any,
 
 def _lanes_by_age(storage: PackedStorage, writer: Writer) -> list[torch.Tensor]:
     """Return the flat indices of each lane's rows, oldest first."""
-    if lanes_apart(storage) and storage.in_time_order:
-        rows, count = torch.from_numpy(cells_by_age(storage)), storage.heads.read(storage)[1]
+    if stand_apart(storage) and storage.in_time_order:
+        rows, count = storage.ring.cells_by_age(), storage.ring.count
         return [lane for lane in rows.split(count.tolist()) if len(lane)]
     steps, lanes = steps_by_age(writer, storage, None), lanes_of(storage).numel()
     return [steps * lanes + lane for lane in range(lanes)]

@@ -45,9 +45,9 @@ from rlbuf_td.samplers.common import OwnSignature
 from rlbuf_td.storages.checks import as_number, fraction, whole
 from rlbuf_td.storages.keys import as_tuple
 from rlbuf_td.storages.notebooks import MIXTURES
+from rlbuf_td.storages.ring import SAMPLED_AT
 from rlbuf_td.storages.shared.generators import pickled_generator, unpickled_generator
 from rlbuf_td.storages.tensordict_fast import set_entries_
-from rlbuf_td.storages.write_clock import SAMPLED_AT
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -269,7 +269,7 @@ class ReplayBufferMixture:
         is_weighted = any(member._initialize().prioritized is not None for member in self.members.values())
         has_lanes = any(member.storage.ndim > 1 for member in self.members.values())
         largest = largest_normalizer(self.members, parts)
-        for name, (rows, normalizer, now) in parts.items():
+        for name, (rows, normalizer, stamps) in parts.items():
             size, device = len(rows), rows["index"].device
             more = {"source": torch.full((size,), self.names.index(name), device=device)}
             if has_lanes:
@@ -277,7 +277,7 @@ class ReplayBufferMixture:
             if is_weighted:
                 weight = rows.get("priority_weight", torch.ones(size, dtype=torch.float32, device=device))
                 more["priority_weight"] = weight * max((normalizer or 1.0) / largest, LEAST_RATIO)
-                more[SAMPLED_AT] = rows.get(SAMPLED_AT, torch.full((size,), now, device=device))
+                more[SAMPLED_AT] = stamps if SAMPLED_AT not in rows.keys() else rows[SAMPLED_AT]
             set_entries_(rows, more)
         refuse_difference({name: kinds(part.rows) for name, part in parts.items()})
         return torch.cat([part.rows for part in parts.values()])
@@ -313,18 +313,20 @@ class ReplayBufferMixture:
         for member, part in updates:
             member.update_tensordict_priority(part)
 
-    def write_back(self, batch: TensorDictBase, keys: Any, *, sampled_at: Mapping[str, int] | None = None) -> int:
+    def write_back(
+        self, batch: TensorDictBase, keys: Any, *, sampled_at: Mapping[str, torch.Tensor] | None = None
+    ) -> int:
         """Write entries of a batch to the rows of all members; see :meth:`ReplayBuffer.write_back`.
 
-        ``sampled_at`` maps the name of each member to the value that the member's ``storage.clock.now`` had before the
-        batch was sampled. If no member is prioritized, the batch has no entry ``"sampled_at"``, and this argument is
-        required. After an error, no member has changed.
+        ``sampled_at`` maps the name of each member to the stamps of its rows in the batch, in their order:
+        ``{name: rb.storage.stamps(batch["index"][batch["source"] == place])}``. If no member is prioritized, the batch
+        has no entry ``"sampled_at"``, and this argument is required. After an error, no member has changed.
         """
         flat, times = batch.reshape(-1), {} if sampled_at is None else sampled_at
         masks = members_of(flat, self.names)
         if not isinstance(times, Mapping) or (SAMPLED_AT not in flat.keys() and not masks.keys() <= times.keys()):
             lacks = f"the batch has no 'sampled_at', and sampled_at={times!r} lacks one of {[*masks]}"
-            raise KeyError(f"{lacks}: read each member's storage.clock.now before sampling, and pass a dict of them")
+            raise KeyError(f"{lacks}: pass a dict of storage.stamps(...) of each member's rows")
         parts = {name: without_lane(self.members[name], flat[is_own]) for name, is_own in masks.items()}
         own = [(self.members[name], part, times.get(name)) for name, part in parts.items()]
         checked = [member._checked_entries(part, keys, time) for member, part, time in own]

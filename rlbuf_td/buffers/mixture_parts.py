@@ -21,14 +21,13 @@ from rlbuf_td.samplers.common import refuse_errors, refuse_priorities, stored_na
 from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.storages import PackedStorage, SchemaError
 from rlbuf_td.storages.checks import require_packed
-from rlbuf_td.storages.indexing import device_of, flat_rows, merge_
+from rlbuf_td.storages.indexing import device_of, flat_rows, merge_, row_count
 from rlbuf_td.storages.keys import as_tuple
-from rlbuf_td.storages.lane_heads import row_count
 from rlbuf_td.storages.notebooks import MIXTURES
+from rlbuf_td.storages.ring import SAMPLED_AT
 from rlbuf_td.storages.schema import kind, show_key
 from rlbuf_td.storages.state import examine
 from rlbuf_td.storages.torchrl_parts import columns_of
-from rlbuf_td.storages.write_clock import SAMPLED_AT, skip_stale
 
 
 def normalizer_of(member: ReplayBuffer, report: Mapping[Any, Any] | None) -> float | None:
@@ -99,15 +98,15 @@ class Part(NamedTuple):
 
     rows: TensorDictBase  # with the sampler's report
     normalizer: float | None  # see :func:`normalizer_of`
-    now: int  # the storage's clock before the draw
+    stamps: Tensor | None  # of the rows; None if their storage has none
 
 
 def part_of(member: ReplayBuffer, count: int) -> Part:
     """Draw ``count`` rows from a member, and transform them."""
     with member._futures_lock, member._locked():  # priorities must not change before the normalizer is known
-        now = member.storage.clock.now
         drawn = member._draw(count)
         normalizer = None if drawn is None else normalizer_of(member, drawn[1])
+        stamps = None if drawn is None or drawn[0].ndim != 1 else member.storage.stamps(drawn[1]["index"])
     if drawn is not None:
         finished = member._finish(*drawn)
         if finished[0].ndim != 1:
@@ -115,11 +114,13 @@ def part_of(member: ReplayBuffer, count: int) -> Part:
             raise ValueError(
                 f"members must store single transitions, these rows have further batch dims, {inner}{MIXTURES}"
             )
-        return Part(finished[0], normalizer, now)
+        return Part(finished[0], normalizer, stamps)
     rows, info = member._sample(count)  # TorchRL's general path, which adds the report later
     if "index" not in rows.keys():
         merge_(rows, info)
-    return Part(without_lane(member, rows), normalizer_of(member, info), now)  # TorchRL's slices have an index [B, 1]
+    rows = without_lane(member, rows)  # TorchRL's slices have an index [B, 1]
+    is_packed = isinstance(member.storage, PackedStorage)
+    return Part(rows, normalizer_of(member, info), member.storage.stamps(rows["index"]) if is_packed else None)
 
 
 def largest_normalizer(members: Mapping[str, ReplayBuffer], parts: Mapping[str, Part]) -> float:
@@ -174,7 +175,7 @@ def refuse_update(member: ReplayBuffer, batch: TensorDictBase) -> None:
     index, td_error = parts.errors_of(batch, member.priority_key)
     stamp = batch.get(SAMPLED_AT, None)
     if stamp is not None:
-        index, _ = skip_stale(index, stamp, batch.ndim, member.storage)
+        index, _ = member.storage.skip_stale(index, stamp, batch.ndim)
     flat, rows = flat_rows(index, member.storage, device_of(member.storage)), len(member.storage)
     if backend_of(flat) == "numba" and backend_of(td_error) == "numba" and len(flat):
         refuse_errors(td_error.reshape(-1))

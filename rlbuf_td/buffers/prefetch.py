@@ -9,16 +9,16 @@ from operator import is_
 from time import perf_counter
 from typing import Any, NamedTuple, TypeAlias, cast
 
+import numpy as np
 import torch
 from tensordict import TensorDictBase
 from torchrl.data.replay_buffers import TensorDictReplayBuffer
 
 from rlbuf_td.buffers.parts import Parts
-from rlbuf_td.storages.indexing import device_of, flat_rows
+from rlbuf_td.storages.indexing import device_of
 from rlbuf_td.storages.listeners import WeakReference
 from rlbuf_td.storages.notebooks import GPU
 from rlbuf_td.storages.torchrl_parts import generator_of
-from rlbuf_td.storages.write_clock import BY_ROW
 
 Sample: TypeAlias = tuple[TensorDictBase, dict[Any, Any]]  # a batch and the sampler's report
 
@@ -29,17 +29,12 @@ class _Batch(NamedTuple):
     """A batch drawn ahead."""
 
     sample: Sample | Future[Sample]  # a Future if a thread transforms the batch
-    index: Any  # of its rows
-    drawn_at: int  # the storage's write clock at the draw
+    written: np.ndarray  # the number of rows ever written to each lane at the draw, ``[E]``
     progress: Any  # the sampler's before the draw, if it hands out each row once
 
     def is_overwritten(self, storage: Any) -> bool:
-        """Whether all its rows have been overwritten since the draw."""
-        clock, rows = storage.clock, storage.all_rows()
-        if clock.since(self.drawn_at) < rows.steps or not clock.numbers[BY_ROW]:
-            return clock.since(self.drawn_at) >= rows.steps
-        flat = flat_rows(self.index, storage, storage.device)
-        return int(clock.skip_rewritten(flat, torch.full_like(flat, self.drawn_at), rows.shape)[1]) == len(flat)
+        """Whether all rows that were stored at the draw have been overwritten since."""
+        return bool((storage.ring.tail >= self.written).all())
 
     def result(self) -> Sample:
         return self.sample.result() if isinstance(self.sample, Future) else self.sample
@@ -81,12 +76,12 @@ class Prefetcher:
         buffer, storage = self._buffer, self._buffer.storage
         with buffer._locked():
             progress = getattr(buffer.sampler, "progress", None)
-            drawn_at = storage.clock.now
+            written = storage.ring.written.copy()
             batch, report = cast(Sample, buffer._draw(batch_size))  # not TorchRL's code, which the buffer has excluded
             self._drop_outdated(is_drawn=True)  # a draw may start new epochs
-        index, finish = report["index"], partial(self._finish, buffer, batch, report)
+        finish = partial(self._finish, buffer, batch, report)
         sample = buffer._prefetch_executor.submit(finish) if self._is_slow else finish()
-        return _Batch(sample, index, drawn_at, progress)
+        return _Batch(sample, written, progress)
 
     def _finish(self, buffer: TensorDictReplayBuffer, batch: TensorDictBase, report: dict[Any, Any]) -> Sample:
         start = perf_counter()

@@ -79,22 +79,23 @@ from rlbuf_td.storages.indexing import (
     one_a_row,
     put_back_,
     refuse_range,
+    row_count,
+    written_rows,
 )
 from rlbuf_td.storages.interrupts import held_back
 from rlbuf_td.storages.keys import is_key, nested_key, optional_key
-from rlbuf_td.storages.lane_heads import NEWEST, cells_by_age, holes_of, row_count, written_rows
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.memory_budget import Purpose, require_room, shared_tensors
 from rlbuf_td.storages.notebooks import PROCESSES
+from rlbuf_td.storages.ring import SAMPLED_AT
 from rlbuf_td.storages.row_class import opened
 from rlbuf_td.storages.schema import refuse_index, refuse_rounding, reshaped, walk
 from rlbuf_td.storages.shared.generators import pickled_generator, unpickled_generator
 from rlbuf_td.storages.shared.journal_file import PRIORITY_FILE
-from rlbuf_td.storages.shared.memory import SharedNumbers
+from rlbuf_td.storages.shared.memory import SharedNumbers, Tally
 from rlbuf_td.storages.state import examine
 from rlbuf_td.storages.tensordict_fast import entries_of
 from rlbuf_td.storages.trajectory_index import TRAJ_KEY, TrajectoryIndex
-from rlbuf_td.storages.write_clock import SAMPLED_AT, Tally, skip_stale
 from rlbuf_td.storages.writes import edit_all, edit_entries, stacked
 from rlbuf_td.writers import RingWriter
 from rlbuf_td.writers.common import next_step, steps_by_age
@@ -886,7 +887,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
                 return None
             flat, info, batch = parts.draw(batch_size, storage.gather)
             if parts.is_stamped:
-                info[SAMPLED_AT] = storage.clock.stamp(storage.clock.now, flat.shape[0], flat.device)
+                info[SAMPLED_AT] = storage.ring.stamp(flat)
         return parts.laid_out(self._assemble(flat, info, batch), info)
 
     def _finish(self, batch: Any, info: dict[Any, Any]) -> Sample:
@@ -899,12 +900,11 @@ class ReplayBuffer(TensorDictReplayBuffer):
         return batch, info
 
     def _sample_generally(self, batch_size: int) -> Sample:
-        now = self._storage.clock.now if self.parts.is_stamped else None
-        batch, info = super()._sample(batch_size)
-        self._note_draw(info["index"], info)
-        if now is not None:
-            first = info["index"][0] if isinstance(info["index"], tuple) else info["index"]
-            info[SAMPLED_AT] = self._storage.clock.stamp(now, first.shape[0], first.device)
+        with self._locked() if self.parts.is_stamped else nullcontext():  # until the stamps are known
+            batch, info = super()._sample(batch_size)
+            self._note_draw(info["index"], info)
+            if self.parts.is_stamped:
+                info[SAMPLED_AT] = self._storage.stamps(info["index"])
         return batch, info
 
     def _assemble(self, flat: torch.Tensor, info: dict[Any, Any], batch: Any) -> TensorDictBase:
@@ -916,7 +916,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
 
     def _note_draw(self, index: Any, info: dict[str, Any]) -> None:
         """Record the rows and weights of a batch, and the newest time step, for :meth:`health`."""
-        self.last_draw = LastDraw(index, info.get("priority_weight"), self._storage.numbers.values[NEWEST])
+        self.last_draw = LastDraw(index, info.get("priority_weight"), self._storage.ring.newest)
         if self.replay_count is not None:
             self.replay_count.count_(index)
 
@@ -1169,7 +1169,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
         self._require("lane")
         return Lane(self, lane)
 
-    def write_back(self, batch: TensorDictBase, keys: Any, *, sampled_at: int | None = None) -> int:
+    def write_back(self, batch: TensorDictBase, keys: Any, *, sampled_at: torch.Tensor | None = None) -> int:
         """Write entries of a sampled batch, such as recurrent states, to its rows; return the number of rows written.
 
         Rows that have been replaced since they were sampled are skipped, and so is the padding of sequences. If a row
@@ -1179,8 +1179,9 @@ class ReplayBuffer(TensorDictReplayBuffer):
         Args:
             batch: a batch of this buffer, ``[B]`` or ``[B, ...]``, with its ``"index"``.
             keys: the keys of the entries, or one key. Rows and batch must have these keys with equal dtypes and shapes.
-            sampled_at: the value of ``rb.storage.clock.now`` before the batch was sampled. Batches of prioritized
-                samplers do not need this argument, because they have an entry ``"sampled_at"``.
+            sampled_at: the stamps of the batch's rows, ``rb.storage.stamps(batch["index"])``, taken before other rows
+                are written. Batches of prioritized samplers do not need this argument, because they have an entry
+                ``"sampled_at"``.
 
         Raises:
             SchemaError: a key is missing in the rows or in the batch, or its dtypes or shapes differ; nothing has
@@ -1199,38 +1200,41 @@ class ReplayBuffer(TensorDictReplayBuffer):
             >>> from tensordict import TensorDict
             >>> rb = ReplayBuffer(batch_size=2)
             >>> _ = rb.extend(TensorDict({"x": torch.zeros(1), "state": torch.zeros(1)}, [1]))
-            >>> now = rb.storage.clock.now
             >>> batch = rb.sample()
+            >>> stamps = rb.storage.stamps(batch["index"])
             >>> batch["state"] += 1
-            >>> rb.write_back(batch, ["state"], sampled_at=now), rb.storage["state"]
+            >>> rb.write_back(batch, ["state"], sampled_at=stamps), rb.storage["state"]
             (2, tensor([1.]))
         """
         self._require("write_back")
         return self._write_back(batch, *self._checked_entries(batch, keys, sampled_at))
 
     def _checked_entries(
-        self, batch: TensorDictBase, keys: Any, sampled_at: int | None
+        self, batch: TensorDictBase, keys: Any, sampled_at: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, dict[tuple[str, ...], torch.Tensor]]:
-        """Raise the errors of :meth:`write_back`; return the index, the sampling times and the entries, by row."""
+        """Raise the errors of :meth:`write_back`; return the index, the stamps and the entries, by row."""
         self._refuse_shut_down()
         parts = self.parts or self._initialize()
         storage, dims = parts.storage, batch.ndim
         inner = inner_dims(storage, dims)
         index, stamp = batch.get("index", None), batch.get(SAMPLED_AT, None)
-        if sampled_at is not None:
-            stamp = torch.full(batch.batch_size, sampled_at, device=storage.device)
+        stamp = stamp if sampled_at is None else sampled_at
         if index is None or stamp is None:
             reason = (
                 "its rows are not known, sample it with include_info=True"
                 if index is None
                 else "rows may have been replaced since it was sampled"
             )
-            remedy = "" if index is None else ": read rb.storage.clock.now before, and pass it as sampled_at="
+            remedy = "" if index is None else ": read rb.storage.stamps(index) then, and pass it as sampled_at="
             raise KeyError(f"the batch has no {'index' if index is None else SAMPLED_AT!r}: {reason}{remedy}")
         names = writing.listed(keys)
         if parts.wrapper is not None and any(key[0] == "next" for key in names) and joins_steps(parts.wrapper):
             raise ValueError("cannot write back 'next' entries of n-step transitions: they belong to later rows")
-        return index, stamp, {key: writing.entry_by_row(storage, batch, key, inner) for key in names}
+        values = {key: writing.entry_by_row(storage, batch, key, inner) for key in names}
+        if sampled_at is not None:
+            writing.refuse_other_stamps(stamp, batch.batch_size[: dims - inner])
+            stamp = stamp.reshape(*stamp.shape, *[1] * inner).expand(batch.batch_size)
+        return index, stamp, values
 
     def _write_back(
         self,
@@ -1244,7 +1248,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
         inner = inner_dims(storage, dims)
         with storage.lock:
             flat = flat_rows(first_of_row(index, dims, inner), storage, storage.device)
-            flat = skip_stale(flat, stamp, dims, storage)[0]
+            flat = storage.skip_stale(flat, stamp, dims)[0]
             kept = flat >= 0
             if "mask" in parts.report_keys and "mask" in batch.keys():
                 kept &= first_of_row(batch["mask"], dims, inner).to(kept.device)
@@ -1493,7 +1497,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
             if parts.prioritized is None:  # another thread has replaced the sampler
                 return
             if sampled_at is not None:
-                index, stale = skip_stale(index, sampled_at, dims, parts.storage)
+                index, stale = parts.storage.skip_stale(index, sampled_at, dims)
             parts.prioritized.update_priority(index, td_error, storage=parts.storage)
             self.stale_updates.add(stale)
 
@@ -1501,14 +1505,16 @@ class ReplayBuffer(TensorDictReplayBuffer):
 
     def _initialize_prioritized_sampler(self) -> None:
         """Give the rows that a storage already holds a priority; TorchRL's constructor calls this method."""
-        if holes_of(self._storage):  # TorchRL would give one to cells that have not been written, too
+        if row_count(self._storage) < len(
+            self._storage
+        ):  # TorchRL would give one to cells that have not been written, too
             self._sampler.mark_update(written_rows(self._storage), storage=self._storage)
         else:
             super()._initialize_prioritized_sampler()
 
     def __len__(self) -> int:
         """Return the number of stored rows."""
-        return super().__len__() - holes_of(self._storage)
+        return super().__len__() - (len(self._storage) - row_count(self._storage))
 
     @property
     def full(self) -> bool:
@@ -1530,7 +1536,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
         self._require("chronological")
         if flat and row_count(self.storage) < len(self.storage) and self.storage.in_time_order:
             with self._locked():
-                data = self._storage.gather(torch.from_numpy(cells_by_age(self._storage)).to(self._storage.device))
+                data = self._storage.gather(self._storage.ring.cells_by_age().to(self._storage.device))
             return self._transformed(data)
         return self.last(None, flat=flat)
 

@@ -31,9 +31,8 @@ from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.proportional import read_torchrl_priorities
 from rlbuf_td.storages import torchrl_parts
 from rlbuf_td.storages.checks import require_packed
-from rlbuf_td.storages.indexing import coordinates, lanes_of
+from rlbuf_td.storages.indexing import coordinates, lanes_of, stand_apart
 from rlbuf_td.storages.keys import is_key, nested_key, optional_key
-from rlbuf_td.storages.lane_heads import lanes_apart
 from rlbuf_td.storages.state import end_trajectories
 from rlbuf_td.storages.trajectory_index import TRAJ_KEY
 from rlbuf_td.writers.common import keeps_order
@@ -149,7 +148,7 @@ def _steps(writer: Writer, storage: Storage) -> torch.Tensor:
     """Return the indices of the written time steps, oldest first if the writer is a round-robin writer."""
     if not len(storage):
         raise RuntimeError("the buffer is empty: there is nothing to import")
-    if lanes_apart(storage):
+    if stand_apart(storage):
         raise ValueError("lanes stand at unlike steps: use copy=False, or dump the buffer and load the dump")
     steps = len(storage) // lanes_of(storage).numel()
     is_ring = isinstance(writer, RoundRobinWriter) and torchrl_parts.is_full(storage)

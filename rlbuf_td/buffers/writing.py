@@ -13,9 +13,9 @@ from tensordict import NestedKey, TensorDictBase
 from rlbuf_td.buffers.parts import Parts
 from rlbuf_td.storages import PackedStorage, SchemaError, torchrl_parts
 from rlbuf_td.storages.keys import as_tuple, is_key
+from rlbuf_td.storages.ring import SAMPLED_AT
 from rlbuf_td.storages.schema import kind, reshaped, show_key, walk
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
-from rlbuf_td.storages.write_clock import SAMPLED_AT
 from rlbuf_td.storages.writes import wrapping
 
 
@@ -43,6 +43,12 @@ def refuse_other_lanes(lane_key: NestedKey, data: TensorDictBase, lanes: Any) ->
             f"row {at} is of lane {own[at]} by {lane_key!r}, which the buffer's lane_key names, and of lane {said} by "
             "lanes= or rb.lane: leave out lanes="
         )
+
+
+def refuse_other_stamps(stamps: Any, shape: torch.Size) -> None:
+    if not isinstance(stamps, torch.Tensor) or stamps.shape != shape:
+        found = [*stamps.shape] if isinstance(stamps, torch.Tensor) else stamps
+        raise ValueError(f"sampled_at= takes the stamps of the batch's rows, {[*shape]}, got {found}")
 
 
 def listed(keys: Any) -> list[tuple[str, ...]]:

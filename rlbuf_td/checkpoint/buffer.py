@@ -9,17 +9,16 @@ from math import prod
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import torch
 from tensordict import TensorDictBase
 from torchrl.data.replay_buffers import RoundRobinWriter
 
 from rlbuf_td.checkpoint import parts
 from rlbuf_td.checkpoint.files import DumpReader, Report, explained, progress_bar, reading, write_state, writing
 from rlbuf_td.checkpoint.manifest import CheckpointError, decode
-from rlbuf_td.checkpoint.rows import SavedRows, split_rows
+from rlbuf_td.checkpoint.rows import SavedRows, newest_rows, split_rows
 from rlbuf_td.storages import PackedStorage, torchrl_parts
 from rlbuf_td.storages.checks import OUT_OF_ORDER
-from rlbuf_td.storages.lane_heads import row_count
+from rlbuf_td.storages.indexing import row_count
 
 KIND = "buffer"
 _COUNTERS = "_cursor", "_write_count"
@@ -71,11 +70,9 @@ class _Load:
         # A dump made before the first write has no rows, but keys if its storage was reserved. A storage with rows
         # ignores these keys.
         if "layout" in saved["state"] and not (saved["state"].get("reserved") and storage.rows is not None):
-            cursor, in_order = self.saved["writer"]["state"].get("_cursor"), saved["state"].get("in_time_order", True)
-            if not in_order and getattr(rb.sampler, "needs_order", False):
+            self.rows = SavedRows(reader, saved, storage)
+            if not self.rows.in_order and getattr(rb.sampler, "needs_order", False):
                 raise CheckpointError(f"a {type(rb.sampler).__name__} needs rows in time order, and {OUT_OF_ORDER}")
-            cursor = cursor if in_order else None
-            self.rows = SavedRows(reader, saved, storage, cursor)
             self._resize(self.rows)
         parts.refuse_malformed(rb, self.saved)
 
@@ -110,12 +107,10 @@ class _Load:
             "layout": state["layout"],
             "_len": fit.steps * lanes,
             "full": fit.steps == capacity,
-            "last_cursor": fit.steps - 1 if fit.moves else state["last_cursor"],
+            "ring": state["ring"] | {"head": newest_rows(state["ring"]["head"], capacity)},
             "reserved": state.get("reserved", False),
-            "in_time_order": state.get("in_time_order", True),
             "row_class": state.get("row_class"),
-            "clock": _resized_clock(state.get("clock"), fit.rows(lanes)),
-        } | ({} if fit.heads is None else {"lane_heads": fit.heads})
+        }
         saved["writer"]["state"] |= {"_cursor": fit.steps % capacity}
         saved["trajectories"] = [each | {"state": {}} for each in saved["trajectories"]]
 
@@ -150,12 +145,6 @@ class _Load:
         if rb.replay_count is not None:
             same = not self.rows_only and (self.rows is None or self.rows.fit.is_same)
             rb.replay_count.restore(saved["buffer"]["replays"] if same else None)
-
-
-def _resized_clock(clock: dict[str, Any] | None, rows: torch.Tensor) -> dict[str, Any]:
-    """Return a clock that knows only the order of the loaded rows, which have flat indices ``rows`` in the dump."""
-    written = None if clock is None or clock["written"] is None else clock["written"][rows]
-    return {"capacity": -1, "written": written}
 
 
 @dataclass(frozen=True)
@@ -219,7 +208,7 @@ def _storage(reader: DumpReader, saved: dict[str, Any], progress: bool | None) -
     shape = [int(size) for size in saved["shape"]]
     is_deduplicated = "pooled" in saved["state"]  # the rows keep their saved form
     storage = PackedStorage(prod(shape), ndim=int(saved["ndim"]), share_next=is_deduplicated and "auto")
-    rows = SavedRows(reader, saved, storage, None)
+    rows = SavedRows(reader, saved, storage)
     if rows.lanes != tuple(shape[1:]):
         raise CheckpointError("the layout of the rows does not fit their size")
     with progress_bar("open", rows.nbytes, progress) as report:

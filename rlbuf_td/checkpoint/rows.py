@@ -15,15 +15,16 @@ from rlbuf_td.kernels.huge_pages import take_pages
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.allocate import ROWS_FILE, make_rows, steps_for
 from rlbuf_td.storages.dedup import saved_dedup
-from rlbuf_td.storages.lane_heads import serials_of
+from rlbuf_td.storages.ring import saved_serials
 from rlbuf_td.storages.rows import Rows
 from rlbuf_td.storages.state import (
     admit_state,
     dedup_for,
+    has_holes,
     refuse_counters,
     refuse_foreign,
     rows_of_state,
-    saved_serials,
+    stand_together,
 )
 from rlbuf_td.storages.writes import begin
 
@@ -37,7 +38,6 @@ class Fit:
     is_same: bool  # whether the capacities are equal, so that rows keep their positions
     dropped: int  # number of oldest time steps that do not fit
     cells: torch.Tensor | None = None  # of lanes that stand apart: for each loaded row, its flat index in the dump
-    heads: torch.Tensor | None = None  # of lanes that stand apart, after the load
 
     @property
     def moves(self) -> bool:
@@ -69,17 +69,24 @@ def fit(saved: int, capacity: int, live: int, cursor: int | None) -> Fit:
     return Fit(tuple(part for part in parts if part[1]), kept, False, live - kept)
 
 
-def fit_lanes(saved: int, capacity: int, live: int, heads: torch.Tensor) -> Fit:
-    """Choose the newest rows of each lane, of lanes that stand apart; the arguments are those of :func:`fit`."""
+def fit_lanes(saved: int, capacity: int, live: int, head: torch.Tensor) -> Fit:
+    """Choose the newest rows of each lane, of lanes that stand apart; ``head`` is that of the saved ring."""
     if saved == capacity:
         return Fit(((0, live),), live, True, 0)
-    newest, count = heads
+    tail, written, _ = head
+    count, newest = written - tail, (written - 1) % saved
     kept, lane = count.clamp(max=capacity), torch.arange(len(count), device="cpu")
     step = torch.arange(int(kept.max()), device="cpu")[:, None]
     # A lane with fewer rows than others is not full: the dump has its holes at the same steps.
     source = torch.where(step < kept, (newest - (kept - 1 - step)) % saved, step)
     cells, dropped = (source * len(count) + lane).flatten(), int((count - kept).max())
-    return Fit(((0, len(step)),), len(step), False, dropped, cells, torch.stack((kept - 1, kept)))
+    return Fit(((0, len(step)),), len(step), False, dropped, cells)
+
+
+def newest_rows(head: torch.Tensor, capacity: int) -> torch.Tensor:
+    """Return the numbers of a ring of which each lane keeps its newest ``capacity`` rows."""
+    tail, written, ordered = head
+    return torch.stack((torch.maximum(tail, written - capacity), written, ordered))
 
 
 def split_rows(saved: dict[str, Any]) -> list[torch.Tensor]:
@@ -97,30 +104,30 @@ def split_rows(saved: dict[str, Any]) -> list[torch.Tensor]:
 class SavedRows:
     """The rows of a dump; the constructor refuses rows that do not fit the storage."""
 
-    def __init__(self, reader: DumpReader, saved: dict[str, Any], storage: PackedStorage, cursor: int | None) -> None:
+    def __init__(self, reader: DumpReader, saved: dict[str, Any], storage: PackedStorage) -> None:
         self.reader, self.storage = reader, storage
         state, self.matrix = saved["state"], reader.tensor(saved["rows"])
         lead, dtype, steps = self.matrix.shape[:-1], self.matrix.dtype, int(saved["shape"][0])
         if not (dtype.is_floating_point or dtype is torch.uint8) or not 0 <= lead[0] <= steps:
             raise CheckpointError(f"{dtype} of shape {tuple(self.matrix.shape)} cannot be the rows of a storage")
         is_wrong = state["_len"] != prod(lead) or (state["full"] and lead[0] != steps)
-        if is_wrong or not 0 <= (cursor or 0) < max(1, steps):
-            raise CheckpointError(f"{state['_len']} rows, cursor {cursor} and shape {[*lead]} contradict each other")
+        if is_wrong or state["ring"]["steps"] != steps:
+            raise CheckpointError(f"{state['_len']} rows and shape {[*lead]} contradict each other")
         self.layout, self.lanes = admit_state(storage, state | {"_len": 0, "full": False}, lead[1:])
-        refuse_counters(state, lead, steps)
+        refuse_counters(state, lead)
         self.dedup = saved_dedup(self.layout, state)
         self.entries = [reader.tensor(number) for number in saved.get("entries", [])]
         row_bytes = self.layout.row_bytes if self.dedup is None else self.dedup.stored.row_bytes
         if self.matrix.shape[-1] * dtype.itemsize != row_bytes:
             raise CheckpointError("the layout of the rows does not fit their size")
         self.capacity = steps_for(storage, self.lanes) if storage.rows is None else storage.rows.steps
-        heads = state.get("lane_heads")
-        self.fit = (
-            fit(steps, self.capacity, lead[0], cursor)
-            if heads is None
-            else fit_lanes(steps, self.capacity, lead[0], heads)
-        )
-        self._has_holes, self._state = heads is not None, state
+        tail, written, ordered = head = state["ring"]["head"]
+        self.in_order, self._has_holes, self._state = bool((ordered <= tail).all()), has_holes(state), state
+        if stand_together(state["ring"]):
+            cursor = int(written[0]) % steps if self.in_order else None
+            self.fit = fit(steps, self.capacity, lead[0], cursor)
+        else:
+            self.fit = fit_lanes(steps, self.capacity, lead[0], head)
         self.is_fresh = storage.rows is None or not storage.rows.layout.is_like(self.layout)  # allocates the rows
         self._own_layout = self.layout.realigned()
         own = storage.scratch_dir
@@ -188,16 +195,14 @@ class SavedRows:
         rows.copy_cells_(source, cells, self._serials(rows), self._serials_before(rows))
 
     def _serials(self, rows: Rows) -> np.ndarray:
-        """Return :meth:`LaneHeads.serials` after the load."""
-        if self.fit.is_same:
-            return saved_serials(self._state, rows.shape)
-        kept = np.full(self.lanes.numel(), self.fit.steps) if self.fit.heads is None else self.fit.heads[1].numpy()
-        return serials_of(kept - 1, kept, rows.steps)
+        """Return :attr:`Ring.serials` after the load."""
+        ring = self._state["ring"]
+        return saved_serials(ring | {"head": newest_rows(ring["head"], rows.steps)}, rows.steps)
 
     def _serials_before(self, rows: Rows) -> np.ndarray:
-        """Return :meth:`LaneHeads.serials` before the load."""
+        """Return :attr:`Ring.serials` before the load."""
         nothing = np.zeros((2, self.lanes.numel()), np.int64)
-        return self.storage.heads.serials(self.storage) if rows is self.storage.rows else nothing
+        return self.storage.ring.serials if rows is self.storage.rows else nothing
 
     def _read_converted(self, rows: Rows, report: Report) -> None:
         """Read saved rows that are deduplicated, or that ``rows`` hold in another form, by way of a copy of them all.

@@ -25,13 +25,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from rlbuf_td.core.records import FOLLOWING, STEPS, Lanes
-from rlbuf_td.core.ring import Ring
 from rlbuf_td.kernels.dispatch import machine_code
+
+if TYPE_CHECKING:
+    from rlbuf_td.storages.ring import Ring
 
 
 class Reach(NamedTuple):
@@ -47,13 +49,14 @@ class Episodes:
     """``back`` and ``left`` of each row of a ring.
 
     Args:
-        ring: the serials of the rows.
+        ring: the serials of the rows, whose head is ``[5, E]``.
         numbers: ``[E, T, 2]`` int32, memory for the numbers; default: new memory.
     """
 
     def __init__(self, ring: Ring, numbers: np.ndarray | None = None) -> None:
         self.ring = ring
         self.numbers = np.zeros((ring.lanes, ring.steps, 2), np.int32) if numbers is None else numbers
+        ring.head[FOLLOWING] = -1
         self.draft = ring.head.copy()  # the head that a write will publish
         head, draft, places = (x.ctypes.data for x in (ring.head, self.draft, self.numbers))
         self.addresses = Lanes(head, draft, places, ring.steps, ring.lanes)

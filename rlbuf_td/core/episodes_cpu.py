@@ -3,8 +3,9 @@
 import numpy as np
 from numba import carray
 
-from rlbuf_td.core.records import BACK, BREAK, FOLLOWING, LEFT, NAME, STEPS, TAIL, WRITTEN, Lanes
+from rlbuf_td.core.records import BACK, BREAK, FOLLOWING, LEFT, NAME, STEPS, Lanes
 from rlbuf_td.kernels.compiled import inlined, kernel, pointer, prefetch, store
+from rlbuf_td.kernels.serials import TAIL, WRITTEN
 
 _SOON = 16  # how many look-ups ahead the numbers of a row are prefetched
 _MOST = 1 << 30  # steps are counted so far: more than the slots of any lane
@@ -12,7 +13,7 @@ _MOST = 1 << 30  # steps are counted so far: more than the slots of any lane
 
 @inlined
 def _arrays(at, head):
-    head = carray(pointer(head), (4, at.lanes), np.int64)
+    head = carray(pointer(head), (5, at.lanes), np.int64)
     return head, carray(pointer(at.numbers), (at.lanes, at.steps, 2), np.int32)
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-#: Rows of ``Ring.head``: the oldest live serial, the number of rows ever written, and what a lane's next row continues
-#: (see :mod:`rlbuf_td.core.episodes`): its steps since the episode began, or -1 for a break, and the id of the row
-#: before it.
-TAIL, WRITTEN, FOLLOWING, NAME = range(4)
+#: Rows of ``Ring.head`` after those of :mod:`rlbuf_td.kernels.serials`: what a lane's next row continues (see
+#: :mod:`rlbuf_td.core.episodes`): its steps since the episode began, or -1 for a break, and the id of the row before.
+FOLLOWING, NAME = 3, 4
 #: The two numbers of a row in ``Episodes.numbers``.
 BACK, LEFT = range(2)
 BREAK = -(1 << 31)  # the bit 31 of `back`

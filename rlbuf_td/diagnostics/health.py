@@ -38,11 +38,9 @@ from rlbuf_td.samplers import RecencySampler, UniformSampler
 from rlbuf_td.samplers.age import young_count
 from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.wrapper import SamplerWrapper
-from rlbuf_td.storages.indexing import attached, device_of, flat_rows, lanes_of
-from rlbuf_td.storages.lane_heads import lanes_apart, row_count, written_rows
+from rlbuf_td.storages.indexing import attached, device_of, flat_rows, lanes_of, row_count, stand_apart, written_rows
 from rlbuf_td.storages.listeners import Attached
 from rlbuf_td.storages.stretches import stretches_of
-from rlbuf_td.storages.torchrl_parts import step_before_cursor
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 
 
@@ -172,13 +170,10 @@ def ages(storage: Storage, writer: Writer, last_draw: LastDraw) -> torch.Tensor 
     if not isinstance(writer, RoundRobinWriter) or not len(storage):
         return None
     flat, newest = rows_of(last_draw.index, storage), last_draw.newest
-    if newest < 0:  # unknown
-        newest = step_before_cursor(writer)
     lanes = lanes_of(storage).numel()
     steps = storage.max_size // lanes
-    if lanes_apart(storage):
-        of_lanes = torch.from_numpy(storage.heads.read(storage)[0]).to(flat.device)
-        return (of_lanes[flat % lanes] - flat // lanes) % steps
+    if stand_apart(storage):
+        return storage.ring.reach(flat)[1]
     return (newest - flat // lanes) % steps
 
 

@@ -24,9 +24,17 @@ from torchrl.data.replay_buffers import ReplayBuffer
 from rlbuf_td.diagnostics.episode_stats import EpisodeStats, running
 from rlbuf_td.diagnostics.health import ReplayCount, ages, health, priorities, probabilities, unwrapped
 from rlbuf_td.functional import explained_variance
-from rlbuf_td.storages.indexing import attached, coordinates, device_of, flat_rows, lanes_of, refuse_unwritten
+from rlbuf_td.storages.indexing import (
+    attached,
+    coordinates,
+    device_of,
+    flat_rows,
+    lanes_of,
+    refuse_unwritten,
+    row_count,
+    written_rows,
+)
 from rlbuf_td.storages.keys import nested_key
-from rlbuf_td.storages.lane_heads import row_count, written_rows
 from rlbuf_td.storages.schema import walk
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 from rlbuf_td.writers import RolloutWriter

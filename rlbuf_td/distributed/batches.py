@@ -11,6 +11,7 @@ If another client has changed the mass to :math:`M'_s` before the draw, the prob
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from math import inf
 from typing import NamedTuple
 
@@ -56,7 +57,7 @@ def importance_weights(probability: Tensor, least: float, rows: int, beta: float
     return (probability / unit).pow(-beta).to(torch.float32)
 
 
-SHARD, INCARNATION, ROW, WRITTEN_AT = range(4)  # the columns of a batch's "index"
+SHARD, INCARNATION, ROW, STAMP = range(4)  # the columns of a batch's "index"
 
 
 class Batches:
@@ -70,10 +71,10 @@ class Batches:
         self.spec, self.layout, self.rank = spec, layout, rank
         drawn = {place: answer.drawn for place, answer in answers.items() if answer.drawn is not None}
         self.rows = torch.from_numpy(np.concatenate([each.rows for each in drawn.values()]))
-        self.drawn = _handles(answers, {place: each.flat for place, each in drawn.items()})
+        self.drawn = _handles(answers, {place: (each.flat, each.stamp) for place, each in drawn.items()})
         self.cells = self.drawn
         if spec.windows is not None:
-            cells = {place: each.cells for place, each in drawn.items() if each.cells is not None}
+            cells = {place: each.cells.T for place, each in drawn.items() if each.cells is not None}
             self.cells = _handles(answers, cells)
         if spec.is_prioritized:
             self.probability, self.least, self.live = probabilities(answers, known)
@@ -98,9 +99,9 @@ class Batches:
         return self.layout.wrap(leaves, cells.shape, cells.device, report)
 
 
-def _handles(answers: dict[int, Answer], flat: dict[int, np.ndarray]) -> Tensor:
-    """Return the entry ``"index"`` (``[n, 4]`` int64) for the rows in ``flat``, which maps shards to row numbers."""
-    columns = [(place, answers[place].before.incarnation, rows, answers[place].stamp) for place, rows in flat.items()]
+def _handles(answers: dict[int, Answer], rows: Mapping[int, Sequence[np.ndarray] | np.ndarray]) -> Tensor:
+    """Return the entry ``"index"`` (``[n, 4]`` int64) for ``rows``, which maps shards to row numbers and stamps."""
+    columns = [(place, answers[place].before.incarnation, *each) for place, each in rows.items()]
     return torch.from_numpy(np.concatenate([np.stack(np.broadcast_arrays(*each), 1) for each in columns]))
 
 

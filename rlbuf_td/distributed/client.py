@@ -17,7 +17,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from rlbuf_td.buffers.waiting import PATIENCE, ShutDown, warn_of_slow_write
-from rlbuf_td.distributed.batches import INCARNATION, ROW, SHARD, WRITTEN_AT, Batches, Split, split
+from rlbuf_td.distributed.batches import INCARNATION, ROW, SHARD, STAMP, Batches, Split, split
 from rlbuf_td.distributed.links import RECOVERY, SHUT_DOWN, Links, OnLoss
 from rlbuf_td.distributed.shard import Answer, Report, Request, layout_named, named, pack, pieces_of
 from rlbuf_td.distributed.spec import Spec
@@ -226,7 +226,7 @@ class Client:
                 continue
             current = mine & (handles[:, INCARNATION] == report.incarnation)
             self.stale += int(mine.sum() - current.sum())
-            columns = handles[current, ROW], handles[current, WRITTEN_AT], errors[current]
+            columns = handles[current, ROW], handles[current, STAMP], errors[current]
             known_as = report.version, report.incarnation, largest, layout
             drawn = fractions.get(place, _NO_ERRORS)
             request = Request(drawn, *known_as, columns if len(columns[0]) else None)

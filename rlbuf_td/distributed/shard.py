@@ -55,7 +55,7 @@ class Request(NamedTuple):
     incarnation: int = -1  # the shard's incarnation when the rows of the TD errors were drawn
     largest: float = -1.0  # largest TD error magnitude in any shard, which new rows get
     layout: int = 0  # checksum of the row layout; 0 if the client does not know the layout
-    errors: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None  # [n] each: rows, write clock at their draw, errors
+    errors: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None  # [n] each: rows, their stamps, errors
 
 
 class Drawn(NamedTuple):
@@ -63,8 +63,9 @@ class Drawn(NamedTuple):
 
     rows: np.ndarray  # [k * L, row_bytes] uint8, packed
     flat: np.ndarray  # [k] int64: row numbers of the draws; of sequences, their anchors
+    stamp: np.ndarray  # [k] int64: their serials
     weight: np.ndarray  # [k] float64, p ** alpha
-    cells: np.ndarray | None  # [k * L] int64: row numbers of all rows of sequences; None for single rows
+    cells: np.ndarray | None  # [k * L, 2] int64: row numbers of all rows of sequences, serials; None for single rows
     layout: bytes | None  # the row layout; None if the client knows the layout
 
 
@@ -72,7 +73,6 @@ class Answer(NamedTuple):
     """The answer of a shard to a request."""
 
     drawn: Drawn | None  # None: no draw was requested, or the shard has no rows
-    stamp: int  # the storage's write clock at the draw
     before: Report  # the state at the draw
     after: Report  # the state after the shard has applied TD errors and stored the rows that waited
 
@@ -142,14 +142,14 @@ class Shard:
     def draw(self, request: Request) -> Answer:
         """Draw rows, apply the request's TD errors, store waiting rows, and report the new mass, in this order."""
         self._requests, self._last_draw = self._requests + 1, time.monotonic()
-        before, stamp, drawn = self.report(), self.storage.clock.now, None
+        before, drawn = self.report(), None
         if len(request.fractions) and before.mass > 0:
             if request.version != before.version:
                 self._drifted += len(request.fractions)
             drawn = self._drawn_at(request.fractions, request.layout)
         self._learn(request)
         self._enter()
-        return Answer(drawn, stamp, before, self.report())
+        return Answer(drawn, before, self.report())
 
     def write(self, writer: int, layout: bytes, rows: np.ndarray, lead: torch.Size) -> None:
         """Receive packed transitions with batch dims ``lead``; SchemaError if the stored rows differ in layout."""
@@ -224,7 +224,7 @@ class Shard:
             name = named(layout)
             self._layout = layout, name, crc32(name)
         unknown = None if known == self._layout[2] else self._layout[1]
-        return Drawn(packed, flat.numpy(), weight.numpy(), cells, unknown)
+        return Drawn(packed, flat.numpy(), self.storage.stamps(flat).numpy(), weight.numpy(), cells, unknown)
 
     def _packed(self, flat: torch.Tensor) -> tuple[np.ndarray | None, np.ndarray, RowLayout]:
         """Return the row numbers of drawn sequences (``None`` for single rows), the packed rows, and their layout."""
@@ -237,7 +237,8 @@ class Shard:
         is_windowed = info.pop("anchor_index", None) is not None
         merge_(batch, info)
         layout = self._layout[0] or RowLayout(batch, 1)
-        return cells.numpy() if is_windowed else None, pack(layout, batch, batch.batch_size), layout
+        rows = torch.stack((cells, self.storage.stamps(cells)), 1).numpy() if is_windowed else None
+        return rows, pack(layout, batch, batch.batch_size), layout
 
     def _learn(self, request: Request) -> None:
         """Apply the TD errors of a request, and update the largest TD error, which sets the priority of new rows."""

@@ -30,8 +30,7 @@ from rlbuf_td.envs.recorder_state import (
 from rlbuf_td.envs.specs import Key, autoreset_mode_of, paths_of, schema_of, show_extra
 from rlbuf_td.storages import PackedStorage, SchemaError
 from rlbuf_td.storages.checks import state_of
-from rlbuf_td.storages.indexing import attached_or_new
-from rlbuf_td.storages.lane_heads import lane_count, lanes_apart
+from rlbuf_td.storages.indexing import attached_or_new, stand_apart
 from rlbuf_td.storages.notebooks import ROLLOUTS, TRANSITIONS
 from rlbuf_td.storages.schema import show_key, walk
 from rlbuf_td.writers import RolloutWriter
@@ -189,7 +188,7 @@ class GymnasiumRecorder:
         """Return the schema of a time step of the buffer, ``[]`` or ``[E]``, for the schema of the environment."""
         if self._flat:
             return schema[0]
-        return schema if self._lane is None else schema.expand(lane_count(self.buffer.storage))
+        return schema if self._lane is None else schema.expand(self.buffer.storage.lane_count)
 
     def _fitted(self, schema: TensorDict) -> TensorDict:
         """Reserve the buffer's rows, or check that reserved rows match ``schema``; return the completed schema."""
@@ -411,11 +410,11 @@ class GymnasiumRecorder:
     def _newest_done(self) -> torch.Tensor:
         """Return the done flags of the newest row of each recorded lane that has rows."""
         storage = self.buffer.storage
-        if self._lane is None and not lanes_apart(storage):
+        if self._lane is None and not stand_apart(storage):
             return self.buffer.last(1)[_DONE]
         with storage.lock:
-            newest, count = map(torch.from_numpy, storage.heads.read(storage))
-            lanes = (count > 0).nonzero().squeeze(1)
+            newest = torch.from_numpy(storage.ring.newest_of_lanes)
+            lanes = (newest >= 0).nonzero().squeeze(1)
             lanes = lanes if self._lane is None else lanes[lanes == self._lane]
             return storage.get((newest[lanes], lanes))[_DONE]
 

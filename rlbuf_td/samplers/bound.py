@@ -31,12 +31,12 @@ from rlbuf_td.kernels.rows.read_ahead import ask_for_rows
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.indexing import one_a_row, revision_of
 from rlbuf_td.storages.layout import RowLayout
+from rlbuf_td.storages.ring import SAMPLED_AT
 from rlbuf_td.storages.rows import PlainRows, Rows
 from rlbuf_td.storages.rows.dedup import DedupRows
 from rlbuf_td.storages.tensordict_fast import entries_of
 from rlbuf_td.storages.torchrl_parts import generator_of
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
-from rlbuf_td.storages.write_clock import SAMPLED_AT
 
 CPU = torch.device("cpu")
 SCALAR = torch.Size([])
@@ -70,7 +70,9 @@ class BoundDraw(ABC):
         self.shared_rows = storage.shared_rows  # sharing replaces the storage's counters
         self.flat = self._flat = torch.zeros(size, dtype=torch.int64, device="cpu")
         self.uniform = self._uniform = torch.zeros(size, dtype=torch.float64, device="cpu")
+        self.ring, self.generations = storage.ring, cast("Tensor | None", None)
         scratch = {"flat": self.flat.data_ptr(), "uniform": self.uniform.data_ptr(), "table": self.table}
+        scratch["serials"] = self.ring.head.ctypes.data
         shape = {"steps": self.rows.steps, "lanes": lanes_of(self.rows), "reads": int(reads)}
         self.record = batch_record(size, self.rows.flat, self.rows.extents, **scratch, **shape)
         self.address = self.record.ctypes.data
@@ -93,6 +95,10 @@ class BoundDraw(ABC):
         rows = self.rows
         is_in_place = self.storage.rows is rows and rows.flat.data_ptr() == self.place
         is_in_place &= self.storage.shared_rows is self.shared_rows and (self.queue is None or self.queue())
+        generations = None if self.ring.in_order else self.ring.generations
+        if generations is not self.generations:
+            self.record["generations"] = 0 if generations is None else generations.data_ptr()
+            self.generations = generations
         return is_in_place and generator_of(self.sampler) is self.generator and not in_dispatch_mode()
 
     @abstractmethod
@@ -195,7 +201,7 @@ class Reading:
         self.draw, rows = draw, self.rows
         self.flat = draw.flat if draw.size == size else torch.zeros(size, dtype=torch.int64, device="cpu")
         given = {"flat": self.flat.data_ptr(), "uniform": draw.uniform.data_ptr()}
-        given |= {"anchors": draw.flat.data_ptr(), "drawn": draw.size}
+        given |= {"anchors": draw.flat.data_ptr(), "drawn": draw.size, "serials": draw.ring.head.ctypes.data}
         given["windows"] = 0 if draw.windows is None else draw.windows.ctypes.data
         shape = {"steps": rows.steps, "lanes": lanes_of(rows), "reads": 1}
         self.record = batch_record(size, rows.flat, self.extents, **given, **shape)
@@ -249,10 +255,10 @@ class BoundBatch:
 
     def sample(self) -> Blank | None:  # the caller holds the storage's lock
         """Return a batch, or None if the bound stages cannot be used."""
-        written, _, self.newest, apart, holes = self.storage.numbers.values[:]
+        written, self.newest = len(self.storage), self.storage.ring.newest
         if not written or self.is_busy or not self.draw.holds():
             return None
-        if apart and holes and self.reading is not None and self.reading.picks_any_row:
+        if self.reading is not None and self.reading.picks_any_row and self.storage.ring.holes:
             return None
         bitmap = None if self.trajectories is None else self.trajectories.boundaries(revision_of(self.storage)).bitmap
         blank = self.blanks.take()

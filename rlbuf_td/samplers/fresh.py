@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from ctypes import addressof
-from functools import partial
 from typing import Any, Literal
 from weakref import ref
 
@@ -14,20 +12,19 @@ from torch import Tensor
 from torchrl.data.replay_buffers import Sampler
 
 from rlbuf_td.kernels.dispatch import compiled_form, compiled_form_of
-from rlbuf_td.kernels.recency import CLOCK, FRESH, LANES, STEPS, Counters
+from rlbuf_td.kernels.recency import FRESH, LANES, STEPS
 from rlbuf_td.samplers.bound import BoundDraw
 from rlbuf_td.samplers.common import OneStorage, setting
 from rlbuf_td.samplers.wrapper import SamplerWrapper
 from rlbuf_td.storages import PackedStorage, torchrl_parts
 from rlbuf_td.storages.checks import state_of, whole
-from rlbuf_td.storages.lane_heads import APART
 from rlbuf_td.storages.notebooks import SEQUENCES
+from rlbuf_td.storages.ring import Ring
 from rlbuf_td.storages.trajectory_index import DONE_KEY
-from rlbuf_td.storages.write_clock import BY_ROW, NOW
 
 
 class FreshQueue:
-    """A first-in, first-out counter of each lane: the number of the next row to hand out.
+    """A first-in, first-out counter of each lane: the serial of the next row to hand out.
 
     :attr:`memory` is described in :mod:`rlbuf_td.kernels.recency.fresh_cpu`. It is replaced, never moved: who calls the
     compiled function with its address keeps the array alive.
@@ -49,101 +46,58 @@ class FreshQueue:
         if self.memory is not None:
             self.memory[FRESH] = fresh
 
-    def lanes(self) -> Any:
-        """Return each lane's newest step, number of rows written, and number of the next row, ``[3, E]``, a view."""
-        return self.memory[4:].reshape(3, -1)  # type: ignore[index]
+    def following(self, ring: Ring) -> np.ndarray:
+        """Return the serial of the next row of each lane to hand out, ``[E]``, a view; never one that is gone."""
+        serials: np.ndarray = self.memory[LANES + 1 :]  # type: ignore[index]
+        return np.maximum(serials, ring.tail, out=serials)
 
-    def switch_to(self, storage: Any) -> bool:
-        """Switch to ``storage``; return whether its rows have been allocated."""
+    def switch_to(self, storage: Any) -> Ring | None:
+        """Switch to ``storage``; return its ring, None if its rows have not been allocated."""
         if self.storage() is not storage:
             self.serves.claim(storage)
             self.storage = ref(storage)
-        rows, memory = storage.rows, self.memory
-        if rows is None:
-            return False
-        steps, lanes = rows.steps, rows.cells // rows.steps
-        if memory is None or memory[STEPS] != steps or memory[LANES] != lanes:
-            newest, count = storage.heads.read(storage)
+        ring: Ring = storage.ring
+        if storage.rows is None:
+            return None
+        memory = self.memory
+        if memory is None or memory[STEPS] != ring.steps or memory[LANES] != ring.lanes:
             known = self._waiting
-            waiting = count if known is None or len(known) != lanes else np.minimum(known, count)
-            head = storage.clock.numbers.values[NOW], self.fresh, steps, lanes
-            self._waiting, self.memory = None, np.concatenate((head, newest, count, count - waiting))
-        return True
-
-    def note_writes(self, storage: Any) -> None:
-        """Count the rows that were written since the last call of this method or :meth:`take`."""
-        if not self.switch_to(storage) or self.memory is None:
-            return
-        clock, then, steps = storage.clock, int(self.memory[CLOCK]), int(self.memory[STEPS])
-        now, ticks = clock.numbers.values[NOW], clock.since(then)
-        if not ticks:
-            return
-        step, live = storage.heads.read(storage)
-        newest, written, following = self.lanes()
-        more = (step - newest) % steps
-        if ticks < steps:
-            more = np.minimum(more, ticks)
-        elif not clock.numbers[BY_ROW] or clock.times is None:
-            more[:] = steps
-        else:  # a lane has wrapped if all its rows have been written since
-            times = clock.times.cpu().numpy().reshape(steps, -1)
-            more = np.where((live == steps) & (times - then > 0).all(0), steps, more)
-        written = written + more
-        following = np.maximum(following, written - live)
-        # one assignment: an interrupt comes before it or after it
-        self.memory[:] = np.concatenate(((now, *self.memory[1:4]), step, written, following))
+            waiting = ring.count if known is None or len(known) != ring.lanes else np.minimum(known, ring.count)
+            self._waiting = None
+            self.memory = np.concatenate(((self.fresh, ring.steps, ring.lanes), ring.written - waiting))
+        return ring
 
     def take(self, storage: Any, most: int) -> np.ndarray:
         """Return the flat indices of the oldest fresh rows, at most ``most``; these rows are then no longer fresh."""
-        found = np.empty(most, np.int64)
+        ring, found = self.switch_to(storage), np.empty(most, np.int64)
         from rlbuf_td.kernels.recency import fresh_cpu
 
-        self.note_writes(storage)
         memory = self.memory
-        count = (
-            0 if memory is None else fresh_cpu.take(memory.ctypes.data, counters_of(storage), most, found.ctypes.data)
-        )
+        if ring is None or memory is None:
+            return found[:0]
+        count = fresh_cpu.take(memory.ctypes.data, ring.head.ctypes.data, most, found.ctypes.data)
         return found[:count]
-
-    def is_noted(self, memory: np.ndarray) -> bool:
-        """Whether compiled code may take rows from ``memory``; writes of single lanes are noted here."""
-        storage = self.storage()
-        if storage is None or self.memory is not memory:
-            return False
-        clock = storage.clock.numbers.values
-        if clock[NOW] != memory[CLOCK] and (clock[BY_ROW] or storage.numbers.values[APART]):
-            self.note_writes(storage)
-        return self.memory is memory
 
     def waiting(self) -> np.ndarray:
         """Return how many of the newest rows of each lane are fresh, ``[E]``; empty: all rows, if there are any."""
         storage = self.storage()
-        if storage is not None:
-            self.note_writes(storage)
-        if self.memory is None:
+        ring = None if storage is None else self.switch_to(storage)
+        if ring is None or self.memory is None:
             return np.zeros(0, np.int64) if self._waiting is None else self._waiting
-        _, written, following = self.lanes()
-        return written - following
+        return ring.written - self.following(ring)
 
     def go_back(self, memory: np.ndarray) -> None:
         """Make rows fresh that were handed out since ``memory`` was copied."""
         storage = self.storage()
-        if storage is not None and self.switch_to(storage) and self.memory is not None:
-            self.note_writes(storage)
-            if len(memory) == len(self.memory):
-                _, live = storage.heads.read(storage)
-                _, written, following = self.lanes()
-                following[:] = np.maximum(memory[-len(following) :], written - live)
+        ring = None if storage is None else self.switch_to(storage)
+        if ring is not None and self.memory is not None and len(memory) == len(self.memory):
+            self.memory[LANES + 1 :] = memory[LANES + 1 :]
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"storage": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state | {"storage": _nothing})
-
-
-def counters_of(storage: Any) -> Counters:
-    return Counters(numbers=addressof(storage.numbers.values), clock=addressof(storage.clock.numbers.values))
 
 
 def _nothing() -> None:
@@ -228,7 +182,7 @@ class FreshRowsSampler(SamplerWrapper):
 
     def watch(self, storage: PackedStorage) -> None:
         """Mark as fresh the rows that were written since the last draw."""
-        self.queue.note_writes(storage)
+        self.queue.switch_to(storage)
 
     def give_windows_to(self, wrapper: Any) -> None:
         """With ``fresh="windows"``, hand out the windows of a SequenceSampler; ValueError if these would overlap."""
@@ -246,14 +200,14 @@ class FreshRowsSampler(SamplerWrapper):
         if not self.window_length:
             remedy = 'SequenceSampler(FreshRowsSampler(..., fresh="windows"), length)'
             raise ValueError(f'fresh="windows" hands out windows of a SequenceSampler: use {remedy}{SEQUENCES}')
-        self.queue.note_writes(storage)
-        newest, written, following = self.queue.lanes()
-        steps, boundaries = storage.all_rows().steps, self._trajectories(storage).boundaries()
-        found = np.zeros(0, np.int64)
+        ring, found = self.queue.switch_to(storage), np.zeros(0, np.int64)
+        if ring is None or not len(ring):
+            return found
+        following, boundaries = self.queue.following(ring), self._trajectories(storage).boundaries()
         while len(found) < most:
-            lane = np.flatnonzero(following < written)
-            waiting = (written - following)[lane]
-            cell = (newest[lane] + 1 - waiting) % steps * len(newest) + lane
+            lane = np.flatnonzero(following < ring.written)
+            waiting = (ring.written - following)[lane]
+            cell = following[lane] % ring.steps * ring.lanes + lane
             rows, over = np.minimum(waiting, self.window_length), np.zeros(len(lane), np.bool_)
             if not self.crosses_episodes:
                 place = torch.from_numpy(cell).to(storage.device)
@@ -296,11 +250,11 @@ class FreshRowsSampler(SamplerWrapper):
             return draw
         if not draw.takes_fresh_rows:
             return f"fresh rows among those of a {type(self.sampler).__name__} are drawn with torch"
-        self.queue.switch_to(storage)
-        memory: Any = self.queue.memory
-        draw.kept = draw.kept, self, storage.numbers.values, storage.clock.numbers.values, memory
-        draw.record["queue"], draw.queue = memory.ctypes.data, partial(self.queue.is_noted, memory)
-        draw.record["numbers"], draw.record["clock"] = counters_of(storage)
+        queue = self.queue
+        queue.switch_to(storage)
+        memory: Any = queue.memory
+        draw.kept, draw.record["queue"] = (draw.kept, self, memory), memory.ctypes.data
+        draw.queue = lambda: queue.memory is memory
         return draw
 
     def _empty(self) -> None:

@@ -23,9 +23,8 @@ from rlbuf_td.samplers.goal_env import TransitionFn
 from rlbuf_td.samplers.wrapper import Read, SamplerWrapper, column_of
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import as_number, fraction
-from rlbuf_td.storages.indexing import device_of
+from rlbuf_td.storages.indexing import device_of, nth_rows, row_count
 from rlbuf_td.storages.keys import as_tuple
-from rlbuf_td.storages.lane_heads import HOLES, nth_rows, row_count
 from rlbuf_td.storages.notebooks import HINDSIGHT
 from rlbuf_td.storages.rows import Rows
 from rlbuf_td.storages.schema import refuse_rounding, show_key
@@ -210,7 +209,7 @@ class HindsightSampler(SamplerWrapper):
         rows = storage.all_rows()
         if rows.dedup is not None or rows.is_mapped:
             return "goals of deduplicated rows, and of rows in a file, are read with torch"
-        if storage.numbers[HOLES] and self.picks_any_row:
+        if storage.ring.holes and self.picks_any_row:
             return "random goals among lanes of unlike lengths are drawn with torch"
         return _RelabelledReading(self, rows)
 

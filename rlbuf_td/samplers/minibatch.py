@@ -16,8 +16,7 @@ from rlbuf_td.samplers.common import EMPTY, OneStorage, permutation, setting
 from rlbuf_td.samplers.row_sampler import RowSampler
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import state_of, whole
-from rlbuf_td.storages.indexing import device_of
-from rlbuf_td.storages.lane_heads import HOLES, nth_rows, row_count
+from rlbuf_td.storages.indexing import device_of, nth_rows, row_count
 
 
 class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
@@ -222,7 +221,7 @@ class _NextDraw(BoundDraw):
     def __call__(self, written: int, targets: int) -> bool:
         anchors = None if self.anchors is None else self.anchors(self.storage)
         count = written if anchors is None else len(anchors)
-        has_holes = anchors is None and self.storage.numbers.values[HOLES]
+        has_holes = anchors is None and self.storage.ring.holes
         if has_holes or count - self.sampler.position < self.size:
             return False
         order, start, stop = self.sampler.advance(self.storage, count, self.size)

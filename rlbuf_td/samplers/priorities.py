@@ -19,9 +19,8 @@ from rlbuf_td.kernels.sum_tree import REFUSED
 from rlbuf_td.samplers.common import OneStorage, as_errors, refuse_priorities
 from rlbuf_td.samplers.priority_file import PriorityFile
 from rlbuf_td.storages import PackedStorage
-from rlbuf_td.storages.indexing import device_of, flat_rows
+from rlbuf_td.storages.indexing import device_of, flat_rows, row_count, written_rows
 from rlbuf_td.storages.interrupts import held_back
-from rlbuf_td.storages.lane_heads import holes_among, holes_of
 from rlbuf_td.storages.notebooks import PROCESSES
 from rlbuf_td.storages.shared.memory import SharedNumbers
 
@@ -144,7 +143,7 @@ class Priorities:
         if not flat.numel():
             return
         rows = self.capacity if rows is None else rows
-        if counts and storage is not None and holes_of(storage):
+        if counts and storage is not None and row_count(storage) < len(storage):
             storage.refuse_holes(flat)
         with held_back:
             largest = self.law.update_(flat, td_error, rows)
@@ -172,9 +171,8 @@ class Priorities:
 
     def admit(self, storage: Storage) -> int:
         """Give stored rows without a priority the magnitude of new rows; return their number."""
-        absent = (self.law.table.magnitude[: len(storage)] < 0).nonzero().squeeze(1)
-        if (holes := holes_among(storage, absent)) is not None:
-            absent = absent[~holes]
+        rows = written_rows(storage)
+        absent = rows[self.law.table.magnitude[rows] < 0]
         if len(absent):
             self.enter(absent, storage)
         return len(absent)
@@ -210,12 +208,11 @@ class Priorities:
                 raise RuntimeError(
                     f"this process was forked, and has only a copy of the priorities: {share}{PROCESSES}"
                 )
-            now = None if written is None else written.clock.now
             if isinstance(rows, slice):
                 rows = slice(*rows.indices(self.file.cells))
             else:
                 rows = rows.clamp(min=0)
-            self.file.copy(rows, self.law.table.magnitude, float(self.largest), now)
+            self.file.copy(rows, self.law.table.magnitude, float(self.largest), written)
 
     def keep_steps(self, start: int, count: int, storage: PackedStorage) -> None:
         """Copy the magnitudes of ``count`` new time steps, from step ``start`` of the ring on, to the file."""
@@ -228,7 +225,7 @@ class Priorities:
         """Make the priorities consistent after a process died during an update."""
         self.law.weigh(anew=True)
         self.admit(storage)
-        self.keep(slice(0, None))
+        self.keep(slice(0, None), storage)
 
     def move_to(self, storage: Storage) -> None:
         """Move the priorities to the storage's device, and increase ``capacity`` to the storage's ``max_size``."""

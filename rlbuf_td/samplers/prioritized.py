@@ -16,7 +16,6 @@ from torch import Tensor
 from torchrl.data.replay_buffers import PrioritizedSampler, Storage
 
 from rlbuf_td.kernels.batch import WINDOWS
-from rlbuf_td.kernels.batch.ring import Clock
 from rlbuf_td.kernels.dispatch import compiled_form_of
 from rlbuf_td.kernels.host_memory import HostTensors, address_of, alias_of
 from rlbuf_td.kernels.strata import NORMS, DrawLaw, step_of
@@ -27,11 +26,10 @@ from rlbuf_td.samplers.priorities import ALPHA, BETA, LARGEST, WEIGHED, Law, Pri
 from rlbuf_td.samplers.row_sampler import RowSampler
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import exponent, one_of, state_of, whole
-from rlbuf_td.storages.indexing import flat_rows
-from rlbuf_td.storages.lane_heads import HOLES, LENGTH, row_count
+from rlbuf_td.storages.indexing import flat_rows, row_count
 from rlbuf_td.storages.memory_budget import Purpose, require_room
+from rlbuf_td.storages.ring import SAMPLED_AT
 from rlbuf_td.storages.shared.memory import SharedNumbers
-from rlbuf_td.storages.write_clock import BY_ROW, LAST, NOW, SAMPLED_AT
 
 WeightNorm = Literal["buffer", "batch"] | None
 Reduction = Literal["max", "min", "mean", "median"]
@@ -189,10 +187,9 @@ class PrioritizedDraw(BoundDraw):
     """Abstract base of the bound draws by priority, which also update priorities."""
 
     reports = (("priority_weight", torch.float32), (SAMPLED_AT, torch.int64))
-    times: Tensor | None = None  # the write times of rows, whose address is in the record
 
     def __init__(self, storage: PackedStorage, sampler: Prioritized, size: int, reads: bool) -> None:
-        self.settings, self.clock = sampler.settings.values, storage.clock.numbers.values
+        self.settings = sampler.settings.values
         self.law: Any = sampler.law
         self.kept = self.law.table  # a load in another thread may replace it during a call
         self.priorities, self.step, self.lock = self.law.table.addresses, step_of(size, True), Lock()
@@ -224,11 +221,11 @@ class PrioritizedDraw(BoundDraw):
 
     def __call__(self, written: int, targets: int) -> bool:
         sampler = self.owner
-        if sampler.weight_norm is None and self.storage.numbers.values[HOLES]:
+        if sampler.weight_norm is None and self.ring.holes:
             return False  # the weights depend on the number of rows without holes
         self.uniform.uniform_(generator=self.generator)
         with self.lock:
-            return self.kernel(self.address, targets, self.draw_law(), written, self.clock[NOW])
+            return self.kernel(self.address, targets, self.draw_law(), written)
 
     def draw_law(self) -> DrawLaw:
         step, norm = self.step if self.owner.stratified else 0, NORMS[self.owner.weight_norm]
@@ -239,14 +236,8 @@ class PrioritizedDraw(BoundDraw):
         given = (index, td_error) if stamp is None else (index, td_error, stamp)
         given = given if masks is None else (*given, masks.mask, masks.burn_in_mask)
         where = self.inputs.addresses(given) or self._addresses(given, masks)
-        if where is None or self.storage.numbers.values[HOLES] or not self.holds():
+        if where is None or self.ring.holes or not self.holds():
             return None
-        times = self.storage.clock.times if self.clock[BY_ROW] else None
-        if times is not self.times:
-            if times is not None and len(times) != self.rows.cells:
-                return None
-            self.record["written_at"] = 0 if times is None else times.data_ptr()
-            self.times = times
         if masks is not None:
             *where, mask, burn_in_mask = where
         elif self.law.min_priority:
@@ -257,9 +248,9 @@ class PrioritizedDraw(BoundDraw):
             if masks is not None:
                 numbers = mask, burn_in_mask, masks.eta, self.law.min_priority
                 _MASKS.pack_into(self.windows_bytes, WINDOWS.itemsize - _MASKS.size, *numbers)
-            clock = Clock(self.storage.numbers.values[LENGTH], now=self.clock[NOW], newest=self.clock[LAST])
             self.updates = self.updates or self.compiled_update()
-            largest, stale = self.updates(self.address, index_at, td_error_at, stamp_at, clock)
+            written = len(self.storage)
+            largest, stale = self.updates(self.address, index_at, td_error_at, stamp_at, written)
         if largest == REFUSED:  # a row is out of range or an error is not finite; nothing has changed
             return None
         if self.owner.priorities.file is not None:
@@ -290,10 +281,8 @@ class PrioritizedDraw(BoundDraw):
 class EntryLoops(NamedTuple):
     """The compiled functions that write rows with their priorities, and that only set the priorities of new rows."""
 
-    write: Any  # whole time steps
-    append: Any  # single lanes
-    enter: Any  # the priorities of whole time steps
-    enter_lanes: Any  # the priorities of rows of single lanes
+    write: Any
+    enter: Any
 
 
 class BoundEntry:

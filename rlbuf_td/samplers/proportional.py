@@ -191,12 +191,10 @@ class ProportionalSampler(Prioritized):
         """See :class:`~rlbuf_td.samplers.prioritized.Prioritized`."""
         if type(self.law) is not ProportionalLaw:
             return None
-        from rlbuf_td.kernels.batch import cpu, lanes_cpu
+        from rlbuf_td.kernels.batch import cpu
 
         alpha = addressof(self.settings.values) + 8 * ALPHA
-        loops = cpu.write_ring_proportional, lanes_cpu.write_lanes_proportional
-        entries = cpu.enter_ring_proportional, lanes_cpu.enter_lanes_proportional
-        return BoundEntry(self, EntryLoops(*loops, *entries), Lock(), alpha=alpha)
+        return BoundEntry(self, EntryLoops(cpu.write_proportional, cpu.enter_proportional), Lock(), alpha=alpha)
 
     def snapshot(self) -> dict[str, Any]:
         """See :class:`~rlbuf_td.samplers.common.StatefulSampler`."""

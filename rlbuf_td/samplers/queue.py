@@ -10,7 +10,7 @@ from torchrl.data.replay_buffers import Storage
 
 from rlbuf_td.samplers.age import age_limit
 from rlbuf_td.samplers.row_sampler import RowSampler
-from rlbuf_td.storages.write_clock import Tally
+from rlbuf_td.storages.shared.memory import Tally
 
 
 class Queue(Protocol):

@@ -139,9 +139,9 @@ class RankSampler(Prioritized):
     @compiled_form_of("mark_update")
     def bind_entry(self) -> BoundEntry:
         """See :class:`~rlbuf_td.samplers.prioritized.Prioritized`."""
-        from rlbuf_td.kernels.batch import cpu, lanes_cpu
+        from rlbuf_td.kernels.batch import cpu
 
-        loops = cpu.write_ring_rank, lanes_cpu.write_lanes_rank, cpu.enter_ring_rank, lanes_cpu.enter_lanes_rank
+        loops = cpu.write_rank, cpu.enter_rank
         return BoundEntry(self, EntryLoops(*loops), cast(rank_order.ChunkedOrder, self.law.table).lock)
 
     order = property(attrgetter("law.table"), doc="The rows in the order of their magnitudes.")

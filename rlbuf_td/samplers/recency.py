@@ -19,8 +19,7 @@ from rlbuf_td.samplers.common import EMPTY, setting, uniform_numbers
 from rlbuf_td.samplers.row_sampler import RowSampler
 from rlbuf_td.storages import PackedStorage, torchrl_parts
 from rlbuf_td.storages.checks import as_number, whole
-from rlbuf_td.storages.indexing import device_of, flat_rows, lanes_of
-from rlbuf_td.storages.lane_heads import APART, NEWEST, lanes_apart
+from rlbuf_td.storages.indexing import device_of, flat_rows, lanes_of, stand_apart
 
 
 def _half_life(name: str, value: Any) -> float:
@@ -103,7 +102,7 @@ class RecencySampler(RowSampler):
         if not rows:
             raise RuntimeError(EMPTY)
         uniform = uniform_numbers(batch_size, self._rng, device)
-        if lanes_apart(storage):
+        if stand_apart(storage):
             return self._draw_by_lane(storage, uniform), {}
         lanes = lanes_of(storage).numel()
         steps = rows // lanes
@@ -113,18 +112,17 @@ class RecencySampler(RowSampler):
     @compiled_form_of("draw", "span")
     def bind_draw(self, storage: PackedStorage, size: int, *, reads: bool) -> BoundDraw | str:
         """See :mod:`rlbuf_td.samplers.bound`."""
-        return "the lanes stand at unlike steps" if lanes_apart(storage) else _RecentDraw(storage, self, size, reads)
+        return "the lanes stand at unlike steps" if stand_apart(storage) else _RecentDraw(storage, self, size, reads)
 
-    def _mass_by_lane(self, storage: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Return, of lanes that stand apart: the newest steps, the steps that may be drawn, and the sums of weights."""
-        newest, count = (torch.from_numpy(each).to(device_of(storage)) for each in storage.heads.read(storage))
-        span = count.clamp(max=self.span(storage.all_rows().steps))
+    def _mass_by_lane(self, storage: Any) -> tuple[Tensor, Tensor]:
+        """Return, of lanes that stand apart, the numbers of steps that may be drawn, and the sums of weights."""
+        span = torch.from_numpy(storage.ring.count).to(device_of(storage)).clamp(max=self.span(storage.ring.steps))
         if self.log_decay == 0:
-            return newest, span, span.double()
-        return newest, span, torch.expm1(span.double() * self.log_decay) / expm1(self.log_decay)
+            return span, span.double()
+        return span, torch.expm1(span.double() * self.log_decay) / expm1(self.log_decay)
 
     def _draw_by_lane(self, storage: Any, uniform: Tensor) -> Tensor:
-        newest, span, mass = self._mass_by_lane(storage)
+        span, mass = self._mass_by_lane(storage)
         end = mass.cumsum(0)
         place = torch.minimum(uniform * end[-1], torch.nextafter(end[-1], mass.new_zeros(())))
         lane = torch.searchsorted(end, place, right=True)
@@ -134,16 +132,16 @@ class RecencySampler(RowSampler):
         else:
             age = within * span[lane]
         age = torch.minimum(age.long(), span[lane] - 1)
-        return (newest[lane] - age) % storage.all_rows().steps * len(span) + lane
+        newest = torch.from_numpy(storage.ring.newest_of_lanes).to(lane.device)
+        return (newest[lane] - age) % storage.ring.steps * len(span) + lane
 
     def probability(self, index: Any, *, storage: Storage) -> Tensor:
         """Return each row's probability of being drawn, ``[B]`` float64."""
         flat, lanes = flat_rows(index, storage, device_of(storage)), lanes_of(storage).numel()
-        if lanes_apart(storage):
-            newest, span, mass = self._mass_by_lane(storage)
-            lane = flat % lanes
-            age = (newest[lane] - flat // lanes) % storage.all_rows().steps
-            weight = torch.where(age < span[lane], torch.exp(age.double() * self.log_decay), 0.0)
+        if stand_apart(storage):
+            span, mass = self._mass_by_lane(storage)
+            age = storage.ring.reach(flat)[1]
+            weight = torch.where(age < span[flat % lanes], torch.exp(age.double() * self.log_decay), 0.0)
             return weight / mass.sum()
         steps = len(storage) // lanes
         ages = torch.arange(steps, dtype=torch.float64, device=flat.device)
@@ -161,10 +159,10 @@ class _RecentDraw(BoundDraw):
         return machine_code(cpu.sample_recent)
 
     def __call__(self, written: int, targets: int) -> bool:
-        if self.storage.numbers.values[APART]:
+        newest = self.storage.ring.newest
+        if newest < 0:  # the lanes stand apart
             return False
         sampler, steps = self.sampler, written // max(int(self.record["lanes"][0]), 1)
         self.uniform.uniform_(generator=self.generator)
-        newest, span = self.storage.numbers.values[NEWEST], sampler.span(steps)
-        self.kernel(self.address, targets, Ages(newest, span, steps, sampler.log_decay))
+        self.kernel(self.address, targets, Ages(newest, sampler.span(steps), steps, sampler.log_decay))
         return True

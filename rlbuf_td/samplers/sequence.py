@@ -20,10 +20,19 @@ from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.wrapper import Drawn, SamplerWrapper, draw_from
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import fraction, one_of, whole
-from rlbuf_td.storages.indexing import Index, coordinates, device_of, flat_rows, revision_of
+from rlbuf_td.storages.indexing import (
+    Index,
+    coordinates,
+    device_of,
+    flat_rows,
+    lanes_of,
+    revision_of,
+    row_count,
+    written_rows,
+)
 from rlbuf_td.storages.keys import as_tuple
-from rlbuf_td.storages.lane_heads import lanes_apart, reach_in_lane, row_count, written_rows
 from rlbuf_td.storages.notebooks import SEQUENCES
+from rlbuf_td.storages.ring import SAMPLED_AT
 from rlbuf_td.storages.schema import SchemaError, show_key
 from rlbuf_td.storages.tensordict_fast import folded, leaf_of
 from rlbuf_td.storages.torchrl_parts import last_step
@@ -33,6 +42,15 @@ Boundary: TypeAlias = Literal["pad", "shift", "strict"]
 _ROUNDS = 200  # boundary="strict" on the CPU: the largest number of repeated draws until all windows fit
 _MOST_ROWS = 1 << 20  # rows whose trajectories are looked up at once
 _BLIND_ROUNDS = 8  # boundary="strict" on CUDA: the number of repeated draws, without a check by the host
+
+
+def _reach_in_lane(storage: Any, flat: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how many stored rows of its lane precede and follow each written row, ``[n]`` int64 each."""
+    if hasattr(storage, "ring"):
+        return storage.ring.reach(flat)
+    steps = len(storage) // lanes_of(storage).numel()
+    ahead = (last_step(storage, steps) - flat // lanes_of(storage).numel()) % steps
+    return steps - 1 - ahead, ahead
 
 
 class SequenceSampler(SamplerWrapper):
@@ -344,7 +362,7 @@ class SequenceSampler(SamplerWrapper):
     def _reach(self, storage: PackedStorage, rows: Tensor, within: int | None) -> tuple[Tensor, Tensor]:
         """Return how many rows that a window may have precede and follow each row; counts may stop at ``within``."""
         if self.across_episodes:
-            return reach_in_lane(storage, rows)
+            return _reach_in_lane(storage, rows)
         return self._trajectories(storage).boundaries().reach(rows, within)[:2]
 
     def _begins(self, storage: PackedStorage, rows: Tensor) -> Tensor:
@@ -500,7 +518,9 @@ class _WindowReading(Reading):
         self.bounds, self.scratch = np.zeros((draw.size, 2), np.int64), np.zeros((4, draw.size), np.int64)
         memory = {"flags": self.flags, "widths": self.widths, "bounds": self.bounds, "scratch": self.scratch}
         given: dict[str, int] = {name: array.ctypes.data for name, array in memory.items()}
-        given |= {"count": draw.size, "reports": len(self.widths)}
+        names = [name for name, _ in draw.reports]
+        given |= {"count": draw.size, "reports": len(names)}
+        given["stamp"] = names.index(SAMPLED_AT) if SAMPLED_AT in names else -1
         if self.wrapper.stride is not None:
             draw.anchors = self.wrapper.anchors
         given |= {"length": self.wrapper.length, "burn_in": self.wrapper.burn_in, "adds_init": int(self.adds_init)}
@@ -539,8 +559,8 @@ class _WindowReading(Reading):
 
     def _find_heads(self) -> None:
         """Find the newest step and the number of rows of each lane."""
-        storage, steps = self.draw.storage, len(self.draw.storage) // self.heads.shape[1]
-        self.heads[:] = storage.heads.read(storage) if lanes_apart(storage) else [[last_step(storage, steps)], [steps]]
+        ring = self.draw.storage.ring
+        self.heads[:] = ring.newest_of_lanes, ring.count
 
     def __call__(self, bitmap: Any, blank: Blank, written: int) -> None:
         if self.wrapper.across_episodes:

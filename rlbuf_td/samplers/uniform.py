@@ -16,8 +16,7 @@ from rlbuf_td.samplers.bound import BoundDraw
 from rlbuf_td.samplers.common import EMPTY, uniform_numbers
 from rlbuf_td.samplers.row_sampler import RowSampler
 from rlbuf_td.storages import PackedStorage
-from rlbuf_td.storages.indexing import device_of, flat_rows
-from rlbuf_td.storages.lane_heads import HOLES, nth_rows, row_count
+from rlbuf_td.storages.indexing import device_of, flat_rows, nth_rows, row_count
 
 
 class Replaceable(type(Sampler)):  # type: ignore[misc]
@@ -133,7 +132,7 @@ class _UniformDraw(BoundDraw):
         self.distinct = machine_code(cpu.gather_distinct)
 
     def __call__(self, written: int, targets: int) -> bool:
-        sampler, is_plain = self.sampler, self.sampler.max_age is None and not self.storage.numbers.values[HOLES]
+        sampler, is_plain = self.sampler, self.sampler.max_age is None and not self.storage.ring.holes
         if sampler.unique:
             return is_plain and self._draw_distinct(written, targets)
         self.flat.random_(0, written if is_plain else sampler._drawable(self.storage), generator=self.generator)

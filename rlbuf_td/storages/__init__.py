@@ -22,9 +22,9 @@ consecutive frame stacks differ in one frame. With ``share_next`` or ``frames``,
 per lane, and a row stores names of entries: a row whose observation is the next observation of the row before stores
 the same name. Read ``dedup.py``, ``entries.py``, ``rows/dedup.py`` and :mod:`rlbuf_td.kernels.rows.entries`.
 
-**Stale rows.** The storage counts the time steps written, and a prioritized batch stores this count as
-``"sampled_at"``. A ring is written in order, so the count shows which rows of a batch have been overwritten since
-sampling. Priority updates skip overwritten rows. Read ``write_clock.py``.
+**Identity.** A row is its lane and its serial, the number of rows that were written to the lane before it. Two numbers
+per lane say which serials are stored. A prioritized batch stores the serials of its rows as ``"sampled_at"``, so that
+priority updates skip rows that have been overwritten since sampling. Read ``ring.py``.
 
 **Processes.** Rows that processes share lie in shared memory or in a file. One lock protects these rows, and the
 system releases the lock if its holder dies. A journal in shared memory saves the rows that a write replaces, so that

@@ -55,6 +55,26 @@ def lanes_of(storage: Storage) -> torch.Size:
     return lanes or storage.shape[1:]
 
 
+def row_count(storage: Any) -> int:
+    """Return the number of written rows, without holes."""
+    return len(storage.ring) if hasattr(storage, "ring") else len(storage)
+
+
+def nth_rows(storage: Any, number: torch.Tensor) -> torch.Tensor:
+    """Return the flat indices of written rows; ``number``, int64, counts written rows from 0 on."""
+    return storage.ring.cell_of(number) if hasattr(storage, "ring") else number
+
+
+def written_rows(storage: Any) -> torch.Tensor:
+    """Return the flat indices of all written rows, ``[N]``, by their numbers."""
+    return nth_rows(storage, torch.arange(row_count(storage), device=device_of(storage)))
+
+
+def stand_apart(storage: Any) -> bool:
+    """Whether the lanes of a storage stand at unlike steps."""
+    return hasattr(storage, "ring") and not storage.ring.together
+
+
 def coordinates(flat: torch.Tensor, storage: Storage) -> Index:
     """Convert flat indices to TorchRL's index: unchanged for ``ndim=1``, else a tuple of one tensor per dim."""
     if storage.ndim == 1:

@@ -17,46 +17,34 @@ import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from torchrl.data.replay_buffers import LazyTensorStorage
 
-from rlbuf_td.kernels.dispatch import compiled_form_of
-from rlbuf_td.kernels.host_memory import in_dispatch_mode
+from rlbuf_td.kernels.dispatch import backend_of, compiled_form_of
+from rlbuf_td.kernels.host_memory import address_of, in_dispatch_mode
 from rlbuf_td.storages import allocate, state, writes
 from rlbuf_td.storages.checks import whole
 from rlbuf_td.storages.dedup import DedupLayout, DedupOptions
-from rlbuf_td.storages.indexing import coordinates, revision_of
+from rlbuf_td.storages.indexing import coordinates, first_of_row, flat_rows, inner_dims, revision_of
 from rlbuf_td.storages.interrupts import held_back
 from rlbuf_td.storages.keys import is_key
-from rlbuf_td.storages.lane_heads import (
-    APART,
-    HOLES,
-    LENGTH,
-    MOST_TAKEOVERS,
-    REVISION,
-    LaneHeads,
-    holes_among,
-    lanes_apart,
-    nth_rows,
-    remedy_of_holes,
-    row_count,
-)
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.listeners import Listeners
 from rlbuf_td.storages.reopen import reopen_rows
+from rlbuf_td.storages.ring import SAMPLED_AT, Ring
 from rlbuf_td.storages.row_class import RowClass
 from rlbuf_td.storages.rows import Rows
 from rlbuf_td.storages.schema import Leaf, SchemaError, kind
 from rlbuf_td.storages.shared import forks
 from rlbuf_td.storages.shared.memory import SharedNumbers
 from rlbuf_td.storages.shared.rows import SharedRows, share
-from rlbuf_td.storages.torchrl_parts import listeners_of, set_listeners
-from rlbuf_td.storages.write_clock import WriteClock
-from rlbuf_td.storages.writes import as_index, as_tensordict, is_index, is_mask
+from rlbuf_td.storages.torchrl_parts import count_change, listeners_of, set_listeners
+from rlbuf_td.storages.writes import as_index, as_tensordict, is_index, is_mask, remedy_of_holes
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-_COUNTERS = "numbers", "_len_value", "_mutation_revision_value", "_last_cursor_index_value", "clock"
-_NOT_COPIED = frozenset((*_COUNTERS, "rows", "live", "_total_shape_value", "shared_rows", "lock", "heads"))
+_COUNTERS = "numbers", "_mutation_revision_value", "_ring"
+_NOT_COPIED = frozenset((*_COUNTERS, "rows", "live", "_total_shape_value", "shared_rows", "lock"))
+MOST_TAKEOVERS = 1024  # how many takeovers of lanes by other actors a storage remembers
 
 
 class PackedStorage(LazyTensorStorage):
@@ -103,7 +91,7 @@ class PackedStorage(LazyTensorStorage):
     :class:`ReplayBuffer` continues writing with a
     :class:`RingWriter`, also its count of writes, and keeps its priorities in a file, ``priorities.bin``. Rows that are
     not in this file get the priority of new rows, with a warning. The journal takes 16 bytes per row and the size of
-    the largest write, priorities 8 bytes per row. Reopening is O(1), with priorities O(N); the first look-up of
+    the largest write, priorities 16 bytes per row. Reopening is O(1), with priorities O(N); the first look-up of
     trajectories reads the flags of all rows. ``python tests/benchmarks/reopening.py`` measures these times.
 
     A pickled or deep copy has its own rows, in RAM if the original's rows are in a file. A CPU storage that is sent to
@@ -164,6 +152,7 @@ class PackedStorage(LazyTensorStorage):
     reopened = False  # whether an earlier process has left rows
     is_closed = False  # whether :meth:`close` has released the rows
     breaks: Sequence[tuple[int, int]] = ()  # ends of trajectories without a flag, see `rlbuf_td.storages.reopen`
+    _ring: Ring
 
     def __init__(
         self,
@@ -199,7 +188,6 @@ class PackedStorage(LazyTensorStorage):
         self.row_class: RowClass | None = None  # the class of the rows in `get`; None: TensorDict
         self.is_reserved = False  # whether the rows were allocated by `reserve`; the first write may add keys
         self.shared_rows: SharedRows | None = None
-        self.clock, self.heads = WriteClock(), LaneHeads()
         self.process = os.getpid()  # id of the creating process; forked processes have their own counters
         self.lock: Any = RLock()  # taken by every buffer that uses this storage
         forks.watch(self)
@@ -211,34 +199,62 @@ class PackedStorage(LazyTensorStorage):
 
     def make_counters(self) -> None:
         """Create the counters of an empty storage, for the constructor and for copies."""
-        self.numbers = SharedNumbers("q", [0, 0, -1, 0, 0])  # see `lane_heads`
-        self._len_value, self._mutation_revision_value, self._last_cursor_index_value, *_ = self.numbers.counters()
-        #: Their count, and for each of the last ones a flat row and the count of the write clock.
+        self.numbers = SharedNumbers("q", [0])  # the revision: how often rows have changed
+        (self._mutation_revision_value,) = self.numbers.counters()
+        for name in ("_len_value", "_last_cursor_index_value"):  # of TorchRL's constructor
+            self.__dict__.pop(name, None)
+        self._ring = Ring(1, 1)
+        #: Their count, and for each of the last ones a lane, and the serial of its newest row at that time.
         self.takeovers = SharedNumbers("q", [0] * (1 + 2 * MOST_TAKEOVERS))
 
     @property
+    def ring(self) -> Ring:
+        """Which rows are live; without lanes and rows before the first write."""
+        if self.rows is None and self.shared_rows is not None:
+            self.shared_rows.find()  # another process may have allocated rows
+        return self._ring
+
+    @property
     def _len(self) -> int:
-        return self._len_value.value
+        return len(self)
 
     @_len.setter
     def _len(self, value: int) -> None:
-        if "_len_value" in self.__dict__:  # absent while TorchRL's constructor runs
-            self._len_value.value = value
+        if "_ring" in self.__dict__:  # absent while TorchRL's constructor runs
+            ring = self.ring
+            more = value // ring.lanes - ring.longest
+            if more < 0:
+                ring.empty()
+                more = value // ring.lanes
+            ring.publish(slice(None), more)
 
     def __len__(self) -> int:
         """Return the number of rows; while lanes stand apart, that of whole time steps up to the longest lane."""
-        return self.numbers.values[LENGTH]
+        ring = self.ring
+        return ring.longest * ring.lanes
+
+    @property
+    def _last_cursor_index(self) -> int | None:
+        """The slot of the newest row, which TorchRL reads; None if there is none, or lanes stand at unlike steps."""
+        newest = self.ring.newest
+        return None if newest < 0 else newest
+
+    @property
+    def lane_count(self) -> int | None:
+        """The number of lanes, E, of rows ``[T, E]``; None before the first write if nobody has given it."""
+        with self.lock:  # the first write may allocate reserved rows again
+            return self.lanes_wanted if self.rows is None else self.lanes[0]
 
     @property
     def _is_full(self) -> bool:
-        return len(self) == self.max_size and not self.numbers.values[HOLES]
+        return len(self) == self.max_size and not self.ring.holes
 
     def _rand_given_ndim(self, batch_size: int) -> Any:
         """Draw written rows uniformly; TorchRL's ``RandomSampler`` calls this method."""
-        if not lanes_apart(self):
+        if self.ring.together:
             return super()._rand_given_ndim(batch_size)
-        number = torch.randint(row_count(self), (batch_size,), generator=self._rng, device=self.device)
-        return coordinates(nth_rows(self, number), self)
+        number = torch.randint(len(self.ring), (batch_size,), generator=self._rng, device=self.device)
+        return coordinates(self.ring.cell_of(number), self)
 
     def _bump_mutation_revision(self) -> None:
         self._mutation_revision_value.value += 1
@@ -246,28 +262,15 @@ class PackedStorage(LazyTensorStorage):
     # TorchRL also sets this attribute; the counters replace it.
     _last_cursor = property(lambda self: self._last_cursor_index, lambda self, cursor: None)
 
-    def count_written(self, rows: Rows, steps: int, last: int) -> None:
-        """Record that the first ``steps`` time steps are written; ``last`` is the last step of this write."""
-        self._len_value.value = max(self._len_value.value, steps * prod(rows.lanes))
-        self._last_cursor_index_value.value = last
-        self._mutation_revision_value.value += 1
-
     @compiled_form_of("gather", "get", "written_rows", "all_rows")
     def bind_read(self) -> Rows:
         """Return the rows that compiled code reads."""
         return self.all_rows()
 
-    @compiled_form_of("write", "set", "count_written")
+    @compiled_form_of("write", "append", "set")
     def bind_write(self) -> dict[str, int]:
         """Return the addresses of the counters that a compiled write advances."""
-        numbers, clock = addressof(self.numbers.values), addressof(self.clock.numbers.values)
-        counters = "length", "revision", "last_cursor", "apart", "holes"
-        of_clock = "clock", "clock_last", "clock_by_row", "clock_disorder"
-        found = {name: numbers + 8 * at for at, name in enumerate(counters)}
-        found |= {name: clock + 8 * at for at, name in enumerate(of_clock)}
-        times, heads, rows = self.clock.times, self.heads.memory, self.all_rows()
-        found["written_at"] = times.data_ptr() if times is not None and len(times) == rows.cells else 0
-        return found | {"heads": 0 if heads is None else heads.data_ptr()}
+        return {"revision": addressof(self.numbers.values), "head": self.ring.head.ctypes.data}
 
     @property
     def in_time_order(self) -> bool:
@@ -275,13 +278,52 @@ class PackedStorage(LazyTensorStorage):
 
         False after a write elsewhere than after the newest step, until a ring has replaced all rows, or :meth:`_empty`.
         """
-        return self.clock.in_time_order(len(self) // prod(self.lanes))
+        return self.ring.in_order
 
     def lose_order(self) -> None:
-        """Record that the last write was out of time order."""
-        self.clock.lose_order()
+        """Record that the rows may be in any order."""
+        self.ring.lose_order(self.all_rows().matrix.device)
+        self.tell_lost_order()
+
+    def tell_lost_order(self) -> None:
+        """Tell the buffers that rows have been written out of time order."""
         for each in listeners_of(self):
             getattr(each, "_order_lost", bool)()
+
+    def stamps(self, index: Any) -> torch.Tensor:
+        """Return the stamps of the rows at ``index``, ``[B]`` int64: numbers that the next row of a cell does not have.
+
+        ``index`` is that of a batch, or flat. :meth:`ReplayBuffer.write_back` takes the stamps of batches that have no
+        entry ``"sampled_at"``.
+        """
+        return self.ring.stamp(flat_rows(index, self, self.device))
+
+    def skip_stale(self, index: Any, stamp: torch.Tensor, dims: int) -> tuple[torch.Tensor, int | torch.Tensor]:
+        """Return flat indices with -1 for each row that is gone since sampling, and the number of these rows.
+
+        ``stamp`` is the entry ``"sampled_at"`` of a batch with ``dims`` batch dims.
+        """
+        flat = flat_rows(index, self, self.device)
+        if dims != 1:
+            stamp = first_of_row(stamp, dims, inner_dims(self, dims))
+        if stamp.is_cpu:
+            address_of(stamp)  # refuses stamps without memory
+        rows = flat.shape[0]
+        if stamp.shape[0] != rows and stamp.ndim == 1 and rows and stamp.shape[0] % rows == 0:
+            first = stamp[:: stamp.shape[0] // rows].to(self.device)  # of windows, each with an anchor in its lane
+            stamp = first + (flat // self.ring.lanes - first) % self.ring.steps
+        if stamp.shape != flat.shape:
+            raise ValueError(
+                f"the batch has {tuple(stamp.shape)} entries {SAMPLED_AT!r} for {rows} rows: take both from one batch, "
+                f"or leave out {SAMPLED_AT!r} to update the rows without a check"
+            )
+        cells, stamp = self.all_rows().cells, stamp.to(self.device, torch.int64)
+        stale = self.ring.is_stale(flat.clamp(0, cells - 1), stamp) & (flat >= 0) & (flat < cells)
+        stale &= self.ring.is_live(flat) | (
+            stamp % self.ring.steps == flat // self.ring.lanes
+        )  # other stamps: a wrong index
+        count = stale.sum()
+        return torch.where(stale, -1, flat), int(count) if backend_of(flat) == "numba" else count
 
     @property
     def layout(self) -> RowLayout | None:
@@ -329,10 +371,10 @@ class PackedStorage(LazyTensorStorage):
 
     def written_rows(self) -> Rows:
         """Return the rows written so far, as a view."""
-        cells, rows, live = self.numbers.values[0], self.rows, self.live
-        if live is None or live.cells != cells:
-            rows = self.all_rows()
-            live = rows.first(cells // prod(rows.lanes))
+        ring, live = self.ring, self.live
+        steps = ring.longest
+        if live is None or live.cells != steps * ring.lanes:
+            live = self.all_rows().first(steps)
             self.live = None if in_dispatch_mode() else live  # views made in FakeTensorMode have no memory
         return live
 
@@ -365,7 +407,7 @@ class PackedStorage(LazyTensorStorage):
         if is_mask(index) and index.shape == rows.shape:
             index = index.nonzero(as_tuple=True)
         if isinstance(index, tuple) and len(index) == self.ndim and all(map(is_index, index)):
-            if self.numbers.values[HOLES]:
+            if self.ring.holes:
                 self.refuse_holes(rows.cells_of(index))
             return rows.at_coordinates(tuple(part.to(self.device, torch.int64) for part in index))
         return rows.at_region(index)
@@ -381,10 +423,10 @@ class PackedStorage(LazyTensorStorage):
 
     def refuse_holes(self, flat: torch.Tensor) -> None:
         """Raise an IndexError if a flat index names a row that its lane has not written yet."""
-        holes = holes_among(self, flat)
+        holes = self.ring.holes_among(flat)
         if holes is not None and bool(holes.any()):
             row, lanes = int(flat[holes][0]), prod(self.lanes)
-            count = int(self.heads.read(self)[1][row % lanes])
+            count = int(self.ring.count[row % lanes])
             what = f"step {row // lanes} of lane {row % lanes} has not been written: it has {count} rows"
             raise IndexError(what + remedy_of_holes(self))
 
@@ -402,11 +444,22 @@ class PackedStorage(LazyTensorStorage):
         writes.refuse_apart(self)
         writes.refuse_out_of_order(self, start + np.arange(count))
         writes.begin(self, start, count)
-        rows.copy_(start, count, leaves, self.heads.serials(self))
-        in_order = self.clock.advance(start, count, rows.shape, rows.matrix.device)
-        self.count_written(rows, min(start + count, rows.steps), (start + count - 1) % rows.steps)
-        if not in_order:
-            self.lose_order()
+        rows.copy_(start, count, leaves, self.ring.serials)
+        self.note_steps(start, count)
+
+    def note_steps(self, start: int, count: int) -> None:
+        """Make ``count`` time steps from slot ``start`` on the newest rows."""
+        ring = self.ring
+        follows = start == ring.cursor
+        if follows or count >= ring.steps:
+            if not follows:  # all rows are replaced
+                ring.turn_to(start)
+            ring.publish(slice(None), count)
+        else:
+            device = self.all_rows().matrix.device
+            ring.scatter(torch.arange(start, start + count, device=device) % ring.steps)
+            self.tell_lost_order()
+        count_change(self)
 
     @held_back
     def append(self, lanes: Any, data: TensorDictBase) -> torch.Tensor:
@@ -433,9 +486,9 @@ class PackedStorage(LazyTensorStorage):
                 tuple of one index per dim replaces written transitions. If an index is repeated, its last row is kept.
             data: ``[n, *lanes]`` for ``n`` time steps, ``[*lanes]`` for an ``int``; for a mask or tuple, one transition
                 per selected row. A list of TensorDicts is stacked.
-            set_cursor: if ``True``, new time steps count as written, and the last index of ``cursor`` becomes the
-                newest step, as in TorchRL. New steps must follow the written steps without gaps. Pass ``False`` to
-                edit stored steps: the newest step then stays the same.
+            set_cursor: if ``True``, these are new time steps, as in TorchRL. Those beyond the written steps must follow
+                them without gaps. Steps that do not follow the newest one give up time order, see
+                :attr:`in_time_order`. Pass ``False`` to edit stored rows: they keep their age and their priorities.
 
         Raises:
             SchemaError: ``data`` does not match the rows; nothing has been written.
@@ -534,6 +587,11 @@ class PackedStorage(LazyTensorStorage):
     def adopt(self, rows: Rows) -> None:
         """Make ``rows`` the rows of this storage, and set the attributes that TorchRL reads."""
         revision_of(self)  # counts the edits of the rows before
+        if self.rows is None or self.rows.shape != rows.shape:
+            before, lanes = self._ring, prod(rows.lanes)
+            self._ring = Ring(rows.steps, lanes)
+            self._ring.written += before.written.max()
+            self._ring.empty()
         if self.shared_rows is not None:
             self.shared_rows.place(rows)
         self.rows, self.live = rows, None
@@ -564,7 +622,6 @@ class PackedStorage(LazyTensorStorage):
         with self.lock:
             shared, self.shared_rows, self.is_closed = self.shared_rows, None, True
             self.forget_rows()
-            self.clock, self.heads = WriteClock(), LaneHeads()
             self.make_counters()
         self.lock = RLock()
         if shared is not None:
@@ -599,8 +656,7 @@ class PackedStorage(LazyTensorStorage):
             if self.dedup is not None:
                 writes.begin(self)
             self.rows.forget()
-            self.clock.forget(self.rows.steps)
-        self._len_value.value = self.numbers[APART] = self.numbers[HOLES] = 0
+        self.ring.empty()
         self.row_class = None
         self._bump_mutation_revision()
 
@@ -691,10 +747,10 @@ class PackedStorage(LazyTensorStorage):
             whole.load_state_dict(self.snapshot())
             return whole.dumps(path)
         with warnings.catch_warnings():
-            if lanes_apart(self) or not len(self):  # `save_cursor` saves the newest step of each lane, if there is one
+            if self.ring.newest < 0:  # `save_ring` saves the serials of each lane
                 warnings.filterwarnings("ignore", "last_cursor is None")
             super().dumps(path)
-        state.save_cursor(self, path)
+        state.save_ring(self, path)
 
     def loads(self, path: str | Path) -> None:
         """Replace the content by a dump of :meth:`dumps`; unfinished trajectories end as in :meth:`load_state_dict`."""
@@ -702,9 +758,9 @@ class PackedStorage(LazyTensorStorage):
             whole = self._without_deduplication()
             whole.loads(path)
             return self.load_state_dict(whole.snapshot())
-        saved = state.saved_cursor(self, path)
+        saved = state.saved_ring(self, path)
         super().loads(Path(path))
-        state.load_cursor(self, saved)
+        state.load_ring(self, saved)
 
     def _without_deduplication(self) -> PackedStorage:
         """Return an empty storage for the same rows whose views have all keys, as TorchRL's checkpointers need."""
@@ -723,7 +779,7 @@ class PackedStorage(LazyTensorStorage):
         """Return the state to pickle: shared memory for a spawned process, otherwise a copy of the rows."""
         if get_spawning_popen() is not None:
             self.share_memory_()
-            return vars(self) | {"_rng": None, "live": None, "rows": None}
+            return vars(self) | {"_rng": None, "live": None, "rows": None, "_ring": None}
         kept = {name: value for name, value in vars(self).items() if name not in _NOT_COPIED}
         saved = revision_of(self), self.state_dict()
         return kept | {
@@ -741,6 +797,7 @@ class PackedStorage(LazyTensorStorage):
         if saved is not None:
             self._fill_copy(*saved)
         elif self.shared_rows is not None:  # in a spawned process: map the same rows
+            self._ring = Ring(1, 1)
             self.shared_rows.restore(self)
         forks.watch(self)
         for each in listeners_of(self):
@@ -749,12 +806,12 @@ class PackedStorage(LazyTensorStorage):
     def _fill_copy(self, revision: int, content: dict[str, Any]) -> None:
         self.forget_rows()
         self.shared_rows = None
-        self.lock, self.clock, self.heads, self.process = RLock(), WriteClock(), LaneHeads(), os.getpid()
+        self.lock, self.process = RLock(), os.getpid()
         self.make_counters()
         if self.shared:
             self.share_memory_()
         state.load(self, content)  # a copy continues open trajectories
-        self.numbers[REVISION] = revision  # what was cached for the original is valid for the copy
+        self.numbers[0] = revision  # what was cached for the original is valid for the copy
 
     def __repr__(self) -> str:
         return state.describe(self)

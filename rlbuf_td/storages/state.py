@@ -8,7 +8,6 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from tensordict import TensorDict
 
@@ -18,8 +17,8 @@ from rlbuf_td.storages.checks import saved_number, state_of
 from rlbuf_td.storages.dedup import DedupLayout, saved_dedup
 from rlbuf_td.storages.entries import Sections
 from rlbuf_td.storages.indexing import stored_rows
-from rlbuf_td.storages.lane_heads import APART, HOLES, LENGTH, NEWEST, lanes_apart, serials_of
 from rlbuf_td.storages.layout import RowLayout
+from rlbuf_td.storages.ring import Ring, refuse_ring, saved_serials
 from rlbuf_td.storages.row_class import RowClass
 from rlbuf_td.storages.rows import PlainRows, Rows
 from rlbuf_td.storages.rows.dedup import DedupRows
@@ -31,8 +30,7 @@ from rlbuf_td.storages.writes import begin, refuse_schema
 if TYPE_CHECKING:
     from rlbuf_td.storages.packed import PackedStorage
 
-_MOST = (1 << 63) - 1
-_CURSOR_FILE = "last_cursor.json"
+_RING_FILE = "ring.json"
 
 
 def snapshot(storage: PackedStorage) -> dict[str, Any]:
@@ -46,26 +44,15 @@ def snapshot(storage: PackedStorage) -> dict[str, Any]:
         if rows.dedup is None
         else {"pooled": rows.dedup.state(), "entries": [alias_of(entries) for entries in rows.used_entries()]}
     )
-    return (
-        shared
-        | {
-            "_len": len(storage),
-            "full": is_full(storage),
-            "reserved": storage.is_reserved,
-            "last_cursor": storage.numbers[NEWEST],
-            "in_time_order": storage.in_time_order,
-            "layout": rows.layout.state(),
-            "rows": storage.written_rows().given,
-            "clock": storage.clock.state_dict() | {"capacity": rows.cells},
-            "row_class": None if storage.row_class is None else storage.row_class.state(),
-        }
-        | heads_state(storage)
-    )
-
-
-def heads_state(storage: PackedStorage) -> dict[str, Any]:
-    """Return the newest step and the number of rows of each lane; nothing if the lanes stand together."""
-    return {"lane_heads": torch.from_numpy(np.stack(storage.heads.read(storage)))} if lanes_apart(storage) else {}
+    return shared | {
+        "_len": len(storage),
+        "full": is_full(storage),
+        "reserved": storage.is_reserved,
+        "ring": storage.ring.state(),
+        "layout": rows.layout.state(),
+        "rows": storage.written_rows().given,
+        "row_class": None if storage.row_class is None else storage.row_class.state(),
+    }
 
 
 def load(storage: PackedStorage, state: dict[str, Any]) -> None:
@@ -88,50 +75,47 @@ def load(storage: PackedStorage, state: dict[str, Any]) -> None:
         rows.restore_(matrix, entries)
     else:
         source = rows_of_state(layout, matrix, dedup, entries)
-        rows.copy_steps_(source, [(0, len(matrix))], saved_serials(state, rows.shape), storage.heads.serials(storage))
+        rows.copy_steps_(source, [(0, len(matrix))], saved_serials(state["ring"], rows.steps), storage.ring.serials)
     storage.restore_counters(state)
 
 
-def save_cursor(storage: PackedStorage, path: str | Path) -> None:
-    """Save the index of the newest time step, which TorchRL's checkpointer omits, and whether rows are in order."""
-    saved = {"last_cursor": storage.numbers[NEWEST], "in_time_order": storage.in_time_order}
-    saved |= {name: heads.tolist() for name, heads in heads_state(storage).items()}
-    Path(path, _CURSOR_FILE).write_text(json.dumps(saved))
+def save_ring(storage: PackedStorage, path: str | Path) -> None:
+    """Save the serials of the rows, which TorchRL's checkpointer omits."""
+    ring = storage.ring
+    Path(path, _RING_FILE).write_text(json.dumps({"steps": ring.steps, "head": ring.head.tolist()}))
 
 
-def saved_cursor(storage: PackedStorage, path: str | Path) -> dict[str, Any]:
-    """Check the numbers in a dump of TorchRL's checkpointer, and return those of :func:`save_cursor`.
+def saved_ring(storage: PackedStorage, path: str | Path) -> dict[str, Any]:
+    """Check the numbers in a dump of TorchRL's checkpointer, and return the :meth:`Ring.state` of its rows.
 
-    If it has saved no file, the index of the newest time step is -1 (unknown).
+    TorchRL's dumps of other storages have no such file; of a full storage, the writer's file tells the newest row.
     """
     with state_of(storage):
         shape = TensorDict.load_memmap(path).batch_size[: storage.ndim]
         length = json.loads(Path(path, "storage_metadata.json").read_text())["len"]
         saved_number("len", length, 0, shape.numel())
-        file = Path(path, _CURSOR_FILE)
-        saved = {"last_cursor": -1, "in_time_order": True} | (json.loads(file.read_text()) if file.exists() else {})
-        saved_number("last_cursor", saved["last_cursor"], -1, shape[0] - 1)
-        if not length:  # an emptied storage is written from the first row on
-            saved["last_cursor"] = -1
-        if "lane_heads" in saved:
-            saved["lane_heads"] = heads = torch.tensor(saved["lane_heads"], device="cpu")
-            lead = torch.Size([length // max(1, prod(shape[1:])), *shape[1:]])
-            _refuse_heads(heads, lead, shape[0])
-            _refuse_resized_lanes(
-                saved | {"clock": {"capacity": shape.numel()}}, shape[1:], steps_for(storage, shape[1:])
-            )
-    return saved
+        lead, file = torch.Size([length // max(1, prod(shape[1:])), *shape[1:]]), Path(path, _RING_FILE)
+        if file.exists():
+            found = json.loads(file.read_text())
+            state = {"steps": found["steps"], "head": torch.tensor(found["head"]), "generations": None}
+        else:
+            before, beside = Ring(shape[0], prod(shape[1:])), Path(path).parent / "writer" / "metadata.json"
+            before.publish(slice(None), lead[0])
+            if lead[0] == shape[0] and beside.exists():  # of TorchRL's buffer
+                before.publish(
+                    slice(None), saved_number("cursor", json.loads(beside.read_text())["cursor"], 0, shape[0])
+                )
+            state = before.state()
+        refuse_ring(state, lead)
+        _refuse_resized_lanes(state, steps_for(storage, shape[1:]))
+    return state
 
 
-def load_cursor(storage: PackedStorage, saved: dict[str, Any]) -> None:
-    """Restore what :func:`saved_cursor` has returned, and end trajectories as after any load."""
-    storage.numbers[NEWEST] = saved["last_cursor"]
-    storage.clock.forget(storage.all_rows().steps, saved["last_cursor"])
-    storage.numbers[APART] = storage.numbers[HOLES] = 0
-    if "lane_heads" in saved:
-        storage.heads.write(storage, *saved["lane_heads"].numpy())
-    if not saved["in_time_order"]:
-        storage.lose_order()
+def load_ring(storage: PackedStorage, saved: dict[str, Any]) -> None:
+    """Restore what :func:`saved_ring` has returned, and end trajectories as after any load."""
+    storage.ring.load(saved, storage.all_rows().matrix.device)
+    if not storage.in_time_order:
+        storage.tell_lost_order()
     end_trajectories(storage)
 
 
@@ -160,61 +144,44 @@ def examine(storage: PackedStorage, state: dict[str, Any]) -> tuple[RowLayout, t
     layout, lanes = admit_state(storage, state, matrix.shape[1:-1])
     dedup = saved_dedup(layout, state)
     capacity = steps_for(storage, lanes)
-    refuse_counters(state, matrix.shape[:-1], capacity)
-    _refuse_resized_lanes(state, matrix.shape[1:-1], capacity)
+    refuse_counters(state, matrix.shape[:-1])
+    _refuse_resized_lanes(state["ring"], capacity)
     row_bytes = layout.row_bytes if dedup is None else dedup.stored.row_bytes
     if matrix.shape[-1] * matrix.itemsize != row_bytes:
         raise SchemaError(f"the saved rows take {matrix.shape[-1] * matrix.itemsize} bytes each, expected {row_bytes}")
     if dedup is not None:
-        refuse_foreign(dedup, matrix, state.get("entries", []), has_holes=state.get("lane_heads") is not None)
+        refuse_foreign(dedup, matrix, state.get("entries", []), has_holes=has_holes(state))
     return layout, lanes, dedup
 
 
-def refuse_counters(state: dict[str, Any], lead: torch.Size, capacity: int) -> None:
-    """Raise a ValueError if the counters of a state contradict each other.
-
-    ``lead`` is the shape ``[steps, *lanes]`` of the saved rows, and ``capacity`` the capacity in time steps.
-    """
+def refuse_counters(state: dict[str, Any], lead: torch.Size) -> None:
+    """Raise a ValueError if the counters of a state do not fit saved rows of shape ``[steps, *lanes]``."""
     saved_number("_len", state["_len"], prod(lead), prod(lead))
-    _refuse_heads(state.get("lane_heads"), lead, _saved_steps(state, lead[1:], capacity))
-    saved_number("last_cursor", state["last_cursor"], -1, (lead[0] or capacity) - 1)
-    clock = state.get("clock")
-    if clock is None:
-        return
-    cells = saved_number("capacity", clock["capacity"], prod(lead), _MOST)
-    saved_number("now", clock["now"], -_MOST - 1, _MOST)
-    saved_number("last", clock["last"], -1, cells // prod(lead[1:]) - 1)
-    written = clock["written"]
-    if written is not None and (written.dtype is not torch.int64 or written.shape != (cells,)):
-        raise ValueError(f"the saved write times are {written.dtype} of shape {tuple(written.shape)}, not one per row")
+    refuse_ring(state["ring"], lead)
 
 
-def _saved_steps(state: dict[str, Any], lanes: torch.Size, capacity: int) -> int:
-    """Return the capacity in time steps that a state was saved with, ``capacity`` if it does not say."""
-    clock = state.get("clock")
-    return capacity if clock is None else saved_number("capacity", clock["capacity"], 0, _MOST) // prod(lanes)
-
-
-def _refuse_resized_lanes(state: dict[str, Any], lanes: torch.Size, capacity: int) -> None:
+def _refuse_resized_lanes(ring: dict[str, Any], capacity: int) -> None:
     """Raise a ValueError if lanes that stand apart, some of them full, were saved with another capacity."""
-    heads, saved = state.get("lane_heads"), _saved_steps(state, lanes, capacity)
-    if heads is not None and saved != capacity and int(heads[1].max()) == saved:
+    tail, written, _ = ring["head"]
+    saved = ring["steps"]
+    if saved != capacity and int((written - tail).max()) == saved and not stand_together(ring):
         raise ValueError(
             f"lanes that stand apart, up to {saved} time steps, were saved with a capacity of {saved} time steps, not "
             f"{capacity}; rb.dumps and rb.loads transfer the newest ones of each lane into another capacity"
         )
 
 
-def _refuse_heads(heads: Any, lead: torch.Size, capacity: int) -> None:
-    """Raise a ValueError if the saved heads of lanes are not those of rows ``[steps, E]``."""
-    if heads is None:
-        return
-    if not isinstance(heads, torch.Tensor) or heads.dtype is not torch.int64 or heads.shape != (2, *lead[1:]):
-        raise ValueError(f"the saved heads of lanes must be int64 of shape {[2, *lead[1:]]}")
-    newest, count = heads
-    fits = (count >= 0) & (newest >= -1) & torch.where(count < capacity, newest == count - 1, newest < capacity)
-    if int(count.max()) != lead[0] or not bool(fits.all()):
-        raise ValueError("the saved heads of lanes do not fit the saved rows")
+def stand_together(ring: dict[str, Any]) -> bool:
+    """Whether the lanes of a saved ring have as many rows, and their next rows go to the same slot."""
+    tail, written, _ = ring["head"]
+    count = written - tail
+    return not ((count != count[0]).any() or ((written - written[0]) % ring["steps"]).any())
+
+
+def has_holes(state: dict[str, Any]) -> bool:
+    """Whether some of the saved lanes have fewer rows than others."""
+    tail, written, _ = state["ring"]["head"]
+    return bool((written - tail != (written - tail)[0]).any())
 
 
 def dedup_for(storage: PackedStorage, layout: RowLayout, saved: DedupLayout | None) -> DedupLayout | None:
@@ -245,29 +212,13 @@ def admit_state(storage: PackedStorage, state: dict[str, Any], lanes: torch.Size
 
 
 def restore_counters(storage: PackedStorage, state: dict[str, Any]) -> None:
-    """Restore the counters. If the saved capacity differs, priority updates skip batches sampled before the load."""
+    """Restore the counters. If this storage has had rows, updates skip all batches that were sampled before."""
     storage.is_reserved = state.get("reserved", False)
-    clock, rows = state.get("clock"), storage.all_rows()
-    last = state["last_cursor"] if state["_len"] else -1  # an emptied storage is written from the first row on
-    if clock is not None and clock["capacity"] == rows.cells:
-        storage.clock.load_state_dict(clock, rows.steps, last, rows.matrix.device)
-    else:
-        order = None if clock is None or clock["written"] is None else _sized(clock["written"], rows.cells)
-        storage.clock.forget(rows.steps, last, None if order is None else order.to(rows.matrix.device))
     storage.row_class = RowClass.of_state(state.get("row_class"))
-    storage.numbers[LENGTH] = state["_len"]
-    storage.numbers[NEWEST] = last
-    storage.numbers[APART] = storage.numbers[HOLES] = 0
-    if state.get("lane_heads") is not None:
-        storage.heads.write(storage, *state["lane_heads"].numpy())
+    storage.ring.load(state["ring"], storage.all_rows().matrix.device)
     count_change(storage)
-    if not state.get("in_time_order", True):
-        storage.lose_order()
-
-
-def _sized(times: torch.Tensor, cells: int) -> torch.Tensor:
-    """Return the write times of ``cells`` rows; those of rows beyond the saved ones do not matter."""
-    return torch.cat((times[:cells], times.new_zeros(max(0, cells - len(times)))))
+    if not storage.in_time_order:
+        storage.tell_lost_order()
 
 
 def describe(storage: PackedStorage) -> str:
@@ -306,17 +257,6 @@ def refuse_foreign(
             fits = int(names.min()) >= (not has_holes) and int(names.max()) <= found.shape[0]
     if not fits:
         raise SchemaError("the saved rows and the observations that they share do not belong together")
-
-
-def saved_serials(state: dict[str, Any], shape: torch.Size) -> np.ndarray:
-    """Return :meth:`LaneHeads.serials` of the rows of a state, after they are loaded into rows of ``shape``."""
-    if state.get("lane_heads") is not None:
-        newest, count = state["lane_heads"].numpy()
-    else:
-        steps = state["_len"] // prod(shape[1:])
-        last = steps - 1 if state["last_cursor"] < 0 else state["last_cursor"]
-        newest, count = np.full((2, prod(shape[1:])), [[last], [steps]])
-    return serials_of(newest, count, shape[0])
 
 
 def rows_of_state(layout: RowLayout, matrix: torch.Tensor, dedup: DedupLayout | None, used: list[torch.Tensor]) -> Rows:

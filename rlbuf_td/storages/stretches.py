@@ -6,8 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from rlbuf_td.storages.indexing import device_of
-from rlbuf_td.storages.lane_heads import nth_rows, row_count
+from rlbuf_td.storages.indexing import device_of, nth_rows, row_count
 from rlbuf_td.storages.torchrl_parts import columns_of
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 

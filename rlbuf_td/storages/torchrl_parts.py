@@ -61,27 +61,16 @@ def replace_storage(writer: Writer, storage: Storage) -> None:
         raise
 
 
-def step_before_cursor(writer: Any) -> int:
-    """Return the last time step that a ring writer wrote; -1: the storage's last step, or a writer without cursor."""
-    return getattr(writer, "_cursor", 0) - 1
-
-
 def set_cursor(writer: Any, cursor: int, write_count: int | None = None) -> None:
     writer._cursor = cursor
     if write_count is not None:
         writer._write_count = write_count
 
 
-def steps_written(storage: Storage) -> int:
-    """Return the number of time steps that the writers of a storage's buffers have written."""
-    writers = (getattr(each, "_writer", None) for each in listeners_of(storage))
-    return sum(int(getattr(writer, "_write_count", 0)) for writer in writers)
-
-
 def last_step(storage: Storage, steps: int) -> int:
     """Return the last written of ``steps`` time steps, which the storage or a buffer's writer has recorded."""
     cursor = newest_step_of(storage)
-    if hasattr(storage, "clock") and cursor is not None:
+    if hasattr(storage, "ring") and cursor is not None:
         return cursor
     for last in map(last_of_ring, listeners_of(storage)):
         if last is not None:

@@ -3,32 +3,34 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torchrl.data.replay_buffers import Storage
 
-from rlbuf_td.kernels.episodes import BitBoundaries, Boundaries, make_boundaries
+from rlbuf_td.kernels.episodes import BitBoundaries, Boundaries, make_boundaries, occurrences
 from rlbuf_td.kernels.inference_mode import outside_inference_mode
 from rlbuf_td.storages.checks import require_packed
-from rlbuf_td.storages.indexing import device_of, flat_rows, lanes_of, refuse_range, refuse_unwritten, revision_of
+from rlbuf_td.storages.indexing import (
+    device_of,
+    flat_rows,
+    lanes_of,
+    refuse_range,
+    refuse_unwritten,
+    revision_of,
+    stand_apart,
+)
 from rlbuf_td.storages.keys import as_tuple
-from rlbuf_td.storages.lane_heads import MOST_TAKEOVERS, cells_by_age, lanes_apart, last_writes
 from rlbuf_td.storages.listeners import Attached
 from rlbuf_td.storages.notebooks import TRANSITIONS
 from rlbuf_td.storages.schema import SchemaError, kind
 from rlbuf_td.storages.shared.memory import SharedNumbers
-from rlbuf_td.storages.torchrl_parts import (
-    change_count_of,
-    columns_of,
-    last_step,
-    listeners_of,
-    newest_step_of,
-    steps_written,
-)
-from rlbuf_td.storages.write_clock import not_rewritten
+from rlbuf_td.storages.torchrl_parts import change_count_of, columns_of, last_step, listeners_of, newest_step_of
+
+if TYPE_CHECKING:
+    from rlbuf_td.storages.ring import Ring
 
 DONE_KEY = ("next", "done")
 TRAJ_KEY = ("collector", "traj_ids")
@@ -113,7 +115,8 @@ class TrajectoryIndex(Attached):
         self.done_key, self.traj_key = as_tuple(done_key), None if traj_key is None else as_tuple(traj_key)
         self._boundaries: Boundaries | None = None
         self._size: tuple[int, int, torch.device] | None = None  # steps, lanes and device of the boundaries
-        self._seen = SharedNumbers("q", [_NOTHING])  # the storage's revision that the boundaries describe
+        #: The storage's revision that the boundaries describe, and the sum of its lanes' tails at that time.
+        self._seen = SharedNumbers("q", [_NOTHING, 0])
         self._columns: _Columns | None = None  # until the storage moves them, see `_bound`
         self._head_before_load: torch.Tensor | None = None
 
@@ -174,9 +177,10 @@ class TrajectoryIndex(Attached):
     def _oldest(self, boundaries: Boundaries) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return each lane's oldest step, number of steps, and whether a trajectory begins with the oldest step."""
         steps, lanes = self._shape
-        if lanes_apart(self.storage):
-            newest, count = map(torch.from_numpy, self.storage.heads.read(self.storage))
-            return torch.where(count < steps, 0, (newest + 1) % steps), count, (count < steps) | boundaries.begun.cpu()
+        if stand_apart(self.storage):
+            ring: Ring = self.storage.ring
+            tail, count = torch.from_numpy(ring.tail), torch.from_numpy(ring.count)
+            return tail % steps, count, (count < steps) | boundaries.begun.cpu()
         live = len(self.storage) // lanes
         if live < steps:
             oldest, begun = 0, torch.ones(lanes, dtype=torch.bool, device="cpu")
@@ -254,12 +258,11 @@ class TrajectoryIndex(Attached):
         boundaries = self._followed()
         if boundaries is None:  # the next look-up reads all rows
             return
-        given = rows.cpu().numpy()
-        written = last_writes(given)
-        self._bound().write_rows(boundaries, written)
-        if len(written) < len(given):  # the rows that did not fit may belong to the oldest trajectory of a lane
-            steps, lanes = self._shape
-            boundaries.begun[torch.from_numpy(np.bincount(given % lanes, minlength=lanes) > steps)] = False
+        given, (steps, lanes) = rows.cpu().numpy(), self._shape
+        self._bound().write_rows(boundaries, given[occurrences(given[::-1])[::-1] == 0])
+        # the rows that are gone may belong to the oldest trajectory of a lane whose rows were all replaced
+        replaced = torch.from_numpy(np.bincount(given % lanes, minlength=lanes) >= steps)
+        boundaries.begun[replaced] = self._complete()[replaced].to(boundaries.begun.device)
 
     def mark_all(self) -> None:
         """Record that one write has replaced all rows.
@@ -267,7 +270,7 @@ class TrajectoryIndex(Attached):
         The oldest rows may then belong to trajectories that began in the rows before, or in rows that did not fit.
         """
         if self._boundaries is not None:
-            self._boundaries.begun.fill_(self._is_complete())
+            self._boundaries.begun.copy_(self._complete())
 
     def marks(self) -> tuple[BitBoundaries, np.ndarray, Any] | None:
         """Return the arrays with which compiled code updates this index, or None if only Python code can update it."""
@@ -286,8 +289,15 @@ class TrajectoryIndex(Attached):
         revision = int(change_count_of(self.storage))  # the next look-up notices edits
         if self._boundaries is None or not self._seen[0] <= revision <= self._seen[0] + 1:
             return None
-        self._seen[0] = revision
+        self._note_seen(revision)
         return self._boundaries
+
+    def _note_seen(self, revision: int) -> None:
+        self._seen[0], self._seen[1] = revision, self._tails()
+
+    def _tails(self) -> int:
+        """Return the sum of the oldest live serials of all lanes, which changes as soon as a row is gone."""
+        return int(self.storage.ring.tail.sum()) if hasattr(self.storage, "ring") else 0
 
     def _begun(self, start: int, count: int) -> Boundaries | None:
         """Return empty boundaries for a write that has replaced all rows, None if there are others."""
@@ -300,7 +310,7 @@ class TrajectoryIndex(Attached):
         except (KeyError, TypeError, SchemaError):  # the rows are already written: the next look-up raises the error
             return None
         boundaries.clear()
-        self._seen[0] = revision_of(storage)
+        self._note_seen(revision_of(storage))
         return boundaries
 
     # -- reading all rows again
@@ -310,31 +320,29 @@ class TrajectoryIndex(Attached):
         boundaries, storage = self._fit(), self.storage
         steps, lanes = self._shape
         live, head = len(storage) // lanes, last_step(storage, steps)
-        newest = torch.from_numpy(storage.heads.read(storage)[0]) if lanes_apart(storage) else head
-        begun = boundaries.begun & bool((boundaries.head == newest).all())  # rows were edited, not written
+        is_apart = stand_apart(storage)
+        newest = torch.from_numpy(storage.ring.newest_of_lanes) if is_apart else head
+        is_edited = bool((boundaries.head == newest).all()) and self._seen[1] == self._tails()
+        begun = boundaries.begun & is_edited  # otherwise, rows were written
         boundaries.clear()
-        if lanes_apart(storage):
-            self._read_rows(boundaries, cells_by_age(storage))
+        if is_apart:
+            self._read_rows(boundaries, storage.ring.cells_by_age().numpy())
         elif live == steps and head + 1 < steps:
             self._read_steps(boundaries, head + 1, steps)
             self._read_steps(boundaries, 0, head + 1)
         elif live:
             self._read_steps(boundaries, 0, live)
-        boundaries.begun.copy_(begun | self._is_complete())
-        self._seen[0] = revision_of(storage)
+        boundaries.begun.copy_(begun | self._complete().to(begun.device))
+        self._note_seen(revision_of(storage))
         return boundaries
 
-    def _is_complete(self) -> bool:
-        """Whether each time step that was ever written is stored."""
-        storage = self.storage
-        written = max(steps_written(storage), storage.clock.now)
-        return 0 < written <= len(storage) // lanes_of(storage).numel()
+    def _complete(self) -> torch.Tensor:
+        """Return whether each row of a lane that was ever written is stored, ``[E]`` bool."""
+        return torch.from_numpy(self.storage.ring.tail == 0)
 
     def _breaks(self) -> np.ndarray:
         """Return the flat rows after which a trajectory ends without a flag: the rows were reopened, a lane taken."""
-        breaks = [*self.storage.breaks, *taken_over(self.storage)]
-        found = not_rewritten(self.storage, breaks).cpu().numpy() if breaks else np.empty(0, np.int64)
-        return found[found >= 0]
+        return self.storage.ring.live_cells([*self.storage.breaks, *taken_over(self.storage)])
 
     def _read_steps(self, boundaries: Boundaries, start: int, stop: int) -> None:
         """Read the time steps ``start`` to ``stop - 1``, and end trajectories after breaks."""
@@ -476,7 +484,7 @@ class TrajectoryIndex(Attached):
         if any(state_dict[name].dtype is not kind for name, kind in kinds.items()) or not boundaries.holds(state_dict):
             raise ValueError("the saved trajectory index is damaged: its levels contradict each other")
         boundaries.restore(state_dict)
-        self._seen[0] = revision_of(self.storage)
+        self._note_seen(revision_of(self.storage))
 
     def part(self, lane: int | None = None) -> None:
         """End all unfinished trajectories, or that of one lane, so that the next written rows begin new ones."""
@@ -487,8 +495,7 @@ class TrajectoryIndex(Attached):
         """After a load, end unfinished trajectories that have ids, because new collectors reuse the ids."""
         with suppress(KeyError, TypeError, RuntimeError, SchemaError):  # the next look-up raises the error
             self._fit()
-            knows_newest = newest_step_of(self.storage) is not None
-            if self._bound().name is not None and (knows_newest or lanes_apart(self.storage)):
+            if self._bound().name is not None:
                 head = self.boundaries().head
                 self._head_before_load = head.clone()
                 head.fill_(-1)
@@ -512,12 +519,12 @@ class TrajectoryIndex(Attached):
 def begin_episode(storage: Any, lane: int) -> None:
     """Let the next row of a lane begin an episode, because another actor takes the lane over."""
     with storage.lock:
-        newest, count = storage.heads.read(storage)
-        if not len(storage) or not count[lane]:
+        ring: Ring = storage.ring
+        if not len(ring) or not ring.count[lane]:
             return
         numbers = storage.takeovers
-        place = 1 + 2 * (numbers[0] % MOST_TAKEOVERS)
-        numbers[place], numbers[place + 1] = int(newest[lane]) * len(count) + lane, storage.clock.now
+        place = 1 + 2 * (numbers[0] % (len(numbers) // 2))
+        numbers[place], numbers[place + 1] = lane, int(ring.written[lane]) - 1
         numbers[0] += 1
         for each in listeners_of(storage):
             if isinstance(each, TrajectoryIndex):
@@ -525,7 +532,7 @@ def begin_episode(storage: Any, lane: int) -> None:
 
 
 def taken_over(storage: Any) -> list[tuple[int, int]]:
-    """Return the newest rows of lanes that were taken over, each with the count of the write clock at that time."""
+    """Return the rows (lane, serial) that were the newest ones of lanes that were taken over."""
     numbers = storage.takeovers
-    found = [*numbers][1 : 1 + 2 * min(numbers[0], MOST_TAKEOVERS)]
+    found = [*numbers][1 : 1 + 2 * numbers[0]]
     return [*zip(found[::2], found[1::2], strict=True)]

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 
+from rlbuf_td.kernels.episodes import occurrences
 from rlbuf_td.kernels.host_memory import address_of
 from rlbuf_td.storages.allocate import make_rows
 from rlbuf_td.storages.dedup import DedupLayout
 from rlbuf_td.storages.interrupts import held_back
-from rlbuf_td.storages.lane_heads import as_lanes, holes_among, lane_count, lanes_apart, places
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.row_class import opened
 from rlbuf_td.storages.rows import Rows, last_of_each
@@ -202,7 +202,7 @@ def fix_rows(storage: PackedStorage, data: TensorDictBase, lead_dims: int) -> No
 
 def refuse_apart(storage: PackedStorage) -> None:
     """Raise a RuntimeError if the lanes stand apart, so that no time step is the next one of all lanes."""
-    if lanes_apart(storage):
+    if not storage.ring.together:
         raise RuntimeError(
             "the lanes stand at unlike steps, because single lanes were written: write with rb.extend, rb.add or "
             "storage.append, which continue each lane"
@@ -216,22 +216,46 @@ def append(storage: PackedStorage, lanes: Any, data: TensorDictBase) -> torch.Te
     lanes = as_lanes(storage, lanes, data)
     rows = storage.all_rows()
     leaves = rows.layout.collect(data, data.batch_size[:1])
-    at, kept, newest, count = places(storage, lanes)
-    cells = at * prod(rows.lanes) + lanes
+    ring = storage.ring
+    before, more = occurrences(lanes), np.bincount(lanes, minlength=ring.lanes)
+    cells = (ring.written[lanes] + before) % ring.steps * ring.lanes + lanes
+    kept = more[lanes] - before <= ring.steps  # later rows of the call overwrite the others
     if not kept.all():
         where = torch.from_numpy(kept)
         leaves = [leaf[where.to(leaf.device)] for leaf in leaves]
-    written, ago = torch.from_numpy(cells[kept]), torch.from_numpy(len(lanes) - 1 - kept.nonzero()[0])
+    written = torch.from_numpy(cells[kept])
     begin(storage, cells=written)
-    longest, steps = len(storage) // prod(rows.lanes), int(count.max())
+    longest, steps = ring.longest, int(np.minimum(ring.count + more, ring.steps).max())
     if steps > longest:
         rows.matrix[longest:steps].zero_()  # those of other lanes are holes
-    rows.append_(written, leaves, storage.heads.serials(storage))
-    device = rows.matrix.device
-    storage.clock.note(written.to(device), len(lanes), rows.shape, ago.to(device))
-    storage.heads.write(storage, newest, count)
+    rows.append_(written, leaves, ring.serials)
+    ring.publish(slice(None), more)
     count_change(storage)
     return torch.from_numpy(cells)
+
+
+def as_lanes(storage: PackedStorage, lanes: Any, data: TensorDictBase) -> np.ndarray:
+    """Check ``lanes``, an int or one per row of ``data``; return one per row, ``[n]`` int64.
+
+    Raises:
+        TypeError: lanes are not integers.
+        ValueError: data or lanes have the wrong shape.
+        IndexError: a lane is out of range.
+    """
+    if data.ndim < 1 or not len(data):
+        raise ValueError(f"lanes= takes rows of batch size [n], n at least 1, in time order, got {[*data.shape]}")
+    array = lanes.detach().cpu().numpy() if isinstance(lanes, torch.Tensor) else np.asarray(lanes)
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"lanes must be integers, one per row or one for all, got {array.dtype}")
+    if array.size == 1:
+        array = np.broadcast_to(array.reshape(()), (len(data),))
+    if array.shape != (len(data),):
+        raise ValueError(f"lanes of shape {array.shape} for {len(data)} rows: pass one lane per row, or one for all")
+    size = prod(storage.lanes)
+    if array.min() < 0 or array.max() >= size:
+        bad = array[(array < 0) | (array >= size)][0]
+        raise IndexError(f"lane {bad} is out of range: lanes are 0 to {size - 1}")
+    return np.array(array, np.int64, order="C")
 
 
 def _fix_lanes(storage: PackedStorage, data: TensorDictBase) -> None:
@@ -244,7 +268,7 @@ def _fix_lanes(storage: PackedStorage, data: TensorDictBase) -> None:
         return
     if storage.rows is None and storage.shared_rows is not None:
         storage.shared_rows.find()
-    lanes = lane_count(storage)
+    lanes = storage.lane_count
     if lanes is None:
         raise ValueError(
             "the number of lanes is not known before the first write: give it, PackedStorage(max_size, ndim=2, lanes=E)"
@@ -267,24 +291,23 @@ def set_steps(storage: PackedStorage, cursor: Any, data: TensorDictBase, set_cur
         refuse_out_of_order(storage, steps)
     else:
         refuse_shared_keys(storage, storage.deduplicated)
-    cells, apart = rows.cells_at(torch.from_numpy(steps)), np.diff(steps)
+    cells, is_run = rows.cells_at(torch.from_numpy(steps)), bool((np.diff(steps) == 1).all())
     storage.refuse_holes(cells.reshape(-1))
     begin(storage, cells=cells)
-    if (apart == 1).all() or rows.dedup is not None:
+    if is_run or rows.dedup is not None:
         kept = min(count, rows.steps)
         leaves = leaves if kept == count else [leaf[-kept:] for leaf in leaves]
-        rows.copy_(int(steps[-kept]), kept, leaves, storage.heads.serials(storage))
+        rows.copy_(int(steps[-kept]), kept, leaves, storage.ring.serials)
     else:
         rows.replace_(cells, leaves)
-    follows = set_cursor and storage.clock.is_next(int(steps[0]), len(steps), rows.steps)
-    if follows and (apart % rows.steps == 1 % rows.steps).all():
-        storage.clock.advance(int(steps[0]), len(steps), rows.shape, rows.matrix.device)
+    if not set_cursor:
+        return
+    if (np.diff(steps) % rows.steps == 1 % rows.steps).all():
+        storage.note_steps(int(steps[0]), len(steps))
     else:
-        storage.clock.note(cells.flatten(), len(steps), rows.shape)
-        if set_cursor:
-            storage.lose_order()
-    if set_cursor:
-        storage.count_written(rows, int(steps.max()) + 1, int(steps[-1]))
+        storage.ring.scatter(torch.from_numpy(steps).to(rows.matrix.device))
+        storage.tell_lost_order()
+        count_change(storage)
 
 
 def replace(storage: PackedStorage, cursor: Any, data: TensorDictBase) -> None:
@@ -295,14 +318,13 @@ def replace(storage: PackedStorage, cursor: Any, data: TensorDictBase) -> None:
     leaves = rows.layout.collect(data, cells.shape)
     begin(storage, cells=cells)
     rows.replace_(cells, leaves)
-    storage.clock.note(cells.reshape(-1), 1, storage.all_rows().shape)
 
 
 def refuse_out_of_order(storage: PackedStorage, steps: np.ndarray) -> None:
     """Raise a SchemaError unless a write of deduplicated rows continues after the newest one, or replaces all rows."""
     if storage.dedup is None:
         return
-    total, (_, following) = storage.all_rows().steps, storage.heads.serials(storage)
+    total, (_, following) = storage.all_rows().steps, storage.ring.serials
     steps, onwards = steps % total, np.arange(len(steps))
     wrong = steps != (following[0] + onwards) % total
     if wrong.any() and (len(steps) < total or (steps != (steps[0] + onwards) % total).any()):
@@ -334,7 +356,7 @@ def edit(storage: PackedStorage, change: Callable[[TensorDictBase], Any], region
         in_place = region is None and rows.dedup is None
         cells = rows.cells_of(slice(None) if region is None else region)
         flat = cells.reshape(-1)
-        holes = None if region is not None else holes_among(storage, flat)
+        holes = None if region is not None else storage.ring.holes_among(flat)
         if region is not None:
             storage.refuse_holes(flat)
         if not in_place:
@@ -384,3 +406,22 @@ def edit_entries(storage: PackedStorage, cells: torch.Tensor, values: Mapping[tu
         where, columns = torch.from_numpy(numbers).to(cells.device), rows.unpack(rows.matrix)
         for key, leaf in zip(values, leaves, strict=True):
             columns[key].flatten(0, len(rows.lanes)).index_copy_(0, where, leaf)
+
+
+#: What to use instead of a sampler of TorchRL, by a part of its name.
+_INSTEAD = {
+    "Slice": 'SequenceSampler(UniformSampler(), n, boundary="strict")',
+    "WithoutReplacement": "MinibatchSampler",
+    "Prioritized": "ProportionalSampler",
+}
+
+
+def remedy_of_holes(storage: PackedStorage) -> str:
+    """Say what to use if a buffer over the storage has a sampler of TorchRL that draws holes, otherwise ""."""
+    samplers = [type(vars(each).get("_sampler")) for each in listeners_of(storage) if hasattr(each, "__dict__")]
+    names = [kind.__name__ for kind in samplers if kind.__module__.startswith("torchrl.")]
+    found = [name for name in names if name not in ("RandomSampler", "NoneType")]
+    if not found:
+        return ""
+    instead = next((f"rlbuf_td.{ours}" for part, ours in _INSTEAD.items() if part in found[0]), "one of rlbuf_td")
+    return f". TorchRL's {found[0]} draws such rows if lanes have unlike lengths: use {instead}"

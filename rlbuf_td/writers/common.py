@@ -21,13 +21,11 @@ from torchrl.data.replay_buffers import (
 from rlbuf_td.kernels.dispatch import compiled_form_of
 from rlbuf_td.storages import PackedStorage, torchrl_parts
 from rlbuf_td.storages.checks import OUT_OF_ORDER, require_packed, saved_number, state_of
-from rlbuf_td.storages.indexing import coordinates, lanes_of
+from rlbuf_td.storages.indexing import coordinates, lanes_of, stand_apart
 from rlbuf_td.storages.interrupts import held_back
-from rlbuf_td.storages.lane_heads import lanes_apart
 from rlbuf_td.storages.schema import SchemaError, reshaped
 from rlbuf_td.storages.shared.memory import SharedNumbers
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
-from rlbuf_td.storages.write_clock import LAST
 from rlbuf_td.storages.writes import stacked
 
 MOST = (1 << 63) - 1
@@ -77,10 +75,10 @@ class TimeWriter(RoundRobinWriter):
         storage = self._storage
         if not isinstance(storage, PackedStorage):
             return super().add(without_index(data))
-        if lanes_apart(storage):
+        if stand_apart(storage):
             return self._extend_each_lane(data.unsqueeze(0))
         steps = torchrl_parts.capacity_in_steps(storage, single_data=data)
-        cursor = self.find_cursor(1, steps) % steps
+        cursor = self.find_cursor()
         storage.write(cursor, data, single=True)
         self._bump_generation(cursor, data)
         self._cursor_value.value = (cursor + 1) % steps
@@ -102,13 +100,13 @@ class TimeWriter(RoundRobinWriter):
         if not isinstance(self._storage, PackedStorage):
             return super().extend(without_index(data))
         storage, data = self._storage, stacked(data)
-        if lanes_apart(storage):
+        if stand_apart(storage):
             return self._extend_each_lane(data)
         count = len(data)
         if count == 0:
             raise ValueError("extend needs at least one transition, got none")
         steps = torchrl_parts.capacity_in_steps(storage, batched_data=data)
-        cursor = self.find_cursor(count, steps)
+        cursor = self.find_cursor()
         kept = min(count, steps)
         start = (cursor + count - kept) % steps
         index = torch.arange(cursor, cursor + count, device=getattr(data, "device", None) or "cpu")
@@ -132,8 +130,8 @@ class TimeWriter(RoundRobinWriter):
         storage: Any = self._storage
         flat = storage.append(lanes, data)
         self._write_count_value.value += len(flat)
-        if not lanes_apart(storage):
-            self._cursor_value.value = next_step(storage)
+        if storage.ring.together:
+            self._cursor_value.value = storage.ring.cursor
         index = torch.stack(coordinates(flat, storage), -1)
         self.announce_rows(flat, index)
         return index
@@ -158,16 +156,12 @@ class TimeWriter(RoundRobinWriter):
             else:
                 listener.mark_update(index)
 
-    def find_cursor(self, count: int, steps: int) -> int:
-        """Return the time step from which to write ``count`` of ``steps`` time steps, and move the cursor there.
+    def find_cursor(self) -> int:
+        """Return the time step to write next, and move the cursor there.
 
         The rows tell it, because another buffer over the same storage may have written or removed some.
         """
-        storage, cursor = self._storage, self._cursor_value.value
-        if count < steps:
-            last = storage.clock.numbers.values[LAST]
-            cursor = 0 if not len(storage) else (last + 1) % steps if last >= 0 else cursor
-        self._cursor_value.value = cursor
+        self._cursor_value.value = cursor = self._storage.ring.cursor
         return cursor
 
     def _step_index(self, cursor: int) -> torch.Tensor:
@@ -289,7 +283,7 @@ def steps_by_age(writer: Writer, storage: PackedStorage, n: int | None, lane: in
     storage.refuse_closed()
     if not len(storage):
         raise RuntimeError("the buffer is empty: extend it first")
-    if lane is not None or lanes_apart(storage):
+    if lane is not None or stand_apart(storage):
         return _steps_of_lanes(storage, n, lane)
     steps = len(storage) if storage.ndim == 1 else storage.shape[0]
     if n is not None and not 1 <= n <= steps:
@@ -299,7 +293,7 @@ def steps_by_age(writer: Writer, storage: PackedStorage, n: int | None, lane: in
 
 
 def _steps_of_lanes(storage: PackedStorage, n: int | None, lane: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-    newest, count = map(torch.from_numpy, storage.heads.read(storage))
+    written, count = torch.from_numpy(storage.ring.written), torch.from_numpy(storage.ring.count)
     lanes = torch.arange(len(count), device="cpu") if lane is None else torch.tensor(lane, device="cpu")
     least, most = int(count[lanes].min()), int(count[lanes].max())
     if n is None and least < most:
@@ -310,8 +304,8 @@ def _steps_of_lanes(storage: PackedStorage, n: int | None, lane: int | None) -> 
         raise ValueError(f"cannot return the last {n} time steps: {least} are stored" + " in a lane" * (lane is None))
     if not least:
         raise RuntimeError(f"lane {lane} is empty: write to it first")
-    ago = torch.arange(1 - (n or least), 1, device="cpu")
-    steps = (newest[lanes] + (ago if lane is not None else ago[:, None])) % storage.all_rows().steps
+    ago = torch.arange(-(n or least), 0, device="cpu")
+    steps = (written[lanes] + (ago if lane is not None else ago[:, None])) % storage.all_rows().steps
     return steps, lanes.expand(steps.shape)
 
 

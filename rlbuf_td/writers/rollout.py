@@ -16,7 +16,7 @@ from rlbuf_td.storages.checks import saved_number
 from rlbuf_td.storages.indexing import lanes_of
 from rlbuf_td.storages.keys import nested_key
 from rlbuf_td.storages.notebooks import ROLLOUTS
-from rlbuf_td.storages.torchrl_parts import capacity_in_steps, count_change, listeners_of, set_length
+from rlbuf_td.storages.torchrl_parts import capacity_in_steps, count_change, listeners_of
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 from rlbuf_td.storages.writes import stacked
 from rlbuf_td.writers.common import MOST, TimeWriter
@@ -174,7 +174,7 @@ class RolloutWriter(TimeWriter):
         if not count:
             raise ValueError("extend needs at least one step, got none")
         steps = capacity_in_steps(self._storage, batched_data=data)
-        self.find_cursor(1, steps)
+        self.find_cursor()
         if count > steps - self._cursor:
             room = f"a rollout takes {steps} steps and {self._cursor} are written: {count} more do not fit"
             remedy = "Write the rest of it first, or make the storage as long as a collector's batch"
@@ -188,16 +188,15 @@ class RolloutWriter(TimeWriter):
 
     def _write_part(self, write: Any, data: TensorDictBase, count: int, steps: int) -> Any:
         """Write steps with NaN as their estimates; compute all estimates if these steps complete the rollout."""
-        storage, cursor = self._storage, self.find_cursor(1, steps)
+        storage, cursor = self._storage, self.find_cursor()
         has_values = data.get(self.value_key, None) is not None
         if cursor and has_values != self._has_values:
             before, now = ("with" if has else "without" for has in (self._has_values, has_values))
             raise ValueError(f"earlier steps of this rollout came {before} {self.value_key!r}, these come {now}")
         index = write(data.copy().update(self.added_entries(data)))
         self._has_values = has_values
-        lanes = lanes_of(storage).numel()
         if not cursor:  # a new rollout replaces the old one
-            set_length(storage, count * lanes)
+            storage.ring.tail[:] = storage.ring.written - count
             _forget_trajectories(storage)
         if cursor + count == steps:
             try:
@@ -205,8 +204,7 @@ class RolloutWriter(TimeWriter):
             except BaseException:
                 self._cursor_value.value = cursor
                 self._write_count_value.value -= count
-                set_length(storage, cursor * lanes)
-                storage.clock.forget(steps, cursor - 1)
+                storage.ring.written -= count
                 raise
         return index
 

@@ -54,16 +54,16 @@ BREAKS = [
     ),
     Break(
         "the torch form takes a stale stamp",
-        "storages/write_clock.py",
-        "return stamps is newest and self.now == then",
-        "return stamps is newest",
+        "storages/ring.py",
+        "        is_gone = stamp != self.stamp(cell)\n",
+        "        is_gone = stamp > self.stamp(cell)\n",
         "tests/storages/test_staleness.py",
     ),
     Break(
-        "the compiled form takes a stamp that is stale by one step",
-        "kernels/rows/cpu.py",
-        "if since < 0 or age < since:",
-        "if since < 0 or age < since - 1:",
+        "the compiled form takes a stale stamp",
+        "kernels/batch/cpu.py",
+        "                row[i] = -1\n                stale += 1\n",
+        "                stale += 1\n",
         "tests/storages/test_staleness.py",
     ),
     Break(
@@ -83,15 +83,15 @@ BREAKS = [
     Break(
         "the break after a process was killed is lost",
         "storages/reopen.py",
-        "return [*(found | dict.fromkeys(cells.tolist(), storage.clock.now)).items()]",
-        "return [*found.items()]",
+        "return [*dict.fromkeys([*kept, *((lane, int(ring.written[lane]) - 1) for lane in lanes)])]",
+        "return [*dict.fromkeys(kept)]",
         "tests/storages/test_reopen.py -k 'trajectories or break'",
     ),
     Break(
         "rows of one lane in one call share a place",
-        "storages/lane_heads.py",
-        "at = (newest[lanes] + 1 + before) % steps",
-        "at = (newest[lanes] + 1) % steps",
+        "storages/writes.py",
+        "cells = (ring.written[lanes] + before) % ring.steps * ring.lanes + lanes",
+        "cells = ring.written[lanes] % ring.steps * ring.lanes + lanes",
         "tests/storages/test_lanes.py",
     ),
     Break(
@@ -231,8 +231,8 @@ BREAKS = [
     Break(
         "the oldest row of the window is never drawn",
         "samplers/recency.py",
-        "Ages(newest, span, steps, sampler.log_decay)",
-        "Ages(newest, max(span - 1, 1), steps, sampler.log_decay)",
+        "Ages(newest, sampler.span(steps), steps, sampler.log_decay)",
+        "Ages(newest, max(sampler.span(steps) - 1, 1), steps, sampler.log_decay)",
         "tests/samplers/test_uniform.py -k law",
     ),
     # -- writers
@@ -297,7 +297,7 @@ BREAKS = [
     Break(
         "write_back changes rows that were replaced",
         "buffers/replay.py",
-        "flat = skip_stale(flat, stamp, dims, storage)[0]",
+        "flat = storage.skip_stale(flat, stamp, dims)[0]",
         "flat = flat.clone()",
         "tests/storages/test_editing.py -k still_there",
     ),

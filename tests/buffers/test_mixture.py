@@ -429,12 +429,13 @@ def test_sequences_of_other_lengths_and_lanes_are_mixed():
     assert float(members["one"].sampler.sampler.priorities.largest) == 5.0
 
 
-def test_uniform_members_write_back_by_their_clocks():
+def test_uniform_members_write_back_by_their_stamps():
     mixed = ReplayBufferMixture({"one": numbered(0), "other": numbered(50)}, HALF, batch_size=8)
-    times = {name: rb.storage.clock.now for name, rb in mixed.members.items()}
     batch = mixed.sample()
+    index = [batch["index"][batch["source"] == place] for place in range(2)]
+    stamps = {name: rb.storage.stamps(index[k]) for k, (name, rb) in enumerate(mixed.members.items())}
     batch["number"] = -1 - batch["source"]
-    assert mixed.write_back(batch, ["number"], sampled_at=times) == 8
+    assert mixed.write_back(batch, ["number"], sampled_at=stamps) == 8
     assert (mixed["one"].storage["number"] == -1).any()
     assert (mixed["other"].storage["number"] == -2).any()
 

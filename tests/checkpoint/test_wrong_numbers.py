@@ -70,7 +70,8 @@ def make(name: str, share_next: bool = False, count: int = 30) -> ReplayBuffer:
     rb.extend(rows)
     if count:
         rb.sample()
-        rb.storage.set(torch.tensor([3]), rb.storage.get(torch.tensor([4])), set_cursor=False)  # with write times
+        if not share_next and name == "uniform":  # with generations
+            rb.storage.set(torch.tensor([3]), rb.storage.get(torch.tensor([4])))
     return rb
 
 
@@ -81,14 +82,12 @@ def flat(state: Any) -> list[Any]:
 NOT_A_COUNT = [-5, 10**12, 2.5, "one", None]
 STORAGE: dict[str, list[Any]] = {
     "_len": [29, 31, T, *NOT_A_COUNT],
-    "last_cursor": [-2, 30, T, *NOT_A_COUNT[1:]],
     "rows": [None, lambda x: x[:-1], lambda x: x[:, :-1], lambda x: x.long()],
     "layout": [None, {}],
-    "clock": [{}, 5],
-    "clock.now": [None, 0.5, 2**63],
-    "clock.last": [-2, T, None, 1.0],
-    "clock.capacity": [29, None],
-    "clock.written": [lambda x: x[:-1], lambda x: x.float()],
+    "ring": [{}, 5],
+    "ring.steps": [29, None, 1.0],
+    "ring.head": [None, lambda x: x[:-1], lambda x: x.float(), lambda x: x - 1, lambda x: x[[1, 0, 2]]],
+    "ring.generations": [lambda x: torch.zeros(3), torch.zeros(2, dtype=torch.int64)],
 }
 SHARED: dict[str, list[Any]] = {"entries": [[], lambda x: [x[0][:3]], lambda x: [x[0].float()]], "pooled": [None, [[]]]}
 PRIORITIES: dict[str, list[Any]] = {
@@ -179,10 +178,7 @@ def test_wrong_entries_of_deduplicated_rows_are_refused():
             assert flat(rb.state_dict()) == before
 
 
-FILES: dict[str, list[Any]] = {
-    "storage_metadata.json": [("len", -1), ("len", T + 1), ("len", None)],
-    "last_cursor.json": [("last_cursor", T), ("last_cursor", -2), ("last_cursor", 0.5)],
-}
+FILES: dict[str, list[Any]] = {"storage_metadata.json": [("len", -1), ("len", T + 1), ("len", None)]}
 
 
 @pytest.mark.parametrize("file", FILES)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rlbuf_td.core.episodes import Episodes
-from rlbuf_td.core.ring import Ring
+from rlbuf_td.storages.ring import Ring
 from tests.model import DONE, TRAJ, Model, Row
 
 LANES, STEPS = 2, 5
@@ -22,7 +23,7 @@ class Pair:
     """A ring with episodes beside its model, and the flags and ids that a storage would hold."""
 
     def __init__(self) -> None:
-        self.ring = Ring(STEPS, LANES)
+        self.ring = Ring(STEPS, LANES, np.zeros((5, LANES), np.int64))
         self.episodes, self.model = Episodes(self.ring), Model(STEPS, LANES)
         self.ended, self.name = np.zeros((STEPS, LANES), np.bool_), np.zeros((STEPS, LANES), np.int64)
         self.stamps: list[tuple[Row, int, int]] = []  # rows, their cells and serials when they were written
@@ -59,7 +60,7 @@ class Pair:
 
     def load(self, rows: object) -> None:
         """Load what was just saved: stamps of before do not match."""
-        self.ring.load(self.ring.head.copy())
+        self.ring.load(self.ring.state())
         self.stamps = [(Row(**vars(row) | {"number": -1}), cell, stamp) for row, cell, stamp in self.stamps]
 
     def kill(self, rows: list[tuple[int, bool, int]]) -> None:
@@ -78,9 +79,9 @@ class Pair:
         rows = self.model.rows()
         cells = np.array([self.model.flat(row) for row in rows], np.int64)
         assert len(self.ring) == len(rows)
-        numbers = self.ring.cell_of(np.arange(len(rows)))
+        numbers = self.ring.cell_of(torch.arange(len(rows)))
         assert sorted(numbers.tolist()) == cells.tolist()
-        assert [*np.flatnonzero(self.ring.is_live(np.arange(STEPS * LANES)))] == cells.tolist()
+        assert self.ring.is_live(torch.arange(STEPS * LANES)).nonzero().flatten().tolist() == cells.tolist()
         found = self.episodes.reach(cells)
         assert [*zip(*(x.tolist() for x in found[:3]), strict=True)] == [self.model.reach(row) for row in rows]
         for only_finished in (True, False):
@@ -88,7 +89,7 @@ class Pair:
             wanted = [(self.model.flat(each[0]), len(each)) for each in self.model.whole(only_finished=only_finished)]
             assert [*zip(first.tolist(), length.tolist(), strict=True)] == wanted
         for row, cell, stamp in self.stamps:
-            assert self.ring.is_stale(np.array([cell]), np.array([stamp]))[0] != self.model.holds(row)
+            assert bool(self.ring.is_stale(torch.tensor([cell]), torch.tensor([stamp]))) != self.model.holds(row)
 
 
 @given(HISTORIES)
@@ -113,9 +114,9 @@ def test_a_stamp_from_before_empty_never_matches() -> None:
     ring.publish(slice(None), 3)
     ring.empty()
     ring.publish(slice(None), 3)
-    assert ring.is_stale(np.arange(3), np.arange(3)).all()
-    assert not ring.is_stale(np.arange(3), np.arange(4, 7)).any()
-    assert ring.cell_of(np.arange(3)).tolist() == [0, 1, 2]
+    assert ring.is_stale(torch.arange(3), torch.arange(3)).all()
+    assert not ring.is_stale(torch.arange(3), torch.arange(4, 7)).any()
+    assert ring.cell_of(torch.arange(3)).tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("wrong", [{"tail": 3, "written": 2}, {"tail": 0, "written": 5}, {"tail": -1, "written": 0}])

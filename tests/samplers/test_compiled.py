@@ -20,7 +20,6 @@ from rlbuf_td import (
     SequenceSampler,
     UniformSampler,
 )
-from rlbuf_td.kernels import rows as row_kernels
 from rlbuf_td.kernels import scan, sum_tree
 from rlbuf_td.kernels.rank_order.chunked import ChunkedOrder
 from rlbuf_td.kernels.rank_order.law import rank_law
@@ -249,27 +248,12 @@ def by_order(kind: Any, stratified: bool, norm: str | None) -> Callable[..., Any
     return run
 
 
-def by_clock(g: torch.Generator) -> tuple[Any, ...]:
-    steps, lanes = size_of(g, 10), size_of(g, 4)
-    clock = [0, 5, 2**31 - 2, 2**32 - 1, 2**63 - 3][size_of(g, 6) - 1]  # it wraps at 2**63
-    index = torch.randint(-1, steps * lanes, (40,), generator=g)
-    stamp = clock - torch.randint(-2, 2 * steps, (40,), generator=g)
-    written = clock - torch.randint(2 * steps, (steps * lanes,), generator=g)
-    return index, stamp, clock, size_of(g, steps + 2) - 2, steps, lanes, written
-
-
 def in_form(backend: Any, function: Callable[..., Any]) -> Callable[..., Any]:
     def run(*given: Any) -> Any:
         with forced(backend):
             return function(*given)
 
     return run
-
-
-def skip_stale(index: Any, stamp: Any, clock: int, last: int, steps: int, lanes: int, written: Any) -> Any:
-    ring = row_kernels.skip_ring(index, stamp, clock, last, steps, lanes)
-    newer = row_kernels.skip_newer(index, stamp, clock, written)
-    return [*map(torch.as_tensor, (*ring, *newer))]
 
 
 def lanes_of_steps(g: torch.Generator) -> tuple[torch.Tensor, ...]:
@@ -294,7 +278,6 @@ STAGES = {
         )
         for stratified, norm in LAWS
     },
-    "stale rows": Stage(by_clock, in_form("numba", skip_stale), in_form("torch", skip_stale)),
     "reverse scan": Stage(lanes_of_steps, scan.reverse_scan, scan.reverse_scan_doubling),
 }
 

@@ -224,9 +224,10 @@ def test_priorities_are_those_of_flat_batches():
 
 def test_states_are_written_back_from_windows():
     rb = of_steps(ReplayBuffer, 1, output_layout="batch_time", time_dim_name=None, slice_end_key="last")
-    now, batch = rb.storage.clock.now, rb.sample()
+    batch = rb.sample()
+    stamps = rb.storage.stamps(batch["index"].flatten(0, 1)).view(batch.batch_size)
     batch["x"] += 10
-    assert 0 < rb.write_back(batch, ["x"], sampled_at=now) <= 24
+    assert 0 < rb.write_back(batch, ["x"], sampled_at=stamps) <= 24
     assert int((rb.storage["x"] >= 10).all(1).sum()) == len(batch["index"][batch["mask"]].unique())
     assert (batch["last"].shape, batch.names) == ((6, 4, 1), [None, None])
     assert rb.stats()["samples_returned"] == 24

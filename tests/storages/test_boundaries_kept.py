@@ -82,14 +82,13 @@ def test_a_load_and_another_restart_join_no_episodes(tmp_path: Path) -> None:
 
 
 @needs_fork
-@mended_by("publish: a killed write has changed nothing")
 def test_a_killed_write_joins_no_episodes(tmp_path: Path) -> None:
     def opened() -> ReplayBuffer:
         return ReplayBuffer(storage=PackedStorage(8, ndim=2, lanes=2, scratch_dir=tmp_path, reopen=True))
 
     def killed() -> None:
         rb = opened()
-        rb.storage.heads.write = die
+        rb.storage.ring.publish = die
         rb.extend(rows(300, [0] * 4), lanes=0)
 
     for first in (0, 100):
@@ -103,7 +102,6 @@ def test_a_killed_write_joins_no_episodes(tmp_path: Path) -> None:
 
 
 @needs_fork
-@mended_by("publish: a killed write has changed nothing")
 def test_rows_of_a_killed_write_take_late_priorities() -> None:
     storage = PackedStorage(80, ndim=2, lanes=2)
     rb = ReplayBuffer(storage=storage, sampler=ProportionalSampler(80), batch_size=64).share()
@@ -111,7 +109,7 @@ def test_rows_of_a_killed_write_take_late_priorities() -> None:
         rb.extend(rows(100 * lane, [0] * count, with_ids=False), lanes=lane)
 
     def killed() -> None:
-        rb.storage.heads.write = die
+        rb.storage.ring.publish = die
         with rb.storage.lock:
             rb.storage.append(0, rows(300, [0] * 30, with_ids=False))
 
@@ -123,7 +121,6 @@ def test_rows_of_a_killed_write_take_late_priorities() -> None:
     assert (rb.sampler.priority(batch["index"], storage=rb.storage) == 9.0).all()
 
 
-@mended_by("identity: a row is its lane and its serial")
 def test_an_episode_cut_by_a_whole_ring_is_not_whole() -> None:
     sampler = EpisodeSampler(by="episode")
     rb = ReplayBuffer(storage=PackedStorage(8, ndim=2, lanes=2), sampler=sampler, batch_size=8)
@@ -134,7 +131,6 @@ def test_an_episode_cut_by_a_whole_ring_is_not_whole() -> None:
         rb.sample()
 
 
-@mended_by("identity: empty() goes on counting serials")
 def test_an_episode_cut_after_empty_is_not_whole() -> None:
     sampler = EpisodeSampler(finished_only=False)
     rb = ReplayBuffer(storage=PackedStorage(6, ndim=2, lanes=2), sampler=sampler, batch_size=2)

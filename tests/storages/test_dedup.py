@@ -87,7 +87,7 @@ def pooled(storage: PackedStorage) -> DedupRows:
 
 def check_entries(storage: PackedStorage) -> None:
     if isinstance(storage.rows, DedupRows):
-        storage.rows.entries.check(storage.heads.serials(storage))
+        storage.rows.entries.check(storage.ring.serials)
 
 
 def live_entries(storage: PackedStorage) -> list[int]:

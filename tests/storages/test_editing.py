@@ -124,7 +124,7 @@ def test_deduplicated_keys_are_neither_edited_nor_written_out_of_order(storage: 
         lambda: rb.set_("observation", -before["observation"]),
         lambda: rb.update_({"observation": -before["observation"]}),
         lambda: rb.__setitem__("observation", -before["observation"]),
-        lambda: rb.write_back(batch, "observation", sampled_at=rb.storage.clock.now),
+        lambda: rb.write_back(batch, "observation", sampled_at=rb.storage.stamps(batch["index"])),
         lambda: rb.__setitem__(3, before[5]),
         lambda: rb.__setitem__(torch.tensor([3, 5]), before[:2]),
         lambda: rb.__setitem__(torch.arange(len(before)) == 3, before[5:6]),
@@ -203,14 +203,14 @@ def test_only_rows_that_are_still_there_are_written(storage, lanes, stamped):
     made = Numbered(lanes, PLACES[storage], sampler)
     made.write(7)
     for written in (0, 1, 3, 5, 7, 11, 12, 15):
-        now = made.rb.storage.clock.now
         batch = made.rb.sample()
+        stamps = made.rb.storage.stamps(batch["index"])
         assert ("sampled_at" in batch.keys()) == stamped
         batch["state"] = torch.rand(len(batch), 3)
         if written:
             made.write(written)
         before = made.states()
-        count = made.rb.write_back(batch, ["state"], sampled_at=None if stamped else now)
+        count = made.rb.write_back(batch, ["state"], sampled_at=None if stamped else stamps)
         new = {x: state for x, state in zip(batch["x"].tolist(), batch["state"].tolist(), strict=True) if x in before}
         assert made.states() == before | new
         assert count == sum(x in before for x in batch["x"].tolist())

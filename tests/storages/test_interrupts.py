@@ -31,7 +31,7 @@ def steps(first: int, count: int) -> TensorDict:
 
 def state_of(rb: ReplayBuffer) -> dict[str, Any]:
     state: dict[str, Any] = {"len": len(rb), "count": rb.write_count, "cursor": rb.writer._cursor}
-    state["clock"] = list(rb.storage.clock.numbers)
+    state["ring"] = rb.storage.ring.head.tolist()
     if len(rb):
         rows = torch.arange(len(rb))
         state["rows"] = {str(key): value.tolist() for key, value in copied(rb[:]).items(True, True)}
@@ -92,7 +92,7 @@ def test_an_interrupted_write_has_happened_wholly_or_not_at_all(
         assert found in before_and_after, line
         seen.add(before_and_after.index(found))
         if kind == "dedup" and len(rb):
-            rb.storage.rows.entries.check(rb.storage.heads.serials(rb.storage))
+            rb.storage.rows.entries.check(rb.storage.ring.serials)
         rb.extend(steps(60, 2))
         assert copied(rb[:])["observation"][:, 0].tolist().count(60.0) == 1
     assert 0 in seen

@@ -178,7 +178,7 @@ def edited(key: Key) -> Any:
     batch = rows_of(rb)
     rb.set_(key("a.value"), torch.ones(20, 1)).set_at_(key("a.wanted"), torch.zeros(1), 3)
     batch["a", "obs"] += 1
-    rb.write_back(batch, [key("a.obs")], sampled_at=rb.storage.clock.now)
+    rb.write_back(batch, [key("a.obs")], sampled_at=rb.storage.stamps(batch["index"]))
     return rb[:]
 
 

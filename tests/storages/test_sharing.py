@@ -217,7 +217,7 @@ def test_workers_killed_at_random_leave_no_torn_lost_or_repeated_row(sampler, sh
     assert 5_000 == len(stored) < rb.write_count
     check_priorities(rb)
     if share_next:
-        rb.storage.rows.entries.check(rb.storage.heads.serials(rb.storage))
+        rb.storage.rows.entries.check(rb.storage.ring.serials)
 
 
 def test_priorities_that_are_not_shared_cannot_be_sent():

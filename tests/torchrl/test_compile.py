@@ -29,7 +29,6 @@ from rlbuf_td.kernels.episodes.goals import Law, choose_goals
 from rlbuf_td.kernels.episodes.n_step import sums_ahead
 from rlbuf_td.kernels.rank_order.law import rank_law
 from rlbuf_td.kernels.rank_order.reference import SortedOrder
-from rlbuf_td.kernels.rows import skip_ring
 from rlbuf_td.kernels.sum_tree import SumTree
 from tests.catalogue import SAMPLERS
 from tests.catalogue import numbered_rows as data
@@ -120,17 +119,6 @@ def test_goals_and_n_step_sums_compile_once_while_the_buffer_fills():
         live = torch.tensor(size)
         got = compiled(boundaries, rows, uniform, reward, live)
         torch.testing.assert_close(got, step(boundaries, rows, uniform, reward, live))
-
-
-def test_leaving_out_stale_rows_compiles_once():
-    compiled = whole(lambda index, stamp, clock, last: skip_ring(index, stamp, clock, last, 50, 1))
-    index, stamp = torch.arange(40), torch.full((40,), 40)
-    for clock in (40, 45, 50, 70):
-        now, last = torch.tensor(clock), torch.tensor((clock - 1) % 50)
-        kept, count = compiled(index, stamp, now, last)
-        expected, stale = skip_ring(index, stamp, clock, (clock - 1) % 50, 50, 1)
-        assert torch.equal(kept, expected)
-        assert int(count) == int(stale)
 
 
 @pytest.mark.slow

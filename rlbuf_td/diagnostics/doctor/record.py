@@ -20,7 +20,6 @@ from rlbuf_td.checkpoint.torchrl_folder import map_rows
 from rlbuf_td.diagnostics.doctor.report import FAULTS, Finding
 from rlbuf_td.storages import PackedStorage, torchrl_parts
 from rlbuf_td.storages.indexing import attached, stored_rows
-from rlbuf_td.storages.lane_heads import cells_by_age, lanes_apart
 from rlbuf_td.storages.schema import SchemaError, show_key, walk
 from rlbuf_td.storages.trajectory_index import TRAJ_KEY, TrajectoryIndex
 
@@ -72,8 +71,8 @@ class Record:
         self.shape = (self.steps, *lanes)
         #: Of lanes that stand apart: the flat index of each row, ``[N, 1]``.
         self.cells: torch.Tensor | None = None
-        if lanes_apart(storage):
-            self.cells = torch.from_numpy(cells_by_age(storage))[:, None]
+        if isinstance(storage, PackedStorage) and not storage.ring.together:
+            self.cells, self._counts = storage.ring.cells_by_age()[:, None], torch.from_numpy(storage.ring.count)
             self.steps, self.lanes = self.cells.shape
         self.rows = self.steps * self.lanes
         #: The rows of each key, ``[T, E, ...]`` with at least three dims: tensors, or a :class:`LazyColumn`.
@@ -117,8 +116,7 @@ class Record:
     def _mark_newest(self, storage: Storage, capacity: int) -> None:
         """Mark the newest row of each lane as a row without a next row."""
         if self.cells is not None:
-            count = torch.from_numpy(storage.heads.read(storage)[1])
-            self.paired[count[count > 0].cumsum(0) - 1] = False
+            self.paired[self._counts[self._counts > 0].cumsum(0) - 1] = False
             return
         cursor = torchrl_parts.newest_step_of(storage)  # None: the storage does not know
         is_ring = self.steps == capacity and cursor is not None and 0 <= cursor < self.steps

@@ -8,10 +8,7 @@ Args:
         If ``BATCH.reads`` is 0, a function that draws writes neither leaves nor index.
     law: a :class:`~rlbuf_td.kernels.strata.DrawLaw`.
     written: number of rows that hold data.
-    now: number of time steps written so far, including overwritten ones.
-    clock: a :class:`~rlbuf_td.kernels.batch.ring.Clock`.
-    stamp: address of the batch's ``"sampled_at"``: for each row, the value of ``now`` when the row was sampled. 0 if
-        the batch lacks this entry.
+    stamp: address of the batch's ``"sampled_at"``, the serial of each row. 0 if the batch lacks this entry.
 """
 
 from typing import NamedTuple
@@ -19,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import carray
 
-from rlbuf_td.kernels.batch.ring import BATCH, RING, WINDOWS, Clock
+from rlbuf_td.kernels.batch.ring import BATCH, RING, WINDOWS
 from rlbuf_td.kernels.compiled import (
     address_of,
     copy_bytes,
@@ -35,18 +32,19 @@ from rlbuf_td.kernels.compiled import (
 )
 from rlbuf_td.kernels.distinct.cpu import append_at
 from rlbuf_td.kernels.episodes import MARKS
-from rlbuf_td.kernels.episodes.cpu import set_beginnings
 from rlbuf_td.kernels.episodes.cpu import write as write_boundaries
+from rlbuf_td.kernels.episodes.cpu import write_rows as write_boundaries_of_rows
 from rlbuf_td.kernels.rank_order.chunks import ORDER
 from rlbuf_td.kernels.rank_order.cpu import draw as draw_by_rank
 from rlbuf_td.kernels.rank_order.cpu_update import fill as fill_order
 from rlbuf_td.kernels.rank_order.cpu_update import update as update_order
 from rlbuf_td.kernels.rank_order.law import Ranks
 from rlbuf_td.kernels.rank_order.reference import LARGEST
-from rlbuf_td.kernels.recency import Ages, Counters
+from rlbuf_td.kernels.recency import Ages
 from rlbuf_td.kernels.recency.cpu import recent_rows
 from rlbuf_td.kernels.recency.fresh_cpu import take
-from rlbuf_td.kernels.rows.cpu import Sampled, skip_newer, skip_ring
+from rlbuf_td.kernels.serials import ORDERED, TAIL, WRITTEN
+from rlbuf_td.kernels.serials_cpu import head_at, is_stale, stamp_of
 from rlbuf_td.kernels.strata import BY_BATCH, DrawLaw, Draws
 from rlbuf_td.kernels.sum_tree.cpu import draw, fill, update, weigh_beside
 from rlbuf_td.kernels.sum_tree.tree import REFUSED, TREE
@@ -56,6 +54,7 @@ from rlbuf_td.kernels.threads_cpu import run_loop, take_part
 # One block of rows is copied, leaf by leaf, while the next block is prefetched. After a learner's step, blocks of 16
 # rows take 6 to 12 % longer, and blocks of 256 as long. Copying row by row would take 1.5 times as long.
 _BLOCK = 64
+IN_CELLS, REFUSED_WRITE = -1, -2  # what `write` returns instead of a slot
 GATHER, SCATTER = 2, 3  # places of the loops in ``parallel_loops()``, after those of the sum tree
 _ZERO = np.int64(0)  # numba would compile the callee again for a literal
 _LARGE = 1_024  # bytes; the hardware prefetches larger rows equally well
@@ -224,11 +223,11 @@ def put_index(batch, flat, target):
 
 
 @kernel
-def gather_slice(address, targets, begin, count, source, now):
+def gather_slice(address, targets, begin, count, source, weighs: bool):
     """Gather the first ``count`` rows that a member has drawn, and write them from position ``begin`` of a batch.
 
-    The entries after the leaves are the index, the number of the member (``source``), and unless ``now`` is negative,
-    weights and stamps, which become 1 and ``now``.
+    The entries after the leaves are the index, the number of the member (``source``), and if ``weighs``, weights of 1
+    and stamps.
     """
     batch = batch_at(address)
     leaves = leaves_of(batch, targets)
@@ -237,9 +236,9 @@ def gather_slice(address, targets, begin, count, source, now):
     gather(Leaves(batch.rows, batch.row_bytes, leaves.extents, places), index, _ZERO, count)
     put_index(batch, index, load(entries, np.int64) + (16 if batch.lanes else 8) * begin)
     carray(pointer(load(entries + 8, np.int64) + 8 * begin), count, np.int64)[:] = source
-    if now >= 0:
+    if weighs:
         carray(pointer(load(entries + 16, np.int64) + 4 * begin), count, np.float32)[:] = np.float32(1.0)
-        carray(pointer(load(entries + 24, np.int64) + 8 * begin), count, np.int64)[:] = now
+        put_stamps(batch, index, load(entries + 24, np.int64) + 8 * begin)
 
 
 @kernel
@@ -258,7 +257,7 @@ def sample_recent(address, targets, ages: Ages):
 
 
 @kernel
-def sample_proportional(address, targets, law: DrawLaw, written, now):
+def sample_proportional(address, targets, law: DrawLaw, written):
     """Sample rows from a sum tree; return False if all weights are 0 or a drawn row has not been written."""
     batch = batch_at(address)
     drawn, tree = _draws(batch, targets), carray(pointer(batch.table), 1, TREE)
@@ -271,19 +270,19 @@ def sample_proportional(address, targets, law: DrawLaw, written, now):
         weigh_beside(tree, index[:fresh], first, law.beta, importance)
         if law.norm == BY_BATCH:
             importance /= importance.max()
-    _gather_drawn(batch, targets, index, now)
+    _gather_drawn(batch, targets, index)
     return True
 
 
 @kernel
-def sample_rank(address, targets, law: DrawLaw, written, now):
+def sample_rank(address, targets, law: DrawLaw, written):
     """Sample rows by priority rank; return False if no row has a priority or a drawn row has not been written."""
     batch = batch_at(address)
     drawn, ranks = _draws(batch, targets), Ranks(batch.alpha, batch.shift, batch.head)
     has_drawn = draw_by_rank(carray(pointer(batch.table), 1, ORDER), ranks, drawn, law)
     if not has_drawn or not _are_written(drawn.rows, written):
         return False
-    _gather_drawn(batch, targets, drawn.rows, now)
+    _gather_drawn(batch, targets, drawn.rows)
     return True
 
 
@@ -292,7 +291,7 @@ def _put_fresh(batch, place):
     """Overwrite the first indices at address ``place`` with fresh rows of a FreshRowsSampler; return their number."""
     if not batch.queue:
         return 0
-    return take(batch.queue, Counters(batch.numbers, batch.clock), batch.count, place)
+    return take(batch.queue, batch.serials, batch.count, place)
 
 
 @inlined
@@ -311,9 +310,16 @@ def _are_written(index, written):
 
 
 @inlined
-def _gather_drawn(batch, targets, index, now):
-    stamp = carray(pointer(load(targets + 8 * batch.leaves + 16, np.int64)), batch.count, np.int64)
-    stamp[:] = now
+def put_stamps(batch, index, target):
+    """Write the stamps of rows to address ``target``."""
+    head = head_at(batch.serials, max(batch.lanes, 1))
+    for i in range(len(index)):
+        store(target + 8 * i, stamp_of(batch, head, index[i]), np.int64)
+
+
+@inlined
+def _gather_drawn(batch, targets, index):
+    put_stamps(batch, index, load(targets + 8 * batch.leaves + 16, np.int64))
     if not batch.reads:
         return
     gather_batch(batch, index, targets)
@@ -345,13 +351,14 @@ def _anchored(batch, index, td_error, stamp):
         store(errors + 4 * i, np.float32(windows.least) if error < np.float32(windows.least) else error, np.float32)
         copy_bytes(anchors + width * i, index + width * window * i, width)
         if stamp:
-            store(stamps + 8 * i, load(stamp + 8 * window * i, np.int64), np.int64)
+            first, t = load(stamp + 8 * window * i, np.int64), load(anchors + width * i, np.int64)
+            store(stamps + 8 * i, first + (t - first) % batch.steps, np.int64)  # the anchor is in the same lane
     return anchors, errors, stamps if stamp else stamp
 
 
 @inlined
-def _fresh_rows(batch, index, td_error, stamp, clock):
-    """Return the number of rows rewritten since sampling, the row indices (-1 for these rows), and the TD errors."""
+def _fresh_rows(batch, index, td_error, stamp, written):
+    """Return the number of rows that are gone since sampling, row indices (-1 for these rows), and the TD errors."""
     count, lanes, stale = batch.count, batch.lanes, 0
     if batch.windows:
         index, td_error, stamp = _anchored(batch, index, td_error, stamp)
@@ -361,14 +368,14 @@ def _fresh_rows(batch, index, td_error, stamp, clock):
         if pair[i, 0] >= 0 and (pair[i, 1] < 0 or pair[i, 1] >= lanes):
             return -1, row, error  # the lane is out of range
         row[i] = pair[i, 0] * lanes + pair[i, 1] if pair[i, 0] >= 0 else -1
-    if stamp:  # otherwise, no row counts as rewritten
-        sampled = Sampled(batch.flat if lanes else index, stamp, count)
-        if batch.written_at:
-            stale = skip_newer(batch.flat, sampled, clock.now, batch.written_at, batch.steps * max(lanes, 1))
-        else:
-            stale = skip_ring(batch.flat, sampled, clock.now, clock.newest, batch.steps, lanes)
-    elif not lanes:
+    if not lanes:
         copy_bytes(batch.flat, index, 8 * count)
+    if stamp:  # otherwise, no row counts as gone
+        head, cells = head_at(batch.serials, max(lanes, 1)), batch.steps * max(lanes, 1)
+        for i in range(count):
+            if 0 <= row[i] < cells and is_stale(batch, head, row[i], load(stamp + 8 * i, np.int64), written):
+                row[i] = -1
+                stale += 1
     return stale, row, error
 
 
@@ -381,78 +388,160 @@ def raise_largest(batch, largest):
 
 
 @kernel
-def update_proportional(address, index, td_error, stamp, clock: Clock):
-    """Update priorities; return the largest ``|td_error|`` or ``REFUSED``, and how many rewritten rows are skipped."""
+def update_proportional(address, index, td_error, stamp, written):
+    """Update priorities; return the largest ``|td_error|`` or ``REFUSED``, and how many rows are gone and skipped."""
     batch = batch_at(address)
-    stale, row, error = _fresh_rows(batch, index, td_error, stamp, clock)
+    stale, row, error = _fresh_rows(batch, index, td_error, stamp, written)
     if stale < 0:
         return REFUSED, 0
     tree, alpha = carray(pointer(batch.table), 1, TREE), load(batch.weighed_alpha, np.float64)
-    return raise_largest(batch, update(tree, row, error, clock.written, alpha, batch.eps)), stale
+    return raise_largest(batch, update(tree, row, error, written, alpha, batch.eps)), stale
 
 
 @kernel
-def update_rank(address, index, td_error, stamp, clock: Clock):
+def update_rank(address, index, td_error, stamp, written):
     batch = batch_at(address)
-    stale, row, error = _fresh_rows(batch, index, td_error, stamp, clock)
+    stale, row, error = _fresh_rows(batch, index, td_error, stamp, written)
     if stale < 0:
         return REFUSED, 0
-    return raise_largest(batch, update_order(carray(pointer(batch.table), 1, ORDER), row, error, clock.written)), stale
+    return raise_largest(batch, update_order(carray(pointer(batch.table), 1, ORDER), row, error, written)), stale
 
 
 @kernel
-def write_ring(address, count, lanes_first: bool, index):
-    """Write ``count`` time steps at the ring's cursor; return the old cursor, or -1 if nothing was written.
+def write(address, count, lane_ids, lanes_first: bool, cells, index):
+    """Write ``count`` rows to the lanes at address ``lane_ids``, or, if it is 0, ``count`` time steps to all lanes.
 
-    The data is ``[lanes, count, ...]`` if ``lanes_first``, else ``[count, lanes, ...]``. Unless ``index`` is 0, the
-    indices of the new rows are written to this address.
+    Each row follows the newest one of its lane. The data is ``[count, ...]``, and for time steps
+    ``[lanes, count, ...]`` if ``lanes_first``, else ``[count, lanes, ...]``. Unless ``index`` is 0, the indices of the
+    rows are written to this address, and unless all lanes stand together, their flat indices to ``cells``.
+
+    Return the slot of the first time step, ``IN_CELLS`` if rows were written to ``cells``, or ``REFUSED_WRITE`` if
+    nothing was written.
     """
     ring = carray(pointer(address), 1, RING)[0]
-    cursor, revision = load(ring.cursor, np.int64), load(ring.revision, np.int64)
-    kept = min(count, ring.steps)
-    start = (cursor + count - kept) % ring.steps
-    head = min(kept, ring.steps - start)
-    last = (start + kept - 1) % ring.steps
-    if not is_usual(ring, cursor, start, kept, revision):
-        return -1
-    lanes = max(ring.lanes, 1)
+    lanes, revision = max(ring.lanes, 1), load(ring.revision, np.int64)
+    head, more = head_at(ring.head, lanes), np.full(lanes, count)
+    if not is_usual(ring, head) or (lane_ids and not count_rows(lane_ids, count, ring.steps, more)):
+        return REFUSED_WRITE
+    in_steps = not lane_ids and stand_together(head, ring.steps)
+    kept, cursor = min(count, ring.steps), head[WRITTEN, 0] % ring.steps
+    if in_steps:
+        _write_steps(ring, address, cursor, count, lanes_first)
+        if index:
+            _write_index(ring, cursor, count, index)
+    else:
+        _clear_holes(ring, head, more)
+        _write_cells(ring, head, count, lane_ids, lanes_first, cells, index)
+    tails, replaces = np.int64(0), False
+    for e in range(lanes):
+        head[TAIL, e] = max(head[TAIL, e], head[WRITTEN, e] + more[e] - ring.steps)
+        head[WRITTEN, e] += more[e]
+        tails += head[TAIL, e]
+        replaces |= more[e] >= ring.steps
+    store(ring.revision, revision + 1, np.int64)
+    if in_steps or stand_together(head, ring.steps):
+        store(ring.cursor, head[WRITTEN, 0] % ring.steps, np.int64)
+    counted = count if in_steps or lane_ids else count * lanes
+    store(ring.write_count, load(ring.write_count, np.int64) + counted, np.int64)
+    if ring.boundaries and load(ring.seen, np.int64) == revision:
+        marks = carray(pointer(ring.boundaries), 1, MARKS)
+        if in_steps:
+            start = (cursor + count - kept) % ring.steps
+            first = min(kept, ring.steps - start)
+            write_boundaries(marks, start, first)
+            if first < kept:
+                write_boundaries(marks, _ZERO, kept - first)
+        else:
+            write_boundaries_of_rows(marks, carray(pointer(cells), count if lane_ids else kept * lanes, np.int64))
+        for e in range(lanes if replaces else 0):
+            if more[e] >= ring.steps:
+                store(marks[0].begun + e, head[TAIL, e] == 0, np.bool_)
+        store(ring.seen, revision + 1, np.int64)
+        store(ring.seen + 8, tails, np.int64)
+    return cursor if in_steps else IN_CELLS
+
+
+@inlined
+def stand_together(head, steps):
+    """Whether all lanes have as many rows, and their next rows go to the same slot."""
+    together = True
+    for e in range(1, head.shape[1]):
+        together &= head[WRITTEN, e] - head[TAIL, e] == head[WRITTEN, 0] - head[TAIL, 0]
+        together &= (head[WRITTEN, e] - head[WRITTEN, 0]) % steps == 0
+    return together
+
+
+@inlined
+def count_rows(lane_ids, count, steps, more):
+    """Count the rows of each lane; return False if a lane is out of range, or gets more rows than it has slots."""
+    lane = carray(pointer(lane_ids), count, np.int64)
+    more[:] = 0
+    for i in range(len(lane)):
+        if lane[i] < 0 or lane[i] >= len(more):
+            return False
+        more[lane[i]] += 1
+    return more.max() <= steps
+
+
+@inlined
+def _write_steps(ring, address, cursor, count, lanes_first):
+    kept, nbytes = min(count, ring.steps), min(count, ring.steps) * max(ring.lanes, 1) * ring.row_bytes
     job = _ScatterJob(kept, ring=address, cursor=cursor, steps=count, lanes_first=np.int64(lanes_first))
-    nbytes = kept * lanes * ring.row_bytes
     if ring.loops and nbytes >= LARGE:
         run_loop(ring.loops, SCATTER, nbytes, job, 0.0, 0.0)
     else:
         _scatter(ring, cursor, count, lanes_first, _ZERO, kept)
-    now = load(ring.clock, np.int64) + kept
-    if load(ring.clock_by_row, np.int64):
-        written_at = carray(pointer(ring.written_at), (ring.steps, lanes), np.int64)
-        for k in range(kept):
-            written_at[start + k if k < head else k - head] = now - kept + 1 + k
-    store(ring.clock, now, np.int64)
-    store(ring.clock_last, last, np.int64)
-    store(ring.length, max(load(ring.length, np.int64), min(start + kept, ring.steps) * lanes), np.int64)
-    store(ring.last_cursor, last, np.int64)
-    store(ring.revision, revision + 1, np.int64)
-    store(ring.cursor, (cursor + count) % ring.steps, np.int64)
-    store(ring.write_count, load(ring.write_count, np.int64) + count, np.int64)
-    if ring.boundaries and load(ring.seen, np.int64) == revision:
-        marks = carray(pointer(ring.boundaries), 1, MARKS)
-        write_boundaries(marks, start, head)
-        if head < kept:
-            write_boundaries(marks, _ZERO, kept - head)
-        if kept == ring.steps:
-            written = max(load(ring.clock, np.int64), load(ring.write_count, np.int64))
-            set_beginnings(marks, written == kept)
-        store(ring.seen, revision + 1, np.int64)
-    if index:
-        _write_index(ring, cursor, count, index)
-    return cursor
+
+
+@inlined
+def _clear_holes(ring, head, more):
+    """Clear the time steps that become the last ones, because some lanes may not write them."""
+    longest = steps = np.int64(0)
+    for e in range(head.shape[1]):
+        live = head[WRITTEN, e] - head[TAIL, e]
+        longest, steps = max(longest, live), max(steps, min(ring.steps, live + more[e]))
+    width = head.shape[1] * ring.row_bytes
+    if steps > longest:
+        carray(pointer(ring.rows + longest * width), (steps - longest) * width, np.uint8)[:] = 0
+
+
+@inlined
+def _write_cells(ring, head, count, lane_ids, lanes_first, cells, index):
+    """Copy rows to the cells that follow the newest row of each lane."""
+    lanes, steps = head.shape[1], ring.steps
+    extents = carray(pointer(ring.extents), (ring.leaves, 2), np.int64)
+    sources = carray(pointer(ring.sources), ring.leaves, np.int64)
+    following, written = head[WRITTEN].copy(), 0
+    for i in range(count if lane_ids else count * lanes):
+        e = load(lane_ids + 8 * i, np.int64) if lane_ids else i % lanes
+        source = i if lane_ids or not lanes_first else e * count + i // lanes
+        t = following[e] % steps
+        following[e] += 1
+        if index:
+            store(index + 16 * i, t, np.int64)
+            store(index + 16 * i + 8, e, np.int64)
+        if not lane_ids and i // lanes < count - steps:  # a later row of this call takes its place
+            continue
+        cell = t * lanes + e
+        store(cells + 8 * written, cell, np.int64)
+        written += 1
+        for leaf in range(ring.leaves):
+            width = extents[leaf, 1]
+            copy_few(ring.rows + cell * ring.row_bytes + extents[leaf, 0], sources[leaf] + source * width, width)
 
 
 @kernel
-def enter_ring_proportional(address, cursor, count):
-    """Set the priorities of the rows that :func:`write_ring` wrote from the old ``cursor`` on, in a sum tree."""
+def enter_proportional(address, count, cursor, cells):
+    """Set the priorities of the rows that :func:`write` wrote, in a sum tree; ``cursor`` is what it has returned.
+
+    ``count`` is the number of time steps, or of ``cells``.
+    """
     ring = carray(pointer(address), 1, RING)[0]
     tree, alpha = carray(pointer(ring.priorities), 1, TREE), load(ring.weighed_alpha, np.float64)
+    if cursor < 0:
+        flat, rows = carray(pointer(cells), count, np.int64), ring.steps * max(ring.lanes, 1)
+        update(tree, flat, np.full(count, entry_of(ring)), rows, alpha, ring.eps)
+        return
     start, head, rest = _runs(ring, cursor, count)
     fill(tree, start, head, entry_of(ring), alpha, ring.eps)
     if rest:
@@ -460,30 +549,41 @@ def enter_ring_proportional(address, cursor, count):
 
 
 @kernel
-def enter_ring_rank(address, cursor, count):
-    """Set the priorities of the rows that :func:`write_ring` wrote from the old ``cursor`` on, in the order."""
+def enter_rank(address, count, cursor, cells):
+    """Set the priorities of the rows that :func:`write` wrote, in the order; see :func:`enter_proportional`."""
     ring = carray(pointer(address), 1, RING)[0]
-    order = carray(pointer(ring.priorities), 1, ORDER)
-    bits = np.int64(np.float32(min(entry_of(ring), LARGEST)).view(np.int32))
+    order, magnitude = carray(pointer(ring.priorities), 1, ORDER), np.float32(min(entry_of(ring), LARGEST))
+    if cursor < 0:
+        flat, rows = carray(pointer(cells), count, np.int64), ring.steps * max(ring.lanes, 1)
+        update_order(order, flat, np.full(count, magnitude), rows)
+        return
+    bits = np.int64(magnitude.view(np.int32))
     start, head, rest = _runs(ring, cursor, count)
     fill_order(order, np.arange(start, start + head), bits)
     if rest:
         fill_order(order, np.arange(_ZERO, rest), bits)
 
 
+@inlined
+def _rows_in_cells(address, count, lane_ids):
+    """Return the number of cells that :func:`write` has stored."""
+    ring = carray(pointer(address), 1, RING)[0]
+    return count if lane_ids else min(count, ring.steps) * ring.lanes
+
+
 @kernel
-def write_ring_proportional(address, count, lanes_first: bool, index):
-    cursor = write_ring(address, count, lanes_first, index)
-    if cursor >= 0:
-        enter_ring_proportional(address, cursor, count)
+def write_proportional(address, count, lane_ids, lanes_first: bool, cells, index):
+    cursor = write(address, count, lane_ids, lanes_first, cells, index)
+    if cursor != REFUSED_WRITE:
+        enter_proportional(address, count if cursor >= 0 else _rows_in_cells(address, count, lane_ids), cursor, cells)
     return cursor
 
 
 @kernel
-def write_ring_rank(address, count, lanes_first: bool, index):
-    cursor = write_ring(address, count, lanes_first, index)
-    if cursor >= 0:
-        enter_ring_rank(address, cursor, count)
+def write_rank(address, count, lane_ids, lanes_first: bool, cells, index):
+    cursor = write(address, count, lane_ids, lanes_first, cells, index)
+    if cursor != REFUSED_WRITE:
+        enter_rank(address, count if cursor >= 0 else _rows_in_cells(address, count, lane_ids), cursor, cells)
     return cursor
 
 
@@ -502,23 +602,13 @@ def entry_of(ring):
 
 
 @kernel
-def is_usual(ring, cursor, start, kept, revision):
-    """Whether :func:`write_ring` supports this write."""
-    steps, last, lanes = ring.steps, load(ring.clock_last, np.int64), max(ring.lanes, 1)
-    in_order = start == last + 1 or (start == 0 and last == steps - 1) or kept == steps
-    usual = in_order and 0 <= cursor < steps and not load(ring.apart, np.int64)
-    usual &= ring.written_at != 0 or not load(ring.clock_by_row, np.int64)
-    if ring.boundaries and load(ring.seen, np.int64) != revision:
-        usual &= kept * lanes < load(ring.length, np.int64)  # a write of the whole ring may reset the boundaries
-    return usual and has_usual_parts(ring)
-
-
-@kernel
-def has_usual_parts(ring):
-    """Whether the weights are those of the current alpha, and the data lies outside the ring."""
+def is_usual(ring, head):
+    """Whether rows are in time order, weights are those of the current alpha, and the data lies outside the ring."""
     usual = True
+    for e in range(head.shape[1]):
+        usual &= head[ORDERED, e] <= head[TAIL, e]
     if ring.alpha:
-        usual = load(ring.alpha, np.float64) == load(ring.weighed_alpha, np.float64)
+        usual &= load(ring.alpha, np.float64) == load(ring.weighed_alpha, np.float64)
     sources = carray(pointer(ring.sources), ring.leaves, np.int64)
     end = ring.rows + ring.steps * max(ring.lanes, 1) * ring.row_bytes
     for leaf in range(ring.leaves):

@@ -50,7 +50,7 @@ def read_joined_entries(address, targets, ends, entries):
 
 @kernel
 def write_entries(address, cursor, count, lanes_first: bool, entries, head, keeps: bool):
-    """Store the observations of rows that ``write_ring`` has written at the position ``cursor`` of the ring.
+    """Store the observations of rows that ``cpu.write`` has written at the position ``cursor`` of the ring.
 
     ``head`` and ``keeps`` are those of :func:`rlbuf_td.kernels.rows.entries_cpu.write`.
     """

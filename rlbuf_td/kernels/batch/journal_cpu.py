@@ -6,10 +6,11 @@ The caller sets the phase of the journal (``storages.shared.rows.Journal``) betw
 import numpy as np
 from numba import carray
 
-from rlbuf_td.kernels.batch.cpu import has_usual_parts, is_usual
-from rlbuf_td.kernels.batch.lanes_cpu import find_heads, takes
+from rlbuf_td.kernels.batch.cpu import count_rows, is_usual, stand_together
 from rlbuf_td.kernels.batch.ring import RING
 from rlbuf_td.kernels.compiled import copy_bytes, inlined, kernel, load, pointer, store
+from rlbuf_td.kernels.serials import TAIL, WRITTEN
+from rlbuf_td.kernels.serials_cpu import head_at
 
 _START, _COUNT = 8, 16  # places of two words of a journal, in bytes
 _SCATTERED = -1
@@ -24,37 +25,30 @@ def _save_run(ring, first, count, live, to):
 
 
 @kernel
-def save_ring(address, count):
-    """Save the rows that ``cpu.write_ring`` will replace; return False if it does not support the write."""
+def save(address, count, lane_ids):
+    """Save the rows that ``cpu.write`` will replace; return False if it does not support the write."""
     ring = carray(pointer(address), 1, RING)[0]
-    cursor, kept = load(ring.cursor, np.int64), min(count, ring.steps)
-    start = (cursor + count - kept) % ring.steps
-    if not is_usual(ring, cursor, start, kept, load(ring.revision, np.int64)):
+    lanes, steps = max(ring.lanes, 1), ring.steps
+    head, more = head_at(ring.head, lanes), np.full(lanes, count)
+    if not is_usual(ring, head) or (lane_ids and not count_rows(lane_ids, count, steps, more)):
         return False
-    lanes, live = max(ring.lanes, 1), load(ring.length, np.int64)
-    head = min(kept, ring.steps - start)
-    _save_run(ring, start * lanes, head * lanes, live, 0)
-    _save_run(ring, np.int64(0), (kept - head) * lanes, live, head * lanes)
-    store(ring.journal + _START, start * lanes, np.int64)
-    store(ring.journal + _COUNT, kept * lanes, np.int64)
-    return True
-
-
-@kernel
-def save_lanes(address, count, lane_ids):
-    """Save the rows that ``lanes_cpu.write_lanes`` will replace; return False if it does not support the write."""
-    ring = carray(pointer(address), 1, RING)[0]
-    lane, heads = carray(pointer(lane_ids), count, np.int64), carray(pointer(ring.heads), (2, ring.lanes), np.int64)
-    longest = load(ring.length, np.int64) // ring.lanes
-    if not has_usual_parts(ring) or not takes(ring, lane) or not find_heads(ring, heads, longest):
-        return False
-    newest, cells = heads[0].copy(), carray(pointer(ring.aside_cells), count, np.int64)
-    for i in range(count):
-        t = newest[lane[i]] + 1
-        t = t if t < ring.steps else 0
-        newest[lane[i]] = t
-        cells[i] = t * ring.lanes + lane[i]
-        copy_bytes(ring.aside + i * ring.row_bytes, ring.rows + cells[i] * ring.row_bytes, ring.row_bytes)
+    kept = min(count, steps)
+    if not lane_ids and stand_together(head, steps):
+        start, live = (head[WRITTEN, 0] + count - kept) % steps, (head[WRITTEN, 0] - head[TAIL, 0]) * lanes
+        first = min(kept, steps - start)
+        _save_run(ring, start * lanes, first * lanes, live, 0)
+        _save_run(ring, np.int64(0), (kept - first) * lanes, live, first * lanes)
+        store(ring.journal + _START, start * lanes, np.int64)
+        store(ring.journal + _COUNT, kept * lanes, np.int64)
+        return True
+    following, saved = head[WRITTEN] + more - np.minimum(more, steps), 0
+    for i in range(count if lane_ids else kept * lanes):
+        e = load(lane_ids + 8 * i, np.int64) if lane_ids else i % lanes
+        cell = following[e] % steps * lanes + e
+        following[e] += 1
+        store(ring.aside_cells + 8 * saved, cell, np.int64)
+        copy_bytes(ring.aside + saved * ring.row_bytes, ring.rows + cell * ring.row_bytes, ring.row_bytes)
+        saved += 1
     store(ring.journal + _START, np.int64(_SCATTERED), np.int64)
-    store(ring.journal + _COUNT, count, np.int64)
+    store(ring.journal + _COUNT, np.int64(saved), np.int64)
     return True

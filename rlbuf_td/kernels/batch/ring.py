@@ -1,34 +1,31 @@
 """The records that describe a buffer to the compiled functions in this folder."""
 
-from typing import NamedTuple
-
 import numpy as np
 
 _NUMBERS = "row_bytes", "steps", "lanes", "leaves"
 _ADDRESSES = (
     *("rows", "extents", "sources"),
-    *("cursor", "write_count", "length", "revision", "last_cursor", "clock", "clock_last", "clock_by_row"),
-    *("clock_disorder", "written_at", "apart", "holes", "heads", "journal", "aside", "aside_cells"),
+    *("cursor", "write_count", "revision", "head", "journal", "aside", "aside_cells"),
     *("priorities", "alpha", "weighed_alpha", "largest", "boundaries", "seen", "loops"),
 )
 #: For writes: the shape of the rows (``lanes`` is 0 for ``[T]``), and addresses (0 for none). ``priorities`` points to
-#: ``SumTree.addresses`` or ``ChunkedOrder.addresses``, ``boundaries`` to a ``MARKS`` record, ``alpha`` to the
-#: exponent of a sum tree, and ``weighed_alpha`` to the exponent of the stored weights. ``written_at`` points to the
-#: write time of each row, and ``heads`` to the newest step and the number of rows of each lane, ``[2, lanes]`` int64.
+#: ``SumTree.addresses`` or ``ChunkedOrder.addresses``, ``boundaries`` to a ``MARKS`` record, ``seen`` to the two
+#: numbers that a trajectory index has seen last, ``alpha`` to the exponent of a sum tree, and ``weighed_alpha`` to the
+#: exponent of the stored weights. ``head`` points to the numbers of a ring, see :mod:`rlbuf_td.kernels.serials`.
 #: For shared rows, ``journal`` points to the words of a journal, ``aside`` to memory for the rows that a write
 #: replaces, and ``aside_cells`` to memory for their indices.
 RING = np.dtype([(name, np.int64) for name in _NUMBERS + _ADDRESSES] + [("eps", np.float64)])
 _SOURCES = (
-    *("rows", "extents", "count", "reads", "table", "flat", "uniform", "queue", "numbers", "clock"),
-    *("windows", "loops", "written_at", "anchors", "drawn", "weighed_alpha", "largest", "head"),
+    *("rows", "extents", "count", "reads", "table", "flat", "uniform", "queue", "serials", "generations"),
+    *("windows", "loops", "anchors", "drawn", "weighed_alpha", "largest", "head"),
 )
 #: For batches of ``count`` rows: the same shape, and addresses. ``reads`` is 0 if another function reads the drawn
 #: rows, whose indices are then at ``flat``; else 1. ``table`` points to ``addresses`` as ``priorities`` does, ``flat``
-#: and ``uniform`` to scratch memory for ``count`` int64 and float64, and ``queue`` to the numbers of fresh rows (0:
-#: none), which need the storage's counters at ``numbers`` and ``clock``. ``windows`` points to a ``WINDOWS`` record if
-#: the drawn rows are expanded to windows. ``anchors`` points to the ``drawn`` rows of a sampler, each of which wrappers
-#: expand to ``count / drawn`` rows. ``written_at`` points to the write time of each row (0: a ring, whose write times
-#: follow from the newest step). ``loops`` points to ``rlbuf_td.kernels.batch.parallel_loops()`` if batches are large.
+#: and ``uniform`` to scratch memory for ``count`` int64 and float64, and ``queue`` to the memory of a ``FreshQueue``
+#: (0: none). ``serials`` points to the numbers of a ring, and ``generations`` to the serial of each row if rows are out
+#: of order (0: serials follow from cells). ``windows`` points to a ``WINDOWS`` record if the drawn rows are expanded to
+#: windows. ``anchors`` points to the ``drawn`` rows of a sampler, each of which wrappers expand to ``count / drawn``
+#: rows. ``loops`` points to ``rlbuf_td.kernels.batch.parallel_loops()`` if batches are large.
 #: Updates raise the number at ``largest``, and of a sum tree need ``weighed_alpha`` and ``eps``, as in ``RING``; draws
 #: by rank need ``alpha``, ``shift`` and ``head`` of :class:`rlbuf_td.kernels.rank_order.law.Ranks`.
 BATCH = np.dtype(
@@ -37,7 +34,7 @@ BATCH = np.dtype(
 
 _OF_WINDOWS = (
     *("count", "length", "burn_in", "shifts", "bounds", "flags", "widths", "reports", "scratch"),
-    *("heads", "adds_init", "mask", "burn_in_mask"),
+    *("heads", "adds_init", "stamp", "mask", "burn_in_mask"),
 )
 #: For ``count`` windows of ``burn_in + length`` rows around the rows at ``BATCH.anchors``; ``shifts`` is 1 if windows
 #: may begin earlier. ``bounds`` points to scratch memory, ``[count, 2]`` int64, for the places of the first and the
@@ -45,6 +42,7 @@ _OF_WINDOWS = (
 #: and done, ``[3, 2]`` int64 (size 0: not stored), and ``widths`` to the bytes per element of the sampler's
 #: ``reports``. Windows across episodes have ``heads``, the address of the newest step and the number of rows of each
 #: lane, ``[2, lanes]`` int64 (0: windows within episodes), and ``adds_init`` is 1 if the rows have no flag "is_init".
+#: ``stamp`` is the place of the stamps among the reports (-1: none).
 #: An update of priorities reads the masks of a batch at ``mask`` and ``burn_in_mask``, weights the largest
 #: TD error of a window by ``eta`` and the mean by ``1 - eta``, raises the result to at least ``least``, and writes to
 #: ``scratch``, ``[4, count]`` int64.
@@ -53,11 +51,3 @@ WINDOWS = np.dtype([(name, np.int64) for name in _OF_WINDOWS] + [("eta", np.floa
 #: For n-step transitions: ``taken`` and ``ends`` are addresses, of one int64 per row, for the number of steps of each
 #: transition and for its last row.
 STEPS = np.dtype([("n", np.int64), ("gamma", np.float64), ("taken", np.int64), ("ends", np.int64)])
-
-
-class Clock(NamedTuple):
-    """What an update compares with the stamps of a batch."""
-
-    written: int  # rows that hold data
-    now: int  # time steps written so far, including overwritten ones
-    newest: int  # position of the time step that was written last

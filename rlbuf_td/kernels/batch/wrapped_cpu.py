@@ -13,7 +13,7 @@ Args:
 import numpy as np
 from numba import carray
 
-from rlbuf_td.kernels.batch.cpu import batch_at, gather_batch, gather_flat, put_index, windows_at
+from rlbuf_td.kernels.batch.cpu import batch_at, gather_batch, gather_flat, put_index, put_stamps, windows_at
 from rlbuf_td.kernels.batch.ring import STEPS
 from rlbuf_td.kernels.compiled import (
     copy_bytes,
@@ -271,7 +271,7 @@ def _expand(bitmap, address, targets):
 
 @kernel
 def _repeat(address, targets):
-    """Repeat the outputs of the sampler, one per window, for each row of the window."""
+    """Repeat the outputs of the sampler, one per window, for each row of the window, but write the row's own stamp."""
     batch = batch_at(address)
     windows = windows_at(batch.windows)
     window = windows.burn_in + windows.length
@@ -280,6 +280,9 @@ def _repeat(address, targets):
             load(targets + 8 * (batch.leaves + 1 + report), np.int64),
             load(windows.widths + 8 * report, np.int64),
         )
+        if report == windows.stamp:
+            put_stamps(batch, carray(pointer(batch.flat), batch.count, np.int64), target)
+            continue
         for i in range(windows.count - 1, -1, -1):  # from the end, because the outputs are at the begin of the target
             for j in range(window - 1, -1, -1):
                 copy_few(target + (i * window + j) * width, target + i * width, width)

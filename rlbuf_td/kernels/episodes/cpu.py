@@ -230,10 +230,3 @@ def write_rows(marks, rows):
 def _words(marks):
     bits = carray(pointer(marks.bits), (marks.lanes, marks.words), np.uint64)
     return bits, carray(pointer(marks.starts), marks.levels + 1, np.int64)
-
-
-@kernel
-def set_beginnings(marks, begun):
-    """Record whether trajectories begin with the oldest steps."""
-    for lane in range(marks[0].lanes):
-        store(marks[0].begun + lane, begun, np.bool_)

@@ -11,10 +11,10 @@ from torch import Tensor
 from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.kernels.host_memory import address_of
 
-__all__ = ["CLOCK", "FRESH", "LANES", "STEPS", "Ages", "Counters", "recent_rows"]
-#: Places in the memory of :mod:`rlbuf_td.kernels.recency.fresh_cpu`: the count of the write clock when writes were
-#: noted, the largest number of fresh rows in a batch, and the shape of the rows.
-CLOCK, FRESH, STEPS, LANES = range(4)
+__all__ = ["FRESH", "LANES", "STEPS", "Ages", "recent_rows"]
+#: Places in the memory of :mod:`rlbuf_td.kernels.recency.fresh_cpu`: the largest number of fresh rows in a batch, and
+#: the shape of the rows.
+FRESH, STEPS, LANES = range(3)
 _DIGITS = 2.0**53  # a uniform number has 53 binary digits; the last ones, which hardly affect the age, choose the lane
 
 
@@ -25,13 +25,6 @@ class Ages(NamedTuple):
     span: int
     steps: int
     log_decay: float
-
-
-class Counters(NamedTuple):
-    """The addresses of the counters of a storage and of its clock."""
-
-    numbers: int
-    clock: int
 
 
 def recent_rows(uniform: Tensor, newest: int, span: int, steps: int, lanes: int, log_decay: float) -> Tensor:

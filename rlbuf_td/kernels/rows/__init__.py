@@ -1,4 +1,4 @@
-"""Copies values of rows, and detects rows that were rewritten since they were sampled."""
+"""Copies values of rows."""
 
 from __future__ import annotations
 
@@ -50,42 +50,3 @@ def refuse_rows(rows: Tensor, live: int) -> NoReturn:
     """Raise an IndexError that names an element of ``rows`` outside ``[0, live)``."""
     low, high = int(rows.min()), int(rows.max())
     raise IndexError(f"row {high if high >= live else low} was drawn, but only rows 0 to {live - 1} have been written")
-
-
-# A clock counts the time steps written; a stamp is the clock when a row was sampled. Both are int64 and may wrap. If a
-# stamp is ahead of the clock (from another buffer, or before a load), its row counts as rewritten.
-
-
-def skip_ring(
-    index: Tensor, stamp: Tensor, clock: int, last: int, steps: int, lanes: int
-) -> tuple[Tensor, int | Tensor]:
-    """Return ``index`` with -1 in place of each row rewritten since it was sampled, and the number of these rows.
-
-    ``clock`` is the number of time steps written so far, ``stamp`` holds the value of this number when each row was
-    sampled, and ``last`` is the position of the newest time step. ``index`` and ``stamp`` must be contiguous ``[B]``
-    int64.
-    """
-    if backend_of(index) == "numba":
-        from rlbuf_td.kernels.rows import cpu
-
-        sampled = cpu.Sampled(address_of(index), address_of(stamp), batch=index.shape[0])
-        count = cpu.skip_ring(0, sampled, clock, last, steps, lanes)  # stale rows are rare
-        if not count:
-            return index, 0
-        kept = torch.empty_like(index)
-        return kept, cpu.skip_ring(address_of(kept), sampled, clock, last, steps, lanes)
-    since = clock - stamp  # time steps written since sampling
-    age = (last - index // lanes) % steps
-    return _skipped(index, (index >= 0) & ((since < 0) | (age < since)))
-
-
-def skip_newer(index: Tensor, stamp: Tensor, clock: int, written: Tensor) -> tuple[Tensor, int | Tensor]:
-    """Implement :func:`skip_ring` for any order of writes; ``written[i]`` is the clock after row i was last written."""
-    inside = (index >= 0) & (index < len(written))
-    newer = (written[index.clamp(0, len(written) - 1)] - stamp > 0) | (clock - stamp < 0)
-    return _skipped(index, inside & newer)
-
-
-def _skipped(index: Tensor, stale: Tensor) -> tuple[Tensor, int | Tensor]:
-    count = stale.sum()
-    return torch.where(stale, -1, index), int(count) if backend_of(index) == "numba" else count

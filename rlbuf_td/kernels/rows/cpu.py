@@ -3,9 +3,9 @@
 from typing import NamedTuple
 
 import numpy as np
-from numba import carray, types
+from numba import types
 
-from rlbuf_td.kernels.compiled import copy_few, inlined, kernel, load, pointer
+from rlbuf_td.kernels.compiled import copy_few, kernel, load
 
 _PAGE = 4096
 _SAMPLED = 16  # about this number of rows of a batch are checked
@@ -16,14 +16,6 @@ class Column(NamedTuple):
 
     address: int
     step: int
-
-
-class Sampled(NamedTuple):
-    """The rows of a batch, and when they were sampled: addresses of ``batch`` int64 each."""
-
-    rows: int
-    stamp: int
-    batch: int
 
 
 @kernel
@@ -43,54 +35,6 @@ def put_rows(target, column, width, rows, mask, count):
     for i in range(count):
         if load(mask + i, np.bool_):
             copy_few(target + i * width, column.address + load(rows + 8 * i, np.int64) * column.step, width)
-
-
-@kernel
-def _difference(a, b):
-    return np.int64(np.uint64(a) - np.uint64(b))  # wraps around; the overflow of signed numbers would be undefined
-
-
-@inlined
-def _sampled(sampled):
-    rows, stamp = pointer(sampled.rows), pointer(sampled.stamp)
-    return carray(rows, sampled.batch, np.int64), carray(stamp, sampled.batch, np.int64)
-
-
-@kernel
-def skip_ring(kept, sampled, clock, last, steps, lanes):  # see rows.skip_ring for the arguments
-    """Count the rows rewritten since sampling; unless ``kept`` is 0, copy ``index`` there, with -1 for these rows."""
-    given, stamps = _sampled(sampled)
-    left = carray(pointer(kept), len(given) if kept else 0, np.int64)
-    count = 0
-    for j in range(len(given)):
-        row = given[j]
-        since = _difference(clock, stamps[j])
-        if since != 0 and row >= 0:
-            age = last - (row // lanes if lanes > 1 else row)
-            if age < 0:
-                age += steps
-            if since < 0 or age < since:
-                row = -1
-                count += 1
-        if kept:
-            left[j] = row
-    return count
-
-
-@kernel
-def skip_newer(kept, sampled, clock, written, cells):
-    """Count the rows whose write time at address ``written`` (``[cells]``) is newer than the stamp; see above."""
-    given, stamps = _sampled(sampled)
-    left, count = carray(pointer(kept), len(given), np.int64), 0
-    for j in range(len(given)):
-        row = given[j]
-        if 0 <= row < cells:
-            since = _difference(clock, stamps[j])
-            if since < 0 or _difference(load(written + 8 * row, np.int64), stamps[j]) > 0:
-                row = -1
-                count += 1
-        left[j] = row
-    return count
 
 
 _mincore = types.ExternalFunction("mincore", types.int64(types.int64, types.int64, types.int64))

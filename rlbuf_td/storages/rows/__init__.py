@@ -130,7 +130,7 @@ class Rows(ABC):
     def copy_(self, start: int, count: int, leaves: list[torch.Tensor], head: np.ndarray) -> None:
         """Write ``count`` time steps from ``start`` on; after the last step of the storage, continue at step 0.
 
-        ``head`` tells which rows are live before the write, see :meth:`LaneHeads.serials`.
+        ``head`` tells which rows are live before the write, see :attr:`Ring.serials`.
         """
 
     def append_(self, cells: torch.Tensor, leaves: list[torch.Tensor], head: np.ndarray) -> None:
@@ -191,7 +191,7 @@ class Rows(ABC):
     ) -> None:
         """Copy time steps of ``source``, pairs (first step, count) in ``ranges``, to the first steps of these rows.
 
-        ``before`` and ``head`` tell which rows are live before and after the load, see :meth:`LaneHeads.serials`.
+        ``before`` and ``head`` tell which rows are live before and after the load, see :attr:`Ring.serials`.
         """
         at = 0
         for first, total in ranges:

@@ -98,9 +98,9 @@ class JournalFile(SharedFile):
 
     @property
     def breaks(self) -> list[tuple[int, int]]:
-        """Flat rows after which a crash ended the trajectories, each with the write clock's count at that time."""
+        """Rows (lane, serial) after which a crash ended the trajectories."""
         with suppress(FileNotFoundError):
-            return [(cell, stamp) for cell, stamp in json.loads(self.path.with_name(BREAKS_FILE).read_text())]
+            return [(lane, serial) for lane, serial in json.loads(self.path.with_name(BREAKS_FILE).read_text())]
         return []
 
     @breaks.setter

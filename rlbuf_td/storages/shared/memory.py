@@ -136,3 +136,25 @@ class NumberOf:
     @value.setter
     def value(self, value: float) -> None:
         self._numbers.values[self._position] = value
+
+
+class Tally:
+    """A count that processes can share."""
+
+    def __init__(self) -> None:
+        self._numbers = SharedNumbers("q", [0])
+        self._on_device: torch.Tensor | None = None
+
+    def add(self, count: int | torch.Tensor) -> None:
+        """Add an int, or a 0-dim tensor without waiting for its device."""
+        if isinstance(count, torch.Tensor):
+            self._on_device = count if self._on_device is None else self._on_device + count
+        elif count:
+            self._numbers[0] += count
+
+    def share_memory_(self) -> None:
+        self._numbers.share_memory_()
+
+    def total(self) -> int:
+        """Return the count; this call waits for the device, while :meth:`add` does not."""
+        return self._numbers[0] + (0 if self._on_device is None else int(self._on_device))

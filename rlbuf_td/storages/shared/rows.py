@@ -164,7 +164,7 @@ class SharedRows(Attached):
         """Keep all that describes the rows in a file; rows that another process has left are found at the next lock."""
         self._beside = self._journal_file = journal_file
         storage, self.of_writer = self.storage, SharedNumbers("q", [0, 0])
-        journal_file.keep(self._described, storage.numbers, storage.clock.numbers, storage.takeovers, self.of_writer)
+        journal_file.keep(self._described, storage.numbers, storage.takeovers, self.of_writer)
         self.journal.keep_words_in(journal_file)
 
     def close(self) -> None:
@@ -194,7 +194,7 @@ class SharedRows(Attached):
             storage.adopt(find_rows(storage, layout, shape, saved_dedup(layout, found)))
 
     def place(self, made: Rows) -> None:
-        """Describe the rows to other processes, and move the rows' write times to shared memory."""
+        """Describe the rows to other processes, and move their ring to shared memory."""
         flat, description = made.flat, {"layout": made.layout.state(), "shape": list(made.shape)}
         if self.storage.row_class is not None:
             description["row_class"] = self.storage.row_class.state()
@@ -204,7 +204,7 @@ class SharedRows(Attached):
         rows, row_bytes = flat.shape[0], flat.shape[1] * flat.element_size()
         first = -(-len(text) // _PAGE) * _PAGE
         lanes = rows // made.steps
-        nbytes, copies = first + rows * (row_bytes + 16) + 32 * lanes, rows * row_bytes
+        nbytes, copies = first + rows * (row_bytes + 16) + 48 * lanes, rows * row_bytes
         make_room = None if self._journal_file is None else self._room(self._journal_file, first, copies, nbytes)
         memory = self._beside.map(nbytes)
         aside, numbers = memory[first : first + rows * row_bytes], memory[first + rows * row_bytes :]
@@ -212,12 +212,12 @@ class SharedRows(Attached):
             numbers, aside = numbers.view(torch.int64), aside.view(flat.dtype).view(flat.shape)
         self.journal.keep_in(flat, aside, numbers[:rows], make_room)
         self._has_rows = True
-        if not self._described[0]:
+        ring, found = self.storage._ring, bool(self._described[0])
+        ring.keep_in(numbers[2 * rows :].view(2, 3, lanes), numbers[rows : 2 * rows], found=found)
+        if not found:
             memory[: len(text)] = text
             self._described[1] = zlib.crc32(text.numpy())
             self._described[0] = len(text)  # last
-        self.storage.clock.keep_in(numbers[rows : 2 * rows])
-        self.storage.heads.keep_in(numbers[2 * rows :].view(2, 2, lanes))
 
     def _room(self, file: JournalFile, first: int, copies: int, nbytes: int) -> Callable[[int], None]:
         """Return what reserves disk space for copies of rows, from byte ``first`` on; reserve that of all else."""
@@ -240,7 +240,7 @@ class SharedRows(Attached):
     def entered(self) -> None:
         self.find()
         self.journal.entered()
-        self._owner().heads.save()  # 1 us less than by the property
+        self._owner().ring.save()  # 1 us less than by the property
 
     def leaving(self, failed: bool) -> bool:
         return not (failed and self.journal.phase == WRITING)
@@ -250,9 +250,9 @@ class SharedRows(Attached):
         journal, storage = self.journal, self.storage
         if journal.phase != WRITTEN:
             journal.undo()
-            storage.heads.undo()
+            storage.ring.undo()
         if storage.rows is not None:
-            storage.rows.link(storage.heads.serials(storage))
+            storage.rows.link(storage.ring.serials)
         for listener in listeners_of(storage):
             if hasattr(listener, "repair"):
                 listener.repair()
@@ -307,10 +307,10 @@ def share(storage: PackedStorage, journal_file: JournalFile | None = None) -> No
         if journal_file is not None:
             shared.keep_in(journal_file)
             lock.keep_in(journal_file)
-        length, _, *others = storage.numbers.share_memory_().counters()  # without the revision, which only grows
-        clock = storage.clock.numbers.share_memory_().counters()
-        shared.journal.watch(length, *others, *clock, *(shared.of_writer.counters() if shared.of_writer else ()))
+        storage.numbers.share_memory_()
         storage.takeovers.share_memory_()
+        if shared.of_writer is not None:
+            shared.journal.watch(*shared.of_writer.counters())
         storage.is_reserved = False  # reserved rows can no longer be replaced
         if rows is not None and written is not None:
             moved = find_rows(storage, rows.layout, rows.shape, rows.dedup)
