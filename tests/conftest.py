@@ -15,7 +15,6 @@ import torch
 from gymnasium.utils import seeding
 from hypothesis import HealthCheck, Phase, register_random, settings
 
-from rlbuf_td.kernels.episodes import FlagBoundaries
 from tests.backends import forced
 from tests.compiling import compile_halves
 
@@ -113,11 +112,11 @@ def pytest_runtest_call() -> Iterator[None]:
         pytest.skip("TorchRL's extension does not load with this torch")
 
 
-@pytest.fixture(params=["bitmap", "flags"])
+@pytest.fixture(params=["loops", "torch"])
 def boundaries(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the test with the boundaries of the CPU, and with those of other devices."""
-    if request.param == "flags":
-        monkeypatch.setattr("rlbuf_td.storages.trajectory_index.make_boundaries", FlagBoundaries)
+    """Run the test with the look-ups of episodes of the CPU, and with those of other devices."""
+    if request.param == "torch":
+        monkeypatch.setattr("rlbuf_td.storages.episodes.uses_numba", lambda device: False)
 
 
 @pytest.fixture(scope="session")

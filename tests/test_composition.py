@@ -30,7 +30,6 @@ from rlbuf_td import (
     SequenceSampler,
     UniformSampler,
 )
-from rlbuf_td.kernels.episodes import FlagBoundaries
 from tests import model as m
 from tests.model import Model, Recipe, World, index_of
 from tests.statistics import assert_follows
@@ -179,7 +178,7 @@ def test_each_part_of_a_mixture_is_what_brute_force_says(kinds, recipe):
 
 @pytest.mark.parametrize(("fill", "ndim", "recipe"), [*zip([*FILLS] * 3, [1, 2] * 4, RECIPES, strict=False)])
 def test_with_the_boundaries_of_other_devices(fill, ndim, recipe, monkeypatch):
-    monkeypatch.setattr("rlbuf_td.storages.trajectory_index.make_boundaries", FlagBoundaries)
+    monkeypatch.setattr("rlbuf_td.storages.episodes.uses_numba", lambda device: False)
     check("uniform", RECIPES[recipe], ndim, fill, "ours")
 
 

@@ -458,8 +458,8 @@ def everything(rb: Any) -> dict[str, Any]:
 
 
 INTO = {"state", "torch.save", "dump", "parts", "dumped parts"}  # ways into a buffer that is there, new or used
-#: What a process counts, the index that a load makes to end trajectories with ids, and bytes of rows with padding.
-ALWAYS = "compiled", "_trajectories", "rows", "entries", "_sum_tree", "_min_tree"
+#: What a process counts, the episodes, which a load and a reopening end, and bytes of rows with padding.
+ALWAYS = "compiled", "episodes", "rows", "entries", "_sum_tree", "_min_tree"
 CLOCK = "sampled_at", "ring"  # a used buffer goes on counting its rows
 OF_BUFFER = "_sample_calls", "_sampled_items", "health"  # not in its parts
 

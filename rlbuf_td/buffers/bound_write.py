@@ -1,7 +1,7 @@
 """Bound writes: the compiled form of ``add`` and ``extend``.
 
 One compiled call checks a write, copies the data to the rows of the ring, advances all counters, and tells the
-listeners that have a compiled form: the priorities of new rows, and the bitmap of trajectories. The methods of other
+listeners that have a compiled form: the priorities of new rows, and the numbers of episodes. The methods of other
 listeners are called afterwards. Both forms have the same result. :meth:`BoundWrite.write` returns None if the buffer
 has changed, or if the data is not a TensorDict of plain tensors that fit the rows. The buffer then calls its writer,
 which raises an error if the data is wrong.
@@ -9,7 +9,6 @@ which raises an error if the data is wrong.
 
 from __future__ import annotations
 
-from ctypes import addressof
 from struct import Struct
 from threading import Lock
 from typing import Any, NamedTuple, Protocol
@@ -36,7 +35,6 @@ from rlbuf_td.storages.entries import Entries
 from rlbuf_td.storages.interrupts import held_back
 from rlbuf_td.storages.listeners import Listeners
 from rlbuf_td.storages.rows.dedup import DedupRows
-from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 from rlbuf_td.storages.writes import as_lanes
 
 _MOST_SIZES = 8  # batch sizes whose checks are kept
@@ -75,6 +73,8 @@ class BoundWrite:
         reason = unreadable(storage)
         if reason or None in counters:
             return reason or f"{type(parts.writer if counters[0] is None else storage).__name__} has no compiled write"
+        if storage.episodes is not None and not storage.episodes.address:
+            return "episodes are noted with torch"
         if parts.writer.counts_generations:
             return "the writer counts generations"
         rows = storage.rows
@@ -100,7 +100,7 @@ class BoundWrite:
         bind_entry = None if parts.prioritized is None else compiled_form(parts.prioritized, "bind_entry")
         self.entry: BoundEntry | None = None if bind_entry is None else bind_entry()
         self.listeners = torchrl_parts.listeners_of(self.storage)
-        self.listening, self.boundaries = self.listeners.changes, self._find_boundaries()
+        self.listening, self.episodes = self.listeners.changes, self.storage.episodes
         self.others = Listeners(each for each in self.listeners if self._is_told_later(each, buffer))
         self.has_others = len(self.others) > 0
         nothing = StatefulSampler.add, Sampler.add, Sampler.extend
@@ -125,18 +125,10 @@ class BoundWrite:
             self._bind_shared()
         self.cells = torch.empty(0, dtype=torch.int64, device="cpu")  # where the kernel writes rows of single lanes
 
-    def _find_boundaries(self) -> Any:
-        """Return the first trajectory index that compiled code can update, and what it needs for this; or None."""
-        for each in self.listeners:
-            marks = each.marks() if isinstance(each, TrajectoryIndex) else None
-            if marks is not None:
-                return each, *marks, marks[0].bitmap
-        return None
-
     def _is_told_later(self, listener: Any, buffer: WrittenBuffer) -> bool:
         if listener is buffer:
             return self.entry is None and has_own(self.sampler, "mark_update", Sampler.mark_update)
-        return self.boundaries is None or listener is not self.boundaries[0]
+        return True
 
     def _rows_and_listeners(self) -> dict[str, Any]:
         rows, lanes = self.rows, self.rows.lanes.numel()
@@ -148,9 +140,8 @@ class BoundWrite:
         found |= {"extents": rows.extents.ctypes.data, "sources": self.sources.ctypes.data}
         if self.entry is not None:
             found |= self.entry.fields
-        if self.boundaries is not None:
-            _, _, marks, seen, _ = self.boundaries
-            found |= {"boundaries": marks.ctypes.data, "seen": addressof(seen)}
+        if self.episodes is not None:
+            found["episodes"] = self.episodes.address
         if self.storage.shared_rows is not None:
             found |= self.storage.shared_rows.journal.addresses
         return found
@@ -170,7 +161,7 @@ class BoundWrite:
             and not self.writer.counts_generations
             and self.writer.numbers.values is self.counters
             and (self.entry is None or self.entry.holds())
-            and (self.boundaries is None or self.boundaries[1].bitmap is self.boundaries[-1])
+            and self.storage.episodes is self.episodes
         )
 
     def write(self, data: Any, single: bool, transformed: bool = False, counts: bool = False) -> int | Tensor | None:

@@ -10,7 +10,6 @@ from tensordict import TensorDictBase
 from torchrl.data.replay_buffers import TensorDictReplayBuffer
 
 from rlbuf_td.storages.checks import whole
-from rlbuf_td.storages.trajectory_index import begin_episode
 
 
 class Lane:
@@ -61,7 +60,7 @@ class Lane:
     def extend(self, data: Any) -> torch.Tensor:
         """Write ``[n]`` transitions in time order; return their index, ``[n, 2]``."""
         if self._process != os.getpid():
-            begin_episode(self.buffer.storage, self.number)
+            self.buffer.storage.begin_episode(self.number)
         index = self.buffer.extend(data, lanes=self.number)
         self._process = os.getpid()
         return index

@@ -19,9 +19,9 @@ from rlbuf_td.envs.specs import OBSERVATION, tensors_of
 from rlbuf_td.envs.transition import make_transition
 from rlbuf_td.kernels.huge_pages import take_pages
 from rlbuf_td.storages import PackedStorage
+from rlbuf_td.storages.episodes import TRAJ_KEY
 from rlbuf_td.storages.indexing import coordinates, lanes_of, stand_apart, stored_rows
 from rlbuf_td.storages.schema import SchemaError, refuse_rounding, show_key, walk
-from rlbuf_td.storages.trajectory_index import TRAJ_KEY
 from rlbuf_td.writers.common import steps_by_age
 
 Buffer = TypeVar("Buffer", bound=TensorDictReplayBuffer)

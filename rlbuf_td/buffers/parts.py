@@ -14,11 +14,11 @@ from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.wrapper import SamplerWrapper
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import OUT_OF_ORDER, whole
+from rlbuf_td.storages.episodes import TRAJ_KEY
 from rlbuf_td.storages.indexing import by_row
 from rlbuf_td.storages.keys import as_tuple
 from rlbuf_td.storages.notebooks import PRIORITIES
 from rlbuf_td.storages.tensordict_fast import entries_of
-from rlbuf_td.storages.trajectory_index import TRAJ_KEY
 from rlbuf_td.writers import RingWriter
 from rlbuf_td.writers.common import keeps_order
 

@@ -41,14 +41,7 @@ from rlbuf_td.buffers.parts import (
 )
 from rlbuf_td.buffers.prefetch import Prefetcher, Sample, copied, refuse_copies, refuse_max_age
 from rlbuf_td.checkpoint.buffer import dump_buffer, load_buffer
-from rlbuf_td.checkpoint.parts import (
-    load_or_restore,
-    load_trajectories,
-    refuse_counts,
-    refuse_generators,
-    refuse_trajectories,
-    trajectories_of,
-)
+from rlbuf_td.checkpoint.parts import end_loaded, load_or_restore, refuse_counts, refuse_generators
 from rlbuf_td.diagnostics.episode_stats import EpisodeStats
 from rlbuf_td.diagnostics.health import LastDraw, ReplayCount, health
 from rlbuf_td.envs.recorder_state import TrajectoryNumbers
@@ -68,6 +61,7 @@ from rlbuf_td.samplers.n_step import joins_steps
 from rlbuf_td.samplers.prioritized import Prioritized, Reduction
 from rlbuf_td.storages import PackedStorage, SchemaError, torchrl_parts
 from rlbuf_td.storages.checks import as_number, require_packed, state_of, usable_device, whole
+from rlbuf_td.storages.episodes import TRAJ_KEY
 from rlbuf_td.storages.indexing import (
     attached_or_new,
     coordinates,
@@ -95,7 +89,6 @@ from rlbuf_td.storages.shared.journal_file import PRIORITY_FILE
 from rlbuf_td.storages.shared.memory import SharedNumbers, Tally
 from rlbuf_td.storages.state import examine
 from rlbuf_td.storages.tensordict_fast import entries_of
-from rlbuf_td.storages.trajectory_index import TRAJ_KEY, TrajectoryIndex
 from rlbuf_td.storages.writes import edit_all, edit_entries, stacked
 from rlbuf_td.writers import RingWriter
 from rlbuf_td.writers.common import next_step, steps_by_age
@@ -1254,11 +1247,8 @@ class ReplayBuffer(TensorDictReplayBuffer):
                 kept &= first_of_row(batch["mask"], dims, inner).to(kept.device)
             flat = flat[kept]
             edit_entries(storage, flat, {key: value[kept] for key, value in values.items()})
-            watched: set[Any] = set()
-            for each in torchrl_parts.listeners_of(storage):
-                if isinstance(each, TrajectoryIndex):
-                    watched |= {*each.end_keys(), each.traj_key}
-            if watched & values.keys():
+            episodes = storage.episodes
+            if episodes is not None and {*episodes.flags, episodes.id_key} & values.keys():
                 torchrl_parts.count_change(storage)  # data derived from these entries is then computed again
         return len(flat)
 
@@ -1746,7 +1736,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
         if self._is_theirs:
             return super().state_dict()
         flow_state = None if self.flow is None else self.flow.state_dict()
-        found = super().state_dict() | {"_trajectories": trajectories_of(self._storage), "_flow": flow_state}
+        found = super().state_dict() | {"_flow": flow_state}
         found["_stats"] = None if self.episode_stats is None else self.episode_stats.state_dict()
         found["_replays"] = None if self.replay_count is None else self.replay_count.counts()
         return found | dict(zip(_RETURNED, self.returned, strict=True))
@@ -1773,7 +1763,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
                     parts = {"_stats": self.episode_stats} | parts
                 load_or_restore(parts, state_dict)
                 super().load_state_dict(state_dict)
-                load_trajectories(self, state_dict.get("_trajectories", []))
+                end_loaded(self)
                 if self.replay_count is not None:
                     self.replay_count.restore(state_dict.get("_replays"))
                 self.returned.values[:] = [state_dict.get(name) or 0 for name in _RETURNED]
@@ -1788,7 +1778,6 @@ class ReplayBuffer(TensorDictReplayBuffer):
             if self.flow is not None:
                 self.flow.refuse_state(state_dict.get("_flow"))
             refuse_counts(*map(state_dict.get, ("_batch_size", "_consume_after_n_samples", *_RETURNED)))
-            refuse_trajectories(state_dict.get("_trajectories", []))
             rng = state_dict.get("_rng")
             refuse_generators({} if rng is None else {rng[1]: rng[0]})
 

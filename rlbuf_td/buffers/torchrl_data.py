@@ -31,10 +31,10 @@ from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.proportional import read_torchrl_priorities
 from rlbuf_td.storages import torchrl_parts
 from rlbuf_td.storages.checks import require_packed
+from rlbuf_td.storages.episodes import TRAJ_KEY
 from rlbuf_td.storages.indexing import coordinates, lanes_of, stand_apart
 from rlbuf_td.storages.keys import is_key, nested_key, optional_key
 from rlbuf_td.storages.state import end_trajectories
-from rlbuf_td.storages.trajectory_index import TRAJ_KEY
 from rlbuf_td.writers.common import keeps_order
 
 Buffer = TypeVar("Buffer", bound=TensorDictReplayBuffer)

@@ -11,11 +11,10 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 
 from rlbuf_td.buffers.parts import Parts
-from rlbuf_td.storages import PackedStorage, SchemaError, torchrl_parts
+from rlbuf_td.storages import PackedStorage, SchemaError
 from rlbuf_td.storages.keys import as_tuple, is_key
 from rlbuf_td.storages.ring import SAMPLED_AT
 from rlbuf_td.storages.schema import kind, reshaped, show_key, walk
-from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 from rlbuf_td.storages.writes import wrapping
 
 
@@ -75,7 +74,7 @@ def entry_by_row(storage: PackedStorage, batch: TensorDictBase, key: tuple[str, 
 def warn_of_long_rows(parts: Parts, rows: TensorDictBase, lead_dims: int) -> None:
     """Warn before the first write if its batch dims make each row hold several steps of an environment."""
     is_meant = "next" not in rows.keys() or getattr(parts.sampler, "draws_once", False)  # queues hold unrolls
-    is_refused = any(isinstance(each, TrajectoryIndex) for each in torchrl_parts.listeners_of(parts.storage))
+    is_refused = getattr(parts.storage, "uses_episode_keys", False)
     if rows.ndim <= lead_dims or is_meant or is_refused:
         return
     ndim, shape = parts.storage.ndim, [*rows.shape]

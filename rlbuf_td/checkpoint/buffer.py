@@ -15,7 +15,7 @@ from torchrl.data.replay_buffers import RoundRobinWriter
 from rlbuf_td.checkpoint import parts
 from rlbuf_td.checkpoint.files import DumpReader, Report, explained, progress_bar, reading, write_state, writing
 from rlbuf_td.checkpoint.manifest import CheckpointError, decode
-from rlbuf_td.checkpoint.rows import SavedRows, newest_rows, split_rows
+from rlbuf_td.checkpoint.rows import SavedRows, moved_episodes, newest_rows, split_rows
 from rlbuf_td.storages import PackedStorage, torchrl_parts
 from rlbuf_td.storages.checks import OUT_OF_ORDER
 from rlbuf_td.storages.indexing import row_count
@@ -108,11 +108,11 @@ class _Load:
             "_len": fit.steps * lanes,
             "full": fit.steps == capacity,
             "ring": state["ring"] | {"head": newest_rows(state["ring"]["head"], capacity)},
+            "episodes": moved_episodes(state["episodes"], fit.rows(lanes), lanes),
             "reserved": state.get("reserved", False),
             "row_class": state.get("row_class"),
         }
         saved["writer"]["state"] |= {"_cursor": fit.steps % capacity}
-        saved["trajectories"] = [each | {"state": {}} for each in saved["trajectories"]]
 
     def apply(self, report: Report, connect: Hook) -> None:
         """Load all states into the buffer; if a component refuses its state, undo all changes."""
@@ -140,7 +140,7 @@ class _Load:
             parts.restore_buffer(rb, saved["buffer"], saved["generator"])
         if rb.flow is not None:
             rb.flow.restore(None if self.rows_only else saved["buffer"].get("flow"), row_count(storage))
-        parts.load_trajectories(rb, saved["trajectories"])
+        parts.end_loaded(rb)
         connect()
         if rb.replay_count is not None:
             same = not self.rows_only and (self.rows is None or self.rows.fit.is_same)

@@ -12,10 +12,10 @@ import torch
 from torchrl.data.replay_buffers import RandomSampler, Storage
 
 from rlbuf_td.checkpoint.manifest import CheckpointError
+from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import state_of
 from rlbuf_td.storages.state import end_trajectories
-from rlbuf_td.storages.torchrl_parts import generator_of, listeners_of, newest_step_of
-from rlbuf_td.storages.trajectory_index import TrajectoryIndex
+from rlbuf_td.storages.torchrl_parts import generator_of, newest_step_of
 
 
 @contextmanager
@@ -49,7 +49,6 @@ def capture(rb: Any) -> dict[str, Any]:
         "sampler": {"class": name_of(rb.sampler), "state": _state_of(rb.sampler)},
         "writer": {"class": name_of(rb.writer), "state": rb.writer.state_dict()},
         "transform": rb.transform.state_dict(),
-        "trajectories": trajectories_of(storage),
         "generator": None if generator is None else {"device": str(generator.device), "state": generator.get_state()},
         "default_generator": _default_generators(storage),
     }
@@ -82,7 +81,6 @@ def refuse_malformed(rb: Any, saved: dict[str, Any]) -> None:
         raise ValueError(f"the saved counts of batches and of their rows are {returned!r}")
     if rb.flow is not None:
         rb.flow.refuse_state(buffer.get("flow"))
-    refuse_trajectories(saved["trajectories"])
     generator = saved["generator"]
     refuse_generators({} if generator is None else {generator["device"]: generator["state"]})
     refuse_generators(saved["default_generator"])
@@ -91,14 +89,6 @@ def refuse_malformed(rb: Any, saved: dict[str, Any]) -> None:
 def refuse_counts(*counts: Any) -> None:
     if not all(count is None or (type(count) is int and 0 <= count < 1 << 63) for count in counts):
         raise ValueError(f"batch size, cursor and write count must be whole numbers of 63 bits, got {[*counts]}")
-
-
-def refuse_trajectories(saved: list[dict[str, Any]]) -> None:
-    for each in saved:
-        keys = [each["done_key"], each["traj_key"] or []]
-        are_keys = each["done_key"] and all(type(key) is list and all(type(k) is str for k in key) for key in keys)
-        if not are_keys or not all(isinstance(tensor, torch.Tensor) for tensor in dict(each["state"]).values()):
-            raise TypeError("a trajectory index must have lists of strings as keys, and tensors as its state")
 
 
 def refuse_generators(states: dict[str, Any]) -> None:
@@ -120,32 +110,14 @@ def resized_state(sampler: Any, state: dict[str, Any], rows: torch.Tensor | None
     raise CheckpointError(f"a {name} can only be loaded into the same capacity; rows_only=True omits its state")
 
 
-def trajectories_of(storage: Storage) -> list[dict[str, Any]]:
-    return [
-        {"done_key": [*each.done_key], "traj_key": each.traj_key and [*each.traj_key], "state": each.state_dict()}
-        for each in listeners_of(storage)
-        if isinstance(each, TrajectoryIndex)
-    ]
-
-
-def load_trajectories(rb: Any, saved: list[dict[str, Any]]) -> None:
-    """Restore the trajectory indices of the storage, and end unfinished trajectories that have ids."""
-    storage = rb.storage
-    for each in listeners_of(storage):
-        if isinstance(each, TrajectoryIndex):
-            each.load_state_dict({})
-    for each in saved:
-        traj_key = None if each["traj_key"] is None else tuple(each["traj_key"])
-        index = TrajectoryIndex.of(storage, done_key=tuple(each["done_key"]), traj_key=traj_key)
-        try:
-            index.load_state_dict(each["state"])
-        except ValueError:  # the state is of another size or device
-            index.load_state_dict({})
-    end_trajectories(storage)  # new collectors use the same ids again
+def end_loaded(rb: Any) -> None:
+    """After a load, end the unfinished trajectories that have ids, and those of the statistics."""
+    if isinstance(rb.storage, PackedStorage):
+        end_trajectories(rb.storage)  # new collectors use the same ids again
     if rb.episode_stats is not None:
         rb.episode_stats.forget_open()
     if rb.parts is not None and rb.parts.prioritized is not None:  # all loaded rows have their priorities
-        rb.parts.prioritized.priorities.keep(slice(0, None), storage)
+        rb.parts.prioritized.priorities.keep(slice(0, None), rb.storage)
 
 
 def _default_generators(storage: Storage) -> dict[str, Any]:

@@ -89,6 +89,13 @@ def newest_rows(head: torch.Tensor, capacity: int) -> torch.Tensor:
     return torch.stack((torch.maximum(tail, written - capacity), written, ordered))
 
 
+def moved_episodes(saved: dict[str, Any] | None, rows: torch.Tensor, lanes: int) -> dict[str, Any] | None:
+    """Return the saved numbers of episodes of a storage that holds the ``rows``, ``[n]`` cells of the dump."""
+    if saved is None:
+        return None
+    return saved | {"back": saved["back"].T.reshape(-1)[rows].view(-1, lanes).T.contiguous()}
+
+
 def split_rows(saved: dict[str, Any]) -> list[torch.Tensor]:
     """Remove the row tensors from a storage's state, and return them; the dump must store these tensors first."""
     state = saved["state"]

@@ -38,10 +38,10 @@ from rlbuf_td.samplers import RecencySampler, UniformSampler
 from rlbuf_td.samplers.age import young_count
 from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.wrapper import SamplerWrapper
+from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.indexing import attached, device_of, flat_rows, lanes_of, row_count, stand_apart, written_rows
 from rlbuf_td.storages.listeners import Attached
 from rlbuf_td.storages.stretches import stretches_of
-from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 
 
 class LastDraw(NamedTuple):
@@ -137,12 +137,11 @@ def health(
 
 
 def _stretches(storage: Storage, sampler: Sampler) -> dict[str, float]:
-    index = attached(storage, TrajectoryIndex)
-    if index is None or not len(storage) or getattr(sampler, "steps_needed", 1) < 2:
+    if not isinstance(storage, PackedStorage) or not len(storage) or getattr(sampler, "steps_needed", 1) < 2:
         return {}
     try:
-        return {"stretch_mean": stretches_of(index).mean}
-    except (KeyError, TypeError, ValueError):  # the rows do not mark trajectories: draws raise the error
+        return {"stretch_mean": stretches_of(storage).mean}
+    except (KeyError, TypeError, ValueError, RuntimeError):  # the rows do not mark trajectories: draws raise the error
         return {}
 
 

@@ -15,7 +15,6 @@ from tensordict import NestedKey
 from torchrl.data.replay_buffers import PrioritizedSampler, ReplayBuffer, SamplerWithoutReplacement, Storage
 
 from rlbuf_td.envs.specs import schema_of
-from rlbuf_td.kernels.episodes import BitBoundaries, FlagBoundaries
 from rlbuf_td.samplers import ProportionalSampler, RankSampler, UniformSampler
 from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.wrapper import SamplerWrapper
@@ -210,7 +209,7 @@ def plan(
         leaves=tuple(sorted(layout.leaves, key=lambda leaf: -leaf.nbytes)),
         row_bytes=layout.row_bytes,
         priorities=priority_bytes(sampler, steps * lanes, device),
-        trajectories=_index_bytes(layout.leaves, steps, lanes, device),
+        trajectories=_index_bytes(layout.leaves, steps, lanes),
         places=_places(device, scratch_dir, shared),
         memory=shared_tensors() if shared else room_for(device),
         dedup=dedup,
@@ -244,13 +243,10 @@ def _time_step(storage: Storage) -> Any:
     return rows[0]
 
 
-def _index_bytes(leaves: tuple[Leaf, ...], steps: int, lanes: int, device: torch.device) -> int:
-    """Return the bytes of a trajectory index; 0 if the rows do not mark the ends of trajectories."""
-    if not any(leaf.key[-1] in ("done", "terminated", "truncated", "traj_ids") for leaf in leaves):
-        return 0
-    kind = BitBoundaries if device.type == "cpu" else FlagBoundaries
-    tensors = kind(steps, lanes, torch.device("meta")).tensors()  # shapes without memory
-    return sum(tensor.nbytes for tensor in tensors.values())
+def _index_bytes(leaves: tuple[Leaf, ...], steps: int, lanes: int) -> int:
+    """Return the bytes of the numbers of episodes; 0 if the rows do not mark the ends of trajectories."""
+    has_ends = any(leaf.key[-1] in ("done", "terminated", "truncated", "traj_ids") for leaf in leaves)
+    return 8 * steps * lanes + 16 * lanes if has_ends else 0
 
 
 def _places(device: torch.device, scratch_dir: str | Path | None, shared: bool) -> tuple[Room, ...]:

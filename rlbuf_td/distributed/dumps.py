@@ -25,8 +25,7 @@ from rlbuf_td.checkpoint import open_checkpoint
 from rlbuf_td.checkpoint.files import DATA
 from rlbuf_td.checkpoint.manifest import MANIFEST as SHARD_MANIFEST
 from rlbuf_td.checkpoint.manifest import CheckpointError
-from rlbuf_td.storages import PackedStorage, torchrl_parts
-from rlbuf_td.storages.trajectory_index import TrajectoryIndex
+from rlbuf_td.storages import PackedStorage
 
 #: Time steps of a dump: folder of the dump, first time step (0 is the oldest), number of time steps (None: all).
 Segment: TypeAlias = tuple[str, int, int | None]
@@ -132,9 +131,8 @@ def deal(steps: Sequence[int], shards: int) -> list[list[tuple[int, int, int]]]:
 
 def end_trajectories(storage: PackedStorage) -> None:
     """End all open trajectories, so that the rows written next do not continue them."""
-    for each in torchrl_parts.listeners_of(storage):
-        if isinstance(each, TrajectoryIndex):
-            each.part()
+    if storage.episodes is not None:
+        storage.episodes.end()
 
 
 def load_segments(buffer: ReplayBuffer, segments: Sequence[Segment]) -> None:

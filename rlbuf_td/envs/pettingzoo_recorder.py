@@ -27,10 +27,10 @@ from rlbuf_td.envs.recorder_state import (
 from rlbuf_td.envs.specs import ACTION_MASK, FLAGS, AgentGroup, Key, agents_schema, groups_of, parallel_envs, show_extra
 from rlbuf_td.storages import SchemaError
 from rlbuf_td.storages.checks import state_of
+from rlbuf_td.storages.episodes import TRAJ_KEY
 from rlbuf_td.storages.indexing import attached_or_new
 from rlbuf_td.storages.notebooks import TRANSITIONS
 from rlbuf_td.storages.schema import kind, show_key, walk
-from rlbuf_td.storages.trajectory_index import TRAJ_KEY
 
 _MASK, _ACTION_MASK, _REWARD = ("mask",), (ACTION_MASK,), ("reward",)
 _REMEDY = "make the buffer with from_env(env, ...) and the same group_map"

@@ -20,8 +20,6 @@ from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.listeners import Attached
 from rlbuf_td.storages.schema import kind, show_key
 from rlbuf_td.storages.shared.memory import SharedNumbers
-from rlbuf_td.storages.torchrl_parts import listeners_of
-from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 
 _NEXT, _HAS_READ, _LOADS = range(3)
 
@@ -143,9 +141,8 @@ def resume_buffer(buffer: Any, numbers: TrajectoryNumbers, saved: Mapping[str, A
     if buffer.episode_stats is not None and saved["stats"] is not None:
         buffer.episode_stats.load_state_dict(saved["stats"])
     numbers.go_on(saved["next_number"])
-    for each in listeners_of(buffer.storage):
-        if isinstance(each, TrajectoryIndex):
-            each.resume()
+    if buffer.storage.episodes is not None:
+        buffer.storage.episodes.resume()
 
 
 def saved_rows(layout: RowLayout) -> list[list[Any]]:

@@ -25,11 +25,10 @@ from torchrl.data.replay_buffers import Sampler
 
 from rlbuf_td.kernels.batch import BatchMemory, batch_record
 from rlbuf_td.kernels.dispatch import backend_of, compiled_form, machine_code
-from rlbuf_td.kernels.episodes import BitBoundaries
 from rlbuf_td.kernels.host_memory import Entry, HostTensors, in_dispatch_mode
 from rlbuf_td.kernels.rows.read_ahead import ask_for_rows
 from rlbuf_td.storages import PackedStorage
-from rlbuf_td.storages.indexing import one_a_row, revision_of
+from rlbuf_td.storages.indexing import one_a_row
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.ring import SAMPLED_AT
 from rlbuf_td.storages.rows import PlainRows, Rows
@@ -207,7 +206,7 @@ class Reading:
         self.record = batch_record(size, rows.flat, self.extents, **given, **shape)
         self.address = self.record.ctypes.data
 
-    def __call__(self, bitmap: Any, blank: Blank, written: int) -> None:
+    def __call__(self, episodes: int, blank: Blank, written: int) -> None:
         if self.rows.is_mapped:
             ask_for_rows(self.rows.flat, self.flat)
         self.kernel(self.address, blank.targets)
@@ -232,7 +231,7 @@ class _EntryReading(Reading):
     def bind(self, draw: BoundDraw, size: int) -> None:
         self.address = draw.address
 
-    def __call__(self, bitmap: Any, blank: Blank, written: int) -> None:
+    def __call__(self, episodes: int, blank: Blank, written: int) -> None:
         self.read_entries(blank)
 
 
@@ -260,14 +259,14 @@ class BoundBatch:
             return None
         if self.reading is not None and self.reading.picks_any_row and self.storage.ring.holes:
             return None
-        bitmap = None if self.trajectories is None else self.trajectories.boundaries(revision_of(self.storage)).bitmap
+        episodes = 0 if self.trajectories is None else self.trajectories.episodes().address
         blank = self.blanks.take()
         self.is_busy = True
         try:
             if not self.draw(written, blank.targets):
                 return None
             if self.reading is not None:
-                self.reading(bitmap, blank, written)
+                self.reading(episodes, blank, written)
         finally:
             self.is_busy = False
         return blank
@@ -329,10 +328,9 @@ def bind(storage: Any, sampler: Sampler, size: int) -> BoundBatch | str:
 def _bind(storage: PackedStorage, sampler: Any, size: int) -> BoundBatch | str:
     rows, trajectories, revisions = storage.all_rows(), None, []
     while (revise := compiled_form(sampler, "bind_revision")) is not None:
-        found = TrajectoryIndex.of(storage, done_key=sampler.done_key, traj_key=sampler.traj_key)
-        trajectories = found if trajectories is None else trajectories
-        if found is not trajectories or not isinstance(found.boundaries(), BitBoundaries):
-            return "wrappers with different done_key or traj_key" if found is not trajectories else "no bitmap"
+        trajectories = TrajectoryIndex.of(storage, done_key=sampler.done_key, traj_key=sampler.traj_key)
+        if not trajectories.episodes().address:
+            return "episodes are looked up with torch"
         revisions.append(revise)
         sampler = sampler.sampler
     draws = compiled_form(sampler, "bind_draw")

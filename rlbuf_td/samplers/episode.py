@@ -17,12 +17,12 @@ from rlbuf_td.samplers.common import EMPTY, refuse_disorder, setting, uniform_nu
 from rlbuf_td.samplers.wrapper import Drawn, SamplerWrapper, column_of
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import fraction, one_of, whole
+from rlbuf_td.storages.episodes import DONE_KEY, TRAJ_KEY
 from rlbuf_td.storages.indexing import revision_of
 from rlbuf_td.storages.keys import as_tuple
 from rlbuf_td.storages.notebooks import SEQUENCES
 from rlbuf_td.storages.schema import show_key
 from rlbuf_td.storages.tensordict_fast import leaf_of
-from rlbuf_td.storages.trajectory_index import DONE_KEY, TRAJ_KEY
 
 _ALL = 1 << 62  # more steps than any trajectory has
 
@@ -96,7 +96,7 @@ class EpisodeSampler(SamplerWrapper):
     Warns:
         RuntimeWarning: (at the first draw, on the CPU) rows of several trajectories alternate.
 
-    Cost: O(rows of the batch). After a write, the first draw lists K episodes in O(K + N / 64). On other devices than
+    Cost: O(rows of the batch). After a write, the first draw lists K episodes in O(K). On other devices than
     the CPU, draws wait for the device, and the first draw after a write reads all rows.
     Source: Chen et al., Decision Transformer, 2021. TorchRL's ``SliceSampler`` draws slices of one fixed length.
 
@@ -187,7 +187,7 @@ class EpisodeSampler(SamplerWrapper):
         """Return the episodes of the rows at flat indices ``flat``, complete or not, as a flat batch."""
         pieces = self._pieces(storage, flat)
         places = self._places(pieces)
-        episode, lanes, size = places.episode, self._trajectories(storage).boundaries().lanes, storage.all_rows().cells
+        episode, lanes, size = places.episode, self._trajectories(storage).episodes().lanes, storage.all_rows().cells
         step = pieces.start[episode] + places.step
         rows = (pieces.first[episode] + step * lanes) % size
         read = self._reader(storage, flat)
@@ -219,7 +219,7 @@ class EpisodeSampler(SamplerWrapper):
             chosen = (which * len(first)).long().clamp(max=len(first) - 1)
         rows = length[chosen]
         step = (where * rows).long().minimum(rows - 1)
-        lanes = self._trajectories(storage).boundaries().lanes
+        lanes = self._trajectories(storage).episodes().lanes
         return (first[chosen] + step * lanes) % storage.all_rows().cells
 
     def _episodes(self, storage: PackedStorage) -> tuple[Tensor, Tensor]:
@@ -241,9 +241,9 @@ class EpisodeSampler(SamplerWrapper):
 
     def _pieces(self, storage: PackedStorage, anchors: Tensor) -> _Pieces:
         """Return the episodes of the rows ``anchors``, cut to windows of ``max_length`` steps that contain the rows."""
-        boundaries = self._trajectories(storage).boundaries()
-        back, ahead, _ = boundaries.reach(anchors)
-        length, first = back + ahead + 1, (anchors - back * boundaries.lanes) % storage.all_rows().cells
+        episodes = self._trajectories(storage).episodes()
+        back, ahead, *_ = episodes.spans(anchors)
+        length, first = back + ahead + 1, (anchors - back * episodes.lanes) % storage.all_rows().cells
         if self.max_length is None:
             return _Pieces(first, length, torch.zeros_like(back), length)
         most = self.max_length
@@ -280,11 +280,11 @@ class EpisodeSampler(SamplerWrapper):
         found = reward2go(torch.where(real, reward, 0), done.view_as(real).expand_as(reward), gamma, time_dim=0)
         left = pieces.length - pieces.start - pieces.rows
         if self.max_length is not None and bool((left > 0).any()):
-            cut, boundaries = (left > 0).nonzero()[:, 0], self._trajectories(storage).boundaries()
+            cut, episodes = (left > 0).nonzero()[:, 0], self._trajectories(storage).episodes()
             after = pieces.start[cut] + pieces.rows[cut]
-            rows = (pieces.first[cut] + after * boundaries.lanes) % storage.all_rows().cells
+            rows = (pieces.first[cut] + after * episodes.lanes) % storage.all_rows().cells
             tail = torch.zeros((len(pieces.rows), *reward.shape[1:]), dtype=reward.dtype, device=device)
-            tail[cut] = sums_ahead(boundaries, rows, column, int(left.max()), gamma)[0]
+            tail[cut] = sums_ahead(episodes, rows, column, int(left.max()), gamma)[0]
             power = torch.pow(gamma, (pieces.rows[places.episode] - places.step).double()).to(reward.dtype)
             found = found + power.view_as(real) * tail[places.episode]
         return torch.where(real, found, 0)

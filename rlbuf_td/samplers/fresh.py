@@ -18,9 +18,9 @@ from rlbuf_td.samplers.common import OneStorage, setting
 from rlbuf_td.samplers.wrapper import SamplerWrapper
 from rlbuf_td.storages import PackedStorage, torchrl_parts
 from rlbuf_td.storages.checks import state_of, whole
+from rlbuf_td.storages.episodes import DONE_KEY
 from rlbuf_td.storages.notebooks import SEQUENCES
 from rlbuf_td.storages.ring import Ring
-from rlbuf_td.storages.trajectory_index import DONE_KEY
 
 
 class FreshQueue:
@@ -182,6 +182,10 @@ class FreshRowsSampler(SamplerWrapper):
 
     def watch(self, storage: PackedStorage) -> None:
         """Mark as fresh the rows that were written since the last draw."""
+        if self.window_length:
+            super().watch(storage)
+        elif self._inner is not None:
+            self._inner.watch(storage)
         self.queue.switch_to(storage)
 
     def give_windows_to(self, wrapper: Any) -> None:
@@ -203,7 +207,7 @@ class FreshRowsSampler(SamplerWrapper):
         ring, found = self.queue.switch_to(storage), np.zeros(0, np.int64)
         if ring is None or not len(ring):
             return found
-        following, boundaries = self.queue.following(ring), self._trajectories(storage).boundaries()
+        following = self.queue.following(ring)
         while len(found) < most:
             lane = np.flatnonzero(following < ring.written)
             waiting = (ring.written - following)[lane]
@@ -211,7 +215,7 @@ class FreshRowsSampler(SamplerWrapper):
             rows, over = np.minimum(waiting, self.window_length), np.zeros(len(lane), np.bool_)
             if not self.crosses_episodes:
                 place = torch.from_numpy(cell).to(storage.device)
-                ahead, over = (each.cpu().numpy() for each in boundaries.reach(place, self.window_length)[1:])
+                _, ahead, over, _ = (each.cpu().numpy() for each in self._trajectories(storage).episodes().spans(place))
                 rows = np.minimum(ahead + 1, self.window_length)
             is_whole = np.flatnonzero((rows == self.window_length) | over)[: most - len(found)]
             if not len(is_whole):

@@ -23,13 +23,14 @@ from rlbuf_td.samplers.goal_env import TransitionFn
 from rlbuf_td.samplers.wrapper import Read, SamplerWrapper, column_of
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import as_number, fraction
+from rlbuf_td.storages.episodes import DONE_KEY, TRAJ_KEY
 from rlbuf_td.storages.indexing import device_of, nth_rows, row_count
 from rlbuf_td.storages.keys import as_tuple
 from rlbuf_td.storages.notebooks import HINDSIGHT
 from rlbuf_td.storages.rows import Rows
 from rlbuf_td.storages.schema import refuse_rounding, show_key
 from rlbuf_td.storages.tensordict_fast import leaf_of, set_entries_
-from rlbuf_td.storages.trajectory_index import DONE_KEY, TRAJ_KEY, TrajectoryIndex
+from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 
 Strategy: TypeAlias = Literal["future", "final", "episode", "random"]
 _LEAST_GAMMA = 1e-300  # practically 0, but with a finite logarithm
@@ -156,7 +157,7 @@ class HindsightSampler(SamplerWrapper):
     ) -> TensorDictBase:
         """Read the rows at flat indices ``flat``, and relabel some; ``uniform`` holds a random number per drawn row."""
         bound, batch = self._bound_to(storage), storage.gather(flat)
-        rows, mask = choose_goals(bound.trajectories.boundaries(), drawn, uniform, law, row_count(storage))
+        rows, mask = choose_goals(bound.trajectories.episodes(), drawn, uniform, law, row_count(storage))
         begin, end = law.thresholds[-2:]
         if begin < end:  # goals of the strategy "random" are numbers of written rows
             rows = torch.where((uniform >= begin) & (uniform < end), nth_rows(storage, rows), rows)
@@ -244,11 +245,11 @@ class _RelabelledReading(Reading):
         self.wrapper, self.picks_any_row = wrapper, wrapper.picks_any_row
         self.kernel = machine_code(wrapped_cpu.hindsight, law=wrapper.law, goals=self.goals)
 
-    def __call__(self, bitmap: Any, blank: Blank, written: int) -> None:
+    def __call__(self, episodes: int, blank: Blank, written: int) -> None:
         wrapper, relabeled = self.wrapper, blank.report["relabeled"]
         self.draw.uniform.uniform_(generator=self.draw.generator)
         address, targets = self.address, blank.targets
-        self.kernel(bitmap, address, targets, relabeled.data_ptr(), wrapper.law, written, self.goals)
+        self.kernel(episodes, address, targets, relabeled.data_ptr(), wrapper.law, written, self.goals)
         wrapper.recompute_(blank.batch, relabeled, blank.leaves[self.reward])
         blank.blanks.locate(blank)  # compiled code may go on with the batch
         set_entries_(blank.batch, blank.report)

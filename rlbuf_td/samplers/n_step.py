@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 from struct import Struct
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,11 +22,12 @@ from rlbuf_td.samplers.common import setting
 from rlbuf_td.samplers.wrapper import Read, SamplerWrapper, column_of
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import fraction, whole
+from rlbuf_td.storages.episodes import DONE_KEY, TRAJ_KEY
 from rlbuf_td.storages.keys import as_tuple
 from rlbuf_td.storages.rows import Rows
 from rlbuf_td.storages.schema import show_key
 from rlbuf_td.storages.tensordict_fast import leaf_of, set_entries_
-from rlbuf_td.storages.trajectory_index import DONE_KEY, TRAJ_KEY, TrajectoryIndex
+from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 
 _SET = Struct("qdq")  # the first three fields of a ``STEPS`` record
 
@@ -126,12 +127,12 @@ class NStepSampler(SamplerWrapper):
 
     def _summed(self, storage: PackedStorage, read: Read | None, flat: Tensor, owner: Tensor | None) -> TensorDictBase:
         n, bound = self.n_steps, self._bound_to(storage)
-        boundaries = bound.trajectories.boundaries()
+        episodes = bound.trajectories.episodes()
         if read is None:
-            total, taken, last = sums_ahead(boundaries, flat, bound.reward, n, self.gamma)
+            total, taken, last = sums_ahead(episodes, flat, bound.reward, n, self.gamma)
             batch = storage.written_rows().joined_at(flat, last)
         else:  # the wrapped sampler may change rewards and flags: let it read the rows of all steps
-            window, ahead = windows(boundaries, flat, n, boundaries.lanes, len(bound.reward))
+            window, ahead = windows(episodes, flat, n)
             batch, first = read(flat, owner), torch.arange(len(flat), device=flat.device)
             steps = read(window.flatten(), (first if owner is None else owner).repeat_interleave(n))
             end = torch.zeros_like(window, dtype=torch.bool)
@@ -202,10 +203,10 @@ class _JoinedReading(Reading):
         if self.observations:
             self.entry_kernel = machine_code(entries_cpu.read_joined_entries)
 
-    def __call__(self, bitmap: Any, blank: Blank, written: int) -> None:
+    def __call__(self, episodes: int, blank: Blank, written: int) -> None:
         if self.rows.is_mapped:
             ask_for_rows(self.rows.flat, self.flat)
-        self.kernel(bitmap, self.address, blank.targets, self.steps(blank))
+        self.kernel(episodes, self.address, blank.targets, self.steps(blank))
         self.read_entries(blank)
 
     def read_entries(self, blank: Blank) -> None:
@@ -253,13 +254,13 @@ class _RevisedSteps(_JoinedReading):
         self.blanks = Blanks(self.rows.layout, named, size * n, self.inner.adds_report)
         self.n = n
 
-    def __call__(self, bitmap: Any, blank: Blank, written: int) -> None:
+    def __call__(self, episodes: int, blank: Blank, written: int) -> None:
         if self.wrapper.n_steps != self.n:
             self._bind_steps(len(self.flat))
         # Not `steps()`: another thread may set a larger number of steps than there is memory for.
         steps, read = self._describe(blank, self.n), self.blanks.take()
-        self.list_steps(bitmap, self.address, self.inner.flat.data_ptr(), steps)
-        self.inner(bitmap, read, written)
+        self.list_steps(episodes, self.address, self.inner.flat.data_ptr(), steps)
+        self.inner(episodes, read, written)
         self.kernel(self.address, blank.targets, read.targets, steps, self.flags)
         for name, _ in self.inner.entries:
             blank.report[name].copy_(read.report[name][:: self.n])

@@ -20,6 +20,7 @@ from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.wrapper import Drawn, SamplerWrapper, draw_from
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import fraction, one_of, whole
+from rlbuf_td.storages.episodes import DONE_KEY, TRAJ_KEY
 from rlbuf_td.storages.indexing import (
     Index,
     coordinates,
@@ -36,7 +37,6 @@ from rlbuf_td.storages.ring import SAMPLED_AT
 from rlbuf_td.storages.schema import SchemaError, show_key
 from rlbuf_td.storages.tensordict_fast import folded, leaf_of
 from rlbuf_td.storages.torchrl_parts import last_step
-from rlbuf_td.storages.trajectory_index import DONE_KEY, TRAJ_KEY
 
 Boundary: TypeAlias = Literal["pad", "shift", "strict"]
 _ROUNDS = 200  # boundary="strict" on the CPU: the largest number of repeated draws until all windows fit
@@ -246,7 +246,7 @@ class SequenceSampler(SamplerWrapper):
 
         Even with ``boundary="strict"``, no anchor is replaced.
         """
-        return self._expanded(storage, flat, info, *self._reach(storage, flat, self.window))
+        return self._expanded(storage, flat, info, *self._reach(storage, flat))
 
     def _expanded(
         self, storage: PackedStorage, anchors: Tensor, info: dict[Any, Any], back: Tensor, ahead: Tensor
@@ -309,11 +309,10 @@ class SequenceSampler(SamplerWrapper):
 
         If these have changed since the last call, the wrapped sampler restarts its epochs.
         """
-        boundaries = self._trajectories(storage).boundaries()
-        seen = boundaries, revision_of(storage)
+        seen = self._trajectories(storage).episodes(), revision_of(storage)
         if self._divided is None or self._divided[0] != seen:
             rows = written_rows(storage).split(_MOST_ROWS)
-            found = torch.cat([part[self._reach(storage, part, None)[0] % self.stride == 0] for part in rows])
+            found = torch.cat([part[self._reach(storage, part)[0] % self.stride == 0] for part in rows])
             if self._divided is not None and not torch.equal(found, self._divided[1]):
                 self.innermost.restart()
             self._divided = seen, found
@@ -337,10 +336,10 @@ class SequenceSampler(SamplerWrapper):
 
     def _anchors(self, storage: PackedStorage, count: int) -> tuple[Tensor, dict[Any, Any], Tensor, Tensor]:
         """Draw anchors; return them, their info dict, and how many rows of the trajectory are before and after each."""
-        self._trajectories(storage).boundaries()  # raises an error if the rows do not tell where trajectories end
+        self._trajectories(storage).episodes()  # raises an error if the rows do not tell where trajectories end
         anchors, info = self._draw(storage, count)
         count = len(anchors)  # less at the end of an epoch
-        back, ahead = self._reach(storage, anchors, self.window)
+        back, ahead = self._reach(storage, anchors)
         if self.boundary != "strict":
             return anchors, info, back, ahead
         is_on_host = backend_of(anchors) == "numba"
@@ -354,20 +353,20 @@ class SequenceSampler(SamplerWrapper):
             anchors = torch.where(fits, anchors, others[order])
             for key, value in info.items():
                 info[key] = torch.where(fits.view(-1, *[1] * (value.ndim - 1)), value, other_info[key][order])
-            back, ahead = self._reach(storage, anchors, self.window)
+            back, ahead = self._reach(storage, anchors)
         if is_on_host:
             self.refuse_trajectories()
         return anchors, self._weighed(anchors, info), back, ahead
 
-    def _reach(self, storage: PackedStorage, rows: Tensor, within: int | None) -> tuple[Tensor, Tensor]:
-        """Return how many rows that a window may have precede and follow each row; counts may stop at ``within``."""
+    def _reach(self, storage: PackedStorage, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return how many rows that a window may have precede and follow each row, ``[B]`` each."""
         if self.across_episodes:
-            return _reach_in_lane(storage, rows)
-        return self._trajectories(storage).boundaries().reach(rows, within)[:2]
+            return storage.ring.reach(rows)
+        return self._trajectories(storage).episodes().spans(rows)[:2]
 
     def _begins(self, storage: PackedStorage, rows: Tensor) -> Tensor:
         """Return whether each row is the first stored row of its trajectory, ``[n]`` bool."""
-        return self._trajectories(storage).boundaries().reach(rows, 1)[0] == 0
+        return self._trajectories(storage).episodes().spans(rows).back == 0
 
     def _weighed(self, anchors: Tensor, info: dict[Any, Any]) -> dict[Any, Any]:
         """Return the report of anchors that come from several draws, with the weights of one draw."""
@@ -505,7 +504,6 @@ class _WindowReading(Reading):
         if self.adds_init:
             self.entries.append((cast("tuple[str, ...]", wrapper.flag_keys[0])[0], (torch.bool, torch.Size([1]))))
         self.entries += inner.entries
-        self.heads = np.zeros((2, inner.rows.cells // inner.rows.steps), np.int64)
         places = [None if key is None else layout.places.get(key) for key in wrapper.flag_keys]
         flags = [(0, 0) if place is None else (place, layout.leaves[place].nbytes) for place in places]
         self.flags = np.array(flags, np.int64)
@@ -524,8 +522,7 @@ class _WindowReading(Reading):
         if self.wrapper.stride is not None:
             draw.anchors = self.wrapper.anchors
         given |= {"length": self.wrapper.length, "burn_in": self.wrapper.burn_in, "adds_init": int(self.adds_init)}
-        if self.wrapper.across_episodes:
-            given["heads"] = self.heads.ctypes.data
+        given["across"] = int(self.wrapper.across_episodes)
         if self.adds_init:
             self.flags[0] = len(self.rows.layout.leaves) + 1 + len(draw.reports) + 3, 1  # its place among the targets
         draw.expand_to(record_of(WINDOWS, **given, shifts=int(self.wrapper.boundary == "shift")))
@@ -536,12 +533,12 @@ class _WindowReading(Reading):
         places = [0] * (1 + len(self.rows.layout.leaves)) + [other.data_ptr() for other in self.others]
         self.other_targets = np.array(places, np.int64)
 
-    def _fit(self, bitmap: Any, blank: Blank, written: int) -> None:
+    def _fit(self, episodes: int, blank: Blank, written: int) -> None:
         """Draw other anchors until all windows fit, as :meth:`SequenceSampler._anchors` does with torch."""
         draw, fresh = self.draw, self.draw.record["queue"][0]
         address, targets, kept = self.address, blank.targets, self.kept.ctypes.data
         others = self.other_targets.ctypes.data
-        short = self.replace_short(bitmap, address, targets, kept, 0, 0)
+        short = self.replace_short(episodes, address, targets, kept, 0, 0)
         draw.record["queue"] = 0  # other anchors are not taken from the fresh rows
         try:
             for rounds in range(_ROUNDS):
@@ -552,34 +549,27 @@ class _WindowReading(Reading):
                     return
                 draw(written, others)
                 order = permutation(draw.size, draw.generator, CPU)
-                short = self.replace_short(bitmap, address, targets, kept, order.data_ptr(), others)
+                short = self.replace_short(episodes, address, targets, kept, order.data_ptr(), others)
         finally:
             draw.record["queue"] = fresh
         self.wrapper.refuse_trajectories()
 
-    def _find_heads(self) -> None:
-        """Find the newest step and the number of rows of each lane."""
-        ring = self.draw.storage.ring
-        self.heads[:] = ring.newest_of_lanes, ring.count
-
-    def __call__(self, bitmap: Any, blank: Blank, written: int) -> None:
-        if self.wrapper.across_episodes:
-            self._find_heads()
+    def __call__(self, episodes: int, blank: Blank, written: int) -> None:
         if self.wrapper.boundary == "strict":
-            self._fit(bitmap, blank, written)
+            self._fit(episodes, blank, written)
         address, targets, (lists, reads, both, marks) = self.address, blank.targets, self.parts
         if not self.inner.is_fused:
-            self.kernel(bitmap, address, targets, lists, 0)
-            self.inner(bitmap, blank, written)
-            self.kernel(bitmap, address, targets, marks, 0)
+            self.kernel(episodes, address, targets, lists, 0)
+            self.inner(episodes, blank, written)
+            self.kernel(episodes, address, targets, marks, 0)
             return
         steps = self.inner.steps(blank)
         if self.rows.is_mapped:
-            self.kernel(bitmap, address, targets, lists, steps)
+            self.kernel(episodes, address, targets, lists, steps)
             ask_for_rows(self.rows.flat, self.flat)
-            self.kernel(bitmap, address, targets, reads, steps)
+            self.kernel(episodes, address, targets, reads, steps)
         else:
-            self.kernel(bitmap, address, targets, both, steps)
+            self.kernel(episodes, address, targets, both, steps)
         self.inner.read_entries(blank)
 
     def masks(self, entries: Mapping[str, Any]) -> Masks:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from ctypes import addressof
 from math import prod
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from threading import RLock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -20,8 +21,9 @@ from torchrl.data.replay_buffers import LazyTensorStorage
 from rlbuf_td.kernels.dispatch import backend_of, compiled_form_of
 from rlbuf_td.kernels.host_memory import address_of, in_dispatch_mode
 from rlbuf_td.storages import allocate, state, writes
-from rlbuf_td.storages.checks import whole
+from rlbuf_td.storages.checks import OUT_OF_ORDER, whole
 from rlbuf_td.storages.dedup import DedupLayout, DedupOptions
+from rlbuf_td.storages.episodes import CURRENT, NEW, STALE, EpisodeKeys, Episodes
 from rlbuf_td.storages.indexing import coordinates, first_of_row, flat_rows, inner_dims, revision_of
 from rlbuf_td.storages.interrupts import held_back
 from rlbuf_td.storages.keys import is_key
@@ -35,16 +37,15 @@ from rlbuf_td.storages.schema import Leaf, SchemaError, kind
 from rlbuf_td.storages.shared import forks
 from rlbuf_td.storages.shared.memory import SharedNumbers
 from rlbuf_td.storages.shared.rows import SharedRows, share
-from rlbuf_td.storages.torchrl_parts import count_change, listeners_of, set_listeners
+from rlbuf_td.storages.torchrl_parts import listeners_of, set_listeners
 from rlbuf_td.storages.writes import as_index, as_tensordict, is_index, is_mask, remedy_of_holes
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-_COUNTERS = "numbers", "_mutation_revision_value", "_ring"
+_COUNTERS = "numbers", "_mutation_revision_value", "_ring", "episodes", "episode_state"
 _NOT_COPIED = frozenset((*_COUNTERS, "rows", "live", "_total_shape_value", "shared_rows", "lock"))
-MOST_TAKEOVERS = 1024  # how many takeovers of lanes by other actors a storage remembers
 
 
 class PackedStorage(LazyTensorStorage):
@@ -151,7 +152,9 @@ class PackedStorage(LazyTensorStorage):
     is_packed = True  # TorchRL's storages have no such attribute
     reopened = False  # whether an earlier process has left rows
     is_closed = False  # whether :meth:`close` has released the rows
-    breaks: Sequence[tuple[int, int]] = ()  # ends of trajectories without a flag, see `rlbuf_td.storages.reopen`
+    episodes: Episodes | None = None  # of rows with flags or ids that end episodes
+    episode_keys = EpisodeKeys()
+    uses_episode_keys = False  # whether somebody looks up episodes by these keys
     _ring: Ring
 
     def __init__(
@@ -203,9 +206,9 @@ class PackedStorage(LazyTensorStorage):
         (self._mutation_revision_value,) = self.numbers.counters()
         for name in ("_len_value", "_last_cursor_index_value"):  # of TorchRL's constructor
             self.__dict__.pop(name, None)
+        self.episode_state = SharedNumbers("q", [CURRENT])
         self._ring = Ring(1, 1)
-        #: Their count, and for each of the last ones a lane, and the serial of its newest row at that time.
-        self.takeovers = SharedNumbers("q", [0] * (1 + 2 * MOST_TAKEOVERS))
+        self.episodes = None
 
     @property
     def ring(self) -> Ring:
@@ -227,6 +230,7 @@ class PackedStorage(LazyTensorStorage):
                 ring.empty()
                 more = value // ring.lanes
             ring.publish(slice(None), more)
+            self.mark_episodes(NEW)
 
     def __len__(self) -> int:
         """Return the number of rows; while lanes stand apart, that of whole time steps up to the longest lane."""
@@ -257,7 +261,73 @@ class PackedStorage(LazyTensorStorage):
         return coordinates(self.ring.cell_of(number), self)
 
     def _bump_mutation_revision(self) -> None:
+        """Note a change of rows other than a write of new ones."""
         self._mutation_revision_value.value += 1
+        self.mark_episodes(STALE)
+
+    def mark_episodes(self, state: int) -> None:
+        """Let the next look-up of episodes do what :data:`~rlbuf_td.storages.episodes.STALE` or ``NEW`` says."""
+        if self.episodes is not None:
+            self.episodes.mark(state)
+
+    def use_episode_keys(self, keys: EpisodeKeys) -> None:
+        """Look up episodes by these keys; ValueError if others are in use."""
+        if keys != self.episode_keys:
+            if self.uses_episode_keys:
+                raise ValueError(
+                    f"this storage looks up episodes by done_key={self.episode_keys.done_key} and traj_key="
+                    f"{self.episode_keys.traj_key}, not by {keys.done_key} and {keys.traj_key}: use one pair of keys "
+                    "for all samplers and indices over a storage"
+                )
+            with self.lock:
+                self.episode_keys, self.episodes = keys, None
+                if self.rows is not None:
+                    self.find_episodes(None, None)
+                    self.mark_episodes(NEW)
+        self.uses_episode_keys = True
+
+    def find_episodes(self, before: Episodes | None, memory: tuple[torch.Tensor, torch.Tensor] | None) -> None:
+        """Make the numbers of the rows' episodes, equal to those of ``before``, or in ``memory`` if it is given."""
+        with suppress(KeyError, TypeError, SchemaError):  # a look-up raises it
+            self.episodes = Episodes(self.all_rows(), self._ring, self.episode_keys, self.episode_state, memory)
+            if before is not None:
+                self.episodes.numbers.copy_(before.numbers)
+                self.episodes.following.copy_(before.following)
+
+    def begin_episode(self, lane: int) -> None:
+        """Let the next row of a lane begin an episode, because another actor takes the lane over."""
+        with self.lock:
+            if self.episodes is not None:
+                self.episodes.end(lane)
+
+    def load_episodes(self, saved: dict[str, Any] | None) -> None:
+        """Restore the numbers of episodes of rows that have just been loaded; None: find them in the rows."""
+        if saved is not None and not self.uses_episode_keys:
+            traj_key = saved["traj_key"]
+            keys = EpisodeKeys(tuple(saved["done_key"]), None if traj_key is None else tuple(traj_key))
+            if keys != self.episode_keys:
+                self.episode_keys, self.episodes = keys, None
+                self.find_episodes(None, None)
+        if self.episodes is not None:
+            names = [[*key] if key else None for key in self.episode_keys]
+            has_same_keys = saved is not None and names == [saved["done_key"], saved["traj_key"]]
+            self.episodes.load(saved if has_same_keys else None)
+
+    def episodes_now(self) -> Episodes:
+        """Return the numbers of the rows' episodes, up to date.
+
+        Raises:
+            ValueError: the rows are not in time order.
+            KeyError, TypeError, SchemaError: see :meth:`EpisodeKeys.find`.
+        """
+        revision_of(self)  # takes edits of views
+        if not self.in_time_order:
+            raise ValueError(f"a look-up of episodes needs rows in time order, and {OUT_OF_ORDER}")
+        if self.episodes is None:
+            Episodes(self.all_rows(), self._ring, self.episode_keys, self.episode_state)  # raises an error
+        episodes = cast("Episodes", self.episodes)
+        episodes.refresh()
+        return episodes
 
     # TorchRL also sets this attribute; the counters replace it.
     _last_cursor = property(lambda self: self._last_cursor_index, lambda self, cursor: None)
@@ -287,6 +357,7 @@ class PackedStorage(LazyTensorStorage):
 
     def tell_lost_order(self) -> None:
         """Tell the buffers that rows have been written out of time order."""
+        self.mark_episodes(NEW)
         for each in listeners_of(self):
             getattr(each, "_order_lost", bool)()
 
@@ -454,12 +525,24 @@ class PackedStorage(LazyTensorStorage):
         if follows or count >= ring.steps:
             if not follows:  # all rows are replaced
                 ring.turn_to(start)
-            ring.publish(slice(None), count)
+                if self.episodes is not None:
+                    self.episodes.lose_predecessors()
+            self.publish(np.arange(ring.lanes), np.full(ring.lanes, count))
         else:
             device = self.all_rows().matrix.device
             ring.scatter(torch.arange(start, start + count, device=device) % ring.steps)
             self.tell_lost_order()
-        count_change(self)
+            self._mutation_revision_value.value += 1
+
+    def publish(self, lanes: np.ndarray, counts: np.ndarray) -> None:
+        """Make ``counts[i]`` rows of the lane ``lanes[i]``, whose bytes are stored, the newest rows of this lane."""
+        ring, episodes = self.ring, self.episodes
+        kept = np.minimum(counts, ring.steps)
+        first = ring.written[lanes] + counts - kept
+        ring.publish(lanes, counts)
+        if episodes is not None:
+            episodes.note(lanes, first, kept, counts > kept)
+        self._mutation_revision_value.value += 1
 
     @held_back
     def append(self, lanes: Any, data: TensorDictBase) -> torch.Tensor:
@@ -587,14 +670,15 @@ class PackedStorage(LazyTensorStorage):
     def adopt(self, rows: Rows) -> None:
         """Make ``rows`` the rows of this storage, and set the attributes that TorchRL reads."""
         revision_of(self)  # counts the edits of the rows before
+        episodes = None if self.rows is None or self.rows.shape != rows.shape else self.episodes
         if self.rows is None or self.rows.shape != rows.shape:
             before, lanes = self._ring, prod(rows.lanes)
             self._ring = Ring(rows.steps, lanes)
             self._ring.written += before.written.max()
             self._ring.empty()
-        if self.shared_rows is not None:
-            self.shared_rows.place(rows)
-        self.rows, self.live = rows, None
+        memory = None if self.shared_rows is None else self.shared_rows.place(rows)
+        self.rows, self.live, self.episodes = rows, None, None
+        self.find_episodes(episodes, memory)
         self.device = rows.matrix.device
         self.max_size = rows.cells
         self.__dict__["_total_shape_value"] = rows.shape
@@ -612,7 +696,7 @@ class PackedStorage(LazyTensorStorage):
 
     def forget_rows(self) -> None:
         """Drop the rows without changing the counters."""
-        self.rows = self.live = None
+        self.rows = self.live = self.episodes = None
 
     def close(self) -> None:
         """Release the rows: free their memory, or let another process continue those in ``scratch_dir``.
@@ -658,7 +742,7 @@ class PackedStorage(LazyTensorStorage):
             self.rows.forget()
         self.ring.empty()
         self.row_class = None
-        self._bump_mutation_revision()
+        self._mutation_revision_value.value += 1
 
     def share_memory_(self) -> Self:
         """Share the rows with processes that are forked later, or that are spawned and receive this storage.
@@ -779,7 +863,7 @@ class PackedStorage(LazyTensorStorage):
         """Return the state to pickle: shared memory for a spawned process, otherwise a copy of the rows."""
         if get_spawning_popen() is not None:
             self.share_memory_()
-            return vars(self) | {"_rng": None, "live": None, "rows": None, "_ring": None}
+            return vars(self) | dict.fromkeys(("_rng", "live", "rows", "_ring", "episodes"))
         kept = {name: value for name, value in vars(self).items() if name not in _NOT_COPIED}
         saved = revision_of(self), self.state_dict()
         return kept | {

@@ -1,9 +1,4 @@
-"""Continues the rows that an earlier process has left in a folder, see ``PackedStorage(reopen=True)``.
-
-A *break* is a row after which a trajectory ends although no flag of the row says so: the newest row of a lane when the
-rows were reopened, because the next row comes from an environment that was started anew. A break is a pair: a lane
-and a serial.
-"""
+"""Continues the rows that an earlier process has left in a folder, see ``PackedStorage(reopen=True)``."""
 
 from __future__ import annotations
 
@@ -29,7 +24,8 @@ def reopen_rows(storage: PackedStorage) -> None:
             if storage.rows is not None:
                 _refuse_wrong_counters(storage, file)
                 storage.reopened = len(storage) > 0
-                file.breaks = storage.breaks = _breaks(storage, file.breaks)
+                if storage.episodes is not None:  # the next rows come from environments that were started anew
+                    storage.episodes.end()
         file.finish()
     except BaseException:
         file.close()
@@ -41,11 +37,3 @@ def _refuse_wrong_counters(storage: PackedStorage, file: JournalFile) -> None:
         storage.ring.check()
     except AssertionError as error:
         file.refuse(str(error))
-
-
-def _breaks(storage: PackedStorage, earlier: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return ``earlier`` breaks of rows that are live, and the newest row of each lane."""
-    ring = storage.ring
-    kept = [row for row in earlier if len(ring.live_cells([row]))]
-    lanes = ring.count.nonzero()[0].tolist()
-    return [*dict.fromkeys([*kept, *((lane, int(ring.written[lane]) - 1) for lane in lanes)])]

@@ -87,7 +87,7 @@ class Ring:
         """A copy of ``tail`` and ``written``, ``[2, E]``."""
         return self.head[:2].copy()
 
-    def _common(self) -> tuple[int, int] | None:
+    def common(self) -> tuple[int, int] | None:
         """Return ``tail`` and ``written`` if each is the same number in all lanes, otherwise None."""
         numbers, lanes = self._numbers, self.lanes
         tail, written = numbers[0], numbers[lanes]
@@ -104,24 +104,24 @@ class Ring:
 
     def __len__(self) -> int:
         """Return the number of live rows."""
-        common = self._common()
+        common = self.common()
         return int(self.count.sum()) if common is None else (common[1] - common[0]) * self.lanes
 
     @property
     def longest(self) -> int:
         """The number of live rows of the longest lane."""
-        common = self._common()
+        common = self.common()
         return int(self.count.max()) if common is None else common[1] - common[0]
 
     @property
     def holes(self) -> int:
         """The number of holes in the time steps up to the longest lane."""
-        return 0 if self._common() is not None else self.longest * self.lanes - len(self)
+        return 0 if self.common() is not None else self.longest * self.lanes - len(self)
 
     @property
     def together(self) -> bool:
         """Whether all lanes have as many rows, and their next rows go to the same slot."""
-        if self._common() is not None:
+        if self.common() is not None:
             return True
         return not ((self.written - self.written[0]) % self.steps).any() and bool((self.count == self.count[0]).all())
 
@@ -209,7 +209,7 @@ class Ring:
 
     def _of(self, lane: Tensor) -> tuple[Any, Any]:
         """Return ``tail`` and ``written`` of lanes ``[B]``: numbers if all lanes agree, else ``[B]``."""
-        common = self._common()
+        common = self.common()
         if common is not None:
             return common
         tail, written = (torch.from_numpy(each).to(lane.device)[lane] for each in (self.tail, self.written))
@@ -253,7 +253,7 @@ class Ring:
 
         The number itself is the cell while the live rows fill all cells, or the cells from 0 on.
         """
-        common, count = self._common(), self.count
+        common, count = self.common(), self.count
         is_filled = common is not None and (common[1] - common[0] == self.steps or not common[0] % self.steps)
         if is_filled or ((count == count[0]).all() and (count[0] == self.steps or not (self.tail % self.steps).any())):
             return number

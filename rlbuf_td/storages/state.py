@@ -16,7 +16,7 @@ from rlbuf_td.storages.allocate import allocate_bytes, make_rows, steps_for
 from rlbuf_td.storages.checks import saved_number, state_of
 from rlbuf_td.storages.dedup import DedupLayout, saved_dedup
 from rlbuf_td.storages.entries import Sections
-from rlbuf_td.storages.indexing import stored_rows
+from rlbuf_td.storages.episodes import refuse_episodes
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.ring import Ring, refuse_ring, saved_serials
 from rlbuf_td.storages.row_class import RowClass
@@ -24,7 +24,6 @@ from rlbuf_td.storages.rows import PlainRows, Rows
 from rlbuf_td.storages.rows.dedup import DedupRows
 from rlbuf_td.storages.schema import SchemaError
 from rlbuf_td.storages.torchrl_parts import count_change, empty_part, is_full, listeners_of
-from rlbuf_td.storages.trajectory_index import TRAJ_KEY, TrajectoryIndex
 from rlbuf_td.storages.writes import begin, refuse_schema
 
 if TYPE_CHECKING:
@@ -49,6 +48,7 @@ def snapshot(storage: PackedStorage) -> dict[str, Any]:
         "full": is_full(storage),
         "reserved": storage.is_reserved,
         "ring": storage.ring.state(),
+        "episodes": None if storage.episodes is None else storage.episodes.saved(storage.ring.longest),
         "layout": rows.layout.state(),
         "rows": storage.written_rows().given,
         "row_class": None if storage.row_class is None else storage.row_class.state(),
@@ -114,6 +114,7 @@ def saved_ring(storage: PackedStorage, path: str | Path) -> dict[str, Any]:
 def load_ring(storage: PackedStorage, saved: dict[str, Any]) -> None:
     """Restore what :func:`saved_ring` has returned, and end trajectories as after any load."""
     storage.ring.load(saved, storage.all_rows().matrix.device)
+    storage.load_episodes(None)
     if not storage.in_time_order:
         storage.tell_lost_order()
     end_trajectories(storage)
@@ -121,9 +122,8 @@ def load_ring(storage: PackedStorage, saved: dict[str, Any]) -> None:
 
 def end_trajectories(storage: PackedStorage) -> None:
     """After a load, end unfinished trajectories that have ids, because new collectors and recorders reuse the ids."""
-    rows = stored_rows(storage)
-    if rows is not None and rows.get(TRAJ_KEY, None) is not None:
-        TrajectoryIndex.of(storage)  # an index attached later would not know these ends
+    if storage.episodes is not None:
+        storage.episodes.end_for_load()
     for each in listeners_of(storage):
         if hasattr(each, "mark_load"):
             each.mark_load()
@@ -158,6 +158,7 @@ def refuse_counters(state: dict[str, Any], lead: torch.Size) -> None:
     """Raise a ValueError if the counters of a state do not fit saved rows of shape ``[steps, *lanes]``."""
     saved_number("_len", state["_len"], prod(lead), prod(lead))
     refuse_ring(state["ring"], lead)
+    refuse_episodes(state.get("episodes"), prod(lead[1:]), lead[0])
 
 
 def _refuse_resized_lanes(ring: dict[str, Any], capacity: int) -> None:
@@ -217,6 +218,7 @@ def restore_counters(storage: PackedStorage, state: dict[str, Any]) -> None:
     storage.row_class = RowClass.of_state(state.get("row_class"))
     storage.ring.load(state["ring"], storage.all_rows().matrix.device)
     count_change(storage)
+    storage.load_episodes(state.get("episodes"))
     if not storage.in_time_order:
         storage.tell_lost_order()
 

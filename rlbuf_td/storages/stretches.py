@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from rlbuf_td.storages.indexing import device_of, nth_rows, row_count
-from rlbuf_td.storages.torchrl_parts import columns_of
-from rlbuf_td.storages.trajectory_index import TrajectoryIndex
+if TYPE_CHECKING:
+    from rlbuf_td.storages.packed import PackedStorage
 
 _MOST_ROWS = 1 << 16  # rows that suffice to judge a storage
 _FEW_ROWS = 1_024  # among fewer rows, trajectories need not go on after a break
@@ -35,17 +34,14 @@ class Stretches(NamedTuple):
         return 2 * self.broken > self.number and self.mean < needed and (go_on or may_go_on)
 
 
-def stretches_of(index: TrajectoryIndex) -> Stretches:
-    """Count the stretches among the last rows of a storage; errors are those of :meth:`TrajectoryIndex.reach`. O(N)."""
-    storage = index.storage
-    written = row_count(storage)
-    rows = nth_rows(storage, torch.arange(max(0, written - _MOST_ROWS), written, device=device_of(storage)))
-    _, ahead, ended = index.reach(rows)
-    cut, columns, keys = ahead == 0, columns_of(storage), index.end_keys()
-    flagged = torch.zeros_like(cut)
-    for key in keys:
-        flagged |= columns.get(key).flatten(0, storage.ndim - 1)[rows].reshape(len(rows), -1).any(1)
-    name = None if index.traj_key is None else columns.get(index.traj_key, None)
-    count, broken = torch.stack((cut.sum(), (cut & ended & ~flagged).sum())).tolist()
-    ids = count if name is None else name.flatten(0, storage.ndim - 1)[rows].unique().numel()
-    return Stretches(len(rows), count, broken, ids, bool(keys))
+def stretches_of(storage: PackedStorage) -> Stretches:
+    """Count the stretches among the last rows of a storage; errors are those of its ``episodes_now``. O(N)."""
+    ring, episodes = storage.ring, storage.episodes_now()
+    cells = ring.cell_of(torch.arange(max(0, len(ring) - _MOST_ROWS), len(ring), device=storage.device))
+    found, rows = episodes.spans(cells), storage.all_rows()
+    is_last, flagged = found.ahead == 0, torch.zeros(len(cells), dtype=torch.bool, device=storage.device)
+    for key in episodes.flags:
+        flagged |= rows.column_at(key, cells).reshape(len(cells), -1).any(1)
+    count, broken = torch.stack((is_last.sum(), (is_last & found.ended & ~flagged).sum())).tolist()
+    ids = count if episodes.id_key is None else rows.column_at(episodes.id_key, cells).unique().numel()
+    return Stretches(len(cells), count, broken, ids, bool(episodes.flags))

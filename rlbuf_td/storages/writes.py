@@ -17,6 +17,7 @@ from rlbuf_td.kernels.episodes import occurrences
 from rlbuf_td.kernels.host_memory import address_of
 from rlbuf_td.storages.allocate import make_rows
 from rlbuf_td.storages.dedup import DedupLayout
+from rlbuf_td.storages.episodes import refuse_inner
 from rlbuf_td.storages.interrupts import held_back
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.row_class import opened
@@ -149,9 +150,8 @@ def admit(storage: PackedStorage, data: Any, single: bool) -> tuple[Rows, list[t
     """Return the rows, the checked leaves of ``data``, and the number of time steps; allocate rows if necessary."""
     data = as_tensordict(storage, data, storage.ndim - single)
     if storage.rows is None or storage.is_reserved:
-        for listener in listeners_of(storage):
-            if hasattr(listener, "refuse_inner"):
-                listener.refuse_inner(data.batch_size, storage.ndim - single)
+        if storage.uses_episode_keys:
+            refuse_inner(data.batch_size, storage.ndim - single, storage.ndim)
         if "index" in data.keys():  # some writers of TorchRL's add it
             refuse_other_index(data.get("index"))
             fix_rows(storage, data.exclude("index"), storage.ndim - single)
@@ -229,8 +229,8 @@ def append(storage: PackedStorage, lanes: Any, data: TensorDictBase) -> torch.Te
     if steps > longest:
         rows.matrix[longest:steps].zero_()  # those of other lanes are holes
     rows.append_(written, leaves, ring.serials)
-    ring.publish(slice(None), more)
-    count_change(storage)
+    written_lanes = np.flatnonzero(more)
+    storage.publish(written_lanes, more[written_lanes])
     return torch.from_numpy(cells)
 
 
@@ -307,7 +307,7 @@ def set_steps(storage: PackedStorage, cursor: Any, data: TensorDictBase, set_cur
     else:
         storage.ring.scatter(torch.from_numpy(steps).to(rows.matrix.device))
         storage.tell_lost_order()
-        count_change(storage)
+        storage._mutation_revision_value.value += 1
 
 
 def replace(storage: PackedStorage, cursor: Any, data: TensorDictBase) -> None:

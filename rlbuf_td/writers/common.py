@@ -25,7 +25,6 @@ from rlbuf_td.storages.indexing import coordinates, lanes_of, stand_apart
 from rlbuf_td.storages.interrupts import held_back
 from rlbuf_td.storages.schema import SchemaError, reshaped
 from rlbuf_td.storages.shared.memory import SharedNumbers
-from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 from rlbuf_td.storages.writes import stacked
 
 MOST = (1 << 63) - 1
@@ -151,10 +150,7 @@ class TimeWriter(RoundRobinWriter):
         if self._storage.shared_rows is not None:
             self._storage.shared_rows.journal.written()
         for listener in torchrl_parts.listeners_of(self._storage) if listeners is None else listeners:
-            if isinstance(listener, TrajectoryIndex):
-                listener.mark_rows(flat)
-            else:
-                listener.mark_update(index)
+            listener.mark_update(index)
 
     def find_cursor(self) -> int:
         """Return the time step to write next, and move the cursor there.
@@ -238,8 +234,6 @@ class TimeWriter(RoundRobinWriter):
             mark_range(start * lanes, first * lanes)
             if first < count:
                 mark_range(0, (count - first) * lanes)
-            if count == steps and isinstance(listener, TrajectoryIndex):
-                listener.mark_all()
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_rng": None}

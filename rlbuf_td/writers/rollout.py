@@ -9,15 +9,14 @@ from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
 from torch import Tensor
-from torchrl.data.replay_buffers import Storage
 
 from rlbuf_td.functional._layout import coefficient
 from rlbuf_td.storages.checks import saved_number
+from rlbuf_td.storages.episodes import STALE
 from rlbuf_td.storages.indexing import lanes_of
 from rlbuf_td.storages.keys import nested_key
 from rlbuf_td.storages.notebooks import ROLLOUTS
-from rlbuf_td.storages.torchrl_parts import capacity_in_steps, count_change, listeners_of
-from rlbuf_td.storages.trajectory_index import TrajectoryIndex
+from rlbuf_td.storages.torchrl_parts import capacity_in_steps, count_change
 from rlbuf_td.storages.writes import stacked
 from rlbuf_td.writers.common import MOST, TimeWriter
 from rlbuf_td.writers.estimator import Estimates, Estimator, RolloutEstimator, entry
@@ -197,7 +196,6 @@ class RolloutWriter(TimeWriter):
         self._has_values = has_values
         if not cursor:  # a new rollout replaces the old one
             storage.ring.tail[:] = storage.ring.written - count
-            _forget_trajectories(storage)
         if cursor + count == steps:
             try:
                 self._estimate_stored(steps)
@@ -205,6 +203,7 @@ class RolloutWriter(TimeWriter):
                 self._cursor_value.value = cursor
                 self._write_count_value.value -= count
                 storage.ring.written -= count
+                storage.mark_episodes(STALE)
                 raise
         return index
 
@@ -282,10 +281,3 @@ def _refuse_network(network: Any, value_key: NestedKey) -> None:
         return
     fault = f"value_network must be a TensorDict module, got {type(network).__name__}"
     raise TypeError(f'{fault}: wrap it, TensorDictModule(network, ["observation"], [{value_key!r}]){ROLLOUTS}')
-
-
-def _forget_trajectories(storage: Storage) -> None:
-    """Let the next look-up read the rows again: the first row of a rollout does not follow the last one before it."""
-    for each in listeners_of(storage):
-        if isinstance(each, TrajectoryIndex):
-            each.repair()

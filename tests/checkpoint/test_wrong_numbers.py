@@ -28,6 +28,7 @@ from rlbuf_td import (
     ReservoirWriter,
     RolloutWriter,
     SequenceSampler,
+    TrajectoryIndex,
     UniformSampler,
 )
 from tests.checkpoint.test_dumps import transitions
@@ -212,17 +213,21 @@ def test_a_wrong_number_in_a_dump_of_a_writer_is_refused(name: str, file: str, k
     assert into.state_dict() == writer.state_dict()
 
 
-def test_a_damaged_trajectory_index_is_refused():
+def test_damaged_numbers_of_episodes_are_refused_or_reach_no_other_memory():
     rb = make("n-step")
-    index = next(each for each in rb.storage._attached_entities if hasattr(each, "boundaries"))
-    state, before = index.state_dict(), index.reach(torch.arange(30))
-    for name, wrong in {"head": torch.tensor([T]), "bits": state["bits"] * 0, "size": state["size"] + 1}.items():
-        with pytest.raises(ValueError, match="the saved trajectory index is"):
-            index.load_state_dict(state | {name: wrong})
-    for word in range(1, state["bits"].shape[1]):  # steps beyond the last, the level above, and ends without a cut
-        bits = state["bits"].clone()
-        bits[0, word] ^= -(1 << 63)
-        with pytest.raises(ValueError, match="damaged"):
-            index.load_state_dict(state | {"bits": bits})
-    assert all(torch.equal(*pair) for pair in zip(index.reach(torch.arange(30)), before, strict=True))
-    index.load_state_dict(state)
+    state, before = rb.storage.state_dict(), TrajectoryIndex.of(rb.storage).reach(torch.arange(30))
+    saved = state["episodes"]
+    for name, wrong in {"back": saved["back"][:, 1:], "following": saved["following"].int(), "done_key": []}.items():
+        with pytest.raises(ValueError, match="saved"):
+            rb.storage.load_state_dict(state | {"episodes": saved | {name: wrong}})
+    assert all(map(torch.equal, TrajectoryIndex.of(rb.storage).reach(torch.arange(30)), before))
+    forged = {
+        "back": torch.full_like(saved["back"], 2**31 - 1),
+        "following": torch.full_like(saved["following"], 2**62),
+    }
+    rb.storage.load_state_dict(state | {"episodes": saved | forged})
+    back, ahead, _ = TrajectoryIndex.of(rb.storage).reach(torch.arange(30))
+    assert back.min() >= 0
+    assert ahead.min() >= 0
+    assert (back + ahead).max() < 30
+    rb.sample()

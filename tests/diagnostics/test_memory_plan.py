@@ -165,7 +165,7 @@ def test_what_does_not_fit_is_told_with_every_way_out(monkeypatch: pytest.Monkey
 
 def test_the_command_prints_the_plan_or_what_is_wrong(capsys: pytest.CaptureFixture) -> None:
     assert main(["plan", "--env", "CartPole-v1", "--capacity", "1e6", "--sampler", "rank", "--num-envs", "4"]) == 0
-    assert capsys.readouterr().out.startswith("CartPole-v1, rank sampler: 1,000,000 rows of 48 bytes: 71.")
+    assert capsys.readouterr().out.startswith("CartPole-v1, rank sampler: 1,000,000 rows of 48 bytes: 78.")
     assert main(["plan", "--env", "CartPole-v1", "--capacity", "1e15"]) == 1
     assert "does not fit" in capsys.readouterr().out
     assert main(["plan", "--env", "NoSuchPole-v1", "--capacity", "10"]) == 2

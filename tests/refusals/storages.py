@@ -179,7 +179,7 @@ REFUSALS: Table = {
         ({"share_next": True, "max_size": 10**9}, r"536,870,907 of these fit\. Take a smaller max_size"),
     ]},
     ("TrajectoryIndex of shared flags", lambda: rows_in(FLAGS, share_next=True)): [
-        (lambda storage: td.TrajectoryIndex(storage, done_key=("next", "over"), traj_key=None).boundaries(), KeyError,
+        (lambda storage: td.TrajectoryIndex(storage, done_key=("next", "over"), traj_key=None).reach(0), KeyError,
          "leave it out of share_next"),
     ],
     ("TrajectoryIndex.of", nothing): [
@@ -193,19 +193,12 @@ REFUSALS: Table = {
         (lambda _: look_up(td.PackedStorage(3)), RuntimeError, "trajectories of an empty"),
         (lambda _: index_of(LazyTensorStorage(3)), TypeError, "needs a PackedStorage, got a LazyTensorStorage"),
     ],
-    ("TrajectoryIndex.load_state_dict", no_rows): [
-        (lambda storage: index_of(storage).load_state_dict(state_of_index(4)), RuntimeError, "load it first"),
-    ],
     ("TrajectoryIndex", indexed): [
         *((lambda rb, name=name, row=row: getattr(index_of(rb.storage), name)(tensor([3, row])), IndexError,
            f"row {row} is out of range: rows 0 to 19 have been written")
           for row in (-1, 20, 10**12) for name in ("reach", "steps_back", "steps_ahead", "ended", "length")),
         (lambda rb: index_of(rb.storage).length(freed(torch.arange(9))), (RuntimeError, ValueError), "no memory"),
-        (lambda rb: index_of(rb.storage).mark_range(15, 6), IndexError, "rows 15 to 20 are out of range: rows 0 to 19"),
         (lambda rb: rb.mark_range(-1, 2), IndexError, "rows -1 to 0 are out of range: rows 0 to 19"),
         (lambda rb: rb.mark_range(3, -1), IndexError, "rows 3 to 1 are out of range: rows 0 to 19"),
-        (lambda rb: index_of(rb.storage).mark_update(tensor([3, 70])), IndexError, "rows 0 to 70 are out of range"),
-        (lambda rb: index_of(rb.storage).load_state_dict(state_of_index(200)), ValueError, "of a storage of another"),
-        (lambda rb: index_of(rb.storage).load_state_dict({"cut": zeros(4, 1)}), ValueError, "of a storage of another"),
     ],
 }  # fmt: skip

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict
 from torchrl.data.replay_buffers import (
     PrioritizedSampler,
     RandomSampler,
@@ -27,7 +26,6 @@ from rlbuf_td import (
     RankSampler,
     ReplayBuffer,
     SequenceSampler,
-    TrajectoryIndex,
     UniformSampler,
 )
 from tests.model import World, reward_fn
@@ -126,23 +124,6 @@ def test_epochs_of_wrapped_rows(cls, inner):
     seen = [made.rb.sample()["index"] for _ in range(5)]
     flat = torch.cat(seen) @ torch.tensor([2, 1])
     assert sorted(flat.tolist()) == list(range(40))
-
-
-def test_cuts_that_rows_do_not_show_come_back_with_a_checkpoint(tmp_path):
-    """A row that was replaced in the middle of a trajectory parts it; nothing in the rows says so."""
-    buffers = []
-    for _ in range(2):
-        sampler = NStepSampler(UniformSampler(), 5, 0.9)
-        buffers.append(ReplayBuffer(storage=PackedStorage(40), sampler=sampler, batch_size=24))
-    rb, other = buffers
-    done = torch.zeros(30, 1, dtype=torch.bool)
-    rb.extend(TensorDict({"next": {"reward": torch.rand(30, 1), "done": done}}, [30]))
-    rb.sample()
-    rb.writer.write_at(20, rb.storage[20].clone())
-    rb.dumps(tmp_path)
-    other.loads(tmp_path)
-    for each in buffers:
-        assert TrajectoryIndex.of(each.storage).length(torch.arange(30)).tolist() == [20] * 20 + [1] + [9] * 9
 
 
 def test_attributes_are_those_of_the_wrapped_sampler():

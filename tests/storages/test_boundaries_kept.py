@@ -26,10 +26,6 @@ from rlbuf_td import (
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
 
-def mended_by(step: str) -> Any:
-    return pytest.mark.xfail(strict=True, reason=f"mended by the redesign's step {step}")
-
-
 def rows(first: int, ids: list[int], done: Iterable[int] = (), with_ids: bool = True) -> TensorDict:
     """Rows that know their number ``x``; those whose number is in ``done`` end an episode."""
     x = torch.arange(first, first + len(ids))
@@ -51,7 +47,6 @@ def die(*_: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-@mended_by("episodes: a break is a bit of its row")
 def test_an_edit_after_a_load_joins_no_episodes(tmp_path: Path) -> None:
     def made() -> ReplayBuffer:
         return ReplayBuffer(storage=PackedStorage(10), sampler=NStepSampler(UniformSampler(), 10, 1.0), batch_size=64)
@@ -66,7 +61,6 @@ def test_an_edit_after_a_load_joins_no_episodes(tmp_path: Path) -> None:
     assert set(batch["next", "reward"][batch["x"] == 0].flatten().tolist()) == {3.0}
 
 
-@mended_by("episodes: a break is a bit of its row")
 def test_a_load_and_another_restart_join_no_episodes(tmp_path: Path) -> None:
     def run(first: int, count: int) -> ReplayBuffer:
         rb = ReplayBuffer(storage=PackedStorage(20, scratch_dir=tmp_path / "rows", reopen=True))
@@ -142,7 +136,6 @@ def test_an_episode_cut_after_empty_is_not_whole() -> None:
         rb.sample()
 
 
-@mended_by("episodes: a new rollout is no break")
 def test_an_episode_cut_by_a_new_rollout_is_not_whole() -> None:
     rb = RolloutBuffer(6, sampler=EpisodeSampler(by="episode"), batch_size=4, partial=True)
     rb.extend(rows(0, [0] * 6))
@@ -153,7 +146,6 @@ def test_an_episode_cut_by_a_new_rollout_is_not_whole() -> None:
         rb.sample()
 
 
-@mended_by("episodes: two numbers per row are saved with it")
 def test_an_episode_cut_before_a_load_is_not_whole(tmp_path: Path) -> None:
     def made(capacity: int) -> ReplayBuffer:
         return ReplayBuffer(storage=PackedStorage(capacity), sampler=EpisodeSampler(by="episode"), batch_size=16)

@@ -56,18 +56,16 @@ def test_rows_are_named_in_every_form():
     assert (back.shape, ahead.dtype, ended.dtype) == ((0,), torch.int64, torch.bool)
 
 
-def test_of_returns_the_index_that_is_there_and_one_more_for_other_keys():
+def test_a_storage_has_one_pair_of_keys():
     rb = ReplayBuffer(storage=PackedStorage(4))
-    one = TrajectoryIndex.of(rb.storage)
-    assert TrajectoryIndex.of(rb.storage, done_key=("next", "done"), traj_key=("collector", "traj_ids")) is one
-    other = TrajectoryIndex.of(rb.storage, done_key="end", traj_key=None)
-    assert other is not one
-    assert TrajectoryIndex.of(rb.storage, done_key=("end",), traj_key=None) is other
     data = steps([0, 0, 1, 0], ids=[0, 1, 1, 1])
     data["end"] = torch.tensor([1, 0, 0, 0]).bool()
     rb.extend(data)
-    assert [found[0] for found in reach(one, 4)] == [0, 0, 1, 0]
-    assert [found[0] for found in reach(other, 4)] == [0, 0, 1, 2]
+    index = TrajectoryIndex.of(rb.storage, done_key="end", traj_key=None)
+    assert [found[0] for found in reach(index, 4)] == [0, 0, 1, 2]
+    assert TrajectoryIndex.of(rb.storage, done_key=("end",), traj_key=None).done_key == ("end",)
+    with pytest.raises(ValueError, match=r"done_key=\('end',\) and traj_key=None, not by .*use one pair"):
+        TrajectoryIndex.of(rb.storage)
 
 
 @pytest.mark.parametrize("often", [0.01, 0.0])
@@ -89,7 +87,7 @@ def test_a_large_random_ring_by_numpy(often):
     assert np.array_equal(back.numpy(), at - first)
     assert np.array_equal(ahead.numpy(), last - at)
     assert np.array_equal(ended.numpy(), kept[last])
-    assert 0 < index.nbytes < capacity / 2
+    assert index.nbytes == 8 * capacity + 16
     assert f"{index.nbytes:,} bytes" in repr(index)
 
 

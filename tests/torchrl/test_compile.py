@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import shutil
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ from rlbuf_td import (
     UniformSampler,
 )
 from rlbuf_td.kernels import sum_tree
-from rlbuf_td.kernels.episodes import FlagBoundaries
+from rlbuf_td.kernels.episodes import Lanes, Spans, build_, spans
 from rlbuf_td.kernels.episodes.goals import Law, choose_goals
 from rlbuf_td.kernels.episodes.n_step import sums_ahead
 from rlbuf_td.kernels.rank_order.law import rank_law
@@ -102,23 +102,41 @@ def test_draws_by_rank_compile_once_while_the_buffer_fills():
         assert int(index.max()) < size
 
 
+class OneLane(NamedTuple):
+    """Rows ``[1000]`` whose episodes are looked up with torch."""
+
+    of: Lanes
+    address: int = 0
+    steps: int = 1_000
+    lanes: int = 1
+
+    def spans(self, cells: Tensor) -> Spans:
+        return spans(self.of, cells)
+
+
 def test_goals_and_n_step_sums_compile_once_while_the_buffer_fills():
     law = Law((0.3, 0.4, 0.5, 0.8), False, -0.1)
 
-    def step(boundaries: FlagBoundaries, rows: Tensor, uniform: Tensor, reward: Tensor, live: Any) -> Any:
-        return choose_goals(boundaries, rows, uniform, law, live), sums_ahead(boundaries, rows, reward, 3, 0.9)
+    def step(of: Lanes, rows: Tensor, uniform: Tensor, reward: Tensor, live: Any) -> Any:
+        episodes = OneLane(of)
+        return choose_goals(episodes, rows, uniform, law, live), sums_ahead(episodes, rows, reward, 3, 0.9)
 
     compiled, generator = whole(step), torch.Generator().manual_seed(0)
     end = torch.rand(1_000, 1, generator=generator) < 0.1
     reward = torch.rand(1_000)
     for size in SIZES:
-        boundaries = FlagBoundaries(1_000, 1)
-        boundaries.write(0, size, end, None)
+        of = Lanes(
+            torch.zeros(1, 1_000, 2, dtype=torch.int32),
+            torch.zeros(2, 1).long(),
+            torch.tensor([0]),
+            torch.tensor([size]),
+        )
+        build_(of, end, torch.zeros_like(end).long())
         rows = torch.randint(size, (32,), generator=generator)
         uniform = torch.rand(32, dtype=torch.float64, generator=generator)
         live = torch.tensor(size)
-        got = compiled(boundaries, rows, uniform, reward, live)
-        torch.testing.assert_close(got, step(boundaries, rows, uniform, reward, live))
+        got = compiled(of, rows, uniform, reward, live)
+        torch.testing.assert_close(got, step(of, rows, uniform, reward, live))
 
 
 @pytest.mark.slow

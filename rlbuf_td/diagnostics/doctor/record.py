@@ -19,9 +19,9 @@ from rlbuf_td.checkpoint import open_checkpoint
 from rlbuf_td.checkpoint.torchrl_folder import map_rows
 from rlbuf_td.diagnostics.doctor.report import FAULTS, Finding
 from rlbuf_td.storages import PackedStorage, torchrl_parts
-from rlbuf_td.storages.indexing import attached, stored_rows
-from rlbuf_td.storages.schema import SchemaError, show_key, walk
-from rlbuf_td.storages.trajectory_index import TRAJ_KEY, TrajectoryIndex
+from rlbuf_td.storages.episodes import TRAJ_KEY
+from rlbuf_td.storages.indexing import stored_rows
+from rlbuf_td.storages.schema import show_key, walk
 
 Key: TypeAlias = tuple[str, ...]
 # Keys that may be stored at the root and under "next" although they are not observations.
@@ -91,11 +91,13 @@ class Record:
         self._mark_newest(storage, len(rows))
         #: ``[T, E]`` bool on the CPU: the next row of the lane does not continue this row's trajectory.
         self.cut = torch.empty_like(self.paired)
-        index = attached(storage, TrajectoryIndex)
-        if index is None and not isinstance(writer, RoundRobinWriter | ImmutableDatasetWriter | None):
+        if not isinstance(writer, RoundRobinWriter | ImmutableDatasetWriter | None):
             self.skipped.append(f"the order of rows, which a {type(writer).__name__} does not keep")
-        elif isinstance(storage, PackedStorage):
-            self._look_up_cuts(storage, index)
+        elif isinstance(storage, PackedStorage) and storage.all_rows().layout.root.batch_size:
+            remedy = f"make the storage with ndim={storage.ndim + 1}"
+            self.skipped.append(f"trajectories: a row holds several steps, {remedy}")
+        elif isinstance(storage, PackedStorage) and storage.episodes is not None and storage.in_time_order:
+            self._look_up_cuts(storage)
         else:
             self._find_cuts()
 
@@ -123,7 +125,7 @@ class Record:
         self.paired[int(cursor) if is_ring else self.steps - 1] = False
 
     def _find_cuts(self) -> None:
-        """Find the ends of trajectories in the columns of a storage of TorchRL's."""
+        """Find the ends of trajectories in the columns."""
         flags = self._flags("done") or self._flags("terminated", "truncated")
         ids = self.columns.get(TRAJ_KEY)
         has_names = ids is None or (ids.shape[2:].numel() == 1 and not ids.is_floating_point())
@@ -137,23 +139,11 @@ class Record:
                 self.cut |= (ids != ids.roll(-1, 0)).flatten(2).any(2).cpu()
             self.knows_ends = True
 
-    def _look_up_cuts(self, storage: PackedStorage, index: TrajectoryIndex | None) -> None:
-        done_key = next(iter(self._flags("done", "terminated", "truncated")), None)
-        if done_key is None and TRAJ_KEY not in self.columns:
-            self.skipped.append("trajectories: neither done flags nor trajectory ids are stored")
-            return
-        index = index or TrajectoryIndex(storage, done_key=(*(done_key or ("next",))[:-1], "done"))
-        device = next(iter(self.columns.values())).device
-        cut, paired = self.cut.view(-1), self.paired.view(-1)
-        try:
-            for rows in torch.arange(self.rows, device="cpu").split(1 << 16):
-                cells = rows if self.cells is None else self.cells[rows, 0]
-                _, ahead, ended = index.reach(cells.to(device))
-                cut[rows] = ahead.cpu() == 0
-                paired[rows] &= ~cut[rows] | ended.cpu()  # a cut without an end: the next row was written out of order
-        except (TypeError, SchemaError) as error:
-            self.skipped.append(f"trajectories: {error}")
-            return
+    def _look_up_cuts(self, storage: PackedStorage) -> None:
+        cut, episodes = self.cut.view(-1), storage.episodes_now()
+        for rows in torch.arange(self.rows, device="cpu").split(1 << 16):
+            cells = rows if self.cells is None else self.cells[rows, 0]
+            cut[rows] = episodes.spans(cells.to(storage.device)).ahead.cpu() == 0
         self.knows_ends = True
 
     def _flags(self, *names: str) -> list[Key]:

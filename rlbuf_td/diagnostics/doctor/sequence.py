@@ -14,8 +14,8 @@ import torch
 
 from rlbuf_td.diagnostics.doctor.record import Record, differ, hashes
 from rlbuf_td.diagnostics.doctor.report import Finding
+from rlbuf_td.storages.episodes import TRAJ_KEY
 from rlbuf_td.storages.stretches import Stretches
-from rlbuf_td.storages.trajectory_index import TRAJ_KEY
 
 _AT_ONCE = 4_096  # rows
 _SAMPLED = 256  # rows that suffice to identify the kind of a fault

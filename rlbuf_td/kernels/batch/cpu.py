@@ -31,9 +31,7 @@ from rlbuf_td.kernels.compiled import (
     stream_bytes,
 )
 from rlbuf_td.kernels.distinct.cpu import append_at
-from rlbuf_td.kernels.episodes import MARKS
-from rlbuf_td.kernels.episodes.cpu import write as write_boundaries
-from rlbuf_td.kernels.episodes.cpu import write_rows as write_boundaries_of_rows
+from rlbuf_td.kernels.episodes.cpu import note, record_at
 from rlbuf_td.kernels.rank_order.chunks import ORDER
 from rlbuf_td.kernels.rank_order.cpu import draw as draw_by_rank
 from rlbuf_td.kernels.rank_order.cpu_update import fill as fill_order
@@ -424,7 +422,7 @@ def write(address, count, lane_ids, lanes_first: bool, cells, index):
     if not is_usual(ring, head) or (lane_ids and not count_rows(lane_ids, count, ring.steps, more)):
         return REFUSED_WRITE
     in_steps = not lane_ids and stand_together(head, ring.steps)
-    kept, cursor = min(count, ring.steps), head[WRITTEN, 0] % ring.steps
+    cursor = head[WRITTEN, 0] % ring.steps
     if in_steps:
         _write_steps(ring, address, cursor, count, lanes_first)
         if index:
@@ -432,32 +430,19 @@ def write(address, count, lane_ids, lanes_first: bool, cells, index):
     else:
         _clear_holes(ring, head, more)
         _write_cells(ring, head, count, lane_ids, lanes_first, cells, index)
-    tails, replaces = np.int64(0), False
     for e in range(lanes):
-        head[TAIL, e] = max(head[TAIL, e], head[WRITTEN, e] + more[e] - ring.steps)
+        if not more[e]:
+            continue
+        first, skipped = head[WRITTEN, e], max(np.int64(0), more[e] - ring.steps)
+        head[TAIL, e] = max(head[TAIL, e], first + more[e] - ring.steps)
         head[WRITTEN, e] += more[e]
-        tails += head[TAIL, e]
-        replaces |= more[e] >= ring.steps
+        if ring.episodes:
+            note(record_at(ring.episodes), e, first + skipped, more[e] - skipped, skipped > 0)
     store(ring.revision, revision + 1, np.int64)
     if in_steps or stand_together(head, ring.steps):
         store(ring.cursor, head[WRITTEN, 0] % ring.steps, np.int64)
     counted = count if in_steps or lane_ids else count * lanes
     store(ring.write_count, load(ring.write_count, np.int64) + counted, np.int64)
-    if ring.boundaries and load(ring.seen, np.int64) == revision:
-        marks = carray(pointer(ring.boundaries), 1, MARKS)
-        if in_steps:
-            start = (cursor + count - kept) % ring.steps
-            first = min(kept, ring.steps - start)
-            write_boundaries(marks, start, first)
-            if first < kept:
-                write_boundaries(marks, _ZERO, kept - first)
-        else:
-            write_boundaries_of_rows(marks, carray(pointer(cells), count if lane_ids else kept * lanes, np.int64))
-        for e in range(lanes if replaces else 0):
-            if more[e] >= ring.steps:
-                store(marks[0].begun + e, head[TAIL, e] == 0, np.bool_)
-        store(ring.seen, revision + 1, np.int64)
-        store(ring.seen + 8, tails, np.int64)
     return cursor if in_steps else IN_CELLS
 
 

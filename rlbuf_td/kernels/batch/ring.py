@@ -6,12 +6,12 @@ _NUMBERS = "row_bytes", "steps", "lanes", "leaves"
 _ADDRESSES = (
     *("rows", "extents", "sources"),
     *("cursor", "write_count", "revision", "head", "journal", "aside", "aside_cells"),
-    *("priorities", "alpha", "weighed_alpha", "largest", "boundaries", "seen", "loops"),
+    *("priorities", "alpha", "weighed_alpha", "largest", "episodes", "loops"),
 )
 #: For writes: the shape of the rows (``lanes`` is 0 for ``[T]``), and addresses (0 for none). ``priorities`` points to
-#: ``SumTree.addresses`` or ``ChunkedOrder.addresses``, ``boundaries`` to a ``MARKS`` record, ``seen`` to the two
-#: numbers that a trajectory index has seen last, ``alpha`` to the exponent of a sum tree, and ``weighed_alpha`` to the
-#: exponent of the stored weights. ``head`` points to the numbers of a ring, see :mod:`rlbuf_td.kernels.serials`.
+#: ``SumTree.addresses`` or ``ChunkedOrder.addresses``, ``episodes`` to an ``EPISODES`` record, ``alpha`` to the
+#: exponent of a sum tree, and ``weighed_alpha`` to the exponent of the stored weights. ``head`` points to the numbers
+#: of a ring, see :mod:`rlbuf_td.kernels.serials`.
 #: For shared rows, ``journal`` points to the words of a journal, ``aside`` to memory for the rows that a write
 #: replaces, and ``aside_cells`` to memory for their indices.
 RING = np.dtype([(name, np.int64) for name in _NUMBERS + _ADDRESSES] + [("eps", np.float64)])
@@ -34,14 +34,14 @@ BATCH = np.dtype(
 
 _OF_WINDOWS = (
     *("count", "length", "burn_in", "shifts", "bounds", "flags", "widths", "reports", "scratch"),
-    *("heads", "adds_init", "stamp", "mask", "burn_in_mask"),
+    *("across", "adds_init", "stamp", "mask", "burn_in_mask"),
 )
 #: For ``count`` windows of ``burn_in + length`` rows around the rows at ``BATCH.anchors``; ``shifts`` is 1 if windows
 #: may begin earlier. ``bounds`` points to scratch memory, ``[count, 2]`` int64, for the places of the first and the
 #: last row of the trajectory in each window, ``flags`` to the leaf numbers and sizes of the flags "is_init", truncated
 #: and done, ``[3, 2]`` int64 (size 0: not stored), and ``widths`` to the bytes per element of the sampler's
-#: ``reports``. Windows across episodes have ``heads``, the address of the newest step and the number of rows of each
-#: lane, ``[2, lanes]`` int64 (0: windows within episodes), and ``adds_init`` is 1 if the rows have no flag "is_init".
+#: ``reports``. ``across`` is 1 if windows go on across the ends of episodes; ``adds_init`` is 1 if the rows then
+#: have no flag "is_init".
 #: ``stamp`` is the place of the stamps among the reports (-1: none).
 #: An update of priorities reads the masks of a batch at ``mask`` and ``burn_in_mask``, weights the largest
 #: TD error of a window by ``eta`` and the mean by ``1 - eta``, raises the result to at least ``least``, and writes to

@@ -3,7 +3,7 @@
 They read the flat indices of the rows to revise at the address ``BATCH.flat``.
 
 Args:
-    bitmap: boundaries of the stored trajectories, :attr:`rlbuf_td.kernels.episodes.BitBoundaries.bitmap`.
+    episodes: address of a record with the dtype :data:`rlbuf_td.kernels.episodes.EPISODES`.
     address: address of a record with the dtype :data:`rlbuf_td.kernels.batch.ring.BATCH`.
     targets: address of an array with the addresses of the output tensors: the leaves, the index, the sampler's outputs,
         and the entries of the wrappers.
@@ -26,9 +26,8 @@ from rlbuf_td.kernels.compiled import (
     prefetch_row,
     store,
 )
-from rlbuf_td.kernels.episodes import Bitmap
 from rlbuf_td.kernels.episodes.batches_cpu import Rewards, choose, following, put_sum, put_sum_of_rows, walk
-from rlbuf_td.kernels.episodes.cpu import expect, is_cut, split, steps_ahead, steps_back
+from rlbuf_td.kernels.episodes.cpu import expect, numbers_at, rows_after, rows_before, split, steps_ahead, steps_back
 
 _SOON, _AHEAD = 16, 9  # how many rows ahead the bits of a row, and its data, are prefetched
 ROOT, NEXT, REWARD = 0, 1, 2  # kinds of leaves in an n-step transition
@@ -36,9 +35,9 @@ LIST, READ, BOTH, MARK = 0, 1, 2, 3  # the parts of ``sequence``
 
 
 @kernel
-def n_step(bitmap: Bitmap, address, targets, steps):
+def n_step(episodes, address, targets, steps):
     """Gather n-step transitions."""
-    batch, joined = batch_at(address), carray(pointer(steps), 1, STEPS)[0]
+    of, batch, joined = numbers_at(episodes), batch_at(address), carray(pointer(steps), 1, STEPS)[0]
     taken, n, gamma = joined.taken, joined.n, joined.gamma
     rows, row_bytes, count = batch.rows, batch.row_bytes, batch.count
     leaves = carray(pointer(batch.extents), (batch.leaves, 4), np.int64)
@@ -46,14 +45,14 @@ def n_step(bitmap: Bitmap, address, targets, steps):
     flat, end = carray(pointer(batch.flat), count, np.int64), carray(pointer(joined.ends), count, np.int64)
     for begun in range(count + _AHEAD):
         if begun + _SOON < count:
-            expect(bitmap, flat[begun + _SOON])
+            expect(of, flat[begun + _SOON])
         if begun < count:
             cell = flat[begun]
-            length, end[begun] = walk(bitmap, cell, n)
+            length, end[begun] = walk(of, cell, n)
             store(taken + 8 * begun, length, np.int64)
             for _ in range(length):
                 prefetch_row(rows + cell * row_bytes, row_bytes)
-                cell = following(bitmap, cell)
+                cell = following(of, cell)
         i = begun - _AHEAD
         if i < 0:
             continue
@@ -66,28 +65,28 @@ def n_step(bitmap: Bitmap, address, targets, steps):
                 continue
             for part in range(0, width, size):
                 rewards = Rewards(rows + offset + part, row_bytes, size == 8)
-                put_sum(target + part, rewards, bitmap, cell, length, gamma)
+                put_sum(target + part, rewards, of, cell, length, gamma)
     put_index(batch, flat, out[batch.leaves])
 
 
 @kernel
-def list_steps(bitmap: Bitmap, address, listed, steps):
+def list_steps(episodes, address, listed, steps):
     """Write the rows of the ``STEPS.n`` steps from each row on to address ``listed``, and their number in a trajectory.
 
     After the end of the trajectory, its last row is repeated; the numbers, which do not count these rows, are written
     to ``STEPS.taken``.
     """
-    batch, joined = batch_at(address), carray(pointer(steps), 1, STEPS)[0]
+    of, batch, joined = numbers_at(episodes), batch_at(address), carray(pointer(steps), 1, STEPS)[0]
     n, flat = joined.n, carray(pointer(batch.flat), batch.count, np.int64)
     for i in range(batch.count):
         if i + _SOON < batch.count:
-            expect(bitmap, flat[i + _SOON])
-        cell, (length, _) = flat[i], walk(bitmap, flat[i], n)
+            expect(of, flat[i + _SOON])
+        cell, (length, _) = flat[i], walk(of, flat[i], n)
         store(joined.taken + 8 * i, length, np.int64)
         for k in range(n):
             store(listed + 8 * (i * n + k), cell, np.int64)
             if k + 1 < length:
-                cell = following(bitmap, cell)
+                cell = following(of, cell)
 
 
 @kernel
@@ -125,14 +124,14 @@ def _has_ended(found, ends, row):
 
 
 @kernel
-def hindsight(bitmap: Bitmap, address, targets, relabeled, law, live, goals):
+def hindsight(episodes, address, targets, relabeled, law, live, goals):
     """Gather rows, replace the desired goals of some rows, and write a mask of these rows to address ``relabeled``.
 
     ``law`` is a :class:`rlbuf_td.kernels.episodes.goals.Law`. Achieved goals from leaf number ``goals[0]`` replace the
     desired goals in the leaves with the numbers ``goals[1:]``. All rows to
     which a drawn row is expanded get the goal of the drawn row.
     """
-    batch = batch_at(address)
+    of, batch = numbers_at(episodes), batch_at(address)
     rows, row_bytes, count = batch.rows, batch.row_bytes, batch.drawn
     window, drawn = batch.count // count, carray(pointer(batch.anchors), count, np.int64)
     out, flat = carray(pointer(targets), batch.leaves + 1, np.int64), carray(pointer(batch.flat), batch.count, np.int64)
@@ -140,10 +139,10 @@ def hindsight(bitmap: Bitmap, address, targets, relabeled, law, live, goals):
     extent = batch.extents + 16 * goals[0]
     offset, width = load(extent, np.int64), load(extent + 8, np.int64)
     for i in range(count):
-        expect(bitmap, drawn[i])
+        expect(of, drawn[i])
     for i in range(count):
         pick = load(batch.uniform + 8 * i, np.float64)
-        chosen[i] = choose(bitmap, law, live, drawn[i], pick)
+        chosen[i] = choose(of, law, live, drawn[i], pick)
         for j in range(i * window, (i + 1) * window):
             store(relabeled + j, chosen[i] >= 0, np.bool_)
         if chosen[i] >= 0:
@@ -158,38 +157,33 @@ def hindsight(bitmap: Bitmap, address, targets, relabeled, law, live, goals):
 
 
 @inlined
-def _back(bitmap, windows, lane, t):
+def _back(of, windows, lane, t):
     """Return the number of rows before step ``t`` of a lane that a window may have: of its trajectory, or its lane."""
-    if windows.heads:
-        return load(windows.heads + 8 * (bitmap.lanes + lane), np.int64) - 1 - _ahead(bitmap, windows, lane, t)
-    return steps_back(bitmap, lane, t)
+    return rows_before(of, lane, t) if windows.across else steps_back(of, lane, t)
 
 
 @inlined
-def _ahead(bitmap, windows, lane, t):
+def _ahead(of, windows, lane, t):
     """Return the number of rows after step ``t`` of a lane that a window may have."""
-    if windows.heads:
-        ahead = load(windows.heads + 8 * lane, np.int64) - t
-        return ahead if ahead >= 0 else ahead + bitmap.steps
-    return steps_ahead(bitmap, lane, t)
+    return rows_after(of, lane, t) if windows.across else steps_ahead(of, lane, t)
 
 
 @inlined
-def _fits(bitmap, windows, anchor):
-    t, lane = split(anchor, bitmap.lanes)
-    has_burn_in = windows.burn_in == 0 or _back(bitmap, windows, lane, t) >= windows.burn_in
-    return has_burn_in and _ahead(bitmap, windows, lane, t) >= windows.length - 1
+def _fits(of, windows, anchor):
+    t, lane = split(anchor, of.lanes)
+    has_burn_in = windows.burn_in == 0 or _back(of, windows, lane, t) >= windows.burn_in
+    return has_burn_in and _ahead(of, windows, lane, t) >= windows.length - 1
 
 
 @kernel
-def replace_short(bitmap: Bitmap, address, targets, kept, order, others):
+def replace_short(episodes, address, targets, kept, order, others):
     """Replace the anchors whose window does not fit into its trajectory; return how many windows still do not fit.
 
     The anchors are at address ``kept``. Anchor ``i`` is replaced by the drawn row ``order[i]``, and the outputs of the
     sampler by those of this row, whose addresses are at ``others``, as at ``targets``. In the first call, ``order`` is
     0: all drawn rows become anchors. When all windows fit, the anchors take the place of the drawn rows.
     """
-    batch = batch_at(address)
+    of, batch = numbers_at(episodes), batch_at(address)
     windows = windows_at(batch.windows)
     anchors = carray(pointer(kept), windows.count, np.int64)
     drawn = carray(pointer(batch.anchors), windows.count, np.int64)
@@ -197,40 +191,40 @@ def replace_short(bitmap: Bitmap, address, targets, kept, order, others):
     for i in range(windows.count):
         if not order:
             anchors[i] = drawn[i]
-        elif not _fits(bitmap, windows, anchors[i]):
+        elif not _fits(of, windows, anchors[i]):
             other = load(order + 8 * i, np.int64)
             anchors[i] = drawn[other]
             for report in range(windows.reports):
                 width, place = load(windows.widths + 8 * report, np.int64), 8 * (batch.leaves + 1 + report)
                 target, source = load(targets + place, np.int64), load(others + place, np.int64)
                 copy_few(target + i * width, source + other * width, width)
-        short += not _fits(bitmap, windows, anchors[i])
+        short += not _fits(of, windows, anchors[i])
     if not short:
         copy_bytes(batch.anchors, kept, 8 * windows.count)
     return short
 
 
 @kernel
-def sequence(bitmap: Bitmap, address, targets, part, steps):
+def sequence(episodes, address, targets, part, steps):
     """Expand the drawn rows, the anchors, to windows, and gather these; join n-step transitions unless ``steps`` is 0.
 
     ``part`` is ``LIST`` to write the list of rows only, ``READ`` to read the listed rows, ``BOTH`` for both, and
     ``MARK`` if another function has read the listed rows.
     """
     if part in (LIST, BOTH):
-        _expand(bitmap, address, targets)
+        _expand(episodes, address, targets)
         _repeat(address, targets)
     if part == LIST:
         return
     if steps:
-        n_step(bitmap, address, targets, steps)
+        n_step(episodes, address, targets, steps)
     elif part != MARK:
         gather_flat(address, targets)
-    _mark_ends(bitmap, address, targets)
+    _mark_ends(episodes, address, targets)
 
 
 @kernel
-def _expand(bitmap, address, targets):
+def _expand(episodes, address, targets):
     """Write the rows of the window around each anchor to ``BATCH.flat``, and the masks of these rows.
 
     A window is ``burn_in`` rows before the anchor, and ``length - 1`` rows after it. Places outside the trajectory
@@ -238,7 +232,7 @@ def _expand(bitmap, address, targets):
     """
     batch = batch_at(address)
     windows = windows_at(batch.windows)
-    length, burn_in, across, steps = windows.length, windows.burn_in, bitmap.lanes, bitmap.steps
+    of, length, burn_in = numbers_at(episodes), windows.length, windows.burn_in
     window, count = burn_in + length, windows.count
     anchors, flat = (
         carray(pointer(batch.anchors), count, np.int64),
@@ -248,18 +242,18 @@ def _expand(bitmap, address, targets):
     own = targets + 8 * (batch.leaves + 1 + windows.reports)
     mask, burn_in_mask, anchor = load(own, np.int64), load(own + 8, np.int64), load(own + 16, np.int64)
     for i in range(min(_SOON, count)):
-        expect(bitmap, anchors[i])
+        expect(of, anchors[i])
     for i in range(count):
         if i + _SOON < count:
-            expect(bitmap, anchors[i + _SOON])
-        t, lane = split(anchors[i], across)
-        back, ahead = _back(bitmap, windows, lane, t), _ahead(bitmap, windows, lane, t)
+            expect(of, anchors[i + _SOON])
+        t, lane = split(anchors[i], of.lanes)
+        back, ahead = _back(of, windows, lane, t), _ahead(of, windows, lane, t)
         shift = min(max(0, length - 1 - ahead), back) if windows.shifts else 0
         first, past = burn_in - min(back - shift, burn_in), burn_in + min(ahead + shift, length - 1)
         bounds[i, 0], bounds[i, 1] = first, past
         for j in range(window):
             at = i * window + j
-            flat[at] = (t - shift - burn_in + min(max(j, first), past)) % steps * across + lane
+            flat[at] = (t - shift - burn_in + min(max(j, first), past)) % of.steps * of.lanes + lane
             store(mask + at, first <= j <= past, np.bool_)
             store(burn_in_mask + at, j < burn_in, np.bool_)
             if batch.lanes:
@@ -289,14 +283,14 @@ def _repeat(address, targets):
 
 
 @kernel
-def _mark_ends(bitmap: Bitmap, address, targets):
+def _mark_ends(episodes, address, targets):
     """Set the flags at the ends of each window, and "is_init" at first steps of episodes within it."""
     batch = batch_at(address)
     windows = windows_at(batch.windows)
     window, flags = windows.burn_in + windows.length, carray(pointer(windows.flags), (3, 2), np.int64)
     bounds = carray(pointer(windows.bounds), (windows.count, 2), np.int64)
-    if windows.heads and flags[0, 1]:
-        _mark_first_steps(bitmap, batch, windows, load(targets + 8 * flags[0, 0], np.int64), flags[0, 1])
+    if windows.across and flags[0, 1]:
+        _mark_first_steps(numbers_at(episodes), batch, windows, load(targets + 8 * flags[0, 0], np.int64), flags[0, 1])
     for flag in range(3):
         width = flags[flag, 1]
         if width:
@@ -308,13 +302,12 @@ def _mark_ends(bitmap: Bitmap, address, targets):
 
 
 @kernel
-def _mark_first_steps(bitmap, batch, windows, target, width):
+def _mark_first_steps(of, batch, windows, target, width):
     flat, window = carray(pointer(batch.flat), batch.count, np.int64), windows.burn_in + windows.length
     bounds = carray(pointer(windows.bounds), (windows.count, 2), np.int64)
     for at in range(batch.count):
-        t, lane = split(flat[at], bitmap.lanes)
-        begins = is_cut(bitmap, lane, t - 1 if t > 0 else bitmap.steps - 1)
-        begins = begins and bounds[at // window, 0] <= at % window <= bounds[at // window, 1]
+        t, lane = split(flat[at], of.lanes)
+        begins = steps_back(of, lane, t) == 0 and bounds[at // window, 0] <= at % window <= bounds[at // window, 1]
         if begins or windows.adds_init:
             for feature in range(width):
                 store(target + at * width + feature, begins, np.bool_)

@@ -1,11 +1,11 @@
-"""CPU loops for hindsight goals and n-step sums; ``bitmap`` is described in :mod:`rlbuf_td.kernels.episodes.cpu`."""
+"""CPU loops for hindsight goals and n-step sums; ``of`` is a :class:`~rlbuf_td.kernels.episodes.cpu.Numbers`."""
 
 from typing import NamedTuple
 
 import numpy as np
 
 from rlbuf_td.kernels.compiled import address_of, inlined, kernel, load, prefetch, store
-from rlbuf_td.kernels.episodes.cpu import expect, is_cut, is_over, split, steps_ahead, steps_back
+from rlbuf_td.kernels.episodes.cpu import expect, has_ended, numbers_at, split, steps_ahead, steps_back
 
 _SOON = 16  # how many rows ahead the bits and rewards of a row are prefetched
 
@@ -27,7 +27,7 @@ def steps_to_goal(share, ahead, log_gamma):
 
 
 @inlined
-def choose(bitmap, law, live, cell, pick):
+def choose(of, law, live, cell, pick):
     """Return the row that provides the new goal of row ``cell``, or -1 if it keeps its goal; ``pick`` is random.
 
     ``law`` is a :class:`rlbuf_td.kernels.episodes.goals.Law`.
@@ -35,27 +35,28 @@ def choose(bitmap, law, live, cell, pick):
     future, final, episode, random = law.thresholds
     if pick >= episode:
         return min(np.int64((pick - episode) / (random - episode) * live), live - 1) if pick < random else np.int64(-1)
-    steps, lanes = bitmap.steps, bitmap.lanes
+    steps, lanes = of.steps, of.lanes
     t, lane = split(cell, lanes)
-    ahead = steps_ahead(bitmap, lane, t)
-    if law.only_finished and not is_over(bitmap, lane, t + ahead):
+    if law.only_finished and not has_ended(of, lane, t):
         return np.int64(-1)
+    ahead = steps_ahead(of, lane, t)
     if pick < future:
         t += steps_to_goal(pick / future, ahead, law.log_gamma)
     elif pick < final:
         t += ahead
     else:
-        back = steps_back(bitmap, lane, t)
+        back = steps_back(of, lane, t)
         t += min(np.int64((pick - final) / (episode - final) * (back + ahead + 1)), back + ahead) - back
     return (t - steps if t >= steps else t + steps if t < 0 else t) * lanes + lane
 
 
 @kernel
-def choose_goals(bitmap, law, live, cells, uniform):
-    """Implement :func:`rlbuf_td.kernels.episodes.goals.choose_goals`."""
+def choose_goals(episodes, law, live, cells, uniform):
+    """Implement :func:`rlbuf_td.kernels.episodes.goals.choose_goals`; ``episodes`` is an address."""
+    of = numbers_at(episodes)
     rows, mask = np.empty(len(cells), np.int64), np.empty(len(cells), np.bool_)
     for i in range(len(cells)):
-        row = choose(bitmap, law, live, cells[i], uniform[i])
+        row = choose(of, law, live, cells[i], uniform[i])
         mask[i] = row >= 0
         rows[i] = row if row >= 0 else cells[i]
     return rows, mask
@@ -68,29 +69,27 @@ def _reward_at(rewards, cell):
 
 
 @inlined
-def following(bitmap, cell):
+def following(of, cell):
     """Return the row one time step after row ``cell``, in the ring of its lane."""
-    cell, cells = cell + bitmap.lanes, bitmap.steps * bitmap.lanes
+    cell, cells = cell + of.lanes, of.steps * of.lanes
     return cell if cell < cells else cell - cells
 
 
 @inlined
-def walk(bitmap, cell, n):
+def walk(of, cell, n):
     """Count the rows from ``cell`` to the end of its trajectory, at most ``n``; return the count and the last row."""
-    t, lane = split(cell, bitmap.lanes)
-    count = 1
-    while count < n and not is_cut(bitmap, lane, t):
-        t = t + 1 if t + 1 < bitmap.steps else 0
-        count += 1
-    return count, t * bitmap.lanes + lane
+    t, lane = split(cell, of.lanes)
+    count = min(steps_ahead(of, lane, t) + 1, n)
+    t += count - 1
+    return count, (t if t < of.steps else t - of.steps) * of.lanes + lane
 
 
 @inlined
-def put_sum(target, rewards, bitmap, cell, count, gamma):
+def put_sum(target, rewards, of, cell, count, gamma):
     """Write the discounted sum of ``count`` rewards, from row ``cell`` on, to address ``target``."""
     total, discount = _reward_at(rewards, cell), 1.0
     for _ in range(1, count):
-        cell = following(bitmap, cell)
+        cell = following(of, cell)
         discount *= gamma
         total += discount * _reward_at(rewards, cell)
     _put(target, total, rewards.is_double)
@@ -115,19 +114,20 @@ def _put(target, total, is_double):
 
 
 @kernel
-def sums_ahead(bitmap, column, rows, n, gamma, total):
+def sums_ahead(episodes, column, rows, n, gamma, total):
     """Implement :func:`rlbuf_td.kernels.episodes.n_step.sums_ahead`; ``column`` has the shape of ``total``."""
+    of = numbers_at(episodes)
     taken, last, width = np.empty(len(rows), np.int64), np.empty(len(rows), np.int64), 8 if column.is_double else 4
     for i in range(len(rows)):
         if i + _SOON < len(rows):
             cell = rows[i + _SOON]
-            expect(bitmap, cell)
+            expect(of, cell)
             for _ in range(n):
                 prefetch(column.address + cell * column.row_bytes)
-                cell = following(bitmap, cell)
-        taken[i], last[i] = walk(bitmap, rows[i], n)
+                cell = following(of, cell)
+        taken[i], last[i] = walk(of, rows[i], n)
         for feature in range(total.shape[1]):
             rewards = Rewards(column.address + feature * width, column.row_bytes, column.is_double)
             target = address_of(total) + (i * total.shape[1] + feature) * width
-            put_sum(target, rewards, bitmap, rows[i], taken[i], gamma)
+            put_sum(target, rewards, of, rows[i], taken[i], gamma)
     return taken, last

@@ -1,124 +1,44 @@
-"""Look-ups and writes in the bitmap of :class:`rlbuf_td.kernels.episodes.BitBoundaries`.
+"""The loops over the numbers of :mod:`rlbuf_td.kernels.episodes`, for rows in host memory.
 
-Step ``t`` of a lane is a *boundary* if its trajectory does not continue at step ``t + 1``. The 64-bit words ``bits[e]``
-describe lane ``e`` in several levels, and level ``k`` begins at word ``starts[k]``. In level 0, bit ``t`` is set if
-step ``t`` is a boundary. In each higher level, bit ``w`` is set if word ``w`` of the level below is not 0.
-
-The last stored step of an unfinished trajectory is also a boundary. The words from ``starts[-1]`` on mark only the
-steps with which a trajectory has ended.
-
-The argument ``bitmap`` is a :class:`~rlbuf_td.kernels.episodes.Bitmap`, ``marks`` an array with the record
-:data:`~rlbuf_td.kernels.episodes.MARKS`.
+The argument ``address`` is that of an ``EPISODES`` record.
 """
+
+from typing import NamedTuple
 
 import numpy as np
 from numba import carray
-from numba.cpython.unsafe.numbers import leading_zeros, trailing_zeros  # of a nonzero word
 
-from rlbuf_td.kernels.compiled import inlined, kernel, load, pointer, prefetch, same_bytes, store
+from rlbuf_td.kernels.compiled import inlined, kernel, load, pointer, prefetch, store
+from rlbuf_td.kernels.episodes import BREAK, EPISODES, ID, MOST, STEPS
 
-_ALL, _ONE, _SIX, _63 = np.uint64(2**64 - 1), np.uint64(1), np.uint64(6), np.uint64(63)
-
-
-@inlined
-def _start(bitmap, level):
-    return np.uint64(load(bitmap.starts + 8 * level, np.int64))
+_LEFT = 4  # bytes from `back` to `left`
+_SOON = 16  # how many look-ups ahead the numbers of a row are prefetched
 
 
-@inlined
-def _word(bitmap, lane, position):
-    return load(bitmap.bits + 8 * (lane * bitmap.words + np.int64(position)), np.uint64)
+class Numbers(NamedTuple):
+    """What a look-up reads: addresses, T and E."""
 
-
-@inlined
-def _bit(bitmap, lane, start, t):
-    return (_word(bitmap, lane, start + (np.uint64(t) >> _SIX)) >> (np.uint64(t) & _63)) & _ONE != 0
+    numbers: int
+    tail: int
+    written: int
+    steps: int
+    lanes: int
 
 
 @inlined
-def expect(bitmap, cell):
-    """Prefetch the word that contains the boundary bit of a row."""
-    t, lane = split(cell, bitmap.lanes)
-    prefetch(bitmap.bits + 8 * (lane * bitmap.words + (t >> 6)))
-
-
-@kernel
-def _descend(bitmap, lane, level, position, first):
-    """Return the first boundary (the last if not ``first``) among the steps that bit ``position`` of a level covers."""
-    while level > 0:
-        level -= 1
-        word = _word(bitmap, lane, _start(bitmap, level) + position)
-        bit = trailing_zeros(word) if first else _63 - leading_zeros(word)
-        position = (position << _SIX) + bit
-    return np.int64(position)
-
-
-@kernel
-def _next(bitmap, lane, t):
-    """Return the first trajectory boundary at step ``t`` or later, -1 if there is none."""
-    position = np.uint64(t)
-    for level in range(bitmap.levels):
-        at = _start(bitmap, level) + (position >> _SIX)
-        if at >= _start(bitmap, level + 1):
-            return np.int64(-1)
-        word = _word(bitmap, lane, at) & (_ALL << (position & _63))
-        if word != 0:
-            position = ((position >> _SIX) << _SIX) + trailing_zeros(word)
-            return _descend(bitmap, lane, level, position, True)
-        position = (position >> _SIX) + _ONE
-    return np.int64(-1)
-
-
-@kernel
-def _previous(bitmap, lane, t):
-    """Return the last trajectory boundary at step ``t`` or earlier, -1 if there is none."""
-    if t < 0:
-        return np.int64(-1)
-    position = np.uint64(t)
-    for level in range(bitmap.levels):
-        word = _word(bitmap, lane, _start(bitmap, level) + (position >> _SIX)) & (_ALL >> (_63 - (position & _63)))
-        if word != 0:
-            position = ((position >> _SIX) << _SIX) + (_63 - leading_zeros(word))
-            return _descend(bitmap, lane, level, position, False)
-        position >>= _SIX
-        if position == 0:
-            return np.int64(-1)
-        position -= _ONE
-    return np.int64(-1)
-
-
-@kernel
-def _next_around(bitmap, lane, t):
-    """Return the first boundary from step ``t`` on, or else the lane's first boundary plus the lane's length."""
-    following = _next(bitmap, lane, t)
-    return following if following >= 0 else _next(bitmap, lane, np.int64(0)) + bitmap.steps
+def record_at(address):
+    return carray(pointer(address), 1, EPISODES)[0]
 
 
 @inlined
-def steps_ahead(bitmap, lane, t):
-    """Return the number of steps from step ``t`` of a lane to the last stored step of its trajectory."""
-    position, bit = np.uint64(t) >> _SIX, np.uint64(t) & _63
-    window = _word(bitmap, lane, position) >> bit  # the next 64 steps, which hold a cut more often than one word
-    if position + _ONE < _start(bitmap, 1):
-        window |= (_word(bitmap, lane, position + _ONE) << _ONE) << (_63 - bit)
-    return np.int64(trailing_zeros(window)) if window != 0 else _next_around(bitmap, lane, t) - t
-
-
-@kernel
-def steps_back(bitmap, lane, t):
-    """Return the number of steps from the first stored step of the trajectory to step ``t`` of a lane."""
-    before, steps = _previous(bitmap, lane, t - 1), bitmap.steps
-    return t - before - 1 if before >= 0 else t + steps - _previous(bitmap, lane, steps - 1) - 1
+def numbers_at(address):
+    record = record_at(address)
+    return Numbers(record.numbers, record.tail, record.written, record.steps, record.lanes)
 
 
 @inlined
-def is_cut(bitmap, lane, t):
-    return _bit(bitmap, lane, np.uint64(0), t)
-
-
-@inlined
-def is_over(bitmap, lane, t):
-    return _bit(bitmap, lane, _start(bitmap, bitmap.levels), t - bitmap.steps if t >= bitmap.steps else t)
+def _at(of, lane, slot):
+    return of.numbers + 8 * (lane * of.steps + slot)
 
 
 @inlined
@@ -129,104 +49,196 @@ def split(cell, lanes):
     return t, cell - t * lanes
 
 
+@inlined
+def expect(of, cell):
+    """Prefetch the numbers of a row."""
+    slot, lane = split(cell, of.lanes)
+    prefetch(_at(of, lane, slot))
+
+
+@inlined
+def rows_after(of, lane, slot):
+    """Return how many rows of its lane are stored after the row in a slot."""
+    newest = load(of.written + 8 * lane, np.int64) - 1
+    after = np.int64(np.uint64(newest) % np.uint64(of.steps)) - slot
+    return after if after >= 0 else after + of.steps
+
+
+@inlined
+def rows_before(of, lane, slot):
+    """Return how many rows of its lane are stored before the row in a slot."""
+    stored = load(of.written + 8 * lane, np.int64) - load(of.tail + 8 * lane, np.int64)
+    return stored - 1 - rows_after(of, lane, slot)
+
+
+@inlined
+def steps_ahead(of, lane, slot):
+    """Return the number of steps from a row to the last stored step of its episode."""
+    left = np.int64(load(_at(of, lane, slot) + _LEFT, np.int32))
+    return left - 1 if left else rows_after(of, lane, slot)
+
+
+@inlined
+def steps_since(of, lane, slot):
+    """Return the number of steps from the first step of the episode, stored or not, to a row."""
+    return np.int64(load(_at(of, lane, slot), np.int32)) & STEPS
+
+
+@inlined
+def steps_back(of, lane, slot):
+    """Return the number of steps from the first stored step of the episode to a row."""
+    back = steps_since(of, lane, slot)
+    return min(back, rows_before(of, lane, slot)) if back else back
+
+
+@inlined
+def has_ended(of, lane, slot):
+    """Whether the episode of a row has ended."""
+    return load(_at(of, lane, slot) + _LEFT, np.int32) != 0
+
+
 @kernel
-def reach(bitmap, cells, within):
-    """Implement :meth:`BitBoundaries.reach`."""
-    count = len(cells)
-    back, ahead, over = np.empty(count, np.int64), np.empty(count, np.int64), np.empty(count, np.bool_)
+def reach(address, cells, count, back, ahead, ended, whole):
+    """Implement :func:`rlbuf_td.kernels.episodes.spans`; all arguments are addresses, but the count of the cells."""
+    of, cell = numbers_at(address), carray(pointer(cells), count, np.int64)
+    for i in range(min(_SOON, count)):
+        expect(of, cell[i])
     for i in range(count):
-        t, lane = split(cells[i], bitmap.lanes)
-        back[i] = min(steps_back(bitmap, lane, t), within)
-        ahead[i] = min(steps_ahead(bitmap, lane, t), within)
-        over[i] = is_over(bitmap, lane, t + ahead[i])
-    return back, ahead, over
+        if i + _SOON < count:
+            expect(of, cell[i + _SOON])
+        slot, lane = split(cell[i], of.lanes)
+        since, before = steps_since(of, lane, slot), rows_before(of, lane, slot)
+        store(back + 8 * i, min(since, before), np.int64)
+        store(ahead + 8 * i, steps_ahead(of, lane, slot), np.int64)
+        store(ended + i, has_ended(of, lane, slot), np.bool_)
+        store(whole + i, since <= before, np.bool_)
 
 
 @kernel
-def whole(bitmap, oldest, live, begun, only_finished):
-    """Implement :meth:`BitBoundaries.whole`."""
-    count, steps, lanes = 0, bitmap.steps, bitmap.lanes
-    first, length = np.empty(live.sum(), np.int64), np.empty(live.sum(), np.int64)
-    for lane in range(lanes):
-        t, left, is_whole = oldest[lane], live[lane], begun[lane]
-        while left > 0:
-            rows = min(steps_ahead(bitmap, lane, t) + 1, left)
-            if is_whole and (not only_finished or is_over(bitmap, lane, t + rows - 1)):
-                first[count], length[count] = t * lanes + lane, rows
-                count += 1
-            t, left, is_whole = t + rows, left - rows, True
-            t = t - steps if t >= steps else t
-    return first[:count].copy(), length[:count].copy()
+def whole(address, only_finished: bool, first, length):
+    """Implement :func:`rlbuf_td.kernels.episodes.whole`; return the number of episodes. O(E + K)."""
+    of, found = numbers_at(address), 0
+    for lane in range(of.lanes):
+        serial, written = load(of.tail + 8 * lane, np.int64), load(of.written + 8 * lane, np.int64)
+        while serial < written:
+            slot = serial % of.steps
+            rows = steps_ahead(of, lane, slot) + 1
+            if not steps_since(of, lane, slot) and (has_ended(of, lane, slot) or not only_finished):
+                store(first + 8 * found, slot * of.lanes + lane, np.int64)
+                store(length + 8 * found, rows, np.int64)
+                found += 1
+            serial += rows
+    return found
 
 
 @inlined
-def _put(bits, lane, first, t, value):
-    """Set or clear bit ``t`` of the level that begins at word ``first``; return the old and the new word."""
-    word, bit = first + (t >> _SIX), _ONE << (t & _63)
-    old = bits[lane, word]
-    new = old | bit if value else old & ~bit
-    bits[lane, word] = new
-    return old, new
+def _ends(record, row):
+    """Whether a flag of the row at an address is set."""
+    for flag in range(record.flag_count):
+        offset, size = load(record.flags + 16 * flag, np.int64), load(record.flags + 16 * flag + 8, np.int64)
+        for byte in range(offset, offset + size):
+            if load(row + byte, np.uint8):
+                return True
+    return False
+
+
+@inlined
+def _id_of(record, row):
+    at = row + record.id_offset
+    if record.id_size == 8:
+        return load(at, np.int64)
+    if record.id_size == 4:
+        return np.int64(load(at, np.int32))
+    if record.id_size == 2:
+        return np.int64(load(at, np.int16))
+    return np.int64(load(at, np.int8)) if record.id_size else np.int64(0)
+
+
+@inlined
+def _row(record, lane, slot):
+    return record.rows + (slot * record.lanes + lane) * record.row_bytes
+
+
+@inlined
+def _put(at, back, left):
+    store(at, np.int32(back), np.int32)
+    store(at + _LEFT, np.int32(left), np.int32)
 
 
 @kernel
-def _put_cut(bits, lane, starts, t, value):
-    """Set or clear the boundary bit of step ``t``, and update the levels above."""
-    t = np.uint64(t)
-    for level in range(len(starts) - 1):
-        old, new = _put(bits, lane, np.uint64(starts[level]), t, value)
-        if (old if value else new) != 0:  # the level above already has this value
-            return
-        t >>= _SIX
-
-
-@inlined
-def _is_renamed(marks, lane, t, following):
-    """Whether two steps of a lane have different trajectory ids."""
-    name = marks.name + lane * marks.name_lane
-    return not same_bytes(name + t * marks.name_step, name + following * marks.name_step, marks.name_size)
-
-
-@inlined
-def _write_lane(marks, bits, starts, lane, start, stop):
-    """Record a write of the steps ``start`` to ``stop - 1`` of one lane."""
-    head = marks.head + 8 * lane
-    before = start - 1 if start > 0 else marks.steps - 1
-    follows, last, over = load(head, np.int64) == before, np.uint64(before), np.uint64(starts[-1])
-    ended = (bits[lane, over + (last >> _SIX)] >> (last & _63)) & _ONE != 0
-    if follows and not ended and _is_renamed(marks, lane, before, start):
-        ended = True
-        _put(bits, lane, over, last, True)
-    _put_cut(bits, lane, starts, before, ended or not follows)
-    oldest = np.uint64(stop - 1)  # the last step that this write replaces: the oldest step then follows it
-    store(marks.begun + lane, (bits[lane, oldest >> _SIX] >> (oldest & _63)) & _ONE != 0, np.bool_)
-    for t in range(start, stop):
-        ended = load(marks.end + t * marks.end_step + lane * marks.end_lane, np.bool_)
-        if not ended and t + 1 < stop:
-            ended = _is_renamed(marks, lane, t, t + 1)
-        _put(bits, lane, over, np.uint64(t), ended)
-        _put_cut(bits, lane, starts, t, ended or t + 1 == stop)
-    store(head, stop - 1, np.int64)
+def _close(record, lane, oldest, written):
+    """Write ``left`` of the stored rows, from the serial ``oldest`` on, of the episode that ends before ``written``."""
+    last = written - 1
+    if last < oldest:
+        return
+    slot = last % record.steps
+    lane_at = record.numbers + 8 * lane * record.steps
+    count = min(np.int64(load(lane_at + 8 * slot, np.int32)) & STEPS, last - oldest) + 1
+    for k in range(1, count + 1):
+        store(lane_at + 8 * slot + _LEFT, np.int32(k), np.int32)
+        slot = slot - 1 if slot else record.steps - 1
 
 
 @kernel
-def write(marks, start, count):
-    """Implement :meth:`BitBoundaries.write`; ``marks`` is the result of :meth:`BitBoundaries.marks`."""
-    bits, starts = _words(marks[0])
-    for lane in range(marks[0].lanes):
-        _write_lane(marks[0], bits, starts, lane, start, start + count)
+def note(record, lane, first, count, skips):
+    """Write the numbers of ``count`` new rows of a lane, whose bytes are stored, from the serial ``first`` on.
+
+    The ring has published them. ``skips``: whether the rows just before ``first`` have never been stored.
+    """
+    follows = record.following + 8 * lane
+    back, name = load(follows, np.int64), load(follows + 8 * record.lanes * ID, np.int64)
+    slot, oldest = first % record.steps, load(record.tail + 8 * lane, np.int64)
+    if skips:
+        back, name, oldest = MOST, _id_of(record, _row(record, lane, slot)), first
+    for serial in range(first, first + count):
+        row = _row(record, lane, slot)
+        own = _id_of(record, row)
+        if back < 0 or (back > 0 and own != name):
+            _close(record, lane, oldest, serial)
+            back = min(back, np.int64(0))
+        _put(record.numbers + 8 * (lane * record.steps + slot), BREAK if back < 0 else back, 0)
+        name, back = own, min(max(back, np.int64(0)) + 1, MOST)
+        if _ends(record, row):
+            _close(record, lane, oldest, serial + 1)
+            back = np.int64(0)
+        slot = slot + 1 if slot + 1 < record.steps else np.int64(0)
+    store(follows, back, np.int64)
+    store(follows + 8 * record.lanes * ID, name, np.int64)
 
 
 @kernel
-def write_rows(marks, rows):
-    """Implement :meth:`BitBoundaries.write_rows`."""
-    bits, starts = _words(marks[0])
-    for i in range(len(rows)):
-        t, lane = split(rows[i], marks[0].lanes)
-        _write_lane(marks[0], bits, starts, lane, t, t + 1)
+def note_rows(address, count, rows):
+    """Note new rows; ``rows``, the address of int64 ``[4, count]``, has the other arguments of `note`."""
+    record, of = record_at(address), carray(pointer(rows), (4, count), np.int64)
+    for i in range(count):
+        note(record, of[0, i], of[1, i], of[2, i], of[3, i] != 0)
 
 
-@inlined
-def _words(marks):
-    bits = carray(pointer(marks.bits), (marks.lanes, marks.words), np.uint64)
-    return bits, carray(pointer(marks.starts), marks.levels + 1, np.int64)
+@kernel
+def build(address):
+    """Implement :func:`rlbuf_td.kernels.episodes.build_`; flags and ids are those of the rows."""
+    record = record_at(address)
+    for lane in range(record.lanes):
+        follows = record.following + 8 * lane
+        tail, written = load(record.tail + 8 * lane, np.int64), load(record.written + 8 * lane, np.int64)
+        if tail == written:
+            continue
+        lane_at, slot, back, name, ended = record.numbers + 8 * lane * record.steps, tail % record.steps, 0, 0, False
+        for serial in range(tail, written):
+            at, row = lane_at + 8 * slot, _row(record, lane, slot)
+            old, own = np.int64(load(at, np.int32)), _id_of(record, row)
+            if serial == tail:
+                back = old & STEPS
+            elif old < 0 or ended or own != name:
+                _close(record, lane, tail, serial)
+                back = np.int64(0)
+            else:
+                back = min(back + 1, MOST)
+            _put(at, BREAK if old < 0 else back, 0)
+            name, ended = own, _ends(record, row)
+            slot = slot + 1 if slot + 1 < record.steps else np.int64(0)
+        if ended:
+            _close(record, lane, tail, written)
+        store(follows + 8 * record.lanes * ID, name, np.int64)
+        if load(follows, np.int64) >= 0:
+            store(follows, np.int64(0) if ended else back + 1, np.int64)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rlbuf_td.kernels.episodes import BitBoundaries, Boundaries
+from rlbuf_td.kernels.episodes import Stored
 
 #: The strategies, in the order of their thresholds.
 STRATEGIES = ("future", "final", "episode", "random")
@@ -22,18 +22,18 @@ class Law(NamedTuple):
     log_gamma: float  # ``future`` takes the row k steps ahead with probability proportional to exp(k log_gamma)
 
 
-def choose_goals(boundaries: Boundaries, cells: Tensor, uniform: Tensor, law: Law, live: int) -> tuple[Tensor, Tensor]:
+def choose_goals(episodes: Stored, cells: Tensor, uniform: Tensor, law: Law, live: int) -> tuple[Tensor, Tensor]:
     """Return for each of the rows ``cells`` the row that provides its new goal, and a mask of the rows that get one.
 
     A row that keeps its goal is returned itself. ``live`` is the number of written rows.
     """
-    if isinstance(boundaries, BitBoundaries):
+    if episodes.address:
         from rlbuf_td.kernels.episodes import batches_cpu
 
-        rows, mask = batches_cpu.choose_goals(boundaries.bitmap, law, live, cells.numpy(), uniform.numpy())
+        rows, mask = batches_cpu.choose_goals(episodes.address, law, live, cells.numpy(), uniform.numpy())
         return torch.from_numpy(rows), torch.from_numpy(mask)
-    steps, lanes = boundaries.cut.shape
-    back, ahead, over = boundaries.reach(cells)
+    steps, lanes = episodes.steps, episodes.lanes
+    back, ahead, ended, _ = episodes.spans(cells)
     strategy, where = torch.full_like(cells, len(STRATEGIES)), torch.zeros_like(uniform)
     for number, (begin, end) in reversed([*enumerate(pairwise((0.0, *law.thresholds)))]):
         if begin < end:
@@ -49,5 +49,5 @@ def choose_goals(boundaries: Boundaries, cells: Tensor, uniform: Tensor, law: La
     rows = torch.where(strategy == 3, (where * live).clamp(max=live - 1).long(), rows)
     mask = strategy < len(STRATEGIES)
     if law.only_finished:
-        mask &= over | (strategy == 3)
+        mask &= ended | (strategy == 3)
     return torch.where(mask, rows, cells), mask

@@ -5,19 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlbuf_td.kernels.episodes import BitBoundaries, Boundaries
+from rlbuf_td.kernels.episodes import Stored
 from rlbuf_td.kernels.host_memory import address_of
 
 
-def windows(boundaries: Boundaries, rows: Tensor, n: int, lanes: int, cells: int) -> tuple[Tensor, Tensor]:
+def windows(episodes: Stored, rows: Tensor, n: int) -> tuple[Tensor, Tensor]:
     """Return the indices of each row and the next ``n - 1`` rows, ``[B, n]``, and the number of steps after each row.
 
-    After the end of the trajectory, its last row is repeated. The number counts only steps of the trajectory, and is at
-    most ``n``.
+    After the end of the trajectory, its last row is repeated. The number counts only steps of the trajectory.
     """
-    ahead = boundaries.reach(rows, n)[1]
+    ahead = episodes.spans(rows).ahead
     offset = torch.arange(n, device=rows.device).minimum(ahead[:, None])
-    return (rows[:, None] + offset * lanes) % cells, ahead
+    return (rows[:, None] + offset * episodes.lanes) % (episodes.steps * episodes.lanes), ahead
 
 
 def n_step_sums(reward: Tensor, end: Tensor, ahead: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
@@ -36,24 +35,22 @@ def n_step_sums(reward: Tensor, end: Tensor, ahead: Tensor, gamma: float) -> tup
     return terms.cumsum(1)[:, -1].to(reward.dtype), counts.sum(1)
 
 
-def sums_ahead(
-    boundaries: Boundaries, rows: Tensor, reward: Tensor, n: int, gamma: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def sums_ahead(episodes: Stored, rows: Tensor, reward: Tensor, n: int, gamma: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return each row's discounted sum of up to ``n`` rewards, their number, and the row of the last reward.
 
     A sum ends with the row's trajectory. ``reward`` holds the rewards of all stored rows.
     """
     is_plain = reward.dtype in (torch.float32, torch.float64) and reward[:1].is_contiguous()
-    if isinstance(boundaries, BitBoundaries) and is_plain:
+    if episodes.address and is_plain:
         from rlbuf_td.kernels.episodes import batches_cpu as cpu
 
         total = reward.new_empty((len(rows), *reward.shape[1:]))
         flat = total.view(len(rows), reward.shape[1:].numel()).numpy()
         row_bytes, is_double = reward.stride(0) * reward.element_size(), reward.dtype is torch.float64
         column, given = cpu.Rewards(address_of(reward), row_bytes, is_double), rows.contiguous().numpy()
-        taken, last = cpu.sums_ahead(boundaries.bitmap, column, given, n, gamma, flat)
+        taken, last = cpu.sums_ahead(episodes.address, column, given, n, gamma, flat)
         return total, torch.from_numpy(taken), torch.from_numpy(last)
-    window, ahead = windows(boundaries, rows, n, boundaries.lanes, len(reward))
+    window, ahead = windows(episodes, rows, n)
     end = torch.zeros_like(window, dtype=torch.bool)
     total, taken = n_step_sums(reward[window], end, ahead, gamma)
     return total, taken, window.gather(1, taken[:, None] - 1)[:, 0]

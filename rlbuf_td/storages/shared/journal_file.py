@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-from contextlib import suppress
 from pathlib import Path
 from struct import pack, unpack
 from typing import NoReturn
@@ -16,7 +14,7 @@ try:
 except ImportError:  # not on Windows
     fcntl = None  # type: ignore[assignment]
 
-JOURNAL_FILE, BREAKS_FILE, PRIORITY_FILE = "journal.bin", "breaks.json", "priorities.bin"
+JOURNAL_FILE, PRIORITY_FILE = "journal.bin", "priorities.bin"
 HEADER = 1 << 16  # bytes of the header; a multiple of every system's page size
 _MAGIC, _VERSION, _FIRST = int.from_bytes(b"rlbuf_td", "little"), 1, 24
 
@@ -95,17 +93,3 @@ class JournalFile(SharedFile):
             f"{self.path} is damaged ({fault}): nothing has been written. Load a dump into a storage with another "
             "scratch_dir"
         )
-
-    @property
-    def breaks(self) -> list[tuple[int, int]]:
-        """Rows (lane, serial) after which a crash ended the trajectories."""
-        with suppress(FileNotFoundError):
-            return [(lane, serial) for lane, serial in json.loads(self.path.with_name(BREAKS_FILE).read_text())]
-        return []
-
-    @breaks.setter
-    def breaks(self, breaks: list[tuple[int, int]]) -> None:
-        file = self.path.with_name(BREAKS_FILE)
-        beside = file.with_suffix(".new")
-        beside.write_text(json.dumps(breaks))
-        os.replace(beside, file)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rlbuf_td.kernels.dispatch import import_kernels
+from rlbuf_td.kernels.episodes import BACK_OF_NEXT
 from rlbuf_td.kernels.inference_mode import outside_inference_mode
 from rlbuf_td.storages.allocate import find_rows, steps_for
 from rlbuf_td.storages.dedup import saved_dedup
@@ -164,7 +165,7 @@ class SharedRows(Attached):
         """Keep all that describes the rows in a file; rows that another process has left are found at the next lock."""
         self._beside = self._journal_file = journal_file
         storage, self.of_writer = self.storage, SharedNumbers("q", [0, 0])
-        journal_file.keep(self._described, storage.numbers, storage.takeovers, self.of_writer)
+        journal_file.keep(self._described, storage.numbers, storage.episode_state, self.of_writer)
         self.journal.keep_words_in(journal_file)
 
     def close(self) -> None:
@@ -193,8 +194,11 @@ class SharedRows(Attached):
             storage.row_class = storage.row_class or RowClass.of_state(found.get("row_class"))
             storage.adopt(find_rows(storage, layout, shape, saved_dedup(layout, found)))
 
-    def place(self, made: Rows) -> None:
-        """Describe the rows to other processes, and move their ring to shared memory."""
+    def place(self, made: Rows) -> tuple[torch.Tensor, torch.Tensor]:
+        """Describe the rows to other processes, and move their ring to shared memory.
+
+        Return memory there for the numbers of episodes, and for what follows in each lane.
+        """
         flat, description = made.flat, {"layout": made.layout.state(), "shape": list(made.shape)}
         if self.storage.row_class is not None:
             description["row_class"] = self.storage.row_class.state()
@@ -204,7 +208,7 @@ class SharedRows(Attached):
         rows, row_bytes = flat.shape[0], flat.shape[1] * flat.element_size()
         first = -(-len(text) // _PAGE) * _PAGE
         lanes = rows // made.steps
-        nbytes, copies = first + rows * (row_bytes + 16) + 48 * lanes, rows * row_bytes
+        nbytes, copies = first + rows * (row_bytes + 24) + 64 * lanes, rows * row_bytes
         make_room = None if self._journal_file is None else self._room(self._journal_file, first, copies, nbytes)
         memory = self._beside.map(nbytes)
         aside, numbers = memory[first : first + rows * row_bytes], memory[first + rows * row_bytes :]
@@ -213,11 +217,15 @@ class SharedRows(Attached):
         self.journal.keep_in(flat, aside, numbers[:rows], make_room)
         self._has_rows = True
         ring, found = self.storage._ring, bool(self._described[0])
-        ring.keep_in(numbers[2 * rows :].view(2, 3, lanes), numbers[rows : 2 * rows], found=found)
+        end = 2 * rows + 6 * lanes
+        ring.keep_in(numbers[2 * rows : end].view(2, 3, lanes), numbers[rows : 2 * rows], found=found)
+        following, episodes = numbers[end : end + 2 * lanes].view(2, lanes), numbers[end + 2 * lanes :]
         if not found:
             memory[: len(text)] = text
             self._described[1] = zlib.crc32(text.numpy())
+            following[BACK_OF_NEXT] = -1
             self._described[0] = len(text)  # last
+        return episodes.view(torch.int32).view(lanes, made.steps, 2), following
 
     def _room(self, file: JournalFile, first: int, copies: int, nbytes: int) -> Callable[[int], None]:
         """Return what reserves disk space for copies of rows, from byte ``first`` on; reserve that of all else."""
@@ -260,8 +268,6 @@ class SharedRows(Attached):
         if journal.phase == WRITTEN:  # the process may have died before it notified the listeners
             index = coordinates(journal.cells, storage)
             for listener in listeners_of(storage):
-                if hasattr(listener, "rebuild"):  # a trajectory index, which reads all rows again
-                    continue
                 listener.mark_update(torch.stack(index, -1) if isinstance(index, tuple) else index)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -308,7 +314,7 @@ def share(storage: PackedStorage, journal_file: JournalFile | None = None) -> No
             shared.keep_in(journal_file)
             lock.keep_in(journal_file)
         storage.numbers.share_memory_()
-        storage.takeovers.share_memory_()
+        storage.episode_state.share_memory_()
         if shared.of_writer is not None:
             shared.journal.watch(*shared.of_writer.counters())
         storage.is_reserved = False  # reserved rows can no longer be replaced
@@ -318,6 +324,6 @@ def share(storage: PackedStorage, journal_file: JournalFile | None = None) -> No
             moved.restore_(written.matrix, written.used_entries())
         elif rows is not None:
             rows.keeps_replaced = True
-            shared.place(rows)
+            storage.find_episodes(storage.episodes, shared.place(rows))
         storage.shared = storage.scratch_dir is None
         storage.lock, storage.live = lock, None

@@ -1,0 +1,363 @@
+"""The episodes of a storage's rows: their numbers, and the flags and ids that tell where episodes end.
+
+See :mod:`rlbuf_td.kernels.episodes` for what the numbers mean. Every write of new rows is noted after their bytes are
+stored (:meth:`Episodes.note`). Anything else that changes rows makes the numbers :data:`STALE`: the next look-up builds
+them again from the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlbuf_td.kernels.dispatch import machine_code, record_of, uses_numba
+from rlbuf_td.kernels.episodes import (
+    BACK,
+    BACK_OF_NEXT,
+    EPISODES,
+    MOST,
+    STEPS,
+    Lanes,
+    Spans,
+    build_,
+    close_all_,
+    note_,
+    spans,
+    whole,
+)
+from rlbuf_td.kernels.inference_mode import outside_inference_mode
+from rlbuf_td.storages.notebooks import TRANSITIONS
+from rlbuf_td.storages.schema import SchemaError, kind
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from rlbuf_td.storages.layout import RowLayout
+    from rlbuf_td.storages.ring import Ring
+    from rlbuf_td.storages.rows import Rows
+    from rlbuf_td.storages.schema import Leaf
+    from rlbuf_td.storages.shared.memory import SharedNumbers
+
+Key = tuple[str, ...]
+DONE_KEY: Key = ("next", "done")
+TRAJ_KEY: Key = ("collector", "traj_ids")
+#: What a look-up must do before: nothing; compute ``left``; build the numbers again; build them without those before.
+CURRENT, OPEN, STALE, NEW = range(4)
+_NO_NAMES = (torch.bool, torch.complex64, torch.complex128)
+
+
+class EpisodeKeys(NamedTuple):
+    """The keys that tell where episodes end."""
+
+    done_key: Key = DONE_KEY
+    traj_key: Key | None = TRAJ_KEY
+
+    def flags_in(self, layout: RowLayout) -> list[Key]:
+        """Return the keys of the stored flags that end an episode."""
+        beside = self.done_key[:-1]
+        parts = [key for key in ((*beside, "terminated"), (*beside, "truncated")) if key in layout.places]
+        return [self.done_key] if self.done_key in layout.places else parts
+
+    def find(self, layout: RowLayout, deduplicated: Mapping[Key, Leaf], ndim: int) -> tuple[list[Key], Key | None]:
+        """Return the keys of the stored flags, and of the stored ids.
+
+        Raises:
+            KeyError: the rows hold neither flags nor ids, or a key is deduplicated.
+            TypeError: flags are not bool, or ids are not integers.
+            SchemaError: a row holds several steps.
+        """
+        refuse_inner(layout.root.batch_size, 0, ndim)
+        for key in (self.done_key, self.traj_key):
+            if key in deduplicated:
+                raise KeyError(f"rows share {key}, which the trajectory index needs: leave it out of share_next")
+        leaf_of = {leaf.key: leaf for leaf in layout.leaves}
+        name = None if self.traj_key is None else leaf_of.get(self.traj_key)
+        if name is not None and (name.shape.numel() != 1 or name.dtype in _NO_NAMES or name.dtype.is_floating_point):
+            got = kind(name.dtype, name.shape)
+            raise TypeError(f"trajectory ids {self.traj_key} must be one integer per row, got {got} per row")
+        flags = self.flags_in(layout)
+        for key in flags:
+            if leaf_of[key].dtype is not torch.bool:
+                got = kind(leaf_of[key].dtype, leaf_of[key].shape)
+                raise TypeError(f"done flags {self.done_key} must be bool, got {got} per row")
+        if not flags and name is None:
+            raise KeyError(
+                f"no row marks the end of a trajectory: store {self.done_key} (or 'terminated' and 'truncated' there), "
+                f"or trajectory ids {self.traj_key}{TRANSITIONS}"
+            )
+        return flags, None if name is None else name.key
+
+
+def refuse_inner(shape: torch.Size, row_dims: int, ndim: int) -> None:
+    """Raise a SchemaError if rows hold several steps each: ``shape`` has more than ``row_dims`` batch dims."""
+    if len(shape) > row_dims:
+        raise SchemaError(
+            f"trajectories are found row by row, but with ndim={ndim} each row of the batch size {[*shape]} holds "
+            f"{[*shape[row_dims:]]} steps: make the storage with ndim={ndim + 1}, whose rows are [T, E]"
+        )
+
+
+class Episodes:
+    """The numbers of the rows ``rows`` of a ring.
+
+    Args:
+        rows: hold the flags and ids.
+        ring: the serials of the rows.
+        keys: tell where episodes end.
+        state: of one number, :data:`CURRENT` to :data:`NEW`.
+        memory: numbers and what follows, ``[E, T, 2]`` int32 and ``[2, E]`` int64; default: new memory.
+    """
+
+    def __init__(
+        self,
+        rows: Rows,
+        ring: Ring,
+        keys: EpisodeKeys,
+        state: SharedNumbers,
+        memory: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
+        self.rows, self.ring, self.keys, self.state = rows, ring, keys, state
+        deduplicated = {} if rows.dedup is None else rows.dedup.deduplicated
+        self.flags, self.id_key = keys.find(rows.layout, deduplicated, 1 + len(rows.lanes))
+        self._before_load: Tensor | None = None
+        device, lanes = rows.matrix.device, prod(rows.lanes)
+        with outside_inference_mode():
+            if memory is None:
+                numbers = torch.empty(
+                    lanes, rows.steps, 2, dtype=torch.int32, device=device
+                )  # touched as rows are written
+                memory = numbers, torch.zeros(2, lanes, dtype=torch.int64, device=device)
+                memory[1][BACK_OF_NEXT] = -1
+        self.numbers, self.following = memory
+        self.record: np.ndarray | None = self._describe() if uses_numba(device) else None
+
+    def _describe(self) -> np.ndarray:
+        """Return the record that loops read."""
+        rows, places = self.rows, self.rows.layout.places
+        self._extents = rows.extents[[places[key] for key in self.flags], :2].copy()
+        name, size = (0, 0) if self.id_key is None else rows.extents[places[self.id_key], :2]
+        memory = {"numbers": self.numbers.data_ptr(), "following": self.following.data_ptr()}
+        memory |= {"flags": self._extents.ctypes.data, "rows": rows.flat.data_ptr()}
+        memory |= {"tail": self.ring.tail.ctypes.data, "written": self.ring.written.ctypes.data}
+        row_bytes = rows.flat.stride(0) * rows.flat.element_size()
+        shape = {"steps": rows.steps, "lanes": self.lanes, "row_bytes": row_bytes}
+        return record_of(EPISODES, **memory, **shape, flag_count=len(self.flags), id_offset=name, id_size=size)
+
+    @property
+    def address(self) -> int:
+        """The address of the record that loops read; 0 where torch takes their place."""
+        return 0 if self.record is None else self.record.ctypes.data
+
+    @property
+    def steps(self) -> int:
+        """T, the slots of a lane."""
+        return self.rows.steps
+
+    @property
+    def lanes(self) -> int:
+        """E, the number of lanes."""
+        return len(self.numbers)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numbers.nbytes + self.following.nbytes
+
+    def _numbers(self) -> Lanes:
+        common, device = self.ring.common(), self.numbers.device
+        if common is not None:  # nothing is copied from the host
+            tail, written = (torch.full((self.lanes,), number, device=device) for number in common)
+        else:
+            tail, written = (torch.from_numpy(each).to(device) for each in (self.ring.tail, self.ring.written))
+        return Lanes(self.numbers, self.following, tail, written)
+
+    # -- writes
+
+    def note(self, lanes: np.ndarray, first: np.ndarray, counts: np.ndarray, skips: np.ndarray) -> None:
+        """Note new rows that the ring has just published.
+
+        Args:
+            lanes: ``[n]`` int64, each lane once.
+            first: ``[n]`` int64, the serial of the first new row of each lane.
+            counts: ``[n]`` int64, the number of its new rows, at most T.
+            skips: ``[n]`` bool, whether the rows just before ``first`` have never been stored.
+        """
+        if self.record is not None:
+            rows = np.stack((lanes, first, counts, skips))
+            _loops().note_rows(self.address, len(lanes), rows.ctypes.data)
+            return
+        lane = lanes.repeat(counts)
+        serial = first.repeat(counts) + np.arange(len(lane)) - (counts.cumsum() - counts).repeat(counts)
+        cells = torch.from_numpy(serial % self.rows.steps * self.lanes + lane).to(self.numbers.device)
+        note_(self._numbers(), lane, serial, skips.repeat(counts), self._ended()[cells], self._names()[cells])
+        self.mark(OPEN)
+
+    def end(self, lane: int | slice = slice(None)) -> None:
+        """Let the next row of a lane (default: of each) begin an episode: a break."""
+        if self.state[0] == NEW:
+            self.refresh()
+        self.following[BACK_OF_NEXT, lane] = -1
+
+    def mark(self, state: int) -> None:
+        """Let the next look-up do what :data:`OPEN`, :data:`STALE` or :data:`NEW` says."""
+        self.state[0] = max(self.state[0], state)
+
+    def lose_predecessors(self) -> None:
+        """Note that rows of which nothing is known precede the next ones."""
+        self.following[BACK_OF_NEXT] = MOST
+
+    def saved(self, steps: int) -> dict[str, Any]:
+        """Return what cannot be found in the rows of the first ``steps`` slots."""
+        self.refresh()
+        done_key, traj_key = self.keys
+        names = {"done_key": [*done_key], "traj_key": None if traj_key is None else [*traj_key]}
+        return names | {"back": self.numbers[:, :steps, BACK].clone(), "following": self.following.clone()}
+
+    def load(self, saved: dict[str, Any] | None) -> None:
+        """Restore a result of :meth:`saved` after the rows; None: find the episodes in the rows.
+
+        No saved number reaches memory that is not the rows'.
+        """
+        self._before_load = None
+        if saved is None:
+            return self.mark(NEW)
+        back, following = saved["back"], saved["following"]
+        self.numbers[:, : back.shape[1], BACK] = back.to(self.numbers.device)
+        self.following.copy_(following)
+        self.following[BACK_OF_NEXT].clamp_(-1, MOST)
+        self.state[0] = STALE
+
+    def end_for_load(self) -> None:
+        """After a load, let the next row of each lane begin an episode if there are ids: new collectors reuse ids."""
+        if self.id_key is not None and self._before_load is None:
+            self.refresh()
+            self._before_load = self.following.clone()
+            self.end()
+
+    def resume(self) -> None:
+        """Undo :meth:`end_for_load`, because the recorder of the saved rows goes on: the next rows continue these."""
+        if self._before_load is not None:
+            self.following.copy_(self._before_load)
+            self._before_load = None
+
+    def _build(self, *, is_new: bool) -> None:
+        """Compute the numbers again from flags, ids and breaks: O(T * E).
+
+        ``is_new``: the rows have no numbers yet. Episodes of the oldest rows are not whole if rows before are gone.
+        """
+        if is_new:
+            self.numbers.zero_()
+            oldest = torch.from_numpy(self.ring.tail % self.rows.steps).to(self.numbers.device)
+            has_lost = torch.from_numpy(self.ring.tail > 0).to(self.numbers.device)
+            lanes = torch.arange(len(oldest), device=self.numbers.device)
+            self.numbers[lanes, oldest, BACK] = torch.where(has_lost, MOST, 0).int()
+            self.following[BACK_OF_NEXT] = torch.from_numpy(self.ring.written > self.ring.tail).long() - 1
+        if self.record is not None:
+            _loops().build(self.address)
+        else:
+            shape = self.rows.steps, self.lanes
+            build_(self._numbers(), self._ended().view(shape), self._names().view(shape))
+
+    def _ended(self) -> Tensor:
+        """Return whether each row ends its episode, ``[T * E]`` bool."""
+        columns, dims = self.rows.unpack(self.rows.matrix), 1 + len(self.rows.lanes)
+        found = [columns.get(key).flatten(0, dims - 1).reshape(self.rows.cells, -1) for key in self.flags]
+        if not found:
+            return torch.zeros(self.rows.cells, dtype=torch.bool, device=self.numbers.device)
+        return torch.cat(found, 1).any(1)
+
+    def _names(self) -> Tensor:
+        """Return the id of each row's episode, ``[T * E]`` int64."""
+        if self.id_key is None:
+            return torch.zeros(self.rows.cells, dtype=torch.int64, device=self.numbers.device)
+        return self.rows.unpack(self.rows.matrix).get(self.id_key).reshape(self.rows.cells).long()
+
+    # -- look-ups
+
+    def refresh(self) -> None:
+        """Prepare look-ups after writes and edits."""
+        state = self.state[0]
+        if state >= STALE:
+            self._build(is_new=state == NEW)
+        elif state == OPEN:
+            close_all_(self._numbers())
+        self.state[0] = CURRENT
+
+    def spans(self, cells: Tensor) -> Spans:
+        """Return how far the episode of each stored row reaches, ``[B]`` each; ``cells`` is contiguous int64."""
+        self.refresh()
+        if self.record is None:
+            return spans(self._numbers(), cells)
+        count, integer, flag = len(cells), torch.int64, torch.bool
+        found = Spans(*(torch.empty(count, dtype=dtype, device="cpu") for dtype in (integer, integer, flag, flag)))
+        _loops().reach(self.address, cells.data_ptr(), count, *(each.data_ptr() for each in found))
+        return found
+
+    def whole(self, *, only_finished: bool) -> tuple[Tensor, Tensor]:
+        """Return the first cell and the length of each episode whose rows are all stored, by lane and age."""
+        self.refresh()
+        if self.record is None:
+            return whole(self._numbers(), only_finished)
+        most = len(self.ring)
+        first, length = (torch.empty(most, dtype=torch.int64, device="cpu") for _ in range(2))
+        found = _loops().whole(self.address, only_finished, first.data_ptr(), length.data_ptr())
+        return first[:found].clone(), length[:found].clone()
+
+    def check(self) -> None:
+        """Raise an AssertionError unless the invariant holds."""
+        self.refresh()
+        ring = self.ring
+        for lane in range(ring.lanes):
+            serial = np.arange(ring.tail[lane], ring.written[lane])
+            if not len(serial):
+                continue
+            back, left = self.numbers[lane].cpu().numpy()[serial % ring.steps].T.astype(np.int64)
+            steps, begins = back & STEPS, (back & STEPS) == 0
+            last = np.where(left > 0, serial + left - 1, ring.written[lane] - 1)
+            following = 0 if left[-1] else min(steps[-1] + 1, MOST)
+            for holds, what in (
+                (begins[1:] | (np.diff(steps) == 1) | (steps[1:] == MOST), "a row does not follow the one before"),
+                (begins[back < 0], "a break does not begin an episode"),
+                (np.where(begins[1:], last[:-1] == serial[:-1], last[:-1] == last[1:]), "a row has another last row"),
+                (np.diff((left == 0).astype(np.int8)) >= 0, "an episode goes on that is not the newest"),
+                (int(self.following[BACK_OF_NEXT, lane]) in (-1, following), "the next row continues another episode"),
+            ):
+                if not np.all(holds):
+                    raise AssertionError(f"lane {lane}: {what}: {back.tolist()}, {left.tolist()}")
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("episodes are copied with their storage")
+
+
+def refuse_episodes(saved: dict[str, Any] | None, lanes: int, steps: int) -> None:
+    """Raise a ValueError or TypeError if ``saved`` is no result of :meth:`Episodes.saved` for rows of this shape."""
+    if saved is None:
+        return
+    keys = [saved["done_key"], saved["traj_key"] or []]
+    if not keys[0] or not all(type(key) is list and all(type(name) is str for name in key) for key in keys):
+        raise TypeError(f"the saved keys of episodes are {keys}, expected lists of strings")
+    wanted = {"back": (torch.int32, (lanes, steps)), "following": (torch.int64, (2, lanes))}
+    for name, (dtype, shape) in wanted.items():
+        found = saved[name]
+        if not isinstance(found, Tensor) or found.dtype is not dtype or found.shape != shape:
+            got = kind(found.dtype, found.shape) if isinstance(found, Tensor) else repr(found)
+            raise ValueError(f"the saved numbers of episodes, {name!r}, are {got}, expected {kind(dtype, shape)}")
+
+
+class _Loops(NamedTuple):
+    note_rows: Callable[..., Any]
+    build: Callable[..., Any]
+    reach: Callable[..., Any]
+    whole: Callable[..., Any]
+
+
+@cache
+def _loops() -> _Loops:
+    from rlbuf_td.kernels.episodes import cpu
+
+    return _Loops(*(machine_code(getattr(cpu, name)) for name in _Loops._fields))
