@@ -21,36 +21,17 @@ from rlbuf_td.samplers.wrapper import Drawn, SamplerWrapper, draw_from
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import fraction, one_of, whole
 from rlbuf_td.storages.episodes import DONE_KEY, TRAJ_KEY
-from rlbuf_td.storages.indexing import (
-    Index,
-    coordinates,
-    device_of,
-    flat_rows,
-    lanes_of,
-    revision_of,
-    row_count,
-    written_rows,
-)
+from rlbuf_td.storages.indexing import Index, coordinates, device_of, flat_rows, revision_of, row_count, written_rows
 from rlbuf_td.storages.keys import as_tuple
 from rlbuf_td.storages.notebooks import SEQUENCES
 from rlbuf_td.storages.ring import SAMPLED_AT
 from rlbuf_td.storages.schema import SchemaError, show_key
 from rlbuf_td.storages.tensordict_fast import folded, leaf_of
-from rlbuf_td.storages.torchrl_parts import last_step
 
 Boundary: TypeAlias = Literal["pad", "shift", "strict"]
 _ROUNDS = 200  # boundary="strict" on the CPU: the largest number of repeated draws until all windows fit
 _MOST_ROWS = 1 << 20  # rows whose trajectories are looked up at once
 _BLIND_ROUNDS = 8  # boundary="strict" on CUDA: the number of repeated draws, without a check by the host
-
-
-def _reach_in_lane(storage: Any, flat: Tensor) -> tuple[Tensor, Tensor]:
-    """Return how many stored rows of its lane precede and follow each written row, ``[n]`` int64 each."""
-    if hasattr(storage, "ring"):
-        return storage.ring.reach(flat)
-    steps = len(storage) // lanes_of(storage).numel()
-    ahead = (last_step(storage, steps) - flat // lanes_of(storage).numel()) % steps
-    return steps - 1 - ahead, ahead
 
 
 class SequenceSampler(SamplerWrapper):

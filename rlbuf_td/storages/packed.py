@@ -318,7 +318,9 @@ class PackedStorage(LazyTensorStorage):
 
         Raises:
             ValueError: the rows are not in time order.
-            KeyError, TypeError, SchemaError: see :meth:`EpisodeKeys.find`.
+            KeyError: the rows hold neither done flags nor trajectory ids.
+            TypeError: flags are not bool, or ids are not integers.
+            SchemaError: a row holds several steps.
         """
         revision_of(self)  # takes edits of views
         if not self.in_time_order:

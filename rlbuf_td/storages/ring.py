@@ -149,12 +149,6 @@ class Ring:
 
     # -- writes
 
-    def begin(self, lanes: np.ndarray | slice, count: np.ndarray | int) -> np.ndarray:
-        """Give up the rows that a write of ``count`` rows to each of ``lanes`` replaces; return its first serials."""
-        first = self.written[lanes].copy()
-        self.tail[lanes] = np.maximum(self.tail[lanes], np.minimum(first + count - self.steps, first))
-        return first
-
     def publish(self, lanes: np.ndarray | slice, count: np.ndarray | int) -> None:
         """Make the rows of a write live, after their bytes have been copied."""
         self.tail[lanes] = np.maximum(self.tail[lanes], self.written[lanes] + count - self.steps)
@@ -238,13 +232,6 @@ class Ring:
             return None
         inside = (cell >= 0) & (cell < self.longest * self.lanes)
         return inside & ~self.is_live(cell)
-
-    def live_cells(self, rows: list[tuple[int, int]]) -> np.ndarray:
-        """Return the cells of the rows (lane, serial) that are live."""
-        lane, serial = np.array(rows, np.int64).reshape(-1, 2).T
-        lane, serial = lane[lane < self.lanes], serial[lane < self.lanes]
-        is_live = (serial >= self.tail[lane]) & (serial < self.written[lane])
-        return (serial % self.steps * self.lanes + lane)[is_live]
 
     # -- numbers and ages
 

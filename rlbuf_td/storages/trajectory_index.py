@@ -91,10 +91,11 @@ class TrajectoryIndex:
 
     def reach(self, index: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return :meth:`steps_back`, :meth:`steps_ahead` and :meth:`ended` of the rows, ``[B]`` each."""
-        episodes = self.episodes()
-        flat = flat_rows(index, self.storage, self.storage.device)
-        refuse_unwritten(flat, self.storage)
-        return episodes.spans(flat)[:3]
+        with self.storage.lock:  # no row is half written
+            episodes = self.episodes()
+            flat = flat_rows(index, self.storage, self.storage.device)
+            refuse_unwritten(flat, self.storage)
+            return episodes.spans(flat)[:3]
 
     def steps_back(self, index: Any) -> torch.Tensor:
         """Return the number of stored rows before each row in its trajectory, ``[B]`` int64."""
@@ -126,7 +127,8 @@ class TrajectoryIndex:
 
         Cost: O(E + K); on other devices, O(T * E).
         """
-        return self.episodes().whole(only_finished=only_finished)
+        with self.storage.lock:
+            return self.episodes().whole(only_finished=only_finished)
 
     def episodes(self) -> Episodes:
         """Return the storage's episodes, up to date; the errors are those of a look-up."""

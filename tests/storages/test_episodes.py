@@ -42,7 +42,8 @@ class Pair:
     def begin(self, rows: list[tuple[int, bool, int]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         lane = np.array([lane for lane, *_ in rows])
         lanes, counts = np.unique(lane, return_counts=True)
-        first = self.ring.begin(lanes, counts)
+        first = self.ring.written[lanes].copy()
+        self.ring.tail[lanes] = np.maximum(self.ring.tail[lanes], np.minimum(first + counts - STEPS, first))
         serial = dict(zip(lanes.tolist(), first.tolist(), strict=True))
         for each, done, traj in rows:
             self._put(serial[each] % STEPS, each, done, traj)
