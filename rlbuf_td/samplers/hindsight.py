@@ -160,7 +160,8 @@ class HindsightSampler(SamplerWrapper):
         rows, mask = choose_goals(bound.trajectories.episodes(), drawn, uniform, law, row_count(storage))
         begin, end = law.thresholds[-2:]
         if begin < end:  # goals of the strategy "random" are numbers of written rows
-            rows = torch.where((uniform >= begin) & (uniform < end), nth_rows(storage, rows), rows)
+            is_random = (uniform >= begin) & (uniform < end)
+            rows = torch.where(is_random, nth_rows(storage, torch.where(is_random, rows, 0)), rows)
         if owner is not None:
             rows, mask = rows[owner], mask[owner]
         outcomes = bound.outcomes
