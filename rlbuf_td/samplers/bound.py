@@ -254,12 +254,12 @@ class BoundBatch:
 
     def sample(self) -> Blank | None:  # the caller holds the storage's lock
         """Return a batch, or None if the bound stages cannot be used."""
-        written, self.newest = len(self.storage), self.storage.ring.newest
+        written, self.newest = self.storage.ring.extent()
         if not written or self.is_busy or not self.draw.holds():
             return None
         if self.reading is not None and self.reading.picks_any_row and self.storage.ring.holes:
             return None
-        episodes = 0 if self.trajectories is None else self.trajectories.episodes().address
+        episodes = 0 if self.trajectories is None else self.storage.episodes_now().address
         blank = self.blanks.take()
         self.is_busy = True
         try:

@@ -136,6 +136,8 @@ class Episodes:
                 memory[1][BACK_OF_NEXT] = -1
         self.numbers, self.following = memory
         self.record: np.ndarray | None = self._describe() if uses_numba(device) else None
+        #: The address of the record that loops read; 0 where torch takes their place.
+        self.address: int = 0 if self.record is None else self.record.ctypes.data
 
     def _describe(self) -> np.ndarray:
         """Return the record that loops read."""
@@ -148,11 +150,6 @@ class Episodes:
         row_bytes = rows.flat.stride(0) * rows.flat.element_size()
         shape = {"steps": rows.steps, "lanes": self.lanes, "row_bytes": row_bytes}
         return record_of(EPISODES, **memory, **shape, flag_count=len(self.flags), id_offset=name, id_size=size)
-
-    @property
-    def address(self) -> int:
-        """The address of the record that loops read; 0 where torch takes their place."""
-        return 0 if self.record is None else self.record.ctypes.data
 
     @property
     def steps(self) -> int:
@@ -281,10 +278,12 @@ class Episodes:
 
     def refresh(self) -> None:
         """Prepare look-ups after writes and edits."""
-        state = self.state[0]
+        state = self.state.values[0]
+        if state == CURRENT:
+            return
         if state >= STALE:
             self._build(is_new=state == NEW)
-        elif state == OPEN:
+        else:
             close_all_(self._numbers())
         self.state[0] = CURRENT
 

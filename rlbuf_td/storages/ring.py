@@ -130,6 +130,14 @@ class Ring:
         """The slot of the next row, of lanes that stand together."""
         return self._numbers[self.lanes] % self.steps
 
+    def extent(self) -> tuple[int, int]:
+        """Return the number of cells of the time steps up to the longest lane, and :attr:`newest`."""
+        common = self.common()
+        if common is None:
+            return self.longest * self.lanes, self.newest
+        tail, written = common
+        return (written - tail) * self.lanes, (written - 1) % self.steps if written > tail else -1
+
     @property
     def newest(self) -> int:
         """The slot of the newest row; -1 if there is none, or lanes do not stand together."""
