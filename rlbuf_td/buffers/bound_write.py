@@ -141,7 +141,7 @@ class BoundWrite:
         if self.entry is not None:
             found |= self.entry.fields
         if self.episodes is not None:
-            found["episodes"] = self.episodes.address
+            found["episodes"] = self.episodes.locate_rows()
         if self.storage.shared_rows is not None:
             found |= self.storage.shared_rows.journal.addresses
         return found

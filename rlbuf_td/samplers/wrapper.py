@@ -115,7 +115,7 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):
         self.has_checked_order, needed = True, self.steps_needed
         if needed < 2 or device_of(storage).type != "cpu":
             return
-        found = stretches_of(self._trajectories(storage).storage)
+        found = stretches_of(storage)
         if found.are_interleaved(needed):
             warnings.warn(
                 f"trajectories are stored in stretches of {found.mean:.1f} rows on average, because rows of several "

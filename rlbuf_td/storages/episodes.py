@@ -129,9 +129,7 @@ class Episodes:
         device, lanes = rows.matrix.device, prod(rows.lanes)
         with outside_inference_mode():
             if memory is None:
-                numbers = torch.empty(
-                    lanes, rows.steps, 2, dtype=torch.int32, device=device
-                )  # touched as rows are written
+                numbers = torch.empty(lanes, rows.steps, 2, dtype=torch.int32, device=device)  # no page is touched yet
                 memory = numbers, torch.zeros(2, lanes, dtype=torch.int64, device=device)
                 memory[1][BACK_OF_NEXT] = -1
         self.numbers, self.following = memory
@@ -145,11 +143,17 @@ class Episodes:
         self._extents = rows.extents[[places[key] for key in self.flags], :2].copy()
         name, size = (0, 0) if self.id_key is None else rows.extents[places[self.id_key], :2]
         memory = {"numbers": self.numbers.data_ptr(), "following": self.following.data_ptr()}
-        memory |= {"flags": self._extents.ctypes.data, "rows": rows.flat.data_ptr()}
+        memory |= {"flags": self._extents.ctypes.data}
         memory |= {"tail": self.ring.tail.ctypes.data, "written": self.ring.written.ctypes.data}
         row_bytes = rows.flat.stride(0) * rows.flat.element_size()
         shape = {"steps": rows.steps, "lanes": self.lanes, "row_bytes": row_bytes}
         return record_of(EPISODES, **memory, **shape, flag_count=len(self.flags), id_offset=name, id_size=size)
+
+    def locate_rows(self) -> int:
+        """Store where the rows lie now, which loops that write numbers read; return :attr:`address`."""
+        if self.record is not None:
+            self.record["rows"] = self.rows.flat.data_ptr()
+        return self.address
 
     @property
     def steps(self) -> int:
@@ -186,7 +190,7 @@ class Episodes:
         """
         if self.record is not None:
             rows = np.stack((lanes, first, counts, skips))
-            _loops().note_rows(self.address, len(lanes), rows.ctypes.data)
+            _loops().note_rows(self.locate_rows(), len(lanes), rows.ctypes.data)
             return
         lane = lanes.repeat(counts)
         serial = first.repeat(counts) + np.arange(len(lane)) - (counts.cumsum() - counts).repeat(counts)
@@ -255,7 +259,7 @@ class Episodes:
             self.numbers[lanes, oldest, BACK] = torch.where(has_lost, MOST, 0).int()
             self.following[BACK_OF_NEXT] = torch.from_numpy(self.ring.written > self.ring.tail).long() - 1
         if self.record is not None:
-            _loops().build(self.address)
+            _loops().build(self.locate_rows())
         else:
             shape = self.rows.steps, self.lanes
             build_(self._numbers(), self._ended().view(shape), self._names().view(shape))

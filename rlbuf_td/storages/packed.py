@@ -534,7 +534,7 @@ class PackedStorage(LazyTensorStorage):
             device = self.all_rows().matrix.device
             ring.scatter(torch.arange(start, start + count, device=device) % ring.steps)
             self.tell_lost_order()
-            self._mutation_revision_value.value += 1
+            self._bump_mutation_revision()
 
     def publish(self, lanes: np.ndarray, counts: np.ndarray) -> None:
         """Make ``counts[i]`` rows of the lane ``lanes[i]``, whose bytes are stored, the newest rows of this lane."""

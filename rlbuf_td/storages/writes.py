@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 
-from rlbuf_td.kernels.episodes import occurrences
 from rlbuf_td.kernels.host_memory import address_of
 from rlbuf_td.storages.allocate import make_rows
 from rlbuf_td.storages.dedup import DedupLayout
@@ -209,6 +208,15 @@ def refuse_apart(storage: PackedStorage) -> None:
         )
 
 
+def _occurrences(numbers: np.ndarray) -> np.ndarray:
+    """Return for each element how many equal elements precede it, ``[n]`` int64; O(n log n)."""
+    order = np.argsort(numbers, kind="stable")
+    ordered = numbers[order]
+    found = np.empty(len(numbers), np.int64)
+    found[order] = np.arange(len(numbers)) - np.searchsorted(ordered, ordered)
+    return found
+
+
 def append(storage: PackedStorage, lanes: Any, data: TensorDictBase) -> torch.Tensor:
     """Implement :meth:`PackedStorage.append`."""
     data = as_tensordict(storage, data, 1)
@@ -217,7 +225,7 @@ def append(storage: PackedStorage, lanes: Any, data: TensorDictBase) -> torch.Te
     rows = storage.all_rows()
     leaves = rows.layout.collect(data, data.batch_size[:1])
     ring = storage.ring
-    before, more = occurrences(lanes), np.bincount(lanes, minlength=ring.lanes)
+    before, more = _occurrences(lanes), np.bincount(lanes, minlength=ring.lanes)
     cells = (ring.written[lanes] + before) % ring.steps * ring.lanes + lanes
     kept = more[lanes] - before <= ring.steps  # later rows of the call overwrite the others
     if not kept.all():
@@ -307,7 +315,7 @@ def set_steps(storage: PackedStorage, cursor: Any, data: TensorDictBase, set_cur
     else:
         storage.ring.scatter(torch.from_numpy(steps).to(rows.matrix.device))
         storage.tell_lost_order()
-        storage._mutation_revision_value.value += 1
+        count_change(storage)
 
 
 def replace(storage: PackedStorage, cursor: Any, data: TensorDictBase) -> None:

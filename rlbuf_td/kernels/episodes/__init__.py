@@ -185,12 +185,3 @@ def whole(of: Lanes, only_finished: bool) -> tuple[Tensor, Tensor]:
     is_first = exists & ((back & STEPS) == 0) & ((left > 0) | (not only_finished))
     length = torch.where(left > 0, left, (of.written - of.tail)[:, None] - age)
     return (slot * of.numbers.shape[0] + lane)[is_first], length[is_first]
-
-
-def occurrences(numbers: np.ndarray) -> np.ndarray:
-    """Return for each element how many equal elements precede it, ``[n]`` int64; O(n log n)."""
-    order = np.argsort(numbers, kind="stable")
-    ordered = numbers[order]
-    found = np.empty(len(numbers), np.int64)
-    found[order] = np.arange(len(numbers)) - np.searchsorted(ordered, ordered)
-    return found
