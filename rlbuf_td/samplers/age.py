@@ -26,8 +26,7 @@ def young_count(storage: Any, max_age: int) -> int:
 def nth_young(storage: Any, max_age: int, number: Tensor) -> Tensor:
     """Return flat indices, ``[B]`` int64; ``number`` counts the rows that are at most ``max_age`` old from 0 on."""
     if stand_apart(storage):
-        span = storage.ring.count.clip(max=max_age + 1)
-        return storage.ring.newest_cells(span).to(number.device)[number]
+        return storage.ring.newest_of(number, storage.ring.count.clip(max=max_age + 1))
     rows, lanes = len(storage), lanes_of(storage).numel()
     after_newest = (last_step(storage, rows // lanes) + 1) * lanes
     return (number + (after_newest - young_count(storage, max_age))) % rows
@@ -36,6 +35,6 @@ def nth_young(storage: Any, max_age: int, number: Tensor) -> Tensor:
 def is_young(storage: Any, max_age: int, flat: Tensor) -> Tensor:
     """Return whether each row is at most ``max_age`` time steps of its lane old, ``[B]`` bool."""
     if hasattr(storage, "ring"):
-        return storage.ring.reach(flat)[1] <= max_age
+        return (storage.ring.reach(flat)[1] <= max_age) & storage.ring.is_live(flat)
     steps, lanes = len(storage) // lanes_of(storage).numel(), lanes_of(storage).numel()
     return (last_step(storage, steps) - flat // lanes) % steps <= max_age

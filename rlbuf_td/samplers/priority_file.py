@@ -68,7 +68,7 @@ class PriorityFile:
 
     def found(self, storage: PackedStorage) -> tuple[Tensor, float]:
         """Return the magnitudes that earlier processes have left, -1 for rows written since, and the largest so far."""
-        kept, cells = torch.full((self.cells,), -1.0, dtype=torch.float64), written_rows(storage)
+        kept, cells = torch.full_like(self.magnitude, -1.0), written_rows(storage)
         found = self.magnitude[cells]
         is_kept = found.isfinite() & (found >= 0) & (self.following[cells] == storage.ring.stamp(cells) + 1)
         kept[cells] = torch.where(is_kept, found, -1.0)
@@ -80,7 +80,9 @@ class PriorityFile:
         self.magnitude[rows] = magnitude[rows].to(torch.float64)
         self.largest[0] = largest
         if storage is not None and storage.rows is not None:
-            cells = torch.arange(storage.rows.cells, device="cpu")[rows] if isinstance(rows, slice) else rows
+            if isinstance(rows, slice):
+                rows = torch.arange(*rows.indices(storage.rows.cells), device="cpu")
+            cells = rows
             self.following[cells] = storage.ring.stamp(cells) + 1
 
     def __getstate__(self) -> dict[str, Any]:

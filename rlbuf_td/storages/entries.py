@@ -43,9 +43,10 @@ class Sections:
 
     @classmethod
     def of(cls, dedup: DedupLayout, shape: torch.Size) -> Sections:
-        # Twice as many entries as the rows refer to, because a write may keep those that it replaces until it ends.
+        # Twice as many entries as the rows refer to, because a write may keep those that it replaces until it ends, and
+        # three chunks more per lane: both kinds may begin within a chunk, and the new ones in a chunk of their own.
         cells, lanes = prod(shape), prod(shape[1:])
-        chunks = tuple(lanes * (2 + (2 * shape[0] * group.names >> group.bits)) for group in dedup.groups)
+        chunks = tuple(lanes * (3 + (2 * shape[0] * group.names >> group.bits)) for group in dedup.groups)
         most = max(count << group.bits for count, group in zip(chunks, dedup.groups, strict=True))
         if most > _MAX_ENTRIES:
             fit = f"{cells * _MAX_ENTRIES // most:,} of these fit. Take a smaller max_size"

@@ -227,6 +227,7 @@ class PackedStorage(LazyTensorStorage):
             ring = self.ring
             more = value // ring.lanes - ring.longest
             if more < 0:
+                self._forget_entries()
                 ring.empty()
                 more = value // ring.lanes
             ring.publish(slice(None), more)
@@ -282,12 +283,15 @@ class PackedStorage(LazyTensorStorage):
             with self.lock:
                 self.episode_keys, self.episodes = keys, None
                 if self.rows is not None:
-                    self.find_episodes(None, None)
-                    self.mark_episodes(NEW)
+                    self.find_episodes()
+                    self.mark_episodes(STALE if self.reopened else NEW)
+                    if self.reopened and self.episodes is not None:
+                        self.episodes.end()
         self.uses_episode_keys = True
 
-    def find_episodes(self, before: Episodes | None, memory: tuple[torch.Tensor, torch.Tensor] | None) -> None:
-        """Make the numbers of the rows' episodes, equal to those of ``before``, or in ``memory`` if it is given."""
+    def find_episodes(self, before: Episodes | None = None) -> None:
+        """Make the numbers of the rows' episodes, equal to those of ``before`` if it is given."""
+        memory = None if self.shared_rows is None else self.shared_rows.of_episodes
         with suppress(KeyError, TypeError, SchemaError):  # a look-up raises it
             self.episodes = Episodes(self.all_rows(), self._ring, self.episode_keys, self.episode_state, memory)
             if before is not None:
@@ -307,7 +311,7 @@ class PackedStorage(LazyTensorStorage):
             keys = EpisodeKeys(tuple(saved["done_key"]), None if traj_key is None else tuple(traj_key))
             if keys != self.episode_keys:
                 self.episode_keys, self.episodes = keys, None
-                self.find_episodes(None, None)
+                self.find_episodes()
         if self.episodes is not None:
             names = [[*key] if key else None for key in self.episode_keys]
             has_same_keys = saved is not None and names == [saved["done_key"], saved["traj_key"]]
@@ -678,9 +682,10 @@ class PackedStorage(LazyTensorStorage):
             self._ring = Ring(rows.steps, lanes)
             self._ring.written += before.written.max()
             self._ring.empty()
-        memory = None if self.shared_rows is None else self.shared_rows.place(rows)
+        if self.shared_rows is not None:
+            self.shared_rows.place(rows)
         self.rows, self.live, self.episodes = rows, None, None
-        self.find_episodes(episodes, memory)
+        self.find_episodes(episodes)
         self.device = rows.matrix.device
         self.max_size = rows.cells
         self.__dict__["_total_shape_value"] = rows.shape
@@ -738,13 +743,17 @@ class PackedStorage(LazyTensorStorage):
 
     @held_back
     def _empty(self) -> None:
+        self._forget_entries()
+        self.ring.empty()
+        self.row_class = None
+        self._mutation_revision_value.value += 1
+
+    def _forget_entries(self) -> None:
+        """Give up the entries of deduplicated rows, all of which go."""
         if self.rows is not None:
             if self.dedup is not None:
                 writes.begin(self)
             self.rows.forget()
-        self.ring.empty()
-        self.row_class = None
-        self._mutation_revision_value.value += 1
 
     def share_memory_(self) -> Self:
         """Share the rows with processes that are forked later, or that are spawned and receive this storage.

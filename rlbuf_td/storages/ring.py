@@ -192,8 +192,8 @@ class Ring:
 
     def lose_order(self, device: torch.device | str = "cpu") -> None:
         """Note that the rows written so far may be in any order."""
-        cells = torch.arange(self.steps * self.lanes, device=device)
         if self.in_order:
+            cells = torch.arange(self.steps * self.lanes, device=device)
             serials = torch.where(self.is_live(cells), self.serial(cells), -1)
             if self.generations is None:
                 with outside_inference_mode():
@@ -246,12 +246,17 @@ class Ring:
     def cell_of(self, number: Tensor) -> Tensor:
         """Return the cells of the live rows with these numbers, ``[B]``, each in ``0 .. len(ring) - 1``.
 
-        The number itself is the cell while the live rows fill all cells, or the cells from 0 on.
+        The number itself is the cell while the live rows fill all cells, or the cells from 0 on; otherwise, numbers go
+        lane after lane.
         """
         common, count = self.common(), self.count
         is_filled = common is not None and (common[1] - common[0] == self.steps or not common[0] % self.steps)
         if is_filled or ((count == count[0]).all() and (count[0] == self.steps or not (self.tail % self.steps).any())):
             return number
+        return self.newest_of(number, count)
+
+    def newest_of(self, number: Tensor, count: np.ndarray) -> Tensor:
+        """Return the cells of the newest ``count`` rows of each lane with these numbers, ``[B]``, lane after lane."""
         ends = torch.from_numpy(count.cumsum()).to(number.device)
         lane = torch.searchsorted(ends, number, right=True)
         _, written = self._of(lane)

@@ -156,3 +156,22 @@ def test_an_episode_cut_before_a_load_is_not_whole(tmp_path: Path) -> None:
     rb.dumps(tmp_path)
     larger.loads(tmp_path)
     assert [each.sample()["x"].unique().tolist() for each in (rb, larger)] == [[7], [7]]
+
+
+@needs_fork
+def test_processes_share_the_episodes_of_keys_of_ones_own() -> None:
+    storage = PackedStorage(20, shared=True)
+    rb = ReplayBuffer(storage=storage)
+    rb.extend(rows(0, [0] * 3, with_ids=False).set("end", torch.tensor([False, False, True])))
+    index = TrajectoryIndex.of(storage, done_key="end", traj_key=None)
+    assert index.length(torch.arange(3)).tolist() == [3] * 3
+    in_child(lambda: rb.extend(rows(3, [0] * 4, with_ids=False).set("end", torch.tensor([False, True, False, False]))))
+    assert index.length(torch.arange(7)).tolist() == [3, 3, 3, 2, 2, 2, 2]
+
+
+def test_breaks_of_keys_of_ones_own_outlast_reopenings(tmp_path: Path) -> None:
+    for first in (0, 3, 6):
+        with ReplayBuffer(storage=PackedStorage(20, scratch_dir=tmp_path, reopen=True)) as rb:
+            index = TrajectoryIndex.of(rb.storage, done_key="end", traj_key=None)
+            rb.extend(rows(first, [0] * 3, with_ids=False).set("end", torch.zeros(3, dtype=torch.bool)))
+            assert index.length(torch.arange(first + 3)).tolist() == [3] * (first + 3)

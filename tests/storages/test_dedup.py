@@ -251,6 +251,22 @@ def test_state_with_entries_of_rows_that_were_there_once_goes_anywhere(arguments
     assert_same(other[:], few[:])
 
 
+@pytest.mark.parametrize("written", range(10, 30))
+def test_a_load_into_shared_rows_keeps_old_and_new_observations_apart(written: int) -> None:
+    def fresh(count: int) -> TensorDict:
+        seen = torch.arange(8.0 * count).view(count, 2, 4)
+        return TensorDict({"observation": seen, "next": {"observation": -seen}}, [count, 2])
+
+    shared = PackedStorage(10, ndim=2, shared=True, share_next=["observation"])
+    plain = PackedStorage(10, ndim=2)
+    for step in fresh(written):
+        shared.write(shared.ring.cursor, step, single=True)
+    plain.set(range(5), fresh(5) + 1_000)
+    shared.load_state_dict(plain.state_dict())
+    assert_same(shared[:], plain[:])
+    check_entries(shared)
+
+
 POOLED = partial(PackedStorage, share_next=True, frames={"pixels": FRAMES})
 KINDS: dict[str, Any] = {
     "plain": PackedStorage,

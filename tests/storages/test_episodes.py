@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from rlbuf_td.storages.episodes import STALE, EpisodeKeys, Episodes
+from rlbuf_td.storages.episodes import NEW, STALE, EpisodeKeys, Episodes
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.ring import Ring
 from rlbuf_td.storages.rows import PlainRows
@@ -109,3 +109,16 @@ def test_episodes_are_those_of_the_model(form: str, history: list[tuple[str, lis
         for how, rows in history:
             getattr(pair, "breaks" if how == "break" else how)(rows)
             pair.check()
+
+
+@pytest.mark.parametrize("form", ["compiled", "torch"])
+def test_episodes_of_unknown_beginning_are_never_whole(form: str) -> None:
+    with forced("torch") if form == "torch" else nullcontext():
+        pair = Pair()
+        for _ in range(2):
+            pair.write([(0, False, 1)] * 4)
+        pair.episodes.mark(NEW)
+        for _ in range(3):
+            assert not pair.episodes.spans(torch.arange(0, 2 * STEPS, LANES)).whole.any()
+            pair.episodes.check()
+            pair.write([(0, False, 1)] * 2)

@@ -166,12 +166,12 @@ def build_(of: Lanes, ended: Tensor, name: Tensor) -> None:
     end, identity, is_oldest = ended[slot, lane], name[slot, lane], age == 0
     begins = (old < 0) | end.roll(1, 1) | (identity != identity.roll(1, 1))
     start = torch.where(begins & ~is_oldest, age, 0).cummax(1).values
-    back = age - start + torch.where(start == 0, old[:, :1] & STEPS, 0)
+    back = age - start + torch.where(start == 0, (old[:, :1] & STEPS).clamp(max=MOST), 0)
     kept = torch.where(old < 0, BREAK, back.clamp(max=MOST))
     of.numbers[lane, slot, BACK] = torch.where(exists & ~is_oldest, kept, old).int()
     of.numbers[lane, slot, LEFT] = end.int()
     newest = (of.written - of.tail - 1).clamp(min=0)[:, None]
-    back_of_next = torch.where(end, 0, back + 1).gather(1, newest)[:, 0]
+    back_of_next = torch.where(end, 0, (back + 1).clamp(max=MOST)).gather(1, newest)[:, 0]
     is_known = (of.written > of.tail) & (of.following[BACK_OF_NEXT] >= 0)
     of.following[BACK_OF_NEXT] = torch.where(is_known, back_of_next, of.following[BACK_OF_NEXT])
     of.following[ID] = torch.where(of.written > of.tail, identity.gather(1, newest)[:, 0], of.following[ID])

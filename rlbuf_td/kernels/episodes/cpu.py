@@ -228,7 +228,7 @@ def build(address):
             at, row = lane_at + 8 * slot, _row(record, lane, slot)
             old, own = np.int64(load(at, np.int32)), _id_of(record, row)
             if serial == tail:
-                back = old & STEPS
+                back = min(old & STEPS, MOST)
             elif old < 0 or ended or own != name:
                 _close(record, lane, tail, serial)
                 back = np.int64(0)
@@ -241,4 +241,4 @@ def build(address):
             _close(record, lane, tail, written)
         store(follows + 8 * record.lanes * ID, name, np.int64)
         if load(follows, np.int64) >= 0:
-            store(follows, np.int64(0) if ended else back + 1, np.int64)
+            store(follows, np.int64(0) if ended else min(back + 1, MOST), np.int64)

@@ -157,6 +157,8 @@ class SharedRows(Attached):
         # Size of the rows' description in bytes (0: none yet), and its checksum.
         self._described = SharedNumbers("q", [0, 0]).share_memory_()
         self._has_rows = False  # whether this process maps the rows
+        #: Memory for the numbers of episodes, and for what follows in each lane.
+        self.of_episodes: tuple[torch.Tensor, torch.Tensor] | None = None
         self._journal_file: JournalFile | None = None
         #: The cursor and the write count of the first ring writer over rows in a file, which later processes continue.
         self.of_writer: SharedNumbers | None = None
@@ -194,11 +196,8 @@ class SharedRows(Attached):
             storage.row_class = storage.row_class or RowClass.of_state(found.get("row_class"))
             storage.adopt(find_rows(storage, layout, shape, saved_dedup(layout, found)))
 
-    def place(self, made: Rows) -> tuple[torch.Tensor, torch.Tensor]:
-        """Describe the rows to other processes, and move their ring to shared memory.
-
-        Return memory there for the numbers of episodes, and for what follows in each lane.
-        """
+    def place(self, made: Rows) -> None:
+        """Describe the rows to other processes, and move their ring to shared memory."""
         flat, description = made.flat, {"layout": made.layout.state(), "shape": list(made.shape)}
         if self.storage.row_class is not None:
             description["row_class"] = self.storage.row_class.state()
@@ -225,7 +224,7 @@ class SharedRows(Attached):
             self._described[1] = zlib.crc32(text.numpy())
             following[BACK_OF_NEXT] = -1
             self._described[0] = len(text)  # last
-        return episodes.view(torch.int32).view(lanes, made.steps, 2), following
+        self.of_episodes = episodes.view(torch.int32).view(lanes, made.steps, 2), following
 
     def _room(self, file: JournalFile, first: int, copies: int, nbytes: int) -> Callable[[int], None]:
         """Return what reserves disk space for copies of rows, from byte ``first`` on; reserve that of all else."""
@@ -272,7 +271,7 @@ class SharedRows(Attached):
 
     def __getstate__(self) -> dict[str, Any]:
         # Without the storage, so that TorchRL's data sets can send the state of a storage without the storage.
-        return self.__dict__ | {"_has_rows": False, "_owner": None}
+        return self.__dict__ | {"_has_rows": False, "of_episodes": None, "_owner": None}
 
 
 def _refuse_other(storage: PackedStorage, shape: torch.Size) -> None:
@@ -324,6 +323,7 @@ def share(storage: PackedStorage, journal_file: JournalFile | None = None) -> No
             moved.restore_(written.matrix, written.used_entries())
         elif rows is not None:
             rows.keeps_replaced = True
-            storage.find_episodes(storage.episodes, shared.place(rows))
+            shared.place(rows)
+            storage.find_episodes(storage.episodes)
         storage.shared = storage.scratch_dir is None
         storage.lock, storage.live = lock, None
