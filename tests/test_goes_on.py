@@ -244,7 +244,7 @@ def product() -> Iterator[tuple[str, Maker]]:
         for sampler in ("uniform", "proportional", "rank"):
             yield f"{sampler}, {form}", replace(kind.of(SAMPLERS[sampler]), turn=3 if kind.lacks else 9)
     for sampler, make in THEIRS.items():
-        lacks = ("torch.save",) if "Prioritized" in sampler else ()  # its trees are objects of C++
+        lacks = ("torch.save", "dump") if "Prioritized" in sampler else ()  # its trees are objects of C++
         yield f"{sampler}, rows", replace(TORCHRLS_RING.of(make, *lacks), turn=5)
 
 

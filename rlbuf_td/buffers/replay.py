@@ -1647,8 +1647,8 @@ class ReplayBuffer(TensorDictReplayBuffer):
         """Save rows, priorities, counters, trajectories and random generators in the folder ``path``.
 
         If the process is killed during the call, either the previous dump or the new dump is intact. Data that has not
-        changed since the previous dump is not written again. TorchRL's buffers cannot load a dump;
-        ``theirs.extend(rb.chronological())`` copies the rows to a TorchRL buffer.
+        changed since the previous dump is not written again. The folder holds JSON and the bytes of tensors. TorchRL's
+        buffers cannot load a dump; ``theirs.extend(rb.chronological())`` copies the rows to a TorchRL buffer.
 
         A program that goes on in mid-episode also saves its environment and its recorder, see
         :meth:`GymnasiumRecorder.state_dict`.
@@ -1662,7 +1662,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
 
         Raises:
             CheckpointError: a component cannot be saved without pickle, ``path`` is a file, or the folder has a
-                ``manifest.json`` of another program or of a newer version of this package.
+                ``manifest.json`` of another program.
             OSError: a file cannot be written (the disk is full, for example); the previous dump is intact.
             NotImplementedError: the storage's default checkpointer has been replaced.
         """
@@ -1689,13 +1689,15 @@ class ReplayBuffer(TensorDictReplayBuffer):
 
         Storage, sampler and writer must have the same classes as in the saved buffer. A :class:`PackedStorage` may have
         another capacity than the saved one, but not in a :class:`RolloutBuffer`, and not if the saved buffer's writer
-        had ``track_generations=True`` (``rows_only`` loads these rows). If the saved rows exceed the capacity, the
-        oldest are dropped, with a warning. New collectors may use the same trajectory ids (``("collector",
-        "traj_ids")``) again. A load therefore ends unfinished trajectories that have ids. The two buffers may differ in
-        ``prefetch``, ``device`` and transforms. A dump has no batches drawn ahead: :meth:`dumps` drops them, and both
-        buffers draw their rows anew, except with TorchRL's ``SamplerWithoutReplacement``: the loading buffer skips
-        them in this epoch (use a :class:`MinibatchSampler`). Flow control goes on from the saved counts if its settings
-        are the same; otherwise the rows count as written, and as sampled as often as ``samples_per_insert`` asks.
+        had ``track_generations=True`` (``rows_only`` loads these rows). The rows are then read into RAM and written to
+        this buffer in order of age, with their priorities; epochs begin anew, and all rows are fresh. If the saved rows
+        exceed the capacity, the oldest are dropped, with a warning. New collectors may use the same trajectory ids
+        (``("collector", "traj_ids")``) again. A load therefore ends unfinished trajectories that have ids. The two
+        buffers may differ in ``prefetch``, ``device`` and transforms. A dump has no batches drawn ahead: :meth:`dumps`
+        drops them, and both buffers draw their rows anew, except with TorchRL's ``SamplerWithoutReplacement``: the
+        loading buffer skips them in this epoch (use a :class:`MinibatchSampler`). Flow control goes on from the saved
+        counts if its settings are the same; otherwise the rows count as written, and as sampled as often as
+        ``samples_per_insert`` asks.
 
         Args:
             path: the folder of the dump.
@@ -1712,9 +1714,8 @@ class ReplayBuffer(TensorDictReplayBuffer):
             given = {"rows_only": rows_only or None, "default_generator": default_generator or None}
             self._refuse_given(progress=progress, **given)
             return super().loads(path)
-        connect = partial(self._connect, default_priorities=rows_only)
         how: Any = {"rows_only": rows_only, "default_generator": default_generator, "progress": progress}
-        load_buffer(self, path, connect, self._fully_locked(), **how)
+        load_buffer(self, path, self._connect, self._fully_locked(), **how)
 
     def _refuse_checkpointer(self) -> NoReturn:
         raise NotImplementedError(_NO_CHECKPOINTERS)

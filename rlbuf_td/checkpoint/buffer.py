@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Protocol
 
+import torch
 from tensordict import TensorDictBase
 from torchrl.data.replay_buffers import RoundRobinWriter
 
 from rlbuf_td.checkpoint import parts
 from rlbuf_td.checkpoint.files import DumpReader, Report, explained, progress_bar, reading, write_state, writing
 from rlbuf_td.checkpoint.manifest import CheckpointError, decode
-from rlbuf_td.checkpoint.rows import SavedRows, moved_episodes, newest_rows, split_rows
+from rlbuf_td.checkpoint.rows import SavedRows, opened, split_rows
 from rlbuf_td.storages import PackedStorage, torchrl_parts
 from rlbuf_td.storages.checks import OUT_OF_ORDER
 from rlbuf_td.storages.indexing import row_count
 
 KIND = "buffer"
 _COUNTERS = "_cursor", "_write_count"
-Hook: TypeAlias = Callable[[], object]
+
+
+class Connect(Protocol):
+    """Connects the parts of a buffer after a load."""
+
+    def __call__(self, *, default_priorities: bool) -> object: ...
 
 
 def dump_buffer(rb: Any, path: str | Path, progress: bool | None = None, *, sync: bool = True) -> None:
@@ -34,7 +38,7 @@ def dump_buffer(rb: Any, path: str | Path, progress: bool | None = None, *, sync
 def load_buffer(
     rb: Any,
     path: str | Path,
-    connect: Hook,  # called after all components are loaded
+    connect: Connect,  # called after all components are loaded
     alone: Any,  # a context manager that holds all locks of rb
     *,
     rows_only: bool,
@@ -52,10 +56,9 @@ def load_buffer(
                 load.apply(report, connect)
         if default_generator:
             parts.restore_default_generators(load.saved["default_generator"])
-    if load.rows and load.rows.fit.dropped:
-        fit = load.rows.fit
-        room = f"the buffer has room for {fit.steps}"
-        warnings.warn(f"the {fit.dropped} oldest time steps of the dump were dropped: {room}", stacklevel=3)
+    if load.rows and load.rows.dropped:
+        room = f"the buffer has room for {load.rows.capacity}"
+        warnings.warn(f"the {load.rows.dropped} oldest time steps of the dump were dropped: {room}", stacklevel=3)
 
 
 class _Load:
@@ -65,6 +68,7 @@ class _Load:
         self.rb, self.rows_only = rb, rows_only
         self.saved: dict[str, Any] = decode(reader.manifest.state, reader.read)
         self.rows: SavedRows | None = None
+        self.priorities: tuple[torch.Tensor, float] | None = None
         storage, saved = rb.storage, self.saved["storage"]
         self._refuse_other_parts()
         # A dump made before the first write has no rows, but keys if its storage was reserved. A storage with rows
@@ -73,7 +77,9 @@ class _Load:
             self.rows = SavedRows(reader, saved, storage)
             if not self.rows.in_order and getattr(rb.sampler, "needs_order", False):
                 raise CheckpointError(f"a {type(rb.sampler).__name__} needs rows in time order, and {OUT_OF_ORDER}")
-            self._resize(self.rows)
+            if not self.rows.fits and not rows_only:
+                self._take_other_capacity(self.rows)
+        self.is_exact = not rows_only and (self.rows is None or self.rows.fits)
         parts.refuse_malformed(rb, self.saved)
 
     def _refuse_other_parts(self) -> None:
@@ -90,61 +96,52 @@ class _Load:
         if saved["storage"]["ndim"] != rb.storage.ndim:
             raise CheckpointError(f"the dump has ndim={saved['storage']['ndim']}, this buffer {rb.storage.ndim}")
 
-    def _resize(self, rows: SavedRows) -> None:
-        fit, saved, lanes, capacity = rows.fit, self.saved, prod(rows.lanes), rows.capacity
-        tracks = not self.rows_only and "_generation" in saved["writer"]["state"]
-        is_tied = getattr(self.rb.writer, "needs_capacity", False) or tracks
-        if is_tied and not fit.is_same:
-            sizes = f"the dump has {saved['storage']['shape'][0]} time steps, this buffer {capacity}"
+    def _take_other_capacity(self, rows: SavedRows) -> None:
+        """Refuse parts whose state belongs to one capacity; keep the priorities of the rows."""
+        writer, sampler = self.saved["writer"]["state"], self.saved["sampler"]["state"]
+        if getattr(self.rb.writer, "needs_capacity", False) or "_generation" in writer:
+            sizes = f"the dump has {rows.steps} time steps, this buffer {rows.capacity}"
             raise CheckpointError(f"{sizes}: rollouts and tracked generations need the same capacity")
-        if not self.rows_only:
-            resized = None if fit.is_same else fit.rows(lanes), capacity * lanes, fit.moves
-            saved["sampler"]["state"] = parts.resized_state(self.rb.sampler, saved["sampler"]["state"], *resized)
-        if fit.is_same:
-            return
-        state = saved["storage"]["state"]
-        saved["storage"]["state"] = {
-            "layout": state["layout"],
-            "_len": fit.steps * lanes,
-            "full": fit.steps == capacity,
-            "ring": state["ring"] | {"head": newest_rows(state["ring"]["head"], capacity)},
-            "episodes": moved_episodes(state["episodes"], fit.rows(lanes), lanes),
-            "reserved": state.get("reserved", False),
-            "row_class": state.get("row_class"),
-        }
-        saved["writer"]["state"] |= {"_cursor": fit.steps % capacity}
+        parts.refuse_other_capacity(self.rb.sampler)
+        self.priorities = parts.saved_priorities(self.rb, sampler, rows.matrix.shape[:-1].numel())
 
-    def apply(self, report: Report, connect: Hook) -> None:
+    def apply(self, report: Report, connect: Connect) -> None:
         """Load all states into the buffer; if a component refuses its state, undo all changes."""
-        rb, storage, saved = self.rb, self.rb.storage, self.saved
-        allocated = self.rows.allocated(report) if self.rows is not None else None
+        rb, storage, saved, moved = self.rb, self.rb.storage, self.saved, None
+        writer, sampler = saved["writer"]["state"], saved["sampler"]["state"]
+        found = self.rows.read(report) if self.rows is not None else None
         with parts.Rollback() as rollback:
             if not self.rows_only:
                 if rb.episode_stats is not None and saved["buffer"]["stats"] is not None:
                     rollback.load(rb.episode_stats, saved["buffer"]["stats"])
-                rollback.load(rb.writer, saved["writer"]["state"])
+                rollback.load(rb.writer, writer)
                 rollback.load(rb.transform, saved["transform"])
-            if not self.rows_only:
-                rollback.load(rb.sampler, saved["sampler"]["state"])
+                if self.is_exact:
+                    rollback.load(rb.sampler, sampler)
+                else:
+                    parts.restore_settings(rb.sampler, sampler, rollback)
             if self.rows is not None:
-                self.rows.put(allocated, report)
-                storage.restore_counters(saved["storage"]["state"])
+                moved = self.rows.put(found, report)
             else:
                 torchrl_parts.empty_part(storage)
         # The code below cannot fail.
-        if self.rows_only:
+        if not self.is_exact:
             torchrl_parts.empty_part(rb.sampler)
+        if self.rows_only:
             torchrl_parts.empty_part(rb.writer)
-            torchrl_parts.set_cursor(rb.writer, *(saved["writer"]["state"].get(name, 0) for name in _COUNTERS))
+            torchrl_parts.set_cursor(rb.writer, *(writer.get(name, 0) for name in _COUNTERS))
         else:
             parts.restore_buffer(rb, saved["buffer"], saved["generator"])
+        if moved is not None:
+            torchrl_parts.set_cursor(rb.writer, storage.ring.cursor)
         if rb.flow is not None:
             rb.flow.restore(None if self.rows_only else saved["buffer"].get("flow"), row_count(storage))
         parts.end_loaded(rb)
-        connect()
+        connect(default_priorities=not self.is_exact)
+        if moved is not None and self.priorities is not None:
+            parts.set_priorities(rb, self.priorities, *moved)
         if rb.replay_count is not None:
-            same = not self.rows_only and (self.rows is None or self.rows.fit.is_same)
-            rb.replay_count.restore(saved["buffer"]["replays"] if same else None)
+            rb.replay_count.restore(saved["buffer"]["replays"] if self.is_exact else None)
 
 
 @dataclass(frozen=True)
@@ -171,7 +168,7 @@ def open_checkpoint(path: str | Path, *, progress: bool | None = None) -> Checkp
         A :class:`Checkpoint` with the rows, the class names, the capacity, and the states of sampler and writer.
 
     Raises:
-        CheckpointError: the folder holds no dump, a file is missing or damaged, or the dump has another format version.
+        CheckpointError: the folder holds no dump, a file is missing or damaged.
 
     Cost: reads all files and verifies their checksums. The rows take as many bytes of RAM as in the buffer.
 
@@ -191,8 +188,11 @@ def open_checkpoint(path: str | Path, *, progress: bool | None = None) -> Checkp
     """
     with reading(path, KIND) as reader, explained(reader):
         state = decode(reader.manifest.state, reader.read)
-        saved = state["storage"]
-        storage = _storage(reader, saved, progress) if "layout" in saved["state"] else None
+        saved, storage = state["storage"], None
+        if "layout" in saved["state"]:
+            nbytes = sum(reader.tensor(number).nbytes for number in saved["tensors"])
+            with progress_bar("open", nbytes, progress) as report:
+                storage = opened(reader, saved, report)
         return Checkpoint(
             about=reader.manifest.about,
             classes={name: state[name]["class"] for name in ("buffer", "storage", "sampler", "writer")},
@@ -202,16 +202,3 @@ def open_checkpoint(path: str | Path, *, progress: bool | None = None) -> Checkp
             sampler=state["sampler"]["state"],
             writer=state["writer"]["state"],
         )
-
-
-def _storage(reader: DumpReader, saved: dict[str, Any], progress: bool | None) -> PackedStorage:
-    shape = [int(size) for size in saved["shape"]]
-    is_deduplicated = "pooled" in saved["state"]  # the rows keep their saved form
-    storage = PackedStorage(prod(shape), ndim=int(saved["ndim"]), share_next=is_deduplicated and "auto")
-    rows = SavedRows(reader, saved, storage)
-    if rows.lanes != tuple(shape[1:]):
-        raise CheckpointError("the layout of the rows does not fit their size")
-    with progress_bar("open", rows.nbytes, progress) as report:
-        rows.put(rows.allocated(report), report)
-    storage.restore_counters(saved["state"])
-    return storage

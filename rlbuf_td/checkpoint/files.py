@@ -41,8 +41,8 @@ _READERS = max(2, min(_WRITERS, os.cpu_count() or 2))
 
 #: Called with the number of bytes processed since the last call.
 Report = Callable[[int], Any]
-#: A chunk, an offset in bytes to read from, and the tensor to fill; None: only check the chunk.
-Job = tuple[Chunk, int, torch.Tensor | None]
+#: A chunk and the tensor to fill; None: only check the chunk.
+Job = tuple[Chunk, torch.Tensor | None]
 
 
 class DumpWriter:
@@ -134,23 +134,17 @@ class DumpReader:
         for chunk in stored.chunks:  # before memory of these lengths is allocated
             self._require(chunk)
         data = torch.empty(stored.nbytes, dtype=torch.uint8, device="cpu")
-        self.read_into(stored, 0, data, report)
+        self.read_into(stored, data, report)
         return data.view(stored.dtype).view(stored.shape)
 
     def verify(self, tensors: Sequence[Stored], report: Report) -> None:
-        self._read([(chunk, 0, None) for stored in tensors for chunk in stored.chunks], report)
+        self._read([(chunk, None) for stored in tensors for chunk in stored.chunks], report)
 
-    def read_into(self, stored: Stored, start: int, target: torch.Tensor, report: Report) -> None:
-        """Fill the uint8 tensor ``target`` with the bytes of ``stored`` from byte ``start`` on."""
+    def read_into(self, stored: Stored, target: torch.Tensor, report: Report) -> None:
+        """Fill the uint8 tensor ``target`` with the bytes of ``stored``."""
         wait_for_devices([target])
-        jobs: list[Job] = []
-        at = 0
-        for chunk in stored.chunks:
-            first, last = max(start, at), min(start + len(target), at + chunk.nbytes)
-            if first < last:
-                jobs.append((chunk, first - at, target[first - start : last - start]))
-            at += chunk.nbytes
-        self._read(jobs, report)
+        parts = target.split([chunk.nbytes for chunk in stored.chunks]) if stored.chunks else []
+        self._read([*zip(stored.chunks, parts, strict=True)], report)
 
     def _read(self, jobs: list[Job], report: Report) -> None:
         with ThreadPoolExecutor(_READERS) as pool:
@@ -159,19 +153,17 @@ class DumpReader:
 
     def _read_part(self, job: Job) -> int:
         # NumPy uses huge pages, which makes a comparison three times as fast as in torch's memory.
-        chunk, offset, target = job
+        chunk, target = job
         file = self._require(chunk)
-        nbytes = chunk.nbytes if target is None else len(target)
-        data = np.empty(nbytes, np.uint8) if target is None or not target.is_cpu else target.numpy()
+        data = np.empty(chunk.nbytes, np.uint8) if target is None or not target.is_cpu else target.numpy()
         with open(file, "rb") as opened:
-            opened.seek(offset)
-            if opened.readinto(data) != nbytes:  # type: ignore[arg-type]
+            if opened.readinto(data) != chunk.nbytes:  # type: ignore[arg-type]
                 raise CheckpointError(f"{file} became shorter while it was read")
-        if nbytes == chunk.nbytes and checksum(data) != chunk.checksum:  # a part of a chunk has no checksum
+        if checksum(data) != chunk.checksum:
             raise CheckpointError(f"{file} is damaged: its checksum does not match the manifest's")
         if target is not None and not target.is_cpu:
             target.copy_(torch.from_numpy(data))
-        return nbytes
+        return chunk.nbytes
 
     def _require(self, chunk: Chunk) -> Path:
         """Return the file of a chunk; raise a CheckpointError if the file is missing or has the wrong size."""

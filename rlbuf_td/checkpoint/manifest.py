@@ -1,18 +1,12 @@
 """The manifest of a dump, which lists the state and the files with their checksums.
 
 ``manifest.json`` is one JSON object. ``tensors`` lists the dtype, shape and chunks ``[file, length, checksum]`` of
-each tensor. ``state`` holds the other saved values. The last entry is the checksum of all the text before it.
+each tensor; a chunk's file holds bytes of the tensor and nothing else. ``state`` holds the other saved values. The last
+entry is the checksum of all the text before it.
 
-A state consists of numbers, strings, lists, dicts and tensors, and is never pickled. A value that JSON cannot express
-becomes an object with one key, which begins with ``$``:
-
-- ``{"$tensor": 3}``: the tensor ``tensors[3]``.
-- ``{"$float": "nan"}``, ``{"$tuple": [...]}``, ``{"$size": [2, 3]}``, ``{"$dtype": "float32"}``, ``{"$device": "cpu"}``
-  and ``{"$tensordict": ...}``: a value of the named type.
-- ``{"$dict": [[key, value], ...]}``: a dict with a key that is not a string, or with a key that begins
-  with ``$``.
-- ``{"$ordered": ...}``: the state dict of a module, with the ``_metadata`` that torch attaches.
-- ``{"$tree": ["SumSegmentTreeFp32", ...]}``: the class name and leaf values of a C++ tree of a TorchRL sampler.
+A state consists of numbers, strings, lists, dicts with string keys, and tensors, and is never pickled. Tuples and
+shapes become lists. ``{"$tensor": 3}`` stands for the tensor ``tensors[3]``. NaN and infinity are written as Python's
+``json`` writes them.
 """
 
 from __future__ import annotations
@@ -21,7 +15,6 @@ import json
 import math
 import re
 import zlib
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,15 +22,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase
-from torchrl.data.replay_buffers import samplers
+from tensordict import TensorDictBase
 
 from rlbuf_td.storages.notebooks import PROCESSES
 
-FORMAT, VERSION = "rlbuf_td checkpoint", 3
+FORMAT = "rlbuf_td checkpoint"
 MANIFEST = "manifest.json"
+_TENSOR = "$tensor"
 CHUNK_NAME = re.compile(r"[0-9]{6,}-[0-9a-f]{16}-[0-9]+\.bin")
-_HEAD = re.compile(rb'\{\s*"format": "' + FORMAT.encode() + rb'",\s*"version": ([0-9]{1,9}),')
 _SUFFIX = ',\n"checksum": "{}"\n}}\n'
 _SUFFIX_BYTES = len(_SUFFIX.format("0" * 24))
 
@@ -56,6 +48,10 @@ class CheckpointError(ValueError):
 
     def __str__(self) -> str:
         return super().__str__() + PROCESSES
+
+
+class ForeignManifest(CheckpointError):
+    """The file with the manifest's name is of another program."""
 
 
 #: Errors of decoding or loading a malformed state. A manifest with a valid checksum may contain anything.
@@ -119,18 +115,18 @@ class Manifest:
     about: dict[str, Any]  # the kind of dump, when it was written, and by which versions
 
     def to_bytes(self) -> bytes:
-        document: dict[str, Any] = {"format": FORMAT, "version": VERSION, "about": self.about}
+        document: dict[str, Any] = {"format": FORMAT, "about": self.about}
         tensors = [
             {"dtype": str(each.dtype).removeprefix("torch."), "shape": [*each.shape], "chunks": [*each.chunks]}
             for each in self.tensors
         ]
         document |= {"generation": self.generation, "state": self.state, "tensors": tensors}
-        text = json.dumps(document, indent=1, allow_nan=False).removesuffix("\n}").encode()
+        text = json.dumps(document, indent=1).removesuffix("\n}").encode()
         return text + _SUFFIX.format(checksum(text)).encode()
 
     @classmethod
     def read(cls, path: Path) -> Manifest:
-        """Read the manifest in the folder ``path``; refuse a damaged file, and another format or version."""
+        """Read the manifest in the folder ``path``; refuse a file that is damaged or of another program."""
         file = path / MANIFEST
         try:
             data = file.read_bytes()
@@ -138,7 +134,11 @@ class Manifest:
             raise CheckpointError(f"{path} holds no dump: {_instead(path)}") from error
         except OSError as error:
             raise CheckpointError(f"{file} cannot be read: {error}") from error
-        _refuse_damage(file, data)
+        text, suffix = data[:-_SUFFIX_BYTES], data[-_SUFFIX_BYTES:]
+        if suffix != _SUFFIX.format(checksum(text)).encode():
+            if FORMAT.encode() in data[:100]:
+                raise CheckpointError(f"{file} is damaged or cut short: its checksum does not match")
+            raise ForeignManifest(f"{file} is not the manifest of a dump of rlbuf_td, or its beginning is damaged")
         try:
             document = json.loads(data)
             generation, state, about = document["generation"], document["state"], document["about"]
@@ -150,31 +150,14 @@ class Manifest:
 
     @classmethod
     def previous(cls, path: Path) -> Manifest | None:
-        """Return the manifest, or None if it is missing, damaged or of an older version; refuse a newer one."""
+        """Return the manifest, or None if it is missing or damaged; refuse a file of another program."""
         try:
             return cls.read(path)
-        except CheckpointError as error:
-            try:
-                head = (path / MANIFEST).read_bytes()[:100]
-            except OSError:
-                return None
-            if head and (FORMAT.encode() not in head or "install a newer one" in str(error)):
-                remedy = "It is not overwritten: choose another folder, or remove it"
-                raise CheckpointError(f"{error.args[0]}. {remedy}") from error
+        except ForeignManifest as error:
+            remedy = "It is not overwritten: choose another folder, or remove it"
+            raise CheckpointError(f"{error.args[0]}. {remedy}") from error
+        except CheckpointError:
             return None
-
-
-def _refuse_damage(file: Path, data: bytes) -> None:
-    head = _HEAD.match(data)
-    version = int(head[1]) if head else VERSION
-    if version != VERSION:
-        remedy = "install a newer one" if version > VERSION else "load it with the rlbuf_td that wrote it"
-        raise CheckpointError(f"{file} has version {version}, this rlbuf_td reads version {VERSION}: {remedy}")
-    text, suffix = data[:-_SUFFIX_BYTES], data[-_SUFFIX_BYTES:]
-    if head is None or suffix != _SUFFIX.format(checksum(text)).encode():
-        if FORMAT.encode() in data[:100]:
-            raise CheckpointError(f"{file} is damaged or cut short: its checksum does not match")
-        raise CheckpointError(f"{file} is not the manifest of a dump of rlbuf_td, or its beginning is damaged")
 
 
 def _instead(path: Path) -> str:
@@ -191,39 +174,24 @@ def encode(value: Any, tensors: list[torch.Tensor], where: str) -> Any:
     """Convert ``value`` to JSON, and append its tensors to ``tensors``; ``where`` names the value in errors."""
     if isinstance(value, np.integer | np.floating):
         value = value.item()
-    if value is None or isinstance(value, bool | str | int):
+    if value is None or isinstance(value, bool | str | int | float):
         return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else {"$float": repr(value)}
     if isinstance(value, np.ndarray | np.bool_):
         value = torch.as_tensor(value, device="cpu")
     if isinstance(value, torch.Tensor):
         if value.is_nested or value.layout is not torch.strided or value.is_quantized:
             raise CheckpointError(f"{where} is a nested, sparse or quantized tensor, which a dump cannot hold")
         tensors.append(value.detach())
-        return {"$tensor": len(tensors) - 1}
-    if isinstance(value, torch.Size):
-        return {"$size": list(value)}
-    if isinstance(value, torch.dtype | torch.device):
-        return {f"${type(value).__name__}": str(value).removeprefix("torch.")}
-    if type(value) is TensorDict:
-        entries = {name: value.get(name) for name in value.keys()}
-        parts = [list(value.batch_size), None if value.device is None else str(value.device)]
-        return {"$tensordict": [*parts, encode(entries, tensors, where)]}
+        return {_TENSOR: len(tensors) - 1}
     if isinstance(value, list | tuple):
-        items = [encode(item, tensors, f"{where}[{j}]") for j, item in enumerate(value)]
-        return items if isinstance(value, list) else {"$tuple": items}
-    if isinstance(value, OrderedDict) and hasattr(value, "_metadata"):
-        return {"$ordered": [encode(dict(value), tensors, where), encode(value._metadata or {}, tensors, where)]}
+        return [encode(item, tensors, f"{where}[{j}]") for j, item in enumerate(value)]
     if isinstance(value, Mapping) and not isinstance(value, TensorDictBase):
-        encoded = [(key, encode(item, tensors, f"{where}.{key}")) for key, item in value.items()]
-        if all(type(key) is str and not key.startswith("$") for key, _ in encoded):
-            return dict(encoded)
-        return {"$dict": [[encode(key, tensors, where), item] for key, item in encoded]}
-    if type(value) in _TREES.values():
-        leaves = value[torch.arange(value.size, device="cpu")]
-        return {"$tree": [type(value).__name__, encode(leaves, tensors, where)]}
+        if wrong := [key for key in value if type(key) is not str or key == _TENSOR]:
+            raise CheckpointError(f"{where} has the key {wrong[0]!r}: keys in a dump are strings other than {_TENSOR}")
+        return {key: encode(item, tensors, f"{where}.{key}") for key, item in value.items()}
     content = "numbers, strings, lists, dicts and tensors, and no objects whose loading executes code"
+    if "SegmentTree" in type(value).__name__:
+        content += ". Use a ProportionalSampler, which also loads the state_dict() of a PrioritizedSampler"
     raise CheckpointError(f"{where} is a {type(value).__name__}, which a dump cannot hold: it holds {content}")
 
 
@@ -233,9 +201,8 @@ def decode(value: Any, tensor: Callable[[int], Any]) -> Any:
         return [decode(item, tensor) for item in value]
     if not isinstance(value, dict):
         return value
-    tag, *others = value or ("",)
-    if tag.startswith("$") and not others:
-        return _KINDS[tag](value[tag], tensor)
+    if value.keys() == {_TENSOR}:
+        return tensor(value[_TENSOR])
     return {key: decode(item, tensor) for key, item in value.items()}
 
 
@@ -244,36 +211,3 @@ def dtype_of(name: Any) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise CheckpointError(f"the manifest names an unknown dtype {name!r}")
     return dtype
-
-
-def _ordered(content: Any, tensor: Callable[[int], Any]) -> OrderedDict[str, Any]:
-    entries, metadata = content
-    state = OrderedDict(decode(entries, tensor))
-    state._metadata = OrderedDict(decode(metadata, tensor))  # type: ignore[attr-defined]
-    return state
-
-
-def _tree(content: Any, tensor: Callable[[int], Any]) -> Any:
-    name, leaves = content
-    values = decode(leaves, tensor)
-    tree = _TREES[name](len(values))
-    tree[torch.arange(len(values), device="cpu")] = values
-    return tree
-
-
-_TREE_NAMES = "SumSegmentTreeFp32", "MinSegmentTreeFp32", "SumSegmentTreeFp64", "MinSegmentTreeFp64"
-# Without TorchRL's C++ extension, these classes are missing or None.
-_TREES: dict[str, Any] = {name: getattr(samplers, name) for name in _TREE_NAMES if getattr(samplers, name, None)}
-
-_KINDS: dict[str, Callable[[Any, Callable[[int], Any]], Any]] = {
-    "$tensor": lambda content, tensor: tensor(content),
-    "$float": lambda content, tensor: {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[content],
-    "$tuple": lambda content, tensor: tuple(decode(content, tensor)),
-    "$size": lambda content, tensor: torch.Size(content),
-    "$dtype": lambda content, tensor: dtype_of(content),
-    "$device": lambda content, tensor: torch.device(content),
-    "$tensordict": lambda content, tensor: TensorDict(decode(content[2], tensor), content[0], device=content[1]),
-    "$ordered": _ordered,
-    "$tree": _tree,
-    "$dict": lambda content, tensor: {decode(key, tensor): decode(item, tensor) for key, item in content},
-}

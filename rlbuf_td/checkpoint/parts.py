@@ -97,17 +97,48 @@ def refuse_generators(states: dict[str, Any]) -> None:
             torch.Generator(device).set_state(state)
 
 
-def resized_state(sampler: Any, state: dict[str, Any], rows: torch.Tensor | None, capacity: int, moved: bool) -> Any:
-    """Convert a sampler's saved state to ``capacity`` rows.
+def refuse_other_capacity(sampler: Any) -> None:
+    """Raise a CheckpointError if a sampler's state is lost when rows are loaded into another capacity."""
+    innermost = innermost_of(sampler)
+    if not hasattr(innermost, "snapshot") and not isinstance(innermost, RandomSampler):
+        name = type(innermost).__name__
+        raise CheckpointError(f"a {name} can only be loaded into the same capacity; rows_only=True omits its state")
 
-    ``rows``, ``[n]``, are the loaded rows' flat indices in the dump; None if the capacity is the same.
-    """
-    if hasattr(sampler, "resized_state"):
-        return sampler.resized_state(state, rows, capacity, moved)
-    if rows is None or isinstance(sampler, RandomSampler):
-        return state
-    name = type(sampler).__name__
-    raise CheckpointError(f"a {name} can only be loaded into the same capacity; rows_only=True omits its state")
+
+def restore_settings(sampler: Any, state: dict[str, Any], rollback: ExitStack) -> None:
+    """Restore the settings of a sampler, and of those that it wraps, but nothing that belongs to rows."""
+    while hasattr(sampler, "snapshot"):
+        own = state.get("settings", state)
+        with state_of(sampler):
+            rollback.enter_context(sampler._set({name: own[name] for name in sampler.state_keys}))
+        sampler, state = getattr(sampler, "sampler", None), state.get("sampler", {})
+
+
+def saved_priorities(rb: Any, state: dict[str, Any], cells: int) -> tuple[torch.Tensor, float] | None:
+    """Return the magnitudes of the rows of a dump, at least ``[cells]``, and the largest one so far."""
+    while "sampler" in state:
+        state = state["sampler"]
+    if rb.parts.prioritized is None:
+        return None
+    magnitude, largest = state["priorities"]["magnitude"], float(state["largest"])
+    is_known = magnitude.isfinite() & ((magnitude >= 0) | (magnitude == -1))
+    if magnitude.ndim != 1 or len(magnitude) < cells or not is_known.all() or not -1 <= largest < float("inf"):
+        raise ValueError(f"the saved priorities, {tuple(magnitude.shape)} and {largest}, are not those of {cells} rows")
+    return magnitude, largest
+
+
+def set_priorities(rb: Any, saved: tuple[torch.Tensor, float], since: torch.Tensor, to: torch.Tensor) -> None:
+    """Give each row ``to`` of a buffer the priority of the row ``since`` of a dump, ``[n]`` cells each."""
+    magnitude, priorities = saved[0][since], rb.parts.prioritized.priorities
+    known = magnitude >= 0
+    priorities.assign(to[known], magnitude[known], None, rb.storage, counts=False)
+    priorities.largest = saved[1]
+
+
+def innermost_of(sampler: Any) -> Any:
+    while hasattr(sampler, "sampler"):
+        sampler = sampler.sampler
+    return sampler
 
 
 def end_loaded(rb: Any) -> None:
@@ -168,10 +199,9 @@ class Rollback(ExitStack):
         return super().__exit__(kind, *rest)
 
     def load(self, part: Any, state: Any) -> None:
-        innermost = part
-        while hasattr(innermost, "sampler"):
-            innermost = innermost.sampler
-        if not hasattr(innermost, "snapshot"):  # this package's samplers, if they refuse a state, are unchanged
+        if not hasattr(
+            innermost_of(part), "snapshot"
+        ):  # this package's samplers, if they refuse a state, are unchanged
             before = copy.deepcopy(part.state_dict())
             self.callback(part.load_state_dict, before)
         part.load_state_dict(state)

@@ -157,7 +157,7 @@ class Shard:
         packed = torch.from_numpy(rows.copy())  # Ray's memory is read-only, and not freed while it is in use
         data = given.unpack(packed.view(*lead, given.row_bytes))
         stored = None if self.storage.is_reserved else self.storage.layout
-        if stored is not None and not stored.is_like(given):
+        if stored is not None and stored != given:
             stored.collect(data, lead)  # raises an error that names the key
             raise SchemaError("the rows of this writer have another layout than those of the shard")
         self._staged.append((writer, data))

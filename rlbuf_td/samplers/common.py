@@ -101,10 +101,6 @@ class StatefulSampler(Sampler):
         with state_of(self), self._set({name: _copy_of(state_dict[name]) for name in self.state_keys}):
             pass
 
-    def resized_state(self, state: dict[str, Any], rows: Tensor | None, capacity: int, moved: bool) -> dict[str, Any]:
-        """See :func:`rlbuf_td.checkpoint.parts.resized_state`."""
-        return state
-
     def dumps(self, path: str | Path) -> None:
         """Save the state in the folder ``path``, as :meth:`ReplayBuffer.dumps <rlbuf_td.ReplayBuffer.dumps>` does."""
         save_state(path, type(self).__name__, self.snapshot())

@@ -203,10 +203,6 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
             self.len_storage, self.ran_out = rows, ran_out
             self._resumes = bool(state_dict.get("in_pass", False))
 
-    def resized_state(self, state: dict[str, Any], rows: Tensor | None, capacity: int, moved: bool) -> dict[str, Any]:
-        """Restart the epochs if ``moved``; see :func:`rlbuf_td.checkpoint.parts.resized_state`."""
-        return state | {"order": None, "position": 0, "epoch": 0, "in_pass": False} if moved else state
-
 
 def _is_order(order: Tensor, rows: int) -> bool:
     is_whole = order.dtype is torch.int64 and order.shape == (rows,)

@@ -241,7 +241,7 @@ class Priorities:
         if self.is_shared:
             grow = f"a sampler of max_capacity={self.capacity} cannot grow in shared memory"
             raise ValueError(f"{grow}: create it with max_capacity={capacity}, or write before you share the buffer")
-        tensors = self.resized(self.tensors(), None, capacity)
+        tensors = self.resized(self.tensors(), capacity)
         self.device, self.capacity = device, capacity
         self.law.table = self.law.make(capacity, device)
         self.law.restore_({name: tensor.to(device) for name, tensor in tensors.items()})
@@ -249,11 +249,11 @@ class Priorities:
     def tensors(self, table: Any = None) -> dict[str, Tensor]:
         return {name: getattr(self.law.table if table is None else table, name) for name in self.law.blank}
 
-    def resized(self, tensors: dict[str, Tensor], rows: Tensor | None, capacity: int) -> dict[str, Tensor]:
-        """Select ``rows`` (None: all) from saved tensors; pad them to ``capacity`` with rows without a priority."""
+    def resized(self, tensors: dict[str, Tensor], capacity: int) -> dict[str, Tensor]:
+        """Return tensors padded to ``capacity`` with rows without a priority."""
         found = {}
         for name, like in self.tensors(self.law.make(capacity, "meta")).items():
-            kept = tensors[name].cpu() if rows is None else tensors[name].cpu()[rows]
+            kept = tensors[name].cpu()
             found[name] = torch.full(like.shape, self.law.blank[name], dtype=like.dtype, device="cpu")
             found[name][: len(kept)] = kept
         return found

@@ -22,7 +22,7 @@ from rlbuf_td.kernels.strata import NORMS, DrawLaw, step_of
 from rlbuf_td.kernels.sum_tree import REFUSED
 from rlbuf_td.samplers.bound import BoundDraw, Masks
 from rlbuf_td.samplers.common import EMPTY, setting, uniform_numbers
-from rlbuf_td.samplers.priorities import ALPHA, BETA, LARGEST, WEIGHED, Law, Priorities, refuse_state
+from rlbuf_td.samplers.priorities import ALPHA, BETA, LARGEST, WEIGHED, Law, Priorities
 from rlbuf_td.samplers.row_sampler import RowSampler
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import exponent, one_of, state_of, whole
@@ -172,15 +172,6 @@ class Prioritized(RowSampler, PrioritizedSampler):
             largest, capacity = float(state_dict["largest"]), int(state_dict["max_capacity"])
             with self._set(settings):
                 self.priorities.load(self.alpha, self.beta, largest, state_dict["priorities"], capacity)
-
-    def resized_state(self, state: dict[str, Any], rows: Tensor | None, capacity: int, moved: bool) -> dict[str, Any]:
-        """See :func:`rlbuf_td.checkpoint.parts.resized_state`."""
-        capacity, saved = max(capacity, self.priorities.capacity), int(state["max_capacity"])
-        if rows is None and saved >= capacity:
-            return state
-        refuse_state(state["priorities"], self.priorities.tensors(self.law.make(saved, "meta")))
-        tensors = self.priorities.resized(state["priorities"], rows, capacity)
-        return state | {"max_capacity": capacity, "priorities": tensors}
 
 
 class PrioritizedDraw(BoundDraw):

@@ -217,7 +217,7 @@ class ProportionalSampler(Prioritized):
         capacity = max(len(weight), self.priorities.capacity)
         saved = {"magnitude": magnitude, "weight": weight}
         found = {name: float(state[f"_{name}"]) for name in ("alpha", "beta", "eps")} | {"largest": largest}
-        return found | {"max_capacity": capacity, "priorities": self.priorities.resized(saved, None, capacity)}
+        return found | {"max_capacity": capacity, "priorities": self.priorities.resized(saved, capacity)}
 
 
 class _ProportionalDraw(PrioritizedDraw):

@@ -12,7 +12,6 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 from torchrl.data.replay_buffers import PrioritizedSampler, Sampler, Storage
 
-from rlbuf_td.checkpoint.parts import resized_state
 from rlbuf_td.samplers.common import (
     StatefulSampler,
     refuse_disorder,
@@ -221,10 +220,6 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):
                 raise ValueError(f"the saved settings are {sorted(settings)}, {own}")
             with self._set(settings):
                 self.sampler.load_state_dict(state_dict["sampler"])
-
-    def resized_state(self, state: dict[str, Any], rows: Tensor | None, capacity: int, moved: bool) -> dict[str, Any]:
-        """See :func:`rlbuf_td.checkpoint.parts.resized_state`."""
-        return state | {"sampler": resized_state(self.sampler, state["sampler"], rows, capacity, moved)}
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_bound": None}

@@ -155,7 +155,7 @@ class DedupLayout:
         row = layout.unpack(torch.empty(layout.row_bytes, dtype=torch.uint8, device="meta")).exclude(*self.deduplicated)
         count = sum(group.pieces * (1 + group.has_next) for group in chosen)
         row.set(ENTRY_NAMES, torch.empty((*row.batch_size, count), dtype=torch.int32, device="meta"))
-        self.stored = RowLayout(row, 0, layout.aligned)
+        self.stored = RowLayout(row, 0)
         #: Indices of the leaves that a stored row keeps, in the order of the stored row.
         self.kept = [layout.places[key] for key in self.stored.offsets if key != (ENTRY_NAMES,)]
         #: For each key of each group: the leaf index of the observation and, if stored, of the next observation.

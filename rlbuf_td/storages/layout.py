@@ -51,10 +51,11 @@ class RowLayout:
 
     Args:
         data: an example, whose first ``lead_dims`` dims number the rows.
-        aligned: whether large leaves begin at a cache line. Dumps of earlier versions hold rows that are not aligned.
+
+    Large leaves begin at a cache line.
     """
 
-    def __init__(self, data: TensorDictBase, lead_dims: int, aligned: bool = True) -> None:
+    def __init__(self, data: TensorDictBase, lead_dims: int) -> None:
         refuse_ragged(data)
         found = []
         for key, value in walk(data):
@@ -65,11 +66,10 @@ class RowLayout:
         self.leaves = tuple(sorted(found, key=_place))
         self.places = {leaf.key: place for place, leaf in enumerate(self.leaves)}  # leaf index by key
         self.root = _describe(data, lead_dims, (), self.places)
-        self.aligned = aligned and any(leaf.nbytes >= _LARGE for leaf in self.leaves)
         self.offsets: dict[tuple[str, ...], int] = {}  # offset of each leaf in a row, in bytes
         self.data_bytes = 0
         for leaf in self.leaves:
-            if self.aligned and leaf.nbytes >= _LARGE:
+            if leaf.nbytes >= _LARGE:
                 self.data_bytes = _padded(self.data_bytes, CACHE_LINE)
             self.offsets[leaf.key] = self.data_bytes
             self.data_bytes += leaf.nbytes
@@ -180,26 +180,17 @@ class RowLayout:
         return leaves
 
     def state(self) -> dict[str, Any]:
-        return _node_state(self.root, self.leaves) | ({"aligned": True} if self.aligned else {})
+        return _node_state(self.root, self.leaves)
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> RowLayout:
-        return cls(_example(state), 0, aligned=state.get("aligned", False))
-
-    def realigned(self) -> RowLayout:
-        """Return the layout that this version of the package gives to rows with the same keys, dtypes and shapes."""
-        made = RowLayout(_example(_node_state(self.root, self.leaves)), 0)
-        return self if made.aligned == self.aligned else made
+        return cls(_example(state), 0)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, RowLayout) and self.state() == other.state()
 
     def __hash__(self) -> int:
         return hash(self.leaves)
-
-    def is_like(self, other: RowLayout) -> bool:
-        """Whether keys, dtypes and shapes are equal; the alignment may differ."""
-        return _node_state(self.root, self.leaves) == _node_state(other.root, other.leaves)
 
 
 def _padded(nbytes: int, unit: int) -> int:

@@ -64,14 +64,13 @@ def load(storage: PackedStorage, state: dict[str, Any]) -> None:
     matrix, entries, rows = state["rows"], state.get("entries", []), storage.rows
     if rows is not None and matrix.data_ptr() == rows.matrix.data_ptr():  # a snapshot of this storage
         return storage.restore_counters(state)
-    if rows is not None and not rows.layout.is_like(layout):
+    if rows is not None and rows.layout != layout:
         storage.release()
     if storage.rows is None:
-        own = layout.realigned()
-        storage.adopt(make_rows(storage, own, lanes, matrix.device, dedup_for(storage, own, dedup)))
+        storage.adopt(make_rows(storage, layout, lanes, matrix.device, dedup_for(storage, layout, dedup)))
     rows = storage.all_rows()
     begin(storage)
-    if rows.layout == layout and rows.takes(dedup, [len(found) for found in entries]):
+    if rows.takes(dedup, [len(found) for found in entries]):
         rows.restore_(matrix, entries)
     else:
         source = rows_of_state(layout, matrix, dedup, entries)
@@ -197,7 +196,7 @@ def admit_state(storage: PackedStorage, state: dict[str, Any], lanes: torch.Size
     layout, rows = RowLayout.from_state(state["layout"]), storage.rows
     refuse_schema(storage, layout)
     may_get_more = rows is not None and storage.is_reserved and set(rows.layout.leaves) <= set(layout.leaves)
-    if rows is not None and not layout.is_like(rows.layout) and not may_get_more:
+    if rows is not None and layout != rows.layout and not may_get_more:
         raise SchemaError("the saved rows have other keys, dtypes or shapes than this storage")
     if len(lanes) != storage.ndim - 1 or (rows is not None and lanes != rows.lanes):
         own = tuple(rows.lanes) if rows is not None else f"of a storage with ndim={storage.ndim}"

@@ -320,15 +320,15 @@ BREAKS = [
     Break(
         "a smaller buffer loads the oldest rows",
         "checkpoint/rows.py",
-        "start = oldest + live - kept",
-        "start = oldest",
+        "extend_steps(storage, source, theirs.longest - most, most)",
+        "extend_steps(storage, source, 0, most)",
         "tests/checkpoint/test_dumps.py -k move_together",
     ),
     Break(
         "a damaged file is loaded",
         "checkpoint/files.py",
-        "if nbytes == chunk.nbytes and checksum(data) != chunk.checksum:",
-        "if nbytes != chunk.nbytes and checksum(data) != chunk.checksum:",
+        "if checksum(data) != chunk.checksum:",
+        'if checksum(data) == b"":',
         "tests/checkpoint/test_damage.py -k random_damage",
     ),
 ]

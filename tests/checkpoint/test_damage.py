@@ -1,4 +1,4 @@
-"""What is damaged, foreign, newer or forged is refused by name, and the live buffer stays as it was."""
+"""What is damaged, foreign or forged is refused by name, and the live buffer stays as it was."""
 
 from __future__ import annotations
 
@@ -132,19 +132,6 @@ def theirs(lanes=0):
     return rb
 
 
-def test_other_versions_are_named_and_only_an_older_one_is_overwritten(tmp_path):
-    rb = dumped(tmp_path)
-    resign(tmp_path, lambda document: document | {"version": 2})
-    with pytest.raises(CheckpointError, match="has version 2, this rlbuf_td reads version 3: load it with the rlbuf_"):
-        rb.loads(tmp_path)
-    rb.dumps(tmp_path)
-    resign(tmp_path, lambda document: document | {"version": 4})
-    with pytest.raises(CheckpointError, match="has version 4, this rlbuf_td reads version 3: install a newer one"):
-        rb.loads(tmp_path)
-    with pytest.raises(CheckpointError, match=r"has version 4.* It is not overwritten"):
-        rb.dumps(tmp_path)
-
-
 def test_what_is_not_ours_is_not_overwritten_but_a_damaged_dump_is(tmp_path):
     rb = make()
     (tmp_path / "manifest.json").write_text('{"name": "a web application"}')
@@ -233,8 +220,7 @@ VALUES = st.one_of(
     st.sampled_from(
         [None, True, -1, 0, 1, 3, 2**31, 2**63, -(2**70), 1e300, "", "x", "float64", [], {}, [[]], "rows.bin"]
     ),
-    st.sampled_from([{"$tensor": 0}, {"$tensor": 99}, {"$tensor": "x"}, {"$float": "nan"}, {"$size": [-1]}, {"$x": 1}]),
-    st.sampled_from([{"$tensordict": [[3], None, {}]}, {"$dict": [[[], 1]]}, {"$device": "cuda:77"}, {"$ordered": 1}]),
+    st.sampled_from([{"$tensor": 0}, {"$tensor": 99}, {"$tensor": "x"}, {"$tensor": None}, float("nan"), {"$x": 1}]),
 )
 
 

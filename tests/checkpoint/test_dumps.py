@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import random
@@ -18,9 +17,10 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
-from torchrl.data.replay_buffers import LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.data.replay_buffers import LazyTensorStorage, PrioritizedSampler, TensorDictReplayBuffer
 
 from rlbuf_td import (
+    CheckpointError,
     MinibatchSampler,
     NStepSampler,
     PackedStorage,
@@ -34,7 +34,6 @@ from rlbuf_td import (
     check,
 )
 from rlbuf_td.checkpoint import files, open_checkpoint, parts
-from rlbuf_td.checkpoint.rows import fit
 from tests.catalogue import SAMPLERS, assert_same
 
 
@@ -114,7 +113,21 @@ def test_the_dump_says_what_it_holds(tmp_path):
     assert found.storage is not None
     assert_same(found.storage[:], rb.storage[:])
     manifest = json.loads((tmp_path / "manifest.json").read_text())
-    assert (manifest["format"], manifest["version"]) == ("rlbuf_td checkpoint", 3)
+    assert manifest["format"] == "rlbuf_td checkpoint"
+
+
+def test_torchrls_trees_are_refused_and_a_proportional_sampler_takes_their_priorities(tmp_path):
+    rb = ReplayBuffer(storage=PackedStorage(20), sampler=PrioritizedSampler(20, 0.7, 0.5), batch_size=8)
+    rb.update_priority(rb.extend(transitions(9)), torch.rand(9))
+    with pytest.raises(CheckpointError, match=r"_sum_tree is a SumSegmentTree\w*, .*Use a ProportionalSampler, which"):
+        rb.dumps(tmp_path)
+    ours, before = ProportionalSampler(20), rb.sampler.state_dict()
+    ours.load_state_dict(before)
+    rb.set_sampler(ours)
+    rb.dumps(tmp_path)
+    again = make("proportional")
+    again.loads(tmp_path)
+    assert torch.allclose(again.sampler.law.table.weight[:9].double(), before["_sum_tree"][torch.arange(9)].double())
 
 
 def test_a_bar_shows_how_far_a_dump_is(tmp_path, capsys, monkeypatch):
@@ -246,20 +259,6 @@ def test_a_dump_in_the_scratch_dir_survives_later_writes(tmp_path):
         each.loads(tmp_path)
         assert_same(each.storage[:], rows)
         assert (each.write_count, torch.equal(each._rng.get_state(), state)) == (count, True)
-
-
-def test_the_newest_steps_are_kept_oldest_first():
-    for saved, capacity in itertools.product((1, 4, 7), range(1, 12)):
-        for written in range(2 * saved + 2):
-            live, cursor = min(written, saved), written % saved
-            ring = [written - 1 - (cursor - 1 - slot) % saved for slot in range(live)]
-            found = fit(saved, capacity, live, cursor)
-            taken = [ring[slot] for first, count in found.ranges for slot in range(first, first + count)]
-            kept = min(live, capacity)
-            assert taken == (ring if saved == capacity else list(range(written))[written - kept :])
-            assert (found.steps, found.dropped) == (len(taken), live - len(taken))
-            if taken:
-                assert found.moves == (taken != ring)
 
 
 @pytest.mark.parametrize(
