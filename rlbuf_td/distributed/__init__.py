@@ -20,8 +20,10 @@ the answer contains the drawn rows, packed into one block of bytes. To read the 
   few TB; ``scratch_dir`` puts these rows into files.
 - **Draws.** A batch costs one Ray request per shard with drawn rows. On two cores, sampling and updating a
   batch took 0.8 ms + 2.1 ms per shard + 1.5 us per row of the batch, whether 1e4 or 1e6 rows were stored. Ray takes
-  almost all of this time; ``prefetch=k`` divides Ray's time per batch by k. ``python -m tests.benchmarks.sharded --fit
-  FILE.png`` measures these times; without ``--fit``, it compares this buffer with TorchRL's ``RayReplayBuffer``.
+  almost all of this time; ``prefetch=k`` divides Ray's time per batch by k. An answer of more than 100 kB takes 2 ms
+  more, through Ray's object store, unless Ray is started with ``RAY_max_direct_call_object_size=1000000``. ``python -m
+  tests.benchmarks.sharded --fit FILE.png`` measures these times; without ``--fit``, it compares this buffer with
+  TorchRL's ``RayReplayBuffer``.
 - **Writes.** Each write costs about 1 ms in Ray, so let collectors write several hundred rows at a time.
 - **Network.** A batch transfers its packed rows and 16 bytes per row (with sequences: 8 bytes per row and 16 per
   sequence). Each TD error that is sent back takes 24 bytes. To sample 1,000 batches of 256 rows (168 bytes each) per
@@ -30,8 +32,8 @@ the answer contains the drawn rows, packed into one block of bytes. To read the 
 **When a shard is lost.** If the process of a shard dies, clients repeat the current draw without this shard (unless
 ``on_loss="raise"``). Clients that wrote to the lost shard change to another one. Ray restarts the shard, which is then
 empty or holds the rows of the last ``dumps()`` into ``dump_dir``, a folder that all machines must be able to read. Ray
-notices a dead process within 1 to 2 s. A shard that does not answer within 3 s counts as lost. Clients send a lost
-shard up to five requests per second until it answers.
+notices a dead process within 1 to 2 s. A shard that does not answer within 3 s counts as lost. Each client asks a lost
+shard once, and Ray repeats the question until the shard answers.
 
 A restart imports torch and TorchRL again, which takes about 4 s of CPU time and 0.5 GB of memory. If all shards are
 lost, clients wait up to a minute for the first answer. Ray starts its processes with low priority

@@ -19,7 +19,7 @@ from torch import Tensor
 from rlbuf_td.buffers.waiting import PATIENCE, ShutDown, warn_of_slow_write
 from rlbuf_td.distributed.batches import INCARNATION, ROW, SHARD, STAMP, Batches, Split, split
 from rlbuf_td.distributed.links import RECOVERY, SHUT_DOWN, Links, OnLoss
-from rlbuf_td.distributed.shard import Answer, Report, Request, layout_named, named, pack, pieces_of
+from rlbuf_td.distributed.shard import Answer, Report, Request, layout_named, named, pack
 from rlbuf_td.distributed.spec import Spec
 from rlbuf_td.kernels.strata import masses as positions_in
 from rlbuf_td.samplers.common import EMPTY, NO_PRIORITY, refuse_errors
@@ -229,16 +229,8 @@ class Client:
             columns = handles[current, ROW], handles[current, STAMP], errors[current]
             known_as = report.version, report.incarnation, largest, layout
             drawn = fractions.get(place, _NO_ERRORS)
-            request = Request(drawn, *known_as, columns if len(columns[0]) else None)
-            requests[place] = request, self._pieces(len(drawn))
+            requests[place] = Request(drawn, *known_as, columns if len(columns[0]) else None)
         return self.links.request(requests)
-
-    def _pieces(self, draws: int) -> int:
-        """Return the number of pieces of a shard's answer to ``draws`` draws; 0 if the answer is not cut."""
-        if draws and self._rows is None:
-            return 0
-        row_bytes = 0 if self._rows is None else self._rows[0].row_bytes
-        return pieces_of(1_000 + draws * (16 + self.spec.window_rows * (row_bytes + 8)))
 
     def _exchange(self, places: Iterable[int]) -> None:
         """Send the queued TD errors; make the shards in ``places`` store their waiting rows and report their state."""

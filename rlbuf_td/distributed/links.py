@@ -6,7 +6,6 @@ import pickle
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
-from math import inf
 from typing import Any, Literal
 
 import numpy as np
@@ -14,15 +13,13 @@ import torch
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError
 
 from rlbuf_td.buffers.waiting import ShutDown
-from rlbuf_td.distributed.shard import Answer, Report, Request, join
+from rlbuf_td.distributed.shard import Answer, Report, Request
 from rlbuf_td.storages.notebooks import PROCESSES
 
 OnLoss = Literal["continue", "raise"]
 
 PATIENCE = 3.0  # seconds after which a shard that does not answer counts as lost; doubled if it answers later
 RECOVERY = 60.0  # seconds to wait for a shard if all are lost
-_PROBE_EVERY = 0.2  # seconds between two requests to a lost shard
-_PROBES = 15  # the most unanswered requests to a lost shard
 _IN_FLIGHT = 4  # the most unconfirmed writes to a shard
 _SLOW = 1.0  # seconds that a write waits for a slow shard, before the client changes to another shard
 SHUT_DOWN = "the buffer has been shut down"
@@ -50,9 +47,9 @@ class Links:
         self.lost_rows = [0] * len(handles)  # rows lost by restarts, and by writes that never arrived
         self.losses = 0
         self.is_closed = False
-        self._dead: set[int] = set()  # lost shards that Ray does not restart
+        self._dead: set[int] = set()  # lost shards that Ray does not restart again
         self._last: list[Report | None] = [None] * len(handles)  # the last reports, including those of lost shards
-        self._probes: dict[int, tuple[float, list[Any]]] = {}  # lost shards: last request's time, unanswered requests
+        self._probes: dict[int, Any] = {}  # for each lost shard, the call that Ray repeats until the shard answers
         self._flights: dict[int, deque[tuple[Any, int]]] = {place: deque() for place in range(len(handles))}
 
     @property
@@ -63,15 +60,14 @@ class Links:
         last = self._last[place]
         if last is not None and last.incarnation != report.incarnation:
             self.lost_rows[place] += max(0, last.rows + last.waiting - report.rows)
-        self._dead.discard(place)
         self.known[place] = self._last[place] = report
         self.heard[place] = time.monotonic()
 
     def lose(self, place: int) -> None:
-        """Mark a shard as lost, so that :meth:`revive` sends it requests until it answers."""
+        """Mark a shard as lost until it answers."""
         if place not in self._probes:
             self.losses += 1
-            self._probes[place] = -inf, []
+            self._probe(place)
         self.known[place] = None
         if self.on_loss == "raise":
             raise ShardLost(f"shard {place} of {len(self.handles)} is lost")
@@ -80,8 +76,8 @@ class Links:
         """Use lost shards again if they answer; if all are lost, wait up to ``timeout`` seconds for one."""
         deadline = time.monotonic() + timeout
         while self._probes:
-            for place in list(self._probes):
-                self._probe(place)
+            for place in [*self._probes]:
+                self._return(place)
             if self.live or len(self._dead) == len(self.handles) or time.monotonic() >= deadline:
                 return
             time.sleep(0.01)
@@ -104,24 +100,24 @@ class Links:
             raise ShutDown(SHUT_DOWN)
 
     def _probe(self, place: int) -> None:
-        """Ask a lost shard for a report, without waiting for the answer."""
-        asked, probes = self._probes[place]
-        if time.monotonic() - asked > _PROBE_EVERY:
-            asked = time.monotonic()
-            probes = [*probes[-_PROBES:], self.handles[place].report.remote()]
-        answered, probes = self.engine.wait(probes, num_returns=len(probes), timeout=0)
-        self._probes[place] = asked, probes
-        for probe in answered:
-            try:
-                report, last = self.engine.get(probe), self._last[place]
-            except RayActorError as error:
-                self._dead.add(place) if isinstance(error, ActorDiedError) else self._dead.discard(place)
-                continue
-            if last is not None and last.incarnation == report.incarnation:  # not restarted, only slow
-                self.patience = min(2 * self.patience, RECOVERY)
-            self.hear(place, report)
-            del self._probes[place]
+        """Ask a lost shard for a report; Ray repeats the call if the shard's process dies or is not there yet."""
+        self._probes[place] = self.handles[place].report.options(max_task_retries=-1).remote()
+
+    def _return(self, place: int) -> None:
+        """Use a lost shard again if it has answered."""
+        if not self.engine.wait([self._probes[place]], timeout=0)[0]:
             return
+        try:
+            report, last = self.engine.get(self._probes[place]), self._last[place]
+        except ActorDiedError:  # for good
+            self._dead.add(place)
+            return
+        except RayActorError:
+            return self._probe(place)
+        if last is not None and last.incarnation == report.incarnation:  # not restarted, only slow
+            self.patience = min(2 * self.patience, RECOVERY)
+        self.hear(place, report)
+        del self._probes[place]
 
     def start(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
         """Call ``method`` of each shard with its ``arguments``; return Ray's references to the answers."""
@@ -137,16 +133,13 @@ class Links:
                 self.lose(place)
         return answers
 
-    def request(self, requests: Mapping[int, tuple[Request, int]]) -> dict[int, Any]:
+    def request(self, requests: Mapping[int, Request]) -> dict[int, Any]:
         """Send each shard its request; return Ray's references to the answers, for :meth:`receive`."""
-        return {
-            place: self.handles[place].answer.options(num_returns=pieces or 1).remote(pickle.dumps(request, 5), pieces)
-            for place, (request, pieces) in requests.items()
-        }
+        return self.start("answer", {place: (pickle.dumps(request, 5),) for place, request in requests.items()})
 
     def receive(self, calls: Mapping[int, Any]) -> dict[int, Answer]:
         """Wait for the answers to :meth:`request`, and return them; store the shard's report in each answer."""
-        answers = {place: join(answer) for place, answer in self.finish(calls).items()}
+        answers = {place: pickle.loads(answer) for place, answer in self.finish(calls).items()}
         for place, answer in answers.items():
             self.hear(place, answer.after)
         return answers

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from math import inf
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from zlib import crc32
 
 import numpy as np
@@ -20,15 +20,13 @@ from tensordict import TensorDictBase
 
 from rlbuf_td.buffers.replay import ReplayBuffer
 from rlbuf_td.checkpoint import CheckpointError
-from rlbuf_td.distributed.dumps import Segment, end_trajectories, load_segments, reuse
+from rlbuf_td.distributed.dumps import end_trajectories, extend_by, reuse
 from rlbuf_td.storages import SchemaError
 from rlbuf_td.storages.indexing import merge_
 from rlbuf_td.storages.layout import RowLayout
 
 _IDLE = 10.0  # seconds without a request after which a shard stores received rows at once
 _NOTHING = np.empty(0, np.float64)
-_PIECE = 90_000  # bytes: Ray replies directly with up to 100 kB; more takes 2 ms through Ray's object store
-_MOST = 6  # pieces: larger answers use the object store, without a copy
 
 
 class Report(NamedTuple):
@@ -86,7 +84,7 @@ class Shard:
     def __init__(
         self,
         make_buffer: Callable[[], ReplayBuffer],
-        find_dump: Callable[[], Path | None] | None = None,  # returns the dump from which a restarted shard continues
+        find_dump: Callable[[], str | None] | None = None,  # returns the dump from which a restarted shard continues
         restarted: bool | None = None,
     ) -> None:
         self.make_buffer = make_buffer
@@ -100,12 +98,12 @@ class Shard:
         if find_dump is not None and (_is_restart() if restarted is None else restarted):
             self._continue(find_dump)
 
-    def _continue(self, find_dump: Callable[[], Path | None]) -> None:
+    def _continue(self, find_dump: Callable[[], str | None]) -> None:
         """Load the newest dump, if there is one; a newer dump may replace it meanwhile."""
         folder = find_dump()
         while folder is not None:
             try:
-                self.load([(str(folder), 0, None)])
+                self.load([(folder, 0)])
                 return
             except CheckpointError:
                 before, folder = folder, find_dump()
@@ -134,10 +132,9 @@ class Shard:
     def process(self) -> int:
         return os.getpid()
 
-    def answer(self, request: bytes, pieces: int) -> Any:
-        """Answer a pickled request; :func:`cut` pickles the answer and cuts it into ``pieces`` parts."""
-        # Ray sends one bytes object faster than a Request.
-        return cut(self.draw(pickle.loads(request)), pieces)
+    def answer(self, request: bytes) -> bytes:
+        """Answer a pickled request by a pickled answer; Ray sends bytes faster than other objects."""
+        return pickle.dumps(self.draw(pickle.loads(request)), protocol=5)
 
     def draw(self, request: Request) -> Answer:
         """Draw rows, apply the request's TD errors, store waiting rows, and report the new mass, in this order."""
@@ -183,16 +180,22 @@ class Shard:
         lanes = self.storage.lanes.numel()
         return len(self.storage) // lanes, lanes
 
-    def load(self, segments: Sequence[Segment]) -> Report:
-        """Replace all rows by the rows of ``segments``, which are parts of dumps, in this order."""
-        self.prepare(segments)
+    def load(self, dumps: Sequence[tuple[str, int]], part: tuple[int, int] | None = None) -> Report:
+        """Replace all rows by those of :meth:`prepare`."""
+        self.prepare(dumps, part)
         return self.accept()
 
-    def prepare(self, segments: Sequence[Segment]) -> None:
-        """Load the rows of ``segments`` beside the rows of this shard."""
+    def prepare(self, dumps: Sequence[tuple[str, int]], part: tuple[int, int] | None = None) -> None:
+        """Load the only one of ``dumps``, or ``part`` of their time steps (first, last), beside the rows of this shard.
+
+        The arguments are those of :func:`~rlbuf_td.distributed.dumps.extend_by`.
+        """
         self._prepared = None
         buffer = self.make_buffer()
-        load_segments(buffer, segments)
+        if part is None:
+            buffer.loads(dumps[0][0], progress=False)
+        else:
+            extend_by(buffer, dumps, *part)
         self._prepared = buffer
 
     def discard(self) -> None:
@@ -287,25 +290,3 @@ def named(layout: RowLayout) -> bytes:
 @lru_cache(maxsize=64)
 def layout_named(name: bytes) -> RowLayout:
     return RowLayout.from_state(pickle.loads(name))
-
-
-def pieces_of(nbytes: int) -> int:
-    """Return the number of pieces for an answer of ``nbytes`` bytes; 0 if the answer is too large to cut."""
-    pieces = 1 + nbytes // _PIECE
-    return pieces if pieces <= _MOST else 0
-
-
-def cut(answer: Any, pieces: int) -> Any:
-    """Pickle an answer and cut the bytes into ``pieces`` parts."""
-    if not pieces:
-        return answer
-    whole = pickle.dumps(answer, protocol=5)
-    size = -(-len(whole) // pieces)
-    return [whole[place * size : (place + 1) * size] for place in range(pieces)] if pieces > 1 else whole
-
-
-def join(answer: Any) -> Any:
-    """Undo :func:`cut`."""
-    if isinstance(answer, list):
-        answer = b"".join(answer)
-    return pickle.loads(answer) if isinstance(answer, bytes) else answer

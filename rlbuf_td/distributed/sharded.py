@@ -6,7 +6,9 @@ import asyncio
 import time
 import uuid
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -17,17 +19,7 @@ from rlbuf_td.buffers.flow import FlowControl, make_flow, not_now
 from rlbuf_td.buffers.replay import ReplayBuffer
 from rlbuf_td.checkpoint import CheckpointError
 from rlbuf_td.distributed.client import Client
-from rlbuf_td.distributed.dumps import (
-    Manifest,
-    Segment,
-    commit,
-    deal,
-    last_complete,
-    new_name,
-    newest_dump,
-    read,
-    shard_folder,
-)
+from rlbuf_td.distributed.dumps import Manifest, new_name, newest_dump
 from rlbuf_td.distributed.links import OnLoss
 from rlbuf_td.distributed.shard import Shard
 from rlbuf_td.distributed.spec import Spec
@@ -222,25 +214,24 @@ class ShardedReplayBuffer(Client):
         path = self._folder(path)
         self.synchronize()
         path.mkdir(parents=True, exist_ok=True)
-        shards, name, previous = range(len(self.links.handles)), new_name(path), last_complete(path)
-        flow = self._ask_flow("state_dict")
-        before: dict[int, str] = {}
-        if previous is not None:
-            before = {place: str(shard_folder(path, previous.dump, place)) for place in range(len(previous.steps))}
-        given = {place: (str(shard_folder(path, name, place)), before.get(place)) for place in shards}
-        steps = self.links.finish(self.links.start("dump", given), _LONG)
-        if len(steps) < len(shards):
-            raise CheckpointError(f"shards {sorted(set(shards) - steps.keys())} are lost: the dump is not complete")
+        shards, previous = range(len(self.links.handles)), Manifest.last(path)
+        manifest = Manifest(new_name(), [], 0, self._ask_flow("state_dict"))
+        before = {} if previous is None else {n: previous.folder(path, n) for n in range(len(previous.steps))}
+        given = {place: (manifest.folder(path, place), before.get(place)) for place in shards}
+        found = self.links.finish(self.links.start("dump", given), _LONG)
+        if len(found) < len(shards):
+            raise CheckpointError(f"shards {sorted(set(shards) - found.keys())} are lost: the dump is not complete")
         self.links.ask("report")
-        lanes = max(steps[place][1] for place in shards)
-        commit(path, Manifest([steps[place][0] for place in shards], lanes, name, flow))
+        steps, lanes = zip(*(found[place] for place in shards), strict=True)
+        replace(manifest, steps=[*steps], lanes=max(lanes)).commit(path)
 
     def loads(self, path: str | Path | None = None) -> None:
         """Replace all rows and priorities by those of a dump, and the counts of flow control.
 
         If the dump has a different number of shards, its time steps are joined, shard after shard, and cut into equal
-        parts, one for each shard of this buffer. Where the rows of one shard are divided, at most one trajectory per
-        lane is divided. While a shard loads, it holds its old and its new rows.
+        parts: each shard of this buffer reads its part, and writes it as new rows with the saved priorities. Where the
+        rows of one shard are divided, at most one trajectory per lane is divided. While a shard loads, it holds its old
+        and its new rows.
 
         Args:
             path: the folder of the dump; default: ``dump_dir``.
@@ -252,39 +243,36 @@ class ShardedReplayBuffer(Client):
         """
         self.links.require_open()
         path, links = self._folder(path), self.links
-        manifest = read(path)
-        segments = self._segments(path, manifest)
-        flow = manifest.flow
+        manifest = Manifest.read(path)
+        given, flow = self._parts(path, manifest), manifest.flow
         try:
             FlowControl().refuse_state(flow)
         except ValueError as error:
             raise CheckpointError(f"cannot load {path}: {error}") from None
         try:
-            prepared = links.finish(links.start("prepare", {place: (part,) for place, part in segments.items()}), _LONG)
-            if len(prepared) < len(segments):
+            prepared = links.finish(links.start("prepare", given), _LONG)
+            if len(prepared) < len(given):
                 raise CheckpointError("shards are lost: nothing was loaded")
         except BaseException:
             links.start("discard", dict.fromkeys(links.live, ()))
             raise
-        reports = links.reports(links.start("accept", dict.fromkeys(segments, ())), _LONG)
+        reports = links.reports(links.start("accept", dict.fromkeys(given, ())), _LONG)
         self._forget()
         self._ask_flow("restore", flow, sum(report.rows for report in reports.values()))
-        if len(reports) < len(segments):
+        if len(reports) < len(given):
             raise CheckpointError("shards were lost during the load")
 
-    def _segments(self, path: Path, manifest: Manifest) -> dict[int, list[Segment]]:
-        """Return the parts of a dump that each shard loads; ValueError if they do not fit into the shards."""
-        steps, count = manifest.steps, len(self.links.handles)
-        if len(steps) == count:
-            return {place: [(str(shard_folder(path, manifest.dump, place)), 0, None)] for place in range(count)}
-        dealt = deal(steps, count)
-        most = max(sum(number for *_, number in parts) for parts in dealt) * manifest.lanes
+    def _parts(self, path: Path, manifest: Manifest) -> dict[int, tuple[Any, ...]]:
+        """Return what each shard loads, arguments of :meth:`Shard.prepare`; ValueError if it has too little room."""
+        count, total = len(self.links.handles), sum(manifest.steps)
+        dumps = [(manifest.folder(path, place), steps) for place, steps in enumerate(manifest.steps)]
+        if len(dumps) == count:
+            return {place: ([dump],) for place, dump in enumerate(dumps)}
+        bounds = [*pairwise(round(place * total / count) for place in range(count + 1))]
+        most = max(last - first for first, last in bounds) * manifest.lanes
         if most > self.spec.capacity:
             raise ValueError(f"a shard would get {most} rows of the dump, and has room for {self.spec.capacity}")
-        return {
-            place: [(str(shard_folder(path, manifest.dump, dump)), *part) for dump, *part in parts]  # type: ignore[misc]
-            for place, parts in enumerate(dealt)
-        }
+        return {place: (dumps, part) for place, part in enumerate(bounds)}
 
     def _folder(self, path: str | Path | None) -> Path:
         path = self.dump_dir if path is None else Path(path).absolute()

@@ -136,6 +136,7 @@ def fit(picture: Path, rounds: int, numbers: Sequence[int]) -> None:
 
 
 def start_ray() -> None:
+    os.environ.setdefault("RAY_max_direct_call_object_size", "1000000")  # the answers of a batch take no detour
     os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 lets any other process of the machine go first
     paths = {"PYTHONPATH": os.pathsep.join((os.getcwd(), os.environ.get("PYTHONPATH", "")))}
     ray.init(

@@ -6,7 +6,6 @@ import asyncio
 import pickle
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,7 +28,7 @@ class Method:
     def __init__(self, handle: LocalHandle, name: str) -> None:
         self.handle, self.name = handle, name
 
-    def options(self, num_returns: int) -> Method:
+    def options(self, max_task_retries: int) -> Method:
         return self
 
     def remote(self, *given: Any) -> Any:
@@ -53,10 +52,10 @@ class LocalHandle:
         for name in _METHODS:
             setattr(self, name, Method(self, name))
 
-    def restart(self, dump: Path | None = None) -> None:
+    def restart(self, dump: str | None = None) -> None:
         self.restart_from(lambda: dump)
 
-    def restart_from(self, find_dump: Callable[[], Path | None]) -> None:
+    def restart_from(self, find_dump: Callable[[], str | None]) -> None:
         self.shard, self.is_lost = Shard(self.make_buffer, find_dump, True), False
 
 
