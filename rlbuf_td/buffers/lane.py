@@ -21,8 +21,9 @@ class Lane:
 
     The first write of a handle begins an episode, because its environment does not go on where that of an earlier
     actor stopped. So does the first write of each process that inherits or receives a handle. Make one handle per
-    actor, and keep it. ``GymnasiumRecorder(rb.lane(e), env)`` records a Gymnasium environment; a loop of one's own
-    writes what :func:`~rlbuf_td.envs.transition.make_transition` returns.
+    actor, and keep it. ``GymnasiumRecorder(rb.lane(e), env)`` records a Gymnasium environment, and
+    ``PettingZooRecorder`` one of several agents; a loop of one's own writes what
+    :func:`~rlbuf_td.envs.transition.make_transition` returns.
 
     Cost: that of ``rb.extend(..., lanes=e)``.
 

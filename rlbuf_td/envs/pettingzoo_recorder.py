@@ -1,42 +1,23 @@
-"""Record the transitions of running PettingZoo environments in a buffer."""
+"""Record the transitions of running parallel environments of PettingZoo in a buffer."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from tensordict import TensorDict
-from torchrl.data.replay_buffers import TensorDictReplayBuffer
 
-from rlbuf_td.envs.infos import fill_, part_of, to_array
-from rlbuf_td.envs.lane_queues import StepRows
-from rlbuf_td.envs.recorder_state import (
-    TrajectoryNumbers,
-    array_of,
-    buffer_state,
-    checked_buffer,
-    copied,
-    refuse_other,
-    refuse_other_rows,
-    resume_buffer,
-    saved_rows,
-    schema_of_rows,
-)
-from rlbuf_td.envs.specs import ACTION_MASK, FLAGS, AgentGroup, Key, agents_schema, groups_of, parallel_envs, show_extra
-from rlbuf_td.storages import SchemaError
-from rlbuf_td.storages.checks import state_of
+from rlbuf_td.envs.columns import StepRows, fill_, fill_parts_
+from rlbuf_td.envs.recorder import BufferLane, Recorder
+from rlbuf_td.envs.specs import ACTION_MASK, FLAGS, after_step, agents_schema, groups_of, parallel_envs, takes_turns
 from rlbuf_td.storages.episodes import TRAJ_KEY
-from rlbuf_td.storages.indexing import attached_or_new
 from rlbuf_td.storages.notebooks import TRANSITIONS
-from rlbuf_td.storages.schema import kind, show_key, walk
 
-_MASK, _ACTION_MASK, _REWARD = ("mask",), (ACTION_MASK,), ("reward",)
-_REMEDY = "make the buffer with from_env(env, ...) and the same group_map"
+if TYPE_CHECKING:
+    from torchrl.data.replay_buffers import TensorDictReplayBuffer
 
 
-class PettingZooRecorder:
+class PettingZooRecorder(Recorder):
     """Steps parallel environments of PettingZoo, and stores the transitions of all agents in a buffer.
 
     :meth:`reset` and :meth:`step` return the environment's results unchanged. A row is one step of an environment. Its
@@ -58,10 +39,13 @@ class PettingZooRecorder:
     mask. In contrast to TorchRL, an environment goes on while it has agents, Discrete observations are
     integers, not one-hot vectors, and infos are not stored.
 
-    With a list of E environments, the buffer has rows ``[T, E]``, and :meth:`step` steps all of them.
+    With a list of E environments, the buffer has rows ``[T, E]``, and :meth:`step` steps all of them. With
+    ``rb.lane(e)`` in place of the buffer, a single environment is lane ``e``, so that actors record at their own pace.
+    Games whose agents act one after another need an :class:`AECRecorder`.
 
     Args:
-        buffer: a :class:`ReplayBuffer` or :class:`RolloutBuffer`, for example from ``from_env(env, ...)``.
+        buffer: a :class:`ReplayBuffer` or :class:`RolloutBuffer`, for example from ``from_env(env, ...)``; or one lane
+            of a :class:`ReplayBuffer`, ``rb.lane(e)``.
         env: a ``ParallelEnv``, or a list of them with equal agents and spaces.
         group_map: the groups: a dict from names to lists of agents, or a ``MarlGroupMapType`` of TorchRL. The agents of
             a group have equal spaces. By default, ``knight_0`` and ``knight_1`` form the group ``knight``, and each
@@ -69,9 +53,9 @@ class PettingZooRecorder:
 
     Raises:
         TypeError: ``buffer`` or ``env`` has the wrong type.
-        ValueError: ``group_map`` does not name each agent once.
+        ValueError: ``group_map`` does not name each agent once, or the buffer of a lane cannot write single lanes.
         SchemaError: the agents of a group or the environments differ in their spaces, or the transitions do not fit the
-            buffer's rows or lanes.
+            buffer's rows or lanes, or a lane or a buffer ``[T]`` gets several environments.
 
     Cost: about 0.1 ms, and 50 us per agent, in each step, without the time of the environments.
 
@@ -79,7 +63,7 @@ class PettingZooRecorder:
 
     Example:
         >>> from gymnasium.spaces import Box, Discrete
-        >>> import pettingzoo
+        >>> import pettingzoo, torch
         >>> from rlbuf_td import PettingZooRecorder, ReplayBuffer
         >>> class Race(pettingzoo.ParallelEnv):  # an agent leaves when it arrives at 1
         ...     possible_agents = ["car_0", "car_1"]
@@ -111,45 +95,16 @@ class PettingZooRecorder:
                  [ 0., -1.]]))
     """
 
-    def __init__(self, buffer: TensorDictReplayBuffer, env: Any, *, group_map: Any = None) -> None:
-        buffer = checked_buffer(buffer)
+    def __init__(self, buffer: TensorDictReplayBuffer | BufferLane, env: Any, *, group_map: Any = None) -> None:
+        super().__init__(buffer, TRAJ_KEY)
         envs = parallel_envs(env)
         if envs is None:
-            raise TypeError(f"env must be a ParallelEnv of PettingZoo or a list of them, got a {type(env).__name__}")
-        self.buffer, self.env, self.envs = buffer, env, envs
-        self.groups = groups_of(envs, group_map)
-        self._single, self._flat = not isinstance(env, list | tuple), buffer.storage.ndim == 1
-        if self._flat and len(envs) > 1:
-            raise SchemaError(f"the rows of {len(envs)} environments need lanes, [T, E]: {_REMEDY}")
-        self._schema = self._fitted(agents_schema(self.groups, (len(envs),)))
-        self._rows: _Rows | None = None  # None before the first step
-        self._extra_keys: set[Key] = set()
+            remedy = ": AECRecorder records games whose agents take turns" if takes_turns(env) else ""
+            got = f"got a {type(env).__name__}{remedy}"
+            raise TypeError(f"env must be a ParallelEnv of PettingZoo or a list of them, {got}")
+        self.env, self.envs, self.groups = env, envs, groups_of(envs, group_map)
+        self._fit(agents_schema(self.groups, (len(envs),)), single=not isinstance(env, list | tuple))
         self._observed: list[Mapping[str, Any] | None] = [None] * len(envs)  # None: a reset must follow
-        self._trajectories = np.zeros(len(envs), np.int64)
-        self._numbers = attached_or_new(buffer.storage, TrajectoryNumbers)
-        self._loads = self._numbers.loads
-
-    def _fitted(self, schema: TensorDict) -> TensorDict:
-        """Reserve the buffer's rows, or check that reserved rows match ``schema``; return the completed schema."""
-        schema.set(TRAJ_KEY, torch.empty(schema.shape, dtype=torch.int64, device="meta"))
-        storage = self.buffer.storage
-        if storage.layout is None:
-            storage.reserve(schema[0] if self._flat else schema)
-        lanes = () if self._flat else tuple(schema.shape)
-        if tuple(storage.lanes) != lanes:
-            raise SchemaError(f"the buffer has lanes {tuple(storage.lanes)}, the environments {lanes}: {_REMEDY}")
-        stored = {} if storage.layout is None else {leaf.key: leaf for leaf in storage.layout.leaves}
-        for key, value in list(walk(schema)):
-            leaf = stored.get(key)
-            if leaf is None:
-                if not storage.is_reserved:
-                    raise SchemaError(f"the buffer's rows have no {show_key(key)}, and can no longer get it: {_REMEDY}")
-            elif key[-1] == "reward" and leaf.dtype.is_floating_point and value.shape[1:] == leaf.shape:
-                schema.set(key, torch.empty(value.shape, dtype=leaf.dtype, device="meta"))
-            elif (value.dtype, value.shape[1:]) != (leaf.dtype, leaf.shape):
-                given, rows = kind(value.dtype, value.shape[1:]), kind(leaf.dtype, leaf.shape)
-                raise SchemaError(f"the agents give {show_key(key)} as {given}, the rows hold {rows}: {_REMEDY}")
-        return schema
 
     def reset(self, *, seed: Any = None, options: Any = None, lanes: Any = None) -> Any:
         """Reset the environments and return the result: of a list, a list with a result per environment.
@@ -203,84 +158,19 @@ class PettingZooRecorder:
         self._notice_load()
         actions = [action] if self._single else [*action]
         self._refuse_step(actions)
-        rows = self._rows
-        if rows is None:
-            rows = self._make_rows(extras)
+        rows = self._make_rows(extras) if self._rows is None else self._rows
         rows.words[:] = 0
         before = [[*env.agents] for env in self.envs]
         for e, agents in enumerate(before):
             self._fill_before(rows, e, agents, self._observed[e], actions[e])
-        self._fill_extras(rows.columns, extras)
-        rows.columns[TRAJ_KEY][...] = self._trajectories
+        self._fill_extras(rows, extras)
         self._observed = [None] * len(self.envs)  # if this step fails, a reset must follow
         results = [env.step(each) for env, each in zip(self.envs, actions, strict=True)]
         for e, result in enumerate(results):
             self._fill_after(rows, e, before[e], result)
-        now = rows.now[0] if self._flat else rows.now
-        self.buffer.add(now.clone() if len(self.buffer.transform) else now)  # a transform may modify it
-        self._rows, self._observed = rows, [result[0] for result in results]
+        self._write_step()
+        self._observed = [result[0] for result in results]
         return results[0] if self._single else results
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state that a recorder needs to go on in mid-episode; see :meth:`GymnasiumRecorder.state_dict`.
-
-        It holds the current observations, the living agents, and the trajectory numbers.
-        """
-        self._notice_load()
-        rows = self._rows
-        observed = [None if each is None else {a: copied(x) for a, x in each.items()} for each in self._observed]
-        return {
-            "settings": self._settings(),
-            "observations": observed,
-            "agents": [None if each is None else [*env.agents] for each, env in zip(observed, self.envs, strict=True)],
-            "trajectories": torch.from_numpy(self._trajectories.copy()),
-            "layout": None if rows is None else saved_rows(rows.layout),
-            "extras": sorted(map(list, self._extra_keys)),
-            "buffer": buffer_state(self.buffer, self._numbers),
-        }
-
-    def _settings(self) -> dict[str, Any]:
-        groups = {group.name: [*group.agents] for group in self.groups}
-        lanes, rows = 0 if self._single else len(self.envs), "[T]" if self._flat else "[T, E]"
-        return {"recorder": type(self).__name__, "lanes": lanes, "rows": rows, "groups": groups}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on in mid-episode from a :meth:`state_dict`, after the buffer and the environments have been restored.
-
-        Raises:
-            ValueError: the state is from another number of environments, other groups or other kinds of rows; the
-                environments do not have the saved agents; or the buffer does not hold the rows of the moment when the
-                state was saved. Nothing has changed.
-        """
-        with state_of(self):
-            refuse_other(self._settings(), state_dict["settings"], "the state")
-            trajectories = array_of(state_dict, "trajectories", self._trajectories)
-            observed, alive = state_dict["observations"], state_dict["agents"]
-            for e, (env, each, agents) in enumerate(zip(self.envs, observed, alive, strict=True)):
-                if each is not None and [*env.agents] != agents:
-                    has = f"environment {e} has the agents {[*env.agents]}, the state {agents}"
-                    raise ValueError(f"{has}: restore the environments first")
-                self._refuse_observations(each or {}, agents or [])
-            rows, extras = None, {tuple(key) for key in state_dict["extras"]}
-            if (layout := state_dict["layout"]) is not None:
-                schema = schema_of_rows(layout, len(self.envs), self._schema, self.buffer.storage)
-                rows = _Rows(schema, self.groups)
-            refuse_other_rows(self.buffer, state_dict["buffer"])
-            resume_buffer(self.buffer, self._numbers, state_dict["buffer"])
-        self._trajectories, self._rows, self._extra_keys = trajectories, rows, extras
-        self._observed = [None if each is None else {a: copied(x) for a, x in each.items()} for each in observed]
-        self._loads = self._numbers.loads
-
-    def _refuse_observations(self, observed: Mapping[str, Any], agents: list[str]) -> None:
-        for group in self.groups:
-            for key, path in group.observation_paths:
-                path_in_rows = group.name, *key
-                shape = self._schema[path_in_rows].shape[2:]
-                for agent in (agent for agent in group.agents if agent in agents):
-                    value = part_of(observed[agent], path)
-                    if value.shape != shape:
-                        got = f"the saved observation of {agent!r} has shape {tuple(value.shape)}"
-                        raise ValueError(f"{got}, expected {tuple(shape)}")
 
     def _refuse_step(self, actions: list[Any]) -> None:
         if len(actions) != len(self.envs):
@@ -295,105 +185,52 @@ class PettingZooRecorder:
             if missing:
                 raise ValueError(f"environment {e} needs an action of each living agent, {missing} have none")
 
-    def _notice_load(self) -> None:
-        """If a checkpoint was loaded into the buffer, begin a new trajectory in each lane, after a reset."""
-        if self._loads != self._numbers.loads:
-            self._loads, self._observed = self._numbers.loads, [None] * len(self.envs)
+    def _interrupt(self) -> None:
+        self._observed = [None] * len(self.envs)
 
-    def _begin(self, lanes: np.ndarray) -> None:
-        count = int(np.count_nonzero(lanes))
-        if count:
-            self._trajectories[lanes] = self._numbers.take(count, TRAJ_KEY)
-
-    def _make_rows(self, extras: Mapping[str, Any]) -> _Rows:
-        """Return memory for a row of each environment, with the keys of the schema and of the first step's extras."""
-        schema, storage = self._schema.copy(), self.buffer.storage
-        for key, value in walk(extras):
-            array = to_array(value)[None] if self._single else to_array(value)
-            tensor = torch.as_tensor(array, device="cpu")
-            if schema.get(key, None) is not None or key == ("next",):
-                raise SchemaError(f"the extra {show_key(key)} has the name of an entry that the environment returns")
-            if tensor.shape[:1] != schema.shape:
-                raise SchemaError(
-                    f"{show_key(key)} has shape {tuple(tensor.shape)}, expected first dim {len(self.envs)}"
-                )
-            is_open = getattr(storage, "is_reserved", True) or storage.layout is None or len(self.buffer.transform)
-            if not is_open and key not in storage.layout.places:
-                example = show_extra(key, tensor[0] if self._single else tensor)
-                raise SchemaError(f"the buffer's rows have no {show_key(key)}: use from_env(env, ..., {example})")
-            schema.set(key, tensor)
-        self._extra_keys = {key for key, _ in walk(extras)}
-        return _Rows(schema, self.groups)
-
-    def _fill_extras(self, columns: dict[Key, np.ndarray], extras: Mapping[str, Any]) -> None:
-        given = dict(walk(extras))
-        if given.keys() != self._extra_keys:
-            now, first = (sorted(map(show_key, keys)) for keys in (given, self._extra_keys))
-            raise SchemaError(f"this step has the extras {now}, the first step had {first}: pass the same extras")
-        for key, value in given.items():
-            column = columns[key][0, ...] if self._single else columns[key]
-            fill_(column, value, key)
+    def _fill_extras(self, rows: StepRows, extras: Mapping[str, Any]) -> None:
+        super()._fill_extras(rows, extras)
         for group in self.groups:
-            absent = ~columns[group.name, "mask"]
-            for key in given:
-                if group.name in key[:2] and columns[key].shape[:2] == absent.shape:
-                    columns[key][absent] = 0
+            absent = ~rows.columns[group.name, "mask"]
+            for key in self._extra_keys:
+                if group.name in key[:2] and rows.columns[key].shape[:2] == absent.shape:
+                    rows.columns[key][absent] = 0
 
-    def _fill_before(self, rows: _Rows, e: int, agents: list[str], observed: Any, actions: Any) -> None:
-        for group, columns in zip(self.groups, rows.before, strict=True):
+    def _fill_before(self, rows: StepRows, e: int, agents: list[str], observed: Any, actions: Any) -> None:
+        columns = rows.columns
+        for group in self.groups:
             for place, agent in enumerate(group.agents):
+                at = e, place, ...
                 if agent in agents:
-                    columns[_MASK][e, place] = True
-                    for key, path in group.action_paths:
-                        fill_(columns[key][e, place, ...], part_of(actions[agent], path), (group.name, *key))
-                    _fill_observation(columns, group, (e, place), observed[agent])
-                elif group.has_action_mask:
-                    columns[_ACTION_MASK][e, place] = True
+                    columns[group.name, "mask"][at] = True
+                    fill_parts_(columns, group.action_paths, actions[agent], at)
+                    fill_parts_(columns, group.observation_paths, observed[agent], at)
+                elif (group.name, ACTION_MASK) in columns:
+                    columns[group.name, ACTION_MASK][at] = True
 
-    def _fill_after(self, rows: _Rows, e: int, before: list[str], result: Any) -> None:
+    def _fill_after(self, rows: StepRows, e: int, before: list[str], result: Any) -> None:
         observed, rewards, terminated, truncated, _ = result
-        agents = self.envs[e].agents
-        for group, columns in zip(self.groups, rows.after, strict=True):
+        agents, columns = self.envs[e].agents, rows.columns
+        for group in self.groups:
+            name, paths = group.name, after_step(group.observation_paths)
             for place, agent in enumerate(group.agents):
-                lives = agent in agents
-                columns[_MASK][e, place] = lives
+                lives, at = agent in agents, (e, place, ...)
+                columns["next", name, "mask"][at] = lives
                 if agent in observed and (lives or agent in before):
-                    _fill_observation(columns, group, (e, place), observed[agent])
-                elif group.has_action_mask:
-                    columns[_ACTION_MASK][e, place] = True
+                    fill_parts_(columns, paths, observed[agent], at)
+                elif (name, ACTION_MASK) in columns:
+                    columns["next", name, ACTION_MASK][at] = True
                 ended = cut = True
                 if agent in before:
-                    fill_(columns[_REWARD][e, place, 0, ...], rewards[agent], ("next", group.name, *_REWARD))
+                    fill_(columns["next", name, "reward"][e, place, 0, ...], rewards[agent], ("next", name, "reward"))
                     ended, cut = bool(terminated[agent]), bool(truncated[agent])
                     _refuse_loss(agent, lives, ended, cut, agent in observed)
-                for name, flag in zip(FLAGS, (ended or cut, ended, cut), strict=True):
-                    columns[name,][e, place] = flag
+                for key, flag in zip(FLAGS, (ended or cut, ended, cut), strict=True):
+                    columns["next", name, key][at] = flag
         done = not agents
         ended = done and all(terminated[agent] for agent in before)
-        for name, flag in zip(FLAGS, (done, ended, done and not ended), strict=True):
-            rows.columns["next", name][e] = flag
-
-
-class _Rows(StepRows):
-    """Memory for one row of each environment, ``[E]``."""
-
-    def __init__(self, schema: TensorDict, groups: list[AgentGroup]) -> None:
-        super().__init__(schema)
-        #: The columns of each group, by the rest of their keys: before the step, and after it.
-        self.before = [self._below(group.name) for group in groups]
-        self.after = [self._below("next", group.name) for group in groups]
-
-    def _below(self, *path: str) -> dict[Key, np.ndarray]:
-        return {key[len(path) :]: x for key, x in self.columns.items() if key[: len(path)] == path}
-
-
-def _fill_observation(
-    columns: dict[Key, np.ndarray], group: AgentGroup, place: tuple[int, int], observation: Any
-) -> None:
-    for key, path in group.observation_paths:
-        value = part_of(observation, path)
-        value = to_array(value).astype(bool) if key == _ACTION_MASK else value
-        fill_(columns[key][place[0], place[1], ...], value, (group.name, *key))
+        for key, flag in zip(FLAGS, (done, ended, done and not ended), strict=True):
+            columns["next", key][e] = flag
 
 
 def _refuse_loss(agent: str, lives: bool, terminated: bool, truncated: bool, is_observed: bool) -> None:

@@ -3,7 +3,7 @@
 A schema is a TensorDict on the ``"meta"`` device, which uses no memory. Schemas have batch size ``[]``, or ``[E]`` for
 ``E`` environments. Gymnasium and PettingZoo are optional: this module never imports them, but looks them up in
 ``sys.modules``. The agents of PettingZoo's parallel environments form groups, as in TorchRL's ``PettingZooEnv``: the
-agents of a group are a dim of the tensors under its name.
+agents of a group are a dim of the tensors under its name. In its turn-based environments, each agent is a lane.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -23,7 +23,9 @@ from torchrl.data import Composite, TensorSpec
 from rlbuf_td.storages.notebooks import TRANSITIONS
 from rlbuf_td.storages.schema import SchemaError, refuse_unpackable, show_key, walk
 
-Key = tuple[str, ...]
+Key: TypeAlias = tuple[str, ...]
+#: Pairs ``(key in the rows, path in what an environment gives or takes)``.
+Paths: TypeAlias = list[tuple[Key, Key]]
 OBSERVATION, ACTION, ACTION_MASK = "observation", "action", "action_mask"
 FLAGS = ("done", "terminated", "truncated")
 # The keys of a transition besides the observation, at the root and under "next".
@@ -36,22 +38,23 @@ def schema_of(source: Any, *, extras: Any = None, group_map: Any = None) -> Tens
     """Return the keys, dtypes and shapes of a transition as a TensorDict of meta tensors.
 
     Args:
-        source: a TorchRL environment; a Gymnasium environment, single or vectorised; a parallel environment of
-            PettingZoo, or a list of them; a TensorDict with an example of a transition; or only an observation space: a
+        source: a TorchRL environment; a Gymnasium environment, single or vectorised; an environment of PettingZoo, or a
+            list of parallel ones; a TensorDict with an example of a transition; or only an observation space: a
             Gymnasium space or a TorchRL spec.
         extras: examples of further entries, such as a policy's outputs, in a TensorDict or a nested dict. An extra
             replaces an entry with the same key.
         group_map: the groups of a PettingZoo environment's agents, see :class:`PettingZooRecorder`.
 
     Returns:
-        The schema, with batch size ``[]``, or ``[E]`` for ``E`` environments. A Dict observation has its keys at the
-        root; any other observation has the key ``"observation"``. The items of a tuple have the keys ``"0"``, ``"1"``
-        and so on. A value of Gymnasium's ``Discrete`` space is one integer, not a one-hot vector. Rewards have shape
-        ``[1]``, or the shape of the ``reward_space`` that environments with several objectives have.
+        The schema, with batch size ``[]``, or ``[E]`` for ``E`` environments, or agents that take turns. A Dict
+        observation has its keys at the root; any other observation has the key ``"observation"``. The items of a tuple
+        have the keys ``"0"``, ``"1"`` and so on. A value of Gymnasium's ``Discrete`` space is one integer, not a
+        one-hot vector. Rewards have shape ``[1]``, or the shape of the ``reward_space`` that environments with several
+        objectives have.
 
     Raises:
         SchemaError: a space has no fixed size in bytes (``Text``, ``Graph``, ``Sequence``, ``OneOf``), or the leading
-            dims of an extra are not the batch size, or the agents of a group differ in their spaces.
+            dims of an extra are not the batch size, or agents of a group, or that take turns, differ in their spaces.
         TypeError: ``source`` has an unsupported type.
         ValueError: ``group_map`` does not name each agent of a PettingZoo environment once.
 
@@ -68,6 +71,8 @@ def schema_of(source: Any, *, extras: Any = None, group_map: Any = None) -> Tens
     if parallel is not None:
         lanes = (len(source),) if isinstance(source, list | tuple) else ()
         schema = agents_schema(groups_of(parallel, group_map), lanes)
+    elif takes_turns(source):
+        schema = turns_schema(source, [*source.possible_agents])
     elif isinstance(source, TensorDictBase):
         schema = without_memory(source)
     elif callable(getattr(source, "fake_tensordict", None)):
@@ -182,13 +187,17 @@ def autoreset_mode_of(env: Any, given: Any, single: bool) -> str:
     return mode or "NextStep"
 
 
-def paths_of(env: Any, schema: TensorDict, single: bool) -> tuple[list[tuple[Key, Key]], list[tuple[Key, Key]]]:
-    """Return pairs ``(key in the buffer, path in Gymnasium's value)`` for the observation and for the action."""
-    space = env.observation_space if single else env.single_observation_space
-    whole = not isinstance(space, sys.modules["gymnasium"].spaces.Dict)
+def paths_of(schema: TensorDict, observation_space: Any) -> tuple[Paths, Paths]:
+    """Return the paths of an observation and of an action in transitions like ``schema``."""
+    whole = not isinstance(observation_space, sys.modules["gymnasium"].spaces.Dict)
     after = [key[1:] for key, _ in walk(schema) if key[0] == "next" and key not in _RESULTS]
     actions = [key for key, _ in walk(schema) if key[0] == ACTION]
     return [(key, key[whole:]) for key in after], [(key, key[1:]) for key in actions]
+
+
+def after_step(paths: Paths) -> Paths:
+    """Return the paths of the observation after a step from those before it."""
+    return [(("next", *key), path) for key, path in paths]
 
 
 def _observation(space: Any, lanes: tuple[int, ...]) -> dict[str, Any]:
@@ -242,18 +251,30 @@ def without_memory(data: TensorDictBase) -> TensorDict:
 
 
 def parallel_envs(source: Any) -> list[Any] | None:
-    """Return the environments in ``source``, a parallel environment or a sequence of them; None for anything else.
-
-    Raises a TypeError if ``source`` is an environment in which agents take turns.
-    """
+    """Return the environments in ``source``, a parallel environment or a sequence of them; None for anything else."""
     pettingzoo = sys.modules.get("pettingzoo")
-    if pettingzoo is None:
-        return None
-    if isinstance(source, pettingzoo.AECEnv):
-        remedy = "convert it with pettingzoo.utils.conversions.aec_to_parallel, or use TorchRL's PettingZooWrapper"
-        raise TypeError(f"in a {type(source).__name__} agents take turns, which is not supported: {remedy}")
     envs = [*source] if isinstance(source, list | tuple) else [source]
-    return envs if envs and all(isinstance(env, pettingzoo.ParallelEnv) for env in envs) else None
+    return envs if pettingzoo and envs and all(isinstance(env, pettingzoo.ParallelEnv) for env in envs) else None
+
+
+def takes_turns(source: Any) -> bool:
+    """Whether ``source`` is an environment of PettingZoo whose agents act one after another."""
+    pettingzoo = sys.modules.get("pettingzoo")
+    return pettingzoo is not None and isinstance(source, pettingzoo.AECEnv)
+
+
+def turns_schema(env: Any, agents: list[str]) -> TensorDict:
+    """Return the schema, ``[agents]``, of the transitions of agents that take turns; an ``"action_mask"`` is bool."""
+    spaces = [(env.observation_space(agent), env.action_space(agent)) for agent in agents]
+    for agent, other in zip(agents, spaces, strict=True):
+        if other != spaces[0]:
+            remedy = "make buffers with from_spaces, and record in them with AECRecorder({agent: buffer, ...}, env)"
+            raise SchemaError(f"the agents {agents[0]!r} and {agent!r} differ in their spaces: {remedy}")
+    schema = transition_schema(*spaces[0], len(agents))
+    for part in (schema, schema["next"]):
+        if isinstance(part.get(ACTION_MASK, None), torch.Tensor):
+            part.set(ACTION_MASK, torch.empty_like(part[ACTION_MASK], dtype=torch.bool))
+    return schema
 
 
 @dataclass(frozen=True)
@@ -275,20 +296,14 @@ class AgentGroup:
         return found
 
     @cached_property
-    def observation_paths(self) -> list[tuple[Key, Key]]:
-        """Pairs ``(key in the group, path in an agent's observation)``."""
+    def observation_paths(self) -> Paths:
         keys = [key for key, _ in walk(self.observed(())) if key != ("mask",)]
-        return [(key, key if key == (ACTION_MASK,) else key[1:]) for key in keys]
+        return [((self.name, *key), key if key == (ACTION_MASK,) else key[1:]) for key in keys]
 
     @cached_property
-    def action_paths(self) -> list[tuple[Key, Key]]:
-        """Pairs ``(key in the group, path in an agent's action)``."""
-        action = value_of_space(self.action, (), (self.name, ACTION))
-        return [(key, key[1:]) for key, _ in walk({ACTION: action})]
-
-    @property
-    def has_action_mask(self) -> bool:
-        return any(key == (ACTION_MASK,) for key, _ in self.observation_paths)
+    def action_paths(self) -> Paths:
+        keys = [key for key, _ in walk({ACTION: value_of_space(self.action, (), (self.name, ACTION))})]
+        return [((self.name, *key), key[1:]) for key in keys]
 
 
 def groups_of(envs: list[Any], group_map: Any = None) -> list[AgentGroup]:

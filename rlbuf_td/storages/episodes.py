@@ -125,7 +125,6 @@ class Episodes:
         self.rows, self.ring, self.keys, self.state = rows, ring, keys, state
         deduplicated = {} if rows.dedup is None else rows.dedup.deduplicated
         self.flags, self.id_key = keys.find(rows.layout, deduplicated, 1 + len(rows.lanes))
-        self._before_load: Tensor | None = None
         device, lanes = rows.matrix.device, prod(rows.lanes)
         with outside_inference_mode():
             if memory is None:
@@ -224,7 +223,6 @@ class Episodes:
 
         No saved number reaches memory that is not the rows'.
         """
-        self._before_load = None
         if saved is None:
             return self.mark(NEW)
         back, following = saved["back"], saved["following"]
@@ -235,16 +233,9 @@ class Episodes:
 
     def end_for_load(self) -> None:
         """After a load, let the next row of each lane begin an episode if there are ids: new collectors reuse ids."""
-        if self.id_key is not None and self._before_load is None:
+        if self.id_key is not None:
             self.refresh()
-            self._before_load = self.following.clone()
             self.end()
-
-    def resume(self) -> None:
-        """Undo :meth:`end_for_load`, because the recorder of the saved rows goes on: the next rows continue these."""
-        if self._before_load is not None:
-            self.following.copy_(self._before_load)
-            self._before_load = None
 
     def _build(self, *, is_new: bool) -> None:
         """Compute the numbers again from flags, ids and breaks: O(T * E).

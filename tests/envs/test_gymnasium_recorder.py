@@ -114,30 +114,6 @@ def test_lanes_hold_the_histories_and_infos_of_their_environments(mode, how, kin
         assert rows["next", "won"].tolist() == [int(info.get("won", 7)) for info in infos]
 
 
-@pytest.mark.parametrize(("mode", "stretch"), [(MODES[0], 3), (MODES[1], 1_000)])
-def test_a_flat_buffer_holds_every_transition_in_stretches_of_one_lane(mode, stretch):
-    env = vector(mode, "dict")
-    rb = ReplayBuffer.from_env(env, 3_000, flat=True)
-    recorder = GymnasiumRecorder(rb, env, stretch=stretch)
-    run(recorder, env, 61)
-    assert len(rb) + recorder.pending == sum(map(len, histories(env)))
-    recorder.flush()
-    assert recorder.pending == 0
-    rows, kept = rb.chronological(), torch.cat(histories(env))
-    assert len(rb) == len(kept)
-    assert_neighbours_follow(rows)
-
-    def order(data: TensorDict) -> torch.Tensor:  # by episode and step, and by the lane that the first seed tells
-        return torch.from_numpy(np.lexsort((data["action"], data["place"][:, 1], data["place"][:, 0])))
-
-    got, expected = (data[order(data)].select("place", "action", "next", "inner") for data in (rows, kept))
-    for key in ("place", "action", ("next", "place"), ("next", "reward"), ("next", "terminated"), ("inner", "image")):
-        assert torch.equal(got[key], expected[key]), key
-    if stretch == 1_000:  # then whole episodes follow each other
-        ids = rows["collector", "traj_ids"]
-        assert len(torch.unique_consecutive(ids)) == len(torch.unique(ids))
-
-
 @pytest.mark.parametrize(
     ("autoreset", "kind", "lanes"), [(False, "dict", False), (True, "box", True), (True, "tuple", False)]
 )
@@ -171,21 +147,20 @@ def test_reset_and_step_return_what_the_environment_returns(mode):
         assert data_equivalence(theirs, ours)
 
 
-@pytest.mark.parametrize(("mode", "flat"), [(MODES[0], False), (MODES[1], True), (MODES[2], False)])
-def test_an_episode_that_reset_breaks_off_does_not_run_into_the_next(mode, flat):
+@pytest.mark.parametrize("mode", MODES)
+def test_an_episode_that_reset_breaks_off_does_not_run_into_the_next(mode):
     env = vector(mode)
-    rb = ReplayBuffer.from_env(env, 3_000, flat=flat)
+    rb = ReplayBuffer.from_env(env, 3_000)
     recorder = GymnasiumRecorder(rb, env)
     for seed in range(8):
         run(recorder, env, 3, seed)
-    recorder.flush()
     broken = 0
-    for lane in [rb.chronological()] if flat else lanes_of(rb):
+    for lane in lanes_of(rb):
         assert_neighbours_follow(lane)
         ids, done = lane["collector", "traj_ids"], lane["next", "done"].flatten()
         broken += int(((ids[1:] != ids[:-1]) & ~done[:-1]).sum())
     assert broken
-    assert len(rb) + recorder.pending == sum(map(len, histories(env)))
+    assert len(rb) == sum(map(len, histories(env)))
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
@@ -266,10 +241,22 @@ def without_lanes(env: Any, capacity: int) -> ReplayBuffer:
     return rb
 
 
-@pytest.mark.parametrize("flat", [False, True])
-def test_what_waits_when_the_buffer_is_loaded_is_dropped(flat):
+def test_lanes_that_must_stand_together_wait_for_each_other():
     env = vector(AutoresetMode.NEXT_STEP)
-    rb = ReplayBuffer.from_env(env, 300, flat=flat) if flat else without_lanes(env, 300)
+    rb = without_lanes(env, 300)
+    recorder = GymnasiumRecorder(rb, env)
+    run(recorder, env, 60)
+    kept = histories(env)
+    assert recorder.pending == sum(map(len, kept)) - len(rb) > 0
+    assert recorder.pending_steps == max(map(len, kept)) - min(map(len, kept))
+    assert rb.health()["pending_rows"] == recorder.pending
+    for lane, history in enumerate(kept):
+        assert_equal(rb.chronological()[:, lane], history[: min(map(len, kept))])
+
+
+def test_what_waits_when_the_buffer_is_loaded_is_dropped():
+    env = vector(AutoresetMode.NEXT_STEP)
+    rb = without_lanes(env, 300)
     recorder = GymnasiumRecorder(rb, env)
     run(recorder, env, 40)
     while not recorder.pending:
@@ -280,10 +267,9 @@ def test_what_waits_when_the_buffer_is_loaded_is_dropped(flat):
     recorder.reset(seed=1)
     for _ in range(30):
         recorder.step(np.zeros(LANES, int))
-    recorder.flush()
-    new = rb.chronological()[before // (1 if flat else LANES) :]
+    new = rb.chronological()[before // LANES :]
     assert int(new["collector", "traj_ids"].min()) > loaded
-    for lane in [new] if flat else new.unbind(1):
+    for lane in new.unbind(1):
         assert_neighbours_follow(lane)
 
 
@@ -513,7 +499,7 @@ def test_rewards_that_do_not_fit_written_or_shared_rows_are_refused():
     assert len(rb) == 6
 
 
-@pytest.mark.parametrize("how", ["from_env", "from_spaces", "shared=True", "flat", "single", "rollout", "after"])
+@pytest.mark.parametrize("how", ["from_env", "from_spaces", "shared=True", "single", "rollout", "after"])
 def test_a_buffer_that_is_shared_before_the_first_write_can_be_recorded(how):
     env: Any = Walk() if how == "single" else vector(AutoresetMode.SAME_STEP)
     critic = TensorDictModule(lambda obs: obs[..., :1], ["observation"], ["state_value"])
@@ -523,12 +509,11 @@ def test_a_buffer_that_is_shared_before_the_first_write_can_be_recorded(how):
     elif how == "rollout":
         rb = RolloutBuffer.from_env(env, 20, batch_size=10, value_network=critic)
     else:
-        rb = ReplayBuffer.from_env(env, 300, flat=how == "flat", shared=how == "shared=True")
+        rb = ReplayBuffer.from_env(env, 300, shared=how == "shared=True")
     recorder = GymnasiumRecorder(rb, env) if how == "after" else None
     rb.share()
     recorder = recorder or GymnasiumRecorder(rb, env)
     run(recorder, env, 20)
-    recorder.flush()
     assert len(rb) == sum(map(len, histories(env)))
     lane = rb.chronological()
     assert_neighbours_follow(lane if lane.ndim == 1 else lane[:, 0])

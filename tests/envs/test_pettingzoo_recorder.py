@@ -17,16 +17,7 @@ from tensordict import TensorDict
 from torchrl.envs import MarlGroupMapType
 from torchrl.envs.libs.pettingzoo import PettingZooWrapper
 
-from rlbuf_td import (
-    NStepSampler,
-    PackedStorage,
-    PettingZooRecorder,
-    ReplayBuffer,
-    SchemaError,
-    UniformSampler,
-    check,
-    schema_of,
-)
+from rlbuf_td import NStepSampler, PackedStorage, PettingZooRecorder, ReplayBuffer, SchemaError, UniformSampler, check
 from tests.multi_agent import AGENTS, Meadow, act
 
 GROUPS = {"wolf": AGENTS[:3], "sheep": AGENTS[3:]}
@@ -93,6 +84,18 @@ def _allowed(observation: Any) -> Any:
     return observation["action_mask"].astype(bool) if isinstance(observation, dict) else [True] * 3
 
 
+def assert_steps(rows: Any, env: Meadow) -> None:
+    """Compare rows with the history that an environment keeps."""
+    expected, ids = brute(env), [step[0] for step in env.history]
+    assert len(expected) == len(rows) > 0
+    keys = set(rows.keys(True, True)) - {("collector", "traj_ids")}
+    assert keys == set(expected[0])
+    for key in keys:
+        assert torch.equal(rows[key], torch.from_numpy(np.stack([row[key] for row in expected]))), key
+    numbers = rows["collector", "traj_ids"].tolist()
+    assert [a == b for a, b in pairwise(numbers)] == [a == b for a, b in pairwise(ids)]
+
+
 @pytest.mark.parametrize("kind", ["box", "dict"])
 @pytest.mark.parametrize("lanes", [0, 3])
 def test_rows_are_the_steps_of_the_environments_and_zeros_for_absent_agents(kind, lanes):
@@ -101,20 +104,26 @@ def test_rows_are_the_steps_of_the_environments_and_zeros_for_absent_agents(kind
     rows = run(recorder, 60).chronological()
     returned = 0
     for lane, each in enumerate(recorder.envs):
-        expected, ids = brute(each), [step[0] for step in each.history]
         mine = rows[:, lane] if lanes else rows
-        assert len(expected) == len(mine) == 60
-        keys = set(mine.keys(True, True)) - {("collector", "traj_ids")}
-        assert keys == set(expected[0])
-        for key in keys:
-            wanted = np.stack([row[key] for row in expected])
-            assert torch.equal(mine[key], torch.from_numpy(wanted)), key
-        numbers = mine["collector", "traj_ids"].tolist()
-        assert [a == b for a, b in pairwise(numbers)] == [a == b for a, b in pairwise(ids)]
+        assert_steps(mine, each)
         masks = mine["wolf", "mask"]
         returned += int((masks[1:] & ~masks[:-1] & (mine["collector", "traj_ids"].diff() == 0)[:, None]).sum())
     assert returned > 5  # agents that died came back in the same episode
     assert {finding.code for finding in check(recorder.buffer).findings} == {"float64"}  # the observations of the game
+
+
+def test_lanes_hold_the_steps_of_environments_that_go_at_their_own_pace():
+    envs = [Meadow(), Meadow(9)]
+    rb = ReplayBuffer.from_env(envs, 400)
+    for lane, env in enumerate(envs):
+        recorder = PettingZooRecorder(rb.lane(lane), env)
+        recorder.reset(seed=lane)
+        run(recorder, 40 + 60 * lane)
+    rows = [rb.lane(lane).chronological() for lane in (0, 1)]
+    for mine, env in zip(rows, envs, strict=True):
+        assert_steps(mine, env)
+    first, second = (set(mine["collector", "traj_ids"].tolist()) for mine in rows)
+    assert not first & second
 
 
 def torchrl_rollout(env: Any, seed: int, **settings: Any) -> TensorDict:
@@ -259,39 +268,3 @@ def test_whole_rewards_that_float32_lacks_are_refused_or_kept():
     rows = run(started(env, extras=extras), 20).chronological()
     rewards, acts = rows["next", "wolf", "reward"][..., 0], rows["wolf", "mask"]
     assert torch.equal(rewards, (2**24 + 1.0) * acts.double())
-
-
-def recorder_of(buffer: Any, env: Any) -> Any:
-    return lambda: PettingZooRecorder(buffer, env)
-
-
-def test_what_cannot_be_recorded_is_refused():
-    env, wolves = Meadow(), AGENTS[:3]
-    rb, recorder = ReplayBuffer.from_env(env, 10), started(Meadow())
-    other = ReplayBuffer.from_env(env, 10, extras={"sheep": {"observation": torch.zeros(1, 2)}})
-    groups: Any = lambda given: lambda: schema_of(Meadow(), group_map=given)  # noqa: E731
-    cases: list[tuple[Any, Any, str]] = [
-        (recorder_of(rb, "meadow"), TypeError, "must be a ParallelEnv of PettingZoo or a list of them, got a str"),
-        (recorder_of(rb, knights_archers_zombies.env()), TypeError, "agents take turns, .* not supported: convert it"),
-        (recorder_of(rb.storage, env), TypeError, "buffer must be a ReplayBuffer"),
-        (recorder_of(rb, [env, Meadow()]), SchemaError, r"the rows of 2 environments need lanes, \[T, E\]"),
-        (
-            recorder_of(ReplayBuffer.from_env([Meadow()] * 3, 30), [env, Meadow()]),
-            SchemaError,
-            r"has lanes \(3,\), the",
-        ),
-        (lambda: ReplayBuffer.from_env([env, Meadow(kind="dict")], 10), SchemaError, "1 has other agents or spaces"),
-        (recorder_of(other, env), SchemaError, r"give \('sheep', 'observation'\) as float64.*rows hold float32"),
-        (groups({"all": AGENTS}), SchemaError, "'wolf_0' and 'sheep' of group 'all' differ in their spaces: put them"),
-        (groups({"wolf": wolves}), ValueError, "must name each of the agents"),
-        (groups({"wolf": [*wolves, "wolf_0"], "sheep": ["sheep"]}), ValueError, "must name each of the agents"),
-        (groups({"next": wolves, "sheep": ["sheep"]}), ValueError, "not reserved for the transition, got 'next'"),
-        (groups(["wolf"]), TypeError, "group_map must be a dict from names to lists of agents, got a list"),
-        (lambda: recorder.step({}), ValueError, r"needs an action of each living agent, \['wolf_0'"),
-        (lambda: recorder.reset(lanes=[True, False]), ValueError, "one element for each of 1 environments"),
-        (lambda: recorder.reset(seed=[1, 2]), ValueError, "one element for each of 1 environments"),
-    ]
-    for call, error, words in cases:
-        with pytest.raises(error, match=words):
-            call()
-    assert len(run(recorder, 3)) == 3

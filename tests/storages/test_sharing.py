@@ -134,7 +134,6 @@ def record(rb: ReplayBuffer, steps: int = 5) -> None:
     recorder.reset(seed=0)
     for _ in range(steps):
         recorder.step(env.action_space.sample())
-    recorder.flush()
 
 
 def test_recorders_of_all_processes_use_different_trajectory_numbers():
