@@ -25,6 +25,7 @@ from rlbuf_td.checkpoint import CheckpointError
 from rlbuf_td.diagnostics.doctor import check
 from rlbuf_td.diagnostics.episode_stats import EpisodeStats
 from rlbuf_td.diagnostics.memory_plan import plan
+from rlbuf_td.envs.aec_recorder import AECRecorder
 from rlbuf_td.envs.gymnasium_recorder import GymnasiumRecorder
 from rlbuf_td.envs.pettingzoo_recorder import PettingZooRecorder
 from rlbuf_td.envs.specs import schema_of
@@ -51,6 +52,7 @@ from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 from rlbuf_td.writers import QueueWriter, ReservoirWriter, RingWriter, RolloutWriter
 
 __all__ = [
+    "AECRecorder",
     "CheckpointError",
     "EpisodeSampler",
     "EpisodeStats",

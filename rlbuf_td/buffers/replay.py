@@ -44,8 +44,8 @@ from rlbuf_td.checkpoint.buffer import dump_buffer, load_buffer
 from rlbuf_td.checkpoint.parts import end_loaded, load_or_restore, refuse_counts, refuse_generators
 from rlbuf_td.diagnostics.episode_stats import EpisodeStats
 from rlbuf_td.diagnostics.health import LastDraw, ReplayCount, health
-from rlbuf_td.envs.recorder_state import TrajectoryNumbers
 from rlbuf_td.envs.specs import schema_of, transition_schema
+from rlbuf_td.envs.trajectory_numbers import TrajectoryNumbers
 from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.samplers import ProportionalSampler, SequenceSampler, UniformSampler
 from rlbuf_td.samplers.bound import BoundBatch, bind, unreadable
@@ -236,9 +236,9 @@ class ReplayBuffer(TensorDictReplayBuffer):
         rows of several processes follow each other. ``from_schema(schema_of(env), ...)`` adds none.
 
         Args:
-            env: a TorchRL or Gymnasium environment, single or vectorised; or a parallel environment of PettingZoo, or a
-                list of E of them.
-            capacity: the number of transitions, rounded up to a multiple of the number of environments. A
+            env: a TorchRL or Gymnasium environment, single or vectorised; an environment of PettingZoo; or a list of E
+                parallel ones. Agents that take turns get a lane each, see :class:`AECRecorder`.
+            capacity: the number of transitions, rounded up to a multiple of the number of environments or lanes. A
                 :class:`RolloutBuffer` instead takes the number of time steps.
             extras: further entries of a transition, see :func:`~rlbuf_td.envs.specs.schema_of`. If the rows are shared
                 before the first write, or made with ``reopen``, ``extras`` must contain all further entries, because
@@ -1649,9 +1649,6 @@ class ReplayBuffer(TensorDictReplayBuffer):
         If the process is killed during the call, either the previous dump or the new dump is intact. Data that has not
         changed since the previous dump is not written again. The folder holds JSON and the bytes of tensors. TorchRL's
         buffers cannot load a dump; ``theirs.extend(rb.chronological())`` copies the rows to a TorchRL buffer.
-
-        A program that goes on in mid-episode also saves its environment and its recorder, see
-        :meth:`GymnasiumRecorder.state_dict`.
 
         Args:
             path: the folder, created if missing. Other files in the folder are kept.
