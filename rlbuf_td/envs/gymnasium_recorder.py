@@ -14,10 +14,9 @@ import torch
 from rlbuf_td.envs.columns import StepRows, fill_, fill_parts_, to_array
 from rlbuf_td.envs.infos import Info, fill_final_, fill_info_, info_example
 from rlbuf_td.envs.recorder import REWARD, BufferLane, Recorder
-from rlbuf_td.envs.specs import Key, after_step, autoreset_mode_of, paths_of, schema_of
+from rlbuf_td.envs.specs import Key, after_step, paths_of, schema_of
 from rlbuf_td.storages import PackedStorage, SchemaError
 from rlbuf_td.storages.episodes import DONE_KEY, TRAJ_KEY
-from rlbuf_td.storages.indexing import stand_apart
 from rlbuf_td.storages.notebooks import ROLLOUTS, TRANSITIONS
 from rlbuf_td.storages.schema import show_key
 from rlbuf_td.writers import RolloutWriter
@@ -116,7 +115,7 @@ class GymnasiumRecorder(Recorder):
         schema = schema_of(env)
         single = not schema.ndim
         self.env = env
-        self._mode = autoreset_mode_of(env, autoreset_mode, single)
+        self._mode = _autoreset_mode_of(env, autoreset_mode, single)
         space = env.observation_space if single else env.single_observation_space
         self._obs_paths, self._action_paths = paths_of(schema, space)
         self._next_paths = after_step(self._obs_paths)
@@ -233,22 +232,16 @@ class GymnasiumRecorder(Recorder):
         self._begin(np.ones(self._lanes, bool))
 
     def _refuse_open_end(self) -> None:
-        """Raise a RuntimeError if the next rows would seem to continue the newest stored episode."""
-        if self._trajectory_key is None and len(self.buffer) and not bool(self._newest_done().all()):
+        """Raise a RuntimeError if the next rows would seem to continue the newest stored episode of a lane."""
+        rb: Any = self.buffer
+        if self._trajectory_key is not None or not len(rb):
+            return
+        numbers = range(self._lanes) if self._lane is None else [self._lane]
+        lanes = [rb] if self._flat else [rb.lane(number) for number in numbers]
+        if not all(lane.last(1)[DONE_KEY].all() for lane in lanes if len(lane)):
             remedy = "store trajectory numbers, or set ('next', 'truncated') and ('next', 'done') there"
             fault = "the buffer's newest rows do not end an episode and would run into the next"
             raise RuntimeError(f"{fault}: {remedy}{TRANSITIONS}")
-
-    def _newest_done(self) -> torch.Tensor:
-        """Return the done flags of the newest row of each recorded lane that has rows."""
-        storage = self.buffer.storage
-        if self._lane is None and not stand_apart(storage):
-            return self.buffer.last(1)[DONE_KEY]
-        with storage.lock:
-            newest = torch.from_numpy(storage.ring.newest_of_lanes)
-            lanes = (newest >= 0).nonzero().squeeze(1)
-            lanes = lanes if self._lane is None else lanes[lanes == self._lane]
-            return storage.get((newest[lanes], lanes))[DONE_KEY]
 
     # -- rows
 
@@ -333,5 +326,28 @@ class GymnasiumRecorder(Recorder):
         if self.pending_steps > _FAR_AHEAD and not self._warned:
             self._warned = True
             reason = f"a lane is {_FAR_AHEAD} time steps behind another, and the others' transitions wait in memory"
-            remedy = "use same-step autoreset, or a RingWriter, which writes single lanes"
+            remedy = "use same-step autoreset, or a plain RingWriter, which writes single lanes"
             warnings.warn(f"{reason}: {remedy}", RuntimeWarning, stacklevel=4)
+
+
+def _autoreset_mode_of(env: Any, given: Any, single: bool) -> str:
+    """Return the autoreset mode that an environment has; a single one without a wrapper that resets has "Disabled"."""
+    if single:
+        while hasattr(env, "env"):
+            if type(env).__name__ == "Autoreset":
+                return "NextStep"
+            env = env.env
+        return "Disabled"
+    given, known = (getattr(mode, "value", mode) for mode in (given, env.metadata.get("autoreset_mode")))
+    mode = known if given is None else given
+    if mode not in (None, "NextStep", "SameStep", "Disabled"):
+        raise ValueError(f"autoreset_mode must be one of Gymnasium's AutoresetMode, got {mode!r}")
+    if known is not None and mode != known:
+        fault = f"autoreset_mode={mode!r} contradicts the environment's metadata, which say {known!r}"
+        raise ValueError(f"{fault}: leave it out, and choose the mode when the environment is made{TRANSITIONS}")
+    if mode is None:
+        lack = "the environment's metadata lack 'autoreset_mode', and next-step autoreset is assumed"
+        warnings.warn(
+            f"{lack}: pass the mode that it has, autoreset_mode=...{TRANSITIONS}", RuntimeWarning, stacklevel=3
+        )
+    return mode or "NextStep"

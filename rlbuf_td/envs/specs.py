@@ -9,7 +9,6 @@ agents of a group are a dim of the tensors under its name. In its turn-based env
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,7 +19,6 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torchrl.data import Composite, TensorSpec
 
-from rlbuf_td.storages.notebooks import TRANSITIONS
 from rlbuf_td.storages.schema import SchemaError, refuse_unpackable, show_key, walk
 
 Key: TypeAlias = tuple[str, ...]
@@ -165,28 +163,6 @@ def tensors_of(value: Any, name: str, *path: str) -> Any:
         raise SchemaError(f"{show_key((name, *path))} is a {kind}: give numbers or arrays of them") from error
 
 
-def autoreset_mode_of(env: Any, given: Any, single: bool) -> str:
-    if single:
-        while hasattr(env, "env"):
-            if type(env).__name__ == "Autoreset":
-                return "NextStep"
-            env = env.env
-        return "Disabled"
-    given, known = (getattr(mode, "value", mode) for mode in (given, env.metadata.get("autoreset_mode")))
-    mode = known if given is None else given
-    if mode not in (None, "NextStep", "SameStep", "Disabled"):
-        raise ValueError(f"autoreset_mode must be one of Gymnasium's AutoresetMode, got {mode!r}")
-    if known is not None and mode != known:
-        fault = f"autoreset_mode={mode!r} contradicts the environment's metadata, which say {known!r}"
-        raise ValueError(f"{fault}: leave it out, and choose the mode when the environment is made{TRANSITIONS}")
-    if mode is None:
-        lack = "the environment's metadata lack 'autoreset_mode', and next-step autoreset is assumed"
-        warnings.warn(
-            f"{lack}: pass the mode that it has, autoreset_mode=...{TRANSITIONS}", RuntimeWarning, stacklevel=3
-        )
-    return mode or "NextStep"
-
-
 def paths_of(schema: TensorDict, observation_space: Any) -> tuple[Paths, Paths]:
     """Return the paths of an observation and of an action in transitions like ``schema``."""
     whole = not isinstance(observation_space, sys.modules["gymnasium"].spaces.Dict)
@@ -265,12 +241,8 @@ def takes_turns(source: Any) -> bool:
 
 def turns_schema(env: Any, agents: list[str]) -> TensorDict:
     """Return the schema, ``[agents]``, of the transitions of agents that take turns; an ``"action_mask"`` is bool."""
-    spaces = [(env.observation_space(agent), env.action_space(agent)) for agent in agents]
-    for agent, other in zip(agents, spaces, strict=True):
-        if other != spaces[0]:
-            remedy = "make buffers with from_spaces, and record in them with AECRecorder({agent: buffer, ...}, env)"
-            raise SchemaError(f"the agents {agents[0]!r} and {agent!r} differ in their spaces: {remedy}")
-    schema = transition_schema(*spaces[0], len(agents))
+    remedy = "make buffers with from_spaces, and record in them with AECRecorder({agent: buffer, ...}, env)"
+    schema = transition_schema(*_spaces_of(env, agents, remedy), len(agents))
     for part in (schema, schema["next"]):
         if isinstance(part.get(ACTION_MASK, None), torch.Tensor):
             part.set(ACTION_MASK, torch.empty_like(part[ACTION_MASK], dtype=torch.bool))
@@ -325,7 +297,9 @@ def groups_of(envs: list[Any], group_map: Any = None) -> list[AgentGroup]:
     for name in group_map:
         if not isinstance(name, str) or name in RESERVED:
             raise ValueError(f"a group must have a name that is not reserved for the transition, got {name!r}")
-    found, *others = ([_group(env, name, tuple(group_map[name])) for name in group_map] for env in envs)
+    remedy = "put them in groups of their own, group_map={name: [agent, ...], ...}"
+    made = ([(name, (*each,), *_spaces_of(env, each, remedy)) for name, each in group_map.items()] for env in envs)
+    found, *others = ([AgentGroup(*group) for group in groups] for groups in made)
     for number, (env, other) in enumerate(zip(envs[1:], others, strict=True), 1):
         if [*env.possible_agents] != agents or other != found:
             raise SchemaError(f"environment {number} has other agents or spaces than environment 0")
@@ -340,15 +314,13 @@ def _by_name(agents: Sequence[str]) -> dict[str, list[str]]:
     return found
 
 
-def _group(env: Any, name: str, agents: tuple[str, ...]) -> AgentGroup:
-    spaces = [(env.observation_space(agent), env.action_space(agent)) for agent in agents]
-    for agent, other in zip(agents, spaces, strict=True):
-        if other != spaces[0]:
-            remedy = f"put them in groups of their own, group_map={{{agents[0]!r}: [...], {agent!r}: [...]}}"
-            raise SchemaError(
-                f"the agents {agents[0]!r} and {agent!r} of group {name!r} differ in their spaces: {remedy}"
-            )
-    return AgentGroup(name, agents, *spaces[0])
+def _spaces_of(env: Any, agents: Sequence[str], remedy: str) -> tuple[Any, Any]:
+    """Return the observation and action space of agents; raise a SchemaError unless they have equal ones."""
+    first, *others = ((env.observation_space(agent), env.action_space(agent)) for agent in agents)
+    for agent, other in zip(agents[1:], others, strict=True):
+        if other != first:
+            raise SchemaError(f"the agents {agents[0]!r} and {agent!r} differ in their spaces: {remedy}")
+    return first
 
 
 def agents_schema(groups: list[AgentGroup], lanes: tuple[int, ...]) -> TensorDict:

@@ -44,7 +44,7 @@ def turns(*given: Any) -> Any:
 def of_groups() -> list[Any]:
     wolves = AGENTS[:3]
     return [
-        ({"all": AGENTS}, SchemaError, "'wolf_0' and 'sheep' of group 'all' differ in their spaces: put them"),
+        ({"all": AGENTS}, SchemaError, "'wolf_0' and 'sheep' differ in their spaces: put them in groups of their"),
         ({"wolf": wolves}, ValueError, "must name each of the agents"),
         ({"wolf": [*wolves, "wolf_0"], "sheep": ["sheep"]}, ValueError, "must name each of the agents"),
         ({"next": wolves, "sheep": ["sheep"]}, ValueError, "not reserved for the transition, got 'next'"),
