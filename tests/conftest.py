@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -16,7 +18,6 @@ from gymnasium.utils import seeding
 from hypothesis import HealthCheck, Phase, register_random, settings
 
 from tests.backends import forced
-from tests.compiling import compile_halves
 
 # Workers run side by side on few cores: more threads per worker only wait. Subprocesses read the variable.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -49,9 +50,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config: pytest.Config) -> None:
-    """Compile the loops of most tests before workers start that will run all tests."""
+    """Compile all loops before workers start that will run all tests."""
     if config.args_source is pytest.Config.ArgsSource.TESTPATHS:
-        compile_halves(config.rootpath)
+        print("compiling all loops (two minutes, once)", flush=True)
+        subprocess.run([sys.executable, "-m", "rlbuf_td", "compile"], cwd=config.rootpath, capture_output=True)
 
 
 @pytest.fixture(autouse=True, scope="session")

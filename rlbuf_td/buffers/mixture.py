@@ -44,7 +44,6 @@ from rlbuf_td.kernels.strata import LEAST_RATIO
 from rlbuf_td.samplers.common import OwnSignature
 from rlbuf_td.storages.checks import as_number, fraction, whole
 from rlbuf_td.storages.keys import as_tuple
-from rlbuf_td.storages.notebooks import MIXTURES
 from rlbuf_td.storages.ring import SAMPLED_AT
 from rlbuf_td.storages.shared.generators import pickled_generator, unpickled_generator
 from rlbuf_td.storages.tensordict_fast import set_entries_
@@ -174,7 +173,7 @@ class ReplayBufferMixture:
     def _written(self, name: str | None) -> ReplayBuffer:
         name = self.writes_to if name is None else name
         if name not in self.members:
-            raise KeyError(f"no member {name!r} to write to: name one of {self.names}, or pass writes_to{MIXTURES}")
+            raise KeyError(f"no member {name!r} to write to: name one of {self.names}, or pass writes_to")
         return self.members[name]
 
     def extend(self, data: TensorDictBase, name: str | None = None, *, lanes: Any = None) -> torch.Tensor:
@@ -249,7 +248,7 @@ class ReplayBufferMixture:
         for name, member in self.members.items():
             refuse_member(name, member)  # its parts may have been replaced
             if name in needed and not len(member):
-                raise RuntimeError(f"member {name!r} has no rows: extend it first, or set its share to 0{MIXTURES}")
+                raise RuntimeError(f"member {name!r} has no rows: extend it first, or set its share to 0")
         with ExitStack() as admitted:  # all members admit their rows, or none counts them
             for name, count in needed.items():
                 if self.members[name].flow is not None:

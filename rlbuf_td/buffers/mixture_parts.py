@@ -23,7 +23,6 @@ from rlbuf_td.storages import PackedStorage, SchemaError
 from rlbuf_td.storages.checks import require_packed
 from rlbuf_td.storages.indexing import device_of, flat_rows, merge_, row_count
 from rlbuf_td.storages.keys import as_tuple
-from rlbuf_td.storages.notebooks import MIXTURES
 from rlbuf_td.storages.ring import SAMPLED_AT
 from rlbuf_td.storages.schema import kind, show_key
 from rlbuf_td.storages.state import examine
@@ -59,7 +58,7 @@ def refuse_members(members: Any, shares: Any, writes_to: str | None) -> None:
         example = '{"demos": 0.5, "online": 0.5}'
         raise TypeError(
             f'members must be a dict of buffers by name, such as {{"demos": rb1, "online": rb2}}, and shares a dict of '
-            f"numbers, such as {example}, {given}{MIXTURES}"
+            f"numbers, such as {example}, {given}"
         )
     for name, member in members.items():
         refuse_member(name, member)
@@ -111,9 +110,7 @@ def part_of(member: ReplayBuffer, count: int) -> Part:
         finished = member._finish(*drawn)
         if finished[0].ndim != 1:
             inner = [*finished[0].shape[1:]]
-            raise ValueError(
-                f"members must store single transitions, these rows have further batch dims, {inner}{MIXTURES}"
-            )
+            raise ValueError(f"members must store single transitions, these rows have further batch dims, {inner}")
         return Part(finished[0], normalizer, stamps)
     rows, info = member._sample(count)  # TorchRL's general path, which adds the report later
     if "index" not in rows.keys():
@@ -161,7 +158,7 @@ def members_of(batch: TensorDictBase, names: Sequence[str]) -> dict[str, Tensor]
     """Map each member's name to a bool mask of its rows in a batch ``[B]``; omit members without rows."""
     source = batch.get("source", None)
     if source is None:
-        raise KeyError(f"the batch has no 'source', the member of each row: pass a batch of this mixture{MIXTURES}")
+        raise KeyError("the batch has no 'source', the member of each row: pass a batch of this mixture")
     if source.ndim != 1 or source.is_floating_point() or ((source < 0) | (source >= len(names))).any():
         found = f"{source.dtype} {source.unique().tolist()} of shape {[*source.shape]}"
         raise IndexError(f"'source' must hold one position in {[*names]} per row, [B] int64, got {found}")

@@ -17,7 +17,6 @@ from rlbuf_td.storages.checks import OUT_OF_ORDER, whole
 from rlbuf_td.storages.episodes import TRAJ_KEY
 from rlbuf_td.storages.indexing import by_row
 from rlbuf_td.storages.keys import as_tuple
-from rlbuf_td.storages.notebooks import PRIORITIES
 from rlbuf_td.storages.tensordict_fast import entries_of
 from rlbuf_td.writers import RingWriter
 from rlbuf_td.writers.common import keeps_order
@@ -170,7 +169,7 @@ def refuse_missing(key: NestedKey) -> NoReturn:
             "it was sampled with include_info=False, or a transform has removed it. Sample with include_info=True, or "
             "with return_info=True, and call update_priority(info['index'], td_error)"
         )
-    raise KeyError(f"the batch has no {key!r}: {remedy}{PRIORITIES}")
+    raise KeyError(f"the batch has no {key!r}: {remedy}")
 
 
 def trajectory_ids(lanes: torch.Size) -> dict[NestedKey, torch.Tensor]:

@@ -17,7 +17,6 @@ from torchrl.data.replay_buffers import TensorDictReplayBuffer
 from rlbuf_td.buffers.parts import Parts
 from rlbuf_td.storages.indexing import device_of
 from rlbuf_td.storages.listeners import WeakReference
-from rlbuf_td.storages.notebooks import GPU
 from rlbuf_td.storages.torchrl_parts import generator_of
 
 Sample: TypeAlias = tuple[TensorDictBase, dict[Any, Any]]  # a batch and the sampler's report
@@ -136,7 +135,7 @@ def refuse_copies(parts: Parts) -> None:
         raise TypeError(
             "device= needs a PackedStorage on the CPU and a sampler of this package or one with draw(), got "
             f"{type(parts.storage).__name__} on {device_of(parts.storage)} and {type(parts.sampler).__name__} "
-            f"(and no collate_fn, sample unit or tracked generations){GPU}"
+            f"(and no collate_fn, sample unit or tracked generations)"
         )
 
 

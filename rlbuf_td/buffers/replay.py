@@ -80,7 +80,6 @@ from rlbuf_td.storages.interrupts import held_back
 from rlbuf_td.storages.keys import is_key, nested_key, optional_key
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.memory_budget import Purpose, require_room, shared_tensors
-from rlbuf_td.storages.notebooks import PROCESSES
 from rlbuf_td.storages.ring import SAMPLED_AT
 from rlbuf_td.storages.row_class import opened
 from rlbuf_td.storages.schema import refuse_index, refuse_rounding, reshaped, walk
@@ -405,7 +404,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
             MemoryError: the rows are larger than RAM.
             OSError: the disk of ``scratch_dir`` has too little free space.
 
-        Cost: about 1.5 times as long as only reading with Minari (``python tests/benchmarks/minari_speed.py``).
+        Cost: about 1.5 times as long as only reading with Minari (``python -m tests.benchmarks.minari_speed``).
 
         Example:
             >>> from rlbuf_td import ReplayBuffer
@@ -1992,7 +1991,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
     def _refuse_if_shared(self, part: str) -> None:
         if self.storage.shared_rows is not None:
             reason = "other processes would keep the old one. Set it before you share the buffer"
-            raise RuntimeError(f"cannot set the {part} of a shared buffer: {reason}{PROCESSES}")
+            raise RuntimeError(f"cannot set the {part} of a shared buffer: {reason}")
 
     def _refuse_schema(self, layout: RowLayout) -> None:
         """Raise a SchemaError if rows of this layout, which have not been allocated yet, do not fit the sampler."""

@@ -19,7 +19,6 @@ from rlbuf_td.samplers.sequence import SequenceSampler
 from rlbuf_td.storages import PackedStorage, SchemaError
 from rlbuf_td.storages.checks import whole
 from rlbuf_td.storages.indexing import revision_of
-from rlbuf_td.storages.notebooks import ROLLOUTS
 from rlbuf_td.writers.estimator import Estimator
 from rlbuf_td.writers.rollout import RolloutWriter
 
@@ -200,7 +199,7 @@ class RolloutBuffer(ReplayBuffer):
             rollout = f"{self.num_steps} steps" + ("" if self.num_envs is None else f" and {self.num_envs} lanes")
             takes = f"{how} takes batch size [{names}] in a rollout of {rollout}, got {list(got)}"
             remedy = f": for {got[0]} environments, make a RolloutBuffer(num_steps, {got[0]})" if lacks_lanes else ""
-            raise ValueError(takes + remedy + ROLLOUTS)
+            raise ValueError(takes + remedy)
 
     @property
     def is_complete(self) -> bool:
@@ -257,7 +256,7 @@ class RolloutBuffer(ReplayBuffer):
         if not (self.partial and writer.steps):
             hint = ", or pass partial=True to read the written steps" if writer.steps else ""
             written = f"{writer.steps} of {self.num_steps} steps are written"
-            raise RuntimeError(f"the rollout is not complete: {written}. Write the rest first{hint}{ROLLOUTS}")
+            raise RuntimeError(f"the rollout is not complete: {written}. Write the rest first{hint}")
         writer.estimate()
 
     @property
@@ -315,14 +314,12 @@ def _sampler_for(
     length = whole(1)("sequence_length", sequence_length)
     if length > num_steps:
         rollout = f"a rollout of {num_steps} steps has no chunks of {length}"
-        raise ValueError(f"{rollout}: use a sequence_length from 1 to {num_steps}{ROLLOUTS}")
+        raise ValueError(f"{rollout}: use a sequence_length from 1 to {num_steps}")
     keys: Any = {"done_key": writer.estimator.done_key, "traj_key": writer.estimator.trajectory_key}
     chunks = SequenceSampler(rows, length, stride=length, output_layout="batch_time", **keys)
     if batch_size is not None and batch_size % length:
         remedy = f"for 32 chunks use {32 * length}"
-        raise ValueError(
-            f"batch_size must be a multiple of sequence_length={length}, got {batch_size}: {remedy}{ROLLOUTS}"
-        )
+        raise ValueError(f"batch_size must be a multiple of sequence_length={length}, got {batch_size}: {remedy}")
     return chunks
 
 

@@ -24,8 +24,6 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
-from rlbuf_td.storages.notebooks import PROCESSES
-
 FORMAT = "rlbuf_td checkpoint"
 MANIFEST = "manifest.json"
 _TENSOR = "$tensor"
@@ -45,9 +43,6 @@ class CheckpointError(ValueError):
         Traceback (most recent call last):
         rlbuf_td.checkpoint.manifest.CheckpointError: ...
     """
-
-    def __str__(self) -> str:
-        return super().__str__() + PROCESSES
 
 
 class ForeignManifest(CheckpointError):

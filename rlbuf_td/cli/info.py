@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import subprocess
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import suppress
@@ -14,8 +13,8 @@ from pathlib import Path
 import torch
 
 import rlbuf_td
-from rlbuf_td.diagnostics.memory_plan import filled
-from rlbuf_td.kernels.dispatch import uses_numba
+from rlbuf_td.cli import usable_cores
+from rlbuf_td.kernels.dispatch import OFF
 from rlbuf_td.storages.memory_budget import ram, show_bytes
 
 _PACKAGES = "tensordict", "torchrl", "numba", "numpy", "gymnasium"
@@ -23,53 +22,39 @@ _PACKAGES = "tensordict", "torchrl", "numba", "numpy", "gymnasium"
 
 def main(options: Namespace) -> int:
     for name, words in facts():
-        print(filled(f"{name}: {words}", 80, "  "))
+        print(f"{name}: {words}")
     return 0
 
 
 def facts() -> Iterator[tuple[str, str]]:
     yield "rlbuf_td", f"{rlbuf_td.__version__} in {Path(rlbuf_td.__file__).parent}"
     yield "Python", f"{platform.python_version()} ({platform.python_implementation()})"
-    yield "torch", torch.__version__
+    yield "torch", torch.__version__  # with its build, such as +cu130
     for name in _PACKAGES:
-        yield name, _version(name)
+        try:
+            yield name, version(name)
+        except PackageNotFoundError:
+            yield name, "not installed"
     yield "system", platform.platform()
     yield "processor", f"{_processor()} ({platform.machine()})"
-    yield "cores", f"{os.cpu_count()}, {_usable_cores()} usable; torch uses {torch.get_num_threads()} threads"
+    yield "cores", f"{os.cpu_count()}, {usable_cores()} usable; torch uses {torch.get_num_threads()} threads"
     yield "memory", ram().words()
     yield "GPU", torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
-    yield "compiled loops", _compiled_loops()
-    yield "cache folder", _cache_folder()
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "not installed"
+    yield "compiled loops", f"off ({OFF}): the reference in torch runs" if OFF else _compiled_loops()
+    yield "cache folder", "none, because compiled loops are off" if OFF else _cache_folder()
 
 
 def _processor() -> str:
-    """Return the processor's name; Python itself often knows only its architecture."""
-    with suppress(OSError):  # Linux
+    """Return the processor's name, where Linux knows it; Python itself often knows only its architecture."""
+    with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-        if names:
-            return names[0]
-    with suppress(OSError, subprocess.SubprocessError):  # macOS
-        command = ["sysctl", "-n", "machdep.cpu.brand_string"]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+        return next(names, platform.processor())
     return platform.processor() or "unknown"
-
-
-def _usable_cores() -> int | None:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def _compiled_loops() -> str:
     """Run a compiled loop, and say whether it works."""
-    if not uses_numba(torch.device("cpu")):
-        return "off (NUMBA_DISABLE_JIT): the reference in torch runs"
     try:
         from rlbuf_td.kernels.compiled import acceptable
 
@@ -81,12 +66,10 @@ def _compiled_loops() -> str:
 
 
 def _cache_folder() -> str:
-    if not uses_numba(torch.device("cpu")):
-        return "none, because compiled loops are off"
     from rlbuf_td.kernels.code_cache import folder
 
     place = folder()  # only a writable one; without one, it warns
     if place is None:
         return "none is writable; set NUMBA_CACHE_DIR to a writable folder"
-    files = [path.stat().st_size for path in place.rglob("*") if path.is_file()]
-    return f"{place} (writable, {len(files)} files, {show_bytes(sum(files))})"
+    files = [path.stat().st_size for path in place.rglob("*.nbc")]
+    return f"{place} (writable, {len(files)} compiled functions, {show_bytes(sum(files))})"

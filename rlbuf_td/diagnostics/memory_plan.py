@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -263,19 +261,3 @@ def _argument(room: Room, on_gpu: bool) -> str:
     if room.place == "RAM" and on_gpu:
         return "device='cpu' keeps them in RAM; ReplayBuffer(device=...) moves batches"
     return f"device={'cpu' if room.place == 'RAM' else room.place!r}"
-
-
-def main(options: argparse.Namespace) -> int:
-    """Print the plan for a Gymnasium environment; return 0 if the buffer fits, 1 if not, 2 after an error."""
-    import gymnasium
-
-    settings = {name: getattr(options, name) for name in ("sampler", "device", "scratch_dir", "shared")}
-    try:
-        env = gymnasium.make_vec(options.env, options.num_envs) if options.num_envs else gymnasium.make(options.env)
-        needed = plan(env, options.capacity, **settings)
-    except (gymnasium.error.Error, ImportError, ValueError, RuntimeError) as error:
-        print(f"cannot plan for {options.env}: {error}", file=sys.stderr)
-        return 2
-    env.close()
-    print(f"{options.env}, {options.sampler} sampler: {needed}")
-    return 0 if needed.fits else 1

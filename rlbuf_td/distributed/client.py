@@ -26,7 +26,6 @@ from rlbuf_td.samplers.common import EMPTY, NO_PRIORITY, refuse_errors
 from rlbuf_td.storages import SchemaError
 from rlbuf_td.storages.indexing import one_a_row
 from rlbuf_td.storages.layout import RowLayout
-from rlbuf_td.storages.notebooks import PRIORITIES
 from rlbuf_td.storages.schema import refuse_index
 
 _REFRESH = 0.1  # seconds without a report after which the client asks a shard for its mass
@@ -281,7 +280,7 @@ class Client:
         td_error, index = data.get(spec.priority_key, None), data.get("index", None)
         if td_error is None or index is None:
             missing = spec.priority_key if td_error is None else "index"
-            raise KeyError(f"the batch has no {missing!r}: set the TD errors of the sampled rows{PRIORITIES}")
+            raise KeyError(f"the batch has no {missing!r}: set the TD errors of the sampled rows")
         td_error = one_a_row(td_error, data.ndim, spec.reduction).cpu()
         refuse_errors(td_error)
         index = self._checked(index, len(td_error))

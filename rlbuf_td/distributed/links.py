@@ -14,7 +14,6 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError
 
 from rlbuf_td.buffers.waiting import ShutDown
 from rlbuf_td.distributed.shard import Answer, Report, Request
-from rlbuf_td.storages.notebooks import PROCESSES
 
 OnLoss = Literal["continue", "raise"]
 
@@ -27,9 +26,6 @@ SHUT_DOWN = "the buffer has been shut down"
 
 class ShardLost(RuntimeError):
     """Raised if a shard is lost and ``on_loss="raise"``, or if all shards are lost."""
-
-    def __str__(self) -> str:
-        return super().__str__() + PROCESSES
 
 
 class ShardsGone(ShardLost, ShutDown):

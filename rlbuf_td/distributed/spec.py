@@ -9,7 +9,6 @@ from rlbuf_td.diagnostics.health import unwrapped
 from rlbuf_td.samplers import EpisodeSampler, FreshRowsSampler, ProportionalSampler, SequenceSampler, UniformSampler
 from rlbuf_td.samplers.wrapper import SamplerWrapper
 from rlbuf_td.storages import PackedStorage
-from rlbuf_td.storages.notebooks import PROCESSES
 from rlbuf_td.writers import RingWriter
 
 
@@ -75,5 +74,5 @@ def checked_sampler(buffer: Any) -> Any:
         (buffer.storage.device.type != "cpu", f"rows on {buffer.storage.device}", "rows on the CPU"),
     ):
         if is_there:
-            raise ValueError(f"{what} has no exact form over shards: use {remedy}{PROCESSES}")
+            raise ValueError(f"{what} has no exact form over shards: use {remedy}")
     return inner

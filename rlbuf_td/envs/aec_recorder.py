@@ -11,7 +11,6 @@ from rlbuf_td.envs.columns import StepRows, fill_, fill_parts_
 from rlbuf_td.envs.recorder import BufferLane, Recorder
 from rlbuf_td.envs.specs import ACTION_MASK, after_step, paths_of, takes_turns, turns_schema
 from rlbuf_td.storages.episodes import TRAJ_KEY
-from rlbuf_td.storages.notebooks import TRANSITIONS
 from rlbuf_td.storages.schema import SchemaError
 
 if TYPE_CHECKING:
@@ -111,7 +110,7 @@ class AECRecorder:
         env = self.env
         if not self._goes_on() or not env.agents:
             when = "before the first step, when no agent is left, after a step that failed, and after a load"
-            raise RuntimeError(f"call the recorder's reset() {when}{TRANSITIONS}")
+            raise RuntimeError(f"call the recorder's reset() {when}")
         agent = env.agent_selection
         observation, reward, terminated, truncated, _ = env.last()
         is_dead = bool(terminated or truncated)
@@ -136,7 +135,7 @@ class AECRecorder:
             if lost:
                 self._is_running = False
                 fault = f"agents {lost} have left the environment, and their last rewards are not known"
-                raise RuntimeError(f"{fault}: pass the None of their last turns to the recorder's step{TRANSITIONS}")
+                raise RuntimeError(f"{fault}: pass the None of their last turns to the recorder's step")
         return self._is_running
 
 

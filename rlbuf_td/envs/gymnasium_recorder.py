@@ -17,7 +17,6 @@ from rlbuf_td.envs.recorder import REWARD, BufferLane, Recorder
 from rlbuf_td.envs.specs import Key, after_step, paths_of, schema_of
 from rlbuf_td.storages import PackedStorage, SchemaError
 from rlbuf_td.storages.episodes import DONE_KEY, TRAJ_KEY
-from rlbuf_td.storages.notebooks import ROLLOUTS, TRANSITIONS
 from rlbuf_td.storages.schema import show_key
 from rlbuf_td.writers import RolloutWriter
 
@@ -137,7 +136,7 @@ class GymnasiumRecorder(Recorder):
         if self._mode == "NextStep" and self._lanes > 1 and isinstance(self.buffer.writer, RolloutWriter):
             why = "a lane that resets falls a step behind, so that later rollouts hold rows of older policies"
             how = f"use same-step autoreset, for example {_SAME_STEP}"
-            raise ValueError(f"a rollout cannot be recorded with next-step autoreset: {why}. Instead, {how}{ROLLOUTS}")
+            raise ValueError(f"a rollout cannot be recorded with next-step autoreset: {why}. Instead, {how}")
 
     def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Reset the environment and return the result; ``options={"reset_mask": mask}`` resets only some lanes.
@@ -152,9 +151,7 @@ class GymnasiumRecorder(Recorder):
         broken = (begun & ~self._ended & ~self._fresh).nonzero()[0].tolist()
         if self._trajectory_key is None and broken:
             remedy = "let them end, or store trajectory numbers"
-            raise RuntimeError(
-                f"reset interrupts episodes in lanes {broken} without a trajectory_key: {remedy}{TRANSITIONS}"
-            )
+            raise RuntimeError(f"reset interrupts episodes in lanes {broken} without a trajectory_key: {remedy}")
         self._obs, info = self.env.reset(seed=seed, options=options)
         self._ended &= ~lanes
         self._begin(begun)
@@ -202,11 +199,11 @@ class GymnasiumRecorder(Recorder):
     def _refuse_step(self) -> None:
         if self._obs is None:
             when = "before its first step(), after a step that failed, and after a checkpoint was loaded"
-            raise RuntimeError(f"call the recorder's reset() {when}{TRANSITIONS}")
+            raise RuntimeError(f"call the recorder's reset() {when}")
         if self._mode == "Disabled" and self._ended.any():
             how = "" if self._single else ", with options={'reset_mask': terminated | truncated}"
             ended = self._ended.nonzero()[0].tolist()
-            raise RuntimeError(f"the episode has ended in lanes {ended}: reset before the next step{how}{TRANSITIONS}")
+            raise RuntimeError(f"the episode has ended in lanes {ended}: reset before the next step{how}")
 
     @property
     def pending(self) -> int:
@@ -241,7 +238,7 @@ class GymnasiumRecorder(Recorder):
         if not all(lane.last(1)[DONE_KEY].all() for lane in lanes if len(lane)):
             remedy = "store trajectory numbers, or set ('next', 'truncated') and ('next', 'done') there"
             fault = "the buffer's newest rows do not end an episode and would run into the next"
-            raise RuntimeError(f"{fault}: {remedy}{TRANSITIONS}")
+            raise RuntimeError(f"{fault}: {remedy}")
 
     # -- rows
 
@@ -344,10 +341,8 @@ def _autoreset_mode_of(env: Any, given: Any, single: bool) -> str:
         raise ValueError(f"autoreset_mode must be one of Gymnasium's AutoresetMode, got {mode!r}")
     if known is not None and mode != known:
         fault = f"autoreset_mode={mode!r} contradicts the environment's metadata, which say {known!r}"
-        raise ValueError(f"{fault}: leave it out, and choose the mode when the environment is made{TRANSITIONS}")
+        raise ValueError(f"{fault}: leave it out, and choose the mode when the environment is made")
     if mode is None:
         lack = "the environment's metadata lack 'autoreset_mode', and next-step autoreset is assumed"
-        warnings.warn(
-            f"{lack}: pass the mode that it has, autoreset_mode=...{TRANSITIONS}", RuntimeWarning, stacklevel=3
-        )
+        warnings.warn(f"{lack}: pass the mode that it has, autoreset_mode=...", RuntimeWarning, stacklevel=3)
     return mode or "NextStep"

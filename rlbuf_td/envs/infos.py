@@ -14,7 +14,6 @@ import torch
 
 from rlbuf_td.envs.columns import fill_, part_of, to_array
 from rlbuf_td.envs.specs import Key, Paths, tensors_of
-from rlbuf_td.storages.notebooks import TRANSITIONS
 from rlbuf_td.storages.schema import SchemaError, show_key
 
 _LOST = (
@@ -35,7 +34,7 @@ def fill_final_(columns: Mapping[Key, np.ndarray], paths: Paths, info: Info, don
         if isinstance(final, np.ndarray) and final.dtype == object:
             final, is_batched = final[lane], False
         if final is None:
-            raise RuntimeError(_LOST.format(lane) + TRANSITIONS)
+            raise RuntimeError(_LOST.format(lane))
         for key, path in paths:
             value = part_of(final, path)
             fill_(columns[key][lane, ...], value[lane] if is_batched else value, key)

@@ -11,7 +11,6 @@ from rlbuf_td.envs.columns import StepRows, fill_, fill_parts_
 from rlbuf_td.envs.recorder import BufferLane, Recorder
 from rlbuf_td.envs.specs import ACTION_MASK, FLAGS, after_step, agents_schema, groups_of, parallel_envs, takes_turns
 from rlbuf_td.storages.episodes import TRAJ_KEY
-from rlbuf_td.storages.notebooks import TRANSITIONS
 
 if TYPE_CHECKING:
     from torchrl.data.replay_buffers import TensorDictReplayBuffer
@@ -130,7 +129,7 @@ class PettingZooRecorder(Recorder):
             )
         lost = [e for e in range(count) if not mask[e] and self._observed[e] is None]
         if lost:
-            raise RuntimeError(f"environments {lost} need a reset, too, because their state is unknown{TRANSITIONS}")
+            raise RuntimeError(f"environments {lost} need a reset, too, because their state is unknown")
         results: list[Any] = [None] * count
         for e in mask.nonzero()[0].tolist():
             self._observed[e] = None
@@ -179,7 +178,7 @@ class PettingZooRecorder(Recorder):
         if ended:
             when = "when they have no agents, before the first step, after a step that failed, and after a load"
             how = "" if self._single else ", with reset(lanes=[not env.agents for env in envs])"
-            raise RuntimeError(f"reset environments {ended} first{how}: a reset is due {when}{TRANSITIONS}")
+            raise RuntimeError(f"reset environments {ended} first{how}: a reset is due {when}")
         for e, env in enumerate(self.envs):
             missing = [agent for agent in env.agents if agent not in actions[e]]
             if missing:
@@ -241,4 +240,4 @@ def _refuse_loss(agent: str, lives: bool, terminated: bool, truncated: bool, is_
         fault = "has no observation after a step that did not terminate it, which the value of the next state needs"
     else:
         return
-    raise RuntimeError(f"agent {agent!r} {fault}: the environment breaks PettingZoo's interface{TRANSITIONS}")
+    raise RuntimeError(f"agent {agent!r} {fault}: the environment breaks PettingZoo's interface")

@@ -1,10 +1,12 @@
 """Stores compiled loops for later processes, in one folder per version of the kernels' sources.
 
-Compilation takes from a second to half a minute per operation, once per installation. A progress bar or a log message
-announces it (``compile_progress.py``); ``logging.getLogger("rlbuf_td").setLevel("ERROR")`` silences both. Numba's own
-cache does not notice changes in functions that a loop imports from other files. The folder's name is therefore a digest
-of all sources in ``kernels/``. When the folder is created, the folders of other versions are deleted. The folder is
-created in the first writable one of these places:
+Compilation takes from a second to half a minute per operation, once per installation; ``python -m rlbuf_td compile``
+compiles all loops ahead. A progress bar or a log message announces it (``compile_progress.py``);
+``logging.getLogger("rlbuf_td").setLevel("ERROR")`` silences both. Of processes that need a loop at the same time, one
+compiles it, under a lock of the loop's own, and the others wait and load it. Numba's own cache does not notice changes
+in functions that a loop imports from other files. The folder's name is therefore a digest of all sources in
+``kernels/``. When the folder is created, the folders of other versions are deleted. The folder is created in the first
+writable one of these places:
 
 - The folder ``$NUMBA_CACHE_DIR``, if this environment variable is set.
 - The package's own folder ``kernels/__pycache__/rlbuf_td``.
@@ -21,7 +23,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import cache, partial
 from hashlib import sha256
 from importlib.util import cache_from_source
@@ -29,6 +31,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from filelock import FileLock
 from numba import config, njit, types
 from numba.core.caching import FunctionCache
 from numba.core.ccallback import CFunc
@@ -36,10 +39,8 @@ from numba.core.ccallback import CFunc
 from rlbuf_td.kernels.compile_progress import announce
 
 _ROOM = Path(__file__).parent
-_thread = threading.local()  # ``compiles``: whether this thread was started to compile a loop
-
-if config.DISABLE_JIT:
-    raise RuntimeError("this operation of rlbuf_td has no form without numba's compiler: unset NUMBA_DISABLE_JIT")
+_thread = threading.local()  # ``locks``: in a thread that was started to compile a loop, the locks that it holds
+_PATIENCE = 600  # seconds that a process waits for another one, which may have been stopped
 
 
 def cached_njit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
@@ -63,12 +64,12 @@ def _compile_in_thread(compile_: Callable[[], Any]) -> Any:
     Numba leaves exceptions in reference cycles. The frames of their tracebacks refer to those of all callers, and would
     keep the callers' variables, such as a buffer, until a garbage collection.
     """
-    if getattr(_thread, "compiles", False):
+    if hasattr(_thread, "locks"):
         return compile_()
 
     def work() -> Any:
-        _thread.compiles = True
-        return compile_()
+        with ExitStack() as _thread.locks:
+            return compile_()
 
     with ThreadPoolExecutor(1, "rlbuf_td_compiler") as threads:
         return threads.submit(work).result()
@@ -93,18 +94,34 @@ def _with_cache(target: Any, function: Callable[..., Any]) -> Any:
 
 class _Cache(FunctionCache):
     def load_overload(self, signature: Any, target: Any) -> Any:
-        found = None
-        with suppress(OSError):
-            found = super().load_overload(signature, target)
+        found = self._load(signature, target)
+        if found is None:
+            # Loops do not call each other in a circle, so that no two processes wait for each other.
+            with suppress(OSError, NotImplementedError):  # a file system without locks, or a process that has stopped
+                _thread.locks.enter_context(self._lock)
+                found = self._load(signature, target)
+                if found is not None:
+                    self._lock.release()
         if found is None:
             announce(folder())
         return found
+
+    @property
+    def _lock(self) -> FileLock:
+        """The lock of this loop: a singleton, which a thread can take again for another signature."""
+        path = Path(self.cache_path, f"{self._impl.filename_base}.lock")
+        return FileLock(path, timeout=_PATIENCE, is_singleton=True)
+
+    def _load(self, signature: Any, target: Any) -> Any:
+        with suppress(OSError):
+            return super().load_overload(signature, target)
 
     def save_overload(self, signature: Any, code: Any) -> None:
         # A unique name: two processes that compile different signatures could otherwise mix up their code.
         self._cache_file._data_name_pattern = f"{self._impl.filename_base}.{uuid4().hex}.{{number:d}}.nbc"
         with suppress(OSError):  # disk full, or another version deleted the folder: the next process compiles
             super().save_overload(signature, code)
+            self._lock.release()
 
 
 @cache

@@ -24,13 +24,13 @@ _logger = logging.getLogger("rlbuf_td")
 
 def announce(folder: object) -> None:
     """Say, once per process, that loops are being compiled and stored in ``folder``."""
-    if not _progress.announced and not _shows_bar():
+    if not progress.announced and not _shows_bar():
         _logger.warning(
             "rlbuf_td is compiling its loops for this processor: the first call of each kind takes some seconds, once "
             "per installation (the compiled code is stored in %s)",
             folder,
         )
-    _progress.announced = True
+    progress.announced = True
 
 
 def _shows_bar() -> bool:
@@ -59,6 +59,7 @@ class _Progress(event.Listener):
 
     def __init__(self) -> None:
         self.announced = False
+        self.seconds = 0.0  # of compilation so far
         self._loops = 0
         self._open: list[Dispatcher] = []  # the loop that is being compiled, and the functions within it
         self._missing: list[Dispatcher] = []  # the loop's functions that were not compiled when it began
@@ -77,6 +78,8 @@ class _Progress(event.Listener):
     def on_end(self, happened: event.Event) -> None:
         if self._open:
             self._open.pop()
+            if not self._open:
+                self.seconds += time.perf_counter() - self._began
             self._draw()
 
     def _draw(self) -> None:
@@ -95,5 +98,5 @@ class _Progress(event.Listener):
         yield f"first-time compilation {self._loops}: {room}, {loop.__name__.strip('_').replace('_', ' ')}"
 
 
-_progress = _Progress()
-event.register("numba:compile", _progress)
+progress = _Progress()
+event.register("numba:compile", progress)

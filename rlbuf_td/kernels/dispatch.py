@@ -1,7 +1,8 @@
 """Selects the backend of each operation.
 
 - ``"numba"``: compiled loops, for memory on the CPU.
-- ``"torch"``: the reference implementation, for all other memory, and under ``torch.compile``.
+- ``"torch"``: the reference implementation, for all other memory, under ``torch.compile``, and without numba, which
+  does not know the newest Python for some months.
 
 Importing numba takes a second, so compiled modules are imported only when they are needed.
 """
@@ -11,7 +12,10 @@ from __future__ import annotations
 import importlib
 import os
 import pkgutil
+import platform
+import warnings
 from collections.abc import Callable
+from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar, get_type_hints
@@ -23,8 +27,18 @@ from torch import Tensor
 Backend: TypeAlias = Literal["numba", "torch"]
 Method = TypeVar("Method", bound=Callable[..., Any])
 
-#: For every device; tests set it. With ``NUMBA_DISABLE_JIT=1``, a debugger can step through the reference.
-_forced: Backend | None = "torch" if os.environ.get("NUMBA_DISABLE_JIT", "0") not in ("", "0") else None
+#: Why nothing can be compiled in this process; "" if loops can be. ``NUMBA_DISABLE_JIT=1`` is for debuggers.
+OFF = "NUMBA_DISABLE_JIT is set" if os.environ.get("NUMBA_DISABLE_JIT", "0") not in ("", "0") else ""
+if not OFF and find_spec("numba") is None:
+    OFF = f"numba is not installed for Python {platform.python_version()}"
+    warnings.warn(
+        f"{OFF}: rlbuf_td runs the same operations in torch, several times slower. pip install numba, or take a Python "
+        "that numba supports",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+#: For every device; tests set it.
+_forced: Backend | None = "torch" if OFF else None
 is_compiling = torch.compiler.is_compiling
 
 
@@ -39,6 +53,12 @@ def backend_of(memory: Tensor) -> Backend:
 def uses_numba(device: torch.device) -> bool:
     """Whether compiled loops will work on an object that is made now for memory on ``device``."""
     return device.type == "cpu" if _forced is None else _forced == "numba"
+
+
+def refuse_without_compiler(what: str) -> None:
+    """Raise an error if nothing can be compiled: ``what`` has no form in torch."""
+    if OFF:
+        raise RuntimeError(f"{what} compiled loops, and {OFF}: install numba, and unset NUMBA_DISABLE_JIT")
 
 
 def import_kernels() -> None:

@@ -19,7 +19,6 @@ from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.kernels.host_memory import address_of
 from rlbuf_td.storages.checks import OUT_OF_ORDER, require_packed, state_of
 from rlbuf_td.storages.indexing import moved, stored_rows
-from rlbuf_td.storages.notebooks import PRIORITIES
 from rlbuf_td.storages.schema import SchemaError, refuse_other_index
 from rlbuf_td.storages.tensordict_fast import entries_of
 
@@ -264,7 +263,7 @@ def refuse_errors(td_error: Tensor) -> None:
         where = (~finite).nonzero().squeeze(1)
         shown = ", ".join(str(int(j)) for j in where[:5]) + (", ..." if where.numel() > 5 else "")
         count = f"{where.numel()} of {td_error.numel()} TD errors"
-        raise ValueError(f"{count} are NaN or infinite (positions {shown}): look for a diverging loss{PRIORITIES}")
+        raise ValueError(f"{count} are NaN or infinite (positions {shown}): look for a diverging loss")
 
 
 def refuse_priorities(flat: Tensor, td_error: Tensor, rows: int) -> NoReturn:

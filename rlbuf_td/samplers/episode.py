@@ -20,7 +20,6 @@ from rlbuf_td.storages.checks import fraction, one_of, whole
 from rlbuf_td.storages.episodes import DONE_KEY, TRAJ_KEY
 from rlbuf_td.storages.indexing import revision_of
 from rlbuf_td.storages.keys import as_tuple
-from rlbuf_td.storages.notebooks import SEQUENCES
 from rlbuf_td.storages.schema import show_key
 from rlbuf_td.storages.tensordict_fast import leaf_of
 
@@ -145,7 +144,7 @@ class EpisodeSampler(SamplerWrapper):
         self.max_length, self.by, self.layout, self.gamma = max_length, by, layout, gamma
         if gamma is not None and self._inner is not None:
             reason = f"a {type(sampler).__name__} may change the rewards, whose sums gamma asks for"
-            raise ValueError(f"{reason}: leave gamma out, and call rlbuf_td.functional.reward2go{SEQUENCES}")
+            raise ValueError(f"{reason}: leave gamma out, and call rlbuf_td.functional.reward2go")
         self.reward_key, self.init_key = as_tuple(reward_key), as_tuple(init_key)
         self.finished_only, self.time_dim_name, self.gives_windows = (
             bool(finished_only),
@@ -164,9 +163,7 @@ class EpisodeSampler(SamplerWrapper):
         if wrong or not is_uniform:
             kind = type(found).__name__ + (f" with {wrong[0]}" if wrong else "")
             remedy = "wrap a UniformSampler, or use a SequenceSampler, which draws windows by any law"
-            raise TypeError(
-                f"EpisodeSampler draws episodes uniformly or by length, not by a {kind}: {remedy}{SEQUENCES}"
-            )
+            raise TypeError(f"EpisodeSampler draws episodes uniformly or by length, not by a {kind}: {remedy}")
 
     @property
     def steps_needed(self) -> int:
@@ -235,7 +232,7 @@ class EpisodeSampler(SamplerWrapper):
 
     def _no_episode(self) -> str:
         remedy = "write more steps" if not self.finished_only else "write until one ends, or use finished_only=False"
-        return f"the buffer holds no complete episode: {remedy}{SEQUENCES}"
+        return f"the buffer holds no complete episode: {remedy}"
 
     # -- the batch
 

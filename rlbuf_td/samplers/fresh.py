@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torchrl.data.replay_buffers import Sampler
 
-from rlbuf_td.kernels.dispatch import compiled_form, compiled_form_of
+from rlbuf_td.kernels.dispatch import compiled_form, compiled_form_of, refuse_without_compiler
 from rlbuf_td.kernels.recency import FRESH, LANES, STEPS
 from rlbuf_td.samplers.bound import BoundDraw
 from rlbuf_td.samplers.common import OneStorage, setting
@@ -19,7 +19,6 @@ from rlbuf_td.samplers.wrapper import SamplerWrapper
 from rlbuf_td.storages import PackedStorage, torchrl_parts
 from rlbuf_td.storages.checks import state_of, whole
 from rlbuf_td.storages.episodes import DONE_KEY
-from rlbuf_td.storages.notebooks import SEQUENCES
 from rlbuf_td.storages.ring import Ring
 
 
@@ -165,6 +164,7 @@ class FreshRowsSampler(SamplerWrapper):
     crosses_episodes = False  # whether these windows go on into the next episode
 
     def __init__(self, sampler: Sampler, fresh: int | Literal["windows"] = 1) -> None:
+        refuse_without_compiler("FreshRowsSampler needs")
         super().__init__(sampler, DONE_KEY, None)
         if self._is_prioritized and not hasattr(sampler, "law"):
             raise TypeError("FreshRowsSampler cannot wrap TorchRL's PrioritizedSampler: use a ProportionalSampler")
@@ -194,7 +194,7 @@ class FreshRowsSampler(SamplerWrapper):
             return
         if wrapper.boundary != "pad" or wrapper.burn_in or wrapper.stride is not None:
             needs = f"got boundary={wrapper.boundary!r}, burn_in={wrapper.burn_in}, stride={wrapper.stride}"
-            raise ValueError(f'fresh="windows" needs boundary="pad" and neither burn_in nor stride, {needs}{SEQUENCES}')
+            raise ValueError(f'fresh="windows" needs boundary="pad" and neither burn_in nor stride, {needs}')
         self.window_length, self.crosses_episodes = wrapper.length, wrapper.across_episodes
         self.done_key, self.traj_key = wrapper.done_key, wrapper.traj_key
 
@@ -203,7 +203,7 @@ class FreshRowsSampler(SamplerWrapper):
             return self.queue.take(storage, most)
         if not self.window_length:
             remedy = 'SequenceSampler(FreshRowsSampler(..., fresh="windows"), length)'
-            raise ValueError(f'fresh="windows" hands out windows of a SequenceSampler: use {remedy}{SEQUENCES}')
+            raise ValueError(f'fresh="windows" hands out windows of a SequenceSampler: use {remedy}')
         ring, found = self.queue.switch_to(storage), np.zeros(0, np.int64)
         if ring is None or not len(ring):
             return found

@@ -10,7 +10,6 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 
 from rlbuf_td.storages.keys import as_tuple, nested_key
-from rlbuf_td.storages.notebooks import HINDSIGHT
 
 TransitionFn: TypeAlias = Callable[[TensorDictBase], torch.Tensor]
 
@@ -123,4 +122,4 @@ def _method(env: Any, name: str) -> Callable[..., Any]:
                 return method
         env = getattr(env, "_env", None)  # TorchRL's wrappers
     missing = f"{type(innermost).__name__} has no {name}(achieved_goal, desired_goal, info)"
-    raise TypeError(f"{missing}: write a function of the batch{HINDSIGHT}")
+    raise TypeError(f"{missing}: write a function of the batch")

@@ -26,7 +26,6 @@ from rlbuf_td.storages.checks import as_number, fraction
 from rlbuf_td.storages.episodes import DONE_KEY, TRAJ_KEY
 from rlbuf_td.storages.indexing import device_of, nth_rows, row_count
 from rlbuf_td.storages.keys import as_tuple
-from rlbuf_td.storages.notebooks import HINDSIGHT
 from rlbuf_td.storages.rows import Rows
 from rlbuf_td.storages.schema import refuse_rounding, show_key
 from rlbuf_td.storages.tensordict_fast import leaf_of, set_entries_
@@ -181,7 +180,7 @@ class HindsightSampler(SamplerWrapper):
             new = _fitted(new, reward, "reward_fn", "reward")
         bad = put_values_(reward, new, mask)
         if bad >= 0:
-            raise ValueError(f"reward_fn returned NaN for relabelled rows, the first of them row {bad}{HINDSIGHT}")
+            raise ValueError(f"reward_fn returned NaN for relabelled rows, the first of them row {bad}")
         if self.terminated_fn is not None:
             self._end_(batch, mask)
 
@@ -201,7 +200,7 @@ class HindsightSampler(SamplerWrapper):
             if goal.dtype is not outcomes.dtype or goal.shape != outcomes.shape:
                 one, other = (f"{x.dtype} of shape {tuple(x.shape[1:])}" for x in (goal, outcomes))
                 kinds = f"{show_key(key)} is {one}, but {show_key(outcome_key)} {other}"
-                raise ValueError(f"{kinds}: goals and outcomes must have equal dtypes and shapes{HINDSIGHT}")
+                raise ValueError(f"{kinds}: goals and outcomes must have equal dtypes and shapes")
         rows = storage.rows if outcomes.is_meta else None
         return _Bound(trajectories, outcomes, rows, list(goals))
 
@@ -259,7 +258,7 @@ class _RelabelledReading(Reading):
 def _needed(storage: PackedStorage, key: tuple[str, ...], remedy: str) -> Tensor:
     column = column_of(storage, key)
     if column is None:
-        raise KeyError(f"hindsight needs {show_key(key)}, which is not stored: {remedy}{HINDSIGHT}")
+        raise KeyError(f"hindsight needs {show_key(key)}, which is not stored: {remedy}")
     return column
 
 
@@ -268,7 +267,7 @@ def _cumulative(strategy: str | Mapping[Any, float]) -> list[float]:
     names = [*strategy] if isinstance(strategy, Mapping) else [strategy]
     unknown = [name for name in names if name not in (*STRATEGIES,)]
     if unknown:
-        raise ValueError(f"strategy must be one of {', '.join(STRATEGIES)}, got {unknown[0]!r}{HINDSIGHT}")
+        raise ValueError(f"strategy must be one of {', '.join(STRATEGIES)}, got {unknown[0]!r}")
     given = strategy if isinstance(strategy, Mapping) else {strategy: 1.0}
     mixture = {name: as_number(share) for name, share in given.items()}
     total = sum(mixture.values())
@@ -284,7 +283,7 @@ def _fitted(values: Any, like: Tensor, source: str, name: str) -> Tensor:
     if values.shape != like.shape:
         if values.shape not in (like.shape[:1], (*like.shape[:1], 1)) or like.shape[1:].numel() != 1:
             shapes = f"shape {tuple(like.shape)} or [{len(like)}], got shape {tuple(values.shape)}"
-            raise ValueError(f"{source} must return one {name} per row, of {shapes}{HINDSIGHT}")
+            raise ValueError(f"{source} must return one {name} per row, of {shapes}")
         values = values.view(like.shape)
     refuse_rounding((name,), values, like.dtype, f"store {name}s in float64")
     return values.to(like.device, like.dtype)

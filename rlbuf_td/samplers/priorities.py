@@ -21,7 +21,6 @@ from rlbuf_td.samplers.priority_file import PriorityFile
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.indexing import device_of, flat_rows, row_count, written_rows
 from rlbuf_td.storages.interrupts import held_back
-from rlbuf_td.storages.notebooks import PROCESSES
 from rlbuf_td.storages.shared.memory import SharedNumbers
 
 ALPHA, BETA, LARGEST, WEIGHED = range(4)  # indices of the shared settings; WEIGHED: the alpha of the stored weights
@@ -205,9 +204,7 @@ class Priorities:
         if self.file is not None:
             if not self.is_shared and self.file.process != os.getpid():
                 share = "call rb.share() before a fork"
-                raise RuntimeError(
-                    f"this process was forked, and has only a copy of the priorities: {share}{PROCESSES}"
-                )
+                raise RuntimeError(f"this process was forked, and has only a copy of the priorities: {share}")
             if isinstance(rows, slice):
                 rows = slice(*rows.indices(self.file.cells))
             else:
@@ -292,7 +289,7 @@ class Priorities:
         if is_spawning and not self.is_shared:
             remedy = "Share the buffer first: rb.share(); in TorchRL's buffers, use sync=False"
             reason = "a prioritized sampler in memory of its own cannot be shared between processes"
-            raise RuntimeError(f"{reason}. {remedy}{PROCESSES}")
+            raise RuntimeError(f"{reason}. {remedy}")
         return self.__dict__ | {"is_shared": is_spawning, "file": self.file if is_spawning else None}
 
 

@@ -23,7 +23,6 @@ from rlbuf_td.storages.checks import fraction, one_of, whole
 from rlbuf_td.storages.episodes import DONE_KEY, TRAJ_KEY
 from rlbuf_td.storages.indexing import Index, coordinates, device_of, flat_rows, revision_of, row_count, written_rows
 from rlbuf_td.storages.keys import as_tuple
-from rlbuf_td.storages.notebooks import SEQUENCES
 from rlbuf_td.storages.ring import SAMPLED_AT
 from rlbuf_td.storages.schema import SchemaError, show_key
 from rlbuf_td.storages.tensordict_fast import folded, leaf_of
@@ -175,7 +174,7 @@ class SequenceSampler(SamplerWrapper):
         self.across_episodes = one_of(True, False)("across_episodes", across_episodes)
         if self.across_episodes and any(wrapper.takes_goals for wrapper in self._wrappers()):
             reason = "all rows of a window get one goal, of the anchor's episode: leave out across_episodes"
-            raise TypeError(f"across_episodes=True cannot be combined with a HindsightSampler: {reason}{SEQUENCES}")
+            raise TypeError(f"across_episodes=True cannot be combined with a HindsightSampler: {reason}")
         self.output_layout = one_of("flat", "batch_time")("output_layout", output_layout)
         self.gives_windows = output_layout == "batch_time"
         self.slice_end_key, self.time_dim_name = as_tuple(slice_end_key), time_dim_name
@@ -195,16 +194,16 @@ class SequenceSampler(SamplerWrapper):
             return
         if self.stride > self.length:
             gap = f"stride={self.stride} leaves out rows between windows of length={self.length}"
-            raise ValueError(f"{gap}: use a stride from 1 to {self.length}{SEQUENCES}")
+            raise ValueError(f"{gap}: use a stride from 1 to {self.length}")
         if self.boundary != "pad":
             reason = f'boundary="{self.boundary}" would move or replace windows'
-            raise ValueError(f'stride needs boundary="pad": {reason}{SEQUENCES}')
+            raise ValueError(f'stride needs boundary="pad": {reason}')
         inner: Any = self.sampler
         while isinstance(inner, SamplerWrapper) and type(inner)._draw is SamplerWrapper._draw:
             inner = inner.sampler
         if not hasattr(type(inner), "draw_numbers"):
             needs = "stride needs a sampler that draws each window once per epoch"
-            raise TypeError(f"{needs}: use a MinibatchSampler, got {type(inner).__name__}{SEQUENCES}")
+            raise TypeError(f"{needs}: use a MinibatchSampler, got {type(inner).__name__}")
 
     window = property(lambda self: self.burn_in + self.length, doc="The number of rows in a window.")
 
@@ -312,7 +311,7 @@ class SequenceSampler(SamplerWrapper):
             if self.burn_in:
                 window = f"burn_in + length = {self.burn_in} + {self.length} = {self.window}"
             remedy = f"for 32 sequences use {32 * self.window}"
-            raise ValueError(f"batch_size must be a multiple of {window}, got {batch_size}; {remedy}{SEQUENCES}")
+            raise ValueError(f"batch_size must be a multiple of {window}, got {batch_size}; {remedy}")
         return batch_size // self.window
 
     def _anchors(self, storage: PackedStorage, count: int) -> tuple[Tensor, dict[Any, Any], Tensor, Tensor]:
@@ -358,7 +357,7 @@ class SequenceSampler(SamplerWrapper):
     def refuse_trajectories(self) -> NoReturn:
         """Raise the error of ``boundary="strict"`` for trajectories that are too short."""
         window = f"a window of {self.window} rows within its {'lane' if self.across_episodes else 'trajectory'}"
-        raise RuntimeError(f"hardly any anchor had {window}: use shorter windows, or boundary='pad'{SEQUENCES}")
+        raise RuntimeError(f"hardly any anchor had {window}: use shorter windows, or boundary='pad'")
 
     def _windows(self, storage: PackedStorage, anchors: Tensor, back: Tensor, ahead: Tensor) -> tuple[Tensor, Tensor]:
         """Return the flat rows of the windows, ``[B * L]``, and a mask that is False for padding, ``[B, L]``."""
@@ -420,11 +419,11 @@ class SequenceSampler(SamplerWrapper):
         entries = [batch.get(key, None) for key in ("mask", "burn_in_mask", "anchor_index")]
         if any(entry is None for entry in entries):
             needed = "'mask', 'burn_in_mask' and 'anchor_index'"
-            raise KeyError(f"a batch of sequences needs its {needed} to set priorities{SEQUENCES}")
+            raise KeyError(f"a batch of sequences needs its {needed} to set priorities")
         mask, burn_in, anchors = entries
         if td_error.shape[0] % self.window:
             given = f"{td_error.shape[0]} TD errors are not whole windows of {self.window} rows"
-            raise ValueError(f"{given}: update priorities with the batch as it was sampled{SEQUENCES}")
+            raise ValueError(f"{given}: update priorities with the batch as it was sampled")
         anchors = anchors.reshape(-1, *anchors.shape[batch.ndim :])[:: self.window]
         return anchors, self._summary(td_error, (mask & ~burn_in).reshape(-1))
 

@@ -24,7 +24,6 @@ from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import state_of
 from rlbuf_td.storages.indexing import Index, coordinates, device_of, flat_rows, refuse_unwritten
 from rlbuf_td.storages.keys import as_tuple, optional_key
-from rlbuf_td.storages.notebooks import PROCESSES
 from rlbuf_td.storages.stretches import stretches_of
 from rlbuf_td.storages.tensordict_fast import leaf_of
 from rlbuf_td.storages.torchrl_parts import columns_of
@@ -120,7 +119,7 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):
                 f"trajectories are stored in stretches of {found.mean:.1f} rows on average, because rows of several "
                 "trajectories alternate: n-step returns, sequences and hindsight goals end with a stretch. Store each "
                 "environment in a lane of its own: PackedStorage(..., ndim=2), extended with [E, T]; write more "
-                f"steps of one trajectory at a time; or keep the handle of rb.lane(e){PROCESSES}",
+                f"steps of one trajectory at a time; or keep the handle of rb.lane(e)",
                 RuntimeWarning,
                 stacklevel=2,
             )

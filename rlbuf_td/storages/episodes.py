@@ -32,7 +32,6 @@ from rlbuf_td.kernels.episodes import (
     whole,
 )
 from rlbuf_td.kernels.inference_mode import outside_inference_mode
-from rlbuf_td.storages.notebooks import TRANSITIONS
 from rlbuf_td.storages.schema import SchemaError, kind
 
 if TYPE_CHECKING:
@@ -89,7 +88,7 @@ class EpisodeKeys(NamedTuple):
         if not flags and name is None:
             raise KeyError(
                 f"no row marks the end of a trajectory: store {self.done_key} (or 'terminated' and 'truncated' there), "
-                f"or trajectory ids {self.traj_key}{TRANSITIONS}"
+                f"or trajectory ids {self.traj_key}"
             )
         return flags, None if name is None else name.key
 

@@ -21,8 +21,6 @@ from typing import NamedTuple
 
 import torch
 
-from rlbuf_td.storages.notebooks import TRANSITIONS
-
 _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")
 _WORTH_A_LOOK = 1 << 20  # bytes from which an allocation is checked, which takes some hundred microseconds
@@ -143,7 +141,7 @@ def require_room(
     message = f"{purpose.what} {show_bytes(nbytes)}, but {room.words()}"
     limit = room.total if lazily else room.free
     if limit is not None and nbytes > limit:
-        message = f"{message}. {purpose.remedy}{TRANSITIONS}"
+        message = f"{message}. {purpose.remedy}"
         raise MemoryError(message) if scratch_dir is None else OSError(errno.ENOSPC, message)
     if room.free is not None and nbytes > room.free and not purpose.quiet:
         share = f"{room.free / nbytes:.0%}"

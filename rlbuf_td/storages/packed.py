@@ -18,7 +18,7 @@ import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from torchrl.data.replay_buffers import LazyTensorStorage
 
-from rlbuf_td.kernels.dispatch import backend_of, compiled_form_of
+from rlbuf_td.kernels.dispatch import backend_of, compiled_form_of, refuse_without_compiler
 from rlbuf_td.kernels.host_memory import address_of, in_dispatch_mode
 from rlbuf_td.storages import allocate, state, writes
 from rlbuf_td.storages.checks import OUT_OF_ORDER, whole
@@ -93,7 +93,7 @@ class PackedStorage(LazyTensorStorage):
     :class:`RingWriter`, also its count of writes, and keeps its priorities in a file, ``priorities.bin``. Rows that are
     not in this file get the priority of new rows, with a warning. The journal takes 16 bytes per row and the size of
     the largest write, priorities 16 bytes per row. Reopening is O(1), with priorities O(N); the first look-up of
-    trajectories reads the flags of all rows. ``python tests/benchmarks/reopening.py`` measures these times.
+    trajectories reads the flags of all rows. ``python -m tests.benchmarks.reopening`` measures these times.
 
     A pickled or deep copy has its own rows, in RAM if the original's rows are in a file. A CPU storage that is sent to
     a spawned process shares its rows with that process.
@@ -118,7 +118,7 @@ class PackedStorage(LazyTensorStorage):
 
     Cost: a gather of ``B`` rows is O(B * row_bytes), a write of ``n`` rows O(n * row_bytes). On CUDA, a gather is one
     kernel.
-    ``python tests/benchmarks/memory.py`` measures the savings and the cost of deduplicated observations.
+    ``python -m tests.benchmarks.memory`` measures the savings and the cost of deduplicated observations.
 
     With ``ndim=2``, lanes may advance alone, see :meth:`append` and :meth:`ReplayBuffer.lane`. Cells that a shorter
     lane has not written yet are *holes*: reads and edits of them raise an IndexError; time steps and columns have zeros
@@ -177,6 +177,8 @@ class PackedStorage(LazyTensorStorage):
         consolidated: bool = False,
     ) -> None:
         self.dedup_options = DedupOptions.of(share_next, frames)
+        if self.dedup_options:
+            refuse_without_compiler("share_next and frames need")
         max_size, ndim = whole(1)("max_size", max_size), whole(1)("ndim", ndim)
         self.lanes_wanted = None if lanes is None else allocate.checked_lanes(lanes, ndim)
         allocate.refuse(device, scratch_dir, shared, bool(self.dedup_options))

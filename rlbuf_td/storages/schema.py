@@ -11,7 +11,6 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase, is_non_tensor, is_tensor_collection
 
 from rlbuf_td.kernels.host_memory import has_memory
-from rlbuf_td.storages.notebooks import TRANSITIONS
 from rlbuf_td.storages.tensordict_fast import entries_of
 
 
@@ -27,9 +26,6 @@ class SchemaError(ValueError):
         Traceback (most recent call last):
         rlbuf_td.storages.schema.SchemaError: ...
     """
-
-    def __str__(self) -> str:
-        return super().__str__() + TRANSITIONS
 
 
 @dataclass(frozen=True)

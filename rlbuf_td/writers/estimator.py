@@ -15,7 +15,6 @@ from torch import Tensor
 from rlbuf_td.functional import generalized_advantage_estimate, normalize
 from rlbuf_td.storages import SchemaError
 from rlbuf_td.storages.keys import as_tuple
-from rlbuf_td.storages.notebooks import ROLLOUTS
 
 Estimator: TypeAlias = Callable[[TensorDictBase], tuple[Tensor, Tensor]]
 """Computes ``(advantage, value_target)`` of a rollout, see :class:`~rlbuf_td.writers.RolloutWriter`."""
@@ -104,7 +103,7 @@ class RolloutEstimator:
         if trajectory.numel() != lead.numel():
             ids = f"trajectory ids {self.trajectory_key!r} of shape {tuple(trajectory.shape)}"
             fault = f"{ids} are not one per step, {tuple(lead)}: for batches [E, T] of a collector"
-            raise ValueError(f"{fault}, make the storage with ndim={ndim + 1}{ROLLOUTS}")
+            raise ValueError(f"{fault}, make the storage with ndim={ndim + 1}")
         trajectory = trajectory.reshape(lead + (1,) * (value.ndim - ndim))
         ends[:-1] |= trajectory[1:] != trajectory[:-1]
         return ends, terminated
@@ -181,7 +180,7 @@ class RolloutEstimator:
         if network is None:
             why = f"there is no {self.value_key!r} in the data" if index is None else "their trajectories break off"
             remedy = "Pass value_network=, a TensorDict module that writes it"
-            raise ValueError(f"{shape.numel()} rows need a value: {why}. {remedy}{ROLLOUTS}")
+            raise ValueError(f"{shape.numel()} rows need a value: {why}. {remedy}")
         entries = {key: entry(data, key) for key in network.in_keys}
         inputs = TensorDict({key: x if index is None else x[index] for key, x in entries.items()}, shape)
         parameter = next(network.parameters(), None)
@@ -219,15 +218,15 @@ def _refuse_estimates(found: Any, value: Tensor) -> None:
     if not (isinstance(found, tuple) and len(found) == 2 and all(isinstance(x, Tensor) for x in found)):
         remedy = 'from TorchRL\'s estimators, return data["advantage"], data["value_target"]'
         got = type(found).__name__
-        raise TypeError(f"estimator must return a tuple (advantage, value_target), got {got}: {remedy}{ROLLOUTS}")
+        raise TypeError(f"estimator must return a tuple (advantage, value_target), got {got}: {remedy}")
     for name, x in zip(("advantage", "value_target"), found, strict=True):
         shown, expected = (f"{y.dtype} of shape {[*y.shape]} on {y.device}" for y in (x, value))
         if shown != expected:
-            raise ValueError(f"estimator returned {name} as {shown}, expected {expected}, like the values{ROLLOUTS}")
+            raise ValueError(f"estimator returned {name} as {shown}, expected {expected}, like the values")
         wrong = ~x.isfinite()
         if wrong.any():
             count, first = f"{int(wrong.sum())} of {x.numel()}", wrong.nonzero()[0].tolist()
-            raise ValueError(f"estimator returned NaN or infinity: {count} of {name}, first at {first}{ROLLOUTS}")
+            raise ValueError(f"estimator returned NaN or infinity: {count} of {name}, first at {first}")
 
 
 def entry(data: TensorDictBase, key: NestedKey) -> Any:

@@ -15,7 +15,6 @@ from rlbuf_td.storages.checks import saved_number
 from rlbuf_td.storages.episodes import STALE
 from rlbuf_td.storages.indexing import lanes_of
 from rlbuf_td.storages.keys import nested_key
-from rlbuf_td.storages.notebooks import ROLLOUTS
 from rlbuf_td.storages.torchrl_parts import capacity_in_steps, count_change
 from rlbuf_td.storages.writes import stacked
 from rlbuf_td.writers.common import MOST, TimeWriter
@@ -177,7 +176,7 @@ class RolloutWriter(TimeWriter):
         if count > steps - self._cursor:
             room = f"a rollout takes {steps} steps and {self._cursor} are written: {count} more do not fit"
             remedy = "Write the rest of it first, or make the storage as long as a collector's batch"
-            raise ValueError(f"{room}. {remedy}{ROLLOUTS}")
+            raise ValueError(f"{room}. {remedy}")
         if count < steps:
             return self._write_part(super().extend, data, count, steps)
         estimates = self.estimator.estimate(data, self._storage.ndim)
@@ -280,4 +279,4 @@ def _refuse_network(network: Any, value_key: NestedKey) -> None:
     if network is None or hasattr(network, "in_keys"):
         return
     fault = f"value_network must be a TensorDict module, got {type(network).__name__}"
-    raise TypeError(f'{fault}: wrap it, TensorDictModule(network, ["observation"], [{value_key!r}]){ROLLOUTS}')
+    raise TypeError(f'{fault}: wrap it, TensorDictModule(network, ["observation"], [{value_key!r}])')

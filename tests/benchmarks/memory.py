@@ -1,4 +1,4 @@
-"""Observations once: what rows that share them save, and what that costs (``python tests/benchmarks/memory.py``).
+"""Observations once: what rows that share them save, and what that costs (``python -m tests.benchmarks.memory``).
 
 Each figure is a ratio to a plain :class:`PackedStorage`. A learner's step runs before each timed call.
 """
@@ -17,8 +17,8 @@ import torch
 from tensordict import TensorDict
 
 from rlbuf_td import PackedStorage, ReplayBuffer
-from rlbuf_td.cli.bench.contenders import small_rows
-from rlbuf_td.cli.bench.timing import Learner, in_loop, one_thread
+from tests.benchmarks.contenders import small_rows
+from tests.benchmarks.timing import Learner, in_loop, one_thread
 
 BATCH, CHUNK = 256, 20_000
 

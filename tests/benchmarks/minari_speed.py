@@ -1,4 +1,4 @@
-"""How fast a Minari data set is loaded, against h5py alone (``python tests/benchmarks/minari_speed.py``).
+"""How fast a Minari data set is loaded, against h5py alone (``python -m tests.benchmarks.minari_speed``).
 
 Records a set of HalfCheetah's shapes, then reads it in turns: by ``ReplayBuffer.from_minari``, and by h5py, which
 reads every array of every episode and drops it. The figures are ratios of medians: of the time on the clock, and of

@@ -1,4 +1,4 @@
-"""Rows that survive a crash: how long reopening and writes take (``python tests/benchmarks/reopening.py``).
+"""Rows that survive a crash: how long reopening and writes take (``python -m tests.benchmarks.reopening``).
 
 Writes are interleaved with those to a plain memory-mapped file and to shared rows; figures are medians.
 """

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
+from functools import partial
 
 import pytest
+import torch
 
-from tests.benchmarks import breaks, memory, mixtures, reopening
+from rlbuf_td import PackedStorage
+from rlbuf_td.cli.demos import dqn
+from tests.benchmarks import bench, breaks, cases, device, learning_curves, memory, options, reopening, timing, train
+from tests.benchmarks.contenders import Ours, TorchRL, available
 
 pytestmark = pytest.mark.slow
 
@@ -38,11 +45,57 @@ def test_reopening_and_its_writes_are_measured(capsys: pytest.CaptureFixture[str
     assert printed.count("reopening 3,000 rows") == 3
 
 
-def test_mixtures_fresh_rows_and_recency_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    ratios = mixtures.main(["--rows", "4000", "--batch", "32", "--rounds", "2"])
+SIZES = ["--rows", "1000", "--batch", "128", "--rounds", "2"]
+
+
+def test_the_benchmark_prints_a_row_for_every_operation_and_draws_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(bench, "available", lambda: [Ours, TorchRL])  # JAX starts threads, and other tests fork
+    monkeypatch.setattr(timing, "CALLS", 1)
+    monkeypatch.setattr(cases, "SHAPES", ((8, 64), (32, 8), (1, 32)))
+    bench.main([*SIZES, "--images", "128", "--picture", str(tmp_path / "bench.png")])
     printed = capsys.readouterr().out
-    assert ratios.keys() == mixtures.LIMITS.keys()
-    assert "fresh over proportional against proportional: " in printed
+    for words in ("1,000 rows of 167", "128 rows of two", "a Dict of 12 leaves"):
+        assert words in " ".join(printed.split())
+    assert printed.count(" us ") >= len(timing.WORDS)
+    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_each_option_is_timed_beside_the_plain_buffer(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(timing, "CALLS", 1)
+    storage = partial(PackedStorage, scratch_dir=tmp_path, share_next=True)
+    monkeypatch.setitem(options.OPTIONS, "not compiled", partial(options.made, storage=storage))
+    options.main(["--rows", "1000", "--batch", "16", "--rounds", "1"])
+    printed = capsys.readouterr().out
+    for name in options.OPTIONS:
+        assert re.search(rf"{re.escape(name)} +│.*\dx.*\dx.*\dx", printed), name
+    assert "deduplicated rows are in a file" in " ".join(printed.split())
+
+
+def test_every_library_that_is_installed_is_timed():
+    command = [sys.executable, "-m", "tests.benchmarks.bench", *SIZES, "--images", "0", "--only", "uniform", "extend"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    names = [contender.name for contender in available()]
+    assert [name in done.stdout for name in names] == [True] * len(names)
+
+
+def test_training_scripts_are_timed_and_sac_learns_the_same_weights(capsys):
+    train.main(["--rounds", "1", "--steps", "1100"])
+    lines = {line.split()[1]: line for line in capsys.readouterr().out.splitlines() if "%" in line}
+    assert set(lines) == set(train.SCRIPTS)
+    assert "equal" in lines["sac"]
+
+
+def test_learning_curves_are_drawn(tmp_path, monkeypatch):
+    monkeypatch.setattr(dqn, "UPDATES", 1)
+    learning_curves.main(["--steps", "1280", "--seeds", "2", "--out", str(tmp_path / "curves.png")])
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("case", device.TIMINGS)
+def test_what_is_timed_on_a_device_runs(case, monkeypatch):
+    monkeypatch.setattr(device, "wall", lambda call, *_: call() is None or 2.0)
+    found = [(what, value) for what, value, _ in case(torch.device("cpu"), 600, 0.0)]
+    assert len(dict(found)) == len(found) > 0
 
 
 def test_the_forty_faults_can_still_be_made() -> None:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
-from rlbuf_td import CheckpointError, PackedStorage, ReplayBuffer, RolloutBuffer
+from rlbuf_td import CheckpointError, RolloutBuffer
 from rlbuf_td.checkpoint import open_checkpoint, save_state
 from rlbuf_td.checkpoint.manifest import checksum
 from tests.catalogue import assert_same
@@ -275,14 +275,3 @@ def test_forged_dumps_neither_crash_nor_hang_nor_execute(data, sampler, tmp_path
             with suppress(*REFUSALS):
                 target.sample()
                 target.extend(transitions(2))
-
-
-def test_errors_link_to_a_notebook_once(tmp_path):
-    rb = ReplayBuffer(storage=PackedStorage(4), batch_size=2)
-    rb.extend(TensorDict({"x": torch.zeros(2, 3)}, [2]))
-    (tmp_path / "manifest.json").write_text("hello")
-    data = TensorDict({"x": torch.zeros(2, 3)}, [2])
-    for write in (lambda: rb.dumps(tmp_path), lambda: rb.add(data)):
-        with pytest.raises(ValueError, match=r"\(see \w+\.ipynb: python -m rlbuf_td notebooks\)$") as info:
-            write()
-        assert str(info.value).count(".ipynb") == 1

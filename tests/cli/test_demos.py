@@ -16,7 +16,7 @@ from torchrl.envs import GymEnv
 import rlbuf_td
 from rlbuf_td.__main__ import main
 from rlbuf_td.cli.demos import dqn, ppo
-from rlbuf_td.cli.demos.report import Run, tell
+from rlbuf_td.cli.demos.report import Run
 
 
 @pytest.fixture(autouse=True)
@@ -46,20 +46,6 @@ def test_the_dqn_demo_learns_a_little_and_leaves_its_picture_and_policy(tmp_path
     assert "solved" not in done.stdout
     assert re.search(r"100%.*1.28k/1.28k \[.*, return=\d+, in buffer=\d+%\]", done.stderr)
     assert "Warning" not in done.stderr  # 1025 steps are rounded up to whole batches
-
-
-@pytest.mark.slow
-def test_several_seeds_and_samplers_are_compared_in_one_picture(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(dqn, "UPDATES", 1)
-    monkeypatch.setattr(Run, "is_solved", True)  # several runs do not stop for it
-    monkeypatch.chdir(tmp_path)
-    command = "demo --steps 1280 --seed 3 --seeds 2 --sampler uniform rank --out all"
-    assert main(command.split()) == 0
-    said = capsys.readouterr()
-    for name in ("uniform-seed3", "uniform-seed4", "rank-seed3", "rank-seed4"):
-        assert (tmp_path / "all" / name / "learning_curve.png").stat().st_size > 0
-        assert f"  {name.replace('-seed', ', seed ')}: " in said.out
-    assert (tmp_path / "all" / "learning_curves.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("env", ["CartPole-v1", pytest.param("Pendulum-v1", marks=pytest.mark.slow)])
@@ -96,7 +82,7 @@ def test_a_run_is_solved_once_the_last_20_episodes_reach_the_threshold(tmp_path,
         run.count(TensorDict({"next": steps}, [len(returns)]))
         assert run.is_solved is is_solved
     assert run.recent == 20.0
-    tell({"dqn": [run]}, tmp_path, "")
+    run.tell("")
     assert "solved, stopped early: 50 of at most 100 steps\n" in capsys.readouterr().out
 
 

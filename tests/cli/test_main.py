@@ -8,17 +8,12 @@ import re
 import shlex
 import subprocess
 import sys
-from functools import partial
 
 import gymnasium
 import pytest
 import torch
 
-from rlbuf_td import PackedStorage
-from rlbuf_td.__main__ import COMMANDS, OPERATIONS, _parser, main
-from rlbuf_td.cli.bench import cases, compare, device, options, timing
-from rlbuf_td.cli.bench.contenders import Ours, TorchRL, available
-from rlbuf_td.cli.notebooks import find_notebooks
+from rlbuf_td.__main__ import COMMANDS, main, parser
 from rlbuf_td.kernels import code_cache
 
 
@@ -27,7 +22,6 @@ from rlbuf_td.kernels import code_cache
     [
         (["demo"], "rlbuf_td.cli.demos.report", "tqdm", "demo"),
         (["demo", "--algo", "apex"], "rlbuf_td.cli.demos.apex", "ray", "ray"),
-        (["bench", "--rows", "10"], "rlbuf_td.cli.bench.compare", "rich.console", "bench"),
     ],
 )
 def test_a_missing_extra_is_named(arguments, module, missing, extra, monkeypatch, capsys):
@@ -46,18 +40,13 @@ def test_a_missing_extra_is_named(arguments, module, missing, extra, monkeypatch
     ("arguments", "message"),
     [
         ("play", "invalid choice: 'play'"),
-        ("plan --env CartPole-v1 --capacity 1e30", "expected a whole number from 1 to 1,000,000,000,000,000, got 1e30"),
-        ("plan --env CartPole-v1 --capacity 10 --device nothing", "cannot plan for CartPole-v1"),
+        ("demo --steps 1e30", "expected a whole number from 1 to 1,000,000,000,000,000, got 1e30"),
         ("demo --env Nope", "--env Nope: Environment `Nope` doesn't exist"),
         ("demo --device nothing", "--device nothing: torch cannot use this device"),
         ("demo --env Pendulum-v1", "DQN needs an environment with discrete actions"),
         ("demo --steps 100", "--steps must be at least 1024"),
         ("demo --algo ppo --sampler rank", "--sampler is for --algo dqn"),
         ("demo --out file", "--out: cannot write to file"),
-        ("bench --picture chart.docx", "--picture chart.docx: expected a file name that ends in one of"),
-        ("bench --images 10", "the buffers must hold a batch, 256 rows or more"),
-        ("bench --only options uniform", "options are timed alone"),
-        ("bench --device meta", "expected cpu or cuda"),
         ("doctor nowhere", "cannot examine nowhere"),
     ],
 )
@@ -76,9 +65,9 @@ def test_a_command_that_cannot_work_says_why_and_exits_with_status_2(arguments, 
 def test_the_example_of_each_command_works(command, capsys):
     with pytest.raises(SystemExit, match="0"):
         main([command, "--help"])
-    purpose, example, _ = COMMANDS[command]
+    purpose, example = COMMANDS[command]
     assert purpose[1:40] in " ".join(capsys.readouterr().out.split())
-    assert _parser().parse_args([command, *example.split()]).command == command
+    assert parser().parse_args([command, *example.split()]).command == command
 
 
 def test_ctrl_c_ends_a_command_without_a_traceback(monkeypatch, capsys):
@@ -86,26 +75,25 @@ def test_ctrl_c_ends_a_command_without_a_traceback(monkeypatch, capsys):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(gymnasium, "make", interrupt)
-    assert main(["plan", "--env", "CartPole-v1", "--capacity", "10"]) == 130
+    assert main(["demo"]) == 130
     assert capsys.readouterr().err == "\ninterrupted\n"
 
 
 @pytest.mark.slow
 def test_output_may_be_cut_by_a_pipe():
-    command = f"{shlex.quote(sys.executable)} -W ignore -m rlbuf_td notebooks | head -1"
+    command = f"{shlex.quote(sys.executable)} -W ignore -m rlbuf_td info | head -1"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)
-    assert done.stdout == f"{find_notebooks()[0].parent}:\n"
+    assert done.stdout.startswith("rlbuf_td: ")
     assert done.stderr == ""
 
 
 def test_info_says_what_a_bug_report_needs(capsys):
     assert main(["info"]) == 0
-    said = capsys.readouterr().out.replace(":\n  ", ": ")  # a long folder begins on a line of its own
-    facts = dict(line.split(": ", 1) for line in said.splitlines() if not line.startswith(" "))
+    facts = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
     assert facts["torch"] == torch.__version__
     assert facts["Python"].startswith(platform.python_version())
     assert facts["compiled loops"] == "in use"
-    assert f"{code_cache.folder()} (writable, " in " ".join(said.partition("cache folder: ")[2].split())
+    assert facts["cache folder"].startswith(f"{code_cache.folder()} (writable, ")
 
 
 @pytest.mark.slow
@@ -118,88 +106,34 @@ def test_info_needs_no_extra_and_no_compiler():
     assert "cache folder: none" in done.stdout
 
 
-def test_notebooks_are_listed_in_order_with_their_titles_and_copied(capsys, tmp_path):
-    assert main(["notebooks"]) == 0
-    folder, first, title, second, *_ = capsys.readouterr().out.splitlines()
-    assert (folder, first) == (f"{find_notebooks()[0].parent}:", "  1_quick_start.ipynb")
-    assert title.startswith("      Quick start")
-    assert second == "  2_prioritized_replay.ipynb"
-    for _ in range(2):  # a second copy changes nothing
-        assert main(["notebooks", str(tmp_path / "new")]) == 0
-    copies = sorted((tmp_path / "new").iterdir())
-    assert [path.read_bytes() for path in copies] == [path.read_bytes() for path in sorted(find_notebooks())]
-    assert f"{len(copies)} notebooks are in {tmp_path / 'new'}" in capsys.readouterr().out
+LOOPS = """
+import gc
+import sys
+from numba.core.dispatcher import Dispatcher
+from rlbuf_td.cli.compile import compile_one, USES
+from rlbuf_td.kernels.dispatch import import_kernels
 
-
-def test_an_edited_notebook_is_not_overwritten(capsys, tmp_path):
-    (tmp_path / "4_hindsight.ipynb").write_text("mine")
-    assert main(["notebooks", str(tmp_path)]) == 2
-    assert "has other files of these names, which are kept: 4_hindsight.ipynb" in capsys.readouterr().err
-    assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
-    assert main(["notebooks", str(tmp_path / "4_hindsight.ipynb")]) == 2
-    assert "cannot copy to" in capsys.readouterr().err
-
-
-# -- bench and train, run as a user runs them, only shorter
-
-SIZES = ("--rows", "1000", "--images", "128", "--batch", "128", "--rounds", "2")
+for name in USES:
+    compile_one(name)
+import_kernels()
+loops = {id(loop): loop for loop in gc.get_objects() if isinstance(loop, Dispatcher)}.values()
+ours = [loop for loop in loops if loop.py_func.__module__.startswith("rlbuf_td.")]
+print(len(ours), *(f"{loop.py_func.__module__}.{loop.py_func.__name__}" for loop in ours if not loop.overloads))
+"""
 
 
 @pytest.mark.slow
-def test_the_benchmark_prints_a_row_for_every_operation_and_draws_it(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(compare, "available", lambda: [Ours, TorchRL])  # JAX starts threads, and other tests fork
-    monkeypatch.setattr(timing, "CALLS", 1)
-    monkeypatch.setattr(cases, "SHAPES", ((8, 64), (32, 8), (1, 32)))
-    monkeypatch.chdir(tmp_path)
-    picture = tmp_path / "new" / "bench.png"
-    assert main(["bench", *SIZES, "--picture", "new/bench.png"]) == 0
-    printed = capsys.readouterr().out
-    for words in ("1,000 rows of 167 bytes in 7 leaves", "128 rows of two 4 x 84 x 84 images", "a Dict of 12 leaves"):
-        assert words in printed
-    assert printed.count(" us ") >= len(OPERATIONS)
-    assert picture.read_bytes().startswith(b"\x89PNG")
+def test_compile_compiles_every_loop_and_later_processes_compile_none(tmp_path):
+    variables = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
 
+    def run(*command: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, *command], capture_output=True, text=True, check=True, env=variables)
 
-@pytest.mark.slow
-def test_each_option_is_timed_beside_the_plain_buffer(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(timing, "CALLS", 1)
-    storage = partial(PackedStorage, scratch_dir=tmp_path, share_next=True)
-    monkeypatch.setitem(options.OPTIONS, "not compiled", partial(options.made, storage=storage))
-    assert main(["bench", "--rows", "1000", "--batch", "16", "--rounds", "1", "--only", "options"]) == 0
-    printed = capsys.readouterr().out
-    for name in options.OPTIONS:
-        (row,) = re.findall(rf"^{re.escape(name)} +\d.*$", printed, re.MULTILINE)
-        assert row.removeprefix(name).count("x") >= 3
-    assert "deduplicated rows are in a file" in " ".join(printed.split())
-
-
-@pytest.mark.slow
-def test_every_library_that_is_installed_is_timed():
-    command = [sys.executable, "-m", "rlbuf_td", "bench", "--rows", "500", "--images", "0", "--rounds", "2", "--only"]
-    done = subprocess.run(
-        [*command, "uniform", "proportional", "update", "extend", "add", "--wide"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    names = [contender.name for contender in available()]
-    assert [name in done.stdout for name in names] == [True] * len(names)
-    assert "Flashbax" in names
-    assert done.stdout.count("x)") >= 5 * 2 + 10
-
-
-@pytest.mark.slow
-def test_training_scripts_are_timed_and_sac_learns_the_same_weights(capsys):
-    assert main(["train", "--rounds", "1", "--steps", "1100"]) == 0
-    printed = capsys.readouterr().out
-    lines = {line.split()[0]: line for line in printed.splitlines() if "%" in line}
-    assert set(lines) == {"dqn", "small-dqn", "sac", "ppo"}
-    assert "equal" in lines["sac"]
-
-
-@pytest.mark.parametrize("case", device.TIMINGS)
-def test_what_is_timed_on_a_device_runs(case, monkeypatch):
-    monkeypatch.setattr(device, "wall", lambda call, *_: call() is None or 2.0)
-    found = [(what, value) for what, value, _ in case(torch.device("cpu"), 600, 0.0)]
-    assert len(dict(found)) == len(found) > 0
+    loops, *missing = run("-c", LOOPS).stdout.split()
+    assert int(loops) > 100
+    assert not missing, "cli/compile.py has no use of these loops"
+    files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.nbc")}
+    done = run("-m", "rlbuf_td", "compile", "--jobs", "1")
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.nbc")} == files
+    assert re.search(rf"^{len(files)} compiled functions are in {tmp_path}", done.stdout, re.MULTILINE)
+    assert done.stderr == ""

@@ -22,7 +22,6 @@ from rlbuf_td import (
     UniformSampler,
     plan,
 )
-from rlbuf_td.__main__ import main
 from rlbuf_td.diagnostics import memory_plan as planning
 from rlbuf_td.diagnostics.memory_plan import MemoryPlan, priority_bytes
 from rlbuf_td.storages.memory_budget import Room
@@ -161,12 +160,3 @@ def test_what_does_not_fit_is_told_with_every_way_out(monkeypatch: pytest.Monkey
     assert needed.most_rows is not None
     for capacity, fits in ((needed.most_rows - 64, True), (int(1.1 * needed.most_rows), False)):
         assert planned(monkeypatch, capacity, memory=GIB, disk=0, sampler="proportional").fits is fits
-
-
-def test_the_command_prints_the_plan_or_what_is_wrong(capsys: pytest.CaptureFixture) -> None:
-    assert main(["plan", "--env", "CartPole-v1", "--capacity", "1e6", "--sampler", "rank", "--num-envs", "4"]) == 0
-    assert capsys.readouterr().out.startswith("CartPole-v1, rank sampler: 1,000,000 rows of 48 bytes: 78.")
-    assert main(["plan", "--env", "CartPole-v1", "--capacity", "1e15"]) == 1
-    assert "does not fit" in capsys.readouterr().out
-    assert main(["plan", "--env", "NoSuchPole-v1", "--capacity", "10"]) == 2
-    assert "cannot plan for NoSuchPole-v1: " in capsys.readouterr().err

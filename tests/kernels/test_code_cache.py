@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -39,7 +40,9 @@ def copy_room(where: Path) -> Path:
 
 def start(where: Path, code: str, **variables: str) -> subprocess.Popen[str]:
     command, pipe = [sys.executable, "-c", code], subprocess.PIPE
-    return subprocess.Popen(command, cwd=where, env=os.environ | variables, stdout=pipe, stderr=pipe, text=True)
+    return subprocess.Popen(
+        command, cwd=where, env=os.environ | variables, stdin=pipe, stdout=pipe, stderr=pipe, text=True
+    )
 
 
 @pytest.mark.slow
@@ -91,12 +94,6 @@ def test_loops_run_where_nothing_can_be_kept(tmp_path, monkeypatch):
         assert double(4) == 8
 
 
-def test_what_needs_the_disabled_compiler_is_refused_by_name(tmp_path):
-    copy_room(tmp_path)
-    refused = start(tmp_path, "import rlbuf_td.kernels.compiled", NUMBA_DISABLE_JIT="1")
-    assert "unset NUMBA_DISABLE_JIT" in refused.communicate()[1].splitlines()[-1]
-
-
 TRAINING = """
 import torch
 from tensordict import TensorDict
@@ -130,10 +127,64 @@ print([round(number, 4) for batch in rollout for number in batch["advantage"].fl
 """
 
 
+WITHOUT_NUMBA = """
+import sys
+import warnings
+sys.modules.update(dict.fromkeys(("numba", "llvmlite")))
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import rlbuf_td
+print(*(str(each.message) for each in caught if "numba" in str(each.message)), sep="|")
+for refused in (lambda: rlbuf_td.PackedStorage(8, share_next=True), lambda: rlbuf_td.FreshRowsSampler(None)):
+    try:
+        refused()
+    except RuntimeError as error:
+        print(error)
+warnings.simplefilter("error")
+"""
+
+
+def test_without_numba_one_warning_is_given_and_the_reference_runs(tmp_path):
+    out, errors = start(tmp_path, WITHOUT_NUMBA + TRAINING).communicate()
+    warning, *refused = out.splitlines()[:3]
+    assert re.fullmatch(
+        r"numba is not installed for Python [\d.]+: rlbuf_td runs the same operations in torch.*", warning
+    )
+    assert "|" not in warning
+    assert [line.split()[0] for line in refused] == ["share_next", "FreshRowsSampler"]
+    assert all("install numba" in line for line in refused)
+    assert sum("[" in line for line in out.splitlines()) == 91, errors
+
+
+GO = """
+import sys
+from rlbuf_td.kernels.outer import outer
+print("ready", flush=True)
+sys.stdin.readline()
+print(outer(1))
+"""
+
+
+def test_of_processes_that_start_together_one_compiles(tmp_path):
+    room = copy_room(tmp_path)
+    (room / "outer.py").write_text(OUTER)
+    (room / "inner.py").write_text(INNER.format(1))
+    started = [start(tmp_path, GO, NUMBA_CACHE_DIR=str(tmp_path / "cache")) for _ in range(3)]
+    for process in started:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+    for process in started:
+        assert process.stdin is not None
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    said = [process.communicate() for process in started]
+    assert [out for out, _ in said] == ["2\n"] * 3
+    assert sum("once per installation" in errors for _, errors in said) == 1
+
+
 @pytest.mark.slow
 def test_without_the_compiler_the_reference_draws_the_same_batches(tmp_path):
     compiled, plain = (start(tmp_path, TRAINING, NUMBA_DISABLE_JIT=switch).communicate()[0] for switch in "01")
-    assert "numba's compiler is off" in plain
     batches = [[line for line in text.splitlines() if "[" in line] for text in (compiled, plain)]
     assert batches[0] == batches[1]
     assert len(batches[0]) == 91

@@ -420,7 +420,7 @@ REFUSALS: Table = {
     ],
     **{("RolloutBuffer, not complete", lambda written=written: rollout(written)): [
         *((read, RuntimeError, rf"the rollout is not complete: {written} of 8 steps are written\. Write the rest first"
-           rf"{hint} \(see 3_rollouts") for read in (lambda rb: next(iter(rb)), lambda rb: rb.sample(),
+           rf"{hint}") for read in (lambda rb: next(iter(rb)), lambda rb: rb.sample(),
                                                       lambda rb: rb.summary(), lambda rb: rb.explained_variance)),
         (lambda rb: rb.extend(rolled(4, 8)), ValueError, r"extend takes batch size \[3, n\] .* 8 steps and 3 lanes"),
         (lambda rb: rb.add(rolled(4, 1)[:, 0]), ValueError, r"add takes batch size \[3\] .* got \[4\]"),

@@ -15,6 +15,8 @@ from typing import Any
 import gymnasium
 import ray
 import torch
+from rich.console import Console
+from rich.table import Table
 from tensordict import TensorDict
 from tensordict.nn import TensorDictSequential
 from torchrl.collectors import Collector
@@ -24,7 +26,7 @@ from torchrl.modules import EGreedyModule
 from rlbuf_td import NStepSampler, PackedStorage, ProportionalSampler, ReplayBuffer
 from rlbuf_td.cli import UsageError
 from rlbuf_td.cli.demos.dqn import GAMMA, LEFT_OUT, N_STEPS, STEPS, Learner, make_policy
-from rlbuf_td.cli.demos.report import Run, prepare, tell, train_all, whole_batches
+from rlbuf_td.cli.demos.report import Run, prepare, whole_batches
 from rlbuf_td.distributed import ShardedReplayBuffer
 
 CAPACITY, BATCH, FRAMES, WARM_UP = 25_000, 128, 128, 1_024  # rows of a shard, of a batch, of a write, before learning
@@ -66,15 +68,13 @@ class Actor:
         return data.select(*SHOWN)
 
 
-def train(
-    env_name: str, shards: int, collectors: int, steps: int, seed: int, out: Path, *, stop_when_solved: bool = True
-) -> Run:
+def train(env_name: str, shards: int, collectors: int, steps: int, seed: int, out: Path) -> Run:
     torch.manual_seed(seed)
     steps = whole_batches(steps, FRAMES)
     policy, _ = make_policy(make_env(env_name), torch.device("cpu"))
     learner, batches = Learner(policy, make_env(env_name), steps), 0
     threshold = gymnasium.spec(env_name).reward_threshold or float("inf")
-    run = Run(partial(GymEnv, env_name), out, seed, steps, threshold, stop_when_solved=stop_when_solved)
+    run = Run(partial(GymEnv, env_name), out, seed, steps, threshold)
     flow = {"samples_per_insert": SAMPLES_PER_INSERT, "min_size": WARM_UP}
     with ShardedReplayBuffer(shards, make_buffer, prefetch=4, **flow) as buffer:  # type: ignore[arg-type]
         start = ray.remote(Actor).options(num_cpus=0).remote
@@ -83,7 +83,7 @@ def train(
         actors = [start(env_name, client, seed + place, epsilon) for place, (client, epsilon) in clients]
         weights = ray.put(policy.state_dict())
         under_way = {actor.collect.remote(weights): actor for actor in actors}
-        while run.steps < steps and not run.should_stop:
+        while run.steps < steps and not run.is_solved:
             for call in ray.wait(list(under_way), num_returns=len(under_way), timeout=0)[0]:
                 actor = under_way.pop(call)
                 run.count(ray.get(call))
@@ -103,31 +103,26 @@ def train(
         for actor in actors:
             ray.kill(actor)
     run.finish(policy, f"Ape-X DQN on {env_name}, {shards} shards")
-    print(table(health))
+    show(health)
     return run
 
 
-def table(health: dict[str, Any]) -> str:
+def show(health: dict[str, Any]) -> None:
     names = "rows", "mass", "inserts", "requests", "lost_rows", "stale_updates", "drifted"
-    lines = ["shard" + "".join(f"{name.removesuffix('_updates'):>10}" for name in names)]
+    table = Table("shard", *names)
     for place, shard in enumerate(health["shards"]):
-        lines.append(f"{place:<5}" + "".join(f"{shard.get(name, 0):>10,.6g}" for name in names))
-    lines.append(f"samples per insert: {health['flow']['samples_per_insert']:.1f}")
-    return "\n".join(lines)
+        table.add_row(str(place), *(f"{shard.get(name, 0):,.6g}" for name in names))
+    Console().print(table)
+    print(f"samples per insert: {health['flow']['samples_per_insert']:.1f}")
 
 
 def main(options: argparse.Namespace) -> int:
-    steps = STEPS if options.steps is None else options.steps
+    steps = options.steps or STEPS
     if steps < 2 * WARM_UP:
         raise UsageError(f"--steps must be at least {2 * WARM_UP}: learning begins after {WARM_UP} steps")
     if options.device != "cpu":
         raise UsageError("the shards of --algo apex are in RAM, and its learner on the CPU: use --device cpu")
     out = prepare(options, f"apex-{options.env}")
-    parts = options.shards or 2, options.collectors or 2
-
-    def train_one(name: str, seed: int, folder: Path, stop_when_solved: bool) -> Run:
-        return train(options.env, *parts, steps, seed, folder, stop_when_solved=stop_when_solved)
-
-    runs = train_all(options, out, "Ape-X DQN", ["apex"], train_one)
-    tell(runs, out, "the same in one process, python -m rlbuf_td demo")
+    run = train(options.env, options.shards or 2, options.collectors or 2, steps, options.seed, out)
+    run.tell("the same in one process, python -m rlbuf_td demo")
     return 0

@@ -22,7 +22,7 @@ from torchrl.objectives import DQNLoss, SoftUpdate
 
 from rlbuf_td import NStepSampler, ProportionalSampler, RankSampler, ReplayBuffer, UniformSampler
 from rlbuf_td.cli import UsageError
-from rlbuf_td.cli.demos.report import Run, prepare, tell, train_all, whole_batches
+from rlbuf_td.cli.demos.report import Run, prepare, whole_batches
 
 CAPACITY = 50_000
 STEPS, EXPLORE = 59_904, 8_000
@@ -70,7 +70,14 @@ class Learner:
 
 
 def train(
-    env_name: str, sampler: str, steps: int, seed: int, device: torch.device, out: Path, stop_when_solved: bool = True
+    env_name: str,
+    sampler: str,
+    steps: int,
+    seed: int,
+    device: torch.device,
+    out: Path,
+    *,
+    stop_when_solved: bool = True,
 ) -> Run:
     torch.manual_seed(seed)
     steps = whole_batches(steps, FRAMES)
@@ -84,7 +91,7 @@ def train(
     buffer = ReplayBuffer.from_env(env, CAPACITY, device=device, sampler=n_step, batch_size=128)
 
     threshold = gymnasium.spec(env_name).reward_threshold or float("inf")
-    run = Run(partial(GymEnv, env_name), out, seed, steps, threshold, stop_when_solved=stop_when_solved)
+    run = Run(partial(GymEnv, env_name), out, seed, steps, threshold)
     for data in collector:
         run.count(data)
         explore.step(data.numel())
@@ -98,7 +105,7 @@ def train(
                 with run.in_buffer():
                     buffer.update_tensordict_priority(batch)
             learner.schedule.step()
-        if run.should_stop:
+        if stop_when_solved and run.is_solved:
             break
     collector.shutdown()
     run.finish(policy, f"DQN on {env_name}, {sampler} replay")
@@ -106,18 +113,10 @@ def train(
 
 
 def main(options: argparse.Namespace) -> int:
-    steps = STEPS if options.steps is None else options.steps
+    steps, sampler = options.steps or STEPS, options.sampler or "proportional"
     if steps < WARM_UP:
         raise UsageError(f"--steps must be at least {WARM_UP}: learning begins after {WARM_UP} steps")
-    samplers = options.sampler or ["proportional"]
-    out = prepare(options, f"dqn-{options.env}-{'-'.join(samplers)}")
-
-    def train_one(sampler: str, seed: int, folder: Path, stop_when_solved: bool) -> Run:
-        device = torch.device(options.device)
-        return train(options.env, sampler, steps, seed, device, folder, stop_when_solved=stop_when_solved)
-
-    runs = train_all(options, out, "DQN", samplers, train_one)
-    env = "" if options.env == "CartPole-v1" else f" --env {options.env}"
-    compare = f"python -m rlbuf_td demo{env} --sampler proportional uniform --seeds 3"
-    tell(runs, out, f"compare with uniform replay (half an hour):\n  {compare}")
+    out = prepare(options, f"dqn-{options.env}-{sampler}")
+    run = train(options.env, sampler, steps, options.seed, torch.device(options.device), out)
+    run.tell("try --sampler uniform, or --algo ppo")
     return 0

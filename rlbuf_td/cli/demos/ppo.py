@@ -22,7 +22,7 @@ from torchrl.modules import MLP, ProbabilisticActor, TanhNormal, ValueOperator
 from torchrl.objectives import ClipPPOLoss
 
 from rlbuf_td import RolloutBuffer
-from rlbuf_td.cli.demos.report import Run, prepare, tell, train_all, whole_batches
+from rlbuf_td.cli.demos.report import Run, prepare, whole_batches
 
 LANES = 8
 
@@ -106,9 +106,7 @@ def make_rollout(
     )
 
 
-def train(
-    env_name: str, steps: int | None, seed: int, device: torch.device, out: Path, *, stop_when_solved: bool = True
-) -> Run:
+def train(env_name: str, steps: int | None, seed: int, device: torch.device, out: Path) -> Run:
     settings = SETTINGS.get(env_name, Settings())
     frames = LANES * settings.rollout_steps
     steps = whole_batches(steps or settings.steps, frames)
@@ -127,7 +125,7 @@ def train(
         auto_register_policy_transforms=False,
     )
 
-    run = Run(partial(make_env, env_name), out, seed, steps, settings.solved, stop_when_solved=stop_when_solved)
+    run = Run(partial(make_env, env_name), out, seed, steps, settings.solved)
     for data in collector:
         with run.in_buffer():
             rollout.extend(data)
@@ -135,7 +133,7 @@ def train(
             learner.learn(batch)
         learner.schedule.step()
         run.count(data, explained=f"{rollout.explained_variance:.2f}")
-        if run.should_stop:
+        if run.is_solved:
             break
     collector.shutdown()
     run.finish(actor, f"PPO on {env_name}")
@@ -144,13 +142,8 @@ def train(
 
 def main(options: argparse.Namespace) -> int:
     out = prepare(options, f"ppo-{options.env}")
-
-    def train_one(name: str, seed: int, folder: Path, stop_when_solved: bool) -> Run:
-        device = torch.device(options.device)
-        return train(options.env, options.steps, seed, device, folder, stop_when_solved=stop_when_solved)
-
     print("explained: explained variance of the values, at most 1", file=sys.stderr)
-    runs = train_all(options, out, "PPO", ["ppo"], train_one)
+    run = train(options.env, options.steps, options.seed, torch.device(options.device), out)
     other = "Pendulum-v1" if options.env == "CartPole-v1" else "CartPole-v1"
-    tell(runs, out, f"python -m rlbuf_td demo --algo ppo --env {other}")
+    run.tell(f"python -m rlbuf_td demo --algo ppo --env {other}")
     return 0

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.kernels.host_memory import address_of
 from rlbuf_td.kernels.huge_pages import advise
 
@@ -23,7 +24,7 @@ _FEWEST = 2  # rows
 
 def ask_for_rows(rows: Tensor, cells: Tensor) -> Tensor | None:
     """Request the memory pages of ``rows[cells]``; return the sorted ``cells``, or None if nothing was requested."""
-    if not IS_KNOWN or len(cells) < _FEWEST or not len(rows):
+    if not IS_KNOWN or len(cells) < _FEWEST or not len(rows) or backend_of(rows) != "numba":
         return None
     cells = cells.contiguous()
     base, stride = rows.data_ptr(), rows.stride(0) * rows.element_size()

@@ -6,7 +6,6 @@ import os
 import threading
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rlbuf_td.storages.notebooks import PROCESSES
 from rlbuf_td.storages.shared.memory import NamelessFile, SharedNumbers
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ class ProcessLock:
 
     def __init__(self, guarded: Guarded, thread_lock: Any = None) -> None:
         if fcntl is None:
-            raise RuntimeError(f"processes cannot share a buffer on a system without POSIX record locks{PROCESSES}")
+            raise RuntimeError("processes cannot share a buffer on a system without POSIX record locks")
         self._file = NamelessFile()  # never mapped: closing any descriptor of a file releases the process's lock on it
         self._inside = SharedNumbers("q", [0]).share_memory_()  # id of the holder, living or dead; 0: none
         self._guarded = guarded

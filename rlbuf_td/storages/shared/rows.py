@@ -20,7 +20,6 @@ from rlbuf_td.storages.indexing import coordinates
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.listeners import Attached, WeakReference
 from rlbuf_td.storages.memory_budget import Purpose, require_room
-from rlbuf_td.storages.notebooks import PROCESSES
 from rlbuf_td.storages.row_class import RowClass
 from rlbuf_td.storages.rows import Rows
 from rlbuf_td.storages.shared.journal_file import JournalFile
@@ -295,7 +294,7 @@ def share(storage: PackedStorage, journal_file: JournalFile | None = None) -> No
     if torch.device("cpu" if storage.device == "auto" else storage.device).type != "cpu":
         raise ValueError(
             f"rows on {storage.device} cannot be shared by several processes: keep them on the CPU, and move batches "
-            f"(a transform does), or let one process write{PROCESSES}"
+            f"(a transform does), or let one process write"
         )
     import_kernels()
     with storage.lock:

@@ -1,9 +1,11 @@
-"""``python -m rlbuf_td bench --device cuda``: time operations on a CUDA device. No such device has been tried yet."""
+"""Time operations on a CUDA device (``python -m tests.benchmarks.device``). No such device has been tried yet."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,13 +14,27 @@ from tensordict import TensorDict
 from torchrl.data.replay_buffers import LazyTensorStorage, PrioritizedSampler, TensorDictReplayBuffer
 
 from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer, SequenceSampler, UniformSampler
-from rlbuf_td.cli import UsageError, refuse_missing_device
-from rlbuf_td.cli.bench.contenders import image_rows, small_rows
-from rlbuf_td.cli.bench.timing import wall
+from rlbuf_td.cli import whole_number
 from rlbuf_td.functional import generalized_advantage_estimate
+from tests.benchmarks.contenders import image_rows, small_rows
 
 BATCH, LENGTH = 256, 16
 Timed = Iterator[tuple[str, float, str]]  # the operation, a number, its unit
+
+
+def wall(call: Callable[[], object], seconds: float, rounds: int = 5) -> float:
+    """Return microseconds per call: the median of ``rounds`` blocks of about ``seconds`` each."""
+
+    def time_of(count: int) -> float:
+        start = time.perf_counter()
+        for _ in range(count):
+            call()
+        torch.cuda.synchronize()
+        return (time.perf_counter() - start) / count
+
+    time_of(3)
+    count = max(3, int(seconds / time_of(5)))
+    return 1e6 * statistics.median(time_of(count) for _ in range(rounds))
 
 
 def filled(rb: Any, rows: int, make_rows: Callable[[int], TensorDict] = small_rows, part: int = 100_000) -> Any:
@@ -89,17 +105,19 @@ def torchrl(device: torch.device, rows: int, seconds: float) -> Timed:
 TIMINGS = (samples, from_host, images, advantages, torchrl)
 
 
-def main(options: argparse.Namespace) -> int:
-    if options.only is not None or options.picture is not None or options.wide:
-        raise UsageError(f"--device {options.device}: without --only, --picture and --wide, which are for the CPU")
-    refuse_missing_device(options.device)
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--rows", type=whole_number(BATCH), default=1_000_000)
+    options = parser.parse_args(arguments)
     device = torch.device(options.device)
-    if device.type != "cuda":
-        raise UsageError(f"--device {options.device}: expected cpu or cuda")
     torch.cuda.set_device(device)
-    rows = 1_000_000 if 1_000_000 in options.rows else max(options.rows)
-    print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, {rows:,} rows of 167 bytes, batch {BATCH}")
+    name = torch.cuda.get_device_name(device)
+    print(f"{name}, torch {torch.__version__}, {options.rows:,} rows of 167 bytes, batch {BATCH}")
     for timing in TIMINGS:
-        for what, value, unit in timing(device, rows, 0.2):
+        for what, value, unit in timing(device, options.rows, 0.2):
             print(f"  {what}: {value:.1f} {unit}", flush=True)
-    return 0
+
+
+if __name__ == "__main__":
+    main()

@@ -16,7 +16,7 @@ from tensordict import TensorDict
 from torchrl.data.replay_buffers import LazyTensorStorage, PrioritizedSampler, TensorDictReplayBuffer
 
 from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer, RingWriter, UniformSampler
-from rlbuf_td.cli.bench.timing import OURS, Calls
+from tests.benchmarks.timing import OURS, Calls
 
 ALPHA, BETA, EPS = 0.6, 0.4, 1e-6
 CHUNK_BYTES = 1 << 26

@@ -1,4 +1,4 @@
-"""``python -m rlbuf_td bench --only options``: time each option and wrapper beside the plain proportional buffer.
+"""Time each option and wrapper beside the plain proportional buffer (``python -m tests.benchmarks.options``).
 
 The two buffers of a row take turns in one process, and a learner's step precedes each call. A ratio above 2.5 for
 :meth:`sample` and :meth:`update_tensordict_priority`, or above 2 for :meth:`add` and :meth:`extend`, has an exclamation
@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import cycle
 from tempfile import mkdtemp
@@ -18,6 +17,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.table import Table
 from tensordict import TensorDict
 
 from rlbuf_td import (
@@ -33,9 +33,9 @@ from rlbuf_td import (
     SequenceSampler,
     UniformSampler,
 )
-from rlbuf_td.cli import UsageError
-from rlbuf_td.cli.bench.contenders import small_rows
-from rlbuf_td.cli.bench.timing import OURS, Calls, Learner, in_loop, one_thread
+from rlbuf_td.cli import whole_number
+from tests.benchmarks.contenders import small_rows
+from tests.benchmarks.timing import OURS, Calls, Learner, in_loop, one_thread
 
 LENGTH, STEPS, GAMMA, EPISODE = 8, 3, 0.99, 200
 LIMITS = {"sample": 2.5, "update": 2.5, "add": 2.0, "extend": 2.0}
@@ -158,21 +158,26 @@ def compare(name: str, plain: Any, data: TensorDict, batch: int, rounds: int) ->
     return cells, said if "not " in said else ""
 
 
-def main(options: argparse.Namespace) -> int:
-    if options.only != ["options"] or options.picture is not None or options.wide:
-        raise UsageError("--only options: options are timed alone, without other operations, --picture or --wide")
-    rows = 1_000_000 if 1_000_000 in options.rows else max(options.rows)
-    data, lines, notes = rows_of(rows), [], []
-    with one_thread(), Console().status("filling buffers") as status:
-        plain = filled(made(rows, options.batch), data)
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=whole_number(1), default=1_000_000)
+    parser.add_argument("--batch", type=whole_number(1), default=256)
+    parser.add_argument("--rounds", type=whole_number(1), default=15)
+    options = parser.parse_args(arguments)
+    data, console, notes = rows_of(options.rows), Console(), []
+    table = Table("option", title="Microseconds per call, and as a multiple of the plain proportional buffer's")
+    for method in LIMITS:
+        table.add_column(method, justify="right", no_wrap=True)
+    with one_thread(), console.status("filling buffers") as status:
+        plain = filled(made(options.rows, options.batch), data)
         for name in OPTIONS:
             status.update(name)
             cells, said = compare(name, plain, data, options.batch, options.rounds)
-            lines.append(f"{name:<27}" + "".join(f"{cells.get(method, ''):>13}" for method in LIMITS).rstrip())
-            if said:
-                notes.append(textwrap.fill(f"{name}: {said}", 80, subsequent_indent="  "))
-    print("Microseconds per call, and as a multiple of the plain proportional buffer's\n")
-    print(f"{'option':<27}" + "".join(f"{f'{method} ':>13}" for method in LIMITS))
-    print("\n".join([*lines, "", *notes]))
-    print(f"{rows:,} rows, batch {options.batch}, one thread, torch {torch.__version__}; !: above the limit")
-    return 0
+            table.add_row(name, *(cells.get(method, "") for method in LIMITS))
+            notes += [f"{name}: {said}"] if said else []
+    console.print(table, *notes, sep="\n", markup=False, highlight=False)
+    print(f"{options.rows:,} rows, batch {options.batch}, one thread, torch {torch.__version__}; !: above the limit")
+
+
+if __name__ == "__main__":
+    main()

@@ -17,8 +17,8 @@ from torchrl.objectives.value import GAE
 from torchrl.objectives.value.functional import generalized_advantage_estimate, vec_generalized_advantage_estimate
 
 from rlbuf_td import GymnasiumRecorder, PackedStorage, ReplayBuffer, RolloutBuffer, functional
-from rlbuf_td.cli.bench.contenders import small_rows
-from rlbuf_td.cli.bench.timing import Calls
+from tests.benchmarks.contenders import small_rows
+from tests.benchmarks.timing import Calls
 
 LEAF_ROWS = 100_000
 LANES, RECORDED_ROWS = 16, 16_000  # soon full: writes then need no new memory pages

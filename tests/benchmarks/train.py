@@ -1,4 +1,4 @@
-"""``python -m rlbuf_td train``: time training scripts with TorchRL's buffers and with this package's buffers.
+"""Time training scripts with TorchRL's buffers and with this package's (``python -m tests.benchmarks.train``).
 
 The two runs of a script have the same seed and differ only in the buffer. DQN uses prioritized replay. In
 ``small-dqn``, network and batch are smaller, so that replay takes a larger share of the time. SAC uses uniform replay:
@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+from rich.console import Console
 from rich.progress import track
+from rich.table import Table
 from tensordict import TensorDictBase
 from tensordict.nn import NormalParamExtractor, TensorDictModule, TensorDictSequential
 from torchrl.collectors import Collector
@@ -31,21 +32,15 @@ from torchrl.objectives import SACLoss, SoftUpdate
 from torchrl.objectives.value import GAE
 
 from rlbuf_td import PackedStorage, ProportionalSampler, ReplayBuffer
-from rlbuf_td.cli.bench.timing import OURS, one_thread
+from rlbuf_td.cli import whole_number
 from rlbuf_td.cli.demos import dqn, ppo
 from rlbuf_td.cli.demos.report import Clock, whole_batches
+from tests.benchmarks.timing import OURS, one_thread
 
 SIDES = (OURS, "TorchRL")
-HEAD = f"""Whole training scripts, one thread: environment steps per second
-
-{"script":<10} {OURS:>10} {"TorchRL":>10} {"speed-up":>10} {"time in buffers":>17}  final weights"""
-NOTES = """
-time in buffers: share of the time in calls of the buffer, ours / TorchRL's
-final weights, after the same steps from the same seed:
-  sac: equal, bit for bit, because uniform sampling draws the same rows
-  dqn, small-dqn: differ by design. Our prioritized draws are stratified,
-    TorchRL's are independent; both follow the same probabilities
-"""
+NOTES = """time in buffers: share of the time in calls of the buffer, ours / TorchRL's
+final weights, after the same steps from the same seed: equal for sac, bit for bit, because uniform sampling draws the
+same rows. Prioritized draws differ by design: ours are stratified, TorchRL's independent."""
 CAPACITY, WARM_UP, CPU = 100_000, 1_000, torch.device("cpu")
 
 
@@ -169,7 +164,8 @@ def run(script: str, side: str, steps: int) -> tuple[float, float, list[torch.Te
     return clock.seconds, clock.share, list(policy.parameters())
 
 
-def compare(script: str, steps: int, rounds: int) -> str:
+def compare(script: str, steps: int, rounds: int) -> list[str]:
+    """Return a row of the table."""
     runs: dict[str, list[tuple[float, float]]] = {side: [] for side in SIDES}
     weights: dict[str, list[torch.Tensor]] = {}
     for side in SIDES:
@@ -184,13 +180,23 @@ def compare(script: str, steps: int, rounds: int) -> str:
     faster = statistics.median(theirs / ours for (ours, _), (theirs, _) in both)
     equal = all(torch.equal(ours, theirs) for ours, theirs in zip(*weights.values(), strict=True))
     shares = " / ".join(f"{share[side]:.1%}" for side in SIDES)
-    figures = f"{speed[OURS]:>10,.0f} {speed['TorchRL']:>10,.0f} {faster:>9.2f}x {shares:>17}"
-    return f"{script:<10} {figures}  {'equal' if equal else 'differ'}"
+    speeds = [f"{speed[side]:,.0f}" for side in SIDES]
+    return [script, *speeds, f"{faster:.2f}x", shares, "equal" if equal else "differ"]
 
 
-def main(options: argparse.Namespace) -> int:
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="+", default=[*SCRIPTS], choices=[*SCRIPTS])
+    parser.add_argument("--steps", type=whole_number(1), help="environment steps per run")
+    parser.add_argument("--rounds", type=whole_number(1), default=3, help="runs per script and buffer")
+    options = parser.parse_args(arguments)
+    table = Table("script", *SIDES, "speed-up", "time in buffers", "final weights", caption=NOTES)
+    table.title = "Whole training scripts, one thread: environment steps per second"
     with one_thread():
-        scripts = track(options.only, "training", transient=True, disable=not sys.stdout.isatty())
-        lines = [compare(script, options.steps or STEPS[script], options.rounds) for script in scripts]
-    print("\n".join([HEAD, *lines]) + NOTES)
-    return 0
+        for script in track(options.only, "training", transient=True):
+            table.add_row(*compare(script, options.steps or STEPS[script], options.rounds))
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""Functions that time calls, either after a learner's step or in a tight loop."""
+"""Functions that time calls after a learner's step, which evicts a buffer's data from the processor's caches."""
 
 from __future__ import annotations
 
@@ -48,8 +48,7 @@ class Timing:
     operation: str
     rows: int
     kind: str
-    blocks: dict[str, list[float]]  # each call follows a learner's step
-    tight: dict[str, list[float]]  # calls follow each other directly
+    blocks: dict[str, list[float]]
 
     @property
     def words(self) -> str:
@@ -66,10 +65,10 @@ class Timing:
     def median(self, name: str) -> float:
         return statistics.median(self.blocks[name])
 
-    def ratio(self, name: str, *, tight: bool = False) -> float:
+    def ratio(self, name: str) -> float:
         """Return a library's time divided by this package's time, as the median over blocks."""
-        blocks = self.tight if tight else self.blocks
-        return statistics.median(theirs / ours for theirs, ours in zip(blocks[name], blocks[OURS], strict=True))
+        both = zip(self.blocks[name], self.blocks[OURS], strict=True)
+        return statistics.median(theirs / ours for theirs, ours in both)
 
 
 class Learner:
@@ -92,7 +91,7 @@ def measure(operation: str, rows: int, kind: str, calls: Calls, rounds: int, bat
     for call in calls.values():
         for _ in range(rows // batch // 4):  # in virtual machines, the first reads of memory pages are slow
             call()
-    return Timing(operation, rows, kind, in_loop(calls, rounds, Learner(batch).step), interleave(calls, rounds))
+    return Timing(operation, rows, kind, in_loop(calls, rounds, Learner(batch).step))
 
 
 def in_loop(calls: Calls, rounds: int, learn: Callable[[], object]) -> dict[str, list[float]]:
@@ -111,28 +110,6 @@ def in_loop(calls: Calls, rounds: int, learn: Callable[[], object]) -> dict[str,
     return blocks
 
 
-def interleave(
-    calls: Calls, rounds: int, seconds: float = 0.01, finish: Callable[[], object] = lambda: None
-) -> dict[str, list[float]]:
-    """Return each library's mean microseconds per call in each of ``rounds`` loops; a loop ends with ``finish()``."""
-
-    def time_of(call: Callable[[], object], count: int) -> float:
-        start = time.perf_counter()
-        for _ in range(count):
-            call()
-        finish()
-        return (time.perf_counter() - start) / count
-
-    for call in calls.values():
-        call()
-    sizes = {name: max(3, int(seconds / time_of(call, 5))) for name, call in calls.items()}
-    blocks: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            blocks[name].append(time_of(call, sizes[name]) * 1e6)
-    return blocks
-
-
 @contextmanager
 def one_thread() -> Iterator[None]:
     threads = torch.get_num_threads()
@@ -141,11 +118,3 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-def wall(call: Callable[[], object], seconds: float, rounds: int = 5) -> float:
-    """Return microseconds per call on a CUDA device: the median of ``rounds`` blocks of about ``seconds`` each."""
-    for _ in range(3):
-        call()
-    (blocks,) = interleave({"": call}, rounds, seconds, torch.cuda.synchronize).values()
-    return statistics.median(blocks)
