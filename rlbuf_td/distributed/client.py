@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from math import inf
 from typing import Any, NamedTuple
-from zlib import crc32
 
 import numpy as np
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 from rlbuf_td.buffers.waiting import PATIENCE, ShutDown, warn_of_slow_write
 from rlbuf_td.distributed.batches import INCARNATION, ROW, SHARD, STAMP, Batches, Split, split
 from rlbuf_td.distributed.links import RECOVERY, SHUT_DOWN, Links, OnLoss
-from rlbuf_td.distributed.shard import Answer, Report, Request, layout_named, named, pack
+from rlbuf_td.distributed.shard import Report, Request, layout_named, named, pack
 from rlbuf_td.distributed.spec import Spec
 from rlbuf_td.kernels.strata import masses as positions_in
 from rlbuf_td.samplers.common import EMPTY, NO_PRIORITY, refuse_errors
@@ -79,7 +78,7 @@ class Client:
         self._home = home
         self._writer = random.SystemRandom().getrandbits(62)  # a copy of a client is another writer
         self._layout: tuple[RowLayout, bytes] | None = None  # of the rows that this client writes
-        self._rows: tuple[RowLayout, bytes, int] | None = None  # of the rows in batches
+        self._rows: bytes | None = None  # the layout of the rows in batches
         self._errors: list[tuple[np.ndarray, np.ndarray]] = []  # handles and TD errors for the next requests
         self._ready: Batches | None = None
         self._ready_size = 0
@@ -213,7 +212,6 @@ class Client:
         """Send each shard its draws and its queued TD errors; return Ray's references to the answers."""
         known = self.links.known
         largest = max((report.largest for report in known if report is not None), default=-1.0)
-        layout = 0 if self._rows is None else self._rows[2]
         handles = np.concatenate([_NO_HANDLES, *(handles for handles, _ in self._errors)])
         errors = np.concatenate([_NO_ERRORS, *(errors for _, errors in self._errors)])
         self._errors.clear()
@@ -226,7 +224,7 @@ class Client:
             current = mine & (handles[:, INCARNATION] == report.incarnation)
             self.stale += int(mine.sum() - current.sum())
             columns = handles[current, ROW], handles[current, STAMP], errors[current]
-            known_as = report.version, report.incarnation, largest, layout
+            known_as = report.version, report.incarnation, largest
             drawn = fractions.get(place, _NO_ERRORS)
             requests[place] = Request(drawn, *known_as, columns if len(columns[0]) else None)
         return self.links.request(requests)
@@ -242,22 +240,22 @@ class Client:
         drawn = {place: answers[place] for place in touched if place in answers and answers[place].drawn is not None}
         if len(drawn) < len(touched):
             return None
-        layouts = [self._layout_of(place, answer) for place, answer in drawn.items()]
-        return Batches(self.spec, layouts[0], drawn, draw.known, draw.split.rank.view(draw.batches, -1))
+        layout = self._layout_of({place: answer.drawn.layout for place, answer in drawn.items() if answer.drawn})
+        return Batches(self.spec, layout, drawn, draw.known, draw.split.rank.view(draw.batches, -1))
 
     def _forget(self) -> None:
         """Drop prefetched batches and queued TD errors."""
         self._ready = self._ahead = None
         self._errors.clear()
 
-    def _layout_of(self, place: int, answer: Answer) -> RowLayout:
-        """Return the layout of the rows in an answer; SchemaError if it differs from that of earlier answers."""
-        name = None if answer.drawn is None else answer.drawn.layout
-        if self._rows is None and name is not None:
-            self._rows = layout_named(name), name, crc32(name)
-        if self._rows is None or name not in (None, self._rows[1]):
-            raise SchemaError(f"shard {place} holds rows of another layout than the others: see the first write to it")
-        return self._rows[0]
+    def _layout_of(self, names: dict[int, bytes]) -> RowLayout:
+        """Return the layout of the rows in answers; SchemaError if it differs from that of earlier answers."""
+        for place, name in names.items():
+            self._rows = self._rows or name
+            if name != self._rows:
+                what = f"shard {place} holds rows of another layout than the others"
+                raise SchemaError(f"{what}: see the first write to it")
+        return layout_named(next(iter(names.values())))
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
         """Queue the TD errors of a batch. The next request to a shard sends the TD errors of that shard's rows.

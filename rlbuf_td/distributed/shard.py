@@ -11,7 +11,6 @@ from functools import lru_cache
 from math import inf
 from pathlib import Path
 from typing import NamedTuple
-from zlib import crc32
 
 import numpy as np
 import ray
@@ -52,7 +51,6 @@ class Request(NamedTuple):
     version: int = -1  # version of the mass that the client knows
     incarnation: int = -1  # the shard's incarnation when the rows of the TD errors were drawn
     largest: float = -1.0  # largest TD error magnitude in any shard, which new rows get
-    layout: int = 0  # checksum of the row layout; 0 if the client does not know the layout
     errors: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None  # [n] each: rows, their stamps, errors
 
 
@@ -64,7 +62,7 @@ class Drawn(NamedTuple):
     stamp: np.ndarray  # [k] int64: their serials
     weight: np.ndarray  # [k] float64, p ** alpha
     cells: np.ndarray | None  # [k * L, 2] int64: row numbers of all rows of sequences, serials; None for single rows
-    layout: bytes | None  # the row layout; None if the client knows the layout
+    layout: bytes  # of the rows, see :func:`layout_named`
 
 
 class Answer(NamedTuple):
@@ -94,7 +92,7 @@ class Shard:
         self._staged: list[tuple[int, TensorDictBase]] = []
         self._waiting, self._writer, self._last_draw = 0, -1, -inf
         self._stale = self._drifted = self._requests = 0
-        self._layout: tuple[RowLayout | None, bytes, int] = (None, b"", 0)  # last layout, its bytes, their checksum
+        self._layout: tuple[RowLayout | None, bytes] = (None, b"")  # of the last rows drawn
         if find_dump is not None and (_is_restart() if restarted is None else restarted):
             self._continue(find_dump)
 
@@ -143,7 +141,7 @@ class Shard:
         if len(request.fractions) and before.mass > 0:
             if request.version != before.version:
                 self._drifted += len(request.fractions)
-            drawn = self._drawn_at(request.fractions, request.layout)
+            drawn = self._drawn_at(request.fractions)
         self._learn(request)
         self._enter()
         return Answer(drawn, before, self.report())
@@ -211,11 +209,8 @@ class Shard:
         self.version += 1
         return self.report()
 
-    def _drawn_at(self, fractions: np.ndarray, known: int) -> Drawn:
-        """Draw one row for each element of ``fractions``, a position in [0, 1) in the cumulative weights of the rows.
-
-        ``known`` is the checksum of the row layout that the client has.
-        """
+    def _drawn_at(self, fractions: np.ndarray) -> Drawn:
+        """Draw one row for each element of ``fractions``, positions in [0, 1) in the cumulative weights of the rows."""
         rows, where = len(self.storage), torch.from_numpy(fractions.copy())
         if self._prioritized is None:
             flat, weight = (where * rows).to(torch.int64), torch.ones_like(where)
@@ -224,10 +219,8 @@ class Shard:
             weight = self._prioritized.law.table.weight[flat]
         cells, packed, layout = self._packed(flat)
         if self._layout[0] is not layout:
-            name = named(layout)
-            self._layout = layout, name, crc32(name)
-        unknown = None if known == self._layout[2] else self._layout[1]
-        return Drawn(packed, flat.numpy(), self.storage.stamps(flat).numpy(), weight.numpy(), cells, unknown)
+            self._layout = layout, named(layout)
+        return Drawn(packed, flat.numpy(), self.storage.stamps(flat).numpy(), weight.numpy(), cells, self._layout[1])
 
     def _packed(self, flat: torch.Tensor) -> tuple[np.ndarray | None, np.ndarray, RowLayout]:
         """Return the row numbers of drawn sequences (``None`` for single rows), the packed rows, and their layout."""
