@@ -41,7 +41,7 @@ from rlbuf_td.buffers.parts import (
 )
 from rlbuf_td.buffers.prefetch import Prefetcher, Sample, copied, refuse_copies, refuse_max_age
 from rlbuf_td.checkpoint.buffer import dump_buffer, load_buffer
-from rlbuf_td.checkpoint.parts import end_loaded, load_or_restore, refuse_counts, refuse_generators
+from rlbuf_td.checkpoint.parts import at_rest, capture, refuse, restore
 from rlbuf_td.diagnostics.episode_stats import EpisodeStats
 from rlbuf_td.diagnostics.health import LastDraw, ReplayCount, health
 from rlbuf_td.envs.specs import schema_of, transition_schema
@@ -110,7 +110,6 @@ _PRIORITIES_OF_REOPENED = (
     "rows were reopened without a priority, and have that of new rows: their write was killed, "
     "a buffer without a prioritized sampler wrote them, they were edited, or priorities.bin is missing or damaged"
 )
-_RETURNED = "_sample_calls", "_sampled_items"  # TorchRL's names in a state
 _MOST_SIZES = 8  # batch sizes whose bound stages are kept
 
 
@@ -1711,7 +1710,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
             self._refuse_given(progress=progress, **given)
             return super().loads(path)
         how: Any = {"rows_only": rows_only, "default_generator": default_generator, "progress": progress}
-        load_buffer(self, path, self._connect, self._fully_locked(), **how)
+        load_buffer(self, path, self._fully_locked(), **how)
 
     def _refuse_checkpointer(self) -> NoReturn:
         raise NotImplementedError(_NO_CHECKPOINTERS)
@@ -1732,11 +1731,9 @@ class ReplayBuffer(TensorDictReplayBuffer):
         """Return a copy of the rows and of the state of all components, as tensors and plain Python values."""
         if self._is_theirs:
             return super().state_dict()
-        flow_state = None if self.flow is None else self.flow.state_dict()
-        found = super().state_dict() | {"_flow": flow_state}
-        found["_stats"] = None if self.episode_stats is None else self.episode_stats.state_dict()
-        found["_replays"] = None if self.replay_count is None else self.replay_count.counts()
-        return found | dict(zip(_RETURNED, self.returned, strict=True))
+        self._initialize()
+        with at_rest(self):
+            return capture(self, copies=True)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the state of :meth:`state_dict`; flow control as in :meth:`loads`.
@@ -1749,34 +1746,14 @@ class ReplayBuffer(TensorDictReplayBuffer):
         """
         if self._is_theirs:
             return super().load_state_dict(state_dict)
-        self._refuse_state(state_dict)
-        with self._futures_lock:
-            self.synchronize()  # before the other locks are taken: prefetching threads need them
-            with self._locked():  # no thread sees a mixture of two states
-                with state_of(self._storage):
-                    examine(self._storage, state_dict["_storage"])
-                parts = {"_transforms": self._transform, "_writer": self._writer, "_sampler": self._sampler}
-                if self.episode_stats is not None and state_dict.get("_stats") is not None:
-                    parts = {"_stats": self.episode_stats} | parts
-                load_or_restore(parts, state_dict)
-                super().load_state_dict(state_dict)
-                end_loaded(self)
-                if self.replay_count is not None:
-                    self.replay_count.restore(state_dict.get("_replays"))
-                self.returned.values[:] = [state_dict.get(name) or 0 for name in _RETURNED]
-                if self.flow is not None:
-                    self.flow.restore(state_dict.get("_flow"), row_count(self._storage))
-                if self.parts.wrapper is not None:
-                    self.parts.wrapper.watch(self._storage)
-
-    def _refuse_state(self, state_dict: dict[str, Any]) -> None:
-        """Raise a ValueError if one of the buffer's own entries in a state is wrong."""
+        self._initialize()
         with state_of(self):
-            if self.flow is not None:
-                self.flow.refuse_state(state_dict.get("_flow"))
-            refuse_counts(*map(state_dict.get, ("_batch_size", "_consume_after_n_samples", *_RETURNED)))
-            rng = state_dict.get("_rng")
-            refuse_generators({} if rng is None else {rng[1]: rng[0]})
+            refuse(self, state_dict)
+        self.synchronize()  # before the other locks are taken: prefetching threads need them
+        with self._fully_locked():  # no thread sees a mixture of two states
+            with state_of(self._storage):
+                examine(self._storage, state_dict["_storage"])
+            restore(self, state_dict, lambda: self._storage.load_state_dict(state_dict["_storage"]))
 
     # -- processes and threads
 

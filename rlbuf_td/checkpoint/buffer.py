@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
@@ -15,30 +15,31 @@ from rlbuf_td.checkpoint import parts
 from rlbuf_td.checkpoint.files import DumpReader, Report, explained, progress_bar, reading, write_state, writing
 from rlbuf_td.checkpoint.manifest import CheckpointError, decode
 from rlbuf_td.checkpoint.rows import SavedRows, opened, split_rows
-from rlbuf_td.storages import PackedStorage, torchrl_parts
+from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import OUT_OF_ORDER
-from rlbuf_td.storages.indexing import row_count
+from rlbuf_td.storages.torchrl_parts import empty_part
 
 KIND = "buffer"
-_COUNTERS = "_cursor", "_write_count"
-
-
-class Connect(Protocol):
-    """Connects the parts of a buffer after a load."""
-
-    def __call__(self, *, default_priorities: bool) -> object: ...
 
 
 def dump_buffer(rb: Any, path: str | Path, progress: bool | None = None, *, sync: bool = True) -> None:
     with writing(path, KIND, sync=sync) as writer, parts.at_rest(rb):
-        state = parts.capture(rb)
-        write_state(writer, state, split_rows(state["storage"]), progress)
+        storage, state = rb.storage, parts.capture(rb, copies=False)
+        rows = split_rows(state["_storage"])
+        names = {part: parts.name_of(getattr(rb, part)) for part in ("storage", "sampler", "writer")}
+        state |= {
+            "classes": {"buffer": type(rb).__name__} | names,
+            "shape": [*(storage._total_shape or ())],
+            "ndim": storage.ndim,
+            "rows": [*range(len(rows))],  # numbers of the tensors with the rows, which come first
+            "default_generator": parts.default_generators(storage),
+        }
+        write_state(writer, state, rows, progress)
 
 
 def load_buffer(
     rb: Any,
     path: str | Path,
-    connect: Connect,  # called after all components are loaded
     alone: Any,  # a context manager that holds all locks of rb
     *,
     rows_only: bool,
@@ -53,7 +54,7 @@ def load_buffer(
                 load.rows.verify(report)
             rb.synchronize()
             with alone, explained(reader):
-                load.apply(report, connect)
+                load.apply(report)
         if default_generator:
             parts.restore_default_generators(load.saved["default_generator"])
     if load.rows and load.rows.dropped:
@@ -69,18 +70,21 @@ class _Load:
         self.saved: dict[str, Any] = decode(reader.manifest.state, reader.read)
         self.rows: SavedRows | None = None
         self.priorities: tuple[torch.Tensor, float] | None = None
-        storage, saved = rb.storage, self.saved["storage"]
+        content = self.saved["_storage"]
         self._refuse_other_parts()
         # A dump made before the first write has no rows, but keys if its storage was reserved. A storage with rows
         # ignores these keys.
-        if "layout" in saved["state"] and not (saved["state"].get("reserved") and storage.rows is not None):
-            self.rows = SavedRows(reader, saved, storage)
-            if not self.rows.in_order and getattr(rb.sampler, "needs_order", False):
+        if "layout" in content and not (content.get("reserved") and rb.storage.rows is not None):
+            self.rows = rows = SavedRows(reader, self.saved, rb.storage)
+            if not rows.in_order and getattr(rb.sampler, "needs_order", False):
                 raise CheckpointError(f"a {type(rb.sampler).__name__} needs rows in time order, and {OUT_OF_ORDER}")
-            if not self.rows.fits and not rows_only:
-                self._take_other_capacity(self.rows)
+            if not rows.fits and not rows_only:
+                parts.refuse_other_capacity(rb, self.saved, rows.steps, rows.capacity)
+                cells = rows.matrix.shape[:-1].numel()
+                self.priorities = parts.saved_priorities(rb, self.saved["_sampler"], cells)
         self.is_exact = not rows_only and (self.rows is None or self.rows.fits)
-        parts.refuse_malformed(rb, self.saved)
+        parts.refuse(rb, self.saved)
+        parts.refuse_generators(self.saved["default_generator"])
 
     def _refuse_other_parts(self) -> None:
         rb, saved = self.rb, self.saved
@@ -90,58 +94,21 @@ class _Load:
         elif not isinstance(rb.writer, RoundRobinWriter):
             raise CheckpointError(f"rows_only needs a ring, this buffer has a {type(rb.writer).__name__}")
         for part, name in own.items():
-            if saved[part]["class"] != name:
+            if (found := saved["classes"][part]) != name:
                 hint = "; rows_only=True loads only the rows" if part != "storage" else ""
-                raise CheckpointError(f"the dump has a {saved[part]['class']} as {part}, this buffer a {name}{hint}")
-        if saved["storage"]["ndim"] != rb.storage.ndim:
-            raise CheckpointError(f"the dump has ndim={saved['storage']['ndim']}, this buffer {rb.storage.ndim}")
+                raise CheckpointError(f"the dump has a {found} as {part}, this buffer a {name}{hint}")
+        if saved["ndim"] != rb.storage.ndim:
+            raise CheckpointError(f"the dump has ndim={saved['ndim']}, this buffer {rb.storage.ndim}")
 
-    def _take_other_capacity(self, rows: SavedRows) -> None:
-        """Refuse parts whose state belongs to one capacity; keep the priorities of the rows."""
-        writer, sampler = self.saved["writer"]["state"], self.saved["sampler"]["state"]
-        if getattr(self.rb.writer, "needs_capacity", False) or "_generation" in writer:
-            sizes = f"the dump has {rows.steps} time steps, this buffer {rows.capacity}"
-            raise CheckpointError(f"{sizes}: rollouts and tracked generations need the same capacity")
-        parts.refuse_other_capacity(self.rb.sampler)
-        self.priorities = parts.saved_priorities(self.rb, sampler, rows.matrix.shape[:-1].numel())
-
-    def apply(self, report: Report, connect: Connect) -> None:
+    def apply(self, report: Report) -> None:
         """Load all states into the buffer; if a component refuses its state, undo all changes."""
-        rb, storage, saved, moved = self.rb, self.rb.storage, self.saved, None
-        writer, sampler = saved["writer"]["state"], saved["sampler"]["state"]
-        found = self.rows.read(report) if self.rows is not None else None
-        with parts.Rollback() as rollback:
-            if not self.rows_only:
-                if rb.episode_stats is not None and saved["buffer"]["stats"] is not None:
-                    rollback.load(rb.episode_stats, saved["buffer"]["stats"])
-                rollback.load(rb.writer, writer)
-                rollback.load(rb.transform, saved["transform"])
-                if self.is_exact:
-                    rollback.load(rb.sampler, sampler)
-                else:
-                    parts.restore_settings(rb.sampler, sampler, rollback)
-            if self.rows is not None:
-                moved = self.rows.put(found, report)
-            else:
-                torchrl_parts.empty_part(storage)
-        # The code below cannot fail.
-        if not self.is_exact:
-            torchrl_parts.empty_part(rb.sampler)
-        if self.rows_only:
-            torchrl_parts.empty_part(rb.writer)
-            torchrl_parts.set_cursor(rb.writer, *(writer.get(name, 0) for name in _COUNTERS))
-        else:
-            parts.restore_buffer(rb, saved["buffer"], saved["generator"])
-        if moved is not None:
-            torchrl_parts.set_cursor(rb.writer, storage.ring.cursor)
-        if rb.flow is not None:
-            rb.flow.restore(None if self.rows_only else saved["buffer"].get("flow"), row_count(storage))
-        parts.end_loaded(rb)
-        connect(default_priorities=not self.is_exact)
-        if moved is not None and self.priorities is not None:
-            parts.set_priorities(rb, self.priorities, *moved)
-        if rb.replay_count is not None:
-            rb.replay_count.restore(saved["buffer"]["replays"] if self.is_exact else None)
+        found = None if self.rows is None else self.rows.read(report)
+
+        def put() -> parts.Moves | None:
+            return empty_part(self.rb.storage) if self.rows is None else self.rows.put(found, report)
+
+        how: Any = {"is_exact": self.is_exact, "rows_only": self.rows_only, "priorities": self.priorities}
+        parts.restore(self.rb, self.saved, put, **how)
 
 
 @dataclass(frozen=True)
@@ -187,18 +154,17 @@ def open_checkpoint(path: str | Path, *, progress: bool | None = None) -> Checkp
         >>> folder.cleanup()
     """
     with reading(path, KIND) as reader, explained(reader):
-        state = decode(reader.manifest.state, reader.read)
-        saved, storage = state["storage"], None
-        if "layout" in saved["state"]:
-            nbytes = sum(reader.tensor(number).nbytes for number in saved["tensors"])
+        saved, storage = decode(reader.manifest.state, reader.read), None
+        if "layout" in saved["_storage"]:
+            nbytes = sum(reader.tensor(number).nbytes for number in saved["rows"])
             with progress_bar("open", nbytes, progress) as report:
                 storage = opened(reader, saved, report)
         return Checkpoint(
             about=reader.manifest.about,
-            classes={name: state[name]["class"] for name in ("buffer", "storage", "sampler", "writer")},
+            classes=saved["classes"],
             shape=tuple(saved["shape"]),
             rows=None if storage is None else storage[:],
             storage=storage,
-            sampler=state["sampler"]["state"],
-            writer=state["writer"]["state"],
+            sampler=saved["_sampler"],
+            writer=saved["_writer"],
         )

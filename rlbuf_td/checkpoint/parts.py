@@ -1,12 +1,12 @@
-"""The state of a buffer's storage, sampler and writer: how to save it, and how to load all of it or nothing."""
+"""The state of a buffer and its parts: how to capture it, and how to load all of it or nothing."""
 
 from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torchrl.data.replay_buffers import RandomSampler, Storage
@@ -14,8 +14,13 @@ from torchrl.data.replay_buffers import RandomSampler, Storage
 from rlbuf_td.checkpoint.manifest import CheckpointError
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import state_of
+from rlbuf_td.storages.indexing import row_count
 from rlbuf_td.storages.state import end_trajectories
-from rlbuf_td.storages.torchrl_parts import generator_of, newest_step_of
+from rlbuf_td.storages.torchrl_parts import empty_part, generator_of, set_cursor
+
+_RETURNED = "_sample_calls", "_sampled_items"  # TorchRL's names in a state
+#: Cells of rows before and after a load, ``[n]`` int64 each.
+Moves: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
 
 @contextmanager
@@ -25,40 +30,20 @@ def at_rest(rb: Any) -> Iterator[None]:
         yield
 
 
-def capture(rb: Any) -> dict[str, Any]:
-    """Return all state that determines the behaviour of a buffer, without copying the rows."""
-    storage, generator = rb.storage, generator_of(rb)
+def capture(rb: Any, *, copies: bool) -> dict[str, Any]:
+    """Return all state that determines the behaviour of a buffer, with copies or views of its tensors."""
+    generator = generator_of(rb)
+    parts = {"_storage": rb.storage, "_sampler": rb.sampler, "_writer": rb.writer, "_transforms": rb.transform}
     return {
-        "buffer": {
-            "class": type(rb).__name__,
-            "batch_size": rb.batch_size,
-            "consume_after_n_samples": rb._consume_after_n_samples,
-            "stats": None if rb.episode_stats is None else rb.episode_stats.state_dict(),
-            "replays": None if rb.replay_count is None else rb.replay_count.counts(),
-            "flow": None if rb.flow is None else rb.flow.state_dict(),
-            "returned": [*rb.returned],
-        },
-        "storage": {
-            "class": type(storage).__name__,
-            "max_size": storage.max_size,
-            "ndim": storage.ndim,
-            "shape": list(storage._total_shape or ()),
-            "last_cursor": newest_step_of(storage),
-            "state": storage.snapshot(),
-        },
-        "sampler": {"class": name_of(rb.sampler), "state": _state_of(rb.sampler)},
-        "writer": {"class": name_of(rb.writer), "state": rb.writer.state_dict()},
-        "transform": rb.transform.state_dict(),
-        "generator": None if generator is None else {"device": str(generator.device), "state": generator.get_state()},
-        "default_generator": _default_generators(storage),
+        **{name: _state_of(part, copies=copies) for name, part in parts.items()},
+        "_batch_size": rb._batch_size,
+        "_consume_after_n_samples": rb._consume_after_n_samples,
+        "_rng": None if generator is None else (generator.get_state(), str(generator.device)),
+        "_flow": None if rb.flow is None else rb.flow.state_dict(),
+        "_stats": None if rb.episode_stats is None else rb.episode_stats.state_dict(),
+        "_replays": None if rb.replay_count is None else rb.replay_count.counts(),
+        **dict(zip(_RETURNED, rb.returned, strict=True)),
     }
-
-
-def restore_buffer(rb: Any, saved: dict[str, Any], generator: dict[str, Any] | None) -> None:
-    """Restore the sampling options and the generator of a buffer; the caller holds the buffer's locks."""
-    rb._batch_size, rb._consume_after_n_samples = saved["batch_size"], saved["consume_after_n_samples"]
-    rb.returned.values[:] = saved.get("returned", [0, 0])
-    restore_generator(rb, generator)
 
 
 def name_of(part: Any) -> str:
@@ -67,28 +52,21 @@ def name_of(part: Any) -> str:
     return type(part).__name__ + ("" if inner is None else f"({name_of(inner)})")
 
 
-def _state_of(part: Any) -> dict[str, Any]:
-    return part.snapshot() if hasattr(part, "snapshot") else part.state_dict()
+def _state_of(part: Any, *, copies: bool) -> dict[str, Any]:
+    return part.state_dict() if copies or not hasattr(part, "snapshot") else part.snapshot()
 
 
-def refuse_malformed(rb: Any, saved: dict[str, Any]) -> None:
-    """Refuse malformed values that the storage, sampler and writer do not check themselves."""
-    buffer, writer = saved["buffer"], saved["writer"]["state"]
-    counts = buffer["batch_size"], buffer["consume_after_n_samples"], *map(writer.get, ("_cursor", "_write_count"))
-    returned = buffer.get("returned", [0, 0])
-    refuse_counts(*counts, *(count if type(count) is int else -1 for count in returned))
-    if len(returned) != 2:
-        raise ValueError(f"the saved counts of batches and of their rows are {returned!r}")
-    if rb.flow is not None:
-        rb.flow.refuse_state(buffer.get("flow"))
-    generator = saved["generator"]
-    refuse_generators({} if generator is None else {generator["device"]: generator["state"]})
-    refuse_generators(saved["default_generator"])
-
-
-def refuse_counts(*counts: Any) -> None:
+def refuse(rb: Any, state: dict[str, Any]) -> None:
+    """Raise an error if a state has a wrong number that its part does not refuse."""
+    counts = [*map(state.get, ("_batch_size", "_consume_after_n_samples", *_RETURNED))]
+    counts += map(state["_writer"].get, ("_cursor", "_write_count"))
     if not all(count is None or (type(count) is int and 0 <= count < 1 << 63) for count in counts):
-        raise ValueError(f"batch size, cursor and write count must be whole numbers of 63 bits, got {[*counts]}")
+        raise ValueError(f"batch size, counts and cursor must be whole numbers of 63 bits, got {counts}")
+    if rb.flow is not None:
+        rb.flow.refuse_state(state.get("_flow"))
+    if state.get("_rng") is not None:
+        generator, device = state["_rng"]
+        refuse_generators({device: generator})
 
 
 def refuse_generators(states: dict[str, Any]) -> None:
@@ -97,21 +75,90 @@ def refuse_generators(states: dict[str, Any]) -> None:
             torch.Generator(device).set_state(state)
 
 
-def refuse_other_capacity(sampler: Any) -> None:
-    """Raise a CheckpointError if a sampler's state is lost when rows are loaded into another capacity."""
-    innermost = innermost_of(sampler)
-    if not hasattr(innermost, "snapshot") and not isinstance(innermost, RandomSampler):
-        name = type(innermost).__name__
-        raise CheckpointError(f"a {name} can only be loaded into the same capacity; rows_only=True omits its state")
+def restore(
+    rb: Any,
+    state: dict[str, Any],
+    put: Callable[[], Moves | None],
+    *,
+    is_exact: bool = True,
+    rows_only: bool = False,
+    priorities: tuple[torch.Tensor, float] | None = None,
+) -> None:
+    """Restore what :func:`capture` has returned; if a part refuses its state, undo all changes.
+
+    Args:
+        rb: the buffer; the caller holds its locks.
+        state: the state, which :func:`refuse` has checked.
+        put: replaces the rows; it returns their cells if they lie in others than before.
+        is_exact: whether samplers take their state; otherwise only their settings, and the rows are new for them.
+        rows_only: whether only rows and counts of writes are restored.
+        priorities: the result of :func:`saved_priorities` for rows that :func:`put` has moved.
+    """
+    writer = state["_writer"]
+    with Rollback() as rollback:
+        if not rows_only:
+            if rb.episode_stats is not None and state.get("_stats") is not None:
+                rollback.load(rb.episode_stats, state["_stats"])
+            rollback.load(rb.writer, writer)
+            rollback.load(rb.transform, state["_transforms"])
+            if is_exact:
+                rollback.load(rb.sampler, state["_sampler"])
+            else:
+                _restore_settings(rb.sampler, state["_sampler"], rollback)
+        moved = put()
+    # The code below cannot fail.
+    if not is_exact:
+        empty_part(rb.sampler)
+    if rows_only:
+        empty_part(rb.writer)
+        set_cursor(rb.writer, writer.get("_cursor", 0), writer.get("_write_count", 0))
+    else:
+        rb._batch_size, rb._consume_after_n_samples = state["_batch_size"], state.get("_consume_after_n_samples")
+        rb.returned.values[:] = [state.get(name) or 0 for name in _RETURNED]
+        restore_generator(rb, state.get("_rng"))
+    if moved is not None:
+        set_cursor(rb.writer, rb.storage.ring.cursor)
+    if rb.flow is not None:
+        rb.flow.restore(None if rows_only else state.get("_flow"), row_count(rb.storage))
+    _end_loaded(rb)
+    rb._connect(default_priorities=not is_exact)
+    if moved is not None and priorities is not None:
+        _set_priorities(rb, priorities, *moved)
+    if rb.replay_count is not None:
+        rb.replay_count.restore(state.get("_replays") if is_exact else None)
 
 
-def restore_settings(sampler: Any, state: dict[str, Any], rollback: ExitStack) -> None:
+def _restore_settings(sampler: Any, state: dict[str, Any], rollback: ExitStack) -> None:
     """Restore the settings of a sampler, and of those that it wraps, but nothing that belongs to rows."""
     while hasattr(sampler, "snapshot"):
         own = state.get("settings", state)
         with state_of(sampler):
             rollback.enter_context(sampler._set({name: own[name] for name in sampler.state_keys}))
         sampler, state = getattr(sampler, "sampler", None), state.get("sampler", {})
+
+
+def _end_loaded(rb: Any) -> None:
+    """After a load, end the unfinished trajectories that have ids, and those of the statistics."""
+    if isinstance(rb.storage, PackedStorage):
+        end_trajectories(rb.storage)  # new collectors use the same ids again
+    if rb.episode_stats is not None:
+        rb.episode_stats.forget_open()
+    if rb.parts is not None and rb.parts.prioritized is not None:  # all loaded rows have their priorities
+        rb.parts.prioritized.priorities.keep(slice(0, None), rb.storage)
+
+
+# -- another capacity
+
+
+def refuse_other_capacity(rb: Any, state: dict[str, Any], saved: int, own: int) -> None:
+    """Raise a CheckpointError if the state of a part belongs to one capacity."""
+    if getattr(rb.writer, "needs_capacity", False) or "_generation" in state["_writer"]:
+        sizes = f"the dump has {saved} time steps, this buffer {own}"
+        raise CheckpointError(f"{sizes}: rollouts and tracked generations need the same capacity")
+    innermost = innermost_of(rb.sampler)
+    if not hasattr(innermost, "snapshot") and not isinstance(innermost, RandomSampler):
+        name = type(innermost).__name__
+        raise CheckpointError(f"a {name} can only be loaded into the same capacity; rows_only=True omits its state")
 
 
 def saved_priorities(rb: Any, state: dict[str, Any], cells: int) -> tuple[torch.Tensor, float] | None:
@@ -127,7 +174,7 @@ def saved_priorities(rb: Any, state: dict[str, Any], cells: int) -> tuple[torch.
     return magnitude, largest
 
 
-def set_priorities(rb: Any, saved: tuple[torch.Tensor, float], since: torch.Tensor, to: torch.Tensor) -> None:
+def _set_priorities(rb: Any, saved: tuple[torch.Tensor, float], since: torch.Tensor, to: torch.Tensor) -> None:
     """Give each row ``to`` of a buffer the priority of the row ``since`` of a dump, ``[n]`` cells each."""
     magnitude, priorities = saved[0][since], rb.parts.prioritized.priorities
     known = magnitude >= 0
@@ -141,17 +188,10 @@ def innermost_of(sampler: Any) -> Any:
     return sampler
 
 
-def end_loaded(rb: Any) -> None:
-    """After a load, end the unfinished trajectories that have ids, and those of the statistics."""
-    if isinstance(rb.storage, PackedStorage):
-        end_trajectories(rb.storage)  # new collectors use the same ids again
-    if rb.episode_stats is not None:
-        rb.episode_stats.forget_open()
-    if rb.parts is not None and rb.parts.prioritized is not None:  # all loaded rows have their priorities
-        rb.parts.prioritized.priorities.keep(slice(0, None), rb.storage)
+# -- generators
 
 
-def _default_generators(storage: Storage) -> dict[str, Any]:
+def default_generators(storage: Storage) -> dict[str, Any]:
     states = {"cpu": torch.get_rng_state()}
     if storage.device.type == "cuda":
         states[str(storage.device)] = torch.cuda.get_rng_state(storage.device)
@@ -164,17 +204,17 @@ def restore_default_generators(states: dict[str, Any]) -> None:
             torch.set_rng_state(state) if device == "cpu" else torch.cuda.set_rng_state(state, device)
 
 
-def restore_generator(rb: Any, saved: dict[str, Any] | None) -> None:
+def restore_generator(rb: Any, saved: tuple[Any, str] | None) -> None:
     """Restore the buffer's generator; create a generator if the buffer has none on the saved device."""
     if saved is None:
         return
-    device = torch.device(saved["device"])
+    state, device = saved[0], torch.device(saved[1])
     generator = generator_of(rb)
     if generator is not None and generator.device == device:
-        generator.set_state(saved["state"])  # the same object: others may share it
+        generator.set_state(state)  # the same object: others may share it
     elif _is_here(device):
         generator = torch.Generator(device)
-        generator.set_state(saved["state"])
+        generator.set_state(state)
         rb.set_rng(generator)
     else:
         warnings.warn(f"the dump's generator is on {device}, which is not available: it was not restored", stacklevel=4)
@@ -187,10 +227,14 @@ def _is_here(device: torch.device) -> bool:
     return torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count()
 
 
+# -- undoing
+
+
 class Rollback(ExitStack):
     """Loads states of parts; an error restores the old states.
 
-    Load samplers last, because the old states of this package's samplers are not restored.
+    Load samplers last, because the old states of this package's samplers, which refuse a state before they change, are
+    not restored.
     """
 
     def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> bool | None:
@@ -199,17 +243,15 @@ class Rollback(ExitStack):
         return super().__exit__(kind, *rest)
 
     def load(self, part: Any, state: Any) -> None:
-        if not hasattr(
-            innermost_of(part), "snapshot"
-        ):  # this package's samplers, if they refuse a state, are unchanged
-            before = copy.deepcopy(part.state_dict())
-            self.callback(part.load_state_dict, before)
-        part.load_state_dict(state)
+        with state_of(part):
+            if not hasattr(innermost_of(part), "snapshot"):
+                before = copy.deepcopy(part.state_dict())
+                self.callback(part.load_state_dict, before)
+            part.load_state_dict(state)
 
 
 def load_or_restore(parts: dict[str, Any], states: dict[str, Any]) -> None:
     """Load a state into each of several parts; if a part refuses its state (ValueError), restore all parts."""
     with Rollback() as rollback:
         for name, part in parts.items():
-            with state_of(part):
-                rollback.load(part, states[name])
+            rollback.load(part, states[name])

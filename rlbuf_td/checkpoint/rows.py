@@ -21,14 +21,9 @@ from rlbuf_td.storages.writes import begin
 _AT_ONCE = 64 << 20  # bytes of rows that are copied at once
 
 
-def split_rows(saved: dict[str, Any]) -> list[torch.Tensor]:
-    """Remove the row tensors from a storage's state, and return them; the dump must store these tensors first."""
-    content = saved["state"]
-    if "rows" not in content:
-        return []
-    tensors = [content.pop("rows"), *content.pop("entries", [])]
-    saved["tensors"] = [*range(len(tensors))]  # their numbers in the dump
-    return tensors
+def split_rows(content: dict[str, Any]) -> list[torch.Tensor]:
+    """Remove the tensors of the rows from a storage's state, and return them."""
+    return [content.pop("rows"), *content.pop("entries", [])] if "rows" in content else []
 
 
 class SavedRows:
@@ -39,8 +34,8 @@ class SavedRows:
     """
 
     def __init__(self, reader: DumpReader, saved: dict[str, Any], storage: PackedStorage) -> None:
-        self.reader, self.saved, self.storage, self.state = reader, saved, storage, saved["state"]
-        self.matrix, *self.entries = map(reader.tensor, saved["tensors"])
+        self.reader, self.saved, self.storage, self.state = reader, saved, storage, saved["_storage"]
+        self.matrix, *self.entries = map(reader.tensor, saved["rows"])
         content, lead, dtype = self.state, self.matrix.shape[:-1], self.matrix.dtype
         self.steps, ring = int(saved["shape"][0]), content["ring"]
         if not (dtype.is_floating_point or dtype is torch.uint8) or not 0 <= lead[0] <= self.steps:
@@ -139,7 +134,7 @@ class SavedRows:
 def opened(reader: DumpReader, saved: dict[str, Any], report: Report) -> PackedStorage:
     """Return a storage in RAM with the rows of a dump, in the form and of the capacity that they were saved in."""
     shape = [int(size) for size in saved["shape"]]
-    is_deduplicated = "pooled" in saved["state"]
+    is_deduplicated = "pooled" in saved["_storage"]
     storage = PackedStorage(prod(shape), ndim=int(saved["ndim"]), share_next=is_deduplicated and "auto")
     rows = SavedRows(reader, saved, storage)
     if rows.lanes != tuple(shape[1:]) or not rows.is_direct:

@@ -313,14 +313,12 @@ def test_generators_of_devices_that_are_not_here_are_left_out(device):
     rb, state = make("uniform"), torch.get_rng_state()
     generator = rb._rng
     with pytest.warns(UserWarning, match=f"generator is on {device}, which is not available"):
-        parts.restore_generator(rb, {"device": device, "state": state})
+        parts.restore_generator(rb, (state, device))
     assert rb._rng is generator
     parts.restore_default_generators({device: state})
-    saved = {"buffer": {"batch_size": 1, "consume_after_n_samples": None}, "writer": {"state": {}}}
-    saved |= {"trajectories": [], "generator": {"device": device, "state": state}}
-    parts.refuse_malformed(rb, saved | {"default_generator": {"cuda:98": state}})
+    parts.refuse(rb, {"_writer": {}, "_rng": (state, device)})
     with pytest.raises((RuntimeError, TypeError)):
-        parts.refuse_malformed(rb, saved | {"default_generator": {"cpu": state[:5]}})
+        parts.refuse_generators({device: state, "cpu": state[:5]})
 
 
 class Like:

@@ -467,7 +467,7 @@ REFUSALS: Table = {
         (lambda rb: rb.extend(without(("next", "reward"))), KeyError, r"no \('next', 'reward'\) in the data"),
     ],
     ("ReplayBuffer.dumps", lambda: buffer(Holding())): [
-        (dumps, td.CheckpointError, r"state.sampler.state.held is a object, which a"),
+        (dumps, td.CheckpointError, r"state._sampler.held is a object, which a"),
     ],
     ("ReplayBuffer over another storage", elsewhere): [
         *((lambda rb, name=name, given=given: elsewhere(**{name: given}), TypeError,
