@@ -30,8 +30,8 @@ class AECRecorder:
     ``"action_mask"`` among them is stored as bool. A next mask that allows no action, as games give it to an agent
     that no longer acts, is stored as True everywhere, so that the greatest value of the allowed actions is finite.
 
-    Each game has a number for each agent, ``("collector", "traj_ids")``. A :meth:`reset` in mid-game drops the
-    transitions that have not ended; those of dead agents end before. The last rows of the others keep ``done=False``.
+    Each game has a number for each agent, ``("collector", "traj_ids")``. A :meth:`reset` in mid-game stores the last
+    transitions of dead agents, and drops those that have not ended. The last rows of the others keep ``done=False``.
     Loading a checkpoint into the buffer also interrupts the game; call :meth:`reset` before the next step.
 
     Loop as PettingZoo does, with ``recorder.reset`` and ``recorder.step`` in place of the environment's. Opponents that
@@ -82,10 +82,12 @@ class AECRecorder:
         self._is_running = False  # otherwise a reset must follow
 
     def reset(self, *, seed: Any = None, options: Any = None) -> Any:
-        """Reset the environment, after the last turns of dead agents, and return the result of its ``reset``."""
+        """Store the last transitions of dead agents, reset the environment, and return the result of its ``reset``."""
         env = self.env
-        while self._goes_on() and env.agents and any(env.last(observe=False)[2:4]):
-            self.step(None)
+        for agent, seat in self._seats.items() if self._goes_on() else ():
+            if seat.is_open and (env.terminations[agent] or env.truncations[agent]):  # its last turn is still to come
+                reward = env._cumulative_rewards[agent]  # noqa: SLF001  which env.last() will return
+                seat.end(env.observe(agent), reward, env.terminations[agent], env.truncations[agent])
         self._is_running = False
         result = env.reset(seed=seed, options=options)
         for seat in self._seats.values():

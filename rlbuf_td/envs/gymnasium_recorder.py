@@ -105,7 +105,7 @@ class GymnasiumRecorder(Recorder):
         env: Any,
         *,
         infos: Sequence[str | Key] | Mapping[Any, Any] = (),
-        trajectory_key: Key | None = TRAJ_KEY,
+        trajectory_key: Key | str | None = TRAJ_KEY,
         autoreset_mode: Any = None,
     ) -> None:
         super().__init__(buffer, trajectory_key)

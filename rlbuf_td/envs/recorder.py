@@ -48,12 +48,12 @@ class Recorder:
     _step: TensorDict  # the rows as the buffer takes them, in the same memory
     _extra_keys: frozenset[Key] = frozenset()
 
-    def __init__(self, target: Any, trajectory_key: Key | None) -> None:
+    def __init__(self, target: Any, trajectory_key: Key | str | None) -> None:
         #: The number of the lane to which this recorder writes; None: all lanes of the buffer, or a buffer ``[T]``.
         self._lane = target.number if isinstance(target, BufferLane) else None
         self.buffer = _checked(target.buffer if isinstance(target, BufferLane) else target)
         self._flat = self.buffer.storage.ndim == 1
-        self._trajectory_key = trajectory_key
+        self._trajectory_key = (trajectory_key,) if isinstance(trajectory_key, str) else trajectory_key
         self._numbers = attached_or_new(self.buffer.storage, TrajectoryNumbers)
         self._loads = self._numbers.loads
 

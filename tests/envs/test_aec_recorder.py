@@ -158,6 +158,11 @@ def test_what_a_reset_interrupts_is_dropped_but_not_what_has_ended():
     ids = rb.lane(0).chronological()["collector", "traj_ids"]
     assert len(ids) == 5
     assert ids[3] not in (ids[2], ids[4])
+    env.unwrapped.truncations["player_1"] = True  # it dies at the turn of the other
+    recorder.reset()
+    last = rb.lane(0).last(1)
+    assert (last["action"].item(), last["next", "truncated"].item(), last["next", "terminated"].item()) == (5, 1, 0)
+    assert len(rb.lane(1)) == 2
 
 
 def test_agents_with_unlike_spaces_and_two_games_have_places_of_their_own():
