@@ -82,7 +82,7 @@ class GymnasiumRecorder(Recorder):
             or a lane is 1,024 steps behind another.
 
     Cost: about 0.3 ms per step of 16 environments in a training loop, without the time of the environments
-    (``python -m rlbuf_td bench --only record``).
+    (``python -m tests.benchmarks.bench --only record``).
 
     TorchRL has no recorder for Gymnasium environments; its collectors step TorchRL environments.
 
