@@ -13,12 +13,14 @@ from copy import deepcopy
 from itertools import pairwise
 from pathlib import Path
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
-from nbformat import NotebookNode
-from nbformat.v4 import new_code_cell, new_notebook
 from PIL import Image
+
+nbformat = pytest.importorskip("nbformat", reason="needs the extra notebooks")
+pytest.importorskip("nbclient", reason="needs the extra notebooks")
+from nbclient import NotebookClient  # noqa: E402
+from nbformat import NotebookNode  # noqa: E402
+from nbformat.v4 import new_code_cell, new_notebook  # noqa: E402
 
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
 REFRESH = "RLBUF_TD_RENDER=1 .venv/bin/python -m pytest tests/test_notebooks.py -m slow -k {}"

@@ -81,10 +81,10 @@ def draw(timings: Sequence[Timing]) -> Figure:
     axes.set_yticks([place + 0.2 for place in range(len(chosen))], [SHOWN[operation] for operation in chosen])
     axes.invert_yaxis()
     axes.set_xticks([])
-    axes.margins(x=0.12)
+    axes.margins(x=0.15)
     axes.spines[["top", "right", "bottom"]].set_visible(False)
-    axes.set_title("Prioritized replay: time of a call with 256 rows, between a learner's steps", fontsize="medium")
-    axes.legend(frameon=False, loc="lower right")
+    figure.suptitle("Prioritized replay: a call with 256 rows, between a learner's steps", fontsize="medium")
+    figure.legend(frameon=False, loc="outside lower center", ncols=2)
     return figure
 
 

@@ -16,7 +16,7 @@ from torchrl.collectors import Collector
 from torchrl.data.replay_buffers import LazyTensorStorage, TensorDictMaxValueWriter, TensorDictReplayBuffer
 from torchrl.envs import Compose, EnvBase, GymEnv, RewardSum, SerialEnv, StepCounter, TransformedEnv, VecNormV2
 
-from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer, RolloutBuffer, make_transition
+from rlbuf_td import PackedStorage, ReplayBuffer, RolloutBuffer, make_transition
 from rlbuf_td.diagnostics.doctor import check
 from rlbuf_td.diagnostics.health import ReplayCount
 from rlbuf_td.storages.indexing import attached_or_new
@@ -451,11 +451,11 @@ def test_a_loop_that_stores_what_step_returns_is_not(mode: AutoresetMode) -> Non
     env.close()
 
 
-# -- draws and priorities, as far as the buffer keeps count of them
+# -- draws, as far as the buffer keeps count of them
 
 
-def counted(counts: torch.Tensor | None, sampler: type = ProportionalSampler) -> ReplayBuffer:
-    rb = ReplayBuffer(storage=PackedStorage(300), sampler=sampler(300), batch_size=8, count_replays=counts is not None)
+def counted(counts: torch.Tensor | None) -> ReplayBuffer:
+    rb = ReplayBuffer(storage=PackedStorage(300), batch_size=8, count_replays=counts is not None)
     rb.extend(walk(200)[:, 0])
     if counts is not None:
         attached_or_new(rb.storage, ReplayCount).restore(counts)
@@ -468,26 +468,14 @@ def drawn(rows: int, times: int) -> torch.Tensor:
     return counts
 
 
-def test_rows_that_are_drawn_and_never_updated_are_found() -> None:
-    rb = counted(drawn(180, 3), RankSampler)
-    rb.update_priority(torch.arange(20), torch.rand(20))
-    (finding,) = check(rb)
-    assert (finding.code, finding.count, finding.of) == ("stale-priorities", 160, 180)
-    assert finding.rows == (20, 21, 22, 23, 24)
-    rb.update_priority(torch.arange(180), torch.rand(180))
-    assert check(rb).codes == []
-
-
 def test_rows_that_are_hardly_ever_drawn_are_found_where_others_are_often() -> None:
     counts = drawn(50, 20)
     rb = counted(counts)
-    rb.update_priority(torch.arange(50), torch.rand(50))
     (finding,) = check(rb)
     assert (finding.code, finding.count, finding.of) == ("never-sampled", 150, 200)
     assert "a row is drawn 5.0 times on average" in finding.explanation
     counts[50:150] = 1
     attached_or_new(rb.storage, ReplayCount).restore(counts)
-    rb.update_priority(torch.arange(150), torch.rand(150))
     assert check(rb).codes == []
 
 

@@ -44,7 +44,7 @@ def check(source: Any, *, env: Any = None, space: Any = None, ignore: str | Sequ
         FileNotFoundError: no buffer is saved at the path.
 
     Cost: two or three passes over the rows, about a second for a million rows of 167 bytes. Memory: 10 bytes per row;
-    if lanes stand at unlike steps, also a copy of all columns of at most 64 bytes per row.
+    if lanes stand at unlike steps, or observations are stored once, also a copy of all rows.
 
     Example:
         >>> import torch
@@ -71,7 +71,7 @@ def check(source: Any, *, env: Any = None, space: Any = None, ignore: str | Sequ
         record = Record(storage, writer)
         needed = _STEPS if sampler is None else getattr(sampler, "steps_needed", 1)
         found = [*sequence_findings(record, needed), *value_findings(record, bounds)]
-        found += usage_findings(record, source, storage, sampler)
+        found += usage_findings(record, storage, sampler)
     found = sorted((each for each in found if each.code not in ignored), key=lambda each: [*CODES].index(each.code))
     return Report(tuple(found), record.rows, record.shape, tuple(record.skipped))
 

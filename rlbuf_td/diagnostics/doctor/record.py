@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -28,34 +27,16 @@ Key: TypeAlias = tuple[str, ...]
 _NOT_OBSERVED = {"reward", "done", "terminated", "truncated", "state_value", "index"}
 _BLOCK_BYTES = 4 << 20  # a block of time steps fits into a cache
 _RELATIVE, _ABSOLUTE = 1e-5, 1e-6  # tolerances: floats this close count as equal
-_SMALL = 64  # bytes per row; columns of lanes that stand apart are copied if they are no larger
 _HASHED = 256  # the most elements of a value that its hash includes
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 NAMED = 5  # a finding names at most this many rows
 
 
-class LazyColumn:
-    """A column ``[T, E, ...]`` of the rows at flat indices ``cells``, ``[T, E]``; indexing reads only the indexed rows.
-
-    ``read`` returns the values of flat indices.
-    """
-
-    def __init__(
-        self, read: Callable[[torch.Tensor], torch.Tensor], cells: torch.Tensor, shape: torch.Size, dtype: torch.dtype
-    ) -> None:
-        self._read, self._cells, self._tail = read, cells, tuple(shape) or (1,)
-        self.shape, self.ndim = torch.Size([*cells.shape, *self._tail]), 2 + len(self._tail)
-        self.dtype, self.device = dtype, cells.device
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        cells = self._cells[index]
-        return self._read(cells).view((*cells.shape, *self._tail))
-
-
 class Record:
-    """The rows of a storage as columns ``[T, E, ...]``, with all lane dims flattened into one.
+    """Rows as columns ``[T, E, ...]``, with all lane dims flattened into one, whatever holds them.
 
-    The rows of lanes that stand apart are one lane, ``[N, 1, ...]``: lane after lane, each from its oldest row on.
+    Rows of lanes that stand apart, and deduplicated rows, are a copy; others are views of the storage. The rows of
+    lanes that stand apart are one lane, ``[N, 1, ...]``: lane after lane, each from its oldest row on.
     """
 
     def __init__(self, storage: Storage, writer: Writer | None) -> None:
@@ -64,61 +45,53 @@ class Record:
         rows = stored_rows(storage)
         if rows is None:
             raise TypeError(f"the doctor reads storages of TensorDicts, not a {type(storage).__name__}")
-        lanes = tuple(rows.shape[1 : storage.ndim])
-        self.lanes = torch.Size(lanes).numel()
-        self.skipped: list[str] = []  # omitted checks, and the reasons
-        self.steps = len(storage) // self.lanes
-        self.shape = (self.steps, *lanes)
-        #: Of lanes that stand apart: the flat index of each row, ``[N, 1]``.
+        capacity, lanes = len(rows), rows.shape[1 : storage.ndim]
+        self.shape = (len(storage) // lanes.numel(), *lanes)  # as the storage indexes rows
+        #: Of lanes that stand apart: the flat index of each row, ``[N]``.
         self.cells: torch.Tensor | None = None
-        if isinstance(storage, PackedStorage) and not storage.ring.together:
-            self.cells, self._counts = storage.ring.cells_by_age()[:, None], torch.from_numpy(storage.ring.count)
-            self.steps, self.lanes = self.cells.shape
+        is_packed = isinstance(storage, PackedStorage)
+        if is_packed and not storage.ring.together:
+            self.cells = storage.ring.cells_by_age()
+        if self.cells is not None or (is_packed and storage.deduplicated):
+            cells = torch.arange(len(storage), device="cpu") if self.cells is None else self.cells
+            rows, ndim = storage.gather(cells.to(storage.device)), 1
+        else:
+            rows, ndim = rows[: self.shape[0]], storage.ndim
+        self.steps, self.lanes = (len(rows), 1) if self.cells is not None else (self.shape[0], lanes.numel())
         self.rows = self.steps * self.lanes
-        #: The rows of each key, ``[T, E, ...]`` with at least three dims: tensors, or a :class:`LazyColumn`.
-        self.columns: dict[Key, Any] = {
-            key: self._column(key, value, storage.ndim) for key, value in walk(rows) if isinstance(value, torch.Tensor)
+        self.skipped: list[str] = []  # omitted checks, and the reasons
+        self.columns: dict[Key, torch.Tensor] = {
+            key: value.reshape(self.steps, self.lanes, *(value.shape[ndim:] or (1,)))
+            for key, value in walk(rows)
+            if isinstance(value, torch.Tensor)
         }
-        if isinstance(storage, PackedStorage):
-            for key, leaf in storage.deduplicated.items():
-                cells = self.by_row(torch.arange(len(storage), device=storage.device))
-                read = partial(storage.all_rows().column_at, key)
-                self.columns[key] = LazyColumn(read, cells, leaf.shape, leaf.dtype)
         #: Whether the rows are in time order, with flags or ids that mark the ends of trajectories.
         self.knows_ends = False
         #: ``[T, E]`` bool on the CPU: step ``t + 1`` of the ring was written next in the lane, in any trajectory.
         self.paired = torch.ones(self.steps, self.lanes, dtype=torch.bool, device="cpu")
-        self._mark_newest(storage, len(rows))
+        self._mark_newest(storage, capacity)
         #: ``[T, E]`` bool on the CPU: the next row of the lane does not continue this row's trajectory.
         self.cut = torch.empty_like(self.paired)
         if not isinstance(writer, RoundRobinWriter | ImmutableDatasetWriter | None):
             self.skipped.append(f"the order of rows, which a {type(writer).__name__} does not keep")
-        elif isinstance(storage, PackedStorage) and storage.all_rows().layout.root.batch_size:
+        elif is_packed and storage.all_rows().layout.root.batch_size:
             remedy = f"make the storage with ndim={storage.ndim + 1}"
             self.skipped.append(f"trajectories: a row holds several steps, {remedy}")
-        elif isinstance(storage, PackedStorage) and storage.episodes is not None and storage.in_time_order:
+        elif is_packed and storage.episodes is not None and storage.in_time_order:
             self._look_up_cuts(storage)
         else:
             self._find_cuts()
 
     def by_row(self, values: torch.Tensor) -> torch.Tensor:
-        """Return values of flat rows, ``[n, ...]``, as ``[T, E, ...]``."""
-        if self.cells is None:
-            return values[: self.rows].view(self.steps, self.lanes, *values.shape[1:])
-        return values[self.cells.to(values.device)]
-
-    def _column(self, key: Key, value: torch.Tensor, ndim: int) -> Any:
-        shape = value.shape[ndim:] or torch.Size([1])
-        flat = value.view(-1, *shape)
-        is_small = key[-1] in _NOT_OBSERVED or key == TRAJ_KEY or shape.numel() * value.itemsize <= _SMALL
-        if self.cells is None or is_small:
-            return self.by_row(flat)
-        return LazyColumn(flat.__getitem__, self.cells.to(value.device), shape, value.dtype)
+        """Return values of flat rows, ``[n]``, as ``[T, E]``."""
+        values = values[: self.rows] if self.cells is None else values[self.cells.to(values.device)]
+        return values.view(self.steps, self.lanes)
 
     def _mark_newest(self, storage: Storage, capacity: int) -> None:
         """Mark the newest row of each lane as a row without a next row."""
         if self.cells is not None:
-            self.paired[self._counts[self._counts > 0].cumsum(0) - 1] = False
+            counts = torch.from_numpy(storage.ring.count)
+            self.paired[counts[counts > 0].cumsum(0) - 1] = False
             return
         cursor = torchrl_parts.newest_step_of(storage)  # None: the storage does not know
         is_ring = self.steps == capacity and cursor is not None and 0 <= cursor < self.steps
@@ -142,7 +115,7 @@ class Record:
     def _look_up_cuts(self, storage: PackedStorage) -> None:
         cut, episodes = self.cut.view(-1), storage.episodes_now()
         for rows in torch.arange(self.rows, device="cpu").split(1 << 16):
-            cells = rows if self.cells is None else self.cells[rows, 0]
+            cells = rows if self.cells is None else self.cells[rows]
             cut[rows] = episodes.spans(cells.to(storage.device)).ahead.cpu() == 0
         self.knows_ends = True
 
@@ -204,7 +177,7 @@ class Record:
 
     def _named(self, numbers: torch.Tensor) -> tuple[Any, ...]:
         """Return rows as the storage indexes them: ``t``, or ``(t, e)`` with lanes."""
-        cells = numbers if self.cells is None else self.cells[numbers, 0]
+        cells = numbers if self.cells is None else self.cells[numbers]
         places = np.stack(np.unravel_index(cells.numpy(), self.shape), -1).tolist()
         return tuple(tuple(place) if len(place) > 1 else place[0] for place in places)
 

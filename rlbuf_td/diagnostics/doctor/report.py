@@ -185,27 +185,10 @@ FAULTS = {
         "convert them before the first write, data[key] = data[key].float(); observations also by the environment: "
         "gymnasium.wrappers.DtypeObservation(env, np.float32), or TransformedEnv(env, DoubleToFloat()) of TorchRL.",
     ),
-    "constant": Fault(
-        "a column of an observation or action never changes",
-        "{key} has the same value ({value:g}) in every row: {columns}.",
-        "check the sensor or wrapper that should fill it; if it is meant to be constant, omit it to save memory.",
-    ),
-    "float-image": Fault(
-        "images are stored as floats",
-        "{key} holds images as {dtype}: the buffer and each batch take {size} times the memory of uint8.",
-        "store them as uint8, as the environment gives them, and convert the batch: "
-        "rb.append_transform(ToTensorImage(...)), or batch[key].float() / 255.",
-    ),
     "never-sampled": Fault(
         "most rows are never drawn",
         "These rows have never been drawn, although a row is drawn {mean:.1f} times on average.",
         "lower alpha, look for outliers among the TD errors (they do not affect RankSampler), and check that "
         "priorities are updated after every batch.",
-    ),
-    "stale-priorities": Fault(
-        "priorities are not updated",
-        "These rows have been drawn, but still have the priority of new rows: replay is uniform.",
-        "write the TD errors into each batch (TorchRL's losses do this, under priority_key), then call "
-        "rb.update_tensordict_priority(batch).",
     ),
 }
