@@ -167,6 +167,7 @@ def test_wheel_and_source_archive_hold_all_files_and_work(tmp_path):
     run("-m", "hatchling", "build", "-d", str(tmp_path), cwd=ROOT)
     (wheel,), (source,) = tmp_path.glob("*.whl"), tmp_path.glob("*.tar.gz")
     files = {str(path.relative_to(ROOT)) for path in (ROOT / "rlbuf_td").rglob("*.py")} | {"rlbuf_td/py.typed"}
+    files |= {str(path.relative_to(ROOT)) for path in (ROOT / "rlbuf_td").rglob("*.mplstyle")}
     assert wheel.stat().st_size < 600_000
     with zipfile.ZipFile(wheel) as archive:
         assert {name for name in archive.namelist() if ".dist-info/" not in name} == files

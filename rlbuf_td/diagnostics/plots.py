@@ -2,21 +2,22 @@
 
 Each function returns a figure that is 3.4 inches wide, like a column of a paper. Jupyter shows the figure as the result
 of a cell; elsewhere, call ``figure.savefig``. ``pip install 'rlbuf_td[demo]'`` installs matplotlib. All plots share
-small type, and lines that differ in greyscale.
+the style in ``plots.mplstyle``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import wraps
 from io import BytesIO
-from typing import Any
+from pathlib import Path
+from typing import Any, ParamSpec
 
 import numpy as np
 import torch
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 from tensordict.utils import NestedKey
 from torchrl.data.replay_buffers import ReplayBuffer
@@ -42,19 +43,21 @@ from rlbuf_td.writers import RolloutWriter
 __all__ = ["plot_advantages", "plot_episodes", "plot_health", "plot_priorities", "plot_trajectory"]
 
 WIDTH = 3.4  # inches
-_INK, _ACCENT, _SHADE, _GUIDE = "0.1", "#c8500a", "0.78", "0.45"
-_SMALL = 7  # points
-_BARS: dict[str, Any] = {"color": _SHADE, "edgecolor": _INK, "linewidth": 0.5}
-_LOOKS = {_INK: "-", _ACCENT: "--", "0.55": "-", "#2a6f97": "-.", "0.35": ":", "0.75": "--"}
-_LINES: list[dict[str, Any]] = [{"color": c, "linestyle": style, "linewidth": 1.2} for c, style in _LOOKS.items()]
-_LEGEND: dict[str, Any] = {"fontsize": _SMALL - 0.5, "frameon": False}
+STYLE = Path(__file__).with_name("plots.mplstyle")
+_ACCENT, _SHADE = "#c8500a", "0.78"
+_GUIDE: dict[str, Any] = {"color": "0.45", "linestyle": "--", "linewidth": 0.9}
+_MOST_LINES = 6  # that the style tells apart
+_DOTS: dict[str, Any] = {"linestyle": "", "marker": ".", "markersize": 2.5}
+
+P = ParamSpec("P")
 
 
 class _Picture(Figure):
     """A figure that Jupyter shows without pyplot."""
 
-    def suptitle(self, t: str, **settings: Any) -> Text:
-        return super().suptitle(t, fontsize=_SMALL + 0.5, **settings)
+    def draw(self, renderer: Any) -> None:
+        with rc_context(fname=STYLE):  # ticks are made when they are first drawn
+            super().draw(renderer)
 
     def _repr_png_(self) -> bytes:
         png = BytesIO()
@@ -62,28 +65,19 @@ class _Picture(Figure):
         return png.getvalue()
 
 
-def _empty_figure(height: float) -> _Picture:
-    return _Picture(figsize=(WIDTH, height), dpi=180, layout=ConstrainedLayoutEngine(w_pad=0.03, h_pad=0.03))
+def _styled(plot: Callable[P, Figure]) -> Callable[P, Figure]:
+    @wraps(plot)
+    def draw(*args: P.args, **settings: P.kwargs) -> Figure:
+        with rc_context(fname=STYLE):
+            return plot(*args, **settings)
+
+    return draw
 
 
 def _panels(rows: int, columns: int, height: float, *, sharex: bool = False) -> tuple[_Picture, list[Axes]]:
     """Return a figure and its panels, row by row; ``height`` is the height of a row in inches."""
-    figure = _empty_figure(rows * height + 0.35)
+    figure = _Picture(figsize=(WIDTH, rows * height + 0.35))
     return figure, list(figure.subplots(rows, columns, squeeze=False, sharex=sharex).flat)
-
-
-def _dress(axes: Axes, title: str, x: str, y: str) -> None:
-    axes.set_title(title, fontsize=_SMALL, loc="left", pad=3)
-    if x:
-        axes.set_xlabel(x, fontsize=_SMALL, labelpad=2)
-    axes.set_ylabel(y, fontsize=_SMALL, labelpad=2)
-    axes.tick_params(which="both", labelsize=_SMALL - 0.5, length=2, width=0.5, pad=2)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_linewidth(0.5)
-
-
-def _guide(axes: Axes, x: Any, y: Any) -> None:
-    axes.plot(x, y, color=_GUIDE, linestyle="--", linewidth=0.9)
 
 
 def _in_percent(axes: Axes) -> None:
@@ -94,6 +88,7 @@ def _numbers_of(x: torch.Tensor) -> np.ndarray:
     return x.detach().cpu().numpy()
 
 
+@_styled
 def plot_episodes(stats: EpisodeStats) -> Figure:
     """Plot the metrics of recorded episodes, and how often each reason ended an episode, over environment steps.
 
@@ -131,23 +126,23 @@ def plot_episodes(stats: EpisodeStats) -> Figure:
     figure, axes = _panels(len(metrics) + 1, 1, 1.15, sharex=True)
     for name, each in zip(metrics, axes, strict=False):
         mean, deviation = running(history[name], stats.window)
-        each.plot(history["step"], history[name], ".", color="0.6", markersize=2, zorder=1)
+        each.plot(history["step"], history[name], color="0.6", zorder=1, **_DOTS)
         band = mean - deviation, mean + deviation
         each.fill_between(history["step"], *band, color=_SHADE, alpha=0.6, linewidth=0)
-        each.plot(history["step"], mean, color=_INK, linewidth=1.3)
-        _dress(each, "", "", words.get(name, name))
-    for line, name in zip(_LINES, stats.reasons, strict=False):
+        each.plot(history["step"], mean, color="0.1")
+        each.set_ylabel(words.get(name, name))
+    for name in stats.reasons[:_MOST_LINES]:
         rate, _ = running(history[f"done_{name}"].astype(float), stats.window)
-        axes[-1].plot(history["step"], rate, label=name, **line)
-    axes[-1].set_ylim(-0.04, 1.04)
+        axes[-1].plot(history["step"], rate, label=name)
+    axes[-1].set(ylim=(-0.04, 1.04), xlabel="environment steps", ylabel="share of\nepisodes")
     _in_percent(axes[-1])
-    _dress(axes[-1], "", "environment steps", "share of\nepisodes")
-    axes[-1].legend(loc="best", borderaxespad=0.2, **_LEGEND)
+    axes[-1].legend(loc="best")
     axes[-1].xaxis.set_major_locator(MaxNLocator(5))
     figure.suptitle(f"{stats.episodes:,} episodes (line: mean of the last {stats.window}, band: deviation)")
     return figure
 
 
+@_styled
 def plot_advantages(rollout: ReplayBuffer) -> Figure:
     """Plot a rollout: values and value targets of the first lane, all advantages, and values against targets.
 
@@ -179,26 +174,29 @@ def plot_advantages(rollout: ReplayBuffer) -> Figure:
     value, target, advantage = (data.get(key).float().reshape(len(data), -1) for key in keys)
     explained = float(explained_variance(value, target))
     value, target, advantage = map(_numbers_of, (value, target, advantage))
-    figure = _empty_figure(3.1)
+    figure = _Picture(figsize=(WIDTH, 3.1))
     top, left, right = figure.subplot_mosaic("AA;BC").values()
-    top.plot(target[:, 0], color=_INK, linewidth=1.1, label="value target")
-    top.plot(value[:, 0], color=_ACCENT, linewidth=1.1, linestyle="--", label="value")
+    top.plot(target[:, 0], label="value target")
+    top.plot(value[:, 0], label="value")
     done = data.get(writer.estimator.done_key, None)
     for end in [] if done is None else np.flatnonzero(_numbers_of(done.reshape(len(data), -1))[:, 0]):
-        top.axvline(end + 0.5, color=_SHADE, linewidth=0.8, zorder=0)
-    top.legend(ncols=2, loc="lower left", bbox_to_anchor=(-0.02, 0.97), **_LEGEND)
-    _dress(top, "", "time step of the first lane (grey: an episode ends)", "return")
-    left.hist(advantage.ravel(), 30, **_BARS)
-    left.axvline(0, color=_GUIDE, linestyle="--", linewidth=0.9)
-    _dress(left, f"mean {advantage.mean():.2g}, deviation {advantage.std():.2g}", "advantage", "steps")
+        top.axvline(end + 0.5, color=_SHADE, linewidth=0.8, linestyle="-", zorder=0)
+    top.legend(ncols=2, loc="lower left", bbox_to_anchor=(-0.02, 0.97))
+    top.set(xlabel="time step of the first lane (grey: an episode ends)", ylabel="return")
+    left.hist(advantage.ravel(), 30, color=_SHADE)
+    left.axvline(0, **_GUIDE)
+    left.set_title(f"mean {advantage.mean():.2g}, deviation {advantage.std():.2g}")
+    left.set(xlabel="advantage", ylabel="steps")
     low, high = min(value.min(), target.min()), max(value.max(), target.max())
-    _guide(right, [low, high], [low, high])
+    right.plot([low, high], [low, high], **_GUIDE)
     some = np.linspace(0, value.size - 1, min(value.size, 1_000)).astype(int)
-    right.plot(value.flat[some], target.flat[some], ".", color=_INK, markersize=2, alpha=0.35, markeredgewidth=0)
-    _dress(right, f"explained variance {round(explained, 2) + 0.0:.2f}", "value", "value target")
+    right.plot(value.flat[some], target.flat[some], color="0.1", alpha=0.35, markeredgewidth=0, **_DOTS)
+    right.set_title(f"explained variance {round(explained, 2) + 0.0:.2f}")
+    right.set(xlabel="value", ylabel="value target")
     return figure
 
 
+@_styled
 def plot_trajectory(rb: ReplayBuffer, row: Any, *, keys: Sequence[NestedKey] | None = None) -> Figure:
     """Plot the stored part of the trajectory that a row belongs to, and mark the row.
 
@@ -249,9 +247,9 @@ def plot_trajectory(rb: ReplayBuffer, row: Any, *, keys: Sequence[NestedKey] | N
         components = _numbers_of(values.reshape(len(steps), -1).float())
         _draw_components(each, steps, components)
         each.axvline(0, color=_ACCENT, linestyle=":", linewidth=1.2)
-        shown = f"\n({len(_LINES)} of {components.shape[1]})" if components.shape[1] > len(_LINES) else ""
-        _dress(each, "", "", (key if isinstance(key, str) else ".".join(key)) + shown)
-    axes[-1].set_xlabel("time steps from the row (dotted)", fontsize=_SMALL)
+        shown = f"\n({_MOST_LINES} of {components.shape[1]})" if components.shape[1] > _MOST_LINES else ""
+        each.set_ylabel((key if isinstance(key, str) else ".".join(key)) + shown)
+    axes[-1].set_xlabel("time steps from the row (dotted)")
     axes[-1].xaxis.set_major_locator(MaxNLocator(6, integer=True))
     where = f"row {flat:,}" if lanes == 1 else f"row {flat:,} (step {flat // lanes:,}, lane {flat % lanes})"
     figure.suptitle(f"{where}: trajectory of {len(steps)} steps, {'finished' if ended else 'goes on'}")
@@ -262,11 +260,10 @@ def _draw_components(axes: Axes, steps: np.ndarray, values: np.ndarray) -> None:
     if values.shape[1] > 1 and np.isin(values, (0, 1)).all() and (values.sum(1) == 1).all():
         values = values.argmax(1)[:, None]  # one-hot
     whole = np.array_equal(values, values.round())
-    for place, (column, line) in enumerate(zip(values.T, _LINES, strict=False)):
-        look = {**line, "linestyle": "", "marker": ".", "markersize": 2.5} if whole else line
-        axes.plot(steps, column, label=f"{place}", **look)
+    for place, column in enumerate(values.T[:_MOST_LINES]):
+        axes.plot(steps, column, label=f"{place}", **_DOTS if whole else {})
     if values.shape[1] > 1:
-        axes.legend(ncols=len(_LINES), loc="lower left", bbox_to_anchor=(-0.02, 0.95), **_LEGEND)
+        axes.legend(ncols=_MOST_LINES, loc="lower left", bbox_to_anchor=(-0.02, 0.95))
     if whole:
         axes.yaxis.set_major_locator(MaxNLocator(4, integer=True))
     axes.margins(y=0.12)
@@ -283,6 +280,7 @@ def _default_keys(data: Any) -> list[NestedKey]:
     return found
 
 
+@_styled
 def plot_health(rb: ReplayBuffer) -> Figure:
     """Plot the ages and weights of the last batch, and the probabilities and draw counts of all rows.
 
@@ -340,15 +338,16 @@ def plot_health(rb: ReplayBuffer) -> Figure:
 
 def _draw_ages(axes: Axes, age: np.ndarray, steps: int) -> None:
     bins = np.linspace(0, steps, min(20, steps) + 1).tolist()
-    axes.hist(age, bins, **_BARS)
-    _guide(axes, [0, steps], [len(age) / (len(bins) - 1)] * 2)
+    axes.hist(age, bins, color=_SHADE)
+    axes.axhline(len(age) / (len(bins) - 1), **_GUIDE)
     axes.xaxis.set_major_locator(MaxNLocator(4))
-    _dress(axes, "age of the last batch\n(dashed: uniform)", "time steps since written", "rows")
+    axes.set(title="age of the last batch\n(dashed: uniform)", xlabel="time steps since written", ylabel="rows")
 
 
 def _draw_weights(axes: Axes, weight: np.ndarray, share: float) -> None:
-    axes.hist(weight, 20, range=(0, float(weight.max())), **_BARS)
-    _dress(axes, f"weights of the last batch\n(effective size: {share:.0%})", "importance weight", "rows")
+    axes.hist(weight, 20, range=(0, float(weight.max())), color=_SHADE)
+    axes.set_title(f"weights of the last batch\n(effective size: {share:.0%})")
+    axes.set(xlabel="importance weight", ylabel="rows")
 
 
 def _some_ranks(rows: int) -> np.ndarray:
@@ -360,28 +359,29 @@ def _draw_mass(axes: Axes, probability: np.ndarray, top: float) -> None:
     some = _some_ranks(len(probability))
     mass = (np.cumsum(np.sort(probability)[::-1]) / probability.sum())[some]
     share = (some + 1) / len(probability)
-    axes.plot(share, mass, color=_INK, linewidth=1.2)
-    _guide(axes, share, share)
+    axes.plot(share, mass)
+    axes.plot(share, share, **_GUIDE)
     axes.plot([0.01], [top], "o", color=_ACCENT, markersize=3.5)
     arrow = {"arrowstyle": "-", "linewidth": 0.6, "color": _ACCENT}
     place: dict[str, Any] = {"xytext": (0.05, 0.86), "textcoords": "axes fraction", "arrowprops": arrow}
-    axes.annotate(f"top 1%: {top:.0%}", (0.01, top), fontsize=_SMALL - 0.5, **place)
+    axes.annotate(f"top 1%: {top:.0%}", (0.01, top), **place)
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{100 * x:g}%"))
     _in_percent(axes)
-    _dress(axes, "concentration of draws\n(dashed: uniform)", "most probable rows", "share of draws")
+    axes.set(title="concentration of draws\n(dashed: uniform)", xlabel="most probable rows", ylabel="share of draws")
 
 
 def _draw_replays(axes: Axes, counts: np.ndarray, never: float) -> None:
     doublings = np.bincount(np.frexp(counts)[1])  # 0, 1, 2 to 3, 4 to 7, ...
-    axes.bar(range(len(doublings)), doublings / len(counts), width=1, **_BARS)
+    axes.bar(range(len(doublings)), doublings / len(counts), width=1, color=_SHADE)
     edges = ["0", "1", *(f"{2**k:,}+" for k in range(1, len(doublings) - 1))]
     every = -(-len(edges) // 4)
     axes.set_xticks(range(len(edges))[::every], edges[::every])
     _in_percent(axes)
-    _dress(axes, f"draws of the stored rows\n(never: {never:.1%})", "times drawn", "rows")
+    axes.set(title=f"draws of the stored rows\n(never: {never:.1%})", xlabel="times drawn", ylabel="rows")
 
 
+@_styled
 def plot_priorities(rb: ReplayBuffer) -> Figure:
     """Plot the absolute TD errors and the probabilities of all rows.
 
@@ -425,21 +425,21 @@ def _draw_magnitudes(axes: Axes, magnitude: np.ndarray) -> None:
     if len(positive):
         low, high = positive.min(), positive.max()
         bins = np.geomspace(low, high, 31).tolist() if high > low else [low / 2, low * 2]
-        axes.hist(positive, bins, weights=np.full(len(positive), 1 / len(magnitude)), **_BARS)
-        axes.axvline(float(np.median(magnitude)), color=_ACCENT, linewidth=1.0)
+        axes.hist(positive, bins, weights=np.full(len(positive), 1 / len(magnitude)), color=_SHADE)
+        axes.axvline(float(np.median(magnitude)), color=_ACCENT, linestyle="-")
         axes.set_xscale("log")
     zeros = 1 - len(positive) / len(magnitude)
     words = f"line: median {np.median(magnitude):.2g}" + (f"; zero: {zeros:.1%}" if zeros else "")
     _in_percent(axes)
-    _dress(axes, f"TD errors\n({words})", "magnitude", "rows")
+    axes.set(title=f"TD errors\n({words})", xlabel="magnitude", ylabel="rows")
 
 
 def _draw_law(axes: Axes, probability: np.ndarray) -> None:
     some = _some_ranks(len(probability))
     ratio = (np.sort(probability)[::-1] / probability.mean())[some]
-    axes.plot(some + 1, ratio, color=_INK, linewidth=1.2)
-    _guide(axes, some[[0, -1]] + 1, [1, 1])
+    axes.plot(some + 1, ratio)
+    axes.axhline(1, **_GUIDE)
+    axes.set(title="probability of a draw\n(dashed: uniform)", xlabel="rank of the row", ylabel="times uniform")
     axes.set(xscale="log", yscale="log")
     if ratio.max() < 1.5 and ratio.min() > 0.67:
         axes.set_ylim(0.1, 10)
-    _dress(axes, "probability of a draw\n(dashed: uniform)", "rank of the row", "times uniform")

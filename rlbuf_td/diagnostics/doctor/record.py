@@ -57,7 +57,8 @@ class Record:
             rows, ndim = storage.gather(cells.to(storage.device)), 1
         else:
             rows, ndim = rows[: self.shape[0]], storage.ndim
-        self.steps, self.lanes = (len(rows), 1) if self.cells is not None else (self.shape[0], lanes.numel())
+        self.lanes: int = lanes.numel() if self.cells is None else 1
+        self.steps: int = self.shape[0] if self.cells is None else len(rows)
         self.rows = self.steps * self.lanes
         self.skipped: list[str] = []  # omitted checks, and the reasons
         self.columns: dict[Key, torch.Tensor] = {
