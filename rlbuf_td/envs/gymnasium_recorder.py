@@ -15,13 +15,12 @@ from rlbuf_td.envs.columns import StepRows, fill_, fill_parts_, to_array
 from rlbuf_td.envs.infos import Info, fill_final_, fill_info_, info_example
 from rlbuf_td.envs.recorder import REWARD, BufferLane, Recorder
 from rlbuf_td.envs.specs import Key, after_step, paths_of, schema_of
-from rlbuf_td.storages import PackedStorage, SchemaError
+from rlbuf_td.storages import SchemaError
 from rlbuf_td.storages.episodes import DONE_KEY, TRAJ_KEY
 from rlbuf_td.storages.schema import show_key
 from rlbuf_td.writers import RolloutWriter
 
 if TYPE_CHECKING:
-    from tensordict import TensorDict
     from torchrl.data.replay_buffers import TensorDictReplayBuffer
 
 _FLAGS = ("next", "terminated"), ("next", "truncated")
@@ -255,30 +254,28 @@ class GymnasiumRecorder(Recorder):
         return rows
 
     def _fit_reward(self, shape: tuple[int, ...]) -> None:
-        """Give rewards in the schema, and in reserved rows, the shape of the first step's rewards."""
-        features, storage, schema = shape if self._single else shape[1:], self.buffer.storage, self._schema.copy()
-        wanted = features or (1,)
-        if schema[REWARD].shape[1:] == wanted:
-            return
-        schema.set(REWARD, torch.empty((self._lanes, *wanted), dtype=schema[REWARD].dtype, device="meta"))
-        with storage.lock:  # recorders of other lanes may take their first step
-            self._reserve_again(storage, schema, features)
-        self._schema = schema
+        """Give rewards in the schema, and in reserved rows, the shape of the first step's rewards.
 
-    def _reserve_again(self, storage: PackedStorage, schema: TensorDict, features: tuple[int, ...]) -> None:
-        """Reserve rows with the rewards of ``schema``, unless another recorder has done so."""
-        layout = storage.layout
-        if layout is not None and layout.leaves[layout.places[REWARD]].shape == schema[REWARD].shape[1:]:
+        Raises:
+            SchemaError: rows that have been written, or are shared, hold rewards of another shape.
+        """
+        features = shape if self._single else shape[1:]
+        storage, schema, declared = self.buffer.storage, self._schema.copy(), self._schema[REWARD]
+        if declared.shape[1:] == (wanted := features or (1,)):
             return
-        if storage.is_reserved:
-            step = self._time_step(schema)
-            storage.release()
-            storage.reserve(step)
-        elif len(self.buffer) or storage.shared_rows is not None:
-            declared = tuple(self._schema[REWARD].shape[1:])
-            fault = f"{show_key(REWARD)} came with shape {features}, the buffer's rows hold {declared}"
-            remedy = f"make the buffer with from_env(env, ..., {self._show(REWARD, schema[REWARD])})"
-            raise SchemaError(f"{fault}: {remedy}")
+        schema.set(REWARD, declared.new_empty((self._lanes, *wanted)))
+        with storage.lock:  # recorders of other lanes may take their first step, and have done so
+            layout = storage.layout
+            fits = layout is not None and layout.leaves[layout.places[REWARD]].shape == wanted
+            if not fits and storage.is_reserved:
+                step = self._time_step(schema)
+                storage.release()
+                storage.reserve(step)
+            elif not fits and (len(self.buffer) or storage.shared_rows is not None):
+                fault = f"{show_key(REWARD)} came with shape {features}, the rows hold {tuple(declared.shape[1:])}"
+                remedy = f"make the buffer with from_env(env, ..., {self._show(REWARD, schema[REWARD])})"
+                raise SchemaError(f"{fault}: {remedy}")
+        self._schema = schema
 
     def _fill_before(self, rows: StepRows, obs: Any, action: Any, extras: Mapping[str, Any]) -> None:
         fill_parts_(self._columns, self._obs_paths, obs)

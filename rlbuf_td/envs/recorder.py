@@ -11,7 +11,7 @@ from tensordict import TensorDict
 from torchrl.data.replay_buffers import TensorDictReplayBuffer
 
 from rlbuf_td.envs.columns import StepRows, fill_, to_array
-from rlbuf_td.envs.specs import ACTION_MASK, Key, show_extra
+from rlbuf_td.envs.specs import ACTION_MASK, Key, show_extra, tensors_of
 from rlbuf_td.envs.trajectory_numbers import TrajectoryNumbers
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import require_packed
@@ -129,8 +129,8 @@ class Recorder:
     def _make_rows(self, extras: Mapping[str, Any], more: Mapping[Key, torch.Tensor] | None = None) -> StepRows:
         """Make memory for a row of each environment, with the keys of the first step's extras and of ``more``."""
         schema, given = self._schema.copy(), dict(walk(extras))
-        arrays = {key: to_array(value)[None] if self._single else to_array(value) for key, value in given.items()}
-        added = {key: torch.as_tensor(array, device="cpu") for key, array in arrays.items()} | dict(more or {})
+        tensors = {key: tensors_of(to_array(value), *key) for key, value in given.items()}
+        added = {key: x[None] if self._single else x for key, x in tensors.items()} | dict(more or {})
         for key, value in added.items():
             if schema.get(key, None) is not None or key == ("next",):
                 raise SchemaError(f"the extra {show_key(key)} has the name of an entry that the environment returns")

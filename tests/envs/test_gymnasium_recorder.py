@@ -323,7 +323,9 @@ def test_extras_are_stored_with_each_step_but_those_that_reset():
     ended = np.zeros(LANES, bool)
     for number in range(30):
         value = torch.full((LANES, 1), float(number), requires_grad=True)
-        _, _, terminated, truncated, _ = recorder.step(np.zeros(LANES, int), state_value=value, more={"n": [1, 2, 3]})
+        _, _, terminated, truncated, _ = recorder.step(
+            np.zeros(LANES, int), state_value=value, more={"n": np.array([3, 2, 1])[::-1]}
+        )
         for lane in (~ended).nonzero()[0].tolist():
             given[lane].append(float(number))
         ended = terminated | truncated
@@ -485,16 +487,14 @@ def test_rewards_may_be_arrays(shape, lanes):
 def test_rewards_that_do_not_fit_written_or_shared_rows_are_refused():
     env = rewarded((3,), 2)
     rb = ReplayBuffer.from_env(env, 200, shared=True)
-    with pytest.raises(
-        SchemaError, match=r"reward'\) came with shape \(3,\), the buffer's rows hold \(1,\)"
-    ) as refused:
+    with pytest.raises(SchemaError, match=r"reward'\) came with shape \(3,\), the rows hold \(1,\)") as refused:
         run(GymnasiumRecorder(rb, env), env, 3)
     assert not len(rb)
     remedy = eval(str(refused.value).split("extras=")[1].removesuffix(")"), {"torch": torch})
     rb = ReplayBuffer.from_env(env, 200, shared=True, extras=remedy)
     run(GymnasiumRecorder(rb, env), env, 3)
     other = rewarded((2,), 2)
-    with pytest.raises(SchemaError, match=r"came with shape \(2,\), the buffer's rows hold \(3,\)"):
+    with pytest.raises(SchemaError, match=r"came with shape \(2,\), the rows hold \(3,\)"):
         run(GymnasiumRecorder(rb, other), other, 3)
     assert len(rb) == 6
 
