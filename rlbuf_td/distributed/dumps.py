@@ -21,10 +21,7 @@ from typing import Any
 import torch
 
 from rlbuf_td.buffers.replay import ReplayBuffer
-from rlbuf_td.checkpoint import open_checkpoint
-from rlbuf_td.checkpoint.files import DATA
-from rlbuf_td.checkpoint.manifest import MANIFEST as SHARD_MANIFEST
-from rlbuf_td.checkpoint.manifest import CheckpointError
+from rlbuf_td.checkpoint import CheckpointError, open_checkpoint
 from rlbuf_td.storages import PackedStorage
 
 _MANIFEST = "shards.json"
@@ -89,14 +86,9 @@ def new_name() -> str:
 
 def reuse(folder: Path, previous: Path | None) -> None:
     """Link the files of a shard's previous dump into a new folder, so that unchanged data is not written again."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if previous is None or not (previous / SHARD_MANIFEST).is_file():
-        return
-    with suppress(OSError):  # a file system without hard links: all data is written
-        (folder / DATA).mkdir()
-        for file in (previous / DATA).iterdir():
-            os.link(file, folder / DATA / file.name)
-        os.link(previous / SHARD_MANIFEST, folder / SHARD_MANIFEST)
+    if previous is not None:
+        with suppress(OSError):  # a file system without hard links: all data is written
+            shutil.copytree(previous, folder, copy_function=os.link, ignore=shutil.ignore_patterns(".lock"))
 
 
 def end_trajectories(storage: PackedStorage) -> None:

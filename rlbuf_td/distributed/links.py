@@ -134,7 +134,7 @@ class Links:
         return self.start("answer", {place: (pickle.dumps(request, 5),) for place, request in requests.items()})
 
     def receive(self, calls: Mapping[int, Any]) -> dict[int, Answer]:
-        """Wait for the answers to :meth:`request`, and return them; store the shard's report in each answer."""
+        """Wait for the answers to :meth:`request`, and store the shard's report in each."""
         answers = {place: pickle.loads(answer) for place, answer in self.finish(calls).items()}
         for place, answer in answers.items():
             self.hear(place, answer.after)

@@ -134,7 +134,8 @@ class ShardedReplayBuffer(Client):
             dump = None if self.dump_dir is None else partial(newest_dump, self.dump_dir, place, num_shards)
             self._actors.append(actor.options(name=f"{name}-{place}", **options).remote(make_buffer, dump))
         if flow is not None:
-            self._actors.append(ray.remote(Limiter).options(name=f"{name}-flow", num_cpus=0).remote(flow))
+            settings = flow.samples_per_insert, flow.min_size, flow.given_tolerance
+            self._actors.append(ray.remote(Limiter).options(name=f"{name}-flow", num_cpus=0).remote(*settings))
         where = name, num_shards, flow is not None, context.gcs_address, context.namespace
         super().__init__(partial(connect, *where), spec, batch_size, prefetch, on_loss, None)
 
@@ -311,11 +312,8 @@ class ShardedReplayBuffer(Client):
         self.shutdown()
 
 
-class Limiter:
-    """The Ray actor that decides when clients may sample and write."""
-
-    def __init__(self, flow: FlowControl) -> None:
-        self.flow = flow
+class Limiter(FlowControl):
+    """Flow control as a Ray actor, which lets calls of clients wait."""
 
     async def sample(self, rows: int, wait: bool, timeout: float | None) -> tuple[int, int]:
         """Wait until a batch of ``rows`` rows is admitted; with ``wait=False``, raise RuntimeError instead.
@@ -323,19 +321,16 @@ class Limiter:
         Return the epoch of the counts, and the number of rows written so far.
         """
         if wait:
-            reason = partial(self.flow.why_no_batch, rows)
-            await self._until(lambda: self.flow.admit_sample(rows), timeout, reason, of_sample=True)
-        elif not self.flow.admit_sample(rows):
-            raise RuntimeError(not_now(rows, self.flow.why_no_batch(rows)))
-        return self.flow.epoch, self.flow.inserted
+            reason = partial(self.why_no_batch, rows)
+            await self._until(partial(self.admit_sample, rows), timeout, reason, of_sample=True)
+        elif not self.admit_sample(rows):
+            raise RuntimeError(not_now(rows, self.why_no_batch(rows)))
+        return self.epoch, self.inserted
 
     async def insert(self, rows: int) -> int:
         """Wait until a write of ``rows`` rows is admitted; return the epoch of the counts."""
-        await self._until(lambda: self.flow.admit_insert(rows), None, str, of_sample=False)
-        return self.flow.epoch
-
-    async def why_no_write(self, rows: int) -> str:
-        return self.flow.why_no_write(rows)
+        await self._until(partial(self.admit_insert, rows), None, str, of_sample=False)
+        return self.epoch
 
     async def _until(
         self, admit: Callable[[], bool], timeout: float | None, reason: Callable[[], str], *, of_sample: bool
@@ -343,35 +338,17 @@ class Limiter:
         deadline = inf if timeout is None else time.monotonic() + timeout
         if admit():
             return
-        self.flow.count_wait(of_sample=of_sample)
+        self.count_wait(of_sample=of_sample)
         while not admit():
             if time.monotonic() >= deadline:
                 raise TimeoutError(f"no batch within {timeout:.3g} seconds: {reason()}")
             await asyncio.sleep(_POLL)
-
-    async def take_back(self, epoch: int, sampled: int = 0, inserted: int = 0) -> None:
-        self.flow.take_back(epoch, sampled=sampled, inserted=inserted)
 
     async def found_empty(self, epoch: int, inserted: int, sampled: int) -> None:
         """Take back a batch of ``sampled`` rows, because all shards are empty; restart the counts.
 
         The counts are kept if rows have been written since the batch was admitted, with ``epoch`` and ``inserted``.
         """
-        self.flow.take_back(epoch, sampled=sampled)
-        if (epoch, inserted) == (self.flow.epoch, self.flow.inserted):
-            self.flow.restart(0)
-
-    async def restart(self, rows: int) -> None:
-        self.flow.restart(rows)
-
-    async def state_dict(self) -> dict[str, Any]:
-        return self.flow.state_dict()
-
-    async def restore(self, state: dict[str, Any] | None, rows: int) -> None:
-        self.flow.restore(state, rows)
-
-    async def report(self) -> dict[str, float]:
-        return self.flow.report()
-
-    async def shutdown(self) -> None:
-        self.flow.shutdown()
+        self.take_back(epoch, sampled=sampled)
+        if (epoch, inserted) == (self.epoch, self.inserted):
+            self.restart(0)

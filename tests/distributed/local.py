@@ -6,6 +6,7 @@ import asyncio
 import pickle
 from collections.abc import Callable
 from functools import partial
+from inspect import iscoroutine
 from types import SimpleNamespace
 from typing import Any
 
@@ -63,12 +64,13 @@ class LocalLimiter:
     """Flow control in this process; the calls return at once or wait, as those to Ray's actor."""
 
     def __init__(self, flow: FlowControl) -> None:
-        self.limiter = Limiter(flow)
+        self.limiter = Limiter(flow.samples_per_insert, flow.min_size, flow.given_tolerance)
 
     def __getattr__(self, name: str) -> Any:
         def remote(*given: Any, **named: Any) -> Any:
             try:
-                return asyncio.run(getattr(self.limiter, name)(*given, **named))
+                found = getattr(self.limiter, name)(*given, **named)
+                return asyncio.run(found) if iscoroutine(found) else found
             except Exception as error:  # noqa: BLE001
                 return error
 

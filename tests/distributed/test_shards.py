@@ -137,7 +137,7 @@ def test_without_a_positive_priority_the_error_names_priorities():
 
 def flowing(world: World, seconds: float = 20.0) -> threading.Timer:
     """Stop flow control after some time, so that calls that would wait forever raise an error."""
-    timer = threading.Timer(seconds, world.options["flow"].shutdown)
+    timer = threading.Timer(seconds, world.flow.limiter.shutdown)
     timer.daemon = True
     timer.start()
     return timer
@@ -535,9 +535,7 @@ def test_a_folder_without_a_manifest_of_shards_is_refused(manifest, tmp_path):
 
 
 def counts(world: World) -> Any:
-    return {
-        name: int(count) for name, count in world.flow.limiter.flow.report().items() if name in ("inserts", "samples")
-    }
+    return {name: int(count) for name, count in world.flow.limiter.report().items() if name in ("inserts", "samples")}
 
 
 def test_flow_control_goes_on_from_the_counts_of_the_dump(tmp_path):
