@@ -39,7 +39,6 @@ from rlbuf_td.buffers.mixture_parts import (
 from rlbuf_td.buffers.replay import ReplayBuffer
 from rlbuf_td.checkpoint import load_state, save_state
 from rlbuf_td.checkpoint.files import explained, reading, write_state, writing
-from rlbuf_td.checkpoint.manifest import decode
 from rlbuf_td.kernels.strata import LEAST_RATIO
 from rlbuf_td.samplers.common import OwnSignature
 from rlbuf_td.storages.checks import as_number, fraction, whole
@@ -387,7 +386,7 @@ class ReplayBufferMixture:
                 loaded.
         """
         with reading(Path(path) / _FOLDER, type(self).__name__) as reader, explained(reader):
-            state = decode(reader.manifest.state, reader.read)
+            state = reader.state()
             refuse_generator(self._rng, state["generator"])
             self.sampler.load_state_dict(state["shares"])
             self.exact = bool(state["exact"])

@@ -12,8 +12,8 @@ from tensordict import TensorDictBase
 from torchrl.data.replay_buffers import RoundRobinWriter
 
 from rlbuf_td.checkpoint import parts
-from rlbuf_td.checkpoint.files import DumpReader, Report, explained, progress_bar, reading, write_state, writing
-from rlbuf_td.checkpoint.manifest import CheckpointError, decode
+from rlbuf_td.checkpoint.files import DumpReader, explained, progress_bar, reading, write_state, writing
+from rlbuf_td.checkpoint.manifest import CheckpointError
 from rlbuf_td.checkpoint.rows import SavedRows, opened, split_rows
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import OUT_OF_ORDER
@@ -49,12 +49,12 @@ def load_buffer(
     with reading(path, KIND) as reader:
         with explained(reader):
             load = _Load(rb, reader, rows_only)
-        with progress_bar("load", load.rows.nbytes if load.rows else 0, progress) as report:
+        with progress_bar("load", load.rows.nbytes if load.rows else 0, progress) as reader.report:
             if load.rows:
-                load.rows.verify(report)
+                load.rows.verify()
             rb.synchronize()
             with alone, explained(reader):
-                load.apply(report)
+                load.apply()
         if default_generator:
             parts.restore_default_generators(load.saved["default_generator"])
     if load.rows and load.rows.dropped:
@@ -67,7 +67,7 @@ class _Load:
 
     def __init__(self, rb: Any, reader: DumpReader, rows_only: bool) -> None:
         self.rb, self.rows_only = rb, rows_only
-        self.saved: dict[str, Any] = decode(reader.manifest.state, reader.read)
+        self.saved: dict[str, Any] = reader.state()
         self.rows: SavedRows | None = None
         self.priorities: tuple[torch.Tensor, float] | None = None
         content = self.saved["_storage"]
@@ -100,12 +100,12 @@ class _Load:
         if saved["ndim"] != rb.storage.ndim:
             raise CheckpointError(f"the dump has ndim={saved['ndim']}, this buffer {rb.storage.ndim}")
 
-    def apply(self, report: Report) -> None:
+    def apply(self) -> None:
         """Load all states into the buffer; if a component refuses its state, undo all changes."""
-        found = None if self.rows is None else self.rows.read(report)
+        found = None if self.rows is None else self.rows.read()
 
         def put() -> parts.Moves | None:
-            return empty_part(self.rb.storage) if self.rows is None else self.rows.put(found, report)
+            return empty_part(self.rb.storage) if self.rows is None else self.rows.put(found)
 
         how: Any = {"is_exact": self.is_exact, "rows_only": self.rows_only, "priorities": self.priorities}
         parts.restore(self.rb, self.saved, put, **how)
@@ -154,11 +154,11 @@ def open_checkpoint(path: str | Path, *, progress: bool | None = None) -> Checkp
         >>> folder.cleanup()
     """
     with reading(path, KIND) as reader, explained(reader):
-        saved, storage = decode(reader.manifest.state, reader.read), None
+        saved, storage = reader.state(), None
         if "layout" in saved["_storage"]:
             nbytes = sum(reader.tensor(number).nbytes for number in saved["rows"])
-            with progress_bar("open", nbytes, progress) as report:
-                storage = opened(reader, saved, report)
+            with progress_bar("open", nbytes, progress) as reader.report:
+                storage = opened(reader, saved)
         return Checkpoint(
             about=reader.manifest.about,
             classes=saved["classes"],

@@ -119,37 +119,37 @@ class DumpReader:
     """Reads the tensors of a dump; the caller must lock the folder."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self.manifest = Manifest.read(path)
+        self.path, self.manifest = path, Manifest.read(path)
+        self.report: Report = lambda nbytes: None
 
     def tensor(self, number: Any) -> Stored:
         if type(number) is not int or not 0 <= number < len(self.manifest.tensors):
             raise CheckpointError(f"{self.path / MANIFEST} names a tensor {number!r} that it does not describe")
         return self.manifest.tensors[number]
 
-    def read(self, number: Any) -> torch.Tensor:
-        return self.read_stored(self.tensor(number), lambda nbytes: None)
+    def state(self) -> dict[str, Any]:
+        return decode(self.manifest.state, lambda number: self.read(self.tensor(number)))
 
-    def read_stored(self, stored: Stored, report: Report) -> torch.Tensor:
+    def read(self, stored: Stored) -> torch.Tensor:
         for chunk in stored.chunks:  # before memory of these lengths is allocated
             self._require(chunk)
         data = torch.empty(stored.nbytes, dtype=torch.uint8, device="cpu")
-        self.read_into(stored, data, report)
+        self.read_into(stored, data)
         return data.view(stored.dtype).view(stored.shape)
 
-    def verify(self, tensors: Sequence[Stored], report: Report) -> None:
-        self._read([(chunk, None) for stored in tensors for chunk in stored.chunks], report)
+    def verify(self, tensors: Sequence[Stored]) -> None:
+        self._read([(chunk, None) for stored in tensors for chunk in stored.chunks])
 
-    def read_into(self, stored: Stored, target: torch.Tensor, report: Report) -> None:
+    def read_into(self, stored: Stored, target: torch.Tensor) -> None:
         """Fill the uint8 tensor ``target`` with the bytes of ``stored``."""
         wait_for_devices([target])
         parts = target.split([chunk.nbytes for chunk in stored.chunks]) if stored.chunks else []
-        self._read([*zip(stored.chunks, parts, strict=True)], report)
+        self._read([*zip(stored.chunks, parts, strict=True)])
 
-    def _read(self, jobs: list[Job], report: Report) -> None:
+    def _read(self, jobs: list[Job]) -> None:
         with ThreadPoolExecutor(_READERS) as pool:
             for nbytes in pool.map(self._read_part, jobs):
-                report(nbytes)
+                self.report(nbytes)
 
     def _read_part(self, job: Job) -> int:
         # NumPy uses huge pages, which makes a comparison three times as fast as in torch's memory.
@@ -222,7 +222,7 @@ def save_state(path: str | Path, kind: str, state: dict[str, Any]) -> None:
 
 def load_state(path: str | Path, kind: str) -> dict[str, Any]:
     with reading(path, kind) as reader, explained(reader):
-        return decode(reader.manifest.state, reader.read)
+        return reader.state()
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlbuf_td.checkpoint.files import DumpReader, Report, flat_bytes
+from rlbuf_td.checkpoint.files import DumpReader, flat_bytes
 from rlbuf_td.checkpoint.manifest import CheckpointError
 from rlbuf_td.kernels.huge_pages import take_pages
 from rlbuf_td.storages import PackedStorage, state
@@ -73,15 +73,15 @@ class SavedRows:
     def nbytes(self) -> int:
         return (1 if self._is_read_once else 2) * sum(stored.nbytes for stored in (self.matrix, *self.entries))
 
-    def verify(self, report: Report) -> None:
+    def verify(self) -> None:
         if not self._is_read_once:
-            self.reader.verify([self.matrix, *self.entries], report)
+            self.reader.verify([self.matrix, *self.entries])
 
-    def read(self, report: Report) -> Rows | PackedStorage | None:
+    def read(self) -> Rows | PackedStorage | None:
         """Read the rows into new memory, or into another storage; return None if :meth:`put` reads them."""
         storage = self.storage
         if not self.is_direct:
-            return opened(self.reader, self.saved, report)
+            return opened(self.reader, self.saved)
         if not self.is_fresh:
             return None
         # The reserved and the new rows may not fit together.
@@ -93,14 +93,14 @@ class SavedRows:
         if storage.scratch_dir is None:
             take_pages(rows.first(self.matrix.shape[0]).matrix)
         try:
-            self._read_into(rows, report)
+            self._read_into(rows)
         except BaseException:
             if storage.scratch_dir is not None:
                 (storage.scratch_dir / ROWS_FILE).unlink()
             raise
         return rows
 
-    def put(self, found: Rows | PackedStorage | None, report: Report) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def put(self, found: Rows | PackedStorage | None) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Replace the rows of the storage by what :meth:`read` has returned.
 
         If they lie in other cells than in the dump, return their cells there and here, ``[n]`` each.
@@ -115,23 +115,23 @@ class SavedRows:
             storage.adopt(found)
         elif storage.rows is not None:
             begin(storage)
-            self._read_into(storage.rows, report)
+            self._read_into(storage.rows)
         storage.restore_counters(self.state)
         return None
 
-    def _read_into(self, rows: Rows, report: Report) -> None:
+    def _read_into(self, rows: Rows) -> None:
         used = [stored.shape[0] for stored in self.entries]
         if self.dedup is not None:
-            matrix = self.reader.read_stored(self.matrix, report)
+            matrix = self.reader.read(self.matrix)
             state.refuse_foreign(self.dedup, matrix, self.entries, has_holes=state.has_holes(self.state))
             rows.matrix[: len(matrix)].copy_(matrix)
         else:
-            self.reader.read_into(self.matrix, flat_bytes(rows.matrix[: self.matrix.shape[0]]), report)
+            self.reader.read_into(self.matrix, flat_bytes(rows.matrix[: self.matrix.shape[0]]))
         for entries, stored in zip(rows.room_for(used), self.entries, strict=True):
-            self.reader.read_into(stored, flat_bytes(entries), report)
+            self.reader.read_into(stored, flat_bytes(entries))
 
 
-def opened(reader: DumpReader, saved: dict[str, Any], report: Report) -> PackedStorage:
+def opened(reader: DumpReader, saved: dict[str, Any]) -> PackedStorage:
     """Return a storage in RAM with the rows of a dump, in the form and of the capacity that they were saved in."""
     shape = [int(size) for size in saved["shape"]]
     is_deduplicated = "pooled" in saved["_storage"]
@@ -139,7 +139,7 @@ def opened(reader: DumpReader, saved: dict[str, Any], report: Report) -> PackedS
     rows = SavedRows(reader, saved, storage)
     if rows.lanes != tuple(shape[1:]) or not rows.is_direct:
         raise CheckpointError("the layout of the rows does not fit their size")
-    rows.put(rows.read(report), report)
+    rows.put(rows.read())
     return storage
 
 
