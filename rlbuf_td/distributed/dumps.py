@@ -7,7 +7,6 @@ and rows of two dumps are never mixed.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import secrets
@@ -21,10 +20,10 @@ from typing import Any
 import torch
 
 from rlbuf_td.buffers.replay import ReplayBuffer
-from rlbuf_td.checkpoint import CheckpointError, open_checkpoint
+from rlbuf_td.checkpoint import CheckpointError, load_state, open_checkpoint, save_state
 from rlbuf_td.storages import PackedStorage
 
-_MANIFEST = "shards.json"
+_KIND, _FOLDER = "ShardedReplayBuffer", "shards"  # the manifest's kind, and the folder that it lies in
 _SUBFOLDER = re.compile(r"shards-[0-9a-f]{16}")
 _AT_ONCE = 16 << 20  # bytes of rows that are written at once
 
@@ -41,15 +40,16 @@ class Manifest:
     @classmethod
     def read(cls, path: Path) -> Manifest:
         """Return the manifest in the folder ``path``; raise a CheckpointError if there is none."""
+        found = load_state(path / _FOLDER, _KIND)
         try:
-            found = cls(**json.loads((path / _MANIFEST).read_text()))
-            fits = all(type(number) is int and number >= 0 for number in (found.lanes, *found.steps))
-            fits = fits and _SUBFOLDER.fullmatch(found.dump) is not None
-        except (OSError, ValueError, TypeError):
+            manifest = cls(**found)
+            fits = all(type(number) is int and number >= 0 for number in (manifest.lanes, *manifest.steps))
+            fits = fits and _SUBFOLDER.fullmatch(manifest.dump) is not None
+        except TypeError:
             fits = False
         if not fits:
-            raise CheckpointError(f"there is no dump of a ShardedReplayBuffer in {path}")
-        return found
+            raise CheckpointError(f"{path} does not say which dumps of shards belong together: {found}")
+        return manifest
 
     @classmethod
     def last(cls, path: Path) -> Manifest | None:
@@ -63,12 +63,7 @@ class Manifest:
 
     def commit(self, path: Path) -> None:
         """Replace the manifest, which makes a dump the valid one; then delete the other dumps in the folder."""
-        temporary = path / f"{_MANIFEST}.{self.dump}"
-        with open(temporary, "w") as file:
-            json.dump(asdict(self), file)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path / _MANIFEST)
+        save_state(path / _FOLDER, _KIND, asdict(self))
         for each in path.iterdir():
             if _SUBFOLDER.fullmatch(each.name) and each.name != self.dump:
                 shutil.rmtree(each, ignore_errors=True)
@@ -110,7 +105,7 @@ def extend_by(buffer: ReplayBuffer, dumps: Sequence[tuple[str, int]], first: int
         found = open_checkpoint(folder, progress=False)
         source, state = found.storage, found.sampler
         if source is None or source.ring.longest != steps:
-            raise CheckpointError(f"{folder} does not hold the {steps} time steps that {_MANIFEST} says")
+            raise CheckpointError(f"{folder} does not hold the {steps} time steps that the manifest says")
         while "sampler" in state:
             state = state["sampler"]
         ring, prioritized = source.ring, buffer._initialize().prioritized

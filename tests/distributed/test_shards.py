@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import threading
 from importlib import import_module
@@ -33,6 +32,7 @@ from rlbuf_td.distributed import ShardLost
 from rlbuf_td.distributed.dumps import Manifest, newest_dump
 from rlbuf_td.distributed.links import PATIENCE
 from rlbuf_td.distributed.spec import Spec
+from tests.checkpoint.test_damage import resign
 from tests.distributed.local import World
 from tests.distributed.test_law import begun, fill, magnitudes, proportional, rows, uniform
 
@@ -472,7 +472,7 @@ def test_an_interrupted_dump_leaves_the_previous_one_as_it_was(tmp_path):
     world.handles[1].is_lost = False
     world.buffer().dumps(tmp_path)
     assert stored(loaded(tmp_path)) == stored(world) != before
-    assert sorted(each.name for each in tmp_path.iterdir()) == [Manifest.read(tmp_path).dump, "shards.json"]
+    assert {each.name for each in tmp_path.iterdir()} == {"shards", Manifest.read(tmp_path).dump}
 
 
 def test_a_shard_restarts_from_a_dump_of_as_many_shards_or_empty(tmp_path):
@@ -516,22 +516,21 @@ def test_unchanged_data_is_not_written_again(tmp_path):
     assert sum(file.stat().st_size for file in again) > 0
 
 
-@pytest.mark.parametrize(
-    "manifest",
-    [
-        "",
-        "[]",
-        '{"lanes": 1}',
-        '{"steps": [1.5], "lanes": 1, "dump": "shards-0123456789abcdef", "flow": null}',
-        '{"steps": [1], "lanes": 1, "dump": "../x", "flow": null}',
-        '{"steps": 1, "lanes": 1, "dump": "shards-0123456789abcdef", "flow": null}',
-        '{"steps": [1], "lanes": 1, "dump": 3, "flow": null}',
-    ],
-)
-def test_a_folder_without_a_manifest_of_shards_is_refused(manifest, tmp_path):
-    (tmp_path / "shards.json").write_text(manifest)
-    with pytest.raises(CheckpointError, match="no dump of a ShardedReplayBuffer"):
+WRONG = [{"steps": [1.5]}, {"steps": 1}, {"lanes": -1}, {"dump": "../x"}, {"dump": 3}, {"x": 1}]
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_manifest_that_names_no_dump_is_refused(wrong, tmp_path):
+    with pytest.raises(CheckpointError, match="holds no dump"):
         loaded(tmp_path)
+    dumped(tmp_path)
+    change_manifest(tmp_path, wrong)
+    with pytest.raises(CheckpointError, match="does not say which dumps of shards belong together"):
+        loaded(tmp_path)
+
+
+def change_manifest(path: Path, entries: dict[str, Any]) -> None:
+    resign(path / "shards", lambda document: document | {"state": document["state"] | entries})
 
 
 def counts(world: World) -> Any:
@@ -550,8 +549,6 @@ def test_flow_control_goes_on_from_the_counts_of_the_dump(tmp_path):
         other.buffer().loads(tmp_path)
         assert tuple(counts(other).values()) == expected
         assert other.client().sample().shape == (64,)
-    manifest = json.loads((tmp_path / "shards.json").read_text())
-    manifest["flow"]["counts"] = "none"
-    (tmp_path / "shards.json").write_text(json.dumps(manifest))
+    change_manifest(tmp_path, {"flow": (Manifest.read(tmp_path).flow or {}) | {"counts": "none"}})
     with pytest.raises(CheckpointError, match="flow control needs 6 whole numbers"):
         other.buffer().loads(tmp_path)
