@@ -99,6 +99,14 @@ class Model:
             gone = rows.popleft()
             rows[0].breaks |= not continues(gone, rows[0])
 
+    def give_up(self, more: Sequence[int]) -> None:
+        """Remove the rows that a write of ``more[lane]`` rows to each lane was about to replace when it ended."""
+        for rows, count in zip(self.rows_of, more, strict=True):
+            while len(rows) > max(0, self.steps - count):
+                gone = rows.popleft()
+                if rows:
+                    rows[0].breaks |= not continues(gone, rows[0])
+
     def put(self, slot: int, lane: int, fields: Fields) -> Row:
         """Write a row to a cell, as a writer without order does: the row after the last one, or replace one."""
         rows = self.rows_of[lane]

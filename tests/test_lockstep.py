@@ -20,7 +20,7 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from linecache import getline
 from pathlib import Path
@@ -66,10 +66,10 @@ KNOWN = {
     "load": "an edit after a load joins the saved episode and the next one, if their ids are equal: ids are new",
     "ids": "a load ends the open episodes only if there are ids",
     "taken": "a copy or a load forgets that a handle has taken a lane: ids are new, and there are some",
-    "reopen": "a second reopening, or an undone write, joins them, too: ids are new",
+    "reopen": "a second reopening, or a write that was not made, joins them, too: ids are new",
     "empty": "an episode goes on after empty() as if its first rows were there: a new one begins",
     "break": "an episode that a load has cut counts as open: not compared, see `unsure`",
-    "oldest": "after a load, a reopening, an undone write, T rows at once, in another process, or if nobody has looked "
+    "oldest": "after a load, a reopening, a killed write, T rows at once, in another process, or if nobody has looked "
     "before, it is not known whether the oldest row begins its episode: not compared, see `unsure`",
 }
 
@@ -533,7 +533,7 @@ class Machine:
     def read(self, a: int, b: int) -> None:
         """Read time steps by every form of index."""
         live = {len(rows) for rows in self.model.rows_of}
-        if live == {0} or len(live) > 1:
+        if live == {0} or len(live) > 1 or self.rb.storage.ring.holes:
             return
         count = live.pop()
         picks = [(a * k + b) % count for k in range(1 + b % 5)]
@@ -626,29 +626,30 @@ class Machine:
             return False
 
         def work() -> None:
-            if not line:
-                return self.write(child, a, b)
-            with stopped(line, signal.SIGKILL):
+            with stopped(line, signal.SIGKILL) if line else nullcontext():
                 self.write(child, a, b)
-            return None
 
         code = forked(work)
         assert code in ((0,) if not line else (0, -signal.SIGKILL))
         then()
         rb, child.rb = self.rb, Silent()
-        self.write(child, a, b)
+        lanes = self.write(child, a, b)
         child.rb = before.rb = rb
-        self.settle(before, child, written, sure=code == 0)
+        self.settle(before, child, written, lanes, sure=code == 0)
         return code != 0
 
-    def write(self, world: World, a: int, b: int) -> None:
+    def write(self, world: World, a: int, b: int) -> list[int]:
+        """Write rows, and return the lane of each."""
         if self.appends and a % 2:
-            world.append(self.some_lanes(a, b))
+            lanes = self.some_lanes(a, b)
+            world.append(lanes)
         else:
+            lanes = [*range(len(self.model.rows_of))] * (1 + a % self.steps)
             world.extend(1 + a % self.steps)
+        return lanes
 
     def interrupt(self, a: int, b: int) -> None:
-        """Interrupt a write (Ctrl-C) at some line: it has happened then, or it has not."""
+        """Interrupt a write (Ctrl-C) at some line: it has happened then, or it has not, but for what it replaces."""
         if self.kind.writer is not None:
             return
         before, after = m.saved(self.world), self.world
@@ -656,30 +657,32 @@ class Machine:
         rows = m.saved(self.world)
         with stopped(1 + (61 * a + b) % 800, signal.SIGINT):
             self.write(after, a, b)
+        rows.rb = Silent()
+        lanes = self.write(rows, a, b)
         if after.model.written == written:
-            rows.rb = Silent()
-            self.write(rows, a, b)
             rows.rb, after = before.rb, rows
-        self.settle(before, after, written, sure=False)
+        self.settle(before, after, written, lanes, sure=False)
 
-    def settle(self, before: World, after: World, written: int, *, sure: bool) -> None:
-        """Go on with the world that the buffer shows, before or after a write."""
+    def settle(self, before: World, after: World, written: int, lanes: Sequence[int], *, sure: bool) -> None:
+        """Go on with the world that the buffer shows, before or after a write to ``lanes``.
+
+        If the write has not happened, the rows that it was about to replace may be gone.
+        """
         self.world = after
         if not sure:
             row = max(after.model.rows(), key=lambda row: row.number)
             self.world = after if self.shows(row) else before
+            if self.world is before and len(self.rb.storage.ring) < len(before.model):
+                before.model.give_up([lanes.count(lane) for lane in range(len(before.model.rows_of))])
         self.doubt = self.model.written
         self.wrote(written)
 
     def shows(self, row: Row) -> bool:
         """Whether the newest row is stored."""
-        rb, model = self.rb, self.model
-        size = len(rb.lane(row.lane)) if self.is_ours and self.lanes else len(rb) // max(1, self.lanes)
-        slot = model.cell(row)[0]
-        if slot >= size:
-            return False
-        index = (torch.tensor([slot]), torch.tensor([row.lane])) if self.lanes else torch.tensor([slot])
-        return rb.storage.get(index)["observation"][0].tolist() == row.fields["observation",]
+        index = m.index_of(self.model, [row])
+        with suppress(IndexError):
+            return self.rb.storage.get(index)["observation"][0].tolist() == row.fields["observation",]
+        return False
 
     def reopen(self, a: int, b: int) -> None:
         """Let go of the rows in the folder, perhaps by a kill, and continue them."""

@@ -32,10 +32,9 @@ from rlbuf_td.samplers.prioritized import BoundEntry
 from rlbuf_td.samplers.wrapper import SamplerWrapper
 from rlbuf_td.storages import SchemaError, torchrl_parts
 from rlbuf_td.storages.entries import Entries
-from rlbuf_td.storages.interrupts import held_back
 from rlbuf_td.storages.listeners import Listeners
 from rlbuf_td.storages.rows.dedup import DedupRows
-from rlbuf_td.storages.writes import as_lanes
+from rlbuf_td.storages.writes import Beginning, as_lanes
 
 _MOST_SIZES = 8  # batch sizes whose checks are kept
 _IN_CELLS, _REFUSED = -1, -2  # what :func:`rlbuf_td.kernels.batch.cpu.write` returns instead of a slot
@@ -112,17 +111,21 @@ class BoundWrite:
         self.sources = np.empty(len(self.rows.extents), np.int64)
         self.set_sources = Struct(f"{len(self.sources)}q").pack_into
         fields |= self._rows_and_listeners()
-        self.ring = record_of(RING, **fields)
+        keeps_priorities = self.entry is not None and self.entry.sampler.priorities.file is not None
+        #: Whether Python goes on with a write, because listeners have no compiled form.
+        self.goes_on = self.has_others or any(self.notes_writes.values()) or self.record is not None or keeps_priorities
+        self.ring = record_of(RING, **fields, goes_on=int(self.goes_on))
         self.shared = self.storage.shared_rows
-        loop = kernels.write if self.entry is None or self.shared is not None else self.entry.loops.write
         self.lock = Lock() if self.entry is None else self.entry.lock
-        self.address, self.kernel = self.ring.ctypes.data, machine_code(loop)
+        self.address = self.ring.ctypes.data
         if isinstance(self.rows, DedupRows):
             self.entries, self.write_entries = self.rows.entries, machine_code(entries_cpu.write_entries)
             self.head = np.zeros((2, self.rows.lanes.numel()), np.int64)
             self.entries_at = self.entries.address, self.head.ctypes.data
-        if self.shared is not None:
-            self._bind_shared()
+            self.kernel, self.publish = machine_code(kernels.store_rows), machine_code(kernels.publish)
+            self.enter = None if self.entry is None else machine_code(self.entry.loops.enter)
+        else:
+            self.kernel = machine_code(kernels.write if self.entry is None else self.entry.loops.write)
         self.cells = torch.empty(0, dtype=torch.int64, device="cpu")  # where the kernel writes rows of single lanes
 
     def _is_told_later(self, listener: Any, buffer: WrittenBuffer) -> bool:
@@ -142,8 +145,6 @@ class BoundWrite:
             found |= self.entry.fields
         if self.episodes is not None:
             found["episodes"] = self.episodes.locate_rows()
-        if self.storage.shared_rows is not None:
-            found |= self.storage.shared_rows.journal.addresses
         return found
 
     def holds(self) -> bool:
@@ -205,6 +206,8 @@ class BoundWrite:
             leaves = self._collect(data, lead) if self.holds() else None  # kept alive for the kernel
             if leaves is None:
                 return None
+            if isinstance(lanes, Beginning):
+                self.storage.begin_episode(lanes)
             call = _Write(len(index), lane_ids.data_ptr(), False, index.data_ptr(), len(index))
             return self._write(call, index, False, False)
 
@@ -231,83 +234,63 @@ class BoundWrite:
                 return None
             if len(self.cells) < call.rows:
                 self.cells = torch.empty(call.rows, dtype=torch.int64, device="cpu")
-        if not (counts or self.has_others or self.notes_writes["add" if single else "extend"]):
+        if self.entries is None and not self.goes_on:
             with self.lock:
-                cursor = self._copy(call) if self.shared is None else self._write_shared(call)
+                cursor = self.kernel(self.address, *call[:3], self.cells.data_ptr(), call.index_at)
             return None if cursor == _REFUSED else cursor if index is None else index
-        return self._write_and_tell(call, index, single, counts)
+        ring = self.storage.ring
+        try:
+            with self.lock:  # not while listeners are told: they may look up ranks, which needs this lock
+                cursor = self._store(call)
+            if cursor == _REFUSED:
+                return None
+            found = cursor if index is None else index
+            self._go_on(call, cursor, found, single, counts)
+            ring.finish()
+        except BaseException:
+            if ring.dirty:
+                self.storage.recover()
+            raise
+        return found
 
-    def _copy(self, call: _Write) -> int:
+    def _store(self, call: _Write) -> int:
         """Write the rows at :attr:`sources`, and their priorities; return what the kernel returns."""
         cells = self.cells.data_ptr()
         if self.entries is None:
             return self.kernel(self.address, *call[:3], cells, call.index_at)
-        self.head[:], keeps = self.storage.ring.head[:2], self.rows.keeps_replaced
-        with held_back:  # an interrupt between the two calls would leave rows with the observations of other rows
-            cursor = self.kernel(self.address, *call[:3], cells, call.index_at)
-            if cursor != _REFUSED:
-                self.entries.begin(self.head)
-                self.write_entries(self.address, cursor, call.number, call.lanes_first, *self.entries_at, keeps)
-                self.entries.end()
+        self.head[:] = self.storage.ring.head[:2]
+        cursor = self.kernel(self.address, *call[:3], cells, call.index_at)
+        if cursor != _REFUSED:
+            self.entries.begin(self.head)
+            self.write_entries(self.address, cursor, call.number, call.lanes_first, *self.entries_at)
+            self.entries.end()
+            self.publish(self.address)
+            if self.enter is not None:
+                self.enter(self.address, call.number, cursor, cells)
         return cursor
 
-    @held_back
-    def _write_and_tell(self, call: _Write, index: Tensor | None, single: bool, counts: bool) -> int | Tensor | None:
-        """Write rows, count them, and call the methods of listeners that have no compiled form."""
-        with self.lock:  # not while listeners are told: they may look up ranks, which needs this lock
-            cursor = self._copy(call) if self.shared is None else self._write_shared(call)
-        if cursor == _REFUSED:
-            return None
-        found = cursor if index is None else index
+    def _go_on(self, call: _Write, cursor: int, index: Any, single: bool, counts: bool) -> None:
+        """Count a write in statistics, keep its priorities, and call the methods of other listeners."""
         if counts and self.record is not None:
             lanes = self.rows.lanes.numel()
             strides = (1, call.number) if call.lanes_first and not single else (lanes, 1)
             self.record(self.sources, (call.number, lanes), strides)  # before others, which may write: new `sources`
+        if self.entry is not None and cursor == _IN_CELLS:
+            self.entry.sampler.priorities.keep(self.cells[: self._cell_count(call)], self.storage)
+        elif self.entry is not None:
+            self.entry.sampler.priorities.keep_steps(cursor, call.number, self.storage)
         if self.has_others and cursor == _IN_CELLS:
-            self.writer.announce_rows(self.cells[: self._cell_count(call)].clone(), index, self.others)
+            self.writer.announce_rows(index, self.others)
         elif self.has_others:
             steps, kept = self.rows.steps, min(call.number, self.rows.steps)
-            self.writer.announce((cursor + call.number - kept) % steps, kept, steps, found, self.others)
+            self.writer.announce((cursor + call.number - kept) % steps, kept, steps, index, self.others)
         how = "add" if single else "extend"
         if self.notes_writes[how]:
-            getattr(self.sampler, how)(found)
-        return found
+            getattr(self.sampler, how)(index)
 
     def _cell_count(self, call: _Write) -> int:
         """Return the number of rows that the kernel has written to single lanes, or to lanes that stand apart."""
         return call.rows if call.lane_ids else min(call.number, self.rows.steps) * self.rows.lanes.numel()
-
-    def _bind_shared(self) -> None:
-        from rlbuf_td.kernels.batch import journal_cpu
-
-        self.save = machine_code(journal_cpu.save)
-        if self.entry is not None:
-            self.enter = machine_code(self.entry.loops.enter)
-
-    @held_back
-    def _write_shared(self, call: _Write) -> int:
-        """Write rows in steps between which a process may be killed: the next process undoes or completes the write."""
-        self.shared.journal.fit(call.rows)
-        if not self.save(self.address, call.number, call.lane_ids):
-            return _REFUSED
-        self.shared.journal.saved()
-        cursor = self._copy(call)
-        self.shared.journal.written()
-        self.enter_rows(call, cursor)
-        return cursor
-
-    def enter_rows(self, call: _Write, cursor: int) -> None:
-        """Set the priorities of the rows that :meth:`_write_shared` has written."""
-        if self.entry is None:
-            return
-        priorities, count = self.entry.sampler.priorities, call.number
-        if cursor == _IN_CELLS:
-            count = self._cell_count(call)
-            self.enter(self.address, count, cursor, self.cells.data_ptr())
-            priorities.keep(self.cells[:count], self.storage)
-        else:
-            self.enter(self.address, count, cursor, self.cells.data_ptr())
-            priorities.keep_steps(cursor, count, self.storage)
 
     def _collect(self, data: TensorDict, lead: torch.Size) -> list[Tensor] | None:
         """Store the addresses of the data's tensors for the kernel; return the tensors, or None if they do not fit."""

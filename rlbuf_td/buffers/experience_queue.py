@@ -32,12 +32,12 @@ class ExperienceQueue(ReplayBuffer):
     A row is a transition, or a trajectory of L steps with entries ``[L, ...]``. A write waits until its rows fit into
     the queue, and warns after 5 seconds; :meth:`sample` waits until the queue has ``batch_size`` rows. A write is
     stored completely or not at all, and rows from the same thread keep their order. Several threads, and after
-    :meth:`share` several processes, may use a queue. If a process dies, its unfinished write is undone, and the rows of
-    its unfinished sample stay in the queue. If a transform raises an error in :meth:`sample`, the rows of the batch are
-    lost. Waiting calls are not served in order. Calls with few rows can delay a call with many rows indefinitely, so
-    use batches and writes of similar sizes. The capacity should be at least ``batch_size`` plus the rows of a write,
-    less 1. In a smaller queue, writes and batches can wait for each other forever, unless their sizes have a large
-    common divisor.
+    :meth:`share` several processes, may use a queue. If a process dies, the rows of its unfinished write are missing,
+    and those of its unfinished sample stay in the queue. If a transform raises an error in :meth:`sample`, the rows of
+    the batch are lost. Waiting calls are not served in order. Calls with few rows can delay a call with many rows
+    indefinitely, so use batches and writes of similar sizes. The capacity should be at least ``batch_size`` plus the
+    rows of a write, less 1. In a smaller queue, writes and batches can wait for each other forever, unless their sizes
+    have a large common divisor.
 
     Args:
         timeout: longest wait in seconds; ``None`` waits forever.

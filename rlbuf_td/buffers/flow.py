@@ -6,7 +6,7 @@ from math import ceil, inf, isfinite
 from typing import Any
 
 from rlbuf_td.buffers.waiting import ShutDown
-from rlbuf_td.storages.shared.memory import SharedNumbers
+from rlbuf_td.storages.shared.memory import Planned, SharedNumbers
 
 _INSERTED, _SAMPLED, _BATCH, _WRITE, _SAMPLE_WAITS, _INSERT_WAITS, _CLOSED, _EPOCH = range(8)
 _SAVED = 6  # the first numbers are saved with the buffer
@@ -43,10 +43,8 @@ class FlowControl:
             least = "needs samples_per_insert" if samples_per_insert is None else f"must be at least {max(1.0, ratio)}"
             raise ValueError(f"tolerance {least}, got {tolerance}: neither batches nor writes could pass")
         self.samples_per_insert, self.min_size, self.given_tolerance = samples_per_insert, int(min_size), tolerance
-        self._numbers = SharedNumbers("q", [0] * 8)
-        counters = self._numbers.counters()
-        #: The numbers that an unfinished call may have changed; restored if a process dies during a write.
-        self.undone_with_rows = counters[_INSERTED], counters[_SAMPLED], counters[_EPOCH]
+        self._numbers = SharedNumbers("q", [0] * 8 + [-1, 0])
+        self.inserts = Planned(self._numbers, _INSERTED, 1, 8)  # the number of rows written
 
     @property
     def tolerance(self) -> float:
@@ -76,14 +74,17 @@ class FlowControl:
             return False
         return self._excess(sampled + rows, inserted) <= self._tolerance_for(rows)
 
-    def admit_insert(self, rows: int) -> bool:
-        """Return whether a write is admitted; if it is, count its rows."""
+    def admit_insert(self, rows: int, publication: int | None = None) -> bool:
+        """Return whether a write is admitted; if it is, count its rows, or, with :attr:`Ring.publication`, plan to."""
         self._note(_WRITE, rows, rows * (self.samples_per_insert or 0.0), "a write")
         numbers = self._numbers
         inserted = numbers[_INSERTED] + rows
         if inserted > self.min_size and -self._excess(numbers[_SAMPLED], inserted) > self.tolerance:
             return False
-        numbers[_INSERTED] = inserted
+        if publication is None:
+            numbers[_INSERTED] = inserted
+        else:
+            self.inserts.plan(publication, inserted)
         return True
 
     def why_no_batch(self, rows: int) -> str:
@@ -131,6 +132,7 @@ class FlowControl:
     def restart(self, rows: int) -> None:
         """Count ``rows`` as all that was written so far, and sampled as often as the target ratio asks."""
         numbers = self._numbers
+        self.inserts.forget()
         numbers[_INSERTED], numbers[_SAMPLED] = rows, self._target(rows)
         numbers[_EPOCH] += 1
 
@@ -195,6 +197,7 @@ class FlowControl:
         """Restore a state; without one, or with one of other settings, restart with ``rows`` rows."""
         if state is None or state | {"counts": []} != self.state_dict() | {"counts": []}:
             return self.restart(rows)
+        self.inserts.forget()
         for position, count in enumerate(state["counts"]):
             self._numbers[position] = count
         self._numbers[_EPOCH] += 1

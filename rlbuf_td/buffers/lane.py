@@ -10,6 +10,7 @@ from tensordict import TensorDictBase
 from torchrl.data.replay_buffers import TensorDictReplayBuffer
 
 from rlbuf_td.storages.checks import whole
+from rlbuf_td.storages.writes import Beginning
 
 
 class Lane:
@@ -60,9 +61,8 @@ class Lane:
 
     def extend(self, data: Any) -> torch.Tensor:
         """Write ``[n]`` transitions in time order; return their index, ``[n, 2]``."""
-        if self._process != os.getpid():
-            self.buffer.storage.begin_episode(self.number)
-        index = self.buffer.extend(data, lanes=self.number)
+        lane = self.number if self._process == os.getpid() else Beginning(self.number)
+        index = self.buffer.extend(data, lanes=lane)
         self._process = os.getpid()
         return index
 

@@ -79,12 +79,13 @@ from rlbuf_td.storages.indexing import (
 from rlbuf_td.storages.interrupts import held_back
 from rlbuf_td.storages.keys import is_key, nested_key, optional_key
 from rlbuf_td.storages.layout import RowLayout
+from rlbuf_td.storages.listeners import Recovers
 from rlbuf_td.storages.memory_budget import Purpose, require_room, shared_tensors
 from rlbuf_td.storages.ring import SAMPLED_AT
 from rlbuf_td.storages.row_class import opened
 from rlbuf_td.storages.schema import refuse_index, refuse_rounding, reshaped, walk
 from rlbuf_td.storages.shared.generators import pickled_generator, unpickled_generator
-from rlbuf_td.storages.shared.journal_file import PRIORITY_FILE
+from rlbuf_td.storages.shared.head_file import PRIORITY_FILE
 from rlbuf_td.storages.shared.memory import SharedNumbers, Tally
 from rlbuf_td.storages.state import examine
 from rlbuf_td.storages.tensordict_fast import entries_of
@@ -113,7 +114,7 @@ _PRIORITIES_OF_REOPENED = (
 _MOST_SIZES = 8  # batch sizes whose bound stages are kept
 
 
-class ReplayBuffer(TensorDictReplayBuffer):
+class ReplayBuffer(TensorDictReplayBuffer, Recovers):
     """A replay buffer for TorchRL: stores transitions and samples batches.
 
     Takes the keywords of TorchRL's ``TensorDictReplayBuffer``, except ``checkpointer``. Sampling is fast with a sampler
@@ -553,7 +554,9 @@ class ReplayBuffer(TensorDictReplayBuffer):
         writer, shared_rows = self._writer, self._storage.shared_rows
         if type(writer) is RingWriter and not torchrl_parts.write_count_of(writer):
             if shared_rows is not None and shared_rows.of_writer is not None:
-                writer.continue_counts(shared_rows.of_writer)
+                writer.count_in(shared_rows.of_writer)
+                with self._storage.lock:  # the earlier process may have died in a write
+                    writer.planned.settle(self._storage.ring.publication)
                 shared_rows.of_writer = None
             torchrl_parts.set_cursor(writer, next_step(self._storage))
 
@@ -1029,21 +1032,20 @@ class ReplayBuffer(TensorDictReplayBuffer):
         """Enter the ``with`` block once flow control admits a write of ``rows`` rows.
 
         The block holds the buffer's lock, so that no other thread or process finds rows that are counted and not
-        written. If the block raises an error, its rows are not counted. If the process dies, the storage's journal
-        restores the count.
+        written. If the block raises an error, or the process dies, its rows count if they are there.
         """
 
         def admit() -> bool:
             flow.agree(row_count(self.storage))
-            return flow.admit_insert(rows)
+            return flow.admit_insert(rows, self.storage.ring.publication)
 
         count_wait, reason = partial(flow.count_wait, of_sample=False), partial(flow.why_no_write, rows)
         with waiting.admitted(admit, self._replay_lock, reason, None, count_wait=count_wait, is_write=True):
-            epoch = flow.epoch
             try:
                 yield
+                flow.inserts.take()
             except BaseException:
-                flow.take_back(epoch, inserted=rows)
+                flow.inserts.settle(self.storage.ring.publication)
                 raise
 
     def _write_and_count(self, data: TensorDictBase, how: str, update_priority: bool, lanes: Any) -> Any:
@@ -1115,7 +1117,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
                 td_error = one_a_row(td_error, lead, parts.prioritized.reduction, rows.ndim - lead)
                 if backend_of(td_error) == "numba":
                     refuse_errors(td_error)
-        with parts.storage.lock, held_back:
+        with parts.storage.lock:
             parts = self.parts  # under the lock: another thread may have replaced the sampler
             try:
                 write = getattr(parts.writer, how) if lanes is None else partial(parts.writer.append, lanes)
@@ -1165,7 +1167,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
 
         Rows that have been replaced since they were sampled are skipped, and so is the padding of sequences. If a row
         is in the batch several times, the last entry is stored. Age and priorities of the rows do not change. Any
-        thread may call this method.
+        thread may call this method. A process that is killed during the call may leave the entries half written.
 
         Args:
             batch: a batch of this buffer, ``[B]`` or ``[B, ...]``, with its ``"index"``.
@@ -1256,6 +1258,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
         The rows are indexed like a tensor of shape ``[T]``, or ``[T, E]`` if ``ndim=2``. If the buffer reads them as
         ``[E, T]`` (``dim_extend=1``, the default with ``ndim=2``), ``index`` must be the coordinates of rows, one
         integer or one list of integers per dim, as a batch's ``"index"`` has them: ``rb.set_at_(key, value, (t, e))``.
+        A process that is killed during the call may leave the entries half written.
 
         Raises:
             NotImplementedError: ``index`` is a slice, a mask or a list of time steps, which would name other rows than
@@ -1404,6 +1407,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
         if self._is_theirs:
             return super().empty(empty_write_count)
         with self._fully_locked(), held_back:
+            torchrl_parts.empty_part(self._storage)  # first: without rows, whatever else is left is known to be old
             super().empty(empty_write_count)
             for other in torchrl_parts.listeners_of(self._storage):
                 if isinstance(other, TensorDictReplayBuffer) and other is not self:
@@ -1761,15 +1765,16 @@ class ReplayBuffer(TensorDictReplayBuffer):
         """Share this buffer with processes that are later forked, or spawned with the buffer as an argument.
 
         Rows, counters and priorities move to shared memory. Every process may write, sample and update priorities; a
-        lock runs these calls one at a time. If a process is killed during a write, the write is undone and the lock
-        released. Each process has its own random generator, and its own position in an epoch. The storage, sampler and
-        writer of a shared buffer cannot be replaced. TorchRL's collectors with several workers call this method.
+        lock runs these calls one at a time. If a process is killed during a write, the lock is released; the new rows
+        are missing, and those that they were about to replace may be gone. Each process has its own random generator,
+        and its own position in an epoch. The storage, sampler and writer of a shared buffer cannot be replaced.
+        TorchRL's collectors with several workers call this method.
 
         Args:
             shared: ``False`` does nothing, because sharing cannot be undone.
 
-        Cost: about 5 us more per write, sample or update; a write also copies the rows that it replaces. If a process
-        dies while it holds the lock, the next call takes O(N) for N rows.
+        Cost: about 5 us more per write, sample or update. If a process dies while it holds the lock, the next call
+        takes O(N) for N rows.
 
         Raises:
             ValueError: the rows are on a CUDA device.
@@ -1817,21 +1822,15 @@ class ReplayBuffer(TensorDictReplayBuffer):
         require_room(nbytes, torch.device("cpu"), _SHARED, room=shared_tensors())
         storage.share_memory_()
         attached_or_new(storage, TrajectoryNumbers)  # before sharing: recorders in all processes use these numbers
-        counters = vars(writer)
-        if storage.shared_rows is not None:
-            names = "_cursor_value", "_write_count_value", "_taken_value", "_following_value", "_threshold_value"
-            watched = [counters[name] for name in names if name in counters]
-            watched += [] if flow is None else flow.undone_with_rows
-            storage.shared_rows.journal.watch(*watched)  # restored if a process is killed during a write
         for part in (*samplers, writer, flow, *torchrl_parts.listeners_of(storage)):
             share = getattr(part, "share_memory_", None)
             if share is not None:
                 share()
 
-    def repair(self) -> None:
-        """Make the priorities consistent after a process died while it held the buffer's lock."""
-        if self.parts is not None and self.parts.prioritized is not None:
-            self.parts.prioritized.priorities.repair(self.parts.storage)
+    def recover(self, storage: Any, new: torch.Tensor) -> None:
+        """Count what was written, after a process died or a thread was interrupted; the storage calls this method."""
+        if self.flow is not None:
+            self.flow.inserts.settle(storage.ring.publication)
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Stop the buffer's threads; later writes and samples raise :class:`ShutDown`.

@@ -16,7 +16,7 @@ from rlbuf_td.storages.allocate import ROWS_FILE, make_rows, steps_for
 from rlbuf_td.storages.dedup import saved_dedup
 from rlbuf_td.storages.rows import Rows
 from rlbuf_td.storages.torchrl_parts import empty_part
-from rlbuf_td.storages.writes import begin
+from rlbuf_td.storages.writes import begin_load
 
 _AT_ONCE = 64 << 20  # bytes of rows that are copied at once
 
@@ -114,7 +114,7 @@ class SavedRows:
         if found is not None:
             storage.adopt(found)
         elif storage.rows is not None:
-            begin(storage)
+            begin_load(storage)
             self._read_into(storage.rows)
         storage.restore_counters(self.state)
         return None
@@ -160,14 +160,12 @@ def load_newest(storage: PackedStorage, source: PackedStorage) -> tuple[torch.Te
     count = np.minimum(theirs.count, steps_for(storage, source.lanes))
     if theirs.together:
         most = int(count[0])
-        extend_steps(storage, source, theirs.longest - most, most)
+        extend_steps(storage, source, int(theirs.count[0]) - most, most)
     else:
         for cells in theirs.newest_cells(count).split(max(1, _AT_ONCE // source.row_bytes)):
             storage.append(cells % theirs.lanes, source.gather(cells))
     ring = storage.ring
-    lost = ring.steps * (theirs.written > count)  # rows before the oldest ones are gone
-    ring.tail += lost
-    ring.written += lost
+    ring.move_up(ring.steps * (theirs.written > count))  # rows before the oldest ones are gone
     since, to = theirs.newest_cells(count), ring.newest_cells(count)
     saved = None if source.episodes is None else source.episodes.saved(theirs.longest)
     if saved is not None:

@@ -86,6 +86,17 @@ def finish_streams(typing_context: Any) -> Any:
 
 
 @intrinsic
+def barrier(typing_context: Any) -> Any:
+    """Keep the order of the stores before and after, as another process finds them if this one dies."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        builder.fence("acq_rel")
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@intrinsic
 def prefetch(typing_context: Any, address: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         line = builder.inttoptr(arguments[0], cgutils.voidptr_t)

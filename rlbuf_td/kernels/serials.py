@@ -1,5 +1,19 @@
-"""What compiled loops read of a :class:`~rlbuf_td.storages.ring.Ring`."""
+"""What compiled loops read and change of a :class:`~rlbuf_td.storages.ring.Ring`: its block of int64 numbers."""
 
-#: Rows of ``Ring.head``, ``[3, E]`` int64: the oldest live serial; the number of rows ever written; the serial from
-#: which on rows are in time order.
-TAIL, WRITTEN, ORDERED = range(3)
+#: Rows of ``Ring.head``, ``[5, E]``: the oldest live serial; the number of rows ever written; the serial from which on
+#: rows are in time order; and two rows from `FOLLOWING` on, what the next row of each lane continues, see
+#: :mod:`rlbuf_td.kernels.episodes`.
+TAIL, WRITTEN, ORDERED, FOLLOWING = range(4)
+#: The first row, after those of the head, of the head after a write; and the row with ``written`` before the write.
+AFTER, BEFORE = 5, 10
+#: The last words of the block: how far a write has come; how often rows have been published or given up; and this
+#: number after the write.
+DIRTY, PUBLICATION, NEXT_PUBLICATION = range(-3, 0)
+#: What the first of them says: no write; rows are given up and new ones copied; new rows are live, but who is told of
+#: them may not know; the generations of rows to be replaced are -1, and these are copied.
+IDLE, WRITING, PUBLISHED, SCATTERING = range(4)
+
+
+def block_size(lanes: int) -> int:
+    """Return how many numbers the block of a ring of ``lanes`` lanes has."""
+    return (BEFORE + 1) * lanes - DIRTY

@@ -3,14 +3,49 @@
 import numpy as np
 from numba import carray
 
-from rlbuf_td.kernels.compiled import inlined, load, pointer
-from rlbuf_td.kernels.serials import TAIL, WRITTEN
+from rlbuf_td.kernels.compiled import barrier, inlined, load, pointer
+from rlbuf_td.kernels.serials import AFTER, BEFORE, DIRTY, NEXT_PUBLICATION, PUBLICATION, TAIL, WRITING, WRITTEN
 
 
 @inlined
 def head_at(address, lanes):
     """Return the numbers of a ring, ``[3, lanes]``."""
     return carray(pointer(address), (3, lanes), np.int64)
+
+
+@inlined
+def block_at(address, lanes):
+    """Return all numbers of a ring."""
+    return carray(pointer(address), (BEFORE + 1) * lanes - DIRTY, np.int64)
+
+
+@inlined
+def longest_of(head, steps):
+    """Return the number of time steps up to the last slot in which any lane has a row."""
+    longest = np.int64(0)
+    for e in range(head.shape[1]):
+        longest = max(longest, min(head[TAIL, e] % steps + head[WRITTEN, e] - head[TAIL, e], steps))
+    return longest
+
+
+@inlined
+def begin_write(block, lanes, steps, more):
+    """Implement ``Ring.begin`` for ``more[e]`` new rows of each lane ``e``."""
+    after = AFTER * lanes
+    block[after : BEFORE * lanes] = block[:after]
+    for e in range(lanes):
+        tail, written = TAIL * lanes + e, WRITTEN * lanes + e
+        block[BEFORE * lanes + e] = block[written]
+        block[after + written] += more[e]
+        block[after + tail] = max(block[tail], block[after + written] - steps)
+    block[NEXT_PUBLICATION] = block[PUBLICATION] + 1
+    barrier()
+    block[DIRTY] = WRITING
+    barrier()
+    for e in range(lanes):
+        tail, written = TAIL * lanes + e, WRITTEN * lanes + e
+        block[tail] = min(block[after + tail], block[written])
+    barrier()
 
 
 @inlined

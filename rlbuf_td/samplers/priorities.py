@@ -218,8 +218,15 @@ class Priorities:
             steps = (start + torch.arange(count, device="cpu")) % storage.all_rows().steps
             self.keep((steps[:, None] * lanes + torch.arange(lanes, device="cpu")).flatten(), storage)
 
-    def repair(self, storage: Storage) -> None:
-        """Make the priorities consistent after a process died during an update."""
+    def recover(self, storage: Storage, new: Tensor) -> None:
+        """See :class:`~rlbuf_td.storages.listeners.Recovers`."""
+        if not row_count(storage):
+            return self.clear()
+        magnitude = self.law.table.magnitude
+        is_old = torch.zeros(len(magnitude), dtype=torch.bool, device=self.device)
+        is_old[written_rows(storage)] = True
+        is_old[new.to(self.device)] = False
+        magnitude[~is_old] = -1.0
         self.law.weigh(anew=True)
         self.admit(storage)
         self.keep(slice(0, None), storage)

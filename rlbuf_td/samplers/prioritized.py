@@ -27,6 +27,7 @@ from rlbuf_td.samplers.row_sampler import RowSampler
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import exponent, one_of, state_of, whole
 from rlbuf_td.storages.indexing import flat_rows, row_count
+from rlbuf_td.storages.listeners import Recovers
 from rlbuf_td.storages.memory_budget import Purpose, require_room
 from rlbuf_td.storages.ring import SAMPLED_AT
 from rlbuf_td.storages.shared.memory import SharedNumbers
@@ -43,7 +44,7 @@ def _exponent(name: str, place: int, doc: str) -> Any:
     return property(lambda self: self.settings[place], assign, doc=doc)
 
 
-class Prioritized(RowSampler, PrioritizedSampler):
+class Prioritized(RowSampler, PrioritizedSampler, Recovers):
     """Abstract base of the prioritized samplers; subclasses choose how TD errors determine probabilities."""
 
     report_keys = frozenset({"priority_weight", SAMPLED_AT})
@@ -123,6 +124,10 @@ class Prioritized(RowSampler, PrioritizedSampler):
     def mark_update(self, index: Any, *, storage: Storage | None = None) -> None:
         """Set the magnitude of the newly written rows at ``index`` to :attr:`default_priority`."""
         self.priorities.enter(index, storage)
+
+    def recover(self, storage: Any, new: Tensor) -> None:
+        """See :class:`~rlbuf_td.storages.listeners.Recovers`."""
+        self.priorities.recover(storage, new)
 
     def priority(self, index: Any, *, storage: Storage | None = None) -> Tensor:
         """Return the stored ``|td_error|`` of each row, ``[B]`` float64; -1 for a row without a priority."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.indexing import written_rows
-from rlbuf_td.storages.shared.journal_file import PRIORITY_FILE
+from rlbuf_td.storages.shared.head_file import PRIORITY_FILE
 from rlbuf_td.storages.shared.memory import SharedFile, SharedNumbers
 
 _HEADER = 1 << 16  # bytes of the header; a multiple of every system's page size

@@ -124,7 +124,6 @@ def rows_in(
     else:
         room = None if storage.scratch_dir is None else FileRoom(storage.scratch_dir, len(block))
         rows = DedupRows(dedup, block, shape, make_room=room)
-        rows.keeps_replaced = storage.shared_rows is not None
     return rows
 
 

@@ -43,10 +43,9 @@ class Sections:
 
     @classmethod
     def of(cls, dedup: DedupLayout, shape: torch.Size) -> Sections:
-        # Twice as many entries as the rows refer to, because a write may keep those that it replaces until it ends, and
-        # three chunks more per lane: both kinds may begin within a chunk, and the new ones in a chunk of their own.
+        # As many entries as the rows refer to, and three chunks more per lane: they may begin and end within a chunk.
         cells, lanes = prod(shape), prod(shape[1:])
-        chunks = tuple(lanes * (3 + (2 * shape[0] * group.names >> group.bits)) for group in dedup.groups)
+        chunks = tuple(lanes * (3 + (shape[0] * group.names >> group.bits)) for group in dedup.groups)
         most = max(count << group.bits for count, group in zip(chunks, dedup.groups, strict=True))
         if most > _MAX_ENTRIES:
             fit = f"{cells * _MAX_ENTRIES // most:,} of these fit. Take a smaller max_size"
@@ -161,14 +160,13 @@ class Entries:
     def end(self) -> None:
         self.numbers[_DIRTY] = 0
 
-    def write(self, leaves: Sequence[torch.Tensor], head: np.ndarray, cells: torch.Tensor, *, keeps: bool) -> None:
+    def write(self, leaves: Sequence[torch.Tensor], head: np.ndarray, cells: torch.Tensor) -> None:
         """Write the observations of rows to entries, and the names of these entries to the rows.
 
         Args:
             leaves: the leaves of whole rows, ``[B, ...]``.
             head: which rows are live before the write.
             cells: the flat indices of the rows, ``[B]`` int64, those of a lane in time order, at most ``T`` of each.
-            keeps: whether the entries of the rows that are replaced stay unchanged, so that the write can be undone.
         """
         from rlbuf_td.kernels.rows import entries_cpu
 
@@ -177,7 +175,7 @@ class Entries:
         sources = np.array([[_source(sides[0]), _source(sides[-1])] for sides in given], np.int64)
         cells = cells.contiguous()
         self.begin(head)
-        entries_cpu.write(self.address, sources, head.ctypes.data, address_of(cells), 0, len(cells), keeps)
+        entries_cpu.write(self.address, sources, head.ctypes.data, address_of(cells), 0, len(cells))
         self.end()
 
     def link(self, head: np.ndarray) -> None:

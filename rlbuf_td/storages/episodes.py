@@ -1,8 +1,8 @@
 """The episodes of a storage's rows: their numbers, and the flags and ids that tell where episodes end.
 
 See :mod:`rlbuf_td.kernels.episodes` for what the numbers mean. Every write of new rows is noted after their bytes are
-stored (:meth:`Episodes.note`). Anything else that changes rows makes the numbers :data:`STALE`: the next look-up builds
-them again from the rows.
+stored and before they are published (:meth:`Episodes.note`). Anything else that changes rows, and a write that did not
+end, makes the numbers :data:`STALE`: the next look-up builds them again from the rows.
 """
 
 from __future__ import annotations
@@ -110,27 +110,24 @@ class Episodes:
         ring: the serials of the rows.
         keys: tell where episodes end.
         state: of one number, :data:`CURRENT` to :data:`NEW`.
-        memory: numbers and what follows, ``[E, T, 2]`` int32 and ``[2, E]`` int64; default: new memory.
+        numbers: memory for the numbers, ``[E, T, 2]`` int32; default: new memory.
     """
 
     def __init__(
-        self,
-        rows: Rows,
-        ring: Ring,
-        keys: EpisodeKeys,
-        state: SharedNumbers,
-        memory: tuple[Tensor, Tensor] | None = None,
+        self, rows: Rows, ring: Ring, keys: EpisodeKeys, state: SharedNumbers, numbers: Tensor | None = None
     ) -> None:
         self.rows, self.ring, self.keys, self.state = rows, ring, keys, state
         deduplicated = {} if rows.dedup is None else rows.dedup.deduplicated
         self.flags, self.id_key = keys.find(rows.layout, deduplicated, 1 + len(rows.lanes))
         device, lanes = rows.matrix.device, prod(rows.lanes)
         with outside_inference_mode():
-            if memory is None:
+            if numbers is None:
                 numbers = torch.empty(lanes, rows.steps, 2, dtype=torch.int32, device=device)  # no page is touched yet
-                memory = numbers, torch.zeros(2, lanes, dtype=torch.int64, device=device)
-                memory[1][BACK_OF_NEXT] = -1
-        self.numbers, self.following = memory
+            #: What the next rows continue now, and after the write in progress; on the host, they lie with the ring.
+            self.following, self.following_after = (
+                torch.from_numpy(each).to(device) for each in (ring.following, ring.following_after)
+            )
+        self.numbers = numbers
         self.record: np.ndarray | None = self._describe() if uses_numba(device) else None
         #: The address of the record that loops read; 0 where torch takes their place.
         self.address: int = 0 if self.record is None else self.record.ctypes.data
@@ -141,6 +138,7 @@ class Episodes:
         self._extents = rows.extents[[places[key] for key in self.flags], :2].copy()
         name, size = (0, 0) if self.id_key is None else rows.extents[places[self.id_key], :2]
         memory = {"numbers": self.numbers.data_ptr(), "following": self.following.data_ptr()}
+        memory |= {"following_after": self.following_after.data_ptr()}
         memory |= {"flags": self._extents.ctypes.data}
         memory |= {"tail": self.ring.tail.ctypes.data, "written": self.ring.written.ctypes.data}
         row_bytes = rows.flat.stride(0) * rows.flat.element_size()
@@ -173,12 +171,12 @@ class Episodes:
             tail, written = (torch.full((self.lanes,), number, device=device) for number in common)
         else:
             tail, written = (torch.from_numpy(each).to(device) for each in (self.ring.tail, self.ring.written))
-        return Lanes(self.numbers, self.following, tail, written)
+        return Lanes(self.numbers, self.following, self.following_after, tail, written)
 
     # -- writes
 
     def note(self, lanes: np.ndarray, first: np.ndarray, counts: np.ndarray, skips: np.ndarray) -> None:
-        """Note new rows that the ring has just published.
+        """Note new rows, whose bytes are stored; :meth:`Ring.publish` must follow, and then :meth:`published`.
 
         Args:
             lanes: ``[n]`` int64, each lane once.
@@ -190,11 +188,18 @@ class Episodes:
             rows = np.stack((lanes, first, counts, skips))
             _loops().note_rows(self.locate_rows(), len(lanes), rows.ctypes.data)
             return
+        if not self.numbers.is_cpu:
+            self.following_after.copy_(self.following)
         lane = lanes.repeat(counts)
         serial = first.repeat(counts) + np.arange(len(lane)) - (counts.cumsum() - counts).repeat(counts)
         cells = torch.from_numpy(serial % self.rows.steps * self.lanes + lane).to(self.numbers.device)
         note_(self._numbers(), lane, serial, skips.repeat(counts), self._ended()[cells], self._names()[cells])
         self.mark(OPEN)
+
+    def published(self) -> None:
+        """Take over what the next rows continue, where it does not lie with the ring."""
+        if not self.numbers.is_cpu:
+            self.following.copy_(self.following_after)
 
     def end(self, lane: int | slice = slice(None)) -> None:
         """Let the next row of a lane (default: of each) begin an episode: a break."""

@@ -71,8 +71,8 @@ def written_rows(storage: Any) -> torch.Tensor:
 
 
 def stand_apart(storage: Any) -> bool:
-    """Whether the lanes of a storage stand at unlike steps."""
-    return hasattr(storage, "ring") and not storage.ring.together
+    """Whether the lanes of a storage stand at unlike steps, or a lane has gaps that a killed write has left."""
+    return hasattr(storage, "ring") and (not storage.ring.together or storage.ring.holes > 0)
 
 
 def coordinates(flat: torch.Tensor, storage: Storage) -> Index:

@@ -7,9 +7,10 @@ below refer to those above weakly: without a reference cycle, ``del rb`` frees r
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 
+from torch import Tensor
 from torchrl.data.replay_buffers import ReplayBuffer, Storage
 
 
@@ -28,6 +29,24 @@ def _reference_to(found: Any) -> Any:
 
 def _nothing() -> None:
     """Stand in for a reference to an object that did not exist any more."""
+
+
+class Recovers:
+    """Base of buffers, samplers and writers that keep what follows from the rows of a storage."""
+
+    def recover(self, storage: Any, new: Tensor) -> None:
+        """Make it agree with the rows again, after a write that did not end.
+
+        ``new``, ``[n]`` int64, holds the flat indices of rows that have been written, but not yet announced.
+        """
+        raise NotImplementedError
+
+
+class Then(NamedTuple):
+    """What a writer does with a write, so that it belongs to the write."""
+
+    plan: Callable[[int], object]  # plans its counts; called with :attr:`Ring.publication` before rows are copied
+    tell: Callable[[], object]  # takes its counts, and tells listeners; called after the rows have been published
 
 
 class Listeners:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from ctypes import addressof
+from functools import partial
 from math import prod
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
@@ -20,15 +21,15 @@ from torchrl.data.replay_buffers import LazyTensorStorage
 
 from rlbuf_td.kernels.dispatch import backend_of, compiled_form_of, refuse_without_compiler
 from rlbuf_td.kernels.host_memory import address_of, in_dispatch_mode
+from rlbuf_td.kernels.serials import PUBLISHED, WRITTEN
 from rlbuf_td.storages import allocate, state, writes
 from rlbuf_td.storages.checks import OUT_OF_ORDER, whole
 from rlbuf_td.storages.dedup import DedupLayout, DedupOptions
 from rlbuf_td.storages.episodes import CURRENT, NEW, STALE, EpisodeKeys, Episodes
 from rlbuf_td.storages.indexing import coordinates, first_of_row, flat_rows, inner_dims, revision_of
-from rlbuf_td.storages.interrupts import held_back
 from rlbuf_td.storages.keys import is_key
 from rlbuf_td.storages.layout import RowLayout
-from rlbuf_td.storages.listeners import Listeners
+from rlbuf_td.storages.listeners import Listeners, Recovers, Then
 from rlbuf_td.storages.reopen import reopen_rows
 from rlbuf_td.storages.ring import SAMPLED_AT, Ring
 from rlbuf_td.storages.row_class import RowClass
@@ -37,7 +38,7 @@ from rlbuf_td.storages.schema import Leaf, SchemaError, kind
 from rlbuf_td.storages.shared import forks
 from rlbuf_td.storages.shared.memory import SharedNumbers
 from rlbuf_td.storages.shared.rows import SharedRows, share
-from rlbuf_td.storages.torchrl_parts import listeners_of, set_listeners
+from rlbuf_td.storages.torchrl_parts import listeners_of, parts_of, set_listeners
 from rlbuf_td.storages.writes import as_index, as_tensordict, is_index, is_mask, remedy_of_holes
 
 if TYPE_CHECKING:
@@ -85,15 +86,15 @@ class PackedStorage(LazyTensorStorage):
             argument has no effect. ``torch.compile`` breaks its graph at every call of a storage.
         consolidated: no effect, because the rows always lie in one block of memory.
 
-    With ``reopen=True``, each write keeps a journal beside the rows. After a crash or a kill of the process, a storage
-    made with the same arguments has all rows in their order, without a write that was interrupted, and the newest
-    trajectory of each lane has ended. A loss of power may lose more: save dumps for that. The folder is locked until
-    the storage and its buffers are deleted, :meth:`ReplayBuffer.close`, or the end of the process. A
-    :class:`ReplayBuffer` continues writing with a
+    With ``reopen=True``, a second file tells which rows are stored. After a crash or a kill of the process, a storage
+    made with the same arguments has all rows in their order, and the newest trajectory of each lane has ended. Of a
+    write that was interrupted, the new rows are missing, and those that they were about to replace may be gone. A loss
+    of power may lose more: save dumps for that. The folder is locked until the storage and its buffers are deleted,
+    :meth:`ReplayBuffer.close`, or the end of the process. A :class:`ReplayBuffer` continues writing with a
     :class:`RingWriter`, also its count of writes, and keeps its priorities in a file, ``priorities.bin``. Rows that are
-    not in this file get the priority of new rows, with a warning. The journal takes 16 bytes per row and the size of
-    the largest write, priorities 16 bytes per row. Reopening is O(1), with priorities O(N); the first look-up of
-    trajectories reads the flags of all rows. ``python -m tests.benchmarks.reopening`` measures these times.
+    not in this file get the priority of new rows, with a warning. The second file takes 16 bytes per row, priorities 16
+    bytes per row. Reopening is O(1), with priorities O(N); the first look-up of trajectories reads the flags of all
+    rows. ``python -m tests.benchmarks.reopening`` measures these times.
 
     A pickled or deep copy has its own rows, in RAM if the original's rows are in a file. A CPU storage that is sent to
     a spawned process shares its rows with that process.
@@ -105,12 +106,11 @@ class PackedStorage(LazyTensorStorage):
             out of order; nothing is written.
         MemoryError: (on the first write) the rows need more than the total RAM, or, on another device, more than the
             free memory.
-        OSError: (on the first write) the disk of ``scratch_dir`` has too little room. With ``reopen``, also: on later
-            writes, for the journal; nothing is written.
+        OSError: (on the first write) the disk of ``scratch_dir`` has too little room; nothing is written.
 
     With ``reopen``, the constructor raises a RuntimeError if the rows are open in a living process, a FileExistsError
-    if ``scratch_dir`` holds rows without a journal, and a ValueError if the journal is damaged, if the rows have
-    another capacity or other lanes, or if ``existsok``, ``auto_cleanup``, ``share_next`` or ``frames`` is given too.
+    if ``scratch_dir`` holds rows without that file, and a ValueError if the file is damaged, if the rows have another
+    capacity or other lanes, or if ``existsok``, ``auto_cleanup``, ``share_next`` or ``frames`` is given too.
     Nothing is lost then.
 
     Warns:
@@ -121,11 +121,12 @@ class PackedStorage(LazyTensorStorage):
     ``python -m tests.benchmarks.memory`` measures the savings and the cost of deduplicated observations.
 
     With ``ndim=2``, lanes may advance alone, see :meth:`append` and :meth:`ReplayBuffer.lane`. Cells that a shorter
-    lane has not written yet are *holes*: reads and edits of them raise an IndexError; time steps and columns have zeros
-    there (deduplicated keys: any values). While lanes stand at unlike steps, :meth:`set` and :meth:`write` of new time
-    steps raise a RuntimeError. Of TorchRL's samplers, only ``RandomSampler`` draws from lanes of unlike lengths:
-    replace ``SamplerWithoutReplacement`` by :class:`MinibatchSampler`, ``PrioritizedSampler`` by
-    :class:`ProportionalSampler`, and ``SliceSampler`` by ``SequenceSampler(UniformSampler(), n, boundary="strict")``.
+    lane has not written yet, or whose row a killed write was about to replace, are *holes*: reads and edits of them
+    raise an IndexError; time steps and columns have zeros there (deduplicated keys: any values). While lanes stand at
+    unlike steps, :meth:`set` and :meth:`write` of new time steps raise a RuntimeError. Of TorchRL's samplers, only
+    ``RandomSampler`` draws from rows with holes: replace ``SamplerWithoutReplacement`` by :class:`MinibatchSampler`,
+    ``PrioritizedSampler`` by :class:`ProportionalSampler`, and ``SliceSampler`` by
+    ``SequenceSampler(UniformSampler(), n, boundary="strict")``.
 
     Rows may also be tensorclasses or tensors. :meth:`get`, and the ``sample`` of a buffer, then return objects of the
     class that was written first. Unlike ``LazyTensorStorage``, this class accepts no pytrees, and refuses missing and
@@ -229,14 +230,13 @@ class PackedStorage(LazyTensorStorage):
             ring = self.ring
             more = value // ring.lanes - ring.longest
             if more < 0:
-                self._forget_entries()
-                ring.empty()
+                self._empty()
                 more = value // ring.lanes
-            ring.publish(slice(None), more)
+            ring.advance(slice(None), more)
             self.mark_episodes(NEW)
 
     def __len__(self) -> int:
-        """Return the number of rows; while lanes stand apart, that of whole time steps up to the longest lane."""
+        """Return the number of rows, and of holes up to the last time step in which a lane has a row."""
         ring = self.ring
         return ring.longest * ring.lanes
 
@@ -258,7 +258,7 @@ class PackedStorage(LazyTensorStorage):
 
     def _rand_given_ndim(self, batch_size: int) -> Any:
         """Draw written rows uniformly; TorchRL's ``RandomSampler`` calls this method."""
-        if self.ring.together:
+        if self.ring.together and not self.ring.holes:
             return super()._rand_given_ndim(batch_size)
         number = torch.randint(len(self.ring), (batch_size,), generator=self._rng, device=self.device)
         return coordinates(self.ring.cell_of(number), self)
@@ -302,9 +302,8 @@ class PackedStorage(LazyTensorStorage):
 
     def begin_episode(self, lane: int) -> None:
         """Let the next row of a lane begin an episode, because another actor takes the lane over."""
-        with self.lock:
-            if self.episodes is not None:
-                self.episodes.end(lane)
+        if self.episodes is not None:
+            self.episodes.end(lane)
 
     def load_episodes(self, saved: dict[str, Any] | None) -> None:
         """Restore the numbers of episodes of rows that have just been loaded; None: find them in the rows."""
@@ -348,7 +347,7 @@ class PackedStorage(LazyTensorStorage):
     @compiled_form_of("write", "append", "set")
     def bind_write(self) -> dict[str, int]:
         """Return the addresses of the counters that a compiled write advances."""
-        return {"revision": addressof(self.numbers.values), "head": self.ring.head.ctypes.data}
+        return {"revision": addressof(self.numbers.values), "head": self.ring.block.ctypes.data}
 
     @property
     def in_time_order(self) -> bool:
@@ -509,12 +508,14 @@ class PackedStorage(LazyTensorStorage):
             what = f"step {row // lanes} of lane {row % lanes} has not been written: it has {count} rows"
             raise IndexError(what + remedy_of_holes(self))
 
-    @held_back
-    def write(self, start: int, data: TensorDictBase, *, single: bool = False) -> None:
+    def write(
+        self, start: int, data: TensorDictBase, *, single: bool = False, anew: bool = False, then: Then | None = None
+    ) -> None:
         """Write transitions from time step ``start`` on; after the last step of the storage, continue at step 0.
 
         ``data`` is ``[n, *lanes]`` with ``1 <= n <= T``, or ``[*lanes]`` if ``single``. All steps before ``start`` must
-        have been written. The entry ``"index"`` is not stored.
+        have been written. The entry ``"index"`` is not stored. ``anew``: the rows so far are removed; ``then``: what a
+        writer does with the write.
 
         Raises:
             SchemaError: ``data`` does not match the rows; nothing has been written.
@@ -522,44 +523,120 @@ class PackedStorage(LazyTensorStorage):
         rows, leaves, count = writes.admit(self, data, single)
         writes.refuse_apart(self)
         writes.refuse_out_of_order(self, start + np.arange(count))
-        writes.begin(self, start, count)
-        rows.copy_(start, count, leaves, self.ring.serials)
-        self.note_steps(start, count)
+        self.write_steps(start, count, partial(rows.copy_, start, count, leaves, self.ring.serials), anew, then)
 
-    def note_steps(self, start: int, count: int) -> None:
-        """Make ``count`` time steps from slot ``start`` on the newest rows."""
+    def write_steps(
+        self, start: int, count: int, copy: Callable[[], object], anew: bool = False, then: Then | None = None
+    ) -> None:
+        """Write ``count`` time steps from slot ``start`` on, whose bytes ``copy`` stores."""
         ring = self.ring
-        follows = start == ring.cursor
-        if follows or count >= ring.steps:
-            if not follows:  # all rows are replaced
-                ring.turn_to(start)
-                if self.episodes is not None:
-                    self.episodes.lose_predecessors()
-            self.publish(np.arange(ring.lanes), np.full(ring.lanes, count))
+        if start == ring.cursor or count >= ring.steps:
+            slot, counts = None if start == ring.cursor else start, np.full(ring.lanes, count)
+            self.publish(np.arange(ring.lanes), counts, copy, slot=slot, anew=anew, then=then)
         else:
             device = self.all_rows().matrix.device
-            ring.scatter(torch.arange(start, start + count, device=device) % ring.steps)
-            self.tell_lost_order()
-            self._bump_mutation_revision()
+            self.scatter(torch.arange(start, start + count, device=device) % ring.steps, copy, then)
 
-    def publish(self, lanes: np.ndarray, counts: np.ndarray) -> None:
-        """Make ``counts[i]`` rows of the lane ``lanes[i]``, whose bytes are stored, the newest rows of this lane."""
+    def publish(
+        self,
+        lanes: np.ndarray,
+        counts: np.ndarray,
+        copy: Callable[[], object],
+        *,
+        slot: int | None = None,
+        anew: bool = False,
+        then: Then | None = None,
+    ) -> None:
+        """Write ``counts[i]`` rows to lane ``lanes[i]``, after its newest ones; ``copy`` stores their bytes.
+
+        If the process dies, or the thread is interrupted, the rows are written or missing as a whole; the rows that
+        they were about to replace may be gone. For ``slot`` and ``anew``, see :meth:`Ring.begin`.
+        """
         ring, episodes = self.ring, self.episodes
         kept = np.minimum(counts, ring.steps)
-        first = ring.written[lanes] + counts - kept
-        ring.publish(lanes, counts)
-        if episodes is not None:
-            episodes.note(lanes, first, kept, counts > kept)
-        self._mutation_revision_value.value += 1
+        with self._writing():
+            if slot is not None and episodes is not None:
+                episodes.lose_predecessors()
+            ring.begin(lanes, counts, slot, anew=anew)
+            if then is not None:
+                then.plan(ring.publication)
+            copy()
+            if episodes is not None:
+                episodes.note(lanes, ring.after[WRITTEN][lanes] - kept, kept, counts > kept)
+            ring.publish()
+            if episodes is not None:
+                episodes.published()
+            self._mutation_revision_value.value += 1
+            if then is not None:
+                then.tell()
 
-    @held_back
-    def append(self, lanes: Any, data: TensorDictBase) -> torch.Tensor:
+    def scatter(self, slots: torch.Tensor, copy: Callable[[], object], then: Then | None = None) -> None:
+        """Write time steps to slots elsewhere than after the newest one; see :meth:`publish`."""
+        ring = self.ring
+        if ring.holes:
+            raise RuntimeError(
+                "rows that a write was about to replace are gone, because it did not end: write in time order until "
+                "newer rows have filled their places"
+            )
+        with self._writing():
+            cells = ring.begin_scattered(slots)
+            if then is not None:
+                then.plan(ring.publication)
+            copy()
+            ring.publish(cells)
+            self.tell_lost_order()
+            self._bump_mutation_revision()
+            if then is not None:
+                then.tell()
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Write in a ``with`` block; an error or an interrupt within it leaves consistent rows and priorities."""
+        writes.enter(self)
+        if self.ring.dirty:  # a thread was interrupted while it recovered
+            self.recover()
+        try:
+            yield
+            self.ring.finish()
+        except BaseException:
+            if self.ring.dirty:
+                self.recover()
+            raise
+
+    def recover(self) -> None:
+        """Finish or give up a write that did not end, and make what follows from the rows agree with them: O(N).
+
+        Whoever takes the lock after a process that died calls this method, and a thread whose write was interrupted.
+        """
+        ring, rows, new = self.ring, self.rows, torch.empty(0, dtype=torch.int64, device="cpu")
+        if self.episodes is not None and ring.dirty == PUBLISHED:
+            self.episodes.published()
+        if rows is not None:
+            new = ring.recover(rows.matrix)
+            cells = torch.arange(ring.longest * ring.lanes, device=rows.matrix.device)
+            rows.flat[cells[~ring.is_live(cells)]] = 0
+            rows.link(ring.serials)
+        self._bump_mutation_revision()
+        for each in listeners_of(self):
+            for part in (each, *parts_of(each)):
+                if isinstance(part, Recovers):
+                    part.recover(self, new)
+        ring.finish()
+        if len(new):
+            index = coordinates(new, self)
+            for each in listeners_of(self):
+                each.mark_update(torch.stack(index, -1) if isinstance(index, tuple) else index)
+
+    def append(
+        self, lanes: Any, data: TensorDictBase, then: Callable[[torch.Tensor], Then] | None = None
+    ) -> torch.Tensor:
         """Write rows to single lanes of ``[T, E]``, each after the newest row of its lane; return their flat indices.
 
         Args:
             lanes: the lane of each row, ``[n]`` integers, or one lane for all rows.
             data: rows of batch size ``[n]``, those of a lane in time order. If a lane gets more rows than its capacity,
                 its last ones are stored.
+            then: returns what a writer does with the write of rows with these flat indices.
 
         Raises:
             SchemaError: ``data`` does not match the rows; nothing has been written.
@@ -567,9 +644,16 @@ class PackedStorage(LazyTensorStorage):
             TypeError: lanes are not integers.
             IndexError: a lane is out of range; nothing has been written.
         """
-        return writes.append(self, lanes, data)
+        return writes.append(self, lanes, data, then)
 
-    def set(self, cursor: Any, data: TensorDictBase | Sequence[TensorDictBase], *, set_cursor: bool = True) -> None:
+    def set(
+        self,
+        cursor: Any,
+        data: TensorDictBase | Sequence[TensorDictBase],
+        *,
+        set_cursor: bool = True,
+        then: Then | None = None,
+    ) -> None:
         """Write transitions at ``cursor``.
 
         Args:
@@ -579,7 +663,9 @@ class PackedStorage(LazyTensorStorage):
                 per selected row. A list of TensorDicts is stacked.
             set_cursor: if ``True``, these are new time steps, as in TorchRL. Those beyond the written steps must follow
                 them without gaps. Steps that do not follow the newest one give up time order, see
-                :attr:`in_time_order`. Pass ``False`` to edit stored rows: they keep their age and their priorities.
+                :attr:`in_time_order`. Pass ``False`` to edit stored rows: they keep their age and their priorities. A
+                process that is killed during such an edit may leave these rows half changed.
+            then: what a writer does with the write, if these are new time steps.
 
         Raises:
             SchemaError: ``data`` does not match the rows; nothing has been written.
@@ -589,14 +675,11 @@ class PackedStorage(LazyTensorStorage):
         is_one = isinstance(cursor, int | np.integer) or (isinstance(cursor, torch.Tensor) and not cursor.ndim)
         selects = isinstance(cursor, tuple) or is_mask(cursor)
         data = as_tensordict(self, data, 1 if selects else self.ndim - is_one)
-        with self.lock, held_back:  # writes of a buffer already hold the lock
+        with self.lock:  # writes of a buffer already hold the lock
             if selects:
                 writes.replace(self, cursor, data)
-                set_cursor = False
             else:
-                writes.set_steps(self, cursor, data, set_cursor)
-            if not set_cursor:  # otherwise `set_steps` has raised the revision
-                self._bump_mutation_revision()
+                writes.set_steps(self, cursor, data, set_cursor, then)
 
     def __setitem__(self, index: Any, value: Any) -> None:
         if is_key(index):
@@ -743,27 +826,21 @@ class PackedStorage(LazyTensorStorage):
         data = as_tensordict(self, single_data if single else batched_data, self.ndim - single)
         return allocate.steps_for(self, data.batch_size[1 - single : self.ndim - single])
 
-    @held_back
     def _empty(self) -> None:
-        self._forget_entries()
         self.ring.empty()
+        if self.rows is not None:
+            self.rows.forget()
         self.row_class = None
         self._mutation_revision_value.value += 1
-
-    def _forget_entries(self) -> None:
-        """Give up the entries of deduplicated rows, all of which go."""
-        if self.rows is not None:
-            if self.dedup is not None:
-                writes.begin(self)
-            self.rows.forget()
 
     def share_memory_(self) -> Self:
         """Share the rows with processes that are forked later, or that are spawned and receive this storage.
 
         Rows in RAM move to shared memory. If no rows are allocated yet, the first process that writes allocates them.
-        The storage's ``lock`` admits one process at a time. If a process dies during a write, the write is undone.
+        The storage's ``lock`` admits one process at a time. If a process dies during a write, the new rows are missing,
+        and the rows that they were about to replace may be gone.
 
-        Cost: one copy of all rows in RAM; later, each write also copies the rows that it replaces.
+        Cost: one copy of all rows in RAM.
 
         Raises:
             ValueError: the rows are not on the CPU.

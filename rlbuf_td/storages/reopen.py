@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, cast
 
 from rlbuf_td.storages.allocate import ROWS_FILE
-from rlbuf_td.storages.shared.journal_file import JournalFile
+from rlbuf_td.storages.shared.head_file import HeadFile
 from rlbuf_td.storages.shared.rows import share
 
 if TYPE_CHECKING:
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 def reopen_rows(storage: PackedStorage) -> None:
-    """Continue the rows that an earlier process has left in ``scratch_dir``; keep a journal for later processes."""
+    """Continue the rows that an earlier process has left in ``scratch_dir``."""
     folder = cast("Path", storage.scratch_dir)
-    file = JournalFile(folder, folder / ROWS_FILE)
+    file = HeadFile(folder, folder / ROWS_FILE)
     try:
         share(storage, file)
-        with storage.lock:  # maps the rows, and undoes a write during which the earlier process died
+        with storage.lock:  # maps the rows, and finishes or gives up a write during which the earlier process died
             if storage.rows is not None:
                 _refuse_wrong_counters(storage, file)
                 storage.reopened = len(storage) > 0
@@ -32,7 +32,7 @@ def reopen_rows(storage: PackedStorage) -> None:
         raise
 
 
-def _refuse_wrong_counters(storage: PackedStorage, file: JournalFile) -> None:
+def _refuse_wrong_counters(storage: PackedStorage, file: HeadFile) -> None:
     try:
         storage.ring.check()
     except AssertionError as error:

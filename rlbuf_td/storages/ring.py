@@ -4,12 +4,19 @@ Each of E lanes has T slots. Row ``serial`` of lane ``e`` lies in the cell ``(se
 ``tail <= serial < written``. These two numbers per lane lie where the rows lie. All other cells are *holes*: no sampler
 draws them, and no index reads them. The *stamp* of a row is its serial: a batch of stamps tells which rows are gone.
 
+A write is *published*. It first gives up the rows that it will replace, by advancing ``tail`` (:meth:`Ring.begin`);
+then it copies the new rows; then it advances ``written`` (:meth:`Ring.publish`). The head after the write lies in
+``after``, and ``dirty`` says how far the write has come, so that whoever finds a write that did not end can finish or
+give up each step for all lanes (:meth:`Ring.recover`). Nothing is undone: the rows that were given up are gone.
+
 Rows that are written elsewhere than after the newest row give up time order: rows of serials below ``ordered`` may be
 in any order, until newer rows have replaced them. As long as there are such rows, ``generations`` holds the serial of
 each cell's row. A write out of order moves all serials up by T or more, so that the rows that it replaces get others.
 
-Invariant (:meth:`Ring.check`): ``0 <= tail <= written`` and ``written - tail <= T`` in each lane; while rows are out of
-order, the generation of each live cell is below ``written``, and equal to its slot modulo T.
+Invariant (:meth:`Ring.check`): ``0 <= tail <= written`` and ``written - tail <= T`` in each lane; a lane without rows
+begins at slot 0; while rows are out of order, the generation of each live cell is below ``written``, and equal to its
+slot modulo T. A lane whose rows neither fill all slots nor the slots from 0 on has lost rows to a write that did not
+end, until newer rows fill these holes.
 """
 
 from __future__ import annotations
@@ -21,7 +28,22 @@ import torch
 from torch import Tensor
 
 from rlbuf_td.kernels.inference_mode import outside_inference_mode
-from rlbuf_td.kernels.serials import ORDERED, TAIL, WRITTEN
+from rlbuf_td.kernels.serials import (
+    AFTER,
+    BEFORE,
+    DIRTY,
+    FOLLOWING,
+    IDLE,
+    NEXT_PUBLICATION,
+    ORDERED,
+    PUBLICATION,
+    PUBLISHED,
+    SCATTERING,
+    TAIL,
+    WRITING,
+    WRITTEN,
+    block_size,
+)
 
 #: Entry of a prioritized batch: the serial of each row, its *stamp*, ``[B]`` int64.
 SAMPLED_AT = "sampled_at"
@@ -34,46 +56,37 @@ class Ring:
     Args:
         steps: T, the slots of a lane.
         lanes: E, the number of lanes.
-        head: ``[3, E]`` int64, or more rows, memory for the numbers, which an earlier process may have left; default:
-            new memory.
     """
 
-    def __init__(self, steps: int, lanes: int, head: np.ndarray | None = None) -> None:
+    def __init__(self, steps: int, lanes: int) -> None:
         self.steps, self.lanes = steps, lanes
         self.generations: Tensor | None = None  # ``[T * E]`` int64, where the rows are; used while order is lost
-        self._aside: np.ndarray | None = None  # a copy of `head` in shared memory, with which a failed write is undone
-        self._place(np.zeros((3, lanes), np.int64) if head is None else head)
+        self._place(np.zeros(block_size(lanes), np.int64))
+        self.following[0] = -1
 
-    def _place(self, head: np.ndarray) -> None:
-        self.head, self.tail, self.written, self.ordered = head, head[TAIL], head[WRITTEN], head[ORDERED]
-        self._numbers = memoryview(head.data).cast("B").cast("q")  # reads numbers in a fourth of NumPy's time
+    def _place(self, block: np.ndarray) -> None:
+        self.block, self._numbers = block, memoryview(block.data)  # reads numbers in a fourth of NumPy's time
+        rows = block[: (BEFORE + 1) * self.lanes].reshape(-1, self.lanes)
+        self.head, self.after, self.before = rows[:AFTER], rows[AFTER:BEFORE], rows[BEFORE]
+        self.tail, self.written, self.ordered = self.head[:FOLLOWING]
+        #: What the next row of each lane continues, ``[2, E]``, see :mod:`rlbuf_td.kernels.episodes`; also in `after`.
+        self.following, self.following_after = self.head[FOLLOWING:], self.after[FOLLOWING:]
 
-    def keep_in(self, memory: Tensor, generations: Tensor, *, found: bool) -> None:
-        """Move the numbers to ``memory``, ``[2, 3, E]`` int64 in shared memory; if ``found``, take those there."""
-        head, self._aside = memory.numpy()
+    def keep_in(self, block: Tensor, generations: Tensor, *, found: bool) -> None:
+        """Move the numbers to ``block``, int64 in shared memory; if ``found``, take those there."""
         if not found:
-            head[:] = self.head
+            block.copy_(torch.from_numpy(self.block))
             if self.generations is not None:
                 generations.copy_(self.generations)
         self.generations = generations
-        self._place(head)
-
-    def save(self) -> None:
-        """Copy the numbers of shared rows, before a write."""
-        if self._aside is not None:
-            self._aside[:] = self.head
-
-    def undo(self) -> None:
-        """Restore the numbers of the last :meth:`save`."""
-        if self._aside is not None:
-            self.head[:] = self._aside
-            if not self.in_order:
-                self.head += 2 * self.steps  # above the serials that the failed write may have given out
+        self._place(block.numpy())
 
     def check(self) -> None:
         """Raise an AssertionError unless the invariant holds."""
         if not ((self.tail >= 0) & (self.tail <= self.written) & (self.written - self.tail <= self.steps)).all():
             raise AssertionError(f"tail {self.tail} and written {self.written} do not fit {self.steps} slots")
+        if self.dirty != IDLE or (self.tail[self.count == 0] % self.steps).any():
+            raise AssertionError(f"tail {self.tail} and written {self.written} are those of a write, {self.dirty}")
         if not self.in_order and self.generations is not None:
             live = self.cells_by_age()
             found, slot, written = self.generations[live], live // self.lanes, torch.from_numpy(self.written)
@@ -109,14 +122,22 @@ class Ring:
 
     @property
     def longest(self) -> int:
-        """The number of live rows of the longest lane."""
-        common = self.common()
-        return int(self.count.max()) if common is None else common[1] - common[0]
+        """The number of time steps up to the last slot in which any lane has a row."""
+        return self._longest(self.common())
+
+    def _longest(self, common: tuple[int, int] | None) -> int:
+        if common is None:
+            return int(extents(self.tail, self.written, self.steps).max())
+        tail, written = common
+        return min(tail % self.steps + written - tail, self.steps)
 
     @property
     def holes(self) -> int:
-        """The number of holes in the time steps up to the longest lane."""
-        return 0 if self.common() is not None else self.longest * self.lanes - len(self)
+        """The number of holes in the time steps up to :attr:`longest`."""
+        common = self.common()
+        if common is not None and (common[1] - common[0] == self.steps or not common[0] % self.steps):
+            return 0
+        return self._longest(common) * self.lanes - len(self)
 
     @property
     def together(self) -> bool:
@@ -131,17 +152,17 @@ class Ring:
         return self._numbers[self.lanes] % self.steps
 
     def extent(self) -> tuple[int, int]:
-        """Return the number of cells of the time steps up to the longest lane, and :attr:`newest`."""
-        common = self.common()
-        if common is None:
+        """Return the number of cells of the time steps up to :attr:`longest`, and :attr:`newest`."""
+        common, steps = self.common(), self.steps
+        if common is None or (common[0] % steps and common[1] - common[0] < steps):
             return self.longest * self.lanes, self.newest
         tail, written = common
-        return (written - tail) * self.lanes, (written - 1) % self.steps if written > tail else -1
+        return (written - tail) * self.lanes, (written - 1) % steps if written > tail else -1
 
     @property
     def newest(self) -> int:
-        """The slot of the newest row; -1 if there is none, or lanes do not stand together."""
-        return (self.cursor - 1) % self.steps if self.longest and self.together else -1
+        """The slot of the newest row; -1 if there is none, lanes do not stand together, or there are holes."""
+        return (self.cursor - 1) % self.steps if self.longest and self.together and not self.holes else -1
 
     @property
     def newest_of_lanes(self) -> np.ndarray:
@@ -157,38 +178,149 @@ class Ring:
 
     # -- writes
 
-    def publish(self, lanes: np.ndarray | slice, count: np.ndarray | int) -> None:
-        """Make the rows of a write live, after their bytes have been copied."""
-        self.tail[lanes] = np.maximum(self.tail[lanes], self.written[lanes] + count - self.steps)
-        self.written[lanes] += count
-        if not self.in_order:
-            counts = np.zeros(self.lanes, np.int64)
-            counts[lanes] = count
-            counts = np.minimum(counts, self.count)
-            self._renew(self.newest_cells(counts))
+    @property
+    def dirty(self) -> int:
+        """How far a write has come that has not ended: :data:`IDLE` (there is none), :data:`WRITING`, ..."""
+        return self._numbers[DIRTY]
 
-    def turn_to(self, slot: int) -> None:
-        """Give up all rows; the next ones lie in the slots from ``slot`` on."""
-        self.tail[:] = self.written[:] = self.written + (slot - self.written) % self.steps
+    def _set(self, word: int, value: int) -> None:
+        self._numbers[word] = value
+
+    @property
+    def publication(self) -> int:
+        """How often rows have been published or given up: planned numbers (:class:`Planned`) depend on it."""
+        return self._numbers[PUBLICATION]
+
+    def begin(
+        self, lanes: np.ndarray | slice, count: np.ndarray | int, slot: int | None = None, *, anew: bool = False
+    ) -> None:
+        """Give up the rows that a write will replace.
+
+        Args:
+            lanes: the lanes to write, each once.
+            count: the number of new rows of each lane; the last T of them are stored.
+            slot: where the first new row of each lane lies, if it is not the next slot; all rows are then replaced.
+            anew: whether all rows are given up, although the new ones may be fewer.
+        """
+        after = self.after
+        after[:] = self.head
+        written = after[WRITTEN]
+        if slot is not None:
+            written += (slot - written) % self.steps
+        self.before[:] = written
+        written[lanes] += count
+        np.maximum(self.before if anew else after[TAIL], written - self.steps, out=after[TAIL])
+        self._give_up()
+        if slot is not None:
+            self.tail[:] = self.written[:] = self.before
+
+    def give_up(self) -> None:
+        """Give up all rows; :meth:`load` brings others."""
+        self.after[:] = self.head
+        self.before[:] = self.after[TAIL] = self.written
+        self._give_up()
+
+    def _give_up(self) -> None:
+        self._set(NEXT_PUBLICATION, self.publication + 1)
+        self._set(DIRTY, WRITING)
+        np.minimum(self.after[TAIL], self.written, out=self.tail)
+
+    def publish(self, cells: Tensor | None = None) -> None:
+        """Make the rows of a write live, after their bytes have been copied; ``cells`` are those of a scattered one."""
+        self._set(DIRTY, PUBLISHED)
+        self._finish_publishing()
+        if not self.in_order:
+            self._renew(self._newest() if cells is None else cells)
+
+    def _finish_publishing(self) -> None:
+        self.head[:] = self.after
+        self._set(PUBLICATION, self._numbers[NEXT_PUBLICATION])
+
+    def finish(self) -> None:
+        """Note that a write has ended: what is derived from the rows is up to date."""
+        self._set(DIRTY, IDLE)
+
+    def advance(self, lanes: np.ndarray | slice, count: np.ndarray | int) -> None:
+        """Make ``count`` further rows of lanes live, whose bytes have been copied."""
+        self.begin(lanes, count)
+        self.publish()
+        self.finish()
 
     def empty(self) -> None:
         """Give up all rows. The next ones lie in cells from 0 on, and no stamp of an earlier row equals theirs."""
-        self.turn_to(0)
+        self.after[:] = self.head
+        self.after[TAIL] = self.after[WRITTEN] = self.written + -self.written % self.steps
+        self._replace_head()
 
-    def scatter(self, slots: Tensor) -> None:
-        """Note that rows of all lanes have been written to these slots, ``[n]``, elsewhere than after the newest."""
+    def move_up(self, by: np.ndarray) -> None:
+        """Add multiples of T to the serials of all rows of each lane, ``[E]``; the rows are in time order."""
+        self.after[:] = self.head
+        self.after[:ORDERED] += by
+        self._replace_head()
+
+    def _replace_head(self) -> None:
+        self.before[:] = self.after[WRITTEN]  # no row is new
+        self._set(NEXT_PUBLICATION, self.publication + 1)
+        self.publish()
+        self.finish()
+
+    def begin_scattered(self, slots: Tensor) -> Tensor:
+        """Give up the rows of all lanes in ``slots``, ``[n]``, elsewhere than after the newest; return their cells."""
         self.lose_order(slots.device)
-        count = max(self.longest, int(slots.max()) + 1)
+        count, after = max(self.longest, int(slots.max()) + 1), self.after
+        after[:] = self.head
         moved = self.written + self.steps
         if count == self.steps:  # the next row follows the last of these
             moved += (int(slots[-1]) + 1 - moved) % self.steps
-            self.tail[:] = moved - self.steps
+            after[TAIL] = moved - self.steps
         else:
-            self.tail += self.steps
-            moved = self.tail + count
-        self.written[:] = self.ordered[:] = moved
+            after[TAIL] += self.steps
+            moved = after[TAIL] + count
+        self.before[:] = after[WRITTEN] = after[ORDERED] = moved
         lane = torch.arange(self.lanes, device=slots.device)
-        self._renew((slots[:, None] * self.lanes + lane).flatten())
+        cells = (slots[:, None] * self.lanes + lane).flatten()
+        self._set(NEXT_PUBLICATION, self.publication + 1)
+        self._set(DIRTY, SCATTERING)
+        self.generations[cells] = -1  # type: ignore[index]
+        return cells
+
+    def recover(self, matrix: Tensor) -> Tensor:
+        """Finish or give up a write that did not end; return the cells of new rows, of which nobody may know yet.
+
+        ``matrix``, the rows ``[T, *lanes, width]``, is changed if the write was scattered.
+        """
+        phase, new = self.dirty, torch.empty(0, dtype=torch.int64, device=matrix.device)
+        if phase == WRITING:
+            np.minimum(self.after[TAIL], self.written, out=self.tail)
+        elif phase == SCATTERING:
+            self._close_gaps(matrix)
+        if self.dirty == PUBLISHED:
+            self._finish_publishing()
+            new = self._newest().to(matrix.device)
+            if not self.in_order and self.generations is not None:
+                live = self.cells_by_age().to(matrix.device)
+                new = torch.cat((new, live[self.generations[live] < 0])).unique()
+                self._renew(new)
+        without = self.count == 0
+        self.tail[without] = self.written[without] = (self.written + -self.written % self.steps)[without]
+        return new
+
+    def _close_gaps(self, matrix: Tensor) -> None:
+        """Move the rows of the last slots to those that a scattered write has given up; there is no order to keep."""
+        generations: Any = self.generations
+        is_lost = (generations.view(self.steps, self.lanes)[: self.longest] < 0).any(1)
+        lost, kept = is_lost.nonzero()[:, 0], int((~is_lost).sum())
+        places = lost[lost < kept]
+        matrix[places] = matrix[kept : self.longest][~is_lost[kept:]]
+        generations.view(self.steps, self.lanes)[lost] = -1
+        self.after[:] = self.head
+        self.after[TAIL] = self.written + -self.written % self.steps
+        self.before[:] = self.after[WRITTEN] = self.after[ORDERED] = self.after[TAIL] + kept
+        self._set(DIRTY, PUBLISHED)
+
+    def _newest(self) -> Tensor:
+        """Return the cells of the rows that the last write has published in time order."""
+        return self.newest_cells(self.written - np.maximum(np.minimum(self.before, self.written), self.tail))
 
     def lose_order(self, device: torch.device | str = "cpu") -> None:
         """Note that the rows written so far may be in any order."""
@@ -280,7 +412,7 @@ class Ring:
     # -- state
 
     def state(self) -> dict[str, Any]:
-        head, kept = torch.from_numpy(self.head[: ORDERED + 1].copy()), None if self.in_order else self.generations
+        head, kept = torch.from_numpy(self.head[:FOLLOWING].copy()), None if self.in_order else self.generations
         return {"steps": self.steps, "head": head, "generations": None if kept is None else kept.clone()}
 
     def load(self, state: dict[str, Any], device: torch.device | str = "cpu") -> None:
@@ -294,11 +426,20 @@ class Ring:
         tail, written = saved_serials(state, self.steps)
         most = int(self.written.max())
         up = max(0, -(-(most - int(tail.min())) // self.steps) * self.steps) if most else 0
-        self.tail[:], self.written[:], self.ordered[:] = tail + up, written + up, 0
+        self.after[:] = self.head
+        self.after[TAIL], self.after[WRITTEN], self.after[ORDERED] = tail + up, written + up, 0
+        self.before[:] = self.after[TAIL]  # all rows are new to those who have been told of others
+        self._set(NEXT_PUBLICATION, self.publication + 1)
+        self.publish()
         if not is_ordered:
             self.lose_order(device)
             if generations is not None and self.generations is not None:
                 self.generations.copy_(torch.where(generations < 0, generations, generations + up))
+
+
+def extents(tail: Any, written: Any, steps: int) -> Any:
+    """Return the number of slots of each lane up to the last one with a row, ``[E]``, as arrays or tensors."""
+    return (tail % steps + written - tail).clip(max=steps)
 
 
 def saved_serials(state: dict[str, Any], steps: int) -> np.ndarray:
@@ -323,8 +464,7 @@ def refuse_ring(state: Any, lead: torch.Size) -> None:
         raise ValueError(f"the saved numbers of lanes must be int64 of shape {[3, lanes]}")
     tail, written, ordered = head
     fits = (tail >= 0) & (tail <= written) & (written - tail <= steps) & (written < _MOST) & (ordered <= written)
-    fits &= (written - tail == steps) | (tail % steps == 0)
-    if int((written - tail).max()) != lead[0] or not bool(fits.all()):
+    if not bool(fits.all()) or int(extents(tail, written, steps).max()) != lead[0]:
         raise ValueError("the saved numbers of lanes do not fit the saved rows")
     if generations is not None and (generations.dtype, generations.shape) != (torch.int64, (steps * lanes,)):
         found = f"{generations.dtype} of shape {tuple(generations.shape)}"

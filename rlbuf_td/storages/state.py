@@ -18,13 +18,13 @@ from rlbuf_td.storages.dedup import DedupLayout, saved_dedup
 from rlbuf_td.storages.entries import Sections
 from rlbuf_td.storages.episodes import refuse_episodes
 from rlbuf_td.storages.layout import RowLayout
-from rlbuf_td.storages.ring import Ring, refuse_ring, saved_serials
+from rlbuf_td.storages.ring import Ring, extents, refuse_ring, saved_serials
 from rlbuf_td.storages.row_class import RowClass
 from rlbuf_td.storages.rows import PlainRows, Rows
 from rlbuf_td.storages.rows.dedup import DedupRows
 from rlbuf_td.storages.schema import SchemaError
 from rlbuf_td.storages.torchrl_parts import count_change, empty_part, is_full, listeners_of
-from rlbuf_td.storages.writes import begin, refuse_schema
+from rlbuf_td.storages.writes import begin_load, refuse_schema
 
 if TYPE_CHECKING:
     from rlbuf_td.storages.packed import PackedStorage
@@ -69,19 +69,19 @@ def load(storage: PackedStorage, state: dict[str, Any]) -> None:
     if storage.rows is None:
         storage.adopt(make_rows(storage, layout, lanes, matrix.device, dedup_for(storage, layout, dedup)))
     rows = storage.all_rows()
-    begin(storage)
+    begin_load(storage)
     if rows.takes(dedup, [len(found) for found in entries]):
         rows.restore_(matrix, entries)
     else:
         source = rows_of_state(layout, matrix, dedup, entries)
-        rows.copy_steps_(source, [(0, len(matrix))], saved_serials(state["ring"], rows.steps), storage.ring.serials)
+        rows.copy_steps_(source, [(0, len(matrix))], saved_serials(state["ring"], rows.steps))
     storage.restore_counters(state)
 
 
 def save_ring(storage: PackedStorage, path: str | Path) -> None:
     """Save the serials of the rows, which TorchRL's checkpointer omits."""
-    ring = storage.ring
-    Path(path, _RING_FILE).write_text(json.dumps({"steps": ring.steps, "head": ring.head.tolist()}))
+    saved = storage.ring.state()
+    Path(path, _RING_FILE).write_text(json.dumps({"steps": saved["steps"], "head": saved["head"].tolist()}))
 
 
 def saved_ring(storage: PackedStorage, path: str | Path) -> dict[str, Any]:
@@ -99,11 +99,10 @@ def saved_ring(storage: PackedStorage, path: str | Path) -> dict[str, Any]:
             state = {"steps": found["steps"], "head": torch.tensor(found["head"]), "generations": None}
         else:
             before, beside = Ring(shape[0], prod(shape[1:])), Path(path).parent / "writer" / "metadata.json"
-            before.publish(slice(None), lead[0])
+            before.advance(slice(None), lead[0])
             if lead[0] == shape[0] and beside.exists():  # of TorchRL's buffer
-                before.publish(
-                    slice(None), saved_number("cursor", json.loads(beside.read_text())["cursor"], 0, shape[0])
-                )
+                cursor = json.loads(beside.read_text())["cursor"]
+                before.advance(slice(None), saved_number("cursor", cursor, 0, shape[0]))
             state = before.state()
         refuse_ring(state, lead)
         _refuse_resized_lanes(state, steps_for(storage, shape[1:]))
@@ -116,6 +115,7 @@ def load_ring(storage: PackedStorage, saved: dict[str, Any]) -> None:
     storage.load_episodes(None)
     if not storage.in_time_order:
         storage.tell_lost_order()
+    storage.ring.finish()
     end_trajectories(storage)
 
 
@@ -161,10 +161,11 @@ def refuse_counters(state: dict[str, Any], lead: torch.Size) -> None:
 
 
 def _refuse_resized_lanes(ring: dict[str, Any], capacity: int) -> None:
-    """Raise a ValueError if lanes that stand apart, some of them full, were saved with another capacity."""
+    """Raise a ValueError if lanes that stand apart, some full or with gaps, were saved with another capacity."""
     tail, written, _ = ring["head"]
     saved = ring["steps"]
-    if saved != capacity and int((written - tail).max()) == saved and not stand_together(ring):
+    begins_later = bool(((written - tail == saved) | (tail % saved > 0)).any())
+    if saved != capacity and begins_later and not stand_together(ring):
         raise ValueError(
             f"lanes that stand apart, up to {saved} time steps, were saved with a capacity of {saved} time steps, not "
             f"{capacity}; rb.dumps and rb.loads transfer the newest ones of each lane into another capacity"
@@ -172,16 +173,17 @@ def _refuse_resized_lanes(ring: dict[str, Any], capacity: int) -> None:
 
 
 def stand_together(ring: dict[str, Any]) -> bool:
-    """Whether the lanes of a saved ring have as many rows, and their next rows go to the same slot."""
+    """Whether the lanes of a saved ring have as many rows, their next rows go to the same slot, without holes."""
     tail, written, _ = ring["head"]
     count = written - tail
-    return not ((count != count[0]).any() or ((written - written[0]) % ring["steps"]).any())
+    is_unlike = (count != count[0]).any() or ((written - written[0]) % ring["steps"]).any()
+    return not is_unlike and int(extents(tail, written, ring["steps"])[0]) == int(count[0])
 
 
 def has_holes(state: dict[str, Any]) -> bool:
-    """Whether some of the saved lanes have fewer rows than others."""
+    """Whether cells of the saved time steps have no rows."""
     tail, written, _ = state["ring"]["head"]
-    return bool((written - tail != (written - tail)[0]).any())
+    return bool((written - tail != extents(tail, written, state["ring"]["steps"]).max()).any())
 
 
 def dedup_for(storage: PackedStorage, layout: RowLayout, saved: DedupLayout | None) -> DedupLayout | None:
@@ -220,6 +222,7 @@ def restore_counters(storage: PackedStorage, state: dict[str, Any]) -> None:
     storage.load_episodes(state.get("episodes"))
     if not storage.in_time_order:
         storage.tell_lost_order()
+    storage.ring.finish()
 
 
 def describe(storage: PackedStorage) -> str:
@@ -265,7 +268,7 @@ def rows_of_state(layout: RowLayout, matrix: torch.Tensor, dedup: DedupLayout | 
         return PlainRows(layout, matrix.contiguous())
     lanes, steps = matrix.shape[1:-1], max(1, len(matrix))
     for group, found in zip(dedup.groups, used, strict=True):  # overwritten rows may have left entries
-        steps = max(steps, -(-len(found) // (2 * group.names * lanes.numel())))
+        steps = max(steps, -(-len(found) // (group.names * lanes.numel())))
     shape = torch.Size([steps, *lanes])
     sections = Sections.of(dedup, shape)
     memory = allocate_bytes(sections.total, torch.device("cpu"), sparse=(sections.likely, sections.fixed))

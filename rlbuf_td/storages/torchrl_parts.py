@@ -23,6 +23,14 @@ restart_writer = methodcaller("_empty", empty_write_count=False)  # the next wri
 empty_part = methodcaller("_empty")  # removes the rows of a storage, or what a sampler knows about them
 
 
+def parts_of(buffer: Any) -> list[Any]:
+    """Return the writer and the sampler of a buffer, and those that it wraps; none of an object without them."""
+    found = [getattr(buffer, "_writer", None), getattr(buffer, "_sampler", None)]  # missing while a buffer is made
+    while found[-1] is not None:
+        found.append(getattr(found[-1], "sampler", None))
+    return [each for each in found if each is not None]
+
+
 def columns_or_none(storage: Storage) -> Any:
     return getattr(storage, "_storage", None)  # an ensemble of storages has no entries of its own
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -14,11 +15,13 @@ import torch
 from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 
 from rlbuf_td.kernels.host_memory import address_of
+from rlbuf_td.kernels.serials import TAIL, WRITTEN
 from rlbuf_td.storages.allocate import make_rows
 from rlbuf_td.storages.dedup import DedupLayout
 from rlbuf_td.storages.episodes import refuse_inner
-from rlbuf_td.storages.interrupts import held_back
 from rlbuf_td.storages.layout import RowLayout
+from rlbuf_td.storages.listeners import Then
+from rlbuf_td.storages.ring import extents
 from rlbuf_td.storages.row_class import opened
 from rlbuf_td.storages.rows import Rows, last_of_each
 from rlbuf_td.storages.schema import SchemaError, refuse_other_index, refuse_unfit, show_key
@@ -117,21 +120,19 @@ def as_tensordict(storage: PackedStorage, data: Any, lead_dims: int) -> TensorDi
     return found
 
 
-def begin(storage: PackedStorage, start: int = 0, count: int = 0, *, cells: torch.Tensor | None = None) -> None:
-    """Prepare a write to the flat indices ``cells``, or to ``count`` time steps (0: all) from ``start`` on."""
-    rows = storage.all_rows()
-    if storage.shared_rows is None:
-        if storage.process != os.getpid():
-            _enter_forked_process(storage, rows)
-    elif cells is not None:
-        storage.shared_rows.journal.begin_at(cells.reshape(-1))
-    else:
-        lanes = prod(rows.lanes)
-        storage.shared_rows.journal.begin(start * lanes, (count or rows.steps) * lanes, len(storage))
+def enter(storage: PackedStorage) -> None:
+    """Refuse or warn of the first change of rows that are not shared in a forked process."""
+    if storage.shared_rows is None and storage.process != os.getpid():
+        _enter_forked_process(storage, storage.all_rows())
+
+
+def begin_load(storage: PackedStorage) -> None:
+    """Give up all rows, before others are loaded in their place; :meth:`Ring.load` ends this."""
+    enter(storage)
+    storage.ring.give_up()
 
 
 def _enter_forked_process(storage: PackedStorage, rows: Rows) -> None:
-    """Refuse or warn of the first change of rows that are not shared in a forked process."""
     if rows.is_mapped:
         raise RuntimeError(
             f"this process was forked, and its parent writes to the same file of rows in {storage.scratch_dir}: "
@@ -217,29 +218,39 @@ def _occurrences(numbers: np.ndarray) -> np.ndarray:
     return found
 
 
-def append(storage: PackedStorage, lanes: Any, data: TensorDictBase) -> torch.Tensor:
+def append(
+    storage: PackedStorage, lanes: Any, data: TensorDictBase, then: Callable[[torch.Tensor], Then] | None = None
+) -> torch.Tensor:
     """Implement :meth:`PackedStorage.append`."""
     data = as_tensordict(storage, data, 1)
     _fix_lanes(storage, data)
-    lanes = as_lanes(storage, lanes, data)
+    lane = as_lanes(storage, lanes, data)
     rows = storage.all_rows()
     leaves = rows.layout.collect(data, data.batch_size[:1])
     ring = storage.ring
-    before, more = _occurrences(lanes), np.bincount(lanes, minlength=ring.lanes)
-    cells = (ring.written[lanes] + before) % ring.steps * ring.lanes + lanes
-    kept = more[lanes] - before <= ring.steps  # later rows of the call overwrite the others
+    before, more = _occurrences(lane), np.bincount(lane, minlength=ring.lanes)
+    cells = (ring.written[lane] + before) % ring.steps * ring.lanes + lane
+    kept = more[lane] - before <= ring.steps  # later rows of the call overwrite the others
     if not kept.all():
         where = torch.from_numpy(kept)
         leaves = [leaf[where.to(leaf.device)] for leaf in leaves]
-    written = torch.from_numpy(cells[kept])
-    begin(storage, cells=written)
-    longest, steps = ring.longest, int(np.minimum(ring.count + more, ring.steps).max())
-    if steps > longest:
-        rows.matrix[longest:steps].zero_()  # those of other lanes are holes
-    rows.append_(written, leaves, ring.serials)
-    written_lanes = np.flatnonzero(more)
-    storage.publish(written_lanes, more[written_lanes])
-    return torch.from_numpy(cells)
+    written, serials, longest = torch.from_numpy(cells[kept]), ring.serials, ring.longest
+
+    def copy() -> None:
+        steps = int(extents(ring.after[TAIL], ring.after[WRITTEN], ring.steps).max())
+        if steps > longest:
+            rows.matrix[longest:steps].zero_()  # those of other lanes are holes
+        rows.append_(written, leaves, serials)
+
+    if isinstance(lanes, Beginning):
+        storage.begin_episode(lanes)
+    written_lanes, flat = np.flatnonzero(more), torch.from_numpy(cells)
+    storage.publish(written_lanes, more[written_lanes], copy, then=None if then is None else then(flat))
+    return flat
+
+
+class Beginning(int):
+    """A lane whose next row begins an episode, because another actor takes the lane over."""
 
 
 def as_lanes(storage: PackedStorage, lanes: Any, data: TensorDictBase) -> np.ndarray:
@@ -285,7 +296,9 @@ def _fix_lanes(storage: PackedStorage, data: TensorDictBase) -> None:
         fix_rows(storage, data[:1].exclude("index").squeeze(0).expand(lanes), 1)
 
 
-def set_steps(storage: PackedStorage, cursor: Any, data: TensorDictBase, set_cursor: bool) -> None:
+def set_steps(
+    storage: PackedStorage, cursor: Any, data: TensorDictBase, set_cursor: bool, then: Then | None = None
+) -> None:
     single = isinstance(cursor, int | np.integer) or (isinstance(cursor, torch.Tensor) and not cursor.ndim)
     total = capacity_in_steps(storage, **{"single_data" if single else "batched_data": data})
     live = 0 if storage.rows is None else storage.written_rows().steps
@@ -300,21 +313,30 @@ def set_steps(storage: PackedStorage, cursor: Any, data: TensorDictBase, set_cur
     else:
         refuse_shared_keys(storage, storage.deduplicated)
     cells, is_run = rows.cells_at(torch.from_numpy(steps)), bool((np.diff(steps) == 1).all())
-    storage.refuse_holes(cells.reshape(-1))
-    begin(storage, cells=cells)
+    if not set_cursor:
+        storage.refuse_holes(cells.reshape(-1))
     if is_run or rows.dedup is not None:
         kept = min(count, rows.steps)
         leaves = leaves if kept == count else [leaf[-kept:] for leaf in leaves]
-        rows.copy_(int(steps[-kept]), kept, leaves, storage.ring.serials)
+        copy = partial(rows.copy_, int(steps[-kept]), kept, leaves, storage.ring.serials)
     else:
-        rows.replace_(cells, leaves)
+        copy = partial(rows.replace_, cells, leaves)
     if not set_cursor:
-        return
-    if (np.diff(steps) % rows.steps == 1 % rows.steps).all():
-        storage.note_steps(int(steps[0]), len(steps))
+        with _editing(storage):
+            copy()
+    elif (np.diff(steps) % rows.steps == 1 % rows.steps).all():
+        storage.write_steps(int(steps[0]), len(steps), copy, then=then)
     else:
-        storage.ring.scatter(torch.from_numpy(steps).to(rows.matrix.device))
-        storage.tell_lost_order()
+        storage.scatter(torch.from_numpy(steps).to(rows.matrix.device), copy, then)
+
+
+@contextmanager
+def _editing(storage: PackedStorage) -> Iterator[None]:
+    """Edit rows in a ``with`` block: what is derived from them is then computed again."""
+    enter(storage)
+    try:
+        yield
+    finally:
         count_change(storage)
 
 
@@ -324,8 +346,8 @@ def replace(storage: PackedStorage, cursor: Any, data: TensorDictBase) -> None:
     cells = rows.cells_of(cursor)
     storage.refuse_holes(cells.reshape(-1))
     leaves = rows.layout.collect(data, cells.shape)
-    begin(storage, cells=cells)
-    rows.replace_(cells, leaves)
+    with _editing(storage):
+        rows.replace_(cells, leaves)
 
 
 def refuse_out_of_order(storage: PackedStorage, steps: np.ndarray) -> None:
@@ -359,7 +381,7 @@ def edit(storage: PackedStorage, change: Callable[[TensorDictBase], Any], region
         IndexError: the region is out of range, or contains holes; nothing has been written.
         SchemaError: a deduplicated entry has changed; nothing has been written.
     """
-    with storage.lock, held_back:
+    with storage.lock:
         rows = storage.written_rows()
         in_place = region is None and rows.dedup is None
         cells = rows.cells_of(slice(None) if region is None else region)
@@ -373,17 +395,16 @@ def edit(storage: PackedStorage, change: Callable[[TensorDictBase], Any], region
             change(data)
             leaves = rows.layout.collect(data, cells.shape)
             refuse_shared_keys(storage, (key for key, old in before.items() if not _same_bytes(old, data.get(key))))
-        begin(storage, cells=flat)
-        if in_place:
-            change(rows.view())
-            rows.keep_edits()
-            if holes is not None:
-                rows.flat[flat[holes]] = 0
-        elif holes is not None:
-            rows.replace_(flat[~holes], [leaf.flatten(0, cells.ndim - 1)[~holes] for leaf in leaves])
-        else:
-            rows.replace_(cells, leaves)
-        count_change(storage)
+        with _editing(storage):
+            if in_place:
+                change(rows.view())
+                rows.keep_edits()
+                if holes is not None:
+                    rows.flat[flat[holes]] = 0
+            elif holes is not None:
+                rows.replace_(flat[~holes], [leaf.flatten(0, cells.ndim - 1)[~holes] for leaf in leaves])
+            else:
+                rows.replace_(cells, leaves)
 
 
 def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -403,13 +424,13 @@ def edit_entries(storage: PackedStorage, cells: torch.Tensor, values: Mapping[tu
     """Set the entries ``values``, ``[B, ...]`` each, of the rows at flat indices ``cells``."""
     # The revision stays the same, so that a trajectory index does not read all rows again.
     refuse_shared_keys(storage, values)
-    with storage.lock, held_back:
+    with storage.lock:
         rows = storage.written_rows()
         numbers = cells.cpu().numpy()
         if len(numbers) and numbers.max() >= rows.cells:
             raise IndexError(f"row {numbers.max()} is out of range: rows 0 to {rows.cells - 1} have been written")
         storage.refuse_holes(cells)
-        begin(storage, cells=cells)
+        enter(storage)
         numbers, leaves = last_of_each(numbers, [*values.values()])
         where, columns = torch.from_numpy(numbers).to(cells.device), rows.unpack(rows.matrix)
         for key, leaf in zip(values, leaves, strict=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from ctypes import addressof
 from pathlib import Path
 from typing import Any
@@ -22,25 +22,25 @@ from rlbuf_td.kernels.dispatch import compiled_form_of
 from rlbuf_td.storages import PackedStorage, torchrl_parts
 from rlbuf_td.storages.checks import OUT_OF_ORDER, require_packed, saved_number, state_of
 from rlbuf_td.storages.indexing import coordinates, lanes_of, stand_apart
-from rlbuf_td.storages.interrupts import held_back
+from rlbuf_td.storages.listeners import Recovers, Then
 from rlbuf_td.storages.schema import SchemaError, reshaped
-from rlbuf_td.storages.shared.memory import SharedNumbers
+from rlbuf_td.storages.shared.memory import Planned, SharedNumbers
 from rlbuf_td.storages.writes import stacked
 
 MOST = (1 << 63) - 1
 _GENERATIONS = "_slot_generations"  # attribute of the storage in which TorchRL's writers count writes
 
 
-class TimeWriter(RoundRobinWriter):
+class TimeWriter(RoundRobinWriter, Recovers):
     """Abstract base of the writers that write time steps in order; position 0 follows the last position."""
 
     appends = True  # whether single lanes of a PackedStorage can be written, see :meth:`append`
+    begins_anew = False  # whether the next write removes the rows so far
     takes_others: bool = False  # whether a storage of another class may be written, as TorchRL's writer does
     state_file: str | None = None  # the file of a dump with the state; None: TorchRL's file of counters is enough
 
     def __init__(self, *, track_generations: bool = False) -> None:
-        self.numbers = SharedNumbers("q", [0, 0])
-        self._cursor_value, self._write_count_value = self.numbers.counters()
+        self.count_in(SharedNumbers("q", [0, 0, -1, 0]))
         self._first_index: tuple[torch.Size, torch.Tensor, torch.Tensor] | None = None
         super().__init__(compilable=False, track_generations=track_generations)
 
@@ -59,34 +59,55 @@ class TimeWriter(RoundRobinWriter):
         if not isinstance(storage, PackedStorage):  # which may already be shared
             self.share_memory_()
 
-    def continue_counts(self, numbers: SharedNumbers) -> None:
-        """Count in the numbers that an earlier process has left, and go on from them."""
+    def count_in(self, numbers: SharedNumbers) -> None:
+        """Keep the counts in these numbers: the cursor, the write count, and two for what a write plans."""
         self.numbers = numbers
-        self._cursor_value, self._write_count_value = numbers.counters()
+        self._cursor_value, self._write_count_value, *_ = numbers.counters()
+        self.planned = Planned(numbers, 1, 1, 2)
 
     def share_memory_(self) -> None:
         """Share the counters with processes that are forked later, or spawned with this writer as an argument."""
         self.numbers.share_memory_()
 
-    @held_back
+    def _then(self, count: int, tell: Callable[[], object]) -> Then:
+        """Return what a write of ``count`` time steps, or rows of single lanes, does besides: count, and tell."""
+
+        def take() -> None:
+            self.planned.take()
+            ring = self._storage.ring
+            if ring.together:
+                self._cursor_value.value = ring.cursor
+            tell()
+
+        return Then(lambda publication: self.planned.plan(publication, self._write_count_value.value + count), take)
+
+    def recover(self, storage: Any, new: torch.Tensor) -> None:
+        """See :class:`~rlbuf_td.storages.listeners.Recovers`."""
+        self.planned.settle(storage.ring.publication)
+        if storage.ring.together:
+            self._cursor_value.value = storage.ring.cursor
+
     def add(self, data: Any) -> int | torch.Tensor:
         """Write one time step, ``[]`` (``[*lanes]`` if ``ndim > 1``); return its index. Errors: see :meth:`extend`."""
         storage = self._storage
         if not isinstance(storage, PackedStorage):
             return super().add(without_index(data))
-        if stand_apart(storage):
+        if not storage.ring.together:
             return self._extend_each_lane(data.unsqueeze(0))
         steps = torchrl_parts.capacity_in_steps(storage, single_data=data)
         cursor = self.find_cursor()
-        storage.write(cursor, data, single=True)
-        self._bump_generation(cursor, data)
-        self._cursor_value.value = (cursor + 1) % steps
-        self._write_count_value.value += 1
-        index: int | torch.Tensor = cursor if storage.ndim == 1 else self._step_index(cursor)
-        self.announce(cursor, 1, steps, index)
+        index: int | torch.Tensor = cursor
+
+        def tell() -> None:
+            nonlocal index
+            self._bump_generation(cursor, data)
+            if storage.ndim > 1:
+                index = self._step_index(cursor)
+            self.announce(cursor, 1, steps, index)
+
+        storage.write(cursor, data, single=True, anew=self.begins_anew, then=self._then(1, tell))
         return index
 
-    @held_back
     def extend(self, data: Any) -> torch.Tensor:
         """Write ``[n, *lanes]`` transitions; return their index, ``[n]`` or, if ``ndim > 1``, ``[n * lanes, ndim]``.
 
@@ -99,7 +120,7 @@ class TimeWriter(RoundRobinWriter):
         if not isinstance(self._storage, PackedStorage):
             return super().extend(without_index(data))
         storage, data = self._storage, stacked(data)
-        if stand_apart(storage):
+        if not storage.ring.together:
             return self._extend_each_lane(data)
         count = len(data)
         if count == 0:
@@ -111,29 +132,29 @@ class TimeWriter(RoundRobinWriter):
         index = torch.arange(cursor, cursor + count, device=getattr(data, "device", None) or "cpu")
         if cursor + count > steps:
             index %= steps
-        storage.write(start, data if kept == count else reshaped(data, lambda rows: rows[count - kept :]))
-        self._cursor_value.value = (cursor + count) % steps
-        self._write_count_value.value += count
-        self._bump_generation(index, data)
-        if storage.ndim > 1:
-            index = self._replicate_index(index)
-        self.announce(start, kept, steps, index)
+
+        def tell() -> None:
+            nonlocal index
+            self._bump_generation(index, data)
+            if storage.ndim > 1:
+                index = self._replicate_index(index)
+            self.announce(start, kept, steps, index)
+
+        newest = data if kept == count else reshaped(data, lambda rows: rows[count - kept :])
+        storage.write(start, newest, anew=self.begins_anew, then=self._then(count, tell))
         return index
 
-    @held_back
     def append(self, lanes: Any, data: TensorDictBase) -> torch.Tensor:
         """Write rows, ``[n]``, each after the newest row of its lane; return their index, ``[n, 2]``.
 
         The arguments and errors are those of :meth:`PackedStorage.append`. :attr:`_write_count` increases by n.
         """
         storage: Any = self._storage
-        flat = storage.append(lanes, data)
-        self._write_count_value.value += len(flat)
-        if storage.ring.together:
-            self._cursor_value.value = storage.ring.cursor
-        index = torch.stack(coordinates(flat, storage), -1)
-        self.announce_rows(flat, index)
-        return index
+
+        def then(flat: torch.Tensor) -> Then:
+            return self._then(len(flat), lambda: self.announce_rows(torch.stack(coordinates(flat, storage), -1)))
+
+        return torch.stack(coordinates(storage.append(lanes, data, then), storage), -1)
 
     def _extend_each_lane(self, data: TensorDictBase) -> torch.Tensor:
         """Write time steps ``[n, E]`` after the newest row of each lane."""
@@ -145,10 +166,8 @@ class TimeWriter(RoundRobinWriter):
             torch.arange(lanes, device="cpu").repeat(count), reshaped(data, lambda rows: rows.flatten(0, 1))
         )
 
-    def announce_rows(self, flat: torch.Tensor, index: torch.Tensor, listeners: Iterable[Any] | None = None) -> None:
+    def announce_rows(self, index: torch.Tensor, listeners: Iterable[Any] | None = None) -> None:
         """Tell each listener (default: all of the storage) about rows written to single lanes."""
-        if self._storage.shared_rows is not None:
-            self._storage.shared_rows.journal.written()
         for listener in torchrl_parts.listeners_of(self._storage) if listeners is None else listeners:
             listener.mark_update(index)
 
@@ -171,7 +190,6 @@ class TimeWriter(RoundRobinWriter):
         _, first, along_time = self._first_index
         return torch.add(first, along_time, alpha=cursor)
 
-    @held_back
     def write_at(self, index: int | torch.Tensor, data: Any) -> int | torch.Tensor:
         """Write to the time steps ``index`` without moving the cursor; return the index of the written rows."""
         count = self._write_count_value.value
@@ -214,16 +232,13 @@ class TimeWriter(RoundRobinWriter):
 
     @compiled_form_of("add", "extend", "append", "find_cursor", "announce", "announce_rows")
     def bind_write(self) -> dict[str, int]:
-        """Return the addresses of the counters that a compiled write advances."""
-        start = addressof(self.numbers.values)
-        return {"cursor": start, "write_count": start + 8}
+        """Return the address of the numbers that a compiled write advances."""
+        return {"counts": addressof(self.numbers.values)}
 
     def announce(
         self, start: int, count: int, steps: int, index: int | torch.Tensor, listeners: Iterable[Any] | None = None
     ) -> None:
         """Call ``mark_range``, or TorchRL's ``mark_update``, of each listener (default: all) for the written rows."""
-        if self._storage.shared_rows is not None:
-            self._storage.shared_rows.journal.written()
         for listener in torchrl_parts.listeners_of(self._storage) if listeners is None else listeners:
             mark_range = getattr(listener, "mark_range", None)
             if mark_range is None:
@@ -259,10 +274,7 @@ def keeps_order(writer: Any) -> bool | None:
 
 
 def next_step(storage: PackedStorage) -> int:
-    last = torchrl_parts.newest_step_of(storage)
-    if last is None or not len(storage):
-        return 0
-    return (last + 1) % torchrl_parts.capacity_in_steps(storage) if torchrl_parts.is_full(storage) else last + 1
+    return storage.ring.cursor if storage.rows is not None and storage.ring.together else 0
 
 
 def steps_by_age(writer: Writer, storage: PackedStorage, n: int | None, lane: int | None = None) -> Any:
@@ -286,9 +298,10 @@ def steps_by_age(writer: Writer, storage: PackedStorage, n: int | None, lane: in
     return torch.arange(end - (steps if n is None else n), end, device="cpu") % steps
 
 
-def _steps_of_lanes(storage: PackedStorage, n: int | None, lane: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _steps_of_lanes(storage: PackedStorage, n: int | None, lane: int | None) -> Any:
     written, count = torch.from_numpy(storage.ring.written), torch.from_numpy(storage.ring.count)
-    lanes = torch.arange(len(count), device="cpu") if lane is None else torch.tensor(lane, device="cpu")
+    one = lane if storage.ndim > 1 else 0
+    lanes = torch.arange(len(count), device="cpu") if one is None else torch.tensor(one, device="cpu")
     least, most = int(count[lanes].min()), int(count[lanes].max())
     if n is None and least < most:
         remedy = "read rb.lane(e).chronological(), or rb.chronological(flat=True)"
@@ -299,8 +312,8 @@ def _steps_of_lanes(storage: PackedStorage, n: int | None, lane: int | None) -> 
     if not least:
         raise RuntimeError(f"lane {lane} is empty: write to it first")
     ago = torch.arange(-(n or least), 0, device="cpu")
-    steps = (written[lanes] + (ago if lane is not None else ago[:, None])) % storage.all_rows().steps
-    return steps, lanes.expand(steps.shape)
+    steps = (written[lanes] + (ago if one is not None else ago[:, None])) % storage.all_rows().steps
+    return steps if storage.ndim == 1 else (steps, lanes.expand(steps.shape))
 
 
 def without_index(data: Any) -> Any:

@@ -13,6 +13,8 @@ from rlbuf_td.storages.shared.memory import SharedNumbers
 from rlbuf_td.storages.torchrl_parts import capacity_in_steps
 from rlbuf_td.writers.common import TimeWriter
 
+_TAKEN, _CLOSED, _LARGEST, _BEFORE, _TURN = range(4, 9)  # places in the numbers of a QueueWriter
+
 
 class QueueWriter(TimeWriter):
     """Writes the rows of a queue: no row is replaced before a :class:`QueueSampler` has taken the row.
@@ -42,9 +44,10 @@ class QueueWriter(TimeWriter):
 
     def __init__(self) -> None:
         super().__init__()
-        # Cursor, rows written, rows taken, 1 after a shutdown, rows of the largest write.
-        self.numbers = SharedNumbers("q", [0, 0, 0, 0, 0])
-        self._cursor_value, self._write_count_value, self._taken_value, self._closed_value, _ = self.numbers.counters()
+        # Those of `TimeWriter`, then: rows taken, 1 after a shutdown, rows of the largest write; rows taken before the
+        # process that took the last ones got the lock, and when it got the lock, see :attr:`ProcessLock.turn`.
+        self.count_in(SharedNumbers("q", [0, 0, -1, 0, 0, 0, 0, 0, -1]))
+        self._taken_value, self._closed_value = self.numbers.counters()[_TAKEN:_LARGEST]
 
     def register_storage(self, storage: Storage) -> None:
         """Set the storage to write to; rows that are already in the storage count as taken."""
@@ -56,7 +59,7 @@ class QueueWriter(TimeWriter):
     @property
     def is_closed(self) -> bool:
         """Whether the queue has been shut down, in any process."""
-        return bool(self.numbers[3])
+        return bool(self.numbers[_CLOSED])
 
     def close(self) -> None:
         """Mark the queue as shut down in all processes: calls of an :class:`ExperienceQueue` then raise an error."""
@@ -65,19 +68,27 @@ class QueueWriter(TimeWriter):
     @property
     def waiting(self) -> int:
         """The number of rows that have not been taken yet."""
-        return min(self.numbers[1] - self.numbers[2], len(self._storage))
+        return min(self.numbers[1] - self.numbers[_TAKEN], len(self._storage))
 
     @property
     def largest_write(self) -> int:
         """The number of rows of the largest write so far, by any process."""
-        return self.numbers[4]
+        return self.numbers[_LARGEST]
 
     def take(self, count: int) -> torch.Tensor:
         """Mark the oldest ``count`` waiting rows as taken; return their index. The caller holds the buffer's lock."""
-        steps = capacity_in_steps(self._storage)
+        steps, numbers = capacity_in_steps(self._storage), self.numbers
+        if self._storage.shared_rows is not None and numbers[_TURN] != self._storage.lock.turn:
+            numbers[_BEFORE], numbers[_TURN] = numbers[_TAKEN], self._storage.lock.turn
         start = self.numbers[0] - self.waiting
         self._taken_value.value = self.numbers[1] - self.waiting + count  # atomic: all rows are taken, or none
         return torch.arange(start, start + count, device=self._storage.device) % steps
+
+    def recover(self, storage: Any, new: torch.Tensor) -> None:
+        """Count as waiting what a process that died was taking; see :class:`~rlbuf_td.storages.listeners.Recovers`."""
+        super().recover(storage, new)
+        if storage.shared_rows is not None and self.numbers[_TURN] == storage.lock.turn:
+            self._taken_value.value = self.numbers[_BEFORE]
 
     def add(self, data: Any) -> int | torch.Tensor:
         """Write one row and return its index; raise the errors that the class documents."""
@@ -94,8 +105,8 @@ class QueueWriter(TimeWriter):
             raise ValueError(f"{count} rows never fit into a queue of {steps}: write fewer at once, or enlarge it")
         if count > steps - self.waiting:
             raise Full(f"{count} rows do not fit: {self.waiting} of {steps} wait to be taken")
-        if count > self.numbers[4]:
-            self.numbers[4] = count
+        if count > self.numbers[_LARGEST]:
+            self.numbers[_LARGEST] = count
 
     def _empty(self, empty_write_count: bool = True) -> None:
         super()._empty(empty_write_count=empty_write_count)
@@ -103,7 +114,7 @@ class QueueWriter(TimeWriter):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the cursor and the counters."""
-        return super().state_dict() | {"taken": self.numbers[2]}
+        return super().state_dict() | {"taken": self.numbers[_TAKEN]}
 
     def _refuse_state(self, state: dict[str, Any]) -> None:
         super()._refuse_state(state)

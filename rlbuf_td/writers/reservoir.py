@@ -14,14 +14,15 @@ from torchrl.data.replay_buffers import Storage, Writer
 from rlbuf_td.storages import torchrl_parts
 from rlbuf_td.storages.checks import require_packed, state_of
 from rlbuf_td.storages.indexing import lanes_of
-from rlbuf_td.storages.interrupts import held_back
+from rlbuf_td.storages.listeners import Recovers, Then
 from rlbuf_td.storages.schema import reshaped
-from rlbuf_td.storages.shared.memory import SharedNumbers
+from rlbuf_td.storages.shared.memory import Planned, SharedNumbers
 from rlbuf_td.storages.writes import as_tensordict, stacked
 from rlbuf_td.writers.common import without_index
 
 _FILE = "reservoir.json"
 _STATE = "_write_count", "following", "threshold"
+_NUMBERS = len(_STATE)
 _LEAST, _MOST = 2.0**-54, 1 << 62  # least uniform number u, so that log(1 - u) < 0; most skipped time steps
 
 
@@ -35,7 +36,7 @@ class Choice(NamedTuple):
     log_threshold: float
 
 
-class ReservoirWriter(Writer):
+class ReservoirWriter(Writer, Recovers):
     r"""Keeps a uniform sample of all time steps ever written: each is in the buffer with the same probability.
 
     The first T time steps fill the buffer. After N time steps in total, each one is stored with probability ``T / N``,
@@ -74,9 +75,11 @@ class ReservoirWriter(Writer):
 
     def __init__(self) -> None:
         super().__init__(compilable=False)
-        # Number of time steps written, the next time step to store, and the bits of the float64 ``log_threshold``.
-        self.numbers = SharedNumbers("q", [0, 0, 0])
-        self._write_count_value, self._following_value, self._threshold_value = self.numbers.counters()
+        # Number of time steps written, the next time step to store, and the bits of the float64 ``log_threshold``; then
+        # four for what a write plans.
+        self.numbers = SharedNumbers("q", [0, 0, 0, -1, 0, 0, 0])
+        self._write_count_value, self._following_value, self._threshold_value, *_ = self.numbers.counters()
+        self.planned = Planned(self.numbers, 0, _NUMBERS, _NUMBERS)
 
     @property
     def _write_count(self) -> int:
@@ -103,7 +106,7 @@ class ReservoirWriter(Writer):
         storage = self._storage
         steps = len(storage) // lanes_of(storage).numel() if len(storage) else 0
         if self._write_count < steps or (self._write_count > steps and not torchrl_parts.is_full(storage)):
-            self.numbers.values[:] = steps, 0, 0
+            self.numbers.values[:_NUMBERS] = steps, 0, 0
 
     def share_memory_(self) -> None:
         """Share the counters with processes that are forked later, or spawned with this writer as an argument."""
@@ -111,7 +114,7 @@ class ReservoirWriter(Writer):
 
     def choose(self, count: int, steps: int) -> Choice:
         """Choose which of the next ``count`` time steps to store in a storage of ``steps`` time steps."""
-        written, following, bits = self.numbers
+        written, following, bits, *_ = self.numbers
         (log_threshold,) = unpack("d", pack("q", bits))
         filled = max(0, min(steps - written, count))
         kept: list[tuple[int, int]] = []
@@ -133,16 +136,19 @@ class ReservoirWriter(Writer):
         skipped = log1p(-max(ahead, _LEAST)) / log(-expm1(log_threshold))
         return log_threshold, at + 1 + int(min(skipped, _MOST)), min(int(place * steps), steps - 1)
 
-    def note(self, written: int, choice: Choice) -> None:
-        """Update the state after a write; ``written`` is the total number of time steps written."""
-        self.numbers.values[:] = written, choice.following, *unpack("q", pack("d", choice.log_threshold))
+    def state_after(self, written: int, choice: Choice) -> tuple[int, ...]:
+        """Return the state after a write; ``written`` is the total number of time steps written."""
+        return written, choice.following, *unpack("q", pack("d", choice.log_threshold))
+
+    def recover(self, storage: Any, new: torch.Tensor) -> None:
+        """See :class:`~rlbuf_td.storages.listeners.Recovers`."""
+        self.planned.settle(storage.ring.publication)
 
     def add(self, data: Any) -> int | torch.Tensor:
         """Write one time step, ``[]`` or, if ``ndim > 1``, ``[*lanes]``; return its index, -1 if it is dropped."""
         index = self.extend(data.unsqueeze(0))
         return int(index) if self._storage.ndim == 1 else index
 
-    @held_back
     def extend(self, data: Any) -> torch.Tensor:
         """Write ``[n, *lanes]`` time steps; return their index, ``[n]`` or ``[n * lanes, ndim]``.
 
@@ -158,39 +164,45 @@ class ReservoirWriter(Writer):
         self._match_storage()
         choice = self.choose(count, torchrl_parts.capacity_in_steps(storage, batched_data=data))
         written = self._write_count
+        after = self.state_after(written + count, choice)
         index = torch.full((count,), -1, dtype=torch.int64, device=getattr(data, "device", None) or "cpu")
         if choice.filled:
-            index[: choice.filled] = torch.arange(written, written + choice.filled, device="cpu")
-            storage.write(written, data[: choice.filled])
+            filled = torch.arange(written, written + choice.filled, device="cpu")
+            index[: choice.filled] = filled
+            then = after if not choice.slots else (written + choice.filled, *self.numbers.values[1:_NUMBERS])
+            storage.write(written, data[: choice.filled], then=self._then(then, filled))
         if choice.slots:
             slots, rows = torch.tensor([[*choice.slots], [*choice.slots.values()]], device="cpu")
-            storage.set(slots, reshaped(without_index(data), lambda each: each[rows.to(each.device)]))
+            kept = reshaped(without_index(data), lambda each: each[rows.to(each.device)])
+            storage.set(slots, kept, then=self._then(after, slots))
             for position, slot in choice.kept:
                 index[position] = slot
-            storage.lose_order()  # even where the new row happens to follow the newest
-        self.note(written + count, choice)
-        self._announce(written, choice)
+        if not choice.filled and not choice.slots:
+            self.numbers.values[:_NUMBERS] = after
         if storage.ndim > 1:
             index = self._replicate_index(index)
             index = torch.where(index[:, :1] < 0, -1, index)
         return index
 
-    def _announce(self, written: int, choice: Choice) -> None:
-        if self._storage.shared_rows is not None:
-            self._storage.shared_rows.journal.written()
-        filled = torch.arange(written, written + choice.filled, device="cpu")
-        slots = torch.cat((filled, torch.tensor([*choice.slots], dtype=torch.int64, device="cpu")))
-        if len(slots):
+    def _then(self, after: tuple[int, ...], slots: torch.Tensor) -> Then:
+        """Return what a write to ``slots`` does besides: its state is ``after``, and listeners are told."""
+
+        def take() -> None:
+            self.planned.take()
+            if after[0] > self._storage.all_rows().steps:
+                self._storage.lose_order()  # even where the new row happens to follow the newest
             index = self._replicate_index(slots)
             for listener in torchrl_parts.listeners_of(self._storage):
                 listener.mark_update(index)
 
+        return Then(lambda publication: self.planned.plan(publication, *after), take)
+
     def _empty(self, empty_write_count: bool = True) -> None:
-        self.numbers.values[:] = 0, 0, 0  # even without ``empty_write_count``, because a new sample starts
+        self.numbers.values[:_NUMBERS] = 0, 0, 0  # even without ``empty_write_count``, because a new sample starts
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counters. The buffer saves the random generator."""
-        return dict(zip(_STATE, self.numbers, strict=True))
+        return dict(zip(_STATE, self.numbers.values[:_NUMBERS], strict=True))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a state that :meth:`state_dict` returned; ValueError if the state is not valid."""
@@ -203,7 +215,7 @@ class ReservoirWriter(Writer):
         is_chosen = following == 0 if threshold == 0 else following >= written
         if written < 0 or not (-inf < threshold <= 0 and is_chosen):
             raise ValueError(f"the state is not that of a ReservoirWriter: {state_dict}")
-        self.numbers.values[:] = values
+        self.numbers.values[:_NUMBERS] = values
 
     def dumps(self, path: str | Path) -> None:
         """Save the counters in the folder ``path``."""

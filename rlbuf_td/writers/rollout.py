@@ -148,6 +148,11 @@ class RolloutWriter(TimeWriter):
         return len(self._storage) // lanes_of(self._storage).numel() if len(self._storage) else 0
 
     @property
+    def begins_anew(self) -> bool:  # type: ignore[override]
+        """Whether the next write begins a rollout, which replaces the old one."""
+        return self._cursor == 0
+
+    @property
     def is_complete(self) -> bool:
         """Whether the storage holds all T steps of a rollout, with their advantages."""
         return self._cursor == 0 and 0 < len(self._storage) >= self._storage.max_size
@@ -193,8 +198,6 @@ class RolloutWriter(TimeWriter):
             raise ValueError(f"earlier steps of this rollout came {before} {self.value_key!r}, these come {now}")
         index = write(data.copy().update(self.added_entries(data)))
         self._has_values = has_values
-        if not cursor:  # a new rollout replaces the old one
-            storage.ring.tail[:] = storage.ring.written - count
         if cursor + count == steps:
             try:
                 self._estimate_stored(steps)

@@ -176,7 +176,7 @@ REFUSALS: Table = {
         ({"frames": {"nothing": 4}}, "not a key of the rows"),
         ({"frames": {"observation": 3}}, "not 3 frames"),
         ({"frames": {"other": 2}}, "another dtype"),
-        ({"share_next": True, "max_size": 10**9}, r"536,870,905 of these fit\. Take a smaller max_size"),
+        ({"share_next": True, "max_size": 10**10}, r"1,073,741,820 of these fit\. Take a smaller max_size"),
     ]},
     ("TrajectoryIndex of shared flags", lambda: rows_in(FLAGS, share_next=True)): [
         (lambda storage: td.TrajectoryIndex(storage, done_key=("next", "over"), traj_key=None).reach(0), KeyError,

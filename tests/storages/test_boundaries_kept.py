@@ -19,6 +19,7 @@ from rlbuf_td import (
     ProportionalSampler,
     ReplayBuffer,
     RolloutBuffer,
+    SchemaError,
     TrajectoryIndex,
     UniformSampler,
 )
@@ -83,7 +84,7 @@ def test_a_killed_write_joins_no_episodes(tmp_path: Path) -> None:
     def killed() -> None:
         rb = opened()
         rb.storage.ring.publish = die
-        rb.extend(rows(300, [0] * 4), lanes=0)
+        rb.extend(rows(300, [0]), lanes=0)
 
     for first in (0, 100):
         in_child(lambda first=first: opened().extend(rows(first, [0] * 2), lanes=0))  # type: ignore[misc]
@@ -92,7 +93,19 @@ def test_a_killed_write_joins_no_episodes(tmp_path: Path) -> None:
         lane = rb.lane(0).chronological()
         at = torch.stack([(rb[:]["x"] == x).nonzero()[0] for x in lane["x"]])
         lengths = TrajectoryIndex.of(rb.storage).length((at[:, 1], at[:, 0]))
-        assert dict(zip(lane["x"].tolist(), lengths.tolist(), strict=True)) == {0: 2, 1: 2, 100: 2, 101: 2}
+        assert dict(zip(lane["x"].tolist(), lengths.tolist(), strict=True)) == {1: 1, 100: 2, 101: 2}
+
+
+def test_a_refused_first_write_of_a_handle_ends_no_episode() -> None:
+    rb = ReplayBuffer(storage=PackedStorage(20, ndim=2, lanes=2))
+    handle = rb.lane(0)
+    for first in (0, 2, 4):  # the last ones are compiled
+        handle.extend(rows(first, [0] * 2))
+        with pytest.raises(SchemaError):
+            rb.lane(0).extend(rows(9, [0]).exclude("note"))
+    assert TrajectoryIndex.of(rb.storage).length((torch.arange(6), torch.zeros(6).long())).tolist() == [6] * 6
+    rb.lane(0).extend(rows(6, [0]))
+    assert TrajectoryIndex.of(rb.storage).length((torch.arange(7), torch.zeros(7).long())).tolist() == [6] * 6 + [1]
 
 
 @needs_fork

@@ -231,26 +231,6 @@ def test_other_keys_of_deduplicated_rows_are_edited() -> None:
     check_entries(storage)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "capacity", "ndim"),
-    [({}, 10, 1), ({"share_next": True}, 300, 2), ({"share_next": True, "shared": True}, 100, 2)],
-)
-def test_state_with_entries_of_rows_that_were_there_once_goes_anywhere(arguments, capacity, ndim) -> None:
-    shape, lanes = ((-1,), 1) if ndim == 1 else ((-1, 2), 2)
-    shared = PackedStorage(100 * lanes, ndim=ndim, share_next=True, shared=True)
-    few = PackedStorage(100 * lanes, ndim=ndim, share_next=True)
-    shared.set(range(90), chain(90 * lanes).view(*shape))
-    few.set(range(9), chain(9 * lanes).view(*shape))
-    shared.load_state_dict(few.state_dict())
-    assert pooled(shared).entries.used[0] > 90 * lanes
-    other = PackedStorage(capacity * lanes, ndim=ndim, **arguments)
-    other.load_state_dict(shared.state_dict())
-    assert_same(other[:], few[:])
-    buffers = [ReplayBuffer(storage=storage, batch_size=4) for storage in (shared, other)]
-    buffers[1].load_state_dict(buffers[0].state_dict())
-    assert_same(other[:], few[:])
-
-
 @pytest.mark.parametrize("written", range(10, 30))
 def test_a_load_into_shared_rows_keeps_old_and_new_observations_apart(written: int) -> None:
     def fresh(count: int) -> TensorDict:

@@ -43,7 +43,7 @@ class Pair:
         lane = np.array([lane for lane, *_ in rows])
         lanes, counts = np.unique(lane, return_counts=True)
         first = self.ring.written[lanes].copy()
-        self.ring.tail[lanes] = np.maximum(self.ring.tail[lanes], np.minimum(first + counts - STEPS, first))
+        self.ring.begin(lanes, counts)
         serial = dict(zip(lanes.tolist(), first.tolist(), strict=True))
         for each, done, traj in rows:
             self._put(serial[each] % STEPS, each, done, traj)
@@ -58,8 +58,9 @@ class Pair:
         for part in (rows[:STEPS], rows[STEPS:]):
             if part:
                 lanes, first, counts = self.begin(part)
-                self.ring.publish(lanes, counts)
                 self.episodes.note(lanes, first, counts, np.zeros(len(lanes), bool))
+                self.ring.publish()
+                self.ring.finish()
                 for each, done, traj in part:
                     self.model.append(each, {DONE: done, TRAJ: traj})
 
@@ -82,6 +83,8 @@ class Pair:
     def kill(self, rows: list[tuple[int, bool, int]]) -> None:
         """Die before the rows are published: those that they would have replaced are gone, and nothing has come."""
         lanes, _, counts = self.begin(rows[: STEPS - 1])
+        self.ring.recover(self.episodes.rows.matrix)
+        self.ring.finish()
         self.episodes.mark(STALE)
         for lane, count in zip(lanes.tolist(), counts.tolist(), strict=True):
             self.model._drop(self.model.rows_of[lane], STEPS - count)

@@ -1,4 +1,4 @@
-"""Ctrl-C at any line of a write: it comes before the write or after it."""
+"""Ctrl-C at any line of a write: it is made, or not made; then the rows that it replaces may be gone."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 from tensordict import TensorDict
 
 from rlbuf_td import PackedStorage, ReplayBuffer
+from rlbuf_td.storages.indexing import written_rows
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 from tests.catalogue import SAMPLERS, copied
 from tests.test_lockstep import stopped
@@ -31,14 +32,24 @@ def steps(first: int, count: int) -> TensorDict:
 
 def state_of(rb: ReplayBuffer) -> dict[str, Any]:
     state: dict[str, Any] = {"len": len(rb), "count": rb.write_count, "cursor": rb.writer._cursor}
-    state["ring"] = rb.storage.ring.head.tolist()
+    rb.storage.ring.check()
     if len(rb):
-        rows = torch.arange(len(rb))
-        state["rows"] = {str(key): value.tolist() for key, value in copied(rb[:]).items(True, True)}
-        state["reach"] = [part.tolist() for part in TrajectoryIndex.of(rb.storage).reach(rows)]
+        rows = written_rows(rb.storage)
+        by_age = rows[rb.storage[rows]["observation"][:, 0].argsort()]
+        state["rows"] = {str(key): value.tolist() for key, value in copied(rb.chronological()).items(True, True)}
+        state["reach"] = [part.tolist() for part in TrajectoryIndex.of(rb.storage).reach(by_age)]
         sampler: Any = getattr(rb.sampler, "sampler", rb.sampler)
-        state["priority"] = sampler.priority(rows).tolist() if hasattr(sampler, "priority") else None
+        state["priority"] = sampler.priority(by_age).tolist() if hasattr(sampler, "priority") else None
     return state
+
+
+def without_oldest(state: dict[str, Any], count: int) -> dict[str, Any]:
+    """Return a state of a full ring without its ``count`` oldest rows."""
+    rows = {key: values[count:] for key, values in state["rows"].items()}
+    back, ahead, ended = (values[count:] for values in state["reach"])
+    back = [min(steps, at) for at, steps in enumerate(back)]
+    priority = None if state["priority"] is None else state["priority"][count:]
+    return state | {"len": state["len"] - count, "rows": rows, "reach": [back, ahead, ended], "priority": priority}
 
 
 @pytest.fixture
@@ -50,9 +61,9 @@ def handler() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("every", [37, pytest.param(5, marks=pytest.mark.slow)], ids=["some lines", "many lines"])
-@pytest.mark.parametrize("operation", ["extend", "add", "set", "empty"])
+@pytest.mark.parametrize("operation", ["extend", "add", "empty"])
 @pytest.mark.parametrize(("kind", "sampler"), [("plain", "uniform"), ("planned", "rank"), ("dedup", "n-step")])
-def test_an_interrupted_write_has_happened_wholly_or_not_at_all(
+def test_an_interrupted_write_is_made_or_loses_at_most_the_rows_that_it_replaces(
     kind: str, sampler: str, operation: str, every: int, handler: Any
 ) -> None:
     made = ReplayBuffer(storage=PackedStorage(7, **KINDS[kind]), sampler=SAMPLERS[sampler](7), batch_size=2)
@@ -63,9 +74,6 @@ def test_an_interrupted_write_has_happened_wholly_or_not_at_all(
     work: dict[str, Any] = {
         "extend": lambda rb: rb.extend(steps(30, 4)),
         "add": lambda rb: rb.add(steps(30, 1)[0]),
-        "set": (lambda rb: rb.storage.edit(lambda rows: rows["next", "reward"].fill_(30.0), slice(2, 4)))
-        if kind == "dedup"
-        else (lambda rb: rb.storage.set(torch.tensor([4, 1]), steps(30, 2), set_cursor=False)),
         "empty": lambda rb: rb.empty(),
     }
 
@@ -77,7 +85,9 @@ def test_an_interrupted_write_has_happened_wholly_or_not_at_all(
 
     after = again()
     work[operation](after)
-    before_and_after = [state_of(again()), state_of(after)]
+    allowed = [state_of(again()), state_of(after)]
+    if operation != "empty":
+        allowed.append(without_oldest(allowed[0], 4 if operation == "extend" else 1))
     seen = set()
     for line in count(1, every):
         rb, done = again(), False
@@ -89,13 +99,14 @@ def test_an_interrupted_write_has_happened_wholly_or_not_at_all(
         if done:
             break
         found = state_of(rb)
-        assert found in before_and_after, line
-        seen.add(before_and_after.index(found))
+        assert found in allowed, line
+        seen.add(allowed.index(found))
         if kind == "dedup" and len(rb):
             rb.storage.rows.entries.check(rb.storage.ring.serials)
         rb.extend(steps(60, 2))
         assert copied(rb[:])["observation"][:, 0].tolist().count(60.0) == 1
     assert 0 in seen
+    assert operation == "empty" or kind == "planned" or every > 9 or 2 in seen
 
 
 @pytest.mark.parametrize("sampler", ["proportional", "rank"])

@@ -128,6 +128,7 @@ def test_goals_and_n_step_sums_compile_once_while_the_buffer_fills():
         of = Lanes(
             torch.zeros(1, 1_000, 2, dtype=torch.int32),
             torch.zeros(2, 1).long(),
+            torch.zeros(2, 1).long(),
             torch.tensor([0]),
             torch.tensor([size]),
         )

@@ -19,7 +19,7 @@ from rlbuf_td.checkpoint.torchrl_folder import map_rows
 from rlbuf_td.diagnostics.doctor.report import FAULTS, Finding
 from rlbuf_td.storages import PackedStorage, torchrl_parts
 from rlbuf_td.storages.episodes import TRAJ_KEY
-from rlbuf_td.storages.indexing import stored_rows
+from rlbuf_td.storages.indexing import stand_apart, stored_rows
 from rlbuf_td.storages.schema import show_key, walk
 
 Key: TypeAlias = tuple[str, ...]
@@ -50,7 +50,7 @@ class Record:
         #: Of lanes that stand apart: the flat index of each row, ``[N]``.
         self.cells: torch.Tensor | None = None
         is_packed = isinstance(storage, PackedStorage)
-        if is_packed and not storage.ring.together:
+        if is_packed and stand_apart(storage):
             self.cells = storage.ring.cells_by_age()
         if self.cells is not None or (is_packed and storage.deduplicated):
             cells = torch.arange(len(storage), device="cpu") if self.cells is None else self.cells

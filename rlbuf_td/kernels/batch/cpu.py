@@ -19,6 +19,7 @@ from numba import carray
 from rlbuf_td.kernels.batch.ring import BATCH, RING, WINDOWS
 from rlbuf_td.kernels.compiled import (
     address_of,
+    barrier,
     copy_bytes,
     copy_few,
     finish_streams,
@@ -41,8 +42,19 @@ from rlbuf_td.kernels.rank_order.reference import LARGEST
 from rlbuf_td.kernels.recency import Ages
 from rlbuf_td.kernels.recency.cpu import recent_rows
 from rlbuf_td.kernels.recency.fresh_cpu import take
-from rlbuf_td.kernels.serials import ORDERED, TAIL, WRITTEN
-from rlbuf_td.kernels.serials_cpu import head_at, is_stale, stamp_of
+from rlbuf_td.kernels.serials import (
+    AFTER,
+    BEFORE,
+    DIRTY,
+    IDLE,
+    NEXT_PUBLICATION,
+    ORDERED,
+    PUBLICATION,
+    PUBLISHED,
+    TAIL,
+    WRITTEN,
+)
+from rlbuf_td.kernels.serials_cpu import begin_write, block_at, head_at, is_stale, longest_of, stamp_of
 from rlbuf_td.kernels.strata import BY_BATCH, DrawLaw, Draws
 from rlbuf_td.kernels.sum_tree.cpu import draw, fill, update, weigh_beside
 from rlbuf_td.kernels.sum_tree.tree import REFUSED, TREE
@@ -416,34 +428,73 @@ def write(address, count, lane_ids, lanes_first: bool, cells, index):
     Return the slot of the first time step, ``IN_CELLS`` if rows were written to ``cells``, or ``REFUSED_WRITE`` if
     nothing was written.
     """
+    cursor = store_rows(address, count, lane_ids, lanes_first, cells, index)
+    if cursor != REFUSED_WRITE:
+        publish(address)
+        finish(address)
+    return cursor
+
+
+@kernel
+def store_rows(address, count, lane_ids, lanes_first: bool, cells, index):
+    """Give up the rows that :func:`write` replaces, and store the new ones; :func:`publish` makes these live."""
     ring = carray(pointer(address), 1, RING)[0]
-    lanes, revision = max(ring.lanes, 1), load(ring.revision, np.int64)
-    head, more = head_at(ring.head, lanes), np.full(lanes, count)
-    if not is_usual(ring, head) or (lane_ids and not count_rows(lane_ids, count, ring.steps, more)):
+    lanes, steps = max(ring.lanes, 1), ring.steps
+    block, head, more = block_at(ring.head, lanes), head_at(ring.head, lanes), np.full(lanes, count)
+    if not is_usual(ring, head) or block[DIRTY] != IDLE:
         return REFUSED_WRITE
-    in_steps = not lane_ids and stand_together(head, ring.steps)
-    cursor = head[WRITTEN, 0] % ring.steps
+    if lane_ids and not count_rows(lane_ids, count, steps, more):
+        return REFUSED_WRITE
+    in_steps, longest = not lane_ids and stand_together(head, steps), longest_of(head, steps)
+    begin_write(block, lanes, steps, more)
+    counted = count if in_steps or lane_ids else count * lanes
+    store(ring.counts + 24, load(ring.counts + 8, np.int64) + counted, np.int64)
+    barrier()
+    store(ring.counts + 16, block[PUBLICATION], np.int64)
+    barrier()
+    cursor = head[WRITTEN, 0] % steps
     if in_steps:
         _write_steps(ring, address, cursor, count, lanes_first)
         if index:
             _write_index(ring, cursor, count, index)
     else:
-        _clear_holes(ring, head, more)
+        _clear_holes(ring, head_at(ring.head + 8 * AFTER * lanes, lanes), longest)
         _write_cells(ring, head, count, lane_ids, lanes_first, cells, index)
-    for e in range(lanes):
-        if not more[e]:
-            continue
-        first, skipped = head[WRITTEN, e], max(np.int64(0), more[e] - ring.steps)
-        head[TAIL, e] = max(head[TAIL, e], first + more[e] - ring.steps)
-        head[WRITTEN, e] += more[e]
-        if ring.episodes:
-            note(record_at(ring.episodes), e, first + skipped, more[e] - skipped, skipped > 0)
-    store(ring.revision, revision + 1, np.int64)
-    if in_steps or stand_together(head, ring.steps):
-        store(ring.cursor, head[WRITTEN, 0] % ring.steps, np.int64)
-    counted = count if in_steps or lane_ids else count * lanes
-    store(ring.write_count, load(ring.write_count, np.int64) + counted, np.int64)
+    if ring.episodes:
+        for e in range(lanes):
+            skipped = max(np.int64(0), more[e] - steps)
+            if more[e]:
+                note(record_at(ring.episodes), e, head[WRITTEN, e] + skipped, more[e] - skipped, skipped > 0)
     return cursor if in_steps else IN_CELLS
+
+
+@kernel
+def publish(address):
+    """Make the rows live that :func:`store_rows` has stored, and count them; :func:`finish` must follow."""
+    ring = carray(pointer(address), 1, RING)[0]
+    lanes = max(ring.lanes, 1)
+    block, head = block_at(ring.head, lanes), head_at(ring.head, lanes)
+    barrier()
+    block[DIRTY] = PUBLISHED
+    barrier()
+    block[: AFTER * lanes] = block[AFTER * lanes : BEFORE * lanes]
+    block[PUBLICATION] = block[NEXT_PUBLICATION]
+    store(ring.revision, load(ring.revision, np.int64) + 1, np.int64)
+    if stand_together(head, ring.steps):
+        store(ring.counts, head[WRITTEN, 0] % ring.steps, np.int64)
+    barrier()
+    store(ring.counts + 8, load(ring.counts + 24, np.int64), np.int64)
+    barrier()
+    store(ring.counts + 16, np.int64(-1), np.int64)
+
+
+@inlined
+def finish(address):
+    """End a write, unless the caller goes on with it."""
+    ring = carray(pointer(address), 1, RING)[0]
+    if not ring.goes_on:
+        barrier()
+        block_at(ring.head, max(ring.lanes, 1))[DIRTY] = IDLE
 
 
 @inlined
@@ -479,13 +530,9 @@ def _write_steps(ring, address, cursor, count, lanes_first):
 
 
 @inlined
-def _clear_holes(ring, head, more):
+def _clear_holes(ring, after, longest):
     """Clear the time steps that become the last ones, because some lanes may not write them."""
-    longest = steps = np.int64(0)
-    for e in range(head.shape[1]):
-        live = head[WRITTEN, e] - head[TAIL, e]
-        longest, steps = max(longest, live), max(steps, min(ring.steps, live + more[e]))
-    width = head.shape[1] * ring.row_bytes
+    steps, width = longest_of(after, ring.steps), after.shape[1] * ring.row_bytes
     if steps > longest:
         carray(pointer(ring.rows + longest * width), (steps - longest) * width, np.uint8)[:] = 0
 
@@ -558,17 +605,21 @@ def _rows_in_cells(address, count, lane_ids):
 
 @kernel
 def write_proportional(address, count, lane_ids, lanes_first: bool, cells, index):
-    cursor = write(address, count, lane_ids, lanes_first, cells, index)
+    cursor = store_rows(address, count, lane_ids, lanes_first, cells, index)
     if cursor != REFUSED_WRITE:
+        publish(address)
         enter_proportional(address, count if cursor >= 0 else _rows_in_cells(address, count, lane_ids), cursor, cells)
+        finish(address)
     return cursor
 
 
 @kernel
 def write_rank(address, count, lane_ids, lanes_first: bool, cells, index):
-    cursor = write(address, count, lane_ids, lanes_first, cells, index)
+    cursor = store_rows(address, count, lane_ids, lanes_first, cells, index)
     if cursor != REFUSED_WRITE:
+        publish(address)
         enter_rank(address, count if cursor >= 0 else _rows_in_cells(address, count, lane_ids), cursor, cells)
+        finish(address)
     return cursor
 
 

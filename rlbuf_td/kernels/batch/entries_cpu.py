@@ -49,10 +49,10 @@ def read_joined_entries(address, targets, ends, entries):
 
 
 @kernel
-def write_entries(address, cursor, count, lanes_first: bool, entries, head, keeps: bool):
-    """Store the observations of rows that ``cpu.write`` has written at the position ``cursor`` of the ring.
+def write_entries(address, cursor, count, lanes_first: bool, entries, head):
+    """Store the observations of rows that ``cpu.store_rows`` has stored from the slot ``cursor`` on.
 
-    ``head`` and ``keeps`` are those of :func:`rlbuf_td.kernels.rows.entries_cpu.write`.
+    ``head`` is that of :func:`rlbuf_td.kernels.rows.entries_cpu.write`.
     """
     ring, stored = carray(pointer(address), 1, RING)[0], load_fields(entries, 0, Stored)
     lanes, kept = stored.lanes, min(count, ring.steps)
@@ -69,4 +69,4 @@ def write_entries(address, cursor, count, lanes_first: bool, entries, head, keep
                 source = Source(leaf + (count - kept) * along_time, along_time, along_lanes)
                 for field in range(_FIELDS):
                     sources[p, side, field] = source[field]
-    entries_cpu.write(entries, sources, head, _ZERO, start * lanes, kept * lanes, keeps)
+    entries_cpu.write(entries, sources, head, _ZERO, start * lanes, kept * lanes)

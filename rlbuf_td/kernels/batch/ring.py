@@ -4,16 +4,15 @@ import numpy as np
 
 _NUMBERS = "row_bytes", "steps", "lanes", "leaves"
 _ADDRESSES = (
-    *("rows", "extents", "sources"),
-    *("cursor", "write_count", "revision", "head", "journal", "aside", "aside_cells"),
-    *("priorities", "alpha", "weighed_alpha", "largest", "episodes", "loops"),
+    *("rows", "extents", "sources", "counts", "revision", "head"),
+    *("priorities", "alpha", "weighed_alpha", "largest", "episodes", "loops", "goes_on"),
 )
 #: For writes: the shape of the rows (``lanes`` is 0 for ``[T]``), and addresses (0 for none). ``priorities`` points to
 #: ``SumTree.addresses`` or ``ChunkedOrder.addresses``, ``episodes`` to an ``EPISODES`` record, ``alpha`` to the
-#: exponent of a sum tree, and ``weighed_alpha`` to the exponent of the stored weights. ``head`` points to the numbers
-#: of a ring, see :mod:`rlbuf_td.kernels.serials`.
-#: For shared rows, ``journal`` points to the words of a journal, ``aside`` to memory for the rows that a write
-#: replaces, and ``aside_cells`` to memory for their indices.
+#: exponent of a sum tree, and ``weighed_alpha`` to the exponent of the stored weights. ``head`` points to the block of
+#: a ring, see :mod:`rlbuf_td.kernels.serials`, and ``counts`` to the numbers of a writer: the slot of the next row, the
+#: write count, and two of a :class:`~rlbuf_td.storages.shared.memory.Planned`. If ``goes_on`` is not 0, the caller ends
+#: the write, because listeners without compiled form follow.
 RING = np.dtype([(name, np.int64) for name in _NUMBERS + _ADDRESSES] + [("eps", np.float64)])
 _SOURCES = (
     *("rows", "extents", "count", "reads", "table", "flat", "uniform", "queue", "serials", "generations"),

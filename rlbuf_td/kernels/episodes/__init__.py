@@ -16,6 +16,7 @@ tail``.
 ``following``, ``[2, E]`` int64, is what the next row of each lane continues: its ``back``, unless its id differs (0
 after the end of an episode, -1 for a break), and the id of the row before. Removing rows changes neither, so that an
 episode whose first rows are gone is never whole. An episode that a break ends is closed when the next row is written.
+A write notes in ``following_after`` what comes after its rows, which counts once these are published.
 
 Invariant: within a lane, ``back`` is 0 or one more than that of the row before; stored rows of one episode agree on
 their last row; only rows of the newest episode of a lane have ``left == 0``.
@@ -39,11 +40,14 @@ MOST = 1 << 30  # up to which steps are counted: more than the slots of any lane
 BACK_OF_NEXT, ID = range(2)  # the rows of `following`
 
 _COLUMNS = "rows", "row_bytes", "flags", "flag_count", "id_offset", "id_size"
-#: For the loops: addresses of ``numbers``, ``tail``, ``written`` and ``following``, T and E;
+#: For the loops: addresses of ``numbers``, ``tail``, ``written``, ``following`` and ``following_after``, T and E;
 #: and where the rows hold what ends an episode: ``flags`` is the address of the offset and the size in bytes of
 #: ``flag_count`` flags in a row, ``[n, 2]`` int64; ids begin at ``id_offset`` and have ``id_size`` bytes (0: no ids).
 EPISODES = np.dtype(
-    [(name, np.int64) for name in ("numbers", "tail", "written", "following", "steps", "lanes", *_COLUMNS)]
+    [
+        (name, np.int64)
+        for name in ("numbers", "tail", "written", "following", "following_after", "steps", "lanes", *_COLUMNS)
+    ]
 )
 
 
@@ -61,6 +65,7 @@ class Lanes(NamedTuple):
 
     numbers: Tensor  # ``[E, T, 2]`` int32
     following: Tensor  # ``[2, E]`` int64
+    following_after: Tensor  # ``[2, E]`` int64
     tail: Tensor  # ``[E]`` int64
     written: Tensor  # ``[E]`` int64
 
@@ -126,8 +131,8 @@ def note_(of: Lanes, lane: np.ndarray, serial: np.ndarray, skips: np.ndarray, en
     back = (position - start + torch.where(begins[start], 0, follows[start])).clamp(max=MOST)
     of.numbers[at, slot, BACK] = torch.where(first & (follows < 0), BREAK, back).int()
     of.numbers[at, slot, LEFT] = ended.int()
-    of.following[BACK_OF_NEXT, at[last]] = torch.where(ended, 0, (back + 1).clamp(max=MOST))[last]
-    of.following[ID, at[last]] = name[last]
+    of.following_after[BACK_OF_NEXT, at[last]] = torch.where(ended, 0, (back + 1).clamp(max=MOST))[last]
+    of.following_after[ID, at[last]] = name[last]
 
 
 def _by_age(of: Lanes) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -183,7 +183,8 @@ def _close(record, lane, oldest, written):
 def note(record, lane, first, count, skips):
     """Write the numbers of ``count`` new rows of a lane, whose bytes are stored, from the serial ``first`` on.
 
-    The ring has published them. ``skips``: whether the rows just before ``first`` have never been stored.
+    The rows are not published yet; those that they replace are given up. ``skips``: whether the rows just before
+    ``first`` have never been stored.
     """
     follows = record.following + 8 * lane
     back, name = load(follows, np.int64), load(follows + 8 * record.lanes * ID, np.int64)
@@ -202,8 +203,9 @@ def note(record, lane, first, count, skips):
             _close(record, lane, oldest, serial + 1)
             back = np.int64(0)
         slot = slot + 1 if slot + 1 < record.steps else np.int64(0)
-    store(follows, back, np.int64)
-    store(follows + 8 * record.lanes * ID, name, np.int64)
+    after = record.following_after + 8 * lane
+    store(after, back, np.int64)
+    store(after + 8 * record.lanes * ID, name, np.int64)
 
 
 @kernel

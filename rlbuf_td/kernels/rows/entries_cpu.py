@@ -295,8 +295,8 @@ def _put(stored, group, data, row, ends):
 
 
 @inlined
-def _find_ends(stored, group, ends, lane, head, more, keeps):
-    """Look up the ends of a lane; ``more`` rows are written to it, and replace its oldest ones unless ``keeps``."""
+def _find_ends(stored, group, ends, lane, head, more):
+    """Look up the ends of a lane; ``more`` rows are written to it, and replace its oldest ones."""
     steps, written = stored.total // stored.lanes, load(head + 8 * (stored.lanes + lane), np.int64)
     live = written - load(head + 8 * lane, np.int64)
     row = (written - 1) % steps * stored.lanes + lane if live else np.int64(_NONE)
@@ -304,7 +304,7 @@ def _find_ends(stored, group, ends, lane, head, more, keeps):
     if live:
         name = load(_names_of(stored, group, row) + 4 * (group.names - 1), np.int32)
         store(ends + _NEWEST, np.int64(name), np.int64)
-    kept = live if keeps else min(live, steps - more)
+    kept = min(live, steps - more)
     if kept > 0:
         oldest = (written - kept) % steps * stored.lanes + lane
         store(ends + _OLDEST, np.int64(load(_names_of(stored, group, oldest), np.int32)), np.int64)
@@ -322,12 +322,12 @@ def _expect_ends(group, ends):
 
 
 @kernel
-def _write_group(stored, group, sources, head, cells, start, count, keeps, more, ends):
+def _write_group(stored, group, sources, head, cells, start, count, more, ends):
     """Implement :func:`write` for a group; ``more`` counts the rows of each lane, and ``ends`` is memory for them."""
     given, ends_at = address_of(sources), address_of(ends)
     t, lane, cell = np.int64(0), np.int64(0), start
     for ahead in range(0 if cells else stored.lanes):
-        _find_ends(stored, group, ends_at + 8 * _ENDS * ahead, ahead, head, more[ahead], keeps)
+        _find_ends(stored, group, ends_at + 8 * _ENDS * ahead, ahead, head, more[ahead])
     for i in range(count):
         if cells:
             cell = load(cells + 8 * i, np.int64)
@@ -337,7 +337,7 @@ def _write_group(stored, group, sources, head, cells, start, count, keeps, more,
             _expect_ends(group, ends_at + 8 * _ENDS * (ahead - stored.lanes if ahead >= stored.lanes else ahead))
         at = ends_at + 8 * _ENDS * lane
         if load(at + _ROW, np.int64) == _UNKNOWN:
-            _find_ends(stored, group, at, lane, head, more[lane], keeps)
+            _find_ends(stored, group, at, lane, head, more[lane])
         data = Data(given, stored.parts, t, np.int64(0) if cells else lane)
         _put(stored, group, data, _names_of(stored, group, cell), at)
         store(at + _ROW, cell, np.int64)
@@ -348,7 +348,7 @@ def _write_group(stored, group, sources, head, cells, start, count, keeps, more,
 
 
 @kernel
-def write(address, sources, head, cells, start, count, keeps):
+def write(address, sources, head, cells, start, count):
     """Write the observations of ``count`` new rows to entries, and the names of these entries to the rows.
 
     Args:
@@ -360,7 +360,6 @@ def write(address, sources, head, cells, start, count, keeps):
             or 0 for whole time steps from flat index ``start`` on. A lane gets at most as many rows as it has steps.
         start: the first flat index if ``cells`` is 0.
         count: the number of rows.
-        keeps: whether the entries of the rows that are replaced stay unchanged, so that the write can be undone.
     """
     stored = load_fields(address, 0, Stored)
     more = np.full(stored.lanes, 0 if cells else count // stored.lanes, np.int64)
@@ -370,4 +369,4 @@ def write(address, sources, head, cells, start, count, keeps):
         ends = np.zeros((stored.lanes, _ENDS), np.int64)
         ends[:, 0] = _UNKNOWN
         group = load_fields(stored.groups, g, Group)
-        _write_group(stored, group, sources, head, cells, start, count, keeps, more, ends)
+        _write_group(stored, group, sources, head, cells, start, count, more, ends)

@@ -30,7 +30,6 @@ class Rows(ABC):
 
     dedup: DedupLayout | None = None  # the layout of deduplicated rows; None for other rows
     is_mapped = False  # whether the rows lie in a file; reads then request all pages that they need at once
-    keeps_replaced = False  # whether a write keeps the entries of the rows that it replaces, so that it can be undone
 
     def __init__(self, layout: RowLayout, matrix: torch.Tensor) -> None:
         self.layout = layout  # layout of whole rows, as in batches
@@ -186,29 +185,27 @@ class Rows(ABC):
         """Give up all entries; return memory for ``used`` entries per group, which the caller fills."""
         return []
 
-    def copy_steps_(
-        self, source: Rows, ranges: Iterable[tuple[int, int]], head: np.ndarray, before: np.ndarray
-    ) -> None:
+    def copy_steps_(self, source: Rows, ranges: Iterable[tuple[int, int]], head: np.ndarray) -> None:
         """Copy time steps of ``source``, pairs (first step, count) in ``ranges``, to the first steps of these rows.
 
-        ``before`` and ``head`` tell which rows are live before and after the load, see :attr:`Ring.serials`.
+        No row is live before the load; ``head`` tells which are live after it, see :attr:`Ring.serials`.
         """
         at = 0
         for first, total in ranges:
             for count, leaves in source.chunks(first, total):
-                self.copy_(at, count, leaves, before)
+                self.copy_(at, count, leaves, head)
                 at += count
 
-    def copy_cells_(self, source: Rows, since: torch.Tensor, head: np.ndarray, before: np.ndarray) -> None:
+    def copy_cells_(self, source: Rows, since: torch.Tensor, head: np.ndarray) -> None:
         """Copy rows of ``source`` with flat indices ``since``, whole time steps, to the first steps of these rows."""
         leaves, steps = source.leaves_at(since), len(since) // self.lanes.numel()
-        self.copy_(0, steps, [leaf.view(steps, *self.lanes, *leaf.shape[1:]) for leaf in leaves], before)
+        self.copy_(0, steps, [leaf.view(steps, *self.lanes, *leaf.shape[1:]) for leaf in leaves], head)
 
     def forget(self) -> None:
         """Give up all entries."""
 
     def link(self, head: np.ndarray) -> None:
-        """Find the entries of the rows again, after a write was undone; ``head`` tells which rows are live."""
+        """Find the entries of the rows again, after a write that did not end; ``head`` tells which rows are live."""
 
 
 class GivenRows:

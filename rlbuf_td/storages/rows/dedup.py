@@ -13,6 +13,7 @@ from rlbuf_td.kernels.rows import refuse_rows
 from rlbuf_td.kernels.rows.read_ahead import ask_for_rows
 from rlbuf_td.storages.dedup import ENTRY_NAMES, DedupLayout
 from rlbuf_td.storages.entries import Entries, MakeRoom
+from rlbuf_td.storages.ring import extents
 from rlbuf_td.storages.rows import Rows, last_of_each
 
 _CHUNK = 256 << 20  # bytes of whole rows that are assembled at once
@@ -118,7 +119,7 @@ class DedupRows(Rows):
             leaves = [leaf.clone() for leaf in leaves]  # otherwise a row could be read after it was overwritten
         self.entries.reserve(len(cells))
         self._replace_stored(cells, leaves)
-        self.entries.write(leaves, head, cells, keeps=self.keeps_replaced)
+        self.entries.write(leaves, head, cells)
 
     def replace_cells_(self, cells: np.ndarray, leaves: list[torch.Tensor]) -> None:
         """Write what rows hold themselves; their deduplicated keys stay as they are."""
@@ -137,7 +138,7 @@ class DedupRows(Rows):
         return [memory[:used] for memory, used in zip(self.entries.memory, self.entries.used, strict=True)]
 
     def takes(self, dedup: DedupLayout | None, used: Sequence[int]) -> bool:
-        return not self.keeps_replaced and dedup == self.dedup and self.entries.fits(used)
+        return dedup == self.dedup and self.entries.fits(used)
 
     def room_for(self, used: Sequence[int]) -> list[torch.Tensor]:
         return self.entries.room_for(used)
@@ -148,28 +149,23 @@ class DedupRows(Rows):
     def link(self, head: np.ndarray) -> None:
         self.entries.link(head)
 
-    def copy_steps_(
-        self, source: Rows, ranges: Iterable[tuple[int, int]], head: np.ndarray, before: np.ndarray
-    ) -> None:
+    def copy_steps_(self, source: Rows, ranges: Iterable[tuple[int, int]], head: np.ndarray) -> None:
         lanes = self.entries.lanes
         parts = [torch.arange(first * lanes, (first + count) * lanes, device="cpu") for first, count in ranges]
-        self.copy_cells_(source, torch.cat(parts), head, before)
+        self.copy_cells_(source, torch.cat(parts), head)
 
-    def copy_cells_(self, source: Rows, since: torch.Tensor, head: np.ndarray, before: np.ndarray) -> None:
+    def copy_cells_(self, source: Rows, since: torch.Tensor, head: np.ndarray) -> None:
         lanes, to = self.entries.lanes, torch.from_numpy(cells_in_order(head, self.steps))
-        if self.keeps_replaced:  # by old rows, until the load ends
-            self.entries.link(before)
         self.entries.reserve(len(to))
-        if not self.keeps_replaced:
-            self.entries.forget()
-        longest = int((head[1] - head[0]).max())
+        self.entries.forget()
+        longest = int(extents(head[0], head[1], self.steps).max())
         if len(to) < longest * lanes:  # there are holes
             self.matrix[:longest].zero_()
         so_far = np.stack((head[0], head[0]))
         for part in to.split(max(1, _CHUNK // self.layout.row_bytes)):
             leaves = source.leaves_at(since[part])
             self._replace_stored(part, leaves)
-            self.entries.write(leaves, so_far, part, keeps=self.keeps_replaced)
+            self.entries.write(leaves, so_far, part)
             so_far[1] += np.bincount(part.numpy() % lanes, minlength=lanes)
         self.entries.link(head)
 

@@ -1,1 +1,1 @@
-"""Parts of a buffer that several processes share: memory, counters, a lock, and a journal of the current write."""
+"""Parts of a buffer that several processes share: memory, counters, and a lock."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from rlbuf_td.storages.shared.memory import NamelessFile, SharedNumbers
 
 if TYPE_CHECKING:
-    from rlbuf_td.storages.shared.journal_file import JournalFile
+    from rlbuf_td.storages.shared.head_file import HeadFile
 
 try:
     import fcntl
@@ -35,11 +35,12 @@ class ProcessLock:
         if fcntl is None:
             raise RuntimeError("processes cannot share a buffer on a system without POSIX record locks")
         self._file = NamelessFile()  # never mapped: closing any descriptor of a file releases the process's lock on it
-        self._inside = SharedNumbers("q", [0]).share_memory_()  # id of the holder, living or dead; 0: none
+        # Id of the holder, living or dead (0: none), and how often the lock has been taken.
+        self._inside = SharedNumbers("q", [0, 0]).share_memory_()
         self._guarded = guarded
         self._begin(thread_lock or threading.RLock())
 
-    def keep_in(self, file: JournalFile) -> None:
+    def keep_in(self, file: HeadFile) -> None:
         """Keep the id of the holder in a file, from which a later process learns that the holder died."""
         file.keep(self._inside)
 
@@ -66,6 +67,7 @@ class ProcessLock:
                 self._guarded.recover()
                 self._inside[0] = 0
             self._guarded.entered()
+            self._inside[1] += 1
             self._inside[0] = self._process  # last: a process that dies earlier has changed nothing
         except BaseException:
             self._leave()  # keeps the id in shared memory, if there was one
@@ -80,6 +82,11 @@ class ProcessLock:
         if self._guarded.leaving(failed=kind is not None):
             self._inside[0] = 0
         self._leave()
+
+    @property
+    def turn(self) -> int:
+        """How often a process has taken the lock; in :meth:`Guarded.recover`, until the holder that died took it."""
+        return self._inside[1]
 
     def _leave(self) -> None:
         self._depth = 0

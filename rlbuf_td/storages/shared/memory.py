@@ -138,6 +138,46 @@ class NumberOf:
         self._numbers.values[self._position] = value
 
 
+class Planned:
+    """Numbers that change together with the rows of a storage.
+
+    A write plans them first. After a write that did not end, they have changed if its rows are there. The caller holds
+    the storage's lock.
+
+    Args:
+        numbers: hold ``count`` numbers from ``at`` on. From ``place`` on, they hold :attr:`Ring.publication` before the
+            write (-1: nothing is planned) and the planned numbers.
+    """
+
+    def __init__(self, numbers: SharedNumbers, at: int, count: int, place: int) -> None:
+        self._numbers, self._now, self._place = numbers, slice(at, at + count), place
+        self._after = slice(place + 1, place + 1 + count)
+
+    def plan(self, publication: int, *after: int) -> None:
+        """Plan the numbers after a write that begins now."""
+        values = self._numbers.values
+        values[self._after] = after
+        values[self._place] = publication  # last
+
+    def take(self) -> None:
+        """Change the numbers to those that were planned, if there are any."""
+        values = self._numbers.values
+        if values[self._place] != -1:
+            values[self._now] = values[self._after]
+            values[self._place] = -1
+
+    def forget(self) -> None:
+        """Plan nothing."""
+        self._numbers[self._place] = -1
+
+    def settle(self, publication: int) -> None:
+        """Take the planned numbers if the write has been published, otherwise forget them."""
+        if self._numbers[self._place] == publication:
+            self.forget()
+        else:
+            self.take()
+
+
 class Tally:
     """A count that processes can share."""
 

@@ -14,13 +14,13 @@ try:
 except ImportError:  # not on Windows
     fcntl = None  # type: ignore[assignment]
 
-JOURNAL_FILE, PRIORITY_FILE = "journal.bin", "priorities.bin"
+HEAD_FILE, PRIORITY_FILE = "head.bin", "priorities.bin"
 HEADER = 1 << 16  # bytes of the header; a multiple of every system's page size
 _MAGIC, _VERSION, _FIRST = int.from_bytes(b"rlbuf_td", "little"), 1, 24
 
 
-class JournalFile(SharedFile):
-    """The file ``journal.bin``: a header of 64-bit numbers, then the memory that :meth:`map` returns.
+class HeadFile(SharedFile):
+    """The file ``head.bin``: a header of 64-bit numbers, then the memory that :meth:`map` returns.
 
     The file stays locked until this object is closed, or deleted, in this process and in those forked from it or
     spawned with it. Mapped bytes survive the end of a process, but not a loss of power.
@@ -29,7 +29,7 @@ class JournalFile(SharedFile):
     def __init__(self, folder: Path, rows_file: Path) -> None:
         if fcntl is None:
             raise RuntimeError("reopen=True needs a system with POSIX file locks")
-        self.path, self._next = folder / JOURNAL_FILE, _FIRST
+        self.path, self._next = folder / HEAD_FILE, _FIRST
         if rows_file.exists() and not self.path.exists():
             raise FileExistsError(
                 f"{rows_file} holds rows without {self.path.name}, so that they cannot be continued (they were not "
@@ -48,7 +48,7 @@ class JournalFile(SharedFile):
             os.ftruncate(self.descriptor, HEADER)
             self.reserve(-HEADER, HEADER)
         elif (magic, version) != (_MAGIC, _VERSION) or os.fstat(self.descriptor).st_size < HEADER:
-            self.refuse(f"its header is not that of a journal of version {_VERSION}")
+            self.refuse(f"its header is not that of a head of version {_VERSION}")
 
     def _lock(self, descriptor: int) -> None:
         """Lock the file; unlike a record lock, this lock is kept when another descriptor of the file is closed."""
