@@ -67,7 +67,7 @@ class SavedRows:
         own = storage.scratch_dir
         self._replaces_file = self.is_fresh and own is not None and own.resolve() == reader.path.resolve()
         # Files read into new memory are checked while they are read: if one is damaged, that memory is discarded.
-        self._is_read_once = not self.is_direct or (self.is_fresh and not self._replaces_file)
+        self._is_read_once = (not self.is_direct or self.is_fresh) and not self._replaces_file
 
     @property
     def nbytes(self) -> int:
@@ -80,15 +80,14 @@ class SavedRows:
     def read(self) -> Rows | PackedStorage | None:
         """Read the rows into new memory, or into another storage; return None if :meth:`put` reads them."""
         storage = self.storage
-        if not self.is_direct:
-            return opened(self.reader, self.saved)
-        if not self.is_fresh:
-            return None
+        found = None if self.is_direct else opened(self.reader, self.saved)
         # The reserved and the new rows may not fit together.
-        if storage.is_reserved and storage.scratch_dir is not None:
+        if self.is_fresh and storage.is_reserved and storage.scratch_dir is not None:
             storage.release()
         if storage.scratch_dir is not None and self._replaces_file:  # left by the process that wrote the dump
             (storage.scratch_dir / ROWS_FILE).unlink(missing_ok=True)
+        if found is not None or not self.is_fresh:
+            return found
         rows = make_rows(storage, self.layout, self.lanes, None, self.dedup)
         if storage.scratch_dir is None:
             take_pages(rows.first(self.matrix.shape[0]).matrix)

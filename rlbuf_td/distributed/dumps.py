@@ -104,7 +104,7 @@ def extend_by(buffer: ReplayBuffer, dumps: Sequence[tuple[str, int]], first: int
             continue
         found = open_checkpoint(folder, progress=False)
         source, state = found.storage, found.sampler
-        if source is None or source.ring.longest != steps:
+        if source is None or int(source.ring.count[0]) != steps:
             raise CheckpointError(f"{folder} does not hold the {steps} time steps that the manifest says")
         while "sampler" in state:
             state = state["sampler"]

@@ -183,10 +183,10 @@ def test_rows_only_takes_any_sampler_and_lets_the_rows_in(tmp_path):
 ROWS = 4_000  # of 256 bytes: 1 MB
 
 
-def of_rows(scratch_dir=None, sampler="proportional", seed=0):
+def of_rows(scratch_dir=None, sampler="proportional", seed=0, rows=ROWS):
     return ReplayBuffer(
-        storage=PackedStorage(ROWS, scratch_dir=scratch_dir),
-        sampler=ProportionalSampler(ROWS) if sampler == "proportional" else UniformSampler(),
+        storage=PackedStorage(rows, scratch_dir=scratch_dir),
+        sampler=ProportionalSampler(rows) if sampler == "proportional" else UniformSampler(),
         batch_size=16,
         generator=torch.Generator().manual_seed(seed),
     )
@@ -259,6 +259,10 @@ def test_a_dump_in_the_scratch_dir_survives_later_writes(tmp_path):
         each.loads(tmp_path)
         assert_same(each.storage[:], rows)
         assert (each.write_count, torch.equal(each._rng.get_state(), state)) == (count, True)
+    del rb, each
+    larger = of_rows(tmp_path, rows=ROWS + 1)  # in the place of the file that the dump is of
+    larger.loads(tmp_path)
+    assert_same(larger[:], copy.chronological())
 
 
 @pytest.mark.parametrize(
