@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
@@ -50,7 +51,7 @@ from rlbuf_td.storages.tensordict_fast import set_entries_
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_FOLDER, _MEMBERS = "mixture", "members-"  # folders of a dump: for the mixture's state; with a number, for the members
+_FOLDER, _MEMBERS = "mixture", re.compile(r"members-[0-9a-f]{16}")  # of a dump: for the mixture's state; for members
 _BAD_NAME = re.compile(r"$|[._]|by_name$|.*[/\\]").match  # members are folders of a dump
 
 
@@ -358,13 +359,13 @@ class ReplayBufferMixture:
         Unchanged data is hard-linked to the previous dump, if the file system supports hard links.
         """
         with writing(Path(path) / _FOLDER, type(self).__name__) as writer:
-            folders = [each for each in Path(path).glob(f"{_MEMBERS}*") if each.name[len(_MEMBERS) :].isdigit()]
-            folder = Path(path) / f"{_MEMBERS}{writer.generation}"
-            shutil.rmtree(folder, ignore_errors=True)  # of a dump that was not finished
-            before = Path(path) / f"{_MEMBERS}{writer.generation - 1}"
-            if before.exists():
-                with suppress(OSError):
-                    shutil.copytree(before, folder, copy_function=os.link, ignore=shutil.ignore_patterns(".lock"))
+            folders = [each for each in Path(path).iterdir() if _MEMBERS.fullmatch(each.name)]
+            folder = Path(path) / f"members-{secrets.token_hex(8)}"
+            last = None if writer.previous is None else writer.previous.state.get("members")
+            for before in folders:
+                if before.name == last:  # others are of dumps that were not finished
+                    with suppress(OSError):
+                        shutil.copytree(before, folder, copy_function=os.link, ignore=shutil.ignore_patterns(".lock"))
             for other in folder.glob("*"):
                 if other.name not in self.members:  # of a mixture that had more members
                     shutil.rmtree(other)
@@ -374,8 +375,7 @@ class ReplayBufferMixture:
             state = {"shares": self.sampler.state_dict(), "exact": self.exact, "generator": rng, "members": folder.name}
             write_state(writer, state, [], None)
             for other in folders:
-                if other != folder:
-                    shutil.rmtree(other)
+                shutil.rmtree(other)
 
     def loads(self, path: str | Path) -> None:
         """Load a dump that :meth:`dumps` has written.

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import errno
 import os
-import secrets
 import stat
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from datetime import datetime, timezone
-from itertools import chain, count, islice
+from itertools import chain, islice
 from pathlib import Path
 from shutil import disk_usage
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,7 @@ from rlbuf_td.checkpoint.manifest import (
     encode,
 )
 
-DATA, _LOCK = "data", ".lock"
+DATA, _LOCK, _NEXT = "data", ".lock", f"{MANIFEST}.next"
 _WAIT_S = 600.0
 _LARGE = 1 << 30  # bytes from which a progress bar is shown by default
 CHUNK_BYTES = 8 << 20
@@ -51,16 +51,12 @@ class DumpWriter:
     def __init__(self, path: Path, about: dict[str, Any], *, sync: bool = True) -> None:
         self.path, self.sync = path, sync
         self.about = about | {"synced": sync}
-        previous = Manifest.previous(path)
-        self._is_known_synced = previous is not None and previous.about.get("synced") is True
+        self.previous = Manifest.previous(path)
+        self._is_known_synced = self.previous is not None and self.previous.about.get("synced") is True
         self.nbytes = 0  # bytes of all tensors
-        self.generation = previous.generation + 1 if previous else 0
-        self._prefix = f"{self.generation:06d}-{secrets.token_hex(8)}"
-        self._numbers = count()
         (path / DATA).mkdir(exist_ok=True)
-        sizes = {file.name: file.stat().st_size for file in (path / DATA).iterdir()}
-        chunks = [chunk for stored in previous.tensors for chunk in stored.chunks] if previous else []
-        self._known = {(each.nbytes, each.checksum): each for each in chunks if sizes.get(each.file) == each.nbytes}
+        self._names = self.clean()  # of files that need not be written, or are being written
+        self._lock = Lock()
 
     def store(self, tensors: Sequence[torch.Tensor], report: Report) -> tuple[Stored, ...]:
         """Write tensors of any device in chunks; a chunk that is in the previous dump is not written again."""
@@ -80,39 +76,37 @@ class DumpWriter:
 
     def _put(self, part: torch.Tensor) -> Chunk:
         data = part.cpu().numpy()
-        digest = checksum(data)
-        known = self._known.get((len(data), digest))
-        if known is not None:
-            if self.sync and not self._is_known_synced:
-                _sync(self.path / DATA / known.file)
-            return known
-        name = f"{self._prefix}-{next(self._numbers)}.bin"
-        _write_file(self.path / DATA / name, data, sync=self.sync)
-        return Chunk(name, len(data), digest)
+        chunk = Chunk(checksum(data), len(data))
+        with self._lock:
+            is_known, self._names[chunk.file] = self._names.get(chunk.file), False
+        if is_known is None:
+            _write_file(self.path / DATA / chunk.file, data, sync=self.sync)
+        elif is_known and self.sync and not self._is_known_synced:
+            _sync(self.path / DATA / chunk.file)
+        return chunk
 
     def commit(self, state: dict[str, Any], tensors: tuple[Stored, ...]) -> None:
         """Replace the manifest, which makes the new dump the valid one."""
-        manifest = Manifest(self.generation, state, tensors, self.about)
         if self.sync:
             _sync(self.path / DATA)
-        temporary = self.path / f"{MANIFEST}.{self._prefix}"
-        try:
-            _write_file(temporary, manifest.to_bytes(), sync=self.sync)
-            temporary.replace(self.path / MANIFEST)
-        finally:
-            temporary.unlink(missing_ok=True)
+        _write_file(self.path / _NEXT, Manifest(state, tensors, self.about).to_bytes(), sync=self.sync)
+        (self.path / _NEXT).replace(self.path / MANIFEST)
         if self.sync:
             _sync(self.path)
 
-    def clean(self) -> None:
-        """Delete the dump files that the manifest does not list, such as those of an interrupted dump."""
+    def clean(self) -> dict[str, bool]:
+        """Delete the files that the manifest does not list, such as those of an interrupted dump; return the others."""
         manifest = Manifest.previous(self.path)
-        named = {chunk.file for stored in manifest.tensors for chunk in stored.chunks} if manifest else ()
+        listed = {name for stored in manifest.tensors for name in stored.files} if manifest else ()
+        kept = {}
         for file in (self.path / DATA).iterdir():
-            if CHUNK_NAME.fullmatch(file.name) and file.name not in named:
-                file.unlink(missing_ok=True)
-        for file in self.path.glob(f"{MANIFEST}.*-*"):
-            file.unlink(missing_ok=True)
+            named = CHUNK_NAME.fullmatch(file.name)
+            if named and file.name in listed and file.lstat().st_size == int(named[2]):
+                kept[file.name] = True
+            elif named:
+                file.unlink()
+        (self.path / _NEXT).unlink(missing_ok=True)
+        return kept
 
 
 class DumpReader:

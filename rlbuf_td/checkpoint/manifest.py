@@ -1,8 +1,8 @@
 """The manifest of a dump, which lists the state and the files with their checksums.
 
-``manifest.json`` is one JSON object. ``tensors`` lists the dtype, shape and chunks ``[file, length, checksum]`` of
-each tensor; a chunk's file holds bytes of the tensor and nothing else. ``state`` holds the other saved values. The last
-entry is the checksum of all the text before it.
+``manifest.json`` is one JSON object. ``tensors`` lists the dtype, shape and files of each tensor. A file holds bytes of
+the tensor and nothing else; its name is their checksum and their number. ``state`` holds the other saved values. The
+last entry is the checksum of all the text before it.
 
 A state consists of numbers, strings, lists, dicts with string keys, and tensors, and is never pickled. Tuples and
 shapes become lists. ``{"$tensor": 3}`` stands for the tensor ``tensors[3]``. NaN and infinity are written as Python's
@@ -27,7 +27,7 @@ from tensordict import TensorDictBase
 FORMAT = "rlbuf_td checkpoint"
 MANIFEST = "manifest.json"
 _TENSOR = "$tensor"
-CHUNK_NAME = re.compile(r"[0-9]{6,}-[0-9a-f]{16}-[0-9]+\.bin")
+CHUNK_NAME = re.compile(r"([0-9a-f]{24})-([0-9]{1,18})\.bin")
 _SUFFIX = ',\n"checksum": "{}"\n}}\n'
 _SUFFIX_BYTES = len(_SUFFIX.format("0" * 24))
 
@@ -62,11 +62,21 @@ def checksum(data: np.ndarray | bytes) -> str:
 
 
 class Chunk(NamedTuple):
-    """A file with a range of a tensor's bytes: the file's name, length and checksum."""
+    """A file with a range of a tensor's bytes, which is named after its content."""
 
-    file: str
-    nbytes: int
     checksum: str
+    nbytes: int
+
+    @property
+    def file(self) -> str:
+        return f"{self.checksum}-{self.nbytes}.bin"
+
+    @classmethod
+    def named(cls, name: Any) -> Chunk:
+        found = CHUNK_NAME.fullmatch(name) if isinstance(name, str) else None
+        if found is None:
+            raise CheckpointError(f"the manifest names {name!r}, which is not a file of a dump")
+        return cls(found[1], int(found[2]))
 
 
 @dataclass(frozen=True)
@@ -81,19 +91,19 @@ class Stored:
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
+    @property
+    def files(self) -> list[str]:
+        return [chunk.file for chunk in self.chunks]
+
     @classmethod
     def from_json(cls, entry: Any) -> Stored:
         """Parse the manifest's entry of a tensor; refuse contradictory sizes and invalid file names."""
         try:
             dtype, shape = dtype_of(entry["dtype"]), entry["shape"]
-            chunks = tuple(Chunk(*chunk) for chunk in entry["chunks"])
+            chunks = tuple(map(Chunk.named, entry["chunks"]))
         except (LookupError, TypeError) as error:
             raise CheckpointError(f"the manifest's description of a tensor cannot be read: {error}") from error
-        for chunk in chunks:
-            if not isinstance(chunk.file, str) or not CHUNK_NAME.fullmatch(chunk.file):
-                raise CheckpointError(f"the manifest names {chunk.file!r}, which is not a file of a dump")
-        sizes = [*shape, *(chunk.nbytes for chunk in chunks)] if isinstance(shape, list) else [None]
-        if not all(type(size) is int and 0 <= size < 1 << 62 for size in sizes):
+        if not isinstance(shape, list) or not all(type(size) is int and 0 <= size < 1 << 62 for size in shape):
             raise CheckpointError("the manifest gives a size that is not a whole number")
         if math.prod(shape) * dtype.itemsize != sum(chunk.nbytes for chunk in chunks):
             raise CheckpointError(f"the manifest's chunks do not add up to a {entry['dtype']} tensor of shape {shape}")
@@ -104,7 +114,6 @@ class Stored:
 class Manifest:
     """The parsed manifest of a dump; ``{"$tensor": j}`` in ``state`` refers to ``tensors[j]``."""
 
-    generation: int  # number of earlier dumps into the folder
     state: dict[str, Any]
     tensors: tuple[Stored, ...]
     about: dict[str, Any]  # the kind of dump, when it was written, and by which versions
@@ -112,10 +121,10 @@ class Manifest:
     def to_bytes(self) -> bytes:
         document: dict[str, Any] = {"format": FORMAT, "about": self.about}
         tensors = [
-            {"dtype": str(each.dtype).removeprefix("torch."), "shape": [*each.shape], "chunks": [*each.chunks]}
+            {"dtype": str(each.dtype).removeprefix("torch."), "shape": [*each.shape], "chunks": each.files}
             for each in self.tensors
         ]
-        document |= {"generation": self.generation, "state": self.state, "tensors": tensors}
+        document |= {"state": self.state, "tensors": tensors}
         text = json.dumps(document, indent=1).removesuffix("\n}").encode()
         return text + _SUFFIX.format(checksum(text)).encode()
 
@@ -136,10 +145,10 @@ class Manifest:
             raise ForeignManifest(f"{file} is not the manifest of a dump of rlbuf_td, or its beginning is damaged")
         try:
             document = json.loads(data)
-            generation, state, about = document["generation"], document["state"], document["about"]
-            if type(generation) is not int or not isinstance(state, dict) or not isinstance(about, dict):
+            state, about = document["state"], document["about"]
+            if not isinstance(state, dict) or not isinstance(about, dict):
                 raise TypeError("a field has the wrong type")
-            return cls(generation, state, tuple(map(Stored.from_json, document["tensors"])), about)
+            return cls(state, tuple(map(Stored.from_json, document["tensors"])), about)
         except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise CheckpointError(f"{file}: {error}") from error
 

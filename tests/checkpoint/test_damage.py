@@ -21,7 +21,7 @@ from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
 from rlbuf_td import CheckpointError, RolloutBuffer
 from rlbuf_td.checkpoint import open_checkpoint, save_state
-from rlbuf_td.checkpoint.manifest import checksum
+from rlbuf_td.checkpoint.manifest import Chunk, checksum
 from tests.catalogue import assert_same
 from tests.checkpoint.test_dumps import make, step, transitions
 
@@ -73,8 +73,7 @@ def dumped(path, **kwargs):
 
 def test_what_a_killed_dump_left_is_removed_by_the_next(tmp_path):
     rb = dumped(tmp_path)
-    token = "000001-0123456789abcdef"
-    left = [tmp_path / "data" / f"{token}-0.bin", tmp_path / f"manifest.json.{token}"]
+    left = [tmp_path / "data" / f"{0:024x}-1.bin", tmp_path / "manifest.json.next"]
     mine = [tmp_path / "data" / "notes.txt", tmp_path / "manifest.json.backup"]
     for file in (*left, *mine):
         file.write_text("?")
@@ -195,12 +194,12 @@ def resign(path, change) -> None:
     file.write_bytes(text + f',\n"checksum": "{checksum(text)}"\n}}\n'.encode())
 
 
-@pytest.mark.parametrize("name", ["../outside.bin", "/etc/passwd", "000000-0123456789abcdef-0.bin/../../x", None])
+@pytest.mark.parametrize("name", ["../outside.bin", "/etc/passwd", f"{0:024x}-1.bin/../../x", None])
 def test_a_manifest_cannot_name_files_outside_its_folder(name, tmp_path):
     dumped(tmp_path)
 
     def change(document):
-        document["tensors"][0]["chunks"][0][0] = name
+        document["tensors"][0]["chunks"][0] = name
         return document
 
     resign(tmp_path, change)
@@ -231,12 +230,12 @@ REFUSALS = (IndexError, RuntimeError, ValueError, TypeError)
 def forge(document: dict[str, Any], path: Path, data: st.DataObject) -> dict[str, Any]:
     """Change the content of a tensor, or entries of the document."""
     if data.draw(st.booleans()):
-        chunk = data.draw(st.sampled_from([stored["chunks"][0] for stored in document["tensors"] if stored["chunks"]]))
-        seed = data.draw(st.integers(0, 2**32 - 1))
-        content = np.random.default_rng(seed).integers(0, 256, chunk[1]).astype(np.uint8)
-        content[seed % chunk[1] :] = data.draw(st.sampled_from([0, 1, 63, 127, 255]))
-        (path / "data" / chunk[0]).write_bytes(content.tobytes())
-        chunk[2] = checksum(content)
+        chunks = data.draw(st.sampled_from([stored["chunks"] for stored in document["tensors"] if stored["chunks"]]))
+        seed, nbytes = data.draw(st.integers(0, 2**32 - 1)), Chunk.named(chunks[0]).nbytes
+        content = np.random.default_rng(seed).integers(0, 256, nbytes).astype(np.uint8)
+        content[seed % nbytes :] = data.draw(st.sampled_from([0, 1, 63, 127, 255]))
+        chunks[0] = Chunk(checksum(content), nbytes).file
+        (path / "data" / chunks[0]).write_bytes(content.tobytes())
         return document
     for _ in range(data.draw(st.integers(1, 2))):
         *parents, last = data.draw(st.sampled_from(_places(document)))
