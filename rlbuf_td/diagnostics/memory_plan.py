@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,6 @@ from rlbuf_td.storages.schema import Leaf, show_key
 
 _SUMS = ("padding", "rows", "priorities", "trajectory index", "total")
 SAMPLERS: dict[str, type] = {"uniform": UniformSampler, "proportional": ProportionalSampler, "rank": RankSampler}
-
-
-def filled(text: str, width: int, indent: str) -> str:
-    """Return ``text`` in lines of ``width``; a path stays whole, so that it can be copied."""
-    return textwrap.fill(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 @dataclass(frozen=True)
@@ -112,29 +107,32 @@ class MemoryPlan:
         return all(room.free is None or need <= room.free for room, need in self._needs(place))
 
     def __str__(self) -> str:
-        lines = [f"{self.capacity:,} rows of {self.row_bytes:,} bytes: {show_bytes(self.total)}", ""]
-        width = min(40, max(24, *(len(key) for key in self.keys)))
-        lines.append(f"  {'':<{width}}  {'bytes/row':>12}  {'all rows':>11}")
-        table = self.keys | {f"{key} shared": -nbytes for key, nbytes in self.saved.items()}
-        table |= {"padding": self.rows - sum(table.values()), "rows": self.rows, "priorities": self.priorities}
-        table |= {"trajectory index": self.trajectories, "total": self.total}
-        for name, nbytes in table.items():
+        from rich.console import Console
+        from rich.table import Column, Table
+        from rich.text import Text
+
+        sizes = self.keys | {f"{key} shared": -nbytes for key, nbytes in self.saved.items()}
+        sizes |= {"padding": self.rows - sum(sizes.values()), "rows": self.rows, "priorities": self.priorities}
+        sizes |= {"trajectory index": self.trajectories, "total": self.total}
+        table = Table(
+            Column(overflow="fold"),
+            *(Column(name, justify="right") for name in ("bytes/row", "all rows", "")),
+            box=None,
+        )
+        table.padding = 0, 2
+        for name, nbytes in sizes.items():
             number = f"{nbytes / self.capacity:,.{2 * bool(nbytes % self.capacity)}f}"
             size = "-" * (nbytes < 0) + show_bytes(abs(nbytes))
-            share = "" if name in _SUMS else f"{nbytes / self.rows:.0%}"
-            if len(name) > width:  # a line of its own
-                lines.append(f"  {name}")
-                name = ""
-            lines.append(f"  {name:<{width}}  {number:>12}  {size:>11}{share:>7}".rstrip())
-        largest = textwrap.fill(f"largest key: {self.largest_key}", 78, subsequent_indent="  ")
-        lines += ["", textwrap.indent(largest, "  "), ""]
+            table.add_row(Text(name), number, size, "" if name in _SUMS else f"{nbytes / self.rows:.0%}")
+        text = StringIO()
+        Console(file=text, width=80, color_system=None, force_jupyter=False).print(table)
+        lines = [f"{self.capacity:,} rows of {self.row_bytes:,} bytes: {show_bytes(self.total)}", ""]
+        lines += [*map(str.rstrip, text.getvalue().splitlines()), "", f"  largest key: {self.largest_key}", ""]
         for room in self.places:
             mark = "->" if room is self.places[0] else "  "
-            fits = "fits" if self._fits_in(room) else "does not fit"
-            lines.append(filled(f"{mark} {room.words()}: {fits}", 80, "   "))
+            lines.append(f"{mark} {room.words()}: {'fits' if self._fits_in(room) else 'does not fit'}")
         if not self.fits:
-            wrapped = (filled(f"- {way}", 78, "  ") for way in self.remedy.splitlines())
-            lines += ["", "What to do:", *(textwrap.indent(way, "  ") for way in wrapped)]
+            lines += ["", "What to do:", *(f"  - {way}" for way in self.remedy.splitlines())]
         return "\n".join(lines)
 
 

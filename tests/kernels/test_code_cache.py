@@ -97,8 +97,8 @@ def test_loops_run_where_nothing_can_be_kept(tmp_path, monkeypatch):
 TRAINING = """
 import torch
 from tensordict import TensorDict
-from rlbuf_td import (EpisodeSampler, NStepSampler, PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer,
-                      RolloutBuffer, SequenceSampler, UniformSampler)
+from rlbuf_td import (EpisodeSampler, EpisodeStats, NStepSampler, PackedStorage, ProportionalSampler, RankSampler,
+                      ReplayBuffer, RolloutBuffer, SequenceSampler, UniformSampler)
 torch.manual_seed(0)
 
 def rows(*shape):
@@ -113,14 +113,14 @@ def prioritized():
 makers = [UniformSampler, prioritized, lambda: RankSampler(200), lambda: NStepSampler(prioritized(), 3, 0.9)]
 makers += [lambda: SequenceSampler(prioritized(), 4), EpisodeSampler]
 for make in makers:
-    rb = ReplayBuffer(storage=PackedStorage(200, ndim=2), sampler=make(), batch_size=8)
+    rb = ReplayBuffer(storage=PackedStorage(200, ndim=2), sampler=make(), batch_size=8, stats=EpisodeStats())
     for _ in range(15):
         rb.extend(rows(2, 10))
         batch = rb.sample()
         print(batch["index"].tolist(), batch["observation"].flatten().tolist())
         if "priority_weight" in batch.keys():
             rb.update_tensordict_priority(batch.set("td_error", torch.randn(batch.shape)))
-    print(rb.compiled)
+    print(rb.compiled, rb.episode_stats.summary())
 rollout = RolloutBuffer(8, 2, batch_size=4)
 rollout.extend(rows(2, 8))
 print([round(number, 4) for batch in rollout for number in batch["advantage"].flatten().tolist()])

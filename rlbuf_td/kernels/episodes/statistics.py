@@ -1,10 +1,23 @@
 """Computes episode statistics on the CPU; episodes are recorded in the order in which they end."""
 
-from typing import NamedTuple
+import ctypes
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from rlbuf_td.kernels.compiled import compiled, load
+from rlbuf_td.kernels.dispatch import OFF
+
+if TYPE_CHECKING or not OFF:
+    from rlbuf_td.kernels.compiled import compiled, load
+else:  # Python runs the same loops, slowly
+
+    def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+        return function
+
+    def load(address: int, kind: type[np.generic]) -> np.generic:
+        return np.frombuffer((ctypes.c_char * np.dtype(kind).itemsize).from_address(int(address)), kind)[0]
+
 
 SUM, MEAN, LAST = 0, 1, 2
 FREE = np.iinfo(np.int64).min  # the key of an unused slot in the table of open episodes
