@@ -1,4 +1,4 @@
-"""Draw the README's learning curves (``python -m tests.benchmarks.learning_curves``): DQN with each kind of replay.
+"""Draw learning curves (``python -m tests.benchmarks.learning_curves``): DQN with each kind of replay.
 
 A line is the mean of the runs of a sampler, a band reaches from the lowest to the highest run. With three seeds, this
 takes half an hour; set ``OMP_NUM_THREADS=1``.
@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--samplers", nargs="+", default=["proportional", "uniform"], choices=[*dqn.SAMPLERS])
     parser.add_argument("--seeds", type=whole_number(1), default=3)
     parser.add_argument("--steps", type=whole_number(dqn.WARM_UP), default=dqn.STEPS)
-    parser.add_argument("--out", type=Path, default=Path("notebooks/pictures/demo.png"))
+    parser.add_argument("--out", type=Path, default=Path("runs/learning_curves.png"))
     options = parser.parse_args(arguments)
     env, device = "CartPole-v1", torch.device("cpu")
     figure = Figure(figsize=(6.0, 3.4), layout="constrained")
@@ -39,6 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             curves = np.stack([np.interp(steps, *run.curve) for run in runs])
             (line,) = axes.plot(steps, curves.mean(0), linewidth=2, label=name)
             axes.fill_between(steps, curves.min(0), curves.max(0), color=line.get_color(), alpha=0.2, linewidth=0)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
     save_curves(figure, runs[0].threshold, options.out)
 
 
