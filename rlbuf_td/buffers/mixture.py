@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
-import secrets
-import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from itertools import accumulate, pairwise
 from math import lcm
 from operator import is_
@@ -40,6 +37,7 @@ from rlbuf_td.buffers.mixture_parts import (
 from rlbuf_td.buffers.replay import ReplayBuffer
 from rlbuf_td.checkpoint import load_state, save_state
 from rlbuf_td.checkpoint.files import explained, reading, write_state, writing
+from rlbuf_td.checkpoint.group import delete_others, new_folder
 from rlbuf_td.kernels.strata import LEAST_RATIO
 from rlbuf_td.samplers.common import OwnSignature
 from rlbuf_td.storages.checks import as_number, fraction, whole
@@ -51,7 +49,7 @@ from rlbuf_td.storages.tensordict_fast import set_entries_
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_FOLDER, _MEMBERS = "mixture", re.compile(r"members-[0-9a-f]{16}")  # of a dump: for the mixture's state; for members
+_FOLDER = "mixture"  # of the manifest of a dump
 _BAD_NAME = re.compile(r"$|[._]|by_name$|.*[/\\]").match  # members are folders of a dump
 
 
@@ -359,23 +357,14 @@ class ReplayBufferMixture:
         Unchanged data is hard-linked to the previous dump, if the file system supports hard links.
         """
         with writing(Path(path) / _FOLDER, type(self).__name__) as writer:
-            folders = [each for each in Path(path).iterdir() if _MEMBERS.fullmatch(each.name)]
-            folder = Path(path) / f"members-{secrets.token_hex(8)}"
             last = None if writer.previous is None else writer.previous.state.get("members")
-            for before in folders:
-                if before.name == last:  # others are of dumps that were not finished
-                    with suppress(OSError):
-                        shutil.copytree(before, folder, copy_function=os.link, ignore=shutil.ignore_patterns(".lock"))
-            for other in folder.glob("*"):
-                if other.name not in self.members:  # of a mixture that had more members
-                    shutil.rmtree(other)
+            folder = new_folder(Path(path), "members", last, self.members)
             for name, member in self.members.items():
                 member.dumps(folder / name)
             rng = None if self._rng is None else self._rng.get_state()
             state = {"shares": self.sampler.state_dict(), "exact": self.exact, "generator": rng, "members": folder.name}
             write_state(writer, state, [], None)
-            for other in folders:
-                shutil.rmtree(other)
+            delete_others(folder)
 
     def loads(self, path: str | Path) -> None:
         """Load a dump that :meth:`dumps` has written.

@@ -1,18 +1,8 @@
-"""Dumps of all shards: their folder, and how to load them into any number of shards.
-
-The folder has a subfolder for each dump, and a manifest that names the last complete one. A dump is written beside the
-previous one, and becomes valid when the manifest is replaced. An interrupted dump leaves the previous one as it was,
-and rows of two dumps are never mixed.
-"""
+"""Dumps of all shards: the manifest that tells which dumps of shards belong together, and how it is loaded."""
 
 from __future__ import annotations
 
-import os
-import re
-import secrets
-import shutil
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,10 +11,10 @@ import torch
 
 from rlbuf_td.buffers.replay import ReplayBuffer
 from rlbuf_td.checkpoint import CheckpointError, load_state, open_checkpoint, save_state
+from rlbuf_td.checkpoint.group import delete_others, is_folder
 from rlbuf_td.storages import PackedStorage
 
 _KIND, _FOLDER = "ShardedReplayBuffer", "shards"  # the manifest's kind, and the folder that it lies in
-_SUBFOLDER = re.compile(r"shards-[0-9a-f]{16}")
 _AT_ONCE = 16 << 20  # bytes of rows that are written at once
 
 
@@ -44,7 +34,7 @@ class Manifest:
         try:
             manifest = cls(**found)
             fits = all(type(number) is int and number >= 0 for number in (manifest.lanes, *manifest.steps))
-            fits = fits and _SUBFOLDER.fullmatch(manifest.dump) is not None
+            fits = fits and is_folder(manifest.dump)
         except TypeError:
             fits = False
         if not fits:
@@ -58,32 +48,22 @@ class Manifest:
         except CheckpointError:
             return None
 
-    def folder(self, path: Path, place: int) -> str:
-        return str(path / self.dump / f"shard-{place:04d}")
-
     def commit(self, path: Path) -> None:
         """Replace the manifest, which makes a dump the valid one; then delete the other dumps in the folder."""
         save_state(path / _FOLDER, _KIND, asdict(self))
-        for each in path.iterdir():
-            if _SUBFOLDER.fullmatch(each.name) and each.name != self.dump:
-                shutil.rmtree(each, ignore_errors=True)
+        delete_others(path / self.dump)
+
+
+def shard_name(place: int) -> str:
+    return f"shard-{place:04d}"
 
 
 def newest_dump(path: Path, place: int, shards: int) -> str | None:
     """Return the folder of one shard in the last complete dump of ``shards`` shards, or None if there is none."""
     manifest = Manifest.last(path)
-    return None if manifest is None or len(manifest.steps) != shards else manifest.folder(path, place)
-
-
-def new_name() -> str:
-    return f"shards-{secrets.token_hex(8)}"
-
-
-def reuse(folder: Path, previous: Path | None) -> None:
-    """Link the files of a shard's previous dump into a new folder, so that unchanged data is not written again."""
-    if previous is not None:
-        with suppress(OSError):  # a file system without hard links: all data is written
-            shutil.copytree(previous, folder, copy_function=os.link, ignore=shutil.ignore_patterns(".lock"))
+    if manifest is None or len(manifest.steps) != shards:
+        return None
+    return str(path / manifest.dump / shard_name(place))
 
 
 def end_trajectories(storage: PackedStorage) -> None:

@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from math import inf
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +18,7 @@ from tensordict import TensorDictBase
 
 from rlbuf_td.buffers.replay import ReplayBuffer
 from rlbuf_td.checkpoint import CheckpointError
-from rlbuf_td.distributed.dumps import end_trajectories, extend_by, reuse
+from rlbuf_td.distributed.dumps import end_trajectories, extend_by
 from rlbuf_td.storages import SchemaError
 from rlbuf_td.storages.indexing import merge_
 from rlbuf_td.storages.layout import RowLayout
@@ -167,13 +166,9 @@ class Shard:
         self.version += 1
         return self.report()
 
-    def dump(self, path: str, previous: str | None = None) -> tuple[int, int]:
-        """Store waiting rows and save the buffer; return the buffer's numbers of time steps and lanes.
-
-        ``previous`` is the folder of the previous dump of this shard, whose data is used again where it is unchanged.
-        """
+    def dump(self, path: str) -> tuple[int, int]:
+        """Store waiting rows and save the buffer; return the buffer's numbers of time steps and lanes."""
         self._enter()
-        reuse(Path(path), None if previous is None else Path(previous))
         self.buffer.dumps(path, progress=False)
         lanes = self.storage.lanes.numel()
         return len(self.storage) // lanes, lanes

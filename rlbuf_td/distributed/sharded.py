@@ -6,7 +6,6 @@ import asyncio
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from math import inf
@@ -18,8 +17,9 @@ import ray
 from rlbuf_td.buffers.flow import FlowControl, make_flow, not_now
 from rlbuf_td.buffers.replay import ReplayBuffer
 from rlbuf_td.checkpoint import CheckpointError
+from rlbuf_td.checkpoint.group import new_folder
 from rlbuf_td.distributed.client import Client
-from rlbuf_td.distributed.dumps import Manifest, new_name, newest_dump
+from rlbuf_td.distributed.dumps import Manifest, newest_dump, shard_name
 from rlbuf_td.distributed.links import OnLoss
 from rlbuf_td.distributed.shard import Shard
 from rlbuf_td.distributed.spec import Spec
@@ -214,17 +214,17 @@ class ShardedReplayBuffer(Client):
         """
         path = self._folder(path)
         self.synchronize()
-        path.mkdir(parents=True, exist_ok=True)
-        shards, previous = range(len(self.links.handles)), Manifest.last(path)
-        manifest = Manifest(new_name(), [], 0, self._ask_flow("state_dict"))
-        before = {} if previous is None else {n: previous.folder(path, n) for n in range(len(previous.steps))}
-        given = {place: (manifest.folder(path, place), before.get(place)) for place in shards}
-        found = self.links.finish(self.links.start("dump", given), _LONG)
+        shards, last = range(len(self.links.handles)), Manifest.last(path)
+        folder = new_folder(path, "shards", last and last.dump, [*map(shard_name, shards)])
+        flow = self._ask_flow("state_dict")
+        found = self.links.finish(
+            self.links.start("dump", {place: (str(folder / shard_name(place)),) for place in shards}), _LONG
+        )
         if len(found) < len(shards):
             raise CheckpointError(f"shards {sorted(set(shards) - found.keys())} are lost: the dump is not complete")
         self.links.ask("report")
         steps, lanes = zip(*(found[place] for place in shards), strict=True)
-        replace(manifest, steps=[*steps], lanes=max(lanes)).commit(path)
+        Manifest(folder.name, [*steps], max(lanes), flow).commit(path)
 
     def loads(self, path: str | Path | None = None) -> None:
         """Replace all rows and priorities by those of a dump, and the counts of flow control.
@@ -266,7 +266,8 @@ class ShardedReplayBuffer(Client):
     def _parts(self, path: Path, manifest: Manifest) -> dict[int, tuple[Any, ...]]:
         """Return what each shard loads, arguments of :meth:`Shard.prepare`; ValueError if it has too little room."""
         count, total = len(self.links.handles), sum(manifest.steps)
-        dumps = [(manifest.folder(path, place), steps) for place, steps in enumerate(manifest.steps)]
+        folder = path / manifest.dump
+        dumps = [(str(folder / shard_name(place)), steps) for place, steps in enumerate(manifest.steps)]
         if len(dumps) == count:
             return {place: ([dump],) for place, dump in enumerate(dumps)}
         bounds = [*pairwise(round(place * total / count) for place in range(count + 1))]
