@@ -10,7 +10,7 @@ of this package also work in TorchRL's own buffers. For Gymnasium, use ``ReplayB
 - ``rlbuf_td.diagnostics.doctor.CODES``: the faults that :func:`check` finds;
 - ``rlbuf_td.checkpoint.open_checkpoint``: reads a saved buffer without creating one;
 - ``rlbuf_td.distributed.ShardedReplayBuffer``: one replay buffer over many processes or machines (needs Ray);
-- ``python -m rlbuf_td {demo, bench, train, plan, doctor, notebooks}``: the command line.
+- ``python -m rlbuf_td {demo, doctor, compile, info}``: the command line.
 
 In docstrings, B is the batch size, N the number of rows, T the number of time steps, and E the number of lanes
 (environments); ``[B]`` is a shape. Examples assume ``import torch`` and ``from rlbuf_td import *``.

@@ -103,7 +103,7 @@ def test_help_shows_what_a_constructor_takes():
 
 
 def test_files_that_the_package_and_its_documents_name_exist():
-    documents = ROOT / "README.md", ROOT / ".github" / "CONTRIBUTING.md", *(ROOT / "rlbuf_td").rglob("*.py")
+    documents = ROOT / "README.md", ROOT / "docs" / "CONTRIBUTING.md", *(ROOT / "rlbuf_td").rglob("*.py")
     text = "".join(path.read_text() for path in documents)
     named = {f"{name.replace('.', '/')}.py" for name in re.findall(r"-m (tests\.benchmarks\.\w+)", text)}
     assert len(named) >= 8

@@ -24,7 +24,7 @@ from tests.catalogue import SCHEMAS, transitions
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-CONTRIBUTING = (ROOT / ".github" / "CONTRIBUTING.md").read_text()
+CONTRIBUTING = (ROOT / "docs" / "CONTRIBUTING.md").read_text()
 
 
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
@@ -67,7 +67,7 @@ def text_of(path: Path) -> str:
     return "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
 
 
-DOCUMENTS = [ROOT / "README.md", *(ROOT / ".github").glob("*.md"), *sorted((ROOT / "notebooks").glob("*.ipynb"))]
+DOCUMENTS = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *sorted((ROOT / "notebooks").glob("*.ipynb"))]
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.stem)

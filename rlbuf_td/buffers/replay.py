@@ -239,7 +239,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
                 parallel ones. Agents that take turns get a lane each, see :class:`AECRecorder`.
             capacity: the number of transitions, rounded up to a multiple of the number of environments or lanes. A
                 :class:`RolloutBuffer` instead takes the number of time steps.
-            extras: further entries of a transition, see :func:`~rlbuf_td.envs.specs.schema_of`. If the rows are shared
+            extras: further entries of a transition, see :func:`~rlbuf_td.schema_of`. If the rows are shared
                 before the first write, or made with ``reopen``, ``extras`` must contain all further entries, because
                 that write cannot add entries.
             group_map: the groups of a PettingZoo environment's agents, see :class:`PettingZooRecorder`.
@@ -324,7 +324,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
 
         Args:
             schema: an example of a step, with batch size ``[]``, or ``[E]`` for E environments; see
-                :func:`~rlbuf_td.envs.specs.schema_of`.
+                :func:`~rlbuf_td.schema_of`.
             capacity: the number of transitions, see :meth:`from_env`.
             flat: store rows ``[T]`` instead of ``[T, E]``. Each row is then one transition of one environment.
             device: the device of the batches, and also of the rows unless ``storing_device`` is given.

@@ -14,7 +14,7 @@ the answer contains the drawn rows, packed into one block of bytes. To read the 
 **How many shards.** One or two shards per machine are enough. Each shard uses one core.
 ``placement_strategy="SPREAD"`` starts the shards on different machines; ``num_cpus=1`` reserves a core for each shard.
 
-- **Memory.** A row takes its packed bytes (see ``python -m rlbuf_td plan``) and, with priorities, 20 bytes more. 1e9
+- **Memory.** A row takes its packed bytes (see :func:`rlbuf_td.plan`) and, with priorities, 20 bytes more. 1e9
   rows of HalfCheetah (168 bytes) take 188 GB: 4 machines with 64 GB each. 1e9 rows of Atari (two stacks of four frames,
   56 kB) take 56 TB. With ``PackedStorage(share_next=True, frames=...)``, which stores repeated frames once, they take a
   few TB; ``scratch_dir`` puts these rows into files.

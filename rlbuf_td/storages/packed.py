@@ -353,7 +353,7 @@ class PackedStorage(LazyTensorStorage):
     def in_time_order(self) -> bool:
         """Whether the stored time steps were written one after another; saved and copied with the rows.
 
-        False after a write elsewhere than after the newest step, until a ring has replaced all rows, or :meth:`_empty`.
+        False after a write elsewhere than after the newest step, until a ring has replaced all rows, or ``_empty()``.
         """
         return self.ring.in_order
 
@@ -550,7 +550,7 @@ class PackedStorage(LazyTensorStorage):
         """Write ``counts[i]`` rows to lane ``lanes[i]``, after its newest ones; ``copy`` stores their bytes.
 
         If the process dies, or the thread is interrupted, the rows are written or missing as a whole; the rows that
-        they were about to replace may be gone. For ``slot`` and ``anew``, see :meth:`Ring.begin`.
+        they were about to replace may be gone. For ``slot`` and ``anew``, see ``Ring.begin``.
         """
         ring, episodes = self.ring, self.episodes
         kept = np.minimum(counts, ring.steps)
@@ -707,7 +707,7 @@ class PackedStorage(LazyTensorStorage):
 
         Args:
             schema: an example of one time step, ``[*lanes]``, or the result of
-                :func:`~rlbuf_td.envs.specs.schema_of`.
+                :func:`~rlbuf_td.schema_of`.
 
         Raises:
             RuntimeError: the rows are already allocated; with ``reopen``, those of an earlier process are checked.

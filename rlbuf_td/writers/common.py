@@ -200,7 +200,7 @@ class TimeWriter(RoundRobinWriter, Recovers):
             raise
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a result of :meth:`state_dict`; ValueError, and no change, if a number is out of range."""
+        """Restore a result of ``state_dict()``; ValueError, and no change, if a number is out of range."""
         with state_of(self):
             self._refuse_state(state_dict)
             super().load_state_dict(state_dict)

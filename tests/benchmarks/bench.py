@@ -1,7 +1,7 @@
 """Compare the speed of this package with that of other libraries (``python -m tests.benchmarks.bench``).
 
 Before each timed call, a learner trains an MLP for one step. As in training, this step evicts the buffer's data from
-the processor's caches. ``.github/BENCHMARKS.md`` has the results of a run.
+the processor's caches. ``docs/BENCHMARKS.md`` has the results of a run.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[2]
 _UNSHRUNK = "--hypothesis-profile", "the first failure"
 LONGEST = 900  # seconds of the tests of a fault
-COPIED = "rlbuf_td", "tests", "notebooks", "README.md", "pyproject.toml", ".github"
+COPIED = "rlbuf_td", "tests", "notebooks", "README.md", "pyproject.toml", "docs"
 
 
 class Break(NamedTuple):

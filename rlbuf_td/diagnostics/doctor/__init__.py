@@ -1,4 +1,4 @@
-"""Checks of stored rows: :func:`check`, and ``python -m rlbuf_td doctor PATH``."""
+"""Checks of stored rows: :func:`~rlbuf_td.check`, and ``python -m rlbuf_td doctor PATH``."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Report:
-    """The findings of :func:`~rlbuf_td.diagnostics.doctor.check`, the most serious first."""
+    """The findings of :func:`~rlbuf_td.check`, the most serious first."""
 
     findings: tuple[Finding, ...]
     rows: int  # the number of rows read
