@@ -158,8 +158,11 @@ def load_newest(storage: PackedStorage, source: PackedStorage) -> tuple[torch.Te
     theirs = source.ring
     count = np.minimum(theirs.count, steps_for(storage, source.lanes))
     if theirs.together:
-        most = int(count[0])
-        extend_steps(storage, source, int(theirs.count[0]) - most, most)
+        end = int(theirs.written[0])
+        steps, size = torch.arange(end - int(count[0]), end, device="cpu"), source.row_bytes * theirs.lanes
+        for part in steps.split(max(1, _AT_ONCE // size)) if len(steps) else ():
+            slots = (storage.ring.cursor + torch.arange(len(part), device="cpu")) % storage.ring.steps
+            storage.set(slots, source.read(part % theirs.steps))
     else:
         for cells in theirs.newest_cells(count).split(max(1, _AT_ONCE // source.row_bytes)):
             storage.append(cells % theirs.lanes, source.gather(cells))
@@ -173,14 +176,3 @@ def load_newest(storage: PackedStorage, source: PackedStorage) -> tuple[torch.Te
         saved["back"] = back
     storage.load_episodes(saved)
     return since, to
-
-
-def extend_steps(storage: PackedStorage, source: PackedStorage, first: int, count: int) -> None:
-    """Write ``count`` time steps of ``source`` (0 is the oldest one) after the newest time step of ``storage``."""
-    theirs = source.ring
-    if not count:
-        return
-    steps = torch.arange(first, first + count, device="cpu") + int(theirs.tail[0])
-    for part in steps.split(max(1, _AT_ONCE // (source.row_bytes * theirs.lanes))):
-        slots = (storage.ring.cursor + torch.arange(len(part), device="cpu")) % storage.ring.steps
-        storage.set(slots, source.read(part % theirs.steps))

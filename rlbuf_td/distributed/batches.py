@@ -83,6 +83,11 @@ class Batches:
     def __len__(self) -> int:
         return len(self.rank) - self.next
 
+    @property
+    def size(self) -> int:
+        """Number of rows in a batch."""
+        return self.rank.shape[1] * self.spec.window_rows
+
     def take(self, beta: float) -> TensorDict:
         """Return the next batch, ``[B]``, in newly allocated memory."""
         rank, window = self.rank[self.next], self.spec.window_rows

@@ -81,7 +81,6 @@ class Client:
         self._rows: bytes | None = None  # the layout of the rows in batches
         self._errors: list[tuple[np.ndarray, np.ndarray]] = []  # handles and TD errors for the next requests
         self._ready: Batches | None = None
-        self._ready_size = 0
         self._ahead: Draw | None = None
         self.stale = self.retries = 0
 
@@ -156,7 +155,7 @@ class Client:
     def _arrives(self, size: int, wait: bool, deadline: float) -> bool:
         """Receive batches unless there are some; return False if rows that flow control has counted do not arrive."""
         arrival = time.monotonic() + (0.0 if self._flow is None else _ARRIVAL)
-        while self._ready is None or not len(self._ready) or self._ready_size != size:
+        while self._ready is None or not len(self._ready) or self._ready.size != size:
             if self._fetch(size):
                 continue
             now, links = time.monotonic(), self.links
@@ -179,7 +178,7 @@ class Client:
             draw = self._send(size)
         if draw is None:
             return False
-        self._ready, self._ready_size = self._receive(draw), size
+        self._ready = self._receive(draw)
         if self._ready is None:
             self.retries += 1
         elif self.prefetch:
