@@ -1,6 +1,7 @@
 """The kinds of transition that every part of the package must carry, and samplers: one catalogue for all tests.
 
-``SAMPLERS`` maps a name to what makes a sampler for a number of rows. ``SCHEMAS`` maps a name to a :class:`Schema`;
+``SAMPLERS`` maps a name to what makes a sampler for a number of rows, ``LAWS`` to how likely it draws each row.
+``SCHEMAS`` maps a name to a :class:`Schema`;
 ``transitions(schema, n, lanes)`` makes random data of it;
 ``assert_same(left, right)`` compares two TensorDicts byte for byte. To run a test over all of them::
 
@@ -30,6 +31,7 @@ from rlbuf_td import (
     SequenceSampler,
     UniformSampler,
 )
+from tests import model
 
 Key = tuple[str, ...]
 Fields = Mapping[str, Any]  # a leaf is (dtype, *shape), a node another mapping
@@ -145,6 +147,12 @@ SAMPLERS: dict[str, Callable[[int], Any]] = {
     "strict": lambda rows: SequenceSampler(UniformSampler(), 4, boundary="strict"),
     "windows": _windows,
     "steps of episodes": _steps_of_episodes,
+}
+#: Of samplers that draw rows independently of each other: each row's probability, in a model of the buffer.
+#: ``tests/test_composition.py`` compares their batches with it, alone and within every wrapper.
+LAWS: dict[str, Callable[[model.Model], list[float]]] = {
+    "uniform": model.uniform,
+    "recency": lambda rows: model.recency(rows, 5.0, 17),
 }
 
 

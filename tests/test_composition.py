@@ -23,14 +23,15 @@ from rlbuf_td import (
     PackedStorage,
     ProportionalSampler,
     RankSampler,
-    RecencySampler,
     ReplayBuffer,
     ReplayBufferMixture,
     RingWriter,
     SequenceSampler,
     UniformSampler,
 )
+from tests import catalogue
 from tests import model as m
+from tests.catalogue import SAMPLERS
 from tests.model import Model, Recipe, World, index_of
 from tests.statistics import assert_follows
 
@@ -55,21 +56,14 @@ ANCHORS = 40  # drawn at once
 
 # Weights relative to the whole buffer; draws independent of each other, as the test of their law expects.
 GIVEN: dict[str, Any] = {"alpha": 0.7, "beta": 0.5, "stratified": False}
-INNER: dict[str, Callable[[int], Any]] = {
-    "uniform": lambda rows: UniformSampler(),
+INNER: dict[str, Callable[[int], Any]] = {name: SAMPLERS[name] for name in catalogue.LAWS} | {
     "proportional": lambda rows: ProportionalSampler(rows, **GIVEN),
     "rank": lambda rows: RankSampler(rows, **GIVEN),
-    "recency": lambda rows: RecencySampler(half_life=15.0, window=40),
     "fresh": lambda rows: FreshRowsSampler(UniformSampler(), 5),
     "floored": lambda rows: ProportionalSampler(rows, **GIVEN, min_priority=1.0),
     "fresh over proportional": lambda rows: FreshRowsSampler(ProportionalSampler(rows, **GIVEN), 5),
 }
-LAWS: dict[str, Callable[[Model], list[float]]] = {
-    "uniform": m.uniform,
-    "rank": lambda model: m.by_rank(model, 0.7),
-    "recency": lambda model: m.recency(model, 15.0, 40),
-    "fresh": m.uniform,
-}
+LAWS = catalogue.LAWS | {"rank": lambda model: m.by_rank(model, 0.7), "fresh": m.uniform}
 
 
 def law_of(kind: str, model: Model) -> np.ndarray:
@@ -148,7 +142,7 @@ def cells() -> Iterator[Any]:
     """
     places, rows = [*product((1, 2), FILLS)], [*product(BUFFERS, ("uniform", "proportional", "rank"))]
     rows = [row for row in rows if row[0] in [*BUFFERS][:2] or row[1] == "proportional"]
-    rows += [("ours", kind) for kind in ("recency", "fresh", "floored", "fresh over proportional")]
+    rows += [("ours", kind) for kind in INNER if kind not in ("uniform", "proportional", "rank")]
     for (i, (buffer, kind)), (j, recipe) in product(enumerate(rows), enumerate(RECIPES)):
         marks = [] if (i + j) % 3 == 0 else [pytest.mark.slow]
         yield pytest.param(kind, recipe, buffer, *places[(i + j // 3 + i // 3) % 6], marks=marks)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import textwrap
+from doctest import DocTestFinder, DocTestRunner
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -79,6 +81,14 @@ def test_every_file_and_section_that_a_document_links_to_is_there(path):
         if section:
             titles = re.findall(r"^#+ (.*)", text_of(place), re.MULTILINE)
             assert section in [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles]
+
+
+def test_the_sampler_of_the_guide_draws_what_its_example_says():
+    (source,) = re.findall(r'   ```python\n(   """.*?)   ```', CONTRIBUTING, re.DOTALL)
+    names: dict[str, Any] = {"__name__": "newest"}
+    exec(compile(textwrap.dedent(source), "CONTRIBUTING.md", "exec"), names)
+    example, *_ = DocTestFinder().find(names["NewestSampler"], module=False, globs=names)
+    assert DocTestRunner().run(example).failed == 0
 
 
 def test_every_file_that_it_names_is_there():
