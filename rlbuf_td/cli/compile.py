@@ -57,7 +57,8 @@ def buffer(sampler: Callable[[], Sampler], cls: type = rl.ReplayBuffer, **storag
 
 
 def lanes(sampler: Callable[[], Sampler]) -> None:
-    rb = rl.ReplayBuffer(storage=rl.PackedStorage(ROWS, ndim=2), sampler=sampler(), batch_size=BATCH)
+    rows = rl.PackedStorage(ROWS, ndim=2)
+    rb = rl.ReplayBuffer(storage=rows, sampler=sampler(), batch_size=BATCH, stats=rl.EpisodeStats())
     rb.extend(transitions(2, 60))
     rb.add(transitions(2))
     for lane in range(2):
