@@ -111,6 +111,17 @@ def test_files_that_the_package_and_its_documents_name_exist():
     assert not [name for name in named if not (ROOT / name).is_file()]
 
 
+def test_everything_that_the_package_imports_is_declared():
+    text = (ROOT / "pyproject.toml").read_text()
+    declared = set(re.findall(r'"(\w+)', text[text.index("dependencies = [") : text.index("[tool.hatch")]))
+    nodes = [node for path in (ROOT / "rlbuf_td").rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)]
+    imported = {name.partition(".")[0].replace("PIL", "pillow") for name in names} - sys.stdlib_module_names
+    assert len(imported) > 10
+    assert imported <= declared
+
+
 # -- overrides: a method that has lost its caller does nothing, and no type checker sees TorchRL's bases
 
 #: Names that only TorchRL's next release has, and two that notebooks call.
