@@ -183,7 +183,7 @@ def test_wheel_and_source_archive_hold_all_files_and_work(tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         assert {name for name in archive.namelist() if ".dist-info/" not in name} == files
     with tarfile.open(source) as archive:
-        assert {"README.md", "LICENSE", *files, "notebooks/1_quick_start.ipynb"} <= {
+        assert {"README.md", "LICENSE", *files, "notebooks/01_quick_start.ipynb"} <= {
             name.partition("/")[2] for name in archive.getnames()
         }
     for built in (wheel, source):
