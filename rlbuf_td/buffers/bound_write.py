@@ -21,12 +21,12 @@ from torch import Tensor
 from torchrl.data.replay_buffers import Sampler
 
 from rlbuf_td.buffers.parts import Parts
+from rlbuf_td.buffers.plan import unreadable
 from rlbuf_td.diagnostics.episode_stats import Record
 from rlbuf_td.kernels.batch import RING, parallel_loops
 from rlbuf_td.kernels.dispatch import compiled_form, machine_code, record_of
 from rlbuf_td.kernels.host_memory import HostTensors, has_memory
 from rlbuf_td.kernels.threads import LARGE
-from rlbuf_td.samplers.bound import unreadable
 from rlbuf_td.samplers.common import StatefulSampler
 from rlbuf_td.samplers.prioritized import BoundEntry
 from rlbuf_td.samplers.wrapper import SamplerWrapper

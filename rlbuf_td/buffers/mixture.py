@@ -15,12 +15,12 @@ import torch
 from tensordict import TensorDictBase
 from torchrl.data.replay_buffers import Sampler, Storage
 
-from rlbuf_td.buffers.bound_mixture import BoundMixture, bind_mixture
 from rlbuf_td.buffers.mixture_parts import (
     Part,
     kinds,
     largest_normalizer,
     members_of,
+    own_errors,
     part_of,
     refuse_difference,
     refuse_entries,
@@ -34,6 +34,7 @@ from rlbuf_td.buffers.mixture_parts import (
     without_lane,
     written_columns,
 )
+from rlbuf_td.buffers.mixture_plan import MixturePlan, plan_mixture
 from rlbuf_td.buffers.replay import ReplayBuffer
 from rlbuf_td.checkpoint import load_state, save_state
 from rlbuf_td.checkpoint.files import explained, reading, write_state, writing
@@ -41,7 +42,6 @@ from rlbuf_td.checkpoint.group import delete_others, new_folder
 from rlbuf_td.kernels.strata import LEAST_RATIO
 from rlbuf_td.samplers.common import OwnSignature
 from rlbuf_td.storages.checks import as_number, fraction, whole
-from rlbuf_td.storages.keys import as_tuple
 from rlbuf_td.storages.ring import SAMPLED_AT
 from rlbuf_td.storages.shared.generators import pickled_generator, unpickled_generator
 from rlbuf_td.storages.tensordict_fast import set_entries_
@@ -123,7 +123,7 @@ class ReplayBufferMixture:
         refuse_members(members, shares, writes_to)
         self.members, self.sampler = dict(members), Shares({name: shares[name] for name in members})
         self.batch_size, self.exact, self.writes_to, self._rng = batch_size, bool(exact), writes_to, generator
-        self._bound: BoundMixture | None = None
+        self._plan: MixturePlan | None = None
         # A batch size, shares, bounds of the parts in a batch of this size, and whether all bounds are whole numbers.
         self._split: tuple[int, dict[str, float], list[float], bool] = 0, {}, [], True
         self._checked: list[Any] = []
@@ -164,7 +164,7 @@ class ReplayBufferMixture:
         refuse_entries(self.members)
         reserved = {name for name in layouts if self.members[name].storage.is_reserved}
         refuse_difference(layouts, reserved)
-        self._checked, self._bound = found, None
+        self._checked, self._plan = found, None
 
     # -- writes
 
@@ -191,10 +191,7 @@ class ReplayBufferMixture:
 
     def counts(self, batch_size: int) -> list[int]:
         """Return the number of rows that each member provides for a batch; each call may round differently."""
-        if self._bound is not None and not self._bound.has_all_parts():
-            self._bound = None
-        # Members with bound draws draw no windows.
-        window = lcm(*(window_of(each.sampler) for each in self.members.values())) if self._bound is None else 1
+        window = lcm(*(window_of(each.sampler) for each in self.members.values()))
         if batch_size % window:
             raise ValueError(f"batch_size={batch_size} must be a multiple of {window}, the windows of the members")
         return [count * window for count in self._parts_of(batch_size // window)]
@@ -235,32 +232,23 @@ class ReplayBufferMixture:
             raise ValueError(f"a batch must have at least one row, got batch_size={size}")
         for member in self.members.values():
             member._refuse_shut_down()
-        counts, bound = self.counts(size), self._bound
-        has_flow = any(member.flow is not None for member in self.members.values())
-        is_bound = bound is not None and bound.size == size
-        batch, parts = bound.sample(counts) if bound is not None and is_bound and not has_flow else (None, {})
-        if batch is not None:
-            return batch
-        self._refuse_other_schemas()
+        counts, plan = self.counts(size), self._plan
         needed = {name: count for name, count in zip(self.members, counts, strict=True) if count}
-        for name, member in self.members.items():
-            refuse_member(name, member)  # its parts may have been replaced
-            if name in needed and not len(member):
-                raise RuntimeError(f"member {name!r} has no rows: extend it first, or set its share to 0")
+        if plan is None or plan.size != size or not plan.holds(counts):
+            plan = self._plan = None
+            self._refuse_other_schemas()
+            for name, member in self.members.items():
+                refuse_member(name, member)  # its parts may have been replaced
+                if name in needed and not len(member):
+                    raise RuntimeError(f"member {name!r} has no rows: extend it first, or set its share to 0")
+            plan = self._plan = plan_mixture(self.members, size)
         with ExitStack() as admitted:  # all members admit their rows, or none counts them
             for name, count in needed.items():
                 if self.members[name].flow is not None:
                     admitted.enter_context(self.members[name]._permission(count, False, None))
-            bound = self._bound
-            if bound is not None and is_bound and has_flow:
-                batch, parts = bound.sample(counts)
-            if batch is not None:
-                return batch
-            for name, count in needed.items():
-                parts[name] = parts.get(name) or part_of(self.members[name], count)
-            batch = self._joined(parts)
-        self._bound = bind_mixture(self.members, size)
-        return batch
+            if plan is not None:
+                return plan.sample(counts)
+            return self._joined({name: part_of(self.members[name], count) for name, count in needed.items()})
 
     def _joined(self, parts: dict[str, Part]) -> TensorDictBase:
         is_weighted = any(member._initialize().prioritized is not None for member in self.members.values())
@@ -295,20 +283,15 @@ class ReplayBufferMixture:
 
         After an error, all priorities are unchanged.
         """
-        if self._bound is not None and self._bound.update(data):
-            return
         flat, updates = data.reshape(-1), []
         for name, is_own in members_of(flat, self.names).items():
             member, parts = self.members[name], self.members[name]._initialize()
-            if parts.prioritized is None:
-                continue
-            keys = [as_tuple(key) for key in ("index", SAMPLED_AT, member.priority_key)]
-            part = (flat if parts.wrapper is not None else flat.select(*keys, strict=False))[is_own]
-            part = without_lane(member, part)
-            refuse_update(member, part)
-            updates.append((member, part))
-        for member, part in updates:
-            member.update_tensordict_priority(part)
+            if parts.prioritized is not None:
+                updates.append((member, *own_errors(member, flat, is_own)))
+        for update in updates if len(updates) > 1 else []:
+            refuse_update(*update)
+        for member, index, td_error, stamp in updates:
+            member._update_sampled(index, td_error, stamp)
 
     def write_back(
         self, batch: TensorDictBase, keys: Any, *, sampled_at: Mapping[str, torch.Tensor] | None = None
@@ -397,7 +380,7 @@ class ReplayBufferMixture:
         return shares | {f"{name}/{key}": value for name, report in found.items() for key, value in report.items()}
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_bound": None, "_checked": [], "_rng": pickled_generator(self._rng)}
+        return self.__dict__ | {"_plan": None, "_checked": [], "_rng": pickled_generator(self._rng)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _rng=unpickled_generator(state["_rng"]))

@@ -103,7 +103,7 @@ class Part(NamedTuple):
 def part_of(member: ReplayBuffer, count: int) -> Part:
     """Draw ``count`` rows from a member, and transform them."""
     with member._futures_lock, member._locked():  # priorities must not change before the normalizer is known
-        drawn = member._draw(count)
+        drawn = member._drawn(count) if member.parts.draws else None
         normalizer = None if drawn is None else normalizer_of(member, drawn[1])
         stamps = None if drawn is None or drawn[0].ndim != 1 else member.storage.stamps(drawn[1]["index"])
     if drawn is not None:
@@ -166,14 +166,26 @@ def members_of(batch: TensorDictBase, names: Sequence[str]) -> dict[str, Tensor]
     return {name: is_own for name, is_own in masks.items() if is_own.any()}
 
 
-def refuse_update(member: ReplayBuffer, batch: TensorDictBase) -> None:
-    """Raise the error that an update of a prioritized member's priorities would raise."""
-    parts = member._initialize()
+def own_errors(member: ReplayBuffer, batch: TensorDictBase, is_own: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the index of a member's rows in a batch ``[B]``, their TD errors, and their stamps.
+
+    Other rows are left out, or have the index -1.
+    """
+    parts = member.parts
+    batch = without_lane(member, batch.copy() if parts.wrapper is None else batch[is_own])
     index, td_error = parts.errors_of(batch, member.priority_key)
-    stamp = batch.get(SAMPLED_AT, None)
+    if parts.wrapper is None:
+        index = torch.where(is_own[:, None] if index.ndim > 1 else is_own, index, -1)
+        td_error = torch.where(is_own, td_error, 0)
+    return index, td_error, batch.get(SAMPLED_AT, None)
+
+
+def refuse_update(member: ReplayBuffer, index: Tensor, td_error: Tensor, stamp: Tensor | None) -> None:
+    """Raise the error that an update of a prioritized member's priorities would raise."""
+    storage = member.storage
+    flat, rows = flat_rows(index, storage, device_of(storage)), len(storage)
     if stamp is not None:
-        index, _ = member.storage.skip_stale(index, stamp, batch.ndim)
-    flat, rows = flat_rows(index, member.storage, device_of(member.storage)), len(member.storage)
+        flat, _ = storage.skip_stale(flat, storage.stamps_of(stamp, flat))
     if backend_of(flat) == "numba" and backend_of(td_error) == "numba" and len(flat):
         refuse_errors(td_error.reshape(-1))
         if not -1 <= int(flat.min()) <= int(flat.max()) < rows:

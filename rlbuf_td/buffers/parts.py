@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torchrl.data.replay_buffers import ConsumingSampler, PrioritizedSampler, Sampler, Storage, Writer
 
-from rlbuf_td.samplers.common import refuse_disorder, refuse_stored, refuse_taken, reported_by, rows_drawn
+from rlbuf_td.samplers.common import refuse_stored, reported_by
 from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.wrapper import SamplerWrapper
 from rlbuf_td.storages import PackedStorage
@@ -59,26 +59,9 @@ class Parts(NamedTuple):
         windows = wrapper is not None and wrapper.gives_windows
         return cls(*given, windows, has_units, is_stamped, reported_by(sampler), draws, generally)
 
-    def draw(self, batch_size: int, gather: Callable[[torch.Tensor], Any]) -> tuple[torch.Tensor, dict[Any, Any], Any]:
-        """Draw rows; return their indices, the sampler's info dict and the transitions."""
-        if self.draws == "draw_batch":  # the caller holds the buffer's lock
-            flat, info, batch = self.sampler.draw_batch(self.storage, batch_size)
-        else:
-            refuse_disorder(self.sampler, self.storage)
-            flat, info = rows_drawn(self.sampler, self.sampler.draw(self.storage, batch_size))
-            batch = gather(flat)
-        if not info.keys() <= self.report_keys:  # a user's sampler
-            refuse_taken(self.sampler, self.storage.layout.names, info.keys() - self.report_keys)
-        return flat, info, batch
-
     def laid_out(self, batch: Any, info: dict[Any, Any]) -> tuple[Any, dict[Any, Any]]:
         """Return a batch and the sampler's info dict in the shape that the sampler gives them."""
         return self.sampler.lay_out(batch, info) if self.gives_windows else (batch, info)
-
-    @property
-    def is_looking(self) -> bool:
-        """Whether the next draws look for interleaved trajectories, which plans do not."""
-        return self.wrapper is not None and not self.wrapper.has_checked_order
 
     def without_report(self, batch: Any, info: dict[Any, Any]) -> Any:
         """Exclude the sampler's entries ``info`` from a batch, except entries that the rows have, too."""
@@ -110,14 +93,17 @@ class Parts(NamedTuple):
         index = entries.get("index")
         if td_error is None or index is None or sampler is None:
             refuse_missing(key if td_error is None else "index")
-        td_error, index = by_row(td_error, index, data.ndim, self.storage, sampler.reduction)
+        is_plain = (
+            data.ndim == 1 and type(td_error) is torch.Tensor and td_error.ndim == 1 and not td_error.requires_grad
+        )
+        if not is_plain or index.ndim != 1 + (self.storage.ndim > 1) or td_error.is_neg():
+            td_error, index = by_row(td_error, index, data.ndim, self.storage, sampler.reduction)
         return (index, td_error) if self.wrapper is None else self.wrapper.anchored(data, index, td_error)
 
 
-def as_size(batch_size: Any) -> int | None:
+def as_size(batch_size: Any) -> int:
     """Convert a batch size to an int; raise a ValueError if it is negative or no whole number."""
-    is_size = batch_size is None or (type(batch_size) is int and batch_size >= 0)
-    return batch_size if is_size else whole(0)("batch_size", batch_size)
+    return batch_size if type(batch_size) is int and batch_size >= 0 else whole(0)("batch_size", batch_size)
 
 
 def _method_to_draw(sampler: type[Sampler]) -> str:

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from functools import partial
 from operator import is_
 from time import perf_counter
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -76,7 +76,7 @@ class Prefetcher:
         with buffer._locked():
             progress = getattr(buffer.sampler, "progress", None)
             written = storage.ring.written.copy()
-            batch, report = cast(Sample, buffer._draw(batch_size))  # not TorchRL's code, which the buffer has excluded
+            batch, report = buffer._drawn(batch_size)
             self._drop_outdated(is_drawn=True)  # a draw may start new epochs
         finish = partial(self._finish, buffer, batch, report)
         sample = buffer._prefetch_executor.submit(finish) if self._is_slow else finish()

@@ -39,6 +39,7 @@ from rlbuf_td.buffers.parts import (
     trajectory_ids,
     with_missing,
 )
+from rlbuf_td.buffers.plan import CompiledPlan, TorchPlan, plan_of, unreadable
 from rlbuf_td.buffers.prefetch import Prefetcher, Sample, copied, refuse_copies, refuse_max_age
 from rlbuf_td.checkpoint.buffer import dump_buffer, load_buffer
 from rlbuf_td.checkpoint.parts import at_rest, capture, refuse, restore
@@ -48,7 +49,6 @@ from rlbuf_td.envs.specs import schema_of, transition_schema
 from rlbuf_td.envs.trajectory_numbers import TrajectoryNumbers
 from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.samplers import ProportionalSampler, SequenceSampler, UniformSampler
-from rlbuf_td.samplers.bound import BoundBatch, bind, unreadable
 from rlbuf_td.samplers.common import (
     OwnSignature,
     refuse_errors,
@@ -69,7 +69,6 @@ from rlbuf_td.storages.indexing import (
     first_of_row,
     flat_rows,
     inner_dims,
-    merge_,
     one_a_row,
     put_back_,
     refuse_range,
@@ -204,8 +203,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
         self.stale_updates = Tally()
         self.returned = SharedNumbers("q", [0, 0])  # the numbers of batches and rows that `sample` has returned
         self._count_replays, self.include_info, self.lane_key = count_replays, include_info, optional_key(lane_key)
-        #: Bound batches by size; in place of one, the reason in one line why there is none.
-        self.bound: dict[int, BoundBatch | str] = {}
+        self.plans: dict[int, CompiledPlan | TorchPlan] = {}  # how batches are made, by size
         self.bound_write: BoundWrite | str | None = None
         ahead = kwargs.get("prefetch") or 0
         self.flow = make_flow(samples_per_insert, min_size, tolerance, ahead, kwargs.get("batch_size"))
@@ -585,7 +583,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
         """Update ``parts``; with ``default_priorities``, rows without a priority get the priority of new rows."""
         self._refuse_second_priorities(self._storage, self._sampler)
         refuse_max_age(self._sampler, self._prefetch_cap)
-        self.bound, self.bound_write = {}, None
+        self.plans, self.bound_write = {}, None
         transforms, has_units = getattr(self._transform, "transforms", ()), self._sample_unit is not None
         parts = Parts.of(self._storage, self._sampler, self._writer, transforms, has_units, self._has_collate_fn)
         if self._copies_batches:
@@ -685,21 +683,22 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
         return f"{type(self.sampler).__name__} cannot draw a batch of {rows} rows from the {stored} stored ones yet"
 
     def _sample_now(self, batch_size: int | None, return_info: bool, include_info: bool) -> Any:
-        size = self._batch_size if batch_size is None else batch_size
-        if type(size) is int and size in self.bound and include_info and not return_info and self._returns_as_drawn:
-            drawn = self._draw_bound(size, is_returned=True)
-            if drawn is not None:
-                return drawn[0]
+        size, parts = self._batch_size if batch_size is None else batch_size, self.parts
+        is_plain = type(size) is int and size in self.plans and include_info and not return_info
+        if is_plain and self._returns_as_drawn:
+            return self._draw(size, is_returned=True)[0]
         self._refuse_shut_down()
-        parts = self.parts or self._initialize()
+        parts = parts or self._initialize()
         with self._replay_lock:  # finds rows that another process has allocated
             row_class = parts.storage.row_class
         include_info = include_info and row_class is None  # other classes have no fields for the report
         if not parts.draws:
             generally = super().sample if include_info else super(TensorDictReplayBuffer, self).sample
             batch, info = generally(batch_size, return_info=True)
+        elif size is None:  # TorchRL raises an error
+            return super(TensorDictReplayBuffer, self).sample(batch_size, return_info=True)
         else:
-            batch, info = self._sample_with_report(batch_size)
+            batch, info = self._sample(as_size(size))
             if not include_info:
                 batch = self.parts.without_report(batch, info)
         if row_class is not None:
@@ -709,17 +708,6 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
         with self._replay_lock:
             self._count_returned(first.numel() if parts.gives_windows else len(first))
         return (batch, info) if return_info else batch
-
-    @torch.compiler.disable(reason="draws depend on numbers that no graph knows, and bind compiled loops")
-    def _sample_with_report(self, batch_size: int | None) -> Sample:
-        size = as_size(self._batch_size if batch_size is None else batch_size)
-        if size is None:  # TorchRL raises an error
-            drawn = super(TensorDictReplayBuffer, self).sample(batch_size, return_info=True)
-        else:
-            drawn = self._sample(size)
-        if size is not None and size not in self.bound and not self.parts.is_looking:
-            self._bind(size)
-        return drawn
 
     def _count_returned(self, rows: int) -> None:
         """Count a batch for :meth:`stats`; the caller holds the lock."""
@@ -824,38 +812,50 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
         """Return the calls that compiled code can execute; for each, why it does not yet, or "" if it does."""
         if self._is_theirs:
             return {"add, extend, sample": unreadable(self._storage)}
-        bound = self.bound.get(self._batch_size or 0, next(iter(self.bound.values()), None))
-        update = "" if self.parts.prioritized is None else ", update_tensordict_priority"
-        if not self.parts.draws:
-            bound = "TorchRL's code draws"
-        calls = {"add, extend": self.bound_write or "no call yet", f"sample{update}": bound or "no call yet"}
-        return {name: stage if isinstance(stage, str) else "" for name, stage in calls.items()}
+        plan = self.plans.get(self._batch_size or 0, next(iter(self.plans.values()), None))
+        sample = "no call yet" if plan is None else plan.reason
+        calls = {"sample": sample if self.parts.draws else "TorchRL's code draws"}
+        if self.parts.prioritized is not None:
+            calls["update_tensordict_priority"] = unreadable(self._storage)
+        write = self.bound_write or "no call yet"
+        return {"add, extend": write if isinstance(write, str) else ""} | calls
 
-    def _draw_bound(self, size: int, is_returned: bool = False) -> Sample | None:
-        """Draw a batch by :attr:`bound` stages; return None if there are none for this size, or they are outdated.
+    def _draw(self, size: int, is_returned: bool = False) -> Sample:
+        """Draw a batch; return it, untransformed, and the sampler's report.
 
         ``is_returned``: whether :meth:`sample` returns this batch.
         """
-        with self.parts.storage.lock:
-            bound = self.bound.get(size)
-            drawn = None if bound is None or isinstance(bound, str) else bound.sample()
-            if drawn is None:
-                if bound is not None and not isinstance(bound, str) and not bound.remains():
-                    del self.bound[size]
-                return None
-            report, newest = drawn.report, bound.newest  # type: ignore[union-attr]
-            self.last_draw = LastDraw(report["index"], report.get("priority_weight"), newest)
+        with self._storage.lock:
+            plan = self.plans.get(size)
+            if plan is None or not plan.holds():
+                plan = self._plan(size)
+            batch, report = plan.sample(size)
+            index = report["index"]
+            self.last_draw = LastDraw(index, report.get("priority_weight"), plan.ring.newest)
             if self.replay_count is not None:
-                self.replay_count.count_(report["index"])
+                self.replay_count.count_(index)
             if is_returned:
-                self._count_returned(size)
-        return drawn.batch, report
+                counts = self.returned.values
+                counts[0] += 1
+                counts[1] += batch.batch_size[0]
+        return batch, report
 
-    def _bind(self, size: int) -> None:
-        with self._locked():
-            if len(self.bound) == _MOST_SIZES:
-                self.bound.clear()
-            self.bound[size] = bind(self._storage, self._sampler, size)
+    def _plan(self, size: int) -> CompiledPlan | TorchPlan:
+        """Choose how batches of ``size`` rows are made."""
+        plan = plan_of(self._storage, self._sampler, size)
+        if len(self._storage):  # the first write can change the plan
+            if len(self.plans) == _MOST_SIZES:
+                self.plans.clear()
+            self.plans[size] = plan
+        return plan
+
+    def _drawn(self, size: int) -> Sample:
+        """Draw a batch; return it and the report in the shape and with the index that TorchRL's samplers give them."""
+        batch, report = self._draw(size)
+        index = report["index"]
+        if self._storage.ndim > 1 and isinstance(index, torch.Tensor):
+            report["index"] = index.unbind(-1)
+        return self.parts.laid_out(batch, report)
 
     def _sample(self, batch_size: int) -> Sample:
         if not self._is_packed:
@@ -864,25 +864,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
             with self._futures_lock:
                 if self.parts.draws and not self._returns_as_drawn:  # not in TorchRL's threads
                     return self.prefetcher.take(batch_size)
-        drawn = self._draw(batch_size)
-        return self._sample_generally(batch_size) if drawn is None else self._finish(*drawn)
-
-    def _draw(self, batch_size: int) -> Sample | None:
-        """Return an untransformed batch and the sampler's report, or None if TorchRL's code must draw."""
-        storage = self._storage
-        drawn = self._draw_bound(batch_size) if batch_size in self.bound else None
-        if drawn is not None and storage.ndim > 1:
-            drawn[1]["index"] = drawn[1]["index"].unbind(-1)
-        if drawn is not None:
-            return self.parts.laid_out(*drawn)
-        with storage.lock:
-            parts = self.parts  # under the lock: another thread may replace the sampler
-            if not parts.draws:
-                return None
-            flat, info, batch = parts.draw(batch_size, storage.gather)
-            if parts.is_stamped:
-                info[SAMPLED_AT] = storage.ring.stamp(flat)
-        return parts.laid_out(self._assemble(flat, info, batch), info)
+        return self._finish(*self._drawn(batch_size)) if self.parts.draws else self._sample_generally(batch_size)
 
     def _finish(self, batch: Any, info: dict[Any, Any]) -> Sample:
         """Copy a batch to ``device``, transform it, and pin its memory if the buffer was made with ``pin_memory``."""
@@ -900,13 +882,6 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
             if self.parts.is_stamped:
                 info[SAMPLED_AT] = self._storage.stamps(info["index"])
         return batch, info
-
-    def _assemble(self, flat: torch.Tensor, info: dict[Any, Any], batch: Any) -> TensorDictBase:
-        """Add the sampler's report ``info`` and the index of the rows to a batch."""
-        info["index"] = index = flat if self._storage.ndim == 1 else coordinates(flat, self._storage)
-        self._note_draw(index, info)
-        merge_(batch, info)
-        return batch
 
     def _note_draw(self, index: Any, info: dict[str, Any]) -> None:
         """Record the rows and weights of a batch, and the newest time step, for :meth:`health`."""
@@ -1241,7 +1216,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
         inner = inner_dims(storage, dims)
         with storage.lock:
             flat = flat_rows(first_of_row(index, dims, inner), storage, storage.device)
-            flat = storage.skip_stale(flat, stamp, dims)[0]
+            stamp = first_of_row(stamp, dims, inner).to(storage.device)
+            flat = storage.skip_stale(flat, storage.stamps_of(stamp, flat))[0]
             kept = flat >= 0
             if "mask" in parts.report_keys and "mask" in batch.keys():
                 kept &= first_of_row(batch["mask"], dims, inner).to(kept.device)
@@ -1466,32 +1442,20 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
             if has_own(parts.sampler, "update_priority", *nothing):
                 super().update_tensordict_priority(data)
             return None
-        bound = self.bound.get(data.numel())
-        if bound is not None and not isinstance(bound, str):
-            with parts.storage.lock:
-                stale = bound.update(data, self.priority_key) if self.bound.get(data.numel()) is bound else None
-            if stale is not None:
-                self.stale_updates.add(stale)
-                return None
         index, td_error = parts.errors_of(data, self.priority_key)
-        sampled_at = entries_of(data).get(SAMPLED_AT)
+        stamp = entries_of(data).get(SAMPLED_AT)
         if self._copies_batches:
-            index, td_error, sampled_at = (None if x is None else x.to("cpu") for x in (index, td_error, sampled_at))
-        self._write_priorities(index, td_error, sampled_at, data.ndim)
+            index, td_error, stamp = (None if x is None else x.to("cpu") for x in (index, td_error, stamp))
+        if stamp is not None and data.ndim != 1:
+            stamp = first_of_row(stamp, data.ndim, inner_dims(parts.storage, data.ndim))
+        self._update_sampled(index, td_error, stamp)
 
-    def _write_priorities(
-        self, index: torch.Tensor, td_error: torch.Tensor, sampled_at: torch.Tensor | None, dims: int
-    ) -> None:
-        """Update the priorities of a batch's rows, except rows that were replaced since the batch was sampled."""
-        stale: int | torch.Tensor = 0
+    def _update_sampled(self, index: torch.Tensor, td_error: torch.Tensor, stamp: torch.Tensor | None) -> None:
+        """Update the priorities of rows, except of those that are gone since they got their stamp."""
         with self.parts.storage.lock:
             parts = self.parts
-            if parts.prioritized is None:  # another thread has replaced the sampler
-                return
-            if sampled_at is not None:
-                index, stale = parts.storage.skip_stale(index, sampled_at, dims)
-            parts.prioritized.update_priority(index, td_error, storage=parts.storage)
-            self.stale_updates.add(stale)
+            if parts.prioritized is not None:  # another thread may have replaced the sampler
+                self.stale_updates.add(parts.prioritized.update_sampled(index, td_error, stamp, parts.storage))
 
     # -- reads
 
@@ -1790,7 +1754,6 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
         with storage.lock:
             if storage.is_reserved:
                 self._complete_reserved()
-            self.bound = {}  # shared rows, counters and priorities have other addresses
             self._share_parts()
             self.stale_updates.share_memory_()
             self.returned.share_memory_()
@@ -1842,7 +1805,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
         if self.flow is not None:
             self.flow.shutdown()
         super().shutdown(timeout)
-        self.bound, self.bound_write = {}, None
+        self.plans, self.bound_write = {}, None
         if self.parts is not None and self.parts.prioritized is not None:
             self.parts.prioritized.priorities.file = None
 
@@ -1978,7 +1941,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
     def _order_lost(self) -> None:
         """Stop fast draws of a sampler that needs rows in time order; the next draw then raises an error."""
         if getattr(vars(self).get("_sampler"), "needs_order", False):  # absent while a copy is made
-            self.bound = {}
+            self.plans = {}
 
     # -- batches drawn ahead
 
@@ -2036,7 +1999,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
             self.share()
         state = super().__getstate__()
         state.pop("_own_lock")
-        state |= {"bound": {}, "bound_write": None}  # these hold addresses
+        state |= {"plans": {}, "bound_write": None}  # these hold addresses
         return state | {"_rng": None, "generator": pickled_generator(self._rng)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -229,9 +229,9 @@ class RolloutBuffer(ReplayBuffer):
         """Like :attr:`ReplayBuffer._returns_as_drawn`, but False with ``normalize_advantage="minibatch"``."""
         return self.normalize_advantage != "minibatch" and super()._returns_as_drawn
 
-    def _draw_bound(self, size: int, is_returned: bool = False) -> Sample | None:
+    def _draw(self, size: int, is_returned: bool = False) -> Sample:
         self._require_estimates()
-        return super()._draw_bound(size, is_returned)
+        return super()._draw(size, is_returned)
 
     def _sample(self, batch_size: int) -> Sample:
         self._require_estimates()

@@ -7,6 +7,7 @@ as a minibatch, therefore has draws from the whole buffer.
 
 from __future__ import annotations
 
+from functools import cache
 from math import gcd
 from typing import NamedTuple
 
@@ -40,17 +41,11 @@ class Draws(NamedTuple):
     rows: np.ndarray  # ``[B]`` int64
     importance: np.ndarray  # ``[B]`` float32, of the rows
 
-    @classmethod
-    def of(cls, uniform: Tensor) -> Draws:
-        batch = uniform.shape[0]  # 4 us less than with torch.empty
-        return cls(uniform.numpy(), np.empty(batch, np.int64), np.empty(batch, np.float32))
 
-    def tensors(self) -> tuple[Tensor, Tensor]:
-        return torch.from_numpy(self.rows), torch.from_numpy(self.importance)
-
-
-def draw_law(batch: int, stratified: bool, beta: float | Tensor, norm: str | None) -> DrawLaw:
-    return DrawLaw(step_of(batch, stratified), float(beta), NORMS[norm])
+def empty_draws(batch: int) -> tuple[Tensor, Tensor]:
+    """Return memory for the rows, ``[B]`` int64, and for the importance weights, ``[B]`` float32, of a draw."""
+    index = torch.empty(batch, dtype=torch.int64, device="cpu")
+    return index, torch.empty(batch, dtype=torch.float32, device="cpu")
 
 
 def step_of(batch: int, stratified: bool) -> int:
@@ -61,6 +56,10 @@ def step_of(batch: int, stratified: bool) -> int:
     while gcd(step, batch) > 1:  # coprime, so that each segment has one draw
         step += 1
     return step
+
+
+#: :func:`step_of`, for compiled draws; ``torch.compile`` cannot trace it.
+known_step_of = cache(step_of)
 
 
 def masses(uniform: Tensor, total: Tensor, stratified: bool) -> Tensor:

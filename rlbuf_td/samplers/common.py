@@ -16,7 +16,7 @@ from torchrl.data.replay_buffers import PrioritizedSampler, Sampler, Storage
 
 from rlbuf_td.checkpoint import load_state, save_state
 from rlbuf_td.kernels.dispatch import backend_of
-from rlbuf_td.kernels.host_memory import address_of
+from rlbuf_td.kernels.host_memory import address_of, in_dispatch_mode
 from rlbuf_td.storages.checks import OUT_OF_ORDER, require_packed, state_of
 from rlbuf_td.storages.indexing import moved, stored_rows
 from rlbuf_td.storages.schema import SchemaError, refuse_other_index
@@ -225,9 +225,17 @@ def uniform_numbers(count: int, generator: torch.Generator | None, device: torch
     """Draw ``[count]`` float64 numbers in ``[0, 1)`` on the generator's device, and return them on ``device``."""
     source = device if generator is None else generator.device
     numbers = torch.rand(count, dtype=torch.float64, generator=generator, device=source)
-    if backend_of(numbers) == "numba":
+    if in_dispatch_mode() and backend_of(numbers) == "numba":
         address_of(numbers)  # raises an error in FakeTensorMode, which draws nothing
     return numbers if source == device else numbers.to(device)
+
+
+def fill_uniform_(numbers: Tensor, generator: torch.Generator | None) -> None:
+    """Fill ``numbers``, float64 on the CPU, with the result of :func:`uniform_numbers`."""
+    if generator is None or generator.device.type == "cpu":
+        numbers.uniform_(generator=generator)
+    else:
+        numbers.copy_(uniform_numbers(len(numbers), generator, numbers.device))
 
 
 def permutation(count: int, generator: torch.Generator | None, device: torch.device) -> Tensor:

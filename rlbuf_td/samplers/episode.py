@@ -177,7 +177,7 @@ class EpisodeSampler(SamplerWrapper):
         refuse_disorder(self, storage)
         anchors = self._anchors(storage, batch_size)
         if not self.has_checked_order:
-            self._warn_if_interleaved(storage)
+            self.warn_if_interleaved(storage)
         return self.batch_of(storage, anchors, {})
 
     def batch_of(self, storage: PackedStorage, flat: Tensor, info: dict[Any, Any]) -> Drawn:

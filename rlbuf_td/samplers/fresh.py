@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache, partial
 from typing import Any, Literal
 from weakref import ref
 
@@ -11,9 +12,8 @@ import torch
 from torch import Tensor
 from torchrl.data.replay_buffers import Sampler
 
-from rlbuf_td.kernels.dispatch import compiled_form, compiled_form_of, refuse_without_compiler
+from rlbuf_td.kernels.dispatch import machine_code, refuse_without_compiler
 from rlbuf_td.kernels.recency import FRESH, LANES, STEPS
-from rlbuf_td.samplers.bound import BoundDraw
 from rlbuf_td.samplers.common import OneStorage, setting
 from rlbuf_td.samplers.wrapper import SamplerWrapper
 from rlbuf_td.storages import PackedStorage, torchrl_parts
@@ -68,14 +68,15 @@ class FreshQueue:
 
     def take(self, storage: Any, most: int) -> np.ndarray:
         """Return the flat indices of the oldest fresh rows, at most ``most``; these rows are then no longer fresh."""
-        ring, found = self.switch_to(storage), np.empty(most, np.int64)
-        from rlbuf_td.kernels.recency import fresh_cpu
+        found = torch.empty(most, dtype=torch.int64, device="cpu")
+        return found[: self.take_into(storage, found)].numpy()
 
-        memory = self.memory
-        if ring is None or memory is None:
-            return found[:0]
-        count = fresh_cpu.take(memory.ctypes.data, ring.head.ctypes.data, most, found.ctypes.data)
-        return found[:count]
+    def take_into(self, storage: Any, flat: Tensor) -> int:
+        """Write the flat indices of fresh rows to the first elements of ``flat``; return their number."""
+        ring = self.switch_to(storage)
+        if ring is None or self.memory is None:
+            return 0
+        return int(_take()(self.memory.ctypes.data, ring.address, len(flat), flat.data_ptr()))
 
     def waiting(self) -> np.ndarray:
         """Return how many of the newest rows of each lane are fresh, ``[E]``; empty: all rows, if there are any."""
@@ -97,6 +98,13 @@ class FreshQueue:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state | {"storage": _nothing})
+
+
+@cache
+def _take() -> Callable[..., int]:
+    from rlbuf_td.kernels.recency import fresh_cpu
+
+    return machine_code(fresh_cpu.take)
 
 
 def _nothing() -> None:
@@ -239,27 +247,34 @@ class FreshRowsSampler(SamplerWrapper):
             flat = torch.cat((rows, kept))
         return flat, info
 
-    @compiled_form_of("_draw", "draw_batch", "batch_of", "anchored", "_take")
-    def bind_draw(self, storage: PackedStorage, size: int, *, reads: bool) -> BoundDraw | str:
-        """See :mod:`rlbuf_td.samplers.bound`."""
+    def fill(self) -> Callable[..., None] | None:
+        """See :class:`~rlbuf_td.samplers.wrapper.SamplerWrapper`."""
+        fill = super().fill()
+        return None if fill is None or getattr(self.innermost, "unique", False) else partial(self._fill, fill)
+
+    def _fill(
+        self,
+        fill: Callable[..., None],
+        storage: PackedStorage,
+        flat: Tensor,
+        report: dict[str, Tensor],
+        scratch: Tensor,
+    ) -> None:
+        """Draw as :meth:`_draw` does, to the memory of a batch."""
+        weight = report.get("priority_weight")
         if self.fresh == "windows":
-            return "fresh windows are found with torch"
-        draws = compiled_form(self.sampler, "bind_draw")
-        draw = (
-            f"{type(self.sampler).__name__} has no compiled draw"
-            if draws is None
-            else draws(storage, size, reads=reads)
-        )
-        if isinstance(draw, str):
-            return draw
-        if not draw.takes_fresh_rows:
-            return f"fresh rows among those of a {type(self.sampler).__name__} are drawn with torch"
-        queue = self.queue
-        queue.switch_to(storage)
-        memory: Any = queue.memory
-        draw.kept, draw.record["queue"] = (draw.kept, self, memory), memory.ctypes.data
-        draw.queue = lambda: queue.memory is memory
-        return draw
+            rows, info = self._draw(storage, len(flat))
+            flat.copy_(rows)
+            if weight is not None:
+                weight.copy_(info["priority_weight"])
+            return
+        fill(storage, flat, report, scratch)
+        first = None if weight is None else flat[:1].clone()
+        count = self.queue.take_into(storage, flat)
+        if count and weight is not None:
+            self.innermost.law.weigh_beside_(flat[:count], first, weight)
+            if self.innermost.weight_norm == "batch":
+                weight.div_(weight.max())
 
     def _empty(self) -> None:
         self.queue.serves.release()

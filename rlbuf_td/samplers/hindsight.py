@@ -17,10 +17,10 @@ from torchrl.data.replay_buffers import Sampler
 from rlbuf_td.kernels.dispatch import compiled_form_of, machine_code
 from rlbuf_td.kernels.episodes.goals import STRATEGIES, Law, choose_goals
 from rlbuf_td.kernels.rows import put_rows_, put_values_
-from rlbuf_td.samplers.bound import Blank, Reading
-from rlbuf_td.samplers.common import setting, uniform_numbers
+from rlbuf_td.samplers.common import fill_uniform_, setting, uniform_numbers
 from rlbuf_td.samplers.goal_env import TransitionFn
-from rlbuf_td.samplers.wrapper import Read, SamplerWrapper, column_of
+from rlbuf_td.samplers.reading import BatchSlot, BatchSlots, Reading
+from rlbuf_td.samplers.wrapper import NO_LOOPS, Read, SamplerWrapper, column_of
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import as_number, fraction
 from rlbuf_td.storages.episodes import DONE_KEY, TRAJ_KEY
@@ -135,7 +135,6 @@ class HindsightSampler(SamplerWrapper):
         super().__init__(sampler, done_key, traj_key)
         self.reward_fn, self.terminated_fn = reward_fn, terminated_fn
         self.strategy, self._shares = strategy, _cumulative(strategy)
-        self.picks_any_row = self._shares[-2] < self._shares[-1]  # with the strategy "random", if `her_ratio` is not 0
         self.only_finished, self.future_gamma, self.her_ratio = only_finished, future_gamma, her_ratio
         self.goal_key, self.achieved_goal_key = as_tuple(goal_key), as_tuple(achieved_goal_key)
         self.reward_key = as_tuple(reward_key)
@@ -154,8 +153,25 @@ class HindsightSampler(SamplerWrapper):
     def _relabelled(
         self, storage: PackedStorage, drawn: Tensor, uniform: Tensor, law: Law, flat: Tensor, owner: Tensor | None
     ) -> TensorDictBase:
-        """Read the rows at flat indices ``flat``, and relabel some; ``uniform`` holds a random number per drawn row."""
-        bound, batch = self._bound_to(storage), storage.gather(flat)
+        batch = storage.gather(flat)
+        set_entries_(batch, {"relabeled": self.relabel_(storage, batch, drawn, uniform, law, owner)})
+        return batch
+
+    def relabel_(
+        self,
+        storage: PackedStorage,
+        batch: TensorDictBase,
+        drawn: Tensor,
+        uniform: Tensor,
+        law: Law,
+        owner: Tensor | None,
+    ) -> Tensor:
+        """Relabel some rows of a batch; return a mask of these rows.
+
+        ``uniform`` has a random number for each of the ``drawn`` rows. Row ``i`` of the batch gets the goal of the
+        drawn row ``owner[i]``; None: the batch consists of the drawn rows.
+        """
+        bound = self._bound_to(storage)
         rows, mask = choose_goals(bound.trajectories.episodes(), drawn, uniform, law, row_count(storage))
         begin, end = law.thresholds[-2:]
         if begin < end:  # goals of the strategy "random" are numbers of written rows
@@ -170,8 +186,7 @@ class HindsightSampler(SamplerWrapper):
         for key in bound.goal_keys:
             put_rows_(leaf_of(batch, key), outcomes, rows, mask)
         self.recompute_(batch, mask, leaf_of(batch, self.reward_key))
-        set_entries_(batch, {"relabeled": mask})
-        return batch
+        return mask
 
     def recompute_(self, batch: TensorDictBase, mask: Tensor, reward: Tensor) -> None:
         """Recompute the rewards and flags of the relabelled rows; ``mask``, ``[B]`` bool, selects these rows."""
@@ -204,15 +219,15 @@ class HindsightSampler(SamplerWrapper):
         rows = storage.rows if outcomes.is_meta else None
         return _Bound(trajectories, outcomes, rows, list(goals))
 
-    @compiled_form_of("_reader", "_relabelled", "_bind", "_draw", "draw_batch", "batch_of", "anchored")
-    def bind_revision(self, storage: PackedStorage, size: int, inner: Reading) -> Reading | str:
-        """See :mod:`rlbuf_td.samplers.bound`."""
-        rows = storage.all_rows()
-        if rows.dedup is not None or rows.is_mapped:
+    @compiled_form_of("_reader", "_relabelled", "draw_batch", "batch_of")
+    def reading(self, storage: PackedStorage, size: int, is_stamped: bool) -> Reading | str:
+        """See :class:`~rlbuf_td.samplers.wrapper.SamplerWrapper`."""
+        bound = self._bound_to(storage)
+        if self.looks_up_with_torch(storage):
+            return NO_LOOPS
+        if bound.rows is not None or storage.all_rows().is_mapped:
             return "goals of deduplicated rows, and of rows in a file, are read with torch"
-        if storage.ring.holes and self.picks_any_row:
-            return "random goals among lanes of unlike lengths are drawn with torch"
-        return _RelabelledReading(self, rows)
+        return _RelabelledReading(self, storage, size, is_stamped)
 
     def _end_(self, batch: TensorDictBase, mask: Tensor) -> None:
         beside = self.reward_key[:-1]
@@ -231,28 +246,34 @@ class HindsightSampler(SamplerWrapper):
 
 
 class _RelabelledReading(Reading):
-    adds_report = is_fused = False
+    """Gathers rows, and relabels some of them."""
+
     entries = (("relabeled", (torch.bool, torch.Size([]))),)
 
-    def __init__(self, wrapper: HindsightSampler, rows: Rows) -> None:
+    def __init__(self, wrapper: HindsightSampler, storage: PackedStorage, size: int, is_stamped: bool) -> None:
         from rlbuf_td.kernels.batch import wrapped_cpu
 
-        super().__init__(rows)
-        places, goals = rows.layout.places, (wrapper.goal_key, ("next", *wrapper.goal_key))
+        super().__init__(storage, size, is_stamped)
+        places, goals = self.rows.layout.places, (wrapper.goal_key, ("next", *wrapper.goal_key))
         achieved = "next", *wrapper.achieved_goal_key
         self.goals = np.array([places[achieved], *(places[key] for key in goals if key in places)], np.int64)
-        self.reward = places[wrapper.reward_key]
-        self.wrapper, self.picks_any_row = wrapper, wrapper.picks_any_row
-        self.kernel = machine_code(wrapped_cpu.hindsight, law=wrapper.law, goals=self.goals)
+        self.wrapper, self.reward = wrapper, places[wrapper.reward_key]
+        self.uniform = torch.zeros(size, dtype=torch.float64, device="cpu")
+        self.relabel = machine_code(wrapped_cpu.relabel, law=wrapper.law, goals=self.goals)
 
-    def __call__(self, episodes: int, blank: Blank, written: int) -> None:
-        wrapper, relabeled = self.wrapper, blank.report["relabeled"]
-        self.draw.uniform.uniform_(generator=self.draw.generator)
-        address, targets = self.address, blank.targets
-        self.kernel(episodes, address, targets, relabeled.data_ptr(), wrapper.law, written, self.goals)
-        wrapper.recompute_(blank.batch, relabeled, blank.leaves[self.reward])
-        blank.blanks.locate(blank)  # compiled code may go on with the batch
-        set_entries_(blank.batch, blank.report)
+    def __call__(self, slots: BatchSlots, slot: BatchSlot, flat: Tensor, drawn: Tensor, live: int) -> bool:
+        """See :class:`~rlbuf_td.samplers.reading.Reading`."""
+        if not super().__call__(slots, slot, flat, drawn, live):
+            return False
+        wrapper, count, relabeled = self.wrapper, drawn.shape[0], slot.report["relabeled"]
+        uniform = self.uniform[:count]
+        fill_uniform_(uniform, wrapper._rng)
+        places = slot.targets, relabeled.data_ptr(), drawn.data_ptr(), uniform.data_ptr()
+        given = self.storage.episodes_now().address, self.address, *places, count
+        self.relabel(*given, wrapper.law, *self.storage.ring.numbered(), self.goals)
+        wrapper.recompute_(slot.batch, relabeled, slot.leaves[self.reward])
+        slots.locate(slot)  # compiled code may go on with the batch
+        return True
 
 
 def _needed(storage: PackedStorage, key: tuple[str, ...], remedy: str) -> Tensor:

@@ -9,12 +9,9 @@ import torch
 from torch import Tensor
 from torchrl.data.replay_buffers import SamplerWithoutReplacement, Storage
 
-from rlbuf_td.kernels.dispatch import compiled_form_of
 from rlbuf_td.kernels.host_memory import alias_of
-from rlbuf_td.samplers.bound import BoundDraw
 from rlbuf_td.samplers.common import EMPTY, OneStorage, permutation, setting
 from rlbuf_td.samplers.row_sampler import RowSampler
-from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import state_of, whole
 from rlbuf_td.storages.indexing import device_of, nth_rows, row_count
 
@@ -111,11 +108,6 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
         order, start, stop = self.advance(storage, count, batch_size)
         return order[start:stop].clone()
 
-    @compiled_form_of("draw", "draw_numbers", "advance", "order", "_new_order")
-    def bind_draw(self, storage: PackedStorage, size: int, *, reads: bool) -> BoundDraw:
-        """See :mod:`rlbuf_td.samplers.bound`."""
-        return _NextDraw(storage, self, size, reads)
-
     def advance(self, storage: Storage, rows: int, batch_size: int) -> tuple[Tensor, int, int]:
         """Advance by one batch; return the epoch's order of rows, and where in this order the batch starts and ends."""
         order = self._order
@@ -207,20 +199,3 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
 def _is_order(order: Tensor, rows: int) -> bool:
     is_whole = order.dtype is torch.int64 and order.shape == (rows,)
     return is_whole and torch.equal(order.sort().values, torch.arange(rows, device=order.device))
-
-
-class _NextDraw(BoundDraw):
-    """Draws the next rows of an epoch; not for a short last batch."""
-
-    refuses_once = True
-
-    def __call__(self, written: int, targets: int) -> bool:
-        anchors = None if self.anchors is None else self.anchors(self.storage)
-        count = written if anchors is None else len(anchors)
-        has_holes = anchors is None and self.storage.ring.holes
-        if has_holes or count - self.sampler.position < self.size:
-            return False
-        order, start, stop = self.sampler.advance(self.storage, count, self.size)
-        self.flat.copy_(order[start:stop] if anchors is None else anchors[order[start:stop]])
-        self.kernel(self.address, targets)
-        return True

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 from struct import Struct
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -16,15 +16,13 @@ from torchrl.data.replay_buffers import Sampler
 from rlbuf_td.kernels.batch import STEPS
 from rlbuf_td.kernels.dispatch import compiled_form_of, machine_code, record_of
 from rlbuf_td.kernels.episodes.n_step import n_step_sums, sums_ahead, windows
-from rlbuf_td.kernels.rows.read_ahead import ask_for_rows
-from rlbuf_td.samplers.bound import Blank, Blanks, BoundDraw, Reading
 from rlbuf_td.samplers.common import setting
-from rlbuf_td.samplers.wrapper import Read, SamplerWrapper, column_of
+from rlbuf_td.samplers.reading import BatchSlot, BatchSlots, Reading
+from rlbuf_td.samplers.wrapper import NO_LOOPS, Read, SamplerWrapper, column_of
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import fraction, whole
 from rlbuf_td.storages.episodes import DONE_KEY, TRAJ_KEY
 from rlbuf_td.storages.keys import as_tuple
-from rlbuf_td.storages.rows import Rows
 from rlbuf_td.storages.schema import show_key
 from rlbuf_td.storages.tensordict_fast import leaf_of, set_entries_
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
@@ -165,16 +163,18 @@ class NStepSampler(SamplerWrapper):
                 remedy = f"store the rows without {group[1:]} flags if all agents end together, else one agent per lane"
                 raise TypeError(f"n-step sums end with the trajectory, not at {show_key(key)} of each agent: {remedy}")
 
-    @compiled_form_of("_reader", "_summed", "_draw", "draw_batch", "batch_of", "anchored")
-    def bind_revision(self, storage: PackedStorage, size: int, inner: Reading) -> Reading | str:
-        """See :mod:`rlbuf_td.samplers.bound`."""
-        dtype = next((leaf.dtype for leaf in storage.all_rows().layout.leaves if leaf.key == self.reward_key), None)
-        if dtype not in (torch.float32, torch.float64):
-            return f"rewards are {dtype}, not float32 or float64"
-        ends = self._bound_to(storage).ends
-        if inner.is_fused:
-            return _JoinedReading(self, storage.all_rows(), size)
-        return _RevisedSteps(self, storage.all_rows(), size, inner, ends)
+    @compiled_form_of("_reader", "_summed", "draw_batch", "batch_of")
+    def reading(self, storage: PackedStorage, size: int, is_stamped: bool) -> Reading | str:
+        """See :class:`~rlbuf_td.samplers.wrapper.SamplerWrapper`."""
+        bound = self._bound_to(storage)
+        if self.looks_up_with_torch(storage):
+            return NO_LOOPS
+        if bound.reward.dtype not in (torch.float32, torch.float64):
+            return f"rewards are {bound.reward.dtype}, not float32 or float64"
+        inner = self.inner_reading(storage, size, is_stamped)
+        if isinstance(inner, str) or type(inner) is Reading:
+            return inner if isinstance(inner, str) else _JoinedReading(self, storage, size, is_stamped)
+        return _RevisedSteps(self, storage, size, is_stamped, bound.ends)
 
     def _revised_keys(self) -> Iterator[NestedKey]:
         yield from super()._revised_keys()
@@ -182,17 +182,21 @@ class NStepSampler(SamplerWrapper):
 
 
 class _JoinedReading(Reading):
-    def __init__(self, wrapper: NStepSampler, rows: Rows, size: int) -> None:
+    """Gathers n-step transitions."""
+
+    def __init__(self, wrapper: NStepSampler, storage: PackedStorage, size: int, is_stamped: bool) -> None:
         from rlbuf_td.kernels.batch import entries_cpu
         from rlbuf_td.kernels.batch import wrapped_cpu as kernels
 
-        super().__init__(rows)
-        leaves, reward = rows.layout.leaves, wrapper.reward_key
+        super().__init__(storage, size, is_stamped)
+        rows, reward = self.rows, wrapper.reward_key
+        leaves = rows.layout.leaves
         kinds = [
             kernels.REWARD if leaf.key == reward else kernels.NEXT if leaf.key[0] == "next" else kernels.ROOT
             for leaf in leaves
         ]
-        self.extents = np.column_stack((rows.extents, kinds, [leaf.dtype.itemsize for leaf in leaves]))
+        self.columns = np.column_stack((kinds, [leaf.dtype.itemsize for leaf in leaves]))
+        self.describe(np.column_stack((rows.extents, self.columns)))
         ones = [1] * next(len(leaf.shape) for leaf in leaves if leaf.key == reward)
         self.entries = [("steps_to_next_obs", (torch.int64, torch.Size(ones)))]
         self.wrapper, self.ends = wrapper, np.zeros(size, np.int64)
@@ -203,64 +207,64 @@ class _JoinedReading(Reading):
         if self.observations:
             self.entry_kernel = machine_code(entries_cpu.read_joined_entries)
 
-    def __call__(self, episodes: int, blank: Blank, written: int) -> None:
+    def __call__(self, slots: BatchSlots, slot: BatchSlot, flat: Tensor, drawn: Tensor, live: int) -> bool:
+        """See :class:`~rlbuf_td.samplers.reading.Reading`."""
         if self.rows.is_mapped:
-            ask_for_rows(self.rows.flat, self.flat)
-        self.kernel(episodes, self.address, blank.targets, self.steps(blank))
-        self.read_entries(blank)
-
-    def read_entries(self, blank: Blank) -> None:
+            self.rows.ask_for(flat)
+        at, steps = flat.data_ptr(), self.steps_of(slot, self.wrapper.n_steps)
+        if not self.kernel(self.storage.episodes_now().address, self.address, at, slot.targets, steps, live):
+            return False
         if self.observations:
-            self.entry_kernel(self.address, blank.targets, self.ends_at, self.observations)
+            self.entry_kernel(self.address, at, slot.targets, self.ends_at, self.observations)
+        return True
 
-    def steps(self, blank: Blank) -> int:
-        return self._describe(blank, self.wrapper.n_steps)
-
-    def _describe(self, blank: Blank, n: int) -> int:
-        _SET.pack_into(self.joined_bytes, 0, n, self.wrapper.gamma, blank.report["steps_to_next_obs"].data_ptr())
+    def steps_of(self, slot: BatchSlot, n: int) -> int:
+        """Return the address of a ``STEPS`` record for a batch."""
+        _SET.pack_into(self.joined_bytes, 0, n, self.wrapper.gamma, slot.report["steps_to_next_obs"].data_ptr())
         return self.joined_at
 
 
 class _RevisedSteps(_JoinedReading):
-    """Joins steps whose rewards and flags the reading ``inner`` revises: it reads the rows of all steps."""
-
-    is_fused = False
+    """Joins steps whose rewards and flags the wrapped sampler revises: reads the rows of all steps."""
 
     def __init__(
-        self, wrapper: NStepSampler, rows: Rows, size: int, inner: Reading, ends: list[tuple[str, ...]]
+        self, wrapper: NStepSampler, storage: PackedStorage, size: int, is_stamped: bool, ends: list[tuple[str, ...]]
     ) -> None:
         from rlbuf_td.kernels.batch import wrapped_cpu as kernels
 
-        super().__init__(wrapper, rows, size)
-        self.inner, self.picks_any_row, places = inner, inner.picks_any_row, rows.layout.places
-        self.entries = [*self.entries, *inner.entries]
-        self.flags = np.array([(places[key], rows.layout.leaves[places[key]].nbytes) for key in ends], np.int64)
+        super().__init__(wrapper, storage, size, is_stamped)
+        layout = self.rows.layout
+        self.describe(np.column_stack((layout.extents, self.columns)))  # of tensors, which have all leaves
+        self.flags = np.array(
+            [(layout.places[key], layout.leaves[layout.places[key]].nbytes) for key in ends], np.int64
+        )
         self.list_steps = machine_code(kernels.list_steps)
         self.kernel = machine_code(kernels.join_steps, ends=self.flags)
+        self._read_steps()
+        self.entries = [*self.entries, *self.inner.entries]
 
-    def bind(self, draw: BoundDraw, size: int) -> None:
-        """See :class:`~rlbuf_td.samplers.bound.Reading`."""
-        super().bind(draw, size)
-        self._bind_steps(size)
-
-    def _bind_steps(self, size: int) -> None:
+    def _read_steps(self) -> None:
+        """Make the memory for the rows of all steps."""
         n, self.n = (
             self.wrapper.n_steps,
             0,
         )  # 0 until all memory is there: if there is too little, the next call retries
-        self.inner.bind(self.draw, size * n)
-        index = "index", (torch.int64, torch.Size([2] if self.rows.lanes else []))  # which the inner reading writes
-        named = [index, *self.inner.entries]
-        self.blanks = Blanks(self.rows.layout, named, size * n, self.inner.adds_report)
+        self.inner = cast("Reading", self.wrapper.inner_reading(self.storage, self.size * n, False))
+        self.slots_of_steps = self.inner.slots()
+        self.listed = torch.zeros(self.size * n, dtype=torch.int64, device="cpu")
         self.n = n
 
-    def __call__(self, episodes: int, blank: Blank, written: int) -> None:
+    def __call__(self, slots: BatchSlots, slot: BatchSlot, flat: Tensor, drawn: Tensor, live: int) -> bool:
+        """See :class:`~rlbuf_td.samplers.reading.Reading`."""
         if self.wrapper.n_steps != self.n:
-            self._bind_steps(len(self.flat))
-        # Not `steps()`: another thread may set a larger number of steps than there is memory for.
-        steps, read = self._describe(blank, self.n), self.blanks.take()
-        self.list_steps(episodes, self.address, self.inner.flat.data_ptr(), steps)
-        self.inner(episodes, read, written)
-        self.kernel(self.address, blank.targets, read.targets, steps, self.flags)
+            self._read_steps()
+        # Not the wrapper's number: another thread may set a larger number of steps than there is memory for.
+        at, steps, read = flat.data_ptr(), self.steps_of(slot, self.n), self.slots_of_steps.take()
+        episodes, listed = self.storage.episodes_now().address, self.listed
+        if not self.list_steps(episodes, self.address, at, listed.data_ptr(), steps, live):
+            return False
+        self.inner(self.slots_of_steps, read, listed, drawn, live)
+        self.kernel(self.address, at, slot.targets, read.targets, steps, self.flags)
         for name, _ in self.inner.entries:
-            blank.report[name].copy_(read.report[name][:: self.n])
+            slot.report[name].copy_(read.report[name][:: self.n])
+        return True

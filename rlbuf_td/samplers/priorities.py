@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import nullcontext
+from ctypes import addressof
 from multiprocessing.context import get_spawning_popen
-from typing import Any, ClassVar
+from operator import ne
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 from torchrl.data.replay_buffers import Storage
 
-from rlbuf_td.kernels.dispatch import backend_of, uses_numba
+from rlbuf_td.kernels.batch import UPDATE
+from rlbuf_td.kernels.dispatch import backend_of, compiled_form, record_of, uses_numba
+from rlbuf_td.kernels.host_memory import HostTensors, address_of
 from rlbuf_td.kernels.inference_mode import outside_inference_mode
 from rlbuf_td.kernels.strata import LEAST_RATIO, MOST_RATIO
 from rlbuf_td.kernels.sum_tree import LARGEST as LARGEST_WEIGHT
@@ -20,7 +26,7 @@ from rlbuf_td.samplers.common import OneStorage, as_errors, refuse_priorities
 from rlbuf_td.samplers.priority_file import PriorityFile
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.indexing import device_of, flat_rows, row_count, written_rows
-from rlbuf_td.storages.interrupts import held_back
+from rlbuf_td.storages.ring import refuse_stamps
 from rlbuf_td.storages.shared.memory import SharedNumbers
 
 ALPHA, BETA, LARGEST, WEIGHED = range(4)  # indices of the shared settings; WEIGHED: the alpha of the stored weights
@@ -32,6 +38,7 @@ class Law(ABC):
     table: Any  # the data structure of all rows; its ``magnitude`` is ``|td_error|``, -1 for rows without a priority
     blank: ClassVar[dict[str, float]]  # the table's tensors in checkpoints, and their values without a priority
     min_priority = 0.0  # the lower bound of magnitudes
+    lock: Any = nullcontext()  # held around compiled loops
     first = property(lambda self: max(1.0, self.min_priority), doc="Magnitude of new rows before any TD error.")
 
     def __init__(self, settings: SharedNumbers) -> None:
@@ -42,8 +49,13 @@ class Law(ABC):
         """Create an empty table for the priorities of ``capacity`` rows."""
 
     @abstractmethod
-    def draw(self, uniform: Tensor, rows: int, stratified: bool, norm: str | None) -> tuple[Tensor, Tensor]:
-        """Return drawn rows and importance weights, both ``[B]``; RuntimeError (on the CPU) if no row can be drawn."""
+    def draw(
+        self, uniform: Tensor, rows: int, stratified: bool, norm: str | None, out: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return drawn rows and importance weights, both ``[B]``; RuntimeError (on the CPU) if no row can be drawn.
+
+        Compiled loops write to ``out`` if it is given.
+        """
 
     @abstractmethod
     def probability(self, flat: Tensor) -> Tensor:
@@ -63,9 +75,17 @@ class Law(ABC):
         ratio = torch.where(probability[:-1] > 0.0, ratio, 1.0)
         weight[: len(flat)] = weight[0] * ratio.pow(-self.settings[BETA]).clamp(max=MOST_RATIO).to(weight.dtype)
 
+    def floored(self, td_error: Tensor) -> Tensor:
+        """Raise the magnitudes of TD errors to :attr:`min_priority`."""
+        return td_error.abs().clamp_(min=self.min_priority) if self.min_priority else td_error
+
     @abstractmethod
     def update_(self, flat: Tensor, td_error: Tensor, rows: int) -> float | Tensor:
         """Set priorities; see :func:`rlbuf_td.kernels.sum_tree.update_` for the arguments and the result."""
+
+    @abstractmethod
+    def update_loop(self) -> Callable[..., Any]:
+        """Return the compiled function that updates priorities, such as ``kernels.batch.cpu.update_proportional``."""
 
     @abstractmethod
     def fill_(self, start: int, count: int, magnitude: float | Tensor) -> None:
@@ -80,6 +100,45 @@ class Law(ABC):
         """Copy the saved ``tensors``, a dict with the keys of :attr:`blank`, into the table."""
 
 
+class _Updates:
+    """What compiled updates read of a sampler and its storage: a record, made anew when one of its numbers changes."""
+
+    def __init__(self) -> None:
+        self._numbers: tuple[Any, ...] = ()
+
+    def address_for(self, priorities: Priorities, storage: Any) -> int:
+        """Return the address of an ``UPDATE`` record."""
+        law, ring = priorities.law, getattr(storage, "ring", None)
+        settings = law.settings.values
+        numbers: tuple[Any, ...] = law.table.address, settings, getattr(law, "eps", 0.0), ring
+        if ring is not None:
+            generations = 0 if ring.in_order or ring.generations is None else ring.generations.data_ptr()
+            numbers += ring.address, generations
+        if len(numbers) != len(self._numbers) or any(map(ne, numbers, self._numbers)):
+            at = addressof(settings)
+            given: dict[str, Any] = {"table": numbers[0], "eps": numbers[2], "largest": at + 8 * LARGEST}
+            if ring is not None:
+                lanes = ring.lanes if storage.ndim > 1 else 0
+                given |= {"serials": numbers[4], "generations": numbers[5], "steps": ring.steps, "lanes": lanes}
+            self._record = record_of(UPDATE, **given, weighed_alpha=at + 8 * WEIGHED)
+            self._address, self._numbers = self._record.ctypes.data, numbers
+        return self._address
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._numbers = ()
+
+
+def _as_pairs(index: Any, storage: Any, device: torch.device) -> Tensor:
+    """Return flat rows, ``[B]``, or, of a PackedStorage with lanes, coordinates, ``[B, 2]``, contiguous int64."""
+    is_pair = type(index) is Tensor and index.ndim == 2 and index.dtype is torch.int64 and index.device == device
+    if is_pair and index.shape[1] == 2 and getattr(storage, "ring", None) is not None and storage.ndim == 2:
+        return index.contiguous()
+    return flat_rows(index, storage, device)
+
+
 class Priorities:
     """The priorities of the rows of one storage. A row's *magnitude* is its ``|td_error|``."""
 
@@ -92,6 +151,8 @@ class Priorities:
         self.is_shared = False
         self._largest_on_device: Tensor | None = None
         self._largest_row = 0  # the row where the largest magnitude was last found
+        self._updates = _Updates()
+        self._inputs = HostTensors([])  # recognizes tensors like those of the last update
         law.table = law.make(capacity, self.device)
 
     @property
@@ -131,28 +192,79 @@ class Priorities:
             raise IndexError(f"rows {flat.min()} to {flat.max()} are out of range: rows are 0 to {self.capacity - 1}")
         return flat
 
-    @torch.compiler.disable(reason="an update on the CPU checks its input, and changes numbers that no graph knows")
-    def assign(self, index: Any, priority: Any, rows: int | None, storage: Storage | None, *, counts: bool) -> None:
-        """Set the priorities of rows below ``rows`` from TD errors; if ``counts``, these can increase ``largest``."""
-        if storage is not None:
+    def assign(
+        self, index: Any, priority: Any, rows: int | None, storage: Any, *, counts: bool, stamp: Tensor | None = None
+    ) -> int | Tensor:
+        """Set the priorities of rows below ``rows`` from TD errors; if ``counts``, these can increase ``largest``.
+
+        Rows that are gone since they got their ``stamp``, ``[B]``, are skipped. Return the number of these rows.
+        """
+        if storage is not None and (storage.max_size > self.capacity or self.serves.storage is not storage):
             self.move_to(storage)
-        self.law.weigh()
-        flat = flat_rows(index, storage, self.device)
-        td_error = as_errors(priority, flat.numel(), self.device)
-        if not flat.numel():
-            return
+        law, stale, td_error = self.law, cast("int | Tensor", 0), priority
+        law.weigh()
         rows = self.capacity if rows is None else rows
-        if counts and storage is not None and row_count(storage) < len(storage):
+        given = (index, td_error) if stamp is None else (index, td_error, stamp)
+        places = None if law.min_priority else self._inputs.addresses(given)
+        if places is None or (counts and storage is not None and row_count(storage) < len(storage)):
+            index, td_error, stamp, stale = self._converted(index, priority, stamp, storage, counts)
+            if not index.shape[0]:
+                return stale
+            if not self._is_compiled:
+                self._update_with_torch(index, td_error, rows, counts)
+                return stale
+            given = (index, td_error) if stamp is None else (index, td_error, stamp)
+            self._inputs = HostTensors([(each.dtype, each.shape) for each in given])
+            places = [*map(address_of, given)]
+        at, count = (*places, 0) if stamp is None else places, td_error.shape[0]
+        every = 1 if stamp is None else stamp.shape[0] // count
+        kinds = index.ndim > 1, td_error.dtype is torch.float64
+        with law.lock:
+            record = self._updates.address_for(self, storage)
+            largest, skipped = law.update_loop()(record, *at, every, *kinds, count, rows, counts)
+        if largest == REFUSED:
+            refuse_priorities(flat_rows(index, storage, self.device), td_error, rows)
+        if self.file is not None:
+            self.keep(flat_rows(index, storage, self.device), None if counts else storage)
+        return stale + skipped
+
+    @property
+    def _is_compiled(self) -> bool:
+        """Whether compiled code updates priorities: not on other devices, nor where a user's law does."""
+        return uses_numba(self.device) and compiled_form(self.law, "update_loop") is not None
+
+    def _update_with_torch(self, flat: Tensor, td_error: Tensor, rows: int, counts: bool) -> None:
+        largest = self.law.update_(flat, td_error, rows)
+        if type(largest) is float and largest == REFUSED:
+            refuse_priorities(flat, td_error, rows)
+        if counts and isinstance(largest, Tensor):
+            self.largest = largest.clamp(min=self.largest)
+        elif counts:
+            self.largest = max(largest, self.largest)
+        self.keep(flat)
+
+    def _converted(
+        self, index: Any, priority: Any, stamp: Tensor | None, storage: Any, counts: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None, int | Tensor]:
+        """Check the arguments of an update; return what the update of this device takes, and how many rows are gone.
+
+        On the CPU, these are flat rows ``[B]`` or coordinates ``[B, 2]``, TD errors ``[B]``, and a multiple of B stamps
+        or None; on other devices, flat rows and TD errors. Rows that are known to be gone have the index -1.
+        """
+        is_compiled = self._is_compiled
+        index = _as_pairs(index, storage, self.device) if is_compiled else flat_rows(index, storage, self.device)
+        td_error = self.law.floored(as_errors(priority, index.shape[0], self.device))
+        has_holes = counts and storage is not None and row_count(storage) < len(storage)
+        if stamp is not None:
+            refuse_stamps(stamp, index.shape[0])
+        if is_compiled and not has_holes:
+            return index, td_error, None if stamp is None else stamp.to(self.device, torch.int64).contiguous(), 0
+        flat, stale = flat_rows(index, storage, self.device), cast("int | Tensor", 0)
+        if stamp is not None:
+            flat, stale = storage.skip_stale(flat, storage.stamps_of(stamp, flat))
+        if has_holes:
             storage.refuse_holes(flat)
-        with held_back:
-            largest = self.law.update_(flat, td_error, rows)
-            if type(largest) is float and largest == REFUSED:
-                refuse_priorities(flat, td_error, rows)
-            if counts and isinstance(largest, Tensor):
-                self.largest = largest.clamp(min=self.largest)
-            elif counts and largest > self.largest:
-                self.largest = largest
-            self.keep(flat, None if counts else storage)
+        return flat, td_error, None, stale
 
     def enter(self, index: Any, storage: Storage | None) -> None:
         entry = self.entry
@@ -297,7 +409,11 @@ class Priorities:
             remedy = "Share the buffer first: rb.share(); in TorchRL's buffers, use sync=False"
             reason = "a prioritized sampler in memory of its own cannot be shared between processes"
             raise RuntimeError(f"{reason}. {remedy}")
-        return self.__dict__ | {"is_shared": is_spawning, "file": self.file if is_spawning else None}
+        return self.__dict__ | {
+            "_inputs": HostTensors([]),
+            "is_shared": is_spawning,
+            "file": self.file if is_spawning else None,
+        }
 
 
 def refuse_state(tensors: Any, blank: dict[str, Tensor]) -> None:

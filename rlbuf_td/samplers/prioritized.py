@@ -6,8 +6,6 @@ from abc import abstractmethod
 from collections.abc import Callable
 from ctypes import addressof
 from operator import attrgetter
-from struct import Struct
-from threading import Lock
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
@@ -15,13 +13,9 @@ import torch
 from torch import Tensor
 from torchrl.data.replay_buffers import PrioritizedSampler, Storage
 
-from rlbuf_td.kernels.batch import WINDOWS
 from rlbuf_td.kernels.dispatch import compiled_form_of
-from rlbuf_td.kernels.host_memory import HostTensors, address_of, alias_of
-from rlbuf_td.kernels.strata import NORMS, DrawLaw, step_of
-from rlbuf_td.kernels.sum_tree import REFUSED
-from rlbuf_td.samplers.bound import BoundDraw, Masks
-from rlbuf_td.samplers.common import EMPTY, setting, uniform_numbers
+from rlbuf_td.kernels.host_memory import alias_of
+from rlbuf_td.samplers.common import EMPTY, fill_uniform_, setting, uniform_numbers
 from rlbuf_td.samplers.priorities import ALPHA, BETA, LARGEST, WEIGHED, Law, Priorities
 from rlbuf_td.samplers.row_sampler import RowSampler
 from rlbuf_td.storages import PackedStorage
@@ -34,7 +28,6 @@ from rlbuf_td.storages.shared.memory import SharedNumbers
 
 WeightNorm = Literal["buffer", "batch"] | None
 Reduction = Literal["max", "min", "mean", "median"]
-_MASKS = Struct("2q2d")  # the last four fields of a ``WINDOWS`` record
 
 
 def _exponent(name: str, place: int, doc: str) -> Any:
@@ -48,6 +41,7 @@ class Prioritized(RowSampler, PrioritizedSampler, Recovers):
     """Abstract base of the prioritized samplers; subclasses choose how TD errors determine probabilities."""
 
     report_keys = frozenset({"priority_weight", SAMPLED_AT})
+    drawn_entries: ClassVar = (("priority_weight", torch.float32),)  # what `draw_into` fills besides the rows
     stratified: bool = setting(one_of(True, False))
     weight_norm: WeightNorm = setting(one_of("buffer", "batch", None))
     reduction: Reduction = setting(one_of("max", "min", "mean", "median"))
@@ -96,6 +90,18 @@ class Prioritized(RowSampler, PrioritizedSampler, Recovers):
         flat, weight = law.draw(uniform, rows, self.stratified, self.weight_norm)
         return flat, {"priority_weight": weight}
 
+    @compiled_form_of("draw")
+    def draw_into(self, storage: PackedStorage, flat: Tensor, report: dict[str, Tensor], scratch: Tensor) -> None:
+        """See :class:`~rlbuf_td.buffers.plan.CompiledPlan`."""
+        rows = storage.ring.numbered()[0]
+        if not rows:
+            raise RuntimeError(EMPTY)
+        if self.priorities.serves._storage() is not storage:
+            self.priorities.serves.claim(storage)
+        self.law.weigh()
+        fill_uniform_(scratch, self._rng)
+        self.law.draw(scratch, rows, self.stratified, self.weight_norm, (flat, report["priority_weight"]))
+
     def weigh_batch_(self, flat: Tensor, weight: Tensor) -> None:
         """Give rows that come from several draws the weights, ``[B]``, that one draw of these rows would give them."""
         if self.weight_norm == "batch":
@@ -120,6 +126,22 @@ class Prioritized(RowSampler, PrioritizedSampler, Recovers):
             TypeError: the index does not hold integers.
         """
         self.priorities.assign(index, priority, None if storage is None else len(storage), storage, counts=True)
+
+    def update_sampled(
+        self, index: Any, td_error: Tensor, stamp: Tensor | None, storage: PackedStorage
+    ) -> int | Tensor:
+        """Update priorities as :meth:`update_priority` does, except those of rows that are gone; return their number.
+
+        ``stamp``, ``[B]`` int64, is the entry ``"sampled_at"`` of a batch; None updates all rows.
+        """
+        if type(self).update_priority is Prioritized.update_priority:
+            return self.priorities.assign(index, td_error, len(storage), storage, counts=True, stamp=stamp)
+        stale: int | Tensor = 0
+        if stamp is not None:
+            flat = flat_rows(index, storage, storage.device)
+            index, stale = storage.skip_stale(flat, storage.stamps_of(stamp, flat))
+        self.update_priority(index, td_error, storage=storage)
+        return stale
 
     def mark_update(self, index: Any, *, storage: Storage | None = None) -> None:
         """Set the magnitude of the newly written rows at ``index`` to :attr:`default_priority`."""
@@ -177,101 +199,6 @@ class Prioritized(RowSampler, PrioritizedSampler, Recovers):
             largest, capacity = float(state_dict["largest"]), int(state_dict["max_capacity"])
             with self._set(settings):
                 self.priorities.load(self.alpha, self.beta, largest, state_dict["priorities"], capacity)
-
-
-class PrioritizedDraw(BoundDraw):
-    """Abstract base of the bound draws by priority, which also update priorities."""
-
-    reports = (("priority_weight", torch.float32), (SAMPLED_AT, torch.int64))
-
-    def __init__(self, storage: PackedStorage, sampler: Prioritized, size: int, reads: bool) -> None:
-        self.settings = sampler.settings.values
-        self.law: Any = sampler.law
-        self.kept = self.law.table  # a load in another thread may replace it during a call
-        self.priorities, self.step, self.lock = self.law.table.addresses, step_of(size, True), Lock()
-        self.magnitude = self.law.table.magnitude.data_ptr()
-        self.table = self.priorities.ctypes.data
-        self.owner: Any = sampler  # the caller may replace ``sampler`` by its wrapper
-        self.inputs = HostTensors([])  # recognizes tensors like those of the last update
-        self.updates: Callable[..., Any] | None = None  # the machine code that updates, from the first update on
-        super().__init__(storage, sampler, size, reads)
-        self.eps = self.record["eps"] = getattr(self.law, "eps", 0.0)
-        self.record["weighed_alpha"] = addressof(self.settings) + 8 * WEIGHED
-        self.record["largest"] = addressof(self.settings) + 8 * LARGEST
-
-    def holds(self) -> bool:
-        """Whether storage, priorities and law are unchanged: a load or sharing replaces their memory."""
-        owner, law = self.owner, self.law
-        is_in_place = law.table.magnitude.data_ptr() == self.magnitude and owner.settings.values is self.settings
-        is_same_law = self.settings[ALPHA] == self.weighed_alpha() and getattr(law, "eps", 0.0) == self.eps
-        return super().holds() and is_in_place and is_same_law
-
-    def limit(self, count: int) -> None:
-        """See :class:`~rlbuf_td.samplers.bound.BoundDraw`."""
-        super().limit(count)
-        self.step = step_of(count, True)
-
-    @abstractmethod
-    def weighed_alpha(self) -> float:
-        """Return the alpha for which the law has computed its probabilities."""
-
-    def __call__(self, written: int, targets: int) -> bool:
-        sampler = self.owner
-        if sampler.weight_norm is None and self.ring.holes:
-            return False  # the weights depend on the number of rows without holes
-        self.uniform.uniform_(generator=self.generator)
-        with self.lock:
-            return self.kernel(self.address, targets, self.draw_law(), written)
-
-    def draw_law(self) -> DrawLaw:
-        step, norm = self.step if self.owner.stratified else 0, NORMS[self.owner.weight_norm]
-        return DrawLaw(step, self.settings[BETA], norm)
-
-    def update(self, index: Any, td_error: Any, stamp: Any, masks: Masks | None = None) -> int | None:
-        """See :class:`~rlbuf_td.samplers.bound.BoundDraw`; the TD errors may have further dims of size 1."""
-        given = (index, td_error) if stamp is None else (index, td_error, stamp)
-        given = given if masks is None else (*given, masks.mask, masks.burn_in_mask)
-        where = self.inputs.addresses(given) or self._addresses(given, masks)
-        if where is None or self.ring.holes or not self.holds():
-            return None
-        if masks is not None:
-            *where, mask, burn_in_mask = where
-        elif self.law.min_priority:
-            td_error = self.law.floored(td_error)
-            where[1] = address_of(td_error)
-        index_at, td_error_at, stamp_at = where if stamp is not None else (*where, 0)
-        with self.lock:
-            if masks is not None:
-                numbers = mask, burn_in_mask, masks.eta, self.law.min_priority
-                _MASKS.pack_into(self.windows_bytes, WINDOWS.itemsize - _MASKS.size, *numbers)
-            self.updates = self.updates or self.compiled_update()
-            written = len(self.storage)
-            largest, stale = self.updates(self.address, index_at, td_error_at, stamp_at, written)
-        if largest == REFUSED:  # a row is out of range or an error is not finite; nothing has changed
-            return None
-        if self.owner.priorities.file is not None:
-            self.owner.priorities.keep(flat_rows(index, self.storage, self.flat.device))
-        return stale
-
-    def _addresses(self, given: tuple[Any, ...], masks: Masks | None) -> list[int] | None:
-        windows, count = self.windows, self.size
-        if (windows is None) != (masks is None):
-            return None
-        if windows is not None:
-            count *= int(windows["length"][0] + windows["burn_in"][0])
-        td_error, rows = given[1], torch.Size([count])
-        shape = rows
-        if type(td_error) is Tensor and not td_error.is_nested and td_error.numel() == count:
-            shape = td_error.shape
-        index = torch.Size([count, 2]) if self.record["lanes"][0] else rows
-        entries = [(torch.int64, index), (torch.float32, shape), (torch.int64, rows)]
-        flags = [(torch.bool, rows)] * (0 if masks is None else 2)
-        self.inputs = HostTensors([*entries[: len(given) - len(flags)], *flags])
-        return self.inputs.addresses(given)
-
-    @abstractmethod
-    def compiled_update(self) -> Callable[..., Any]:
-        """Return the machine code that updates priorities."""
 
 
 class EntryLoops(NamedTuple):

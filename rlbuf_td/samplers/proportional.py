@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from ctypes import addressof
-from functools import partial
+from functools import cache, partial
 from operator import attrgetter
 from threading import Lock
 from typing import Any, ClassVar
@@ -14,11 +14,9 @@ from torch import Tensor
 
 from rlbuf_td.kernels import sum_tree
 from rlbuf_td.kernels.dispatch import compiled_form_of, machine_code
-from rlbuf_td.samplers.bound import BoundDraw
 from rlbuf_td.samplers.common import NO_PRIORITY
 from rlbuf_td.samplers.priorities import ALPHA, BETA, WEIGHED, Law
-from rlbuf_td.samplers.prioritized import BoundEntry, EntryLoops, Prioritized, PrioritizedDraw, Reduction, WeightNorm
-from rlbuf_td.storages import PackedStorage
+from rlbuf_td.samplers.prioritized import BoundEntry, EntryLoops, Prioritized, Reduction, WeightNorm
 from rlbuf_td.storages.checks import exponent
 from rlbuf_td.storages.shared.memory import SharedNumbers
 
@@ -36,8 +34,10 @@ class ProportionalLaw(Law):
     def make(self, capacity: int, device: torch.device | str) -> sum_tree.SumTree:
         return sum_tree.SumTree.empty(capacity, device)
 
-    def draw(self, uniform: Tensor, rows: int, stratified: bool, norm: str | None) -> tuple[Tensor, Tensor]:
-        drawn = sum_tree.draw(self.table, uniform, stratified, rows, self.settings.values[BETA], norm)
+    def draw(
+        self, uniform: Tensor, rows: int, stratified: bool, norm: str | None, out: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        drawn = sum_tree.draw(self.table, uniform, stratified, rows, self.settings.values[BETA], norm, out)
         if drawn is None:
             raise RuntimeError(NO_PRIORITY)
         return drawn
@@ -55,13 +55,12 @@ class ProportionalLaw(Law):
         if not sum_tree.weigh_beside_(self.table, flat, drawn, self.settings.values[BETA], weight):
             super().weigh_beside_(flat, drawn, weight)
 
-    def floored(self, td_error: Tensor) -> Tensor:
-        """Clamp ``|td_error|`` to at least ``min_priority``; if ``min_priority`` is 0, return the errors unchanged."""
-        return td_error.abs().clamp_(min=self.min_priority) if self.min_priority else td_error
-
     def update_(self, flat: Tensor, td_error: Tensor, rows: int) -> float | Tensor:
-        td_error = self.floored(td_error)
         return sum_tree.update_(self.table, flat, td_error, rows, self.settings[WEIGHED], self.eps)
+
+    @compiled_form_of("update_")
+    def update_loop(self) -> Callable[..., Any]:
+        return _update_loop()
 
     def fill_(self, start: int, count: int, magnitude: float | Tensor) -> None:
         sum_tree.fill_(self.table, start, count, magnitude, self.settings[WEIGHED], self.eps)
@@ -179,13 +178,6 @@ class ProportionalSampler(Prioritized):
         """
         return sum_tree.tree_bytes(capacity, torch.device(device))
 
-    @compiled_form_of("draw", "update_priority")
-    def bind_draw(self, storage: PackedStorage, size: int, *, reads: bool) -> BoundDraw | str:
-        """See :mod:`rlbuf_td.samplers.bound`."""
-        if type(self.law) is not ProportionalLaw:  # a subclass may have another law
-            return f"{type(self.law).__name__} is not compiled"
-        return _ProportionalDraw(storage, self, size, reads)
-
     @compiled_form_of("mark_update")
     def bind_entry(self) -> BoundEntry | None:
         """See :class:`~rlbuf_td.samplers.prioritized.Prioritized`."""
@@ -220,21 +212,11 @@ class ProportionalSampler(Prioritized):
         return found | {"max_capacity": capacity, "priorities": self.priorities.resized(saved, capacity)}
 
 
-class _ProportionalDraw(PrioritizedDraw):
-    takes_fresh_rows = True
+@cache
+def _update_loop() -> Callable[..., Any]:
+    from rlbuf_td.kernels.batch import cpu
 
-    def compiled(self) -> Callable[..., Any]:
-        from rlbuf_td.kernels.batch import cpu
-
-        return machine_code(cpu.sample_proportional)
-
-    def compiled_update(self) -> Callable[..., Any]:
-        from rlbuf_td.kernels.batch import cpu
-
-        return machine_code(cpu.update_proportional)
-
-    def weighed_alpha(self) -> float:
-        return self.settings[WEIGHED]
+    return machine_code(cpu.update_proportional)
 
 
 def read_torchrl_priorities(state: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor, float]:

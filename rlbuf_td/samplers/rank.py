@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from operator import attrgetter
 from typing import Any, ClassVar, cast, final
 
@@ -13,10 +13,8 @@ from torch import Tensor
 from rlbuf_td.kernels import rank_order
 from rlbuf_td.kernels.dispatch import compiled_form_of, machine_code
 from rlbuf_td.kernels.inference_mode import outside_inference_mode
-from rlbuf_td.samplers.bound import BoundDraw
 from rlbuf_td.samplers.priorities import ALPHA, BETA, Law
-from rlbuf_td.samplers.prioritized import BoundEntry, EntryLoops, Prioritized, PrioritizedDraw, Reduction, WeightNorm
-from rlbuf_td.storages import PackedStorage
+from rlbuf_td.samplers.prioritized import BoundEntry, EntryLoops, Prioritized, Reduction, WeightNorm
 from rlbuf_td.storages.checks import whole
 from rlbuf_td.storages.shared.memory import SharedNumbers
 
@@ -39,9 +37,11 @@ class LawOfRanks(Law):
             magnitude = torch.full((capacity,), -1.0, dtype=torch.float32, device=device)
             return rank_order.make_order(magnitude, self._stale_updates)
 
-    def draw(self, uniform: Tensor, rows: int, stratified: bool, norm: str | None) -> tuple[Tensor, Tensor]:
+    def draw(
+        self, uniform: Tensor, rows: int, stratified: bool, norm: str | None, out: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
         beta = self.settings.values[BETA]
-        drawn = self.table.draw(self.ranks, uniform, stratified=stratified, beta=beta, norm=norm)
+        drawn = self.table.draw(self.ranks, uniform, stratified=stratified, beta=beta, norm=norm, out=out)
         if drawn is None:
             raise RuntimeError(_NO_ROWS)
         return drawn
@@ -59,6 +59,12 @@ class LawOfRanks(Law):
 
     def update_(self, flat: Tensor, td_error: Tensor, rows: int) -> float | Tensor:
         return self.table.update_(flat, td_error, rows)
+
+    lock = property(lambda self: self.table.lock)
+
+    @compiled_form_of("update_")
+    def update_loop(self) -> Callable[..., Any]:
+        return _update_loop()
 
     def fill_(self, start: int, count: int, magnitude: float | Tensor) -> None:
         self.table.fill_(start, count, magnitude)
@@ -131,11 +137,6 @@ class RankSampler(Prioritized):
         law = partial(LawOfRanks, stale_updates=stale_updates)
         super().__init__(max_capacity, law, alpha, beta, stratified, weight_norm, reduction)
 
-    @compiled_form_of("draw", "update_priority")
-    def bind_draw(self, storage: PackedStorage, size: int, *, reads: bool) -> BoundDraw:
-        """See :mod:`rlbuf_td.samplers.bound`."""
-        return _RankDraw(storage, self, size, reads)
-
     @compiled_form_of("mark_update")
     def bind_entry(self) -> BoundEntry:
         """See :class:`~rlbuf_td.samplers.prioritized.Prioritized`."""
@@ -194,22 +195,8 @@ class RankSampler(Prioritized):
         return rank_order.order_bytes(capacity, torch.device(device))
 
 
-class _RankDraw(PrioritizedDraw):
-    def __init__(self, storage: PackedStorage, sampler: RankSampler, size: int, reads: bool) -> None:
-        super().__init__(storage, sampler, size, reads)
-        self.ranks, self.lock = sampler.law.ranks, cast(rank_order.ChunkedOrder, sampler.law.table).lock
-        for name, number in self.ranks.compiled._asdict().items():
-            self.record[name] = number
+@cache
+def _update_loop() -> Callable[..., Any]:
+    from rlbuf_td.kernels.batch import cpu
 
-    def compiled(self) -> Callable[..., Any]:
-        from rlbuf_td.kernels.batch import cpu
-
-        return machine_code(cpu.sample_rank)
-
-    def compiled_update(self) -> Callable[..., Any]:
-        from rlbuf_td.kernels.batch import cpu
-
-        return machine_code(cpu.update_rank)
-
-    def weighed_alpha(self) -> float:
-        return self.ranks.alpha
+    return machine_code(cpu.update_rank)

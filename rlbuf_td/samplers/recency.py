@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import expm1, inf, log
 from numbers import Real
 from typing import Any, ClassVar
@@ -11,11 +10,10 @@ import torch
 from torch import Tensor
 from torchrl.data.replay_buffers import Storage
 
-from rlbuf_td.kernels.dispatch import compiled_form_of, machine_code
-from rlbuf_td.kernels.recency import Ages, recent_rows
+from rlbuf_td.kernels.dispatch import compiled_form_of
+from rlbuf_td.kernels.recency import recent_rows
 from rlbuf_td.samplers.age import age_limit
-from rlbuf_td.samplers.bound import BoundDraw
-from rlbuf_td.samplers.common import EMPTY, setting, uniform_numbers
+from rlbuf_td.samplers.common import EMPTY, fill_uniform_, setting, uniform_numbers
 from rlbuf_td.samplers.row_sampler import RowSampler
 from rlbuf_td.storages import PackedStorage, torchrl_parts
 from rlbuf_td.storages.checks import as_number, whole
@@ -110,9 +108,16 @@ class RecencySampler(RowSampler):
         return recent_rows(uniform, newest, self.span(steps), steps, lanes, self.log_decay), {}
 
     @compiled_form_of("draw", "span")
-    def bind_draw(self, storage: PackedStorage, size: int, *, reads: bool) -> BoundDraw | str:
-        """See :mod:`rlbuf_td.samplers.bound`."""
-        return "the lanes stand at unlike steps" if stand_apart(storage) else _RecentDraw(storage, self, size, reads)
+    def draw_into(self, storage: PackedStorage, flat: Tensor, report: Any, scratch: Tensor) -> None:
+        """See :class:`~rlbuf_td.buffers.plan.CompiledPlan`."""
+        ring = storage.ring
+        cells, newest = ring.extent()
+        if newest < 0:
+            flat.copy_(self.draw(storage, len(flat))[0])
+            return
+        fill_uniform_(scratch, self._rng)
+        steps = cells // ring.lanes
+        recent_rows(scratch, newest, self.span(steps), steps, ring.lanes, self.log_decay, flat)
 
     def _mass_by_lane(self, storage: Any) -> tuple[Tensor, Tensor]:
         """Return, of lanes that stand apart, the numbers of steps that may be drawn, and the sums of weights."""
@@ -148,21 +153,3 @@ class RecencySampler(RowSampler):
         weight = torch.where(ages < self.span(steps), torch.exp(ages * self.log_decay), 0.0)
         age = (torchrl_parts.last_step(storage, steps) - flat // lanes) % steps
         return weight[age] / (weight.sum() * lanes)
-
-
-class _RecentDraw(BoundDraw):
-    takes_fresh_rows = True
-
-    def compiled(self) -> Callable[..., Any]:
-        from rlbuf_td.kernels.batch import cpu
-
-        return machine_code(cpu.sample_recent)
-
-    def __call__(self, written: int, targets: int) -> bool:
-        newest = self.storage.ring.newest
-        if newest < 0:  # the lanes stand apart
-            return False
-        sampler, steps = self.sampler, written // max(int(self.record["lanes"][0]), 1)
-        self.uniform.uniform_(generator=self.generator)
-        self.kernel(self.address, targets, Ages(newest, sampler.span(steps), steps, sampler.log_decay))
-        return True

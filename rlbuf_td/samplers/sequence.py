@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any, Literal, NoReturn, TypeAlias, cast
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -13,17 +13,25 @@ from torchrl.data.replay_buffers import Sampler, Storage
 
 from rlbuf_td.kernels.batch import WINDOWS
 from rlbuf_td.kernels.dispatch import backend_of, compiled_form_of, machine_code, record_of
-from rlbuf_td.kernels.rows.read_ahead import ask_for_rows
-from rlbuf_td.samplers.bound import CPU, SCALAR, Blank, BoundDraw, Masks, Reading
+from rlbuf_td.kernels.episodes.windows import reduced
 from rlbuf_td.samplers.common import EMPTY, permutation, refuse_disorder, setting
 from rlbuf_td.samplers.prioritized import Prioritized
-from rlbuf_td.samplers.wrapper import Drawn, SamplerWrapper, draw_from
+from rlbuf_td.samplers.reading import SCALAR, BatchSlot, BatchSlots, Named, Reading
+from rlbuf_td.samplers.wrapper import NO_LOOPS, Drawn, SamplerWrapper, draw_from
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import fraction, one_of, whole
 from rlbuf_td.storages.episodes import DONE_KEY, TRAJ_KEY
-from rlbuf_td.storages.indexing import Index, coordinates, device_of, flat_rows, revision_of, row_count, written_rows
+from rlbuf_td.storages.indexing import (
+    Index,
+    coordinates,
+    device_of,
+    flat_rows,
+    refuse_unwritten,
+    revision_of,
+    row_count,
+    written_rows,
+)
 from rlbuf_td.storages.keys import as_tuple
-from rlbuf_td.storages.ring import SAMPLED_AT
 from rlbuf_td.storages.schema import SchemaError, show_key
 from rlbuf_td.storages.tensordict_fast import folded, leaf_of
 
@@ -212,28 +220,30 @@ class SequenceSampler(SamplerWrapper):
         """See :class:`~rlbuf_td.samplers.wrapper.SamplerWrapper`."""
         return max(self.window, super().steps_needed)
 
-    def draw_batch(self, storage: PackedStorage, batch_size: int) -> Drawn:
-        """Draw anchors, and return their windows as a batch."""
+    def drawn(self, storage: PackedStorage, batch_size: int) -> tuple[Tensor, dict[Any, Any]]:
+        """Draw the anchors of a batch; return them and the sampler's info dict."""
         if not row_count(storage):
             raise RuntimeError(EMPTY)
-        drawn = self._expanded(storage, *self._anchors(storage, self.windows_of(batch_size)))
-        if not self.has_checked_order:
-            self._warn_if_interleaved(storage)
-        return drawn
+        self._trajectories(storage).episodes()  # raises an error if the rows do not tell where trajectories end
+        anchors, info = self._draw(storage, self.windows_of(batch_size))
+        return (anchors, info) if self.boundary != "strict" else self._fitting(storage, anchors, info)
+
+    def drawn_rows_of(self, batch_size: int) -> int:
+        """See :class:`~rlbuf_td.samplers.wrapper.SamplerWrapper`."""
+        return self.windows_of(batch_size)
+
+    def fill(self) -> Callable[..., None] | None:
+        """See :class:`~rlbuf_td.samplers.wrapper.SamplerWrapper`."""
+        return None if self.stride is not None or self.boundary == "strict" else super().fill()
 
     def batch_of(self, storage: PackedStorage, flat: Tensor, info: dict[Any, Any]) -> Drawn:
         """Expand the anchors at flat indices ``flat`` to windows.
 
         Even with ``boundary="strict"``, no anchor is replaced.
         """
-        return self._expanded(storage, flat, info, *self._reach(storage, flat))
-
-    def _expanded(
-        self, storage: PackedStorage, anchors: Tensor, info: dict[Any, Any], back: Tensor, ahead: Tensor
-    ) -> Drawn:
-        window = self.window
+        anchors, window = flat, self.window
         read = self._reader(storage, anchors)
-        flat, real = self._windows(storage, anchors, back, ahead)
+        flat, real = self._windows(storage, anchors, *self._reach(storage, anchors))
         owner = None if read is None else torch.arange(len(anchors), device=flat.device).repeat_interleave(window)
         batch = storage.gather(flat) if read is None else read(flat, owner)
         begins = self._begins(storage, flat).view_as(real) if self.across_episodes else None
@@ -314,29 +324,25 @@ class SequenceSampler(SamplerWrapper):
             raise ValueError(f"batch_size must be a multiple of {window}, got {batch_size}; {remedy}")
         return batch_size // self.window
 
-    def _anchors(self, storage: PackedStorage, count: int) -> tuple[Tensor, dict[Any, Any], Tensor, Tensor]:
-        """Draw anchors; return them, their info dict, and how many rows of the trajectory are before and after each."""
-        self._trajectories(storage).episodes()  # raises an error if the rows do not tell where trajectories end
-        anchors, info = self._draw(storage, count)
-        count = len(anchors)  # less at the end of an epoch
-        back, ahead = self._reach(storage, anchors)
-        if self.boundary != "strict":
-            return anchors, info, back, ahead
+    def _fitting(self, storage: PackedStorage, anchors: Tensor, info: dict[Any, Any]) -> tuple[Tensor, dict[Any, Any]]:
+        """Replace anchors whose window does not fit into its trajectory by others, which are drawn until all fit."""
         is_on_host = backend_of(anchors) == "numba"
         for rounds in range(_ROUNDS if is_on_host else _BLIND_ROUNDS):
+            refuse_unwritten(anchors, storage)  # of a user's sampler
+            back, ahead = self._reach(storage, anchors)
             fits = (back >= self.burn_in) & (ahead >= self.length - 1)
             if is_on_host and bool(fits.all()):
-                return anchors, self._weighed(anchors, info) if rounds else info, back, ahead
-            others, other_info = draw_from(self.innermost, storage, count)
+                return anchors, self._weighed(anchors, info) if rounds else info
+            others, other_info = draw_from(self.innermost, storage, len(anchors))
             # A stratified draw fills a position from one segment, where perhaps no window fits: shuffle the positions.
-            order = permutation(count, self._rng, anchors.device) % len(others)
+            order = permutation(len(anchors), self._rng, anchors.device) % len(others)
             anchors = torch.where(fits, anchors, others[order])
             for key, value in info.items():
                 info[key] = torch.where(fits.view(-1, *[1] * (value.ndim - 1)), value, other_info[key][order])
-            back, ahead = self._reach(storage, anchors)
         if is_on_host:
-            self.refuse_trajectories()
-        return anchors, self._weighed(anchors, info), back, ahead
+            window = f"a window of {self.window} rows within its {'lane' if self.across_episodes else 'trajectory'}"
+            raise RuntimeError(f"hardly any anchor had {window}: use shorter windows, or boundary='pad'")
+        return anchors, self._weighed(anchors, info)
 
     def _reach(self, storage: PackedStorage, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return how many rows that a window may have precede and follow each row, ``[B]`` each."""
@@ -353,11 +359,6 @@ class SequenceSampler(SamplerWrapper):
         if isinstance(self.innermost, Prioritized):
             self.innermost.weigh_batch_(anchors, info["priority_weight"])
         return info
-
-    def refuse_trajectories(self) -> NoReturn:
-        """Raise the error of ``boundary="strict"`` for trajectories that are too short."""
-        window = f"a window of {self.window} rows within its {'lane' if self.across_episodes else 'trajectory'}"
-        raise RuntimeError(f"hardly any anchor had {window}: use shorter windows, or boundary='pad'")
 
     def _windows(self, storage: PackedStorage, anchors: Tensor, back: Tensor, ahead: Tensor) -> tuple[Tensor, Tensor]:
         """Return the flat rows of the windows, ``[B * L]``, and a mask that is False for padding, ``[B, L]``."""
@@ -393,22 +394,22 @@ class SequenceSampler(SamplerWrapper):
         return {init_key if len(init_key) > 1 else init_key[0]: first.reshape(-1, 1)}
 
     @compiled_form_of(
-        *("_reader", "_expanded", "_anchors", "_windows", "_mark_", "_draw", "draw_batch", "batch_of"),
-        *("_reach", "_begins", "window", "windows_of", "anchored", "_summary", "anchors"),
+        *("_reader", "_windows", "_mark_", "_reach", "_begins", "window", "drawn_rows_of", "draw_batch", "batch_of")
     )
-    def bind_revision(self, storage: PackedStorage, size: int, inner: Reading) -> Reading | str:
-        """See :mod:`rlbuf_td.samplers.bound`."""
-        flags = {leaf.dtype for leaf in inner.rows.layout.leaves if leaf.key in self.flag_keys}
-        if self.boundary == "strict" and hasattr(self.innermost, "draw_numbers"):
-            return 'boundary="strict" draws the next rows of an epoch with torch'
+    def reading(self, storage: PackedStorage, size: int, is_stamped: bool) -> Reading | str:
+        """See :class:`~rlbuf_td.samplers.wrapper.SamplerWrapper`."""
+        layout, init_key = storage.all_rows().layout, cast("tuple[str, ...]", self.flag_keys[0])
+        flags = {leaf.dtype for leaf in layout.leaves if leaf.key in self.flag_keys}
+        if self.looks_up_with_torch(storage):
+            return NO_LOOPS
         if storage.deduplicated.keys() & {*self.flag_keys}:
             return "flags are deduplicated"
         if not flags <= {torch.bool}:
             return f"flags are {flags}"
-        init_key = cast("tuple[str, ...]", self.flag_keys[0])
-        if self.across_episodes and len(init_key) > 1 and init_key not in inner.rows.layout.places:
+        if self.across_episodes and len(init_key) > 1 and init_key not in layout.places:
             return f"{show_key(init_key)}, which the rows lack, is added with torch"
-        return _WindowReading(self, inner)
+        inner = self.inner_reading(storage, size * self.window, is_stamped)
+        return inner if isinstance(inner, str) else _WindowReading(self, storage, size, is_stamped, inner)
 
     def _revised_keys(self) -> Iterator[NestedKey]:
         yield from super()._revised_keys()
@@ -425,7 +426,11 @@ class SequenceSampler(SamplerWrapper):
             given = f"{td_error.shape[0]} TD errors are not whole windows of {self.window} rows"
             raise ValueError(f"{given}: update priorities with the batch as it was sampled")
         anchors = anchors.reshape(-1, *anchors.shape[batch.ndim :])[:: self.window]
-        return anchors, self._summary(td_error, (mask & ~burn_in).reshape(-1))
+        return anchors, self._reduced(td_error, mask.reshape(-1), burn_in.reshape(-1))
+
+    def _reduced(self, td_error: Tensor, mask: Tensor, burn_in_mask: Tensor) -> Tensor:
+        """Return one TD error per window, ``[B]``, see :func:`~rlbuf_td.kernels.episodes.windows.reduced`."""
+        return reduced(td_error, mask, burn_in_mask, self.window, 1.0 if self.priority_rule == "max" else self.eta)
 
     def update_priority(self, index: Any, priority: Any, *, storage: Storage | None = None) -> None:
         """Set the priority of each window's first row after burn-in.
@@ -444,7 +449,9 @@ class SequenceSampler(SamplerWrapper):
                     learned = torch.ones_like(rows, dtype=torch.bool)
                     learned[:, self.burn_in + 1 :] = step[:, self.burn_in :] != 0
                     learned[:, : self.burn_in].fill_(False)
-                    index, priority = rows[:, self.burn_in], self._summary(priority.reshape(-1), learned.view(-1))
+                    learned = learned.view(-1)
+                    index = rows[:, self.burn_in]
+                    priority = self._reduced(priority.reshape(-1), learned, torch.zeros_like(learned))
         super().update_priority(index, priority, storage=storage)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -455,104 +462,47 @@ class SequenceSampler(SamplerWrapper):
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_divided": None}
 
-    def _summary(self, td_error: Tensor, learned: Tensor) -> Tensor:
-        """Return one priority per window, ``[B]``, from the TD errors, ``[B * L]``, for which ``learned`` is True."""
-        magnitude = torch.where(learned, td_error.abs(), 0).view(-1, self.window)
-        largest = magnitude.amax(1)
-        if self.priority_rule == "max":
-            return largest
-        # Added in the same order as in the compiled loop (``batch.cpu._anchored``): the results are equal.
-        total = magnitude.to(torch.float64).cumsum(1)[:, -1]
-        mean = total / learned.view(-1, self.window).sum(1).clamp(min=1)
-        mixed = self.eta * largest.to(torch.float64) + (1 - self.eta) * mean
-        return mixed.to(td_error.dtype) if td_error.is_floating_point() else mixed
-
 
 class _WindowReading(Reading):
-    """Expands the drawn rows to windows, which it gathers as the reading ``inner`` gathers rows."""
+    """Expands ``count`` drawn rows to windows, which the reading ``inner`` reads."""
 
-    def __init__(self, wrapper: SequenceSampler, inner: Reading) -> None:
+    def __init__(
+        self, wrapper: SequenceSampler, storage: PackedStorage, count: int, is_stamped: bool, inner: Reading
+    ) -> None:
         from rlbuf_td.kernels.batch import wrapped_cpu as kernels
 
-        super().__init__(inner.rows)
-        self.wrapper, self.inner, self.window = wrapper, inner, wrapper.window
-        self.adds_report, self.picks_any_row = inner.adds_report, inner.picks_any_row
-        flag, layout = (torch.bool, SCALAR), inner.rows.layout
-        anchor = torch.int64, torch.Size([2] if inner.rows.lanes else [])
-        self.entries = [("mask", flag), ("burn_in_mask", flag), ("anchor_index", anchor)]
-        self.adds_init = wrapper.across_episodes and wrapper.flag_keys[0] not in layout.places
-        if self.adds_init:
-            self.entries.append((cast("tuple[str, ...]", wrapper.flag_keys[0])[0], (torch.bool, torch.Size([1]))))
-        self.entries += inner.entries
+        super().__init__(storage, count * wrapper.window, is_stamped)
+        self.wrapper, self.inner, self.window, layout = wrapper, inner, wrapper.window, self.rows.layout
+        flag = torch.bool, SCALAR
+        #: ``[B]`` int64, where the rows of windows with coordinates are listed; others are listed in the index.
+        self.listed = torch.zeros(self.size if self.lanes else 0, dtype=torch.int64, device="cpu")
+        own: list[Named] = [("mask", flag), ("burn_in_mask", flag)]
+        own.append(("anchor_index", (torch.int64, torch.Size([2] if self.lanes else []))))
+        init_key = cast("tuple[str, ...]", wrapper.flag_keys[0])
+        adds_init = wrapper.across_episodes and init_key not in layout.places
+        if adds_init:
+            own.append((init_key[0], (torch.bool, torch.Size([1]))))
+        place = len(layout.leaves) + len(inner.named())
+        self.entries = [*inner.entries, *own]
         places = [None if key is None else layout.places.get(key) for key in wrapper.flag_keys]
-        flags = [(0, 0) if place is None else (place, layout.leaves[place].nbytes) for place in places]
-        self.flags = np.array(flags, np.int64)
-        self.parts = kernels.LIST, kernels.READ, kernels.BOTH, kernels.MARK
-        self.kernel, self.replace_short = machine_code(kernels.sequence), machine_code(kernels.replace_short)
+        flags = [(0, 0) if slot is None else (slot, layout.leaves[slot].nbytes) for slot in places]
+        if adds_init:
+            flags[0] = place + 3, 1
+        self.flags, self.bounds = np.array(flags, np.int64), np.zeros((count, 2), np.int64)
+        given = {"count": count, "length": wrapper.length, "burn_in": wrapper.burn_in, "own": place}
+        given |= {"shifts": wrapper.boundary == "shift", "across": wrapper.across_episodes, "adds_init": adds_init}
+        given |= {"flags": self.flags.ctypes.data, "bounds": self.bounds.ctypes.data}
+        self.windows = record_of(WINDOWS, **given)
+        self.windows_at = self.windows.ctypes.data
+        self.expand, self.mark_ends = machine_code(kernels.expand), machine_code(kernels.mark_ends)
 
-    def bind(self, draw: BoundDraw, size: int) -> None:
-        """See :class:`~rlbuf_td.samplers.bound.Reading`."""
-        self.widths = np.array([dtype.itemsize for _, dtype in draw.reports], np.int64)
-        self.bounds, self.scratch = np.zeros((draw.size, 2), np.int64), np.zeros((4, draw.size), np.int64)
-        memory = {"flags": self.flags, "widths": self.widths, "bounds": self.bounds, "scratch": self.scratch}
-        given: dict[str, int] = {name: array.ctypes.data for name, array in memory.items()}
-        names = [name for name, _ in draw.reports]
-        given |= {"count": draw.size, "reports": len(names)}
-        given["stamp"] = names.index(SAMPLED_AT) if SAMPLED_AT in names else -1
-        if self.wrapper.stride is not None:
-            draw.anchors = self.wrapper.anchors
-        given |= {"length": self.wrapper.length, "burn_in": self.wrapper.burn_in, "adds_init": int(self.adds_init)}
-        given["across"] = int(self.wrapper.across_episodes)
-        if self.adds_init:
-            self.flags[0] = len(self.rows.layout.leaves) + 1 + len(draw.reports) + 3, 1  # its place among the targets
-        draw.expand_to(record_of(WINDOWS, **given, shifts=int(self.wrapper.boundary == "shift")))
-        self.inner.bind(draw, size)
-        self.draw, self.address, self.flat = draw, self.inner.address, self.inner.flat
-        self.kept = np.zeros(draw.size, np.int64)
-        self.others = [torch.zeros(draw.size, dtype=dtype, device="cpu") for _, dtype in draw.reports]
-        places = [0] * (1 + len(self.rows.layout.leaves)) + [other.data_ptr() for other in self.others]
-        self.other_targets = np.array(places, np.int64)
-
-    def _fit(self, episodes: int, blank: Blank, written: int) -> None:
-        """Draw other anchors until all windows fit, as :meth:`SequenceSampler._anchors` does with torch."""
-        draw, fresh = self.draw, self.draw.record["queue"][0]
-        address, targets, kept = self.address, blank.targets, self.kept.ctypes.data
-        others = self.other_targets.ctypes.data
-        short = self.replace_short(episodes, address, targets, kept, 0, 0)
-        draw.record["queue"] = 0  # other anchors are not taken from the fresh rows
-        try:
-            for rounds in range(_ROUNDS):
-                if not short:
-                    if rounds:
-                        report = {name: blank.report[name][: draw.size] for name, _ in draw.reports}
-                        self.wrapper._weighed(draw.flat, report)
-                    return
-                draw(written, others)
-                order = permutation(draw.size, draw.generator, CPU)
-                short = self.replace_short(episodes, address, targets, kept, order.data_ptr(), others)
-        finally:
-            draw.record["queue"] = fresh
-        self.wrapper.refuse_trajectories()
-
-    def __call__(self, episodes: int, blank: Blank, written: int) -> None:
-        if self.wrapper.boundary == "strict":
-            self._fit(episodes, blank, written)
-        address, targets, (lists, reads, both, marks) = self.address, blank.targets, self.parts
-        if not self.inner.is_fused:
-            self.kernel(episodes, address, targets, lists, 0)
-            self.inner(episodes, blank, written)
-            self.kernel(episodes, address, targets, marks, 0)
-            return
-        steps = self.inner.steps(blank)
-        if self.rows.is_mapped:
-            self.kernel(episodes, address, targets, lists, steps)
-            ask_for_rows(self.rows.flat, self.flat)
-            self.kernel(episodes, address, targets, reads, steps)
-        else:
-            self.kernel(episodes, address, targets, both, steps)
-        self.inner.read_entries(blank)
-
-    def masks(self, entries: Mapping[str, Any]) -> Masks:
-        """See :class:`~rlbuf_td.samplers.bound.Reading`."""
-        eta = 1.0 if self.wrapper.priority_rule == "max" else self.wrapper.eta
-        return Masks(entries.get("mask"), entries.get("burn_in_mask"), eta)
+    def __call__(self, slots: BatchSlots, slot: BatchSlot, flat: Tensor, drawn: Tensor, live: int) -> bool:
+        """See :class:`~rlbuf_td.samplers.reading.Reading`."""
+        episodes, windows, targets = self.storage.episodes_now().address, self.windows_at, slot.targets
+        listed = self.listed if self.lanes else slot.report["index"]
+        at = listed.data_ptr()
+        if not self.expand(episodes, windows, flat.data_ptr(), at, targets, self.lanes, live):
+            return False
+        self.inner(slots, slot, listed, drawn, live)
+        self.mark_ends(episodes, windows, at, targets)
+        return True

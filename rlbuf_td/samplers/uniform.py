@@ -9,10 +9,9 @@ from typing import Any, ClassVar
 import torch
 from torchrl.data.replay_buffers import Sampler, Storage
 
-from rlbuf_td.kernels.dispatch import backend_of, compiled_form_of, machine_code
+from rlbuf_td.kernels.dispatch import backend_of, compiled_form_of
 from rlbuf_td.kernels.distinct import append_distinct_, distinct_rows
 from rlbuf_td.samplers.age import age_limit, is_young, nth_young, young_count
-from rlbuf_td.samplers.bound import BoundDraw
 from rlbuf_td.samplers.common import EMPTY, uniform_numbers
 from rlbuf_td.samplers.row_sampler import RowSampler
 from rlbuf_td.storages import PackedStorage
@@ -78,6 +77,24 @@ class UniformSampler(RowSampler, metaclass=Replaceable):
             number = number if source == device else number.to(device)
         return self._nth(storage, number), {}
 
+    @compiled_form_of("draw", "_drawable", "_nth", "_distinct")
+    def draw_into(self, storage: PackedStorage, flat: torch.Tensor, report: Any, scratch: torch.Tensor) -> None:
+        """See :class:`~rlbuf_td.buffers.plan.CompiledPlan`."""
+        generator = self._rng
+        if self.max_age is not None or not (generator is None or generator.device.type == "cpu"):
+            flat.copy_(self.draw(storage, len(flat))[0])
+            return
+        rows, are_cells = storage.ring.numbered()
+        if not rows:
+            raise RuntimeError(EMPTY)
+        if self.unique:
+            _refuse_more_than(rows, len(flat))
+            _draw_distinct_(flat, rows, generator)
+        else:
+            flat.random_(0, rows, generator=generator)
+        if not are_cells:
+            flat.copy_(storage.ring.cell_of(flat))
+
     def _drawable(self, storage: Storage) -> int:
         return row_count(storage) if self.max_age is None else young_count(storage, self.max_age)
 
@@ -95,22 +112,12 @@ class UniformSampler(RowSampler, metaclass=Replaceable):
         """Return whether there are enough rows for a batch."""
         return self._drawable(storage) >= (batch_size if self.unique else 1)
 
-    @compiled_form_of("draw", "_distinct")
-    def bind_draw(self, storage: PackedStorage, size: int, *, reads: bool) -> BoundDraw:
-        """See :mod:`rlbuf_td.samplers.bound`."""
-        return _UniformDraw(storage, self, size, reads)
-
     def _distinct(self, rows: int, batch_size: int, device: torch.device) -> torch.Tensor:
         generator, drawn = self._rng, torch.empty(batch_size, dtype=torch.int64, device=device)
         is_on_host = backend_of(drawn) == "numba" and (generator is None or generator.device == device)
-        if not is_on_host:
-            return distinct_rows(uniform_numbers(batch_size, generator, device), rows)
-        kept = 0
-        for rows_drawn in _candidates(rows, batch_size, generator):
-            kept = append_distinct_(drawn, kept, rows_drawn)
-            if kept == batch_size:
-                break
-        return drawn
+        if is_on_host:
+            return _draw_distinct_(drawn, rows, generator)
+        return distinct_rows(uniform_numbers(batch_size, generator, device), rows)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the settings. A state of TorchRL's ``RandomSampler`` is accepted, and changes nothing."""
@@ -122,40 +129,19 @@ class UniformSampler(RowSampler, metaclass=Replaceable):
     loads = dumps
 
 
-class _UniformDraw(BoundDraw):
-    takes_fresh_rows = True
-
-    def __init__(self, storage: PackedStorage, sampler: UniformSampler, size: int, reads: bool) -> None:
-        from rlbuf_td.kernels.batch import cpu
-
-        super().__init__(storage, sampler, size, reads)
-        self.distinct = machine_code(cpu.gather_distinct)
-
-    def __call__(self, written: int, targets: int) -> bool:
-        sampler, is_plain = self.sampler, self.sampler.max_age is None and not self.storage.ring.holes
-        if sampler.unique:
-            return is_plain and self._draw_distinct(written, targets)
-        self.flat.random_(0, written if is_plain else sampler._drawable(self.storage), generator=self.generator)
-        if not is_plain:
-            self.flat.copy_(sampler._nth(self.storage, self.flat))
-        self.kernel(self.address, targets)
-        return True
-
-    def _draw_distinct(self, written: int, targets: int) -> bool:
-        if self.record["queue"][0]:
-            return False  # fresh rows could repeat unique ones
-        _refuse_more_than(written, self.size)
-        kept = 0
-        for rows_drawn in _candidates(written, self.size, self.generator):
-            kept = self.distinct(self.address, targets, kept, rows_drawn.data_ptr())
-            if kept == self.size:
-                break
-        return True
-
-
 def _refuse_more_than(rows: int, batch_size: int) -> None:
     if batch_size > rows:
         raise ValueError(f"cannot draw {batch_size} distinct rows of {rows}: use a smaller batch or unique=False")
+
+
+def _draw_distinct_(drawn: torch.Tensor, rows: int, generator: torch.Generator | None) -> torch.Tensor:
+    """Fill ``drawn``, on the CPU, with distinct numbers below ``rows``; return it."""
+    kept = 0
+    for numbers in _candidates(rows, len(drawn), generator):
+        kept = append_distinct_(drawn, kept, numbers)
+        if kept == len(drawn):
+            break
+    return drawn
 
 
 def _candidates(rows: int, batch_size: int, generator: torch.Generator | None) -> Iterator[torch.Tensor]:

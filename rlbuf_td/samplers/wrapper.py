@@ -5,13 +5,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from operator import attrgetter
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias, cast
 
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 from torchrl.data.replay_buffers import PrioritizedSampler, Sampler, Storage
 
+from rlbuf_td.kernels.dispatch import compiled_form, compiled_form_of
 from rlbuf_td.samplers.common import (
     StatefulSampler,
     refuse_disorder,
@@ -20,6 +21,7 @@ from rlbuf_td.samplers.common import (
     reported_by,
     rows_drawn,
 )
+from rlbuf_td.samplers.reading import Reading
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import state_of
 from rlbuf_td.storages.indexing import Index, coordinates, device_of, flat_rows, refuse_unwritten
@@ -29,6 +31,7 @@ from rlbuf_td.storages.tensordict_fast import leaf_of
 from rlbuf_td.storages.torchrl_parts import columns_of
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 
+NO_LOOPS = "episodes are looked up with torch"  # why a wrapper has no reading
 _FEW_ROWS = 4  # fewer rows do not show whether trajectories are interleaved
 Read: TypeAlias = Callable[[Tensor, Tensor | None], TensorDictBase]
 """``read(flat, owner)`` reads the flat rows, and revises each row with the random choices for one drawn row.
@@ -96,17 +99,58 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):
 
     def draw_batch(self, storage: PackedStorage, batch_size: int) -> Drawn:
         """Draw and revise a batch."""
-        drawn = self.batch_of(storage, *self._draw(storage, batch_size))
+        flat, info = self.drawn(storage, batch_size)
+        refuse_unwritten(flat, storage)  # compiled loops look up the trajectories of these rows without a check
+        drawn = self.batch_of(storage, flat, info)
         if not self.has_checked_order:
-            self._warn_if_interleaved(storage)
+            self.warn_if_interleaved(storage)
         return drawn
+
+    def drawn(self, storage: PackedStorage, batch_size: int) -> tuple[Tensor, dict[Any, Any]]:
+        """Draw the rows that this wrapper revises: return flat rows, ``[B]``, and the sampler's info dict."""
+        return self._draw(storage, batch_size)
+
+    def drawn_rows_of(self, batch_size: int) -> int:
+        """Return how many rows :meth:`drawn` returns for a batch, if it finds as many."""
+        return batch_size
+
+    def fill(self) -> Callable[..., None] | None:
+        """Return the form of :meth:`drawn` that writes to given memory, see :class:`CompiledPlan`, or None."""
+        return compiled_form(self.sampler, "draw_into") if self._inner is None else self._inner.fill()
+
+    @compiled_form_of("_reader", "draw_batch", "batch_of")
+    def reading(self, storage: PackedStorage, size: int, is_stamped: bool) -> Reading | str:
+        """Return the compiled form of the work of this wrapper and those inside it; or why there is none, in one line.
+
+        Args:
+            storage: the storage, whose rows have been allocated.
+            size: the number of rows to read for the wrapper around this one, or of drawn rows.
+            is_stamped: whether batches have the serials of their rows.
+        """
+        return self.inner_reading(storage, size, is_stamped)
+
+    def reading_of(self, storage: PackedStorage, size: int, is_stamped: bool) -> Reading | str:
+        """Return :meth:`reading`, or, in one line, why this object's class has none."""
+        make = compiled_form(self, "reading")
+        if make is None:
+            return f"{type(self).__name__} has no compiled form"
+        return cast("Reading | str", make(storage, size, is_stamped))
+
+    def looks_up_with_torch(self, storage: PackedStorage) -> bool:
+        """Whether no compiled code looks up episodes; raises the errors of a look-up."""
+        return not self._trajectories(storage).episodes().address
+
+    def inner_reading(self, storage: PackedStorage, size: int, is_stamped: bool) -> Reading | str:
+        """Return the reading of the wrappers inside this one."""
+        inner = self._inner
+        return Reading(storage, size, is_stamped) if inner is None else inner.reading_of(storage, size, is_stamped)
 
     @property
     def steps_needed(self) -> int:
         """How many consecutive rows of a trajectory a useful batch needs."""
         return 1 if self._inner is None else self._inner.steps_needed
 
-    def _warn_if_interleaved(self, storage: PackedStorage) -> None:
+    def warn_if_interleaved(self, storage: PackedStorage) -> None:
         """Warn if trajectories are interleaved, unless this would wait for a device; too few rows do not tell."""
         if len(storage) < _FEW_ROWS:
             return
@@ -235,9 +279,7 @@ def draw_from(sampler: Sampler, storage: PackedStorage, batch_size: int) -> tupl
         drawn = flat_rows(index, storage, device_of(storage)), info
     else:
         drawn = draw(storage, batch_size)
-    flat, info = rows_drawn(sampler, drawn)  # a user's sampler, or a user's subclass of ours
-    refuse_unwritten(flat, storage)  # compiled loops look up the trajectories of these rows without a check
-    return flat, info
+    return rows_drawn(sampler, drawn)  # a user's sampler, or a user's subclass of ours
 
 
 def column_of(storage: PackedStorage, key: tuple[str, ...]) -> Tensor | None:

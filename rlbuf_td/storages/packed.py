@@ -20,18 +20,18 @@ from tensordict import NestedKey, TensorDict, TensorDictBase
 from torchrl.data.replay_buffers import LazyTensorStorage
 
 from rlbuf_td.kernels.dispatch import backend_of, compiled_form_of, refuse_without_compiler
-from rlbuf_td.kernels.host_memory import address_of, in_dispatch_mode
+from rlbuf_td.kernels.host_memory import in_dispatch_mode
 from rlbuf_td.kernels.serials import PUBLISHED, WRITTEN
 from rlbuf_td.storages import allocate, state, writes
 from rlbuf_td.storages.checks import OUT_OF_ORDER, whole
 from rlbuf_td.storages.dedup import DedupLayout, DedupOptions
 from rlbuf_td.storages.episodes import CURRENT, NEW, STALE, EpisodeKeys, Episodes
-from rlbuf_td.storages.indexing import coordinates, first_of_row, flat_rows, inner_dims, revision_of
+from rlbuf_td.storages.indexing import coordinates, flat_rows, revision_of
 from rlbuf_td.storages.keys import is_key
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.listeners import Listeners, Recovers, Then
 from rlbuf_td.storages.reopen import reopen_rows
-from rlbuf_td.storages.ring import SAMPLED_AT, Ring
+from rlbuf_td.storages.ring import Ring, refuse_stamps
 from rlbuf_td.storages.row_class import RowClass
 from rlbuf_td.storages.rows import Rows
 from rlbuf_td.storages.schema import Leaf, SchemaError, kind
@@ -376,26 +376,21 @@ class PackedStorage(LazyTensorStorage):
         """
         return self.ring.stamp(flat_rows(index, self, self.device))
 
-    def skip_stale(self, index: Any, stamp: torch.Tensor, dims: int) -> tuple[torch.Tensor, int | torch.Tensor]:
-        """Return flat indices with -1 for each row that is gone since sampling, and the number of these rows.
+    def stamps_of(self, stamp: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
+        """Return one stamp for each of the rows ``flat``, ``[B]``, from the entry ``"sampled_at"`` of their batch.
 
-        ``stamp`` is the entry ``"sampled_at"`` of a batch with ``dims`` batch dims.
+        Of windows, the entry has the stamps of all rows, and each row of ``flat`` is the anchor of a window.
         """
-        flat = flat_rows(index, self, self.device)
-        if dims != 1:
-            stamp = first_of_row(stamp, dims, inner_dims(self, dims))
-        if stamp.is_cpu:
-            address_of(stamp)  # refuses stamps without memory
-        rows = flat.shape[0]
-        if stamp.shape[0] != rows and stamp.ndim == 1 and rows and stamp.shape[0] % rows == 0:
-            first = stamp[:: stamp.shape[0] // rows].to(self.device)  # of windows, each with an anchor in its lane
-            stamp = first + (flat // self.ring.lanes - first) % self.ring.steps
-        if stamp.shape != flat.shape:
-            raise ValueError(
-                f"the batch has {tuple(stamp.shape)} entries {SAMPLED_AT!r} for {rows} rows: take both from one batch, "
-                f"or leave out {SAMPLED_AT!r} to update the rows without a check"
-            )
-        cells, stamp = self.all_rows().cells, stamp.to(self.device, torch.int64)
+        refuse_stamps(stamp, flat.shape[0])
+        stamp = stamp.to(self.device, torch.int64)
+        if stamp.shape == flat.shape:
+            return stamp
+        first = stamp[:: stamp.shape[0] // max(flat.shape[0], 1)]  # each window lies in one lane
+        return first + (flat // self.ring.lanes - first) % self.ring.steps
+
+    def skip_stale(self, flat: torch.Tensor, stamp: torch.Tensor) -> tuple[torch.Tensor, int | torch.Tensor]:
+        """Return flat indices, ``[B]``, with -1 for each row that is gone since it got its stamp, and their number."""
+        cells = self.all_rows().cells
         stale = self.ring.is_stale(flat.clamp(0, cells - 1), stamp) & (flat >= 0) & (flat < cells)
         stale &= self.ring.is_live(flat) | (
             stamp % self.ring.steps == flat // self.ring.lanes

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlbuf_td.kernels.host_memory import address_of
 from rlbuf_td.kernels.inference_mode import outside_inference_mode
 from rlbuf_td.kernels.serials import (
     AFTER,
@@ -65,6 +66,7 @@ class Ring:
         self.following[0] = -1
 
     def _place(self, block: np.ndarray) -> None:
+        self.address = block.ctypes.data
         self.block, self._numbers = block, memoryview(block.data)  # reads numbers in a fourth of NumPy's time
         rows = block[: (BEFORE + 1) * self.lanes].reshape(-1, self.lanes)
         self.head, self.after, self.before = rows[:AFTER], rows[AFTER:BEFORE], rows[BEFORE]
@@ -150,6 +152,22 @@ class Ring:
     def cursor(self) -> int:
         """The slot of the next row, of lanes that stand together."""
         return self._numbers[self.lanes] % self.steps
+
+    def cells_without_holes(self) -> int:
+        """Return the number of cells of the time steps up to :attr:`longest`; -1 if there are holes among them."""
+        common = (self._numbers[0], self._numbers[1]) if self.lanes == 1 else self.common()
+        if common is None:
+            return -1
+        steps = common[1] - common[0]
+        return steps * self.lanes if steps == self.steps or not common[0] % self.steps else -1
+
+    def numbered(self) -> tuple[int, bool]:
+        """Return the number of live rows, and whether the number of each is its cell, see :meth:`cell_of`."""
+        common = (self._numbers[0], self._numbers[1]) if self.lanes == 1 else self.common()
+        if common is None:
+            return len(self), False
+        steps = common[1] - common[0]
+        return steps * self.lanes, steps == self.steps or not common[0] % self.steps
 
     def extent(self) -> tuple[int, int]:
         """Return the number of cells of the time steps up to :attr:`longest`, and :attr:`newest`."""
@@ -469,3 +487,14 @@ def refuse_ring(state: Any, lead: torch.Size) -> None:
     if generations is not None and (generations.dtype, generations.shape) != (torch.int64, (steps * lanes,)):
         found = f"{generations.dtype} of shape {tuple(generations.shape)}"
         raise ValueError(f"the saved generations are {found}, not one per row")
+
+
+def refuse_stamps(stamp: Tensor, rows: int) -> None:
+    """Raise a ValueError unless a batch has one stamp for each of ``rows`` rows, or for each row of as many windows."""
+    if stamp.is_cpu:
+        address_of(stamp)  # refuses stamps without memory
+    if stamp.ndim != 1 or stamp.shape[0] % max(rows, 1) or bool(stamp.shape[0]) != bool(rows):
+        raise ValueError(
+            f"the batch has {tuple(stamp.shape)} entries {SAMPLED_AT!r} for {rows} rows: take both from one batch, "
+            f"or leave out {SAMPLED_AT!r} to update the rows without a check"
+        )

@@ -133,8 +133,8 @@ BREAKS = [
     Break(
         "a uniform draw counts holes as rows",
         "samplers/uniform.py",
-        "self.flat.random_(0, written if is_plain else sampler._drawable(self.storage), generator=self.generator)",
-        "self.flat.random_(0, written, generator=self.generator)",
+        "flat.random_(0, rows, generator=generator)",
+        "flat.random_(0, storage.ring.longest * storage.ring.lanes, generator=generator)",
         "tests/storages/test_lanes.py",
     ),
     Break(
@@ -195,9 +195,9 @@ BREAKS = [
     ),
     Break(
         "TD errors of the burn-in count",
-        "samplers/sequence.py",
-        "return anchors, self._summary(td_error, (mask & ~burn_in).reshape(-1))",
-        "return anchors, self._summary(td_error, mask.reshape(-1))",
+        "kernels/episodes/batches_cpu.py",
+        "if load(mask + at, np.uint8) and not load(burn_in_mask + at, np.uint8):",
+        "if load(mask + at, np.uint8):",
         "tests/test_composition.py -k sequence",
     ),
     Break(
@@ -231,8 +231,8 @@ BREAKS = [
     Break(
         "the oldest row of the window is never drawn",
         "samplers/recency.py",
-        "Ages(newest, sampler.span(steps), steps, sampler.log_decay)",
-        "Ages(newest, max(sampler.span(steps) - 1, 1), steps, sampler.log_decay)",
+        "recent_rows(scratch, newest, self.span(steps), steps,",
+        "recent_rows(scratch, newest, max(self.span(steps) - 1, 1), steps,",
         "tests/samplers/test_uniform.py -k law",
     ),
     # -- writers
@@ -289,7 +289,7 @@ BREAKS = [
     ),
     Break(
         "a mixture updates rows of other members",
-        "buffers/bound_mixture.py",
+        "buffers/mixture_parts.py",
         "index = torch.where(is_own[:, None] if index.ndim > 1 else is_own, index, -1)",
         "index = index.clone()",
         "tests/buffers/test_mixture.py",
@@ -297,7 +297,7 @@ BREAKS = [
     Break(
         "write_back changes rows that were replaced",
         "buffers/replay.py",
-        "flat = storage.skip_stale(flat, stamp, dims)[0]",
+        "flat = storage.skip_stale(flat, storage.stamps_of(stamp, flat))[0]",
         "flat = flat.clone()",
         "tests/storages/test_editing.py -k still_there",
     ),

@@ -82,7 +82,7 @@ def test_batches_hold_the_rows_that_their_index_names(one, other, lanes):
         check(mixed, batch)
         assert torch.bincount(batch["source"]).tolist() == [32, 32]
         mixed.extend(rows(2_000 + 100 * step, 2, lanes), "online")
-    assert (mixed._bound is not None) == (not lanes)
+    assert (mixed._plan is not None) == (not lanes)
     mixed.sampler.demos = 0.25
     assert torch.bincount(mixed.sample()["source"]).tolist() == [16, 48]
 

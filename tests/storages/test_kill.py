@@ -202,6 +202,7 @@ def test_priorities_that_were_half_changed_are_made_anew(what, sampler, monkeypa
         die_in = spoil if sampler == "proportional" else lose
         for name in (f"{kind}.update", f"{kind}.fill", f"batch.cpu.update_{sampler}"):
             monkeypatch.setattr(f"rlbuf_td.kernels.{name}", Deadly(die_in))
+        monkeypatch.setattr(f"rlbuf_td.samplers.{sampler}._update_loop", lambda: Deadly(die_in))
         monkeypatch.setattr(BoundWrite, "write", lambda *_, **__: None)
         rb.update_tensordict_priority(batch) if what == "an update" else rb.extend(rows(30, 6))
 

@@ -143,7 +143,7 @@ def test_rows_that_are_written_out_of_order_get_other_stamps(slots: list[int]) -
             assert world.rb.health()["stale_updates"] - stale == int(is_gone.sum())
     world.rb.extend(world.rb.storage[:])
     assert ring.in_order
-    assert (world.rb.storage.skip_stale(batches[0]["index"], batches[0]["sampled_at"], 1)[0] == -1).all()
+    assert (world.rb.storage.skip_stale(batches[0]["index"], batches[0]["sampled_at"])[0] == -1).all()
 
 
 def test_stamps_from_before_a_load_or_empty_match_no_row() -> None:

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from rlbuf_td.kernels.batch.memory import LeafMemory
-from rlbuf_td.kernels.batch.ring import BATCH, RING, STEPS, WINDOWS
+from rlbuf_td.kernels.batch.ring import BATCH, RING, STEPS, UPDATE, WINDOWS
 from rlbuf_td.kernels.dispatch import machine_code, record_of
 from rlbuf_td.kernels.host_memory import Entry, address_of
 from rlbuf_td.kernels.huge_pages import advise_huge_pages
 from rlbuf_td.kernels.rows import refuse_rows
 from rlbuf_td.kernels.threads import DRAW_BYTES, LARGE, addresses_of_loops
 
-__all__ = ["RING", "STEPS", "WINDOWS", "BatchMemory", "LeafMemory", "batch_record", "gather_leaves"]
+__all__ = ["RING", "STEPS", "UPDATE", "WINDOWS", "BatchMemory", "LeafMemory", "batch_record", "gather_leaves"]
 __all__ += ["parallel_loops"]
 
 

@@ -1,14 +1,11 @@
-"""Compiled functions that sample a batch, update priorities or write rows on the CPU.
+"""Compiled functions that gather a batch, update priorities or write rows on the CPU.
 
 Most arguments are addresses, because numba converts an array argument more slowly than an integer.
 
 Args:
-    address: address of a ``RING`` record in functions that write rows, and of a ``BATCH`` record in all others.
-    targets: address of an array with the addresses of the output tensors: the leaves, the index, the sampler's outputs.
-        If ``BATCH.reads`` is 0, a function that draws writes neither leaves nor index.
-    law: a :class:`~rlbuf_td.kernels.strata.DrawLaw`.
-    written: number of rows that hold data.
-    stamp: address of the batch's ``"sampled_at"``, the serial of each row. 0 if the batch lacks this entry.
+    address: address of a ``RING`` record in functions that write rows, and of a ``BATCH`` record in those that read.
+    targets: address of an array with the addresses of the output tensors.
+    live: number of rows that hold data.
 """
 
 from typing import NamedTuple
@@ -16,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import carray
 
-from rlbuf_td.kernels.batch.ring import BATCH, RING, WINDOWS
+from rlbuf_td.kernels.batch.ring import BATCH, RING, UPDATE
 from rlbuf_td.kernels.compiled import (
     address_of,
     barrier,
@@ -31,17 +28,11 @@ from rlbuf_td.kernels.compiled import (
     store,
     stream_bytes,
 )
-from rlbuf_td.kernels.distinct.cpu import append_at
 from rlbuf_td.kernels.episodes.cpu import note, record_at
 from rlbuf_td.kernels.rank_order.chunks import ORDER
-from rlbuf_td.kernels.rank_order.cpu import draw as draw_by_rank
 from rlbuf_td.kernels.rank_order.cpu_update import fill as fill_order
 from rlbuf_td.kernels.rank_order.cpu_update import update as update_order
-from rlbuf_td.kernels.rank_order.law import Ranks
 from rlbuf_td.kernels.rank_order.reference import LARGEST
-from rlbuf_td.kernels.recency import Ages
-from rlbuf_td.kernels.recency.cpu import recent_rows
-from rlbuf_td.kernels.recency.fresh_cpu import take
 from rlbuf_td.kernels.serials import (
     AFTER,
     BEFORE,
@@ -55,8 +46,7 @@ from rlbuf_td.kernels.serials import (
     WRITTEN,
 )
 from rlbuf_td.kernels.serials_cpu import begin_write, block_at, head_at, is_stale, longest_of, stamp_of
-from rlbuf_td.kernels.strata import BY_BATCH, DrawLaw, Draws
-from rlbuf_td.kernels.sum_tree.cpu import draw, fill, update, weigh_beside
+from rlbuf_td.kernels.sum_tree.cpu import fill, update
 from rlbuf_td.kernels.sum_tree.tree import REFUSED, TREE
 from rlbuf_td.kernels.threads import LARGE, ParallelLoop
 from rlbuf_td.kernels.threads_cpu import run_loop, take_part
@@ -200,221 +190,109 @@ def gather_batch(batch, index, targets):
 
 
 @kernel
-def gather_flat(address, targets):
-    """Gather the rows that the caller has drawn; their indices are at the address ``BATCH.flat``."""
-    batch = batch_at(address)
-    _put_fresh(batch, batch.flat)
-    if batch.reads:
-        index = carray(pointer(batch.flat), batch.count, np.int64)
-        gather_batch(batch, index, targets)
-        put_index(batch, index, load(targets + 8 * batch.leaves, np.int64))
+def gather_rows(address, flat, targets, live):
+    """Gather the rows at the address ``flat``; return False, and gather nothing, if one is not in ``[0, live)``.
 
-
-@kernel
-def gather_distinct(address, targets, kept, drawn):
-    """Add the ``BATCH.count`` rows at address ``drawn`` to the ``kept`` distinct rows at ``BATCH.flat``.
-
-    Gather the rows as soon as ``BATCH.count`` rows are distinct. Return the number of distinct rows.
+    The targets are the leaves, the index, of which only coordinates are written here, and the stamps of the rows if
+    ``BATCH.stamped``.
     """
     batch = batch_at(address)
-    kept = append_at(batch.flat, batch.count, kept, drawn, batch.count)
-    if kept == batch.count:
-        gather_flat(address, targets)
-    return kept
-
-
-@inlined
-def put_index(batch, flat, target):
-    """Write the index of the rows in ``flat`` to address ``target``."""
-    if batch.lanes:
-        _coordinates(flat, batch.lanes, target)
-    else:
-        copy_bytes(target, address_of(flat), 8 * len(flat))
-
-
-@kernel
-def gather_slice(address, targets, begin, count, source, weighs: bool):
-    """Gather the first ``count`` rows that a member has drawn, and write them from position ``begin`` of a batch.
-
-    The entries after the leaves are the index, the number of the member (``source``), and if ``weighs``, weights of 1
-    and stamps.
-    """
-    batch = batch_at(address)
-    leaves = leaves_of(batch, targets)
-    places = leaves.targets + begin * leaves.extents[:, 1]
-    index, entries = carray(pointer(batch.flat), count, np.int64), targets + 8 * batch.leaves
-    gather(Leaves(batch.rows, batch.row_bytes, leaves.extents, places), index, _ZERO, count)
-    put_index(batch, index, load(entries, np.int64) + (16 if batch.lanes else 8) * begin)
-    carray(pointer(load(entries + 8, np.int64) + 8 * begin), count, np.int64)[:] = source
-    if weighs:
-        carray(pointer(load(entries + 16, np.int64) + 4 * begin), count, np.float32)[:] = np.float32(1.0)
-        put_stamps(batch, index, load(entries + 24, np.int64) + 8 * begin)
-
-
-@kernel
-def scale(address, count, factor: float):
-    """Multiply ``count`` importance weights (float32) by ``factor``."""
-    weight = carray(pointer(address), count, np.float32)
-    for j in range(count):
-        weight[j] *= np.float32(factor)
-
-
-@kernel
-def sample_recent(address, targets, ages: Ages):
-    batch = batch_at(address)
-    recent_rows(batch.uniform, batch.flat, batch.count, max(batch.lanes, 1), ages)
-    gather_flat(address, targets)
-
-
-@kernel
-def sample_proportional(address, targets, law: DrawLaw, written):
-    """Sample rows from a sum tree; return False if all weights are 0 or a drawn row has not been written."""
-    batch = batch_at(address)
-    drawn, tree = _draws(batch, targets), carray(pointer(batch.table), 1, TREE)
-    index, importance = drawn.rows, drawn.importance
-    if not draw(tree, drawn, law, written, batch.loops) or not _are_written(index, written):
+    index = carray(pointer(flat), batch.count, np.int64)
+    if not are_written(index, live):
         return False
-    first = index[0]
-    fresh = _put_fresh(batch, address_of(index))
-    if fresh:
-        weigh_beside(tree, index[:fresh], first, law.beta, importance)
-        if law.norm == BY_BATCH:
-            importance /= importance.max()
-    _gather_drawn(batch, targets, index)
-    return True
-
-
-@kernel
-def sample_rank(address, targets, law: DrawLaw, written):
-    """Sample rows by priority rank; return False if no row has a priority or a drawn row has not been written."""
-    batch = batch_at(address)
-    drawn, ranks = _draws(batch, targets), Ranks(batch.alpha, batch.shift, batch.head)
-    has_drawn = draw_by_rank(carray(pointer(batch.table), 1, ORDER), ranks, drawn, law)
-    if not has_drawn or not _are_written(drawn.rows, written):
-        return False
-    _gather_drawn(batch, targets, drawn.rows)
-    return True
-
-
-@inlined
-def _put_fresh(batch, place):
-    """Overwrite the first indices at address ``place`` with fresh rows of a FreshRowsSampler; return their number."""
-    if not batch.queue:
-        return 0
-    return take(batch.queue, batch.serials, batch.count, place)
-
-
-@inlined
-def _draws(batch, targets):
-    index, importance = load(targets + 8 * batch.leaves, np.int64), load(targets + 8 * batch.leaves + 8, np.int64)
-    return Draws(
-        uniform=carray(pointer(batch.uniform), batch.count, np.float64),
-        rows=carray(pointer(index if batch.reads and not batch.lanes else batch.flat), batch.count, np.int64),
-        importance=carray(pointer(importance), batch.count, np.float32),
-    )
-
-
-@inlined
-def _are_written(index, written):
-    return index.max() < written
-
-
-@inlined
-def put_stamps(batch, index, target):
-    """Write the stamps of rows to address ``target``."""
-    head = head_at(batch.serials, max(batch.lanes, 1))
-    for i in range(len(index)):
-        store(target + 8 * i, stamp_of(batch, head, index[i]), np.int64)
-
-
-@inlined
-def _gather_drawn(batch, targets, index):
-    put_stamps(batch, index, load(targets + 8 * batch.leaves + 16, np.int64))
-    if not batch.reads:
-        return
     gather_batch(batch, index, targets)
-    if batch.lanes:
-        _coordinates(index, batch.lanes, load(targets + 8 * batch.leaves, np.int64))
+    put_report(batch, index, targets)
+    return True
 
 
 @inlined
-def windows_at(address):
-    return carray(pointer(address), 1, WINDOWS)[0]
+def are_written(index, live):
+    inside = True
+    for i in range(len(index)):
+        inside &= (index[i] >= 0) & (index[i] < live)
+    return inside
+
+
+@inlined
+def put_report(batch, index, targets):
+    place = targets + 8 * batch.leaves
+    if batch.lanes:
+        _coordinates(index, batch.lanes, load(place, np.int64))
+    if batch.stamped:
+        target, head = load(place + 8, np.int64), head_at(batch.serials, max(batch.lanes, 1))
+        for i in range(len(index)):
+            store(target + 8 * i, stamp_of(batch, head, index[i]), np.int64)
 
 
 @kernel
-def _anchored(batch, index, td_error, stamp):
-    """Reduce the TD errors of windows, and return the addresses of indices, TD errors and stamps of the anchors."""
-    windows, width = windows_at(batch.windows), 16 if batch.lanes else 8
-    window, count = windows.burn_in + windows.length, windows.count
-    anchors, stamps, errors = windows.scratch, windows.scratch + 16 * count, windows.scratch + 24 * count
-    for i in range(count):
-        largest, total, learned = np.float32(0.0), 0.0, 0
-        for at in range(i * window, (i + 1) * window):
-            if load(windows.mask + at, np.uint8) and not load(windows.burn_in_mask + at, np.uint8):
-                magnitude = abs(load(td_error + 4 * at, np.float32))
-                largest = max(largest, magnitude)
-                total += np.float64(magnitude)
-                learned += 1
-        # If a TD error is NaN or infinite, so is the total, and also 0 times the total: the update refuses the batch.
-        error = np.float32(windows.eta * np.float64(largest) + (1.0 - windows.eta) * (total / max(learned, 1)))
-        store(errors + 4 * i, np.float32(windows.least) if error < np.float32(windows.least) else error, np.float32)
-        copy_bytes(anchors + width * i, index + width * window * i, width)
-        if stamp:
-            first, t = load(stamp + 8 * window * i, np.int64), load(anchors + width * i, np.int64)
-            store(stamps + 8 * i, first + (t - first) % batch.steps, np.int64)  # the anchor is in the same lane
-    return anchors, errors, stamps if stamp else stamp
+def _listed(given, index, td_error, stamp, every, in_pairs, is_double, written, row, error):
+    """Write the rows to update to ``row``, -1 for those that are gone, and their TD errors to ``error``.
 
-
-@inlined
-def _fresh_rows(batch, index, td_error, stamp, written):
-    """Return the number of rows that are gone since sampling, row indices (-1 for these rows), and the TD errors."""
-    count, lanes, stale = batch.count, batch.lanes, 0
-    if batch.windows:
-        index, td_error, stamp = _anchored(batch, index, td_error, stamp)
-    row, error = carray(pointer(batch.flat), count, np.int64), carray(pointer(td_error), count, np.float32)
-    pair = carray(pointer(index), (count, 2), np.int64)
-    for i in range(count if lanes else 0):
-        if pair[i, 0] >= 0 and (pair[i, 1] < 0 or pair[i, 1] >= lanes):
-            return -1, row, error  # the lane is out of range
-        row[i] = pair[i, 0] * lanes + pair[i, 1] if pair[i, 0] >= 0 else -1
-    if not lanes:
-        copy_bytes(batch.flat, index, 8 * count)
+    Return the number of rows that are gone since they were sampled, or -1 if a lane is out of range.
+    """
+    lanes, stale = max(given.lanes, 1), 0
+    for i in range(len(row)):
+        error[i] = load(td_error + 8 * i, np.float64) if is_double else load(td_error + 4 * i, np.float32)
+        if not in_pairs:
+            row[i] = load(index + 8 * i, np.int64)
+            continue
+        step, lane = load(index + 16 * i, np.int64), load(index + 16 * i + 8, np.int64)
+        if step >= 0 and (lane < 0 or lane >= lanes):
+            return -1
+        row[i] = step * lanes + lane if step >= 0 else -1
     if stamp:  # otherwise, no row counts as gone
-        head, cells = head_at(batch.serials, max(lanes, 1)), batch.steps * max(lanes, 1)
-        for i in range(count):
-            if 0 <= row[i] < cells and is_stale(batch, head, row[i], load(stamp + 8 * i, np.int64), written):
+        head, cells = head_at(given.serials, lanes), given.steps * lanes
+        for i in range(len(row)):
+            if row[i] < 0 or row[i] >= cells:
+                continue
+            own = load(stamp + 8 * every * i, np.int64)
+            if every > 1:  # that of the first row of a window, which lies in the lane of its anchor
+                own += (row[i] // lanes - own) % given.steps
+            if is_stale(given, head, row[i], own, written):
                 row[i] = -1
                 stale += 1
-    return stale, row, error
+    return stale
 
 
 @inlined
-def raise_largest(batch, largest):
+def _raise_largest(given, counts, largest):
     """Raise the magnitude of new rows in the call that changes priorities: no interrupt can come between."""
-    if largest > load(batch.largest, np.float64):
-        store(batch.largest, np.float64(largest), np.float64)
+    if counts and largest > load(given.largest, np.float64):
+        store(given.largest, np.float64(largest), np.float64)
     return largest
 
 
 @kernel
-def update_proportional(address, index, td_error, stamp, written):
-    """Update priorities; return the largest ``|td_error|`` or ``REFUSED``, and how many rows are gone and skipped."""
-    batch = batch_at(address)
-    stale, row, error = _fresh_rows(batch, index, td_error, stamp, written)
+def update_proportional(
+    address, index, td_error, stamp, every, in_pairs: bool, is_double: bool, count, written, counts: bool
+):
+    """Update the priorities of ``count`` rows; return the largest ``|td_error|`` or ``REFUSED``, and how many are gone.
+
+    ``address`` is that of an ``UPDATE`` record. The rows at ``index`` are flat indices or, ``in_pairs``, coordinates;
+    an index of -1 is skipped, and so is a row that is gone since it got its stamp. The stamps at ``stamp`` (0:
+    none) are those of windows of ``every`` rows. If ``counts``, TD errors can raise the number at ``UPDATE.largest``.
+    """
+    given, row, error = carray(pointer(address), 1, UPDATE)[0], np.empty(count, np.int64), np.empty(count, np.float64)
+    stale = _listed(given, index, td_error, stamp, every, in_pairs, is_double, written, row, error)
     if stale < 0:
         return REFUSED, 0
-    tree, alpha = carray(pointer(batch.table), 1, TREE), load(batch.weighed_alpha, np.float64)
-    return raise_largest(batch, update(tree, row, error, written, alpha, batch.eps)), stale
+    tree, alpha = carray(pointer(given.table), 1, TREE), load(given.weighed_alpha, np.float64)
+    return _raise_largest(given, counts, update(tree, row, error, written, alpha, given.eps)), stale
 
 
 @kernel
-def update_rank(address, index, td_error, stamp, written):
-    batch = batch_at(address)
-    stale, row, error = _fresh_rows(batch, index, td_error, stamp, written)
+def update_rank(address, index, td_error, stamp, every, in_pairs: bool, is_double: bool, count, written, counts: bool):
+    """Update magnitudes; see :func:`update_proportional`. Those above the largest float32 count as this number."""
+    given, row, error = carray(pointer(address), 1, UPDATE)[0], np.empty(count, np.int64), np.empty(count, np.float64)
+    stale = _listed(given, index, td_error, stamp, every, in_pairs, is_double, written, row, error)
     if stale < 0:
         return REFUSED, 0
-    return raise_largest(batch, update_order(carray(pointer(batch.table), 1, ORDER), row, error, written)), stale
+    magnitude = np.empty(count, np.float32)
+    for i in range(count):
+        size = abs(error[i])
+        magnitude[i] = np.float32(min(size, LARGEST) if np.isfinite(size) else size)
+    order = carray(pointer(given.table), 1, ORDER)
+    return _raise_largest(given, counts, update_order(order, row, magnitude, written)), stale
 
 
 @kernel

@@ -24,16 +24,14 @@ def _rows(batch):
 
 
 @kernel
-def read_entries(address, targets, entries):
-    """Copy the observations of the rows that another function has drawn to the batch's tensors."""
+def read_entries(address, flat, targets, entries):
+    """Copy the observations of the rows with the indices at ``flat`` to the batch's tensors."""
     batch = batch_at(address)
-    index = batch.flat if batch.lanes else load(targets + 8 * batch.leaves, np.int64)
-    leaves = carray(pointer(targets), batch.leaves, np.int64)
-    entries_cpu.read(entries, leaves, index, batch.count, _rows(batch), _WHOLE)
+    entries_cpu.read(entries, carray(pointer(targets), batch.leaves, np.int64), flat, batch.count, _rows(batch), _WHOLE)
 
 
 @kernel
-def read_joined_entries(address, targets, ends, entries):
+def read_joined_entries(address, flat, targets, ends, entries):
     """Copy the observations of n-step transitions; those in "next" are of the rows with the indices at ``ends``."""
     batch = batch_at(address)
     leaves = carray(pointer(targets), batch.leaves, np.int64)
@@ -44,7 +42,7 @@ def read_joined_entries(address, targets, ends, entries):
             last[leaf] = leaves[leaf]
         else:
             first[leaf] = leaves[leaf]
-    entries_cpu.read(entries, first, batch.flat, batch.count, _rows(batch), _WHOLE)
+    entries_cpu.read(entries, first, flat, batch.count, _rows(batch), _WHOLE)
     entries_cpu.read(entries, last, ends, batch.count, _rows(batch), _WHOLE)
 
 

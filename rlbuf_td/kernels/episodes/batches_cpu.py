@@ -30,7 +30,7 @@ def steps_to_goal(share, ahead, log_gamma):
 def choose(of, law, live, cell, pick):
     """Return the row that provides the new goal of row ``cell``, or -1 if it keeps its goal; ``pick`` is random.
 
-    ``law`` is a :class:`rlbuf_td.kernels.episodes.goals.Law`.
+    ``law`` is a :class:`rlbuf_td.kernels.episodes.goals.Law`. Of the strategy "random", return the number of the row.
     """
     future, final, episode, random = law.thresholds
     if pick >= episode:
@@ -131,3 +131,22 @@ def sums_ahead(episodes, column, rows, n, gamma, total):
             target = address_of(total) + (i * total.shape[1] + feature) * width
             put_sum(target, rewards, of, rows[i], taken[i], gamma)
     return taken, last
+
+
+@kernel
+def reduce_windows(td_error, mask, burn_in_mask, is_double: bool, count, window, eta: float, out):
+    """Implement :func:`rlbuf_td.kernels.episodes.windows.reduced`."""
+    for i in range(count):
+        largest, total, learned = 0.0, 0.0, 0
+        for at in range(i * window, (i + 1) * window):
+            if load(mask + at, np.uint8) and not load(burn_in_mask + at, np.uint8):
+                value = load(td_error + 8 * at, np.float64) if is_double else load(td_error + 4 * at, np.float32)
+                largest = max(largest, abs(np.float64(value)))
+                total += abs(np.float64(value))
+                learned += 1
+        # If a TD error is NaN or infinite, so is the total, and also 0 times the total: the update refuses the batch.
+        error = eta * largest + (1.0 - eta) * (total / max(learned, 1))
+        if is_double:
+            store(out + 8 * i, error, np.float64)
+        else:
+            store(out + 4 * i, np.float32(error), np.float32)

@@ -72,6 +72,20 @@ def rows_before(of, lane, slot):
 
 
 @inlined
+def cell_of(of, number):
+    """Return the cell of a live row, see :meth:`rlbuf_td.storages.ring.Ring.cell_of`: numbers go lane after lane."""
+    lane = np.int64(0)
+    tail = load(of.tail, np.int64)
+    count = load(of.written, np.int64) - tail
+    while number >= count and lane + 1 < of.lanes:
+        number -= count
+        lane += 1
+        tail = load(of.tail + 8 * lane, np.int64)
+        count = load(of.written + 8 * lane, np.int64) - tail
+    return (tail + number) % of.steps * of.lanes + lane
+
+
+@inlined
 def steps_ahead(of, lane, slot):
     """Return the number of steps from a row to the last stored step of its episode."""
     left = np.int64(load(_at(of, lane, slot) + _LEFT, np.int32))

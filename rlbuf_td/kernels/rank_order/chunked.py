@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from multiprocessing.context import get_spawning_popen
 from threading import Lock
 from typing import Any
@@ -10,10 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlbuf_td.kernels.dispatch import machine_code
 from rlbuf_td.kernels.rank_order.chunks import ROWS, Chunks, addresses, allocate
 from rlbuf_td.kernels.rank_order.law import RankLaw
 from rlbuf_td.kernels.rank_order.reference import LARGEST, as_float32
-from rlbuf_td.kernels.strata import Draws, draw_law
+from rlbuf_td.kernels.strata import NORMS, DrawLaw, empty_draws, known_step_of
 
 
 class ChunkedOrder:
@@ -34,6 +37,7 @@ class ChunkedOrder:
         self._tensors = tensors
         self.chunks = Chunks(**{name: tensor.numpy() for name, tensor in tensors.items()})
         self.addresses = addresses(self.chunks)
+        self.address = self.addresses.ctypes.data
         self.magnitude = tensors["bits"].view(torch.float32)
         self.lock = Lock()  # held around the loops, which release the GIL
 
@@ -69,14 +73,22 @@ class ChunkedOrder:
                 cpu_update.fill(self.addresses, np.arange(start, start + count), bits)
 
     def draw(
-        self, law: RankLaw, uniform: Tensor, *, stratified: bool, beta: float, norm: str | None
+        self,
+        law: RankLaw,
+        uniform: Tensor,
+        *,
+        stratified: bool,
+        beta: float,
+        norm: str | None,
+        out: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor] | None:
-        drawn, how = Draws.of(uniform), draw_law(uniform.shape[0], stratified, beta, norm)
+        batch = uniform.shape[0]
+        index, weight = out or empty_draws(batch)
+        places = uniform.data_ptr(), index.data_ptr(), weight.data_ptr()
+        how = DrawLaw(known_step_of(batch, stratified), float(beta), NORMS[norm])
         with self.lock:
-            from rlbuf_td.kernels.rank_order import cpu
-
-            has_rows = cpu.draw(self.addresses, law.compiled, drawn, how)
-        return drawn.tensors() if has_rows else None
+            has_rows = _draw()(self.address, law.compiled, *places, batch, how)
+        return (index, weight) if has_rows else None
 
     def ranks_of(self, index: Tensor) -> Tensor:
         ranks = np.empty(index.shape[0], np.int64)
@@ -103,3 +115,10 @@ class ChunkedOrder:
             self._adopt(state["tensors"])
         else:
             self.__init__(state["magnitude"])  # type: ignore[misc]
+
+
+@cache
+def _draw() -> Callable[..., bool]:
+    from rlbuf_td.kernels.rank_order import cpu
+
+    return machine_code(cpu.draw_at)

@@ -11,9 +11,9 @@ import numpy as np
 from numba import carray
 
 from rlbuf_td.kernels.compiled import address_of, bare, compiled, inlined, load, masses, pointer, prefetch
-from rlbuf_td.kernels.rank_order.chunks import CHANGED, ROWS, USED, WIDTH, Chunks
-from rlbuf_td.kernels.rank_order.law import HEAD
-from rlbuf_td.kernels.strata import BY_BATCH, BY_NONE
+from rlbuf_td.kernels.rank_order.chunks import CHANGED, ORDER, ROWS, USED, WIDTH, Chunks
+from rlbuf_td.kernels.rank_order.law import HEAD, Ranks
+from rlbuf_td.kernels.strata import BY_BATCH, BY_NONE, DrawLaw, Draws
 
 #: Searches that advance together: enough to overlap cache misses, few enough for the scratch memory to stay in cache.
 BLOCK = 256
@@ -179,3 +179,14 @@ def draw(order, ranks, drawn, law):
     for j in range(len(index)):
         weight[j] = math.exp(power * uniform[j] + scale)
     return True
+
+
+@compiled
+def draw_at(order, ranks: Ranks, uniform, rows, importance, batch, law: DrawLaw):
+    """Call :func:`draw` for memory at addresses."""
+    drawn = Draws(
+        uniform=carray(pointer(uniform), batch, np.float64),
+        rows=carray(pointer(rows), batch, np.int64),
+        importance=carray(pointer(importance), batch, np.float32),
+    )
+    return draw(carray(pointer(order), 1, ORDER), ranks, drawn, law)

@@ -68,7 +68,14 @@ class SortedOrder:
         self._behind = 0
 
     def draw(
-        self, law: RankLaw, uniform: Tensor, *, stratified: bool, beta: float, norm: str | None
+        self,
+        law: RankLaw,
+        uniform: Tensor,
+        *,
+        stratified: bool,
+        beta: float,
+        norm: str | None,
+        out: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         self._refresh()
         rows, total = self._count, mass(law, self._count)

@@ -15,14 +15,15 @@ Source: Schaul et al., Prioritized Experience Replay, ICLR 2016, appendix B.2.1.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rlbuf_td.kernels.dispatch import backend_of
-from rlbuf_td.kernels.strata import Draws, draw_law
+from rlbuf_td.kernels.dispatch import backend_of, machine_code
+from rlbuf_td.kernels.strata import NORMS, DrawLaw, empty_draws, known_step_of
 from rlbuf_td.kernels.sum_tree import reference
 from rlbuf_td.kernels.sum_tree.reference import weight_of
 from rlbuf_td.kernels.sum_tree.tree import LARGEST, REFUSED, SMALLEST, Number, SumTree, tree_bytes
@@ -74,7 +75,13 @@ def reweigh_(tree: SumTree, alpha: Number, eps: Number) -> None:
 
 
 def draw(
-    tree: SumTree, uniform: Tensor, stratified: bool, rows: Number, beta: Number, norm: str | None
+    tree: SumTree,
+    uniform: Tensor,
+    stratified: bool,
+    rows: Number,
+    beta: Number,
+    norm: str | None,
+    out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor] | None:
     """Draw rows with probability ``weight / total``, and compute their importance weights.
 
@@ -88,6 +95,7 @@ def draw(
         beta: exponent of the importance weight, not negative.
         norm: ``"buffer"`` or ``"batch"``: divide the importance weights by the largest one in the buffer or in the
             batch; None: do not divide them.
+        out: on the CPU, the memory of the result, contiguous; None: new memory.
 
     Returns:
         ``[B]`` int64 rows and ``[B]`` float32 importance weights; on the CPU ``None`` if no weight is positive.
@@ -95,11 +103,18 @@ def draw(
     if backend_of(tree.weight) != "numba":
         return reference.draw(tree, uniform, stratified, rows, beta, norm)
     batch = uniform.shape[0]
-    drawn, law = Draws.of(uniform), draw_law(batch, stratified, beta, norm)
+    index, weight = out or empty_draws(batch)
+    loops = _loops().ctypes.data if batch * DRAW_BYTES >= LARGE else 0
+    places = uniform.data_ptr(), index.data_ptr(), weight.data_ptr()
+    law = DrawLaw(known_step_of(batch, stratified), float(beta), NORMS[norm])
+    return (index, weight) if _draw()(tree.address, *places, batch, law, int(rows), loops) else None
+
+
+@cache
+def _draw() -> Callable[..., bool]:
     from rlbuf_td.kernels.sum_tree import cpu
 
-    loops = _loops().ctypes.data if batch * DRAW_BYTES >= LARGE else 0
-    return drawn.tensors() if cpu.draw(tree.addresses, drawn, law, int(rows), loops) else None
+    return machine_code(cpu.draw_at)
 
 
 @cache

@@ -22,7 +22,7 @@ from rlbuf_td.kernels.compiled import (
     prefetch,
     touch,
 )
-from rlbuf_td.kernels.strata import BY_BATCH, BY_BUFFER, LEAST_RATIO, MOST_RATIO, Draws
+from rlbuf_td.kernels.strata import BY_BATCH, BY_BUFFER, LEAST_RATIO, MOST_RATIO, DrawLaw, Draws
 from rlbuf_td.kernels.sum_tree.tree import BLOCK, LARGEST, REFUSED, SMALLEST, TREE
 from rlbuf_td.kernels.threads import DRAW_BYTES, ParallelLoop
 from rlbuf_td.kernels.threads_cpu import run_loop, take_part
@@ -253,6 +253,17 @@ def draw(tree, drawn, law, rows, loops):
     else:
         _importance(arrays.weight, node, smallest, law.beta, drawn.importance)
     return True
+
+
+@kernel
+def draw_at(tree, uniform, rows_at, importance, batch, law: DrawLaw, rows, loops):
+    """Call :func:`draw` for memory at addresses."""
+    drawn = Draws(
+        uniform=carray(pointer(uniform), batch, np.float64),
+        rows=carray(pointer(rows_at), batch, np.int64),
+        importance=carray(pointer(importance), batch, np.float32),
+    )
+    return draw(carray(pointer(tree), 1, TREE), drawn, law, rows, loops)
 
 
 @kernel

@@ -37,6 +37,7 @@ class SumTree:
     refused: Tensor = field(init=False, repr=False, compare=False)
     _places: list[int] | None = field(default=None, init=False, repr=False, compare=False)
     _addresses: np.ndarray = field(init=False, repr=False, compare=False)
+    _address: int = field(default=0, init=False, repr=False, compare=False)
 
     NAMES: ClassVar = ("magnitude", "weight", "sums", "before", "minima")
 
@@ -97,7 +98,14 @@ class SumTree:
             sizes = {"levels": len(self._starts), "rows": len(self.weight), "nodes": len(self.sums)}
             given = dict(zip(self.NAMES, places, strict=True), starts=self._starts.ctypes.data)
             self._addresses, self._places = record_of(TREE, **sizes, **given), places
+            self._address = self._addresses.ctypes.data
         return self._addresses
+
+    @property
+    def address(self) -> int:
+        """The address of :attr:`addresses`."""
+        self.addresses  # noqa: B018  # made anew if a tensor has moved
+        return self._address
 
     @cached_property
     def _starts(self) -> np.ndarray:

@@ -63,6 +63,10 @@ class Rows(ABC):
         rows.use(self.matrix.narrow(0, 0, steps))
         return rows
 
+    def ask_for(self, cells: torch.Tensor) -> None:
+        """Ask the operating system for the pages of the rows at flat indices ``[B]``, if the rows lie in a file."""
+        ask_for_rows(self.flat, cells)
+
     @abstractmethod
     def leaves_at(self, cells: torch.Tensor) -> list[torch.Tensor]:
         """Return every leaf, ``[*cells.shape, ...]``, of the rows at flat indices ``cells`` (int64, not negative)."""

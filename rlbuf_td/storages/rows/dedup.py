@@ -63,11 +63,14 @@ class DedupRows(Rows):
         """Copy the rows at flat indices ``cells`` to ``leaves``: contiguous tensors, or None for leaves to skip."""
         cells = cells.contiguous()
         if self.is_mapped:
-            asked = ask_for_rows(self.entries.rows, cells.view(-1))
-            if asked is not None:
-                self.entries.ask_for(asked)
+            self.ask_for(cells.view(-1))
         if not self.entries.read(cells, self.cells, leaves):
             refuse_rows(cells, self.cells)
+
+    def ask_for(self, cells: torch.Tensor) -> None:
+        asked = ask_for_rows(self.entries.rows, cells)
+        if asked is not None:
+            self.entries.ask_for(asked)
 
     def at_region(self, index: Any) -> TensorDict:
         found = self.view()[index]

@@ -1,0 +1,126 @@
+"""Readings: compiled code that gathers the rows that a sampler has drawn, to tensors that are allocated once.
+
+A sampler draws rows with its ``draw``; wrappers change the list of rows that a batch reads, or its entries. Their torch
+forms (``draw_batch``) work on every device and specify the results. For rows in host memory, the method ``reading`` of
+each wrapper returns the compiled form of the same work. From the same state of the random generator, both forms give
+the same batches. A subclass keeps its parent's reading unless it overrides a method that this reading implements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias, cast
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from rlbuf_td.kernels.batch import BatchMemory, batch_record
+from rlbuf_td.kernels.dispatch import machine_code
+from rlbuf_td.kernels.host_memory import Entry, HostTensors
+from rlbuf_td.storages import PackedStorage
+from rlbuf_td.storages.layout import RowLayout
+from rlbuf_td.storages.ring import SAMPLED_AT
+from rlbuf_td.storages.rows.dedup import DedupRows
+
+_CPU = torch.device("cpu")
+SCALAR = torch.Size([])
+Named: TypeAlias = tuple[str, Entry]  # an entry of a batch besides the leaves, with its dtype and its shape per row
+
+
+class BatchSlot(NamedTuple):
+    """A batch of uninitialised tensors."""
+
+    targets: int  # address of an array with the addresses of the tensors
+    leaves: list[Tensor]
+    batch: TensorDict  # of the leaves
+    report: dict[str, Tensor]
+
+
+class BatchSlots:
+    """Allocates batches of ``size`` rows, several at a time; ``named`` are their entries besides the leaves."""
+
+    def __init__(self, layout: RowLayout, named: Sequence[Named], size: int) -> None:
+        self.layout, self.names = layout, [name for name, _ in named]
+        entries = [*((leaf.dtype, leaf.shape) for leaf in layout.leaves), *(entry for _, entry in named)]
+        self.memory = BatchMemory(entries, size)
+        self.expected = HostTensors([(dtype, torch.Size([size, *shape])) for dtype, shape in entries])
+        self.batch_size, self.ready = torch.Size([size]), cast("list[BatchSlot]", [])
+
+    def take(self) -> BatchSlot:
+        if not self.ready:
+            with torch.inference_mode(False):  # a batch may outlive inference mode
+                self.ready = [self._slot(targets) for targets in self.memory.slots]
+        return self.ready.pop()
+
+    def _slot(self, targets: int) -> BatchSlot:
+        tensors, count = self.memory.allocate(targets), len(self.layout.leaves)
+        report = dict(zip(self.names, tensors[count:], strict=True))
+        return BatchSlot(targets, tensors[:count], self.layout.wrap(tensors, self.batch_size, _CPU, {}), report)
+
+    def locate(self, slot: BatchSlot) -> None:
+        """Store the addresses of a batch's tensors again: a function of the user may have moved or freed them."""
+        found = self.expected.addresses([*slot.leaves, *slot.report.values()])
+        if found is None:
+            raise RuntimeError("reward_fn or terminated_fn has resized or freed tensors of its batch: pass it a copy")
+        self.memory.set_targets(slot.targets, found)
+
+
+class Reading:
+    """Gathers rows. Those of wrappers list other rows, change entries, or let another reading read what they list.
+
+    Args:
+        storage: the storage, whose rows have been allocated.
+        size: the number of rows of a batch.
+        is_stamped: whether batches have the serials of their rows.
+    """
+
+    entries: Sequence[Named] = ()  # what is added to the batch
+    window = 1  # the rows of a batch per drawn row
+
+    def __init__(self, storage: PackedStorage, size: int, is_stamped: bool) -> None:
+        from rlbuf_td.kernels.batch import cpu, entries_cpu
+
+        self.storage, self.rows, self.size, self.is_stamped = storage, storage.all_rows(), size, is_stamped
+        self.lanes = self.rows.lanes.numel() if self.rows.lanes else 0
+        self.kernel = machine_code(cpu.gather_rows)
+        self.observations = self.rows.entries.address if isinstance(self.rows, DedupRows) else 0  # stored once
+        if self.observations:
+            self.entry_kernel = machine_code(entries_cpu.read_entries)
+        self.describe(self.rows.extents)
+
+    def describe(self, extents: Any) -> None:
+        """Describe the batches to compiled code; ``extents`` are those of the leaves."""
+        rows, ring, self.extents = self.rows, self.storage.ring, extents
+        given = {"steps": rows.steps, "lanes": self.lanes, "stamped": int(self.is_stamped), "serials": ring.address}
+        if not ring.in_order and ring.generations is not None:
+            given["generations"] = ring.generations.data_ptr()
+        self.record = batch_record(self.size, rows.flat, extents, **given)
+        self.address = self.record.ctypes.data
+
+    def limit(self, count: int) -> None:
+        """Gather ``count`` rows from now on, at most ``size``."""
+        self.record["count"] = count
+
+    def named(self) -> list[Named]:
+        """Return all entries of a batch besides the leaves, in the order of the targets."""
+        index = torch.int64, torch.Size([2] if self.lanes else [])
+        stamps: list[Named] = [(SAMPLED_AT, (torch.int64, SCALAR))] if self.is_stamped else []
+        return [("index", index), *stamps, *self.entries]
+
+    def slots(self) -> BatchSlots:
+        return BatchSlots(self.rows.layout, self.named(), self.size)
+
+    def __call__(self, slots: BatchSlots, slot: BatchSlot, flat: Tensor, drawn: Tensor, live: int) -> bool:
+        """Fill a batch with the rows ``flat``, ``[size]``; return False if one is not below ``live``.
+
+        Each of the ``drawn`` rows has been expanded to equally many rows.
+        """
+        if self.rows.is_mapped:
+            self.rows.ask_for(flat)
+        at = flat.data_ptr()
+        if not self.kernel(self.address, at, slot.targets, live):
+            return False
+        if self.observations:
+            self.entry_kernel(self.address, at, slot.targets, self.observations)
+        return True
