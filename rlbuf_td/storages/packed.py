@@ -33,7 +33,7 @@ from rlbuf_td.storages.listeners import Listeners, Recovers, Then
 from rlbuf_td.storages.reopen import reopen_rows
 from rlbuf_td.storages.ring import Ring, refuse_stamps
 from rlbuf_td.storages.row_class import RowClass
-from rlbuf_td.storages.rows import Rows
+from rlbuf_td.storages.rows import Rows, from_start
 from rlbuf_td.storages.schema import Leaf, SchemaError, kind
 from rlbuf_td.storages.shared import forks
 from rlbuf_td.storages.shared.memory import SharedNumbers
@@ -471,6 +471,8 @@ class PackedStorage(LazyTensorStorage):
     def read(self, index: Any) -> Any:
         """Return the transitions at ``index`` as :meth:`get` does, but always as a TensorDict, and without the lock."""
         rows = self.written_rows()
+        if self.ndim == 1 and self.ring.holes and (is_index(index) or type(index) is int):
+            self.refuse_holes(from_start(torch.as_tensor(index, device=self.device).reshape(-1), rows.steps))
         if is_index(index):
             return rows.at_steps(index.to(self.device, torch.int64))
         if is_key(index):
@@ -498,10 +500,11 @@ class PackedStorage(LazyTensorStorage):
         """Raise an IndexError if a flat index names a row that its lane has not written yet."""
         holes = self.ring.holes_among(flat)
         if holes is not None and bool(holes.any()):
-            row, lanes = int(flat[holes][0]), prod(self.lanes)
-            count = int(self.ring.count[row % lanes])
-            what = f"step {row // lanes} of lane {row % lanes} has not been written: it has {count} rows"
-            raise IndexError(what + remedy_of_holes(self))
+            step, lane = divmod(int(flat[holes][0]), prod(self.lanes))
+            what = f"has not been written: it has {self.ring.count[lane]} rows"
+            if self.ring.tail[lane] % self.ring.steps:
+                what = "is gone: a write was about to replace it, and did not end"
+            raise IndexError(f"step {step} of lane {lane} {what}{remedy_of_holes(self)}")
 
     def write(
         self, start: int, data: TensorDictBase, *, single: bool = False, anew: bool = False, then: Then | None = None

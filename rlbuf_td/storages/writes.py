@@ -453,4 +453,4 @@ def remedy_of_holes(storage: PackedStorage) -> str:
     if not found:
         return ""
     instead = next((f"rlbuf_td.{ours}" for part, ours in _INSTEAD.items() if part in found[0]), "one of rlbuf_td")
-    return f". TorchRL's {found[0]} draws such rows if lanes have unlike lengths: use {instead}"
+    return f". TorchRL's {found[0]} draws such rows: use {instead}"
