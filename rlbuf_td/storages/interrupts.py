@@ -1,8 +1,8 @@
-"""Delays Ctrl-C until the end of a write, so that rows, counters and priorities change together."""
+"""Delays Ctrl-C until the end of a call that changes several parts of a buffer; a write needs no such delay."""
 
 from __future__ import annotations
 
-# The functions of ``signal`` convert to enums: a write would take 18 us more.
+# The functions of ``signal`` convert to enums: a call would take 18 us more.
 from _signal import SIGINT, getsignal, signal  # type: ignore[import-not-found]
 from contextlib import ContextDecorator
 from threading import get_ident, main_thread

@@ -108,7 +108,7 @@ class Ring:
         tail, written = numbers[0], numbers[lanes]
         if lanes == 1:
             return tail, written
-        raw, size = numbers.tobytes(), 8 * lanes
+        raw, size = numbers[: 2 * lanes].tobytes(), 8 * lanes
         are_equal = raw[:size] == raw[:8] * lanes and raw[size : 2 * size] == raw[size : size + 8] * lanes
         return (tail, written) if are_equal else None
 
@@ -201,9 +201,6 @@ class Ring:
         """How far a write has come that has not ended: :data:`IDLE` (there is none), :data:`WRITING`, ..."""
         return self._numbers[DIRTY]
 
-    def _set(self, word: int, value: int) -> None:
-        self._numbers[word] = value
-
     @property
     def publication(self) -> int:
         """How often rows have been published or given up: planned numbers (:class:`Planned`) depend on it."""
@@ -239,24 +236,24 @@ class Ring:
         self._give_up()
 
     def _give_up(self) -> None:
-        self._set(NEXT_PUBLICATION, self.publication + 1)
-        self._set(DIRTY, WRITING)
+        self._numbers[NEXT_PUBLICATION] = self.publication + 1
+        self._numbers[DIRTY] = WRITING
         np.minimum(self.after[TAIL], self.written, out=self.tail)
 
     def publish(self, cells: Tensor | None = None) -> None:
         """Make the rows of a write live, after their bytes have been copied; ``cells`` are those of a scattered one."""
-        self._set(DIRTY, PUBLISHED)
+        self._numbers[DIRTY] = PUBLISHED
         self._finish_publishing()
         if not self.in_order:
             self._renew(self._newest() if cells is None else cells)
 
     def _finish_publishing(self) -> None:
         self.head[:] = self.after
-        self._set(PUBLICATION, self._numbers[NEXT_PUBLICATION])
+        self._numbers[PUBLICATION] = self._numbers[NEXT_PUBLICATION]
 
     def finish(self) -> None:
         """Note that a write has ended: what is derived from the rows is up to date."""
-        self._set(DIRTY, IDLE)
+        self._numbers[DIRTY] = IDLE
 
     def advance(self, lanes: np.ndarray | slice, count: np.ndarray | int) -> None:
         """Make ``count`` further rows of lanes live, whose bytes have been copied."""
@@ -278,7 +275,7 @@ class Ring:
 
     def _replace_head(self) -> None:
         self.before[:] = self.after[WRITTEN]  # no row is new
-        self._set(NEXT_PUBLICATION, self.publication + 1)
+        self._numbers[NEXT_PUBLICATION] = self.publication + 1
         self.publish()
         self.finish()
 
@@ -297,8 +294,8 @@ class Ring:
         self.before[:] = after[WRITTEN] = after[ORDERED] = moved
         lane = torch.arange(self.lanes, device=slots.device)
         cells = (slots[:, None] * self.lanes + lane).flatten()
-        self._set(NEXT_PUBLICATION, self.publication + 1)
-        self._set(DIRTY, SCATTERING)
+        self._numbers[NEXT_PUBLICATION] = self.publication + 1
+        self._numbers[DIRTY] = SCATTERING
         self.generations[cells] = -1  # type: ignore[index]
         return cells
 
@@ -334,7 +331,7 @@ class Ring:
         self.after[:] = self.head
         self.after[TAIL] = self.written + -self.written % self.steps
         self.before[:] = self.after[WRITTEN] = self.after[ORDERED] = self.after[TAIL] + kept
-        self._set(DIRTY, PUBLISHED)
+        self._numbers[DIRTY] = PUBLISHED
 
     def _newest(self) -> Tensor:
         """Return the cells of the rows that the last write has published in time order."""
@@ -447,7 +444,7 @@ class Ring:
         self.after[:] = self.head
         self.after[TAIL], self.after[WRITTEN], self.after[ORDERED] = tail + up, written + up, 0
         self.before[:] = self.after[TAIL]  # all rows are new to those who have been told of others
-        self._set(NEXT_PUBLICATION, self.publication + 1)
+        self._numbers[NEXT_PUBLICATION] = self.publication + 1
         self.publish()
         if not is_ordered:
             self.lose_order(device)

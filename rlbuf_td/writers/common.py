@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterable
 from ctypes import addressof
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from tensordict import TensorDictBase
@@ -89,24 +89,9 @@ class TimeWriter(RoundRobinWriter, Recovers):
 
     def add(self, data: Any) -> int | torch.Tensor:
         """Write one time step, ``[]`` (``[*lanes]`` if ``ndim > 1``); return its index. Errors: see :meth:`extend`."""
-        storage = self._storage
-        if not isinstance(storage, PackedStorage):
+        if not isinstance(self._storage, PackedStorage):
             return super().add(without_index(data))
-        if not storage.ring.together:
-            return self._extend_each_lane(data.unsqueeze(0))
-        steps = torchrl_parts.capacity_in_steps(storage, single_data=data)
-        cursor = self.find_cursor()
-        index: int | torch.Tensor = cursor
-
-        def tell() -> None:
-            nonlocal index
-            self._bump_generation(cursor, data)
-            if storage.ndim > 1:
-                index = self._step_index(cursor)
-            self.announce(cursor, 1, steps, index)
-
-        storage.write(cursor, data, single=True, anew=self.begins_anew, then=self._then(1, tell))
-        return index
+        return self._write(data, 1, single=True)
 
     def extend(self, data: Any) -> torch.Tensor:
         """Write ``[n, *lanes]`` transitions; return their index, ``[n]`` or, if ``ndim > 1``, ``[n * lanes, ndim]``.
@@ -119,29 +104,30 @@ class TimeWriter(RoundRobinWriter, Recovers):
         """
         if not isinstance(self._storage, PackedStorage):
             return super().extend(without_index(data))
-        storage, data = self._storage, stacked(data)
-        if not storage.ring.together:
-            return self._extend_each_lane(data)
-        count = len(data)
-        if count == 0:
+        data = stacked(data)
+        if not len(data):
             raise ValueError("extend needs at least one transition, got none")
-        steps = torchrl_parts.capacity_in_steps(storage, batched_data=data)
-        cursor = self.find_cursor()
-        kept = min(count, steps)
-        start = (cursor + count - kept) % steps
-        index = torch.arange(cursor, cursor + count, device=getattr(data, "device", None) or "cpu")
-        if cursor + count > steps:
-            index %= steps
+        return self._write(data, len(data))
+
+    def _write(self, data: Any, count: int, *, single: bool = False) -> Any:
+        storage: Any = self._storage
+        if not storage.ring.together:
+            return self._extend_each_lane(data.unsqueeze(0) if single else data)
+        steps = torchrl_parts.capacity_in_steps(storage, **{"single_data" if single else "batched_data": data})
+        cursor, kept = self.find_cursor(), min(count, steps)
+        start, index = (cursor + count - kept) % steps, cast("Any", cursor)
+        if not single:
+            index = torch.arange(cursor, cursor + count, device=getattr(data, "device", None) or "cpu") % steps
 
         def tell() -> None:
             nonlocal index
             self._bump_generation(index, data)
             if storage.ndim > 1:
-                index = self._replicate_index(index)
+                index = self._step_index(cursor) if single else self._replicate_index(index)
             self.announce(start, kept, steps, index)
 
         newest = data if kept == count else reshaped(data, lambda rows: rows[count - kept :])
-        storage.write(start, newest, anew=self.begins_anew, then=self._then(count, tell))
+        storage.write(start, newest, single=single, anew=self.begins_anew, then=self._then(count, tell))
         return index
 
     def append(self, lanes: Any, data: TensorDictBase) -> torch.Tensor:
