@@ -429,6 +429,8 @@ class Machine:
         recipe = self.kind.recipe
         if not self.batches or not self.is_prioritized or (recipe.sequence and not self.is_ours):
             return  # TorchRL's buffer updates the first row of each window
+        if not self.is_ours and self.rb.storage.ring.holes:
+            return  # it does not know that an interrupted write has left gaps
         batch, anchors = self.batches[-1 - b % len(self.batches)]
         if not self.is_ours:  # TorchRL's buffer does not know which rows have been replaced
             anchors = [self.model.row(*cell) for cell in self.cells(batch) if cell[0] < len(self.model.rows_of[0])]
@@ -650,7 +652,7 @@ class Machine:
 
     def interrupt(self, a: int, b: int) -> None:
         """Interrupt a write (Ctrl-C) at some line: it has happened then, or it has not, but for what it replaces."""
-        if self.kind.writer is not None:
+        if self.kind.writer is not None or (self.lanes and not self.is_ours):  # see `extend`
             return
         before, after = m.saved(self.world), self.world
         before.rb, written = self.rb, self.model.written
