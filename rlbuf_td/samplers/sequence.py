@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, TypeAlias, cast
+from functools import cache, partial
+from typing import Any, Literal, NoReturn, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from torchrl.data.replay_buffers import Sampler, Storage
 
 from rlbuf_td.kernels.batch import WINDOWS
-from rlbuf_td.kernels.dispatch import backend_of, compiled_form_of, machine_code, record_of
+from rlbuf_td.kernels.dispatch import backend_of, compiled_form, compiled_form_of, machine_code, record_of
 from rlbuf_td.kernels.episodes.windows import reduced
 from rlbuf_td.samplers.common import EMPTY, permutation, refuse_disorder, setting
 from rlbuf_td.samplers.prioritized import Prioritized
@@ -234,7 +235,40 @@ class SequenceSampler(SamplerWrapper):
 
     def fill(self) -> Callable[..., None] | None:
         """See :class:`~rlbuf_td.samplers.wrapper.SamplerWrapper`."""
-        return None if self.stride is not None or self.boundary == "strict" else super().fill()
+        fill, others = super().fill(), compiled_form(self.innermost, "draw_into")
+        if self.stride is not None or fill is None or others is None:
+            return None
+        return partial(self._fill_fitting, fill, others) if self.boundary == "strict" else fill
+
+    def _fill_fitting(
+        self,
+        fill: Callable[..., None],
+        others: Callable[..., None],
+        storage: PackedStorage,
+        flat: Tensor,
+        report: dict[str, Tensor],
+        scratch: Tensor,
+    ) -> None:
+        """Draw as :meth:`drawn` does with ``boundary="strict"``, to the memory of a batch."""
+        fill(storage, flat, report, scratch)
+        lengths, replace = (self.length, self.burn_in, int(self.across_episodes)), _replace_short()
+        live, episodes = storage.ring.longest * storage.ring.lanes, self._trajectories(storage).episodes().address
+        weight = report.get("priority_weight")
+        other, other_report = torch.empty_like(flat), {name: torch.empty_like(each) for name, each in report.items()}
+        places = flat.data_ptr(), len(flat), live, other.data_ptr()
+        weights = (0, 0) if weight is None else (weight.data_ptr(), other_report["priority_weight"].data_ptr())
+        short = replace(episodes, lengths, *places, 0, 0, 0)
+        for rounds in range(_ROUNDS):
+            if short < 0:
+                refuse_unwritten(flat, storage)
+            if not short:
+                if rounds:
+                    self._weighed(flat, report)
+                return
+            others(storage, other, other_report, scratch)
+            order = permutation(len(flat), self._rng, flat.device)
+            short = replace(episodes, lengths, *places, order.data_ptr(), *weights)
+        self._refuse_trajectories()
 
     def batch_of(self, storage: PackedStorage, flat: Tensor, info: dict[Any, Any]) -> Drawn:
         """Expand the anchors at flat indices ``flat`` to windows.
@@ -340,9 +374,12 @@ class SequenceSampler(SamplerWrapper):
             for key, value in info.items():
                 info[key] = torch.where(fits.view(-1, *[1] * (value.ndim - 1)), value, other_info[key][order])
         if is_on_host:
-            window = f"a window of {self.window} rows within its {'lane' if self.across_episodes else 'trajectory'}"
-            raise RuntimeError(f"hardly any anchor had {window}: use shorter windows, or boundary='pad'")
+            self._refuse_trajectories()
         return anchors, self._weighed(anchors, info)
+
+    def _refuse_trajectories(self) -> NoReturn:
+        window = f"a window of {self.window} rows within its {'lane' if self.across_episodes else 'trajectory'}"
+        raise RuntimeError(f"hardly any anchor had {window}: use shorter windows, or boundary='pad'")
 
     def _reach(self, storage: PackedStorage, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return how many rows that a window may have precede and follow each row, ``[B]`` each."""
@@ -461,6 +498,13 @@ class SequenceSampler(SamplerWrapper):
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_divided": None}
+
+
+@cache
+def _replace_short() -> Callable[..., int]:
+    from rlbuf_td.kernels.batch import wrapped_cpu
+
+    return machine_code(wrapped_cpu.replace_short)
 
 
 class _WindowReading(Reading):

@@ -12,6 +12,8 @@ Args:
         ``[0, live)``.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 from numba import carray
 
@@ -32,6 +34,14 @@ from rlbuf_td.kernels.episodes.cpu import (
 
 _SOON, _AHEAD = 16, 9  # how many rows ahead the numbers of a row, and its data, are prefetched
 ROOT, NEXT, REWARD = 0, 1, 2  # kinds of leaves in an n-step transition
+
+
+class Lengths(NamedTuple):
+    """The lengths of windows; the names are those of a ``WINDOWS`` record."""
+
+    length: int
+    burn_in: int
+    across: int
 
 
 @kernel
@@ -169,6 +179,36 @@ def _back(of, windows, lane, t):
 def _ahead(of, windows, lane, t):
     """Return the number of rows after step ``t`` of a lane that a window may have."""
     return rows_after(of, lane, t) if windows.across else steps_ahead(of, lane, t)
+
+
+@kernel
+def replace_short(episodes, windows: Lengths, anchors, count, live, others, order, weight, other_weight):
+    """Replace each anchor whose window does not fit; return how many windows do not fit then, -1 if a row is not live.
+
+    Anchor ``i``, at address ``anchors``, is replaced by row ``order[i]`` of those at ``others``, and its weight
+    likewise; 0 for ``order`` only counts, and 0 for ``weight`` means that there are no weights.
+    """
+    of, short = numbers_at(episodes), 0
+    anchor = carray(pointer(anchors), count, np.int64)
+    for i in range(count):
+        if anchor[i] < 0 or anchor[i] >= live:
+            return -1
+        if order and not _fits(of, windows, anchor[i]):
+            other = load(order + 8 * i, np.int64)
+            anchor[i] = load(others + 8 * other, np.int64)
+            if anchor[i] < 0 or anchor[i] >= live:
+                return -1
+            if weight:
+                store(weight + 4 * i, load(other_weight + 4 * other, np.float32), np.float32)
+        short += not _fits(of, windows, anchor[i])
+    return short
+
+
+@inlined
+def _fits(of, windows, anchor):
+    t, lane = split(anchor, of.lanes)
+    has_burn_in = windows.burn_in == 0 or _back(of, windows, lane, t) >= windows.burn_in
+    return has_burn_in and _ahead(of, windows, lane, t) >= windows.length - 1
 
 
 @inlined

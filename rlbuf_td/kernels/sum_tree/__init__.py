@@ -132,7 +132,13 @@ def weigh_beside_(tree: SumTree, index: Tensor, drawn: Tensor, beta: float, weig
     """
     if backend_of(tree.weight) != "numba":
         return False
+    places = index.data_ptr(), drawn.data_ptr(), weight.data_ptr()
+    _weigh_beside()(tree.address, *places, index.shape[0], weight.shape[0], float(beta))
+    return True
+
+
+@cache
+def _weigh_beside() -> Callable[..., None]:
     from rlbuf_td.kernels.sum_tree import cpu
 
-    cpu.weigh_beside(tree.addresses, index.numpy(), int(drawn), float(beta), weight.numpy())
-    return True
+    return machine_code(cpu.weigh_beside)

@@ -346,9 +346,12 @@ def _importance(weight, row, smallest, beta, importance):
 
 
 @kernel
-def weigh_beside(tree, index, first, beta, importance):
-    """Implement :func:`rlbuf_td.kernels.sum_tree.weigh_beside_`; ``first`` is its argument ``drawn``."""
-    weight, scale = _arrays(tree).weight, importance[0]
-    for j in range(index.shape[0]):
+def weigh_beside(tree, rows, drawn, importance_at, count, size, beta: float):
+    """Implement :func:`rlbuf_td.kernels.sum_tree.weigh_beside_`; all but the counts and ``beta`` are addresses."""
+    weight = _arrays(carray(pointer(tree), 1, TREE)).weight
+    index, first = carray(pointer(rows), count, np.int64), carray(pointer(drawn), 1, np.int64)[0]
+    importance = carray(pointer(importance_at), size, np.float32)
+    scale = importance[0]
+    for j in range(count):
         ratio = max(weight[index[j]] / weight[first], LEAST_RATIO) if weight[index[j]] > 0.0 else 1.0
         importance[j] = scale * np.float32(min(ratio**-beta, MOST_RATIO))
