@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from rlbuf_td.kernels.dispatch import backend_of, compiled_form
-from rlbuf_td.kernels.host_memory import in_dispatch_mode
+from rlbuf_td.kernels.host_memory import address_of, in_dispatch_mode
 from rlbuf_td.samplers.common import refuse_disorder, refuse_taken, reported_by, rows_drawn
 from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.reading import SCALAR, BatchSlot, BatchSlots, Named, Reading
@@ -141,6 +141,8 @@ class CompiledPlan(Plan):
         flat, info = rows_drawn(self.sampler, drawn)
         if info and self.wrapper is None:
             self.refuse_unknown(info)
+        flat = flat.cpu().contiguous()  # a user's sampler may give every other element of a tensor
+        address_of(flat)  # raises an error if the rows have no memory
         return flat, info
 
     def sample(self, size: int) -> Drawn:
