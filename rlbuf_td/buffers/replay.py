@@ -820,6 +820,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
         write = self.bound_write or "no call yet"
         return {"add, extend": write if isinstance(write, str) else ""} | calls
 
+    @torch.compiler.disable(reason="draws depend on numbers that no graph knows")
     def _draw(self, size: int, is_returned: bool = False) -> Sample:
         """Draw a batch; return it, untransformed, and the sampler's report.
 

@@ -192,6 +192,7 @@ class Priorities:
             raise IndexError(f"rows {flat.min()} to {flat.max()} are out of range: rows are 0 to {self.capacity - 1}")
         return flat
 
+    @torch.compiler.disable(reason="an update on the CPU checks its input, and changes numbers that no graph knows")
     def assign(
         self, index: Any, priority: Any, rows: int | None, storage: Any, *, counts: bool, stamp: Tensor | None = None
     ) -> int | Tensor:
@@ -205,7 +206,7 @@ class Priorities:
         law.weigh()
         rows = self.capacity if rows is None else rows
         given = (index, td_error) if stamp is None else (index, td_error, stamp)
-        places = None if law.min_priority else self._inputs.addresses(given)
+        places = None if law.min_priority or storage is None else self._inputs.addresses(given)
         if places is None or (counts and storage is not None and row_count(storage) < len(storage)):
             index, td_error, stamp, stale = self._converted(index, priority, stamp, storage, counts)
             if not index.shape[0]:

@@ -278,3 +278,12 @@ def test_draws_have_the_law(n, alpha, k):
     expected = expected_in_segments(alpha, n, k or 1).flatten() / len(columns)
     assert n < 1_000 or power(expected[expected > 0], DRAWS, bias=0.02) > 0.99
     assert_follows(observed, expected)
+
+
+def test_coordinates_need_a_storage_also_after_an_update_with_one() -> None:
+    rb = ReplayBuffer(storage=PackedStorage(8, ndim=2), sampler=ProportionalSampler(8), batch_size=4)
+    index = rb.extend(TensorDict({"x": torch.zeros(2, 4)}, [2, 4]))[:2]
+    for _ in range(2):
+        rb.update_priority(index, torch.ones(2))
+    with pytest.raises(ValueError, match="needs the storage"):
+        rb.sampler.update_priority(index, torch.ones(2))
