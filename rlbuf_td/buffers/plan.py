@@ -89,7 +89,7 @@ class TorchPlan(Plan):
         self.refuse_unknown(info)
         if self.is_stamped:
             info[SAMPLED_AT] = storage.ring.stamp(flat)
-        info["index"] = coordinates(flat, storage)
+        info["index"] = coordinates(flat.clone(), storage)  # a user's sampler may keep its tensor
         merge_(batch, info)
         return batch, info
 
@@ -120,7 +120,8 @@ class CompiledPlan(Plan):
         self.fill = compiled_form(sampler, "draw_into") if self.wrapper is None else self.wrapper.fill()
         self.filled = [] if self.fill is None else innermost.drawn_entries
         self.count, self.sized = count, {count: self._sized(reading, count)}
-        self.is_plain = type(reading) is Reading  # no wrapper changes the list of rows or entries
+        #: Whether no wrapper changes rows or entries, and this package draws: no more rows than wanted, known entries.
+        self.is_plain = type(reading) is Reading and _draws_itself(innermost)
         self.draws = (
             getattr(sampler, "draw", partial(draw_from, sampler)) if self.wrapper is None else self.wrapper.drawn
         )
@@ -148,17 +149,16 @@ class CompiledPlan(Plan):
     def sample(self, size: int) -> Drawn:
         """See :class:`Plan`."""
         fill = self.fill
-        report: dict[Any, Any] = {}
-        if fill is None:
-            flat, report = self.draw(size)
-            sized = self.sized.get(flat.shape[0]) or self._make(flat.shape[0])
-            slot = sized.slots.take()
-        else:
+        drawn, report = (None, {}) if fill else self.draw(size)
+        count = self.count if drawn is None else drawn.shape[0]
+        sized = self.sized.get(count) or self._make(count)
+        slot = sized.slots.take()
+        flat = slot.report["index"] if sized.flat is None else sized.flat
+        if drawn is not None:
+            flat.copy_(drawn)  # a user's sampler may keep its tensor, which may be strided or on another device
+        elif fill is not None:
             if not self.is_in_order:
                 refuse_disorder(self.sampler, self.storage)
-            sized = self.sized[self.count]
-            slot = sized.slots.take()
-            flat = slot.report["index"] if sized.flat is None else sized.flat
             fill(self.storage, flat, sized.drawn or slot.report, sized.scratch)
         self.read(sized.reading, sized.slots, slot, flat)
         for name, value in sized.drawn.items():
@@ -167,8 +167,6 @@ class CompiledPlan(Plan):
             window = sized.reading.window
             report = {name: value.repeat_interleave(window, 0) for name, value in report.items()}
         report |= slot.report
-        if fill is None and sized.flat is None:
-            report["index"] = flat
         merge_(slot.batch, report)
         if self.wrapper is not None and not self.wrapper.has_checked_order:
             self.wrapper.warn_if_interleaved(self.storage)
@@ -207,6 +205,12 @@ def plan_of(storage: PackedStorage, sampler: Any, size: int) -> CompiledPlan | T
         if isinstance(reading, str):
             return TorchPlan(storage, sampler, reading)
         return CompiledPlan(storage, sampler, reading, count)
+
+
+def _draws_itself(sampler: Any) -> bool:
+    """Whether the sampler's ``draw`` is a method of this package, not of a user."""
+    draw = getattr(sampler, "draw", None)
+    return getattr(draw, "__module__", "").partition(".")[0] == __name__.partition(".")[0]
 
 
 def _reading_of(storage: PackedStorage, sampler: Any, count: int) -> Reading | str:

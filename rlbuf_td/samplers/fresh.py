@@ -250,7 +250,7 @@ class FreshRowsSampler(SamplerWrapper):
     def fill(self) -> Callable[..., None] | None:
         """See :class:`~rlbuf_td.samplers.wrapper.SamplerWrapper`."""
         fill = super().fill()
-        return None if fill is None or getattr(self.innermost, "unique", False) else partial(self._fill, fill)
+        return None if fill is None else partial(self._fill, fill)
 
     def _fill(
         self,
@@ -262,7 +262,7 @@ class FreshRowsSampler(SamplerWrapper):
     ) -> None:
         """Draw as :meth:`_draw` does, to the memory of a batch."""
         weight = report.get("priority_weight")
-        if self.fresh == "windows":
+        if self.fresh == "windows" or getattr(self.innermost, "unique", False):
             rows, info = self._draw(storage, len(flat))
             flat.copy_(rows)
             if weight is not None:

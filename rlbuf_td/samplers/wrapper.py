@@ -279,7 +279,8 @@ def draw_from(sampler: Sampler, storage: PackedStorage, batch_size: int) -> tupl
         drawn = flat_rows(index, storage, device_of(storage)), info
     else:
         drawn = draw(storage, batch_size)
-    return rows_drawn(sampler, drawn)  # a user's sampler, or a user's subclass of ours
+    flat, info = rows_drawn(sampler, drawn)  # a user's sampler, or a user's subclass of ours
+    return flat_rows(flat, storage, device_of(storage)), {**info}
 
 
 def column_of(storage: PackedStorage, key: tuple[str, ...]) -> Tensor | None:

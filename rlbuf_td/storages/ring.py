@@ -165,7 +165,9 @@ class Ring:
         """Return the number of live rows, and whether the number of each is its cell, see :meth:`cell_of`."""
         common = (self._numbers[0], self._numbers[1]) if self.lanes == 1 else self.common()
         if common is None:
-            return len(self), False
+            count = self.count
+            are_equal = bool((count == count[0]).all())
+            return int(count.sum()), are_equal and bool(count[0] == self.steps or not (self.tail % self.steps).any())
         steps = common[1] - common[0]
         return steps * self.lanes, steps == self.steps or not common[0] % self.steps
 
@@ -396,11 +398,7 @@ class Ring:
         The number itself is the cell while the live rows fill all cells, or the cells from 0 on; otherwise, numbers go
         lane after lane.
         """
-        common, count = self.common(), self.count
-        is_filled = common is not None and (common[1] - common[0] == self.steps or not common[0] % self.steps)
-        if is_filled or ((count == count[0]).all() and (count[0] == self.steps or not (self.tail % self.steps).any())):
-            return number
-        return self.newest_of(number, count)
+        return number if self.numbered()[1] else self.newest_of(number, self.count)
 
     def newest_of(self, number: Tensor, count: np.ndarray) -> Tensor:
         """Return the cells of the newest ``count`` rows of each lane with these numbers, ``[B]``, lane after lane."""

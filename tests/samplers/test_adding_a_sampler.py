@@ -10,7 +10,15 @@ import torch
 from tensordict import TensorDict
 from torchrl.data.replay_buffers import LazyTensorStorage, Sampler, Storage, TensorDictReplayBuffer
 
-from rlbuf_td import NStepSampler, PackedStorage, ReplayBuffer, RowSampler, SchemaError, UniformSampler
+from rlbuf_td import (
+    NStepSampler,
+    PackedStorage,
+    ReplayBuffer,
+    ReplayBufferMixture,
+    RowSampler,
+    SchemaError,
+    UniformSampler,
+)
 from tests.catalogue import buffer_of
 from tests.statistics import assert_follows, power
 
@@ -193,3 +201,50 @@ def test_batches_without_the_report_keep_what_the_rows_have() -> None:
     batch = made_of("mask", Reporting(), include_info=False).sample()
     assert batch["next", "done"].all()
     assert set(batch.keys()) == {"observation", "mask", "next"}
+
+
+class KeepsItsRows(RowSampler):
+    """Draws every second row to a tensor that it keeps, as a view with a stride, and more rows than wanted."""
+
+    def __init__(self, extra: int = 0) -> None:
+        self.rows, self.extra = torch.zeros(400, dtype=torch.int64), extra
+
+    def draw(self, storage: Storage, batch_size: int) -> torch.Tensor:
+        self.rows += 1
+        return (self.rows + torch.arange(400))[::2][: batch_size + self.extra] if self.extra else self.rows[::50]
+
+
+@pytest.mark.parametrize("wrap", [lambda inner: inner, lambda inner: NStepSampler(inner, 2, 0.9)])
+@pytest.mark.parametrize("lanes", [0, 2])
+def test_rows_in_a_strided_tensor_that_the_sampler_keeps(lanes, wrap):
+    rb = buffer_of(20, wrap(KeepsItsRows()), lanes, batch_size=8)
+    rb.extend(steps_of(0, 20, lanes))
+    batches = [rb.sample() for _ in range(3)]
+    for number, batch in enumerate(batches, 1):  # with lanes, row n is time step n // 2
+        assert batch["time"].tolist() == [number // max(lanes, 1)] * 8
+        index = batch["index"] if not lanes else batch["index"][:, 0] * lanes + batch["index"][:, 1]
+        assert index.tolist() == [number] * 8
+
+
+def test_a_mixture_has_room_for_all_rows_of_a_member():
+    members = {"one": buffer_of(600, KeepsItsRows(extra=100)), "other": buffer_of(600, UniformSampler())}
+    for member in members.values():
+        member.extend(steps_of(0, 600, 0))
+    batch = ReplayBufferMixture(members, {"one": 0.5, "other": 0.5}, batch_size=8).sample()
+    assert len(batch) == 108
+    assert batch["time"][:104].tolist() == [*range(1, 209, 2)]
+    assert torch.equal(batch["time"], batch["index"])
+
+
+class Scored(UniformSampler):
+    def draw(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
+        rows, _ = super().draw(storage, batch_size)
+        return rows, {"score": rows.float()}
+
+
+def test_a_mixture_keeps_the_entries_of_its_members_samplers():
+    members = {name: buffer_of(20, Scored()) for name in ("one", "other")}
+    for member in members.values():
+        member.extend(steps_of(0, 20, 0))
+    batch = ReplayBufferMixture(members, {"one": 0.5, "other": 0.5}, batch_size=8).sample()
+    assert torch.equal(batch["score"].long(), batch["time"])

@@ -220,3 +220,12 @@ def test_each_step_comes_once_in_windows_that_do_not_overlap(alone, lanes, kind,
             assert numbers[: len(expected)] == expected
             seen += sum(map(len, expected))
         assert seen > 20 * (seed + 1)
+
+
+def test_rows_stay_distinct_if_unique_is_set_later():
+    rb = buffer(UniformSampler(), written=STEPS)
+    rb.sample()
+    rb.sampler.sampler.unique = True
+    for number in range(20):
+        rb.extend(rows(number, 1))
+        assert len(rb.sample()["index"].unique()) == BATCH

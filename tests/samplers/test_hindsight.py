@@ -293,3 +293,22 @@ def test_all_steps_of_a_batch_follow_one_her_ratio():
         sampler.sampler.her_ratio = 1.0
         batch = rb.sample()
         assert torch.equal(batch["next", "reward"], batch["steps_to_next_obs"].float())
+
+
+def test_random_goals_are_equal_in_both_forms_after_one_lane_was_rewritten():
+    """Both lanes are full then, but with unlike serials: the number of a row is its cell all the same."""
+    batches = []
+    for is_compiled in (True, False):
+        sampler = HindsightSampler(UniformSampler(), reward_fn, strategy="random")
+        if not is_compiled:
+            setattr(sampler, "draw_batch", sampler.draw_batch)  # noqa: B010  # as a subclass that overrides it
+        rb = ReplayBuffer(storage=PackedStorage(8, ndim=2), sampler=sampler, batch_size=64)
+        rb.set_rng(torch.Generator().manual_seed(0))
+        goal = torch.arange(8.0).view(2, 4, 1)
+        outcome = {"achieved_goal": goal, "reward": goal, "done": goal < 0}
+        data = TensorDict({"desired_goal": -goal, "action": goal[..., 0], "next": outcome}, [2, 4])
+        rb.extend(data)
+        rb.extend(data[0], lanes=0)
+        batches.append(rb.sample())
+        assert ("not sample" in rb.compiled) != is_compiled
+    assert torch.equal(batches[0]["desired_goal"], batches[1]["desired_goal"])
