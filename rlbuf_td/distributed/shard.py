@@ -241,7 +241,7 @@ class Shard:
             self._stale += len(request.errors[0])
         elif request.errors is not None:
             flat, stamp, error = (torch.from_numpy(part.copy()) for part in request.errors)
-            self.buffer._write_priorities(flat, error, stamp, 1)
+            self.buffer._update_sampled(flat, error, stamp)
             self.version += 1
 
     def _enter(self) -> None:
