@@ -106,7 +106,9 @@ class UniformSampler(RowSampler, metaclass=Replaceable):
         """Return each row's probability of being drawn, ``[B]`` float64."""
         flat = flat_rows(index, storage, device_of(storage))
         probability = torch.full(flat.shape, 1 / self._drawable(storage), dtype=torch.float64, device=flat.device)
-        return probability if self.max_age is None else probability * is_young(storage, self.max_age, flat)
+        if self.max_age is not None:
+            return probability * is_young(storage, self.max_age, flat)
+        return probability * storage.ring.is_live(flat) if isinstance(storage, PackedStorage) else probability
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
         """Return whether there are enough rows for a batch."""

@@ -216,3 +216,10 @@ def test_a_right_sampler_passes_and_one_two_percent_off_fails():
         assert_follows(rng.multinomial(draws, biased), probability)
     with pytest.raises(AssertionError, match="probability 0"):
         assert_follows(np.array([999, 1]), np.array([1.0, 0.0]))
+
+
+def test_cells_without_rows_have_no_probability() -> None:
+    rb = ReplayBuffer(storage=PackedStorage(8, ndim=2, lanes=2), batch_size=4)
+    rb.extend(TensorDict({"x": torch.arange(3)}, [3]), lanes=torch.tensor([0, 0, 1]))
+    found = rb.sampler.probability(torch.arange(4), storage=rb.storage)
+    assert found.tolist() == pytest.approx([1 / 3, 1 / 3, 1 / 3, 0.0])

@@ -67,6 +67,8 @@ def fill(order, index, bits):
     keys, positions = np.empty(BLOCK, np.int64), np.empty(BLOCK, np.int64)
     for start in range(0, len(index), BLOCK):
         _delete(chunks, index[start : start + BLOCK], keys, positions)
+    if len(index) == 0:
+        return
     chunks.bits[index[0] : index[-1] + 1] = bits
     # The keys of these rows are consecutive: no other key lies between them, so whole chunks are filled at once.
     key, end = key_of(bits, index[0]), key_of(bits, index[-1]) + 1
