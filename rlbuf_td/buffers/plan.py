@@ -155,7 +155,7 @@ class CompiledPlan(Plan):
         slot = sized.slots.take()
         flat = slot.report["index"] if sized.flat is None else sized.flat
         if drawn is not None:
-            flat.copy_(drawn)  # a user's sampler may keep its tensor, which may be strided or on another device
+            flat.copy_(drawn)  # a user's sampler may keep its tensor, and fill it again
         elif fill is not None:
             if not self.is_in_order:
                 refuse_disorder(self.sampler, self.storage)
@@ -223,6 +223,8 @@ def _reading_of(storage: PackedStorage, sampler: Any, count: int) -> Reading | s
 
 
 def _unusable(storage: PackedStorage) -> str:
+    if not len(storage):  # a sampler says so; a reading would look up episodes first
+        return "there are no rows"
     if compiled_form(storage, "bind_read") is None:
         return f"{type(storage).__name__} has no compiled read"
     dims = storage.all_rows().layout.root.batch_size

@@ -195,3 +195,11 @@ def test_torchrls_sequence_unit(sampler, ndim, fill, cls):
             real = [row for row, here in zip(stored, rows["validity_mask"].tolist(), strict=True) if here]
             assert real == list(made.model.later(stored[0]))[:4]
             assert rows["observation"].tolist() == [row.fields["observation",] for row in stored]
+
+
+@wrapped
+def test_a_buffer_that_was_emptied_before_its_first_batch_says_so(wrap):
+    rb = World.of(wrap(UniformSampler()), 20, 2, 1.5, batch_size=24).rb
+    rb.empty()
+    with pytest.raises(RuntimeError, match="Cannot sample from an empty storage"):
+        rb.sample()
