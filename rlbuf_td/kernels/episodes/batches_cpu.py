@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rlbuf_td.kernels.compiled import address_of, inlined, kernel, load, prefetch, store
-from rlbuf_td.kernels.episodes.cpu import expect, has_ended, numbers_at, split, steps_ahead, steps_back
+from rlbuf_td.kernels.compiled import inlined, kernel, load, store
+from rlbuf_td.kernels.episodes.cpu import has_ended, split, steps_ahead, steps_back
 
 _SOON = 16  # how many rows ahead the bits and rewards of a row are prefetched
 
@@ -48,18 +48,6 @@ def choose(of, law, live, cell, pick):
         back = steps_back(of, lane, t)
         t += min(np.int64((pick - final) / (episode - final) * (back + ahead + 1)), back + ahead) - back
     return (t - steps if t >= steps else t + steps if t < 0 else t) * lanes + lane
-
-
-@kernel
-def choose_goals(episodes, law, live, cells, uniform):
-    """Implement :func:`rlbuf_td.kernels.episodes.goals.choose_goals`; ``episodes`` is an address."""
-    of = numbers_at(episodes)
-    rows, mask = np.empty(len(cells), np.int64), np.empty(len(cells), np.bool_)
-    for i in range(len(cells)):
-        row = choose(of, law, live, cells[i], uniform[i])
-        mask[i] = row >= 0
-        rows[i] = row if row >= 0 else cells[i]
-    return rows, mask
 
 
 @inlined
@@ -111,26 +99,6 @@ def _put(target, total, is_double):
         store(target, total, np.float64)
     else:
         store(target, np.float32(total), np.float32)
-
-
-@kernel
-def sums_ahead(episodes, column, rows, n, gamma, total):
-    """Implement :func:`rlbuf_td.kernels.episodes.n_step.sums_ahead`; ``column`` has the shape of ``total``."""
-    of = numbers_at(episodes)
-    taken, last, width = np.empty(len(rows), np.int64), np.empty(len(rows), np.int64), 8 if column.is_double else 4
-    for i in range(len(rows)):
-        if i + _SOON < len(rows):
-            cell = rows[i + _SOON]
-            expect(of, cell)
-            for _ in range(n):
-                prefetch(column.address + cell * column.row_bytes)
-                cell = following(of, cell)
-        taken[i], last[i] = walk(of, rows[i], n)
-        for feature in range(total.shape[1]):
-            rewards = Rewards(column.address + feature * width, column.row_bytes, column.is_double)
-            target = address_of(total) + (i * total.shape[1] + feature) * width
-            put_sum(target, rewards, of, rows[i], taken[i], gamma)
-    return taken, last
 
 
 @kernel

@@ -27,11 +27,6 @@ def choose_goals(episodes: Stored, cells: Tensor, uniform: Tensor, law: Law, liv
 
     A row that keeps its goal is returned itself. ``live`` is the number of written rows.
     """
-    if episodes.address:
-        from rlbuf_td.kernels.episodes import batches_cpu
-
-        rows, mask = batches_cpu.choose_goals(episodes.address, law, live, cells.numpy(), uniform.numpy())
-        return torch.from_numpy(rows), torch.from_numpy(mask)
     steps, lanes = episodes.steps, episodes.lanes
     back, ahead, ended, _ = episodes.spans(cells)
     strategy, where = torch.full_like(cells, len(STRATEGIES)), torch.zeros_like(uniform)

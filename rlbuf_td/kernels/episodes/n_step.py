@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from rlbuf_td.kernels.episodes import Stored
-from rlbuf_td.kernels.host_memory import address_of
 
 
 def windows(episodes: Stored, rows: Tensor, n: int) -> tuple[Tensor, Tensor]:
@@ -40,16 +39,6 @@ def sums_ahead(episodes: Stored, rows: Tensor, reward: Tensor, n: int, gamma: fl
 
     A sum ends with the row's trajectory. ``reward`` holds the rewards of all stored rows.
     """
-    is_plain = reward.dtype in (torch.float32, torch.float64) and reward[:1].is_contiguous()
-    if episodes.address and is_plain:
-        from rlbuf_td.kernels.episodes import batches_cpu as cpu
-
-        total = reward.new_empty((len(rows), *reward.shape[1:]))
-        flat = total.view(len(rows), reward.shape[1:].numel()).numpy()
-        row_bytes, is_double = reward.stride(0) * reward.element_size(), reward.dtype is torch.float64
-        column, given = cpu.Rewards(address_of(reward), row_bytes, is_double), rows.contiguous().numpy()
-        taken, last = cpu.sums_ahead(episodes.address, column, given, n, gamma, flat)
-        return total, torch.from_numpy(taken), torch.from_numpy(last)
     window, ahead = windows(episodes, rows, n)
     end = torch.zeros_like(window, dtype=torch.bool)
     total, taken = n_step_sums(reward[window], end, ahead, gamma)

@@ -34,16 +34,9 @@ def put_values_(target: Tensor, values: Tensor, mask: Tensor) -> int:
 
 
 def put_rows_(target: Tensor, column: Tensor, rows: Tensor, mask: Tensor) -> None:
-    """Copy ``column[rows[i]]`` to ``target[i]`` where ``mask[i]`` is True; ``rows`` and ``mask`` must be contiguous."""
-    if backend_of(target) == "numba" and target.is_contiguous() and column[:1].is_contiguous():
-        from rlbuf_td.kernels.rows import cpu
-
-        width, step = target.nbytes // max(1, len(target)), column.stride(0) * column.itemsize
-        given = cpu.Column(address_of(column), step)
-        cpu.put_rows(address_of(target), given, width, address_of(rows), address_of(mask), len(rows))
-    else:
-        where = mask.view(-1, *[1] * (target.ndim - 1))
-        target.copy_(torch.where(where, column.index_select(0, rows), target))
+    """Copy ``column[rows[i]]`` to ``target[i]`` where ``mask[i]`` is True."""
+    where = mask.view(-1, *[1] * (target.ndim - 1))
+    target.copy_(torch.where(where, column.index_select(0, rows), target))
 
 
 def refuse_rows(rows: Tensor, live: int) -> NoReturn:

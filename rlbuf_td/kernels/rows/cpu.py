@@ -30,13 +30,6 @@ def put_values(target, values, width, count, mask):
     return -1
 
 
-@kernel
-def put_rows(target, column, width, rows, mask, count):
-    for i in range(count):
-        if load(mask + i, np.bool_):
-            copy_few(target + i * width, column.address + load(rows + 8 * i, np.int64) * column.step, width)
-
-
 _mincore = types.ExternalFunction("mincore", types.int64(types.int64, types.int64, types.int64))
 
 
