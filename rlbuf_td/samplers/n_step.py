@@ -261,10 +261,10 @@ class _RevisedSteps(_JoinedReading):
         # Not the wrapper's number: another thread may set a larger number of steps than there is memory for.
         at, steps, read = flat.data_ptr(), self.steps_of(slot, self.n), self.slots_of_steps.take()
         episodes, listed = self.storage.episodes_now().address, self.listed
-        if not self.list_steps(episodes, self.address, at, listed.data_ptr(), steps, live):
+        if not self.list_steps(episodes, self.address, at, listed.data_ptr(), slot.targets, steps, live):
             return False
         self.inner(self.slots_of_steps, read, listed, drawn, live)
-        self.kernel(self.address, at, slot.targets, read.targets, steps, self.flags)
+        self.kernel(self.address, slot.targets, read.targets, steps, self.flags)
         for name, _ in self.inner.entries:
             slot.report[name].copy_(read.report[name][:: self.n])
         return True

@@ -14,7 +14,7 @@ from torchrl.data.replay_buffers import PrioritizedSampler, TensorDictReplayBuff
 from torchrl.modules import QValueActor
 from torchrl.objectives import DQNLoss, ValueEstimators
 
-from rlbuf_td import HindsightSampler, NStepSampler, PackedStorage, ReplayBuffer, UniformSampler
+from rlbuf_td import HindsightSampler, NStepSampler, PackedStorage, ProportionalSampler, ReplayBuffer, UniformSampler
 
 
 def chain(n: int, dtype: torch.dtype = torch.float32, dims: tuple[int, ...] = (1,), **flags: Any) -> TensorDict:
@@ -148,3 +148,22 @@ def test_torchrls_prioritized_sampler_can_be_wrapped():
     batch["td_error"] = torch.rand(16)
     rb.update_tensordict_priority(batch)
     assert rb.sample(16)["priority_weight"].shape == (16,)
+
+
+def test_a_reward_function_that_writes_leaves_the_stamps_of_the_rows_that_were_read() -> None:
+    def reward(batch: TensorDictBase) -> torch.Tensor:
+        count = rb.write_count
+        rb.extend(numbered(count, 3))
+        return batch["next", "reward"]
+
+    def numbered(first: int, count: int) -> TensorDict:
+        goal = torch.zeros(count, 1)
+        outcome = {"reward": goal.clone(), "done": goal > 0, "achieved_goal": goal.clone()}
+        return TensorDict({"x": torch.arange(first, first + count), "desired_goal": goal, "next": outcome}, [count])
+
+    sampler = NStepSampler(HindsightSampler(ProportionalSampler(20), reward), 2, 0.9)
+    rb = ReplayBuffer(storage=PackedStorage(20), sampler=sampler, batch_size=16)
+    rb.extend(numbered(0, 20))
+    for _ in range(5):
+        batch = rb.sample()
+        assert torch.equal(batch["sampled_at"], batch["x"])  # the serial of a row is its number

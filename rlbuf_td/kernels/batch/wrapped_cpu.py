@@ -83,7 +83,7 @@ def n_step(episodes, address, flat, targets, steps, live):
 
 
 @kernel
-def list_steps(episodes, address, flat, listed, steps, live):
+def list_steps(episodes, address, flat, listed, targets, steps, live):
     """Write the rows of the ``STEPS.n`` steps from each row on to address ``listed``, and their number in a trajectory.
 
     After the end of the trajectory, its last row is repeated; the numbers, which do not count these rows, are written
@@ -102,11 +102,12 @@ def list_steps(episodes, address, flat, listed, steps, live):
             store(listed + 8 * (i * n + k), cell, np.int64)
             if k + 1 < length:
                 cell = following(of, cell)
+    put_report(batch, first, targets)  # now, because a reward function may write before the steps are joined
     return True
 
 
 @kernel
-def join_steps(address, flat, targets, read, steps, ends):
+def join_steps(address, targets, read, steps, ends):
     """Join the rows of :func:`list_steps`, which have been read to the tensors at ``read``, to n-step transitions.
 
     ``ends``, ``[m, 2]``, holds the leaf numbers and sizes of the flags that end a sum of rewards.
@@ -127,7 +128,6 @@ def join_steps(address, flat, targets, read, steps, ends):
                 for part in range(0, width, size):
                     rewards = Rewards(found[leaf] + first * width + part, width, size == 8)
                     put_sum_of_rows(out[leaf] + i * width + part, rewards, length, joined.gamma)
-    put_report(batch, carray(pointer(flat), batch.count, np.int64), targets)
 
 
 @inlined
