@@ -120,8 +120,9 @@ class _Updates:
             if ring is not None:
                 lanes = ring.lanes if storage.ndim > 1 else 0
                 given |= {"serials": numbers[4], "generations": numbers[5], "steps": ring.steps, "lanes": lanes}
-            self._record = record_of(UPDATE, **given, weighed_alpha=at + 8 * WEIGHED)
-            self._address, self._numbers = self._record.ctypes.data, numbers
+            record = record_of(UPDATE, **given, weighed_alpha=at + 8 * WEIGHED)
+            place = record.ctypes.data
+            self._record, self._address, self._numbers = record, place, numbers  # at once: an interrupt may come
         return self._address
 
     def __getstate__(self) -> dict[str, Any]:

@@ -66,8 +66,8 @@ class Ring:
         self.following[0] = -1
 
     def _place(self, block: np.ndarray) -> None:
-        self.address = block.ctypes.data
-        self.block, self._numbers = block, memoryview(block.data)  # reads numbers in a fourth of NumPy's time
+        address, numbers = block.ctypes.data, memoryview(block.data)
+        self.block, self.address, self._numbers = block, address, numbers  # reads numbers in a fourth of NumPy's time
         rows = block[: (BEFORE + 1) * self.lanes].reshape(-1, self.lanes)
         self.head, self.after, self.before = rows[:AFTER], rows[AFTER:BEFORE], rows[BEFORE]
         self.tail, self.written, self.ordered = self.head[:FOLLOWING]

@@ -34,11 +34,12 @@ class ChunkedOrder:
         self._fill_with(magnitude)
 
     def _adopt(self, tensors: dict[str, Tensor]) -> None:
-        self._tensors = tensors
-        self.chunks = Chunks(**{name: tensor.numpy() for name, tensor in tensors.items()})
-        self.addresses = addresses(self.chunks)
-        self.address = self.addresses.ctypes.data
-        self.magnitude = tensors["bits"].view(torch.float32)
+        chunks = Chunks(**{name: tensor.numpy() for name, tensor in tensors.items()})
+        record, magnitude = addresses(chunks), tensors["bits"].view(torch.float32)
+        place = record.ctypes.data
+        # At once, because an interrupt may come: the record has addresses of the tensors.
+        self._tensors, self.chunks, self.addresses, self.address = tensors, chunks, record, place
+        self.magnitude = magnitude
         self.lock = Lock()  # held around the loops, which release the GIL
 
     def _fill_with(self, magnitude: Tensor) -> None:

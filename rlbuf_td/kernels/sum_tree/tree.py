@@ -97,8 +97,9 @@ class SumTree:
         if places != self._places:
             sizes = {"levels": len(self._starts), "rows": len(self.weight), "nodes": len(self.sums)}
             given = dict(zip(self.NAMES, places, strict=True), starts=self._starts.ctypes.data)
-            self._addresses, self._places = record_of(TREE, **sizes, **given), places
-            self._address = self._addresses.ctypes.data
+            record = record_of(TREE, **sizes, **given)
+            address = record.ctypes.data
+            self._addresses, self._address, self._places = record, address, places  # at once: an interrupt may come
         return self._addresses
 
     @property
