@@ -19,6 +19,7 @@ from rlbuf_td.samplers.wrapper import SamplerWrapper
 from rlbuf_td.storages import PackedStorage, torchrl_parts
 from rlbuf_td.storages.checks import state_of, whole
 from rlbuf_td.storages.episodes import DONE_KEY
+from rlbuf_td.storages.indexing import refuse_unwritten
 from rlbuf_td.storages.ring import Ring
 
 
@@ -238,6 +239,8 @@ class FreshRowsSampler(SamplerWrapper):
         if len(found):
             rows, weight = torch.from_numpy(found).to(flat.device), info.get("priority_weight")
             if weight is not None:
+                refuse_unwritten(flat[:1], storage)  # of a user's sampler, like these weights
+                info["priority_weight"] = weight = weight.clone(memory_format=torch.contiguous_format)
                 self.innermost.law.weigh_beside_(rows, flat[:1], weight)
                 if self.innermost.weight_norm == "batch":
                     weight.div_(weight.max())

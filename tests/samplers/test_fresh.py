@@ -229,3 +229,24 @@ def test_rows_stay_distinct_if_unique_is_set_later():
     for number in range(20):
         rb.extend(rows(number, 1))
         assert len(rb.sample()["index"].unique()) == BATCH
+
+
+class Own(ProportionalSampler):
+    """Draws one row, with one weight that all rows share, in float64."""
+
+    row = 0
+
+    def draw(self, storage: Any, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
+        _, info = super().draw(storage, batch_size)
+        weight = info["priority_weight"][:1].double().expand(batch_size)
+        return torch.full((batch_size,), self.row), info | {"priority_weight": weight}
+
+
+def test_a_users_draw_beside_fresh_rows_may_share_weights_but_not_name_a_row_that_is_missing() -> None:
+    rb = buffer(Own(STEPS), 3, written=6)
+    for _ in range(2):
+        assert rb.sample()["priority_weight"].tolist() == pytest.approx([1.0] * BATCH)
+    rb.extend(rows(6, 2))
+    rb.sampler.sampler.row = 1 << 40
+    with pytest.raises(IndexError, match="out of range"):
+        rb.sample()
