@@ -90,9 +90,9 @@ class ReplayBufferMixture:
         ValueError: members and shares differ in names, ``writes_to`` is not a member, or shares are out of range.
         SchemaError: members hold different keys, dtypes or shapes.
 
-    Cost: two compiled calls per member, a draw and a gather, if the members have samplers of this package (without
-    wrappers, except :class:`FreshRowsSampler`), rows in RAM without deduplicated keys, and no transforms. Otherwise,
-    each member makes a batch of its own, and these batches are copied into one.
+    Cost: a draw and a gather per member, if the members have samplers of this package (without wrappers, except
+    :class:`FreshRowsSampler`), rows in host memory of equal layout, and no transforms. Otherwise, each member makes a
+    batch of its own, and these batches are copied into one.
 
     Source: Ball, Smith, Kostrikov, Levine: Efficient Online Reinforcement Learning with Offline Data, ICML 2023.
 

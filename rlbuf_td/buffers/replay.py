@@ -110,7 +110,7 @@ _PRIORITIES_OF_REOPENED = (
     "rows were reopened without a priority, and have that of new rows: their write was killed, "
     "a buffer without a prioritized sampler wrote them, they were edited, or priorities.bin is missing or damaged"
 )
-_MOST_SIZES = 8  # batch sizes whose bound stages are kept
+_MOST_SIZES = 8  # batch sizes whose plans are kept
 
 
 class ReplayBuffer(TensorDictReplayBuffer, Recovers):
@@ -162,7 +162,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
             :class:`PackedStorage`.
         NotImplementedError: ``checkpointer`` is given.
 
-    Cost: see the storage, sampler and writer; ``python -m rlbuf_td bench`` measures whole calls.
+    Cost: see the storage, sampler and writer; ``python -m tests.benchmarks.bench``, in a clone, measures whole calls.
 
     Example:
         >>> from tensordict import TensorDict

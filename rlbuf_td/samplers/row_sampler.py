@@ -84,8 +84,8 @@ class RowSampler(StatefulSampler):
 
         Returns:
             The rows, ``[B]`` int64 from 0 to ``len(storage) - 1``, on the storage's device, in any order and also
-            repeatedly. With further batch entries: a pair of the rows and a dict of tensors ``[B, ...]``. All random
-            numbers come from the ``torch.Generator`` ``self._rng`` (``None``: torch's default one).
+            repeatedly. With further batch entries: a pair of the rows and a dict of new tensors ``[B, ...]``. All
+            random numbers come from the ``torch.Generator`` ``self._rng`` (``None``: torch's default one).
 
         Raise a RuntimeError if no row can be drawn, as from an empty storage.
         """

@@ -163,7 +163,7 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):
                 f"trajectories are stored in stretches of {found.mean:.1f} rows on average, because rows of several "
                 "trajectories alternate: n-step returns, sequences and hindsight goals end with a stretch. Store each "
                 "environment in a lane of its own: PackedStorage(..., ndim=2), extended with [E, T]; write more "
-                f"steps of one trajectory at a time; or keep the handle of rb.lane(e)",
+                "steps of one trajectory at a time; or keep the handle of rb.lane(e)",
                 RuntimeWarning,
                 stacklevel=2,
             )

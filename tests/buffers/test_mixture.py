@@ -87,6 +87,24 @@ def test_batches_hold_the_rows_that_their_index_names(one, other, lanes):
     assert torch.bincount(mixed.sample()["source"]).tolist() == [16, 48]
 
 
+@pytest.mark.parametrize("kind", ["once", "in a file", "once, in a file"])
+def test_members_may_hold_observations_once_and_rows_in_files(kind, tmp_path):
+    once: Any = {"share_next": True} if "once" in kind else {}
+    members = {}
+    for name, first in (("demos", 0), ("online", 1_000)):
+        folder = {"scratch_dir": tmp_path / name} if "file" in kind else {}
+        rb = ReplayBuffer(storage=PackedStorage(16, **once, **folder), sampler=SAMPLERS["proportional"](16))
+        data = rows(first, 20)
+        data["next", "observation"] = torch.cat((data["observation"][1:], torch.ones(1, 3)))
+        rb.extend(data)
+        members[name] = rb
+    mixed = ReplayBufferMixture(members, {"demos": 0.5, "online": 0.5}, batch_size=32)
+    for _ in range(3):
+        check(mixed, batch := mixed.sample())
+        assert torch.equal(batch["next", "observation"][:, 0] == 1.0, batch["number"] % 1_000 == 19)
+    assert mixed._plan is not None
+
+
 def test_members_may_have_unlike_numbers_of_lanes():
     members = {"demos": member("uniform", 0, 10, 2), "online": member("proportional", 1_000, 5, 6)}
     mixed = ReplayBufferMixture(members, {"demos": 0.5, "online": 0.5}, batch_size=64)
