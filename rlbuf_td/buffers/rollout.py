@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
+from tensordict.utils import NestedKey
 
 from rlbuf_td.buffers.prefetch import Sample
 from rlbuf_td.buffers.replay import ReplayBuffer
@@ -58,6 +59,8 @@ class RolloutBuffer(ReplayBuffer):
         estimator: a function ``estimator(data)`` of your own that returns ``(advantage, value_target)``, instead of GAE
             with ``gamma`` and ``lmbda``: V-trace, n-step returns, one of TorchRL's. See :class:`RolloutWriter`.
         value_network: computes the state values that the data lacks, see :class:`RolloutWriter`.
+        group: the name of a group of agents, such as ``"agents"``: rewards, values and estimates are those of its
+            agents, under the keys that TorchRL's multi-agent environments use. See :class:`RolloutWriter`.
         normalize_advantage: scale advantages to mean 0 and standard deviation 1: over the whole rollout
             (``"rollout"``), over each batch (``"minibatch"``), or not at all (``None``). Value targets and
             :meth:`summary` use unscaled advantages (with ``"rollout"``, ``value_target - state_value``). TorchRL's
@@ -71,7 +74,7 @@ class RolloutBuffer(ReplayBuffer):
         storage: used instead of a new :class:`PackedStorage`; its capacity must be T * E rows.
         sampler: used instead of a :class:`MinibatchSampler` made from ``epochs``, ``shuffle``, ``drop_last`` and
             ``sequence_length``.
-        writer: used instead of a :class:`RolloutWriter` made from the arguments ``gamma`` to ``value_network``.
+        writer: used instead of a :class:`RolloutWriter` made from the arguments ``gamma`` to ``group``.
         **kwargs: keywords of :class:`ReplayBuffer`: ``transform``, ``generator``, ``prefetch``, ...
 
     Raises:
@@ -117,6 +120,7 @@ class RolloutBuffer(ReplayBuffer):
         lmbda: float | None = None,
         estimator: Estimator | None = None,
         value_network: TensorDictModuleBase | None = None,
+        group: NestedKey | None = None,
         normalize_advantage: Literal["rollout", "minibatch"] | None = None,
         partial: bool = False,
         sequence_length: int | None = None,
@@ -138,7 +142,13 @@ class RolloutBuffer(ReplayBuffer):
         rows, ndim = num_steps * (num_envs or 1), 1 if num_envs is None else 2
         storage = _part("storage", storage, lambda **on: PackedStorage(rows, ndim=ndim, **on), device=device)
         by_rollout = True if normalize_advantage == "rollout" else None
-        settings = {"gamma": gamma, "lmbda": lmbda, "estimator": estimator, "value_network": value_network}
+        settings = {
+            "gamma": gamma,
+            "lmbda": lmbda,
+            "estimator": estimator,
+            "value_network": value_network,
+            "group": group,
+        }
         writer = _part("writer", writer, RolloutWriter, **settings, normalize_advantage=by_rollout)
         epoch = {"epochs": epochs, "shuffle": shuffle, "drop_last": drop_last, "sequence_length": sequence_length}
         sampler = _part("sampler", sampler, partial_of(_sampler_for, writer, num_steps, batch_size), **epoch)

@@ -33,10 +33,10 @@ class PettingZooRecorder(Recorder):
 
     An agent may die, and return, while others go on. An agent that does not act in a step has the mask False, zeros as
     observation, action and reward, and the flags True, as in TorchRL. So each agent's trajectory ends where it dies:
-    :class:`RolloutWriter` computes each agent's returns with ``reward_key=("next", group, "reward")``, for one group;
-    let agents that learn together be one group. :class:`NStepSampler` refuses such rewards. Multiply your loss by the
-    mask. In contrast to TorchRL, an environment goes on while it has agents, Discrete observations are
-    integers, not one-hot vectors, and infos are not stored.
+    ``RolloutBuffer(group=...)`` computes each agent's returns, for one group; let agents that learn together be one
+    group. :class:`NStepSampler` refuses such rewards. Multiply your loss by the mask. In contrast to TorchRL, an
+    environment goes on while it has agents, Discrete observations are integers, not one-hot vectors, and infos are not
+    stored.
 
     With a list of E environments, the buffer has rows ``[T, E]``, and :meth:`step` steps all of them. With
     ``rb.lane(e)`` in place of the buffer, a single environment is lane ``e``, so that actors record at their own pace.

@@ -14,7 +14,7 @@ from rlbuf_td.functional._layout import coefficient
 from rlbuf_td.storages.checks import saved_number
 from rlbuf_td.storages.episodes import STALE
 from rlbuf_td.storages.indexing import lanes_of
-from rlbuf_td.storages.keys import nested_key
+from rlbuf_td.storages.keys import as_tuple, is_key, nested_key
 from rlbuf_td.storages.torchrl_parts import capacity_in_steps, count_change
 from rlbuf_td.storages.writes import stacked
 from rlbuf_td.writers.common import MOST, TimeWriter
@@ -36,11 +36,11 @@ class RolloutWriter(TimeWriter):
     ``("collector", "traj_ids")`` change. Estimates have the dtype of the values in the data or, if there are none, of
     the network's parameters.
 
-    **Agents.** With ``reward_key=("next", group, "reward")``, values, advantages and value targets of the agents of a
-    group, ``[T, E, n, *F]``, are computed for each agent: its trajectory also ends at its own flags, which are beside
-    the reward, and where ``(group, "mask")`` is False in the next step. Where the mask is False, the estimates are 0,
-    and do not count for normalization. Let ``value_key``, ``advantage_key`` and ``value_target_key`` be in the group,
-    too. See :class:`PettingZooRecorder`.
+    **Agents.** With ``group="agents"``, the values ``("agents", "state_value")``, the rewards ``("next", "agents",
+    "reward")``, and the estimates ``("agents", "advantage")`` and ``("agents", "value_target")`` are those of the
+    agents of a group, ``[T, E, n, *F]``. They are computed for each agent: its trajectory also ends at its own flags,
+    which are beside the reward, and where ``("agents", "mask")`` is False in the next step. Where the mask is False,
+    the estimates are 0, and do not count for normalization. See :class:`PettingZooRecorder`.
 
     **An estimator of your own** is called once per rollout, without gradients, as ``estimator(data)``. ``data`` is a
     TensorDict ``[T]`` or ``[E, T]``, as collectors give it, with all written entries, and with
@@ -70,9 +70,13 @@ class RolloutWriter(TimeWriter):
             terminates within the rollout, ``value_key`` is enough.
         normalize_advantage: whether to normalize the stored advantages to mean 0 and standard deviation 1 over the
             rollout. Value targets use the advantages before normalization.
-        value_key: key of the values, floating point, ``[T, *F]`` or ``[T, E, *F]`` with any feature shape ``F``.
-        advantage_key, value_target_key: keys under which the estimates are stored.
-        reward_key: key of the rewards, which have the shape of the values.
+        group: the name of a group of agents, see above; ``None``: values and rewards are those of the environment.
+        value_key: key of the values, floating point, ``[T, *F]`` or ``[T, E, *F]`` with any feature shape ``F``;
+            default: ``"state_value"``, in the group if there is one.
+        advantage_key, value_target_key: keys under which the estimates are stored; default: ``"advantage"`` and
+            ``"value_target"``, in the group.
+        reward_key: key of the rewards, which have the shape of the values; default: ``("next", "reward")``, or
+            ``("next", group, "reward")``.
         done_key: key of the bool done flags, with the values' shape or one flag per step. Missing flags are computed as
             ``terminated | truncated``.
         terminated_key: key of the bool terminated flags, shaped like done flags. Missing flags are computed as
@@ -91,8 +95,8 @@ class RolloutWriter(TimeWriter):
     Raises:
         TypeError: the storage is no :class:`PackedStorage`; ``estimator`` is not callable, or (on writing) returned
             something else than two tensors; ``value_network`` is no TensorDict module.
-        ValueError: ``gamma`` or ``lmbda`` is out of range, or came with ``estimator``; (on writing) the estimator
-            returned another shape or dtype, or NaN; the data is empty or has too many steps for
+        ValueError: ``gamma`` or ``lmbda`` is out of range, or came with ``estimator``; ``group`` is no name; (on
+            writing) the estimator returned another shape or dtype, or NaN; the data is empty or has too many steps for
             the rollout, or values are missing and there is no network. A failed write changes nothing.
         SchemaError: (on writing) the data does not match the stored rows, or lacks an entry that the estimates need.
 
@@ -119,10 +123,11 @@ class RolloutWriter(TimeWriter):
         estimator: Estimator | None = None,
         value_network: TensorDictModuleBase | None = None,
         normalize_advantage: bool = False,
-        value_key: NestedKey = "state_value",
-        advantage_key: NestedKey = "advantage",
-        value_target_key: NestedKey = "value_target",
-        reward_key: NestedKey = ("next", "reward"),
+        group: NestedKey | None = None,
+        value_key: NestedKey | None = None,
+        advantage_key: NestedKey | None = None,
+        value_target_key: NestedKey | None = None,
+        reward_key: NestedKey | None = None,
         done_key: NestedKey = ("next", "done"),
         terminated_key: NestedKey = ("next", "terminated"),
         truncated_key: NestedKey = ("next", "truncated"),
@@ -133,12 +138,14 @@ class RolloutWriter(TimeWriter):
         _refuse_network(value_network, value_key)
         gamma = coefficient("RolloutWriter", "gamma", 0.99 if gamma is None else gamma)
         lmbda = coefficient("RolloutWriter", "lmbda", 0.95 if lmbda is None else lmbda)
-        names = value_key, reward_key, done_key, terminated_key, truncated_key, trajectory_key
-        value_key, *keys = map(nested_key, names)
-        self.estimator = RolloutEstimator(gamma, lmbda, estimator, value_network, value_key, *keys)
+        of = _group(group)
+        self.value_key = nested_key(value_key or (*of, "state_value"))
+        self.advantage_key = nested_key(advantage_key or (*of, "advantage"))
+        self.value_target_key = nested_key(value_target_key or (*of, "value_target"))
+        names = reward_key or ("next", *of, "reward"), done_key, terminated_key, truncated_key, trajectory_key
+        keys = map(nested_key, names)
+        self.estimator = RolloutEstimator(gamma, lmbda, estimator, value_network, self.value_key, *keys)
         self.normalize_advantage = normalize_advantage
-        self.value_key = value_key
-        self.advantage_key, self.value_target_key = nested_key(advantage_key), nested_key(value_target_key)
         self.value_rows = self._estimated_steps = 0
         self._has_values = True
 
@@ -267,6 +274,13 @@ class RolloutWriter(TimeWriter):
         if own is not None:
             settings = f"estimator={getattr(own, '__name__', type(own).__name__)}"
         return f"{type(self).__name__}({settings}, cursor={self._cursor}, write_count={self._write_count})"
+
+
+def _group(group: Any) -> tuple[str, ...]:
+    """Return where the entries of a group of agents are; ``None``: not in a group."""
+    if group is not None and not (is_key(group) and "next" not in as_tuple(group)):
+        raise ValueError(f'group must be the name of a group of agents, such as "agents", got {group!r}')
+    return () if group is None else as_tuple(group)
 
 
 def _refuse_estimator(estimator: Any, gamma: float | None, lmbda: float | None) -> None:

@@ -367,12 +367,7 @@ pytest.importorskip("pettingzoo")
 
 
 GAMMA, LMBDA, LENGTH, ENVS, GROUP = 0.9, 0.8, 48, 2, "wolf"
-KEYS: dict[str, Any] = {
-    "value_key": (GROUP, "state_value"),
-    "advantage_key": (GROUP, "advantage"),
-    "value_target_key": (GROUP, "value_target"),
-    "reward_key": ("next", GROUP, "reward"),
-}
+AGENTS: dict[str, Any] = {"gamma": GAMMA, "lmbda": LMBDA, "group": GROUP, "batch_size": 16}
 
 
 def value_of(observation: torch.Tensor) -> torch.Tensor:
@@ -383,8 +378,8 @@ def recorded(lanes: int = ENVS, *, stored: bool = True, **settings: Any) -> tupl
     """Return a rollout of random steps; with ``stored``, the values of the agents are stored with each step."""
     critic = TensorDictModule(value_of, [(GROUP, "observation")], [(GROUP, "state_value")])
     envs = [Meadow(9 + e) for e in range(max(1, lanes))]
-    writer = RolloutWriter(GAMMA, LMBDA, value_network=critic, **KEYS, **settings.pop("writer", {}))
-    rollout = RolloutBuffer.from_env(envs if lanes else envs[0], LENGTH, writer=writer, batch_size=16, **settings)
+    settings = AGENTS | {"value_network": critic} | settings
+    rollout = RolloutBuffer.from_env(envs if lanes else envs[0], LENGTH, **settings)
     recorder = PettingZooRecorder(rollout, envs if lanes else envs[0])
     for each in envs:
         for number, agent in enumerate(each.possible_agents):
@@ -453,8 +448,7 @@ def test_an_estimator_of_ones_own_gets_the_flags_of_agents():
 
     critic = TensorDictModule(value_of, [(GROUP, "observation")], [(GROUP, "state_value")])
     expected, _ = recorded(stored=False)
-    writer = RolloutWriter(estimator=estimator, value_network=critic, **KEYS)
-    rollout = RolloutBuffer(LENGTH, ENVS, writer=writer)
+    rollout = RolloutBuffer(LENGTH, ENVS, estimator=estimator, value_network=critic, group=GROUP)
     rows = expected.storage[:].exclude((GROUP, "advantage"), (GROUP, "value_target"), (GROUP, "state_value"))
     rollout.extend(rows.transpose(0, 1))
     for key in ((GROUP, "advantage"), (GROUP, "value_target")):
@@ -463,8 +457,7 @@ def test_an_estimator_of_ones_own_gets_the_flags_of_agents():
 
 @pytest.mark.parametrize("how", ["rollout", "minibatch"])
 def test_absent_agents_do_not_count_for_normalization(how):
-    settings = {"writer": {"normalize_advantage": True}} if how == "rollout" else {"normalize_advantage": how}
-    rollout, envs = recorded(**settings)
+    rollout, envs = recorded(normalize_advantage=how)
     advantage, _ = by_history(envs)
     if how == "rollout":
         rows = rollout.storage[:]
@@ -479,3 +472,11 @@ def test_absent_agents_do_not_count_for_normalization(how):
         assert found[acts].mean().item() == pytest.approx(0, abs=1e-5)
         assert found[acts].std(correction=0).item() == pytest.approx(1, rel=1e-4)
         assert not found[~acts].any()
+
+
+def test_a_group_names_the_entries_of_its_agents_unless_they_are_given():
+    writer = RolloutWriter(group=("teams", "red"), value_target_key="target")
+    assert writer.estimator.reward_key == ("next", "teams", "red", "reward")
+    assert writer.estimator.group == ("teams", "red")
+    assert writer.value_key == writer.estimator.value_key == ("teams", "red", "state_value")
+    assert (writer.advantage_key, writer.value_target_key) == (("teams", "red", "advantage"), "target")

@@ -411,6 +411,7 @@ REFUSALS: Table = {
          "storage= has its own settings: pass device= to it instead"),
         (lambda _: td.RolloutBuffer(4, estimator=len, lmbda=0.9), ValueError, "are those of GAE, which estimator="),
         (lambda _: td.RolloutBuffer(4, estimator=len, writer=td.RolloutWriter()), ValueError, "settings: pass"),
+        (lambda _: td.RolloutBuffer(4, group="a", writer=td.RolloutWriter()), ValueError, "pass group= to it instead"),
         *((lambda _, length=length: td.RolloutBuffer(8, 2, sequence_length=length), ValueError,
            f"sequence_length must be a whole number, at least 1, got {length}") for length in (0, 2.5)),
         (lambda _: td.RolloutBuffer(8, 2, sequence_length=9), ValueError, "a rollout of 8 steps has no chunks of 9"),

@@ -78,6 +78,8 @@ REFUSALS: Table = {
         (lambda _: td.RolloutWriter(1.5), ValueError, r"RolloutWriter: gamma must lie in \[0, 1\], got 1.5"),
         (lambda _: td.RolloutWriter(value_network=torch.nn.Identity()), TypeError, r"wrap it, TensorDictModule\("),
         (lambda _: td.RolloutWriter(estimator=3), TypeError, "estimator must be a function of a rollout, got int"),
+        *((lambda _, group=group: td.RolloutWriter(group=group), ValueError, "group must be the name of a group of ag")
+          for group in (3, (), ("next", "agents"), ["red", "blue"])),
     ],
     ("RolloutWriter without a network", lambda: rollout(0, 4, 2, value_network=None)): [
         (lambda rb: rb.extend(rolled(2, 4)), ValueError, r"2 rows need a value: their trajectories break off\. Pass"),
@@ -85,6 +87,9 @@ REFUSALS: Table = {
         (lambda rb: rb.extend(rolled(2, 4).exclude(REWARD)), SchemaError, r"no \('next', 'reward'\) in the data;"),
         (lambda rb: rb.extend(rolled(2, 4).exclude(*ENDS)), SchemaError, r"no \('next', 'done'\) in the data"),
         (lambda rb: rb.extend(rolled(2, 4, value=3)), ValueError, "values 'state_value' and rewards .* must share one"),
+    ],
+    ("RolloutWriter of a group", lambda: td.RolloutBuffer(4, 2, group="agents")): [
+        (lambda rb: rb.extend(rolled(2, 4)), SchemaError, r"no \('next', 'agents', 'reward'\) in the data; there are"),
     ],
     ("RolloutWriter, another network", lambda: rollout(0, 4, 2, value_network=critic("v"))): [
         (lambda rb: rb.extend(rolled(2, 4)), SchemaError, r"the value network writes \['v'\], not 'state_value'"),
