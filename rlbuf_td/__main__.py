@@ -29,12 +29,10 @@ def parser() -> argparse.ArgumentParser:
     for name, (purpose, arguments) in COMMANDS.items():
         example = f"example: python -m rlbuf_td {name} {arguments}"
         commands[name] = group.add_parser(name, help=purpose, description=f"{purpose.capitalize()}.", epilog=example)
-    demo, small = commands["demo"].add_argument, whole_number(1, 64)
-    demo("--algo", default="dqn", choices=("dqn", "ppo", "apex"), help="dqn (default), ppo, or apex (dqn on Ray)")
+    demo = commands["demo"].add_argument
+    demo("--algo", default="dqn", choices=("dqn", "ppo"), help=f"algorithm {_SHOWN}")
     demo("--env", default="CartPole-v1", help=f"a Gymnasium environment {_SHOWN}")
     demo("--sampler", choices=("uniform", "proportional", "rank"), help="for dqn (default: proportional)")
-    demo("--shards", type=small, help="for apex: number of shards (default: 2)")
-    demo("--collectors", type=small, help="for apex: number of collectors (default: 2)")
     demo("--steps", type=whole_number(1), help="most environment steps (default: depends on the algorithm)")
     demo("--seed", type=whole_number(0, 2**31), default=0, help=f"random seed {_SHOWN}")
     demo("--device", default="cpu", help=f"device of the network and the buffer {_SHOWN}")
@@ -44,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
     doctor("--env", help="a Gymnasium environment, whose bounds the observations must respect")
     doctor("--ignore", nargs="*", default=(), metavar="CODE", help="codes to omit (default: none)")
     jobs = "number of processes (default: one per usable core, at most 4)"
-    commands["compile"].add_argument("--jobs", type=small, help=jobs)
+    commands["compile"].add_argument("--jobs", type=whole_number(1, 64), help=jobs)
     return top
 
 
@@ -73,8 +71,7 @@ def main(argv: list[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if str(error.name).startswith("rlbuf_td"):
             raise
-        extra = "ray" if error.name == "ray" else "demo"
-        print(f"'{error.name}' is missing: pip install 'rlbuf_td[{extra}]'", file=sys.stderr)
+        print(f"'{error.name}' is missing: pip install 'rlbuf_td[demo]'", file=sys.stderr)
         return 1
 
 

@@ -388,7 +388,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
                 the infos of resets, ``"info"`` holds the info of each row's observation. All infos must be numeric.
             reward_dtype: the dtype of rewards, default: unchanged. To mix the data with float32 rewards of a
                 :class:`GymnasiumRecorder`, pass ``torch.float32``.
-            progress: whether to show a progress bar (needs tqdm); by default, only on a terminal for 1 GiB of data or
+            progress: whether to show a progress bar; by default, only on a terminal for 1 GiB of data or
                 more.
             **kwargs: keywords of :meth:`from_schema`: ``scratch_dir``, ``share_next``, ``sampler``, ``batch_size``, ...
 
@@ -441,7 +441,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
             exclude: a list of keys to omit, such as the keys of strings, or one key.
             trajectory_key: the key of episode numbers in ``rb``. The import renames this key to
                 ``("collector", "traj_ids")``, unless the rows already have that entry.
-            progress: whether to show a progress bar (needs tqdm); by default, only on a terminal for 1 GiB of data or
+            progress: whether to show a progress bar; by default, only on a terminal for 1 GiB of data or
                 more.
             **kwargs: keywords of :meth:`from_schema` or, if ``copy=False``, of the buffer's class: ``sampler``,
                 ``batch_size`` (default: that of ``rb``), ...
@@ -1561,7 +1561,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
             env: the Gymnasium environment, its name or its spec; the data set stores the spec.
             observation_space: the Gymnasium space of observations, default: that of ``env``.
             action_space: the Gymnasium space of actions, default: that of ``env``.
-            progress: whether to show a progress bar (needs tqdm); by default, only on a terminal for 1 GiB of data or
+            progress: whether to show a progress bar; by default, only on a terminal for 1 GiB of data or
                 more.
             **kwargs: keywords of Minari's ``create_dataset_from_buffers``. The default of ``jpeg_encoding`` is
                 ``False`` here, so that images are stored without loss.
@@ -1619,7 +1619,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
 
         Args:
             path: the folder, created if missing. Other files in the folder are kept.
-            progress: whether to show a progress bar (needs tqdm); by default, only on a terminal for 1 GiB of data or
+            progress: whether to show a progress bar; by default, only on a terminal for 1 GiB of data or
                 more.
             sync: whether to wait until all data is on the disk. ``sync=False`` takes about half as long, but a crash of
                 the machine may then damage both the previous and the new dump; :meth:`loads` detects the damage.
@@ -1668,7 +1668,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
             rows_only: load only the rows; the sampler treats these rows as newly written. The sampler may then have any
                 class, and the writer may be any ``RoundRobinWriter``.
             default_generator: also restore torch's default generator, which a buffer without ``generator`` uses.
-            progress: whether to show a progress bar (needs tqdm); by default, only on a terminal for 1 GiB of data or
+            progress: whether to show a progress bar; by default, only on a terminal for 1 GiB of data or
                 more.
 
         Raises:

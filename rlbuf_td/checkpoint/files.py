@@ -281,17 +281,16 @@ def explained(reader: DumpReader) -> Iterator[None]:
 def progress_bar(what: str, nbytes: int, progress: bool | None) -> Iterator[Report]:
     """Yield a function that advances a bar; ``progress=None`` shows the bar on a terminal for 1 GiB or more."""
     is_shown = nbytes >= _LARGE and sys.stderr.isatty() if progress is None else progress
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        if progress:
-            raise ImportError("progress=True needs tqdm: pip install tqdm") from None
-        is_shown = False
-    if not is_shown:  # even a disabled bar takes tqdm's lock; a process may have died with it
+    if not is_shown:
         yield lambda done: None
         return
-    with tqdm(total=nbytes, desc=what, unit="B", unit_scale=True) as shown:
-        yield shown.update
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
+    with Progress(*columns, console=Console(stderr=True), auto_refresh=False) as bar:
+        task = bar.add_task(what, total=nbytes)
+        yield lambda done: bar.update(task, advance=done, refresh=True)
 
 
 @contextmanager

@@ -59,7 +59,6 @@ class _Progress(event.Listener):
 
     def __init__(self) -> None:
         self.announced = False
-        self.seconds = 0.0  # of compilation so far
         self._loops = 0
         self._open: list[Dispatcher] = []  # the loop that is being compiled, and the functions within it
         self._missing: list[Dispatcher] = []  # the loop's functions that were not compiled when it began
@@ -78,8 +77,6 @@ class _Progress(event.Listener):
     def on_end(self, happened: event.Event) -> None:
         if self._open:
             self._open.pop()
-            if not self._open:
-                self.seconds += time.perf_counter() - self._began
             self._draw()
 
     def _draw(self) -> None:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -34,7 +36,7 @@ from torchrl.objectives.value import GAE
 from rlbuf_td import PackedStorage, ProportionalSampler, ReplayBuffer
 from rlbuf_td.cli import whole_number
 from rlbuf_td.cli.demos import dqn, ppo
-from rlbuf_td.cli.demos.report import Clock, whole_batches
+from rlbuf_td.cli.demos.report import whole_batches
 from tests.benchmarks.timing import OURS, one_thread
 
 SIDES = (OURS, "TorchRL")
@@ -42,6 +44,34 @@ NOTES = """time in buffers: share of the time in calls of the buffer, ours / Tor
 final weights, after the same steps from the same seed: equal for sac, bit for bit, because uniform sampling draws the
 same rows. Prioritized draws differ by design: ours are stratified, TorchRL's independent."""
 CAPACITY, WARM_UP, CPU = 100_000, 1_000, torch.device("cpu")
+
+
+class Clock:
+    """Measures the time of a run, and the share of it that is spent in the buffer."""
+
+    def __init__(self) -> None:
+        self._start, self._in_buffer = time.perf_counter(), 0.0
+
+    @contextmanager
+    def in_buffer(self) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        self._in_buffer += time.perf_counter() - begin
+
+    def batches(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """Yield batches; count the time to get each as time in the buffer."""
+        iterator = iter(batches)
+        while True:
+            with self.in_buffer():
+                batch = next(iterator, None)
+            if batch is None:
+                return
+            yield batch
+
+    def stop(self) -> tuple[float, float]:
+        """Return the seconds so far, and the share of them in the buffer."""
+        seconds = time.perf_counter() - self._start
+        return seconds, self._in_buffer / seconds
 
 
 def replay(side: str, batch: int, *, prioritized: bool) -> TensorDictReplayBuffer:
@@ -161,7 +191,7 @@ def run(script: str, side: str, steps: int) -> tuple[float, float, list[torch.Te
     torch.manual_seed(0)
     clock = Clock()
     policy = SCRIPTS[script](side, clock, steps)
-    return clock.seconds, clock.share, list(policy.parameters())
+    return *clock.stop(), list(policy.parameters())
 
 
 def compare(script: str, steps: int, rounds: int) -> list[str]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
-import sys
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -130,19 +130,15 @@ def test_torchrls_trees_are_refused_and_a_proportional_sampler_takes_their_prior
     assert torch.allclose(again.sampler.law.table.weight[:9].double(), before["_sum_tree"][torch.arange(9)].double())
 
 
-def test_a_bar_shows_how_far_a_dump_is(tmp_path, capsys, monkeypatch):
+def test_a_bar_shows_how_far_a_dump_is(tmp_path, capsys):
     rb = make("uniform")
     rb.extend(transitions(5))
     rb.dumps(tmp_path)
     assert "dump" not in capsys.readouterr().err
     rb.dumps(tmp_path, progress=True)
-    assert "dump: 100%" in capsys.readouterr().err
+    assert re.search(r"dump .* ([\d.]+)/\1 \w?[Bb]", capsys.readouterr().err)
     make("uniform").loads(tmp_path, progress=True)
-    assert "load: 100%" in capsys.readouterr().err
-    monkeypatch.setitem(sys.modules, "tqdm", None)
-    rb.dumps(tmp_path)
-    with pytest.raises(ImportError, match="progress=True needs tqdm"):
-        rb.dumps(tmp_path, progress=True)
+    assert re.search(r"load .* ([\d.]+)/\1 \w?[Bb]", capsys.readouterr().err)
 
 
 def test_several_threads_dump_to_one_place_while_others_write_and_load(tmp_path):

@@ -24,7 +24,6 @@ from torchrl.envs import GymEnv
 
 import rlbuf_td
 from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer, RingWriter, ShutDown
-from rlbuf_td.__main__ import main
 from rlbuf_td.checkpoint import CheckpointError
 
 ray = pytest.importorskip("ray")
@@ -282,15 +281,6 @@ def test_killed_shards_give_no_wrong_batch(tmp_path):
         assert min(calls for calls, _ in ray.get(written, timeout=120)) > 0
         assert rb.health()["lost_shards"] > 0
         assert learn(rb, 1.0) > 0  # and training goes on
-
-
-@pytest.mark.slow
-def test_the_apex_demo_learns_a_little_and_shows_its_shards(tmp_path, capsys):
-    assert main(["demo", "--algo", "apex", "--steps", "2200", "--out", str(tmp_path)]) == 0
-    shown = capsys.readouterr().out
-    assert {"shard", "rows", "mass", "inserts", "drifted"} <= {*shown.replace("┃", " ").split()}
-    assert "samples per insert" in shown
-    assert (tmp_path / "policy.pt").stat().st_size > 0
 
 
 def rows_of_x(first: int, count: int) -> TensorDict:

@@ -95,15 +95,12 @@ def train(
     for data in collector:
         run.count(data)
         explore.step(data.numel())
-        with run.in_buffer():
-            buffer.extend(data.exclude(*LEFT_OUT))
+        buffer.extend(data.exclude(*LEFT_OUT))
         if run.steps >= WARM_UP:
             for _ in range(UPDATES):
-                with run.in_buffer():
-                    batch = buffer.sample()
+                batch = buffer.sample()
                 learner.learn(batch)
-                with run.in_buffer():
-                    buffer.update_tensordict_priority(batch)
+                buffer.update_tensordict_priority(batch)
             learner.schedule.step()
         if stop_when_solved and run.is_solved:
             break

@@ -7,7 +7,6 @@ advantages to the collected data, and a loop over the buffer runs the epochs.
 from __future__ import annotations
 
 import argparse
-import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,6 +21,7 @@ from torchrl.modules import MLP, ProbabilisticActor, TanhNormal, ValueOperator
 from torchrl.objectives import ClipPPOLoss
 
 from rlbuf_td import RolloutBuffer
+from rlbuf_td.cli import UsageError
 from rlbuf_td.cli.demos.report import Run, prepare, whole_batches
 
 LANES = 8
@@ -127,12 +127,11 @@ def train(env_name: str, steps: int | None, seed: int, device: torch.device, out
 
     run = Run(partial(make_env, env_name), out, seed, steps, settings.solved)
     for data in collector:
-        with run.in_buffer():
-            rollout.extend(data)
-        for batch in run.batches(rollout):
+        rollout.extend(data)
+        for batch in rollout:
             learner.learn(batch)
         learner.schedule.step()
-        run.count(data, explained=f"{rollout.explained_variance:.2f}")
+        run.count(data, **{"explained variance of the values": f"{rollout.explained_variance:.2f}"})
         if run.is_solved:
             break
     collector.shutdown()
@@ -141,8 +140,9 @@ def train(env_name: str, steps: int | None, seed: int, device: torch.device, out
 
 
 def main(options: argparse.Namespace) -> int:
+    if options.sampler is not None:
+        raise UsageError("--sampler is for --algo dqn")
     out = prepare(options, f"ppo-{options.env}")
-    print("explained: explained variance of the values, at most 1", file=sys.stderr)
     run = train(options.env, options.steps, options.seed, torch.device(options.device), out)
     other = "Pendulum-v1" if options.env == "CartPole-v1" else "CartPole-v1"
     run.tell(f"python -m rlbuf_td demo --algo ppo --env {other}")

@@ -3,33 +3,26 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 import gymnasium
 import numpy as np
 import torch
 from matplotlib.figure import Figure
 from matplotlib.ticker import StrMethodFormatter
-from PIL import Image
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torchrl.envs import EnvBase
 from torchrl.envs.utils import ExplorationType, set_exploration_type
-from tqdm import tqdm
 
 from rlbuf_td.cli import UsageError
 from rlbuf_td.diagnostics.episode_stats import running
 
-T = TypeVar("T")
 WINDOW = 20  # episodes
-_SHOWN = f"""return: mean of the last {WINDOW} training episodes
-in buffer: share of the time in calls of the buffer, without compilation"""
-_BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 
 
 def whole_batches(steps: int, frames: int) -> int:
@@ -37,61 +30,18 @@ def whole_batches(steps: int, frames: int) -> int:
     return -(-steps // frames) * frames
 
 
-def compiling_seconds() -> float:
-    """Return how long this process has compiled loops."""
-    module = sys.modules.get("rlbuf_td.kernels.compile_progress")  # not imported where nothing is compiled
-    return module.progress.seconds if module else 0.0
-
-
-class Clock:
-    """Measures the time of a run without compilation, and the share of it that is spent in the buffer."""
-
-    def __init__(self) -> None:
-        self._start, self._compiled, self._in_buffer = time.perf_counter(), compiling_seconds(), 0.0
-        self._stopped: float | None = None
-
-    @contextmanager
-    def in_buffer(self) -> Iterator[None]:
-        begin, compiled = time.perf_counter(), compiling_seconds()
-        try:
-            yield
-        finally:
-            self._in_buffer += time.perf_counter() - begin - (compiling_seconds() - compiled)
-
-    def batches(self, items: Iterable[T]) -> Iterator[T]:
-        """Yield the items; count the time to get each item as time in the buffer."""
-        iterator, last = iter(items), object()
-        while True:
-            with self.in_buffer():
-                item = next(iterator, last)
-            if item is last:
-                return
-            yield item  # type: ignore[misc]
-
-    def stop(self) -> None:
-        self._stopped = self.seconds
-
-    @property
-    def seconds(self) -> float:
-        running = time.perf_counter() - self._start - (compiling_seconds() - self._compiled)
-        return running if self._stopped is None else self._stopped
-
-    @property
-    def share(self) -> float:
-        return self._in_buffer / self.seconds
-
-
-class Run(Clock):
+class Run:
     """Shows the progress of a training run, records its episodes, and evaluates and saves the final policy."""
 
     def __init__(self, make_env: Callable[[], EnvBase], out: Path, seed: int, steps: int, threshold: float) -> None:
-        super().__init__()
         self.make_env, self.out, self.seed, self.threshold = make_env, out, seed, threshold
         self.steps, self.most_steps = 0, steps
         self.final = float("nan")  # mean return of the final policy over 10 new episodes without exploration
         self.episodes: list[tuple[int, float]] = []  # (environment steps, return)
-        print(_SHOWN, file=sys.stderr)
-        self._bar = tqdm(total=steps, unit_scale=True, bar_format=_BAR, ncols=None if sys.stderr.isatty() else 80)
+        columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[shown]}")
+        self._bar = Progress(*columns, console=Console(stderr=True), auto_refresh=False)
+        self._task, self._began = self._bar.add_task("", total=steps, shown=""), time.perf_counter()
+        self._bar.start()
 
     def count(self, data: TensorDictBase, **shown: str) -> None:
         """Count the steps ``[*E, T]`` and the episodes that ended, each at the step at which it ended."""
@@ -100,8 +50,9 @@ class Run(Clock):
         steps = self.steps + (1 + ended.nonzero()[:, 0]) * lanes
         self.episodes += zip(steps.tolist(), returns[ended].tolist(), strict=True)
         self.steps += data.numel()
-        self._bar.update(data.numel())
-        self._bar.set_postfix({"return": f"{self.recent:.0f}", **shown, "in buffer": f"{self.share:.0%}"})
+        words = {f"mean return of {WINDOW} episodes": f"{self.recent:.0f}", **shown}
+        texts = ", ".join(f"{name}: {value}" for name, value in words.items())
+        self._bar.update(self._task, completed=self.steps, shown=texts, refresh=True)
 
     @property
     def recent(self) -> float:
@@ -119,17 +70,14 @@ class Run(Clock):
         return steps, running(returns, WINDOW)[0]
 
     @torch.no_grad()
-    def evaluate(self, policy: TensorDictModuleBase, episodes: int = 10) -> float:
-        env = self.make_env()
+    def finish(self, policy: TensorDictModuleBase, title: str) -> None:
+        """Evaluate and save the policy, and draw the learning curve."""
+        self._bar.stop()
+        env, episodes = self.make_env(), 10
         env.set_seed(10_000 + self.seed)
         with set_exploration_type(ExplorationType.DETERMINISTIC):
             rollouts = [env.rollout(10_000, policy, auto_cast_to_device=True) for _ in range(episodes)]
-        return sum(float(rollout["next", "reward"].sum()) for rollout in rollouts) / episodes
-
-    def finish(self, policy: TensorDictModuleBase, title: str) -> None:
-        self._bar.close()
-        self.stop()
-        self.final = self.evaluate(policy)
+        self.final = sum(float(rollout["next", "reward"].sum()) for rollout in rollouts) / episodes
         torch.save(policy.state_dict(), self.out / "policy.pt")
         figure = Figure(figsize=(6.0, 3.4), layout="constrained")
         axes = figure.subplots()
@@ -144,9 +92,7 @@ class Run(Clock):
             print(f"solved, stopped early: {self.steps:,} of at most {self.most_steps:,} steps")
         print(f"mean return of the last {WINDOW} training episodes: {self.recent:.1f}, after {self.steps:,} steps")
         print(f"mean return of the final policy over 10 new episodes, no exploration: {self.final:.1f}")
-        print(f"{self.seconds:,.0f} s, {self.share:.1%} of them in calls of the buffer")
-        if (compiled := compiling_seconds()) >= 1:
-            print(f"and {compiled:,.0f} s of compilation, once per installation")
+        print(f"{time.perf_counter() - self._began:,.0f} s")
         print(f"learning curve: {self.out / 'learning_curve.png'}")
         print(f"policy: {self.out / 'policy.pt'}")
         print(f"next: {following}")
@@ -162,16 +108,10 @@ def save_curves(figure: Figure, threshold: float, path: Path) -> None:
         axes.axhline(threshold, color="0.4", linestyle="--", linewidth=1, label="solved")
     figure.legend(frameon=False, loc="outside lower center", ncols=4)  # no curve can cross it there
     figure.savefig(path, dpi=150)
-    with Image.open(path) as picture:  # a palette takes a third of the memory
-        few_colours = picture.convert("RGB").quantize(128)
-    few_colours.save(path, optimize=True)
 
 
 def prepare(options: argparse.Namespace, name: str) -> Path:
     """Refuse options that cannot work, limit torch to one thread, and return a folder for the results."""
-    for option, algo in {"sampler": "dqn", "shards": "apex", "collectors": "apex"}.items():
-        if getattr(options, option) is not None and options.algo != algo:
-            raise UsageError(f"--{option} is for --algo {algo}")
     try:
         torch.empty(0, device=options.device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
