@@ -19,8 +19,6 @@ The numbers are as follows; those that do not apply to a buffer are omitted:
 - ``never_sampled``: the share of stored rows that have never been drawn, with ``count_replays=True``.
 - ``compiled``: 1.0 if compiled code executes writes and samples, 0.5 if it executes one of them, otherwise 0.0;
   ``rb.compiled`` says which, and why not the other.
-- ``pending_rows``: the number of transitions that recorders of this process have not yet written.
-- ``pending_steps``: how many time steps the lanes of a recorder are apart, with rows ``[T, E]``.
 """
 
 from __future__ import annotations
@@ -32,14 +30,13 @@ import torch
 from torchrl.data import SamplerWithoutReplacement, Storage, Writer
 from torchrl.data.replay_buffers import PrioritizedSampler, RandomSampler, RoundRobinWriter, Sampler
 
-from rlbuf_td.envs.trajectory_numbers import TrajectoryNumbers
 from rlbuf_td.kernels.inference_mode import outside_inference_mode
 from rlbuf_td.samplers import RecencySampler, UniformSampler
 from rlbuf_td.samplers.age import young_count
 from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.wrapper import SamplerWrapper
 from rlbuf_td.storages import PackedStorage
-from rlbuf_td.storages.indexing import attached, device_of, flat_rows, lanes_of, row_count, stand_apart, written_rows
+from rlbuf_td.storages.indexing import device_of, flat_rows, lanes_of, row_count, stand_apart, written_rows
 from rlbuf_td.storages.listeners import Attached
 from rlbuf_td.storages.stretches import stretches_of
 
@@ -133,7 +130,7 @@ def health(
         counts = replays.counts()[written_rows(storage)]
         report |= {"replays_mean": float(counts.double().mean()), "replays_max": float(counts.max())}
         report["never_sampled"] = float((counts == 0).double().mean())
-    return report | _stretches(storage, sampler) | _pending(storage)
+    return report | _stretches(storage, sampler)
 
 
 def _stretches(storage: Storage, sampler: Sampler) -> dict[str, float]:
@@ -143,17 +140,6 @@ def _stretches(storage: Storage, sampler: Sampler) -> dict[str, float]:
         return {"stretch_mean": stretches_of(storage).mean}
     except (KeyError, TypeError, ValueError, RuntimeError):  # the rows do not mark trajectories: draws raise the error
         return {}
-
-
-def _pending(storage: Storage) -> dict[str, float]:
-    numbers = attached(storage, TrajectoryNumbers)
-    recorders = [] if numbers is None else list(numbers.recorders)
-    if not recorders:
-        return {}
-    report = {"pending_rows": float(sum(recorder.pending for recorder in recorders))}
-    if storage.ndim > 1:
-        report["pending_steps"] = float(max(recorder.pending_steps for recorder in recorders))
-    return report
 
 
 def _quantiles(name: str, x: torch.Tensor | None) -> dict[str, float]:

@@ -23,16 +23,12 @@ class StepRows:
 
     def __init__(self, example: TensorDict) -> None:
         self.layout = RowLayout(example, 1)
-        rows, self.words = self.block(example.shape[0])
-        #: The rows, ``[E]``, and their leaves as writable arrays ``[E, ...]``, in the same memory.
+        #: The rows as words of 8 bytes, as a TensorDict ``[E]``, and as arrays ``[E, ...]``, all in the same memory.
+        self.words = np.zeros((example.shape[0], self.layout.row_bytes // 8), np.int64)
+        rows = torch.from_numpy(self.words.view(np.uint8)).view(self.layout.carrier)
         self.now = self.layout.unpack(rows)
         columns = zip(self.layout.leaves, self.layout.columns(rows), strict=True)
         self.columns: dict[Key, np.ndarray] = {leaf.key: column.numpy() for leaf, column in columns}
-
-    def block(self, rows: int) -> tuple[torch.Tensor, np.ndarray]:
-        """Return zeroed memory for ``rows`` rows, seen as a tensor of rows and as an array of 8-byte words."""
-        words = np.zeros((rows, self.layout.row_bytes // 8), np.int64)
-        return torch.from_numpy(words.view(np.uint8)).view(self.layout.carrier), words
 
 
 def part_of(value: Any, path: Key) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections import deque
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
@@ -14,17 +13,15 @@ import torch
 from rlbuf_td.envs.columns import StepRows, fill_, fill_parts_, to_array
 from rlbuf_td.envs.infos import Info, fill_final_, fill_info_, info_example
 from rlbuf_td.envs.recorder import REWARD, BufferLane, Recorder
-from rlbuf_td.envs.specs import Key, after_step, paths_of, schema_of
+from rlbuf_td.envs.specs import Key, after_step, paths_of, schema_of, show_extra
 from rlbuf_td.storages import SchemaError
 from rlbuf_td.storages.episodes import DONE_KEY, TRAJ_KEY
 from rlbuf_td.storages.schema import show_key
-from rlbuf_td.writers import RolloutWriter
 
 if TYPE_CHECKING:
     from torchrl.data.replay_buffers import TensorDictReplayBuffer
 
 _FLAGS = ("next", "terminated"), ("next", "truncated")
-_FAR_AHEAD = 1_024
 _SAME_STEP = (
     "gymnasium.make_vec(id, num_envs, vectorization_mode='sync', "
     "vector_kwargs={'autoreset_mode': gymnasium.vector.AutoresetMode.SAME_STEP})"
@@ -36,20 +33,19 @@ class GymnasiumRecorder(Recorder):
 
     :meth:`reset` and :meth:`step` return the environment's results unchanged. With same-step autoreset, the stored next
     observation at the end of an episode is ``final_obs`` from the infos. With next-step autoreset, the steps that only
-    reset the environment are not stored. ``done`` is ``terminated | truncated``. A reward is a number or an array, such
-    as one number per objective. Rewards are stored as float32; a whole number that float32 lacks, such as 2**24 + 1,
-    raises a SchemaError, unless the buffer was made with a float64 reward in ``extras``.
+    reset the environment are not stored. ``done`` is ``terminated | truncated``. A reward is a number. It is an array,
+    such as one number per objective, if the environment has a ``reward_space``, or the buffer was made with an example
+    in ``extras``. Rewards are stored as float32; a whole number that float32 lacks, such as 2**24 + 1, raises a
+    SchemaError, unless the buffer was made with a float64 reward in ``extras``.
 
     Each episode has a unique number, stored under ``trajectory_key``. If ``reset`` interrupts an episode, its last
     transition keeps ``done=False``, and the next episode has a new number. Loading a checkpoint into the buffer
-    interrupts all episodes and drops the :attr:`pending` transitions; call :meth:`reset` before the next step.
+    interrupts all episodes; call :meth:`reset` before the next step.
 
     A single environment is recorded in a buffer ``[T]``. E environments need a buffer ``[T, E]``, in which environment
     ``e`` is lane ``e``, and each transition is written at once. With next-step autoreset, a lane that begins an episode
-    has no transition in that step, and the lanes get unlike lengths (see :meth:`ReplayBuffer.lane`). If the storage or
-    the writer cannot have such lanes, a time step is written when every lane has its transition for this step, and
-    transitions of lanes that are ahead wait in memory; ``rb.health()`` counts them. If a lane falls 1,024 steps behind,
-    a warning says so. Rollouts require same-step autoreset,
+    has no transition in that step, and the lanes get unlike lengths (see :meth:`ReplayBuffer.lane`). Rollouts and other
+    buffers that write whole time steps require same-step autoreset,
     ``SyncVectorEnv(env_fns, autoreset_mode=AutoresetMode.SAME_STEP)``, with which the lanes stay together.
 
     With ``rb.lane(e)`` in place of the buffer, a single environment (or a vector environment with one sub-environment)
@@ -69,16 +65,15 @@ class GymnasiumRecorder(Recorder):
 
     Raises:
         TypeError: ``buffer``, ``env`` or ``infos`` has the wrong type.
-        ValueError: ``autoreset_mode`` contradicts the environment's metadata; a RolloutBuffer is combined with several
-            environments that reset in the next step; or the buffer of a lane cannot write single lanes.
+        ValueError: ``autoreset_mode`` contradicts the environment's metadata; or the buffer cannot write single lanes,
+            and is given as one, or gets several environments that reset in the next step.
         SchemaError: the environment's transitions do not fit the buffer's rows or lanes, or a lane or a buffer ``[T]``
             gets several environments.
         RuntimeError: ``trajectory_key`` is ``None``, and the newest stored step has ``done=False`` in a lane. The
             next episode would seem to continue this step.
 
     Warns:
-        RuntimeWarning: neither the metadata nor ``autoreset_mode`` gives the autoreset mode of a vector environment;
-            or a lane is 1,024 steps behind another.
+        RuntimeWarning: neither the metadata nor ``autoreset_mode`` gives the autoreset mode of a vector environment.
 
     Cost: about 0.3 ms per step of 16 environments in a training loop, without the time of the environments
     (``python -m tests.benchmarks.bench --only record``).
@@ -124,18 +119,14 @@ class GymnasiumRecorder(Recorder):
         self._obs: Any = None  # None: a reset must follow
         self._ended = np.zeros(self._lanes, bool)  # the episode has ended, and no new one has begun
         self._fresh = np.ones(self._lanes, bool)  # no step of the episode has been recorded
-        #: The rows, as words, of lanes that are ahead of others, oldest first.
-        self._queues: list[deque[np.ndarray]] = [deque() for _ in range(self._lanes)]
-        self._warned = False
-        self._numbers.recorders.add(self)
         self._refuse_open_end()
 
     def _refuse_drift(self) -> None:
-        """Raise a ValueError if rollouts would hold rows of older policies, because lanes fall behind."""
-        if self._mode == "NextStep" and self._lanes > 1 and isinstance(self.buffer.writer, RolloutWriter):
-            why = "a lane that resets falls a step behind, so that later rollouts hold rows of older policies"
+        """Raise a ValueError if lanes would fall behind others in a buffer that writes whole time steps."""
+        if self._mode == "NextStep" and self._lanes > 1 and not self.buffer.takes_lanes:
+            fault = f"a lane that resets falls a step behind, and a {type(self.buffer.writer).__name__} here"
             how = f"use same-step autoreset, for example {_SAME_STEP}"
-            raise ValueError(f"a rollout cannot be recorded with next-step autoreset: {why}. Instead, {how}")
+            raise ValueError(f"cannot record next-step autoreset: {fault} writes whole time steps. Instead, {how}")
 
     def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Reset the environment and return the result; ``options={"reset_mask": mask}`` resets only some lanes.
@@ -185,7 +176,10 @@ class GymnasiumRecorder(Recorder):
         else:
             rows = self._rows
         done = self._fill_after(rows, result, info, going)
-        self._store(rows, going)
+        if going.all():
+            self._write_step()
+        elif going.any():
+            self._write(rows.now[torch.from_numpy(going)], going.nonzero()[0])
         self._obs = result[0]
         self._fresh[:] = False
         if self._mode == "SameStep":
@@ -204,16 +198,6 @@ class GymnasiumRecorder(Recorder):
             ended = self._ended.nonzero()[0].tolist()
             raise RuntimeError(f"the episode has ended in lanes {ended}: reset before the next step{how}")
 
-    @property
-    def pending(self) -> int:
-        """The number of transitions that are not yet in the buffer, because other lanes lack theirs."""
-        return sum(map(len, self._queues))
-
-    @property
-    def pending_steps(self) -> int:
-        """The number of time steps that are not yet in the buffer, because a lane lacks them."""
-        return max(map(len, self._queues))
-
     # -- episodes
 
     def _begin(self, lanes: np.ndarray) -> None:
@@ -223,8 +207,6 @@ class GymnasiumRecorder(Recorder):
     def _interrupt(self) -> None:
         self._refuse_open_end()
         self._obs = None
-        for queue in self._queues:
-            queue.clear()
         self._begin(np.ones(self._lanes, bool))
 
     def _refuse_open_end(self) -> None:
@@ -243,39 +225,24 @@ class GymnasiumRecorder(Recorder):
 
     def _make_first_rows(self, extras: Mapping[str, Any], reward: Any, info: Info) -> StepRows:
         """Make memory for rows with the rewards, extras and infos of the first step."""
-        self._fit_reward(to_array(reward).shape)
         infos = {("next", *path): info_example(path, x, info, self._lanes) for path, x in self._infos.items()}
         rows = self._make_rows(extras, infos)
         self._terminated, self._truncated, self._done = (rows.columns[key][:, 0] for key in (*_FLAGS, DONE_KEY))
         #: Where the step's rewards and flags go.
-        self._results = [(key, self._columns[key][..., 0]) for key in (REWARD, *_FLAGS)]
-        if np.ndim(reward) > (not self._single):
-            self._results[0] = REWARD, self._columns[REWARD]
+        self._results = [(REWARD, self._reward_column(np.shape(to_array(reward))))]
+        self._results += [(key, self._columns[key][..., 0]) for key in _FLAGS]
         return rows
 
-    def _fit_reward(self, shape: tuple[int, ...]) -> None:
-        """Give rewards in the schema, and in reserved rows, the shape of the first step's rewards.
-
-        Raises:
-            SchemaError: rows that have been written, or are shared, hold rewards of another shape.
-        """
-        features = shape if self._single else shape[1:]
-        storage, schema, declared = self.buffer.storage, self._schema.copy(), self._schema[REWARD]
-        if declared.shape[1:] == (wanted := features or (1,)):
-            return
-        schema.set(REWARD, declared.new_empty((self._lanes, *wanted)))
-        with storage.lock:  # recorders of other lanes may take their first step, and have done so
-            layout = storage.layout
-            fits = layout is not None and layout.leaves[layout.places[REWARD]].shape == wanted
-            if not fits and storage.is_reserved:
-                step = self._time_step(schema)
-                storage.release()
-                storage.reserve(step)
-            elif not fits and (len(self.buffer) or storage.shared_rows is not None):
-                fault = f"{show_key(REWARD)} came with shape {features}, the rows hold {tuple(declared.shape[1:])}"
-                remedy = f"make the buffer with from_env(env, ..., {self._show(REWARD, schema[REWARD])})"
-                raise SchemaError(f"{fault}: {remedy}")
-        self._schema = schema
+    def _reward_column(self, shape: tuple[int, ...]) -> np.ndarray:
+        """Return where rewards go; raise a SchemaError if rows hold rewards of another shape than the first step's."""
+        column = self._columns[REWARD]
+        if shape == column.shape:
+            return column
+        if (*shape, 1) == column.shape:
+            return column[..., 0]
+        fault = f"{show_key(REWARD)} came with shape {shape}, the rows hold {column.shape}"
+        example = show_extra(REWARD, torch.empty(shape, dtype=self._schema[REWARD].dtype, device="meta"))
+        raise SchemaError(f"{fault}: make the buffer with from_env(env, ..., {example})")
 
     def _fill_before(self, rows: StepRows, obs: Any, action: Any, extras: Mapping[str, Any]) -> None:
         fill_parts_(self._columns, self._obs_paths, obs)
@@ -295,33 +262,6 @@ class GymnasiumRecorder(Recorder):
             key = "next", *path
             fill_info_(rows.columns[key], path, default, info, going, is_reset)
         return done
-
-    # -- writes
-
-    def _store(self, rows: StepRows, going: np.ndarray) -> None:
-        """Write the rows of lanes that have a transition, or let them wait for those of other lanes."""
-        if going.all() and not self.pending:
-            self._write_step()
-        elif self._lanes == 1:  # its only lane was reset
-            return
-        elif self.buffer.takes_lanes:
-            if going.any():
-                self._write(rows.now[torch.from_numpy(going)], going.nonzero()[0])
-        else:
-            for lane in going.nonzero()[0]:
-                self._queues[lane].append(rows.words[lane].copy())
-            if all(self._queues):
-                step, words = rows.block(self._lanes)
-                words[...] = [queue.popleft() for queue in self._queues]
-                self._write(rows.layout.unpack(step))
-            self._warn_far_ahead()
-
-    def _warn_far_ahead(self) -> None:
-        if self.pending_steps > _FAR_AHEAD and not self._warned:
-            self._warned = True
-            reason = f"a lane is {_FAR_AHEAD} time steps behind another, and the others' transitions wait in memory"
-            remedy = "use same-step autoreset, or a plain RingWriter, which writes single lanes"
-            warnings.warn(f"{reason}: {remedy}", RuntimeWarning, stacklevel=4)
 
 
 def _autoreset_mode_of(env: Any, given: Any, single: bool) -> str:

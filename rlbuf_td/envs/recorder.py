@@ -103,7 +103,7 @@ class Recorder:
             leaf = stored.get(key)
             if leaf is None:
                 self._refuse_missing(key, value)
-            elif key == REWARD and leaf.dtype.is_floating_point:  # the first step tells the shape of rewards
+            elif key == REWARD and leaf.dtype.is_floating_point:  # as the extras or the reward space say
                 schema.set(key, torch.empty((self._lanes, *leaf.shape), dtype=leaf.dtype, device="meta"))
             elif value.shape[1:] == leaf.shape and _may_be(key, leaf.dtype):
                 schema.set(key, value.to(leaf.dtype))

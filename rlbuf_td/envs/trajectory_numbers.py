@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Any
-from weakref import WeakSet
 
 import numpy as np
 
@@ -20,7 +19,6 @@ class TrajectoryNumbers(Attached):
 
     def __init__(self, storage: PackedStorage) -> None:
         super().__init__(storage)
-        self.recorders: WeakSet[Any] = WeakSet()  # those of this process that may hold transitions back
         self._numbers = SharedNumbers("q", [0, 0, 0])
 
     @property
@@ -48,9 +46,3 @@ class TrajectoryNumbers(Attached):
 
     def share_memory_(self) -> None:
         self._numbers.share_memory_()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "recorders"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, recorders=WeakSet())
