@@ -111,7 +111,7 @@ class RecencySampler(RowSampler):
     def draw_into(self, storage: PackedStorage, flat: Tensor, report: Any, scratch: Tensor) -> None:
         """See :class:`~rlbuf_td.buffers.plan.CompiledPlan`."""
         ring = storage.ring
-        cells, newest = ring.extent()
+        cells, newest = ring.longest * ring.lanes, ring.newest
         if newest < 0:
             flat.copy_(self.draw(storage, len(flat))[0])
             return

@@ -171,18 +171,15 @@ class Ring:
         steps = common[1] - common[0]
         return steps * self.lanes, steps == self.steps or not common[0] % self.steps
 
-    def extent(self) -> tuple[int, int]:
-        """Return the number of cells of the time steps up to :attr:`longest`, and :attr:`newest`."""
-        common, steps = self.common(), self.steps
-        if common is None or (common[0] % steps and common[1] - common[0] < steps):
-            return self.longest * self.lanes, self.newest
-        tail, written = common
-        return (written - tail) * self.lanes, (written - 1) % steps if written > tail else -1
-
     @property
     def newest(self) -> int:
         """The slot of the newest row; -1 if there is none, lanes do not stand together, or there are holes."""
-        return (self.cursor - 1) % self.steps if self.longest and self.together and not self.holes else -1
+        common = self.common()
+        if common is None:
+            return (self.cursor - 1) % self.steps if self.longest and self.together and not self.holes else -1
+        (tail, written), steps = common, self.steps
+        is_empty, has_holes = written == tail, written - tail < steps and tail % steps
+        return -1 if is_empty or has_holes else (written - 1) % steps
 
     @property
     def newest_of_lanes(self) -> np.ndarray:
