@@ -92,7 +92,12 @@ _FLAG_WITHOUT_DONE = "{name} is set, but done is not (share of the rows with {na
 
 #: The faults by code, the most serious first.
 FAULTS = {
-    "lanes-mixed": Fault("next observations belong to other rows", _JUMPS + " {place}", "{way}"),
+    "lanes-mixed": Fault(
+        "next observations belong to other rows",
+        _JUMPS + " {place}: rows are not in time order, or environments alternate within a lane.",
+        "store each environment in a lane of its own, PackedStorage(..., ndim=2), and extend with batches [E, T], as "
+        "collectors return them (or [T, E] with dim_extend=0); let NStepSampler compute n-step returns.",
+    ),
     "observation-reused": Fault(
         "each next observation equals its own row's observation",
         "The next observation equals the observation of the same row, and differs from that of the following row: the "

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torchrl.data import Composite, Unbounded
-from torchrl.data.replay_buffers import Sampler, Storage
+from torchrl.data.replay_buffers import Sampler
 
-from rlbuf_td.diagnostics.doctor.record import Key, Record
+from rlbuf_td.diagnostics.doctor.record import Key, Record, Scan
 from rlbuf_td.diagnostics.doctor.report import Finding
 from rlbuf_td.diagnostics.health import ReplayCount
 from rlbuf_td.envs.specs import OBSERVATION, entries, is_space
@@ -17,44 +19,41 @@ from rlbuf_td.samplers.common import reported_by, stored_names
 from rlbuf_td.storages.indexing import attached
 from rlbuf_td.storages.schema import show_key
 
-Interval = tuple[torch.Tensor, torch.Tensor]
+Interval = tuple[Tensor, Tensor]
 _DRAWS, _ROWS = 2.0, 100  # fewer draws per row, or fewer rows, are not significant
 
 
-def value_findings(record: Record, bounds: Mapping[Key, Interval]) -> Iterator[Finding]:
-    columns, obs = record.columns, record.observed
-    floats = [key for key, x in columns.items() if x.dtype.is_floating_point or x.dtype.is_complex]
-    sizes, named = {key: x.shape[2:].numel() for key, x in columns.items()}, ("reward", "action")
-    checks = [("not-finite", key) for key in floats if key[-1] in named or _root(key) in obs or "observation" in key]
-    boxed = [key for key in columns if _root(key) in bounds and sizes[key] == bounds[_root(key)][0].numel()]
-    checks += [("out-of-bounds", key) for key in boxed]
-    flagged = {check: torch.zeros_like(record.cut) for check in checks}
-    for block in record.blocks():
-        for (code, key), where in flagged.items():
-            values = columns[key][block]
-            wrong = ~values.isfinite()
-            if code == "out-of-bounds":
-                low, high = (bound.reshape(values.shape[2:]).to(values.device) for bound in bounds[_root(key)])
-                wrong = ((values < low) | (values > high)) & ~wrong
-            where[block] = wrong.flatten(2).any(2)
-    for (code, key), where in flagged.items():
+def suspects_of(record: Record, bounds: Mapping[Key, Interval]) -> dict[tuple[str, Key], Callable[[Tensor], Tensor]]:
+    """Return for each code and key, the function that tells which values are wrong."""
+    suspects: dict[tuple[str, Key], Callable[[Tensor], Tensor]] = {}
+    for key, value in record.kinds.items():
+        root = key[1:] if key[0] == "next" else key
+        is_input = key[-1] in ("reward", "action") or root in record.observed or "observation" in key
+        if is_input and (value.is_floating_point() or value.is_complex()):
+            suspects["not-finite", key] = lambda values: ~values.isfinite()
+        if root in bounds and value.numel() == bounds[root][0].numel():
+            low, high = (bound.reshape(value.shape[1:]).to(value.device) for bound in bounds[root])
+            suspects["out-of-bounds", key] = partial(_is_outside, low, high)
+    return suspects
+
+
+def _is_outside(low: Tensor, high: Tensor, values: Tensor) -> Tensor:
+    return ((values < low) | (values > high)) & values.isfinite()
+
+
+def value_findings(record: Record, scan: Scan, sampler: Sampler | None) -> Iterator[Finding]:
+    for (code, key), where in scan.wrong.items():
         if bool(where.any()):
             yield record.finding(code, where, record.rows, key)
-    if doubles := [key for key, column in columns.items() if column.dtype is torch.float64]:
+    if doubles := [key for key, value in record.kinds.items() if value.dtype is torch.float64]:
         one = doubles[0] if len(doubles) == 1 else None
         yield record.finding("float64", None, record.rows, one, keys=", ".join(map(show_key, doubles)))
-
-
-def _root(key: Key) -> Key:
-    return key[1:] if key[0] == "next" else key
-
-
-def usage_findings(record: Record, storage: Storage, sampler: Sampler | None) -> Iterator[Finding]:
-    for name in sorted(stored_names(storage).keys() & (frozenset() if sampler is None else reported_by(sampler))):
+    reported = frozenset() if sampler is None else reported_by(sampler)
+    for name in sorted(stored_names(record.storage).keys() & reported):
         yield record.finding("entry-replaced", None, record.rows, (name,), sampler=type(sampler).__name__)
-    replays = attached(storage, ReplayCount)
+    replays = attached(record.storage, ReplayCount)
     if replays is not None:
-        counts = record.by_row(replays.counts()).cpu()
+        counts = replays.counts().cpu()[record.cells]
         drawn, mean = counts > 0, float(counts.double().mean())
         if record.rows >= _ROWS and mean >= _DRAWS and 2 * int(drawn.sum()) < record.rows:
             yield record.finding("never-sampled", ~drawn, record.rows, mean=mean)

@@ -1,0 +1,197 @@
+"""Findings about the order of rows, and about the flags that end trajectories.
+
+Within a trajectory, the next observation of a row must equal the observation of the following row. The next
+observation in a trajectory's last row must differ from the first observation of the following trajectory.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from rlbuf_td.diagnostics.doctor.record import NEXT, Record, Scan, hashes, moves
+from rlbuf_td.diagnostics.doctor.report import Finding
+from rlbuf_td.storages.stretches import Stretches
+
+_SAMPLED = 256  # rows that suffice to identify the kind of a fault
+_FEW = 32  # fewer rows may all be of one kind by chance
+_LONG = 10_000  # time steps: this many without an end are a finding
+_SOME_ENDS = 8  # fewer changes of the trajectory id without a flag are no finding
+
+
+def order_findings(record: Record, scan: Scan, needed: int) -> Iterator[Finding]:
+    """Yield the faults in the order of rows; the sampler needs ``needed`` consecutive rows of a trajectory."""
+    flags, fault = scan.flags, None
+    ended = torch.stack([torch.zeros_like(scan.cut), *flags.values()]).any(0)
+    if record.knows_ends and not record.observed:
+        record.skipped.append("next observations: no key is stored both at the root and under 'next'")
+    elif record.knows_ends:
+        broken = scan.inside & scan.apart
+        if int(broken.sum()) > max(1, int(scan.inside.sum()) // 2):
+            fault = _broken(record, scan, broken, mostly=True)
+        else:
+            fault = _shifted(record, scan, flags.get("done", ended))
+        if fault is not None:
+            yield fault
+    if "done" in flags and (fault is None or fault.code != "done-shifted"):
+        for name, flag in flags.items():
+            lacking = flag & ~flags["done"]
+            if bool(lacking.any()):
+                yield record.finding(f"{name}-without-done", lacking, int(flag.sum()), ("next", name), name=name)
+    if record.knows_ends and fault is None:
+        yield from _ends(record, scan, ended)
+    if record.knows_ends and scan.ids is not None:
+        broken = scan.ends & ~ended
+        counts = int(scan.cut.sum()), int(broken.sum()), scan.ids.unique().numel()
+        stretches = Stretches(record.rows, *counts, bool(flags))
+        if stretches.are_interleaved(needed):
+            yield record.finding("trajectories-interleaved", broken, record.rows, mean=stretches.mean)
+
+
+def _ends(record: Record, scan: Scan, ended: Tensor) -> Iterator[Finding]:
+    """Yield the faults at the ends of trajectories; ``ended``: an end flag is set."""
+    if bool(ended.all()) and record.rows >= _FEW:
+        yield record.finding("done-always", ended, record.rows)
+        return
+    one_step, never = _one_step_rows(record, scan, ended), not bool(ended.any())
+    broken = scan.inside & scan.apart & ~ended
+    if bool(broken.any()):
+        yield _broken(record, scan, broken, never=never)
+    elif never and _ids_show_ends(scan):
+        seen = "Trajectory ids and observations show resets at these rows, and no done flag is ever set."
+        yield record.finding("done-never", scan.ends & scan.apart, record.rows, seen=seen)
+    elif never and record.shape[0] >= _LONG:
+        yield record.finding("done-never", None, record.rows, seen=f"No trajectory ends in {record.shape[0]:,} steps.")
+    if bool(scan.unbroken.any()) and _is_no_chance(record, scan):
+        yield _not_reset(record, scan, one_step)
+        return
+    count = int(one_step.sum())
+    trajectories = int(scan.ends.sum()) if scan.ids is None else scan.ids.unique().numel()
+    if count >= _FEW and count >= 0.9 * trajectories:  # in short games, half of the trajectories may have one step
+        yield record.finding("one-step-trajectories", one_step, trajectories)
+
+
+def _spread(where: Tensor) -> Tensor:
+    """Return up to 256 row numbers, evenly spaced among the rows of the mask ``where``."""
+    rows = where.nonzero()[:, 0]
+    return rows[torch.linspace(0, len(rows) - 1, min(len(rows), _SAMPLED), dtype=torch.float64, device="cpu").long()]
+
+
+def _broken(record: Record, scan: Scan, where: Tensor, *, mostly: bool = False, never: bool = False) -> Finding:
+    """Return the finding about rows whose next observation differs from the following row's observation."""
+    of, sample = int(scan.inside.sum()), _spread(where)
+    if mostly and not bool(moves(record, sample).any()):
+        return record.finding("observation-reused", where, of)
+    place = _found_elsewhere(record, sample, mostly)
+    if place is not None:
+        return record.finding("lanes-mixed", where, of, place=place)
+    if never and not mostly:
+        seen = "The observations show resets at these rows, and no done flag is ever set."
+        return record.finding("done-never", where, record.rows, seen=seen)
+    return record.finding("next-observation-differs" if mostly else "reset-without-done", where, of)
+
+
+def _hashes(record: Record, keys: list[tuple[str, ...]]) -> Tensor:
+    return torch.cat([hashes(here, keys) for _, here, _ in record.blocks()])
+
+
+def _found_elsewhere(record: Record, sample: Tensor, mostly: bool) -> str | None:
+    """Search all observations for the next observations of the rows in ``sample``; say where most of them are."""
+    here = hashes(record.read(sample), [NEXT + key for key in record.observed])
+    ordered, order = _hashes(record, record.observed).sort()
+    low, high = torch.searchsorted(ordered, here), torch.searchsorted(ordered, here, right=True)
+    votes = Counter[tuple[int, int]]()
+    for cell, start, stop in zip(record.cells[sample].tolist(), low.tolist(), high.tolist(), strict=True):
+        there = record.cells[order[start : min(stop, start + _SAMPLED)]]
+        ahead = (there // record.lanes - cell // record.lanes) % record.shape[0]
+        across = there % record.lanes - cell % record.lanes
+        votes.update(set(zip(ahead.tolist(), across.tolist(), strict=True)) - {(0, 0)})  # other rows than this one
+    if not votes:
+        return None
+    ((ahead, across), agreed), *_ = votes.most_common(1)
+    if agreed >= max(2, 0.9 * len(sample)) and (across or mostly):
+        return f"It is the observation {ahead} time step(s) later" + f", {across:+} lane(s) on" * bool(across)
+    matches = (high - low)[high > low]
+    is_rare = len(matches) >= max(1, len(sample) // 2) and int(matches.median()) <= 3
+    return "It is the observation of another row" if is_rare else None
+
+
+def _shifted(record: Record, scan: Scan, done: Tensor) -> Finding | None:
+    """Return a finding if done flags are set one step too late or one step too early."""
+    unbroken, broken, apart = scan.unbroken, scan.inside & scan.apart, record.paired & scan.apart
+    for step, late, before in ((1, "late", "before"), (-1, "early", "after")):
+        beside = apart & ~done & unbroken.roll(-step)
+        count = int(beside.sum())
+        if count and 2 * count >= max(int(broken.sum()), int(unbroken.sum())):
+            return record.finding("done-shifted", beside.roll(step), int(scan.ends.sum()), late=late, before=before)
+    return None
+
+
+def _ids_show_ends(scan: Scan) -> bool:
+    """Whether changes of the trajectory id seem to mark ends of episodes.
+
+    No id may appear again later, and lengths must vary: equal lengths suggest that the data was cut into pieces.
+    """
+    cuts, ids = (scan.ends & scan.apart).nonzero()[:, 0], scan.ids
+    if ids is None or len(cuts) < _SOME_ENDS:
+        return False
+    return ids.unique().numel() >= int((ids[1:] != ids[:-1]).sum()) and len(cuts.diff().unique()) > 1
+
+
+def _is_no_chance(record: Record, scan: Scan) -> bool:
+    """Whether ``scan.unbroken`` is unlikely to come from observations that are equal by chance."""
+    if 2 * int(scan.unbroken.sum()) >= int(scan.ends.sum()):
+        return True
+    values = _hashes(record, record.main)
+    return 100 * (len(values) - len(values.unique())) < len(values)
+
+
+def _not_reset(record: Record, scan: Scan, one_step: Tensor) -> Finding:
+    """Return the finding about trajectory ends whose next observation equals the following row's observation."""
+    where, of = scan.unbroken, int(scan.ends.sum())
+    here, after = _jumps(record, where, scan.inside)
+    if not max(here, after):
+        if 2 * int((where & (one_step | one_step.roll(-1))).sum()) >= int(where.sum()):
+            return record.finding("one-step-trajectories", one_step & (where | where.roll(1)), of)
+        return record.finding("done-without-reset", where, of)
+    if here >= after:
+        return record.finding("final-observation-lost", where, of, jump=here)
+    return record.finding("reset-row-stored", where.roll(1), of, jump=after)
+
+
+def _jumps(record: Record, where: Tensor, inside: Tensor) -> tuple[float, float]:
+    """Return the median change of the observation in the rows of the mask ``where``, and in the rows after them.
+
+    The unit is the mean change within trajectories. A median that is usual within trajectories becomes 0.
+    """
+    usual, rows = _spread(inside), _spread(where)
+    if not len(usual):
+        return 0.0, 0.0
+    values = record.read(torch.cat([usual, rows, (rows + 1) % record.rows]))
+    total = torch.zeros(len(usual) + 2 * len(rows), dtype=torch.float64, device="cpu")
+    for key in record.main:
+        if values[key].dtype is torch.bool or values[key].dtype.is_complex:
+            continue
+        moved = values[NEXT + key].double() - values[key].double()
+        distance = moved.abs().nan_to_num(0.0, 0.0, 0.0).flatten(1).mean(1).cpu()
+        if (scale := distance[: len(usual)].mean()) > 0:
+            total += distance / scale  # in mean distances within trajectories
+    usually, *others = total.split([len(usual), len(rows), len(rows)])
+    mean = usually.mean()
+    if not float(mean):
+        return 0.0, 0.0
+    limit = usually.quantile(0.9 if len(rows) >= 4 else 0.99)
+    here, after = (float(each.median() / mean) * bool(each.median() > limit) for each in others)
+    return here, after
+
+
+def _one_step_rows(record: Record, scan: Scan, ended: Tensor) -> Tensor:
+    """Return whether each row is a trajectory of one step; false for the oldest row of a lane without ids."""
+    alone = ended & ended.roll(1) & record.paired.roll(1)
+    if scan.ids is not None:  # rows of several lanes may alternate: count all rows with the id
+        _, inverse, counts = scan.ids.unique(return_inverse=True, return_counts=True)
+        alone |= (counts == 1)[inverse] & record.paired
+    return alone
