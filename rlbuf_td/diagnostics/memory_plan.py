@@ -20,7 +20,7 @@ from rlbuf_td.storages.checks import whole
 from rlbuf_td.storages.dedup import DedupLayout, DedupOptions
 from rlbuf_td.storages.indexing import stored_rows
 from rlbuf_td.storages.layout import RowLayout
-from rlbuf_td.storages.memory_budget import Room, cuda, disk, ram, room_for, shared_rows, shared_tensors, show_bytes
+from rlbuf_td.storages.memory_budget import Room, room_for, shared_rows, shared_tensors, show_bytes
 from rlbuf_td.storages.schema import Leaf, show_key
 
 _SUMS = ("padding", "rows", "priorities", "trajectory index", "total")
@@ -36,7 +36,7 @@ class MemoryPlan:
     row_bytes: int  # bytes of a row, with padding
     priorities: int  # bytes of the sampler's state
     trajectories: int  # bytes of the trajectory index, which is created at its first use
-    places: tuple[Room, ...]  # where rows can be, each with its free memory; the requested place first
+    place: Room  # where the rows are, with the free memory
     memory: Room  # where priorities and trajectory index are, with the free memory
     dedup: DedupLayout | None = None  # which keys are deduplicated, if any
 
@@ -71,13 +71,13 @@ class MemoryPlan:
     @property
     def fits(self) -> bool:
         """Whether the buffer fits into the free memory; true if the free memory is unknown."""
-        return self._fits_in(self.places[0])
+        return all(room.free is None or need <= room.free for room, need in self._needs)
 
     @property
     def most_rows(self) -> int | None:
         """Approximately the largest capacity that fits into the free memory; ``None`` if the free memory is unknown."""
-        needs = self._needs(self.places[0])
-        limits = [int(room.free / need * self.capacity) for room, need in needs if need and room.free is not None]
+        needs = [(room.free, need) for room, need in self._needs if need]
+        limits = [int(free / need * self.capacity) for free, need in needs if free is not None]
         return min(limits, default=None)
 
     @property
@@ -85,9 +85,9 @@ class MemoryPlan:
         """Suggestions for a buffer that does not fit, one per line; empty if the buffer fits."""
         if self.fits:
             return ""
-        on_gpu, largest = self.memory.place.startswith("cuda"), self.leaves[0]
-        elsewhere = [_argument(room, on_gpu) for room in self.places[1:] if self._fits_in(room)]
-        ways = [f"use a capacity of at most {self.most_rows:,}", *(f"put the rows elsewhere: {a}" for a in elsewhere)]
+        largest, ways = self.leaves[0], [f"use a capacity of at most {self.most_rows:,}"]
+        if not self.place.place.startswith("disk"):
+            ways.append("keep the rows in a file, on the CPU: scratch_dir=...")
         ways.append(f"make the rows smaller: {largest.name} is {largest.nbytes / self.row_bytes:.0%} of them")
         if largest.dtype.is_floating_point and len(largest.shape) > 2:
             ways[-1] += f"; images stored as uint8 take {1 / largest.dtype.itemsize:.0%} of their memory as floats"
@@ -96,15 +96,15 @@ class MemoryPlan:
             ways.append("store observations once: share_next=True")
         return "\n".join(ways)
 
-    def _needs(self, place: Room) -> list[tuple[Room, int]]:
-        """Return the bytes that the buffer needs in each memory, if its rows are in ``place``."""
-        if place.place == self.memory.place:
-            return [(place, self.total)]
-        rows = self.total if place.place == shared_rows().place else self.rows  # priorities are in this memory, too
-        return [(place, rows), (self.memory, self.priorities + self.trajectories)]
-
-    def _fits_in(self, place: Room) -> bool:
-        return all(room.free is None or need <= room.free for room, need in self._needs(place))
+    @property
+    def _needs(self) -> list[tuple[Room, int]]:
+        """The bytes that the buffer needs in each memory."""
+        if self.place.place == self.memory.place:
+            return [(self.place, self.total)]
+        rows = (
+            self.total if self.place.place == shared_rows().place else self.rows
+        )  # priorities are in this memory, too
+        return [(self.place, rows), (self.memory, self.priorities + self.trajectories)]
 
     def __str__(self) -> str:
         from rich.console import Console
@@ -114,12 +114,8 @@ class MemoryPlan:
         sizes = self.keys | {f"{key} shared": -nbytes for key, nbytes in self.saved.items()}
         sizes |= {"padding": self.rows - sum(sizes.values()), "rows": self.rows, "priorities": self.priorities}
         sizes |= {"trajectory index": self.trajectories, "total": self.total}
-        table = Table(
-            Column(overflow="fold"),
-            *(Column(name, justify="right") for name in ("bytes/row", "all rows", "")),
-            box=None,
-        )
-        table.padding = 0, 2
+        columns = (Column(name, justify="right") for name in ("bytes/row", "all rows", ""))
+        table = Table(Column(overflow="fold"), *columns, box=None, padding=(0, 2))
         for name, nbytes in sizes.items():
             number = f"{nbytes / self.capacity:,.{2 * bool(nbytes % self.capacity)}f}"
             size = "-" * (nbytes < 0) + show_bytes(abs(nbytes))
@@ -128,9 +124,7 @@ class MemoryPlan:
         Console(file=text, width=80, color_system=None, force_jupyter=False).print(table)
         lines = [f"{self.capacity:,} rows of {self.row_bytes:,} bytes: {show_bytes(self.total)}", ""]
         lines += [*map(str.rstrip, text.getvalue().splitlines()), "", f"  largest key: {self.largest_key}", ""]
-        for room in self.places:
-            mark = "->" if room is self.places[0] else "  "
-            lines.append(f"{mark} {room.words()}: {'fits' if self._fits_in(room) else 'does not fit'}")
+        lines.append(f"{self.place.words()}: {'fits' if self.fits else 'does not fit'}")
         if not self.fits:
             lines += ["", "What to do:", *(f"  - {way}" for way in self.remedy.splitlines())]
         return "\n".join(lines)
@@ -206,7 +200,7 @@ def plan(
         row_bytes=layout.row_bytes,
         priorities=priority_bytes(sampler, steps * lanes, device),
         trajectories=_index_bytes(layout.leaves, steps, lanes),
-        places=_places(device, scratch_dir, shared),
+        place=room_for(device, scratch_dir=None if scratch_dir is None else Path(scratch_dir), shared=shared),
         memory=shared_tensors() if shared else room_for(device),
         dedup=dedup,
     )
@@ -243,19 +237,3 @@ def _index_bytes(leaves: tuple[Leaf, ...], steps: int, lanes: int) -> int:
     """Return the bytes of the numbers of episodes; 0 if the rows do not mark the ends of trajectories."""
     has_ends = any(leaf.key[-1] in ("done", "terminated", "truncated", "traj_ids") for leaf in leaves)
     return 8 * steps * lanes + 16 * lanes if has_ends else 0
-
-
-def _places(device: torch.device, scratch_dir: str | Path | None, shared: bool) -> tuple[Room, ...]:
-    folder = None if scratch_dir is None else Path(scratch_dir)
-    requested = room_for(device, scratch_dir=folder, shared=shared)
-    others = [ram(), *(cuda(torch.device("cuda", index)) for index in range(torch.cuda.device_count()))]
-    others += [] if folder is not None else [disk(Path())]
-    return (requested, *(room for room in others if room.place != requested.place))
-
-
-def _argument(room: Room, on_gpu: bool) -> str:
-    if room.place.startswith("disk"):
-        return "device='cpu', " * on_gpu + "scratch_dir=... keeps them in a file"
-    if room.place == "RAM" and on_gpu:
-        return "device='cpu' keeps them in RAM; ReplayBuffer(device=...) moves batches"
-    return f"device={'cpu' if room.place == 'RAM' else room.place!r}"
