@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import chain
@@ -12,17 +12,15 @@ from typing import Any, TypeVar
 
 import torch
 from tensordict import TensorDict, TensorDictBase
-from torchrl.data.replay_buffers import TensorDictReplayBuffer, Writer
+from torchrl.data.replay_buffers import TensorDictReplayBuffer
 
 from rlbuf_td.checkpoint.files import progress_bar
 from rlbuf_td.envs.specs import OBSERVATION, tensors_of
 from rlbuf_td.envs.transition import make_transition
 from rlbuf_td.kernels.huge_pages import take_pages
 from rlbuf_td.storages import PackedStorage
-from rlbuf_td.storages.episodes import TRAJ_KEY
-from rlbuf_td.storages.indexing import coordinates, lanes_of, stand_apart, stored_rows
+from rlbuf_td.storages.indexing import coordinates
 from rlbuf_td.storages.schema import SchemaError, refuse_rounding, show_key, walk
-from rlbuf_td.writers.common import steps_by_age
 
 Buffer = TypeVar("Buffer", bound=TensorDictReplayBuffer)
 INFO, _REWARD = "info", ("next", "reward")
@@ -59,28 +57,14 @@ def import_minari(
         if rb.storage.scratch_dir is None:  # another thread touches the pages first: page faults in writes cost more
             pool.submit(take_pages, rb.storage.all_rows().first(steps).matrix)
         for rows in chain([first], episodes):
-            _fit_reward_(rows, first[_REWARD].dtype)
             rb.extend(rows)
             report(len(rows) * rb.storage.row_bytes)
     rb._count_imported(flow)
     return rb
 
 
-def _fit_reward_(rows: Any, dtype: torch.dtype) -> None:
-    """Promote the rewards of an episode to ``dtype``; raise a SchemaError if type promotion does not allow this."""
-    reward = rows[_REWARD]
-    if torch.promote_types(reward.dtype, dtype) is not dtype:
-        episode = int(rows[TRAJ_KEY][0])
-        raise SchemaError(
-            f"episode {episode} has {reward.dtype} rewards, earlier ones {dtype}: pass reward_dtype=torch.float64"
-        )
-    refuse_rounding(_REWARD, reward, dtype, "pass reward_dtype=torch.float64")
-    rows[_REWARD] = reward.to(dtype)
-
-
 def export_minari(
     storage: PackedStorage,
-    writer: Writer,
     dataset_id: str,
     env: Any,
     spaces: tuple[Any, Any],
@@ -94,16 +78,19 @@ def export_minari(
     library, dataset = minari(), None
     folder = library.storage.get_dataset_path(dataset_id)
     is_new = not folder.exists()
-    lanes = _lanes_by_age(storage, writer)
+    cells = _episodes(storage)
+    at_once = max(1, _WRITTEN_AT_ONCE * len(cells) // max(1, storage.nbytes))
     try:
         with progress_bar(f"writing {dataset_id}", storage.nbytes, progress) as report:
-            for some, nbytes in _together(_episodes(storage, lanes, spaces)):
-                episodes = [library.data_collector.EpisodeBuffer(**episode) for episode in some]
+            for start in range(0, len(cells), at_once):
+                some = cells[start : start + at_once]
+                rows = (storage.get(coordinates(each, storage)).cpu() for each in some)
+                episodes = [library.data_collector.EpisodeBuffer(**episode_of(each, spaces)) for each in rows]
                 if dataset is None:
                     dataset = library.create_dataset_from_buffers(dataset_id, episodes, **about)
                 else:
                     dataset.update_dataset_from_buffer(episodes)
-                report(nbytes)
+                report(sum(map(len, some)) * storage.row_bytes)
     except BaseException:
         if is_new:
             shutil.rmtree(folder, ignore_errors=True)
@@ -122,50 +109,13 @@ def spaces_of(env: Any, observation_space: Any, action_space: Any) -> tuple[Any,
     return observation_space or env.observation_space, action_space or env.action_space
 
 
-def _lanes_by_age(storage: PackedStorage, writer: Writer) -> list[torch.Tensor]:
-    """Return the flat indices of each lane's rows, oldest first."""
-    if stand_apart(storage) and storage.in_time_order:
-        rows, count = storage.ring.cells_by_age(), storage.ring.count
-        return [lane for lane in rows.split(count.tolist()) if len(lane)]
-    steps, lanes = steps_by_age(writer, storage, None), lanes_of(storage).numel()
-    return [steps * lanes + lane for lane in range(lanes)]
-
-
-def _episodes(
-    storage: PackedStorage, lanes: list[torch.Tensor], spaces: tuple[Any, Any]
-) -> Iterator[tuple[dict[str, Any], int]]:
-    for flat in lanes:
-        for cells in flat.tensor_split(_first_rows(storage, flat)):
-            rows = storage.get(coordinates(cells, storage)).cpu()
-            yield episode_of(rows, spaces), sum(value.nbytes for _, value in walk(rows))
-
-
-def _first_rows(storage: PackedStorage, flat: torch.Tensor) -> torch.Tensor:
-    """Return the positions in ``flat`` (rows of one environment, oldest first) where episodes begin, except 0."""
-    columns: Any = stored_rows(storage)
-    numbers = columns.get(TRAJ_KEY, None)
-    if numbers is None and columns.get(("next", "done"), None) is None:
-        raise SchemaError(f"the rows have neither {show_key(TRAJ_KEY)} nor {show_key(('next', 'done'))}")
-    if numbers is None:
-        is_last = columns["next", "done"].flatten().cpu()[flat[:-1]]
-    else:
-        numbers = numbers.flatten().cpu()[flat]
-        is_last = numbers[1:] != numbers[:-1]
-    return is_last.nonzero()[:, 0] + 1
-
-
-def _together(episodes: Iterator[tuple[dict[str, Any], int]]) -> Iterator[tuple[list[dict[str, Any]], int]]:
-    """Group episodes into lists of about ``_WRITTEN_AT_ONCE`` bytes; yield each list and its size in bytes."""
-    waiting: list[dict[str, Any]] = []
-    total = 0
-    for episode, nbytes in episodes:
-        waiting.append(episode)
-        total += nbytes
-        if total >= _WRITTEN_AT_ONCE:
-            yield waiting, total
-            waiting, total = [], 0
-    if waiting:
-        yield waiting, total
+def _episodes(storage: PackedStorage) -> tuple[torch.Tensor, ...]:
+    """Return the flat indices of each episode's rows, lane after lane, oldest first."""
+    if not len(storage):
+        raise RuntimeError("the buffer is empty: extend it first")
+    cells = storage.ring.cells_by_age()
+    is_last = storage.episodes_now().spans(cells.to(storage.device)).ahead.cpu() == 0
+    return cells.tensor_split(is_last[:-1].nonzero()[:, 0] + 1)
 
 
 def open_dataset(dataset: Any) -> Any:

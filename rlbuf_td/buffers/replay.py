@@ -1551,10 +1551,9 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
     ) -> Any:
         """Write all rows as a new Minari data set on this machine (needs the extra ``minari``).
 
-        Consecutive rows of an environment with equal ``("collector", "traj_ids")`` form an episode; without these ids,
-        an episode ends at a ``done`` row. Environments are written one after the other, each from its oldest to its
-        newest episode. Observations, actions, rewards, ``terminated``, ``truncated`` and infos are written without
-        transforms. Other entries, such as a policy's outputs, are omitted.
+        An episode ends at a ``done`` row, and where ``("collector", "traj_ids")`` changes. Environments are written one
+        after the other, each from its oldest to its newest episode. Observations, actions, rewards, ``terminated``,
+        ``truncated`` and infos are written without transforms. Other entries, such as a policy's outputs, are omitted.
 
         Args:
             dataset_id: the name of the data set, ``"namespace/name-v0"``.
@@ -1571,10 +1570,11 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
 
         Raises:
             ImportError: Minari is not installed.
-            ValueError: neither ``env`` nor both spaces are given, the name has no version, or a data set of this name
-                exists. A ValueError is also raised if a next observation differs from the observation in the following
-                row of the episode, because Minari stores only one of them.
+            ValueError: neither ``env`` nor both spaces are given, the name has no version, a data set of this name
+                exists, or the rows are not in time order. A ValueError is also raised if a next observation differs
+                from the observation in the following row of the episode, because Minari stores only one of them.
             SchemaError: the rows lack an entry that the data set needs, or an entry has another shape than its space.
+            KeyError: the rows have neither ``done`` flags nor trajectory ids.
             RuntimeError: the buffer is empty.
 
         After an error, no new data set is left behind.
@@ -1588,8 +1588,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
         self._require("to_minari")
         spaces = minari_data.spaces_of(env, observation_space, action_space)
         with self._locked():
-            rows = self._storage, self._writer
-            return minari_data.export_minari(*rows, dataset_id, env, spaces, progress, kwargs)
+            return minari_data.export_minari(self._storage, dataset_id, env, spaces, progress, kwargs)
 
     def __repr__(self) -> str:
         name = type(self).__name__

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import gymnasium
@@ -158,7 +159,7 @@ def test_what_cannot_be_loaded_is_named(monkeypatch):
         ReplayBuffer.from_minari("toy/a-box-v0")
 
 
-def test_rewards_that_lose_nothing_are_cast_and_others_refused():
+def test_rewards_of_unlike_dtypes_need_one_that_holds_all():
     def dataset(name: str, *rewards: list[float]) -> Any:
         flags = {"terminations": [False, True], "truncations": [False, False]}
         values = {"observations": np.zeros((3, 1)), "actions": np.zeros(2, np.int64)}
@@ -166,10 +167,8 @@ def test_rewards_that_lose_nothing_are_cast_and_others_refused():
         spaces = {"observation_space": Box(0, 9, (1,), np.float64), "action_space": Discrete(1)}
         return minari.create_dataset_from_buffers(name, buffers, **spaces)
 
-    rb = ReplayBuffer.from_minari(dataset("toy/floats-v0", [0.5, 1.0], [0, 1]))
-    assert rb.chronological()["next", "reward"].flatten().tolist() == [0.5, 1.0, 0.0, 1.0]
     mixed = dataset("toy/ints-v0", [0, 1], [0.5, 1.0])
-    with pytest.raises(SchemaError, match=r"episode 1 has torch.float64 rewards, earlier ones torch.int64: pass"):
+    with pytest.raises(SchemaError, match=r"'reward'\)"):
         ReplayBuffer.from_minari(mixed)
     rb = ReplayBuffer.from_minari(mixed, reward_dtype=torch.float64)
     assert rb.chronological()["next", "reward"].flatten().tolist() == [0.0, 1.0, 0.5, 1.0]
@@ -243,10 +242,11 @@ def test_what_minari_cannot_hold_leaves_no_set_behind(monkeypatch):
     for name in names:
         with pytest.raises(ValueError, match=r"a data set needs a name with a version, such as .*, got"):
             rb.to_minari(name, **spaces_of(dataset))
-    for missing, message in ((("next", "terminated"), "no .*'terminated'"), (("next", "done"), "neither .* nor")):
+    ends = ("next", "done"), ("next", "terminated"), ("next", "truncated")
+    for missing, error in ((ends[1:2], SchemaError), (ends, KeyError)):
         short = ReplayBuffer(storage=PackedStorage(9))
-        short.extend(rb.storage[:3].exclude(missing, ("collector", "traj_ids")))
-        with pytest.raises(SchemaError, match=message):
+        short.extend(rb.storage[:3].exclude(*missing, ("collector", "traj_ids")))
+        with pytest.raises(error):
             short.to_minari("toy/short-v0", **spaces_of(dataset))
     with pytest.raises(ValueError, match="already exists"):
         rb.to_minari(dataset.id, **spaces_of(dataset))
@@ -259,4 +259,4 @@ def test_what_minari_cannot_hold_leaves_no_set_behind(monkeypatch):
 
 def test_a_bar_shows_what_has_been_read(capsys):
     ReplayBuffer.from_minari(recorded(), progress=True)
-    assert "loading toy/a-box-v0: 100%" in capsys.readouterr().err
+    assert re.search(r"loading toy/a-box-v0 .* ([\d.]+)/\1 ", capsys.readouterr().err)
