@@ -21,7 +21,7 @@ from torch import Tensor
 from torchrl.data.replay_buffers import Sampler
 
 from rlbuf_td.buffers.parts import Parts
-from rlbuf_td.buffers.plan import unreadable
+from rlbuf_td.buffers.plan import why_not_compiled
 from rlbuf_td.diagnostics.episode_stats import Record
 from rlbuf_td.kernels.batch import RING, parallel_loops
 from rlbuf_td.kernels.dispatch import compiled_form, machine_code, record_of
@@ -69,7 +69,7 @@ class BoundWrite:
         """Return bound writes to a buffer with allocated rows, or, in one line, why there are none."""
         storage: Any = parts.storage
         counters = [compiled_form(part, "bind_write") for part in (parts.writer, storage)]
-        reason = unreadable(storage)
+        reason = why_not_compiled(storage)
         if reason or None in counters:
             return reason or f"{type(parts.writer if counters[0] is None else storage).__name__} has no compiled write"
         if storage.episodes is not None and not storage.episodes.address:

@@ -103,21 +103,16 @@ class Part(NamedTuple):
 def part_of(member: ReplayBuffer, count: int) -> Part:
     """Draw ``count`` rows from a member, and transform them."""
     with member._futures_lock, member._locked():  # priorities must not change before the normalizer is known
-        drawn = member._drawn(count) if member.parts.draws else None
-        normalizer = None if drawn is None else normalizer_of(member, drawn[1])
-        stamps = None if drawn is None or drawn[0].ndim != 1 else member.storage.stamps(drawn[1]["index"])
-    if drawn is not None:
-        finished = member._finish(*drawn)
-        if finished[0].ndim != 1:
-            inner = [*finished[0].shape[1:]]
-            raise ValueError(f"members must store single transitions, these rows have further batch dims, {inner}")
-        return Part(finished[0], normalizer, stamps)
-    rows, info = member._sample(count)  # TorchRL's general path, which adds the report later
-    if "index" not in rows.keys():
-        merge_(rows, info)
-    rows = without_lane(member, rows)  # TorchRL's slices have an index [B, 1]
-    is_packed = isinstance(member.storage, PackedStorage)
-    return Part(rows, normalizer_of(member, info), member.storage.stamps(rows["index"]) if is_packed else None)
+        batch, report = member._drawn(count)
+        normalizer = normalizer_of(member, report)
+        stamps = member.storage.stamps(report["index"])
+    if not member.include_info:
+        merge_(batch, report)
+    rows = member._finish(batch, report)[0]
+    if rows.ndim != 1:
+        inner = [*rows.shape[1:]]
+        raise ValueError(f"members must store single transitions, these rows have further batch dims, {inner}")
+    return Part(without_lane(member, rows), normalizer, stamps)  # TorchRL's slices have an index [B, 1]
 
 
 def largest_normalizer(members: Mapping[str, ReplayBuffer], parts: Mapping[str, Part]) -> float:

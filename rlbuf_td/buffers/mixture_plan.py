@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from rlbuf_td.buffers.mixture_parts import Part, largest_normalizer, normalizer_of
-from rlbuf_td.buffers.plan import CompiledPlan, plan_of
+from rlbuf_td.buffers.plan import CompiledPlan
 from rlbuf_td.buffers.replay import ReplayBuffer
 from rlbuf_td.diagnostics.health import LastDraw
 from rlbuf_td.kernels.strata import LEAST_RATIO
@@ -122,10 +122,10 @@ def plan_mixture(members: Mapping[str, ReplayBuffer], size: int) -> MixturePlan 
     """Return the plan of these members, or None if one of them makes batches of its own."""
     plans = []
     for member in members.values():
-        if not (is_usual(member) and member.parts.draws and len(member.storage)):
+        if not (is_usual(member) and len(member.storage)):
             return None
         with member.storage.lock:
-            plan = plan_of(member.storage, member.sampler, size)
+            plan = member._plan(size)
         if not isinstance(plan, CompiledPlan) or not plan.is_plain:
             return None
         plans.append(plan)

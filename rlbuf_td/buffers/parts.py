@@ -31,11 +31,10 @@ class Parts(NamedTuple):
     wrapper: SamplerWrapper | None  # the sampler, if it wraps another one
     prioritized: Prioritized | None  # the innermost sampler, if it is a prioritized one of this package
     transforms: Collection[Any]  # TorchRL's own list, kept here because each lookup takes 1 us
-    gives_windows: bool  # batches have a dim for the steps of each window
     has_units: bool  # TorchRL's ``sample_unit`` expands the drawn rows
-    is_stamped: bool  # batches have an entry "sampled_at"
+    is_general: bool  # batches are drawn through TorchRL's interface, see :class:`~rlbuf_td.buffers.plan.GeneralPlan`
+    gives_windows: bool  # batches get a dim for the steps of each window
     report_keys: frozenset[str]  # names of the entries, besides "index", that the sampler is known to add to each batch
-    draws: str  # the sampler's method that draws: "draw_batch" or "draw"; "": TorchRL's code draws
     writes_generally: bool  # TorchRL's code writes
 
     @classmethod
@@ -50,14 +49,12 @@ class Parts(NamedTuple):
         if wrapper is not None:
             wrapper.watch(storage)  # must precede a load of rows, which ends their trajectories
         prioritized = innermost if isinstance(innermost, Prioritized) else None
-        is_direct = not has_units and not collates and not writer.tracks_generations
-        draws = "" if not is_direct else "draw_batch" if wrapper is not None else _method_to_draw(type(sampler))
-        is_stamped = not has_units and prioritized is not None
+        is_general = has_units or collates or writer.tracks_generations or (wrapper is None and not _draws(sampler))
+        windows = wrapper is not None and wrapper.gives_windows and not is_general
         is_theirs = isinstance(innermost, PrioritizedSampler) and prioritized is None
         generally = is_theirs or isinstance(innermost, ConsumingSampler)
         given = storage, sampler, writer, wrapper, prioritized, transforms
-        windows = wrapper is not None and wrapper.gives_windows
-        return cls(*given, windows, has_units, is_stamped, reported_by(sampler), draws, generally)
+        return cls(*given, has_units, is_general, windows, reported_by(sampler), generally)
 
     def laid_out(self, batch: Any, info: dict[Any, Any]) -> tuple[Any, dict[Any, Any]]:
         """Return a batch and the sampler's info dict in the shape that the sampler gives them."""
@@ -65,7 +62,9 @@ class Parts(NamedTuple):
 
     def without_report(self, batch: Any, info: dict[Any, Any]) -> Any:
         """Exclude the sampler's entries ``info`` from a batch, except entries that the rows have, too."""
-        stored = self.storage.layout.places if self.draws else {}
+        if not isinstance(batch, TensorDictBase):  # a `collate_fn` may return anything
+            return batch
+        stored = self.storage.layout.places
         return batch.exclude(*(key for key in info if as_tuple(key) not in stored))
 
     @property
@@ -78,13 +77,6 @@ class Parts(NamedTuple):
         if self.writer.counts_generations:
             return "cannot be combined with track_generations, which counts whole time steps"
         return ""
-
-    def split_report(self, batch: Any) -> tuple[Any, dict[str, Any]]:
-        """Return a batch without the sampler's entries that are not in its info dict, and these entries."""
-        if not isinstance(batch, TensorDictBase):
-            return batch, {}
-        found = {key: batch.get(key) for key in self.report_keys & {*batch.keys()}}
-        return batch.exclude(*found), found
 
     def errors_of(self, data: TensorDictBase, key: NestedKey) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the index of the rows whose priorities a batch updates, and one TD error for each row."""
@@ -106,15 +98,10 @@ def as_size(batch_size: Any) -> int:
     return batch_size if type(batch_size) is int and batch_size >= 0 else whole(0)("batch_size", batch_size)
 
 
-def _method_to_draw(sampler: type[Sampler]) -> str:
-    """Return "draw_batch" or "draw"; "" for a class whose own ``sample`` must be called."""
-    for each in sampler.__mro__:
-        for name in ("draw_batch", "draw"):
-            if name in each.__dict__:
-                return name
-        if "sample" in each.__dict__:
-            return ""
-    return ""
+def _draws(sampler: Sampler) -> bool:
+    """Whether a sampler's class draws with ``draw``, not with a ``sample`` of its own."""
+    found = (name for each in type(sampler).__mro__ for name in ("draw", "sample") if name in each.__dict__)
+    return next(found) == "draw"
 
 
 def refuse_unordered(sampler: Any, writer: Writer, storage: Storage) -> None:

@@ -1,10 +1,11 @@
-"""The plan of a batch: which code draws rows, gathers them and revises them, chosen once for a storage and a sampler.
-
-:func:`plan_of` returns one of two plans, which give the same batches from the same state of the random generator:
+"""The plan of a batch: which code draws rows, gathers them and revises them, chosen once for a buffer and a batch size.
 
 - :class:`CompiledPlan`, for rows in host memory: the sampler's ``draw`` lists rows, and a
   :class:`~rlbuf_td.samplers.reading.Reading` gathers them.
-- :class:`TorchPlan`, for all others: the methods of sampler and storage, which specify the results.
+- :class:`TorchPlan`, where compiled code cannot do this: the methods of sampler and storage, which specify the results.
+  From the same state of the random generator, both plans give the same batches.
+- :class:`GeneralPlan`, for what only TorchRL's interface knows: samplers that have a ``sample`` and no ``draw``, a
+  ``sample_unit``, a ``collate_fn``, and writers that track generations.
 
 A plan is used as long as it holds: while rows and serials are where they were when it was made. The caller holds the
 storage's lock.
@@ -17,6 +18,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
+from tensordict import TensorDictBase
 from torch import Tensor
 
 from rlbuf_td.kernels.dispatch import backend_of, compiled_form
@@ -34,18 +36,18 @@ _MOST_SIZES = 8  # numbers of drawn rows for which a plan keeps memory
 
 
 class Plan(ABC):
-    """Makes batches of one storage with one sampler."""
+    """Makes batches of one storage with one sampler; ``reason``: why compiled code does not, "" if it does."""
 
     is_busy = False  # a reward_fn that samples the buffer must not use the same memory
 
-    def __init__(self, storage: PackedStorage, sampler: Any) -> None:
-        self.storage, self.sampler = storage, sampler
+    def __init__(self, storage: PackedStorage, sampler: Any, reason: str) -> None:
+        self.storage, self.sampler, self.reason = storage, sampler, reason
         self.rows, self.ring, self.mode = storage.rows, storage.ring, in_dispatch_mode()
         self.place = self.rows.flat.data_ptr() if self.rows is not None and self.rows.flat.is_cpu else 0
         self.serials, self.is_in_order = self.ring.address, self.ring.in_order
         self.wrapper = sampler if isinstance(sampler, SamplerWrapper) else None
-        innermost = sampler if self.wrapper is None else self.wrapper.innermost
-        self.is_stamped, self.report_keys = isinstance(innermost, Prioritized), reported_by(sampler)
+        self.innermost = sampler if self.wrapper is None else self.wrapper.innermost
+        self.is_stamped, self.report_keys = isinstance(self.innermost, Prioritized), reported_by(sampler)
 
     def holds(self) -> bool:
         """Whether the plan is not in use, and rows and serials are where they were when it was made."""
@@ -70,37 +72,66 @@ class Plan(ABC):
             refuse_taken(self.sampler, self.storage.layout.names, info.keys() - self.report_keys)  # type: ignore[union-attr]
 
 
-class TorchPlan(Plan):
-    """Draws, gathers and revises with the methods of sampler and storage; ``reason``: why it is not compiled."""
+class GeneralPlan(Plan):
+    """Draws as TorchRL's buffers do, with ``sampler.sample``, ``unit.expand`` and ``collate``.
 
-    def __init__(self, storage: PackedStorage, sampler: Any, reason: str) -> None:
-        super().__init__(storage, sampler)
-        self.reason = reason
+    If ``merges`` is set, a batch that is a TensorDict contains the report, which may replace stored entries.
+    """
+
+    def __init__(
+        self, storage: PackedStorage, sampler: Any, writer: Any, unit: Any, collate: Any, merges: bool
+    ) -> None:
+        super().__init__(storage, sampler, "TorchRL's code draws")
+        self.writer, self.unit, self.collate, self.merges = writer, unit, collate, merges
+        self.is_stamped = self.is_stamped and unit is None
+
+    def sample(self, size: int) -> Drawn:
+        """See :class:`Plan`; the batch is what ``collate`` returns."""
+        index, info = self.sampler.sample(self.storage, size)
+        if self.unit is not None:
+            index, info = self.unit.expand(index, info, self.storage)
+        report = {**info, "index": index}
+        if self.writer.tracks_generations:
+            report["index_generation"] = self.writer.generations_of(index)
+        if self.is_stamped:
+            report[SAMPLED_AT] = self.storage.stamps(index)
+        batch = self.collate(self.storage.get(index))
+        if self.merges and isinstance(batch, TensorDictBase):
+            merge_(batch, report)
+        return batch, report
+
+
+class TorchPlan(Plan):
+    """Draws, gathers and revises with the methods of sampler and storage."""
 
     def sample(self, size: int) -> Drawn:
         """See :class:`Plan`."""
-        storage, sampler = self.storage, self.sampler
+        storage, ring, sampler = self.storage, self.ring, self.sampler
         if self.wrapper is not None:
+            written = ring.written.copy()
             flat, info, batch = self.wrapper.draw_batch(storage, size)
+            info |= {name: batch.get(name) for name in self.report_keys & {*batch.keys()}}
+            if self.is_stamped:  # a reward_fn may have written to the buffer since the rows were read
+                info[SAMPLED_AT] = ring.serial(flat, written)
         else:
             refuse_disorder(sampler, storage)
             flat, info = draw_from(sampler, storage, size)
             batch = storage.gather(flat)
+            if self.is_stamped:
+                info[SAMPLED_AT] = ring.stamp(flat)
         self.refuse_unknown(info)
-        if self.is_stamped:
-            info[SAMPLED_AT] = storage.ring.stamp(flat)
         info["index"] = coordinates(flat.clone(), storage)  # a user's sampler may keep its tensor
         merge_(batch, info)
         return batch, info
 
 
-class _Sized(NamedTuple):
-    """The memory for one number of drawn rows."""
+class _Memory(NamedTuple):
+    """The memory for batches of one number of drawn rows."""
 
     reading: Reading
     slots: BatchSlots
-    flat: Tensor | None  # for the drawn rows; None: they are the index of a batch
-    drawn: dict[str, Tensor]  # for the other entries that the sampler fills; empty: they are those of the batch
+    rows: Tensor | None  # for the drawn rows, ``[B]``; None: they are the index of a batch
+    report: dict[str, Tensor]  # for what is drawn with each row of which a window is read; otherwise empty
     scratch: Tensor  # for random numbers, ``[B]`` float64
 
 
@@ -112,65 +143,52 @@ class CompiledPlan(Plan):
     tensors would take a fourth of the time of a batch, because a learner's step evicts torch's code from the caches.
     """
 
-    reason = ""
-
     def __init__(self, storage: PackedStorage, sampler: Any, reading: Reading, count: int) -> None:
-        super().__init__(storage, sampler)
-        innermost = sampler if self.wrapper is None else self.wrapper.innermost
-        self.fill = compiled_form(sampler, "draw_into") if self.wrapper is None else self.wrapper.fill()
-        self.filled = [] if self.fill is None else innermost.drawn_entries
-        self.count, self.sized = count, {count: self._sized(reading, count)}
+        super().__init__(storage, sampler, "")
+        wrapper = self.wrapper
+        self.draw_into = compiled_form(sampler, "draw_into") if wrapper is None else wrapper.fill()
+        self.entries = [] if self.draw_into is None else self.innermost.drawn_entries
+        self.draws = getattr(sampler, "draw", partial(draw_from, sampler)) if wrapper is None else wrapper.drawn
+        self.count, self.memories = count, {count: self._memory_of(reading, count)}
         #: Whether no wrapper changes rows or entries, and this package draws: no more rows than wanted, known entries.
-        self.is_plain = type(reading) is Reading and _draws_itself(innermost)
-        self.draws = (
-            getattr(sampler, "draw", partial(draw_from, sampler)) if self.wrapper is None else self.wrapper.drawn
-        )
+        self.is_plain = type(reading) is Reading and _draws_itself(self.innermost)
 
-    def _sized(self, reading: Reading, count: int) -> _Sized:
-        named: list[Named] = [(name, (dtype, SCALAR)) for name, dtype in self.filled]
-        slots = BatchSlots(reading.rows.layout, [*reading.named(), *named], reading.size)
-        flat = torch.zeros(count, dtype=torch.int64, device="cpu") if reading.lanes or reading.window > 1 else None
-        names = self.filled if reading.window > 1 else []
-        drawn = {name: torch.zeros(count, dtype=dtype, device="cpu") for name, dtype in names}
-        return _Sized(reading, slots, flat, drawn, torch.zeros(count, dtype=torch.float64, device="cpu"))
+    def sample(self, size: int) -> Drawn:
+        """See :class:`Plan`."""
+        if self.draw_into is None:
+            drawn, report = self.draw(size)
+            memory = self.memories.get(len(drawn)) or self._make(len(drawn))
+            slot = memory.slots.take()
+            flat = slot.report["index"] if memory.rows is None else memory.rows
+            flat.copy_(drawn)  # a user's sampler may keep its tensor, and fill it again
+        else:
+            if not self.is_in_order:
+                refuse_disorder(self.sampler, self.storage)
+            memory = self.memories[self.count]
+            slot, report = memory.slots.take(), memory.report
+            flat = slot.report["index"] if memory.rows is None else memory.rows
+            self.draw_into(self.storage, flat, report or slot.report, memory.scratch)
+        self.read(memory.reading, memory.slots, slot, flat)
+        if report:
+            window = memory.reading.window
+            report = {name: value.repeat_interleave(window, 0) for name, value in report.items()} | slot.report
+        else:
+            report = slot.report
+        merge_(slot.batch, report)
+        if self.wrapper is not None and not self.wrapper.has_checked_order:
+            self.wrapper.warn_if_interleaved(self.storage)
+        return slot.batch, report
 
     def draw(self, size: int) -> tuple[Tensor, dict[Any, Any]]:
         """Draw the rows of a batch; return flat rows, ``[B]``, and the entries that the sampler adds."""
         if not self.is_in_order:
             refuse_disorder(self.sampler, self.storage)
-        drawn = self.draws(self.storage, size)
-        flat, info = rows_drawn(self.sampler, drawn)
+        flat, info = rows_drawn(self.sampler, self.draws(self.storage, size))
         if info and self.wrapper is None:
             self.refuse_unknown(info)
         flat = flat.cpu().contiguous()  # a user's sampler may give every other element of a tensor
         address_of(flat)  # raises an error if the rows have no memory
         return flat, info
-
-    def sample(self, size: int) -> Drawn:
-        """See :class:`Plan`."""
-        fill = self.fill
-        drawn, report = (None, {}) if fill else self.draw(size)
-        count = self.count if drawn is None else drawn.shape[0]
-        sized = self.sized.get(count) or self._make(count)
-        slot = sized.slots.take()
-        flat = slot.report["index"] if sized.flat is None else sized.flat
-        if drawn is not None:
-            flat.copy_(drawn)  # a user's sampler may keep its tensor, and fill it again
-        elif fill is not None:
-            if not self.is_in_order:
-                refuse_disorder(self.sampler, self.storage)
-            fill(self.storage, flat, sized.drawn or slot.report, sized.scratch)
-        self.read(sized.reading, sized.slots, slot, flat)
-        for name, value in sized.drawn.items():
-            slot.report[name].view(len(value), -1).copy_(value[:, None])
-        if report:
-            window = sized.reading.window
-            report = {name: value.repeat_interleave(window, 0) for name, value in report.items()}
-        report |= slot.report
-        merge_(slot.batch, report)
-        if self.wrapper is not None and not self.wrapper.has_checked_order:
-            self.wrapper.warn_if_interleaved(self.storage)
-        return slot.batch, report
 
     def read(self, reading: Reading, slots: BatchSlots, slot: BatchSlot, flat: Tensor) -> None:
         """Fill a batch; raise an IndexError if a row that was drawn has not been written."""
@@ -185,18 +203,27 @@ class CompiledPlan(Plan):
         finally:
             self.is_busy = False
 
-    def _make(self, count: int) -> _Sized:
-        if len(self.sized) == _MOST_SIZES:
-            self.sized.clear()
+    def _make(self, count: int) -> _Memory:
+        """Make the memory for another number of rows, which a user's sampler, or the end of an epoch, gives."""
+        if len(self.memories) == _MOST_SIZES:
+            self.memories.clear()
         with torch.inference_mode(False):  # the memory outlives a call in inference mode
-            found = self._sized(cast("Reading", _reading_of(self.storage, self.sampler, count)), count)
-        self.sized[count] = found
+            reading = cast("Reading", _reading_of(self.storage, self.sampler, count))
+            self.memories[count] = found = self._memory_of(reading, count)
         return found
+
+    def _memory_of(self, reading: Reading, count: int) -> _Memory:
+        in_batch: list[Named] = [(name, (dtype, SCALAR)) for name, dtype in self.entries] if reading.window == 1 else []
+        slots = BatchSlots(reading.rows.layout, [*reading.named(), *in_batch], reading.size)
+        rows = torch.zeros(count, dtype=torch.int64, device="cpu") if reading.lanes or reading.window > 1 else None
+        apart = self.entries if reading.window > 1 else []
+        report = {name: torch.zeros(count, dtype=dtype, device="cpu") for name, dtype in apart}
+        return _Memory(reading, slots, rows, report, torch.zeros(count, dtype=torch.float64, device="cpu"))
 
 
 def plan_of(storage: PackedStorage, sampler: Any, size: int) -> CompiledPlan | TorchPlan:
     """Return the plan of a storage and a sampler, with memory for batches of ``size`` rows."""
-    reason = unreadable(storage) or _unusable(storage)
+    reason = why_not_compiled(storage) or _why_not_gathered(storage)
     if reason:
         return TorchPlan(storage, sampler, reason)
     count = size if not isinstance(sampler, SamplerWrapper) else sampler.drawn_rows_of(size)
@@ -222,7 +249,8 @@ def _reading_of(storage: PackedStorage, sampler: Any, count: int) -> Reading | s
     return sampler.reading_of(storage, count, is_stamped)
 
 
-def _unusable(storage: PackedStorage) -> str:
+def _why_not_gathered(storage: PackedStorage) -> str:
+    """Say in one line why the rows of a storage in host memory have no compiled reading; "" if they have one."""
     if not len(storage):  # a sampler says so; a reading would look up episodes first
         return "there are no rows"
     if compiled_form(storage, "bind_read") is None:
@@ -233,7 +261,7 @@ def _unusable(storage: PackedStorage) -> str:
     return "a dispatch mode is active" if in_dispatch_mode() else ""
 
 
-def unreadable(storage: Any) -> str:
+def why_not_compiled(storage: Any) -> str:
     """Say in one line why compiled code cannot read the rows of a storage as host memory; "" if it can."""
     if not isinstance(storage, PackedStorage):
         return f"the storage is a {type(storage).__name__}"

@@ -131,7 +131,7 @@ def copied(sample: Sample, device: torch.device) -> Sample:
 
 def refuse_copies(parts: Parts) -> None:
     """Raise a TypeError if the storage and the sampler do not support copying batches to a ``device``."""
-    if not (parts.draws and device_of(parts.storage).type == "cpu"):
+    if parts.is_general or device_of(parts.storage).type != "cpu":
         raise TypeError(
             "device= needs a PackedStorage on the CPU and a sampler of this package or one with draw(), got "
             f"{type(parts.storage).__name__} on {device_of(parts.storage)} and {type(parts.sampler).__name__} "

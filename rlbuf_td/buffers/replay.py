@@ -39,7 +39,7 @@ from rlbuf_td.buffers.parts import (
     trajectory_ids,
     with_missing,
 )
-from rlbuf_td.buffers.plan import CompiledPlan, TorchPlan, plan_of, unreadable
+from rlbuf_td.buffers.plan import GeneralPlan, Plan, plan_of, why_not_compiled
 from rlbuf_td.buffers.prefetch import Prefetcher, Sample, copied, refuse_copies, refuse_max_age
 from rlbuf_td.checkpoint.buffer import dump_buffer, load_buffer
 from rlbuf_td.checkpoint.parts import at_rest, capture, refuse, restore
@@ -203,7 +203,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
         self.stale_updates = Tally()
         self.returned = SharedNumbers("q", [0, 0])  # the numbers of batches and rows that `sample` has returned
         self._count_replays, self.include_info, self.lane_key = count_replays, include_info, optional_key(lane_key)
-        self.plans: dict[int, CompiledPlan | TorchPlan] = {}  # how batches are made, by size
+        self.plans: dict[int, Plan] = {}  # how batches are made, by size
         self.bound_write: BoundWrite | str | None = None
         ahead = kwargs.get("prefetch") or 0
         self.flow = make_flow(samples_per_insert, min_size, tolerance, ahead, kwargs.get("batch_size"))
@@ -689,21 +689,15 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
             return self._draw(size, is_returned=True)[0]
         self._refuse_shut_down()
         parts = parts or self._initialize()
+        if size is None:
+            raise RuntimeError("batch_size not specified: pass it to the buffer or to sample")
         with self._replay_lock:  # finds rows that another process has allocated
             row_class = parts.storage.row_class
-        include_info = include_info and row_class is None  # other classes have no fields for the report
-        if not parts.draws:
-            generally = super().sample if include_info else super(TensorDictReplayBuffer, self).sample
-            batch, info = generally(batch_size, return_info=True)
-        elif size is None:  # TorchRL raises an error
-            return super(TensorDictReplayBuffer, self).sample(batch_size, return_info=True)
-        else:
-            batch, info = self._sample(as_size(size))
-            if not include_info:
-                batch = self.parts.without_report(batch, info)
+        batch, info = self._make_batch(as_size(size))
+        if row_class is not None or not include_info:
+            batch = parts.without_report(batch, info)
         if row_class is not None:
-            batch, more = self.parts.split_report(batch)
-            batch, info = row_class.wrap(batch), info | more
+            batch = row_class.wrap(batch)
         first = info["index"][0] if isinstance(info["index"], tuple) else info["index"]
         with self._replay_lock:
             self._count_returned(first.numel() if parts.gives_windows else len(first))
@@ -714,11 +708,6 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
         counts = self.returned.values
         counts[0] += 1
         counts[1] += rows
-
-    def _increment_counter(self, name: str, increment: int) -> None:
-        """Do nothing: TorchRL's ``sample`` calls this method, and :meth:`sample` counts for itself."""
-        if not self._is_packed:
-            super()._increment_counter(name, increment)
 
     def can_sample(self, batch_size: int | None = None) -> bool:
         """Return whether :meth:`sample` can return a batch now.
@@ -788,7 +777,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
         is_moved, parts = self._pin_memory or self._copies_batches, self.parts
         if is_moved or self._service_shutdown or torchrl_parts.modules_of(parts.transforms):
             return False
-        return not parts.gives_windows and parts.storage.row_class is None
+        return not (parts.is_general or parts.gives_windows) and parts.storage.row_class is None
 
     @property
     def compiled(self) -> str:
@@ -811,12 +800,11 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
     def _compiled_calls(self) -> dict[str, str]:
         """Return the calls that compiled code can execute; for each, why it does not yet, or "" if it does."""
         if self._is_theirs:
-            return {"add, extend, sample": unreadable(self._storage)}
+            return {"add, extend, sample": why_not_compiled(self._storage)}
         plan = self.plans.get(self._batch_size or 0, next(iter(self.plans.values()), None))
-        sample = "no call yet" if plan is None else plan.reason
-        calls = {"sample": sample if self.parts.draws else "TorchRL's code draws"}
+        calls = {"sample": "no call yet" if plan is None else plan.reason}
         if self.parts.prioritized is not None:
-            calls["update_tensordict_priority"] = unreadable(self._storage)
+            calls["update_tensordict_priority"] = why_not_compiled(self._storage)
         write = self.bound_write or "no call yet"
         return {"add, extend": write if isinstance(write, str) else ""} | calls
 
@@ -841,9 +829,14 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
                 counts[1] += batch.batch_size[0]
         return batch, report
 
-    def _plan(self, size: int) -> CompiledPlan | TorchPlan:
+    def _plan(self, size: int) -> Plan:
         """Choose how batches of ``size`` rows are made."""
-        plan = plan_of(self._storage, self._sampler, size)
+        parts = self.parts
+        if parts.is_general:
+            given = self._writer, self._sample_unit, self._collate_fn, self.include_info
+            plan: Plan = GeneralPlan(parts.storage, parts.sampler, *given)
+        else:
+            plan = plan_of(parts.storage, parts.sampler, size)
         if len(self._storage):  # the first write can change the plan
             if len(self.plans) == _MOST_SIZES:
                 self.plans.clear()
@@ -858,14 +851,13 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
             report["index"] = index.unbind(-1)
         return self.parts.laid_out(batch, report)
 
-    def _sample(self, batch_size: int) -> Sample:
-        if not self._is_packed:
-            return super()._sample(batch_size)
-        if self.prefetcher is not None and self.parts.draws and batch_size == self._batch_size:
+    def _make_batch(self, batch_size: int) -> Sample:
+        """Draw and finish a batch, or take one that was drawn ahead."""
+        if self.prefetcher is not None and batch_size == self._batch_size:
             with self._futures_lock:
-                if self.parts.draws and not self._returns_as_drawn:  # not in TorchRL's threads
+                if not self._returns_as_drawn:
                     return self.prefetcher.take(batch_size)
-        return self._finish(*self._drawn(batch_size)) if self.parts.draws else self._sample_generally(batch_size)
+        return self._finish(*self._drawn(batch_size))
 
     def _finish(self, batch: Any, info: dict[Any, Any]) -> Sample:
         """Copy a batch to ``device``, transform it, and pin its memory if the buffer was made with ``pin_memory``."""
@@ -875,20 +867,6 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
         if self._pin_memory and batch.device is not None and batch.device.type == "cpu":
             batch = batch.pin_memory()
         return batch, info
-
-    def _sample_generally(self, batch_size: int) -> Sample:
-        with self._locked() if self.parts.is_stamped else nullcontext():  # until the stamps are known
-            batch, info = super()._sample(batch_size)
-            self._note_draw(info["index"], info)
-            if self.parts.is_stamped:
-                info[SAMPLED_AT] = self._storage.stamps(info["index"])
-        return batch, info
-
-    def _note_draw(self, index: Any, info: dict[str, Any]) -> None:
-        """Record the rows and weights of a batch, and the newest time step, for :meth:`health`."""
-        self.last_draw = LastDraw(index, info.get("priority_weight"), self._storage.ring.newest)
-        if self.replay_count is not None:
-            self.replay_count.count_(index)
 
     def _transformed(self, batch: TensorDictBase, report: Iterable[NestedKey] = ()) -> TensorDictBase:
         """Transform a batch; put back entries whose keys are in ``report`` if a transform has removed them."""
@@ -1948,7 +1926,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
     def __iter__(self) -> Iterator[TensorDictBase]:
         """Yield batches until the sampler has run out of rows (at the end of its epochs, for example)."""
         ahead = self.prefetcher
-        if ahead is None or self._is_theirs or not self.parts.draws or self._batch_size is None:
+        if ahead is None or self._is_theirs or self._batch_size is None:
             yield from super().__iter__()
             return
         if self._sampler.ran_out and not ahead.has_batches:
@@ -1963,22 +1941,12 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
             if self.prefetcher is not None:
                 self.prefetcher.take_back()
             with super()._capture_prefetch_state(clone_queue=clone_queue) as state:
-                yield state | {"queue": ()} if self._is_packed else state
+                yield state
 
     def _clear_prefetch_queue_locked(self) -> None:
         super()._clear_prefetch_queue_locked()
         if self.prefetcher is not None:
             self.prefetcher.drop()
-
-    def _validate_prefetch_state(self, prefetch_state: Any) -> None:
-        """Accept the state of a buffer with any ``prefetch``: no batches are restored."""
-        if not self._is_packed:
-            super()._validate_prefetch_state(prefetch_state)
-
-    def _restore_prefetch_queue_locked(self, prefetch_state: Any, *, clone_queue: bool = True) -> None:
-        """Do nothing: a resumed buffer draws anew."""
-        if not self._is_packed:
-            super()._restore_prefetch_queue_locked(prefetch_state, clone_queue=clone_queue)
 
     # -- workers of a DataLoader, in which TorchRL's data sets sample copies of the buffer
 

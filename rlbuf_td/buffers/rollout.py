@@ -243,15 +243,8 @@ class RolloutBuffer(ReplayBuffer):
         self._require_estimates()
         return super()._draw(size, is_returned)
 
-    def _sample(self, batch_size: int) -> Sample:
-        self._require_estimates()
-        return super()._sample(batch_size)
-
     def _finish(self, batch: Any, info: dict[Any, Any]) -> Sample:
         return self._normalized(*super()._finish(batch, info))
-
-    def _sample_generally(self, batch_size: int) -> Sample:
-        return self._normalized(*super()._sample_generally(batch_size))
 
     def _normalized(self, batch: TensorDictBase, info: dict[Any, Any]) -> Sample:
         if self.normalize_advantage == "minibatch":

@@ -363,9 +363,13 @@ class Ring:
         tail, written = (torch.from_numpy(each).to(lane.device)[lane] for each in (self.tail, self.written))
         return tail, written
 
-    def serial(self, cell: Tensor) -> Tensor:
-        """Return the serial that follows from each cell, below ``tail`` if its row is not live."""
-        _, written = self._of(cell % self.lanes)
+    def serial(self, cell: Tensor, before: np.ndarray | None = None) -> Tensor:
+        """Return the serial that follows from each cell, below ``tail`` if its row is not live.
+
+        ``before``: an earlier :attr:`written`, for the rows that the cells had then.
+        """
+        lane = cell % self.lanes
+        written = self._of(lane)[1] if before is None else torch.from_numpy(before).to(lane.device)[lane]
         return written - 1 - (written - 1 - cell // self.lanes) % self.steps
 
     def stamp(self, cell: Tensor) -> Tensor:

@@ -70,7 +70,7 @@ def test_all_ways_to_draw_give_the_same_batches(batch_size, transform, scale):
             scaling = RewardScaling(1.0, 2.0, in_keys=[("next", "reward")])
             rollout.append_transform(Compose(scaling, SelectTransform("observation", "advantage", ("next", "reward"))))
         if way == "general":
-            rollout.parts = rollout.parts._replace(draws="")
+            rollout.parts = rollout.parts._replace(is_general=True)
         count = -(-24 // batch_size) * 3
         batches.append(list(rollout) if way == "iterate" else [rollout.sample() for _ in range(count)])
         assert rollout.sampler.ran_out

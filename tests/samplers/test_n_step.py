@@ -15,6 +15,7 @@ from torchrl.modules import QValueActor
 from torchrl.objectives import DQNLoss, ValueEstimators
 
 from rlbuf_td import HindsightSampler, NStepSampler, PackedStorage, ProportionalSampler, ReplayBuffer, UniformSampler
+from tests.backends import forced
 
 
 def chain(n: int, dtype: torch.dtype = torch.float32, dims: tuple[int, ...] = (1,), **flags: Any) -> TensorDict:
@@ -150,7 +151,9 @@ def test_torchrls_prioritized_sampler_can_be_wrapped():
     assert rb.sample(16)["priority_weight"].shape == (16,)
 
 
-def test_a_reward_function_that_writes_leaves_the_stamps_of_the_rows_that_were_read() -> None:
+@pytest.mark.parametrize("backend", ["numba", "torch"])
+@pytest.mark.parametrize("n_steps", [0, 2])
+def test_a_reward_function_that_writes_leaves_the_stamps_of_the_rows_that_were_read(n_steps: int, backend: Any) -> None:
     def reward(batch: TensorDictBase) -> torch.Tensor:
         count = rb.write_count
         rb.extend(numbered(count, 3))
@@ -161,9 +164,12 @@ def test_a_reward_function_that_writes_leaves_the_stamps_of_the_rows_that_were_r
         outcome = {"reward": goal.clone(), "done": goal > 0, "achieved_goal": goal.clone()}
         return TensorDict({"x": torch.arange(first, first + count), "desired_goal": goal, "next": outcome}, [count])
 
-    sampler = NStepSampler(HindsightSampler(ProportionalSampler(20), reward), 2, 0.9)
-    rb = ReplayBuffer(storage=PackedStorage(20), sampler=sampler, batch_size=16)
-    rb.extend(numbered(0, 20))
-    for _ in range(5):
-        batch = rb.sample()
-        assert torch.equal(batch["sampled_at"], batch["x"])  # the serial of a row is its number
+    with forced(backend):
+        sampler: Any = HindsightSampler(ProportionalSampler(20), reward)
+        sampler = NStepSampler(sampler, n_steps, 0.9) if n_steps else sampler
+        rb = ReplayBuffer(storage=PackedStorage(20), sampler=sampler, batch_size=16)
+        rb.extend(numbered(0, 20))
+        for _ in range(5):
+            batch = rb.sample()
+            assert torch.equal(batch["sampled_at"], batch["x"])  # the serial of a row is its number
+    assert ("not sample" in rb.compiled) == (backend == "torch")
