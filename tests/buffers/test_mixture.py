@@ -220,6 +220,7 @@ def test_priorities_go_home(one, lanes):
                     wanted[name][flat] = abs(float(row["td_error"]))
             assert torch.equal(rb.sampler.priority(torch.arange(len(wanted[name]))), wanted[name])
             assert rb.health()["stale_updates"] == stale[name]
+    assert all("not sample" not in rb.compiled for rb in mixed.members.values())
 
 
 def test_schedulers_change_shares():

@@ -41,18 +41,16 @@ ATTRIBUTES: list[tuple[str, str, str, str]] = [
     ("writer", "_cursor_value _write_count_value _bump_generation _replicate_index", OLD, "writers/common.py"),
     ("writer", "_track_generations", OLD, "writers/common.py"),
     ("buffer", "_storage _sampler _writer _transform _sample_unit _rng _batch_size _dim_extend", OLD, "replay.py"),
-    ("buffer", "_replay_lock _futures_lock _write_lock _prefetch _prefetch_cap _prefetch_queue", OLD, "replay.py"),
+    ("buffer", "_replay_lock _futures_lock _write_lock _prefetch _prefetch_cap", OLD, "replay.py"),
     ("buffer", "_service_shutdown _initialized _pin_memory _consume_after_n_samples", OLD, "replay.py"),
-    ("buffer", "_init _get_collate_fn _sample _clone_prefetch_result", OLD, "replay.py: overridden or called"),
-    ("buffer", "_capture_prefetch_state _clear_prefetch_queue_locked _validate_prefetch_state", OLD, "replay.py"),
-    ("buffer", "_restore_prefetch_queue_locked", OLD, "replay.py: overridden"),
+    ("buffer", "_init _get_collate_fn _collate_fn", OLD, "replay.py: overridden or called"),
+    ("buffer", "_capture_prefetch_state _clear_prefetch_queue_locked", OLD, "replay.py: overridden"),
 ]
 #: The same for features that only the next release has.
 NEWER: list[tuple[str, str, str, str]] = [
     ("storage", "_share_memory_ _fork_safe", "data sets", "packed.py: overridden"),
     ("sampler", "requires_shared_state", "data sets", "common.py: overridden"),
     ("buffer", "_requires_shared_state _reset_worker_state _state_without_prefetch", "data sets", "replay.py"),
-    ("buffer", "_increment_counter _readiness_condition", "waiting", "replay.py: overridden"),
 ]
 
 #: Parameters that this package passes by these names, or receives under them: method, parameters, seen in.
@@ -75,7 +73,6 @@ PARAMETERS: list[tuple[Callable[..., Any], str, str]] = [
     (theirs.ReplayBuffer.share, "shared", OLD),
     (theirs.ReplayBuffer.shutdown, "timeout", OLD),
     (theirs.ReplayBuffer._capture_prefetch_state, "clone_queue", OLD),
-    (theirs.ReplayBuffer._restore_prefetch_queue_locked, "prefetch_state clone_queue", OLD),
     (theirs.SampleUnit.expand, "index info storage", OLD),
 ]
 
@@ -325,18 +322,6 @@ def test_data_sets_ask_for_these_methods():
     assert state["_storage"] is rb.storage
     rb._reset_worker_state()
     assert not rb._prefetch
-
-
-@needs("waiting")
-def test_counts_go_through_one_method():
-    counted = []
-
-    class Own(theirs.TensorDictReplayBuffer):
-        def _increment_counter(self, name: str, increment: int) -> None:
-            counted.append((name, increment))
-
-    make(Own)
-    assert counted == [("_sample_call_count_value", 1), ("_sampled_item_count_value", 2)]
 
 
 # -- each part takes every keyword of the part that it replaces; a new release may add some

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from math import expm1
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,20 +12,11 @@ from torch import Tensor
 from rlbuf_td.kernels.dispatch import backend_of, machine_code
 from rlbuf_td.kernels.host_memory import address_of
 
-__all__ = ["FRESH", "LANES", "STEPS", "Ages", "recent_rows"]
+__all__ = ["FRESH", "LANES", "STEPS", "recent_rows"]
 #: Places in the memory of :mod:`rlbuf_td.kernels.recency.fresh_cpu`: the largest number of fresh rows in a batch, and
 #: the shape of the rows.
 FRESH, STEPS, LANES = range(3)
 _DIGITS = 2.0**53  # a uniform number has 53 binary digits; the last ones, which hardly affect the age, choose the lane
-
-
-class Ages(NamedTuple):
-    """The distribution of ages; see :func:`recent_rows`."""
-
-    newest: int
-    span: int
-    steps: int
-    log_decay: float
 
 
 def recent_rows(
@@ -48,8 +38,8 @@ def recent_rows(
     """
     if backend_of(uniform) == "numba":
         rows = torch.empty(uniform.shape, dtype=torch.int64, device="cpu") if out is None else out
-        ages = Ages(newest, span, steps, log_decay)
-        _recent_rows()(address_of(uniform), address_of(rows), len(uniform), lanes, ages)
+        given = len(uniform), lanes, newest, span, steps, float(log_decay)
+        _recent_rows()(address_of(uniform), address_of(rows), *given)
         return rows
     age = torch.log1p(uniform * expm1(span * log_decay)) / log_decay if log_decay < 0 else uniform * span
     lane = (uniform * _DIGITS).long() % lanes

@@ -3,15 +3,13 @@
 import numpy as np
 
 from rlbuf_td.kernels.compiled import kernel, load, store
-from rlbuf_td.kernels.recency import Ages
 
 _DIGITS = 2.0**53
 _FLAT = -1e-9  # for a smaller total decay, ages are uniform, because rounding would spoil the logarithm
 
 
 @kernel
-def recent_rows(uniform, rows, count, lanes, ages: Ages):
-    newest, span, steps, log_decay = ages
+def recent_rows(uniform, rows, count, lanes, newest, span, steps, log_decay: float):
     mass, scale = np.expm1(span * log_decay), 1 / log_decay
     is_flat = log_decay * span > _FLAT
     for i in range(count):
