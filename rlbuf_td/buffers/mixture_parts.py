@@ -105,7 +105,7 @@ def part_of(member: ReplayBuffer, count: int) -> Part:
     with member._futures_lock, member._locked():  # priorities must not change before the normalizer is known
         batch, report = member._drawn(count)
         normalizer = normalizer_of(member, report)
-        stamps = member.storage.stamps(report["index"])
+        stamps = member.storage.stamps(report["index"]) if batch.ndim == 1 else None
     if not member.include_info:
         merge_(batch, report)
     rows = member._finish(batch, report)[0]
