@@ -23,10 +23,9 @@ from torchrl.data.replay_buffers import Sampler
 from rlbuf_td.buffers.parts import Parts
 from rlbuf_td.buffers.plan import why_not_compiled
 from rlbuf_td.diagnostics.episode_stats import Record
-from rlbuf_td.kernels.batch import RING, parallel_loops
+from rlbuf_td.kernels.batch import RING
 from rlbuf_td.kernels.dispatch import compiled_form, machine_code, record_of
 from rlbuf_td.kernels.host_memory import HostTensors, has_memory
-from rlbuf_td.kernels.threads import LARGE
 from rlbuf_td.samplers.common import StatefulSampler
 from rlbuf_td.samplers.prioritized import BoundEntry
 from rlbuf_td.samplers.wrapper import SamplerWrapper
@@ -316,8 +315,6 @@ class BoundWrite:
             self.expected.clear()
         found = HostTensors([(leaf.dtype, lead + leaf.shape) for leaf in self.rows.layout.leaves])
         self.expected[lead] = found
-        if lead.numel() * int(self.ring["row_bytes"][0]) >= LARGE:
-            self.ring["loops"] = parallel_loops().ctypes.data
         return found
 
 

@@ -82,13 +82,6 @@ def mixture() -> None:
     use(rl.ReplayBufferMixture(members, {"a": 0.5, "b": 0.5}, batch_size=BATCH, writes_to="a"))
 
 
-def images() -> None:
-    """Write and draw batches so large that several threads copy them."""
-    rb = rl.ReplayBuffer(storage=rl.PackedStorage(ROWS), sampler=Proportional(), batch_size=ROWS)
-    rb.extend(TensorDict({"pixels": torch.zeros(ROWS, 4, 64, 64, dtype=torch.uint8)}, [ROWS]))
-    rb.sample()
-
-
 def trajectories() -> None:
     rb = rl.ReplayBuffer(storage=rl.PackedStorage(ROWS))
     rb.extend(transitions(60))
@@ -112,7 +105,7 @@ def rollouts() -> None:
 
 def advantages() -> None:
     for dtype in (torch.float32, torch.float64):
-        for shape in ((2, 5, 1), (2, 5, 2), (64, 4096, 1)):  # the last is computed by several threads
+        for shape in ((2, 5, 1), (2, 5, 2)):
             x = torch.rand(shape, dtype=dtype)
             functional.generalized_advantage_estimate(0.9, 0.9, x, x, x, x > 0.5)
             functional.reward2go(x, x > 0.5, 0.9)
@@ -154,7 +147,6 @@ USES: dict[str, Callable[[], object]] = {
     "shared, observations once": partial(buffer, rl.UniformSampler, shared=True, share_next=True),
     "files": in_files,
     "mixture": mixture,
-    "images": images,
     "trajectories": trajectories,
     "rollouts": rollouts,
     "TorchRL's buffer": torchrls,
@@ -165,7 +157,6 @@ USES: dict[str, Callable[[], object]] = {
 def compile_one(name: str) -> float:
     """Compile what a use of buffers needs, and return how long that took, in seconds."""
     begun = time.perf_counter()
-    torch.set_num_threads(2)  # for the loops of several threads
     USES[name]()
     return time.perf_counter() - begun
 

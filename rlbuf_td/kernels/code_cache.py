@@ -32,9 +32,8 @@ from typing import Any
 from uuid import uuid4
 
 from filelock import FileLock
-from numba import config, njit, types
+from numba import config, njit
 from numba.core.caching import FunctionCache
-from numba.core.ccallback import CFunc
 
 from rlbuf_td.kernels.compile_progress import announce
 
@@ -73,13 +72,6 @@ def _compile_in_thread(compile_: Callable[[], Any]) -> Any:
 
     with ThreadPoolExecutor(1, "rlbuf_td_compiler") as threads:
         return threads.submit(work).result()
-
-
-def cached_callback(function: Callable[[int], None], **options: Any) -> Any:
-    """Return a numba ``CFunc`` of a function of one integer, for C code to call, compiled or from the cache folder."""
-    callback = _with_cache(CFunc(function, ((types.int64,), types.void), {}, {"nopython": True, **options}), function)
-    _compile_in_thread(callback.compile)
-    return callback
 
 
 def _with_cache(target: Any, function: Callable[..., Any]) -> Any:

@@ -21,7 +21,7 @@ from rlbuf_td.kernels.strata import FIRST
 #: Decorates a loop. The Python error model would check each division for zero, which prevents vectorisation.
 kernel = cached_njit(nogil=True, error_model="numpy")
 #: Decorates a function that is called once per row.
-inlined = cached_njit(nogil=True, error_model="numpy", forceinline=True)
+inlined = cached_njit(nogil=True, error_model="numpy", forceinline=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 #: Decorates a function that calls :func:`bare` helpers. Unlike a helper, it may create arrays.
 compiled = cached_njit(nogil=True)
 
@@ -187,26 +187,16 @@ def prefetch_row(address, width):
 
 
 @inlined
-def first_segment(uniform):
-    return np.int64(uniform[0] * FIRST) % uniform.shape[0]
-
-
-@kernel
-def masses(uniform, total, step, out):
-    # As strata.masses: step is the result of strata.step_of, and out may be uniform.
-    masses_from(first_segment(uniform), uniform.shape[0], uniform, total, step, out)
-
-
-@kernel
-def masses_from(segment, batch, uniform, total, step, out):
-    """Implement :func:`masses` for a part of the draws of a batch; the first of them is in the given segment."""
+def masses(uniform, total, step):
+    """Replace uniform numbers by positions, as ``strata.masses``; ``step`` is the result of ``strata.step_of``."""
+    batch = uniform.shape[0]
     if step == 0:
-        for j in range(uniform.shape[0]):
-            out[j] = uniform[j] * total
+        for j in range(batch):
+            uniform[j] *= total
         return
-    width = total / batch
-    for j in range(uniform.shape[0]):
-        out[j] = (segment + uniform[j]) * width
+    segment, width = np.int64(uniform[0] * FIRST) % batch, total / batch
+    for j in range(batch):
+        uniform[j] = (segment + uniform[j]) * width
         segment += step
         if segment >= batch:
             segment -= batch

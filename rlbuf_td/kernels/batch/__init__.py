@@ -18,10 +18,8 @@ from rlbuf_td.kernels.dispatch import machine_code, record_of
 from rlbuf_td.kernels.host_memory import Entry, address_of
 from rlbuf_td.kernels.huge_pages import advise_huge_pages
 from rlbuf_td.kernels.rows import refuse_rows
-from rlbuf_td.kernels.threads import DRAW_BYTES, LARGE, addresses_of_loops
 
 __all__ = ["RING", "STEPS", "UPDATE", "WINDOWS", "BatchMemory", "LeafMemory", "batch_record", "gather_leaves"]
-__all__ += ["parallel_loops"]
 
 
 def batch_record(count: int, matrix: Tensor, extents: np.ndarray, **fields: int) -> np.ndarray:
@@ -39,8 +37,6 @@ def batch_record(count: int, matrix: Tensor, extents: np.ndarray, **fields: int)
     row_bytes = matrix.stride(0) * matrix.element_size()
     fields |= {"rows": matrix.data_ptr(), "row_bytes": row_bytes, "leaves": len(extents)}
     fields |= {"count": count, "extents": extents.ctypes.data}
-    if count * max(row_bytes, DRAW_BYTES) >= LARGE:
-        fields["loops"] = parallel_loops().ctypes.data
     return record_of(BATCH, **fields)
 
 
@@ -84,22 +80,12 @@ def gather_leaves(matrix: Tensor, index: Tensor, extents: np.ndarray, out: Seque
     """
     targets = np.fromiter(map(Tensor.data_ptr, out), np.int64, len(out))
     row_bytes = matrix.stride(0) * matrix.element_size()
-    loops = parallel_loops().ctypes.data if index.numel() * row_bytes >= LARGE else 0
     from rlbuf_td.kernels.batch import cpu
 
     stored = cpu.Stored(address_of(matrix), row_bytes, leaves=len(extents), extents=extents.ctypes.data)
     live, count = len(matrix), index.numel()
-    if not _gather_within()(stored, live, address_of(index), count, targets.ctypes.data, loops):
+    if not _gather_within()(stored, live, address_of(index), count, targets.ctypes.data):
         refuse_rows(index, live)
-
-
-@cache
-def parallel_loops() -> np.ndarray:
-    """Return the addresses with which the kernels of this folder run their loops in several threads."""
-    from rlbuf_td.kernels.batch import cpu
-    from rlbuf_td.kernels.sum_tree.cpu import find_in_parts, weigh_in_parts
-
-    return addresses_of_loops(find_in_parts, weigh_in_parts, cpu.gather_in_parts, cpu.scatter_in_parts)
 
 
 @cache

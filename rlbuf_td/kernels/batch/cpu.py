@@ -15,7 +15,6 @@ from numba import carray
 
 from rlbuf_td.kernels.batch.ring import BATCH, RING, UPDATE
 from rlbuf_td.kernels.compiled import (
-    address_of,
     barrier,
     copy_bytes,
     copy_few,
@@ -48,14 +47,11 @@ from rlbuf_td.kernels.serials import (
 from rlbuf_td.kernels.serials_cpu import begin_write, block_at, head_at, is_stale, longest_of, stamp_of
 from rlbuf_td.kernels.sum_tree.cpu import fill, update
 from rlbuf_td.kernels.sum_tree.tree import REFUSED, TREE
-from rlbuf_td.kernels.threads import LARGE, ParallelLoop
-from rlbuf_td.kernels.threads_cpu import run_loop, take_part
 
 # One block of rows is copied, leaf by leaf, while the next block is prefetched. After a learner's step, blocks of 16
 # rows take 6 to 12 % longer, and blocks of 256 as long. Copying row by row would take 1.5 times as long.
 _BLOCK = 64
 IN_CELLS, REFUSED_WRITE = -1, -2  # what `write` returns instead of a slot
-GATHER, SCATTER = 2, 3  # places of the loops in ``parallel_loops()``, after those of the sum tree
 _ZERO = np.int64(0)  # numba would compile the callee again for a literal
 _LARGE = 1_024  # bytes; the hardware prefetches larger rows equally well
 # Large leaves are copied past the caches if the batch, or the storage that is written, has more bytes than this. That
@@ -88,105 +84,47 @@ def leaves_of(stored, targets):
     return Leaves(stored.rows, stored.row_bytes, extents, carray(pointer(targets), stored.leaves, np.int64))
 
 
-@kernel
-def gather(leaves, index, first, last):
-    """Copy the leaves of the rows in ``index[first:last]`` to the same places of the targets."""
-    row_bytes = leaves.row_bytes
-    small, streams = row_bytes < _LARGE, index.shape[0] * row_bytes > _STREAMED
-    for begin in range(first - _BLOCK, last, _BLOCK):
-        end = min(begin + _BLOCK, last)
-        for i in range(end, min(end + _BLOCK, last) if small else end):
+@inlined
+def gather(leaves, index):
+    """Copy the leaves of the rows in ``index`` to the targets."""
+    row_bytes, count = leaves.row_bytes, index.shape[0]
+    small, streams = row_bytes < _LARGE, count * row_bytes > _STREAMED
+    for begin in range(-_BLOCK, count, _BLOCK):
+        end = min(begin + _BLOCK, count)
+        for i in range(end, min(end + _BLOCK, count) if small else end):
             prefetch_row(leaves.rows + index[i] * row_bytes, row_bytes)
         for leaf in range(leaves.targets.shape[0]):
             source, width, target = leaves.rows + leaves.extents[leaf, 0], leaves.extents[leaf, 1], leaves.targets[leaf]
             if width == 1:
-                for i in range(max(begin, first), end):
+                for i in range(max(begin, 0), end):
                     store(target + i, load(source + index[i] * row_bytes, np.uint8), np.uint8)
             elif width == 4:
-                for i in range(max(begin, first), end):
+                for i in range(max(begin, 0), end):
                     store(target + i * 4, load(source + index[i] * row_bytes, np.int32), np.int32)
             elif streams and width >= _LARGE:
-                for i in range(max(begin, first), end):
+                for i in range(max(begin, 0), end):
                     stream_bytes(target + i * width, source + index[i] * row_bytes, width)
             else:
-                for i in range(max(begin, first), end):
+                for i in range(max(begin, 0), end):
                     copy_bytes(target + i * width, source + index[i] * row_bytes, width)
     if streams:
         finish_streams()
 
 
-class _GatherJob(NamedTuple):
-    """The numbers of a job of :func:`gather_in_parts`."""
-
-    batch: int
-    flat: int
-    rows: int
-    row_bytes: int
-    leaves: int
-    extents: int
-    targets: int
-
-
-class _ScatterJob(NamedTuple):
-    """The numbers of a job of :func:`scatter_in_parts`."""
-
-    kept: int
-    ring: int
-    cursor: int
-    steps: int
-    lanes_first: int
-
-
-_GATHER_JOB = np.dtype([(name, np.int64) for name in _GatherJob._fields])
-_SCATTER_JOB = np.dtype([(name, np.int64) for name in _ScatterJob._fields])
-
-
-@ParallelLoop
-def gather_in_parts(job):
-    given = carray(pointer(job + 16), 1, _GATHER_JOB)[0]
-    leaves, index = leaves_of(given, given.targets), carray(pointer(given.flat), given.batch, np.int64)
-    begin, end = take_part(job)
-    while begin < end:
-        gather(leaves, index, begin, end)
-        begin, end = take_part(job)
-
-
 @kernel
-def gather_within(stored: Stored, live, flat, count, targets, loops):
+def gather_within(stored: Stored, live, flat, count, targets):
     """Gather the rows with the indices at address ``flat``, or return False if an index is not in ``[0, live)``."""
     index = carray(pointer(flat), count, np.int64)
     for i in range(count):
         if index[i] < 0 or index[i] >= live:
             return False
-    _gather(stored, index, targets, loops)
+    gather(leaves_of(stored, targets), index)
     return True
-
-
-@inlined
-def _gather(stored, index, targets, loops):
-    if loops:
-        job = _GatherJob(
-            batch=len(index),
-            flat=address_of(index),
-            rows=stored.rows,
-            row_bytes=stored.row_bytes,
-            leaves=stored.leaves,
-            extents=stored.extents,
-            targets=targets,
-        )
-        run_loop(loops, GATHER, len(index) * stored.row_bytes, job, 0.0, 0.0)
-    else:
-        gather(leaves_of(stored, targets), index, _ZERO, len(index))
 
 
 @inlined
 def batch_at(address):
     return carray(pointer(address), 1, BATCH)[0]
-
-
-@inlined
-def gather_batch(batch, index, targets):
-    _gather(batch, index, targets, batch.loops)
 
 
 @kernel
@@ -200,7 +138,7 @@ def gather_rows(address, flat, targets, live):
     index = carray(pointer(flat), batch.count, np.int64)
     if not are_written(index, live):
         return False
-    gather_batch(batch, index, targets)
+    gather(leaves_of(batch, targets), index)
     put_report(batch, index, targets)
     return True
 
@@ -332,7 +270,7 @@ def store_rows(address, count, lane_ids, lanes_first: bool, cells, index):
     barrier()
     cursor = head[WRITTEN, 0] % steps
     if in_steps:
-        _write_steps(ring, address, cursor, count, lanes_first)
+        _scatter(ring, cursor, count, lanes_first)
         if index:
             _write_index(ring, cursor, count, index)
     else:
@@ -395,16 +333,6 @@ def count_rows(lane_ids, count, steps, more):
             return False
         more[lane[i]] += 1
     return more.max() <= steps
-
-
-@inlined
-def _write_steps(ring, address, cursor, count, lanes_first):
-    kept, nbytes = min(count, ring.steps), min(count, ring.steps) * max(ring.lanes, 1) * ring.row_bytes
-    job = _ScatterJob(kept, ring=address, cursor=cursor, steps=count, lanes_first=np.int64(lanes_first))
-    if ring.loops and nbytes >= LARGE:
-        run_loop(ring.loops, SCATTER, nbytes, job, 0.0, 0.0)
-    else:
-        _scatter(ring, cursor, count, lanes_first, _ZERO, kept)
 
 
 @inlined
@@ -531,17 +459,14 @@ def is_usual(ring, head):
 
 
 @kernel
-def _scatter(ring, cursor, count, lanes_first, begin, end):
-    """Copy ``count`` time steps to the ring, from position ``cursor`` on, except those that later ones would replace.
-
-    Of the time steps that are kept, only those from number ``begin`` to number ``end - 1`` are copied.
-    """
+def _scatter(ring, cursor, count, lanes_first):
+    """Copy ``count`` time steps to the ring, from position ``cursor`` on, except those that later ones would replace."""
     lanes, skipped = max(ring.lanes, 1), count - min(count, ring.steps)
-    t = (cursor + skipped + begin) % ring.steps
+    t = (cursor + skipped) % ring.steps
     extents = carray(pointer(ring.extents), (ring.leaves, 2), np.int64)
     sources = carray(pointer(ring.sources), ring.leaves, np.int64)
     streams = ring.steps * lanes * ring.row_bytes > _STREAMED
-    for step in range(skipped + begin, skipped + end):
+    for step in range(skipped, count):
         for lane in range(lanes):
             row = ring.rows + (t * lanes + lane) * ring.row_bytes
             cell = lane * count + step if lanes_first else step * lanes + lane
@@ -554,16 +479,6 @@ def _scatter(ring, cursor, count, lanes_first, begin, end):
         t = t + 1 if t + 1 < ring.steps else 0
     if streams:
         finish_streams()
-
-
-@ParallelLoop
-def scatter_in_parts(job):
-    given = carray(pointer(job + 16), 1, _SCATTER_JOB)[0]
-    ring = carray(pointer(given.ring), 1, RING)[0]
-    begin, end = take_part(job)
-    while begin < end:
-        _scatter(ring, given.cursor, given.steps, given.lanes_first != 0, begin, end)
-        begin, end = take_part(job)
 
 
 @kernel

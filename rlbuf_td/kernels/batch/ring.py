@@ -5,7 +5,7 @@ import numpy as np
 _NUMBERS = "row_bytes", "steps", "lanes", "leaves"
 _ADDRESSES = (
     *("rows", "extents", "sources", "counts", "revision", "head"),
-    *("priorities", "alpha", "weighed_alpha", "largest", "episodes", "loops", "goes_on"),
+    *("priorities", "alpha", "weighed_alpha", "largest", "episodes", "goes_on"),
 )
 #: For writes: the shape of the rows (``lanes`` is 0 for ``[T]``), and addresses (0 for none). ``priorities`` points to
 #: ``SumTree.addresses`` or ``ChunkedOrder.addresses``, ``episodes`` to an ``EPISODES`` record, ``alpha`` to the
@@ -16,10 +16,9 @@ _ADDRESSES = (
 RING = np.dtype([(name, np.int64) for name in _NUMBERS + _ADDRESSES] + [("eps", np.float64)])
 #: For batches of ``count`` rows: the same shape, and addresses. ``serials`` points to the numbers of a ring, and
 #: ``generations`` to the serial of each row if rows are out of order (0: serials follow from cells). ``stamped`` is 1
-#: if batches have the serials of their rows. ``loops`` points to ``rlbuf_td.kernels.batch.parallel_loops()`` if batches
-#: are large.
+#: if batches have the serials of their rows.
 BATCH = np.dtype([
-    (name, np.int64) for name in (*_NUMBERS, "rows", "extents", "count", "serials", "generations", "stamped", "loops")
+    (name, np.int64) for name in (*_NUMBERS, "rows", "extents", "count", "serials", "generations", "stamped")
 ])  # fmt: skip
 
 #: For updates of priorities: the shape of the rows, as above, and addresses. ``table`` points to ``addresses`` as

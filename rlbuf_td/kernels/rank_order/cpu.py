@@ -159,7 +159,7 @@ def draw(order, ranks, drawn, law):
     _count(chunks)
     uniform, index, weight = drawn
     total = _mass_of_all(rows, ranks)
-    masses(uniform, total, law.step, uniform)
+    masses(uniform, total, law.step)
     last, before = 1, np.empty_like(index)  # the number of rows before each drawn one
     for j in range(len(index)):
         rank = _rank_of_mass(uniform[j], rows, ranks)

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from rlbuf_td.kernels.dispatch import backend_of, machine_code
 from rlbuf_td.kernels.host_memory import addresses_of
-from rlbuf_td.kernels.threads import LARGE
 
 #: State value, next state value, reward, done and terminated.
 Columns: TypeAlias = Sequence[Tensor]
@@ -79,13 +78,7 @@ def gae_contiguous(
 
     law: dict[str, Any] = {"is_double": value.dtype is torch.float64, "gamma": gamma, "decay": gamma * lmbda}
     rollout = cpu.Rollout(**law, **places, lanes=lanes, steps=steps, features=features)
-    nbytes = 6 * value.nbytes  # about the bytes of all columns
-    if nbytes < LARGE:
-        _compiled_gae()(rollout)
-    else:
-        from rlbuf_td.kernels.threads_cpu import run_in_parts
-
-        run_in_parts(cpu.gae_in_parts, nbytes, -(-lanes // 4), rollout)
+    _compiled_gae()(rollout)
     return advantage, target
 
 

@@ -12,8 +12,6 @@ from numba import carray
 
 from rlbuf_td.kernels.code_cache import cached_njit
 from rlbuf_td.kernels.compiled import pointer
-from rlbuf_td.kernels.threads import ParallelLoop
-from rlbuf_td.kernels.threads_cpu import take_part
 
 _contracted = cached_njit(nogil=True, fastmath={"contract"})
 
@@ -149,36 +147,3 @@ def scan(is_double, a, b, x, shape):
         _scan_at(a, b, x, shape, np.float64)
     else:
         _scan_at(a, b, x, shape, np.float32)
-
-
-_ROLLOUT = np.dtype([
-    (name, np.float64 if kind is float else np.int64) for name, kind in Rollout.__annotations__.items()
-])  # fmt: skip
-
-
-@ParallelLoop
-def gae_in_parts(job):
-    """Run :func:`gae` on groups of four lanes; a :class:`Rollout` follows in the job."""
-    rollout = carray(pointer(job + 24), 1, _ROLLOUT)[0]
-    begin, end = take_part(job)
-    while begin < end:
-        first, last = 4 * begin, min(4 * end, rollout.lanes)
-        flag = first * rollout.steps * rollout.features  # bytes before the first of these lanes: of a flag,
-        number = flag * (8 if rollout.is_double else 4)  # and of a number
-        part = Rollout(
-            is_double=rollout.is_double != 0,
-            gamma=rollout.gamma,
-            decay=rollout.decay,
-            value=rollout.value + number,
-            next_value=rollout.next_value + number,
-            reward=rollout.reward + number,
-            done=rollout.done + flag,
-            terminated=rollout.terminated + flag,
-            advantage=rollout.advantage + number,
-            target=rollout.target + number,
-            lanes=last - first,
-            steps=rollout.steps,
-            features=rollout.features,
-        )
-        gae(part)
-        begin, end = take_part(job)

@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,7 +26,6 @@ from rlbuf_td.kernels.strata import NORMS, DrawLaw, empty_draws, known_step_of
 from rlbuf_td.kernels.sum_tree import reference
 from rlbuf_td.kernels.sum_tree.reference import weight_of
 from rlbuf_td.kernels.sum_tree.tree import LARGEST, REFUSED, SMALLEST, Number, SumTree, tree_bytes
-from rlbuf_td.kernels.threads import DRAW_BYTES, LARGE, addresses_of_loops
 
 __all__ = ["LARGEST", "REFUSED", "SMALLEST", "SumTree", "draw", "fill_"]
 __all__ += ["rebuild_", "reweigh_", "tree_bytes", "update_", "weigh_beside_", "weight_of"]
@@ -104,24 +102,16 @@ def draw(
         return reference.draw(tree, uniform, stratified, rows, beta, norm)
     batch = uniform.shape[0]
     index, weight = out or empty_draws(batch)
-    loops = _loops().ctypes.data if batch * DRAW_BYTES >= LARGE else 0
     places = uniform.data_ptr(), index.data_ptr(), weight.data_ptr()
     law = DrawLaw(known_step_of(batch, stratified), float(beta), NORMS[norm])
-    return (index, weight) if _draw()(tree.address, *places, batch, law, int(rows), loops) else None
+    return (index, weight) if _draw()(tree.address, *places, batch, law, int(rows)) else None
 
 
 @cache
 def _draw() -> Callable[..., bool]:
     from rlbuf_td.kernels.sum_tree import cpu
 
-    return machine_code(cpu.draw_at)
-
-
-@cache
-def _loops() -> np.ndarray:
-    from rlbuf_td.kernels.sum_tree import cpu
-
-    return addresses_of_loops(cpu.find_in_parts, cpu.weigh_in_parts)
+    return machine_code(cpu.draw)
 
 
 def weigh_beside_(tree: SumTree, index: Tensor, drawn: Tensor, beta: float, weight: Tensor) -> bool:

@@ -1,7 +1,5 @@
 """The CPU loops of :mod:`rlbuf_td.kernels.sum_tree`; their argument ``tree`` is ``SumTree.addresses``.
 
-``drawn`` is a :class:`~rlbuf_td.kernels.strata.Draws`, ``law`` a :class:`~rlbuf_td.kernels.strata.DrawLaw`.
-
 Outer loops go over levels and inner loops over the batch, so that the cache misses of a level overlap. Unsigned indices
 avoid numba's check for negative indices.
 """
@@ -11,21 +9,9 @@ from typing import NamedTuple
 import numpy as np
 from numba import carray, uint64
 
-from rlbuf_td.kernels.compiled import (
-    acceptable,
-    address_of,
-    first_segment,
-    inlined,
-    kernel,
-    masses_from,
-    pointer,
-    prefetch,
-    touch,
-)
-from rlbuf_td.kernels.strata import BY_BATCH, BY_BUFFER, LEAST_RATIO, MOST_RATIO, DrawLaw, Draws
+from rlbuf_td.kernels.compiled import acceptable, address_of, inlined, kernel, masses, pointer, prefetch, touch
+from rlbuf_td.kernels.strata import BY_BATCH, BY_BUFFER, LEAST_RATIO, MOST_RATIO, DrawLaw
 from rlbuf_td.kernels.sum_tree.tree import BLOCK, LARGEST, REFUSED, SMALLEST, TREE
-from rlbuf_td.kernels.threads import DRAW_BYTES, ParallelLoop
-from rlbuf_td.kernels.threads_cpu import run_loop, take_part
 
 _ONE, _TWO, _THREE, _FOUR, _SEVEN = (np.uint64(k) for k in (1, 2, 3, 4, 7))
 _SHIFT = np.uint64(BLOCK.bit_length() - 1)
@@ -222,127 +208,32 @@ def _draw_in_blocks(weight, mass, node):
 
 
 @kernel
-def draw(tree, drawn, law, rows, loops):
-    # As sum_tree.draw. For several threads, loops is the address of
-    # threads.addresses_of_loops(find_in_parts, weigh_in_parts), else 0.
-    arrays, mass, node = _arrays(tree), drawn.uniform, drawn.rows.view(np.uint64)
+def draw(tree, uniform, rows_at, importance_at, batch, law: DrawLaw, rows):
+    """Implement :func:`rlbuf_td.kernels.sum_tree.draw` for memory at addresses."""
+    arrays = _arrays(carray(pointer(tree), 1, TREE))
+    mass, node = carray(pointer(uniform), batch, np.float64), carray(pointer(rows_at), batch, np.uint64)
     root = arrays.starts[arrays.starts.shape[0] - 1]
-    total, batch, segment = arrays.sums[root], mass.shape[0], first_segment(mass)
+    total = arrays.sums[root]
     if not total > 0.0:
         return False
-    job = _Job(
-        batch=batch,
-        tree=address_of(tree),
-        step=law.step,
-        segment=segment,
-        uniform=address_of(mass),
-        rows=address_of(node),
-        importance=address_of(drawn.importance),
-    )
-    if loops:
-        run_loop(loops, 0, batch * DRAW_BYTES, job, total, 0.0)
-    else:
-        masses_from(segment, batch, mass, total, law.step, mass)
-        _find(arrays, mass, node)
-    if law.norm == BY_BATCH:
-        smallest = _smallest_drawn(arrays.weight, node)
-    else:
-        smallest = arrays.minima[root] if law.norm == BY_BUFFER else total / rows
-    if loops:
-        run_loop(loops, 1, batch * DRAW_BYTES, job, smallest, law.beta)
-    else:
-        _importance(arrays.weight, node, smallest, law.beta, drawn.importance)
-    return True
-
-
-@kernel
-def draw_at(tree, uniform, rows_at, importance, batch, law: DrawLaw, rows, loops):
-    """Call :func:`draw` for memory at addresses."""
-    drawn = Draws(
-        uniform=carray(pointer(uniform), batch, np.float64),
-        rows=carray(pointer(rows_at), batch, np.int64),
-        importance=carray(pointer(importance), batch, np.float32),
-    )
-    return draw(carray(pointer(tree), 1, TREE), drawn, law, rows, loops)
-
-
-@kernel
-def _smallest_drawn(weight, row):
-    smallest = np.inf
-    for j in range(row.shape[0]):
-        smallest = min(smallest, weight[row[j]])
-    return smallest
-
-
-@kernel
-def _find(arrays, mass, node):
-    """Write the rows at the cumulative weights ``mass`` to ``node``; ``mass`` is overwritten."""
-    node[:] = 0
+    masses(mass, total, law.step)
+    for j in range(batch):
+        node[j] = 0
     _descend(arrays, mass, node)
     _draw_in_blocks(arrays.weight, mass, node)
-
-
-class _Job(NamedTuple):
-    """The numbers of a job of :func:`find_in_parts` and :func:`weigh_in_parts`."""
-
-    batch: int
-    tree: int
-    step: int
-    segment: int
-    uniform: int
-    rows: int
-    importance: int
-
-
-_JOB = np.dtype([(name, np.int64) for name in _Job._fields] + [("first", np.float64), ("second", np.float64)])
-
-
-@inlined
-def _job_at(job):
-    return carray(pointer(job + 16), 1, _JOB)[0]
-
-
-@inlined
-def _memory_of(job):
-    drawn = Draws(
-        uniform=carray(pointer(job.uniform), job.batch, np.float64),
-        rows=carray(pointer(job.rows), job.batch, np.uint64),
-        importance=carray(pointer(job.importance), job.batch, np.float32),
-    )
-    return _arrays(carray(pointer(job.tree), 1, TREE)), drawn
-
-
-@ParallelLoop
-def find_in_parts(address):
-    job = _job_at(address)
-    arrays, drawn = _memory_of(job)
-    begin, end = take_part(address)
-    while begin < end:
-        segment, mass = (job.segment + begin * job.step) % job.batch, drawn.uniform[begin:end]
-        masses_from(segment, job.batch, mass, job.first, job.step, mass)
-        _find(arrays, mass, drawn.rows[begin:end])
-        begin, end = take_part(address)
-
-
-@ParallelLoop
-def weigh_in_parts(address):
-    job = _job_at(address)
-    arrays, drawn = _memory_of(job)
-    begin, end = take_part(address)
-    while begin < end:
-        _importance(arrays.weight, drawn.rows[begin:end], job.first, job.second, drawn.importance[begin:end])
-        begin, end = take_part(address)
-
-
-@kernel
-def _importance(weight, row, smallest, beta, importance):
-    exponent = np.float32(-beta)
-    for j in range(row.shape[0]):
-        ratio = weight[row[j]] / smallest
+    smallest = arrays.minima[root] if law.norm == BY_BUFFER else total / rows
+    if law.norm == BY_BATCH:
+        smallest = np.inf
+        for j in range(batch):
+            smallest = min(smallest, arrays.weight[node[j]])
+    importance, exponent = carray(pointer(importance_at), batch, np.float32), np.float32(-law.beta)
+    for j in range(batch):
+        ratio = arrays.weight[node[j]] / smallest
         if 1e-37 < ratio < 1e37:
             importance[j] = np.float32(ratio) ** exponent  # half the time of a float64 power
         else:
-            importance[j] = ratio**-beta
+            importance[j] = ratio**-law.beta
+    return True
 
 
 @kernel
