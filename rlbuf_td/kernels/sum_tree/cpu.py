@@ -39,7 +39,7 @@ def _arrays(tree):
     )
 
 
-@kernel
+@inlined
 def _weight(magnitude, alpha, eps):
     priority = magnitude + eps
     if priority <= 0.0:
@@ -47,7 +47,7 @@ def _weight(magnitude, alpha, eps):
     return min(max(priority**alpha, SMALLEST), LARGEST)
 
 
-@kernel
+@inlined
 def _set_block(weight, sums, minima, block):
     """Recompute the sum and the minimum of one block of weights; return whether the minimum changed."""
     row = block << _SHIFT
@@ -64,7 +64,7 @@ def _set_block(weight, sums, minima, block):
     return changed
 
 
-@kernel
+@inlined
 def _set_group(sums, before, first, above):
     """Recompute the cumulative sums ``before`` of the group at node ``first``, and its total, ``sums[above]``."""
     total = 0.0
@@ -78,7 +78,7 @@ def _set_group(sums, before, first, above):
         last -= _ONE
 
 
-@kernel
+@inlined
 def _smallest_of(minima, first):
     smallest = np.inf
     for k in range(BLOCK):
@@ -86,7 +86,7 @@ def _smallest_of(minima, first):
     return smallest
 
 
-@kernel
+@inlined
 def _raise_minimum(starts, minima, node):
     """Recompute the minima of the nodes above block ``node``; stop at the first minimum that does not change."""
     for level in range(starts.shape[0] - 1):
@@ -131,7 +131,7 @@ def update(tree, index, td_error, rows, alpha, eps):
     return largest
 
 
-@kernel
+@inlined
 def _sum_upwards(starts, sums, before, node, count):
     """Recompute the sums of all nodes above the blocks ``node[:count]``; ``node`` is overwritten."""
     for level in range(starts.shape[0] - 1):
@@ -168,7 +168,7 @@ def repair_range(tree, start, count):
             minima[above] = _smallest_of(minima, members)
 
 
-@kernel
+@inlined
 def _descend(arrays, mass, node):
     starts, before = arrays.starts, arrays.before
     for level in range(starts.shape[0] - 2, -1, -1):
@@ -185,7 +185,7 @@ def _descend(arrays, mass, node):
             prefetch(below + np.int64(node[j]) * 64)
 
 
-@kernel
+@inlined
 def _draw_in_blocks(weight, mass, node):
     """Replace each block in ``node`` by the first of its rows at which the cumulative weight exceeds ``mass``."""
     for j in range(node.shape[0]):
