@@ -14,6 +14,7 @@ import random
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -539,8 +540,8 @@ def assert_batch(batch: TensorDictBase, rows: Sequence[Fields]) -> None:
         if key in (("index",), ("anchor_index",)) and found.ndim == 1:
             wanted = wanted[:, 0]
         assert found.shape == wanted.shape, f"{key}: {found.shape}, expected {wanted.shape}"
-        close = {"rtol": 1e-5, "atol": 1e-5} if key == REWARD else {"rtol": 0.0, "atol": 0.0}
-        torch.testing.assert_close(found.double(), wanted.double(), msg=lambda m, key=key: f"{key}: {m}", **close)
+        close: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-5} if key == REWARD else {"rtol": 0.0, "atol": 0.0}
+        torch.testing.assert_close(found.double(), wanted.double(), msg=partial("{}: {}".format, key), **close)
 
 
 def assert_equal(what: str, found: dict[Any, Any], wanted: dict[Any, Any]) -> None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TypeAlias
+
 import numpy as np
 import torch
 from scipy import stats
+
+Counts: TypeAlias = torch.Tensor | np.ndarray | Sequence[float]
 
 #: A right sampler fails a test with this probability, at a random seed; the seeds are fixed.
 FALSE_ALARM = 1e-4
 
 
-def assert_follows(counts: torch.Tensor | np.ndarray, probability: torch.Tensor | np.ndarray) -> None:
+def assert_follows(counts: Counts, probability: Counts) -> None:
     """Assert that ``counts`` of independent draws fit ``probability``, by chi-square.
 
     Cells that expect fewer than five draws are pooled; a cell of probability 0 must not have been drawn at all.

@@ -232,7 +232,12 @@ def stopped(line: int, number: int) -> Iterator[Stopper]:
 
 def forked(work: Callable[[], object]) -> int:
     """Do something in a forked process; return its exit code."""
-    process = mp.get_context("fork").Process(target=lambda: (torch.set_num_threads(1), work()))
+
+    def alone() -> None:
+        torch.set_num_threads(1)
+        work()
+
+    process = mp.get_context("fork").Process(target=alone)
     process.start()
     process.join(SECONDS)
     assert process.exitcode is not None, "the process hangs"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from struct import Struct
 from threading import Lock
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 from weakref import ref
 
 import numpy as np
@@ -208,7 +208,7 @@ class BoundWrite:
             if isinstance(lanes, Beginning):
                 self.storage.begin_episode(lanes)
             call = _Write(len(index), lane_ids.data_ptr(), False, index.data_ptr(), len(index))
-            return self._write(call, index, False, False)
+            return cast("Tensor | None", self._write(call, index, False, False))
 
     def _lane_ids(self, lanes: Any, data: TensorDict) -> Tensor | None:
         """Return one lane per row, ``[n]`` int64; None if they are wrong, so that the writer raises the error.

@@ -219,7 +219,7 @@ def _values(space: Any, before: Any, after: Any, path: tuple[str, ...]) -> Any:
 
 def _info_values(before: Any, after: Any) -> dict[str, Any]:
     """Return arrays nested as in ``after``: the first value of ``before`` if given, then all values of ``after``."""
-    result = {}
+    result: dict[str, Any] = {}
     for key, value in after.items():
         first = None if before is None else before.get(key, None)
         if isinstance(value, TensorDictBase):

@@ -256,7 +256,7 @@ class ReplayBufferMixture:
         largest = largest_normalizer(self.members, parts)
         for name, (rows, normalizer, stamps) in parts.items():
             size, device = len(rows), rows["index"].device
-            more = {"source": torch.full((size,), self.names.index(name), device=device)}
+            more: dict[str, Any] = {"source": torch.full((size,), self.names.index(name), device=device)}
             if has_lanes:
                 more |= with_lane(rows)
             if is_weighted:

@@ -120,7 +120,7 @@ class Prefetcher:
             self._batches.popleft()
 
 
-def copied(sample: Sample, device: torch.device) -> Sample:
+def copied(sample: Sample, device: torch.device | None) -> Sample:
     """Return a batch and its report on another device."""
     batch, report = sample
     return batch.to(device), {

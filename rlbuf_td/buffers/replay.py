@@ -1424,7 +1424,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
         index, td_error = parts.errors_of(data, self.priority_key)
         stamp = entries_of(data).get(SAMPLED_AT)
         if self._copies_batches:
-            index, td_error, stamp = (None if x is None else x.to("cpu") for x in (index, td_error, stamp))
+            index, td_error, stamp = index.cpu(), td_error.cpu(), None if stamp is None else stamp.cpu()
         if stamp is not None and data.ndim != 1:
             stamp = first_of_row(stamp, data.ndim, inner_dims(parts.storage, data.ndim))
         self._update_sampled(index, td_error, stamp)

@@ -85,8 +85,10 @@ class ReplayCount(Attached):
     def restore(self, counts: torch.Tensor | None) -> None:
         """Restore saved counts; set all counts to 0 if ``counts`` is ``None`` or has another shape or dtype."""
         mine = self.counts()
-        is_like = counts is not None and (counts.shape, counts.dtype) == (mine.shape, mine.dtype)
-        mine.copy_(counts if is_like else torch.zeros_like(mine))
+        if counts is not None and (counts.shape, counts.dtype) == (mine.shape, mine.dtype):
+            mine.copy_(counts)
+        else:
+            mine.zero_()
 
     def mark_range(self, start: int, count: int) -> None:
         """Reset the counts of ``count`` newly written rows, from flat index ``start`` on."""

@@ -227,7 +227,7 @@ def plot_trajectory(rb: ReplayBuffer, row: Any, *, keys: Sequence[NestedKey] | N
     """
     storage = rb.storage
     trajectories, lanes = TrajectoryIndex.of(storage), lanes_of(storage).numel()
-    index = torch.as_tensor([row], device="cpu")
+    index: Any = torch.as_tensor([row], device="cpu")
     index = index.unbind(-1) if isinstance(row, Sequence) else index
     flat = int(flat_rows(index, storage, device_of(storage)))
     if not 0 <= flat < len(storage):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import reduce
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -32,10 +33,11 @@ class TimeLayout:
     ) -> tuple[TimeLayout, list[Tensor]]:
         """Check ``values`` and ``others`` (reward, done, terminated); return the layout, and each as ``[L, T, F]``."""
         reward, done, terminated = others
-        inputs = values | {"reward": reward, "done": done, "terminated": done if terminated is None else terminated}
-        for name, x in inputs.items():
+        given = values | {"reward": reward, "done": done, "terminated": done if terminated is None else terminated}
+        for name, x in given.items():
             if not isinstance(x, Tensor):
                 raise TypeError(f"{function}: {name} must be a tensor, got {type(x).__name__}.")
+        inputs = cast("dict[str, Tensor]", given)
         first = next(iter(inputs.values()))
         shapes = {name: tuple(x.shape) for name, x in inputs.items()}
         if len(set(shapes.values())) != 1:

@@ -61,8 +61,13 @@ def generalized_advantage_estimate(
     if terminated is None:
         terminated = done
     sizes = _plain_sizes(state_value, next_state_value, reward, done, terminated, time_dim)
-    in_range = type(gamma) is float and type(lmbda) is float and 0.0 <= gamma <= 1.0 and 0.0 <= lmbda <= 1.0
-    if sizes is not None and in_range:
+    if (
+        sizes is not None
+        and type(gamma) is float
+        and type(lmbda) is float
+        and 0.0 <= gamma <= 1.0
+        and 0.0 <= lmbda <= 1.0
+    ):
         out = scan.gae_contiguous(gamma, lmbda, (state_value, next_state_value, reward, done, terminated), *sizes)
         if out is not None:
             return out

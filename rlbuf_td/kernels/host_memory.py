@@ -17,7 +17,7 @@ from torch import Tensor
 
 Entry: TypeAlias = tuple[torch.dtype, torch.Size]
 
-_nbytes_of = Tensor.nbytes.__get__
+_nbytes_of = Tensor.nbytes.__get__  # type: ignore[attr-defined]
 _storage_nbytes = torch.UntypedStorage.nbytes
 
 #: The number of active dispatch modes. A mode such as FakeTensorMode may not execute operations that fill memory.

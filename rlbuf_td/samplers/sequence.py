@@ -336,7 +336,7 @@ class SequenceSampler(SamplerWrapper):
         seen = self._trajectories(storage).episodes(), revision_of(storage)
         if self._divided is None or self._divided[0] != seen:
             rows = written_rows(storage).split(_MOST_ROWS)
-            found = torch.cat([part[self._reach(storage, part)[0] % self.stride == 0] for part in rows])
+            found = torch.cat([part[self._reach(storage, part)[0] % (self.stride or 1) == 0] for part in rows])
             if self._divided is not None and not torch.equal(found, self._divided[1]):
                 self.innermost.restart()
             self._divided = seen, found

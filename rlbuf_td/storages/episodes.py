@@ -337,7 +337,7 @@ def refuse_episodes(saved: dict[str, Any] | None, lanes: int, steps: int) -> Non
     keys = [saved["done_key"], saved["traj_key"] or []]
     if not keys[0] or not all(type(key) is list and all(type(name) is str for name in key) for key in keys):
         raise TypeError(f"the saved keys of episodes are {keys}, expected lists of strings")
-    wanted = {"back": (torch.int32, (lanes, steps)), "following": (torch.int64, (2, lanes))}
+    wanted = {"back": (torch.int32, torch.Size([lanes, steps])), "following": (torch.int64, torch.Size([2, lanes]))}
     for name, (dtype, shape) in wanted.items():
         found = saved[name]
         if not isinstance(found, Tensor) or found.dtype is not dtype or found.shape != shape:

@@ -202,7 +202,7 @@ def first_of_row(entry: torch.Tensor, dims: int, inner: int) -> torch.Tensor:
         return entry
     if dims == 0:
         return entry[None]
-    first = (slice(None), *(0,) * inner)
+    first: tuple[slice | int, ...] = (slice(None), *(0,) * inner)
     return entry.flatten(0, dims - inner - 1)[first]
 
 

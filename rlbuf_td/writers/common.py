@@ -138,9 +138,9 @@ class TimeWriter(RoundRobinWriter, Recovers):
         storage: Any = self._storage
 
         def then(flat: torch.Tensor) -> Then:
-            return self._then(len(flat), lambda: self.announce_rows(torch.stack(coordinates(flat, storage), -1)))
+            return self._then(len(flat), lambda: self.announce_rows(torch.stack([*coordinates(flat, storage)], -1)))
 
-        return torch.stack(coordinates(storage.append(lanes, data, then), storage), -1)
+        return torch.stack([*coordinates(storage.append(lanes, data, then), storage)], -1)
 
     def _extend_each_lane(self, data: TensorDictBase) -> torch.Tensor:
         """Write time steps ``[n, E]`` after the newest row of each lane."""

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -23,7 +24,10 @@ CHUNK = 100_000
 def transitions(count: int) -> TensorDict:
     """Return rows of 96 bytes, in episodes of 1,000 steps."""
     done = (torch.arange(count) % 1_000 == 999).unsqueeze(-1)
-    entries = {"observation": torch.randn(count, 10), "next": {"observation": torch.randn(count, 10), "done": done}}
+    entries: dict[str, Any] = {
+        "observation": torch.randn(count, 10),
+        "next": {"observation": torch.randn(count, 10), "done": done},
+    }
     entries["next"]["reward"] = torch.randn(count, 1)
     return TensorDict(entries, [count])
 

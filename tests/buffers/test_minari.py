@@ -148,7 +148,7 @@ def test_what_cannot_be_loaded_is_named(monkeypatch):
     with pytest.raises(FileNotFoundError, match="no Minari data set 'toy/none-v0': run `minari download toy"):
         ReplayBuffer.from_minari("toy/none-v0")
     with pytest.raises(TypeError, match=r"reward_dtype must be a dtype of torch, such as torch.float32, got 'float32'"):
-        ReplayBuffer.from_minari(dataset, reward_dtype="float32")
+        ReplayBuffer.from_minari(dataset, reward_dtype="float32")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="the storage is made for the transitions, got storage=PackedStorage"):
         ReplayBuffer.from_minari(dataset, storage=PackedStorage(9))
     monkeypatch.setitem(SPACES, "words", (Dict(said=Text(3, min_length=3)), Discrete(2)))
@@ -184,7 +184,7 @@ def test_lanes_are_written_one_after_the_other(capacity):
     for _ in range(120):
         recorder.step(env.action_space.sample())
     lanes = [rb.lane(lane).chronological() for lane in range(3)]  # of unlike lengths: the environments reset alone
-    rows = torch.cat(lanes)
+    rows: Any = torch.cat(lanes)
     dataset = rb.to_minari("toy/lanes-v0", env="CartPole-v1")
     assert dataset.total_steps == len(rows) == len(rb)
     assert len(dataset) == sum(len(lane["collector", "traj_ids"].unique()) for lane in lanes)

@@ -232,7 +232,7 @@ def test_batches_without_the_report_say_how_to_update_their_priorities():
     rb.update_priority(info["index"], torch.full((4,), 7.0))
     assert (rb.sampler.priority(info["index"]) == 7).all()
     with pytest.raises(KeyError, match="include_info=True"):
-        rb.write_back(batch, "observation", sampled_at=0)
+        rb.write_back(batch, "observation", sampled_at=torch.zeros(4))
 
 
 def steps_of(lanes: int, steps: int) -> TensorDict:

@@ -136,7 +136,7 @@ def test_the_summary_is_a_flat_dict_of_floats_computed_once_a_rollout(monkeypatc
     advantage, target = world.estimates(data)
     summary = rollout.summary()
     value = world.value(data["observation"])
-    expected = {
+    expected: dict[str, Any] = {
         "advantage_mean": advantage.mean(),
         "advantage_std": advantage.std(correction=0),
         "value_target_mean": target.mean(),
@@ -248,8 +248,8 @@ def test_an_epoch_has_every_row_once(steps, lanes, often, parts, length, size, d
 
 
 def buffer(data: TensorDict, **kwargs: Any) -> RolloutBuffer:
-    kwargs = {"batch_size": 12, "sequence_length": 4, "generator": torch.Generator(), "epochs": 2} | kwargs
-    rollout = RolloutBuffer(data.shape[1], data.shape[0], **kwargs)
+    default: dict[str, Any] = {"batch_size": 12, "sequence_length": 4, "generator": torch.Generator(), "epochs": 2}
+    rollout = RolloutBuffer(data.shape[1], data.shape[0], **default | kwargs)
     rollout.extend(data)
     return rollout
 

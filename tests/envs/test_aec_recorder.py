@@ -91,7 +91,7 @@ def play(recorder: AECRecorder, games: int, seed: int = 0, illegal: float = 0.0)
 
 
 def assert_rows(rows: Any, expected: list[TensorDict], mask: torch.dtype = torch.bool) -> None:
-    wanted = torch.stack(expected) if expected else None
+    wanted: Any = torch.stack(expected) if expected else None
     assert len(rows) == len(expected)
     if wanted is None:
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -20,7 +21,7 @@ PATTERNS = ("none", "terminated", "truncated", "mixed", "last", "always")
 
 def case(
     shape: tuple[int, ...], pattern: str, dtype: torch.dtype = torch.float64, seed: int = 0, time: int = 1
-) -> dict[str, Tensor]:
+) -> dict[str, Any]:
     """Random ``[E, T, F]`` inputs with a pattern of ends."""
     g = torch.Generator().manual_seed(seed)
     names = ("state_value", "next_state_value", "reward")
@@ -35,7 +36,7 @@ def case(
     return numbers | {"done": done, "terminated": terminated}
 
 
-def without_value(c: dict[str, Tensor]) -> dict[str, Tensor]:
+def without_value(c: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in c.items() if k != "state_value"}
 
 
@@ -82,7 +83,7 @@ def lambda_return_by_hand(c: dict[str, Tensor], gamma: float, lmbda: float) -> T
 @pytest.mark.parametrize("steps", LENGTHS)
 def test_estimates_equal_the_sums_of_their_definitions(steps, pattern, gamma, lmbda):
     c = case((2, steps, 2), pattern, seed=steps)
-    tol = {"rtol": 1e-10, "atol": 1e-10}
+    tol: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-10}
     advantage, target = F.generalized_advantage_estimate(gamma, lmbda, **c)
     expected = gae_by_hand(c, gamma, lmbda)
     torch.testing.assert_close(advantage, expected, **tol)
@@ -102,7 +103,7 @@ def test_results_are_torchrls(shape, dtype, pattern):
     c = case(shape, pattern, dtype, time=len(shape) - 2)
     no_value = without_value(c)
     # TorchRL multiplies gamma with an integer mask, which rounds it to float32 whatever the inputs' dtype.
-    tol = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 1e-5, "atol": 1e-6}
+    tol: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 1e-5, "atol": 1e-6}
     logs = {"log_pi": 0.3 * c["reward"], "log_mu": 0.3 * c["state_value"]}
     for name, args, inputs in [
         ("generalized_advantage_estimate", (0.9, 0.8), c),
@@ -112,7 +113,7 @@ def test_results_are_torchrls(shape, dtype, pattern):
     ]:
         actual = getattr(F, name)(*args, **inputs)
         expected = getattr(torchrl_functional, name)(*args, **inputs)
-        torch.testing.assert_close(actual, expected, **tol, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(actual, expected, **tol, msg=partial("{}: {}".format, name))
 
 
 @pytest.mark.parametrize("pattern", ["none", "mixed"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -69,7 +70,7 @@ def test_batches_and_writes_beyond_the_caches_keep_every_byte() -> None:
     for row, index in zip(batch["row"], batch["index"], strict=True):
         assert index == row % CELLS
         assert row >= 500
-    written = torch.cat([images(int(row), 1) for row in batch["row"]])
+    written: Any = torch.cat([images(int(row), 1) for row in batch["row"]])
     for key, leaf in written.items():
         assert leaf.equal(batch[key]), key
     assert rb[:].get("30000").equal(images(0, 1_200)["30000"][rb[:]["row"][:, 0]])

@@ -309,9 +309,9 @@ REFUSALS: Table = {
          ValueError, "in time order, a TensorDictMaxValueWriter keeps none"),
     ],
     **{("entries that samplers add", lambda make=make: fresh(sampler=make())): [
-        (lambda rb, name=name: rb.extend(steps(4, **{name: zeros(4)})), SchemaError,
+        (lambda rb, name=name: rb.extend(steps(4).set(name, zeros(4))), SchemaError,
          f"have an entry '{name}', and a .*Sampler adds .* another name"),
-        (lambda rb, name=name: rb.add(steps(**{name: zeros(())})), SchemaError, f"have an entry '{name}'"),
+        (lambda rb, name=name: rb.add(steps().set(name, zeros(()))), SchemaError, f"have an entry '{name}'"),
         (lambda rb, name=name: rb.extend(steps(4, **{name: TensorDict({"x": zeros(4)}, [4])})), SchemaError, name),
     ] for name, make in REPORTS.items()},
     ("entries that samplers add, stored", lambda: filled(rows=steps(20, mask=zeros(20)))): [

@@ -41,7 +41,7 @@ def test_independent_draws_follow_the_law(alpha, rows):
     td_error = torch.linspace(-2.0, 3.0, rows)
     rb.update_priority(torch.arange(rows), td_error)
     probability = law(td_error, alpha, rb.sampler.eps)
-    counts = sum(torch.bincount(rb.sampler.draw(rb.storage, 4_000)[0], minlength=rows) for _ in range(100))
+    counts: Any = sum(torch.bincount(rb.sampler.draw(rb.storage, 4_000)[0], minlength=rows) for _ in range(100))
     assert alpha > 1 or power(probability.numpy(), 400_000, bias=0.02) > 0.95
     assert_follows(counts, probability)
     torch.testing.assert_close(rb.sampler.probability(torch.arange(rows)), probability)

@@ -50,7 +50,7 @@ SAMPLERS: dict[str, Callable[[], Any]] = {
 
 def rows(number: torch.Tensor) -> TensorDict:
     """Return rows whose entries all follow from their number, with a done flag after each 7 rows."""
-    data = {
+    data: dict[str, Any] = {
         "x": number,
         "payload": number[..., None] * 3 + torch.arange(40),
         "next": {"done": number[..., None] % 7 == 6},
@@ -603,8 +603,8 @@ def test_a_second_buffer_that_would_write_to_the_file_of_priorities_is_refused(
     apart.extend(rows(torch.arange(9))), apart.sample(), plain.sample()
     write(plain, 0, 3)
     write(rb, 0, 4)
-    number, magnitude = magnitudes(rb)
+    there, magnitude = magnitudes(rb)
     del rb, plain, apart, before, attempt
-    found = magnitudes(buffer(tmp_path, 0, name))
-    assert torch.equal(found[0], number)
-    assert torch.equal(found[1], magnitude)
+    number, again = magnitudes(buffer(tmp_path, 0, name))
+    assert torch.equal(number, there)
+    assert torch.equal(again, magnitude)

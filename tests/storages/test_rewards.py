@@ -114,7 +114,7 @@ def test_relabelled_whole_rewards_are_not_rounded():
     def reward_fn(batch: Any) -> torch.Tensor:
         return torch.full((len(batch),), LARGE)
 
-    goals = {"desired_goal": torch.zeros(4, 1), "next": {"achieved_goal": torch.ones(4, 1)}}
+    goals: dict[str, Any] = {"desired_goal": torch.zeros(4, 1), "next": {"achieved_goal": torch.ones(4, 1)}}
     flags = {"done": torch.zeros(4, 1, dtype=torch.bool)}
     for dtype in (torch.float32, torch.float64):
         rb = ReplayBuffer(storage=PackedStorage(4), sampler=HindsightSampler(UniformSampler(), reward_fn), batch_size=8)

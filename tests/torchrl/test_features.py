@@ -39,7 +39,7 @@ def steps(count: int, start: int = 0) -> TensorDict:
     done, place = (t % 7 == 6)[:, None], torch.stack([t.float(), -t.float()], -1)
     after = {"observation": place + 1, "achieved_goal": place + 1, "desired_goal": torch.zeros(count, 2)}
     after |= {"reward": t[:, None].float(), "done": done, "terminated": done, "truncated": torch.zeros_like(done)}
-    data = {"observation": place, "achieved_goal": place, "desired_goal": torch.zeros(count, 2), "t": t}
+    data: dict[str, Any] = {"observation": place, "achieved_goal": place, "desired_goal": torch.zeros(count, 2), "t": t}
     data |= {"collector": {"traj_ids": t // 7}, "step_count": t % 7, "policy_version": t // 10, "query": t // 4}
     return TensorDict(data | {"next": after}, [count])
 

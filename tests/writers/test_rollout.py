@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from tensordict import TensorDict
@@ -208,7 +210,7 @@ def test_estimates_have_the_dtype_of_the_values_or_of_the_network(rewards, netwo
         rows = stored(rb)
         assert {rows[key].dtype for key in ("state_value", "advantage", "value_target")} == {values or network}
         is_narrow = torch.bfloat16 in (rewards, network, values)
-        near = {"rtol": 0.05, "atol": 0.1} if is_narrow else {"rtol": 1e-4, "atol": 1e-4}
+        near: dict[str, Any] = {"rtol": 0.05, "atol": 0.1} if is_narrow else {"rtol": 1e-4, "atol": 1e-4}
         torch.testing.assert_close(rows["advantage"].float(), expected, **near)
         assert rb.writer.value_rows == (data.numel() if values is None else 0)
 
@@ -220,7 +222,7 @@ def test_the_first_step_of_a_rollout_follows_no_step_of_the_last_one(lanes):
     world = make_world(lanes)
     rb = rollouts(world, 6)
     trajectories = TrajectoryIndex.of(rb.storage)
-    ends = {name: torch.zeros(lanes, 6, dtype=torch.bool) for name in ("terminated", "truncated")}
+    ends: dict[str, Any] = {name: torch.zeros(lanes, 6, dtype=torch.bool) for name in ("terminated", "truncated")}
     for way in WAYS:
         data = world.steps(6, **ends)
         write(rb, data, "whole")

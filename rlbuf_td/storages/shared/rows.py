@@ -103,7 +103,7 @@ class SharedRows(Attached):
         self.storage._ring.keep_in(block, generations, found=found)
         if not found:
             memory[: len(text)] = text
-            self._described[1] = zlib.crc32(text.numpy())
+            self._described[1] = zlib.crc32(text.numpy().data)
             self._described[0] = len(text)  # last
 
     def entered(self) -> None:
