@@ -79,7 +79,7 @@ def test_whole_rewards_that_float32_lacks_are_refused_or_kept_in_float64(reward)
     env = Rich()
     env.reward = reward
     shape = np.shape(reward) or (1,)
-    rb = ReplayBuffer.from_env(env, 10)
+    rb = ReplayBuffer.from_env(env, 10, extras={"next": {"reward": np.zeros(shape, np.float32)}})
     recorder = GymnasiumRecorder(rb, env)
     recorder.reset(seed=0)
     words = r"\('next', 'reward'\) is -?16777217, which float32 changes to -?16777216: store it in float64.*extras"
