@@ -417,7 +417,6 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
         rb: Any,
         capacity: int | None = None,
         *,
-        copy: bool = True,
         exclude: NestedKey | Sequence[NestedKey] = (),
         trajectory_key: NestedKey | None = "episode",
         progress: bool | None = None,
@@ -436,29 +435,24 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
                 default checkpointer); the import does not change its rows. As after :meth:`loads`, trajectories from a
                 folder that have ids end with the last row.
             capacity: the capacity of the new buffer in transitions, default: the capacity of ``rb``.
-            copy: ``False`` uses the storage of ``rb``, a :class:`PackedStorage`, without a copy; each buffer then sees
-                the other buffer's writes.
             exclude: a list of keys to omit, such as the keys of strings, or one key.
             trajectory_key: the key of episode numbers in ``rb``. The import renames this key to
                 ``("collector", "traj_ids")``, unless the rows already have that entry.
             progress: whether to show a progress bar; by default, only on a terminal for 1 GiB of data or
                 more.
-            **kwargs: keywords of :meth:`from_schema` or, if ``copy=False``, of the buffer's class: ``sampler``,
-                ``batch_size`` (default: that of ``rb``), ...
+            **kwargs: keywords of :meth:`from_schema`: ``sampler``, ``batch_size`` (default: that of ``rb``), ...
 
         Raises:
             RuntimeError: ``rb`` is empty.
-            TypeError: ``rb`` is not a replay buffer, or its rows are not TensorDicts; with ``copy=False``, also if its
-                storage is no :class:`PackedStorage`.
+            TypeError: ``rb`` is not a replay buffer, or its rows are not TensorDicts.
             CheckpointError: the folder ``rb`` holds no rows that TorchRL's default checkpointer wrote.
             KeyError: the rows have no entry at a key in ``exclude``.
             ValueError: ``rb`` has more rows than ``capacity``, the rows are not in time order, which the ``sampler``
-                needs, or ``storage`` is given; with ``copy=False``, also if ``capacity`` or ``exclude`` is given, or if
-                ``rb`` is a folder.
+                needs, or ``storage`` is given.
             SchemaError: an entry does not consist of numbers, and is not excluded.
             MemoryError: the rows are larger than RAM, and no ``scratch_dir`` is given.
 
-        Cost: a read and a write of each row; none with ``copy=False``.
+        Cost: a read and a write of each row.
 
         Example:
             >>> from rlbuf_td import ReplayBuffer
@@ -470,7 +464,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
             >>> rb.storage["x"], rb.batch_size
             (tensor([2, 3, 4, 5]), 2)
         """
-        given: Any = {"copy": copy, "exclude": exclude, "trajectory_key": trajectory_key, "progress": progress}
+        given: Any = {"exclude": exclude, "trajectory_key": trajectory_key, "progress": progress}
         return torchrl_data.import_torchrl(cls, rb, capacity, **given, **kwargs)
 
     # -- initialization
@@ -1587,7 +1581,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
 
     # -- saving and loading
 
-    def dumps(self, path: str | Path, *, progress: bool | None = None, sync: bool = True) -> None:
+    def dumps(self, path: str | Path, *, progress: bool | None = None) -> None:
         """Save rows, priorities, counters, trajectories and random generators in the folder ``path``.
 
         If the process is killed during the call, either the previous dump or the new dump is intact. Data that has not
@@ -1598,8 +1592,6 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
             path: the folder, created if missing. Other files in the folder are kept.
             progress: whether to show a progress bar; by default, only on a terminal for 1 GiB of data or
                 more.
-            sync: whether to wait until all data is on the disk. ``sync=False`` takes about half as long, but a crash of
-                the machine may then damage both the previous and the new dump; :meth:`loads` detects the damage.
 
         Raises:
             CheckpointError: a component cannot be saved without pickle, ``path`` is a file, or the folder has a
@@ -1608,11 +1600,11 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
             NotImplementedError: the storage's default checkpointer has been replaced.
         """
         if self._is_theirs:
-            self._refuse_given(progress=progress, sync=None if sync else sync)
+            self._refuse_given(progress=progress)
             return super().dumps(path)
         if type(self.storage.checkpointer) is not self.storage._default_checkpointer:
             self._refuse_checkpointer()
-        dump_buffer(self, path, progress, sync=sync)
+        dump_buffer(self, path, progress)
 
     def loads(
         self,

@@ -30,7 +30,6 @@ from rlbuf_td.checkpoint.torchrl_folder import map_rows, refuse_links, refuse_sh
 from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.proportional import read_torchrl_priorities
 from rlbuf_td.storages import torchrl_parts
-from rlbuf_td.storages.checks import require_packed
 from rlbuf_td.storages.episodes import TRAJ_KEY
 from rlbuf_td.storages.indexing import coordinates, lanes_of, stand_apart
 from rlbuf_td.storages.keys import is_key, nested_key, optional_key
@@ -46,7 +45,6 @@ def import_torchrl(
     rb: Any,
     capacity: int | None,
     *,
-    copy: bool,
     exclude: NestedKey | Sequence[NestedKey],
     trajectory_key: NestedKey | None,
     progress: bool | None,
@@ -61,17 +59,10 @@ def import_torchrl(
     exclude = [exclude] if is_key(exclude) else [*map(nested_key, exclude)]
     kwargs.setdefault("batch_size", rb.batch_size)
     refuse_unordered(kwargs.get("sampler"), rb.writer, storage)
-    if copy:
-        choose = partial(_chosen, exclude=exclude, trajectory_key=optional_key(trajectory_key))
-        new, cells = _copy(cls, rb, capacity, choose, progress, kwargs)
-        if not getattr(storage, "in_time_order", keeps_order(rb.writer) is not False):
-            new.storage.lose_order()
-    elif is_folder or capacity is not None or exclude or "storage" in kwargs:
-        remedy = "pass a buffer, and omit capacity, exclude and storage; or copy"
-        raise ValueError(f"copy=False uses the storage of a buffer as it is: {remedy}")
-    else:
-        require_packed(storage, "copy=False", "copy the rows, because over another storage this class is TorchRL's")
-        new, cells = cls(storage=storage, **kwargs), torch.arange(len(storage), device="cpu")
+    choose = partial(_chosen, exclude=exclude, trajectory_key=optional_key(trajectory_key))
+    new, cells = _copy(cls, rb, capacity, choose, progress, kwargs)
+    if not getattr(storage, "in_time_order", keeps_order(rb.writer) is not False):
+        new.storage.lose_order()
     _set_priorities(new, cells, priorities)
     if is_folder:
         end_trajectories(new.storage)
@@ -149,7 +140,7 @@ def _steps(writer: Writer, storage: Storage) -> torch.Tensor:
     if not len(storage):
         raise RuntimeError("the buffer is empty: there is nothing to import")
     if stand_apart(storage):
-        raise ValueError("lanes stand at unlike steps: use copy=False, or dump the buffer and load the dump")
+        raise ValueError("lanes stand at unlike steps: dump the buffer and load the dump")
     steps = len(storage) // lanes_of(storage).numel()
     is_ring = isinstance(writer, RoundRobinWriter) and torchrl_parts.is_full(storage)
     oldest = torchrl_parts.last_step(storage, steps) + 1 if is_ring else 0

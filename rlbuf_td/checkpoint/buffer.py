@@ -22,8 +22,8 @@ from rlbuf_td.storages.torchrl_parts import empty_part
 KIND = "buffer"
 
 
-def dump_buffer(rb: Any, path: str | Path, progress: bool | None = None, *, sync: bool = True) -> None:
-    with writing(path, KIND, sync=sync) as writer, parts.at_rest(rb):
+def dump_buffer(rb: Any, path: str | Path, progress: bool | None = None) -> None:
+    with writing(path, KIND) as writer, parts.at_rest(rb):
         storage, state = rb.storage, parts.capture(rb, copies=False)
         rows = split_rows(state["_storage"])
         names = {part: parts.name_of(getattr(rb, part)) for part in ("storage", "sampler", "writer")}

@@ -8,7 +8,7 @@ import stat
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime, timezone
 from itertools import chain, islice
 from pathlib import Path
@@ -48,11 +48,9 @@ Job = tuple[Chunk, torch.Tensor | None]
 class DumpWriter:
     """Writes a dump beside the previous dump; the caller must lock the folder."""
 
-    def __init__(self, path: Path, about: dict[str, Any], *, sync: bool = True) -> None:
-        self.path, self.sync = path, sync
-        self.about = about | {"synced": sync}
+    def __init__(self, path: Path, about: dict[str, Any]) -> None:
+        self.path, self.about = path, about
         self.previous = Manifest.previous(path)
-        self._is_known_synced = self.previous is not None and self.previous.about.get("synced") is True
         self.nbytes = 0  # bytes of all tensors
         (path / DATA).mkdir(exist_ok=True)
         self._names = self.clean()  # of files that need not be written, or are being written
@@ -78,31 +76,28 @@ class DumpWriter:
         data = part.cpu().numpy()
         chunk = Chunk(checksum(data), len(data))
         with self._lock:
-            is_known, self._names[chunk.file] = self._names.get(chunk.file), False
-        if is_known is None:
-            _write_file(self.path / DATA / chunk.file, data, sync=self.sync)
-        elif is_known and self.sync and not self._is_known_synced:
-            _sync(self.path / DATA / chunk.file)
+            is_known = chunk.file in self._names
+            self._names.add(chunk.file)
+        if not is_known:
+            _write_file(self.path / DATA / chunk.file, data)
         return chunk
 
     def commit(self, state: dict[str, Any], tensors: tuple[Stored, ...]) -> None:
         """Replace the manifest, which makes the new dump the valid one."""
-        if self.sync:
-            _sync(self.path / DATA)
-        _write_file(self.path / _NEXT, Manifest(state, tensors, self.about).to_bytes(), sync=self.sync)
+        _sync(self.path / DATA)
+        _write_file(self.path / _NEXT, Manifest(state, tensors, self.about).to_bytes())
         (self.path / _NEXT).replace(self.path / MANIFEST)
-        if self.sync:
-            _sync(self.path)
+        _sync(self.path)
 
-    def clean(self) -> dict[str, bool]:
+    def clean(self) -> set[str]:
         """Delete the files that the manifest does not list, such as those of an interrupted dump; return the others."""
         manifest = Manifest.previous(self.path)
         listed = {name for stored in manifest.tensors for name in stored.files} if manifest else ()
-        kept = {}
+        kept = set()
         for file in (self.path / DATA).iterdir():
             named = CHUNK_NAME.fullmatch(file.name)
             if named and file.name in listed and file.lstat().st_size == int(named[2]):
-                kept[file.name] = True
+                kept.add(file.name)
             elif named:
                 file.unlink()
         (self.path / _NEXT).unlink(missing_ok=True)
@@ -186,27 +181,21 @@ def wait_for_devices(tensors: Sequence[torch.Tensor]) -> None:
         tensor.reshape(-1)[:1].cpu()  # a read waits for the work that this thread has queued before
 
 
-def _write_file(path: Path, data: np.ndarray | bytes, *, sync: bool) -> None:
+def _write_file(path: Path, data: np.ndarray | bytes) -> None:
     with open(path, "xb") as file:
         file.write(data)  # type: ignore[arg-type]
         file.flush()
-        if sync:
-            os.fsync(file.fileno())
+        os.fsync(file.fileno())
 
 
-def _sync(path: Path) -> None:
-    """Wait until a file or the entries of a folder are on the disk."""
-    is_folder = path.is_dir()
-    if is_folder and not hasattr(os, "O_DIRECTORY"):
+def _sync(folder: Path) -> None:
+    """Wait until the entries of a folder are on the disk."""
+    if not hasattr(os, "O_DIRECTORY"):
         return  # Windows
-    descriptor = os.open(path, os.O_RDONLY if is_folder else os.O_RDWR)
-    try:
+    descriptor = os.open(folder, os.O_RDONLY)
+    with suppress(OSError):  # some network file systems refuse folders
         os.fsync(descriptor)
-    except OSError:
-        if not is_folder:  # some network file systems refuse folders
-            raise
-    finally:
-        os.close(descriptor)
+    os.close(descriptor)
 
 
 def save_state(path: str | Path, kind: str, state: dict[str, Any]) -> None:
@@ -220,7 +209,7 @@ def load_state(path: str | Path, kind: str) -> dict[str, Any]:
 
 
 @contextmanager
-def writing(path: str | Path, kind: str, *, sync: bool = True) -> Iterator[DumpWriter]:
+def writing(path: str | Path, kind: str) -> Iterator[DumpWriter]:
     """Create and lock the folder ``path``, and yield a writer; at the end, delete dump files that are not in use."""
     folder = Path(path).absolute()
     try:
@@ -230,7 +219,7 @@ def writing(path: str | Path, kind: str, *, sync: bool = True) -> Iterator[DumpW
     with _locked(folder):
         written = datetime.now(timezone.utc).isoformat(timespec="seconds")
         versions = {name: str(sys.modules[name].__version__) for name in ("rlbuf_td", "torch", "tensordict", "torchrl")}
-        writer = DumpWriter(folder, {"kind": kind, "written": written, "versions": versions}, sync=sync)
+        writer = DumpWriter(folder, {"kind": kind, "written": written, "versions": versions})
         try:
             yield writer
         except OSError as error:

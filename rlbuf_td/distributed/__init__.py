@@ -12,7 +12,7 @@ the answer contains the drawn rows, packed into one block of bytes. To read the 
 ``shard.py``, ``batches.py`` and ``client.py``.
 
 **How many shards.** One or two shards per machine are enough. Each shard uses one core.
-``placement_strategy="SPREAD"`` starts the shards on different machines; ``num_cpus=1`` reserves a core for each shard.
+Ray starts the shards on different machines; ``num_cpus=1`` reserves a core for each shard.
 
 - **Memory.** A row takes its packed bytes (see :func:`rlbuf_td.plan`) and, with priorities, 20 bytes more. 1e9
   rows of HalfCheetah (168 bytes) take 188 GB: 4 machines with 64 GB each. 1e9 rows of Atari (two stacks of four frames,
@@ -29,8 +29,8 @@ the answer contains the drawn rows, packed into one block of bytes. To read the 
   sequence). Each TD error that is sent back takes 24 bytes. To sample 1,000 batches of 256 rows (168 bytes each) per
   second takes 47 MB/s. Rows of Atari would take 14 GB/s, more than most networks carry.
 
-**When a shard is lost.** If the process of a shard dies, clients repeat the current draw without this shard (unless
-``on_loss="raise"``). Clients that wrote to the lost shard change to another one. Ray restarts the shard, which is then
+**When a shard is lost.** If the process of a shard dies, clients repeat the current draw without this shard.
+Clients that wrote to the lost shard change to another one. Ray restarts the shard, which is then
 empty or holds the rows of the last ``dumps()`` into ``dump_dir``, a folder that all machines must be able to read. Ray
 notices a dead process within 1 to 2 s. A shard that does not answer within 3 s counts as lost. Each client asks a lost
 shard once, and Ray repeats the question until the shard answers.

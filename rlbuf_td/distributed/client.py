@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rlbuf_td.buffers.waiting import PATIENCE, ShutDown, warn_of_slow_write
 from rlbuf_td.distributed.batches import INCARNATION, ROW, SHARD, STAMP, Batches, Split, split
-from rlbuf_td.distributed.links import RECOVERY, SHUT_DOWN, Links, OnLoss
+from rlbuf_td.distributed.links import RECOVERY, SHUT_DOWN, Links
 from rlbuf_td.distributed.shard import Report, Request, layout_named, named, pack
 from rlbuf_td.distributed.spec import Spec
 from rlbuf_td.kernels.strata import masses as positions_in
@@ -52,7 +52,6 @@ class Client:
         batch_size: number of rows in a batch; ``None``: the batch size of the shards' buffers.
         prefetch: number of batches per request. When :meth:`sample` receives these batches, it sends the next request.
             With 0, each request draws one batch, and is sent when the batch is needed.
-        on_loss: ``"continue"``: work without lost shards; ``"raise"``: raise :class:`ShardLost`.
         home: number of the shard to write to, until this shard is lost or too slow; ``None``: a random shard.
     """
 
@@ -65,15 +64,14 @@ class Client:
         spec: Spec,
         batch_size: int | None,
         prefetch: int,
-        on_loss: OnLoss,
         home: int | None,
     ) -> None:
-        self._given = connect, spec, batch_size, prefetch, on_loss, home
+        self._given = connect, spec, batch_size, prefetch, home
         self.spec, self.prefetch, self.batch_size = spec, prefetch, batch_size or spec.batch_size
         self.beta = spec.beta  # may be set at any time
         self.generator: torch.Generator | None = None
         handles, self._flow, engine = connect()
-        self.links = Links(handles, engine, on_loss)
+        self.links = Links(handles, engine)
         self.links.ask("report", range(len(handles)), RECOVERY)
         self._home = home
         self._writer = random.SystemRandom().getrandbits(62)  # a copy of a client is another writer
@@ -111,7 +109,7 @@ class Client:
                 does not admit the batch.
             ShutDown: the buffer has been shut down.
             TimeoutError: no batch was ready within ``timeout`` seconds.
-            ShardLost: a shard is lost and ``on_loss="raise"``, or all shards are lost.
+            ShardLost: all shards are lost.
         """
         size = self.batch_size if batch_size is None else batch_size
         if size is None:
@@ -315,7 +313,7 @@ class Client:
             SchemaError: the data does not match earlier rows of this client or of the shard. For a mismatch with the
                 shard's rows, the error may come from a later write or from :meth:`synchronize`.
             ValueError: the data has no rows, has too few batch dims, or has a TD error that is NaN or infinite.
-            ShardLost: a shard is lost and ``on_loss="raise"``, or all shards are lost.
+            ShardLost: all shards are lost.
             ShutDown: the buffer has been shut down.
         """
         self.links.require_open()

@@ -6,7 +6,7 @@ import pickle
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,8 +14,6 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError
 
 from rlbuf_td.buffers.waiting import ShutDown
 from rlbuf_td.distributed.shard import Answer, Report, Request
-
-OnLoss = Literal["continue", "raise"]
 
 PATIENCE = 3.0  # seconds after which a shard that does not answer counts as lost; doubled if it answers later
 RECOVERY = 60.0  # seconds to wait for a shard if all are lost
@@ -25,7 +23,7 @@ SHUT_DOWN = "the buffer has been shut down"
 
 
 class ShardLost(RuntimeError):
-    """Raised if a shard is lost and ``on_loss="raise"``, or if all shards are lost."""
+    """Raised if all shards are lost."""
 
 
 class ShardsGone(ShardLost, ShutDown):
@@ -35,8 +33,8 @@ class ShardsGone(ShardLost, ShutDown):
 class Links:
     """Sends a client's requests to the shards, and tracks which shards are lost."""
 
-    def __init__(self, handles: list[Any], engine: Any, on_loss: OnLoss = "continue") -> None:
-        self.handles, self.engine, self.on_loss = handles, engine, on_loss  # engine: has get and wait, as ray has
+    def __init__(self, handles: list[Any], engine: Any) -> None:
+        self.handles, self.engine = handles, engine  # engine: has get and wait, as ray has
         self.patience = PATIENCE
         self.known: list[Report | None] = [None] * len(handles)  # None: lost, or no report yet
         self.heard = [0.0] * len(handles)  # time of each shard's last report
@@ -65,8 +63,6 @@ class Links:
             self.losses += 1
             self._probe(place)
         self.known[place] = None
-        if self.on_loss == "raise":
-            raise ShardLost(f"shard {place} of {len(self.handles)} is lost")
 
     def revive(self, timeout: float = 0.0) -> None:
         """Use lost shards again if they answer; if all are lost, wait up to ``timeout`` seconds for one."""

@@ -20,10 +20,9 @@ from rlbuf_td.checkpoint import CheckpointError
 from rlbuf_td.checkpoint.group import new_folder
 from rlbuf_td.distributed.client import Client
 from rlbuf_td.distributed.dumps import Manifest, newest_dump, shard_name
-from rlbuf_td.distributed.links import OnLoss
 from rlbuf_td.distributed.shard import Shard
 from rlbuf_td.distributed.spec import Spec
-from rlbuf_td.storages.checks import one_of, whole
+from rlbuf_td.storages.checks import whole
 
 _LONG = 3_600.0  # longest time for a dump or a load, in seconds
 _POLL = 0.002  # seconds between two questions whether flow control admits a call
@@ -73,10 +72,8 @@ class ShardedReplayBuffer(Client):
         prefetch: k, the number of batches that one request draws. A TD error takes effect after k to 2k batches. Ray's
             time per batch is divided by k. With 0, a request draws one batch, and is sent when the batch is needed.
         dump_dir: default folder of :meth:`dumps`. A restarted shard loads its rows from this folder.
-        placement_strategy: ``"SPREAD"``: start shards on different machines; ``"PACK"``: start shards on few machines.
-        on_loss: ``"continue"``: work without lost shards; ``"raise"``: raise ``ShardLost``.
-        **actor_options: options of Ray's actors, such as ``num_cpus`` (default 0) and ``max_restarts`` (default -1: no
-            limit).
+        **actor_options: options of Ray's actors, such as ``num_cpus`` (default 0), ``max_restarts`` (default -1: no
+            limit) and ``scheduling_strategy`` (default ``"SPREAD"``: on different machines).
 
     Raises:
         TypeError: ``make_buffer`` does not return a ReplayBuffer with a PackedStorage.
@@ -113,21 +110,16 @@ class ShardedReplayBuffer(Client):
         tolerance: float | None = None,
         prefetch: int = 0,
         dump_dir: str | Path | None = None,
-        placement_strategy: str = "SPREAD",
-        on_loss: OnLoss = "continue",
         **actor_options: Any,
     ) -> None:
         num_shards, prefetch = whole(1)("num_shards", num_shards), whole(0)("prefetch", prefetch)
-        one_of("continue", "raise")("on_loss", on_loss)
-        one_of("SPREAD", "PACK")("placement_strategy", placement_strategy)
         spec = Spec.of(make_buffer())
         flow = make_flow(samples_per_insert, min_size, tolerance, prefetch=0)
         if not ray.is_initialized():
             ray.init(log_to_driver=False, logging_level="error")
         self.dump_dir, self._next_home = None if dump_dir is None else Path(dump_dir).absolute(), 0
         name, context = f"rlbuf_td-{uuid.uuid4().hex[:12]}", ray.get_runtime_context()
-        strategy = "DEFAULT" if placement_strategy == "PACK" else "SPREAD"  # Ray's default packs
-        options = {"num_cpus": 0, "max_restarts": -1, "scheduling_strategy": strategy} | actor_options
+        options = {"num_cpus": 0, "max_restarts": -1, "scheduling_strategy": "SPREAD"} | actor_options
         actor = ray.remote(Shard)
         self._actors = []
         for place in range(num_shards):
@@ -137,7 +129,7 @@ class ShardedReplayBuffer(Client):
             settings = flow.samples_per_insert, flow.min_size, flow.given_tolerance
             self._actors.append(ray.remote(Limiter).options(name=f"{name}-flow", num_cpus=0).remote(*settings))
         where = name, num_shards, flow is not None, context.gcs_address, context.namespace
-        super().__init__(partial(connect, *where), spec, batch_size, prefetch, on_loss, None)
+        super().__init__(partial(connect, *where), spec, batch_size, prefetch, None)
 
     def __reduce__(self) -> Any:
         """Pickle and copy as a :class:`Client`, because only this object can shut down the shards."""

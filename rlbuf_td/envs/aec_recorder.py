@@ -10,7 +10,6 @@ import numpy as np
 from rlbuf_td.envs.columns import StepRows, fill_, fill_parts_
 from rlbuf_td.envs.recorder import BufferLane, Recorder
 from rlbuf_td.envs.specs import ACTION_MASK, after_step, paths_of, takes_turns, turns_schema
-from rlbuf_td.storages.episodes import TRAJ_KEY
 from rlbuf_td.storages.schema import SchemaError
 
 if TYPE_CHECKING:
@@ -145,7 +144,7 @@ class _Seat(Recorder):
     """The transition that an agent has begun with its newest action."""
 
     def __init__(self, target: Any, env: Any, agent: str) -> None:
-        super().__init__(target, TRAJ_KEY)
+        super().__init__(target)
         schema = turns_schema(env, [agent])
         self._obs_paths, self._action_paths = paths_of(schema, env.observation_space(agent))
         self._next_paths = after_step(self._obs_paths)

@@ -15,7 +15,7 @@ from rlbuf_td.envs.infos import Info, fill_final_, fill_info_, info_example
 from rlbuf_td.envs.recorder import REWARD, BufferLane, Recorder
 from rlbuf_td.envs.specs import Key, after_step, paths_of, schema_of, show_extra
 from rlbuf_td.storages import SchemaError
-from rlbuf_td.storages.episodes import DONE_KEY, TRAJ_KEY
+from rlbuf_td.storages.episodes import DONE_KEY
 from rlbuf_td.storages.schema import show_key
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class GymnasiumRecorder(Recorder):
     in ``extras``. Rewards are stored as float32; a whole number that float32 lacks, such as 2**24 + 1, raises a
     SchemaError, unless the buffer was made with a float64 reward in ``extras``.
 
-    Each episode has a unique number, stored under ``trajectory_key``. If ``reset`` interrupts an episode, its last
+    Each episode has a unique number, ``("collector", "traj_ids")``. If ``reset`` interrupts an episode, its last
     transition keeps ``done=False``, and the next episode has a new number. Loading a checkpoint into the buffer
     interrupts all episodes; call :meth:`reset` before the next step.
 
@@ -58,8 +58,6 @@ class GymnasiumRecorder(Recorder):
         env: a Gymnasium environment, or a vector environment.
         infos: names of infos to store under ``"next"``, such as ``"score"`` or the nested ``("episode", "r")``. Every
             step must return each info, unless ``infos`` is a dict from names to default values.
-        trajectory_key: the key of the episode numbers. With ``None``, no numbers are stored, and a ``reset`` that would
-            interrupt an episode raises an error.
         autoreset_mode: the autoreset mode of a vector environment whose metadata does not have it. This argument does
             not change the environment.
 
@@ -69,8 +67,6 @@ class GymnasiumRecorder(Recorder):
             and is given as one, or gets several environments that reset in the next step.
         SchemaError: the environment's transitions do not fit the buffer's rows or lanes, or a lane or a buffer ``[T]``
             gets several environments.
-        RuntimeError: ``trajectory_key`` is ``None``, and the newest stored step has ``done=False`` in a lane. The
-            next episode would seem to continue this step.
 
     Warns:
         RuntimeWarning: neither the metadata nor ``autoreset_mode`` gives the autoreset mode of a vector environment.
@@ -99,10 +95,9 @@ class GymnasiumRecorder(Recorder):
         env: Any,
         *,
         infos: Sequence[str | Key] | Mapping[Any, Any] = (),
-        trajectory_key: Key | str | None = TRAJ_KEY,
         autoreset_mode: Any = None,
     ) -> None:
-        super().__init__(buffer, trajectory_key)
+        super().__init__(buffer)
         if isinstance(infos, str):
             raise TypeError(f"infos must be a sequence of names or a dict with defaults, got the string {infos!r}")
         schema = schema_of(env)
@@ -118,8 +113,6 @@ class GymnasiumRecorder(Recorder):
         self._refuse_drift()
         self._obs: Any = None  # None: a reset must follow
         self._ended = np.zeros(self._lanes, bool)  # the episode has ended, and no new one has begun
-        self._fresh = np.ones(self._lanes, bool)  # no step of the episode has been recorded
-        self._refuse_open_end()
 
     def _refuse_drift(self) -> None:
         """Raise a ValueError if lanes would fall behind others in a buffer that writes whole time steps."""
@@ -129,19 +122,11 @@ class GymnasiumRecorder(Recorder):
             raise ValueError(f"cannot record next-step autoreset: {fault} writes whole time steps. Instead, {how}")
 
     def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Reset the environment and return the result; ``options={"reset_mask": mask}`` resets only some lanes.
-
-        Raises:
-            RuntimeError: the reset interrupts an episode, and ``trajectory_key`` is ``None``.
-        """
+        """Reset the environment and return the result; ``options={"reset_mask": mask}`` resets only some lanes."""
         self._notice_load()
         mask = (options or {}).get("reset_mask")
         lanes = np.ones(self._lanes, bool) if mask is None else np.array(mask, bool)
         begun = np.ones_like(lanes) if self._obs is None else lanes  # all: every lane lacks the step that failed
-        broken = (begun & ~self._ended & ~self._fresh).nonzero()[0].tolist()
-        if self._trajectory_key is None and broken:
-            remedy = "let them end, or store trajectory numbers"
-            raise RuntimeError(f"reset interrupts episodes in lanes {broken} without a trajectory_key: {remedy}")
         self._obs, info = self.env.reset(seed=seed, options=options)
         self._ended &= ~lanes
         self._begin(begun)
@@ -181,7 +166,6 @@ class GymnasiumRecorder(Recorder):
         elif going.any():
             self._write(rows.now[torch.from_numpy(going)], going.nonzero()[0])
         self._obs = result[0]
-        self._fresh[:] = False
         if self._mode == "SameStep":
             self._begin(done)
         else:
@@ -200,26 +184,9 @@ class GymnasiumRecorder(Recorder):
 
     # -- episodes
 
-    def _begin(self, lanes: np.ndarray) -> None:
-        super()._begin(lanes)
-        self._fresh[lanes] = True
-
     def _interrupt(self) -> None:
-        self._refuse_open_end()
         self._obs = None
         self._begin(np.ones(self._lanes, bool))
-
-    def _refuse_open_end(self) -> None:
-        """Raise a RuntimeError if the next rows would seem to continue the newest stored episode of a lane."""
-        rb: Any = self.buffer
-        if self._trajectory_key is not None or not len(rb):
-            return
-        numbers = range(self._lanes) if self._lane is None else [self._lane]
-        lanes = [rb] if self._flat else [rb.lane(number) for number in numbers]
-        if not all(lane.last(1)[DONE_KEY].all() for lane in lanes if len(lane)):
-            remedy = "store trajectory numbers, or set ('next', 'truncated') and ('next', 'done') there"
-            fault = "the buffer's newest rows do not end an episode and would run into the next"
-            raise RuntimeError(f"{fault}: {remedy}")
 
     # -- rows
 

@@ -10,7 +10,6 @@ import numpy as np
 from rlbuf_td.envs.columns import StepRows, fill_, fill_parts_
 from rlbuf_td.envs.recorder import BufferLane, Recorder
 from rlbuf_td.envs.specs import ACTION_MASK, FLAGS, after_step, agents_schema, groups_of, parallel_envs, takes_turns
-from rlbuf_td.storages.episodes import TRAJ_KEY
 
 if TYPE_CHECKING:
     from torchrl.data.replay_buffers import TensorDictReplayBuffer
@@ -95,7 +94,7 @@ class PettingZooRecorder(Recorder):
     """
 
     def __init__(self, buffer: TensorDictReplayBuffer | BufferLane, env: Any, *, group_map: Any = None) -> None:
-        super().__init__(buffer, TRAJ_KEY)
+        super().__init__(buffer)
         envs = parallel_envs(env)
         if envs is None:
             remedy = ": AECRecorder records games whose agents take turns" if takes_turns(env) else ""

@@ -15,6 +15,7 @@ from rlbuf_td.envs.specs import ACTION_MASK, Key, show_extra, tensors_of
 from rlbuf_td.envs.trajectory_numbers import TrajectoryNumbers
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import require_packed
+from rlbuf_td.storages.episodes import TRAJ_KEY
 from rlbuf_td.storages.indexing import attached_or_new
 from rlbuf_td.storages.schema import SchemaError, show_key, walk
 
@@ -38,7 +39,6 @@ class Recorder:
 
     Args:
         target: a buffer, or one of its lanes, ``rb.lane(e)``.
-        trajectory_key: the key of the numbers of episodes; None: rows have no numbers.
     """
 
     _schema: TensorDict  # of the transitions, [E]
@@ -48,12 +48,11 @@ class Recorder:
     _step: TensorDict  # the rows as the buffer takes them, in the same memory
     _extra_keys: frozenset[Key] = frozenset()
 
-    def __init__(self, target: Any, trajectory_key: Key | str | None) -> None:
+    def __init__(self, target: Any) -> None:
         #: The number of the lane to which this recorder writes; None: all lanes of the buffer, or a buffer ``[T]``.
         self._lane = target.number if isinstance(target, BufferLane) else None
         self.buffer = _checked(target.buffer if isinstance(target, BufferLane) else target)
         self._flat = self.buffer.storage.ndim == 1
-        self._trajectory_key = (trajectory_key,) if isinstance(trajectory_key, str) else trajectory_key
         self._numbers = attached_or_new(self.buffer.storage, TrajectoryNumbers)
         self._loads = self._numbers.loads
 
@@ -69,8 +68,7 @@ class Recorder:
         self._single, self._lanes = single, len(schema)
         self._trajectories = np.zeros(self._lanes, np.int64)
         self._refuse_lanes()
-        if self._trajectory_key is not None:
-            schema.set(self._trajectory_key, torch.empty(schema.shape, dtype=torch.int64, device="meta"))
+        schema.set(TRAJ_KEY, torch.empty(schema.shape, dtype=torch.int64, device="meta"))
         storage = self.buffer.storage
         with storage.lock:  # recorders of other lanes may be made, or write first rows
             if storage.layout is None:
@@ -119,8 +117,7 @@ class Recorder:
             return
         fault = f"the buffer's rows have no {show_key(key)}, which the recorder writes, and can no longer get it"
         remedy = f"make the buffer with from_env(env, ..., {self._show(key, value)})"
-        without = ", or pass trajectory_key=None" if key == self._trajectory_key else ""
-        raise SchemaError(f"{fault}: {remedy}{without}")
+        raise SchemaError(f"{fault}: {remedy}")
 
     def _show(self, key: Key, value: torch.Tensor) -> str:
         """Return the argument ``extras=`` of ``from_env`` for an entry ``[E, ...]``."""
@@ -147,8 +144,7 @@ class Recorder:
 
     def _fill_extras(self, rows: StepRows, extras: Mapping[str, Any]) -> None:
         """Fill the columns of extras, and of the trajectory numbers."""
-        if self._trajectory_key is not None:
-            rows.columns[self._trajectory_key][...] = self._trajectories
+        rows.columns[TRAJ_KEY][...] = self._trajectories
         if extras or self._extra_keys:
             given = dict(walk(extras))
             if given.keys() != self._extra_keys:
@@ -177,7 +173,7 @@ class Recorder:
         """Give the next rows of ``lanes``, a mask ``[E]``, new trajectory numbers."""
         count = int(np.count_nonzero(lanes))
         if count:
-            self._trajectories[lanes] = self._numbers.take(count, self._trajectory_key)
+            self._trajectories[lanes] = self._numbers.take(count)
 
     def _notice_load(self) -> None:
         """If a checkpoint was loaded into the buffer, interrupt all episodes."""

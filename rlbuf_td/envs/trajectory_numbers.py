@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from rlbuf_td.storages import PackedStorage
+from rlbuf_td.storages.episodes import TRAJ_KEY
 from rlbuf_td.storages.indexing import lanes_of, stored_rows
 from rlbuf_td.storages.listeners import Attached
 from rlbuf_td.storages.shared.memory import SharedNumbers
@@ -26,12 +27,12 @@ class TrajectoryNumbers(Attached):
         """How many times a checkpoint was loaded into the storage."""
         return self._numbers.values[_LOADS]
 
-    def take(self, count: int, key: tuple[str, ...] | None) -> np.ndarray:
-        """Return ``count`` new trajectory numbers, larger than all numbers stored at ``key``."""
+    def take(self, count: int) -> np.ndarray:
+        """Return ``count`` new trajectory numbers, larger than all that are stored."""
         with self.storage.lock:
             first, numbers = self._numbers[_NEXT], self._numbers
             rows = None if numbers[_HAS_READ] else stored_rows(self.storage)
-            stored = None if rows is None or key is None else rows.get(key, None)
+            stored = None if rows is None else rows.get(TRAJ_KEY, None)
             if stored is not None and len(self.storage):
                 steps = len(self.storage) // lanes_of(self.storage).numel()
                 first = max(first, int(stored[:steps].max()) + 1)

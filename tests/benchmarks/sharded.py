@@ -96,7 +96,7 @@ def compare(stored: int, rounds: int) -> None:
 
 def first_shards(rb: ShardedReplayBuffer, shards: int, home: int | None = None) -> Client:
     """Return a client of the first shards alone: to start some for each measurement would take minutes."""
-    return Client(lambda: (rb.links.handles[:shards], None, ray), rb.spec, None, 0, "continue", home)
+    return Client(lambda: (rb.links.handles[:shards], None, ray), rb.spec, None, 0, home)
 
 
 def times_of(rb: ShardedReplayBuffer, shards: int, stored: int, rounds: int) -> list[tuple[int, int, int, float]]:

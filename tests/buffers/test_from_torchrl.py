@@ -95,15 +95,6 @@ def test_episodes_of_a_data_set_do_not_run_into_each_other(tmp_path):
     assert "episode" in ReplayBuffer.from_torchrl(data_set, trajectory_key=None).storage[:].keys()
 
 
-def test_an_adopted_storage_serves_both_buffers():
-    their = theirs(7, storage=PackedStorage)
-    rb = ReplayBuffer.from_torchrl(their, copy=False, batch_size=6)
-    assert rb.storage is their.storage
-    rb.extend(rows(2, first=7))
-    assert their.storage["x"][:9].tolist() == list(range(9))
-    assert rb.sample().shape == (6,)
-
-
 def test_entries_that_no_row_can_hold_are_excluded():
     data = rows(4).set("said", NonTensorData("go", batch_size=[4]))
     data_set = TensorDictReplayBuffer(storage=TensorStorage(data), writer=ImmutableDatasetWriter(), batch_size=3)
@@ -159,13 +150,10 @@ def test_a_folder_without_readable_rows_is_refused(tmp_path):
         CheckpointError, match="holds no TensorDicts that TorchRL's default checkpointer wrote: load it"
     ):
         ReplayBuffer.from_torchrl(tmp_path)
-    theirs(7).dumps(tmp_path / "rows")
-    with pytest.raises(ValueError, match="uses the storage of a buffer as it is: pass a buffer"):
-        ReplayBuffer.from_torchrl(tmp_path / "rows", copy=False)
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # in TorchRL's sampler
-@pytest.mark.parametrize("source", ["copied buffer", "adopted buffer", "folder"])
+@pytest.mark.parametrize("source", ["a buffer", "our storage", "folder"])
 @pytest.mark.parametrize("lanes", [0, 3])
 @pytest.mark.parametrize("written", [7, 17])
 def test_priorities_follow_their_rows(written, lanes, source, tmp_path):
@@ -173,7 +161,7 @@ def test_priorities_follow_their_rows(written, lanes, source, tmp_path):
         sampler = PrioritizedSampler(CAPACITY * max(lanes, 1), alpha=0.5, beta=0.4, eps=0.0)
     except RuntimeError as error:
         pytest.skip(f"TorchRL's sampler does not run here: {error}")
-    storage = PackedStorage if source == "adopted buffer" else LazyTensorStorage
+    storage = PackedStorage if source == "our storage" else LazyTensorStorage
     rows_of: Any = storage(sampler._max_capacity, ndim=2 if lanes else 1)
     their = TensorDictReplayBuffer(storage=rows_of, sampler=sampler)
     for first in range(0, written, 5):
@@ -185,7 +173,7 @@ def test_priorities_follow_their_rows(written, lanes, source, tmp_path):
         their.dumps(tmp_path)
     ours = ProportionalSampler(sampler._max_capacity, alpha=1.0, eps=0.0)
     source_of_rows: Any = tmp_path if source == "folder" else their
-    rb = ReplayBuffer.from_torchrl(source_of_rows, copy=source != "adopted buffer", sampler=ours, batch_size=4)
+    rb = ReplayBuffer.from_torchrl(source_of_rows, sampler=ours, batch_size=4)
     expected = (rb.storage.get(at)["x"] + 1).float()
     torch.testing.assert_close(ours.tree.magnitude[: len(order)].float(), expected)
     assert rb.sample().shape == (4,)

@@ -225,23 +225,6 @@ def test_only_what_has_changed_is_written(small_chunks, tmp_path):
     assert again.storage["x"][1234, 5] == 7.0
 
 
-def test_a_synced_dump_also_syncs_files_of_an_unsynced_one(small_chunks, tmp_path, monkeypatch):
-    synced: list[int] = []
-    monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.fstat(file).st_ino))
-    rb = of_rows()
-    extend_by(rb, ROWS, 0)
-    rb.dumps(tmp_path, sync=False)
-    assert synced == []
-    files = {number for number, _ in sizes(tmp_path).values()}
-    rb.dumps(tmp_path)
-    kept = {number for number, _ in sizes(tmp_path).values()}
-    assert files & kept  # some are taken over
-    assert kept <= set(synced)
-    synced.clear()
-    rb.dumps(tmp_path)
-    assert not files & set(synced)
-
-
 def test_a_dump_in_the_scratch_dir_survives_later_writes(tmp_path):
     rb = of_rows(tmp_path)
     extend_by(rb, 3_000, 0)

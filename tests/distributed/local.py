@@ -96,15 +96,14 @@ def connect(handles: list[LocalHandle], flow: Any) -> tuple[list[LocalHandle], A
 
 
 class World:
-    def __init__(self, shards: int, make_buffer: Callable[[], ReplayBuffer], **options: Any) -> None:
+    def __init__(self, shards: int, make_buffer: Callable[[], ReplayBuffer], flow: Any = None) -> None:
         self.handles = [LocalHandle(make_buffer) for _ in range(shards)]
-        self.spec, self.options = Spec.of(make_buffer()), options
-        flow = options.get("flow")
+        self.spec = Spec.of(make_buffer())
         self.flow: Any = None if flow is None else LocalLimiter(flow)
 
     def client(self, home: int | None = None, prefetch: int = 0) -> Client:
         connection = partial(connect, self.handles, self.flow)
-        return Client(connection, self.spec, None, prefetch, self.options.get("on_loss", "continue"), home)
+        return Client(connection, self.spec, None, prefetch, home)
 
     def buffer(self) -> ShardedReplayBuffer:
         """Return a client that can also dump, load and empty the shards."""
@@ -118,4 +117,4 @@ class World:
 class Whole(ShardedReplayBuffer):
     def __init__(self, world: World) -> None:
         self.dump_dir, self._actors, self._next_home = None, [], 0
-        Client.__init__(self, partial(connect, world.handles, world.flow), world.spec, None, 0, "continue", None)
+        Client.__init__(self, partial(connect, world.handles, world.flow), world.spec, None, 0, None)

@@ -236,8 +236,6 @@ def test_flow_control_holds_for_a_racing_writer_and_a_learner():
     ("arguments", "message"),
     [
         ({"num_shards": 0}, "num_shards must be a whole number"),
-        ({"on_loss": "ignore"}, "on_loss must be"),
-        ({"placement_strategy": "STRICT_SPREAD"}, "placement_strategy must be"),
         ({"samples_per_insert": -1}, "samples_per_insert must be a positive number"),
         ({"tolerance": 5}, "tolerance needs samples_per_insert"),
         ({"samples_per_insert": 8, "tolerance": 5}, "tolerance must be at least 8"),

@@ -28,7 +28,6 @@ from rlbuf_td import (
 )
 from rlbuf_td.buffers.flow import FlowControl
 from rlbuf_td.checkpoint import CheckpointError
-from rlbuf_td.distributed import ShardLost
 from rlbuf_td.distributed.dumps import Manifest, newest_dump
 from rlbuf_td.distributed.links import PATIENCE
 from rlbuf_td.distributed.spec import Spec
@@ -109,14 +108,6 @@ def test_a_shard_that_has_only_been_slow_is_given_more_time():
     learner.sample()
     assert (learner.links.live, learner.links.patience) == ([0, 1], 2 * PATIENCE)
     assert learner.links.lost_rows == [0, 0]
-
-
-def test_a_loss_is_raised_where_that_is_wanted():
-    world, learner = begun(2, 60, on_loss="raise")
-    learner.sample()
-    world.handles[0].is_lost = True
-    with pytest.raises(ShardLost, match="shard 0 of 2 is lost"):
-        learner.sample()
 
 
 def test_without_a_positive_priority_the_error_names_priorities():

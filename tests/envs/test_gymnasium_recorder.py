@@ -334,33 +334,6 @@ def test_rollouts_refuse_lanes_that_drift_apart():
     run(GymnasiumRecorder(RolloutBuffer.from_env(alone, 30, value_network=critic), alone), alone, 20)
 
 
-def test_without_trajectory_numbers_no_reset_breaks_off_an_episode():
-    env = Walk("box", 50)
-    extras = {"next": {"reward": np.zeros(1)}}
-    rb = ReplayBuffer.from_spaces(env.observation_space, env.action_space, 60, extras=extras)
-    recorder = GymnasiumRecorder(rb, env, trajectory_key=None)
-    with pytest.raises(RuntimeError, match="reset"):
-        recorder.step(0)
-    for _ in range(2):
-        recorder.reset(seed=1)
-    recorder.step(0)
-    with pytest.raises(RuntimeError, match="interrupts episodes in lanes"):
-        recorder.reset()
-    with pytest.raises(RuntimeError, match="newest rows do not end an episode"):
-        GymnasiumRecorder(rb, env, trajectory_key=None)
-    rb.load_state_dict(rb.state_dict())
-    with pytest.raises(RuntimeError, match="newest rows do not end an episode"):
-        recorder.step(0)
-    rb.storage["next", "done"] = torch.ones(1, 1, dtype=torch.bool)
-    recorder.reset(seed=1)
-    while not recorder._ended.any():
-        recorder.step(0)
-    with pytest.raises(RuntimeError, match="the episode has ended in lanes"):
-        recorder.step(0)
-    assert "collector" not in rb.storage[:].keys()
-    assert rb.storage["next", "reward"].dtype == torch.float64  # as the rows
-
-
 class Forgetful(gymnasium.vector.VectorWrapper):
     """Same-step autoreset as in simulators: the final observation is lost, or missing in a lane."""
 

@@ -20,7 +20,6 @@ from rlbuf_td import (
     EpisodeStats,
     GymnasiumRecorder,
     NStepSampler,
-    PackedStorage,
     ReplayBuffer,
     TrajectoryIndex,
     UniformSampler,
@@ -159,22 +158,6 @@ def test_actors_record_at_the_same_time(how, nested):
         steps = {key: torch.from_numpy(value) for key, value in history.items()}
         assert_rows(rb.lane(lane).chronological(), TensorDict(steps, [(3 + lane) * STEPS // 2]))
     assert len(rb.sample()) == 200
-
-
-def test_without_trajectory_numbers_only_the_lane_itself_must_have_ended():
-    rb = ReplayBuffer(storage=PackedStorage(60, ndim=2, lanes=2), batch_size=4)
-    env = Walk()
-    recorder = GymnasiumRecorder(rb.lane(0), env, trajectory_key=None)
-    recorder.reset(seed=1)
-    while not rb.lane(0).last(1)["next", "done"].any() if len(rb) else True:
-        recorder.step(0)
-    recorder.reset(seed=2)
-    recorder.step(0)
-    is_open = not bool(rb.lane(0).last(1)["next", "done"])
-    GymnasiumRecorder(rb.lane(1), Walk(), trajectory_key=None)
-    assert is_open
-    with pytest.raises(RuntimeError, match="newest rows do not end an episode"):
-        GymnasiumRecorder(rb.lane(0), env, trajectory_key=None)
 
 
 @pytest.mark.parametrize("target", ["lane", "recorder"])

@@ -379,9 +379,6 @@ REFUSALS: Table = {
          " takes a list of keys of the rows"),
         (lambda rb: td.ReplayBuffer.from_torchrl(rb, exclude=[3]), ValueError, "a key is a string, or .* got 3"),
         (lambda rb: td.ReplayBuffer.from_torchrl(rb, storage=no_rows()), ValueError, "made for the transitions, got"),
-        *((lambda rb, given=given: td.ReplayBuffer.from_torchrl(rb, copy=False, **given), ValueError,
-           "as it is: pass a buffer, and omit capacity, exclude and storage; or copy")
-          for given in ({"capacity": 30}, {"exclude": "action"}, {"storage": td.PackedStorage(9)})),
     ],
     ("ReplayBuffer.sample", buffer): [
         *((lambda rb, n=n: rb.sample(n), ValueError, "batch_size must be a whole number, at least 0, got")
@@ -487,13 +484,12 @@ REFUSALS: Table = {
             "wait=": lambda rb: rb.sample(wait=True),
             "timeout=": lambda rb: rb.sample(timeout=1.0),
             "rows_only=": lambda rb: rb.loads("/nowhere", rows_only=True),
-            "sync=": lambda rb: rb.dumps("/nowhere", sync=False),
+            "progress=": lambda rb: rb.dumps("/nowhere", progress=True),
         }.items()),
         (lambda rb: rb.set_sampler(n_step()), TypeError, "NStepSampler looks up episodes and needs a PackedStorage"),
         (lambda rb: rb.set_storage(td.PackedStorage(30)), TypeError, "takes no PackedStorage: make another"),
         (lambda rb: fresh().set_storage(rb.storage), TypeError, "this buffer needs a PackedStorage, got a LazyTensor"),
         (lambda rb: rb.set_writer(td.RolloutWriter()), TypeError, "a RolloutWriter needs a PackedStorage"),
-        (lambda rb: td.ReplayBuffer.from_torchrl(rb, copy=False), TypeError, "copy=False needs a PackedStorage"),
         (lambda rb: td.ReplayBufferMixture({"a": rb}, {"a": 1.0}), TypeError, "member 'a' needs a PackedStorage"),
         (lambda rb: td.GymnasiumRecorder(rb, None), TypeError, "a recorder needs a PackedStorage"),
     ],

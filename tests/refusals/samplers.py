@@ -318,7 +318,6 @@ REFUSALS: Table = {
         (lambda rb: rb.set_sampler(sequence()), SchemaError, "have an entry 'mask'"),
         (lambda rb: filled(sequence(), episodes()).set_storage(rb.storage), SchemaError, "have an entry 'mask'"),
         (lambda rb: td.ReplayBuffer.from_schema(rb[0], 9, sampler=sequence()), SchemaError, "have an entry 'mask'"),
-        (lambda rb: td.ReplayBuffer.from_torchrl(rb, sampler=sequence(), copy=False), SchemaError, "an entry 'mask'"),
     ],
     ("entries that samplers add, loaded", lambda: fresh(sampler=sequence())): [
         (loads(lambda: filled(rows=steps(20, mask=zeros(20))), rows_only=True), td.CheckpointError, "an entry 'mask'"),

@@ -57,7 +57,6 @@ REFUSALS: Table = {
         (lambda rb: fresh(storage=rb.storage, sampler=n_step()).sample(), ValueError, OUT_OF_ORDER),
         (lambda rb: filled(n_step()).set_storage(rb.storage), ValueError, OUT_OF_ORDER),
         (lambda rb: td.ReplayBuffer.from_torchrl(rb, sampler=n_step()), ValueError, "needs rows in time order"),
-        (lambda rb: td.ReplayBuffer.from_torchrl(rb, copy=False, sampler=n_step()), ValueError, "needs rows in time"),
     ],
     ("ReservoirWriter, loaded", lambda: filled(n_step())): [
         (loads(reservoir, rows_only=True), td.CheckpointError, OUT_OF_ORDER),
