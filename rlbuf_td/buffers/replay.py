@@ -45,8 +45,8 @@ from rlbuf_td.checkpoint.buffer import dump_buffer, load_buffer
 from rlbuf_td.checkpoint.parts import at_rest, capture, refuse, restore
 from rlbuf_td.diagnostics.episode_stats import EpisodeStats
 from rlbuf_td.diagnostics.health import LastDraw, ReplayCount, health
+from rlbuf_td.envs.recorder import TrajectoryNumbers
 from rlbuf_td.envs.specs import schema_of, transition_schema
-from rlbuf_td.envs.trajectory_numbers import TrajectoryNumbers
 from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.samplers import ProportionalSampler, SequenceSampler, UniformSampler
 from rlbuf_td.samplers.common import (

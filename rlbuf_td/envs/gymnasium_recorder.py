@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from rlbuf_td.envs.columns import StepRows, fill_, fill_parts_, to_array
-from rlbuf_td.envs.infos import Info, fill_final_, fill_info_, info_example
+from rlbuf_td.envs.columns import Info, StepRows, fill_, fill_final_, fill_info_, fill_parts_, info_example, to_array
 from rlbuf_td.envs.recorder import REWARD, BufferLane, Recorder
 from rlbuf_td.envs.specs import Key, after_step, paths_of, schema_of, show_extra
 from rlbuf_td.storages import SchemaError
