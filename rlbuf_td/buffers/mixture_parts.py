@@ -25,7 +25,6 @@ from rlbuf_td.storages.indexing import device_of, flat_rows, merge_, row_count
 from rlbuf_td.storages.keys import as_tuple
 from rlbuf_td.storages.ring import SAMPLED_AT
 from rlbuf_td.storages.schema import kind, show_key
-from rlbuf_td.storages.state import examine
 from rlbuf_td.storages.torchrl_parts import columns_of
 
 
@@ -201,7 +200,7 @@ def try_states(members: Mapping[str, ReplayBuffer], states: Mapping[str, Any]) -
         state = states[name]
         member._initialize()
         with member._locked():
-            examine(member.storage, state["_storage"])
+            member.storage.examine(state["_storage"])
             parts = {"_transforms": member.transform, "_writer": member.writer, "_sampler": member.sampler}
             before = {key: copy.deepcopy(part.state_dict()) for key, part in parts.items()}
             load_or_restore(parts, state)

@@ -86,7 +86,6 @@ from rlbuf_td.storages.schema import refuse_index, refuse_rounding, reshaped, wa
 from rlbuf_td.storages.shared.generators import pickled_generator, unpickled_generator
 from rlbuf_td.storages.shared.head_file import PRIORITY_FILE
 from rlbuf_td.storages.shared.memory import SharedNumbers, Tally
-from rlbuf_td.storages.state import examine
 from rlbuf_td.storages.tensordict_fast import entries_of
 from rlbuf_td.storages.writes import edit_all, edit_entries, stacked
 from rlbuf_td.writers import RingWriter
@@ -1689,8 +1688,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
             refuse(self, state_dict)
         self.synchronize()  # before the other locks are taken: prefetching threads need them
         with self._fully_locked():  # no thread sees a mixture of two states
-            with state_of(self._storage):
-                examine(self._storage, state_dict["_storage"])
+            self._storage.examine(state_dict["_storage"])
             restore(self, state_dict, lambda: self._storage.load_state_dict(state_dict["_storage"]))
 
     # -- processes and threads

@@ -33,7 +33,6 @@ from rlbuf_td.storages import torchrl_parts
 from rlbuf_td.storages.episodes import TRAJ_KEY
 from rlbuf_td.storages.indexing import coordinates, lanes_of, stand_apart
 from rlbuf_td.storages.keys import is_key, nested_key, optional_key
-from rlbuf_td.storages.state import end_trajectories
 from rlbuf_td.writers.common import keeps_order
 
 Buffer = TypeVar("Buffer", bound=TensorDictReplayBuffer)
@@ -65,7 +64,7 @@ def import_torchrl(
         new.storage.lose_order()
     _set_priorities(new, cells, priorities)
     if is_folder:
-        end_trajectories(new.storage)
+        new.storage.end_trajectories()
     new._count_imported(new.flow)
     return new
 

@@ -17,6 +17,7 @@ from rlbuf_td.checkpoint.manifest import CheckpointError
 from rlbuf_td.checkpoint.rows import SavedRows, opened, split_rows
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import OUT_OF_ORDER
+from rlbuf_td.storages.indexing import written_rows
 from rlbuf_td.storages.torchrl_parts import empty_part
 
 KIND = "buffer"
@@ -163,8 +164,13 @@ def open_checkpoint(path: str | Path, *, progress: bool | None = None) -> Checkp
             about=reader.manifest.about,
             classes=saved["classes"],
             shape=tuple(saved["shape"]),
-            rows=None if storage is None else storage[:],
+            rows=None if storage is None else _rows_of(storage),
             storage=storage,
             sampler=saved["_sampler"],
             writer=saved["_writer"],
         )
+
+
+def _rows_of(storage: PackedStorage) -> TensorDictBase:
+    has_gap = storage.ndim == 1 and storage.ring.holes > 0  # after a kill
+    return storage[written_rows(storage)] if has_gap else storage[:]

@@ -15,7 +15,6 @@ from rlbuf_td.checkpoint.manifest import CheckpointError
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import state_of
 from rlbuf_td.storages.indexing import row_count
-from rlbuf_td.storages.state import end_trajectories
 from rlbuf_td.storages.torchrl_parts import empty_part, generator_of, set_cursor
 
 _RETURNED = "_sample_calls", "_sampled_items"  # TorchRL's names in a state
@@ -140,7 +139,7 @@ def _restore_settings(sampler: Any, state: dict[str, Any], rollback: ExitStack) 
 def _end_loaded(rb: Any) -> None:
     """After a load, end the unfinished trajectories that have ids, and those of the statistics."""
     if isinstance(rb.storage, PackedStorage):
-        end_trajectories(rb.storage)  # new collectors use the same ids again
+        rb.storage.end_trajectories()  # new collectors use the same ids again
     if rb.episode_stats is not None:
         rb.episode_stats.forget_open()
     if rb.parts is not None and rb.parts.prioritized is not None:  # all loaded rows have their priorities

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from math import prod
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -223,10 +223,6 @@ class Entries:
         self.numbers[1:] = 0
         self.numbers[_DIRTY] = 1
 
-    def fits(self, used: Sequence[int]) -> bool:
-        """Whether there is memory for so many entries per group."""
-        return all(count <= len(memory) for count, memory in zip(used, self.memory, strict=True))
-
     def room_for(self, used: Sequence[int]) -> list[torch.Tensor]:
         """Return memory for the first ``used`` entries per group, which the caller fills."""
         chunks = [-(-count >> group.bits) for count, group in zip(used, self.groups, strict=True)]
@@ -236,6 +232,44 @@ class Entries:
         self.forget()
         self.numbers[2::2] = chunks
         return [memory[:count] for memory, count in zip(self.memory, used, strict=True)]
+
+
+def refuse_foreign(dedup: DedupLayout, matrix: torch.Tensor, entries: Sequence[Any], ring: dict[str, Any]) -> None:
+    """Raise a SchemaError unless saved rows, ``[steps, *lanes, row_bytes]``, and ``entries`` belong together.
+
+    Each name in a live row of the saved ``ring`` must have an entry; the entries of a lane must be in the order of its
+    rows, in chunks of this lane alone, so that later writes do not change them.
+    """
+    steps, lanes = len(matrix), prod(matrix.shape[1:-1])
+    rows = matrix.cpu().contiguous().view(torch.uint8).reshape(steps, lanes, matrix.shape[-1] * matrix.itemsize)
+    fits, serials = len(entries) == len(dedup.groups), ring["head"][:2].T.tolist()
+    capacities = Sections.of(dedup, torch.Size([ring["steps"], *matrix.shape[1:-1]])).chunks
+    for group, found, chunks in zip(dedup.groups, entries, capacities, strict=False):
+        fits = fits and len(found.shape) == 2 and found.dtype is torch.uint8 and found.shape[1] == group.nbytes
+        if not fits or found.shape[0] > chunks << group.bits:
+            fits = False
+            break
+        names = rows.narrow(2, group.names_at, 4 * group.names).contiguous().view(torch.int32).numpy()
+        owners = np.full(chunks, -1)
+        for lane, live in enumerate(serials):
+            owned = _chunks_in_order(names[np.arange(*live) % ring["steps"], lane], found.shape[0], group.bits)
+            fits = fits and owned is not None and bool((owners[owned] < 0).all())
+            owners[owned] = lane
+    if not fits:
+        raise SchemaError("the saved rows and the observations that they share do not belong together")
+
+
+def _chunks_in_order(names: np.ndarray, used: int, bits: int) -> np.ndarray | None:
+    """Return the chunks of the entries ``names``, ``[n, names]``, of the rows of a lane by age; None: out of order."""
+    if not names.size:
+        return np.empty(0, np.int32)
+    if names.min() < 1 or names.max() > used:
+        return None
+    chunks, first, of = np.unique((names - 1) >> bits, return_index=True, return_inverse=True)
+    at = (first.argsort().argsort()[of].reshape(names.shape) << bits) + ((names - 1) & ((1 << bits) - 1))
+    oldest, newest = at[:, 0], at[:, -1]
+    is_sorted = bool((np.diff(oldest) >= 0).all() and (np.diff(newest) >= 0).all())
+    return chunks if is_sorted and (at.min(1) == oldest).all() and (at.max(1) == newest).all() else None
 
 
 def _walk(following: list[int], first: int) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,7 +13,7 @@ from math import prod
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from threading import RLock
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -20,18 +21,19 @@ from tensordict import NestedKey, TensorDict, TensorDictBase
 from torchrl.data.replay_buffers import LazyTensorStorage
 
 from rlbuf_td.kernels.dispatch import backend_of, compiled_form_of, refuse_without_compiler
-from rlbuf_td.kernels.host_memory import in_dispatch_mode
+from rlbuf_td.kernels.host_memory import alias_of, in_dispatch_mode
 from rlbuf_td.kernels.serials import PUBLISHED, WRITTEN
-from rlbuf_td.storages import allocate, state, writes
-from rlbuf_td.storages.checks import OUT_OF_ORDER, whole
-from rlbuf_td.storages.dedup import DedupLayout, DedupOptions
-from rlbuf_td.storages.episodes import CURRENT, NEW, STALE, EpisodeKeys, Episodes
+from rlbuf_td.storages import allocate, writes
+from rlbuf_td.storages.checks import OUT_OF_ORDER, saved_number, state_of, whole
+from rlbuf_td.storages.dedup import DedupLayout, DedupOptions, saved_dedup
+from rlbuf_td.storages.entries import refuse_foreign
+from rlbuf_td.storages.episodes import CURRENT, NEW, STALE, EpisodeKeys, Episodes, refuse_episodes
 from rlbuf_td.storages.indexing import coordinates, flat_rows, revision_of
 from rlbuf_td.storages.keys import is_key
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.listeners import Listeners, Recovers, Then
 from rlbuf_td.storages.reopen import reopen_rows
-from rlbuf_td.storages.ring import Ring, refuse_stamps
+from rlbuf_td.storages.ring import Ring, extents, refuse_ring, refuse_stamps
 from rlbuf_td.storages.row_class import RowClass
 from rlbuf_td.storages.rows import Rows, from_start
 from rlbuf_td.storages.schema import Leaf, SchemaError, kind
@@ -45,6 +47,21 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+class SavedForm(NamedTuple):
+    """How the rows of a state were stored, and how a storage can take them."""
+
+    layout: RowLayout
+    lanes: torch.Size
+    dedup: DedupLayout | None
+    steps: int  # T, the slots of a lane, where they were saved
+    capacity: int  # T of the storage
+    is_new: bool  # whether the storage allocates other rows
+    is_direct: bool  # whether capacity and form are equal, so that bytes are copied; otherwise rows are written
+
+
+_RING_FILE = "ring.json"
+_AT_ONCE = 64 << 20  # bytes of rows that a load writes at once
+_OTHER_CAPACITY = "rb.dumps and rb.loads transfer the newest ones of each lane into another capacity"
 _COUNTERS = "numbers", "_mutation_revision_value", "_ring", "episodes", "episode_state"
 _NOT_COPIED = frozenset((*_COUNTERS, "rows", "live", "_total_shape_value", "shared_rows", "lock"))
 
@@ -122,11 +139,11 @@ class PackedStorage(LazyTensorStorage):
 
     With ``ndim=2``, lanes may advance alone, see :meth:`append` and :meth:`ReplayBuffer.lane`. Cells that a shorter
     lane has not written yet, or whose row a killed write was about to replace, are *holes*: reads and edits of them
-    raise an IndexError; time steps and columns have zeros there (deduplicated keys: any values). While lanes stand at
-    unlike steps, :meth:`set` and :meth:`write` of new time steps raise a RuntimeError. Of TorchRL's samplers, only
-    ``RandomSampler`` draws from rows with holes: replace ``SamplerWithoutReplacement`` by :class:`MinibatchSampler`,
-    ``PrioritizedSampler`` by :class:`ProportionalSampler`, and ``SliceSampler`` by
-    ``SequenceSampler(UniformSampler(), n, boundary="strict")``.
+    raise an IndexError; columns, and with ``ndim=2`` time steps, have zeros there (deduplicated keys: any values).
+    :meth:`ReplayBuffer.chronological` skips them. While lanes stand at unlike steps, :meth:`set` and :meth:`write` of
+    new time steps raise a RuntimeError. Of TorchRL's samplers, only ``RandomSampler`` draws from rows with holes:
+    replace ``SamplerWithoutReplacement`` by :class:`MinibatchSampler`, ``PrioritizedSampler`` by
+    :class:`ProportionalSampler`, and ``SliceSampler`` by ``SequenceSampler(UniformSampler(), n, boundary="strict")``.
 
     Rows may also be tensorclasses or tensors. :meth:`get`, and the ``sample`` of a buffer, then return objects of the
     class that was written first. Unlike ``LazyTensorStorage``, this class accepts no pytrees, and refuses missing and
@@ -471,8 +488,11 @@ class PackedStorage(LazyTensorStorage):
     def read(self, index: Any) -> Any:
         """Return the transitions at ``index`` as :meth:`get` does, but always as a TensorDict, and without the lock."""
         rows = self.written_rows()
-        if self.ndim == 1 and self.ring.holes and (is_index(index) or type(index) is int):
-            self.refuse_holes(from_start(torch.as_tensor(index, device=self.device).reshape(-1), rows.steps))
+        if self.ndim == 1 and self.ring.holes:
+            if isinstance(index, slice):
+                self.refuse_holes(torch.arange(rows.steps, device=self.device)[index])
+            elif is_index(index) or type(index) is int:
+                self.refuse_holes(from_start(torch.as_tensor(index, device=self.device).reshape(-1), rows.steps))
         if is_index(index):
             return rows.at_steps(index.to(self.device, torch.int64))
         if is_key(index):
@@ -503,7 +523,7 @@ class PackedStorage(LazyTensorStorage):
             step, lane = divmod(int(flat[holes][0]), prod(self.lanes))
             what = f"has not been written: it has {self.ring.count[lane]} rows"
             if self.ring.tail[lane] % self.ring.steps:
-                what = "is gone: a write was about to replace it, and did not end"
+                what = "is gone: a write was about to replace it, and did not end (rb.chronological() skips it)"
             raise IndexError(f"step {step} of lane {lane} {what}{remedy_of_holes(self)}")
 
     def write(
@@ -873,7 +893,23 @@ class PackedStorage(LazyTensorStorage):
 
     def snapshot(self) -> dict[str, Any]:
         """Return :meth:`state_dict` with views of the rows instead of copies."""
-        return state.snapshot(self)
+        rows = self.rows
+        self.refuse_closed()
+        if rows is None:
+            return {"_len": 0}
+        found = {
+            "_len": len(self),
+            "full": self._is_full,
+            "reserved": self.is_reserved,
+            "ring": self.ring.state(),
+            "episodes": None if self.episodes is None else self.episodes.saved(self.ring.longest),
+            "layout": rows.layout.state(),
+            "rows": self.written_rows().given,
+            "row_class": None if self.row_class is None else self.row_class.state(),
+        }
+        if rows.dedup is not None:
+            found |= {"pooled": rows.dedup.state(), "entries": [alias_of(each) for each in rows.used_entries()]}
+        return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Replace the content of this storage by a result of :meth:`state_dict`.
@@ -884,8 +920,155 @@ class PackedStorage(LazyTensorStorage):
             SchemaError: the saved rows have other keys, dtypes or shapes; nothing has changed.
             ValueError: the capacity or lanes do not fit, a number is wrong, or the state is of another kind of storage.
         """
-        state.load(self, state_dict)
-        state.end_trajectories(self)
+        self.load(state_dict)
+        self.end_trajectories()
+
+    def load(self, content: dict[str, Any]) -> None:
+        """Load a state as :meth:`load_state_dict` does; open trajectories go on."""
+        saved = self.examine(content)
+        if saved is None:
+            return self._empty()
+        if not saved.is_direct:
+            source = PackedStorage(saved.steps * prod(saved.lanes), ndim=self.ndim, share_next=saved.dedup is not None)
+            source.load(content)
+            self.load_newest(source)
+            return
+        matrix = content["rows"]
+        if self.rows is not None and matrix.data_ptr() == self.rows.matrix.data_ptr():  # a snapshot of this storage
+            return self.restore_counters(content)
+        if self.rows is not None and self.rows.layout != saved.layout:
+            self.release()
+        if self.rows is None:
+            self.adopt(allocate.make_rows(self, saved.layout, saved.lanes, matrix.device, saved.dedup))
+        writes.begin_load(self)
+        self.all_rows().restore_(matrix, content.get("entries", []))
+        self.restore_counters(content)
+
+    def load_newest(self, source: PackedStorage) -> tuple[torch.Tensor, torch.Tensor]:
+        """Replace the rows by the newest rows of ``source``, in RAM, that fit.
+
+        They lie in the same cells if the capacities are equal; otherwise, those of each lane from slot 0 on. Return
+        their cells in ``source``, and in this storage, ``[n]`` each.
+        """
+        layout, dedup, device = source.all_rows().layout, source.dedup, source.device
+        self._empty()
+        if self.rows is not None and self.rows.layout != layout:
+            self.release()
+        if self.rows is None:
+            self.adopt(allocate.make_rows(self, layout, source.lanes, device, self._dedup_for(layout, dedup)))
+            self.is_reserved = source.is_reserved
+        self.take_class(source.row_class)
+        rows, ring, theirs = self.all_rows(), self.ring, source.ring
+        count = np.minimum(theirs.count, ring.steps)
+        first = theirs.written - count
+        ring.skip(first if ring.steps == theirs.steps else ring.steps * (first > 0))  # > 0: rows before are gone
+        since, to = theirs.cells_from(first, count), ring.cells_from(ring.written, count)
+        steps = int(extents(ring.tail, ring.written + count, ring.steps).max())
+        if len(to) < steps * ring.lanes:
+            rows.matrix[:steps].zero_()  # some are holes
+        size = max(1, _AT_ONCE // layout.row_bytes)
+        for part, cells in zip(since.split(size), to.split(size), strict=True) if len(to) else ():
+            lanes, counts = np.unique(cells.numpy() % ring.lanes, return_counts=True)
+            leaves = source.all_rows().leaves_at(part)
+            self.publish(lanes, counts, partial(rows.append_, cells, leaves, ring.serials))
+        saved = None if source.episodes is None else source.episodes.saved(theirs.longest)
+        if saved is not None:
+            back = torch.zeros(ring.lanes, steps, dtype=torch.int32, device="cpu")
+            back[to % ring.lanes, to // ring.lanes] = saved["back"][since % ring.lanes, since // ring.lanes]
+            saved["back"] = back
+        self.load_episodes(saved)
+        return since, to
+
+    def examine(self, content: dict[str, Any]) -> SavedForm | None:
+        """Check a state before it is loaded; return the form of its rows, or None if it has no rows to load."""
+        with state_of(self):
+            if "layout" not in content:
+                if content.keys() != {"_len"}:  # the state before the first write
+                    raise ValueError(
+                        f"this is not the state of a PackedStorage (it holds {', '.join(map(repr, content))}): load it "
+                        "into a buffer with a storage of its own kind, and use ReplayBuffer.from_torchrl(buffer)"
+                    )
+                return None
+            if content.get("reserved", False) and self.rows is not None:
+                return None
+            saved = self.saved_form(content, content["rows"])
+            (tail, written, _), steps = content["ring"]["head"], saved.steps
+            if steps != saved.capacity and bool(((tail % steps > 0) | (written - tail == steps)).any()):
+                raise ValueError(
+                    f"the rows of a full buffer, or with gaps, were saved with a capacity of {steps} time steps, not "
+                    f"{saved.capacity}; {_OTHER_CAPACITY}"
+                )
+            if int((written - tail).max()) > saved.capacity:
+                raise ValueError(
+                    f"{content['_len']} rows do not fit a capacity of {saved.capacity} time steps; {_OTHER_CAPACITY}"
+                )
+            if saved.dedup is not None:
+                refuse_foreign(saved.dedup, content["rows"], content.get("entries", []), content["ring"])
+            return saved
+
+    def saved_form(self, content: dict[str, Any], matrix: Any) -> SavedForm:
+        """Check all of a state but its rows; ``matrix`` has their shape and dtype.
+
+        Raises:
+            SchemaError: this storage has other rows, or their size does not follow from their layout.
+            ValueError: lanes do not fit, or a number is wrong.
+        """
+        layout, rows, lead = RowLayout.from_state(content["layout"]), self.rows, matrix.shape[:-1]
+        lanes, ring = lead[1:], content["ring"]
+        writes.refuse_schema(self, layout)
+        may_get_more = rows is not None and self.is_reserved and set(rows.layout.leaves) <= set(layout.leaves)
+        if rows is not None and layout != rows.layout and not may_get_more:
+            raise SchemaError("the saved rows have other keys, dtypes or shapes than this storage")
+        if len(lanes) != self.ndim - 1 or (rows is not None and lanes != rows.lanes):
+            own = tuple(rows.lanes) if rows is not None else f"of a storage with ndim={self.ndim}"
+            remedy = "copy lane after lane into other lanes, rb.extend(old.lane(e).chronological(), lanes=e)"
+            raise ValueError(f"saved rows of lanes {tuple(lanes)} do not fit lanes {own}: {remedy}")
+        saved_number("_len", content["_len"], prod(lead), prod(lead))
+        refuse_ring(ring, lead)
+        refuse_episodes(content.get("episodes"), prod(lanes), lead[0])
+        dedup = saved_dedup(layout, content)
+        row_bytes = layout.row_bytes if dedup is None else dedup.stored.row_bytes
+        if matrix.shape[-1] * matrix.dtype.itemsize != row_bytes:
+            found = matrix.shape[-1] * matrix.dtype.itemsize
+            raise SchemaError(f"the saved rows take {found} bytes each, expected {row_bytes}")
+        is_new, capacity = rows is None or rows.layout != layout, allocate.steps_for(self, lanes)
+        own_dedup = self._dedup_for(layout, dedup) if is_new else self.dedup
+        tail, _, ordered = ring["head"]
+        is_direct = ring["steps"] == capacity and own_dedup == dedup
+        if not is_direct and bool((ordered > tail).any()):
+            raise ValueError(
+                "the saved rows have no order of age to copy them in: load them into a storage of the same capacity, "
+                f"{ring['steps']} time steps (this one has {capacity}), without share_next and frames"
+            )
+        return SavedForm(layout, lanes, dedup, ring["steps"], capacity, is_new, is_direct)
+
+    def _dedup_for(self, layout: RowLayout, saved: DedupLayout | None) -> DedupLayout | None:
+        """Return the saved layout of deduplicated rows, or choose one; None if this storage does not deduplicate."""
+        if self.dedup_options and saved is not None:
+            return DedupLayout(layout, saved.chosen)
+        return DedupLayout.chosen_for(layout, self.dedup_options)
+
+    def restore_counters(self, content: dict[str, Any]) -> None:
+        """Restore the counters of a state, whose rows are here; updates skip all batches that were sampled before."""
+        self.is_reserved = content.get("reserved", False)
+        self.row_class = RowClass.of_state(content.get("row_class"))
+        self._restore_ring(content["ring"], content.get("episodes"))
+
+    def _restore_ring(self, ring: dict[str, Any], episodes: dict[str, Any] | None) -> None:
+        self.ring.load(ring, self.all_rows().matrix.device)
+        self._bump_mutation_revision()
+        self.load_episodes(episodes)
+        if not self.in_time_order:
+            self.tell_lost_order()
+        self.ring.finish()
+
+    def end_trajectories(self) -> None:
+        """After a load, end unfinished trajectories that have ids: new collectors and recorders reuse the ids."""
+        if self.episodes is not None:
+            self.episodes.end_for_load()
+        for each in listeners_of(self):
+            if hasattr(each, "mark_load"):
+                each.mark_load()
 
     @property
     def checkpointer(self) -> Any:
@@ -916,13 +1099,14 @@ class PackedStorage(LazyTensorStorage):
         """Save the content to a folder with TorchRL's checkpointer; every row has its deduplicated keys there."""
         if self.dedup is not None:
             whole = self._without_deduplication()
-            whole.load_state_dict(self.snapshot())
+            whole.load_newest(self)
             return whole.dumps(path)
         with warnings.catch_warnings():
-            if self.ring.newest < 0:  # `save_ring` saves the serials of each lane
+            if self.ring.newest < 0:  # the file of the ring has the serials of each lane
                 warnings.filterwarnings("ignore", "last_cursor is None")
             super().dumps(path)
-        state.save_ring(self, path)
+        saved = self.ring.state()
+        Path(path, _RING_FILE).write_text(json.dumps({"steps": saved["steps"], "head": saved["head"].tolist()}))
 
     def loads(self, path: str | Path) -> None:
         """Replace the content by a dump of :meth:`dumps`; unfinished trajectories end as in :meth:`load_state_dict`."""
@@ -930,22 +1114,42 @@ class PackedStorage(LazyTensorStorage):
             whole = self._without_deduplication()
             whole.loads(path)
             return self.load_state_dict(whole.snapshot())
-        saved = state.saved_ring(self, path)
+        ring = self._dumped_ring(Path(path))
         super().loads(Path(path))
-        state.load_ring(self, saved)
+        self._restore_ring(ring, None)
+        self.end_trajectories()
+
+    def _dumped_ring(self, path: Path) -> dict[str, Any]:
+        """Check the numbers in a dump of TorchRL's checkpointer, and return the :meth:`Ring.state` of its rows.
+
+        TorchRL's dumps of other storages have no file of the ring; of a full storage, the writer's file tells the
+        newest row.
+        """
+        with state_of(self):
+            shape = TensorDict.load_memmap(path).batch_size[: self.ndim]
+            length = json.loads((path / "storage_metadata.json").read_text())["len"]
+            saved_number("len", length, 0, shape.numel())
+            lead, file = torch.Size([length // max(1, prod(shape[1:])), *shape[1:]]), path / _RING_FILE
+            if file.exists():
+                found = json.loads(file.read_text())
+                ring = {"steps": found["steps"], "head": torch.tensor(found["head"]), "generations": None}
+            else:
+                before, beside = Ring(shape[0], prod(shape[1:])), path.parent / "writer" / "metadata.json"
+                before.advance(slice(None), lead[0])
+                if lead[0] == shape[0] and beside.exists():  # of TorchRL's buffer
+                    cursor = json.loads(beside.read_text())["cursor"]
+                    before.advance(slice(None), saved_number("cursor", cursor, 0, shape[0]))
+                ring = before.state()
+            refuse_ring(ring, lead)
+            if ring["steps"] != (capacity := allocate.steps_for(self, shape[1:])):
+                raise ValueError(f"the dump has {ring['steps']} time steps, this storage {capacity}; {_OTHER_CAPACITY}")
+        return ring
 
     def _without_deduplication(self) -> PackedStorage:
         """Return an empty storage for the same rows whose views have all keys, as TorchRL's checkpointers need."""
         whole = PackedStorage(self.max_size, device=self.device, ndim=self.ndim, lanes=self.lanes_wanted)
         whole._checkpointer = self._checkpointer
         return whole
-
-    def restore_counters(self, saved: dict[str, Any]) -> None:
-        """Restore the counters of a state; the rows are restored before.
-
-        If the saved capacity differs, priority updates skip batches that were sampled before the load.
-        """
-        state.restore_counters(self, saved)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state to pickle: shared memory for a spawned process, otherwise a copy of the rows."""
@@ -982,8 +1186,23 @@ class PackedStorage(LazyTensorStorage):
         self.make_counters()
         if self.shared:
             self.share_memory_()
-        state.load(self, content)  # a copy continues open trajectories
+        self.load(content)  # a copy continues open trajectories
         self.numbers[0] = revision  # what was cached for the original is valid for the copy
 
     def __repr__(self) -> str:
-        return state.describe(self)
+        name, rows = type(self).__name__, self.rows
+        if rows is None:
+            return f"{name}(max_size={self.max_size}, ndim={self.ndim}, device={self.device}, empty)"
+        place = str(rows.matrix.device)
+        if self.shared or self.scratch_dir is not None:
+            place = "shared memory" if self.shared else "mapped file"
+        saved = sum(self.saved_bytes.values())
+        place += f", {saved / 2**20:,.1f} MiB saved by deduplication" * (saved != 0)
+        lines = (
+            f"    {leaf.name}: {str(leaf.dtype).removeprefix('torch.')} {tuple(leaf.shape)}"
+            + " (deduplicated)" * (leaf.key in self.deduplicated)
+            for leaf in rows.layout.leaves
+        )
+        head = f"{name}({len(self):,} of {self.max_size:,} rows, shape {tuple(rows.shape)}, "
+        head += f"{rows.layout.row_bytes} bytes per row, {rows.nbytes / 2**20:,.1f} MiB, {place}"
+        return "\n".join((head, *lines, ")"))

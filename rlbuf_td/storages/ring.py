@@ -266,8 +266,8 @@ class Ring:
         self.after[TAIL] = self.after[WRITTEN] = self.written + -self.written % self.steps
         self._replace_head()
 
-    def move_up(self, by: np.ndarray) -> None:
-        """Add multiples of T to the serials of all rows of each lane, ``[E]``; the rows are in time order."""
+    def skip(self, by: np.ndarray) -> None:
+        """Let the next row of each lane of an empty ring have a serial greater by ``by``, ``[E]``."""
         self.after[:] = self.head
         self.after[:ORDERED] += by
         self._replace_head()
@@ -410,8 +410,12 @@ class Ring:
 
     def newest_cells(self, count: np.ndarray) -> Tensor:
         """Return the cells of the newest ``count`` rows of each lane, ``[E]``: lane after lane, the oldest first."""
+        return self.cells_from(self.written - count, count)
+
+    def cells_from(self, first: np.ndarray, count: np.ndarray) -> Tensor:
+        """Return the cells of ``count`` rows of each lane, ``[E]``, from serial ``first`` on: lane after lane."""
         lane = np.repeat(np.arange(self.lanes), count)
-        serial = self.written[lane] + np.arange(len(lane)) - count.cumsum()[lane]
+        serial = np.arange(len(lane)) + (first + count - count.cumsum())[lane]
         return torch.from_numpy(serial % self.steps * self.lanes + lane)
 
     def cells_by_age(self) -> Tensor:
@@ -430,14 +434,11 @@ class Ring:
         return {"steps": self.steps, "head": head, "generations": None if kept is None else kept.clone()}
 
     def load(self, state: dict[str, Any], device: torch.device | str = "cpu") -> None:
-        """Continue a saved :meth:`state`, with serials greater by a multiple of T: no stamp of this ring matches.
+        """Continue the :meth:`state` of a ring of as many slots, with serials greater by a multiple of T.
 
-        If the state is of a ring of other slots, each lane's rows lie in the cells from 0 on.
+        No stamp of this ring matches then.
         """
-        tail, _, ordered = state["head"].numpy()
-        is_ordered, generations = (ordered <= tail).all(), state["generations"]
-        generations = generations if state["steps"] == self.steps else None
-        tail, written = saved_serials(state, self.steps)
+        tail, written, ordered = state["head"].numpy()
         most = int(self.written.max())
         up = max(0, -(-(most - int(tail.min())) // self.steps) * self.steps) if most else 0
         self.after[:] = self.head
@@ -445,8 +446,9 @@ class Ring:
         self.before[:] = self.after[TAIL]  # all rows are new to those who have been told of others
         self._numbers[NEXT_PUBLICATION] = self.publication + 1
         self.publish()
-        if not is_ordered:
+        if (ordered > tail).any():
             self.lose_order(device)
+            generations = state["generations"]
             if generations is not None and self.generations is not None:
                 self.generations.copy_(torch.where(generations < 0, generations, generations + up))
 
@@ -454,18 +456,6 @@ class Ring:
 def extents(tail: Any, written: Any, steps: int) -> Any:
     """Return the number of slots of each lane up to the last one with a row, ``[E]``, as arrays or tensors."""
     return (tail % steps + written - tail).clip(max=steps)
-
-
-def saved_serials(state: dict[str, Any], steps: int) -> np.ndarray:
-    """Return :attr:`Ring.serials` of a saved ring whose rows are loaded into ``steps`` slots.
-
-    If it had other slots, each lane's rows lie in the slots from 0 on; ``tail`` still tells whether rows had gone.
-    """
-    tail, written, _ = state["head"].numpy()
-    if state["steps"] == steps:
-        return np.stack((tail, written))
-    first = np.where(tail > 0, steps, 0)
-    return np.stack((first, first + written - tail))
 
 
 def refuse_ring(state: Any, lead: torch.Size) -> None:

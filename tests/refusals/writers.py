@@ -62,7 +62,7 @@ REFUSALS: Table = {
         (loads(reservoir, rows_only=True), td.CheckpointError, OUT_OF_ORDER),
     ],
     ("ReservoirWriter, loaded into another capacity", lambda: fresh(storage=td.PackedStorage(40))): [
-        (loads(rows_of_reservoir), td.CheckpointError, "its rows have no order of age"),
+        (loads(rows_of_reservoir), td.CheckpointError, "saved rows have no order of age"),
     ],
     ("ReservoirWriter, loaded into a larger one", lambda: reservoir(40)): [
         (loads(reservoir), td.CheckpointError, "have no order of age.*same capacity"),

@@ -18,7 +18,7 @@ from tensordict import TensorDict
 from torchrl.collectors import Collector
 from torchrl.envs import CatFrames, EnvBase, GymEnv, GymWrapper, RewardSum, SerialEnv, StepCounter, TransformedEnv
 
-from rlbuf_td import PackedStorage, ReplayBuffer, plan
+from rlbuf_td import PackedStorage, ReplayBuffer, SchemaError, plan
 from rlbuf_td.kernels.huge_pages import advise
 from rlbuf_td.kernels.rows.read_ahead import IS_KNOWN
 from rlbuf_td.storages.allocate import find_rows
@@ -300,6 +300,19 @@ def test_a_dump_goes_to_another_capacity(kind, capacity, tmp_path: Path) -> None
         check_entries(rb.storage)
         results.append(rb[:])
     assert_same(*results)
+
+
+@pytest.mark.parametrize("ndim", [1, 2])
+def test_a_state_whose_rows_name_entries_out_of_order_or_of_other_lanes_is_refused(ndim: int) -> None:
+    state = filled(POOLED, steps=20, ndim=ndim).storage.state_dict()
+    names = pooled(filled(POOLED, steps=20, ndim=ndim).storage).dedup.groups[0].names_at
+    rows = state["rows"].view(torch.uint8)[..., names : names + 4]
+    taken = rows.clone()
+    rows[3:5] = taken[[4, 3]] if ndim == 1 else taken[3:5].flip(1)
+    fresh = POOLED(40 * ndim, ndim=ndim)
+    with pytest.raises(SchemaError, match="do not belong together"):
+        fresh.load_state_dict(state)
+    assert len(fresh) == 0
 
 
 def test_the_plan_counts_what_is_shared() -> None:

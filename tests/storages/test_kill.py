@@ -240,9 +240,10 @@ def test_a_kill_within_the_compiled_write_keeps_a_break_and_loses_what_it_replac
     assert rb.chronological()["x"].tolist() == [*range(12, 31)]
     assert rb.write_count == 31
     check_priorities(rb)
-    for index in (torch.arange(CAPACITY), 7 - CAPACITY, [7]):  # the slots 7 to 11 are empty
+    for index in (torch.arange(CAPACITY), 7 - CAPACITY, [7], slice(None), slice(5, 8)):  # the slots 7 to 11 are empty
         with pytest.raises(IndexError, match="step 7 of lane 0 is gone"):
             rb.storage.get(index)
+    assert rb[12:]["x"].tolist() == [*range(12, 24)]
     rb.extend(rows(31, 2))
     assert rb.chronological()["x"].tolist() == [*range(12, 33)]
     found = TrajectoryIndex.of(rb.storage).steps_ahead(torch.arange(28, 33) % CAPACITY)

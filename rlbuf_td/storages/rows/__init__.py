@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -24,8 +24,8 @@ class Rows(ABC):
     """Rows of shape ``[T, *lanes]``: an interface that does not depend on the memory layout.
 
     The flat index of a row is ``t * E + e`` for step ``t`` and lane ``e`` of ``E``. Negative time steps count from the
-    end. On the CPU, an index out of range raises an IndexError. Only :meth:`view`, :meth:`at_region`, :meth:`column`,
-    :meth:`chunks` and :meth:`used_entries` may return views. Methods that write do not check the leaves.
+    end. On the CPU, an index out of range raises an IndexError. Only :meth:`view`, :meth:`at_region`, :meth:`column`
+    and :meth:`used_entries` may return views. Methods that write do not check the leaves.
     """
 
     dedup: DedupLayout | None = None  # the layout of deduplicated rows; None for other rows
@@ -125,10 +125,6 @@ class Rows(ABC):
         """Return a copy of one key of the rows at flat indices of any shape."""
         return leaf_of(self.view(), key).flatten(0, len(self.lanes))[cells]
 
-    def chunks(self, first: int, count: int) -> Iterator[tuple[int, list[torch.Tensor]]]:
-        """Yield ``count`` time steps from ``first`` on in blocks, each as a pair (number of steps, leaves)."""
-        yield count, self.layout.columns(self.matrix.narrow(0, first, count))
-
     @abstractmethod
     def copy_(self, start: int, count: int, leaves: list[torch.Tensor], head: np.ndarray) -> None:
         """Write ``count`` time steps from ``start`` on; after the last step of the storage, continue at step 0.
@@ -175,10 +171,6 @@ class Rows(ABC):
         """Return views of the entries that have been used, one ``[n, bytes]`` per group of keys."""
         return []
 
-    def takes(self, dedup: DedupLayout | None, used: Sequence[int]) -> bool:
-        """Whether saved rows of layout ``dedup``, with ``used`` entries per group, can be copied byte by byte."""
-        return dedup is None
-
     def restore_(self, matrix: torch.Tensor, entries: Sequence[torch.Tensor]) -> None:
         used = [len(saved) for saved in entries]
         for room, saved in zip(self.room_for(used), entries, strict=True):
@@ -188,22 +180,6 @@ class Rows(ABC):
     def room_for(self, used: Sequence[int]) -> list[torch.Tensor]:
         """Give up all entries; return memory for ``used`` entries per group, which the caller fills."""
         return []
-
-    def copy_steps_(self, source: Rows, ranges: Iterable[tuple[int, int]], head: np.ndarray) -> None:
-        """Copy time steps of ``source``, pairs (first step, count) in ``ranges``, to the first steps of these rows.
-
-        No row is live before the load; ``head`` tells which are live after it, see :attr:`Ring.serials`.
-        """
-        at = 0
-        for first, total in ranges:
-            for count, leaves in source.chunks(first, total):
-                self.copy_(at, count, leaves, head)
-                at += count
-
-    def copy_cells_(self, source: Rows, since: torch.Tensor, head: np.ndarray) -> None:
-        """Copy rows of ``source`` with flat indices ``since``, whole time steps, to the first steps of these rows."""
-        leaves, steps = source.leaves_at(since), len(since) // self.lanes.numel()
-        self.copy_(0, steps, [leaf.view(steps, *self.lanes, *leaf.shape[1:]) for leaf in leaves], head)
 
     def forget(self) -> None:
         """Give up all entries."""

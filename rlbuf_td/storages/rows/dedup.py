@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,10 +13,7 @@ from rlbuf_td.kernels.rows import refuse_rows
 from rlbuf_td.kernels.rows.read_ahead import ask_for_rows
 from rlbuf_td.storages.dedup import ENTRY_NAMES, DedupLayout
 from rlbuf_td.storages.entries import Entries, MakeRoom
-from rlbuf_td.storages.ring import extents
 from rlbuf_td.storages.rows import Rows, last_of_each
-
-_CHUNK = 256 << 20  # bytes of whole rows that are assembled at once
 
 
 class DedupRows(Rows):
@@ -102,14 +99,6 @@ class DedupRows(Rows):
         self.read_(cells, leaves)
         return column
 
-    def chunks(self, first: int, count: int) -> Iterator[tuple[int, list[torch.Tensor]]]:
-        lanes = self.lanes.numel()
-        size = max(1, _CHUNK // (lanes * self.layout.row_bytes))
-        for start in range(first, first + count, size):
-            steps = min(size, first + count - start)
-            cells = torch.arange(start * lanes, (start + steps) * lanes, device=self.matrix.device)
-            yield steps, self.leaves_at(cells.view(steps, *self.lanes))
-
     # -- writing
 
     def copy_(self, start: int, count: int, leaves: list[torch.Tensor], head: np.ndarray) -> None:
@@ -140,9 +129,6 @@ class DedupRows(Rows):
     def used_entries(self) -> list[torch.Tensor]:
         return [memory[:used] for memory, used in zip(self.entries.memory, self.entries.used, strict=True)]
 
-    def takes(self, dedup: DedupLayout | None, used: Sequence[int]) -> bool:
-        return dedup == self.dedup and self.entries.fits(used)
-
     def room_for(self, used: Sequence[int]) -> list[torch.Tensor]:
         return self.entries.room_for(used)
 
@@ -151,31 +137,3 @@ class DedupRows(Rows):
 
     def link(self, head: np.ndarray) -> None:
         self.entries.link(head)
-
-    def copy_steps_(self, source: Rows, ranges: Iterable[tuple[int, int]], head: np.ndarray) -> None:
-        lanes = self.entries.lanes
-        parts = [torch.arange(first * lanes, (first + count) * lanes, device="cpu") for first, count in ranges]
-        self.copy_cells_(source, torch.cat(parts), head)
-
-    def copy_cells_(self, source: Rows, since: torch.Tensor, head: np.ndarray) -> None:
-        lanes, to = self.entries.lanes, torch.from_numpy(cells_in_order(head, self.steps))
-        self.entries.reserve(len(to))
-        self.entries.forget()
-        longest = int(extents(head[0], head[1], self.steps).max())
-        if len(to) < longest * lanes:  # there are holes
-            self.matrix[:longest].zero_()
-        so_far = np.stack((head[0], head[0]))
-        for part in to.split(max(1, _CHUNK // self.layout.row_bytes)):
-            leaves = source.leaves_at(since[part])
-            self._replace_stored(part, leaves)
-            self.entries.write(leaves, so_far, part)
-            so_far[1] += np.bincount(part.numpy() % lanes, minlength=lanes)
-        self.entries.link(head)
-
-
-def cells_in_order(head: np.ndarray, steps: int) -> np.ndarray:
-    """Return the flat indices of all live rows, lane after lane, each from its oldest row on."""
-    count = head[1] - head[0]
-    lane = np.repeat(np.arange(len(count)), count)
-    serial = np.arange(len(lane)) - np.repeat(count.cumsum() - count - head[0], count)
-    return serial % steps * len(count) + lane
