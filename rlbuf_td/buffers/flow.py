@@ -6,7 +6,7 @@ from math import ceil, inf, isfinite
 from typing import Any
 
 from rlbuf_td.buffers.waiting import ShutDown
-from rlbuf_td.storages.shared.memory import Planned, SharedNumbers
+from rlbuf_td.storages.numbers import Planned, SharedNumbers
 
 _INSERTED, _SAMPLED, _BATCH, _WRITE, _SAMPLE_WAITS, _INSERT_WAITS, _CLOSED, _EPOCH = range(8)
 _SAVED = 6  # the first numbers are saved with the buffer

@@ -42,8 +42,8 @@ from rlbuf_td.checkpoint.group import delete_others, new_folder
 from rlbuf_td.kernels.strata import LEAST_RATIO
 from rlbuf_td.samplers.common import OwnSignature
 from rlbuf_td.storages.checks import as_number, fraction, whole
+from rlbuf_td.storages.processes import pickled_generator, unpickled_generator
 from rlbuf_td.storages.ring import SAMPLED_AT
-from rlbuf_td.storages.shared.generators import pickled_generator, unpickled_generator
 from rlbuf_td.storages.tensordict_fast import set_entries_
 
 if TYPE_CHECKING:

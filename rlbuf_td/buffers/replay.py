@@ -75,17 +75,17 @@ from rlbuf_td.storages.indexing import (
     row_count,
     written_rows,
 )
-from rlbuf_td.storages.interrupts import held_back
 from rlbuf_td.storages.keys import is_key, nested_key, optional_key
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.listeners import Recovers
+from rlbuf_td.storages.lock import defer_sigint
+from rlbuf_td.storages.memory import PRIORITY_FILE
 from rlbuf_td.storages.memory_budget import Purpose, require_room, shared_tensors
+from rlbuf_td.storages.numbers import SharedCounter, SharedNumbers
+from rlbuf_td.storages.processes import pickled_generator, unpickled_generator
 from rlbuf_td.storages.ring import SAMPLED_AT
 from rlbuf_td.storages.row_class import opened
 from rlbuf_td.storages.schema import refuse_index, refuse_rounding, reshaped, walk
-from rlbuf_td.storages.shared.generators import pickled_generator, unpickled_generator
-from rlbuf_td.storages.shared.head_file import PRIORITY_FILE
-from rlbuf_td.storages.shared.memory import SharedNumbers, Tally
 from rlbuf_td.storages.tensordict_fast import entries_of
 from rlbuf_td.storages.writes import edit_all, edit_entries, stacked
 from rlbuf_td.writers import RingWriter
@@ -199,7 +199,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
         self.episode_stats = stats  # the name ``stats`` is a method of TorchRL's buffers
         self.last_draw: LastDraw | None = None
         self.replay_count: ReplayCount | None = None
-        self.stale_updates = Tally()
+        self.stale_updates = SharedCounter()
         self.returned = SharedNumbers("q", [0, 0])  # the numbers of batches and rows that `sample` has returned
         self._count_replays, self.include_info, self.lane_key = count_replays, include_info, optional_key(lane_key)
         self.plans: dict[int, Plan] = {}  # how batches are made, by size
@@ -1007,7 +1007,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
             return self._write_now(data, how, update_priority, lanes)
         time_dim = -1 if data.ndim > dims else None if how == "add" else self.dim_extend if lanes is None else 0
         steps = stats.read(data, time_dim=time_dim)  # refuses malformed data before the write
-        with self._locked(), held_back:
+        with self._locked(), defer_sigint:
             index = self._write_now(data, how, update_priority, lanes)
             stats.record(steps, None if lanes is None else index[:, 1])
         return index
@@ -1354,7 +1354,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
         """
         if self._is_theirs:
             return super().empty(empty_write_count)
-        with self._fully_locked(), held_back:
+        with self._fully_locked(), defer_sigint:
             torchrl_parts.empty_part(self._storage)  # first: without rows, whatever else is left is known to be old
             super().empty(empty_write_count)
             for other in torchrl_parts.listeners_of(self._storage):

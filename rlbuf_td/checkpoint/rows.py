@@ -11,8 +11,8 @@ from rlbuf_td.checkpoint.files import DumpReader, flat_bytes
 from rlbuf_td.checkpoint.manifest import CheckpointError
 from rlbuf_td.kernels.huge_pages import take_pages
 from rlbuf_td.storages import PackedStorage
-from rlbuf_td.storages.allocate import ROWS_FILE, make_rows
 from rlbuf_td.storages.entries import refuse_foreign
+from rlbuf_td.storages.memory import ROWS_FILE
 from rlbuf_td.storages.rows import Rows
 from rlbuf_td.storages.writes import begin_load
 
@@ -68,7 +68,7 @@ class SavedRows:
             (storage.scratch_dir / ROWS_FILE).unlink(missing_ok=True)
         if found is not None or not self.is_fresh:
             return found
-        rows = make_rows(storage, self.layout, self.lanes, None, self.dedup)
+        rows = storage.make_rows(self.layout, self.lanes, None, self.dedup)
         if storage.scratch_dir is None:
             take_pages(rows.first(self.matrix.shape[0]).matrix)
         try:

@@ -26,8 +26,8 @@ from rlbuf_td.samplers.common import OneStorage, as_errors, refuse_priorities
 from rlbuf_td.samplers.priority_file import PriorityFile
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.indexing import device_of, flat_rows, row_count, written_rows
+from rlbuf_td.storages.numbers import SharedNumbers
 from rlbuf_td.storages.ring import refuse_stamps
-from rlbuf_td.storages.shared.memory import SharedNumbers
 
 ALPHA, BETA, LARGEST, WEIGHED = range(4)  # indices of the shared settings; WEIGHED: the alpha of the stored weights
 

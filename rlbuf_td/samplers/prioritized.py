@@ -23,8 +23,8 @@ from rlbuf_td.storages.checks import exponent, one_of, state_of, whole
 from rlbuf_td.storages.indexing import flat_rows, row_count
 from rlbuf_td.storages.listeners import Recovers
 from rlbuf_td.storages.memory_budget import Purpose, require_room
+from rlbuf_td.storages.numbers import SharedNumbers
 from rlbuf_td.storages.ring import SAMPLED_AT
-from rlbuf_td.storages.shared.memory import SharedNumbers
 
 WeightNorm = Literal["buffer", "batch"] | None
 Reduction = Literal["max", "min", "mean", "median"]

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.indexing import written_rows
-from rlbuf_td.storages.shared.head_file import PRIORITY_FILE
-from rlbuf_td.storages.shared.memory import SharedFile, SharedNumbers
+from rlbuf_td.storages.memory import HEADER, PRIORITY_FILE, SharedFile
+from rlbuf_td.storages.numbers import SharedNumbers
 
-_HEADER = 1 << 16  # bytes of the header; a multiple of every system's page size
 _KIND = int.from_bytes(b"rlbuf_pr", "little"), 1  # the file's first numbers: what it is, and its version
 
 
@@ -31,16 +30,15 @@ class PriorityFile:
     def __init__(self, storage: PackedStorage) -> None:
         self.folder, self.cells, self.process = storage.scratch_dir, storage.max_size, os.getpid()
         path = Path(self.folder or "", PRIORITY_FILE)
-        self.file = SharedFile(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644), _HEADER)
+        self.file = SharedFile(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644), HEADER)
         expected = [*_KIND, self.cells]
         self.numbers, self.largest = SharedNumbers("q", expected), SharedNumbers("d", [-1.0])
-        size = _HEADER + 16 * self.cells
+        size = HEADER + 16 * self.cells
         is_old = os.fstat(self.file.descriptor).st_size == size
         if not is_old:
             os.ftruncate(self.file.descriptor, 0)
             os.ftruncate(self.file.descriptor, size)
-        if hasattr(os, "posix_fallocate"):  # a write to a mapped file crashes the process on a full disk
-            os.posix_fallocate(self.file.descriptor, 0, size)
+        self.file.reserve(-HEADER, size)
         self._map(is_old)
         if self.numbers.values[:] != expected:
             self.numbers.values[:] = expected
@@ -60,8 +58,7 @@ class PriorityFile:
     def grow(self, cells: int) -> None:
         """Make room for more rows; their priorities follow with the write that needs the room."""
         first, self.cells = self.cells, cells
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(self.file.descriptor, 0, _HEADER + 16 * cells)
+        self.file.reserve(-HEADER, HEADER + 16 * cells)
         self._view()
         self.magnitude[first:] = -1.0
         self.numbers[2] = cells

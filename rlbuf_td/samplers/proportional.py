@@ -18,7 +18,7 @@ from rlbuf_td.samplers.common import NO_PRIORITY
 from rlbuf_td.samplers.priorities import ALPHA, BETA, WEIGHED, Law
 from rlbuf_td.samplers.prioritized import BoundEntry, EntryLoops, Prioritized, Reduction, WeightNorm
 from rlbuf_td.storages.checks import exponent
-from rlbuf_td.storages.shared.memory import SharedNumbers
+from rlbuf_td.storages.numbers import SharedNumbers
 
 
 class ProportionalLaw(Law):

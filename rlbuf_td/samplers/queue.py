@@ -10,7 +10,7 @@ from torchrl.data.replay_buffers import Storage
 
 from rlbuf_td.samplers.age import age_limit
 from rlbuf_td.samplers.row_sampler import RowSampler
-from rlbuf_td.storages.shared.memory import Tally
+from rlbuf_td.storages.numbers import SharedCounter
 
 
 class Queue(Protocol):
@@ -54,7 +54,7 @@ class QueueSampler(RowSampler):
 
     def __init__(self, writer: Queue, *, max_age: int | None = None) -> None:
         self.writer, self.max_age = writer, age_limit(max_age)
-        self.discarded = Tally()  # how many rows were too old
+        self.discarded = SharedCounter()  # how many rows were too old
 
     def draw(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
         """See :class:`~rlbuf_td.samplers.row_sampler.RowSampler`."""

@@ -16,7 +16,7 @@ from rlbuf_td.kernels.inference_mode import outside_inference_mode
 from rlbuf_td.samplers.priorities import ALPHA, BETA, Law
 from rlbuf_td.samplers.prioritized import BoundEntry, EntryLoops, Prioritized, Reduction, WeightNorm
 from rlbuf_td.storages.checks import whole
-from rlbuf_td.storages.shared.memory import SharedNumbers
+from rlbuf_td.storages.numbers import SharedNumbers
 
 _NO_ROWS = "no row has a priority: extend the buffer with this sampler in place, or set TD errors of rows"
 

@@ -36,10 +36,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from rlbuf_td.storages.layout import RowLayout
+    from rlbuf_td.storages.numbers import SharedNumbers
     from rlbuf_td.storages.ring import Ring
     from rlbuf_td.storages.rows import Rows
     from rlbuf_td.storages.schema import Leaf
-    from rlbuf_td.storages.shared.memory import SharedNumbers
 
 Key = tuple[str, ...]
 DONE_KEY: Key = ("next", "done")

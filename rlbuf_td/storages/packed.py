@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from ctypes import addressof
@@ -20,26 +22,29 @@ import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from torchrl.data.replay_buffers import LazyTensorStorage
 
-from rlbuf_td.kernels.dispatch import backend_of, compiled_form_of, refuse_without_compiler
+from rlbuf_td.kernels.dispatch import backend_of, compiled_form_of, import_kernels, refuse_without_compiler
 from rlbuf_td.kernels.host_memory import alias_of, in_dispatch_mode
+from rlbuf_td.kernels.huge_pages import advise_huge_pages
 from rlbuf_td.kernels.serials import PUBLISHED, WRITTEN
-from rlbuf_td.storages import allocate, writes
-from rlbuf_td.storages.checks import OUT_OF_ORDER, saved_number, state_of, whole
+from rlbuf_td.storages import writes
+from rlbuf_td.storages.checks import OUT_OF_ORDER, saved_number, state_of, usable_device, whole
 from rlbuf_td.storages.dedup import DedupLayout, DedupOptions, saved_dedup
-from rlbuf_td.storages.entries import refuse_foreign
+from rlbuf_td.storages.entries import Sections, refuse_foreign
 from rlbuf_td.storages.episodes import CURRENT, NEW, STALE, EpisodeKeys, Episodes, refuse_episodes
 from rlbuf_td.storages.indexing import coordinates, flat_rows, revision_of
 from rlbuf_td.storages.keys import is_key
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.listeners import Listeners, Recovers, Then
-from rlbuf_td.storages.reopen import reopen_rows
+from rlbuf_td.storages.lock import ProcessLock
+from rlbuf_td.storages.memory import ROWS_FILE, HeadFile, RowsFile, allocate_bytes, delete_rows_file
+from rlbuf_td.storages.memory_budget import Purpose, require_room
+from rlbuf_td.storages.numbers import SharedNumbers
+from rlbuf_td.storages.processes import SharedRows, watch_forks
 from rlbuf_td.storages.ring import Ring, extents, refuse_ring, refuse_stamps
 from rlbuf_td.storages.row_class import RowClass
-from rlbuf_td.storages.rows import Rows, from_start
+from rlbuf_td.storages.rows import PlainRows, Rows, from_start
+from rlbuf_td.storages.rows.dedup import DedupRows
 from rlbuf_td.storages.schema import Leaf, SchemaError, kind
-from rlbuf_td.storages.shared import forks
-from rlbuf_td.storages.shared.memory import SharedNumbers
-from rlbuf_td.storages.shared.rows import SharedRows, share
 from rlbuf_td.storages.torchrl_parts import listeners_of, parts_of, set_listeners
 from rlbuf_td.storages.writes import as_index, as_tensordict, is_index, is_mask, remedy_of_holes
 
@@ -59,6 +64,10 @@ class SavedForm(NamedTuple):
     is_direct: bool  # whether capacity and form are equal, so that bytes are copied; otherwise rows are written
 
 
+_COPY = Purpose(
+    "A copy of the written rows in shared memory takes",
+    "Share the rows before they are written (shared=True), or keep them in a file (scratch_dir=...).",
+)
 _RING_FILE = "ring.json"
 _AT_ONCE = 64 << 20  # bytes of rows that a load writes at once
 _OTHER_CAPACITY = "rb.dumps and rb.loads transfer the newest ones of each lane into another capacity"
@@ -198,10 +207,18 @@ class PackedStorage(LazyTensorStorage):
         if self.dedup_options:
             refuse_without_compiler("share_next and frames need")
         max_size, ndim = whole(1)("max_size", max_size), whole(1)("ndim", ndim)
-        self.lanes_wanted = None if lanes is None else allocate.checked_lanes(lanes, ndim)
-        allocate.refuse(device, scratch_dir, shared, bool(self.dedup_options))
-        allocate.refuse_init(shared_init, cleanup_memmap, compilable, shared, device)
-        allocate.refuse_reopen(reopen, scratch_dir, existsok, bool(auto_cleanup), bool(self.dedup_options))
+        if lanes is not None and ndim != 2:
+            raise ValueError(f"lanes={lanes} needs ndim=2, for rows [T, E], got ndim={ndim}")
+        self.lanes_wanted = None if lanes is None else whole(1)("lanes", lanes)
+        if shared_init and not cleanup_memmap:
+            raise ValueError("cleanup_memmap=False keeps temporary files; shared_init=True makes none: use scratch_dir")
+        if compilable and (shared or shared_init):
+            raise RuntimeError("a storage with compilable=True cannot be shared by processes: leave out compilable")
+        if scratch_dir is not None and shared:
+            raise ValueError("a memory-mapped file is shared already: pass scratch_dir or shared, not both")
+        self._refuse_device(device, scratch_dir is not None or shared or shared_init)
+        if reopen:
+            self._refuse_reopening(scratch_dir, existsok, bool(auto_cleanup))
         super().__init__(max_size, device=device, ndim=ndim)
         set_listeners(self, Listeners())
         self.scratch_dir = None if scratch_dir is None else Path(scratch_dir).absolute()
@@ -213,10 +230,52 @@ class PackedStorage(LazyTensorStorage):
         self.shared_rows: SharedRows | None = None
         self.process = os.getpid()  # id of the creating process; forked processes have their own counters
         self.lock: Any = RLock()  # taken by every buffer that uses this storage
-        forks.watch(self)
+        watch_forks(self)
         self.make_counters()
         if reopen or shared_init or shared:
-            reopen_rows(self) if reopen else self.share_memory_()
+            self._reopen() if reopen else self.share_memory_()
+
+    def _refuse_device(self, device: Any, needs_cpu: bool = False) -> None:
+        on_cpu = torch.device("cpu" if device == "auto" else device).type == "cpu"
+        if needs_cpu and not on_cpu:
+            raise ValueError(f"scratch_dir, shared and shared_init need device='cpu', got device={str(device)!r}")
+        if self.dedup_options and not on_cpu:
+            raise ValueError(
+                f"share_next and frames need rows on the CPU, got device={str(device)!r}: leave them out, or keep the "
+                "rows on the CPU and move batches with ReplayBuffer(device=...)"
+            )
+        if not on_cpu:
+            usable_device(device)
+
+    def _refuse_reopening(self, scratch_dir: Any, existsok: bool, auto_cleanup: bool) -> None:
+        if scratch_dir is None:
+            raise ValueError("reopen=True continues the rows in a folder: pass scratch_dir")
+        if existsok or auto_cleanup:
+            which, does = ("existsok", "replaces") if existsok else ("auto_cleanup", "deletes")
+            raise ValueError(f"{which}=True {does} the rows in scratch_dir, reopen=True keeps them: pass one of them")
+        if self.dedup_options:
+            raise ValueError(
+                "reopen=True does not support deduplicated rows: leave out share_next and frames, or use dumps"
+            )
+
+    def _reopen(self) -> None:
+        """Continue the rows that an earlier process has left in ``scratch_dir``."""
+        file = HeadFile(cast("Path", self.scratch_dir))
+        try:
+            self._share(file)
+            with self.lock:  # maps the rows, and finishes or gives up a write during which the earlier process died
+                if self.rows is not None:
+                    try:
+                        self.ring.check()
+                    except AssertionError as error:
+                        file.refuse(str(error))
+                    self.reopened = len(self) > 0
+                    if self.episodes is not None:  # the next rows come from environments that were started anew
+                        self.episodes.end()
+            file.finish()
+        except BaseException:
+            file.close()
+            raise
 
     # -- counters: 64 bits, per process until the rows are shared; the buffer's locks serialize writes
 
@@ -776,6 +835,62 @@ class PackedStorage(LazyTensorStorage):
                 own = "TensorDict" if self.row_class is None else self.row_class.name
                 raise SchemaError(f"cannot write {row_class.name}: the rows of this storage are read as {own}")
 
+    def steps_for(self, lanes: torch.Size) -> int:
+        """Return T, the slots of each of ``lanes``."""
+        if not prod(lanes):
+            raise SchemaError(f"cannot store transitions without lanes: the batch dims after time are {tuple(lanes)}")
+        return -(-self.max_size // prod(lanes))
+
+    def make_rows(
+        self, layout: RowLayout, lanes: torch.Size, device: torch.device | None, dedup: DedupLayout | None
+    ) -> Rows:
+        """Allocate rows; ``device`` is that of the first data."""
+        shape, folder = torch.Size([self.steps_for(lanes), *lanes]), self.scratch_dir
+        place = torch.device(self.device if self.device != "auto" else device or "cpu")
+        if dedup is not None:
+            self._refuse_device(place)
+        sections = None if dedup is None else Sections.of(dedup, shape)
+        nbytes = prod(shape) * layout.row_bytes if sections is None else sections.total
+        sparse = None if sections is None else (sections.likely, sections.fixed)
+        what = f"{prod(shape):,} rows of {(dedup.stored if dedup else layout).row_bytes:,} bytes take"
+        purpose = Purpose(what + (" with what they share" if dedup else ""), self._remedy(layout), self.is_reserved)
+        if folder is not None and (self.existsok or self.reopen):  # rows without a description hold no data
+            (folder / ROWS_FILE).unlink(missing_ok=True)
+        with torch.inference_mode(False):  # rows allocated in inference mode could not be written outside it
+            shared = self.shared_rows.file if self.shared_rows is not None and folder is None else None
+            memory = allocate_bytes(nbytes, place, purpose, scratch_dir=folder, shared=shared, sparse=sparse)
+            # For longer rows, huge pages cost more at the first write than they save in reads.
+            if dedup is None and shared is None and layout.row_bytes <= mmap.PAGESIZE:
+                advise_huge_pages(memory)
+            if self.auto_cleanup and folder is not None:
+                weakref.finalize(self, delete_rows_file, folder, os.getpid())
+            return self._rows_in(memory, layout, shape, dedup)
+
+    def map_rows(self, layout: RowLayout, shape: torch.Size, dedup: DedupLayout | None) -> Rows:
+        """Map the rows that lie in the file of ``scratch_dir`` or in shared memory."""
+        nbytes = prod(shape) * layout.row_bytes if dedup is None else Sections.of(dedup, shape).total
+        with torch.inference_mode(False):
+            folder = self.scratch_dir
+            file = RowsFile.open(folder, nbytes) if folder else cast("SharedRows", self.shared_rows).file
+            return self._rows_in(file.map(nbytes), layout, shape, dedup)
+
+    def _rows_in(self, block: torch.Tensor, layout: RowLayout, shape: torch.Size, dedup: DedupLayout | None) -> Rows:
+        if dedup is not None:
+            return DedupRows(dedup, block, shape, None if self.scratch_dir is None else RowsFile(self.scratch_dir))
+        rows = PlainRows(layout, block.view(*shape, layout.row_bytes))
+        rows.is_mapped = self.scratch_dir is not None
+        return rows
+
+    def _remedy(self, layout: RowLayout) -> str:
+        largest = max(layout.leaves, key=lambda leaf: leaf.nbytes)
+        elsewhere = "another scratch_dir" if self.scratch_dir else "scratch_dir=..., which keeps the rows in a file"
+        if self.device != "auto" and torch.device(self.device).type != "cpu":
+            elsewhere = "keep the rows on the CPU and move batches with ReplayBuffer(device=...)"
+        return (
+            f"Take a smaller max_size, or {elsewhere}; the largest key is {largest.name}, {largest.nbytes:,} bytes per "
+            "row. rlbuf_td.plan(...) shows the memory of every key."
+        )
+
     def adopt(self, rows: Rows) -> None:
         """Make ``rows`` the rows of this storage, and set the attributes that TorchRL reads."""
         revision_of(self)  # counts the edits of the rows before
@@ -832,7 +947,7 @@ class PackedStorage(LazyTensorStorage):
             raise RuntimeError("rows that have been written cannot be released: empty the buffer instead")
         self.forget_rows()
         if self.scratch_dir is not None:
-            (self.scratch_dir / allocate.ROWS_FILE).unlink()
+            (self.scratch_dir / ROWS_FILE).unlink()
 
     def _max_size_along_dim0(self, *, single_data: Any = None, batched_data: Any = None) -> int:
         """Return the capacity in time steps; before the first write, the data tells the number of lanes."""
@@ -842,7 +957,7 @@ class PackedStorage(LazyTensorStorage):
             return self.max_size
         single = single_data is not None
         data = as_tensordict(self, single_data if single else batched_data, self.ndim - single)
-        return allocate.steps_for(self, data.batch_size[1 - single : self.ndim - single])
+        return self.steps_for(data.batch_size[1 - single : self.ndim - single])
 
     def _empty(self) -> None:
         self.ring.empty()
@@ -864,8 +979,44 @@ class PackedStorage(LazyTensorStorage):
             ValueError: the rows are not on the CPU.
             MemoryError: the written rows do not fit into shared memory a second time; nothing has changed.
         """
-        share(self)
+        self._share()
         return self
+
+    def _share(self, head_file: HeadFile | None = None) -> None:
+        if self.shared_rows is not None:
+            return
+        if torch.device("cpu" if self.device == "auto" else self.device).type != "cpu":
+            raise ValueError(
+                f"rows on {self.device} cannot be shared by several processes: keep them on the CPU, and move batches "
+                f"(a transform does), or let one process write"
+            )
+        import_kernels()
+        with self.lock:
+            rows = self.rows
+            written = None if rows is None or self.scratch_dir is not None else rows
+            if written is not None and written.dedup is None:
+                written = self.written_rows()  # only these are copied
+            if written is not None:
+                nbytes = sum(tensor.nbytes for tensor in (written.matrix, *written.used_entries()))
+                require_room(nbytes, torch.device("cpu"), _COPY, shared=True)
+            self.device = torch.device("cpu")
+            self.shared_rows = shared = SharedRows(self)
+            lock = ProcessLock(shared, self.lock)
+            if head_file is not None:
+                shared.keep_in(head_file)
+                lock.keep_in(head_file)
+            self.numbers.share_memory_()
+            self.episode_state.share_memory_()
+            self.is_reserved = False  # reserved rows can no longer be replaced
+            if rows is not None and written is not None:
+                moved = self.map_rows(rows.layout, rows.shape, rows.dedup)
+                self.adopt(moved)
+                moved.restore_(written.matrix, written.used_entries())
+            elif rows is not None:
+                shared.place(rows)
+                self.find_episodes(self.episodes)
+            self.shared = self.scratch_dir is None
+            self.lock, self.live = lock, None
 
     def _share_memory_(self) -> None:
         """Share rows on the CPU with the workers of a DataLoader; TorchRL's data sets call this method.
@@ -939,7 +1090,7 @@ class PackedStorage(LazyTensorStorage):
         if self.rows is not None and self.rows.layout != saved.layout:
             self.release()
         if self.rows is None:
-            self.adopt(allocate.make_rows(self, saved.layout, saved.lanes, matrix.device, saved.dedup))
+            self.adopt(self.make_rows(saved.layout, saved.lanes, matrix.device, saved.dedup))
         writes.begin_load(self)
         self.all_rows().restore_(matrix, content.get("entries", []))
         self.restore_counters(content)
@@ -955,7 +1106,7 @@ class PackedStorage(LazyTensorStorage):
         if self.rows is not None and self.rows.layout != layout:
             self.release()
         if self.rows is None:
-            self.adopt(allocate.make_rows(self, layout, source.lanes, device, self._dedup_for(layout, dedup)))
+            self.adopt(self.make_rows(layout, source.lanes, device, self._dedup_for(layout, dedup)))
             self.is_reserved = source.is_reserved
         self.take_class(source.row_class)
         rows, ring, theirs = self.all_rows(), self.ring, source.ring
@@ -1031,7 +1182,7 @@ class PackedStorage(LazyTensorStorage):
         if matrix.shape[-1] * matrix.dtype.itemsize != row_bytes:
             found = matrix.shape[-1] * matrix.dtype.itemsize
             raise SchemaError(f"the saved rows take {found} bytes each, expected {row_bytes}")
-        is_new, capacity = rows is None or rows.layout != layout, allocate.steps_for(self, lanes)
+        is_new, capacity = rows is None or rows.layout != layout, self.steps_for(lanes)
         own_dedup = self._dedup_for(layout, dedup) if is_new else self.dedup
         tail, _, ordered = ring["head"]
         is_direct = ring["steps"] == capacity and own_dedup == dedup
@@ -1141,7 +1292,7 @@ class PackedStorage(LazyTensorStorage):
                     before.advance(slice(None), saved_number("cursor", cursor, 0, shape[0]))
                 ring = before.state()
             refuse_ring(ring, lead)
-            if ring["steps"] != (capacity := allocate.steps_for(self, shape[1:])):
+            if ring["steps"] != (capacity := self.steps_for(shape[1:])):
                 raise ValueError(f"the dump has {ring['steps']} time steps, this storage {capacity}; {_OTHER_CAPACITY}")
         return ring
 
@@ -1175,7 +1326,7 @@ class PackedStorage(LazyTensorStorage):
         elif self.shared_rows is not None:  # in a spawned process: map the same rows
             self._ring = Ring(1, 1)
             self.shared_rows.restore(self)
-        forks.watch(self)
+        watch_forks(self)
         for each in listeners_of(self):
             getattr(each, "_rows_restored", bool)()
 

@@ -16,7 +16,6 @@ from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 
 from rlbuf_td.kernels.host_memory import address_of
 from rlbuf_td.kernels.serials import TAIL, WRITTEN
-from rlbuf_td.storages.allocate import make_rows
 from rlbuf_td.storages.dedup import DedupLayout
 from rlbuf_td.storages.episodes import refuse_inner
 from rlbuf_td.storages.layout import RowLayout
@@ -196,7 +195,7 @@ def fix_rows(storage: PackedStorage, data: TensorDictBase, lead_dims: int) -> No
     if reserved is None:
         lanes = data.batch_size[1 + lead_dims - ndim : lead_dims]
         device = None if data.device is None or data.device.type == "meta" else data.device
-        storage.adopt(make_rows(storage, layout, lanes, device, dedup))
+        storage.adopt(storage.make_rows(layout, lanes, device, dedup))
     storage.is_reserved = False
 
 

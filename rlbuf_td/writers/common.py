@@ -23,8 +23,8 @@ from rlbuf_td.storages import PackedStorage, torchrl_parts
 from rlbuf_td.storages.checks import OUT_OF_ORDER, require_packed, saved_number, state_of
 from rlbuf_td.storages.indexing import coordinates, lanes_of, stand_apart
 from rlbuf_td.storages.listeners import Recovers, Then
+from rlbuf_td.storages.numbers import Planned, SharedNumbers
 from rlbuf_td.storages.schema import SchemaError, reshaped
-from rlbuf_td.storages.shared.memory import Planned, SharedNumbers
 from rlbuf_td.storages.writes import stacked
 
 MOST = (1 << 63) - 1

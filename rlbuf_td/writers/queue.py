@@ -9,7 +9,7 @@ import torch
 from torchrl.data.replay_buffers import Storage
 
 from rlbuf_td.storages.checks import saved_number
-from rlbuf_td.storages.shared.memory import SharedNumbers
+from rlbuf_td.storages.numbers import SharedNumbers
 from rlbuf_td.storages.torchrl_parts import capacity_in_steps
 from rlbuf_td.writers.common import TimeWriter
 

@@ -15,8 +15,8 @@ from rlbuf_td.storages import torchrl_parts
 from rlbuf_td.storages.checks import require_packed, state_of
 from rlbuf_td.storages.indexing import lanes_of
 from rlbuf_td.storages.listeners import Recovers, Then
+from rlbuf_td.storages.numbers import Planned, SharedNumbers
 from rlbuf_td.storages.schema import reshaped
-from rlbuf_td.storages.shared.memory import Planned, SharedNumbers
 from rlbuf_td.storages.writes import as_tensordict, stacked
 from rlbuf_td.writers.common import without_index
 

@@ -81,9 +81,9 @@ BREAKS = [
     ),
     Break(
         "the break after a process was killed is lost",
-        "storages/reopen.py",
-        "                    storage.episodes.end()\n",
-        "                    pass\n",
+        "storages/packed.py",
+        "                        self.episodes.end()\n            file.finish()",
+        "                        pass\n            file.finish()",
         "tests/storages/test_reopen.py -k 'trajectories or break'",
     ),
     Break(
@@ -109,7 +109,7 @@ BREAKS = [
     ),
     Break(
         "the lock admits two processes",
-        "storages/shared/lock.py",
+        "storages/lock.py",
         "fcntl.lockf(self._file.descriptor, fcntl.LOCK_EX)",
         "fcntl.lockf(self._file.descriptor, fcntl.LOCK_SH)",
         "tests/storages/test_sharing.py",

@@ -21,7 +21,6 @@ from torchrl.envs import CatFrames, EnvBase, GymEnv, GymWrapper, RewardSum, Seri
 from rlbuf_td import PackedStorage, ReplayBuffer, SchemaError, plan
 from rlbuf_td.kernels.huge_pages import advise
 from rlbuf_td.kernels.rows.read_ahead import IS_KNOWN
-from rlbuf_td.storages.allocate import find_rows
 from rlbuf_td.storages.rows.dedup import DedupRows
 from tests.catalogue import assert_same
 from tests.residency import resident_of
@@ -389,7 +388,7 @@ def test_rows_that_are_not_in_memory_are_asked_for(how, tmp_path: Path, monkeypa
     other = PackedStorage(rows, scratch_dir=tmp_path, **HOW[how])
     other.set(range(100), data)
     (tmp_path / "other.bin").replace(tmp_path / "rows.bin")
-    reopened = find_rows(other, other.all_rows().layout, other.all_rows().shape, other.dedup)
+    reopened = other.map_rows(other.all_rows().layout, other.all_rows().shape, other.dedup)
     drop_from_memory(tmp_path)
     if resident_of(reopened.matrix[:100]):
         pytest.skip("this file system keeps its files in memory")

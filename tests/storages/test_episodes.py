@@ -13,9 +13,9 @@ from tensordict import TensorDict
 
 from rlbuf_td.storages.episodes import NEW, STALE, EpisodeKeys, Episodes
 from rlbuf_td.storages.layout import RowLayout
+from rlbuf_td.storages.numbers import SharedNumbers
 from rlbuf_td.storages.ring import Ring
 from rlbuf_td.storages.rows import PlainRows
-from rlbuf_td.storages.shared.memory import SharedNumbers
 from tests.backends import forced
 from tests.model import DONE, TRAJ, Model
 

@@ -16,8 +16,8 @@ from torchrl.data import LazyTensorStorage
 from torchrl.data.replay_buffers import LazyMemmapStorage, TensorDictReplayBuffer, TensorStorageCheckpointer
 
 from rlbuf_td import PackedStorage
-from rlbuf_td.storages.allocate import ROWS_FILE
 from rlbuf_td.storages.layout import CACHE_LINE, RowLayout
+from rlbuf_td.storages.memory import ROWS_FILE
 from tests.catalogue import SCHEMAS, Schema, assert_same, copied, transitions
 
 over_schemas = pytest.mark.parametrize("schema", SCHEMAS.values(), ids=str)

@@ -35,7 +35,7 @@ from rlbuf_td import (
 from rlbuf_td.buffers.bound_write import BoundWrite
 from rlbuf_td.kernels.serials import block_size
 from rlbuf_td.storages.indexing import written_rows
-from rlbuf_td.storages.shared.head_file import HEAD_FILE, PRIORITY_FILE
+from rlbuf_td.storages.memory import HEAD_FILE, PRIORITY_FILE
 from tests.storages.test_kill import die
 from tests.test_lockstep import stopped
 

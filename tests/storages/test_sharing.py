@@ -32,8 +32,8 @@ from rlbuf_td import (
     RolloutBuffer,
     UniformSampler,
 )
-from rlbuf_td.storages.shared.lock import ProcessLock
-from rlbuf_td.storages.shared.memory import SharedNumbers
+from rlbuf_td.storages.lock import ProcessLock
+from rlbuf_td.storages.numbers import SharedNumbers
 from tests.catalogue import SAMPLERS
 from tests.storages.test_kill import check_priorities, rows
 

@@ -11,7 +11,7 @@ _ADDRESSES = (
 #: ``SumTree.addresses`` or ``ChunkedOrder.addresses``, ``episodes`` to an ``EPISODES`` record, ``alpha`` to the
 #: exponent of a sum tree, and ``weighed_alpha`` to the exponent of the stored weights. ``head`` points to the block of
 #: a ring, see :mod:`rlbuf_td.kernels.serials`, and ``counts`` to the numbers of a writer: the slot of the next row, the
-#: write count, and two of a :class:`~rlbuf_td.storages.shared.memory.Planned`. If ``goes_on`` is not 0, the caller ends
+#: write count, and two of a :class:`~rlbuf_td.storages.numbers.Planned`. If ``goes_on`` is not 0, the caller ends
 #: the write, because listeners without compiled form follow.
 RING = np.dtype([(name, np.int64) for name in _NUMBERS + _ADDRESSES] + [("eps", np.float64)])
 #: For batches of ``count`` rows: the same shape, and addresses. ``serials`` points to the numbers of a ring, and

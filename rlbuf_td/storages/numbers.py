@@ -1,62 +1,19 @@
-"""Memory that several processes share: files, and arrays of 64-bit numbers."""
+"""64-bit numbers that processes can share."""
 
 from __future__ import annotations
 
 import mmap
-import os
-import tempfile
 from collections.abc import Iterator, Sequence
 from ctypes import c_double, c_longlong
-from multiprocessing import reduction
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.sharedctypes import RawArray, reduce_ctype  # type: ignore[attr-defined]
 from typing import Any
 
 import torch
 
+from rlbuf_td.storages.memory import SharedFile
+
 _TYPES: dict[str, Any] = {"q": c_longlong, "d": c_double}  # by kind: integers, which wrap at 2**63, or floats
-
-
-class SharedFile:
-    """An open file, shared with forked processes and with spawned ones that receive this object.
-
-    :meth:`map` skips the first ``start`` bytes, a multiple of the page size.
-    """
-
-    def __init__(self, descriptor: int, start: int = 0) -> None:
-        self.descriptor, self._start = descriptor, start
-
-    def map(self, nbytes: int) -> torch.Tensor:
-        """Return ``nbytes`` (at least 1) of the file as shared uint8 memory; new bytes are zero."""
-        if os.fstat(self.descriptor).st_size < self._start + nbytes:
-            os.ftruncate(self.descriptor, self._start + nbytes)
-        with torch.inference_mode(False):  # memory mapped in inference mode could not be written outside it
-            return torch.frombuffer(mmap.mmap(self.descriptor, nbytes, offset=self._start), dtype=torch.uint8)
-
-    def __getstate__(self) -> dict[str, Any]:
-        if get_spawning_popen() is None:
-            raise RuntimeError("shared memory is sent to a spawned process, never copied")
-        return self.__dict__ | {"descriptor": reduction.DupFd(self.descriptor)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.descriptor = state["descriptor"].detach()
-
-    def __del__(self) -> None:
-        descriptor = self.__dict__.pop("descriptor", None)
-        if isinstance(descriptor, int):
-            os.close(descriptor)
-
-
-class NamelessFile(SharedFile):
-    """A file in memory without a name."""
-
-    def __init__(self) -> None:
-        if hasattr(os, "memfd_create"):
-            super().__init__(os.memfd_create("rlbuf_td"))
-        else:
-            with tempfile.TemporaryFile() as file:
-                super().__init__(os.dup(file.fileno()))
 
 
 class SharedNumbers:
@@ -178,7 +135,7 @@ class Planned:
             self.take()
 
 
-class Tally:
+class SharedCounter:
     """A count that processes can share."""
 
     def __init__(self) -> None:

@@ -1,36 +1,42 @@
-"""Rows that several processes share."""
+"""Rows that several processes share, and forks beside threads.
+
+``os.fork`` copies the memory of a process, but only the thread that forks: a child inherits the locks of other threads
+as held, and their rows half written. While a process forks, this module therefore holds the lock of each storage, so
+that no other thread is inside a write, a draw or an update, and the lock of numba's compiler.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import sys
+import threading
 import zlib
 from math import prod
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
+import numpy as np
 import torch
 
-from rlbuf_td.kernels.dispatch import import_kernels
 from rlbuf_td.kernels.inference_mode import outside_inference_mode
 from rlbuf_td.kernels.serials import block_size
-from rlbuf_td.storages.allocate import find_rows, steps_for
 from rlbuf_td.storages.dedup import saved_dedup
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.listeners import Attached, WeakReference
-from rlbuf_td.storages.memory_budget import Purpose, require_room
+from rlbuf_td.storages.memory import HeadFile, NamelessFile, SharedFile
+from rlbuf_td.storages.numbers import SharedNumbers
 from rlbuf_td.storages.row_class import RowClass
 from rlbuf_td.storages.rows import Rows
-from rlbuf_td.storages.shared.head_file import HeadFile
-from rlbuf_td.storages.shared.lock import ProcessLock
-from rlbuf_td.storages.shared.memory import NamelessFile, SharedFile, SharedNumbers
+from rlbuf_td.storages.torchrl_parts import listeners_of
 
 if TYPE_CHECKING:
     from rlbuf_td.storages.packed import PackedStorage
 
 _PAGE = 4096
-_COPY = Purpose(
-    "A copy of the written rows in shared memory takes",
-    "Share the rows before they are written (shared=True), or keep them in a file (scratch_dir=...).",
-)
+_LONGEST = 10.0  # seconds; otherwise, a thread that waits for the forking thread would stop both for ever
+_storages: WeakSet[Any] = WeakSet()
+_fork = threading.local()  # ``held``: the locks that the fork of this thread holds
 
 
 class SharedRows(Attached):
@@ -76,9 +82,9 @@ class SharedRows(Attached):
                 self._head_file.refuse("the description of the rows does not match its checksum")
             found = json.loads(text)
             layout, shape = RowLayout.from_state(found["layout"]), torch.Size(found["shape"])
-            _refuse_other(storage, shape)
+            self._refuse_other(shape)
             storage.row_class = storage.row_class or RowClass.of_state(found.get("row_class"))
-            storage.adopt(find_rows(storage, layout, shape, saved_dedup(layout, found)))
+            storage.adopt(storage.map_rows(layout, shape, saved_dedup(layout, found)))
 
     def place(self, made: Rows) -> None:
         """Describe the rows to other processes, and move their ring to shared memory."""
@@ -106,6 +112,20 @@ class SharedRows(Attached):
             self._described[1] = zlib.crc32(text.numpy().data)
             self._described[0] = len(text)  # last
 
+    def _refuse_other(self, shape: torch.Size) -> None:
+        """Raise a ValueError if rows that another process has left do not fit the arguments of this storage."""
+        storage, lanes = self.storage, shape[1:]
+        where = f"the rows in {storage.scratch_dir} have"
+        if len(shape) != storage.ndim:
+            raise ValueError(f"{where} ndim={len(shape)}, not ndim={storage.ndim}")
+        if storage.lanes_wanted not in (None, *lanes):
+            raise ValueError(f"{where} lanes={lanes[0]}, not lanes={storage.lanes_wanted}")
+        if storage.steps_for(lanes) != shape[0]:
+            raise ValueError(
+                f"{where} capacity {prod(shape)}, not {storage.max_size}: reopen them with "
+                f"max_size={prod(shape)}; rb.dumps and rb.loads transfer rows into another capacity"
+            )
+
     def entered(self) -> None:
         self.find()
 
@@ -121,53 +141,55 @@ class SharedRows(Attached):
         return self.__dict__ | {"_has_rows": False, "of_episodes": None, "_owner": None}
 
 
-def _refuse_other(storage: PackedStorage, shape: torch.Size) -> None:
-    """Raise a ValueError if rows that another process has left do not fit the arguments of this storage."""
-    lanes = shape[1:]
-    if len(shape) != storage.ndim:
-        raise ValueError(f"the rows in {storage.scratch_dir} have ndim={len(shape)}, not ndim={storage.ndim}")
-    if storage.lanes_wanted not in (None, *lanes):
-        raise ValueError(f"the rows in {storage.scratch_dir} have lanes={lanes[0]}, not lanes={storage.lanes_wanted}")
-    if steps_for(storage, lanes) != shape[0]:
-        raise ValueError(
-            f"the rows in {storage.scratch_dir} have capacity {prod(shape)}, not {storage.max_size}: reopen them with "
-            f"max_size={prod(shape)}; rb.dumps and rb.loads transfer rows into another capacity"
-        )
+def watch_forks(storage: PackedStorage) -> None:
+    """Let later forks of this process wait for the calls that use ``storage``."""
+    _storages.add(storage)
 
 
-def share(storage: PackedStorage, head_file: HeadFile | None = None) -> None:
-    """Move the rows to shared memory, see :meth:`PackedStorage.share_memory_`."""
-    if storage.shared_rows is not None:
-        return
-    if torch.device("cpu" if storage.device == "auto" else storage.device).type != "cpu":
-        raise ValueError(
-            f"rows on {storage.device} cannot be shared by several processes: keep them on the CPU, and move batches "
-            f"(a transform does), or let one process write"
-        )
-    import_kernels()
-    with storage.lock:
-        rows = storage.rows
-        written = None if rows is None or storage.scratch_dir is not None else rows
-        if written is not None and written.dedup is None:
-            written = storage.written_rows()  # only these are copied
-        if written is not None:
-            nbytes = sum(tensor.nbytes for tensor in (written.matrix, *written.used_entries()))
-            require_room(nbytes, torch.device("cpu"), _COPY, shared=True)
-        storage.device = torch.device("cpu")
-        storage.shared_rows = shared = SharedRows(storage)
-        lock = ProcessLock(shared, storage.lock)
-        if head_file is not None:
-            shared.keep_in(head_file)
-            lock.keep_in(head_file)
-        storage.numbers.share_memory_()
-        storage.episode_state.share_memory_()
-        storage.is_reserved = False  # reserved rows can no longer be replaced
-        if rows is not None and written is not None:
-            moved = find_rows(storage, rows.layout, rows.shape, rows.dedup)
-            storage.adopt(moved)
-            moved.restore_(written.matrix, written.used_entries())
-        elif rows is not None:
-            shared.place(rows)
-            storage.find_episodes(storage.episodes)
-        storage.shared = storage.scratch_dir is None
-        storage.lock, storage.live = lock, None
+def _hold() -> None:
+    _fork.held = held = []
+    for storage in list(_storages):
+        lock = getattr(storage.lock, "threads", storage.lock)  # the part of a ProcessLock that other processes ignore
+        if lock.acquire(timeout=_LONGEST):
+            held.append(lock)
+    numba = sys.modules.get("numba.core.compiler_lock")
+    if numba is not None:  # last: calls compile while they hold the lock of a storage
+        numba.global_compiler_lock.acquire()
+        held.append(numba.global_compiler_lock)
+
+
+def _release() -> None:
+    while _fork.held:
+        _fork.held.pop().release()
+
+
+def _begin_child() -> None:
+    """Release the locks; bound writes, which do not look for a fork, are bound again by the first write."""
+    _release()
+    for storage in list(_storages):
+        if storage.shared_rows is None:
+            for listener in listeners_of(storage):
+                if hasattr(listener, "bound_write"):
+                    listener.bound_write = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_hold, after_in_parent=_release, after_in_child=_begin_child)
+
+
+def pickled_generator(generator: torch.Generator | None) -> tuple[str, bytes] | None:
+    """Return the device and the state of a generator, as plain values for pickles.
+
+    A spawned process receives a tensor as a descriptor of its memory, which must stay open until the process has
+    started. A tensor that a pickler makes, such as the state of a generator, is freed before.
+    """
+    return None if generator is None else (str(generator.device), generator.get_state().numpy().tobytes())
+
+
+def unpickled_generator(pickled: tuple[str, bytes] | None) -> torch.Generator | None:
+    if pickled is None:
+        return None
+    device, state = pickled
+    generator = torch.Generator(device)
+    generator.set_state(torch.from_numpy(np.frombuffer(state, np.uint8).copy()))
+    return generator

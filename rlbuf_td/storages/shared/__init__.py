@@ -1,1 +1,0 @@
-"""Parts of a buffer that several processes share: memory, counters, and a lock."""
