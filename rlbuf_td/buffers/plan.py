@@ -192,8 +192,8 @@ class CompiledPlan(Plan):
 
     def read(self, reading: Reading, slots: BatchSlots, slot: BatchSlot, flat: Tensor) -> None:
         """Fill a batch; raise an IndexError if a row that was drawn has not been written."""
-        live = self.ring.cells_without_holes()
-        if live < 0:
+        live, are_cells = self.ring.numbered()
+        if not are_cells:
             live = self.ring.longest * self.ring.lanes
             self.storage.refuse_holes(flat)
         self.is_busy = True

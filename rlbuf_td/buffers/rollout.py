@@ -19,7 +19,6 @@ from rlbuf_td.samplers.minibatch import MinibatchSampler
 from rlbuf_td.samplers.sequence import SequenceSampler
 from rlbuf_td.storages import PackedStorage, SchemaError
 from rlbuf_td.storages.checks import whole
-from rlbuf_td.storages.indexing import revision_of
 from rlbuf_td.writers.estimator import Estimator
 from rlbuf_td.writers.rollout import RolloutWriter
 
@@ -281,7 +280,7 @@ class RolloutBuffer(ReplayBuffer):
         Raises a RuntimeError if the rollout is incomplete and ``partial`` is False.
         """
         self._require_estimates()
-        revision = revision_of(self._storage)
+        revision = self._storage.revision
         if self._summary is None or self._summary[0] != revision:
             writer, data = self._writer, self._storage.get(slice(None))
             value, target = data.get(writer.value_key).float(), data.get(writer.value_target_key).float()

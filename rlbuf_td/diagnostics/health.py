@@ -38,7 +38,6 @@ from rlbuf_td.samplers.wrapper import SamplerWrapper
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.indexing import device_of, flat_rows, lanes_of, row_count, stand_apart, written_rows
 from rlbuf_td.storages.listeners import Attached
-from rlbuf_td.storages.stretches import stretches_of
 
 
 class LastDraw(NamedTuple):
@@ -139,7 +138,7 @@ def _stretches(storage: Storage, sampler: Sampler) -> dict[str, float]:
     if not isinstance(storage, PackedStorage) or not len(storage) or getattr(sampler, "steps_needed", 1) < 2:
         return {}
     try:
-        return {"stretch_mean": stretches_of(storage).mean}
+        return {"stretch_mean": storage.episodes_now().segments().mean}
     except (KeyError, TypeError, ValueError, RuntimeError):  # the rows do not mark trajectories: draws raise the error
         return {}
 

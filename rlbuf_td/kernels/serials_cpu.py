@@ -4,7 +4,17 @@ import numpy as np
 from numba import carray
 
 from rlbuf_td.kernels.compiled import barrier, inlined, load, pointer
-from rlbuf_td.kernels.serials import AFTER, BEFORE, DIRTY, NEXT_PUBLICATION, PUBLICATION, TAIL, WRITING, WRITTEN
+from rlbuf_td.kernels.serials import (
+    AFTER,
+    BEFORE,
+    DIRTY,
+    EPISODES_DUE,
+    NEXT_PUBLICATION,
+    PUBLICATION,
+    TAIL,
+    WRITING,
+    WRITTEN,
+)
 
 
 @inlined
@@ -16,7 +26,7 @@ def head_at(address, lanes):
 @inlined
 def block_at(address, lanes):
     """Return all numbers of a ring."""
-    return carray(pointer(address), (BEFORE + 1) * lanes - DIRTY, np.int64)
+    return carray(pointer(address), (BEFORE + 1) * lanes - EPISODES_DUE, np.int64)
 
 
 @inlined

@@ -18,7 +18,6 @@ from rlbuf_td.samplers.wrapper import Drawn, SamplerWrapper, column_of
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import fraction, one_of, whole
 from rlbuf_td.storages.episodes import DONE_KEY, TRAJ_KEY
-from rlbuf_td.storages.indexing import revision_of
 from rlbuf_td.storages.keys import as_tuple
 from rlbuf_td.storages.schema import show_key
 from rlbuf_td.storages.tensordict_fast import leaf_of
@@ -221,7 +220,7 @@ class EpisodeSampler(SamplerWrapper):
 
     def _episodes(self, storage: PackedStorage) -> tuple[Tensor, Tensor]:
         """Return the first flat row and the length of each episode that may be drawn, cached until rows change."""
-        state = ref(storage), len(storage), revision_of(storage)
+        state = ref(storage), len(storage), storage.revision
         if self._listed[1] is None or self._listed[0] != state:
             self._listed = state, self._trajectories(storage).whole(only_finished=self.finished_only)
         return self._listed[1]  # type: ignore[return-value]

@@ -137,8 +137,8 @@ class RecencySampler(RowSampler):
         else:
             age = within * span[lane]
         age = torch.minimum(age.long(), span[lane] - 1)
-        newest = torch.from_numpy(storage.ring.newest_of_lanes).to(lane.device)
-        return (newest[lane] - age) % storage.ring.steps * len(span) + lane
+        written = torch.from_numpy(storage.ring.written).to(lane.device)
+        return (written[lane] - 1 - age) % storage.ring.steps * len(span) + lane
 
     def probability(self, index: Any, *, storage: Storage) -> Tensor:
         """Return each row's probability of being drawn, ``[B]`` float64."""

@@ -28,7 +28,6 @@ from rlbuf_td.storages.indexing import (
     device_of,
     flat_rows,
     refuse_unwritten,
-    revision_of,
     row_count,
     written_rows,
 )
@@ -333,7 +332,7 @@ class SequenceSampler(SamplerWrapper):
 
         If these have changed since the last call, the wrapped sampler restarts its epochs.
         """
-        seen = self._trajectories(storage).episodes(), revision_of(storage)
+        seen = self._trajectories(storage).episodes(), storage.revision
         if self._divided is None or self._divided[0] != seen:
             rows = written_rows(storage).split(_MOST_ROWS)
             found = torch.cat([part[self._reach(storage, part)[0] % (self.stride or 1) == 0] for part in rows])

@@ -26,7 +26,6 @@ from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import state_of
 from rlbuf_td.storages.indexing import Index, coordinates, device_of, flat_rows, refuse_unwritten
 from rlbuf_td.storages.keys import as_tuple, optional_key
-from rlbuf_td.storages.stretches import stretches_of
 from rlbuf_td.storages.tensordict_fast import leaf_of
 from rlbuf_td.storages.torchrl_parts import columns_of
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
@@ -157,7 +156,7 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):
         self.has_checked_order, needed = True, self.steps_needed
         if needed < 2 or device_of(storage).type != "cpu":
             return
-        found = stretches_of(storage)
+        found = storage.episodes_now().segments()
         if found.are_interleaved(needed):
             warnings.warn(
                 f"trajectories are stored in stretches of {found.mean:.1f} rows on average, because rows of several "

@@ -30,13 +30,13 @@ from rlbuf_td.kernels.episodes import (
     whole,
 )
 from rlbuf_td.kernels.inference_mode import outside_inference_mode
+from rlbuf_td.kernels.serials import EPISODES_DUE
 from rlbuf_td.storages.schema import SchemaError, kind
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from rlbuf_td.storages.layout import RowLayout
-    from rlbuf_td.storages.numbers import SharedNumbers
     from rlbuf_td.storages.ring import Ring
     from rlbuf_td.storages.rows import Rows
     from rlbuf_td.storages.schema import Leaf
@@ -46,6 +46,8 @@ DONE_KEY: Key = ("next", "done")
 TRAJ_KEY: Key = ("collector", "traj_ids")
 #: What a look-up must do before: nothing; compute ``left``; build the numbers again; build them without those before.
 CURRENT, OPEN, STALE, NEW = range(4)
+_MOST_ROWS = 1 << 16  # rows that suffice to judge how trajectories are stored
+_FEW_ROWS = 1_024  # among fewer rows, trajectories need not go on after a break
 _NO_NAMES = (torch.bool, torch.complex64, torch.complex128)
 
 
@@ -100,6 +102,27 @@ def refuse_inner(shape: torch.Size, row_dims: int, ndim: int) -> None:
         )
 
 
+class StoredSegments(NamedTuple):
+    """Counts of *segments*, the rows of one trajectory that are stored one after another."""
+
+    rows: int
+    number: int  # of segments
+    broken: int  # segments that end because a row with another trajectory id follows, and not with an end flag
+    ids: int  # of different trajectories; ``number`` if no ids are stored
+    has_flags: bool  # whether end flags are stored
+
+    @property
+    def mean(self) -> float:
+        """The mean number of rows in a segment."""
+        return self.rows / max(1, self.number)
+
+    def are_interleaved(self, needed: int) -> bool:
+        """Whether most segments are pieces of trajectories, with fewer than ``needed`` rows on average."""
+        go_on = 2 * (self.number - self.ids) >= self.broken  # other pieces of most trajectories are stored, too
+        may_go_on = self.has_flags and self.rows < _FEW_ROWS
+        return 2 * self.broken > self.number and self.mean < needed and (go_on or may_go_on)
+
+
 class Episodes:
     """The numbers of the rows ``rows`` of a ring.
 
@@ -107,14 +130,11 @@ class Episodes:
         rows: hold the flags and ids.
         ring: the serials of the rows.
         keys: tell where episodes end.
-        state: of one number, :data:`CURRENT` to :data:`NEW`.
         numbers: memory for the numbers, ``[E, T, 2]`` int32; default: new memory.
     """
 
-    def __init__(
-        self, rows: Rows, ring: Ring, keys: EpisodeKeys, state: SharedNumbers, numbers: Tensor | None = None
-    ) -> None:
-        self.rows, self.ring, self.keys, self.state = rows, ring, keys, state
+    def __init__(self, rows: Rows, ring: Ring, keys: EpisodeKeys, numbers: Tensor | None = None) -> None:
+        self.rows, self.ring, self.keys = rows, ring, keys
         deduplicated = {} if rows.dedup is None else rows.dedup.deduplicated
         self.flags, self.id_key = keys.find(rows.layout, deduplicated, 1 + len(rows.lanes))
         device, lanes = rows.matrix.device, prod(rows.lanes)
@@ -201,13 +221,13 @@ class Episodes:
 
     def end(self, lane: int | slice = slice(None)) -> None:
         """Let the next row of a lane (default: of each) begin an episode: a break."""
-        if self.state[0] == NEW:
+        if self.ring.numbers[EPISODES_DUE] == NEW:
             self.refresh()
         self.following[BACK_OF_NEXT, lane] = -1
 
     def mark(self, state: int) -> None:
         """Let the next look-up do what :data:`OPEN`, :data:`STALE` or :data:`NEW` says."""
-        self.state[0] = max(self.state[0], state)
+        self.ring.numbers[EPISODES_DUE] = max(self.ring.numbers[EPISODES_DUE], state)
 
     def lose_predecessors(self) -> None:
         """Note that rows of which nothing is known precede the next ones."""
@@ -231,7 +251,7 @@ class Episodes:
         self.numbers[:, : back.shape[1], BACK] = back.to(self.numbers.device)
         self.following.copy_(following)
         self.following[BACK_OF_NEXT].clamp_(-1, MOST)
-        self.state[0] = STALE
+        self.ring.numbers[EPISODES_DUE] = STALE
 
     def end_for_load(self) -> None:
         """After a load, let the next row of each lane begin an episode if there are ids: new collectors reuse ids."""
@@ -275,14 +295,14 @@ class Episodes:
 
     def refresh(self) -> None:
         """Prepare look-ups after writes and edits."""
-        state = self.state.values[0]
+        state = self.ring.numbers[EPISODES_DUE]
         if state == CURRENT:
             return
         if state >= STALE:
             self._build(is_new=state == NEW)
         else:
             close_all_(self._numbers())
-        self.state[0] = CURRENT
+        self.ring.numbers[EPISODES_DUE] = CURRENT
 
     def spans(self, cells: Tensor) -> Spans:
         """Return how far the episode of each stored row reaches, ``[B]`` each; ``cells`` is contiguous int64."""
@@ -303,6 +323,16 @@ class Episodes:
         first, length = (torch.empty(most, dtype=torch.int64, device="cpu") for _ in range(2))
         found = loop("episodes.cpu", "whole")(self.address, only_finished, first.data_ptr(), length.data_ptr())
         return first[:found].clone(), length[:found].clone()
+
+    def segments(self) -> StoredSegments:
+        """Count the segments of trajectories among the last rows: O(N)."""
+        ring, rows = self.ring, self.rows
+        cells = ring.cell_of(torch.arange(max(0, len(ring) - _MOST_ROWS), len(ring), device=self.numbers.device))
+        found, flagged = self.spans(cells), self._ended()[cells]
+        is_last = found.ahead == 0
+        count, broken = torch.stack((is_last.sum(), (is_last & found.ended & ~flagged).sum())).tolist()
+        ids = count if self.id_key is None else rows.column_at(self.id_key, cells).unique().numel()
+        return StoredSegments(len(cells), count, broken, ids, bool(self.flags))
 
     def check(self) -> None:
         """Raise an AssertionError unless the invariant holds."""

@@ -17,7 +17,7 @@ from torchrl.data.replay_buffers import Storage
 from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.kernels.host_memory import address_of
 from rlbuf_td.storages.tensordict_fast import set_entries_
-from rlbuf_td.storages.torchrl_parts import change_count_of, columns_or_none, count_change, listeners_of
+from rlbuf_td.storages.torchrl_parts import columns_or_none, listeners_of
 
 Index: TypeAlias = torch.Tensor | tuple[torch.Tensor, ...]
 Listener = TypeVar("Listener")
@@ -85,17 +85,6 @@ def coordinates(flat: torch.Tensor, storage: Storage) -> Index:
         parts.append(torch.sub(flat, step, alpha=size))  # the remainder, without a second division
         flat = step
     return (flat, *reversed(parts))
-
-
-def revision_of(storage: Storage) -> int:
-    """Return the number of changes of a storage's rows so far: writes, loads, and edits in place.
-
-    Edits through views of a PackedStorage are added to the changes that TorchRL counts. They are noticed by this call.
-    """
-    rows = storage.rows
-    if rows is not None and rows.take_edits():
-        count_change(storage)
-    return int(change_count_of(storage))
 
 
 def moved(value: Any, device: torch.device) -> torch.Tensor:

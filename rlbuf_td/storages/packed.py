@@ -30,8 +30,8 @@ from rlbuf_td.storages import writes
 from rlbuf_td.storages.checks import OUT_OF_ORDER, saved_number, state_of, usable_device, whole
 from rlbuf_td.storages.dedup import DedupLayout, DedupOptions, saved_dedup
 from rlbuf_td.storages.entries import Sections, refuse_foreign
-from rlbuf_td.storages.episodes import CURRENT, NEW, STALE, EpisodeKeys, Episodes, refuse_episodes
-from rlbuf_td.storages.indexing import coordinates, flat_rows, revision_of
+from rlbuf_td.storages.episodes import NEW, STALE, EpisodeKeys, Episodes, refuse_episodes
+from rlbuf_td.storages.indexing import coordinates, flat_rows
 from rlbuf_td.storages.keys import is_key
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.listeners import Listeners, Recovers, Then
@@ -71,7 +71,7 @@ _COPY = Purpose(
 _RING_FILE = "ring.json"
 _AT_ONCE = 64 << 20  # bytes of rows that a load writes at once
 _OTHER_CAPACITY = "rb.dumps and rb.loads transfer the newest ones of each lane into another capacity"
-_COUNTERS = "numbers", "_mutation_revision_value", "_ring", "episodes", "episode_state"
+_COUNTERS = "numbers", "_mutation_revision_value", "_ring", "episodes"
 _NOT_COPIED = frozenset((*_COUNTERS, "rows", "live", "_total_shape_value", "shared_rows", "lock"))
 
 
@@ -216,7 +216,8 @@ class PackedStorage(LazyTensorStorage):
             raise RuntimeError("a storage with compilable=True cannot be shared by processes: leave out compilable")
         if scratch_dir is not None and shared:
             raise ValueError("a memory-mapped file is shared already: pass scratch_dir or shared, not both")
-        self._refuse_device(device, scratch_dir is not None or shared or shared_init)
+        words = "scratch_dir and shared need" if scratch_dir is not None or shared else "shared_init needs"
+        self._refuse_device(device, words if scratch_dir is not None or shared or shared_init else "")
         if reopen:
             self._refuse_reopening(scratch_dir, existsok, bool(auto_cleanup))
         super().__init__(max_size, device=device, ndim=ndim)
@@ -235,10 +236,10 @@ class PackedStorage(LazyTensorStorage):
         if reopen or shared_init or shared:
             self._reopen() if reopen else self.share_memory_()
 
-    def _refuse_device(self, device: Any, needs_cpu: bool = False) -> None:
+    def _refuse_device(self, device: Any, needing_cpu: str = "") -> None:
         on_cpu = torch.device("cpu" if device == "auto" else device).type == "cpu"
-        if needs_cpu and not on_cpu:
-            raise ValueError(f"scratch_dir, shared and shared_init need device='cpu', got device={str(device)!r}")
+        if needing_cpu and not on_cpu:
+            raise ValueError(f"{needing_cpu} device='cpu', got device={str(device)!r}")
         if self.dedup_options and not on_cpu:
             raise ValueError(
                 f"share_next and frames need rows on the CPU, got device={str(device)!r}: leave them out, or keep the "
@@ -285,7 +286,6 @@ class PackedStorage(LazyTensorStorage):
         (self._mutation_revision_value,) = self.numbers.counters()
         for name in ("_len_value", "_last_cursor_index_value"):  # of TorchRL's constructor
             self.__dict__.pop(name, None)
-        self.episode_state = SharedNumbers("q", [CURRENT])
         self._ring = Ring(1, 1)
         self.episodes = None
 
@@ -344,6 +344,17 @@ class PackedStorage(LazyTensorStorage):
         self._mutation_revision_value.value += 1
         self.mark_episodes(STALE)
 
+    def _take_edits(self) -> None:
+        """Note edits in place, through views that users have received."""
+        if self.rows is not None and self.rows.take_edits():
+            self._bump_mutation_revision()
+
+    @property
+    def revision(self) -> int:
+        """The number of changes of the rows so far: writes, loads, and edits in place."""
+        self._take_edits()
+        return int(self._mutation_revision_value.value)
+
     def mark_episodes(self, state: int) -> None:
         """Let the next look-up of episodes do what :data:`~rlbuf_td.storages.episodes.STALE` or ``NEW`` says."""
         if self.episodes is not None:
@@ -371,7 +382,7 @@ class PackedStorage(LazyTensorStorage):
         """Make the numbers of the rows' episodes, equal to those of ``before`` if it is given."""
         memory = None if self.shared_rows is None else self.shared_rows.of_episodes
         with suppress(KeyError, TypeError, SchemaError):  # a look-up raises it
-            self.episodes = Episodes(self.all_rows(), self._ring, self.episode_keys, self.episode_state, memory)
+            self.episodes = Episodes(self.all_rows(), self._ring, self.episode_keys, memory)
             if before is not None:
                 self.episodes.numbers.copy_(before.numbers)
                 self.episodes.following.copy_(before.following)
@@ -403,11 +414,11 @@ class PackedStorage(LazyTensorStorage):
             TypeError: flags are not bool, or ids are not integers.
             SchemaError: a row holds several steps.
         """
-        revision_of(self)  # takes edits of views
+        self._take_edits()
         if not self.in_time_order:
             raise ValueError(f"a look-up of episodes needs rows in time order, and {OUT_OF_ORDER}")
         if self.episodes is None:
-            Episodes(self.all_rows(), self._ring, self.episode_keys, self.episode_state)  # raises an error
+            Episodes(self.all_rows(), self._ring, self.episode_keys)  # raises an error
         episodes = cast("Episodes", self.episodes)
         episodes.refresh()
         return episodes
@@ -893,7 +904,7 @@ class PackedStorage(LazyTensorStorage):
 
     def adopt(self, rows: Rows) -> None:
         """Make ``rows`` the rows of this storage, and set the attributes that TorchRL reads."""
-        revision_of(self)  # counts the edits of the rows before
+        self._take_edits()
         episodes = None if self.rows is None or self.rows.shape != rows.shape else self.episodes
         if self.rows is None or self.rows.shape != rows.shape:
             before, lanes = self._ring, prod(rows.lanes)
@@ -1006,7 +1017,6 @@ class PackedStorage(LazyTensorStorage):
                 shared.keep_in(head_file)
                 lock.keep_in(head_file)
             self.numbers.share_memory_()
-            self.episode_state.share_memory_()
             self.is_reserved = False  # reserved rows can no longer be replaced
             if rows is not None and written is not None:
                 moved = self.map_rows(rows.layout, rows.shape, rows.dedup)
@@ -1308,7 +1318,7 @@ class PackedStorage(LazyTensorStorage):
             self.share_memory_()
             return vars(self) | dict.fromkeys(("_rng", "live", "rows", "_ring", "episodes"))
         kept = {name: value for name, value in vars(self).items() if name not in _NOT_COPIED}
-        saved = revision_of(self), self.state_dict()
+        saved = self.revision, self.state_dict()
         return kept | {
             "_rng": None,
             "scratch_dir": None,

@@ -58,7 +58,7 @@ class SharedRows(Attached):
         """Keep all that describes the rows in a file; rows that another process has left are found at the next lock."""
         self._beside = self._head_file = head_file
         storage, self.of_writer = self.storage, SharedNumbers("q", [0, 0, -1, 0])
-        head_file.keep(self._described, storage.numbers, storage.episode_state, self.of_writer)
+        head_file.keep(self._described, storage.numbers, self.of_writer)
 
     def close(self) -> None:
         """Let another process open the file."""

@@ -67,7 +67,7 @@ class Ring:
 
     def _place(self, block: np.ndarray) -> None:
         address, numbers = block.ctypes.data, memoryview(block.data)
-        self.block, self.address, self._numbers = block, address, numbers  # reads numbers in a fourth of NumPy's time
+        self.block, self.address, self.numbers = block, address, numbers  # reads numbers in a fourth of NumPy's time
         rows = block[: (BEFORE + 1) * self.lanes].reshape(-1, self.lanes)
         self.head, self.after, self.before = rows[:AFTER], rows[AFTER:BEFORE], rows[BEFORE]
         self.tail, self.written, self.ordered = self.head[:FOLLOWING]
@@ -104,7 +104,7 @@ class Ring:
 
     def common(self) -> tuple[int, int] | None:
         """Return ``tail`` and ``written`` if each is the same number in all lanes, otherwise None."""
-        numbers, lanes = self._numbers, self.lanes
+        numbers, lanes = self.numbers, self.lanes
         tail, written = numbers[0], numbers[lanes]
         if lanes == 1:
             return tail, written
@@ -151,19 +151,11 @@ class Ring:
     @property
     def cursor(self) -> int:
         """The slot of the next row, of lanes that stand together."""
-        return self._numbers[self.lanes] % self.steps
-
-    def cells_without_holes(self) -> int:
-        """Return the number of cells of the time steps up to :attr:`longest`; -1 if there are holes among them."""
-        common = (self._numbers[0], self._numbers[1]) if self.lanes == 1 else self.common()
-        if common is None:
-            return -1
-        steps = common[1] - common[0]
-        return steps * self.lanes if steps == self.steps or not common[0] % self.steps else -1
+        return self.numbers[self.lanes] % self.steps
 
     def numbered(self) -> tuple[int, bool]:
         """Return the number of live rows, and whether the number of each is its cell, see :meth:`cell_of`."""
-        common = (self._numbers[0], self._numbers[1]) if self.lanes == 1 else self.common()
+        common = (self.numbers[0], self.numbers[1]) if self.lanes == 1 else self.common()
         if common is None:
             count = self.count
             are_equal = bool((count == count[0]).all())
@@ -182,28 +174,23 @@ class Ring:
         return -1 if is_empty or has_holes else (written - 1) % steps
 
     @property
-    def newest_of_lanes(self) -> np.ndarray:
-        """The slot of the newest row of each lane, ``[E]``; -1: none."""
-        return np.where(self.count > 0, (self.written - 1) % self.steps, -1)
-
-    @property
     def in_order(self) -> bool:
         """Whether the live rows of each lane were written one after another."""
         if self.lanes == 1:
-            return self._numbers[2] <= self._numbers[0]
-        return not self._numbers[2 * self.lanes] or bool((self.ordered <= self.tail).all())
+            return self.numbers[2] <= self.numbers[0]
+        return not self.numbers[2 * self.lanes] or bool((self.ordered <= self.tail).all())
 
     # -- writes
 
     @property
     def dirty(self) -> int:
         """How far a write has come that has not ended: :data:`IDLE` (there is none), :data:`WRITING`, ..."""
-        return self._numbers[DIRTY]
+        return self.numbers[DIRTY]
 
     @property
     def publication(self) -> int:
         """How often rows have been published or given up: planned numbers (:class:`Planned`) depend on it."""
-        return self._numbers[PUBLICATION]
+        return self.numbers[PUBLICATION]
 
     def begin(
         self, lanes: np.ndarray | slice, count: np.ndarray | int, slot: int | None = None, *, anew: bool = False
@@ -235,24 +222,24 @@ class Ring:
         self._give_up()
 
     def _give_up(self) -> None:
-        self._numbers[NEXT_PUBLICATION] = self.publication + 1
-        self._numbers[DIRTY] = WRITING
+        self.numbers[NEXT_PUBLICATION] = self.publication + 1
+        self.numbers[DIRTY] = WRITING
         np.minimum(self.after[TAIL], self.written, out=self.tail)
 
     def publish(self, cells: Tensor | None = None) -> None:
         """Make the rows of a write live, after their bytes have been copied; ``cells`` are those of a scattered one."""
-        self._numbers[DIRTY] = PUBLISHED
+        self.numbers[DIRTY] = PUBLISHED
         self._finish_publishing()
         if not self.in_order:
             self._renew(self._newest() if cells is None else cells)
 
     def _finish_publishing(self) -> None:
         self.head[:] = self.after
-        self._numbers[PUBLICATION] = self._numbers[NEXT_PUBLICATION]
+        self.numbers[PUBLICATION] = self.numbers[NEXT_PUBLICATION]
 
     def finish(self) -> None:
         """Note that a write has ended: what is derived from the rows is up to date."""
-        self._numbers[DIRTY] = IDLE
+        self.numbers[DIRTY] = IDLE
 
     def advance(self, lanes: np.ndarray | slice, count: np.ndarray | int) -> None:
         """Make ``count`` further rows of lanes live, whose bytes have been copied."""
@@ -274,7 +261,7 @@ class Ring:
 
     def _replace_head(self) -> None:
         self.before[:] = self.after[WRITTEN]  # no row is new
-        self._numbers[NEXT_PUBLICATION] = self.publication + 1
+        self.numbers[NEXT_PUBLICATION] = self.publication + 1
         self.publish()
         self.finish()
 
@@ -293,8 +280,8 @@ class Ring:
         self.before[:] = after[WRITTEN] = after[ORDERED] = moved
         lane = torch.arange(self.lanes, device=slots.device)
         cells = (slots[:, None] * self.lanes + lane).flatten()
-        self._numbers[NEXT_PUBLICATION] = self.publication + 1
-        self._numbers[DIRTY] = SCATTERING
+        self.numbers[NEXT_PUBLICATION] = self.publication + 1
+        self.numbers[DIRTY] = SCATTERING
         self.generations[cells] = -1  # type: ignore[index]
         return cells
 
@@ -330,7 +317,7 @@ class Ring:
         self.after[:] = self.head
         self.after[TAIL] = self.written + -self.written % self.steps
         self.before[:] = self.after[WRITTEN] = self.after[ORDERED] = self.after[TAIL] + kept
-        self._numbers[DIRTY] = PUBLISHED
+        self.numbers[DIRTY] = PUBLISHED
 
     def _newest(self) -> Tensor:
         """Return the cells of the rows that the last write has published in time order."""
@@ -444,7 +431,7 @@ class Ring:
         self.after[:] = self.head
         self.after[TAIL], self.after[WRITTEN], self.after[ORDERED] = tail + up, written + up, 0
         self.before[:] = self.after[TAIL]  # all rows are new to those who have been told of others
-        self._numbers[NEXT_PUBLICATION] = self.publication + 1
+        self.numbers[NEXT_PUBLICATION] = self.publication + 1
         self.publish()
         if (ordered > tail).any():
             self.lose_order(device)

@@ -12,7 +12,6 @@ from torchrl.data.replay_buffers import RoundRobinWriter, Storage, TensorDictRep
 
 generator_of = attrgetter("_rng")  # the generator of a buffer or a part; None: torch's default generator
 listeners_of = attrgetter("_attached_entities")  # the objects that a storage informs of each write
-change_count_of = attrgetter("_mutation_revision")  # the number of changes of a storage that TorchRL counts
 newest_step_of = attrgetter("_last_cursor_index")  # the last written time step of a storage; None: unknown
 write_count_of = attrgetter("_write_count")  # the number of time steps that a writer has written
 columns_of = attrgetter("_storage")  # the entries of all rows, a TensorDict or another container; None: no rows yet

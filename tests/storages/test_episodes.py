@@ -13,7 +13,6 @@ from tensordict import TensorDict
 
 from rlbuf_td.storages.episodes import NEW, STALE, EpisodeKeys, Episodes
 from rlbuf_td.storages.layout import RowLayout
-from rlbuf_td.storages.numbers import SharedNumbers
 from rlbuf_td.storages.ring import Ring
 from rlbuf_td.storages.rows import PlainRows
 from tests.backends import forced
@@ -36,7 +35,7 @@ class Pair:
         layout = RowLayout(row, 1)
         rows = PlainRows(layout, torch.zeros(STEPS, LANES, layout.row_bytes, dtype=torch.uint8).view(layout.carrier))
         self.ring, self.columns = Ring(STEPS, LANES), rows.unpack(rows.matrix)
-        self.episodes = Episodes(rows, self.ring, EpisodeKeys(), SharedNumbers("q", [0]))
+        self.episodes = Episodes(rows, self.ring, EpisodeKeys())
         self.model = Model(STEPS, LANES)
 
     def begin(self, rows: list[tuple[int, bool, int]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

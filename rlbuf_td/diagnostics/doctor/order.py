@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlbuf_td.diagnostics.doctor.record import NEXT, Record, Scan, hashes, moves
 from rlbuf_td.diagnostics.doctor.report import Finding
-from rlbuf_td.storages.stretches import Stretches
+from rlbuf_td.storages.episodes import StoredSegments
 
 _SAMPLED = 256  # rows that suffice to identify the kind of a fault
 _FEW = 32  # fewer rows may all be of one kind by chance
@@ -46,9 +46,9 @@ def order_findings(record: Record, scan: Scan, needed: int) -> Iterator[Finding]
     if record.knows_ends and scan.ids is not None:
         broken = scan.ends & ~ended
         counts = int(scan.cut.sum()), int(broken.sum()), scan.ids.unique().numel()
-        stretches = Stretches(record.rows, *counts, bool(flags))
-        if stretches.are_interleaved(needed):
-            yield record.finding("trajectories-interleaved", broken, record.rows, mean=stretches.mean)
+        segments = StoredSegments(record.rows, *counts, bool(flags))
+        if segments.are_interleaved(needed):
+            yield record.finding("trajectories-interleaved", broken, record.rows, mean=segments.mean)
 
 
 def _ends(record: Record, scan: Scan, ended: Tensor) -> Iterator[Finding]:
