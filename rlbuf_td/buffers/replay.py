@@ -84,7 +84,7 @@ from rlbuf_td.storages.memory_budget import Purpose, require_room, shared_tensor
 from rlbuf_td.storages.numbers import SharedCounter, SharedNumbers
 from rlbuf_td.storages.processes import pickled_generator, unpickled_generator
 from rlbuf_td.storages.ring import SAMPLED_AT
-from rlbuf_td.storages.row_class import opened
+from rlbuf_td.storages.row_class import unwrap
 from rlbuf_td.storages.schema import refuse_index, refuse_rounding, reshaped, walk
 from rlbuf_td.storages.tensordict_fast import entries_of
 from rlbuf_td.storages.writes import edit_all, edit_entries, stacked
@@ -961,7 +961,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
             if not data:
                 raise ValueError("extend needs at least one transition, got none")
             data = stacked(data, self.dim_extend if lanes is None else 0)
-        found, row_class = opened(data, self._lead_dims(how, lanes))
+        found, row_class = unwrap(data, self._lead_dims(how, lanes))
         if not isinstance(found, TensorDictBase):
             writing.refuse_other_data(how, data)
         before = storage.row_class

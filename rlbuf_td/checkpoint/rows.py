@@ -113,7 +113,7 @@ class SavedRows:
 def opened(reader: DumpReader, saved: dict[str, Any]) -> PackedStorage:
     """Return a storage in RAM with the rows of a dump, in the form and of the capacity that they were saved in."""
     shape = [int(size) for size in saved["shape"]]
-    is_deduplicated = "pooled" in saved["_storage"]
+    is_deduplicated = "deduplicated" in saved["_storage"]
     storage = PackedStorage(prod(shape), ndim=int(saved["ndim"]), share_next=is_deduplicated and "auto")
     rows = SavedRows(reader, saved, storage)
     if rows.lanes != tuple(shape[1:]) or not rows.is_direct:

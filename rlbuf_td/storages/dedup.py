@@ -227,7 +227,7 @@ def _by_key(layout: RowLayout) -> dict[Key, Leaf]:
 
 
 def saved_dedup(layout: RowLayout, state: dict[str, Any]) -> DedupLayout | None:
-    return DedupLayout.from_state(layout, state["pooled"]) if "pooled" in state else None
+    return DedupLayout.from_state(layout, state["deduplicated"]) if "deduplicated" in state else None
 
 
 def _sides(group: DedupGroup, key: Key) -> list[Key]:

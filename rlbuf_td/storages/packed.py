@@ -1069,7 +1069,7 @@ class PackedStorage(LazyTensorStorage):
             "row_class": None if self.row_class is None else self.row_class.state(),
         }
         if rows.dedup is not None:
-            found |= {"pooled": rows.dedup.state(), "entries": [alias_of(each) for each in rows.used_entries()]}
+            found |= {"deduplicated": rows.dedup.state(), "entries": [alias_of(each) for each in rows.used_entries()]}
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -92,7 +92,7 @@ class SharedRows(Attached):
         if self.storage.row_class is not None:
             description["row_class"] = self.storage.row_class.state()
         if made.dedup is not None:
-            description["pooled"] = made.dedup.state()
+            description["deduplicated"] = made.dedup.state()
         text = torch.frombuffer(bytearray(json.dumps(description).encode()), dtype=torch.uint8)
         rows, lanes, found = made.cells, made.cells // made.steps, bool(self._described[0])
         first, size = -(-len(text) // _PAGE) * _PAGE, block_size(lanes)

@@ -62,7 +62,7 @@ class RowClass(NamedTuple):
         return None if state is None else cls(tuple(places))
 
 
-def opened(data: Any, lead_dims: int) -> tuple[Any, RowClass | None]:
+def unwrap(data: Any, lead_dims: int) -> tuple[Any, RowClass | None]:
     """Return rows of a tensorclass or a tensor as a TensorDict, without a copy, and their class.
 
     The first ``lead_dims`` dims of a tensor number the rows. Other data stay the same, and have no class.
@@ -74,13 +74,13 @@ def opened(data: Any, lead_dims: int) -> tuple[Any, RowClass | None]:
     if not is_tensorclass(data) or is_non_tensor(data):
         return data, None
     places: list[_Place] = []
-    return _opened(data, (), places), RowClass(tuple(places))
+    return _unwrap(data, (), places), RowClass(tuple(places))
 
 
-def _opened(data: Any, path: tuple[str, ...], places: list[_Place]) -> Any:
+def _unwrap(data: Any, path: tuple[str, ...], places: list[_Place]) -> Any:
     if not is_tensor_collection(data) or is_non_tensor(data):
         return data
-    entries = {name: _opened(value, (*path, name), places) for name, value in data.items()}
+    entries = {name: _unwrap(value, (*path, name), places) for name, value in data.items()}
     if is_tensorclass(data):
         places.append((path, type(data)))
     return TensorDict(entries, data.batch_size, device=data.device)

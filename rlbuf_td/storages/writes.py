@@ -21,7 +21,7 @@ from rlbuf_td.storages.episodes import refuse_inner
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.listeners import Then
 from rlbuf_td.storages.ring import extents
-from rlbuf_td.storages.row_class import opened
+from rlbuf_td.storages.row_class import unwrap
 from rlbuf_td.storages.rows import Rows, last_of_each
 from rlbuf_td.storages.schema import SchemaError, refuse_other_index, refuse_unfit, show_key
 from rlbuf_td.storages.torchrl_parts import capacity_in_steps, count_change, listeners_of
@@ -108,7 +108,7 @@ def as_tensordict(storage: PackedStorage, data: Any, lead_dims: int) -> TensorDi
     """Return data for ``storage``, of any class that it takes, as a TensorDict."""
     if type(data) is TensorDict:
         return data
-    found, row_class = opened(stacked(data), lead_dims)
+    found, row_class = unwrap(stacked(data), lead_dims)
     if row_class is not None:
         storage.take_class(row_class)
     if not isinstance(found, TensorDictBase):

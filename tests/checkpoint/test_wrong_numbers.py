@@ -90,7 +90,10 @@ STORAGE: dict[str, list[Any]] = {
     "ring.head": [None, lambda x: x[:-1], lambda x: x.float(), lambda x: x - 1, lambda x: x[[1, 0, 2]]],
     "ring.generations": [lambda x: torch.zeros(3), torch.zeros(2, dtype=torch.int64)],
 }
-SHARED: dict[str, list[Any]] = {"entries": [[], lambda x: [x[0][:3]], lambda x: [x[0].float()]], "pooled": [None, [[]]]}
+SHARED: dict[str, list[Any]] = {
+    "entries": [[], lambda x: [x[0][:3]], lambda x: [x[0].float()]],
+    "deduplicated": [None, [[]]],
+}
 PRIORITIES: dict[str, list[Any]] = {
     "alpha": [-1.0, float("nan"), None],
     "beta": [-1.0],

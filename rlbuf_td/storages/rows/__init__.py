@@ -35,7 +35,7 @@ class Rows(ABC):
         self.layout = layout  # layout of whole rows, as in batches
         self.extents = layout.extents  # offset and size in bytes of each leaf in a stored row; size 0: not stored there
         self.use(matrix)
-        self._given = GivenRows(self.matrix)
+        self._exported = ExportedViews(self.matrix)
 
     def use(self, matrix: torch.Tensor) -> None:
         """Make ``matrix`` the memory of the rows: ``[T, *lanes, width]`` in the dtype :attr:`RowLayout.carrier`."""
@@ -55,7 +55,7 @@ class Rows(ABC):
     @property
     def given(self) -> torch.Tensor:
         """An alias of :attr:`matrix` for views that users receive, so that no call on a view moves the rows."""
-        return self._given.tensor().narrow(0, 0, self.steps)
+        return self._exported.tensor().narrow(0, 0, self.steps)
 
     def first(self, steps: int) -> Rows:
         rows = object.__new__(type(self))
@@ -103,15 +103,15 @@ class Rows(ABC):
 
     def take_edits(self) -> bool:
         """Whether the rows were edited in place, through views that users have received, since the last call."""
-        return self._given.take_edits()
+        return self._exported.take_edits()
 
     def keep_edits(self) -> None:
         """Copy edits of :meth:`view` into the rows if the function that made them has moved the memory of its views."""
-        self._given.write_back()
+        self._exported.write_back()
 
     def entries_given(self) -> TensorDict:
         """Return :meth:`view`, the same object as long as nobody has moved its memory."""
-        return self._given.entries(self.view)
+        return self._exported.entries(self.view)
 
     def at_region(self, index: Any) -> TensorDict:
         """Index the rows like a tensor ``[T, *lanes]``; slices give views, except of deduplicated keys."""
@@ -188,7 +188,7 @@ class Rows(ABC):
         """Find the entries of the rows again, after a write that did not end; ``head`` tells which rows are live."""
 
 
-class GivenRows:
+class ExportedViews:
     """An alias of the rows, whose views users receive; made anew after somebody has moved its memory."""
 
     def __init__(self, matrix: torch.Tensor) -> None:
