@@ -6,9 +6,10 @@
 TAIL, WRITTEN, ORDERED, FOLLOWING = range(4)
 #: The first row, after those of the head, of the head after a write; and the row with ``written`` before the write.
 AFTER, BEFORE = 5, 10
-#: The last words of the block: what a look-up of episodes must do before, see :mod:`rlbuf_td.storages.episodes`; how
-#: far a write has come; how often rows have been published or given up; and this number after the write.
-EPISODES_DUE, DIRTY, PUBLICATION, NEXT_PUBLICATION = range(-4, 0)
+#: The last words of the block: how often rows have changed; what a look-up of episodes must do before, see
+#: :mod:`rlbuf_td.storages.episodes`; how far a write has come; how often rows have been published or given up; and this
+#: number after the write.
+REVISION, EPISODES_DUE, DIRTY, PUBLICATION, NEXT_PUBLICATION = range(-5, 0)
 #: What `DIRTY` says: no write; rows are given up and new ones copied; new rows are live, but who is told of
 #: them may not know; the generations of rows to be replaced are -1, and these are copied.
 IDLE, WRITING, PUBLISHED, SCATTERING = range(4)
@@ -16,4 +17,4 @@ IDLE, WRITING, PUBLISHED, SCATTERING = range(4)
 
 def block_size(lanes: int) -> int:
     """Return how many numbers the block of a ring of ``lanes`` lanes has."""
-    return (BEFORE + 1) * lanes - EPISODES_DUE
+    return (BEFORE + 1) * lanes - REVISION

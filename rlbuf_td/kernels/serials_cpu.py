@@ -8,9 +8,9 @@ from rlbuf_td.kernels.serials import (
     AFTER,
     BEFORE,
     DIRTY,
-    EPISODES_DUE,
     NEXT_PUBLICATION,
     PUBLICATION,
+    REVISION,
     TAIL,
     WRITING,
     WRITTEN,
@@ -26,7 +26,7 @@ def head_at(address, lanes):
 @inlined
 def block_at(address, lanes):
     """Return all numbers of a ring."""
-    return carray(pointer(address), (BEFORE + 1) * lanes - EPISODES_DUE, np.int64)
+    return carray(pointer(address), (BEFORE + 1) * lanes - REVISION, np.int64)
 
 
 @inlined

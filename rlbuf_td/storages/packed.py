@@ -9,7 +9,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from ctypes import addressof
 from functools import partial
 from math import prod
 from multiprocessing.context import get_spawning_popen
@@ -25,7 +24,7 @@ from torchrl.data.replay_buffers import LazyTensorStorage
 from rlbuf_td.kernels.dispatch import backend_of, compiled_form_of, import_kernels, refuse_without_compiler
 from rlbuf_td.kernels.host_memory import alias_of, in_dispatch_mode
 from rlbuf_td.kernels.huge_pages import advise_huge_pages
-from rlbuf_td.kernels.serials import PUBLISHED, WRITTEN
+from rlbuf_td.kernels.serials import PUBLISHED, REVISION, WRITTEN
 from rlbuf_td.storages import writes
 from rlbuf_td.storages.checks import OUT_OF_ORDER, saved_number, state_of, usable_device, whole
 from rlbuf_td.storages.dedup import DedupLayout, DedupOptions, saved_dedup
@@ -38,7 +37,6 @@ from rlbuf_td.storages.listeners import Listeners, Recovers, Then
 from rlbuf_td.storages.lock import ProcessLock
 from rlbuf_td.storages.memory import ROWS_FILE, HeadFile, RowsFile, allocate_bytes, delete_rows_file
 from rlbuf_td.storages.memory_budget import Purpose, require_room
-from rlbuf_td.storages.numbers import SharedNumbers
 from rlbuf_td.storages.processes import SharedRows, watch_forks
 from rlbuf_td.storages.ring import Ring, extents, refuse_ring, refuse_stamps
 from rlbuf_td.storages.row_class import RowClass
@@ -71,8 +69,7 @@ _COPY = Purpose(
 _RING_FILE = "ring.json"
 _AT_ONCE = 64 << 20  # bytes of rows that a load writes at once
 _OTHER_CAPACITY = "rb.dumps and rb.loads transfer the newest ones of each lane into another capacity"
-_COUNTERS = "numbers", "_mutation_revision_value", "_ring", "episodes"
-_NOT_COPIED = frozenset((*_COUNTERS, "rows", "live", "_total_shape_value", "shared_rows", "lock"))
+_NOT_COPIED = frozenset(("_ring", "episodes", "rows", "live", "_total_shape_value", "shared_rows", "lock"))
 
 
 class PackedStorage(LazyTensorStorage):
@@ -282,9 +279,7 @@ class PackedStorage(LazyTensorStorage):
 
     def make_counters(self) -> None:
         """Create the counters of an empty storage, for the constructor and for copies."""
-        self.numbers = SharedNumbers("q", [0])  # the revision: how often rows have changed
-        (self._mutation_revision_value,) = self.numbers.counters()
-        for name in ("_len_value", "_last_cursor_index_value"):  # of TorchRL's constructor
+        for name in ("_len_value", "_last_cursor_index_value", "_mutation_revision_value"):  # of TorchRL's constructor
             self.__dict__.pop(name, None)
         self._ring = Ring(1, 1)
         self.episodes = None
@@ -341,8 +336,12 @@ class PackedStorage(LazyTensorStorage):
 
     def _bump_mutation_revision(self) -> None:
         """Note a change of rows other than a write of new ones."""
-        self._mutation_revision_value.value += 1
+        self._ring.numbers[REVISION] += 1
         self.mark_episodes(STALE)
+
+    @property
+    def _mutation_revision(self) -> int:
+        return self._ring.numbers[REVISION]
 
     def _take_edits(self) -> None:
         """Note edits in place, through views that users have received."""
@@ -353,7 +352,7 @@ class PackedStorage(LazyTensorStorage):
     def revision(self) -> int:
         """The number of changes of the rows so far: writes, loads, and edits in place."""
         self._take_edits()
-        return int(self._mutation_revision_value.value)
+        return self._ring.numbers[REVISION]
 
     def mark_episodes(self, state: int) -> None:
         """Let the next look-up of episodes do what :data:`~rlbuf_td.storages.episodes.STALE` or ``NEW`` says."""
@@ -434,7 +433,8 @@ class PackedStorage(LazyTensorStorage):
     @compiled_form_of("write", "append", "set")
     def bind_write(self) -> dict[str, int]:
         """Return the addresses of the counters that a compiled write advances."""
-        return {"revision": addressof(self.numbers.values), "head": self.ring.block.ctypes.data}
+        ring = self.ring
+        return {"revision": ring.address + 8 * (len(ring.numbers) + REVISION), "head": ring.address}
 
     @property
     def in_time_order(self) -> bool:
@@ -654,7 +654,7 @@ class PackedStorage(LazyTensorStorage):
             ring.publish()
             if episodes is not None:
                 episodes.published()
-            self._mutation_revision_value.value += 1
+            ring.numbers[REVISION] += 1
             if then is not None:
                 then.tell()
 
@@ -910,6 +910,7 @@ class PackedStorage(LazyTensorStorage):
             before, lanes = self._ring, prod(rows.lanes)
             self._ring = Ring(rows.steps, lanes)
             self._ring.written += before.written.max()
+            self._ring.numbers[REVISION] = before.numbers[REVISION]
             self._ring.empty()
         if self.shared_rows is not None:
             self.shared_rows.place(rows)
@@ -975,7 +976,7 @@ class PackedStorage(LazyTensorStorage):
         if self.rows is not None:
             self.rows.forget()
         self.row_class = None
-        self._mutation_revision_value.value += 1
+        self._ring.numbers[REVISION] += 1
 
     def share_memory_(self) -> Self:
         """Share the rows with processes that are forked later, or that are spawned and receive this storage.
@@ -1016,7 +1017,6 @@ class PackedStorage(LazyTensorStorage):
             if head_file is not None:
                 shared.keep_in(head_file)
                 lock.keep_in(head_file)
-            self.numbers.share_memory_()
             self.is_reserved = False  # reserved rows can no longer be replaced
             if rows is not None and written is not None:
                 moved = self.map_rows(rows.layout, rows.shape, rows.dedup)
@@ -1117,7 +1117,7 @@ class PackedStorage(LazyTensorStorage):
             self.release()
         if self.rows is None:
             self.adopt(self.make_rows(layout, source.lanes, device, self._dedup_for(layout, dedup)))
-            self.is_reserved = source.is_reserved
+        self.is_reserved = source.is_reserved
         self.take_class(source.row_class)
         rows, ring, theirs = self.all_rows(), self.ring, source.ring
         count = np.minimum(theirs.count, ring.steps)
@@ -1348,7 +1348,7 @@ class PackedStorage(LazyTensorStorage):
         if self.shared:
             self.share_memory_()
         self.load(content)  # a copy continues open trajectories
-        self.numbers[0] = revision  # what was cached for the original is valid for the copy
+        self._ring.numbers[REVISION] = revision  # what was cached for the original is valid for the copy
 
     def __repr__(self) -> str:
         name, rows = type(self).__name__, self.rows

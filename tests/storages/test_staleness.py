@@ -12,6 +12,7 @@ from tensordict import TensorDict, TensorDictBase
 from torchrl.data.replay_buffers import TensorDictMaxValueWriter, TensorDictReplayBuffer, TensorDictRoundRobinWriter
 
 from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer
+from rlbuf_td.kernels.serials import REVISION
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 from tests.model import Row, World, assert_holds
 
@@ -178,8 +179,8 @@ def test_days_of_writes_pass_the_limits_of_integers(limit: int, sampler: Any, la
     rb = ReplayBuffer(storage=storage, sampler=sampler(21), batch_size=6, shared=shared)
     start, steps = limit - 40, 21 // max(1, lanes)
     rb.writer._write_count = start
-    rb.storage._mutation_revision_value.value = limit - 20
     if limit < 2**62:  # more rows than anybody will write
+        rb.storage.ring.numbers[REVISION] = limit - 20
         rb.storage.ring.written += limit - 30
     rb.stale_updates._numbers[0] = limit - 5
     trajectories = TrajectoryIndex.of(rb.storage)
