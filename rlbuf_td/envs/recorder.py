@@ -17,8 +17,8 @@ from rlbuf_td.storages.checks import require_packed
 from rlbuf_td.storages.episodes import TRAJ_KEY
 from rlbuf_td.storages.indexing import attached_or_new, lanes_of, stored_rows
 from rlbuf_td.storages.listeners import Attached
-from rlbuf_td.storages.schema import SchemaError, show_key, walk
 from rlbuf_td.storages.numbers import SharedNumbers
+from rlbuf_td.storages.schema import SchemaError, show_key, walk
 
 REWARD: Key = ("next", "reward")
 _REMEDY = "make the buffer with from_env(env, ...)"
