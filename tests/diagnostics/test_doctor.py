@@ -18,8 +18,6 @@ from torchrl.envs import Compose, EnvBase, GymEnv, RewardSum, SerialEnv, StepCou
 
 from rlbuf_td import PackedStorage, ReplayBuffer, RolloutBuffer, make_transition
 from rlbuf_td.diagnostics.doctor import check
-from rlbuf_td.diagnostics.health import ReplayCount
-from rlbuf_td.storages.indexing import attached_or_new
 
 # -- a small world whose transitions are kept by hand: walks that end by falling off or by a time limit
 
@@ -247,7 +245,7 @@ def test_a_fault_is_found_in_lanes_of_unlike_lengths(name: str) -> None:
     fault, lanes, code = FAULTS[name]
     report = check(held(fault(healthy(lanes or 3, "nested")), "unlike lanes"))
     assert report.codes == [code]
-    assert report.skipped == ("rows that are never drawn: this buffer does not count draws",)
+    assert not report.skipped
 
 
 @pytest.mark.parametrize("name", [name for name, (_, lanes, _) in FAULTS.items() if not lanes])
@@ -449,40 +447,3 @@ def test_a_loop_that_stores_what_step_returns_is_not(mode: AutoresetMode) -> Non
     code = "reset-row-stored" if mode is AutoresetMode.NEXT_STEP else "final-observation-lost"
     assert check(rb).codes == [code]
     env.close()
-
-
-# -- draws, as far as the buffer keeps count of them
-
-
-def counted(counts: torch.Tensor | None) -> ReplayBuffer:
-    rb = ReplayBuffer(storage=PackedStorage(300), batch_size=8, count_replays=counts is not None)
-    rb.extend(walk(200)[:, 0])
-    if counts is not None:
-        attached_or_new(rb.storage, ReplayCount).restore(counts)
-    return rb
-
-
-def drawn(rows: int, times: int) -> torch.Tensor:
-    counts = torch.zeros(300, dtype=torch.int32)
-    counts[:rows] = times
-    return counts
-
-
-def test_rows_that_are_hardly_ever_drawn_are_found_where_others_are_often() -> None:
-    counts = drawn(50, 20)
-    rb = counted(counts)
-    (finding,) = check(rb)
-    assert (finding.code, finding.count, finding.of) == ("never-sampled", 150, 200)
-    assert "a row is drawn 5.0 times on average" in finding.explanation
-    counts[50:150] = 1
-    attached_or_new(rb.storage, ReplayCount).restore(counts)
-    assert check(rb).codes == []
-
-
-def test_few_draws_tell_nothing_and_a_buffer_that_counts_none_says_so() -> None:
-    assert check(counted(drawn(50, 3))).codes == check(counted(drawn(0, 0))).codes == []
-    assert check(counted(drawn(9, 1))).skipped == ()
-    report = check(counted(None))
-    assert report.codes == []
-    assert report.skipped == ("rows that are never drawn: this buffer does not count draws",)
-    assert "not checked: rows that are never drawn" in str(report)

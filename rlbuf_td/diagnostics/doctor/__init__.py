@@ -70,7 +70,7 @@ def check(source: Any, *, env: Any = None, space: Any = None, ignore: str | Sequ
         record = Record(storage, writer)
         scan = Scan(record, suspects_of(record, bounds))
         needed = _STEPS if sampler is None else getattr(sampler, "steps_needed", 1)
-        found = [*order_findings(record, scan, needed), *value_findings(record, scan, sampler)]
+        found = [*order_findings(record, scan, needed), *value_findings(record, scan)]
     found = sorted((each for each in found if each.code not in ignored), key=lambda each: [*CODES].index(each.code))
     return Report(tuple(found), record.rows, record.shape, tuple(record.skipped))
 

@@ -162,11 +162,6 @@ FAULTS = {
         "elsewhere done is set twice, an id changes with each row, or the environment is reset after each step.",
         "set done in the last row of a trajectory only, and keep its id from the first row to the last.",
     ),
-    "entry-replaced": Fault(
-        "the sampler replaces a stored entry in batches",
-        "A {sampler} adds an entry {key} to each batch. The stored entry of this name is then in no batch.",
-        "store it under another name, such as data.rename_key_({key}, ...) before each write.",
-    ),
     "trajectories-interleaved": Fault(
         "rows of several trajectories alternate",
         "Trajectories are stored in stretches of {mean:.1f} rows on average, and rows of other trajectories follow "
@@ -189,11 +184,5 @@ FAULTS = {
         "{keys}: float64, NumPy's default, takes twice the memory, and networks of float32 refuse such a batch.",
         "convert them before the first write, data[key] = data[key].float(); observations also by the environment: "
         "gymnasium.wrappers.DtypeObservation(env, np.float32), or TransformedEnv(env, DoubleToFloat()) of TorchRL.",
-    ),
-    "never-sampled": Fault(
-        "most rows are never drawn",
-        "These rows have never been drawn, although a row is drawn {mean:.1f} times on average.",
-        "lower alpha, look for outliers among the TD errors (they do not affect RankSampler), and check that "
-        "priorities are updated after every batch.",
     ),
 }

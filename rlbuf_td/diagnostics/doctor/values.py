@@ -1,4 +1,4 @@
-"""Findings about the values of columns, and about draws."""
+"""Findings about the values of entries, and the bounds of spaces."""
 
 from __future__ import annotations
 
@@ -9,18 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torchrl.data import Composite, Unbounded
-from torchrl.data.replay_buffers import Sampler
 
 from rlbuf_td.diagnostics.doctor.record import Key, Record, Scan
 from rlbuf_td.diagnostics.doctor.report import Finding
-from rlbuf_td.diagnostics.health import ReplayCount
 from rlbuf_td.envs.specs import OBSERVATION, entries, is_space
-from rlbuf_td.samplers.common import reported_by, stored_names
-from rlbuf_td.storages.indexing import attached
 from rlbuf_td.storages.schema import show_key
 
 Interval = tuple[Tensor, Tensor]
-_DRAWS, _ROWS = 2.0, 100  # fewer draws per row, or fewer rows, are not significant
 
 
 def suspects_of(record: Record, bounds: Mapping[Key, Interval]) -> dict[tuple[str, Key], Callable[[Tensor], Tensor]]:
@@ -41,24 +36,13 @@ def _is_outside(low: Tensor, high: Tensor, values: Tensor) -> Tensor:
     return ((values < low) | (values > high)) & values.isfinite()
 
 
-def value_findings(record: Record, scan: Scan, sampler: Sampler | None) -> Iterator[Finding]:
+def value_findings(record: Record, scan: Scan) -> Iterator[Finding]:
     for (code, key), where in scan.wrong.items():
         if bool(where.any()):
             yield record.finding(code, where, record.rows, key)
     if doubles := [key for key, value in record.kinds.items() if value.dtype is torch.float64]:
         one = doubles[0] if len(doubles) == 1 else None
         yield record.finding("float64", None, record.rows, one, keys=", ".join(map(show_key, doubles)))
-    reported = frozenset() if sampler is None else reported_by(sampler)
-    for name in sorted(stored_names(record.storage).keys() & reported):
-        yield record.finding("entry-replaced", None, record.rows, (name,), sampler=type(sampler).__name__)
-    replays = attached(record.storage, ReplayCount)
-    if replays is not None:
-        counts = replays.counts().cpu()[record.cells]
-        drawn, mean = counts > 0, float(counts.double().mean())
-        if record.rows >= _ROWS and mean >= _DRAWS and 2 * int(drawn.sum()) < record.rows:
-            yield record.finding("never-sampled", ~drawn, record.rows, mean=mean)
-    elif sampler is not None:
-        record.skipped.append("rows that are never drawn: this buffer does not count draws")
 
 
 def bounds_of(source: Any) -> dict[Key, Interval]:
