@@ -100,7 +100,8 @@ class Shard:
         folder = find_dump()
         while folder is not None:
             try:
-                self.load([(folder, 0)])
+                self.prepare([(folder, 0)])
+                self.accept()
                 return
             except CheckpointError:
                 before, folder = folder, find_dump()
@@ -172,11 +173,6 @@ class Shard:
         self.buffer.dumps(path, progress=False)
         lanes = self.storage.lanes.numel()
         return len(self.storage) // lanes, lanes
-
-    def load(self, dumps: Sequence[tuple[str, int]], part: tuple[int, int] | None = None) -> Report:
-        """Replace all rows by those of :meth:`prepare`."""
-        self.prepare(dumps, part)
-        return self.accept()
 
     def prepare(self, dumps: Sequence[tuple[str, int]], part: tuple[int, int] | None = None) -> None:
         """Load the only one of ``dumps``, or ``part`` of their time steps (first, last), beside the rows of this shard.

@@ -22,7 +22,7 @@ from rlbuf_td.distributed.shard import Shard
 from rlbuf_td.distributed.sharded import Limiter, ShardedReplayBuffer
 from rlbuf_td.distributed.spec import Spec
 
-_METHODS = "report", "answer", "write", "empty", "dump", "load", "prepare", "accept", "discard"
+_METHODS = "report", "answer", "write", "empty", "dump", "prepare", "accept", "discard"
 
 
 class Method:
