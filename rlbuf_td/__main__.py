@@ -14,7 +14,7 @@ _SHOWN = "(default: %(default)s)"  # argparse fills in the default
 
 #: For each command: its purpose, and the arguments of an example.
 COMMANDS = {
-    "demo": ("train an agent from replay or rollouts, and draw its learning curve", "--algo ppo"),
+    "demo": ("train an agent from replay, and draw its learning curve", "--sampler rank"),
     "doctor": ("check the data of a saved buffer for faults", "runs/buffer --env CartPole-v1"),
     "compile": ("compile all loops ahead, for containers and clusters", "--jobs 4"),
     "info": ("show versions, processor and cache folder, for bug reports", ""),
@@ -30,10 +30,9 @@ def parser() -> argparse.ArgumentParser:
         example = f"example: python -m rlbuf_td {name} {arguments}"
         commands[name] = group.add_parser(name, help=purpose, description=f"{purpose.capitalize()}.", epilog=example)
     demo = commands["demo"].add_argument
-    demo("--algo", default="dqn", choices=("dqn", "ppo"), help=f"algorithm {_SHOWN}")
     demo("--env", default="CartPole-v1", help=f"a Gymnasium environment {_SHOWN}")
-    demo("--sampler", choices=("uniform", "proportional", "rank"), help="for dqn (default: proportional)")
-    demo("--steps", type=whole_number(1), help="most environment steps (default: depends on the algorithm)")
+    demo("--sampler", choices=("uniform", "proportional", "rank"), default="proportional", help=f"replay {_SHOWN}")
+    demo("--steps", type=whole_number(1), help="most environment steps (default: 59904)")
     demo("--seed", type=whole_number(0, 2**31), default=0, help=f"random seed {_SHOWN}")
     demo("--device", default="cpu", help=f"device of the network and the buffer {_SHOWN}")
     demo("--out", type=Path, help="folder for the picture and the policy (default: a new one in runs/)")
@@ -48,8 +47,7 @@ def parser() -> argparse.ArgumentParser:
 
 def module_of(options: argparse.Namespace) -> str:
     """Return the name of the module of a command, the only one that is imported."""
-    special = {"demo": f"cli.demos.{getattr(options, 'algo', '')}", "doctor": "diagnostics.doctor"}
-    return special.get(options.command, f"cli.{options.command}")
+    return "diagnostics.doctor" if options.command == "doctor" else f"cli.{options.command}"
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -91,7 +91,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
 
 
 #: The slow tests that take longest, longest first: where workers share them out, these must not begin last.
-LONGEST = ["test_demos.py", "11_demonstrations", "test_ray.py", "7_saving", "4_hindsight", "6_sequences"]
+LONGEST = ["test_demo.py", "11_demonstrations", "test_ray.py", "7_saving", "4_hindsight", "6_sequences"]
 LONGEST += ["test_every_library", "1_quick", "8_coming", "test_wheel", "test_kill.py", "test_compile.py"]
 
 

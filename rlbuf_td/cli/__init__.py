@@ -1,4 +1,4 @@
-"""The commands of ``python -m rlbuf_td``: ``demos/`` trains agents with this package's buffers."""
+"""The commands of ``python -m rlbuf_td``."""
 
 from __future__ import annotations
 

@@ -15,16 +15,15 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 
-from rlbuf_td.cli import whole_number
-from rlbuf_td.cli.demos import dqn
-from rlbuf_td.cli.demos.report import WINDOW, save_curves
+from rlbuf_td.cli import demo, whole_number
+from rlbuf_td.cli.demo import WINDOW, save_curves
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--samplers", nargs="+", default=["proportional", "uniform"], choices=[*dqn.SAMPLERS])
+    parser.add_argument("--samplers", nargs="+", default=["proportional", "uniform"], choices=[*demo.SAMPLERS])
     parser.add_argument("--seeds", type=whole_number(1), default=3)
-    parser.add_argument("--steps", type=whole_number(dqn.WARM_UP), default=dqn.STEPS)
+    parser.add_argument("--steps", type=whole_number(demo.WARM_UP), default=demo.STEPS)
     parser.add_argument("--out", type=Path, default=Path("runs/learning_curves.png"))
     options = parser.parse_args(arguments)
     env, device = "CartPole-v1", torch.device("cpu")
@@ -34,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with TemporaryDirectory() as folder:
         for name in options.samplers:
             train = (env, name, options.steps)
-            runs = [dqn.train(*train, s, device, Path(folder), stop_when_solved=False) for s in range(options.seeds)]
+            runs = [demo.train(*train, s, device, Path(folder), stop_when_solved=False) for s in range(options.seeds)]
             steps = np.linspace(0, min(run.steps for run in runs), 300)
             curves = np.stack([np.interp(steps, *run.curve) for run in runs])
             (line,) = axes.plot(steps, curves.mean(0), linewidth=2, label=name)

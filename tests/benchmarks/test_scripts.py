@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rlbuf_td import PackedStorage
-from rlbuf_td.cli.demos import dqn
+from rlbuf_td.cli import demo
 from tests.benchmarks import bench, breaks, cases, device, learning_curves, memory, options, reopening, timing, train
 from tests.benchmarks.contenders import Ours, TorchRL, available
 
@@ -86,7 +86,7 @@ def test_training_scripts_are_timed_and_sac_learns_the_same_weights(capsys):
 
 
 def test_learning_curves_are_drawn(tmp_path, monkeypatch):
-    monkeypatch.setattr(dqn, "UPDATES", 1)
+    monkeypatch.setattr(demo, "UPDATES", 1)
     learning_curves.main(["--steps", "1280", "--seeds", "2", "--out", str(tmp_path / "curves.png")])
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 

@@ -30,13 +30,12 @@ from torchrl.data.replay_buffers import (
 )
 from torchrl.envs import EnvBase, GymEnv, SerialEnv
 from torchrl.modules import MLP, ProbabilisticActor, TanhNormal, ValueOperator
-from torchrl.objectives import SACLoss, SoftUpdate
+from torchrl.objectives import ClipPPOLoss, SACLoss, SoftUpdate
 from torchrl.objectives.value import GAE
 
-from rlbuf_td import PackedStorage, ProportionalSampler, ReplayBuffer
-from rlbuf_td.cli import whole_number
-from rlbuf_td.cli.demos import dqn, ppo
-from rlbuf_td.cli.demos.report import whole_batches
+from rlbuf_td import PackedStorage, ProportionalSampler, ReplayBuffer, RolloutBuffer
+from rlbuf_td.cli import demo, whole_number
+from rlbuf_td.cli.demo import whole_batches
 from tests.benchmarks.timing import OURS, one_thread
 
 SIDES = (OURS, "TorchRL")
@@ -105,10 +104,10 @@ def learn_by_replay(
 def train_dqn(side: str, clock: Clock, steps: int, cells: int = 256, batch: int = 64) -> torch.nn.Module:
     env = GymEnv("CartPole-v1")
     env.set_seed(0)
-    policy, explore = dqn.make_policy(env, CPU, cells)
-    learner = dqn.Learner(policy, env, steps)
-    collector = collect(env, TensorDictSequential(policy, explore), dqn.FRAMES, steps)
-    learn_by_replay(clock, replay(side, batch, prioritized=True), collector, learner.learn, dqn.UPDATES)
+    policy, explore = demo.make_policy(env, CPU, cells)
+    learner = demo.Learner(policy, env, steps)
+    collector = collect(env, TensorDictSequential(policy, explore), demo.FRAMES, steps)
+    learn_by_replay(clock, replay(side, batch, prioritized=True), collector, learner.learn, demo.UPDATES)
     return policy
 
 
@@ -145,17 +144,37 @@ def train_sac(side: str, clock: Clock, steps: int) -> torch.nn.Module:
     return actor
 
 
+def make_ppo(env: EnvBase) -> tuple[ProbabilisticActor, ValueOperator, Callable[[TensorDictBase], None]]:
+    size, spec = env.observation_spec["observation"].shape[-1], env.action_spec_unbatched
+    network = partial(MLP, size, num_cells=[64, 64], activation_class=torch.nn.Tanh)
+    head = TensorDictModule(network(spec.space.n), ["observation"], ["logits"])
+    of_actions = {"distribution_class": torch.distributions.Categorical, "return_log_prob": True}
+    actor = ProbabilisticActor(head, in_keys=["logits"], spec=spec, **of_actions)
+    critic = ValueOperator(network(1), in_keys=["observation"])
+    loss_module = ClipPPOLoss(actor, critic, entropy_bonus=False, critic_coeff=0.5, loss_critic_type="l2")
+    optimizer = torch.optim.Adam(loss_module.parameters(), lr=1e-3, eps=1e-5)
+
+    def learn(batch: TensorDictBase) -> None:
+        losses = loss_module(batch)
+        optimizer.zero_grad()
+        (losses["loss_objective"] + losses["loss_critic"]).backward()
+        torch.nn.utils.clip_grad_norm_(loss_module.parameters(), 0.5)
+        optimizer.step()
+
+    return actor, critic, learn
+
+
 def train_ppo(side: str, clock: Clock, steps: int) -> torch.nn.Module:
-    settings, frames = ppo.SETTINGS["CartPole-v1"], ppo.LANES * 128
-    env = SerialEnv(ppo.LANES, partial(ppo.make_env, "CartPole-v1"))
+    lanes, frames = 8, 8 * 128
+    law: dict[str, Any] = {"gamma": 0.99, "lmbda": 0.95}
+    env = SerialEnv(lanes, partial(GymEnv, "CartPole-v1", categorical_action_encoding=True))
     env.set_seed(0)
-    actor, critic = ppo.make_agent(env, CPU)
-    learner = ppo.Learner(actor, critic, whole_batches(steps, frames) // frames)
-    ours = ppo.make_rollout(settings, critic, CPU, normalize_advantage=None)  # TorchRL's buffer has no such option
+    actor, critic, learn = make_ppo(env)
+    ours = RolloutBuffer(128, lanes, batch_size=256, epochs=10, value_network=critic, normalize_advantage=None, **law)
     theirs = TensorDictReplayBuffer(
         storage=LazyTensorStorage(frames), sampler=SamplerWithoutReplacement(), batch_size=256
     )
-    advantage = GAE(gamma=settings.gamma, lmbda=0.95, value_network=critic, average_gae=False, vectorized=True)
+    advantage = GAE(**law, value_network=critic, average_gae=False, vectorized=True)
     collector = collect(env, actor, frames, steps)
     for data in collector:
         with clock.in_buffer():
@@ -167,7 +186,7 @@ def train_ppo(side: str, clock: Clock, steps: int) -> torch.nn.Module:
                     theirs.extend(advantage(data).reshape(-1))
         for epoch in rollout:
             for batch in clock.batches(epoch):
-                learner.learn(batch)
+                learn(batch)
     collector.shutdown()
     return actor
 

@@ -38,7 +38,6 @@ def test_a_missing_extra_is_named(monkeypatch, capsys):
         ("demo --device nothing", "--device nothing: torch cannot use this device"),
         ("demo --env Pendulum-v1", "DQN needs an environment with discrete actions"),
         ("demo --steps 100", "--steps must be at least 1024"),
-        ("demo --algo ppo --sampler rank", "--sampler is for --algo dqn"),
         ("demo --out file", "--out: cannot write to file"),
         ("doctor nowhere", "cannot examine nowhere"),
     ],

@@ -1,4 +1,4 @@
-"""The demos run, leave their results, and (slow) learn."""
+"""The demo runs, leaves its results, and (slow) learns."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict
 from torchrl.envs import GymEnv
 
 import rlbuf_td
-from rlbuf_td.__main__ import main
-from rlbuf_td.cli.demos import dqn, ppo
-from rlbuf_td.cli.demos.report import Run
+from rlbuf_td.cli import demo
+from rlbuf_td.cli.demo import Run
 
 
 @pytest.fixture(autouse=True)
@@ -47,30 +46,10 @@ def test_the_dqn_demo_learns_a_little_and_leaves_its_picture_and_policy(tmp_path
     assert "Warning" not in done.stderr  # 1025 steps are rounded up to whole batches
 
 
-@pytest.mark.parametrize("env", ["CartPole-v1", pytest.param("Pendulum-v1", marks=pytest.mark.slow)])
-def test_the_ppo_demo_runs_and_leaves_its_picture_and_policy(env, tmp_path, capsys, monkeypatch):
-    learned = []
-
-    def learn(learner: ppo.Learner, batch: TensorDictBase) -> None:
-        learned.append(batch)
-        learner.optimizer.step()  # which the schedule waits for
-
-    monkeypatch.setattr(ppo.Learner, "learn", learn)
-    monkeypatch.chdir(tmp_path)
-    assert main(["demo", "--algo", "ppo", "--env", env, "--steps", "1", "--out", "."]) == 0
-    assert (tmp_path / "policy.pt").stat().st_size > 0
-    assert (tmp_path / "learning_curve.png").stat().st_size > 0
-    said = capsys.readouterr()
-    assert "mean return of the final policy over 10 new episodes" in said.out
-    assert learned[0]["advantage"].shape == (256, 1)
-
-
 @pytest.mark.slow
-def test_the_demos_solve_cartpole(tmp_path):
-    by_dqn = dqn.train("CartPole-v1", "proportional", dqn.STEPS, 4, torch.device("cpu"), tmp_path)
-    by_ppo = ppo.train("CartPole-v1", None, 0, torch.device("cpu"), tmp_path)
-    assert by_dqn.recent >= 475
-    assert by_ppo.recent >= 475
+def test_the_demo_solves_cartpole(tmp_path):
+    run = demo.train("CartPole-v1", "proportional", demo.STEPS, 4, torch.device("cpu"), tmp_path)
+    assert run.recent >= 475
 
 
 def test_a_run_is_solved_once_the_last_20_episodes_reach_the_threshold(tmp_path, capsys):

@@ -1,1 +1,0 @@
-"""Training scripts to read, run and copy: ``python -m rlbuf_td demo``."""
