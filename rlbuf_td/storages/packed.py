@@ -345,7 +345,7 @@ class PackedStorage(LazyTensorStorage):
 
     def _take_edits(self) -> None:
         """Note edits in place, through views that users have received."""
-        if self.rows is not None and self.rows.take_edits():
+        if self.rows is not None and self.rows.exported.take_edits():
             self._bump_mutation_revision()
 
     @property
@@ -924,7 +924,7 @@ class PackedStorage(LazyTensorStorage):
     @property
     def _storage(self) -> Any:
         """The entries of all rows, which TorchRL reads; another object after somebody has moved their memory."""
-        return None if self.rows is None else self.rows.entries_given()
+        return None if self.rows is None else self.rows.exported.entries(self.rows.view)
 
     @_storage.setter
     def _storage(self, entries: None) -> None:  # TorchRL's constructor sets it

@@ -397,7 +397,7 @@ def edit(storage: PackedStorage, change: Callable[[TensorDictBase], Any], region
         with _editing(storage):
             if in_place:
                 change(rows.view())
-                rows.keep_edits()
+                rows.exported.write_back()
                 if holes is not None:
                     rows.flat[flat[holes]] = 0
             elif holes is not None:

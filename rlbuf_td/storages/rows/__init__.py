@@ -35,7 +35,7 @@ class Rows(ABC):
         self.layout = layout  # layout of whole rows, as in batches
         self.extents = layout.extents  # offset and size in bytes of each leaf in a stored row; size 0: not stored there
         self.use(matrix)
-        self._exported = ExportedViews(self.matrix)
+        self.exported = ExportedViews(self.matrix)
 
     def use(self, matrix: torch.Tensor) -> None:
         """Make ``matrix`` the memory of the rows: ``[T, *lanes, width]`` in the dtype :attr:`RowLayout.carrier`."""
@@ -55,7 +55,7 @@ class Rows(ABC):
     @property
     def given(self) -> torch.Tensor:
         """An alias of :attr:`matrix` for views that users receive, so that no call on a view moves the rows."""
-        return self._exported.tensor().narrow(0, 0, self.steps)
+        return self.exported.tensor().narrow(0, 0, self.steps)
 
     def first(self, steps: int) -> Rows:
         rows = object.__new__(type(self))
@@ -100,18 +100,6 @@ class Rows(ABC):
     def view(self) -> TensorDict:
         """Return all rows as a TensorDict of strided views of :attr:`given`, without deduplicated keys."""
         return self.unpack(self.given)
-
-    def take_edits(self) -> bool:
-        """Whether the rows were edited in place, through views that users have received, since the last call."""
-        return self._exported.take_edits()
-
-    def keep_edits(self) -> None:
-        """Copy edits of :meth:`view` into the rows if the function that made them has moved the memory of its views."""
-        self._exported.write_back()
-
-    def entries_given(self) -> TensorDict:
-        """Return :meth:`view`, the same object as long as nobody has moved its memory."""
-        return self._exported.entries(self.view)
 
     def at_region(self, index: Any) -> TensorDict:
         """Index the rows like a tensor ``[T, *lanes]``; slices give views, except of deduplicated keys."""
@@ -209,17 +197,20 @@ class ExportedViews:
         return self._alias is not None and self._alias._version != self._version
 
     def take_edits(self) -> bool:
+        """Whether the rows were edited in place, through these views, since the last call."""
         if not self._is_edited():
             return False
         self._version = self._alias._version  # type: ignore[union-attr]
         return True
 
     def write_back(self) -> None:
+        """Copy edits into the rows if the function that made them has moved the memory of its views."""
         alias = self._alias
         if alias is not None and alias.data_ptr() != self._matrix.data_ptr():
             self._matrix.copy_(alias)
 
     def entries(self, view: Callable[[], TensorDict]) -> TensorDict:
+        """Return ``view()``, the same object as long as nobody has moved its memory."""
         self.tensor()
         entries = self._entries
         if entries is None or entries.is_memmap():  # memmap_ replaces the leaves of a TensorDict by copies
