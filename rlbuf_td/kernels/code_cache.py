@@ -11,6 +11,7 @@ functions of other files. Their digest takes the place of the time of the loop's
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import warnings
 from collections.abc import Callable
@@ -59,8 +60,15 @@ class _Cache(FunctionCache):
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)
         self._cache_file._source_stamp = _digest()
-        path = Path(self.cache_path, f"{self._impl.filename_base}.lock")
-        self._lock = FileLock(path, timeout=_PATIENCE, is_singleton=True)  # a thread can take it again
+        self._locks: dict[int, FileLock] = {}  # by process: a forked one cannot take its parent's
+
+    @property
+    def _lock(self) -> FileLock:
+        process = os.getpid()
+        if process not in self._locks:
+            path = Path(self.cache_path, f"{self._impl.filename_base}.lock")
+            self._locks[process] = FileLock(path, timeout=_PATIENCE)  # a thread can take it again
+        return self._locks[process]
 
     def load_overload(self, signature: Any, target: Any) -> Any:
         found = self._load(signature, target)

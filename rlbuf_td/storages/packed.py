@@ -1128,10 +1128,16 @@ class PackedStorage(LazyTensorStorage):
         if len(to) < steps * ring.lanes:
             rows.matrix[:steps].zero_()  # some are holes
         size = max(1, _AT_ONCE // layout.row_bytes)
-        for part, cells in zip(since.split(size), to.split(size), strict=True) if len(to) else ():
-            lanes, counts = np.unique(cells.numpy() % ring.lanes, return_counts=True)
-            leaves = source.all_rows().leaves_at(part)
-            self.publish(lanes, counts, partial(rows.append_, cells, leaves, ring.serials))
+
+        def copy() -> None:
+            head = ring.serials
+            for part, cells in zip(since.split(size), to.split(size), strict=True):
+                rows.append_(cells, source.all_rows().leaves_at(part), head)
+                head[1] += np.bincount(cells.numpy() % ring.lanes, minlength=ring.lanes)
+
+        if len(to):
+            lanes = np.flatnonzero(count)
+            self.publish(lanes, count[lanes], copy)
         saved = None if source.episodes is None else source.episodes.saved(theirs.longest)
         if saved is not None:
             back = torch.zeros(ring.lanes, steps, dtype=torch.int32, device="cpu")

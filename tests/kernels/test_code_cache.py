@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
 import shutil
@@ -75,6 +76,17 @@ def test_loops_run_where_nothing_can_be_kept(tmp_path, monkeypatch):
             assert cached_njit()(lambda x: 2 * x)(4) == 8
     finally:
         folder.cache_clear()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of forks beside threads
+def test_a_forked_process_compiles(tmp_path, monkeypatch):
+    monkeypatch.setattr("numba.config.CACHE_DIR", str(tmp_path))
+    double = cached_njit()(lambda x: 2 * x)
+    process = multiprocessing.get_context("fork").Process(target=lambda: sys.exit(double(4)))
+    process.start()
+    process.join(120)
+    assert process.exitcode == 8
 
 
 TRAINING = """

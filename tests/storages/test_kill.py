@@ -132,23 +132,26 @@ def test_emptying_is_done_or_not_and_a_draw_changes_nothing(form: str, every: in
 
 
 @some_lines
-@pytest.mark.parametrize(("how", "share_next"), [("a state", True), ("a dump", False)])
+@pytest.mark.parametrize(
+    ("how", "share_next"),
+    [("a state", True), ("a dump", False), pytest.param("a state of plain rows", True, marks=pytest.mark.slow)],
+)
 def test_a_load_that_was_not_finished_leaves_all_rows_or_none(
     how: str, share_next: bool, every: int, tmp_path: Path
 ) -> None:
-    def buffer(first: int) -> ReplayBuffer:
+    def buffer(first: int, share_next: bool = share_next) -> ReplayBuffer:
         storage = PackedStorage(CAPACITY, share_next=share_next)
         rb = ReplayBuffer(storage=storage, sampler=ProportionalSampler(CAPACITY), batch_size=8)
         number = torch.arange(first, first + 31).repeat_interleave(4).view(31, 4)
         rb.extend(TensorDict({"x": number[:-1], "next": {"x": number[1:], "done": number[1:, :1] < 0}}, [30]))
         return rb
 
-    rb, other = buffer(0), buffer(500)
+    rb, other = buffer(0), buffer(500, share_next and how == "a state")
     expected, state = rb.chronological(), other.state_dict()
     other.dumps(tmp_path)
     rb.share()
     for line in count(1, 2 * every):
-        is_killed = killed_at(line, lambda: rb.load_state_dict(state) if how == "a state" else rb.loads(tmp_path))
+        is_killed = killed_at(line, lambda: rb.load_state_dict(state) if "state" in how else rb.loads(tmp_path))
         is_loaded = False
         if len(rb):
             stored = rb.chronological()
