@@ -213,8 +213,8 @@ class PackedStorage(LazyTensorStorage):
             raise RuntimeError("a storage with compilable=True cannot be shared by processes: leave out compilable")
         if scratch_dir is not None and shared:
             raise ValueError("a memory-mapped file is shared already: pass scratch_dir or shared, not both")
-        words = "scratch_dir and shared need" if scratch_dir is not None or shared else "shared_init needs"
-        self._refuse_device(device, words if scratch_dir is not None or shared or shared_init else "")
+        needing = {"scratch_dir": scratch_dir is not None, "shared": shared, "shared_init": shared_init}
+        self._refuse_device(device, next((name for name, is_given in needing.items() if is_given), None))
         if reopen:
             self._refuse_reopening(scratch_dir, existsok, bool(auto_cleanup))
         super().__init__(max_size, device=device, ndim=ndim)
@@ -233,10 +233,11 @@ class PackedStorage(LazyTensorStorage):
         if reopen or shared_init or shared:
             self._reopen() if reopen else self.share_memory_()
 
-    def _refuse_device(self, device: Any, needing_cpu: str = "") -> None:
+    def _refuse_device(self, device: Any, needing: str | None = None) -> None:
+        """Raise an error if the rows cannot lie on a device; ``needing`` is an argument that needs the CPU."""
         on_cpu = torch.device("cpu" if device == "auto" else device).type == "cpu"
-        if needing_cpu and not on_cpu:
-            raise ValueError(f"{needing_cpu} device='cpu', got device={str(device)!r}")
+        if needing and not on_cpu:
+            raise ValueError(f"{needing} needs device='cpu', got device={str(device)!r}")
         if self.dedup_options and not on_cpu:
             raise ValueError(
                 f"share_next and frames need rows on the CPU, got device={str(device)!r}: leave them out, or keep the "

@@ -84,7 +84,7 @@ REFUSALS: Table = {
         (lambda _: td.PackedStorage(4, ndim=0), ValueError, "ndim must be a whole number, at least 1, got 0"),
         (lambda _: td.PackedStorage(21, lanes=3), ValueError, "needs ndim=2"),
         (lambda _: td.PackedStorage(4, scratch_dir="x", shared=True), ValueError, "scratch_dir or shared, not both"),
-        (lambda _: td.PackedStorage(4, scratch_dir="x", device="cuda"), ValueError, "need device=.cpu., got device"),
+        (lambda _: td.PackedStorage(4, scratch_dir="x", device="cuda"), ValueError, "scratch_dir needs device=.cpu"),
         (lambda _: td.PackedStorage(4, shared_init=True, device="cuda"), ValueError, "shared_init needs device='cpu'"),
         (lambda _: td.PackedStorage(4, shared_init=True, cleanup_memmap=False), ValueError, "keeps temporary files"),
         (lambda _: td.PackedStorage(4, shared=True, compilable=True), RuntimeError, "compilable=True cannot be shared"),
