@@ -1605,19 +1605,12 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
             self._refuse_checkpointer()
         dump_buffer(self, path, progress)
 
-    def loads(
-        self,
-        path: str | Path,
-        *,
-        rows_only: bool = False,
-        default_generator: bool = False,
-        progress: bool | None = None,
-    ) -> None:
+    def loads(self, path: str | Path, *, rows_only: bool = False, progress: bool | None = None) -> None:
         """Replace the rows and the state of this buffer by those of a dump that :meth:`dumps` has written.
 
         With equal capacities, this buffer then draws the batches that the saved buffer would have drawn next. If the
-        saved buffer had no ``generator``, equal batches also need ``default_generator=True``. Checksums of all files
-        are verified first, and no code from the dump is executed.
+        saved buffer had no ``generator``, equal batches also need the state of torch's default generator,
+        ``torch.get_rng_state()``. Checksums of all files are verified first, and no code from the dump is executed.
 
         Storage, sampler and writer must have the same classes as in the saved buffer. A :class:`PackedStorage` may have
         another capacity than the saved one, but not in a :class:`RolloutBuffer`, and not if the saved buffer's writer
@@ -1635,7 +1628,6 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
             path: the folder of the dump.
             rows_only: load only the rows; the sampler treats these rows as newly written. The sampler may then have any
                 class, and the writer may be any ``RoundRobinWriter``.
-            default_generator: also restore torch's default generator, which a buffer without ``generator`` uses.
             progress: whether to show a progress bar; by default, only on a terminal for 1 GiB of data or
                 more.
 
@@ -1643,11 +1635,9 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
             CheckpointError: a file is missing or damaged, or the dump does not fit; the buffer is unchanged.
         """
         if self._is_theirs:
-            given = {"rows_only": rows_only or None, "default_generator": default_generator or None}
-            self._refuse_given(progress=progress, **given)
+            self._refuse_given(progress=progress, rows_only=rows_only or None)
             return super().loads(path)
-        how: Any = {"rows_only": rows_only, "default_generator": default_generator, "progress": progress}
-        load_buffer(self, path, self._fully_locked(), **how)
+        load_buffer(self, path, self._fully_locked(), rows_only=rows_only, progress=progress)
 
     def _refuse_checkpointer(self) -> NoReturn:
         raise NotImplementedError(_NO_CHECKPOINTERS)

@@ -33,7 +33,6 @@ def dump_buffer(rb: Any, path: str | Path, progress: bool | None = None) -> None
             "shape": [*(storage._total_shape or ())],
             "ndim": storage.ndim,
             "rows": [*range(len(rows))],  # numbers of the tensors with the rows, which come first
-            "default_generator": parts.default_generators(storage),
         }
         write_state(writer, state, rows, progress)
 
@@ -44,7 +43,6 @@ def load_buffer(
     alone: Any,  # a context manager that holds all locks of rb
     *,
     rows_only: bool,
-    default_generator: bool,
     progress: bool | None,
 ) -> None:
     with reading(path, KIND) as reader:
@@ -56,8 +54,6 @@ def load_buffer(
             rb.synchronize()
             with alone, explained(reader):
                 load.apply()
-        if default_generator:
-            parts.restore_default_generators(load.saved["default_generator"])
     if load.rows and load.rows.dropped:
         room = f"the buffer has room for {load.rows.capacity}"
         warnings.warn(f"the {load.rows.dropped} oldest time steps of the dump were dropped: {room}", stacklevel=3)
@@ -85,7 +81,6 @@ class _Load:
                 self.priorities = parts.saved_priorities(rb, self.saved["_sampler"], cells)
         self.is_exact = not rows_only and (self.rows is None or self.rows.fits)
         parts.refuse(rb, self.saved)
-        parts.refuse_generators(self.saved["default_generator"])
 
     def _refuse_other_parts(self) -> None:
         rb, saved = self.rb, self.saved

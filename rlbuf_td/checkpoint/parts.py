@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, TypeAlias
 
 import torch
-from torchrl.data.replay_buffers import RandomSampler, Storage
+from torchrl.data.replay_buffers import RandomSampler
 
 from rlbuf_td.checkpoint.manifest import CheckpointError
 from rlbuf_td.storages import PackedStorage
@@ -65,13 +65,8 @@ def refuse(rb: Any, state: dict[str, Any]) -> None:
         rb.flow.refuse_state(state.get("_flow"))
     if state.get("_rng") is not None:
         generator, device = state["_rng"]
-        refuse_generators({device: generator})
-
-
-def refuse_generators(states: dict[str, Any]) -> None:
-    for device, state in states.items():
         if _is_here(torch.device(device)):
-            torch.Generator(device).set_state(state)
+            torch.Generator(device).set_state(generator)
 
 
 def restore(
@@ -188,19 +183,6 @@ def innermost_of(sampler: Any) -> Any:
 
 
 # -- generators
-
-
-def default_generators(storage: Storage) -> dict[str, Any]:
-    states = {"cpu": torch.get_rng_state()}
-    if storage.device.type == "cuda":
-        states[str(storage.device)] = torch.cuda.get_rng_state(storage.device)
-    return states
-
-
-def restore_default_generators(states: dict[str, Any]) -> None:
-    for device, state in states.items():
-        if _is_here(torch.device(device)):
-            torch.set_rng_state(state) if device == "cpu" else torch.cuda.set_rng_state(state, device)
 
 
 def restore_generator(rb: Any, saved: tuple[Any, str] | None) -> None:

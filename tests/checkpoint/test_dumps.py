@@ -87,17 +87,17 @@ def test_settings_large_counters_and_the_generator_object_stay(tmp_path):
     assert again._rng is generator
 
 
-def test_the_default_generator_goes_on_if_asked(tmp_path):
+def test_without_a_generator_the_state_of_torchs_own_decides(tmp_path):
     rb = make("uniform", seed=None)
     rb.extend(transitions(9))
-    torch.manual_seed(3)
     rb.dumps(tmp_path)
+    state = torch.get_rng_state()
     expected = rb.sample()
     again = make("uniform", seed=None)
     torch.manual_seed(4)
     again.loads(tmp_path)
     assert not torch.equal(again.sample()["index"], expected["index"])
-    again.loads(tmp_path, default_generator=True)
+    torch.set_rng_state(state)
     assert_same(again.sample(), expected)
 
 
@@ -298,10 +298,9 @@ def test_generators_of_devices_that_are_not_here_are_left_out(device):
     with pytest.warns(UserWarning, match=f"generator is on {device}, which is not available"):
         parts.restore_generator(rb, (state, device))
     assert rb._rng is generator
-    parts.restore_default_generators({device: state})
     parts.refuse(rb, {"_writer": {}, "_rng": (state, device)})
     with pytest.raises((RuntimeError, TypeError)):
-        parts.refuse_generators({device: state, "cpu": state[:5]})
+        parts.refuse(rb, {"_writer": {}, "_rng": (state[:5], "cpu")})
 
 
 class Like:
