@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from tensordict import MemoryMappedTensor, NestedKey, TensorDictBase
+from tensordict import MemoryMappedTensor, NestedKey, TensorDict, TensorDictBase
 from torchrl.data.replay_buffers import (
     ImmutableDatasetWriter,
     LazyMemmapStorage,
@@ -26,7 +26,6 @@ from torchrl.data.replay_buffers import (
 from rlbuf_td.buffers.parts import refuse_unordered
 from rlbuf_td.checkpoint import CheckpointError
 from rlbuf_td.checkpoint.files import progress_bar
-from rlbuf_td.checkpoint.torchrl_folder import map_rows, refuse_links, refuse_short
 from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.proportional import read_torchrl_priorities
 from rlbuf_td.storages import torchrl_parts
@@ -97,8 +96,8 @@ def _load(folder: Path) -> tuple[TensorDictReplayBuffer, Mapping[str, Any] | Non
     if not storage_file.is_file() or json.loads(storage_file.read_text())["is_pytree"]:
         remedy = "load it into a buffer of TorchRL, and pass that buffer"
         raise CheckpointError(f"{folder} holds no TensorDicts that TorchRL's default checkpointer wrote: {remedy}")
-    refuse_links(folder)
-    shape = map_rows(folder / "storage").batch_size
+    _refuse_links(folder)
+    shape = _map_rows(folder / "storage").batch_size
     storage = LazyMemmapStorage(shape.numel(), ndim=len(shape), scratch_dir=folder / "storage")  # maps, does not copy
     storage.loads(folder / "storage")
     saved = json.loads(writer_file.read_text()) if writer_file.is_file() else {}
@@ -114,8 +113,41 @@ def _load(folder: Path) -> tuple[TensorDictReplayBuffer, Mapping[str, Any] | Non
         return rb, None
     state = json.loads(sampler_file.read_text())
     size = torch.Size([int(state["_max_capacity"])])
-    refuse_short(tree_file, 8 * size.numel())
+    _refuse_short(tree_file, 8 * size.numel())
     return rb, state | {"_sum_tree": MemoryMappedTensor.from_filename(tree_file, torch.float64, size)}
+
+
+def _map_rows(folder: Path) -> TensorDict:
+    """Map the files of a TensorDict; raise a CheckpointError, and change nothing, if this is not safe.
+
+    Links could lead anywhere, pickles could run any code (and no row can hold what is pickled), and files that are too
+    short would become longer.
+    """
+    _refuse_links(folder)
+    for meta in folder.rglob("meta.json"):
+        for name, leaf in json.loads(meta.read_text()).items():
+            if isinstance(leaf, dict) and "dtype" in leaf and not leaf.get("is_nested"):
+                item = getattr(torch, leaf["dtype"].removeprefix("torch.")).itemsize
+                _refuse_short(meta.parent / f"{name}.memmap", torch.Size(leaf["shape"]).numel() * item)
+    try:
+        return TensorDict.load_memmap(folder, allow_pickle=False)
+    except RuntimeError as error:
+        if "pickle" not in str(error):
+            raise
+        raise CheckpointError(f"{folder} has entries that are no tensors, in a pickle, which is never loaded") from None
+
+
+def _refuse_links(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        if path.is_symlink():
+            raise CheckpointError(f"{path} is a link, and a dump has none: copy the file that it leads to")
+
+
+def _refuse_short(file: Path, nbytes: int) -> None:
+    found = file.stat().st_size if file.is_file() else -1
+    if found < nbytes:
+        fault = f"has {found:,} bytes, expected {nbytes:,}" if found >= 0 else "is missing"
+        raise CheckpointError(f"{file} {fault}: the dump is incomplete; nothing has been changed")
 
 
 def _priorities(rb: TensorDictReplayBuffer) -> Mapping[str, Any] | None:

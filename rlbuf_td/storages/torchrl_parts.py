@@ -42,10 +42,6 @@ def capacity_in_steps(storage: Storage, **data: Any) -> int:
     return storage._max_size_along_dim0(**data)
 
 
-def set_newest_step(storage: Storage, step: Any) -> None:
-    storage._set_last_cursor(step)
-
-
 def set_length(storage: Storage, length: int) -> None:
     storage._len = length
 

@@ -41,8 +41,7 @@ REFUSALS: Table = {
         (lambda _: td.check(of_numbers()), TypeError, "storages of TensorDicts, not a ListStorage"),
         (lambda _: td.check(td.PackedStorage(10)), ValueError, "the buffer is empty: there is nothing to read"),
         (lambda _: td.check(quietly(emptied)), ValueError, "the buffer is empty: there is nothing to read"),
-        (lambda _: td.check("/nowhere/at/all"), FileNotFoundError, r"is not a folder: pass the folder that rb\.dumps"),
-        (lambda _: td.check("/"), FileNotFoundError, "holds no saved buffer"),
+        (lambda _: td.check("/nowhere/at/all"), td.CheckpointError, "holds no dump: there is no such folder"),
         (lambda _: td.check(filled(), ignore="speed"), ValueError, "there is no finding speed; there are lanes-mixed"),
     ],
 }  # fmt: skip

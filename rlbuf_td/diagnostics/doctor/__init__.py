@@ -28,7 +28,7 @@ def check(source: Any, *, env: Any = None, space: Any = None, ignore: str | Sequ
 
     Args:
         source: a buffer of this package or of TorchRL; a storage of TensorDicts; a TensorDict of rows ``[T]`` or
-            ``[T, E]`` in time order; or the path of a saved buffer.
+            ``[T, E]`` in time order; or the folder of a dump of :meth:`ReplayBuffer.dumps`.
         env: the name of a Gymnasium environment, or an environment. Observations outside the bounds of its observation
             space are reported.
         space: instead of ``env``, a Gymnasium space or a TorchRL spec of the observations.
@@ -40,8 +40,7 @@ def check(source: Any, *, env: Any = None, space: Any = None, ignore: str | Sequ
     Raises:
         TypeError: ``source``, ``env`` or ``space`` has an unsupported type.
         ValueError: ``env`` and ``space`` are both given, there is no environment of this name, the buffer is empty,
-            ``ignore`` contains an unknown code, or the saved buffer cannot be read.
-        FileNotFoundError: no buffer is saved at the path.
+            ``ignore`` contains an unknown code, or the dump cannot be read (a CheckpointError).
 
     Cost: one to three passes over the rows, about a second for a million rows of 167 bytes. Memory: 20 bytes per row.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from os import PathLike
 from pathlib import Path
@@ -16,7 +15,6 @@ from torchrl.data import ImmutableDatasetWriter, TensorStorage
 from torchrl.data.replay_buffers import ReplayBuffer, RoundRobinWriter, Sampler, Storage, Writer
 
 from rlbuf_td.checkpoint import open_checkpoint
-from rlbuf_td.checkpoint.torchrl_folder import map_rows
 from rlbuf_td.diagnostics.doctor.report import FAULTS, Finding
 from rlbuf_td.storages import PackedStorage, torchrl_parts
 from rlbuf_td.storages.episodes import TRAJ_KEY
@@ -227,44 +225,19 @@ def hashes(values: Values, keys: list[Key]) -> Tensor:
 
 
 def open_source(source: Any) -> tuple[Storage, Sampler | None, Writer | None]:
+    """Return the storage of a source, and its sampler and writer, if it has them."""
     if isinstance(source, str | PathLike):
-        source = _open_saved(Path(source))
+        found = open_checkpoint(Path(source)).storage
+        if found is None:
+            raise ValueError(f"{source} holds no rows")
+        return found, None, None
     if isinstance(source, ReplayBuffer):
         return source.storage, source.sampler, source.writer
     if isinstance(source, Storage):
         return source, None, None
     if isinstance(source, TensorDictBase):
-        return _storage_of(source, source.numel()), None, None
+        storage = TensorStorage(source, ndim=max(1, source.ndim))
+        torchrl_parts.set_length(storage, source.numel())  # TorchRL counts time steps until the storage is first used
+        return storage, None, None
     accepted = "a buffer, a storage, a TensorDict of rows [T] or [T, E], or the path of a saved buffer"
     raise TypeError(f"the doctor reads {accepted}, not a {type(source).__name__}")
-
-
-def _open_saved(path: Path) -> Storage:
-    """Return a storage with the rows that ``dumps(path)`` has saved; files of TorchRL are memory-mapped."""
-    if (path / "manifest.json").is_file():  # saved by this package
-        storage = open_checkpoint(path).storage
-        if storage is None:
-            raise ValueError(f"{path} holds no rows")
-        return storage
-    folder = next((each for each in (path, path / "storage") if (each / "storage_metadata.json").is_file()), None)
-    if folder is None:
-        what = "holds no saved buffer" if path.is_dir() else "is not a folder"
-        raise FileNotFoundError(f"{path} {what}: pass the folder that rb.dumps(path) wrote")
-    writer = folder.parent / "writer" / "metadata.json"
-    try:
-        about = json.loads((folder / "storage_metadata.json").read_text())
-        if about["is_pytree"]:
-            raise ValueError("it holds no TensorDict")
-        cursor = int(json.loads(writer.read_text())["cursor"]) if writer.is_file() else None
-        return _storage_of(map_rows(folder), int(about["len"]), cursor)
-    except (LookupError, OSError, RuntimeError, ValueError) as error:
-        raise ValueError(f"cannot read the rows in {folder}: {error}") from error
-
-
-def _storage_of(rows: TensorDictBase, length: int, cursor: int | None = None) -> Storage:
-    """Return a storage of ``rows``, of which ``length`` are written; ``cursor`` is the next write position."""
-    storage = TensorStorage(rows, ndim=max(1, rows.ndim))
-    torchrl_parts.set_length(storage, length)  # TorchRL counts time steps until the storage is first used
-    if cursor is not None:
-        torchrl_parts.set_newest_step(storage, (cursor - 1) % len(rows))
-    return storage
