@@ -1637,7 +1637,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
         if self._is_theirs:
             self._refuse_given(progress=progress, rows_only=rows_only or None)
             return super().loads(path)
-        load_buffer(self, path, self._fully_locked(), rows_only=rows_only, progress=progress)
+        load_buffer(self, path, rows_only=rows_only, progress=progress)
 
     def _refuse_checkpointer(self) -> NoReturn:
         raise NotImplementedError(_NO_CHECKPOINTERS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDictBase
@@ -20,10 +20,13 @@ from rlbuf_td.storages.checks import OUT_OF_ORDER
 from rlbuf_td.storages.indexing import written_rows
 from rlbuf_td.storages.torchrl_parts import empty_part
 
+if TYPE_CHECKING:
+    from rlbuf_td.buffers.replay import ReplayBuffer
+
 KIND = "buffer"
 
 
-def dump_buffer(rb: Any, path: str | Path, progress: bool | None = None) -> None:
+def dump_buffer(rb: ReplayBuffer, path: str | Path, progress: bool | None = None) -> None:
     with writing(path, KIND) as writer, parts.at_rest(rb):
         storage, state = rb.storage, parts.capture(rb, copies=False)
         rows = split_rows(state["_storage"])
@@ -37,14 +40,7 @@ def dump_buffer(rb: Any, path: str | Path, progress: bool | None = None) -> None
         write_state(writer, state, rows, progress)
 
 
-def load_buffer(
-    rb: Any,
-    path: str | Path,
-    alone: Any,  # a context manager that holds all locks of rb
-    *,
-    rows_only: bool,
-    progress: bool | None,
-) -> None:
+def load_buffer(rb: ReplayBuffer, path: str | Path, *, rows_only: bool, progress: bool | None) -> None:
     with reading(path, KIND) as reader:
         with explained(reader):
             load = _Load(rb, reader, rows_only)
@@ -52,7 +48,7 @@ def load_buffer(
             if load.rows:
                 load.rows.verify()
             rb.synchronize()
-            with alone, explained(reader):
+            with rb._fully_locked(), explained(reader):
                 load.apply()
     if load.rows and load.rows.dropped:
         room = f"the buffer has room for {load.rows.capacity}"
@@ -62,7 +58,7 @@ def load_buffer(
 class _Load:
     """Loads a dump: the constructor checks the dump against the buffer, and :meth:`apply` changes the buffer."""
 
-    def __init__(self, rb: Any, reader: DumpReader, rows_only: bool) -> None:
+    def __init__(self, rb: ReplayBuffer, reader: DumpReader, rows_only: bool) -> None:
         self.rb, self.rows_only = rb, rows_only
         self.saved: dict[str, Any] = reader.state()
         self.rows: SavedRows | None = None
@@ -103,8 +99,8 @@ class _Load:
         def put() -> parts.Moves | None:
             return empty_part(self.rb.storage) if self.rows is None else self.rows.put(found)
 
-        how: Any = {"is_exact": self.is_exact, "rows_only": self.rows_only, "priorities": self.priorities}
-        parts.restore(self.rb, self.saved, put, **how)
+        how = {"is_exact": self.is_exact, "rows_only": self.rows_only}
+        parts.restore(self.rb, self.saved, put, priorities=self.priorities, **how)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torchrl.data.replay_buffers import RandomSampler
@@ -17,19 +17,22 @@ from rlbuf_td.storages.checks import state_of
 from rlbuf_td.storages.indexing import row_count
 from rlbuf_td.storages.torchrl_parts import empty_part, generator_of, set_cursor
 
+if TYPE_CHECKING:
+    from rlbuf_td.buffers.replay import ReplayBuffer
+
 _RETURNED = "_sample_calls", "_sampled_items"  # TorchRL's names in a state
 #: Cells of rows before and after a load, ``[n]`` int64 each.
 Moves: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
 
 @contextmanager
-def at_rest(rb: Any) -> Iterator[None]:
+def at_rest(rb: ReplayBuffer) -> Iterator[None]:
     """Drop the batches drawn ahead, and hold all locks of a buffer."""
     with rb._capture_prefetch_state(clone_queue=False), rb._locked():
         yield
 
 
-def capture(rb: Any, *, copies: bool) -> dict[str, Any]:
+def capture(rb: ReplayBuffer, *, copies: bool) -> dict[str, Any]:
     """Return all state that determines the behaviour of a buffer, with copies or views of its tensors."""
     generator = generator_of(rb)
     parts = {"_storage": rb.storage, "_sampler": rb.sampler, "_writer": rb.writer, "_transforms": rb.transform}
@@ -55,7 +58,7 @@ def _state_of(part: Any, *, copies: bool) -> dict[str, Any]:
     return part.state_dict() if copies or not hasattr(part, "snapshot") else part.snapshot()
 
 
-def refuse(rb: Any, state: dict[str, Any]) -> None:
+def refuse(rb: ReplayBuffer, state: dict[str, Any]) -> None:
     """Raise an error if a state has a wrong number that its part does not refuse."""
     counts = [*map(state.get, ("_batch_size", "_consume_after_n_samples", *_RETURNED))]
     counts += map(state["_writer"].get, ("_cursor", "_write_count"))
@@ -70,7 +73,7 @@ def refuse(rb: Any, state: dict[str, Any]) -> None:
 
 
 def restore(
-    rb: Any,
+    rb: ReplayBuffer,
     state: dict[str, Any],
     put: Callable[[], Moves | None],
     *,
@@ -116,8 +119,11 @@ def restore(
         rb.flow.restore(None if rows_only else state.get("_flow"), row_count(rb.storage))
     _end_loaded(rb)
     rb._connect(default_priorities=not is_exact)
-    if moved is not None and priorities is not None:
-        _set_priorities(rb, priorities, *moved)
+    if moved is not None and priorities is not None and rb.parts.prioritized is not None:
+        (since, to), (magnitude, largest), own = moved, priorities, rb.parts.prioritized.priorities
+        known = magnitude[since] >= 0
+        own.assign(to[known], magnitude[since][known], None, rb.storage, counts=False)
+        own.largest = largest
     if rb.replay_count is not None:
         rb.replay_count.restore(state.get("_replays") if is_exact else None)
 
@@ -131,7 +137,7 @@ def _restore_settings(sampler: Any, state: dict[str, Any], rollback: ExitStack) 
         sampler, state = getattr(sampler, "sampler", None), state.get("sampler", {})
 
 
-def _end_loaded(rb: Any) -> None:
+def _end_loaded(rb: ReplayBuffer) -> None:
     """After a load, end the unfinished trajectories that have ids, and those of the statistics."""
     if isinstance(rb.storage, PackedStorage):
         rb.storage.end_trajectories()  # new collectors use the same ids again
@@ -144,7 +150,7 @@ def _end_loaded(rb: Any) -> None:
 # -- another capacity
 
 
-def refuse_other_capacity(rb: Any, state: dict[str, Any], saved: int, own: int) -> None:
+def refuse_other_capacity(rb: ReplayBuffer, state: dict[str, Any], saved: int, own: int) -> None:
     """Raise a CheckpointError if the state of a part belongs to one capacity."""
     if getattr(rb.writer, "needs_capacity", False) or "_generation" in state["_writer"]:
         sizes = f"the dump has {saved} time steps, this buffer {own}"
@@ -155,7 +161,7 @@ def refuse_other_capacity(rb: Any, state: dict[str, Any], saved: int, own: int) 
         raise CheckpointError(f"a {name} can only be loaded into the same capacity; rows_only=True omits its state")
 
 
-def saved_priorities(rb: Any, state: dict[str, Any], cells: int) -> tuple[torch.Tensor, float] | None:
+def saved_priorities(rb: ReplayBuffer, state: dict[str, Any], cells: int) -> tuple[torch.Tensor, float] | None:
     """Return the magnitudes of the rows of a dump, at least ``[cells]``, and the largest one so far."""
     while "sampler" in state:
         state = state["sampler"]
@@ -168,14 +174,6 @@ def saved_priorities(rb: Any, state: dict[str, Any], cells: int) -> tuple[torch.
     return magnitude, largest
 
 
-def _set_priorities(rb: Any, saved: tuple[torch.Tensor, float], since: torch.Tensor, to: torch.Tensor) -> None:
-    """Give each row ``to`` of a buffer the priority of the row ``since`` of a dump, ``[n]`` cells each."""
-    magnitude, priorities = saved[0][since], rb.parts.prioritized.priorities
-    known = magnitude >= 0
-    priorities.assign(to[known], magnitude[known], None, rb.storage, counts=False)
-    priorities.largest = saved[1]
-
-
 def innermost_of(sampler: Any) -> Any:
     while hasattr(sampler, "sampler"):
         sampler = sampler.sampler
@@ -185,7 +183,7 @@ def innermost_of(sampler: Any) -> Any:
 # -- generators
 
 
-def restore_generator(rb: Any, saved: tuple[Any, str] | None) -> None:
+def restore_generator(rb: ReplayBuffer, saved: tuple[Any, str] | None) -> None:
     """Restore the buffer's generator; create a generator if the buffer has none on the saved device."""
     if saved is None:
         return
