@@ -15,7 +15,7 @@ import torch
 import rlbuf_td
 from rlbuf_td.cli import usable_cores
 from rlbuf_td.kernels.dispatch import OFF
-from rlbuf_td.kernels.distinct import append_distinct_
+from rlbuf_td.kernels.draws import append_distinct_
 from rlbuf_td.storages.memory_budget import ram, show_bytes
 
 _PACKAGES = "tensordict", "torchrl", "numba", "numpy", "gymnasium"

@@ -16,7 +16,6 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from rlbuf_td.kernels.code_cache import cached_njit
-from rlbuf_td.kernels.strata import FIRST
 
 #: Decorates a loop. The Python error model would check each division for zero, which prevents vectorisation.
 kernel = cached_njit(nogil=True, error_model="numpy")
@@ -184,31 +183,6 @@ def prefetch_row(address, width):
     for line in range(0, width, 64):
         prefetch(address + line)
     prefetch(address + width - 1)
-
-
-@inlined
-def masses(uniform, total, step):
-    """Replace uniform numbers by positions, as ``strata.masses``; ``step`` is the result of ``strata.step_of``."""
-    batch = uniform.shape[0]
-    if step == 0:
-        for j in range(batch):
-            uniform[j] *= total
-        return
-    segment, width = np.int64(uniform[0] * FIRST) % batch, total / batch
-    for j in range(batch):
-        uniform[j] = (segment + uniform[j]) * width
-        segment += step
-        if segment >= batch:
-            segment -= batch
-
-
-@inlined
-def acceptable(index, td_error, rows):
-    """Whether every index is in ``[-1, rows)`` and every TD error is finite; an index of -1 means no row."""
-    good = True
-    for j in range(index.shape[0]):
-        good &= (index[j] >= -1) & (index[j] < rows) & np.isfinite(td_error[j])
-    return good
 
 
 @inlined

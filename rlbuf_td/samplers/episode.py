@@ -12,7 +12,7 @@ from torch import Tensor
 from torchrl.data.replay_buffers import Sampler, Storage
 
 from rlbuf_td.functional import reward2go
-from rlbuf_td.kernels.episodes.n_step import sums_ahead
+from rlbuf_td.kernels.wrappers import sums_ahead
 from rlbuf_td.samplers.common import EMPTY, refuse_disorder, setting, uniform_numbers
 from rlbuf_td.samplers.wrapper import Drawn, SamplerWrapper, column_of
 from rlbuf_td.storages import PackedStorage

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any, Literal
 from weakref import ref
 
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torchrl.data.replay_buffers import Sampler
 
-from rlbuf_td.kernels.dispatch import machine_code, refuse_without_compiler
-from rlbuf_td.kernels.recency import FRESH, LANES, STEPS
+from rlbuf_td.kernels.dispatch import loop, refuse_without_compiler
+from rlbuf_td.kernels.draws import FRESH, LANES, STEPS
 from rlbuf_td.samplers.common import OneStorage, setting
 from rlbuf_td.samplers.wrapper import SamplerWrapper
 from rlbuf_td.storages import PackedStorage, torchrl_parts
@@ -26,7 +26,7 @@ from rlbuf_td.storages.ring import Ring
 class FreshQueue:
     """A first-in, first-out counter of each lane: the serial of the next row to hand out.
 
-    :attr:`memory` is described in :mod:`rlbuf_td.kernels.recency.fresh_cpu`. It is replaced, never moved: who calls the
+    :attr:`memory` is described in :mod:`rlbuf_td.kernels.draws.cpu`. It is replaced, never moved: who calls the
     compiled function with its address keeps the array alive.
     """
 
@@ -77,7 +77,7 @@ class FreshQueue:
         ring = self.switch_to(storage)
         if ring is None or self.memory is None:
             return 0
-        return int(_take()(self.memory.ctypes.data, ring.address, len(flat), flat.data_ptr()))
+        return int(loop("draws.cpu", "take_fresh")(self.memory.ctypes.data, ring.address, len(flat), flat.data_ptr()))
 
     def waiting(self) -> np.ndarray:
         """Return how many of the newest rows of each lane are fresh, ``[E]``; empty: all rows, if there are any."""
@@ -99,13 +99,6 @@ class FreshQueue:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state | {"storage": _nothing})
-
-
-@cache
-def _take() -> Callable[..., int]:
-    from rlbuf_td.kernels.recency import fresh_cpu
-
-    return machine_code(fresh_cpu.take)
 
 
 def _nothing() -> None:

@@ -15,8 +15,8 @@ from torch import Tensor
 from torchrl.data.replay_buffers import Sampler
 
 from rlbuf_td.kernels.dispatch import compiled_form_of, machine_code
-from rlbuf_td.kernels.episodes.goals import STRATEGIES, Law, choose_goals
 from rlbuf_td.kernels.rows import put_rows_, put_values_
+from rlbuf_td.kernels.wrappers import STRATEGIES, Law, choose_goals
 from rlbuf_td.samplers.common import fill_uniform_, setting, uniform_numbers
 from rlbuf_td.samplers.goal_env import TransitionFn
 from rlbuf_td.samplers.reading import BatchSlot, BatchSlots, Reading
@@ -251,7 +251,7 @@ class _RelabelledReading(Reading):
     entries = (("relabeled", (torch.bool, torch.Size([]))),)
 
     def __init__(self, wrapper: HindsightSampler, storage: PackedStorage, size: int, is_stamped: bool) -> None:
-        from rlbuf_td.kernels.batch import wrapped_cpu
+        from rlbuf_td.kernels.wrappers import cpu as kernels
 
         super().__init__(storage, size, is_stamped)
         places, goals = self.rows.layout.places, (wrapper.goal_key, ("next", *wrapper.goal_key))
@@ -259,7 +259,7 @@ class _RelabelledReading(Reading):
         self.goals = np.array([places[achieved], *(places[key] for key in goals if key in places)], np.int64)
         self.wrapper, self.reward = wrapper, places[wrapper.reward_key]
         self.uniform = torch.zeros(size, dtype=torch.float64, device="cpu")
-        self.relabel = machine_code(wrapped_cpu.relabel, law=wrapper.law, goals=self.goals)
+        self.relabel = machine_code(kernels.relabel, law=wrapper.law, goals=self.goals)
 
     def __call__(self, slots: BatchSlots, slot: BatchSlot, flat: Tensor, drawn: Tensor, live: int) -> bool:
         """See :class:`~rlbuf_td.samplers.reading.Reading`."""

@@ -13,9 +13,9 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 from torchrl.data.replay_buffers import Sampler
 
-from rlbuf_td.kernels.batch import STEPS
+from rlbuf_td.kernels.batch.ring import NEXT, REWARD, ROOT, STEPS
 from rlbuf_td.kernels.dispatch import compiled_form_of, machine_code, record_of
-from rlbuf_td.kernels.episodes.n_step import n_step_sums, sums_ahead, windows
+from rlbuf_td.kernels.wrappers import n_step_sums, sums_ahead, windows
 from rlbuf_td.samplers.common import setting
 from rlbuf_td.samplers.reading import BatchSlot, BatchSlots, Reading
 from rlbuf_td.samplers.wrapper import NO_LOOPS, Read, SamplerWrapper, column_of
@@ -186,15 +186,12 @@ class _JoinedReading(Reading):
 
     def __init__(self, wrapper: NStepSampler, storage: PackedStorage, size: int, is_stamped: bool) -> None:
         from rlbuf_td.kernels.batch import entries_cpu
-        from rlbuf_td.kernels.batch import wrapped_cpu as kernels
+        from rlbuf_td.kernels.wrappers import cpu as kernels
 
         super().__init__(storage, size, is_stamped)
         rows, reward = self.rows, wrapper.reward_key
         leaves = rows.layout.leaves
-        kinds = [
-            kernels.REWARD if leaf.key == reward else kernels.NEXT if leaf.key[0] == "next" else kernels.ROOT
-            for leaf in leaves
-        ]
+        kinds = [REWARD if leaf.key == reward else NEXT if leaf.key[0] == "next" else ROOT for leaf in leaves]
         self.columns = np.column_stack((kinds, [leaf.dtype.itemsize for leaf in leaves]))
         self.describe(np.column_stack((rows.extents, self.columns)))
         ones = [1] * next(len(leaf.shape) for leaf in leaves if leaf.key == reward)
@@ -230,7 +227,7 @@ class _RevisedSteps(_JoinedReading):
     def __init__(
         self, wrapper: NStepSampler, storage: PackedStorage, size: int, is_stamped: bool, ends: list[tuple[str, ...]]
     ) -> None:
-        from rlbuf_td.kernels.batch import wrapped_cpu as kernels
+        from rlbuf_td.kernels.wrappers import cpu as kernels
 
         super().__init__(wrapper, storage, size, is_stamped)
         layout = self.rows.layout

@@ -11,7 +11,7 @@ from torch import Tensor
 from torchrl.data.replay_buffers import Storage
 
 from rlbuf_td.kernels.dispatch import compiled_form_of
-from rlbuf_td.kernels.recency import recent_rows
+from rlbuf_td.kernels.draws import recent_rows
 from rlbuf_td.samplers.age import age_limit
 from rlbuf_td.samplers.common import EMPTY, fill_uniform_, setting, uniform_numbers
 from rlbuf_td.samplers.row_sampler import RowSampler

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cache, partial
+from functools import partial
 from typing import Any, Literal, NoReturn, TypeAlias, cast
 
 import numpy as np
@@ -13,8 +13,8 @@ from torch import Tensor
 from torchrl.data.replay_buffers import Sampler, Storage
 
 from rlbuf_td.kernels.batch import WINDOWS
-from rlbuf_td.kernels.dispatch import backend_of, compiled_form, compiled_form_of, machine_code, record_of
-from rlbuf_td.kernels.episodes.windows import reduced
+from rlbuf_td.kernels.dispatch import backend_of, compiled_form, compiled_form_of, loop, machine_code, record_of
+from rlbuf_td.kernels.wrappers import reduced
 from rlbuf_td.samplers.common import EMPTY, permutation, refuse_disorder, setting
 from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.reading import SCALAR, BatchSlot, BatchSlots, Named, Reading
@@ -250,7 +250,7 @@ class SequenceSampler(SamplerWrapper):
     ) -> None:
         """Draw as :meth:`drawn` does with ``boundary="strict"``, to the memory of a batch."""
         fill(storage, flat, report, scratch)
-        lengths, replace = (self.length, self.burn_in, int(self.across_episodes)), _replace_short()
+        lengths, replace = (self.length, self.burn_in, int(self.across_episodes)), loop("wrappers.cpu", "replace_short")
         live, episodes = storage.ring.longest * storage.ring.lanes, self._trajectories(storage).episodes().address
         weight = report.get("priority_weight")
         other, other_report = torch.empty_like(flat), {name: torch.empty_like(each) for name, each in report.items()}
@@ -465,7 +465,7 @@ class SequenceSampler(SamplerWrapper):
         return anchors, self._reduced(td_error, mask.reshape(-1), burn_in.reshape(-1))
 
     def _reduced(self, td_error: Tensor, mask: Tensor, burn_in_mask: Tensor) -> Tensor:
-        """Return one TD error per window, ``[B]``, see :func:`~rlbuf_td.kernels.episodes.windows.reduced`."""
+        """Return one TD error per window, ``[B]``, see :func:`~rlbuf_td.kernels.wrappers.reduced`."""
         return reduced(td_error, mask, burn_in_mask, self.window, 1.0 if self.priority_rule == "max" else self.eta)
 
     def update_priority(self, index: Any, priority: Any, *, storage: Storage | None = None) -> None:
@@ -499,20 +499,13 @@ class SequenceSampler(SamplerWrapper):
         return super().__getstate__() | {"_divided": None}
 
 
-@cache
-def _replace_short() -> Callable[..., int]:
-    from rlbuf_td.kernels.batch import wrapped_cpu
-
-    return machine_code(wrapped_cpu.replace_short)
-
-
 class _WindowReading(Reading):
     """Expands ``count`` drawn rows to windows, which the reading ``inner`` reads."""
 
     def __init__(
         self, wrapper: SequenceSampler, storage: PackedStorage, count: int, is_stamped: bool, inner: Reading
     ) -> None:
-        from rlbuf_td.kernels.batch import wrapped_cpu as kernels
+        from rlbuf_td.kernels.wrappers import cpu as kernels
 
         super().__init__(storage, count * wrapper.window, is_stamped)
         self.wrapper, self.inner, self.window, layout = wrapper, inner, wrapper.window, self.rows.layout

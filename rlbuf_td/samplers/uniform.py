@@ -10,7 +10,7 @@ import torch
 from torchrl.data.replay_buffers import Sampler, Storage
 
 from rlbuf_td.kernels.dispatch import backend_of, compiled_form_of
-from rlbuf_td.kernels.distinct import append_distinct_, distinct_rows
+from rlbuf_td.kernels.draws import append_distinct_, distinct_rows
 from rlbuf_td.samplers.age import age_limit, is_young, nth_young, young_count
 from rlbuf_td.samplers.common import EMPTY, uniform_numbers
 from rlbuf_td.samplers.row_sampler import RowSampler

@@ -166,16 +166,16 @@ BREAKS = [
     ),
     Break(
         "the torch form ranks ties from the newest row on",
-        "kernels/rank_order/reference.py",
+        "kernels/rank_order/__init__.py",
         "self.magnitude.sort(descending=True, stable=True).indices",
         "len(self.magnitude) - 1 - self.magnitude.flip(0).sort(descending=True, stable=True).indices",
         "tests/samplers/test_prioritized.py -k ties",
     ),
     Break(
         "compiled n-step returns have one power of gamma less",
-        "kernels/episodes/batches_cpu.py",
-        "(of, cell)\n        discount *= gamma\n        total += discount * _reward_at(rewards, cell)",
-        "(of, cell)\n        total += discount * _reward_at(rewards, cell)\n        discount *= gamma",
+        "kernels/wrappers/cpu.py",
+        "        discount *= gamma\n        total += discount * _reward_at(rewards, cell)",
+        "        total += discount * _reward_at(rewards, cell)\n        discount *= gamma",
         "tests/samplers/test_n_step.py",
     ),
     Break(
@@ -187,14 +187,14 @@ BREAKS = [
     ),
     Break(
         "the burn-in mask is shifted by one step",
-        "kernels/batch/wrapped_cpu.py",
+        "kernels/wrappers/cpu.py",
         "store(burn_in_mask + at, j < burn_in, np.bool_)",
         "store(burn_in_mask + at, j <= burn_in, np.bool_)",
         "tests/test_composition.py -k sequence",
     ),
     Break(
         "TD errors of the burn-in count",
-        "kernels/episodes/batches_cpu.py",
+        "kernels/wrappers/cpu.py",
         "if load(mask + at, np.uint8) and not load(burn_in_mask + at, np.uint8):",
         "if load(mask + at, np.uint8):",
         "tests/test_composition.py -k sequence",

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 
-from rlbuf_td.kernels.rank_order.chunks import NO_KEY, ROWS, USED, WIDTH, Chunks
-from rlbuf_td.kernels.sum_tree import SumTree, reference, weight_of
+from rlbuf_td.kernels.rank_order import NO_KEY, ROWS, USED, WIDTH
+from rlbuf_td.kernels.sum_tree import SumTree, rebuild_, weight_of
+from tests.backends import forced
 
 
 def check_order(order: Any) -> None:
     order.ranks_of(torch.arange(0))  # counts the keys before each chunk
-    st: Chunks = order.chunks
+    st = SimpleNamespace(**{name: tensor.numpy() for name, tensor in order.tensors.items()})
     used = int(st.head[USED])
     size, bounds = st.size[:used], np.append(st.first[:used], NO_KEY)
     keys = [st.keys[c, :n] for c, n in zip(st.chunk[:used], size, strict=True)]
@@ -43,6 +45,7 @@ def check_tree(tree: SumTree, alpha: float, eps: float) -> None:
     expected = torch.where(given, weight_of(tree.magnitude, alpha, eps), 0.0)
     torch.testing.assert_close(tree.weight, expected, rtol=1e-12, atol=0.0)
     again = SumTree(**{name: tensor.clone() for name, tensor in tree.tensors().items()})
-    reference.rebuild(again)
+    with forced("torch"):
+        rebuild_(again)
     for name in ("sums", "before", "minima"):
         torch.testing.assert_close(getattr(again, name), getattr(tree, name), rtol=1e-14, atol=0.0)

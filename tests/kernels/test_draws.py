@@ -13,8 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlbuf_td.kernels.distinct import append_distinct_, distinct_rows
-from rlbuf_td.kernels.rank_order.law import HEAD, mass, rank_law, ranks_of_mass
+from rlbuf_td.kernels.draws import append_distinct_, distinct_rows
+from rlbuf_td.kernels.rank_order import HEAD, mass, rank_law, ranks_of_mass
 from rlbuf_td.kernels.strata import masses, step_of
 from tests.statistics import assert_follows
 

@@ -13,11 +13,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from rlbuf_td.kernels.rank_order import LARGEST, order_bytes
-from rlbuf_td.kernels.rank_order.chunked import ChunkedOrder
-from rlbuf_td.kernels.rank_order.chunks import USED
-from rlbuf_td.kernels.rank_order.law import rank_law
-from rlbuf_td.kernels.rank_order.reference import SortedOrder
+from rlbuf_td.kernels.rank_order import LARGEST, USED, ChunkedOrder, SortedOrder, order_bytes, rank_law
 from tests.kernels.invariants import check_order
 
 
@@ -151,7 +147,7 @@ def test_adversarial_orders_stay_valid_and_exact(adversary: str, rows: str) -> N
 
 
 def chunks_in_use(order: ChunkedOrder) -> int:
-    return int(order.chunks.head[USED])
+    return int(order.tensors["head"][USED])
 
 
 @pytest.mark.parametrize("kind", ["new_rows", "rising", "falling"])

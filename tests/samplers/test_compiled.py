@@ -21,10 +21,8 @@ from rlbuf_td import (
     UniformSampler,
 )
 from rlbuf_td.kernels import scan, sum_tree
-from rlbuf_td.kernels.rank_order.chunked import ChunkedOrder
-from rlbuf_td.kernels.rank_order.law import rank_law
-from rlbuf_td.kernels.rank_order.reference import SortedOrder
-from rlbuf_td.kernels.sum_tree import SumTree, reference
+from rlbuf_td.kernels.rank_order import ChunkedOrder, SortedOrder, rank_law
+from rlbuf_td.kernels.sum_tree import SumTree
 from rlbuf_td.samplers.wrapper import SamplerWrapper
 from tests.backends import forced
 from tests.catalogue import SAMPLERS
@@ -269,7 +267,7 @@ STAGES = {
         f"sum tree, {stratified}, {norm}": Stage(
             priorities,
             by_tree(sum_tree.update_, sum_tree.draw, stratified, norm),
-            by_tree(reference.update, reference.draw, stratified, norm),
+            by_tree(in_form("torch", sum_tree.update_), in_form("torch", sum_tree.draw), stratified, norm),
         )
         for stratified, norm in LAWS
     },

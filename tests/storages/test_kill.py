@@ -201,7 +201,7 @@ def test_priorities_that_were_half_changed_are_made_anew(what, sampler, monkeypa
     before = rb.sampler.priority(torch.arange(CAPACITY))
 
     def work() -> None:
-        kind = "sum_tree.cpu" if sampler == "proportional" else "rank_order.cpu_update"
+        kind = "sum_tree.cpu" if sampler == "proportional" else "rank_order.cpu"
         die_in = spoil if sampler == "proportional" else lose
         for name in (f"{kind}.update", f"{kind}.fill", f"batch.cpu.update_{sampler}"):
             monkeypatch.setattr(f"rlbuf_td.kernels.{name}", Deadly(die_in))
@@ -214,9 +214,9 @@ def test_priorities_that_were_half_changed_are_made_anew(what, sampler, monkeypa
         die()
 
     def lose() -> None:
-        st = rb.sampler.law.table.chunks
-        st.bits[:3] = -1082130432  # rows that are taken out of the order, to be put in again elsewhere
-        st.size[0] -= 3
+        order = rb.sampler.law.table.tensors
+        order["bits"][:3] = -1082130432  # rows that are taken out of the order, to be put in again elsewhere
+        order["size"][0] -= 3
         die()
 
     killed(work)

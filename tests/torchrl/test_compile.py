@@ -25,11 +25,9 @@ from rlbuf_td import (
 )
 from rlbuf_td.kernels import sum_tree
 from rlbuf_td.kernels.episodes import Lanes, Spans, build_, spans
-from rlbuf_td.kernels.episodes.goals import Law, choose_goals
-from rlbuf_td.kernels.episodes.n_step import sums_ahead
-from rlbuf_td.kernels.rank_order.law import rank_law
-from rlbuf_td.kernels.rank_order.reference import SortedOrder
+from rlbuf_td.kernels.rank_order import SortedOrder, rank_law
 from rlbuf_td.kernels.sum_tree import SumTree
+from rlbuf_td.kernels.wrappers import Law, choose_goals, sums_ahead
 from tests.catalogue import SAMPLERS
 from tests.catalogue import numbered_rows as data
 from tests.kernels.invariants import check_tree

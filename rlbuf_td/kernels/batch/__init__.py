@@ -29,7 +29,7 @@ def batch_record(count: int, matrix: Tensor, extents: np.ndarray, **fields: int)
         count: rows per batch.
         matrix: the stored rows, ``[N, width]``, contiguous, on the CPU.
         extents: ``[leaves, 2]`` int64: offset and size of each leaf in a row, in bytes. For n-step transitions,
-            ``[leaves, 4]``: also the kind, for example ``wrapped_cpu.REWARD``, and the element size. The caller must
+            ``[leaves, 4]``: also the kind, for example ``REWARD``, and the element size. The caller must
             keep this array alive.
         **fields: further fields of the record, for example ``lanes``; a missing field is 0.
     """

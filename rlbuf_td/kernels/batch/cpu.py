@@ -28,10 +28,9 @@ from rlbuf_td.kernels.compiled import (
     stream_bytes,
 )
 from rlbuf_td.kernels.episodes.cpu import note, record_at
-from rlbuf_td.kernels.rank_order.chunks import ORDER
-from rlbuf_td.kernels.rank_order.cpu_update import fill as fill_order
-from rlbuf_td.kernels.rank_order.cpu_update import update as update_order
-from rlbuf_td.kernels.rank_order.reference import LARGEST
+from rlbuf_td.kernels.rank_order import LARGEST, ORDER
+from rlbuf_td.kernels.rank_order.cpu import fill as fill_order
+from rlbuf_td.kernels.rank_order.cpu import update as update_order
 from rlbuf_td.kernels.serials import (
     AFTER,
     DIRTY,
@@ -44,8 +43,8 @@ from rlbuf_td.kernels.serials import (
     WRITTEN,
 )
 from rlbuf_td.kernels.serials_cpu import begin_write, block_at, head_at, is_stale, longest_of, stamp_of
+from rlbuf_td.kernels.sum_tree import REFUSED, TREE
 from rlbuf_td.kernels.sum_tree.cpu import fill, update
-from rlbuf_td.kernels.sum_tree.tree import REFUSED, TREE
 
 # One block of rows is copied, leaf by leaf, while the next block is prefetched. After a learner's step, blocks of 16
 # rows take 6 to 12 % longer, and blocks of 256 as long. Copying row by row would take 1.5 times as long.

@@ -8,8 +8,7 @@ import numpy as np
 from numba import carray
 
 from rlbuf_td.kernels.batch.cpu import batch_at
-from rlbuf_td.kernels.batch.ring import RING
-from rlbuf_td.kernels.batch.wrapped_cpu import NEXT as OF_LAST_ROW
+from rlbuf_td.kernels.batch.ring import NEXT, RING
 from rlbuf_td.kernels.compiled import inlined, kernel, load, load_fields, pointer
 from rlbuf_td.kernels.rows import entries_cpu
 from rlbuf_td.kernels.rows.entries import Group, Part, Source, Stored
@@ -38,7 +37,7 @@ def read_joined_entries(address, flat, targets, ends, entries):
     kinds = carray(pointer(batch.extents), (batch.leaves, 4), np.int64)
     first, last = np.zeros(batch.leaves, np.int64), np.zeros(batch.leaves, np.int64)
     for leaf in range(batch.leaves):
-        if kinds[leaf, 2] == OF_LAST_ROW:
+        if kinds[leaf, 2] == NEXT:
             last[leaf] = leaves[leaf]
         else:
             first[leaf] = leaves[leaf]

@@ -41,4 +41,5 @@ WINDOWS = np.dtype([
 
 #: For n-step transitions: ``taken`` and ``ends`` are addresses, of one int64 per row, for the number of steps of each
 #: transition and for its last row.
+ROOT, NEXT, REWARD = range(3)  # kinds of leaves: of the first row, of the last one, sums
 STEPS = np.dtype([("n", np.int64), ("gamma", np.float64), ("taken", np.int64), ("ends", np.int64)])

@@ -1,29 +1,336 @@
-"""Keeps rows in the order of their magnitudes ``|td_error|``: rank 1 is the largest, and ties are ordered by row.
-
-Two classes have the same methods:
-
-- :class:`~rlbuf_td.kernels.rank_order.reference.SortedOrder` sorts all rows when ranks are needed, on any device.
-- :class:`~rlbuf_td.kernels.rank_order.chunked.ChunkedOrder`, on the CPU, keeps the rows sorted in short chunks, and
-  counts the rows before each chunk. Finding the row of a rank takes O(log N).
+r"""Keeps rows in the order of their magnitudes ``|td_error|``: rank 1 is the largest, and ties are ordered by row.
 
 Magnitudes are float32: errors that are equal as float32 are a tie, and errors above the largest float32 are clamped.
+
+Ranks are drawn from ``P(r) = r^-alpha / H_N`` with ``H_n = 1 + 2^-alpha + ... + n^-alpha``. The first :data:`HEAD`
+values of ``H`` are stored in a table. For larger ``n``, the Euler-Maclaurin formula has float64 accuracy; its constant
+``C`` is chosen so that the formula is exact at the end of the table:
+
+.. math::
+
+    H_n = C + \frac{x^{1-\alpha} - 1}{1-\alpha} + \frac{\alpha}{24} x^{-\alpha-1} + O(x^{-\alpha-3}), \quad
+    x = n + \tfrac12
+
+For ``alpha = 1``, the first fraction becomes ``log x``. The formula is inverted without a search, so that the time to
+draw a rank does not depend on ``N``.
+
+Two classes have the same methods: :class:`SortedOrder` sorts all rows when ranks are needed, on any device, without
+host synchronisation. :class:`ChunkedOrder`, on the CPU, keeps them sorted.
 """
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from dataclasses import dataclass
+from multiprocessing.context import get_spawning_popen
+from threading import Lock
+from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from rlbuf_td.kernels.dispatch import uses_numba
-from rlbuf_td.kernels.rank_order.chunked import ChunkedOrder
-from rlbuf_td.kernels.rank_order.chunks import allocate
-from rlbuf_td.kernels.rank_order.law import RankLaw, cumulative, mass, rank_law, ranks_of_mass
-from rlbuf_td.kernels.rank_order.reference import LARGEST, SortedOrder, as_float32
+from rlbuf_td.kernels.dispatch import loop, record_of, uses_numba
+from rlbuf_td.kernels.huge_pages import advise_huge_pages
+from rlbuf_td.kernels.inference_mode import outside_inference_mode
+from rlbuf_td.kernels.strata import NORMS, DrawLaw, empty_draws, known_step_of, masses
+from rlbuf_td.kernels.sum_tree import write_magnitudes
 
-__all__ = ["LARGEST", "ChunkedOrder", "RankLaw", "RankOrder", "SortedOrder", "as_float32", "cumulative", "make_order"]
-__all__ += ["mass", "order_bytes", "rank_law", "ranks_of_mass"]
+#: Ranks whose cumulative mass is stored in a table.
+HEAD = 1024
+#: Larger TD errors count as this value.
+LARGEST = torch.finfo(torch.float32).max
+
+# -- the distribution of ranks
+
+
+@dataclass(frozen=True)
+class RankLaw:
+    """The distribution of ranks for one ``alpha``."""
+
+    alpha: float  # not negative; 0 is uniform
+    head: Tensor  # ``[HEAD]`` float64, ``H_1, H_2, ...``
+    shift: float  # the constant ``C``
+
+    @property
+    def compiled(self) -> Ranks:
+        return Ranks(self.alpha, self.shift, self.head.data_ptr())
+
+
+class Ranks(NamedTuple):
+    """A :class:`RankLaw` for compiled loops; ``head`` is an address."""
+
+    alpha: float
+    shift: float
+    head: int
+
+
+def rank_law(alpha: float, device: torch.device | str = "cpu") -> RankLaw:
+    head = cumulative(alpha, HEAD)
+    x = torch.tensor(HEAD + 0.5, dtype=torch.float64, device="cpu")
+    # An asynchronous copy is safe: drivers read memory that is not page-locked before the call returns.
+    return RankLaw(alpha, head.to(device, non_blocking=True), float(head[-1] - _primitive(alpha, x)))
+
+
+def cumulative(alpha: float, n: int) -> Tensor:
+    """Return the cumulative masses ``H_1 .. H_n``, ``[n]`` float64, by direct summation. O(n)."""
+    return torch.arange(1, n + 1, dtype=torch.float64, device="cpu").pow(-alpha).cumsum(0)
+
+
+def mass(law: RankLaw, ranks: Tensor) -> Tensor:
+    """Return the cumulative mass ``H_r = 1 + 2^-alpha + ... + r^-alpha`` of each rank ``r >= 1``, float64."""
+    in_head = ranks <= HEAD
+    table = torch.take(law.head, torch.where(in_head, ranks, 1) - 1)  # indexing by a 0-dim tensor would synchronise
+    x = torch.where(in_head, HEAD, ranks).to(torch.float64) + 0.5
+    return torch.where(in_head, table, law.shift + _primitive(law.alpha, x))
+
+
+def ranks_of_mass(law: RankLaw, value: Tensor, rows: Tensor) -> Tensor:
+    """Return for each ``value`` the rank ``r`` with ``H_(r-1) <= value < H_r`` (int64, at most ``rows``)."""
+    in_head = torch.searchsorted(law.head, value, right=True) + 1
+    y, bend = (value - law.shift).clamp(min=0.0), 1.0 - law.alpha
+    if bend:
+        y = torch.log1p((bend * y).clamp(min=-1.0)) / bend
+    # Clamped before the conversion to integers, because rounding may lead past the last rank.
+    x = torch.exp(y).clamp(min=HEAD, max=2.0**52)
+    beyond = torch.floor(x - law.alpha / (24.0 * x) + 0.5).to(torch.int64).clamp(min=HEAD + 1)
+    return torch.minimum(torch.where(in_head <= HEAD, in_head, beyond), rows)
+
+
+def _primitive(alpha: float, x: Tensor) -> Tensor:
+    """Return the integral of ``t^-alpha`` from 1 to ``x``, plus the Euler-Maclaurin correction."""
+    bend, y = 1.0 - alpha, torch.log(x)
+    return (torch.expm1(bend * y) / bend if bend else y) + alpha / 24.0 * x.pow(-alpha - 1.0)
+
+
+# -- the order of rows
+
+
+def as_float32(td_error: Tensor) -> Tensor:
+    if td_error.dtype is torch.float32:
+        return td_error
+    return torch.where(td_error.isfinite(), td_error.clamp(-LARGEST, LARGEST), td_error).to(torch.float32)
+
+
+class SortedOrder:
+    """Rows sorted by magnitude ``|td_error|``. After a change of magnitudes, a look-up sorts all rows, in O(N log N).
+
+    The arguments of :meth:`update_` and :meth:`draw` are as in :mod:`rlbuf_td.kernels.sum_tree`.
+
+    Args:
+        magnitude: ``[capacity]`` float32, -1 for rows without a magnitude; this object changes the tensor in place.
+        stale_updates: how many updates a look-up may ignore instead of sorting again; with 0, ranks are always exact.
+    """
+
+    def __init__(self, magnitude: Tensor, stale_updates: int = 0) -> None:
+        self.magnitude = magnitude
+        self._stale_updates = stale_updates
+        self._behind = -1  # updates since the last sort; -1: sort at the next look-up
+        self._by_rank = self._count = magnitude.new_empty(0, dtype=torch.int64)
+        self._by_row: Tensor | None = None
+        with outside_inference_mode():
+            self.refused = torch.zeros((), dtype=torch.int64, device=magnitude.device)  # skipped TD errors, see update_
+
+    def share_memory_(self) -> None:
+        """Raise ValueError, because each process would cache a sorted order of its own."""
+        raise ValueError("an order on a device cannot be shared by several processes")
+
+    def assign_(self, magnitude: Tensor) -> None:
+        self.magnitude.copy_(magnitude)
+        self._behind = -1
+
+    def update_(self, index: Tensor, td_error: Tensor, rows: int) -> Tensor:
+        _, largest, refused = write_magnitudes(self.magnitude, index, as_float32(td_error).abs(), rows)
+        self._behind += self._behind >= 0
+        self.refused.add_(refused)
+        return largest.to(torch.float64)
+
+    def fill_(self, start: int, count: int, magnitude: float | Tensor) -> None:
+        value = as_float32(magnitude) if isinstance(magnitude, Tensor) else min(magnitude, LARGEST)
+        self.magnitude[start : start + count] = value
+        self._behind = -1  # new rows enter the order immediately
+
+    def _refresh(self) -> None:
+        if 0 <= self._behind <= self._stale_updates:
+            return
+        # Stable, so that ties are ordered by row; rows without a magnitude, -1, come last.
+        self._by_rank = self.magnitude.sort(descending=True, stable=True).indices
+        self._by_row = None
+        self._count = (self.magnitude >= 0).sum()
+        self._behind = 0
+
+    def draw(
+        self,
+        law: RankLaw,
+        uniform: Tensor,
+        *,
+        stratified: bool,
+        beta: float,
+        norm: str | None,
+        out: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        self._refresh()
+        rows, total = self._count, mass(law, self._count)
+        ranks = ranks_of_mass(law, masses(uniform, total, stratified), rows)
+        # (N P)^-beta is r^(alpha beta) times a constant; the least probable rank has the largest weight.
+        power, log_scale = law.alpha * beta, beta * torch.log(total / rows)
+        if norm is not None:
+            log_scale = -power * torch.log((rows if norm == "buffer" else ranks.max()).to(torch.float64))
+        weight = torch.exp(power * torch.log(ranks.to(torch.float64)) + log_scale)
+        return self._by_rank[ranks - 1], weight.to(torch.float32)
+
+    def ranks_of(self, index: Tensor) -> Tensor:
+        """Return the ranks of rows, int64; 0 for a row without a magnitude."""
+        self._refresh()
+        if self._by_row is None:
+            self._by_row = torch.empty_like(self._by_rank)
+            self._by_row[self._by_rank] = torch.arange(1, len(self._by_rank) + 1, device=self._by_rank.device)
+        return torch.where(self.magnitude[index] >= 0, self._by_row[index], 0)
+
+    def count(self) -> Tensor:
+        self._refresh()
+        return self._count
+
+
+# The memory of a ChunkedOrder: all keys in ascending order, in a list of chunks. A key combines the magnitude and the
+# row. A *chunk* c holds n <= WIDTH keys: keys[c, :n]. The *list* has a position p for each chunk in use:
+#
+#     position p     0         1             2
+#     first[p]       0         30            70            lower bound of the chunk's keys, above all earlier keys
+#     chunk[p]       0         2             1             the chunk's number: chunks are numbered by first use
+#     size[p]        2         4             2             its number of keys
+#     before[p]      0         2             6             the number of keys in earlier chunks, counted by look-ups
+#     keys           10 20     30 40 50 60   70 80
+#
+# A full chunk is split; chunks are never merged. When no unused chunk is left, all keys move to chunks that are three
+# quarters full. This takes O(N), and happens at most once per N / 3 changed rows.
+#
+# Invariants: first[0] is 0. Behind the last position, `first` and `before` are NO_KEY, which a search never selects.
+# tests/kernels/invariants.py checks them.
+WIDTH = 128
+ROOM = 96  # keys per chunk after a rearrangement
+ABSENT = -1082130432  # the bits of -1.0, which marks rows without a magnitude; all other magnitudes are at least 0
+NO_KEY = (1 << 63) - 1
+#: Indices into ``head``: the numbers of rows, and of chunks in use, and whether ``before`` must be counted again.
+ROWS, USED, CHANGED = range(3)
+_NAMES = "head", "bits", "keys", "first", "chunk", "size", "before"
+#: The numbers of rows, chunks and positions, and the addresses of the arrays.
+ORDER = np.dtype([(name, np.int64) for name in ("rows", "chunks", "positions", *_NAMES)])
+
+
+def _allocate(capacity: int, device: str = "cpu") -> dict[str, Tensor]:
+    """Return the tensors of an empty ChunkedOrder. Pages that are never written take no physical memory."""
+    chunks = capacity // 47 + 8
+    positions = 1 << chunks.bit_length()  # more than chunks: a search reads up to the next power of 2
+    many, few = torch.int64, torch.int32
+    entries = (many, 3), (few, capacity), (many, chunks, WIDTH), *((each, positions) for each in (many, few, few, many))
+    tensors = {
+        name: torch.empty(shape, dtype=dtype, device=device)
+        for name, (dtype, *shape) in zip(_NAMES, entries, strict=True)
+    }
+    for tensor in tensors.values():
+        advise_huge_pages(tensor)
+    tensors["bits"].fill_(ABSENT)
+    tensors["head"].zero_()[USED] = 1
+    for name, beyond in (("first", NO_KEY), ("before", NO_KEY), ("chunk", 0), ("size", 0)):
+        tensors[name].fill_(beyond)[0] = 0
+    return tensors
+
+
+class ChunkedOrder:
+    """Rows that every update keeps sorted by magnitude ``|td_error|``, with the methods of :class:`SortedOrder`.
+
+    Cost: a draw takes O(B log N), and O(N / 96) if rows have changed since the last one. An update takes
+    O(B (128 + log N)). At most once per N / 3 changed rows, an update also rearranges all rows, in O(N). The memory is
+    15 to 27 bytes per row.
+    """
+
+    refused = 0
+
+    def __init__(self, magnitude: Tensor) -> None:
+        self._adopt(_allocate(len(magnitude)))
+        self._fill_with(magnitude)
+
+    def _adopt(self, tensors: dict[str, Tensor]) -> None:
+        shape = {"rows": len(tensors["bits"]), "chunks": len(tensors["keys"]), "positions": len(tensors["first"])}
+        record = record_of(ORDER, **{name: tensor.data_ptr() for name, tensor in tensors.items()}, **shape)
+        magnitude, place = tensors["bits"].view(torch.float32), record.ctypes.data
+        # At once, because an interrupt may come: the record has addresses of the tensors.
+        self.tensors, self.addresses, self.address, self.magnitude = tensors, record, place, magnitude
+        self.lock = Lock()  # held around the loops, which release the GIL
+
+    def _fill_with(self, magnitude: Tensor) -> None:
+        self.magnitude.copy_(magnitude)
+        bits = self.tensors["bits"].numpy()
+        rows = np.flatnonzero(bits >= 0)
+        if len(rows) or self.count():
+            keys = (0x7FFFFFFF - bits[rows].astype(np.int64)) << 32 | rows  # as cpu.key_of
+            keys.sort()
+            loop("rank_order.cpu", "arrange")(self.address, keys.ctypes.data, len(keys))
+
+    def assign_(self, magnitude: Tensor) -> None:
+        with self.lock:
+            self._fill_with(magnitude)
+
+    def share_memory_(self) -> None:
+        self._adopt({name: tensor.clone().share_memory_() for name, tensor in self.tensors.items()})
+
+    def update_(self, index: Tensor, td_error: Tensor, rows: int) -> float | Tensor:
+        from rlbuf_td.kernels.rank_order import cpu
+
+        with self.lock:
+            return cpu.update(self.addresses, index.numpy(), as_float32(td_error).numpy(), rows)
+
+    def fill_(self, start: int, count: int, magnitude: float | Tensor) -> None:
+        from rlbuf_td.kernels.rank_order import cpu
+
+        if count > 0:
+            bits = int(np.float32(min(float(magnitude), LARGEST)).view(np.int32))
+            with self.lock:
+                cpu.fill(self.addresses, np.arange(start, start + count), bits)
+
+    def draw(
+        self,
+        law: RankLaw,
+        uniform: Tensor,
+        *,
+        stratified: bool,
+        beta: float,
+        norm: str | None,
+        out: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor] | None:
+        batch = uniform.shape[0]
+        index, weight = out or empty_draws(batch)
+        places = uniform.data_ptr(), index.data_ptr(), weight.data_ptr()
+        how = DrawLaw(known_step_of(batch, stratified), float(beta), NORMS[norm])
+        with self.lock:
+            has_rows = loop("rank_order.cpu", "draw")(self.address, law.compiled, *places, batch, how)
+        return (index, weight) if has_rows else None
+
+    def ranks_of(self, index: Tensor) -> Tensor:
+        last, index = len(self.magnitude) - 1, index.contiguous()
+        ranks = torch.empty(index.shape, dtype=torch.int64, device="cpu")
+        if len(index) and not 0 <= int(index.min()) <= int(index.max()) <= last:
+            low, high = int(index.min()), int(index.max())
+            raise IndexError(f"row {low if low < 0 else high} is out of range: rows are 0 to {last}")
+        with self.lock:
+            loop("rank_order.cpu", "ranks_of")(self.address, index.data_ptr(), len(index), ranks.data_ptr())
+        return ranks
+
+    def count(self) -> Tensor:
+        return self.tensors["head"][ROWS]
+
+    def __getstate__(self) -> dict[str, Any]:
+        if get_spawning_popen() is not None and self.magnitude.is_shared():
+            return {"tensors": self.tensors}
+        with self.lock:
+            return {"magnitude": self.magnitude.clone()}  # the rest is derived from it
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "tensors" in state:
+            self._adopt(state["tensors"])
+        else:
+            self.__init__(state["magnitude"])  # type: ignore[misc]
+
 
 RankOrder: TypeAlias = SortedOrder | ChunkedOrder
 
@@ -39,4 +346,4 @@ def make_order(magnitude: Tensor, stale_updates: int = 0) -> RankOrder:
 def order_bytes(capacity: int, device: torch.device) -> int:
     if device.type != "cpu":
         return capacity * (4 + 2 * 8)  # magnitudes, rows by rank and ranks by row
-    return sum(tensor.nbytes for tensor in allocate(capacity, "meta").values())  # shapes without memory
+    return sum(tensor.nbytes for tensor in _allocate(capacity, "meta").values())  # shapes without memory

@@ -1,19 +1,30 @@
-"""Draws rows by rank and finds the ranks of rows, on the CPU.
+"""The loops of :class:`~rlbuf_td.kernels.rank_order.ChunkedOrder`, which explains chunks and positions.
 
-:mod:`rlbuf_td.kernels.rank_order.chunks` explains chunks and positions. The argument ``order`` is the result of
-:func:`~rlbuf_td.kernels.rank_order.chunks.addresses`. The searches of a batch advance together, without branches, so
-that their cache misses overlap.
+The argument ``order`` is the address of an ``ORDER`` record, or an array with this record. The searches of a batch
+advance together, without branches, so that their cache misses overlap. Unsigned indices avoid numba's check for
+negative indices, which would prevent vectorisation.
+
+To change the magnitude of a row, the row's old key is deleted and a new key is inserted. A deletion or insertion takes
+one search, and moves up to ``WIDTH`` keys of one chunk. Before an insertion into a full chunk, the chunk is split::
+
+    position     p - 1      p                    p + 1
+    before       [10 20]    [30 40 50 60]        [70 80]        the chunk at p is full (here WIDTH = 4)
+
+    position     p - 1      p          p + 1     p + 2
+    after        [10 20]    [30 40]    [50 60]   [70 80]        a new chunk takes the keys from the cut on
 """
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 from numba import carray
 
-from rlbuf_td.kernels.compiled import address_of, bare, compiled, inlined, load, masses, pointer, prefetch
-from rlbuf_td.kernels.rank_order.chunks import CHANGED, ORDER, ROWS, USED, WIDTH, Chunks
-from rlbuf_td.kernels.rank_order.law import HEAD, Ranks
-from rlbuf_td.kernels.strata import BY_BATCH, BY_NONE, DrawLaw, Draws
+from rlbuf_td.kernels.compiled import address_of, inlined, kernel, load, move_bytes, pointer, prefetch
+from rlbuf_td.kernels.draws.cpu import acceptable, masses
+from rlbuf_td.kernels.rank_order import ABSENT, CHANGED, HEAD, NO_KEY, ORDER, ROOM, ROWS, USED, WIDTH, Ranks
+from rlbuf_td.kernels.strata import BY_BATCH, BY_NONE, DrawLaw
+from rlbuf_td.kernels.sum_tree import REFUSED
 
 #: Searches that advance together: enough to overlap cache misses, few enough for the scratch memory to stay in cache.
 BLOCK = 256
@@ -21,11 +32,24 @@ BLOCK = 256
 AHEAD = 4
 TOP_BIT = 0x7FFFFFFF
 _ROW = 0xFFFFFFFF
+_HALF = WIDTH // 2
+_ONE = np.int64(1)
+
+
+class Chunks(NamedTuple):
+    """The memory of an order."""
+
+    head: np.ndarray
+    bits: np.ndarray
+    keys: np.ndarray
+    first: np.ndarray
+    chunk: np.ndarray
+    size: np.ndarray
+    before: np.ndarray
 
 
 @inlined
-def chunks_at(order):
-    at = order[0]
+def _chunks(at):
     return Chunks(
         head=carray(pointer(at.head), 3, np.int64),
         bits=carray(pointer(at.bits), at.rows, np.int32),
@@ -37,19 +61,25 @@ def chunks_at(order):
     )
 
 
-@bare
+@inlined
+def _chunks_at(address):
+    return _chunks(carray(pointer(address), 1, ORDER)[0])
+
+
+@inlined
 def key_of(bits, row):
     """Return the sort key of a row: larger magnitudes (``bits``, a float32 read as int32) have smaller keys."""
     return ((TOP_BIT - np.int64(bits)) << 32) | np.int64(row)
 
 
-@bare
-def search(bounds, used, wanted, positions):
+@kernel
+def _search(bounds, used, wanted, positions):
     """For each value in ``wanted``, find the last of ``used`` positions with ``bounds[position] <= value``."""
-    positions[:] = 0
     step = 1
     while step < used:
         step *= 2
+    for i in range(len(wanted)):
+        positions[i] = 0
     step >>= 1
     while step > 0:
         for i in range(len(wanted)):
@@ -58,30 +88,32 @@ def search(bounds, used, wanted, positions):
         step >>= 1
 
 
-@bare
-def key_address(chunks, position, at):
+@inlined
+def _key_address(chunks, position, at):
     return address_of(chunks.keys) + 8 * (np.int64(chunks.chunk[position]) * WIDTH + at)
 
 
-@bare
-def fetch_chunk(chunks, position):
+@inlined
+def _fetch_chunk(chunks, position):
     """Prefetch a chunk, except the last quarter, which is seldom in use."""
-    address = key_address(chunks, position, 0)
+    address = _key_address(chunks, position, 0)
     for line in range(0, 6 * WIDTH, 64):
         prefetch(address + line)
 
 
-@bare
-def count_below(chunks, position, key):
+@inlined
+def _count_below(chunks, position, key):
     """Return how many keys of a chunk are smaller than ``key``."""
-    # Unsigned indices avoid numba's check for negative indices, which would prevent vectorisation.
     chunk, count = np.uint64(chunks.chunk[position]), 0
     for i in range(chunks.size[position]):
         count += chunks.keys[chunk, np.uint64(i)] < key
     return count
 
 
-@bare
+# -- look-ups
+
+
+@inlined
 def _count(chunks):
     """Count the keys before each chunk, if keys have changed since the last look-up."""
     if chunks.head[CHANGED]:
@@ -92,31 +124,26 @@ def _count(chunks):
         chunks.head[CHANGED] = 0
 
 
-@compiled
-def ranks_of(order, rows, ranks):
-    """Write each row's rank to ``ranks``, 0 for rows without a magnitude; return False if a row is out of range."""
-    chunks = chunks_at(order)
-    inside = True
-    for row in rows:
-        inside &= (row >= 0) & (row < len(chunks.bits))
-    if not inside:
-        return False
+@kernel
+def ranks_of(order, index, count, out):
+    """Write each row's rank to the address ``out``, 0 for rows without a magnitude."""
+    chunks = _chunks_at(order)
+    rows, ranks = carray(pointer(index), count, np.int64), carray(pointer(out), count, np.int64)
     _count(chunks)
     keys, positions = np.empty(BLOCK, np.int64), np.empty(BLOCK, np.int64)
-    for start in range(0, len(rows), BLOCK):
-        count = min(BLOCK, len(rows) - start)
-        for i in range(count):
+    for start in range(0, count, BLOCK):
+        many = min(BLOCK, count - start)
+        for i in range(many):
             keys[i] = key_of(max(chunks.bits[rows[start + i]], 0), rows[start + i])
-        search(chunks.first, chunks.head[USED], keys[:count], positions[:count])
-        for i in range(count):
-            if i + AHEAD < count:
-                fetch_chunk(chunks, positions[i + AHEAD])
-            rank = chunks.before[positions[i]] + count_below(chunks, positions[i], keys[i]) + 1
+        _search(chunks.first, chunks.head[USED], keys[:many], positions[:many])
+        for i in range(many):
+            if i + AHEAD < many:
+                _fetch_chunk(chunks, positions[i + AHEAD])
+            rank = chunks.before[positions[i]] + _count_below(chunks, positions[i], keys[i]) + 1
             ranks[start + i] = rank * (chunks.bits[rows[start + i]] >= 0)
-    return True
 
 
-@bare
+@inlined
 def _mass_of_all(rows, ranks):
     if rows <= HEAD:
         return load(ranks.head + 8 * (rows - 1), np.float64)
@@ -128,7 +155,7 @@ def _mass_of_all(rows, ranks):
     return ranks.shift + y + ranks.alpha / 24.0 * x ** (-ranks.alpha - 1.0)
 
 
-@bare
+@inlined
 def _rank_of_mass(mass, rows, ranks):
     if mass >= load(ranks.head + 8 * (HEAD - 1), np.float64):
         y = mass - ranks.shift
@@ -145,29 +172,29 @@ def _rank_of_mass(mass, rows, ranks):
     return min(below + 1, rows)
 
 
-@compiled
-def draw(order, ranks, drawn, law):
+@kernel
+def draw(order, ranks: Ranks, uniform_at, rows_at, importance_at, batch, law: DrawLaw):
     """Draw rows by rank, and compute importance weights; return False if no row has a rank.
 
-    ``ranks`` is a :class:`~rlbuf_td.kernels.rank_order.law.Ranks`, ``drawn`` a :class:`~rlbuf_td.kernels.strata.Draws`,
-    ``law`` a :class:`~rlbuf_td.kernels.strata.DrawLaw`.
+    ``uniform_at``, ``rows_at`` and ``importance_at`` are the addresses of ``batch`` numbers each.
     """
-    chunks = chunks_at(order)
+    chunks = _chunks_at(order)
     rows = chunks.head[ROWS]
     if rows == 0:
         return False
     _count(chunks)
-    uniform, index, weight = drawn
+    uniform, index = carray(pointer(uniform_at), batch, np.float64), carray(pointer(rows_at), batch, np.int64)
+    importance = carray(pointer(importance_at), batch, np.float32)
     total = _mass_of_all(rows, ranks)
     masses(uniform, total, law.step)
-    last, before = 1, np.empty_like(index)  # the number of rows before each drawn one
-    for j in range(len(index)):
+    last, before = 1, np.empty(batch, np.int64)  # the number of rows before each drawn one
+    for j in range(batch):
         rank = _rank_of_mass(uniform[j], rows, ranks)
         last = max(last, rank)
         before[j] = rank - 1
         uniform[j] = math.log(rank)
-    search(chunks.before, chunks.head[USED], before, index)
-    for j in range(len(index)):
+    _search(chunks.before, chunks.head[USED], before, index)
+    for j in range(batch):
         position = np.uint64(index[j])
         at = np.uint64(before[j] - chunks.before[position])
         index[j] = chunks.keys[np.uint64(chunks.chunk[position]), at] & _ROW
@@ -176,17 +203,171 @@ def draw(order, ranks, drawn, law):
     scale = -power * math.log(last if law.norm == BY_BATCH else rows)
     if law.norm == BY_NONE:
         scale = law.beta * math.log(total / rows)
-    for j in range(len(index)):
-        weight[j] = math.exp(power * uniform[j] + scale)
+    for j in range(batch):
+        importance[j] = math.exp(power * uniform[j] + scale)
     return True
 
 
-@compiled
-def draw_at(order, ranks: Ranks, uniform, rows, importance, batch, law: DrawLaw):
-    """Call :func:`draw` for memory at addresses."""
-    drawn = Draws(
-        uniform=carray(pointer(uniform), batch, np.float64),
-        rows=carray(pointer(rows), batch, np.int64),
-        importance=carray(pointer(importance), batch, np.float32),
-    )
-    return draw(carray(pointer(order), 1, ORDER), ranks, drawn, law)
+# -- updates
+
+
+@kernel
+def update(order, index, td_error, rows):
+    """Set magnitudes; ``td_error`` is float32, otherwise as :func:`rlbuf_td.kernels.sum_tree.update_` on the CPU."""
+    if not acceptable(index, td_error, rows):
+        return REFUSED
+    chunks, bits = _chunks(order[0]), td_error.view(np.int32)
+    keys, positions = np.empty(BLOCK, np.int64), np.empty(BLOCK, np.int64)
+    largest = -1.0
+    for start in range(0, len(index), BLOCK):
+        stop = min(start + BLOCK, len(index))
+        _delete(chunks, index[start:stop], keys, positions)
+        count = 0
+        for i in range(stop - 1, start - 1, -1):  # backwards: a duplicate row keeps its last error
+            row = index[i]
+            if row >= 0:
+                largest = max(largest, np.float64(abs(td_error[i])))
+                if chunks.bits[row] < 0:
+                    chunks.bits[row] = bits[i] & TOP_BIT
+                    keys[count] = key_of(chunks.bits[row], row)
+                    count += 1
+        _insert(chunks, keys[:count], positions[:count])
+    return largest
+
+
+@kernel
+def fill(order, index, bits):
+    """Set one magnitude for the consecutive rows ``index``; ``bits`` is this float32 magnitude, read as an int32."""
+    chunks = _chunks(order[0])
+    if len(index) == 0:
+        return
+    keys, positions = np.empty(BLOCK, np.int64), np.empty(BLOCK, np.int64)
+    for start in range(0, len(index), BLOCK):
+        _delete(chunks, index[start : start + BLOCK], keys, positions)
+    chunks.bits[index[0] : index[-1] + 1] = bits
+    # The keys of these rows are consecutive: no other key lies between them, so that whole chunks are filled at once.
+    key, end = key_of(bits, index[0]), key_of(bits, index[-1]) + 1
+    while key < end:
+        keys[0] = key
+        _search(chunks.first, chunks.head[USED], keys[:1], positions[:1])
+        position = positions[0]
+        count = min(end, chunks.first[position + 1]) - key
+        if chunks.size[position] < WIDTH:
+            key += _insert_run(chunks, position, key, count)
+        elif chunks.head[USED] < len(chunks.keys):
+            _split(chunks, position, key, count)
+        else:
+            _rearrange(chunks)
+
+
+@kernel
+def arrange(order, keys_at, count):
+    """Replace all keys of the rank order by those at an address, which must be in ascending order."""
+    _arrange(_chunks_at(order), carray(pointer(keys_at), count, np.int64))
+
+
+@kernel
+def _arrange(chunks, keys):
+    chunks.first[:] = NO_KEY
+    chunks.before[:] = NO_KEY
+    chunks.head[USED] = max(1, -(-len(keys) // ROOM))
+    for position in range(chunks.head[USED]):
+        start, count = position * ROOM, min(ROOM, len(keys) - position * ROOM)
+        for i in range(count):
+            chunks.keys[position, i] = keys[start + i]
+        chunks.first[position] = keys[start] if position else 0
+        chunks.chunk[position], chunks.size[position] = position, count
+    chunks.head[ROWS], chunks.head[CHANGED] = len(keys), 1
+
+
+@inlined
+def _rearrange(chunks):
+    """Move all keys to chunks that are three quarters full, when no unused chunk is left."""
+    keys, done = np.empty(chunks.head[ROWS], np.int64), 0
+    for position in range(chunks.head[USED]):
+        for i in range(chunks.size[position]):
+            keys[done] = chunks.keys[chunks.chunk[position], i]
+            done += 1
+    _arrange(chunks, keys)
+
+
+@kernel
+def _delete(chunks, index, keys, positions):
+    """Delete the keys of the rows ``index``; the other arguments are scratch memory."""
+    count = 0
+    for row in index:
+        if row >= 0 and chunks.bits[row] >= 0:
+            keys[count] = key_of(chunks.bits[row], row)
+            chunks.bits[row] = ABSENT
+            count += 1
+    _search(chunks.first, chunks.head[USED], keys[:count], positions[:count])
+    for i in range(count):
+        if i + AHEAD < count:
+            _fetch_chunk(chunks, positions[i + AHEAD])
+        position = positions[i]
+        at = _count_below(chunks, position, keys[i])
+        above = chunks.size[position] - at - 1
+        move_bytes(_key_address(chunks, position, at), _key_address(chunks, position, at + 1), 8 * above)
+        chunks.size[position] -= 1
+    chunks.head[ROWS] -= count
+    chunks.head[CHANGED] = 1
+
+
+@kernel
+def _insert(chunks, keys, positions):
+    """Insert ``keys`` in order; ``positions`` is scratch memory."""
+    _search(chunks.first, chunks.head[USED], keys, positions)
+    for i in range(len(keys)):
+        if i + AHEAD < len(keys):
+            _fetch_chunk(chunks, positions[i + AHEAD])
+        if chunks.size[positions[i]] == WIDTH:
+            if chunks.head[USED] == len(chunks.keys):
+                _rearrange(chunks)
+                _search(chunks.first, chunks.head[USED], keys[i:], positions[i:])
+            position = positions[i]
+            if chunks.size[position] == WIDTH:
+                _split(chunks, position, keys[i], _ONE)
+                for later in range(i, len(keys)):
+                    positions[later] += keys[later] >= chunks.first[position + 1]
+        _insert_run(chunks, positions[i], keys[i], _ONE)
+
+
+@inlined
+def _insert_run(chunks, position, key, count):
+    """Insert up to ``count`` keys ``key, key + 1, ...`` into one chunk that is not full; return their number."""
+    at = _count_below(chunks, position, key)
+    count = min(count, np.int64(WIDTH - chunks.size[position]))
+    above = chunks.size[position] - at
+    move_bytes(_key_address(chunks, position, at + count), _key_address(chunks, position, at), 8 * above)
+    for i in range(count):
+        chunks.keys[chunks.chunk[position], at + i] = key + i
+    chunks.size[position] += count
+    chunks.head[ROWS] += count
+    return count
+
+
+@inlined
+def _split(chunks, position, key, count):
+    """Move the upper keys of a full chunk to a new chunk, to make room for the keys ``key, key + 1, ...``.
+
+    Half of the keys move. If ``key`` is at an end of the chunk, or the run is long, the keys from ``key`` on move: this
+    leaves full chunks behind.
+    """
+    below = _count_below(chunks, position, key)
+    cut = _HALF if 0 < below < WIDTH and count < _HALF else below
+    new, later = chunks.head[USED], position + 1
+    _move_up(address_of(chunks.first) + 8 * later, new - later, 8)
+    _move_up(address_of(chunks.chunk) + 4 * later, new - later, 4)
+    _move_up(address_of(chunks.size) + 4 * later, new - later, 4)
+    chunks.chunk[later] = new
+    move_bytes(_key_address(chunks, later, 0), _key_address(chunks, position, cut), 8 * (WIDTH - cut))
+    highest = chunks.keys[chunks.chunk[position], WIDTH - 1]
+    chunks.first[later] = chunks.keys[new, 0] if cut < WIDTH else highest + 1
+    chunks.size[position], chunks.size[later] = cut, WIDTH - cut
+    chunks.head[USED] += 1
+
+
+@inlined
+def _move_up(address, count, nbytes):
+    """Move ``count`` elements of ``nbytes`` bytes up by one place."""
+    move_bytes(address + nbytes, address, count * nbytes)

@@ -10,25 +10,189 @@ An update *recomputes* a parent from its children, and never adjusts it by a dif
 not accumulate. If the last members of a group have sum 0, their ``before`` is infinite. A draw therefore never returns
 a row of weight 0. ``tests/kernels/invariants.py`` checks all nodes.
 
+Other devices have no nodes: they read a million weights in the time of a few kernel launches, so that a draw scans the
+weights of all rows, without host synchronisation.
+
 Source: Schaul et al., Prioritized Experience Replay, ICLR 2016, appendix B.2.1. Costs are for ``B`` rows out of ``N``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from typing import ClassVar, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from rlbuf_td.kernels.dispatch import backend_of, machine_code
-from rlbuf_td.kernels.strata import NORMS, DrawLaw, empty_draws, known_step_of
-from rlbuf_td.kernels.sum_tree import reference
-from rlbuf_td.kernels.sum_tree.reference import weight_of
-from rlbuf_td.kernels.sum_tree.tree import LARGEST, REFUSED, SMALLEST, Number, SumTree, tree_bytes
+from rlbuf_td.kernels.dispatch import backend_of, loop, record_of, uses_numba
+from rlbuf_td.kernels.huge_pages import advise_huge_pages
+from rlbuf_td.kernels.inference_mode import outside_inference_mode
+from rlbuf_td.kernels.strata import NORMS, DrawLaw, empty_draws, known_step_of, masses
 
-__all__ = ["LARGEST", "REFUSED", "SMALLEST", "SumTree", "draw", "fill_"]
-__all__ += ["rebuild_", "reweigh_", "tree_bytes", "update_", "weigh_beside_", "weight_of"]
+#: A number, or a 0-dim tensor, whose changes ``torch.compile`` does not notice.
+Number: TypeAlias = float | Tensor
+
+BLOCK = 8
+#: Bounds of weights, so that no sum overflows and no positive priority gets the weight 0.
+SMALLEST, LARGEST = 1e-290, 1e290
+#: What an update returns, instead of a magnitude, if it refuses the batch.
+REFUSED = -2.0
+
+
+@dataclass
+class SumTree:
+    """The tensors of a sum tree. Only trees on the CPU, for compiled loops, have nodes."""
+
+    magnitude: Tensor  # ``[8 * blocks]`` float64, ``|td_error|`` of each row, -1 if not set
+    weight: Tensor  # ``[8 * blocks]`` float64, 0 if not set
+    sums: Tensor  # the sums of all levels, from the blocks to the root; each level is padded to whole groups
+    before: Tensor  # same layout: the sum of the members before each member of a group
+    minima: Tensor  # same layout: the smallest positive weight below each node, infinite if there is none
+    #: Number of skipped NaN or infinite TD errors, 0-dim; 0 on the CPU, where a batch with such an error is refused.
+    refused: Tensor = field(init=False, repr=False, compare=False)
+    _places: list[int] | None = field(default=None, init=False, repr=False, compare=False)
+    _addresses: np.ndarray = field(init=False, repr=False, compare=False)
+    _address: int = field(default=0, init=False, repr=False, compare=False)
+
+    NAMES: ClassVar = ("magnitude", "weight", "sums", "before", "minima")
+
+    @classmethod
+    def empty(cls, capacity: int, device: torch.device | str = "cpu") -> SumTree:
+        """Return a tree for ``capacity`` rows, all without a priority."""
+        rows, nodes = _sizes(capacity, uses_numba(torch.device(device)))
+        tree = cls(*(_memory(size, device) for size in (rows, rows, nodes, nodes, nodes)))
+        tree.clear_()
+        return tree
+
+    def __post_init__(self) -> None:
+        with outside_inference_mode():
+            self.refused = torch.zeros((), dtype=torch.int64, device=self.weight.device)
+
+    def clear_(self) -> None:
+        self.magnitude.fill_(-1.0)
+        self.weight.zero_()
+        self.sums.zero_()
+        self.before.fill_(torch.inf)
+        self.before[::BLOCK] = 0.0
+        self.minima.fill_(torch.inf)
+
+    @property
+    def has_nodes(self) -> bool:
+        return self.sums.shape[0] > 0
+
+    @property
+    def starts(self) -> list[int]:
+        """The index at which each level begins in ``sums``, ``before`` and ``minima``."""
+        return _starts(self.weight.shape[0])
+
+    @property
+    def total(self) -> Tensor:
+        return self.sums[self.starts[-1]] if self.has_nodes else self.weight.sum()
+
+    @property
+    def smallest(self) -> Tensor:
+        """The smallest positive weight, 0-dim; infinite if there is none."""
+        if self.has_nodes:
+            return self.minima[self.starts[-1]]
+        return torch.where(self.weight > 0, self.weight, torch.inf).amin()
+
+    def share_memory_(self) -> None:
+        self.__dict__.update({name: tensor.clone().share_memory_() for name, tensor in self.tensors().items()})
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {name: getattr(self, name) for name in self.NAMES}
+
+    @property
+    def addresses(self) -> np.ndarray:
+        """A :data:`TREE` record, ``[1]``; compiled loops take this array.
+
+        The array is the same object as long as no tensor has moved.
+        """
+        places = [*map(Tensor.data_ptr, (self.magnitude, self.weight, self.sums, self.before, self.minima))]
+        if places != self._places:
+            sizes = {"levels": len(self._starts), "rows": len(self.weight), "nodes": len(self.sums)}
+            given = dict(zip(self.NAMES, places, strict=True), starts=self._starts.ctypes.data)
+            record = record_of(TREE, **sizes, **given)
+            address = record.ctypes.data
+            self._addresses, self._address, self._places = record, address, places  # at once: an interrupt may come
+        return self._addresses
+
+    @property
+    def address(self) -> int:
+        """The address of :attr:`addresses`."""
+        self.addresses  # noqa: B018  # made anew if a tensor has moved
+        return self._address
+
+    @cached_property
+    def _starts(self) -> np.ndarray:
+        return np.array(self.starts, np.int64)
+
+    def __getstate__(self) -> dict[str, Tensor]:
+        return self.tensors()  # without the addresses, which are invalid in a copy
+
+    def __setstate__(self, state: dict[str, Tensor]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
+
+#: The numbers of levels, rows and nodes of a tree, and the addresses of its ``starts`` and of its tensors.
+TREE = np.dtype([(name, np.int64) for name in ("levels", "rows", "nodes", "starts", *SumTree.NAMES)])
+
+
+def tree_bytes(capacity: int, device: torch.device) -> int:
+    """Return the memory of a tree for ``capacity`` rows: 20 bytes per row on the CPU, 16 on other devices."""
+    rows, nodes = _sizes(capacity, device.type == "cpu")
+    return 8 * (2 * rows + 3 * nodes)
+
+
+def _sizes(capacity: int, has_nodes: bool) -> tuple[int, int]:
+    rows = -(-capacity // BLOCK) * BLOCK
+    return rows, (_starts(rows)[-1] + BLOCK) * has_nodes
+
+
+def _starts(rows: int) -> list[int]:
+    starts, size = [0], rows // BLOCK
+    while size > 1:
+        size = -(-size // BLOCK)
+        starts.append(starts[-1] + size * BLOCK)
+    return starts
+
+
+def _memory(size: int, device: torch.device | str) -> Tensor:
+    with outside_inference_mode():
+        memory = torch.empty(size, dtype=torch.float64, device=device)
+    if memory.is_cpu:
+        advise_huge_pages(memory)
+    return memory
+
+
+def write_magnitudes(
+    memory: Tensor, index: Tensor, magnitude: Tensor, rows: float | Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Set ``memory[index] = magnitude`` for finite magnitudes and ``0 <= index < rows``, the last one of equal indices.
+
+    The host does not wait. Return the written indices (``[B]``, some repeated; all 0 if nothing was written), the
+    largest valid magnitude (-1: none), and the number of NaN or infinite magnitudes at indices in ``[0, rows)``.
+    """
+    named = (index >= 0) & (index < rows)
+    valid = named & magnitude.isfinite()
+    # All duplicates of a row write its last magnitude, and every skipped entry writes the valid row with the highest
+    # index once more. The order of the scatter therefore does not matter, and no shape depends on data.
+    ordered, order = torch.where(valid, index, -1).sort(stable=True)
+    target = torch.where(ordered < 0, ordered[-1], ordered)
+    last = order[torch.searchsorted(ordered, target, right=True) - 1]
+    row = target.clamp(min=0)
+    memory[row] = torch.where(target < 0, memory[row], magnitude[last])
+    return row, torch.where(valid, magnitude, -1.0).max(), (named & ~valid).sum()
+
+
+def weight_of(magnitude: Tensor, alpha: Number, eps: Number) -> Tensor:
+    """Return ``(magnitude + eps) ** alpha``, clamped to ``[SMALLEST, LARGEST]`` if ``magnitude + eps`` is positive."""
+    priority = magnitude + eps
+    weight = priority.pow(alpha)
+    return torch.where(priority > 0, weight.clamp(SMALLEST, LARGEST), weight)
 
 
 def update_(tree: SumTree, index: Tensor, td_error: Tensor, rows: Number, alpha: Number, eps: Number) -> float | Tensor:
@@ -44,7 +208,12 @@ def update_(tree: SumTree, index: Tensor, td_error: Tensor, rows: Number, alpha:
         from rlbuf_td.kernels.sum_tree import cpu
 
         return cpu.update(tree.addresses, index.numpy(), td_error.numpy(), int(rows), float(alpha), float(eps))
-    return reference.update(tree, index, td_error, rows, alpha, eps)
+    row, largest, refused = write_magnitudes(tree.magnitude, index, td_error.to(torch.float64).abs(), rows)
+    magnitude = tree.magnitude[row]
+    tree.weight[row] = torch.where(magnitude < 0, 0.0, weight_of(magnitude, alpha, eps))
+    tree.refused.add_(refused)
+    rebuild_(tree)
+    return largest
 
 
 def fill_(tree: SumTree, start: int, count: int, magnitude: Number, alpha: Number, eps: Number) -> None:
@@ -53,17 +222,31 @@ def fill_(tree: SumTree, start: int, count: int, magnitude: Number, alpha: Numbe
         from rlbuf_td.kernels.sum_tree import cpu
 
         return cpu.fill(tree.addresses, start, count, float(magnitude), float(alpha), float(eps))
-    reference.fill(tree, start, count, magnitude, alpha, eps)
+    part = slice(start, start + count)
+    tree.magnitude[part] = magnitude
+    tree.weight[part] = weight_of(tree.magnitude[part], alpha, eps)
+    rebuild_(tree)
 
 
 def rebuild_(tree: SumTree) -> None:
-    """Recompute all nodes of the tree from the weights. O(N)."""
+    """Recompute all nodes of the tree, if it has nodes, from the weights. O(N)."""
     if backend_of(tree.weight) == "numba":
         from rlbuf_td.kernels.sum_tree import cpu
 
-        cpu.repair_range(tree.addresses, 0, tree.weight.shape[0])
-    else:
-        reference.rebuild(tree)
+        return cpu.repair_range(tree.addresses, 0, tree.weight.shape[0])
+    if not tree.has_nodes:
+        return
+    weight = tree.weight.view(-1, BLOCK)
+    count, halves = len(weight), weight.unflatten(1, (2, 2, 2))
+    tree.sums[:count] = halves.sum(3).sum(2).sum(1)  # added in the same order as on the CPU
+    tree.minima[:count] = torch.where(weight > 0, weight, torch.inf).amin(1)
+    for start, above in pairwise(tree.starts):
+        sums, count = tree.sums[start:above].view(-1, BLOCK), (above - start) // BLOCK
+        total = sums.cumsum(1)
+        is_followed = sums.flip(1).cumsum(1).flip(1) > 0  # by a positive sum, its own included
+        tree.before[start:above].view(-1, BLOCK)[:, 1:] = torch.where(is_followed[:, 1:], total[:, :-1], torch.inf)
+        tree.sums[above : above + count] = total[:, -1]
+        tree.minima[above : above + count] = tree.minima[start:above].view(-1, BLOCK).amin(1)
 
 
 def reweigh_(tree: SumTree, alpha: Number, eps: Number) -> None:
@@ -98,20 +281,22 @@ def draw(
     Returns:
         ``[B]`` int64 rows and ``[B]`` float32 importance weights; on the CPU ``None`` if no weight is positive.
     """
-    if backend_of(tree.weight) != "numba":
-        return reference.draw(tree, uniform, stratified, rows, beta, norm)
-    batch = uniform.shape[0]
-    index, weight = out or empty_draws(batch)
-    places = uniform.data_ptr(), index.data_ptr(), weight.data_ptr()
-    law = DrawLaw(known_step_of(batch, stratified), float(beta), NORMS[norm])
-    return (index, weight) if _draw()(tree.address, *places, batch, law, int(rows)) else None
-
-
-@cache
-def _draw() -> Callable[..., bool]:
-    from rlbuf_td.kernels.sum_tree import cpu
-
-    return machine_code(cpu.draw)
+    if backend_of(tree.weight) == "numba":
+        batch = uniform.shape[0]
+        index, weight = out or empty_draws(batch)
+        places = uniform.data_ptr(), index.data_ptr(), weight.data_ptr()
+        law = DrawLaw(known_step_of(batch, stratified), float(beta), NORMS[norm])
+        return (index, weight) if loop("sum_tree.cpu", "draw")(tree.address, *places, batch, law, int(rows)) else None
+    sums = tree.weight.cumsum(0)
+    total = sums[-1]
+    mass = torch.minimum(masses(uniform, total, stratified), torch.nextafter(total, torch.zeros_like(total)))
+    index = torch.searchsorted(sums, mass, right=True).clamp(max=len(tree.weight) - 1)
+    # A scan on many cores rounds differently from row to row. A draw that rounding leads to a row of weight 0 takes the
+    # row with the largest weight instead.
+    index = torch.where(tree.weight[index] > 0, index, tree.weight.argmax())
+    chosen = tree.weight[index]
+    smallest = tree.smallest if norm == "buffer" else chosen.amin() if norm == "batch" else total / rows
+    return index, (chosen / smallest).pow(-beta).to(torch.float32)
 
 
 def weigh_beside_(tree: SumTree, index: Tensor, drawn: Tensor, beta: float, weight: Tensor) -> bool:
@@ -127,12 +312,5 @@ def weigh_beside_(tree: SumTree, index: Tensor, drawn: Tensor, beta: float, weig
         return False
     index = index.contiguous()
     places = index.data_ptr(), drawn.data_ptr(), weight.data_ptr()
-    _weigh_beside()(tree.address, *places, index.shape[0], weight.shape[0], float(beta))
+    loop("sum_tree.cpu", "weigh_beside")(tree.address, *places, index.shape[0], weight.shape[0], float(beta))
     return True
-
-
-@cache
-def _weigh_beside() -> Callable[..., None]:
-    from rlbuf_td.kernels.sum_tree import cpu
-
-    return machine_code(cpu.weigh_beside)

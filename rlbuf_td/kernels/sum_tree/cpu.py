@@ -9,9 +9,10 @@ from typing import NamedTuple
 import numpy as np
 from numba import carray, uint64
 
-from rlbuf_td.kernels.compiled import acceptable, address_of, inlined, kernel, masses, pointer, prefetch, touch
+from rlbuf_td.kernels.compiled import address_of, inlined, kernel, pointer, prefetch, touch
+from rlbuf_td.kernels.draws.cpu import acceptable, masses
 from rlbuf_td.kernels.strata import BY_BATCH, BY_BUFFER, LEAST_RATIO, MOST_RATIO, DrawLaw
-from rlbuf_td.kernels.sum_tree.tree import BLOCK, LARGEST, REFUSED, SMALLEST, TREE
+from rlbuf_td.kernels.sum_tree import BLOCK, LARGEST, REFUSED, SMALLEST, TREE
 
 _ONE, _TWO, _THREE, _FOUR, _SEVEN = (np.uint64(k) for k in (1, 2, 3, 4, 7))
 _SHIFT = np.uint64(BLOCK.bit_length() - 1)

@@ -1,4 +1,4 @@
-"""Compiled functions that revise the batches of n-step and sequence samplers on the CPU.
+"""The loops of wrappers: hindsight goals, n-step transitions and windows.
 
 Args:
     episodes: address of a record with the dtype :data:`rlbuf_td.kernels.episodes.EPISODES`.
@@ -18,12 +18,12 @@ import numpy as np
 from numba import carray
 
 from rlbuf_td.kernels.batch.cpu import are_written, batch_at, put_report
-from rlbuf_td.kernels.batch.ring import STEPS, WINDOWS
+from rlbuf_td.kernels.batch.ring import REWARD, ROOT, STEPS, WINDOWS
 from rlbuf_td.kernels.compiled import copy_few, inlined, kernel, load, pointer, prefetch, prefetch_row, store
-from rlbuf_td.kernels.episodes.batches_cpu import Rewards, choose, following, put_sum, put_sum_of_rows, walk
 from rlbuf_td.kernels.episodes.cpu import (
     cell_of,
     expect,
+    has_ended,
     numbers_at,
     rows_after,
     rows_before,
@@ -33,7 +33,82 @@ from rlbuf_td.kernels.episodes.cpu import (
 )
 
 _SOON, _AHEAD = 16, 9  # how many rows ahead the numbers of a row, and its data, are prefetched
-ROOT, NEXT, REWARD = 0, 1, 2  # kinds of leaves in an n-step transition
+
+
+class Rewards(NamedTuple):
+    """A column of rewards of all rows, one number per row."""
+
+    address: int
+    row_bytes: int  # from one row to the next
+    is_double: bool  # float64, else float32
+
+
+@inlined
+def steps_to_goal(share, ahead, log_gamma):
+    """Map ``share`` in ``[0, 1)`` to ``k`` in ``0 .. ahead``, with probability proportional to ``exp(k log_gamma)``."""
+    if log_gamma < 0:
+        return min(np.int64(np.log1p(share * np.expm1((ahead + 1) * log_gamma)) / log_gamma), ahead)
+    return min(np.int64(share * (ahead + 1)), ahead)
+
+
+@inlined
+def choose(of, law, live, cell, pick):
+    """Return the row that provides the new goal of row ``cell``, or -1 if it keeps its goal; ``pick`` is random.
+
+    ``law`` is a :class:`rlbuf_td.kernels.wrappers.Law`. Of the strategy "random", return the number of the row.
+    """
+    future, final, episode, random = law.thresholds
+    if pick >= episode:
+        return min(np.int64((pick - episode) / (random - episode) * live), live - 1) if pick < random else np.int64(-1)
+    steps, lanes = of.steps, of.lanes
+    t, lane = split(cell, lanes)
+    if law.only_finished and not has_ended(of, lane, t):
+        return np.int64(-1)
+    ahead = steps_ahead(of, lane, t)
+    if pick < future:
+        t += steps_to_goal(pick / future, ahead, law.log_gamma)
+    elif pick < final:
+        t += ahead
+    else:
+        back = steps_back(of, lane, t)
+        t += min(np.int64((pick - final) / (episode - final) * (back + ahead + 1)), back + ahead) - back
+    return (t - steps if t >= steps else t + steps if t < 0 else t) * lanes + lane
+
+
+@inlined
+def _reward_at(rewards, cell):
+    address = rewards.address + cell * rewards.row_bytes
+    return load(address, np.float64) if rewards.is_double else np.float64(load(address, np.float32))
+
+
+@inlined
+def following(of, cell):
+    """Return the row one time step after row ``cell``, in the ring of its lane."""
+    cell, cells = cell + of.lanes, of.steps * of.lanes
+    return cell if cell < cells else cell - cells
+
+
+@inlined
+def walk(of, cell, n):
+    """Count the rows from ``cell`` to the end of its trajectory, at most ``n``; return the count and the last row."""
+    t, lane = split(cell, of.lanes)
+    count = min(steps_ahead(of, lane, t) + 1, n)
+    t += count - 1
+    return count, (t if t < of.steps else t - of.steps) * of.lanes + lane
+
+
+@inlined
+def put_sum(target, rewards, cell, step, cells, count, gamma):
+    """Write the discounted sum of ``count`` rewards, of every ``step``-th of the ``cells`` of a ring, to ``target``."""
+    total, discount = 0.0 + _reward_at(rewards, cell), 1.0  # as with torch's ``cumsum``, -0.0 becomes 0.0
+    for _ in range(1, count):
+        cell = cell + step if cell + step < cells else cell + step - cells
+        discount *= gamma
+        total += discount * _reward_at(rewards, cell)
+    if rewards.is_double:
+        store(target, total, np.float64)
+    else:
+        store(target, np.float32(total), np.float32)
 
 
 class Lengths(NamedTuple):
@@ -77,7 +152,7 @@ def n_step(episodes, address, flat, targets, steps, live):
                 continue
             for part in range(0, width, size):
                 rewards = Rewards(rows + offset + part, row_bytes, size == 8)
-                put_sum(target + part, rewards, of, cell, length, gamma)
+                put_sum(target + part, rewards, cell, of.lanes, of.steps * of.lanes, length, gamma)
     put_report(batch, first, targets)
     return True
 
@@ -127,7 +202,7 @@ def join_steps(address, targets, read, steps, ends):
             if kind == REWARD:
                 for part in range(0, width, size):
                     rewards = Rewards(found[leaf] + first * width + part, width, size == 8)
-                    put_sum_of_rows(out[leaf] + i * width + part, rewards, length, joined.gamma)
+                    put_sum(out[leaf] + i * width + part, rewards, 0, 1, length, length, joined.gamma)
 
 
 @inlined
@@ -144,7 +219,7 @@ def relabel(episodes, address, targets, relabeled, drawn, uniform, count, law, l
     """Replace the desired goals of some rows of a batch, and write a mask of these rows to address ``relabeled``.
 
     The ``count`` rows at address ``drawn``, each of which is expanded to equally many rows of the batch, have the
-    random numbers at ``uniform``. ``law`` is a :class:`rlbuf_td.kernels.episodes.goals.Law`. Achieved goals from leaf
+    random numbers at ``uniform``. ``law`` is a :class:`rlbuf_td.kernels.wrappers.Law`. Achieved goals from leaf
     number ``goals[0]`` replace the desired goals in the leaves with the numbers ``goals[1:]``. ``live`` is the number
     of live rows; ``are_cells``: whether their numbers are their flat indices.
     """
@@ -283,3 +358,22 @@ def _mark_first_steps(of, windows, flat, target, width):
         if begins or windows.adds_init:
             for feature in range(width):
                 store(target + at * width + feature, begins, np.bool_)
+
+
+@kernel
+def reduce_windows(td_error, mask, burn_in_mask, is_double: bool, count, window, eta: float, out):
+    """Implement :func:`rlbuf_td.kernels.wrappers.reduced`."""
+    for i in range(count):
+        largest, total, learned = 0.0, 0.0, 0
+        for at in range(i * window, (i + 1) * window):
+            if load(mask + at, np.uint8) and not load(burn_in_mask + at, np.uint8):
+                value = load(td_error + 8 * at, np.float64) if is_double else load(td_error + 4 * at, np.float32)
+                largest = max(largest, abs(np.float64(value)))
+                total += abs(np.float64(value))
+                learned += 1
+        # If a TD error is NaN or infinite, so is the total, and also 0 times the total: the update refuses the batch.
+        error = eta * largest + (1.0 - eta) * (total / max(learned, 1))
+        if is_double:
+            store(out + 8 * i, error, np.float64)
+        else:
+            store(out + 4 * i, np.float32(error), np.float32)

@@ -1,0 +1,100 @@
+"""The loops of :mod:`rlbuf_td.kernels.draws`, and parts of the draws by priority."""
+
+import numpy as np
+from numba import carray
+
+from rlbuf_td.kernels.compiled import inlined, kernel, load, pointer, store
+from rlbuf_td.kernels.draws import DIGITS, FRESH, LANES, STEPS
+from rlbuf_td.kernels.serials import TAIL, WRITTEN
+from rlbuf_td.kernels.serials_cpu import head_at
+from rlbuf_td.kernels.strata import FIRST
+
+_FLAT = -1e-9  # for a smaller total decay, ages are uniform, because rounding would spoil the logarithm
+_ONE, _WORD = np.uint64(1), np.uint64(64)
+_SPREAD = np.uint64(0x9E3779B97F4A7C15)  # 2**64 divided by the golden ratio: close rows get distant places
+
+
+@inlined
+def masses(uniform, total, step):
+    """Replace uniform numbers by positions, as ``strata.masses``; ``step`` is the result of ``strata.step_of``."""
+    batch = uniform.shape[0]
+    if step == 0:
+        for j in range(batch):
+            uniform[j] *= total
+        return
+    segment, width = np.int64(uniform[0] * FIRST) % batch, total / batch
+    for j in range(batch):
+        uniform[j] = (segment + uniform[j]) * width
+        segment += step
+        if segment >= batch:
+            segment -= batch
+
+
+@inlined
+def acceptable(index, td_error, rows):
+    """Whether every index is in ``[-1, rows)`` and every TD error is finite; an index of -1 means no row."""
+    good = True
+    for j in range(index.shape[0]):
+        good &= (index[j] >= -1) & (index[j] < rows) & np.isfinite(td_error[j])
+    return good
+
+
+@kernel
+def recent_rows(uniform, rows, count, lanes, newest, span, steps, log_decay: float):
+    mass, scale = np.expm1(span * log_decay), 1 / log_decay
+    is_flat = log_decay * span > _FLAT
+    for i in range(count):
+        u = load(uniform + 8 * i, np.float64)
+        age = np.int64(u * span if is_flat else np.log(1 + u * mass) * scale)  # log1p would take twice the time
+        step = newest - min(age, span - 1)
+        row = (step + steps if step < 0 else step) * lanes
+        store(rows + 8 * i, row + np.int64(u * DIGITS) % lanes if lanes > 1 else row, np.int64)
+
+
+@kernel
+def append_distinct(out_at, size, kept, values_at, given):
+    """Implement :func:`rlbuf_td.kernels.draws.append_distinct_` for arrays at addresses."""
+    out, values = carray(pointer(out_at), size, np.int64), carray(pointer(values_at), given, np.int64)
+    # A hash set with open addressing. It has at least twice as many places as ``out``, so a free one is always found.
+    bits = _ONE
+    while (_ONE << bits) < np.uint64(2 * len(out)):
+        bits += _ONE
+    places, last = np.full(np.int64(_ONE << bits), -1, np.int64), (_ONE << bits) - _ONE
+    count = 0
+    for i in range(kept + len(values)):
+        if count == len(out):
+            break
+        value = out[i] if i < kept else values[i - kept]
+        place = (np.uint64(value) * _SPREAD) >> (_WORD - bits)
+        while places[place] >= 0 and places[place] != value:
+            place = (place + _ONE) & last
+        if places[place] < 0:
+            places[place] = out[count] = value
+            count += 1
+    return count
+
+
+@kernel
+def take_fresh(queue, serials, most, out):
+    """Move at most ``most`` *fresh* rows, which no batch has had yet, to address ``out``; return their number.
+
+    ``queue`` is the address of ``[3 + lanes]`` int64: the numbers ``FRESH`` to ``LANES``, then the serial of the next
+    row of each lane to hand out. ``serials`` is that of the ring's numbers, see :mod:`rlbuf_td.kernels.serials`. The
+    oldest rows come first: the lane with the most fresh rows comes first, then the lane with the smaller number.
+    """
+    numbers = carray(pointer(queue), 3, np.int64)
+    steps, lanes = numbers[STEPS], numbers[LANES]
+    following, head = carray(pointer(queue + 24), lanes, np.int64), head_at(serials, lanes)
+    waiting = np.int64(0)
+    for lane in range(lanes):
+        following[lane] = max(following[lane], head[TAIL, lane])  # rows that are gone are no longer fresh
+        waiting = max(waiting, head[WRITTEN, lane] - following[lane])
+    taken, most = 0, min(most, numbers[FRESH])
+    while taken < most and waiting > 0:
+        for lane in range(lanes):
+            if taken < most and head[WRITTEN, lane] - following[lane] == waiting:
+                store(out + 8 * taken, following[lane] % steps * lanes + lane, np.int64)
+                following[lane] += 1
+                taken += 1
+        waiting -= 1
+    return taken

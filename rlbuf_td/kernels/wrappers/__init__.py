@@ -1,0 +1,118 @@
+"""What wrappers do to batches, in torch operations: hindsight goals, n-step returns, and TD errors of windows.
+
+The results equal those of the loops, bit for bit.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlbuf_td.kernels.dispatch import backend_of, loop
+from rlbuf_td.kernels.episodes import Stored
+from rlbuf_td.kernels.host_memory import HostTensors
+
+#: The strategies, in the order of their thresholds.
+STRATEGIES = ("future", "final", "episode", "random")
+
+
+class Law(NamedTuple):
+    """The distribution of hindsight goals: a random number selects the strategy with the first threshold above it."""
+
+    thresholds: tuple[float, ...]  # ascending, one per strategy; above the last one, a row keeps its goal
+    only_finished: bool  # relabel no rows of unfinished trajectories, except by ``random``
+    log_gamma: float  # ``future`` takes the row k steps ahead with probability proportional to exp(k log_gamma)
+
+
+def choose_goals(episodes: Stored, cells: Tensor, uniform: Tensor, law: Law, live: int) -> tuple[Tensor, Tensor]:
+    """Return for each of the rows ``cells`` the row that provides its new goal, and a mask of the rows that get one.
+
+    A row that keeps its goal is returned itself. ``live`` is the number of written rows.
+    """
+    steps, lanes = episodes.steps, episodes.lanes
+    back, ahead, ended, _ = episodes.spans(cells)
+    strategy, where = torch.full_like(cells, len(STRATEGIES)), torch.zeros_like(uniform)
+    for number, (begin, end) in reversed([*enumerate(pairwise((0.0, *law.thresholds)))]):
+        if begin < end:
+            inside = uniform < end
+            strategy = torch.where(inside, number, strategy)
+            where = torch.where(inside, (uniform - begin) / (end - begin), where)
+    soon = where * (ahead + 1)
+    if law.log_gamma < 0:
+        soon = torch.log1p(where * torch.expm1((ahead + 1) * law.log_gamma)) / law.log_gamma
+    around = (where * (back + ahead + 1)).long().clamp(max=back + ahead) - back
+    offset = torch.where(strategy == 0, soon.long().clamp(max=ahead), torch.where(strategy == 1, ahead, around))
+    rows = (cells + offset * lanes) % (steps * lanes)
+    rows = torch.where(strategy == 3, (where * live).clamp(max=live - 1).long(), rows)
+    mask = strategy < len(STRATEGIES)
+    if law.only_finished:
+        mask &= ended | (strategy == 3)
+    return torch.where(mask, rows, cells), mask
+
+
+def windows(episodes: Stored, rows: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """Return the indices of each row and the next ``n - 1`` rows, ``[B, n]``, and the number of steps after each row.
+
+    After the end of the trajectory, its last row is repeated. The number counts only steps of the trajectory.
+    """
+    ahead = episodes.spans(rows).ahead
+    offset = torch.arange(n, device=rows.device).minimum(ahead[:, None])
+    return (rows[:, None] + offset * episodes.lanes) % (episodes.steps * episodes.lanes), ahead
+
+
+def n_step_sums(reward: Tensor, end: Tensor, ahead: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
+    """Return discounted sums of ``reward``, ``[B, n, ...]``, along the steps, and the number of rewards in each sum.
+
+    Sum ``i`` ends with the first step where ``end[i]``, ``[n]``, is True, and has at most ``1 + ahead[i]`` rewards.
+    """
+    ended_before = end.cumsum(1) - end.long() > 0
+    steps = torch.arange(reward.shape[1], device=reward.device)
+    counts = (steps <= ahead[:, None]) & ~ended_before
+    # Multiplied and added in the same order as in the compiled loop (``cpu.put_sum``): the results are equal.
+    powers = torch.where(steps == 0, 1.0, gamma * torch.ones_like(steps, dtype=torch.float64)).cumprod(0)
+    wide = counts.view(*counts.shape, *[1] * (reward.ndim - counts.ndim))
+    discount = torch.where(wide, powers.view(-1, *[1] * (reward.ndim - 2)), 0.0)
+    terms = torch.where(wide, reward.to(torch.float64), 0.0) * discount
+    return terms.cumsum(1)[:, -1].to(reward.dtype), counts.sum(1)
+
+
+def sums_ahead(episodes: Stored, rows: Tensor, reward: Tensor, n: int, gamma: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return each row's discounted sum of up to ``n`` rewards, their number, and the row of the last reward.
+
+    A sum ends with the row's trajectory. ``reward`` holds the rewards of all stored rows.
+    """
+    window, ahead = windows(episodes, rows, n)
+    end = torch.zeros_like(window, dtype=torch.bool)
+    total, taken = n_step_sums(reward[window], end, ahead, gamma)
+    return total, taken, window.gather(1, taken[:, None] - 1)[:, 0]
+
+
+def reduced(td_error: Tensor, mask: Tensor, burn_in_mask: Tensor, window: int, eta: float) -> Tensor:
+    """Return ``eta * max + (1 - eta) * mean`` of the magnitudes in each window, ``[B]``, in the errors' dtype.
+
+    Only rows of a window count for which ``mask``, ``[B * L]`` bool, is True and ``burn_in_mask`` False; a window
+    without such rows has the magnitude 0.
+    """
+    rows = td_error.shape
+    given = HostTensors([(td_error.dtype, rows), (torch.bool, rows), (torch.bool, rows)])
+    is_float = td_error.dtype is torch.float32 or td_error.dtype is torch.float64
+    places = given.addresses((td_error, mask, burn_in_mask)) if is_float and backend_of(td_error) == "numba" else None
+    if places is not None:
+        found = torch.empty(rows[0] // window, dtype=td_error.dtype, device="cpu")
+        reduce, is_double = loop("wrappers.cpu", "reduce_windows"), td_error.dtype is torch.float64
+        reduce(*places, is_double, len(found), window, float(eta), found.data_ptr())
+        return found
+    learned = mask & ~burn_in_mask
+    magnitude = torch.where(learned, td_error.abs(), 0).view(-1, window)
+    largest = magnitude.amax(1)
+    if eta == 1.0:
+        return largest
+    total = magnitude.to(torch.float64).cumsum(1)[
+        :, -1
+    ]  # added in the same order as in the loop: the results are equal
+    mean = total / learned.view(-1, window).sum(1).clamp(min=1)
+    mixed = eta * largest.to(torch.float64) + (1 - eta) * mean
+    return mixed.to(td_error.dtype) if td_error.is_floating_point() else mixed
