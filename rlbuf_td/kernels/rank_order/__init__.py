@@ -221,12 +221,16 @@ def _allocate(capacity: int, device: str = "cpu") -> dict[str, Tensor]:
     """Return the tensors of an empty ChunkedOrder. Pages that are never written take no physical memory."""
     chunks = capacity // 47 + 8
     positions = 1 << chunks.bit_length()  # more than chunks: a search reads up to the next power of 2
-    many, few = torch.int64, torch.int32
-    entries = (many, 3), (few, capacity), (many, chunks, WIDTH), *((each, positions) for each in (many, few, few, many))
-    tensors = {
-        name: torch.empty(shape, dtype=dtype, device=device)
-        for name, (dtype, *shape) in zip(_NAMES, entries, strict=True)
+    shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+        "head": (torch.int64, (3,)),
+        "bits": (torch.int32, (capacity,)),
+        "keys": (torch.int64, (chunks, WIDTH)),
+        "first": (torch.int64, (positions,)),
+        "chunk": (torch.int32, (positions,)),
+        "size": (torch.int32, (positions,)),
+        "before": (torch.int64, (positions,)),
     }
+    tensors = {name: torch.empty(shape, dtype=dtype, device=device) for name, (dtype, shape) in shapes.items()}
     for tensor in tensors.values():
         advise_huge_pages(tensor)
     tensors["bits"].fill_(ABSENT)
