@@ -17,7 +17,7 @@ from torchrl.data.replay_buffers import TensorDictReplayBuffer
 from rlbuf_td.checkpoint.files import progress_bar
 from rlbuf_td.envs.specs import OBSERVATION, tensors_of
 from rlbuf_td.envs.transition import make_transition
-from rlbuf_td.kernels.huge_pages import take_pages
+from rlbuf_td.kernels.host_memory import take_pages
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.indexing import coordinates
 from rlbuf_td.storages.schema import SchemaError, refuse_rounding, show_key, walk

@@ -9,7 +9,7 @@ import torch
 
 from rlbuf_td.checkpoint.files import DumpReader, flat_bytes
 from rlbuf_td.checkpoint.manifest import CheckpointError
-from rlbuf_td.kernels.huge_pages import take_pages
+from rlbuf_td.kernels.host_memory import take_pages
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.entries import refuse_foreign
 from rlbuf_td.storages.memory import ROWS_FILE

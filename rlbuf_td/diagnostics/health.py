@@ -30,7 +30,7 @@ import torch
 from torchrl.data import SamplerWithoutReplacement, Storage, Writer
 from torchrl.data.replay_buffers import PrioritizedSampler, RandomSampler, RoundRobinWriter, Sampler
 
-from rlbuf_td.kernels.inference_mode import outside_inference_mode
+from rlbuf_td.kernels.host_memory import outside_inference_mode
 from rlbuf_td.samplers import RecencySampler, UniformSampler
 from rlbuf_td.samplers.age import young_count
 from rlbuf_td.samplers.prioritized import Prioritized

@@ -4,7 +4,8 @@ Most operations have a reference implementation in PyTorch, which runs on any de
 the CPU, loops compiled by numba replace the reference. Tests compare both implementations.
 :mod:`~rlbuf_td.kernels.dispatch` selects the implementation.
 
-``sum_tree/`` samples by priority, ``rank_order/`` by priority rank and ``recency/`` by age. ``episodes/`` finds
-trajectory boundaries, ``rows/`` copies and deduplicates rows, ``batch/`` samples or writes a batch in one call, and
-``scan/`` computes advantages and returns. The notebook ``10_how_it_works.ipynb`` illustrates the data structures.
+``sum_tree/`` samples by priority, ``rank_order/`` by priority rank and ``draws/`` without priorities. ``episodes/``
+finds trajectory boundaries, ``rows/`` deduplicates rows, ``batch/`` samples or writes a batch in one call,
+``wrappers/`` revises batches (goals, n-step returns, windows), and ``scan/`` computes advantages and returns. The
+notebook ``10_how_it_works.ipynb`` illustrates the data structures.
 """

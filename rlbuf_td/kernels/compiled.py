@@ -6,7 +6,6 @@ addresses; the caller must keep the memory alive.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -21,16 +20,6 @@ from rlbuf_td.kernels.code_cache import cached_njit
 kernel = cached_njit(nogil=True, error_model="numpy")
 #: Decorates a part of loops, which is compiled within each of them: compiling it by itself, too, takes more time.
 inlined = njit(inline="always")
-#: Decorates a function that calls :func:`bare` helpers. Unlike a helper, it may create arrays.
-compiled = cached_njit(nogil=True)
-
-
-def bare(function: Callable[..., Any]) -> Any:
-    """Compile without numba's reference counting. The function becomes twice as fast, but must not create arrays."""
-    try:
-        return cached_njit(nogil=True, _nrt=False)(function)
-    except KeyError:  # this numba version lacks the option: same results, but slower
-        return compiled(function)
 
 
 @intrinsic

@@ -98,9 +98,9 @@ def record_of(dtype: np.dtype, **fields: Any) -> np.ndarray:
 
 
 @cache
-def loop(module: str, name: str) -> Callable[..., Any]:
+def loop(module: str, name: str, **examples: Any) -> Callable[..., Any]:
     """Return the :func:`machine_code` of a loop in a module of this room, which is imported when it is needed."""
-    return machine_code(getattr(importlib.import_module(f"{__package__}.{module}"), name))
+    return machine_code(getattr(importlib.import_module(f"{__package__}.{module}"), name), **examples)
 
 
 @torch.compiler.disable(reason="torch.compile would trace numba's compiler")

@@ -11,7 +11,6 @@ from functools import cache
 from math import gcd
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,14 +31,6 @@ class DrawLaw(NamedTuple):
     step: int  # the result of :func:`step_of`
     beta: float  # exponent of the importance weights
     norm: int  # a value of :data:`NORMS`
-
-
-class Draws(NamedTuple):
-    """The memory of a compiled draw of ``B`` rows."""
-
-    uniform: np.ndarray  # ``[B]`` float64 in ``[0, 1)``; a draw overwrites it
-    rows: np.ndarray  # ``[B]`` int64
-    importance: np.ndarray  # ``[B]`` float32, of the rows
 
 
 def empty_draws(batch: int) -> tuple[Tensor, Tensor]:

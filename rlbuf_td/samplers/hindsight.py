@@ -15,8 +15,7 @@ from torch import Tensor
 from torchrl.data.replay_buffers import Sampler
 
 from rlbuf_td.kernels.dispatch import compiled_form_of, machine_code
-from rlbuf_td.kernels.rows import put_rows_, put_values_
-from rlbuf_td.kernels.wrappers import STRATEGIES, Law, choose_goals
+from rlbuf_td.kernels.wrappers import STRATEGIES, Law, choose_goals, put_rows_, put_values_
 from rlbuf_td.samplers.common import fill_uniform_, setting, uniform_numbers
 from rlbuf_td.samplers.goal_env import TransitionFn
 from rlbuf_td.samplers.reading import BatchSlot, BatchSlots, Reading

@@ -17,8 +17,7 @@ from torchrl.data.replay_buffers import Storage
 
 from rlbuf_td.kernels.batch import UPDATE
 from rlbuf_td.kernels.dispatch import backend_of, compiled_form, record_of, uses_numba
-from rlbuf_td.kernels.host_memory import HostTensors, address_of
-from rlbuf_td.kernels.inference_mode import outside_inference_mode
+from rlbuf_td.kernels.host_memory import HostTensors, address_of, outside_inference_mode
 from rlbuf_td.kernels.strata import LEAST_RATIO, MOST_RATIO
 from rlbuf_td.kernels.sum_tree import LARGEST as LARGEST_WEIGHT
 from rlbuf_td.kernels.sum_tree import REFUSED

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlbuf_td.kernels import rank_order
 from rlbuf_td.kernels.dispatch import compiled_form_of, machine_code
-from rlbuf_td.kernels.inference_mode import outside_inference_mode
+from rlbuf_td.kernels.host_memory import outside_inference_mode
 from rlbuf_td.samplers.priorities import ALPHA, BETA, Law
 from rlbuf_td.samplers.prioritized import BoundEntry, EntryLoops, Prioritized, Reduction, WeightNorm
 from rlbuf_td.storages.checks import whole

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 from rlbuf_td.kernels.host_memory import address_of
+from rlbuf_td.kernels.rows import ask_for_entries
 from rlbuf_td.kernels.rows.entries import Source, Stored
-from rlbuf_td.kernels.rows.read_ahead import ask_for_entries
 from rlbuf_td.storages.dedup import DedupLayout
 from rlbuf_td.storages.schema import SchemaError
 

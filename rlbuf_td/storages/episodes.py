@@ -29,7 +29,7 @@ from rlbuf_td.kernels.episodes import (
     spans,
     whole,
 )
-from rlbuf_td.kernels.inference_mode import outside_inference_mode
+from rlbuf_td.kernels.host_memory import outside_inference_mode
 from rlbuf_td.kernels.serials import EPISODES_DUE
 from rlbuf_td.storages.schema import SchemaError, kind
 

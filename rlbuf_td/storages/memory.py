@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from rlbuf_td.kernels.huge_pages import advise_huge_pages
+from rlbuf_td.kernels.host_memory import advise_huge_pages
 from rlbuf_td.storages.memory_budget import Purpose, require_room, room_for, show_bytes
 
 if TYPE_CHECKING:

@@ -22,8 +22,7 @@ from tensordict import NestedKey, TensorDict, TensorDictBase
 from torchrl.data.replay_buffers import LazyTensorStorage
 
 from rlbuf_td.kernels.dispatch import backend_of, compiled_form_of, import_kernels, refuse_without_compiler
-from rlbuf_td.kernels.host_memory import alias_of, in_dispatch_mode
-from rlbuf_td.kernels.huge_pages import advise_huge_pages
+from rlbuf_td.kernels.host_memory import advise_huge_pages, alias_of, in_dispatch_mode
 from rlbuf_td.kernels.serials import PUBLISHED, REVISION, WRITTEN
 from rlbuf_td.storages import writes
 from rlbuf_td.storages.checks import OUT_OF_ORDER, saved_number, state_of, usable_device, whole

@@ -19,7 +19,7 @@ from weakref import WeakSet
 import numpy as np
 import torch
 
-from rlbuf_td.kernels.inference_mode import outside_inference_mode
+from rlbuf_td.kernels.host_memory import outside_inference_mode
 from rlbuf_td.kernels.serials import block_size
 from rlbuf_td.storages.dedup import saved_dedup
 from rlbuf_td.storages.layout import RowLayout

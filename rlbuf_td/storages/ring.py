@@ -27,8 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlbuf_td.kernels.host_memory import address_of
-from rlbuf_td.kernels.inference_mode import outside_inference_mode
+from rlbuf_td.kernels.host_memory import address_of, outside_inference_mode
 from rlbuf_td.kernels.serials import (
     AFTER,
     BEFORE,

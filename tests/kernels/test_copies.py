@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from rlbuf_td import MinibatchSampler, PackedStorage, ReplayBuffer
 from rlbuf_td.kernels.batch import cpu
 from rlbuf_td.kernels.compiled import stream_bytes
-from rlbuf_td.kernels.rows import put_rows_
+from rlbuf_td.kernels.wrappers import put_rows_
 
 
 @pytest.mark.parametrize("is_dense", [True, False], ids=["dense", "strided"])

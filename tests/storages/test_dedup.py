@@ -19,8 +19,8 @@ from torchrl.collectors import Collector
 from torchrl.envs import CatFrames, EnvBase, GymEnv, GymWrapper, RewardSum, SerialEnv, StepCounter, TransformedEnv
 
 from rlbuf_td import PackedStorage, ReplayBuffer, SchemaError, plan
-from rlbuf_td.kernels.huge_pages import advise
-from rlbuf_td.kernels.rows.read_ahead import IS_KNOWN
+from rlbuf_td.kernels.host_memory import advise
+from rlbuf_td.kernels.rows import IS_KNOWN
 from rlbuf_td.storages.rows.dedup import DedupRows
 from tests.catalogue import assert_same
 from tests.residency import resident_of
@@ -380,7 +380,7 @@ def test_rows_that_are_not_in_memory_are_asked_for(how, tmp_path: Path, monkeypa
         asked.append(arguments)
         advise(*arguments)
 
-    monkeypatch.setattr("rlbuf_td.kernels.rows.read_ahead.advise", noted)
+    monkeypatch.setattr("rlbuf_td.kernels.rows.advise", noted)
     storage.gather(torch.arange(100))
     assert not asked
     del storage

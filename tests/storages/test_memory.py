@@ -16,7 +16,7 @@ import torch
 from tensordict import TensorDict
 
 from rlbuf_td import MemoryWarning, PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer, SchemaError
-from rlbuf_td.kernels.huge_pages import advise_huge_pages, take_pages
+from rlbuf_td.kernels.host_memory import advise_huge_pages, take_pages
 from rlbuf_td.storages import memory_budget as _room
 from rlbuf_td.storages.memory import ROWS_FILE, allocate_bytes
 from rlbuf_td.storages.memory_budget import Purpose, Room, require_room

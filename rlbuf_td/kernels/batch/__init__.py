@@ -15,8 +15,7 @@ from torch import Tensor
 from rlbuf_td.kernels.batch.memory import LeafMemory
 from rlbuf_td.kernels.batch.ring import BATCH, RING, STEPS, UPDATE, WINDOWS
 from rlbuf_td.kernels.dispatch import machine_code, record_of
-from rlbuf_td.kernels.host_memory import Entry, address_of
-from rlbuf_td.kernels.huge_pages import advise_huge_pages
+from rlbuf_td.kernels.host_memory import Entry, address_of, advise_huge_pages
 from rlbuf_td.kernels.rows import refuse_rows
 
 __all__ = ["RING", "STEPS", "UPDATE", "WINDOWS", "BatchMemory", "LeafMemory", "batch_record", "gather_leaves"]

@@ -9,10 +9,10 @@ import numpy as np
 from rlbuf_td.kernels.dispatch import OFF
 
 if TYPE_CHECKING or not OFF:
-    from rlbuf_td.kernels.compiled import compiled, load
+    from rlbuf_td.kernels.compiled import kernel, load
 else:  # Python runs the same loops, slowly
 
-    def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
         return function
 
     def load(address: int, kind: type[np.generic]) -> np.generic:
@@ -25,7 +25,7 @@ PADDING = -1  # the trajectory id that TorchRL gives to padding
 STEPS, EPISODES, WRITES = 0, 1, 2  # indices into ``counters``
 
 
-@compiled
+@kernel
 def _slot(keys, key, hint):
     """Return the slot of the open episode ``key``, or a free slot if there is none, or -1 if no slot is free."""
     slots, free = keys.shape[0], -1
@@ -50,7 +50,7 @@ class _Finished(NamedTuple):
     counters: np.ndarray
 
 
-@compiled
+@kernel
 def _finish(slot, row, reasons, reduction, episodes, finished):
     """Record an episode that has ended, and free its slot."""
     (keys, lengths, sums), (records, ends, counters) = episodes, finished
@@ -65,7 +65,7 @@ def _finish(slot, row, reasons, reduction, episodes, finished):
     counters[EPISODES] += 1
 
 
-@compiled
+@kernel
 def count_steps(
     start, shape, strides, lane_ids, inputs, is_double, reduction,
     keys, lengths, touched, sums, lane_slot, records, ends, counters,

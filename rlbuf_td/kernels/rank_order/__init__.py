@@ -30,8 +30,7 @@ import torch
 from torch import Tensor
 
 from rlbuf_td.kernels.dispatch import loop, record_of, uses_numba
-from rlbuf_td.kernels.huge_pages import advise_huge_pages
-from rlbuf_td.kernels.inference_mode import outside_inference_mode
+from rlbuf_td.kernels.host_memory import advise_huge_pages, outside_inference_mode
 from rlbuf_td.kernels.strata import NORMS, DrawLaw, empty_draws, known_step_of, masses
 from rlbuf_td.kernels.sum_tree import write_magnitudes
 

@@ -1,42 +1,58 @@
-"""Copies values of rows."""
+"""Asks the operating system for the pages of a memory-mapped file that a batch needs, before the batch is read.
+
+Without a request, reading a page that is not in memory waits for the disk and also loads about thirty neighbouring
+pages. Requests in file order load only the needed pages, in parallel. Before a request, at most 31 rows of the batch
+are checked; if these rows are in memory, nothing is requested. Pages are only requested on Linux with 4 KiB pages.
+"""
 
 from __future__ import annotations
 
+import mmap
+import sys
 from typing import NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from rlbuf_td.kernels.dispatch import backend_of
-from rlbuf_td.kernels.host_memory import address_of
+from rlbuf_td.kernels.dispatch import backend_of, loop
+from rlbuf_td.kernels.host_memory import address_of, advise
+
+IS_KNOWN = sys.platform == "linux" and mmap.PAGESIZE == 4096
+_FEWEST = 2  # rows
 
 
-def put_values_(target: Tensor, values: Tensor, mask: Tensor) -> int:
-    """Copy ``values[i]`` to ``target[i]`` where ``mask[i]`` is True; return the first such ``i`` with a NaN, or -1.
-
-    On the CPU, a NaN prevents the whole copy; on a GPU, NaN is copied, too. ``mask`` must be contiguous.
-    """
-    dtype, rows, is_on_host = target.dtype, target.shape[0], backend_of(target) == "numba"
-    if (dtype is torch.float32 or dtype is torch.float64) and target.numel() == rows and is_on_host:
-        values = values.resolve_neg()  # the memory of a lazily negated tensor has the opposite sign
-        from rlbuf_td.kernels.rows import cpu
-
-        width = dtype.itemsize
-        to, given = (cpu.Column(address_of(each), each.stride(0) * width) for each in (target, values))
-        return cpu.put_values(to, given, width, rows, address_of(mask))
-    where = mask.view(-1, *[1] * (target.ndim - 1))
-    if is_on_host and target.is_floating_point():
-        bad = (where & values.isnan()).nonzero()
-        if len(bad):
-            return int(bad[0, 0])
-    target.copy_(torch.where(where, values, target))
-    return -1
+def ask_for_rows(rows: Tensor, cells: Tensor) -> Tensor | None:
+    """Request the memory pages of ``rows[cells]``; return the sorted ``cells``, or None if nothing was requested."""
+    if not IS_KNOWN or len(cells) < _FEWEST or not len(rows) or backend_of(rows) != "numba":
+        return None
+    cells = cells.contiguous()
+    base, stride = rows.data_ptr(), rows.stride(0) * rows.element_size()
+    if not loop("rows.cpu", "is_absent")(base, stride, address_of(cells), len(cells)):
+        return None
+    cells, _ = cells.sort()
+    _ask(base + stride * _inside(cells, len(rows)), stride)
+    return cells
 
 
-def put_rows_(target: Tensor, column: Tensor, rows: Tensor, mask: Tensor) -> None:
-    """Copy ``column[rows[i]]`` to ``target[i]`` where ``mask[i]`` is True."""
-    where = mask.view(-1, *[1] * (target.ndim - 1))
-    target.copy_(torch.where(where, column.index_select(0, rows), target))
+def ask_for_entries(names: Tensor, entries: Tensor, cells: Tensor) -> None:
+    """Request the memory pages of the entries whose ``names``, ``[N, n]`` int32, the sorted rows ``cells`` hold."""
+    known = np.unique(names[torch.from_numpy(_inside(cells, len(names)))]).astype(np.int64)
+    _ask(entries.data_ptr() + entries.shape[1] * (known[known > 0] - 1), entries.shape[1])
+
+
+def _inside(cells: Tensor, live: int) -> np.ndarray:
+    return cells[(cells >= 0) & (cells < live)].numpy()
+
+
+def _ask(first: np.ndarray, width: int) -> None:
+    """Request the pages of the ``width`` bytes that begin at each address in ``first``; these addresses must ascend."""
+    if not len(first):
+        return
+    first, last = first // mmap.PAGESIZE * mmap.PAGESIZE, -(-(first + width) // mmap.PAGESIZE) * mmap.PAGESIZE
+    gaps = np.flatnonzero(first[1:] > last[:-1])
+    for begin, end in zip(first[[0, *(gaps + 1)]].tolist(), last[[*gaps, -1]].tolist(), strict=True):
+        advise(begin, end, mmap.MADV_WILLNEED)
 
 
 def refuse_rows(rows: Tensor, live: int) -> NoReturn:

@@ -1,35 +1,12 @@
-"""The CPU loops of :mod:`rlbuf_td.kernels.rows`; they take the memory address of each tensor."""
-
-from typing import NamedTuple
+"""The loop of :mod:`rlbuf_td.kernels.rows`."""
 
 import numpy as np
 from numba import types
 
-from rlbuf_td.kernels.compiled import copy_few, kernel, load
+from rlbuf_td.kernels.compiled import kernel, load
 
 _PAGE = 4096
 _SAMPLED = 16  # about this number of rows of a batch are checked
-
-
-class Column(NamedTuple):
-    """A column of numbers: the address of the first one, and the bytes from each one to the next."""
-
-    address: int
-    step: int
-
-
-@kernel
-def put_values(target, values, width, count, mask):
-    for i in range(count):
-        at = values.address + i * values.step
-        if load(mask + i, np.bool_) and np.isnan(load(at, np.float64) if width == 8 else load(at, np.float32)):
-            return i
-    for i in range(count):
-        if load(mask + i, np.bool_):
-            copy_few(target.address + i * target.step, values.address + i * values.step, width)
-    return -1
-
-
 _mincore = types.ExternalFunction("mincore", types.int64(types.int64, types.int64, types.int64))
 
 

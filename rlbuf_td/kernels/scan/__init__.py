@@ -7,19 +7,19 @@ features. On the CPU, numba computes the recurrence; on other devices, and under
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cache
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Sequence
+from typing import TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from rlbuf_td.kernels.dispatch import backend_of, machine_code
+from rlbuf_td.kernels.dispatch import backend_of, loop
 from rlbuf_td.kernels.host_memory import addresses_of
 
 #: State value, next state value, reward, done and terminated.
 Columns: TypeAlias = Sequence[Tensor]
-_NAMES = "value", "next_value", "reward", "done", "terminated", "advantage", "target"
+_DTYPES = {torch.float32: np.float32, torch.float64: np.float64}
 _empty_like = torch.empty_like  # saves look-ups for short rollouts
 
 
@@ -73,20 +73,10 @@ def gae_contiguous(
         return None
     value = columns[0]
     advantage, target = _empty_like(value), _empty_like(value)
-    places: dict[str, Any] = dict(zip(_NAMES, addresses_of((*columns, advantage, target)), strict=True))
-    from rlbuf_td.kernels.scan import cpu
-
-    law: dict[str, Any] = {"is_double": value.dtype is torch.float64, "gamma": gamma, "decay": gamma * lmbda}
-    rollout = cpu.Rollout(**law, **places, lanes=lanes, steps=steps, features=features)
-    _compiled_gae()(rollout)
+    places = addresses_of((*columns, advantage, target))
+    rollout, dtype = (gamma, gamma * lmbda, *places, lanes, steps, features), _DTYPES[value.dtype]
+    loop("scan.cpu", "gae", dtype=dtype)(rollout, dtype)
     return advantage, target
-
-
-@cache
-def _compiled_gae() -> Callable[[NamedTuple], None]:
-    from rlbuf_td.kernels.scan import cpu
-
-    return machine_code(cpu.gae)
 
 
 def reverse_scan(a: Tensor, b: Tensor) -> Tensor:
@@ -95,12 +85,10 @@ def reverse_scan(a: Tensor, b: Tensor) -> Tensor:
         return reverse_scan_doubling(a, b)
     a, b = a.resolve_neg().contiguous(), b.resolve_neg().expand_as(a).contiguous()
     x = torch.empty_like(a)
-    from rlbuf_td.kernels.scan import cpu
-
-    first, carry, found = addresses_of((a, b, x))
-    cpu.scan(a.dtype is torch.float64, first, carry, found, tuple(a.shape))
+    dtype = _DTYPES[a.dtype]
+    loop("scan.cpu", "scan", dtype=dtype)(*addresses_of((a, b, x)), *a.shape, dtype)
     return x
 
 
 def _is_for_numba(*tensors: Tensor) -> bool:
-    return tensors[0].dtype in (torch.float32, torch.float64) and all(backend_of(x) == "numba" for x in tensors)
+    return tensors[0].dtype in _DTYPES and all(backend_of(x) == "numba" for x in tensors)

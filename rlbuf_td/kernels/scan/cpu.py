@@ -1,4 +1,6 @@
-"""The CPU loops of :mod:`rlbuf_td.kernels.scan`; :func:`gae` and :func:`scan` take addresses of contiguous tensors.
+"""The loops of :mod:`rlbuf_td.kernels.scan`, over contiguous tensors, ``[lanes, steps, features]``, at addresses.
+
+``dtype`` is np.float32 or np.float64; a loop is compiled for each.
 
 The steps of one lane must be computed one after another, but lanes are independent. With one feature, GAE therefore
 alternates between four lanes. With more features, the compiler vectorises over features. Unsigned indices avoid
@@ -11,15 +13,14 @@ import numpy as np
 from numba import carray
 
 from rlbuf_td.kernels.code_cache import cached_njit
-from rlbuf_td.kernels.compiled import pointer
+from rlbuf_td.kernels.compiled import inlined, pointer
 
 _contracted = cached_njit(nogil=True, fastmath={"contract"})
 
 
 class Rollout(NamedTuple):
-    """The arguments of :func:`gae`; tensors, ``[lanes, steps, features]``, are given by address."""
+    """The arguments of :func:`gae`."""
 
-    is_double: bool  # float64, else float32
     gamma: float
     decay: float  # gamma * lmbda
     value: int
@@ -34,7 +35,7 @@ class Rollout(NamedTuple):
     features: int
 
 
-@_contracted
+@inlined
 def _gae_lanes(gamma, decay, columns):
     value, next_value, reward, done, terminated, advantage, target = columns
     lanes, steps = advantage.shape
@@ -70,7 +71,7 @@ def _gae_lanes(gamma, decay, columns):
                 target[i, t] = advantage[i, t] + value[i, t]
 
 
-@_contracted
+@inlined
 def _gae_rows(gamma, decay, columns):
     value, next_value, reward, done, terminated, advantage, target = columns
     lanes, steps, features = advantage.shape
@@ -91,19 +92,17 @@ def _gae_rows(gamma, decay, columns):
 
 
 @_contracted
-def _scan(a, b, x):
-    lanes, steps, features = x.shape
-    zero = x.dtype.type(0)
-    for i in range(lanes):
-        for f in range(features):
-            x[i, steps - 1, f] = a[i, steps - 1, f]
-        for t in range(steps - 2, -1, -1):
-            for f in range(features):
-                carry = b[i, t, f]
-                x[i, t, f] = a[i, t, f] + (zero if carry == zero else carry * x[i, t + 1, f])
+def gae(rollout: Rollout, dtype):
+    """Implement :func:`rlbuf_td.kernels.scan.gae_contiguous`."""
+    gamma, decay = dtype(rollout.gamma), dtype(rollout.decay)
+    lanes, steps, features = rollout.lanes, rollout.steps, rollout.features
+    if features > 1:
+        _gae_rows(gamma, decay, _columns(rollout, (lanes, steps, features), dtype))
+    else:
+        _gae_lanes(gamma, decay, _columns(rollout, (lanes, steps), dtype))
 
 
-@_contracted
+@inlined
 def _columns(rollout, shape, dtype):
     return (
         carray(pointer(rollout.value), shape, dtype),
@@ -117,33 +116,18 @@ def _columns(rollout, shape, dtype):
 
 
 @_contracted
-def _gae_at(rollout, gamma, decay, dtype):
-    shape = rollout.lanes, rollout.steps
-    if rollout.features > 1:
-        _gae_rows(gamma, decay, _columns(rollout, (*shape, rollout.features), dtype))
-    else:
-        _gae_lanes(gamma, decay, _columns(rollout, shape, dtype))
-
-
-@_contracted
-def _scan_at(a, b, x, shape, dtype):
-    _scan(carray(pointer(a), shape, dtype), carray(pointer(b), shape, dtype), carray(pointer(x), shape, dtype))
-
-
-@_contracted
-def gae(rollout: Rollout):
-    """Implement :func:`rlbuf_td.kernels.scan.gae_contiguous`."""
-    gamma, decay = rollout.gamma, rollout.decay
-    if rollout.is_double:
-        _gae_at(rollout, gamma, decay, np.float64)
-    else:
-        _gae_at(rollout, np.float32(gamma), np.float32(decay), np.float32)
-
-
-@_contracted
-def scan(is_double, a, b, x, shape):
-    """Implement :func:`rlbuf_td.kernels.scan.reverse_scan`; the dtype is float64 if ``is_double``, else float32."""
-    if is_double:
-        _scan_at(a, b, x, shape, np.float64)
-    else:
-        _scan_at(a, b, x, shape, np.float32)
+def scan(first, carry, found, lanes, steps, features, dtype):
+    """Implement :func:`rlbuf_td.kernels.scan.reverse_scan`."""
+    shape, zero = (lanes, steps, features), dtype(0)
+    a, b, x = (
+        carray(pointer(first), shape, dtype),
+        carray(pointer(carry), shape, dtype),
+        carray(pointer(found), shape, dtype),
+    )
+    for i in range(lanes):
+        for f in range(features):
+            x[i, steps - 1, f] = a[i, steps - 1, f]
+        for t in range(steps - 2, -1, -1):
+            for f in range(features):
+                ahead = b[i, t, f]
+                x[i, t, f] = a[i, t, f] + (zero if ahead == zero else ahead * x[i, t + 1, f])

@@ -28,8 +28,7 @@ import torch
 from torch import Tensor
 
 from rlbuf_td.kernels.dispatch import backend_of, loop, record_of, uses_numba
-from rlbuf_td.kernels.huge_pages import advise_huge_pages
-from rlbuf_td.kernels.inference_mode import outside_inference_mode
+from rlbuf_td.kernels.host_memory import advise_huge_pages, outside_inference_mode
 from rlbuf_td.kernels.strata import NORMS, DrawLaw, empty_draws, known_step_of, masses
 
 #: A number, or a 0-dim tensor, whose changes ``torch.compile`` does not notice.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlbuf_td.kernels.dispatch import backend_of, loop
 from rlbuf_td.kernels.episodes import Stored
-from rlbuf_td.kernels.host_memory import HostTensors
+from rlbuf_td.kernels.host_memory import HostTensors, address_of
 
 #: The strategies, in the order of their thresholds.
 STRATEGIES = ("future", "final", "episode", "random")
@@ -116,3 +116,29 @@ def reduced(td_error: Tensor, mask: Tensor, burn_in_mask: Tensor, window: int, e
     mean = total / learned.view(-1, window).sum(1).clamp(min=1)
     mixed = eta * largest.to(torch.float64) + (1 - eta) * mean
     return mixed.to(td_error.dtype) if td_error.is_floating_point() else mixed
+
+
+def put_values_(target: Tensor, values: Tensor, mask: Tensor) -> int:
+    """Copy ``values[i]`` to ``target[i]`` where ``mask[i]`` is True; return the first such ``i`` with a NaN, or -1.
+
+    On the CPU, a NaN prevents the whole copy; on a GPU, NaN is copied, too. ``mask`` must be contiguous.
+    """
+    dtype, rows, is_on_host = target.dtype, target.shape[0], backend_of(target) == "numba"
+    if (dtype is torch.float32 or dtype is torch.float64) and target.numel() == rows and is_on_host:
+        values = values.resolve_neg()  # the memory of a lazily negated tensor has the opposite sign
+        width = dtype.itemsize
+        places = [number for each in (target, values) for number in (address_of(each), each.stride(0) * width)]
+        return loop("wrappers.cpu", "put_values")(*places, width, rows, address_of(mask))
+    where = mask.view(-1, *[1] * (target.ndim - 1))
+    if is_on_host and target.is_floating_point():
+        bad = (where & values.isnan()).nonzero()
+        if len(bad):
+            return int(bad[0, 0])
+    target.copy_(torch.where(where, values, target))
+    return -1
+
+
+def put_rows_(target: Tensor, column: Tensor, rows: Tensor, mask: Tensor) -> None:
+    """Copy ``column[rows[i]]`` to ``target[i]`` where ``mask[i]`` is True."""
+    where = mask.view(-1, *[1] * (target.ndim - 1))
+    target.copy_(torch.where(where, column.index_select(0, rows), target))

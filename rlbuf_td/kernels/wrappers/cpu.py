@@ -377,3 +377,16 @@ def reduce_windows(td_error, mask, burn_in_mask, is_double: bool, count, window,
             store(out + 8 * i, error, np.float64)
         else:
             store(out + 4 * i, np.float32(error), np.float32)
+
+
+@kernel
+def put_values(target, to_next, values, value_to_next, width, count, mask):
+    """Implement :func:`rlbuf_td.kernels.wrappers.put_values_`, given addresses and the bytes from number to number."""
+    for i in range(count):
+        at = values + i * value_to_next
+        if load(mask + i, np.bool_) and np.isnan(load(at, np.float64) if width == 8 else load(at, np.float32)):
+            return i
+    for i in range(count):
+        if load(mask + i, np.bool_):
+            copy_few(target + i * to_next, values + i * value_to_next, width)
+    return -1

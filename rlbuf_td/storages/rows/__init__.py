@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from rlbuf_td.kernels.batch import gather_leaves
 from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.kernels.host_memory import alias_of
-from rlbuf_td.kernels.rows.read_ahead import ask_for_rows
+from rlbuf_td.kernels.rows import ask_for_rows
 from rlbuf_td.storages.dedup import DedupLayout
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.tensordict_fast import leaf_of, set_entries_

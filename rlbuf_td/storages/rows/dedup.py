@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from rlbuf_td.kernels.rows import refuse_rows
-from rlbuf_td.kernels.rows.read_ahead import ask_for_rows
+from rlbuf_td.kernels.rows import ask_for_rows, refuse_rows
 from rlbuf_td.storages.dedup import ENTRY_NAMES, DedupLayout
 from rlbuf_td.storages.entries import Entries, MakeRoom
 from rlbuf_td.storages.rows import Rows, last_of_each
