@@ -91,8 +91,9 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
 
 
 #: The slow tests that take longest, longest first: where workers share them out, these must not begin last.
-LONGEST = ["test_demo.py", "11_demonstrations", "test_ray.py", "7_saving", "4_hindsight", "6_sequences"]
-LONGEST += ["test_every_library", "1_quick", "8_coming", "test_wheel", "test_kill.py", "test_compile.py"]
+LONGEST = ["test_compile_compiles", "test_demo.py", "11_demonstrations", "14_torchrl", "test_ray.py", "07_checkpoints"]
+LONGEST += ["04_hindsight", "06_sequences", "17_many", "test_every_library", "01_quick", "08_migration", "16_world"]
+LONGEST += ["15_multi", "13_recipes", "test_wheel", "test_kill.py"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

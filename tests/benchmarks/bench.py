@@ -15,11 +15,13 @@ from itertools import chain
 from pathlib import Path
 
 import torch
+from matplotlib import rc_context
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
 from rlbuf_td.cli import whole_number
+from rlbuf_td.diagnostics.plots import STYLE
 from tests.benchmarks import cases
 from tests.benchmarks.contenders import TorchRL, available, image_rows, small_rows
 from tests.benchmarks.timing import OURS, REPLAY, WORDS, Timing, measure, one_thread
@@ -72,19 +74,19 @@ def table(timings: Sequence[Timing], names: Sequence[str]) -> Table:
 def draw(timings: Sequence[Timing]) -> Figure:
     """Return six bars: the time of each operation in :data:`SHOWN`, ours beside TorchRL's."""
     chosen = {timing.operation: timing for timing in timings if timing.operation in SHOWN and timing.kind == "small"}
-    figure = Figure(figsize=(6.0, 2.6), layout="constrained")
+    figure = Figure(figsize=(3.4, 1.5))
     axes = figure.subplots()
-    for side, (name, colour) in enumerate(((OURS, "#2a6f97"), (TorchRL.name, "#c8500a"))):
+    for side, (name, colour) in enumerate(((OURS, "#c8500a"), (TorchRL.name, "0.78"))):
         places = [place + 0.4 * side for place in range(len(chosen))]
-        bars = axes.barh(places, [each.median(name) for each in chosen.values()], 0.38, color=colour, label=name)
-        axes.bar_label(bars, fmt="{:,.0f} µs", padding=3)
+        bars = axes.barh(places, [each.median(name) for each in chosen.values()], 0.4, color=colour, label=name)
+        axes.bar_label(bars, fmt="{:,.0f} µs", padding=2)
     axes.set_yticks([place + 0.2 for place in range(len(chosen))], [SHOWN[operation] for operation in chosen])
     axes.invert_yaxis()
     axes.set_xticks([])
     axes.margins(x=0.15)
-    axes.spines[["top", "right", "bottom"]].set_visible(False)
-    figure.suptitle("Prioritized replay: a call with 256 rows, between a learner's steps", fontsize="medium")
-    figure.legend(frameon=False, loc="outside lower center", ncols=2)
+    axes.spines["bottom"].set_visible(False)
+    axes.legend(loc="center right")
+    figure.suptitle("A call with 256 rows, between a learner's steps")
     return figure
 
 
@@ -112,7 +114,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     console.print(table(timings, names), highlight=False)
     print(f"batch {options.batch}, one thread, medians of {options.rounds} blocks, torch {torch.__version__}")
     if options.picture is not None:
-        draw(timings).savefig(options.picture, dpi=150)
+        with rc_context(fname=STYLE):
+            draw(timings).savefig(options.picture, dpi=270)
 
 
 if __name__ == "__main__":
