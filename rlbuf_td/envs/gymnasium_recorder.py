@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
@@ -46,6 +45,7 @@ class GymnasiumRecorder(Recorder):
     has no transition in that step, and the lanes get unlike lengths (see :meth:`ReplayBuffer.lane`). Rollouts and other
     buffers that write whole time steps require same-step autoreset,
     ``SyncVectorEnv(env_fns, autoreset_mode=AutoresetMode.SAME_STEP)``, with which the lanes stay together.
+    The mode is the ``"autoreset_mode"`` of the environment's metadata.
 
     With ``rb.lane(e)`` in place of the buffer, a single environment (or a vector environment with one sub-environment)
     is lane ``e`` of a replay buffer ``[T, E]``. Each actor, in a thread or after ``rb.share()`` in a process, then has
@@ -57,18 +57,13 @@ class GymnasiumRecorder(Recorder):
         env: a Gymnasium environment, or a vector environment.
         infos: names of infos to store under ``"next"``, such as ``"score"`` or the nested ``("episode", "r")``. Every
             step must return each info, unless ``infos`` is a dict from names to default values.
-        autoreset_mode: the autoreset mode of a vector environment whose metadata does not have it. This argument does
-            not change the environment.
 
     Raises:
         TypeError: ``buffer``, ``env`` or ``infos`` has the wrong type.
-        ValueError: ``autoreset_mode`` contradicts the environment's metadata; or the buffer cannot write single lanes,
-            and is given as one, or gets several environments that reset in the next step.
+        ValueError: the metadata of a vector environment lack the ``"autoreset_mode"``; or the buffer cannot write
+            single lanes, and one is given, or several environments that reset in the next step.
         SchemaError: the environment's transitions do not fit the buffer's rows or lanes, or a lane or a buffer ``[T]``
             gets several environments.
-
-    Warns:
-        RuntimeWarning: neither the metadata nor ``autoreset_mode`` gives the autoreset mode of a vector environment.
 
     Cost: about 0.3 ms per step of 16 environments in a training loop, without the time of the environments
     (``python -m tests.benchmarks.bench --only record``).
@@ -94,7 +89,6 @@ class GymnasiumRecorder(Recorder):
         env: Any,
         *,
         infos: Sequence[str | Key] | Mapping[Any, Any] = (),
-        autoreset_mode: Any = None,
     ) -> None:
         super().__init__(buffer)
         if isinstance(infos, str):
@@ -102,7 +96,7 @@ class GymnasiumRecorder(Recorder):
         schema = schema_of(env)
         single = not schema.ndim
         self.env = env
-        self._mode = _autoreset_mode_of(env, autoreset_mode, single)
+        self._mode = _autoreset_mode_of(env, single)
         space = env.observation_space if single else env.single_observation_space
         self._obs_paths, self._action_paths = paths_of(schema, space)
         self._next_paths = after_step(self._obs_paths)
@@ -230,7 +224,7 @@ class GymnasiumRecorder(Recorder):
         return done
 
 
-def _autoreset_mode_of(env: Any, given: Any, single: bool) -> str:
+def _autoreset_mode_of(env: Any, single: bool) -> str:
     """Return the autoreset mode that an environment has; a single one without a wrapper that resets has "Disabled"."""
     if single:
         while hasattr(env, "env"):
@@ -238,14 +232,10 @@ def _autoreset_mode_of(env: Any, given: Any, single: bool) -> str:
                 return "NextStep"
             env = env.env
         return "Disabled"
-    given, known = (getattr(mode, "value", mode) for mode in (given, env.metadata.get("autoreset_mode")))
-    mode = known if given is None else given
-    if mode not in (None, "NextStep", "SameStep", "Disabled"):
-        raise ValueError(f"autoreset_mode must be one of Gymnasium's AutoresetMode, got {mode!r}")
-    if known is not None and mode != known:
-        fault = f"autoreset_mode={mode!r} contradicts the environment's metadata, which say {known!r}"
-        raise ValueError(f"{fault}: leave it out, and choose the mode when the environment is made")
-    if mode is None:
-        lack = "the environment's metadata lack 'autoreset_mode', and next-step autoreset is assumed"
-        warnings.warn(f"{lack}: pass the mode that it has, autoreset_mode=...", RuntimeWarning, stacklevel=3)
-    return mode or "NextStep"
+    mode = env.metadata.get("autoreset_mode")
+    mode = getattr(mode, "value", mode)
+    if mode not in ("NextStep", "SameStep", "Disabled"):
+        fault = f"the environment's metadata must have an 'autoreset_mode' of Gymnasium's AutoresetMode, got {mode!r}"
+        remedy = "env.metadata = env.metadata | {'autoreset_mode': AutoresetMode.NEXT_STEP}"
+        raise ValueError(f"{fault}: set the mode that the environment has, for example {remedy}")
+    return mode

@@ -38,8 +38,8 @@ def vector(mode: AutoresetMode, kind: str = "box", how: str = "sync", **kwargs: 
     return cls([partial(Walk, kind, 3 + lane) for lane in range(LANES)], autoreset_mode=mode, **kwargs)
 
 
-def started(env: Any, capacity: int = 100, **settings: Any) -> GymnasiumRecorder:
-    recorder = GymnasiumRecorder(ReplayBuffer.from_env(env, capacity), env, **settings)
+def started(env: Any, **settings: Any) -> GymnasiumRecorder:
+    recorder = GymnasiumRecorder(ReplayBuffer.from_env(env, 100), env, **settings)
     recorder.reset(seed=1)
     return recorder
 
@@ -353,9 +353,6 @@ def test_a_lost_final_observation_is_refused_with_remedies_that_work(keeps):
     with pytest.raises(RuntimeError, match=r"observation is lost.*state_value.*terminated=True") as refused:
         run(started(env), env, 20)
     assert "autoreset_mode" not in str(refused.value)
-    for mode in ("NextStep", AutoresetMode.NEXT_STEP):
-        with pytest.raises(ValueError, match="contradicts the environment's metadata, which say 'SameStep'"):
-            started(env, autoreset_mode=mode)
     value = lambda obs: torch.from_numpy(obs[:, 1:]) / 8  # noqa: E731  # how many steps the episode has had
     for by_value in (True, False):
         rollout = RolloutBuffer(20, LANES, gamma=0.5, lmbda=0.0)
@@ -376,12 +373,13 @@ def test_a_lost_final_observation_is_refused_with_remedies_that_work(keeps):
         assert torch.allclose(rollout.storage["advantage"], torch.stack(expected).float())
 
 
-def test_an_unknown_autoreset_mode_gives_a_warning():
+def test_an_unknown_autoreset_mode_is_refused():
     env = vector(AutoresetMode.SAME_STEP)
     env.metadata = {}
-    with pytest.warns(RuntimeWarning, match="lack 'autoreset_mode', and next-step autoreset is assumed"):
+    with pytest.raises(ValueError, match=r"must have an 'autoreset_mode'.*AutoresetMode, got None: set the mode"):
         GymnasiumRecorder(ReplayBuffer.from_env(env, 100), env)
-    run(started(env, autoreset_mode="SameStep"), env, 20)
+    env.metadata = env.metadata | {"autoreset_mode": AutoresetMode.SAME_STEP}
+    run(started(env), env, 20)
 
 
 def test_transforms_see_what_is_recorded():

@@ -92,7 +92,6 @@ REFUSALS: Table = {
             (lambda env: td.RolloutBuffer(10), {}, SchemaError, r"rows \[T\] hold .* one environment, got 3.*\[T, 3\]"),
             (lambda env: td.ReplayBuffer.from_env(env, 99, flat=True), {}, SchemaError, r"rows \[T\] hold .*got 3"),
             (from_env, {"infos": "energy"}, TypeError, "infos must be"),
-            (from_env, {"autoreset_mode": "never"}, ValueError, "autoreset_mode must be"),
             (lambda env: from_env(env).lane(1), {}, SchemaError, "lane 1 holds the transitions of one environment"),
             (lambda env: td.ReplayBuffer.from_schema(td.schema_of(env), 99).share(), {}, SchemaError,
              r"have no \('collector', 'traj_ids'\).*extras="),
