@@ -1005,9 +1005,7 @@ class PackedStorage(LazyTensorStorage):
         import_kernels()
         with self.lock:
             rows = self.rows
-            written = None if rows is None or self.scratch_dir is not None else rows
-            if written is not None and written.dedup is None:
-                written = self.written_rows()  # only these are copied
+            written = None if rows is None or self.scratch_dir is not None else self.written_rows()  # to be copied
             if written is not None:
                 nbytes = sum(tensor.nbytes for tensor in (written.matrix, *written.used_entries()))
                 require_room(nbytes, torch.device("cpu"), _COPY, shared=True)
@@ -1018,13 +1016,10 @@ class PackedStorage(LazyTensorStorage):
                 shared.keep_in(head_file)
                 lock.keep_in(head_file)
             self.is_reserved = False  # reserved rows can no longer be replaced
-            if rows is not None and written is not None:
-                moved = self.map_rows(rows.layout, rows.shape, rows.dedup)
-                self.adopt(moved)
-                moved.restore_(written.matrix, written.used_entries())
-            elif rows is not None:
-                shared.place(rows)
-                self.find_episodes(self.episodes)
+            if rows is not None:
+                self.adopt(rows if written is None else self.map_rows(rows.layout, rows.shape, rows.dedup))
+            if written is not None:
+                self.all_rows().restore_(written.matrix, written.used_entries())
             self.shared = self.scratch_dir is None
             self.lock, self.live = lock, None
 

@@ -118,15 +118,12 @@ class Ring:
 
     def __len__(self) -> int:
         """Return the number of live rows."""
-        common = self.common()
-        return int(self.count.sum()) if common is None else (common[1] - common[0]) * self.lanes
+        return self.numbered()[0]
 
     @property
     def longest(self) -> int:
         """The number of time steps up to the last slot in which any lane has a row."""
-        return self._longest(self.common())
-
-    def _longest(self, common: tuple[int, int] | None) -> int:
+        common = self.common()
         if common is None:
             return int(extents(self.tail, self.written, self.steps).max())
         tail, written = common
@@ -135,10 +132,8 @@ class Ring:
     @property
     def holes(self) -> int:
         """The number of holes in the time steps up to :attr:`longest`."""
-        common = self.common()
-        if common is not None and (common[1] - common[0] == self.steps or not common[0] % self.steps):
-            return 0
-        return self._longest(common) * self.lanes - len(self)
+        rows, are_cells = self.numbered()
+        return 0 if are_cells else self.longest * self.lanes - rows
 
     @property
     def together(self) -> bool:
