@@ -36,8 +36,8 @@ class SavedRows:
         self.steps, ring = int(saved["shape"][0]), content["ring"]
         if not (dtype.is_floating_point or dtype is torch.uint8) or not 0 <= lead[0] <= self.steps:
             raise CheckpointError(f"{dtype} of shape {tuple(self.matrix.shape)} cannot be the rows of a storage")
-        if ring["steps"] != self.steps or (content["full"] and lead[0] != self.steps):
-            raise CheckpointError(f"{content['_len']} rows and shape {[*lead]} contradict each other")
+        if ring["steps"] != self.steps:
+            raise CheckpointError(f"a ring of {ring['steps']} slots and shape {saved['shape']} contradict each other")
         form = storage.saved_form(content, self.matrix)
         self.layout, self.lanes, self.dedup, self.is_fresh = form.layout, form.lanes, form.dedup, form.is_new
         self.capacity, self.is_direct, self.fits = form.capacity, form.is_direct, self.steps == form.capacity

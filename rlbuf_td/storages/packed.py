@@ -1055,7 +1055,6 @@ class PackedStorage(LazyTensorStorage):
             return {"_len": 0}
         found = {
             "_len": len(self),
-            "full": self._is_full,
             "reserved": self.is_reserved,
             "ring": self.ring.state(),
             "episodes": None if self.episodes is None else self.episodes.saved(self.ring.longest),
