@@ -291,21 +291,6 @@ class PackedStorage(LazyTensorStorage):
             self.shared_rows.find()  # another process may have allocated rows
         return self._ring
 
-    @property
-    def _len(self) -> int:
-        return len(self)
-
-    @_len.setter
-    def _len(self, value: int) -> None:
-        if "_ring" in self.__dict__:  # absent while TorchRL's constructor runs
-            ring = self.ring
-            more = value // ring.lanes - ring.longest
-            if more < 0:
-                self._empty()
-                more = value // ring.lanes
-            ring.advance(slice(None), more)
-            self.mark_episodes(NEW)
-
     def __len__(self) -> int:
         """Return the number of rows, and of holes up to the last time step in which a lane has a row."""
         ring = self.ring
@@ -422,8 +407,9 @@ class PackedStorage(LazyTensorStorage):
         episodes.refresh()
         return episodes
 
-    # TorchRL also sets this attribute; the counters replace it.
+    # TorchRL also sets these attributes; the ring replaces them.
     _last_cursor = property(lambda self: self._last_cursor_index, lambda self, cursor: None)
+    _len = property(lambda self: len(self), lambda self, length: None)
 
     @compiled_form_of("gather", "get", "written_rows", "all_rows")
     def bind_read(self) -> Rows:
@@ -1295,12 +1281,11 @@ class PackedStorage(LazyTensorStorage):
                 found = json.loads(file.read_text())
                 ring = {"steps": found["steps"], "head": torch.tensor(found["head"]), "generations": None}
             else:
-                before, beside = Ring(shape[0], prod(shape[1:])), path.parent / "writer" / "metadata.json"
-                before.advance(slice(None), lead[0])
+                tail, beside = 0, path.parent / "writer" / "metadata.json"
                 if lead[0] == shape[0] and beside.exists():  # of TorchRL's buffer
-                    cursor = json.loads(beside.read_text())["cursor"]
-                    before.advance(slice(None), saved_number("cursor", cursor, 0, shape[0]))
-                ring = before.state()
+                    tail = saved_number("cursor", json.loads(beside.read_text())["cursor"], 0, shape[0])
+                head = torch.tensor([[tail], [tail + lead[0]], [0]]).expand(3, prod(shape[1:]))
+                ring = {"steps": shape[0], "head": head, "generations": None}
             refuse_ring(ring, lead)
             if ring["steps"] != (capacity := self.steps_for(shape[1:])):
                 raise ValueError(f"the dump has {ring['steps']} time steps, this storage {capacity}; {_OTHER_CAPACITY}")

@@ -235,12 +235,6 @@ class Ring:
         """Note that a write has ended: what is derived from the rows is up to date."""
         self.numbers[DIRTY] = IDLE
 
-    def advance(self, lanes: np.ndarray | slice, count: np.ndarray | int) -> None:
-        """Make ``count`` further rows of lanes live, whose bytes have been copied."""
-        self.begin(lanes, count)
-        self.publish()
-        self.finish()
-
     def empty(self) -> None:
         """Give up all rows. The next ones lie in cells from 0 on, and no stamp of an earlier row equals theirs."""
         self.after[:] = self.head
