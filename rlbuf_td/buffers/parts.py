@@ -9,7 +9,7 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torchrl.data.replay_buffers import ConsumingSampler, PrioritizedSampler, Sampler, Storage, Writer
 
-from rlbuf_td.samplers.common import refuse_stored, reported_by
+from rlbuf_td.samplers.common import StatefulSampler, refuse_stored, reported_by
 from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.wrapper import SamplerWrapper
 from rlbuf_td.storages import PackedStorage
@@ -19,7 +19,7 @@ from rlbuf_td.storages.indexing import by_row
 from rlbuf_td.storages.keys import as_tuple
 from rlbuf_td.storages.tensordict_fast import entries_of
 from rlbuf_td.writers import RingWriter
-from rlbuf_td.writers.common import keeps_order
+from rlbuf_td.writers.common import TimeWriter, keeps_order
 
 
 class Parts(NamedTuple):
@@ -36,6 +36,8 @@ class Parts(NamedTuple):
     gives_windows: bool  # batches get a dim for the steps of each window
     report_keys: frozenset[str]  # names of the entries, besides "index", that the sampler is known to add to each batch
     writes_generally: bool  # TorchRL's code writes
+    writes_directly: bool  # the writer only counts what the storage writes after the newest rows
+    notices: frozenset[str]  # which of the sampler's methods "add" and "extend" do something
 
     @classmethod
     def of(
@@ -53,8 +55,15 @@ class Parts(NamedTuple):
         windows = wrapper is not None and wrapper.gives_windows and not is_general
         is_theirs = isinstance(innermost, PrioritizedSampler) and prioritized is None
         generally = is_theirs or isinstance(innermost, ConsumingSampler)
-        given = storage, sampler, writer, wrapper, prioritized, transforms
-        return cls(*given, has_units, is_general, windows, reported_by(sampler), generally)
+        own = "add", "extend", "append"
+        counts = isinstance(writer, TimeWriter) and not writer.tracks_generations
+        nothing = StatefulSampler.add, Sampler.add, Sampler.extend
+        return cls(
+            *(storage, sampler, writer, wrapper, prioritized, transforms),
+            *(has_units, is_general, windows, reported_by(sampler), generally),
+            writes_directly=counts and all(getattr(writer, name).__func__ is getattr(TimeWriter, name) for name in own),
+            notices=frozenset(how for how in ("add", "extend") if has_own(sampler, how, *nothing)),
+        )
 
     def laid_out(self, batch: Any, info: dict[Any, Any]) -> tuple[Any, dict[Any, Any]]:
         """Return a batch and the sampler's info dict in the shape that the sampler gives them."""
@@ -91,6 +100,14 @@ class Parts(NamedTuple):
         if not is_plain or index.ndim != 1 + (self.storage.ndim > 1) or td_error.is_neg():
             td_error, index = by_row(td_error, index, data.ndim, self.storage, sampler.reduction)
         return (index, td_error) if self.wrapper is None else self.wrapper.anchored(data, index, td_error)
+
+
+def has_own(sampler: Sampler, method: str, *empty: Any) -> bool:
+    """Whether a sampler, or a sampler that it wraps, has a method other than the ``empty`` ones, which do nothing."""
+    passed_on = getattr(SamplerWrapper, method), *empty
+    while isinstance(sampler, SamplerWrapper) and getattr(type(sampler), method) in passed_on:
+        sampler = sampler.sampler
+    return getattr(type(sampler), method) not in empty
 
 
 def as_size(batch_size: Any) -> int:

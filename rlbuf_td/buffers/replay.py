@@ -28,12 +28,12 @@ from torchrl.data.replay_buffers import (
 )
 
 from rlbuf_td.buffers import minari_data, torchrl_data, waiting, writing
-from rlbuf_td.buffers.bound_write import BoundWrite, has_own
 from rlbuf_td.buffers.flow import FlowControl, make_flow, not_now
 from rlbuf_td.buffers.lane import Lane
 from rlbuf_td.buffers.parts import (
     Parts,
     as_size,
+    has_own,
     refuse_unordered,
     refuse_writer_of_reopened,
     trajectory_ids,
@@ -47,7 +47,7 @@ from rlbuf_td.diagnostics.episode_stats import EpisodeStats
 from rlbuf_td.diagnostics.health import LastDraw, ReplayCount, health
 from rlbuf_td.envs.recorder import TrajectoryNumbers
 from rlbuf_td.envs.specs import schema_of, transition_schema
-from rlbuf_td.kernels.dispatch import backend_of
+from rlbuf_td.kernels.dispatch import backend_of, compiled_form
 from rlbuf_td.samplers import ProportionalSampler, SequenceSampler, UniformSampler
 from rlbuf_td.samplers.common import (
     OwnSignature,
@@ -58,6 +58,7 @@ from rlbuf_td.samplers.common import (
     reported_by,
 )
 from rlbuf_td.samplers.n_step import joins_steps
+from rlbuf_td.samplers.priorities import Priorities
 from rlbuf_td.samplers.prioritized import Prioritized, Reduction
 from rlbuf_td.storages import PackedStorage, SchemaError, torchrl_parts
 from rlbuf_td.storages.checks import as_number, require_packed, state_of, usable_device, whole
@@ -87,9 +88,11 @@ from rlbuf_td.storages.ring import SAMPLED_AT
 from rlbuf_td.storages.row_class import unwrap
 from rlbuf_td.storages.schema import refuse_index, refuse_rounding, reshaped, walk
 from rlbuf_td.storages.tensordict_fast import entries_of
-from rlbuf_td.storages.writes import edit_all, edit_entries, stacked
+from rlbuf_td.storages.write_plan import CompiledWrites, Entering
+from rlbuf_td.storages.write_plan import Record as WriteRecord
+from rlbuf_td.storages.writes import edit_all, edit_entries, refuse_shape, stacked
 from rlbuf_td.writers import RingWriter
-from rlbuf_td.writers.common import next_step, steps_by_age
+from rlbuf_td.writers.common import TimeWriter, next_step, steps_by_age
 from rlbuf_td.writers.rollout import RolloutWriter
 
 if TYPE_CHECKING:
@@ -203,7 +206,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
         self.returned = SharedNumbers("q", [0, 0])  # the numbers of batches and rows that `sample` has returned
         self._count_replays, self.include_info, self.lane_key = count_replays, include_info, optional_key(lane_key)
         self.plans: dict[int, Plan] = {}  # how batches are made, by size
-        self.bound_write: BoundWrite | str | None = None
+        self._recorder: Any = None, None, None  # a plan of writes, statistics, and how that plan counts in them
         ahead = kwargs.get("prefetch") or 0
         self.flow = make_flow(samples_per_insert, min_size, tolerance, ahead, kwargs.get("batch_size"))
         self.batch_device = None if device is None else usable_device(device)
@@ -576,7 +579,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
         """Update ``parts``; with ``default_priorities``, rows without a priority get the priority of new rows."""
         self._refuse_second_priorities(self._storage, self._sampler)
         refuse_max_age(self._sampler, self._prefetch_cap)
-        self.plans, self.bound_write = {}, None
+        self.plans, self._storage.write_plan = {}, None
         transforms, has_units = getattr(self._transform, "transforms", ()), self._sample_unit is not None
         parts = Parts.of(self._storage, self._sampler, self._writer, transforms, has_units, self._has_collate_fn)
         if self._copies_batches:
@@ -798,8 +801,11 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
         calls = {"sample": "no call yet" if plan is None else plan.reason}
         if self.parts.prioritized is not None:
             calls["update_tensordict_priority"] = why_not_compiled(self._storage)
-        write = self.bound_write or "no call yet"
-        return {"add, extend": write if isinstance(write, str) else ""} | calls
+        plan = self._storage.write_plan
+        write = "no call yet" if plan is None else plan.reason
+        if not isinstance(self._writer, TimeWriter):
+            write = f"{type(self._writer).__name__} has no compiled write"
+        return {"add, extend": write} | calls
 
     @torch.compiler.disable(reason="draws depend on numbers that no graph knows")
     def _draw(self, size: int, is_returned: bool = False) -> Sample:
@@ -909,8 +915,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
             lanes: with ``ndim=2``, the lanes (environments) that ``[n]`` transitions belong to: ``[n]`` integers, or
                 one for all. Each transition follows the newest one of its lane, so that lanes may have unlike lengths;
                 see also :meth:`lane`. The storage must know the number of lanes: ``PackedStorage(..., lanes=E)``. Of
-                TorchRL's samplers, only ``RandomSampler`` draws from lanes of unlike lengths. ``storage.set`` and
-                ``storage.write`` then raise a RuntimeError; edits of rows that a lane lacks raise an IndexError.
+                TorchRL's samplers, only ``RandomSampler`` draws from lanes of unlike lengths. ``storage.set`` of new
+                time steps then raises a RuntimeError; edits of rows that a lane lacks raise an IndexError.
 
         Raises:
             SchemaError: the data does not match the rows; nothing has changed.
@@ -946,7 +952,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
         if self.flow is None:
             return write(data, how, update_priority, lanes)
         lead = self._lead_dims(how, lanes)
-        rows = writing.checked(data, how, lead).batch_size[:lead].numel()
+        rows = data.batch_size[:lead].numel()
         with self._inserting(self.flow, rows):
             return write(data, how, update_priority, lanes)
 
@@ -998,13 +1004,12 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
     def _write_and_count(self, data: TensorDictBase, how: str, update_priority: bool, lanes: Any) -> Any:
         """Write the data, and record the untransformed data in the episode statistics."""
         stats: Any = self.episode_stats
-        if lanes is None and isinstance(self.bound_write, BoundWrite):
-            index = self.bound_write.write(data, how == "add", counts=True)
-            if index is not None:
-                return index
         dims = self._lead_dims(how, lanes)
         if data.ndim < dims:
             return self._write_now(data, how, update_priority, lanes)
+        record = self._record_for(data, how) if lanes is None and data.ndim == dims else None
+        if record is not None:  # data of the rows' dtypes and shapes needs no conversion
+            return self._write_now(data, how, update_priority, lanes, record)
         time_dim = -1 if data.ndim > dims else None if how == "add" else self.dim_extend if lanes is None else 0
         steps = stats.read(data, time_dim=time_dim)  # refuses malformed data before the write
         with self._locked(), defer_sigint:
@@ -1012,73 +1017,125 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
             stats.record(steps, None if lanes is None else index[:, 1])
         return index
 
-    def _write_now(self, data: TensorDictBase, how: str, update_priority: bool, lanes: Any) -> Any:
-        index = self._write_bound(data, how, lanes)
-        if index is not None:
-            return index
-        self._refuse_shut_down()
-        parts = self.parts or self._initialize()
-        data = writing.checked(data, how, self._lead_dims(how, lanes))
+    def _record_for(self, data: TensorDictBase, how: str) -> WriteRecord | None:
+        """Return how compiled writes count the data in statistics; None if its columns must be converted first."""
+        parts, stats = self.parts, self.episode_stats
+        plan = None if parts is None else parts.storage.write_plan
+        if not isinstance(plan, CompiledWrites) or not parts.writes_directly or len(parts.transforms):
+            return None
+        if parts.storage._slot_generations is not None or self._dim_extend >= parts.storage.ndim:
+            return None
+        if self._recorder[:2] != (plan, stats):
+            bind = compiled_form(stats, "bind_record")
+            self._recorder = plan, stats, None if bind is None else bind(plan.rows.layout)
+        record, lanes, dim = self._recorder[2], plan.ring.lanes, self.dim_extend if how == "extend" else 0
+        count = data.shape[dim] if how == "extend" else 1
+        return record and partial(record, shape=(count, lanes), strides=(1, count) if dim else (lanes, 1))
+
+    def _write_now(
+        self, data: TensorDictBase, how: str, update_priority: bool, lanes: Any, record: WriteRecord | None = None
+    ) -> Any:
+        """Check and transform the data, and let the writer write it; ``record`` counts it in statistics."""
+        if self.parts is None or self._service_shutdown:
+            self._refuse_shut_down()
+            self._initialize()
+        parts, rows, transforms = self.parts, self._storage.rows, len(self.parts.transforms)
+        is_plain = type(data) is TensorDict and rows is not None and len(entries_of(data)) == len(rows.layout.names)
+        if not is_plain or transforms:
+            data = writing.without_report(data)
         if lanes is not None:
             if fault := parts.fault_of_lanes:
                 raise TypeError(f"lanes= {fault}")
         elif parts.writes_generally:
             return super().add(data) if how == "add" else super().extend(data, update_priority=update_priority)
-        if len(parts.transforms):
+        if transforms:
             with _set_dispatch_td_nn_modules(True):
                 data = self.transform.inv(data)
             if data is None:  # a transform may hold back data
                 return torch.zeros((0, parts.storage.ndim), dtype=torch.long, device="cpu")
-            index = self._write_bound(data, how, lanes, transformed=True)
-        return self._write_rows(data, how, update_priority, lanes) if index is None else index
+        if not is_plain or transforms:
+            data = self._completed(data, self._lead_dims(how, lanes))
+        elif parts.prioritized is not None:
+            key = self.priority_key
+            update_priority &= key in rows.layout.names or key in rows.layout.places
+        time_dim = self.dim_extend if how == "extend" and lanes is None else 0
+        try:
+            return self._write_rows(data, how, update_priority, lanes, time_dim, record)
+        except SchemaError as error:
+            if how == "extend" or data.ndim != parts.storage.ndim:
+                raise
+            raise SchemaError(f"{error.args[0]}. If these are several transitions, use extend") from None
 
-    def _write_bound(self, data: Any, how: str, lanes: Any, transformed: bool = False) -> Any:
-        """Write the data with compiled code; return its index, or None if compiled code cannot write it."""
-        bound = self.bound_write
-        if not isinstance(bound, BoundWrite):
-            return None
-        if lanes is None:
-            return bound.write(data, how == "add", transformed)
-        return bound.append(lanes, data, transformed)
-
-    @torch.compiler.disable(reason="writes change numbers that no graph knows, and bind compiled loops")
-    def _write_rows(self, data: TensorDictBase, how: str, update_priority: bool, lanes: Any) -> Any:
-        """Check the data, and let the writer write it."""
-        parts, lead = self.parts, self._lead_dims(how, lanes)
+    def _completed(self, data: TensorDictBase, dims: int) -> TensorDictBase:
+        """Check data that may have other entries than the rows, whose first ``dims`` dims index rows."""
         if self._has_environment:
-            data = self._with_trajectory_ids(data, lead)
-        rows, td_error = data, None
+            data = self._with_trajectory_ids(data, dims)
         if "index" in data.keys():
             refuse_index()
-        if how == "extend" and lanes is None and (dim := self.dim_extend) > 0:
-            if data.ndim <= dim:
-                raise SchemaError(
-                    f"extend takes batch size [E, T] (lanes, time) with ndim={parts.storage.ndim}, got {[*data.shape]}"
-                )
-            rows = reshaped(data, lambda data: data.transpose(dim, 0))
-        if parts.storage.rows is None:
-            writing.warn_of_long_rows(parts, rows, lead)
-        if update_priority and parts.prioritized is not None:
-            td_error = rows.get(self.priority_key, None)
-            if td_error is not None:
-                td_error = one_a_row(td_error, lead, parts.prioritized.reduction, rows.ndim - lead)
-                if backend_of(td_error) == "numba":
-                    refuse_errors(td_error)
-        with parts.storage.lock:
-            parts = self.parts  # under the lock: another thread may have replaced the sampler
-            try:
-                write = getattr(parts.writer, how) if lanes is None else partial(parts.writer.append, lanes)
-                index = write(rows)
-            except SchemaError as error:
-                if how == "extend" or data.ndim != parts.storage.ndim:
-                    raise
-                raise SchemaError(f"{error.args[0]}. If these are several transitions, use extend") from None
-            getattr(parts.sampler, how)(index)
+        if self._storage.rows is None:
+            writing.warn_of_long_rows(self.parts, data, dims)
+        return data
+
+    def _write_rows(
+        self,
+        data: TensorDictBase,
+        how: str,
+        update_priority: bool,
+        lanes: Any,
+        time_dim: int,
+        record: WriteRecord | None,
+    ) -> Any:
+        """Let the writer write the data, whose dim ``time_dim`` is time; tell the sampler."""
+        with self._storage.lock:
+            parts, storage = self.parts, self._storage  # under the lock: another thread may have replaced a part
+            writer, td_error = parts.writer, None
+            is_direct = parts.writes_directly and storage._slot_generations is None and self._dim_extend < storage.ndim
+            if time_dim and (not is_direct or data.ndim <= time_dim):
+                if data.ndim <= time_dim:
+                    refuse_shape(data, storage.ndim)
+                data, time_dim = reshaped(data, lambda data: data.transpose(time_dim, 0)), 0
+            if update_priority and parts.prioritized is not None:
+                dims = self._lead_dims(how, lanes)
+                td_error = self._errors_in(data, dims, time_dim, parts.prioritized.reduction)
+            if is_direct:
+                kinds: Any = {"single": how == "add", "lanes": lanes, "lanes_first": time_dim == 1}
+                index = storage.advance(data, writer.planned, record=record, **kinds)
+            else:
+                index = getattr(writer, how)(data) if lanes is None else writer.append(lanes, data)
+            if how in parts.notices:
+                getattr(parts.sampler, how)(index)
             if td_error is not None and parts.prioritized is not None:
-                parts.prioritized.update_priority(index, td_error, storage=parts.storage)
-            if not isinstance(self.bound_write, BoundWrite) or not self.bound_write.holds():
-                self.bound_write = None if self._service_shutdown else BoundWrite.of(self, parts)
+                parts.prioritized.update_priority(index, td_error, storage=storage)
         return index
+
+    def _errors_in(self, data: TensorDictBase, dims: int, time_dim: int, reduction: str) -> torch.Tensor | None:
+        """Return one TD error for each row of the data, in the order of their index; None if there are none."""
+        td_error = data.get(self.priority_key, None)
+        if td_error is None:
+            return None
+        if time_dim:
+            td_error = td_error.transpose(0, time_dim)
+        td_error = one_a_row(td_error, dims, reduction, data.ndim - dims)
+        if backend_of(td_error) == "numba":
+            refuse_errors(td_error)
+        return td_error
+
+    def entering(self) -> Entering | None:
+        """Return how compiled writes set the priorities of new rows; None: there are none, or they cannot."""
+        prioritized = None if self.parts is None else self.parts.prioritized
+        bind = None if prioritized is None else compiled_form(prioritized, "entry_loop")
+        loop = None if bind is None else bind()
+        if prioritized is None or loop is None:
+            return None
+        prioritized.priorities.move_to(self._storage)
+        return Entering(prioritized.priorities, loop)
+
+    def is_told_of_writes(self, priorities: Priorities | None) -> bool:
+        """Whether :meth:`mark_range` must be called after a compiled write, which sets these ``priorities``."""
+        parts = self.parts
+        if parts is None or (priorities is not None and parts.prioritized is not None):
+            return parts is None or parts.prioritized.priorities is not priorities
+        return has_own(parts.sampler, "mark_update", Sampler.mark_update)
 
     def _with_trajectory_ids(self, data: TensorDictBase, dims: int) -> TensorDictBase:
         """Return data whose first ``dims`` dims index rows; if only the shared rows have trajectory ids, with ids of 0.
@@ -1763,7 +1820,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
         if self.flow is not None:
             self.flow.shutdown()
         super().shutdown(timeout)
-        self.plans, self.bound_write = {}, None
+        self.plans = {}
         if self.parts is not None and self.parts.prioritized is not None:
             self.parts.prioritized.priorities.file = None
 
@@ -1947,7 +2004,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
             self.share()
         state = super().__getstate__()
         state.pop("_own_lock")
-        state |= {"plans": {}, "bound_write": None}  # these hold addresses
+        state |= {"plans": {}, "_recorder": (None, None, None)}  # these hold addresses
         return state | {"_rng": None, "generator": pickled_generator(self._rng)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

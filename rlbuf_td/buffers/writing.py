@@ -14,7 +14,7 @@ from rlbuf_td.buffers.parts import Parts
 from rlbuf_td.storages import PackedStorage, SchemaError
 from rlbuf_td.storages.keys import as_tuple, is_key
 from rlbuf_td.storages.ring import SAMPLED_AT
-from rlbuf_td.storages.schema import kind, reshaped, show_key, walk
+from rlbuf_td.storages.schema import kind, reshaped, show_key
 from rlbuf_td.storages.writes import wrapping
 
 
@@ -92,22 +92,8 @@ def refuse_other_data(how: str, data: Any) -> NoReturn:
     raise TypeError(f"{how} takes a TensorDict, got {type(data).__name__}: {remedy}")
 
 
-def checked(data: TensorDictBase, how: str, lead: int) -> TensorDictBase:
-    """Check ``data``, and remove the entries that a prioritized sampler adds to batches."""
-    if how == "extend" and not data.ndim:
-        size = "[n]" if lead == 1 else "[E, T]"
-        raise ValueError(f"extend takes several transitions, {size}, got {_without_batch_size(data, lead)}")
+def without_report(data: TensorDictBase) -> TensorDictBase:
+    """Remove the entries that a prioritized sampler adds to batches, if ``data`` is such a batch."""
     keys = data.keys()  # only one of these two keys may be an entry of the user
     is_sampled = SAMPLED_AT in keys and "priority_weight" in keys
     return data.exclude("index", "priority_weight", SAMPLED_AT) if is_sampled else data
-
-
-def _without_batch_size(data: TensorDictBase, lead: int) -> str:
-    """Say what a TensorDict of batch size ``[]`` is, and what to do."""
-    shapes = {(*value.shape[:lead],) for _, value in walk(data) if isinstance(value, torch.Tensor)}
-    (common,) = shapes if len(shapes) == 1 else ((),)
-    if len(common) < lead:
-        return "a single one: use add"
-    size = [*common]
-    remedy = f"pass TensorDict(data, {size}), or, if it is a single one, use add"
-    return f"a TensorDict without batch size, whose entries all have the leading dims {size}: {remedy}"

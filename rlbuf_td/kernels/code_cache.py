@@ -17,14 +17,15 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock
-from numba import njit
+from numba import njit, types
 from numba.core.caching import FunctionCache
+from numba.core.ccallback import CFunc
 
 _ROOM = Path(__file__).parent
 _PATIENCE = 600  # seconds that a process waits for another one, which may have been stopped
@@ -44,16 +45,37 @@ def cached_njit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     return decorate
 
 
+class Callback:
+    """A compiled function of one address, which loops call by its own address; it must not raise an error."""
+
+    def __init__(self, function: Callable[[int], None]) -> None:
+        self._function = function
+
+    @cached_property
+    def address(self) -> int:
+        """The address of the function."""
+        options = {"nopython": True, "error_model": "numpy"}
+        self._compiled = CFunc(self._function, ((types.int64,), types.void), {}, options)
+        if folder() is not None:
+            self._compiled._cache = _Cache(self._function)  # type: ignore[attr-defined]
+        _in_thread(self._compiled.compile)
+        return int(self._compiled.address or 0)
+
+
 def _compile(loop: Any, compile_: Callable[[Any], Any], signature: Any) -> Any:
     """Load or compile a loop in a thread of its own, which also compiles what the loop calls: it holds numba's lock.
 
     Numba leaves exceptions in reference cycles. The frames of their tracebacks refer to those of all callers, and would
     keep the callers' variables, such as a buffer, until a garbage collection.
     """
-    if signature in loop.overloads or threading.current_thread().name.startswith(_COMPILER):
-        return compile_(signature)
+    return compile_(signature) if signature in loop.overloads else _in_thread(partial(compile_, signature))
+
+
+def _in_thread(work: Callable[[], Any]) -> Any:
+    if threading.current_thread().name.startswith(_COMPILER):
+        return work()
     with ThreadPoolExecutor(1, _COMPILER) as threads:
-        return threads.submit(compile_, signature).result()
+        return threads.submit(work).result()
 
 
 class _Cache(FunctionCache):

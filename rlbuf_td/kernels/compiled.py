@@ -31,6 +31,18 @@ def pointer(typing_context: Any, address: Any) -> Any:
 
 
 @intrinsic
+def call(typing_context: Any, function: Any, argument: Any) -> Any:
+    """Call a :class:`Callback` by its address."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        kind = ir.PointerType(ir.FunctionType(ir.VoidType(), [ir.IntType(64)]))
+        builder.call(builder.inttoptr(arguments[0], kind), [arguments[1]])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+@intrinsic
 def address_of(typing_context: Any, array: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         array = context.make_array(signature.args[0])(context, builder, arguments[0])

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from ctypes import addressof
 from multiprocessing.context import get_spawning_popen
 from operator import ne
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -38,6 +38,7 @@ class Law(ABC):
     blank: ClassVar[dict[str, float]]  # the table's tensors in checkpoints, and their values without a priority
     min_priority = 0.0  # the lower bound of magnitudes
     lock: Any = nullcontext()  # held around compiled loops
+    weighs_rows = False  # whether the table holds a weight of each row, which depends on alpha
     first = property(lambda self: max(1.0, self.min_priority), doc="Magnitude of new rows before any TD error.")
 
     def __init__(self, settings: SharedNumbers) -> None:
@@ -109,19 +110,20 @@ class _Updates:
         """Return the address of an ``UPDATE`` record."""
         law, ring = priorities.law, getattr(storage, "ring", None)
         settings = law.settings.values
-        numbers: tuple[Any, ...] = law.table.address, settings, getattr(law, "eps", 0.0), ring
+        numbers: tuple[Any, ...] = law.table.address, settings, getattr(law, "eps", 0.0), law.min_priority, ring
         if ring is not None:
             generations = 0 if ring.in_order or ring.generations is None else ring.generations.data_ptr()
             numbers += ring.address, generations
         if len(numbers) != len(self._numbers) or any(map(ne, numbers, self._numbers)):
             at = addressof(settings)
             given: dict[str, Any] = {"table": numbers[0], "eps": numbers[2], "largest": at + 8 * LARGEST}
+            given |= {"first": law.first, "alpha": at + 8 * ALPHA if law.weighs_rows else 0}
             if ring is not None:
                 lanes = ring.lanes if storage.ndim > 1 else 0
-                given |= {"serials": numbers[4], "generations": numbers[5], "steps": ring.steps, "lanes": lanes}
+                given |= {"serials": numbers[5], "generations": numbers[6], "steps": ring.steps, "lanes": lanes}
             record = record_of(UPDATE, **given, weighed_alpha=at + 8 * WEIGHED)
             place = record.ctypes.data
-            self._record, self._address, self._numbers = record, place, numbers  # at once: an interrupt may come
+            self.record, self._address, self._numbers = record, place, numbers  # at once: an interrupt may come
         return self._address
 
     def __getstate__(self) -> dict[str, Any]:
@@ -139,6 +141,18 @@ def _as_pairs(index: Any, storage: Any, device: torch.device) -> Tensor:
     return flat_rows(index, storage, device)
 
 
+class _Entries(NamedTuple):
+    """The address of an ``UPDATE`` record with which compiled writes set priorities, and what it describes."""
+
+    address: int
+    record: Any
+    table: Any
+    numbers: tuple[Any, ...]
+
+
+_NO_ENTRIES = _Entries(0, None, None, ())
+
+
 class Priorities:
     """The priorities of the rows of one storage. A row's *magnitude* is its ``|td_error|``."""
 
@@ -153,6 +167,7 @@ class Priorities:
         self._largest_row = 0  # the row where the largest magnitude was last found
         self._updates = _Updates()
         self._inputs = HostTensors([])  # recognizes tensors like those of the last update
+        self._entries = _NO_ENTRIES
         law.table = law.make(capacity, self.device)
 
     @property
@@ -324,12 +339,21 @@ class Priorities:
                 rows = rows.clamp(min=0)
             self.file.copy(rows, self.law.table.magnitude, float(self.largest), written)
 
-    def keep_steps(self, start: int, count: int, storage: PackedStorage) -> None:
-        """Copy the magnitudes of ``count`` new time steps, from step ``start`` of the ring on, to the file."""
+    def record_of_entry(self, storage: PackedStorage) -> int:
+        """Return the address of the ``UPDATE`` record with which a compiled write sets the priorities of new rows."""
+        if self.within_buffer:
+            self._find_largest()
+        law, ring = self.law, storage._ring
+        place = law.table.magnitude.data_ptr()
+        numbers = place, law.settings.values, law.min_priority, getattr(law, "eps", 0.0), ring, ring.address
+        if numbers != self._entries.numbers or law.table is not self._entries.table:
+            self._entries = _Entries(self._updates.address_for(self, storage), self._updates.record, law.table, numbers)
+        return self._entries.address
+
+    def keep_new(self, index: Any, storage: PackedStorage) -> None:
+        """Copy the magnitudes of new rows to the file, if there is one."""
         if self.file is not None:
-            lanes = storage.all_rows().lanes.numel()
-            steps = (start + torch.arange(count, device="cpu")) % storage.all_rows().steps
-            self.keep((steps[:, None] * lanes + torch.arange(lanes, device="cpu")).flatten(), storage)
+            self.keep(flat_rows(index, storage, self.device), storage)
 
     def recover(self, storage: Storage, new: Tensor) -> None:
         """See :class:`~rlbuf_td.storages.listeners.Recovers`."""
@@ -412,6 +436,7 @@ class Priorities:
             raise RuntimeError(f"{reason}. {remedy}")
         return self.__dict__ | {
             "_inputs": HostTensors([]),
+            "_entries": _NO_ENTRIES,
             "is_shared": is_spawning,
             "file": self.file if is_spawning else None,
         }

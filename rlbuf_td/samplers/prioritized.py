@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from ctypes import addressof
 from operator import attrgetter
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 from torchrl.data.replay_buffers import PrioritizedSampler, Storage
@@ -16,7 +14,7 @@ from torchrl.data.replay_buffers import PrioritizedSampler, Storage
 from rlbuf_td.kernels.dispatch import compiled_form_of
 from rlbuf_td.kernels.host_memory import alias_of
 from rlbuf_td.samplers.common import EMPTY, fill_uniform_, setting, uniform_numbers
-from rlbuf_td.samplers.priorities import ALPHA, BETA, LARGEST, WEIGHED, Law, Priorities
+from rlbuf_td.samplers.priorities import ALPHA, BETA, Law, Priorities
 from rlbuf_td.samplers.row_sampler import RowSampler
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import exponent, one_of, state_of, whole
@@ -175,8 +173,8 @@ class Prioritized(RowSampler, PrioritizedSampler, Recovers):
         self.priorities.share_memory_()
 
     @compiled_form_of("mark_update")
-    def bind_entry(self) -> BoundEntry | None:
-        """Return how compiled writes set the priorities of new rows; None: they call :meth:`mark_update`'s function."""
+    def entry_loop(self) -> Any:
+        """Return the function in ``write_cpu`` that sets the priorities of new rows; None: there is none."""
         return None
 
     def _empty(self) -> None:
@@ -199,42 +197,3 @@ class Prioritized(RowSampler, PrioritizedSampler, Recovers):
             largest, capacity = float(state_dict["largest"]), int(state_dict["max_capacity"])
             with self._set(settings):
                 self.priorities.load(self.alpha, self.beta, largest, state_dict["priorities"], capacity)
-
-
-class EntryLoops(NamedTuple):
-    """The compiled functions that write rows with their priorities, and that only set the priorities of new rows."""
-
-    write: Any
-    enter: Any
-
-
-class BoundEntry:
-    """How a compiled write sets the priorities of new rows.
-
-    Args:
-        sampler: the sampler, whose law computes weights for the current alpha.
-        loops: the compiled functions of this sampler.
-        lock: held during the call.
-        **fields: further fields of a :data:`rlbuf_td.kernels.batch.RING` record.
-    """
-
-    def __init__(self, sampler: Prioritized, loops: EntryLoops, lock: Any, **fields: int) -> None:
-        self.sampler, self.loops, self.lock, law = sampler, loops, lock, sampler.law
-        self.table, self.settings, self.eps = law.table, sampler.settings.values, getattr(law, "eps", 0.0)
-        self.magnitude = law.table.magnitude.data_ptr()
-        settings = addressof(self.settings)
-        #: The magnitude of new rows, if it is not the largest so far.
-        self.value = np.zeros(1, np.float64) if self.takes_value() else None
-        largest = settings + 8 * LARGEST if self.value is None else self.value.ctypes.data
-        self.fields: dict[str, Any] = fields | {"priorities": law.table.addresses.ctypes.data, "largest": largest}
-        self.fields |= {"weighed_alpha": settings + 8 * WEIGHED, "eps": self.eps}
-
-    def holds(self) -> bool:
-        """Whether the priorities are in their old place, and new rows get the same ``eps``."""
-        sampler, law = self.sampler, self.sampler.law
-        is_in_place = law.table.magnitude.data_ptr() == self.magnitude and sampler.settings.values is self.settings
-        return is_in_place and getattr(law, "eps", 0.0) == self.eps and self.takes_value() == (self.value is not None)
-
-    def takes_value(self) -> bool:
-        """Whether the magnitude of new rows is computed before each write."""
-        return self.sampler.priorities.within_buffer or self.sampler.law.first > 1.0

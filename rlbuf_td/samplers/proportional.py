@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from ctypes import addressof
 from functools import cache, partial
 from operator import attrgetter
-from threading import Lock
 from typing import Any, ClassVar
 
 import torch
@@ -16,7 +14,7 @@ from rlbuf_td.kernels import sum_tree
 from rlbuf_td.kernels.dispatch import compiled_form_of, machine_code
 from rlbuf_td.samplers.common import NO_PRIORITY
 from rlbuf_td.samplers.priorities import ALPHA, BETA, WEIGHED, Law
-from rlbuf_td.samplers.prioritized import BoundEntry, EntryLoops, Prioritized, Reduction, WeightNorm
+from rlbuf_td.samplers.prioritized import Prioritized, Reduction, WeightNorm
 from rlbuf_td.storages.checks import exponent
 from rlbuf_td.storages.numbers import SharedNumbers
 
@@ -26,6 +24,7 @@ class ProportionalLaw(Law):
 
     table: sum_tree.SumTree
     blank: ClassVar = {"magnitude": -1.0, "weight": 0.0}
+    weighs_rows = True
 
     def __init__(self, settings: SharedNumbers, eps: float, min_priority: float) -> None:
         super().__init__(settings)
@@ -179,14 +178,11 @@ class ProportionalSampler(Prioritized):
         return sum_tree.tree_bytes(capacity, torch.device(device))
 
     @compiled_form_of("mark_update")
-    def bind_entry(self) -> BoundEntry | None:
+    def entry_loop(self) -> Any:
         """See :class:`~rlbuf_td.samplers.prioritized.Prioritized`."""
-        if type(self.law) is not ProportionalLaw:
-            return None
-        from rlbuf_td.kernels.batch import cpu
+        from rlbuf_td.kernels.batch import write_cpu
 
-        alpha = addressof(self.settings.values) + 8 * ALPHA
-        return BoundEntry(self, EntryLoops(cpu.write_proportional, cpu.enter_proportional), Lock(), alpha=alpha)
+        return write_cpu.enter_proportional if type(self.law) is ProportionalLaw else None
 
     def snapshot(self) -> dict[str, Any]:
         """See :class:`~rlbuf_td.samplers.common.StatefulSampler`."""

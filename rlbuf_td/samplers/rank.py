@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache, partial
 from operator import attrgetter
-from typing import Any, ClassVar, cast, final
+from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from rlbuf_td.kernels import rank_order
 from rlbuf_td.kernels.dispatch import compiled_form_of, machine_code
 from rlbuf_td.kernels.host_memory import outside_inference_mode
 from rlbuf_td.samplers.priorities import ALPHA, BETA, Law
-from rlbuf_td.samplers.prioritized import BoundEntry, EntryLoops, Prioritized, Reduction, WeightNorm
+from rlbuf_td.samplers.prioritized import Prioritized, Reduction, WeightNorm
 from rlbuf_td.storages.checks import whole
 from rlbuf_td.storages.numbers import SharedNumbers
 
@@ -138,12 +138,11 @@ class RankSampler(Prioritized):
         super().__init__(max_capacity, law, alpha, beta, stratified, weight_norm, reduction)
 
     @compiled_form_of("mark_update")
-    def bind_entry(self) -> BoundEntry:
+    def entry_loop(self) -> Any:
         """See :class:`~rlbuf_td.samplers.prioritized.Prioritized`."""
-        from rlbuf_td.kernels.batch import cpu
+        from rlbuf_td.kernels.batch import write_cpu
 
-        loops = cpu.write_rank, cpu.enter_rank
-        return BoundEntry(self, EntryLoops(*loops), cast(rank_order.ChunkedOrder, self.law.table).lock)
+        return write_cpu.enter_rank
 
     order = property(attrgetter("law.table"), doc="The rows in the order of their magnitudes.")
 

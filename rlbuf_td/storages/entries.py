@@ -175,7 +175,7 @@ class Entries:
         sources = np.array([[_source(sides[0]), _source(sides[-1])] for sides in given], np.int64)
         cells = cells.contiguous()
         self.begin(head)
-        entries_cpu.write(self.address, sources, head.ctypes.data, address_of(cells), 0, len(cells))
+        entries_cpu.write(self.address, sources, head.ctypes.data, address_of(cells), len(cells))
         self.end()
 
     def link(self, head: np.ndarray) -> None:
@@ -288,4 +288,4 @@ def _dense(leaf: torch.Tensor) -> torch.Tensor:
 
 
 def _source(leaf: torch.Tensor) -> Source:
-    return Source(address=leaf.data_ptr(), along_time=leaf.stride(0) * leaf.element_size(), along_lanes=0)
+    return Source(address=leaf.data_ptr(), pitch=leaf.stride(0) * leaf.element_size())

@@ -107,29 +107,33 @@ class Planned:
     """
 
     def __init__(self, numbers: SharedNumbers, at: int, count: int, place: int) -> None:
-        self._numbers, self._now, self._place = numbers, slice(at, at + count), place
+        self.numbers, self._now, self._place = numbers, slice(at, at + count), place
         self._after = slice(place + 1, place + 1 + count)
 
     def plan(self, publication: int, *after: int) -> None:
         """Plan the numbers after a write that begins now."""
-        values = self._numbers.values
+        values = self.numbers.values
         values[self._after] = after
         values[self._place] = publication  # last
 
+    def plan_more(self, publication: int, more: int) -> None:
+        """Plan to add to the one number."""
+        self.plan(publication, self.numbers.values[self._now][0] + more)
+
     def take(self) -> None:
         """Change the numbers to those that were planned, if there are any."""
-        values = self._numbers.values
+        values = self.numbers.values
         if values[self._place] != -1:
             values[self._now] = values[self._after]
             values[self._place] = -1
 
     def forget(self) -> None:
         """Plan nothing."""
-        self._numbers[self._place] = -1
+        self.numbers[self._place] = -1
 
     def settle(self, publication: int) -> None:
         """Take the planned numbers if the write has been published, otherwise forget them."""
-        if self._numbers[self._place] == publication:
+        if self.numbers[self._place] == publication:
             self.forget()
         else:
             self.take()

@@ -9,7 +9,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from math import prod
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
@@ -21,7 +20,13 @@ import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from torchrl.data.replay_buffers import LazyTensorStorage
 
-from rlbuf_td.kernels.dispatch import backend_of, compiled_form_of, import_kernels, refuse_without_compiler
+from rlbuf_td.kernels.dispatch import (
+    backend_of,
+    compiled_form_of,
+    import_kernels,
+    is_compiling,
+    refuse_without_compiler,
+)
 from rlbuf_td.kernels.host_memory import advise_huge_pages, alias_of, in_dispatch_mode
 from rlbuf_td.kernels.serials import PUBLISHED, REVISION, WRITTEN
 from rlbuf_td.storages import writes
@@ -36,6 +41,7 @@ from rlbuf_td.storages.listeners import Listeners, Recovers, Then
 from rlbuf_td.storages.lock import ProcessLock
 from rlbuf_td.storages.memory import ROWS_FILE, HeadFile, RowsFile, allocate_bytes, delete_rows_file
 from rlbuf_td.storages.memory_budget import Purpose, require_room
+from rlbuf_td.storages.numbers import Planned
 from rlbuf_td.storages.processes import SharedRows, watch_forks
 from rlbuf_td.storages.ring import Ring, extents, refuse_ring, refuse_stamps
 from rlbuf_td.storages.row_class import RowClass
@@ -43,7 +49,8 @@ from rlbuf_td.storages.rows import PlainRows, Rows, from_start
 from rlbuf_td.storages.rows.dedup import DedupRows
 from rlbuf_td.storages.schema import Leaf, SchemaError, kind
 from rlbuf_td.storages.torchrl_parts import listeners_of, parts_of, set_listeners
-from rlbuf_td.storages.writes import as_index, as_tensordict, is_index, is_mask, remedy_of_holes
+from rlbuf_td.storages.write_plan import CompiledWrites, Record, TorchWrites, WritePlan, unwritable
+from rlbuf_td.storages.writes import Beginning, as_index, as_lanes, as_tensordict, is_index, is_mask, remedy_of_holes
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -68,7 +75,8 @@ _COPY = Purpose(
 _RING_FILE = "ring.json"
 _AT_ONCE = 64 << 20  # bytes of rows that a load writes at once
 _OTHER_CAPACITY = "rb.dumps and rb.loads transfer the newest ones of each lane into another capacity"
-_NOT_COPIED = frozenset(("_ring", "episodes", "rows", "live", "_total_shape_value", "shared_rows", "lock"))
+_OF_ROWS = "_ring", "episodes", "rows", "live", "_total_shape_value"
+_NOT_COPIED = frozenset((*_OF_ROWS, "shared_rows", "lock", "write_plan"))
 
 
 class PackedStorage(LazyTensorStorage):
@@ -145,8 +153,8 @@ class PackedStorage(LazyTensorStorage):
     With ``ndim=2``, lanes may advance alone, see :meth:`append` and :meth:`ReplayBuffer.lane`. Cells that a shorter
     lane has not written yet, or whose row a killed write was about to replace, are *holes*: reads and edits of them
     raise an IndexError; columns, and with ``ndim=2`` time steps, have zeros there (deduplicated keys: any values).
-    :meth:`ReplayBuffer.chronological` skips them. While lanes stand at unlike steps, :meth:`set` and :meth:`write` of
-    new time steps raise a RuntimeError. Of TorchRL's samplers, only ``RandomSampler`` draws from rows with holes:
+    :meth:`ReplayBuffer.chronological` skips them. While lanes stand at unlike steps, :meth:`set` of new time steps
+    raises a RuntimeError. Of TorchRL's samplers, only ``RandomSampler`` draws from rows with holes:
     replace ``SamplerWithoutReplacement`` by :class:`MinibatchSampler`, ``PrioritizedSampler`` by
     :class:`ProportionalSampler`, and ``SliceSampler`` by ``SequenceSampler(UniformSampler(), n, boundary="strict")``.
 
@@ -178,6 +186,8 @@ class PackedStorage(LazyTensorStorage):
     episodes: Episodes | None = None  # of rows with flags or ids that end episodes
     episode_keys = EpisodeKeys()
     uses_episode_keys = False  # whether somebody looks up episodes by these keys
+    write_plan: WritePlan | None = None  # how rows are written; None: the next write chooses
+    _slot_generations: Any = None  # how often TorchRL's writers have written each position, if one of them counts this
     _ring: Ring
 
     def __init__(
@@ -364,7 +374,7 @@ class PackedStorage(LazyTensorStorage):
 
     def find_episodes(self, before: Episodes | None = None) -> None:
         """Make the numbers of the rows' episodes, equal to those of ``before`` if it is given."""
-        memory = None if self.shared_rows is None else self.shared_rows.of_episodes
+        memory, self.write_plan = None if self.shared_rows is None else self.shared_rows.of_episodes, None
         with suppress(KeyError, TypeError, SchemaError):  # a look-up raises it
             self.episodes = Episodes(self.all_rows(), self._ring, self.episode_keys, memory)
             if before is not None:
@@ -415,12 +425,6 @@ class PackedStorage(LazyTensorStorage):
     def bind_read(self) -> Rows:
         """Return the rows that compiled code reads."""
         return self.all_rows()
-
-    @compiled_form_of("write", "append", "set")
-    def bind_write(self) -> dict[str, int]:
-        """Return the addresses of the counters that a compiled write advances."""
-        ring = self.ring
-        return {"revision": ring.address + 8 * (len(ring.numbers) + REVISION), "head": ring.address}
 
     @property
     def in_time_order(self) -> bool:
@@ -582,56 +586,98 @@ class PackedStorage(LazyTensorStorage):
                 what = "is gone: a write was about to replace it, and did not end (rb.chronological() skips it)"
             raise IndexError(f"step {step} of lane {lane} {what}{remedy_of_holes(self)}")
 
-    def write(
-        self, start: int, data: TensorDictBase, *, single: bool = False, anew: bool = False, then: Then | None = None
-    ) -> None:
-        """Write transitions from time step ``start`` on; after the last step of the storage, continue at step 0.
+    def advance(
+        self,
+        data: Any,
+        counts: Planned | None = None,
+        *,
+        single: bool = False,
+        lanes: Any = None,
+        lanes_first: bool = False,
+        anew: bool = False,
+        tells: bool = True,
+        record: Record | None = None,
+    ) -> Any:
+        """Write rows after the newest ones, which replace the oldest; return their index, ``[n]`` or ``[n * E, ndim]``.
 
-        ``data`` is ``[n, *lanes]`` with ``1 <= n <= T``, or ``[*lanes]`` if ``single``. All steps before ``start`` must
-        have been written. The entry ``"index"`` is not stored. ``anew``: the rows so far are removed; ``then``: what a
-        writer does with the write.
+        If there are more rows than slots, the last ones are stored.
 
-        Raises:
-            SchemaError: ``data`` does not match the rows; nothing has been written.
+        Args:
+            data: time steps ``[n, *lanes]``; or rows ``[n]`` of single ``lanes``.
+            counts: the number of time steps that a writer has written.
+            single: whether ``data`` is one time step ``[*lanes]``.
+            lanes: the lane of each row, ``[n]`` integers, those of a lane in time order; or one lane for all rows.
+            lanes_first: whether ``data`` is ``[E, n]``.
+            anew: whether the rows so far are removed.
+            tells: whether the buffers of the storage are told of the rows.
+            record: see :meth:`WritePlan.write`.
+
+        Raises: the errors of :meth:`append`; and a ValueError if there is no row.
         """
-        rows, leaves, count = writes.admit(self, data, single)
-        writes.refuse_apart(self)
-        writes.refuse_out_of_order(self, start + np.arange(count))
-        self.write_steps(start, count, partial(rows.copy_, start, count, leaves, self.ring.serials), anew, then)
+        if is_compiling():
+            return _advance_outside_graphs(self, data, counts, single, lanes, lanes_first, anew, tells, record)
+        ndim = self.ndim
+        if type(data) is not TensorDict:
+            data = as_tensordict(self, data, 1 if lanes is not None else ndim - single)
+        with self.lock:
+            size, lane = data.batch_size, None
+            if len(size) <= lanes_first and not single:
+                writes.refuse_shape(data, 1 if lanes is not None else ndim)
+            plan = self.write_plan
+            if plan is None or not plan.holds():
+                plan = self._plan_writes(data, single, lanes, lanes_first)
+            own = plan.rows.lanes
+            if lanes is not None:
+                lane = as_lanes(self, lanes, data)
+                lead, count = size[:1], size[0]
+            elif single:
+                lead, count = own, 1
+            elif lanes_first:
+                lead, count = own + size[1:2], size[1]
+            else:
+                lead, count = size[:1] + own, size[0]
+            if not count:
+                raise ValueError("extend needs at least one transition, got none")
+            if anew or type(lanes) is Beginning:
+                plan.rows.layout.collect(data, lead)  # refuses the data before anything changes
+                if anew:
+                    self.ring.empty()
+                    plan.rows.forget()
+                else:
+                    self.begin_episode(lanes)
+            return plan.write(self, data, lead, count, lane, lanes_first, single, counts, tells, record)
 
-    def write_steps(
-        self, start: int, count: int, copy: Callable[[], object], anew: bool = False, then: Then | None = None
-    ) -> None:
-        """Write ``count`` time steps from slot ``start`` on, whose bytes ``copy`` stores."""
-        ring = self.ring
-        if start == ring.cursor or count >= ring.steps:
-            slot, counts = None if start == ring.cursor else start, np.full(ring.lanes, count)
-            self.publish(np.arange(ring.lanes), counts, copy, slot=slot, anew=anew, then=then)
+    def _plan_writes(self, data: TensorDictBase, single: bool, lanes: Any, lanes_first: bool) -> WritePlan:
+        """Choose how rows are written; allocate them for ``data`` if this is the first write."""
+        if lanes is not None:
+            writes.fix_lanes(self, data)
         else:
-            device = self.all_rows().matrix.device
-            self.scatter(torch.arange(start, start + count, device=device) % ring.steps, copy, then)
+            writes.admit(self, data.transpose(0, 1) if lanes_first else data, single)
+        writes.enter(self)
+        with torch.inference_mode(False):
+            reason = unwritable(self)
+            self.write_plan = plan = TorchWrites(self, reason) if reason else CompiledWrites(self)
+        return plan
+
+    def restart_at(self, slot: int) -> None:
+        """Give up all rows, before others fill all slots from ``slot`` on."""
+        if self.episodes is not None:
+            self.episodes.lose_predecessors()
+        self.ring.empty(slot)
+        self.all_rows().forget()
 
     def publish(
-        self,
-        lanes: np.ndarray,
-        counts: np.ndarray,
-        copy: Callable[[], object],
-        *,
-        slot: int | None = None,
-        anew: bool = False,
-        then: Then | None = None,
+        self, lanes: np.ndarray, counts: np.ndarray, copy: Callable[[], object], then: Then | None = None
     ) -> None:
         """Write ``counts[i]`` rows to lane ``lanes[i]``, after its newest ones; ``copy`` stores their bytes.
 
         If the process dies, or the thread is interrupted, the rows are written or missing as a whole; the rows that
-        they were about to replace may be gone. For ``slot`` and ``anew``, see ``Ring.begin``.
+        they were about to replace may be gone. A compiled write does the same.
         """
         ring, episodes = self.ring, self.episodes
         kept = np.minimum(counts, ring.steps)
         with self._writing():
-            if slot is not None and episodes is not None:
-                episodes.lose_predecessors()
-            ring.begin(lanes, counts, slot, anew=anew)
+            ring.begin(lanes, counts)
             if then is not None:
                 then.plan(ring.publication)
             copy()
@@ -701,16 +747,13 @@ class PackedStorage(LazyTensorStorage):
             for each in listeners_of(self):
                 each.mark_update(torch.stack(index, -1) if isinstance(index, tuple) else index)
 
-    def append(
-        self, lanes: Any, data: TensorDictBase, then: Callable[[torch.Tensor], Then] | None = None
-    ) -> torch.Tensor:
+    def append(self, lanes: Any, data: TensorDictBase) -> torch.Tensor:
         """Write rows to single lanes of ``[T, E]``, each after the newest row of its lane; return their flat indices.
 
         Args:
             lanes: the lane of each row, ``[n]`` integers, or one lane for all rows.
             data: rows of batch size ``[n]``, those of a lane in time order. If a lane gets more rows than its capacity,
                 its last ones are stored.
-            then: returns what a writer does with the write of rows with these flat indices.
 
         Raises:
             SchemaError: ``data`` does not match the rows; nothing has been written.
@@ -718,7 +761,8 @@ class PackedStorage(LazyTensorStorage):
             TypeError: lanes are not integers.
             IndexError: a lane is out of range; nothing has been written.
         """
-        return writes.append(self, lanes, data, then)
+        index = self.advance(data, lanes=lanes, tells=False)
+        return index[:, 0] * self.ring.lanes + index[:, 1]
 
     def set(
         self,
@@ -919,7 +963,7 @@ class PackedStorage(LazyTensorStorage):
 
     def forget_rows(self) -> None:
         """Drop the rows without changing the counters."""
-        self.rows = self.live = self.episodes = None
+        self.rows = self.live = self.episodes = self.write_plan = None
 
     def close(self) -> None:
         """Release the rows: free their memory, or let another process continue those in ``scratch_dir``.
@@ -1301,7 +1345,7 @@ class PackedStorage(LazyTensorStorage):
         """Return the state to pickle: shared memory for a spawned process, otherwise a copy of the rows."""
         if get_spawning_popen() is not None:
             self.share_memory_()
-            return vars(self) | dict.fromkeys(("_rng", "live", "rows", "_ring", "episodes"))
+            return vars(self) | dict.fromkeys(("_rng", "live", "rows", "_ring", "episodes", "write_plan"))
         kept = {name: value for name, value in vars(self).items() if name not in _NOT_COPIED}
         saved = self.revision, self.state_dict()
         return kept | {
@@ -1352,3 +1396,9 @@ class PackedStorage(LazyTensorStorage):
         head = f"{name}({len(self):,} of {self.max_size:,} rows, shape {tuple(rows.shape)}, "
         head += f"{rows.layout.row_bytes} bytes per row, {rows.nbytes / 2**20:,.1f} MiB, {place}"
         return "\n".join((head, *lines, ")"))
+
+
+@torch.compiler.disable(reason="writes change numbers that no graph knows, and call compiled loops")
+def _advance_outside_graphs(storage: PackedStorage, data: Any, counts: Planned | None, *kinds: Any) -> Any:
+    names = "single", "lanes", "lanes_first", "anew", "tells", "record"
+    return storage.advance(data, counts, **dict(zip(names, kinds, strict=True)))

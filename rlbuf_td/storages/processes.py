@@ -28,7 +28,6 @@ from rlbuf_td.storages.memory import HeadFile, NamelessFile, SharedFile
 from rlbuf_td.storages.numbers import SharedNumbers
 from rlbuf_td.storages.row_class import RowClass
 from rlbuf_td.storages.rows import Rows
-from rlbuf_td.storages.torchrl_parts import listeners_of
 
 if TYPE_CHECKING:
     from rlbuf_td.storages.packed import PackedStorage
@@ -164,13 +163,11 @@ def _release() -> None:
 
 
 def _begin_child() -> None:
-    """Release the locks; bound writes, which do not look for a fork, are bound again by the first write."""
+    """Release the locks; a plan of writes does not look for a fork, so that the first write makes another one."""
     _release()
     for storage in list(_storages):
         if storage.shared_rows is None:
-            for listener in listeners_of(storage):
-                if hasattr(listener, "bound_write"):
-                    listener.bound_write = None
+            storage.write_plan = None
 
 
 if hasattr(os, "register_at_fork"):

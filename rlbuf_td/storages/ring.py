@@ -186,28 +186,20 @@ class Ring:
         """How often rows have been published or given up: planned numbers (:class:`Planned`) depend on it."""
         return self.numbers[PUBLICATION]
 
-    def begin(
-        self, lanes: np.ndarray | slice, count: np.ndarray | int, slot: int | None = None, *, anew: bool = False
-    ) -> None:
+    def begin(self, lanes: np.ndarray | slice, count: np.ndarray | int) -> None:
         """Give up the rows that a write will replace.
 
         Args:
             lanes: the lanes to write, each once.
             count: the number of new rows of each lane; the last T of them are stored.
-            slot: where the first new row of each lane lies, if it is not the next slot; all rows are then replaced.
-            anew: whether all rows are given up, although the new ones may be fewer.
         """
         after = self.after
         after[:] = self.head
         written = after[WRITTEN]
-        if slot is not None:
-            written += (slot - written) % self.steps
         self.before[:] = written
         written[lanes] += count
-        np.maximum(self.before if anew else after[TAIL], written - self.steps, out=after[TAIL])
+        np.maximum(after[TAIL], written - self.steps, out=after[TAIL])
         self._give_up()
-        if slot is not None:
-            self.tail[:] = self.written[:] = self.before
 
     def give_up(self) -> None:
         """Give up all rows; :meth:`load` brings others."""
@@ -235,10 +227,13 @@ class Ring:
         """Note that a write has ended: what is derived from the rows is up to date."""
         self.numbers[DIRTY] = IDLE
 
-    def empty(self) -> None:
-        """Give up all rows. The next ones lie in cells from 0 on, and no stamp of an earlier row equals theirs."""
+    def empty(self, slot: int = 0) -> None:
+        """Give up all rows. The next ones lie in cells from ``slot`` on, and no stamp of an earlier row equals theirs.
+
+        The caller must fill all slots after any other ``slot`` than 0.
+        """
         self.after[:] = self.head
-        self.after[TAIL] = self.after[WRITTEN] = self.written + -self.written % self.steps
+        self.after[TAIL] = self.after[WRITTEN] = self.written + (slot - self.written) % self.steps
         self._replace_head()
 
     def skip(self, by: np.ndarray) -> None:

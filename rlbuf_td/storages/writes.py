@@ -7,23 +7,20 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 
 from rlbuf_td.kernels.host_memory import address_of
-from rlbuf_td.kernels.serials import TAIL, WRITTEN
 from rlbuf_td.storages.dedup import DedupLayout
 from rlbuf_td.storages.episodes import refuse_inner
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.listeners import Then
-from rlbuf_td.storages.ring import extents
 from rlbuf_td.storages.row_class import unwrap
 from rlbuf_td.storages.rows import Rows, last_of_each
-from rlbuf_td.storages.schema import SchemaError, refuse_other_index, refuse_unfit, show_key
+from rlbuf_td.storages.schema import SchemaError, refuse_other_index, refuse_unfit, show_key, walk
 from rlbuf_td.storages.torchrl_parts import capacity_in_steps, count_change, listeners_of
 
 if TYPE_CHECKING:
@@ -104,6 +101,19 @@ def stacked(data: Any, dim: int = 0) -> Any:
         raise SchemaError(f"cannot stack the steps of a list: {error}") from None
 
 
+def refuse_shape(data: TensorDictBase, lead: int) -> NoReturn:
+    """Raise an error for data with too few batch dims; ``lead``: how many it must have."""
+    if data.ndim:
+        raise SchemaError(f"extend takes batch size [E, T] (lanes, time) with ndim={lead}, got {[*data.shape]}")
+    shapes = {(*value.shape[:lead],) for _, value in walk(data) if isinstance(value, torch.Tensor)}
+    (common,) = shapes if len(shapes) == 1 else ((),)
+    what = "a single one: use add"
+    if len(common) == lead:
+        remedy = f"pass TensorDict(data, {[*common]}), or, if it is a single one, use add"
+        what = f"a TensorDict without batch size, whose entries all have the leading dims {[*common]}: {remedy}"
+    raise ValueError(f"extend takes several transitions, {'[n]' if lead == 1 else '[E, T]'}, got {what}")
+
+
 def as_tensordict(storage: PackedStorage, data: Any, lead_dims: int) -> TensorDictBase:
     """Return data for ``storage``, of any class that it takes, as a TensorDict."""
     if type(data) is TensorDict:
@@ -145,22 +155,16 @@ def _enter_forked_process(storage: PackedStorage, rows: Rows) -> None:
     storage.process = os.getpid()
 
 
-def admit(storage: PackedStorage, data: Any, single: bool) -> tuple[Rows, list[torch.Tensor], int]:
-    """Return the rows, the checked leaves of ``data``, and the number of time steps; allocate rows if necessary."""
-    data = as_tensordict(storage, data, storage.ndim - single)
+def admit(storage: PackedStorage, data: TensorDictBase, single: bool) -> Rows:
+    """Return the rows; allocate them for ``data`` if this is the first write."""
     if storage.rows is None or storage.is_reserved:
         if storage.uses_episode_keys:
             refuse_inner(data.batch_size, storage.ndim - single, storage.ndim)
         if "index" in data.keys():  # some writers of TorchRL's add it
             refuse_other_index(data.get("index"))
-            fix_rows(storage, data.exclude("index"), storage.ndim - single)
-        else:
-            fix_rows(storage, data, storage.ndim - single)
-    rows = storage.all_rows()
-    if single:
-        return rows, rows.layout.collect(data, rows.lanes), 1
-    lead = data.batch_size[:1] + rows.lanes
-    return rows, rows.layout.collect(data, lead), lead[0]
+            data = data.exclude("index")
+        fix_rows(storage, data, storage.ndim - single)
+    return storage.all_rows()
 
 
 def refuse_schema(storage: PackedStorage, layout: RowLayout) -> None:
@@ -208,75 +212,33 @@ def refuse_apart(storage: PackedStorage) -> None:
         )
 
 
-def _occurrences(numbers: np.ndarray) -> np.ndarray:
-    """Return for each element how many equal elements precede it, ``[n]`` int64; O(n log n)."""
-    order = np.argsort(numbers, kind="stable")
-    ordered = numbers[order]
-    found = np.empty(len(numbers), np.int64)
-    found[order] = np.arange(len(numbers)) - np.searchsorted(ordered, ordered)
-    return found
-
-
-def append(
-    storage: PackedStorage, lanes: Any, data: TensorDictBase, then: Callable[[torch.Tensor], Then] | None = None
-) -> torch.Tensor:
-    """Implement :meth:`PackedStorage.append`."""
-    data = as_tensordict(storage, data, 1)
-    _fix_lanes(storage, data)
-    lane = as_lanes(storage, lanes, data)
-    rows = storage.all_rows()
-    leaves = rows.layout.collect(data, data.batch_size[:1])
-    ring = storage.ring
-    before, more = _occurrences(lane), np.bincount(lane, minlength=ring.lanes)
-    cells = (ring.written[lane] + before) % ring.steps * ring.lanes + lane
-    kept = more[lane] - before <= ring.steps  # later rows of the call overwrite the others
-    if not kept.all():
-        where = torch.from_numpy(kept)
-        leaves = [leaf[where.to(leaf.device)] for leaf in leaves]
-    written, serials, longest = torch.from_numpy(cells[kept]), ring.serials, ring.longest
-
-    def copy() -> None:
-        steps = int(extents(ring.after[TAIL], ring.after[WRITTEN], ring.steps).max())
-        if steps > longest:
-            rows.matrix[longest:steps].zero_()  # those of other lanes are holes
-        rows.append_(written, leaves, serials)
-
-    if isinstance(lanes, Beginning):
-        storage.begin_episode(lanes)
-    written_lanes, flat = np.flatnonzero(more), torch.from_numpy(cells)
-    storage.publish(written_lanes, more[written_lanes], copy, then=None if then is None else then(flat))
-    return flat
-
-
 class Beginning(int):
     """A lane whose next row begins an episode, because another actor takes the lane over."""
 
 
-def as_lanes(storage: PackedStorage, lanes: Any, data: TensorDictBase) -> np.ndarray:
-    """Check ``lanes``, an int or one per row of ``data``; return one per row, ``[n]`` int64.
+def as_lanes(storage: PackedStorage, lanes: Any, data: TensorDictBase) -> torch.Tensor:
+    """Return a lane for each row of ``data``, ``[n]`` int64, from an int or from one lane per row.
 
     Raises:
         TypeError: lanes are not integers.
         ValueError: data or lanes have the wrong shape.
-        IndexError: a lane is out of range.
+        IndexError: a single lane is out of range.
     """
-    if data.ndim < 1 or not len(data):
-        raise ValueError(f"lanes= takes rows of batch size [n], n at least 1, in time order, got {[*data.shape]}")
-    array = lanes.detach().cpu().numpy() if isinstance(lanes, torch.Tensor) else np.asarray(lanes)
+    size = data.batch_size
+    if not size or not size[0]:
+        raise ValueError(f"lanes= takes rows of batch size [n], n at least 1, in time order, got {[*size]}")
+    if isinstance(lanes, torch.Tensor) and lanes.is_cpu:
+        address_of(lanes)  # refuses lanes without memory
+    array = lanes.numpy(force=True) if isinstance(lanes, torch.Tensor) else np.asarray(lanes)
     if array.dtype.kind not in "iu":
         raise TypeError(f"lanes must be integers, one per row or one for all, got {array.dtype}")
-    if array.size == 1:
-        array = np.broadcast_to(array.reshape(()), (len(data),))
-    if array.shape != (len(data),):
-        raise ValueError(f"lanes of shape {array.shape} for {len(data)} rows: pass one lane per row, or one for all")
-    size = prod(storage.lanes)
-    if array.min() < 0 or array.max() >= size:
-        bad = array[(array < 0) | (array >= size)][0]
-        raise IndexError(f"lane {bad} is out of range: lanes are 0 to {size - 1}")
-    return np.array(array, np.int64, order="C")
+    if array.size != 1 and array.shape != size[:1]:
+        raise ValueError(f"lanes of shape {array.shape} for {size[0]} rows: pass one lane per row, or one for all")
+    # In memory of its own: nobody can change the lanes after their range has been checked.
+    return torch.from_numpy(np.full(size[0], array.reshape(-1) if array.size == 1 else array, np.int64))
 
 
-def _fix_lanes(storage: PackedStorage, data: TensorDictBase) -> None:
+def fix_lanes(storage: PackedStorage, data: TensorDictBase) -> None:
     """Allocate rows for the first write to single lanes; raise a ValueError if the number of lanes is unknown."""
     if storage.ndim != 2:
         raise ValueError(
@@ -306,27 +268,32 @@ def set_steps(
     steps = _as_steps(cursor, total, live, set_cursor)
     if not single and data.batch_size[:1] != steps.shape:
         raise SchemaError(f"data of batch size {tuple(data.batch_size)} cannot fill {len(steps)} positions")
-    rows, leaves, count = admit(storage, data, single)
-    if set_cursor:
-        refuse_out_of_order(storage, steps)
-    else:
+    rows = admit(storage, data, single)
+    lead = rows.lanes if single else steps.shape + rows.lanes
+    follows = set_cursor and bool((steps == (steps[0] + np.arange(len(steps))) % total).all())
+    if follows and then is None and (steps[0] == storage.ring.cursor or len(steps) >= total):
+        rows.layout.collect(data, lead)  # refuses the data before anything changes
+        if steps[0] != storage.ring.cursor:
+            storage.restart_at(int(steps[0]))
+        storage.advance(data, single=single, tells=False)
+        return
+    leaves = rows.layout.collect(data, lead)
+    if not set_cursor:
         refuse_shared_keys(storage, storage.deduplicated)
-    cells, is_run = rows.cells_at(torch.from_numpy(steps)), bool((np.diff(steps) == 1).all())
-    if not set_cursor:
-        storage.refuse_holes(cells.reshape(-1))
-    if is_run or rows.dedup is not None:
-        kept = min(count, rows.steps)
-        leaves = leaves if kept == count else [leaf[-kept:] for leaf in leaves]
-        copy = partial(rows.copy_, int(steps[-kept]), kept, leaves, storage.ring.serials)
-    else:
-        copy = partial(rows.replace_, cells, leaves)
-    if not set_cursor:
-        with _editing(storage):
-            copy()
-    elif (np.diff(steps) % rows.steps == 1 % rows.steps).all():
-        storage.write_steps(int(steps[0]), len(steps), copy, then=then)
-    else:
-        storage.scatter(torch.from_numpy(steps).to(rows.matrix.device), copy, then)
+    elif storage.dedup is not None:
+        raise SchemaError(
+            f"cannot write at step {steps[0]}: deduplicated rows are written in order, and the next step is "
+            f"{storage.ring.cursor}; leave out share_next and frames to write anywhere"
+        )
+    cells = rows.cells_at(torch.from_numpy(steps))
+    if single:
+        leaves = [leaf[None] for leaf in leaves]
+    if set_cursor:
+        storage.scatter(torch.from_numpy(steps).to(rows.matrix.device), partial(rows.replace_, cells, leaves), then)
+        return
+    storage.refuse_holes(cells.reshape(-1))
+    with _editing(storage):
+        rows.replace_(cells, leaves)
 
 
 @contextmanager
@@ -347,20 +314,6 @@ def replace(storage: PackedStorage, cursor: Any, data: TensorDictBase) -> None:
     leaves = rows.layout.collect(data, cells.shape)
     with _editing(storage):
         rows.replace_(cells, leaves)
-
-
-def refuse_out_of_order(storage: PackedStorage, steps: np.ndarray) -> None:
-    """Raise a SchemaError unless a write of deduplicated rows continues after the newest one, or replaces all rows."""
-    if storage.dedup is None:
-        return
-    total, (_, following) = storage.all_rows().steps, storage.ring.serials
-    steps, onwards = steps % total, np.arange(len(steps))
-    wrong = steps != (following[0] + onwards) % total
-    if wrong.any() and (len(steps) < total or (steps != (steps[0] + onwards) % total).any()):
-        raise SchemaError(
-            f"cannot write at step {steps[wrong][0]}: deduplicated rows are written in order, and the next step is "
-            f"{following[0] % total}; leave out share_next and frames to write anywhere"
-        )
 
 
 def refuse_shared_keys(storage: PackedStorage, keys: Iterable[tuple[str, ...]]) -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
-from ctypes import addressof
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
@@ -18,17 +16,14 @@ from torchrl.data.replay_buffers import (
     Writer,
 )
 
-from rlbuf_td.kernels.dispatch import compiled_form_of
-from rlbuf_td.storages import PackedStorage, torchrl_parts
+from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import OUT_OF_ORDER, require_packed, saved_number, state_of
-from rlbuf_td.storages.indexing import coordinates, lanes_of, stand_apart
-from rlbuf_td.storages.listeners import Recovers, Then
+from rlbuf_td.storages.indexing import lanes_of, stand_apart
+from rlbuf_td.storages.listeners import Recovers
 from rlbuf_td.storages.numbers import Planned, SharedNumbers
-from rlbuf_td.storages.schema import SchemaError, reshaped
 from rlbuf_td.storages.writes import stacked
 
 MOST = (1 << 63) - 1
-_GENERATIONS = "_slot_generations"  # attribute of the storage in which TorchRL's writers count writes
 
 
 class TimeWriter(RoundRobinWriter, Recovers):
@@ -41,13 +36,22 @@ class TimeWriter(RoundRobinWriter, Recovers):
 
     def __init__(self, *, track_generations: bool = False) -> None:
         self.count_in(SharedNumbers("q", [0, 0, -1, 0]))
-        self._first_index: tuple[torch.Size, torch.Tensor, torch.Tensor] | None = None
         super().__init__(compilable=False, track_generations=track_generations)
+
+    @property
+    def _cursor(self) -> int:
+        """The time step to write next: the rows of a PackedStorage tell it, which other buffers may have written."""
+        storage: Any = self._storage
+        return storage.ring.cursor if isinstance(storage, PackedStorage) else self._cursor_value.value
+
+    @_cursor.setter
+    def _cursor(self, cursor: int) -> None:
+        self._cursor_value.value = cursor
 
     @property
     def counts_generations(self) -> bool:
         """Whether this writer, or another writer of the storage, counts the writes to each position."""
-        return self._track_generations or _GENERATIONS in self._storage.__dict__  # fast, because every write needs it
+        return self._track_generations or self._generation is not None
 
     def register_storage(self, storage: Storage) -> None:
         """Set the storage to write to; ValueError if the writer already has another storage."""
@@ -69,29 +73,15 @@ class TimeWriter(RoundRobinWriter, Recovers):
         """Share the counters with processes that are forked later, or spawned with this writer as an argument."""
         self.numbers.share_memory_()
 
-    def _then(self, count: int, tell: Callable[[], object]) -> Then:
-        """Return what a write of ``count`` time steps, or rows of single lanes, does besides: count, and tell."""
-
-        def take() -> None:
-            self.planned.take()
-            ring = self._storage.ring
-            if ring.together:
-                self._cursor_value.value = ring.cursor
-            tell()
-
-        return Then(lambda publication: self.planned.plan(publication, self._write_count_value.value + count), take)
-
     def recover(self, storage: Any, new: torch.Tensor) -> None:
         """See :class:`~rlbuf_td.storages.listeners.Recovers`."""
         self.planned.settle(storage.ring.publication)
-        if storage.ring.together:
-            self._cursor_value.value = storage.ring.cursor
 
     def add(self, data: Any) -> int | torch.Tensor:
         """Write one time step, ``[]`` (``[*lanes]`` if ``ndim > 1``); return its index. Errors: see :meth:`extend`."""
         if not isinstance(self._storage, PackedStorage):
             return super().add(without_index(data))
-        return self._write(data, 1, single=True)
+        return self._write(data, single=True)
 
     def extend(self, data: Any) -> torch.Tensor:
         """Write ``[n, *lanes]`` transitions; return their index, ``[n]`` or, if ``ndim > 1``, ``[n * lanes, ndim]``.
@@ -107,27 +97,13 @@ class TimeWriter(RoundRobinWriter, Recovers):
         data = stacked(data)
         if not len(data):
             raise ValueError("extend needs at least one transition, got none")
-        return self._write(data, len(data))
+        return self._write(data)
 
-    def _write(self, data: Any, count: int, *, single: bool = False) -> Any:
-        storage: Any = self._storage
-        if not storage.ring.together:
-            return self._extend_each_lane(data.unsqueeze(0) if single else data)
-        steps = torchrl_parts.capacity_in_steps(storage, **{"single_data" if single else "batched_data": data})
-        cursor, kept = self.find_cursor(), min(count, steps)
-        start, index = (cursor + count - kept) % steps, cast("Any", cursor)
-        if not single:
-            index = torch.arange(cursor, cursor + count, device=getattr(data, "device", None) or "cpu") % steps
-
-        def tell() -> None:
-            nonlocal index
-            self._bump_generation(index, data)
-            if storage.ndim > 1:
-                index = self._step_index(cursor) if single else self._replicate_index(index)
-            self.announce(start, kept, steps, index)
-
-        newest = data if kept == count else reshaped(data, lambda rows: rows[count - kept :])
-        storage.write(start, newest, single=single, anew=self.begins_anew, then=self._then(count, tell))
+    def _write(self, data: Any, **kind: bool) -> Any:
+        index = self._storage.advance(data, self.planned, anew=self.begins_anew, **kind)
+        if self.counts_generations:
+            lanes = lanes_of(self._storage).numel()
+            self._bump_generation(index[::lanes, 0] if self._storage.ndim > 1 else index, data)
         return index
 
     def append(self, lanes: Any, data: TensorDictBase) -> torch.Tensor:
@@ -135,46 +111,7 @@ class TimeWriter(RoundRobinWriter, Recovers):
 
         The arguments and errors are those of :meth:`PackedStorage.append`. :attr:`_write_count` increases by n.
         """
-        storage: Any = self._storage
-
-        def then(flat: torch.Tensor) -> Then:
-            return self._then(len(flat), lambda: self.announce_rows(torch.stack([*coordinates(flat, storage)], -1)))
-
-        return torch.stack([*coordinates(storage.append(lanes, data, then), storage)], -1)
-
-    def _extend_each_lane(self, data: TensorDictBase) -> torch.Tensor:
-        """Write time steps ``[n, E]`` after the newest row of each lane."""
-        storage = self._storage
-        if data.ndim < 2 or data.shape[1] != lanes_of(storage).numel():
-            raise SchemaError(f"data of batch size {[*data.shape]} does not fit lanes {[*lanes_of(storage)]}")
-        count, lanes = data.shape[:2]
-        return self.append(
-            torch.arange(lanes, device="cpu").repeat(count), reshaped(data, lambda rows: rows.flatten(0, 1))
-        )
-
-    def announce_rows(self, index: torch.Tensor, listeners: Iterable[Any] | None = None) -> None:
-        """Tell each listener (default: all of the storage) about rows written to single lanes."""
-        for listener in torchrl_parts.listeners_of(self._storage) if listeners is None else listeners:
-            listener.mark_update(index)
-
-    def find_cursor(self) -> int:
-        """Return the time step to write next, and move the cursor there.
-
-        The rows tell it, because another buffer over the same storage may have written or removed some.
-        """
-        self._cursor_value.value = cursor = self._storage.ring.cursor
-        return cursor
-
-    def _step_index(self, cursor: int) -> torch.Tensor:
-        """Return the index of one time step, ``[lanes, ndim]``, like TorchRL's slower ``_replicate_index``."""
-        lanes = lanes_of(self._storage)
-        if self._first_index is None or self._first_index[0] != lanes:
-            first = self._replicate_index(torch.zeros(1, dtype=torch.long, device="cpu"))
-            along_time = torch.zeros_like(first)
-            along_time[:, 0] = 1
-            self._first_index = lanes, first, along_time
-        _, first, along_time = self._first_index
-        return torch.add(first, along_time, alpha=cursor)
+        return self._storage.advance(data, self.planned, lanes=lanes)
 
     def write_at(self, index: int | torch.Tensor, data: Any) -> int | torch.Tensor:
         """Write to the time steps ``index`` without moving the cursor; return the index of the written rows."""
@@ -215,26 +152,6 @@ class TimeWriter(RoundRobinWriter, Recovers):
             self._refuse_state(state)
         super().loads(path)  # also the counts of writes
         self.load_state_dict(state)
-
-    @compiled_form_of("add", "extend", "append", "find_cursor", "announce", "announce_rows")
-    def bind_write(self) -> dict[str, int]:
-        """Return the address of the numbers that a compiled write advances."""
-        return {"counts": addressof(self.numbers.values)}
-
-    def announce(
-        self, start: int, count: int, steps: int, index: int | torch.Tensor, listeners: Iterable[Any] | None = None
-    ) -> None:
-        """Call ``mark_range``, or TorchRL's ``mark_update``, of each listener (default: all) for the written rows."""
-        for listener in torchrl_parts.listeners_of(self._storage) if listeners is None else listeners:
-            mark_range = getattr(listener, "mark_range", None)
-            if mark_range is None:
-                listener.mark_update(index)
-                continue
-            lanes = lanes_of(self._storage).numel()
-            first = min(count, steps - start)
-            mark_range(start * lanes, first * lanes)
-            if first < count:
-                mark_range(0, (count - first) * lanes)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_rng": None}

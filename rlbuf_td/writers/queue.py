@@ -80,7 +80,7 @@ class QueueWriter(TimeWriter):
         steps, numbers = capacity_in_steps(self._storage), self.numbers
         if self._storage.shared_rows is not None and numbers[_TURN] != self._storage.lock.turn:
             numbers[_BEFORE], numbers[_TURN] = numbers[_TAKEN], self._storage.lock.turn
-        start = self.numbers[0] - self.waiting
+        start = self._cursor - self.waiting
         self._taken_value.value = self.numbers[1] - self.waiting + count  # atomic: all rows are taken, or none
         return torch.arange(start, start + count, device=self._storage.device) % steps
 

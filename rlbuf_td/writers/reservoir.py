@@ -143,6 +143,7 @@ class ReservoirWriter(Writer, Recovers):
     def recover(self, storage: Any, new: torch.Tensor) -> None:
         """See :class:`~rlbuf_td.storages.listeners.Recovers`."""
         self.planned.settle(storage.ring.publication)
+        self._match_storage()
 
     def add(self, data: Any) -> int | torch.Tensor:
         """Write one time step, ``[]`` or, if ``ndim > 1``, ``[*lanes]``; return its index, -1 if it is dropped."""
@@ -167,17 +168,16 @@ class ReservoirWriter(Writer, Recovers):
         after = self.state_after(written + count, choice)
         index = torch.full((count,), -1, dtype=torch.int64, device=getattr(data, "device", None) or "cpu")
         if choice.filled:
-            filled = torch.arange(written, written + choice.filled, device="cpu")
-            index[: choice.filled] = filled
-            then = after if not choice.slots else (written + choice.filled, *self.numbers.values[1:_NUMBERS])
-            storage.write(written, data[: choice.filled], then=self._then(then, filled))
+            index[: choice.filled] = torch.arange(written, written + choice.filled, device="cpu")
+            storage.advance(data[: choice.filled])
+            self.numbers[0] = written + choice.filled  # if it does not come to this, `_match_storage` will do it
         if choice.slots:
             slots, rows = torch.tensor([[*choice.slots], [*choice.slots.values()]], device="cpu")
             kept = reshaped(without_index(data), lambda each: each[rows.to(each.device)])
             storage.set(slots, kept, then=self._then(after, slots))
             for position, slot in choice.kept:
                 index[position] = slot
-        if not choice.filled and not choice.slots:
+        else:
             self.numbers.values[:_NUMBERS] = after
         if storage.ndim > 1:
             index = self._replicate_index(index)

@@ -184,7 +184,6 @@ class RolloutWriter(TimeWriter):
         if not count:
             raise ValueError("extend needs at least one step, got none")
         steps = capacity_in_steps(self._storage, batched_data=data)
-        self.find_cursor()
         if count > steps - self._cursor:
             room = f"a rollout takes {steps} steps and {self._cursor} are written: {count} more do not fit"
             remedy = "Write the rest of it first, or make the storage as long as a collector's batch"
@@ -198,7 +197,7 @@ class RolloutWriter(TimeWriter):
 
     def _write_part(self, write: Any, data: TensorDictBase, count: int, steps: int) -> Any:
         """Write steps with NaN as their estimates; compute all estimates if these steps complete the rollout."""
-        storage, cursor = self._storage, self.find_cursor()
+        storage, cursor = self._storage, self._cursor
         has_values = data.get(self.value_key, None) is not None
         if cursor and has_values != self._has_values:
             before, now = ("with" if has else "without" for has in (self._has_values, has_values))
@@ -209,7 +208,6 @@ class RolloutWriter(TimeWriter):
             try:
                 self._estimate_stored(steps)
             except BaseException:
-                self._cursor_value.value = cursor
                 self._write_count_value.value -= count
                 storage.ring.written -= count
                 storage.mark_episodes(STALE)

@@ -67,8 +67,8 @@ BREAKS = [
     ),
     Break(
         "listeners are not told of the rows after the wrap",
-        "writers/common.py",
-        "            if first < count:\n",
+        "storages/write_plan.py",
+        "            if first < kept:\n",
         "            if first < 0:\n",
         "tests/storages/test_trajectories.py tests/test_lockstep.py",
     ),
@@ -88,9 +88,9 @@ BREAKS = [
     ),
     Break(
         "rows of one lane in one call share a place",
-        "storages/writes.py",
-        "cells = (ring.written[lane] + before) % ring.steps * ring.lanes + lane",
-        "cells = ring.written[lane] % ring.steps * ring.lanes + lane",
+        "kernels/batch/write_cpu.py",
+        "slots[e] = slot + 1 if slot + 1 < steps else 0",
+        "slots[e] = slot",
         "tests/storages/test_lanes.py",
     ),
     Break(
@@ -116,8 +116,8 @@ BREAKS = [
     ),
     Break(
         "a write that was interrupted is not given up",
-        "storages/packed.py",
-        "            if self.ring.dirty:\n                self.recover()\n            raise",
+        "storages/write_plan.py",
+        "            if self.ring.dirty:\n                storage.recover()\n            raise",
         "            raise",
         "tests/storages/test_interrupts.py",
     ),

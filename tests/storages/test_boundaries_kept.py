@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,6 +21,7 @@ from rlbuf_td import (
     TrajectoryIndex,
     UniformSampler,
 )
+from tests.storages.test_kill import call_within_a_write, die
 
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
@@ -42,10 +41,6 @@ def in_child(work: Callable[[], object]) -> None:
         work()
         os._exit(0)
     os.waitpid(child, 0)
-
-
-def die(*_: Any) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_an_edit_after_a_load_joins_no_episodes(tmp_path: Path) -> None:
@@ -83,7 +78,7 @@ def test_a_killed_write_joins_no_episodes(tmp_path: Path) -> None:
 
     def killed() -> None:
         rb = opened()
-        rb.storage.ring.publish = die
+        call_within_a_write(rb, "write_entries", die)
         rb.extend(rows(300, [0]), lanes=0)
 
     for first in (0, 100):
@@ -116,7 +111,7 @@ def test_rows_of_a_killed_write_take_late_priorities() -> None:
         rb.extend(rows(100 * lane, [0] * count, with_ids=False), lanes=lane)
 
     def killed() -> None:
-        rb.storage.ring.publish = die
+        call_within_a_write(rb, "write_entries", die)
         with rb.storage.lock:
             rb.storage.append(0, rows(300, [0] * 30, with_ids=False))
 

@@ -239,7 +239,7 @@ def test_a_load_into_shared_rows_keeps_old_and_new_observations_apart(written: i
     shared = PackedStorage(10, ndim=2, shared=True, share_next=["observation"])
     plain = PackedStorage(10, ndim=2)
     for step in fresh(written):
-        shared.write(shared.ring.cursor, step, single=True)
+        shared.set(shared.ring.cursor, step)
     plain.set(range(5), fresh(5) + 1_000)
     shared.load_state_dict(plain.state_dict())
     assert_same(shared[:], plain[:])

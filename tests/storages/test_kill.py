@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
+from ctypes import CFUNCTYPE, c_int64, c_void_p, cast
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -15,9 +16,7 @@ import torch
 from tensordict import TensorDict
 
 from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer, ReservoirWriter, TrajectoryIndex
-from rlbuf_td.buffers.bound_write import BoundWrite
-from rlbuf_td.kernels.batch import cpu
-from rlbuf_td.kernels.dispatch import machine_code
+from rlbuf_td.storages.indexing import written_rows
 from rlbuf_td.storages.rows import PlainRows
 from tests.kernels.invariants import check_order, check_tree
 from tests.test_lockstep import Machine, forked, stopped
@@ -63,7 +62,7 @@ def check_priorities(rb: ReplayBuffer) -> None:
         check_tree(sampler.tree, sampler.alpha, sampler.eps)
     elif isinstance(sampler, RankSampler):
         check_order(sampler.order)
-    assert sampler is None or bool((sampler.priority(torch.arange(len(rb))) >= 0).all())
+    assert sampler is None or bool((sampler.priority(written_rows(rb.storage)) >= 0).all())
 
 
 @pytest.fixture(autouse=True)
@@ -192,6 +191,13 @@ class Deadly:
         return self
 
 
+def call_within_a_write(rb: ReplayBuffer, what: str, work: Callable[..., None]) -> None:
+    """Let the next compiled write call ``work``, before it publishes rows ("write_entries"), or after ("enter")."""
+    plan: Any = rb.storage.write_plan or rb.storage._plan_writes(TensorDict(), False, None, False)
+    plan.work = CFUNCTYPE(None, c_int64)(work)
+    plan.ring_record[what] = cast(plan.work, c_void_p).value
+
+
 @pytest.mark.parametrize("sampler", ["proportional", "rank"])
 @pytest.mark.parametrize("what", ["a write", "an update"])
 def test_priorities_that_were_half_changed_are_made_anew(what, sampler, monkeypatch):
@@ -206,14 +212,14 @@ def test_priorities_that_were_half_changed_are_made_anew(what, sampler, monkeypa
         for name in (f"{kind}.update", f"{kind}.fill", f"batch.cpu.update_{sampler}"):
             monkeypatch.setattr(f"rlbuf_td.kernels.{name}", Deadly(die_in))
         monkeypatch.setattr(f"rlbuf_td.samplers.{sampler}._update_loop", lambda: Deadly(die_in))
-        monkeypatch.setattr(BoundWrite, "write", lambda *_, **__: None)
+        call_within_a_write(rb, "enter", die_in)
         rb.update_tensordict_priority(batch) if what == "an update" else rb.extend(rows(30, 6))
 
-    def spoil() -> None:
+    def spoil(*_: Any) -> None:
         rb.sampler.law.table.magnitude[:3] = 77.0
         die()
 
-    def lose() -> None:
+    def lose(*_: Any) -> None:
         order = rb.sampler.law.table.tensors
         order["bits"][:3] = -1082130432  # rows that are taken out of the order, to be put in again elsewhere
         order["size"][0] -= 3
@@ -234,10 +240,8 @@ def test_a_kill_within_the_compiled_write_keeps_a_break_and_loses_what_it_replac
     rb.storage.episodes.end()
 
     def work() -> None:
-        bound: Any = rb.bound_write
-        bound.kernel = machine_code(cpu.store_rows)  # the write without its end
+        call_within_a_write(rb, "write_entries", die)
         rb.extend(rows(31, 5))
-        die()
 
     killed(work)
     assert rb.chronological()["x"].tolist() == [*range(12, 31)]

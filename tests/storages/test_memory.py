@@ -72,7 +72,7 @@ def test_a_file_that_exists_is_never_overwritten(tmp_path: Path) -> None:
     before = path.read_bytes()
     second, data = stored("file", tmp_path, steps=0), transitions(NESTED, 3)
     match = "not overwritten: choose another scratch_dir, or delete the file"
-    for write in (lambda: second.set(range(3), data), lambda: second.write(0, data)):
+    for write in (lambda: second.set(range(3), data), lambda: second.advance(data)):
         with pytest.raises(FileExistsError, match=match):
             write()
         assert not second.initialized

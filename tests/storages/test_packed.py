@@ -191,9 +191,9 @@ def test_every_schema_is_stored_byte_for_byte(schema: Schema, ndim: int, device:
     assert_same(storage[:], torch.cat([first, single[None]]))
     storage.set(torch.tensor([3, 0, 2]), scattered)
     assert_same(storage[:], torch.stack([scattered[1], first[1], scattered[2], scattered[0]]))
-    storage.write(3, first)
+    storage.set(torch.tensor([3, 0]), first)
     assert_same(storage[:], torch.stack([first[1], first[1], scattered[2], first[0]]))
-    storage.write(1, single, single=True)
+    storage.set(1, single)
     assert_same(storage[1], single)
 
 
@@ -316,7 +316,7 @@ def test_data_of_any_form_is_stored(name: str, again: bool) -> None:
     assert_same(storage[:], data)
     storage.set(torch.tensor([2, 1, 0]), given)
     assert_same(storage[:], data.flip(0) if hasattr(data, "flip") else data[torch.tensor([2, 1, 0])])
-    storage.write(2, given)
+    storage.set(range(2, 5), given)
     assert_same(storage[torch.tensor([2, 3, 4])], data)
 
 
@@ -333,7 +333,7 @@ def test_data_that_requires_grad_is_stored_without_its_history(cursor: Any) -> N
     for value in (storage["x"], storage[0]["y"], storage[torch.tensor([0])]["x"]):
         assert not value.requires_grad
     assert data["x"].requires_grad
-    storage.write(2, data)
+    storage.set(range(2, 5), data)
     assert not storage._storage.requires_grad
 
 
@@ -341,12 +341,11 @@ def test_an_index_in_the_data_is_not_stored() -> None:
     data = transitions(NESTED, 3)
     marked = copied(data).set("index", torch.arange(3))
     storage = PackedStorage(5)
-    storage.write(0, marked)
     storage.set(range(3), marked)
     assert_same(storage[:], data)
     first = PackedStorage(5)
     first.set(range(3), marked)
-    first.write(3, marked[:2])
+    first.set(range(3, 5), marked[:2])
     assert_same(first[:3], data)
 
 
@@ -359,7 +358,7 @@ def test_views_of_the_rows_may_be_written_to_them(ndim: int, source: slice, star
     expected, view = storage[:].clone(), storage[source]
     steps = (start + torch.arange(len(view))) % 6
     expected[steps] = view.clone()
-    storage.write(start, view)
+    storage.set(steps, view)
     assert_same(storage[:], expected)
 
 

@@ -32,8 +32,8 @@ from rlbuf_td import (
     TrajectoryIndex,
     UniformSampler,
 )
-from rlbuf_td.buffers.bound_write import BoundWrite
 from rlbuf_td.kernels.serials import block_size
+from rlbuf_td.samplers.priorities import Priorities
 from rlbuf_td.storages.indexing import written_rows
 from rlbuf_td.storages.memory import HEAD_FILE, PRIORITY_FILE
 from tests.storages.test_kill import die
@@ -441,7 +441,7 @@ def test_rows_of_a_write_that_was_not_entered_are_new(tmp_path: Path, lanes: int
             write(rb, lanes, 17)
             batch = rb.sample()
             rb.update_tensordict_priority(batch.set("td_error", own(batch["x"]).float()))
-        BoundWrite._go_on = die  # type: ignore[method-assign]
+        Priorities.keep_new = die  # type: ignore[method-assign]
         ReplayBuffer.mark_range = die  # type: ignore[method-assign]
         ProportionalSampler.mark_update = die  # type: ignore[method-assign]
         write(rb, lanes, 17)

@@ -4,16 +4,14 @@ import numpy as np
 
 _NUMBERS = "row_bytes", "steps", "lanes", "leaves"
 _ADDRESSES = (
-    *("rows", "extents", "sources", "counts", "revision", "head"),
-    *("priorities", "alpha", "weighed_alpha", "largest", "episodes", "goes_on"),
+    *("rows", "extents", "sources", "head", "generations", "episodes", "entries"),
+    *("write_entries", "enter"),
 )
-#: For writes: the shape of the rows (``lanes`` is 0 for ``[T]``), and addresses (0 for none). ``priorities`` points to
-#: ``SumTree.addresses`` or ``ChunkedOrder.addresses``, ``episodes`` to an ``EPISODES`` record, ``alpha`` to the
-#: exponent of a sum tree, and ``weighed_alpha`` to the exponent of the stored weights. ``head`` points to the block of
-#: a ring, see :mod:`rlbuf_td.kernels.serials`, and ``counts`` to the numbers of a writer: the slot of the next row, the
-#: write count, and two of a :class:`~rlbuf_td.storages.numbers.Planned`. If ``goes_on`` is not 0, the caller ends
-#: the write, because listeners without compiled form follow.
-RING = np.dtype([(name, np.int64) for name in _NUMBERS + _ADDRESSES] + [("eps", np.float64)])
+#: For writes: the shape of the rows (``lanes`` is 0 for ``[T]``), and addresses (0 for none). ``sources`` points to the
+#: addresses of the data's leaves, ``head`` to the block of a ring, see :mod:`rlbuf_td.kernels.serials`, ``episodes`` to
+#: an ``EPISODES`` record, and ``entries`` to a :class:`rlbuf_td.kernels.rows.entries.Stored`. The last two point to
+#: functions in ``write_cpu``: one stores deduplicated observations, one sets the priorities of new rows.
+RING = np.dtype([(name, np.int64) for name in _NUMBERS + _ADDRESSES])
 #: For batches of ``count`` rows: the same shape, and addresses. ``serials`` points to the numbers of a ring, and
 #: ``generations`` to the serial of each row if rows are out of order (0: serials follow from cells). ``stamped`` is 1
 #: if batches have the serials of their rows.
@@ -21,12 +19,15 @@ BATCH = np.dtype([
     (name, np.int64) for name in (*_NUMBERS, "rows", "extents", "count", "serials", "generations", "stamped")
 ])  # fmt: skip
 
-#: For updates of priorities: the shape of the rows, as above, and addresses. ``table`` points to ``addresses`` as
-#: ``RING.priorities`` does; updates can raise the number at ``largest``. A sum tree needs ``weighed_alpha`` and
-#: ``eps``, as in ``RING``.
+#: For updates of priorities: the shape of the rows, as above, and addresses. ``table`` points to ``SumTree.addresses``
+#: or ``ChunkedOrder.addresses``; updates can raise the number at ``largest``; new rows get it, or ``first`` if it is
+#: negative. A sum tree needs ``eps``, the exponent at ``alpha``, and that of the stored weights at ``weighed_alpha``.
 UPDATE = np.dtype(
-    [(name, np.int64) for name in ("steps", "lanes", "table", "serials", "generations", "largest", "weighed_alpha")]
-    + [("eps", np.float64)]
+    [
+        (name, np.int64)
+        for name in ("steps", "lanes", "table", "serials", "generations", "largest", "alpha", "weighed_alpha")
+    ]
+    + [("eps", np.float64), ("first", np.float64)]
 )
 
 #: For ``count`` windows of ``burn_in + length`` rows; ``shifts`` is 1 if windows may begin earlier. ``bounds`` points

@@ -67,11 +67,10 @@ class Run(NamedTuple):
 
 
 class Source(NamedTuple):
-    """Where the values of one key to write are: the address of the first, and the strides in bytes."""
+    """Where the values of one key to write are: the address of the first, and the bytes from one row to the next."""
 
     address: int
-    along_time: int
-    along_lanes: int
+    pitch: int
 
 
 class Stored(NamedTuple):

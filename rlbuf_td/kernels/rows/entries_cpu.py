@@ -27,7 +27,7 @@ from rlbuf_td.kernels.rows.entries import Group, Part, Run, Source, Stored
 
 _ROWS, _ENTRIES = 20, 8  # a row is prefetched 20 rows before its use, its entries 8 rows before
 _MOST_LINES = 4  # cache lines of an entry to prefetch: the hardware prefetches the following ones
-_UNKNOWN, _NONE = -2, -1  # the newest row of a lane: not looked up yet; the lane has no row
+_NONE = -1  # the newest row of a lane: it has none
 
 
 @inlined
@@ -129,7 +129,7 @@ def read(address, targets, cells, count, live, whole):
 
 
 # What is known of a lane during a write: three int64. Offsets in bytes:
-_ROW = 0  # the flat index of its newest row, or one of the two numbers above
+_ROW = 0  # the flat index of its newest row, or `_NONE`
 _NEWEST = 8  # the name of the newest entry; 0: the lane has no ring yet
 _OLDEST = 16  # the name of the oldest entry that must not change; 0: none
 _ENDS = 3
@@ -214,19 +214,18 @@ def link(address, head):
 
 
 class Data(NamedTuple):
-    """The observations of the row in lane ``lane`` of time step ``t`` of the data to write."""
+    """The observations of row ``row`` of the data to write."""
 
     sources: int  # address of two `Source` per part, one per side
     parts: int
-    t: int
-    lane: int
+    row: int
 
 
 @inlined
 def _given(data, side, p):
     """Return the address of the values of part ``p`` in the observation of side ``side``."""
     source = load_fields(data.sources, 2 * p + side, Source)
-    return source.address + data.t * source.along_time + data.lane * source.along_lanes
+    return source.address + data.row * source.pitch
 
 
 @inlined
@@ -322,51 +321,43 @@ def _expect_ends(group, ends):
 
 
 @kernel
-def _write_group(stored, group, sources, head, cells, start, count, more, ends):
+def _write_group(stored, group, sources, head, cells, count, more, ends):
     """Implement :func:`write` for a group; ``more`` counts the rows of each lane, and ``ends`` is memory for them."""
     given, ends_at = address_of(sources), address_of(ends)
-    t, lane, cell = np.int64(0), np.int64(0), start
-    for ahead in range(0 if cells else stored.lanes):
-        _find_ends(stored, group, ends_at + 8 * _ENDS * ahead, ahead, head, more[ahead])
+    for lane in range(stored.lanes):
+        if more[lane]:
+            _find_ends(stored, group, ends_at + 8 * _ENDS * lane, lane, head, more[lane])
     for i in range(count):
-        if cells:
-            cell = load(cells + 8 * i, np.int64)
-            t, lane = np.int64(i), cell % stored.lanes
-        elif stored.lanes > _ENTRIES:
-            ahead = lane + _ENTRIES
-            _expect_ends(group, ends_at + 8 * _ENDS * (ahead - stored.lanes if ahead >= stored.lanes else ahead))
-        at = ends_at + 8 * _ENDS * lane
-        if load(at + _ROW, np.int64) == _UNKNOWN:
-            _find_ends(stored, group, at, lane, head, more[lane])
-        data = Data(given, stored.parts, t, np.int64(0) if cells else lane)
-        _put(stored, group, data, _names_of(stored, group, cell), at)
-        store(at + _ROW, cell, np.int64)
-        if not cells:
-            lane, cell = lane + 1, cell + 1 if cell + 1 < stored.total else np.int64(0)
-            if lane == stored.lanes:
-                t, lane = t + 1, np.int64(0)
+        if stored.lanes > _ENTRIES and i + _ENTRIES < count:
+            soon = max(load(cells + 8 * (i + _ENTRIES), np.int64), np.int64(0))
+            _expect_ends(group, ends_at + 8 * _ENDS * (soon % stored.lanes))
+        cell = load(cells + 8 * i, np.int64)
+        if cell >= 0:
+            at = ends_at + 8 * _ENDS * (cell % stored.lanes)
+            _put(stored, group, Data(given, stored.parts, np.int64(i)), _names_of(stored, group, cell), at)
+            store(at + _ROW, cell, np.int64)
 
 
 @kernel
-def write(address, sources, head, cells, start, count):
+def write(address, sources, head, cells, count):
     """Write the observations of ``count`` new rows to entries, and the names of these entries to the rows.
 
     Args:
         address: that of a :class:`Stored`.
-        sources: ``[parts, 2, 3]`` int64, a :class:`Source` for each part and side, of data ``[T, E, ...]``.
+        sources: ``[parts, 2, 2]`` int64, a :class:`Source` for each part and side.
         head: address of ``[2, E]`` int64: the serials of the oldest row of each lane, and of the row to write next,
             before this write; the row with a serial is in time step ``serial % T``.
-        cells: address of flat indices, those of a lane in the order of their serials (the data is ``[count, 1, ...]``),
-            or 0 for whole time steps from flat index ``start`` on. A lane gets at most as many rows as it has steps.
-        start: the first flat index if ``cells`` is 0.
-        count: the number of rows.
+        cells: address of flat indices, those of a lane in the order of their serials; rows with -1 are not stored. A
+            lane gets at most as many rows as it has steps.
+        count: the number of rows of the data.
     """
     stored = load_fields(address, 0, Stored)
-    more = np.full(stored.lanes, 0 if cells else count // stored.lanes, np.int64)
-    for i in range(count if cells else 0):
-        more[load(cells + 8 * i, np.int64) % stored.lanes] += 1
+    more = np.zeros(stored.lanes, np.int64)
+    for i in range(count):
+        cell = load(cells + 8 * i, np.int64)
+        if cell >= 0:
+            more[cell % stored.lanes] += 1
     for g in range(stored.group_count):
         ends = np.zeros((stored.lanes, _ENDS), np.int64)
-        ends[:, 0] = _UNKNOWN
         group = load_fields(stored.groups, g, Group)
-        _write_group(stored, group, sources, head, cells, start, count, more, ends)
+        _write_group(stored, group, sources, head, cells, count, more, ends)

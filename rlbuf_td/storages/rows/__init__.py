@@ -113,15 +113,11 @@ class Rows(ABC):
         """Return a copy of one key of the rows at flat indices of any shape."""
         return leaf_of(self.view(), key).flatten(0, len(self.lanes))[cells]
 
-    @abstractmethod
-    def copy_(self, start: int, count: int, leaves: list[torch.Tensor], head: np.ndarray) -> None:
-        """Write ``count`` time steps from ``start`` on; after the last step of the storage, continue at step 0.
+    def append_(self, cells: torch.Tensor, leaves: list[torch.Tensor], head: np.ndarray) -> None:
+        """Write rows at flat indices, ``[B]`` without repetitions, those of each lane in time order.
 
         ``head`` tells which rows are live before the write, see :attr:`Ring.serials`.
         """
-
-    def append_(self, cells: torch.Tensor, leaves: list[torch.Tensor], head: np.ndarray) -> None:
-        """Write rows at flat indices, ``[B]`` without repetitions, those of each lane in time order."""
         self.replace_(cells, leaves)
 
     def replace_(self, cells: torch.Tensor, leaves: list[torch.Tensor]) -> None:
@@ -241,16 +237,6 @@ class PlainRows(Rows):
 
     def unpack(self, matrix: torch.Tensor) -> TensorDict:
         return self.layout.unpack(matrix)
-
-    def copy_(self, start: int, count: int, leaves: list[torch.Tensor], head: np.ndarray) -> None:
-        room = min(count, self.steps - start)
-        if self.holds_any(leaves if count > 1 else leaves[:1]):  # one row: torch refuses other overlaps
-            leaves = [leaf.clone() for leaf in leaves]  # otherwise a row could be read after it was overwritten
-        if room == count:
-            torch._foreach_copy_(self.layout.columns(self.matrix.narrow(0, start, count)), leaves)
-        else:
-            self.copy_(start, room, [leaf[:room] for leaf in leaves], head)
-            self.copy_(0, count - room, [leaf[room:] for leaf in leaves], head)
 
     def replace_cells_(self, cells: np.ndarray, leaves: list[torch.Tensor]) -> None:
         if len(np.unique(cells)) < len(cells):

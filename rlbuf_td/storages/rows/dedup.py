@@ -100,11 +100,6 @@ class DedupRows(Rows):
 
     # -- writing
 
-    def copy_(self, start: int, count: int, leaves: list[torch.Tensor], head: np.ndarray) -> None:
-        first, past = (step * self.entries.lanes for step in (start, start + count))
-        flat = [leaf.reshape(-1, *spec.shape) for leaf, spec in zip(leaves, self.layout.leaves, strict=True)]
-        self.append_(torch.arange(first, past, device="cpu") % self.cells, flat, head)
-
     def append_(self, cells: torch.Tensor, leaves: list[torch.Tensor], head: np.ndarray) -> None:
         if self.holds_any(leaves):
             leaves = [leaf.clone() for leaf in leaves]  # otherwise a row could be read after it was overwritten

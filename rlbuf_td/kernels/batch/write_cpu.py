@@ -1,0 +1,321 @@
+"""Writes rows on the CPU in one compiled call: their bytes, the serials, the episodes, and the priorities of new rows.
+
+Other arguments than counts are addresses, because numba converts an array argument more slowly than an integer.
+``address`` is that of a ``RING`` record. Nothing has changed if :func:`write` returns one of the codes from
+:data:`UNFINISHED` on.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import carray
+
+from rlbuf_td.kernels.batch.ring import RING, UPDATE
+from rlbuf_td.kernels.code_cache import Callback
+from rlbuf_td.kernels.compiled import (
+    address_of,
+    barrier,
+    call,
+    copy_few,
+    finish_streams,
+    inlined,
+    kernel,
+    load,
+    load_fields,
+    pointer,
+    store,
+    stream_bytes,
+)
+from rlbuf_td.kernels.episodes.cpu import note, record_at
+from rlbuf_td.kernels.rank_order import LARGEST, ORDER
+from rlbuf_td.kernels.rank_order.cpu import fill as fill_order
+from rlbuf_td.kernels.rank_order.cpu import update as update_order
+from rlbuf_td.kernels.rows import entries_cpu
+from rlbuf_td.kernels.rows.entries import Group, Part, Source, Stored
+from rlbuf_td.kernels.serials import (
+    AFTER,
+    DIRTY,
+    IDLE,
+    NEXT_PUBLICATION,
+    ORDERED,
+    PUBLICATION,
+    PUBLISHED,
+    REVISION,
+    TAIL,
+    WRITTEN,
+)
+from rlbuf_td.kernels.serials_cpu import begin_write, block_at, head_at, longest_of, serial_of
+from rlbuf_td.kernels.sum_tree import TREE
+from rlbuf_td.kernels.sum_tree.cpu import fill, update
+
+IN_CELLS = -1  # what `write` returns, instead of a slot, if rows were written to lanes that stand apart
+#: Why nothing was written: the write before did not end; the generations of rows out of order have no address; weights
+#: are those of another alpha; the data lies in the rows; a lane is out of range, or gets more rows than it has slots.
+UNFINISHED, OUTDATED, UNWEIGHED, OVERLAPPING, NO_LANE = range(-2, -7, -1)
+_LARGE = 1_024  # bytes of leaves that are copied past the caches if the rows have more bytes than this:
+_STREAMED = 16 << 20
+
+
+class _Rows(NamedTuple):
+    """The rows of a write, for the functions that :func:`write` calls."""
+
+    ring: int
+    priorities: int  # address of an ``UPDATE`` record
+    cells: int  # of each row of the data; -1: a later row takes its place
+    size: int  # the number of rows of the data
+    slot: int  # of the first time step that is stored, or IN_CELLS
+    head: int  # of the ring, before the write
+
+
+_WORDS, _FIELDS = len(_Rows._fields), len(Source._fields)
+_ROWS = np.dtype([(name, np.int64) for name in _Rows._fields])
+
+
+@kernel
+def write(address, count, lane_ids, lanes_first: bool, index, counts, priorities, goes_on: bool):
+    """Write ``count`` rows to the lanes at ``lane_ids``, or, if it is 0, ``count`` time steps to all lanes.
+
+    Each row follows the newest one of its lane. The data is ``[count, ...]``; for time steps, ``[count, lanes, ...]``
+    or, if ``lanes_first``, ``[lanes, count, ...]``. The indices of the rows, in time order, are written to ``index``
+    unless it is 0. ``counts`` are the numbers of a ring writer (0: none), ``priorities`` an ``UPDATE`` record (0: new
+    rows get no priority). The caller ends the write if it ``goes_on``.
+
+    Return the slot of the first time step, or :data:`IN_CELLS`, or why nothing was written.
+    """
+    ring = carray(pointer(address), 1, RING)[0]
+    lanes, steps = max(ring.lanes, 1), ring.steps
+    block, head, more = block_at(ring.head, lanes), head_at(ring.head, lanes), np.full(lanes, count)
+    code = _refusal(ring, block, head, lane_ids, priorities, more)
+    if code:
+        return code
+    apart = lane_ids != 0 or not _stand_together(head, steps)
+    before, longest, cursor = head.copy(), longest_of(head, steps), head[WRITTEN, 0] % steps
+    cells = np.empty(count if lane_ids else count * lanes, np.int64)
+    begin_write(block, lanes, steps, more)
+    if counts:
+        store(counts + 24, load(counts + 8, np.int64) + (len(cells) if apart else count), np.int64)
+        barrier()
+        store(counts + 16, block[PUBLICATION], np.int64)
+        barrier()
+    if apart:
+        _clear_holes(ring, head_at(ring.head + 8 * AFTER * lanes, lanes), longest)
+    _place(ring, before, more, lane_ids, lanes_first, index, cells)
+    _scatter(ring, cells)
+    rows = np.empty(_WORDS, np.int64)
+    slot = (cursor + max(count - steps, 0)) % steps
+    given = _Rows(address, priorities, address_of(cells), len(cells), IN_CELLS if apart else slot, address_of(before))
+    for field in range(_WORDS):
+        rows[field] = given[field]
+    if ring.write_entries:
+        _call(ring.write_entries, rows, cells, before)
+    if ring.episodes:
+        for e in range(lanes):
+            skipped = max(more[e] - steps, 0)
+            if more[e]:
+                note(record_at(ring.episodes), e, before[WRITTEN, e] + skipped, more[e] - skipped, skipped > 0)
+    _publish(ring, block, head, cells)
+    if counts:
+        store(counts + 8, load(counts + 24, np.int64), np.int64)
+        barrier()
+        store(counts + 16, np.int64(-1), np.int64)
+    if priorities:
+        _call(ring.enter, rows, cells, before)
+    if not goes_on:
+        barrier()
+        block[DIRTY] = IDLE
+    return IN_CELLS if apart else cursor
+
+
+@kernel
+def _call(function, rows, cells, before):
+    """Call a :class:`Callback`; the arguments that it finds by their addresses live at least until it returns."""
+    call(function, address_of(rows))
+
+
+@inlined
+def _refusal(ring, block, head, lane_ids, priorities, more):
+    """Return why nothing can be written, or 0; count the rows of each lane in ``more``, which holds the rows of all."""
+    if block[DIRTY] != IDLE:
+        return UNFINISHED
+    if not ring.generations and not _in_order(head):
+        return OUTDATED
+    if priorities:
+        given = carray(pointer(priorities), 1, UPDATE)[0]
+        if given.alpha and load(given.alpha, np.float64) != load(given.weighed_alpha, np.float64):
+            return UNWEIGHED
+    nbytes = ring.steps * len(more) * ring.row_bytes
+    for leaf in range(ring.leaves):
+        if 0 <= load(ring.sources + 8 * leaf, np.int64) - ring.rows < nbytes:
+            return OVERLAPPING
+    if lane_ids:
+        lane = carray(pointer(lane_ids), more[0], np.int64)
+        more[:] = 0
+        for i in range(len(lane)):
+            if lane[i] < 0 or lane[i] >= len(more):
+                return NO_LANE
+            more[lane[i]] += 1
+    return 0
+
+
+@inlined
+def _in_order(head):
+    ordered = True
+    for e in range(head.shape[1]):
+        ordered &= head[ORDERED, e] <= head[TAIL, e]
+    return ordered
+
+
+@inlined
+def _stand_together(head, steps):
+    """Whether all lanes have as many rows, and their next rows go to the same slot."""
+    together = True
+    for e in range(1, head.shape[1]):
+        together &= head[WRITTEN, e] - head[TAIL, e] == head[WRITTEN, 0] - head[TAIL, 0]
+        together &= (head[WRITTEN, e] - head[WRITTEN, 0]) % steps == 0
+    return together
+
+
+@inlined
+def _clear_holes(ring, after, longest):
+    """Clear the time steps that become the last ones, because some lanes may not write them."""
+    steps, width = longest_of(after, ring.steps), after.shape[1] * ring.row_bytes
+    if steps > longest:
+        for at in range(longest * width, steps * width):
+            store(ring.rows + at, np.uint8(0), np.uint8)
+
+
+@inlined
+def _place(ring, before, more, lane_ids, lanes_first, index, cells):
+    """Write the cell of each row of the data to ``cells``, and the indices of the rows, in time order, to ``index``."""
+    lanes, steps = len(more), ring.steps
+    slots, replaced = np.empty(lanes, np.int64), np.empty(lanes, np.int64)
+    for lane in range(lanes):
+        slots[lane], replaced[lane] = before[WRITTEN, lane] % steps, max(more[lane] - steps, 0)
+    step, e = 0, 0
+    for i in range(len(cells)):
+        if lane_ids:
+            e = load(lane_ids + 8 * i, np.int64)
+        slot = slots[e]
+        slots[e] = slot + 1 if slot + 1 < steps else 0
+        cell = slot * lanes + e
+        if replaced[e]:
+            replaced[e] -= 1
+            cell = -1
+        cells[e * more[0] + step if lanes_first else i] = cell
+        if index and ring.lanes:
+            store(index + 16 * i, slot, np.int64)
+            store(index + 16 * i + 8, e, np.int64)
+        elif index:
+            store(index + 8 * i, slot, np.int64)
+        if not lane_ids:
+            e += 1
+            if e == lanes:
+                step, e = step + 1, 0
+
+
+@inlined
+def _scatter(ring, cells):
+    """Copy the rows of the data to their cells."""
+    extents = carray(pointer(ring.extents), (ring.leaves, 2), np.int64)
+    sources = carray(pointer(ring.sources), ring.leaves, np.int64)
+    streams = ring.steps * max(ring.lanes, 1) * ring.row_bytes > _STREAMED
+    for i in range(len(cells)):
+        if cells[i] < 0:
+            continue
+        row = ring.rows + cells[i] * ring.row_bytes
+        for leaf in range(ring.leaves):
+            width = extents[leaf, 1]
+            if streams and width >= _LARGE:
+                stream_bytes(row + extents[leaf, 0], sources[leaf] + i * width, width)
+            else:
+                copy_few(row + extents[leaf, 0], sources[leaf] + i * width, width)
+    if streams:
+        finish_streams()
+
+
+@inlined
+def _publish(ring, block, head, cells):
+    """Make the rows live whose bytes have been stored; see ``Ring.publish``."""
+    lanes = head.shape[1]
+    barrier()
+    block[DIRTY] = PUBLISHED
+    barrier()
+    for i in range(AFTER * lanes):
+        block[i] = block[AFTER * lanes + i]
+    block[PUBLICATION] = block[NEXT_PUBLICATION]
+    block[REVISION] += 1
+    if not _in_order(head):
+        for i in range(len(cells)):
+            if cells[i] >= 0:
+                serial = serial_of(head, ring.steps, cells[i] // lanes, cells[i] % lanes)
+                store(ring.generations + 8 * cells[i], serial, np.int64)
+    barrier()
+
+
+# -- what else a write does: the functions take the address of a `_Rows`
+
+
+@Callback
+def write_entries(rows):
+    """Store the deduplicated observations of rows whose other bytes have been stored."""
+    given = carray(pointer(rows), 1, _ROWS)[0]
+    ring = carray(pointer(given.ring), 1, RING)[0]
+    stored = load_fields(ring.entries, 0, Stored)
+    sources = np.zeros((stored.part_count, 2, _FIELDS), np.int64)
+    for g in range(stored.group_count):
+        group = load_fields(stored.groups, g, Group)
+        for p in range(group.first_part, group.past_part):
+            part = load_fields(stored.parts, p, Part)
+            for side in range(group.sides):
+                sources[p, side, 0] = load(ring.sources + 8 * (part.next if side else part.root), np.int64)
+                sources[p, side, 1] = part.inner * part.outer * group.pieces
+    entries_cpu.write(ring.entries, sources, given.head, given.cells, given.size)
+
+
+@Callback
+def enter_proportional(rows):
+    """Set the priorities of new rows in a sum tree."""
+    of = carray(pointer(rows), 1, _ROWS)[0]
+    given = carray(pointer(of.priorities), 1, UPDATE)[0]
+    tree, alpha = carray(pointer(given.table), 1, TREE), load(given.weighed_alpha, np.float64)
+    if of.slot == IN_CELLS:
+        cells, live = carray(pointer(of.cells), of.size, np.int64), given.steps * max(given.lanes, 1)
+        update(tree, cells, np.full(of.size, _entry(given)), live, alpha, given.eps)
+        return
+    start, head, rest = _runs(given, of)
+    fill(tree, start, head, _entry(given), alpha, given.eps)
+    if rest:
+        fill(tree, np.int64(0), rest, _entry(given), alpha, given.eps)
+
+
+@Callback
+def enter_rank(rows):
+    """Set the priorities of new rows in a rank order."""
+    of = carray(pointer(rows), 1, _ROWS)[0]
+    given = carray(pointer(of.priorities), 1, UPDATE)[0]
+    order, magnitude = carray(pointer(given.table), 1, ORDER), np.float32(min(_entry(given), LARGEST))
+    if of.slot == IN_CELLS:
+        cells, live = carray(pointer(of.cells), of.size, np.int64), given.steps * max(given.lanes, 1)
+        update_order(order, cells, np.full(of.size, magnitude), live)
+        return
+    start, head, rest = _runs(given, of)
+    bits = np.int64(magnitude.view(np.int32))
+    fill_order(order, np.arange(start, start + head), bits)
+    if rest:
+        fill_order(order, np.arange(np.int64(0), rest), bits)
+
+
+@inlined
+def _entry(given):
+    """Return the magnitude of new rows."""
+    largest = load(given.largest, np.float64)
+    return given.first if largest < 0.0 else largest
+
+
+@inlined
+def _runs(given, of):
+    """Return the first cell of new time steps, and the number of cells up to the last one, and from cell 0 on."""
+    lanes = max(given.lanes, 1)
+    kept = min(of.size // lanes, given.steps)
+    head = min(kept, given.steps - of.slot)
+    return of.slot * lanes, head * lanes, (kept - head) * lanes

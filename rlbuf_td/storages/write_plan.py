@@ -1,0 +1,341 @@
+"""How rows are written after the newest ones: with compiled code or with torch, chosen once for a storage.
+
+:meth:`PackedStorage.advance` is the entrance of all such writes. It makes one of two plans, whose writes give the same
+rows, serials, episodes and counts, and tell the same listeners:
+
+- :class:`CompiledWrites`, for rows in host memory: one compiled call, which also sets the priorities of new rows.
+- :class:`TorchWrites`, for all others.
+
+A plan is used until rows, ring or episodes are replaced (the storage then drops it), listeners are added or removed, or
+a buffer of the storage gets another sampler. The caller holds the storage's lock.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from ctypes import addressof
+from struct import Struct
+from threading import Lock
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from rlbuf_td.kernels.dispatch import backend_of, machine_code, record_of
+from rlbuf_td.kernels.host_memory import HostTensors, addresses_of
+from rlbuf_td.kernels.serials import TAIL, WRITTEN
+from rlbuf_td.storages.indexing import coordinates
+from rlbuf_td.storages.listeners import Listeners, Then
+from rlbuf_td.storages.ring import extents
+from rlbuf_td.storages.torchrl_parts import listeners_of
+
+if TYPE_CHECKING:
+    from rlbuf_td.storages.numbers import Planned
+    from rlbuf_td.storages.packed import PackedStorage
+
+#: Counts the steps of a write in statistics, given the addresses of its leaves.
+Record: TypeAlias = Callable[[np.ndarray], None]
+_MOST_SIZES = 8  # batch sizes whose dtypes and shapes are kept
+
+
+class WritePlan(ABC):
+    """Writes rows of one storage."""
+
+    reason = ""  # why writes are not compiled
+
+    def __init__(self, storage: PackedStorage) -> None:
+        self.rows, self.ring = storage.all_rows(), storage.ring
+        self.place = self.rows.flat.data_ptr() if self.rows.flat.is_cpu else 0
+        self.listeners = listeners_of(storage)
+        self.listening = self.listeners.changes
+        self.others: Iterable[Any] = self.listeners  # those that are told after the rows have been published
+
+    def holds(self) -> bool:
+        """Whether rows and listeners are those for which the plan was made."""
+        is_in_place = not self.place or self.rows.flat.data_ptr() == self.place
+        return is_in_place and self.listeners.changes == self.listening
+
+    @abstractmethod
+    def write(
+        self,
+        storage: PackedStorage,
+        data: TensorDictBase,
+        lead: torch.Size,
+        count: int,
+        lanes: Tensor | None,
+        lanes_first: bool,
+        is_one: bool,
+        counts: Planned | None,
+        tells: bool,
+        record: Record | None,
+    ) -> Any:
+        """Check the data, write the rows, and return their index; an error that the data causes changes nothing.
+
+        Args:
+            storage: the storage, to which the plan has no reference: whoever owns the storage can free it at once.
+            data: the rows.
+            lead: the dims of each entry that number rows.
+            count: the number of time steps, or of rows of single lanes.
+            lanes: the lane of each row, ``[n]`` int64, in host memory of its own; None: whole time steps.
+            lanes_first: whether the data is ``[E, n]``.
+            is_one: whether the data is one time step without a dim for time.
+            counts: the number of time steps that a writer has written.
+            tells: whether listeners are told.
+            record: counts the rows in statistics; only for :class:`CompiledWrites`.
+        """
+
+    def tell(self, index: Any, slot: int | None, count: int) -> None:
+        """Tell :attr:`others` of new rows: ``count`` time steps from ``slot`` on, or those at ``index``."""
+        lanes, kept = self.ring.lanes, min(count, self.ring.steps)
+        for listener in self.others:
+            mark_range = getattr(listener, "mark_range", None)
+            if slot is None or mark_range is None:
+                listener.mark_update(index)
+                continue
+            start = (slot + count - kept) % self.ring.steps
+            first = min(kept, self.ring.steps - start)
+            mark_range(start * lanes, first * lanes)
+            if first < kept:
+                mark_range(0, (kept - first) * lanes)
+
+
+class CompiledWrites(WritePlan):
+    """Writes rows in host memory with one compiled call."""
+
+    def __init__(self, storage: PackedStorage) -> None:
+        from rlbuf_td.kernels.batch import RING, write_cpu
+
+        super().__init__(storage)
+        rows, ring, self.codes = self.rows, self.ring, write_cpu
+        entering = [each for each in map(_entering, self.listeners) if each is not None]
+        self.priorities = entering[0].priorities if entering else None  # those that compiled code sets
+        self.others = Listeners(each for each in self.listeners if _is_told(each, self.priorities))
+        self.has_others = len(self.others) > 0
+        self.entries = getattr(rows, "entries", None)  # of deduplicated rows
+        self.needs_copies = any(leaf.dtype.is_complex for leaf in rows.layout.leaves)  # which may be conjugate views
+        self.expected: dict[torch.Size, HostTensors] = {}  # recognizes the leaves, by `NewRows.lead`
+        self.sources = np.empty(len(rows.extents), np.int64)
+        self.set_sources = Struct(f"{len(self.sources)}q").pack_into
+        fields: dict[str, Any] = {"rows": rows.flat.data_ptr(), "leaves": len(rows.extents), "steps": rows.steps}
+        fields |= {
+            "row_bytes": rows.flat.stride(0) * rows.flat.element_size(),
+            "lanes": ring.lanes if rows.lanes else 0,
+        }
+        fields |= {"extents": rows.extents.ctypes.data, "sources": self.sources.ctypes.data, "head": ring.address}
+        if ring.generations is not None:
+            fields["generations"] = ring.generations.data_ptr()
+        if storage.episodes is not None:
+            fields["episodes"] = storage.episodes.locate_rows()
+        if self.entries is not None:
+            fields |= {"entries": self.entries.address, "write_entries": write_cpu.write_entries.address}
+        if entering:
+            fields["enter"] = entering[0].loop.address
+        self.ring_record = record_of(RING, **fields)
+        self.address, self.kernel = self.ring_record.ctypes.data, machine_code(write_cpu.write)
+        self.lock = Lock()
+
+    def write(
+        self,
+        storage: PackedStorage,
+        data: TensorDictBase,
+        lead: torch.Size,
+        count: int,
+        lanes: Tensor | None,
+        lanes_first: bool,
+        is_one: bool,
+        counts: Planned | None,
+        tells: bool,
+        record: Record | None,
+    ) -> Any:
+        """See :class:`WritePlan`."""
+        leaves = self._read(data, lead)  # kept alive for the kernel
+        entries, priorities = self.entries, self.priorities if tells else None
+        index, pairs = None, bool(self.rows.lanes)
+        if pairs or not is_one:
+            rows = lead.numel()
+            index = torch.empty((rows, 2) if pairs else (rows,), dtype=torch.int64, device="cpu")
+        at = 0 if lanes is None else lanes.data_ptr(), lanes_first, 0 if index is None else index.data_ptr()
+        goes_on = tells and (self.has_others or (priorities is not None and priorities.file is not None))
+        try:
+            while True:
+                if entries is not None:
+                    entries.reserve(lead.numel())
+                    entries.begin(self.ring.head[:2])
+                entry = 0 if priorities is None else priorities.record_of_entry(storage)
+                numbers = 0 if counts is None else addressof(counts.numbers.values)
+                with self.lock if priorities is None else priorities.law.lock:
+                    code = self.kernel(self.address, count, *at, numbers, entry, goes_on)
+                if code >= self.codes.IN_CELLS:
+                    break
+                leaves = self._mend(storage, code, leaves, lanes)
+            if entries is not None:
+                entries.end()
+            found = code if index is None else index
+            if record is not None:
+                record(self.sources)  # before others, which may write: new `sources`
+            if goes_on:
+                if priorities is not None:
+                    priorities.keep_new(found, storage)
+                self.tell(found, None if code < 0 else code, count)
+                self.ring.finish()
+        except BaseException:
+            if self.ring.dirty:
+                storage.recover()
+            raise
+        return found
+
+    def _read(self, data: Any, lead: torch.Size) -> list[Tensor]:
+        """Store the addresses of the leaves of ``data``, converted if necessary; return the leaves.
+
+        Raises:
+            SchemaError: the data does not match the rows.
+        """
+        expected = self.expected.get(lead) or self._expect(lead)
+        leaves, unknown = self.rows.layout.find(data)
+        places = None if unknown or self.needs_copies else expected.addresses(leaves)
+        if places is None:
+            leaves = [_on_host(leaf) for leaf in self.rows.layout.collect(data, lead)]
+            places = addresses_of(leaves)
+        self.set_sources(self.sources.data, 0, *places)
+        return leaves
+
+    def _expect(self, lead: torch.Size) -> HostTensors:
+        """Store the dtypes and shapes that data with these dims must have."""
+        if len(self.expected) == _MOST_SIZES:
+            self.expected.clear()
+        found = HostTensors([(leaf.dtype, lead + leaf.shape) for leaf in self.rows.layout.leaves])
+        self.expected[lead] = found
+        return found
+
+    def _mend(self, storage: PackedStorage, code: int, leaves: list[Tensor], lanes: Tensor | None) -> list[Tensor]:
+        """Remove the reason why nothing was written, or raise an error that says it; return the leaves."""
+        if code == self.codes.UNFINISHED:  # a thread was interrupted while it recovered
+            storage.recover()
+        elif code == self.codes.UNWEIGHED:
+            self.priorities.law.weigh()  # type: ignore[union-attr]
+        elif code == self.codes.OUTDATED:
+            self.ring_record["generations"] = self.ring.generations.data_ptr()  # type: ignore[union-attr]
+        elif code == self.codes.OVERLAPPING:  # a row could be read after it was overwritten
+            leaves = [leaf.clone() for leaf in leaves]
+            self.set_sources(self.sources.data, 0, *addresses_of(leaves))
+        else:
+            refuse_lanes(lanes.numpy(), self.ring.lanes)  # type: ignore[union-attr]
+        return leaves
+
+
+class TorchWrites(WritePlan):
+    """Writes rows with operations of torch; ``reason``: why it is not compiled."""
+
+    def __init__(self, storage: PackedStorage, reason: str) -> None:
+        super().__init__(storage)
+        self.reason = reason
+
+    def write(
+        self,
+        storage: PackedStorage,
+        data: TensorDictBase,
+        lead: torch.Size,
+        count: int,
+        lanes: Tensor | None,
+        lanes_first: bool,
+        is_one: bool,
+        counts: Planned | None,
+        tells: bool,
+        record: Record | None,
+    ) -> Any:
+        """See :class:`WritePlan`."""
+        rows, ring = self.rows, self.ring
+        leaves = rows.layout.collect(data, lead)
+        if lanes_first:
+            leaves = [leaf.transpose(0, 1) for leaf in leaves]
+        if lanes is None:
+            lane, before = np.tile(np.arange(ring.lanes), count), np.repeat(np.arange(count), ring.lanes)
+            more = np.full(ring.lanes, count)
+        else:
+            lane = lanes.numpy()
+            refuse_lanes(lane, ring.lanes)
+            before, more = _occurrences(lane), np.bincount(lane, minlength=ring.lanes)
+        cells = (ring.written[lane] + before) % ring.steps * ring.lanes + lane
+        slot = None if lanes is not None or not ring.together else ring.cursor
+        index: Any = torch.from_numpy(cells)
+        if storage.ndim > 1:
+            index = torch.stack([*coordinates(index, storage)], -1)
+        elif is_one:
+            index = int(cells[0])
+        leaves = [leaf.reshape(len(cells), *spec.shape) for leaf, spec in zip(leaves, rows.layout.leaves, strict=True)]
+        kept = more[lane] - before <= ring.steps  # later rows of the call overwrite the others
+        if not kept.all():
+            where = torch.from_numpy(kept)
+            leaves, cells = [leaf[where.to(leaf.device)] for leaf in leaves], cells[kept]
+        serials, longest = ring.serials, ring.longest
+
+        def copy() -> None:
+            steps = int(extents(ring.after[TAIL], ring.after[WRITTEN], ring.steps).max())
+            if slot is None and steps > longest:
+                rows.matrix[longest:steps].zero_()  # those of other lanes are holes
+            rows.append_(torch.from_numpy(cells), leaves, serials)
+
+        def plan(publication: int) -> None:
+            if counts is not None:
+                counts.plan_more(publication, len(lane) if slot is None else count)
+
+        def tell() -> None:
+            if counts is not None:
+                counts.take()
+            if tells:
+                self.tell(index, slot, count)
+
+        written = np.flatnonzero(more)
+        storage.publish(written, more[written], copy, Then(plan, tell))
+        return index
+
+
+def unwritable(storage: Any) -> str:
+    """Say in one line why compiled code cannot write the rows of a storage; "" if it can."""
+    rows = storage.all_rows()
+    if backend_of(rows.flat) != "numba":
+        return "numba's compiler is off" if rows.flat.is_cpu else f"the rows are on {rows.flat.device}"
+    if storage.episodes is not None and not storage.episodes.address:
+        return "episodes are noted with torch"
+    return f"the rows have ndim={storage.ndim}, above 2" if storage.ndim > 2 else ""
+
+
+class Entering(NamedTuple):
+    """How compiled writes set the priorities of new rows."""
+
+    priorities: Any  # a :class:`~rlbuf_td.samplers.priorities.Priorities`
+    loop: Any  # a :class:`~rlbuf_td.kernels.threads.Callback` in ``kernels.batch.write_cpu``
+
+
+def _entering(listener: Any) -> Entering | None:
+    """Return how compiled writes set the priorities of a buffer; None if there are none, or they cannot."""
+    return listener.entering() if hasattr(listener, "entering") else None
+
+
+def _is_told(listener: Any, priorities: Any) -> bool:
+    """Whether a method of a listener must be called after a compiled write that sets ``priorities``."""
+    return listener.is_told_of_writes(priorities) if hasattr(listener, "is_told_of_writes") else True
+
+
+def _on_host(leaf: Tensor) -> Tensor:
+    """Return a tensor as compiled code reads it."""
+    return torch.Tensor.contiguous(leaf.as_subclass(torch.Tensor).cpu().resolve_conj().resolve_neg())
+
+
+def refuse_lanes(lane: np.ndarray, lanes: int) -> None:
+    """Raise an IndexError if a lane is out of range."""
+    bad = lane[(lane < 0) | (lane >= lanes)]
+    if len(bad):
+        raise IndexError(f"lane {bad[0]} is out of range: lanes are 0 to {lanes - 1}")
+
+
+def _occurrences(numbers: np.ndarray) -> np.ndarray:
+    """Return for each element how many equal elements precede it, ``[n]`` int64; O(n log n)."""
+    order = np.argsort(numbers, kind="stable")
+    ordered = numbers[order]
+    found = np.empty(len(numbers), np.int64)
+    found[order] = np.arange(len(numbers)) - np.searchsorted(ordered, ordered)
+    return found
