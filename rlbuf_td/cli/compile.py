@@ -83,8 +83,9 @@ def mixture() -> None:
 
 
 def trajectories() -> None:
-    rb = rl.ReplayBuffer(storage=rl.PackedStorage(ROWS))
+    rb = rl.ReplayBuffer(storage=rl.PackedStorage(ROWS), sampler=Rank(), batch_size=BATCH)
     rb.extend(transitions(60))
+    rb.load_state_dict(rb.state_dict())
     rl.TrajectoryIndex.of(rb.storage).whole()
 
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from filelock import FileLock
 from numba import njit, types
-from numba.core.caching import FunctionCache
+from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numba.core.ccallback import CFunc
 
 _ROOM = Path(__file__).parent
@@ -79,16 +79,20 @@ def _in_thread(work: Callable[[], Any]) -> Any:
 
 
 class _Cache(FunctionCache):
+    """The files of one loop, in the folder of all loops."""
+
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)
-        self._cache_file._source_stamp = _digest()
+        place, self._name = _locator().get_cache_path(), f"{function.__module__}.{self._impl.filename_base}"
+        self._impl._locator, self._cache_path = _locator(), place
+        self._cache_file = IndexDataCacheFile(place, self._name, _digest())
         self._locks: dict[int, FileLock] = {}  # by process: a forked one cannot take its parent's
 
     @property
     def _lock(self) -> FileLock:
         process = os.getpid()
         if process not in self._locks:
-            path = Path(self.cache_path, f"{self._impl.filename_base}.lock")
+            path = Path(self.cache_path, f"{self._name}.lock")
             self._locks[process] = FileLock(path, timeout=_PATIENCE)  # a thread can take it again
         return self._locks[process]
 
@@ -97,13 +101,13 @@ class _Cache(FunctionCache):
         if found is None:
             # Loops do not call each other in a circle, so that no two processes wait for each other.
             with suppress(OSError, NotImplementedError):  # a file system without locks, or a process that has stopped
-                self._impl.locator.ensure_cache_path()
+                _locator().ensure_cache_path()
                 self._lock.acquire()
                 found = self._load(signature, target)
                 if found is not None:
                     self._lock.release()
         if found is None:
-            _announce(self.cache_path)
+            _announce()
         return found
 
     def _load(self, signature: Any, target: Any) -> Any:
@@ -118,11 +122,11 @@ class _Cache(FunctionCache):
 
 
 @cache
-def _announce(place: str) -> None:
+def _announce() -> None:
     logging.getLogger("rlbuf_td").warning(
         "rlbuf_td is compiling its loops for this processor: the first call of each kind takes some seconds, once per "
         "installation (the compiled code is stored in %s)",
-        place,
+        folder(),
     )
 
 
@@ -132,10 +136,16 @@ def _digest() -> str:
 
 
 @cache
+def _locator() -> Any:
+    """Return what numba finds the place of this module's code with; raise a RuntimeError if none is writable."""
+    return FunctionCache(cached_njit)._impl.locator
+
+
+@cache
 def folder() -> Path | None:
     """Return the cache folder; if no place for it is writable, warn and return None."""
     try:
-        return Path(FunctionCache(folder.__wrapped__).cache_path)
+        return Path(_locator().get_cache_path())
     except RuntimeError:
         warnings.warn(
             "rlbuf_td finds no writable cache folder, so every process compiles its loops again (some seconds per "

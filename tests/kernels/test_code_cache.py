@@ -8,11 +8,13 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import rlbuf_td.kernels
+from rlbuf_td.kernels import code_cache
 from rlbuf_td.kernels.code_cache import cached_njit, folder
 
 ROOM = Path(rlbuf_td.kernels.__file__).parent
@@ -63,19 +65,30 @@ def test_changed_sources_are_compiled_anew(tmp_path):
     assert say(1) == ([3], True)
 
 
-def test_loops_run_where_nothing_can_be_kept(tmp_path, monkeypatch):
+@pytest.fixture
+def new_place() -> Iterator[None]:
+    for found in (code_cache._locator, folder):
+        found.cache_clear()
+    yield
+    for found in (code_cache._locator, folder):
+        found.cache_clear()
+
+
+@pytest.mark.usefixtures("new_place")
+def test_loops_run_where_their_folder_has_been_deleted(tmp_path, monkeypatch):
     monkeypatch.setattr("numba.config.CACHE_DIR", str(tmp_path / "kept"))
     double = cached_njit()(lambda x: 2 * x)
+    assert tmp_path in (folder() or ROOM).parents
     shutil.rmtree(tmp_path / "kept")
-    (tmp_path / "kept").touch()  # in the place of a folder that has been deleted
+    (tmp_path / "kept").touch()  # in the place of the folder
     assert double(4) == 8
+
+
+@pytest.mark.usefixtures("new_place")
+def test_loops_run_where_nothing_can_be_kept(monkeypatch):
     monkeypatch.setattr("numba.core.caching.CacheImpl._locator_classes", [])
-    folder.cache_clear()
-    try:
-        with pytest.warns(RuntimeWarning, match="NUMBA_CACHE_DIR"):
-            assert cached_njit()(lambda x: 2 * x)(4) == 8
-    finally:
-        folder.cache_clear()
+    with pytest.warns(RuntimeWarning, match="NUMBA_CACHE_DIR"):
+        assert cached_njit()(lambda x: 2 * x)(4) == 8
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

@@ -4,8 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import cache
+from collections.abc import Iterable, Sequence
 from struct import Struct
 
 import numpy as np
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from rlbuf_td.kernels.batch.memory import LeafMemory
 from rlbuf_td.kernels.batch.ring import BATCH, RING, STEPS, UPDATE, WINDOWS
-from rlbuf_td.kernels.dispatch import machine_code, record_of
+from rlbuf_td.kernels.dispatch import loop, record_of
 from rlbuf_td.kernels.host_memory import Entry, address_of, advise_huge_pages
 from rlbuf_td.kernels.rows import refuse_rows
 
@@ -77,18 +76,9 @@ def gather_leaves(matrix: Tensor, index: Tensor, extents: np.ndarray, out: Seque
     int64, holds the offset and the size of each leaf in a row, in bytes. All tensors must be contiguous and on the CPU.
     If an index is out of range, an IndexError is raised before anything is copied.
     """
-    targets = np.fromiter(map(Tensor.data_ptr, out), np.int64, len(out))
-    row_bytes = matrix.stride(0) * matrix.element_size()
-    from rlbuf_td.kernels.batch import cpu
-
-    stored = cpu.Stored(address_of(matrix), row_bytes, leaves=len(extents), extents=extents.ctypes.data)
-    live, count = len(matrix), index.numel()
-    if not _gather_within()(stored, live, address_of(index), count, targets.ctypes.data):
+    targets, live = np.fromiter(map(Tensor.data_ptr, out), np.int64, len(out)), len(matrix)
+    shape = {"rows": address_of(matrix), "row_bytes": matrix.stride(0) * matrix.element_size(), "count": index.numel()}
+    record = record_of(BATCH, leaves=len(extents), extents=extents.ctypes.data, **shape)
+    gather_rows = loop("batch.cpu", "gather_rows")
+    if not gather_rows(record.ctypes.data, address_of(index), targets.ctypes.data, live):
         refuse_rows(index, live)
-
-
-@cache
-def _gather_within() -> Callable[..., bool]:
-    from rlbuf_td.kernels.batch import cpu
-
-    return machine_code(cpu.gather_within)

@@ -8,8 +8,6 @@ Args:
     live: number of rows that hold data.
 """
 
-from typing import NamedTuple
-
 import numpy as np
 from numba import carray
 
@@ -40,42 +38,19 @@ _LARGE = 1_024  # bytes; the hardware prefetches larger rows equally well
 _STREAMED = 16 << 20
 
 
-class Stored(NamedTuple):
-    """Stored rows; the names are those of a ``BATCH`` record."""
-
-    rows: int  # address
-    row_bytes: int
-    leaves: int  # number of leaves
-    extents: int  # address of the offset and the size of each leaf in a row, ``[leaves, 2]`` int64
-
-
-class Leaves(NamedTuple):
-    """Stored rows, and the addresses of the tensors to which a batch's leaves are copied."""
-
-    rows: int
-    row_bytes: int
-    extents: np.ndarray  # ``[leaves, 2]``
-    targets: np.ndarray  # ``[leaves]``
-
-
 @inlined
-def leaves_of(stored, targets):
-    """Return the :class:`Leaves` of a ``BATCH`` record or of :class:`Stored`; ``targets`` is an address."""
-    extents = carray(pointer(stored.extents), (stored.leaves, 2), np.int64)
-    return Leaves(stored.rows, stored.row_bytes, extents, carray(pointer(targets), stored.leaves, np.int64))
-
-
-@inlined
-def gather(leaves, index):
-    """Copy the leaves of the rows in ``index`` to the targets."""
-    row_bytes, count = leaves.row_bytes, index.shape[0]
+def gather(batch, index, targets):
+    """Copy the leaves of the rows in ``index`` to the tensors with the addresses at ``targets``."""
+    rows, row_bytes, count = batch.rows, batch.row_bytes, index.shape[0]
+    extents = carray(pointer(batch.extents), (batch.leaves, 2), np.int64)
+    out = carray(pointer(targets), batch.leaves, np.int64)
     small, streams = row_bytes < _LARGE, count * row_bytes > _STREAMED
     for begin in range(-_BLOCK, count, _BLOCK):
         end = min(begin + _BLOCK, count)
         for i in range(end, min(end + _BLOCK, count) if small else end):
-            prefetch_row(leaves.rows + index[i] * row_bytes, row_bytes)
-        for leaf in range(leaves.targets.shape[0]):
-            source, width, target = leaves.rows + leaves.extents[leaf, 0], leaves.extents[leaf, 1], leaves.targets[leaf]
+            prefetch_row(rows + index[i] * row_bytes, row_bytes)
+        for leaf in range(batch.leaves):
+            source, width, target = rows + extents[leaf, 0], extents[leaf, 1], out[leaf]
             if width == 1:
                 for i in range(max(begin, 0), end):
                     store(target + i, load(source + index[i] * row_bytes, np.uint8), np.uint8)
@@ -90,17 +65,6 @@ def gather(leaves, index):
                     copy_bytes(target + i * width, source + index[i] * row_bytes, width)
     if streams:
         finish_streams()
-
-
-@kernel
-def gather_within(stored: Stored, live, flat, count, targets):
-    """Gather the rows with the indices at address ``flat``, or return False if an index is not in ``[0, live)``."""
-    index = carray(pointer(flat), count, np.int64)
-    for i in range(count):
-        if index[i] < 0 or index[i] >= live:
-            return False
-    gather(leaves_of(stored, targets), index)
-    return True
 
 
 @inlined
@@ -119,7 +83,7 @@ def gather_rows(address, flat, targets, live):
     index = carray(pointer(flat), batch.count, np.int64)
     if not are_written(index, live):
         return False
-    gather(leaves_of(batch, targets), index)
+    gather(batch, index, targets)
     put_report(batch, index, targets)
     return True
 

@@ -40,7 +40,8 @@ WINDOWS = np.dtype([
     for name in ("count", "length", "burn_in", "shifts", "bounds", "flags", "across", "adds_init", "own")
 ])  # fmt: skip
 
+#: The kinds of leaves in an n-step transition: of the first row, of the last row, and sums.
+ROOT, NEXT, REWARD = range(3)
 #: For n-step transitions: ``taken`` and ``ends`` are addresses, of one int64 per row, for the number of steps of each
 #: transition and for its last row.
-ROOT, NEXT, REWARD = range(3)  # kinds of leaves: of the first row, of the last one, sums
 STEPS = np.dtype([("n", np.int64), ("gamma", np.float64), ("taken", np.int64), ("ends", np.int64)])
