@@ -83,16 +83,16 @@ class _Cache(FunctionCache):
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)
-        place, self._name = _locator().get_cache_path(), f"{function.__module__}.{self._impl.filename_base}"
+        place, self._file_name = _locator().get_cache_path(), f"{function.__module__}.{self._impl.filename_base}"
         self._impl._locator, self._cache_path = _locator(), place
-        self._cache_file = IndexDataCacheFile(place, self._name, _digest())
+        self._cache_file = IndexDataCacheFile(place, self._file_name, _digest())
         self._locks: dict[int, FileLock] = {}  # by process: a forked one cannot take its parent's
 
     @property
     def _lock(self) -> FileLock:
         process = os.getpid()
         if process not in self._locks:
-            path = Path(self.cache_path, f"{self._name}.lock")
+            path = Path(self.cache_path, f"{self._file_name}.lock")
             self._locks[process] = FileLock(path, timeout=_PATIENCE)  # a thread can take it again
         return self._locks[process]
 
