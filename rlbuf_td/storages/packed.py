@@ -230,15 +230,12 @@ class PackedStorage(LazyTensorStorage):
         set_listeners(self, Listeners())
         self.scratch_dir = None if scratch_dir is None else Path(scratch_dir).absolute()
         self.existsok, self.auto_cleanup, self.shared, self.reopen = existsok, bool(auto_cleanup), shared, reopen
-        self.rows: Rows | None = None  # from the first write on
-        self.live: Rows | None = None  # the written rows, cached by the last read
         self.row_class: RowClass | None = None  # the class of the rows in `get`; None: TensorDict
         self.is_reserved = False  # whether the rows were allocated by `reserve`; the first write may add keys
-        self.shared_rows: SharedRows | None = None
-        self.process = os.getpid()  # id of the creating process; forked processes have their own counters
-        self.lock: Any = RLock()  # taken by every buffer that uses this storage
+        for name in ("_len_value", "_last_cursor_index_value", "_mutation_revision_value"):
+            self.__dict__.pop(name, None)  # TorchRL's constructor makes these counters, which the ring replaces
+        self._begin()
         watch_forks(self)
-        self.make_counters()
         if reopen or shared_init or shared:
             self._reopen() if reopen else self.share_memory_()
 
@@ -285,14 +282,17 @@ class PackedStorage(LazyTensorStorage):
             file.close()
             raise
 
-    # -- counters: 64 bits, per process until the rows are shared; the buffer's locks serialize writes
-
-    def make_counters(self) -> None:
-        """Create the counters of an empty storage, for the constructor and for copies."""
-        for name in ("_len_value", "_last_cursor_index_value", "_mutation_revision_value"):  # of TorchRL's constructor
-            self.__dict__.pop(name, None)
+    def _begin(self) -> None:
+        """Begin without rows, as a storage of this process alone."""
+        self.rows: Rows | None = None  # from the first write on
+        self.live: Rows | None = None  # the written rows, cached by the last read
+        self.episodes = self.write_plan = None
         self._ring = Ring(1, 1)
-        self.episodes = None
+        self.shared_rows: SharedRows | None = None
+        self.lock: Any = RLock()  # taken by every buffer that uses this storage
+        self.process = os.getpid()  # id of the creating process; forked processes have their own rows
+
+    # -- counts
 
     @property
     def ring(self) -> Ring:
@@ -961,20 +961,14 @@ class PackedStorage(LazyTensorStorage):
         if entries is not None:
             raise AttributeError("the rows of a PackedStorage cannot be replaced: write with set, or load a state")
 
-    def forget_rows(self) -> None:
-        """Drop the rows without changing the counters."""
-        self.rows = self.live = self.episodes = self.write_plan = None
-
     def close(self) -> None:
         """Release the rows: free their memory, or let another process continue those in ``scratch_dir``.
 
         Later reads and writes raise a RuntimeError. Views of the rows that were made before stay valid.
         """
         with self.lock:
-            shared, self.shared_rows, self.is_closed = self.shared_rows, None, True
-            self.forget_rows()
-            self.make_counters()
-        self.lock = RLock()
+            shared, self.is_closed = self.shared_rows, True
+            self._begin()
         if shared is not None:
             shared.close()
 
@@ -987,7 +981,7 @@ class PackedStorage(LazyTensorStorage):
         """Free reserved rows; raise a RuntimeError if rows have been written."""
         if len(self):
             raise RuntimeError("rows that have been written cannot be released: empty the buffer instead")
-        self.forget_rows()
+        self.rows = self.live = self.episodes = self.write_plan = None  # the ring stays: no stamp will match
         if self.scratch_dir is not None:
             (self.scratch_dir / ROWS_FILE).unlink()
 
@@ -1370,10 +1364,7 @@ class PackedStorage(LazyTensorStorage):
             getattr(each, "_rows_restored", bool)()
 
     def _fill_copy(self, revision: int, content: dict[str, Any]) -> None:
-        self.forget_rows()
-        self.shared_rows = None
-        self.lock, self.process = RLock(), os.getpid()
-        self.make_counters()
+        self._begin()
         if self.shared:
             self.share_memory_()
         self.load(content)  # a copy continues open trajectories
