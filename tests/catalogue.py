@@ -133,7 +133,6 @@ SAMPLERS: dict[str, Callable[[int], Any]] = {
     "recency": lambda rows: RecencySampler(half_life=5.0, window=17),
     "proportional": ProportionalSampler,
     "independent": partial(ProportionalSampler, stratified=False, weight_norm="batch"),
-    "highest now": partial(ProportionalSampler, max_priority_within_buffer=True, weight_norm="batch"),
     "no norm": partial(ProportionalSampler, weight_norm=None),
     "floored": partial(ProportionalSampler, min_priority=1.0),
     "young": lambda rows: UniformSampler(max_age=11),

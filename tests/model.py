@@ -69,7 +69,6 @@ class Model:
     lanes: int = 0
     ordered: bool = True  # whether rows are written in time order; a reservoir's are not
     floor: float = 0.0  # the sampler's ``min_priority``
-    within_buffer: bool = False  # its ``max_priority_within_buffer``
     largest: float | None = None  # the largest magnitude of all updates
     written: int = 0  # rows ever written
     rows_of: list[deque[Row]] = field(default_factory=list)
@@ -226,8 +225,6 @@ class Model:
     @property
     def entry(self) -> float:
         """The magnitude that a new row gets: the largest seen, 1 before any."""
-        if self.within_buffer:
-            return max((row.priority for row in self.rows()), default=1.0)
         return max(self.floor, 1.0) if self.largest is None else self.largest
 
     def update(self, rows: Sequence[Row], errors: Sequence[float]) -> int:

@@ -134,7 +134,6 @@ KINDS: dict[str, Kind] = {
     "proportional": Kind(proportional, law=by_priority),
     "proportional by batch": Kind(lambda rows: proportional(rows, weight_norm="batch"), law=by_priority),
     "floored": Kind(lambda rows: proportional(rows, min_priority=1.5), law=by_priority),
-    "highest now": Kind(lambda rows: proportional(rows, max_priority_within_buffer=True), law=by_priority),
     "rank": Kind(lambda rows: RankSampler(rows, 0.7, 0.5), law=lambda model: m.by_rank(model, 0.7)),
     "fresh": Kind(lambda rows: FreshRowsSampler(proportional(rows), 2), law=by_priority, forms=OURS),
     "fresh of an epoch": Kind(lambda rows: FreshRowsSampler(MinibatchSampler(), 2), forms=OURS),
@@ -259,7 +258,6 @@ class Machine:
         world = {"rollout": Rollout, ReservoirWriter: Reservoir}.get(self.kind.writer, World)
         ordered = self.kind.writer is not ReservoirWriter
         model = Model(self.steps, self.lanes, ordered=ordered, floor=1.5 if kind == "floored" else 0.0)
-        model.within_buffer = kind == "highest now"
         often = [(0.1, 0.05, 0.05), (0.0, 0.0, 0.0), (0.4, 0.1, 0.2)][seed % 3]
         self.world = world(self.build(), model, seed, often, ids=seed % 5 > 0)
         self.is_prioritized = hasattr(self.sampler, "priority")

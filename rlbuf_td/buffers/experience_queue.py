@@ -34,10 +34,10 @@ class ExperienceQueue(ReplayBuffer):
     stored completely or not at all, and rows from the same thread keep their order. Several threads, and after
     :meth:`share` several processes, may use a queue. If a process dies, the rows of its unfinished write are missing,
     and those of its unfinished sample stay in the queue. If a transform raises an error in :meth:`sample`, the rows of
-    the batch are lost. Waiting calls are not served in order. Calls with few rows can delay a call with many rows
-    indefinitely, so use batches and writes of similar sizes. The capacity should be at least ``batch_size`` plus the
-    rows of a write, less 1. In a smaller queue, writes and batches can wait for each other forever, unless their sizes
-    have a large common divisor.
+    the batch are lost. Waiting calls are not served in order: use batches and writes of similar sizes, because calls
+    with few rows can delay a call with many rows. The capacity should be at least ``batch_size`` plus the rows of a
+    write, less 1; in a smaller queue, writes and batches of sizes without a large common divisor can wait for each
+    other forever.
 
     Args:
         timeout: longest wait in seconds; ``None`` waits forever.

@@ -13,18 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDictBase
-from torchrl.data.replay_buffers import Sampler, Storage
+from torchrl.data.replay_buffers import Storage
 
 from rlbuf_td.buffers.mixture_parts import (
-    Part,
+    MemberRows,
+    draw_rows_of,
     kinds,
     largest_normalizer,
     members_of,
     own_errors,
-    part_of,
     refuse_difference,
     refuse_entries,
-    refuse_generator,
     refuse_member,
     refuse_members,
     refuse_update,
@@ -36,11 +35,10 @@ from rlbuf_td.buffers.mixture_parts import (
 )
 from rlbuf_td.buffers.mixture_plan import MixturePlan, plan_mixture
 from rlbuf_td.buffers.replay import ReplayBuffer
-from rlbuf_td.checkpoint import load_state, save_state
 from rlbuf_td.checkpoint.files import explained, reading, write_state, writing
 from rlbuf_td.checkpoint.group import delete_others, new_folder
 from rlbuf_td.kernels.strata import LEAST_RATIO
-from rlbuf_td.samplers.common import OwnSignature
+from rlbuf_td.samplers.common import OwnSignature, StatefulSampler
 from rlbuf_td.storages.checks import as_number, fraction, whole
 from rlbuf_td.storages.processes import pickled_generator, unpickled_generator
 from rlbuf_td.storages.ring import SAMPLED_AT
@@ -64,11 +62,10 @@ class ReplayBufferMixture:
 
     **Importance weights** correct for the samplers of the members, but not for the shares. A row of a prioritized
     member with N rows has the weight :math:`(N P)^{-\beta}`, where P is the probability that its sampler draws the
-    row. Rows of other members have the weight 1. Used alone, a prioritized member divides its weights by a normalizer:
-    the largest weight in the buffer or in the batch, see ``weight_norm``. The normalizer of a member that is not
-    prioritized is 1. A mixture divides all weights of a batch by the largest of its members' normalizers, whether or
-    not a member has rows in the batch. Only a normalizer of ``weight_norm="batch"`` needs such rows. If any member has
-    ``weight_norm=None``, weights are not divided.
+    row. Rows of other members have the weight 1. Used alone, a prioritized member divides its weights by a normalizer,
+    the largest weight in the buffer or in the batch (``weight_norm``). A mixture divides all weights of a batch by the
+    largest normalizer of its members, which is 1 for members without priorities. Members without rows in the batch
+    count, except with ``weight_norm="batch"``. If any member has ``weight_norm=None``, weights are not divided.
 
     Args:
         members: a dict from names to :class:`ReplayBuffer` objects with equal keys, dtypes and shapes. Members may have
@@ -124,8 +121,6 @@ class ReplayBufferMixture:
         self.members, self.sampler = dict(members), Shares({name: shares[name] for name in members})
         self.batch_size, self.exact, self.writes_to, self._rng = batch_size, bool(exact), writes_to, generator
         self._plan: MixturePlan | None = None
-        # A batch size, shares, bounds of the parts in a batch of this size, and whether all bounds are whole numbers.
-        self._split: tuple[int, dict[str, float], list[float], bool] = 0, {}, [], True
         self._checked: list[Any] = []
         self._refuse_other_schemas()
 
@@ -197,19 +192,15 @@ class ReplayBufferMixture:
         return [count * window for count in self._parts_of(batch_size // window)]
 
     def _parts_of(self, batch_size: int) -> list[int]:
-        by_name = self.sampler.by_name  # replaced when a share changes
+        shares = [*self.sampler.by_name.values()]
         if not self.exact:
-            law = torch.tensor([*by_name.values()], dtype=torch.float64, device="cpu")
+            law = torch.tensor(shares, dtype=torch.float64, device="cpu")
             drawn = torch.multinomial(law, batch_size, replacement=True, generator=self._rng)
-            return torch.bincount(drawn, minlength=len(by_name)).tolist()
-        if self._split[0] != batch_size or self._split[1] is not by_name:
-            totals = accumulate(share * batch_size for share in [*by_name.values()][:-1])
-            bounds = [round(total, 9) for total in totals]
-            self._split = batch_size, by_name, bounds, all(map(float.is_integer, bounds))
-        _, _, bounds, is_whole = self._split
+            return torch.bincount(drawn, minlength=len(shares)).tolist()
+        bounds = [round(total * batch_size, 9) for total in accumulate(shares[:-1])]
         # One random offset for all bounds gives each count the right mean; the counts sum to B.
         offset = 0.0
-        if not is_whole:
+        if not all(map(float.is_integer, bounds)):
             offset = torch.rand((), dtype=torch.float64, generator=self._rng, device="cpu").item()
         ends = [*(int(bound + offset) for bound in bounds), batch_size]
         return [end - begin for begin, end in pairwise([0, *ends])]
@@ -248,12 +239,12 @@ class ReplayBufferMixture:
                     admitted.enter_context(self.members[name]._permission(count, False, None))
             if plan is not None:
                 return plan.sample(counts)
-            return self._joined({name: part_of(self.members[name], count) for name, count in needed.items()})
+            return self._joined({name: draw_rows_of(self.members[name], count) for name, count in needed.items()})
 
-    def _joined(self, parts: dict[str, Part]) -> TensorDictBase:
+    def _joined(self, parts: dict[str, MemberRows]) -> TensorDictBase:
         is_weighted = any(member._initialize().prioritized is not None for member in self.members.values())
         has_lanes = any(member.storage.ndim > 1 for member in self.members.values())
-        largest = largest_normalizer(self.members, parts)
+        largest = largest_normalizer(self.members, {name: part.normalizer for name, part in parts.items()})
         for name, (rows, normalizer, stamps) in parts.items():
             size, device = len(rows), rows["index"].device
             more: dict[str, Any] = {"source": torch.full((size,), self.names.index(name), device=device)}
@@ -314,11 +305,23 @@ class ReplayBufferMixture:
 
     # -- state, health
 
+    def _own_state(self) -> dict[str, Any]:
+        rng = None if self._rng is None else self._rng.get_state()
+        return {"shares": self.sampler.state_dict(), "exact": self.exact, "generator": rng}
+
+    def _restore_own(self, state: dict[str, Any]) -> None:
+        """Restore the shares, ``exact`` and ``generator``; an error is raised before any change."""
+        rng = state["generator"]
+        if self._rng is not None and rng is not None:
+            torch.Generator(self._rng.device).set_state(rng)  # raises an error if it is no state
+        self.sampler.load_state_dict(state["shares"])
+        self.exact = bool(state["exact"])
+        if self._rng is not None and rng is not None:
+            self._rng.set_state(rng)
+
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the state of all members, of the shares, ``exact`` and ``generator``."""
-        members = {name: member.state_dict() for name, member in self.members.items()}
-        rng = None if self._rng is None else self._rng.get_state()
-        return {"members": members, "shares": self.sampler.state_dict(), "exact": self.exact, "generator": rng}
+        return {"members": {name: member.state_dict() for name, member in self.members.items()}} | self._own_state()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the result of :meth:`state_dict`.
@@ -326,11 +329,7 @@ class ReplayBufferMixture:
         If a member cannot load its state, an error is raised before any change.
         """
         try_states(self.members, state_dict.get("members", {}))
-        refuse_generator(self._rng, state_dict.get("generator"))
-        self.sampler.load_state_dict(state_dict["shares"])
-        self.exact = bool(state_dict["exact"])
-        if self._rng is not None and state_dict.get("generator") is not None:
-            self._rng.set_state(state_dict["generator"])
+        self._restore_own(state_dict)
         for name, member in self.members.items():
             member.load_state_dict(state_dict["members"][name])
 
@@ -344,9 +343,7 @@ class ReplayBufferMixture:
             folder = new_folder(Path(path), "members", last, self.members)
             for name, member in self.members.items():
                 member.dumps(folder / name)
-            rng = None if self._rng is None else self._rng.get_state()
-            state = {"shares": self.sampler.state_dict(), "exact": self.exact, "generator": rng, "members": folder.name}
-            write_state(writer, state, [], None)
+            write_state(writer, self._own_state() | {"members": folder.name}, [], None)
             delete_others(folder)
 
     def loads(self, path: str | Path) -> None:
@@ -359,11 +356,7 @@ class ReplayBufferMixture:
         """
         with reading(Path(path) / _FOLDER, type(self).__name__) as reader, explained(reader):
             state = reader.state()
-            refuse_generator(self._rng, state["generator"])
-            self.sampler.load_state_dict(state["shares"])
-            self.exact = bool(state["exact"])
-            if self._rng is not None and state["generator"] is not None:
-                self._rng.set_state(state["generator"])
+            self._restore_own(state)
             for name, member in self.members.items():
                 member.loads(Path(path) / state["members"] / name)
 
@@ -394,14 +387,14 @@ class ReplayBufferMixture:
         return "\n".join([f"{type(self).__name__}(", *lines, f"    batch_size={self.batch_size}, exact={self.exact})"])
 
 
-class Shares(Sampler):
+class Shares(StatefulSampler):
     """The members' shares as attributes; setting a share scales the other shares, so that the sum stays 1."""
 
     by_name: dict[str, float]
 
     def __init__(self, shares: Mapping[str, float]) -> None:
         for name in shares:
-            if not isinstance(name, str) or not name.isprintable() or hasattr(Sampler, name) or _BAD_NAME(name):
+            if not isinstance(name, str) or not name.isprintable() or hasattr(StatefulSampler, name) or _BAD_NAME(name):
                 raise ValueError(f"{name!r} cannot be the name of a member: choose another one")
         given = {name: as_number(share) for name, share in shares.items()}
         total = sum(given.values())
@@ -436,19 +429,13 @@ class Shares(Sampler):
     def _empty(self) -> None:
         pass
 
-    def state_dict(self) -> dict[str, Any]:
-        return dict(self.by_name)
+    def snapshot(self) -> dict[str, Any]:
+        return self.by_name
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if state_dict.keys() != self.by_name.keys():
             raise ValueError(f"the saved shares belong to {', '.join(state_dict)}, these to {', '.join(self.by_name)}")
         self.__dict__["by_name"] = Shares({name: state_dict[name] for name in self.by_name}).by_name
-
-    def dumps(self, path: Any) -> None:
-        save_state(path, type(self).__name__, self.state_dict())
-
-    def loads(self, path: Any) -> None:
-        self.load_state_dict(load_state(path, type(self).__name__))
 
     def __repr__(self) -> str:
         return "Shares(" + ", ".join(f"{name}={share:.4g}" for name, share in self.by_name.items()) + ")"

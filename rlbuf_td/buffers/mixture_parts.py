@@ -91,7 +91,7 @@ def refuse_entries(members: Mapping[str, ReplayBuffer]) -> None:
             raise SchemaError(f"member {name!r} stores the key {key!r}, which the mixture adds to batches: {remedy}")
 
 
-class Part(NamedTuple):
+class MemberRows(NamedTuple):
     """The rows that a member provides for a batch."""
 
     rows: TensorDictBase  # with the sampler's report
@@ -99,7 +99,7 @@ class Part(NamedTuple):
     stamps: Tensor | None  # of the rows; None if their storage has none
 
 
-def part_of(member: ReplayBuffer, count: int) -> Part:
+def draw_rows_of(member: ReplayBuffer, count: int) -> MemberRows:
     """Draw ``count`` rows from a member, and transform them."""
     with member._futures_lock, member._locked():  # priorities must not change before the normalizer is known
         batch, report = member._drawn(count)
@@ -111,16 +111,18 @@ def part_of(member: ReplayBuffer, count: int) -> Part:
     if rows.ndim != 1:
         inner = [*rows.shape[1:]]
         raise ValueError(f"members must store single transitions, these rows have further batch dims, {inner}")
-    return Part(without_lane(member, rows), normalizer, stamps)  # TorchRL's slices have an index [B, 1]
+    return MemberRows(without_lane(member, rows), normalizer, stamps)  # TorchRL's slices have an index [B, 1]
 
 
-def largest_normalizer(members: Mapping[str, ReplayBuffer], parts: Mapping[str, Part]) -> float:
-    """Return the largest normalizer of all members; 1 if a member has ``weight_norm=None``."""
+def largest_normalizer(members: Mapping[str, ReplayBuffer], drawn: Mapping[str, float | None]) -> float:
+    """Return the largest normalizer of all members; 1 if a member has ``weight_norm=None``.
+
+    ``drawn`` has the normalizers of the members with rows in the batch.
+    """
     samplers = [member._initialize().prioritized for member in members.values()]
     if any(sampler is not None and sampler.weight_norm is None for sampler in samplers):
         return 1.0
-    known = [part.normalizer for part in parts.values()]
-    known += [normalizer_of(member, None) for name, member in members.items() if name not in parts]
+    known = [*drawn.values(), *(normalizer_of(member, None) for name, member in members.items() if name not in drawn)]
     return max([number for number in known if number is not None] + [1.0] * (None in samplers), default=1.0)
 
 
@@ -179,17 +181,11 @@ def refuse_update(member: ReplayBuffer, index: Tensor, td_error: Tensor, stamp: 
     storage = member.storage
     flat, rows = flat_rows(index, storage, device_of(storage)), len(storage)
     if stamp is not None:
-        flat, _ = storage.skip_stale(flat, storage.stamps_of(stamp, flat))
+        flat, _ = storage.skip_stale(flat, stamp)
     if backend_of(flat) == "numba" and backend_of(td_error) == "numba" and len(flat):
         refuse_errors(td_error.reshape(-1))
         if not -1 <= int(flat.min()) <= int(flat.max()) < rows:
             refuse_priorities(flat, td_error, rows)
-
-
-def refuse_generator(generator: torch.Generator | None, state: torch.Tensor | None) -> None:
-    """Raise the error that setting this state would raise."""
-    if generator is not None and state is not None:
-        torch.Generator(generator.device).set_state(state)
 
 
 def try_states(members: Mapping[str, ReplayBuffer], states: Mapping[str, Any]) -> None:

@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from rlbuf_td.buffers.mixture_parts import Part, largest_normalizer, normalizer_of
+from rlbuf_td.buffers.mixture_parts import largest_normalizer, normalizer_of
 from rlbuf_td.buffers.plan import CompiledPlan
 from rlbuf_td.buffers.replay import ReplayBuffer
 from rlbuf_td.diagnostics.health import LastDraw
@@ -62,22 +62,19 @@ class MixturePlan:
     def sample(self, counts: Sequence[int]) -> TensorDict:
         """Return a batch with ``counts[i]`` rows of member ``i``, or fewer if its sampler draws fewer."""
         with self.lock:
-            return self._sample(counts)
-
-    def _sample(self, counts: Sequence[int]) -> TensorDict:
-        slot, begin = self.slots.take(), 0
-        found: dict[str, Part] = {}
-        slices: dict[str, slice] = {}
-        for number, (name, count) in enumerate(zip(self.buffers, counts, strict=True)):
-            if count:
-                rows, normalizer = self._fill(number, slot, begin, count)
-                found[name], slices[name], begin = Part(slot.batch, normalizer, None), rows, rows.stop
-        if self.is_weighted:
-            largest = largest_normalizer(self.buffers, found)
-            for name, part in found.items():
-                slot.report[_WEIGHT][slices[name]] *= max((part.normalizer or 1.0) / largest, LEAST_RATIO)
-        set_entries_(slot.batch, slot.report)
-        return slot.batch if begin == self.size else slot.batch[:begin].clone()
+            slot, begin = self.slots.take(), 0
+            normalizers: dict[str, float | None] = {}
+            slices: dict[str, slice] = {}
+            for number, (name, count) in enumerate(zip(self.buffers, counts, strict=True)):
+                if count:
+                    slices[name], normalizers[name] = self._fill(number, slot, begin, count)
+                    begin = slices[name].stop
+            if self.is_weighted:
+                largest = largest_normalizer(self.buffers, normalizers)
+                for name, normalizer in normalizers.items():
+                    slot.report[_WEIGHT][slices[name]] *= max((normalizer or 1.0) / largest, LEAST_RATIO)
+            set_entries_(slot.batch, slot.report)
+            return slot.batch if begin == self.size else slot.batch[:begin].clone()
 
     def _fill(self, number: int, slot: BatchSlot, begin: int, count: int) -> tuple[slice, float | None]:
         """Fill a slice of a batch; return it, and the member's normalizer."""

@@ -26,7 +26,7 @@ from rlbuf_td.kernels.host_memory import address_of, in_dispatch_mode
 from rlbuf_td.samplers.common import refuse_disorder, refuse_taken, reported_by, rows_drawn
 from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.reading import SCALAR, BatchSlot, BatchSlots, Named, Reading
-from rlbuf_td.samplers.wrapper import SamplerWrapper, draw_from
+from rlbuf_td.samplers.wrapper import SamplerWrapper, draw_from, reading_of
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.indexing import coordinates, merge_, refuse_unwritten
 from rlbuf_td.storages.ring import SAMPLED_AT
@@ -96,6 +96,8 @@ class GeneralPlan(Plan):
         if self.is_stamped:
             report[SAMPLED_AT] = self.storage.stamps(index)
         batch = self.collate(self.storage.get(index))
+        if hasattr(self.sampler, "_set_sample_names"):  # of TorchRL's next release: names the dims of windows
+            batch = self.sampler._set_sample_names(batch)
         if self.merges and isinstance(batch, TensorDictBase):
             merge_(batch, report)
         return batch, report
@@ -148,7 +150,7 @@ class CompiledPlan(Plan):
         wrapper = self.wrapper
         self.draw_into = compiled_form(sampler, "draw_into") if wrapper is None else wrapper.fill()
         self.entries = [] if self.draw_into is None else self.innermost.drawn_entries
-        self.draws = getattr(sampler, "draw", partial(draw_from, sampler)) if wrapper is None else wrapper.drawn
+        self.draws = getattr(sampler, "draw", partial(draw_from, sampler)) if wrapper is None else wrapper.draw_rows
         self.count, self.memories = count, {count: self._memory_of(reading, count)}
         #: Whether no wrapper changes rows or entries, and this package draws: no more rows than wanted, known entries.
         self.is_plain = type(reading) is Reading and _draws_itself(self.innermost)
@@ -157,7 +159,8 @@ class CompiledPlan(Plan):
         """See :class:`Plan`."""
         if self.draw_into is None:
             drawn, report = self.draw(size)
-            memory = self.memories.get(len(drawn)) or self._make(len(drawn))
+            count = drawn.shape[0]
+            memory = self.memories.get(count) or self._make(count)
             slot = memory.slots.take()
             flat = slot.report["index"] if memory.rows is None else memory.rows
             flat.copy_(drawn)  # a user's sampler may keep its tensor, and fill it again
@@ -208,7 +211,7 @@ class CompiledPlan(Plan):
         if len(self.memories) == _MOST_SIZES:
             self.memories.clear()
         with torch.inference_mode(False):  # the memory outlives a call in inference mode
-            reading = cast("Reading", _reading_of(self.storage, self.sampler, count))
+            reading = cast("Reading", reading_of(self.sampler, self.storage, count, self.is_stamped))
             self.memories[count] = found = self._memory_of(reading, count)
         return found
 
@@ -228,7 +231,8 @@ def plan_of(storage: PackedStorage, sampler: Any, size: int) -> CompiledPlan | T
         return TorchPlan(storage, sampler, reason)
     count = size if not isinstance(sampler, SamplerWrapper) else sampler.drawn_rows_of(size)
     with torch.inference_mode(False):
-        reading = _reading_of(storage, sampler, count)
+        is_stamped = isinstance(getattr(sampler, "innermost", sampler), Prioritized)
+        reading = reading_of(sampler, storage, count, is_stamped)
         if isinstance(reading, str):
             return TorchPlan(storage, sampler, reading)
         return CompiledPlan(storage, sampler, reading, count)
@@ -238,15 +242,6 @@ def _draws_itself(sampler: Any) -> bool:
     """Whether the sampler's ``draw`` is a method of this package, not of a user."""
     draw = getattr(sampler, "draw", None)
     return getattr(draw, "__module__", "").partition(".")[0] == __name__.partition(".")[0]
-
-
-def _reading_of(storage: PackedStorage, sampler: Any, count: int) -> Reading | str:
-    """Return the compiled reading of ``count`` drawn rows, or, in one line, why there is none."""
-    innermost = getattr(sampler, "innermost", sampler)
-    is_stamped = isinstance(innermost, Prioritized)
-    if not isinstance(sampler, SamplerWrapper):
-        return Reading(storage, count, is_stamped)
-    return sampler.reading_of(storage, count, is_stamped)
 
 
 def _why_not_gathered(storage: PackedStorage) -> str:

@@ -119,8 +119,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
     """A replay buffer for TorchRL: stores transitions and samples batches.
 
     Takes the keywords of TorchRL's ``TensorDictReplayBuffer``, except ``checkpointer``. Sampling is fast with a sampler
-    of this package, or another sampler with a ``draw`` method. Other samplers use TorchRL's slower code, and so do
-    ``collate_fn``, ``sample_unit``, and a writer with ``track_generations=True``.
+    of this package, or another sampler with a ``draw`` method. It is slower with samplers of TorchRL's, ``collate_fn``,
+    ``sample_unit``, and a writer with ``track_generations=True``.
 
     **Over another storage** than a :class:`PackedStorage`, this class is TorchRL's ``TensorDictReplayBuffer``: each
     method does what TorchRL's does, with TorchRL's defaults. The arguments and methods of this package raise a
@@ -142,9 +142,9 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
         device: the device to which batches are copied from host memory; transforms run on this device. TD errors may
             be there, too.
         prefetch: k, the number of batches that are drawn, copied and transformed ahead. Copies and transforms that take
-            more than 1 ms run in threads. Without transforms, ``pin_memory`` and ``device``, only samplers that use
-            TorchRL's code draw ahead. Equal seeds give equal batches, except with random transforms in threads, or with
-            TorchRL's samplers. :meth:`empty`, saving, a load, or a change of storage, sampler or transform drops the
+            more than 1 ms run in threads. What would only be drawn, by a sampler of this package without transforms,
+            ``pin_memory`` and ``device``, is not drawn ahead. Equal seeds give equal batches, except with random
+            transforms in threads. :meth:`empty`, saving, a load, or a change of storage, sampler or transform drops the
             batches drawn ahead. A sampler with ``max_age`` is refused.
         samples_per_insert: target ratio of sampled rows to written rows. A write that would exceed ``tolerance`` waits,
             and warns after 5 seconds. If a batch would exceed it, :meth:`sample` raises a RuntimeError, or waits if
@@ -390,8 +390,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
                 the infos of resets, ``"info"`` holds the info of each row's observation. All infos must be numeric.
             reward_dtype: the dtype of rewards, default: unchanged. To mix the data with float32 rewards of a
                 :class:`GymnasiumRecorder`, pass ``torch.float32``.
-            progress: whether to show a progress bar; by default, only on a terminal for 1 GiB of data or
-                more.
+            progress: whether to show a progress bar; default: on a terminal, for 1 GiB of data or more.
             **kwargs: keywords of :meth:`from_schema`: ``scratch_dir``, ``share_next``, ``sampler``, ``batch_size``, ...
 
         Raises:
@@ -440,8 +439,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
             exclude: a list of keys to omit, such as the keys of strings, or one key.
             trajectory_key: the key of episode numbers in ``rb``. The import renames this key to
                 ``("collector", "traj_ids")``, unless the rows already have that entry.
-            progress: whether to show a progress bar; by default, only on a terminal for 1 GiB of data or
-                more.
+            progress: whether to show a progress bar; default: on a terminal, for 1 GiB of data or more.
             **kwargs: keywords of :meth:`from_schema`: ``sampler``, ``batch_size`` (default: that of ``rb``), ...
 
         Raises:
@@ -1246,7 +1244,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
         with storage.lock:
             flat = flat_rows(first_of_row(index, dims, inner), storage, storage.device)
             stamp = first_of_row(stamp, dims, inner).to(storage.device)
-            flat = storage.skip_stale(flat, storage.stamps_of(stamp, flat))[0]
+            flat = storage.skip_stale(flat, stamp)[0]
             kept = flat >= 0
             if "mask" in parts.report_keys and "mask" in batch.keys():
                 kept &= first_of_row(batch["mask"], dims, inner).to(kept.device)
@@ -1263,16 +1261,16 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
         The rows are indexed like a tensor of shape ``[T]``, or ``[T, E]`` if ``ndim=2``. If the buffer reads them as
         ``[E, T]`` (``dim_extend=1``, the default with ``ndim=2``), ``index`` must be the coordinates of rows, one
         integer or one list of integers per dim, as a batch's ``"index"`` has them: ``rb.set_at_(key, value, (t, e))``.
-        A process that is killed during the call may leave the entries half written.
 
         Raises:
-            NotImplementedError: ``index`` is a slice, a mask or a list of time steps, which would name other rows than
-                in ``rb[index]``; nothing has changed.
+            NotImplementedError: ``index`` would name other rows than in ``rb[index]`` (a slice or mask, for example).
             KeyError: the rows have no entry ``key``.
-            IndexError: ``index`` is out of range, or names rows that a shorter lane lacks; nothing has changed.
-            RuntimeError: ``value`` has the wrong shape; nothing has changed.
-            ShutDown: the buffer has been shut down; nothing has changed.
-            SchemaError: the dtype of the rows would round a whole number in ``value``; nothing has changed.
+            IndexError: ``index`` is out of range, or names rows that a shorter lane lacks.
+            RuntimeError: ``value`` has the wrong shape.
+            ShutDown: the buffer has been shut down.
+            SchemaError: the dtype of the rows would round a whole number in ``value``.
+
+        After an error, nothing has changed. A process that is killed in the call may leave the entries half written.
         """
         if self._is_theirs:
             return super().set_at_(key, value, index)
@@ -1285,29 +1283,22 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
         return self
 
     def set_(self, key: NestedKey, value: Any) -> Self:
-        """Set the entry ``key`` of all rows; return the buffer.
-
-        TorchRL's method takes ``[T, E, ...]`` if ``ndim=2``, also where the buffer reads rows as ``[E, T]``
-        (``dim_extend=1``, the default with ``ndim=2``). This buffer refuses the call there: ``rb[key] = value`` takes
-        ``[E, T, ...]``, what ``rb[key]`` gives, and ``rb.storage[key] = value`` takes ``[T, E, ...]``.
+        """Set the entry ``key`` of all rows, ``[T, ...]``, or ``[T, E, ...]`` if ``ndim=2``; return the buffer.
 
         Raises:
-            NotImplementedError: the buffer reads rows as ``[E, T]``; nothing has changed.
+            NotImplementedError: the buffer reads rows as ``[E, T]`` (``dim_extend=1``, the default with ``ndim=2``):
+                ``rb[key] = value`` takes what ``rb[key]`` gives, and ``rb.storage[key] = value`` takes ``[T, E, ...]``.
             KeyError: the rows have no entry ``key``.
-            RuntimeError: the shape of ``value`` is not ``[T, ...]``, or ``[T, E, ...]`` if ``ndim=2``; nothing has
-                changed.
-            ShutDown: the buffer has been shut down; nothing has changed.
-            SchemaError: the dtype of the rows would round a whole number in ``value``; nothing has changed.
+            RuntimeError: ``value`` has the wrong shape.
+            ShutDown: the buffer has been shut down.
+            SchemaError: the dtype of the rows would round a whole number in ``value``.
+
+        After an error, nothing has changed.
         """
         if self._is_theirs:
             return super().set_(key, value)
-        self._refuse_shut_down()
         key = nested_key(key)
-        if self.dim_extend > 0:
-            self._refuse_other_order("set_ takes [T, E]", "rb.storage[key] = value")
-        self._refuse_rounding({key: value})
-        edit_all(self.storage, lambda data: data.set_(key, value))
-        return self
+        return self._edit_steps("set_", "rb.storage[key] = value", {key: value}, lambda rows: rows.set_(key, value))
 
     def update_(self, input_dict_or_td: Any, clone: bool = False, *, keys_to_update: Any = None) -> Self:
         """Set several entries of all rows; return the buffer. See TorchRL's ``ReplayBuffer.update_``.
@@ -1320,13 +1311,17 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
         """
         if self._is_theirs:
             return super().update_(input_dict_or_td, clone, keys_to_update=keys_to_update)
+        names: Any = {"clone": clone, "keys_to_update": keys_to_update}
+        instead, data = "rb.storage.edit(lambda rows: rows.update_(data))", input_dict_or_td
+        return self._edit_steps("update_", instead, data, lambda rows: rows.update_(data, **names))
+
+    def _edit_steps(self, method: str, instead: str, values: Any, change: Callable[[Any], Any]) -> Self:
+        """Change entries of all rows, which ``method`` takes as ``[T, E]`` if ``ndim=2``."""
         self._refuse_shut_down()
         if self.dim_extend > 0:
-            remedy = "rb.storage.edit(lambda rows: rows.update_(data))"
-            self._refuse_other_order("update_ takes [T, E]", remedy)
-        self._refuse_rounding(input_dict_or_td)
-        names: Any = {"clone": clone, "keys_to_update": keys_to_update}
-        edit_all(self.storage, lambda data: data.update_(input_dict_or_td, **names))
+            self._refuse_other_order(f"{method} takes [T, E]", instead)
+        self._refuse_rounding(values)
+        edit_all(self.storage, change)
         return self
 
     def __setitem__(self, index: Any, value: Any) -> None:
@@ -1588,8 +1583,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
             env: the Gymnasium environment, its name or its spec; the data set stores the spec.
             observation_space: the Gymnasium space of observations, default: that of ``env``.
             action_space: the Gymnasium space of actions, default: that of ``env``.
-            progress: whether to show a progress bar; by default, only on a terminal for 1 GiB of data or
-                more.
+            progress: whether to show a progress bar; default: on a terminal, for 1 GiB of data or more.
             **kwargs: keywords of Minari's ``create_dataset_from_buffers``. The default of ``jpeg_encoding`` is
                 ``False`` here, so that images are stored without loss.
 
@@ -1646,8 +1640,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
 
         Args:
             path: the folder, created if missing. Other files in the folder are kept.
-            progress: whether to show a progress bar; by default, only on a terminal for 1 GiB of data or
-                more.
+            progress: whether to show a progress bar; default: on a terminal, for 1 GiB of data or more.
 
         Raises:
             CheckpointError: a component cannot be saved without pickle, ``path`` is a file, or the folder has a
@@ -1669,24 +1662,21 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
         saved buffer had no ``generator``, equal batches also need the state of torch's default generator,
         ``torch.get_rng_state()``. Checksums of all files are verified first, and no code from the dump is executed.
 
-        Storage, sampler and writer must have the same classes as in the saved buffer. A :class:`PackedStorage` may have
-        another capacity than the saved one, but not in a :class:`RolloutBuffer`, and not if the saved buffer's writer
-        had ``track_generations=True`` (``rows_only`` loads these rows). The rows are then read into RAM and written to
-        this buffer in order of age, with their priorities; epochs begin anew, and all rows are fresh. If the saved rows
-        exceed the capacity, the oldest are dropped, with a warning. New collectors may use the same trajectory ids
-        (``("collector", "traj_ids")``) again. A load therefore ends unfinished trajectories that have ids. The two
-        buffers may differ in ``prefetch``, ``device`` and transforms. A dump has no batches drawn ahead: :meth:`dumps`
-        drops them, and both buffers draw their rows anew, except with TorchRL's ``SamplerWithoutReplacement``: the
-        loading buffer skips them in this epoch (use a :class:`MinibatchSampler`). Flow control goes on from the saved
-        counts if its settings are the same; otherwise the rows count as written, and as sampled as often as
-        ``samples_per_insert`` asks.
+        Storage, sampler and writer must have the same classes as in the saved buffer; ``prefetch``, ``device`` and
+        transforms may differ. A :class:`PackedStorage` may have another capacity, but not in a :class:`RolloutBuffer`,
+        and not with ``track_generations=True`` (``rows_only`` loads these rows). The rows are then read into RAM and
+        written to this buffer in order of age, with their priorities; epochs begin anew, and all rows are fresh. If the
+        saved rows exceed the capacity, the oldest are dropped, with a warning. A load ends unfinished trajectories that
+        have ids (``("collector", "traj_ids")``), because new collectors may use the same ids again. Batches that were
+        drawn ahead are drawn anew, except with TorchRL's ``SamplerWithoutReplacement``, which skips them in this epoch
+        (use a :class:`MinibatchSampler`). Flow control goes on from the saved counts if its settings are the same;
+        otherwise the rows count as written, and as sampled as often as ``samples_per_insert`` asks.
 
         Args:
             path: the folder of the dump.
             rows_only: load only the rows; the sampler treats these rows as newly written. The sampler may then have any
                 class, and the writer may be any ``RoundRobinWriter``.
-            progress: whether to show a progress bar; by default, only on a terminal for 1 GiB of data or
-                more.
+            progress: whether to show a progress bar; default: on a terminal, for 1 GiB of data or more.
 
         Raises:
             CheckpointError: a file is missing or damaged, or the dump does not fit; the buffer is unchanged.

@@ -40,13 +40,13 @@ class RolloutBuffer(ReplayBuffer):
     ``state_value``. In TorchRL, a ``GAE`` module computes advantages before the data is written to a buffer.
 
     **Recurrent policies.** With ``sequence_length=L``, batches are chunks of consecutive steps, ``[B, L]`` and time
-    last. Chunks do not overlap: every row is in one chunk per epoch. A chunk ends at the end of an episode, at the end
-    of the rollout, or after L steps; ``"mask"``, ``[B, L]`` bool, is False for padding, which repeats the chunk's last
-    row. ``batch_size`` counts rows with padding, B * L. Advantages are computed before the division, and normalized
-    over unpadded rows. A network starts a chunk from the recurrent state stored in the chunk's first row,
-    ``batch["state"][:, 0]``, as TorchRL's ``LSTMModule`` and ``GRUModule`` do in recurrent mode. A recurrent
-    ``value_network`` reads the state after a step at ``("next", "state")``. TorchRL's losses need
-    ``loss_module.loss_mask_key = "mask"``. See :class:`SequenceSampler` with ``stride``, which draws these batches.
+    last; every row is in one chunk per epoch. A chunk ends after L steps, and at the end of an episode or rollout;
+    ``"mask"``, ``[B, L]`` bool, is False for padding, which repeats the chunk's last row. ``batch_size`` counts rows
+    with padding, B * L. Advantages are computed before the division, and normalized over unpadded rows. A network
+    starts a chunk from the recurrent state stored in the chunk's first row, ``batch["state"][:, 0]``, as TorchRL's
+    ``LSTMModule`` and ``GRUModule`` do in recurrent mode; a recurrent ``value_network`` reads the state after a step at
+    ``("next", "state")``. TorchRL's losses need ``loss_module.loss_mask_key = "mask"``. See :class:`SequenceSampler`
+    with ``stride``, which draws these batches.
 
     Args:
         num_steps: T, the number of time steps per rollout.

@@ -126,7 +126,7 @@ def health(
     if max_age is not None:
         report["too_old"] = float(rows - young_count(storage, max_age) if discarded is None else discarded.total())
     if isinstance(inner := unwrapped(sampler), Prioritized):
-        report["refused_priorities"] = float(inner.law.table.refused)
+        report["refused_priorities"] = float(inner.rule.table.refused)
     if rows and replays is not None:
         counts = replays.counts()[written_rows(storage)]
         report |= {"replays_mean": float(counts.double().mean()), "replays_max": float(counts.max())}

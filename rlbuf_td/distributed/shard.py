@@ -116,8 +116,8 @@ class Shard:
     def report(self) -> Report:
         rows, mass, smallest, largest = len(self.storage), 0.0, inf, -1.0
         if self._prioritized is not None:
-            self._prioritized.law.weigh()
-            tree, largest = self._prioritized.law.table, self._prioritized.priorities.largest
+            self._prioritized.rule.refresh_weights()
+            tree, largest = self._prioritized.rule.table, self._prioritized.priorities.largest
             mass, smallest = float(tree.total), float(tree.smallest)
         elif rows:
             mass, smallest = float(rows), 1.0
@@ -206,8 +206,8 @@ class Shard:
         if self._prioritized is None:
             flat, weight = (where * rows).to(torch.int64), torch.ones_like(where)
         else:
-            flat, _ = self._prioritized.law.draw(where, rows, False, None)
-            weight = self._prioritized.law.table.weight[flat]
+            flat, _ = self._prioritized.rule.draw(where, rows, False, None)
+            weight = self._prioritized.rule.table.weight[flat]
         cells, packed, layout = self._packed(flat)
         if self._layout[0] is not layout:
             self._layout = layout, named(layout)

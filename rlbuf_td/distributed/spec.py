@@ -64,7 +64,6 @@ def checked_sampler(buffer: Any) -> Any:
         (isinstance(sampler, EpisodeSampler), "EpisodeSampler", "a SequenceSampler"),
         (_draws_fresh(sampler), "FreshRowsSampler", "the wrapped sampler, without fresh rows"),
         (getattr(inner, "unique", False), "UniformSampler(unique=True)", "unique=False"),
-        (getattr(inner, "max_priority_within_buffer", False), "max_priority_within_buffer", "the largest ever seen"),
         (getattr(sampler, "boundary", "") == "strict", "boundary='strict'", "'pad' or 'shift'"),
         (type(buffer.writer) is not RingWriter, type(buffer.writer).__name__, "a RingWriter"),
         (len(parts.transforms), "a transform", "transforms in the learner"),

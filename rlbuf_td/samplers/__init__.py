@@ -4,7 +4,7 @@ A sampler's ``draw(storage, batch_size)`` returns *flat rows* (indices of the fl
 info dict of further batch entries, such as ``"priority_weight"``: see :class:`RowSampler`. All random numbers come from
 one ``torch.Generator`` (the sampler's ``_rng``, or torch's default generator), so a seed determines the batches.
 
-**Prioritized samplers** have a *law* that converts TD errors to probabilities. :class:`ProportionalSampler` stores
+**Prioritized samplers** have a *rule* that converts TD errors to probabilities. :class:`ProportionalSampler` stores
 powers of the TD errors in a sum tree (:mod:`rlbuf_td.kernels.sum_tree`). :class:`RankSampler` uses the ranks of the TD
 errors (:mod:`rlbuf_td.kernels.rank_order`). By default, a new row gets the largest ``|td_error|`` seen so far, and
 draws are stratified: one row is drawn from each of ``B`` segments of equal probability. To read the code, begin with

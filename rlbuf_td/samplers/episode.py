@@ -7,12 +7,11 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from weakref import ref
 
 import torch
-from tensordict import NestedKey, TensorDictBase
+from tensordict import NestedKey
 from torch import Tensor
 from torchrl.data.replay_buffers import Sampler, Storage
 
 from rlbuf_td.functional import reward2go
-from rlbuf_td.kernels.wrappers import sums_ahead
 from rlbuf_td.samplers.common import EMPTY, refuse_disorder, setting, uniform_numbers
 from rlbuf_td.samplers.wrapper import Drawn, SamplerWrapper, column_of
 from rlbuf_td.storages import PackedStorage
@@ -94,8 +93,9 @@ class EpisodeSampler(SamplerWrapper):
     Warns:
         RuntimeWarning: (at the first draw, on the CPU) rows of several trajectories alternate.
 
-    Cost: O(rows of the batch). After a write, the first draw lists K episodes in O(K). On other devices than
-    the CPU, draws wait for the device, and the first draw after a write reads all rows.
+    Cost: O(rows of the batch); with ``gamma``, O(rows of the drawn episodes). After a write, the first draw lists K
+    episodes in O(K). On other devices than the CPU, draws wait for the device, and the first draw after a write reads
+    all rows.
     Source: Chen et al., Decision Transformer, 2021. TorchRL's ``SliceSampler`` draws slices of one fixed length.
 
     Example:
@@ -145,11 +145,8 @@ class EpisodeSampler(SamplerWrapper):
             reason = f"a {type(sampler).__name__} may change the rewards, whose sums gamma asks for"
             raise ValueError(f"{reason}: leave gamma out, and call rlbuf_td.functional.reward2go")
         self.reward_key, self.init_key = as_tuple(reward_key), as_tuple(init_key)
-        self.finished_only, self.time_dim_name, self.gives_windows = (
-            bool(finished_only),
-            time_dim_name,
-            layout == "padded",
-        )
+        self.finished_only, self.time_dim_name = bool(finished_only), time_dim_name
+        self.gives_windows = layout == "padded"
         self._listed: tuple[Any, tuple[Tensor, Tensor] | None] = (None, None)  # the storage's state, its episodes
         if gamma is not None:
             self.report_keys |= {"reward_to_go"}
@@ -197,7 +194,7 @@ class EpisodeSampler(SamplerWrapper):
         info |= {"mask": places.real, "episode": episode, "episode_step": step}
         info["episode_length"] = pieces.length[episode]
         if self.gamma is not None and len(rows):
-            info["reward_to_go"] = self._to_go(storage, pieces, places, batch)
+            info["reward_to_go"] = self._to_go(storage, pieces, places)
         return rows, info, batch
 
     # -- the law
@@ -259,49 +256,29 @@ class EpisodeSampler(SamplerWrapper):
             return _Places(
                 episode.repeat_interleave(longest), step.minimum(rows[:, None] - 1).flatten(), real.flatten()
             )
-        episode = episode.repeat_interleave(rows)
-        step = torch.arange(len(episode), device=device) - (rows.cumsum(0) - rows)[episode]
+        episode, step = _one_after_another(rows)
         return _Places(episode, step, torch.ones_like(step, dtype=torch.bool))
 
-    def _to_go(self, storage: PackedStorage, pieces: _Pieces, places: _Places, batch: TensorDictBase) -> Tensor:
+    def _to_go(self, storage: PackedStorage, pieces: _Pieces, places: _Places) -> Tensor:
         """Return the discounted sum of the rewards from each row of a batch to the end of its episode, ``[S, ...]``."""
-        column, gamma, device = column_of(storage, self.reward_key), float(self.gamma or 0.0), places.step.device
+        column, gamma = column_of(storage, self.reward_key), float(self.gamma or 0.0)
         if column is None or column.is_meta:
             raise KeyError(f"returns to go need {show_key(self.reward_key)}, which is not stored")
         if not column.is_floating_point():
             raise TypeError(f"rewards to sum must be floating point numbers, got {column.dtype}")
-        reward, real = leaf_of(batch, self.reward_key), places.real.view(-1, *[1] * (column.ndim - 1))
-        done = torch.ones_like(places.real)
-        done[:-1] = (places.episode[1:] != places.episode[:-1]) | ~places.real[1:]
-        found = reward2go(torch.where(real, reward, 0), done.view_as(real).expand_as(reward), gamma, time_dim=0)
-        left = pieces.length - pieces.start - pieces.rows
-        if self.max_length is not None and bool((left > 0).any()):
-            cut, episodes = (left > 0).nonzero()[:, 0], self._trajectories(storage).episodes()
-            after = pieces.start[cut] + pieces.rows[cut]
-            rows = (pieces.first[cut] + after * episodes.lanes) % storage.all_rows().cells
-            tail = torch.zeros((len(pieces.rows), *reward.shape[1:]), dtype=reward.dtype, device=device)
-            tail[cut] = sums_ahead(episodes, rows, column, int(left.max()), gamma)[0]
-            power = torch.pow(gamma, (pieces.rows[places.episode] - places.step).double()).to(reward.dtype)
-            found = found + power.view_as(real) * tail[places.episode]
-        return torch.where(real, found, 0)
+        shape = -1, *[1] * (column.ndim - 1)
+        episode, step = _one_after_another(pieces.length)  # also of the steps that are not in the batch
+        lanes = self._trajectories(storage).episodes().lanes
+        reward = column[(pieces.first[episode] + step * lanes) % storage.all_rows().cells]
+        is_last = (step == pieces.length[episode] - 1).view(shape).expand_as(reward)
+        found = reward2go(reward, is_last, gamma, time_dim=0)
+        begin = pieces.length.cumsum(0) - pieces.length + pieces.start
+        return torch.where(places.real.view(shape), found[begin[places.episode] + places.step], 0)
 
-    def lay_out(self, batch: TensorDictBase, info: dict[Any, Any]) -> tuple[TensorDictBase, dict[Any, Any]]:
-        """Return a flat batch and its info dict in the shape ``[B, L]``."""
-        count = _count(info)
-        return self._set_sample_names(batch.reshape(count, len(batch) // max(count, 1))), _by_episode(info, count)
-
-    def sample(self, storage: Storage, batch_size: int) -> tuple[Any, dict[Any, Any]]:
+    def rows_per_window(self, info: dict[Any, Any]) -> int:
         """See :class:`~rlbuf_td.samplers.wrapper.SamplerWrapper`."""
-        index, info = super().sample(storage, batch_size)
-        if not self.gives_windows:
-            return index, info
-        count = _count(info)
-        return _by_episode({"index": index}, count)["index"], _by_episode(info, count)
-
-    def _set_sample_names(self, batch: Any) -> Any:
-        if self.gives_windows and batch.ndim > 1:  # TorchRL calls this method, too
-            batch.names = [*batch.names[:-1], self.time_dim_name]
-        return batch
+        episode = info["episode"]
+        return len(episode) // (int(episode[-1]) + 1) if len(episode) else 1
 
     def _revised_keys(self) -> Iterator[NestedKey]:
         yield from super()._revised_keys()
@@ -311,18 +288,7 @@ class EpisodeSampler(SamplerWrapper):
         return super().__getstate__() | {"_listed": (None, None)}
 
 
-def _count(info: dict[Any, Any]) -> int:
-    """Return the number of episodes of a flat batch."""
-    episode = info["episode"]
-    return int(episode[-1]) + 1 if len(episode) else 0
-
-
-def _by_episode(info: dict[Any, Any], count: int) -> dict[Any, Any]:
-    """Return entries ``[B * L, ...]`` as ``[B, L, ...]``."""
-
-    def shaped(value: Any) -> Any:
-        if isinstance(value, tuple):  # coordinates, one tensor per dim
-            return tuple(map(shaped, value))
-        return value.reshape(count, len(value) // max(count, 1), *value.shape[1:])
-
-    return {key: shaped(value) for key, value in info.items()}
+def _one_after_another(steps: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the episode and the number of each step, ``[S]`` each, of episodes with ``steps`` steps, ``[B]``."""
+    episode = torch.arange(len(steps), device=steps.device).repeat_interleave(steps)
+    return episode, torch.arange(len(episode), device=steps.device) - (steps.cumsum(0) - steps)[episode]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
-from weakref import ref
 
 import numpy as np
 import torch
@@ -13,7 +12,6 @@ from torch import Tensor
 from torchrl.data.replay_buffers import Sampler
 
 from rlbuf_td.kernels.dispatch import loop, refuse_without_compiler
-from rlbuf_td.kernels.draws import FRESH, LANES, STEPS
 from rlbuf_td.samplers.common import OneStorage, setting
 from rlbuf_td.samplers.wrapper import SamplerWrapper
 from rlbuf_td.storages import PackedStorage, torchrl_parts
@@ -24,85 +22,58 @@ from rlbuf_td.storages.ring import Ring
 
 
 class FreshQueue:
-    """A first-in, first-out counter of each lane: the serial of the next row to hand out.
-
-    :attr:`memory` is described in :mod:`rlbuf_td.kernels.draws.cpu`. It is replaced, never moved: who calls the
-    compiled function with its address keeps the array alive.
-    """
+    """A first-in, first-out counter of each lane of one storage."""
 
     def __init__(self) -> None:
-        self.memory: np.ndarray | None = None
-        self.storage: Callable[[], Any] = _nothing  # a weak reference to the storage of the last call
         self.serves = OneStorage()
-        self.fresh = 1
+        self.steps = 0  # of the storage, when `serials` was made
         self.begin()
 
     def begin(self, waiting: np.ndarray | None = None) -> None:
         """Count anew: the newest ``waiting`` rows of each lane, ``[E]``, are fresh; None: all rows."""
-        self._waiting, self.memory = waiting, None
-
-    def limit(self, fresh: int) -> None:
-        self.fresh = fresh
-        if self.memory is not None:
-            self.memory[FRESH] = fresh
-
-    def following(self, ring: Ring) -> np.ndarray:
-        """Return the serial of the next row of each lane to hand out, ``[E]``, a view; never one that is gone."""
-        serials: np.ndarray = self.memory[LANES + 1 :]  # type: ignore[index]
-        return np.maximum(serials, ring.tail, out=serials)
+        self._waiting = waiting
+        self.serials: np.ndarray | None = None  # of the next row of each lane to hand out, ``[E]``; None: to be made
 
     def switch_to(self, storage: Any) -> Ring | None:
-        """Switch to ``storage``; return its ring, None if its rows have not been allocated."""
-        if self.storage() is not storage:
+        """Count the rows of ``storage``; return its ring, None if its rows have not been allocated."""
+        if self.serves._storage() is not storage:
             self.serves.claim(storage)
-            self.storage = ref(storage)
         ring: Ring = storage.ring
         if storage.rows is None:
             return None
-        memory = self.memory
-        if memory is None or memory[STEPS] != ring.steps or memory[LANES] != ring.lanes:
-            known = self._waiting
+        if self.serials is None or len(self.serials) != ring.lanes or self.steps != ring.steps:
+            known, self._waiting = self._waiting, None
             waiting = ring.count if known is None or len(known) != ring.lanes else np.minimum(known, ring.count)
-            self._waiting = None
-            self.memory = np.concatenate(((self.fresh, ring.steps, ring.lanes), ring.written - waiting))
+            self.serials, self.steps = ring.written - waiting, ring.steps
         return ring
 
-    def take(self, storage: Any, most: int) -> np.ndarray:
-        """Return the flat indices of the oldest fresh rows, at most ``most``; these rows are then no longer fresh."""
-        found = torch.empty(most, dtype=torch.int64, device="cpu")
-        return found[: self.take_into(storage, found)].numpy()
+    def following(self, ring: Ring) -> np.ndarray:
+        """Return the serial of the next row of each lane to hand out, ``[E]``, a view; never one that is gone."""
+        return np.maximum(self.serials, ring.tail, out=self.serials)  # type: ignore[arg-type]
 
-    def take_into(self, storage: Any, flat: Tensor) -> int:
-        """Write the flat indices of fresh rows to the first elements of ``flat``; return their number."""
+    def take(self, storage: Any, flat: Tensor, most: int) -> int:
+        """Write the flat indices of the oldest fresh rows, at most ``most``, to the first elements of ``flat``.
+
+        These rows are then no longer fresh. Return their number.
+        """
         ring = self.switch_to(storage)
-        if ring is None or self.memory is None:
+        if ring is None or self.serials is None:
             return 0
-        return int(loop("draws.cpu", "take_fresh")(self.memory.ctypes.data, ring.address, len(flat), flat.data_ptr()))
+        given = self.serials.ctypes.data, ring.steps, ring.lanes, ring.address, most, flat.data_ptr()
+        return int(loop("draws.cpu", "take_fresh")(*given))
 
     def waiting(self) -> np.ndarray:
         """Return how many of the newest rows of each lane are fresh, ``[E]``; empty: all rows, if there are any."""
-        storage = self.storage()
+        storage = self.serves.storage
         ring = None if storage is None else self.switch_to(storage)
-        if ring is None or self.memory is None:
+        if ring is None:
             return np.zeros(0, np.int64) if self._waiting is None else self._waiting
         return ring.written - self.following(ring)
 
-    def go_back(self, memory: np.ndarray) -> None:
-        """Make rows fresh that were handed out since ``memory`` was copied."""
-        storage = self.storage()
-        ring = None if storage is None else self.switch_to(storage)
-        if ring is not None and self.memory is not None and len(memory) == len(self.memory):
-            self.memory[LANES + 1 :] = memory[LANES + 1 :]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"storage": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state | {"storage": _nothing})
-
-
-def _nothing() -> None:
-    """Stand in for a weak reference while there is no storage."""
+    def go_back(self, serials: np.ndarray) -> None:
+        """Make rows fresh that were handed out since ``serials`` was copied."""
+        if self.serials is not None and len(serials) == len(self.serials):
+            self.serials[:] = serials
 
 
 def _fresh(name: str, value: Any) -> int | str:
@@ -168,7 +139,7 @@ class FreshRowsSampler(SamplerWrapper):
     def __init__(self, sampler: Sampler, fresh: int | Literal["windows"] = 1) -> None:
         refuse_without_compiler("FreshRowsSampler needs")
         super().__init__(sampler, DONE_KEY, None)
-        if self._is_prioritized and not hasattr(sampler, "law"):
+        if self._is_prioritized and not hasattr(sampler, "rule"):
             raise TypeError("FreshRowsSampler cannot wrap TorchRL's PrioritizedSampler: use a ProportionalSampler")
         if getattr(sampler, "max_age", None) is not None:
             kind = f"a {type(sampler).__name__} with max_age"
@@ -177,10 +148,6 @@ class FreshRowsSampler(SamplerWrapper):
             raise TypeError("FreshRowsSampler cannot wrap a QueueSampler, which gives each row once")
         self.queue = FreshQueue()
         self.fresh = fresh
-
-    def settings_changed(self) -> None:
-        """See :class:`~rlbuf_td.samplers.common.StatefulSampler`."""
-        self.queue.limit(1 if isinstance(self.fresh, str) else self.fresh)
 
     def watch(self, storage: PackedStorage) -> None:
         """Mark as fresh the rows that were written since the last draw."""
@@ -201,8 +168,9 @@ class FreshRowsSampler(SamplerWrapper):
         self.done_key, self.traj_key = wrapper.done_key, wrapper.traj_key
 
     def _take(self, storage: PackedStorage, most: int) -> np.ndarray:
-        if self.fresh != "windows":
-            return self.queue.take(storage, most)
+        if isinstance(self.fresh, int):
+            flat = torch.empty(most, dtype=torch.int64, device="cpu")
+            return flat[: self.queue.take(storage, flat, min(self.fresh, most))].numpy()
         if not self.window_length:
             remedy = 'SequenceSampler(FreshRowsSampler(..., fresh="windows"), length)'
             raise ValueError(f'fresh="windows" hands out windows of a SequenceSampler: use {remedy}')
@@ -226,17 +194,16 @@ class FreshRowsSampler(SamplerWrapper):
             following[lane[is_whole]] += rows[is_whole]
         return found
 
-    def _draw(self, storage: PackedStorage, batch_size: int) -> tuple[Tensor, dict[Any, Any]]:
-        flat, info = super()._draw(storage, batch_size)
+    def draw_rows(self, storage: PackedStorage, batch_size: int) -> tuple[Tensor, dict[Any, Any]]:
+        """See :class:`~rlbuf_td.samplers.wrapper.SamplerWrapper`."""
+        flat, info = super().draw_rows(storage, batch_size)
         found = self._take(storage, len(flat))
         if len(found):
             rows, weight = torch.from_numpy(found).to(flat.device), info.get("priority_weight")
             if weight is not None:
                 refuse_unwritten(flat[:1], storage)  # of a user's sampler, like these weights
                 info["priority_weight"] = weight = weight.clone(memory_format=torch.contiguous_format)
-                self.innermost.law.weigh_beside_(rows, flat[:1], weight)
-                if self.innermost.weight_norm == "batch":
-                    weight.div_(weight.max())
+                self._weigh_beside_(rows, flat[:1], weight)
             kept = flat[len(rows) :]
             if getattr(self.innermost, "unique", False):
                 kept = flat[~torch.isin(flat, rows)][: len(kept)]
@@ -256,21 +223,25 @@ class FreshRowsSampler(SamplerWrapper):
         report: dict[str, Tensor],
         scratch: Tensor,
     ) -> None:
-        """Draw as :meth:`_draw` does, to the memory of a batch."""
+        """Draw as :meth:`draw_rows` does, to the memory of a batch."""
         weight = report.get("priority_weight")
-        if self.fresh == "windows" or getattr(self.innermost, "unique", False):
-            rows, info = self._draw(storage, len(flat))
+        if isinstance(self.fresh, str) or getattr(self.innermost, "unique", False):
+            rows, info = self.draw_rows(storage, len(flat))
             flat.copy_(rows)
             if weight is not None:
                 weight.copy_(info["priority_weight"])
             return
         fill(storage, flat, report, scratch)
         first = None if weight is None else flat[:1].clone()
-        count = self.queue.take_into(storage, flat)
+        count = self.queue.take(storage, flat, min(self.fresh, flat.shape[0]))
         if count and weight is not None:
-            self.innermost.law.weigh_beside_(flat[:count], first, weight)
-            if self.innermost.weight_norm == "batch":
-                weight.div_(weight.max())
+            self._weigh_beside_(flat[:count], first, weight)
+
+    def _weigh_beside_(self, fresh: Tensor, drawn: Any, weight: Tensor) -> None:
+        """Give the fresh rows of a batch the weights that they have beside the first ``drawn`` row, ``[1]``."""
+        self.innermost.rule.weigh_beside_(fresh, drawn, weight)
+        if self.innermost.weight_norm == "batch":
+            weight.div_(weight.max())
 
     def _empty(self) -> None:
         self.queue.serves.release()
@@ -282,14 +253,14 @@ class FreshRowsSampler(SamplerWrapper):
     @property
     def progress(self) -> tuple[Any, Any]:
         """What has been handed out; setting an earlier progress makes rows fresh that were handed out since then."""
-        memory = self.queue.memory
-        return None if memory is None else memory.copy(), getattr(self.sampler, "progress", None)
+        serials = self.queue.serials
+        return None if serials is None else serials.copy(), getattr(self.sampler, "progress", None)
 
     @progress.setter
     def progress(self, progress: tuple[Any, Any]) -> None:
-        memory, inner = progress
-        if memory is not None:
-            self.queue.go_back(memory)
+        serials, inner = progress
+        if serials is not None:
+            self.queue.go_back(serials)
         if inner is not None:
             self.sampler.progress = inner
 

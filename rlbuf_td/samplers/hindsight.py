@@ -152,24 +152,12 @@ class HindsightSampler(SamplerWrapper):
     def _relabelled(
         self, storage: PackedStorage, drawn: Tensor, uniform: Tensor, law: Law, flat: Tensor, owner: Tensor | None
     ) -> TensorDictBase:
-        batch = storage.gather(flat)
-        set_entries_(batch, {"relabeled": self.relabel_(storage, batch, drawn, uniform, law, owner)})
-        return batch
-
-    def relabel_(
-        self,
-        storage: PackedStorage,
-        batch: TensorDictBase,
-        drawn: Tensor,
-        uniform: Tensor,
-        law: Law,
-        owner: Tensor | None,
-    ) -> Tensor:
-        """Relabel some rows of a batch; return a mask of these rows.
+        """Read the rows ``flat``, and relabel some of them.
 
         ``uniform`` has a random number for each of the ``drawn`` rows. Row ``i`` of the batch gets the goal of the
         drawn row ``owner[i]``; None: the batch consists of the drawn rows.
         """
+        batch = storage.gather(flat)
         bound = self._bound_to(storage)
         rows, mask = choose_goals(bound.trajectories.episodes(), drawn, uniform, law, row_count(storage))
         begin, end = law.thresholds[-2:]
@@ -185,7 +173,8 @@ class HindsightSampler(SamplerWrapper):
         for key in bound.goal_keys:
             put_rows_(leaf_of(batch, key), outcomes, rows, mask)
         self.recompute_(batch, mask, leaf_of(batch, self.reward_key))
-        return mask
+        set_entries_(batch, {"relabeled": mask})
+        return batch
 
     def recompute_(self, batch: TensorDictBase, mask: Tensor, reward: Tensor) -> None:
         """Recompute the rewards and flags of the relabelled rows; ``mask``, ``[B]`` bool, selects these rows."""

@@ -105,41 +105,30 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
         if self.drop_last and count < batch_size:
             raise ValueError(f"drop_last leaves no batch: {count} {things} are fewer than the batch size {batch_size}")
         self._serves.claim(storage)
-        order, start, stop = self.advance(storage, count, batch_size)
-        return order[start:stop].clone()
-
-    def advance(self, storage: Storage, rows: int, batch_size: int) -> tuple[Tensor, int, int]:
-        """Advance by one batch; return the epoch's order of rows, and where in this order the batch starts and ends."""
         order = self._order
-        if order is None or rows != self.len_storage or not order.is_cpu:
-            order = self.order(storage, rows)
-        start, per_epoch = self._position, rows // batch_size if self.drop_last else -(-rows // batch_size)
-        self._position = stop = min(start + batch_size, rows)
-        ends = stop == rows or (self.drop_last and rows - stop < batch_size)
+        if order is None or count != self.len_storage or not order.is_cpu:
+            order = self._order_of(storage, count)
+        start, per_epoch = self._position, count // batch_size if self.drop_last else -(-count // batch_size)
+        self._position = stop = min(start + batch_size, count)
+        ends = stop == count or (self.drop_last and count - stop < batch_size)
         if ends:
             # Draw the next order now: the generator then has the same state as with TorchRL's class.
-            self._order, self._position = self._new_order(rows, storage), 0
+            self._order, self._position = self._new_order(count, storage), 0
             self._epoch = (self._epoch + 1) % self.epochs
         self._ran_out = ends and self._epoch == 0
         drawn = self._epoch * per_epoch - (-self._position // batch_size)
         # TorchRL's prefetching threads do not draw beyond this number of batches.
         self._remaining_batches = 0 if self._ran_out else self.epochs * per_epoch - drawn
-        return order, start, stop
+        return order[start:stop].clone()
 
-    def order(self, storage: Storage, count: int | None = None) -> Tensor:
-        """Return all rows, or the numbers ``0 .. count - 1``, in the order of the current epoch.
-
-        The tensor object is the same throughout an epoch.
-        """
-        self._serves.claim(storage)
-        rows, device = row_count(storage) if count is None else count, device_of(storage)
-        if rows != self.len_storage:
+    def _order_of(self, storage: Storage, count: int) -> Tensor:
+        """Return the numbers ``0 .. count - 1`` in the order of the current epoch, on the storage's device."""
+        if count != self.len_storage:
             self.restart()
-            self._order, self.len_storage = None, rows
+            self._order, self.len_storage = None, count
         if self._order is None:
-            self._order = self._new_order(rows, storage)
-        elif self._order.device != device:  # a loaded order
-            self._order = self._order.to(device)
+            self._order = self._new_order(count, storage)
+        self._order = self._order.to(device_of(storage))  # a loaded order is on the CPU
         return self._order
 
     def _new_order(self, rows: int, storage: Storage) -> Tensor:

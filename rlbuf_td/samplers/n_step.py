@@ -18,7 +18,7 @@ from rlbuf_td.kernels.dispatch import compiled_form_of, machine_code, record_of
 from rlbuf_td.kernels.wrappers import n_step_sums, sums_ahead, windows
 from rlbuf_td.samplers.common import setting
 from rlbuf_td.samplers.reading import BatchSlot, BatchSlots, Reading
-from rlbuf_td.samplers.wrapper import NO_LOOPS, Read, SamplerWrapper, column_of
+from rlbuf_td.samplers.wrapper import NO_LOOPS, Read, SamplerWrapper, column_of, reading_of
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import fraction, whole
 from rlbuf_td.storages.episodes import DONE_KEY, TRAJ_KEY
@@ -171,7 +171,7 @@ class NStepSampler(SamplerWrapper):
             return NO_LOOPS
         if bound.reward.dtype not in (torch.float32, torch.float64):
             return f"rewards are {bound.reward.dtype}, not float32 or float64"
-        inner = self.inner_reading(storage, size, is_stamped)
+        inner = reading_of(self.sampler, storage, size, is_stamped)
         if isinstance(inner, str) or type(inner) is Reading:
             return inner if isinstance(inner, str) else _JoinedReading(self, storage, size, is_stamped)
         return _RevisedSteps(self, storage, size, is_stamped, bound.ends)
@@ -242,11 +242,8 @@ class _RevisedSteps(_JoinedReading):
 
     def _read_steps(self) -> None:
         """Make the memory for the rows of all steps."""
-        n, self.n = (
-            self.wrapper.n_steps,
-            0,
-        )  # 0 until all memory is there: if there is too little, the next call retries
-        self.inner = cast("Reading", self.wrapper.inner_reading(self.storage, self.size * n, False))
+        n, self.n = self.wrapper.n_steps, 0  # 0 until all memory is there: otherwise, the next call tries again
+        self.inner = cast("Reading", reading_of(self.wrapper.sampler, self.storage, self.size * n, False))
         self.slots_of_steps = self.inner.slots()
         self.listed = torch.zeros(self.size * n, dtype=torch.int64, device="cpu")
         self.n = n

@@ -1,4 +1,4 @@
-"""The priorities of a storage's rows, and the base class of the laws that convert TD errors to probabilities."""
+"""The priorities of a storage's rows, and the base class of the rules that convert TD errors to probabilities."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from ctypes import addressof
 from multiprocessing.context import get_spawning_popen
-from operator import ne
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torchrl.data.replay_buffers import Storage
@@ -31,7 +31,7 @@ from rlbuf_td.storages.ring import refuse_stamps
 ALPHA, BETA, LARGEST, WEIGHED = range(4)  # indices of the shared settings; WEIGHED: the alpha of the stored weights
 
 
-class Law(ABC):
+class PriorityRule(ABC):
     """Abstract conversion of TD errors to probabilities; ``flat``, ``[B]`` int64, holds flat indices of rows."""
 
     table: Any  # the data structure of all rows; its ``magnitude`` is ``|td_error|``, -1 for rows without a priority
@@ -92,7 +92,7 @@ class Law(ABC):
         """Set the magnitude, ``|td_error|``, of the rows ``start`` to ``start + count - 1``."""
 
     @abstractmethod
-    def weigh(self, anew: bool = False) -> None:  # the caller holds the buffer's lock
+    def refresh_weights(self, anew: bool = False) -> None:  # the caller holds the buffer's lock
         """Recompute derived values, such as ``p ** alpha`` of each row, if alpha has changed or ``anew`` is True."""
 
     @abstractmethod
@@ -100,45 +100,22 @@ class Law(ABC):
         """Copy the saved ``tensors``, a dict with the keys of :attr:`blank`, into the table."""
 
 
-class _Updates:
-    """What compiled updates read of a sampler and its storage: a record, made anew when one of its numbers changes."""
-
-    def __init__(self) -> None:
-        self._numbers: tuple[Any, ...] = ()
-
-    def address_for(self, priorities: Priorities, storage: Any) -> int:
-        """Return the address of an ``UPDATE`` record."""
-        law, ring = priorities.law, getattr(storage, "ring", None)
-        settings = law.settings.values
-        numbers: tuple[Any, ...] = law.table.address, settings, getattr(law, "eps", 0.0), law.min_priority, ring
-        if ring is not None:
-            generations = 0 if ring.in_order or ring.generations is None else ring.generations.data_ptr()
-            numbers += ring.address, generations
-        if len(numbers) != len(self._numbers) or any(map(ne, numbers, self._numbers)):
-            at = addressof(settings)
-            given: dict[str, Any] = {"table": numbers[0], "eps": numbers[2], "largest": at + 8 * LARGEST}
-            given |= {"first": law.first, "alpha": at + 8 * ALPHA if law.weighs_rows else 0}
-            if ring is not None:
-                lanes = ring.lanes if storage.ndim > 1 else 0
-                given |= {"serials": numbers[5], "generations": numbers[6], "steps": ring.steps, "lanes": lanes}
-            record = record_of(UPDATE, **given, weighed_alpha=at + 8 * WEIGHED)
-            place = record.ctypes.data
-            self.record, self._address, self._numbers = record, place, numbers  # at once: an interrupt may come
-        return self._address
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._numbers = ()
+def _record_of(rule: PriorityRule, storage: Any) -> np.ndarray:
+    """Return an ``UPDATE`` record: what compiled code reads of a sampler and its storage."""
+    at, ring = addressof(rule.settings.values), getattr(storage, "ring", None)
+    fields: dict[str, Any] = {"table": rule.table.address, "eps": getattr(rule, "eps", 0.0), "first": rule.first}
+    fields |= {"largest": at + 8 * LARGEST, "weighed_alpha": at + 8 * WEIGHED}
+    fields |= {"alpha": at + 8 * ALPHA if rule.weighs_rows else 0}
+    if ring is not None:
+        fields |= {"serials": ring.address, "steps": ring.steps, "lanes": ring.lanes if storage.ndim > 1 else 0}
+        if not ring.in_order and ring.generations is not None:
+            fields["generations"] = ring.generations.data_ptr()
+    return record_of(UPDATE, **fields)
 
 
-def _as_pairs(index: Any, storage: Any, device: torch.device) -> Tensor:
-    """Return flat rows, ``[B]``, or, of a PackedStorage with lanes, coordinates, ``[B, 2]``, contiguous int64."""
-    is_pair = type(index) is Tensor and index.ndim == 2 and index.dtype is torch.int64 and index.device == device
-    if is_pair and index.shape[1] == 2 and getattr(storage, "ring", None) is not None and storage.ndim == 2:
-        return index.contiguous()
-    return flat_rows(index, storage, device)
+def _are_pairs(index: Any, device: torch.device) -> bool:
+    is_like = type(index) is Tensor and index.dtype is torch.int64 and index.device == device
+    return is_like and index.ndim == 2 and index.shape[1] == 2
 
 
 class _Entries(NamedTuple):
@@ -156,19 +133,18 @@ _NO_ENTRIES = _Entries(0, None, None, ())
 class Priorities:
     """The priorities of the rows of one storage. A row's *magnitude* is its ``|td_error|``."""
 
-    def __init__(self, law: Law, capacity: int, device: Any, within_buffer: bool) -> None:
-        self.law, self.settings, self.within_buffer = law, law.settings, within_buffer
+    def __init__(self, rule: PriorityRule, capacity: int, device: Any) -> None:
+        self.rule, self.settings = rule, rule.settings
         self.capacity, self.device = capacity, torch.device("cpu")
         self._wanted = None if device is None else torch.device(device)
         self.serves = OneStorage()
         self.file: PriorityFile | None = None  # with PackedStorage(reopen=True)
         self.is_shared = False
         self._largest_on_device: Tensor | None = None
-        self._largest_row = 0  # the row where the largest magnitude was last found
-        self._updates = _Updates()
         self._inputs = HostTensors([])  # recognizes tensors like those of the last update
+        self._record: tuple[Any, ...] = (), None, 0  # what compiled updates read; see `_record_of`
         self._entries = _NO_ENTRIES
-        law.table = law.make(capacity, self.device)
+        rule.table = rule.make(capacity, self.device)
 
     @property
     def largest(self) -> Any:
@@ -183,21 +159,12 @@ class Priorities:
             self._largest_on_device, self.settings[LARGEST] = None, value
 
     @property
-    def entry(self) -> Any:
-        if self.within_buffer:
-            self._find_largest()
+    def initial(self) -> Any:
+        """The magnitude of new rows."""
         largest = self.largest
         if isinstance(largest, Tensor):
-            return torch.where(largest < 0, self.law.first, largest)
-        return self.law.first if largest < 0 else largest
-
-    def _find_largest(self) -> None:  # O(N), or O(1) on the CPU if ``largest`` is still stored
-        magnitude = self.law.table.magnitude
-        if not uses_numba(self.device):
-            self._largest_on_device = magnitude.max()
-        elif float(magnitude[self._largest_row]) != self.largest:
-            self._largest_row = int(magnitude.argmax())
-            self.largest = float(magnitude[self._largest_row])
+            return torch.where(largest < 0, self.rule.first, largest)
+        return self.rule.first if largest < 0 else largest
 
     def rows(self, index: Any, storage: Storage | None) -> Tensor:
         """Convert an index to flat rows; on the CPU, raise an IndexError if a row is out of range."""
@@ -217,40 +184,72 @@ class Priorities:
         """
         if storage is not None and (storage.max_size > self.capacity or self.serves.storage is not storage):
             self.move_to(storage)
-        law, stale, td_error = self.law, cast("int | Tensor", 0), priority
-        law.weigh()
+        self.rule.refresh_weights()
         rows = self.capacity if rows is None else rows
-        given = (index, td_error) if stamp is None else (index, td_error, stamp)
-        places = None if law.min_priority or storage is None else self._inputs.addresses(given)
-        if places is None or (counts and storage is not None and row_count(storage) < len(storage)):
-            index, td_error, stamp, stale = self._converted(index, priority, stamp, storage, counts)
-            if not index.shape[0]:
-                return stale
-            if not self._is_compiled:
-                self._update_with_torch(index, td_error, rows, counts)
-                return stale
-            given = (index, td_error) if stamp is None else (index, td_error, stamp)
-            self._inputs = HostTensors([(each.dtype, each.shape) for each in given])
-            places = [*map(address_of, given)]
-        at, count = (*places, 0) if stamp is None else places, td_error.shape[0]
-        every = 1 if stamp is None else stamp.shape[0] // count
-        kinds = index.ndim > 1, td_error.dtype is torch.float64
-        with law.lock:
-            record = self._updates.address_for(self, storage)
-            largest, skipped = law.update_loop()(record, *at, every, *kinds, count, rows, counts)
+        has_holes = counts and storage is not None and row_count(storage) < len(storage)
+        given = (index, priority) if stamp is None else (index, priority, stamp)
+        is_ready = storage is not None and not has_holes and not self.rule.min_priority
+        addresses = self._inputs.addresses(given) if is_ready else None
+        if addresses is not None:
+            return self._update(given, addresses, rows, storage, counts)
+        return self._convert_and_update(index, priority, stamp, rows, storage, counts, has_holes)
+
+    def _convert_and_update(
+        self, index: Any, priority: Any, stamp: Tensor | None, rows: int, storage: Any, counts: bool, has_holes: bool
+    ) -> int | Tensor:
+        """Check and convert the arguments of an update, and update; return the number of rows that are gone.
+
+        Compiled code takes flat rows ``[B]`` or coordinates ``[B, 2]``, and skips rows that are gone by itself. The
+        torch form, and rows some of which may be holes, need flat rows, with -1 in place of those that are gone.
+        """
+        is_compiled = uses_numba(self.device) and compiled_form(self.rule, "update_loop") is not None
+        by_lane = is_compiled and not has_holes and getattr(storage, "ring", None) is not None and storage.ndim == 2
+        if not (by_lane and _are_pairs(index, self.device)):
+            index = flat_rows(index, storage, self.device)
+        td_error = self.rule.floored(as_errors(priority, len(index), self.device))
+        stale: int | Tensor = 0
+        if stamp is not None:
+            refuse_stamps(stamp, len(index))
+            stamp = stamp.to(self.device, torch.int64).contiguous()
+            if has_holes or not is_compiled:
+                index, stale = storage.skip_stale(index, stamp)
+                stamp = None
+        if has_holes:
+            storage.refuse_holes(index)
+        if not len(index):
+            return stale
+        if not is_compiled:
+            self._update_with_torch(index, td_error, rows, counts)
+            return stale
+        given = (index.contiguous(), td_error) if stamp is None else (index.contiguous(), td_error, stamp)
+        self._inputs = HostTensors([(each.dtype, each.shape) for each in given])
+        return stale + self._update(given, [*map(address_of, given)], rows, storage, counts)
+
+    def _update(self, given: Any, addresses: list[int], rows: int, storage: Any, counts: bool) -> int:
+        """Update with compiled code; ``given``: the index, TD errors and, optionally, a multiple of B stamps."""
+        (index, td_error, *_), rule = given, self.rule
+        ring: Any = getattr(storage, "ring", None)
+        count, has_stamps = td_error.shape[0], len(given) > 2
+        stamps = (addresses[2], given[2].shape[0] // count) if has_stamps else (0, 1)
+        with rule.lock:
+            generations = None if ring is None or ring.in_order else ring.generations
+            of_ring = ring, 0 if ring is None else ring.address, 0 if generations is None else generations.data_ptr()
+            of_rule = rule.table.address, rule.settings.values, getattr(rule, "eps", 0.0), rule.min_priority
+            numbers = of_rule + of_ring
+            if numbers != self._record[0]:
+                record = _record_of(rule, storage)
+                self._record = numbers, record, record.ctypes.data  # at once: an interrupt may come
+            kinds = index.ndim > 1, td_error.dtype is torch.float64
+            places = self._record[2], addresses[0], addresses[1]
+            largest, stale = rule.update_loop()(*places, *stamps, *kinds, count, rows, counts)
         if largest == REFUSED:
             refuse_priorities(flat_rows(index, storage, self.device), td_error, rows)
         if self.file is not None:
             self.keep(flat_rows(index, storage, self.device), None if counts else storage)
-        return stale + skipped
-
-    @property
-    def _is_compiled(self) -> bool:
-        """Whether compiled code updates priorities: not on other devices, nor where a user's law does."""
-        return uses_numba(self.device) and compiled_form(self.law, "update_loop") is not None
+        return stale
 
     def _update_with_torch(self, flat: Tensor, td_error: Tensor, rows: int, counts: bool) -> None:
-        largest = self.law.update_(flat, td_error, rows)
+        largest = self.rule.update_(flat, td_error, rows)
         if type(largest) is float and largest == REFUSED:
             refuse_priorities(flat, td_error, rows)
         if counts and isinstance(largest, Tensor):
@@ -259,47 +258,24 @@ class Priorities:
             self.largest = max(largest, self.largest)
         self.keep(flat)
 
-    def _converted(
-        self, index: Any, priority: Any, stamp: Tensor | None, storage: Any, counts: bool
-    ) -> tuple[Tensor, Tensor, Tensor | None, int | Tensor]:
-        """Check the arguments of an update; return what the update of this device takes, and how many rows are gone.
-
-        On the CPU, these are flat rows ``[B]`` or coordinates ``[B, 2]``, TD errors ``[B]``, and a multiple of B stamps
-        or None; on other devices, flat rows and TD errors. Rows that are known to be gone have the index -1.
-        """
-        is_compiled = self._is_compiled
-        index = _as_pairs(index, storage, self.device) if is_compiled else flat_rows(index, storage, self.device)
-        td_error = self.law.floored(as_errors(priority, index.shape[0], self.device))
-        has_holes = counts and storage is not None and row_count(storage) < len(storage)
-        if stamp is not None:
-            refuse_stamps(stamp, index.shape[0])
-        if is_compiled and not has_holes:
-            return index, td_error, None if stamp is None else stamp.to(self.device, torch.int64).contiguous(), 0
-        flat, stale = flat_rows(index, storage, self.device), cast("int | Tensor", 0)
-        if stamp is not None:
-            flat, stale = storage.skip_stale(flat, storage.stamps_of(stamp, flat))
-        if has_holes:
-            storage.refuse_holes(flat)
-        return flat, td_error, None, stale
-
     def enter(self, index: Any, storage: Storage | None) -> None:
-        entry = self.entry
-        if not isinstance(entry, Tensor):  # torch.full writes on the device; torch.tensor would copy, and wait for it
-            entry = torch.full((), entry, dtype=torch.float64, device=self.device)
-        self.assign(index, entry, None, storage, counts=False)
+        initial = self.initial
+        if not isinstance(initial, Tensor):  # torch.full writes on the device; torch.tensor would copy, and wait for it
+            initial = torch.full((), initial, dtype=torch.float64, device=self.device)
+        self.assign(index, initial, None, storage, counts=False)
 
     @torch.compiler.disable(reason="see `assign`")
     def enter_range(self, start: int, count: int, storage: Storage) -> None:
         """Give the flat rows ``start`` to ``start + count - 1`` the magnitude of new rows."""
         self.move_to(storage)
-        self.law.weigh()
-        self.law.fill_(start, count, self.entry)
+        self.rule.refresh_weights()
+        self.rule.fill_(start, count, self.initial)
         self.keep(slice(start, start + count), storage)
 
     def admit(self, storage: Storage) -> int:
         """Give stored rows without a priority the magnitude of new rows; return their number."""
         rows = written_rows(storage)
-        absent = rows[self.law.table.magnitude[rows] < 0]
+        absent = rows[self.rule.table.magnitude[rows] < 0]
         if len(absent):
             self.enter(absent, storage)
         return len(absent)
@@ -313,11 +289,11 @@ class Priorities:
         if folder is None or (self.file is not None and self.file.folder == folder):
             self.file = None if folder is None and not self.is_shared else self.file  # a spawned process keeps it
             return 0
-        file, own = PriorityFile(storage), self.law.table.magnitude
+        file, own = PriorityFile(storage), self.rule.table.magnitude
         found, largest = file.found(storage)
         most = torch.finfo(own.dtype).max
-        own[: file.cells] = torch.where(found < 0, -1.0, found.clamp(self.law.min_priority, most)).to(own.dtype)
-        self.law.weigh(anew=True)
+        own[: file.cells] = torch.where(found < 0, -1.0, found.clamp(self.rule.min_priority, most)).to(own.dtype)
+        self.rule.refresh_weights(anew=True)
         self.largest = min(largest, most)
         missing = self.admit(storage)
         self.file = file
@@ -337,17 +313,16 @@ class Priorities:
                 rows = slice(*rows.indices(self.file.cells))
             else:
                 rows = rows.clamp(min=0)
-            self.file.copy(rows, self.law.table.magnitude, float(self.largest), written)
+            self.file.copy(rows, self.rule.table.magnitude, float(self.largest), written)
 
     def record_of_entry(self, storage: PackedStorage) -> int:
         """Return the address of the ``UPDATE`` record with which a compiled write sets the priorities of new rows."""
-        if self.within_buffer:
-            self._find_largest()
-        law, ring = self.law, storage._ring
-        place = law.table.magnitude.data_ptr()
-        numbers = place, law.settings.values, law.min_priority, getattr(law, "eps", 0.0), ring, ring.address
-        if numbers != self._entries.numbers or law.table is not self._entries.table:
-            self._entries = _Entries(self._updates.address_for(self, storage), self._updates.record, law.table, numbers)
+        rule, ring = self.rule, storage._ring
+        place = rule.table.magnitude.data_ptr()
+        numbers = place, rule.settings.values, rule.min_priority, getattr(rule, "eps", 0.0), ring, ring.address
+        if numbers != self._entries.numbers or rule.table is not self._entries.table:
+            record = _record_of(rule, storage)
+            self._entries = _Entries(record.ctypes.data, record, rule.table, numbers)
         return self._entries.address
 
     def keep_new(self, index: Any, storage: PackedStorage) -> None:
@@ -359,18 +334,19 @@ class Priorities:
         """See :class:`~rlbuf_td.storages.listeners.Recovers`."""
         if not row_count(storage):
             return self.clear()
-        magnitude = self.law.table.magnitude
+        magnitude = self.rule.table.magnitude
         is_old = torch.zeros(len(magnitude), dtype=torch.bool, device=self.device)
         is_old[written_rows(storage)] = True
         is_old[new.to(self.device)] = False
         magnitude[~is_old] = -1.0
-        self.law.weigh(anew=True)
+        self.rule.refresh_weights(anew=True)
         self.admit(storage)
         self.keep(slice(0, None), storage)
 
     def move_to(self, storage: Storage) -> None:
         """Move the priorities to the storage's device, and increase ``capacity`` to the storage's ``max_size``."""
         self.serves.claim(storage)
+        self._inputs = HostTensors([])
         device, capacity = device_of(storage), max(self.capacity, storage.max_size)
         if self._wanted not in (None, device, torch.device(device.type)):
             where = f"priorities must be on the device of the rows, {device}, not on {self._wanted}"
@@ -384,26 +360,26 @@ class Priorities:
             raise ValueError(f"{grow}: create it with max_capacity={capacity}, or write before you share the buffer")
         tensors = self.resized(self.tensors(), capacity)
         self.device, self.capacity = device, capacity
-        self.law.table = self.law.make(capacity, device)
-        self.law.restore_({name: tensor.to(device) for name, tensor in tensors.items()})
+        self.rule.table = self.rule.make(capacity, device)
+        self.rule.restore_({name: tensor.to(device) for name, tensor in tensors.items()})
 
     def tensors(self, table: Any = None) -> dict[str, Tensor]:
-        return {name: getattr(self.law.table if table is None else table, name) for name in self.law.blank}
+        return {name: getattr(self.rule.table if table is None else table, name) for name in self.rule.blank}
 
     def resized(self, tensors: dict[str, Tensor], capacity: int) -> dict[str, Tensor]:
         """Return tensors padded to ``capacity`` with rows without a priority."""
         found = {}
-        for name, like in self.tensors(self.law.make(capacity, "meta")).items():
+        for name, like in self.tensors(self.rule.make(capacity, "meta")).items():
             kept = tensors[name].cpu()
-            found[name] = torch.full(like.shape, self.law.blank[name], dtype=like.dtype, device="cpu")
+            found[name] = torch.full(like.shape, self.rule.blank[name], dtype=like.dtype, device="cpu")
             found[name][: len(kept)] = kept
         return found
 
     def clear(self) -> None:
         self.serves.release()
-        self.largest, self._largest_row = -1.0, 0
+        self.largest = -1.0
         saved = self.tensors().items()
-        self.law.restore_({name: old.new_full((), self.law.blank[name]).expand_as(old) for name, old in saved})
+        self.rule.restore_({name: old.new_full((), self.rule.blank[name]).expand_as(old) for name, old in saved})
         self.keep(slice(0, None))
 
     def load(self, alpha: float, beta: float, largest: float, tensors: dict[str, Tensor], capacity: int) -> None:
@@ -413,19 +389,19 @@ class Priorities:
         if not (largest == -1 or 0 <= largest < float("inf")):
             expected = "expected -1 or a finite number that is not negative"
             raise ValueError(f"the saved sampler has seen a largest magnitude of {largest}, {expected}")
-        table = self.law.table if self.is_shared else self.law.make(capacity, self.device)
+        table = self.rule.table if self.is_shared else self.rule.make(capacity, self.device)
         refuse_state(tensors, self.tensors(table))
-        self.law.table, self.capacity = table, capacity
+        self.rule.table, self.capacity = table, capacity
         self.settings[ALPHA], self.settings[BETA], self.settings[WEIGHED] = alpha, beta, alpha
-        self.largest, self._largest_row = largest, 0
-        self.law.restore_({name: tensor.to(self.device) for name, tensor in tensors.items()})
+        self.largest = largest
+        self.rule.restore_({name: tensor.to(self.device) for name, tensor in tensors.items()})
         self.keep(slice(0, None))
 
     def share_memory_(self) -> None:
         if not self.is_shared:
             self.is_shared = True
             with outside_inference_mode():
-                self.law.table.share_memory_()
+                self.rule.table.share_memory_()
             self.settings.share_memory_()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -436,6 +412,7 @@ class Priorities:
             raise RuntimeError(f"{reason}. {remedy}")
         return self.__dict__ | {
             "_inputs": HostTensors([]),
+            "_record": ((), None, 0),
             "_entries": _NO_ENTRIES,
             "is_shared": is_spawning,
             "file": self.file if is_spawning else None,

@@ -14,7 +14,7 @@ from torchrl.data.replay_buffers import PrioritizedSampler, Storage
 from rlbuf_td.kernels.dispatch import compiled_form_of
 from rlbuf_td.kernels.host_memory import alias_of
 from rlbuf_td.samplers.common import EMPTY, fill_uniform_, setting, uniform_numbers
-from rlbuf_td.samplers.priorities import ALPHA, BETA, Law, Priorities
+from rlbuf_td.samplers.priorities import ALPHA, BETA, Priorities, PriorityRule
 from rlbuf_td.samplers.row_sampler import RowSampler
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import exponent, one_of, state_of, whole
@@ -44,8 +44,8 @@ class Prioritized(RowSampler, PrioritizedSampler, Recovers):
     weight_norm: WeightNorm = setting(one_of("buffer", "batch", None))
     reduction: Reduction = setting(one_of("max", "min", "mean", "median"))
     alpha = _exponent("alpha", ALPHA, "Exponent of the priorities; 0 draws uniformly. May be set at any time.")
-    beta = _exponent("beta", BETA, "Exponent of the importance weights; 1 corrects fully for the law's probabilities.")
-    default_priority = property(attrgetter("priorities.entry"), doc="The magnitude of a new row's TD error.")
+    beta = _exponent("beta", BETA, "Exponent of the importance weights; 1 corrects fully for the rule's probabilities.")
+    default_priority = property(attrgetter("priorities.initial"), doc="The magnitude of a new row's TD error.")
     device = property(attrgetter("priorities.device"), doc="The device of the priorities and the rows.")
     _max_capacity = property(attrgetter("priorities.capacity"))
     _shown: ClassVar[tuple[str, ...]] = ("alpha", "beta", "stratified", "weight_norm", "_max_capacity")
@@ -54,14 +54,13 @@ class Prioritized(RowSampler, PrioritizedSampler, Recovers):
     def __init__(
         self,
         max_capacity: int,
-        law: Callable[[SharedNumbers], Law],
+        rule: Callable[[SharedNumbers], PriorityRule],
         alpha: float,
         beta: float,
         stratified: bool,
         weight_norm: WeightNorm,
         reduction: Reduction,
         device: torch.device | str | None = None,
-        within_buffer: bool = False,
     ) -> None:
         capacity, alpha = whole(1)("max_capacity", max_capacity), exponent("alpha", alpha)
         self.stratified, self.weight_norm, self.reduction = stratified, weight_norm, reduction
@@ -69,8 +68,8 @@ class Prioritized(RowSampler, PrioritizedSampler, Recovers):
         purpose = Purpose(f"Priorities of {capacity:,} rows take", remedy)
         require_room(self.nbytes_for(capacity), torch.device("cpu"), purpose)
         self.settings = SharedNumbers("d", [alpha, exponent("beta", beta), -1.0, alpha])
-        self.law = law(self.settings)
-        self.priorities = Priorities(self.law, capacity, device, within_buffer)
+        self.rule = rule(self.settings)
+        self.priorities = Priorities(self.rule, capacity, device)
 
     @classmethod
     @abstractmethod
@@ -79,13 +78,13 @@ class Prioritized(RowSampler, PrioritizedSampler, Recovers):
 
     def draw(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
         """See :class:`~rlbuf_td.samplers.row_sampler.RowSampler`."""
-        rows, law = row_count(storage), self.law
+        rows, rule = row_count(storage), self.rule
         if not rows:
             raise RuntimeError(EMPTY)
         self.priorities.serves.claim(storage)
-        law.weigh()
+        rule.refresh_weights()
         uniform = uniform_numbers(batch_size, self._rng, self.priorities.device)
-        flat, weight = law.draw(uniform, rows, self.stratified, self.weight_norm)
+        flat, weight = rule.draw(uniform, rows, self.stratified, self.weight_norm)
         return flat, {"priority_weight": weight}
 
     @compiled_form_of("draw")
@@ -96,16 +95,16 @@ class Prioritized(RowSampler, PrioritizedSampler, Recovers):
             raise RuntimeError(EMPTY)
         if self.priorities.serves._storage() is not storage:
             self.priorities.serves.claim(storage)
-        self.law.weigh()
+        self.rule.refresh_weights()
         fill_uniform_(scratch, self._rng)
-        self.law.draw(scratch, rows, self.stratified, self.weight_norm, (flat, report["priority_weight"]))
+        self.rule.draw(scratch, rows, self.stratified, self.weight_norm, (flat, report["priority_weight"]))
 
     def weigh_batch_(self, flat: Tensor, weight: Tensor) -> None:
         """Give rows that come from several draws the weights, ``[B]``, that one draw of these rows would give them."""
         if self.weight_norm == "batch":
-            likeliest = self.law.probability(flat).argmax()
+            likeliest = self.rule.probability(flat).argmax()
             weight.fill_(1.0)
-            self.law.weigh_beside_(flat, flat[likeliest, None], weight)
+            self.rule.weigh_beside_(flat, flat[likeliest, None], weight)
             weight.div_(weight.max())
 
     def update_priority(self, index: Any, priority: Any, *, storage: Storage | None = None) -> None:
@@ -137,7 +136,7 @@ class Prioritized(RowSampler, PrioritizedSampler, Recovers):
         stale: int | Tensor = 0
         if stamp is not None:
             flat = flat_rows(index, storage, storage.device)
-            index, stale = storage.skip_stale(flat, storage.stamps_of(stamp, flat))
+            index, stale = storage.skip_stale(flat, stamp)
         self.update_priority(index, td_error, storage=storage)
         return stale
 
@@ -151,17 +150,17 @@ class Prioritized(RowSampler, PrioritizedSampler, Recovers):
 
     def priority(self, index: Any, *, storage: Storage | None = None) -> Tensor:
         """Return the stored ``|td_error|`` of each row, ``[B]`` float64; -1 for a row without a priority."""
-        return self.law.table.magnitude[self.priorities.rows(index, storage)].to(torch.float64)
+        return self.rule.table.magnitude[self.priorities.rows(index, storage)].to(torch.float64)
 
     def probability(self, index: Any, *, storage: Storage | None = None) -> Tensor:
         """Return each row's probability, ``[B]`` float64. Raises IndexError (on the CPU) if a row is out of range."""
-        self.law.weigh()
-        return self.law.probability(self.priorities.rows(index, storage))
+        self.rule.refresh_weights()
+        return self.rule.probability(self.priorities.rows(index, storage))
 
     def least_probability(self) -> float | Tensor:
         """Return the smallest positive probability of all rows, float64; infinite if no row can be drawn."""
-        self.law.weigh()
-        return self.law.least_probability()
+        self.rule.refresh_weights()
+        return self.rule.least_probability()
 
     @property
     def bytes_to_share(self) -> int:
@@ -182,7 +181,7 @@ class Prioritized(RowSampler, PrioritizedSampler, Recovers):
 
     def snapshot(self) -> dict[str, Any]:
         """See :class:`~rlbuf_td.samplers.common.StatefulSampler`."""
-        self.law.weigh()
+        self.rule.refresh_weights()
         seen = {"max_capacity": self.priorities.capacity, "largest": float(self.priorities.largest)}
         return (
             self._settings()

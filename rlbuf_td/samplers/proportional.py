@@ -13,13 +13,13 @@ from torch import Tensor
 from rlbuf_td.kernels import sum_tree
 from rlbuf_td.kernels.dispatch import compiled_form_of, machine_code
 from rlbuf_td.samplers.common import NO_PRIORITY
-from rlbuf_td.samplers.priorities import ALPHA, BETA, WEIGHED, Law
+from rlbuf_td.samplers.priorities import ALPHA, BETA, WEIGHED, PriorityRule
 from rlbuf_td.samplers.prioritized import Prioritized, Reduction, WeightNorm
 from rlbuf_td.storages.checks import exponent
 from rlbuf_td.storages.numbers import SharedNumbers
 
 
-class ProportionalLaw(Law):
+class ProportionalRule(PriorityRule):
     """Gives each row the weight ``(max(|td_error|, min_priority) + eps) ** alpha``, stored in a sum tree."""
 
     table: sum_tree.SumTree
@@ -64,7 +64,7 @@ class ProportionalLaw(Law):
     def fill_(self, start: int, count: int, magnitude: float | Tensor) -> None:
         sum_tree.fill_(self.table, start, count, magnitude, self.settings[WEIGHED], self.eps)
 
-    def weigh(self, anew: bool = False) -> None:
+    def refresh_weights(self, anew: bool = False) -> None:
         settings = self.settings.values
         if anew or settings[ALPHA] != settings[WEIGHED]:
             settings[WEIGHED] = settings[ALPHA]  # first: if the process then dies, the repair uses the new alpha
@@ -98,9 +98,7 @@ class ProportionalSampler(Prioritized):
             largest weight in the ``"batch"``, or ``None`` for no division.
         reduction: how to combine several TD errors of a row: ``"max"``, ``"min"``, ``"mean"`` or ``"median"``.
         device: the device of the rows, on which priorities are always stored.
-        max_priority_within_buffer: whether new rows get the largest ``|td_error|`` now stored instead of the largest
-            ever seen. Each write then searches all rows for the largest. On the CPU, a write skips the search if the
-            largest has not changed.
+        max_priority_within_buffer: must be ``False``: new rows get the largest magnitude ever seen.
         min_priority: the smallest ``|td_error|`` of any row, at least 0. Smaller magnitudes count as ``min_priority``.
 
     ``alpha`` and ``beta`` may be set at any time, also by TorchRL's ``ParameterScheduler``. The sign of a TD error does
@@ -110,6 +108,7 @@ class ProportionalSampler(Prioritized):
     loss. The expected gradient of LAP equals that of the PAL loss with uniform draws.
 
     Raises:
+        NotImplementedError: ``max_priority_within_buffer`` is ``True``.
         ValueError: an argument is out of range, another buffer uses the sampler, or the rows are not on ``device``.
             Updates on the CPU also raise a ValueError if a TD error is NaN or infinite, and then change no priority.
         RuntimeError: (when sampling) the buffer is empty, or (on the CPU) no row has a positive priority.
@@ -136,7 +135,7 @@ class ProportionalSampler(Prioritized):
         tensor([1, 1, 3, 3, 3, 3, 3, 3])
     """
 
-    law: ProportionalLaw
+    rule: ProportionalRule
     _shown: ClassVar[tuple[str, ...]] = (*Prioritized._shown, "min_priority")
 
     def __init__(
@@ -156,16 +155,15 @@ class ProportionalSampler(Prioritized):
     ) -> None:
         if dtype not in (torch.float32, torch.float64):
             raise ValueError(f"dtype must be torch.float32 or torch.float64, got {dtype}")
-        law = partial(ProportionalLaw, eps=eps, min_priority=min_priority)
-        rules = stratified, weight_norm, reduction, device, max_priority_within_buffer
-        super().__init__(max_capacity, law, alpha, beta, *rules)
+        if max_priority_within_buffer:
+            reason = "new rows get the largest magnitude ever seen, because each write would search all rows"
+            raise NotImplementedError(f"max_priority_within_buffer=True is not supported: {reason}")
+        rule = partial(ProportionalRule, eps=eps, min_priority=min_priority)
+        super().__init__(max_capacity, rule, alpha, beta, stratified, weight_norm, reduction, device)
 
-    eps = property(attrgetter("law.eps"), doc="The number added to every magnitude.")
-    min_priority = property(attrgetter("law.min_priority"), doc="The lower bound of magnitudes.")
-    max_priority_within_buffer = property(
-        attrgetter("priorities.within_buffer"), doc="Whether new rows get the largest magnitude now stored."
-    )
-    tree = property(attrgetter("law.table"), doc="The sum tree of the weights.")
+    eps = property(attrgetter("rule.eps"), doc="The number added to every magnitude.")
+    min_priority = property(attrgetter("rule.min_priority"), doc="The lower bound of magnitudes.")
+    tree = property(attrgetter("rule.table"), doc="The sum tree of the weights.")
 
     @classmethod
     def nbytes_for(cls, capacity: int, device: torch.device | str = "cpu") -> int:
@@ -182,12 +180,11 @@ class ProportionalSampler(Prioritized):
         """See :class:`~rlbuf_td.samplers.prioritized.Prioritized`."""
         from rlbuf_td.kernels.batch import write_cpu
 
-        return write_cpu.enter_proportional if type(self.law) is ProportionalLaw else None
+        return write_cpu.enter_proportional if type(self.rule) is ProportionalRule else None
 
     def snapshot(self) -> dict[str, Any]:
         """See :class:`~rlbuf_td.samplers.common.StatefulSampler`."""
-        own: dict[str, Any] = {"eps": self.eps, "max_priority_within_buffer": self.max_priority_within_buffer}
-        return super().snapshot() | own | {"min_priority": self.min_priority}
+        return super().snapshot() | {"eps": self.eps, "min_priority": self.min_priority}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a result of :meth:`state_dict`, or the state of TorchRL's ``PrioritizedSampler``."""
@@ -196,9 +193,7 @@ class ProportionalSampler(Prioritized):
         eps = exponent("eps", state_dict["eps"])
         min_priority = exponent("min_priority", state_dict.get("min_priority", self.min_priority))
         super().load_state_dict(state_dict)
-        self.law.eps, self.law.min_priority = eps, min_priority
-        within_buffer = state_dict.get("max_priority_within_buffer", self.max_priority_within_buffer)
-        self.priorities.within_buffer = bool(within_buffer)
+        self.rule.eps, self.rule.min_priority = eps, min_priority
 
     def _from_torchrl(self, state: dict[str, Any]) -> dict[str, Any]:
         weight, magnitude, largest = read_torchrl_priorities(state)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from operator import attrgetter
 from typing import Any, ClassVar, final
 
@@ -13,29 +13,27 @@ from torch import Tensor
 from rlbuf_td.kernels import rank_order
 from rlbuf_td.kernels.dispatch import compiled_form_of, machine_code
 from rlbuf_td.kernels.host_memory import outside_inference_mode
-from rlbuf_td.samplers.priorities import ALPHA, BETA, Law
+from rlbuf_td.samplers.priorities import ALPHA, BETA, PriorityRule
 from rlbuf_td.samplers.prioritized import Prioritized, Reduction, WeightNorm
-from rlbuf_td.storages.checks import whole
 from rlbuf_td.storages.numbers import SharedNumbers
 
 _NO_ROWS = "no row has a priority: extend the buffer with this sampler in place, or set TD errors of rows"
 
 
-class LawOfRanks(Law):
+class RankRule(PriorityRule):
     """Gives each row the weight ``rank ** -alpha``."""
 
     table: rank_order.RankOrder
     blank: ClassVar = {"magnitude": -1.0}
 
-    def __init__(self, settings: SharedNumbers, stale_updates: int) -> None:
+    def __init__(self, settings: SharedNumbers) -> None:
         super().__init__(settings)
-        self._stale_updates = whole(0)("stale_updates", stale_updates)
         self.ranks = rank_order.rank_law(settings[ALPHA], "cpu")
 
     def make(self, capacity: int, device: torch.device | str) -> rank_order.RankOrder:
         with outside_inference_mode():
             magnitude = torch.full((capacity,), -1.0, dtype=torch.float32, device=device)
-            return rank_order.make_order(magnitude, self._stale_updates)
+            return rank_order.make_order(magnitude)
 
     def draw(
         self, uniform: Tensor, rows: int, stratified: bool, norm: str | None, out: tuple[Tensor, Tensor] | None = None
@@ -69,7 +67,7 @@ class LawOfRanks(Law):
     def fill_(self, start: int, count: int, magnitude: float | Tensor) -> None:
         self.table.fill_(start, count, magnitude)
 
-    def weigh(self, anew: bool = False) -> None:
+    def refresh_weights(self, anew: bool = False) -> None:
         if self.settings.values[ALPHA] != self.ranks.alpha:
             self.ranks = rank_order.rank_law(self.settings[ALPHA], self.table.magnitude.device)
         if anew:
@@ -91,10 +89,6 @@ class RankSampler(Prioritized):
     Args:
         alpha: exponent of the ranks, at least 0; 0 draws uniformly.
         max_capacity, beta, stratified, weight_norm, reduction: as for :class:`ProportionalSampler`.
-        stale_updates: on a GPU, the number of priority updates that draws may ignore before the rows are sorted again,
-            at least 0. With 0, the default, ranks are always exact. On the CPU, this setting has no effect. Writes by a
-            :class:`ReservoirWriter` or in TorchRL's buffers count as updates. After any other write, the next draw
-            sorts the rows.
 
     TD errors may have either sign: the sampler stores ``|td_error|`` as float32. A new row gets the largest
     ``|td_error|`` seen so far, or 1.0 before the first TD error.
@@ -103,7 +97,7 @@ class RankSampler(Prioritized):
 
     Cost: O(B log N + N / 96) to draw; O(B (128 + log N)) to update, plus O(N) at most once per N / 3 updated rows;
     O(1) to change alpha; 15 to 27 bytes per row. On a GPU: O(B) to draw and 20 bytes per row; the first draw after a
-    write, or after more than ``stale_updates`` updates of priorities, also sorts all rows.
+    write or an update of priorities also sorts all rows.
     Source: Schaul, Quan, Antonoglou, Silver: Prioritized Experience Replay, ICLR 2016, section 3.3. In the paper, rows
     are sorted only from time to time, and segments are rounded to whole ranks. TorchRL has no such sampler.
 
@@ -121,7 +115,7 @@ class RankSampler(Prioritized):
         tensor([ 3, 12,  6,  4])
     """
 
-    law: LawOfRanks
+    rule: RankRule
 
     def __init__(
         self,
@@ -132,10 +126,8 @@ class RankSampler(Prioritized):
         stratified: bool = True,
         weight_norm: WeightNorm = "buffer",
         reduction: Reduction = "max",
-        stale_updates: int = 0,
     ) -> None:
-        law = partial(LawOfRanks, stale_updates=stale_updates)
-        super().__init__(max_capacity, law, alpha, beta, stratified, weight_norm, reduction)
+        super().__init__(max_capacity, RankRule, alpha, beta, stratified, weight_norm, reduction)
 
     @compiled_form_of("mark_update")
     def entry_loop(self) -> Any:
@@ -144,11 +136,11 @@ class RankSampler(Prioritized):
 
         return write_cpu.enter_rank
 
-    order = property(attrgetter("law.table"), doc="The rows in the order of their magnitudes.")
+    order = property(attrgetter("rule.table"), doc="The rows in the order of their magnitudes.")
 
     def rank(self, index: Any, *, storage: Any | None = None) -> Tensor:
         """Return the rank of each row, ``[B]`` int64: 1 for the largest ``|td_error|``, 0 without a priority."""
-        return self.law.table.ranks_of(self.priorities.rows(index, storage))
+        return self.rule.table.ranks_of(self.priorities.rows(index, storage))
 
     def cumulative(self, n: int) -> Tensor:
         """Return the cumulative sums of ``rank ** -alpha`` for the ranks 1 to ``n``, ``[n]`` float64. O(n).
@@ -174,8 +166,8 @@ class RankSampler(Prioritized):
         """
         if k < 1:
             raise ValueError(f"a batch has at least 1 segment, got k={k}")
-        self.law.weigh()
-        rows, ranks = self.law.table.count(), self.law.ranks
+        self.rule.refresh_weights()
+        rows, ranks = self.rule.table.count(), self.rule.ranks
         if not rows:
             raise RuntimeError(_NO_ROWS)
         edges = torch.arange(k + 1, dtype=torch.float64, device=self.device) * (rank_order.mass(ranks, rows) / k)

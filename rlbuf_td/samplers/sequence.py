@@ -18,22 +18,14 @@ from rlbuf_td.kernels.wrappers import reduced
 from rlbuf_td.samplers.common import EMPTY, permutation, refuse_disorder, setting
 from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.reading import SCALAR, BatchSlot, BatchSlots, Named, Reading
-from rlbuf_td.samplers.wrapper import NO_LOOPS, Drawn, SamplerWrapper, draw_from
+from rlbuf_td.samplers.wrapper import NO_LOOPS, Drawn, SamplerWrapper, draw_from, reading_of
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import fraction, one_of, whole
 from rlbuf_td.storages.episodes import DONE_KEY, TRAJ_KEY
-from rlbuf_td.storages.indexing import (
-    Index,
-    coordinates,
-    device_of,
-    flat_rows,
-    refuse_unwritten,
-    row_count,
-    written_rows,
-)
+from rlbuf_td.storages.indexing import coordinates, device_of, flat_rows, refuse_unwritten, row_count, written_rows
 from rlbuf_td.storages.keys import as_tuple
 from rlbuf_td.storages.schema import SchemaError, show_key
-from rlbuf_td.storages.tensordict_fast import folded, leaf_of
+from rlbuf_td.storages.tensordict_fast import leaf_of
 
 Boundary: TypeAlias = Literal["pad", "shift", "strict"]
 _ROUNDS = 200  # boundary="strict" on the CPU: the largest number of repeated draws until all windows fit
@@ -52,37 +44,32 @@ class SequenceSampler(SamplerWrapper):
     - ``"burn_in_mask"``, ``[B * L]`` bool: True for each window's first ``burn_in`` rows, which a loss should ignore.
     - ``"anchor_index"``, ``[B * L]`` or, if ``ndim > 1``, ``[B * L, ndim]``: the index of the window's anchor.
 
-    If rows have the flags ``"is_init"``, ``truncated`` or ``done``, the sampler changes these flags so that TorchRL's
-    modules treat each window separately. ``"is_init"`` becomes True at the first row and at the first unpadded row of
-    each window; ``truncated`` and ``done`` become True at the last unpadded row. All rows of a window have the anchor's
-    ``"priority_weight"`` and hindsight goal.
+    All rows of a window have the anchor's ``"priority_weight"`` and hindsight goal. So that TorchRL's modules treat
+    each window separately, flags that the rows have are changed: ``"is_init"`` becomes True at the first row and at the
+    first unpadded row of each window; ``truncated`` and ``done`` become True at the last unpadded row.
 
-    ``batch.view(-1, L)`` has one window per row. TorchRL's ``split_trajectories(batch)`` also makes trajectories of the
-    padding: use ``split_trajectories(batch[batch["mask"]])``, with done flags and without trajectory ids.
+    ``batch.view(-1, L)`` has one window per row. TorchRL's ``split_trajectories`` also makes trajectories of padding:
+    use ``split_trajectories(batch[batch["mask"]])``, with done flags and without trajectory ids.
 
-    With ``output_layout="batch_time"``, a batch has the shape ``[B, L]``, as recurrent networks take it, and all its
-    entries too. It also has ``slice_end_key``, ``[B, L, 1]`` bool: True at the last unpadded row of each window. The
-    flags ``truncated`` and ``done`` then stay those of the environment. ``batch_size`` still counts ``B * L`` rows.
+    With ``output_layout="batch_time"``, a batch and all its entries have the shape ``[B, L]``, as recurrent networks
+    take it; ``batch_size`` still counts ``B * L`` rows. The batch also has ``slice_end_key``, ``[B, L, 1]`` bool: True
+    at the last unpadded row of each window. The flags ``truncated`` and ``done`` then stay those of the environment.
 
     **Chunks.** With ``stride=length``, trajectories are divided into windows that do not overlap, and a wrapped
-    :class:`MinibatchSampler` draws each window once per epoch. Each stored row is then exactly once per epoch a row
-    with ``mask & ~burn_in_mask``. The last chunk of a trajectory may be shorter than ``length``, and is padded.
-    ``batch_size`` counts rows, including padding; the last batch of an epoch may have fewer windows (``drop_last``
-    omits such a batch). Any write restarts the epochs, as does any other change of the trajectories.
+    :class:`MinibatchSampler` draws each window once per epoch: each stored row is then exactly once per epoch a row
+    with ``mask & ~burn_in_mask``. The last chunk of a trajectory is padded, and the last batch of an epoch may have
+    fewer windows (``drop_last`` omits it). Any write, and any change of the trajectories, restarts the epochs.
 
     **Windows across episodes**, as world models (DreamerV3) take them: with ``across_episodes=True``, a window is L
-    consecutive steps of a lane, whether or not episodes end there, so that nothing is padded except before the oldest
-    and after the newest row of the lane. ``"is_init"`` is True at the first row of a window and at the first step of
-    each episode; batches get this entry if the rows have none. ``boundary``, ``burn_in`` and ``stride`` mean the same
-    as above, with the lane in place of the trajectory. Rows ``[T]`` are one lane, so that each environment needs a lane
-    of its own.
+    consecutive steps of a lane, whether or not episodes end there; padding is only before the oldest and after the
+    newest row of the lane. ``"is_init"`` is True at the first row of a window and of each episode; batches get this
+    entry if the rows have none. ``boundary``, ``burn_in`` and ``stride`` mean the same as above, with the lane in place
+    of the trajectory. Rows ``[T]`` are one lane: give each environment a lane of its own.
 
     **Recurrent states** that are stored with the rows are entries like any other. A network starts a window from the
-    state in the window's first row: with ``batch`` in the shape ``[B, L]`` and the states ``h`` and ``c`` in the shape
-    ``[B, L, layers, hidden]``, ``h0, c0 = (batch[key][:, 0].transpose(0, 1).contiguous() for key in ("h", "c"))``, then
-    ``lstm(features, (h0, c0))``. No window crosses the end of a trajectory, so a loop over a window needs no resets.
-    TorchRL's ``LSTMModule`` does the same in recurrent mode, in which ``"is_init"`` means: continue from the state
-    stored here. (In its other mode, ``"is_init"`` means: continue from zeros.)
+    state in its first row, as TorchRL's ``LSTMModule`` does in recurrent mode: with ``batch`` in the shape ``[B, L]``
+    and states ``[B, L, layers, hidden]``, from ``batch[key][:, 0].transpose(0, 1).contiguous()``. No window crosses the
+    end of a trajectory, so that a loop over a window needs no resets.
 
     Args:
         sampler: draws the anchors; may be a sampler of rows, a :class:`HindsightSampler` or an :class:`NStepSampler`.
@@ -123,8 +110,8 @@ class SequenceSampler(SamplerWrapper):
     Source: Kapturowski et al., Recurrent Experience Replay in Distributed RL (R2D2), ICLR 2019, section 2.3.
 
     **Priorities.** In this package's buffer, ``update_tensordict_priority`` takes a whole batch and updates the
-    priorities of the anchors. TorchRL's buffers update the priority of each window's first row after burn-in. With
-    ``boundary="shift"``, this row may be earlier than the anchor.
+    anchors. TorchRL's buffers update each window's first row after burn-in, which may not be the anchor with
+    ``boundary="shift"``.
 
     **Arguments of TorchRL's** ``SliceSampler``. Pass ``slice_len`` as ``length`` and ``end_key`` as ``done_key``. The
     batch size determines ``num_slices``. ``boundary`` replaces ``strict_length``, ``pad_output`` and ``span``, whose
@@ -207,7 +194,7 @@ class SequenceSampler(SamplerWrapper):
             reason = f'boundary="{self.boundary}" would move or replace windows'
             raise ValueError(f'stride needs boundary="pad": {reason}')
         inner: Any = self.sampler
-        while isinstance(inner, SamplerWrapper) and type(inner)._draw is SamplerWrapper._draw:
+        while isinstance(inner, SamplerWrapper) and type(inner).draw_rows is SamplerWrapper.draw_rows:
             inner = inner.sampler
         if not hasattr(type(inner), "draw_numbers"):
             needs = "stride needs a sampler that draws each window once per epoch"
@@ -220,12 +207,17 @@ class SequenceSampler(SamplerWrapper):
         """See :class:`~rlbuf_td.samplers.wrapper.SamplerWrapper`."""
         return max(self.window, super().steps_needed)
 
-    def drawn(self, storage: PackedStorage, batch_size: int) -> tuple[Tensor, dict[Any, Any]]:
+    def draw_rows(self, storage: PackedStorage, batch_size: int) -> tuple[Tensor, dict[Any, Any]]:
         """Draw the anchors of a batch; return them and the sampler's info dict."""
         if not row_count(storage):
             raise RuntimeError(EMPTY)
         self._trajectories(storage).episodes()  # raises an error if the rows do not tell where trajectories end
-        anchors, info = self._draw(storage, self.windows_of(batch_size))
+        count = self.windows_of(batch_size)
+        if self.stride is not None:
+            refuse_disorder(self, storage)
+            anchors = self.anchors(storage)
+            return anchors[self.innermost.draw_numbers(storage, len(anchors), count, "windows")], {}
+        anchors, info = super().draw_rows(storage, count)
         return (anchors, info) if self.boundary != "strict" else self._fitting(storage, anchors, info)
 
     def drawn_rows_of(self, batch_size: int) -> int:
@@ -248,7 +240,7 @@ class SequenceSampler(SamplerWrapper):
         report: dict[str, Tensor],
         scratch: Tensor,
     ) -> None:
-        """Draw as :meth:`drawn` does with ``boundary="strict"``, to the memory of a batch."""
+        """Draw as :meth:`draw_rows` does with ``boundary="strict"``, to the memory of a batch."""
         fill(storage, flat, report, scratch)
         lengths, replace = (self.length, self.burn_in, int(self.across_episodes)), loop("wrappers.cpu", "replace_short")
         live, episodes = storage.ring.longest * storage.ring.lanes, self._trajectories(storage).episodes().address
@@ -289,43 +281,24 @@ class SequenceSampler(SamplerWrapper):
         info["anchor_index"] = index.repeat_interleave(window, 0)
         return flat, info, batch
 
-    def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[Any, Any]]:
+    def rows_per_window(self, info: dict[Any, Any]) -> int:
         """See :class:`~rlbuf_td.samplers.wrapper.SamplerWrapper`."""
-        index, info = super().sample(storage, batch_size)
-        return (self._by_window(index), self._report_by_window(info)) if self.gives_windows else (index, info)
+        return self.window
 
     def lay_out(self, batch: TensorDictBase, info: dict[Any, Any]) -> tuple[TensorDictBase, dict[Any, Any]]:
         """Return a flat batch and its info dict in the shape ``[B, L]``."""
-        info = self._report_by_window(info)
-        batch = folded(batch, self.window, self.time_dim_name)
+        batch, info = super().lay_out(batch, info)
         if batch.get(self.slice_end_key, None) is not None:
             raise SchemaError(f"the rows have an entry {show_key(self.slice_end_key)}: choose another slice_end_key")
         batch.set(self.slice_end_key, info[self.slice_end_key])
         return batch, info
 
-    def _report_by_window(self, info: dict[Any, Any]) -> dict[Any, Any]:
-        info = {key: self._by_window(value) for key, value in info.items()}
+    def report_by_window(self, info: dict[Any, Any]) -> dict[Any, Any]:
+        """See :class:`~rlbuf_td.samplers.wrapper.SamplerWrapper`; adds the flags at the last rows of windows."""
+        info = super().report_by_window(info)
         end = info["mask"].clone()
         end[:, :-1] &= ~info["mask"][:, 1:]
         return info | {self.slice_end_key: end[..., None]}
-
-    def _by_window(self, value: Any) -> Any:
-        if isinstance(value, tuple):  # coordinates, one tensor per dim
-            return tuple(map(self._by_window, value))
-        return value.view(-1, self.window, *value.shape[1:])
-
-    def _set_sample_names(self, batch: Any) -> Any:
-        if self.gives_windows and batch.ndim > 1:  # TorchRL calls this method, too
-            batch.names = [*batch.names[:-1], self.time_dim_name]
-        return batch
-
-    def _draw(self, storage: PackedStorage, batch_size: int) -> tuple[Tensor, dict[Any, Any]]:
-        if self.stride is None:
-            return super()._draw(storage, batch_size)
-        refuse_disorder(self, storage)
-        anchors = self.anchors(storage)
-        numbers = self.innermost.draw_numbers(storage, len(anchors), batch_size, "windows")
-        return anchors[numbers], {}
 
     def anchors(self, storage: PackedStorage) -> Tensor:
         """With ``stride``: return all rows that are anchors, ``[n]`` int64, in storage order.
@@ -444,7 +417,7 @@ class SequenceSampler(SamplerWrapper):
             return f"flags are {flags}"
         if self.across_episodes and len(init_key) > 1 and init_key not in layout.places:
             return f"{show_key(init_key)}, which the rows lack, is added with torch"
-        inner = self.inner_reading(storage, size * self.window, is_stamped)
+        inner = reading_of(self.sampler, storage, size * self.window, is_stamped)
         return inner if isinstance(inner, str) else _WindowReading(self, storage, size, is_stamped, inner)
 
     def _revised_keys(self) -> Iterator[NestedKey]:

@@ -26,7 +26,7 @@ from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import state_of
 from rlbuf_td.storages.indexing import Index, coordinates, device_of, flat_rows, refuse_unwritten
 from rlbuf_td.storages.keys import as_tuple, optional_key
-from rlbuf_td.storages.tensordict_fast import leaf_of
+from rlbuf_td.storages.tensordict_fast import folded, leaf_of
 from rlbuf_td.storages.torchrl_parts import columns_of
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 
@@ -63,6 +63,7 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):
     innermost: Sampler  # the sampler that draws the rows
     adds_fresh_rows: bool = False  # whether newly written rows replace some of the drawn rows
     gives_windows: bool = False  # whether batches have a dim for the steps of each window
+    time_dim_name: str | None = None  # the name of this dim
     takes_goals: bool = False  # whether the rows of a window get a goal from the episode of its anchor
     has_checked_order: bool = False  # whether a draw has looked for interleaved trajectories
     _level: ClassVar[int]  # a wrapper can only wrap wrappers of lower levels
@@ -98,23 +99,26 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):
 
     def draw_batch(self, storage: PackedStorage, batch_size: int) -> Drawn:
         """Draw and revise a batch."""
-        flat, info = self.drawn(storage, batch_size)
+        flat, info = self.draw_rows(storage, batch_size)
         refuse_unwritten(flat, storage)  # compiled loops look up the trajectories of these rows without a check
         drawn = self.batch_of(storage, flat, info)
         if not self.has_checked_order:
             self.warn_if_interleaved(storage)
         return drawn
 
-    def drawn(self, storage: PackedStorage, batch_size: int) -> tuple[Tensor, dict[Any, Any]]:
+    def draw_rows(self, storage: PackedStorage, batch_size: int) -> tuple[Tensor, dict[Any, Any]]:
         """Draw the rows that this wrapper revises: return flat rows, ``[B]``, and the sampler's info dict."""
-        return self._draw(storage, batch_size)
+        if self._inner is not None:
+            return self._inner.draw_rows(storage, batch_size)
+        refuse_disorder(self, storage)
+        return draw_from(self.sampler, storage, batch_size)
 
     def drawn_rows_of(self, batch_size: int) -> int:
-        """Return how many rows :meth:`drawn` returns for a batch, if it finds as many."""
+        """Return how many rows :meth:`draw_rows` returns for a batch, if it finds as many."""
         return batch_size
 
     def fill(self) -> Callable[..., None] | None:
-        """Return the form of :meth:`drawn` that writes to given memory, see :class:`CompiledPlan`, or None."""
+        """Return the form of :meth:`draw_rows` that writes to given memory, see :class:`CompiledPlan`, or None."""
         return compiled_form(self.sampler, "draw_into") if self._inner is None else self._inner.fill()
 
     @compiled_form_of("_reader", "draw_batch", "batch_of")
@@ -126,23 +130,11 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):
             size: the number of rows to read for the wrapper around this one, or of drawn rows.
             is_stamped: whether batches have the serials of their rows.
         """
-        return self.inner_reading(storage, size, is_stamped)
-
-    def reading_of(self, storage: PackedStorage, size: int, is_stamped: bool) -> Reading | str:
-        """Return :meth:`reading`, or, in one line, why this object's class has none."""
-        make = compiled_form(self, "reading")
-        if make is None:
-            return f"{type(self).__name__} has no compiled form"
-        return cast("Reading | str", make(storage, size, is_stamped))
+        return reading_of(self.sampler, storage, size, is_stamped)
 
     def looks_up_with_torch(self, storage: PackedStorage) -> bool:
         """Whether no compiled code looks up episodes; raises the errors of a look-up."""
         return not self._trajectories(storage).episodes().address
-
-    def inner_reading(self, storage: PackedStorage, size: int, is_stamped: bool) -> Reading | str:
-        """Return the reading of the wrappers inside this one."""
-        inner = self._inner
-        return Reading(storage, size, is_stamped) if inner is None else inner.reading_of(storage, size, is_stamped)
 
     @property
     def steps_needed(self) -> int:
@@ -166,13 +158,6 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):
                 RuntimeWarning,
                 stacklevel=2,
             )
-
-    def _draw(self, storage: PackedStorage, batch_size: int) -> tuple[Tensor, dict[Any, Any]]:
-        """Return drawn flat rows, ``[B]``, and the sampler's info dict."""
-        inner = self._inner
-        if inner is None:
-            refuse_disorder(self, storage)
-        return draw_from(self.sampler, storage, batch_size) if inner is None else inner._draw(storage, batch_size)
 
     def batch_of(self, storage: PackedStorage, flat: Tensor, info: dict[Any, Any]) -> Drawn:
         """Return the result of :meth:`draw_batch` for given flat rows, ``[B]``, and their info dict."""
@@ -209,7 +194,35 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):
                 info |= {(*as_tuple(key), *as_tuple(name)): value.get(name) for name in names}
             elif value is not None:
                 info[key] = value
-        return coordinates(flat, storage), info
+        index = coordinates(flat, storage)
+        if not self.gives_windows:
+            return index, info
+        found = self.report_by_window(info | {"index": index})
+        return found.pop("index"), found
+
+    def rows_per_window(self, info: dict[Any, Any]) -> int:
+        """Return L, the number of rows per window of a flat batch with this info dict; see :attr:`gives_windows`."""
+        raise NotImplementedError
+
+    def lay_out(self, batch: TensorDictBase, info: dict[Any, Any]) -> tuple[TensorDictBase, dict[Any, Any]]:
+        """Return a flat batch and its info dict in the shape ``[B, L]``."""
+        return folded(batch, self.rows_per_window(info), self.time_dim_name), self.report_by_window(info)
+
+    def report_by_window(self, info: dict[Any, Any]) -> dict[Any, Any]:
+        """Return the entries of a flat batch's info dict in the shape ``[B, L]``."""
+        length = self.rows_per_window(info)
+
+        def folded_entry(value: Any) -> Any:
+            if isinstance(value, tuple):  # coordinates, one tensor per dim
+                return tuple(map(folded_entry, value))
+            return value.view(-1, length, *value.shape[1:])
+
+        return {key: folded_entry(value) for key, value in info.items()}
+
+    def _set_sample_names(self, batch: Any) -> Any:
+        if self.gives_windows and batch.ndim > 1:  # TorchRL calls this method
+            batch.names = [*batch.names[:-1], self.time_dim_name]
+        return batch
 
     def anchored(self, batch: TensorDictBase, index: Tensor, td_error: Tensor) -> tuple[Tensor, Tensor]:
         """Return the rows whose priorities a batch updates, and one TD error per returned row."""
@@ -268,6 +281,15 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):
 
     def __repr__(self) -> str:
         return super().__repr__().replace("(", f"({self.sampler!r}, ", 1)
+
+
+def reading_of(sampler: Sampler, storage: PackedStorage, size: int, is_stamped: bool) -> Reading | str:
+    """Return the compiled reading of what a sampler draws, see :meth:`SamplerWrapper.reading`, or why there is none."""
+    if not isinstance(sampler, SamplerWrapper):
+        return Reading(storage, size, is_stamped)
+    make = compiled_form(sampler, "reading")
+    found = f"{type(sampler).__name__} has no compiled form" if make is None else make(storage, size, is_stamped)
+    return cast("Reading | str", found)
 
 
 def draw_from(sampler: Sampler, storage: PackedStorage, batch_size: int) -> tuple[Tensor, dict[Any, Any]]:

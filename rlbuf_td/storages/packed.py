@@ -453,25 +453,20 @@ class PackedStorage(LazyTensorStorage):
         """
         return self.ring.stamp(flat_rows(index, self, self.device))
 
-    def stamps_of(self, stamp: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
-        """Return one stamp for each of the rows ``flat``, ``[B]``, from the entry ``"sampled_at"`` of their batch.
+    def skip_stale(self, flat: torch.Tensor, stamp: torch.Tensor) -> tuple[torch.Tensor, int | torch.Tensor]:
+        """Return flat indices, ``[B]``, with -1 for each row that is gone since it got its stamp, and their number.
 
-        Of windows, the entry has the stamps of all rows, and each row of ``flat`` is the anchor of a window.
+        ``stamp`` is the entry ``"sampled_at"`` of the rows' batch. Of windows, it has the stamps of all their rows, and
+        ``flat`` the anchors.
         """
         refuse_stamps(stamp, flat.shape[0])
+        ring, cells, step = self.ring, self.all_rows().cells, flat // self.ring.lanes
         stamp = stamp.to(self.device, torch.int64)
-        if stamp.shape == flat.shape:
-            return stamp
-        first = stamp[:: stamp.shape[0] // max(flat.shape[0], 1)]  # each window lies in one lane
-        return first + (flat // self.ring.lanes - first) % self.ring.steps
-
-    def skip_stale(self, flat: torch.Tensor, stamp: torch.Tensor) -> tuple[torch.Tensor, int | torch.Tensor]:
-        """Return flat indices, ``[B]``, with -1 for each row that is gone since it got its stamp, and their number."""
-        cells = self.all_rows().cells
-        stale = self.ring.is_stale(flat.clamp(0, cells - 1), stamp) & (flat >= 0) & (flat < cells)
-        stale &= self.ring.is_live(flat) | (
-            stamp % self.ring.steps == flat // self.ring.lanes
-        )  # other stamps: a wrong index
+        if stamp.shape != flat.shape:  # those of the first rows tell those of the anchors: a window lies in one lane
+            first = stamp[:: stamp.shape[0] // max(flat.shape[0], 1)]
+            stamp = first + (step - first) % ring.steps
+        stale = ring.is_stale(flat.clamp(0, cells - 1), stamp) & (flat >= 0) & (flat < cells)
+        stale &= ring.is_live(flat) | (stamp % ring.steps == step)  # other stamps: a wrong index
         count = stale.sum()
         return torch.where(stale, -1, flat), int(count) if backend_of(flat) == "numba" else count
 

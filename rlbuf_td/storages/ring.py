@@ -339,7 +339,8 @@ class Ring:
         ``before``: an earlier :attr:`written`, for the rows that the cells had then.
         """
         lane = cell % self.lanes
-        written = self._of(lane)[1] if before is None else torch.from_numpy(before).to(lane.device)[lane]
+        is_now = before is None or np.array_equal(before, self.written)  # usual: a copy to a device would wait for it
+        written = self._of(lane)[1] if is_now else torch.from_numpy(before).to(lane.device)[lane]
         return written - 1 - (written - 1 - cell // self.lanes) % self.steps
 
     def stamp(self, cell: Tensor) -> Tensor:

@@ -166,7 +166,7 @@ class CompiledWrites(WritePlan):
                     entries.begin(self.ring.head[:2])
                 entry = 0 if priorities is None else priorities.record_of_entry(storage)
                 numbers = 0 if counts is None else addressof(counts.numbers.values)
-                with self.lock if priorities is None else priorities.law.lock:
+                with self.lock if priorities is None else priorities.rule.lock:
                     code = self.kernel(self.address, count, *at, numbers, entry, goes_on)
                 if code >= self.codes.IN_CELLS:
                     break
@@ -215,7 +215,7 @@ class CompiledWrites(WritePlan):
         if code == self.codes.UNFINISHED:  # a thread was interrupted while it recovered
             storage.recover()
         elif code == self.codes.UNWEIGHED:
-            self.priorities.law.weigh()  # type: ignore[union-attr]
+            self.priorities.rule.refresh_weights()  # type: ignore[union-attr]
         elif code == self.codes.OUTDATED:
             self.ring_record["generations"] = self.ring.generations.data_ptr()  # type: ignore[union-attr]
         elif code == self.codes.OVERLAPPING:  # a row could be read after it was overwritten

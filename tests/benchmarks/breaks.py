@@ -139,8 +139,8 @@ BREAKS = [
     Break(
         "new rows get alpha twice",
         "samplers/priorities.py",
-        "self.law.fill_(start, count, self.entry)",
-        "self.law.fill_(start, count, self.entry ** self.settings[ALPHA])",
+        "self.rule.fill_(start, count, self.initial)",
+        "self.rule.fill_(start, count, self.initial ** self.settings[ALPHA])",
         "tests/samplers/test_prioritized.py -k new_rows",
     ),
     Break(
@@ -223,8 +223,8 @@ BREAKS = [
     Break(
         "minibatches share a row",
         "samplers/minibatch.py",
-        "self._position = stop = min(start + batch_size, rows)",
-        "stop = min(start + batch_size, rows)\n        self._position = max(start + 1, stop - (stop < rows))",
+        "self._position = stop = min(start + batch_size, count)",
+        "stop = min(start + batch_size, count)\n        self._position = max(start + 1, stop - (stop < count))",
         "tests/samplers/test_minibatch.py",
     ),
     Break(
@@ -282,8 +282,8 @@ BREAKS = [
     Break(
         "a mixture always rounds the shares down",
         "buffers/mixture.py",
-        "        if not is_whole:\n",
-        "        if is_whole:\n",
+        "        if not all(map(float.is_integer, bounds)):\n",
+        "        if all(map(float.is_integer, bounds)):\n",
         "tests/buffers/test_mixture.py",
     ),
     Break(
@@ -296,7 +296,7 @@ BREAKS = [
     Break(
         "write_back changes rows that were replaced",
         "buffers/replay.py",
-        "flat = storage.skip_stale(flat, storage.stamps_of(stamp, flat))[0]",
+        "flat = storage.skip_stale(flat, stamp)[0]",
         "flat = flat.clone()",
         "tests/storages/test_editing.py -k still_there",
     ),

@@ -75,9 +75,6 @@ OPTIONS: dict[str, Callable[[int, int], Any]] = {
     "RecencySampler": partial(made, sampler=lambda _: RecencySampler()),
     "subclass of a sampler": partial(made, sampler=OwnSampler),
     "subclass of a storage": partial(made, storage=OwnStorage),
-    "max_priority_within_buffer": partial(
-        made, sampler=lambda rows: ProportionalSampler(rows, max_priority_within_buffer=True)
-    ),
     "n-step": partial(made, sampler=n_step),
     "n-step of fresh rows": partial(
         made, sampler=lambda rows: NStepSampler(FreshRowsSampler(ProportionalSampler(rows)), STEPS, GAMMA)

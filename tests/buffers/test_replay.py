@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
-from torchrl.data.replay_buffers import ReplayBuffer as TorchRLReplayBuffer
 from torchrl.data.replay_buffers import (
+    RandomSampler,
     SliceSampler,
     TensorDictMaxValueWriter,
     TensorDictReplayBuffer,
     TensorDictRoundRobinWriter,
 )
+from torchrl.data.replay_buffers import ReplayBuffer as TorchRLReplayBuffer
 from torchrl.envs.transforms import Compose, DoubleToFloat, ObservationNorm, RenameTransform, SelectTransform
 
 from rlbuf_td import (
@@ -31,7 +32,7 @@ from rlbuf_td import (
     RingWriter,
     UniformSampler,
 )
-from rlbuf_td.samplers.proportional import ProportionalLaw
+from rlbuf_td.samplers.proportional import ProportionalRule
 from tests import catalogue
 from tests.catalogue import SAMPLERS, buffer_of
 
@@ -139,6 +140,17 @@ def test_a_buffer_may_leave_the_report_out_as_torchrls_plain_one_does(sampler):
         assert "index" in info
         found.append(("index" in batch, bool(batch["next", "truncated"].any())))
     assert found == [(True, sampler == "general"), (False, False), (False, False)]
+
+
+def test_transforms_see_what_torchrls_samplers_report_also_in_batches_drawn_ahead():
+    found = []
+    for ahead in (0, 3):
+        options: Any = {"batch_size": 8, "prefetch": ahead, "generator": torch.Generator().manual_seed(0)}
+        rb = ReplayBuffer(storage=PackedStorage(20), sampler=RandomSampler(), **options)
+        rb.append_transform(lambda batch: batch.set("seen", batch["index"]))
+        rb.extend(transitions(20))
+        found.append([rb.sample()["seen"].tolist() for _ in range(6)])
+    assert found[0] == found[1]
 
 
 def test_the_keywords_of_torchrls_prioritized_buffer():
@@ -319,14 +331,14 @@ class OwnDraw(ProportionalSampler):
         return torch.zeros_like(flat), info
 
 
-class OwnLaw(ProportionalSampler):
+class OwnRule(ProportionalSampler):
     def __init__(self, rows: int) -> None:
         super().__init__(rows)
-        self.law.__class__ = type("Doubled", (type(self.law),), {"update_": doubled})
+        self.rule.__class__ = type("Doubled", (type(self.rule),), {"update_": doubled})
 
 
-def doubled(law: Any, flat: torch.Tensor, td_error: torch.Tensor, rows: int) -> Any:
-    return ProportionalLaw.update_(law, flat, 2 * td_error, rows)
+def doubled(rule: Any, flat: torch.Tensor, td_error: torch.Tensor, rows: int) -> Any:
+    return ProportionalRule.update_(rule, flat, 2 * td_error, rows)
 
 
 class OwnStorage(PackedStorage):
@@ -354,7 +366,7 @@ def options() -> dict[str, ReplayBuffer]:
         "counts of replays": made(count_replays=True),
         "flow control": made(samples_per_insert=1.0, tolerance=1_000),
         "a draw of one's own": made(OwnDraw),
-        "a law of one's own": made(OwnLaw),
+        "a rule of one's own": made(OwnRule),
     }
 
 
@@ -369,7 +381,7 @@ def test_options_and_subclasses_are_compiled(option):
     assert "extend" in compiled
     assert "sample" in compiled
     assert not reasons
-    expected = 6.0 if option == "a law of one's own" else 3.0
+    expected = 6.0 if option == "a rule of one's own" else 3.0
     assert (rb.sampler.priority(batch["index"]) == expected).all()
     assert option != "a draw of one's own" or (batch["index"] == 0).all()
     assert rb.replay_count is None or rb.replay_count.counts().sum() == 24

@@ -127,7 +127,7 @@ def test_torchrls_trees_are_refused_and_a_proportional_sampler_takes_their_prior
     rb.dumps(tmp_path)
     again = make("proportional")
     again.loads(tmp_path)
-    assert torch.allclose(again.sampler.law.table.weight[:9].double(), before["_sum_tree"][torch.arange(9)].double())
+    assert torch.allclose(again.sampler.rule.table.weight[:9].double(), before["_sum_tree"][torch.arange(9)].double())
 
 
 def test_a_bar_shows_how_far_a_dump_is(tmp_path, capsys):

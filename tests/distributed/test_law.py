@@ -54,7 +54,7 @@ def magnitudes(world: World, count: int) -> torch.Tensor:
     found = torch.zeros(count, dtype=torch.float64)
     for shard in world.shards:
         stored = shard.storage[:]["id"].flatten()
-        found[stored] = shard.buffer.sampler.law.table.magnitude[: len(stored)]
+        found[stored] = shard.buffer.sampler.rule.table.magnitude[: len(stored)]
     return found
 
 
@@ -64,7 +64,9 @@ def law(world: World, count: int) -> torch.Tensor:
         stored = shard.storage[:]["id"] if len(shard.storage) else torch.empty(0, dtype=torch.int64)
         prioritized = shard._prioritized
         flat = torch.arange(len(stored))
-        weight[stored] = torch.ones(len(stored)).double() if prioritized is None else prioritized.law.table.weight[flat]
+        weight[stored] = (
+            torch.ones(len(stored)).double() if prioritized is None else prioritized.rule.table.weight[flat]
+        )
     return weight / weight.sum()
 
 
@@ -130,7 +132,7 @@ def test_a_client_draws_by_old_masses_and_its_weights_match():
     p = torch.zeros(count, dtype=torch.float64)
     for place, shard in enumerate(world.shards):
         stored = shard.storage[:]["id"]
-        p[stored] = shares[place] * shard.buffer.sampler.law.table.weight[: len(stored)] / now[place].mass
+        p[stored] = shares[place] * shard.buffer.sampler.rule.table.weight[: len(stored)] / now[place].mass
     batch = learner.sample(4_096)
     assert sum(shard.report().drifted for shard in world.shards) == 4_096
     expected = (p[batch["id"]] / p.min()) ** -BETA

@@ -250,7 +250,6 @@ def test_an_unfit_write_is_refused_at_once():
         (lambda: ReplayBuffer(sampler=UniformSampler(unique=True)), "unique=True"),
         (lambda: ReplayBuffer(sampler=UniformSampler(replacement=False)), "MinibatchSampler"),
         (lambda: ReplayBuffer(sampler=SequenceSampler(UniformSampler(), 3, boundary="strict")), "strict"),
-        (lambda: ReplayBuffer(sampler=ProportionalSampler(9, max_priority_within_buffer=True)), "within_buffer"),
         (lambda: ReplayBuffer(writer=RolloutWriter()), "RolloutWriter"),
         (lambda: ReplayBuffer(transform=lambda data: data), "a transform"),
         (lambda: ReplayBuffer(prefetch=2), "prefetch"),
@@ -365,7 +364,7 @@ def test_lanes_are_written_as_collectors_give_them():
     flat = world.shards[0].storage[:]["id"].flatten()
     assert torch.equal(flat[batch["index"][:, 2]], batch["id"])
     updated(learner, batch)
-    assert (world.shards[0].buffer.sampler.law.table.magnitude[batch["index"][:, 2]] == 7).all()
+    assert (world.shards[0].buffer.sampler.rule.table.magnitude[batch["index"][:, 2]] == 7).all()
 
 
 def test_one_row_can_be_added():

@@ -205,15 +205,3 @@ def test_threads_may_draw_update_and_fill_at_the_same_time() -> None:
 def test_memory_is_at_most_28_bytes_a_row() -> None:
     for capacity in (100_000, 1_000_000, 10_000_000):
         assert order_bytes(capacity, torch.device("cpu")) <= 28 * capacity
-
-
-def test_a_stale_order_is_sorted_again_after_the_updates_it_was_allowed() -> None:
-    order = SortedOrder(torch.tensor([3.0, 2.0, 1.0, -1.0]), stale_updates=2)
-    every, first = torch.arange(4), torch.tensor([0])
-    assert order.ranks_of(every).tolist() == [1, 2, 3, 0]
-    for td_error, expected in ((0.5, [1, 2, 3, 0]), (0.4, [1, 2, 3, 0]), (0.3, [3, 1, 2, 0])):
-        order.update_(first, torch.tensor([td_error]), 4)
-        assert order.ranks_of(every).tolist() == expected
-    order.update_(first, torch.tensor([9.0]), 4)
-    order.fill_(3, 1, 9.0)
-    assert order.ranks_of(every).tolist() == [1, 3, 4, 2]  # a new row is known at once

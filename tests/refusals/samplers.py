@@ -126,13 +126,13 @@ REFUSALS: Table = {
     ("ProportionalSampler", nothing): [
         (lambda _: td.ProportionalSampler(3.7), ValueError, "max_capacity must be a whole number, at least 1"),
         (lambda _: td.ProportionalSampler(9, eps=-1.0), ValueError, "eps must be"),
+        (lambda _: td.ProportionalSampler(9, max_priority_within_buffer=True), NotImplementedError, "largest"),
         (lambda _: td.ProportionalSampler(9, alpha=nan), ValueError, "alpha must be greater or equal to 0, and finite"),
         (lambda _: td.ProportionalSampler(9, weight_norm="rows"), ValueError, "must be 'buffer', 'batch' or None, got"),
         (lambda _: td.ProportionalSampler(9, reduction="sum"), ValueError, "reduction must be"),
         (lambda _: td.ProportionalSampler(9, min_priority=nan), ValueError, "min_priority must be greater or equal to"),
         (lambda _: td.ProportionalSampler(9, dtype=torch.int64), ValueError, "must be torch.float32 or torch.float64"),
         (lambda _: td.RankSampler(9, beta=-0.1), ValueError, "beta must be greater or equal to 0, and finite"),
-        (lambda _: td.RankSampler(9, stale_updates=-1), ValueError, "stale_updates must be a whole number, at least 0"),
         (lambda _: fresh(sampler=td.ProportionalSampler(30, device="cuda:0")), ValueError, "on the device of the rows"),
     ],
     **{("ProportionalSampler, RankSampler", make): [

@@ -1,4 +1,4 @@
-"""Compiled stages equal torch stages: whole buffers, bound batches and single loops, over one list of cases each."""
+"""Compiled stages equal torch stages: whole buffers, single batches and single loops, over one list of cases each."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def made_by(maker: Maker, folder: Path) -> Any:
         return maker.make(folder, 0)
 
 
-# -- batches that are bound to compiled loops, and those that the stages of the CPU make one by one
+# -- batches of a compiled plan, and those of a plan of torch forms
 
 
 def hindsight(inner: Any, **given: Any) -> HindsightSampler:
@@ -134,7 +134,7 @@ NESTED = [
 ]
 
 
-def unbound(sampler: Any) -> Any:
+def with_torch_forms(sampler: Any) -> Any:
     """Return a sampler that overrides a method of its own, by itself: then it has no compiled form of this method."""
     name = "draw_batch" if isinstance(sampler, SamplerWrapper) else "draw"
     setattr(sampler, name, getattr(sampler, name))
@@ -142,19 +142,19 @@ def unbound(sampler: Any) -> Any:
 
 
 @pytest.mark.parametrize(("kind", "window", "form"), turns(NESTED, 4))
-def test_a_bound_batch_equals_that_of_single_stages(kind, window, form, tmp_path):
+def test_a_compiled_batch_equals_that_of_the_torch_forms(kind, window, form, tmp_path):
     def sampler(rows: int) -> Any:
         return SequenceSampler(KINDS[kind](rows), **WINDOWS[window]) if WINDOWS[window] else KINDS[kind](rows)
 
-    makers = [FORMS[form].of(make) for make in (sampler, lambda rows: unbound(sampler(rows)))]
-    bound, single = (made_by(maker, tmp_path) for maker in makers)
+    makers = [FORMS[form].of(make) for make in (sampler, lambda rows: with_torch_forms(sampler(rows)))]
+    compiled, torch_form = (made_by(maker, tmp_path) for maker in makers)
     rounds = 0
     for number in range(18):
-        ours, theirs = (maker.run(rb, number) for maker, rb in zip(makers, (bound, single), strict=True))
+        ours, theirs = (maker.run(rb, number) for maker, rb in zip(makers, (compiled, torch_form), strict=True))
         assert_equal(ours, theirs, ALWAYS, f"round {number}")
-        rounds += ", sample" in bound.compiled.partition("; not")[0]
+        rounds += ", sample" in compiled.compiled.partition("; not")[0]
     assert rounds > 8 or form in ("lanes apart", "observations once")  # where some stages need torch
-    assert ("not sample" in single.compiled) == isinstance(single.sampler, SamplerWrapper)
+    assert ("not sample" in torch_form.compiled) == isinstance(torch_form.sampler, SamplerWrapper)
 
 
 def test_a_number_of_steps_without_memory_for_them_leaves_the_buffer_usable(tmp_path):

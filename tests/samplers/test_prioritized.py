@@ -143,7 +143,7 @@ def test_priorities_grow_with_a_capacity_rounded_to_whole_time_steps():
 @pytest.mark.parametrize(("dtype", "rtol", "alpha"), [(torch.float32, 1e-4, 0.0), (torch.float64, 1e-10, 0.7)])
 def test_priorities_come_from_the_state_of_torchrls_sampler(dtype, rtol, alpha):
     theirs = PrioritizedSampler(6, alpha, 0.5, 1e-3, dtype, device="cpu")
-    ours = ProportionalSampler(9, 0.1, 0.1, max_priority_within_buffer=True)
+    ours = ProportionalSampler(9, 0.1, 0.1)
     td_error = torch.tensor([0.0, 4.0, 0.5, 2.0], dtype=torch.float64)
     ours.load_state_dict(theirs.state_dict())
     assert (ours.priority(torch.arange(9)) == -1).all()

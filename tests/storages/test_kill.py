@@ -216,11 +216,11 @@ def test_priorities_that_were_half_changed_are_made_anew(what, sampler, monkeypa
         rb.update_tensordict_priority(batch) if what == "an update" else rb.extend(rows(30, 6))
 
     def spoil(*_: Any) -> None:
-        rb.sampler.law.table.magnitude[:3] = 77.0
+        rb.sampler.rule.table.magnitude[:3] = 77.0
         die()
 
     def lose(*_: Any) -> None:
-        order = rb.sampler.law.table.tensors
+        order = rb.sampler.rule.table.tensors
         order["bits"][:3] = -1082130432  # rows that are taken out of the order, to be put in again elsewhere
         order["size"][0] -= 3
         die()

@@ -373,7 +373,7 @@ def magnitudes(rb: ReplayBuffer) -> tuple[torch.Tensor, torch.Tensor]:
     number = rb.storage["x"].reshape(-1)[cells]
     prioritized = rb._initialize().prioritized
     assert prioritized is not None
-    return number, prioritized.law.table.magnitude[cells].double()
+    return number, prioritized.rule.table.magnitude[cells].double()
 
 
 def write(rb: ReplayBuffer, lanes: int, count: int) -> None:

@@ -339,7 +339,7 @@ def fork_beside(hold: Callable[[Any], AbstractContextManager[Any]], shared: bool
 
 @contextmanager
 def inside_a_draw(rb: Any) -> Iterator[None]:
-    with rb.storage.lock, rb.sampler.law.table.lock:
+    with rb.storage.lock, rb.sampler.rule.table.lock:
         yield
 
 

@@ -10,9 +10,6 @@ from torch import Tensor
 from rlbuf_td.kernels.dispatch import backend_of, loop
 from rlbuf_td.kernels.host_memory import address_of
 
-#: Places in the memory of :func:`rlbuf_td.kernels.draws.cpu.take_fresh`: the largest number of fresh rows in a batch,
-#: and the shape of the rows.
-FRESH, STEPS, LANES = range(3)
 DIGITS = 2.0**53  # a uniform number has 53 binary digits; the last ones, which hardly affect the age, choose the lane
 
 

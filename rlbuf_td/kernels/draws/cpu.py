@@ -4,7 +4,7 @@ import numpy as np
 from numba import carray
 
 from rlbuf_td.kernels.compiled import inlined, kernel, load, pointer, store
-from rlbuf_td.kernels.draws import DIGITS, FRESH, LANES, STEPS
+from rlbuf_td.kernels.draws import DIGITS
 from rlbuf_td.kernels.serials import TAIL, WRITTEN
 from rlbuf_td.kernels.serials_cpu import head_at
 from rlbuf_td.kernels.strata import FIRST
@@ -75,21 +75,19 @@ def append_distinct(out_at, size, kept, values_at, given):
 
 
 @kernel
-def take_fresh(queue, serials, most, out):
+def take_fresh(next_serials, steps, lanes, serials, most, out):
     """Move at most ``most`` *fresh* rows, which no batch has had yet, to address ``out``; return their number.
 
-    ``queue`` is the address of ``[3 + lanes]`` int64: the numbers ``FRESH`` to ``LANES``, then the serial of the next
-    row of each lane to hand out. ``serials`` is that of the ring's numbers, see :mod:`rlbuf_td.kernels.serials`. The
-    oldest rows come first: the lane with the most fresh rows comes first, then the lane with the smaller number.
+    ``next_serials`` is the address of the serial of the next row of each lane to hand out, ``[lanes]`` int64;
+    ``serials`` is that of the ring's numbers, see :mod:`rlbuf_td.kernels.serials`. The lane with the most fresh rows
+    comes first, then the lane with the smaller number.
     """
-    numbers = carray(pointer(queue), 3, np.int64)
-    steps, lanes = numbers[STEPS], numbers[LANES]
-    following, head = carray(pointer(queue + 24), lanes, np.int64), head_at(serials, lanes)
+    following, head = carray(pointer(next_serials), lanes, np.int64), head_at(serials, lanes)
     waiting = np.int64(0)
     for lane in range(lanes):
         following[lane] = max(following[lane], head[TAIL, lane])  # rows that are gone are no longer fresh
         waiting = max(waiting, head[WRITTEN, lane] - following[lane])
-    taken, most = 0, min(most, numbers[FRESH])
+    taken = 0
     while taken < most and waiting > 0:
         for lane in range(lanes):
             if taken < most and head[WRITTEN, lane] - following[lane] == waiting:

@@ -117,13 +117,10 @@ class SortedOrder:
 
     Args:
         magnitude: ``[capacity]`` float32, -1 for rows without a magnitude; this object changes the tensor in place.
-        stale_updates: how many updates a look-up may ignore instead of sorting again; with 0, ranks are always exact.
     """
 
-    def __init__(self, magnitude: Tensor, stale_updates: int = 0) -> None:
-        self.magnitude = magnitude
-        self._stale_updates = stale_updates
-        self._behind = -1  # updates since the last sort; -1: sort at the next look-up
+    def __init__(self, magnitude: Tensor) -> None:
+        self.magnitude, self._is_sorted = magnitude, False
         self._by_rank = self._count = magnitude.new_empty(0, dtype=torch.int64)
         self._by_row: Tensor | None = None
         with outside_inference_mode():
@@ -135,27 +132,27 @@ class SortedOrder:
 
     def assign_(self, magnitude: Tensor) -> None:
         self.magnitude.copy_(magnitude)
-        self._behind = -1
+        self._is_sorted = False
 
     def update_(self, index: Tensor, td_error: Tensor, rows: int) -> Tensor:
         _, largest, refused = write_magnitudes(self.magnitude, index, as_float32(td_error).abs(), rows)
-        self._behind += self._behind >= 0
+        self._is_sorted = False
         self.refused.add_(refused)
         return largest.to(torch.float64)
 
     def fill_(self, start: int, count: int, magnitude: float | Tensor) -> None:
         value = as_float32(magnitude) if isinstance(magnitude, Tensor) else min(magnitude, LARGEST)
         self.magnitude[start : start + count] = value
-        self._behind = -1  # new rows enter the order immediately
+        self._is_sorted = False
 
     def _refresh(self) -> None:
-        if 0 <= self._behind <= self._stale_updates:
+        if self._is_sorted:
             return
         # Stable, so that ties are ordered by row; rows without a magnitude, -1, come last.
         self._by_rank = self.magnitude.sort(descending=True, stable=True).indices
         self._by_row = None
         self._count = (self.magnitude >= 0).sum()
-        self._behind = 0
+        self._is_sorted = True
 
     def draw(
         self,
@@ -338,12 +335,9 @@ class ChunkedOrder:
 RankOrder: TypeAlias = SortedOrder | ChunkedOrder
 
 
-def make_order(magnitude: Tensor, stale_updates: int = 0) -> RankOrder:
-    """Return the rank order of rows with the given magnitudes, ``[capacity]`` float32, -1 for rows without a priority.
-
-    On the CPU, ranks are always exact; elsewhere, a look-up may ignore the last ``stale_updates`` updates.
-    """
-    return ChunkedOrder(magnitude) if uses_numba(magnitude.device) else SortedOrder(magnitude, stale_updates)
+def make_order(magnitude: Tensor) -> RankOrder:
+    """Return the rank order of rows with these magnitudes, ``[capacity]`` float32, -1 for rows without a priority."""
+    return ChunkedOrder(magnitude) if uses_numba(magnitude.device) else SortedOrder(magnitude)
 
 
 def order_bytes(capacity: int, device: torch.device) -> int:
