@@ -9,6 +9,7 @@ the same batches. A subclass keeps its parent's reading unless it overrides a me
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from rlbuf_td.kernels.batch import BatchMemory, batch_record
 from rlbuf_td.kernels.dispatch import machine_code
 from rlbuf_td.kernels.host_memory import Entry, HostTensors
+from rlbuf_td.kernels.threads import LARGE, all_parts
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.ring import SAMPLED_AT
@@ -96,11 +98,12 @@ class Reading:
         if not ring.in_order and ring.generations is not None:
             given["generations"] = ring.generations.data_ptr()
         self.record = batch_record(self.size, rows.flat, extents, **given)
-        self.address = self.record.ctypes.data
+        self.address, self.count = self.record.ctypes.data, self.size
+        self.nbytes = self.size * rows.flat.stride(0) * rows.flat.element_size()
 
     def limit(self, count: int) -> None:
         """Gather ``count`` rows from now on, at most ``size``."""
-        self.record["count"] = count
+        self.record["count"] = self.count = count
 
     def named(self) -> list[Named]:
         """Return all entries of a batch besides the leaves, in the order of the targets."""
@@ -119,7 +122,12 @@ class Reading:
         if self.rows.is_mapped:
             self.rows.ask_for(flat)
         at = flat.data_ptr()
-        if not self.kernel(self.address, at, slot.targets, live):
+        given = self.address, at, slot.targets, live
+        if self.nbytes >= LARGE:
+            found = all_parts(partial(self.kernel, *given), self.count, self.nbytes)
+        else:
+            found = self.kernel(*given, 0, self.count)
+        if not found:
             return False
         if self.observations:
             self.entry_kernel(self.address, at, slot.targets, self.observations)

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from struct import Struct
 
 import numpy as np
@@ -16,6 +17,7 @@ from rlbuf_td.kernels.batch.ring import BATCH, RING, STEPS, UPDATE, WINDOWS
 from rlbuf_td.kernels.dispatch import loop, record_of
 from rlbuf_td.kernels.host_memory import Entry, address_of, advise_huge_pages
 from rlbuf_td.kernels.rows import refuse_rows
+from rlbuf_td.kernels.threads import all_parts
 
 __all__ = ["RING", "STEPS", "UPDATE", "WINDOWS", "BatchMemory", "LeafMemory", "batch_record", "gather_leaves"]
 
@@ -74,11 +76,12 @@ def gather_leaves(matrix: Tensor, index: Tensor, extents: np.ndarray, out: Seque
 
     ``index`` is int64 of any shape, and each tensor of ``out`` is ``[*index.shape, ...]``. ``extents``, ``[leaves, 2]``
     int64, holds the offset and the size of each leaf in a row, in bytes. All tensors must be contiguous and on the CPU.
-    If an index is out of range, an IndexError is raised before anything is copied.
+    If an index is out of range, an IndexError is raised, and the tensors hold undefined numbers.
     """
     targets, live = np.fromiter(map(Tensor.data_ptr, out), np.int64, len(out)), len(matrix)
     shape = {"rows": address_of(matrix), "row_bytes": matrix.stride(0) * matrix.element_size(), "count": index.numel()}
     record = record_of(BATCH, leaves=len(extents), extents=extents.ctypes.data, **shape)
-    gather_rows = loop("batch.cpu", "gather_rows")
-    if not gather_rows(record.ctypes.data, address_of(index), targets.ctypes.data, live):
+    gather_rows, count = loop("batch.cpu", "gather_rows"), index.numel()
+    work = partial(gather_rows, record.ctypes.data, address_of(index), targets.ctypes.data, live)
+    if not all_parts(work, count, count * shape["row_bytes"]):
         refuse_rows(index, live)

@@ -39,29 +39,29 @@ _STREAMED = 16 << 20
 
 
 @inlined
-def gather(batch, index, targets):
-    """Copy the leaves of the rows in ``index`` to the tensors with the addresses at ``targets``."""
-    rows, row_bytes, count = batch.rows, batch.row_bytes, index.shape[0]
+def gather(batch, index, targets, first, last):
+    """Copy the leaves of the rows in ``index[first:last]`` to the tensors with the addresses at ``targets``."""
+    rows, row_bytes = batch.rows, batch.row_bytes
     extents = carray(pointer(batch.extents), (batch.leaves, 2), np.int64)
     out = carray(pointer(targets), batch.leaves, np.int64)
-    small, streams = row_bytes < _LARGE, count * row_bytes > _STREAMED
-    for begin in range(-_BLOCK, count, _BLOCK):
-        end = min(begin + _BLOCK, count)
-        for i in range(end, min(end + _BLOCK, count) if small else end):
+    small, streams = row_bytes < _LARGE, index.shape[0] * row_bytes > _STREAMED
+    for begin in range(first - _BLOCK, last, _BLOCK):
+        end = min(begin + _BLOCK, last)
+        for i in range(end, min(end + _BLOCK, last) if small else end):
             prefetch_row(rows + index[i] * row_bytes, row_bytes)
         for leaf in range(batch.leaves):
             source, width, target = rows + extents[leaf, 0], extents[leaf, 1], out[leaf]
             if width == 1:
-                for i in range(max(begin, 0), end):
+                for i in range(max(begin, first), end):
                     store(target + i, load(source + index[i] * row_bytes, np.uint8), np.uint8)
             elif width == 4:
-                for i in range(max(begin, 0), end):
+                for i in range(max(begin, first), end):
                     store(target + i * 4, load(source + index[i] * row_bytes, np.int32), np.int32)
             elif streams and width >= _LARGE:
-                for i in range(max(begin, 0), end):
+                for i in range(max(begin, first), end):
                     stream_bytes(target + i * width, source + index[i] * row_bytes, width)
             else:
-                for i in range(max(begin, 0), end):
+                for i in range(max(begin, first), end):
                     copy_bytes(target + i * width, source + index[i] * row_bytes, width)
     if streams:
         finish_streams()
@@ -73,18 +73,20 @@ def batch_at(address):
 
 
 @kernel
-def gather_rows(address, flat, targets, live):
+def gather_rows(address, flat, targets, live, first, last):
     """Gather the rows at the address ``flat``; return False, and gather nothing, if one is not in ``[0, live)``.
+
+    Only the rows with the numbers ``first`` to ``last - 1`` are gathered: several threads share a large batch.
 
     The targets are the leaves, the index, of which only coordinates are written here, and the stamps of the rows if
     ``BATCH.stamped``.
     """
     batch = batch_at(address)
     index = carray(pointer(flat), batch.count, np.int64)
-    if not are_written(index, live):
+    if not are_written(index[first:last], live):
         return False
-    gather(batch, index, targets)
-    put_report(batch, index, targets)
+    gather(batch, index, targets, first, last)
+    put_report(batch, index, targets, first, last)
     return True
 
 
@@ -97,13 +99,13 @@ def are_written(index, live):
 
 
 @inlined
-def put_report(batch, index, targets):
+def put_report(batch, index, targets, first, last):
     place = targets + 8 * batch.leaves
     if batch.lanes:
-        _coordinates(index, batch.lanes, load(place, np.int64))
+        _coordinates(index[first:last], batch.lanes, load(place, np.int64) + 16 * first)
     if batch.stamped:
         target, head = load(place + 8, np.int64), head_at(batch.serials, max(batch.lanes, 1))
-        for i in range(len(index)):
+        for i in range(first, last):
             store(target + 8 * i, stamp_of(batch, head, index[i]), np.int64)
 
 

@@ -153,7 +153,7 @@ def n_step(episodes, address, flat, targets, steps, live):
             for part in range(0, width, size):
                 rewards = Rewards(rows + offset + part, row_bytes, size == 8)
                 put_sum(target + part, rewards, cell, of.lanes, of.steps * of.lanes, length, gamma)
-    put_report(batch, first, targets)
+    put_report(batch, first, targets, 0, len(first))
     return True
 
 
@@ -177,7 +177,9 @@ def list_steps(episodes, address, flat, listed, targets, steps, live):
             store(listed + 8 * (i * n + k), cell, np.int64)
             if k + 1 < length:
                 cell = following(of, cell)
-    put_report(batch, first, targets)  # now, because a reward function may write before the steps are joined
+    put_report(
+        batch, first, targets, 0, len(first)
+    )  # now, because a reward function may write before the steps are joined
     return True
 
 

@@ -1,0 +1,93 @@
+"""Copies large batches in several threads of this process.
+
+The threads are those of a pool of this module, which take parts of a batch until none is left, and so does the calling
+thread. A call waits only for parts that have begun. On a busy machine even that can take longer than one thread takes
+for the whole batch. Each size of a batch therefore has a :class:`_Record` of its calls.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import cache
+from math import inf
+from time import perf_counter
+
+import torch
+
+LARGE = 2 << 20  # bytes of the smallest batch that several threads copy: one that sleeps takes 0.1 ms to wake up
+_PARTS = 4  # per thread
+_FIRST, _MOST_ALONE, _MOST_RECORDS = 2, 127, 64
+
+
+class _Record:
+    """Decides whether the next call uses threads: not while they take longer than one thread takes.
+
+    After a call in threads that took longer, one call follows in one thread, after the next one 3, then 7, ..., 127.
+    """
+
+    def __init__(self) -> None:
+        self.alone, self.pause, self.left = inf, 0, _FIRST  # seconds with one thread; calls in one thread
+
+    def note(self, seconds: float, in_threads: bool) -> None:
+        if in_threads:
+            self.pause = min(2 * self.pause + 1, _MOST_ALONE) if seconds > self.alone else 0
+            self.left = self.pause
+        else:
+            self.alone = seconds if self.alone == inf else min(seconds, (3 * self.alone + seconds) / 4)
+            self.left -= 1
+
+
+_records: dict[int, _Record] = {}  # by bytes of a batch
+
+
+@cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="rlbuf_td_copies")
+
+
+os.register_at_fork(after_in_child=_pool.cache_clear)  # a child has none of the threads
+
+
+def all_parts(work: Callable[[int, int], bool], count: int, nbytes: int) -> bool:
+    """Call ``work(begin, end)`` for parts of ``range(count)``, in up to ``torch.get_num_threads()`` threads.
+
+    Return whether all calls returned True. ``nbytes`` is the size of the batch. When an exception leaves this function,
+    such as Ctrl-C, no thread works any more.
+    """
+    threads = 1 if nbytes < LARGE else min(torch.get_num_threads(), os.cpu_count() or 1)
+    if threads == 1:
+        return work(0, count)
+    if len(_records) > _MOST_RECORDS:
+        _records.clear()
+    record, began = _records.setdefault(nbytes, _Record()), perf_counter()
+    in_threads = record.left <= 0
+    found = _work_together(work, count, threads) if in_threads else work(0, count)
+    record.note(perf_counter() - began, in_threads)
+    return found
+
+
+def _work_together(work: Callable[[int, int], bool], count: int, threads: int) -> bool:
+    size = -(-count // (threads * _PARTS))
+    parts, found = deque(range(0, count, size)), []
+
+    def take() -> None:
+        with suppress(IndexError):  # no part is left
+            while True:
+                begin = parts.popleft()
+                found.append(work(begin, min(begin + size, count)))
+
+    helpers = []
+    try:
+        with suppress(RuntimeError):  # the interpreter is shutting down
+            helpers += [_pool().submit(take) for _ in range(threads - 1)]
+        take()
+    finally:
+        parts.clear()
+        begun = [each for each in helpers if not each.cancel()]
+        for each in begun:
+            each.result()
+    return all(found)
