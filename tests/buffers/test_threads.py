@@ -178,7 +178,7 @@ def test_every_compiled_function_lets_go_of_the_interpreter():
     found = 0
     for module in pkgutil.walk_packages(rlbuf_td.kernels.__path__, "rlbuf_td.kernels."):
         for name, thing in vars(importlib.import_module(module.name)).items():
-            if hasattr(thing, "targetoptions"):
+            if hasattr(thing, "targetoptions") and thing.targetoptions.get("inline") != "always":  # part of its caller
                 assert thing.targetoptions.get("nogil"), f"{module.name}.{name}"
                 found += 1
     assert found > 20
