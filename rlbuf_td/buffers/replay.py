@@ -58,7 +58,6 @@ from rlbuf_td.samplers.common import (
     reported_by,
 )
 from rlbuf_td.samplers.n_step import joins_steps
-from rlbuf_td.samplers.priorities import Priorities
 from rlbuf_td.samplers.prioritized import Prioritized, Reduction
 from rlbuf_td.storages import PackedStorage, SchemaError, torchrl_parts
 from rlbuf_td.storages.checks import as_number, require_packed, state_of, usable_device, whole
@@ -88,7 +87,7 @@ from rlbuf_td.storages.ring import SAMPLED_AT
 from rlbuf_td.storages.row_class import unwrap
 from rlbuf_td.storages.schema import refuse_index, refuse_rounding, reshaped, walk
 from rlbuf_td.storages.tensordict_fast import entries_of
-from rlbuf_td.storages.write_plan import CompiledWrites, Entering
+from rlbuf_td.storages.write_plan import CompiledWrites
 from rlbuf_td.storages.write_plan import Record as WriteRecord
 from rlbuf_td.storages.writes import edit_all, edit_entries, refuse_shape, stacked
 from rlbuf_td.writers import RingWriter
@@ -542,15 +541,14 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
         super()._get_collate_fn(collate_fn)
 
     def _continue_ring(self) -> None:
-        """Let a ring writer that has not written yet continue after the newest row of the storage."""
+        """Let a ring writer that has not written yet continue the count of an earlier process."""
         writer, shared_rows = self._writer, self._storage.shared_rows
-        if type(writer) is RingWriter and not torchrl_parts.write_count_of(writer):
-            if shared_rows is not None and shared_rows.of_writer is not None:
-                writer.count_in(shared_rows.of_writer)
-                with self._storage.lock:  # the earlier process may have died in a write
-                    writer.planned.settle(self._storage.ring.publication)
-                shared_rows.of_writer = None
-            torchrl_parts.set_cursor(writer, next_step(self._storage))
+        is_new = type(writer) is RingWriter and not torchrl_parts.write_count_of(writer)
+        if is_new and shared_rows is not None and shared_rows.of_writer is not None:
+            writer.count_in(shared_rows.of_writer)
+            with self._storage.lock:  # the earlier process may have died in a write
+                writer.planned.settle(self._storage.ring.publication)
+            shared_rows.of_writer = None
 
     def _count_imported(self, flow: FlowControl | None) -> None:
         """Attach ``flow``, and count all rows, which were imported, as written."""
@@ -1118,21 +1116,19 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
             refuse_errors(td_error)
         return td_error
 
-    def entering(self) -> Entering | None:
-        """Return how compiled writes set the priorities of new rows; None: there are none, or they cannot."""
-        prioritized = None if self.parts is None else self.parts.prioritized
-        bind = None if prioritized is None else compiled_form(prioritized, "entry_loop")
-        loop = None if bind is None else bind()
-        if prioritized is None or loop is None:
-            return None
-        prioritized.priorities.move_to(self._storage)
-        return Entering(prioritized.priorities, loop)
+    def stage_of_writes(self) -> tuple[Any, Any] | bool:
+        """Return the priorities of new rows and the compiled function that sets them, which a write can call.
 
-    def is_told_of_writes(self, priorities: Priorities | None) -> bool:
-        """Whether :meth:`mark_range` must be called after a compiled write, which sets these ``priorities``."""
+        If there is none, return whether :meth:`mark_range` must be called after a write.
+        """
         parts = self.parts
-        if parts is None or (priorities is not None and parts.prioritized is not None):
-            return parts is None or parts.prioritized.priorities is not priorities
+        if parts is None:
+            return True
+        bind = None if parts.prioritized is None else compiled_form(parts.prioritized, "entry_loop")
+        loop = None if bind is None else bind()
+        if parts.prioritized is not None and loop is not None:
+            parts.prioritized.priorities.move_to(parts.storage)
+            return parts.prioritized.priorities, loop
         return has_own(parts.sampler, "mark_update", Sampler.mark_update)
 
     def _with_trajectory_ids(self, data: TensorDictBase, dims: int) -> TensorDictBase:

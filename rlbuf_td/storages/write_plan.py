@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from ctypes import addressof
 from struct import Struct
 from threading import Lock
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -109,31 +109,33 @@ class CompiledWrites(WritePlan):
         from rlbuf_td.kernels.batch import RING, write_cpu
 
         super().__init__(storage)
-        rows, ring, self.codes = self.rows, self.ring, write_cpu
-        entering = [each for each in map(_entering, self.listeners) if each is not None]
-        self.priorities = entering[0].priorities if entering else None  # those that compiled code sets
-        self.others = Listeners(each for each in self.listeners if _is_told(each, self.priorities))
+        rows, ring, episodes, self.codes = self.rows, self.ring, storage.episodes, write_cpu
+        stages = [(each, getattr(each, "stage_of_writes", lambda: True)()) for each in self.listeners]
+        #: The priorities that compiled code sets, and the function that does so.
+        self.priorities, entry_loop = next((stage for _, stage in stages if isinstance(stage, tuple)), (None, None))
+        self.others = Listeners(each for each, stage in stages if stage and stage != (self.priorities, entry_loop))
         self.has_others = len(self.others) > 0
         self.entries = getattr(rows, "entries", None)  # of deduplicated rows
         self.needs_copies = any(leaf.dtype.is_complex for leaf in rows.layout.leaves)  # which may be conjugate views
-        self.expected: dict[torch.Size, HostTensors] = {}  # recognizes the leaves, by `NewRows.lead`
+        self.expected: dict[torch.Size, HostTensors] = {}  # recognizes the leaves, by `lead`
         self.sources = np.empty(len(rows.extents), np.int64)
         self.set_sources = Struct(f"{len(self.sources)}q").pack_into
-        fields: dict[str, Any] = {"rows": rows.flat.data_ptr(), "leaves": len(rows.extents), "steps": rows.steps}
-        fields |= {
-            "row_bytes": rows.flat.stride(0) * rows.flat.element_size(),
-            "lanes": ring.lanes if rows.lanes else 0,
-        }
-        fields |= {"extents": rows.extents.ctypes.data, "sources": self.sources.ctypes.data, "head": ring.address}
-        if ring.generations is not None:
-            fields["generations"] = ring.generations.data_ptr()
-        if storage.episodes is not None:
-            fields["episodes"] = storage.episodes.locate_rows()
-        if self.entries is not None:
-            fields |= {"entries": self.entries.address, "write_entries": write_cpu.write_entries.address}
-        if entering:
-            fields["enter"] = entering[0].loop.address
-        self.ring_record = record_of(RING, **fields)
+        self.ring_record = record_of(
+            RING,
+            rows=rows.flat.data_ptr(),
+            row_bytes=rows.flat.stride(0) * rows.flat.element_size(),
+            steps=rows.steps,
+            lanes=ring.lanes if rows.lanes else 0,
+            leaves=len(rows.extents),
+            extents=rows.extents.ctypes.data,
+            sources=self.sources.ctypes.data,
+            head=ring.address,
+            generations=0 if ring.generations is None else ring.generations.data_ptr(),
+            episodes=0 if episodes is None else episodes.locate_rows(),
+            entries=0 if self.entries is None else self.entries.address,
+            write_entries=0 if self.entries is None else write_cpu.write_entries.address,
+            enter=0 if entry_loop is None else entry_loop.address,
+        )
         self.address, self.kernel = self.ring_record.ctypes.data, machine_code(write_cpu.write)
         self.lock = Lock()
 
@@ -193,7 +195,12 @@ class CompiledWrites(WritePlan):
         Raises:
             SchemaError: the data does not match the rows.
         """
-        expected = self.expected.get(lead) or self._expect(lead)
+        expected = self.expected.get(lead)
+        if expected is None:
+            if len(self.expected) == _MOST_SIZES:
+                self.expected.clear()
+            expected = HostTensors([(leaf.dtype, lead + leaf.shape) for leaf in self.rows.layout.leaves])
+            self.expected[lead] = expected
         leaves, unknown = self.rows.layout.find(data)
         places = None if unknown or self.needs_copies else expected.addresses(leaves)
         if places is None:
@@ -202,20 +209,12 @@ class CompiledWrites(WritePlan):
         self.set_sources(self.sources.data, 0, *places)
         return leaves
 
-    def _expect(self, lead: torch.Size) -> HostTensors:
-        """Store the dtypes and shapes that data with these dims must have."""
-        if len(self.expected) == _MOST_SIZES:
-            self.expected.clear()
-        found = HostTensors([(leaf.dtype, lead + leaf.shape) for leaf in self.rows.layout.leaves])
-        self.expected[lead] = found
-        return found
-
     def _mend(self, storage: PackedStorage, code: int, leaves: list[Tensor], lanes: Tensor | None) -> list[Tensor]:
         """Remove the reason why nothing was written, or raise an error that says it; return the leaves."""
         if code == self.codes.UNFINISHED:  # a thread was interrupted while it recovered
             storage.recover()
         elif code == self.codes.UNWEIGHED:
-            self.priorities.rule.refresh_weights()  # type: ignore[union-attr]
+            self.priorities.rule.refresh_weights()
         elif code == self.codes.OUTDATED:
             self.ring_record["generations"] = self.ring.generations.data_ptr()  # type: ignore[union-attr]
         elif code == self.codes.OVERLAPPING:  # a row could be read after it was overwritten
@@ -251,13 +250,9 @@ class TorchWrites(WritePlan):
         leaves = rows.layout.collect(data, lead)
         if lanes_first:
             leaves = [leaf.transpose(0, 1) for leaf in leaves]
-        if lanes is None:
-            lane, before = np.tile(np.arange(ring.lanes), count), np.repeat(np.arange(count), ring.lanes)
-            more = np.full(ring.lanes, count)
-        else:
-            lane = lanes.numpy()
-            refuse_lanes(lane, ring.lanes)
-            before, more = _occurrences(lane), np.bincount(lane, minlength=ring.lanes)
+        lane = np.tile(np.arange(ring.lanes), count) if lanes is None else lanes.numpy()
+        refuse_lanes(lane, ring.lanes)
+        before, more = _occurrences(lane), np.bincount(lane, minlength=ring.lanes)
         cells = (ring.written[lane] + before) % ring.steps * ring.lanes + lane
         slot = None if lanes is not None or not ring.together else ring.cursor
         index: Any = torch.from_numpy(cells)
@@ -301,23 +296,6 @@ def unwritable(storage: Any) -> str:
     if storage.episodes is not None and not storage.episodes.address:
         return "episodes are noted with torch"
     return f"the rows have ndim={storage.ndim}, above 2" if storage.ndim > 2 else ""
-
-
-class Entering(NamedTuple):
-    """How compiled writes set the priorities of new rows."""
-
-    priorities: Any  # a :class:`~rlbuf_td.samplers.priorities.Priorities`
-    loop: Any  # a :class:`~rlbuf_td.kernels.threads.Callback` in ``kernels.batch.write_cpu``
-
-
-def _entering(listener: Any) -> Entering | None:
-    """Return how compiled writes set the priorities of a buffer; None if there are none, or they cannot."""
-    return listener.entering() if hasattr(listener, "entering") else None
-
-
-def _is_told(listener: Any, priorities: Any) -> bool:
-    """Whether a method of a listener must be called after a compiled write that sets ``priorities``."""
-    return listener.is_told_of_writes(priorities) if hasattr(listener, "is_told_of_writes") else True
 
 
 def _on_host(leaf: Tensor) -> Tensor:
