@@ -1054,7 +1054,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
         elif parts.prioritized is not None:
             key = self.priority_key
             update_priority &= key in rows.layout.names or key in rows.layout.places
-        time_dim = self.dim_extend if how == "extend" and lanes is None else 0
+        time_dim = self._dim_extend if how == "extend" and lanes is None else 0
         try:
             return self._write_rows(data, how, update_priority, lanes, time_dim, record)
         except SchemaError as error:
