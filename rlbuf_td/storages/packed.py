@@ -605,7 +605,7 @@ class PackedStorage(LazyTensorStorage):
             lanes_first: whether ``data`` is ``[E, n]``.
             anew: whether the rows so far are removed.
             tells: whether the buffers of the storage are told of the rows.
-            record: see :meth:`WritePlan.write`.
+            record: see ``WritePlan.write``.
 
         Raises: the errors of :meth:`append`; and a ValueError if there is no row.
         """
