@@ -87,6 +87,7 @@ def trajectories() -> None:
     rb.extend(transitions(60))
     rb.load_state_dict(rb.state_dict())
     rl.TrajectoryIndex.of(rb.storage).whole()
+    rl.ReplayBuffer(storage=rl.PackedStorage(ROWS, ndim=3)).extend(transitions(2, 2, 8))
 
 
 def torchrls() -> None:
