@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
 from math import inf
+from threading import Event
 from time import perf_counter
 
 import torch
@@ -73,6 +74,8 @@ def all_parts(work: Callable[[int, int], bool], count: int, nbytes: int) -> bool
 def _work_together(work: Callable[[int, int], bool], count: int, threads: int) -> bool:
     size = -(-count // (threads * _PARTS))
     parts, found = deque(range(0, count, size)), []
+    helpers: list[Event] = []  # of the threads that have begun; set when they end
+    errors: list[BaseException] = []
 
     def take() -> None:
         with suppress(IndexError):  # no part is left
@@ -80,14 +83,34 @@ def _work_together(work: Callable[[int, int], bool], count: int, threads: int) -
                 begin = parts.popleft()
                 found.append(work(begin, min(begin + size, count)))
 
-    helpers = []
+    def help_out() -> None:
+        ended = Event()
+        helpers.append(ended)  # before it takes a part: `_stop` waits for it, even if Ctrl-C ends `submit`
+        try:
+            take()
+        except BaseException as error:  # noqa: BLE001  the calling thread raises it
+            errors.append(error)
+        finally:
+            ended.set()
+
     try:
         with suppress(RuntimeError):  # the interpreter is shutting down
-            helpers += [_pool().submit(take) for _ in range(threads - 1)]
+            for _ in range(threads - 1):
+                _pool().submit(help_out)
         take()
     finally:
-        parts.clear()
-        begun = [each for each in helpers if not each.cancel()]
-        for each in begun:
-            each.result()
+        _stop(parts, helpers)
+    if errors:
+        raise errors[0]
     return all(found)
+
+
+def _stop(parts: deque[int], helpers: list[Event]) -> None:
+    """Wait until no thread works any more, also if Ctrl-C comes: the caller may then free the memory of the batch."""
+    try:
+        parts.clear()
+        for ended in helpers:
+            ended.wait()
+    except BaseException:
+        _stop(parts, helpers)
+        raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -113,6 +114,24 @@ def test_one_part_tells_for_all_and_an_error_ends_the_work():
 
     with pytest.raises(KeyboardInterrupt):
         run(fail, 100)
+
+
+def test_after_ctrl_c_no_thread_works():
+    main, works, ends = threading.main_thread(), threading.Event(), threading.Event()
+
+    def work(begin: int, end: int) -> bool:
+        if threading.current_thread() is main:
+            return works.wait(20)
+        works.set()
+        time.sleep(0.1)  # the calling thread waits now
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.1)
+        ends.set()
+        return True
+
+    with pytest.raises(KeyboardInterrupt):
+        threads._work_together(work, 2, 2)
+    assert ends.is_set()
 
 
 @pytest.mark.parametrize("lanes", [0, 3])
