@@ -40,7 +40,7 @@ def state_of(sampler: Any) -> int:
     if isinstance(sampler, ProportionalSampler):
         return taken(sampler.tree.tensors().values())
     if isinstance(sampler, RankSampler):
-        return taken(sampler.order._tensors.values())
+        return taken(sampler.order.tensors.values())
     return 0
 
 

@@ -173,6 +173,15 @@ def test_a_check_tells_tensors_from_others(kind: str) -> None:
     assert expected.addresses([UNLIKE[kind](), flags]) is None
 
 
+def test_one_tensor_may_stand_for_several_leaves():
+    entry = (torch.float32, torch.Size([17]))
+    expected, both, other = HostTensors([entry, entry]), torch.rand(17), torch.rand(17)
+    for given in ([both, other], [both, both], [other, both], [both, both]):
+        assert expected.addresses(given) == [each.data_ptr() for each in given]
+    assert expected.addresses([both, torch.rand(16)]) is None
+    assert expected.addresses([both]) is None
+
+
 CAPACITY, BATCH = 100, 16
 CPU = torch.device("cpu")
 
