@@ -172,7 +172,8 @@ class DumpReader:
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor's bytes as 1-D uint8, without a copy if the tensor is contiguous."""
-    return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    tensor = tensor.resolve_conj().resolve_neg().contiguous()
+    return tensor.as_strided([tensor.numel()], [1]).view(torch.uint8)  # one number is contiguous with any stride
 
 
 def wait_for_devices(tensors: Sequence[torch.Tensor]) -> None:

@@ -87,6 +87,14 @@ def test_settings_large_counters_and_the_generator_object_stay(tmp_path):
     assert again._rng is generator
 
 
+def test_a_dump_of_one_row_is_loaded(tmp_path):
+    rb, other = make(), make()
+    rb.extend(transitions(1))
+    rb.dumps(tmp_path)
+    other.loads(tmp_path)
+    assert_same(other.chronological(), rb.chronological())
+
+
 def test_without_a_generator_the_state_of_torchs_own_decides(tmp_path):
     rb = make("uniform", seed=None)
     rb.extend(transitions(9))
