@@ -448,10 +448,13 @@ class PackedStorage(LazyTensorStorage):
     def stamps(self, index: Any) -> torch.Tensor:
         """Return the stamps of the rows at ``index``, ``[B]`` int64: numbers that the next row of a cell does not have.
 
-        ``index`` is that of a batch, or flat. :meth:`ReplayBuffer.write_back` takes the stamps of batches that have no
-        entry ``"sampled_at"``.
+        ``index`` is that of a batch, or flat; of windows ``[B, L]``, the stamps are ``[B, L]``.
+        :meth:`ReplayBuffer.write_back` takes the stamps of batches that have no entry ``"sampled_at"``.
         """
-        return self.ring.stamp(flat_rows(index, self, self.device))
+        if not isinstance(index, torch.Tensor) or index.ndim <= 1 + (self.ndim > 1):
+            return self.ring.stamp(flat_rows(index, self, self.device))
+        shape = index.shape[: index.ndim - (self.ndim > 1)]
+        return self.stamps(index.flatten(0, len(shape) - 1)).view(shape)
 
     def skip_stale(self, flat: torch.Tensor, stamp: torch.Tensor) -> tuple[torch.Tensor, int | torch.Tensor]:
         """Return flat indices, ``[B]``, with -1 for each row that is gone since it got its stamp, and their number.

@@ -217,6 +217,22 @@ def test_only_rows_that_are_still_there_are_written(storage, lanes, stamped):
         assert made.rb.storage["x"].sum() == sum(before)
 
 
+@pytest.mark.parametrize("lanes", [0, 2])
+def test_stamps_of_windows_have_their_shape(lanes: int) -> None:
+    made = Numbered(lanes, PLACES["plain"], SequenceSampler(UniformSampler(), 2, output_layout="batch_time"))
+    made.write(7)
+    batch = made.rb.sample()
+    storage, dims = made.rb.storage, 1 + bool(lanes)
+    stamps = storage.stamps(batch["index"])
+    assert stamps.shape == batch.shape == (10, 2)
+    assert (stamps.flatten() == storage.stamps(batch["index"].flatten(0, 1))).all()
+    batch["state"] = batch["x"].float()[..., None].expand(10, 2, 3).clone()
+    assert batch["index"].ndim == 1 + dims
+    assert made.rb.write_back(batch, ["state"], sampled_at=stamps) > 0
+    written = {x: state for x, state in made.states().items() if x in batch["x"].flatten().tolist()}
+    assert all(state == [x] * 3 for x, state in written.items())
+
+
 def test_a_mapped_file_and_a_batch_in_another_shape(tmp_path: Path):
     made = Numbered(2, partial(PackedStorage, scratch_dir=tmp_path))
     made.write(7)
