@@ -50,7 +50,7 @@ from rlbuf_td.kernels.sum_tree.cpu import fill, update
 
 IN_CELLS = -1  # what `write` returns, instead of a slot, if rows were written to lanes that stand apart
 #: Why nothing was written: the write before did not end; the generations of rows out of order have no address; weights
-#: are those of another alpha; the data lies in the rows; a lane is out of range, or gets more rows than it has slots.
+#: are those of another alpha; the data lies in the rows; a lane is out of range.
 UNFINISHED, OUTDATED, UNWEIGHED, OVERLAPPING, NO_LANE = range(-2, -7, -1)
 _LARGE = 1_024  # bytes of leaves that are copied past the caches if the rows have more bytes than this:
 _STREAMED = 16 << 20
