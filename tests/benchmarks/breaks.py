@@ -387,7 +387,7 @@ def take_loops(copy: Path) -> None:
     """Copy the compiled loops, which numba keeps beside the sources, in case that kernels do not change."""
     for found in (ROOT / "rlbuf_td/kernels").rglob("*.nb[ci]"):
         place = copy / found.relative_to(ROOT)
-        place.parent.mkdir(exist_ok=True)
+        place.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(found, place)
 
 
