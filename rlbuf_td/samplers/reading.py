@@ -3,7 +3,8 @@
 A sampler draws rows with its ``draw``; wrappers change the list of rows that a batch reads, or its entries. Their torch
 forms (``draw_batch``) work on every device and specify the results. For rows in host memory, the method ``reading`` of
 each wrapper returns the compiled form of the same work. From the same state of the random generator, both forms give
-the same batches. A subclass keeps its parent's reading unless it overrides a method that this reading implements.
+the same batches, except for draws without repeats and strict windows. A subclass keeps its parent's reading unless it
+overrides a method that this reading implements.
 """
 
 from __future__ import annotations

@@ -360,8 +360,8 @@ def edit(storage: PackedStorage, change: Callable[[TensorDictBase], Any], region
 
 
 def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    raw, others = (each.contiguous().flatten().view(torch.uint8) for each in (one, other))
-    return torch.equal(raw, others)
+    copies = (each.clone(memory_format=torch.contiguous_format) for each in (one, other))  # with strides of their own
+    return torch.equal(*(each.flatten().view(torch.uint8) for each in copies))
 
 
 def edit_all(storage: PackedStorage, change: Callable[[TensorDictBase], Any]) -> None:
