@@ -1,4 +1,6 @@
-"""Keeps compiled loops for later processes, in numba's cache: in ``$NUMBA_CACHE_DIR``, beside the sources, or at home.
+"""Keeps compiled loops for later processes, in numba's cache.
+
+It lies in ``$NUMBA_CACHE_DIR``, beside the sources, at home, or in the folder of temporary files, in this order.
 
 A log message says when loops are compiled; ``logging.getLogger("rlbuf_td").setLevel("ERROR")`` silences it. Of
 processes that need a loop at the same time, one compiles it, under a lock of the loop's own, and the others wait and
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import os
+import tempfile
 import threading
 import warnings
 from collections.abc import Callable
@@ -23,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from filelock import FileLock
-from numba import njit, types
+from numba import config, njit, types
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numba.core.ccallback import CFunc
 
@@ -138,7 +141,16 @@ def _digest() -> str:
 @cache
 def _locator() -> Any:
     """Return what numba finds the place of this module's code with; raise a RuntimeError if none is writable."""
-    return FunctionCache(cached_njit)._impl.locator
+    try:
+        return FunctionCache(cached_njit)._impl.locator
+    except RuntimeError:  # neither beside the sources nor at home
+        with suppress(OSError, AttributeError):  # not on Windows
+            private = Path(tempfile.gettempdir(), f"rlbuf_td_{os.getuid()}")
+            private.mkdir(mode=0o700, exist_ok=True)
+            status = private.lstat()
+            if status.st_uid == os.getuid() and not status.st_mode & 0o022:  # private: numba unpickles these files
+                config.CACHE_DIR = str(private)
+        return FunctionCache(cached_njit)._impl.locator
 
 
 @cache

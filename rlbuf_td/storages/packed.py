@@ -20,13 +20,7 @@ import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from torchrl.data.replay_buffers import LazyTensorStorage
 
-from rlbuf_td.kernels.dispatch import (
-    backend_of,
-    compiled_form_of,
-    import_kernels,
-    is_compiling,
-    refuse_without_compiler,
-)
+from rlbuf_td.kernels.dispatch import backend_of, compiled_form_of, import_kernels, refuse_without_compiler
 from rlbuf_td.kernels.host_memory import advise_huge_pages, alias_of, in_dispatch_mode
 from rlbuf_td.kernels.serials import PUBLISHED, REVISION, WRITTEN
 from rlbuf_td.storages import writes
@@ -584,6 +578,7 @@ class PackedStorage(LazyTensorStorage):
                 what = "is gone: a write was about to replace it, and did not end (rb.chronological() skips it)"
             raise IndexError(f"step {step} of lane {lane} {what}{remedy_of_holes(self)}")
 
+    @torch.compiler.disable(reason="writes change numbers that no graph knows, and call compiled loops")
     def advance(
         self,
         data: Any,
@@ -612,8 +607,6 @@ class PackedStorage(LazyTensorStorage):
 
         Raises: the errors of :meth:`append`; and a ValueError if there is no row.
         """
-        if is_compiling():
-            return _advance_outside_graphs(self, data, counts, single, lanes, lanes_first, anew, tells, record)
         ndim = self.ndim
         if type(data) is not TensorDict:
             data = as_tensordict(self, data, 1 if lanes is not None else ndim - single)
@@ -1288,8 +1281,9 @@ class PackedStorage(LazyTensorStorage):
             if self.ring.newest < 0:  # the file of the ring has the serials of each lane
                 warnings.filterwarnings("ignore", "last_cursor is None")
             super().dumps(path)
-        saved = self.ring.state()
-        Path(path, _RING_FILE).write_text(json.dumps({"steps": saved["steps"], "head": saved["head"].tolist()}))
+        saved, own_class = self.ring.state(), None if self.row_class is None else self.row_class.state()
+        numbers = {"steps": saved["steps"], "head": saved["head"].tolist(), "row_class": own_class}
+        Path(path, _RING_FILE).write_text(json.dumps(numbers))
 
     def loads(self, path: str | Path) -> None:
         """Replace the content by a dump of :meth:`dumps`; unfinished trajectories end as in :meth:`load_state_dict`."""
@@ -1297,8 +1291,11 @@ class PackedStorage(LazyTensorStorage):
             whole = self._without_deduplication()
             whole.loads(path)
             return self.load_state_dict(whole.snapshot())
-        ring = self._dumped_ring(Path(path))
+        ring, file = self._dumped_ring(Path(path)), Path(path, _RING_FILE)
+        with state_of(self):
+            row_class = RowClass.of_state(json.loads(file.read_text()).get("row_class") if file.exists() else None)
         super().loads(Path(path))
+        self.row_class = row_class
         self._restore_ring(ring, None)
         self.end_trajectories()
 
@@ -1385,9 +1382,3 @@ class PackedStorage(LazyTensorStorage):
         head = f"{name}({len(self):,} of {self.max_size:,} rows, shape {tuple(rows.shape)}, "
         head += f"{rows.layout.row_bytes} bytes per row, {rows.nbytes / 2**20:,.1f} MiB, {place}"
         return "\n".join((head, *lines, ")"))
-
-
-@torch.compiler.disable(reason="writes change numbers that no graph knows, and call compiled loops")
-def _advance_outside_graphs(storage: PackedStorage, data: Any, counts: Planned | None, *kinds: Any) -> Any:
-    names = "single", "lanes", "lanes_first", "anew", "tells", "record"
-    return storage.advance(data, counts, **dict(zip(names, kinds, strict=True)))

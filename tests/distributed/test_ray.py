@@ -180,7 +180,8 @@ def test_collectors_of_torchrl_write_into_shards(make):
 def test_a_killed_shard_comes_back_from_its_dump(two_shards):
     rb = two_shards  # whose rows are replaced by other ones
     fill(rb, 1)
-    ray.get([handle.load.remote([], (0, 0)) for handle in rb.links.handles])
+    ray.get([handle.prepare.remote([], (0, 0)) for handle in rb.links.handles])
+    ray.get([handle.accept.remote() for handle in rb.links.handles])
     rb.empty()
     fill(rb, 500)
     rb.dumps()

@@ -106,7 +106,6 @@ def test_an_interrupted_write_is_made_or_loses_at_most_the_rows_that_it_replaces
         rb.extend(steps(60, 2))
         assert copied(rb.chronological())["observation"][:, 0].tolist().count(60.0) == 1
     assert 0 in seen
-    assert operation == "empty" or kind == "planned" or every > 9 or 2 in seen
 
 
 @pytest.mark.parametrize("sampler", ["proportional", "rank"])
