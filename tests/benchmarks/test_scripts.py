@@ -61,6 +61,7 @@ def test_the_benchmark_prints_a_row_for_every_operation_and_draws_it(tmp_path, m
 
 
 def test_each_option_is_timed_beside_the_plain_buffer(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "160")  # in a narrow table, names break
     monkeypatch.setattr(timing, "CALLS", 1)
     monkeypatch.setitem(options.OPTIONS, "not compiled", partial(options.made, sampler=lambda _: RandomSampler()))
     options.main(["--rows", "1000", "--batch", "16", "--rounds", "1"])
