@@ -12,6 +12,7 @@ from operator import setitem
 from pathlib import Path
 from threading import RLock
 from typing import TYPE_CHECKING, Any, NoReturn
+from weakref import ref
 
 import numpy as np
 import torch
@@ -205,7 +206,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
         self.returned = SharedNumbers("q", [0, 0])  # the numbers of batches and rows that `sample` has returned
         self._count_replays, self.include_info, self.lane_key = count_replays, include_info, optional_key(lane_key)
         self.plans: dict[int, Plan] = {}  # how batches are made, by size
-        self._recorder: Any = None, None, None  # a plan of writes, statistics, and how that plan counts in them
+        #: A weak reference to a plan of writes (which holds the rows), statistics, and how that plan counts in them.
+        self._recorder: Any = None, None, None
         ahead = kwargs.get("prefetch") or 0
         self.flow = make_flow(samples_per_insert, min_size, tolerance, ahead, kwargs.get("batch_size"))
         self.batch_device = None if device is None else usable_device(device)
@@ -1021,9 +1023,9 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
             return None
         if parts.storage._slot_generations is not None or self._dim_extend >= parts.storage.ndim:
             return None
-        if self._recorder[:2] != (plan, stats):
+        if self._recorder[0] is None or self._recorder[0]() is not plan or self._recorder[1] is not stats:
             bind = compiled_form(stats, "bind_record")
-            self._recorder = plan, stats, None if bind is None else bind(plan.rows.layout)
+            self._recorder = ref(plan), stats, None if bind is None else bind(plan.rows.layout)
         record, lanes, dim = self._recorder[2], plan.ring.lanes, self.dim_extend if how == "extend" else 0
         count = data.shape[dim] if how == "extend" else 1
         return record and partial(record, shape=(count, lanes), strides=(1, count) if dim else (lanes, 1))

@@ -77,7 +77,7 @@ class PackedStorage(LazyTensorStorage):
     """A TensorDict storage that keeps each transition as one row of bytes.
 
     The first write fixes the schema (keys, dtypes, shapes, nesting) and allocates the rows. Sampled batches are
-    copies. On the CPU, batches of 2 MiB or more are copied by ``torch.get_num_threads()`` threads.
+    copies. On the CPU, up to ``torch.get_num_threads()`` threads copy a batch of 2 MiB or more while that saves time.
     As in TorchRL, ``storage[i]`` and ``storage[i:j]`` are views, except of deduplicated keys. A view whose
     memory is moved (``share_memory_``, a queue to another process) becomes a copy; the rows stay in place.
 

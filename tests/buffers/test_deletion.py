@@ -146,3 +146,15 @@ def test_a_deleted_buffer_leaves_the_storage_to_others():
     other.extend(steps(5, 5, 0))
     other.close()
     assert storage.is_closed
+
+
+@pytest.mark.parametrize("stats", [None, EpisodeStats], ids=["plain", "stats"])
+def test_the_rows_are_freed_at_the_end_of_a_with_block(stats: Any) -> None:
+    rb = ReplayBuffer(storage=PackedStorage(20), batch_size=4, stats=stats and stats())
+    with rb:
+        for number in range(3):
+            rb.extend(steps(number, 5, 0))
+            rb.sample()
+        rows = ref(rb.storage.rows)
+        assert rows() is not None
+    assert rows() is None
