@@ -67,7 +67,6 @@ KNOWN = {
     "ids": "a load ends the open episodes only if there are ids",
     "taken": "a copy or a load forgets that a handle has taken a lane: ids are new, and there are some",
     "reopen": "a second reopening, or a write that was not made, joins them, too: ids are new",
-    "empty": "an episode goes on after empty() as if its first rows were there: a new one begins",
     "break": "an episode that a load has cut counts as open: not compared, see `unsure`",
     "oldest": "after a load, a reopening, a killed write, T rows at once, in another process, or if nobody has looked "
     "before, it is not known whether the oldest row begins its episode: not compared, see `unsure`",
@@ -344,7 +343,6 @@ class Machine:
     def room(self) -> int:
         """Return how many steps fit into the rollout; begin another one if none does."""
         if len(self.model.rows_of[0]) == self.steps:
-            self.begin_episodes("empty")
             self.model.clear()
         return self.steps - len(self.model.rows_of[0])
 
@@ -501,7 +499,6 @@ class Machine:
     def empty(self, a: int, b: int) -> None:
         if a % 3 == 0:  # emptying is rare
             self.rb.empty()
-            self.begin_episodes("empty")
             self.model.empty()
             self.batches = self.stale()
 
@@ -603,6 +600,7 @@ class Machine:
         self.rb.loads(self.folder / "resized")
         if steps != self.steps:
             self.model.resize(self.steps)
+            self.undrawn = {row.number for row in self.model.rows()}  # all rows are fresh
         self.batches, self.saved = [], None
         self.begin_episodes("load")
 
