@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -121,18 +121,8 @@ def interleaved(rows: TensorDict) -> TensorDict:
     return rows.reshape(-1)[:, None]
 
 
-def in_pieces(rows: TensorDict) -> TensorDict:
-    """Flatten batches [E, T] of 50 steps, as a collector gives them, without ids."""
-    return torch.cat([piece.transpose(0, 1).reshape(-1) for piece in rows.split(50)])[:, None]
-
-
 def transposed(rows: TensorDict) -> TensorDict:
     return rows[: 10 * (len(rows) // 10)].transpose(0, 1).contiguous()
-
-
-def lanes_shuffled(rows: TensorDict) -> TensorDict:
-    lanes = rows.shape[1]
-    return torch.cat([piece[:, torch.arange(lanes).roll(j)] for j, piece in enumerate(rows.split(50))])
 
 
 def rows_shuffled(rows: TensorDict) -> TensorDict:
@@ -168,9 +158,7 @@ FAULTS: dict[str, tuple[Fault, int, str]] = {
     "done twice": (done_twice, 0, "one-step-trajectories"),
     "done within": (done_within, 0, "done-without-reset"),
     "interleaved": (interleaved, 3, "lanes-mixed"),
-    "pieces": (in_pieces, 3, "lanes-mixed"),
     "transposed": (transposed, 12, "lanes-mixed"),
-    "lanes shuffled": (lanes_shuffled, 3, "lanes-mixed"),
     "rows shuffled": (rows_shuffled, 1, "lanes-mixed"),
     "one array": (one_array, 0, "observation-reused"),
     "another scale": (two_steps_ahead, 0, "next-observation-differs"),
@@ -277,17 +265,6 @@ def test_a_finding_names_the_rows_at_fault() -> None:
         finding = check(FAULTS[name][0](rows.clone())[:, 0])[0]
         assert finding.rows == tuple(named[:5])
         assert words in finding.explanation
-
-
-def test_rows_of_a_ring_are_named_as_the_storage_indexes_them() -> None:
-    rows = healthy(3)
-    at = max(t for t in range(500, 590) if not rows["next", "done"][t - 5 : t + 5, 1].any())
-    rows["next", "done"][at, 1] = True
-    rb = held(rows, "packed ring")
-    (finding,) = check(rb)
-    assert finding.code == "done-without-reset"
-    assert finding.rows == ((at % 480, 1),)
-    assert bool(rb.storage[at % 480]["next", "done"][1])
 
 
 def test_rows_of_lanes_of_unlike_lengths_are_named_as_the_storage_indexes_them() -> None:
@@ -397,27 +374,19 @@ def collected(make: Callable[[], EnvBase], lanes: int, frames: int = 900, **sett
     return batches
 
 
-def fill(rb: Any, batches: Iterable[TensorDict], *, flat: bool = False) -> Any:
-    for data in batches:
-        rb.extend(data.reshape(-1).clone() if flat else data.clone())
-    return rb
-
-
 @pytest.mark.parametrize(
-    ("make", "layout", "parts", "settings"),
+    ("make", "lanes", "buffer", "settings"),
     [
-        (cartpole, "single", "theirs", {}),
-        (normalised_pendulum, "flat", "ours", {}),
-        (cartpole, "lanes", "ours", {"reset_at_each_iter": True}),
+        (cartpole, 0, lambda: TensorDictReplayBuffer(storage=LazyTensorStorage(600)), {}),
+        (normalised_pendulum, 0, lambda: ReplayBuffer(storage=PackedStorage(600)), {}),
+        (cartpole, 3, lambda: ReplayBuffer(storage=PackedStorage(600, ndim=2)), {"reset_at_each_iter": True}),
     ],
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torchrl", "ignore::UserWarning:torchrl")
-def test_what_a_collector_fills_is_healthy(make: Any, layout: str, parts: str, settings: dict[str, Any]) -> None:
-    ndim, batches = 2 if layout == "lanes" else 1, collected(make, 0 if layout == "single" else 3, **settings)
-    rb: Any = ReplayBuffer(storage=PackedStorage(600, ndim=ndim))
-    if parts == "theirs":
-        rb = TensorDictReplayBuffer(storage=LazyTensorStorage(600, ndim=ndim))
-    fill(rb, batches, flat=layout == "flat")
+def test_what_a_collector_fills_is_healthy(make: Any, lanes: int, buffer: Any, settings: dict[str, Any]) -> None:
+    rb = buffer()
+    for data in collected(make, lanes, **settings):
+        rb.extend(data.clone())
     report = check(rb, space=make())
     assert report.codes == [], str(report)
     assert report.rows == len(rb)

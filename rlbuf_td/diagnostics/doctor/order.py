@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from rlbuf_td.diagnostics.doctor.record import NEXT, Record, Scan, hashes, moves
+from rlbuf_td.diagnostics.doctor.record import Record
 from rlbuf_td.diagnostics.doctor.report import Finding
 from rlbuf_td.storages.episodes import StoredSegments
 
@@ -22,18 +22,18 @@ _LONG = 10_000  # time steps: this many without an end are a finding
 _SOME_ENDS = 8  # fewer changes of the trajectory id without a flag are no finding
 
 
-def order_findings(record: Record, scan: Scan, needed: int) -> Iterator[Finding]:
+def order_findings(record: Record, needed: int) -> Iterator[Finding]:
     """Yield the faults in the order of rows; the sampler needs ``needed`` consecutive rows of a trajectory."""
-    flags, fault = scan.flags, None
-    ended = torch.stack([torch.zeros_like(scan.cut), *flags.values()]).any(0)
+    flags, fault = record.flags, None
+    ended = torch.stack([torch.zeros_like(record.cut), *flags.values()]).any(0)
     if record.knows_ends and not record.observed:
         record.skipped.append("next observations: no key is stored both at the root and under 'next'")
     elif record.knows_ends:
-        broken = scan.inside & scan.apart
-        if int(broken.sum()) > max(1, int(scan.inside.sum()) // 2):
-            fault = _broken(record, scan, broken, mostly=True)
+        broken = record.inside & record.apart
+        if int(broken.sum()) > max(1, int(record.inside.sum()) // 2):
+            fault = _broken(record, broken, mostly=True)
         else:
-            fault = _shifted(record, scan, flags.get("done", ended))
+            fault = _shifted(record, flags.get("done", ended))
         if fault is not None:
             yield fault
     if "done" in flags and (fault is None or fault.code != "done-shifted"):
@@ -42,34 +42,34 @@ def order_findings(record: Record, scan: Scan, needed: int) -> Iterator[Finding]
             if bool(lacking.any()):
                 yield record.finding(f"{name}-without-done", lacking, int(flag.sum()), ("next", name), name=name)
     if record.knows_ends and fault is None:
-        yield from _ends(record, scan, ended)
-    if record.knows_ends and scan.ids is not None:
-        broken = scan.ends & ~ended
-        counts = int(scan.cut.sum()), int(broken.sum()), scan.ids.unique().numel()
+        yield from _ends(record, ended)
+    if record.knows_ends and record.ids is not None:
+        broken = record.ends & ~ended
+        counts = int(record.cut.sum()), int(broken.sum()), record.ids.unique().numel()
         segments = StoredSegments(record.rows, *counts, bool(flags))
         if segments.are_interleaved(needed):
             yield record.finding("trajectories-interleaved", broken, record.rows, mean=segments.mean)
 
 
-def _ends(record: Record, scan: Scan, ended: Tensor) -> Iterator[Finding]:
+def _ends(record: Record, ended: Tensor) -> Iterator[Finding]:
     """Yield the faults at the ends of trajectories; ``ended``: an end flag is set."""
     if bool(ended.all()) and record.rows >= _FEW:
         yield record.finding("done-always", ended, record.rows)
         return
-    one_step, never = _one_step_rows(record, scan, ended), not bool(ended.any())
-    broken = scan.inside & scan.apart & ~ended
+    one_step, never = _one_step_rows(record, ended), not bool(ended.any())
+    broken = record.inside & record.apart & ~ended
     if bool(broken.any()):
-        yield _broken(record, scan, broken, never=never)
-    elif never and _ids_show_ends(scan):
+        yield _broken(record, broken, never=never)
+    elif never and _ids_show_ends(record):
         seen = "Trajectory ids and observations show resets at these rows, and no done flag is ever set."
-        yield record.finding("done-never", scan.ends & scan.apart, record.rows, seen=seen)
+        yield record.finding("done-never", record.ends & record.apart, record.rows, seen=seen)
     elif never and record.shape[0] >= _LONG:
         yield record.finding("done-never", None, record.rows, seen=f"No trajectory ends in {record.shape[0]:,} steps.")
-    if bool(scan.unbroken.any()) and _is_no_chance(record, scan):
-        yield _not_reset(record, scan, one_step)
+    if bool(record.unbroken.any()) and _is_no_chance(record):
+        yield _not_reset(record, one_step)
         return
     count = int(one_step.sum())
-    trajectories = int(scan.ends.sum()) if scan.ids is None else scan.ids.unique().numel()
+    trajectories = int(record.ends.sum()) if record.ids is None else record.ids.unique().numel()
     if count >= _FEW and count >= 0.9 * trajectories:  # in short games, half of the trajectories may have one step
         yield record.finding("one-step-trajectories", one_step, trajectories)
 
@@ -80,10 +80,10 @@ def _spread(where: Tensor) -> Tensor:
     return rows[torch.linspace(0, len(rows) - 1, min(len(rows), _SAMPLED), dtype=torch.float64, device="cpu").long()]
 
 
-def _broken(record: Record, scan: Scan, where: Tensor, *, mostly: bool = False, never: bool = False) -> Finding:
+def _broken(record: Record, where: Tensor, *, mostly: bool = False, never: bool = False) -> Finding:
     """Return the finding about rows whose next observation differs from the following row's observation."""
-    of, sample = int(scan.inside.sum()), _spread(where)
-    if mostly and not bool(moves(record, sample).any()):
+    of, sample = int(record.inside.sum()), _spread(where)
+    if mostly and bool((record.there == record.here)[sample].all()):
         return record.finding("observation-reused", where, of)
     place = _found_elsewhere(record, sample, mostly)
     if place is not None:
@@ -94,15 +94,10 @@ def _broken(record: Record, scan: Scan, where: Tensor, *, mostly: bool = False, 
     return record.finding("next-observation-differs" if mostly else "reset-without-done", where, of)
 
 
-def _hashes(record: Record, keys: list[tuple[str, ...]]) -> Tensor:
-    return torch.cat([hashes(here, keys) for _, here, _ in record.blocks()])
-
-
 def _found_elsewhere(record: Record, sample: Tensor, mostly: bool) -> str | None:
     """Search all observations for the next observations of the rows in ``sample``; say where most of them are."""
-    here = hashes(record.read(sample), [NEXT + key for key in record.observed])
-    ordered, order = _hashes(record, record.observed).sort()
-    low, high = torch.searchsorted(ordered, here), torch.searchsorted(ordered, here, right=True)
+    wanted, (ordered, order) = record.there[sample], record.here.sort()
+    low, high = torch.searchsorted(ordered, wanted), torch.searchsorted(ordered, wanted, right=True)
     votes = Counter[tuple[int, int]]()
     for cell, start, stop in zip(record.cells[sample].tolist(), low.tolist(), high.tolist(), strict=True):
         there = record.cells[order[start : min(stop, start + _SAMPLED)]]
@@ -119,40 +114,39 @@ def _found_elsewhere(record: Record, sample: Tensor, mostly: bool) -> str | None
     return "It is the observation of another row" if is_rare else None
 
 
-def _shifted(record: Record, scan: Scan, done: Tensor) -> Finding | None:
+def _shifted(record: Record, done: Tensor) -> Finding | None:
     """Return a finding if done flags are set one step too late or one step too early."""
-    unbroken, broken, apart = scan.unbroken, scan.inside & scan.apart, record.paired & scan.apart
+    unbroken, broken, apart = record.unbroken, record.inside & record.apart, record.paired & record.apart
     for step, late, before in ((1, "late", "before"), (-1, "early", "after")):
         beside = apart & ~done & unbroken.roll(-step)
         count = int(beside.sum())
         if count and 2 * count >= max(int(broken.sum()), int(unbroken.sum())):
-            return record.finding("done-shifted", beside.roll(step), int(scan.ends.sum()), late=late, before=before)
+            return record.finding("done-shifted", beside.roll(step), int(record.ends.sum()), late=late, before=before)
     return None
 
 
-def _ids_show_ends(scan: Scan) -> bool:
+def _ids_show_ends(record: Record) -> bool:
     """Whether changes of the trajectory id seem to mark ends of episodes.
 
     No id may appear again later, and lengths must vary: equal lengths suggest that the data was cut into pieces.
     """
-    cuts, ids = (scan.ends & scan.apart).nonzero()[:, 0], scan.ids
+    cuts, ids = (record.ends & record.apart).nonzero()[:, 0], record.ids
     if ids is None or len(cuts) < _SOME_ENDS:
         return False
     return ids.unique().numel() >= int((ids[1:] != ids[:-1]).sum()) and len(cuts.diff().unique()) > 1
 
 
-def _is_no_chance(record: Record, scan: Scan) -> bool:
-    """Whether ``scan.unbroken`` is unlikely to come from observations that are equal by chance."""
-    if 2 * int(scan.unbroken.sum()) >= int(scan.ends.sum()):
+def _is_no_chance(record: Record) -> bool:
+    """Whether ``record.unbroken`` is unlikely to come from observations that are equal by chance."""
+    if 2 * int(record.unbroken.sum()) >= int(record.ends.sum()):
         return True
-    values = _hashes(record, record.main)
-    return 100 * (len(values) - len(values.unique())) < len(values)
+    return 100 * (record.rows - len(record.here.unique())) < record.rows
 
 
-def _not_reset(record: Record, scan: Scan, one_step: Tensor) -> Finding:
+def _not_reset(record: Record, one_step: Tensor) -> Finding:
     """Return the finding about trajectory ends whose next observation equals the following row's observation."""
-    where, of = scan.unbroken, int(scan.ends.sum())
-    here, after = _jumps(record, where, scan.inside)
+    where, of = record.unbroken, int(record.ends.sum())
+    here, after = _jumps(record, where)
     if not max(here, after):
         if 2 * int((where & (one_step | one_step.roll(-1))).sum()) >= int(where.sum()):
             return record.finding("one-step-trajectories", one_step & (where | where.roll(1)), of)
@@ -162,20 +156,22 @@ def _not_reset(record: Record, scan: Scan, one_step: Tensor) -> Finding:
     return record.finding("reset-row-stored", where.roll(1), of, jump=after)
 
 
-def _jumps(record: Record, where: Tensor, inside: Tensor) -> tuple[float, float]:
+def _jumps(record: Record, where: Tensor) -> tuple[float, float]:
     """Return the median change of the observation in the rows of the mask ``where``, and in the rows after them.
 
     The unit is the mean change within trajectories. A median that is usual within trajectories becomes 0.
     """
-    usual, rows = _spread(inside), _spread(where)
+    usual, rows = _spread(record.inside), _spread(where)
     if not len(usual):
         return 0.0, 0.0
     values = record.read(torch.cat([usual, rows, (rows + 1) % record.rows]))
     total = torch.zeros(len(usual) + 2 * len(rows), dtype=torch.float64, device="cpu")
-    for key in record.main:
+    main = [key for key in record.observed if values[key].shape[1:].numel() > 1]  # a single number may be a count
+    for key in main or record.observed:
         if values[key].dtype is torch.bool or values[key].dtype.is_complex:
             continue
-        moved = values[NEXT + key].double() - values[key].double()
+        path = ("next", *key)
+        moved = values[path].double() - values[key].double()
         distance = moved.abs().nan_to_num(0.0, 0.0, 0.0).flatten(1).mean(1).cpu()
         if (scale := distance[: len(usual)].mean()) > 0:
             total += distance / scale  # in mean distances within trajectories
@@ -188,10 +184,10 @@ def _jumps(record: Record, where: Tensor, inside: Tensor) -> tuple[float, float]
     return here, after
 
 
-def _one_step_rows(record: Record, scan: Scan, ended: Tensor) -> Tensor:
+def _one_step_rows(record: Record, ended: Tensor) -> Tensor:
     """Return whether each row is a trajectory of one step; false for the oldest row of a lane without ids."""
     alone = ended & ended.roll(1) & record.paired.roll(1)
-    if scan.ids is not None:  # rows of several lanes may alternate: count all rows with the id
-        _, inverse, counts = scan.ids.unique(return_inverse=True, return_counts=True)
+    if record.ids is not None:  # rows of several lanes may alternate: count all rows with the id
+        _, inverse, counts = record.ids.unique(return_inverse=True, return_counts=True)
         alone |= (counts == 1)[inverse] & record.paired
     return alone

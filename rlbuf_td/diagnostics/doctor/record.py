@@ -1,11 +1,10 @@
-"""Stored rows as the doctor reads them, whatever holds them, and the masks of one pass over them."""
+"""Stored rows as the doctor reads them, whatever holds them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from os import PathLike
 from pathlib import Path
-from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -16,28 +15,27 @@ from torchrl.data.replay_buffers import ReplayBuffer, RoundRobinWriter, Sampler,
 
 from rlbuf_td.checkpoint import open_checkpoint
 from rlbuf_td.diagnostics.doctor.report import FAULTS, Finding
+from rlbuf_td.diagnostics.doctor.values import Interval, Key, suspects_of
 from rlbuf_td.storages import PackedStorage, torchrl_parts
 from rlbuf_td.storages.episodes import TRAJ_KEY
 from rlbuf_td.storages.indexing import device_of, lanes_of, stored_rows
 from rlbuf_td.storages.schema import show_key, walk
 
-Key: TypeAlias = tuple[str, ...]
-Values: TypeAlias = dict[Key, Tensor]
+Values = dict[Key, Tensor]
 # Keys that may be stored at the root and under "next" although they are not observations.
 _NOT_OBSERVED = {"reward", "done", "terminated", "truncated", "state_value", "index"}
 _BLOCK_BYTES = 4 << 20  # rows of this size fit into a cache
-_AT_ONCE = 4_096  # rows
-_RELATIVE, _ABSOLUTE = 1e-5, 1e-6  # tolerances: floats this close count as equal
-_HASHED = 256  # the most elements of a value that its hash includes
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-NEXT = ("next",)
-NAMED = 5  # a finding names at most this many rows
+_NAMED = 5  # a finding names at most this many rows
 
 
 class Record:
-    """Rows, lane after lane, each from its oldest row on. Masks of all rows are ``[N]`` bool on the CPU."""
+    """Rows, lane after lane, each from its oldest row on, and what one pass over them finds.
 
-    def __init__(self, storage: Storage, writer: Writer | None) -> None:
+    Masks of all rows are ``[N]`` bool on the CPU. Observations are compared by their hashes. The first row follows the
+    last one; rows that are not ``paired`` are the last ones of their lanes.
+    """
+
+    def __init__(self, storage: Storage, writer: Writer | None, bounds: Mapping[Key, Interval]) -> None:
         if not len(storage):
             raise ValueError("the buffer is empty: there is nothing to read")
         rows = stored_rows(storage)
@@ -45,77 +43,104 @@ class Record:
             raise TypeError(f"the doctor reads storages of TensorDicts, not a {type(storage).__name__}")
         self.storage, self.lanes = storage, lanes_of(storage).numel()
         self.shape = (len(storage) // self.lanes, *lanes_of(storage))  # as the storage indexes rows
-        is_packed = isinstance(storage, PackedStorage)
         self._gather: Callable[[Tensor], TensorDictBase]
-        if is_packed:
-            self._gather, self.cells, counts = storage.gather, storage.ring.cells_by_age(), storage.ring.count
+        if isinstance(storage, PackedStorage):
+            self._gather, cells, counts = storage.gather, storage.ring.cells_by_age(), storage.ring.count
         else:
             self._gather = (rows if storage.ndim == 1 else rows.flatten(0, storage.ndim - 1)).__getitem__
-            self.cells, counts = _cells_by_age(storage, self.shape[0], self.lanes, len(rows))
+            cells, counts = _cells_by_age(storage, self.shape[0], self.lanes, len(rows))
         #: The flat index of each row in the storage, ``[N]``.
-        self.cells, self.rows = self.cells.cpu(), len(self.cells)
-        #: Whether the next row was written next in the lane, in any trajectory.
-        self.paired = torch.ones(self.rows, dtype=torch.bool, device="cpu")
+        self.cells, self.rows = cells.cpu(), len(cells)
+        self.paired = ~self._mask()
         self.paired[torch.from_numpy(counts[counts > 0].cumsum() - 1)] = False
         self.kinds = self.read(torch.zeros(1, dtype=torch.int64, device="cpu"))  # the entries of a row
-        flags = {name: self._flag(name) for name in ("done", "terminated", "truncated")}
-        self.flags = {name: keys for name, keys in flags.items() if keys}
-        self.skipped: list[str] = []  # omitted checks, and the reasons
-        if not isinstance(writer, RoundRobinWriter | ImmutableDatasetWriter | None):
-            self.skipped.append(f"the order of rows, which a {type(writer).__name__} does not keep")
-        elif is_packed and storage.all_rows().layout.root.batch_size:
-            self.skipped.append(f"trajectories: a row holds several steps, use a storage with ndim={storage.ndim + 1}")
-        elif not self._has_ends():
-            self.skipped.append("trajectories: neither done flags nor trajectory ids, one integer per row, are stored")
+        #: The keys of observations, which are stored at the root and under "next", with the same dtype and shape.
+        self.observed = [key for key in self.kinds if self._is_observed(key)]
+        self.skipped = [*self._unknown_order(writer)]  # omitted checks, and the reasons
         #: Whether the rows are in time order, with flags or ids that mark the ends of trajectories.
         self.knows_ends = not self.skipped
+        self._scan(bounds)
+
+    def _mask(self) -> Tensor:
+        return torch.zeros(self.rows, dtype=torch.bool, device="cpu")
+
+    def _is_observed(self, key: Key) -> bool:
+        value, after = self.kinds[key], self.kinds.get(("next", *key))
+        if key[0] == "next" or key[-1] in _NOT_OBSERVED or after is None:
+            return False
+        return (after.shape, after.dtype) == (value.shape, value.dtype)
 
     def _flag(self, name: str) -> list[Key]:
         """Return the keys of an end flag: the shortest ones under "next"."""
         keys = [key for key in self.kinds if key[0] == "next" and key[-1] == name]
         return [key for key in keys if len(key) == min(map(len, keys)) and self.kinds[key].dtype is torch.bool]
 
-    def _has_ends(self) -> bool:
-        ids = self.kinds.get(TRAJ_KEY)
-        return bool(self.flags) if ids is None else ids.numel() == 1 and not ids.is_floating_point()
+    def _unknown_order(self, writer: Writer | None) -> list[str]:
+        storage, ids = self.storage, self.kinds.get(TRAJ_KEY)
+        if not isinstance(writer, RoundRobinWriter | ImmutableDatasetWriter | None):
+            return [f"the order of rows, which a {type(writer).__name__} does not keep"]
+        if isinstance(storage, PackedStorage) and storage.all_rows().layout.root.batch_size:
+            return [f"trajectories: a row holds several steps, use a storage with ndim={storage.ndim + 1}"]
+        has_flags = any(map(self._flag, ("done", "terminated", "truncated")))
+        if has_flags if ids is None else ids.numel() == 1 and not ids.is_floating_point():
+            return []
+        return ["trajectories: neither done flags nor trajectory ids, one integer per row, are stored"]
 
     def read(self, rows: Tensor) -> Values:
         """Return the entries of rows, ``[n, ...]`` each, on the storage's device."""
-        found = self._gather(self.cells[rows].to(device_of(self.storage)))
-        return {
-            key: value.reshape(len(rows), *(value.shape[1:] or (1,)))
-            for key, value in walk(found)
-            if isinstance(value, Tensor)
-        }
+        found = walk(self._gather(self.cells[rows].to(device_of(self.storage))))
+        tensors = ((key, value) for key, value in found if isinstance(value, Tensor))
+        return {key: value.reshape(len(rows), *(value.shape[1:] or (1,))) for key, value in tensors}
 
-    def blocks(self) -> Iterator[tuple[Tensor, Values, Values]]:
-        """Yield row numbers, the values of these rows, and those of the row after each; the first follows the last."""
+    def _scan(self, bounds: Mapping[Key, Interval]) -> None:
+        """Pass over all rows."""
+        flags = {name: keys for name in ("done", "terminated", "truncated") if (keys := self._flag(name))}
+        suspects, ids = suspects_of(self.kinds, self.observed, bounds), self.kinds.get(TRAJ_KEY)
+        self.flags = {name: self._mask() for name in flags}
+        #: For each kind of fault and key, whether the value is wrong.
+        self.wrong = {suspect: self._mask() for suspect in suspects}
+        self.ids = None if ids is None else torch.empty(self.rows, dtype=ids.dtype, device="cpu")
+        #: Hashes of the observation, and of the next observation, of each row, ``[N]`` int64.
+        self.here, self.there = (torch.empty(self.rows, dtype=torch.int64, device="cpu") for _ in range(2))
         size = max(1, _BLOCK_BYTES // max(1, sum(value.nbytes for value in self.kinds.values())))
         for rows in torch.arange(self.rows, device="cpu").split(size):
-            values = self.read(torch.cat([rows, (rows[-1:] + 1) % self.rows]))
-            yield rows, {key: x[:-1] for key, x in values.items()}, {key: x[1:] for key, x in values.items()}
+            values = self.read(rows)
+            for name, keys in flags.items():
+                self.flags[name][rows] = torch.stack([values[key].flatten(1).any(1).cpu() for key in keys]).any(0)
+            for suspect, is_wrong in suspects.items():
+                self.wrong[suspect][rows] = is_wrong(values[suspect[1]]).flatten(1).any(1).cpu()
+            if self.ids is not None:
+                self.ids[rows] = values[TRAJ_KEY].flatten(1)[:, 0].cpu()
+            self.here[rows] = _hashes(values, (), self.observed)
+            self.there[rows] = _hashes(values, ("next",), self.observed)
+        #: The next row of the lane does not continue this row's trajectory.
+        self.cut = self._cuts()
+        self.inside, self.ends = self.paired & ~self.cut, self.paired & self.cut
+        unknown, unknown_next = (self._not_finite(lead) for lead in ((), ("next",)))
+        known, same = ~(unknown.roll(-1) | unknown_next), self.there == self.here.roll(-1)
+        #: The next observation is not that of the following row; NaN and infinity match any value.
+        self.apart = known & ~same
+        #: A trajectory ends, yet the next observation is the following row's, and not this row's.
+        self.unbroken = self.ends & known & same & (self.there != self.here)
 
-    @property
-    def observed(self) -> list[Key]:
-        """The keys of observations, which are stored at the root and under "next", with the same dtype and shape."""
-        return [
-            key
-            for key, value in self.kinds.items()
-            if key[0] != "next"
-            and key[-1] not in _NOT_OBSERVED
-            and (after := self.kinds.get(NEXT + key)) is not None
-            and (after.shape, after.dtype) == (value.shape, value.dtype)
-        ]
+    def _not_finite(self, lead: Key) -> Tensor:
+        suspects = (self.wrong.get(("not-finite", (*lead, *key))) for key in self.observed)
+        return torch.stack([self._mask(), *(where for where in suspects if where is not None)]).any(0)
 
-    @property
-    def main(self) -> list[Key]:
-        """The observed keys with several numbers per row; if there are none, all observed keys."""
-        return [key for key in self.observed if self.kinds[key].numel() > 1] or self.observed
+    def _cuts(self) -> Tensor:
+        storage, flags = self.storage, self.flags
+        if self.knows_ends and isinstance(storage, PackedStorage) and storage.episodes and storage.in_time_order:
+            spans = storage.episodes_now().spans
+            ahead = [spans(cells.to(storage.device)).ahead.cpu() for cells in self.cells.split(1 << 16)]
+            return torch.cat(ahead) == 0
+        ended = [flags["done"]] if "done" in flags else [*flags.values()]
+        changes = [] if self.ids is None else [self.ids != self.ids.roll(-1)]
+        return torch.stack([~self.paired, *ended, *changes]).any(0)
 
-    def finding(self, code: str, where: Tensor | None, of: int, key: Key | None = None, **words: Any) -> Finding:
+    def finding(self, code: str, where: Tensor | None, of: int, key: Key | None = None, **words: object) -> Finding:
         """Return a finding about the rows of the mask ``where``; ``None`` stands for all rows."""
         cells = self.cells[:0] if where is None else self.cells[where].sort().values
-        places = zip(*(x.tolist() for x in np.unravel_index(cells[:NAMED].numpy(), self.shape)), strict=True)
+        places = zip(*(x.tolist() for x in np.unravel_index(cells[:_NAMED].numpy(), self.shape)), strict=True)
         rows = tuple(place if len(place) > 1 else place[0] for place in places)
         fault, words = FAULTS[code], {"key": None if key is None else show_key(key), **words}
         count = of if where is None else len(cells)
@@ -129,102 +154,23 @@ def _cells_by_age(storage: Storage, steps: int, lanes: int, capacity: int) -> tu
     return (order * lanes + torch.arange(lanes, device="cpu")[:, None]).flatten(), np.full(lanes, steps)
 
 
-class Scan:
-    """What one pass over the rows finds: masks ``[N]`` bool on the CPU.
-
-    ``suspects``: for each code and key, the function that tells which values ``[n, ...]`` are wrong, as a mask of the
-    same shape.
-    """
-
-    def __init__(self, record: Record, suspects: Mapping[tuple[str, Key], Callable[[Tensor], Tensor]]) -> None:
-        def mask() -> Tensor:
-            return torch.zeros(record.rows, dtype=torch.bool, device="cpu")
-
-        self.flags = {name: mask() for name in record.flags}  # the end flags
-        self.wrong = {suspect: mask() for suspect in suspects}
-        self.apart = mask()  # the next observation is not that of the following row
-        main_apart = mask()  # the same, of the main keys
-        ids = record.kinds.get(TRAJ_KEY)
-        self.ids = None if ids is None else torch.empty(record.rows, dtype=ids.dtype, device="cpu")
-        observed, main = record.observed, record.main
-        for rows, here, after in record.blocks():
-            for name, keys in record.flags.items():
-                self.flags[name][rows] = torch.stack([here[key].flatten(1).any(1).cpu() for key in keys]).any(0)
-            for suspect, is_wrong in suspects.items():
-                self.wrong[suspect][rows] = is_wrong(here[suspect[1]]).flatten(1).any(1).cpu()
-            if self.ids is not None:
-                self.ids[rows] = here[TRAJ_KEY].flatten(1)[:, 0].cpu()
-            for key in observed if record.knows_ends else ():
-                differs = differ(_where_acting(key, here[NEXT + key], after), after[key]).cpu()
-                self.apart[rows] |= differs
-                if key in main:
-                    main_apart[rows] |= differs
-        ended = [flag for name, flag in self.flags.items() if name == "done"] or [*self.flags.values()]
-        #: The next row of the lane does not continue this row's trajectory.
-        self.cut = torch.stack([~record.paired, *ended]).any(0)
-        storage = record.storage
-        if record.knows_ends and isinstance(storage, PackedStorage) and storage.episodes and storage.in_time_order:
-            spans = storage.episodes_now().spans
-            ahead = [spans(cells.to(storage.device)).ahead.cpu() for cells in record.cells.split(1 << 16)]
-            self.cut = torch.cat(ahead) == 0
-        elif self.ids is not None:
-            self.cut |= self.ids != self.ids.roll(-1)
-        self.inside, self.ends = record.paired & ~self.cut, record.paired & self.cut
-        #: A trajectory ends, yet the next observation is the following row's, and not this row's.
-        self.unbroken = self.ends & ~main_apart
-        rows = self.unbroken.nonzero()[:, 0]
-        self.unbroken[rows] = moves(record, rows)
-
-
-def moves(record: Record, rows: Tensor) -> Tensor:
-    """Return whether the next observations of rows differ from their own, ``[n]`` bool."""
-    found = torch.zeros(len(rows), dtype=torch.bool, device="cpu")
-    for part in torch.arange(len(rows), device="cpu").split(_AT_ONCE):
-        values = record.read(rows[part])
-        for key in record.main:
-            found[part] |= differ(values[key], values[NEXT + key]).cpu()
-    return found
-
-
-def _where_acting(key: Key, reached: Tensor, after: Values) -> Tensor:
-    """Return next observations; those of agents that are absent in the following row become that row's."""
-    acts, following = after.get((key[0], "mask")) if len(key) > 1 else None, after[key]
-    if acts is None or acts.dtype is not torch.bool or acts.shape[1:] != following.shape[1:2]:
-        return reached
-    return torch.where(acts.view(*acts.shape, *[1] * (following.ndim - 2)), reached, following)
-
-
-def _bits(values: Tensor) -> Tensor:
-    """Return values of any dtype as integers of the same size, so that NaN equals itself."""
-    if values.is_complex():
-        values = torch.view_as_real(values)
-    return values.view(_INTEGERS[values.dtype.itemsize])
-
-
-def differ(left: Tensor, right: Tensor) -> Tensor:
-    """Return where values ``[n, ...]`` differ, ``[n]`` bool; NaN and infinity match any value."""
-    unequal = (_bits(left) != _bits(right)).flatten(1).any(1)
-    if (left.is_floating_point() or left.is_complex()) and bool(unequal.any()):
-        wide = torch.complex128 if left.is_complex() else torch.float64
-        one, other = left[unequal].to(wide), right[unequal].to(wide)
-        apart = ~torch.isclose(one, other, rtol=_RELATIVE, atol=_ABSOLUTE) & one.isfinite() & other.isfinite()
-        unequal = unequal.masked_scatter(unequal, apart.flatten(1).any(1))
-    return unequal
-
-
-def hashes(values: Values, keys: list[Key]) -> Tensor:
-    """Return a hash of the values ``[n, ...]`` of some keys, ``[n]`` int64 on the CPU."""
-    generator = torch.Generator().manual_seed(0)
-    result = torch.zeros(1, dtype=torch.int64, device="cpu")
-    for key in keys:
-        bits = _bits(values[key].contiguous()).flatten(1)
-        places = torch.linspace(0, bits.shape[1] - 1, min(bits.shape[1], _HASHED), dtype=torch.float64, device="cpu")
-        weight = torch.randint(-(1 << 62), 1 << 62, places.shape, generator=generator, device="cpu")
-        result = result + (bits[:, places.long().to(bits.device)].cpu().long() * weight).sum(1)
+def _hashes(values: Values, lead: Key, keys: list[Key]) -> Tensor:
+    """Return a hash of the entries ``keys`` under ``lead``, ``[n]`` int64; agents that do not act count as zeros."""
+    generator, result = torch.Generator().manual_seed(0), torch.zeros(1, dtype=torch.int64, device="cpu")
+    for path in ((*lead, *key) for key in keys):
+        value, acts = values[path], values.get((*path[: len(lead) + 1], "mask"))
+        if acts is not None and acts.dtype is torch.bool and acts.shape[1:] == value.shape[1:2]:
+            value = value.masked_fill(~acts.view(*acts.shape, *[1] * (value.ndim - 2)), 0)
+        if value.is_floating_point() or value.is_complex():
+            value = value + 0.0  # -0.0 becomes 0.0
+        octets = value.contiguous().view(torch.uint8).flatten(1)
+        words = torch.nn.functional.pad(octets, (0, -octets.shape[1] % 8)).view(torch.int64)
+        weight = torch.randint(-(1 << 62), 1 << 62, words.shape[1:], generator=generator, device="cpu")
+        result = result + (words * weight.to(words.device)).sum(1).cpu()
     return result
 
 
-def open_source(source: Any) -> tuple[Storage, Sampler | None, Writer | None]:
+def open_source(source: object) -> tuple[Storage, Sampler | None, Writer | None]:
     """Return the storage of a source, and its sampler and writer, if it has them."""
     if isinstance(source, str | PathLike):
         found = open_checkpoint(Path(source)).storage
