@@ -20,7 +20,6 @@ from rlbuf_td.samplers import EpisodeSampler, SequenceSampler
 from rlbuf_td.samplers.common import refuse_errors, refuse_priorities, stored_names
 from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.storages import PackedStorage, SchemaError
-from rlbuf_td.storages.checks import require_packed
 from rlbuf_td.storages.indexing import device_of, flat_rows, merge_, row_count
 from rlbuf_td.storages.keys import as_tuple
 from rlbuf_td.storages.ring import SAMPLED_AT
@@ -68,9 +67,8 @@ def refuse_members(members: Any, shares: Any, writes_to: str | None) -> None:
 
 def refuse_member(name: Any, member: Any) -> None:
     if not isinstance(member, ReplayBuffer):
-        remedy = "put its storage into a rlbuf_td.ReplayBuffer"
+        remedy = "copy its rows, ReplayBuffer.from_torchrl(member)"
         raise TypeError(f"member {name!r} must be a ReplayBuffer, got {type(member).__name__}: {remedy}")
-    require_packed(member.storage, f"member {name!r}", "copy its rows, ReplayBuffer.from_torchrl(member)")
     if isinstance(member, ExperienceQueue):
         raise TypeError(f"member {name!r} is an ExperienceQueue, which gives each row once: sample it apart")
     if isinstance(member.sampler, EpisodeSampler):

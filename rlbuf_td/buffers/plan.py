@@ -256,10 +256,8 @@ def _why_not_gathered(storage: PackedStorage) -> str:
     return "a dispatch mode is active" if in_dispatch_mode() else ""
 
 
-def why_not_compiled(storage: Any) -> str:
+def why_not_compiled(storage: PackedStorage) -> str:
     """Say in one line why compiled code cannot read the rows of a storage as host memory; "" if it can."""
-    if not isinstance(storage, PackedStorage):
-        return f"the storage is a {type(storage).__name__}"
     rows = storage.rows
     if rows is None or storage.is_reserved:
         return "no rows have been written yet"

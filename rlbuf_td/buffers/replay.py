@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -10,7 +11,6 @@ from html import escape
 from multiprocessing.context import get_spawning_popen
 from operator import setitem
 from pathlib import Path
-from threading import RLock
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import ref
 
@@ -24,7 +24,6 @@ from torchrl.data.replay_buffers import (
     Sampler,
     Storage,
     TensorDictReplayBuffer,
-    TensorDictRoundRobinWriter,
     Writer,
 )
 
@@ -102,7 +101,7 @@ _NO_CHECKPOINTERS = (
     "this buffer has its own dump format, without TorchRL's checkpointers and hooks: for those use TorchRL's "
     "TensorDictReplayBuffer over the same storage"
 )
-_THEIRS = "use one, because over another storage this class is TorchRL's TensorDictReplayBuffer, which lacks it"
+_THEIRS = "use TorchRL's TensorDictReplayBuffer over it, which takes the samplers of this package, too"
 _SHARED = Purpose(
     "Priorities and trajectories of a shared buffer take",
     "Mount a larger /dev/shm (docker run --shm-size=...), or use a smaller max_size, or UniformSampler.",
@@ -122,9 +121,9 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
     of this package, or another sampler with a ``draw`` method. It is slower with samplers of TorchRL's, ``collate_fn``,
     ``sample_unit``, and a writer with ``track_generations=True``.
 
-    **Over another storage** than a :class:`PackedStorage`, this class is TorchRL's ``TensorDictReplayBuffer``: each
-    method does what TorchRL's does, with TorchRL's defaults. The arguments and methods of this package raise a
-    TypeError there. The samplers that need no episodes work (uniform, proportional, rank, recency, minibatch).
+    **Over another storage** than a :class:`PackedStorage`, ``ReplayBuffer(storage=...)`` returns TorchRL's
+    ``TensorDictReplayBuffer``, and refuses the arguments of this package. The samplers that need no episodes work
+    (uniform, proportional, rank, recency, minibatch).
 
     Args:
         storage: keeps the transitions, default ``PackedStorage(1_000)``. If the storage already holds rows, a
@@ -182,7 +181,18 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
 
     __signature__ = OwnSignature()
     _has_environment = False  # made for an environment: rows that are shared get trajectory ids
-    _is_packed = True  # whether the storage is a PackedStorage; known once the buffer is initialized
+
+    def __new__(cls, *args: Any, storage: Any = None, **kwargs: Any) -> Any:
+        """Return a buffer of TorchRL's if ``storage`` is another one than a :class:`PackedStorage`."""
+        if not isinstance(storage, Storage) or isinstance(storage, PackedStorage) or cls is not ReplayBuffer:
+            return super().__new__(cls)
+        own = inspect.signature(ReplayBuffer.__init__).parameters.keys() - {"priority_key", "kwargs"}
+        if given := [f"{name}=" for name in kwargs if name in own]:
+            require_packed(storage, ", ".join(given), _THEIRS)
+        buffer = TensorDictReplayBuffer(storage=storage, **kwargs)
+        refuse_other_storage(buffer.sampler, storage)
+        refuse_unordered(buffer.sampler, buffer.writer, storage)
+        return buffer
 
     def __init__(
         self,
@@ -198,7 +208,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
         tolerance: float | None = None,
         **kwargs: Any,
     ) -> None:
-        self.parts: Parts = None  # type: ignore[assignment]  # until initialized, and over other storages
+        self.parts: Parts = None  # type: ignore[assignment]  # until initialized
         self.episode_stats = stats  # the name ``stats`` is a method of TorchRL's buffers
         self.last_draw: LastDraw | None = None
         self.replay_count: ReplayCount | None = None
@@ -215,8 +225,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
         consumes = kwargs.get("consume_after_n_samples") is not None  # which needs TorchRL's default
         defaults = {
             "storage": partial(PackedStorage, 1_000),
-            "sampler": RandomSampler if consumes else self._default_sampler,
-            "writer": self._default_writer,
+            "sampler": RandomSampler if consumes else UniformSampler,
+            "writer": RingWriter,
         }
         kwargs |= {part: default for part, default in defaults.items() if kwargs.get(part) is None}
         super().__init__(priority_key=nested_key(priority_key), **kwargs)
@@ -472,50 +482,17 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
 
     def _init(self) -> None:
         super()._init()
-        if self._is_packed:
-            self._begin()
-            return
-        try:
-            self._refuse_parts(self._sampler, self._writer, self._storage)
-        except Exception:
-            torchrl_parts.listeners_of(self._storage).remove(self)
-            raise
-
-    def _refuse_parts(self, sampler: Sampler, writer: Writer, storage: Storage) -> None:
-        """Raise an error if a sampler needs what a storage of TorchRL's, or its writer, does not keep."""
-        refuse_other_storage(sampler, storage)
-        refuse_unordered(sampler, writer, storage)
+        self._begin()
 
     def _maybe_make_storage(self, storage: Any, compilable: Any) -> Storage:
-        """Return the storage; refuse options that do not work over it. TorchRL's constructor calls this method."""
         made = super()._maybe_make_storage(storage, compilable)
-        self._is_packed = isinstance(made, PackedStorage)
-        if self._is_packed and self._init_checkpointer is not None:
+        require_packed(made, f"a {type(self).__name__}", _THEIRS)
+        if self._init_checkpointer is not None:
             self._refuse_checkpointer()
-        if not self._is_packed:
-            given: dict[str, Any] = {"stats": self.episode_stats, "lane_key": self.lane_key}
-            given |= {"device": self.batch_device, "count_replays": self._count_replays or None}
-            given |= {"include_info": None if self.include_info else False}
-            self._refuse_given(made, **given, **{"samples_per_insert=, min_size= or tolerance": self.flow})
-            self.prefetcher = None  # TorchRL's code draws ahead
         return made
-
-    def _default_sampler(self) -> Sampler:
-        return UniformSampler() if self._is_packed else RandomSampler()
-
-    def _default_writer(self) -> Writer:
-        return RingWriter() if self._is_packed else TensorDictRoundRobinWriter()
-
-    @property
-    def _is_theirs(self) -> bool:
-        """Whether the storage is no :class:`PackedStorage`, so that each method does what TorchRL's does."""
-        if not self._initialized:
-            self._init()
-        return not self._is_packed
 
     def _begin(self) -> Parts:
         """Connect the components; if they are refused, other buffers over the storage go on without this one."""
-        require_packed(self._storage, "this call", _THEIRS)
         self._storage.attach(self)
         try:
             if self._storage.reopened:
@@ -622,9 +599,6 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
             TimeoutError: the wait took longer than ``timeout``; the error says what was missing.
             ShutDown: the buffer has been shut down.
         """
-        if self.parts is None and self._is_theirs:
-            self._refuse_given(wait=wait or None, timeout=timeout, cancel_event=cancel_event)
-            return super().sample(batch_size, return_info, include_info)
         include_info = self.include_info if include_info is None else include_info
         if not wait and self.flow is None:
             return self._sample_now(batch_size, return_info, include_info)
@@ -712,8 +686,6 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
         Raises:
             RuntimeError: no batch size is given.
         """
-        if self.parts is None and self._is_theirs:
-            return super().can_sample(batch_size)
         size = self._batch_size if batch_size is None else batch_size
         with self._replay_lock:
             if self.flow is not None and size is not None:
@@ -760,8 +732,6 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
         ``sample_calls`` and ``samples_returned`` count the batches and the rows that :meth:`sample` has returned. See
         TorchRL's ``ReplayBuffer.stats``; :meth:`health` has further numbers.
         """
-        if self._is_theirs:
-            return super().stats()
         calls, rows = self.returned
         return super().stats() | {"sample_calls": calls, "samples_returned": rows}
 
@@ -793,8 +763,6 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
 
     def _compiled_calls(self) -> dict[str, str]:
         """Return the calls that compiled code can execute; for each, why it does not yet, or "" if it does."""
-        if self._is_theirs:
-            return {"add, extend, sample": why_not_compiled(self._storage)}
         plan = self.plans.get(self._batch_size or 0, next(iter(self.plans.values()), None))
         calls = {"sample": "no call yet" if plan is None else plan.reason}
         if self.parts.prioritized is not None:
@@ -898,8 +866,6 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
             ValueError: a TD error in the data is NaN or infinite, or flow control can never admit the write.
             ShutDown: the buffer has been shut down; nothing has changed.
         """
-        if self.parts is None and self._is_theirs:
-            return super().add(data)
         return self._write(data, "add", True)
 
     def extend(self, tensordicts: Any, *, update_priority: bool | None = None, lanes: Any = None) -> torch.Tensor:
@@ -928,9 +894,6 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
             UserWarning: (on the first write) a row holds several steps, because the data has more batch dims than
                 ``ndim``.
         """
-        if self.parts is None and self._is_theirs:
-            self._refuse_given(lanes=lanes)
-            return super().extend(tensordicts, update_priority=update_priority)
         return self._write(tensordicts, "extend", update_priority is not False, lanes)
 
     def _write(self, data: Any, how: str, update_priority: bool, lanes: Any = None) -> Any:
@@ -1147,7 +1110,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
     @property
     def takes_lanes(self) -> bool:
         """Whether single lanes can be written (the storage is ``[T, E]``, and the writer allows it)."""
-        return not self._is_theirs and not self.parts.fault_of_lanes
+        return not self._initialize().fault_of_lanes
 
     def lane(self, lane: int) -> Lane:
         """Return a handle that writes and reads lane ``lane`` of a buffer ``[T, E]``, for one actor.
@@ -1155,11 +1118,9 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
         The first write of each handle begins an episode, see :class:`~rlbuf_td.buffers.lane.Lane`.
 
         Raises:
-            TypeError: the storage is no :class:`PackedStorage`.
             ValueError: the buffer has no lanes, or their number is not known yet.
             IndexError: there is no such lane.
         """
-        self._require("lane")
         return Lane(self, lane)
 
     def write_back(self, batch: TensorDictBase, keys: Any, *, sampled_at: torch.Tensor | None = None) -> int:
@@ -1182,7 +1143,6 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
             KeyError: the batch has no index, or its sampling time is unknown; nothing has changed.
             ValueError: a key is in ``"next"``, and an :class:`NStepSampler` has joined several steps; nothing has
                 changed.
-            TypeError: the storage is not a :class:`PackedStorage`.
             ShutDown: the buffer has been shut down.
 
         Cost: O(B * bytes of the entries); on CUDA, also a
@@ -1199,7 +1159,6 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
             >>> rb.write_back(batch, ["state"], sampled_at=stamps), rb.storage["state"]
             (2, tensor([1.]))
         """
-        self._require("write_back")
         return self._write_back(batch, *self._checked_entries(batch, keys, sampled_at))
 
     def _checked_entries(
@@ -1270,8 +1229,6 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
 
         After an error, nothing has changed. A process that is killed in the call may leave the entries half written.
         """
-        if self._is_theirs:
-            return super().set_at_(key, value, index)
         self._refuse_shut_down()
         key = nested_key(key)
         if self.dim_extend > 0 and not _names_rows(index, self.storage.ndim):
@@ -1293,8 +1250,6 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
 
         After an error, nothing has changed.
         """
-        if self._is_theirs:
-            return super().set_(key, value)
         key = nested_key(key)
         return self._edit_steps("set_", "rb.storage[key] = value", {key: value}, lambda rows: rows.set_(key, value))
 
@@ -1307,8 +1262,6 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
             ShutDown: the buffer has been shut down; nothing has changed.
             SchemaError: the dtype of the rows would round a whole number; nothing has changed.
         """
-        if self._is_theirs:
-            return super().update_(input_dict_or_td, clone, keys_to_update=keys_to_update)
         names: Any = {"clone": clone, "keys_to_update": keys_to_update}
         instead, data = "rb.storage.edit(lambda rows: rows.update_(data))", input_dict_or_td
         return self._edit_steps("update_", instead, data, lambda rows: rows.update_(data, **names))
@@ -1327,8 +1280,6 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
 
         If ``index`` is a key, set the entry with this key in all rows: ``[T, ...]``, or ``[E, T, ...]`` if ``ndim=2``.
         """
-        if self._is_theirs:
-            return super().__setitem__(index, value)
         self._refuse_shut_down()
         if is_key(index):  # TorchRL's code would change a temporary TensorDict
             self._refuse_rounding({index: value})
@@ -1346,16 +1297,6 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
                 dtype = layout.leaves[layout.places[key]].dtype
                 refuse_rounding(key, value, dtype, f"cast it with .to({dtype}), or store it in float64")
 
-    def _require(self, method: str) -> None:
-        """Raise a TypeError over another storage than a :class:`PackedStorage`, which this method needs."""
-        require_packed(self.storage, f"{type(self).__name__}.{method}", _THEIRS)
-
-    def _refuse_given(self, storage: Any = None, /, **given: Any) -> None:
-        """Raise a TypeError for an argument that TorchRL's buffer lacks, over another storage than a PackedStorage."""
-        for name, value in given.items():
-            if value is not None:
-                require_packed(self._storage if storage is None else storage, f"{name}=", _THEIRS)
-
     def _refuse_other_order(self, takes: str, instead: str) -> NoReturn:
         """Raise a NotImplementedError for an edit that would take rows in another order than they are read."""
         raise NotImplementedError(
@@ -1364,7 +1305,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
         )
 
     def _refuse_shut_down(self) -> None:
-        if self._service_shutdown and self._is_packed and self._storage.is_closed:
+        if self._service_shutdown and self._storage.is_closed:
             remedy = "make another one (PackedStorage(reopen=True) continues rows in a file)"
             raise waiting.ShutDown(f"the buffer has been closed, and its rows are released: {remedy}")
         if self._service_shutdown:
@@ -1373,8 +1314,6 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
 
     def mark_update(self, index: Any) -> None:
         """Tell the sampler that the rows at ``index`` were written; writers call this method."""
-        if self._is_theirs:
-            return super().mark_update(index)
         with self._locked():
             super().mark_update(index)
 
@@ -1402,8 +1341,6 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
         Args:
             empty_write_count: also set :attr:`write_count` to 0, default ``True``.
         """
-        if self._is_theirs:
-            return super().empty(empty_write_count)
         with self._fully_locked(), defer_sigint:
             torchrl_parts.empty_part(self._storage)  # first: without rows, whatever else is left is known to be old
             super().empty(empty_write_count)
@@ -1430,8 +1367,6 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
 
         On CUDA, rows that are out of range, or have a NaN or infinite TD error, are skipped instead.
         """
-        if self.parts is None and self._is_theirs:
-            return super().update_priority(index, priority)
         parts = self.parts or self._initialize()
         if parts.prioritized is None:
             return super().update_priority(index, priority)
@@ -1456,8 +1391,6 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
             ValueError: a TD error is NaN or infinite; all priorities are unchanged. On CUDA, the row is skipped
                 instead.
         """
-        if self.parts is None and self._is_theirs:
-            return super().update_tensordict_priority(data)
         parts = self.parts or self._initialize()
         if parts.prioritized is None or parts.has_units:
             nothing = Sampler.update_priority, SequenceSampler.update_priority
@@ -1508,10 +1441,9 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
 
         Raises:
             RuntimeError: the buffer is empty.
-            TypeError: the writer does not write in time order, or the storage is no :class:`PackedStorage`.
+            TypeError: the writer does not write in time order.
             ValueError: lanes have unlike numbers of time steps, see :meth:`lane`, and ``flat`` is not set.
         """
-        self._require("chronological")
         if flat and row_count(self.storage) < len(self.storage) and self.storage.in_time_order:
             with self._locked():
                 data = self._storage.gather(self._storage.ring.cells_by_age().to(self._storage.device))
@@ -1530,9 +1462,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
             ValueError: ``n`` is below 1, or above the number of time steps that each lane has; or ``n`` is ``None`` and
                 lanes have unlike numbers of time steps, see :meth:`lane`.
             RuntimeError: the buffer is empty.
-            TypeError: the writer does not write in time order, or the storage is no :class:`PackedStorage`.
+            TypeError: the writer does not write in time order.
         """
-        self._require("last")
         with self._locked():
             data = self._storage.get(steps_by_age(self._writer, self._storage, n))
         if flat and data.ndim > 1:
@@ -1548,11 +1479,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
         """Return statistics of the buffer and its batches as a flat dict; :mod:`rlbuf_td.diagnostics.health` explains
         them.
 
-        Raises a TypeError if the storage is no :class:`PackedStorage`.
-
         Cost: O(N log N) for N rows with a prioritized sampler, otherwise O(N).
         """
-        self._require("health")
         with self._locked():
             report = health(self._storage, self._sampler, self._writer, self.last_draw, self.replay_count)
         report["stale_updates"] = float(self.stale_updates.total())
@@ -1605,7 +1533,6 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
             >>> rb = ReplayBuffer.from_env(gymnasium.make("CartPole-v1"), 1_000)
             >>> dataset = rb.to_minari("cartpole/random-v0", env="CartPole-v1")  # doctest: +SKIP
         """
-        self._require("to_minari")
         spaces = minari_data.spaces_of(env, observation_space, action_space)
         with self._locked():
             return minari_data.export_minari(self._storage, dataset_id, env, spaces, progress, kwargs)
@@ -1614,8 +1541,6 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
         name = type(self).__name__
         if not self.initialized:
             return f"{name}(not initialized)"
-        if not self._is_packed:
-            return super().__repr__()
         named = [("storage", self._storage), ("sampler", self._sampler), ("writer", self._writer)]
         if len(self.parts.transforms):
             named.append(("transform", self._transform))
@@ -1646,9 +1571,6 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
             OSError: a file cannot be written (the disk is full, for example); the previous dump is intact.
             NotImplementedError: the storage's default checkpointer has been replaced.
         """
-        if self._is_theirs:
-            self._refuse_given(progress=progress)
-            return super().dumps(path)
         if type(self.storage.checkpointer) is not self.storage._default_checkpointer:
             self._refuse_checkpointer()
         dump_buffer(self, path, progress)
@@ -1679,9 +1601,6 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
         Raises:
             CheckpointError: a file is missing or damaged, or the dump does not fit; the buffer is unchanged.
         """
-        if self._is_theirs:
-            self._refuse_given(progress=progress, rows_only=rows_only or None)
-            return super().loads(path)
         load_buffer(self, path, rows_only=rows_only, progress=progress)
 
     def _refuse_checkpointer(self) -> NoReturn:
@@ -1689,20 +1608,14 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
 
     def register_save_hook(self, hook: Any) -> None:
         """Raise a NotImplementedError: :meth:`dumps` does not support TorchRL's save hooks."""
-        if self._is_theirs:
-            return super().register_save_hook(hook)
         self._refuse_checkpointer()
 
     def register_load_hook(self, hook: Any) -> None:
         """Raise a NotImplementedError: :meth:`loads` does not support TorchRL's load hooks."""
-        if self._is_theirs:
-            return super().register_load_hook(hook)
         self._refuse_checkpointer()
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the rows and of the state of all components, as tensors and plain Python values."""
-        if self._is_theirs:
-            return super().state_dict()
         self._initialize()
         with at_rest(self):
             return capture(self, copies=True)
@@ -1716,8 +1629,6 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
 
         After an error, the buffer is unchanged.
         """
-        if self._is_theirs:
-            return super().load_state_dict(state_dict)
         self._initialize()
         with state_of(self):
             refuse(self, state_dict)
@@ -1749,7 +1660,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
             RuntimeError: the operating system has no locks that survive the death of a process (Windows).
         """
         storage = vars(self).get("_storage")  # missing while TorchRL's constructor calls this
-        if storage is None or not self._is_packed:
+        if storage is None:
             return super().share(shared)
         is_shared = self.shared and "_write_lock" in vars(self)  # the constructor sets only the first
         if not shared:
@@ -1820,8 +1731,6 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
         control, the buffer is shut down in all of them (:meth:`shutdown`): an actor should not close it.
         """
         self.shutdown()
-        if self._is_theirs:
-            return
         parts = self.parts or self._initialize()
         listeners = torchrl_parts.listeners_of(parts.storage)
         if self in listeners:
@@ -1854,13 +1763,12 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
 
     @property
     def _replay_lock(self) -> Any:
-        """The lock of the storage; TorchRL's storages have none, and one of this buffer takes its place."""
-        storage = vars(self).get("_storage")
-        return self._own_lock if storage is None or not self._is_packed else storage.lock
+        """The lock of the storage."""
+        return self.storage.lock
 
     @_replay_lock.setter
     def _replay_lock(self, lock: Any) -> None:
-        self._own_lock = lock  # TorchRL's lock, for storages without one
+        """Drop the lock that TorchRL makes."""
 
     # -- components
 
@@ -1870,11 +1778,6 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
         Unlike in TorchRL, a ring writer continues after the newest row of the new storage, and all rows get the default
         priority.
         """
-        if self._is_theirs:
-            if isinstance(storage, PackedStorage):
-                raise TypeError(f"a buffer over a {type(self._storage).__name__} takes no PackedStorage: make another")
-            self._refuse_parts(self._sampler, self._writer, storage)
-            return super().set_storage(storage, collate_fn)
         require_packed(storage, "this buffer", "make another buffer for a storage of TorchRL's")
         self._refuse_if_shared("storage")
         refuse_unordered(self.sampler, self.writer, storage)
@@ -1898,9 +1801,6 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
 
         Unlike in TorchRL, rows without a priority in the new sampler get the default priority.
         """
-        if self._is_theirs:
-            self._refuse_parts(sampler, self._writer, self._storage)
-            return super().set_sampler(sampler)
         self._refuse_if_shared("sampler")
         refuse_unordered(sampler, self.writer, self.storage)
         with self._fully_locked():
@@ -1917,10 +1817,6 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
 
     def set_writer(self, writer: Writer) -> Writer:
         """Replace the writer; return the old one. A new :class:`RingWriter` continues after the newest row."""
-        if self._is_theirs:
-            self._refuse_parts(self._sampler, writer, self._storage)
-            writer.register_storage(self._storage)  # refuses before the old writer is replaced
-            return super().set_writer(writer)
         self._refuse_if_shared("writer")
         refuse_unordered(self.sampler, writer, self.storage)
         with self._replay_lock:
@@ -1951,7 +1847,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
     def __iter__(self) -> Iterator[TensorDictBase]:
         """Yield batches until the sampler has run out of rows (at the end of its epochs, for example)."""
         ahead = self.prefetcher
-        if ahead is None or self._is_theirs or self._batch_size is None:
+        if ahead is None or self._batch_size is None:
             yield from super().__iter__()
             return
         if self._sampler.ran_out and not ahead.has_batches:
@@ -1977,8 +1873,6 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
 
     @property
     def _requires_shared_state(self) -> bool:
-        if not self._is_packed:
-            return super()._requires_shared_state
         return self.flow is not None and not self.shared
 
     def _reset_worker_state(self) -> None:
@@ -1991,12 +1885,10 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
         if get_spawning_popen() is not None and self.parts is not None:
             self.share()
         state = super().__getstate__()
-        state.pop("_own_lock")
         state |= {"plans": {}, "_recorder": (None, None, None)}  # these hold addresses
         return state | {"_rng": None, "generator": pickled_generator(self._rng)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._own_lock = RLock()
         generator = unpickled_generator(state.pop("generator"))
         super().__setstate__(state)
         if generator is not None:

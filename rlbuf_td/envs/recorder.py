@@ -13,7 +13,6 @@ from torchrl.data.replay_buffers import TensorDictReplayBuffer
 from rlbuf_td.envs.columns import StepRows, fill_, to_array
 from rlbuf_td.envs.specs import ACTION_MASK, Key, show_extra, tensors_of
 from rlbuf_td.storages import PackedStorage
-from rlbuf_td.storages.checks import require_packed
 from rlbuf_td.storages.episodes import TRAJ_KEY
 from rlbuf_td.storages.indexing import attached_or_new, lanes_of, stored_rows
 from rlbuf_td.storages.listeners import Attached
@@ -232,5 +231,4 @@ def _checked(buffer: Any) -> TensorDictReplayBuffer:
     if not isinstance(buffer, TensorDictReplayBuffer) or not hasattr(buffer, "from_env"):  # TorchRL's lack that
         name = type(buffer).__name__
         raise TypeError(f"buffer must be a ReplayBuffer or RolloutBuffer, or a lane rb.lane(e), got a {name}")
-    require_packed(buffer.storage, "a recorder", "write the transitions of make_transition with rb.add")
     return buffer

@@ -472,26 +472,12 @@ REFUSALS: Table = {
            f"{name}.*= needs a PackedStorage, got a LazyTensorStorage")
           for name, given in {"stats": td.EpisodeStats(), "lane_key": "e", "device": "cpu", "count_replays": True,
                               "include_info": False, "samples_per_insert": 1.0, "min_size": 2}.items()),
-        *((call, TypeError, f"{name}.* needs a PackedStorage, got a LazyTensorStorage: use one, because") for
-          name, call in {
-            "write_back": lambda rb: rb.write_back(steps(3), "action", sampled_at=0),
-            "last": lambda rb: rb.last(2),
-            "chronological": lambda rb: rb.chronological(),
-            "lane": lambda rb: rb.lane(0),
-            "health": lambda rb: rb.health(),
-            "to_minari": lambda rb: rb.to_minari("a-v0"),
-            "lanes=": lambda rb: rb.extend(steps(3), lanes=0),
-            "wait=": lambda rb: rb.sample(wait=True),
-            "timeout=": lambda rb: rb.sample(timeout=1.0),
-            "rows_only=": lambda rb: rb.loads("/nowhere", rows_only=True),
-            "progress=": lambda rb: rb.dumps("/nowhere", progress=True),
-        }.items()),
-        (lambda rb: rb.set_sampler(n_step()), TypeError, "NStepSampler looks up episodes and needs a PackedStorage"),
-        (lambda rb: rb.set_storage(td.PackedStorage(30)), TypeError, "takes no PackedStorage: make another"),
+        (lambda _: elsewhere(sampler=n_step()), TypeError, "NStepSampler looks up episodes and needs a PackedStorage"),
+        (lambda _: elsewhere(writer=td.RolloutWriter()), TypeError, "a RolloutWriter needs a PackedStorage"),
+        *((lambda _, made=made: made(), TypeError, "a .*Buffer needs a PackedStorage, got a LazyTensorStorage: use Tor")
+          for made in (lambda: td.ReplayBuffer(storage=lambda: LazyTensorStorage(3)),
+                       lambda: td.PrioritizedReplayBuffer(alpha=1.0, beta=0.0, storage=LazyTensorStorage(3)))),
         (lambda rb: fresh().set_storage(rb.storage), TypeError, "this buffer needs a PackedStorage, got a LazyTensor"),
-        (lambda rb: rb.set_writer(td.RolloutWriter()), TypeError, "a RolloutWriter needs a PackedStorage"),
-        (lambda rb: td.ReplayBufferMixture({"a": rb}, {"a": 1.0}), TypeError, "member 'a' needs a PackedStorage"),
-        (lambda rb: td.GymnasiumRecorder(rb, None), TypeError, "a recorder needs a PackedStorage"),
     ],
     ("ExperienceQueue", nothing): [
         (lambda _: td.ExperienceQueue(storage=td.PackedStorage(8, ndim=2)), ValueError, "a queue holds rows"),
