@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlbuf_td.envs.columns import StepRows, fill_, fill_parts_
+from rlbuf_td.envs.columns import fill_, fill_parts_
 from rlbuf_td.envs.recorder import BufferLane, Recorder
 from rlbuf_td.envs.specs import ACTION_MASK, after_step, paths_of, takes_turns, turns_schema
 from rlbuf_td.storages.schema import SchemaError
@@ -130,7 +130,8 @@ class AECRecorder:
     def _goes_on(self) -> bool:
         """Whether the game goes on; raise a RuntimeError if a transition can no longer end."""
         for seat in self._seats.values():
-            self._is_running &= not seat.was_interrupted()
+            seat.notice_load()
+            self._is_running &= not seat.was_interrupted
         if self._is_running:
             lost = [agent for agent, seat in self._seats.items() if seat.is_open and agent not in self.env.agents]
             if lost:
@@ -149,15 +150,14 @@ class _Seat(Recorder):
         self._obs_paths, self._action_paths = paths_of(schema, env.observation_space(agent))
         self._next_paths = after_step(self._obs_paths)
         self._fit(schema, single=True)
-        self.is_open = False
+        self.is_open = self.was_interrupted = False
 
     def begin_game(self) -> None:
-        self.is_open = False
+        self.is_open = self.was_interrupted = False
         self._begin(np.ones(1, bool))
 
     def begin(self, observation: Any, action: Any, extras: Mapping[str, Any]) -> None:
-        rows: StepRows = self._make_rows(extras) if self._rows is None else self._rows
-        self._fill_extras(rows, extras)
+        self._begin_step(extras)
         fill_parts_(self._columns, self._obs_paths, observation)
         fill_parts_(self._columns, self._action_paths, action)
         self.is_open = True
@@ -176,14 +176,8 @@ class _Seat(Recorder):
         self._write_step()
         self.is_open = False
 
-    def was_interrupted(self) -> bool:
-        """Whether a checkpoint was loaded into the buffer since the last call."""
-        loads = self._loads
-        self._notice_load()
-        return loads != self._loads
-
     def _interrupt(self) -> None:
-        self.is_open = False
+        self.is_open, self.was_interrupted = False, True
 
 
 def _lanes_of(buffer: Any, env: Any) -> dict[str, BufferLane]:

@@ -1,4 +1,4 @@
-"""The columns of rows in memory, and functions that copy what environments return into them.
+"""Functions that copy what environments return into the columns of rows in memory.
 
 Gymnasium's ``info`` is the dict of a vector environment, whose values are arrays ``[E]`` beside masks ``"_name"``, or a
 list of dicts, one per environment.
@@ -11,10 +11,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from tensordict import TensorDict
 
 from rlbuf_td.envs.specs import Key, Paths, tensors_of
-from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.schema import SchemaError, refuse_rounding, show_key
 
 _WIDER = "store it in float64, with from_env(env, ..., extras=...) and an example of {} in extras"
@@ -29,19 +27,6 @@ _LOST = (
 )
 
 Info: TypeAlias = Mapping[str, Any] | list[Mapping[str, Any]]
-
-
-class StepRows:
-    """Memory for one row of each of E lanes (environments)."""
-
-    def __init__(self, example: TensorDict) -> None:
-        self.layout = RowLayout(example, 1)
-        #: The rows as words of 8 bytes, as a TensorDict ``[E]``, and as arrays ``[E, ...]``, all in the same memory.
-        self.words = np.zeros((example.shape[0], self.layout.row_bytes // 8), np.int64)
-        rows = torch.from_numpy(self.words.view(np.uint8)).view(self.layout.carrier)
-        self.now = self.layout.unpack(rows)
-        columns = zip(self.layout.leaves, self.layout.columns(rows), strict=True)
-        self.columns: dict[Key, np.ndarray] = {leaf.key: column.numpy() for leaf, column in columns}
 
 
 def part_of(value: Any, path: Key) -> Any:
@@ -115,27 +100,11 @@ def info_of(info: Info, path: Key, lane: int) -> Any:
     return value if isinstance(info, list) else value[lane]
 
 
-def fill_info_(column: np.ndarray, path: Key, default: Any, info: Info, lanes: np.ndarray, ended: np.ndarray) -> None:
+def fill_info_(
+    column: np.ndarray, path: Key, default: object, info: Info, lanes: np.ndarray, ended: np.ndarray
+) -> None:
     """Copy an info to ``lanes`` of a column; where ``ended`` is True, ``"final_info"`` takes precedence."""
     for lane in lanes.nonzero()[0].tolist():
         value = info_of(info, ("final_info", *path), lane) if ended[lane] else None
         value = info_of(info, path, lane) if value is None else value
-        value = default if value is None else value
-        if value is None:
-            raise _missing(path)
-        fill_(column[lane, ...], value, ("next", *path))
-
-
-def info_example(path: Key, default: Any, info: Info, lanes: int) -> torch.Tensor:
-    """Return the default of an info, or one that a lane has, for all lanes."""
-    found = (info_of(info, path, lane) for lane in range(lanes))
-    value = next((each for each in found if each is not None), None) if default is None else tensors_of(default, *path)
-    if value is None:
-        raise _missing(path)
-    value = torch.as_tensor(to_array(value), device="cpu")
-    return value.expand(lanes, *value.shape)
-
-
-def _missing(path: Key) -> SchemaError:
-    name = show_key(path)
-    return SchemaError(f"the infos of a step have no {name}: give a default value, infos={{{name}: 0.0}}")
+        fill_(column[lane, ...], default if value is None else value, ("next", *path))

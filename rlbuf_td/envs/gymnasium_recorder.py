@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from copy import deepcopy
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from rlbuf_td.envs.columns import Info, StepRows, fill_, fill_final_, fill_info_, fill_parts_, info_example, to_array
+from rlbuf_td.envs.columns import fill_, fill_final_, fill_info_, fill_parts_, to_array
 from rlbuf_td.envs.recorder import REWARD, BufferLane, Recorder
-from rlbuf_td.envs.specs import Key, after_step, paths_of, schema_of, show_extra
+from rlbuf_td.envs.specs import after_step, paths_of, schema_of, show_extra, tensors_of
 from rlbuf_td.storages import SchemaError
 from rlbuf_td.storages.episodes import DONE_KEY
 from rlbuf_td.storages.schema import show_key
@@ -55,8 +55,8 @@ class GymnasiumRecorder(Recorder):
         buffer: a :class:`ReplayBuffer` or :class:`RolloutBuffer`, for example from ``from_env(env, ...)``; or one lane
             of a :class:`ReplayBuffer`, ``rb.lane(e)``.
         env: a Gymnasium environment, or a vector environment.
-        infos: names of infos to store under ``"next"``, such as ``"score"`` or the nested ``("episode", "r")``. Every
-            step must return each info, unless ``infos`` is a dict from names to default values.
+        infos: infos to store under ``"next"``: a dict from names, such as ``"score"`` or the nested ``("episode",
+            "r")``, to values of the same dtype and shape, which stand for an info that a step does not return.
 
     Raises:
         TypeError: ``buffer``, ``env`` or ``infos`` has the wrong type.
@@ -84,15 +84,12 @@ class GymnasiumRecorder(Recorder):
     """
 
     def __init__(
-        self,
-        buffer: TensorDictReplayBuffer | BufferLane,
-        env: Any,
-        *,
-        infos: Sequence[str | Key] | Mapping[Any, Any] = (),
+        self, buffer: TensorDictReplayBuffer | BufferLane, env: Any, *, infos: Mapping[Any, Any] = MappingProxyType({})
     ) -> None:
         super().__init__(buffer)
-        if isinstance(infos, str):
-            raise TypeError(f"infos must be a sequence of names or a dict with defaults, got the string {infos!r}")
+        if not isinstance(infos, Mapping):
+            example = f"for example {{'score': 0.0}}, got a {type(infos).__name__}"
+            raise TypeError(f"infos must be a dict from names to values that stand for a missing info, {example}")
         schema = schema_of(env)
         single = not schema.ndim
         self.env = env
@@ -100,9 +97,12 @@ class GymnasiumRecorder(Recorder):
         space = env.observation_space if single else env.single_observation_space
         self._obs_paths, self._action_paths = paths_of(schema, space)
         self._next_paths = after_step(self._obs_paths)
-        defaults = infos if isinstance(infos, Mapping) else dict.fromkeys(infos)
-        self._infos = {(name,) if isinstance(name, str) else tuple(name): value for name, value in defaults.items()}
+        self._infos = {(name,) if isinstance(name, str) else tuple(name): value for name, value in infos.items()}
         self._fit(schema.unsqueeze(0) if single else schema, single=single)
+        for path, default in self._infos.items():
+            value = torch.as_tensor(to_array(tensors_of(default, *path)), device="cpu")
+            value = value if single else value.expand(self._lanes, *value.shape)
+            self._add_entry(self._schema, ("next", *path), value)
         self._refuse_drift()
         self._obs: Any = None  # None: a reset must follow
         self._ended = np.zeros(self._lanes, bool)  # the episode has ended, and no new one has begun
@@ -116,7 +116,7 @@ class GymnasiumRecorder(Recorder):
 
     def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Reset the environment and return the result; ``options={"reset_mask": mask}`` resets only some lanes."""
-        self._notice_load()
+        self.notice_load()
         mask = (options or {}).get("reset_mask")
         lanes = np.ones(self._lanes, bool) if mask is None else np.array(mask, bool)
         begun = np.ones_like(lanes) if self._obs is None else lanes  # all: every lane lacks the step that failed
@@ -138,26 +138,19 @@ class GymnasiumRecorder(Recorder):
                 same-step autoreset, and the infos have no ``final_obs``.
             SchemaError: the dtype or shape of an entry differs from its space or from the first step.
         """
-        self._notice_load()
+        self.notice_load()
         self._refuse_step()
         going = ~self._ended  # the other lanes are reset by this step
-        if self._rows is None:
-            before = deepcopy((self._obs, action))  # the environment may overwrite them
-        else:
-            self._fill_before(self._rows, self._obs, action, extras)
+        self._begin_step(extras)
+        fill_parts_(self._columns, self._obs_paths, self._obs)
+        fill_parts_(self._columns, self._action_paths, action)
         self._obs = None  # if this step fails, a reset must follow
         result = self.env.step(action)
-        info = [result[4]] if self._single else result[4]
-        if self._rows is None:
-            rows = self._make_first_rows(extras, result[1], info)
-            self._fill_before(rows, *before, extras)
-        else:
-            rows = self._rows
-        done = self._fill_after(rows, result, info, going)
+        done = self._fill_after(result, going)
         if going.all():
             self._write_step()
         elif going.any():
-            self._write(rows.now[torch.from_numpy(going)], going.nonzero()[0])
+            self._write(self._step[torch.from_numpy(going)], going.nonzero()[0])
         self._obs = result[0]
         if self._mode == "SameStep":
             self._begin(done)
@@ -183,19 +176,9 @@ class GymnasiumRecorder(Recorder):
 
     # -- rows
 
-    def _make_first_rows(self, extras: Mapping[str, Any], reward: Any, info: Info) -> StepRows:
-        """Make memory for rows with the rewards, extras and infos of the first step."""
-        infos = {("next", *path): info_example(path, x, info, self._lanes) for path, x in self._infos.items()}
-        rows = self._make_rows(extras, infos)
-        self._terminated, self._truncated, self._done = (rows.columns[key][:, 0] for key in (*_FLAGS, DONE_KEY))
-        #: Where the step's rewards and flags go.
-        self._results = [(REWARD, self._reward_column(np.shape(to_array(reward))))]
-        self._results += [(key, self._columns[key][..., 0]) for key in _FLAGS]
-        return rows
-
-    def _reward_column(self, shape: tuple[int, ...]) -> np.ndarray:
-        """Return where rewards go; raise a SchemaError if rows hold rewards of another shape than the first step's."""
-        column = self._columns[REWARD]
+    def _reward_column(self, reward: object) -> np.ndarray:
+        """Return where rewards go; raise a SchemaError if rows hold rewards of another shape."""
+        shape, column = to_array(reward).shape, self._columns[REWARD]
         if shape == column.shape:
             return column
         if (*shape, 1) == column.shape:
@@ -204,23 +187,22 @@ class GymnasiumRecorder(Recorder):
         example = show_extra(REWARD, torch.empty(shape, dtype=self._schema[REWARD].dtype, device="meta"))
         raise SchemaError(f"{fault}: make the buffer with from_env(env, ..., {example})")
 
-    def _fill_before(self, rows: StepRows, obs: Any, action: Any, extras: Mapping[str, Any]) -> None:
-        fill_parts_(self._columns, self._obs_paths, obs)
-        fill_parts_(self._columns, self._action_paths, action)
-        self._fill_extras(rows, extras)
-
-    def _fill_after(self, rows: StepRows, result: Any, info: Info, going: np.ndarray) -> np.ndarray:
+    def _fill_after(self, result: tuple[Any, ...], going: np.ndarray) -> np.ndarray:
         """Fill the results of a step; return a mask of the lanes whose episode has ended, ``[E]``."""
-        for (key, column), value in zip(self._results, result[1:4], strict=True):
-            fill_(column, value, key)
-        done = np.logical_or(self._terminated, self._truncated, out=self._done)
-        fill_parts_(self._columns, self._next_paths, result[0])
+        observation, reward, terminated, truncated, info = result
+        fill_(self._reward_column(reward), reward, REWARD)
+        for key, value in zip(_FLAGS, (terminated, truncated), strict=True):
+            fill_(self._columns[key][..., 0], value, key)
+        ended, cut, done = (self._rows[key][:, 0] for key in (*_FLAGS, DONE_KEY))
+        np.logical_or(ended, cut, out=done)
+        fill_parts_(self._columns, self._next_paths, observation)
         is_reset = done & (self._mode == "SameStep")  # the results are those of the next episode's first observation
+        info = [info] if self._single else info
         if is_reset.any():
-            fill_final_(rows.columns, self._next_paths, info, done)
+            fill_final_(self._rows, self._next_paths, info, done)
         for path, default in self._infos.items():
             key = "next", *path
-            fill_info_(rows.columns[key], path, default, info, going, is_reset)
+            fill_info_(self._rows[key], path, default, info, going, is_reset)
         return done
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlbuf_td.envs.columns import StepRows, fill_, fill_parts_
+from rlbuf_td.envs.columns import fill_, fill_parts_
 from rlbuf_td.envs.recorder import BufferLane, Recorder
 from rlbuf_td.envs.specs import ACTION_MASK, FLAGS, after_step, agents_schema, groups_of, parallel_envs, takes_turns
 
@@ -60,37 +60,18 @@ class PettingZooRecorder(Recorder):
     TorchRL has no recorder; its ``PettingZooEnv`` wraps an environment for TorchRL's collectors.
 
     Example:
-        >>> from gymnasium.spaces import Box, Discrete
-        >>> import pettingzoo, torch
+        >>> import pettingzoo
         >>> from rlbuf_td import PettingZooRecorder, ReplayBuffer
-        >>> class Race(pettingzoo.ParallelEnv):  # an agent leaves when it arrives at 1
-        ...     possible_agents = ["car_0", "car_1"]
-        ...     def observation_space(self, agent):
-        ...         return Box(0, 1, (1,))
-        ...     def action_space(self, agent):
-        ...         return Discrete(2)
-        ...     def reset(self, seed=None, options=None):
-        ...         self.agents, self.at = [*self.possible_agents], dict.fromkeys(self.possible_agents, 0.0)
-        ...         return self.observe(), {}
-        ...     def observe(self):
-        ...         return {agent: torch.tensor([self.at[agent]]) for agent in self.agents}
-        ...     def step(self, actions):
-        ...         self.at = {agent: min(1.0, self.at[agent] + move / 2) for agent, move in actions.items()}
-        ...         arrived, result = {agent: at == 1.0 for agent, at in self.at.items()}, self.observe()
-        ...         self.agents = [agent for agent in self.agents if not arrived[agent]]
-        ...         return result, dict.fromkeys(arrived, -1.0), arrived, dict.fromkeys(arrived, False), {}
-        >>> env = Race()
+        >>> env = pettingzoo.make("parallel", "classic/rps_v2", max_cycles=3)
         >>> rb = ReplayBuffer.from_env(env, 1_000, batch_size=8)
         >>> recorder = PettingZooRecorder(rb, env)
         >>> observations, infos = recorder.reset(seed=0)
         >>> while env.agents:
-        ...     result = recorder.step({agent: 1 if agent == "car_0" else len(rb) > 0 for agent in env.agents})
-        >>> rb[:]["car", "mask"], rb[:]["next", "car", "reward"].squeeze(-1)
-        (tensor([[ True,  True],
-                 [ True,  True],
-                 [False,  True]]), tensor([[-1., -1.],
-                 [-1., -1.],
-                 [ 0., -1.]]))
+        ...     result = recorder.step({"player_0": 0, "player_1": len(rb)})  # rock against rock, paper, scissors
+        >>> rb[:]["player", "mask"].all(), rb[:]["next", "player", "reward"].squeeze(-1)
+        (tensor(True), tensor([[ 0.,  0.],
+                [-1.,  1.],
+                [ 1., -1.]]))
     """
 
     def __init__(self, buffer: TensorDictReplayBuffer | BufferLane, env: Any, *, group_map: Any = None) -> None:
@@ -118,7 +99,7 @@ class PettingZooRecorder(Recorder):
             ValueError: there is not one seed or one element of the mask per environment; nothing has changed.
             RuntimeError: some environments are not reset, but the last step failed, or a checkpoint was loaded.
         """
-        self._notice_load()
+        self.notice_load()
         count = len(self.envs)
         mask = np.ones(count, bool) if lanes is None else np.asarray(lanes, bool)
         seeds = [*seed] if isinstance(seed, Sequence) else [None if seed is None else seed + e for e in range(count)]
@@ -153,19 +134,20 @@ class PettingZooRecorder(Recorder):
             ValueError: a living agent has no action.
             SchemaError: the dtype or shape of an entry differs from its space or from the first step.
         """
-        self._notice_load()
+        self.notice_load()
         actions = [action] if self._single else [*action]
         self._refuse_step(actions)
-        rows = self._make_rows(extras) if self._rows is None else self._rows
-        rows.words[:] = 0
+        for column in self._rows.values():
+            column[...] = 0
+        self._begin_step(extras)
         before = [[*env.agents] for env in self.envs]
         for e, agents in enumerate(before):
-            self._fill_before(rows, e, agents, self._observed[e], actions[e])
-        self._fill_extras(rows, extras)
+            self._fill_before(e, agents, self._observed[e], actions[e])
+        self._clear_absent()
         self._observed = [None] * len(self.envs)  # if this step fails, a reset must follow
         results = [env.step(each) for env, each in zip(self.envs, actions, strict=True)]
         for e, result in enumerate(results):
-            self._fill_after(rows, e, before[e], result)
+            self._fill_after(e, before[e], result)
         self._write_step()
         self._observed = [result[0] for result in results]
         return results[0] if self._single else results
@@ -186,16 +168,16 @@ class PettingZooRecorder(Recorder):
     def _interrupt(self) -> None:
         self._observed = [None] * len(self.envs)
 
-    def _fill_extras(self, rows: StepRows, extras: Mapping[str, Any]) -> None:
-        super()._fill_extras(rows, extras)
+    def _clear_absent(self) -> None:
+        """Store zeros as extras of agents that do not act."""
         for group in self.groups:
-            absent = ~rows.columns[group.name, "mask"]
+            absent = ~self._rows[group.name, "mask"]
             for key in self._extra_keys:
-                if group.name in key[:2] and rows.columns[key].shape[:2] == absent.shape:
-                    rows.columns[key][absent] = 0
+                if group.name in key[:2] and self._rows[key].shape[:2] == absent.shape:
+                    self._rows[key][absent] = 0
 
-    def _fill_before(self, rows: StepRows, e: int, agents: list[str], observed: Any, actions: Any) -> None:
-        columns = rows.columns
+    def _fill_before(self, e: int, agents: list[str], observed: Any, actions: Any) -> None:
+        columns = self._rows
         for group in self.groups:
             for place, agent in enumerate(group.agents):
                 at = e, place, ...
@@ -206,9 +188,9 @@ class PettingZooRecorder(Recorder):
                 elif (group.name, ACTION_MASK) in columns:
                     columns[group.name, ACTION_MASK][at] = True
 
-    def _fill_after(self, rows: StepRows, e: int, before: list[str], result: Any) -> None:
+    def _fill_after(self, e: int, before: list[str], result: Any) -> None:
         observed, rewards, terminated, truncated, _ = result
-        agents, columns = self.envs[e].agents, rows.columns
+        agents, columns = self.envs[e].agents, self._rows
         for group in self.groups:
             name, paths = group.name, after_step(group.observation_paths)
             for place, agent in enumerate(group.agents):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from tensordict import TensorDict
 from torchrl.data.replay_buffers import TensorDictReplayBuffer
 
-from rlbuf_td.envs.columns import StepRows, fill_, to_array
+from rlbuf_td.envs.columns import fill_, to_array
 from rlbuf_td.envs.specs import ACTION_MASK, Key, show_extra, tensors_of
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.episodes import TRAJ_KEY
@@ -69,8 +70,8 @@ class BufferLane(Protocol):
 class Recorder:
     """Writes the steps of E environments to a buffer, or those of one environment to a lane.
 
-    A subclass calls :meth:`_fit` with the schema of its environments, :meth:`_make_rows` in its first step, fills the
-    :attr:`_columns` of the rows, and calls :meth:`_write_step`.
+    A subclass calls :meth:`_fit` with the schema of its environments. In each step, it calls :meth:`_begin_step`, fills
+    the :attr:`_columns` of the rows, and calls :meth:`_write_step`.
 
     Args:
         target: a buffer, or one of its lanes, ``rb.lane(e)``.
@@ -78,8 +79,8 @@ class Recorder:
 
     _schema: TensorDict  # of the transitions, [E]
     _single: bool  # whether an environment's values have no dim E
-    _rows: StepRows | None = None  # None before the first step
-    _columns: Mapping[Key, np.ndarray]  # of the rows, with the dims of an environment's values
+    _rows: Mapping[Key, np.ndarray] = MappingProxyType({})  # the columns, [E, ...]; empty before the first step
+    _columns: Mapping[Key, np.ndarray]  # the same, with the dims of an environment's values
     _step: TensorDict  # the rows as the buffer takes them, in the same memory
     _extra_keys: frozenset[Key] = frozenset()
 
@@ -158,35 +159,38 @@ class Recorder:
         """Return the argument ``extras=`` of ``from_env`` for an entry ``[E, ...]``."""
         return show_extra(key, value[0] if self._single else value)
 
-    def _make_rows(self, extras: Mapping[str, Any], more: Mapping[Key, torch.Tensor] | None = None) -> StepRows:
-        """Make memory for a row of each environment, with the keys of the first step's extras and of ``more``."""
-        schema, given = self._schema.copy(), dict(walk(extras))
-        tensors = {key: tensors_of(to_array(value), *key) for key, value in given.items()}
-        added = {key: x[None] if self._single else x for key, x in tensors.items()} | dict(more or {})
-        for key, value in added.items():
-            if schema.get(key, None) is not None or key == ("next",):
-                raise SchemaError(f"the extra {show_key(key)} has the name of an entry that the environment returns")
-            if value.shape[:1] != schema.shape:
-                raise SchemaError(f"{show_key(key)} has shape {tuple(value.shape)}, expected first dim {self._lanes}")
-            if not len(self.buffer.transform):  # a transform may leave it out
-                self._refuse_missing(key, value)
-            schema.set(key, value)
-        self._rows = rows = StepRows(schema)
-        self._columns = {key: x[0, ...] for key, x in rows.columns.items()} if self._single else rows.columns
-        self._step = rows.now[0] if self._flat else rows.now
-        self._extra_keys = frozenset(given)
-        return rows
+    def _begin_step(self, extras: Mapping[str, object]) -> None:
+        """Fill the trajectory numbers and the extras; the first step makes the memory of the rows."""
+        given = dict(walk(extras))
+        if not self._rows:
+            self._make_rows(given)
+        if given.keys() != self._extra_keys:
+            now, first = (sorted(map(show_key, keys)) for keys in (given, self._extra_keys))
+            raise SchemaError(f"this step has the extras {now}, the first step had {first}: pass the same extras")
+        self._rows[TRAJ_KEY][...] = self._trajectories
+        for key, value in given.items():
+            fill_(self._columns[key], value, key)
 
-    def _fill_extras(self, rows: StepRows, extras: Mapping[str, Any]) -> None:
-        """Fill the columns of extras, and of the trajectory numbers."""
-        rows.columns[TRAJ_KEY][...] = self._trajectories
-        if extras or self._extra_keys:
-            given = dict(walk(extras))
-            if given.keys() != self._extra_keys:
-                now, first = (sorted(map(show_key, keys)) for keys in (given, self._extra_keys))
-                raise SchemaError(f"this step has the extras {now}, the first step had {first}: pass the same extras")
-            for key, value in given.items():
-                fill_(self._columns[key], value, key)
+    def _make_rows(self, extras: Mapping[Key, object]) -> None:
+        """Make memory for a row of each environment, with the keys of the first step's extras."""
+        schema = self._schema.copy()
+        for key, value in extras.items():
+            self._add_entry(schema, key, tensors_of(to_array(value), *key))
+        rows = schema.apply(lambda x: torch.zeros(x.shape, dtype=x.dtype, device="cpu"), device=torch.device("cpu"))
+        self._step, self._extra_keys = rows[0] if self._flat else rows, frozenset(extras)
+        self._rows = {key: x.numpy() for key, x in walk(rows)}
+        self._columns = {key: x[0, ...] for key, x in self._rows.items()} if self._single else self._rows
+
+    def _add_entry(self, schema: TensorDict, key: Key, value: torch.Tensor) -> None:
+        """Add an entry to the schema of the rows, with the dims of an environment's values."""
+        if schema.get(key, None) is not None or key == ("next",):
+            raise SchemaError(f"the extra {show_key(key)} has the name of an entry that the environment returns")
+        value = value[None] if self._single else value
+        if value.shape[:1] != schema.shape:
+            raise SchemaError(f"{show_key(key)} has shape {tuple(value.shape)}, expected first dim {self._lanes}")
+        if not len(self.buffer.transform):  # a transform may leave it out
+            self._refuse_missing(key, value)
+        schema.set(key, value)
 
     # -- writes
 
@@ -210,7 +214,7 @@ class Recorder:
         if count:
             self._trajectories[lanes] = self._numbers.take(count)
 
-    def _notice_load(self) -> None:
+    def notice_load(self) -> None:
         """If a checkpoint was loaded into the buffer, interrupt all episodes."""
         if self._loads != self._numbers.loads:
             self._interrupt()
