@@ -83,7 +83,7 @@ class Lane:
             RuntimeError: the lane is empty.
             TypeError: rows were written out of time order.
         """
-        return self.buffer._last_of_lane(self.number, n)
+        return self.buffer._newest(n, self.number)
 
     def __repr__(self) -> str:
         return f"Lane({self.number}, rows={len(self)})"

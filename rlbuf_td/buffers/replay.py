@@ -60,7 +60,7 @@ from rlbuf_td.samplers.common import (
 from rlbuf_td.samplers.n_step import joins_steps
 from rlbuf_td.samplers.prioritized import Prioritized, Reduction
 from rlbuf_td.storages import PackedStorage, SchemaError, torchrl_parts
-from rlbuf_td.storages.checks import as_number, require_packed, state_of, usable_device, whole
+from rlbuf_td.storages.checks import OUT_OF_ORDER, as_number, require_packed, state_of, usable_device, whole
 from rlbuf_td.storages.episodes import TRAJ_KEY
 from rlbuf_td.storages.indexing import (
     attached_or_new,
@@ -91,7 +91,7 @@ from rlbuf_td.storages.write_plan import CompiledWrites
 from rlbuf_td.storages.write_plan import Record as WriteRecord
 from rlbuf_td.storages.writes import edit_all, edit_entries, refuse_shape, stacked
 from rlbuf_td.writers import RingWriter
-from rlbuf_td.writers.common import TimeWriter, next_step, steps_by_age
+from rlbuf_td.writers.common import TimeWriter
 from rlbuf_td.writers.rollout import RolloutWriter
 
 if TYPE_CHECKING:
@@ -1448,7 +1448,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
             with self._locked():
                 data = self._storage.gather(self._storage.ring.cells_by_age().to(self._storage.device))
             return self._transformed(data)
-        return self.last(None, flat=flat)
+        return self._newest(None, flat=flat)
 
     def last(self, n: int | None, *, flat: bool = False) -> TensorDictBase:
         """Return a copy of the newest ``n`` time steps, transformed and oldest first: ``[n]``, or ``[n, E]`` if
@@ -1464,16 +1464,37 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
             RuntimeError: the buffer is empty.
             TypeError: the writer does not write in time order.
         """
-        with self._locked():
-            data = self._storage.get(steps_by_age(self._writer, self._storage, n))
-        if flat and data.ndim > 1:
-            data = data.flatten(0, self._storage.ndim - 1)
-        return self._transformed(data)
+        return self._newest(n, flat=flat)
 
-    def _last_of_lane(self, lane: int, n: int | None) -> TensorDictBase:
+    def _newest(self, n: int | None, lane: int | None = None, *, flat: bool = False) -> TensorDictBase:
+        """See :meth:`last`, which reads all lanes, and :meth:`Lane.last`, which reads one."""
         with self._locked():
-            data = self._storage.get(steps_by_age(self._writer, self._storage, n, lane))
-        return self._transformed(data)
+            storage, ring, kind = self._storage, self._storage.ring, type(self._writer).__name__
+            if not isinstance(self._writer, RoundRobinWriter):
+                raise TypeError(f"a {kind} keeps no order of age; use a RingWriter")
+            if not storage.in_time_order:
+                raise TypeError(f"the rows keep no order of age: {OUT_OF_ORDER}")
+            storage.refuse_closed()
+            if not len(storage):
+                raise RuntimeError("the buffer is empty: extend it first")
+            counts = ring.count if lane is None else ring.count[lane : lane + 1]
+            least, most = int(counts.min()), int(counts.max())
+            if n is None and least < most:
+                remedy = "read rb.lane(e).chronological(), or rb.chronological(flat=True)"
+                remedy += f", or at most rb.last({least})" * (least > 0)
+                raise ValueError(f"lanes have {least} to {most} time steps each, which do not fit one shape: {remedy}")
+            if n is not None and not 1 <= n <= least:
+                raise ValueError(
+                    f"cannot return the last {n} time steps: {least} are stored" + " in a lane" * (least < most)
+                )
+            if not least:
+                raise RuntimeError(f"lane {lane} is empty: write to it first")
+            taken = np.zeros_like(ring.count)
+            taken[slice(None) if lane is None else lane] = n or least
+            cells = ring.newest_cells(taken).view(len(counts), -1).t().flatten()  # lane after lane; then by age
+            data = storage.gather(cells.to(storage.device))
+        data = data if flat or lane is not None else data.view(-1, *storage.lanes)
+        return self._transformed(data if storage.row_class is None else storage.row_class.wrap(data))
 
     def health(self) -> dict[str, float]:
         """Return statistics of the buffer and its batches as a flat dict; :mod:`rlbuf_td.diagnostics.health` explains
@@ -1789,7 +1810,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
             storage.attach(self)
             torchrl_parts.set_generator(storage, self._rng)
             if isinstance(self._writer, RoundRobinWriter):
-                torchrl_parts.set_cursor(self._writer, next_step(storage))
+                torchrl_parts.set_cursor(self._writer, storage.ring.cursor if storage.ring.together else 0)
             torchrl_parts.empty_part(self._sampler)
             if self.flow is not None:
                 self.flow.restart(row_count(storage))

@@ -8,17 +8,10 @@ from typing import Any
 
 import torch
 from tensordict import TensorDictBase
-from torchrl.data.replay_buffers import (
-    ImmutableDatasetWriter,
-    RoundRobinWriter,
-    Storage,
-    TensorDictMaxValueWriter,
-    Writer,
-)
+from torchrl.data.replay_buffers import ImmutableDatasetWriter, RoundRobinWriter, Storage, TensorDictMaxValueWriter
 
-from rlbuf_td.storages import PackedStorage
-from rlbuf_td.storages.checks import OUT_OF_ORDER, require_packed, saved_number, state_of
-from rlbuf_td.storages.indexing import lanes_of, stand_apart
+from rlbuf_td.storages.checks import require_packed, saved_number, state_of
+from rlbuf_td.storages.indexing import lanes_of
 from rlbuf_td.storages.listeners import Recovers
 from rlbuf_td.storages.numbers import Planned, SharedNumbers
 from rlbuf_td.storages.writes import stacked
@@ -31,7 +24,6 @@ class TimeWriter(RoundRobinWriter, Recovers):
 
     appends = True  # whether single lanes of a PackedStorage can be written, see :meth:`append`
     begins_anew = False  # whether the next write removes the rows so far
-    takes_others: bool = False  # whether a storage of another class may be written, as TorchRL's writer does
     state_file: str | None = None  # the file of a dump with the state; None: TorchRL's file of counters is enough
 
     def __init__(self, *, track_generations: bool = False) -> None:
@@ -41,8 +33,7 @@ class TimeWriter(RoundRobinWriter, Recovers):
     @property
     def _cursor(self) -> int:
         """The time step to write next: the rows of a PackedStorage tell it, which other buffers may have written."""
-        storage: Any = self._storage
-        return storage.ring.cursor if isinstance(storage, PackedStorage) else self._cursor_value.value
+        return self._cursor_value.value if self._storage is None else self._storage.ring.cursor
 
     @_cursor.setter
     def _cursor(self, cursor: int) -> None:
@@ -57,11 +48,8 @@ class TimeWriter(RoundRobinWriter, Recovers):
         """Set the storage to write to; ValueError if the writer already has another storage."""
         if self._storage not in (None, storage):
             raise ValueError("this writer writes to the storage of another buffer: use one writer per buffer")
-        if not self.takes_others:
-            require_packed(storage, f"a {type(self).__name__}", "use one, or TorchRL's TensorDictRoundRobinWriter")
+        require_packed(storage, f"a {type(self).__name__}", "use one, or TorchRL's TensorDictRoundRobinWriter")
         super().register_storage(storage)
-        if not isinstance(storage, PackedStorage):  # which may already be shared
-            self.share_memory_()
 
     def count_in(self, numbers: SharedNumbers) -> None:
         """Keep the counts in these numbers: the cursor, the write count, and two for what a write plans."""
@@ -79,8 +67,6 @@ class TimeWriter(RoundRobinWriter, Recovers):
 
     def add(self, data: Any) -> int | torch.Tensor:
         """Write one time step, ``[]`` (``[*lanes]`` if ``ndim > 1``); return its index. Errors: see :meth:`extend`."""
-        if not isinstance(self._storage, PackedStorage):
-            return super().add(without_index(data))
         return self._write(data, single=True)
 
     def extend(self, data: Any) -> torch.Tensor:
@@ -92,8 +78,6 @@ class TimeWriter(RoundRobinWriter, Recovers):
             ValueError: ``data`` is empty.
             SchemaError: the data does not match the stored rows; nothing has changed.
         """
-        if not isinstance(self._storage, PackedStorage):
-            return super().extend(without_index(data))
         data = stacked(data)
         if not len(data):
             raise ValueError("extend needs at least one transition, got none")
@@ -174,49 +158,6 @@ def keeps_order(writer: Any) -> bool | None:
     if isinstance(writer, RoundRobinWriter | ImmutableDatasetWriter):
         return True
     return False if isinstance(writer, TensorDictMaxValueWriter) else None
-
-
-def next_step(storage: PackedStorage) -> int:
-    return storage.ring.cursor if storage.rows is not None and storage.ring.together else 0
-
-
-def steps_by_age(writer: Writer, storage: PackedStorage, n: int | None, lane: int | None = None) -> Any:
-    """Return an index of the newest ``n`` time steps (None: all), oldest first, of one lane or of all.
-
-    The index is ``[n]`` time steps, or coordinates: ``[n]`` each for a lane, ``[n, E]`` each if lanes stand apart.
-    """
-    if not isinstance(writer, RoundRobinWriter):
-        raise TypeError(f"a {type(writer).__name__} keeps no order of age; use a RingWriter")
-    if not storage.in_time_order:
-        raise TypeError(f"the rows keep no order of age: {OUT_OF_ORDER}")
-    storage.refuse_closed()
-    if not len(storage):
-        raise RuntimeError("the buffer is empty: extend it first")
-    if lane is not None or stand_apart(storage):
-        return _steps_of_lanes(storage, n, lane)
-    steps = len(storage) if storage.ndim == 1 else storage.shape[0]
-    if n is not None and not 1 <= n <= steps:
-        raise ValueError(f"cannot return the last {n} time steps: {steps} are stored")
-    end = next_step(storage)
-    return torch.arange(end - (steps if n is None else n), end, device="cpu") % steps
-
-
-def _steps_of_lanes(storage: PackedStorage, n: int | None, lane: int | None) -> Any:
-    written, count = torch.from_numpy(storage.ring.written), torch.from_numpy(storage.ring.count)
-    one = lane if storage.ndim > 1 else 0
-    lanes = torch.arange(len(count), device="cpu") if one is None else torch.tensor(one, device="cpu")
-    least, most = int(count[lanes].min()), int(count[lanes].max())
-    if n is None and least < most:
-        remedy = "read rb.lane(e).chronological(), or rb.chronological(flat=True)"
-        remedy += f", or at most rb.last({least})" * (least > 0)
-        raise ValueError(f"lanes have {least} to {most} time steps each, which do not fit one shape: {remedy}")
-    if n is not None and not 1 <= n <= least:
-        raise ValueError(f"cannot return the last {n} time steps: {least} are stored" + " in a lane" * (lane is None))
-    if not least:
-        raise RuntimeError(f"lane {lane} is empty: write to it first")
-    ago = torch.arange(-(n or least), 0, device="cpu")
-    steps = (written[lanes] + (ago if one is not None else ago[:, None])) % storage.all_rows().steps
-    return steps if storage.ndim == 1 else (steps, lanes.expand(steps.shape))
 
 
 def without_index(data: Any) -> Any:

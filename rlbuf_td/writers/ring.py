@@ -16,8 +16,6 @@ class RingWriter(TimeWriter):
         track_generations: whether to count the writes to each position. TorchRL's ``ReplayBuffer.update_if_present``
             needs these counts.
 
-    Over another storage than a :class:`PackedStorage`, this writer is TorchRL's ``RoundRobinWriter``.
-
     Cost: proportional to the number of rows written.
 
     Example:
@@ -30,8 +28,6 @@ class RingWriter(TimeWriter):
         >>> rb.storage["x"], rb.write_count
         (tensor([4, 5, 2, 3]), 6)
     """
-
-    takes_others = True
 
     def __init__(self, compilable: bool = False, *, track_generations: bool = False) -> None:
         super().__init__(track_generations=track_generations)

@@ -68,10 +68,9 @@ REFUSALS: Table = {
         (loads(reservoir), td.CheckpointError, "have no order of age.*same capacity"),
     ],
     ("writers over another storage", nothing): [
-        (lambda _, cls=cls, make=make: cls(storage=LazyTensorStorage(8), writer=make()), TypeError,
+        (lambda _, make=make: TensorDictReplayBuffer(storage=LazyTensorStorage(8), writer=make()), TypeError,
          "a .*Writer needs a PackedStorage, got a LazyTensorStorage: use")
-        for cls in (TensorDictReplayBuffer, td.ReplayBuffer)
-        for make in (td.RolloutWriter, td.ReservoirWriter, td.QueueWriter)
+        for make in (td.RingWriter, td.RolloutWriter, td.ReservoirWriter, td.QueueWriter)
     ],
     ("RolloutWriter", nothing): [
         (lambda _: td.RolloutWriter(1.5), ValueError, r"RolloutWriter: gamma must lie in \[0, 1\], got 1.5"),
