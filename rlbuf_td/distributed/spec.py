@@ -33,7 +33,7 @@ class Spec(NamedTuple):
 
     def draws_of(self, batch_size: int) -> int:
         """Return the number of draws for a batch; ValueError if the batch size is no multiple of ``window_rows``."""
-        return batch_size if self.windows is None else self.windows.windows_of(batch_size)
+        return batch_size if self.windows is None else self.windows.drawn_rows_of(batch_size)
 
     @classmethod
     def of(cls, buffer: ReplayBuffer) -> Spec:

@@ -13,12 +13,11 @@ from torchrl.data.replay_buffers import Sampler, Storage
 
 from rlbuf_td.functional import reward2go
 from rlbuf_td.samplers.common import EMPTY, refuse_disorder, setting, uniform_numbers
-from rlbuf_td.samplers.wrapper import Drawn, SamplerWrapper, column_of
+from rlbuf_td.samplers.wrapper import Drawn, SamplerWrapper, summable
 from rlbuf_td.storages import PackedStorage
-from rlbuf_td.storages.checks import fraction, one_of, whole
+from rlbuf_td.storages.checks import fraction, one_of, optional, whole
 from rlbuf_td.storages.episodes import DONE_KEY, TRAJ_KEY
 from rlbuf_td.storages.keys import as_tuple
-from rlbuf_td.storages.schema import show_key
 from rlbuf_td.storages.tensordict_fast import leaf_of
 
 _ALL = 1 << 62  # more steps than any trajectory has
@@ -118,10 +117,10 @@ class EpisodeSampler(SamplerWrapper):
     report_keys = frozenset({"mask", "episode", "episode_step", "episode_length"})
     _shown = ("max_length", "by", "finished_only", "layout", "gamma")
     default: ClassVar[type[Sampler]]  # set in __init__.py, because samplers do not import each other
-    max_length: int | None = setting(lambda name, x: None if x is None else whole(1)(name, x), is_fixed=True)
+    max_length: int | None = setting(optional(whole(1)), is_fixed=True)
     by: Literal["episode", "row"] = setting(one_of("episode", "row"), is_fixed=True)
     layout: Literal["padded", "concatenated"] = setting(one_of("padded", "concatenated"), is_fixed=True)
-    gamma: float | None = setting(lambda name, x: None if x is None else fraction(name, x), is_fixed=True)
+    gamma: float | None = setting(optional(fraction), is_fixed=True)
 
     def __init__(
         self,
@@ -261,17 +260,13 @@ class EpisodeSampler(SamplerWrapper):
 
     def _to_go(self, storage: PackedStorage, pieces: _Pieces, places: _Places) -> Tensor:
         """Return the discounted sum of the rewards from each row of a batch to the end of its episode, ``[S, ...]``."""
-        column, gamma = column_of(storage, self.reward_key), float(self.gamma or 0.0)
-        if column is None or column.is_meta:
-            raise KeyError(f"returns to go need {show_key(self.reward_key)}, which is not stored")
-        if not column.is_floating_point():
-            raise TypeError(f"rewards to sum must be floating point numbers, got {column.dtype}")
-        shape = -1, *[1] * (column.ndim - 1)
+        shape = -1, *[1] * len(summable(storage, self.reward_key, "returns to go").shape)
         episode, step = _one_after_another(pieces.length)  # also of the steps that are not in the batch
         lanes = self._trajectories(storage).episodes().lanes
-        reward = column[(pieces.first[episode] + step * lanes) % storage.all_rows().cells]
+        rows = storage.all_rows()
+        reward = rows.column_at(self.reward_key, (pieces.first[episode] + step * lanes) % rows.cells)
         is_last = (step == pieces.length[episode] - 1).view(shape).expand_as(reward)
-        found = reward2go(reward, is_last, gamma, time_dim=0)
+        found = reward2go(reward, is_last, self.gamma or 0.0, time_dim=0)
         begin = pieces.length.cumsum(0) - pieces.length + pieces.start
         return torch.where(places.real.view(shape), found[begin[places.episode] + places.step], 0)
 

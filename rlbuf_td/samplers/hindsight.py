@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import accumulate
 from math import log
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -15,32 +15,21 @@ from torch import Tensor
 from torchrl.data.replay_buffers import Sampler
 
 from rlbuf_td.kernels.dispatch import compiled_form_of, machine_code
-from rlbuf_td.kernels.wrappers import STRATEGIES, Law, choose_goals, put_rows_, put_values_
+from rlbuf_td.kernels.wrappers import STRATEGIES, Law, choose_goals, put_values_
 from rlbuf_td.samplers.common import fill_uniform_, setting, uniform_numbers
 from rlbuf_td.samplers.goal_env import TransitionFn
 from rlbuf_td.samplers.reading import BatchSlot, BatchSlots, Reading
-from rlbuf_td.samplers.wrapper import NO_LOOPS, Read, SamplerWrapper, column_of
+from rlbuf_td.samplers.wrapper import NO_LOOPS, Read, SamplerWrapper, leaf_stored
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import as_number, fraction
 from rlbuf_td.storages.episodes import DONE_KEY, TRAJ_KEY
 from rlbuf_td.storages.indexing import device_of, nth_rows, row_count
 from rlbuf_td.storages.keys import as_tuple
-from rlbuf_td.storages.rows import Rows
-from rlbuf_td.storages.schema import refuse_rounding, show_key
+from rlbuf_td.storages.schema import Leaf, refuse_rounding, show_key
 from rlbuf_td.storages.tensordict_fast import leaf_of, set_entries_
-from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 
 Strategy: TypeAlias = Literal["future", "final", "episode", "random"]
 _LEAST_GAMMA = 1e-300  # practically 0, but with a finite logarithm
-
-
-class _Bound(NamedTuple):
-    """The result of :meth:`HindsightSampler._bind` for one storage."""
-
-    trajectories: TrajectoryIndex
-    outcomes: Tensor  # the column of achieved goals in "next", [T * E, ...]
-    rows: Rows | None  # all rows, if achieved goals are deduplicated and have no column; else None
-    goal_keys: list[tuple[str, ...]]
 
 
 class HindsightSampler(SamplerWrapper):
@@ -157,21 +146,19 @@ class HindsightSampler(SamplerWrapper):
         ``uniform`` has a random number for each of the ``drawn`` rows. Row ``i`` of the batch gets the goal of the
         drawn row ``owner[i]``; None: the batch consists of the drawn rows.
         """
-        batch = storage.gather(flat)
-        bound = self._bound_to(storage)
-        rows, mask = choose_goals(bound.trajectories.episodes(), drawn, uniform, law, row_count(storage))
+        batch, goal_keys = storage.gather(flat), self._goal_keys(storage)
+        rows, mask = choose_goals(self._trajectories(storage).episodes(), drawn, uniform, law, row_count(storage))
         begin, end = law.thresholds[-2:]
         if begin < end:  # goals of the strategy "random" are numbers of written rows
             is_random = (uniform >= begin) & (uniform < end)
             rows = torch.where(is_random, nth_rows(storage, torch.where(is_random, rows, 0)), rows)
         if owner is not None:
             rows, mask = rows[owner], mask[owner]
-        outcomes = bound.outcomes
-        if bound.rows is not None:
-            outcomes = bound.rows.column_at(("next", *self.achieved_goal_key), rows)
-            rows = torch.arange(len(rows), device=rows.device)
-        for key in bound.goal_keys:
-            put_rows_(leaf_of(batch, key), outcomes, rows, mask)
+        achieved = storage.all_rows().column_at(("next", *self.achieved_goal_key), rows)
+        where = mask.view(-1, *[1] * (achieved.ndim - 1))
+        for key in goal_keys:
+            goal = leaf_of(batch, key)
+            goal.copy_(torch.where(where, achieved, goal))
         self.recompute_(batch, mask, leaf_of(batch, self.reward_key))
         set_entries_(batch, {"relabeled": mask})
         return batch
@@ -187,35 +174,33 @@ class HindsightSampler(SamplerWrapper):
         if self.terminated_fn is not None:
             self._end_(batch, mask)
 
-    def _bind(self, storage: PackedStorage) -> _Bound:
-        trajectories = self._trajectories(storage)
-        outcome_key = "next", *self.achieved_goal_key
-        outcomes = _needed(storage, outcome_key, "name the key of outcomes with achieved_goal_key")
+    def _goal_keys(self, storage: PackedStorage) -> list[tuple[str, ...]]:
+        """Return the keys of the desired goals in a row; raise an error if a key is missing, or goals do not fit."""
+        outcome_key, next_key = ("next", *self.achieved_goal_key), ("next", *self.goal_key)
+        outcome = _needed(storage, outcome_key, "name the key of outcomes with achieved_goal_key")
         _needed(storage, self.reward_key, "name the key of rewards with reward_key")
         if self.terminated_fn is not None:
             _needed(storage, (*self.reward_key[:-1], "terminated"), "terminated_fn sets it")
-        goals = {self.goal_key: _needed(storage, self.goal_key, "name the key of desired goals with goal_key")}
-        next_key = "next", *self.goal_key
-        next_goal = column_of(storage, next_key)
+        goals = [_needed(storage, self.goal_key, "name the key of desired goals with goal_key")]
+        next_goal = leaf_stored(storage, next_key)
         if next_goal is not None:
-            goals[next_key] = next_goal
-        for key, goal in goals.items():
-            if goal.dtype is not outcomes.dtype or goal.shape != outcomes.shape:
-                one, other = (f"{x.dtype} of shape {tuple(x.shape[1:])}" for x in (goal, outcomes))
-                kinds = f"{show_key(key)} is {one}, but {show_key(outcome_key)} {other}"
+            goals.append(next_goal)
+        for goal in goals:
+            if not goal.is_like(outcome):
+                one, other = (f"{leaf.dtype} of shape {tuple(leaf.shape)}" for leaf in (goal, outcome))
+                kinds = f"{show_key(goal.key)} is {one}, but {show_key(outcome_key)} {other}"
                 raise ValueError(f"{kinds}: goals and outcomes must have equal dtypes and shapes")
-        rows = storage.rows if outcomes.is_meta else None
-        return _Bound(trajectories, outcomes, rows, list(goals))
+        return [goal.key for goal in goals]
 
     @compiled_form_of("_reader", "_relabelled", "draw_batch", "batch_of")
     def reading(self, storage: PackedStorage, size: int, is_stamped: bool) -> Reading | str:
         """See :class:`~rlbuf_td.samplers.wrapper.SamplerWrapper`."""
-        bound = self._bound_to(storage)
+        goal_keys = self._goal_keys(storage)
         if self.looks_up_with_torch(storage):
             return NO_LOOPS
-        if bound.rows is not None or storage.all_rows().is_mapped:
+        if ("next", *self.achieved_goal_key) in storage.deduplicated or storage.all_rows().is_mapped:
             return "goals of deduplicated rows, and of rows in a file, are read with torch"
-        return _RelabelledReading(self, storage, size, is_stamped)
+        return _RelabelledReading(self, storage, size, is_stamped, goal_keys)
 
     def _end_(self, batch: TensorDictBase, mask: Tensor) -> None:
         beside = self.reward_key[:-1]
@@ -238,13 +223,19 @@ class _RelabelledReading(Reading):
 
     entries = (("relabeled", (torch.bool, torch.Size([]))),)
 
-    def __init__(self, wrapper: HindsightSampler, storage: PackedStorage, size: int, is_stamped: bool) -> None:
+    def __init__(
+        self,
+        wrapper: HindsightSampler,
+        storage: PackedStorage,
+        size: int,
+        is_stamped: bool,
+        goal_keys: list[tuple[str, ...]],
+    ) -> None:
         from rlbuf_td.kernels.wrappers import cpu as kernels
 
         super().__init__(storage, size, is_stamped)
-        places, goals = self.rows.layout.places, (wrapper.goal_key, ("next", *wrapper.goal_key))
-        achieved = "next", *wrapper.achieved_goal_key
-        self.goals = np.array([places[achieved], *(places[key] for key in goals if key in places)], np.int64)
+        achieved, places = ("next", *wrapper.achieved_goal_key), self.rows.layout.places
+        self.goals = np.array([places[key] for key in (achieved, *goal_keys)], np.int64)
         self.wrapper, self.reward = wrapper, places[wrapper.reward_key]
         self.uniform = torch.zeros(size, dtype=torch.float64, device="cpu")
         self.relabel = machine_code(kernels.relabel, law=wrapper.law, goals=self.goals)
@@ -264,11 +255,11 @@ class _RelabelledReading(Reading):
         return True
 
 
-def _needed(storage: PackedStorage, key: tuple[str, ...], remedy: str) -> Tensor:
-    column = column_of(storage, key)
-    if column is None:
+def _needed(storage: PackedStorage, key: tuple[str, ...], remedy: str) -> Leaf:
+    leaf = leaf_stored(storage, key)
+    if leaf is None:
         raise KeyError(f"hindsight needs {show_key(key)}, which is not stored: {remedy}")
-    return column
+    return leaf
 
 
 def _cumulative(strategy: str | Mapping[Any, float]) -> list[float]:

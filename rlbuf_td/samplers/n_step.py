@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 from struct import Struct
-from typing import NamedTuple, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -15,27 +15,18 @@ from torchrl.data.replay_buffers import Sampler
 
 from rlbuf_td.kernels.batch.ring import NEXT, REWARD, ROOT, STEPS
 from rlbuf_td.kernels.dispatch import compiled_form_of, machine_code, record_of
-from rlbuf_td.kernels.wrappers import n_step_sums, sums_ahead, windows
+from rlbuf_td.kernels.wrappers import n_step_sums, windows
 from rlbuf_td.samplers.common import setting
 from rlbuf_td.samplers.reading import BatchSlot, BatchSlots, Reading
-from rlbuf_td.samplers.wrapper import NO_LOOPS, Read, SamplerWrapper, column_of, reading_of
+from rlbuf_td.samplers.wrapper import NO_LOOPS, Read, SamplerWrapper, leaf_stored, reading_of, summable
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import fraction, whole
 from rlbuf_td.storages.episodes import DONE_KEY, TRAJ_KEY
 from rlbuf_td.storages.keys import as_tuple
-from rlbuf_td.storages.schema import show_key
+from rlbuf_td.storages.schema import Leaf, show_key
 from rlbuf_td.storages.tensordict_fast import leaf_of, set_entries_
-from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 
-_SET = Struct("qdq")  # the first three fields of a ``STEPS`` record
-
-
-class _Bound(NamedTuple):
-    """The result of :meth:`NStepSampler._bind` for one storage."""
-
-    trajectories: TrajectoryIndex
-    reward: Tensor  # the column of rewards, [T * E, ...]
-    ends: list[tuple[str, ...]]  # the keys of the flags; if any of them is set, the trajectory ends
+_SET = Struct("qdq")  # the fields ``n``, ``gamma`` and ``taken`` of a ``STEPS`` record
 
 
 def joins_steps(wrapper: SamplerWrapper | None) -> bool:
@@ -124,17 +115,17 @@ class NStepSampler(SamplerWrapper):
         return partial(self._summed, storage, super()._reader(storage, drawn))
 
     def _summed(self, storage: PackedStorage, read: Read | None, flat: Tensor, owner: Tensor | None) -> TensorDictBase:
-        n, bound = self.n_steps, self._bound_to(storage)
-        episodes = bound.trajectories.episodes()
+        n, rows = self.n_steps, storage.all_rows()
+        self._reward_of(storage)
+        window, ahead = windows(self._trajectories(storage).episodes(), flat, n)
+        end = torch.zeros_like(window, dtype=torch.bool)
         if read is None:
-            total, taken, last = sums_ahead(episodes, flat, bound.reward, n, self.gamma)
-            batch = storage.written_rows().joined_at(flat, last)
+            total, taken = n_step_sums(rows.column_at(self.reward_key, window), end, ahead, self.gamma)
+            batch = rows.joined_at(flat, window.gather(1, taken[:, None] - 1)[:, 0])
         else:  # the wrapped sampler may change rewards and flags: let it read the rows of all steps
-            window, ahead = windows(episodes, flat, n)
             batch, first = read(flat, owner), torch.arange(len(flat), device=flat.device)
             steps = read(window.flatten(), (first if owner is None else owner).repeat_interleave(n))
-            end = torch.zeros_like(window, dtype=torch.bool)
-            for key in bound.ends:
+            for key in self._trajectories(storage).end_keys():
                 flags = leaf_of(steps, key)
                 end |= flags.reshape(*window.shape, flags.shape[1:].numel()).any(2)
             reward = leaf_of(steps, self.reward_key).unflatten(0, window.shape)
@@ -144,37 +135,28 @@ class NStepSampler(SamplerWrapper):
         set_entries_(batch, {"steps_to_next_obs": taken.view(-1, *[1] * (total.ndim - 1))})
         return batch
 
-    def _bind(self, storage: PackedStorage) -> _Bound:
-        trajectories = self._trajectories(storage)
-        reward = column_of(storage, self.reward_key)
-        if reward is None or reward.is_meta:
-            raise KeyError(f"n-step returns need {show_key(self.reward_key)}, which is not stored")
-        if not reward.is_floating_point():
-            raise TypeError(f"rewards to sum must be floating point numbers, got {reward.dtype}")
-        self._refuse_flags_of_agents(storage, reward)
-        return _Bound(trajectories, reward, trajectories.end_keys())
-
-    def _refuse_flags_of_agents(self, storage: PackedStorage, reward: Tensor) -> None:
-        """Raise a TypeError if the reward is of a group of agents that end at different steps."""
-        *group, _ = self.reward_key
+    def _reward_of(self, storage: PackedStorage) -> Leaf:
+        """Return the dtype and the shape of the reward; TypeError if it is of agents that end at different steps."""
+        reward, (*group, _) = summable(storage, self.reward_key, "n-step returns"), self.reward_key
         for key in [(*group, name) for name in ("done", "terminated", "truncated")] if len(group) > 1 else []:
-            flags = column_of(storage, key)
-            if flags is not None and flags.dtype is torch.bool and flags.shape[1:2] == reward.shape[1:2]:
+            flags = leaf_stored(storage, key)
+            if flags is not None and flags.dtype is torch.bool and flags.shape[:1] == reward.shape[:1]:
                 remedy = f"store the rows without {group[1:]} flags if all agents end together, else one agent per lane"
                 raise TypeError(f"n-step sums end with the trajectory, not at {show_key(key)} of each agent: {remedy}")
+        return reward
 
     @compiled_form_of("_reader", "_summed", "draw_batch", "batch_of")
     def reading(self, storage: PackedStorage, size: int, is_stamped: bool) -> Reading | str:
         """See :class:`~rlbuf_td.samplers.wrapper.SamplerWrapper`."""
-        bound = self._bound_to(storage)
+        reward = self._reward_of(storage)
         if self.looks_up_with_torch(storage):
             return NO_LOOPS
-        if bound.reward.dtype not in (torch.float32, torch.float64):
-            return f"rewards are {bound.reward.dtype}, not float32 or float64"
+        if reward.dtype not in (torch.float32, torch.float64):
+            return f"rewards are {reward.dtype}, not float32 or float64"
         inner = reading_of(self.sampler, storage, size, is_stamped)
         if isinstance(inner, str) or type(inner) is Reading:
             return inner if isinstance(inner, str) else _JoinedReading(self, storage, size, is_stamped)
-        return _RevisedSteps(self, storage, size, is_stamped, bound.ends)
+        return _RevisedSteps(self, storage, size, is_stamped, self._trajectories(storage).end_keys())
 
     def _revised_keys(self) -> Iterator[NestedKey]:
         yield from super()._revised_keys()
@@ -230,11 +212,8 @@ class _RevisedSteps(_JoinedReading):
         from rlbuf_td.kernels.wrappers import cpu as kernels
 
         super().__init__(wrapper, storage, size, is_stamped)
-        layout = self.rows.layout
-        self.describe(np.column_stack((layout.extents, self.columns)))  # of tensors, which have all leaves
-        self.flags = np.array(
-            [(layout.places[key], layout.leaves[layout.places[key]].nbytes) for key in ends], np.int64
-        )
+        self.describe(np.column_stack((self.rows.layout.extents, self.columns)))  # of tensors, which have all leaves
+        self.flags = self.targets_of(ends)
         self.list_steps = machine_code(kernels.list_steps)
         self.kernel = machine_code(kernels.join_steps, ends=self.flags)
         self._read_steps()

@@ -9,10 +9,11 @@ overrides a method that this reading implements.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias, cast
 
+import numpy as np
 import torch
 from tensordict import TensorDict
 from torch import Tensor
@@ -28,6 +29,7 @@ from rlbuf_td.storages.rows.dedup import DedupRows
 
 _CPU = torch.device("cpu")
 SCALAR = torch.Size([])
+FLAG: Entry = torch.bool, SCALAR
 Named: TypeAlias = tuple[str, Entry]  # an entry of a batch besides the leaves, with its dtype and its shape per row
 
 
@@ -86,6 +88,7 @@ class Reading:
 
         self.storage, self.rows, self.size, self.is_stamped = storage, storage.all_rows(), size, is_stamped
         self.lanes = self.rows.lanes.numel() if self.rows.lanes else 0
+        self.index: Entry = torch.int64, torch.Size([2] if self.lanes else [])
         self.kernel = machine_code(cpu.gather_rows)
         self.observations = self.rows.entries.address if isinstance(self.rows, DedupRows) else 0  # stored once
         if self.observations:
@@ -108,9 +111,18 @@ class Reading:
 
     def named(self) -> list[Named]:
         """Return all entries of a batch besides the leaves, in the order of the targets."""
-        index = torch.int64, torch.Size([2] if self.lanes else [])
         stamps: list[Named] = [(SAMPLED_AT, (torch.int64, SCALAR))] if self.is_stamped else []
-        return [("index", index), *stamps, *self.entries]
+        return [("index", self.index), *stamps, *self.entries]
+
+    def target_of(self, name: str) -> int:
+        """Return which of the targets is that of an entry of :meth:`named`."""
+        return len(self.rows.layout.leaves) + [other for other, _ in self.named()].index(name)
+
+    def targets_of(self, keys: Iterable[tuple[str, ...] | None]) -> np.ndarray:
+        """Return the targets and the sizes in bytes of leaves, ``[n, 2]`` int64; zeros for a key that is not stored."""
+        places, sizes = self.rows.layout.places, self.rows.layout.extents[:, 1]
+        found = [(places[key], sizes[places[key]]) if key in places else (0, 0) for key in keys]
+        return np.array(found, np.int64).reshape(-1, 2)
 
     def slots(self) -> BatchSlots:
         return BatchSlots(self.rows.layout, self.named(), self.size)

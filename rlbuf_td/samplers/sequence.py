@@ -17,10 +17,10 @@ from rlbuf_td.kernels.dispatch import backend_of, compiled_form, compiled_form_o
 from rlbuf_td.kernels.wrappers import reduced
 from rlbuf_td.samplers.common import EMPTY, permutation, refuse_disorder, setting
 from rlbuf_td.samplers.prioritized import Prioritized
-from rlbuf_td.samplers.reading import SCALAR, BatchSlot, BatchSlots, Named, Reading
+from rlbuf_td.samplers.reading import FLAG, BatchSlot, BatchSlots, Named, Reading
 from rlbuf_td.samplers.wrapper import NO_LOOPS, Drawn, SamplerWrapper, draw_from, reading_of
 from rlbuf_td.storages import PackedStorage
-from rlbuf_td.storages.checks import fraction, one_of, whole
+from rlbuf_td.storages.checks import fraction, one_of, optional, whole
 from rlbuf_td.storages.episodes import DONE_KEY, TRAJ_KEY
 from rlbuf_td.storages.indexing import coordinates, device_of, flat_rows, refuse_unwritten, row_count, written_rows
 from rlbuf_td.storages.keys import as_tuple
@@ -28,9 +28,8 @@ from rlbuf_td.storages.schema import SchemaError, show_key
 from rlbuf_td.storages.tensordict_fast import leaf_of
 
 Boundary: TypeAlias = Literal["pad", "shift", "strict"]
-_ROUNDS = 200  # boundary="strict" on the CPU: the largest number of repeated draws until all windows fit
+_ROUNDS = 200  # boundary="strict": the largest number of repeated draws until all windows fit
 _MOST_ROWS = 1 << 20  # rows whose trajectories are looked up at once
-_BLIND_ROUNDS = 8  # boundary="strict" on CUDA: the number of repeated draws, without a check by the host
 
 
 class SequenceSampler(SamplerWrapper):
@@ -100,13 +99,13 @@ class SequenceSampler(SamplerWrapper):
             repeatedly; with ``across_episodes``, it is or wraps a :class:`HindsightSampler`.
         KeyError: (at the first draw) neither done flags nor trajectory ids are stored.
         SchemaError: (at the first write) the rows have an entry ``"mask"``, ``"burn_in_mask"`` or ``"anchor_index"``.
-        RuntimeError: (when sampling with ``"strict"`` on the CPU) repeated draws do not find enough windows that fit.
-            On CUDA, there is no error: the ``"mask"`` is False for all rows of a window that does not fit.
+        RuntimeError: (when sampling with ``"strict"``) repeated draws do not find enough windows that fit.
 
     Warns:
         RuntimeWarning: (at the first draw, on the CPU) rows of several trajectories alternate.
 
-    Cost: O(B * L); with ``stride``, also O(N) for N rows at the first draw after a write.
+    Cost: O(B * L); with ``stride``, also O(N) for N rows at the first draw after a write. With ``"strict"``, draws wait
+    for the device.
     Source: Kapturowski et al., Recurrent Experience Replay in Distributed RL (R2D2), ICLR 2019, section 2.3.
 
     **Priorities.** In this package's buffer, ``update_tensordict_priority`` takes a whole batch and updates the
@@ -143,7 +142,7 @@ class SequenceSampler(SamplerWrapper):
     length: int = setting(whole(1), is_fixed=True)
     burn_in: int = setting(whole(0), is_fixed=True)
     boundary: Boundary = setting(one_of("pad", "shift", "strict"), is_fixed=True)
-    stride: int | None = setting(lambda name, value: None if value is None else whole(1)(name, value), is_fixed=True)
+    stride: int | None = setting(optional(whole(1)), is_fixed=True)
     eta: float = setting(fraction)
     _divided: tuple[Any, Tensor] | None = None  # with ``stride``: the anchors, and of which trajectories
 
@@ -212,17 +211,13 @@ class SequenceSampler(SamplerWrapper):
         if not row_count(storage):
             raise RuntimeError(EMPTY)
         self._trajectories(storage).episodes()  # raises an error if the rows do not tell where trajectories end
-        count = self.windows_of(batch_size)
+        count = self.drawn_rows_of(batch_size)
         if self.stride is not None:
             refuse_disorder(self, storage)
             anchors = self.anchors(storage)
             return anchors[self.innermost.draw_numbers(storage, len(anchors), count, "windows")], {}
         anchors, info = super().draw_rows(storage, count)
         return (anchors, info) if self.boundary != "strict" else self._fitting(storage, anchors, info)
-
-    def drawn_rows_of(self, batch_size: int) -> int:
-        """See :class:`~rlbuf_td.samplers.wrapper.SamplerWrapper`."""
-        return self.windows_of(batch_size)
 
     def fill(self) -> Callable[..., None] | None:
         """See :class:`~rlbuf_td.samplers.wrapper.SamplerWrapper`."""
@@ -242,23 +237,20 @@ class SequenceSampler(SamplerWrapper):
     ) -> None:
         """Draw as :meth:`draw_rows` does with ``boundary="strict"``, to the memory of a batch."""
         fill(storage, flat, report, scratch)
-        lengths, replace = (self.length, self.burn_in, int(self.across_episodes)), loop("wrappers.cpu", "replace_short")
-        live, episodes = storage.ring.longest * storage.ring.lanes, self._trajectories(storage).episodes().address
-        weight = report.get("priority_weight")
         other, other_report = torch.empty_like(flat), {name: torch.empty_like(each) for name, each in report.items()}
-        places = flat.data_ptr(), len(flat), live, other.data_ptr()
+        weight, order_at, replace = report.get("priority_weight"), 0, loop("wrappers.cpu", "replace_short")
+        windows = self._trajectories(storage).episodes().address, self.length, self.burn_in, int(self.across_episodes)
+        places = flat.data_ptr(), len(flat), storage.ring.longest * storage.ring.lanes, other.data_ptr()
         weights = (0, 0) if weight is None else (weight.data_ptr(), other_report["priority_weight"].data_ptr())
-        short = replace(episodes, lengths, *places, 0, 0, 0)
         for rounds in range(_ROUNDS):
+            short = replace(*windows, *places, order_at, *weights)
             if short < 0:
                 refuse_unwritten(flat, storage)
             if not short:
-                if rounds:
-                    self._weighed(flat, report)
-                return
+                return self._weigh_again_(flat, report) if rounds else None
             others(storage, other, other_report, scratch)
             order = permutation(len(flat), self._rng, flat.device)
-            short = replace(episodes, lengths, *places, order.data_ptr(), *weights)
+            order_at = order.data_ptr()
         self._refuse_trajectories()
 
     def batch_of(self, storage: PackedStorage, flat: Tensor, info: dict[Any, Any]) -> Drawn:
@@ -271,7 +263,9 @@ class SequenceSampler(SamplerWrapper):
         flat, real = self._windows(storage, anchors, *self._reach(storage, anchors))
         owner = None if read is None else torch.arange(len(anchors), device=flat.device).repeat_interleave(window)
         batch = storage.gather(flat) if read is None else read(flat, owner)
-        begins = self._begins(storage, flat).view_as(real) if self.across_episodes else None
+        begins = None
+        if self.across_episodes:
+            begins = self._trajectories(storage).episodes().spans(flat).back.view_as(real) == 0
         added = self._mark_(batch, real, begins)
         info = {key: value.repeat_interleave(window, 0) for key, value in info.items()}
         index = coordinates(anchors, storage)
@@ -317,10 +311,10 @@ class SequenceSampler(SamplerWrapper):
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
         """Return whether the wrapped sampler can draw the anchors of a batch."""
         if self.stride is not None and self.innermost.drop_last and row_count(storage):
-            return len(self.anchors(storage)) >= self.windows_of(batch_size)
-        return self.sampler.can_sample(storage, self.windows_of(batch_size))
+            return len(self.anchors(storage)) >= self.drawn_rows_of(batch_size)
+        return self.sampler.can_sample(storage, self.drawn_rows_of(batch_size))
 
-    def windows_of(self, batch_size: int) -> int:
+    def drawn_rows_of(self, batch_size: int) -> int:
         """Return the number of windows in a batch; ValueError if the batch size is not a multiple of ``window``."""
         if batch_size % self.window:
             window = f"length={self.length}"
@@ -332,22 +326,21 @@ class SequenceSampler(SamplerWrapper):
 
     def _fitting(self, storage: PackedStorage, anchors: Tensor, info: dict[Any, Any]) -> tuple[Tensor, dict[Any, Any]]:
         """Replace anchors whose window does not fit into its trajectory by others, which are drawn until all fit."""
-        is_on_host = backend_of(anchors) == "numba"
-        for rounds in range(_ROUNDS if is_on_host else _BLIND_ROUNDS):
+        for rounds in range(_ROUNDS):
             refuse_unwritten(anchors, storage)  # of a user's sampler
             back, ahead = self._reach(storage, anchors)
             fits = (back >= self.burn_in) & (ahead >= self.length - 1)
-            if is_on_host and bool(fits.all()):
-                return anchors, self._weighed(anchors, info) if rounds else info
+            if bool(fits.all()):
+                if rounds:
+                    self._weigh_again_(anchors, info)
+                return anchors, info
             others, other_info = draw_from(self.innermost, storage, len(anchors))
             # A stratified draw fills a position from one segment, where perhaps no window fits: shuffle the positions.
             order = permutation(len(anchors), self._rng, anchors.device) % len(others)
             anchors = torch.where(fits, anchors, others[order])
             for key, value in info.items():
                 info[key] = torch.where(fits.view(-1, *[1] * (value.ndim - 1)), value, other_info[key][order])
-        if is_on_host:
-            self._refuse_trajectories()
-        return anchors, self._weighed(anchors, info)
+        self._refuse_trajectories()
 
     def _refuse_trajectories(self) -> NoReturn:
         window = f"a window of {self.window} rows within its {'lane' if self.across_episodes else 'trajectory'}"
@@ -359,15 +352,10 @@ class SequenceSampler(SamplerWrapper):
             return storage.ring.reach(rows)
         return self._trajectories(storage).episodes().spans(rows)[:2]
 
-    def _begins(self, storage: PackedStorage, rows: Tensor) -> Tensor:
-        """Return whether each row is the first stored row of its trajectory, ``[n]`` bool."""
-        return self._trajectories(storage).episodes().spans(rows).back == 0
-
-    def _weighed(self, anchors: Tensor, info: dict[Any, Any]) -> dict[Any, Any]:
-        """Return the report of anchors that come from several draws, with the weights of one draw."""
+    def _weigh_again_(self, anchors: Tensor, info: dict[Any, Any]) -> None:
+        """Give anchors that come from several draws the weights of one draw."""
         if isinstance(self.innermost, Prioritized):
             self.innermost.weigh_batch_(anchors, info["priority_weight"])
-        return info
 
     def _windows(self, storage: PackedStorage, anchors: Tensor, back: Tensor, ahead: Tensor) -> tuple[Tensor, Tensor]:
         """Return the flat rows of the windows, ``[B * L]``, and a mask that is False for padding, ``[B, L]``."""
@@ -379,8 +367,6 @@ class SequenceSampler(SamplerWrapper):
         wanted = torch.arange(-self.burn_in, self.length, device=anchors.device)
         offset = wanted.minimum(ahead[:, None]).maximum(-back[:, None])
         real = offset == wanted
-        if self.boundary == "strict" and backend_of(anchors) != "numba":
-            real &= real.all(1, keepdim=True)
         return ((anchors[:, None] + offset * lanes) % rows.cells).flatten(), real
 
     def _mark_(self, batch: TensorDictBase, real: Tensor, begins: Tensor | None) -> dict[Any, Tensor]:
@@ -402,9 +388,7 @@ class SequenceSampler(SamplerWrapper):
             return {}
         return {init_key if len(init_key) > 1 else init_key[0]: first.reshape(-1, 1)}
 
-    @compiled_form_of(
-        *("_reader", "_windows", "_mark_", "_reach", "_begins", "window", "drawn_rows_of", "draw_batch", "batch_of")
-    )
+    @compiled_form_of("_reader", "_windows", "_mark_", "_reach", "window", "drawn_rows_of", "draw_batch", "batch_of")
     def reading(self, storage: PackedStorage, size: int, is_stamped: bool) -> Reading | str:
         """See :class:`~rlbuf_td.samplers.wrapper.SamplerWrapper`."""
         layout, init_key = storage.all_rows().layout, cast("tuple[str, ...]", self.flag_keys[0])
@@ -481,27 +465,22 @@ class _WindowReading(Reading):
         from rlbuf_td.kernels.wrappers import cpu as kernels
 
         super().__init__(storage, count * wrapper.window, is_stamped)
-        self.wrapper, self.inner, self.window, layout = wrapper, inner, wrapper.window, self.rows.layout
-        flag = torch.bool, SCALAR
+        self.wrapper, self.inner, self.window = wrapper, inner, wrapper.window
         #: ``[B]`` int64, where the rows of windows with coordinates are listed; others are listed in the index.
         self.listed = torch.zeros(self.size if self.lanes else 0, dtype=torch.int64, device="cpu")
-        own: list[Named] = [("mask", flag), ("burn_in_mask", flag)]
-        own.append(("anchor_index", (torch.int64, torch.Size([2] if self.lanes else []))))
         init_key = cast("tuple[str, ...]", wrapper.flag_keys[0])
-        adds_init = wrapper.across_episodes and init_key not in layout.places
+        adds_init = wrapper.across_episodes and init_key not in self.rows.layout.places
+        added: list[Named] = [(init_key[0], (torch.bool, torch.Size([1])))] if adds_init else []
+        masks: list[Named] = [("mask", FLAG), ("burn_in_mask", FLAG)]
+        self.entries = [*inner.entries, *masks, ("anchor_index", self.index), *added]
+        targets = {name: self.target_of(name) for name in ("mask", "burn_in_mask", "anchor_index")}
+        self.flags, self.bounds = self.targets_of(wrapper.flag_keys), np.zeros((count, 2), np.int64)
         if adds_init:
-            own.append((init_key[0], (torch.bool, torch.Size([1]))))
-        place = len(layout.leaves) + len(inner.named())
-        self.entries = [*inner.entries, *own]
-        places = [None if key is None else layout.places.get(key) for key in wrapper.flag_keys]
-        flags = [(0, 0) if slot is None else (slot, layout.leaves[slot].nbytes) for slot in places]
-        if adds_init:
-            flags[0] = place + 3, 1
-        self.flags, self.bounds = np.array(flags, np.int64), np.zeros((count, 2), np.int64)
-        given = {"count": count, "length": wrapper.length, "burn_in": wrapper.burn_in, "own": place}
-        given |= {"shifts": wrapper.boundary == "shift", "across": wrapper.across_episodes, "adds_init": adds_init}
-        given |= {"flags": self.flags.ctypes.data, "bounds": self.bounds.ctypes.data}
-        self.windows = record_of(WINDOWS, **given)
+            self.flags[0] = self.target_of(init_key[0]), 1
+        shape = {"count": count, "length": wrapper.length, "burn_in": wrapper.burn_in}
+        kind = {"shifts": wrapper.boundary == "shift", "across": wrapper.across_episodes, "adds_init": adds_init}
+        memory = {"flags": self.flags.ctypes.data, "bounds": self.bounds.ctypes.data}
+        self.windows = record_of(WINDOWS, **shape, **kind, **memory, **targets)
         self.windows_at = self.windows.ctypes.data
         self.expand, self.mark_ends = machine_code(kernels.expand), machine_code(kernels.mark_ends)
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import Any, ClassVar, TypeAlias, cast
 
-import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 from torchrl.data.replay_buffers import PrioritizedSampler, Sampler, Storage
@@ -26,8 +25,8 @@ from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import state_of
 from rlbuf_td.storages.indexing import Index, coordinates, device_of, flat_rows, refuse_unwritten
 from rlbuf_td.storages.keys import as_tuple, optional_key
-from rlbuf_td.storages.tensordict_fast import folded, leaf_of
-from rlbuf_td.storages.torchrl_parts import columns_of
+from rlbuf_td.storages.schema import Leaf, show_key
+from rlbuf_td.storages.tensordict_fast import folded
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 
 NO_LOOPS = "episodes are looked up with torch"  # why a wrapper has no reading
@@ -78,7 +77,6 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):
         self.sampler = sampler
         self.innermost = sampler if self._inner is None else self._inner.innermost
         self.done_key, self.traj_key = as_tuple(done_key), optional_key(traj_key)
-        self._bound: tuple[TensorDictBase, Any] | None = None
         self._is_prioritized = isinstance(self.innermost, PrioritizedSampler)
         self.report_keys = reported_by(sampler) | type(self).report_keys
 
@@ -163,15 +161,6 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):
         """Return the result of :meth:`draw_batch` for given flat rows, ``[B]``, and their info dict."""
         read = self._reader(storage, flat)
         return flat, info, storage.gather(flat) if read is None else read(flat, None)
-
-    def _bind(self, storage: PackedStorage) -> Any:
-        """Look up columns of the storage; :meth:`_bound_to` caches the result."""
-
-    def _bound_to(self, storage: PackedStorage) -> Any:
-        columns = columns_of(storage)
-        if self._bound is None or self._bound[0] is not columns:
-            self._bound = columns, self._bind(storage)
-        return self._bound[1]
 
     def _trajectories(self, storage: PackedStorage) -> TrajectoryIndex:
         return TrajectoryIndex.of(storage, done_key=self.done_key, traj_key=self.traj_key)
@@ -276,9 +265,6 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):
             with self._set(settings):
                 self.sampler.load_state_dict(state_dict["sampler"])
 
-    def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_bound": None}
-
     def __repr__(self) -> str:
         return super().__repr__().replace("(", f"({self.sampler!r}, ", 1)
 
@@ -304,10 +290,17 @@ def draw_from(sampler: Sampler, storage: PackedStorage, batch_size: int) -> tupl
     return flat_rows(flat, storage, device_of(storage)), {**info}
 
 
-def column_of(storage: PackedStorage, key: tuple[str, ...]) -> Tensor | None:
-    """Return a column, ``[T * lanes, ...]`` (a meta tensor if it is deduplicated), or None if it is not stored."""
-    leaf = storage.deduplicated.get(key)
-    if leaf is not None:
-        return torch.empty((storage.all_rows().cells, *leaf.shape), dtype=leaf.dtype, device="meta")
-    column = leaf_of(columns_of(storage), key)
-    return column if column is None or storage.ndim == 1 else column.view(-1, *column.shape[storage.ndim :])
+def leaf_stored(storage: PackedStorage, key: tuple[str, ...]) -> Leaf | None:
+    """Return the dtype and the shape of a key in each row, or None if it is not stored."""
+    layout = storage.all_rows().layout
+    return layout.leaves[layout.places[key]] if key in layout.places else None
+
+
+def summable(storage: PackedStorage, key: tuple[str, ...], what: str) -> Leaf:
+    """Return the dtype and the shape of the rewards to sum; raise an error that names ``what`` needs them."""
+    leaf = leaf_stored(storage, key)
+    if leaf is None or key in storage.deduplicated:
+        raise KeyError(f"{what} need {show_key(key)}, which is not stored")
+    if not leaf.dtype.is_floating_point:
+        raise TypeError(f"rewards to sum must be floating point numbers, got {leaf.dtype}")
+    return leaf

@@ -59,6 +59,11 @@ def whole(least: int) -> Callable[[str, Any], int]:
     return check
 
 
+def optional(check: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
+    """Return a check that also accepts None."""
+    return lambda name, value: None if value is None else check(name, value)
+
+
 def saved_number(name: str, value: Any, least: int, most: int) -> int:
     """Return a number of a saved state; raise a ValueError unless it is an int from ``least`` to ``most``."""
     if type(value) is not int or not least <= value <= most:

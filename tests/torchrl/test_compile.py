@@ -27,7 +27,7 @@ from rlbuf_td.kernels import sum_tree
 from rlbuf_td.kernels.episodes import Lanes, Spans, build_, spans
 from rlbuf_td.kernels.rank_order import SortedOrder, rank_law
 from rlbuf_td.kernels.sum_tree import SumTree
-from rlbuf_td.kernels.wrappers import Law, choose_goals, sums_ahead
+from rlbuf_td.kernels.wrappers import Law, choose_goals, n_step_sums, windows
 from tests.catalogue import SAMPLERS
 from tests.catalogue import numbered_rows as data
 from tests.kernels.invariants import check_tree
@@ -117,7 +117,9 @@ def test_goals_and_n_step_sums_compile_once_while_the_buffer_fills():
 
     def step(of: Lanes, rows: Tensor, uniform: Tensor, reward: Tensor, live: Any) -> Any:
         episodes = OneLane(of)
-        return choose_goals(episodes, rows, uniform, law, live), sums_ahead(episodes, rows, reward, 3, 0.9)
+        window, ahead = windows(episodes, rows, 3)
+        sums = n_step_sums(reward[window], torch.zeros_like(window, dtype=torch.bool), ahead, 0.9)
+        return choose_goals(episodes, rows, uniform, law, live), sums
 
     compiled, generator = whole(step), torch.Generator().manual_seed(0)
     end = torch.rand(1_000, 1, generator=generator) < 0.1

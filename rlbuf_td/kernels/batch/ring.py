@@ -30,14 +30,17 @@ UPDATE = np.dtype(
     + [("eps", np.float64), ("first", np.float64)]
 )
 
-#: For ``count`` windows of ``burn_in + length`` rows; ``shifts`` is 1 if windows may begin earlier. ``bounds`` points
-#: to scratch memory, ``[count, 2]`` int64, for the places of the first and the last row of the trajectory in each
-#: window, and ``flags`` to the leaf numbers and sizes of the flags "is_init", truncated and done, ``[3, 2]`` int64; a
-#: size of 0 means that a flag is not stored. ``across`` is 1 if windows go on across the ends of episodes, and
-#: ``adds_init`` if the rows then have no flag "is_init". ``own`` is the place of the masks among the targets.
+#: For ``count`` windows of ``burn_in + length`` rows; ``shifts`` is 1 if windows may begin earlier, ``across`` if they
+#: go on across the ends of episodes, and ``adds_init`` if the rows then have no flag "is_init". ``bounds`` points to
+#: scratch memory, ``[count, 2]`` int64, for the places of the first and the last row of the trajectory in each window,
+#: and ``flags`` to the numbers of targets and the sizes of the flags "is_init", truncated and done, ``[3, 2]`` int64; a
+#: size of 0 means that a flag is not stored. The other fields are numbers of targets.
 WINDOWS = np.dtype([
     (name, np.int64)
-    for name in ("count", "length", "burn_in", "shifts", "bounds", "flags", "across", "adds_init", "own")
+    for name in (
+        *("count", "length", "burn_in", "shifts", "across", "adds_init", "bounds", "flags"),
+        *("mask", "burn_in_mask", "anchor_index"),
+    )
 ])  # fmt: skip
 
 #: The kinds of leaves in an n-step transition: of the first row, of the last row, and sums.

@@ -79,17 +79,6 @@ def n_step_sums(reward: Tensor, end: Tensor, ahead: Tensor, gamma: float) -> tup
     return terms.cumsum(1)[:, -1].to(reward.dtype), counts.sum(1)
 
 
-def sums_ahead(episodes: Stored, rows: Tensor, reward: Tensor, n: int, gamma: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return each row's discounted sum of up to ``n`` rewards, their number, and the row of the last reward.
-
-    A sum ends with the row's trajectory. ``reward`` holds the rewards of all stored rows.
-    """
-    window, ahead = windows(episodes, rows, n)
-    end = torch.zeros_like(window, dtype=torch.bool)
-    total, taken = n_step_sums(reward[window], end, ahead, gamma)
-    return total, taken, window.gather(1, taken[:, None] - 1)[:, 0]
-
-
 def reduced(td_error: Tensor, mask: Tensor, burn_in_mask: Tensor, window: int, eta: float) -> Tensor:
     """Return ``eta * max + (1 - eta) * mean`` of the magnitudes in each window, ``[B]``, in the errors' dtype.
 
@@ -136,9 +125,3 @@ def put_values_(target: Tensor, values: Tensor, mask: Tensor) -> int:
             return int(bad[0, 0])
     target.copy_(torch.where(where, values, target))
     return -1
-
-
-def put_rows_(target: Tensor, column: Tensor, rows: Tensor, mask: Tensor) -> None:
-    """Copy ``column[rows[i]]`` to ``target[i]`` where ``mask[i]`` is True."""
-    where = mask.view(-1, *[1] * (target.ndim - 1))
-    target.copy_(torch.where(where, column.index_select(0, rows), target))

@@ -111,14 +111,6 @@ def put_sum(target, rewards, cell, step, cells, count, gamma):
         store(target, np.float32(total), np.float32)
 
 
-class Lengths(NamedTuple):
-    """The lengths of windows; the names are those of a ``WINDOWS`` record."""
-
-    length: int
-    burn_in: int
-    across: int
-
-
 @kernel
 def n_step(episodes, address, flat, targets, steps, live):
     """Gather n-step transitions."""
@@ -247,45 +239,45 @@ def relabel(episodes, address, targets, relabeled, drawn, uniform, count, law, l
 
 
 @inlined
-def _back(of, windows, lane, t):
+def _back(of, across, lane, t):
     """Return the number of rows before step ``t`` of a lane that a window may have: of its trajectory, or its lane."""
-    return rows_before(of, lane, t) if windows.across else steps_back(of, lane, t)
+    return rows_before(of, lane, t) if across else steps_back(of, lane, t)
 
 
 @inlined
-def _ahead(of, windows, lane, t):
+def _ahead(of, across, lane, t):
     """Return the number of rows after step ``t`` of a lane that a window may have."""
-    return rows_after(of, lane, t) if windows.across else steps_ahead(of, lane, t)
+    return rows_after(of, lane, t) if across else steps_ahead(of, lane, t)
 
 
 @kernel
-def replace_short(episodes, windows: Lengths, anchors, count, live, others, order, weight, other_weight):
+def replace_short(episodes, length, burn_in, across, anchors, count, live, others, order, weight, other_weight):
     """Replace each anchor whose window does not fit; return how many windows do not fit then, -1 if a row is not live.
 
-    Anchor ``i``, at address ``anchors``, is replaced by row ``order[i]`` of those at ``others``, and its weight
-    likewise; 0 for ``order`` only counts, and 0 for ``weight`` means that there are no weights.
+    Anchor ``i``, at address ``anchors``, is replaced by row ``order[i]`` of those at ``others``, and its weight too;
+    0 for ``order`` only counts, and 0 for ``weight`` means that there are no weights.
     """
     of, short = numbers_at(episodes), 0
     anchor = carray(pointer(anchors), count, np.int64)
     for i in range(count):
         if anchor[i] < 0 or anchor[i] >= live:
             return -1
-        if order and not _fits(of, windows, anchor[i]):
+        if order and not _fits(of, length, burn_in, across, anchor[i]):
             other = load(order + 8 * i, np.int64)
             anchor[i] = load(others + 8 * other, np.int64)
             if anchor[i] < 0 or anchor[i] >= live:
                 return -1
             if weight:
                 store(weight + 4 * i, load(other_weight + 4 * other, np.float32), np.float32)
-        short += not _fits(of, windows, anchor[i])
+        short += not _fits(of, length, burn_in, across, anchor[i])
     return short
 
 
 @inlined
-def _fits(of, windows, anchor):
+def _fits(of, length, burn_in, across, anchor):
     t, lane = split(anchor, of.lanes)
-    has_burn_in = windows.burn_in == 0 or _back(of, windows, lane, t) >= windows.burn_in
-    return has_burn_in and _ahead(of, windows, lane, t) >= windows.length - 1
+    has_burn_in = burn_in == 0 or _back(of, across, lane, t) >= burn_in
+    return has_burn_in and _ahead(of, across, lane, t) >= length - 1
 
 
 @inlined
@@ -306,15 +298,15 @@ def expand(episodes, windows, anchors, flat, targets, lanes, live):
     if not are_written(anchor, live):
         return False
     bounds = carray(pointer(windows.bounds), (count, 2), np.int64)
-    own = targets + 8 * windows.own
-    mask, burn_in_mask, index = load(own, np.int64), load(own + 8, np.int64), load(own + 16, np.int64)
+    mask, burn_in_mask = load(targets + 8 * windows.mask, np.int64), load(targets + 8 * windows.burn_in_mask, np.int64)
+    index = load(targets + 8 * windows.anchor_index, np.int64)
     for i in range(min(_SOON, count)):
         expect(of, anchor[i])
     for i in range(count):
         if i + _SOON < count:
             expect(of, anchor[i + _SOON])
         t, lane = split(anchor[i], of.lanes)
-        back, ahead = _back(of, windows, lane, t), _ahead(of, windows, lane, t)
+        back, ahead = _back(of, windows.across, lane, t), _ahead(of, windows.across, lane, t)
         shift = min(max(0, length - 1 - ahead), back) if windows.shifts else 0
         first, past = burn_in - min(back - shift, burn_in), burn_in + min(ahead + shift, length - 1)
         bounds[i, 0], bounds[i, 1] = first, past
