@@ -414,7 +414,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
             MemoryError: the rows are larger than RAM.
             OSError: the disk of ``scratch_dir`` has too little free space.
 
-        Cost: about 1.5 times as long as only reading with Minari (``python -m tests.benchmarks.minari_speed``).
+        Cost: about 1.5 times as long as only reading with Minari.
 
         Example:
             >>> from rlbuf_td import ReplayBuffer

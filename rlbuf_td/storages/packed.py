@@ -118,7 +118,7 @@ class PackedStorage(LazyTensorStorage):
     :class:`RingWriter`, also its count of writes, and keeps its priorities in a file, ``priorities.bin``. Rows that are
     not in this file get the priority of new rows, with a warning. The second file takes 16 bytes per row, priorities 16
     bytes per row. Reopening is O(1), with priorities O(N); the first look-up of trajectories reads the flags of all
-    rows. ``python -m tests.benchmarks.reopening`` measures these times.
+    rows.
 
     A pickled or deep copy has its own rows, in RAM if the original's rows are in a file. A CPU storage that is sent to
     a spawned process shares its rows with that process.

@@ -12,7 +12,7 @@ import torch
 from torchrl.data.replay_buffers import RandomSampler
 
 from rlbuf_td.cli import demo
-from tests.benchmarks import bench, breaks, cases, device, learning_curves, memory, options, reopening, timing, train
+from tests.benchmarks import bench, breaks, cases, device, learning_curves, memory, options, timing, train
 from tests.benchmarks.contenders import Ours, TorchRL, available
 
 pytestmark = pytest.mark.slow
@@ -25,24 +25,6 @@ def test_rows_that_share_observations_are_measured(capsys: pytest.CaptureFixture
         measured = {name: float(ratio) for name, ratio in found[case]}
         assert measured.keys() == {"memory", "sample", "extend", "add"}
         assert measured["memory"] <= most
-
-
-def test_loading_a_minari_set_is_measured(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("h5py", reason="needs the extra minari")
-    pytest.importorskip("minari", reason="needs the extra minari")
-    from tests.benchmarks import minari_speed
-
-    monkeypatch.setenv("MINARI_DATASETS_PATH", "")  # which the script replaces
-    assert minari_speed.main(["--rows", "20000", "--rounds", "2"]) > 0
-    assert capsys.readouterr().out.startswith("20,000 rows in episodes of 1,000, 3 MiB")
-
-
-@pytest.mark.filterwarnings("ignore:the rows were reopened without their priorities")
-def test_reopening_and_its_writes_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    reopening.main(["--rows", "3000", "--rounds", "2"])
-    printed = capsys.readouterr().out
-    assert len(re.findall(r"add [\d.]+ us, extend [\d.]+ us", printed)) == 3
-    assert printed.count("reopening 3,000 rows") == 3
 
 
 SIZES = ["--rows", "1000", "--batch", "128", "--rounds", "2"]
