@@ -11,8 +11,7 @@ import pytest
 import torch
 from torchrl.data.replay_buffers import RandomSampler
 
-from rlbuf_td.cli import demo
-from tests.benchmarks import bench, breaks, cases, device, learning_curves, memory, options, timing, train
+from tests.benchmarks import bench, breaks, cases, device, memory, options, timing, train
 from tests.benchmarks.contenders import Ours, TorchRL, available
 
 pytestmark = pytest.mark.slow
@@ -65,12 +64,6 @@ def test_training_scripts_are_timed_and_sac_learns_the_same_weights(capsys):
     lines = {line.split()[1]: line for line in capsys.readouterr().out.splitlines() if "%" in line}
     assert set(lines) == set(train.SCRIPTS)
     assert "equal" in lines["sac"]
-
-
-def test_learning_curves_are_drawn(tmp_path, monkeypatch):
-    monkeypatch.setattr(demo, "UPDATES", 1)
-    learning_curves.main(["--steps", "1280", "--seeds", "2", "--out", str(tmp_path / "curves.png")])
-    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("case", device.TIMINGS)

@@ -35,7 +35,6 @@ from torchrl.objectives.value import GAE
 
 from rlbuf_td import PackedStorage, ProportionalSampler, ReplayBuffer, RolloutBuffer
 from rlbuf_td.cli import demo, whole_number
-from rlbuf_td.cli.demo import whole_batches
 from tests.benchmarks.timing import OURS, one_thread
 
 SIDES = (OURS, "TorchRL")
@@ -193,7 +192,7 @@ def train_ppo(side: str, clock: Clock, steps: int) -> torch.nn.Module:
 
 def collect(env: EnvBase, policy: Any, frames: int, steps: int) -> Collector:
     """Return a TorchRL collector; the number of ``steps`` is rounded up to a multiple of ``frames``."""
-    frames_of = {"frames_per_batch": frames, "total_frames": whole_batches(steps, frames)}
+    frames_of = {"frames_per_batch": frames, "total_frames": -(-steps // frames) * frames}
     return Collector(env, policy, **frames_of, auto_register_policy_transforms=False)
 
 
