@@ -22,7 +22,6 @@ from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.storages import PackedStorage, SchemaError
 from rlbuf_td.storages.indexing import device_of, flat_rows, merge_, row_count
 from rlbuf_td.storages.keys import as_tuple
-from rlbuf_td.storages.ring import SAMPLED_AT
 from rlbuf_td.storages.schema import kind, show_key
 from rlbuf_td.storages.torchrl_parts import columns_of
 
@@ -167,11 +166,11 @@ def own_errors(member: ReplayBuffer, batch: TensorDictBase, is_own: Tensor) -> t
     """
     parts = member.parts
     batch = without_lane(member, batch.copy() if parts.wrapper is None else batch[is_own])
-    index, td_error = parts.errors_of(batch, member.priority_key)
+    index, td_error, stamp = parts.errors_of(batch, batch.ndim, member.priority_key)
     if parts.wrapper is None:
         index = torch.where(is_own[:, None] if index.ndim > 1 else is_own, index, -1)
         td_error = torch.where(is_own, td_error, 0)
-    return index, td_error, batch.get(SAMPLED_AT, None)
+    return index, td_error, stamp
 
 
 def refuse_update(member: ReplayBuffer, index: Tensor, td_error: Tensor, stamp: Tensor | None) -> None:

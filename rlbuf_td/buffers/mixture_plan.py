@@ -83,11 +83,12 @@ class MixturePlan:
         with plan.storage.lock:
             if not plan.holds():
                 raise RuntimeError(f"another thread has changed member {[*self.buffers][number]!r}: sample again")
+            live = plan.ring.numbered()
             flat, info = plan.draw(count)
             rows = slice(begin, begin + len(flat))
             self._point_to(slot, begin)
             reading.limit(len(flat))
-            plan.read(reading, self.slots, slot._replace(targets=self.targets.ctypes.data), flat)
+            plan.read(reading, self.slots, slot._replace(targets=self.targets.ctypes.data), flat, live)
             if not self.has_lanes:
                 report["index"][rows] = flat
             report["source"][rows] = number
@@ -95,7 +96,7 @@ class MixturePlan:
             if self.is_weighted:
                 report[_WEIGHT][rows] = 1.0 if weight is None else weight
             drawn = None if weight is None else report[_WEIGHT]
-            member.last_draw = LastDraw(report["index"], drawn, plan.ring.newest, rows)
+            member.last_draw = LastDraw(report["index"], drawn, plan.ring.numbers[plan.ring.lanes], rows)
             if member.replay_count is not None:
                 member.replay_count.count_(report["index"][rows])
             own = None if weight is None else {"index": report["index"][rows], _WEIGHT: weight}

@@ -17,6 +17,7 @@ from rlbuf_td.storages.checks import OUT_OF_ORDER, whole
 from rlbuf_td.storages.episodes import TRAJ_KEY
 from rlbuf_td.storages.indexing import by_row
 from rlbuf_td.storages.keys import as_tuple
+from rlbuf_td.storages.ring import SAMPLED_AT
 from rlbuf_td.storages.tensordict_fast import entries_of
 from rlbuf_td.writers import RingWriter
 from rlbuf_td.writers.common import TimeWriter, keeps_order
@@ -87,19 +88,24 @@ class Parts(NamedTuple):
             return "cannot be combined with track_generations, which counts whole time steps"
         return ""
 
-    def errors_of(self, data: TensorDictBase, key: NestedKey) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the index of the rows whose priorities a batch updates, and one TD error for each row."""
+    def errors_of(
+        self, data: TensorDictBase, dims: int, key: NestedKey
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return the index of the rows whose priorities a batch updates, one TD error for each row, and its stamps.
+
+        ``dims`` is the number of the batch dims of ``data``, whose stamps are as they are there.
+        """
         entries, sampler = entries_of(data), self.prioritized
         td_error = entries.get(key) if type(key) is str else data.get(key, None)
         index = entries.get("index")
         if td_error is None or index is None or sampler is None:
             refuse_missing(key if td_error is None else "index")
-        is_plain = (
-            data.ndim == 1 and type(td_error) is torch.Tensor and td_error.ndim == 1 and not td_error.requires_grad
-        )
+        is_plain = dims == 1 and type(td_error) is torch.Tensor and td_error.ndim == 1 and not td_error.requires_grad
         if not is_plain or index.ndim != 1 + (self.storage.ndim > 1) or td_error.is_neg():
-            td_error, index = by_row(td_error, index, data.ndim, self.storage, sampler.reduction)
-        return (index, td_error) if self.wrapper is None else self.wrapper.anchored(data, index, td_error)
+            td_error, index = by_row(td_error, index, dims, self.storage, sampler.reduction)
+        if self.wrapper is not None:
+            index, td_error = self.wrapper.anchored(data, index, td_error)
+        return index, td_error, entries.get(SAMPLED_AT)
 
 
 def has_own(sampler: Sampler, method: str, *empty: Any) -> bool:

@@ -30,6 +30,7 @@ from rlbuf_td.samplers.wrapper import SamplerWrapper, draw_from, reading_of
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.indexing import coordinates, merge_, refuse_unwritten
 from rlbuf_td.storages.ring import SAMPLED_AT
+from rlbuf_td.storages.tensordict_fast import set_entries_
 
 Drawn: TypeAlias = tuple[Any, dict[Any, Any]]  # a batch, and the sampler's report, which it contains
 _MOST_SIZES = 8  # numbers of drawn rows for which a plan keeps memory
@@ -56,7 +57,7 @@ class Plan(ABC):
             not self.is_busy
             and self.storage.rows is rows
             and (not self.place or rows.flat.data_ptr() == self.place)  # type: ignore[union-attr]
-            and self.storage.ring is ring
+            and self.storage._ring is ring
             and ring.address == self.serials
             and ring.in_order is self.is_in_order
             and in_dispatch_mode() == self.mode
@@ -140,9 +141,10 @@ class _Memory(NamedTuple):
 class CompiledPlan(Plan):
     """Lets a reading gather the drawn rows; with lanes, the index in the report is ``[B, 2]``, as in the batch.
 
-    A sampler can have a method ``draw_into(storage, flat, report, scratch)``, the form of ``draw`` for memory on the
-    CPU: it writes the rows to ``flat``, ``[B]``, and its :attr:`drawn_entries` to the tensors in ``report``. New
-    tensors would take a fourth of the time of a batch, because a learner's step evicts torch's code from the caches.
+    A sampler can have a method ``draw_into(storage, live, flat, report, scratch)``, the form of ``draw`` for memory on
+    the CPU: it writes the rows to ``flat``, ``[B]``, and its :attr:`drawn_entries` to the tensors in ``report``;
+    ``live`` is :meth:`Ring.numbered`. New tensors would take a fourth of the time of a batch, because a learner's step
+    evicts torch's code from the caches.
     """
 
     def __init__(self, storage: PackedStorage, sampler: Any, reading: Reading, count: int) -> None:
@@ -157,6 +159,9 @@ class CompiledPlan(Plan):
 
     def sample(self, size: int) -> Drawn:
         """See :class:`Plan`."""
+        if not self.is_in_order:
+            refuse_disorder(self.sampler, self.storage)
+        live = self.ring.numbered()
         if self.draw_into is None:
             drawn, report = self.draw(size)
             count = drawn.shape[0]
@@ -165,27 +170,24 @@ class CompiledPlan(Plan):
             flat = slot.report["index"] if memory.rows is None else memory.rows
             flat.copy_(drawn)  # a user's sampler may keep its tensor, and fill it again
         else:
-            if not self.is_in_order:
-                refuse_disorder(self.sampler, self.storage)
             memory = self.memories[self.count]
             slot, report = memory.slots.take(), memory.report
             flat = slot.report["index"] if memory.rows is None else memory.rows
-            self.draw_into(self.storage, flat, report or slot.report, memory.scratch)
-        self.read(memory.reading, memory.slots, slot, flat)
+            self.draw_into(self.storage, live, flat, report or slot.report, memory.scratch)
+        self.read(memory.reading, memory.slots, slot, flat, live)
         if report:
             window = memory.reading.window
             report = {name: value.repeat_interleave(window, 0) for name, value in report.items()} | slot.report
+            merge_(slot.batch, report)
         else:
             report = slot.report
-        merge_(slot.batch, report)
+            set_entries_(slot.batch, report)
         if self.wrapper is not None and not self.wrapper.has_checked_order:
             self.wrapper.warn_if_interleaved(self.storage)
         return slot.batch, report
 
     def draw(self, size: int) -> tuple[Tensor, dict[Any, Any]]:
         """Draw the rows of a batch; return flat rows, ``[B]``, and the entries that the sampler adds."""
-        if not self.is_in_order:
-            refuse_disorder(self.sampler, self.storage)
         flat, info = rows_drawn(self.sampler, self.draws(self.storage, size))
         if info and self.wrapper is None:
             self.refuse_unknown(info)
@@ -193,15 +195,15 @@ class CompiledPlan(Plan):
         address_of(flat)  # raises an error if the rows have no memory
         return flat, info
 
-    def read(self, reading: Reading, slots: BatchSlots, slot: BatchSlot, flat: Tensor) -> None:
+    def read(self, reading: Reading, slots: BatchSlots, slot: BatchSlot, flat: Tensor, live: tuple[int, bool]) -> None:
         """Fill a batch; raise an IndexError if a row that was drawn has not been written."""
-        live, are_cells = self.ring.numbered()
+        rows, are_cells = live
         if not are_cells:
-            live = self.ring.longest * self.ring.lanes
+            rows = self.ring.longest * self.ring.lanes
             self.storage.refuse_holes(flat)
         self.is_busy = True
         try:
-            if not reading(slots, slot, flat, flat, live):
+            if not reading(slots, slot, flat, flat, rows):
                 refuse_unwritten(flat, self.storage)
         finally:
             self.is_busy = False

@@ -738,7 +738,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
     @property
     def _returns_as_drawn(self) -> bool:
         """Whether batches are returned as drawn: not transformed, pinned, copied, or of another class."""
-        is_moved, parts = self._pin_memory or self._copies_batches, self.parts
+        is_moved, parts = self._pin_memory or (self.batch_device is not None and self._copies_batches), self.parts
         if is_moved or self._service_shutdown or torchrl_parts.modules_of(parts.transforms):
             return False
         return not (parts.is_general or parts.gives_windows) and parts.storage.row_class is None
@@ -785,7 +785,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
                 plan = self._plan(size)
             batch, report = plan.sample(size)
             index = report["index"]
-            self.last_draw = LastDraw(index, report.get("priority_weight"), plan.ring.newest)
+            self.last_draw = LastDraw(index, report.get("priority_weight"), plan.ring.numbers[plan.ring.lanes])
             if self.replay_count is not None:
                 self.replay_count.count_(index)
             if is_returned:
@@ -1000,7 +1000,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
         if self.parts is None or self._service_shutdown:
             self._refuse_shut_down()
             self._initialize()
-        parts, rows, transforms = self.parts, self._storage.rows, len(self.parts.transforms)
+        parts, rows, transforms = self.parts, self._storage.rows, torchrl_parts.modules_of(self.parts.transforms)
         is_plain = type(data) is TensorDict and rows is not None and len(entries_of(data)) == len(rows.layout.names)
         if not is_plain or transforms:
             data = writing.without_report(data)
@@ -1397,12 +1397,12 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
             if has_own(parts.sampler, "update_priority", *nothing):
                 super().update_tensordict_priority(data)
             return None
-        index, td_error = parts.errors_of(data, self.priority_key)
-        stamp = entries_of(data).get(SAMPLED_AT)
-        if self._copies_batches:
+        dims = data.ndim
+        index, td_error, stamp = parts.errors_of(data, dims, self.priority_key)
+        if self.batch_device is not None and self._copies_batches:
             index, td_error, stamp = index.cpu(), td_error.cpu(), None if stamp is None else stamp.cpu()
-        if stamp is not None and data.ndim != 1:
-            stamp = first_of_row(stamp, data.ndim, inner_dims(parts.storage, data.ndim))
+        if stamp is not None and dims != 1:
+            stamp = first_of_row(stamp, dims, inner_dims(parts.storage, dims))
         self._update_sampled(index, td_error, stamp)
 
     def _update_sampled(self, index: torch.Tensor, td_error: torch.Tensor, stamp: torch.Tensor | None) -> None:

@@ -122,7 +122,7 @@ def restore(
     if moved is not None and priorities is not None and rb.parts.prioritized is not None:
         (since, to), (magnitude, largest), own = moved, priorities, rb.parts.prioritized.priorities
         known = magnitude[since] >= 0
-        own.assign(to[known], magnitude[since][known], None, rb.storage, counts=False)
+        own.assign(to[known], magnitude[since][known], rb.storage, counts=False)
         own.largest = largest
     if rb.replay_count is not None:
         rb.replay_count.restore(state.get("_replays") if is_exact else None)

@@ -45,7 +45,7 @@ class LastDraw(NamedTuple):
 
     batch_index: Any
     batch_weight: torch.Tensor | None
-    newest: int  # the newest time step at the draw; -1: unknown
+    written: int  # the serial of the next row of the first lane at the draw
     rows: slice = slice(None)  # those of a mixture's member
 
     @property
@@ -155,12 +155,12 @@ def ages(storage: Storage, writer: Writer, last_draw: LastDraw) -> torch.Tensor 
     """Return the ages of the drawn rows, ``[B]`` time steps; ``None`` if the writer does not write in time order."""
     if not isinstance(writer, RoundRobinWriter) or not len(storage):
         return None
-    flat, newest = rows_of(last_draw.index, storage), last_draw.newest
+    flat = rows_of(last_draw.index, storage)
     lanes = lanes_of(storage).numel()
     steps = storage.max_size // lanes
     if stand_apart(storage):
         return storage.ring.reach(flat)[1]
-    return (newest - flat // lanes) % steps
+    return (last_draw.written - 1 - flat // lanes) % steps
 
 
 def probabilities(storage: Storage, sampler: Sampler) -> torch.Tensor | None:

@@ -99,6 +99,6 @@ def extend_by(buffer: ReplayBuffer, dumps: Sequence[tuple[str, int]], first: int
             if prioritized is not None:
                 cells = (part[:, None] * ring.lanes + torch.arange(ring.lanes, device="cpu")).flatten()
                 magnitude = state["priorities"]["magnitude"][cells]
-                prioritized.priorities.assign(index, magnitude, None, buffer.storage, counts=False)
+                prioritized.priorities.assign(index, magnitude, buffer.storage, counts=False)
         if prioritized is not None:
             prioritized.priorities.largest = max(prioritized.priorities.largest, float(state["largest"]))

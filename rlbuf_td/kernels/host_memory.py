@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from functools import cache, partial
-from operator import add, ge, mul
+from operator import add, ge, is_, mul
 from typing import Any, TypeAlias
 
 import torch
@@ -54,10 +54,10 @@ class HostTensors:
         """Return the address of each tensor, or None if compiled code cannot read them.
 
         Compiled code can read a tensor on the CPU of the expected dtype and shape, of class ``Tensor`` itself, that is
-        contiguous, not lazily negated, and whose memory has not been freed or shrunk. Under ``torch.compile``, it can
-        read none: a graph frees a tensor that it does not need any more, although its address is still used.
+        contiguous, not lazily negated, and whose memory has not been freed or shrunk. The call must not be traced by
+        ``torch.compile``: a graph frees a tensor that it does not need any more, although its address is still used.
         """
-        if torch.compiler.is_compiling() or len(tensors) != len(self._entries):
+        if len(tensors) != len(self._entries):
             return None
         try:
             if not self._are_like_before(*tensors):
@@ -86,10 +86,15 @@ def _recognizer(examples: Sequence[Tensor]) -> Callable[..., bool]:
     """
     try:
         make: Any = partial(torch._C._dynamo.guards.TensorGuards, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-        if len({*map(id, examples)}) == len(examples):
-            return make(*examples).check
-        checks = [make(each).check for each in examples]  # a check of several tensors lets none stand twice
-        return lambda *tensors: all(check(each) for check, each in zip(checks, tensors, strict=True))
+        ids = [*map(id, examples)]
+        first = [*map(ids.index, ids)]  # the place of the first of equal tensors: a check lets none stand twice
+        places = sorted({*first})
+        check = make(*map(examples.__getitem__, places)).check
+        if len(places) == len(ids):
+            return check
+        return lambda *tensors: (
+            all(map(is_, tensors, map(tensors.__getitem__, first))) and check(*map(tensors.__getitem__, places))
+        )
     except (AttributeError, TypeError):  # a version of torch without this class, or with other arguments
         return _never
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from functools import cache
 from math import gcd
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,7 +50,12 @@ def step_of(batch: int, stratified: bool) -> int:
 
 
 #: :func:`step_of`, for compiled draws; ``torch.compile`` cannot trace it.
-known_step_of = cache(step_of)
+_known_step_of = cache(step_of)
+
+
+def law_of(batch: int, stratified: bool, beta: Any, norm: str | None) -> DrawLaw:
+    """Return how a compiled loop draws; the arguments are those of :func:`rlbuf_td.kernels.sum_tree.draw`."""
+    return DrawLaw(_known_step_of(batch, stratified), float(beta), NORMS[norm])
 
 
 def masses(uniform: Tensor, total: Tensor, stratified: bool) -> Tensor:

@@ -219,6 +219,7 @@ class FreshRowsSampler(SamplerWrapper):
         self,
         fill: Callable[..., None],
         storage: PackedStorage,
+        live: tuple[int, bool],
         flat: Tensor,
         report: dict[str, Tensor],
         scratch: Tensor,
@@ -231,7 +232,7 @@ class FreshRowsSampler(SamplerWrapper):
             if weight is not None:
                 weight.copy_(info["priority_weight"])
             return
-        fill(storage, flat, report, scratch)
+        fill(storage, live, flat, report, scratch)
         first = None if weight is None else flat[:1].clone()
         count = self.queue.take(storage, flat, min(self.fresh, flat.shape[0]))
         if count and weight is not None:

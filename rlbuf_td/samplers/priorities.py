@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import nullcontext
 from ctypes import addressof
 from multiprocessing.context import get_spawning_popen
 from typing import Any, ClassVar, NamedTuple
@@ -18,7 +17,7 @@ from torchrl.data.replay_buffers import Storage
 from rlbuf_td.kernels.batch import UPDATE
 from rlbuf_td.kernels.dispatch import backend_of, compiled_form, record_of, uses_numba
 from rlbuf_td.kernels.host_memory import HostTensors, address_of, outside_inference_mode
-from rlbuf_td.kernels.strata import LEAST_RATIO, MOST_RATIO
+from rlbuf_td.kernels.strata import LEAST_RATIO, MOST_RATIO, DrawLaw
 from rlbuf_td.kernels.sum_tree import LARGEST as LARGEST_WEIGHT
 from rlbuf_td.kernels.sum_tree import REFUSED
 from rlbuf_td.samplers.common import OneStorage, as_errors, refuse_priorities
@@ -26,7 +25,7 @@ from rlbuf_td.samplers.priority_file import PriorityFile
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.indexing import device_of, flat_rows, row_count, written_rows
 from rlbuf_td.storages.numbers import SharedNumbers
-from rlbuf_td.storages.ring import refuse_stamps
+from rlbuf_td.storages.ring import Ring, refuse_stamps
 
 ALPHA, BETA, LARGEST, WEIGHED = range(4)  # indices of the shared settings; WEIGHED: the alpha of the stored weights
 
@@ -37,7 +36,6 @@ class PriorityRule(ABC):
     table: Any  # the data structure of all rows; its ``magnitude`` is ``|td_error|``, -1 for rows without a priority
     blank: ClassVar[dict[str, float]]  # the table's tensors in checkpoints, and their values without a priority
     min_priority = 0.0  # the lower bound of magnitudes
-    lock: Any = nullcontext()  # held around compiled loops
     weighs_rows = False  # whether the table holds a weight of each row, which depends on alpha
     first = property(lambda self: max(1.0, self.min_priority), doc="Magnitude of new rows before any TD error.")
 
@@ -49,13 +47,12 @@ class PriorityRule(ABC):
         """Create an empty table for the priorities of ``capacity`` rows."""
 
     @abstractmethod
-    def draw(
-        self, uniform: Tensor, rows: int, stratified: bool, norm: str | None, out: tuple[Tensor, Tensor] | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Return drawn rows and importance weights, both ``[B]``; RuntimeError (on the CPU) if no row can be drawn.
+    def draw(self, uniform: Tensor, rows: int, stratified: bool, norm: str | None) -> tuple[Tensor, Tensor]:
+        """Return drawn rows and importance weights, both ``[B]``; RuntimeError (on the CPU) if no row can be drawn."""
 
-        Compiled loops write to ``out`` if it is given.
-        """
+    @abstractmethod
+    def draw_into(self, uniform: Tensor, flat: Tensor, weight: Tensor, law: DrawLaw, rows: int) -> None:
+        """Write what :meth:`draw` returns to ``flat`` and ``weight``, in host memory."""
 
     @abstractmethod
     def probability(self, flat: Tensor) -> Tensor:
@@ -176,26 +173,38 @@ class Priorities:
 
     @torch.compiler.disable(reason="an update on the CPU checks its input, and changes numbers that no graph knows")
     def assign(
-        self, index: Any, priority: Any, rows: int | None, storage: Any, *, counts: bool, stamp: Tensor | None = None
+        self, index: Any, priority: Any, storage: Any, *, counts: bool, stamp: Tensor | None = None
     ) -> int | Tensor:
-        """Set the priorities of rows below ``rows`` from TD errors; if ``counts``, these can increase ``largest``.
+        """Set the priorities of rows from TD errors; if ``counts``, these can increase ``largest``.
 
-        Rows that are gone since they got their ``stamp``, ``[B]``, are skipped. Return the number of these rows.
+        If ``counts`` and the storage is given, the rows must have been written; otherwise, they may be new. Rows that
+        are gone since they got their ``stamp``, ``[B]``, are skipped. Return the number of these rows.
         """
-        if storage is not None and (storage.max_size > self.capacity or self.serves.storage is not storage):
+        if storage is not None and (storage.max_size > self.capacity or self.serves._storage() is not storage):
             self.move_to(storage)
         self.rule.refresh_weights()
-        rows = self.capacity if rows is None else rows
-        has_holes = counts and storage is not None and row_count(storage) < len(storage)
+        rows, has_holes, ring = self.capacity, False, getattr(storage, "ring", None)
+        if counts and storage is not None:
+            live, are_cells = (len(storage), True) if ring is None else ring.numbered()
+            rows = live if are_cells else len(storage)
+            has_holes = live < rows
         given = (index, priority) if stamp is None else (index, priority, stamp)
         is_ready = storage is not None and not has_holes and not self.rule.min_priority
         addresses = self._inputs.addresses(given) if is_ready else None
         if addresses is not None:
-            return self._update(given, addresses, rows, storage, counts)
-        return self._convert_and_update(index, priority, stamp, rows, storage, counts, has_holes)
+            return self._update(given, addresses, rows, storage, ring, counts)
+        return self._convert_and_update(index, priority, stamp, rows, storage, ring, counts, has_holes)
 
     def _convert_and_update(
-        self, index: Any, priority: Any, stamp: Tensor | None, rows: int, storage: Any, counts: bool, has_holes: bool
+        self,
+        index: Any,
+        priority: Any,
+        stamp: Tensor | None,
+        rows: int,
+        storage: Any,
+        ring: Ring | None,
+        counts: bool,
+        has_holes: bool,
     ) -> int | Tensor:
         """Check and convert the arguments of an update, and update; return the number of rows that are gone.
 
@@ -203,7 +212,7 @@ class Priorities:
         torch form, and rows some of which may be holes, need flat rows, with -1 in place of those that are gone.
         """
         is_compiled = uses_numba(self.device) and compiled_form(self.rule, "update_loop") is not None
-        by_lane = is_compiled and not has_holes and getattr(storage, "ring", None) is not None and storage.ndim == 2
+        by_lane = is_compiled and not has_holes and ring is not None and storage.ndim == 2
         if not (by_lane and _are_pairs(index, self.device)):
             index = flat_rows(index, storage, self.device)
         td_error = self.rule.floored(as_errors(priority, len(index), self.device))
@@ -223,15 +232,16 @@ class Priorities:
             return stale
         given = (index.contiguous(), td_error) if stamp is None else (index.contiguous(), td_error, stamp)
         self._inputs = HostTensors([(each.dtype, each.shape) for each in given])
-        return stale + self._update(given, [*map(address_of, given)], rows, storage, counts)
+        return stale + self._update(given, [*map(address_of, given)], rows, storage, ring, counts)
 
-    def _update(self, given: Any, addresses: list[int], rows: int, storage: Any, counts: bool) -> int:
+    def _update(
+        self, given: Any, addresses: list[int], rows: int, storage: Any, ring: Ring | None, counts: bool
+    ) -> int:
         """Update with compiled code; ``given``: the index, TD errors and, optionally, a multiple of B stamps."""
         (index, td_error, *_), rule = given, self.rule
-        ring: Any = getattr(storage, "ring", None)
         count, has_stamps = td_error.shape[0], len(given) > 2
         stamps = (addresses[2], given[2].shape[0] // count) if has_stamps else (0, 1)
-        with rule.lock:
+        with rule.table.lock:
             generations = None if ring is None or ring.in_order else ring.generations
             of_ring = ring, 0 if ring is None else ring.address, 0 if generations is None else generations.data_ptr()
             of_rule = rule.table.address, rule.settings.values, getattr(rule, "eps", 0.0), rule.min_priority
@@ -262,7 +272,7 @@ class Priorities:
         initial = self.initial
         if not isinstance(initial, Tensor):  # torch.full writes on the device; torch.tensor would copy, and wait for it
             initial = torch.full((), initial, dtype=torch.float64, device=self.device)
-        self.assign(index, initial, None, storage, counts=False)
+        self.assign(index, initial, storage, counts=False)
 
     @torch.compiler.disable(reason="see `assign`")
     def enter_range(self, start: int, count: int, storage: Storage) -> None:

@@ -13,6 +13,7 @@ from torchrl.data.replay_buffers import PrioritizedSampler, Storage
 
 from rlbuf_td.kernels.dispatch import compiled_form_of
 from rlbuf_td.kernels.host_memory import alias_of
+from rlbuf_td.kernels.strata import law_of
 from rlbuf_td.samplers.common import EMPTY, fill_uniform_, setting, uniform_numbers
 from rlbuf_td.samplers.priorities import ALPHA, BETA, Priorities, PriorityRule
 from rlbuf_td.samplers.row_sampler import RowSampler
@@ -88,16 +89,19 @@ class Prioritized(RowSampler, PrioritizedSampler, Recovers):
         return flat, {"priority_weight": weight}
 
     @compiled_form_of("draw")
-    def draw_into(self, storage: PackedStorage, flat: Tensor, report: dict[str, Tensor], scratch: Tensor) -> None:
+    def draw_into(
+        self, storage: PackedStorage, live: tuple[int, bool], flat: Tensor, report: dict[str, Tensor], scratch: Tensor
+    ) -> None:
         """See :class:`~rlbuf_td.buffers.plan.CompiledPlan`."""
-        rows = storage.ring.numbered()[0]
-        if not rows:
+        if not live[0]:
             raise RuntimeError(EMPTY)
+        rule, settings = self.rule, self.settings.values
         if self.priorities.serves._storage() is not storage:
             self.priorities.serves.claim(storage)
-        self.rule.refresh_weights()
+        rule.refresh_weights()
         fill_uniform_(scratch, self._rng)
-        self.rule.draw(scratch, rows, self.stratified, self.weight_norm, (flat, report["priority_weight"]))
+        law = law_of(flat.shape[0], self.stratified, settings[BETA], self.weight_norm)
+        rule.draw_into(scratch, flat, report["priority_weight"], law, live[0])
 
     def weigh_batch_(self, flat: Tensor, weight: Tensor) -> None:
         """Give rows that come from several draws the weights, ``[B]``, that one draw of these rows would give them."""
@@ -122,7 +126,7 @@ class Prioritized(RowSampler, PrioritizedSampler, Recovers):
             IndexError: a row is out of range (on CUDA, such rows are skipped).
             TypeError: the index does not hold integers.
         """
-        self.priorities.assign(index, priority, None if storage is None else len(storage), storage, counts=True)
+        self.priorities.assign(index, priority, storage, counts=True)
 
     def update_sampled(
         self, index: Any, td_error: Tensor, stamp: Tensor | None, storage: PackedStorage
@@ -132,7 +136,7 @@ class Prioritized(RowSampler, PrioritizedSampler, Recovers):
         ``stamp``, ``[B]`` int64, is the entry ``"sampled_at"`` of a batch; None updates all rows.
         """
         if type(self).update_priority is Prioritized.update_priority:
-            return self.priorities.assign(index, td_error, len(storage), storage, counts=True, stamp=stamp)
+            return self.priorities.assign(index, td_error, storage, counts=True, stamp=stamp)
         stale: int | Tensor = 0
         if stamp is not None:
             flat = flat_rows(index, storage, storage.device)

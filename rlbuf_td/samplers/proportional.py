@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rlbuf_td.kernels import sum_tree
 from rlbuf_td.kernels.dispatch import compiled_form_of, machine_code
+from rlbuf_td.kernels.strata import DrawLaw
 from rlbuf_td.samplers.common import NO_PRIORITY
 from rlbuf_td.samplers.priorities import ALPHA, BETA, WEIGHED, PriorityRule
 from rlbuf_td.samplers.prioritized import Prioritized, Reduction, WeightNorm
@@ -33,13 +34,15 @@ class ProportionalRule(PriorityRule):
     def make(self, capacity: int, device: torch.device | str) -> sum_tree.SumTree:
         return sum_tree.SumTree.empty(capacity, device)
 
-    def draw(
-        self, uniform: Tensor, rows: int, stratified: bool, norm: str | None, out: tuple[Tensor, Tensor] | None = None
-    ) -> tuple[Tensor, Tensor]:
-        drawn = sum_tree.draw(self.table, uniform, stratified, rows, self.settings.values[BETA], norm, out)
+    def draw(self, uniform: Tensor, rows: int, stratified: bool, norm: str | None) -> tuple[Tensor, Tensor]:
+        drawn = sum_tree.draw(self.table, uniform, stratified, rows, self.settings.values[BETA], norm)
         if drawn is None:
             raise RuntimeError(NO_PRIORITY)
         return drawn
+
+    def draw_into(self, uniform: Tensor, flat: Tensor, weight: Tensor, law: DrawLaw, rows: int) -> None:
+        if not self.table.draw_into(uniform, flat, weight, law, rows):
+            raise RuntimeError(NO_PRIORITY)
 
     def probability(self, flat: Tensor) -> Tensor:
         return self.table.weight[flat] / self.table.total

@@ -13,6 +13,7 @@ from torch import Tensor
 from rlbuf_td.kernels import rank_order
 from rlbuf_td.kernels.dispatch import compiled_form_of, machine_code
 from rlbuf_td.kernels.host_memory import outside_inference_mode
+from rlbuf_td.kernels.strata import DrawLaw
 from rlbuf_td.samplers.priorities import ALPHA, BETA, PriorityRule
 from rlbuf_td.samplers.prioritized import Prioritized, Reduction, WeightNorm
 from rlbuf_td.storages.numbers import SharedNumbers
@@ -35,14 +36,16 @@ class RankRule(PriorityRule):
             magnitude = torch.full((capacity,), -1.0, dtype=torch.float32, device=device)
             return rank_order.make_order(magnitude)
 
-    def draw(
-        self, uniform: Tensor, rows: int, stratified: bool, norm: str | None, out: tuple[Tensor, Tensor] | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def draw(self, uniform: Tensor, rows: int, stratified: bool, norm: str | None) -> tuple[Tensor, Tensor]:
         beta = self.settings.values[BETA]
-        drawn = self.table.draw(self.ranks, uniform, stratified=stratified, beta=beta, norm=norm, out=out)
+        drawn = self.table.draw(self.ranks, uniform, stratified=stratified, beta=beta, norm=norm)
         if drawn is None:
             raise RuntimeError(_NO_ROWS)
         return drawn
+
+    def draw_into(self, uniform: Tensor, flat: Tensor, weight: Tensor, law: DrawLaw, rows: int) -> None:
+        if not self.table.draw_into(self.ranks, uniform, flat, weight, law):  # type: ignore[union-attr]
+            raise RuntimeError(_NO_ROWS)
 
     def probability(self, flat: Tensor) -> Tensor:
         ranks = self.table.ranks_of(flat)
@@ -57,8 +60,6 @@ class RankRule(PriorityRule):
 
     def update_(self, flat: Tensor, td_error: Tensor, rows: int) -> float | Tensor:
         return self.table.update_(flat, td_error, rows)
-
-    lock = property(lambda self: self.table.lock)
 
     @compiled_form_of("update_")
     def update_loop(self) -> Callable[..., Any]:

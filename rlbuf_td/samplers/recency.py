@@ -108,7 +108,9 @@ class RecencySampler(RowSampler):
         return recent_rows(uniform, newest, self.span(steps), steps, lanes, self.log_decay), {}
 
     @compiled_form_of("draw", "span")
-    def draw_into(self, storage: PackedStorage, flat: Tensor, report: Any, scratch: Tensor) -> None:
+    def draw_into(
+        self, storage: PackedStorage, live: tuple[int, bool], flat: Tensor, report: Any, scratch: Tensor
+    ) -> None:
         """See :class:`~rlbuf_td.buffers.plan.CompiledPlan`."""
         ring = storage.ring
         cells, newest = ring.longest * ring.lanes, ring.newest

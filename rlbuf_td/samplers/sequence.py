@@ -231,12 +231,13 @@ class SequenceSampler(SamplerWrapper):
         fill: Callable[..., None],
         others: Callable[..., None],
         storage: PackedStorage,
+        live: tuple[int, bool],
         flat: Tensor,
         report: dict[str, Tensor],
         scratch: Tensor,
     ) -> None:
         """Draw as :meth:`draw_rows` does with ``boundary="strict"``, to the memory of a batch."""
-        fill(storage, flat, report, scratch)
+        fill(storage, live, flat, report, scratch)
         other, other_report = torch.empty_like(flat), {name: torch.empty_like(each) for name, each in report.items()}
         weight, order_at, replace = report.get("priority_weight"), 0, loop("wrappers.cpu", "replace_short")
         windows = self._trajectories(storage).episodes().address, self.length, self.burn_in, int(self.across_episodes)
@@ -248,7 +249,7 @@ class SequenceSampler(SamplerWrapper):
                 refuse_unwritten(flat, storage)
             if not short:
                 return self._weigh_again_(flat, report) if rounds else None
-            others(storage, other, other_report, scratch)
+            others(storage, live, other, other_report, scratch)
             order = permutation(len(flat), self._rng, flat.device)
             order_at = order.data_ptr()
         self._refuse_trajectories()

@@ -78,13 +78,15 @@ class UniformSampler(RowSampler, metaclass=Replaceable):
         return self._nth(storage, number), {}
 
     @compiled_form_of("draw", "_drawable", "_nth", "_distinct")
-    def draw_into(self, storage: PackedStorage, flat: torch.Tensor, report: Any, scratch: torch.Tensor) -> None:
+    def draw_into(
+        self, storage: PackedStorage, live: tuple[int, bool], flat: torch.Tensor, report: Any, scratch: torch.Tensor
+    ) -> None:
         """See :class:`~rlbuf_td.buffers.plan.CompiledPlan`."""
         generator = self._rng
         if self.max_age is not None or not (generator is None or generator.device.type == "cpu"):
             flat.copy_(self.draw(storage, len(flat))[0])
             return
-        rows, are_cells = storage.ring.numbered()
+        rows, are_cells = live
         if not rows:
             raise RuntimeError(EMPTY)
         if self.unique:

@@ -168,7 +168,7 @@ class CompiledWrites(WritePlan):
                     entries.begin(self.ring.head[:2])
                 entry = 0 if priorities is None else priorities.record_of_entry(storage)
                 numbers = 0 if counts is None else addressof(counts.numbers.values)
-                with self.lock if priorities is None else priorities.rule.lock:
+                with self.lock if priorities is None else priorities.rule.table.lock:
                     code = self.kernel(self.address, count, *at, numbers, entry, goes_on)
                 if code >= self.codes.IN_CELLS:
                     break

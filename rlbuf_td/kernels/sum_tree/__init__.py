@@ -21,7 +21,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import ClassVar, TypeAlias
+from threading import Lock
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 import torch
@@ -29,7 +30,7 @@ from torch import Tensor
 
 from rlbuf_td.kernels.dispatch import backend_of, loop, record_of, uses_numba
 from rlbuf_td.kernels.host_memory import advise_huge_pages, outside_inference_mode
-from rlbuf_td.kernels.strata import NORMS, DrawLaw, empty_draws, known_step_of, masses
+from rlbuf_td.kernels.strata import DrawLaw, empty_draws, law_of, masses
 
 #: A number, or a 0-dim tensor, whose changes ``torch.compile`` does not notice.
 Number: TypeAlias = float | Tensor
@@ -52,9 +53,8 @@ class SumTree:
     minima: Tensor  # same layout: the smallest positive weight below each node, infinite if there is none
     #: Number of skipped NaN or infinite TD errors, 0-dim; 0 on the CPU, where a batch with such an error is refused.
     refused: Tensor = field(init=False, repr=False, compare=False)
-    _places: list[int] | None = field(default=None, init=False, repr=False, compare=False)
-    _addresses: np.ndarray = field(init=False, repr=False, compare=False)
-    _address: int = field(default=0, init=False, repr=False, compare=False)
+    lock: Any = field(default_factory=Lock, init=False, repr=False, compare=False)  # held around loops, without the GIL
+    _record: tuple[Any, ...] = field(default=(), init=False, repr=False, compare=False)
 
     NAMES: ClassVar = ("magnitude", "weight", "sums", "before", "minima")
 
@@ -105,25 +105,26 @@ class SumTree:
         return {name: getattr(self, name) for name in self.NAMES}
 
     @property
-    def addresses(self) -> np.ndarray:
-        """A :data:`TREE` record, ``[1]``; compiled loops take this array.
-
-        The array is the same object as long as no tensor has moved.
-        """
+    def address(self) -> int:
+        """The address of a :data:`TREE` record, which is the same as long as no tensor has moved."""
         places = [*map(Tensor.data_ptr, (self.magnitude, self.weight, self.sums, self.before, self.minima))]
-        if places != self._places:
+        if not self._record or places != self._record[0]:
             sizes = {"levels": len(self._starts), "rows": len(self.weight), "nodes": len(self.sums)}
             given = dict(zip(self.NAMES, places, strict=True), starts=self._starts.ctypes.data)
             record = record_of(TREE, **sizes, **given)
-            address = record.ctypes.data
-            self._addresses, self._address, self._places = record, address, places  # at once: an interrupt may come
-        return self._addresses
+            self._record = places, record.ctypes.data, record  # at once: an interrupt may come
+        return self._record[1]
 
     @property
-    def address(self) -> int:
-        """The address of :attr:`addresses`."""
-        self.addresses  # noqa: B018  # made anew if a tensor has moved
-        return self._address
+    def addresses(self) -> np.ndarray:
+        """The record at :attr:`address`, ``[1]``."""
+        self.address  # noqa: B018  # made anew if a tensor has moved
+        return self._record[2]
+
+    def draw_into(self, uniform: Tensor, index: Tensor, weight: Tensor, law: DrawLaw, rows: int) -> bool:
+        """Draw as :func:`draw` does, to ``index`` and ``weight``, contiguous on the CPU; return whether rows can be."""
+        places = self.address, uniform.data_ptr(), index.data_ptr(), weight.data_ptr()
+        return loop("sum_tree.cpu", "draw")(*places, uniform.shape[0], law, rows)
 
     @cached_property
     def _starts(self) -> np.ndarray:
@@ -255,13 +256,7 @@ def reweigh_(tree: SumTree, alpha: Number, eps: Number) -> None:
 
 
 def draw(
-    tree: SumTree,
-    uniform: Tensor,
-    stratified: bool,
-    rows: Number,
-    beta: Number,
-    norm: str | None,
-    out: tuple[Tensor, Tensor] | None = None,
+    tree: SumTree, uniform: Tensor, stratified: bool, rows: Number, beta: Number, norm: str | None
 ) -> tuple[Tensor, Tensor] | None:
     """Draw rows with probability ``weight / total``, and compute their importance weights.
 
@@ -275,17 +270,13 @@ def draw(
         beta: exponent of the importance weight, not negative.
         norm: ``"buffer"`` or ``"batch"``: divide the importance weights by the largest one in the buffer or in the
             batch; None: do not divide them.
-        out: on the CPU, the memory of the result, contiguous; None: new memory.
 
     Returns:
         ``[B]`` int64 rows and ``[B]`` float32 importance weights; on the CPU ``None`` if no weight is positive.
     """
     if backend_of(tree.weight) == "numba":
-        batch = uniform.shape[0]
-        index, weight = out or empty_draws(batch)
-        places = uniform.data_ptr(), index.data_ptr(), weight.data_ptr()
-        law = DrawLaw(known_step_of(batch, stratified), float(beta), NORMS[norm])
-        return (index, weight) if loop("sum_tree.cpu", "draw")(tree.address, *places, batch, law, int(rows)) else None
+        drawn, law = empty_draws(len(uniform)), law_of(len(uniform), stratified, beta, norm)
+        return drawn if tree.draw_into(uniform, *drawn, law, int(rows)) else None
     sums = tree.weight.cumsum(0)
     total = sums[-1]
     mass = torch.minimum(masses(uniform, total, stratified), torch.nextafter(total, torch.zeros_like(total)))
