@@ -17,6 +17,7 @@ from rlbuf_td.buffers.replay import ReplayBuffer
 from rlbuf_td.diagnostics.health import LastDraw
 from rlbuf_td.kernels.strata import LEAST_RATIO
 from rlbuf_td.samplers.reading import SCALAR, BatchSlot, BatchSlots, Named, Reading
+from rlbuf_td.storages.indexing import refuse_unwritten
 from rlbuf_td.storages.ring import SAMPLED_AT
 from rlbuf_td.storages.tensordict_fast import set_entries_
 
@@ -83,12 +84,13 @@ class MixturePlan:
         with plan.storage.lock:
             if not plan.holds():
                 raise RuntimeError(f"another thread has changed member {[*self.buffers][number]!r}: sample again")
-            live = plan.ring.numbered()
-            flat, info = plan.draw(count)
+            (live, are_cells), (flat, info) = plan.ring.numbered(), plan.draw(count)
             rows = slice(begin, begin + len(flat))
             self._point_to(slot, begin)
             reading.limit(len(flat))
-            plan.read(reading, self.slots, slot._replace(targets=self.targets.ctypes.data), flat, live)
+            part = slot._replace(targets=self.targets.ctypes.data)
+            if not reading(self.slots, part, flat, flat, live if are_cells else plan.without_holes(flat)):
+                refuse_unwritten(flat, plan.storage)
             if not self.has_lanes:
                 report["index"][rows] = flat
             report["source"][rows] = number

@@ -25,7 +25,7 @@ from rlbuf_td.kernels.dispatch import backend_of, compiled_form
 from rlbuf_td.kernels.host_memory import address_of, in_dispatch_mode
 from rlbuf_td.samplers.common import refuse_disorder, refuse_taken, reported_by, rows_drawn
 from rlbuf_td.samplers.prioritized import Prioritized
-from rlbuf_td.samplers.reading import SCALAR, BatchSlot, BatchSlots, Named, Reading
+from rlbuf_td.samplers.reading import SCALAR, BatchSlots, Named, Reading
 from rlbuf_td.samplers.wrapper import SamplerWrapper, draw_from, reading_of
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.indexing import coordinates, merge_, refuse_unwritten
@@ -174,7 +174,12 @@ class CompiledPlan(Plan):
             slot, report = memory.slots.take(), memory.report
             flat = slot.report["index"] if memory.rows is None else memory.rows
             self.draw_into(self.storage, live, flat, report or slot.report, memory.scratch)
-        self.read(memory.reading, memory.slots, slot, flat, live)
+        self.is_busy = True
+        try:
+            if not memory.reading(memory.slots, slot, flat, flat, live[0] if live[1] else self.without_holes(flat)):
+                refuse_unwritten(flat, self.storage)
+        finally:
+            self.is_busy = False
         if report:
             window = memory.reading.window
             report = {name: value.repeat_interleave(window, 0) for name, value in report.items()} | slot.report
@@ -195,18 +200,10 @@ class CompiledPlan(Plan):
         address_of(flat)  # raises an error if the rows have no memory
         return flat, info
 
-    def read(self, reading: Reading, slots: BatchSlots, slot: BatchSlot, flat: Tensor, live: tuple[int, bool]) -> None:
-        """Fill a batch; raise an IndexError if a row that was drawn has not been written."""
-        rows, are_cells = live
-        if not are_cells:
-            rows = self.ring.longest * self.ring.lanes
-            self.storage.refuse_holes(flat)
-        self.is_busy = True
-        try:
-            if not reading(slots, slot, flat, flat, rows):
-                refuse_unwritten(flat, self.storage)
-        finally:
-            self.is_busy = False
+    def without_holes(self, flat: Tensor) -> int:
+        """Return how many cells may be read, where some are holes; raise an IndexError if one of these was drawn."""
+        self.storage.refuse_holes(flat)
+        return self.ring.longest * self.ring.lanes
 
     def _make(self, count: int) -> _Memory:
         """Make the memory for another number of rows, which a user's sampler, or the end of an epoch, gives."""

@@ -601,6 +601,10 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
         """
         include_info = self.include_info if include_info is None else include_info
         if not wait and self.flow is None:
+            size = self._batch_size if batch_size is None else batch_size
+            is_plain = include_info and not return_info and type(size) is int and size in self.plans
+            if is_plain and self._returns_as_drawn:
+                return self._draw(size, is_returned=True)[0]
             return self._sample_now(batch_size, return_info, include_info)
         with self._permission(batch_size or self._batch_size, wait, timeout, cancel_event):
             return self._sample_now(batch_size, return_info, include_info)
@@ -651,12 +655,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
         return f"{type(self.sampler).__name__} cannot draw a batch of {rows} rows from the {stored} stored ones yet"
 
     def _sample_now(self, batch_size: int | None, return_info: bool, include_info: bool) -> Any:
-        size, parts = self._batch_size if batch_size is None else batch_size, self.parts
-        is_plain = type(size) is int and size in self.plans and include_info and not return_info
-        if is_plain and self._returns_as_drawn:
-            return self._draw(size, is_returned=True)[0]
         self._refuse_shut_down()
-        parts = parts or self._initialize()
+        size, parts = self._batch_size if batch_size is None else batch_size, self.parts or self._initialize()
         if size is None:
             raise RuntimeError("batch_size not specified: pass it to the buffer or to sample")
         with self._replay_lock:  # finds rows that another process has allocated
@@ -1397,7 +1397,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
             if has_own(parts.sampler, "update_priority", *nothing):
                 super().update_tensordict_priority(data)
             return None
-        dims = data.ndim
+        dims = len(data.batch_size)
         index, td_error, stamp = parts.errors_of(data, dims, self.priority_key)
         if self.batch_device is not None and self._copies_batches:
             index, td_error, stamp = index.cpu(), td_error.cpu(), None if stamp is None else stamp.cpu()
@@ -1410,7 +1410,9 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
         with self.parts.storage.lock:
             parts = self.parts
             if parts.prioritized is not None:  # another thread may have replaced the sampler
-                self.stale_updates.add(parts.prioritized.update_sampled(index, td_error, stamp, parts.storage))
+                stale = parts.prioritized.update_sampled(index, td_error, stamp, parts.storage)
+                if type(stale) is not int or stale:
+                    self.stale_updates.add(stale)
 
     # -- reads
 

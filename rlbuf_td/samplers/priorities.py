@@ -17,7 +17,7 @@ from torchrl.data.replay_buffers import Storage
 from rlbuf_td.kernels.batch import UPDATE
 from rlbuf_td.kernels.dispatch import backend_of, compiled_form, record_of, uses_numba
 from rlbuf_td.kernels.host_memory import HostTensors, address_of, outside_inference_mode
-from rlbuf_td.kernels.strata import LEAST_RATIO, MOST_RATIO, DrawLaw
+from rlbuf_td.kernels.strata import LEAST_RATIO, MOST_RATIO
 from rlbuf_td.kernels.sum_tree import LARGEST as LARGEST_WEIGHT
 from rlbuf_td.kernels.sum_tree import REFUSED
 from rlbuf_td.samplers.common import OneStorage, as_errors, refuse_priorities
@@ -51,8 +51,10 @@ class PriorityRule(ABC):
         """Return drawn rows and importance weights, both ``[B]``; RuntimeError (on the CPU) if no row can be drawn."""
 
     @abstractmethod
-    def draw_into(self, uniform: Tensor, flat: Tensor, weight: Tensor, law: DrawLaw, rows: int) -> None:
-        """Write what :meth:`draw` returns to ``flat`` and ``weight``, in host memory."""
+    def draw_into(
+        self, uniform: Tensor, rows: int, stratified: bool, norm: str | None, flat: Tensor, weight: Tensor
+    ) -> None:
+        """Write what :meth:`draw` returns, with the current alpha, to ``flat`` and ``weight`` in host memory."""
 
     @abstractmethod
     def probability(self, flat: Tensor) -> Tensor:

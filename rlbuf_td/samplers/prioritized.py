@@ -13,7 +13,6 @@ from torchrl.data.replay_buffers import PrioritizedSampler, Storage
 
 from rlbuf_td.kernels.dispatch import compiled_form_of
 from rlbuf_td.kernels.host_memory import alias_of
-from rlbuf_td.kernels.strata import law_of
 from rlbuf_td.samplers.common import EMPTY, fill_uniform_, setting, uniform_numbers
 from rlbuf_td.samplers.priorities import ALPHA, BETA, Priorities, PriorityRule
 from rlbuf_td.samplers.row_sampler import RowSampler
@@ -95,13 +94,14 @@ class Prioritized(RowSampler, PrioritizedSampler, Recovers):
         """See :class:`~rlbuf_td.buffers.plan.CompiledPlan`."""
         if not live[0]:
             raise RuntimeError(EMPTY)
-        rule, settings = self.rule, self.settings.values
         if self.priorities.serves._storage() is not storage:
             self.priorities.serves.claim(storage)
-        rule.refresh_weights()
-        fill_uniform_(scratch, self._rng)
-        law = law_of(flat.shape[0], self.stratified, settings[BETA], self.weight_norm)
-        rule.draw_into(scratch, flat, report["priority_weight"], law, live[0])
+        if self._rng is None:
+            scratch.uniform_()
+        else:
+            fill_uniform_(scratch, self._rng)
+        how = self.stratified, self.weight_norm
+        self.rule.draw_into(scratch, live[0], *how, flat, report["priority_weight"])
 
     def weigh_batch_(self, flat: Tensor, weight: Tensor) -> None:
         """Give rows that come from several draws the weights, ``[B]``, that one draw of these rows would give them."""

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from rlbuf_td.kernels import sum_tree
-from rlbuf_td.kernels.dispatch import compiled_form_of, machine_code
-from rlbuf_td.kernels.strata import DrawLaw
+from rlbuf_td.kernels.dispatch import compiled_form_of, loop, machine_code
+from rlbuf_td.kernels.strata import law_of
 from rlbuf_td.samplers.common import NO_PRIORITY
 from rlbuf_td.samplers.priorities import ALPHA, BETA, WEIGHED, PriorityRule
 from rlbuf_td.samplers.prioritized import Prioritized, Reduction, WeightNorm
@@ -40,8 +40,15 @@ class ProportionalRule(PriorityRule):
             raise RuntimeError(NO_PRIORITY)
         return drawn
 
-    def draw_into(self, uniform: Tensor, flat: Tensor, weight: Tensor, law: DrawLaw, rows: int) -> None:
-        if not self.table.draw_into(uniform, flat, weight, law, rows):
+    def draw_into(
+        self, uniform: Tensor, rows: int, stratified: bool, norm: str | None, flat: Tensor, weight: Tensor
+    ) -> None:
+        settings, batch = self.settings.values, uniform.shape[0]
+        if settings[ALPHA] != settings[WEIGHED]:
+            self.refresh_weights()
+        places = uniform.data_ptr(), flat.data_ptr(), weight.data_ptr()
+        law = law_of(batch, stratified, settings[BETA], norm)
+        if not loop("sum_tree.cpu", "draw")(self.table.address, *places, batch, law, rows):
             raise RuntimeError(NO_PRIORITY)
 
     def probability(self, flat: Tensor) -> Tensor:

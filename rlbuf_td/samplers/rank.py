@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from operator import attrgetter
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, cast, final
 
 import torch
 from torch import Tensor
 
 from rlbuf_td.kernels import rank_order
-from rlbuf_td.kernels.dispatch import compiled_form_of, machine_code
+from rlbuf_td.kernels.dispatch import compiled_form_of, loop, machine_code
 from rlbuf_td.kernels.host_memory import outside_inference_mode
-from rlbuf_td.kernels.strata import DrawLaw
+from rlbuf_td.kernels.strata import law_of
 from rlbuf_td.samplers.priorities import ALPHA, BETA, PriorityRule
 from rlbuf_td.samplers.prioritized import Prioritized, Reduction, WeightNorm
 from rlbuf_td.storages.numbers import SharedNumbers
@@ -43,8 +43,18 @@ class RankRule(PriorityRule):
             raise RuntimeError(_NO_ROWS)
         return drawn
 
-    def draw_into(self, uniform: Tensor, flat: Tensor, weight: Tensor, law: DrawLaw, rows: int) -> None:
-        if not self.table.draw_into(self.ranks, uniform, flat, weight, law):  # type: ignore[union-attr]
+    def draw_into(
+        self, uniform: Tensor, rows: int, stratified: bool, norm: str | None, flat: Tensor, weight: Tensor
+    ) -> None:
+        settings, batch = self.settings.values, uniform.shape[0]
+        if settings[ALPHA] != self.ranks.alpha:
+            self.refresh_weights()
+        places = uniform.data_ptr(), flat.data_ptr(), weight.data_ptr()
+        law = law_of(batch, stratified, settings[BETA], norm)
+        table = cast("rank_order.ChunkedOrder", self.table)
+        with table.lock:
+            has_rows = loop("rank_order.cpu", "draw")(table.address, self.ranks.compiled, *places, batch, law)
+        if not has_rows:
             raise RuntimeError(_NO_ROWS)
 
     def probability(self, flat: Tensor) -> Tensor:

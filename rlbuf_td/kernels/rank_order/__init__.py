@@ -31,7 +31,7 @@ from torch import Tensor
 
 from rlbuf_td.kernels.dispatch import loop, record_of, uses_numba
 from rlbuf_td.kernels.host_memory import advise_huge_pages, outside_inference_mode
-from rlbuf_td.kernels.strata import DrawLaw, empty_draws, law_of, masses
+from rlbuf_td.kernels.strata import empty_draws, law_of, masses
 from rlbuf_td.kernels.sum_tree import write_magnitudes
 
 #: Ranks whose cumulative mass is stored in a table.
@@ -284,14 +284,13 @@ class ChunkedOrder:
     def draw(
         self, law: RankLaw, uniform: Tensor, *, stratified: bool, beta: float, norm: str | None
     ) -> tuple[Tensor, Tensor] | None:
-        drawn = empty_draws(len(uniform))
-        return drawn if self.draw_into(law, uniform, *drawn, law_of(len(uniform), stratified, beta, norm)) else None
-
-    def draw_into(self, law: RankLaw, uniform: Tensor, index: Tensor, weight: Tensor, how: DrawLaw) -> bool:
-        """Draw as :meth:`draw` does, to ``index`` and ``weight``; return whether rows can be."""
+        batch = uniform.shape[0]
+        index, weight = empty_draws(batch)
         places = uniform.data_ptr(), index.data_ptr(), weight.data_ptr()
+        how = law_of(batch, stratified, beta, norm)
         with self.lock:
-            return loop("rank_order.cpu", "draw")(self.address, law.compiled, *places, uniform.shape[0], how)
+            has_rows = loop("rank_order.cpu", "draw")(self.address, law.compiled, *places, batch, how)
+        return (index, weight) if has_rows else None
 
     def ranks_of(self, index: Tensor) -> Tensor:
         last, index = len(self.magnitude) - 1, index.contiguous()

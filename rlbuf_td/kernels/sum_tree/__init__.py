@@ -30,7 +30,7 @@ from torch import Tensor
 
 from rlbuf_td.kernels.dispatch import backend_of, loop, record_of, uses_numba
 from rlbuf_td.kernels.host_memory import advise_huge_pages, outside_inference_mode
-from rlbuf_td.kernels.strata import DrawLaw, empty_draws, law_of, masses
+from rlbuf_td.kernels.strata import empty_draws, law_of, masses
 
 #: A number, or a 0-dim tensor, whose changes ``torch.compile`` does not notice.
 Number: TypeAlias = float | Tensor
@@ -120,11 +120,6 @@ class SumTree:
         """The record at :attr:`address`, ``[1]``."""
         self.address  # noqa: B018  # made anew if a tensor has moved
         return self._record[2]
-
-    def draw_into(self, uniform: Tensor, index: Tensor, weight: Tensor, law: DrawLaw, rows: int) -> bool:
-        """Draw as :func:`draw` does, to ``index`` and ``weight``, contiguous on the CPU; return whether rows can be."""
-        places = self.address, uniform.data_ptr(), index.data_ptr(), weight.data_ptr()
-        return loop("sum_tree.cpu", "draw")(*places, uniform.shape[0], law, rows)
 
     @cached_property
     def _starts(self) -> np.ndarray:
@@ -275,8 +270,11 @@ def draw(
         ``[B]`` int64 rows and ``[B]`` float32 importance weights; on the CPU ``None`` if no weight is positive.
     """
     if backend_of(tree.weight) == "numba":
-        drawn, law = empty_draws(len(uniform)), law_of(len(uniform), stratified, beta, norm)
-        return drawn if tree.draw_into(uniform, *drawn, law, int(rows)) else None
+        batch = uniform.shape[0]
+        index, weight = empty_draws(batch)
+        places = tree.address, uniform.data_ptr(), index.data_ptr(), weight.data_ptr()
+        has_rows = loop("sum_tree.cpu", "draw")(*places, batch, law_of(batch, stratified, beta, norm), int(rows))
+        return (index, weight) if has_rows else None
     sums = tree.weight.cumsum(0)
     total = sums[-1]
     mass = torch.minimum(masses(uniform, total, stratified), torch.nextafter(total, torch.zeros_like(total)))
