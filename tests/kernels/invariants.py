@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,7 +45,7 @@ def check_tree(tree: SumTree, alpha: float, eps: float) -> None:
     given = tree.magnitude >= 0
     expected = torch.where(given, weight_of(tree.magnitude, alpha, eps), 0.0)
     torch.testing.assert_close(tree.weight, expected, rtol=1e-12, atol=0.0)
-    again = SumTree(**{name: tensor.clone() for name, tensor in tree.tensors().items()})
+    again = copy.deepcopy(tree)
     with forced("torch"):
         rebuild_(again)
     for name in ("sums", "before", "minima"):

@@ -18,7 +18,6 @@ Source: Schaul et al., Prioritized Experience Replay, ICLR 2016, appendix B.2.1.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from threading import Lock
@@ -42,33 +41,40 @@ SMALLEST, LARGEST = 1e-290, 1e290
 REFUSED = -2.0
 
 
-@dataclass
 class SumTree:
-    """The tensors of a sum tree. Only trees on the CPU, for compiled loops, have nodes."""
+    """A sum tree for ``rows`` rows, a multiple of 8, in ``block``, float64. Only trees for compiled loops have nodes.
 
-    magnitude: Tensor  # ``[8 * blocks]`` float64, ``|td_error|`` of each row, -1 if not set
-    weight: Tensor  # ``[8 * blocks]`` float64, 0 if not set
-    sums: Tensor  # the sums of all levels, from the blocks to the root; each level is padded to whole groups
-    before: Tensor  # same layout: the sum of the members before each member of a group
-    minima: Tensor  # same layout: the smallest positive weight below each node, infinite if there is none
-    #: Number of skipped NaN or infinite TD errors, 0-dim; 0 on the CPU, where a batch with such an error is refused.
-    refused: Tensor = field(init=False, repr=False, compare=False)
-    lock: Any = field(default_factory=Lock, init=False, repr=False, compare=False)  # held around loops, without the GIL
-    _record: tuple[Any, ...] = field(default=(), init=False, repr=False, compare=False)
+    Attributes:
+        magnitude: ``[rows]``, ``|td_error|`` of each row, -1 if not set.
+        weight: ``[rows]``, 0 if not set.
+        sums: the sums of all levels, from the blocks to the root; each level is padded to whole groups.
+        before: in the same layout, the sum of the members before each member of a group.
+        minima: in the same layout, the smallest positive weight below each node, infinite if there is none.
+        refused: the number of skipped NaN or infinite TD errors, 0-dim; 0 on the CPU, which refuses such a batch.
+    """
 
     NAMES: ClassVar = ("magnitude", "weight", "sums", "before", "minima")
+
+    def __init__(self, block: Tensor, rows: int) -> None:
+        self.block, self.rows = block, rows
+        self.lock = Lock()  # held around loops, which release the GIL
+        with outside_inference_mode():
+            self.refused = torch.zeros((), dtype=torch.int64, device=block.device)
+        self._adopt(block)
+
+    def _adopt(self, block: Tensor) -> None:
+        nodes = (len(block) - 2 * self.rows) // 3
+        self.magnitude, self.weight, self.sums, self.before, self.minima = block.split([self.rows] * 2 + [nodes] * 3)
+        self.block = block
+        self._record: tuple[Any, ...] = 0, 0, None
 
     @classmethod
     def empty(cls, capacity: int, device: torch.device | str = "cpu") -> SumTree:
         """Return a tree for ``capacity`` rows, all without a priority."""
         rows, nodes = _sizes(capacity, uses_numba(torch.device(device)))
-        tree = cls(*(_memory(size, device) for size in (rows, rows, nodes, nodes, nodes)))
+        tree = cls(_memory(2 * rows + 3 * nodes, device), rows)
         tree.clear_()
         return tree
-
-    def __post_init__(self) -> None:
-        with outside_inference_mode():
-            self.refused = torch.zeros((), dtype=torch.int64, device=self.weight.device)
 
     def clear_(self) -> None:
         self.magnitude.fill_(-1.0)
@@ -98,37 +104,37 @@ class SumTree:
             return self.minima[self.starts[-1]]
         return torch.where(self.weight > 0, self.weight, torch.inf).amin()
 
-    def share_memory_(self) -> None:
-        self.__dict__.update({name: tensor.clone().share_memory_() for name, tensor in self.tensors().items()})
-
     def tensors(self) -> dict[str, Tensor]:
         return {name: getattr(self, name) for name in self.NAMES}
 
+    def share_memory_(self) -> None:
+        self._adopt(self.block.clone().share_memory_())
+
     @property
     def address(self) -> int:
-        """The address of a :data:`TREE` record, which is the same as long as no tensor has moved."""
-        places = [*map(Tensor.data_ptr, (self.magnitude, self.weight, self.sums, self.before, self.minima))]
-        if not self._record or places != self._record[0]:
-            sizes = {"levels": len(self._starts), "rows": len(self.weight), "nodes": len(self.sums)}
-            given = dict(zip(self.NAMES, places, strict=True), starts=self._starts.ctypes.data)
-            record = record_of(TREE, **sizes, **given)
-            self._record = places, record.ctypes.data, record  # at once: an interrupt may come
+        """The address of a :data:`TREE` record, which is the same as long as the memory has not moved."""
+        place = self.block.data_ptr()
+        if self._record[0] != place:
+            tensors = {name: tensor.data_ptr() for name, tensor in self.tensors().items()}
+            sizes = {"levels": len(self._starts), "rows": self.rows, "nodes": len(self.sums)}
+            record = record_of(TREE, **sizes, **tensors, starts=self._starts.ctypes.data)
+            self._record = place, record.ctypes.data, record  # at once: an interrupt may come
         return self._record[1]
 
     @property
     def addresses(self) -> np.ndarray:
         """The record at :attr:`address`, ``[1]``."""
-        self.address  # noqa: B018  # made anew if a tensor has moved
+        self.address  # noqa: B018  # made anew if the memory has moved
         return self._record[2]
 
     @cached_property
     def _starts(self) -> np.ndarray:
         return np.array(self.starts, np.int64)
 
-    def __getstate__(self) -> dict[str, Tensor]:
-        return self.tensors()  # without the addresses, which are invalid in a copy
+    def __getstate__(self) -> dict[str, Any]:
+        return {"block": self.block, "rows": self.rows}  # without the addresses, which are invalid in a copy
 
-    def __setstate__(self, state: dict[str, Tensor]) -> None:
+    def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
 
 
