@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rlbuf_td.envs.columns import fill_, fill_parts_
-from rlbuf_td.envs.recorder import BufferLane, Recorder
+from rlbuf_td.envs.recorder import BufferLane, Recorder, Target
 from rlbuf_td.envs.specs import ACTION_MASK, after_step, paths_of, takes_turns, turns_schema
 from rlbuf_td.storages.schema import SchemaError
 
 if TYPE_CHECKING:
+    from pettingzoo import AECEnv
     from torchrl.data.replay_buffers import TensorDictReplayBuffer
 
 
@@ -69,7 +70,7 @@ class AECRecorder:
         (tensor([1, 3, 5]), tensor([ 0.,  0., -1.]))
     """
 
-    def __init__(self, buffer: TensorDictReplayBuffer | Mapping[str, Any], env: Any) -> None:
+    def __init__(self, buffer: TensorDictReplayBuffer | Mapping[str, Target], env: AECEnv) -> None:
         if not takes_turns(env):
             raise TypeError(f"env must be an AECEnv of PettingZoo, whose agents take turns, got a {type(env).__name__}")
         self.env, agents = env, [*env.possible_agents]
@@ -80,21 +81,20 @@ class AECRecorder:
         self._seats = {agent: _Seat(target, env, agent) for agent, target in targets.items()}
         self._is_running = False  # otherwise a reset must follow
 
-    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
-        """Store the last transitions of dead agents, reset the environment, and return the result of its ``reset``."""
+    def reset(self, *, seed: int | None = None, options: dict[str, object] | None = None) -> None:
+        """Store the last transitions of dead agents, and reset the environment."""
         env = self.env
         for agent, seat in self._seats.items() if self._goes_on() else ():
             if seat.is_open and (env.terminations[agent] or env.truncations[agent]):  # its last turn is still to come
                 reward = env._cumulative_rewards[agent]  # noqa: SLF001  which env.last() will return
                 seat.end(env.observe(agent), reward, env.terminations[agent], env.truncations[agent])
         self._is_running = False
-        result = env.reset(seed=seed, options=options)
+        env.reset(seed=seed, options=options)
         for seat in self._seats.values():
             seat.begin_game()
         self._is_running = True
-        return result
 
-    def step(self, action: Any, **extras: Any) -> None:
+    def step(self, action: object, **extras: object) -> None:
         """Take the turn of ``env.agent_selection``, and store the transition that ends with this turn.
 
         Args:
@@ -144,7 +144,7 @@ class AECRecorder:
 class _Seat(Recorder):
     """The transition that an agent has begun with its newest action."""
 
-    def __init__(self, target: Any, env: Any, agent: str) -> None:
+    def __init__(self, target: Target, env: AECEnv, agent: str) -> None:
         super().__init__(target)
         schema = turns_schema(env, [agent])
         self._obs_paths, self._action_paths = paths_of(schema, env.observation_space(agent))
@@ -156,13 +156,13 @@ class _Seat(Recorder):
         self.is_open = self.was_interrupted = False
         self._begin(np.ones(1, bool))
 
-    def begin(self, observation: Any, action: Any, extras: Mapping[str, Any]) -> None:
+    def begin(self, observation: object, action: object, extras: Mapping[str, object]) -> None:
         self._begin_step(extras)
         fill_parts_(self._columns, self._obs_paths, observation)
         fill_parts_(self._columns, self._action_paths, action)
         self.is_open = True
 
-    def end(self, observation: Any, reward: Any, terminated: Any, truncated: Any) -> None:
+    def end(self, observation: object, reward: float, terminated: bool, truncated: bool) -> None:
         """Store the transition, if the agent has begun one."""
         if not self.is_open:
             return
@@ -180,7 +180,7 @@ class _Seat(Recorder):
         self.is_open, self.was_interrupted = False, True
 
 
-def _lanes_of(buffer: Any, env: Any) -> dict[str, BufferLane]:
+def _lanes_of(buffer: TensorDictReplayBuffer, env: AECEnv) -> dict[str, BufferLane]:
     """Return the lanes of a buffer for the agents of an environment, which have equal spaces."""
     agents = [*env.possible_agents]
     turns_schema(env, agents)

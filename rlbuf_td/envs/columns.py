@@ -35,11 +35,11 @@ def part_of(value: Any, path: Key) -> Any:
     return value
 
 
-def to_array(value: Any) -> np.ndarray:
+def to_array(value: object) -> np.ndarray:
     return value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
 
 
-def fill_(column: np.ndarray, value: Any, key: Key) -> None:
+def fill_(column: np.ndarray, value: object, key: Key) -> None:
     """Copy a value into a column of equal shape.
 
     NumPy's "same_kind" casts (float64 to float32) are allowed unless they change a whole number, such as 2**24 + 1;
@@ -67,7 +67,7 @@ def _cast(array: np.ndarray, dtype: np.dtype, key: Key) -> np.ndarray:
     raise SchemaError(f"{show_key(key)} came as {array.dtype}, expected {dtype}: cast it first")
 
 
-def fill_parts_(columns: Mapping[Key, np.ndarray], paths: Paths, value: Any, at: Any = ...) -> None:
+def fill_parts_(columns: Mapping[Key, np.ndarray], paths: Paths, value: object, at: Any = ...) -> None:
     """Copy the parts of an observation or action into the elements ``at`` of their columns."""
     for key, path in paths:
         fill_(columns[key][at], part_of(value, path), key)

@@ -10,16 +10,17 @@ import numpy as np
 import torch
 
 from rlbuf_td.envs.columns import fill_, fill_final_, fill_info_, fill_parts_, to_array
-from rlbuf_td.envs.recorder import REWARD, BufferLane, Recorder
-from rlbuf_td.envs.specs import after_step, paths_of, schema_of, show_extra, tensors_of
+from rlbuf_td.envs.recorder import REWARD, Recorder, Target
+from rlbuf_td.envs.specs import Key, after_step, paths_of, schema_of, show_extra, tensors_of
 from rlbuf_td.storages import SchemaError
 from rlbuf_td.storages.episodes import DONE_KEY
 from rlbuf_td.storages.schema import show_key
 
 if TYPE_CHECKING:
-    from torchrl.data.replay_buffers import TensorDictReplayBuffer
+    from gymnasium import Env
+    from gymnasium.vector import VectorEnv
 
-_FLAGS = ("next", "terminated"), ("next", "truncated")
+TERMINATED, TRUNCATED = ("next", "terminated"), ("next", "truncated")
 _SAME_STEP = (
     "gymnasium.make_vec(id, num_envs, vectorization_mode='sync', "
     "vector_kwargs={'autoreset_mode': gymnasium.vector.AutoresetMode.SAME_STEP})"
@@ -84,7 +85,7 @@ class GymnasiumRecorder(Recorder):
     """
 
     def __init__(
-        self, buffer: TensorDictReplayBuffer | BufferLane, env: Any, *, infos: Mapping[Any, Any] = MappingProxyType({})
+        self, buffer: Target, env: Env | VectorEnv, *, infos: Mapping[Any, object] = MappingProxyType({})
     ) -> None:
         super().__init__(buffer)
         if not isinstance(infos, Mapping):
@@ -125,7 +126,7 @@ class GymnasiumRecorder(Recorder):
         self._begin(begun)
         return self._obs, info
 
-    def step(self, action: Any, **extras: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+    def step(self, action: object, **extras: object) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         """Take a step, store its transitions, and return the result of the environment's ``step``.
 
         Args:
@@ -191,9 +192,9 @@ class GymnasiumRecorder(Recorder):
         """Fill the results of a step; return a mask of the lanes whose episode has ended, ``[E]``."""
         observation, reward, terminated, truncated, info = result
         fill_(self._reward_column(reward), reward, REWARD)
-        for key, value in zip(_FLAGS, (terminated, truncated), strict=True):
-            fill_(self._columns[key][..., 0], value, key)
-        ended, cut, done = (self._rows[key][:, 0] for key in (*_FLAGS, DONE_KEY))
+        fill_(self._columns[TERMINATED][..., 0], terminated, TERMINATED)
+        fill_(self._columns[TRUNCATED][..., 0], truncated, TRUNCATED)
+        ended, cut, done = (self._rows[key][:, 0] for key in (TERMINATED, TRUNCATED, DONE_KEY))
         np.logical_or(ended, cut, out=done)
         fill_parts_(self._columns, self._next_paths, observation)
         is_reset = done & (self._mode == "SameStep")  # the results are those of the next episode's first observation
@@ -201,12 +202,12 @@ class GymnasiumRecorder(Recorder):
         if is_reset.any():
             fill_final_(self._rows, self._next_paths, info, done)
         for path, default in self._infos.items():
-            key = "next", *path
+            key: Key = ("next", *path)
             fill_info_(self._rows[key], path, default, info, going, is_reset)
         return done
 
 
-def _autoreset_mode_of(env: Any, single: bool) -> str:
+def _autoreset_mode_of(env: Env | VectorEnv, single: bool) -> str:
     """Return the autoreset mode that an environment has; a single one without a wrapper that resets has "Disabled"."""
     if single:
         while hasattr(env, "env"):

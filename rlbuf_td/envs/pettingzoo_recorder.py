@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlbuf_td.envs.columns import fill_, fill_parts_
-from rlbuf_td.envs.recorder import BufferLane, Recorder
+from rlbuf_td.envs.recorder import Recorder, Target
 from rlbuf_td.envs.specs import ACTION_MASK, FLAGS, after_step, agents_schema, groups_of, parallel_envs, takes_turns
 
 if TYPE_CHECKING:
-    from torchrl.data.replay_buffers import TensorDictReplayBuffer
+    from pettingzoo import ParallelEnv
+
+    from rlbuf_td.envs.specs import Groups
 
 
 class PettingZooRecorder(Recorder):
@@ -74,7 +76,7 @@ class PettingZooRecorder(Recorder):
                 [ 1., -1.]]))
     """
 
-    def __init__(self, buffer: TensorDictReplayBuffer | BufferLane, env: Any, *, group_map: Any = None) -> None:
+    def __init__(self, buffer: Target, env: ParallelEnv | list[ParallelEnv], *, group_map: Groups = None) -> None:
         super().__init__(buffer)
         envs = parallel_envs(env)
         if envs is None:
@@ -85,7 +87,7 @@ class PettingZooRecorder(Recorder):
         self._fit(agents_schema(self.groups, (len(envs),)), single=not isinstance(env, list | tuple))
         self._observed: list[Mapping[str, Any] | None] = [None] * len(envs)  # None: a reset must follow
 
-    def reset(self, *, seed: Any = None, options: Any = None, lanes: Any = None) -> Any:
+    def reset(self, *, seed: int | Sequence[int] | None = None, options: Any = None, lanes: Any = None) -> Any:
         """Reset the environments and return the result: of a list, a list with a result per environment.
 
         Args:
@@ -118,7 +120,7 @@ class PettingZooRecorder(Recorder):
         self._begin(mask)
         return results[0] if self._single else results
 
-    def step(self, action: Any, **extras: Any) -> Any:
+    def step(self, action: Any, **extras: object) -> Any:
         """Take a step, store its transition, and return the result: of a list, a list with a result per environment.
 
         Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import torch
@@ -49,7 +49,7 @@ class TrajectoryNumbers(Attached):
             numbers[_NEXT], numbers[_HAS_READ] = first + count, 1
         return np.arange(first, first + count)
 
-    def mark_update(self, index: Any) -> None:
+    def mark_update(self, index: object) -> None:
         """Do nothing; writers call this method after each write."""
 
     def mark_load(self) -> None:
@@ -65,6 +65,9 @@ class BufferLane(Protocol):
 
     buffer: TensorDictReplayBuffer
     number: int
+
+
+Target: TypeAlias = TensorDictReplayBuffer | BufferLane
 
 
 class Recorder:
@@ -84,7 +87,7 @@ class Recorder:
     _step: TensorDict  # the rows as the buffer takes them, in the same memory
     _extra_keys: frozenset[Key] = frozenset()
 
-    def __init__(self, target: Any) -> None:
+    def __init__(self, target: Target) -> None:
         #: The number of the lane to which this recorder writes; None: all lanes of the buffer, or a buffer ``[T]``.
         self._lane = target.number if isinstance(target, BufferLane) else None
         self.buffer = _checked(target.buffer if isinstance(target, BufferLane) else target)
@@ -198,7 +201,7 @@ class Recorder:
         """Write the rows, one for each environment."""
         self._write(self._step, self._lane)
 
-    def _write(self, rows: TensorDict, lanes: Any = None) -> None:
+    def _write(self, rows: TensorDict, lanes: int | np.ndarray | None = None) -> None:
         """Write the next row of each of ``lanes``; None: of all lanes."""
         rows = rows.clone() if len(self.buffer.transform) else rows  # a transform may modify them
         if lanes is None:
@@ -230,7 +233,7 @@ def _may_be(key: Key, dtype: torch.dtype) -> bool:
     return key[-1] == ACTION_MASK or (key[-1] == "reward" and dtype.is_floating_point)
 
 
-def _checked(buffer: Any) -> TensorDictReplayBuffer:
+def _checked(buffer: object) -> TensorDictReplayBuffer:
     """Return a buffer; raise a TypeError if it is not one of this package over a :class:`PackedStorage`."""
     if not isinstance(buffer, TensorDictReplayBuffer) or not hasattr(buffer, "from_env"):  # TorchRL's lack that
         name = type(buffer).__name__

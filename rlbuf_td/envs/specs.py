@@ -9,10 +9,10 @@ agents of a group are a dim of the tensors under its name. In its turn-based env
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -20,6 +20,17 @@ from tensordict import TensorDict, TensorDictBase
 from torchrl.data import Composite, TensorSpec
 
 from rlbuf_td.storages.schema import SchemaError, refuse_unpackable, show_key, walk
+
+if TYPE_CHECKING:
+    from gymnasium import Env, Space
+    from gymnasium.vector import VectorEnv
+    from pettingzoo import AECEnv, ParallelEnv
+    from torchrl.envs import MarlGroupMapType  # noqa: TID251
+
+    Shape: TypeAlias = tuple[int, ...]
+    AnySpace: TypeAlias = Space | TensorSpec
+    Extras: TypeAlias = Mapping[str, object] | TensorDictBase | None
+    Groups: TypeAlias = Mapping[str, Sequence[str]] | MarlGroupMapType | None
 
 Key: TypeAlias = tuple[str, ...]
 #: Pairs ``(key in the rows, path in what an environment gives or takes)``.
@@ -32,7 +43,7 @@ _RESULTS = {("next", name) for name in ("reward", *FLAGS)}
 _RAGGED = "has no fixed size in bytes: encode it as a Box or MultiDiscrete of fixed shape with a wrapper"
 
 
-def schema_of(source: Any, *, extras: Any = None, group_map: Any = None) -> TensorDict:
+def schema_of(source: Any, *, extras: Extras = None, group_map: Groups = None) -> TensorDict:
     """Return the keys, dtypes and shapes of a transition as a TensorDict of meta tensors.
 
     Args:
@@ -101,7 +112,7 @@ def schema_of(source: Any, *, extras: Any = None, group_map: Any = None) -> Tens
 
 
 def transition_schema(
-    observation_space: Any, action_space: Any, num_envs: int | None = None, *, reward_shape: tuple[int, ...] = (1,)
+    observation_space: AnySpace, action_space: AnySpace, num_envs: int | None = None, *, reward_shape: Shape = (1,)
 ) -> TensorDict:
     """Return the schema, ``[]`` or ``[num_envs]``, of transitions; the spaces are those of a single environment."""
     if num_envs is not None and num_envs < 1:
@@ -120,7 +131,7 @@ def transition_schema(
     return TensorDict(root, lanes)
 
 
-def _reward_shape(env: Any) -> tuple[int, ...]:
+def _reward_shape(env: Env | VectorEnv | None) -> Shape:
     """Return the shape of one environment's reward: that of ``reward_space``, or ``(1,)``."""
     while env is not None:
         space = getattr(env, "single_reward_space", getattr(env, "reward_space", None))
@@ -138,13 +149,13 @@ def show_extra(key: Key, value: torch.Tensor) -> str:
     return f"extras={example}"
 
 
-def refuse_taken(keys: Any) -> None:
+def refuse_taken(keys: Iterable[str]) -> None:
     """Raise a :class:`SchemaError` if an observation has a key that a transition needs for another entry."""
     for key in RESERVED.intersection(keys):
         raise SchemaError(f"the observation has a key {key!r}, which is reserved for the transition: rename it")
 
 
-def tensors_of(value: Any, name: str, *path: str) -> Any:
+def tensors_of(value: object, name: str, *path: str) -> Any:
     """Convert nested dicts and tuples of arrays and numbers to nested dicts of tensors, without copies if possible."""
     parts = entries(value)
     if parts is not None:
@@ -163,7 +174,7 @@ def tensors_of(value: Any, name: str, *path: str) -> Any:
         raise SchemaError(f"{show_key((name, *path))} is a {kind}: give numbers or arrays of them") from error
 
 
-def paths_of(schema: TensorDict, observation_space: Any) -> tuple[Paths, Paths]:
+def paths_of(schema: TensorDict, observation_space: Space) -> tuple[Paths, Paths]:
     """Return the paths of an observation and of an action in transitions like ``schema``."""
     whole = not isinstance(observation_space, sys.modules["gymnasium"].spaces.Dict)
     after = [key[1:] for key, _ in walk(schema) if key[0] == "next" and key not in _RESULTS]
@@ -176,7 +187,7 @@ def after_step(paths: Paths) -> Paths:
     return [(("next", *key), path) for key, path in paths]
 
 
-def _observation(space: Any, lanes: tuple[int, ...]) -> dict[str, Any]:
+def _observation(space: AnySpace, lanes: Shape) -> dict[str, Any]:
     """Return an observation's schema as a dict; a space without keys gets the key ``"observation"``."""
     value = value_of_space(space, lanes, (OBSERVATION,))
     is_dict = isinstance(value, TensorDictBase) and type(space).__name__ != "Tuple"
@@ -185,12 +196,12 @@ def _observation(space: Any, lanes: tuple[int, ...]) -> dict[str, Any]:
     return observation
 
 
-def is_space(source: Any) -> bool:
+def is_space(source: object) -> bool:
     gymnasium = sys.modules.get("gymnasium")
     return isinstance(source, TensorSpec) or (gymnasium is not None and isinstance(source, gymnasium.Space))
 
 
-def entries(value: Any) -> dict[str, Any] | None:
+def entries(value: object) -> dict[str, Any] | None:
     if isinstance(value, Mapping | TensorDictBase):
         for key in value.keys():
             if not isinstance(key, str):
@@ -201,7 +212,7 @@ def entries(value: Any) -> dict[str, Any] | None:
     return None
 
 
-def value_of_space(space: Any, lanes: tuple[int, ...], path: tuple[str, ...]) -> Any:
+def value_of_space(space: AnySpace, lanes: Shape, path: Key) -> Any:
     if isinstance(space, TensorSpec):
         value = space.zero().to("meta")
         if isinstance(value, TensorDictBase):
@@ -226,20 +237,20 @@ def without_memory(data: TensorDictBase) -> TensorDict:
     return data.apply(lambda x: torch.empty(x.shape, dtype=x.dtype, device="meta"), device=torch.device("meta"))
 
 
-def parallel_envs(source: Any) -> list[Any] | None:
+def parallel_envs(source: object) -> list[ParallelEnv] | None:
     """Return the environments in ``source``, a parallel environment or a sequence of them; None for anything else."""
     pettingzoo = sys.modules.get("pettingzoo")
     envs = [*source] if isinstance(source, list | tuple) else [source]
     return envs if pettingzoo and envs and all(isinstance(env, pettingzoo.ParallelEnv) for env in envs) else None
 
 
-def takes_turns(source: Any) -> bool:
+def takes_turns(source: object) -> bool:
     """Whether ``source`` is an environment of PettingZoo whose agents act one after another."""
     pettingzoo = sys.modules.get("pettingzoo")
     return pettingzoo is not None and isinstance(source, pettingzoo.AECEnv)
 
 
-def turns_schema(env: Any, agents: list[str]) -> TensorDict:
+def turns_schema(env: AECEnv, agents: list[str]) -> TensorDict:
     """Return the schema, ``[agents]``, of the transitions of agents that take turns; an ``"action_mask"`` is bool."""
     remedy = "make buffers with from_spaces, and record in them with AECRecorder({agent: buffer, ...}, env)"
     schema = transition_schema(*_spaces_of(env, agents, remedy), len(agents))
@@ -255,14 +266,14 @@ class AgentGroup:
 
     name: str
     agents: tuple[str, ...]
-    observation: Any  # the space of one agent
-    action: Any
+    observation: Space  # of one agent
+    action: Space
 
-    def observed(self, lanes: tuple[int, ...]) -> dict[str, Any]:
+    def observed(self, lanes: Shape) -> dict[str, torch.Tensor | TensorDict]:
         """Return the schema of what the environment gives, ``[*lanes, agents, ...]``, as a dict of meta tensors."""
         lead = (*lanes, len(self.agents))
         value = value_of_space(self.observation, lead, (self.name, OBSERVATION))
-        found: dict[str, Any] = {OBSERVATION: value, "mask": _flag(lead)}
+        found: dict[str, torch.Tensor | TensorDict] = {OBSERVATION: value, "mask": _flag(lead)}
         if isinstance(value, TensorDict) and ACTION_MASK in value.keys():
             found[ACTION_MASK] = torch.empty_like(value.pop(ACTION_MASK), dtype=torch.bool)
         return found
@@ -278,7 +289,7 @@ class AgentGroup:
         return [((self.name, *key), key[1:]) for key in keys]
 
 
-def groups_of(envs: list[Any], group_map: Any = None) -> list[AgentGroup]:
+def groups_of(envs: Sequence[ParallelEnv], group_map: Groups = None) -> list[AgentGroup]:
     """Return the groups of the agents of parallel environments, which must have equal agents and spaces.
 
     ``group_map`` is a dict from names to lists of agents, or a ``MarlGroupMapType`` of TorchRL. By default, the agents
@@ -314,7 +325,7 @@ def _by_name(agents: Sequence[str]) -> dict[str, list[str]]:
     return found
 
 
-def _spaces_of(env: Any, agents: Sequence[str], remedy: str) -> tuple[Any, Any]:
+def _spaces_of(env: ParallelEnv | AECEnv, agents: Sequence[str], remedy: str) -> tuple[Space, Space]:
     """Return the observation and action space of agents; raise a SchemaError unless they have equal ones."""
     first, *others = ((env.observation_space(agent), env.action_space(agent)) for agent in agents)
     for agent, other in zip(agents[1:], others, strict=True):
@@ -323,10 +334,10 @@ def _spaces_of(env: Any, agents: Sequence[str], remedy: str) -> tuple[Any, Any]:
     return first
 
 
-def agents_schema(groups: list[AgentGroup], lanes: tuple[int, ...]) -> TensorDict:
+def agents_schema(groups: list[AgentGroup], lanes: Shape) -> TensorDict:
     """Return the schema, ``[*lanes]``, of the transitions of parallel environments with these groups."""
-    before: dict[str, Any] = {}
-    after: dict[str, Any] = {name: _flag((*lanes, 1)) for name in FLAGS}
+    before: dict[str, object] = {}
+    after: dict[str, object] = {name: _flag((*lanes, 1)) for name in FLAGS}
     for group in groups:
         lead = (*lanes, len(group.agents))
         action = value_of_space(group.action, lead, (group.name, ACTION))
@@ -336,5 +347,5 @@ def agents_schema(groups: list[AgentGroup], lanes: tuple[int, ...]) -> TensorDic
     return TensorDict({**before, "next": after}, lanes)
 
 
-def _flag(shape: tuple[int, ...]) -> torch.Tensor:
+def _flag(shape: Shape) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.bool, device="meta")

@@ -12,7 +12,7 @@ from rlbuf_td.storages.schema import SchemaError, refuse_rounding, show_key, wal
 
 
 def make_transition(
-    obs: Any, action: Any, reward: Any, next_obs: Any, terminated: Any, truncated: Any, **extras: Any
+    obs: Any, action: Any, reward: Any, next_obs: Any, terminated: Any, truncated: Any, **extras: object
 ) -> TensorDict:
     """Return one step of a Gymnasium environment as a TensorDict with TorchRL's keys.
 
@@ -88,7 +88,7 @@ def _refuse_unlike(before: dict[str, Any], after: dict[str, Any]) -> None:
             raise SchemaError(f"{show_key(key)} is {this} before the step and {following} after it: {order}")
 
 
-def _flag(value: Any, name: str) -> torch.Tensor:
+def _flag(value: object, name: str) -> torch.Tensor:
     flag = tensors_of(value, name)
     if not isinstance(flag, torch.Tensor) or flag.dtype is not torch.bool:
         got = getattr(flag, "dtype", type(value).__name__)
@@ -96,7 +96,7 @@ def _flag(value: Any, name: str) -> torch.Tensor:
     return flag
 
 
-def _reward(value: Any, lanes: torch.Size) -> torch.Tensor:
+def _reward(value: object, lanes: torch.Size) -> torch.Tensor:
     reward = tensors_of(value, "next", "reward")
     if not isinstance(reward, torch.Tensor):
         raise SchemaError(f"'reward' must be a number or an array, got a {type(value).__name__}")
