@@ -34,7 +34,6 @@ def import_minari(
     *,
     infos: bool,
     reward_dtype: torch.dtype | None,
-    progress: bool | None,
     **kwargs: Any,
 ) -> Buffer:
     """Return a new buffer with the transitions of a data set, see :meth:`ReplayBuffer.from_minari`."""
@@ -53,7 +52,7 @@ def import_minari(
     rb = cls.from_schema(first[0], capacity or steps, **kwargs)
     flow, rb.flow = rb.flow, None  # no write waits for a batch
     nbytes = steps * rb.storage.row_bytes
-    with ThreadPoolExecutor(1) as pool, progress_bar(f"loading {dataset.id}", nbytes, progress) as report:
+    with ThreadPoolExecutor(1) as pool, progress_bar(f"loading {dataset.id}", nbytes) as report:
         if rb.storage.scratch_dir is None:  # another thread touches the pages first: page faults in writes cost more
             pool.submit(take_pages, rb.storage.all_rows().first(steps).matrix)
         for rows in chain([first], episodes):
@@ -64,12 +63,7 @@ def import_minari(
 
 
 def export_minari(
-    storage: PackedStorage,
-    dataset_id: str,
-    env: Any,
-    spaces: tuple[Any, Any],
-    progress: bool | None,
-    kwargs: dict[str, Any],
+    storage: PackedStorage, dataset_id: str, env: Any, spaces: tuple[Any, Any], kwargs: dict[str, Any]
 ) -> Any:
     """Write the rows as a new data set, see :meth:`ReplayBuffer.to_minari`; the caller holds the buffer's locks."""
     if not isinstance(dataset_id, str) or not re.fullmatch(r".+-v\d+", dataset_id):
@@ -81,7 +75,7 @@ def export_minari(
     cells = _episodes(storage)
     at_once = max(1, _WRITTEN_AT_ONCE * len(cells) // max(1, storage.nbytes))
     try:
-        with progress_bar(f"writing {dataset_id}", storage.nbytes, progress) as report:
+        with progress_bar(f"writing {dataset_id}", storage.nbytes) as report:
             for start in range(0, len(cells), at_once):
                 some = cells[start : start + at_once]
                 rows = (storage.get(coordinates(each, storage)).cpu() for each in some)

@@ -343,7 +343,7 @@ class ReplayBufferMixture:
             folder = new_folder(Path(path), "members", last, self.members)
             for name, member in self.members.items():
                 member.dumps(folder / name)
-            write_state(writer, self._own_state() | {"members": folder.name}, [], None)
+            write_state(writer, self._own_state() | {"members": folder.name}, [])
             delete_others(folder)
 
     def loads(self, path: str | Path) -> None:

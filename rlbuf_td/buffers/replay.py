@@ -384,7 +384,6 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
         *,
         infos: bool = False,
         reward_dtype: torch.dtype | None = None,
-        progress: bool | None = None,
         **kwargs: Any,
     ) -> Self:
         """Return a buffer ``[T]`` with all transitions of a Minari data set (needs the extra ``minari``).
@@ -401,7 +400,6 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
                 the infos of resets, ``"info"`` holds the info of each row's observation. All infos must be numeric.
             reward_dtype: the dtype of rewards, default: unchanged. To mix the data with float32 rewards of a
                 :class:`GymnasiumRecorder`, pass ``torch.float32``.
-            progress: whether to show a progress bar; default: on a terminal, for 1 GiB of data or more.
             **kwargs: keywords of :meth:`from_schema`: ``scratch_dir``, ``share_next``, ``sampler``, ``batch_size``, ...
 
         Raises:
@@ -420,7 +418,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
             >>> from rlbuf_td import ReplayBuffer
             >>> rb = ReplayBuffer.from_minari("D4RL/door/human-v2", batch_size=256)  # doctest: +SKIP
         """
-        given: Any = {"infos": infos, "reward_dtype": reward_dtype, "progress": progress}
+        given: Any = {"infos": infos, "reward_dtype": reward_dtype}
         return minari_data.import_minari(cls, dataset, capacity, **given, **kwargs)
 
     @classmethod
@@ -431,7 +429,6 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
         *,
         exclude: NestedKey | Sequence[NestedKey] = (),
         trajectory_key: NestedKey | None = "episode",
-        progress: bool | None = None,
         **kwargs: Any,
     ) -> Self:
         """Return a buffer with the rows of a TorchRL buffer (a data set of ``torchrl.data.datasets``, for example).
@@ -450,7 +447,6 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
             exclude: a list of keys to omit, such as the keys of strings, or one key.
             trajectory_key: the key of episode numbers in ``rb``. The import renames this key to
                 ``("collector", "traj_ids")``, unless the rows already have that entry.
-            progress: whether to show a progress bar; default: on a terminal, for 1 GiB of data or more.
             **kwargs: keywords of :meth:`from_schema`: ``sampler``, ``batch_size`` (default: that of ``rb``), ...
 
         Raises:
@@ -475,7 +471,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
             >>> rb.storage["x"], rb.batch_size
             (tensor([2, 3, 4, 5]), 2)
         """
-        given: Any = {"exclude": exclude, "trajectory_key": trajectory_key, "progress": progress}
+        given: Any = {"exclude": exclude, "trajectory_key": trajectory_key}
         return torchrl_data.import_torchrl(cls, rb, capacity, **given, **kwargs)
 
     # -- initialization
@@ -1232,48 +1228,21 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
         self._refuse_shut_down()
         key = nested_key(key)
         if self.dim_extend > 0 and not _names_rows(index, self.storage.ndim):
-            self._refuse_other_order("set_at_ takes coordinates of rows, (t, e)", "rb.storage.edit(change, index)")
+            raise NotImplementedError(
+                f"set_at_ takes coordinates of rows, (t, e), but this buffer reads rows as [E, T] (dim_extend="
+                f"{self.dim_extend}): use rb[key] = value, or rb.storage.edit(change, index), which takes [T, E]"
+            )
         self._refuse_rounding({key: value})
         self.storage.edit(lambda data: setitem(data[key], ..., value), index)
         return self
 
-    def set_(self, key: NestedKey, value: Any) -> Self:
-        """Set the entry ``key`` of all rows, ``[T, ...]``, or ``[T, E, ...]`` if ``ndim=2``; return the buffer.
+    def set_(self, *_: Any, **__: Any) -> NoReturn:
+        """Raise a NotImplementedError, as ``update_`` does: ``rb[key] = value`` takes what ``rb[key]`` gives."""
+        raise NotImplementedError(
+            "set_ and update_ have another form here: use rb[key] = value, which takes what rb[key] gives"
+        )
 
-        Raises:
-            NotImplementedError: the buffer reads rows as ``[E, T]`` (``dim_extend=1``, the default with ``ndim=2``):
-                ``rb[key] = value`` takes what ``rb[key]`` gives, and ``rb.storage[key] = value`` takes ``[T, E, ...]``.
-            KeyError: the rows have no entry ``key``.
-            RuntimeError: ``value`` has the wrong shape.
-            ShutDown: the buffer has been shut down.
-            SchemaError: the dtype of the rows would round a whole number in ``value``.
-
-        After an error, nothing has changed.
-        """
-        key = nested_key(key)
-        return self._edit_steps("set_", "rb.storage[key] = value", {key: value}, lambda rows: rows.set_(key, value))
-
-    def update_(self, input_dict_or_td: Any, clone: bool = False, *, keys_to_update: Any = None) -> Self:
-        """Set several entries of all rows; return the buffer. See TorchRL's ``ReplayBuffer.update_``.
-
-        Raises:
-            NotImplementedError: the buffer reads rows as ``[E, T]``, see :meth:`set_`; nothing has changed.
-            RuntimeError: an entry has the wrong shape; nothing has changed.
-            ShutDown: the buffer has been shut down; nothing has changed.
-            SchemaError: the dtype of the rows would round a whole number; nothing has changed.
-        """
-        names: Any = {"clone": clone, "keys_to_update": keys_to_update}
-        instead, data = "rb.storage.edit(lambda rows: rows.update_(data))", input_dict_or_td
-        return self._edit_steps("update_", instead, data, lambda rows: rows.update_(data, **names))
-
-    def _edit_steps(self, method: str, instead: str, values: Any, change: Callable[[Any], Any]) -> Self:
-        """Change entries of all rows, which ``method`` takes as ``[T, E]`` if ``ndim=2``."""
-        self._refuse_shut_down()
-        if self.dim_extend > 0:
-            self._refuse_other_order(f"{method} takes [T, E]", instead)
-        self._refuse_rounding(values)
-        edit_all(self.storage, change)
-        return self
+    update_: Any = set_
 
     def __setitem__(self, index: Any, value: Any) -> None:
         """Set the rows at ``index``, in the shape in which ``rb[index]`` reads them.
@@ -1296,13 +1265,6 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
             if layout is not None and isinstance(value, torch.Tensor) and key in layout.places:
                 dtype = layout.leaves[layout.places[key]].dtype
                 refuse_rounding(key, value, dtype, f"cast it with .to({dtype}), or store it in float64")
-
-    def _refuse_other_order(self, takes: str, instead: str) -> NoReturn:
-        """Raise a NotImplementedError for an edit that would take rows in another order than they are read."""
-        raise NotImplementedError(
-            f"{takes}, but this buffer reads rows as [E, T] (dim_extend={self.dim_extend}): use rb[key] = value, which "
-            f"takes what rb[key] gives, or {instead}, which takes [T, E]"
-        )
 
     def _refuse_shut_down(self) -> None:
         if self._service_shutdown and self._storage.is_closed:
@@ -1518,7 +1480,6 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
         env: Any = None,
         observation_space: Any = None,
         action_space: Any = None,
-        progress: bool | None = None,
         **kwargs: Any,
     ) -> Any:
         """Write all rows as a new Minari data set on this machine (needs the extra ``minari``).
@@ -1532,7 +1493,6 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
             env: the Gymnasium environment, its name or its spec; the data set stores the spec.
             observation_space: the Gymnasium space of observations, default: that of ``env``.
             action_space: the Gymnasium space of actions, default: that of ``env``.
-            progress: whether to show a progress bar; default: on a terminal, for 1 GiB of data or more.
             **kwargs: keywords of Minari's ``create_dataset_from_buffers``. The default of ``jpeg_encoding`` is
                 ``False`` here, so that images are stored without loss.
 
@@ -1558,7 +1518,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
         """
         spaces = minari_data.spaces_of(env, observation_space, action_space)
         with self._locked():
-            return minari_data.export_minari(self._storage, dataset_id, env, spaces, progress, kwargs)
+            return minari_data.export_minari(self._storage, dataset_id, env, spaces, kwargs)
 
     def __repr__(self) -> str:
         name = type(self).__name__
@@ -1577,7 +1537,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
 
     # -- saving and loading
 
-    def dumps(self, path: str | Path, *, progress: bool | None = None) -> None:
+    def dumps(self, path: str | Path) -> None:
         """Save rows, priorities, counters, trajectories and random generators in the folder ``path``.
 
         If the process is killed during the call, either the previous dump or the new dump is intact. Data that has not
@@ -1586,7 +1546,6 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
 
         Args:
             path: the folder, created if missing. Other files in the folder are kept.
-            progress: whether to show a progress bar; default: on a terminal, for 1 GiB of data or more.
 
         Raises:
             CheckpointError: a component cannot be saved without pickle, ``path`` is a file, or the folder has a
@@ -1596,9 +1555,9 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
         """
         if type(self.storage.checkpointer) is not self.storage._default_checkpointer:
             self._refuse_checkpointer()
-        dump_buffer(self, path, progress)
+        dump_buffer(self, path)
 
-    def loads(self, path: str | Path, *, rows_only: bool = False, progress: bool | None = None) -> None:
+    def loads(self, path: str | Path, *, rows_only: bool = False) -> None:
         """Replace the rows and the state of this buffer by those of a dump that :meth:`dumps` has written.
 
         With equal capacities, this buffer then draws the batches that the saved buffer would have drawn next. If the
@@ -1619,23 +1578,14 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
             path: the folder of the dump.
             rows_only: load only the rows; the sampler treats these rows as newly written. The sampler may then have any
                 class, and the writer may be any ``RoundRobinWriter``.
-            progress: whether to show a progress bar; default: on a terminal, for 1 GiB of data or more.
 
         Raises:
             CheckpointError: a file is missing or damaged, or the dump does not fit; the buffer is unchanged.
         """
-        load_buffer(self, path, rows_only=rows_only, progress=progress)
+        load_buffer(self, path, rows_only=rows_only)
 
     def _refuse_checkpointer(self) -> NoReturn:
         raise NotImplementedError(_NO_CHECKPOINTERS)
-
-    def register_save_hook(self, hook: Any) -> None:
-        """Raise a NotImplementedError: :meth:`dumps` does not support TorchRL's save hooks."""
-        self._refuse_checkpointer()
-
-    def register_load_hook(self, hook: Any) -> None:
-        """Raise a NotImplementedError: :meth:`loads` does not support TorchRL's load hooks."""
-        self._refuse_checkpointer()
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the rows and of the state of all components, as tensors and plain Python values."""

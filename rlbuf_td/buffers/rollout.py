@@ -28,10 +28,6 @@ if TYPE_CHECKING:
 _STATISTICS = "advantage_mean", "advantage_std", "value_target_mean", "value_target_std", "explained_variance"
 
 
-def _statistic(name: str, doc: str) -> property:
-    return property(lambda rollout: rollout.summary()[name], doc=doc)
-
-
 class RolloutBuffer(ReplayBuffer):
     """Stores a rollout for on-policy learning, computes its advantages once, and yields epochs of minibatches.
 
@@ -265,14 +261,6 @@ class RolloutBuffer(ReplayBuffer):
     def value_rows(self) -> int:
         """Number of rows of this rollout for which the value network was evaluated."""
         return self._writer.value_rows
-
-    advantage_mean = _statistic("advantage_mean", "Mean of the unscaled advantages.")
-    advantage_std = _statistic("advantage_std", "Standard deviation (population) of the unscaled advantages.")
-    value_target_mean = _statistic("value_target_mean", "Mean of the value targets.")
-    value_target_std = _statistic("value_target_std", "Standard deviation (population) of the value targets.")
-    explained_variance = _statistic(
-        "explained_variance", "The explained variance, 1 - Var[value_target - state_value] / Var[value_target]."
-    )
 
     def summary(self) -> dict[str, float]:
         """Return statistics of the current rollout as a flat dict, computed once per rollout.

@@ -45,7 +45,6 @@ def import_torchrl(
     *,
     exclude: NestedKey | Sequence[NestedKey],
     trajectory_key: NestedKey | None,
-    progress: bool | None,
     **kwargs: Any,
 ) -> Buffer:
     """Return a new buffer with the rows of another buffer, see :meth:`ReplayBuffer.from_torchrl`."""
@@ -58,7 +57,7 @@ def import_torchrl(
     kwargs.setdefault("batch_size", rb.batch_size)
     refuse_unordered(kwargs.get("sampler"), rb.writer, storage)
     choose = partial(_chosen, exclude=exclude, trajectory_key=optional_key(trajectory_key))
-    new, cells = _copy(cls, rb, capacity, choose, progress, kwargs)
+    new, cells = _copy(cls, rb, capacity, choose, kwargs)
     if not getattr(storage, "in_time_order", keeps_order(rb.writer) is not False):
         new.storage.lose_order()
     _set_priorities(new, cells, priorities)
@@ -73,7 +72,6 @@ def _copy(
     rb: TensorDictReplayBuffer,
     capacity: int | None,
     choose: Callable[[Any], TensorDictBase],
-    progress: bool | None,
     kwargs: dict[str, Any],
 ) -> tuple[Buffer, torch.Tensor]:
     """Return a buffer with the rows of ``rb``, and the flat index of each row in ``rb``."""
@@ -83,7 +81,7 @@ def _copy(
         raise ValueError(f"the buffer holds {len(steps) * lanes:,} transitions, more than the capacity of {capacity:,}")
     new = cls.from_schema(choose(storage.get(steps[:1]))[0], capacity or storage.max_size, **kwargs)
     row_bytes = new.storage.row_bytes
-    with progress_bar("copying", len(steps) * lanes * row_bytes, progress) as report:
+    with progress_bar("copying", len(steps) * lanes * row_bytes) as report:
         for part in steps.split(max(1, _READ_AT_ONCE // (row_bytes * lanes))):
             new.writer.extend(choose(storage.get(part)))
             report(len(part) * lanes * row_bytes)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 KIND = "buffer"
 
 
-def dump_buffer(rb: ReplayBuffer, path: str | Path, progress: bool | None = None) -> None:
+def dump_buffer(rb: ReplayBuffer, path: str | Path) -> None:
     with writing(path, KIND) as writer, parts.at_rest(rb):
         storage, state = rb.storage, parts.capture(rb, copies=False)
         rows = split_rows(state["_storage"])
@@ -37,14 +37,14 @@ def dump_buffer(rb: ReplayBuffer, path: str | Path, progress: bool | None = None
             "ndim": storage.ndim,
             "rows": [*range(len(rows))],  # numbers of the tensors with the rows, which come first
         }
-        write_state(writer, state, rows, progress)
+        write_state(writer, state, rows)
 
 
-def load_buffer(rb: ReplayBuffer, path: str | Path, *, rows_only: bool, progress: bool | None) -> None:
+def load_buffer(rb: ReplayBuffer, path: str | Path, *, rows_only: bool) -> None:
     with reading(path, KIND) as reader:
         with explained(reader):
             load = _Load(rb, reader, rows_only)
-        with progress_bar("load", load.rows.nbytes if load.rows else 0, progress) as reader.report:
+        with progress_bar("load", load.rows.nbytes if load.rows else 0) as reader.report:
             if load.rows:
                 load.rows.verify()
             rb.synchronize()
@@ -116,12 +116,11 @@ class Checkpoint:
     writer: dict[str, Any]  # the writer's state: `_cursor` is a ring's next position, `_write_count` counts time steps
 
 
-def open_checkpoint(path: str | Path, *, progress: bool | None = None) -> Checkpoint:
+def open_checkpoint(path: str | Path) -> Checkpoint:
     """Read a dump of :meth:`ReplayBuffer.dumps <rlbuf_td.ReplayBuffer.dumps>` without loading it into a buffer.
 
     Args:
         path: the folder of the dump.
-        progress: whether to show a progress bar; ``None`` shows it on a terminal if the rows take 1 GiB or more.
 
     Returns:
         A :class:`Checkpoint` with the rows, the class names, the capacity, and the states of sampler and writer.
@@ -149,7 +148,7 @@ def open_checkpoint(path: str | Path, *, progress: bool | None = None) -> Checkp
         saved, storage = reader.state(), None
         if "layout" in saved["_storage"]:
             nbytes = sum(reader.tensor(number).nbytes for number in saved["rows"])
-            with progress_bar("open", nbytes, progress) as reader.report:
+            with progress_bar("open", nbytes) as reader.report:
                 storage = opened(reader, saved)
         return Checkpoint(
             about=reader.manifest.about,

@@ -201,7 +201,7 @@ def _sync(folder: Path) -> None:
 
 def save_state(path: str | Path, kind: str, state: dict[str, Any]) -> None:
     with writing(path, kind) as writer:
-        write_state(writer, state, [], None)
+        write_state(writer, state, [])
 
 
 def load_state(path: str | Path, kind: str) -> dict[str, Any]:
@@ -233,10 +233,10 @@ def writing(path: str | Path, kind: str) -> Iterator[DumpWriter]:
             writer.clean()
 
 
-def write_state(writer: DumpWriter, state: dict[str, Any], tensors: list[torch.Tensor], progress: bool | None) -> None:
+def write_state(writer: DumpWriter, state: dict[str, Any], tensors: list[torch.Tensor]) -> None:
     tensors = list(tensors)
     encoded = encode(state, tensors, "state")
-    with progress_bar("dump", sum(tensor.nbytes for tensor in tensors), progress) as report:
+    with progress_bar("dump", sum(tensor.nbytes for tensor in tensors)) as report:
         stored = writer.store(tensors, report)
     writer.commit(encoded, stored)
 
@@ -268,10 +268,9 @@ def explained(reader: DumpReader) -> Iterator[None]:
 
 
 @contextmanager
-def progress_bar(what: str, nbytes: int, progress: bool | None) -> Iterator[Report]:
-    """Yield a function that advances a bar; ``progress=None`` shows the bar on a terminal for 1 GiB or more."""
-    is_shown = nbytes >= _LARGE and sys.stderr.isatty() if progress is None else progress
-    if not is_shown:
+def progress_bar(what: str, nbytes: int) -> Iterator[Report]:
+    """Yield a function that advances a bar, which is shown on a terminal for 1 GiB or more."""
+    if not (nbytes >= _LARGE and sys.stderr.isatty()):
         yield lambda done: None
         return
     from rich.console import Console

@@ -82,7 +82,7 @@ def extend_by(buffer: ReplayBuffer, dumps: Sequence[tuple[str, int]], first: int
         first, last = first - steps, last - steps
         if low >= high:
             continue
-        found = open_checkpoint(folder, progress=False)
+        found = open_checkpoint(folder)
         source, state = found.storage, found.sampler
         if source is None or int(source.ring.count[0]) != steps:
             raise CheckpointError(f"{folder} does not hold the {steps} time steps that the manifest says")

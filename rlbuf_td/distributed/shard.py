@@ -170,7 +170,7 @@ class Shard:
     def dump(self, path: str) -> tuple[int, int]:
         """Store waiting rows and save the buffer; return the buffer's numbers of time steps and lanes."""
         self._enter()
-        self.buffer.dumps(path, progress=False)
+        self.buffer.dumps(path)
         lanes = self.storage.lanes.numel()
         return len(self.storage) // lanes, lanes
 
@@ -182,7 +182,7 @@ class Shard:
         self._prepared = None
         buffer = self.make_buffer()
         if part is None:
-            buffer.loads(dumps[0][0], progress=False)
+            buffer.loads(dumps[0][0])
         else:
             extend_by(buffer, dumps, *part)
         self._prepared = buffer

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import gymnasium
@@ -255,8 +254,3 @@ def test_what_minari_cannot_hold_leaves_no_set_behind(monkeypatch):
     with pytest.raises(ValueError, match="nonsense"):
         again.to_minari("toy/again-v0", **spaces_of(dataset), data_format="nonsense")
     again.to_minari("toy/again-v0", **spaces_of(dataset))
-
-
-def test_a_bar_shows_what_has_been_read(capsys):
-    ReplayBuffer.from_minari(recorded(), progress=True)
-    assert re.search(r"loading toy/a-box-v0 .* ([\d.]+)/\1 ", capsys.readouterr().err)

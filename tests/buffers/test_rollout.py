@@ -146,8 +146,6 @@ def test_the_summary_is_a_flat_dict_of_floats_computed_once_a_rollout(monkeypatc
     }
     assert summary == pytest.approx({k: float(v) for k, v in expected.items()}, rel=1e-4, abs=1e-5)
     assert all(type(x) is float for x in summary.values())
-    for name in ("value_target_mean", "value_target_std", "explained_variance"):
-        assert getattr(rollout, name) == summary[name]
     with monkeypatch.context() as patched:
         patched.setattr("rlbuf_td.buffers.rollout.explained_variance", None)
         summary["advantage_mean"] = 0.0  # the caller's own copy

@@ -138,14 +138,17 @@ def test_torchrls_trees_are_refused_and_a_proportional_sampler_takes_their_prior
     assert torch.allclose(again.sampler.rule.table.weight[:9].double(), before["_sum_tree"][torch.arange(9)].double())
 
 
-def test_a_bar_shows_how_far_a_dump_is(tmp_path, capsys):
+def test_a_bar_shows_how_far_a_large_dump_is_on_a_terminal(tmp_path, capsys, monkeypatch):
     rb = make("uniform")
     rb.extend(transitions(5))
     rb.dumps(tmp_path)
     assert "dump" not in capsys.readouterr().err
-    rb.dumps(tmp_path, progress=True)
+    monkeypatch.setattr(files, "_LARGE", 0)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    monkeypatch.setenv("NO_COLOR", "1")
+    rb.dumps(tmp_path)
     assert re.search(r"dump .* ([\d.]+)/\1 \w?[Bb]", capsys.readouterr().err)
-    make("uniform").loads(tmp_path, progress=True)
+    make("uniform").loads(tmp_path)
     assert re.search(r"load .* ([\d.]+)/\1 \w?[Bb]", capsys.readouterr().err)
 
 

@@ -172,7 +172,7 @@ def by_lane(key: Key) -> Any:
 def edited(key: Key) -> Any:
     rb = td.ReplayBuffer(storage=td.PackedStorage(20))
     batch = rows_of(rb)
-    rb.set_(key("a.value"), torch.ones(20, 1)).set_at_(key("a.wanted"), torch.zeros(1), 3)
+    rb.set_at_(key("a.value"), torch.ones(20, 1), slice(None)).set_at_(key("a.wanted"), torch.zeros(1), 3)
     batch["a", "obs"] += 1
     rb.write_back(batch, [key("a.obs")], sampled_at=rb.storage.stamps(batch["index"]))
     return rb[:]

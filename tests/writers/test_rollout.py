@@ -395,5 +395,5 @@ def test_partial_rollouts_normalization_and_the_summary_use_it(own, how):
                 want = (want - want.mean()) / want.std(correction=0)
             torch.testing.assert_close(batch["advantage"], want, rtol=1e-3, atol=1e-4)
         unscaled = target - world.value(part["observation"]) if how == "rollout" else advantage
-        assert rollout.advantage_mean == pytest.approx(unscaled.mean().item(), abs=1e-4)
-        assert rollout.advantage_std == pytest.approx(unscaled.std(correction=0).item(), rel=1e-3)
+        assert rollout.summary()["advantage_mean"] == pytest.approx(unscaled.mean().item(), abs=1e-4)
+        assert rollout.summary()["advantage_std"] == pytest.approx(unscaled.std(correction=0).item(), rel=1e-3)
