@@ -2,46 +2,39 @@
 
 from __future__ import annotations
 
+import copy
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import accumulate, pairwise
 from math import lcm
 from operator import is_
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from tensordict import TensorDictBase
-from torchrl.data.replay_buffers import Storage
+from torch import Tensor
+from torchrl.data.replay_buffers import PrioritizedSampler, Sampler, SliceSampler, Storage
 
-from rlbuf_td.buffers.mixture_parts import (
-    MemberRows,
-    draw_rows_of,
-    kinds,
-    largest_normalizer,
-    members_of,
-    own_errors,
-    refuse_difference,
-    refuse_entries,
-    refuse_member,
-    refuse_members,
-    refuse_update,
-    try_states,
-    window_of,
-    with_lane,
-    without_lane,
-    written_columns,
-)
-from rlbuf_td.buffers.mixture_plan import MixturePlan, plan_mixture
+from rlbuf_td.buffers.experience_queue import ExperienceQueue
+from rlbuf_td.buffers.mixture_plan import MixturePlan, largest_normalizer, normalizer_of, plan_mixture
 from rlbuf_td.buffers.replay import ReplayBuffer
 from rlbuf_td.checkpoint.files import explained, reading, write_state, writing
 from rlbuf_td.checkpoint.group import delete_others, new_folder
+from rlbuf_td.checkpoint.parts import load_or_restore
+from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.kernels.strata import LEAST_RATIO
-from rlbuf_td.samplers.common import OwnSignature, StatefulSampler
+from rlbuf_td.samplers import EpisodeSampler, SequenceSampler
+from rlbuf_td.samplers.common import OwnSignature, StatefulSampler, refuse_errors, refuse_priorities, stored_names
+from rlbuf_td.samplers.prioritized import Prioritized
+from rlbuf_td.storages import SchemaError
 from rlbuf_td.storages.checks import as_number, fraction, whole
+from rlbuf_td.storages.indexing import device_of, flat_rows, merge_
+from rlbuf_td.storages.keys import as_tuple
 from rlbuf_td.storages.processes import pickled_generator, unpickled_generator
 from rlbuf_td.storages.ring import SAMPLED_AT
+from rlbuf_td.storages.schema import kind, show_key
 from rlbuf_td.storages.tensordict_fast import set_entries_
 
 if TYPE_CHECKING:
@@ -148,17 +141,15 @@ class ReplayBufferMixture:
         return sum(member.write_count for member in self.members.values())
 
     def _refuse_other_schemas(self) -> None:
-        found = [part for each in self.members.values() for part in (written_columns(each.storage), each.sampler)]
+        rows = {name: member.storage for name, member in self.members.items() if member.storage.layout is not None}
+        reserved = {name for name, storage in rows.items() if storage.is_reserved}
+        found = [None if name in reserved else storage.layout for name, storage in rows.items()]
+        found += [member.sampler for member in self.members.values()]
         if len(found) == len(self._checked) and all(map(is_, found, self._checked)):
             return
-        layouts = {
-            name: {leaf.key: (leaf.dtype, leaf.shape) for leaf in member.storage.layout.leaves}
-            for name, member in self.members.items()
-            if member.storage.layout is not None
-        }
         refuse_entries(self.members)
-        reserved = {name for name in layouts if self.members[name].storage.is_reserved}
-        refuse_difference(layouts, reserved)
+        kinds_of = {name: {leaf.key: (leaf.dtype, leaf.shape) for leaf in rows[name].layout.leaves} for name in rows}
+        refuse_difference(kinds_of, reserved)
         self._checked, self._plan = found, None
 
     # -- writes
@@ -439,3 +430,165 @@ class Shares(StatefulSampler):
 
     def __repr__(self) -> str:
         return "Shares(" + ", ".join(f"{name}={share:.4g}" for name, share in self.by_name.items()) + ")"
+
+
+def refuse_members(members: Any, shares: Any, writes_to: str | None) -> None:
+    """Raise a TypeError or a ValueError for the arguments of a mixture that cannot work."""
+    if not (isinstance(members, Mapping) and isinstance(shares, Mapping)):
+        given = f"got {type(members).__name__} and {type(shares).__name__}"
+        example = '{"demos": 0.5, "online": 0.5}'
+        raise TypeError(
+            f'members must be a dict of buffers by name, such as {{"demos": rb1, "online": rb2}}, and shares a dict of '
+            f"numbers, such as {example}, {given}"
+        )
+    for name, member in members.items():
+        refuse_member(name, member)
+    if not members or members.keys() != shares.keys() or (writes_to is not None and writes_to not in members):
+        given = f"members are {[*members]}, shares are of {[*shares]}, writes_to={writes_to!r}"
+        raise ValueError(f"members and shares must have the same names: {given}")
+
+
+def refuse_member(name: Any, member: Any) -> None:
+    if not isinstance(member, ReplayBuffer):
+        remedy = "copy its rows, ReplayBuffer.from_torchrl(member)"
+        raise TypeError(f"member {name!r} must be a ReplayBuffer, got {type(member).__name__}: {remedy}")
+    if isinstance(member, ExperienceQueue):
+        raise TypeError(f"member {name!r} is an ExperienceQueue, which gives each row once: sample it apart")
+    if isinstance(member.sampler, EpisodeSampler):
+        reason = "whose batches have no fixed number of rows"
+        raise TypeError(f"member {name!r} has an EpisodeSampler, {reason}: sample it apart, or use a SequenceSampler")
+    sampler = getattr(member.sampler, "innermost", member.sampler)
+    if isinstance(sampler, PrioritizedSampler) and member._initialize().prioritized is None:
+        raise TypeError(f"member {name!r} has TorchRL's PrioritizedSampler: use a ProportionalSampler")
+
+
+def refuse_entries(members: Mapping[str, ReplayBuffer]) -> None:
+    """Raise a SchemaError if a member stores an entry that batches of the mixture use for something else."""
+    is_weighted = any(member._initialize().prioritized is not None for member in members.values())
+    adds = {"source"} | (Prioritized.report_keys if is_weighted else set())
+    for name, member in members.items():
+        for key in stored_names(member.storage).keys() & adds:
+            remedy = f"store it under another name, data.rename_key_({key!r}, 'my_{key}')"
+            raise SchemaError(f"member {name!r} stores the key {key!r}, which the mixture adds to batches: {remedy}")
+
+
+class MemberRows(NamedTuple):
+    """The rows that a member provides for a batch."""
+
+    rows: TensorDictBase  # with the sampler's report
+    normalizer: float | None  # see :func:`normalizer_of`
+    stamps: Tensor | None  # of the rows; None if their storage has none
+
+
+def draw_rows_of(member: ReplayBuffer, count: int) -> MemberRows:
+    """Draw ``count`` rows from a member, and transform them."""
+    with member._futures_lock, member._locked():  # priorities must not change before the normalizer is known
+        batch, report = member._drawn(count)
+        normalizer = normalizer_of(member, report)
+        stamps = member.storage.stamps(report["index"]) if batch.ndim == 1 else None
+    if not member.include_info:
+        merge_(batch, report)
+    rows = member._finish(batch, report)[0]
+    if rows.ndim != 1:
+        inner = [*rows.shape[1:]]
+        raise ValueError(f"members must store single transitions, these rows have further batch dims, {inner}")
+    return MemberRows(without_lane(member, rows), normalizer, stamps)  # TorchRL's slices have an index [B, 1]
+
+
+def window_of(sampler: Sampler) -> int:
+    """Return a number that must divide the batch size: the length of windows or slices, the number of slices, or 1."""
+    if isinstance(sampler, SequenceSampler):
+        return sampler.window
+    return (sampler.slice_len or sampler.num_slices) if isinstance(sampler, SliceSampler) else 1
+
+
+INDICES = "index", "anchor_index"
+
+
+def with_lane(rows: TensorDictBase) -> dict[str, Tensor]:
+    """Return index entries ``[B]`` as ``[B, 2]``, (time step, lane); the lane is 0."""
+    flat = {key: rows[key] for key in INDICES if key in rows.keys() and rows[key].ndim == 1}
+    return {key: torch.stack((index, torch.zeros_like(index)), -1) for key, index in flat.items()}
+
+
+def without_lane(member: ReplayBuffer, rows: TensorDictBase) -> TensorDictBase:
+    """Undo :func:`with_lane` if the member has ``ndim=1``."""
+    for key in INDICES:
+        if member.storage.ndim == 1 and key in rows.keys() and rows[key].ndim > 1:
+            rows[key] = rows[key][:, 0]
+    return rows
+
+
+def members_of(batch: TensorDictBase, names: Sequence[str]) -> dict[str, Tensor]:
+    """Map each member's name to a bool mask of its rows in a batch ``[B]``; omit members without rows."""
+    source = batch.get("source", None)
+    if source is None:
+        raise KeyError("the batch has no 'source', the member of each row: pass a batch of this mixture")
+    if source.ndim != 1 or source.is_floating_point() or ((source < 0) | (source >= len(names))).any():
+        found = f"{source.dtype} {source.unique().tolist()} of shape {[*source.shape]}"
+        raise IndexError(f"'source' must hold one position in {[*names]} per row, [B] int64, got {found}")
+    masks = {name: source == place for place, name in enumerate(names)}
+    return {name: is_own for name, is_own in masks.items() if is_own.any()}
+
+
+def own_errors(member: ReplayBuffer, batch: TensorDictBase, is_own: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the index of a member's rows in a batch ``[B]``, their TD errors, and their stamps.
+
+    Other rows are left out, or have the index -1.
+    """
+    parts = member.parts
+    batch = without_lane(member, batch.copy() if parts.wrapper is None else batch[is_own])
+    index, td_error, stamp = parts.errors_of(batch, batch.ndim, member.priority_key)
+    if parts.wrapper is None:
+        index = torch.where(is_own[:, None] if index.ndim > 1 else is_own, index, -1)
+        td_error = torch.where(is_own, td_error, 0)
+    return index, td_error, stamp
+
+
+def refuse_update(member: ReplayBuffer, index: Tensor, td_error: Tensor, stamp: Tensor | None) -> None:
+    """Raise the error that an update of a prioritized member's priorities would raise."""
+    storage = member.storage
+    flat, rows = flat_rows(index, storage, device_of(storage)), len(storage)
+    if stamp is not None:
+        flat, _ = storage.skip_stale(flat, stamp)
+    if backend_of(flat) == "numba" and backend_of(td_error) == "numba" and len(flat):
+        refuse_errors(td_error.reshape(-1))
+        if not -1 <= int(flat.min()) <= int(flat.max()) < rows:
+            refuse_priorities(flat, td_error, rows)
+
+
+def try_states(members: Mapping[str, ReplayBuffer], states: Mapping[str, Any]) -> None:
+    """Raise an error if a member cannot load its state; leave all members unchanged."""
+    if states.keys() != members.keys():
+        raise ValueError(f"the state is of members {[*states]}, the mixture has {[*members]}")
+    for name, member in members.items():
+        state = states[name]
+        member._initialize()
+        with member._locked():
+            member.storage.examine(state["_storage"])
+            parts = {"_transforms": member.transform, "_writer": member.writer, "_sampler": member.sampler}
+            before = {key: copy.deepcopy(part.state_dict()) for key, part in parts.items()}
+            load_or_restore(parts, state)
+            load_or_restore(parts, before)
+
+
+def kinds(data: TensorDictBase) -> dict[tuple[str, ...], Any]:
+    items = data.items(include_nested=True, leaves_only=True)
+    return {as_tuple(key): (value.dtype, value.shape[data.ndim :]) for key, value in items}
+
+
+def refuse_difference(members: dict[str, dict[tuple[str, ...], Any]], reserved: Collection[str] = ()) -> None:
+    """Raise a SchemaError if members differ in keys, dtypes or shapes; members in ``reserved`` may lack keys."""
+    if not members:
+        return
+    (first, known), *others = members.items()
+    for name, found in others:
+        for key in sorted(known.keys() | found.keys()):
+            comes_later = any(who in reserved and key not in each for who, each in ((first, known), (name, found)))
+            if comes_later or known.get(key) == found.get(key):
+                continue
+            words = [
+                f"{kind(*each[key])} in {who!r}" if key in each else f"missing in {who!r}"
+                for who, each in ((first, known), (name, found))
+            ]
+            raise SchemaError(f"members must hold the same entries: {show_key(key)} is {words[0]}, {words[1]}")

@@ -288,7 +288,7 @@ BREAKS = [
     ),
     Break(
         "a mixture updates rows of other members",
-        "buffers/mixture_parts.py",
+        "buffers/mixture.py",
         "index = torch.where(is_own[:, None] if index.ndim > 1 else is_own, index, -1)",
         "index = index.clone()",
         "tests/buffers/test_mixture.py",

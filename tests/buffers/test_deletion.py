@@ -151,10 +151,12 @@ def test_a_deleted_buffer_leaves_the_storage_to_others():
 @pytest.mark.parametrize("stats", [None, EpisodeStats], ids=["plain", "stats"])
 def test_the_rows_are_freed_at_the_end_of_a_with_block(stats: Any) -> None:
     rb = ReplayBuffer(storage=PackedStorage(20), batch_size=4, stats=stats and stats())
+    mixture = ReplayBufferMixture({"one": rb, "same": rb}, {"one": 1, "same": 1}, batch_size=4)
     with rb:
         for number in range(3):
             rb.extend(steps(number, 5, 0))
             rb.sample()
+            assert len(mixture.sample()) == 4
         rows = ref(rb.storage.rows)
         assert rows() is not None
     assert rows() is None
