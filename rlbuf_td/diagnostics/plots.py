@@ -8,10 +8,9 @@ the style in ``plots.mplstyle``.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import wraps
 from io import BytesIO
 from pathlib import Path
-from typing import Any, ParamSpec
+from typing import Any
 
 import numpy as np
 import torch
@@ -49,8 +48,6 @@ _GUIDE: dict[str, Any] = {"color": "0.45", "linestyle": "--", "linewidth": 0.9}
 _MOST_LINES = 6  # that the style tells apart
 _DOTS: dict[str, Any] = {"linestyle": "", "marker": ".", "markersize": 2.5}
 
-P = ParamSpec("P")
-
 
 class _Picture(Figure):
     """A figure that Jupyter shows without pyplot."""
@@ -63,15 +60,6 @@ class _Picture(Figure):
         png = BytesIO()
         self.savefig(png, format="png")
         return png.getvalue()
-
-
-def _styled(plot: Callable[P, Figure]) -> Callable[P, Figure]:
-    @wraps(plot)
-    def draw(*args: P.args, **settings: P.kwargs) -> Figure:
-        with rc_context(fname=STYLE):
-            return plot(*args, **settings)
-
-    return draw
 
 
 def _panels(rows: int, columns: int, height: float, *, sharex: bool = False) -> tuple[_Picture, list[Axes]]:
@@ -88,7 +76,7 @@ def _numbers_of(x: torch.Tensor) -> np.ndarray:
     return x.detach().cpu().numpy()
 
 
-@_styled
+@rc_context(fname=STYLE)
 def plot_episodes(stats: EpisodeStats) -> Figure:
     """Plot the metrics of recorded episodes, and how often each reason ended an episode, over environment steps.
 
@@ -142,7 +130,7 @@ def plot_episodes(stats: EpisodeStats) -> Figure:
     return figure
 
 
-@_styled
+@rc_context(fname=STYLE)
 def plot_advantages(rollout: ReplayBuffer) -> Figure:
     """Plot a rollout: values and value targets of the first lane, all advantages, and values against targets.
 
@@ -196,7 +184,7 @@ def plot_advantages(rollout: ReplayBuffer) -> Figure:
     return figure
 
 
-@_styled
+@rc_context(fname=STYLE)
 def plot_trajectory(rb: ReplayBuffer, row: Any, *, keys: Sequence[NestedKey] | None = None) -> Figure:
     """Plot the stored part of the trajectory that a row belongs to, and mark the row.
 
@@ -280,7 +268,7 @@ def _default_keys(data: Any) -> list[NestedKey]:
     return found
 
 
-@_styled
+@rc_context(fname=STYLE)
 def plot_health(rb: ReplayBuffer) -> Figure:
     """Plot the ages and weights of the last batch, and the probabilities and draw counts of all rows.
 
@@ -381,7 +369,7 @@ def _draw_replays(axes: Axes, counts: np.ndarray, never: float) -> None:
     axes.set(title=f"draws of the stored rows\n(never: {never:.1%})", xlabel="times drawn", ylabel="rows")
 
 
-@_styled
+@rc_context(fname=STYLE)
 def plot_priorities(rb: ReplayBuffer) -> Figure:
     """Plot the absolute TD errors and the probabilities of all rows.
 

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rlbuf_td.envs.columns import fill_, fill_parts_
-from rlbuf_td.envs.recorder import BufferLane, Recorder, Target
+from rlbuf_td.envs.recorder import BufferLane, Recorder, Target, fill_, fill_parts_
 from rlbuf_td.envs.specs import ACTION_MASK, after_step, paths_of, takes_turns, turns_schema
 from rlbuf_td.storages.schema import SchemaError
 

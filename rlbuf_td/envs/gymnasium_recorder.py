@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from rlbuf_td.envs.columns import fill_, fill_final_, fill_info_, fill_parts_, to_array
-from rlbuf_td.envs.recorder import REWARD, Recorder, Target
+from rlbuf_td.envs.recorder import REWARD, Recorder, Target, fill_, fill_final_, fill_info_, fill_parts_, to_array
 from rlbuf_td.envs.specs import Key, after_step, paths_of, schema_of, show_extra, tensors_of
 from rlbuf_td.storages import SchemaError
 from rlbuf_td.storages.episodes import DONE_KEY

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlbuf_td.envs.columns import fill_, fill_parts_
-from rlbuf_td.envs.recorder import Recorder, Target
+from rlbuf_td.envs.recorder import Recorder, Target, fill_, fill_parts_
 from rlbuf_td.envs.specs import ACTION_MASK, FLAGS, after_step, agents_schema, groups_of, parallel_envs, takes_turns
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from torchrl.envs import GymEnv, SerialEnv
 from rlbuf_td import PackedStorage, ReplayBuffer
 from rlbuf_td.__main__ import main
 from rlbuf_td.diagnostics.doctor import check
-from rlbuf_td.diagnostics.doctor.values import bounds_of
+from rlbuf_td.diagnostics.doctor.record import bounds_of
 from tests.diagnostics.test_doctor import FAULTS, held, nested, walk
 
 

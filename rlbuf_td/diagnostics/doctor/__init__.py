@@ -11,9 +11,8 @@ from typing import Any
 import torch
 
 from rlbuf_td.diagnostics.doctor.order import order_findings
-from rlbuf_td.diagnostics.doctor.record import Record, open_source
+from rlbuf_td.diagnostics.doctor.record import Record, bounds_of, open_source
 from rlbuf_td.diagnostics.doctor.report import FAULTS, Finding, Report
-from rlbuf_td.diagnostics.doctor.values import bounds_of
 from rlbuf_td.storages.schema import show_key
 
 __all__ = ["CODES", "Finding", "Report", "check", "main"]
