@@ -1,39 +1,25 @@
-"""Recorders of single lanes against lists that a plain loop keeps."""
+"""Recorders of single lanes against the histories that their environments keep."""
 
 from __future__ import annotations
 
 import multiprocessing as mp
 import threading
 import traceback
-from copy import deepcopy
 from functools import partial
 from typing import Any
 
-import gymnasium
 import numpy as np
 import pytest
 import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from tensordict import TensorDict
 
-from rlbuf_td import (
-    EpisodeStats,
-    GymnasiumRecorder,
-    NStepSampler,
-    ReplayBuffer,
-    TrajectoryIndex,
-    UniformSampler,
-    make_transition,
-)
-from tests.environments import Nested, Walk
+from rlbuf_td import EpisodeStats, GymnasiumRecorder, NStepSampler, ReplayBuffer, TrajectoryIndex, UniformSampler
+from tests.environments import Walk
+from tests.envs.test_gymnasium_recorder import assert_equal, assert_neighbours_follow, histories
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
-STEPS, LONGEST = 40, 12
-
-
-def cart_pole(nested: bool = False) -> Any:
-    env = gymnasium.make("CartPole-v1", max_episode_steps=LONGEST)  # both kinds of ends
-    return Nested(env) if nested else env
+STEPS = 40
 
 
 def buffer(env: Any, lanes: int, capacity: int = STEPS, **kwargs: Any) -> ReplayBuffer:
@@ -41,63 +27,41 @@ def buffer(env: Any, lanes: int, capacity: int = STEPS, **kwargs: Any) -> Replay
     return ReplayBuffer.from_spaces(*spaces, capacity * lanes, num_envs=lanes, batch_size=200, **kwargs)
 
 
-class Actor:
-    """Steps one environment with a recorder, and keeps the transitions in a list."""
+def started(target: Any, env: Walk, seed: int) -> GymnasiumRecorder:
+    recorder = GymnasiumRecorder(target, env)
+    recorder.reset(seed=seed)
+    env.action_space.seed(seed)
+    return recorder
 
-    def __init__(self, target: Any, env: Any, seed: int, **settings: Any) -> None:
-        self.env, self.recorder = env, GymnasiumRecorder(target, env, **settings)
-        self.draw = np.random.default_rng(seed)
-        self.steps: list[TensorDict] = []
-        self.episodes: list[float] = []  # returns of the episodes that have ended
-        self.obs, _ = self.recorder.reset(seed=seed)
-        self.total = 0.0
 
-    def step(self) -> None:
-        before, action = deepcopy(self.obs), int(self.draw.integers(2))
-        self.obs, reward, terminated, truncated, _ = self.recorder.step(action)
-        after = deepcopy(self.obs)
-        self.steps.append(make_transition(before, action, reward, after, terminated, truncated))
-        self.total += float(reward)
-        if terminated or truncated:
-            self.episodes.append(self.total)
-            self.reset()
-
-    def reset(self) -> None:
-        self.obs, _ = self.recorder.reset()
-        self.total = 0.0
-
-    def history(self) -> TensorDict:
-        return torch.stack(self.steps)
+def act(recorder: GymnasiumRecorder) -> None:
+    _, _, terminated, truncated, _ = recorder.step(recorder.env.action_space.sample())
+    if terminated or truncated:
+        recorder.reset()
 
 
 def assert_rows(rows: Any, expected: TensorDict) -> None:
-    assert rows.shape == expected.shape
-    keys = set(expected.keys(True, True))
-    assert keys | {("collector", "traj_ids")} == set(rows.keys(True, True))
-    for key in keys:
-        assert rows[key].dtype == expected[key].dtype, key
-        assert torch.equal(rows[key], expected[key]), key
-    ids, done = rows["collector", "traj_ids"], rows["next", "done"].flatten()
-    assert (ids[1:] != ids[:-1])[done[:-1]].all()
+    assert_equal(rows, expected)
+    assert_neighbours_follow(rows)
 
 
-@pytest.mark.parametrize(("nested", "capacity"), [(False, STEPS), (True, 4 * STEPS)])
-def test_lanes_of_unlike_speed_hold_the_steps_of_their_environments(nested, capacity):
-    envs, stats = [cart_pole(nested), cart_pole(nested)], EpisodeStats()
+@pytest.mark.parametrize(("kind", "capacity"), [("box", STEPS), ("dict", 4 * STEPS)])
+def test_lanes_of_unlike_speed_hold_the_steps_of_their_environments(kind, capacity):
+    envs, stats = [Walk(kind), Walk(kind)], EpisodeStats()
     rb = buffer(envs[0], 2, capacity, stats=stats, sampler=NStepSampler(UniformSampler(), 3, 0.5))
-    fast, slow = (Actor(rb.lane(lane), env, lane) for lane, env in enumerate(envs))
+    fast, slow = (started(rb.lane(lane), env, lane) for lane, env in enumerate(envs))
     for step in range(2 * STEPS):
-        fast.step()
+        act(fast)
         if step % 3 == 0:
-            slow.step()
+            act(slow)
         if step % 25 == 24:
             slow.reset()  # breaks off an episode
-        for lane, actor in enumerate((fast, slow)):
-            assert len(rb.lane(lane)) == min(capacity, len(actor.steps))
-    for lane, actor in enumerate((fast, slow)):
-        assert_rows(rb.lane(lane).chronological(), actor.history()[-capacity:])
-    assert sorted(stats.history()["return"].tolist()) == sorted(fast.episodes + slow.episodes)
-    assert stats.steps == len(fast.steps) + len(slow.steps)
+        assert [len(rb.lane(lane)) for lane in (0, 1)] == [min(capacity, len(env.history)) for env in envs]
+    kept = [histories(env)[0] for env in envs]
+    for lane, history in enumerate(kept):
+        assert_rows(rb.lane(lane).chronological(), history[-capacity:])
+    assert stats.steps == sum(map(len, kept))
+    assert stats.episodes == sum(int(history["next", "done"].sum()) for history in kept)
     first, second = (set(rb.lane(lane).chronological()["collector", "traj_ids"].tolist()) for lane in (0, 1))
     assert not first & second
     batch = rb.sample()  # the third next observation of an episode, or its last
@@ -117,35 +81,33 @@ def test_a_vector_environment_of_one_sub_environment_is_a_lane(mode, kind):
         _, _, terminated, truncated, _ = recorder.step(env.action_space.sample())
         if mode is AutoresetMode.DISABLED and (terminated | truncated).any():
             recorder.reset(options={"reset_mask": terminated | truncated})
-    (history,) = env.get_attr("history")
     assert len(rb.lane(0)) == 0
     rows = rb.lane(1).chronological()
-    assert_rows(rows.exclude(("next", "energy")), torch.stack([make_transition(*step[:6]) for step in history]))
-    assert rows["next", "energy"].tolist() == [step[6]["energy"] for step in history]
+    assert_rows(rows, histories(env)[0])
+    assert rows["next", "energy"].tolist() == [step[6]["energy"] for step in env.get_attr("history")[0]]
 
 
-@pytest.mark.parametrize(("how", "nested"), [("threads", True), ("processes", False), ("shared threads", False)])
-def test_actors_record_at_the_same_time(how, nested):
+@pytest.mark.parametrize(("how", "kind"), [("threads", "dict"), ("processes", "box"), ("shared threads", "box")])
+def test_actors_record_at_the_same_time(how, kind):
     lanes = 2
-    rb = buffer(cart_pole(nested), lanes, 4 * STEPS, sampler=UniformSampler())
+    rb = buffer(Walk(kind), lanes, 4 * STEPS, sampler=UniformSampler())
     if how != "threads":
         rb.share()
     results: Any = mp.get_context("fork").SimpleQueue()
+    envs = [Walk(kind) for _ in range(lanes)]
 
-    envs = [cart_pole(nested) for _ in range(lanes)]
-
-    def act(lane: int) -> None:
+    def work(lane: int) -> None:
         try:
-            actor = Actor(rb.lane(lane), envs[lane], lane)
+            recorder = started(rb.lane(lane), envs[lane], lane)
             for _ in range((3 + lane) * STEPS // 2):
-                actor.step()
-            results.put((lane, {key: value.numpy() for key, value in actor.history().items(True, True)}))
+                act(recorder)
+            results.put((lane, {key: x.numpy() for key, x in histories(envs[lane])[0].items(True, True)}))
         except BaseException:
             results.put((lane, traceback.format_exc()))
             raise
 
     make: Any = mp.get_context("fork").Process if how == "processes" else threading.Thread
-    workers = [make(target=act, args=(lane,)) for lane in range(lanes)]
+    workers = [make(target=work, args=(lane,)) for lane in range(lanes)]
     for worker in workers:
         worker.start()
     found = dict(results.get() for _ in workers)
@@ -162,7 +124,7 @@ def test_actors_record_at_the_same_time(how, nested):
 
 @pytest.mark.parametrize("target", ["lane", "recorder"])
 def test_a_lane_waits_while_another_thread_reserves_the_rows_again(target):
-    rb, env, found = buffer(cart_pole(), 2), cart_pole(), []
+    rb, env, found = buffer(Walk(), 2), Walk(), []
     rows = rb.storage.layout.unpack(torch.empty(2, rb.storage.layout.row_bytes, dtype=torch.uint8))
     lane = rb.lane(1)
 
