@@ -47,7 +47,7 @@ from rlbuf_td.diagnostics.episode_stats import EpisodeStats
 from rlbuf_td.diagnostics.health import LastDraw, ReplayCount, health
 from rlbuf_td.envs.recorder import TrajectoryNumbers
 from rlbuf_td.envs.specs import schema_of, transition_schema
-from rlbuf_td.kernels.dispatch import backend_of, compiled_form
+from rlbuf_td.kernels.dispatch import backend_of, compiled_form, untraced
 from rlbuf_td.samplers import ProportionalSampler, SequenceSampler, UniformSampler
 from rlbuf_td.samplers.common import (
     OwnSignature,
@@ -769,7 +769,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
             write = f"{type(self._writer).__name__} has no compiled write"
         return {"add, extend": write} | calls
 
-    @torch.compiler.disable(reason="draws depend on numbers that no graph knows")
+    @untraced("draws depend on numbers that no graph knows")
     def _draw(self, size: int, is_returned: bool = False) -> Sample:
         """Draw a batch; return it, untransformed, and the sampler's report.
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torchrl.data.replay_buffers import Storage
 
 from rlbuf_td.kernels.batch import UPDATE
-from rlbuf_td.kernels.dispatch import backend_of, compiled_form, record_of, uses_numba
+from rlbuf_td.kernels.dispatch import backend_of, compiled_form, record_of, untraced, uses_numba
 from rlbuf_td.kernels.host_memory import HostTensors, address_of, outside_inference_mode
 from rlbuf_td.kernels.strata import LEAST_RATIO, MOST_RATIO
 from rlbuf_td.kernels.sum_tree import LARGEST as LARGEST_WEIGHT
@@ -173,7 +173,7 @@ class Priorities:
             raise IndexError(f"rows {flat.min()} to {flat.max()} are out of range: rows are 0 to {self.capacity - 1}")
         return flat
 
-    @torch.compiler.disable(reason="an update on the CPU checks its input, and changes numbers that no graph knows")
+    @untraced("an update on the CPU checks its input, and changes numbers that no graph knows")
     def assign(
         self, index: Any, priority: Any, storage: Any, *, counts: bool, stamp: Tensor | None = None
     ) -> int | Tensor:
@@ -276,7 +276,7 @@ class Priorities:
             initial = torch.full((), initial, dtype=torch.float64, device=self.device)
         self.assign(index, initial, storage, counts=False)
 
-    @torch.compiler.disable(reason="see `assign`")
+    @untraced("see `assign`")
     def enter_range(self, start: int, count: int, storage: Storage) -> None:
         """Give the flat rows ``start`` to ``start + count - 1`` the magnitude of new rows."""
         self.move_to(storage)

@@ -20,7 +20,7 @@ import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from torchrl.data.replay_buffers import LazyTensorStorage
 
-from rlbuf_td.kernels.dispatch import backend_of, compiled_form_of, import_kernels, refuse_without_compiler
+from rlbuf_td.kernels.dispatch import backend_of, compiled_form_of, import_kernels, refuse_without_compiler, untraced
 from rlbuf_td.kernels.host_memory import advise_huge_pages, alias_of, in_dispatch_mode
 from rlbuf_td.kernels.serials import PUBLISHED, REVISION, WRITTEN
 from rlbuf_td.storages import writes
@@ -578,7 +578,7 @@ class PackedStorage(LazyTensorStorage):
                 what = "is gone: a write was about to replace it, and did not end (rb.chronological() skips it)"
             raise IndexError(f"step {step} of lane {lane} {what}{remedy_of_holes(self)}")
 
-    @torch.compiler.disable(reason="writes change numbers that no graph knows, and call compiled loops")
+    @untraced("writes change numbers that no graph knows, and call compiled loops")
     def advance(
         self,
         data: Any,
