@@ -74,26 +74,6 @@ class SharedNumbers:
             rebuild, given = values
             self._kind, self._is_shared, self._place, self.values = kind, True, None, rebuild(*given)
 
-    def counters(self) -> list[NumberOf]:
-        return [NumberOf(self, position) for position in range(len(self))]
-
-
-class NumberOf:
-    """One number of a :class:`SharedNumbers`, which callers read and set as ``value``."""
-
-    __slots__ = ("_numbers", "_position")
-
-    def __init__(self, numbers: SharedNumbers, position: int) -> None:
-        self._numbers, self._position = numbers, position
-
-    @property
-    def value(self) -> Any:
-        return self._numbers.values[self._position]
-
-    @value.setter
-    def value(self, value: float) -> None:
-        self._numbers.values[self._position] = value
-
 
 class Planned:
     """Numbers that change together with the rows of a storage.

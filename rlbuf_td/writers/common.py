@@ -33,11 +33,19 @@ class TimeWriter(RoundRobinWriter, Recovers):
     @property
     def _cursor(self) -> int:
         """The time step to write next: the rows of a PackedStorage tell it, which other buffers may have written."""
-        return self._cursor_value.value if self._storage is None else self._storage.ring.cursor
+        return self.numbers[0] if self._storage is None else self._storage.ring.cursor
 
     @_cursor.setter
     def _cursor(self, cursor: int) -> None:
-        self._cursor_value.value = cursor
+        self.numbers[0] = cursor
+
+    @property
+    def _write_count(self) -> int:
+        return self.numbers[1]
+
+    @_write_count.setter
+    def _write_count(self, count: int) -> None:
+        self.numbers[1] = count
 
     @property
     def counts_generations(self) -> bool:
@@ -53,9 +61,7 @@ class TimeWriter(RoundRobinWriter, Recovers):
 
     def count_in(self, numbers: SharedNumbers) -> None:
         """Keep the counts in these numbers: the cursor, the write count, and two for what a write plans."""
-        self.numbers = numbers
-        self._cursor_value, self._write_count_value, *_ = numbers.counters()
-        self.planned = Planned(numbers, 1, 1, 2)
+        self.numbers, self.planned = numbers, Planned(numbers, 1, 1, 2)
 
     def share_memory_(self) -> None:
         """Share the counters with processes that are forked later, or spawned with this writer as an argument."""
@@ -99,11 +105,11 @@ class TimeWriter(RoundRobinWriter, Recovers):
 
     def write_at(self, index: int | torch.Tensor, data: Any) -> int | torch.Tensor:
         """Write to the time steps ``index`` without moving the cursor; return the index of the written rows."""
-        count = self._write_count_value.value
+        count = self._write_count
         try:
             return super().write_at(index, without_index(data))
         except Exception:
-            self._write_count_value.value = count
+            self._write_count = count
             raise
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -47,14 +47,13 @@ class QueueWriter(TimeWriter):
         # Those of `TimeWriter`, then: rows taken, 1 after a shutdown, rows of the largest write; rows taken before the
         # process that took the last ones got the lock, and when it got the lock, see :attr:`ProcessLock.turn`.
         self.count_in(SharedNumbers("q", [0, 0, -1, 0, 0, 0, 0, 0, -1]))
-        self._taken_value, self._closed_value = self.numbers.counters()[_TAKEN:_LARGEST]
 
     def register_storage(self, storage: Storage) -> None:
         """Set the storage to write to; rows that are already in the storage count as taken."""
         if storage.ndim > 1:
             raise ValueError(f"a queue holds rows [T], the storage has ndim={storage.ndim}: write a row per trajectory")
         super().register_storage(storage)
-        self._taken_value.value = self._write_count_value.value
+        self.numbers[_TAKEN] = self._write_count
 
     @property
     def is_closed(self) -> bool:
@@ -63,12 +62,12 @@ class QueueWriter(TimeWriter):
 
     def close(self) -> None:
         """Mark the queue as shut down in all processes: calls of an :class:`ExperienceQueue` then raise an error."""
-        self._closed_value.value = 1
+        self.numbers[_CLOSED] = 1
 
     @property
     def waiting(self) -> int:
         """The number of rows that have not been taken yet."""
-        return min(self.numbers[1] - self.numbers[_TAKEN], len(self._storage))
+        return min(self._write_count - self.numbers[_TAKEN], len(self._storage))
 
     @property
     def largest_write(self) -> int:
@@ -81,14 +80,14 @@ class QueueWriter(TimeWriter):
         if self._storage.shared_rows is not None and numbers[_TURN] != self._storage.lock.turn:
             numbers[_BEFORE], numbers[_TURN] = numbers[_TAKEN], self._storage.lock.turn
         start = self._cursor - self.waiting
-        self._taken_value.value = self.numbers[1] - self.waiting + count  # atomic: all rows are taken, or none
+        numbers[_TAKEN] = self._write_count - self.waiting + count  # atomic: all rows are taken, or none
         return torch.arange(start, start + count, device=self._storage.device) % steps
 
     def recover(self, storage: Any, new: torch.Tensor) -> None:
         """Count as waiting what a process that died was taking; see :class:`~rlbuf_td.storages.listeners.Recovers`."""
         super().recover(storage, new)
         if storage.shared_rows is not None and self.numbers[_TURN] == storage.lock.turn:
-            self._taken_value.value = self.numbers[_BEFORE]
+            self.numbers[_TAKEN] = self.numbers[_BEFORE]
 
     def add(self, data: Any) -> int | torch.Tensor:
         """Write one row and return its index; raise the errors that the class documents."""
@@ -110,7 +109,7 @@ class QueueWriter(TimeWriter):
 
     def _empty(self, empty_write_count: bool = True) -> None:
         super()._empty(empty_write_count=empty_write_count)
-        self._taken_value.value = self._write_count_value.value
+        self.numbers[_TAKEN] = self._write_count
 
     def state_dict(self) -> dict[str, Any]:
         """Return the cursor and the counters."""
@@ -123,4 +122,4 @@ class QueueWriter(TimeWriter):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a state that :meth:`state_dict` returned; ValueError, and no change, if it is invalid."""
         super().load_state_dict(state_dict)
-        self._taken_value.value = state_dict["taken"]
+        self.numbers[_TAKEN] = state_dict["taken"]

@@ -30,10 +30,9 @@ class Choice(NamedTuple):
     """Which time steps of a write are stored, and the state of the algorithm after the write."""
 
     filled: int  # number of time steps, from the start of the write, that fill free slots
-    slots: dict[int, int]  # position in the storage -> position in the write, for time steps that replace others
-    kept: list[tuple[int, int]]  # (position in the write, in the storage); also of steps that the write itself replaces
-    following: int  # the next time step to store, counted from the first time step ever written
-    log_threshold: float
+    #: (position in the write, in the storage) of steps that replace others, also of those that do not stay
+    kept: list[tuple[int, int]]
+    state: tuple[int, int, int]  # steps written, the next one to store, and the bits of ``log_threshold``
 
 
 class ReservoirWriter(Writer, Recovers):
@@ -78,16 +77,15 @@ class ReservoirWriter(Writer, Recovers):
         # Number of time steps written, the next time step to store, and the bits of the float64 ``log_threshold``; then
         # four for what a write plans.
         self.numbers = SharedNumbers("q", [0, 0, 0, -1, 0, 0, 0])
-        self._write_count_value, self._following_value, self._threshold_value, *_ = self.numbers.counters()
         self.planned = Planned(self.numbers, 0, _NUMBERS, _NUMBERS)
 
     @property
     def _write_count(self) -> int:
-        return self._write_count_value.value
+        return self.numbers[0]
 
     @_write_count.setter
     def _write_count(self, count: int) -> None:
-        self._write_count_value.value = count
+        self.numbers[0] = count
 
     def register_storage(self, storage: Storage) -> None:
         """Set the storage to write to; ValueError if the writer already has another storage.
@@ -125,7 +123,7 @@ class ReservoirWriter(Writer, Recovers):
             at = following
             log_threshold, following, slot = self._skip(steps, log_threshold, at)
             kept.append((at - written, slot))
-        return Choice(filled, {slot: at for at, slot in kept}, kept, following, log_threshold)
+        return Choice(filled, kept, (end, following, *unpack("q", pack("d", log_threshold))))
 
     def _skip(self, steps: int, log_threshold: float, at: int) -> tuple[float, int, int]:
         """Return a new ``log_threshold``, the next time step to store after ``at``, and a random storage position."""
@@ -135,10 +133,6 @@ class ReservoirWriter(Writer, Recovers):
         log_threshold += log1p(-max(shrink, _LEAST)) / steps
         skipped = log1p(-max(ahead, _LEAST)) / log(-expm1(log_threshold))
         return log_threshold, at + 1 + int(min(skipped, _MOST)), min(int(place * steps), steps - 1)
-
-    def state_after(self, written: int, choice: Choice) -> tuple[int, ...]:
-        """Return the state after a write; ``written`` is the total number of time steps written."""
-        return written, choice.following, *unpack("q", pack("d", choice.log_threshold))
 
     def recover(self, storage: Any, new: torch.Tensor) -> None:
         """See :class:`~rlbuf_td.storages.listeners.Recovers`."""
@@ -165,20 +159,20 @@ class ReservoirWriter(Writer, Recovers):
         self._match_storage()
         choice = self.choose(count, torchrl_parts.capacity_in_steps(storage, batched_data=data))
         written = self._write_count
-        after = self.state_after(written + count, choice)
         index = torch.full((count,), -1, dtype=torch.int64, device=getattr(data, "device", None) or "cpu")
         if choice.filled:
             index[: choice.filled] = torch.arange(written, written + choice.filled, device="cpu")
             storage.advance(data[: choice.filled])
             self.numbers[0] = written + choice.filled  # if it does not come to this, `_match_storage` will do it
-        if choice.slots:
-            slots, rows = torch.tensor([[*choice.slots], [*choice.slots.values()]], device="cpu")
+        if choice.kept:
+            newest = {slot: at for at, slot in choice.kept}
+            slots, rows = torch.tensor([[*newest], [*newest.values()]], device="cpu")
             kept = reshaped(without_index(data), lambda each: each[rows.to(each.device)])
-            storage.set(slots, kept, then=self._then(after, slots))
+            storage.set(slots, kept, then=self._then(choice.state, slots))
             for position, slot in choice.kept:
                 index[position] = slot
         else:
-            self.numbers.values[:_NUMBERS] = after
+            self.numbers.values[:_NUMBERS] = choice.state
         if storage.ndim > 1:
             index = self._replicate_index(index)
             index = torch.where(index[:, :1] < 0, -1, index)

@@ -208,7 +208,7 @@ class RolloutWriter(TimeWriter):
             try:
                 self._estimate_stored(steps)
             except BaseException:
-                self._write_count_value.value -= count
+                self._write_count -= count
                 storage.ring.written -= count
                 storage.mark_episodes(STALE)
                 raise

@@ -238,8 +238,8 @@ BREAKS = [
     Break(
         "a row of a queue is given twice",
         "writers/queue.py",
-        "self.numbers[1] - self.waiting + count  # atomic",
-        "self.numbers[1] - self.waiting + count - 1  # atomic",
+        "self._write_count - self.waiting + count  # atomic",
+        "self._write_count - self.waiting + count - 1  # atomic",
         "tests/buffers/test_experience_queue.py -k once",
     ),
     Break(

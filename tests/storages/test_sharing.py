@@ -272,8 +272,6 @@ def test_shared_numbers_copy_by_value_and_wrap_as_int64_does():
     other = copy.deepcopy(numbers)
     numbers[1] += 1
     assert (list(numbers), list(other)) == ([1, -(2**63)], [1, 2**63 - 1])
-    numbers.counters()[0].value += 4
-    assert numbers[0] == 5
 
 
 def points(count: int) -> TensorDict:

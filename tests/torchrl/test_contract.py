@@ -38,7 +38,7 @@ ATTRIBUTES: list[tuple[str, str, str, str]] = [
     ("storage", "shared_init", OLD, "packed.py: collectors look for it"),
     ("sampler", "_rng _empty _remaining_batches", OLD, "torchrl_parts.py, wrapper.py"),
     ("writer", "_storage _rng _cursor _write_count _empty", OLD, "torchrl_parts.py"),
-    ("writer", "_cursor_value _write_count_value _bump_generation _replicate_index", OLD, "writers/common.py"),
+    ("writer", "_bump_generation _replicate_index", OLD, "writers/common.py"),
     ("writer", "_track_generations", OLD, "writers/common.py"),
     ("buffer", "_storage _sampler _writer _transform _sample_unit _rng _batch_size _dim_extend", OLD, "replay.py"),
     ("buffer", "_replay_lock _futures_lock _write_lock _prefetch _prefetch_cap", OLD, "replay.py"),
