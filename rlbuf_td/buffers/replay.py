@@ -321,7 +321,6 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
         schema: TensorDictBase,
         capacity: int,
         *,
-        flat: bool = False,
         device: torch.device | str = "cpu",
         storing_device: torch.device | str | None = None,
         scratch_dir: str | Path | None = None,
@@ -337,7 +336,6 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
             schema: an example of a step, with batch size ``[]``, or ``[E]`` for E environments; see
                 :func:`~rlbuf_td.schema_of`.
             capacity: the number of transitions, see :meth:`from_env`.
-            flat: store rows ``[T]`` instead of ``[T, E]``. Each row is then one transition of one environment.
             device: the device of the batches, and also of the rows unless ``storing_device`` is given.
             storing_device: the device of the rows.
             scratch_dir: see :class:`PackedStorage`.
@@ -362,8 +360,6 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
             remedy = "pass device, scratch_dir, shared, ... instead, or make the buffer with its storage and extend it"
             given = f"got storage={kwargs['storage']!r}"
             raise ValueError(f"the storage is made for the transitions, {given}: {remedy}")
-        if flat and schema.ndim:
-            schema = schema.flatten()[0]
         if storing_device is not None:
             device, kwargs["device"] = storing_device, device
         rows: dict[str, Any] = {"scratch_dir": scratch_dir, "reopen": reopen, "shared": shared}

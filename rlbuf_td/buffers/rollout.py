@@ -150,12 +150,11 @@ class RolloutBuffer(ReplayBuffer):
         super().__init__(storage=storage, sampler=sampler, writer=writer, batch_size=batch_size, **kwargs)
 
     @classmethod
-    def from_schema(cls, schema: TensorDictBase, capacity: int, *, flat: bool = False, **kwargs: Any) -> Self:
+    def from_schema(cls, schema: TensorDictBase, capacity: int, **kwargs: Any) -> Self:
         """Return a rollout buffer of ``capacity`` time steps; see :meth:`ReplayBuffer.from_schema`.
 
         Raises a SchemaError if ``schema`` has several batch dimensions, or an entry without a fixed size in bytes.
         """
-        schema = schema.flatten()[0] if flat and schema.ndim else schema
         if schema.ndim > 1:
             raise SchemaError(f"rollouts are [T] or [T, E], got a schema of batch size {tuple(schema.batch_size)}")
         shared = kwargs.pop("shared", False)

@@ -143,7 +143,6 @@ def test_a_rollout_buffer_is_made_for_an_environment():
     data["state_value"] = data["next", "state_value"] = torch.zeros(2, 10, 1)
     rollout.extend(data)
     assert sum(len(batch) for batch in rollout) == 20
-    assert RolloutBuffer.from_env(gymnasium.make_vec("CartPole-v1", num_envs=2), 10, flat=True).num_envs is None
     assert RolloutBuffer.from_spaces(spaces.Discrete(2), spaces.Discrete(2), 10, num_envs=4).storage.max_size == 40
 
 

@@ -81,7 +81,7 @@ def table() -> Table:
             (lambda rb: turns({"dan": rb.lane(0)}, Council()), ValueError, r"has no agents \['dan'\]: its agents are"),
             (lambda rb: turns(rb, Council(unlike=True)), SchemaError, "'ann' and 'cy' differ .*: make buffers"),
             (lambda rb: from_env(Council(unlike=True)), SchemaError, "the agents 'ann' and 'cy' differ in their"),
-            (lambda rb: turns(from_env(Council(), flat=True), Council()), ValueError, "lanes are those of a Packed"),
+            (lambda rb: turns(td.ReplayBuffer(), Council()), ValueError, "lanes are those of a Packed"),
             (lambda rb: turns(td.RolloutBuffer.from_env(Council(), 9), Council()), ValueError, "writes whole time ste"),
             (lambda rb: turns(td.ReplayBuffer.from_env([Meadow()] * 2, 30), Council()), SchemaError,
              "the buffer has 2 lanes, the environment 3 agents"),

@@ -90,7 +90,6 @@ REFUSALS: Table = {
             (lambda env: td.ReplayBuffer.from_env(walkers(1), 99), {}, SchemaError, r"has lanes \(1,\), the"),
             (lambda env: td.PackedStorage(3), {}, TypeError, "buffer must be"),
             (lambda env: td.RolloutBuffer(10), {}, SchemaError, r"rows \[T\] hold .* one environment, got 3.*\[T, 3\]"),
-            (lambda env: td.ReplayBuffer.from_env(env, 99, flat=True), {}, SchemaError, r"rows \[T\] hold .*got 3"),
             (from_env, {"infos": ["energy"]}, TypeError, "infos must be a dict .*'score': 0.0}, got a list"),
             (lambda env: from_env(env).lane(1), {}, SchemaError, "lane 1 holds the transitions of one environment"),
             (lambda env: td.ReplayBuffer.from_schema(td.schema_of(env), 99).share(), {}, SchemaError,
