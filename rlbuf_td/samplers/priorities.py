@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from ctypes import addressof
 from multiprocessing.context import get_spawning_popen
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -35,7 +35,7 @@ class PriorityRule(ABC):
 
     table: Any  # the data structure of all rows; its ``magnitude`` is ``|td_error|``, -1 for rows without a priority
     blank: ClassVar[dict[str, float]]  # the table's tensors in checkpoints, and their values without a priority
-    min_priority = 0.0  # the lower bound of magnitudes
+    eps = min_priority = 0.0  # what is added to magnitudes, and their lower bound
     weighs_rows = False  # whether the table holds a weight of each row, which depends on alpha
     first = property(lambda self: max(1.0, self.min_priority), doc="Magnitude of new rows before any TD error.")
 
@@ -102,8 +102,8 @@ class PriorityRule(ABC):
 def _record_of(rule: PriorityRule, storage: Any) -> np.ndarray:
     """Return an ``UPDATE`` record: what compiled code reads of a sampler and its storage."""
     at, ring = addressof(rule.settings.values), getattr(storage, "ring", None)
-    fields: dict[str, Any] = {"table": rule.table.address, "eps": getattr(rule, "eps", 0.0), "first": rule.first}
-    fields |= {"largest": at + 8 * LARGEST, "weighed_alpha": at + 8 * WEIGHED}
+    fields: dict[str, Any] = {"table": rule.table.address, "eps": rule.eps, "first": rule.first}
+    fields |= {"least": rule.min_priority, "largest": at + 8 * LARGEST, "weighed_alpha": at + 8 * WEIGHED}
     fields |= {"alpha": at + 8 * ALPHA if rule.weighs_rows else 0}
     if ring is not None:
         fields |= {"serials": ring.address, "steps": ring.steps, "lanes": ring.lanes if storage.ndim > 1 else 0}
@@ -115,18 +115,6 @@ def _record_of(rule: PriorityRule, storage: Any) -> np.ndarray:
 def _are_pairs(index: Any, device: torch.device) -> bool:
     is_like = type(index) is Tensor and index.dtype is torch.int64 and index.device == device
     return is_like and index.ndim == 2 and index.shape[1] == 2
-
-
-class _Entries(NamedTuple):
-    """The address of an ``UPDATE`` record with which compiled writes set priorities, and what it describes."""
-
-    address: int
-    record: Any
-    table: Any
-    numbers: tuple[Any, ...]
-
-
-_NO_ENTRIES = _Entries(0, None, None, ())
 
 
 class Priorities:
@@ -141,8 +129,7 @@ class Priorities:
         self.is_shared = False
         self._largest_on_device: Tensor | None = None
         self._inputs = HostTensors([])  # recognizes tensors like those of the last update
-        self._record: tuple[Any, ...] = (), None, 0  # what compiled updates read; see `_record_of`
-        self._entries = _NO_ENTRIES
+        self._record: tuple[Any, ...] = (), None, 0  # what compiled code reads; see `_record_of`
         rule.table = rule.make(capacity, self.device)
 
     @property
@@ -191,8 +178,7 @@ class Priorities:
             rows = live if are_cells else len(storage)
             has_holes = live < rows
         given = (index, priority) if stamp is None else (index, priority, stamp)
-        is_ready = storage is not None and not has_holes and not self.rule.min_priority
-        addresses = self._inputs.addresses(given) if is_ready else None
+        addresses = None if storage is None or has_holes else self._inputs.addresses(given)
         if addresses is not None:
             return self._update(given, addresses, rows, storage, ring, counts)
         return self._convert_and_update(index, priority, stamp, rows, storage, ring, counts, has_holes)
@@ -217,7 +203,7 @@ class Priorities:
         by_lane = is_compiled and not has_holes and ring is not None and storage.ndim == 2
         if not (by_lane and _are_pairs(index, self.device)):
             index = flat_rows(index, storage, self.device)
-        td_error = self.rule.floored(as_errors(priority, len(index), self.device))
+        td_error = as_errors(priority, len(index), self.device)
         stale: int | Tensor = 0
         if stamp is not None:
             refuse_stamps(stamp, len(index))
@@ -244,15 +230,8 @@ class Priorities:
         count, has_stamps = td_error.shape[0], len(given) > 2
         stamps = (addresses[2], given[2].shape[0] // count) if has_stamps else (0, 1)
         with rule.table.lock:
-            generations = None if ring is None or ring.in_order else ring.generations
-            of_ring = ring, 0 if ring is None else ring.address, 0 if generations is None else generations.data_ptr()
-            of_rule = rule.table.address, rule.settings.values, getattr(rule, "eps", 0.0), rule.min_priority
-            numbers = of_rule + of_ring
-            if numbers != self._record[0]:
-                record = _record_of(rule, storage)
-                self._record = numbers, record, record.ctypes.data  # at once: an interrupt may come
             kinds = index.ndim > 1, td_error.dtype is torch.float64
-            places = self._record[2], addresses[0], addresses[1]
+            places = self.record_at(storage, ring), addresses[0], addresses[1]
             largest, stale = rule.update_loop()(*places, *stamps, *kinds, count, rows, counts)
         if largest == REFUSED:
             refuse_priorities(flat_rows(index, storage, self.device), td_error, rows)
@@ -261,7 +240,7 @@ class Priorities:
         return stale
 
     def _update_with_torch(self, flat: Tensor, td_error: Tensor, rows: int, counts: bool) -> None:
-        largest = self.rule.update_(flat, td_error, rows)
+        largest = self.rule.update_(flat, self.rule.floored(td_error), rows)
         if type(largest) is float and largest == REFUSED:
             refuse_priorities(flat, td_error, rows)
         if counts and isinstance(largest, Tensor):
@@ -327,15 +306,15 @@ class Priorities:
                 rows = rows.clamp(min=0)
             self.file.copy(rows, self.rule.table.magnitude, float(self.largest), written)
 
-    def record_of_entry(self, storage: PackedStorage) -> int:
-        """Return the address of the ``UPDATE`` record with which a compiled write sets the priorities of new rows."""
-        rule, ring = self.rule, storage._ring
-        place = rule.table.magnitude.data_ptr()
-        numbers = place, rule.settings.values, rule.min_priority, getattr(rule, "eps", 0.0), ring, ring.address
-        if numbers != self._entries.numbers or rule.table is not self._entries.table:
+    def record_at(self, storage: Any, ring: Ring | None) -> int:
+        """Return the address of the ``UPDATE`` record with which compiled code changes priorities."""
+        rule, generations = self.rule, None if ring is None or ring.in_order else ring.generations
+        of_ring = ring, 0 if ring is None else ring.address, 0 if generations is None else generations.data_ptr()
+        numbers = rule.table.address, rule.settings.values, rule.eps, rule.min_priority, *of_ring
+        if numbers != self._record[0]:
             record = _record_of(rule, storage)
-            self._entries = _Entries(record.ctypes.data, record, rule.table, numbers)
-        return self._entries.address
+            self._record = numbers, record, record.ctypes.data  # at once: an interrupt may come
+        return self._record[2]
 
     def keep_new(self, index: Any, storage: PackedStorage) -> None:
         """Copy the magnitudes of new rows to the file, if there is one."""
@@ -425,7 +404,6 @@ class Priorities:
         return self.__dict__ | {
             "_inputs": HostTensors([]),
             "_record": ((), None, 0),
-            "_entries": _NO_ENTRIES,
             "is_shared": is_spawning,
             "file": self.file if is_spawning else None,
         }

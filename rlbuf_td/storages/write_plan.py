@@ -166,7 +166,7 @@ class CompiledWrites(WritePlan):
                 if entries is not None:
                     entries.reserve(lead.numel())
                     entries.begin(self.ring.head[:2])
-                entry = 0 if priorities is None else priorities.record_of_entry(storage)
+                entry = 0 if priorities is None else priorities.record_at(storage, self.ring)
                 numbers = 0 if counts is None else addressof(counts.numbers.values)
                 with self.lock if priorities is None else priorities.rule.table.lock:
                     code = self.kernel(self.address, count, *at, numbers, entry, goes_on)

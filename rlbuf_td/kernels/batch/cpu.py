@@ -111,13 +111,14 @@ def put_report(batch, index, targets, first, last):
 
 @inlined
 def _listed(given, index, td_error, stamp, every, in_pairs, is_double, written, row, error):
-    """Write the rows to update to ``row``, -1 for those that are gone, and their TD errors to ``error``.
+    """Write the rows to update to ``row``, -1 for those that are gone, and TD errors of the least size to ``error``.
 
     Return the number of rows that are gone since they were sampled, or -1 if a lane is out of range.
     """
     lanes, stale = max(given.lanes, 1), 0
     for i in range(len(row)):
-        error[i] = load(td_error + 8 * i, np.float64) if is_double else load(td_error + 4 * i, np.float32)
+        found = load(td_error + 8 * i, np.float64) if is_double else np.float64(load(td_error + 4 * i, np.float32))
+        error[i] = given.least if abs(found) < given.least else found  # NaN stays
         if not in_pairs:
             row[i] = load(index + 8 * i, np.int64)
             continue

@@ -21,13 +21,14 @@ BATCH = np.dtype([
 
 #: For updates of priorities: the shape of the rows, as above, and addresses. ``table`` points to ``SumTree.addresses``
 #: or ``ChunkedOrder.addresses``; updates can raise the number at ``largest``; new rows get it, or ``first`` if it is
-#: negative. A sum tree needs ``eps``, the exponent at ``alpha``, and that of the stored weights at ``weighed_alpha``.
+#: negative. Magnitudes are ``least`` or larger. A sum tree needs ``eps``, the exponent at ``alpha``, and that of the
+#: stored weights at ``weighed_alpha``.
 UPDATE = np.dtype(
     [
         (name, np.int64)
         for name in ("steps", "lanes", "table", "serials", "generations", "largest", "alpha", "weighed_alpha")
     ]
-    + [("eps", np.float64), ("first", np.float64)]
+    + [(name, np.float64) for name in ("eps", "first", "least")]
 )
 
 #: For ``count`` windows of ``burn_in + length`` rows; ``shifts`` is 1 if windows may begin earlier, ``across`` if they
