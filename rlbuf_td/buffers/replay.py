@@ -99,7 +99,7 @@ if TYPE_CHECKING:
 
 _NO_CHECKPOINTERS = (
     "this buffer has its own dump format, without TorchRL's checkpointers and hooks: for those use TorchRL's "
-    "TensorDictReplayBuffer over the same storage"
+    "TensorDictReplayBuffer over a LazyTensorStorage"
 )
 _THEIRS = "use TorchRL's TensorDictReplayBuffer over it, which takes the samplers of this package, too"
 _SHARED = Purpose(
@@ -1547,10 +1547,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
             CheckpointError: a component cannot be saved without pickle, ``path`` is a file, or the folder has a
                 ``manifest.json`` of another program.
             OSError: a file cannot be written (the disk is full, for example); the previous dump is intact.
-            NotImplementedError: the storage's default checkpointer has been replaced.
         """
-        if type(self.storage.checkpointer) is not self.storage._default_checkpointer:
-            self._refuse_checkpointer()
         dump_buffer(self, path)
 
     def loads(self, path: str | Path, *, rows_only: bool = False) -> None:

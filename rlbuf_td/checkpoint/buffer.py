@@ -12,12 +12,12 @@ from tensordict import TensorDictBase
 from torchrl.data.replay_buffers import RoundRobinWriter
 
 from rlbuf_td.checkpoint import parts
-from rlbuf_td.checkpoint.files import DumpReader, explained, progress_bar, reading, write_state, writing
+from rlbuf_td.checkpoint.files import DumpReader, SavedTensor, explained, progress_bar, reading, write_state, writing
 from rlbuf_td.checkpoint.manifest import CheckpointError
-from rlbuf_td.checkpoint.rows import SavedRows, opened, split_rows
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import OUT_OF_ORDER
 from rlbuf_td.storages.indexing import written_rows
+from rlbuf_td.storages.saved import Moves, SavedRows
 from rlbuf_td.storages.torchrl_parts import empty_part
 
 if TYPE_CHECKING:
@@ -29,10 +29,12 @@ KIND = "buffer"
 def dump_buffer(rb: ReplayBuffer, path: str | Path) -> None:
     with writing(path, KIND) as writer, parts.at_rest(rb):
         storage, state = rb.storage, parts.capture(rb, copies=False)
-        rows = split_rows(state["_storage"])
+        content = state["_storage"]
+        rows = [content.pop("rows"), *content.pop("entries", [])] if "rows" in content else []
         names = {part: parts.name_of(getattr(rb, part)) for part in ("storage", "sampler", "writer")}
         state |= {
             "classes": {"buffer": type(rb).__name__} | names,
+            "capacity": storage.max_size,
             "shape": [*(storage._total_shape or ())],
             "ndim": storage.ndim,
             "rows": [*range(len(rows))],  # numbers of the tensors with the rows, which come first
@@ -44,9 +46,10 @@ def load_buffer(rb: ReplayBuffer, path: str | Path, *, rows_only: bool) -> None:
     with reading(path, KIND) as reader:
         with explained(reader):
             load = _Load(rb, reader, rows_only)
-        with progress_bar("load", load.rows.nbytes if load.rows else 0) as reader.report:
-            if load.rows:
-                load.rows.verify()
+        nbytes = sum(each.nbytes for each in (*load.files, *load.unchecked))
+        with progress_bar("load", nbytes) as reader.report:
+            for each in load.unchecked:
+                each.verify()
             rb.synchronize()
             with rb._fully_locked(), explained(reader):
                 load.apply()
@@ -61,21 +64,25 @@ class _Load:
     def __init__(self, rb: ReplayBuffer, reader: DumpReader, rows_only: bool) -> None:
         self.rb, self.rows_only = rb, rows_only
         self.saved: dict[str, Any] = reader.state()
-        self.rows: SavedRows | None = None
-        self.priorities: tuple[torch.Tensor, float] | None = None
-        content = self.saved["_storage"]
         self._refuse_other_parts()
-        # A dump made before the first write has no rows, but keys if its storage was reserved. A storage with rows
-        # ignores these keys.
-        if "layout" in content and not (content.get("reserved") and rb.storage.rows is not None):
-            self.rows = rows = SavedRows(reader, self.saved, rb.storage)
+        self.rows: SavedRows | None = rb.storage.examine(self.saved["_storage"], reader.path)
+        self.priorities: tuple[torch.Tensor, float] | None = None
+        self.files: list[SavedTensor] = []  # of the rows
+        sizes = self.saved["capacity"], rb.storage.max_size
+        if rows := self.rows:
             if not rows.in_order and getattr(rb.sampler, "needs_order", False):
                 raise CheckpointError(f"a {type(rb.sampler).__name__} needs rows in time order, and {OUT_OF_ORDER}")
-            if not rows.fits and not rows_only:
-                parts.refuse_other_capacity(rb, self.saved, rows.steps, rows.capacity)
+            self.files = [each for each in (rows.matrix, *rows.entries) if isinstance(each, SavedTensor)]
+            sizes = rows.steps, rows.capacity
+        fits = sizes[0] == sizes[1]
+        if not fits and not rows_only:
+            parts.refuse_other_capacity(rb, self.saved, *sizes)
+            if rows:
                 cells = rows.matrix.shape[:-1].numel()
                 self.priorities = parts.saved_priorities(rb, self.saved["_sampler"], cells)
-        self.is_exact = not rows_only and (self.rows is None or self.rows.fits)
+        self.is_exact = fits and not rows_only
+        #: Files that are checked before the load changes anything.
+        self.unchecked = self.files if rows and not rows.is_read_once else []
         parts.refuse(rb, self.saved)
 
     def _refuse_other_parts(self) -> None:
@@ -96,7 +103,7 @@ class _Load:
         """Load all states into the buffer; if a component refuses its state, undo all changes."""
         found = None if self.rows is None else self.rows.read()
 
-        def put() -> parts.Moves | None:
+        def put() -> Moves | None:
             return empty_part(self.rb.storage) if self.rows is None else self.rows.put(found)
 
         how = {"is_exact": self.is_exact, "rows_only": self.rows_only}
@@ -146,10 +153,10 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     """
     with reading(path, KIND) as reader, explained(reader):
         saved, storage = reader.state(), None
-        if "layout" in saved["_storage"]:
-            nbytes = sum(reader.tensor(number).nbytes for number in saved["rows"])
+        if (content := saved["_storage"]) and "layout" in content:
+            nbytes = sum(each.nbytes for each in (content["rows"], *content["entries"]))
             with progress_bar("open", nbytes) as reader.report:
-                storage = opened(reader, saved)
+                storage = PackedStorage.of_state(content)
         return Checkpoint(
             about=reader.manifest.about,
             classes=saved["classes"],

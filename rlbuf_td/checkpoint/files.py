@@ -111,31 +111,19 @@ class DumpReader:
         self.path, self.manifest = path, Manifest.read(path)
         self.report: Report = lambda nbytes: None
 
-    def tensor(self, number: Any) -> Stored:
+    def state(self) -> dict[str, Any]:
+        """Return the state; the tensors of the rows are not read yet."""
+        state = decode(self.manifest.state, lambda number: self._tensor(number).read())
+        if rows := [*map(self._tensor, state.get("rows", []))]:
+            state["_storage"] |= {"rows": rows[0], "entries": rows[1:]}
+        return state
+
+    def _tensor(self, number: Any) -> SavedTensor:
         if type(number) is not int or not 0 <= number < len(self.manifest.tensors):
             raise CheckpointError(f"{self.path / MANIFEST} names a tensor {number!r} that it does not describe")
-        return self.manifest.tensors[number]
+        return SavedTensor(self, self.manifest.tensors[number])
 
-    def state(self) -> dict[str, Any]:
-        return decode(self.manifest.state, lambda number: self.read(self.tensor(number)))
-
-    def read(self, stored: Stored) -> torch.Tensor:
-        for chunk in stored.chunks:  # before memory of these lengths is allocated
-            self._require(chunk)
-        data = torch.empty(stored.nbytes, dtype=torch.uint8, device="cpu")
-        self.read_into(stored, data)
-        return data.view(stored.dtype).view(stored.shape)
-
-    def verify(self, tensors: Sequence[Stored]) -> None:
-        self._read([(chunk, None) for stored in tensors for chunk in stored.chunks])
-
-    def read_into(self, stored: Stored, target: torch.Tensor) -> None:
-        """Fill the uint8 tensor ``target`` with the bytes of ``stored``."""
-        wait_for_devices([target])
-        parts = target.split([chunk.nbytes for chunk in stored.chunks]) if stored.chunks else []
-        self._read([*zip(stored.chunks, parts, strict=True)])
-
-    def _read(self, jobs: list[Job]) -> None:
+    def read(self, jobs: list[Job]) -> None:
         with ThreadPoolExecutor(_READERS) as pool:
             for nbytes in pool.map(self._read_part, jobs):
                 self.report(nbytes)
@@ -143,7 +131,7 @@ class DumpReader:
     def _read_part(self, job: Job) -> int:
         # NumPy uses huge pages, which makes a comparison three times as fast as in torch's memory.
         chunk, target = job
-        file = self._require(chunk)
+        file = self.require(chunk)
         data = np.empty(chunk.nbytes, np.uint8) if target is None or not target.is_cpu else target.numpy()
         with open(file, "rb") as opened:
             if opened.readinto(data) != chunk.nbytes:  # type: ignore[arg-type]
@@ -154,7 +142,7 @@ class DumpReader:
             target.copy_(torch.from_numpy(data))
         return chunk.nbytes
 
-    def _require(self, chunk: Chunk) -> Path:
+    def require(self, chunk: Chunk) -> Path:
         """Return the file of a chunk; raise a CheckpointError if the file is missing or has the wrong size."""
         file = self.path / DATA / chunk.file
         try:
@@ -168,6 +156,31 @@ class DumpReader:
             kind = "cut short" if status.st_size < chunk.nbytes else "too long"
             raise CheckpointError(f"{file} is {kind}: {status.st_size} bytes, the manifest says {chunk.nbytes}")
         return file
+
+
+class SavedTensor:
+    """A tensor of a dump, whose files are read when they are needed."""
+
+    def __init__(self, reader: DumpReader, stored: Stored) -> None:
+        self._reader, self.chunks = reader, stored.chunks
+        self.dtype, self.shape, self.nbytes = stored.dtype, stored.shape, stored.nbytes
+
+    def verify(self) -> None:
+        """Raise a CheckpointError if a file is missing or damaged."""
+        self._reader.read([(chunk, None) for chunk in self.chunks])
+
+    def read(self) -> torch.Tensor:
+        for chunk in self.chunks:  # before memory of these lengths is allocated
+            self._reader.require(chunk)
+        found = torch.empty(self.shape, dtype=self.dtype, device="cpu")
+        self.read_into(found)
+        return found
+
+    def read_into(self, target: torch.Tensor) -> None:
+        """Fill a contiguous tensor with the saved bytes."""
+        wait_for_devices([target])
+        parts = flat_bytes(target).split([chunk.nbytes for chunk in self.chunks]) if self.chunks else []
+        self._reader.read([*zip(self.chunks, parts, strict=True)])
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:

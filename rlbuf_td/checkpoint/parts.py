@@ -6,7 +6,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torchrl.data.replay_buffers import RandomSampler
@@ -15,14 +15,13 @@ from rlbuf_td.checkpoint.manifest import CheckpointError
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.checks import state_of
 from rlbuf_td.storages.indexing import row_count
+from rlbuf_td.storages.saved import Moves
 from rlbuf_td.storages.torchrl_parts import empty_part, generator_of, set_cursor
 
 if TYPE_CHECKING:
     from rlbuf_td.buffers.replay import ReplayBuffer
 
 _RETURNED = "_sample_calls", "_sampled_items"  # TorchRL's names in a state
-#: Cells of rows before and after a load, ``[n]`` int64 each.
-Moves: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
 
 @contextmanager

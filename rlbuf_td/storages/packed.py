@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from math import prod
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
+from pickle import UnpicklingError
 from threading import RLock
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import numpy as np
 import torch
@@ -24,10 +23,10 @@ from rlbuf_td.kernels.dispatch import backend_of, compiled_form_of, import_kerne
 from rlbuf_td.kernels.host_memory import advise_huge_pages, alias_of, in_dispatch_mode
 from rlbuf_td.kernels.serials import PUBLISHED, REVISION, WRITTEN
 from rlbuf_td.storages import writes
-from rlbuf_td.storages.checks import OUT_OF_ORDER, saved_number, state_of, usable_device, whole
-from rlbuf_td.storages.dedup import DedupLayout, DedupOptions, saved_dedup
-from rlbuf_td.storages.entries import Sections, refuse_foreign
-from rlbuf_td.storages.episodes import NEW, STALE, EpisodeKeys, Episodes, refuse_episodes
+from rlbuf_td.storages.checks import OUT_OF_ORDER, state_of, usable_device, whole
+from rlbuf_td.storages.dedup import DedupLayout, DedupOptions
+from rlbuf_td.storages.entries import Sections
+from rlbuf_td.storages.episodes import NEW, STALE, EpisodeKeys, Episodes
 from rlbuf_td.storages.indexing import coordinates, flat_rows
 from rlbuf_td.storages.keys import is_key
 from rlbuf_td.storages.layout import RowLayout
@@ -37,10 +36,11 @@ from rlbuf_td.storages.memory import ROWS_FILE, HeadFile, RowsFile, allocate_byt
 from rlbuf_td.storages.memory_budget import Purpose, require_room
 from rlbuf_td.storages.numbers import Planned
 from rlbuf_td.storages.processes import SharedRows, watch_forks
-from rlbuf_td.storages.ring import Ring, extents, refuse_ring, refuse_stamps
+from rlbuf_td.storages.ring import Ring, extents, refuse_stamps
 from rlbuf_td.storages.row_class import RowClass
 from rlbuf_td.storages.rows import PlainRows, Rows, from_start
 from rlbuf_td.storages.rows.dedup import DedupRows
+from rlbuf_td.storages.saved import Moves, SavedRows
 from rlbuf_td.storages.schema import Leaf, SchemaError, kind
 from rlbuf_td.storages.torchrl_parts import listeners_of, parts_of, set_listeners
 from rlbuf_td.storages.write_plan import CompiledWrites, Record, TorchWrites, WritePlan, unwritable
@@ -50,23 +50,11 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class SavedForm(NamedTuple):
-    """How the rows of a state were stored, and how a storage can take them."""
-
-    layout: RowLayout
-    lanes: torch.Size
-    dedup: DedupLayout | None
-    steps: int  # T, the slots of a lane, where they were saved
-    capacity: int  # T of the storage
-    is_new: bool  # whether the storage allocates other rows
-    is_direct: bool  # whether capacity and form are equal, so that bytes are copied; otherwise rows are written
-
-
 _COPY = Purpose(
     "A copy of the written rows in shared memory takes",
     "Share the rows before they are written (shared=True), or keep them in a file (scratch_dir=...).",
 )
-_RING_FILE = "ring.json"
+_STATE_FILE = "storage.pt"
 _AT_ONCE = 64 << 20  # bytes of rows that a load writes at once
 _OTHER_CAPACITY = "rb.dumps and rb.loads transfer the newest ones of each lane into another capacity"
 _OF_ROWS = "_ring", "episodes", "rows", "live", "_total_shape_value"
@@ -851,7 +839,11 @@ class PackedStorage(LazyTensorStorage):
         """Allocate rows for ``data``, one time step without a time dim."""
         writes.fix_rows(self, data, self.ndim - 1)
 
-    _init = allocate_for  # TorchRL's checkpointers call it
+    def refuse_layout(self, layout: RowLayout) -> None:
+        """Let each buffer of the storage refuse rows of this layout (SchemaError) before they are allocated."""
+        for each in listeners_of(self):
+            if hasattr(each, "_refuse_schema"):
+                each._refuse_schema(layout)
 
     def take_class(self, row_class: RowClass | None) -> None:
         """Set the class of the rows before they are written; raise a SchemaError if other rows have another class.
@@ -1098,23 +1090,9 @@ class PackedStorage(LazyTensorStorage):
         saved = self.examine(content)
         if saved is None:
             return self._empty()
-        if not saved.is_direct:
-            source = PackedStorage(saved.steps * prod(saved.lanes), ndim=self.ndim, share_next=saved.dedup is not None)
-            source.load(content)
-            self.load_newest(source)
-            return
-        matrix = content["rows"]
-        if self.rows is not None and matrix.data_ptr() == self.rows.matrix.data_ptr():  # a snapshot of this storage
-            return self.restore_counters(content)
-        if self.rows is not None and self.rows.layout != saved.layout:
-            self.release()
-        if self.rows is None:
-            self.adopt(self.make_rows(saved.layout, saved.lanes, matrix.device, saved.dedup))
-        writes.begin_load(self)
-        self.all_rows().restore_(matrix, content.get("entries", []))
-        self.restore_counters(content)
+        saved.put(saved.read())
 
-    def load_newest(self, source: PackedStorage) -> tuple[torch.Tensor, torch.Tensor]:
+    def load_newest(self, source: PackedStorage) -> Moves:
         """Replace the rows by the newest rows of ``source``, in RAM, that fit.
 
         They lie in the same cells if the capacities are equal; otherwise, those of each lane from slot 0 on. Return
@@ -1125,7 +1103,7 @@ class PackedStorage(LazyTensorStorage):
         if self.rows is not None and self.rows.layout != layout:
             self.release()
         if self.rows is None:
-            self.adopt(self.make_rows(layout, source.lanes, device, self._dedup_for(layout, dedup)))
+            self.adopt(self.make_rows(layout, source.lanes, device, self.dedup_for(layout, dedup)))
         self.is_reserved = source.is_reserved
         self.take_class(source.row_class)
         rows, ring, theirs = self.all_rows(), self.ring, source.ring
@@ -1155,8 +1133,11 @@ class PackedStorage(LazyTensorStorage):
         self.load_episodes(saved)
         return since, to
 
-    def examine(self, content: dict[str, Any]) -> SavedForm | None:
-        """Check a state before it is loaded; return the form of its rows, or None if it has no rows to load."""
+    def examine(self, content: dict[str, Any], folder: Path | None = None) -> SavedRows | None:
+        """Check a state before it is loaded; return its rows, or None if it has no rows to load.
+
+        Without a ``folder`` of files, rows keep their cells, or are refused.
+        """
         with state_of(self):
             if "layout" not in content:
                 if content.keys() != {"_len"}:  # the state before the first write
@@ -1167,58 +1148,26 @@ class PackedStorage(LazyTensorStorage):
                 return None
             if content.get("reserved", False) and self.rows is not None:
                 return None
-            saved = self.saved_form(content, content["rows"])
-            (tail, written, _), steps = content["ring"]["head"], saved.steps
-            if steps != saved.capacity and bool(((tail % steps > 0) | (written - tail == steps)).any()):
+            saved, (tail, written, _) = SavedRows(self, content, folder), content["ring"]["head"]
+            own, steps = saved.capacity, saved.steps
+            moves = (tail % steps > 0) | (written - tail == steps) | (written - tail > own)
+            if folder is None and steps != own and bool(moves.any()):
                 raise ValueError(
-                    f"the rows of a full buffer, or with gaps, were saved with a capacity of {steps} time steps, not "
-                    f"{saved.capacity}; {_OTHER_CAPACITY}"
+                    f"the rows of a full buffer, with gaps, or of more than {own} time steps were saved with a "
+                    f"capacity of {steps} time steps, not {own}; {_OTHER_CAPACITY}"
                 )
-            if int((written - tail).max()) > saved.capacity:
-                raise ValueError(
-                    f"{content['_len']} rows do not fit a capacity of {saved.capacity} time steps; {_OTHER_CAPACITY}"
-                )
-            if saved.dedup is not None:
-                refuse_foreign(saved.dedup, content["rows"], content.get("entries", []), content["ring"])
             return saved
 
-    def saved_form(self, content: dict[str, Any], matrix: Any) -> SavedForm:
-        """Check all of a state but its rows; ``matrix`` has their shape and dtype.
+    @staticmethod
+    def of_state(content: dict[str, Any]) -> PackedStorage:
+        """Return a storage in RAM with the rows of a state, in the form and of the capacity that they were saved in."""
+        lanes, is_deduplicated = content["rows"].shape[1:-1], "deduplicated" in content
+        size = content["ring"]["steps"] * prod(lanes)
+        storage = PackedStorage(size, ndim=1 + len(lanes), share_next=is_deduplicated and "auto")
+        storage.load(content)
+        return storage
 
-        Raises:
-            SchemaError: this storage has other rows, or their size does not follow from their layout.
-            ValueError: lanes do not fit, or a number is wrong.
-        """
-        layout, rows, lead = RowLayout.from_state(content["layout"]), self.rows, matrix.shape[:-1]
-        lanes, ring = lead[1:], content["ring"]
-        writes.refuse_schema(self, layout)
-        may_get_more = rows is not None and self.is_reserved and set(rows.layout.leaves) <= set(layout.leaves)
-        if rows is not None and layout != rows.layout and not may_get_more:
-            raise SchemaError("the saved rows have other keys, dtypes or shapes than this storage")
-        if len(lanes) != self.ndim - 1 or (rows is not None and lanes != rows.lanes):
-            own = tuple(rows.lanes) if rows is not None else f"of a storage with ndim={self.ndim}"
-            remedy = "copy lane after lane into other lanes, rb.extend(old.lane(e).chronological(), lanes=e)"
-            raise ValueError(f"saved rows of lanes {tuple(lanes)} do not fit lanes {own}: {remedy}")
-        saved_number("_len", content["_len"], prod(lead), prod(lead))
-        refuse_ring(ring, lead)
-        refuse_episodes(content.get("episodes"), prod(lanes), lead[0])
-        dedup = saved_dedup(layout, content)
-        row_bytes = layout.row_bytes if dedup is None else dedup.stored.row_bytes
-        if matrix.shape[-1] * matrix.dtype.itemsize != row_bytes:
-            found = matrix.shape[-1] * matrix.dtype.itemsize
-            raise SchemaError(f"the saved rows take {found} bytes each, expected {row_bytes}")
-        is_new, capacity = rows is None or rows.layout != layout, self.steps_for(lanes)
-        own_dedup = self._dedup_for(layout, dedup) if is_new else self.dedup
-        tail, _, ordered = ring["head"]
-        is_direct = ring["steps"] == capacity and own_dedup == dedup
-        if not is_direct and bool((ordered > tail).any()):
-            raise ValueError(
-                "the saved rows have no order of age to copy them in: load them into a storage of the same capacity, "
-                f"{ring['steps']} time steps (this one has {capacity}), without share_next and frames"
-            )
-        return SavedForm(layout, lanes, dedup, ring["steps"], capacity, is_new, is_direct)
-
-    def _dedup_for(self, layout: RowLayout, saved: DedupLayout | None) -> DedupLayout | None:
+    def dedup_for(self, layout: RowLayout, saved: DedupLayout | None) -> DedupLayout | None:
         """Return the saved layout of deduplicated rows, or choose one; None if this storage does not deduplicate."""
         if self.dedup_options and saved is not None:
             return DedupLayout(layout, saved.chosen)
@@ -1228,15 +1177,17 @@ class PackedStorage(LazyTensorStorage):
         """Restore the counters of a state, whose rows are here; updates skip all batches that were sampled before."""
         self.is_reserved = content.get("reserved", False)
         self.row_class = RowClass.of_state(content.get("row_class"))
-        self._restore_ring(content["ring"], content.get("episodes"))
-
-    def _restore_ring(self, ring: dict[str, Any], episodes: dict[str, Any] | None) -> None:
-        self.ring.load(ring, self.all_rows().matrix.device)
+        self.ring.load(content["ring"], self.all_rows().matrix.device)
         self._bump_mutation_revision()
-        self.load_episodes(episodes)
+        self.load_episodes(content.get("episodes"))
         if not self.in_time_order:
             self.tell_lost_order()
         self.ring.finish()
+
+    def begin_load(self) -> None:
+        """Give up all rows, before others are loaded in their place; :meth:`restore_counters` ends this."""
+        writes.enter(self)
+        self.ring.give_up()
 
     def end_trajectories(self) -> None:
         """After a load, end unfinished trajectories that have ids: new collectors and recorders reuse the ids."""
@@ -1247,88 +1198,38 @@ class PackedStorage(LazyTensorStorage):
                 each.mark_load()
 
     @property
-    def checkpointer(self) -> Any:
-        """The object with which :meth:`dumps` saves, and TorchRL's buffers; :class:`ReplayBuffer` takes no other."""
-        return self._checkpointer
+    def checkpointer(self) -> None:
+        """None: this storage saves itself. TorchRL's buffers set it to None."""
 
     @checkpointer.setter
     def checkpointer(self, checkpointer: Any) -> None:
         if checkpointer is not None:
-            self._refuse_checkpointers()
-        self._checkpointer = self._default_checkpointer() if checkpointer is None else checkpointer
+            self.register_save_hook(checkpointer)
 
-    def register_save_hook(self, hook: Any) -> None:
-        """Register a hook of TorchRL's checkpointer; NotImplementedError in a :class:`ReplayBuffer`."""
-        self._refuse_checkpointers()
-        super().register_save_hook(hook)
+    def register_save_hook(self, hook: Any) -> NoReturn:
+        """Raise a NotImplementedError."""
+        raise NotImplementedError(
+            "a PackedStorage saves itself, without TorchRL's checkpointers and hooks: for those use a LazyTensorStorage"
+        )
 
-    def register_load_hook(self, hook: Any) -> None:
-        """Register a hook of TorchRL's checkpointer; NotImplementedError in a :class:`ReplayBuffer`."""
-        self._refuse_checkpointers()
-        super().register_load_hook(hook)
-
-    def _refuse_checkpointers(self) -> None:
-        for each in listeners_of(self):
-            getattr(each, "_refuse_checkpointer", bool)()
+    register_load_hook = register_save_hook
 
     def dumps(self, path: str | Path) -> None:
-        """Save the content to a folder with TorchRL's checkpointer; every row has its deduplicated keys there."""
-        if self.dedup is not None:
-            whole = self._without_deduplication()
-            whole.load_newest(self)
-            return whole.dumps(path)
-        with warnings.catch_warnings():
-            if self.ring.newest < 0:  # the file of the ring has the serials of each lane
-                warnings.filterwarnings("ignore", "last_cursor is None")
-            super().dumps(path)
-        saved, own_class = self.ring.state(), None if self.row_class is None else self.row_class.state()
-        numbers = {"steps": saved["steps"], "head": saved["head"].tolist(), "row_class": own_class}
-        Path(path, _RING_FILE).write_text(json.dumps(numbers))
+        """Save :meth:`state_dict` to a folder. :meth:`ReplayBuffer.dumps` takes no copy in RAM, and survives a kill."""
+        Path(path).mkdir(parents=True, exist_ok=True)
+        torch.save(self.state_dict(), Path(path, _STATE_FILE))
 
     def loads(self, path: str | Path) -> None:
-        """Replace the content by a dump of :meth:`dumps`; unfinished trajectories end as in :meth:`load_state_dict`."""
-        if self.dedup_options:
-            whole = self._without_deduplication()
-            whole.loads(path)
-            return self.load_state_dict(whole.snapshot())
-        ring, file = self._dumped_ring(Path(path)), Path(path, _RING_FILE)
-        with state_of(self):
-            row_class = RowClass.of_state(json.loads(file.read_text()).get("row_class") if file.exists() else None)
-        super().loads(Path(path))
-        self.row_class = row_class
-        self._restore_ring(ring, None)
-        self.end_trajectories()
-
-    def _dumped_ring(self, path: Path) -> dict[str, Any]:
-        """Check the numbers in a dump of TorchRL's checkpointer, and return the :meth:`Ring.state` of its rows.
-
-        TorchRL's dumps of other storages have no file of the ring; of a full storage, the writer's file tells the
-        newest row.
-        """
-        with state_of(self):
-            shape = TensorDict.load_memmap(path).batch_size[: self.ndim]
-            length = json.loads((path / "storage_metadata.json").read_text())["len"]
-            saved_number("len", length, 0, shape.numel())
-            lead, file = torch.Size([length // max(1, prod(shape[1:])), *shape[1:]]), path / _RING_FILE
-            if file.exists():
-                found = json.loads(file.read_text())
-                ring = {"steps": found["steps"], "head": torch.tensor(found["head"]), "generations": None}
-            else:
-                tail, beside = 0, path.parent / "writer" / "metadata.json"
-                if lead[0] == shape[0] and beside.exists():  # of TorchRL's buffer
-                    tail = saved_number("cursor", json.loads(beside.read_text())["cursor"], 0, shape[0])
-                head = torch.tensor([[tail], [tail + lead[0]], [0]]).expand(3, prod(shape[1:]))
-                ring = {"steps": shape[0], "head": head, "generations": None}
-            refuse_ring(ring, lead)
-            if ring["steps"] != (capacity := self.steps_for(shape[1:])):
-                raise ValueError(f"the dump has {ring['steps']} time steps, this storage {capacity}; {_OTHER_CAPACITY}")
-        return ring
-
-    def _without_deduplication(self) -> PackedStorage:
-        """Return an empty storage for the same rows whose views have all keys, as TorchRL's checkpointers need."""
-        whole = PackedStorage(self.max_size, device=self.device, ndim=self.ndim, lanes=self.lanes_wanted)
-        whole._checkpointer = self._checkpointer
-        return whole
+        """Load a dump of :meth:`dumps` as :meth:`load_state_dict` does; no code from the dump is executed."""
+        file = Path(path, _STATE_FILE)
+        if not file.exists():
+            remedy = "ReplayBuffer.from_torchrl(folder) reads dumps of TorchRL's buffers over other storages"
+            raise FileNotFoundError(f"{file} is missing, so that this is no dump of a PackedStorage: {remedy}")
+        try:
+            content = torch.load(file, weights_only=True)
+        except (RuntimeError, UnpicklingError, EOFError) as error:
+            raise ValueError(f"{file} is damaged, or no dump of a PackedStorage: {error}") from error
+        self.load_state_dict(content)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state to pickle: shared memory for a spawned process, otherwise a copy of the rows."""

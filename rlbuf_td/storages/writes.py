@@ -135,12 +135,6 @@ def enter(storage: PackedStorage) -> None:
         _enter_forked_process(storage, storage.all_rows())
 
 
-def begin_load(storage: PackedStorage) -> None:
-    """Give up all rows, before others are loaded in their place; :meth:`Ring.load` ends this."""
-    enter(storage)
-    storage.ring.give_up()
-
-
 def _enter_forked_process(storage: PackedStorage, rows: Rows) -> None:
     if rows.is_mapped:
         raise RuntimeError(
@@ -167,13 +161,6 @@ def admit(storage: PackedStorage, data: TensorDictBase, single: bool) -> Rows:
     return storage.all_rows()
 
 
-def refuse_schema(storage: PackedStorage, layout: RowLayout) -> None:
-    """Let each buffer of the storage refuse rows of this layout (SchemaError) before they are allocated."""
-    for each in listeners_of(storage):
-        if hasattr(each, "_refuse_schema"):
-            each._refuse_schema(layout)
-
-
 def fix_rows(storage: PackedStorage, data: TensorDictBase, lead_dims: int) -> None:
     """Allocate rows for ``data``; reserved rows are kept if they fit and released otherwise."""
     ndim = storage.ndim
@@ -188,7 +175,7 @@ def fix_rows(storage: PackedStorage, data: TensorDictBase, lead_dims: int) -> No
     if storage.lanes_wanted is not None and storage.lanes_wanted != data.batch_size[lead_dims - 1]:
         raise SchemaError(f"data of batch size {[*data.batch_size]} does not fit lanes={storage.lanes_wanted}")
     reserved, layout = storage.rows if storage.is_reserved else None, RowLayout(data, lead_dims)
-    refuse_schema(storage, layout)
+    storage.refuse_layout(layout)
     dedup = DedupLayout.chosen_for(layout, storage.dedup_options, data if lead_dims == ndim else None)
     if reserved is not None:
         lead = data.batch_size[: lead_dims + 1 - ndim] + reserved.lanes

@@ -288,6 +288,17 @@ def test_rows_and_priorities_move_together(sampler, lanes, written, capacity, tm
     assert again.chronological()["number"].flatten()[-1] == 29 * 3 + 2
 
 
+@pytest.mark.parametrize("sampler", ["proportional", "rank"])
+def test_a_dump_from_before_the_first_write_is_loaded_into_another_capacity(sampler, tmp_path):
+    rb, again = make(sampler), make(sampler, steps=30)
+    rb.sampler.alpha = 0.3
+    rb.dumps(tmp_path)
+    again.extend(transitions(4))
+    again.loads(tmp_path)
+    assert (len(again), again.sampler.alpha) == (0, 0.3)
+    step(again, 0)
+
+
 def test_epochs_start_anew_when_rows_move(tmp_path):
     def buffer(capacity):
         return ReplayBuffer(storage=PackedStorage(capacity), sampler=MinibatchSampler(2), batch_size=2)

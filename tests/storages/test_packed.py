@@ -13,7 +13,7 @@ import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
 from torchrl.data import LazyTensorStorage
-from torchrl.data.replay_buffers import LazyMemmapStorage, TensorDictReplayBuffer, TensorStorageCheckpointer
+from torchrl.data.replay_buffers import LazyMemmapStorage
 
 from rlbuf_td import PackedStorage
 from rlbuf_td.storages.layout import CACHE_LINE, RowLayout
@@ -483,22 +483,3 @@ def test_every_argument_of_torchrls_storages_is_taken_and_its_default_too(theirs
     storage = PackedStorage(5, **{parameter.name: parameter.default for parameter in known})
     storage.set(range(3), transitions(NESTED, 3))
     assert len(storage) == 3
-
-
-def test_torchrls_buffer_saves_with_the_checkpointer_and_hooks_of_the_storage(tmp_path: Path) -> None:
-    seen: list[str] = []
-
-    class Own(TensorStorageCheckpointer):
-        """One of the user's."""
-
-    rb = TensorDictReplayBuffer(storage=PackedStorage(5), batch_size=2, checkpointer=Own())
-    assert type(rb.storage.checkpointer) is Own
-
-    def note(data: Any, path: Any = None) -> Any:
-        seen.append("saved")
-        return data
-
-    rb.storage.register_save_hook(note)
-    rb.extend(transitions(NESTED, 3))
-    rb.dumps(tmp_path)
-    assert seen == ["saved"]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
-from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.data import TensorDictReplayBuffer
 
 from rlbuf_td import (
     EpisodeStats,
@@ -171,18 +171,6 @@ def test_no_trajectory_goes_on_after_a_load(how, tmp_path: Path):
     assert torch.equal(first, goals)
     assert rb.episode_stats is not None
     assert rb.episode_stats.history()["length"].tolist() == [10]
-
-
-def test_a_torchrl_dump_is_read_in_ring_order(tmp_path):
-    saved = TensorDictReplayBuffer(storage=LazyTensorStorage(5), batch_size=1)
-    rb = TensorDictReplayBuffer(storage=PackedStorage(5), batch_size=1)
-    for k in range(8):
-        saved.add(of_one(0, done=False)[k])
-    TrajectoryIndex.of(rb.storage)
-    rb.add(of_one(0, done=False)[0])
-    saved.dumps(tmp_path)
-    rb.loads(tmp_path)
-    assert TrajectoryIndex.of(rb.storage).steps_back(torch.arange(5)).tolist() == [2, 3, 4, 0, 1]
 
 
 STRETCHES = r"stored in stretches of 1\.0 rows on average, .* alternate: .* PackedStorage\(\.\.\., ndim=2\)"

@@ -34,7 +34,7 @@ ATTRIBUTES: list[tuple[str, str, str, str]] = [
     ("storage", "_is_full _last_cursor_index", OLD, "torchrl_parts.py"),
     ("storage", "_max_size_along_dim0 _mutation_revision _rng _set_last_cursor _storage _len", OLD, "torchrl_parts.py"),
     ("storage", "_len_value _mutation_revision_value _last_cursor_index_value", OLD, "packed.py: replaced by others"),
-    ("storage", "_init _empty _default_checkpointer _make_init_directory _total_shape", OLD, "packed.py: overridden"),
+    ("storage", "_empty _make_init_directory _total_shape", OLD, "packed.py: overridden"),
     ("storage", "shared_init", OLD, "packed.py: collectors look for it"),
     ("sampler", "_rng _empty _remaining_batches", OLD, "torchrl_parts.py, wrapper.py"),
     ("writer", "_storage _rng _cursor _write_count _empty", OLD, "torchrl_parts.py"),

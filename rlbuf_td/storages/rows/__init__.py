@@ -155,11 +155,14 @@ class Rows(ABC):
         """Return views of the entries that have been used, one ``[n, bytes]`` per group of keys."""
         return []
 
-    def restore_(self, matrix: torch.Tensor, entries: Sequence[torch.Tensor]) -> None:
-        used = [len(saved) for saved in entries]
-        for room, saved in zip(self.room_for(used), entries, strict=True):
-            room.copy_(saved)
-        self.matrix[: len(matrix)].copy_(matrix)
+    def restore_(self, matrix: Any, entries: Sequence[Any]) -> None:
+        """Copy saved rows, and their entries, which are tensors, or files that are read into memory."""
+        room = self.room_for([saved.shape[0] for saved in entries])
+        for target, saved in zip((*room, self.matrix[: matrix.shape[0]]), (*entries, matrix), strict=True):
+            if isinstance(saved, torch.Tensor):
+                target.copy_(saved)
+            else:
+                saved.read_into(target)
 
     def room_for(self, used: Sequence[int]) -> list[torch.Tensor]:
         """Give up all entries; return memory for ``used`` entries per group, which the caller fills."""
