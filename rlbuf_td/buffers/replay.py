@@ -89,7 +89,7 @@ from rlbuf_td.storages.schema import refuse_index, refuse_rounding, reshaped, wa
 from rlbuf_td.storages.tensordict_fast import entries_of
 from rlbuf_td.storages.write_plan import CompiledWrites
 from rlbuf_td.storages.write_plan import Record as WriteRecord
-from rlbuf_td.storages.writes import edit_all, edit_entries, refuse_shape, stacked
+from rlbuf_td.storages.writes import refuse_shape, stacked
 from rlbuf_td.writers import RingWriter
 from rlbuf_td.writers.common import TimeWriter
 from rlbuf_td.writers.rollout import RolloutWriter
@@ -1198,7 +1198,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
             if "mask" in parts.report_keys and "mask" in batch.keys():
                 kept &= first_of_row(batch["mask"], dims, inner).to(kept.device)
             flat = flat[kept]
-            edit_entries(storage, flat, {key: value[kept] for key, value in values.items()})
+            storage.edit_entries(flat, {key: value[kept] for key, value in values.items()})
             episodes = storage.episodes
             if episodes is not None and {*episodes.flags, episodes.id_key} & values.keys():
                 torchrl_parts.count_change(storage)  # data derived from these entries is then computed again
@@ -1248,7 +1248,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
         self._refuse_shut_down()
         if is_key(index):  # TorchRL's code would change a temporary TensorDict
             self._refuse_rounding({index: value})
-            edit_all(self.storage, lambda data: data.transpose(self.dim_extend, 0).set_(index, value))
+            self.storage.edit_all(lambda data: data.transpose(self.dim_extend, 0).set_(index, value))
         else:
             super().__setitem__(index, value)
 

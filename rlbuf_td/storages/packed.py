@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import mmap
 import os
+import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from math import prod
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
@@ -22,11 +24,10 @@ from torchrl.data.replay_buffers import LazyTensorStorage
 from rlbuf_td.kernels.dispatch import backend_of, compiled_form_of, import_kernels, refuse_without_compiler, untraced
 from rlbuf_td.kernels.host_memory import advise_huge_pages, alias_of, in_dispatch_mode
 from rlbuf_td.kernels.serials import PUBLISHED, REVISION, WRITTEN
-from rlbuf_td.storages import writes
 from rlbuf_td.storages.checks import OUT_OF_ORDER, state_of, usable_device, whole
 from rlbuf_td.storages.dedup import DedupLayout, DedupOptions
 from rlbuf_td.storages.entries import Sections
-from rlbuf_td.storages.episodes import NEW, STALE, EpisodeKeys, Episodes
+from rlbuf_td.storages.episodes import NEW, STALE, EpisodeKeys, Episodes, refuse_inner
 from rlbuf_td.storages.indexing import coordinates, flat_rows
 from rlbuf_td.storages.keys import is_key
 from rlbuf_td.storages.layout import RowLayout
@@ -37,14 +38,25 @@ from rlbuf_td.storages.memory_budget import Purpose, require_room
 from rlbuf_td.storages.numbers import Planned
 from rlbuf_td.storages.processes import SharedRows, watch_forks
 from rlbuf_td.storages.ring import Ring, extents, refuse_stamps
-from rlbuf_td.storages.row_class import RowClass
-from rlbuf_td.storages.rows import PlainRows, Rows, from_start
+from rlbuf_td.storages.row_class import RowClass, unwrap
+from rlbuf_td.storages.rows import PlainRows, Rows, from_start, last_of_each
 from rlbuf_td.storages.rows.dedup import DedupRows
 from rlbuf_td.storages.saved import Moves, SavedRows
-from rlbuf_td.storages.schema import Leaf, SchemaError, kind
+from rlbuf_td.storages.schema import Leaf, SchemaError, kind, refuse_other_index, refuse_unfit, show_key
 from rlbuf_td.storages.torchrl_parts import listeners_of, parts_of, set_listeners
 from rlbuf_td.storages.write_plan import CompiledWrites, Record, TorchWrites, WritePlan, unwritable
-from rlbuf_td.storages.writes import Beginning, as_index, as_lanes, as_tensordict, is_index, is_mask, remedy_of_holes
+from rlbuf_td.storages.writes import (
+    Beginning,
+    as_index,
+    as_lanes,
+    as_steps,
+    is_index,
+    is_mask,
+    refuse_shape,
+    same_bytes,
+    stacked,
+    wrapping,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -57,6 +69,12 @@ _COPY = Purpose(
 _STATE_FILE = "storage.pt"
 _AT_ONCE = 64 << 20  # bytes of rows that a load writes at once
 _OTHER_CAPACITY = "rb.dumps and rb.loads transfer the newest ones of each lane into another capacity"
+#: What to use instead of a sampler of TorchRL, by a part of its name.
+_INSTEAD = {
+    "Slice": 'SequenceSampler(UniformSampler(), n, boundary="strict")',
+    "WithoutReplacement": "MinibatchSampler",
+    "Prioritized": "ProportionalSampler",
+}
 _OF_ROWS = "_ring", "episodes", "rows", "live", "_total_shape_value"
 _NOT_COPIED = frozenset((*_OF_ROWS, "shared_rows", "lock", "write_plan"))
 
@@ -564,7 +582,17 @@ class PackedStorage(LazyTensorStorage):
             what = f"has not been written: it has {self.ring.count[lane]} rows"
             if self.ring.tail[lane] % self.ring.steps:
                 what = "is gone: a write was about to replace it, and did not end (rb.chronological() skips it)"
-            raise IndexError(f"step {step} of lane {lane} {what}{remedy_of_holes(self)}")
+            raise IndexError(f"step {step} of lane {lane} {what}{self._remedy_of_holes()}")
+
+    def _remedy_of_holes(self) -> str:
+        """Say what to use if a buffer over this storage has a sampler of TorchRL that draws holes, otherwise ""."""
+        samplers = [type(vars(each).get("_sampler")) for each in listeners_of(self) if hasattr(each, "__dict__")]
+        names = [kind.__name__ for kind in samplers if kind.__module__.startswith("torchrl.")]
+        found = [name for name in names if name not in ("RandomSampler", "NoneType")]
+        if not found:
+            return ""
+        instead = next((f"rlbuf_td.{ours}" for part, ours in _INSTEAD.items() if part in found[0]), "one of rlbuf_td")
+        return f". TorchRL's {found[0]} draws such rows: use {instead}"
 
     @untraced("writes change numbers that no graph knows, and call compiled loops")
     def advance(
@@ -597,17 +625,17 @@ class PackedStorage(LazyTensorStorage):
         """
         ndim = self.ndim
         if type(data) is not TensorDict:
-            data = as_tensordict(self, data, 1 if lanes is not None else ndim - single)
+            data = self.as_rows(data, 1 if lanes is not None else ndim - single)
         with self.lock:
             size, lane = data.batch_size, None
             if len(size) <= lanes_first and not single:
-                writes.refuse_shape(data, 1 if lanes is not None else ndim)
+                refuse_shape(data, 1 if lanes is not None else ndim)
             plan = self.write_plan
             if plan is None or not plan.holds():
                 plan = self._plan_writes(data, single, lanes, lanes_first)
             own = plan.rows.lanes
             if lanes is not None:
-                lane = as_lanes(self, lanes, data)
+                lane = as_lanes(lanes, data)
                 lead, count = size[:1], size[0]
             elif single:
                 lead, count = own, 1
@@ -629,21 +657,14 @@ class PackedStorage(LazyTensorStorage):
     def _plan_writes(self, data: TensorDictBase, single: bool, lanes: Any, lanes_first: bool) -> WritePlan:
         """Choose how rows are written; allocate them for ``data`` if this is the first write."""
         if lanes is not None:
-            writes.fix_lanes(self, data)
+            self._fix_lanes(data)
         else:
-            writes.admit(self, data.transpose(0, 1) if lanes_first else data, single)
-        writes.enter(self)
+            self._admit(data.transpose(0, 1) if lanes_first else data, single)
+        self._enter()
         with torch.inference_mode(False):
             reason = unwritable(self)
             self.write_plan = plan = TorchWrites(self, reason) if reason else CompiledWrites(self)
         return plan
-
-    def restart_at(self, slot: int) -> None:
-        """Give up all rows, before others fill all slots from ``slot`` on."""
-        if self.episodes is not None:
-            self.episodes.lose_predecessors()
-        self.ring.empty(slot)
-        self.all_rows().forget()
 
     def publish(
         self, lanes: np.ndarray, counts: np.ndarray, copy: Callable[[], object], then: Then | None = None
@@ -691,7 +712,7 @@ class PackedStorage(LazyTensorStorage):
     @contextmanager
     def _writing(self) -> Iterator[None]:
         """Write in a ``with`` block; an error or an interrupt within it leaves consistent rows and priorities."""
-        writes.enter(self)
+        self._enter()
         if self.ring.dirty:  # a thread was interrupted while it recovered
             self.recover()
         try:
@@ -769,18 +790,78 @@ class PackedStorage(LazyTensorStorage):
             IndexError: an index is out of range; nothing has been written.
             TypeError: ``data`` is not a TensorDict.
         """
-        is_one = isinstance(cursor, int | np.integer) or (isinstance(cursor, torch.Tensor) and not cursor.ndim)
+        single = isinstance(cursor, int | np.integer) or (isinstance(cursor, torch.Tensor) and not cursor.ndim)
         selects = isinstance(cursor, tuple) or is_mask(cursor)
-        data = as_tensordict(self, data, 1 if selects else self.ndim - is_one)
+        data = self.as_rows(data, 1 if selects else self.ndim - single)
         with self.lock:  # writes of a buffer already hold the lock
             if selects:
-                writes.replace(self, cursor, data)
-            else:
-                writes.set_steps(self, cursor, data, set_cursor, then)
+                return self._replace(self.written_rows().cells_of(cursor), data)
+            if set_cursor and not self.ring.together:
+                raise RuntimeError(
+                    "the lanes stand at unlike steps, because single lanes were written: write with rb.extend, rb.add "
+                    "or storage.append, which continue each lane"
+                )
+            total = self._max_size_along_dim0(**{"single_data" if single else "batched_data": data})
+            steps = as_steps(cursor, total, 0 if self.rows is None else self.ring.longest, set_cursor)
+            if not single and data.batch_size[:1] != steps.shape:
+                raise SchemaError(f"data of batch size {tuple(data.batch_size)} cannot fill {len(steps)} positions")
+            rows = self._admit(data, single)
+            if set_cursor:
+                return self._set_steps(steps, data, single, then)
+            cells = rows.cells_at(torch.from_numpy(steps))
+            self._replace(cells[0] if single else cells, data)
+
+    def _set_steps(self, steps: np.ndarray, data: TensorDictBase, single: bool, then: Then | None) -> None:
+        """Write new time steps, ``[n]``; they give up time order unless they follow the newest one."""
+        rows, ring = self.all_rows(), self.ring
+        leaves = rows.layout.collect(data, rows.lanes if single else steps.shape + rows.lanes)
+        is_next, is_range = steps[0] == ring.cursor, (steps == (steps[0] + np.arange(len(steps))) % ring.steps).all()
+        if then is None and is_range and (is_next or len(steps) >= ring.steps):
+            if not is_next:  # others fill all slots
+                if self.episodes is not None:
+                    self.episodes.lose_predecessors()
+                ring.empty(int(steps[0]))
+                rows.forget()
+            self.advance(data, single=single, tells=False)
+            return
+        if self.dedup is not None:
+            raise SchemaError(
+                f"cannot write at step {steps[0]}: deduplicated rows are written in order, and the next step is "
+                f"{ring.cursor}; leave out share_next and frames to write anywhere"
+            )
+        if single:
+            leaves = [leaf[None] for leaf in leaves]
+        slots = torch.from_numpy(steps)
+        self.scatter(slots.to(rows.matrix.device), partial(rows.replace_, rows.cells_at(slots), leaves), then)
+
+    def _replace(self, cells: torch.Tensor, data: TensorDictBase) -> None:
+        """Replace the rows at flat indices of any shape."""
+        rows = self.all_rows()
+        self._refuse_shared(self.deduplicated)
+        self.refuse_holes(cells.reshape(-1))
+        leaves = rows.layout.collect(data, cells.shape)
+        with self._editing():
+            rows.replace_(cells, leaves)
+
+    def _refuse_shared(self, keys: Iterable[tuple[str, ...]]) -> None:
+        """Raise a SchemaError if one of the keys is deduplicated, because other rows share its values."""
+        shared = sorted(self.deduplicated.keys() & {*keys})
+        if shared:
+            remedy = "leave it out of share_next and frames to edit it, or write new rows"
+            raise SchemaError(f"cannot edit {show_key(shared[0])}, which is deduplicated: {remedy}")
+
+    @contextmanager
+    def _editing(self) -> Iterator[None]:
+        """Edit rows in a ``with`` block: what is derived from them is then computed again."""
+        self._enter()
+        try:
+            yield
+        finally:
+            self._bump_mutation_revision()
 
     def __setitem__(self, index: Any, value: Any) -> None:
         if is_key(index):
-            writes.edit_all(self, lambda data: data.set_(index, value))
+            self.edit_all(lambda data: data.set_(index, value))
         else:
             self.set(index, value, set_cursor=False)
 
@@ -792,9 +873,58 @@ class PackedStorage(LazyTensorStorage):
             region: selects the rows like an index of a tensor ``[T, *lanes]``; ``None`` selects all written rows.
 
         Raises:
-            IndexError: the region is out of range; nothing has been written.
+            IndexError: the region is out of range, or contains holes; nothing has been written.
+            SchemaError: a deduplicated entry has changed; nothing has been written.
         """
-        writes.edit(self, change, region)
+        with self.lock:
+            rows = self.written_rows()
+            cells = rows.cells_of(slice(None) if region is None else region)
+            flat = cells.reshape(-1)
+            if region is not None:
+                self.refuse_holes(flat)
+            holes = self.ring.holes_among(flat)
+            if region is None and rows.dedup is None:
+                with self._editing():
+                    change(rows.view())
+                    rows.exported.write_back()
+                    if holes is not None:
+                        rows.flat[flat[holes]] = 0
+                return
+            data = rows.at_cells(flat).reshape(cells.shape)
+            before = {key: data.get(key).clone() for key in self.deduplicated}
+            change(data)
+            leaves = rows.layout.collect(data, cells.shape)
+            self._refuse_shared(key for key, old in before.items() if not same_bytes(old, data.get(key)))
+            if holes is not None:
+                cells, leaves = flat[~holes], [leaf.flatten(0, cells.ndim - 1)[~holes] for leaf in leaves]
+            with self._editing():
+                rows.replace_(cells, leaves)
+
+    def edit_all(self, change: Callable[[TensorDictBase], Any]) -> None:
+        """Edit all rows in place with torch's in-place operations; an error in any entry changes nothing."""
+        with self.lock:
+            if self.written_rows().dedup is None:  # `edit` changes a copy of deduplicated rows
+                change(self.written_rows().view().apply(partial(torch.empty_like, device="meta"), device="meta"))
+            self.edit(change)
+
+    def edit_entries(self, cells: torch.Tensor, values: Mapping[tuple[str, ...], torch.Tensor]) -> None:
+        """Set the entries ``values``, ``[B, ...]`` each, of the rows at flat indices ``cells``.
+
+        The revision stays the same, so that a trajectory index does not read all rows again.
+        """
+        self._refuse_shared(values)
+        with self.lock:
+            rows, numbers = self.written_rows(), cells.cpu().numpy()
+            if len(numbers) and numbers.max() >= rows.cells:
+                raise IndexError(f"row {numbers.max()} is out of range: rows 0 to {rows.cells - 1} have been written")
+            self.refuse_holes(cells)
+            self._enter()
+            numbers, leaves = last_of_each(numbers, [*values.values()])
+            where, columns = torch.from_numpy(numbers).to(cells.device), rows.unpack(rows.matrix)
+            for key, leaf in zip(values, leaves, strict=True):
+                columns[key].flatten(0, len(rows.lanes)).index_copy_(0, where, leaf)
+
+    # -- allocating rows
 
     def reserve(self, schema: TensorDictBase) -> None:
         """Allocate the rows before the first write, for transitions with the keys of ``schema``.
@@ -811,7 +941,7 @@ class PackedStorage(LazyTensorStorage):
             SchemaError: these rows lack an entry of the schema, or the schema has too few batch dims, a lane dim of
                 size 0, or an entry without a fixed size.
         """
-        schema = as_tensordict(self, schema, self.ndim - 1)
+        schema = self.as_rows(schema, self.ndim - 1)
         if self.reopen and self.rows is not None:
             self._refuse_other_schema(schema)
             return
@@ -820,7 +950,7 @@ class PackedStorage(LazyTensorStorage):
         if "index" in schema.keys():
             reason = "batches have the positions of their rows under it"
             raise SchemaError(f"cannot reserve rows for an entry 'index': {reason}")
-        self.allocate_for(schema)
+        self._fix_rows(schema, self.ndim - 1)
         self.is_reserved = self.shared_rows is None  # otherwise other processes may use these rows
 
     def _refuse_other_schema(self, schema: TensorDictBase) -> None:
@@ -835,9 +965,92 @@ class PackedStorage(LazyTensorStorage):
                 given = f"{leaf.name} is {kind(leaf.dtype, leaf.shape)} in the schema, {stored} in {self.scratch_dir}"
                 raise SchemaError(f"{given}: reopen the rows with the schema that they have, or choose another folder")
 
-    def allocate_for(self, data: TensorDictBase) -> None:
-        """Allocate rows for ``data``, one time step without a time dim."""
-        writes.fix_rows(self, data, self.ndim - 1)
+    def as_rows(self, data: Any, lead_dims: int) -> TensorDictBase:
+        """Return data of any class that this storage takes as a TensorDict; ``lead_dims`` of its dims number rows."""
+        if type(data) is TensorDict:
+            return data
+        found, row_class = unwrap(stacked(data), lead_dims)
+        if row_class is not None:
+            self.take_class(row_class)
+        if not isinstance(found, TensorDictBase):
+            name = type(data).__name__
+            raise TypeError(
+                f"PackedStorage stores TensorDicts, tensorclasses and tensors, got {name}: {wrapping(data)}, or use "
+                "torchrl.data.LazyTensorStorage, which takes pytrees"
+            )
+        return found
+
+    def _enter(self) -> None:
+        """Refuse or warn of the first change of rows that are not shared in a forked process."""
+        if self.shared_rows is not None or self.process == os.getpid():
+            return
+        if self.all_rows().is_mapped:
+            raise RuntimeError(
+                f"this process was forked, and its parent writes to the same file of rows in {self.scratch_dir}: "
+                "share the buffer before forking (rb.share()), or give each process a folder of its own"
+            )
+        warnings.warn(
+            "this process was forked from the one that made the buffer, which is not shared: rows that are written "
+            "here stay here. Call rb.share() before forking; or, for rows of this process alone, use "
+            "copy.deepcopy(rb) in it",
+            stacklevel=2,
+        )
+        self.process = os.getpid()
+
+    def _admit(self, data: TensorDictBase, single: bool) -> Rows:
+        """Return the rows; allocate them for ``data`` if this is the first write."""
+        if self.rows is None or self.is_reserved:
+            if self.uses_episode_keys:
+                refuse_inner(data.batch_size, self.ndim - single, self.ndim)
+            if "index" in data.keys():  # some writers of TorchRL's add it
+                refuse_other_index(data.get("index"))
+                data = data.exclude("index")
+            self._fix_rows(data, self.ndim - single)
+        return self.all_rows()
+
+    def _fix_lanes(self, data: TensorDictBase) -> None:
+        """Allocate rows for the first write to single lanes; a ValueError if the number of lanes is unknown."""
+        if self.ndim != 2:
+            raise ValueError(
+                f"lanes= needs a storage [T, E], PackedStorage(max_size, ndim=2), this one has ndim={self.ndim}"
+            )
+        if self.rows is None and self.shared_rows is not None:
+            self.shared_rows.find()
+        lanes = self.lane_count
+        if lanes is None:
+            raise ValueError(
+                "the number of lanes is not known before the first write: give it, PackedStorage(max_size, ndim=2, "
+                "lanes=E)"
+            )
+        if (self.rows is None or self.is_reserved) and data.ndim and len(data):
+            self._fix_rows(data[:1].exclude("index").squeeze(0).expand(lanes), 1)
+
+    def _fix_rows(self, data: TensorDictBase, lead_dims: int) -> None:
+        """Allocate rows for ``data``; reserved rows are kept if they fit and released otherwise."""
+        ndim = self.ndim
+        self.refuse_closed()
+        if data.batch_dims < lead_dims:
+            raise SchemaError(
+                f"a storage with ndim={ndim} takes TensorDicts with {lead_dims} or more batch dims here "
+                f"(time, lanes), got batch size {tuple(data.batch_size)}"
+            )
+        if self.row_class is not None:
+            self.row_class.refuse_other(data)
+        if self.lanes_wanted is not None and self.lanes_wanted != data.batch_size[lead_dims - 1]:
+            raise SchemaError(f"data of batch size {[*data.batch_size]} does not fit lanes={self.lanes_wanted}")
+        layout = RowLayout(data, lead_dims)
+        self.refuse_layout(layout)
+        dedup = DedupLayout.chosen_for(layout, self.dedup_options, data if lead_dims == ndim else None)
+        if self.is_reserved and (reserved := self.rows) is not None:
+            lead = data.batch_size[: lead_dims + 1 - ndim] + reserved.lanes
+            refuse_unfit(data, reserved.layout.leaves, lead, more=True)
+            if layout != reserved.layout or dedup != reserved.dedup:
+                self.release()
+        if self.rows is None:
+            lanes = data.batch_size[1 + lead_dims - ndim : lead_dims]
+            device = None if data.device is None or data.device.type == "meta" else data.device
+            self.adopt(self.make_rows(layout, lanes, device, dedup))
+        self.is_reserved = False
 
     def refuse_layout(self, layout: RowLayout) -> None:
         """Let each buffer of the storage refuse rows of this layout (SchemaError) before they are allocated."""
@@ -975,7 +1188,7 @@ class PackedStorage(LazyTensorStorage):
         if self.ndim == 1:
             return self.max_size
         single = single_data is not None
-        data = as_tensordict(self, single_data if single else batched_data, self.ndim - single)
+        data = self.as_rows(single_data if single else batched_data, self.ndim - single)
         return self.steps_for(data.batch_size[1 - single : self.ndim - single])
 
     def _empty(self) -> None:
@@ -1186,7 +1399,7 @@ class PackedStorage(LazyTensorStorage):
 
     def begin_load(self) -> None:
         """Give up all rows, before others are loaded in their place; :meth:`restore_counters` ends this."""
-        writes.enter(self)
+        self._enter()
         self.ring.give_up()
 
     def end_trajectories(self) -> None:

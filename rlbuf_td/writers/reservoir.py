@@ -17,7 +17,7 @@ from rlbuf_td.storages.indexing import lanes_of
 from rlbuf_td.storages.listeners import Recovers, Then
 from rlbuf_td.storages.numbers import Planned, SharedNumbers
 from rlbuf_td.storages.schema import reshaped
-from rlbuf_td.storages.writes import as_tensordict, stacked
+from rlbuf_td.storages.writes import stacked
 from rlbuf_td.writers.common import without_index
 
 _FILE = "reservoir.json"
@@ -154,7 +154,7 @@ class ReservoirWriter(Writer, Recovers):
         if count == 0:
             raise ValueError("extend needs at least one transition, got none")
         if storage.rows is not None and not storage.is_reserved:
-            data = as_tensordict(storage, data, storage.ndim)
+            data = storage.as_rows(data, storage.ndim)
             storage.rows.layout.collect(data, data.batch_size[:1] + storage.rows.lanes)  # raises SchemaError
         self._match_storage()
         choice = self.choose(count, torchrl_parts.capacity_in_steps(storage, batched_data=data))
