@@ -20,8 +20,7 @@ from torchrl.data.replay_buffers import PrioritizedSampler, Sampler, SliceSample
 from rlbuf_td.buffers.experience_queue import ExperienceQueue
 from rlbuf_td.buffers.mixture_plan import MixturePlan, largest_normalizer, normalizer_of, plan_mixture
 from rlbuf_td.buffers.replay import ReplayBuffer
-from rlbuf_td.checkpoint.files import explained, reading, write_state, writing
-from rlbuf_td.checkpoint.group import delete_others, new_folder
+from rlbuf_td.checkpoint.files import delete_others, explained, new_folder, reading, write_state, writing
 from rlbuf_td.checkpoint.parts import load_or_restore
 from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.kernels.strata import LEAST_RATIO

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import errno
 import os
+import re
+import secrets
+import shutil
 import stat
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime, timezone
 from itertools import chain, islice
 from pathlib import Path
-from shutil import disk_usage
 from threading import Lock
 from typing import Any
 
@@ -32,6 +34,7 @@ from rlbuf_td.checkpoint.manifest import (
     encode,
 )
 
+_FOLDER = re.compile(r"([a-z]+)-[0-9a-f]{16}")
 DATA, _LOCK, _NEXT = "data", ".lock", f"{MANIFEST}.next"
 _WAIT_S = 600.0
 _LARGE = 1 << 30  # bytes from which a progress bar is shown by default
@@ -240,7 +243,8 @@ def writing(path: str | Path, kind: str) -> Iterator[DumpWriter]:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             writer.clean()
-            room = f"{writer.nbytes:,} bytes are needed beside the previous dump, {disk_usage(folder).free:,} are free"
+            free = shutil.disk_usage(folder).free
+            room = f"{writer.nbytes:,} bytes are needed beside the previous dump, {free:,} are free"
             raise OSError(error.errno, f"{error.strerror}: {room}", str(folder)) from error
         finally:
             writer.clean()
@@ -309,3 +313,34 @@ def _locked(path: Path, *, for_reading: bool = False) -> Iterator[None]:
             if not for_reading:  # a reader may use a read-only folder, which has no dumps in progress
                 raise
         yield
+
+
+# -- dumps of several buffers: each has a folder of its own, and is valid once a manifest elsewhere names the folder
+
+
+def is_folder(name: object) -> bool:
+    """Whether a name in a manifest can be that of a dump's folder."""
+    return isinstance(name, str) and _FOLDER.fullmatch(name) is not None
+
+
+def new_folder(path: Path, kind: str, last: object, members: Collection[str]) -> Path:
+    """Return the folder of a new dump, with links to the ``members`` of the ``last`` one, if it is there.
+
+    Members that have not changed are then not written again. The folder's name begins with ``kind``.
+    """
+    folder = path / f"{kind}-{secrets.token_hex(8)}"
+    folder.mkdir(parents=True)
+    for name in members if is_folder(last) else ():
+        with suppress(OSError):  # a new member, or a file system without hard links
+            before, ignored = path / str(last) / name, shutil.ignore_patterns(".lock")
+            shutil.copytree(before, folder / name, copy_function=os.link, ignore=ignored)
+    return folder
+
+
+def delete_others(folder: Path) -> None:
+    """Delete all dumps of the same kind beside a valid one."""
+    kind = folder.name.partition("-")[0]
+    for other in folder.parent.iterdir():
+        found = _FOLDER.fullmatch(other.name)
+        if found and found[1] == kind and other != folder:
+            shutil.rmtree(other, ignore_errors=True)

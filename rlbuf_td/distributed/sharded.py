@@ -17,7 +17,7 @@ import ray
 from rlbuf_td.buffers.flow import FlowControl, make_flow, not_now
 from rlbuf_td.buffers.replay import ReplayBuffer
 from rlbuf_td.checkpoint import CheckpointError
-from rlbuf_td.checkpoint.group import new_folder
+from rlbuf_td.checkpoint.files import new_folder
 from rlbuf_td.distributed.client import Client
 from rlbuf_td.distributed.dumps import Manifest, newest_dump, shard_name
 from rlbuf_td.distributed.shard import Shard

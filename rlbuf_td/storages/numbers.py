@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Iterator, Sequence
 from ctypes import c_double, c_longlong
 from multiprocessing.context import get_spawning_popen
-from multiprocessing.sharedctypes import RawArray, reduce_ctype  # type: ignore[attr-defined]
 from typing import Any
 
 import torch
 
-from rlbuf_td.storages.memory import SharedFile
+from rlbuf_td.storages.memory import NamelessFile, SharedFile
 
 _TYPES: dict[str, Any] = {"q": c_longlong, "d": c_double}  # by kind: integers, which wrap at 2**63, or floats
 
@@ -22,16 +22,18 @@ class SharedNumbers:
     No lock protects the numbers. :meth:`share_memory_` and :meth:`keep_in` replace the array ``values``.
     """
 
-    __slots__ = ("_is_shared", "_kind", "_place", "values")
+    __slots__ = ("_kind", "_place", "values")
 
     def __init__(self, kind: str, values: Sequence[float]) -> None:
-        self._kind, self._is_shared = kind, False
+        self._kind = kind
         self._place: tuple[SharedFile, int] | None = None  # the file of the numbers, and where they begin in it
         self.values: Any = (_TYPES[kind] * len(values))(*values)
 
     def share_memory_(self) -> SharedNumbers:
-        if not self._is_shared:
-            self.values, self._is_shared = RawArray(self._kind, self.values[:]), True
+        if self._place is None:
+            file = NamelessFile()
+            os.ftruncate(file.descriptor, 8 * len(self))
+            self.keep_in(file, 0, found=False)
         return self
 
     def keep_in(self, file: SharedFile, start: int, *, found: bool) -> None:
@@ -41,7 +43,7 @@ class SharedNumbers:
         self.values = (_TYPES[self._kind] * count).from_buffer(memory, start)
         if not found:
             self.values[:] = before[:]
-        self._is_shared, self._place = True, (file, start)
+        self._place = file, start
 
     def __getitem__(self, position: int) -> Any:
         return self.values[position]
@@ -55,24 +57,17 @@ class SharedNumbers:
     def __len__(self) -> int:
         return len(self.values)
 
-    def __getstate__(self) -> tuple[str, Any]:
-        if get_spawning_popen() is None:
-            return self._kind, self.values[:]
-        if self._place is not None:
-            return self._kind, (*self._place, len(self.values))
-        return self._kind, reduce_ctype(self.share_memory_().values)  # an older pickler does not know the array's type
+    def __getstate__(self) -> tuple[str, list[float], tuple[SharedFile, int] | None]:
+        if get_spawning_popen() is not None:
+            self.share_memory_()
+            return self._kind, [0] * len(self), self._place
+        return self._kind, self.values[:], None
 
-    def __setstate__(self, state: tuple[str, Any]) -> None:
-        kind, values = state
-        if isinstance(values, list):
-            self.__init__(kind, values)  # type: ignore[misc]
-        elif isinstance(values[0], SharedFile):
-            file, start, count = values
-            self.__init__(kind, [0] * count)  # type: ignore[misc]
-            self.keep_in(file, start, found=True)
-        else:
-            rebuild, given = values
-            self._kind, self._is_shared, self._place, self.values = kind, True, None, rebuild(*given)
+    def __setstate__(self, state: tuple[str, list[float], tuple[SharedFile, int] | None]) -> None:
+        kind, values, place = state
+        self.__init__(kind, values)  # type: ignore[misc]
+        if place is not None:
+            self.keep_in(*place, found=True)
 
 
 class Planned:

@@ -43,7 +43,7 @@ from rlbuf_td.storages.rows import PlainRows, Rows, from_start, last_of_each
 from rlbuf_td.storages.rows.dedup import DedupRows
 from rlbuf_td.storages.saved import Moves, SavedRows
 from rlbuf_td.storages.schema import Leaf, SchemaError, kind, refuse_other_index, refuse_unfit, show_key
-from rlbuf_td.storages.torchrl_parts import listeners_of, parts_of, set_listeners
+from rlbuf_td.storages.torchrl_parts import listeners_of, parts_of
 from rlbuf_td.storages.write_plan import CompiledWrites, Record, TorchWrites, WritePlan, unwritable
 from rlbuf_td.storages.writes import (
     Beginning,
@@ -227,7 +227,7 @@ class PackedStorage(LazyTensorStorage):
         if reopen:
             self._refuse_reopening(scratch_dir, existsok, bool(auto_cleanup))
         super().__init__(max_size, device=device, ndim=ndim)
-        set_listeners(self, Listeners())
+        self._attached_entities_list = Listeners()
         self.scratch_dir = None if scratch_dir is None else Path(scratch_dir).absolute()
         self.existsok, self.auto_cleanup, self.shared, self.reopen = existsok, bool(auto_cleanup), shared, reopen
         self.row_class: RowClass | None = None  # the class of the rows in `get`; None: TensorDict

@@ -46,10 +46,6 @@ def set_length(storage: Storage, length: int) -> None:
     storage._len = length
 
 
-def set_listeners(storage: Storage, listeners: Any) -> None:
-    storage._attached_entities_list = listeners
-
-
 def set_generator(part: Any, generator: Any) -> None:
     part._rng = generator
 
