@@ -9,19 +9,15 @@ from numbers import Real
 from typing import Any, TypeAlias
 
 import torch
-from tensordict import TensorDictBase
 
 from rlbuf_td.kernels.rows.entries import Group, Part, Run
 from rlbuf_td.storages.keys import as_tuple
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.schema import Leaf, SchemaError, show_key
-from rlbuf_td.storages.tensordict_fast import leaf_of
 
 Key: TypeAlias = tuple[str, ...]
 _COLUMNS = ("done", "terminated", "truncated", "traj_ids", "reward")  # samplers read these columns separately
 _MIN_KEY_BYTES = 8  # two entry names of 4 bytes replace a key
-_MIN_BYTES = 16  # "auto" deduplicates repeating keys of this size in total, or untested keys of this size each
-_LOOK = 256  # time steps of the first write that "auto" compares
 ENTRY_NAMES = "_entries"  # the key of the entry names in a stored row
 _CHUNK = 512  # bytes of a chunk at least, whose place in its ring takes 4 bytes
 
@@ -40,15 +36,15 @@ class DedupGroup:
 class DedupOptions:
     """The arguments ``share_next`` and ``frames`` of :class:`~rlbuf_td.PackedStorage` after validation."""
 
-    share_next: bool | str | tuple[Key, ...]
+    share_next: bool | tuple[Key, ...]
     frames: tuple[tuple[Key, int, int], ...]  # (key, number of frames, dim of the frames) of each stack
 
     @classmethod
     def of(cls, share_next: Any, frames: Mapping[Any, Any] | None) -> DedupOptions:
         if isinstance(share_next, Sequence | Set) and not isinstance(share_next, str):
             share_next = tuple(_key(key, "share_next") for key in share_next)
-        elif not isinstance(share_next, bool) and share_next != "auto":
-            raise ValueError(f"share_next must be 'auto', True, False or a list of keys, got {share_next!r}")
+        elif not isinstance(share_next, bool):
+            raise ValueError(f"share_next must be True, False or a list of keys, got {share_next!r}")
         if frames is not None and not isinstance(frames, Mapping):
             raise ValueError(f"frames must be a dict of a number of frames by key, got {frames!r}")
         stacks = {}
@@ -80,8 +76,8 @@ def _count_and_dim(key: Any, how: Any) -> tuple[int, int]:
     return int(pair[0]), int(pair[1])
 
 
-def choose(options: DedupOptions, leaves: Mapping[Key, Leaf], data: TensorDictBase | None) -> tuple[DedupGroup, ...]:
-    """Choose the keys to deduplicate; ``data`` is the first write, ``[T, *lanes, ...]``, or None if unknown."""
+def choose(options: DedupOptions, leaves: Mapping[Key, Leaf]) -> tuple[DedupGroup, ...]:
+    """Choose the keys to deduplicate."""
     groups = [frames_group(leaves, *stack) for stack in options.frames]
     taken = {key for group in groups for key in group.keys}
     asked = options.share_next
@@ -91,11 +87,6 @@ def choose(options: DedupOptions, leaves: Mapping[Key, Leaf], data: TensorDictBa
         keys = [key for key in dict.fromkeys(asked) if key not in taken]
     else:
         keys = [key for key in leaves if asked and _may_share(leaves, key) and key not in taken]
-        if asked == "auto" and (data is None or len(data) < 2):  # untested keys do not affect each other: own groups
-            return (*groups, *(DedupGroup((key,)) for key in keys if leaves[key].nbytes >= _MIN_BYTES))
-        if asked == "auto" and data is not None:
-            keys = [key for key in keys if _repeats(data, leaves[key])]
-            keys = keys if sum(leaves[key].nbytes for key in keys) >= _MIN_BYTES else []
     if keys:
         groups.append(DedupGroup(tuple(sorted(keys, key=lambda key: (-leaves[key].dtype.itemsize, key)))))
     return tuple(groups)
@@ -133,15 +124,6 @@ def frames_group(leaves: Mapping[Key, Leaf], key: Key, count: int, dim: int) -> 
     return DedupGroup((key,), count, dim % len(leaf.shape), other is not None)
 
 
-def _repeats(data: TensorDictBase, leaf: Leaf) -> bool:
-    """Whether next observations equal the following observations in at least half of the first rows of ``data``."""
-    count = min(len(data) - 1, _LOOK)
-    following, now = leaf_of(data, ("next", *leaf.key))[:count], leaf_of(data, leaf.key)[1 : count + 1]
-    same = (now == following) | ((now != now) & (following != following))
-    rows = same.flatten(same.ndim - len(leaf.shape)).all(-1) if leaf.shape else same
-    return bool(rows.double().mean() >= 0.5)
-
-
 class DedupLayout:
     """The layout of *stored rows*, in which names of entries replace the deduplicated keys."""
 
@@ -166,10 +148,8 @@ class DedupLayout:
         self.runs = tuple(Run(self.stored.offsets[leaf.key], layout.places[leaf.key], leaf.nbytes) for leaf in own)
 
     @classmethod
-    def chosen_for(
-        cls, layout: RowLayout, options: DedupOptions, data: TensorDictBase | None = None
-    ) -> DedupLayout | None:
-        chosen = choose(options, _by_key(layout), data)
+    def chosen_for(cls, layout: RowLayout, options: DedupOptions) -> DedupLayout | None:
+        chosen = choose(options, _by_key(layout))
         return cls(layout, chosen) if chosen else None
 
     def _groups_and_parts(self) -> tuple[tuple[Group, ...], tuple[Part, ...]]:

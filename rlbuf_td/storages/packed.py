@@ -69,12 +69,7 @@ _COPY = Purpose(
 _STATE_FILE = "storage.pt"
 _AT_ONCE = 64 << 20  # bytes of rows that a load writes at once
 _OTHER_CAPACITY = "rb.dumps and rb.loads transfer the newest ones of each lane into another capacity"
-#: What to use instead of a sampler of TorchRL, by a part of its name.
-_INSTEAD = {
-    "Slice": 'SequenceSampler(UniformSampler(), n, boundary="strict")',
-    "WithoutReplacement": "MinibatchSampler",
-    "Prioritized": "ProportionalSampler",
-}
+_DRAWN = "of TorchRL's samplers, all but RandomSampler draw such rows: use a MinibatchSampler, ProportionalSampler, ..."
 _OF_ROWS = "_ring", "episodes", "rows", "live", "_total_shape_value"
 _NOT_COPIED = frozenset((*_OF_ROWS, "shared_rows", "lock", "write_plan"))
 
@@ -97,12 +92,10 @@ class PackedStorage(LazyTensorStorage):
             ``/dev/shm`` does not limit the rows.
         share_next: store an observation once if the next observation of a row and the observation of the following row
             in the same lane have equal bytes. ``True`` deduplicates all keys at the root that also exist under
-            ``"next"``; a list names the keys. ``"auto"`` deduplicates the keys that repeat in at least half of the
-            first write's rows (it compares at most 257 time steps). If the first write is one time step, ``"auto"``
-            deduplicates all keys of 16 bytes or more. Keys of less than 8 bytes, done flags, rewards and trajectory ids
-            are never deduplicated. Reading a column, a slice or one time step copies deduplicated keys. These keys
-            cannot be edited, also not by replacing rows, ``storage[i] = row``; they need rows on the CPU, and a writer
-            that writes in time order.
+            ``"next"``; a list names the keys. Keys of less than 8 bytes, done flags, rewards and trajectory ids are
+            never deduplicated. Reading a column, a slice or one time step copies deduplicated keys. These keys cannot
+            be edited, also not by replacing rows, ``storage[i] = row``; they need rows on the CPU, and a writer that
+            writes in time order.
         frames: a dict from a key to the number of frames in its stack, ``{"pixels": 4}``. A pair also gives the dim of
             the frames, ``{"pixels": (4, -1)}`` (default: 0). The newest frame is last. A row stores only its newest
             frame if its other frames equal the last frames of the previous row; otherwise all frames are stored.
@@ -199,7 +192,7 @@ class PackedStorage(LazyTensorStorage):
         lanes: int | None = None,
         scratch_dir: str | Path | None = None,
         shared: bool = False,
-        share_next: bool | str | Sequence[NestedKey] = False,
+        share_next: bool | Sequence[NestedKey] = False,
         frames: Mapping[NestedKey, Any] | None = None,
         existsok: bool = False,
         auto_cleanup: bool | None = None,
@@ -491,7 +484,8 @@ class PackedStorage(LazyTensorStorage):
     @property
     def saved_bytes(self) -> dict[tuple[str, ...], int]:
         """Bytes that deduplication has saved so far, by key of the observation."""
-        return {} if self.rows is None else self.written_rows().saved_bytes()
+        rows = None if self.rows is None else self.written_rows()
+        return rows.saved_bytes() if isinstance(rows, DedupRows) else {}
 
     @property
     def dedup(self) -> DedupLayout | None:
@@ -582,17 +576,7 @@ class PackedStorage(LazyTensorStorage):
             what = f"has not been written: it has {self.ring.count[lane]} rows"
             if self.ring.tail[lane] % self.ring.steps:
                 what = "is gone: a write was about to replace it, and did not end (rb.chronological() skips it)"
-            raise IndexError(f"step {step} of lane {lane} {what}{self._remedy_of_holes()}")
-
-    def _remedy_of_holes(self) -> str:
-        """Say what to use if a buffer over this storage has a sampler of TorchRL that draws holes, otherwise ""."""
-        samplers = [type(vars(each).get("_sampler")) for each in listeners_of(self) if hasattr(each, "__dict__")]
-        names = [kind.__name__ for kind in samplers if kind.__module__.startswith("torchrl.")]
-        found = [name for name in names if name not in ("RandomSampler", "NoneType")]
-        if not found:
-            return ""
-        instead = next((f"rlbuf_td.{ours}" for part, ours in _INSTEAD.items() if part in found[0]), "one of rlbuf_td")
-        return f". TorchRL's {found[0]} draws such rows: use {instead}"
+            raise IndexError(f"step {step} of lane {lane} {what}; {_DRAWN}")
 
     @untraced("writes change numbers that no graph knows, and call compiled loops")
     def advance(
@@ -1040,7 +1024,7 @@ class PackedStorage(LazyTensorStorage):
             raise SchemaError(f"data of batch size {[*data.batch_size]} does not fit lanes={self.lanes_wanted}")
         layout = RowLayout(data, lead_dims)
         self.refuse_layout(layout)
-        dedup = DedupLayout.chosen_for(layout, self.dedup_options, data if lead_dims == ndim else None)
+        dedup = DedupLayout.chosen_for(layout, self.dedup_options)
         if self.is_reserved and (reserved := self.rows) is not None:
             lead = data.batch_size[: lead_dims + 1 - ndim] + reserved.lanes
             refuse_unfit(data, reserved.layout.leaves, lead, more=True)
@@ -1374,9 +1358,9 @@ class PackedStorage(LazyTensorStorage):
     @staticmethod
     def of_state(content: dict[str, Any]) -> PackedStorage:
         """Return a storage in RAM with the rows of a state, in the form and of the capacity that they were saved in."""
-        lanes, is_deduplicated = content["rows"].shape[1:-1], "deduplicated" in content
+        lanes = content["rows"].shape[1:-1]
         size = content["ring"]["steps"] * prod(lanes)
-        storage = PackedStorage(size, ndim=1 + len(lanes), share_next=is_deduplicated and "auto")
+        storage = PackedStorage(size, ndim=1 + len(lanes), share_next="deduplicated" in content)
         storage.load(content)
         return storage
 

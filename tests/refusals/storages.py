@@ -90,7 +90,7 @@ REFUSALS: Table = {
         (lambda _: td.PackedStorage(4, shared=True, compilable=True), RuntimeError, "compilable=True cannot be shared"),
         (lambda _: td.PackedStorage(4, device="cuda:99"), RuntimeError, "'cuda:99' is missing: torch finds . CUDA dev"),
         (lambda _: td.PackedStorage(4, share_next=True, device="cuda"), ValueError, "leave them out, or keep"),
-        (lambda _: td.PackedStorage(4, share_next="yes"), ValueError, "must be 'auto'"),
+        (lambda _: td.PackedStorage(4, share_next="yes"), ValueError, "must be True, False"),
         (lambda _: td.PackedStorage(4, share_next=[("next", "observation")]), ValueError, "without 'next'"),
         (lambda _: td.PackedStorage(4, share_next=[3]), ValueError, "takes keys"),
         (lambda _: td.PackedStorage(4, frames=4), ValueError, "must be a dict"),

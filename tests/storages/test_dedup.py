@@ -136,40 +136,6 @@ def test_a_ring_holds_as_much_after_each_round() -> None:
     assert max(used[3:]) <= 100 * 8 + 32 * 130  # free entries are used again
 
 
-def test_auto_leaves_out_what_does_not_repeat() -> None:
-    storage = PackedStorage(300, share_next="auto")
-    storage.set(range(200), Lanes(1, 0, alphabet=50).steps(200, 0.1)[:, 0])
-    assert set(storage.saved_bytes) == {("observation",), ("agent", "goal"), ("pixels",)}
-    everything = PackedStorage(300, share_next=True)
-    everything.set(range(200), Lanes(1, 0, alphabet=50).steps(200, 0.1)[:, 0])
-    assert set(everything.saved_bytes) == {("observation",), ("agent", "goal"), ("pixels",), ("clock",)}
-    assert storage.nbytes < everything.nbytes
-
-
-def test_auto_shares_keys_one_by_one_where_it_cannot_look() -> None:
-    seen, noise = torch.rand(101, 8), torch.rand(2, 100, 8)
-    following = {"observation": seen[1:], "noise": noise[1], "small": torch.zeros(100, 2)}
-    now = {"observation": seen[:-1], "noise": noise[0], "small": torch.zeros(100, 2)}
-    data = TensorDict(now | {"next": following}, [100])
-    storage = PackedStorage(100, share_next="auto")
-    for step in range(100):
-        storage.set(step, data[step])
-    assert set(storage.saved_bytes) == {("observation",), ("noise",)}
-    assert sorted(live_entries(storage)) == [101, 200]
-    assert_same(storage[:], data)
-    check_entries(storage)
-
-
-def test_auto_shares_nothing_that_is_not_worth_it() -> None:
-    storage = PackedStorage(10, share_next="auto")
-    storage.set(range(4), chain(4, width=2))
-    assert storage.dedup is None
-    storage = PackedStorage(10, share_next="auto")
-    data = TensorDict({"observation": torch.rand(4, 9), "next": {"observation": torch.rand(4, 9)}}, [4])
-    storage.set(range(4), data)
-    assert storage.dedup is None
-
-
 def test_flags_stay_in_the_rows() -> None:
     flags = {"done": torch.zeros(4, 16).bool(), "terminated": torch.zeros(4, 16).bool()}
     storage = PackedStorage(10, share_next=True)
@@ -475,7 +441,6 @@ def screen(dim: int = -3, padding: str = "same") -> EnvBase:
 
 CASES: dict[str, tuple[Any, dict[str, Any], int, int, float]] = {  # how, capacity, lanes, entries per row at most
     "all keys": (cart_pole, {"share_next": True}, 70, 3, 1.15),
-    "auto": (cart_pole, {"share_next": "auto"}, 500, 1, 1.15),
     "frames": (screen, {"frames": {"observation": 4}}, 70, 2, 1.6),
     "constant padding": (partial(screen, padding="constant"), {"frames": {"observation": 4}}, 500, 1, 1.6),
 }

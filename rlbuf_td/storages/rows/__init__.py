@@ -49,9 +49,6 @@ class Rows(ABC):
     def nbytes(self) -> int:
         return self.matrix.nbytes
 
-    def saved_bytes(self) -> dict[tuple[str, ...], int]:
-        return {}
-
     @property
     def given(self) -> torch.Tensor:
         """An alias of :attr:`matrix` for views that users receive, so that no call on a view moves the rows."""
