@@ -866,7 +866,7 @@ class PackedStorage(LazyTensorStorage):
             flat = cells.reshape(-1)
             if region is not None:
                 self.refuse_holes(flat)
-            holes = self.ring.holes_among(flat)
+            holes = None if region is not None else self.ring.holes_among(flat)
             if region is None and rows.dedup is None:
                 with self._editing():
                     change(rows.view())
