@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
-from torchrl.data.replay_buffers import LazyTensorStorage, PrioritizedSampler, TensorDictReplayBuffer
+from torchrl.data.replay_buffers import PrioritizedSampler
 
 from rlbuf_td import (
     CheckpointError,
@@ -31,7 +31,6 @@ from rlbuf_td import (
     RingWriter,
     TrajectoryIndex,
     UniformSampler,
-    check,
 )
 from rlbuf_td.checkpoint import files, open_checkpoint, parts
 from tests.catalogue import SAMPLERS, assert_same
@@ -364,18 +363,6 @@ def test_parts_are_saved_and_loaded(part: str, tmp_path: Path):
     other.loads(path(tmp_path / "dump"))
     if part in ("buffer", "storage"):
         assert (other[:] == FOUR).all()
-
-
-@pytest.mark.parametrize("path", [str, Path, Like])
-def test_folders_are_read_and_rows_are_kept_in_one(path: Any, tmp_path: Path):
-    theirs = TensorDictReplayBuffer(storage=LazyTensorStorage(8))
-    theirs.extend(FOUR)
-    theirs.dumps(tmp_path / "theirs")
-    rb = ReplayBuffer.from_torchrl(path(tmp_path / "theirs"), scratch_dir=path(tmp_path))
-    assert (rb[:] == FOUR).all()
-    small(scratch_dir=path(tmp_path / "rows"))
-    rb.dumps(path(tmp_path / "dump"))
-    assert check(path(tmp_path / "dump")) is not None
 
 
 ROW_BYTES = 128

@@ -9,14 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import gymnasium
-import numpy as np
 import pytest
 import torch
-from gymnasium.spaces import Box, Discrete
 from tensordict import TensorDict
-from torchrl.collectors import Collector
-from torchrl.envs import CatFrames, EnvBase, GymEnv, GymWrapper, RewardSum, SerialEnv, StepCounter, TransformedEnv
 
 from rlbuf_td import PackedStorage, ReplayBuffer, SchemaError, plan
 from rlbuf_td.kernels.host_memory import advise
@@ -24,7 +19,6 @@ from rlbuf_td.kernels.rows import IS_KNOWN
 from rlbuf_td.storages.rows.dedup import DedupRows
 from tests.catalogue import assert_same
 from tests.residency import resident_of
-from tests.storages.test_sharing import all_elsewhere
 
 FRAMES = 3
 
@@ -157,18 +151,6 @@ def test_a_row_of_a_stack_takes_one_frame(dim: int) -> None:
     assert live_entries(alone) == [53]
 
 
-@pytest.mark.parametrize("width", [5, 25])  # a chunk has several entries, or one
-def test_frames_of_the_rows_that_are_left_survive_the_wrap(width: int) -> None:
-    frames = torch.randint(256, (54, width, width), dtype=torch.uint8)
-    stacks = torch.stack([frames[j : j + 51] for j in range(4)], 1)
-    data = TensorDict({"pixels": stacks[:50], "next": {"pixels": stacks[1:]}}, [50])
-    rb = ReplayBuffer(storage=PackedStorage(20, frames={"pixels": (4, 0)}))
-    for first in range(0, 49, 7):
-        rb.extend(data[first : first + 7])
-        assert_same(rb.chronological(), data[max(0, first - 13) : first + 7])
-        check_entries(rb.storage)
-
-
 def test_a_stack_that_repeats_its_first_frame_stores_it_once() -> None:
     world = Lanes(1, 0, alphabet=200)
     storage = PackedStorage(60, share_next=True, frames={"pixels": FRAMES})
@@ -183,16 +165,6 @@ def test_rows_are_written_in_order_and_moved_within_the_storage() -> None:
     assert_same(storage[:], data)
     storage.set(range(9), storage[1:])  # a slice holds views of what rows do not share
     assert_same(storage[:], torch.cat([data[1:], data[9:]]))
-    check_entries(storage)
-
-
-def test_other_keys_of_deduplicated_rows_are_edited() -> None:
-    storage, data = PackedStorage(10, share_next=True), chain(10)
-    data["action"] = torch.arange(10.0)
-    storage.set(range(10), data)
-    storage.edit(lambda rows: rows["action"].add_(1), slice(3, 7))
-    data["action"][3:7] += 1
-    assert_same(storage[:], data)
     check_entries(storage)
 
 
@@ -298,27 +270,6 @@ def test_what_is_shared_is_shown() -> None:
     assert "'observation': float32 (3,) (deduplicated)" in repr(rb.storage)
 
 
-def _write(rb: ReplayBuffer, seed: int) -> None:
-    for _ in range(5):
-        rb.extend(Lanes(1, seed).steps(8, 0.2)[:, 0])
-        rb.sample(4)
-
-
-def test_several_processes_write_to_the_same_entries() -> None:
-    rb = ReplayBuffer(storage=POOLED(50, shared=True), batch_size=4)
-    rb.extend(Lanes(1, 9).steps(8, 0.2)[:, 0])
-    all_elsewhere(_write, [(rb, seed) for seed in (1, 2)])
-    rb.extend(Lanes(1, 3).steps(8, 0.2)[:, 0])
-    assert len(rb) == 50
-    check_entries(rb.storage)
-    written = {tuple(row.tolist()) for seed in (1, 2, 3, 9) for row in _all_pixels(seed)}
-    assert {tuple(row.tolist()) for row in rb["next", "pixels"].flatten(1)} <= written
-
-
-def _all_pixels(seed: int) -> torch.Tensor:
-    return Lanes(1, seed).steps(8, 0.2)[:, 0]["next", "pixels"].flatten(1)
-
-
 ONCE: dict[str, Any] = {"share_next": True}
 HOW = {"plain": {}, "once": ONCE, "frames": ONCE | {"frames": {"pixels": FRAMES}}}
 
@@ -404,64 +355,3 @@ def test_a_full_disk_is_an_error_before_anything_is_written(tmp_path: Path, monk
     assert_same(rb[:], plain[:])
     check_entries(rb.storage)
     assert rb.write_count == plain.write_count
-
-
-class Screen(gymnasium.Env):
-    """A dot that walks over a screen; episodes end in both ways."""
-
-    observation_space = Box(0, 255, (1, 12, 12), np.uint8)
-    action_space = Discrete(3)
-
-    def _see(self) -> np.ndarray:
-        screen = np.zeros((1, 12, 12), np.uint8)
-        screen[0, self.steps % 12, self.place % 12] = 255
-        return screen
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        super().reset(seed=seed)
-        self.steps, self.place = 0, int(self.np_random.integers(12))
-        self.last = int(self.np_random.integers(3, 25))
-        return self._see(), {}
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        self.steps, self.place = self.steps + 1, self.place + int(action) - 1
-        over = self.steps == self.last
-        return self._see(), 1.0, over and self.last % 2 == 0, over and self.last % 2 == 1, {}
-
-
-def cart_pole() -> EnvBase:
-    return TransformedEnv(GymEnv("CartPole-v1"), StepCounter(max_steps=25))
-
-
-def screen(dim: int = -3, padding: str = "same") -> EnvBase:
-    env = TransformedEnv(GymWrapper(Screen()), CatFrames(N=4, dim=dim, in_keys=["observation"], padding=padding))
-    env.append_transform(RewardSum())
-    return env
-
-
-CASES: dict[str, tuple[Any, dict[str, Any], int, int, float]] = {  # how, capacity, lanes, entries per row at most
-    "all keys": (cart_pole, {"share_next": True}, 70, 3, 1.15),
-    "frames": (screen, {"frames": {"observation": 4}}, 70, 2, 1.6),
-    "constant padding": (partial(screen, padding="constant"), {"frames": {"observation": 4}}, 500, 1, 1.6),
-}
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:torchrl", "ignore::UserWarning:torchrl")
-@pytest.mark.parametrize(("make", "how", "capacity", "lanes", "most"), CASES.values(), ids=CASES)
-def test_rows_of_a_collector_are_those_of_a_plain_storage_in_less_memory(make, how, capacity, lanes, most) -> None:
-    kinds: list[Any] = [PackedStorage, partial(PackedStorage, **how)]
-    buffers = [ReplayBuffer(storage=kind(capacity * lanes, ndim=1 + (lanes > 1)), batch_size=32) for kind in kinds]
-    env = make() if lanes == 1 else SerialEnv(lanes, make)
-    env.set_seed(0)
-    for data in Collector(env, None, frames_per_batch=20 * lanes, total_frames=200 * lanes):
-        for rb in buffers:
-            rb.extend(data.clone())
-    plain, pooled = buffers
-    assert_same(plain[:], pooled[:])
-    index = torch.randint(len(plain.storage), (50,))
-    assert_same(plain.storage.gather(index), pooled.storage.gather(index))
-    assert isinstance(pooled.storage.rows, DedupRows)
-    check_entries(pooled.storage)
-    assert ("observation",) in pooled.storage.saved_bytes
-    assert max(live_entries(pooled.storage)) <= most * len(plain.storage)
-    assert make is not screen or pooled.storage.nbytes < 0.3 * plain.storage.nbytes

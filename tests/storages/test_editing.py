@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -231,21 +228,6 @@ def test_stamps_of_windows_have_their_shape(lanes: int) -> None:
     assert all(state == [x] * 3 for x, state in written.items())
 
 
-def test_a_mapped_file_and_a_batch_in_another_shape(tmp_path: Path):
-    made = Numbered(2, partial(PackedStorage, scratch_dir=tmp_path))
-    made.write(7)
-    batch = made.rb.sample().view(4, 5)
-    batch["state"] = batch["x"].float()[..., None].expand(4, 5, 3).clone()
-    batch["next", "state"] = -batch["state"]
-    assert made.rb.write_back(batch, ["state", ("next", "state")]) == 20
-    assert all(state in ([x] * 3, [0.0] * 3) for x, state in made.states().items())
-    assert torch.equal(made.rb.storage["next", "state"], -made.rb.storage["state"])
-    one = batch[0, 0]
-    one["state"] = torch.full((3,), 9.0)
-    assert made.rb.write_back(one, "state") == 1
-    assert made.states()[int(one["x"])] == [9.0] * 3
-
-
 def test_what_a_sequence_repeats_is_not_written():
     made = Numbered(0, sampler=SequenceSampler(ProportionalSampler(CAPACITY), 4, burn_in=2), batch=24)
     rows = made.rows(9)
@@ -283,23 +265,3 @@ def test_next_entries_of_joined_steps_are_refused(outer):
     inner.n_steps = 1
     assert rb.write_back(rb.sample(), [("next", "state")])
     assert rb.storage["next", "state"].tolist() == list(range(9))
-
-
-def test_threads_write_back_while_others_write():
-    made, stop = Numbered(batch=8), threading.Event()
-    made.write(CAPACITY)
-
-    def learn() -> None:
-        while not stop.is_set():
-            batch = made.rb.sample()
-            batch["state"] = batch["x"].float()[:, None].expand(-1, 3).clone()
-            made.rb.write_back(batch, ["state"])
-
-    with ThreadPoolExecutor(3) as threads:
-        learners = [threads.submit(learn) for _ in range(3)]
-        for count in (1, 5, 12, 3) * 60:
-            made.write(count)
-        stop.set()
-    assert [learner.result() for learner in learners] == [None] * 3
-    for x, state in made.states().items():
-        assert state in ([x] * 3, [0.0] * 3)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import signal
-import threading
 from collections.abc import Iterator
 from itertools import count
 from typing import Any
@@ -124,11 +123,3 @@ def test_an_interrupted_update_changes_rows_and_new_rows_together(sampler: str, 
             assert rb.sampler.default_priority == rb.sampler.priority(torch.arange(6)).max()
             if done:
                 break
-
-
-def test_other_threads_write_without_signals() -> None:
-    rb = ReplayBuffer(storage=PackedStorage(7, share_next=True), batch_size=2)
-    thread = threading.Thread(target=rb.extend, args=(steps(0, 3),))
-    thread.start()
-    thread.join()
-    assert len(rb) == 3

@@ -15,7 +15,6 @@ from torchrl.data.replay_buffers import PrioritizedSampler, RandomSampler, Sampl
 
 from rlbuf_td import (
     EpisodeSampler,
-    EpisodeStats,
     HindsightSampler,
     NStepSampler,
     PackedStorage,
@@ -82,16 +81,6 @@ def test_new_rows_of_single_lanes_get_the_largest_magnitude(sampler: Any, larges
         index = rb.extend(TensorDict({"x": torch.arange(count)}, [count]), lanes=torch.arange(count) % 2 * 2)
         assert rb.sampler.priority(index, storage=rb.storage).tolist() == pytest.approx([stored] * count, rel=1e-6)
     assert "extend" in rb.compiled.partition("not")[0]
-
-
-def test_statistics_count_the_episodes_of_each_lane() -> None:
-    world = unlike(steps=200, stats=EpisodeStats())
-    for _ in range(9):
-        world.append([world.rng.randrange(3) for _ in range(11)])
-    stats: Any = world.rb.episode_stats
-    lengths = [len(whole) for whole in world.model.whole()]
-    assert sorted(stats.history()["length"].tolist()) == sorted(lengths)
-    assert len(lengths) > 10
 
 
 @pytest.mark.parametrize("by", ["episode", "row"])

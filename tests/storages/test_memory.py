@@ -16,7 +16,7 @@ import torch
 from tensordict import TensorDict
 
 from rlbuf_td import MemoryWarning, PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer, SchemaError
-from rlbuf_td.kernels.host_memory import advise_huge_pages, take_pages
+from rlbuf_td.kernels.host_memory import take_pages
 from rlbuf_td.storages import memory_budget as _room
 from rlbuf_td.storages.memory import ROWS_FILE, allocate_bytes
 from rlbuf_td.storages.memory_budget import Purpose, Room, require_room
@@ -113,15 +113,6 @@ def test_a_file_is_mapped_where_the_disk_cannot_reserve_space(tmp_path: Path, mo
 
 
 MIB = 1 << 20
-
-
-@pytest.mark.parametrize(("start", "end"), [(0, 40 * MIB), (5, 40 * MIB - 3), (3 * MIB + 1, 7 * MIB), (9, 9), (9, 60)])
-def test_taking_pages_changes_no_byte(start, end):
-    memory = torch.arange(40 * MIB // 8).view(torch.uint8)
-    before = memory.clone()
-    advise_huge_pages(memory)
-    take_pages(memory[start:end])
-    assert torch.equal(memory, before)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux takes pages ahead")
@@ -287,21 +278,6 @@ def test_rows_that_cannot_be_had_are_refused_and_nothing_is_written(settings, ki
         storage.set(range(2), step())
     assert (len(storage), storage.initialized, storage.layout) == (0, False, None)
     assert not list(tmp_path.iterdir())
-
-
-SHARING: dict[str, Any] = {
-    "shared=True": lambda: ReplayBuffer(storage=PackedStorage(2_000, shared=True)),
-    "share()": lambda: ReplayBuffer(storage=PackedStorage(2_000)).share(),
-    "share_memory_()": lambda: ReplayBuffer(storage=PackedStorage(2_000).share_memory_()),
-    "from_schema": lambda: ReplayBuffer.from_schema(step()[0], 2_000, shared=True),
-}
-
-
-@pytest.mark.usefixtures("crowded")
-@pytest.mark.parametrize("how", SHARING)
-def test_shared_rows_that_cannot_be_had_are_refused_however_they_are_shared(how: str) -> None:
-    with pytest.raises(MemoryError, match=r"2,000 rows of .* take 23.* in all"):
-        SHARING[how]().extend(step())
 
 
 def test_written_rows_that_do_not_fit_into_memory_twice_are_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -373,20 +373,6 @@ def numbered(count: int) -> TensorDict:
     return TensorDict({"id": numbers, "next": {"square": (numbers * numbers).float()[:, None]}}, [count])
 
 
-@over_schemas
-def test_reads_of_changing_sizes_give_the_rows_at_the_index(schema: Schema) -> None:
-    torch.manual_seed(0)
-    data = transitions(schema, 40)
-    storage = holding(data)
-    for count in (1, 7, 7, 7, 3, 7, *[7] * 20, 0, 0, 1, 1, 1):
-        index = torch.randint(-40, 40, (count,)) if count % 2 else torch.randint(40, (count,))
-        for dtype in (torch.int64, torch.int32):
-            batch = storage.get(index.to(dtype))
-            assert batch.batch_size == data[index].batch_size
-            assert (batch == data[index]).all()
-            assert all(leaf.is_contiguous() for leaf in batch.values(True, True))
-
-
 def test_a_batch_that_was_read_in_inference_mode_can_be_changed() -> None:
     storage, index = holding(numbered(10)), torch.arange(4)
     storage.get(index)
@@ -416,27 +402,9 @@ def layout_of(schema: Schema) -> RowLayout:
     return RowLayout(transitions(schema, 2), lead_dims=1)
 
 
-def padded(nbytes: int) -> int:
-    return -(-nbytes // CACHE_LINE) * CACHE_LINE
-
-
 def offsets(layout: RowLayout) -> list[int]:
     rows = torch.zeros(2, layout.row_bytes, dtype=torch.uint8)
     return [column[1].data_ptr() - rows[1].data_ptr() for column in layout.columns(rows)]
-
-
-@over_schemas
-def test_leaves_lie_aligned_in_descending_item_size(schema: Schema):
-    layout = layout_of(schema)
-    end, sizes = 0, [leaf.dtype.itemsize for leaf in layout.leaves]
-    assert sizes == sorted(sizes, reverse=True)
-    for leaf, offset in zip(layout.leaves, offsets(layout), strict=True):
-        assert offset % leaf.dtype.itemsize == layout.row_bytes % leaf.dtype.itemsize == 0, leaf
-        assert offset == (padded(end) if leaf.nbytes >= 1_024 else end) or not leaf.nbytes, leaf
-        end = offset + leaf.nbytes if leaf.nbytes else end
-    assert end == layout.data_bytes <= layout.row_bytes
-    assert len(layout.groups) == len({leaf.dtype for leaf in layout.leaves})
-    assert sorted(slot for group in layout.groups for _, slot, _ in group.parts) == list(range(len(layout.leaves)))
 
 
 def test_each_schema_has_a_layout_of_its_own() -> None:
