@@ -66,9 +66,7 @@ def refuse(rb: ReplayBuffer, state: dict[str, Any]) -> None:
     if rb.flow is not None:
         rb.flow.refuse_state(state.get("_flow"))
     if state.get("_rng") is not None:
-        generator, device = state["_rng"]
-        if _is_here(torch.device(device)):
-            torch.Generator(device).set_state(generator)
+        _generator(*state["_rng"])
 
 
 def restore(
@@ -186,23 +184,24 @@ def restore_generator(rb: ReplayBuffer, saved: tuple[Any, str] | None) -> None:
     """Restore the buffer's generator; create a generator if the buffer has none on the saved device."""
     if saved is None:
         return
-    state, device = saved[0], torch.device(saved[1])
-    generator = generator_of(rb)
-    if generator is not None and generator.device == device:
-        generator.set_state(state)  # the same object: others may share it
-    elif _is_here(device):
-        generator = torch.Generator(device)
-        generator.set_state(state)
-        rb.set_rng(generator)
+    found, own = _generator(*saved), generator_of(rb)
+    if found is None:
+        where = f"on {saved[1]}, which is not available"
+        warnings.warn(f"the dump's generator is {where}: it was not restored", stacklevel=4)
+    elif own is not None and own.device == found.device:
+        own.set_state(saved[0])  # the same object: others may share it
     else:
-        warnings.warn(f"the dump's generator is on {device}, which is not available: it was not restored", stacklevel=4)
+        rb.set_rng(found)
 
 
-def _is_here(device: torch.device) -> bool:
-    """Whether this machine has the device; a dump may come from a machine with more GPUs."""
-    if device.type != "cuda":
-        return device.type == "cpu"
-    return torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count()
+def _generator(state: Any, device: str) -> torch.Generator | None:
+    """Return a generator in a saved state; None if this machine lacks its device."""
+    try:
+        generator = torch.Generator(device)
+    except RuntimeError:
+        return None
+    generator.set_state(state)
+    return generator
 
 
 # -- undoing

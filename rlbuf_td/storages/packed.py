@@ -104,9 +104,9 @@ class PackedStorage(LazyTensorStorage):
             ``PackedStorage(n, scratch_dir=mkdtemp(), auto_cleanup=True)`` replaces TorchRL's ``LazyMemmapStorage(n)``.
         reopen: continue the rows that an earlier process has left in ``scratch_dir``; see below.
         shared_init: call :meth:`share_memory_` in the constructor; the first process that writes allocates the rows.
-        cleanup_memmap: ``False`` with ``shared_init`` raises a ``ValueError``; otherwise this argument has no effect.
-        compilable: ``True`` with ``shared`` or ``shared_init`` raises a ``RuntimeError``, as in TorchRL; otherwise this
-            argument has no effect. ``torch.compile`` breaks its graph at every call of a storage.
+        cleanup_memmap: no effect; ``False`` with ``shared_init`` raises a ``ValueError``.
+        compilable: no effect; ``True`` raises a ``RuntimeError`` if the rows are shared, as in TorchRL.
+            ``torch.compile`` breaks its graph at every call of a storage.
         consolidated: no effect, because the rows always lie in one block of memory.
 
     With ``reopen=True``, a second file tells which rows are stored. After a crash or a kill of the process, a storage
@@ -143,7 +143,7 @@ class PackedStorage(LazyTensorStorage):
     kernel.
     ``python -m tests.benchmarks.memory`` measures the savings and the cost of deduplicated observations.
 
-    With ``ndim=2``, lanes may advance alone, see :meth:`append` and :meth:`ReplayBuffer.lane`. Cells that a shorter
+    With ``ndim=2``, lanes may advance alone, see :meth:`ReplayBuffer.lane`. Cells that a shorter
     lane has not written yet, or whose row a killed write was about to replace, are *holes*: reads and edits of them
     raise an IndexError; columns, and with ``ndim=2`` time steps, have zeros there (deduplicated keys: any values).
     :meth:`ReplayBuffer.chronological` skips them. While lanes stand at unlike steps, :meth:`set` of new time steps
@@ -605,7 +605,11 @@ class PackedStorage(LazyTensorStorage):
             tells: whether the buffers of the storage are told of the rows.
             record: see ``WritePlan.write``.
 
-        Raises: the errors of :meth:`append`; and a ValueError if there is no row.
+        Raises:
+            SchemaError: ``data`` does not match the rows; nothing has been written.
+            ValueError: ``ndim`` is not 2, the number of lanes is not known yet, shapes do not fit, or there is no row.
+            TypeError: lanes are not integers.
+            IndexError: a lane is out of range; nothing has been written.
         """
         ndim = self.ndim
         if type(data) is not TensorDict:
@@ -731,23 +735,6 @@ class PackedStorage(LazyTensorStorage):
             for each in listeners_of(self):
                 each.mark_update(torch.stack(index, -1) if isinstance(index, tuple) else index)
 
-    def append(self, lanes: Any, data: TensorDictBase) -> torch.Tensor:
-        """Write rows to single lanes of ``[T, E]``, each after the newest row of its lane; return their flat indices.
-
-        Args:
-            lanes: the lane of each row, ``[n]`` integers, or one lane for all rows.
-            data: rows of batch size ``[n]``, those of a lane in time order. If a lane gets more rows than its capacity,
-                its last ones are stored.
-
-        Raises:
-            SchemaError: ``data`` does not match the rows; nothing has been written.
-            ValueError: ``ndim`` is not 2, or the number of lanes is not known yet, or the shapes do not fit.
-            TypeError: lanes are not integers.
-            IndexError: a lane is out of range; nothing has been written.
-        """
-        index = self.advance(data, lanes=lanes, tells=False)
-        return index[:, 0] * self.ring.lanes + index[:, 1]
-
     def set(
         self,
         cursor: Any,
@@ -782,8 +769,8 @@ class PackedStorage(LazyTensorStorage):
                 return self._replace(self.written_rows().cells_of(cursor), data)
             if set_cursor and not self.ring.together:
                 raise RuntimeError(
-                    "the lanes stand at unlike steps, because single lanes were written: write with rb.extend, rb.add "
-                    "or storage.append, which continue each lane"
+                    "the lanes stand at unlike steps, because single lanes were written: write with rb.extend or "
+                    "rb.add, which continue each lane"
                 )
             total = self._max_size_along_dim0(**{"single_data" if single else "batched_data": data})
             steps = as_steps(cursor, total, 0 if self.rows is None else self.ring.longest, set_cursor)

@@ -112,8 +112,7 @@ def test_rows_of_a_killed_write_take_late_priorities() -> None:
 
     def killed() -> None:
         call_within_a_write(rb, "write_entries", die)
-        with rb.storage.lock:
-            rb.storage.append(0, rows(300, [0] * 30, with_ids=False))
+        rb.storage.advance(rows(300, [0] * 30, with_ids=False), lanes=0, tells=False)
 
     in_child(killed)
     for _ in range(2):
