@@ -152,22 +152,19 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         >>> folder.cleanup()
     """
     with reading(path, KIND) as reader, explained(reader):
-        saved, storage = reader.state(), None
+        saved, storage, rows = reader.state(), None, None
         if (content := saved["_storage"]) and "layout" in content:
             nbytes = sum(each.nbytes for each in (content["rows"], *content["entries"]))
             with progress_bar("open", nbytes) as reader.report:
                 storage = PackedStorage.of_state(content)
+            has_gap = storage.ndim == 1 and storage.ring.holes > 0  # after a kill
+            rows = storage[written_rows(storage)] if has_gap else storage[:]
         return Checkpoint(
             about=reader.manifest.about,
             classes=saved["classes"],
             shape=tuple(saved["shape"]),
-            rows=None if storage is None else _rows_of(storage),
+            rows=rows,
             storage=storage,
             sampler=saved["_sampler"],
             writer=saved["_writer"],
         )
-
-
-def _rows_of(storage: PackedStorage) -> TensorDictBase:
-    has_gap = storage.ndim == 1 and storage.ring.holes > 0  # after a kill
-    return storage[written_rows(storage)] if has_gap else storage[:]

@@ -99,10 +99,12 @@ class Stored:
     def from_json(cls, entry: Any) -> Stored:
         """Parse the manifest's entry of a tensor; refuse contradictory sizes and invalid file names."""
         try:
-            dtype, shape = dtype_of(entry["dtype"]), entry["shape"]
+            dtype, shape = getattr(torch, entry["dtype"], None), entry["shape"]
             chunks = tuple(map(Chunk.named, entry["chunks"]))
         except (LookupError, TypeError) as error:
             raise CheckpointError(f"the manifest's description of a tensor cannot be read: {error}") from error
+        if not isinstance(dtype, torch.dtype):
+            raise CheckpointError(f"the manifest names an unknown dtype {entry['dtype']!r}")
         if not isinstance(shape, list) or not all(type(size) is int and 0 <= size < 1 << 62 for size in shape):
             raise CheckpointError("the manifest gives a size that is not a whole number")
         if math.prod(shape) * dtype.itemsize != sum(chunk.nbytes for chunk in chunks):
@@ -208,10 +210,3 @@ def decode(value: Any, tensor: Callable[[int], Any]) -> Any:
     if value.keys() == {_TENSOR}:
         return tensor(value[_TENSOR])
     return {key: decode(item, tensor) for key, item in value.items()}
-
-
-def dtype_of(name: Any) -> torch.dtype:
-    dtype = getattr(torch, name, None) if isinstance(name, str) else None
-    if not isinstance(dtype, torch.dtype):
-        raise CheckpointError(f"the manifest names an unknown dtype {name!r}")
-    return dtype

@@ -36,7 +36,10 @@ def capture(rb: ReplayBuffer, *, copies: bool) -> dict[str, Any]:
     generator = generator_of(rb)
     parts = {"_storage": rb.storage, "_sampler": rb.sampler, "_writer": rb.writer, "_transforms": rb.transform}
     return {
-        **{name: _state_of(part, copies=copies) for name, part in parts.items()},
+        **{
+            name: part.state_dict() if copies or not hasattr(part, "snapshot") else part.snapshot()
+            for name, part in parts.items()
+        },
         "_batch_size": rb._batch_size,
         "_consume_after_n_samples": rb._consume_after_n_samples,
         "_rng": None if generator is None else (generator.get_state(), str(generator.device)),
@@ -51,10 +54,6 @@ def name_of(part: Any) -> str:
     """Return the class name of a part, with that of a wrapped sampler: ``"NStepSampler(UniformSampler)"``."""
     inner = getattr(part, "sampler", None)
     return type(part).__name__ + ("" if inner is None else f"({name_of(inner)})")
-
-
-def _state_of(part: Any, *, copies: bool) -> dict[str, Any]:
-    return part.state_dict() if copies or not hasattr(part, "snapshot") else part.snapshot()
 
 
 def refuse(rb: ReplayBuffer, state: dict[str, Any]) -> None:

@@ -253,12 +253,6 @@ class Episodes:
         self.following[BACK_OF_NEXT].clamp_(-1, MOST)
         self.ring.numbers[EPISODES_DUE] = STALE
 
-    def end_for_load(self) -> None:
-        """After a load, let the next row of each lane begin an episode if there are ids: new collectors reuse ids."""
-        if self.id_key is not None:
-            self.refresh()
-            self.end()
-
     def _build(self, *, is_new: bool) -> None:
         """Compute the numbers again from flags, ids and breaks: O(T * E).
 

@@ -374,11 +374,6 @@ class PackedStorage(LazyTensorStorage):
                 self.episodes.numbers.copy_(before.numbers)
                 self.episodes.following.copy_(before.following)
 
-    def begin_episode(self, lane: int) -> None:
-        """Let the next row of a lane begin an episode, because another actor takes the lane over."""
-        if self.episodes is not None:
-            self.episodes.end(lane)
-
     def load_episodes(self, saved: dict[str, Any] | None) -> None:
         """Restore the numbers of episodes of rows that have just been loaded; None: find them in the rows."""
         if saved is not None and not self.uses_episode_keys:
@@ -638,8 +633,8 @@ class PackedStorage(LazyTensorStorage):
                 if anew:
                     self.ring.empty()
                     plan.rows.forget()
-                else:
-                    self.begin_episode(lanes)
+                elif self.episodes is not None:  # another actor takes the lane over
+                    self.episodes.end(lanes)
             return plan.write(self, data, lead, count, lane, lanes_first, single, counts, tells, record)
 
     def _plan_writes(self, data: TensorDictBase, single: bool, lanes: Any, lanes_first: bool) -> WritePlan:
@@ -1375,8 +1370,9 @@ class PackedStorage(LazyTensorStorage):
 
     def end_trajectories(self) -> None:
         """After a load, end unfinished trajectories that have ids: new collectors and recorders reuse the ids."""
-        if self.episodes is not None:
-            self.episodes.end_for_load()
+        if self.episodes is not None and self.episodes.id_key is not None:
+            self.episodes.refresh()
+            self.episodes.end()
         for each in listeners_of(self):
             if hasattr(each, "mark_load"):
                 each.mark_load()
@@ -1435,20 +1431,18 @@ class PackedStorage(LazyTensorStorage):
         saved = pickled.pop("_saved", None)
         self.__dict__.update(pickled)
         if saved is not None:
-            self._fill_copy(*saved)
+            revision, content = saved
+            self._begin()
+            if self.shared:
+                self.share_memory_()
+            self.load(content)  # a copy continues open trajectories
+            self._ring.numbers[REVISION] = revision  # what was cached for the original is valid for the copy
         elif self.shared_rows is not None:  # in a spawned process: map the same rows
             self._ring = Ring(1, 1)
             self.shared_rows.restore(self)
         watch_forks(self)
         for each in listeners_of(self):
             getattr(each, "_rows_restored", bool)()
-
-    def _fill_copy(self, revision: int, content: dict[str, Any]) -> None:
-        self._begin()
-        if self.shared:
-            self.share_memory_()
-        self.load(content)  # a copy continues open trajectories
-        self._ring.numbers[REVISION] = revision  # what was cached for the original is valid for the copy
 
     def __repr__(self) -> str:
         name, rows = type(self).__name__, self.rows

@@ -129,10 +129,6 @@ class Rows(ABC):
     def replace_cells_(self, cells: np.ndarray, leaves: list[torch.Tensor]) -> None:
         """Implement :meth:`replace_` for flat indices ``[B]``."""
 
-    def holds_any(self, leaves: list[torch.Tensor]) -> bool:
-        begin = self.matrix.data_ptr()
-        return any(begin <= leaf.data_ptr() < begin + self.matrix.nbytes for leaf in leaves)
-
     def cells_at(self, steps: torch.Tensor) -> torch.Tensor:
         """Return the flat indices of all rows in the given time steps, ``[*steps.shape, *lanes]``."""
         lanes = torch.arange(prod(self.lanes), device=self.matrix.device)

@@ -101,7 +101,8 @@ class DedupRows(Rows):
     # -- writing
 
     def append_(self, cells: torch.Tensor, leaves: list[torch.Tensor], head: np.ndarray) -> None:
-        if self.holds_any(leaves):
+        begin = self.matrix.data_ptr()
+        if any(begin <= leaf.data_ptr() < begin + self.matrix.nbytes for leaf in leaves):
             leaves = [leaf.clone() for leaf in leaves]  # otherwise a row could be read after it was overwritten
         self.entries.reserve(len(cells))
         self._replace_stored(cells, leaves)
