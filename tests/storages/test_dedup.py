@@ -14,11 +14,8 @@ import torch
 from tensordict import TensorDict
 
 from rlbuf_td import PackedStorage, ReplayBuffer, SchemaError, plan
-from rlbuf_td.kernels.host_memory import advise
-from rlbuf_td.kernels.rows import IS_KNOWN
 from rlbuf_td.storages.rows.dedup import DedupRows
 from tests.catalogue import assert_same
-from tests.residency import resident_of
 
 FRAMES = 3
 
@@ -268,49 +265,6 @@ def test_what_is_shared_is_shown() -> None:
     rb = filled(POOLED)
     assert "saved by deduplication" in repr(rb.storage)
     assert "'observation': float32 (3,) (deduplicated)" in repr(rb.storage)
-
-
-ONCE: dict[str, Any] = {"share_next": True}
-HOW = {"plain": {}, "once": ONCE, "frames": ONCE | {"frames": {"pixels": FRAMES}}}
-
-
-def drop_from_memory(folder: Path) -> None:
-    for file in folder.iterdir():
-        descriptor = os.open(file, os.O_RDWR)
-        os.fsync(descriptor)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(descriptor)
-
-
-@pytest.mark.skipif(not IS_KNOWN, reason="the system does not tell what is in memory")
-@pytest.mark.parametrize("how", HOW)
-def test_rows_that_are_not_in_memory_are_asked_for(how, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = 20_000
-    storage = PackedStorage(rows, scratch_dir=tmp_path, **HOW[how])
-    data = Lanes(1, 0).steps(100, 0.1)[:, 0]
-    for start in range(0, rows, 100):
-        storage.set(range(start, start + 100), data)
-    expected = storage.gather(torch.arange(100))
-    asked: list[Any] = []
-
-    def noted(*arguments: int) -> None:
-        asked.append(arguments)
-        advise(*arguments)
-
-    monkeypatch.setattr("rlbuf_td.kernels.rows.advise", noted)
-    storage.gather(torch.arange(100))
-    assert not asked
-    del storage
-    (tmp_path / "rows.bin").rename(tmp_path / "other.bin")
-    other = PackedStorage(rows, scratch_dir=tmp_path, **HOW[how])
-    other.set(range(100), data)
-    (tmp_path / "other.bin").replace(tmp_path / "rows.bin")
-    reopened = other.map_rows(other.all_rows().layout, other.all_rows().shape, other.dedup)
-    drop_from_memory(tmp_path)
-    if resident_of(reopened.matrix[:100]):
-        pytest.skip("this file system keeps its files in memory")
-    assert_same(reopened.at_cells(torch.arange(100)), expected)
-    assert asked
 
 
 def test_a_file_takes_no_more_than_is_used(tmp_path: Path) -> None:

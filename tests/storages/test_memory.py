@@ -18,7 +18,7 @@ from tensordict import TensorDict
 from rlbuf_td import MemoryWarning, PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer, SchemaError
 from rlbuf_td.kernels.host_memory import take_pages
 from rlbuf_td.storages import memory_budget as _room
-from rlbuf_td.storages.memory import ROWS_FILE, allocate_bytes
+from rlbuf_td.storages.memory import ROWS_FILE
 from rlbuf_td.storages.memory_budget import Purpose, Room, require_room
 from tests.catalogue import SCHEMAS, assert_same, transitions
 from tests.residency import resident_of
@@ -103,13 +103,6 @@ def test_a_full_disk_is_an_error_at_the_first_write_and_leaves_no_file(tmp_path,
     assert not storage.initialized
     storage.set(range(3), transitions(NESTED, 3))
     assert_same(storage[:], transitions(NESTED, 3))
-
-
-def test_a_file_is_mapped_where_the_disk_cannot_reserve_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(os, "posix_fallocate", raising=False)
-    memory = allocate_bytes(1000, torch.device("cpu"), Purpose(), scratch_dir=tmp_path)
-    memory.fill_(3)
-    assert (tmp_path / ROWS_FILE).read_bytes() == b"\3" * 1000
 
 
 MIB = 1 << 20

@@ -287,21 +287,6 @@ def extend_further(rb: ReplayBuffer) -> None:
     rb.extend(rows(torch.arange(first, first + 5)))
 
 
-def test_an_emptied_storage_is_continued(tmp_path: Path) -> None:
-    def work() -> None:
-        rb = ReplayBuffer(storage=opened(tmp_path))
-        rb.extend(rows(torch.arange(100)))
-        rb.empty()
-        die()
-
-    killed(work)
-    storage = opened(tmp_path)
-    rb = ReplayBuffer(storage=storage, sampler=ProportionalSampler(CAPACITY), batch_size=4)
-    assert len(storage) == 0
-    rb.extend(rows(torch.arange(20)))
-    assert last_numbers(storage) == [19]
-
-
 def test_a_relative_folder_is_found_from_where_the_storage_was_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

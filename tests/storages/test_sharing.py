@@ -21,19 +21,9 @@ import torch
 from numba.core.compiler_lock import global_compiler_lock
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
-from torchrl.data.replay_buffers import LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.data.replay_buffers import TensorDictReplayBuffer
 
-from rlbuf_td import (
-    GymnasiumRecorder,
-    PackedStorage,
-    ProportionalSampler,
-    RankSampler,
-    ReplayBuffer,
-    RolloutBuffer,
-    UniformSampler,
-)
-from rlbuf_td.storages.lock import ProcessLock
-from rlbuf_td.storages.numbers import SharedNumbers
+from rlbuf_td import GymnasiumRecorder, PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer, RolloutBuffer
 from tests.catalogue import SAMPLERS
 from tests.storages.test_kill import check_priorities, rows
 
@@ -227,51 +217,6 @@ def test_priorities_that_are_not_shared_cannot_be_sent():
         process = mp.get_context("spawn").Process(target=len, args=(sent,))
         with pytest.raises(RuntimeError, match=r"Share the buffer first: rb.share\(\)"):
             process.start()
-
-
-def test_rows_on_a_device_cannot_be_shared():
-    theirs = ReplayBuffer(storage=LazyTensorStorage(10), sampler=UniformSampler(), batch_size=4, shared=True)
-    theirs.extend(rows(0, 5))
-    assert theirs.shared
-    assert theirs.sample()["x"].shape == (4,)
-    rb = ReplayBuffer(storage=PackedStorage(10), batch_size=4)
-    assert rb.share() is rb
-    lock = rb.storage.lock
-    assert rb.share().storage.lock is lock
-
-
-class Note:
-    def __init__(self) -> None:
-        self.told: list[str] = []
-
-    def entered(self) -> None:
-        self.told.append("entered")
-
-    def leaving(self, failed: bool) -> bool:
-        self.told.append("failed" if failed else "left")
-        return not failed
-
-    def recover(self) -> None:
-        self.told.append("recover")
-
-
-def test_the_lock_tells_who_comes_in_that_somebody_has_left_work_undone():
-    lock = ProcessLock(note := Note())
-    with lock, lock:
-        pass
-    assert note.told == ["entered", "left"]
-    with pytest.raises(ZeroDivisionError), lock:
-        raise ZeroDivisionError
-    with lock:
-        pass
-    assert note.told[2:] == ["entered", "failed", "recover", "entered", "left"]
-
-
-def test_shared_numbers_copy_by_value_and_wrap_as_int64_does():
-    numbers = SharedNumbers("q", [1, 2**63 - 1])
-    other = copy.deepcopy(numbers)
-    numbers[1] += 1
-    assert (list(numbers), list(other)) == ([1, -(2**63)], [1, 2**63 - 1])
 
 
 def points(count: int) -> TensorDict:

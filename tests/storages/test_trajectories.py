@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
-from torchrl.data import TensorDictReplayBuffer
 
 from rlbuf_td import (
     EpisodeSampler,
@@ -264,14 +263,6 @@ def test_lanes_of_their_own_and_draws_of_single_rows_need_no_warning() -> None:
     plain.sample()
     assert check(plain).codes == []
     assert check(plain.storage).codes == ["trajectories-interleaved"]  # the sampler is not known
-
-
-def test_buffers_of_torchrl_report_them_too() -> None:
-    rb = over(SAMPLERS["n-step"](), TensorDictReplayBuffer)
-    rb.extend(interleaved(40, 4).flatten())
-    with pytest.warns(RuntimeWarning, match=STRETCHES):
-        rb.sample()
-    rb.sample()
 
 
 # -- boundaries of episodes, and identities of rows, outlast loads, edits, kills, full rings and new rollouts
