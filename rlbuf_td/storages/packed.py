@@ -143,12 +143,11 @@ class PackedStorage(LazyTensorStorage):
     kernel.
     ``python -m tests.benchmarks.memory`` measures the savings and the cost of deduplicated observations.
 
-    With ``ndim=2``, lanes may advance alone, see :meth:`ReplayBuffer.lane`. Cells that a shorter
-    lane has not written yet, or whose row a killed write was about to replace, are *holes*: reads and edits of them
-    raise an IndexError; columns, and with ``ndim=2`` time steps, have zeros there (deduplicated keys: any values).
+    With ``ndim=2``, lanes may advance alone, see :meth:`ReplayBuffer.lane`. Cells that a shorter lane has not written
+    yet, or whose row a killed write was about to replace, are *holes*: reads and edits of them raise an IndexError;
+    columns, and with ``ndim=2`` time steps, have zeros there (deduplicated keys: any values).
     :meth:`ReplayBuffer.chronological` skips them. While lanes stand at unlike steps, :meth:`set` of new time steps
-    raises a RuntimeError. Of TorchRL's samplers, only ``RandomSampler`` draws from rows with holes:
-    replace ``SamplerWithoutReplacement`` by :class:`MinibatchSampler`, ``PrioritizedSampler`` by
+    raises a RuntimeError. Of TorchRL's samplers, only ``RandomSampler`` draws from rows with holes: replace ``SamplerWithoutReplacement`` by :class:`MinibatchSampler`, ``PrioritizedSampler`` by
     :class:`ProportionalSampler`, and ``SliceSampler`` by ``SequenceSampler(UniformSampler(), n, boundary="strict")``.
 
     Rows may also be tensorclasses or tensors. :meth:`get`, and the ``sample`` of a buffer, then return objects of the
