@@ -88,8 +88,8 @@ class PackedStorage(LazyTensorStorage):
         ndim: number of leading dims that index transitions: 1 for ``[T]``, 2 for ``[T, E]`` (time, lanes).
         lanes: E, with ``ndim=2``; by default, the first write of whole time steps, or :meth:`reserve`, tells it.
         scratch_dir: folder for a memory-mapped file of the rows (CPU only).
-        shared: put the rows into shared memory (CPU only), see :meth:`ReplayBuffer.share`. On Linux, the size of
-            ``/dev/shm`` does not limit the rows.
+        shared: call :meth:`share_memory_` in the constructor (CPU only); the first process that writes allocates the
+            rows, in shared memory or in ``scratch_dir``. On Linux, the size of ``/dev/shm`` does not limit the rows.
         share_next: store an observation once if the next observation of a row and the observation of the following row
             in the same lane have equal bytes. ``True`` deduplicates all keys at the root that also exist under
             ``"next"``; a list names the keys. Keys of less than 8 bytes, done flags, rewards and trajectory ids are
@@ -103,11 +103,9 @@ class PackedStorage(LazyTensorStorage):
         auto_cleanup: delete the file, and its folder if empty, when the storage is deleted or the process ends.
             ``PackedStorage(n, scratch_dir=mkdtemp(), auto_cleanup=True)`` replaces TorchRL's ``LazyMemmapStorage(n)``.
         reopen: continue the rows that an earlier process has left in ``scratch_dir``; see below.
-        shared_init: call :meth:`share_memory_` in the constructor; the first process that writes allocates the rows.
-        cleanup_memmap: no effect; ``False`` with ``shared_init`` raises a ``ValueError``.
-        compilable: no effect; ``True`` raises a ``RuntimeError`` if the rows are shared, as in TorchRL.
-            ``torch.compile`` breaks its graph at every call of a storage.
-        consolidated: no effect, because the rows always lie in one block of memory.
+        shared_init: TorchRL's name of ``shared``.
+        cleanup_memmap, compilable, consolidated: no effect; TorchRL's storages take them. ``torch.compile`` breaks its
+            graph at every call of a storage.
 
     With ``reopen=True``, a second file tells which rows are stored. After a crash or a kill of the process, a storage
     made with the same arguments has all rows in their order, and the newest trajectory of each lane has ended. Of a
@@ -147,8 +145,9 @@ class PackedStorage(LazyTensorStorage):
     yet, or whose row a killed write was about to replace, are *holes*: reads and edits of them raise an IndexError;
     columns, and with ``ndim=2`` time steps, have zeros there (deduplicated keys: any values).
     :meth:`ReplayBuffer.chronological` skips them. While lanes stand at unlike steps, :meth:`set` of new time steps
-    raises a RuntimeError. Of TorchRL's samplers, only ``RandomSampler`` draws from rows with holes: replace ``SamplerWithoutReplacement`` by :class:`MinibatchSampler`, ``PrioritizedSampler`` by
-    :class:`ProportionalSampler`, and ``SliceSampler`` by ``SequenceSampler(UniformSampler(), n, boundary="strict")``.
+    raises a RuntimeError. Of TorchRL's samplers, only ``RandomSampler`` draws from rows with holes: replace
+    ``SamplerWithoutReplacement`` by :class:`MinibatchSampler`, ``PrioritizedSampler`` by :class:`ProportionalSampler`,
+    and ``SliceSampler`` by ``SequenceSampler(UniformSampler(), n, boundary="strict")``.
 
     Rows may also be tensorclasses or tensors. :meth:`get`, and the ``sample`` of a buffer, then return objects of the
     class that was written first. Unlike ``LazyTensorStorage``, this class accepts no pytrees, and refuses missing and
@@ -208,14 +207,8 @@ class PackedStorage(LazyTensorStorage):
         if lanes is not None and ndim != 2:
             raise ValueError(f"lanes={lanes} needs ndim=2, for rows [T, E], got ndim={ndim}")
         self.lanes_wanted = None if lanes is None else whole(1)("lanes", lanes)
-        if shared_init and not cleanup_memmap:
-            raise ValueError("cleanup_memmap=False keeps temporary files; shared_init=True makes none: use scratch_dir")
-        if compilable and (shared or shared_init):
-            raise RuntimeError("a storage with compilable=True cannot be shared by processes: leave out compilable")
-        if scratch_dir is not None and shared:
-            raise ValueError("a memory-mapped file is shared already: pass scratch_dir or shared, not both")
-        needing = {"scratch_dir": scratch_dir is not None, "shared": shared, "shared_init": shared_init}
-        self._refuse_device(device, next((name for name, is_given in needing.items() if is_given), None))
+        shared = shared or shared_init
+        self._refuse_device(device, "shared" if shared else "scratch_dir" if scratch_dir is not None else None)
         if reopen:
             self._refuse_reopening(scratch_dir, existsok, bool(auto_cleanup))
         super().__init__(max_size, device=device, ndim=ndim)
@@ -228,7 +221,7 @@ class PackedStorage(LazyTensorStorage):
             self.__dict__.pop(name, None)  # TorchRL's constructor makes these counters, which the ring replaces
         self._begin()
         watch_forks(self)
-        if reopen or shared_init or shared:
+        if reopen or shared:
             self._reopen() if reopen else self.share_memory_()
 
     def _refuse_device(self, device: Any, needing: str | None = None) -> None:
