@@ -831,7 +831,7 @@ def test_operations_agree_with_the_model(kind: str, data: Any, operations: Any, 
 
 
 @pytest.mark.parametrize("kind", ["uniform", "n-step", "sequence of all", "chunks"])
-@settings(max_examples=2, phases=_phases)
+@settings(max_examples=4, phases=_phases)
 @given(operations=_operations, seed=_seeds, looks=st.booleans())
 def test_the_boundaries_of_other_devices_agree(kind: str, operations: Any, seed: int, looks: bool) -> None:
     with mock.patch("rlbuf_td.storages.episodes.uses_numba", return_value=False):
