@@ -58,7 +58,7 @@ def import_minari(
         for rows in chain([first], episodes):
             rb.extend(rows)
             report(len(rows) * rb.storage.row_bytes)
-    rb._count_imported(flow)
+    rb.flow = flow  # it counts them as written
     return rb
 
 

@@ -19,6 +19,7 @@ import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase, unravel_key
 from tensordict.nn.utils import _set_dispatch_td_nn_modules
 from torchrl.data.replay_buffers import (
+    PrioritizedSampler,
     RandomSampler,
     RoundRobinWriter,
     Sampler,
@@ -111,6 +112,7 @@ _PRIORITIES_OF_REOPENED = (
     "rows were reopened without a priority, and have that of new rows: their write was killed, "
     "a buffer without a prioritized sampler wrote them, they were edited, or priorities.bin is missing or damaged"
 )
+_NO_SIZE = "batch_size not specified: pass it to the buffer or to sample"
 _MOST_SIZES = 8  # batch sizes whose plans are kept
 
 
@@ -521,13 +523,6 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
                 writer.planned.settle(self._storage.ring.publication)
             shared_rows.of_writer = None
 
-    def _count_imported(self, flow: FlowControl | None) -> None:
-        """Attach ``flow``, and count all rows, which were imported, as written."""
-        self.flow = flow
-        if flow is not None:
-            flow.restart(row_count(self.storage))
-            self._connect()  # drops a write plan, which would bypass flow control
-
     def _refuse_second_priorities(self, storage: PackedStorage, sampler: Sampler) -> None:
         """Raise a ValueError if another buffer keeps its priorities in the file beside the rows of ``storage``."""
         own: Any = getattr(sampler, "innermost", sampler)
@@ -609,14 +604,15 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
 
         The batch is counted before the block, and the count undone if the block raises an error.
         """
-        flow: FlowControl | None = self.flow if rows is not None else None
-        epoch = 0
+        if rows is None:
+            raise RuntimeError(_NO_SIZE)
+        flow, epoch = self.flow, 0
 
         def admit() -> bool:
             nonlocal epoch
             self._refuse_shut_down()
-            if flow is None or rows is None:
-                return not wait or (len(self) > 0 if rows is None else self.can_sample(rows))
+            if flow is None:
+                return self.can_sample(rows)
             flow.agree(row_count(self.storage))
             epoch = flow.epoch
             is_admitted = len(self) > 0 and flow.admit_sample(rows)
@@ -634,23 +630,23 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
         except BaseException:
             if flow is not None:
                 with self._replay_lock:
-                    flow.take_back(epoch, sampled=rows or 0)
+                    flow.take_back(epoch, sampled=rows)
             raise
 
-    def _why_no_batch(self, rows: int | None) -> str:
+    def _why_no_batch(self, rows: int) -> str:
         """Return in one sentence why there is no batch of ``rows`` rows now."""
         stored, flow = len(self), self.flow
-        if not stored:
-            return "the buffer is empty" + (f", and min_size={flow.min_size}" if flow and flow.min_size else "")
-        if rows is not None and flow is not None and not flow.admits_sample(rows):
+        if flow is not None and not (stored and flow.admits_sample(rows)):
             return flow.why_no_batch(rows)
+        if not stored:
+            return "the buffer is empty"
         return f"{type(self.sampler).__name__} cannot draw a batch of {rows} rows from the {stored} stored ones yet"
 
     def _sample_now(self, batch_size: int | None, return_info: bool, include_info: bool) -> Any:
         self._refuse_shut_down()
         size, parts = self._batch_size if batch_size is None else batch_size, self.parts or self._initialize()
         if size is None:
-            raise RuntimeError("batch_size not specified: pass it to the buffer or to sample")
+            raise RuntimeError(_NO_SIZE)
         with self._replay_lock:  # finds rows that another process has allocated
             row_class = parts.storage.row_class
         batch, info = self._make_batch(as_size(size))
@@ -1376,12 +1372,8 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
 
     def _initialize_prioritized_sampler(self) -> None:
         """Give the rows that a storage already holds a priority; TorchRL's constructor calls this method."""
-        if row_count(self._storage) < len(
-            self._storage
-        ):  # TorchRL would give one to cells that have not been written, too
+        if isinstance(self._sampler, PrioritizedSampler) and len(self._storage):
             self._sampler.mark_update(written_rows(self._storage), storage=self._storage)
-        else:
-            super()._initialize_prioritized_sampler()
 
     def __len__(self) -> int:
         """Return the number of stored rows."""

@@ -63,7 +63,6 @@ def import_torchrl(
     _set_priorities(new, cells, priorities)
     if is_folder:
         new.storage.end_trajectories()
-    new._count_imported(new.flow)
     return new
 
 

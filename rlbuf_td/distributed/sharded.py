@@ -137,18 +137,14 @@ class ShardedReplayBuffer(Client):
 
     def client(self) -> Client:
         """Return a client for one learner or collector, which may run in another process."""
-        self._next_home += 1
-        return self._client(None)
+        return self.clients(1)[0]
 
     def clients(self, n: int) -> list[Client]:
         """Return ``n`` clients, which write to consecutive shards."""
         n = whole(1)("n", n)
-        first, self._next_home = self._next_home, self._next_home + n
-        return [self._client((first + place) % len(self.links.handles)) for place in range(n)]
-
-    def _client(self, home: int | None) -> Client:
         self.links.require_open()
-        return Client(*self._given[:-1], home)
+        first, self._next_home = self._next_home, self._next_home + n
+        return [Client(*self._given[:-1], (first + place) % len(self.links.handles)) for place in range(n)]
 
     def health(self) -> dict[str, Any]:
         """Return the state of the shards and of flow control.
