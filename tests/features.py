@@ -8,13 +8,12 @@ import pytest
 import torchrl
 from torchrl.checkpoint import Checkpoint
 from torchrl.collectors import Collector
-from torchrl.data.replay_buffers import ReplayBuffer, SliceSampler
+from torchrl.data.replay_buffers import ReplayBuffer
 
 FEATURES = {
     "data sets": hasattr(ReplayBuffer, "as_dataset"),
     "waiting": hasattr(ReplayBuffer, "wait_until_sampleable"),
     "exports": hasattr(ReplayBuffer, "export"),
-    "output layouts": "output_layout" in inspect.signature(SliceSampler.__init__).parameters,
     "trajectory writes": "replay_write_mode" in inspect.signature(Collector.__init__).parameters,
     "stop signals": hasattr(torchrl.checkpoint, "StopOnSignal"),
     "parts of a checkpoint": hasattr(Checkpoint, "read_component"),

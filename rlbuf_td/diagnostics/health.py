@@ -32,8 +32,8 @@ from torchrl.data.replay_buffers import PrioritizedSampler, RandomSampler, Round
 
 from rlbuf_td.kernels.host_memory import outside_inference_mode
 from rlbuf_td.samplers import RecencySampler, UniformSampler
-from rlbuf_td.samplers.age import young_count
 from rlbuf_td.samplers.prioritized import Prioritized
+from rlbuf_td.samplers.uniform import young_count
 from rlbuf_td.samplers.wrapper import SamplerWrapper
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.indexing import device_of, flat_rows, lanes_of, row_count, stand_apart, written_rows

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import reduce
-from typing import cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,22 +34,16 @@ class TimeLayout:
         """Check ``values`` and ``others`` (reward, done, terminated); return the layout, and each as ``[L, T, F]``."""
         reward, done, terminated = others
         given = values | {"reward": reward, "done": done, "terminated": done if terminated is None else terminated}
-        for name, x in given.items():
-            if not isinstance(x, Tensor):
-                raise TypeError(f"{function}: {name} must be a tensor, got {type(x).__name__}.")
-        inputs = cast("dict[str, Tensor]", given)
+        inputs = {name: _checked(function, name, x, must_float=name in values) for name, x in given.items()}
         first = next(iter(inputs.values()))
-        shapes = {name: tuple(x.shape) for name, x in inputs.items()}
-        if len(set(shapes.values())) != 1:
-            raise ValueError(f"{function}: all inputs must share one shape [*batch, T, *features], got {shapes}.")
+        shapes: dict[str, Any] = {name: tuple(x.shape) for name, x in inputs.items()}
+        devices: dict[str, Any] = {name: str(x.device) for name, x in inputs.items()}
+        for what, found in (("share one shape [*batch, T, *features]", shapes), ("be on one device", devices)):
+            if len({*found.values()}) != 1:
+                raise ValueError(f"{function}: all inputs must {what}, got {found}.")
         shape = tuple(first.shape)
         if first.numel() == 0:
             raise ValueError(f"{function}: the inputs are empty (shape {shape}): there are no steps.")
-        devices = {name: str(x.device) for name, x in inputs.items()}
-        if len(set(devices.values())) != 1:
-            raise ValueError(f"{function}: all inputs must be on one device, got {devices}.")
-        for name, x in inputs.items():
-            _check_dtype(function, name, x, must_float=name in values)
         if not -first.ndim <= time_dim < first.ndim:
             remedy = "For inputs without a feature dimension ([*batch, T]) pass time_dim=-1."
             raise ValueError(f"{function}: time_dim={time_dim} does not exist in inputs of shape {shape}. {remedy}")
@@ -101,9 +95,12 @@ def coefficient(function: str, name: str, x: float) -> float:
     return x
 
 
-def _check_dtype(function: str, name: str, x: Tensor, *, must_float: bool) -> None:
+def _checked(function: str, name: str, x: Tensor | None, *, must_float: bool) -> Tensor:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{function}: {name} must be a tensor, got {type(x).__name__}.")
     if name in _FLAGS:
         if x.dtype is not torch.bool:
             raise TypeError(f"{function}: {name} must be a bool tensor, got {x.dtype}. Pass {name}.bool().")
     elif x.dtype.is_complex or (must_float and not x.dtype.is_floating_point):
         raise TypeError(f"{function}: {name} must be of a floating dtype, got {x.dtype}.")
+    return x

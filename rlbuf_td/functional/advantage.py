@@ -58,40 +58,29 @@ def generalized_advantage_estimate(
         >>> value_target.flatten().tolist()
         [1.75, 1.5, 1.0]
     """
-    if terminated is None:
-        terminated = done
-    sizes = _plain_sizes(state_value, next_state_value, reward, done, terminated, time_dim)
-    if (
-        sizes is not None
-        and type(gamma) is float
-        and type(lmbda) is float
-        and 0.0 <= gamma <= 1.0
-        and 0.0 <= lmbda <= 1.0
-    ):
-        out = scan.gae_contiguous(gamma, lmbda, (state_value, next_state_value, reward, done, terminated), *sizes)
+    inputs = state_value, next_state_value, reward, done, done if terminated is None else terminated
+    sizes = _plain_sizes(inputs, time_dim)
+    if sizes is not None and all(type(x) is float and 0.0 <= x <= 1.0 for x in (gamma, lmbda)):
+        out = scan.gae_contiguous(gamma, lmbda, inputs, *sizes)  # type: ignore[arg-type]
         if out is not None:
             return out
     values = {"state_value": state_value, "next_state_value": next_state_value}
-    layout, columns = TimeLayout.of("generalized_advantage_estimate", time_dim, values, reward, done, terminated)
+    layout, columns = TimeLayout.of("generalized_advantage_estimate", time_dim, values, *inputs[2:])
     advantage, target = scan.gae(layout.coefficient("gamma", gamma), layout.coefficient("lmbda", lmbda), columns)
     return layout.restore(advantage), layout.restore(target)
 
 
-def _plain_sizes(
-    value: Tensor, next_value: Tensor, reward: Tensor, done: Tensor, terminated: Tensor, time_dim: int
-) -> tuple[int, int, int] | None:
+def _plain_sizes(inputs: scan.Columns, time_dim: int) -> tuple[int, int, int] | None:
     """Return the sizes ``(L, T, F)``, or None unless all inputs are contiguous CPU tensors of suitable dtypes."""
     try:
-        dtype, shape = value.dtype, value.shape
-        for x in (next_value, reward, done) if terminated is done else (next_value, reward, done, terminated):
-            if not (x.is_cpu and x.is_contiguous() and x.shape == shape):
+        dtype, shape = inputs[0].dtype, inputs[0].shape
+        dtypes = dtype, dtype, dtype, torch.bool, torch.bool
+        for x, wanted in zip(inputs, dtypes, strict=True):
+            if not (x.is_cpu and x.is_contiguous() and x.shape == shape and x.dtype is wanted):
                 return None
-        is_alike = next_value.dtype is reward.dtype is dtype and done.dtype is terminated.dtype is torch.bool
-        is_plain = value.is_contiguous() and value.is_cpu and (dtype is torch.float32 or dtype is torch.float64)
-        if is_alike and is_plain and (count := value.numel()):
-            steps = shape[time_dim]
+        if (dtype is torch.float32 or dtype is torch.float64) and inputs[0].numel():
             features = shape[-1] if time_dim == -2 else prod(shape[time_dim % len(shape) + 1 :])
-            return count // (steps * features), steps, features
+            return inputs[0].numel() // (shape[time_dim] * features), shape[time_dim], features
     except (AttributeError, IndexError, TypeError):
         pass
     return None

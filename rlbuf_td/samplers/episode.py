@@ -32,14 +32,6 @@ class _Pieces(NamedTuple):
     rows: Tensor  # steps of the piece
 
 
-class _Places(NamedTuple):
-    """The rows of a batch, ``[S]`` each."""
-
-    episode: Tensor  # position of the piece in the batch
-    step: Tensor  # position of the row in its piece
-    real: Tensor  # False for padding
-
-
 class EpisodeSampler(SamplerWrapper):
     """Draws whole episodes, from their first step to their last one. The batch size is the number of episodes.
 
@@ -178,22 +170,21 @@ class EpisodeSampler(SamplerWrapper):
     def batch_of(self, storage: PackedStorage, flat: Tensor, info: dict[Any, Any]) -> Drawn:
         """Return the episodes of the rows at flat indices ``flat``, complete or not, as a flat batch."""
         pieces = self._pieces(storage, flat)
-        places = self._places(pieces)
-        episode, lanes, size = places.episode, self._trajectories(storage).episodes().lanes, storage.all_rows().cells
-        step = pieces.start[episode] + places.step
-        rows = (pieces.first[episode] + step * lanes) % size
+        episode, step, real = self._layout_of(pieces.rows)
+        step = pieces.start[episode] + step
+        rows = _cells(storage, pieces.first[episode], step)
         read = self._reader(storage, flat)
         batch = storage.gather(rows) if read is None else read(rows, episode)
-        is_first = places.real.clone()
+        is_first = real.clone()
         is_first[1:] &= episode[1:] != episode[:-1]
         flags = leaf_of(batch, self.init_key)
         if flags is not None:
             flags |= is_first.view(-1, *[1] * (flags.ndim - 1))
         info = {key: value[episode] for key, value in info.items()}
-        info |= {"mask": places.real, "episode": episode, "episode_step": step}
-        info["episode_length"] = pieces.length[episode]
+        info |= {"mask": real, "episode": episode, "episode_step": step, "episode_length": pieces.length[episode]}
         if self.gamma is not None and len(rows):
-            info["reward_to_go"] = self._to_go(storage, pieces, places)
+            found = self._to_go(storage, pieces)[(pieces.length.cumsum(0) - pieces.length)[episode] + step]
+            info["reward_to_go"] = torch.where(real.view(-1, *[1] * (found.ndim - 1)), found, 0)
         return rows, info, batch
 
     # -- the law
@@ -210,9 +201,7 @@ class EpisodeSampler(SamplerWrapper):
         else:
             chosen = (which * len(first)).long().clamp(max=len(first) - 1)
         rows = length[chosen]
-        step = (where * rows).long().minimum(rows - 1)
-        lanes = self._trajectories(storage).episodes().lanes
-        return (first[chosen] + step * lanes) % storage.all_rows().cells
+        return _cells(storage, first[chosen], (where * rows).long().minimum(rows - 1))
 
     def _episodes(self, storage: PackedStorage) -> tuple[Tensor, Tensor]:
         """Return the first flat row and the length of each episode that may be drawn, cached until rows change."""
@@ -233,9 +222,8 @@ class EpisodeSampler(SamplerWrapper):
 
     def _pieces(self, storage: PackedStorage, anchors: Tensor) -> _Pieces:
         """Return the episodes of the rows ``anchors``, cut to windows of ``max_length`` steps that contain the rows."""
-        episodes = self._trajectories(storage).episodes()
-        back, ahead, *_ = episodes.spans(anchors)
-        length, first = back + ahead + 1, (anchors - back * episodes.lanes) % storage.all_rows().cells
+        back, ahead, *_ = self._trajectories(storage).episodes().spans(anchors)
+        length, first = back + ahead + 1, _cells(storage, anchors, -back)
         if self.max_length is None:
             return _Pieces(first, length, torch.zeros_like(back), length)
         most = self.max_length
@@ -244,31 +232,27 @@ class EpisodeSampler(SamplerWrapper):
         pick = (uniform_numbers(len(anchors), self._rng, anchors.device) * choices).long().minimum(choices - 1)
         return _Pieces(first, length, least + pick, length.clamp(max=most))
 
-    def _places(self, pieces: _Pieces) -> _Places:
-        """Return the rows of a batch of pieces: ``[B * L]`` if padded, else ``[S]``."""
-        rows, device = pieces.rows, pieces.rows.device
-        episode = torch.arange(len(rows), device=device)
-        if self.gives_windows:
-            longest = self.max_length or (int(rows.max()) if len(rows) else 0)
-            step = torch.arange(longest, device=device)
-            real = step < rows[:, None]
-            return _Places(
-                episode.repeat_interleave(longest), step.minimum(rows[:, None] - 1).flatten(), real.flatten()
-            )
-        episode, step = _one_after_another(rows)
-        return _Places(episode, step, torch.ones_like(step, dtype=torch.bool))
+    def _layout_of(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Lay out pieces of ``rows``, ``[B]``, rows: ``[B * L]`` if padded, else ``[S]``.
 
-    def _to_go(self, storage: PackedStorage, pieces: _Pieces, places: _Places) -> Tensor:
-        """Return the discounted sum of the rewards from each row of a batch to the end of its episode, ``[S, ...]``."""
-        shape = -1, *[1] * len(summable(storage, self.reward_key, "returns to go").shape)
-        episode, step = _one_after_another(pieces.length)  # also of the steps that are not in the batch
-        lanes = self._trajectories(storage).episodes().lanes
-        rows = storage.all_rows()
-        reward = rows.column_at(self.reward_key, (pieces.first[episode] + step * lanes) % rows.cells)
-        is_last = (step == pieces.length[episode] - 1).view(shape).expand_as(reward)
-        found = reward2go(reward, is_last, self.gamma or 0.0, time_dim=0)
-        begin = pieces.length.cumsum(0) - pieces.length + pieces.start
-        return torch.where(places.real.view(shape), found[begin[places.episode] + places.step], 0)
+        Returns:
+            For each row of the batch, its piece, its place in the piece, and whether it is no padding.
+        """
+        if not self.gives_windows:
+            episode, step = _one_after_another(rows)
+            return episode, step, torch.ones_like(step, dtype=torch.bool)
+        longest = self.max_length or (int(rows.max()) if len(rows) else 0)
+        episode = torch.arange(len(rows), device=rows.device).repeat_interleave(longest)
+        step = torch.arange(longest, device=rows.device)
+        return episode, step.minimum(rows[:, None] - 1).flatten(), (step < rows[:, None]).flatten()
+
+    def _to_go(self, storage: PackedStorage, pieces: _Pieces) -> Tensor:
+        """Return the discounted sum of the rewards from each step of the drawn episodes to its end."""
+        shape = summable(storage, self.reward_key, "returns to go").shape
+        episode, step = _one_after_another(pieces.length)
+        reward = storage.all_rows().column_at(self.reward_key, _cells(storage, pieces.first[episode], step))
+        is_last = (step == pieces.length[episode] - 1).view(-1, *[1] * len(shape)).expand_as(reward)
+        return reward2go(reward, is_last, self.gamma or 0.0, time_dim=0)
 
     def rows_per_window(self, info: dict[Any, Any]) -> int:
         """See :class:`~rlbuf_td.samplers.wrapper.SamplerWrapper`."""
@@ -281,6 +265,12 @@ class EpisodeSampler(SamplerWrapper):
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_listed": (None, None)}
+
+
+def _cells(storage: PackedStorage, first: Tensor, step: Tensor) -> Tensor:
+    """Return the flat rows of steps of episodes, given the first row of each."""
+    rows = storage.all_rows()
+    return (first + step * (rows.cells // rows.steps)) % rows.cells
 
 
 def _one_after_another(steps: Tensor) -> tuple[Tensor, Tensor]:

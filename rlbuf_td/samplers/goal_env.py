@@ -51,7 +51,7 @@ def gymnasium_reward_fn(
         >>> reward_fn(TensorDict(goals, [2]))
         tensor([-0., -2.])
     """
-    return _caller(env, "compute_reward", goal_key, achieved_goal_key, info_keys or {}, vectorized)
+    return _caller(env, "compute_reward", goal_key, achieved_goal_key, info_keys, vectorized)
 
 
 def gymnasium_terminated_fn(
@@ -66,8 +66,8 @@ def gymnasium_terminated_fn(
 
     Args:
         env: an environment that has the method ``compute_terminated(achieved_goal, desired_goal, info)``.
-        goal_key: the key of the desired goal in the batch.
-        achieved_goal_key: the key of the achieved goal in the batch's ``"next"``.
+        goal_key: as for :func:`gymnasium_reward_fn`.
+        achieved_goal_key: as for :func:`gymnasium_reward_fn`.
         info_keys: as for :func:`gymnasium_reward_fn`.
         vectorized: whether ``compute_terminated`` takes a batch of goals; if False, the method is called per row.
 
@@ -89,14 +89,14 @@ def gymnasium_terminated_fn(
         >>> terminated_fn(TensorDict(goals, [2]))
         tensor([ True, False])
     """
-    return _caller(env, "compute_terminated", goal_key, achieved_goal_key, info_keys or {}, vectorized)
+    return _caller(env, "compute_terminated", goal_key, achieved_goal_key, info_keys, vectorized)
 
 
 def _caller(
     env: Any, name: str, goal_key: NestedKey, achieved_goal_key: NestedKey, info_keys: Any, vectorized: bool
 ) -> TransitionFn:
     compute = _method(env, name)
-    info_keys = {name: nested_key(key) for name, key in info_keys.items()}
+    info_keys = {name: nested_key(key) for name, key in (info_keys or {}).items()}
     keys = ("next", *as_tuple(achieved_goal_key)), nested_key(goal_key)
 
     def call(batch: TensorDictBase) -> torch.Tensor:
@@ -113,12 +113,10 @@ def _caller(
 
 
 def _method(env: Any, name: str) -> Callable[..., Any]:
-    innermost = env
     while env is not None:
         innermost = getattr(env, "unwrapped", None) or env
         for candidate in (innermost, env):
-            method = getattr(candidate, name, None)
-            if callable(method):
+            if callable(method := getattr(candidate, name, None)):
                 return method
         env = getattr(env, "_env", None)  # TorchRL's wrappers
     missing = f"{type(innermost).__name__} has no {name}(achieved_goal, desired_goal, info)"

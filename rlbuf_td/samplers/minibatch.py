@@ -15,6 +15,8 @@ from rlbuf_td.samplers.row_sampler import RowSampler
 from rlbuf_td.storages.checks import state_of, whole
 from rlbuf_td.storages.indexing import device_of, nth_rows, row_count
 
+_PROGRESS = "begun", "_order", "_position", "_epoch", "_ran_out", "_remaining_batches"
+
 
 class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
     """Draws every row exactly once per epoch, for a number of epochs, in minibatches.
@@ -49,6 +51,7 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
     shuffle: bool = setting(lambda _, value: bool(value))
     _order: Tensor | None = None  # all rows in the order of this epoch; None: not drawn yet
     _position = 0
+    begun: object = None  # another object since each restart
     _shown = ("epochs", "shuffle", "drop_last", "epoch")
 
     def __init__(self, epochs: int = 1, *, shuffle: bool = True, drop_last: bool = False) -> None:
@@ -66,23 +69,16 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
     @property
     def progress(self) -> tuple[Any, ...]:
         """How far the epochs are; setting an earlier progress of the same epochs draws the rows since then again."""
-        return (
-            getattr(self, "begun", None),
-            self._order,
-            self._position,
-            self._epoch,
-            self._ran_out,
-            self._remaining_batches,
-        )
+        return tuple(getattr(self, name) for name in _PROGRESS)
 
     @progress.setter
     def progress(self, progress: tuple[Any, ...]) -> None:
-        if progress[0] is getattr(self, "begun", None):
-            self._order, self._position, self._epoch, self._ran_out, self._remaining_batches = progress[1:]
+        if progress[0] is self.begun:
+            self.__dict__.update(zip(_PROGRESS, progress, strict=True))
 
     def restart(self) -> None:
         """Restart with the first epoch, in a new random order if ``shuffle`` is set."""
-        self.begun = object()  # invalidates batches drawn ahead
+        self.begun = object()
         if self._position:
             self._order, self._position = None, 0
         self._epoch = 0

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import torch
 from torchrl.data.replay_buffers import Storage
 
-from rlbuf_td.samplers.age import age_limit
 from rlbuf_td.samplers.row_sampler import RowSampler
+from rlbuf_td.storages.checks import optional, whole
 from rlbuf_td.storages.numbers import SharedCounter
 
 
@@ -53,7 +53,7 @@ class QueueSampler(RowSampler):
     draws_once = True  # a drawn row must be in a batch, because no other batch will have it
 
     def __init__(self, writer: Queue, *, max_age: int | None = None) -> None:
-        self.writer, self.max_age = writer, age_limit(max_age)
+        self.writer, self.max_age = writer, optional(whole(0))("max_age", max_age)
         self.discarded = SharedCounter()  # how many rows were too old
 
     def draw(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:

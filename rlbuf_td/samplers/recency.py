@@ -12,11 +12,10 @@ from torchrl.data.replay_buffers import Storage
 
 from rlbuf_td.kernels.dispatch import compiled_form_of
 from rlbuf_td.kernels.draws import recent_rows
-from rlbuf_td.samplers.age import age_limit
 from rlbuf_td.samplers.common import EMPTY, fill_uniform_, setting, uniform_numbers
 from rlbuf_td.samplers.row_sampler import RowSampler
 from rlbuf_td.storages import PackedStorage, torchrl_parts
-from rlbuf_td.storages.checks import as_number, whole
+from rlbuf_td.storages.checks import as_number, optional, whole
 from rlbuf_td.storages.indexing import device_of, flat_rows, lanes_of, stand_apart
 
 
@@ -30,7 +29,7 @@ def _half_life(name: str, value: Any) -> float:
 def _window(name: str, value: Any) -> int | None:
     if isinstance(value, Real) and not isinstance(value, bool) and 1 <= float(value) < inf:
         value = int(float(value))  # TorchRL's schedulers set fractions
-    return None if value is None else whole(1)(name, value)
+    return optional(whole(1))(name, value)
 
 
 class RecencySampler(RowSampler):
@@ -83,7 +82,7 @@ class RecencySampler(RowSampler):
     log_decay: float  # the logarithm of ``P(k + 1) / P(k)``; 0 if all ages are equally likely
 
     def __init__(self, half_life: float = inf, window: int | None = None, *, max_age: int | None = None) -> None:
-        self.half_life, self.window, self.max_age = half_life, window, age_limit(max_age)
+        self.half_life, self.window, self.max_age = half_life, window, optional(whole(0))("max_age", max_age)
 
     def settings_changed(self) -> None:
         """See :class:`~rlbuf_td.samplers.common.StatefulSampler`."""

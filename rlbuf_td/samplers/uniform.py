@@ -11,11 +11,12 @@ from torchrl.data.replay_buffers import Sampler, Storage
 
 from rlbuf_td.kernels.dispatch import backend_of, compiled_form_of
 from rlbuf_td.kernels.draws import append_distinct_, distinct_rows
-from rlbuf_td.samplers.age import age_limit, is_young, nth_young, young_count
 from rlbuf_td.samplers.common import EMPTY, uniform_numbers
 from rlbuf_td.samplers.row_sampler import RowSampler
 from rlbuf_td.storages import PackedStorage
-from rlbuf_td.storages.indexing import device_of, flat_rows, nth_rows, row_count
+from rlbuf_td.storages.checks import optional, whole
+from rlbuf_td.storages.indexing import device_of, flat_rows, lanes_of, nth_rows, row_count, stand_apart
+from rlbuf_td.storages.torchrl_parts import last_step
 
 
 class Replaceable(type(Sampler)):  # type: ignore[misc]
@@ -59,7 +60,7 @@ class UniformSampler(RowSampler, metaclass=Replaceable):
     without_replacement: ClassVar[type[Sampler]]  # set in __init__.py, because samplers do not import each other
 
     def __init__(self, *, unique: bool = False, max_age: int | None = None, replacement: bool = True) -> None:
-        self.unique, self.max_age = unique, age_limit(max_age)
+        self.unique, self.max_age = unique, optional(whole(0))("max_age", max_age)
         self.needs_order = max_age is not None
 
     def draw(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
@@ -73,8 +74,7 @@ class UniformSampler(RowSampler, metaclass=Replaceable):
             number = self._distinct(rows, batch_size, device)
         else:
             source = device if generator is None else generator.device
-            number = torch.randint(rows, (batch_size,), generator=generator, device=source)
-            number = number if source == device else number.to(device)
+            number = torch.randint(rows, (batch_size,), generator=generator, device=source).to(device)
         return self._nth(storage, number), {}
 
     @compiled_form_of("draw", "_drawable", "_nth", "_distinct")
@@ -102,14 +102,14 @@ class UniformSampler(RowSampler, metaclass=Replaceable):
 
     def _nth(self, storage: Storage, number: torch.Tensor) -> torch.Tensor:
         """Return the flat indices of rows; ``number`` counts the rows that may be drawn from 0 on."""
-        return nth_rows(storage, number) if self.max_age is None else nth_young(storage, self.max_age, number)
+        return nth_rows(storage, number) if self.max_age is None else _nth_young(storage, self.max_age, number)
 
     def probability(self, index: Any, *, storage: Storage) -> torch.Tensor:
         """Return each row's probability of being drawn, ``[B]`` float64."""
         flat = flat_rows(index, storage, device_of(storage))
         probability = torch.full(flat.shape, 1 / self._drawable(storage), dtype=torch.float64, device=flat.device)
         if self.max_age is not None:
-            return probability * is_young(storage, self.max_age, flat)
+            return probability * _is_young(storage, self.max_age, flat)
         return probability * storage.ring.is_live(flat) if isinstance(storage, PackedStorage) else probability
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
@@ -131,6 +131,29 @@ class UniformSampler(RowSampler, metaclass=Replaceable):
         """Do nothing: ``unique`` and ``max_age`` are constructor arguments."""
 
     loads = dumps
+
+
+def young_count(storage: Any, max_age: int) -> int:
+    """Return how many stored rows are young: at most ``max_age`` time steps of their lane old."""
+    if hasattr(storage, "ring"):
+        return int(storage.ring.count.clip(max=max_age + 1).sum())
+    return min(len(storage), (max_age + 1) * lanes_of(storage).numel()) if len(storage) else 0
+
+
+def _nth_young(storage: Any, max_age: int, number: torch.Tensor) -> torch.Tensor:
+    """Return flat indices, ``[B]`` int64; ``number`` counts the young rows from 0 on."""
+    if stand_apart(storage):
+        return storage.ring.newest_of(number, storage.ring.count.clip(max=max_age + 1))
+    rows, lanes = len(storage), lanes_of(storage).numel()
+    after_newest = (last_step(storage, rows // lanes) + 1) * lanes
+    return (number + (after_newest - young_count(storage, max_age))) % rows
+
+
+def _is_young(storage: Any, max_age: int, flat: torch.Tensor) -> torch.Tensor:
+    if hasattr(storage, "ring"):
+        return (storage.ring.reach(flat)[1] <= max_age) & storage.ring.is_live(flat)
+    steps, lanes = len(storage) // lanes_of(storage).numel(), lanes_of(storage).numel()
+    return (last_step(storage, steps) - flat // lanes) % steps <= max_age
 
 
 def _refuse_more_than(rows: int, batch_size: int) -> None:

@@ -303,15 +303,6 @@ def test_returns_to_go_equal_their_definition():
     assert torch.equal(F.reward2go(poisoned, done, 0.9, mask=mask), F.reward2go(reward, done, 0.9, mask=mask))
 
 
-def test_returns_to_go_are_torchrls():
-    torch.manual_seed(0)
-    reward, done = torch.randn(3, 20, 1), torch.rand(3, 20, 1) < 0.2
-    done[:, -1] = True
-    torch.testing.assert_close(
-        F.reward2go(reward, done, 0.9), torchrl_functional.reward2go(reward, done, 0.9), rtol=1e-4, atol=1e-5
-    )
-
-
 # -- random shifts of images: those of DrQ-v2, each equally likely
 
 

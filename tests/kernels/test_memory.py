@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from rlbuf_td import PackedStorage, ProportionalSampler, ReplayBuffer, RolloutBuffer
+from rlbuf_td import PackedStorage, ReplayBuffer
 from rlbuf_td.kernels.batch import LeafMemory
 from rlbuf_td.kernels.batch.memory import _empty
 from rlbuf_td.kernels.host_memory import HostTensors
@@ -240,24 +240,3 @@ def test_each_leaf_of_rows_read_by_index_has_its_own_memory(storage):
     rb.extend(rows(60))
     for data in (rb[torch.arange(5)], rb.storage.get([3, 4]), rb.last(5), rb.chronological()):
         assert_own_memory(data)
-
-
-@pytest.mark.parametrize("options", [{"device": "cpu"}, {"transform": lambda batch: batch}])
-def test_each_leaf_of_a_batch_drawn_ahead_has_its_own_memory(options):
-    sampler = ProportionalSampler(CAPACITY)
-    rb = ReplayBuffer(storage=PackedStorage(CAPACITY), sampler=sampler, batch_size=4, prefetch=2, **options)
-    rb.extend(rows(60))
-    for _ in range(5):
-        assert_own_memory(rb.sample())
-    rb.shutdown()
-
-
-@pytest.mark.parametrize(("share_next", "scale"), [(False, "minibatch"), (True, None)])
-def test_each_leaf_of_a_minibatch_has_its_own_memory(share_next, scale):
-    storage = PackedStorage(60, share_next=share_next)
-    rollout = RolloutBuffer(60, batch_size=BATCH, storage=storage, epochs=2, normalize_advantage=scale)
-    data = rows(60).set("state_value", torch.zeros(60, 1))
-    data["next", "terminated"] = data["next", "done"] = torch.ones(60, 1, dtype=torch.bool)
-    rollout.extend(data)
-    for batch in rollout:
-        assert_own_memory(batch)

@@ -95,21 +95,6 @@ TestLockstepWithSorting = LockstepWithSorting.TestCase
 TestLockstepWithSorting.settings = settings(stateful_step_count=20, suppress_health_check=list(HealthCheck))
 
 
-def test_long_histories_that_split_chunks_stay_valid() -> None:
-    rng, capacity = np.random.default_rng(0), 40_000
-    pair, used = Pair(empty(capacity)), set()
-    for step in range(60):
-        if step % 4 == 0:
-            start = int(rng.integers(capacity))
-            pair.fill(start, min(capacity - start, int(rng.integers(1, 30_000))), float(rng.integers(4)) / 2)
-        else:
-            n = int(rng.integers(1, 8_000))
-            pair.update(rng.integers(-1, capacity, n), VALUES[sorted(VALUES)[rng.integers(len(VALUES))]](rng, n))
-        pair.check()
-        used.add(chunks_in_use(pair.order))
-    assert len(used) > 3  # otherwise this test has not tested what it says
-
-
 def _rising(step: int, batch: int) -> np.ndarray:
     return 10.0 + step + np.arange(batch) / batch
 

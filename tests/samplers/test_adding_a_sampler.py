@@ -133,16 +133,6 @@ def test_batches_have_what_it_reports(kind, lanes):
     assert torch.equal(rb.sample()["mark"], torch.ones(3, 2))
 
 
-@pytest.mark.parametrize("lanes", [0, 2])
-def test_the_rows_may_be_every_other_element_of_a_tensor(lanes):
-    rb = buffer("ours", lanes, 8, Marked(lambda count: torch.arange(2 * count)[::2]), batch=3)
-    for _ in range(2):
-        batch = rb.sample()
-        index = batch["index"]
-        assert (index[:, 0] * lanes + index[:, 1] if lanes else index).tolist() == [0, 2, 4]
-        assert torch.equal(batch["time"].flatten(), rb.storage["time"].flatten()[[0, 2, 4]])
-
-
 def test_its_state_is_a_copy_of_what_it_names(tmp_path):
     one = Marked()
     state = one.state_dict()

@@ -1,9 +1,9 @@
-"""Compiled stages equal torch stages: whole buffers, single batches and single loops, over one list of cases each."""
+"""Compiled stages equal torch stages: whole buffers and single batches, over one list of cases each."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,7 @@ from rlbuf_td import (
     SequenceSampler,
     UniformSampler,
 )
-from rlbuf_td.kernels import scan, sum_tree
-from rlbuf_td.kernels.rank_order import ChunkedOrder, SortedOrder, rank_law
-from rlbuf_td.kernels.sum_tree import SumTree
 from rlbuf_td.samplers.wrapper import SamplerWrapper
-from tests.backends import forced
 from tests.catalogue import SAMPLERS
 from tests.test_goes_on import ALWAYS, FORMS, FRESH, MORE, Maker, assert_equal
 
@@ -195,96 +191,3 @@ def test_a_reward_function_may_move_its_batch_but_not_free_it(outer, tmp_path):
         rb.sample()
     change.clear()
     assert len(rb.sample()) == 8
-
-
-# -- single loops
-
-
-@dataclass(frozen=True)
-class Stage:
-    """A compiled loop and its torch form, called with the same random inputs; what they change is in the result."""
-
-    inputs: Callable[[torch.Generator], tuple[Any, ...]]
-    compiled: Callable[..., Any]
-    torch: Callable[..., Any]
-
-
-def numbers(g: torch.Generator, *shape: int) -> torch.Tensor:
-    return torch.rand(*shape, dtype=torch.float64, generator=g)
-
-
-def size_of(g: torch.Generator, most: int) -> int:
-    return int(torch.randint(1, most, (), generator=g))
-
-
-def priorities(g: torch.Generator) -> tuple[Any, ...]:
-    capacity = size_of(g, 300)
-    index = torch.randint(-1, capacity, (40,), generator=g)
-    exponent = numbers(g, 40) * 12 - 6
-    return capacity, index, torch.where(numbers(g, 40) < 0.1, 0.0, 10**exponent), numbers(g, size_of(g, 70))
-
-
-def by_tree(update: Any, draw: Any, stratified: bool, norm: str | None) -> Callable[..., Any]:
-    def run(capacity: int, index: torch.Tensor, error: torch.Tensor, uniform: torch.Tensor) -> Any:
-        tree = SumTree.empty(capacity)
-        largest = float(update(tree, index, error, capacity, 0.6, 1e-6))
-        drawn = draw(tree, uniform.clone(), stratified, capacity, 0.4, norm) if (index >= 0).any() else ()
-        return [largest, *tree.tensors().values(), *drawn]
-
-    return run
-
-
-def by_order(kind: Any, stratified: bool, norm: str | None) -> Callable[..., Any]:
-    law = rank_law(0.7, torch.device("cpu"))
-
-    def run(capacity: int, index: torch.Tensor, error: torch.Tensor, uniform: torch.Tensor) -> Any:
-        order = kind(torch.full((capacity,), -1.0))
-        largest = float(order.update_(index, error.float(), capacity))
-        order.fill_(0, 1, 0.5)
-        drawn = order.draw(law, uniform.clone(), stratified=stratified, beta=0.4, norm=norm) or ()
-        return [largest, order.magnitude, order.ranks_of(torch.arange(capacity)), *drawn]
-
-    return run
-
-
-def in_form(backend: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*given: Any) -> Any:
-        with forced(backend):
-            return function(*given)
-
-    return run
-
-
-def lanes_of_steps(g: torch.Generator) -> tuple[torch.Tensor, ...]:
-    shape = size_of(g, 10), size_of(g, 200), size_of(g, 5)
-    decay = numbers(g, *shape)
-    return numbers(g, *shape) - 0.5, torch.where(decay < 0.2, 0.0, decay)
-
-
-LAWS = [(stratified, norm) for stratified in (True, False) for norm in ("buffer", "batch", None)]
-STAGES = {
-    **{
-        f"sum tree, {stratified}, {norm}": Stage(
-            priorities,
-            by_tree(sum_tree.update_, sum_tree.draw, stratified, norm),
-            by_tree(in_form("torch", sum_tree.update_), in_form("torch", sum_tree.draw), stratified, norm),
-        )
-        for stratified, norm in LAWS
-    },
-    **{
-        f"ranks, {stratified}, {norm}": Stage(
-            priorities, by_order(ChunkedOrder, stratified, norm), by_order(SortedOrder, stratified, norm)
-        )
-        for stratified, norm in LAWS
-    },
-    "reverse scan": Stage(lanes_of_steps, scan.reverse_scan, scan.reverse_scan_doubling),
-}
-
-
-@pytest.mark.parametrize("stage", STAGES.values(), ids=STAGES)
-def test_a_loop_equals_its_torch_form(stage):
-    for seed in range(30):
-        given = stage.inputs(torch.Generator().manual_seed(seed))
-        ours, theirs = stage.compiled(*given), stage.torch(*given)
-        for left, right in zip(ours, theirs, strict=True) if isinstance(ours, list) else [(ours, theirs)]:
-            torch.testing.assert_close(left, right, rtol=1e-6, atol=1e-12)

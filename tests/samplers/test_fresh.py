@@ -5,12 +5,9 @@ Which rows are fresh after writes, loads, copies and in other processes is in ``
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import pickle
 import random
-import sys
-from functools import partial
 from typing import Any
 
 import pytest
@@ -26,7 +23,7 @@ from rlbuf_td import (
     SequenceSampler,
     UniformSampler,
 )
-from tests.catalogue import SAMPLERS, buffer_of
+from tests.catalogue import SAMPLERS
 from tests.statistics import assert_follows, power
 
 STEPS, BATCH = 15, 8
@@ -115,42 +112,6 @@ def test_the_storage_of_fresh_rows_can_be_replaced():
     rb.set_storage(PackedStorage(20))
     rb.extend(rows(7, 2))
     assert rb.sample()["number"].tolist() == [7, 8]
-
-
-@pytest.mark.parametrize("first", range(3))
-def test_an_interrupt_in_the_bookkeeping_leaves_whole_rows(first):
-    for line in range(1 + first, 60, 3):
-        rb = buffer_of(STEPS, FreshRowsSampler(UniformSampler(), 2), 3, partial(PackedStorage, lanes=3), batch_size=4)
-        rb.extend(rows(0, 5), lanes=0)
-        interrupt_at(line, rb.sample)
-        for number in range(5, 35, 3):
-            rb.extend(rows(number, 3), lanes=torch.tensor([0, 1, 2]))
-            batch = rb.sample()
-            step, lane = batch["index"].unbind(1)
-            assert torch.equal(rb.storage["number"][step, lane], batch["number"])
-
-
-def interrupt_at(line: int, call: Any) -> None:
-    """Raise KeyboardInterrupt at a line of ``samplers/fresh.py``, counted in the order of running."""
-    left = line
-
-    def trace(frame, event, _):
-        nonlocal left
-        if not frame.f_code.co_filename.endswith("samplers/fresh.py"):
-            return None
-        left -= event == "line"
-        if not left:
-            sys.settrace(None)
-            raise KeyboardInterrupt
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        with contextlib.suppress(KeyboardInterrupt):
-            call()
-    finally:
-        sys.settrace(before)
 
 
 # -- fresh windows, the online queue of DreamerV3: each step once, in order, in windows that do not overlap

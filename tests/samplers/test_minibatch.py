@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from itertools import permutations
 
@@ -14,10 +13,9 @@ from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.data.replay_buffers import SamplerWithoutReplacement
 
-from rlbuf_td import PackedStorage, ReplayBuffer, RingWriter, RolloutBuffer
+from rlbuf_td import PackedStorage, ReplayBuffer, RingWriter
 from rlbuf_td.samplers import MinibatchSampler
 from tests.statistics import assert_follows
-from tests.storages.test_sharing import elsewhere
 
 
 def buffer(rows: int, sampler: MinibatchSampler, batch_size: int, kind=ReplayBuffer, storage=PackedStorage):
@@ -129,28 +127,3 @@ def test_threads_that_fetch_ahead_draw_every_row_as_often_as_asked(buffer, drop_
         sizes = [len(batch) for batch in rb]
         assert sorted(sizes) == ([4] * 6 if drop_last else [2] * 3 + [4] * 6)
     rb.shutdown()
-
-
-def check_batches_of_whole_epochs() -> None:
-    steps, lanes = 256, 4
-    storage = PackedStorage(steps * lanes, ndim=2, share_next=["observation"])
-    rb = RolloutBuffer(steps, lanes, batch_size=steps * lanes, epochs=3, gamma=0.99, lmbda=0.95, storage=storage)
-    time = torch.arange(steps) + 1000.0 * torch.arange(lanes)[:, None]
-    zero, seen = torch.zeros(lanes, steps, 1), time[..., None].expand(lanes, steps, 4)
-    after = {
-        "observation": seen + 1,
-        "reward": zero,
-        "state_value": zero,
-        "done": zero.bool(),
-        "terminated": zero.bool(),
-    }
-    for _ in range(3):
-        rb.extend(TensorDict({"observation": seen, "t": time, "state_value": zero, "next": after}, [lanes, steps]))
-        for batch in rb:
-            assert batch["observation"].eq(batch["t"][:, None]).all()
-            assert batch["next", "observation"].eq(batch["t"][:, None] + 1).all()
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_the_last_batch_of_an_epoch_reads_its_own_rows():
-    elsewhere(check_batches_of_whole_epochs)

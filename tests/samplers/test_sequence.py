@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 from torchrl.collectors.utils import split_trajectories
-from torchrl.data.replay_buffers import LazyTensorStorage, SliceSampler, TensorDictReplayBuffer
+from torchrl.data.replay_buffers import TensorDictReplayBuffer
 from torchrl.modules import GRUModule, LSTMModule, set_recurrent_mode
 
 from rlbuf_td import (
@@ -32,7 +32,6 @@ from rlbuf_td import (
 )
 from rlbuf_td.storages.tensordict_fast import folded
 from tests.catalogue import SCHEMAS, assert_same, transitions
-from tests.features import needs
 from tests.model import Model, Recipe, Row, World
 from tests.statistics import assert_follows
 from tests.test_composition import BUFFERS, wrapped
@@ -231,23 +230,6 @@ def test_states_are_written_back_from_windows():
     assert int((rb.storage["x"] >= 10).all(1).sum()) == len(batch["index"][batch["mask"]].unique())
     assert (batch["last"].shape, batch.names) == ((6, 4, 1), [None, None])
     assert rb.stats()["samples_returned"] == 24
-
-
-@needs("output layouts")
-def test_torchrls_slices_have_the_same_shape_and_ends():
-    layout = {"strict_length": False, "output_layout": "batch_time", "init_key": "is_init"}
-    sampler = SliceSampler(slice_len=4, end_key=("next", "done"), **layout)
-    theirs = TensorDictReplayBuffer(storage=LazyTensorStorage(STEPS), sampler=sampler, batch_size=24)
-    theirs.extend(steps(1))
-    left, right = theirs.sample(), of_steps(ReplayBuffer, 1, output_layout="batch_time").sample()
-    assert (left.shape, left.names) == (right.shape, right.names)
-    for key in [("collector", "slice_end"), "is_init", ("next", "done")]:
-        assert (left[key].shape, left[key].dtype) == (right[key].shape, right[key].dtype)
-    mask = left["collector", "mask"]
-    end = mask & ~torch.cat([mask[:, 1:], torch.zeros(6, 1, dtype=torch.bool)], 1)
-    assert torch.equal(left["collector", "slice_end"][..., 0], end)
-    assert torch.equal(left["next", "done"], theirs.storage[:]["next", "done"][left["index"].reshape(6, 4)])
-    assert (left["is_init"][:, 0].all(), right["is_init"][:, 0].all()) == (True, True)
 
 
 @pytest.mark.parametrize("schema", SCHEMAS.values(), ids=str)
