@@ -11,8 +11,7 @@ The following holds for every estimate of an advantage or return:
 * ``gamma`` and ``lmbda`` are floats in [0, 1], or tensors that broadcast to the inputs' shape. The range of a
   tensor's values is not checked.
 * A NaN in the value of a terminal state, or after the end of a trajectory, does not reach the trajectory's estimates.
-* Cost: O(elements) on the CPU; on CUDA, O(log T) kernel launches without host synchronisation. With
-  ``rolling_gamma=False``, the cost is O(elements * T), on CUDA with O(T) kernel launches.
+* Cost: O(elements) on the CPU; on CUDA, O(log T) kernel launches without host synchronisation.
 * ``ValueError``: shapes or devices differ, inputs are empty, coefficients are out of range, or ``time_dim`` is invalid.
 * ``TypeError``: an input is not a tensor, ``done`` or ``terminated`` is not bool, a state value or log-probability is
   not floating, a reward is complex, or a coefficient is not a number or tensor.

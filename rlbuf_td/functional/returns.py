@@ -35,9 +35,7 @@ def td_lambda_return_estimate(
         reward: :math:`r_t`, same shape, any real dtype.
         done: bool, same shape: whether the trajectory ends with this step.
         terminated: bool, same shape: whether the next state is terminal (its value is then ignored). Default: ``done``.
-        rolling_gamma: if False, the return of a step uses the gamma and lmbda of that step for all later rewards. By
-            default, each step of the recursion uses its own gamma and lmbda. ``rolling_gamma=False`` needs a gamma or
-            a lmbda with the shape of the inputs.
+        rolling_gamma: must not be False, which TorchRL takes: each step of the recursion uses its own gamma and lmbda.
         time_dim: the dimension of time.
 
     Returns:
@@ -46,8 +44,7 @@ def td_lambda_return_estimate(
     Raises:
         ValueError, TypeError: the inputs are invalid; see :mod:`rlbuf_td.functional`.
 
-    Cost: O(elements) on the CPU, O(elements * T) with ``rolling_gamma=False``; for CUDA, see
-    :mod:`rlbuf_td.functional`.
+    Cost: O(elements) on the CPU; for CUDA, see :mod:`rlbuf_td.functional`.
     Source: Sutton and Barto, 2018, section 12.1. TorchRL's ``td_lambda_return_estimate`` gives the same result.
 
     Example:
@@ -93,8 +90,7 @@ def td1_return_estimate(
         ValueError, TypeError: as for :func:`td_lambda_return_estimate`.
 
     Cost: as for :func:`td_lambda_return_estimate`.
-    Source: Sutton and Barto, 2018, section 12.1 (lambda = 1). TorchRL's ``td1_return_estimate`` gives the same result,
-    except with ``rolling_gamma=False``: TorchRL then does not bootstrap after the last step.
+    Source: Sutton and Barto, 2018, section 12.1 (lambda = 1). TorchRL's ``td1_return_estimate`` gives the same result.
 
     Example:
         >>> one = torch.ones(2, 1)
@@ -157,35 +153,15 @@ def _estimate(
     next_state_value: Tensor,
     *others: Tensor | None,
 ) -> Tensor:
+    if rolling_gamma is False:
+        raise ValueError(f"{name}: rolling_gamma=False is not supported: leave it out, or use TorchRL's function.")
     layout, columns = TimeLayout.of(name, time_dim, {"next_state_value": next_state_value}, *others)
     next_value, reward, ends, terminated = columns
-    is_per_step = any(isinstance(x, Tensor) and x.shape == layout.shape for x in (gamma, lmbda))
-    if rolling_gamma is False and not is_per_step:
-        which = "gamma" if lmbda is None else "gamma or lmbda"
-        raise ValueError(f"{name}: rolling_gamma=False needs a {which} of the inputs' shape; got one value.")
     g, lam = layout.coefficient("gamma", gamma), layout.coefficient("lmbda", 1.0 if lmbda is None else lmbda)
     bootstrap = next_value.masked_fill(terminated, 0)
-    if lmbda is None:  # a TD(1) return ends where the step terminates, even if done is not set
-        ends = ends | terminated
-    if rolling_gamma is False:
-        return layout.restore(_returns_of_fixed_discount(g, lam, bootstrap, reward, ends))
-    ends = ends.clone()
+    # A TD(1) return ends where the step terminates, even if done is not set.
+    ends = ends | terminated if lmbda is None else ends.clone()
     ends[:, -1] = True  # there is no data after the last step
     mixed = torch.where(ends, bootstrap, 0 if lmbda is None else (1 - lam) * bootstrap)
     returns = scan.reverse_scan(reward + g * mixed, scan.spread(g * lam, bootstrap).masked_fill(ends, 0))
     return layout.restore(returns)
-
-
-def _returns_of_fixed_discount(
-    gamma: float | Tensor, lmbda: float | Tensor, bootstrap: Tensor, reward: Tensor, ends: Tensor
-) -> Tensor:
-    """Return TD(lambda) returns, each computed with the gamma and lmbda of its first step; O(T²)."""
-    gamma, lmbda = scan.spread(gamma, reward), scan.spread(lmbda, reward)
-    returns = bootstrap[:, -1:].expand_as(reward).clone()
-    for t in reversed(range(reward.shape[1])):
-        # Before round t, entry k <= t is the return of step t + 1 with the gamma and lmbda of step k.
-        ahead = bootstrap[:, t : t + 1]
-        later = torch.where(ends[:, t : t + 1], ahead, returns[:, : t + 1])
-        g, lam = gamma[:, : t + 1], lmbda[:, : t + 1]
-        returns[:, : t + 1] = reward[:, t : t + 1] + g * ((1 - lam) * ahead + lam * later)
-    return returns

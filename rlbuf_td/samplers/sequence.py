@@ -66,9 +66,7 @@ class SequenceSampler(SamplerWrapper):
     of the trajectory. Rows ``[T]`` are one lane: give each environment a lane of its own.
 
     **Recurrent states** that are stored with the rows are entries like any other. A network starts a window from the
-    state in its first row, as TorchRL's ``LSTMModule`` does in recurrent mode: with ``batch`` in the shape ``[B, L]``
-    and states ``[B, L, layers, hidden]``, from ``batch[key][:, 0].transpose(0, 1).contiguous()``. No window crosses the
-    end of a trajectory, so that a loop over a window needs no resets.
+    state in its first row, as TorchRL's ``LSTMModule`` does in recurrent mode.
 
     Args:
         sampler: draws the anchors; may be a sampler of rows, a :class:`HindsightSampler` or an :class:`NStepSampler`.
@@ -114,9 +112,8 @@ class SequenceSampler(SamplerWrapper):
 
     **Arguments of TorchRL's** ``SliceSampler``. Pass ``slice_len`` as ``length`` and ``end_key`` as ``done_key``. The
     batch size determines ``num_slices``. ``boundary`` replaces ``strict_length``, ``pad_output`` and ``span``, whose
-    defaults correspond to ``"strict"``. The trajectory index makes ``end_keys``, ``truncated_key``, ``step_key``,
-    ``ends``, ``trajectories``, ``fragmented``, ``cache_values``, ``compile`` and ``use_gpu`` unnecessary. Where TorchRL
-    has ``("collector", "mask")``, batches have ``"mask"``.
+    defaults correspond to ``"strict"``; the other arguments are unnecessary. Where TorchRL has ``("collector",
+    "mask")``, batches have ``"mask"``.
 
     Example:
         >>> from rlbuf_td import MinibatchSampler, PackedStorage, ReplayBuffer, UniformSampler
