@@ -173,8 +173,7 @@ class EpisodeSampler(SamplerWrapper):
         episode, step, real = self._layout_of(pieces.rows)
         step = pieces.start[episode] + step
         rows = _cells(storage, pieces.first[episode], step)
-        read = self._reader(storage, flat)
-        batch = storage.gather(rows) if read is None else read(rows, episode)
+        batch = self._reader(storage, flat)(rows, episode)
         is_first = real.clone()
         is_first[1:] &= episode[1:] != episode[:-1]
         flags = leaf_of(batch, self.init_key)

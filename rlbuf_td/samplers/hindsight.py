@@ -195,12 +195,12 @@ class HindsightSampler(SamplerWrapper):
     @compiled_form_of("_reader", "_relabelled", "draw_batch", "batch_of")
     def reading(self, storage: PackedStorage, size: int, is_stamped: bool) -> Reading | str:
         """See :class:`~rlbuf_td.samplers.wrapper.SamplerWrapper`."""
-        goal_keys = self._goal_keys(storage)
+        self._goal_keys(storage)
         if self.looks_up_with_torch(storage):
             return NO_LOOPS
         if ("next", *self.achieved_goal_key) in storage.deduplicated or storage.all_rows().is_mapped:
             return "goals of deduplicated rows, and of rows in a file, are read with torch"
-        return _RelabelledReading(self, storage, size, is_stamped, goal_keys)
+        return _RelabelledReading(self, storage, size, is_stamped)
 
     def _end_(self, batch: TensorDictBase, mask: Tensor) -> None:
         beside = self.reward_key[:-1]
@@ -223,19 +223,12 @@ class _RelabelledReading(Reading):
 
     entries = (("relabeled", (torch.bool, torch.Size([]))),)
 
-    def __init__(
-        self,
-        wrapper: HindsightSampler,
-        storage: PackedStorage,
-        size: int,
-        is_stamped: bool,
-        goal_keys: list[tuple[str, ...]],
-    ) -> None:
+    def __init__(self, wrapper: HindsightSampler, storage: PackedStorage, size: int, is_stamped: bool) -> None:
         from rlbuf_td.kernels.wrappers import cpu as kernels
 
         super().__init__(storage, size, is_stamped)
         achieved, places = ("next", *wrapper.achieved_goal_key), self.rows.layout.places
-        self.goals = np.array([places[key] for key in (achieved, *goal_keys)], np.int64)
+        self.goals = np.array([places[key] for key in (achieved, *wrapper._goal_keys(storage))], np.int64)
         self.wrapper, self.reward = wrapper, places[wrapper.reward_key]
         self.uniform = torch.zeros(size, dtype=torch.float64, device="cpu")
         self.relabel = machine_code(kernels.relabel, law=wrapper.law, goals=self.goals)

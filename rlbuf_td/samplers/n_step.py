@@ -114,12 +114,12 @@ class NStepSampler(SamplerWrapper):
     def _reader(self, storage: PackedStorage, drawn: Tensor) -> Read:
         return partial(self._summed, storage, super()._reader(storage, drawn))
 
-    def _summed(self, storage: PackedStorage, read: Read | None, flat: Tensor, owner: Tensor | None) -> TensorDictBase:
+    def _summed(self, storage: PackedStorage, read: Read, flat: Tensor, owner: Tensor | None) -> TensorDictBase:
         n, rows = self.n_steps, storage.all_rows()
         self._reward_of(storage)
         window, ahead = windows(self._trajectories(storage).episodes(), flat, n)
         end = torch.zeros_like(window, dtype=torch.bool)
-        if read is None:
+        if not self.takes_goals:
             total, taken = n_step_sums(rows.column_at(self.reward_key, window), end, ahead, self.gamma)
             batch = rows.joined_at(flat, window.gather(1, taken[:, None] - 1)[:, 0])
         else:  # the wrapped sampler may change rewards and flags: let it read the rows of all steps
@@ -154,9 +154,9 @@ class NStepSampler(SamplerWrapper):
         if reward.dtype not in (torch.float32, torch.float64):
             return f"rewards are {reward.dtype}, not float32 or float64"
         inner = reading_of(self.sampler, storage, size, is_stamped)
-        if isinstance(inner, str) or type(inner) is Reading:
-            return inner if isinstance(inner, str) else _JoinedReading(self, storage, size, is_stamped)
-        return _RevisedSteps(self, storage, size, is_stamped, self._trajectories(storage).end_keys())
+        if type(inner) is Reading:
+            return _JoinedReading(self, storage, size, is_stamped)
+        return inner if isinstance(inner, str) else _RevisedSteps(self, storage, size, is_stamped)
 
     def _revised_keys(self) -> Iterator[NestedKey]:
         yield from super()._revised_keys()
@@ -171,13 +171,11 @@ class _JoinedReading(Reading):
         from rlbuf_td.kernels.wrappers import cpu as kernels
 
         super().__init__(storage, size, is_stamped)
-        rows, reward = self.rows, wrapper.reward_key
-        leaves = rows.layout.leaves
-        kinds = [REWARD if leaf.key == reward else NEXT if leaf.key[0] == "next" else ROOT for leaf in leaves]
+        leaves, reward = self.rows.layout.leaves, wrapper._reward_of(storage)
+        kinds = [REWARD if leaf is reward else NEXT if leaf.key[0] == "next" else ROOT for leaf in leaves]
         self.columns = np.column_stack((kinds, [leaf.dtype.itemsize for leaf in leaves]))
-        self.describe(np.column_stack((rows.extents, self.columns)))
-        ones = [1] * next(len(leaf.shape) for leaf in leaves if leaf.key == reward)
-        self.entries = [("steps_to_next_obs", (torch.int64, torch.Size(ones)))]
+        self.describe(np.column_stack((self.rows.extents, self.columns)))
+        self.entries = [("steps_to_next_obs", (torch.int64, torch.Size([1] * len(reward.shape))))]
         self.wrapper, self.ends = wrapper, np.zeros(size, np.int64)
         self.ends_at = self.ends.ctypes.data
         self.joined = record_of(STEPS, ends=self.ends_at)
@@ -206,14 +204,12 @@ class _JoinedReading(Reading):
 class _RevisedSteps(_JoinedReading):
     """Joins steps whose rewards and flags the wrapped sampler revises: reads the rows of all steps."""
 
-    def __init__(
-        self, wrapper: NStepSampler, storage: PackedStorage, size: int, is_stamped: bool, ends: list[tuple[str, ...]]
-    ) -> None:
+    def __init__(self, wrapper: NStepSampler, storage: PackedStorage, size: int, is_stamped: bool) -> None:
         from rlbuf_td.kernels.wrappers import cpu as kernels
 
         super().__init__(wrapper, storage, size, is_stamped)
         self.describe(np.column_stack((self.rows.layout.extents, self.columns)))  # of tensors, which have all leaves
-        self.flags = self.targets_of(ends)
+        self.flags = self.targets_of(wrapper._trajectories(storage).end_keys())
         self.list_steps = machine_code(kernels.list_steps)
         self.kernel = machine_code(kernels.join_steps, ends=self.flags)
         self._read_steps()

@@ -163,7 +163,7 @@ class SequenceSampler(SamplerWrapper):
     ) -> None:
         super().__init__(sampler, done_key, traj_key)
         self.across_episodes = one_of(True, False)("across_episodes", across_episodes)
-        if self.across_episodes and any(wrapper.takes_goals for wrapper in self._wrappers()):
+        if self.across_episodes and self.takes_goals:
             reason = "all rows of a window get one goal, of the anchor's episode: leave out across_episodes"
             raise TypeError(f"across_episodes=True cannot be combined with a HindsightSampler: {reason}")
         self.output_layout = one_of("flat", "batch_time")("output_layout", output_layout)
@@ -259,8 +259,7 @@ class SequenceSampler(SamplerWrapper):
         anchors, window = flat, self.window
         read = self._reader(storage, anchors)
         flat, real = self._windows(storage, anchors, *self._reach(storage, anchors))
-        owner = None if read is None else torch.arange(len(anchors), device=flat.device).repeat_interleave(window)
-        batch = storage.gather(flat) if read is None else read(flat, owner)
+        batch = read(flat, torch.arange(len(anchors), device=flat.device).repeat_interleave(window))
         begins = None
         if self.across_episodes:
             begins = self._trajectories(storage).episodes().spans(flat).back.view_as(real) == 0

@@ -63,7 +63,7 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):
     adds_fresh_rows: bool = False  # whether newly written rows replace some of the drawn rows
     gives_windows: bool = False  # whether batches have a dim for the steps of each window
     time_dim_name: str | None = None  # the name of this dim
-    takes_goals: bool = False  # whether the rows of a window get a goal from the episode of its anchor
+    takes_goals: bool = False  # whether this wrapper or one inside it gives rows goals from the episode of a drawn row
     has_checked_order: bool = False  # whether a draw has looked for interleaved trajectories
     _level: ClassVar[int]  # a wrapper can only wrap wrappers of lower levels
 
@@ -76,6 +76,7 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):
             raise TypeError(f"{type(self).__name__} cannot wrap a {type(sampler).__name__}: {order}")
         self.sampler = sampler
         self.innermost = sampler if self._inner is None else self._inner.innermost
+        self.takes_goals = self.takes_goals or (self._inner is not None and self._inner.takes_goals)
         self.done_key, self.traj_key = as_tuple(done_key), optional_key(traj_key)
         self._is_prioritized = isinstance(self.innermost, PrioritizedSampler)
         self.report_keys = reported_by(sampler) | type(self).report_keys
@@ -86,9 +87,9 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):
         if self._inner is not None:
             yield from self._inner._wrappers()
 
-    def _reader(self, storage: PackedStorage, drawn: Tensor) -> Read | None:
-        """Return a :data:`Read` function for the drawn rows, ``[B]``, or None if no entry is revised."""
-        return None if self._inner is None else self._inner._reader(storage, drawn)
+    def _reader(self, storage: PackedStorage, drawn: Tensor) -> Read:
+        """Return a :data:`Read` function for the drawn rows, ``[B]``."""
+        return (lambda flat, _: storage.gather(flat)) if self._inner is None else self._inner._reader(storage, drawn)
 
     def _revised_keys(self) -> Iterator[NestedKey]:
         """Yield the keys of the entries that this wrapper and the wrappers inside it may change or add."""
@@ -159,8 +160,7 @@ class SamplerWrapper(StatefulSampler, PrioritizedSampler):
 
     def batch_of(self, storage: PackedStorage, flat: Tensor, info: dict[Any, Any]) -> Drawn:
         """Return the result of :meth:`draw_batch` for given flat rows, ``[B]``, and their info dict."""
-        read = self._reader(storage, flat)
-        return flat, info, storage.gather(flat) if read is None else read(flat, None)
+        return flat, info, self._reader(storage, flat)(flat, None)
 
     def _trajectories(self, storage: PackedStorage) -> TrajectoryIndex:
         return TrajectoryIndex.of(storage, done_key=self.done_key, traj_key=self.traj_key)

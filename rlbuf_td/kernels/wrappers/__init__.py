@@ -99,9 +99,7 @@ def reduced(td_error: Tensor, mask: Tensor, burn_in_mask: Tensor, window: int, e
     largest = magnitude.amax(1)
     if eta == 1.0:
         return largest
-    total = magnitude.to(torch.float64).cumsum(1)[
-        :, -1
-    ]  # added in the same order as in the loop: the results are equal
+    total = magnitude.to(torch.float64).cumsum(1)[:, -1]  # added in the order of the loop: the results are equal
     mean = total / learned.view(-1, window).sum(1).clamp(min=1)
     mixed = eta * largest.to(torch.float64) + (1 - eta) * mean
     return mixed.to(td_error.dtype) if td_error.is_floating_point() else mixed

@@ -169,9 +169,7 @@ def list_steps(episodes, address, flat, listed, targets, steps, live):
             store(listed + 8 * (i * n + k), cell, np.int64)
             if k + 1 < length:
                 cell = following(of, cell)
-    put_report(
-        batch, first, targets, 0, len(first)
-    )  # now, because a reward function may write before the steps are joined
+    put_report(batch, first, targets, 0, len(first))  # now: a reward function may write before the steps are joined
     return True
 
 
@@ -254,21 +252,20 @@ def _ahead(of, across, lane, t):
 def replace_short(episodes, length, burn_in, across, anchors, count, live, others, order, weight, other_weight):
     """Replace each anchor whose window does not fit; return how many windows do not fit then, -1 if a row is not live.
 
-    Anchor ``i``, at address ``anchors``, is replaced by row ``order[i]`` of those at ``others``, and its weight too;
-    0 for ``order`` only counts, and 0 for ``weight`` means that there are no weights.
+    Anchor ``i``, at address ``anchors``, is replaced by row ``order[i]`` of those at ``others``, and its weight too; 0
+    for ``weight`` means that there are no weights. 0 for ``order`` only counts; a call with other anchors must do so
+    before one that replaces.
     """
     of, short = numbers_at(episodes), 0
     anchor = carray(pointer(anchors), count, np.int64)
     for i in range(count):
-        if anchor[i] < 0 or anchor[i] >= live:
-            return -1
         if order and not _fits(of, length, burn_in, across, anchor[i]):
             other = load(order + 8 * i, np.int64)
             anchor[i] = load(others + 8 * other, np.int64)
-            if anchor[i] < 0 or anchor[i] >= live:
-                return -1
             if weight:
                 store(weight + 4 * i, load(other_weight + 4 * other, np.float32), np.float32)
+        if anchor[i] < 0 or anchor[i] >= live:
+            return -1
         short += not _fits(of, length, burn_in, across, anchor[i])
     return short
 
