@@ -181,8 +181,8 @@ BREAKS = [
     Break(
         "hindsight takes the goal before the step",
         "samplers/hindsight.py",
-        'achieved = "next", *wrapper.achieved_goal_key',
-        "achieved = wrapper.achieved_goal_key",
+        'achieved, places = ("next", *wrapper.achieved_goal_key), ',
+        "achieved, places = wrapper.achieved_goal_key, ",
         "tests/samplers/test_hindsight.py",
     ),
     Break(

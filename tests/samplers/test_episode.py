@@ -103,7 +103,6 @@ class Lockstep(RuleBasedStateMachine):
         sampler = EpisodeSampler(None, max_length, by, **options)
         rb = cls(storage=storage(rows, ndim=2 if lanes > 1 else 1), sampler=sampler, writer=writer())
         sampler.watch(rb.storage)  # as the first draw from a buffer of TorchRL does
-        self.replaced = False  # whether the last write has replaced all rows
         self.world = World(rb, Model(steps, lanes if lanes > 1 else 0), seed, often)
         torch.manual_seed(seed)
 
@@ -111,7 +110,6 @@ class Lockstep(RuleBasedStateMachine):
     def write(self, n: int) -> None:
         least = 1 if isinstance(self.world.rb, ReplayBuffer) else 2  # TorchRL's buffer writes one step in another way
         n = min(max(n, least), max(self.world.model.steps, least))
-        self.replaced = n == self.world.model.steps and self.world.model.written > 0
         self.world.extend(n)
 
     @rule()
@@ -123,14 +121,11 @@ class Lockstep(RuleBasedStateMachine):
     @rule(count=st.integers(1, 20))
     def sample(self, count: int) -> None:
         rb, sampler = self.world.rb, self.world.rb.sampler
-        found = certain = episodes(self.world, sampler.finished_only)
-        if self.replaced:  # then the index need not know whether an episode begins with the oldest row
-            oldest = self.world.model.rows_of[0][0].serial % self.world.model.steps
-            certain = {first: whole for first, whole in found.items() if first[0] != oldest}
+        found = episodes(self.world, sampler.finished_only)
         size = min(count, len(rb.storage))
         with rb._replay_lock:
             can_sample = sampler.can_sample(rb.storage, size)
-        assert bool(certain) <= can_sample <= bool(found)
+        assert can_sample == bool(found)
         if not can_sample:
             with pytest.raises(RuntimeError, match="no complete episode"):
                 rb.sample(size)

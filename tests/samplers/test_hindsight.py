@@ -64,43 +64,30 @@ def law(
 
 
 MIXTURES = [
-    ({"future": 1.0}, 0.8, False),
-    ({"final": 1.0}, 0.5, True),
-    ({"episode": 1.0}, 1.0, False),
-    ({"future": 0.75, "random": 0.25}, 0.9, True),
-    ({"episode": 0.1, "final": 0.2, "future": 0.3, "random": 0.4}, 1.0, False),
+    ({"future": 1.0}, 0.8, False, 1.0),
+    ({"final": 1.0}, 0.5, True, 1.0),
+    ({"episode": 1.0}, 1.0, False, 1.0),
+    ({"future": 0.75, "random": 0.25}, 0.9, True, 1.0),
+    ({"episode": 0.1, "final": 0.2, "future": 0.3, "random": 0.4}, 1.0, False, 1.0),
+    ({"future": 0.75, "episode": 0.25}, 1.0, False, 0.0),
+    ({"future": 0.75, "episode": 0.25}, 1.0, False, 0.9),
 ]
 
 
 @pytest.mark.usefixtures("boundaries")
-@pytest.mark.parametrize("gamma", [0.0, 0.9])
-def test_near_rows_are_preferred_by_a_truncated_geometric_law(gamma):
-    mixture: Any = {"future": 0.75, "episode": 0.25}
-    made = world(
-        HindsightSampler(UniformSampler(), reward_fn, her_ratio=1.0, strategy=mixture, future_gamma=gamma),
-        lanes=1,
-        often=(0.03, 0.02, 0.01),
-    )
-    torch.manual_seed(0)
-    probability = law(made, mixture, 1.0, gamma=gamma).flatten()
-    assert max(made.model.reach(row)[1] + 1 for row in made.model.rows()) > 5
-    draws = 800_000 if gamma else 50_000
-    assert not gamma or power(probability[probability > 0], draws, bias=0.02) > 0.95
-    assert_follows(chosen(made, draws).flatten(), probability)
-
-
-@pytest.mark.usefixtures("boundaries")
-@pytest.mark.parametrize(("mixture", "her_ratio", "only_finished"), MIXTURES)
-def test_every_allowed_row_is_chosen_with_its_probability(mixture, her_ratio, only_finished):
+@pytest.mark.parametrize(("mixture", "her_ratio", "only_finished", "gamma"), MIXTURES)
+def test_every_allowed_row_is_chosen_with_its_probability(mixture, her_ratio, only_finished, gamma):
     """Over lanes that have wrapped, with trajectories whose beginning is lost and some that are unfinished."""
     strategy = next(iter(mixture)) if len(mixture) == 1 else mixture
-    given: Any = {"her_ratio": her_ratio, "strategy": strategy, "only_finished": only_finished}
-    sampler = HindsightSampler(UniformSampler(), reward_fn, **given)
-    made = world(sampler)
+    given: Any = {"her_ratio": her_ratio, "only_finished": only_finished, "future_gamma": gamma}
+    made = world(HindsightSampler(UniformSampler(), reward_fn, strategy=strategy, **given), often=(0.05, 0.03, 0.02))
     torch.manual_seed(0)
-    counts, probability = chosen(made, 50_000), law(made, mixture, her_ratio, only_finished)
+    probability = law(made, mixture, her_ratio, only_finished, gamma).flatten()
+    draws = 800_000 if gamma == 0.9 else 50_000
+    assert draws == 50_000 or power(probability[probability > 0], draws, bias=0.02) > 0.95
     assert not all(made.model.ended(row) for row in made.model.rows())
-    assert_follows(counts.flatten(), probability.flatten())
+    assert max(made.model.reach(row)[1] for row in made.model.rows()) > 4
+    assert_follows(chosen(made, draws).flatten(), probability)
 
 
 def test_the_ratio_is_drawn_for_every_row_by_itself():
