@@ -39,16 +39,13 @@ class PriorityFile:
             os.ftruncate(self.file.descriptor, 0)
             os.ftruncate(self.file.descriptor, size)
         self.file.reserve(-HEADER, size)
-        self._map(is_old)
+        self.numbers.keep_in(self.file, 0, found=is_old)
+        self.largest.keep_in(self.file, 64, found=is_old)
+        self._view()
         if self.numbers.values[:] != expected:
             self.numbers.values[:] = expected
             self.largest[0] = -1.0
             self.following[:] = 0
-
-    def _map(self, found: bool) -> None:
-        self.numbers.keep_in(self.file, 0, found=found)
-        self.largest.keep_in(self.file, 64, found=found)
-        self._view()
 
     def _view(self) -> None:
         with torch.inference_mode(False):
@@ -79,8 +76,7 @@ class PriorityFile:
         if storage is not None and storage.rows is not None:
             if isinstance(rows, slice):
                 rows = torch.arange(*rows.indices(storage.rows.cells), device="cpu")
-            cells = rows
-            self.following[cells] = storage.ring.stamp(cells) + 1
+            self.following[rows] = storage.ring.stamp(rows) + 1
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in ("magnitude", "following")}

@@ -44,28 +44,10 @@ def _entry(group, name):
 
 
 @inlined
-def _sides(stored, targets):
-    """Return the range ``(first, last + 1)`` of the sides for which ``targets`` holds an address."""
-    low, high = np.int64(1), np.int64(1)
-    for p in range(stored.part_count):
-        part = load_fields(stored.parts, p, Part)
-        low = min(low, np.int64(not targets[part.root]))
-        high = max(high, np.int64(2 * (targets[part.next] != 0)))
-    return low, high
-
-
-@inlined
-def _places(group, sides):
-    """Return the range of the places, among the names in a row, of the names of ``sides``."""
-    return sides[0] * group.pieces, min(sides[1], group.sides) * group.pieces
-
-
-@inlined
-def _expect_entries(stored, row, sides):
+def _expect_entries(stored, row):
     for g in range(stored.group_count):
         group, last = load_fields(stored.groups, g, Group), np.int32(0)
-        first, past = _places(group, sides)
-        for place in range(first, past):
+        for place in range(group.names):
             name = load(row + group.names_at + 4 * place, np.int32)
             if name != last:
                 prefetch_row(_entry(group, name), min(group.nbytes, 64 * _MOST_LINES))
@@ -95,7 +77,6 @@ def read(address, targets, cells, count, live, whole):
     are read only if ``whole``.
     """
     stored = load_fields(address, 0, Stored)
-    sides = _sides(stored, targets)
     for begun in range(count + _ROWS):
         if begun < count:
             cell = load(cells + 8 * begun, np.int64)
@@ -106,7 +87,7 @@ def read(address, targets, cells, count, live, whole):
             prefetch(row + stored.row_bytes - 1)
         near, i = begun - _ROWS + _ENTRIES, begun - _ROWS
         if 0 <= near < count:
-            _expect_entries(stored, stored.rows + load(cells + 8 * near, np.int64) * stored.row_bytes, sides)
+            _expect_entries(stored, stored.rows + load(cells + 8 * near, np.int64) * stored.row_bytes)
         if i < 0:
             continue
         row = stored.rows + load(cells + 8 * i, np.int64) * stored.row_bytes
@@ -117,8 +98,7 @@ def read(address, targets, cells, count, live, whole):
                 copy_few(target + i * run.nbytes, row + run.offset, run.nbytes)
         for g in range(stored.group_count):
             group = load_fields(stored.groups, g, Group)
-            first, past = _places(group, sides)
-            for place in range(first, past):
+            for place in range(group.names):
                 # A row that has not been written has name 0. Reading entry 1 then avoids an invalid address.
                 name = max(load(row + group.names_at + 4 * place, np.int32), np.int32(1))
                 _copy_entry(stored, group, name, place, targets, i)
