@@ -179,7 +179,7 @@ class Form:
 def counted(seed: int) -> dict[str, Any]:
     norm = ObservationNorm(loc=float(seed), scale=2.0, in_keys=["observation"])
     flow = {"samples_per_insert": 3.0, "tolerance": 500}
-    return {"stats": EpisodeStats(), "count_replays": True, "transform": norm, "batch_size": BATCH + 4 * seed} | flow
+    return {"stats": EpisodeStats(), "transform": norm, "batch_size": BATCH + 4 * seed} | flow
 
 
 def unchanged(batch: TensorDictBase) -> TensorDictBase:

@@ -132,8 +132,6 @@ class MixturePlan:
                 report[_WEIGHT][rows] = 1.0 if weight is None else weight
             drawn = None if weight is None else report[_WEIGHT]
             member.last_draw = LastDraw(report["index"], drawn, plan.ring.numbers[plan.ring.lanes], rows)
-            if member.replay_count is not None:
-                member.replay_count.count_(report["index"][rows])
             own = None if weight is None else {"index": report["index"][rows], _WEIGHT: weight}
             return rows, normalizer_of(member, own)
 

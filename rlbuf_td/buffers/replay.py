@@ -45,7 +45,7 @@ from rlbuf_td.buffers.prefetch import Prefetcher, Sample, copied, refuse_copies,
 from rlbuf_td.checkpoint.buffer import dump_buffer, load_buffer
 from rlbuf_td.checkpoint.parts import at_rest, capture, refuse, restore
 from rlbuf_td.diagnostics.episode_stats import EpisodeStats
-from rlbuf_td.diagnostics.health import LastDraw, ReplayCount, health
+from rlbuf_td.diagnostics.health import LastDraw, health
 from rlbuf_td.envs.recorder import TrajectoryNumbers
 from rlbuf_td.envs.specs import schema_of, transition_schema
 from rlbuf_td.kernels.dispatch import backend_of, compiled_form, untraced
@@ -138,7 +138,6 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
             the ``env_id`` of asynchronous vector environments. Writes then work as with ``extend(..., lanes=...)``;
             data of any batch size, such as ``[E, T]`` of a collector, is flattened. Raises a TypeError if storage or
             writer have no lanes, and (when writing) a ValueError if ``lanes=`` contradicts the data.
-        count_replays: count how often each row is sampled, for :meth:`health`; this takes 4 bytes per row.
         include_info: whether batches contain the sampler's report (index, weights, ...), default ``True``.
         device: the device to which batches are copied from host memory; transforms run on this device. TD errors may
             be there, too.
@@ -202,7 +201,6 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
         priority_key: NestedKey = "td_error",
         stats: EpisodeStats | None = None,
         lane_key: NestedKey | None = None,
-        count_replays: bool = False,
         include_info: bool = True,
         device: torch.device | str | None = None,
         samples_per_insert: float | None = None,
@@ -213,10 +211,9 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
         self.parts: Parts = None  # type: ignore[assignment]  # until initialized
         self.episode_stats = stats  # the name ``stats`` is a method of TorchRL's buffers
         self.last_draw: LastDraw | None = None
-        self.replay_count: ReplayCount | None = None
         self.stale_updates = SharedCounter()
         self.returned = SharedNumbers("q", [0, 0])  # the numbers of batches and rows that `sample` has returned
-        self._count_replays, self.include_info, self.lane_key = count_replays, include_info, optional_key(lane_key)
+        self.include_info, self.lane_key = include_info, optional_key(lane_key)
         self.plans: dict[int, Plan] = {}  # how batches are made, by size
         #: A weak reference to a plan of writes (which holds the rows), statistics, and how that plan counts in them.
         self._recorder: Any = None, None, None
@@ -554,7 +551,6 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
                 warnings.warn(f"{missing:,} of {row_count(parts.storage):,} {_PRIORITIES_OF_REOPENED}", stacklevel=3)
             if default_priorities:
                 parts.prioritized.priorities.admit(parts.storage)
-        self.replay_count = attached_or_new(parts.storage, ReplayCount) if self._count_replays else None
         return parts
 
     # -- samples
@@ -774,8 +770,6 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
             batch, report = plan.sample(size)
             index = report["index"]
             self.last_draw = LastDraw(index, report.get("priority_weight"), plan.ring.numbers[plan.ring.lanes])
-            if self.replay_count is not None:
-                self.replay_count.count_(index)
             if is_returned:
                 counts = self.returned.values
                 counts[0] += 1
@@ -1455,7 +1449,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
         Cost: O(N log N) for N rows with a prioritized sampler, otherwise O(N).
         """
         with self._locked():
-            report = health(self._storage, self._sampler, self._writer, self.last_draw, self.replay_count)
+            report = health(self._storage, self._sampler, self._writer, self.last_draw)
         report["stale_updates"] = float(self.stale_updates.total())
         reasons = self._compiled_calls().values()
         report["compiled"] = [*reasons].count("") / len(reasons)

@@ -45,7 +45,6 @@ def capture(rb: ReplayBuffer, *, copies: bool) -> dict[str, Any]:
         "_rng": None if generator is None else (generator.get_state(), str(generator.device)),
         "_flow": None if rb.flow is None else rb.flow.state_dict(),
         "_stats": None if rb.episode_stats is None else rb.episode_stats.state_dict(),
-        "_replays": None if rb.replay_count is None else rb.replay_count.counts(),
         **dict(zip(_RETURNED, rb.returned, strict=True)),
     }
 
@@ -120,8 +119,6 @@ def restore(
         known = magnitude[since] >= 0
         own.assign(to[known], magnitude[since][known], rb.storage, counts=False)
         own.largest = largest
-    if rb.replay_count is not None:
-        rb.replay_count.restore(state.get("_replays") if is_exact else None)
 
 
 def _restore_settings(sampler: Any, state: dict[str, Any], rollback: ExitStack) -> None:

@@ -15,8 +15,6 @@ The numbers are as follows; those that do not apply to a buffer are omitted:
   :class:`~rlbuf_td.ExperienceQueue`, the number of rows that were discarded because they were too old.
 - ``stretch_mean``: the mean number of rows of one trajectory that are stored one after another, with a sampler of
   n-step returns, sequences or hindsight goals. If rows of several trajectories alternate, this number is near 1.
-- ``replays_mean``, ``replays_max``: how often a stored row has been drawn, with ``count_replays=True``.
-- ``never_sampled``: the share of stored rows that have never been drawn, with ``count_replays=True``.
 - ``compiled``: 1.0 if compiled code executes writes and samples, 0.5 if it executes one of them, otherwise 0.0;
   ``rb.compiled`` says which, and why not the other.
 """
@@ -30,14 +28,12 @@ import torch
 from torchrl.data import SamplerWithoutReplacement, Storage, Writer
 from torchrl.data.replay_buffers import PrioritizedSampler, RandomSampler, RoundRobinWriter, Sampler
 
-from rlbuf_td.kernels.host_memory import outside_inference_mode
 from rlbuf_td.samplers import RecencySampler, UniformSampler
 from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.uniform import young_count
 from rlbuf_td.samplers.wrapper import SamplerWrapper
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.indexing import device_of, flat_rows, lanes_of, row_count, stand_apart, written_rows
-from rlbuf_td.storages.listeners import Attached
 
 
 class LastDraw(NamedTuple):
@@ -60,52 +56,13 @@ class LastDraw(NamedTuple):
 _QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9, "max": 1.0}
 
 
-class ReplayCount(Attached):
-    """Counts the draws of each row since the row was written, in 4 bytes per row."""
-
-    def __init__(self, storage: Storage) -> None:
-        super().__init__(storage)
-        self._counts = torch.zeros(0, dtype=torch.int32, device="cpu")
-
-    def counts(self) -> torch.Tensor:
-        """Return how often each row was drawn, ``[max_size]`` int32 on the storage's device."""
-        rows, device = self.storage.max_size, device_of(self.storage)
-        if len(self._counts) < rows or self._counts.device != device:  # the first write may round the size up
-            with outside_inference_mode():
-                before, self._counts = self._counts, torch.zeros(rows, dtype=torch.int32, device=device)
-            self._counts[: len(before)] = before
-        return self._counts
-
-    def count_(self, index: Any) -> None:
-        counts = self.counts()
-        flat = rows_of(index, self.storage)
-        counts.index_add_(0, flat, torch.ones((), dtype=torch.int32, device=flat.device).expand(flat.shape))
-
-    def restore(self, counts: torch.Tensor | None) -> None:
-        """Restore saved counts; set all counts to 0 if ``counts`` is ``None`` or has another shape or dtype."""
-        mine = self.counts()
-        if counts is not None and (counts.shape, counts.dtype) == (mine.shape, mine.dtype):
-            mine.copy_(counts)
-        else:
-            mine.zero_()
-
-    def mark_range(self, start: int, count: int) -> None:
-        """Reset the counts of ``count`` newly written rows, from flat index ``start`` on."""
-        self.counts()[start : start + count] = 0
-
-    def mark_update(self, index: Any) -> None:
-        self.counts().index_fill_(0, rows_of(index, self.storage), 0)
-
-
 def rows_of(index: Any, storage: Storage) -> torch.Tensor:
     if isinstance(index, torch.Tensor) and index.ndim > 1:
         index = index.reshape(-1) if storage.ndim == 1 else index.reshape(-1, index.shape[-1])
     return flat_rows(index, storage, device_of(storage))
 
 
-def health(
-    storage: Storage, sampler: Sampler, writer: Writer, last_draw: LastDraw | None, replays: ReplayCount | None
-) -> dict[str, float]:
+def health(storage: Storage, sampler: Sampler, writer: Writer, last_draw: LastDraw | None) -> dict[str, float]:
     """Return the numbers that this module's docstring explains."""
     rows = row_count(storage)
     report = {"rows": float(rows), "fill": rows / storage.max_size}
@@ -127,10 +84,6 @@ def health(
         report["too_old"] = float(rows - young_count(storage, max_age) if discarded is None else discarded.total())
     if isinstance(inner := unwrapped(sampler), Prioritized):
         report["refused_priorities"] = float(inner.rule.table.refused)
-    if rows and replays is not None:
-        counts = replays.counts()[written_rows(storage)]
-        report |= {"replays_mean": float(counts.double().mean()), "replays_max": float(counts.max())}
-        report["never_sampled"] = float((counts == 0).double().mean())
     return report | _stretches(storage, sampler)
 
 

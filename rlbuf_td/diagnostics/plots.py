@@ -8,6 +8,7 @@ the style in ``plots.mplstyle``.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -22,24 +23,15 @@ from tensordict.utils import NestedKey
 from torchrl.data.replay_buffers import ReplayBuffer
 
 from rlbuf_td.diagnostics.episode_stats import EpisodeStats, running
-from rlbuf_td.diagnostics.health import ReplayCount, ages, health, priorities, probabilities, unwrapped
+from rlbuf_td.diagnostics.health import ages, health, priorities, probabilities
 from rlbuf_td.functional import explained_variance
-from rlbuf_td.storages.indexing import (
-    attached,
-    coordinates,
-    device_of,
-    flat_rows,
-    lanes_of,
-    refuse_unwritten,
-    row_count,
-    written_rows,
-)
+from rlbuf_td.storages.indexing import coordinates, device_of, flat_rows, lanes_of, refuse_unwritten, row_count
 from rlbuf_td.storages.keys import nested_key
 from rlbuf_td.storages.schema import walk
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 from rlbuf_td.writers import RolloutWriter
 
-__all__ = ["plot_advantages", "plot_episodes", "plot_health", "plot_priorities", "plot_trajectory"]
+__all__ = ["plot_advantages", "plot_episodes", "plot_health", "plot_trajectory"]
 
 WIDTH = 3.4  # inches
 STYLE = Path(__file__).with_name("plots.mplstyle")
@@ -270,19 +262,19 @@ def _default_keys(data: Any) -> list[NestedKey]:
 
 @rc_context(fname=STYLE)
 def plot_health(rb: ReplayBuffer) -> Figure:
-    """Plot the ages and weights of the last batch, and the probabilities and draw counts of all rows.
+    """Plot the ages and weights of the last batch, and the TD errors and probabilities of all rows.
 
-    A panel without data is omitted: ages need a writer that keeps the time order, weights need a prioritized sampler,
-    and draw counts need ``count_replays=True``.
+    A panel without data is omitted: ages and weights need a batch, ages a writer that keeps the time order, and weights
+    and TD errors a prioritized sampler.
 
     Args:
-        rb: a buffer that has been sampled.
+        rb: a buffer with rows.
 
     Returns:
         A figure with one to four panels.
 
     Raises:
-        RuntimeError: no batch has been sampled, or no panel has data.
+        RuntimeError: no panel has data.
         TypeError: ``rb`` is a :class:`~rlbuf_td.ReplayBufferMixture`; plot one of its members.
 
     Cost: O(N log N).
@@ -292,31 +284,32 @@ def plot_health(rb: ReplayBuffer) -> Figure:
         >>> from rlbuf_td import PackedStorage, ProportionalSampler, ReplayBuffer
         >>> from tensordict import TensorDict
         >>> rb = ReplayBuffer(storage=PackedStorage(100), sampler=ProportionalSampler(100), batch_size=32)
-        >>> _, _ = rb.extend(TensorDict({"x": torch.zeros(90)}, [90])), rb.sample()
-        >>> len(plot_health(rb).axes)  # ages, weights, mass
-        3
+        >>> index = rb.extend(TensorDict({"x": torch.zeros(90)}, [90]))
+        >>> rb.update_priority(index, torch.rand(90))
+        >>> _ = rb.sample()
+        >>> len(plot_health(rb).axes)
+        4
     """
     if hasattr(rb, "members"):
         raise TypeError("a mixture has no plot of its own: plot a member, mixture['name']")
-    last, storage = getattr(rb, "last_draw", None), rb.storage
-    if last is None:
-        raise RuntimeError("there is no health to plot before the first batch: sample one")
-    replays = attached(storage, ReplayCount)
-    report, weight = health(storage, rb.sampler, rb.writer, last, replays), last.weight
-    age, probability = ages(storage, rb.writer, last), probabilities(storage, rb.sampler)
-    draws = list[Callable[[Axes], None]]()
-    if age is not None:
-        steps = len(storage) // lanes_of(storage).numel()
-        draws.append(lambda axes: _draw_ages(axes, _numbers_of(age), steps))
-    if weight is not None:
-        draws.append(lambda axes: _draw_weights(axes, _numbers_of(weight), report["effective_share"]))
-    if probability is not None:
-        draws.append(lambda axes: _draw_mass(axes, _numbers_of(probability), report["top_mass"]))
-    if replays is not None:
-        counts = _numbers_of(replays.counts()[written_rows(storage)])
-        draws.append(lambda axes: _draw_replays(axes, counts, report["never_sampled"]))
+    last, storage, sampler, draws = (
+        getattr(rb, "last_draw", None),
+        rb.storage,
+        rb.sampler,
+        list[Callable[[Axes], None]](),
+    )
+    report = health(storage, sampler, rb.writer, last)
+    if last is not None and (age := ages(storage, rb.writer, last)) is not None:
+        draws.append(partial(_draw_ages, age=_numbers_of(age), steps=len(storage) // lanes_of(storage).numel()))
+    if last is not None and last.weight is not None:
+        draws.append(partial(_draw_weights, weight=_numbers_of(last.weight), share=report["effective_share"]))
+    magnitude = priorities(storage, sampler)
+    if magnitude is not None and len(magnitude):
+        draws.append(partial(_draw_magnitudes, magnitude=_numbers_of(magnitude)))
+    if "top_mass" in report and (probability := probabilities(storage, sampler)) is not None:
+        draws.append(partial(_draw_mass, probability=_numbers_of(probability), top=report["top_mass"]))
     if not draws:
-        raise RuntimeError("there is no health to plot: the writer keeps no time order, the sampler no priorities")
+        raise RuntimeError("there is no health to plot: no rows, or no batch, and the sampler has no priorities")
     figure, axes = _panels(-(-len(draws) // 2), min(2, len(draws)), 1.6)
     for draw, each in zip([*draws, Axes.remove], axes, strict=False):
         draw(each)
@@ -338,13 +331,8 @@ def _draw_weights(axes: Axes, weight: np.ndarray, share: float) -> None:
     axes.set(xlabel="importance weight", ylabel="rows")
 
 
-def _some_ranks(rows: int) -> np.ndarray:
-    """Return up to 200 ranks from 0 to ``rows - 1``, evenly spaced on a logarithmic scale."""
-    return np.unique(np.geomspace(1, rows, 200).astype(int)) - 1
-
-
 def _draw_mass(axes: Axes, probability: np.ndarray, top: float) -> None:
-    some = _some_ranks(len(probability))
+    some = np.unique(np.geomspace(1, len(probability), 200).astype(int)) - 1  # evenly spaced on a logarithmic scale
     mass = (np.cumsum(np.sort(probability)[::-1]) / probability.sum())[some]
     share = (some + 1) / len(probability)
     axes.plot(share, mass)
@@ -359,55 +347,6 @@ def _draw_mass(axes: Axes, probability: np.ndarray, top: float) -> None:
     axes.set(title="concentration of draws\n(dashed: uniform)", xlabel="most probable rows", ylabel="share of draws")
 
 
-def _draw_replays(axes: Axes, counts: np.ndarray, never: float) -> None:
-    doublings = np.bincount(np.frexp(counts)[1])  # 0, 1, 2 to 3, 4 to 7, ...
-    axes.bar(range(len(doublings)), doublings / len(counts), width=1, color=_SHADE)
-    edges = ["0", "1", *(f"{2**k:,}+" for k in range(1, len(doublings) - 1))]
-    every = -(-len(edges) // 4)
-    axes.set_xticks(range(len(edges))[::every], edges[::every])
-    _in_percent(axes)
-    axes.set(title=f"draws of the stored rows\n(never: {never:.1%})", xlabel="times drawn", ylabel="rows")
-
-
-@rc_context(fname=STYLE)
-def plot_priorities(rb: ReplayBuffer) -> Figure:
-    """Plot the absolute TD errors and the probabilities of all rows.
-
-    Args:
-        rb: a buffer whose sampler is prioritized, or wraps a prioritized sampler.
-
-    Returns:
-        A figure with two panels: a histogram of absolute TD errors, and the probabilities in descending order.
-
-    Raises:
-        TypeError: the buffer's sampler has no priorities.
-        RuntimeError: the buffer is empty.
-
-    Cost: O(N log N).
-
-    Example:
-        >>> import torch
-        >>> from rlbuf_td import PackedStorage, RankSampler, ReplayBuffer
-        >>> from tensordict import TensorDict
-        >>> rb = ReplayBuffer(storage=PackedStorage(100), sampler=RankSampler(100))
-        >>> index = rb.extend(TensorDict({"x": torch.zeros(90)}, [90]))
-        >>> rb.update_priority(index, torch.rand(90))
-        >>> plot_priorities(rb).get_suptitle()
-        'RankSampler, alpha = 0.7, beta = 0.5'
-    """
-    if not len(rb):
-        raise RuntimeError("there are no priorities to plot: the buffer is empty")
-    storage, sampler = rb.storage, unwrapped(rb.sampler)
-    magnitude, probability = priorities(storage, sampler), probabilities(storage, sampler)
-    if magnitude is None or probability is None:
-        raise TypeError(f"a {type(rb.sampler).__name__} keeps no priorities: use ProportionalSampler or RankSampler")
-    figure, (left, right) = _panels(1, 2, 1.7)
-    _draw_magnitudes(left, _numbers_of(magnitude))
-    _draw_law(right, _numbers_of(probability))
-    figure.suptitle(f"{type(sampler).__name__}, alpha = {sampler.alpha:g}, beta = {sampler.beta:g}")
-    return figure
-
-
 def _draw_magnitudes(axes: Axes, magnitude: np.ndarray) -> None:
     positive = magnitude[magnitude > 0]
     if len(positive):
@@ -420,14 +359,3 @@ def _draw_magnitudes(axes: Axes, magnitude: np.ndarray) -> None:
     words = f"line: median {np.median(magnitude):.2g}" + (f"; zero: {zeros:.1%}" if zeros else "")
     _in_percent(axes)
     axes.set(title=f"TD errors\n({words})", xlabel="magnitude", ylabel="rows")
-
-
-def _draw_law(axes: Axes, probability: np.ndarray) -> None:
-    some = _some_ranks(len(probability))
-    ratio = (np.sort(probability)[::-1] / probability.mean())[some]
-    axes.plot(some + 1, ratio)
-    axes.axhline(1, **_GUIDE)
-    axes.set(title="probability of a draw\n(dashed: uniform)", xlabel="rank of the row", ylabel="times uniform")
-    axes.set(xscale="log", yscale="log")
-    if ratio.max() < 1.5 and ratio.min() > 0.67:
-        axes.set_ylim(0.1, 10)

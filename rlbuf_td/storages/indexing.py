@@ -23,12 +23,8 @@ Index: TypeAlias = torch.Tensor | tuple[torch.Tensor, ...]
 Listener = TypeVar("Listener")
 
 
-def attached(storage: Storage, kind: type[Listener]) -> Listener | None:
-    return next((each for each in listeners_of(storage) if isinstance(each, kind)), None)
-
-
 def attached_or_new(storage: Storage, kind: type[Listener]) -> Listener:
-    found = attached(storage, kind)
+    found = next((each for each in listeners_of(storage) if isinstance(each, kind)), None)
     if found is None:
         found = kind(storage)  # type: ignore[call-arg]
         storage.attach(found)

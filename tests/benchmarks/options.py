@@ -93,8 +93,6 @@ OPTIONS: dict[str, Callable[[int, int], Any]] = {
         rows, batch, storage=partial(PackedStorage, share_next=True)
     ).share(),
     "stats": lambda rows, batch: made(rows, batch, stats=EpisodeStats()),
-    "count_replays": partial(made, count_replays=True),
-    "stats, count_replays": lambda rows, batch: made(rows, batch, stats=EpisodeStats(), count_replays=True),
     "samples_per_insert": partial(made, samples_per_insert=256.0, tolerance=1e12),
     "prefetch=3": partial(made, prefetch=3),
     "device='cpu'": partial(made, device="cpu"),

@@ -66,7 +66,7 @@ def with_lanes(folder: Path) -> Any:
 
 def recorded(folder: Path) -> Any:
     env = gymnasium.make_vec("CartPole-v1", num_envs=2)
-    rb = ReplayBuffer.from_env(env, 40, batch_size=4, stats=EpisodeStats(), count_replays=True)
+    rb = ReplayBuffer.from_env(env, 40, batch_size=4, stats=EpisodeStats())
     recorder = GymnasiumRecorder(rb, env)
     recorder.reset(seed=0)
     recorder.step(env.action_space.sample())

@@ -109,8 +109,8 @@ def priorities(rb: Any) -> torch.Tensor:
     + [("proportional", 1, 0), ("proportional", 2, 1), ("windows", 1, 2), ("minibatch", 1, 2)],
 )
 def test_batches_and_priorities_equal_those_without_device(device, name, ndim, ahead):
-    rb = buffer(SAMPLERS[name](200), ndim, device=device, prefetch=ahead, count_replays=True)
-    plain = Reference(buffer(SAMPLERS[name](200), ndim, count_replays=True), ahead if name != "minibatch" else 0)
+    rb = buffer(SAMPLERS[name](200), ndim, device=device, prefetch=ahead)
+    plain = Reference(buffer(SAMPLERS[name](200), ndim), ahead if name != "minibatch" else 0)
     for each in (rb, plain.rb):
         write(each, STEPS - 3, 0)
     before: list[tuple[torch.Tensor, torch.Tensor]] = []

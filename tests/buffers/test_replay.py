@@ -363,7 +363,6 @@ def options() -> dict[str, ReplayBuffer]:
         "subclass of the sampler": made(type("Subclass", (ProportionalSampler,), {})),
         "subclass of the storage": made(storage=OwnStorage),
         "statistics": made(stats=EpisodeStats()),
-        "counts of replays": made(count_replays=True),
         "flow control": made(samples_per_insert=1.0, tolerance=1_000),
         "a draw of one's own": made(OwnDraw),
         "a rule of one's own": made(OwnRule),
@@ -384,7 +383,6 @@ def test_options_and_subclasses_are_compiled(option):
     expected = 6.0 if option == "a rule of one's own" else 3.0
     assert (rb.sampler.priority(batch["index"]) == expected).all()
     assert option != "a draw of one's own" or (batch["index"] == 0).all()
-    assert rb.replay_count is None or rb.replay_count.counts().sum() == 24
     assert rb.flow is None or rb.health()["samples"] == 24
 
 

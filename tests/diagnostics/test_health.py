@@ -54,28 +54,18 @@ def test_in_lockstep_with_lists_of_what_was_written_and_drawn(sampler, lanes, pa
     torch.manual_seed(seed)
     ndim = 1 if lanes == 1 else 2
     made = RandomSampler() if sampler == "TorchRL's" else SAMPLERS[sampler](CAPACITY)
-    rb = ReplayBuffer(storage=PackedStorage(CAPACITY, ndim=ndim), sampler=made, count_replays=True)
-    times, written = [0] * CAPACITY, 0  # how often each row was drawn
-    ages: list[int] = []
-    steps = CAPACITY // lanes
+    rb = ReplayBuffer(storage=PackedStorage(CAPACITY, ndim=ndim), sampler=made)
+    written, ages = 0, list[int]()
     for count, draws in parts:
         data = numbered(written, count, lanes)
         rb.extend(data if ndim == 2 else data[0])
-        for step in range(written, written + count):
-            times[step % steps * lanes : (step % steps + 1) * lanes] = [0] * lanes
         written += count
         for _ in range(draws):
             batch = rb.sample(min(8, len(rb)))
-            index = batch["index"]
-            flat = index if ndim == 1 else index[:, 0] * lanes + index[:, 1]
-            for row in flat.tolist():
-                times[row] += 1
             ages = [written - 1 - step for step in batch["step"].tolist()]
-        health, stored = rb.health(), times[: len(rb)]
+        health = rb.health()
         assert health["rows"] == len(rb)
         assert health["fill"] == len(rb) / CAPACITY
-        assert health["never_sampled"] == pytest.approx(stored.count(0) / len(stored))
-        assert (health["replays_mean"], health["replays_max"]) == (sum(stored) / len(stored), max(stored))
         assert all(type(value) is float and math.isfinite(value) for value in health.values())
         if ages and draws:
             found = [health[f"age_{q}"] for q in ("p10", "p50", "p90", "max")]
@@ -107,7 +97,7 @@ def test_weights_and_mass_and_priorities_are_those_of_the_law(make):
 
 def test_health_of_a_wrapper_is_that_of_the_innermost_sampler():
     wrapped = SequenceSampler(NStepSampler(ProportionalSampler(40), 2, 0.9), 4)
-    rb = ReplayBuffer(storage=PackedStorage(40, ndim=2), sampler=wrapped, batch_size=8, count_replays=True)
+    rb = ReplayBuffer(storage=PackedStorage(40, ndim=2), sampler=wrapped, batch_size=8)
     data = numbered(0, 10, 4)
     data["next"] = TensorDict({"reward": torch.ones(4, 10, 1), "done": torch.zeros(4, 10, 1).bool()}, [4, 10])
     rb.extend(data)
@@ -117,7 +107,6 @@ def test_health_of_a_wrapper_is_that_of_the_innermost_sampler():
     assert health["priority_max"] == 39.0
     assert health["top_mass"] > 0.02
     assert health["effective_sample_size"] > 0
-    assert health["replays_mean"] == 8 / 40
     assert health["age_max"] == 9 - int(step.min())
 
 
@@ -146,32 +135,14 @@ def test_numbers_of_unknown_samplers_and_writers_are_left_out():
         def state_dict(self) -> Any: ...
         def load_state_dict(self, state_dict: Any) -> None: ...
 
-    rb = ReplayBuffer(storage=PackedStorage(10), sampler=Third(), batch_size=3, count_replays=True)
+    rb = ReplayBuffer(storage=PackedStorage(10), sampler=Third(), batch_size=3)
     rb.extend(numbered(0, 5)[0])
     rb.sample()
     health = rb.health()
     assert "top_mass" not in health
-    assert (health["age_max"], health["replays_max"], health["never_sampled"]) == (2.0, 3.0, 0.8)
+    assert health["age_max"] == 2.0
 
     best = ReplayBuffer(storage=PackedStorage(10), writer=TensorDictMaxValueWriter(rank_key="step"), batch_size=3)
     best.extend(numbered(0, 5)[0])
     best.sample()
     assert not [name for name in best.health() if name.startswith("age")]
-
-
-def test_replay_counts_restart_with_another_storage_and_after_emptying():
-    plain = filled()
-    plain.sample()
-    assert plain.replay_count is None
-    assert "never_sampled" not in plain.health()
-    rb = filled(count_replays=True)
-    rb.sample()
-    rb.empty()
-    rb.extend(numbered(0, 30)[0])
-    assert rb.health()["never_sampled"] == 1.0
-    rb.sample()
-    rb.set_storage(PackedStorage(20))
-    rb.extend(numbered(0, 20)[0])
-    assert rb.health()["never_sampled"] == 1.0
-    rb.sample()
-    assert rb.health()["replays_mean"] == 8 / 20

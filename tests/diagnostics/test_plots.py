@@ -20,7 +20,7 @@ from rlbuf_td import (
     RolloutBuffer,
     UniformSampler,
 )
-from rlbuf_td.diagnostics.plots import plot_advantages, plot_episodes, plot_health, plot_priorities, plot_trajectory
+from rlbuf_td.diagnostics.plots import plot_advantages, plot_episodes, plot_health, plot_trajectory
 
 LANES, STEPS = 3, 50
 
@@ -46,7 +46,6 @@ def buffer(sampler: object = None, capacity: int = 200) -> ReplayBuffer:
         sampler=sampler or ProportionalSampler(capacity + 2),
         batch_size=32,
         stats=EpisodeStats(window=5),
-        count_replays=True,
     )
     rb.extend(steps())
     rb.sample()
@@ -61,34 +60,19 @@ def lines(figure: Figure) -> list[list[np.ndarray]]:
     return [[np.asarray(line.get_ydata()) for line in axes.lines] for axes in figure.axes]
 
 
-def test_health_shows_what_health_says():
-    rb = buffer()
+@pytest.mark.parametrize(("kind", "zeros"), [(ProportionalSampler, 150), (ProportionalSampler, 30), (RankSampler, 30)])
+def test_health_shows_what_health_says(kind, zeros):
+    rb = buffer(kind(202, 0.5))
+    rb.update_priority(torch.arange(150), torch.cat([torch.zeros(zeros), torch.ones(150 - zeros)]))
     figure = plot_health(rb)
-    assert len(figure.axes) == 4
-    age, weights, mass, replays = figure.axes
-    health = rb.health()
+    age, weights, errors, mass = figure.axes
     assert sum(heights(age)) == 32
     assert sum(heights(weights)) == 32
-    assert mass.lines[-1].get_ydata() == [health["top_mass"]]
-    assert heights(replays)[0] == pytest.approx(health["never_sampled"])
+    assert sum(heights(errors)) == pytest.approx(1 - zeros / 150)
+    assert mass.lines[-1].get_ydata() == [rb.health()["top_mass"]]
     with np.errstate(all="raise"):
         assert figure._repr_png_().startswith(b"\x89PNG")  # type: ignore[attr-defined]
-    assert len(plot_health(buffer(UniformSampler(), capacity=198)).axes) == 3
-
-
-@pytest.mark.parametrize(("kind", "zeros"), [(ProportionalSampler, 150), (RankSampler, 30)])
-def test_priorities_show_every_error_and_the_law(kind, zeros):
-    sampler = kind(201, 0.5)
-    rb = buffer(sampler)
-    rb.update_priority(torch.arange(150), torch.cat([torch.zeros(zeros), torch.ones(150 - zeros)]))
-    figure = plot_priorities(rb)
-    assert len(figure.axes) == 2
-    errors, law = figure.axes
-    assert sum(heights(errors)) == pytest.approx(1 - zeros / 150)
-    expected = sampler.probability(torch.arange(150)).sort(descending=True).values * 150
-    drawn = law.lines[0]
-    at = torch.as_tensor(drawn.get_xdata()) - 1
-    assert torch.allclose(torch.as_tensor(drawn.get_ydata()), expected[at])
+    assert len(plot_health(buffer(UniformSampler(), capacity=198)).axes) == 2
 
 
 def test_episodes_show_every_episode_and_the_running_mean():
@@ -135,10 +119,8 @@ def test_a_rollout_shows_values_targets_and_advantages():
 def test_refusals_give_the_reason():
     empty = ReplayBuffer(storage=PackedStorage(10), sampler=ProportionalSampler(10))
     for plot, error, message in (
-        (lambda: plot_health(empty), RuntimeError, "before the first batch"),
+        (lambda: plot_health(empty), RuntimeError, "there is no health to plot: no rows"),
         (lambda: plot_health(ReplayBufferMixture({"a": empty}, {"a": 1.0})), TypeError, "plot a member, mixture"),
-        (lambda: plot_priorities(empty), RuntimeError, "the buffer is empty"),
-        (lambda: plot_priorities(buffer(UniformSampler())), TypeError, "a UniformSampler keeps no priorities"),
         (lambda: plot_episodes(EpisodeStats()), RuntimeError, "no episode has ended"),
         (lambda: plot_trajectory(buffer(), 150), IndexError, "there is no row 150: 150 rows are stored"),
         (lambda: plot_trajectory(buffer(), 0, keys=["velocity"]), KeyError, "no 'velocity' in the rows"),

@@ -465,7 +465,7 @@ REFUSALS: Table = {
     ("ReplayBuffer over another storage", elsewhere): [
         *((lambda rb, name=name, given=given: elsewhere(**{name: given}), TypeError,
            f"{name}.*= needs a PackedStorage, got a LazyTensorStorage")
-          for name, given in {"stats": td.EpisodeStats(), "lane_key": "e", "device": "cpu", "count_replays": True,
+          for name, given in {"stats": td.EpisodeStats(), "lane_key": "e", "device": "cpu",
                               "include_info": False, "samples_per_insert": 1.0, "min_size": 2}.items()),
         (lambda _: elsewhere(sampler=n_step()), TypeError, "NStepSampler looks up episodes and needs a PackedStorage"),
         (lambda _: elsewhere(writer=td.RolloutWriter()), TypeError, "a RolloutWriter needs a PackedStorage"),

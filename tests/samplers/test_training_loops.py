@@ -144,7 +144,7 @@ def test_a_buffer_that_is_first_shared_and_written_in_inference_mode_takes_write
 @pytest.mark.parametrize("name", ["unique", "proportional", "rank", "n-step over hindsight", "windows"])
 def test_what_was_made_in_inference_mode_is_written_to_outside_it(path: Any, name: str) -> None:
     with forced(path):
-        rb = ReplayBuffer(storage=PackedStorage(60), sampler=SAMPLERS[name](60), batch_size=32, count_replays=True)
+        rb = ReplayBuffer(storage=PackedStorage(60), sampler=SAMPLERS[name](60), batch_size=32)
         with torch.inference_mode():
             use(rb, 0)
             rb.load_state_dict(rb.state_dict())
