@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from math import prod
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -301,11 +301,11 @@ class EpisodeStats:
         at = np.arange(max(0, last - min(count, self._rows)), last) % self._rows
         return self._records[at], self._ends[at]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, torch.Tensor]:
         """Return a copy of the state as tensors, including unfinished episodes."""
         return {name: torch.from_numpy(getattr(self, name).copy()) for name in _STATE}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
         """Restore a result of :meth:`state_dict`.
 
         Raises:

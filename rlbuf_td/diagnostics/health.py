@@ -33,7 +33,7 @@ from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.uniform import young_count
 from rlbuf_td.samplers.wrapper import SamplerWrapper
 from rlbuf_td.storages import PackedStorage
-from rlbuf_td.storages.indexing import device_of, flat_rows, lanes_of, row_count, stand_apart, written_rows
+from rlbuf_td.storages.indexing import Index, device_of, flat_rows, lanes_of, row_count, stand_apart, written_rows
 
 
 class LastDraw(NamedTuple):
@@ -56,7 +56,7 @@ class LastDraw(NamedTuple):
 _QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9, "max": 1.0}
 
 
-def rows_of(index: Any, storage: Storage) -> torch.Tensor:
+def rows_of(index: Index, storage: Storage) -> torch.Tensor:
     if isinstance(index, torch.Tensor) and index.ndim > 1:
         index = index.reshape(-1) if storage.ndim == 1 else index.reshape(-1, index.shape[-1])
     return flat_rows(index, storage, device_of(storage))

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tensordict import NestedKey
-from torchrl.data.replay_buffers import PrioritizedSampler, ReplayBuffer, SamplerWithoutReplacement, Storage
+from tensordict import NestedKey, TensorDictBase
+from torchrl.data.replay_buffers import PrioritizedSampler, ReplayBuffer, Sampler, SamplerWithoutReplacement, Storage
 
 from rlbuf_td.envs.specs import schema_of
 from rlbuf_td.samplers import ProportionalSampler, RankSampler, UniformSampler
@@ -134,12 +134,12 @@ def plan(
     source: Any,
     capacity: int | None = None,
     *,
-    sampler: Any = None,
+    sampler: Sampler | type[Sampler] | str | None = None,
     device: torch.device | str | None = None,
     scratch_dir: str | Path | None = None,
     shared: bool = False,
     share_next: bool | str | Sequence[NestedKey] = False,
-    frames: Mapping[NestedKey, Any] | None = None,
+    frames: Mapping[NestedKey, int] | None = None,
 ) -> MemoryPlan:
     """Return the bytes that a buffer of ``capacity`` transitions needs, and whether they fit into the free memory.
 
@@ -206,7 +206,7 @@ def plan(
     )
 
 
-def priority_bytes(sampler: Any, capacity: int, device: torch.device | str = "cpu") -> int:
+def priority_bytes(sampler: object, capacity: int, device: torch.device | str = "cpu") -> int:
     while hasattr(sampler, "sampler"):
         sampler = sampler.sampler
     if isinstance(sampler, str):
@@ -223,7 +223,7 @@ def priority_bytes(sampler: Any, capacity: int, device: torch.device | str = "cp
     return 8 * capacity if issubclass(kind, SamplerWithoutReplacement) else 0
 
 
-def _time_step(storage: Storage) -> Any:
+def _time_step(storage: Storage) -> TensorDictBase:
     if getattr(storage, "dedup", None) is not None:
         layout = storage.layout
         return layout.unpack(torch.empty((*storage.lanes, layout.row_bytes), dtype=torch.uint8, device="meta"))

@@ -17,9 +17,10 @@ import numpy as np
 import torch
 from matplotlib import rc_context
 from matplotlib.axes import Axes
+from matplotlib.backend_bases import RendererBase
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
-from tensordict.utils import NestedKey
+from tensordict import NestedKey, TensorDictBase
 from torchrl.data.replay_buffers import ReplayBuffer
 
 from rlbuf_td.diagnostics.episode_stats import EpisodeStats, running
@@ -44,7 +45,7 @@ _DOTS: dict[str, Any] = {"linestyle": "", "marker": ".", "markersize": 2.5}
 class _Picture(Figure):
     """A figure that Jupyter shows without pyplot."""
 
-    def draw(self, renderer: Any) -> None:
+    def draw(self, renderer: RendererBase) -> None:
         with rc_context(fname=STYLE):  # ticks are made when they are first drawn
             super().draw(renderer)
 
@@ -177,7 +178,7 @@ def plot_advantages(rollout: ReplayBuffer) -> Figure:
 
 
 @rc_context(fname=STYLE)
-def plot_trajectory(rb: ReplayBuffer, row: Any, *, keys: Sequence[NestedKey] | None = None) -> Figure:
+def plot_trajectory(rb: ReplayBuffer, row: int | tuple[int, ...], *, keys: Sequence[NestedKey] | None = None) -> Figure:
     """Plot the stored part of the trajectory that a row belongs to, and mark the row.
 
     Args:
@@ -251,7 +252,7 @@ def _draw_components(axes: Axes, steps: np.ndarray, values: np.ndarray) -> None:
         axes.set_ylim(values[0, 0] - 1, values[0, 0] + 1)
 
 
-def _default_keys(data: Any) -> list[NestedKey]:
+def _default_keys(data: TensorDictBase) -> list[NestedKey]:
     found: list[NestedKey] = [key for key in (("next", "reward"), "action") if data.get(key, None) is not None]
     for key, x in walk(data):
         is_small = isinstance(x, torch.Tensor) and x.dtype.is_floating_point and x[0].numel() <= 64

@@ -6,7 +6,6 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing, nullcontext
-from typing import Any
 
 import torch
 
@@ -22,7 +21,7 @@ _STEPS = 2  # consecutive rows of a trajectory that an unknown sampler may need
 CODES = tuple(FAULTS)
 
 
-def check(source: Any, *, env: Any = None, space: Any = None, ignore: str | Sequence[str] = ()) -> Report:
+def check(source: object, *, env: object = None, space: object = None, ignore: str | Sequence[str] = ()) -> Report:
     """Read all rows of a buffer and report faults, each with example rows and a remedy.
 
     The most important fault: within a trajectory, a row's next observation differs from the following row's
@@ -95,7 +94,7 @@ def _value_findings(record: Record) -> Iterator[Finding]:
         yield record.finding("float64", None, record.rows, one, keys=", ".join(map(show_key, doubles)))
 
 
-def _space(name: str) -> Any:
+def _space(name: str) -> object:
     import gymnasium
 
     try:
