@@ -155,11 +155,13 @@ class Recorder:
             leaf = stored.get(key)
             if leaf is None:
                 self._refuse_missing(key, value)
-            elif key == REWARD and leaf.dtype.is_floating_point:  # as the extras or the reward space say
-                schema.set(key, torch.empty((self._lanes, *leaf.shape), dtype=leaf.dtype, device="meta"))
-            elif value.shape[1:] == leaf.shape and _may_be(key, leaf.dtype):
-                schema.set(key, value.to(leaf.dtype))
-            elif (value.dtype, value.shape[1:]) != (leaf.dtype, leaf.shape):
+                continue
+            is_reward = key[-1] == "reward" and leaf.dtype.is_floating_point
+            if key == REWARD and is_reward:
+                value = value.new_empty((self._lanes, *leaf.shape))
+            if is_reward or key[-1] == ACTION_MASK:  # rows hold them as the extras or a space say
+                schema.set(key, value := value.to(leaf.dtype))
+            if (value.dtype, value.shape[1:]) != (leaf.dtype, leaf.shape):
                 given = f"the environment gives {show_key(key)} as {value.dtype} of shape {tuple(value.shape[1:])}"
                 stored_as = f"the buffer's rows hold {leaf.dtype} of shape {tuple(leaf.shape)}"
                 raise SchemaError(f"{given}, {stored_as}: {_REMEDY}")
@@ -170,12 +172,8 @@ class Recorder:
         if storage.is_reserved or storage.layout is None or key in storage.layout.places:
             return
         fault = f"the buffer's rows have no {show_key(key)}, which the recorder writes, and can no longer get it"
-        remedy = f"make the buffer with from_env(env, ..., {self._show(key, value)})"
-        raise SchemaError(f"{fault}: {remedy}")
-
-    def _show(self, key: Key, value: torch.Tensor) -> str:
-        """Return the argument ``extras=`` of ``from_env`` for an entry ``[E, ...]``."""
-        return show_extra(key, value[0] if self._single else value)
+        example = show_extra(key, value[0] if self._single else value)
+        raise SchemaError(f"{fault}: make the buffer with from_env(env, ..., {example})")
 
     def _begin_step(self, extras: Mapping[str, object]) -> None:
         """Fill the trajectory numbers and the extras; the first step makes the memory of the rows."""
@@ -241,11 +239,6 @@ class Recorder:
     def _interrupt(self) -> None:
         """Let a reset follow."""
         raise NotImplementedError
-
-
-def _may_be(key: Key, dtype: torch.dtype) -> bool:
-    """Whether rows may hold an entry in ``dtype``, because extras or spaces say so: rewards and action masks."""
-    return key[-1] == ACTION_MASK or (key[-1] == "reward" and dtype.is_floating_point)
 
 
 def _checked(buffer: object) -> TensorDictReplayBuffer:
