@@ -33,7 +33,8 @@ GIB = 1 << 30
 
 
 def taken(tensors: Any) -> int:
-    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+    blocks = {block.data_ptr(): block.nbytes() for block in (tensor.untyped_storage() for tensor in tensors)}
+    return sum(blocks.values())
 
 
 def state_of(sampler: Any) -> int:
