@@ -6,17 +6,15 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-import gymnasium
 import pytest
 import torch
-from gymnasium.vector import AutoresetMode
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torchrl.collectors import Collector
 from torchrl.data.replay_buffers import LazyTensorStorage, TensorDictMaxValueWriter, TensorDictReplayBuffer
 from torchrl.envs import Compose, EnvBase, GymEnv, RewardSum, SerialEnv, StepCounter, TransformedEnv, VecNormV2
 
-from rlbuf_td import PackedStorage, ReplayBuffer, RolloutBuffer, make_transition
+from rlbuf_td import PackedStorage, ReplayBuffer, RolloutBuffer
 from rlbuf_td.diagnostics.doctor import check
 
 # -- a small world whose transitions are kept by hand: walks that end by falling off or by a time limit
@@ -399,20 +397,3 @@ def test_rollouts_are_healthy() -> None:
     for data in collected(cartpole, 3)[:3]:
         rb.extend(data.clone())
         assert check(rb).codes == []
-
-
-@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
-def test_a_loop_that_stores_what_step_returns_is_not(mode: AutoresetMode) -> None:
-    """What a user does who has not read about autoreset."""
-    env = gymnasium.make_vec("CartPole-v1", 3, vectorization_mode="sync", vector_kwargs={"autoreset_mode": mode})
-    rb = ReplayBuffer(storage=PackedStorage(1_500, ndim=2), dim_extend=0)
-    obs, _ = env.reset(seed=0)
-    env.action_space.seed(0)
-    for _ in range(500):
-        action = env.action_space.sample()
-        following, reward, terminated, truncated, _ = env.step(action)
-        rb.add(make_transition(obs, action, reward, following, terminated, truncated))
-        obs = following
-    code = "reset-row-stored" if mode is AutoresetMode.NEXT_STEP else "final-observation-lost"
-    assert check(rb).codes == [code]
-    env.close()

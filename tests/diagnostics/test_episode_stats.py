@@ -12,9 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
-from torchrl.collectors import Collector
 from torchrl.data.replay_buffers import PrioritizedSampler
-from torchrl.envs import GymEnv, SerialEnv, StepCounter, TransformedEnv
 
 from rlbuf_td import EpisodeStats, PackedStorage, ProportionalSampler, ReplayBuffer, RolloutBuffer, UniformSampler
 
@@ -251,27 +249,6 @@ def test_torchrls_own_parts_and_rollouts_are_counted_once():
         rb.extend(written.clone())
         assert rb.episode_stats is not None
         assert rb.episode_stats.summary() == by_hand.summary()
-
-
-def test_a_collector_gives_the_returns_that_its_environments_had():
-    def make_env() -> TransformedEnv:
-        return TransformedEnv(GymEnv("CartPole-v1"), StepCounter(max_steps=12))
-
-    env = SerialEnv(3, make_env)
-    stats = EpisodeStats(window=1000, history=1000)
-    rb = ReplayBuffer(storage=PackedStorage(3000), stats=stats)
-    torch.manual_seed(0)
-    env.set_seed(0)
-    lengths = []
-    for data in Collector(env, frames_per_batch=60, total_frames=480):
-        rb.extend(data.reshape(-1))
-        lengths += data["next", "step_count"][data["next", "done"]].flatten().tolist()
-    summary = stats.summary()
-    assert summary["train/steps"] == 480
-    assert summary["train/episodes"] == len(lengths)
-    for name in ("length", "return"):  # CartPole gives a reward of 1 per step
-        assert sorted(stats.history()[name].tolist()) == sorted(lengths)
-    assert summary["train/done_truncated_rate"] == pytest.approx(sum(n == 12 for n in lengths) / len(lengths), abs=0.2)
 
 
 @pytest.mark.parametrize("missing", [("done",), ("terminated",), ("truncated",), ("done", "truncated")])
