@@ -241,13 +241,6 @@ def test_a_batch_waits_for_as_many_rows_as_the_error_says():
     rb.sample()
 
 
-def test_another_batch_size_is_no_reason_to_warn():
-    for sampler in (UniformSampler(), RandomSampler()):
-        rb = ReplayBuffer(storage=PackedStorage(100), sampler=sampler, batch_size=8)
-        rb.extend(rows(20))
-        assert (len(rb.sample(3)), len(rb.sample())) == (3, 8)
-
-
 def filled(count: int, **flow) -> ReplayBuffer:
     rb = buffer(**flow)
     rb.extend(rows(count))

@@ -29,7 +29,7 @@ from rlbuf_td import (
 )
 from rlbuf_td.buffers import prefetch
 from tests import catalogue
-from tests.catalogue import SCHEMAS, assert_same, reward_fn, transitions
+from tests.catalogue import assert_same, reward_fn
 from tests.storages.test_sharing import elsewhere
 
 STEPS, SIZE = 40, 12
@@ -135,21 +135,6 @@ def test_batches_and_priorities_equal_those_without_device(device, name, ndim, a
         assert stale == plain.rb.health()["stale_updates"]
         assert stale > 0 or name == "windows"  # which are few
     assert ahead or rb.health() == plain.rb.health()
-
-
-@pytest.mark.filterwarnings("ignore:with ndim=., data of batch size")  # rows with batch dims of their own
-@pytest.mark.parametrize("schema", SCHEMAS.values(), ids=str)
-def test_every_kind_of_transition_arrives_whole(device, schema):
-    def made(**kwargs: Any) -> ReplayBuffer:
-        storage = PackedStorage(9, share_next="observation" in transitions(schema, 9).keys())
-        rb = ReplayBuffer(storage=storage, sampler=ProportionalSampler(9), batch_size=5, **kwargs)
-        rb.set_rng(torch.Generator().manual_seed(1))
-        if schema.element:  # such rows are meant
-            rb.storage.reserve(transitions(schema, 9)[0])
-        rb.extend(transitions(schema, 9))
-        return rb
-
-    assert_same(made(device=device).sample().cpu(), made().sample())
 
 
 @pytest.mark.parametrize("ndim", [1, 2])

@@ -347,20 +347,6 @@ def test_torchrls_loss_leaves_padding_out():
     assert len(rollout) == 24
 
 
-@pytest.mark.parametrize("lanes", [None, 2])
-def test_a_new_rollout_does_not_continue_the_last_one(lanes):
-    """Rows of the last rollout that are not replaced yet are no longer stored."""
-    rollout = RolloutBuffer(6, lanes, batch_size=6, sequence_length=6, partial=True)
-    for steps in (6, 4, 2, 5):
-        data = steps_of(lanes or 1, steps, 0.0)
-        rollout.extend(data if lanes else data[0])
-        if steps == 4:
-            sizes = torch.cat([batch["mask"].sum(1) for batch in rollout])
-            assert sizes.tolist() == [4] * (lanes or 1)
-    sizes = torch.cat([batch["mask"].sum(1) for batch in rollout])
-    assert sizes.tolist() == [5] * (lanes or 1)
-
-
 pytest.importorskip("pettingzoo")
 
 

@@ -236,7 +236,7 @@ def test_the_first_step_of_a_rollout_follows_no_step_of_the_last_one(lanes):
         write(rb, data[:, 5:], way)
 
 
-GAMMA, N = 0.9, 3
+GAMMA = 0.9
 
 
 def columns(data):
@@ -248,22 +248,6 @@ def vtrace(data):
     value, next_value, reward, done, terminated = columns(data)
     log_pi = data["log_prob"] * 0.5
     return vtrace_advantage_estimate(GAMMA, log_pi, data["log_prob"], value, next_value, reward, done, terminated)
-
-
-def n_step(data):
-    """Estimate by returns of at most N steps; time is the last batch dim."""
-    value, next_value, reward, done, terminated = columns(data)
-    time, target = data.ndim - 1, torch.zeros_like(value)
-    one_step = reward + GAMMA * next_value.masked_fill(terminated, 0)
-    last = one_step.unbind(time)
-    for t in range(data.shape[-1]):
-        end = min(t + N, data.shape[-1]) - 1
-        sums = last[end]
-        for k in range(end - 1, t - 1, -1):
-            stops = done.select(time, k)
-            sums = torch.where(stops, last[k], reward.select(time, k) + GAMMA * sums)
-        target.select(time, t).copy_(sums)
-    return target - value, target
 
 
 def brute_vtrace(value, following, reward, done, terminated, log_prob):
@@ -283,24 +267,12 @@ def brute_vtrace(value, following, reward, done, terminated, log_prob):
     return rho * (reward + GAMMA * torch.stack(bootstrap) - value), target
 
 
-def brute_n_step(value, following, reward, done, terminated, log_prob):
-    target = torch.zeros_like(value)
-    for s in range(len(value)):
-        for k in range(N):
-            t = s + k
-            target[s] += GAMMA**k * reward[t]
-            if done[t] or k == N - 1 or t == len(value) - 1:
-                target[s] += GAMMA ** (k + 1) * following[t] * (not terminated[t])
-                break
-    return target - value, target
-
-
-def expected(world, data, brute):
+def expected(world, data):
     """Compute the estimates of ``[E, n]`` steps lane by lane."""
     after = data["next"]
     values = (world.value(data["observation"]), world.value(after["observation"]), after["reward"])
     given = *(x.double() for x in values), after["done"], after["terminated"], data["log_prob"].double()
-    lanes = [brute(*(x[lane, :, 0] for x in given)) for lane in range(len(data))]
+    lanes = [brute_vtrace(*(x[lane, :, 0] for x in given)) for lane in range(len(data))]
     return [torch.stack(parts).unsqueeze(-1) for parts in zip(*lanes, strict=True)]
 
 
@@ -309,19 +281,18 @@ def steps_of(world, n, **kwargs):
     return data.set("log_prob", torch.randn(world.lanes, n, 1, generator=world.generator))
 
 
-@pytest.mark.parametrize(("own", "brute"), [(vtrace, brute_vtrace), (n_step, brute_n_step)])
 @pytest.mark.parametrize(
     ("way", "lanes", "values"), [("whole", None, True), ("parts", 3, False), ("steps", 3, True), ("whole", 3, False)]
 )
-def test_estimates_of_ones_own_are_those_of_the_definition(own, brute, way, lanes, values):
+def test_estimates_of_ones_own_are_those_of_the_definition(way, lanes, values):
     world = make_world(lanes or 1)
-    writer = RolloutWriter(estimator=own, value_network=world.module())
+    writer = RolloutWriter(estimator=vtrace, value_network=world.module())
     rb = ReplayBuffer(storage=PackedStorage(12 * (lanes or 1), ndim=2 if lanes else 1), writer=writer)
     for _ in range(3):
         data = steps_of(world, 12, values=values)
         write(rb, data, way)
         rows = stored(rb)
-        for key, x in zip(("advantage", "value_target"), expected(world, data, brute), strict=True):
+        for key, x in zip(("advantage", "value_target"), expected(world, data), strict=True):
             torch.testing.assert_close(rows[key].double(), x, rtol=1e-5, atol=1e-5)
         assert torch.equal(rows["next", "reward"], data["next", "reward"])
         assert torch.equal(rows["next", "done"], data["next", "done"])
@@ -352,7 +323,7 @@ def test_it_sees_ends_where_trajectories_change_and_all_that_was_written():
 
     def estimator(data):
         seen.append(data)
-        return n_step(data)
+        return vtrace(data)
 
     data = steps_of(world, 4, terminated=none, truncated=none)
     data["collector", "traj_ids"][1, 2:] += 7
@@ -384,7 +355,7 @@ def test_partial_rollouts_normalization_and_the_summary_use_it(own, how):
     for written in (5, 8):
         rollout.extend(data[:, rollout.writer.steps : written].clone())
         part = data[:, :written]
-        found = expected(world, part, brute_vtrace) if own else world.estimates(part)
+        found = expected(world, part) if own else world.estimates(part)
         advantage, target = (x.float() for x in found)
         scaled = (advantage - advantage.mean()) / advantage.std(correction=0)
         for batch in rollout:
