@@ -360,4 +360,4 @@ class Client:
     def write_count(self) -> int:
         """The number of rows that the shards have received so far."""
         self.links.require_one()
-        return sum(report.written for report in self.links.ask("report").values())
+        return sum(report.inserts for report in self.links.ask("report").values())

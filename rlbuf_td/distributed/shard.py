@@ -36,11 +36,10 @@ class Report(NamedTuple):
     smallest: float  # p ** alpha of the least likely row; infinite without rows
     rows: int  # number of stored rows
     waiting: int  # number of rows received but not yet stored; the next request stores them
-    written: int  # number of rows received so far
+    inserts: int  # number of rows received so far
     largest: float  # largest magnitude of a TD error so far; -1 before the first
-    stale: int  # number of TD errors skipped because their row was replaced or the shard had restarted
+    stale_updates: int  # number of TD errors skipped because their row was replaced or the shard had restarted
     drifted: int  # number of rows drawn from a mass that the client did not know
-    requests: int  # number of requests so far
 
 
 class Request(NamedTuple):
@@ -90,7 +89,7 @@ class Shard:
         self._set(make_buffer())
         self._staged: list[tuple[int, TensorDictBase]] = []
         self._waiting, self._writer, self._last_draw = 0, -1, -inf
-        self._stale = self._drifted = self._requests = 0
+        self._stale = self._drifted = 0
         self._layout: tuple[RowLayout | None, bytes] = (None, b"")  # of the last rows drawn
         if find_dump is not None and (_is_restart() if restarted is None else restarted):
             self._continue(find_dump)
@@ -122,7 +121,7 @@ class Shard:
         elif rows:
             mass, smallest = float(rows), 1.0
         written = self.buffer.write_count * self.storage.lanes.numel() + self._waiting
-        counts = self._stale + self.buffer.stale_updates.total(), self._drifted, self._requests
+        counts = self._stale + self.buffer.stale_updates.total(), self._drifted
         return Report(
             self.incarnation, self.version, mass, smallest, rows, self._waiting, written, float(largest), *counts
         )
@@ -136,7 +135,7 @@ class Shard:
 
     def draw(self, request: Request) -> Answer:
         """Draw rows, apply the request's TD errors, store waiting rows, and report the new mass, in this order."""
-        self._requests, self._last_draw = self._requests + 1, time.monotonic()
+        self._last_draw = time.monotonic()
         before, drawn = self.report(), None
         if len(request.fractions) and before.mass > 0:
             if request.version != before.version:

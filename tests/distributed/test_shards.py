@@ -43,7 +43,7 @@ def updated(client, batch, error=7.0):
 
 
 def stale(world, client):
-    return client.stale + sum(shard.report().stale for shard in world.shards)
+    return client.stale + sum(shard.report().stale_updates for shard in world.shards)
 
 
 def test_what_is_sampled_is_what_was_written():
