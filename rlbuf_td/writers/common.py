@@ -99,7 +99,7 @@ class TimeWriter(RoundRobinWriter, Recovers):
     def append(self, lanes: Any, data: TensorDictBase) -> torch.Tensor:
         """Write rows, ``[n]``, each after the newest row of its lane; return their index, ``[n, 2]``.
 
-        The arguments and errors are those of :meth:`PackedStorage.append`. :attr:`_write_count` increases by n.
+        The arguments and errors are those of :meth:`PackedStorage.advance`. :attr:`_write_count` increases by n.
         """
         return self._storage.advance(data, self.planned, lanes=lanes)
 
