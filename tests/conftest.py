@@ -91,7 +91,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
 
 
 #: The slow tests that take longest, longest first: where workers share them out, these must not begin last.
-LONGEST = ["test_compile_compiles", "test_demo.py", "11_demonstrations", "14_torchrl", "test_ray.py", "07_checkpoints"]
+LONGEST = ["test_compile_compiles", "demo_solves", "11_demonstrations", "14_torchrl", "test_ray.py", "07_checkpoints"]
 LONGEST += ["04_hindsight", "06_sequences", "17_many", "test_every_library", "01_quick", "08_migration", "16_world"]
 LONGEST += ["15_multi", "13_recipes", "test_wheel", "test_kill.py"]
 
