@@ -34,7 +34,7 @@ from rlbuf_td.storages.keys import as_tuple
 from rlbuf_td.storages.processes import pickled_generator, unpickled_generator
 from rlbuf_td.storages.ring import SAMPLED_AT
 from rlbuf_td.storages.schema import kind, show_key
-from rlbuf_td.storages.tensordict_fast import set_entries_
+from rlbuf_td.storages.tensordict_fast import entries_of, set_entries_
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -264,7 +264,7 @@ class ReplayBufferMixture:
 
         After an error, all priorities are unchanged.
         """
-        flat, updates = data.reshape(-1), []
+        flat, updates = data if data.ndim == 1 else data.reshape(-1), []
         for name, is_own in members_of(flat, self.names).items():
             member, parts = self.members[name], self.members[name]._initialize()
             if parts.prioritized is not None:
@@ -512,10 +512,17 @@ def with_lane(rows: TensorDictBase) -> dict[str, Tensor]:
 
 def without_lane(member: ReplayBuffer, rows: TensorDictBase) -> TensorDictBase:
     """Undo :func:`with_lane` if the member has ``ndim=1``."""
-    for key in INDICES:
-        if member.storage.ndim == 1 and key in rows.keys() and rows[key].ndim > 1:
-            rows[key] = rows[key][:, 0]
+    if has_lane(member, rows):
+        for key in INDICES:
+            if key in rows.keys():
+                rows[key] = rows[key][:, 0]
     return rows
+
+
+def has_lane(member: ReplayBuffer, rows: TensorDictBase) -> bool:
+    """Whether rows of a member with ``ndim=1`` have indices with a lane."""
+    index = entries_of(rows).get("index")
+    return index is not None and index.ndim > 1 and member.storage.ndim == 1
 
 
 def members_of(batch: TensorDictBase, names: Sequence[str]) -> dict[str, Tensor]:
@@ -523,11 +530,15 @@ def members_of(batch: TensorDictBase, names: Sequence[str]) -> dict[str, Tensor]
     source = batch.get("source", None)
     if source is None:
         raise KeyError("the batch has no 'source', the member of each row: pass a batch of this mixture")
-    if source.ndim != 1 or source.is_floating_point() or ((source < 0) | (source >= len(names))).any():
+    if not len(source):
+        return {}
+    is_plain = source.ndim == 1 and not source.is_floating_point() and source.dtype is not torch.bool
+    low, high = map(int, source.aminmax()) if is_plain else (-1, -1)
+    if not 0 <= low <= high < len(names):
         found = f"{source.dtype} {source.unique().tolist()} of shape {[*source.shape]}"
         raise IndexError(f"'source' must hold one position in {[*names]} per row, [B] int64, got {found}")
-    masks = {name: source == place for place, name in enumerate(names)}
-    return {name: is_own for name, is_own in masks.items() if is_own.any()}
+    counts = torch.bincount(source, minlength=len(names)).tolist()
+    return {name: source == place for place, name in enumerate(names) if counts[place]}
 
 
 def own_errors(member: ReplayBuffer, batch: TensorDictBase, is_own: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -536,8 +547,11 @@ def own_errors(member: ReplayBuffer, batch: TensorDictBase, is_own: Tensor) -> t
     Other rows are left out, or have the index -1.
     """
     parts = member.parts
-    batch = without_lane(member, batch.copy() if parts.wrapper is None else batch[is_own])
-    index, td_error, stamp = parts.errors_of(batch, batch.ndim, member.priority_key)
+    if parts.wrapper is not None:
+        batch = batch[is_own]
+    elif has_lane(member, batch):
+        batch = batch.copy()
+    index, td_error, stamp = parts.errors_of(without_lane(member, batch), 1, member.priority_key)
     if parts.wrapper is None:
         index = torch.where(is_own[:, None] if index.ndim > 1 else is_own, index, -1)
         td_error = torch.where(is_own, td_error, 0)

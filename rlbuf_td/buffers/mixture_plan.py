@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
-import numpy as np
 import torch
 from tensordict import TensorDict
 from torch import Tensor
@@ -16,13 +15,23 @@ from rlbuf_td.buffers.plan import CompiledPlan
 from rlbuf_td.buffers.replay import ReplayBuffer
 from rlbuf_td.diagnostics.health import LastDraw
 from rlbuf_td.kernels.strata import LEAST_RATIO
+from rlbuf_td.samplers.common import refuse_disorder
 from rlbuf_td.samplers.reading import SCALAR, BatchSlot, BatchSlots, Named, Reading
 from rlbuf_td.storages.indexing import flat_rows, refuse_unwritten, row_count
 from rlbuf_td.storages.ring import SAMPLED_AT
 from rlbuf_td.storages.tensordict_fast import set_entries_
 
 _WEIGHT = "priority_weight"
+_MOST_PARTS = 64
 _CHANGED = "another thread has changed member {!r}: sample again"
+
+
+class _Part(NamedTuple):
+    """A member's part of the memory for drawn rows."""
+
+    rows: Tensor  # ``[n]`` int64, flat indices
+    weight: Tensor  # ``[n]`` float32
+    scratch: Tensor  # ``[n]`` float64, for random numbers
 
 
 def normalizer_of(member: ReplayBuffer, report: Mapping[Any, Any] | None) -> float | None:
@@ -75,11 +84,12 @@ class MixturePlan:
         named += [(SAMPLED_AT, (torch.int64, SCALAR)), (_WEIGHT, (torch.float32, SCALAR))] if self.is_weighted else []
         named += [("source", (torch.int64, SCALAR))]
         self.has_lanes, self.slots = bool(first.lanes), BatchSlots(layout, named, size)
-        leaves = [leaf.nbytes for leaf in layout.leaves]
-        #: Bytes per row of the targets of a reading: the leaves, coordinates and stamps.
-        self.widths = np.array([*leaves, 16 if self.has_lanes else 8, 8], np.int64)
-        self.targets = np.zeros(len(self.widths), np.int64)
-        self.lock = Lock()  # the targets serve one batch at a time
+        kinds = torch.int64, torch.float32, torch.float64
+        self.drawn = _Part(*(torch.zeros(size, dtype=dtype, device="cpu") for dtype in kinds))
+        self.source = torch.zeros(size, dtype=torch.int64, device="cpu")
+        self.sourced: list[tuple[int, int]] = []  # the bounds of the members' parts in `source`
+        self.parts_by_bounds: dict[tuple[int, int], _Part] = {}
+        self.lock = Lock()  # the memory serves one batch at a time
 
     def holds(self, counts: Sequence[int]) -> bool:
         """Whether all members that provide rows can still draw them with this plan."""
@@ -92,56 +102,71 @@ class MixturePlan:
     def sample(self, counts: Sequence[int]) -> TensorDict:
         """Return a batch with ``counts[i]`` rows of member ``i``, or fewer if its sampler draws fewer."""
         with self.lock:
-            slot, begin = self.slots.take(), 0
+            slot, end = self.slots.take(), 0
+            report = slot.report
             normalizers: dict[str, float | None] = {}
-            slices: dict[str, slice] = {}
+            bounds: list[tuple[int, int]] = []
             for name, own, count in zip(self.members, self.plans, counts, strict=True):
+                begin = end
                 if count:
-                    plan = own()
-                    if plan is None:
-                        raise RuntimeError(_CHANGED.format(name))
-                    slices[name], normalizers[name] = self._fill(name, plan, slot, begin, count)
-                    begin = slices[name].stop
+                    end, normalizers[name] = self._fill(name, own(), slot, begin, count)
+                bounds.append((begin, end))
+            if not self.has_lanes:
+                report["index"].copy_(self.drawn.rows)
+            if bounds != self.sourced:
+                for place, (first, past) in enumerate(bounds):
+                    self.source[first:past] = place
+                self.sourced = bounds
+            report["source"].copy_(self.source)
             if self.is_weighted:
                 largest = largest_normalizer(self.members, normalizers)
-                for name, normalizer in normalizers.items():
-                    slot.report[_WEIGHT][slices[name]] *= max((normalizer or 1.0) / largest, LEAST_RATIO)
-            set_entries_(slot.batch, slot.report)
-            return slot.batch if begin == self.size else slot.batch[:begin].clone()
+                for name, each in zip(self.members, bounds, strict=True):
+                    factor = max((normalizers.get(name) or 1.0) / largest, LEAST_RATIO)
+                    if factor != 1.0:
+                        self._part(*each).weight.mul_(factor)
+                report[_WEIGHT].copy_(self.drawn.weight)
+            set_entries_(slot.batch, report)
+            return slot.batch if end == self.size else slot.batch[:end].clone()
+
+    def _part(self, begin: int, end: int) -> _Part:
+        found = self.parts_by_bounds.get((begin, end))
+        if found is None:
+            if len(self.parts_by_bounds) == _MOST_PARTS:
+                self.parts_by_bounds.clear()
+            found = self.parts_by_bounds[begin, end] = _Part(*(each[begin:end] for each in self.drawn))
+        return found
 
     def _fill(
-        self, name: str, plan: CompiledPlan, slot: BatchSlot, begin: int, count: int
-    ) -> tuple[slice, float | None]:
-        """Fill a slice of a batch; return it, and the member's normalizer."""
-        member, report, reading = self.members[name], slot.report, self.readings[plan]
+        self, name: str, plan: CompiledPlan | None, slot: BatchSlot, begin: int, count: int
+    ) -> tuple[int, float | None]:
+        """Fill a part of a batch; return where it ends, and the member's normalizer."""
+        member, part, end = self.members[name], self._part(begin, begin + count), begin + count
+        if plan is None:
+            raise RuntimeError(_CHANGED.format(name))
         with plan.storage.lock:
             if not plan.holds():
                 raise RuntimeError(_CHANGED.format(name))
-            (live, are_cells), (flat, info) = plan.ring.numbered(), plan.draw(count)
-            rows = slice(begin, begin + len(flat))
-            self._point_to(slot, begin)
-            reading.limit(len(flat))
-            part = slot._replace(targets=self.targets.ctypes.data)
-            if not reading(self.slots, part, flat, flat, live if are_cells else plan.without_holes(flat)):
-                refuse_unwritten(flat, plan.storage)
-            if not self.has_lanes:
-                report["index"][rows] = flat
-            report["source"][rows] = [*self.members].index(name)
-            weight: Tensor | None = info.get(_WEIGHT)
-            if self.is_weighted:
-                report[_WEIGHT][rows] = 1.0 if weight is None else weight
-            drawn = None if weight is None else report[_WEIGHT]
-            member.last_draw = LastDraw(report["index"], drawn, plan.ring.numbers[plan.ring.lanes], rows)
-            own = None if weight is None else {"index": report["index"][rows], _WEIGHT: weight}
-            return rows, normalizer_of(member, own)
-
-    def _point_to(self, slot: BatchSlot, begin: int) -> None:
-        """Store the addresses of the tensors from row ``begin`` on."""
-        named = slot.report
-        tensors = [*slot.leaves, named["index"], *([named[SAMPLED_AT]] if self.is_weighted else [])]
-        count = len(tensors)
-        self.targets[:count] = [tensor.data_ptr() for tensor in tensors]
-        self.targets[:count] += begin * self.widths[:count]
+            live, are_cells = numbered = plan.ring.numbered()
+            if plan.draw_into is not None:
+                if not plan.is_in_order:
+                    refuse_disorder(plan.sampler, plan.storage)
+                plan.draw_into(plan.storage, numbered, part.rows, {_WEIGHT: part.weight}, part.scratch)
+            else:
+                drawn, info = plan.draw(count)
+                end = begin + len(drawn)
+                part = self._part(begin, end)
+                part.rows.copy_(drawn)
+                part.weight.copy_(info.get(_WEIGHT, part.weight))
+            if not are_cells:
+                live = plan.without_holes(part.rows)
+            if not self.readings[plan].fill(slot, self.drawn.rows, live, begin, end):
+                refuse_unwritten(part.rows, plan.storage)
+            if not plan.is_stamped:
+                part.weight.fill_(1.0)
+            weight = slot.report[_WEIGHT] if plan.is_stamped else None
+            number = plan.ring.numbers[plan.ring.lanes]
+            member.last_draw = LastDraw(slot.report["index"], weight, number, slice(begin, end))
+            return end, normalizer_of(member, {"index": part.rows, _WEIGHT: part.weight} if plan.is_stamped else None)
 
 
 def is_usual(member: ReplayBuffer) -> bool:

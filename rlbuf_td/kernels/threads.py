@@ -53,35 +53,35 @@ def _pool() -> ThreadPoolExecutor:
 os.register_at_fork(after_in_child=_pool.cache_clear)  # a child has none of the threads
 
 
-def all_parts(work: Callable[[int, int], bool], count: int, nbytes: int) -> bool:
-    """Call ``work(begin, end)`` for parts of ``range(count)``, in up to ``torch.get_num_threads()`` threads.
+def all_parts(work: Callable[[int, int], bool], begin: int, end: int, nbytes: int) -> bool:
+    """Call ``work(first, past)`` for parts of ``range(begin, end)``, in up to ``torch.get_num_threads()`` threads.
 
     Return whether all calls returned True. ``nbytes`` is the size of the batch. When an exception leaves this function,
     such as Ctrl-C, no thread works any more.
     """
     threads = 1 if nbytes < LARGE else min(torch.get_num_threads(), os.cpu_count() or 1)
     if threads == 1:
-        return work(0, count)
+        return work(begin, end)
     if len(_records) > _MOST_RECORDS:
         _records.clear()
     record, began = _records.setdefault(nbytes, _Record()), perf_counter()
     in_threads = record.left <= 0
-    found = _work_together(work, count, threads) if in_threads else work(0, count)
+    found = _work_together(work, begin, end, threads) if in_threads else work(begin, end)
     record.note(perf_counter() - began, in_threads)
     return found
 
 
-def _work_together(work: Callable[[int, int], bool], count: int, threads: int) -> bool:
-    size = -(-count // (threads * _PARTS))
-    parts, found = deque(range(0, count, size)), []
+def _work_together(work: Callable[[int, int], bool], begin: int, end: int, threads: int) -> bool:
+    size = -(-(end - begin) // (threads * _PARTS))
+    parts, found = deque(range(begin, end, size)), []
     helpers: list[Event] = []  # of the threads that have begun; set when they end
     errors: list[BaseException] = []
 
     def take() -> None:
         with suppress(IndexError):  # no part is left
             while True:
-                begin = parts.popleft()
-                found.append(work(begin, min(begin + size, count)))
+                first = parts.popleft()
+                found.append(work(first, min(first + size, end)))
 
     def help_out() -> None:
         ended = Event()

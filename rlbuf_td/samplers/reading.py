@@ -102,12 +102,8 @@ class Reading:
         if not ring.in_order and ring.generations is not None:
             given["generations"] = ring.generations.data_ptr()
         self.record = batch_record(self.size, rows.flat, extents, **given)
-        self.address, self.count = self.record.ctypes.data, self.size
-        self.nbytes = self.size * rows.flat.stride(0) * rows.flat.element_size()
-
-    def limit(self, count: int) -> None:
-        """Gather ``count`` rows from now on, at most ``size``."""
-        self.record["count"] = self.count = count
+        self.address = self.record.ctypes.data
+        self.row_bytes = rows.flat.stride(0) * rows.flat.element_size()
 
     def named(self) -> list[Named]:
         """Return all entries of a batch besides the leaves, in the order of the targets."""
@@ -132,16 +128,18 @@ class Reading:
 
         Each of the ``drawn`` rows has been expanded to equally many rows.
         """
+        return self.fill(slot, flat, live, 0, self.size)
+
+    def fill(self, slot: BatchSlot, flat: Tensor, live: int, begin: int, end: int) -> bool:
+        """Fill the rows ``begin`` to ``end - 1`` of a batch with those rows of ``flat``; see :meth:`__call__`."""
         if self.rows.is_mapped:
-            self.rows.ask_for(flat)
-        at = flat.data_ptr()
-        given = self.address, at, slot.targets, live
-        if self.nbytes >= LARGE:
-            found = all_parts(partial(self.kernel, *given), self.count, self.nbytes)
+            self.rows.ask_for(flat[begin:end])
+        given = self.address, flat.data_ptr(), slot.targets
+        nbytes = (end - begin) * self.row_bytes
+        if nbytes < LARGE:
+            found = self.kernel(*given, live, begin, end)
         else:
-            found = self.kernel(*given, 0, self.count)
-        if not found:
-            return False
-        if self.observations:
-            self.entry_kernel(self.address, at, slot.targets, self.observations)
-        return True
+            found = all_parts(partial(self.kernel, *given, live), begin, end, nbytes)
+        if found and self.observations:
+            self.entry_kernel(*given, begin, end, self.observations)
+        return found

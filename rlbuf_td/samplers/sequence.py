@@ -25,7 +25,7 @@ from rlbuf_td.storages.episodes import DONE_KEY, TRAJ_KEY
 from rlbuf_td.storages.indexing import coordinates, device_of, flat_rows, refuse_unwritten, row_count, written_rows
 from rlbuf_td.storages.keys import as_tuple
 from rlbuf_td.storages.schema import SchemaError, show_key
-from rlbuf_td.storages.tensordict_fast import leaf_of
+from rlbuf_td.storages.tensordict_fast import entries_of, leaf_of
 
 Boundary: TypeAlias = Literal["pad", "shift", "strict"]
 _ROUNDS = 200  # boundary="strict": the largest number of repeated draws until all windows fit
@@ -407,7 +407,7 @@ class SequenceSampler(SamplerWrapper):
 
     def anchored(self, batch: TensorDictBase, index: Tensor, td_error: Tensor) -> tuple[Tensor, Tensor]:
         """Return a batch's anchors and one priority per anchor. Raises ValueError if a window is incomplete."""
-        entries = [batch.get(key, None) for key in ("mask", "burn_in_mask", "anchor_index")]
+        entries = [*map(entries_of(batch).get, ("mask", "burn_in_mask", "anchor_index"))]
         if any(entry is None for entry in entries):
             needed = "'mask', 'burn_in_mask' and 'anchor_index'"
             raise KeyError(f"a batch of sequences needs its {needed} to set priorities")
@@ -415,7 +415,7 @@ class SequenceSampler(SamplerWrapper):
         if td_error.shape[0] % self.window:
             given = f"{td_error.shape[0]} TD errors are not whole windows of {self.window} rows"
             raise ValueError(f"{given}: update priorities with the batch as it was sampled")
-        anchors = anchors.reshape(-1, *anchors.shape[batch.ndim :])[:: self.window]
+        anchors = anchors.reshape(-1, *anchors.shape[batch.ndim :])[:: self.window].contiguous()
         return anchors, self._reduced(td_error, mask.reshape(-1), burn_in.reshape(-1))
 
     def _reduced(self, td_error: Tensor, mask: Tensor, burn_in_mask: Tensor) -> Tensor:

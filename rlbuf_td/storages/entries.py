@@ -147,7 +147,7 @@ class Entries:
         from rlbuf_td.kernels.rows import entries_cpu
 
         targets = np.array([0 if leaf is None else leaf.data_ptr() for leaf in leaves], np.int64)
-        return entries_cpu.read(self.address, targets, address_of(cells), cells.numel(), live, True)
+        return entries_cpu.read(self.address, targets, address_of(cells), 0, cells.numel(), live, True)
 
     # -- writing
 

@@ -32,7 +32,7 @@ def three_threads(monkeypatch):
 
 
 def run(work: Callable[[int, int], bool], count: int) -> bool:
-    return threads._work_together(work, count, 3)
+    return threads._work_together(work, 0, count, 3)
 
 
 def filled(lanes: int = 0) -> ReplayBuffer:
@@ -96,14 +96,14 @@ def test_threads_are_used_only_while_they_save_time():
         found = []
         for _ in range(count):
             before = len(used)
-            assert threads.all_parts(work, 12, threads.LARGE)
+            assert threads.all_parts(work, 0, 12, threads.LARGE)
             found.append(len(used) > before)
         return found
 
     assert calls_in_threads(2 + 1 + 1 + 1 + 3 + 1) == [False] * 2 + [True, False, True] + [False] * 3 + [True]
     slow = 0.0
     assert calls_in_threads(7 + 4) == [False] * 7 + [True] * 4
-    assert threads.all_parts(lambda begin, end: (begin, end) == (0, 12), 12, threads.LARGE - 1)
+    assert threads.all_parts(lambda begin, end: (begin, end) == (0, 12), 0, 12, threads.LARGE - 1)
 
 
 def test_one_part_tells_for_all_and_an_error_ends_the_work():
@@ -130,7 +130,7 @@ def test_after_ctrl_c_no_thread_works():
         return True
 
     with pytest.raises(KeyboardInterrupt):
-        threads._work_together(work, 2, 2)
+        threads._work_together(work, 0, 2, 2)
     assert ends.is_set()
 
 

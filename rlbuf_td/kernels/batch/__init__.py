@@ -83,5 +83,5 @@ def gather_leaves(matrix: Tensor, index: Tensor, extents: np.ndarray, out: Seque
     record = record_of(BATCH, leaves=len(extents), extents=extents.ctypes.data, **shape)
     gather_rows, count = loop("batch.cpu", "gather_rows"), index.numel()
     work = partial(gather_rows, record.ctypes.data, address_of(index), targets.ctypes.data, live)
-    if not all_parts(work, count, count * shape["row_bytes"]):
+    if not all_parts(work, 0, count, count * shape["row_bytes"]):
         refuse_rows(index, live)

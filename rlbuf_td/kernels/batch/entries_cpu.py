@@ -21,10 +21,10 @@ def _rows(batch):
 
 
 @kernel
-def read_entries(address, flat, targets, entries):
-    """Copy the observations of the rows with the indices at ``flat`` to the batch's tensors."""
+def read_entries(address, flat, targets, begin, end, entries):
+    """Copy the observations of rows with the indices at ``flat`` to the batch's tensors; see ``gather_rows``."""
     batch = batch_at(address)
-    entries_cpu.read(entries, carray(pointer(targets), batch.leaves, np.int64), flat, batch.count, _rows(batch), _WHOLE)
+    entries_cpu.read(entries, carray(pointer(targets), batch.leaves, np.int64), flat, begin, end, _rows(batch), _WHOLE)
 
 
 @kernel
@@ -39,5 +39,5 @@ def read_joined_entries(address, flat, targets, ends, entries):
             last[leaf] = leaves[leaf]
         else:
             first[leaf] = leaves[leaf]
-    entries_cpu.read(entries, first, flat, batch.count, _rows(batch), _WHOLE)
-    entries_cpu.read(entries, last, ends, batch.count, _rows(batch), _WHOLE)
+    entries_cpu.read(entries, first, flat, np.int64(0), batch.count, _rows(batch), _WHOLE)
+    entries_cpu.read(entries, last, ends, np.int64(0), batch.count, _rows(batch), _WHOLE)

@@ -70,15 +70,16 @@ def _copy_entry(stored, group, name, place, targets, i):
 
 
 @kernel
-def read(address, targets, cells, count, live, whole):
-    """Copy the rows with the ``count`` flat indices at address ``cells``; return False if one is not in ``[0, live)``.
+def read(address, targets, cells, begin, end, live, whole):
+    """Copy rows with the flat indices at ``cells``, an address; return False if one of them is not in ``[0, live)``.
 
+    Of these indices and of the rows of the leaves, only the numbers ``begin`` to ``end - 1`` are read and written.
     ``targets``, ``[leaves]`` int64, holds the addresses of the leaves; 0 skips a leaf. Keys that rows hold themselves
     are read only if ``whole``.
     """
     stored = load_fields(address, 0, Stored)
-    for begun in range(count + _ROWS):
-        if begun < count:
+    for begun in range(begin, end + _ROWS):
+        if begun < end:
             cell = load(cells + 8 * begun, np.int64)
             if cell < 0 or cell >= live:
                 return False
@@ -86,9 +87,9 @@ def read(address, targets, cells, count, live, whole):
             prefetch(row)
             prefetch(row + stored.row_bytes - 1)
         near, i = begun - _ROWS + _ENTRIES, begun - _ROWS
-        if 0 <= near < count:
+        if begin <= near < end:
             _expect_entries(stored, stored.rows + load(cells + 8 * near, np.int64) * stored.row_bytes)
-        if i < 0:
+        if i < begin:
             continue
         row = stored.rows + load(cells + 8 * i, np.int64) * stored.row_bytes
         for r in range(stored.run_count if whole else 0):

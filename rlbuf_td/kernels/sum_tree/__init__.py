@@ -88,7 +88,7 @@ class SumTree:
     def has_nodes(self) -> bool:
         return self.sums.shape[0] > 0
 
-    @property
+    @cached_property
     def starts(self) -> list[int]:
         """The index at which each level begins in ``sums``, ``before`` and ``minima``."""
         return _starts(self.weight.shape[0])

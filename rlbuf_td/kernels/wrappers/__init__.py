@@ -5,6 +5,7 @@ The results equal those of the loops, bit for bit.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -79,6 +80,12 @@ def n_step_sums(reward: Tensor, end: Tensor, ahead: Tensor, gamma: float) -> tup
     return terms.cumsum(1)[:, -1].to(reward.dtype), counts.sum(1)
 
 
+@lru_cache(maxsize=8)
+def _windows_of(dtype: torch.dtype, rows: torch.Size) -> HostTensors:
+    """Recognize the arguments of :func:`reduced`."""
+    return HostTensors([(dtype, rows), (torch.bool, rows), (torch.bool, rows)])
+
+
 def reduced(td_error: Tensor, mask: Tensor, burn_in_mask: Tensor, window: int, eta: float) -> Tensor:
     """Return ``eta * max + (1 - eta) * mean`` of the magnitudes in each window, ``[B]``, in the errors' dtype.
 
@@ -86,9 +93,9 @@ def reduced(td_error: Tensor, mask: Tensor, burn_in_mask: Tensor, window: int, e
     without such rows has the magnitude 0.
     """
     rows = td_error.shape
-    given = HostTensors([(td_error.dtype, rows), (torch.bool, rows), (torch.bool, rows)])
     is_float = td_error.dtype is torch.float32 or td_error.dtype is torch.float64
-    places = given.addresses((td_error, mask, burn_in_mask)) if is_float and backend_of(td_error) == "numba" else None
+    given = _windows_of(td_error.dtype, rows) if is_float and backend_of(td_error) == "numba" else None
+    places = None if given is None else given.addresses((td_error, mask, burn_in_mask))
     if places is not None:
         found = torch.empty(rows[0] // window, dtype=td_error.dtype, device="cpu")
         reduce, is_double = loop("wrappers.cpu", "reduce_windows"), td_error.dtype is torch.float64
