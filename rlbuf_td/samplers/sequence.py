@@ -407,7 +407,7 @@ class SequenceSampler(SamplerWrapper):
 
     def anchored(self, batch: TensorDictBase, index: Tensor, td_error: Tensor) -> tuple[Tensor, Tensor]:
         """Return a batch's anchors and one priority per anchor. Raises ValueError if a window is incomplete."""
-        entries = [*map(entries_of(batch).get, ("mask", "burn_in_mask", "anchor_index"))]
+        entries: list[Any] = [*map(entries_of(batch).get, ("mask", "burn_in_mask", "anchor_index"))]
         if any(entry is None for entry in entries):
             needed = "'mask', 'burn_in_mask' and 'anchor_index'"
             raise KeyError(f"a batch of sequences needs its {needed} to set priorities")
