@@ -7,7 +7,6 @@ import mmap
 import os
 import shutil
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from rlbuf_td import MemoryWarning, PackedStorage, ProportionalSampler, RankSamp
 from rlbuf_td.kernels.host_memory import take_pages
 from rlbuf_td.storages import memory_budget as _room
 from rlbuf_td.storages.memory import ROWS_FILE
-from rlbuf_td.storages.memory_budget import Purpose, Room, require_room
+from rlbuf_td.storages.memory_budget import Room
 from tests.catalogue import SCHEMAS, assert_same, transitions
 from tests.residency import resident_of
 
@@ -186,50 +185,6 @@ def test_shared_tensors_are_limited_by_their_file_system_and_by_the_memory(syste
         room = _room.shared_tensors()
         assert (room.free, room.total) == expected
     assert _room.shared_rows() == Room("shared memory", 6 * GIB, 10 * GIB)  # as large as RAM
-
-
-def ask(monkeypatch: pytest.MonkeyPatch, nbytes: int, room: Room, **settings: Any) -> None:
-    monkeypatch.setattr(_room, "room_for", lambda *_, **__: room)
-    purpose = Purpose("All that takes", "Take less.", settings.pop("quiet", False))
-    require_room(nbytes, torch.device("cpu"), purpose, **settings)
-
-
-SMALL = Room("RAM", 3 * GIB, 8 * GIB)
-
-
-def test_memory_taken_bit_by_bit_is_warned_of_when_less_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    words = r"All that takes 4.0 GiB, but 3.0 GiB of RAM are free \(8.0 GiB in all\).* when 75% .* written. Take less."
-    with pytest.warns(MemoryWarning, match=words):
-        ask(monkeypatch, 4 * GIB, SMALL, lazily=True)
-
-
-@pytest.mark.parametrize(
-    ("gib", "settings"), [(9, {"lazily": True}), (9, {"lazily": True, "quiet": True}), (4, {}), (4, {"quiet": True})]
-)
-def test_memory_that_cannot_be_had_is_refused(monkeypatch: pytest.MonkeyPatch, gib: int, settings: Any) -> None:
-    words = rf"takes {gib}.0 GiB, but 3.0 GiB of RAM are free \(8.0 GiB in all\). Take less."
-    with pytest.raises(MemoryError, match=words):
-        ask(monkeypatch, gib * GIB, SMALL, **settings)
-    with pytest.raises(OSError, match=rf"takes {gib}\.0 GiB, but 3\.0 GiB of disk are free") as caught:
-        ask(monkeypatch, gib * GIB, Room("disk", 3 * GIB, 8 * GIB), scratch_dir=Path(), **settings)
-    assert caught.value.errno == errno.ENOSPC
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "room", "settings"),
-    [
-        (3 * GIB, SMALL, {}),
-        (3 * GIB, SMALL, {"lazily": True}),
-        (4 * GIB, SMALL, {"lazily": True, "quiet": True}),
-        (1 << 50, Room("RAM", None, None), {"lazily": True}),
-        (1 << 50, Room("RAM", None, None), {}),
-        (1000, Room("RAM", 10, 10), {}),  # not worth a look
-    ],
-)
-def test_what_fits_or_cannot_be_known_passes_without_a_word(monkeypatch, nbytes, room, settings):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        ask(monkeypatch, nbytes, room, **settings)
 
 
 def step(n: int = 2) -> TensorDict:

@@ -16,7 +16,6 @@ from torchrl.data import LazyTensorStorage
 from torchrl.data.replay_buffers import LazyMemmapStorage
 
 from rlbuf_td import PackedStorage
-from rlbuf_td.storages.layout import CACHE_LINE, RowLayout
 from rlbuf_td.storages.memory import ROWS_FILE
 from tests.catalogue import SCHEMAS, Schema, assert_same, copied, transitions
 
@@ -396,37 +395,6 @@ def test_threads_that_read_batches_of_different_sizes_get_their_own_rows() -> No
 
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(read, range(4))) == [0] * 4
-
-
-def layout_of(schema: Schema) -> RowLayout:
-    return RowLayout(transitions(schema, 2), lead_dims=1)
-
-
-def offsets(layout: RowLayout) -> list[int]:
-    rows = torch.zeros(2, layout.row_bytes, dtype=torch.uint8)
-    return [column[1].data_ptr() - rows[1].data_ptr() for column in layout.columns(rows)]
-
-
-def test_each_schema_has_a_layout_of_its_own() -> None:
-    layouts = [layout_of(schema) for schema in SCHEMAS.values()]
-    assert len(set(layouts)) == len(layouts)
-    assert {RowLayout.from_state(layout.state()) for layout in layouts} == set(layouts)
-
-
-def images(count: int) -> TensorDict:
-    stacks = torch.arange(count * 2 * 1_030).remainder(251).to(torch.uint8).view(count, 2, 1_030)
-    done = torch.zeros(count, 1, dtype=torch.bool)
-    after = {"observation": stacks[:, 1], "reward": torch.rand(count, 1), "done": done, "terminated": done}
-    return TensorDict({"observation": stacks[:, 0], "next": after}, [count])
-
-
-def test_large_leaves_begin_at_a_cache_line() -> None:
-    layout = RowLayout(images(2), 1)
-    places = {leaf.key: offset for leaf, offset in zip(layout.leaves, offsets(layout), strict=True)}
-    assert places == layout.offsets
-    assert places[("observation",)] == 64
-    assert places[("next", "observation")] == 64 + 1_088
-    assert layout.row_bytes % CACHE_LINE == 0
 
 
 def test_a_file_of_rows_is_replaced_and_deleted_on_request(tmp_path: Path) -> None:
