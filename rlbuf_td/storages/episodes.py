@@ -350,9 +350,6 @@ class Episodes:
                 if not np.all(holds):
                     raise AssertionError(f"lane {lane}: {what}: {back.tolist()}, {left.tolist()}")
 
-    def __getstate__(self) -> dict[str, Any]:
-        raise TypeError("episodes are copied with their storage")
-
 
 def refuse_episodes(saved: dict[str, Any] | None, lanes: int, steps: int) -> None:
     """Raise a ValueError or TypeError if ``saved`` is no result of :meth:`Episodes.saved` for rows of this shape."""

@@ -42,7 +42,7 @@ from rlbuf_td.storages.row_class import RowClass, unwrap
 from rlbuf_td.storages.rows import PlainRows, Rows, from_start, last_of_each
 from rlbuf_td.storages.rows.dedup import DedupRows
 from rlbuf_td.storages.saved import Moves, SavedRows
-from rlbuf_td.storages.schema import Leaf, SchemaError, kind, refuse_other_index, refuse_unfit, show_key
+from rlbuf_td.storages.schema import Leaf, SchemaError, kind, refuse_index, refuse_other_index, refuse_unfit, show_key
 from rlbuf_td.storages.torchrl_parts import listeners_of, parts_of
 from rlbuf_td.storages.write_plan import CompiledWrites, Record, TorchWrites, WritePlan, unwritable
 from rlbuf_td.storages.writes import (
@@ -906,8 +906,7 @@ class PackedStorage(LazyTensorStorage):
         if self.rows is not None:
             raise RuntimeError("the rows of this storage are already allocated: reserve them before the first write")
         if "index" in schema.keys():
-            reason = "batches have the positions of their rows under it"
-            raise SchemaError(f"cannot reserve rows for an entry 'index': {reason}")
+            refuse_index()
         self._fix_rows(schema, self.ndim - 1)
         self.is_reserved = self.shared_rows is None  # otherwise other processes may use these rows
 

@@ -325,7 +325,7 @@ REFUSALS: Table = {
         (lambda rb: rb.extend(steps(4, index=zeros(4))), SchemaError, "'index', and each batch has the positions"),
         (lambda rb: rb.extend(steps(4, index=zeros(4).long())), SchemaError, r"leave it out, data.exclude\('index'\)"),
         (lambda rb: rb.add(steps(1, index=zeros(1).long())[0]), SchemaError, r"rename_key_\('index', 'my_index'\)"),
-        (lambda rb: rb.storage.reserve(steps(index=tensor(3))), SchemaError, "cannot reserve rows for an entry"),
+        (lambda rb: rb.storage.reserve(steps(index=tensor(3))), SchemaError, "the data has an entry 'index'"),
     ],
     ("entries that samplers add, of TorchRL's, drawn", nothing): [
         (lambda _: theirs(sequence(), steps(20, mask=zeros(20))).sample(), SchemaError, "have an entry 'mask'"),

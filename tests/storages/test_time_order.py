@@ -116,57 +116,46 @@ def test_a_writer_of_ones_own_is_judged_by_what_it_writes(sampler):
         buffer(LazyTensorStorage(T), RecencySampler(), writer=Every(lambda count: count % T))
 
 
-def second_buffer(of: ReplayBuffer, path: Path, sampler: Any) -> ReplayBuffer:
-    return buffer(of.storage, sampler)
-
-
-def state(of: ReplayBuffer, path: Path, sampler: Any) -> ReplayBuffer:
-    storage = PackedStorage(T)
-    storage.load_state_dict(of.storage.state_dict())
-    return buffer(storage, sampler)
-
-
-def dumped_storage(of: ReplayBuffer, path: Path, sampler: Any) -> ReplayBuffer:
-    of.storage.dumps(path)
-    storage = PackedStorage(T)
-    storage.loads(path)
-    return buffer(storage, sampler)
-
-
-def rows_only(of: ReplayBuffer, path: Path, sampler: Any) -> ReplayBuffer:
+def rows_only(of: ReplayBuffer, path: Path, sampler: Any = None) -> ReplayBuffer:
     of.dumps(path)
     rb = buffer(sampler=sampler)
     rb.loads(path, rows_only=True)
     return rb
 
 
-def set_later(of: ReplayBuffer, path: Path, sampler: Any) -> ReplayBuffer:
-    rb = rows_only(of, path, UniformSampler())
+def state(of: ReplayBuffer, path: Path) -> PackedStorage:
+    storage = PackedStorage(T)
+    storage.load_state_dict(of.storage.state_dict())
+    return storage
+
+
+def dumped_storage(of: ReplayBuffer, path: Path) -> PackedStorage:
+    of.storage.dumps(path)
+    storage = PackedStorage(T)
+    storage.loads(path)
+    return storage
+
+
+def with_storage(storage: PackedStorage, sampler: Any) -> ReplayBuffer:
+    rb = buffer(sampler=sampler)
+    rb.set_storage(storage)
+    return rb
+
+
+def with_sampler(storage: PackedStorage, sampler: Any) -> ReplayBuffer:
+    rb = buffer(storage)
     rb.set_sampler(sampler)
     return rb
 
 
-def set_storage(of: ReplayBuffer, path: Path, sampler: Any) -> ReplayBuffer:
-    rb = buffer(sampler=sampler)
-    rb.set_storage(of.storage)
-    return rb
-
-
-def shared(of: ReplayBuffer, path: Path, sampler: Any) -> ReplayBuffer:
-    of.share()
-    return buffer(of.storage, sampler)
-
-
 WAYS = {
-    "a second buffer": second_buffer,
+    "a second buffer": lambda of, path: of.storage,
     "state": state,
     "dump of the storage": dumped_storage,
-    "rows_only": rows_only,
-    "a sampler set later": set_later,
-    "set_storage": set_storage,
-    "shared": shared,
-    "pickle": lambda of, path, sampler: buffer(pickle.loads(pickle.dumps(of.storage)), sampler),
-    "imported first": lambda of, path, sampler: buffer(ReplayBuffer.from_torchrl(of).storage, sampler),
+    "rows_only": lambda of, path: rows_only(of, path).storage,
+    "shared": lambda of, path: of.share().storage,
+    "pickle": lambda of, path: pickle.loads(pickle.dumps(of.storage)),
+    "imported first": lambda of, path: ReplayBuffer.from_torchrl(of).storage,
 }
 
 
@@ -174,14 +163,18 @@ WAYS = {
 def test_rows_of_a_reservoir_stay_without_time_order(way, tmp_path):
     of = reservoir()
     assert not of.storage.in_time_order
-    with pytest.raises(ValueError, match="needs rows in time order"):
-        WAYS[way](of, tmp_path, NStepSampler(UniformSampler(), 3, 0.9)).sample()
-    assert WAYS[way](reservoir(), tmp_path / "other", UniformSampler()).sample().shape == (8,)
+    storage, sampler = WAYS[way](of, tmp_path), SAMPLERS["n-step"]
+    for make in (buffer, with_storage) if way == "shared" else (buffer, with_storage, with_sampler):
+        with pytest.raises(ValueError, match="needs rows in time order"):
+            make(storage, sampler()).sample()
+    assert buffer(storage).sample().shape == (8,)
 
 
 @pytest.mark.parametrize("count", [1, 5, T])
 def test_a_ring_that_has_replaced_all_rows_is_in_time_order_again(count, tmp_path):
-    rb = rows_only(reservoir(), tmp_path, UniformSampler())
+    with pytest.raises(ValueError, match="needs rows in time order"):
+        rows_only(reservoir(), tmp_path, SAMPLERS["n-step"]())
+    rb = rows_only(reservoir(), tmp_path)
     with pytest.raises(TypeError, match="keep no order of age"):
         rb.last(2)
     for first in range(0, T, count):
