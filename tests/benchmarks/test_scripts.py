@@ -11,7 +11,7 @@ import pytest
 import torch
 from torchrl.data.replay_buffers import RandomSampler
 
-from tests.benchmarks import bench, breaks, cases, device, memory, options, timing, train
+from tests.benchmarks import bench, breaks, device, memory, options, timing, train
 from tests.benchmarks.contenders import Ours, TorchRL, available
 
 pytestmark = pytest.mark.slow
@@ -32,7 +32,7 @@ SIZES = ["--rows", "1000", "--batch", "128", "--rounds", "2"]
 def test_the_benchmark_prints_a_row_for_every_operation_and_draws_it(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench, "available", lambda: [Ours, TorchRL])  # JAX starts threads, and other tests fork
     monkeypatch.setattr(timing, "CALLS", 1)
-    monkeypatch.setattr(cases, "SHAPES", ((8, 64), (32, 8), (1, 32)))
+    monkeypatch.setattr(bench, "SHAPES", ((8, 64), (32, 8), (1, 32)))
     bench.main([*SIZES, "--images", "128", "--picture", str(tmp_path / "bench.png")])
     printed = capsys.readouterr().out
     for words in ("1,000 rows of 167", "128 rows of two", "a Dict of 12 leaves"):
