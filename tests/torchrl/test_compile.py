@@ -1,11 +1,10 @@
-"""What can be compiled into one graph, and stays compiled while a buffer fills: estimates and samplers' cores."""
+"""What can be compiled into one graph, and stays compiled while a buffer fills."""
 
 from __future__ import annotations
 
-import copy
 import shutil
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -24,16 +23,10 @@ from rlbuf_td import (
     UniformSampler,
 )
 from rlbuf_td.kernels import sum_tree
-from rlbuf_td.kernels.episodes import Lanes, Spans, build_, spans
-from rlbuf_td.kernels.rank_order import SortedOrder, rank_law
 from rlbuf_td.kernels.sum_tree import SumTree
-from rlbuf_td.kernels.wrappers import Law, choose_goals, n_step_sums, windows
 from tests.catalogue import SAMPLERS
 from tests.catalogue import numbered_rows as data
 from tests.kernels.invariants import check_tree
-
-CPU = torch.device("cpu")
-SIZES = [100, 101, 350, 999, 1_000]  # of a buffer that fills
 
 
 @pytest.fixture(autouse=True)
@@ -51,93 +44,6 @@ def whole(function: Callable[..., Any], backend: str = "eager") -> Callable[...,
 
 def number(value: float) -> Tensor:
     return torch.tensor(value, dtype=torch.float64)
-
-
-@pytest.mark.parametrize("norm", ["buffer", "batch", None])
-def test_proportional_draws_compile_once_while_the_buffer_fills(norm):
-    def step(tree: SumTree, uniform: Tensor, error: Tensor, rows: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
-        drawn = sum_tree.draw(tree, uniform, True, rows, beta, norm)
-        assert drawn is not None
-        sum_tree.update_(tree, drawn[0], error, rows, 0.6, 1e-6)
-        return drawn
-
-    compiled, generator = whole(step), torch.Generator().manual_seed(0)
-    tree = SumTree.empty(1_000)
-    sum_tree.update_(tree, torch.arange(100), torch.ones(100), 1_000, 0.6, 1e-6)
-    expected = copy.deepcopy(tree)
-    for k, size in enumerate(SIZES):
-        uniform = torch.rand(32, dtype=torch.float64, generator=generator)
-        error = torch.rand(32, generator=generator)
-        rows, beta = number(size), number(0.4 + 0.1 * k)
-        index, weight = compiled(tree, uniform, error, rows, beta)
-        again = step(expected, uniform, error, rows, beta)
-        assert torch.equal(index, again[0])
-        torch.testing.assert_close(weight, again[1])
-        sum_tree.fill_(tree, size - 1, 1, 2.0, 0.6, 1e-6)
-        sum_tree.fill_(expected, size - 1, 1, 2.0, 0.6, 1e-6)
-    check_tree(tree, 0.6, 1e-6)
-    torch.testing.assert_close(tree.weight, expected.weight)
-
-
-def test_draws_by_rank_compile_once_while_the_buffer_fills():
-    law = rank_law(0.7, CPU)
-
-    def step(magnitude: Tensor, uniform: Tensor, index: Tensor, error: Tensor) -> Any:
-        order = SortedOrder(magnitude)
-        order.update_(index, error, 1_000)
-        return order.draw(law, uniform, stratified=True, beta=0.4, norm="buffer")
-
-    compiled = whole(step)
-    magnitude = torch.full((1_000,), -1.0)
-    for size in SIZES:
-        magnitude[:size] = torch.rand(size)
-        given = torch.rand(32, dtype=torch.float64), torch.arange(32)
-        error, twin = torch.rand(32), magnitude.clone()
-        index, weight = compiled(magnitude, *given, error)
-        expected = step(twin, *given, error)
-        assert torch.equal(index, expected[0])
-        torch.testing.assert_close(weight, expected[1])
-        assert int(index.max()) < size
-
-
-class OneLane(NamedTuple):
-    """Rows ``[1000]`` whose episodes are looked up with torch."""
-
-    of: Lanes
-    address: int = 0
-    steps: int = 1_000
-    lanes: int = 1
-
-    def spans(self, cells: Tensor) -> Spans:
-        return spans(self.of, cells)
-
-
-def test_goals_and_n_step_sums_compile_once_while_the_buffer_fills():
-    law = Law((0.3, 0.4, 0.5, 0.8), False, -0.1)
-
-    def step(of: Lanes, rows: Tensor, uniform: Tensor, reward: Tensor, live: Any) -> Any:
-        episodes = OneLane(of)
-        window, ahead = windows(episodes, rows, 3)
-        sums = n_step_sums(reward[window], torch.zeros_like(window, dtype=torch.bool), ahead, 0.9)
-        return choose_goals(episodes, rows, uniform, law, live), sums
-
-    compiled, generator = whole(step), torch.Generator().manual_seed(0)
-    end = torch.rand(1_000, 1, generator=generator) < 0.1
-    reward = torch.rand(1_000)
-    for size in SIZES:
-        of = Lanes(
-            torch.zeros(1, 1_000, 2, dtype=torch.int32),
-            torch.zeros(2, 1).long(),
-            torch.zeros(2, 1).long(),
-            torch.tensor([0]),
-            torch.tensor([size]),
-        )
-        build_(of, end, torch.zeros_like(end).long())
-        rows = torch.randint(size, (32,), generator=generator)
-        uniform = torch.rand(32, dtype=torch.float64, generator=generator)
-        live = torch.tensor(size)
-        got = compiled(of, rows, uniform, reward, live)
-        torch.testing.assert_close(got, step(of, rows, uniform, reward, live))
 
 
 @pytest.mark.slow
