@@ -120,15 +120,15 @@ class RecencySampler(RowSampler):
         steps = cells // ring.lanes
         recent_rows(scratch, newest, self.span(steps), steps, ring.lanes, self.log_decay, flat)
 
-    def _mass_by_lane(self, storage: Any) -> tuple[Tensor, Tensor]:
-        """Return, of lanes that stand apart, the numbers of steps that may be drawn, and the sums of weights."""
-        span = torch.from_numpy(storage.ring.count).to(device_of(storage)).clamp(max=self.span(storage.ring.steps))
+    def _mass_by_lane(self, count: Tensor) -> tuple[Tensor, Tensor]:
+        """Return, of lanes with ``count`` steps, ``[E]``, how many may be drawn, and the sums of their weights."""
+        span = count.clamp(max=self.span(int(count.max())))
         if self.log_decay == 0:
             return span, span.double()
         return span, torch.expm1(span.double() * self.log_decay) / expm1(self.log_decay)
 
     def _draw_by_lane(self, storage: Any, uniform: Tensor) -> Tensor:
-        span, mass = self._mass_by_lane(storage)
+        span, mass = self._mass_by_lane(torch.from_numpy(storage.ring.count).to(uniform.device))
         end = mass.cumsum(0)
         place = torch.minimum(uniform * end[-1], torch.nextafter(end[-1], mass.new_zeros(())))
         lane = torch.searchsorted(end, place, right=True)
@@ -144,13 +144,12 @@ class RecencySampler(RowSampler):
     def probability(self, index: Any, *, storage: Storage) -> Tensor:
         """Return each row's probability of being drawn, ``[B]`` float64."""
         flat, lanes = flat_rows(index, storage, device_of(storage)), lanes_of(storage).numel()
-        if stand_apart(storage):
-            span, mass = self._mass_by_lane(storage)
-            age = storage.ring.reach(flat)[1]
-            weight = torch.where(age < span[flat % lanes], torch.exp(age.double() * self.log_decay), 0.0)
-            return weight / mass.sum()
-        steps = len(storage) // lanes
-        ages = torch.arange(steps, dtype=torch.float64, device=flat.device)
-        weight = torch.where(ages < self.span(steps), torch.exp(ages * self.log_decay), 0.0)
-        age = (torchrl_parts.last_step(storage, steps) - flat // lanes) % steps
-        return weight[age] / (weight.sum() * lanes)
+        if hasattr(storage, "ring"):
+            count, age = torch.from_numpy(storage.ring.count).to(flat.device), storage.ring.reach(flat)[1]
+        else:
+            steps = len(storage) // lanes
+            count = torch.full((lanes,), steps, device=flat.device)
+            age = (torchrl_parts.last_step(storage, steps) - flat // lanes) % steps
+        span, mass = self._mass_by_lane(count)
+        weight = torch.where(age < span[flat % lanes], torch.exp(age.double() * self.log_decay), 0.0)
+        return weight / mass.sum()
