@@ -63,7 +63,7 @@ class EpisodeSampler(SamplerWrapper):
         finished_only: whether to draw only episodes that have ended. If False, the newest, unfinished episodes may be
             drawn, too.
         layout: ``"padded"`` or ``"concatenated"``, see above.
-        gamma: the discount factor of ``"reward_to_go"``, 0 to 1; may be set at any time. ``None`` adds no such entry.
+        gamma: the discount factor of ``"reward_to_go"``, 0 to 1. ``None`` adds no such entry.
         reward_key: the key of the rewards.
         init_key: the key of a flag that marks first steps. If stored, it is True at the first row of each episode in a
             batch, also if ``max_length`` has cut the episode.
@@ -192,7 +192,8 @@ class EpisodeSampler(SamplerWrapper):
         """Draw a row of each episode; return the flat rows, ``[B]``."""
         first, length = self._episodes(storage)
         if not len(first):
-            raise RuntimeError(self._no_episode())
+            remedy = "write until one ends, or use finished_only=False" if self.finished_only else "write more steps"
+            raise RuntimeError(f"the buffer holds no complete episode: {remedy}")
         which, where = uniform_numbers(2 * count, self._rng, first.device).view(2, -1)
         if self.by == "row":
             end = length.cumsum(0)
@@ -212,10 +213,6 @@ class EpisodeSampler(SamplerWrapper):
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
         """Return whether a complete episode is stored."""
         return bool(len(storage)) and bool(len(self._episodes(storage)[0]))
-
-    def _no_episode(self) -> str:
-        remedy = "write more steps" if not self.finished_only else "write until one ends, or use finished_only=False"
-        return f"the buffer holds no complete episode: {remedy}"
 
     # -- the batch
 

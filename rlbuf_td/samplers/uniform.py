@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -126,11 +125,6 @@ class UniformSampler(RowSampler, metaclass=Replaceable):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the settings. A state of TorchRL's ``RandomSampler`` is accepted, and changes nothing."""
         self.unique = bool(state_dict.get("unique", self.unique))
-
-    def dumps(self, path: str | Path) -> None:
-        """Do nothing: ``unique`` and ``max_age`` are constructor arguments."""
-
-    loads = dumps
 
 
 def young_count(storage: Any, max_age: int) -> int:
