@@ -18,9 +18,9 @@ import torch
 from tensordict import TensorDictBase
 
 from tests.catalogue import as_bytes
-from tests.refusals import agents, buffers, diagnostics, envs, functional, samplers, storages, writers
+from tests.refusals import buffers, diagnostics, envs, functional, samplers, storages, writers
 
-ROOMS = storages, functional, writers, envs, agents, samplers, diagnostics, buffers
+ROOMS = storages, functional, writers, envs, samplers, diagnostics, buffers
 ROWS = [
     pytest.param("drawn" in name, make, *row, id=f"{name}: {row[-1]}")
     for room in ROOMS
