@@ -66,10 +66,6 @@ class Parts(NamedTuple):
             notices=frozenset(how for how in ("add", "extend") if has_own(sampler, how, *nothing)),
         )
 
-    def laid_out(self, batch: Any, info: dict[Any, Any]) -> tuple[Any, dict[Any, Any]]:
-        """Return a batch and the sampler's info dict in the shape that the sampler gives them."""
-        return self.sampler.lay_out(batch, info) if self.gives_windows else (batch, info)
-
     def without_report(self, batch: Any, info: dict[Any, Any]) -> Any:
         """Exclude the sampler's entries ``info`` from a batch, except entries that the rows have, too."""
         if not isinstance(batch, TensorDictBase):  # a `collate_fn` may return anything

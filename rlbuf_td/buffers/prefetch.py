@@ -31,10 +31,6 @@ class _Batch(NamedTuple):
     written: np.ndarray  # the number of rows ever written to each lane at the draw, ``[E]``
     progress: Any  # the sampler's before the draw, if it hands out each row once
 
-    def is_overwritten(self, storage: Any) -> bool:
-        """Whether all rows that were stored at the draw have been overwritten since."""
-        return bool((storage.ring.tail >= self.written).all())
-
     def result(self) -> Sample:
         return self.sample.result() if isinstance(self.sample, Future) else self.sample
 
@@ -116,7 +112,7 @@ class Prefetcher:
                 self.take_back()  # the batches are of older epochs
             self._batches.clear()
             self._drawn_from = now
-        while self._batches and self._batches[0].is_overwritten(storage):
+        while self._batches and (storage.ring.tail >= self._batches[0].written).all():  # all its rows are overwritten
             self._batches.popleft()
 
 

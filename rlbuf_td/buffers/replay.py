@@ -98,10 +98,6 @@ from rlbuf_td.writers.rollout import RolloutWriter
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_NO_CHECKPOINTERS = (
-    "this buffer has its own dump format, without TorchRL's checkpointers and hooks: for those use TorchRL's "
-    "TensorDictReplayBuffer over a LazyTensorStorage"
-)
 _THEIRS = "use TorchRL's TensorDictReplayBuffer over it, which takes the samplers of this package, too"
 _SHARED = Purpose(
     "Priorities and trajectories of a shared buffer take",
@@ -478,8 +474,6 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
     def _maybe_make_storage(self, storage: Any, compilable: Any) -> Storage:
         made = super()._maybe_make_storage(storage, compilable)
         require_packed(made, f"a {type(self).__name__}", _THEIRS)
-        if self._init_checkpointer is not None:
-            self._refuse_checkpointer()
         return made
 
     def _begin(self) -> Parts:
@@ -796,7 +790,7 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
         index = report["index"]
         if self._storage.ndim > 1 and isinstance(index, torch.Tensor):
             report["index"] = index.unbind(-1)
-        return self.parts.laid_out(batch, report)
+        return self.parts.sampler.lay_out(batch, report) if self.parts.gives_windows else (batch, report)
 
     def _make_batch(self, batch_size: int) -> Sample:
         """Draw and finish a batch, or take one that was drawn ahead."""
@@ -1562,9 +1556,6 @@ class ReplayBuffer(TensorDictReplayBuffer, Recovers):
             CheckpointError: a file is missing or damaged, or the dump does not fit; the buffer is unchanged.
         """
         load_buffer(self, path, rows_only=rows_only)
-
-    def _refuse_checkpointer(self) -> NoReturn:
-        raise NotImplementedError(_NO_CHECKPOINTERS)
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the rows and of the state of all components, as tensors and plain Python values."""

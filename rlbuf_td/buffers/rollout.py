@@ -238,9 +238,7 @@ class RolloutBuffer(ReplayBuffer):
         return super()._draw(size, is_returned)
 
     def _finish(self, batch: Any, info: dict[Any, Any]) -> Sample:
-        return self._normalized(*super()._finish(batch, info))
-
-    def _normalized(self, batch: TensorDictBase, info: dict[Any, Any]) -> Sample:
+        batch, info = super()._finish(batch, info)
         if self.normalize_advantage == "minibatch":
             key, estimator = self._writer.advantage_key, self._writer.estimator
             batch.set(key, estimator.normalized(batch.get(key), estimator.mask_of(batch), info.get("mask")))

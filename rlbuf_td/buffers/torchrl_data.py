@@ -49,7 +49,9 @@ def import_torchrl(
 ) -> Buffer:
     """Return a new buffer with the rows of another buffer, see :meth:`ReplayBuffer.from_torchrl`."""
     is_folder = isinstance(rb, str | PathLike)
-    rb, priorities = _load(Path(rb)) if is_folder else (rb, _priorities(rb))
+    rb, priorities = _load(Path(rb)) if is_folder else (rb, None)
+    if isinstance(getattr(rb, "sampler", None), PrioritizedSampler):
+        priorities = rb.sampler.state_dict()
     if not hasattr(rb, "storage") or not hasattr(rb, "writer"):
         raise TypeError(f"from_torchrl imports a replay buffer with a storage and a writer, got a {type(rb).__name__}")
     storage: Any = rb.storage
@@ -145,11 +147,6 @@ def _refuse_short(file: Path, nbytes: int) -> None:
     if found < nbytes:
         fault = f"has {found:,} bytes, expected {nbytes:,}" if found >= 0 else "is missing"
         raise CheckpointError(f"{file} {fault}: the dump is incomplete; nothing has been changed")
-
-
-def _priorities(rb: TensorDictReplayBuffer) -> Mapping[str, Any] | None:
-    sampler = getattr(rb, "sampler", None)
-    return sampler.state_dict() if isinstance(sampler, PrioritizedSampler) else None
 
 
 def _set_priorities(new: TensorDictReplayBuffer, cells: torch.Tensor, state: Mapping[str, Any] | None) -> None:

@@ -187,7 +187,8 @@ class Client:
         """Request batches from the shards; return ``None`` if all shards are empty."""
         links = self.links
         links.require_one()
-        draws, batches = self.spec.draws_of(size), max(1, self.prefetch)
+        windows, batches = self.spec.windows, max(1, self.prefetch)
+        draws = size if windows is None else windows.drawn_rows_of(size)  # ValueError if it is no multiple of a window
         if not any(report is not None and report.mass > 0.0 for report in links.known):
             self._exchange(links.live)
         known = list(links.known)

@@ -31,10 +31,6 @@ class Spec(NamedTuple):
         """Number of rows per draw: the length of a sequence, including burn-in, or 1 without sequences."""
         return 1 if self.windows is None else self.windows.window
 
-    def draws_of(self, batch_size: int) -> int:
-        """Return the number of draws for a batch; ValueError if the batch size is no multiple of ``window_rows``."""
-        return batch_size if self.windows is None else self.windows.drawn_rows_of(batch_size)
-
     @classmethod
     def of(cls, buffer: ReplayBuffer) -> Spec:
         """Return the properties of a buffer; TypeError or ValueError if the buffer cannot be sharded."""

@@ -14,7 +14,6 @@ generator_of = attrgetter("_rng")  # the generator of a buffer or a part; None: 
 listeners_of = attrgetter("_attached_entities")  # the objects that a storage informs of each write
 newest_step_of = attrgetter("_last_cursor_index")  # the last written time step of a storage; None: unknown
 write_count_of = attrgetter("_write_count")  # the number of time steps that a writer has written
-columns_of = attrgetter("_storage")  # the entries of all rows, a TensorDict or another container; None: no rows yet
 modules_of = attrgetter("_modules")  # a dict; testing whether it is empty is faster than ``len`` of a ModuleList
 is_full = attrgetter("_is_full")  # whether a storage has as many rows as its capacity
 count_change = methodcaller("_bump_mutation_revision")  # data derived from the storage is then computed again

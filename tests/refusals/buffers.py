@@ -158,7 +158,7 @@ REFUSALS: Table = {
         (lambda rb: rb.storage.register_load_hook(print), NotImplementedError, "without TorchRL's checkpointers"),
     ],
     ("ReplayBuffer", nothing): [
-        (lambda _: td.ReplayBuffer(checkpointer=FlatStorageCheckpointer()), NotImplementedError, "its own dump format"),
+        (lambda _: td.ReplayBuffer(checkpointer=FlatStorageCheckpointer()), NotImplementedError, "without TorchRL"),
         (lambda _: td.ReplayBuffer(device="cuda:99"), RuntimeError, "device='cuda:99' is missing: torch finds . CUDA"),
         (lambda _: td.ReplayBuffer(lane_key="e", storage=td.PackedStorage(9)), TypeError, "lane_key= needs a "),
         (lambda _: td.ReplayBuffer(lane_key="e", storage=td.PackedStorage(8, ndim=2), writer=td.ReservoirWriter()),
