@@ -7,7 +7,7 @@
 - :class:`GeneralPlan`, for what only TorchRL's interface knows: samplers that have a ``sample`` and no ``draw``, a
   ``sample_unit``, a ``collate_fn``, and writers that track generations.
 
-A plan is used as long as it holds: while rows and serials are where they were when it was made. The caller holds the
+A plan is used as long as it holds: while rows and serials are those with which it was made. The caller holds the
 storage's lock.
 """
 
@@ -44,19 +44,20 @@ class Plan(ABC):
     def __init__(self, storage: PackedStorage, sampler: Any, reason: str) -> None:
         self.storage, self.sampler, self.reason = storage, sampler, reason
         self.rows, self.ring, self.mode = storage.rows, storage.ring, in_dispatch_mode()
-        self.place = self.rows.flat.data_ptr() if self.rows is not None and self.rows.flat.is_cpu else 0
         self.serials, self.is_in_order = self.ring.address, self.ring.in_order
         self.wrapper = sampler if isinstance(sampler, SamplerWrapper) else None
         self.innermost = sampler if self.wrapper is None else self.wrapper.innermost
         self.is_stamped, self.report_keys = isinstance(self.innermost, Prioritized), reported_by(sampler)
 
     def holds(self) -> bool:
-        """Whether the plan is not in use, and rows and serials are where they were when it was made."""
-        rows, ring = self.rows, self.ring
+        """Whether the plan is not in use, and rows and serials are those with which it was made.
+
+        Rows do not move: users get aliases of their memory.
+        """
+        ring = self.ring
         return (
             not self.is_busy
-            and self.storage.rows is rows
-            and (not self.place or rows.flat.data_ptr() == self.place)  # type: ignore[union-attr]
+            and self.storage.rows is self.rows
             and self.storage._ring is ring
             and ring.address == self.serials
             and ring.in_order is self.is_in_order
