@@ -112,7 +112,7 @@ class ReplayBufferMixture:
         refuse_members(members, shares, writes_to)
         self.members, self.sampler = dict(members), Shares({name: shares[name] for name in members})
         self.batch_size, self.exact, self.writes_to, self._rng = batch_size, bool(exact), writes_to, generator
-        self._plan: MixturePlan | None = None
+        self._plans: list[MixturePlan] = []  # whose memory no thread uses now
         self._checked: list[Any] = []
         self._refuse_other_schemas()
 
@@ -149,7 +149,7 @@ class ReplayBufferMixture:
         refuse_entries(self.members)
         kinds_of = {name: {leaf.key: (leaf.dtype, leaf.shape) for leaf in rows[name].layout.leaves} for name in rows}
         refuse_difference(kinds_of, reserved)
-        self._checked, self._plan = found, None
+        self._checked = found
 
     # -- writes
 
@@ -213,23 +213,29 @@ class ReplayBufferMixture:
             raise ValueError(f"a batch must have at least one row, got batch_size={size}")
         for member in self.members.values():
             member._refuse_shut_down()
-        counts, plan = self.counts(size), self._plan
+        counts = self.counts(size)
         needed = {name: count for name, count in zip(self.members, counts, strict=True) if count}
+        try:  # take it away: another thread, or a function that samples while this one does, makes a plan of its own
+            plan = self._plans.pop()
+        except IndexError:
+            plan = None
         if plan is None or plan.size != size or not plan.holds(counts):
-            plan = self._plan = None
+            self._plans.clear()
             self._refuse_other_schemas()
             for name, member in self.members.items():
                 refuse_member(name, member)  # its parts may have been replaced
                 if name in needed and not len(member):
                     raise RuntimeError(f"member {name!r} has no rows: extend it first, or set its share to 0")
-            plan = self._plan = plan_mixture(self.members, size)
+            plan = plan_mixture(self.members, size)
         with ExitStack() as admitted:  # all members admit their rows, or none counts them
             for name, count in needed.items():
                 if self.members[name].flow is not None:
                     admitted.enter_context(self.members[name]._permission(count, False, None))
-            if plan is not None:
-                return plan.sample(counts)
-            return self._joined({name: draw_rows_of(self.members[name], count) for name, count in needed.items()})
+            if plan is None:
+                return self._joined({name: draw_rows_of(self.members[name], count) for name, count in needed.items()})
+            batch = plan.sample(counts)
+        self._plans.append(plan)
+        return batch
 
     def _joined(self, parts: dict[str, MemberRows]) -> TensorDictBase:
         is_weighted = any(member._initialize().prioritized is not None for member in self.members.values())
@@ -363,7 +369,7 @@ class ReplayBufferMixture:
         return shares | {f"{name}/{key}": value for name, report in found.items() for key, value in report.items()}
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_plan": None, "_checked": [], "_rng": pickled_generator(self._rng)}
+        return self.__dict__ | {"_plans": [], "_checked": [], "_rng": pickled_generator(self._rng)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _rng=unpickled_generator(state["_rng"]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from threading import Lock
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
@@ -69,7 +68,11 @@ def largest_normalizer(members: Mapping[str, ReplayBuffer], drawn: Mapping[str, 
 
 
 class MixturePlan:
-    """Draws batches of ``size`` rows from members of equal layout that have no option that changes batches."""
+    """Draws batches of ``size`` rows from members of equal layout that have no option that changes batches.
+
+    Its memory serves one batch at a time: a thread takes the plan away from the mixture while it uses it. A lock would
+    still be held in a process that is forked meanwhile.
+    """
 
     def __init__(self, members: Mapping[str, ReplayBuffer], plans: Sequence[CompiledPlan], size: int) -> None:
         self.members, self.size = members, size
@@ -89,7 +92,6 @@ class MixturePlan:
         self.source = torch.zeros(size, dtype=torch.int64, device="cpu")
         self.sourced: list[tuple[int, int]] = []  # the bounds of the members' parts in `source`
         self.parts_by_bounds: dict[tuple[int, int], _Part] = {}
-        self.lock = Lock()  # the memory serves one batch at a time
 
     def holds(self, counts: Sequence[int]) -> bool:
         """Whether all members that provide rows can still draw them with this plan."""
@@ -101,32 +103,31 @@ class MixturePlan:
 
     def sample(self, counts: Sequence[int]) -> TensorDict:
         """Return a batch with ``counts[i]`` rows of member ``i``, or fewer if its sampler draws fewer."""
-        with self.lock:
-            slot, end = self.slots.take(), 0
-            report = slot.report
-            normalizers: dict[str, float | None] = {}
-            bounds: list[tuple[int, int]] = []
-            for name, own, count in zip(self.members, self.plans, counts, strict=True):
-                begin = end
-                if count:
-                    end, normalizers[name] = self._fill(name, own(), slot, begin, count)
-                bounds.append((begin, end))
-            if not self.has_lanes:
-                report["index"].copy_(self.drawn.rows)
-            if bounds != self.sourced:
-                for place, (first, past) in enumerate(bounds):
-                    self.source[first:past] = place
-                self.sourced = bounds
-            report["source"].copy_(self.source)
-            if self.is_weighted:
-                largest = largest_normalizer(self.members, normalizers)
-                for name, each in zip(self.members, bounds, strict=True):
-                    factor = max((normalizers.get(name) or 1.0) / largest, LEAST_RATIO)
-                    if factor != 1.0:
-                        self._part(*each).weight.mul_(factor)
-                report[_WEIGHT].copy_(self.drawn.weight)
-            set_entries_(slot.batch, report)
-            return slot.batch if end == self.size else slot.batch[:end].clone()
+        slot, end = self.slots.take(), 0
+        report = slot.report
+        normalizers: dict[str, float | None] = {}
+        bounds: list[tuple[int, int]] = []
+        for name, own, count in zip(self.members, self.plans, counts, strict=True):
+            begin = end
+            if count:
+                end, normalizers[name] = self._fill(name, own(), slot, begin, count)
+            bounds.append((begin, end))
+        if not self.has_lanes:
+            report["index"].copy_(self.drawn.rows)
+        if bounds != self.sourced:
+            for place, (first, past) in enumerate(bounds):
+                self.source[first:past] = place
+            self.sourced = bounds
+        report["source"].copy_(self.source)
+        if self.is_weighted:
+            largest = largest_normalizer(self.members, normalizers)
+            for name, each in zip(self.members, bounds, strict=True):
+                factor = max((normalizers.get(name) or 1.0) / largest, LEAST_RATIO)
+                if factor != 1.0:
+                    self._part(*each).weight.mul_(factor)
+            report[_WEIGHT].copy_(self.drawn.weight)
+        set_entries_(slot.batch, report)
+        return slot.batch if end == self.size else slot.batch[:end].clone()
 
     def _part(self, begin: int, end: int) -> _Part:
         found = self.parts_by_bounds.get((begin, end))
@@ -150,7 +151,8 @@ class MixturePlan:
             if plan.draw_into is not None:
                 if not plan.is_in_order:
                     refuse_disorder(plan.sampler, plan.storage)
-                plan.draw_into(plan.storage, numbered, part.rows, {_WEIGHT: part.weight}, part.scratch)
+                report = {_WEIGHT: part.weight} if plan.is_stamped else {}
+                plan.draw_into(plan.storage, numbered, part.rows, report, part.scratch)
             else:
                 drawn, info = plan.draw(count)
                 end = begin + len(drawn)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing as mp
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock, Thread
@@ -25,6 +26,7 @@ from rlbuf_td import (
     ReplayBufferMixture,
     SchemaError,
     SequenceSampler,
+    UniformSampler,
 )
 from tests import catalogue
 from tests.catalogue import assert_same
@@ -82,7 +84,7 @@ def test_batches_hold_the_rows_that_their_index_names(one, other, lanes):
         check(mixed, batch)
         assert torch.bincount(batch["source"]).tolist() == [32, 32]
         mixed.extend(rows(2_000 + 100 * step, 2, lanes), "online")
-    assert (mixed._plan is not None) == (not lanes)
+    assert bool(mixed._plans) == (not lanes)
     mixed.sampler.demos = 0.25
     assert torch.bincount(mixed.sample()["source"]).tolist() == [16, 48]
 
@@ -102,7 +104,7 @@ def test_members_may_hold_observations_once_and_rows_in_files(kind, tmp_path):
     for _ in range(3):
         check(mixed, batch := mixed.sample())
         assert torch.equal(batch["next", "observation"][:, 0] == 1.0, batch["number"] % 1_000 == 19)
-    assert mixed._plan is not None
+    assert mixed._plans
 
 
 def test_members_may_have_unlike_numbers_of_lanes():
@@ -315,6 +317,23 @@ def test_threads_that_sample_get_batches_of_their_own():
         assert all(future.result() for future in [pool.submit(draw) for _ in range(3)])
 
 
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning", "ignore:this process was forked")
+def test_a_process_that_is_forked_while_a_thread_samples_can_sample():
+    mixed = ReplayBufferMixture({"one": numbered(0), "other": numbered(1_000)}, HALF, batch_size=64)
+    mixed.sample()
+    with mixed["other"].storage.lock:
+        thread = Thread(target=mixed.sample)
+        thread.start()
+        thread.join(0.2)  # it waits for the lock, with the rows of the first member in its memory
+        child = mp.get_context("fork").Process(target=mixed.sample)
+        child.start()
+        child.join(20)
+        child.kill()
+    thread.join()
+    child.join()
+    assert child.exitcode == 0
+
+
 def test_members_with_a_sampler_of_torchrls():
     one = ReplayBuffer(storage=PackedStorage(10), sampler=SamplerWithoutReplacement())
     one.extend(TensorDict({"number": torch.arange(10)}, [10]))
@@ -381,6 +400,17 @@ def test_a_member_whose_draw_is_not_compiled_costs_others_no_rows():
         fresh += batch["number"][4:6].tolist()
     assert [sorted(epochs[i : i + 12]) for i in range(0, 96, 12)] == [[*range(12)]] * 8
     assert fresh == [*range(100, 148)]
+
+
+def test_fresh_rows_of_members_with_and_without_priorities():
+    samplers = {"one": UniformSampler(), "other": ProportionalSampler(10)}
+    members = {name: numbered(0, sampler=FreshRowsSampler(sampler, 2)) for name, sampler in samplers.items()}
+    mixed = ReplayBufferMixture(members, HALF, batch_size=8)
+    for first in (0, 2):
+        batch = mixed.sample()
+        assert batch["number"].view(2, 4)[:, :2].tolist() == [[first, first + 1]] * 2
+        assert (batch["priority_weight"] == 1).all()
+    assert mixed._plans
 
 
 @pytest.mark.parametrize("size", [4, 8])  # fresh rows alone, and with others
