@@ -61,17 +61,6 @@ PACKAGE = str(Path(rlbuf_td.__file__).parent)
 ANCHORS, LANES = 6, 3
 SECONDS = 120  # for a list of operations; longer: it hangs
 
-#: What today's episodes lose, and how this test avoids it; each goes as soon as boundaries lie with the rows.
-KNOWN = {
-    "load": "an edit after a load joins the saved episode and the next one, if their ids are equal: ids are new",
-    "ids": "a load ends the open episodes only if there are ids",
-    "taken": "a copy or a load forgets that a handle has taken a lane: ids are new, and there are some",
-    "reopen": "a second reopening, or a write that was not made, joins them, too: ids are new",
-    "break": "an episode that a load has cut counts as open: not compared, see `unsure`",
-    "oldest": "after a load, a reopening, a killed write, T rows at once, in another process, or if nobody has looked "
-    "before, it is not known whether the oldest row begins its episode: not compared, see `unsure`",
-}
-
 FORMS: dict[str, dict[str, Any]] = {
     "plain": {},
     "lanes": {"ndim": 2},
@@ -245,15 +234,14 @@ def forked(work: Callable[[], object]) -> int:
 class Machine:
     """A buffer, its model, batches that were drawn, and what was saved."""
 
-    def __init__(self, form: str, kind: str, folder: Path, seed: int, looks: bool) -> None:
-        self.name, self.kind, self.folder, self.looks = kind, KINDS[kind], folder, looks
+    def __init__(self, form: str, kind: str, folder: Path, seed: int) -> None:
+        self.name, self.kind, self.folder = kind, KINDS[kind], folder
         self.options, self.made = FORMS[form], 0
         self.lanes = LANES if "ndim" in self.options else 0
         self.steps = 2 + seed % 11 + (ANCHORS if self.kind.writer is QueueWriter else 0)
         self.extra = ("advantage", "value_target") if self.kind.writer == "rollout" else ()
         self.is_ours = not form.startswith("torchrl")
         self.appends = self.is_ours and self.kind.writer is None and self.lanes > 0
-        self.doubt = 0  # an oldest row with a lower number may count as the beginning of its episode, or not
         world = {"rollout": Rollout, ReservoirWriter: Reservoir}.get(self.kind.writer, World)
         ordered = self.kind.writer is not ReservoirWriter
         model = Model(self.steps, self.lanes, ordered=ordered, floor=1.5 if kind == "floored" else 0.0)
@@ -327,13 +315,12 @@ class Machine:
 
     def handle(self, a: int, b: int) -> None:
         """Write with the handle of a lane."""
-        if self.appends and self.world.ids:
+        if self.appends:
             lane = a % LANES
             handle = self.handles.get((self.rb, lane))
             if handle is None or a % 3:  # the first write of a handle begins an episode
                 handle = self.handles[self.rb, lane] = self.rb.lane(lane)
                 self.model.begin_episodes([lane])
-                self.world.fresh[lane] |= "taken" in KNOWN
             rows = [self.world.make(lane) for _ in range(1 + b % 3)]
             before, data = self.model.written, m.as_tensordict(rows)
             index = [[handle.add(data[0]), lane]] if len(rows) == 1 else handle.extend(data)
@@ -348,7 +335,7 @@ class Machine:
 
     @contextmanager
     def writing(self, count: int, lanes: Sequence[int]) -> Iterator[None]:
-        """Expect that a queue is full, and note which rows are fresh and whose episodes are unsure."""
+        """Expect that a queue is full, and note which rows are fresh."""
         before = self.model.written
         if self.kind.writer is QueueWriter and len(self.waiting) + count > self.steps:
             self.world, kept = m.saved(self.world), self.world
@@ -361,14 +348,7 @@ class Machine:
         self.wrote(before)
 
     def wrote(self, before: int) -> None:
-        replaced = [rows[0] for rows in self.model.rows_of if len(rows) == self.steps and rows[0].number >= before]
-        self.doubt = max([self.doubt, *(row.number + 1 for row in replaced)])
         self.undrawn |= set(range(before, self.model.written))
-
-    def unsure(self, looks: bool) -> list[Row]:
-        """Return rows that begin an episode, but of which the buffer need not know it."""
-        oldest = [rows[0] for rows in self.model.rows_of if rows and (rows[0].number < self.doubt or not looks)]
-        return oldest + [row for rows in self.model.rows_of for row in [*rows][1:] if row.breaks]
 
     @property
     def waiting(self) -> list[Row]:
@@ -511,14 +491,6 @@ class Machine:
         """Reset an environment without a done flag."""
         self.world.fresh[a % len(self.world.fresh)] = True
 
-    def begin_episodes(self, why: str) -> None:
-        """Begin episodes, as the model says; with other ids, too, while a fault is known."""
-        if why != "load" or self.world.ids:
-            self.model.begin_episodes()
-        self.doubt = self.model.written
-        if why in KNOWN:
-            self.world.fresh = [True] * len(self.world.fresh)
-
     def replace(self, a: int, b: int) -> None:
         """Write rows in the place of others, of which their buffer is not told."""
         is_plain = self.is_ours and not {"share_next", "frames", "reopen"} & {*self.options}
@@ -583,7 +555,12 @@ class Machine:
         self.world, self.undrawn = m.saved(world), {*undrawn}
         self.world.rb, self.saved = rb, (way, state, kept)
         self.batches = batches if is_other else self.stale()
-        self.begin_episodes("load")
+        self.end_episodes()
+
+    def end_episodes(self) -> None:
+        """End open episodes after a load, where there are ids, which new actors use again."""
+        if self.world.ids:
+            self.model.begin_episodes()
 
     def copied(self, a: int, b: int) -> None:
         if not self.is_shared and "reopen" not in self.options:
@@ -602,7 +579,7 @@ class Machine:
             self.model.resize(self.steps)
             self.undrawn = {row.number for row in self.model.rows()}  # all rows are fresh
         self.batches, self.saved = [], None
-        self.begin_episodes("load")
+        self.end_episodes()
 
     # -- processes
 
@@ -677,7 +654,6 @@ class Machine:
             self.world = after if self.shows(row) else before
             if self.world is before and len(self.rb.storage.ring) < len(before.model):
                 before.model.give_up([lanes.count(lane) for lane in range(len(before.model.rows_of))])
-        self.doubt = self.model.written
         self.wrote(written)
 
     def shows(self, row: Row) -> bool:
@@ -695,7 +671,7 @@ class Machine:
         self.world.rb, self.handles, self.mixed = None, {}, None
         self.world.rb = self.build()
         self.undrawn = {row.number for row in self.model.rows()}
-        self.begin_episodes("reopen")
+        self.model.begin_episodes()
 
     def mix(self, a: int, b: int) -> None:
         """Draw from a mixture with another buffer."""
@@ -768,9 +744,8 @@ class Machine:
 
     def check(self, looks: bool) -> None:
         model, rb = self.model, self.rb
-        unsure = self.unsure(looks and self.looks)
         rb.storage.ring.check()
-        m.assert_holds(rb, model, episodes=looks, unsure=unsure, extra=self.extra)
+        m.assert_holds(rb, model, episodes=looks, extra=self.extra)
         if self.is_prioritized and len(model):
             law, rows = self.kind.law(model), model.rows()
             found = self.sampler.probability(m.index_of(model, rows), storage=rb.storage).tolist()
@@ -810,7 +785,7 @@ def play(form: str, kind: str, operations: list[tuple[str, int, int]], seed: int
     torch.manual_seed(seed)
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # TorchRL warns of another batch size, Python 3.12 of forks beside threads
-        machine = Machine(form, kind, Path(folder), seed, looks)
+        machine = Machine(form, kind, Path(folder), seed)
         for number, (name, a, b) in enumerate(operations):
             try:
                 getattr(machine, name)(a, b)

@@ -81,7 +81,7 @@ def _not_blocked() -> Iterator[None]:
 
 def shared(form: str, kind: str, folder: Path) -> Machine:
     """Return a full buffer in shared memory, whose calls are compiled, beside its model."""
-    machine = Machine(form, kind, folder, seed=3, looks=True)
+    machine = Machine(form, kind, folder, seed=3)
     machine.extend(20, 0)
     for operation in (machine.share, machine.extend, machine.update, machine.add):
         operation(4, 0)
@@ -121,7 +121,6 @@ def test_emptying_is_done_or_not_and_a_draw_changes_nothing(form: str, every: in
     for work in (machine.rb.sample, machine.rb.empty):
         for line in count(1, every // 4):
             is_killed = killed_at(line, work)
-            machine.doubt = machine.model.written  # rows are read again, and the oldest may begin an episode
             if not len(machine.rb):
                 machine.empty(0, 0)
                 machine.extend(20, 0)
