@@ -16,6 +16,7 @@ from torchrl.objectives import DQNLoss, ValueEstimators
 
 from rlbuf_td import HindsightSampler, NStepSampler, PackedStorage, ProportionalSampler, ReplayBuffer, UniformSampler
 from tests.backends import forced
+from tests.catalogue import numbered_rows
 
 
 def chain(n: int, dtype: torch.dtype = torch.float32, dims: tuple[int, ...] = (1,), **flags: Any) -> TensorDict:
@@ -156,19 +157,14 @@ def test_torchrls_prioritized_sampler_can_be_wrapped():
 def test_a_reward_function_that_writes_leaves_the_stamps_of_the_rows_that_were_read(n_steps: int, backend: Any) -> None:
     def reward(batch: TensorDictBase) -> torch.Tensor:
         count = rb.write_count
-        rb.extend(numbered(count, 3))
+        rb.extend(numbered_rows(3, count))
         return batch["next", "reward"]
-
-    def numbered(first: int, count: int) -> TensorDict:
-        goal = torch.zeros(count, 1)
-        outcome = {"reward": goal.clone(), "done": goal > 0, "achieved_goal": goal.clone()}
-        return TensorDict({"x": torch.arange(first, first + count), "desired_goal": goal, "next": outcome}, [count])
 
     with forced(backend):
         sampler: Any = HindsightSampler(ProportionalSampler(20), reward)
         sampler = NStepSampler(sampler, n_steps, 0.9) if n_steps else sampler
         rb = ReplayBuffer(storage=PackedStorage(20), sampler=sampler, batch_size=16)
-        rb.extend(numbered(0, 20))
+        rb.extend(numbered_rows(20))
         for _ in range(5):
             batch = rb.sample()
             assert torch.equal(batch["sampled_at"], batch["x"])  # the serial of a row is its number
