@@ -177,30 +177,35 @@ class Priorities:
             live, are_cells = (len(storage), True) if ring is None else ring.numbered()
             rows = live if are_cells else len(storage)
             has_holes = live < rows
-        given = (index, priority) if stamp is None else (index, priority, stamp)
-        addresses = None if storage is None or has_holes else self._inputs.addresses(given)
-        if addresses is not None:
-            return self._update(given, addresses, rows, storage, ring, counts)
-        return self._convert_and_update(index, priority, stamp, rows, storage, ring, counts, has_holes)
+        given: tuple[Any, ...] = (index, priority) if stamp is None else (index, priority, stamp)
+        addresses: list[int] | None = None
+        stale: int | Tensor = 0
+        if storage is not None and not has_holes:
+            addresses = self._inputs.addresses(given)
+        if addresses is None:
+            given, stale = self._converted(index, priority, stamp, storage, ring, has_holes)
+            if not len(given[0]):
+                return stale
+            if not self._is_compiled:
+                self._update_with_torch(given[0], given[1], rows, counts)
+                return stale
+            self._inputs = HostTensors([(each.dtype, each.shape) for each in given])
+            addresses = [*map(address_of, given)]
+        return stale + self._update(given, addresses, rows, storage, ring, counts)
 
-    def _convert_and_update(
-        self,
-        index: Any,
-        priority: Any,
-        stamp: Tensor | None,
-        rows: int,
-        storage: Any,
-        ring: Ring | None,
-        counts: bool,
-        has_holes: bool,
-    ) -> int | Tensor:
-        """Check and convert the arguments of an update, and update; return the number of rows that are gone.
+    @property
+    def _is_compiled(self) -> bool:
+        return uses_numba(self.device) and compiled_form(self.rule, "update_loop") is not None
+
+    def _converted(
+        self, index: Any, priority: Any, stamp: Tensor | None, storage: Any, ring: Ring | None, has_holes: bool
+    ) -> tuple[tuple[Tensor, ...], int | Tensor]:
+        """Check and convert the arguments of an update; return them, and the number of rows that are known to be gone.
 
         Compiled code takes flat rows ``[B]`` or coordinates ``[B, 2]``, and skips rows that are gone by itself. The
         torch form, and rows some of which may be holes, need flat rows, with -1 in place of those that are gone.
         """
-        is_compiled = uses_numba(self.device) and compiled_form(self.rule, "update_loop") is not None
-        by_lane = is_compiled and not has_holes and ring is not None and storage.ndim == 2
+        by_lane = self._is_compiled and not has_holes and ring is not None and storage.ndim == 2
         if not (by_lane and _are_pairs(index, self.device)):
             index = flat_rows(index, storage, self.device)
         td_error = as_errors(priority, len(index), self.device)
@@ -208,19 +213,13 @@ class Priorities:
         if stamp is not None:
             refuse_stamps(stamp, len(index))
             stamp = stamp.to(self.device, torch.int64).contiguous()
-            if has_holes or not is_compiled:
+            if has_holes or not self._is_compiled:
                 index, stale = storage.skip_stale(index, stamp)
                 stamp = None
         if has_holes:
             storage.refuse_holes(index)
-        if not len(index):
-            return stale
-        if not is_compiled:
-            self._update_with_torch(index, td_error, rows, counts)
-            return stale
-        given = (index.contiguous(), td_error) if stamp is None else (index.contiguous(), td_error, stamp)
-        self._inputs = HostTensors([(each.dtype, each.shape) for each in given])
-        return stale + self._update(given, [*map(address_of, given)], rows, storage, ring, counts)
+        given = index.contiguous(), td_error
+        return (given if stamp is None else (*given, stamp)), stale
 
     def _update(
         self, given: Any, addresses: list[int], rows: int, storage: Any, ring: Ring | None, counts: bool
