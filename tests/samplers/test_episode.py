@@ -115,7 +115,6 @@ class Lockstep(RuleBasedStateMachine):
     @rule()
     def empty(self) -> None:
         self.world.empty()
-        self.world.fresh = [True] * len(self.world.fresh)  # or the old episodes would go on
 
     @precondition(lambda self: len(self.world.model) > 0)
     @rule(count=st.integers(1, 20))
