@@ -149,7 +149,7 @@ def test_what_was_made_in_inference_mode_is_written_to_outside_it(path: Any, nam
             use(rb, 0)
             rb.load_state_dict(rb.state_dict())
         use(rb, 70)
-        assert rb.health()["replays_max"] > 0
+        assert len(rb.sample()) == 32
 
 
 def test_rows_written_out_of_order_in_inference_mode_are_known_outside() -> None:
